@@ -1,0 +1,136 @@
+//! An alarm in the worker's hands: what the message said, the receipt that settles it, and why one is given up.
+//!
+//! The words that deliver, desk, arm and park share so that they need not know one another. Data only: no I/O.
+
+use crate::message::{MAX_BODY_BYTES, TimeoutDue};
+use crate::order::{Deadline, Moment, OrderId};
+
+/// Which queue a message came out of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Inlet {
+    /// The processing queue: alarms that are due, or will be within seconds.
+    Timeout,
+    /// The inbox for alarms that are to be armed in the wheel.
+    Arm,
+    /// What the broker itself gave up on.
+    Parked,
+}
+
+/// What settles one delivery. Void as soon as its session has ended: the broker delivers the message again then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Receipt {
+    /// Counts the consumer sessions of this process.
+    pub session: u64,
+    /// Which of the session's channels.
+    pub channel: u8,
+    /// AMQP delivery tag: counts up from 1 on each channel.
+    pub tag: u64,
+}
+
+/// How a delivery is settled with the broker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Settlement {
+    /// Done with it: `basic.ack`.
+    Ack,
+    /// Somebody else, or we later: `basic.nack` with requeue.
+    Requeue,
+}
+
+/// A message that could be read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Alarm {
+    pub due: TimeoutDue,
+    /// How often handling it has failed and gone back through the broker.
+    pub attempt: u32,
+    /// When the message was published, where its publisher says so. The desk fills in when it was first seen.
+    pub born: Option<Moment>,
+    /// W3C trace context of whoever scheduled it.
+    pub traceparent: Option<String>,
+}
+
+impl Alarm {
+    #[must_use]
+    pub fn order_id(&self) -> &OrderId {
+        &self.due.order_id
+    }
+
+    #[must_use]
+    pub fn deadline(&self) -> Deadline {
+        self.due.deadline
+    }
+}
+
+/// Why an alarm is given up and kept for a person. The word is stored in `parked_alarms.reason`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ParkReason {
+    /// The message is not an alarm.
+    Unreadable,
+    /// The order id is not of the form the orders table uses.
+    MalformedId,
+    /// The deadline lies further ahead than `delay.max_delay`.
+    TooFar,
+    /// No such order, long after its transaction must have ended.
+    UnknownOrder,
+    /// Closing this order failed again and again.
+    CloseFailed,
+    /// The broker dead-lettered it, most likely after too many deliveries.
+    BrokerGaveUp,
+}
+
+impl ParkReason {
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Unreadable => "unreadable",
+            Self::MalformedId => "malformed_id",
+            Self::TooFar => "too_far",
+            Self::UnknownOrder => "unknown_order",
+            Self::CloseFailed => "close_failed",
+            Self::BrokerGaveUp => "broker_gave_up",
+        }
+    }
+}
+
+/// What is put into `parked_alarms`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Parcel {
+    pub reason: ParkReason,
+    /// One sentence that names the fault.
+    pub detail: String,
+    pub order_id: Option<OrderId>,
+    pub deadline: Option<Deadline>,
+    pub attempts: u32,
+    /// The body as it came, cut at [`MAX_BODY_BYTES`].
+    pub body: Vec<u8>,
+}
+
+impl Parcel {
+    /// Parks a message that could not be read as an alarm.
+    #[must_use]
+    pub fn unread(reason: ParkReason, detail: impl Into<String>, body: &[u8]) -> Self {
+        let body = body[..body.len().min(MAX_BODY_BYTES)].to_vec();
+        Self { reason, detail: detail.into(), order_id: None, deadline: None, attempts: 0, body }
+    }
+
+    /// Parks an alarm that was understood but could not be handled.
+    #[must_use]
+    pub fn of(alarm: &Alarm, reason: ParkReason, detail: impl Into<String>) -> Self {
+        Self {
+            reason,
+            detail: detail.into(),
+            order_id: Some(alarm.due.order_id.clone()),
+            deadline: Some(alarm.due.deadline),
+            attempts: alarm.attempt,
+            body: alarm.due.to_bytes(),
+        }
+    }
+}
+
+/// One message out of the broker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Delivered {
+    pub receipt: Receipt,
+    pub inlet: Inlet,
+    /// The alarm, or the parcel that it must become.
+    pub content: Result<Alarm, Parcel>,
+}

@@ -1,0 +1,57 @@
+//! `order-timeout close`: by hand, through the same statement as the worker. It closes what is unpaid and overdue,
+//! nothing else.
+
+use std::collections::HashMap;
+
+use clap::Args;
+use serde_json::json;
+
+use crate::close::Closer;
+use crate::config::Settings;
+use crate::database;
+use crate::desk::Finding;
+use crate::order::{ClosedBy, OrderId, Outcome};
+
+/// Arguments of `close`.
+#[derive(Debug, Args)]
+pub struct CloseArgs {
+    /// The orders' ids, as the orders table has them
+    #[arg(required = true, value_name = "ID")]
+    ids: Vec<String>,
+    /// Print one JSON object per order
+    #[arg(long)]
+    json: bool,
+}
+
+/// # Errors
+/// If the database cannot be used. Exit code 1 also if an order was not found or could not be closed.
+pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<u8> {
+    let ids = args.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
+    let pool = database::connect(&settings.database, 1).await?;
+    let closer = Closer::prepare(pool, &settings.orders.close_sql).await?;
+    let findings = closer.close(&ids, ClosedBy::Manual).await;
+    let mut all_settled = true;
+    for id in &ids {
+        let (word, settled) = describe(id, &findings);
+        all_settled &= settled;
+        if args.json {
+            println!("{}", json!({ "order_id": id, "outcome": word }));
+        } else {
+            println!("{id}: {word}");
+        }
+    }
+    Ok(u8::from(!all_settled))
+}
+
+/// The outcome in words, and whether the order is settled: closed now or before, or paid.
+fn describe(id: &OrderId, findings: &HashMap<OrderId, Finding>) -> (String, bool) {
+    match findings.get(id) {
+        Some(Ok(found)) => {
+            let settled = matches!(found.outcome, Outcome::Closed | Outcome::AlreadyClosed | Outcome::Paid);
+            let word = serde_json::to_value(found.outcome).expect("a word");
+            (word.as_str().unwrap_or_default().to_owned(), settled)
+        }
+        Some(Err(fault)) => (format!("failed: {fault}"), false),
+        None => ("unknown".to_owned(), false),
+    }
+}

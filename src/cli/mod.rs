@@ -1,0 +1,90 @@
+//! The command line: one file per subcommand. Reads arguments, calls the library, prints; decides nothing itself.
+
+pub mod close;
+pub mod parked;
+pub mod schedule;
+pub mod setup;
+pub mod topology;
+pub mod worker;
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::config::{BadSettings, Settings};
+
+/// Closes unpaid orders in Postgres exactly when their time is up, woken by RabbitMQ delayed messages.
+#[derive(Debug, Parser)]
+#[command(name = "order-timeout", version, about, after_help = SETTINGS_HELP)]
+pub struct Cli {
+    #[command(flatten)]
+    pub settings: SettingsArgs,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const SETTINGS_HELP: &str = "\
+Settings come from config/default.toml (built in), then --config FILE, then the environment
+(ORDER_TIMEOUT__AMQP__URL, ORDER_TIMEOUT__DATABASE__URL or DATABASE_URL, ORDER_TIMEOUT__DELAY__LEAD, …),
+then --set. A first run:
+
+  export ORDER_TIMEOUT__AMQP__URL=amqp://user:password@localhost:5672/%2f
+  export ORDER_TIMEOUT__DATABASE__URL=postgres://user:password@localhost:5432/shop
+  order-timeout setup
+  order-timeout worker
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or settings.";
+
+/// Where settings come from besides the environment.
+#[derive(Debug, Args)]
+pub struct SettingsArgs {
+    /// A TOML file with settings that differ from the defaults
+    #[arg(long, global = true, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// One setting, such as --set delay.lead=3s; may be repeated and wins over everything else
+    #[arg(long = "set", global = true, value_name = "KEY=VALUE")]
+    pub overrides: Vec<String>,
+}
+
+impl SettingsArgs {
+    /// # Errors
+    /// [`BadSettings`], one sentence with key and origin.
+    pub fn load(&self) -> Result<Settings, BadSettings> {
+        Settings::load(self.config.as_deref(), &self.overrides)
+    }
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Bring the database schema and the broker's queues up to date; may be run again at any time
+    Setup(setup::SetupArgs),
+    /// Run the worker until SIGTERM or Ctrl-C
+    Worker,
+    /// Schedule the alarm of one order by hand
+    Schedule(schedule::ScheduleArgs),
+    /// Close overdue unpaid orders by hand, through the same statement as the worker
+    Close(close::CloseArgs),
+    /// Print the broker's objects as a definitions file
+    Topology(topology::TopologyArgs),
+    /// Look at alarms that could not be handled, try them again, or drop them
+    #[command(subcommand)]
+    Parked(parked::ParkedCommand),
+}
+
+impl Command {
+    /// Runs the command. Returns the process' exit code.
+    ///
+    /// # Errors
+    /// Anything that is one sentence on standard error and exit code 1.
+    pub async fn run(self, settings: Settings) -> anyhow::Result<u8> {
+        match self {
+            Self::Setup(args) => setup::run(args, settings).await,
+            Self::Worker => worker::run(settings).await,
+            Self::Schedule(args) => schedule::run(args, settings).await,
+            Self::Close(args) => close::run(args, settings).await,
+            Self::Topology(args) => topology::run(&args, settings),
+            Self::Parked(command) => parked::run(command, settings).await,
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! `order-timeout setup`: migrations and topology, idempotent.
+
+use clap::Args;
+use serde_json::json;
+
+use crate::config::Settings;
+use crate::topology::Topology;
+use crate::{broker, database};
+
+/// Arguments of `setup`.
+#[derive(Debug, Args)]
+pub struct SetupArgs {
+    /// Print what was done as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// # Errors
+/// If the database or the broker cannot be reached or refuses.
+pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<u8> {
+    let pool = database::connect(&settings.database, 1).await?;
+    let applied = database::migrate(&pool).await?;
+    let connection = broker::connect(&settings.amqp, "setup").await?;
+    let topology = Topology::new(&settings);
+    topology.declare(&connection).await?;
+    broker::close(&connection, settings.amqp.connect_timeout).await;
+    if args.json {
+        let counts = json!({
+            "migrations_applied": applied,
+            "exchanges": topology.exchanges.len(),
+            "queues": topology.queues.len(),
+            "bindings": topology.bindings.len(),
+        });
+        println!("{counts}");
+        return Ok(0);
+    }
+    match applied.as_slice() {
+        [] => println!("database: up to date"),
+        names => println!("database: applied {}", names.join(", ")),
+    }
+    println!(
+        "broker:   {} exchanges, {} queues, {} bindings are there",
+        topology.exchanges.len(),
+        topology.queues.len(),
+        topology.bindings.len()
+    );
+    Ok(0)
+}

@@ -1,0 +1,27 @@
+//! `order-timeout topology`: prints `definitions.json`.
+
+use clap::Args;
+
+use crate::config::{Settings, Strategy};
+use crate::topology::Topology;
+
+/// Arguments of `topology`.
+#[derive(Debug, Args)]
+pub struct TopologyArgs {
+    /// Print the objects of the delayed-exchange strategy instead (for brokers with the plugin)
+    #[arg(long)]
+    plugin: bool,
+    /// The virtual host that the objects belong to
+    #[arg(long, default_value = "orders", value_name = "NAME")]
+    vhost: String,
+}
+
+/// # Errors
+/// None at present; the shape is that of every command.
+pub fn run(args: &TopologyArgs, mut settings: Settings) -> anyhow::Result<u8> {
+    if args.plugin {
+        settings.delay.strategy = Strategy::DelayedExchange;
+    }
+    println!("{:#}", Topology::new(&settings).definitions(&args.vhost));
+    Ok(0)
+}

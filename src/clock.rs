@@ -1,0 +1,117 @@
+//! What time it is in the database, without asking it each time.
+//!
+//! Pure arithmetic over samples that somebody else takes (see `close.rs`): no I/O, no decision. The worker's own wall
+//! clock is never consulted, so setting it cannot close an order early.
+
+use std::time::{Duration, Instant};
+
+use crate::order::Moment;
+
+/// One reading of the database's clock: what it said, and our monotonic clock just before and after asking.
+#[derive(Debug, Clone, Copy)]
+pub struct ClockSample {
+    pub asked: Instant,
+    pub answered: Instant,
+    pub database: Moment,
+}
+
+impl ClockSample {
+    fn uncertainty(&self) -> Duration {
+        self.answered.duration_since(self.asked)
+    }
+}
+
+/// The database's clock, carried forward by the local monotonic one.
+#[derive(Debug, Clone, Copy)]
+pub struct DatabaseClock {
+    base: Moment,
+    at: Instant,
+    uncertainty: Duration,
+    learned: Instant,
+}
+
+/// After this long a rougher sample replaces a finer one: two crystals drift apart by some 50 µs a second at worst.
+const SAMPLE_LIFETIME: Duration = Duration::from_secs(60);
+
+impl DatabaseClock {
+    #[must_use]
+    pub fn new(sample: ClockSample) -> Self {
+        // The answer was true some time between asking and hearing it; the middle is off by at most half of that.
+        let at = sample.asked + sample.uncertainty() / 2;
+        Self { base: sample.database, at, uncertainty: sample.uncertainty(), learned: sample.answered }
+    }
+
+    /// Takes a further sample if it is finer than the one in use, if that one is old, or if the two cannot both be
+    /// true, which means that the database's clock was set or that another server answers now.
+    pub fn learn(&mut self, sample: ClockSample) {
+        let next = Self::new(sample);
+        let disagreement = self.at_instant(next.at).unix_micros().abs_diff(next.base.unix_micros());
+        let explained = (self.uncertainty + next.uncertainty).as_micros() + 1_000;
+        if next.uncertainty <= self.uncertainty
+            || next.learned.duration_since(self.learned) > SAMPLE_LIFETIME
+            || u128::from(disagreement) > explained
+        {
+            *self = next;
+        }
+    }
+
+    /// The database's time at a local instant.
+    #[must_use]
+    pub fn at_instant(&self, instant: Instant) -> Moment {
+        match instant.checked_duration_since(self.at) {
+            Some(after) => self.base + after,
+            None => self.base - self.at.duration_since(instant),
+        }
+    }
+
+    #[must_use]
+    pub fn now(&self) -> Moment {
+        self.at_instant(Instant::now())
+    }
+
+    /// The local instant at which the database will read `moment`; now if that has passed.
+    #[must_use]
+    pub fn instant_of(&self, moment: Moment) -> Instant {
+        self.at + moment.since(self.base).min(Duration::from_secs(86_400))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(from: Instant, at_ms: u64, round_trip_ms: u64, database_ms: i64) -> ClockSample {
+        let asked = from + Duration::from_millis(at_ms);
+        ClockSample {
+            asked,
+            answered: asked + Duration::from_millis(round_trip_ms),
+            database: Moment::from_unix_micros(database_ms * 1_000),
+        }
+    }
+
+    #[test]
+    fn the_middle_of_the_round_trip_is_when_the_database_answered() {
+        let start = Instant::now();
+        let clock = DatabaseClock::new(sample(start, 0, 10, 1_000));
+        assert_eq!(clock.at_instant(start + Duration::from_millis(5)).unix_micros(), 1_000_000);
+        assert_eq!(clock.at_instant(start + Duration::from_millis(25)).unix_micros(), 1_020_000);
+        assert_eq!(clock.instant_of(Moment::from_unix_micros(1_020_000)), start + Duration::from_millis(25));
+    }
+
+    #[test]
+    fn a_rough_sample_does_not_replace_a_fine_one_it_agrees_with() {
+        let start = Instant::now();
+        let mut clock = DatabaseClock::new(sample(start, 0, 1, 1_000));
+        let before = clock.at_instant(start);
+        clock.learn(sample(start, 100, 40, 1_110));
+        assert_eq!(clock.at_instant(start), before);
+    }
+
+    #[test]
+    fn a_clock_that_was_set_is_believed_at_once() {
+        let start = Instant::now();
+        let mut clock = DatabaseClock::new(sample(start, 0, 1, 1_000));
+        clock.learn(sample(start, 100, 40, 500));
+        assert!(clock.at_instant(start + Duration::from_millis(120)).unix_micros() <= 500_000);
+    }
+}

@@ -1,0 +1,234 @@
+//! Step 3, DELIVER: one consumer session. Prefetch, consume, read, settle; and an end that is always noticed.
+//!
+//! A session is one connection with its channels. At the first error of any of them all of it is dropped, the broker
+//! delivers again what was not acknowledged, and the supervisor in `worker.rs` opens the next. No SQL, no decision
+//! what becomes of an alarm.
+
+pub mod ledger;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use lapin::message::Delivery;
+use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use lapin::{Channel, Connection, Consumer};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use tracing::debug;
+
+use crate::alarm::{Alarm, Delivered, Inlet, Parcel, ParkReason, Receipt, Settlement};
+use crate::broker::{self, BrokerFault};
+use crate::config::Settings;
+use crate::message::{HEADER_ATTEMPT, HEADER_TRACEPARENT, TimeoutDue};
+use crate::order::Moment;
+use crate::topology::{Names, Topology};
+use ledger::{Frames, Ledger};
+
+/// The queues consumed, in the order of their channels. The processing queue has two channels, for a channel is one
+/// process in the broker and one core of it.
+const INLETS: [Inlet; 4] = [Inlet::Timeout, Inlet::Timeout, Inlet::Arm, Inlet::Parked];
+/// What the broker gave up on comes rarely; a few at a time will do.
+const PARKED_PREFETCH: u16 = 100;
+
+/// An open session.
+#[derive(Debug)]
+pub struct Session {
+    number: u64,
+    connection: Connection,
+    lines: Vec<Line>,
+    ended: CancellationToken,
+    why_ended: Arc<Mutex<Option<String>>>,
+}
+
+/// One channel with its consumer.
+#[derive(Debug, Clone)]
+struct Line {
+    channel: Channel,
+    consumer_tag: String,
+    ledger: Arc<Mutex<Ledger>>,
+}
+
+impl Session {
+    /// Connects, declares what is missing, and starts consuming into `inbox`. `number` marks this session's receipts.
+    ///
+    /// # Errors
+    /// [`BrokerFault`]; `Refused` where trying again will not help.
+    pub async fn open(
+        settings: &Settings,
+        number: u64,
+        inbox: mpsc::UnboundedSender<Delivered>,
+    ) -> Result<Self, BrokerFault> {
+        let connection = broker::connect(&settings.amqp, "worker").await?;
+        let declared = Topology::new(settings).declare(&connection).await;
+        declared.map_err(|fault| match connection.status().connected() {
+            true => BrokerFault::Refused(fault.to_string()),
+            false => BrokerFault::Away(fault.to_string()),
+        })?;
+        let mut session =
+            Self { number, connection, lines: Vec::new(), ended: CancellationToken::new(), why_ended: Arc::default() };
+        for (index, inlet) in (0..).zip(INLETS) {
+            let line = session.consume(settings, index, inlet, inbox.clone()).await;
+            session.lines.push(line.map_err(|error| BrokerFault::Away(format!("consuming could not start: {error}")))?);
+        }
+        Ok(session)
+    }
+
+    async fn consume(
+        &self,
+        settings: &Settings,
+        index: u8,
+        inlet: Inlet,
+        inbox: mpsc::UnboundedSender<Delivered>,
+    ) -> lapin::Result<Line> {
+        let names = Names::new(&settings.namespace);
+        let (queue, prefetch) = match inlet {
+            Inlet::Timeout => (names.timeout(), settings.worker.prefetch),
+            Inlet::Arm => (names.arm(), settings.worker.arm_prefetch),
+            Inlet::Parked => (names.parked(), PARKED_PREFETCH),
+        };
+        let channel = self.connection.create_channel().await?;
+        // Before consuming: lapin buffers deliveries without bound.
+        channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
+        let consumer_tag = format!("order-timeout-{}-{index}", std::process::id());
+        let options = BasicConsumeOptions { no_local: false, no_ack: false, exclusive: false, nowait: false };
+        let consumer = channel
+            .basic_consume(queue.as_str().into(), consumer_tag.as_str().into(), options, FieldTable::default())
+            .await?;
+        let line = Line { channel, consumer_tag, ledger: Arc::default() };
+        let reader = Reader { session: self.number, channel: index, inlet, ledger: line.ledger.clone(), inbox };
+        let (ended, why) = (self.ended.clone(), self.why_ended.clone());
+        tokio::spawn(async move {
+            let reason = reader.read_all(consumer).await;
+            why.lock().expect("nobody panics holding it").get_or_insert(reason);
+            ended.cancel();
+        });
+        Ok(line)
+    }
+
+    /// Resolves when any part of the session has ended, with the reason. A stream that just ends counts: the queue was
+    /// deleted, or the server cancelled the consumer.
+    pub async fn ended(&self) -> String {
+        self.ended.cancelled().await;
+        self.why_ended.lock().expect("nobody panics holding it").clone().unwrap_or_default()
+    }
+
+    /// Settles deliveries of this session; receipts of others are void and left out.
+    ///
+    /// # Errors
+    /// lapin's; the session is over then.
+    pub async fn settle(&self, settlements: &[(Receipt, Settlement)]) -> lapin::Result<()> {
+        for (index, line) in (0..).zip(&self.lines) {
+            for kind in [Settlement::Ack, Settlement::Requeue] {
+                let ours =
+                    |(receipt, _): &&(Receipt, Settlement)| receipt.session == self.number && receipt.channel == index;
+                let tags = settlements.iter().filter(ours).filter(|(_, k)| *k == kind).map(|(receipt, _)| receipt.tag);
+                let frames = line.ledger.lock().expect("nobody panics holding it").close(tags);
+                line.send(kind, frames).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Stops the broker from delivering more; what is on its way still arrives. Part of a shutdown.
+    pub async fn cancel(&self) {
+        for line in &self.lines {
+            let cancelled =
+                line.channel.basic_cancel(line.consumer_tag.as_str().into(), BasicCancelOptions::default()).await;
+            if let Err(error) = cancelled {
+                debug!(%error, "a consumer was gone before it was cancelled");
+            }
+        }
+    }
+
+    /// Closes the connection; the broker delivers again whatever was not acknowledged.
+    pub async fn close(self) {
+        broker::close(&self.connection, Duration::from_secs(2)).await;
+    }
+}
+
+impl Line {
+    async fn send(&self, kind: Settlement, frames: Frames) -> lapin::Result<()> {
+        let singles = frames.single.into_iter().map(|tag| (tag, false));
+        for (tag, multiple) in frames.up_to.map(|tag| (tag, true)).into_iter().chain(singles) {
+            match kind {
+                Settlement::Ack => self.channel.basic_ack(tag, BasicAckOptions { multiple }).await?,
+                Settlement::Requeue => {
+                    self.channel.basic_nack(tag, BasicNackOptions { multiple, requeue: true }).await?
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads one consumer's deliveries.
+struct Reader {
+    session: u64,
+    channel: u8,
+    inlet: Inlet,
+    ledger: Arc<Mutex<Ledger>>,
+    inbox: mpsc::UnboundedSender<Delivered>,
+}
+
+impl Reader {
+    /// Until the consumer ends; says why it did.
+    async fn read_all(self, mut consumer: Consumer) -> String {
+        while let Some(delivery) = consumer.next().await {
+            let delivery = match delivery {
+                Ok(delivery) => delivery,
+                Err(error) => return error.to_string(),
+            };
+            let receipt = Receipt { session: self.session, channel: self.channel, tag: delivery.delivery_tag };
+            self.ledger.lock().expect("nobody panics holding it").open(receipt.tag);
+            let delivered = Delivered { receipt, inlet: self.inlet, content: read(&delivery) };
+            if self.inbox.send(delivered).is_err() {
+                return "the worker has stopped".into();
+            }
+        }
+        "the broker cancelled the consumer; was its queue deleted?".into()
+    }
+}
+
+/// Reads a delivery as an alarm, or says as what it must be parked.
+fn read(delivery: &Delivery) -> Result<Alarm, Parcel> {
+    let message_type = delivery.properties.kind().as_ref().map(lapin::types::ShortString::as_str);
+    let due = TimeoutDue::read(&delivery.data, message_type)
+        .map_err(|fault| Parcel::unread(ParkReason::Unreadable, fault.to_string(), &delivery.data))?;
+    let headers = delivery.properties.headers().as_ref();
+    let header = |name: &str| headers.and_then(|table| table.inner().get(name));
+    Ok(Alarm {
+        due,
+        attempt: header(HEADER_ATTEMPT).and_then(whole_number).unwrap_or(0),
+        born: delivery.properties.timestamp().map(moment_of_timestamp),
+        traceparent: header(HEADER_TRACEPARENT).and_then(short_text),
+    })
+}
+
+/// AMQP timestamps are seconds; one beyond what a moment holds is as good as the end of time.
+fn moment_of_timestamp(seconds: u64) -> Moment {
+    Moment::from_unix_micros(i64::try_from(seconds).unwrap_or(i64::MAX).saturating_mul(1_000_000))
+}
+
+/// Publishers in other languages choose the width of the integer.
+fn whole_number(value: &AMQPValue) -> Option<u32> {
+    let number = match value {
+        AMQPValue::ShortShortInt(n) => i64::from(*n),
+        AMQPValue::ShortShortUInt(n) => i64::from(*n),
+        AMQPValue::ShortInt(n) => i64::from(*n),
+        AMQPValue::ShortUInt(n) => i64::from(*n),
+        AMQPValue::LongInt(n) => i64::from(*n),
+        AMQPValue::LongUInt(n) => i64::from(*n),
+        AMQPValue::LongLongInt(n) => *n,
+        _ => return None,
+    };
+    u32::try_from(number).ok()
+}
+
+/// A W3C traceparent has 55 characters; anything much longer is not one.
+fn short_text(value: &AMQPValue) -> Option<String> {
+    let AMQPValue::LongString(text) = value else { return None };
+    let text = std::str::from_utf8(text.as_bytes()).ok()?;
+    (text.len() <= 200).then(|| text.to_owned())
+}

@@ -1,0 +1,97 @@
+//! An alarm addressed and stamped: by which way into the broker, and with which properties.
+//!
+//! Shared by the publisher and the armer, so that there is one form of an alarm on the wire. Decides nothing.
+
+use std::time::Duration;
+
+use lapin::types::AMQPValue;
+use uuid::Uuid;
+
+use crate::confirm::Outgoing;
+use crate::message::{CONTENT_TYPE, HEADER_ATTEMPT, HEADER_TRACEPARENT, TIMEOUT_DUE_TYPE, TimeoutDue};
+use crate::order::Moment;
+use crate::topology::{DUE_KEY, Names};
+
+/// The longest delay the plugin can hold, in milliseconds; beyond it, it would fire at once.
+pub const LONGEST_X_DELAY_MS: u64 = 4_294_967_295;
+
+/// The way into the broker for one alarm.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    pub exchange: String,
+    pub routing_key: String,
+    pub wait: Wait,
+}
+
+/// Who makes the alarm wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wait {
+    /// Nobody: its queue has a consumer.
+    None,
+    /// The queue, by the message's TTL.
+    Ttl(Duration),
+    /// The delayed exchange, by header `x-delay`.
+    XDelayMs(u64),
+}
+
+impl Entry {
+    /// Into the inbox: the worker writes it into the wheel.
+    #[must_use]
+    pub fn arm(names: &Names) -> Self {
+        Self { exchange: names.arm(), routing_key: "arm".into(), wait: Wait::None }
+    }
+
+    /// Straight to the processing queue.
+    #[must_use]
+    pub fn due(names: &Names) -> Self {
+        Self { exchange: names.due(), routing_key: DUE_KEY.into(), wait: Wait::None }
+    }
+
+    /// Into the delayed exchange for this long, or for as long as the plugin can hold it: the worker writes it again
+    /// when it comes back early.
+    #[must_use]
+    pub fn delayed(names: &Names, wait: Duration) -> Self {
+        let delay_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).min(LONGEST_X_DELAY_MS);
+        Self { exchange: names.delayed(), routing_key: DUE_KEY.into(), wait: Wait::XDelayMs(delay_ms) }
+    }
+}
+
+/// What a message says of an alarm besides its body.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stamp {
+    /// Failures so far; re-arming does not count.
+    pub attempt: u32,
+    /// When the alarm, not this message, was first published: decides how long a missing order is waited for.
+    pub born: Moment,
+    pub traceparent: Option<String>,
+}
+
+/// A fresh message: no `x-death`, no old `x-delay`, so that nothing can be mistaken for a routing cycle.
+#[must_use]
+pub fn address(due: &TimeoutDue, entry: Entry, stamp: Stamp) -> Outgoing {
+    let mut headers = vec![(HEADER_ATTEMPT, AMQPValue::LongInt(i32::try_from(stamp.attempt).unwrap_or(i32::MAX)))];
+    let mut ttl = None;
+    match entry.wait {
+        Wait::None => {}
+        Wait::Ttl(duration) => ttl = Some(duration),
+        Wait::XDelayMs(delay_ms) => {
+            headers.push(("x-delay", AMQPValue::LongLongInt(i64::try_from(delay_ms).unwrap_or(i64::MAX))))
+        }
+    }
+    if let Some(traceparent) = stamp.traceparent {
+        headers.push((HEADER_TRACEPARENT, AMQPValue::LongString(traceparent.into())));
+    }
+    Outgoing {
+        exchange: entry.exchange,
+        routing_key: entry.routing_key,
+        body: due.to_bytes(),
+        message_id: Uuid::now_v7().to_string(),
+        message_type: TIMEOUT_DUE_TYPE.to_owned(),
+        content_type: CONTENT_TYPE,
+        timestamp_s: u64::try_from(stamp.born.unix_micros() / 1_000_000).unwrap_or(0),
+        ttl,
+        headers,
+        // While it delays, the plugin routes nowhere, so there a mandatory message would always be returned.
+        mandatory: !matches!(entry.wait, Wait::XDelayMs(_)),
+    }
+}

@@ -1,0 +1,139 @@
+//! Step 4, HOLD: alarms that came early wait here for their deadline.
+//!
+//! A sorted map in memory, nothing else: no I/O, no clock of its own (the caller says what time it is), no decision.
+//! Everything held is still unacknowledged at the broker, so nothing is lost if the process dies.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::order::{Deadline, Moment, OrderId};
+
+/// What makes two alarms the same: they speak of one order and one deadline.
+pub type AlarmKey = (OrderId, Deadline);
+
+/// When an entry wakes; the number keeps those of one moment in the order of their arrival.
+type WakeKey = (Moment, u64);
+
+/// The waiting room. `T` is whatever the worker must remember with an alarm.
+#[derive(Debug)]
+pub struct Hold<T> {
+    waiting: BTreeMap<WakeKey, (AlarmKey, T)>,
+    by_alarm: HashMap<AlarmKey, WakeKey>,
+    arrivals: u64,
+}
+
+impl<T> Default for Hold<T> {
+    fn default() -> Self {
+        Self { waiting: BTreeMap::new(), by_alarm: HashMap::new(), arrivals: 0 }
+    }
+}
+
+impl<T> Hold<T> {
+    /// Lets an alarm wait until `wake_at`. If the same alarm waits already, the newcomer is handed back and the one
+    /// that waits stays as it is.
+    ///
+    /// # Errors
+    /// The newcomer, if the same alarm waits already.
+    pub fn wait(&mut self, alarm: AlarmKey, wake_at: Moment, what: T) -> Result<(), T> {
+        if self.by_alarm.contains_key(&alarm) {
+            return Err(what);
+        }
+        self.arrivals += 1;
+        let wake = (wake_at, self.arrivals);
+        self.by_alarm.insert(alarm.clone(), wake);
+        self.waiting.insert(wake, (alarm, what));
+        Ok(())
+    }
+
+    /// What waits under this alarm.
+    pub fn get_mut(&mut self, alarm: &AlarmKey) -> Option<&mut T> {
+        let wake = self.by_alarm.get(alarm)?;
+        self.waiting.get_mut(wake).map(|(_, what)| what)
+    }
+
+    /// The earliest moment at which somebody wants to be woken.
+    #[must_use]
+    pub fn next_wake(&self) -> Option<Moment> {
+        self.waiting.first_key_value().map(|((wake_at, _), _)| *wake_at)
+    }
+
+    /// Takes out everybody whose moment has come, earliest first.
+    pub fn wake(&mut self, now: Moment) -> Vec<T> {
+        let still_waiting = self.waiting.split_off(&(now, u64::MAX));
+        let woken = std::mem::replace(&mut self.waiting, still_waiting);
+        woken.into_values().map(|entry| self.forget(entry)).collect()
+    }
+
+    /// Takes out everybody.
+    pub fn drain(&mut self) -> Vec<T> {
+        self.by_alarm.clear();
+        std::mem::take(&mut self.waiting).into_values().map(|(_, what)| what).collect()
+    }
+
+    fn forget(&mut self, (alarm, what): (AlarmKey, T)) -> T {
+        self.by_alarm.remove(&alarm);
+        what
+    }
+
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.waiting.len()
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn key(n: u8, deadline: i64) -> AlarmKey {
+        (OrderId::new(format!("order-{n}")).unwrap(), Moment::from_unix_micros(deadline))
+    }
+
+    #[test]
+    fn those_of_one_moment_wake_in_the_order_of_their_arrival() {
+        let mut hold = Hold::default();
+        for n in [3, 1, 2] {
+            hold.wait(key(n, 10), Moment::from_unix_micros(10), n).unwrap();
+        }
+        assert_eq!(hold.wake(Moment::from_unix_micros(9)), Vec::<u8>::new());
+        assert_eq!(hold.wake(Moment::from_unix_micros(10)), vec![3, 1, 2]);
+        assert!(hold.is_empty());
+    }
+
+    proptest! {
+        /// Against the plainest model there is: a list that is searched.
+        #[test]
+        fn it_behaves_like_a_sorted_list_without_doubles(
+            steps in proptest::collection::vec((any::<bool>(), 0_u8..6, 0_i64..3, 0_i64..40), 1..80)
+        ) {
+            let mut hold = Hold::default();
+            let mut model: Vec<(AlarmKey, i64, usize)> = Vec::new();
+            for (step, (waits, n, deadline, time)) in steps.into_iter().enumerate() {
+                if waits {
+                    let known = model.iter().any(|(k, ..)| *k == key(n, deadline));
+                    let answer = hold.wait(key(n, deadline), Moment::from_unix_micros(time), step);
+                    prop_assert_eq!(answer.is_err(), known);
+                    if !known {
+                        model.push((key(n, deadline), time, step));
+                    }
+                } else {
+                    let mut due: Vec<_> = model.iter().filter(|(_, t, _)| *t <= time).map(|(_, t, s)| (*t, *s)).collect();
+                    due.sort_unstable();
+                    model.retain(|(_, t, _)| *t > time);
+                    let woken = hold.wake(Moment::from_unix_micros(time));
+                    prop_assert_eq!(woken, due.into_iter().map(|(_, s)| s).collect::<Vec<_>>());
+                }
+                prop_assert_eq!(hold.len(), model.len());
+                prop_assert_eq!(hold.next_wake().map(Moment::unix_micros), model.iter().map(|(_, t, _)| *t).min());
+                for (k, ..) in &model {
+                    prop_assert!(hold.get_mut(k).is_some());
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,33 @@
+//! Command line → settings → run → exit code. Errors are one sentence on standard error: 2 for usage and settings,
+//! 1 for everything that failed.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use order_timeout::cli::Cli;
+
+const WRONG_SETTINGS: u8 = 2;
+const FAILED: u8 = 1;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    // Before anything opens a TLS connection: both of our clients use ring, and rustls wants to be told.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let settings = match cli.settings.load() {
+        Ok(settings) => settings,
+        Err(fault) => return fail(&fault, WRONG_SETTINGS),
+    };
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(&format!("the runtime cannot start: {error}"), FAILED),
+    };
+    match runtime.block_on(cli.command.run(settings)) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => fail(&format!("{error:#}"), FAILED),
+    }
+}
+
+fn fail(why: &dyn std::fmt::Display, code: u8) -> ExitCode {
+    eprintln!("order-timeout: {why}");
+    ExitCode::from(code)
+}

@@ -1,0 +1,218 @@
+//! What travels: the alarm that comes in ([`TimeoutDue`]) and the event that goes out ([`OrderClosed`]).
+//!
+//! Bytes to types and back, nothing else: no broker, no database, no decision what to do with a message.
+//! The contract for other languages is `docs/WIRE.md`; `tests/fixtures/` holds one file per message as it stands
+//! on the wire.
+
+use serde::{Deserialize, Serialize};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+use time::macros::format_description;
+
+use crate::order::{BadOrderId, ClosedBy, Deadline, Moment, OrderId};
+
+/// AMQP property `type` of version 1 of [`TimeoutDue`].
+pub const TIMEOUT_DUE_TYPE: &str = "order.timeout.v1";
+/// AMQP property `type` of version 1 of [`OrderClosed`].
+pub const ORDER_CLOSED_TYPE: &str = "order.closed.v1";
+/// AMQP property `content_type` of everything we publish.
+pub const CONTENT_TYPE: &str = "application/json";
+/// Header: how often handling this alarm has failed so far. Re-arming does not count.
+pub const HEADER_ATTEMPT: &str = "attempt";
+/// Header: W3C trace context of whoever scheduled the alarm.
+pub const HEADER_TRACEPARENT: &str = "traceparent";
+/// The kind of deadline meant when a message does not say.
+pub const DEFAULT_KIND: &str = "order.unpaid";
+/// The largest alarm body accepted, in bytes.
+pub const MAX_BODY_BYTES: usize = 16 * 1024;
+
+/// "This order's time is up at `deadline`": the body of an alarm, version 1.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TimeoutDue {
+    pub order_id: OrderId,
+    pub deadline: Deadline,
+}
+
+/// Why the bytes of a message are not a [`TimeoutDue`]. Each sentence says what to send instead.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Unreadable {
+    #[error("the body is empty; send {{\"order_id\": \"…\", \"deadline\": \"2026-11-20T10:30:00Z\"}}")]
+    Empty,
+    #[error(
+        "the body has {0} bytes, more than the {MAX_BODY_BYTES} allowed; send the order id and its deadline, not the order"
+    )]
+    TooBig(usize),
+    #[error("the property type is {0:?}, not {TIMEOUT_DUE_TYPE:?}; send that type or leave it out")]
+    OtherType(String),
+    #[error("the body is not valid JSON of the expected shape: {0}")]
+    NotTheShape(String),
+    #[error("{0}")]
+    OrderId(#[from] BadOrderId),
+    #[error("the deadline {0:?} is not an RFC 3339 time such as 2026-11-20T10:30:00Z")]
+    Deadline(String),
+    #[error("the kind {0:?} is not configured here; send {DEFAULT_KIND:?} or leave it out")]
+    OtherKind(String),
+}
+
+#[derive(Serialize, Deserialize)]
+struct TimeoutDueBody {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    kind: Option<String>,
+    order_id: String,
+    deadline: String,
+    // No `deny_unknown_fields`: a publisher may add fields of its own.
+}
+
+impl TimeoutDue {
+    /// Reads an alarm's body. `message_type` is the AMQP property `type`, if the publisher set one.
+    ///
+    /// # Errors
+    /// [`Unreadable`] names the fault.
+    pub fn read(body: &[u8], message_type: Option<&str>) -> Result<Self, Unreadable> {
+        if let Some(other) = message_type.filter(|t| *t != TIMEOUT_DUE_TYPE) {
+            return Err(Unreadable::OtherType(other.chars().take(80).collect()));
+        }
+        if body.is_empty() {
+            return Err(Unreadable::Empty);
+        }
+        if body.len() > MAX_BODY_BYTES {
+            return Err(Unreadable::TooBig(body.len()));
+        }
+        let body: TimeoutDueBody =
+            serde_json::from_slice(body).map_err(|fault| Unreadable::NotTheShape(fault.to_string()))?;
+        if let Some(other) = body.kind.filter(|kind| kind != DEFAULT_KIND) {
+            return Err(Unreadable::OtherKind(other.chars().take(80).collect()));
+        }
+        Ok(Self {
+            order_id: OrderId::new(&body.order_id)?,
+            deadline: read_rfc3339(&body.deadline)
+                .ok_or_else(|| Unreadable::Deadline(body.deadline.chars().take(80).collect()))?,
+        })
+    }
+
+    /// The body as it goes on the wire.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let body = TimeoutDueBody {
+            kind: None,
+            order_id: self.order_id.as_str().to_owned(),
+            deadline: write_rfc3339(self.deadline),
+        };
+        serde_json::to_vec(&body).expect("two strings always serialize")
+    }
+}
+
+/// "This order was closed": the body of an event on `order.events`, version 1. Written by `close.sql` in the closing
+/// transaction; this type is how a consumer reads it. The AMQP `message_id` is the event's id: keep it to
+/// recognise a second delivery.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OrderClosed {
+    pub order_id: OrderId,
+    #[serde(with = "rfc3339_moment")]
+    pub deadline: Deadline,
+    #[serde(with = "rfc3339_moment")]
+    pub closed_at: Moment,
+    pub closed_by: ClosedBy,
+    pub reason: String,
+}
+
+/// Reads an RFC 3339 time of any offset and precision; what is finer than a microsecond is rounded up.
+#[must_use]
+pub fn read_rfc3339(text: &str) -> Option<Moment> {
+    let time = OffsetDateTime::parse(text, &Rfc3339).ok()?;
+    let micros = time.unix_timestamp_nanos().div_euclid(1_000) + i128::from(time.nanosecond() % 1_000 != 0);
+    i64::try_from(micros).ok().map(Moment::from_unix_micros)
+}
+
+/// Writes a moment as RFC 3339 in UTC, with milliseconds, or microseconds where it has them.
+#[must_use]
+pub fn write_rfc3339(moment: Moment) -> String {
+    let nanos = i128::from(moment.unix_micros()) * 1_000;
+    let Ok(time) = OffsetDateTime::from_unix_timestamp_nanos(nanos) else {
+        // Beyond the year 9999 RFC 3339 has no form; the number is still honest.
+        return format!("{}us", moment.unix_micros());
+    };
+    let millis = format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:3]Z");
+    let micros = format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:6]Z");
+    let written = if moment.unix_micros() % 1_000 == 0 { time.format(millis) } else { time.format(micros) };
+    written.expect("these components exist in every date")
+}
+
+mod rfc3339_moment {
+    use super::{Moment, read_rfc3339, write_rfc3339};
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub fn serialize<S: Serializer>(moment: &Moment, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&write_rfc3339(*moment))
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Moment, D::Error> {
+        let text = String::deserialize(from)?;
+        read_rfc3339(&text).ok_or_else(|| D::Error::custom(format!("{text:?} is not an RFC 3339 time")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn check(body: &str, expect: &str) {
+        let fault = TimeoutDue::read(body.as_bytes(), None).expect_err("must not be readable");
+        assert!(fault.to_string().contains(expect), "{fault} does not contain {expect:?}");
+    }
+
+    #[test]
+    fn every_fault_is_named() {
+        check("", "empty");
+        check("{", "EOF");
+        check("[]", "invalid length");
+        check(r#"{"order_id": 7, "deadline": "2026-11-20T10:30:00Z"}"#, "expected a string");
+        check(r#"{"order_id": "a"}"#, "missing field `deadline`");
+        check(r#"{"deadline": "2026-11-20T10:30:00Z"}"#, "missing field `order_id`");
+        check(r#"{"order_id": "", "deadline": "2026-11-20T10:30:00Z"}"#, "empty");
+        check(r#"{"order_id": "a", "deadline": "tomorrow"}"#, "\"tomorrow\" is not an RFC 3339 time");
+        check(r#"{"order_id": "a", "deadline": "2026-11-20T10:30:00Z", "kind": "trial"}"#, "\"trial\"");
+        check(&"x".repeat(MAX_BODY_BYTES + 1), "16385 bytes");
+        let other = TimeoutDue::read(b"{}", Some("order.timeout.v2")).unwrap_err();
+        assert!(other.to_string().contains("order.timeout.v2"));
+    }
+
+    #[test]
+    fn the_wire_form_is_the_golden_file() {
+        let golden = include_bytes!("../tests/fixtures/timeout_due.v1.json").trim_ascii();
+        let due = TimeoutDue {
+            order_id: OrderId::new("01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b").unwrap(),
+            deadline: Moment::from_unix_micros(1_795_170_600_000_000),
+        };
+        assert_eq!(String::from_utf8_lossy(&due.to_bytes()), String::from_utf8_lossy(golden));
+        assert_eq!(TimeoutDue::read(golden, Some(TIMEOUT_DUE_TYPE)), Ok(due));
+    }
+
+    #[test]
+    fn the_event_reads_from_its_golden_file() {
+        let golden = include_bytes!("../tests/fixtures/order_closed.v1.json");
+        let event: OrderClosed = serde_json::from_slice(golden).unwrap();
+        assert_eq!(event.closed_by, ClosedBy::Alarm);
+        assert_eq!(event.closed_at.since(event.deadline).as_micros(), 3_142);
+    }
+
+    #[test]
+    fn finer_than_a_microsecond_rounds_up() {
+        assert_eq!(read_rfc3339("1970-01-01T00:00:00.000001001Z"), Some(Moment::from_unix_micros(2)));
+        assert_eq!(read_rfc3339("1970-01-01T01:00:00.000001+01:00"), Some(Moment::from_unix_micros(1)));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_back(id in "[ -~]{1,200}", micros in 0_i64..253_402_300_799_000_000) {
+            let due = TimeoutDue { order_id: OrderId::new(id).unwrap(), deadline: Moment::from_unix_micros(micros) };
+            prop_assert_eq!(TimeoutDue::read(&due.to_bytes(), Some(TIMEOUT_DUE_TYPE)), Ok(due));
+        }
+
+        #[test]
+        fn no_bytes_make_reading_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+            let _ = TimeoutDue::read(&bytes, None);
+        }
+    }
+}

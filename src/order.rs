@@ -1,0 +1,244 @@
+//! The words the whole project speaks: an order, its deadline, and what a close found.
+//!
+//! May use the standard library and serde, nothing else: every other room depends on this one.
+
+use std::fmt;
+use std::ops::{Add, Sub};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+/// The longest order id accepted, in bytes. An AMQP short string holds 255; the rest is room for prefixes.
+pub const MAX_ORDER_ID_BYTES: usize = 200;
+
+/// An order's identity as text: 1 to [`MAX_ORDER_ID_BYTES`] bytes, no control characters.
+///
+/// Text because the shop decides what its keys are; the SQL statements cast it. Cheap to clone.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct OrderId(Arc<str>);
+
+/// Why a text cannot be an order id.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BadOrderId {
+    #[error("the order id is empty; send the id the orders table knows the order by")]
+    Empty,
+    #[error(
+        "the order id has {0} bytes, more than the {MAX_ORDER_ID_BYTES} allowed; send the key itself, not a document"
+    )]
+    TooLong(usize),
+    #[error("the order id contains a control character; send the id as the orders table prints it")]
+    ControlCharacter,
+}
+
+impl OrderId {
+    /// # Errors
+    /// [`BadOrderId`] says what is wrong with the text.
+    pub fn new(text: impl AsRef<str>) -> Result<Self, BadOrderId> {
+        let text = text.as_ref();
+        if text.is_empty() {
+            return Err(BadOrderId::Empty);
+        }
+        if text.len() > MAX_ORDER_ID_BYTES {
+            return Err(BadOrderId::TooLong(text.len()));
+        }
+        // NUL in particular cannot be stored in a Postgres text.
+        if text.chars().any(char::is_control) {
+            return Err(BadOrderId::ControlCharacter);
+        }
+        Ok(Self(text.into()))
+    }
+
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for OrderId {
+    type Error = BadOrderId;
+    fn try_from(text: String) -> Result<Self, BadOrderId> {
+        Self::new(text)
+    }
+}
+
+impl From<OrderId> for String {
+    fn from(id: OrderId) -> Self {
+        id.0.as_ref().to_owned()
+    }
+}
+
+impl fmt::Display for OrderId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for OrderId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", &*self.0)
+    }
+}
+
+/// A point in time in microseconds since the Unix epoch: Postgres' own resolution, so that a deadline read from a row
+/// and the deadline in an alarm are the same number.
+///
+/// Saturates at the ends instead of panicking: deadlines come from outside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Moment(i64);
+
+/// When an unpaid order's time is up.
+pub type Deadline = Moment;
+
+impl Moment {
+    #[must_use]
+    pub const fn from_unix_micros(micros: i64) -> Self {
+        Self(micros)
+    }
+
+    #[must_use]
+    pub const fn unix_micros(self) -> i64 {
+        self.0
+    }
+
+    /// Now, by this machine's clock. Only a publisher may trust it; the worker asks the database's clock.
+    #[must_use]
+    pub fn now_by_local_clock() -> Self {
+        SystemTime::now().into()
+    }
+
+    /// How long after `earlier` this moment is; zero if it is not after it.
+    #[must_use]
+    pub fn since(self, earlier: Self) -> Duration {
+        Duration::from_micros(u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or(0))
+    }
+}
+
+fn micros_of(duration: Duration) -> i64 {
+    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
+}
+
+impl Add<Duration> for Moment {
+    type Output = Self;
+    fn add(self, duration: Duration) -> Self {
+        Self(self.0.saturating_add(micros_of(duration)))
+    }
+}
+
+impl Sub<Duration> for Moment {
+    type Output = Self;
+    fn sub(self, duration: Duration) -> Self {
+        Self(self.0.saturating_sub(micros_of(duration)))
+    }
+}
+
+impl From<SystemTime> for Moment {
+    /// Rounds up to the microsecond, so that an alarm never names a moment before the row's deadline.
+    fn from(time: SystemTime) -> Self {
+        match time.duration_since(UNIX_EPOCH) {
+            Ok(after) => Self(i64::try_from(after.as_nanos().div_ceil(1_000)).unwrap_or(i64::MAX)),
+            Err(before) => Self(-micros_of(before.duration())),
+        }
+    }
+}
+
+/// Where an order stands. Mirrors the `order_status` type of the default schema.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OrderStatus {
+    Unpaid,
+    Closing,
+    Paid,
+    Closed,
+}
+
+/// Which path closed an order. Stored with the order, its history and its event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ClosedBy {
+    /// A message from the broker woke the worker: the normal way.
+    Alarm,
+    /// The safety net found an overdue order that no alarm had woken.
+    Sweep,
+    /// A person asked for it on the command line.
+    Manual,
+}
+
+impl ClosedBy {
+    /// The word the database and the events use.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Alarm => "alarm",
+            Self::Sweep => "sweep",
+            Self::Manual => "manual",
+        }
+    }
+}
+
+/// What the close statement found for one order. The words are those of `close.sql`'s column `outcome`;
+/// [`Outcome::Unknown`] is the absence of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// It was unpaid and due, and is closed now.
+    Closed,
+    /// Paid in time.
+    Paid,
+    /// Closed before, by another alarm, the sweep or a person.
+    AlreadyClosed,
+    /// A payment provider is being asked; not ours to touch.
+    Closing,
+    /// Unpaid, but its deadline lies in the future (it was extended, or the alarm came early).
+    NotDue,
+    /// Its row is locked by somebody else, most likely a payment.
+    Busy,
+    /// The id is not of the form the orders table uses, so no such order can exist.
+    Malformed,
+    /// No such order is visible (yet).
+    Unknown,
+}
+
+impl Outcome {
+    /// Reads the word in `close.sql`'s column `outcome`; `None` for a word the contract does not know.
+    #[must_use]
+    pub fn from_contract(word: &str) -> Option<Self> {
+        Some(match word {
+            "closed" => Self::Closed,
+            "paid" => Self::Paid,
+            "already_closed" => Self::AlreadyClosed,
+            "closing" => Self::Closing,
+            "not_due" => Self::NotDue,
+            "busy" => Self::Busy,
+            "malformed" => Self::Malformed,
+            _ => return None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_order_id_is_short_printable_and_not_empty() {
+        assert_eq!(OrderId::new(""), Err(BadOrderId::Empty));
+        assert_eq!(OrderId::new("a\0b"), Err(BadOrderId::ControlCharacter));
+        assert_eq!(OrderId::new("x".repeat(201)), Err(BadOrderId::TooLong(201)));
+        assert!(OrderId::new("'; DROP TABLE orders; --").is_ok());
+    }
+
+    #[test]
+    fn a_moment_saturates_instead_of_overflowing() {
+        let end = Moment::from_unix_micros(i64::MAX);
+        assert_eq!(end + Duration::MAX, end);
+        assert_eq!(Moment::from_unix_micros(5).since(Moment::from_unix_micros(9)), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_local_time_is_never_rounded_to_an_earlier_microsecond() {
+        let time = UNIX_EPOCH + Duration::from_nanos(1_001);
+        assert_eq!(Moment::from(time).unix_micros(), 2);
+    }
+}

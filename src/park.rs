@@ -1,0 +1,136 @@
+//! What could not be handled, with its reason: a table, not a queue, so that a person can look, sort and choose.
+//!
+//! Writes, lists, retries and drops parked alarms. A row is deleted only after its new alarm is confirmed; a delivery
+//! is acknowledged only after its row is committed (see `worker.rs`).
+
+use serde::Serialize;
+use sqlx::{PgPool, Row};
+use time::OffsetDateTime;
+use uuid::Uuid;
+
+use crate::alarm::Parcel;
+use crate::database::{moment, timestamp};
+use crate::message::{TimeoutDue, Unreadable, write_rfc3339};
+
+/// A parked alarm as it is listed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Parked {
+    pub id: Uuid,
+    pub reason: String,
+    pub detail: String,
+    pub order_id: Option<String>,
+    /// RFC 3339.
+    pub deadline: Option<String>,
+    pub attempts: i32,
+    /// RFC 3339.
+    pub parked_at: String,
+    pub age_s: i64,
+    #[serde(skip)]
+    pub body: Vec<u8>,
+}
+
+impl Parked {
+    /// The alarm it was, if it can be read as one by now.
+    ///
+    /// # Errors
+    /// [`Unreadable`], as at its arrival.
+    pub fn alarm(&self) -> Result<TimeoutDue, Unreadable> {
+        TimeoutDue::read(&self.body, None)
+    }
+}
+
+/// Which parked alarms are meant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Selection {
+    All,
+    Reason(String),
+    Ids(Vec<Uuid>),
+}
+
+impl Selection {
+    fn reason(&self) -> Option<&str> {
+        match self {
+            Self::Reason(reason) => Some(reason),
+            Self::All | Self::Ids(_) => None,
+        }
+    }
+
+    fn ids(&self) -> Option<&[Uuid]> {
+        match self {
+            Self::Ids(ids) => Some(ids),
+            Self::All | Self::Reason(_) => None,
+        }
+    }
+}
+
+/// Writes parcels down, all or none.
+///
+/// # Errors
+/// sqlx's; nothing is written then.
+pub async fn park(pool: &PgPool, parcels: &[&Parcel]) -> Result<(), sqlx::Error> {
+    let reasons: Vec<&str> = parcels.iter().map(|p| p.reason.as_str()).collect();
+    // NUL is the one character a Postgres text cannot hold.
+    let details: Vec<String> = parcels.iter().map(|p| p.detail.replace('\0', "\u{fffd}")).collect();
+    let order_ids: Vec<Option<&str>> =
+        parcels.iter().map(|p| p.order_id.as_ref().map(crate::order::OrderId::as_str)).collect();
+    let deadlines: Vec<Option<OffsetDateTime>> = parcels.iter().map(|p| p.deadline.and_then(timestamp)).collect();
+    let attempts: Vec<i32> = parcels.iter().map(|p| i32::try_from(p.attempts).unwrap_or(i32::MAX)).collect();
+    let bodies: Vec<&[u8]> = parcels.iter().map(|p| p.body.as_slice()).collect();
+    sqlx::query(
+        "INSERT INTO parked_alarms (reason, detail, order_id, deadline, attempts, body)
+         SELECT * FROM unnest($1::text[], $2::text[], $3::text[], $4::timestamptz[], $5::int[], $6::bytea[])",
+    )
+    .bind(reasons)
+    .bind(details)
+    .bind(order_ids)
+    .bind(deadlines)
+    .bind(attempts)
+    .bind(bodies)
+    .execute(pool)
+    .await
+    .map(drop)
+}
+
+/// Lists the oldest first.
+///
+/// # Errors
+/// sqlx's.
+pub async fn list(pool: &PgPool, selection: &Selection, limit: i64) -> Result<Vec<Parked>, sqlx::Error> {
+    let rows = sqlx::query(
+        "SELECT id, reason, detail, order_id, deadline, attempts, parked_at, body,
+                extract(epoch FROM clock_timestamp() - parked_at)::bigint AS age_s
+         FROM parked_alarms
+         WHERE ($1::text IS NULL OR reason = $1) AND ($2::uuid[] IS NULL OR id = ANY ($2))
+         ORDER BY parked_at, id LIMIT $3",
+    )
+    .bind(selection.reason())
+    .bind(selection.ids())
+    .bind(limit)
+    .fetch_all(pool)
+    .await?;
+    rows.iter()
+        .map(|row| {
+            let written = |time: OffsetDateTime| write_rfc3339(moment(time));
+            Ok(Parked {
+                id: row.try_get("id")?,
+                reason: row.try_get("reason")?,
+                detail: row.try_get("detail")?,
+                order_id: row.try_get("order_id")?,
+                deadline: row.try_get::<Option<OffsetDateTime>, _>("deadline")?.map(written),
+                attempts: row.try_get("attempts")?,
+                parked_at: written(row.try_get("parked_at")?),
+                age_s: row.try_get("age_s")?,
+                body: row.try_get("body")?,
+            })
+        })
+        .collect()
+}
+
+/// Deletes these rows; returns how many were there.
+///
+/// # Errors
+/// sqlx's.
+pub async fn drop_rows(pool: &PgPool, ids: &[Uuid]) -> Result<u64, sqlx::Error> {
+    let deleted = sqlx::query("DELETE FROM parked_alarms WHERE id = ANY ($1)").bind(ids).execute(pool).await?;
+    Ok(deleted.rows_affected())
+}

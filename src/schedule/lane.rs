@@ -1,0 +1,130 @@
+//! Where an alarm enters the broker: by its standard delay's lane, by the inbox for any other delay, or by the delayed
+//! exchange.
+//!
+//! Pure: settings, a deadline and a time go in, an entry comes out. Trusts the publisher's clock for the TTL alone;
+//! whatever that makes early is held by the worker, whatever it makes late is swept.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::time::Duration;
+
+use crate::config::{Lane, Settings, Strategy};
+use crate::envelope::{Entry, Wait};
+use crate::order::{Deadline, Moment, OrderId};
+use crate::topology::Names;
+
+/// What a publisher must know of the delays.
+#[derive(Debug, Clone)]
+pub struct Lanes {
+    names: Names,
+    strategy: Strategy,
+    lanes: Vec<Lane>,
+    shards: u8,
+    lead: Duration,
+    max_delay: Duration,
+}
+
+impl Lanes {
+    #[must_use]
+    pub fn new(settings: &Settings) -> Self {
+        Self {
+            names: Names::new(&settings.namespace),
+            strategy: settings.delay.strategy,
+            lanes: settings.delay.lanes.clone(),
+            shards: settings.delay.lane_shards,
+            lead: settings.delay.lead,
+            max_delay: settings.delay.max_delay,
+        }
+    }
+
+    #[must_use]
+    pub fn max_delay(&self) -> Duration {
+        self.max_delay
+    }
+
+    /// The exchange without which nothing can be scheduled.
+    #[must_use]
+    pub fn entry_exchange(&self) -> String {
+        match self.strategy {
+            Strategy::DeadLetter => self.names.arm(),
+            Strategy::DelayedExchange => self.names.delayed(),
+        }
+    }
+
+    /// Where an alarm for this order goes in, seen from `now`.
+    #[must_use]
+    pub fn entry(&self, order_id: &OrderId, deadline: Deadline, now: Moment) -> Entry {
+        let remaining = deadline.since(now);
+        match self.strategy {
+            Strategy::DelayedExchange => Entry::delayed(&self.names, remaining.saturating_sub(self.lead)),
+            Strategy::DeadLetter => match self.lane_for(remaining) {
+                Some(lane) => self.lane_entry(lane, order_id, remaining),
+                // No TTL: only the worker writes into the wheel, by the database's clock.
+                None => Entry::arm(&self.names),
+            },
+        }
+    }
+
+    /// The standard delay that this one is near enough to. The TTLs in one queue may then differ by twice the
+    /// tolerance, by which a message can be held up behind another; the lead makes up for that.
+    fn lane_for(&self, remaining: Duration) -> Option<&Lane> {
+        let tolerance = (self.lead / 2).clamp(Duration::from_millis(100), Duration::from_secs(1));
+        self.lanes.iter().find(|lane| lane.delay.abs_diff(remaining) <= tolerance)
+    }
+
+    fn lane_entry(&self, lane: &Lane, order_id: &OrderId, remaining: Duration) -> Entry {
+        Entry {
+            exchange: self.names.delay(),
+            routing_key: Names::lane_key(&lane.name, self.shard_of(order_id)),
+            wait: Wait::Ttl(remaining.saturating_sub(self.lead)),
+        }
+    }
+
+    /// Spreads orders over a lane's queues. Any even spread will do: no two publishers need agree on it.
+    fn shard_of(&self, order_id: &OrderId) -> u8 {
+        let mut hasher = DefaultHasher::new();
+        order_id.hash(&mut hasher);
+        u8::try_from(hasher.finish() % u64::from(self.shards)).expect("less than shards, which is a u8")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry_for(remaining_ms: u64, overrides: &[&str]) -> Entry {
+        let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
+        let settings = Settings::load_with_environment(None, Default::default(), &overrides).unwrap();
+        let now = Moment::from_unix_micros(1_000_000_000);
+        let id = OrderId::new("order-1").unwrap();
+        Lanes::new(&settings).entry(&id, now + Duration::from_millis(remaining_ms), now)
+    }
+
+    #[test]
+    fn a_standard_delay_takes_its_lane_even_if_some_milliseconds_have_passed() {
+        let entry = entry_for(1_800_000 - 12, &[]);
+        assert_eq!((entry.exchange.as_str(), entry.wait), ("order.delay", Wait::Ttl(Duration::from_millis(1_794_988))));
+        assert!(entry.routing_key.starts_with("30m."), "{entry:?}");
+    }
+
+    #[test]
+    fn any_other_delay_goes_to_the_inbox_without_a_ttl() {
+        for remaining_ms in [0, 1, 59_999, 1_798_900, 1_801_100, 63_072_000_000] {
+            let entry = entry_for(remaining_ms, &[]);
+            assert_eq!((entry.exchange.as_str(), entry.wait), ("order.arm", Wait::None), "{remaining_ms}");
+        }
+    }
+
+    #[test]
+    fn a_ttl_is_never_negative() {
+        let entry = entry_for(4_000, &["delay.lanes=4s"]);
+        assert_eq!(entry.wait, Wait::Ttl(Duration::ZERO));
+    }
+
+    #[test]
+    fn the_delayed_exchange_is_given_no_more_than_it_can_hold() {
+        let strategy = "delay.strategy=delayed-exchange";
+        assert_eq!(entry_for(65_000, &[strategy]).wait, Wait::XDelayMs(60_000));
+        let far = entry_for(90 * 86_400_000, &[strategy]);
+        assert_eq!(far.wait, Wait::XDelayMs(4_294_967_295));
+    }
+}

@@ -1,0 +1,155 @@
+//! Step 1, SCHEDULE: the publisher function, called when an order is created.
+//!
+//! Decides by [`lane`] where the alarm enters the broker and waits for the confirm. Looks at no order and no database;
+//! a failure is an error that says "not scheduled", never a silent loss and never a hang.
+
+pub mod lane;
+
+use crate::broker::{self, BrokerFault, reply, reply_code};
+use crate::config::{Settings, Strategy};
+use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
+use crate::envelope::{self, Stamp};
+use crate::message::TimeoutDue;
+use crate::order::{BadOrderId, Deadline, Moment, OrderId};
+use lane::Lanes;
+
+/// The library's front door: schedules alarms for orders.
+///
+/// Cheap to clone; all clones share one connection. Connect once when the service starts.
+///
+/// ```no_run
+/// use std::time::{Duration, SystemTime};
+/// use order_timeout::{Publisher, Settings};
+///
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// // config/default.toml, the file named here, and ORDER_TIMEOUT__… from the environment
+/// let settings = Settings::load(None, &[])?;
+/// let publisher = Publisher::connect(&settings).await?;
+///
+/// // … the order has just been committed with this deadline in its row …
+/// let deadline = SystemTime::now() + Duration::from_secs(30 * 60);
+/// publisher.schedule("01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b", deadline).await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct Publisher {
+    confirmed: ConfirmedPublisher,
+    lanes: Lanes,
+}
+
+/// Why an alarm is not known to be in the broker's hands. Schedule it again: a second alarm for the same order does no
+/// harm.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NotScheduled {
+    #[error("not scheduled: {0}")]
+    BadOrderId(#[from] BadOrderId),
+    #[error("not scheduled: the deadline lies further ahead than delay.max_delay allows; is its unit right?")]
+    TooFar,
+    #[error("not scheduled: {0}")]
+    NotConfirmed(#[from] NotConfirmed),
+}
+
+/// What became of the alarms handed to [`Publisher::schedule_all`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{} of {} alarms not scheduled; the first: order {}: {}", failed.len(), failed.len() + scheduled, failed[0].0, failed[0].1)]
+pub struct NotAllScheduled {
+    /// How many are safe.
+    pub scheduled: usize,
+    /// The others, never empty, each with its reason.
+    pub failed: Vec<(OrderId, NotScheduled)>,
+}
+
+impl Publisher {
+    /// Connects to the broker and verifies that alarms can enter it.
+    ///
+    /// # Errors
+    /// [`BrokerFault`] if there is no connection, or the exchange that alarms enter by is missing.
+    pub async fn connect(settings: &Settings) -> Result<Self, BrokerFault> {
+        let lanes = Lanes::new(settings);
+        verify_entry(settings, &lanes).await?;
+        let confirmed = ConfirmedPublisher::connect(&settings.amqp, "publisher").await?;
+        Ok(Self { confirmed, lanes })
+    }
+
+    /// Schedules one alarm; resolves when the broker has confirmed it.
+    ///
+    /// # Errors
+    /// [`NotScheduled`], within `amqp.connect_timeout` + `amqp.confirm_timeout`.
+    pub async fn schedule(&self, order_id: impl AsRef<str>, deadline: impl Into<Deadline>) -> Result<(), NotScheduled> {
+        let message = self.message(OrderId::new(order_id)?, deadline.into())?;
+        Ok(self.confirmed.publish(message).await?)
+    }
+
+    /// Schedules many alarms with pipelined confirms.
+    ///
+    /// # Errors
+    /// [`NotAllScheduled`] lists those that failed; all others are safe.
+    pub async fn schedule_all<D: Into<Deadline>>(
+        &self,
+        alarms: impl IntoIterator<Item = (OrderId, D)>,
+    ) -> Result<usize, NotAllScheduled> {
+        let mut ids = Vec::new();
+        let mut messages = Vec::new();
+        let mut failed = Vec::new();
+        for (order_id, deadline) in alarms {
+            match self.message(order_id.clone(), deadline.into()) {
+                Ok(message) => {
+                    ids.push(order_id);
+                    messages.push(message);
+                }
+                Err(fault) => failed.push((order_id, fault)),
+            }
+        }
+        let total = ids.len() + failed.len();
+        let answers = self.confirmed.publish_all(messages).await;
+        failed.extend(ids.into_iter().zip(answers).filter_map(|(id, answer)| Some((id, answer.err()?.into()))));
+        if failed.is_empty() { Ok(total) } else { Err(NotAllScheduled { scheduled: total - failed.len(), failed }) }
+    }
+
+    fn message(&self, order_id: OrderId, deadline: Deadline) -> Result<Outgoing, NotScheduled> {
+        let now = Moment::now_by_local_clock();
+        if deadline > now + self.lanes.max_delay() {
+            return Err(NotScheduled::TooFar);
+        }
+        let entry = self.lanes.entry(&order_id, deadline, now);
+        let stamp = Stamp { attempt: 0, born: now, traceparent: None };
+        Ok(envelope::address(&TimeoutDue { order_id, deadline }, entry, stamp))
+    }
+}
+
+/// Whether the exchange that alarms enter by exists, asked on a connection that may be lost to the answer.
+async fn verify_entry(settings: &Settings, lanes: &Lanes) -> Result<(), BrokerFault> {
+    let connection = broker::connect(&settings.amqp, "publisher check").await?;
+    let checked = check_exchange(&connection, &lanes.entry_exchange()).await;
+    broker::close(&connection, settings.amqp.connect_timeout).await;
+    checked.map_err(|why| {
+        let hint = match settings.delay.strategy {
+            Strategy::DeadLetter => "run `order-timeout setup` with the namespace of this publisher",
+            Strategy::DelayedExchange => {
+                "enable the rabbitmq_delayed_message_exchange plugin (brokers up to 4.2) and run `order-timeout setup`, or set delay.strategy = \"dead-letter\""
+            }
+        };
+        BrokerFault::Refused(format!("exchange {:?} is not there ({why}); {hint}", lanes.entry_exchange()))
+    })
+}
+
+async fn check_exchange(connection: &lapin::Connection, name: &str) -> Result<(), String> {
+    let text =
+        |error: lapin::Error| reply(&error).map_or_else(|| error.to_string(), |(code, text)| format!("{code} {text}"));
+    let channel = connection.create_channel().await.map_err(text)?;
+    // Passive: asks without declaring, which needs no rights at all.
+    let options = lapin::options::ExchangeDeclareOptions { passive: true, ..Default::default() };
+    let declared =
+        channel.exchange_declare(name.into(), lapin::ExchangeKind::Direct, options, Default::default()).await;
+    match declared {
+        Err(error)
+            if reply(&error)
+                .is_some_and(|(code, _)| code != reply_code::NOT_FOUND && code != reply_code::COMMAND_INVALID) =>
+        {
+            // It is there, only of another type than the question named.
+            Ok(())
+        }
+        other => other.map_err(text),
+    }
+}

@@ -1,0 +1,469 @@
+//! Every exchange, queue, binding and argument, once: declared from here, verified from here, printed from here as
+//! `definitions.json`.
+//!
+//! Deletes nothing, ever: where an object exists with other arguments it says which, and how to move over.
+
+use std::collections::BTreeMap;
+
+use lapin::options::{ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use lapin::{Channel, Connection, ExchangeKind};
+use serde_json::{Value, json};
+
+use crate::broker::{reply, reply_code};
+use crate::config::{Settings, Strategy};
+use crate::wheel::Wheel;
+
+/// Routing key of everything that goes to the processing queue.
+pub const DUE_KEY: &str = "due";
+/// The routing key under which a dead letter of the processing side is found again.
+const PARKED_KEY: &str = "parked";
+
+/// Names on the broker, all beginning with the namespace.
+#[derive(Debug, Clone)]
+pub struct Names {
+    namespace: String,
+}
+
+impl Names {
+    #[must_use]
+    pub fn new(namespace: &str) -> Self {
+        Self { namespace: namespace.to_owned() }
+    }
+
+    fn name(&self, what: &str) -> String {
+        format!("{}.{what}", self.namespace)
+    }
+
+    /// Exchange: publishers write alarms for a standard delay here, under a [`Names::lane_key`].
+    #[must_use]
+    pub fn delay(&self) -> String {
+        self.name("delay")
+    }
+
+    /// Exchange of the `delayed-exchange` strategy.
+    #[must_use]
+    pub fn delayed(&self) -> String {
+        self.name("delayed")
+    }
+
+    /// Exchange and queue: the inbox for any other delay, and for services in other languages.
+    #[must_use]
+    pub fn arm(&self) -> String {
+        self.name("arm")
+    }
+
+    /// Exchange: the worker alone writes into the wheel's slots.
+    #[must_use]
+    pub fn wheel(&self) -> String {
+        self.name("wheel")
+    }
+
+    /// Exchange: what has waited long enough.
+    #[must_use]
+    pub fn due(&self) -> String {
+        self.name("due")
+    }
+
+    /// Queue: the processing queue.
+    #[must_use]
+    pub fn timeout(&self) -> String {
+        self.name("timeout")
+    }
+
+    /// Exchange and queue: what the broker itself gives up on.
+    #[must_use]
+    pub fn parked(&self) -> String {
+        self.name("parked")
+    }
+
+    /// Exchange: events for the rest of the shop.
+    #[must_use]
+    pub fn events(&self) -> String {
+        self.name("events")
+    }
+
+    /// Routing key of one shard of a lane on [`Names::delay`].
+    #[must_use]
+    pub fn lane_key(lane: &str, shard: u8) -> String {
+        format!("{lane}.{shard}")
+    }
+
+    /// Routing key of a wheel slot on [`Names::wheel`].
+    #[must_use]
+    pub fn slot_key(ring: &str, slot: u16) -> String {
+        format!("{ring}.{slot:02}")
+    }
+
+    fn lane_queue(&self, lane: &str, shard: u8) -> String {
+        self.name(&format!("delay.{}", Self::lane_key(lane, shard)))
+    }
+
+    fn slot_queue(&self, ring: &str, slot: u16) -> String {
+        self.name(&format!("wheel.{}", Self::slot_key(ring, slot)))
+    }
+}
+
+/// A queue's argument.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Argument {
+    Text(String),
+    Number(i64),
+}
+
+/// An exchange to be there. Durable, like everything here.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Exchange {
+    pub name: String,
+    /// `direct`, `fanout`, `topic` or `x-delayed-message`.
+    pub kind: &'static str,
+    pub arguments: BTreeMap<&'static str, Argument>,
+}
+
+/// A queue to be there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Queue {
+    pub name: String,
+    pub arguments: BTreeMap<&'static str, Argument>,
+}
+
+/// A binding to be there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Binding {
+    pub exchange: String,
+    pub queue: String,
+    pub routing_key: String,
+}
+
+/// All objects of one deployment, the processing side first, so that nothing can be dead-lettered into the void
+/// while the rest is still being declared.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Topology {
+    pub exchanges: Vec<Exchange>,
+    pub queues: Vec<Queue>,
+    pub bindings: Vec<Binding>,
+    namespace: String,
+}
+
+/// Why the objects are not there as they should be.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TopologyFault {
+    #[error(
+        "{object} exists with other arguments: {difference}; to move over, choose another `namespace`, or stop the publishers, let the queue run empty, delete {object} with rabbitmqctl and run `order-timeout setup`"
+    )]
+    Differs { object: String, difference: String },
+    #[error(
+        "the broker does not let this user declare {object} ({why}); grant it configure, write and read rights on \"^{namespace}\\.\" with rabbitmqctl set_permissions"
+    )]
+    Refused { object: String, why: String, namespace: String },
+    #[error(
+        "this broker has no exchange type x-delayed-message ({why}); enable the rabbitmq_delayed_message_exchange plugin (it exists for brokers up to 4.2), or set delay.strategy = \"dead-letter\""
+    )]
+    NoDelayedExchange { why: String },
+    #[error("{object} could not be declared: {why}")]
+    Failed { object: String, why: String },
+}
+
+impl Topology {
+    /// What the settings ask for. Expects validated settings.
+    ///
+    /// # Panics
+    /// If the rings of `settings` do not mesh, which `Settings::validate` refuses.
+    #[must_use]
+    pub fn new(settings: &Settings) -> Self {
+        let names = Names::new(&settings.namespace);
+        let mut topology = Self {
+            exchanges: Vec::new(),
+            queues: Vec::new(),
+            bindings: Vec::new(),
+            namespace: settings.namespace.clone(),
+        };
+        topology.add_processing_side(&names);
+        match settings.delay.strategy {
+            Strategy::DeadLetter => {
+                topology.add_lanes(&names, settings);
+                topology.add_wheel(&names, &settings.wheel().expect("validated settings have rings that mesh"));
+            }
+            Strategy::DelayedExchange => topology.add_delayed_exchange(&names),
+        }
+        topology
+    }
+
+    fn add_processing_side(&mut self, names: &Names) {
+        self.exchange(names.events(), "topic");
+        self.exchange(names.parked(), "fanout");
+        self.exchange(names.due(), "direct");
+        // Fanout: whoever publishes here in whatever language need not know a routing key.
+        self.exchange(names.arm(), "fanout");
+        self.queue(names.parked(), quorum(&[("x-delivery-limit", Argument::Number(DELIVERY_LIMIT))]));
+        let processing = |names: &Names| {
+            let mut arguments = dead_lettering(&names.parked(), PARKED_KEY);
+            arguments.insert("x-delivery-limit", Argument::Number(DELIVERY_LIMIT));
+            arguments
+        };
+        self.queue(names.timeout(), processing(names));
+        self.queue(names.arm(), processing(names));
+        self.bind(names.parked(), names.parked(), PARKED_KEY);
+        self.bind(names.due(), names.timeout(), DUE_KEY);
+        self.bind(names.arm(), names.arm(), "");
+    }
+
+    fn add_lanes(&mut self, names: &Names, settings: &Settings) {
+        self.exchange(names.delay(), "direct");
+        for lane in &settings.delay.lanes {
+            for shard in 0..settings.delay.lane_shards {
+                let queue = names.lane_queue(&lane.name, shard);
+                self.queue(queue.clone(), dead_lettering(&names.due(), DUE_KEY));
+                self.bind(names.delay(), queue.clone(), &Names::lane_key(&lane.name, shard));
+                if shard == 0 {
+                    // For publishers that do not shard. To one queue only: a key bound to four delivers four copies.
+                    self.bind(names.delay(), queue, &lane.name);
+                }
+            }
+        }
+    }
+
+    fn add_wheel(&mut self, names: &Names, wheel: &Wheel) {
+        self.exchange(names.wheel(), "direct");
+        for (index, ring) in wheel.rings().iter().enumerate() {
+            for slot in 0..ring.slots {
+                let queue = names.slot_queue(&ring.name, slot);
+                // Coarse slots go back to be armed again, so that they never stand in front of an alarm that is due.
+                let (exchange, key) = if index == 0 { (names.due(), DUE_KEY) } else { (names.arm(), "again") };
+                self.queue(queue.clone(), dead_lettering(&exchange, key));
+                self.bind(names.wheel(), queue, &Names::slot_key(&ring.name, slot));
+            }
+        }
+    }
+
+    fn add_delayed_exchange(&mut self, names: &Names) {
+        self.exchanges.push(Exchange {
+            name: names.delayed(),
+            kind: "x-delayed-message",
+            arguments: BTreeMap::from([("x-delayed-type", Argument::Text("direct".into()))]),
+        });
+        self.bind(names.delayed(), names.timeout(), DUE_KEY);
+    }
+
+    fn exchange(&mut self, name: String, kind: &'static str) {
+        self.exchanges.push(Exchange { name, kind, arguments: BTreeMap::new() });
+    }
+
+    fn queue(&mut self, name: String, arguments: BTreeMap<&'static str, Argument>) {
+        self.queues.push(Queue { name, arguments });
+    }
+
+    fn bind(&mut self, exchange: String, queue: String, routing_key: &str) {
+        self.bindings.push(Binding { exchange, queue, routing_key: routing_key.to_owned() });
+    }
+
+    /// Declares everything that is missing and verifies everything that is there. Idempotent.
+    ///
+    /// # Errors
+    /// [`TopologyFault`] names the object.
+    pub async fn declare(&self, connection: &Connection) -> Result<(), TopologyFault> {
+        let channel = open_channel(connection).await?;
+        for exchange in &self.exchanges {
+            self.declare_exchange(connection, &channel, exchange).await?;
+        }
+        for queue in &self.queues {
+            let object = format!("queue {:?}", queue.name);
+            let options = QueueDeclareOptions { durable: true, ..Default::default() };
+            let declared = channel.queue_declare(queue.name.as_str().into(), options, table(&queue.arguments)).await;
+            declared.map_err(|error| self.explain(object, &error))?;
+        }
+        for binding in &self.bindings {
+            let object = format!("binding of {:?} to {:?}", binding.queue, binding.exchange);
+            let bound = channel
+                .queue_bind(
+                    binding.queue.as_str().into(),
+                    binding.exchange.as_str().into(),
+                    binding.routing_key.as_str().into(),
+                    QueueBindOptions::default(),
+                    FieldTable::default(),
+                )
+                .await;
+            bound.map_err(|error| self.explain(object, &error))?;
+        }
+        let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "declared".into()).await;
+        Ok(())
+    }
+
+    async fn declare_exchange(
+        &self,
+        connection: &Connection,
+        channel: &Channel,
+        exchange: &Exchange,
+    ) -> Result<(), TopologyFault> {
+        let object = format!("exchange {:?}", exchange.name);
+        let kind = match exchange.kind {
+            "direct" => ExchangeKind::Direct,
+            "fanout" => ExchangeKind::Fanout,
+            "topic" => ExchangeKind::Topic,
+            other => ExchangeKind::Custom(other.to_owned()),
+        };
+        let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
+        let declared =
+            channel.exchange_declare(exchange.name.as_str().into(), kind, options, table(&exchange.arguments)).await;
+        let Err(error) = declared else { return Ok(()) };
+        // An unknown exchange type is 503 and ends the connection up to 3.13; from 4.0 it is 406 and ends the channel.
+        let type_is_missing = exchange.kind == "x-delayed-message"
+            && reply(&error).is_some_and(|(code, text)| {
+                code == reply_code::COMMAND_INVALID
+                    || text.contains("unknown exchange type")
+                    || text.contains("invalid exchange type")
+            });
+        if type_is_missing || (exchange.kind == "x-delayed-message" && !connection.status().connected()) {
+            return Err(TopologyFault::NoDelayedExchange { why: error.to_string() });
+        }
+        Err(self.explain(object, &error))
+    }
+
+    fn explain(&self, object: String, error: &lapin::Error) -> TopologyFault {
+        match reply(error) {
+            Some((reply_code::PRECONDITION_FAILED, difference)) => TopologyFault::Differs { object, difference },
+            Some((reply_code::ACCESS_REFUSED, why)) => {
+                TopologyFault::Refused { object, why, namespace: self.namespace.clone() }
+            }
+            _ => TopologyFault::Failed { object, why: error.to_string() },
+        }
+    }
+
+    /// The same objects as a RabbitMQ definitions file, with a virtual host, two users of least privilege and their
+    /// rights. Importable with `rabbitmqctl import_definitions`.
+    #[must_use]
+    pub fn definitions(&self, vhost: &str) -> Value {
+        let namespace = &self.namespace;
+        let object = |name: &str, arguments: &BTreeMap<&'static str, Argument>| json!({ "name": name, "vhost": vhost, "durable": true, "auto_delete": false, "arguments": arguments_json(arguments) });
+        let exchanges = self.exchanges.iter().map(|exchange| {
+            let mut value = object(&exchange.name, &exchange.arguments);
+            value["type"] = json!(exchange.kind);
+            value["internal"] = json!(false);
+            value
+        });
+        let queues = self.queues.iter().map(|queue| {
+            let mut value = object(&queue.name, &queue.arguments);
+            value["type"] = json!("quorum");
+            value
+        });
+        let bindings = self.bindings.iter().map(|binding| {
+            json!({
+                "source": binding.exchange, "vhost": vhost, "destination": binding.queue,
+                "destination_type": "queue", "routing_key": binding.routing_key, "arguments": {}
+            })
+        });
+        json!({
+            "vhosts": [{ "name": vhost }],
+            "users": [
+                user("order-publisher", PUBLISHER_PASSWORD_HASH),
+                user("order-worker", WORKER_PASSWORD_HASH),
+            ],
+            "permissions": [
+                // Write to the exchanges an alarm enters by, and nothing else: it can neither consume nor bind.
+                { "user": "order-publisher", "vhost": vhost, "configure": "^$",
+                  "write": format!("^{namespace}\\.(delay|arm|delayed)$"), "read": "^$" },
+                // Configure, because comparing the arguments of what exists needs that right.
+                { "user": "order-worker", "vhost": vhost, "configure": format!("^{namespace}\\."),
+                  "write": format!("^{namespace}\\."), "read": format!("^{namespace}\\.") },
+            ],
+            "exchanges": exchanges.collect::<Vec<_>>(),
+            "queues": queues.collect::<Vec<_>>(),
+            "bindings": bindings.collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// Salted SHA-256 of the development password "publisher-dev", in RabbitMQ's form. Change it with
+/// `rabbitmqctl change_password order-publisher …` before anything but your own machine can reach the broker.
+const PUBLISHER_PASSWORD_HASH: &str = "WhGQPKX4PD+FKbPcQYN/NOwblJOtFIi8CvF2/OE9WYZZb1/s";
+/// The same for "worker-dev".
+const WORKER_PASSWORD_HASH: &str = "J+QIvTT3PDzUsK2QLk5u0p52dsslWpdx11hAtwYyswc86/Pb";
+
+/// Returns an alarm may take before the broker dead-letters it. A million, because `attempt` is our limit: −1 drops at
+/// the first return on 3.10, and without the argument 4.x gives up after twenty lost connections.
+const DELIVERY_LIMIT: i64 = 1_000_000;
+
+fn user(name: &str, password_hash: &str) -> Value {
+    json!({ "name": name, "password_hash": password_hash, "hashing_algorithm": "rabbit_password_hashing_sha256", "tags": [] })
+}
+
+/// Quorum: replicated, and what is confirmed has been written to disk by a majority.
+fn quorum(more: &[(&'static str, Argument)]) -> BTreeMap<&'static str, Argument> {
+    let mut arguments = BTreeMap::from([("x-queue-type", Argument::Text("quorum".into()))]);
+    arguments.extend(more.iter().cloned());
+    arguments
+}
+
+/// A quorum queue whose dead letters reach `exchange` even if that takes several tries. Never `x-expires`: it would
+/// delete the queue with everything in it.
+fn dead_lettering(exchange: &str, routing_key: &str) -> BTreeMap<&'static str, Argument> {
+    quorum(&[
+        ("x-dead-letter-exchange", Argument::Text(exchange.to_owned())),
+        ("x-dead-letter-routing-key", Argument::Text(routing_key.to_owned())),
+        // A dead letter leaves its queue when the target has confirmed it; "at-most-once", the default, just sends.
+        ("x-dead-letter-strategy", Argument::Text("at-least-once".into())),
+        // Without it at-least-once silently falls back to at-most-once.
+        ("x-overflow", Argument::Text("reject-publish".into())),
+    ])
+}
+
+fn table(arguments: &BTreeMap<&'static str, Argument>) -> FieldTable {
+    let mut table = FieldTable::default();
+    for (key, value) in arguments {
+        let value = match value {
+            Argument::Text(text) => AMQPValue::LongString(text.as_str().into()),
+            Argument::Number(number) => AMQPValue::LongLongInt(*number),
+        };
+        table.insert((*key).into(), value);
+    }
+    table
+}
+
+fn arguments_json(arguments: &BTreeMap<&'static str, Argument>) -> Value {
+    let pairs = arguments.iter().map(|(key, value)| {
+        let value = match value {
+            Argument::Text(text) => json!(text),
+            Argument::Number(number) => json!(number),
+        };
+        ((*key).to_owned(), value)
+    });
+    Value::Object(pairs.collect())
+}
+
+async fn open_channel(connection: &Connection) -> Result<Channel, TopologyFault> {
+    let opened = connection.create_channel().await;
+    opened.map_err(|error| TopologyFault::Failed { object: "a channel".into(), why: error.to_string() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn definitions_json_is_printed_from_here() {
+        let printed = Topology::new(&Settings::defaults()).definitions("orders");
+        let kept: Value = serde_json::from_str(include_str!("../definitions.json")).unwrap();
+        assert_eq!(kept, printed, "definitions.json is out of date; run `order-timeout topology > definitions.json`");
+    }
+
+    #[test]
+    fn delay_queues_never_expire_and_dead_letter_at_least_once() {
+        for queue in Topology::new(&Settings::defaults()).queues {
+            assert!(!queue.arguments.contains_key("x-expires"), "{queue:?}");
+            if queue.arguments.contains_key("x-dead-letter-exchange") {
+                assert_eq!(queue.arguments["x-dead-letter-strategy"], Argument::Text("at-least-once".into()));
+                assert_eq!(queue.arguments["x-overflow"], Argument::Text("reject-publish".into()));
+            }
+        }
+    }
+
+    #[test]
+    fn no_two_lane_queues_share_a_routing_key() {
+        let bindings = Topology::new(&Settings::defaults()).bindings;
+        let mut keys: Vec<_> = bindings.iter().map(|b| (&b.exchange, &b.routing_key)).collect();
+        let all = keys.len();
+        keys.sort_unstable();
+        keys.dedup();
+        assert_eq!(keys.len(), all);
+    }
+}
