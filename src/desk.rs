@@ -417,3 +417,6 @@ pub fn match_findings(
         })
         .collect()
 }
+
+#[cfg(test)]
+mod tests;
