@@ -58,6 +58,20 @@ pub struct DatabaseSettings {
     pub lock_timeout: Duration,
 }
 
+impl DatabaseSettings {
+    /// The address of another database on the same server, for programs that make one of their own.
+    ///
+    /// # Panics
+    /// If the address is none, which [`Settings::validate`] refuses.
+    #[must_use]
+    pub fn url_of(&self, database: &str) -> SecretString {
+        let mut url =
+            url::Url::parse(self.url.expose_secret()).expect("validated settings have an address that parses");
+        url.set_path(database);
+        String::from(url).into()
+    }
+}
+
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DelaySettings {
@@ -298,7 +312,10 @@ impl Settings {
         }
         let database = self.database.url.expose_secret();
         let is_postgres = database.starts_with("postgres://") || database.starts_with("postgresql://");
-        if !is_postgres || database.parse::<sqlx::postgres::PgConnectOptions>().is_err() {
+        if !is_postgres
+            || url::Url::parse(database).is_err()
+            || database.parse::<sqlx::postgres::PgConnectOptions>().is_err()
+        {
             return Err(BadSettings::of(
                 "database.url",
                 "is not a Postgres address; write postgres://user:password@host:5432/database",

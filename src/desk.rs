@@ -119,17 +119,56 @@ pub struct Desk {
     policy: Policy,
     hold: Hold<Case>,
     /// Due, never tried.
-    fresh: VecDeque<Case>,
-    /// Due, tried before: closed after the fresh ones so that trouble does not delay the rest.
-    again: VecDeque<Case>,
-    /// Since when somebody due has been waiting for a batch to fill.
-    lingering_since: Option<Moment>,
+    fresh: Lingering,
+    /// Due, tried before.
+    again: Lingering,
     idle_closers: usize,
     away: Option<Away>,
     draining: bool,
     arm: Vec<ArmJob>,
     park: Vec<(Parcel, Receipt)>,
     settle: Vec<(Receipt, Settlement)>,
+}
+
+/// Those who are due and wait for a batch to fill.
+#[derive(Debug, Default)]
+struct Lingering {
+    cases: VecDeque<Case>,
+    /// When the longest-waiting of them came; `None` while nobody waits.
+    since: Option<Moment>,
+}
+
+impl Lingering {
+    fn push(&mut self, case: Case, now: Moment) {
+        self.since.get_or_insert(now);
+        self.cases.push_back(case);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.cases.is_empty()
+    }
+
+    /// A full batch at once, a smaller one after `linger`.
+    fn ready_at(&self, policy: &Policy) -> Option<Moment> {
+        let linger = if self.cases.len() >= policy.batch_size { Duration::ZERO } else { policy.linger };
+        Some(self.since? + linger)
+    }
+
+    fn is_ready(&self, now: Moment, policy: &Policy) -> bool {
+        self.ready_at(policy).is_some_and(|moment| moment <= now)
+    }
+
+    fn take(&mut self, policy: &Policy) -> Option<Vec<Case>> {
+        let size = self.cases.len().min(policy.batch_size);
+        let batch: Vec<Case> = self.cases.drain(..size).collect();
+        self.since = self.since.filter(|_| !self.cases.is_empty());
+        (!batch.is_empty()).then_some(batch)
+    }
+
+    fn drain(&mut self) -> Vec<Case> {
+        self.since = None;
+        self.cases.drain(..).collect()
+    }
 }
 
 /// The database does not close anything: since when, and when it is asked next.
@@ -147,9 +186,8 @@ impl Desk {
         Self {
             policy,
             hold: Hold::default(),
-            fresh: VecDeque::new(),
-            again: VecDeque::new(),
-            lingering_since: None,
+            fresh: Lingering::default(),
+            again: Lingering::default(),
             idle_closers,
             away: None,
             draining: false,
@@ -194,10 +232,17 @@ impl Desk {
     /// When [`Desk::errands`] has something new to say even if no news comes.
     #[must_use]
     pub fn wake_at(&self) -> Option<Moment> {
-        let batch_at = self.lingering_since.and_then(|since| match self.away {
-            Some(away) => self.closers_are_idle().then_some(away.ask_again_at),
-            None => (self.idle_closers > 0).then_some(since + self.policy.linger),
-        });
+        let batch_at = match self.away {
+            Some(away) => {
+                let somebody_waits = !self.fresh.is_empty() || !self.again.is_empty();
+                (self.closers_are_idle() && somebody_waits).then_some(away.ask_again_at)
+            }
+            None => {
+                let fresh_at = self.fresh.ready_at(&self.policy).filter(|_| self.idle_closers > 0);
+                let again_at = self.again.ready_at(&self.policy).filter(|_| self.closer_to_spare());
+                [fresh_at, again_at].into_iter().flatten().min()
+            }
+        };
         [self.hold.next_wake(), batch_at].into_iter().flatten().min()
     }
 
@@ -211,8 +256,7 @@ impl Desk {
     /// Stops taking anything new and gives back to the broker whatever is not in a closer's hands.
     pub fn drain(&mut self) {
         self.draining = true;
-        self.lingering_since = None;
-        let waiting = self.hold.drain().into_iter().chain(self.fresh.drain(..)).chain(self.again.drain(..));
+        let waiting = [self.hold.drain(), self.fresh.drain(), self.again.drain()].into_iter().flatten();
         self.settle.extend(waiting.map(|case| (case.receipt, Settlement::Requeue)));
     }
 
@@ -247,7 +291,12 @@ impl Desk {
             Ok(mut alarm) => {
                 // A publisher whose clock runs ahead must not make its message younger than it is.
                 alarm.born = Some(alarm.born.map_or(now, |born| born.min(now)));
-                self.place(Case { alarm, receipt, pauses: 0 }, now);
+                match inlet {
+                    // The inbox is never held back: what is due soon is sent on to the processing queue, or it would
+                    // fill the inbox's prefetch window and everything behind it would wait.
+                    Inlet::Arm => self.arm.push(ArmJob { alarm, receipt, wanted: Wanted::BeforeDeadline }),
+                    Inlet::Timeout | Inlet::Parked => self.place(Case { alarm, receipt, pauses: 0 }, now),
+                }
             }
         }
     }
@@ -259,13 +308,10 @@ impl Desk {
             self.arm.push(ArmJob { alarm: case.alarm, receipt: case.receipt, wanted: Wanted::BeforeDeadline });
         } else if deadline > now {
             self.wait_until(deadline, case);
+        } else if case.pauses == 0 && case.alarm.attempt == 0 {
+            self.fresh.push(case, now);
         } else {
-            self.lingering_since.get_or_insert(now);
-            if case.pauses == 0 && case.alarm.attempt == 0 {
-                self.fresh.push_back(case)
-            } else {
-                self.again.push_back(case)
-            }
+            self.again.push(case, now);
         }
     }
 
@@ -286,24 +332,22 @@ impl Desk {
     }
 
     fn next_batch(&mut self, now: Moment) -> Option<Vec<Case>> {
-        let since = self.lingering_since?;
-        let waiting = self.fresh.len() + self.again.len();
-        if self.idle_closers == 0 || waiting == 0 {
-            return None;
-        }
-        match self.away {
+        let batch = match self.away {
             // One closer asks whether the database is back; the others wait for its answer.
             Some(away) if now < away.ask_again_at || !self.closers_are_idle() => return None,
-            Some(_) => {}
-            None if waiting < self.policy.batch_size && now < since + self.policy.linger => return None,
-            None => {}
-        }
-        let fresh = self.fresh.len().min(self.policy.batch_size);
-        let again = self.again.len().min(self.policy.batch_size - fresh);
-        let batch: Vec<Case> = self.fresh.drain(..fresh).chain(self.again.drain(..again)).collect();
+            Some(_) if self.fresh.is_empty() => self.again.take(&self.policy)?,
+            Some(_) => self.fresh.take(&self.policy)?,
+            None if self.idle_closers > 0 && self.fresh.is_ready(now, &self.policy) => self.fresh.take(&self.policy)?,
+            None if self.closer_to_spare() && self.again.is_ready(now, &self.policy) => self.again.take(&self.policy)?,
+            None => return None,
+        };
         self.idle_closers -= 1;
-        self.lingering_since = (waiting > batch.len()).then_some(since);
         Some(batch)
+    }
+
+    /// What was tried before never takes the last idle closer, so that trouble does not delay the rest.
+    fn closer_to_spare(&self) -> bool {
+        self.idle_closers > usize::from(self.policy.closers > 1)
     }
 
     fn conclude(&mut self, findings: Vec<(Case, Finding)>, now: Moment) {

@@ -90,6 +90,16 @@ fn a_far_alarm_is_armed_and_acknowledged_only_when_that_is_confirmed() {
 }
 
 #[test]
+fn the_inbox_is_never_held_back() {
+    let mut desk = Desk::new(policy());
+    let News::Delivered(mut near) = delivered("a", at_ms(2_000), 1, 7) else { unreachable!() };
+    near.inlet = Inlet::Arm;
+    desk.hear(News::Delivered(near), at_ms(1_000));
+    assert!(matches!(&desk.errands(at_ms(1_000))[..], [Errand::Arm(jobs)] if jobs[0].wanted == Wanted::BeforeDeadline));
+    assert_eq!(desk.held(), 0);
+}
+
+#[test]
 fn a_second_alarm_is_acknowledged_at_once_but_a_second_delivery_takes_the_place_of_the_first() {
     let mut desk = Desk::new(policy());
     let (deadline, now) = (at_ms(5_000), at_ms(1_000));
