@@ -38,6 +38,7 @@ pub enum BrokerFault {
 /// # Errors
 /// [`BrokerFault`] with the broker's address, never its password.
 pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, BrokerFault> {
+    choose_crypto_provider();
     let mut uri: AMQPUri = settings.url.expose_secret().parse().map_err(|_| {
         BrokerFault::Refused("amqp.url is not an AMQP address; write amqp://user:password@host:5672/vhost".into())
     })?;
@@ -52,6 +53,15 @@ pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, 
             "the broker at {place} did not answer within {:?}; is it running there?",
             settings.connect_timeout
         ))),
+    }
+}
+
+/// Both of our clients use ring, and rustls wants to be told before the first TLS connection. A program that embeds the
+/// library and has chosen already keeps its choice.
+fn choose_crypto_provider() {
+    if rustls::crypto::CryptoProvider::get_default().is_none() {
+        // Another thread may have been faster, with the same choice.
+        let _ = rustls::crypto::ring::default_provider().install_default();
     }
 }
 

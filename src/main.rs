@@ -11,8 +11,6 @@ const FAILED: u8 = 1;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    // Before anything opens a TLS connection: both of our clients use ring, and rustls wants to be told.
-    let _ = rustls::crypto::ring::default_provider().install_default();
     let settings = match cli.settings.load() {
         Ok(settings) => settings,
         Err(fault) => return fail(&fault, WRONG_SETTINGS),

@@ -4,6 +4,7 @@
 //! Deletes nothing, ever: where an object exists with other arguments it says which, and how to move over.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use lapin::options::{ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions};
 use lapin::types::{AMQPValue, FieldTable};
@@ -262,6 +263,17 @@ impl Topology {
     /// # Errors
     /// [`TopologyFault`] names the object.
     pub async fn declare(&self, connection: &Connection) -> Result<(), TopologyFault> {
+        // A broker out of file handles accepts a declaration and never answers it.
+        match tokio::time::timeout(DECLARE_TIMEOUT, self.declare_all(connection)).await {
+            Ok(declared) => declared,
+            Err(_) => Err(TopologyFault::Failed {
+                object: "the queues".into(),
+                why: format!("the broker did not answer within {DECLARE_TIMEOUT:?}; has it file handles left (rabbitmqctl status)?"),
+            }),
+        }
+    }
+
+    async fn declare_all(&self, connection: &Connection) -> Result<(), TopologyFault> {
         let channel = open_channel(connection).await?;
         for exchange in &self.exchanges {
             self.declare_exchange(connection, &channel, exchange).await?;
@@ -378,6 +390,9 @@ impl Topology {
 const PUBLISHER_PASSWORD_HASH: &str = "WhGQPKX4PD+FKbPcQYN/NOwblJOtFIi8CvF2/OE9WYZZb1/s";
 /// The same for "worker-dev".
 const WORKER_PASSWORD_HASH: &str = "J+QIvTT3PDzUsK2QLk5u0p52dsslWpdx11hAtwYyswc86/Pb";
+
+/// 153 queues take a second on a fast machine.
+const DECLARE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns an alarm may take before the broker dead-letters it. A million, because `attempt` is our limit: −1 drops at
 /// the first return on 3.10, and without the argument 4.x gives up after twenty lost connections.

@@ -42,7 +42,6 @@ enum Scenario {
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
-    let _ = rustls::crypto::ring::default_provider().install_default();
     match arguments.scenario {
         Scenario::Publish => publish::run(arguments.orders.unwrap_or(50_000), arguments.json).await,
         Scenario::Mixed => mixed::run(arguments.orders.unwrap_or(200), arguments.json).await,

@@ -23,7 +23,7 @@ use crate::broker::{self, BrokerFault};
 use crate::config::Settings;
 use crate::message::{HEADER_ATTEMPT, HEADER_TRACEPARENT, TimeoutDue};
 use crate::order::Moment;
-use crate::topology::{Names, Topology};
+use crate::topology::{Names, Topology, TopologyFault};
 use ledger::{Frames, Ledger};
 
 /// The queues consumed, in the order of their channels. The processing queue has two channels, for a channel is one
@@ -62,9 +62,11 @@ impl Session {
     ) -> Result<Self, BrokerFault> {
         let connection = broker::connect(&settings.amqp, "worker").await?;
         let declared = Topology::new(settings).declare(&connection).await;
-        declared.map_err(|fault| match connection.status().connected() {
-            true => BrokerFault::Refused(fault.to_string()),
-            false => BrokerFault::Away(fault.to_string()),
+        declared.map_err(|fault| match fault {
+            TopologyFault::Failed { .. } => BrokerFault::Away(fault.to_string()),
+            TopologyFault::Differs { .. } | TopologyFault::Refused { .. } | TopologyFault::NoDelayedExchange { .. } => {
+                BrokerFault::Refused(fault.to_string())
+            }
         })?;
         let mut session =
             Self { number, connection, lines: Vec::new(), ended: CancellationToken::new(), why_ended: Arc::default() };

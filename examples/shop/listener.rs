@@ -1,0 +1,125 @@
+//! The rest of the shop: a consumer of `order.closed` that counts what it hears, by message id, because an event may
+//! come twice.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::Context;
+use futures_util::StreamExt;
+use lapin::message::Delivery;
+use lapin::options::{BasicConsumeOptions, QueueBindOptions, QueueDeclareOptions};
+use lapin::types::FieldTable;
+use lapin::{Channel, Connection, Consumer};
+use order_timeout::message::OrderClosed;
+use order_timeout::topology::Names;
+use order_timeout::{Settings, broker};
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::progress::Progress;
+
+const ORDER_CLOSED: &str = "order.closed";
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// A running consumer.
+#[derive(Debug)]
+pub struct Listener {
+    heard: Arc<Mutex<Heard>>,
+    connection: Connection,
+    task: AbortOnDropHandle<()>,
+}
+
+/// What the consumer has heard of this run's orders.
+#[derive(Debug, Clone, Default)]
+pub struct Heard {
+    /// Message id → order id.
+    pub events: HashMap<String, String>,
+    /// Why an event could not be read.
+    pub unreadable: Vec<String>,
+}
+
+impl Listener {
+    /// Binds a queue of its own and listens from now on. Events of other orders than `orders` are not counted.
+    pub async fn start(
+        settings: &Settings,
+        queue: &str,
+        orders: impl Iterator<Item = String>,
+        progress: Progress,
+    ) -> anyhow::Result<Self> {
+        let connection = broker::connect(&settings.amqp, "shop events").await?;
+        let channel = connection.create_channel().await.context("a channel for the events could not be opened")?;
+        let consumer = subscribe(&channel, &Names::new(&settings.namespace).events(), queue)
+            .await
+            .with_context(|| format!("the event queue {queue:?} could not be set up"))?;
+        let heard = Arc::new(Mutex::new(Heard::default()));
+        let task = tokio::spawn(listen(channel, consumer, orders.collect(), heard.clone(), progress));
+        Ok(Self { heard, connection, task: AbortOnDropHandle::new(task) })
+    }
+
+    /// How many distinct events of this run have come.
+    pub fn count(&self) -> usize {
+        locked(&self.heard).events.len()
+    }
+
+    /// Whether nothing more will come.
+    pub fn has_ended(&self) -> bool {
+        self.task.is_finished()
+    }
+
+    /// Stops listening. The queue goes with the connection.
+    pub async fn close(self) -> Heard {
+        self.task.abort();
+        broker::close(&self.connection, PATIENCE).await;
+        locked(&self.heard).clone()
+    }
+}
+
+fn locked(heard: &Mutex<Heard>) -> std::sync::MutexGuard<'_, Heard> {
+    heard.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+async fn subscribe(channel: &Channel, exchange: &str, queue: &str) -> lapin::Result<Consumer> {
+    // Exclusive: it goes with this connection, however the program ends. A real consumer's queue would be durable.
+    let options = QueueDeclareOptions { exclusive: true, ..Default::default() };
+    channel.queue_declare(queue.into(), options, FieldTable::default()).await?;
+    channel
+        .queue_bind(
+            queue.into(),
+            exchange.into(),
+            ORDER_CLOSED.into(),
+            QueueBindOptions::default(),
+            FieldTable::default(),
+        )
+        .await?;
+    // Acknowledged by being sent: if this program dies there is nobody left to count for.
+    let options = BasicConsumeOptions { no_ack: true, ..Default::default() };
+    channel.basic_consume(queue.into(), "shop".into(), options, FieldTable::default()).await
+}
+
+/// `_channel` is held because dropping the last handle closes it.
+async fn listen(
+    _channel: Channel,
+    mut consumer: Consumer,
+    orders: HashSet<String>,
+    heard: Arc<Mutex<Heard>>,
+    progress: Progress,
+) {
+    while let Some(Ok(delivery)) = consumer.next().await {
+        match read(&delivery) {
+            Ok((message_id, event)) if orders.contains(event.order_id.as_str()) => {
+                let known = locked(&heard).events.insert(message_id, event.order_id.into());
+                if known.is_none() {
+                    progress.closed();
+                }
+            }
+            Ok(_somebody_elses) => {}
+            Err(why) => locked(&heard).unreadable.push(why.to_string()),
+        }
+    }
+}
+
+fn read(delivery: &Delivery) -> anyhow::Result<(String, OrderClosed)> {
+    let message_id = delivery.properties.message_id().as_ref().context("an event has no message id")?;
+    let event = serde_json::from_slice(&delivery.data).context("an event is not an OrderClosed")?;
+    Ok((message_id.to_string(), event))
+}

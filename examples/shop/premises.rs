@@ -1,0 +1,270 @@
+//! Where the shop does business: a namespace on the broker, a database, and a worker; its own, made for this run and
+//! removed afterwards, or with `--no-worker` the ones that somebody else runs.
+
+use std::time::Duration;
+
+use anyhow::Context;
+use lapin::Connection;
+use lapin::options::{ExchangeDeleteOptions, QueueDeleteOptions};
+use order_timeout::broker::reply_code;
+use order_timeout::config::{DatabaseSettings, Lane, RingSettings};
+use order_timeout::topology::Topology;
+use order_timeout::worker::Worker;
+use order_timeout::{Publisher, Settings, broker, database};
+use secrecy::{ExposeSecret, SecretString};
+use sqlx::{AssertSqlSafe, PgPool};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use crate::args::Args;
+use crate::plan::Terms;
+
+/// The standard delay of a shop whose customers nobody wants to wait half an hour for.
+const DEMO_LANE: &str = "3s";
+/// So short that every alarm of the demo lane waits in the broker for 2.5 s and is dead-lettered by it.
+const DEMO_LEAD: Duration = Duration::from_millis(500);
+/// The other delays of the demo: longer than `hold_max`, so that each waits in a slot of the wheel.
+const DEMO_OTHER_MS: std::ops::RangeInclusive<u64> = 4_000..=8_000;
+/// The other delays with a foreign worker, whose settings may hold up to 15 s in memory.
+const SHARED_OTHER_MS: std::ops::RangeInclusive<u64> = 8_000..=20_000;
+/// The longest standard delay that a demo waits for.
+const LONGEST_LANE: Duration = Duration::from_secs(60);
+/// Customers at the till at the same time.
+const TILL_CONNECTIONS: u32 = 16;
+/// Creating or dropping a database copies files and waits for a checkpoint.
+const ADMINISTRATION_TIMEOUT: Duration = Duration::from_secs(60);
+const CLOSING_PATIENCE: Duration = Duration::from_secs(2);
+/// The broker user that only publishes, as a real shop would have one.
+const PUBLISHER_URL: &str = "SHOP_PUBLISHER_AMQP_URL";
+
+/// See the file's comment.
+#[derive(Debug)]
+pub struct Premises {
+    pub settings: Settings,
+    /// Eight hexadecimal digits that nothing else bears.
+    pub mark: String,
+    pools: Vec<PgPool>,
+    ownership: Ownership,
+}
+
+#[derive(Debug)]
+enum Ownership {
+    /// Made and removed by us. The flags say what may have to be removed; they are set before it is made, so that
+    /// failing half-way leaves nothing behind.
+    Own {
+        server: DatabaseSettings,
+        database: String,
+        topology_made: bool,
+        database_made: bool,
+        worker: Option<RunningWorker>,
+    },
+    /// Somebody else's.
+    Shared,
+}
+
+#[derive(Debug)]
+struct RunningWorker {
+    stop: CancellationToken,
+    task: JoinHandle<bool>,
+}
+
+impl Premises {
+    /// Plans premises of the shop's own; nothing is made yet.
+    pub fn own(mut settings: Settings, args: &Args) -> anyhow::Result<Self> {
+        let mark = draw_mark();
+        let database = format!("order_timeout_shop_{mark}");
+        let server = DatabaseSettings {
+            statement_timeout: ADMINISTRATION_TIMEOUT,
+            lock_timeout: ADMINISTRATION_TIMEOUT,
+            ..settings.database.clone()
+        };
+        settings.namespace = format!("shop-{mark}");
+        settings.database.url = with_database(&settings.database.url, &database);
+        settings.delay.strategy = args.strategy().unwrap_or(settings.delay.strategy);
+        settings.delay.lanes = vec![Lane::try_from(DEMO_LANE.to_owned()).map_err(anyhow::Error::msg)?];
+        settings.delay.lane_shards = 2;
+        settings.delay.lead = DEMO_LEAD;
+        settings.delay.rings = vec![
+            RingSettings { unit: Duration::from_secs(1), slots: 12, early: None },
+            RingSettings { unit: Duration::from_secs(5), slots: 12, early: Some(Duration::from_secs(1)) },
+        ];
+        settings.worker.hold_max = DEMO_LEAD + Duration::from_secs(3);
+        settings.worker.shutdown_grace = Duration::from_secs(5);
+        settings.validate().context("the demo's settings do not fit together")?;
+        let ownership = Ownership::Own { server, database, topology_made: false, database_made: false, worker: None };
+        Ok(Self { settings, mark, pools: Vec::new(), ownership })
+    }
+
+    /// The premises that the settings name, with a worker that runs elsewhere.
+    pub fn shared(mut settings: Settings, args: &Args) -> Self {
+        settings.delay.strategy = args.strategy().unwrap_or(settings.delay.strategy);
+        Self { settings, mark: draw_mark(), pools: Vec::new(), ownership: Ownership::Shared }
+    }
+
+    pub fn terms(&self) -> Terms {
+        let lanes = &self.settings.delay.lanes;
+        let lane = lanes.iter().map(|lane| lane.delay).find(|delay| *delay <= LONGEST_LANE);
+        let other_ms = match self.ownership {
+            Ownership::Own { .. } => DEMO_OTHER_MS,
+            Ownership::Shared => SHARED_OTHER_MS,
+        };
+        Terms { lane, other_ms, mark: self.mark.clone() }
+    }
+
+    /// Makes what is ours, and checks what is not.
+    pub async fn open(&mut self) -> anyhow::Result<()> {
+        let Ownership::Own { server, database, topology_made, database_made, worker } = &mut self.ownership else {
+            return self.check_shared().await;
+        };
+        // Both are reached before either is changed.
+        let administration = database::connect(server, 1).await?;
+        let connection = broker::connect(&self.settings.amqp, "shop setup").await?;
+
+        *topology_made = true;
+        let topology = Topology::new(&self.settings);
+        let declaring = timeout(ADMINISTRATION_TIMEOUT, topology.declare(&connection));
+        declaring.await.context("the broker does not finish declaring queues")??;
+        broker::close(&connection, self.settings.amqp.connect_timeout).await;
+
+        *database_made = true;
+        create_database(&administration, database).await?;
+        administration.close().await;
+        database::migrate(&database::connect(&self.settings.database, 1).await?).await?;
+
+        let ready = Worker::start(self.settings.clone()).await?;
+        let stop = CancellationToken::new();
+        *worker = Some(RunningWorker { stop: stop.clone(), task: tokio::spawn(ready.run(stop)) });
+        Ok(())
+    }
+
+    async fn check_shared(&self) -> anyhow::Result<()> {
+        let pool = database::connect(&self.settings.database, 1).await?;
+        let pending = database::pending_migrations(&pool).await?;
+        anyhow::ensure!(pending.is_empty(), "the database lacks migrations; run `order-timeout setup`");
+        Ok(())
+    }
+
+    /// Connections for the customers. They wait for a locked stock row as long as it takes: a shop would too.
+    pub async fn pool(&mut self) -> anyhow::Result<PgPool> {
+        let patient = DatabaseSettings {
+            acquire_timeout: ADMINISTRATION_TIMEOUT,
+            lock_timeout: self.settings.database.statement_timeout,
+            ..self.settings.database.clone()
+        };
+        self.connect_pool(&patient, TILL_CONNECTIONS).await
+    }
+
+    /// A connection that nobody else waits for.
+    pub async fn probe_pool(&mut self) -> anyhow::Result<PgPool> {
+        let settings = self.settings.database.clone();
+        self.connect_pool(&settings, 1).await
+    }
+
+    async fn connect_pool(&mut self, settings: &DatabaseSettings, connections: u32) -> anyhow::Result<PgPool> {
+        let pool = database::connect(settings, connections).await?;
+        self.pools.push(pool.clone());
+        Ok(pool)
+    }
+
+    /// The publisher, as the broker user that a shop's checkout would have.
+    pub async fn publisher(&self) -> anyhow::Result<Publisher> {
+        let Some(url) = std::env::var(PUBLISHER_URL).ok().filter(|url| !url.is_empty()) else {
+            return Ok(Publisher::connect(&self.settings).await?);
+        };
+        let mut settings = self.settings.clone();
+        settings.amqp.url = url.into();
+        let connect = async {
+            settings.validate()?;
+            anyhow::Ok(Publisher::connect(&settings).await?)
+        };
+        connect.await.with_context(|| format!("amqp.url was taken from {PUBLISHER_URL}"))
+    }
+
+    /// Under the namespace, for that is where the worker's broker user has rights.
+    pub fn event_queue(&self) -> String {
+        format!("{}.shop-events-{}", self.settings.namespace, self.mark)
+    }
+
+    pub fn hint_if_left_unpaid(&self) -> &'static str {
+        match self.ownership {
+            Ownership::Own { .. } => "",
+            Ownership::Shared => "; is `order-timeout worker` running with this namespace, broker and database?",
+        }
+    }
+
+    /// Stops the worker and removes what was made. May be called at any time; the event queue is exclusive to its
+    /// connection and goes with it.
+    pub async fn clear_away(&mut self) -> anyhow::Result<()> {
+        for pool in self.pools.drain(..) {
+            // What an interrupted customer had in hand is rolled back; DROP DATABASE ends what does not let go.
+            let _closed_or_given_up = timeout(CLOSING_PATIENCE, pool.close()).await;
+        }
+        let Ownership::Own { server, database, topology_made, database_made, worker } = &mut self.ownership else {
+            return Ok(());
+        };
+        if let Some(RunningWorker { stop, task }) = worker.take() {
+            stop.cancel();
+            if !task.await.context("the worker panicked")? {
+                eprintln!("shop: the worker could not finish everything before it was stopped");
+            }
+        }
+        // Each is tried even if the other fails.
+        let queues = if *topology_made { remove_topology(&self.settings).await } else { Ok(()) };
+        let tables = if *database_made { drop_database(server, database).await } else { Ok(()) };
+        queues.with_context(|| {
+            format!("the queues and exchanges beginning with {:?} are left behind", self.settings.namespace)
+        })?;
+        tables.with_context(|| format!("the database {database:?} is left behind"))
+    }
+}
+
+fn draw_mark() -> String {
+    format!("{:08x}", fastrand::u32(..))
+}
+
+/// The same server, another database: of two names in a URL the later one counts.
+fn with_database(url: &SecretString, database: &str) -> SecretString {
+    let url = url.expose_secret();
+    let separator = if url.contains('?') { '&' } else { '?' };
+    format!("{url}{separator}dbname={database}").into()
+}
+
+async fn create_database(administration: &PgPool, database: &str) -> anyhow::Result<()> {
+    // template0, because nobody can be connected to it, which would make copying template1 fail. The name consists of
+    // our own prefix and hexadecimal digits.
+    let create = format!("CREATE DATABASE {database} TEMPLATE template0");
+    sqlx::query(AssertSqlSafe(create)).execute(administration).await.context(
+        "the demo could not make a database of its own (the user in database.url needs the right CREATEDB, or use --no-worker)",
+    )?;
+    Ok(())
+}
+
+async fn drop_database(server: &DatabaseSettings, database: &str) -> anyhow::Result<()> {
+    let administration = database::connect(server, 1).await?;
+    // FORCE: a connection of an interrupted run may still be closing.
+    let drop = format!("DROP DATABASE IF EXISTS {database} WITH (FORCE)");
+    sqlx::query(AssertSqlSafe(drop)).execute(&administration).await?;
+    Ok(())
+}
+
+async fn remove_topology(settings: &Settings) -> anyhow::Result<()> {
+    let connection = broker::connect(&settings.amqp, "shop clearing away").await?;
+    let deleting = delete_all(&connection, Topology::new(settings));
+    let deleted = timeout(ADMINISTRATION_TIMEOUT, deleting).await.context("the broker does not finish deleting them");
+    broker::close(&connection, settings.amqp.connect_timeout).await;
+    Ok(deleted??)
+}
+
+async fn delete_all(connection: &Connection, topology: Topology) -> lapin::Result<()> {
+    let channel = connection.create_channel().await?;
+    // The broker takes no offence at names that are not there.
+    for queue in topology.queues {
+        channel.queue_delete(queue.name.into(), QueueDeleteOptions::default()).await?;
+    }
+    for exchange in topology.exchanges {
+        channel.exchange_delete(exchange.name.into(), ExchangeDeleteOptions::default()).await?;
+    }
+    // Said properly: dropping a channel just before its connection is closed leaves the two to race.
+    channel.close(reply_code::CONTENT_OK, "done".into()).await
+}
