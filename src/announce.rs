@@ -33,7 +33,7 @@ pub struct Announcer {
 pub enum NotAnnounced {
     #[error("the outbox cannot be read or written: {0}")]
     Database(#[from] sqlx::Error),
-    #[error("{0}")]
+    #[error(transparent)]
     Broker(#[from] NotConfirmed),
 }
 

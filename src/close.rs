@@ -74,19 +74,15 @@ impl Closer {
                 }
                 Err(error) => error,
             };
-            let trouble = trouble(&error);
-            if trouble != Trouble::Away && part.len() > 1 {
+            let fault = self.fault(&error).await;
+            let is_away = matches!(fault, CloseFault::Away(_));
+            if !is_away && part.len() > 1 {
                 is_whole = false;
                 let (left, right) = part.split_at(part.len() / 2);
                 parts.extend([right.to_vec(), left.to_vec()]);
                 continue;
             }
-            let fault = match trouble {
-                Trouble::Transient => CloseFault::Transient(error.to_string()),
-                Trouble::Data => CloseFault::OfTheOrder(error.to_string()),
-                Trouble::Away => CloseFault::Away(error.to_string()),
-            };
-            if trouble == Trouble::Away {
+            if is_away {
                 // Nobody else in the batch would fare better.
                 findings.extend(parts.drain(..).flatten().map(|id| (id, Err(fault.clone()))));
             }
@@ -115,6 +111,20 @@ impl Closer {
         let found = self.run(&mut transaction, ids, by).await?;
         transaction.commit().await?;
         Ok(found)
+    }
+
+    /// Whose fault an error is: nobody's, the order's, or everybody's.
+    async fn fault(&self, error: &sqlx::Error) -> CloseFault {
+        let why = error.to_string();
+        match trouble(error) {
+            Trouble::Transient => CloseFault::Transient(why),
+            Trouble::Data => CloseFault::OfTheOrder(why),
+            // With no order to close, no row's trigger can be at fault.
+            Trouble::Broken if self.close_at_once(&[], ClosedBy::Alarm, true).await.is_ok() => {
+                CloseFault::OfTheOrder(why)
+            }
+            Trouble::Broken | Trouble::Away => CloseFault::Away(why),
+        }
     }
 
     async fn run(

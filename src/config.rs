@@ -1,21 +1,20 @@
 //! Settings: where they come from, what they must be, and one sentence for each thing that is wrong with them.
 //!
-//! No I/O after loading, no default outside `config/default.toml`, and no secret in any output: addresses with
+//! How they are loaded stands in `load.rs`. No I/O after loading, no default outside `config/default.toml`, and no secret in any output: addresses with
 //! passwords are [`SecretString`]s and errors never repeat a value of theirs.
 
-use std::path::Path;
 use std::time::Duration;
 
-use config::{Config, ConfigError, Environment, File, FileFormat, Map, Value, ValueKind};
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
 use crate::wheel::{BadWheel, Ring, Wheel};
 
+mod load;
+
 /// The documented defaults, embedded so that a worker runs without any file.
 pub const DEFAULTS: &str = include_str!("../config/default.toml");
 
-const ENV_PREFIX: &str = "ORDER_TIMEOUT";
 const AMQP_MAX_PREFETCH: u16 = u16::MAX;
 
 /// Everything that can be set. Documented in `config/default.toml`, nowhere else.
@@ -68,6 +67,12 @@ impl DatabaseSettings {
         let mut url =
             url::Url::parse(self.url.expose_secret()).expect("validated settings have an address that parses");
         url.set_path(database);
+        // A name in the query would win over the path.
+        let others: Vec<(String, String)> = url.query_pairs().into_owned().filter(|(key, _)| key != "dbname").collect();
+        url.set_query(None);
+        if !others.is_empty() {
+            url.query_pairs_mut().extend_pairs(others);
+        }
         String::from(url).into()
     }
 }
@@ -182,76 +187,21 @@ pub enum LogFormat {
 }
 
 /// What is wrong with the settings: one sentence with the key and where its value came from.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct BadSettings(String);
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{}{}{}: {why}", if key.is_some() { "setting " } else { "settings" }, key.as_deref().unwrap_or_default(), origin.as_ref().map_or_else(String::new, |origin| format!(" (from {origin})")))]
+pub struct BadSettings {
+    key: Option<String>,
+    origin: Option<String>,
+    why: String,
+}
 
 impl BadSettings {
     fn of(key: &str, why: impl std::fmt::Display) -> Self {
-        Self(format!("setting {key}: {why}"))
+        Self { key: Some(key.to_owned()), origin: None, why: why.to_string() }
     }
 }
 
 impl Settings {
-    /// Loads defaults, then `file`, then the environment, then `overrides` (`KEY=VALUE`), and checks the result.
-    ///
-    /// # Errors
-    /// [`BadSettings`]: an unknown key, a value of the wrong form, a file that is not there, or values that do not
-    /// fit together; with key and origin.
-    pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
-        Self::load_with_environment(file, std::env::vars().collect(), overrides)
-    }
-
-    /// The defaults alone, for a program that fills in its own addresses.
-    #[must_use]
-    pub fn defaults() -> Self {
-        Self::load_with_environment(None, Map::new(), &[]).expect("config/default.toml is tested to be valid")
-    }
-
-    /// [`Settings::load`] with the environment given.
-    ///
-    /// # Errors
-    /// As [`Settings::load`].
-    pub fn load_with_environment(
-        file: Option<&Path>,
-        mut environment: Map<String, String>,
-        overrides: &[String],
-    ) -> Result<Self, BadSettings> {
-        let mut builder = Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml));
-        if let Some(path) = file {
-            if !path.is_file() {
-                return Err(BadSettings(format!(
-                    "there is no settings file {}; correct --config or leave it out",
-                    path.display()
-                )));
-            }
-            builder = builder.add_source(File::from(path).format(FileFormat::Toml));
-        }
-        if let Some(url) = environment.get("DATABASE_URL").cloned() {
-            environment.entry(format!("{ENV_PREFIX}__DATABASE__URL")).or_insert(url);
-        }
-        let environment_source = Environment::with_prefix(ENV_PREFIX)
-            .prefix_separator("__")
-            .separator("__")
-            .list_separator(",")
-            .with_list_parse_key("delay.lanes")
-            .try_parsing(true)
-            .source(Some(environment));
-        builder = builder.add_source(environment_source);
-        for text in overrides {
-            let (key, value) = text
-                .split_once('=')
-                .ok_or_else(|| BadSettings(format!("--set {text:?} has no \"=\"; write it as --set delay.lead=3s")))?;
-            builder = builder.set_override(key.trim(), override_value(key.trim(), value)).map_err(explain)?;
-        }
-        let merged = builder.build().map_err(explain)?;
-        refuse_unknown_keys(&merged)?;
-        let origins = leaf_keys(&merged.cache);
-        let settings: Self = merged.try_deserialize().map_err(|fault| explain_from(fault, &origins))?;
-        settings.validate()?;
-        Ok(settings)
-    }
-
     /// Every rule that spans more than one value's form.
     ///
     /// # Errors
@@ -400,95 +350,6 @@ pub fn duration_name(duration: Duration) -> String {
         }
     }
     format!("{millis}ms")
-}
-
-fn override_value(key: &str, value: &str) -> Value {
-    if key == "delay.lanes" {
-        let lanes: Vec<String> = value.split(',').map(|lane| lane.trim().to_owned()).collect();
-        return Value::new(Some(&"--set".to_owned()), lanes);
-    }
-    Value::new(Some(&"--set".to_owned()), value)
-}
-
-/// Refuses keys that `config/default.toml` does not have. Done here rather than by serde so that the sentence can say
-/// where the key stands and what was probably meant.
-fn refuse_unknown_keys(merged: &Config) -> Result<(), BadSettings> {
-    let known = leaf_keys(
-        &Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml)).build().map_err(explain)?.cache,
-    );
-    for (key, origin) in leaf_keys(&merged.cache) {
-        if known.iter().any(|(name, _)| *name == key) {
-            continue;
-        }
-        let likeness = |name: &str| strsim::normalized_damerau_levenshtein(name, &key);
-        let meant = known.iter().max_by(|(a, _), (b, _)| likeness(a).total_cmp(&likeness(b)));
-        let meant = meant.map_or_else(String::new, |(name, _)| format!("; did you mean {name}?"));
-        return Err(BadSettings(format!("there is no setting {key} (from {}){meant}", origin_name(origin.as_deref()))));
-    }
-    Ok(())
-}
-
-/// Every key that holds a value rather than a section, with the origin of its value.
-fn leaf_keys(root: &Value) -> Vec<(String, Option<String>)> {
-    fn walk(prefix: &str, value: &Value, into: &mut Vec<(String, Option<String>)>) {
-        match &value.kind {
-            ValueKind::Table(table) => {
-                for (key, value) in table {
-                    let key = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
-                    walk(&key, value, into);
-                }
-            }
-            _ => into.push((prefix.to_owned(), value.origin().map(str::to_owned))),
-        }
-    }
-    let mut keys = Vec::new();
-    walk("", root, &mut keys);
-    keys.sort();
-    keys
-}
-
-fn origin_name(origin: Option<&str>) -> &str {
-    match origin {
-        Some("the environment") | None => "the environment",
-        Some(other) => other,
-    }
-}
-
-fn explain(error: ConfigError) -> BadSettings {
-    explain_from(error, &[])
-}
-
-/// `origins`: where each key's value came from, for the faults that do not carry it.
-fn explain_from(error: ConfigError, origins: &[(String, Option<String>)]) -> BadSettings {
-    fn parts(error: &ConfigError) -> (Option<String>, Option<String>, String) {
-        match error {
-            ConfigError::Type { origin, unexpected, expected, key } => {
-                // An address may hold a password, so its value is never repeated.
-                let secret = key.as_deref().is_some_and(|key| key.ends_with("url"));
-                let found = if secret { "another kind of value".to_owned() } else { unexpected.to_string() };
-                (key.clone(), origin.clone(), format!("expected {expected}, found {found}"))
-            }
-            ConfigError::At { error, origin, key } => {
-                let (_, inner_origin, why) = parts(error);
-                (key.clone(), origin.clone().or(inner_origin), why)
-            }
-            ConfigError::FileParse { uri, cause } => {
-                let first_line =
-                    cause.to_string().lines().map(str::trim).filter(|l| !l.is_empty()).collect::<Vec<_>>().join(" ");
-                (None, uri.clone(), format!("the file is not valid TOML: {first_line}"))
-            }
-            other => (None, None, other.to_string()),
-        }
-    }
-    let (key, origin, why) = parts(&error);
-    let known_origin =
-        origins.iter().find(|(name, _)| key.as_deref().and_then(|key| key.split('[').next()) == Some(name));
-    let origin = origin.or_else(|| known_origin.and_then(|(_, origin)| origin.clone()));
-    let from = origin.map_or_else(String::new, |origin| format!(" (from {})", origin_name(Some(&origin))));
-    match key {
-        Some(key) => BadSettings(format!("setting {key}{from}: {why}")),
-        None => BadSettings(format!("settings{from}: {why}")),
-    }
 }
 
 #[cfg(test)]

@@ -111,11 +111,20 @@ fn why_not_migrated(error: &MigrateError) -> String {
     format!("the database schema could not be brought up to date: {error}; {hint}")
 }
 
-/// The names of the migrations that have not been applied.
+/// Refuses a schema that this version cannot work with.
 ///
 /// # Errors
-/// [`DatabaseFault`] if the database cannot be asked.
-pub async fn pending_migrations(pool: &PgPool) -> Result<Vec<String>, DatabaseFault> {
+/// [`DatabaseFault`] counts the migrations that are missing.
+pub async fn require_migrated(pool: &PgPool) -> Result<(), DatabaseFault> {
+    let pending = pending_migrations(pool).await?;
+    let Some(first) = pending.first() else { return Ok(()) };
+    let count = pending.len();
+    Err(DatabaseFault(format!(
+        "the database lacks {count} migration(s), the first: {first:?}; run `order-timeout setup`"
+    )))
+}
+
+async fn pending_migrations(pool: &PgPool) -> Result<Vec<String>, DatabaseFault> {
     let fault =
         |error: &dyn std::fmt::Display| DatabaseFault(format!("the applied migrations cannot be read: {error}"));
     let exists: bool = sqlx::query_scalar("SELECT to_regclass($1) IS NOT NULL")
@@ -152,7 +161,10 @@ pub enum Trouble {
     Transient,
     /// The data at hand: a constraint, a trigger, a value.
     Data,
-    /// Nothing will work as things stand: away, read-only, no rights, an unknown table.
+    /// A statement that was in order when it was prepared is not any more: a table or a right was taken away, or the
+    /// trigger of one row is broken. Which of the two, only trying it without rows can tell.
+    Broken,
+    /// Nothing will work as things stand: away, read-only, out of resources.
     Away,
 }
 
@@ -168,9 +180,10 @@ pub fn trouble(error: &sqlx::Error) -> Trouble {
         "55P03" | "40P01" | "40001" | "57014" => Trouble::Transient,
         // read_only_sql_transaction; admin_shutdown, crash_shutdown, cannot_connect_now
         "25006" | "57P01" | "57P02" | "57P03" => Trouble::Away,
-        // connection exception; insufficient resources; syntax or access rule; system error; internal error;
-        // invalid authorization, catalog name, schema name
-        code if ["08", "53", "42", "58", "XX", "28", "3D", "3F"].contains(&&code[..2]) => Trouble::Away,
+        // syntax error or access rule violation; internal error, data corrupted
+        code if ["42", "XX"].contains(&&code[..2]) => Trouble::Broken,
+        // connection exception; insufficient resources; system error; invalid authorization, catalog or schema name
+        code if ["08", "53", "58", "28", "3D", "3F"].contains(&&code[..2]) => Trouble::Away,
         _ => Trouble::Data,
     }
 }

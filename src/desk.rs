@@ -338,7 +338,9 @@ impl Desk {
             Some(_) if self.fresh.is_empty() => self.again.take(&self.policy)?,
             Some(_) => self.fresh.take(&self.policy)?,
             None if self.idle_closers > 0 && self.fresh.is_ready(now, &self.policy) => self.fresh.take(&self.policy)?,
-            None if self.closer_to_spare() && self.again.is_ready(now, &self.policy) => self.again.take(&self.policy)?,
+            None if self.closer_to_spare() && self.again.is_ready(now, &self.policy) => {
+                self.again.take(&self.policy)?
+            }
             None => return None,
         };
         self.idle_closers -= 1;
@@ -437,7 +439,8 @@ impl Desk {
             return;
         }
         let wait = self.policy.retry_longest * 2_u32.saturating_pow(case.alarm.attempt.min(5));
-        case.alarm.attempt += 1;
+        // Saturating: the first attempt's number came with the message.
+        case.alarm.attempt = case.alarm.attempt.saturating_add(1);
         self.arm.push(ArmJob { alarm: case.alarm, receipt: case.receipt, wanted: Wanted::NotBefore(now + wait) });
     }
 

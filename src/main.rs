@@ -1,10 +1,11 @@
 //! Command line → settings → run → exit code. Errors are one sentence on standard error: 2 for usage and settings,
 //! 1 for everything that failed.
 
+use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
-use order_timeout::cli::Cli;
+use order_timeout::cli::{Answer, Cli};
 
 const WRONG_SETTINGS: u8 = 2;
 const FAILED: u8 = 1;
@@ -20,8 +21,16 @@ fn main() -> ExitCode {
         Err(error) => return fail(&format!("the runtime cannot start: {error}"), FAILED),
     };
     match runtime.block_on(cli.command.run(settings)) {
-        Ok(code) => ExitCode::from(code),
-        Err(error) => fail(&format!("{error:#}"), FAILED),
+        Ok(answer) => say(&answer),
+        Err(error) => fail(&error, FAILED),
+    }
+}
+
+fn say(answer: &Answer) -> ExitCode {
+    match std::io::stdout().lock().write_all(answer.text.as_bytes()) {
+        // A reader that has seen enough, such as `head`, is no failure.
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => fail(&format!("standard output: {error}"), FAILED),
+        _ => ExitCode::from(answer.code),
     }
 }
 

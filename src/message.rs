@@ -46,7 +46,7 @@ pub enum Unreadable {
     OtherType(String),
     #[error("the body is not valid JSON of the expected shape: {0}")]
     NotTheShape(String),
-    #[error("{0}")]
+    #[error(transparent)]
     OrderId(#[from] BadOrderId),
     #[error("the deadline {0:?} is not an RFC 3339 time such as 2026-11-20T10:30:00Z")]
     Deadline(String),

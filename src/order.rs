@@ -56,6 +56,12 @@ impl OrderId {
     }
 }
 
+impl AsRef<str> for OrderId {
+    fn as_ref(&self) -> &str {
+        self.as_str()
+    }
+}
+
 impl TryFrom<String> for OrderId {
     type Error = BadOrderId;
     fn try_from(text: String) -> Result<Self, BadOrderId> {

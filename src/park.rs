@@ -126,6 +126,22 @@ pub async fn list(pool: &PgPool, selection: &Selection, limit: i64) -> Result<Ve
         .collect()
 }
 
+/// The ids of all that are meant, oldest first.
+///
+/// # Errors
+/// sqlx's.
+pub async fn ids(pool: &PgPool, selection: &Selection) -> Result<Vec<Uuid>, sqlx::Error> {
+    sqlx::query_scalar(
+        "SELECT id FROM parked_alarms
+         WHERE ($1::text IS NULL OR reason = $1) AND ($2::uuid[] IS NULL OR id = ANY ($2))
+         ORDER BY parked_at, id",
+    )
+    .bind(selection.reason())
+    .bind(selection.ids())
+    .fetch_all(pool)
+    .await
+}
+
 /// Deletes these rows; returns how many were there.
 ///
 /// # Errors

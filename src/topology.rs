@@ -268,7 +268,9 @@ impl Topology {
             Ok(declared) => declared,
             Err(_) => Err(TopologyFault::Failed {
                 object: "the queues".into(),
-                why: format!("the broker did not answer within {DECLARE_TIMEOUT:?}; has it file handles left (rabbitmqctl status)?"),
+                why: format!(
+                    "the broker did not answer within {DECLARE_TIMEOUT:?}; has it file handles left (rabbitmqctl status)?"
+                ),
             }),
         }
     }
@@ -276,7 +278,7 @@ impl Topology {
     async fn declare_all(&self, connection: &Connection) -> Result<(), TopologyFault> {
         let channel = open_channel(connection).await?;
         for exchange in &self.exchanges {
-            self.declare_exchange(connection, &channel, exchange).await?;
+            self.declare_exchange(&channel, exchange).await?;
         }
         for queue in &self.queues {
             let object = format!("queue {:?}", queue.name);
@@ -301,12 +303,7 @@ impl Topology {
         Ok(())
     }
 
-    async fn declare_exchange(
-        &self,
-        connection: &Connection,
-        channel: &Channel,
-        exchange: &Exchange,
-    ) -> Result<(), TopologyFault> {
+    async fn declare_exchange(&self, channel: &Channel, exchange: &Exchange) -> Result<(), TopologyFault> {
         let object = format!("exchange {:?}", exchange.name);
         let kind = match exchange.kind {
             "direct" => ExchangeKind::Direct,
@@ -325,7 +322,7 @@ impl Topology {
                     || text.contains("unknown exchange type")
                     || text.contains("invalid exchange type")
             });
-        if type_is_missing || (exchange.kind == "x-delayed-message" && !connection.status().connected()) {
+        if type_is_missing {
             return Err(TopologyFault::NoDelayedExchange { why: error.to_string() });
         }
         Err(self.explain(object, &error))

@@ -40,9 +40,9 @@ const NEWS_AT_ONCE: usize = 256;
 /// Why a worker could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartFault {
-    #[error("{0}")]
+    #[error(transparent)]
     Database(#[from] DatabaseFault),
-    #[error("{0}")]
+    #[error(transparent)]
     Broker(#[from] BrokerFault),
 }
 
@@ -68,15 +68,7 @@ impl Worker {
         let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
         let closing_pool = database::connect(&settings.database, closers).await?;
         let pool = database::connect(&settings.database, OTHER_CONNECTIONS).await?;
-        let pending = database::pending_migrations(&pool).await?;
-        if !pending.is_empty() {
-            return Err(DatabaseFault(format!(
-                "the database lacks {} migration(s), the first: {:?}; run `order-timeout setup`",
-                pending.len(),
-                pending[0]
-            ))
-            .into());
-        }
+        database::require_migrated(&pool).await?;
         let closer = Closer::prepare(closing_pool, &settings.orders.close_sql).await?;
         let clock = read_clock(&closer)
             .await
@@ -436,7 +428,9 @@ impl Supervisor {
                 }
                 Phase::Rest | Phase::Close => {
                     while let Ok(settlements) = self.settlements.try_recv() {
-                        let _over_anyway = session.settle(&settlements).await;
+                        if let Err(error) = session.settle(&settlements).await {
+                            warn!(%error, "the last deliveries could not be settled; the broker delivers them again");
+                        }
                     }
                     session.close().await;
                     return;

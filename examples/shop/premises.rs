@@ -11,7 +11,6 @@ use order_timeout::config::{DatabaseSettings, Lane, RingSettings};
 use order_timeout::topology::Topology;
 use order_timeout::worker::Worker;
 use order_timeout::{Publisher, Settings, broker, database};
-use secrecy::{ExposeSecret, SecretString};
 use sqlx::{AssertSqlSafe, PgPool};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -80,7 +79,7 @@ impl Premises {
             ..settings.database.clone()
         };
         settings.namespace = format!("shop-{mark}");
-        settings.database.url = with_database(&settings.database.url, &database);
+        settings.database.url = settings.database.url_of(&database);
         settings.delay.strategy = args.strategy().unwrap_or(settings.delay.strategy);
         settings.delay.lanes = vec![Lane::try_from(DEMO_LANE.to_owned()).map_err(anyhow::Error::msg)?];
         settings.delay.lane_shards = 2;
@@ -140,9 +139,7 @@ impl Premises {
 
     async fn check_shared(&self) -> anyhow::Result<()> {
         let pool = database::connect(&self.settings.database, 1).await?;
-        let pending = database::pending_migrations(&pool).await?;
-        anyhow::ensure!(pending.is_empty(), "the database lacks migrations; run `order-timeout setup`");
-        Ok(())
+        Ok(database::require_migrated(&pool).await?)
     }
 
     /// Connections for the customers. They wait for a locked stock row as long as it takes: a shop would too.
@@ -221,13 +218,6 @@ impl Premises {
 
 fn draw_mark() -> String {
     format!("{:08x}", fastrand::u32(..))
-}
-
-/// The same server, another database: of two names in a URL the later one counts.
-fn with_database(url: &SecretString, database: &str) -> SecretString {
-    let url = url.expose_secret();
-    let separator = if url.contains('?') { '&' } else { '?' };
-    format!("{url}{separator}dbname={database}").into()
 }
 
 async fn create_database(administration: &PgPool, database: &str) -> anyhow::Result<()> {

@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use clap::Args;
 use serde_json::json;
 
+use crate::cli::Answer;
 use crate::close::Closer;
 use crate::config::Settings;
 use crate::database;
@@ -25,22 +26,25 @@ pub struct CloseArgs {
 
 /// # Errors
 /// If the database cannot be used. Exit code 1 also if an order was not found or could not be closed.
-pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<u8> {
+pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<Answer> {
     let ids = args.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
     let pool = database::connect(&settings.database, 1).await?;
+    database::require_migrated(&pool).await?;
     let closer = Closer::prepare(pool, &settings.orders.close_sql).await?;
     let findings = closer.close(&ids, ClosedBy::Manual).await;
+    let mut answer = Answer::default();
     let mut all_settled = true;
     for id in &ids {
         let (word, settled) = describe(id, &findings);
         all_settled &= settled;
         if args.json {
-            println!("{}", json!({ "order_id": id, "outcome": word }));
+            answer.line(json!({ "order_id": id, "outcome": word }));
         } else {
-            println!("{id}: {word}");
+            answer.line(format!("{id}: {word}"));
         }
     }
-    Ok(u8::from(!all_settled))
+    answer.code = u8::from(!all_settled);
+    Ok(answer)
 }
 
 /// The outcome in words, and whether the order is settled: closed now or before, or paid.

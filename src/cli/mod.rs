@@ -54,6 +54,20 @@ impl SettingsArgs {
     }
 }
 
+/// What a command has to say on standard output, and the process' exit code.
+#[derive(Debug, Default)]
+pub struct Answer {
+    pub text: String,
+    pub code: u8,
+}
+
+impl Answer {
+    fn line(&mut self, line: impl std::fmt::Display) {
+        self.text.push_str(&line.to_string());
+        self.text.push('\n');
+    }
+}
+
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
@@ -73,11 +87,11 @@ pub enum Command {
 }
 
 impl Command {
-    /// Runs the command. Returns the process' exit code.
+    /// Runs the command.
     ///
     /// # Errors
     /// Anything that is one sentence on standard error and exit code 1.
-    pub async fn run(self, settings: Settings) -> anyhow::Result<u8> {
+    pub async fn run(self, settings: Settings) -> anyhow::Result<Answer> {
         match self {
             Self::Setup(args) => setup::run(args, settings).await,
             Self::Worker => worker::run(settings).await,

@@ -5,6 +5,7 @@ use serde_json::json;
 use sqlx::PgPool;
 use uuid::Uuid;
 
+use crate::cli::Answer;
 use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
 use crate::database;
@@ -14,7 +15,9 @@ use crate::park::{self, Parked, Selection};
 use crate::topology::Names;
 
 /// Rows taken at a time: bounds memory, and how much is published between two deletions.
-const AT_ONCE: i64 = 1_000;
+const AT_ONCE: usize = 1_000;
+/// Rows shown of a selection that may be large.
+const PREVIEWED: i64 = 100;
 
 /// What to do with parked alarms.
 #[derive(Debug, Subcommand)]
@@ -80,8 +83,9 @@ impl ActArgs {
 
 /// # Errors
 /// If the database or, for a retry, the broker cannot be used.
-pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<u8> {
+pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<Answer> {
     let pool = database::connect(&settings.database, 1).await?;
+    database::require_migrated(&pool).await?;
     match command {
         ParkedCommand::List(args) => list(&pool, &args).await,
         ParkedCommand::Retry(args) if args.yes => retry(&pool, &settings, &args).await,
@@ -90,36 +94,32 @@ pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<u
     }
 }
 
-async fn list(pool: &PgPool, args: &ListArgs) -> anyhow::Result<u8> {
+async fn list(pool: &PgPool, args: &ListArgs) -> anyhow::Result<Answer> {
     let selection = args.reason.clone().map_or(Selection::All, Selection::Reason);
     let rows = park::list(pool, &selection, args.limit).await?;
+    let mut answer = Answer::default();
     if args.json {
         for row in &rows {
-            println!("{}", serde_json::to_string(row)?);
+            answer.line(serde_json::to_string(row)?);
         }
     } else {
-        print_table(&rows);
+        write_table(&rows, &mut answer);
     }
-    Ok(0)
+    Ok(answer)
 }
 
-fn print_table(rows: &[Parked]) {
+fn write_table(rows: &[Parked], answer: &mut Answer) {
     if rows.is_empty() {
-        println!("nothing is parked");
-        return;
+        return answer.line("nothing is parked");
     }
-    println!("{:<36}  {:<14}  {:>8}  {:>8}  {:<36}  DETAIL", "ID", "REASON", "AGE", "ATTEMPTS", "ORDER");
+    answer.line(format!("{:<36}  {:<14}  {:>8}  {:>8}  {:<36}  DETAIL", "ID", "REASON", "AGE", "ATTEMPTS", "ORDER"));
     for row in rows {
         let age = humantime::format_duration(std::time::Duration::from_secs(row.age_s.unsigned_abs())).to_string();
         let age = age.split(' ').take(2).collect::<String>();
         let order = printable(row.order_id.as_deref().unwrap_or("-"));
-        println!(
-            "{}  {:<14}  {age:>8}  {:>8}  {order:<36}  {}",
-            row.id,
-            row.reason,
-            row.attempts,
-            printable(&row.detail)
-        );
+        let detail = printable(&row.detail);
+        let (id, reason, attempts) = (row.id, &row.reason, row.attempts);
+        answer.line(format!("{id}  {reason:<14}  {age:>8}  {attempts:>8}  {order:<36}  {detail}"));
     }
 }
 
@@ -128,26 +128,26 @@ fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-async fn preview(pool: &PgPool, args: &ActArgs) -> anyhow::Result<u8> {
-    let rows = park::list(pool, &args.selection(), AT_ONCE).await?;
+async fn preview(pool: &PgPool, args: &ActArgs) -> anyhow::Result<Answer> {
+    let selected = park::ids(pool, &args.selection()).await?;
+    let mut answer = Answer::default();
     if args.json {
-        println!("{}", json!({ "selected": rows.len(), "done": 0 }));
+        answer.line(json!({ "selected": selected.len(), "done": 0 }));
     } else {
-        print_table(&rows);
-        println!("{} alarm(s) selected, nothing done; add --yes to do it", rows.len());
+        write_table(&park::list(pool, &args.selection(), PREVIEWED).await?, &mut answer);
+        answer.line(format!("{} alarm(s) selected, nothing done; add --yes to do it", selected.len()));
     }
-    Ok(0)
+    Ok(answer)
 }
 
-async fn retry(pool: &PgPool, settings: &Settings, args: &ActArgs) -> anyhow::Result<u8> {
+async fn retry(pool: &PgPool, settings: &Settings, args: &ActArgs) -> anyhow::Result<Answer> {
     let confirmed = ConfirmedPublisher::connect(&settings.amqp, "parked retry").await?;
     let names = Names::new(&settings.namespace);
     let (mut sent, mut kept) = (0, Vec::new());
-    // What is sent is deleted, so the next page begins where this one ended; what is kept must not be met again.
-    let mut selected = ids_of(&park::list(pool, &args.selection(), i64::MAX).await?);
-    while !selected.is_empty() {
-        let page: Vec<Uuid> = selected.drain(..selected.len().min(AT_ONCE.unsigned_abs() as usize)).collect();
-        let rows = park::list(pool, &Selection::Ids(page), AT_ONCE).await?;
+    // The ids are taken once: what is kept must not be met again.
+    let selected = park::ids(pool, &args.selection()).await?;
+    for page in selected.chunks(AT_ONCE) {
+        let rows = park::list(pool, &Selection::Ids(page.to_vec()), i64::MAX).await?;
         let mut readable = Vec::new();
         for row in rows {
             match row.alarm() {
@@ -167,29 +167,27 @@ async fn retry(pool: &PgPool, settings: &Settings, args: &ActArgs) -> anyhow::Re
         }
         sent += park::drop_rows(pool, &safe).await?;
     }
+    let mut answer = Answer { code: u8::from(!kept.is_empty()), ..Answer::default() };
     if args.json {
         let kept: Vec<_> = kept.iter().map(|(id, why)| json!({ "id": id, "why": why })).collect();
-        println!("{}", json!({ "retried": sent, "kept": kept }));
+        answer.line(json!({ "retried": sent, "kept": kept }));
     } else {
-        println!("{sent} alarm(s) sent back to the worker");
+        answer.line(format!("{sent} alarm(s) sent back to the worker"));
         for (id, why) in &kept {
-            println!("kept {id}: {}", printable(why));
+            answer.line(format!("kept {id}: {}", printable(why)));
         }
     }
-    Ok(u8::from(!kept.is_empty()))
+    Ok(answer)
 }
 
-fn ids_of(rows: &[Parked]) -> Vec<Uuid> {
-    rows.iter().map(|row| row.id).collect()
-}
-
-async fn drop_parked(pool: &PgPool, args: &ActArgs) -> anyhow::Result<u8> {
-    let ids = ids_of(&park::list(pool, &args.selection(), i64::MAX).await?);
+async fn drop_parked(pool: &PgPool, args: &ActArgs) -> anyhow::Result<Answer> {
+    let ids = park::ids(pool, &args.selection()).await?;
     let dropped = park::drop_rows(pool, &ids).await?;
+    let mut answer = Answer::default();
     if args.json {
-        println!("{}", json!({ "dropped": dropped }));
+        answer.line(json!({ "dropped": dropped }));
     } else {
-        println!("{dropped} alarm(s) dropped");
+        answer.line(format!("{dropped} alarm(s) dropped"));
     }
-    Ok(0)
+    Ok(answer)
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::json;
 
+use crate::cli::Answer;
 use crate::config::Settings;
 use crate::message::{read_rfc3339, write_rfc3339};
 use crate::order::Moment;
@@ -40,7 +41,7 @@ fn parse_time(text: &str) -> Result<Moment, String> {
 
 /// # Errors
 /// If the broker cannot be reached or does not confirm.
-pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<u8> {
+pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<Answer> {
     let publisher = Publisher::connect(&settings).await?;
     let deadline = match (args.when.r#in, args.when.deadline) {
         (Some(delay), _) => Moment::now_by_local_clock() + delay,
@@ -49,10 +50,11 @@ pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<u8> {
     };
     publisher.schedule(&args.order_id, deadline).await?;
     let deadline = write_rfc3339(deadline);
+    let mut answer = Answer::default();
     if args.json {
-        println!("{}", json!({ "order_id": args.order_id, "deadline": deadline }));
+        answer.line(json!({ "order_id": args.order_id, "deadline": deadline }));
     } else {
-        println!("scheduled: order {} at {deadline}", args.order_id);
+        answer.line(format!("scheduled: order {} at {deadline}", args.order_id));
     }
-    Ok(0)
+    Ok(answer)
 }

@@ -3,6 +3,7 @@
 use clap::Args;
 use serde_json::json;
 
+use crate::cli::Answer;
 use crate::config::Settings;
 use crate::topology::Topology;
 use crate::{broker, database};
@@ -17,13 +18,14 @@ pub struct SetupArgs {
 
 /// # Errors
 /// If the database or the broker cannot be reached or refuses.
-pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<u8> {
+pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<Answer> {
     let pool = database::connect(&settings.database, 1).await?;
     let applied = database::migrate(&pool).await?;
     let connection = broker::connect(&settings.amqp, "setup").await?;
     let topology = Topology::new(&settings);
     topology.declare(&connection).await?;
     broker::close(&connection, settings.amqp.connect_timeout).await;
+    let mut answer = Answer::default();
     if args.json {
         let counts = json!({
             "migrations_applied": applied,
@@ -31,18 +33,18 @@ pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<u8> {
             "queues": topology.queues.len(),
             "bindings": topology.bindings.len(),
         });
-        println!("{counts}");
-        return Ok(0);
+        answer.line(counts);
+        return Ok(answer);
     }
     match applied.as_slice() {
-        [] => println!("database: up to date"),
-        names => println!("database: applied {}", names.join(", ")),
+        [] => answer.line("database: up to date"),
+        names => answer.line(format!("database: applied {}", names.join(", "))),
     }
-    println!(
+    answer.line(format!(
         "broker:   {} exchanges, {} queues, {} bindings are there",
         topology.exchanges.len(),
         topology.queues.len(),
         topology.bindings.len()
-    );
-    Ok(0)
+    ));
+    Ok(answer)
 }

@@ -2,6 +2,7 @@
 
 use clap::Args;
 
+use crate::cli::Answer;
 use crate::config::{Settings, Strategy};
 use crate::topology::Topology;
 
@@ -18,10 +19,11 @@ pub struct TopologyArgs {
 
 /// # Errors
 /// None at present; the shape is that of every command.
-pub fn run(args: &TopologyArgs, mut settings: Settings) -> anyhow::Result<u8> {
+pub fn run(args: &TopologyArgs, mut settings: Settings) -> anyhow::Result<Answer> {
     if args.plugin {
         settings.delay.strategy = Strategy::DelayedExchange;
     }
-    println!("{:#}", Topology::new(&settings).definitions(&args.vhost));
-    Ok(0)
+    let mut answer = Answer::default();
+    answer.line(format!("{:#}", Topology::new(&settings).definitions(&args.vhost)));
+    Ok(answer)
 }

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::StreamExt;
+use futures_util::future::join_all;
 use lapin::message::Delivery;
 use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions};
 use lapin::types::{AMQPValue, FieldTable};
@@ -31,6 +32,8 @@ use ledger::{Frames, Ledger};
 const INLETS: [Inlet; 4] = [Inlet::Timeout, Inlet::Timeout, Inlet::Arm, Inlet::Parked];
 /// What the broker gave up on comes rarely; a few at a time will do.
 const PARKED_PREFETCH: u16 = 100;
+/// How long the broker may take to answer a goodbye.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 
 /// An open session.
 #[derive(Debug)]
@@ -144,9 +147,13 @@ impl Session {
         }
     }
 
-    /// Closes the connection; the broker delivers again whatever was not acknowledged.
+    /// Closes the channels and the connection; the broker delivers again whatever was not acknowledged.
     pub async fn close(self) {
-        broker::close(&self.connection, Duration::from_secs(2)).await;
+        // Each by itself: a channel answers when it has taken in every acknowledgement before, while the end of the
+        // connection may overtake them.
+        let closing = self.lines.iter().map(|line| line.channel.close(broker::reply_code::CONTENT_OK, "done".into()));
+        let _answered_or_given_up = tokio::time::timeout(CLOSE_PATIENCE, join_all(closing)).await;
+        broker::close(&self.connection, CLOSE_PATIENCE).await;
     }
 }
 

@@ -1,0 +1,221 @@
+//! Every close is announced: at a real consumer, under its own id, and not lost while the broker does not take it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use lapin::message::Delivery;
+use lapin::options::{
+    BasicConsumeOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions,
+};
+use lapin::types::FieldTable;
+use lapin::{Consumer, ExchangeKind};
+use order_timeout::message::OrderClosed;
+use order_timeout::order::{ClosedBy, OrderId};
+use uuid::Uuid;
+
+use crate::support::{Order, Stage, on_stage, wait_for};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Somebody in the shop who listens for everything.
+async fn listen(stage: &Stage) -> Consumer {
+    let exclusive = QueueDeclareOptions { exclusive: true, ..Default::default() };
+    let queue = stage.channel.queue_declare("".into(), exclusive, FieldTable::default()).await.unwrap();
+    bind(stage, queue.name().as_str()).await;
+    let options = BasicConsumeOptions { no_ack: true, ..Default::default() };
+    stage.channel.basic_consume(queue.name().clone(), "".into(), options, FieldTable::default()).await.unwrap()
+}
+
+async fn bind(stage: &Stage, queue: &str) {
+    let (events, options) = (stage.names().events(), QueueBindOptions::default());
+    let bound =
+        stage.channel.queue_bind(queue.into(), events.as_str().into(), "#".into(), options, FieldTable::default());
+    bound.await.unwrap();
+}
+
+/// Takes exactly so many events, and insists that none follows.
+async fn hear(consumer: &mut Consumer, count: usize) -> Vec<Delivery> {
+    let mut heard = Vec::new();
+    while heard.len() < count {
+        let next = tokio::time::timeout(30 * SECOND, consumer.next()).await;
+        heard.push(next.unwrap_or_else(|_| panic!("heard {} of {count} events", heard.len())).unwrap().unwrap());
+    }
+    heard
+}
+
+async fn assert_silent(consumer: &mut Consumer) {
+    let next = tokio::time::timeout(Duration::from_millis(500), consumer.next()).await;
+    assert!(next.is_err(), "one event too many: {next:?}");
+}
+
+fn message_id(event: &Delivery) -> Uuid {
+    Uuid::parse_str(event.properties.message_id().as_ref().expect("a message id").as_str()).unwrap()
+}
+
+/// Insists that these are the events of these orders' closes and of nothing else, one for each.
+async fn assert_events_of(stage: &Stage, heard: &[Delivery], orders: &[Order]) {
+    let ids: BTreeSet<Uuid> = heard.iter().map(message_id).collect();
+    assert_eq!(ids.len(), heard.len(), "one message id for each event");
+    let rows: Vec<Uuid> =
+        sqlx::query_scalar("SELECT id FROM event_outbox ORDER BY 1").fetch_all(&stage.pool).await.unwrap();
+    assert_eq!(ids.into_iter().collect::<Vec<_>>(), rows, "the id in the outbox");
+    let closed_at: BTreeMap<Uuid, time::OffsetDateTime> =
+        sqlx::query_as("SELECT id, closed_at FROM orders WHERE status = 'closed'")
+            .fetch_all(&stage.pool)
+            .await
+            .unwrap()
+            .into_iter()
+            .collect();
+    let mut expected: BTreeMap<OrderId, &Order> = orders.iter().map(|order| (order.order_id(), order)).collect();
+    for event in heard {
+        assert_eq!(event.routing_key.as_str(), "order.closed");
+        assert_eq!(event.properties.kind().as_ref().unwrap().as_str(), "order.closed.v1");
+        assert_eq!(event.properties.content_type().as_ref().unwrap().as_str(), "application/json");
+        assert_eq!(*event.properties.delivery_mode(), Some(2), "persistent");
+        let closed: OrderClosed = serde_json::from_slice(&event.data).expect("the documented form");
+        let order = expected.remove(&closed.order_id).expect("an order that was closed, heard of for the first time");
+        assert_eq!(
+            (closed.deadline, closed.closed_by, closed.reason.as_str()),
+            (order.deadline, ClosedBy::Alarm, "unpaid")
+        );
+        assert_eq!(closed.closed_at, order_timeout::database::moment(closed_at[&order.id]));
+    }
+    assert_eq!(expected.len(), 0, "closed and not announced: {expected:?}");
+}
+
+async fn wait_until_marked(stage: &Stage) {
+    wait_for("every event marked as sent", async || {
+        stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await == 0
+    })
+    .await;
+}
+
+#[test]
+fn every_close_is_announced_and_nothing_else() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let mut consumer = listen(&stage).await;
+            let worker = stage.worker().await;
+            let orders = stage.orders(100, SECOND).await;
+            let (paid, unpaid) = orders.split_at(30);
+            for order in paid {
+                assert!(stage.pay(order).await);
+            }
+            stage.deliver(&orders).await;
+            let heard = hear(&mut consumer, 70).await;
+            assert_silent(&mut consumer).await;
+            assert_events_of(&stage, &heard, unpaid).await;
+            wait_until_marked(&stage).await;
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn a_worker_that_stops_announces_what_it_closed_first() {
+    on_stage(
+        // The poll is no help here.
+        |settings| settings.announce.poll = 60 * SECOND,
+        async |stage| {
+            let mut consumer = listen(&stage).await;
+            let worker = stage.worker().await;
+            let orders = stage.orders(200, SECOND).await;
+            stage.deliver(&orders).await;
+            wait_for("the close", async || stage.closed().await == 200).await;
+            worker.stop().await;
+            assert_eq!(stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 0);
+            let heard = hear(&mut consumer, 200).await;
+            assert_events_of(&stage, &heard, &orders).await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn events_that_the_broker_does_not_take_stay_in_the_outbox_and_go_out_later_once_each() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            let (events, options) = (stage.names().events(), ExchangeDeleteOptions::default());
+            stage.channel.exchange_delete(events.as_str().into(), options).await.unwrap();
+            // One goes through the wheel: closing and arming do not wait for announcing.
+            let mut orders = stage.orders(40, SECOND).await;
+            stage.deliver(&orders).await;
+            orders.push(stage.order(5 * SECOND).await);
+            stage.publisher().await.schedule(orders[40].id.to_string(), orders[40].deadline).await.unwrap();
+            wait_for("the close", async || stage.closed().await == 41).await;
+            worker.stop().await;
+            assert_eq!(stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 41);
+
+            let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
+            let (kind, arguments) = (ExchangeKind::Topic, FieldTable::default());
+            stage.channel.exchange_declare(events.as_str().into(), kind, options, arguments).await.unwrap();
+            let mut consumer = listen(&stage).await;
+            let worker = stage.worker().await;
+            let heard = hear(&mut consumer, 41).await;
+            assert_silent(&mut consumer).await;
+            assert_events_of(&stage, &heard, &orders).await;
+            wait_until_marked(&stage).await;
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn a_running_worker_announces_again_as_soon_as_the_broker_takes_events() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            let (events, options) = (stage.names().events(), ExchangeDeleteOptions::default());
+            stage.channel.exchange_delete(events.as_str().into(), options).await.unwrap();
+            let orders = stage.orders(10, Duration::ZERO).await;
+            stage.deliver(&orders).await;
+            wait_for("the close", async || stage.closed().await == 10).await;
+            assert_eq!(stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 10);
+            let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
+            let (kind, arguments) = (ExchangeKind::Topic, FieldTable::default());
+            stage.channel.exchange_declare(events.as_str().into(), kind, options, arguments).await.unwrap();
+            wait_until_marked(&stage).await;
+            assert_eq!(stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NOT NULL").await, 10);
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn two_workers_announce_each_event_once_and_one_takes_over_from_the_other() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let mut consumer = listen(&stage).await;
+            let (first, second) = (stage.worker().await, stage.worker().await);
+            let mut orders = stage.orders(300, SECOND).await;
+            stage.deliver(&orders).await;
+            let mut heard = hear(&mut consumer, 300).await;
+            assert_silent(&mut consumer).await;
+            assert_events_of(&stage, &heard, &orders).await;
+            first.stop().await;
+            let more = stage.orders(20, SECOND).await;
+            stage.deliver(&more).await;
+            heard.extend(hear(&mut consumer, 20).await);
+            assert_silent(&mut consumer).await;
+            orders.extend(more);
+            assert_events_of(&stage, &heard, &orders).await;
+            wait_until_marked(&stage).await;
+            second.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}

@@ -1,0 +1,179 @@
+//! An unpaid order is closed at its deadline, not before; a paid one never.
+
+use std::time::Duration;
+
+use order_timeout::order::{Moment, OrderId};
+use uuid::Uuid;
+
+use crate::support::{Order, Stage, on_stage, wait_for};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Far above what is usual, which is milliseconds: a machine that runs all tests at once may be slow.
+fn assert_on_time(lateness_ms: &[f64]) {
+    assert!(lateness_ms.iter().all(|late| (0.0..1_000.0).contains(late)), "late by ms: {lateness_ms:?}");
+}
+
+fn alarms(orders: &[Order]) -> impl Iterator<Item = (OrderId, Moment)> {
+    orders.iter().map(|order| (order.order_id(), order.deadline))
+}
+
+async fn wait_until_closed(stage: &Stage, orders: i64) {
+    wait_for("every close", async || stage.closed().await == orders).await;
+    assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, orders);
+}
+
+#[test]
+fn an_unpaid_order_in_a_lane_is_closed_by_its_alarm() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            let publisher = stage.publisher().await;
+            let order = stage.order(Duration::from_secs(2)).await;
+            publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
+            wait_for("the close", async || stage.status(&order).await == "closed").await;
+            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
+            assert_eq!(stage.count("SELECT available FROM stock").await, 1_000_000, "the stock is back");
+            stage.assert_ledger().await;
+            worker.stop().await;
+        },
+    );
+}
+
+#[test]
+fn a_close_is_written_down_with_path_reason_history_and_event() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            let order = stage.order(SECOND).await;
+            stage.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+            wait_until_closed(&stage, 1).await;
+            worker.stop().await;
+            let complete = stage
+                .count(
+                    "SELECT count(*) FROM orders o
+                     JOIN order_events h ON h.order_id = o.id AND h.at = o.closed_at
+                     JOIN event_outbox e ON (e.payload ->> 'order_id')::uuid = o.id
+                     WHERE o.close_reason = 'unpaid' AND o.closed_by = 'alarm'
+                       AND h.event = 'closed' AND h.by = 'alarm' AND h.reason = 'unpaid'
+                       AND e.routing_key = 'order.closed' AND e.type = 'order.closed.v1'
+                       AND (e.payload ->> 'closed_at')::timestamptz = o.closed_at
+                       AND (e.payload ->> 'deadline')::timestamptz = o.expires_at",
+                )
+                .await;
+            assert_eq!(complete, 1);
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn every_article_of_an_order_goes_back_into_stock() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            for article in ["apple", "pear"] {
+                stage.stock(article, 100).await;
+            }
+            let worker = stage.worker().await;
+            let orders = stage.orders(3, SECOND).await;
+            // The first two also hold 2 apples each, the third 5 pears; one of the first two is paid.
+            sqlx::raw_sql(
+                "WITH numbered AS (SELECT id, row_number() OVER (ORDER BY id) AS n FROM orders)
+                 INSERT INTO order_items SELECT id, CASE WHEN n < 3 THEN 'apple' ELSE 'pear' END, CASE WHEN n < 3 THEN 2 ELSE 5 END
+                 FROM numbered;
+                 UPDATE stock SET available = 96, reserved = 4 WHERE article_id = 'apple';
+                 UPDATE stock SET available = 95, reserved = 5 WHERE article_id = 'pear'",
+            )
+            .execute(&stage.pool)
+            .await
+            .unwrap();
+            assert!(stage.pay(orders.iter().min_by_key(|order| order.id).unwrap()).await);
+            stage.publisher().await.schedule_all(alarms(&orders)).await.unwrap();
+            wait_until_closed(&stage, 2).await;
+            worker.stop().await;
+            assert_eq!(stage.count("SELECT available FROM stock WHERE article_id = 'apple'").await, 98);
+            assert_eq!(stage.count("SELECT available FROM stock WHERE article_id = 'pear'").await, 100);
+            assert_eq!(stage.count("SELECT sum(reserved)::bigint FROM stock").await, 0);
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn a_paid_order_is_never_closed() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            let orders = stage.orders(30, 2 * SECOND).await;
+            stage.publisher().await.schedule_all(alarms(&orders)).await.unwrap();
+            for order in &orders[..12] {
+                assert!(stage.pay(order).await);
+            }
+            wait_until_closed(&stage, 18).await;
+            worker.stop().await;
+            for order in &orders[..12] {
+                assert_eq!(stage.status(order).await, "paid");
+            }
+            assert_on_time(&stage.lateness_ms().await);
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn orders_of_all_delays_are_closed_on_time_behind_one_that_is_far_ahead() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            let publisher = stage.publisher().await;
+            let far = stage.order(600 * SECOND).await;
+            publisher.schedule(far.id.to_string(), far.deadline).await.unwrap();
+            // The lane, and both rings of the wheel.
+            let mut orders = Vec::new();
+            for _ in 0..200 {
+                orders.push(stage.order(Duration::from_millis(fastrand::u64(1_000..16_000))).await);
+                let order = &orders[orders.len() - 1];
+                publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
+            }
+            wait_until_closed(&stage, 200).await;
+            assert_on_time(&stage.lateness_ms().await);
+            assert_eq!(stage.status(&far).await, "unpaid");
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn alarms_for_unknown_orders_and_far_ones_do_not_delay_the_good() {
+    on_stage(
+        // Longer than the test, so that the unknown ones are retried throughout.
+        |settings| settings.retry.missing_for = 60 * SECOND,
+        async |stage| {
+            let worker = stage.worker().await;
+            let publisher = stage.publisher().await;
+            let now = Moment::now_by_local_clock();
+            let unknown = || OrderId::new(Uuid::now_v7().to_string()).unwrap();
+            publisher.schedule_all((0..2_000).map(|_| (unknown(), now))).await.unwrap();
+            publisher.schedule_all((0..2_000).map(|_| (unknown(), now + 3_600 * SECOND))).await.unwrap();
+            let orders = stage.orders(100, 3 * SECOND).await;
+            publisher.schedule_all(alarms(&orders)).await.unwrap();
+            let later = stage.orders(100, 6 * SECOND).await;
+            publisher.schedule_all(alarms(&later)).await.unwrap();
+            wait_until_closed(&stage, 200).await;
+            assert_on_time(&stage.lateness_ms().await);
+            assert_eq!(stage.parked().await, []);
+            worker.stop().await;
+            stage.assert_ledger().await;
+        },
+    );
+}

@@ -1,0 +1,681 @@
+//! The command line says in one sentence what is wrong and how to mend it, keeps passwords to itself, and exits with a
+//! code that scripts can trust: 0 done, 1 failed, 2 wrong usage or settings.
+
+use std::process::Command;
+use std::time::Duration;
+
+use clap::CommandFactory;
+use lapin::BasicProperties;
+use lapin::options::BasicGetOptions;
+use order_timeout::cli::Cli;
+use order_timeout::message::TimeoutDue;
+use order_timeout::topology::{DUE_KEY, Topology};
+use order_timeout::{Settings, database};
+use secrecy::{ExposeSecret, SecretString};
+use serde_json::{Value, json};
+use sqlx::Executor;
+use uuid::Uuid;
+
+use crate::support::process::{WorkerProcess, bare, order_timeout, run};
+use crate::support::{Order, Stage, on_stage, wait_for, with_parts};
+
+/// A password that is nothing else, so that it is found wherever it gets out.
+const PASSWORD: &str = "sesame-4711";
+/// The port of a service that nobody runs any more (tcpmux).
+const NOBODY_LISTENS: u16 = 1;
+
+/// Runs a command of the stage's, without holding up the test's runtime.
+async fn call(stage: &Stage, arguments: &[&str]) -> (i32, String, String) {
+    call_with(&stage.settings, arguments).await
+}
+
+async fn call_with(settings: &Settings, arguments: &[&str]) -> (i32, String, String) {
+    let mut command = order_timeout(settings);
+    command.args(arguments);
+    tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap()
+}
+
+/// What stands on standard error: one sentence in one line, said once.
+fn sentence(stderr: &str) -> &str {
+    let line = stderr.strip_suffix('\n').expect("a line");
+    assert!(!line.contains('\n'), "more than a line: {stderr}");
+    let sentence = line.strip_prefix("order-timeout: ").unwrap_or_else(|| panic!("not ours: {stderr}"));
+    let characters: Vec<char> = sentence.chars().collect();
+    for piece in characters.windows(60) {
+        let piece: String = piece.iter().collect();
+        assert_eq!(sentence.matches(&piece).count(), 1, "says {piece:?} more than once: {sentence}");
+    }
+    sentence
+}
+
+/// The command fails with this code and one sentence that has all these parts, and prints nothing else.
+fn assert_fails(command: &mut Command, code: i32, parts: &[&str]) {
+    let (found, stdout, stderr) = run(command);
+    assert!(!format!("{stdout}{stderr}").contains(PASSWORD), "{command:?} gives the password away: {stdout}{stderr}");
+    assert_eq!((found, stdout.as_str()), (code, ""), "{command:?}: {stderr}");
+    let sentence = sentence(&stderr);
+    for part in parts {
+        assert!(sentence.contains(part), "{command:?}: {sentence:?} lacks {part:?}");
+    }
+}
+
+async fn assert_call_fails(settings: &Settings, arguments: &[&str], parts: &[&str]) {
+    let mut command = order_timeout(settings);
+    // What the worker logs goes to standard error too; here it is about its last word.
+    command.args(["--set", "log.filter=off"]).args(arguments);
+    let parts: Vec<String> = parts.iter().map(|part| (*part).to_owned()).collect();
+    let checked = tokio::task::spawn_blocking(move || {
+        assert_fails(&mut command, 1, &parts.iter().map(String::as_str).collect::<Vec<_>>());
+    });
+    if let Err(error) = checked.await {
+        std::panic::resume_unwind(error.into_panic());
+    }
+}
+
+fn user_of(url: &SecretString) -> String {
+    let authority = url.expose_secret().split_once("://").unwrap().1;
+    authority.split_once('@').map_or("guest", |(user, _)| user.split(':').next().unwrap()).to_owned()
+}
+
+/// A settings file that goes away by itself.
+fn settings_file(contents: &str) -> tempfile::NamedTempFile {
+    let file = tempfile::Builder::new().prefix("shop-").suffix(".toml").tempfile().unwrap();
+    std::fs::write(file.path(), contents).unwrap();
+    file
+}
+
+#[test]
+fn a_wrong_setting_is_named_with_its_origin() {
+    for (setting, parts) in [
+        ("delay.leed=3s", &["delay.leed", "--set", "did you mean delay.lead?"][..]),
+        ("delay=3s", &["delay", "--set"]),
+        ("delay.lead=3", &["delay.lead", "--set", "\"3\"", "duration"]),
+        ("delay.lead=3 parsecs", &["delay.lead", "--set", "3 parsecs"]),
+        ("delay.lanes=30m,1h parsecs", &["delay.lanes", "--set", "1h parsecs"]),
+        ("delay.strategy=magic", &["delay.strategy", "--set", "magic"]),
+        ("log.format=xml", &["log.format", "--set", "xml"]),
+        ("worker.closers=many", &["worker.closers", "--set", "many"]),
+        ("worker.closers=0", &["worker.closers", "--set", "between 1 and 32"]),
+        ("worker.hold_max=6s", &["worker.hold_max", "--set", "delay.lead"]),
+        ("namespace=a.b", &["namespace", "--set", "a.b"]),
+        ("nonsense", &["--set", "nonsense", "\"=\""]),
+        ("=3", &["--set", "=3"]),
+        (&format!("amqp.url=http://shop:{PASSWORD}@host"), &["amqp.url", "--set", "amqp://"]),
+        (&format!("amqp.url=amqp://shop:{PASSWORD}@host:port/"), &["amqp.url", "--set", "amqp://"]),
+        (&format!("database.url=mysql://shop:{PASSWORD}@host/shop"), &["database.url", "--set", "postgres://"]),
+        (&format!("database.url=postgres://shop:{PASSWORD}@host:port/shop"), &["database.url", "--set", "postgres://"]),
+    ] {
+        assert_fails(bare().args(["--set", setting, "topology"]), 2, parts);
+        // The place of an option is free.
+        assert_fails(bare().args(["topology", "--set", setting]), 2, parts);
+    }
+}
+
+#[test]
+fn a_wrong_setting_from_the_environment_is_named_with_its_origin() {
+    for (variable, value, parts) in [
+        ("ORDER_TIMEOUT__DELAY__LEED", "3s", &["delay.leed", "environment", "did you mean delay.lead?"][..]),
+        ("ORDER_TIMEOUT__DELAY__LEAD", "3", &["delay.lead", "environment", "duration"]),
+        ("ORDER_TIMEOUT__DELAY__LANES", "30m,soon", &["delay.lanes", "environment", "soon"]),
+        ("ORDER_TIMEOUT__WORKER__CLOSERS", "0", &["worker.closers", "environment", "between 1 and 32"]),
+        ("ORDER_TIMEOUT__AMQP__URL", &format!("shop:{PASSWORD}@host"), &["amqp.url", "environment", "amqp://"]),
+        (
+            "ORDER_TIMEOUT__DATABASE__URL",
+            &format!("mysql://shop:{PASSWORD}@host/shop"),
+            &["database.url", "environment", "postgres://"],
+        ),
+        (
+            "DATABASE_URL",
+            &format!("mysql://shop:{PASSWORD}@host/shop"),
+            &["database.url", "environment", "postgres://"],
+        ),
+    ] {
+        assert_fails(bare().env(variable, value).arg("topology"), 2, parts);
+    }
+}
+
+#[test]
+fn a_wrong_setting_in_a_file_is_named_with_the_file() {
+    for (contents, parts) in [
+        ("[delay]\nleed = \"3s\"\n", &["delay.leed", "did you mean delay.lead?"][..]),
+        ("[delay]\nlead = \"3\"\n", &["delay.lead", "duration"]),
+        ("[delay]\nlead = 3\n", &["delay.lead", "duration"]),
+        ("[delay]\nrings = [{ unit = \"5s\", slotz = 20 }]\n", &["delay.rings[0]", "slotz"]),
+        ("[delay]\nrings = [{ unit = \"5 parsecs\", slots = 20 }]\n", &["delay.rings[0].unit", "5 parsecs"]),
+        ("[worker]\nclosers = 0\n", &["worker.closers", "between 1 and 32"]),
+        (&format!("[amqp]\nurl = \"http://shop:{PASSWORD}@host\"\n"), &["amqp.url", "amqp://"]),
+        (&format!("[database]\nurl = [\"postgres://shop:{PASSWORD}@host/shop\"]\n"), &["database.url"]),
+        // Not TOML, and the line that is wrong holds the password.
+        (&format!("[amqp]\nurl = \"amqp://shop:{PASSWORD}@host/shop\n"), &["TOML", "line 2"]),
+        (&format!("[amqp]\nurl = amqp://shop:{PASSWORD}@host/shop\n"), &["TOML", "line 2"]),
+    ] {
+        let file = settings_file(contents);
+        let name = file.path().file_name().unwrap().to_str().unwrap();
+        let parts: Vec<&str> = parts.iter().copied().chain([name]).collect();
+        assert_fails(bare().arg("--config").arg(file.path()).arg("topology"), 2, &parts);
+    }
+}
+
+#[test]
+fn a_settings_file_that_is_not_there_is_named() {
+    assert_fails(bare().args(["--config", "/nowhere/shop.toml", "topology"]), 2, &["/nowhere/shop.toml", "--config"]);
+    let directory = env!("CARGO_TARGET_TMPDIR");
+    assert_fails(bare().args(["--config", directory, "topology"]), 2, &[directory, "--config"]);
+}
+
+#[test]
+fn an_environment_that_is_not_text_does_no_harm() {
+    use std::os::unix::ffi::OsStrExt;
+    let not_text = std::ffi::OsStr::from_bytes(b"\xff");
+    let (code, stdout, stderr) = run(bare().env("SOMEBODY_ELSES", not_text).arg("topology"));
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    assert_eq!(stdout, run(bare().arg("topology")).1);
+}
+
+#[test]
+fn the_environment_says_the_same_as_set() {
+    for (key, variable, value) in [
+        ("namespace", "ORDER_TIMEOUT__NAMESPACE", "007"),
+        ("namespace", "ORDER_TIMEOUT__NAMESPACE", "1e3"),
+        ("namespace", "ORDER_TIMEOUT__NAMESPACE", "true"),
+        ("delay.lanes", "ORDER_TIMEOUT__DELAY__LANES", "15m, 7200s"),
+        ("delay.lane_shards", "ORDER_TIMEOUT__DELAY__LANE_SHARDS", "2"),
+    ] {
+        let (code, from_environment, stderr) = run(bare().env(variable, value).arg("topology"));
+        assert_eq!((code, stderr.as_str()), (0, ""));
+        let (_, from_set, _) = run(bare().args(["--set", &format!("{key}={value}"), "topology"]));
+        assert_ne!(from_set, run(bare().arg("topology")).1, "{key} = {value} makes a difference");
+        assert!(from_environment == from_set, "{key} = {value} is something else in the environment");
+    }
+}
+
+#[test]
+fn wrong_usage_exits_with_2_and_says_where_help_is() {
+    let when = ["schedule", "--order-id", "order-1"];
+    for (arguments, part) in [
+        (&["frobnicate"][..], "frobnicate"),
+        (&["--frobnicate", "topology"], "--frobnicate"),
+        (&["schedule", "--in", "30m"], "--order-id"),
+        (&when, "--in <DURATION>|--deadline <TIME>"),
+        (&[&when[..], &["--in", "30m", "--deadline", "2026-11-20T10:30:00Z"]].concat(), "cannot be used with"),
+        // What is missing is a unit, and that is what it says.
+        (&[&when[..], &["--in", "5"]].concat(), "time unit needed, for example 5sec"),
+        (&[&when[..], &["--deadline", "tomorrow"]].concat(), "2026-11-20T10:30:00Z"),
+        (&[&when[..], &["--deadline", "2026-11-20T10:30:00"]].concat(), "offset"),
+        (&["close"], "<ID>..."),
+        (&["parked", "drop"], "--all"),
+        (&["parked", "drop", "--all", "--reason", "too_far"], "cannot be used with"),
+        (&["parked", "retry", "not-an-id"], "not-an-id"),
+        (&["parked", "list", "--limit", "0"], "--limit"),
+    ] {
+        let (code, stdout, stderr) = run(bare().args(arguments));
+        assert_eq!((code, stdout.as_str()), (2, ""), "{arguments:?}: {stderr}");
+        for part in [part, "try '--help'"] {
+            assert!(stderr.contains(part), "{arguments:?}: {stderr:?} lacks {part:?}");
+        }
+    }
+    // Without a command, the help itself.
+    let (code, stdout, stderr) = run(&mut bare());
+    assert_eq!((code, stdout.as_str()), (2, ""));
+    assert!(stderr.contains("Usage: order-timeout") && stderr.contains("worker"), "{stderr}");
+}
+
+#[test]
+fn every_command_explains_itself_and_its_arguments() {
+    fn check(command: &clap::Command, path: &[&str]) -> usize {
+        let (code, stdout, stderr) = run(bare().args(path).arg("--help"));
+        assert_eq!((code, stderr.as_str()), (0, ""), "{path:?} --help");
+        for argument in command.get_arguments() {
+            // As the help writes it: `--in <DURATION>`, or `<ID>` without a name before it.
+            let value = argument.get_value_names().map_or("", |names| names[0].as_str());
+            let named = argument.get_long().map_or_else(|| value.to_owned(), |long| format!("--{long}"));
+            let mentions = |line: &&str| {
+                let line = line.trim_start();
+                line.trim_start_matches(['<', '[']).starts_with(&named)
+                    || line.get(4..).is_some_and(|rest| rest.starts_with(&named))
+            };
+            let line =
+                stdout.lines().find(mentions).unwrap_or_else(|| panic!("{path:?} --help lacks {named}: {stdout}"));
+            let explained = line.trim().split("  ").filter(|part| !part.is_empty()).count() >= 2;
+            assert!(explained, "{path:?} --help does not explain {named}: {line:?}");
+        }
+        let mut checked = 1;
+        for subcommand in command.get_subcommands().filter(|subcommand| subcommand.get_name() != "help") {
+            let about = subcommand.get_about().map(ToString::to_string).unwrap_or_default();
+            assert!(
+                !about.is_empty() && stdout.contains(&about),
+                "{path:?} --help does not say what {} does",
+                subcommand.get_name()
+            );
+            checked += check(subcommand, &[path, &[subcommand.get_name()]].concat());
+        }
+        checked
+    }
+    // Built, so that it has the arguments that hold for every command.
+    let mut cli = Cli::command();
+    cli.build();
+    // The program, setup, worker, schedule, close, topology, parked with its three.
+    assert_eq!(check(&cli, &[]), 10);
+}
+
+#[test]
+fn a_broker_that_cannot_be_used_is_named_and_the_password_is_not() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let order = stage.order(Duration::from_secs(60)).await;
+            let id = order.id.to_string();
+            let schedule = ["schedule", "--order-id", &id, "--in", "60s"];
+            let retry = ["parked", "retry", "--all", "--yes"];
+            let good = &stage.settings.amqp.url;
+            let name = user_of(good);
+            let with = |url: SecretString| {
+                let mut settings = stage.settings.clone();
+                settings.amqp.url = url;
+                settings
+            };
+
+            let wrong_password = with(with_parts(good, Some(&format!("{name}:{PASSWORD}")), None, None));
+            let nobody = with(with_parts(good, Some(&format!("nobody:{PASSWORD}")), None, None));
+            for arguments in [&schedule[..], &retry, &["setup"], &["worker"]] {
+                assert_call_fails(&wrong_password, arguments, &["refuses user", &name, "password", "amqp.url"]).await;
+                assert_call_fails(&nobody, arguments, &["refuses user", "\"nobody\"", "amqp.url"]).await;
+            }
+
+            let missing_vhost = with(with_parts(good, None, None, Some("no-such-vhost")));
+            for arguments in [&schedule[..], &retry, &["setup"], &["worker"]] {
+                assert_call_fails(&missing_vhost, arguments, &["no-such-vhost", &name, "create the virtual host"])
+                    .await;
+            }
+
+            // A worker would wait for the broker; all others give up.
+            let user = format!("shop:{PASSWORD}");
+            let place = format!("127.0.0.1:{NOBODY_LISTENS}");
+            let nothing_there = with(with_parts(good, Some(&user), Some(&place), None));
+            let no_such_host = with(with_parts(good, Some(&user), Some("no-such-host.invalid:5672"), None));
+            for arguments in [&schedule[..], &retry, &["setup"]] {
+                assert_call_fails(&nothing_there, arguments, &["broker", &place, "is it running there?"]).await;
+                assert_call_fails(
+                    &no_such_host,
+                    arguments,
+                    &["broker", "no-such-host.invalid", "is it running there?"],
+                )
+                .await;
+            }
+            assert_eq!(stage.status(&order).await, "unpaid");
+        },
+    );
+}
+
+#[test]
+fn a_broker_without_our_queues_is_told_apart_from_one_that_is_away() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let mut settings = stage.settings.clone();
+            settings.namespace = format!("{}-other", settings.namespace);
+            let arguments = ["schedule", "--order-id", "order-1", "--in", "30m"];
+            assert_call_fails(
+                &settings,
+                &arguments,
+                &[&format!("{}.arm", settings.namespace), "order-timeout setup", "namespace"],
+            )
+            .await;
+        },
+    );
+}
+
+#[test]
+fn a_database_that_cannot_be_used_is_named_and_the_password_is_not() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let good = &stage.settings.database.url;
+            let with = |url: SecretString| {
+                let mut settings = stage.settings.clone();
+                settings.database.url = url;
+                settings
+            };
+            let user = format!("nobody:{PASSWORD}");
+            let unknown_user = with(with_parts(good, Some(&user), None, None));
+            let missing = with(stage.settings.database.url_of("no_such_database"));
+            let place = format!("127.0.0.1:{NOBODY_LISTENS}");
+            let nothing_there = with(with_parts(good, Some(&user), Some(&place), None));
+            let no_such_host = with(with_parts(good, Some(&user), Some("no-such-host.invalid:5432"), None));
+            let id = Uuid::now_v7().to_string();
+            for arguments in [&["setup"][..], &["worker"], &["close", &id], &["parked", "list"]] {
+                assert_call_fails(&unknown_user, arguments, &["database", "refuses", "\"nobody\"", "database.url"])
+                    .await;
+                assert_call_fails(
+                    &missing,
+                    arguments,
+                    &["no_such_database", "does not exist", "createdb", "database.url"],
+                )
+                .await;
+                assert_call_fails(&nothing_there, arguments, &["database", &place, "is it running there?"]).await;
+                assert_call_fails(
+                    &no_such_host,
+                    arguments,
+                    &["database", "no-such-host.invalid", "is it running there?"],
+                )
+                .await;
+            }
+        },
+    );
+}
+
+#[test]
+fn what_a_failing_worker_logs_holds_the_sentence_once_and_no_password() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let good = &stage.settings.amqp.url;
+            let user = format!("{}:{PASSWORD}", user_of(good));
+            for url in
+                [with_parts(good, Some(&user), None, None), with_parts(good, Some(&user), None, Some("no-such-vhost"))]
+            {
+                let mut settings = stage.settings.clone();
+                settings.amqp.url = url;
+                let (code, stdout, stderr) = call_with(&settings, &["--set", "log.filter=trace", "worker"]).await;
+                assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
+                assert!(!stderr.contains(PASSWORD), "{stderr}");
+                let ours: Vec<&str> = stderr.lines().filter(|line| line.starts_with("order-timeout: ")).collect();
+                assert!(matches!(ours.as_slice(), [one] if one.contains("broker")), "{ours:?} in {stderr}");
+            }
+        },
+    );
+}
+
+#[test]
+fn migrations_that_are_missing_are_named() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let id = Uuid::now_v7().to_string();
+            stage
+                .pool
+                .execute("DELETE FROM order_timeout_migrations WHERE description = 'parked alarms'")
+                .await
+                .unwrap();
+            assert_call_fails(&stage.settings, &["worker"], &["1 migration", "parked alarms", "order-timeout setup"])
+                .await;
+            stage.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
+            let count = format!("{} migration", migration_files());
+            assert_call_fails(&stage.settings, &["worker"], &[&count, "order-timeout setup"]).await;
+            for arguments in [&["close", &id][..], &["parked", "list"], &["parked", "drop", "--all", "--yes"]] {
+                assert_call_fails(&stage.settings, arguments, &["order-timeout setup"]).await;
+            }
+        },
+    );
+}
+
+fn migration_files() -> usize {
+    let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
+    let names = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name());
+    names.filter(|name| name.to_str().unwrap().ends_with(".sql")).count()
+}
+
+#[test]
+fn setup_does_what_is_missing_and_then_nothing() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let topology = Topology::new(&stage.settings);
+            // As on the first day: no tables, and one queue is not there.
+            stage.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
+            let lost = &topology.queues.last().unwrap().name;
+            stage.channel.queue_delete(lost.as_str().into(), Default::default()).await.unwrap();
+
+            let mut seen = Vec::new();
+            for _ in 0..2 {
+                let (code, stdout, stderr) = call(&stage, &["setup", "--json"]).await;
+                assert_eq!((code, stderr.as_str()), (0, ""));
+                let mut report: Value = serde_json::from_str(&stdout).unwrap();
+                seen.push(report["migrations_applied"].take());
+                let counts = json!({
+                    "migrations_applied": null,
+                    "exchanges": topology.exchanges.len(),
+                    "queues": topology.queues.len(),
+                    "bindings": topology.bindings.len(),
+                });
+                assert_eq!(report, counts);
+                database::require_migrated(&stage.pool).await.unwrap();
+                assert_eq!(stage.depth(lost).await, 0, "the queue is there");
+            }
+            assert_eq!(seen[0].as_array().unwrap().len(), migration_files(), "all of them at first: {seen:?}");
+            assert_eq!(seen[1], json!([]), "none of them again");
+
+            let (code, stdout, stderr) = call(&stage, &["setup"]).await;
+            assert_eq!((code, stderr.as_str()), (0, ""));
+            assert!(stdout.contains("database: up to date"), "{stdout}");
+        },
+    );
+}
+
+#[test]
+fn schedule_puts_the_alarm_into_the_broker_and_says_so() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let arm = stage.names().arm();
+            let (code, stdout, stderr) = call(
+                &stage,
+                &["schedule", "--order-id", "order 1", "--deadline", "2030-01-02T03:04:05.678+01:00", "--json"],
+            )
+            .await;
+            assert_eq!((code, stderr.as_str()), (0, ""));
+            let expected = json!({ "order_id": "order 1", "deadline": "2030-01-02T02:04:05.678Z" });
+            assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), expected);
+            wait_for("the alarm in the inbox", async || stage.depth(&arm).await == 1).await;
+            let got =
+                stage.channel.basic_get(arm.as_str().into(), BasicGetOptions { no_ack: true }).await.unwrap().unwrap();
+            assert_eq!(
+                serde_json::from_slice::<Value>(&got.delivery.data).unwrap(),
+                expected,
+                "what was said is what was sent"
+            );
+
+            let before = stage.order(Duration::from_secs(90)).await.deadline;
+            let (code, stdout, stderr) = call(&stage, &["schedule", "--order-id", "order-2", "--in", "90s"]).await;
+            assert_eq!((code, stderr.as_str()), (0, ""));
+            let said =
+                stdout.strip_prefix("scheduled: order order-2 at ").unwrap_or_else(|| panic!("{stdout}")).trim_end();
+            let said = order_timeout::message::read_rfc3339(said).unwrap();
+            let drift = said.since(before).max(before.since(said));
+            assert!(drift < Duration::from_secs(10), "{drift:?} from 90 s ahead");
+            wait_for("the second alarm", async || stage.depth(&arm).await == 1).await;
+        },
+    );
+}
+
+#[test]
+fn what_cannot_be_scheduled_is_refused_with_the_reason() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let long_id = "x".repeat(5_000);
+            for (arguments, part) in [
+                (["--order-id", "", "--in", "30m"], "order id is empty"),
+                (["--order-id", &long_id, "--in", "30m"], "order id"),
+                (["--order-id", "order-1", "--in", "11years"], "delay.max_delay"),
+                (["--order-id", "order-1", "--deadline", "9999-12-31T23:59:59Z"], "delay.max_delay"),
+            ] {
+                let arguments = [&["schedule"][..], &arguments].concat();
+                assert_call_fails(&stage.settings, &arguments, &["not scheduled", part]).await;
+            }
+            assert_eq!(stage.depth(&stage.names().arm()).await, 0);
+        },
+    );
+}
+
+/// Runs `close --json`, and returns its exit code and its lines as (order id, outcome).
+async fn close(stage: &Stage, ids: &[&str]) -> (i32, Vec<(String, String)>) {
+    let (code, stdout, stderr) = call(stage, &[&["close", "--json"], ids].concat()).await;
+    assert_eq!(stderr, "", "{ids:?}");
+    let text = |value: &Value| value.as_str().unwrap().to_owned();
+    let lines = stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    (code, lines.map(|line| (text(&line["order_id"]), text(&line["outcome"]))).collect())
+}
+
+#[test]
+fn close_closes_what_is_overdue_and_nothing_else() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let overdue = stage.order(Duration::ZERO).await;
+            let paid = stage.order(Duration::ZERO).await;
+            let not_due = stage.order(Duration::from_secs(3_600)).await;
+            assert!(stage.pay(&paid).await);
+            let id = |order: &Order| order.id.to_string();
+            let answer = |order: &str, outcome: &str| (order.to_owned(), outcome.to_owned());
+
+            assert_eq!(close(&stage, &[&id(&overdue)]).await, (0, vec![answer(&id(&overdue), "closed")]));
+            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'manual'").await, 1);
+            assert_eq!(
+                stage.count("SELECT count(*) FROM order_events WHERE event = 'closed' AND by = 'manual'").await,
+                1
+            );
+            assert_eq!(stage.count("SELECT count(*) FROM event_outbox").await, 1, "and it will be announced");
+            assert_eq!(close(&stage, &[&id(&overdue)]).await, (0, vec![answer(&id(&overdue), "already_closed")]));
+            assert_eq!(close(&stage, &[&id(&paid)]).await, (0, vec![answer(&id(&paid), "paid")]));
+
+            let unknown = Uuid::now_v7().to_string();
+            assert_eq!(close(&stage, &[&id(&not_due)]).await, (1, vec![answer(&id(&not_due), "not_due")]));
+            assert_eq!(close(&stage, &[&unknown]).await, (1, vec![answer(&unknown, "unknown")]));
+            assert_eq!(
+                close(&stage, &["'; DROP TABLE orders; --"]).await,
+                (1, vec![answer("'; DROP TABLE orders; --", "malformed")])
+            );
+            assert_eq!(stage.status(&not_due).await, "unpaid");
+            assert_eq!(stage.status(&paid).await, "paid");
+
+            // Together: each is answered, in the order they were asked, and what can be closed is.
+            let another = stage.order(Duration::ZERO).await;
+            let asked = [&unknown, &id(&another), &id(&not_due)];
+            let (code, answers) = close(&stage, &asked.map(String::as_str)).await;
+            assert_eq!(
+                (code, answers),
+                (1, vec![answer(asked[0], "unknown"), answer(asked[1], "closed"), answer(asked[2], "not_due")])
+            );
+            assert_eq!(stage.closed().await, 2);
+
+            // For people.
+            let (code, stdout, stderr) = call(&stage, &["close", &id(&not_due)]).await;
+            assert_eq!((code, stdout, stderr), (1, format!("{}: not_due\n", not_due.id), String::new()));
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn topology_prints_definitions_json() {
+    let kept =
+        std::fs::read_to_string(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("definitions.json")).unwrap();
+    let (code, stdout, stderr) = run(bare().arg("topology"));
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    assert!(
+        stdout.trim_end() == kept.trim_end(),
+        "definitions.json is out of date; run `order-timeout topology > definitions.json`"
+    );
+
+    let (code, stdout, stderr) = run(bare().args(["topology", "--vhost", "shop", "--set", "namespace=refunds"]));
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    let renamed =
+        kept.replace("order.", "refunds.").replace("order\\\\.", "refunds\\\\.").replace("\"orders\"", "\"shop\"");
+    assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), serde_json::from_str::<Value>(&renamed).unwrap());
+}
+
+#[test]
+fn topology_of_the_plugin_has_the_delayed_exchange_and_no_delay_queues() {
+    let (code, stdout, stderr) = run(bare().args(["topology", "--plugin"]));
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    let definitions: Value = serde_json::from_str(&stdout).unwrap();
+    let names = |what: &str| {
+        let mut names: Vec<&str> =
+            definitions[what].as_array().unwrap().iter().map(|o| o["name"].as_str().unwrap()).collect();
+        names.sort_unstable();
+        names
+    };
+    assert_eq!(names("exchanges"), ["order.arm", "order.delayed", "order.due", "order.events", "order.parked"]);
+    assert_eq!(names("queues"), ["order.arm", "order.parked", "order.timeout"]);
+    let delayed = definitions["exchanges"].as_array().unwrap().iter().find(|e| e["name"] == "order.delayed").unwrap();
+    assert_eq!(delayed["type"], "x-delayed-message");
+    assert_eq!(delayed["arguments"], json!({ "x-delayed-type": "direct" }));
+    let bound = |b: &&Value| b["source"] == "order.delayed" && b["destination"] == "order.timeout";
+    assert_eq!(definitions["bindings"].as_array().unwrap().iter().filter(bound).count(), 1);
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_is_no_crash() {
+    use std::process::Stdio;
+    let mut child = bare().arg("topology").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // As `order-timeout topology | head -1` does.
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!stderr.contains("panicked"), "{stderr}");
+}
+
+/// Until both inboxes have a consumer: then the worker works.
+async fn wait_for_consumers(stage: &Stage) {
+    for queue in [stage.names().timeout(), stage.names().arm()] {
+        wait_for("a consumer", async || consumers(stage, &queue).await > 0).await;
+    }
+}
+
+async fn consumers(stage: &Stage, queue: &str) -> u32 {
+    let channel = stage.broker.create_channel().await.unwrap();
+    let options = lapin::options::QueueDeclareOptions { passive: true, ..Default::default() };
+    channel.queue_declare(queue.into(), options, Default::default()).await.unwrap().consumer_count()
+}
+
+#[test]
+fn a_worker_gives_back_what_it_holds_when_it_is_told_to_stop() {
+    let far_enough = Duration::from_secs(60);
+    on_stage(
+        |settings| settings.worker.hold_max = Duration::from_secs(120),
+        async move |stage| {
+            let worker = WorkerProcess::start(&stage.settings);
+            wait_for_consumers(&stage).await;
+            let (soon, later) = (stage.order(Duration::from_secs(1)).await, stage.order(far_enough).await);
+            // As if both had just come out of their delay.
+            for order in [&later, &soon] {
+                let body = TimeoutDue { order_id: order.order_id(), deadline: order.deadline }.to_bytes();
+                let properties = BasicProperties::default().with_delivery_mode(2);
+                stage.publish_raw(&stage.names().due(), DUE_KEY, &body, properties).await;
+            }
+            wait_for("the first order's close", async || stage.status(&soon).await == "closed").await;
+            let timeout = stage.names().timeout();
+            wait_for("the other alarm in the worker's hands", async || stage.depth(&timeout).await == 0).await;
+
+            let code = tokio::task::spawn_blocking(|| worker.terminate(Duration::from_secs(12))).await.unwrap();
+            assert_eq!(code, 0, "drained within its grace");
+            wait_for("the alarm back in the broker", async || stage.depth(&timeout).await == 1).await;
+            assert_eq!(stage.status(&later).await, "unpaid");
+            assert_eq!(
+                stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await,
+                0,
+                "and announced what it closed"
+            );
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn a_worker_without_a_broker_waits_for_it_and_still_stops_when_told() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let mut settings = stage.settings.clone();
+            settings.amqp.url =
+                with_parts(&settings.amqp.url, None, Some(&format!("127.0.0.1:{NOBODY_LISTENS}")), None);
+            let worker = WorkerProcess::start(&settings);
+            // It listens to signals before it opens its first connection.
+            let connected = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'order-timeout'";
+            wait_for("the worker at the database", async || stage.count(connected).await > 0).await;
+            let code = tokio::task::spawn_blocking(|| worker.terminate(Duration::from_secs(12))).await.unwrap();
+            assert_eq!(code, 0);
+        },
+    );
+}

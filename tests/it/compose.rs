@@ -1,0 +1,406 @@
+//! `docker compose up` brings up what the crate is made for: the right servers with our definitions, reachable from this
+//! machine alone, with the users of least privilege, and an image that holds everything the crate embeds.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use order_timeout::Settings;
+use regex::Regex;
+
+use crate::least_privilege::{PUBLISHER, VHOST, WORKER};
+use crate::support::skip::skipped;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn read(path: &str) -> String {
+    std::fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// A file in YAML as blocks: what stands below a key, by the keys above it. Knows just what our compose files use: two
+/// spaces for each level, comments on lines of their own, `<<: *name` and `*name` for what was defined with `&name`.
+struct Yaml {
+    lines: Vec<String>,
+}
+
+impl Yaml {
+    fn read(path: &str) -> Self {
+        let text = read(path);
+        let lines = text.lines().filter(|line| !line.trim().is_empty() && !line.trim_start().starts_with('#'));
+        Self { lines: lines.map(str::to_owned).collect() }
+    }
+
+    /// The lines below `key` at this depth, without what they merge in.
+    fn below(&self, keys: &[&str]) -> Vec<&str> {
+        let mut lines: Vec<&str> = self.lines.iter().map(String::as_str).collect();
+        for (depth, key) in keys.iter().enumerate() {
+            let start = format!("{}{key}:", "  ".repeat(depth));
+            let begins = |line: &&str| **line == start || line.starts_with(&format!("{start} "));
+            let Some(at) = lines.iter().position(begins) else { return Vec::new() };
+            let indent = "  ".repeat(depth + 1);
+            lines = lines[at + 1..].iter().take_while(|line| line.starts_with(&indent)).copied().collect();
+        }
+        lines
+    }
+
+    /// The names one level below.
+    fn keys(&self, keys: &[&str]) -> Vec<&str> {
+        let indent = "  ".repeat(keys.len());
+        let names = self.below(keys).into_iter().filter_map(|line| line.strip_prefix(&indent));
+        names
+            .filter(|rest| !rest.starts_with([' ', '-']))
+            .filter_map(|rest| rest.split_once(':'))
+            .map(|(key, _)| key)
+            .collect()
+    }
+
+    /// Everything that belongs to a service, with what it merges in.
+    fn service(&self, name: &str) -> Vec<&str> {
+        let mut lines = self.below(&["services", name]);
+        assert!(!lines.is_empty(), "there is no service {name}");
+        let mut at = 0;
+        while at < lines.len() {
+            // `<<: *app`, `- *rabbitmq-conf`, `environment: *settings`
+            if let Some((_, anchor)) = lines[at].split_once(" *") {
+                let defined = format!("&{anchor}");
+                let from = self
+                    .lines
+                    .iter()
+                    .position(|line| line.ends_with(&defined))
+                    .unwrap_or_else(|| panic!("no {defined}"));
+                let depth = self.lines[from].len() - self.lines[from].trim_start().len();
+                let more =
+                    self.lines[from + 1..].iter().take_while(|line| line.len() - line.trim_start().len() > depth);
+                lines.extend(more.map(String::as_str));
+            }
+            at += 1;
+        }
+        lines
+    }
+
+    /// What stands behind `key:` in a service.
+    fn value(&self, service: &str, key: &str) -> Option<String> {
+        let start = format!("{key}: ");
+        let found =
+            self.service(service).into_iter().find_map(|line| line.trim().strip_prefix(&start).map(str::to_owned));
+        found.map(|value| value.trim_matches('"').to_owned())
+    }
+
+    /// The settings that a service gets through its environment.
+    fn settings(&self, service: &str) -> BTreeMap<String, String> {
+        let is_ours = |line: &&str| line.starts_with("ORDER_TIMEOUT__");
+        let lines = self.service(service).into_iter().map(str::trim).filter(is_ours);
+        lines.filter_map(|line| line.split_once(": ")).map(|(key, value)| (key.to_owned(), value.to_owned())).collect()
+    }
+}
+
+/// The compose command of this machine. `config` needs no engine.
+fn compose() -> Option<Vec<&'static str>> {
+    let candidates = [vec!["docker", "compose"], vec!["docker-compose"]];
+    candidates.into_iter().find(|command| {
+        let mut command = run(command, &["version"]);
+        command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
+    })
+}
+
+fn run(command: &[&str], arguments: &[&str]) -> Command {
+    let mut process = Command::new(command[0]);
+    process.args(&command[1..]).args(arguments).current_dir(root());
+    process
+}
+
+#[test]
+fn compose_accepts_the_stack_with_every_profile() {
+    let Some(compose) = compose() else {
+        return skipped(
+            "compose::compose_accepts_the_stack_with_every_profile",
+            "neither docker compose nor docker-compose works here",
+        );
+    };
+    let always = ["postgres", "rabbitmq", "setup", "worker"];
+    let demo = ["shop"];
+    let plugin = ["rabbitmq-plugin", "setup-plugin", "shop-plugin", "worker-plugin"];
+    let mut checks: Vec<(Vec<&str>, Vec<&str>)> = vec![
+        (vec![], always.to_vec()),
+        (vec!["--profile", "demo"], [&always[..], &demo].concat()),
+        (vec!["--profile", "plugin"], [&always[..], &plugin].concat()),
+        (vec!["--profile", "demo", "--profile", "plugin"], [&always[..], &demo, &plugin].concat()),
+    ];
+    if root().join("deploy/services.yml").exists() {
+        checks.push((vec!["-f", "deploy/services.yml"], vec!["postgres", "rabbitmq"]));
+    }
+    for (options, expected) in checks {
+        let output = run(&compose, &[&options[..], &["config"]].concat()).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{compose:?} {options:?} config: {stderr}");
+        // A variable without a value, a key that is ignored: it would say so here.
+        assert_eq!(stderr, "", "{compose:?} {options:?} config warns");
+        let output = run(&compose, &[&options[..], &["config", "--services"]].concat()).output().unwrap();
+        let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+        let services: BTreeSet<&str> = stdout.lines().collect();
+        let expected: BTreeSet<&str> = expected.into_iter().collect();
+        // docker-compose 1 lists the services of all profiles.
+        assert!(services.is_superset(&expected), "{options:?}: {services:?} lacks some of {expected:?}");
+        if compose[0] == "docker" {
+            assert_eq!(services, expected, "{options:?}");
+        }
+    }
+}
+
+#[test]
+fn the_stack_runs_the_servers_it_is_made_for() {
+    let stack = Yaml::read("docker-compose.yml");
+    for (service, image) in
+        [("rabbitmq", "rabbitmq:4.3"), ("rabbitmq-plugin", "rabbitmq:4.2"), ("postgres", "postgres:18")]
+    {
+        let found = stack.value(service, "image").unwrap();
+        let rest = found.strip_prefix(image).unwrap_or_else(|| panic!("{service} is {found}, not {image}"));
+        assert!(rest.is_empty() || rest.starts_with(['-', '.']), "{service} is {found}, not {image}");
+    }
+    let ours: Vec<_> =
+        stack.keys(&["services"]).into_iter().filter(|service| stack.value(service, "build").is_some()).collect();
+    assert_eq!(ours, ["setup", "worker", "shop", "setup-plugin", "worker-plugin", "shop-plugin"]);
+    for service in ours {
+        assert_eq!(stack.value(service, "image").as_deref(), Some("order-timeout:local"), "{service}");
+    }
+}
+
+#[test]
+fn every_port_is_published_on_this_machine_alone() {
+    for path in ["docker-compose.yml", "deploy/services.yml"] {
+        if !root().join(path).exists() {
+            continue;
+        }
+        let stack = Yaml::read(path);
+        let mut published = 0;
+        for service in stack.keys(&["services"]) {
+            for port in stack.below(&["services", service, "ports"]) {
+                assert!(port.trim().starts_with("- \"127.0.0.1:"), "{path}, {service}: {port}");
+                published += 1;
+            }
+            assert_eq!(stack.value(service, "network_mode"), None, "{path}, {service}");
+        }
+        // Counted another way, so that a port written in another form is not passed by.
+        let all = stack
+            .lines
+            .iter()
+            .filter(|line| line.contains(":5672\"") || line.contains(":15672\"") || line.contains(":5432\""))
+            .count();
+        assert!(published >= 2 && published == all, "{path}: {published} ports looked at, {all} there");
+    }
+}
+
+#[test]
+fn brokers_get_our_definitions_and_configuration() {
+    let stack = Yaml::read("docker-compose.yml");
+    let configuration = read("deploy/rabbitmq/rabbitmq.conf");
+    let imported = configuration.lines().find_map(|line| line.strip_prefix("definitions.local.path = ")).unwrap();
+    for service in ["rabbitmq", "rabbitmq-plugin"] {
+        let lines: Vec<&str> = stack.service(service).into_iter().map(str::trim).collect();
+        let mounted = |source: &str, target: &str| {
+            let at = lines.iter().position(|line| *line == format!("source: {source}"));
+            let at = at.unwrap_or_else(|| panic!("{service} does not mount {source}"));
+            assert_eq!(lines[at + 1], format!("target: {target}"), "{service}, {source}");
+            assert_eq!(lines[at + 2], "read_only: true", "{service}, {source}");
+        };
+        mounted("./definitions.json", imported);
+        mounted("./deploy/rabbitmq/rabbitmq.conf", "/etc/rabbitmq/rabbitmq.conf");
+        mounted("./deploy/rabbitmq/advanced.config", "/etc/rabbitmq/advanced.config");
+    }
+    let advanced = read("deploy/rabbitmq/advanced.config");
+    assert!(advanced.contains("{dead_letter_worker_consumer_prefetch, 512}"), "{advanced}");
+}
+
+#[test]
+fn every_mounted_file_is_there() {
+    // Relative to the file that says it. Long syntax, and short.
+    let sources = Regex::new(r"(?m)(?:source: |^\s*- )(\./[^:\s]+)").unwrap();
+    for path in ["docker-compose.yml", "deploy/services.yml"] {
+        if !root().join(path).exists() {
+            continue;
+        }
+        let text = read(path);
+        let from = root().join(path).parent().unwrap().to_path_buf();
+        let found: Vec<&str> = sources.captures_iter(&text).map(|found| found.get(1).unwrap().as_str()).collect();
+        assert!(!found.is_empty(), "{path} mounts nothing");
+        for source in found {
+            assert!(from.join(source).exists(), "{path} mounts {source}, which is not there");
+        }
+    }
+}
+
+#[test]
+fn a_worker_is_given_longer_to_stop_than_it_takes() {
+    let stack = Yaml::read("docker-compose.yml");
+    for service in ["worker", "worker-plugin"] {
+        let patience = humantime::parse_duration(&stack.value(service, "stop_grace_period").unwrap()).unwrap();
+        let settings = settings_of(&stack, service);
+        let needed = settings.worker.shutdown_grace + std::time::Duration::from_secs(5);
+        assert!(
+            patience >= needed,
+            "{service}: killed after {patience:?}, while it may take {:?}",
+            settings.worker.shutdown_grace
+        );
+    }
+}
+
+/// The settings a service runs with, as its program would load them.
+fn settings_of(stack: &Yaml, service: &str) -> Settings {
+    let environment = stack.settings(service).into_iter().collect();
+    Settings::load_with_environment(None, environment, &[]).unwrap_or_else(|fault| panic!("{service}: {fault}"))
+}
+
+#[test]
+fn every_address_names_a_user_that_is_there() {
+    let stack = Yaml::read("docker-compose.yml");
+    let databases = read("deploy/postgres/10-databases.sql");
+    let role = Regex::new(r"CREATE ROLE (\w+) LOGIN PASSWORD '([^']+)'").unwrap().captures(&databases).unwrap();
+    let created = Regex::new(r"CREATE DATABASE (\w+) OWNER (\w+)").unwrap();
+    let created: Vec<_> = created.captures_iter(&databases).map(|c| (c[1].to_owned(), c[2].to_owned())).collect();
+
+    for (service, broker, database) in [
+        ("setup", "rabbitmq", "orders"),
+        ("worker", "rabbitmq", "orders"),
+        ("shop", "rabbitmq", "orders"),
+        ("setup-plugin", "rabbitmq-plugin", "orders_plugin"),
+        ("worker-plugin", "rabbitmq-plugin", "orders_plugin"),
+        ("shop-plugin", "rabbitmq-plugin", "orders_plugin"),
+    ] {
+        // Accepted by the program, too: no unknown key, no address in a wrong form.
+        let _ = settings_of(&stack, service);
+        let environment = stack.settings(service);
+        assert_eq!(
+            environment["ORDER_TIMEOUT__AMQP__URL"],
+            format!("amqp://{WORKER}@{broker}:5672/{VHOST}"),
+            "{service}"
+        );
+        let address = format!("postgres://{}:{}@postgres:5432/{database}", &role[1], &role[2]);
+        assert_eq!(environment["ORDER_TIMEOUT__DATABASE__URL"], address, "{service}");
+        assert!(created.contains(&(database.to_owned(), role[1].to_owned())), "{database} is not created: {created:?}");
+        assert_eq!(
+            environment.contains_key("ORDER_TIMEOUT__DELAY__STRATEGY"),
+            service.ends_with("-plugin"),
+            "{service}"
+        );
+    }
+    for (service, broker) in [("shop", "rabbitmq"), ("shop-plugin", "rabbitmq-plugin")] {
+        let address = format!("amqp://{PUBLISHER}@{broker}:5672/{VHOST}");
+        assert_eq!(stack.value(service, "SHOP_PUBLISHER_AMQP_URL"), Some(address), "{service}");
+    }
+    // No other address slipped past the checks above.
+    let text = stack.lines.join("\n");
+    let users = Regex::new(r"\w+://([^@\s]+)@").unwrap();
+    let users: BTreeSet<String> = users.captures_iter(&text).map(|found| found[1].to_owned()).collect();
+    assert_eq!(users, BTreeSet::from([PUBLISHER.to_owned(), WORKER.to_owned(), format!("{}:{}", &role[1], &role[2])]));
+}
+
+/// The files that the crate is compiled from besides its sources: (where it says so, what).
+fn embedded() -> Vec<(PathBuf, PathBuf)> {
+    let included = Regex::new(r#"include_(?:str|bytes)!\("([^"]+)"\)"#).unwrap();
+    let migrations = Regex::new(r#"sqlx::migrate!\((?:"([^"]+)")?\)"#).unwrap();
+    let mut found = Vec::new();
+    let mut directories = vec![root().join("src"), root().join("examples")];
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                directories.push(path);
+                continue;
+            }
+            let text = std::fs::read_to_string(&path).unwrap();
+            // Relative to the source file; migrations to the crate, "migrations" if nothing is said.
+            let from = path.parent().unwrap();
+            found.extend(included.captures_iter(&text).map(|c| (path.clone(), from.join(&c[1]))));
+            found.extend(
+                migrations
+                    .captures_iter(&text)
+                    .map(|c| (path.clone(), root().join(c.get(1).map_or("migrations", |m| m.as_str())))),
+            );
+        }
+    }
+    found
+}
+
+/// Whether a pattern of .dockerignore leaves this path (relative to the root) out.
+fn leaves_out(pattern: &str, path: &str) -> bool {
+    let pattern = regex::escape(pattern.trim_matches('/')).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*");
+    Regex::new(&format!("^{pattern}(?:/.*)?$")).unwrap().is_match(path)
+}
+
+#[test]
+fn the_image_is_built_from_everything_the_crate_embeds() {
+    let embedded = embedded();
+    assert!(embedded.len() >= 4, "the defaults, the definitions, a statement and the migrations: {embedded:?}");
+    let dockerfile = read("Dockerfile");
+    let builder =
+        dockerfile.split("\nFROM ").find(|stage| stage.lines().next().unwrap().ends_with(" AS builder")).unwrap();
+    let copied: Vec<&str> = builder
+        .lines()
+        .filter_map(|line| line.strip_prefix("COPY "))
+        .flat_map(|line| line.split_whitespace().rev().skip(1))
+        .filter(|word| !word.starts_with("--"))
+        .collect();
+    let ignored = read(".dockerignore");
+    let ignored: Vec<&str> =
+        ignored.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+    for (source, path) in embedded {
+        let path = path
+            .canonicalize()
+            .unwrap_or_else(|error| panic!("{} embeds {}: {error}", source.display(), path.display()));
+        let path = path.strip_prefix(root()).expect("inside the repository").to_str().unwrap().to_owned();
+        let is_copied = |from: &&str| *from == "." || Path::new(&path).starts_with(from.trim_end_matches('/'));
+        assert!(
+            copied.iter().any(is_copied),
+            "{} embeds {path}, and the Dockerfile copies only {copied:?}",
+            source.display()
+        );
+        let mut left_out = None;
+        for pattern in &ignored {
+            match pattern.strip_prefix('!') {
+                Some(taken) if leaves_out(taken, &path) => left_out = None,
+                None if leaves_out(pattern, &path) => left_out = Some(*pattern),
+                _ => {}
+            }
+        }
+        assert_eq!(left_out, None, "{} embeds {path}, and .dockerignore leaves it out", source.display());
+    }
+}
+
+#[test]
+fn the_image_is_built_from_programs_that_are_there() {
+    let dockerfile = read("Dockerfile");
+    let manifest: toml::Table = read("Cargo.toml").parse().unwrap();
+    let touched = Regex::new(r"touch ([^&\\]+)").unwrap();
+    let touched: Vec<&str> =
+        touched.captures(&dockerfile).unwrap().get(1).unwrap().as_str().split_whitespace().collect();
+    let examples = Regex::new(r"--example (\w+)").unwrap();
+    let examples: Vec<String> = examples.captures_iter(&dockerfile).map(|c| format!("examples/{}.rs", &c[1])).collect();
+    assert!(touched.contains(&"src/lib.rs") && !examples.is_empty());
+    for path in touched.iter().copied().chain(examples.iter().map(String::as_str)) {
+        assert!(root().join(path).is_file(), "the Dockerfile names {path}, which is not there");
+    }
+    // A builder older than the crate's `rust-version` refuses to compile it.
+    let version = |text: &str| text.split('.').map(|part| part.parse().unwrap()).collect::<Vec<u32>>();
+    let builder = Regex::new(r"(?m)^FROM rust:([\d.]+)").unwrap();
+    let builder = version(&builder.captures(&dockerfile).expect("a builder with its version")[1]);
+    let needed = version(manifest["package"]["rust-version"].as_str().unwrap());
+    assert!(builder >= needed, "the Dockerfile builds with {builder:?}, and the crate needs {needed:?}");
+}
+
+#[test]
+fn what_dockerignore_leaves_out_is_understood() {
+    for (pattern, path, expected) in [
+        ("target", "target/debug/x", true),
+        ("target", "src/target", false),
+        (".env.*", ".env.local", true),
+        (".env.*", ".env", false),
+        ("**/*.rs.bk", "src/cli/mod.rs.bk", true),
+        ("**/*.rs.bk", "x.rs.bk", true),
+        ("deploy", "deployment.md", false),
+        ("*.md", "docs/x.md", false),
+    ] {
+        assert_eq!(leaves_out(pattern, path), expected, "{pattern} {path}");
+    }
+}

@@ -1,0 +1,119 @@
+//! A worker that is killed, stopped or doubled: every order is closed, once.
+
+use std::time::Duration;
+
+use crate::support::process::WorkerProcess;
+use crate::support::{Stage, on_stage, wait_for};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Messages ready in the processing queue.
+async fn waiting(stage: &Stage) -> usize {
+    stage.depth(&stage.names().timeout()).await as usize
+}
+
+/// Insists that each of the orders was closed once, by its alarm, and that no alarm is left.
+async fn assert_each_closed_once(stage: &Stage, orders: usize) {
+    let orders = i64::try_from(orders).unwrap();
+    assert_eq!(stage.closed().await, orders);
+    assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, orders);
+    assert_eq!(stage.count("SELECT count(*) FROM order_events WHERE event = 'closed'").await, orders);
+    assert_eq!(stage.count("SELECT count(*) FROM event_outbox").await, orders);
+    assert_eq!(stage.count("SELECT count(DISTINCT payload ->> 'order_id') FROM event_outbox").await, orders);
+    assert_eq!(stage.parked().await, []);
+    stage.assert_drained().await;
+    stage.assert_ledger().await;
+}
+
+#[test]
+fn alarms_held_by_a_killed_worker_are_closed_by_the_next() {
+    on_stage(
+        |settings| settings.worker.hold_max = 60 * SECOND,
+        async |stage| {
+            let orders = stage.orders(500, 10 * SECOND).await;
+            stage.deliver(&orders).await;
+            let worker = WorkerProcess::start(&stage.settings);
+            wait_for("500 held alarms", async || waiting(&stage).await == 0).await;
+            worker.kill();
+            wait_for("the alarms back in the queue", async || waiting(&stage).await == 500).await;
+            assert_eq!(stage.closed().await, 0, "killed before the deadline");
+            let worker = WorkerProcess::start(&stage.settings);
+            wait_for("all closed", async || stage.closed().await == 500).await;
+            assert_eq!(worker.terminate(10 * SECOND), 0);
+            assert_each_closed_once(&stage, 500).await;
+        },
+    );
+}
+
+#[test]
+fn a_worker_killed_again_and_again_while_it_closes_closes_each_order_once() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            // One deadline after the other over some seconds, so that every kill meets work in hand.
+            let mut orders = Vec::new();
+            for step in 0..60 {
+                orders.extend(stage.orders(10, Duration::from_millis(100 * step)).await);
+            }
+            stage.deliver(&orders).await;
+            for _ in 0..3 {
+                let worker = WorkerProcess::start(&stage.settings);
+                let before = stage.closed().await;
+                wait_for("the worker at work", async || (stage.closed().await > before) || before == 600).await;
+                worker.kill();
+            }
+            let worker = WorkerProcess::start(&stage.settings);
+            wait_for("all closed", async || stage.closed().await == 600).await;
+            let witness = stage.order(SECOND).await;
+            stage.deliver([&witness]).await;
+            wait_for("the witness' close", async || stage.status(&witness).await == "closed").await;
+            assert_eq!(worker.terminate(10 * SECOND), 0);
+            assert_each_closed_once(&stage, 601).await;
+        },
+    );
+}
+
+#[test]
+fn a_worker_that_is_asked_to_stop_gives_back_what_it_holds() {
+    on_stage(
+        |settings| settings.worker.hold_max = 60 * SECOND,
+        async |stage| {
+            let due = stage.orders(50, Duration::ZERO).await;
+            let held = stage.orders(300, 10 * SECOND).await;
+            stage.deliver(&due).await;
+            stage.deliver(&held).await;
+            let worker = WorkerProcess::start(&stage.settings);
+            wait_for("the due ones' close", async || stage.closed().await == 50).await;
+            wait_for("300 held alarms", async || waiting(&stage).await == 0).await;
+            assert_eq!(worker.terminate(10 * SECOND), 0, "it drained in time");
+            wait_for("the alarms back in the queue", async || waiting(&stage).await == 300).await;
+            assert_eq!(stage.closed().await, 50, "stopped before the deadline");
+            let worker = WorkerProcess::start(&stage.settings);
+            wait_for("all closed", async || stage.closed().await == 350).await;
+            assert_eq!(worker.terminate(10 * SECOND), 0);
+            assert_each_closed_once(&stage, 350).await;
+        },
+    );
+}
+
+#[test]
+fn two_workers_at_once_close_each_order_once() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let workers = [WorkerProcess::start(&stage.settings), WorkerProcess::start(&stage.settings)];
+            let orders = stage.orders(2_000, 3 * SECOND).await;
+            // Some alarms twice: the two may then close one order at the same moment.
+            stage.deliver(&orders).await;
+            stage.deliver(&orders[..500]).await;
+            wait_for("all closed", async || stage.closed().await == 2_000).await;
+            let witness = stage.order(2 * SECOND).await;
+            stage.deliver([&witness]).await;
+            wait_for("the witness' close", async || stage.status(&witness).await == "closed").await;
+            for worker in workers {
+                assert_eq!(worker.terminate(10 * SECOND), 0);
+            }
+            assert_each_closed_once(&stage, 2_001).await;
+        },
+    );
+}

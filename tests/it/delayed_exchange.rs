@@ -1,0 +1,318 @@
+//! The strategy `delayed-exchange` closes orders on time where the broker has the exchange type, and is refused in one
+//! sentence where it has not; a lost connection is never taken for a missing plugin.
+
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use lapin::{BasicProperties, ExchangeKind};
+use order_timeout::broker::{self, BrokerFault};
+use order_timeout::config::Strategy;
+use order_timeout::deliver::Session;
+use order_timeout::envelope::{self, LONGEST_X_DELAY_MS, Stamp, Wait};
+use order_timeout::message::TimeoutDue;
+use order_timeout::order::Moment;
+use order_timeout::schedule::lane::Lanes;
+use order_timeout::topology::{DUE_KEY, Topology, TopologyFault};
+use order_timeout::worker::Worker;
+use order_timeout::{Publisher, Settings};
+use secrecy::ExposeSecret;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use uuid::Uuid;
+
+use crate::support::skip::skipped;
+use crate::support::{Order, Stage, on_stage, process, wait_for, with_parts};
+
+const DAY: Duration = Duration::from_secs(86_400);
+
+/// Whether the tests' broker has the exchange type. Asked once, on a connection that may be lost to the answer.
+fn broker_has_the_type() -> bool {
+    static ANSWER: OnceLock<bool> = OnceLock::new();
+    *ANSWER.get_or_init(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let settings = Settings::load(None, &[]).unwrap();
+            let connection = broker::connect(&settings.amqp, "probe").await.expect("the broker answers");
+            let channel = connection.create_channel().await.unwrap();
+            let name = format!("order-timeout-probe-{}", Uuid::now_v7().simple());
+            let mut arguments = FieldTable::default();
+            arguments.insert("x-delayed-type".into(), AMQPValue::LongString("direct".into()));
+            let options = ExchangeDeclareOptions { auto_delete: true, ..Default::default() };
+            let kind = ExchangeKind::Custom("x-delayed-message".to_owned());
+            match channel.exchange_declare(name.as_str().into(), kind, options, arguments).await {
+                Ok(()) => {
+                    channel.exchange_delete(name.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
+                    broker::close(&connection, Duration::from_secs(2)).await;
+                    true
+                }
+                Err(error) => {
+                    assert!(error.to_string().contains("exchange type"), "no answer to the question: {error}");
+                    false
+                }
+            }
+        })
+    })
+}
+
+fn delayed_exchange(settings: &mut Settings) {
+    settings.delay.strategy = Strategy::DelayedExchange;
+}
+
+/// Runs a test where the broker has the type, on a stage with the strategy's objects; elsewhere says that it did not.
+fn with_the_type<F: Future<Output = ()> + Send + 'static>(
+    name: &str,
+    test: impl FnOnce(std::sync::Arc<Stage>) -> F + Send + 'static,
+) {
+    if !broker_has_the_type() {
+        return skipped(&format!("delayed_exchange::{name}"), "this broker has no exchange type x-delayed-message");
+    }
+    on_stage(delayed_exchange, |stage| async move {
+        Topology::new(&stage.settings).declare(&stage.broker).await.unwrap();
+        test(stage).await;
+    });
+}
+
+/// Runs a test where the broker lacks the type.
+fn without_the_type<F: Future<Output = ()> + Send + 'static>(
+    name: &str,
+    test: impl FnOnce(std::sync::Arc<Stage>) -> F + Send + 'static,
+) {
+    if broker_has_the_type() {
+        return skipped(&format!("delayed_exchange::{name}"), "this broker has the exchange type x-delayed-message");
+    }
+    on_stage(delayed_exchange, test);
+}
+
+#[test]
+fn an_order_is_closed_on_time_through_the_delayed_exchange() {
+    with_the_type("an_order_is_closed_on_time_through_the_delayed_exchange", async |stage| {
+        let publisher = stage.publisher().await;
+        // Longest first: in one plain queue with TTLs it would hold up all the others.
+        let delays = [6_000, 4_500, 700, 3_000, 1_500, 2_000].map(Duration::from_millis);
+        let mut orders = Vec::new();
+        for delay in delays {
+            let order = stage.order(delay).await;
+            publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
+            orders.push(order);
+        }
+        let paid = stage.order(Duration::from_secs(2)).await;
+        publisher.schedule(paid.id.to_string(), paid.deadline).await.unwrap();
+        assert!(stage.pay(&paid).await);
+
+        let worker = stage.worker().await;
+        wait_for("all closes", async || stage.closed().await == 6).await;
+        assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 6);
+        assert_eq!(stage.status(&paid).await, "paid");
+        let lateness_ms = stage.lateness_ms().await;
+        assert!(lateness_ms.iter().all(|ms| (0.0..1_000.0).contains(ms)), "{lateness_ms:?}");
+        stage.assert_ledger().await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn an_alarm_in_the_inbox_takes_the_delayed_exchange_too() {
+    with_the_type("an_alarm_in_the_inbox_takes_the_delayed_exchange_too", async |stage| {
+        // Further ahead than the worker holds, so it must wait in the exchange.
+        let order = stage.order(Duration::from_secs(6)).await;
+        stage
+            .publish_raw(&stage.names().arm(), "", &body(&order), BasicProperties::default().with_delivery_mode(2))
+            .await;
+        assert_waits_in_the_exchange(&stage, &order).await;
+    });
+}
+
+#[test]
+fn an_alarm_that_comes_back_early_is_armed_again() {
+    with_the_type("an_alarm_that_comes_back_early_is_armed_again", async |stage| {
+        // As the first chunk of a delay does that is longer than the plugin can hold.
+        let order = stage.order(Duration::from_secs(6)).await;
+        stage
+            .publish_raw(&stage.names().due(), DUE_KEY, &body(&order), BasicProperties::default().with_delivery_mode(2))
+            .await;
+        assert_waits_in_the_exchange(&stage, &order).await;
+    });
+}
+
+fn body(order: &Order) -> Vec<u8> {
+    TimeoutDue { order_id: order.order_id(), deadline: order.deadline }.to_bytes()
+}
+
+/// A worker takes the alarm and gives it to the exchange; nobody holds it until it is nearly due; then it is closed.
+async fn assert_waits_in_the_exchange(stage: &Stage, order: &Order) {
+    let (timeout, arm) = (stage.names().timeout(), stage.names().arm());
+    let worker = stage.worker().await;
+    wait_for("the alarm taken", async || stage.depth(&timeout).await + stage.depth(&arm).await == 0).await;
+    // What it held it would give back here.
+    worker.stop().await;
+    assert_eq!(stage.depth(&timeout).await + stage.depth(&arm).await, 0, "it was held, not armed");
+    assert_eq!(stage.status(order).await, "unpaid");
+    wait_for("the alarm to come out of the exchange", async || stage.depth(&timeout).await == 1).await;
+    let worker = stage.worker().await;
+    wait_for("the close", async || stage.status(order).await == "closed").await;
+    stage.assert_ledger().await;
+    worker.stop().await;
+}
+
+#[test]
+fn the_longest_delay_does_not_fire_at_once() {
+    with_the_type("the_longest_delay_does_not_fire_at_once", async |stage| {
+        let publisher = stage.publisher().await;
+        let now = Moment::now_by_local_clock();
+        // Both beyond what the plugin can hold. One more, and it would deliver at once.
+        publisher.schedule("in fifty days", now + 50 * DAY).await.unwrap();
+        publisher.schedule("in nine years", now + 9 * 365 * DAY).await.unwrap();
+        publisher.schedule("soon", now + Duration::from_secs(2)).await.unwrap();
+        let timeout = stage.names().timeout();
+        wait_for("the near alarm", async || stage.depth(&timeout).await > 0).await;
+        assert_eq!(stage.depth(&timeout).await, 1, "the near one alone");
+        let got = stage.channel.basic_get(timeout.as_str().into(), Default::default()).await.unwrap().unwrap();
+        assert!(String::from_utf8_lossy(&got.delivery.data).contains("\"soon\""), "{:?}", got.delivery.data);
+    });
+}
+
+/// Needs no broker: a far alarm is given to the plugin in chunks that it can hold.
+#[test]
+fn a_delay_beyond_what_the_plugin_can_hold_is_cut() {
+    let mut settings = Settings::defaults();
+    settings.delay.strategy = Strategy::DelayedExchange;
+    let lanes = Lanes::new(&settings);
+    let now = Moment::now_by_local_clock();
+    let id = order_timeout::OrderId::new("order-1").unwrap();
+    let lead = settings.delay.lead;
+    let longest = Duration::from_millis(LONGEST_X_DELAY_MS);
+    assert_eq!(LONGEST_X_DELAY_MS, u64::from(u32::MAX), "the plugin counts to 2^32 - 1");
+    for (remaining, expected) in [
+        (Duration::ZERO, Duration::ZERO),
+        (lead, Duration::ZERO),
+        (lead + Duration::from_millis(1), Duration::from_millis(1)),
+        (lead + longest, longest),
+        (lead + longest + Duration::from_millis(1), longest),
+        (3_649 * DAY, longest),
+    ] {
+        let entry = lanes.entry(&id, now + remaining, now);
+        assert_eq!(entry.wait, Wait::XDelayMs(u64::try_from(expected.as_millis()).unwrap()), "{remaining:?}");
+        let due = TimeoutDue { order_id: id.clone(), deadline: now + remaining };
+        let message = envelope::address(&due, entry, Stamp { attempt: 0, born: now, traceparent: None });
+        assert!(!message.mandatory, "a message that is delayed reaches no queue yet and would be returned");
+        assert_eq!(message.ttl, None);
+        let header = message.headers.iter().find(|(name, _)| *name == "x-delay").map(|(_, value)| value);
+        assert_eq!(header, Some(&AMQPValue::LongLongInt(i64::try_from(expected.as_millis()).unwrap())));
+    }
+}
+
+/// The sentence names what is missing and both ways out.
+fn assert_names_the_plugin(sentence: &str) {
+    for part in ["rabbitmq_delayed_message_exchange", "4.2", "delay.strategy = \"dead-letter\""] {
+        assert!(sentence.contains(part), "{sentence:?} lacks {part:?}");
+    }
+}
+
+#[test]
+fn the_strategy_is_refused_where_the_type_is_missing() {
+    without_the_type("the_strategy_is_refused_where_the_type_is_missing", async |stage| {
+        let declared = Topology::new(&stage.settings).declare(&stage.broker).await;
+        assert!(matches!(declared, Err(TopologyFault::NoDelayedExchange { .. })), "{declared:?}");
+        assert_names_the_plugin(&declared.unwrap_err().to_string());
+
+        let published = Publisher::connect(&stage.settings).await.map(drop);
+        assert!(matches!(published, Err(BrokerFault::Refused(_))), "{published:?}");
+        assert_names_the_plugin(&published.unwrap_err().to_string());
+
+        // Refused, not away: a worker that goes on trying would look as if it worked.
+        let (inbox, _deliveries) = tokio::sync::mpsc::unbounded_channel();
+        let opened = Session::open(&stage.settings, 1, inbox).await.map(drop);
+        assert!(matches!(opened, Err(BrokerFault::Refused(_))), "{opened:?}");
+        assert_names_the_plugin(&opened.unwrap_err().to_string());
+        let started = Worker::start(stage.settings.clone()).await.map(drop);
+        assert_names_the_plugin(&started.expect_err("a worker that cannot delay").to_string());
+    });
+}
+
+#[test]
+fn every_command_refuses_the_strategy_where_the_type_is_missing() {
+    without_the_type("every_command_refuses_the_strategy_where_the_type_is_missing", async |stage| {
+        for arguments in [&["setup"][..], &["schedule", "--order-id", "order-1", "--in", "30m"], &["worker"]] {
+            let (code, stdout, stderr) = command(&stage.settings, arguments).await;
+            assert_eq!((code, stdout.as_str(), stderr.lines().count()), (1, "", 1), "{arguments:?}: {stderr}");
+            assert_names_the_plugin(&stderr);
+            assert!(!stderr.contains("is it running there"), "{arguments:?}: {stderr}");
+        }
+    });
+}
+
+async fn command(settings: &Settings, arguments: &[&str]) -> (i32, String, String) {
+    let mut command = process::order_timeout(settings);
+    // Standard error holds the worker's log too; this is about what it says at the end. A worker that does not give up
+    // is an error here, not a test that never ends.
+    command.args(["--set", "delay.strategy=delayed-exchange", "--set", "log.filter=off"]).args(arguments);
+    let mut limited = std::process::Command::new("timeout");
+    limited.arg("20").arg(command.get_program()).args(command.get_args());
+    for (key, value) in command.get_envs() {
+        match value {
+            Some(value) => limited.env(key, value),
+            None => limited.env_remove(key),
+        };
+    }
+    tokio::task::spawn_blocking(move || process::run(&mut limited)).await.unwrap()
+}
+
+#[test]
+fn a_broker_that_is_away_is_not_taken_for_a_missing_plugin() {
+    on_stage(delayed_exchange, async |stage| {
+        let mut settings = stage.settings.clone();
+        // Nobody listens there (tcpmux).
+        settings.amqp.url = "amqp://guest:guest@127.0.0.1:1/".to_owned().into();
+        for arguments in [&["setup"][..], &["schedule", "--order-id", "order-1", "--in", "30m"]] {
+            let (code, _, stderr) = command(&settings, arguments).await;
+            assert_eq!(code, 1, "{stderr}");
+            assert!(stderr.contains("is it running there?") && !stderr.contains("plugin"), "{arguments:?}: {stderr}");
+        }
+    });
+}
+
+/// A connection that breaks just when the delayed exchange is asked for, whether or not the broker has the type.
+#[test]
+fn a_connection_that_is_lost_is_not_taken_for_a_missing_plugin() {
+    on_stage(delayed_exchange, async |stage| {
+        let url = &stage.settings.amqp.url;
+        if url.expose_secret().starts_with("amqps://") {
+            let test = "delayed_exchange::a_connection_that_is_lost_is_not_taken_for_a_missing_plugin";
+            return skipped(test, "this broker is spoken to by TLS, and there is nothing to be read in that");
+        }
+        let address = url.expose_secret().parse::<lapin::uri::AMQPUri>().unwrap().authority;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let place = listener.local_addr().unwrap().to_string();
+        let cutting = tokio::spawn(cut_at(listener, (address.host, address.port), b"x-delayed-message"));
+
+        let mut settings = stage.settings.clone();
+        settings.amqp.url = with_parts(url, None, Some(&place), None);
+        let connection = broker::connect(&settings.amqp, "test").await.unwrap();
+        let declared = Topology::new(&settings).declare(&connection).await;
+        assert!(cutting.await.unwrap(), "the connection was cut where it should be");
+        let fault = declared.expect_err("the connection is gone");
+        assert!(matches!(fault, TopologyFault::Failed { .. }), "{fault:?}");
+        assert!(!fault.to_string().contains("plugin"), "{fault}");
+    });
+}
+
+/// Passes one connection through to `target` until the client says these bytes, which the target never hears. Returns
+/// whether it did.
+async fn cut_at(listener: TcpListener, target: (String, u16), bytes: &'static [u8]) -> bool {
+    let (client, _) = listener.accept().await.unwrap();
+    let (mut from_client, mut to_client) = client.into_split();
+    let (mut from_target, mut to_target) = TcpStream::connect(target).await.unwrap().into_split();
+    let answers = tokio::spawn(async move { tokio::io::copy(&mut from_target, &mut to_client).await });
+    let mut buffer = vec![0; 64 * 1024];
+    let mut was_said = false;
+    while let Ok(count @ 1..) = from_client.read(&mut buffer).await {
+        was_said = buffer[..count].windows(bytes.len()).any(|window| window == bytes);
+        if was_said || to_target.write_all(&buffer[..count]).await.is_err() {
+            break;
+        }
+    }
+    answers.abort();
+    was_said
+}

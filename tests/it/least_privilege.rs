@@ -1,0 +1,335 @@
+//! definitions.json makes a broker on which a publisher can schedule and nothing else, and a worker can do its work on
+//! our objects and touch no others.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use lapin::options::{
+    BasicConsumeOptions, BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeclareOptions,
+    ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions, QueueDeleteOptions, QueuePurgeOptions,
+};
+use lapin::types::FieldTable;
+use lapin::{BasicProperties, Channel, Connection, ExchangeKind};
+use order_timeout::broker::{self, BrokerFault, reply, reply_code};
+use order_timeout::order::Moment;
+use order_timeout::topology::{Names, Topology};
+use order_timeout::{Publisher, Settings};
+use secrecy::ExposeSecret;
+use serde_json::Value;
+
+use crate::support::private::Private;
+use crate::support::{RunningWorker, Stage, on_stage, wait_for};
+
+/// The users of definitions.json with their development passwords, as they stand in an address.
+pub const PUBLISHER: &str = "order-publisher:publisher-dev";
+pub const WORKER: &str = "order-worker:worker-dev";
+/// The virtual host of definitions.json.
+pub const VHOST: &str = "orders";
+
+fn definitions() -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("definitions.json")).unwrap()
+}
+
+#[test]
+fn definitions_know_two_users_without_tags_and_no_guest() {
+    let definitions: Value = serde_json::from_str(&definitions()).unwrap();
+    let users = definitions["users"].as_array().unwrap();
+    let names: Vec<_> = users.iter().map(|user| user["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["order-publisher", "order-worker"]);
+    for user in users {
+        // A tag would open the management interface, or everything.
+        assert_eq!(user["tags"], Value::Array(Vec::new()), "{user}");
+        assert!(user.get("password").is_none(), "{user} says its password");
+    }
+    let mut permitted: Vec<_> =
+        definitions["permissions"].as_array().unwrap().iter().map(|p| p["user"].as_str().unwrap()).collect();
+    permitted.sort_unstable();
+    assert_eq!(permitted, names, "each has the rights of one line, and nobody else has any");
+}
+
+/// One broker for all of it, because a broker takes seconds to start.
+#[test]
+fn the_imported_users_can_do_their_work_and_no_more() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let broker = tokio::task::spawn_blocking(import).await.unwrap();
+            refuses_wrong_passwords(&broker).await;
+            a_publisher_can_schedule(&broker).await;
+            a_publisher_can_do_nothing_else(&broker).await;
+            a_worker_cannot_touch_what_is_not_ours(&broker).await;
+            a_worker_can_run_the_whole_flow(&broker, &stage).await;
+        },
+    );
+}
+
+/// A fresh broker with the definitions of the repository.
+fn import() -> Private {
+    let broker = Private::broker(&[]);
+    // A copy where the broker's own user can read it.
+    let mut file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
+    std::io::Write::write_all(&mut file, definitions().as_bytes()).unwrap();
+    std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o644)).unwrap();
+    broker.ctl(&["import_definitions", file.path().to_str().unwrap()]);
+    broker
+}
+
+/// The defaults, for which definitions.json is printed, with this user at this broker.
+fn settings(broker: &Private, user: &str) -> Settings {
+    let (_, rest) = broker.url.split_once('@').unwrap();
+    let (place, _) = rest.split_once('/').unwrap();
+    let mut settings = Settings::defaults();
+    settings.amqp.url = format!("amqp://{user}@{place}/{VHOST}").into();
+    settings.validate().unwrap();
+    settings
+}
+
+async fn connect(broker: &Private, user: &str) -> Connection {
+    broker::connect(&settings(broker, user).amqp, "test").await.unwrap()
+}
+
+async fn refuses_wrong_passwords(broker: &Private) {
+    for user in ["order-publisher:worker-dev", "order-worker:publisher-dev", "order-publisher:", "guest:guest"] {
+        let refused = broker::connect(&settings(broker, user).amqp, "test").await.map(drop);
+        assert!(matches!(refused, Err(BrokerFault::Refused(_))), "{user}: {refused:?}");
+    }
+}
+
+/// Messages in the queues whose names begin like this.
+async fn depth(connection: &Connection, beginning: &str) -> u32 {
+    let channel = connection.create_channel().await.unwrap();
+    let mut sum = 0;
+    for queue in Topology::new(&Settings::defaults()).queues.iter().filter(|queue| queue.name.starts_with(beginning)) {
+        let options = QueueDeclareOptions { passive: true, ..Default::default() };
+        sum += channel
+            .queue_declare(queue.name.as_str().into(), options, FieldTable::default())
+            .await
+            .unwrap()
+            .message_count();
+    }
+    sum
+}
+
+async fn a_publisher_can_schedule(broker: &Private) {
+    let publisher = Publisher::connect(&settings(broker, PUBLISHER)).await.unwrap();
+    let now = Moment::now_by_local_clock();
+    publisher.schedule("order-in-a-lane", now + Duration::from_secs(30 * 60)).await.unwrap();
+    publisher.schedule("order-with-another-delay", now + Duration::from_secs(7 * 60)).await.unwrap();
+    let watcher = connect(broker, WORKER).await;
+    wait_for("one alarm in a lane", async || depth(&watcher, "order.delay.30m.").await == 1).await;
+    wait_for("one alarm in the inbox", async || depth(&watcher, "order.arm").await == 1).await;
+
+    // For publishers in other languages the plain key and the inbox are open as well.
+    let channel = connect(broker, PUBLISHER).await;
+    let channel = confirming(&channel).await;
+    for (exchange, key) in [("order.delay", "30m"), ("order.arm", "")] {
+        publish(&channel, exchange, key, b"{}", None).await.unwrap();
+    }
+    wait_for("the second alarm in the lane", async || depth(&watcher, "order.delay.30m.").await == 2).await;
+    wait_for("the second alarm in the inbox", async || depth(&watcher, "order.arm").await == 2).await;
+    for queue in ["order.arm", "order.delay.30m.0", "order.delay.30m.1", "order.delay.30m.2", "order.delay.30m.3"] {
+        confirming(&watcher).await.queue_purge(queue.into(), QueuePurgeOptions::default()).await.unwrap();
+    }
+}
+
+async fn confirming(connection: &Connection) -> Channel {
+    let channel = connection.create_channel().await.unwrap();
+    channel.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
+    channel
+}
+
+/// Publishes and waits for the confirm; a returned message is a panic, a refusal the error.
+async fn publish(channel: &Channel, exchange: &str, key: &str, body: &[u8], ttl_ms: Option<u32>) -> lapin::Result<()> {
+    let options = BasicPublishOptions { mandatory: true, ..Default::default() };
+    let mut properties = BasicProperties::default().with_delivery_mode(2);
+    if let Some(ttl_ms) = ttl_ms {
+        properties = properties.with_expiration(ttl_ms.to_string().into());
+    }
+    let confirmation = channel.basic_publish(exchange.into(), key.into(), options, body, properties).await?.await?;
+    assert!(confirmation.is_ack() && confirmation.take_message().is_none(), "{exchange} {key}: not routed");
+    Ok(())
+}
+
+/// The broker answered 403, and nothing else.
+fn assert_refused<T>(what: &str, result: lapin::Result<T>) {
+    match result {
+        Ok(_) => panic!("allowed: {what}"),
+        Err(error) => {
+            assert_eq!(reply(&error).map(|(code, _)| code), Some(reply_code::ACCESS_REFUSED), "{what}: {error}")
+        }
+    }
+}
+
+async fn a_publisher_can_do_nothing_else(broker: &Private) {
+    let connection = connect(broker, PUBLISHER).await;
+    for (exchange, key) in [
+        ("order.due", "due"),
+        ("order.wheel", "5s.00"),
+        ("order.parked", "parked"),
+        ("order.events", "order.closed"),
+        // The default exchange: by it every queue could be written.
+        ("", "order.timeout"),
+        ("amq.direct", "due"),
+    ] {
+        let channel = confirming(&connection).await;
+        assert_refused(&format!("publishing to {exchange:?}"), publish(&channel, exchange, key, b"{}", None).await);
+    }
+    for queue in ["order.timeout", "order.arm", "order.parked", "order.delay.30m.0"] {
+        let channel = || async { connection.create_channel().await.unwrap() };
+        let name = || queue.into();
+        let consumed = channel()
+            .await
+            .basic_consume(name(), "test".into(), BasicConsumeOptions::default(), FieldTable::default())
+            .await;
+        assert_refused(&format!("consuming from {queue}"), consumed);
+        let got = channel().await.basic_get(name(), BasicGetOptions::default()).await;
+        assert_refused(&format!("getting from {queue}"), got);
+        let purged = channel().await.queue_purge(name(), QueuePurgeOptions::default()).await;
+        assert_refused(&format!("purging {queue}"), purged);
+        let deleted = channel().await.queue_delete(name(), QueueDeleteOptions::default()).await;
+        assert_refused(&format!("deleting {queue}"), deleted);
+        let bound = channel()
+            .await
+            .queue_bind(name(), "order.delay".into(), "spy".into(), QueueBindOptions::default(), FieldTable::default())
+            .await;
+        assert_refused(&format!("binding {queue}"), bound);
+    }
+    assert_cannot_declare(&connection, &["order.spy", "spy", ""]).await;
+}
+
+/// Queues and exchanges of these names; the empty one asks the broker for a name of its choice.
+async fn assert_cannot_declare(connection: &Connection, names: &[&str]) {
+    for name in names {
+        let channel = connection.create_channel().await.unwrap();
+        let options = QueueDeclareOptions { durable: true, ..Default::default() };
+        let declared = channel.queue_declare((*name).into(), options, FieldTable::default()).await;
+        assert_refused(&format!("declaring a queue {name:?}"), declared);
+        if name.is_empty() {
+            continue;
+        }
+        let channel = connection.create_channel().await.unwrap();
+        let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
+        let declared =
+            channel.exchange_declare((*name).into(), ExchangeKind::Direct, options, FieldTable::default()).await;
+        assert_refused(&format!("declaring an exchange {name:?}"), declared);
+    }
+}
+
+async fn a_worker_cannot_touch_what_is_not_ours(broker: &Private) {
+    // Somebody else's, on the same virtual host.
+    let foreign = "payments.inbox";
+    let administrator = "administrator:sesame";
+    let (name, password) = administrator.split_once(':').unwrap();
+    for arguments in [&["add_user", name, password][..], &["set_permissions", "-p", VHOST, name, ".*", ".*", ".*"]] {
+        broker.ctl(arguments);
+    }
+    let owner = connect(broker, administrator).await;
+    let options = QueueDeclareOptions { durable: true, ..Default::default() };
+    confirming(&owner).await.queue_declare(foreign.into(), options, FieldTable::default()).await.unwrap();
+
+    let connection = connect(broker, WORKER).await;
+    // "orders.…" begins with our namespace, but not with its dot.
+    assert_cannot_declare(&connection, &["payments.outbox", "orders.spy", "ordering", ""]).await;
+    let channel = || async { connection.create_channel().await.unwrap() };
+    let consumed = channel()
+        .await
+        .basic_consume(foreign.into(), "test".into(), BasicConsumeOptions::default(), FieldTable::default())
+        .await;
+    assert_refused("consuming from a foreign queue", consumed);
+    let got = channel().await.basic_get(foreign.into(), BasicGetOptions::default()).await;
+    assert_refused("getting from a foreign queue", got);
+    let deleted = channel().await.queue_delete(foreign.into(), QueueDeleteOptions::default()).await;
+    assert_refused("deleting a foreign queue", deleted);
+    let bound = channel()
+        .await
+        .queue_bind(
+            foreign.into(),
+            "order.events".into(),
+            "#".into(),
+            QueueBindOptions::default(),
+            FieldTable::default(),
+        )
+        .await;
+    assert_refused("binding a foreign queue", bound);
+    let deleted = channel().await.exchange_delete("amq.topic".into(), ExchangeDeleteOptions::default()).await;
+    assert_refused("deleting a foreign exchange", deleted);
+    assert_refused(
+        "publishing to the default exchange",
+        publish(&confirming(&connection).await, "", foreign, b"{}", None).await,
+    );
+    assert_refused(
+        "publishing to a foreign exchange",
+        publish(&confirming(&connection).await, "amq.topic", "x", b"{}", None).await,
+    );
+}
+
+/// Every way an alarm can take, with the rights of definitions.json and nothing declared by anybody else.
+async fn a_worker_can_run_the_whole_flow(broker: &Private, stage: &Stage) {
+    let mut settings = settings(broker, WORKER);
+    settings.database.url = stage.settings.database.url.expose_secret().to_owned().into();
+    // Short, so that an alarm some seconds ahead already takes the way over the wheel.
+    settings.delay.lead = Duration::from_millis(500);
+    settings.worker.hold_max = Duration::from_millis(7_500);
+    settings.validate().unwrap();
+    let names = Names::new(&settings.namespace);
+    let connection = connect(broker, WORKER).await;
+    let mut events = consume_events(&connection, &names).await;
+    let worker = RunningWorker::start(settings.clone()).await;
+
+    let (held, armed, in_a_lane) = (
+        stage.order(Duration::from_secs(2)).await,
+        stage.order(Duration::from_secs(11)).await,
+        stage.order(Duration::from_secs(3)).await,
+    );
+    settings.amqp.url = self::settings(broker, PUBLISHER).amqp.url;
+    let publisher = Publisher::connect(&settings).await.unwrap();
+    for order in [&held, &armed] {
+        publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
+    }
+    // As a foreign publisher does, and with a TTL shorter than the lane's, so that the test need not last half an hour.
+    let body =
+        order_timeout::message::TimeoutDue { order_id: in_a_lane.order_id(), deadline: in_a_lane.deadline }.to_bytes();
+    publish(&confirming(&connect(broker, PUBLISHER).await).await, "order.delay", "30m", &body, Some(1_000))
+        .await
+        .unwrap();
+    wait_for("an alarm in the wheel", async || depth(&connection, "order.wheel.").await > 0).await;
+
+    for order in [&held, &in_a_lane, &armed] {
+        wait_for("the close", async || stage.status(order).await == "closed").await;
+    }
+    assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 3);
+    let mut announced = Vec::new();
+    for _ in 0..3 {
+        let delivery =
+            tokio::time::timeout(crate::support::PATIENCE, events.next()).await.expect("an event").unwrap().unwrap();
+        let event: Value = serde_json::from_slice(&delivery.data).unwrap();
+        announced.push(event["order_id"].as_str().unwrap().to_owned());
+    }
+    announced.sort_unstable();
+    let mut expected = [held, armed, in_a_lane].map(|order| order.id.to_string());
+    expected.sort_unstable();
+    assert_eq!(announced, expected, "each close is announced");
+    stage.assert_ledger().await;
+    worker.stop().await;
+}
+
+async fn consume_events(connection: &Connection, names: &Names) -> lapin::Consumer {
+    let channel = connection.create_channel().await.unwrap();
+    let queue = "order.test-events";
+    let options = QueueDeclareOptions { exclusive: true, ..Default::default() };
+    channel.queue_declare(queue.into(), options, FieldTable::default()).await.unwrap();
+    channel
+        .queue_bind(
+            queue.into(),
+            names.events().as_str().into(),
+            "#".into(),
+            QueueBindOptions::default(),
+            FieldTable::default(),
+        )
+        .await
+        .unwrap();
+    let options = BasicConsumeOptions { no_ack: true, ..Default::default() };
+    channel.basic_consume(queue.into(), "test".into(), options, FieldTable::default()).await.unwrap()
+}

@@ -1,0 +1,446 @@
+//! What cannot be handled is parked with a reason that names the fault, and the worker goes on; a person lists,
+//! retries and drops it. What another program publishes by the documented contract is handled like our own.
+
+use std::time::Duration;
+
+use lapin::BasicProperties;
+use lapin::options::{BasicGetOptions, BasicRejectOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use order_timeout::message::write_rfc3339;
+use order_timeout::order::Moment;
+use serde_json::Value;
+use sqlx::PgPool;
+use uuid::Uuid;
+
+use crate::support::process::{order_timeout, run};
+use crate::support::{Order, Stage, on_stage, wait_for};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// One message that is not an alarm the worker can handle, and what is said of it.
+struct Fault {
+    body: Vec<u8>,
+    message_type: Option<&'static str>,
+    reason: &'static str,
+    /// Part of the detail.
+    names: &'static str,
+}
+
+impl Fault {
+    fn of(body: impl Into<Vec<u8>>, reason: &'static str, names: &'static str) -> Self {
+        Self { body: body.into(), message_type: None, reason, names }
+    }
+
+    fn properties(&self) -> BasicProperties {
+        let properties = BasicProperties::default().with_content_type("application/json".into());
+        match self.message_type {
+            Some(message_type) => properties.with_type(message_type.into()),
+            None => properties,
+        }
+    }
+}
+
+fn alarm_json(order_id: &str, deadline: &str) -> Vec<u8> {
+    serde_json::to_vec(&serde_json::json!({ "order_id": order_id, "deadline": deadline })).unwrap()
+}
+
+fn faults() -> Vec<Fault> {
+    const ID: &str = "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b";
+    const PAST: &str = "2020-01-01T00:00:00Z";
+    let unreadable = |body: &[u8], names| Fault::of(body, "unreadable", names);
+    vec![
+        unreadable(b"", "the body is empty"),
+        unreadable(br#"{"order_id": "1", "dead"#, "not valid JSON"),
+        unreadable(b"\xff\xfe\x00 not text", "not valid JSON"),
+        unreadable(b"[1, 2]", "not valid JSON of the expected shape"),
+        unreadable(b"17", "not valid JSON of the expected shape"),
+        unreadable(br#"{"order_id": 17, "deadline": "2020-01-01T00:00:00Z"}"#, "expected a string"),
+        unreadable(br#"{"order_id": "1"}"#, "missing field `deadline`"),
+        unreadable(br#"{"order_id": "1", "deadline": null}"#, "null"),
+        unreadable(br#"{"order_id": "1", "deadline": 1795170600}"#, "1795170600"),
+        unreadable(br#"{"deadline": "2020-01-01T00:00:00Z"}"#, "missing field `order_id`"),
+        unreadable(&alarm_json(ID, "tomorrow"), "\"tomorrow\" is not an RFC 3339 time"),
+        unreadable(&alarm_json("", PAST), "the order id is empty"),
+        unreadable(&alarm_json(&"x".repeat(201), PAST), "201 bytes"),
+        unreadable(&alarm_json("a\0b", PAST), "control character"),
+        unreadable(
+            br#"{"order_id": "1", "deadline": "2020-01-01T00:00:00Z", "kind": "trial.ended"}"#,
+            "\"trial.ended\"",
+        ),
+        unreadable(&vec![b'x'; 1024 * 1024], "1048576 bytes"),
+        unreadable(&vec![b' '; 16 * 1024 + 1], "16385 bytes"),
+        Fault {
+            body: alarm_json(ID, PAST),
+            message_type: Some("order.timeout.v2"),
+            reason: "unreadable",
+            names: "\"order.timeout.v2\"",
+        },
+        Fault::of(alarm_json(ID, "9999-12-31T23:59:59Z"), "too_far", "delay.max_delay"),
+        Fault::of(alarm_json("'; DROP TABLE orders; --", PAST), "malformed_id", "not of the form"),
+        Fault::of(alarm_json("\"order\" 'ü' \\ %s $1 {0}", PAST), "malformed_id", "not of the form"),
+        Fault::of(alarm_json(&format!("{ID}0"), PAST), "malformed_id", "not of the form"),
+    ]
+}
+
+/// Publishes every fault by this exchange and key; each is parked with its name, and the worker goes on.
+fn assert_parked_from(exchange: fn(&Stage) -> String, routing_key: &'static str) {
+    on_stage(
+        |_| {},
+        async move |stage| {
+            let worker = stage.worker().await;
+            let exchange = exchange(&stage);
+            for (parked_before, fault) in faults().into_iter().enumerate() {
+                stage.publish_raw(&exchange, routing_key, &fault.body, fault.properties()).await;
+                wait_for(fault.names, async || stage.parked().await.len() > parked_before).await;
+                let parked = stage.parked().await;
+                assert_eq!(parked.len(), parked_before + 1);
+                let (reason, detail, order_id) = &parked[parked_before];
+                assert_eq!(reason, fault.reason, "{detail}");
+                assert!(detail.contains(fault.names), "{detail:?} does not name the fault, {:?}", fault.names);
+                assert_eq!(order_id.is_some(), fault.reason != "unreadable");
+                let kept: Vec<u8> =
+                    sqlx::query_scalar("SELECT body FROM parked_alarms ORDER BY parked_at DESC, id DESC LIMIT 1")
+                        .fetch_one(&stage.pool)
+                        .await
+                        .unwrap();
+                if fault.reason == "unreadable" {
+                    assert_eq!(kept, fault.body[..fault.body.len().min(16 * 1024)], "the body as it came");
+                }
+            }
+            let good = stage.order(SECOND).await;
+            stage.deliver([&good]).await;
+            wait_for("the good order's close", async || stage.status(&good).await == "closed").await;
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn what_is_no_alarm_in_the_processing_queue_is_parked_by_its_fault() {
+    assert_parked_from(|stage| stage.names().due(), "due");
+}
+
+#[test]
+fn what_is_no_alarm_in_the_inbox_is_parked_by_its_fault() {
+    assert_parked_from(|stage| stage.names().arm(), "any key");
+}
+
+#[test]
+fn many_faults_among_good_alarms_stop_nobody() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            let orders = stage.orders(20, 2 * SECOND).await;
+            let faults = faults();
+            for (order, fault) in orders.iter().zip(faults.iter().cycle()) {
+                stage.publish_raw(&stage.names().due(), "due", &fault.body, fault.properties()).await;
+                stage.deliver([order]).await;
+            }
+            wait_for("the good orders' close", async || stage.closed().await == 20).await;
+            wait_for("the parking", async || stage.parked().await.len() == 20).await;
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+fn header(key: &str, value: AMQPValue) -> BasicProperties {
+    let mut headers = FieldTable::default();
+    headers.insert(key.into(), value);
+    BasicProperties::default().with_headers(headers)
+}
+
+#[test]
+fn headers_and_timestamps_of_odd_types_stop_nobody() {
+    let odd_attempts = || {
+        [
+            AMQPValue::LongString("three".into()),
+            AMQPValue::LongString("3".into()),
+            AMQPValue::Double(2.5),
+            AMQPValue::Float(1e30),
+            AMQPValue::Boolean(true),
+            AMQPValue::Void,
+            AMQPValue::LongInt(-1),
+            AMQPValue::LongLongInt(i64::MIN),
+            AMQPValue::LongLongInt(i64::MAX),
+            AMQPValue::LongLongInt(i64::from(u32::MAX)),
+            AMQPValue::FieldTable(FieldTable::default()),
+        ]
+    };
+    on_stage(
+        |_| {},
+        async move |stage| {
+            let worker = stage.worker().await;
+            let due = stage.names().due();
+            let mut properties: Vec<BasicProperties> =
+                odd_attempts().into_iter().map(|value| header("attempt", value)).collect();
+            properties.push(header("traceparent", AMQPValue::LongLongInt(7)));
+            properties.push(header("traceparent", AMQPValue::LongString(vec![b'0'; 10_000].into())));
+            properties.push(header("traceparent", AMQPValue::LongString(vec![0xff, 0xfe].into())));
+            for timestamp in [0, 1, 253_402_300_800, 9_223_372_036_854_775_807, u64::MAX] {
+                properties.push(BasicProperties::default().with_timestamp(timestamp));
+            }
+            // Each once for an order that is closed, and once for one that is not there, which is retried or parked.
+            let orders = stage.orders(properties.len(), SECOND).await;
+            for (order, properties) in orders.iter().zip(properties) {
+                let unknown = Order { id: Uuid::now_v7(), ..*order };
+                stage.publish_raw(&due, "due", &order.body(), properties.clone()).await;
+                stage.publish_raw(&due, "due", &unknown.body(), properties).await;
+            }
+            let all = i64::try_from(orders.len()).unwrap();
+            wait_for("the orders' close", async || stage.closed().await == all).await;
+            wait_for("the parking of the others", async || stage.parked().await.len() == orders.len()).await;
+            assert!(stage.parked().await.iter().all(|(reason, ..)| reason == "unknown_order"));
+            let good = stage.order(Duration::ZERO).await;
+            stage.deliver([&good]).await;
+            wait_for("the good order's close", async || stage.status(&good).await == "closed").await;
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+/// The body of the contract's golden file, for this order, as a program of another language writes it.
+fn foreign_body(order: &Order) -> Vec<u8> {
+    let golden = include_str!("../fixtures/timeout_due.v1.json").trim_ascii();
+    let body = golden
+        .replace("01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b", &order.id.to_string())
+        .replace("2026-11-20T10:30:00.000Z", &write_rfc3339(order.deadline));
+    assert_ne!(body, golden);
+    body.into_bytes()
+}
+
+#[test]
+fn another_program_publishes_into_a_lane_by_its_plain_name() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            let order = stage.order(2 * SECOND).await;
+            let properties =
+                BasicProperties::default().with_content_type("application/json".into()).with_expiration("1500".into());
+            stage.publish_raw(&stage.names().delay(), "2s", &foreign_body(&order), properties).await;
+            wait_for("the close", async || stage.status(&order).await == "closed").await;
+            assert!(stage.lateness_ms().await[0] < 1_000.0, "late: {:?}", stage.lateness_ms().await);
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn another_program_publishes_into_the_inbox_by_any_key_and_without_a_ttl() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            // One for the next slots, one for those further on.
+            let orders = [stage.order(2 * SECOND).await, stage.order(7 * SECOND).await];
+            for (order, key) in orders.iter().zip(["", "shop.checkout"]) {
+                let properties = BasicProperties::default().with_content_type("application/json".into());
+                stage.publish_raw(&stage.names().arm(), key, &foreign_body(order), properties).await;
+            }
+            wait_for("the close", async || stage.closed().await == 2).await;
+            assert!(stage.lateness_ms().await.iter().all(|late| *late < 1_000.0), "{:?}", stage.lateness_ms().await);
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn what_the_broker_gave_up_on_is_taken_into_the_table() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let order = stage.order(3_600 * SECOND).await;
+            let fault = b"not even JSON";
+            stage.deliver([&order]).await;
+            stage.publish_raw(&stage.names().due(), "due", fault, BasicProperties::default()).await;
+            // Dead-lettered by the broker itself, with the headers that it adds.
+            for _ in 0..2 {
+                let got =
+                    stage.channel.basic_get(stage.names().timeout().as_str().into(), BasicGetOptions::default()).await;
+                let message = got.unwrap().expect("an alarm in the processing queue");
+                message.reject(BasicRejectOptions { requeue: false }).await.unwrap();
+            }
+            wait_for("the dead letters", async || stage.depth(&stage.names().parked()).await == 2).await;
+            let worker = stage.worker().await;
+            wait_for("the parking", async || stage.parked().await.len() == 2).await;
+            let mut parked = stage.parked().await;
+            parked.sort();
+            assert_eq!((parked[0].0.as_str(), parked[0].2.clone()), ("broker_gave_up", Some(order.id.to_string())));
+            assert!(parked[0].1.contains("dead-lettered"), "{}", parked[0].1);
+            assert_eq!(parked[1].0, "unreadable");
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+/// `order-timeout parked …` as (exit code, standard output).
+fn parked_command(stage: &Stage, arguments: &[&str]) -> (i32, String) {
+    let (code, stdout, stderr) =
+        tokio::task::block_in_place(|| run(order_timeout(&stage.settings).arg("parked").args(arguments)));
+    assert!(matches!(code, 0 | 1), "{arguments:?} ended with {code}: {stderr}");
+    (code, stdout)
+}
+
+fn json_lines(text: &str) -> Vec<Value> {
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Parks a row as the worker would.
+async fn insert_parked(pool: &PgPool, reason: &str, body: &[u8]) -> Uuid {
+    sqlx::query_scalar("INSERT INTO parked_alarms (reason, detail, body) VALUES ($1, 'for the test', $2) RETURNING id")
+        .bind(reason)
+        .bind(body)
+        .fetch_one(pool)
+        .await
+        .unwrap()
+}
+
+#[test]
+fn parked_list_shows_what_why_and_since_when() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            assert_eq!(parked_command(&stage, &["list"]), (0, "nothing is parked\n".into()));
+            assert_eq!(parked_command(&stage, &["list", "--json"]), (0, String::new()));
+            let worker = stage.worker().await;
+            stage.publish_raw(&stage.names().due(), "due", b"\x1b[2J{", BasicProperties::default()).await;
+            wait_for("the first", async || stage.parked().await.len() == 1).await;
+            let body = alarm_json("no-uuid", "2020-01-01T00:00:00Z");
+            stage.publish_raw(&stage.names().due(), "due", &body, BasicProperties::default()).await;
+            wait_for("the second", async || stage.parked().await.len() == 2).await;
+            worker.stop().await;
+
+            let (code, output) = parked_command(&stage, &["list", "--json"]);
+            let rows = json_lines(&output);
+            assert_eq!((code, rows.len()), (0, 2));
+            assert_eq!((&rows[0]["reason"], &rows[0]["order_id"]), (&"unreadable".into(), &Value::Null));
+            assert_eq!((&rows[1]["reason"], &rows[1]["order_id"]), (&"malformed_id".into(), &"no-uuid".into()));
+            assert_eq!((&rows[1]["deadline"], &rows[1]["attempts"]), (&"2020-01-01T00:00:00.000Z".into(), &0.into()));
+            assert!(rows.iter().all(|row| row["id"].as_str().is_some_and(|id| Uuid::parse_str(id).is_ok())));
+            assert!(rows.iter().all(|row| row["age_s"].as_i64().is_some_and(|age| (0..60).contains(&age))));
+            assert!(rows[0]["detail"].as_str().unwrap().contains("not valid JSON"));
+
+            let ids = |arguments: &[&str]| -> Vec<Value> {
+                json_lines(&parked_command(&stage, arguments).1).iter().map(|row| row["id"].clone()).collect()
+            };
+            assert_eq!(ids(&["list", "--json", "--reason", "malformed_id"]), [rows[1]["id"].clone()]);
+            assert_eq!(ids(&["list", "--json", "--limit", "1"]), [rows[0]["id"].clone()]);
+
+            let (code, table) = parked_command(&stage, &["list"]);
+            assert_eq!((code, table.lines().count()), (0, 3));
+            assert!(!table.contains('\x1b'), "what came from a message does not steer the terminal");
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn parked_retry_closes_an_order_that_was_unknown_and_is_there_now() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            let order = Order { id: Uuid::now_v7(), deadline: Moment::now_by_local_clock() };
+            stage.deliver([&order]).await;
+            wait_for("the parking", async || stage.parked().await.len() == 1).await;
+            let insert = "INSERT INTO orders (id, expires_at) VALUES ($1, clock_timestamp())";
+            sqlx::query(insert).bind(order.id).execute(&stage.pool).await.unwrap();
+
+            let (code, output) = parked_command(&stage, &["retry", "--all"]);
+            assert_eq!(code, 0);
+            assert!(output.contains("1 alarm(s) selected, nothing done; add --yes"), "{output}");
+            let (code, output) = parked_command(&stage, &["retry", "--all", "--json"]);
+            assert_eq!((code, json_lines(&output)), (0, vec![serde_json::json!({ "selected": 1, "done": 0 })]));
+            assert_eq!((stage.parked().await.len(), stage.status(&order).await), (1, "unpaid".into()));
+
+            let (code, output) = parked_command(&stage, &["retry", "--all", "--yes", "--json"]);
+            assert_eq!((code, json_lines(&output)), (0, vec![serde_json::json!({ "retried": 1, "kept": [] })]));
+            wait_for("the close", async || stage.status(&order).await == "closed").await;
+            assert_eq!(stage.parked().await, []);
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn parked_retry_keeps_what_is_still_unreadable_and_says_why() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let order = stage.order(SECOND).await;
+            let readable = insert_parked(&stage.pool, "unknown_order", &order.body()).await;
+            let unreadable = insert_parked(&stage.pool, "unreadable", b"{").await;
+
+            let (code, output) = parked_command(&stage, &["retry", "--all", "--yes", "--json"]);
+            let answer = &json_lines(&output)[0];
+            assert_eq!((code, &answer["retried"]), (1, &1.into()));
+            assert_eq!(answer["kept"][0]["id"], unreadable.to_string());
+            assert!(answer["kept"][0]["why"].as_str().unwrap().contains("not valid JSON"), "{answer}");
+            let left: Vec<Uuid> =
+                sqlx::query_scalar("SELECT id FROM parked_alarms").fetch_all(&stage.pool).await.unwrap();
+            assert_eq!(left, [unreadable]);
+            assert_ne!(readable, unreadable);
+
+            let (code, output) = parked_command(&stage, &["retry", &unreadable.to_string(), "--yes"]);
+            assert_eq!(code, 1);
+            assert!(
+                output.contains("0 alarm(s) sent back") && output.contains(&format!("kept {unreadable}")),
+                "{output}"
+            );
+
+            let worker = stage.worker().await;
+            wait_for("the close of the one that was sent", async || stage.status(&order).await == "closed").await;
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn parked_drop_deletes_what_was_selected_and_nothing_else() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let mut ids = Vec::new();
+            for reason in ["unreadable", "unreadable", "too_far", "close_failed", "close_failed"] {
+                ids.push(insert_parked(&stage.pool, reason, b"{").await);
+            }
+            let left = async || stage.count("SELECT count(*) FROM parked_alarms").await;
+            let done = |(code, output): (i32, String)| {
+                assert_eq!(code, 0);
+                json_lines(&output)[0]["dropped"].as_i64().expect("a count")
+            };
+            let (code, output) = parked_command(&stage, &["drop", "--all"]);
+            assert_eq!((code, left().await), (0, 5), "a preview drops nothing: {output}");
+            assert!(output.contains("5 alarm(s) selected, nothing done"), "{output}");
+
+            let id = ids[0].to_string();
+            assert_eq!(done(parked_command(&stage, &["drop", &id, "--yes", "--json"])), 1);
+            assert_eq!(done(parked_command(&stage, &["drop", &id, "--yes", "--json"])), 0, "it is gone");
+            assert_eq!(done(parked_command(&stage, &["drop", "--reason", "close_failed", "--yes", "--json"])), 2);
+            let reasons: Vec<String> =
+                sqlx::query_scalar("SELECT reason FROM parked_alarms ORDER BY 1").fetch_all(&stage.pool).await.unwrap();
+            assert_eq!(reasons, ["too_far", "unreadable"]);
+            assert_eq!(done(parked_command(&stage, &["drop", "--all", "--yes", "--json"])), 2);
+            assert_eq!(left().await, 0);
+            stage.assert_ledger().await;
+        },
+    );
+}

@@ -1,0 +1,361 @@
+//! The publisher function: what resolves is confirmed and in a queue, whatever else happens is an error that says
+//! "not scheduled" in bounded time.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lapin::options::QueueDeleteOptions;
+use lapin::types::FieldTable;
+use order_timeout::broker::BrokerFault;
+use order_timeout::config::Lane;
+use order_timeout::confirm::NotConfirmed;
+use order_timeout::order::{Moment, OrderId};
+use order_timeout::topology::{Binding, Topology};
+use order_timeout::{NotScheduled, Publisher};
+use uuid::Uuid;
+
+use crate::support::private::Private;
+use crate::support::{Stage, on_stage, wait_for};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn fresh_id() -> OrderId {
+    OrderId::new(Uuid::now_v7().to_string()).unwrap()
+}
+
+fn ahead(delay: Duration) -> Moment {
+    Moment::now_by_local_clock() + delay
+}
+
+/// The bindings of one lane.
+fn bindings_of(stage: &Stage, lane: &str) -> Vec<Binding> {
+    let (delay, prefix) = (stage.names().delay(), format!("{lane}."));
+    let topology = Topology::new(&stage.settings);
+    topology.bindings.into_iter().filter(|b| b.exchange == delay && b.routing_key.starts_with(&prefix)).collect()
+}
+
+/// Messages in all queues of a lane.
+async fn lane_depth(stage: &Stage, lane: &str) -> usize {
+    let mut depth = 0;
+    for binding in bindings_of(stage, lane) {
+        depth += stage.depth(&binding.queue).await as usize;
+    }
+    depth
+}
+
+async fn unbind(stage: &Stage, binding: &Binding) {
+    let (queue, exchange, key) = (binding.queue.as_str(), binding.exchange.as_str(), binding.routing_key.as_str());
+    stage.channel.queue_unbind(queue.into(), exchange.into(), key.into(), FieldTable::default()).await.unwrap();
+}
+
+fn lane(name: &str) -> Lane {
+    Lane::try_from(name.to_owned()).unwrap()
+}
+
+/// Insists that an error says that nothing was scheduled, and why.
+fn assert_says(error: &NotScheduled, why: &str) {
+    let text = error.to_string();
+    assert!(text.starts_with("not scheduled: ") && text.contains(why), "{text:?} does not say {why:?}");
+}
+
+#[test]
+fn an_alarm_that_reaches_no_queue_is_not_scheduled() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let publisher = stage.publisher().await;
+            let arm = stage.names().arm();
+            stage.channel.queue_delete(arm.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+            let error = publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap_err();
+            assert_says(&error, "no queue is bound");
+            assert_says(&error, "run `order-timeout setup`");
+            // The connection is still good: what reaches a queue is scheduled.
+            publisher.schedule(fresh_id().as_str(), ahead(2 * SECOND)).await.unwrap();
+            assert_eq!(lane_depth(&stage, "2s").await + stage.depth(&stage.names().timeout()).await as usize, 1);
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn an_exchange_that_is_not_there_is_an_error_and_not_the_end_of_the_publisher() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let publisher = stage.publisher().await;
+            let delay = stage.names().delay();
+            stage.channel.exchange_delete(delay.as_str().into(), Default::default()).await.unwrap();
+            let error = publisher.schedule(fresh_id().as_str(), ahead(2 * SECOND)).await.unwrap_err();
+            assert_says(&error, "NOT_FOUND");
+            publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap();
+            assert_eq!(stage.depth(&stage.names().arm()).await, 1);
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn connecting_to_a_namespace_that_was_never_set_up_says_so() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let mut settings = stage.settings.clone();
+            settings.namespace.push_str("-elsewhere");
+            let fault = Publisher::connect(&settings).await.unwrap_err();
+            assert!(matches!(fault, BrokerFault::Refused(_)), "{fault:?}");
+            let text = fault.to_string();
+            assert!(text.contains(&settings.namespace) && text.contains("order-timeout setup"), "{text}");
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn of_many_pipelined_alarms_exactly_those_without_a_queue_are_not_scheduled() {
+    on_stage(
+        |settings| {
+            // A tolerance of a second, so that what is published last still belongs to its lane.
+            settings.delay.lead = 2 * SECOND;
+            settings.worker.hold_max = 5 * SECOND;
+            settings.delay.lanes = vec![lane("40s"), lane("90s")];
+            settings.delay.rings[1].early = Some(SECOND);
+        },
+        async |stage| {
+            for binding in bindings_of(&stage, "90s") {
+                unbind(&stage, &binding).await;
+            }
+            let publisher = stage.publisher().await;
+            let mut scheduled_before = 0;
+            for round in 0..6_usize {
+                let now = Moment::now_by_local_clock();
+                let alarms: Vec<(OrderId, Moment, bool)> = (0..2_000)
+                    .map(|index| {
+                        // Rare, then half, then most; scattered, so that neighbours differ.
+                        let bound = fastrand::usize(0..100) < [98, 50, 2][round % 3] || index == 0;
+                        let bound = bound && index != 1;
+                        (fresh_id(), now + if bound { 40 * SECOND } else { 90 * SECOND }, bound)
+                    })
+                    .collect();
+                let error = publisher
+                    .schedule_all(alarms.iter().map(|(id, deadline, _)| (id.clone(), *deadline)))
+                    .await
+                    .expect_err("some of them reach no queue");
+                let unroutable: BTreeSet<&OrderId> = alarms.iter().filter(|a| !a.2).map(|a| &a.0).collect();
+                let failed: BTreeSet<&OrderId> = error.failed.iter().map(|(id, _)| id).collect();
+                assert_eq!(failed, unroutable, "exactly the unroutable ones");
+                assert_eq!(error.failed.len(), unroutable.len(), "each of them once");
+                assert_eq!(error.scheduled, 2_000 - unroutable.len());
+                for (_, why) in &error.failed {
+                    assert!(matches!(why, NotScheduled::NotConfirmed(NotConfirmed::Unroutable(_))), "{why}");
+                }
+                let text = error.to_string();
+                assert!(text.starts_with(&format!("{} of 2000 alarms not scheduled", unroutable.len())), "{text}");
+                scheduled_before += error.scheduled;
+                let all_there = async || lane_depth(&stage, "40s").await == scheduled_before;
+                wait_for("what is said to be scheduled is in the queues", all_there).await;
+            }
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn a_bad_order_id_or_deadline_is_refused_before_it_travels() {
+    on_stage(
+        |settings| settings.delay.max_delay = 3_600 * SECOND,
+        async |stage| {
+            let publisher = stage.publisher().await;
+            let minute = ahead(60 * SECOND);
+            assert_says(&publisher.schedule("", minute).await.unwrap_err(), "the order id is empty");
+            assert_says(&publisher.schedule("x".repeat(201), minute).await.unwrap_err(), "201 bytes");
+            assert_says(&publisher.schedule("a\nb", minute).await.unwrap_err(), "control character");
+            let error = publisher.schedule("1", ahead(3_601 * SECOND)).await.unwrap_err();
+            assert_eq!(error, NotScheduled::TooFar);
+            assert_says(&error, "delay.max_delay");
+            let far = publisher.schedule("1", Moment::from_unix_micros(i64::MAX)).await.unwrap_err();
+            assert_eq!(far, NotScheduled::TooFar);
+
+            // Among others it is the only one that fails.
+            let (bad, good) = (fresh_id(), fresh_id());
+            let alarms = [(good, minute), (bad.clone(), ahead(7_200 * SECOND))];
+            let error = publisher.schedule_all(alarms).await.unwrap_err();
+            assert_eq!((error.scheduled, error.failed), (1, vec![(bad, NotScheduled::TooFar)]));
+            assert_eq!(stage.depth(&stage.names().arm()).await, 1);
+            assert_eq!(publisher.schedule_all(Vec::<(OrderId, Moment)>::new()).await, Ok(0));
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn a_deadline_in_the_past_is_scheduled_and_closed_at_once() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let publisher = stage.publisher().await;
+            let order = stage.order(Duration::ZERO).await;
+            publisher.schedule(order.id.to_string(), order.deadline - 60 * SECOND).await.unwrap();
+            let worker = stage.worker().await;
+            wait_for("the close", async || stage.status(&order).await == "closed").await;
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn a_hundred_tasks_schedule_at_once_and_every_alarm_is_in_a_queue() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let publisher = stage.publisher().await;
+            let tasks: Vec<_> = (0..100)
+                .map(|_| {
+                    let publisher = publisher.clone();
+                    tokio::spawn(async move { publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await })
+                })
+                .collect();
+            for task in tasks {
+                task.await.unwrap().unwrap();
+            }
+            wait_for("all in the inbox", async || stage.depth(&stage.names().arm()).await == 100).await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn a_lane_never_copies() {
+    on_stage(
+        |settings| {
+            settings.delay.lanes = vec![lane("40s")];
+            settings.delay.lane_shards = 4;
+            settings.delay.lead = 2 * SECOND;
+            settings.worker.hold_max = 5 * SECOND;
+        },
+        async |stage| {
+            let publisher = stage.publisher().await;
+            let deadline = ahead(40 * SECOND);
+            let count = publisher.schedule_all((0..1_000).map(|_| (fresh_id(), deadline))).await.unwrap();
+            assert_eq!(count, 1_000);
+            wait_for("all in the lane", async || lane_depth(&stage, "40s").await == 1_000).await;
+            for binding in bindings_of(&stage, "40s") {
+                let depth = stage.depth(&binding.queue).await;
+                assert!((150..350).contains(&depth), "{depth} of 1 000 in {}, one of four", binding.queue);
+            }
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+/// How long a publisher may take to say that something was not scheduled.
+fn bound(stage: &Stage) -> Duration {
+    stage.settings.amqp.connect_timeout + stage.settings.amqp.confirm_timeout + 2 * SECOND
+}
+
+#[test]
+fn a_broker_that_refuses_or_blocks_is_an_error_that_nothing_was_scheduled() {
+    let broker = Arc::new(Private::broker(&[]));
+    let url = broker.url.clone();
+    // The stage is cleared away before this one ends.
+    let _outlives = broker.clone();
+    on_stage(
+        |settings| {
+            settings.amqp.url = url.into();
+            settings.amqp.connect_timeout = 2 * SECOND;
+            settings.amqp.confirm_timeout = 2 * SECOND;
+            settings.delay.lanes = vec![lane("40s")];
+            settings.delay.lane_shards = 1;
+            settings.delay.lead = 2 * SECOND;
+            settings.worker.hold_max = 5 * SECOND;
+        },
+        async move |stage| {
+            let ctl = |arguments: &[&str]| tokio::task::block_in_place(|| broker.ctl(arguments));
+            let publisher = stage.publisher().await;
+            refuse(&stage, &publisher, &ctl).await;
+            block(&stage, &publisher, &ctl).await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+/// A full lane answers with a nack; what was not nacked is in it.
+async fn refuse(stage: &Stage, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> String) {
+    let pattern = format!("^{}\\.delay\\.", stage.settings.namespace);
+    ctl(&["set_policy", "full", &pattern, r#"{"max-length": 20}"#, "--apply-to", "queues"]);
+    let mut scheduled = 0;
+    let mut refused = 0;
+    let began = Instant::now();
+    while refused < 20 {
+        assert!(began.elapsed() < 30 * SECOND, "{scheduled} scheduled in a lane of 20, {refused} refused");
+        match publisher.schedule(fresh_id().as_str(), ahead(40 * SECOND)).await {
+            Ok(()) => scheduled += 1,
+            Err(error) => {
+                assert_eq!(error, NotScheduled::NotConfirmed(NotConfirmed::Nacked));
+                assert_says(&error, "refused the message (nack)");
+                refused += 1;
+            }
+        }
+    }
+    assert!(scheduled >= 20, "{scheduled}");
+    let deadline = ahead(40 * SECOND);
+    let more = publisher.schedule_all((0..200).map(|_| (fresh_id(), deadline))).await;
+    let error = more.expect_err("the lane is full");
+    assert!(error.failed.iter().all(|(_, why)| *why == NotScheduled::NotConfirmed(NotConfirmed::Nacked)), "{error}");
+    let safe = scheduled + error.scheduled;
+    wait_for("what was confirmed, and nothing else", async || lane_depth(stage, "40s").await == safe).await;
+    // As soon as the lane runs empty it takes alarms again, on the same connection.
+    for binding in bindings_of(stage, "40s") {
+        stage.channel.queue_purge(binding.queue.as_str().into(), Default::default()).await.unwrap();
+    }
+    let works_again = async || publisher.schedule(fresh_id().as_str(), ahead(40 * SECOND)).await.is_ok();
+    wait_for("the lane taking alarms again", works_again).await;
+}
+
+/// A broker short of memory stops reading from publishers.
+async fn block(stage: &Stage, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> String) {
+    let before = stage.depth(&stage.names().arm()).await;
+    ctl(&["set_vm_memory_high_watermark", "0.000001"]);
+    // One alone, one after the other, many at once, many in one call: all in bounded time.
+    for _ in 0..3 {
+        assert_fails_in_time(stage, publisher).await;
+    }
+    let together = Instant::now();
+    let tasks: Vec<_> = (0..50)
+        .map(|_| {
+            let publisher = publisher.clone();
+            tokio::spawn(async move { publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await })
+        })
+        .collect();
+    for task in tasks {
+        assert_says(&task.await.unwrap().unwrap_err(), "");
+    }
+    assert!(together.elapsed() <= bound(stage), "fifty took {:?}", together.elapsed());
+    let deadline = ahead(600 * SECOND);
+    let began = Instant::now();
+    let error = publisher.schedule_all((0..500).map(|_| (fresh_id(), deadline))).await.unwrap_err();
+    assert!(began.elapsed() <= bound(stage), "schedule_all took {:?}", began.elapsed());
+    assert_eq!((error.scheduled, error.failed.len()), (0, 500));
+    // A publisher that starts now is no better off, and hangs no more than the others.
+    let began = Instant::now();
+    if let Ok(late) = Publisher::connect(&stage.settings).await {
+        assert_says(&late.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.unwrap_err(), "");
+    }
+    assert!(began.elapsed() <= 2 * bound(stage), "a new publisher took {:?}", began.elapsed());
+
+    ctl(&["set_vm_memory_high_watermark", "0.6"]);
+    wait_for("scheduling again", async || publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.is_ok())
+        .await;
+    assert!(stage.depth(&stage.names().arm()).await > before);
+}
+
+async fn assert_fails_in_time(stage: &Stage, publisher: &Publisher) {
+    let began = Instant::now();
+    let answer = tokio::time::timeout(60 * SECOND, publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND))).await;
+    let error = answer.expect("an answer at all").expect_err("a blocked broker confirms nothing");
+    assert!(began.elapsed() <= bound(stage), "took {:?}: {error}", began.elapsed());
+    assert!(matches!(error, NotScheduled::NotConfirmed(NotConfirmed::Blocked | NotConfirmed::TimedOut(_))), "{error}");
+    assert_says(&error, "");
+}

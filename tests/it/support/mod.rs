@@ -1,0 +1,395 @@
+//! What every test stands on: a stage of its own (database and namespace, removed afterwards), orders on it, workers
+//! that run in this process or as real ones, and waiting for a condition with a deadline.
+//!
+//! No mocks, no sleeping and hoping. A stage is removed even if its test panics.
+
+pub mod private;
+pub mod process;
+pub mod skip;
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lapin::options::{
+    BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeleteOptions, QueueDeclareOptions,
+    QueueDeleteOptions,
+};
+use lapin::types::FieldTable;
+use lapin::{BasicProperties, Channel, Connection};
+use order_timeout::config::{Lane, RingSettings, Strategy};
+use order_timeout::message::TimeoutDue;
+use order_timeout::order::{Moment, OrderId};
+use order_timeout::topology::{DUE_KEY, Names, Topology};
+use order_timeout::worker::Worker;
+use order_timeout::{Publisher, Settings, broker, database};
+use secrecy::{ExposeSecret, SecretString};
+use sqlx::{AssertSqlSafe, PgPool, Row};
+use time::OffsetDateTime;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+/// Long enough for the slowest machine; a test that waits this long has failed.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A database, a namespace, and the settings that name them.
+pub struct Stage {
+    pub settings: Settings,
+    pub pool: PgPool,
+    pub broker: Connection,
+    pub channel: Channel,
+}
+
+/// Runs a test on a stage of its own. `adjust` changes the settings before anything is created.
+pub fn on_stage<T, F>(adjust: impl FnOnce(&mut Settings), test: T)
+where
+    T: FnOnce(Arc<Stage>) -> F,
+    F: Future<Output = ()> + Send + 'static,
+{
+    let mut settings = small_settings();
+    adjust(&mut settings);
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async {
+        let stage = Arc::new(Stage::build(settings).await);
+        // In a task of its own, so that a panic ends the test and not the clearing away.
+        let outcome = tokio::spawn(test(stage.clone())).await;
+        stage.clear_away().await;
+        if let Err(error) = outcome {
+            std::panic::resume_unwind(error.into_panic());
+        }
+    });
+}
+
+/// Settings for a test: the addresses from the environment, a namespace and a database of its own, one lane of two
+/// seconds, a short lead and small rings, so that every step of the flow happens within seconds.
+pub fn small_settings() -> Settings {
+    let mut settings = Settings::load(None, &[]).expect("the environment's settings are valid");
+    let name = format!("t{}", &Uuid::now_v7().simple().to_string()[..]);
+    settings.namespace = name.clone();
+    settings.database.url = settings.database.url_of(&format!("order_timeout_{name}"));
+    settings.delay.lanes = vec![Lane::try_from("2s".to_owned()).unwrap()];
+    settings.delay.lane_shards = 2;
+    settings.delay.lead = Duration::from_millis(500);
+    settings.delay.rings = vec![
+        RingSettings { unit: Duration::from_secs(1), slots: 12, early: None },
+        RingSettings { unit: Duration::from_secs(5), slots: 12, early: Some(Duration::from_secs(1)) },
+    ];
+    settings.worker.hold_max = Duration::from_millis(3_500);
+    settings.retry.missing_for = Duration::from_secs(2);
+    settings.retry.max_attempts = 1;
+    settings.worker.shutdown_grace = Duration::from_secs(10);
+    settings.validate().expect("the tests' settings are valid");
+    settings
+}
+
+/// The address with some of its parts replaced: user and password, host and port, and what follows the slash.
+pub fn with_parts(url: &SecretString, user: Option<&str>, place: Option<&str>, path: Option<&str>) -> SecretString {
+    let (scheme, rest) = url.expose_secret().split_once("://").expect("an address");
+    let (authority, old_path) = rest.split_once('/').unwrap_or((rest, ""));
+    let (old_user, old_place) = authority.rsplit_once('@').unwrap_or(("guest:guest", authority));
+    let (user, place, path) = (user.unwrap_or(old_user), place.unwrap_or(old_place), path.unwrap_or(old_path));
+    format!("{scheme}://{user}@{place}/{path}").into()
+}
+
+fn database_name(settings: &Settings) -> String {
+    format!("order_timeout_{}", settings.namespace)
+}
+
+/// A pool on the server's own database, for creating and dropping others.
+async fn server_pool() -> PgPool {
+    let settings = Settings::load(None, &[]).unwrap();
+    PgPool::connect(settings.database.url.expose_secret()).await.expect("the database answers; run scripts/services")
+}
+
+impl Stage {
+    async fn build(settings: Settings) -> Self {
+        // First, so that a broker that does not answer leaves no database behind.
+        let broker = broker::connect(&settings.amqp, "test").await.expect("the broker answers; run scripts/services");
+        let server = server_pool().await;
+        let create = format!("CREATE DATABASE {}", database_name(&settings));
+        sqlx::query(AssertSqlSafe(create)).execute(&server).await.expect("a database of the test's own");
+        let pool = PgPool::connect(settings.database.url.expose_secret()).await.unwrap();
+        database::migrate(&pool).await.unwrap();
+        if settings.delay.strategy == Strategy::DeadLetter {
+            Topology::new(&settings).declare(&broker).await.unwrap();
+        }
+        let channel = broker.create_channel().await.unwrap();
+        channel.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
+        let stage = Self { settings, pool, broker, channel };
+        stage.stock("article", 1_000_000).await;
+        stage
+    }
+
+    async fn clear_away(&self) {
+        self.pool.close().await;
+        let server = server_pool().await;
+        let drop = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", database_name(&self.settings));
+        sqlx::query(AssertSqlSafe(drop)).execute(&server).await.unwrap();
+        // On a connection of its own: the test may have lost the stage's.
+        let connection = broker::connect(&self.settings.amqp, "test clearing away").await.unwrap();
+        let channel = connection.create_channel().await.unwrap();
+        let topology = Topology::new(&self.settings);
+        for queue in &topology.queues {
+            channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        }
+        for exchange in &topology.exchanges {
+            channel.exchange_delete(exchange.name.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
+        }
+        broker::close(&connection, Duration::from_secs(2)).await;
+    }
+
+    /// The same stage over a connection that is new: for tests that take the broker away.
+    pub async fn reconnected(&self) -> Self {
+        let broker = broker::connect(&self.settings.amqp, "test").await.unwrap();
+        let channel = broker.create_channel().await.unwrap();
+        channel.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
+        Self { settings: self.settings.clone(), pool: self.pool.clone(), broker, channel }
+    }
+
+    pub fn names(&self) -> Names {
+        Names::new(&self.settings.namespace)
+    }
+
+    pub async fn publisher(&self) -> Publisher {
+        Publisher::connect(&self.settings).await.unwrap()
+    }
+
+    /// Starts a worker in this process.
+    pub async fn worker(&self) -> RunningWorker {
+        RunningWorker::start(self.settings.clone()).await
+    }
+
+    pub async fn stock(&self, article: &str, available: i64) {
+        sqlx::query("INSERT INTO stock (article_id, available) VALUES ($1, $2)")
+            .bind(article)
+            .bind(available)
+            .execute(&self.pool)
+            .await
+            .unwrap();
+    }
+
+    /// Creates unpaid orders of one article each, all due after this delay by the database's clock.
+    pub async fn orders(&self, count: usize, delay: Duration) -> Vec<Order> {
+        self.orders_of("article", count, delay).await
+    }
+
+    pub async fn orders_of(&self, article: &str, count: usize, delay: Duration) -> Vec<Order> {
+        let ids: Vec<Uuid> = (0..count).map(|_| Uuid::now_v7()).collect();
+        let mut transaction = self.pool.begin().await.unwrap();
+        sqlx::query("UPDATE stock SET available = available - $2, reserved = reserved + $2 WHERE article_id = $1")
+            .bind(article)
+            .bind(i64::try_from(count).unwrap())
+            .execute(&mut *transaction)
+            .await
+            .unwrap();
+        let rows = sqlx::query(
+            "INSERT INTO orders (id, expires_at) SELECT id, clock_timestamp() + make_interval(secs => $2)
+             FROM unnest($1::uuid[]) AS id RETURNING id, expires_at",
+        )
+        .bind(&ids)
+        .bind(delay.as_secs_f64())
+        .fetch_all(&mut *transaction)
+        .await
+        .unwrap();
+        sqlx::query(
+            "INSERT INTO order_items (order_id, article_id, quantity) SELECT id, $2, 1 FROM unnest($1::uuid[]) AS id",
+        )
+        .bind(&ids)
+        .bind(article)
+        .execute(&mut *transaction)
+        .await
+        .unwrap();
+        transaction.commit().await.unwrap();
+        rows.iter()
+            .map(|row| {
+                let expires_at: OffsetDateTime = row.get("expires_at");
+                Order { id: row.get("id"), deadline: database::moment(expires_at) }
+            })
+            .collect()
+    }
+
+    pub async fn order(&self, delay: Duration) -> Order {
+        self.orders(1, delay).await.remove(0)
+    }
+
+    /// Pays as a shop should: guarded by the status. Returns whether the payment won.
+    pub async fn pay(&self, order: &Order) -> bool {
+        let mut transaction = self.pool.begin().await.unwrap();
+        let paid = sqlx::query(
+            "UPDATE orders SET status = 'paid', paid_at = clock_timestamp() WHERE id = $1 AND status = 'unpaid'",
+        )
+        .bind(order.id)
+        .execute(&mut *transaction)
+        .await
+        .unwrap()
+        .rows_affected();
+        if paid == 1 {
+            sqlx::query("UPDATE stock s SET reserved = reserved - i.quantity FROM order_items i WHERE i.order_id = $1 AND i.article_id = s.article_id")
+                .bind(order.id)
+                .execute(&mut *transaction)
+                .await
+                .unwrap();
+        }
+        transaction.commit().await.unwrap();
+        paid == 1
+    }
+
+    pub async fn status(&self, order: &Order) -> String {
+        sqlx::query_scalar("SELECT status::text FROM orders WHERE id = $1")
+            .bind(order.id)
+            .fetch_one(&self.pool)
+            .await
+            .unwrap()
+    }
+
+    /// Runs a query for one number.
+    pub async fn count(&self, sql: &'static str) -> i64 {
+        sqlx::query_scalar(sql).fetch_one(&self.pool).await.unwrap()
+    }
+
+    pub async fn closed(&self) -> i64 {
+        self.count("SELECT count(*) FROM orders WHERE status = 'closed'").await
+    }
+
+    /// The promises that hold after every test, whatever it did: nobody closed twice, early, or after paying; stock
+    /// adds up.
+    pub async fn assert_ledger(&self) {
+        let twice = self.count("SELECT count(*) FROM (SELECT order_id FROM order_events WHERE event = 'closed' GROUP BY 1 HAVING count(*) > 1) x").await;
+        assert_eq!(twice, 0, "closed twice");
+        let early = self.count("SELECT count(*) FROM orders WHERE closed_at < expires_at").await;
+        assert_eq!(early, 0, "closed early");
+        let paid_closed = self.count("SELECT count(*) FROM orders o JOIN order_events e ON e.order_id = o.id WHERE o.status = 'paid' AND e.event = 'closed'").await;
+        assert_eq!(paid_closed, 0, "paid and closed");
+        let reserved = self.count("SELECT coalesce(sum(reserved), 0)::bigint FROM stock").await;
+        let promised = self
+            .count("SELECT coalesce(sum(quantity), 0)::bigint FROM order_items i JOIN orders o ON o.id = i.order_id WHERE o.status IN ('unpaid', 'closing')")
+            .await;
+        assert_eq!(reserved, promised, "reserved stock is what unpaid orders hold");
+    }
+
+    /// Parked alarms as (reason, detail, order id).
+    pub async fn parked(&self) -> Vec<(String, String, Option<String>)> {
+        sqlx::query_as("SELECT reason, detail, order_id FROM parked_alarms ORDER BY parked_at, id")
+            .fetch_all(&self.pool)
+            .await
+            .unwrap()
+    }
+
+    /// Publishes as a foreign program would.
+    pub async fn publish_raw(&self, exchange: &str, routing_key: &str, body: &[u8], properties: BasicProperties) {
+        let options = BasicPublishOptions { mandatory: true, ..Default::default() };
+        let confirm =
+            self.channel.basic_publish(exchange.into(), routing_key.into(), options, body, properties).await.unwrap();
+        let confirmation = confirm.await.unwrap();
+        assert!(confirmation.is_ack() && confirmation.take_message().is_none(), "not routed");
+    }
+
+    /// Puts alarms straight into the processing queue, as a lane or a slot does that lets go of them now.
+    pub async fn deliver<'a>(&self, orders: impl IntoIterator<Item = &'a Order>) {
+        let (due, mut confirms) = (self.names().due(), Vec::new());
+        for order in orders {
+            let options = BasicPublishOptions { mandatory: true, ..Default::default() };
+            let (body, properties) = (order.body(), BasicProperties::default().with_delivery_mode(2));
+            let sent = self.channel.basic_publish(due.as_str().into(), DUE_KEY.into(), options, &body, properties);
+            confirms.push(sent.await.unwrap());
+        }
+        for confirm in confirms {
+            let confirmation = confirm.await.unwrap();
+            assert!(confirmation.is_ack() && confirmation.take_message().is_none(), "not routed");
+        }
+    }
+
+    /// Insists that every delivery was acknowledged: nothing is left where the worker consumes. Ask after it stopped.
+    pub async fn assert_drained(&self) {
+        for queue in [self.names().timeout(), self.names().arm(), self.names().parked()] {
+            assert_eq!(self.take_out(&queue).await, 0, "messages left in {queue}");
+        }
+    }
+
+    /// Empties a queue and counts. What a closed consumer gave back counts too, even if the queue is still about to
+    /// take it back: a marker is published behind it, and everything up to the marker is taken out.
+    pub async fn take_out(&self, queue: &str) -> usize {
+        const MARKER: &[u8] = b"marker";
+        self.publish_raw("", queue, MARKER, BasicProperties::default()).await;
+        let mut taken = 0;
+        loop {
+            let next = self.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.unwrap();
+            match next {
+                Some(message) if message.delivery.data == MARKER => return taken,
+                Some(_) => taken += 1,
+                None => panic!("somebody else consumes {queue}"),
+            }
+        }
+    }
+
+    /// Messages ready in a queue.
+    pub async fn depth(&self, queue: &str) -> u32 {
+        // A channel of its own: a queue that is not there closes it.
+        let channel = self.broker.create_channel().await.unwrap();
+        let options = QueueDeclareOptions { passive: true, ..Default::default() };
+        channel.queue_declare(queue.into(), options, FieldTable::default()).await.unwrap().message_count()
+    }
+
+    /// Lateness of every closed order in milliseconds, sorted.
+    pub async fn lateness_ms(&self) -> Vec<f64> {
+        sqlx::query_scalar(
+            "SELECT (extract(epoch FROM closed_at - expires_at) * 1000)::float8 FROM orders WHERE status = 'closed' ORDER BY 1",
+        )
+        .fetch_all(&self.pool)
+        .await
+        .unwrap()
+    }
+}
+
+/// An order as its shop knows it.
+#[derive(Debug, Clone, Copy)]
+pub struct Order {
+    pub id: Uuid,
+    pub deadline: Moment,
+}
+
+impl Order {
+    pub fn order_id(&self) -> OrderId {
+        OrderId::new(self.id.to_string()).unwrap()
+    }
+
+    /// The body of its alarm.
+    pub fn body(&self) -> Vec<u8> {
+        TimeoutDue { order_id: self.order_id(), deadline: self.deadline }.to_bytes()
+    }
+}
+
+/// A worker in this process.
+pub struct RunningWorker {
+    stop: CancellationToken,
+    running: JoinHandle<bool>,
+}
+
+impl RunningWorker {
+    pub async fn start(settings: Settings) -> Self {
+        let worker = Worker::start(settings).await.unwrap();
+        let stop = CancellationToken::new();
+        Self { running: tokio::spawn(worker.run(stop.clone())), stop }
+    }
+
+    /// Stops it as SIGTERM would, and insists that it finished in time.
+    pub async fn stop(self) {
+        self.stop.cancel();
+        assert!(self.running.await.unwrap(), "the worker did not drain within its grace");
+    }
+}
+
+/// Waits until `condition` holds, asking again and again; panics with `what` when patience runs out.
+pub async fn wait_for<F: Future<Output = bool>>(what: &str, condition: impl FnMut() -> F) {
+    wait_within(PATIENCE, what, condition).await;
+}
+
+/// [`wait_for`] with a patience of its own.
+pub async fn wait_within<F: Future<Output = bool>>(patience: Duration, what: &str, mut condition: impl FnMut() -> F) {
+    let began = Instant::now();
+    while !condition().await {
+        assert!(began.elapsed() < patience, "waited {patience:?} in vain for: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}

@@ -1,0 +1,112 @@
+//! The real binary as a child process: for command-line tests, and for workers that are really killed.
+
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use order_timeout::Settings;
+use secrecy::ExposeSecret;
+
+/// The binary with a clean environment: nothing but what the settings of a stage say.
+pub fn order_timeout(settings: &Settings) -> Command {
+    let mut command = bare();
+    command.args(stage_arguments(settings));
+    command.env("ORDER_TIMEOUT__AMQP__URL", settings.amqp.url.expose_secret());
+    command.env("ORDER_TIMEOUT__DATABASE__URL", settings.database.url.expose_secret());
+    command
+}
+
+/// The binary without any setting.
+pub fn bare() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_order-timeout"));
+    for (key, _) in std::env::vars_os() {
+        let key = key.to_string_lossy().into_owned();
+        if key.starts_with("ORDER_TIMEOUT") || key == "DATABASE_URL" {
+            command.env_remove(key);
+        }
+    }
+    command
+}
+
+/// The settings of a test's stage as `--set` arguments; its rings cannot be said on a command line, so they go into a
+/// file beneath the build directory.
+fn stage_arguments(settings: &Settings) -> Vec<String> {
+    let millis = |duration: Duration| format!("{}ms", duration.as_millis());
+    let rings: Vec<String> = settings
+        .delay
+        .rings
+        .iter()
+        .map(|ring| {
+            let early = ring.early.map_or_else(String::new, |early| format!(", early = \"{}\"", millis(early)));
+            format!("{{ unit = \"{}\", slots = {}{early} }}", millis(ring.unit), ring.slots)
+        })
+        .collect();
+    let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}.toml", settings.namespace));
+    std::fs::write(&file, format!("[delay]\nrings = [{}]\n", rings.join(", "))).unwrap();
+    let lanes: Vec<&str> = settings.delay.lanes.iter().map(|lane| lane.name.as_str()).collect();
+    let mut arguments = vec!["--config".to_owned(), file.display().to_string()];
+    for (key, value) in [
+        ("namespace", settings.namespace.clone()),
+        ("delay.lanes", lanes.join(",")),
+        ("delay.lane_shards", settings.delay.lane_shards.to_string()),
+        ("delay.lead", millis(settings.delay.lead)),
+        ("worker.hold_max", millis(settings.worker.hold_max)),
+        ("worker.shutdown_grace", millis(settings.worker.shutdown_grace)),
+        ("retry.missing_for", millis(settings.retry.missing_for)),
+        ("retry.max_attempts", settings.retry.max_attempts.to_string()),
+    ] {
+        arguments.extend(["--set".to_owned(), format!("{key}={value}")]);
+    }
+    arguments
+}
+
+/// A command's output as (exit code, standard output, standard error).
+pub fn run(command: &mut Command) -> (i32, String, String) {
+    let Output { status, stdout, stderr } = command.output().expect("the binary runs");
+    (
+        status.code().unwrap_or(-1),
+        String::from_utf8_lossy(&stdout).into_owned(),
+        String::from_utf8_lossy(&stderr).into_owned(),
+    )
+}
+
+/// A worker as a process of its own. Killed when dropped.
+pub struct WorkerProcess {
+    child: Child,
+}
+
+impl WorkerProcess {
+    pub fn start(settings: &Settings) -> Self {
+        let mut command = order_timeout(settings);
+        command.arg("worker").stdout(Stdio::null()).stderr(Stdio::null());
+        Self { child: command.spawn().expect("the worker starts") }
+    }
+
+    /// kill -9.
+    pub fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// SIGTERM; returns the exit code.
+    pub fn terminate(mut self, patience: Duration) -> i32 {
+        let pid = i32::try_from(self.child.id()).unwrap();
+        // SAFETY: a plain system call on a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(pid, libc::SIGTERM) }, 0);
+        let began = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code().unwrap_or(-1);
+            }
+            assert!(began.elapsed() < patience, "the worker did not end within {patience:?} of SIGTERM");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Drop for WorkerProcess {
+    fn drop(&mut self) {
+        // Gone already in most tests.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,413 @@
+//! The code is as docs/ARCHITECTURE.md says: rooms with doors where the doors are, files that say what they are for,
+//! settings that are all documented, and references that lead somewhere.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use order_timeout::Settings;
+use order_timeout::config::DEFAULTS;
+use regex::Regex;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Every file of the repository that is text, as (path from the root, contents), by path.
+fn files() -> BTreeMap<String, String> {
+    let mut files = BTreeMap::new();
+    let mut directories = vec![root().to_path_buf()];
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned();
+            if path.is_dir() {
+                // Built, or git's own.
+                if !["target", ".git"].contains(&name.as_str()) {
+                    directories.push(path);
+                }
+            } else if let Ok(text) = std::fs::read_to_string(&path) {
+                files.insert(name, text);
+            }
+        }
+    }
+    assert!(files.contains_key("src/lib.rs"));
+    files
+}
+
+/// The files below these folders with this ending.
+fn sources(folders: &[&str], ending: &str) -> BTreeMap<String, String> {
+    let is_below = |path: &String| folders.iter().any(|folder| path.starts_with(&format!("{folder}/")));
+    let found: BTreeMap<_, _> =
+        files().into_iter().filter(|(path, _)| is_below(path) && path.ends_with(ending)).collect();
+    assert!(!found.is_empty());
+    found
+}
+
+/// Rust without its comments. Cuts a line at `//` even inside a string, so what follows an address is not looked at.
+fn code(text: &str) -> String {
+    text.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n")
+}
+
+/// Where a name stands in the code of src/: the paths, without "src/".
+fn users_of(pattern: &str) -> BTreeSet<String> {
+    let pattern = Regex::new(pattern).unwrap();
+    let users = sources(&["src"], ".rs").into_iter().filter(|(_, text)| pattern.is_match(&code(text)));
+    users.map(|(path, _)| path.trim_start_matches("src/").to_owned()).collect()
+}
+
+fn set(names: &[&str]) -> BTreeSet<String> {
+    names.iter().map(|name| (*name).to_owned()).collect()
+}
+
+/// Rooms whose decisions and arithmetic must be testable without a server and without waiting.
+const PURE: [&str; 8] =
+    ["order.rs", "message.rs", "alarm.rs", "wheel.rs", "hold.rs", "desk.rs", "clock.rs", "schedule/lane.rs"];
+
+#[test]
+fn every_rust_file_says_first_what_it_is_for() {
+    for (path, text) in sources(&["src", "tests", "examples", "benches", "scripts"], ".rs") {
+        let first = text.lines().next().unwrap_or_default();
+        assert!(
+            first.len() > "//! x".len() && first.starts_with("//! "),
+            "{path} opens with {first:?}; say with //! what it is for"
+        );
+    }
+}
+
+#[test]
+fn every_other_file_with_comments_opens_with_one() {
+    let mut checked = 0;
+    for (path, text) in files() {
+        let comment = match path.rsplit(['.', '/']).next().unwrap() {
+            "sql" => "-- ",
+            "yml" | "conf" | "Dockerfile" => "# ",
+            "config" | "enabled_plugins" => "%% ",
+            _ if path == "config/default.toml" => "# ",
+            _ if text.starts_with("#!") => "# ",
+            _ => continue,
+        };
+        let first = text.lines().find(|line| !line.starts_with("#!")).unwrap_or_default();
+        assert!(first.starts_with(comment), "{path} opens with {first:?}; say with {comment:?} what it is for");
+        checked += 1;
+    }
+    assert!(checked > 12, "only {checked} files looked at");
+}
+
+#[test]
+fn lapin_stays_in_its_rooms() {
+    let rooms =
+        ["broker.rs", "config.rs", "confirm.rs", "deliver/mod.rs", "envelope.rs", "schedule/mod.rs", "topology.rs"];
+    assert_eq!(
+        users_of(r"\blapin::|\buse lapin\b"),
+        set(&rooms),
+        "only these may speak AMQP; see docs/ARCHITECTURE.md, \"The map\""
+    );
+}
+
+#[test]
+fn sqlx_stays_in_its_rooms() {
+    let rooms = ["announce.rs", "cli/parked.rs", "close.rs", "config.rs", "database.rs", "park.rs", "worker.rs"];
+    assert_eq!(
+        users_of(r"\bsqlx::|\buse sqlx\b"),
+        set(&rooms),
+        "only these may speak SQL; see docs/ARCHITECTURE.md, \"The map\""
+    );
+}
+
+#[test]
+fn settings_use_the_clients_for_their_addresses_alone() {
+    let text = code(&files()["src/config.rs"]);
+    let used: BTreeSet<_> = Regex::new(r"\b(?:lapin|sqlx)::[\w:]+")
+        .unwrap()
+        .find_iter(&text)
+        .map(|found| found.as_str().to_owned())
+        .collect();
+    assert_eq!(used, set(&["lapin::uri::AMQPUri", "sqlx::postgres::PgConnectOptions"]), "no I/O after loading");
+}
+
+#[test]
+fn pure_rooms_do_no_io() {
+    let forbidden = users_of(
+        r"\b(?:lapin|sqlx|tokio|tokio_util|tracing)::|\bstd::(?:fs|net|io|env|process|thread)\b|\basync\b|\.await\b|\be?print(?:ln)?!",
+    );
+    let impure: Vec<_> = PURE.iter().filter(|room| forbidden.contains(**room)).collect();
+    assert_eq!(impure, Vec::<&&str>::new(), "these rooms do no I/O; see docs/ARCHITECTURE.md, \"Invariants\"");
+    for room in PURE {
+        assert!(root().join("src").join(room).is_file(), "src/{room} is no more");
+    }
+}
+
+#[test]
+fn the_local_wall_clock_is_read_by_publishers_alone() {
+    assert_eq!(
+        users_of(r"\bSystemTime::now\b|\bnow_utc\b|\bnow_local\b"),
+        set(&["order.rs"]),
+        "one door to the local clock"
+    );
+    assert_eq!(
+        users_of(r"\bnow_by_local_clock\b"),
+        set(&["order.rs", "schedule/mod.rs", "cli/schedule.rs", "cli/parked.rs"]),
+        "the worker goes by the database's clock: its own may be wrong, and would close orders early"
+    );
+}
+
+#[test]
+fn steps_do_not_import_one_another() {
+    let steps = ["schedule", "arm", "deliver", "hold", "close", "announce", "park"];
+    // `crate::close::…`, `crate::close;`, and the first names inside `crate::{…}`.
+    let single = Regex::new(r"\bcrate::(\w+)").unwrap();
+    let group = Regex::new(r"\bcrate::\{([^;]*)\};").unwrap();
+    let names = Regex::new(r"(?:^|,)\s*(\w+)").unwrap();
+    let mut looked_at = BTreeSet::new();
+    for (path, text) in sources(&["src"], ".rs") {
+        let own = path.trim_start_matches("src/").split(['/', '.']).next().unwrap().to_owned();
+        if !steps.contains(&own.as_str()) {
+            continue;
+        }
+        let text = code(&text);
+        let grouped: Vec<String> = group.captures_iter(&text).map(|found| outermost(&found[1])).collect();
+        let imported = single.captures_iter(&text).map(|found| found[1].to_owned());
+        let imported =
+            imported.chain(grouped.iter().flat_map(|list| names.captures_iter(list).map(|found| found[1].to_owned())));
+        for other in imported {
+            assert!(
+                other == own || !steps.contains(&other.as_str()),
+                "{path} uses {other}: steps do not import one another, worker.rs joins them"
+            );
+        }
+        // From a file directly in src/, `super` is the crate.
+        if path.matches('/').count() == 1 {
+            for step in steps.iter().filter(|step| **step != own) {
+                assert!(
+                    !text.contains(&format!("super::{step}::")),
+                    "{path} uses {step}: steps do not import one another"
+                );
+            }
+        }
+        looked_at.insert(own);
+    }
+    assert_eq!(looked_at, set(&steps), "a step has moved");
+}
+
+/// A list without what stands in inner braces.
+fn outermost(list: &str) -> String {
+    let mut depth = 0;
+    list.chars()
+        .filter(|c| {
+            depth += i32::from(*c == '{') - i32::from(*c == '}');
+            depth == 0
+        })
+        .collect()
+}
+
+#[test]
+fn a_list_is_read_without_its_inner_lists() {
+    assert_eq!(outermost("alarm::{Alarm, Parcel}, close, order::{self}"), "alarm::}, close, order::}");
+}
+
+/// Every key of a table that holds a value rather than a section.
+fn leaf_keys(table: &toml::Table) -> BTreeSet<String> {
+    let mut keys = BTreeSet::new();
+    for (key, value) in table {
+        match value {
+            toml::Value::Table(inner) => keys.extend(leaf_keys(inner).into_iter().map(|rest| format!("{key}.{rest}"))),
+            _ => drop(keys.insert(key.clone())),
+        }
+    }
+    keys
+}
+
+#[test]
+fn every_setting_has_a_default_and_every_default_is_a_setting() {
+    let defaults: toml::Table = DEFAULTS.parse().unwrap();
+    let keys = leaf_keys(&defaults);
+    assert!(keys.contains("namespace") && keys.contains("worker.hold_max"), "{keys:?}");
+
+    // As the program has them: the fields of Settings and of its sections.
+    let text = code(&files()["src/config.rs"]);
+    let structure = Regex::new(r"(?s)pub struct (\w*Settings) \{(.*?)\n\}").unwrap();
+    let field = Regex::new(r"pub (?:r#)?(\w+): ([\w<>]+)").unwrap();
+    let structures: BTreeMap<String, Vec<(String, String)>> = structure
+        .captures_iter(&text)
+        .map(|found| {
+            (found[1].to_owned(), field.captures_iter(&found[2]).map(|f| (f[1].to_owned(), f[2].to_owned())).collect())
+        })
+        .collect();
+    let mut fields = BTreeSet::new();
+    for (name, kind) in &structures["Settings"] {
+        match structures.get(kind) {
+            Some(section) => fields.extend(section.iter().map(|(inner, _)| format!("{name}.{inner}"))),
+            None => drop(fields.insert(name.clone())),
+        }
+    }
+    assert_eq!(fields, keys, "the settings in src/config.rs (left) and in config/default.toml (right)");
+}
+
+#[test]
+fn no_setting_has_a_default_besides_config_default_toml() {
+    let defaults: toml::Table = DEFAULTS.parse().unwrap();
+    for key in leaf_keys(&defaults) {
+        let mut without = defaults.clone();
+        let name = match key.split_once('.') {
+            Some((section, name)) => {
+                without[section].as_table_mut().unwrap().remove(name).unwrap();
+                name
+            }
+            None => {
+                without.remove(&key).unwrap();
+                &key
+            }
+        };
+        let fault =
+            toml::from_str::<Settings>(&without.to_string()).map(drop).expect_err(&format!("{key} can be left out"));
+        assert!(fault.to_string().contains(&format!("missing field `{name}`")), "{key}: {fault}");
+    }
+}
+
+#[test]
+fn every_default_is_explained_directly_above() {
+    let lines: Vec<&str> = DEFAULTS.lines().collect();
+    let key = Regex::new(r"^(\w+) = ").unwrap();
+    let mut explained = 0;
+    for (at, line) in lines.iter().enumerate() {
+        if let Some(found) = key.captures(line) {
+            assert!(
+                at > 0 && lines[at - 1].starts_with("# "),
+                "config/default.toml does not say above {} what it is",
+                &found[1]
+            );
+            explained += 1;
+        }
+    }
+    assert_eq!(explained, leaf_keys(&DEFAULTS.parse().unwrap()).len());
+}
+
+#[test]
+fn migrations_are_named_for_what_they_bring_and_run_in_order() {
+    let name = Regex::new(r"^migrations/(\d{14})_([a-z]+(?:_[a-z]+)*)\.sql$").unwrap();
+    let says_nothing =
+        Regex::new(r"^(?:update|change|alter|fix|misc|migration|schema|tables?|new|initial|init)(?:_|$)").unwrap();
+    let mut versions = Vec::new();
+    let mut names = BTreeSet::new();
+    for path in sources(&["migrations"], ".sql").into_keys() {
+        let found =
+            name.captures(&path).unwrap_or_else(|| panic!("{path} is not YYYYMMDDhhmmss_what_the_schema_has_then.sql"));
+        assert!(
+            found[2].len() >= 6 && !says_nothing.is_match(&found[2]),
+            "{path} does not say what the schema has then"
+        );
+        versions.push(found[1].parse::<u64>().unwrap());
+        assert!(names.insert(found[2].to_owned()), "{path} is named like another");
+    }
+    assert!(versions.is_sorted_by(|a, b| a < b), "{versions:?}");
+}
+
+#[test]
+fn nothing_is_left_to_be_done() {
+    // Put together, so that this file does not say them.
+    let words = [["TO", "DO"], ["FIX", "ME"], ["todo", "!("], ["unimplemented", "!("], ["dbg", "!("]]
+        .map(|parts| parts.concat());
+    for (path, text) in files() {
+        for (number, line) in text.lines().enumerate() {
+            for word in &words {
+                assert!(!line.contains(word), "{path}:{}: {word}", number + 1);
+            }
+        }
+    }
+}
+
+/// A heading as GitHub names it in an address.
+fn anchor(heading: &str) -> String {
+    let kept = heading.to_lowercase().chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c)).collect::<String>();
+    kept.replace(' ', "-")
+}
+
+fn headings(markdown: &str) -> Vec<&str> {
+    markdown.lines().filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim()).collect()
+}
+
+#[test]
+fn every_link_in_a_document_leads_somewhere() {
+    let files = files();
+    let link = Regex::new(r"\]\(([^)\s]+)\)").unwrap();
+    let mut followed = 0;
+    for (path, text) in files.iter().filter(|(path, _)| path.ends_with(".md")) {
+        for found in link.captures_iter(text) {
+            let target = &found[1];
+            if target.starts_with("http") {
+                continue;
+            }
+            let (file, section) = target.split_once('#').unwrap_or((target, ""));
+            let there =
+                if file.is_empty() { root().join(path) } else { root().join(path).parent().unwrap().join(file) };
+            assert!(there.exists(), "{path} links to {target}, which is not there");
+            if !section.is_empty() {
+                let document = std::fs::read_to_string(&there).unwrap();
+                assert!(
+                    headings(&document).into_iter().any(|heading| anchor(heading) == section),
+                    "{path} links to {target}: no such heading"
+                );
+            }
+            followed += 1;
+        }
+    }
+    assert!(followed > 0 || !files.contains_key("README.md"), "the README links to nothing");
+}
+
+#[test]
+fn every_file_that_is_mentioned_is_there() {
+    let files = files();
+    // From the root, wherever it is said: `scripts/services`, docs/WIRE.md, src/schedule/.
+    let from_root = Regex::new(
+        r"(?m)(?:^|[\s`(\x22\[])((?:docs|src|tests|examples|benches|scripts|config|migrations|sql|deploy)/[\w./-]*\w)",
+    )
+    .unwrap();
+    // In documents, in backticks, by its last parts: `desk/tests.rs`.
+    let by_name = Regex::new(r"`([\w./-]+\.(?:rs|sql|toml|md|yml|conf|config))`").unwrap();
+    for (path, text) in &files {
+        // Tests speak of files that are not there, on purpose.
+        if path.starts_with("tests/") || path == "Cargo.lock" {
+            continue;
+        }
+        for found in from_root.captures_iter(text) {
+            // Whoever wants the plugin fetches it; and "not `that/path.rs`" says that it is not there.
+            let is_absent = found[1].ends_with(".ez") || is_denied(text, found.get(1).unwrap().start());
+            assert!(is_absent || root().join(&found[1]).exists(), "{path} speaks of {}, which is not there", &found[1]);
+        }
+        if path.ends_with(".md") || path.ends_with(".rs") {
+            for found in by_name.captures_iter(text) {
+                let ending = format!("/{}", found[1].trim_start_matches("../"));
+                let is_there = is_denied(text, found.get(1).unwrap().start())
+                    || files.keys().any(|other| format!("/{other}").ends_with(&ending));
+                assert!(is_there, "{path} speaks of {}, which is not there", &found[1]);
+            }
+        }
+    }
+}
+
+/// Whether the words before this place say that what follows is not so.
+fn is_denied(text: &str, at: usize) -> bool {
+    text[..at].trim_end_matches('`').to_lowercase().ends_with("not ")
+}
+
+#[test]
+fn every_section_that_is_mentioned_is_there() {
+    let files = files();
+    // docs/ARCHITECTURE.md, "The orders contract"
+    let mention = Regex::new(r#"\b((?:docs/)?[A-Z]+\.md), "([^"]+)""#).unwrap();
+    let wrapped = Regex::new(r"\n[ \t]*(?://[/!]?|#|--|%%)?[ \t]*").unwrap();
+    for (path, text) in files.iter().filter(|(path, _)| !path.starts_with("tests/")) {
+        let text = wrapped.replace_all(text, " ");
+        for found in mention.captures_iter(&text) {
+            let Some(document) = files.get(&found[1]) else {
+                panic!("{path} speaks of {}, which is not there", &found[1])
+            };
+            assert!(
+                headings(document).contains(&&found[2]),
+                "{path} speaks of {}, {:?}: no such heading",
+                &found[1],
+                &found[2]
+            );
+        }
+    }
+}

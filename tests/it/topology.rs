@@ -1,0 +1,256 @@
+//! The broker's objects are declared once and for all: what is missing is made, what differs is named and left alone,
+//! and an alarm in a lane is in exactly one queue.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use lapin::{BasicProperties, ExchangeKind};
+use order_timeout::config::Lane;
+use order_timeout::order::{Moment, OrderId};
+use order_timeout::topology::{Argument, Queue, Topology, TopologyFault};
+use uuid::Uuid;
+
+use crate::support::{Stage, on_stage, process, wait_for};
+
+/// A lane so long that nothing in it expires while a test looks.
+fn with_a_long_lane(settings: &mut order_timeout::Settings) {
+    settings.delay.lanes = vec![Lane::try_from("30m".to_owned()).unwrap()];
+    settings.delay.lane_shards = 4;
+}
+
+/// The queues whose names go on like this after the namespace.
+fn queues(stage: &Stage, beginning: &str) -> Vec<Queue> {
+    let beginning = format!("{}.{beginning}", stage.settings.namespace);
+    let all = Topology::new(&stage.settings).queues;
+    all.into_iter().filter(|queue| queue.name.starts_with(&beginning)).collect()
+}
+
+async fn delete_queue(stage: &Stage, name: &str) {
+    stage.channel.queue_delete(name.into(), QueueDeleteOptions::default()).await.unwrap();
+}
+
+async fn declare_queue(stage: &Stage, name: &str, arguments: &BTreeMap<&'static str, Argument>) {
+    let mut table = FieldTable::default();
+    for (key, value) in arguments {
+        let value = match value {
+            Argument::Text(text) => AMQPValue::LongString(text.as_str().into()),
+            Argument::Number(number) => AMQPValue::LongLongInt(*number),
+        };
+        table.insert((*key).into(), value);
+    }
+    let options = QueueDeclareOptions { durable: true, ..Default::default() };
+    stage.channel.queue_declare(name.into(), options, table).await.unwrap();
+}
+
+async fn declare(stage: &Stage) -> Result<(), TopologyFault> {
+    Topology::new(&stage.settings).declare(&stage.broker).await
+}
+
+/// A message that waits in this queue.
+async fn leave_a_message_in(stage: &Stage, queue: &str) {
+    // The default exchange knows every queue by its name.
+    stage.publish_raw("", queue, b"kept", BasicProperties::default().with_delivery_mode(2)).await;
+    wait_for("the message in its queue", async || stage.depth(queue).await == 1).await;
+}
+
+/// The fault says what differs and how to move over.
+fn assert_tells_how_to_move_over(sentence: &str, object: &str, difference: &str) {
+    for part in [object, difference, "namespace", "run empty", "delete", "order-timeout setup"] {
+        assert!(sentence.contains(part), "{sentence:?} lacks {part:?}");
+    }
+    assert!(!sentence.contains('\n'), "{sentence:?} is more than a line");
+}
+
+#[test]
+fn declaring_twice_changes_nothing() {
+    on_stage(with_a_long_lane, async |stage| {
+        let lane = &queues(&stage, "delay.")[0].name;
+        leave_a_message_in(&stage, lane).await;
+        declare(&stage).await.unwrap();
+        declare(&stage).await.unwrap();
+        assert_eq!(stage.depth(lane).await, 1, "what waited still waits");
+    });
+}
+
+#[test]
+fn a_queue_with_another_argument_is_named_with_it_and_left_alone() {
+    on_stage(with_a_long_lane, async |stage| {
+        let everything = Topology::new(&stage.settings).queues;
+        let one_of = |beginning: &str| queues(&stage, beginning).remove(0);
+        let mut checked = Vec::new();
+        for queue in [
+            one_of("delay."),
+            one_of("wheel.1s."),
+            one_of("wheel.5s."),
+            one_of("timeout"),
+            one_of("arm"),
+            one_of("parked"),
+        ] {
+            // Each argument in turn is other than it should be.
+            for key in queue.arguments.keys() {
+                let mut arguments = queue.arguments.clone();
+                match *key {
+                    "x-queue-type" => {
+                        arguments.insert(key, Argument::Text("classic".into()));
+                        // What a classic queue does not know.
+                        arguments.retain(|key, _| !["x-dead-letter-strategy", "x-delivery-limit"].contains(key));
+                    }
+                    "x-delivery-limit" => drop(arguments.insert(key, Argument::Number(7))),
+                    "x-overflow" => drop(arguments.insert(key, Argument::Text("drop-head".into()))),
+                    "x-dead-letter-strategy" => drop(arguments.insert(key, Argument::Text("at-most-once".into()))),
+                    _ => drop(arguments.insert(key, Argument::Text("elsewhere".into()))),
+                }
+                delete_queue(&stage, &queue.name).await;
+                declare_queue(&stage, &queue.name, &arguments).await;
+                leave_a_message_in(&stage, &queue.name).await;
+
+                let fault = declare(&stage).await.expect_err(&format!("{} differs in {key}", queue.name));
+                assert!(matches!(fault, TopologyFault::Differs { .. }), "{} with another {key}: {fault:?}", queue.name);
+                assert_tells_how_to_move_over(&fault.to_string(), &format!("{:?}", queue.name), key);
+                assert_eq!(stage.depth(&queue.name).await, 1, "{} and its message are still there", queue.name);
+                checked.push(*key);
+            }
+            delete_queue(&stage, &queue.name).await;
+            declare(&stage).await.unwrap();
+        }
+        checked.sort_unstable();
+        checked.dedup();
+        let mut used: Vec<_> = everything.iter().flat_map(|queue| queue.arguments.keys().copied()).collect();
+        used.sort_unstable();
+        used.dedup();
+        assert_eq!(checked, used, "every argument that is used was once another");
+    });
+}
+
+#[test]
+fn an_exchange_of_another_type_is_named_with_it_and_left_alone() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let (name, events) = (stage.names().due(), stage.names().events());
+            for (exchange, other, now) in
+                [(&name, ExchangeKind::Fanout, "'fanout'"), (&events, ExchangeKind::Direct, "'direct'")]
+            {
+                stage
+                    .channel
+                    .exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default())
+                    .await
+                    .unwrap();
+                let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
+                stage
+                    .channel
+                    .exchange_declare(exchange.as_str().into(), other.clone(), options, FieldTable::default())
+                    .await
+                    .unwrap();
+
+                let fault = declare(&stage).await.expect_err("the exchange is of another type");
+                assert!(matches!(fault, TopologyFault::Differs { .. }), "{fault:?}");
+                assert_tells_how_to_move_over(&fault.to_string(), &format!("exchange {exchange:?}"), "'type'");
+                assert!(fault.to_string().contains(now), "{fault} does not say what the type is");
+                // Declared as what it was made, it is accepted: it is still that.
+                let channel = stage.broker.create_channel().await.unwrap();
+                channel
+                    .exchange_declare(exchange.as_str().into(), other, options, FieldTable::default())
+                    .await
+                    .unwrap();
+
+                stage
+                    .channel
+                    .exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default())
+                    .await
+                    .unwrap();
+                declare(&stage).await.unwrap();
+            }
+        },
+    );
+}
+
+#[test]
+fn a_worker_does_not_start_on_queues_that_differ() {
+    on_stage(with_a_long_lane, async |stage| {
+        let lane = queues(&stage, "delay.").remove(0);
+        let mut arguments = lane.arguments.clone();
+        arguments.insert("x-dead-letter-exchange", Argument::Text("elsewhere".into()));
+        delete_queue(&stage, &lane.name).await;
+        declare_queue(&stage, &lane.name, &arguments).await;
+        leave_a_message_in(&stage, &lane.name).await;
+
+        let mut worker = process::order_timeout(&stage.settings);
+        // Its log goes to standard error too; this is about what it says at the end.
+        worker.args(["--set", "log.filter=off", "worker"]);
+        let (code, stdout, stderr) = tokio::task::spawn_blocking(move || process::run(&mut worker)).await.unwrap();
+        assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
+        assert_eq!(stderr.lines().count(), 1, "{stderr}");
+        assert_tells_how_to_move_over(&stderr.replace('\n', ""), &format!("{:?}", lane.name), "x-dead-letter-exchange");
+        assert_eq!(stage.depth(&lane.name).await, 1, "the message is still there");
+    });
+}
+
+#[test]
+fn a_thousand_alarms_in_a_lane_are_a_thousand_messages() {
+    on_stage(with_a_long_lane, async |stage| {
+        let publisher = stage.publisher().await;
+        let deadline = Moment::now_by_local_clock() + Duration::from_secs(30 * 60);
+        let alarms = (0..1_000).map(|_| (OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline));
+        assert_eq!(publisher.schedule_all(alarms).await, Ok(1_000));
+
+        let shards = queues(&stage, "delay.30m.");
+        assert_eq!(shards.len(), 4);
+        wait_for("a thousand messages in the lane", async || {
+            depths(&stage, &shards).await.iter().sum::<u32>() == 1_000
+        })
+        .await;
+        let depths = depths(&stage, &shards).await;
+        // A fair spread of a thousand over four strays from 250 by more than 80 less than once in ten million runs.
+        assert!(depths.iter().all(|depth| (170..=330).contains(depth)), "unevenly spread: {depths:?}");
+        assert_eq!(stage.depth(&stage.names().arm()).await, 0, "none took the other way");
+        assert_eq!(stage.depth(&stage.names().timeout()).await, 0, "none is due");
+    });
+}
+
+async fn depths(stage: &Stage, queues: &[Queue]) -> Vec<u32> {
+    let mut depths = Vec::new();
+    for queue in queues {
+        depths.push(stage.depth(&queue.name).await);
+    }
+    depths
+}
+
+#[test]
+fn the_plain_key_of_a_lane_reaches_exactly_one_queue() {
+    on_stage(with_a_long_lane, async |stage| {
+        let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("1790000".into());
+        stage.publish_raw(&stage.names().delay(), "30m", b"from a publisher that does not shard", properties).await;
+        let all = Topology::new(&stage.settings).queues;
+        wait_for("the message somewhere", async || depths(&stage, &all).await.iter().sum::<u32>() > 0).await;
+        let holding: Vec<_> = all.iter().zip(depths(&stage, &all).await).filter(|(_, depth)| *depth > 0).collect();
+        let shard = &queues(&stage, "delay.30m.0")[0];
+        assert_eq!(holding, [(shard, 1)]);
+    });
+}
+
+#[test]
+fn a_starting_worker_makes_the_queues_that_are_missing() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let lost = [queues(&stage, "delay.2s.1").remove(0), queues(&stage, "wheel.1s.03").remove(0)];
+            for queue in &lost {
+                delete_queue(&stage, &queue.name).await;
+            }
+            let worker = stage.worker().await;
+            for (queue, exchange, key) in
+                [(&lost[0], stage.names().delay(), "2s.1"), (&lost[1], stage.names().wheel(), "1s.03")]
+            {
+                assert_eq!(stage.depth(&queue.name).await, 0, "{} is there", queue.name);
+                // Mandatory: it would come back if the queue were not bound.
+                let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("600000".into());
+                stage.publish_raw(&exchange, key, b"bound", properties).await;
+                wait_for("the message in the new queue", async || stage.depth(&queue.name).await == 1).await;
+            }
+            worker.stop().await;
+        },
+    );
+}
