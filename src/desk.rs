@@ -1,5 +1,5 @@
 //! The worker's desk: what is done next with each alarm. Every decision stands here, and the branching on what a
-//! close found is the one `match` in [`Desk::after_close`].
+//! close found is the one `match` in `Desk::after_close`.
 //!
 //! Pure: news comes in with the database's time, errands go out. No I/O, no clock, no task. `worker.rs` runs the
 //! errands for real; the same desk can be driven through any interleaving in a test.
@@ -99,7 +99,7 @@ pub enum Wanted {
     NotBefore(Moment),
 }
 
-/// What happens next with a case. Chosen by the pure functions below, carried out by [`Desk::carry_out`].
+/// What happens next with a case. Chosen by the pure functions below, carried out by `Desk::carry_out`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Next {
     /// Nothing left to do.
