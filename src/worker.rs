@@ -307,8 +307,10 @@ impl Steps {
         let (closer, announce_now) = (self.closer.clone(), self.announce_now.clone());
         self.spawn(async move {
             let ids: Vec<OrderId> = batch.iter().map(|case| case.alarm.order_id().clone()).collect();
+            let began = clock.now();
             let findings = closer.close(&ids, ClosedBy::Alarm).await;
             let now = clock.now();
+            debug!(orders = ids.len(), took_ms = now.since(began).as_secs_f64() * 1e3, "batch looked at");
             let mut closed = 0_usize;
             for (order_id, finding) in &findings {
                 match finding {
