@@ -15,6 +15,9 @@ CREATE TABLE orders (
     closed_by       text,
     close_reason    text,
 
+    -- An order that never times out is one without an alarm, not one whose deadline no calendar holds.
+    CONSTRAINT the_deadline_is_within_the_calendar
+        CHECK (expires_at BETWEEN '0001-01-01 00:00:00+00' AND '9999-12-31 00:00:00+00'),
     CONSTRAINT paid_orders_say_when
         CHECK ((status = 'paid') = (paid_at IS NOT NULL)),
     CONSTRAINT closed_orders_say_when_by_what_and_why

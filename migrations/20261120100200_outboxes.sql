@@ -1,4 +1,5 @@
--- What must reach the broker, written in the transaction that caused it.
+-- What must reach the broker, written in the transaction that caused it. Only `event_outbox` is relayed so far; an alarm
+-- written into `alarm_outbox` waits for a later version.
 
 CREATE TABLE event_outbox (
     -- The message id on the wire: how a consumer recognises a second delivery.

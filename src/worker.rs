@@ -30,7 +30,7 @@ use crate::topology::Names;
 
 /// How often the database's clock is read.
 const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
-/// Connections besides the closers': parking, announcing and its lock, the clock.
+/// Connections besides the closers': parking, announcing and its lock.
 const OTHER_CONNECTIONS: u32 = 4;
 /// How often old events are deleted from the outbox.
 const FORGET_EVERY: Duration = Duration::from_secs(60);
@@ -202,9 +202,11 @@ impl Floor {
     ) -> bool {
         let mut delivered = Vec::with_capacity(NEWS_AT_ONCE);
         let mut give_up_at = None;
+        let mut inbox_is_open = true;
         loop {
             self.run_errands();
-            if give_up_at.is_some() && self.desk.closers_are_idle() && self.steps.tasks.is_empty() {
+            // The notes last: a task ends only after it has sent its own.
+            if give_up_at.is_some() && self.desk.closers_are_idle() && self.steps.tasks.is_empty() && notes.is_empty() {
                 break;
             }
             let wake_at = self.desk.wake_at().map(|moment| self.clock.instant_of(moment));
@@ -219,8 +221,9 @@ impl Floor {
                     break;
                 }
                 Some(note) = notes.recv() => self.take(note),
-                count = inbox.recv_many(&mut delivered, NEWS_AT_ONCE) => {
-                    debug_assert!(count > 0, "the supervisor keeps the inbox open");
+                count = inbox.recv_many(&mut delivered, NEWS_AT_ONCE), if inbox_is_open => {
+                    // Closed once the supervisor has ended, which on the way out it may do before the rest has.
+                    inbox_is_open = count > 0;
                     let now = self.clock.now();
                     delivered.drain(..).for_each(|one| self.desk.hear(News::Delivered(one), now));
                 }
@@ -476,7 +479,7 @@ async fn announce(mut announcer: Announcer, poll: Duration, now: Arc<Notify>, en
             Ok(Round::Sent(count)) => {
                 debug!(count, "events announced");
                 pauses = patience().build();
-                continue;
+                Duration::ZERO
             }
             Ok(Round::Empty) => poll,
             Ok(Round::NotOurs) => poll.max(Duration::from_secs(1)),
@@ -486,7 +489,7 @@ async fn announce(mut announcer: Announcer, poll: Duration, now: Arc<Notify>, en
                 pause
             }
         };
-        if ends.is_cancelled() {
+        if ends.is_cancelled() && !pause.is_zero() {
             return announcer.resign().await;
         }
         if tokio::time::Instant::now() >= forget_at {

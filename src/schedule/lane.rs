@@ -2,7 +2,7 @@
 //! exchange.
 //!
 //! Pure: settings, a deadline and a time go in, an entry comes out. Trusts the publisher's clock for the TTL alone;
-//! whatever that makes early is held by the worker, whatever it makes late is swept.
+//! whatever that makes early is held by the worker, whatever it makes late is closed late.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
