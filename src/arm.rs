@@ -4,7 +4,6 @@
 
 use std::time::Duration;
 
-use backon::{BackoffBuilder, ExponentialBuilder};
 use tracing::warn;
 
 use crate::alarm::Receipt;
@@ -14,6 +13,7 @@ use crate::confirm::{ConfirmedPublisher, Outgoing};
 use crate::desk::{ArmJob, Wanted};
 use crate::envelope::{self, Entry, Stamp, Wait};
 use crate::order::Moment;
+use crate::patience::Pauses;
 use crate::topology::Names;
 use crate::wheel::{Place, Wheel};
 
@@ -48,7 +48,7 @@ impl Armer {
     /// what was not reported is still unacknowledged at the broker.
     pub async fn write(&self, mut jobs: Vec<ArmJob>, clock: DatabaseClock) -> Vec<Receipt> {
         let receipts = jobs.iter().map(|job| job.receipt).collect();
-        let mut pauses = patience().build();
+        let mut pauses = Pauses::new();
         loop {
             // Computed anew for each try: the time it took to fail is not waited for again.
             let messages = jobs.iter().map(|job| self.message(job, clock.now())).collect();
@@ -64,7 +64,7 @@ impl Armer {
             });
             let Some(fault) = first_fault else { return receipts };
             warn!(alarms = jobs.len(), %fault, "alarms could not be written into the wheel; they stay unacknowledged and are tried again");
-            tokio::time::sleep(pauses.next().unwrap_or(LONGEST_PAUSE)).await;
+            tokio::time::sleep(pauses.next_pause()).await;
         }
     }
 
@@ -99,14 +99,4 @@ impl Armer {
             },
         }
     }
-}
-
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-
-fn patience() -> ExponentialBuilder {
-    ExponentialBuilder::default()
-        .with_min_delay(Duration::from_millis(100))
-        .with_max_delay(LONGEST_PAUSE)
-        .with_jitter()
-        .without_max_times()
 }

@@ -38,6 +38,7 @@ pub mod broker;
 pub mod cli;
 pub mod confirm;
 pub mod database;
+pub mod patience;
 pub mod telemetry;
 pub mod worker;
 

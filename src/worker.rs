@@ -4,7 +4,6 @@
 
 use std::time::Duration;
 
-use backon::{BackoffBuilder, ExponentialBuilder};
 use sqlx::PgPool;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -26,6 +25,7 @@ use crate::deliver::Session;
 use crate::desk::{Case, Desk, Errand, News, Policy, match_findings};
 use crate::order::{ClosedBy, OrderId, Outcome};
 use crate::park;
+use crate::patience::Pauses;
 use crate::topology::Names;
 
 /// How often the database's clock is read.
@@ -336,11 +336,11 @@ impl Steps {
 
 /// Parks until the rows are committed, however long that takes: the deliveries stay unacknowledged meanwhile.
 async fn park_all(pool: &PgPool, parcels: Vec<(Parcel, Receipt)>) -> Vec<Receipt> {
-    let mut pauses = patience().build();
+    let mut pauses = Pauses::new();
     let contents: Vec<&Parcel> = parcels.iter().map(|(parcel, _)| parcel).collect();
     while let Err(error) = park::park(pool, &contents).await {
         warn!(%error, alarms = parcels.len(), "alarms could not be parked; they stay unacknowledged and are tried again");
-        tokio::time::sleep(pauses.next().unwrap_or(LONGEST_PAUSE)).await;
+        tokio::time::sleep(pauses.next_pause()).await;
     }
     for parcel in contents {
         let order_id = parcel.order_id.as_ref().map_or("", OrderId::as_str);
@@ -371,17 +371,6 @@ async fn sample_clock(closer: Closer, notes: mpsc::UnboundedSender<Note>) {
     }
 }
 
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-
-/// How long to wait before the next try, again and again: jittered, so that workers do not come back in step.
-fn patience() -> ExponentialBuilder {
-    ExponentialBuilder::default()
-        .with_min_delay(Duration::from_millis(100))
-        .with_max_delay(LONGEST_PAUSE)
-        .with_jitter()
-        .without_max_times()
-}
-
 /// Keeps one consumer session open, whatever happens to the broker, and writes the settlements of its deliveries.
 struct Supervisor {
     settings: Settings,
@@ -394,11 +383,11 @@ struct Supervisor {
 impl Supervisor {
     async fn run(mut self, first: Option<Session>) {
         let mut session = first;
-        let mut pauses = patience().build();
+        let mut pauses = Pauses::new();
         loop {
             if let Some(open) = session.take() {
                 // Only a session that was opened resets the patience.
-                pauses = patience().build();
+                pauses = Pauses::new();
                 self.attend(open).await;
             }
             if !self.wait_until_wanted().await {
@@ -410,7 +399,7 @@ impl Supervisor {
                     session = Some(open);
                 }
                 Err(fault) => {
-                    let pause = pauses.next().unwrap_or(LONGEST_PAUSE);
+                    let pause = pauses.next_pause();
                     warn!(%fault, again_in_ms = pause.as_millis(), "no consumer session");
                     self.pause(pause).await;
                 }
@@ -472,19 +461,19 @@ impl Supervisor {
 
 /// Announces until told to end, then sends what is left.
 async fn announce(mut announcer: Announcer, poll: Duration, now: Arc<Notify>, ends: CancellationToken) {
-    let mut pauses = patience().build();
+    let mut pauses = Pauses::new();
     let mut forget_at = tokio::time::Instant::now() + FORGET_EVERY;
     loop {
         let pause = match announcer.round().await {
             Ok(Round::Sent(count)) => {
                 debug!(count, "events announced");
-                pauses = patience().build();
+                pauses = Pauses::new();
                 Duration::ZERO
             }
             Ok(Round::Empty) => poll,
             Ok(Round::NotOurs) => poll.max(Duration::from_secs(1)),
             Err(fault) => {
-                let pause = pauses.next().unwrap_or(LONGEST_PAUSE);
+                let pause = pauses.next_pause();
                 warn!(%fault, "events could not be announced; they stay in the outbox and are tried again");
                 pause
             }

@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use lapin::BasicProperties;
-use lapin::options::{
-    BasicPublishOptions, ConfirmSelectOptions, ExchangeDeleteOptions, QueueDeleteOptions, QueuePurgeOptions,
-};
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions, QueuePurgeOptions};
 use order_timeout::confirm::WINDOW;
 use order_timeout::message::TimeoutDue;
 use order_timeout::topology::{Names, Topology};
 use order_timeout::{Moment, OrderId, Publisher, Settings, broker};
 use serde_json::json;
 use uuid::Uuid;
+
+use crate::stage;
 
 /// Each way is measured this often, in turn, and the median counts: the machine's speed drifts.
 const ROUNDS: usize = 3;
@@ -29,13 +29,7 @@ pub async fn run(orders: usize, as_json: bool) -> anyhow::Result<()> {
     let connection = broker::connect(&settings.amqp, "bench").await?;
     topology.declare(&connection).await?;
     let measured = measure(&settings, &connection, orders).await;
-    let channel = connection.create_channel().await?;
-    for queue in &topology.queues {
-        channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await?;
-    }
-    for exchange in &topology.exchanges {
-        channel.exchange_delete(exchange.name.as_str().into(), ExchangeDeleteOptions::default()).await?;
-    }
+    stage::remove(&connection, &topology).await?;
     let [bare, all, concurrent] = measured?;
     let (all_ratio, concurrent_ratio) = (all / bare, concurrent / bare);
     if as_json {

@@ -48,15 +48,7 @@ impl Stage {
             .execute(&self.server)
             .await?;
         let connection = broker::connect(&self.settings.amqp, "bench").await?;
-        let channel = connection.create_channel().await?;
-        let topology = Topology::new(&self.settings);
-        for queue in &topology.queues {
-            channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await?;
-        }
-        for exchange in &topology.exchanges {
-            channel.exchange_delete(exchange.name.as_str().into(), ExchangeDeleteOptions::default()).await?;
-        }
-        Ok(())
+        remove(&connection, &Topology::new(&self.settings)).await
     }
 
     pub async fn publisher(&self) -> anyhow::Result<Publisher> {
@@ -148,6 +140,18 @@ impl Stage {
             sqlx::query_scalar("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").fetch_one(&self.pool).await?;
         Ok(Ledger { lateness_ms, lost, by_alarm })
     }
+}
+
+/// Takes the objects of a scenario off the broker.
+pub async fn remove(connection: &lapin::Connection, topology: &Topology) -> anyhow::Result<()> {
+    let channel = connection.create_channel().await?;
+    for queue in &topology.queues {
+        channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await?;
+    }
+    for exchange in &topology.exchanges {
+        channel.exchange_delete(exchange.name.as_str().into(), ExchangeDeleteOptions::default()).await?;
+    }
+    Ok(())
 }
 
 /// How late, how many, and what is missing.
