@@ -60,7 +60,7 @@ fn main() -> ExitCode {
     let args = Args::parse();
     // Before anything opens a TLS connection: rustls wants to be told which cryptography to use.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let settings = match Settings::load(None, &[]) {
+    let settings = match Settings::load_with_database(None, &[]) {
         Ok(settings) => settings,
         Err(fault) => return fail(&fault, WRONG_SETTINGS),
     };

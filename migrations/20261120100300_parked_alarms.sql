@@ -1,6 +1,7 @@
 -- Alarms that could not be handled, with the reason, until a person retries or drops them.
 
 CREATE TABLE parked_alarms (
+    -- Made from the body, so that a message that is delivered again stays one row.
     id        uuid PRIMARY KEY DEFAULT gen_random_uuid(),
     reason    text NOT NULL,
     -- One sentence that names the fault.

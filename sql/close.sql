@@ -1,7 +1,9 @@
 -- Closes those of the asked orders that are unpaid and due, and says of every one what it found.
 --
 --   $1 ids  text[]  order ids as they stand on the wire
---   $2 path text    which path closes them: alarm | sweep | manual (a statement that does not need it may leave it out)
+--   $2 path text    which path closes them: alarm | sweep | manual
+--   $3 wait boolean whether to wait for a locked stock row, for as long as lock_timeout says, or to call its orders busy
+--   (a statement that does not need $3, or $2 and $3, may leave them out)
 --
 --   order_id text, outcome text, deadline timestamptz
 --   outcome: closed | paid | already_closed | closing | not_due | busy | malformed; no row: there is no such order.
@@ -24,35 +26,66 @@ locked AS MATERIALIZED (
     ORDER BY o.id
     FOR NO KEY UPDATE SKIP LOCKED
 ),
+due AS MATERIALIZED (
+    -- clock_timestamp(), not now(): the transaction may have begun before the deadline.
+    SELECT l.id FROM locked l WHERE l.status = 'unpaid' AND l.expires_at <= clock_timestamp()
+),
+items AS MATERIALIZED (
+    SELECT i.order_id, i.article_id, i.quantity
+    FROM order_items i
+    WHERE i.order_id = ANY (ARRAY(SELECT d.id FROM due d))
+),
+stock_waited_for AS MATERIALIZED (
+    -- In article order, again so that two workers cannot deadlock.
+    SELECT s.article_id
+    FROM stock s
+    WHERE $3::boolean AND s.article_id = ANY (ARRAY(SELECT DISTINCT i.article_id FROM items i))
+    ORDER BY s.article_id
+    FOR NO KEY UPDATE
+),
+stock_free AS MATERIALIZED (
+    SELECT s.article_id
+    FROM stock s
+    WHERE NOT $3::boolean AND s.article_id = ANY (ARRAY(SELECT DISTINCT i.article_id FROM items i))
+    ORDER BY s.article_id
+    FOR NO KEY UPDATE SKIP LOCKED
+),
+without_stock AS MATERIALIZED (
+    -- Somebody holds an article of theirs. With $3 there are none: it was waited for.
+    SELECT DISTINCT i.order_id
+    FROM items i
+    WHERE NOT $3::boolean AND i.article_id NOT IN (SELECT f.article_id FROM stock_free f)
+),
 closed AS (
     UPDATE orders o
     SET status = 'closed', closed_at = clock_timestamp(), closed_by = $2::text, close_reason = 'unpaid'
-    -- clock_timestamp(), not now(): the transaction may have begun before the deadline.
-    WHERE o.id = ANY (ARRAY(SELECT l.id FROM locked l WHERE l.status = 'unpaid' AND l.expires_at <= clock_timestamp()))
+    WHERE o.id = ANY (ARRAY(SELECT d.id FROM due d WHERE d.id NOT IN (SELECT w.order_id FROM without_stock w)))
       -- The precondition once more, as text so that it cannot pull in the deadline index.
       AND o.status::text = 'unpaid'
+      -- Stock first, then the status: an order is closed only when what it gives back is ours to write.
+      AND (SELECT count(*) FROM stock_waited_for) >= 0
     RETURNING o.id, o.expires_at, o.closed_at
 ),
 given_back AS MATERIALIZED (
     SELECT i.article_id, sum(i.quantity)::bigint AS quantity
-    FROM order_items i
-    WHERE i.order_id = ANY (ARRAY(SELECT c.id FROM closed c))
+    FROM items i
+    WHERE i.order_id IN (SELECT c.id FROM closed c)
     GROUP BY i.article_id
 ),
-stock_locked AS MATERIALIZED (
-    -- In article order, again so that two workers cannot deadlock.
-    SELECT s.article_id
-    FROM stock s
-    WHERE s.article_id = ANY (ARRAY(SELECT g.article_id FROM given_back g))
-    ORDER BY s.article_id
-    FOR NO KEY UPDATE
-),
 stock_given_back AS (
+    -- By primary key, the quantities looked up in one document: the planner expects one row of given_back, and a join
+    -- would compare every article with every other.
     UPDATE stock s
-    SET available = s.available + g.quantity, reserved = s.reserved - g.quantity
-    FROM given_back g
-    WHERE s.article_id = g.article_id
-      AND s.article_id = ANY (ARRAY(SELECT l.article_id FROM stock_locked l))
+    SET available = s.available + (q.by_article ->> s.article_id)::bigint,
+        reserved = s.reserved - (q.by_article ->> s.article_id)::bigint
+    FROM (SELECT jsonb_object_agg(g.article_id, g.quantity) AS by_article FROM given_back g) q
+    WHERE s.article_id = ANY (ARRAY(SELECT g.article_id FROM given_back g))
+),
+visible AS MATERIALIZED (
+    -- Not locked by us but there: somebody else holds it. By primary key, or the planner reads the whole table.
+    SELECT o.id
+    FROM orders o
+    WHERE o.id = ANY (ARRAY(SELECT a.id FROM asked a WHERE a.id IS NOT NULL AND a.id NOT IN (SELECT l.id FROM locked l)))
 ),
 history AS (
     INSERT INTO order_events (order_id, event, at, by, reason)
@@ -78,6 +111,9 @@ SELECT a.text_id AS order_id,
            WHEN l.status = 'paid' THEN 'paid'
            WHEN l.status = 'closed' THEN 'already_closed'
            WHEN l.status = 'closing' THEN 'closing'
+           -- A status of the shop's own: not unpaid, so there is nothing to close.
+           WHEN l.status <> 'unpaid' THEN 'already_closed'
+           WHEN a.id IN (SELECT w.order_id FROM without_stock w) THEN 'busy'
            ELSE 'not_due'
        END AS outcome,
        l.expires_at AS deadline
@@ -85,5 +121,4 @@ FROM asked a
 LEFT JOIN locked l ON l.id = a.id
 WHERE a.id IS NULL
    OR l.id IS NOT NULL
-   -- Not locked by us but visible: somebody else holds it.
-   OR EXISTS (SELECT FROM orders o WHERE o.id = a.id)
+   OR a.id IN (SELECT v.id FROM visible v)

@@ -1,6 +1,6 @@
 //! An alarm in the worker's hands: what the message said, the receipt that settles it, and why one is given up.
 //!
-//! The words that deliver, desk, arm and park share so that they need not know one another. Data only: no I/O.
+//! The words that deliver, desk, arm and park share so that the steps need not know one another. Data only: no I/O.
 
 use crate::message::{MAX_BODY_BYTES, TimeoutDue};
 use crate::order::{Deadline, Moment, OrderId};
@@ -58,6 +58,23 @@ impl Alarm {
     pub fn deadline(&self) -> Deadline {
         self.due.deadline
     }
+}
+
+/// A fresh alarm to be written, and the receipt of the old one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ArmJob {
+    pub alarm: Alarm,
+    pub receipt: Receipt,
+    pub wanted: Wanted,
+}
+
+/// When an armed alarm should come back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wanted {
+    /// Shortly before its deadline.
+    BeforeDeadline,
+    /// Not before this moment: a retry.
+    NotBefore(Moment),
 }
 
 /// Why an alarm is given up and kept for a person. The word is stored in `parked_alarms.reason`.

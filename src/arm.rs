@@ -1,19 +1,17 @@
 //! Step 2, ARM: writes alarms where they wait, by the database's clock: the only writer of wheel slots.
 //!
-//! Tries until the broker confirms, for the old message is acknowledged only after that.
+//! Reports what the broker has confirmed, for the old message is acknowledged only after that, and what it has not.
 
 use std::time::Duration;
 
 use tracing::warn;
 
-use crate::alarm::Receipt;
+use crate::alarm::{ArmJob, Receipt, Wanted};
 use crate::clock::DatabaseClock;
 use crate::config::{Settings, Strategy};
 use crate::confirm::{ConfirmedPublisher, Outgoing};
-use crate::desk::{ArmJob, Wanted};
 use crate::envelope::{self, Entry, Stamp, Wait};
 use crate::order::Moment;
-use crate::patience::Pauses;
 use crate::topology::Names;
 use crate::wheel::{Place, Wheel};
 
@@ -44,28 +42,25 @@ impl Armer {
         Self { names: Names::new(&settings.namespace), delays, lead: settings.delay.lead, confirmed }
     }
 
-    /// Writes all jobs and returns their receipts when every one is confirmed, however long that takes. Cancel safe:
-    /// what was not reported is still unacknowledged at the broker.
-    pub async fn write(&self, mut jobs: Vec<ArmJob>, clock: DatabaseClock) -> Vec<Receipt> {
-        let receipts = jobs.iter().map(|job| job.receipt).collect();
-        let mut pauses = Pauses::new();
-        loop {
-            // Computed anew for each try: the time it took to fail is not waited for again.
-            let messages = jobs.iter().map(|job| self.message(job, clock.now())).collect();
-            let answers = self.confirmed.publish_all(messages).await;
-            let mut first_fault = None;
-            let mut answers = answers.into_iter();
-            jobs.retain(|_| match answers.next().expect("one answer for each message") {
-                Ok(()) => false,
+    /// Writes all jobs. Returns the receipts of those that are confirmed, and the jobs that are not.
+    pub async fn write(&self, jobs: Vec<ArmJob>, clock: DatabaseClock) -> (Vec<Receipt>, Vec<ArmJob>) {
+        let messages = jobs.iter().map(|job| self.message(job, clock.now())).collect();
+        let answers = self.confirmed.publish_all(messages).await;
+        let (mut confirmed, mut failed) = (Vec::with_capacity(jobs.len()), Vec::new());
+        let mut first_fault = None;
+        for (job, answer) in jobs.into_iter().zip(answers) {
+            match answer {
+                Ok(()) => confirmed.push(job.receipt),
                 Err(fault) => {
                     first_fault.get_or_insert(fault);
-                    true
+                    failed.push(job);
                 }
-            });
-            let Some(fault) = first_fault else { return receipts };
-            warn!(alarms = jobs.len(), %fault, "alarms could not be written into the wheel; they stay unacknowledged and are tried again");
-            tokio::time::sleep(pauses.next_pause()).await;
+            }
         }
+        if let Some(fault) = first_fault {
+            warn!(alarms = failed.len(), %fault, "alarms could not be written into the wheel; they stay unacknowledged and are tried again");
+        }
+        (confirmed, failed)
     }
 
     fn message(&self, job: &ArmJob, now: Moment) -> Outgoing {

@@ -39,9 +39,7 @@ pub enum BrokerFault {
 /// [`BrokerFault`] with the broker's address, never its password.
 pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, BrokerFault> {
     choose_crypto_provider();
-    let mut uri: AMQPUri = settings.url.expose_secret().parse().map_err(|_| {
-        BrokerFault::Refused("amqp.url is not an AMQP address; write amqp://user:password@host:5672/vhost".into())
-    })?;
+    let mut uri = address_of(settings)?;
     let heartbeat_s = settings.heartbeat.as_secs().try_into().unwrap_or(u16::MAX);
     uri.query.heartbeat.get_or_insert(heartbeat_s);
     let place = address(&uri);
@@ -49,11 +47,35 @@ pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, 
     match tokio::time::timeout(settings.connect_timeout, Connection::connect_uri(uri.clone(), properties)).await {
         Ok(Ok(connection)) => Ok(connection),
         Ok(Err(error)) => Err(why_not_connected(&error, &place, &uri)),
-        Err(_) => Err(BrokerFault::Away(format!(
-            "the broker at {place} did not answer within {:?}; is it running there?",
-            settings.connect_timeout
-        ))),
+        Err(_) => Err(did_not_answer(&uri, settings)),
     }
+}
+
+/// What to say when `connect_timeout` has passed.
+fn did_not_answer(uri: &AMQPUri, settings: &AmqpSettings) -> BrokerFault {
+    let (place, patience) = (address(uri), settings.connect_timeout);
+    BrokerFault::Away(format!("the broker at {place} did not answer within {patience:?}; is it running there?"))
+}
+
+/// Does several things with the broker within one `connect_timeout`: a broker that accepts and never answers is as good
+/// as none, wherever it falls silent.
+///
+/// # Errors
+/// [`BrokerFault`], that of `things` or that they took too long.
+pub async fn within_connect_timeout<T>(
+    settings: &AmqpSettings,
+    things: impl Future<Output = Result<T, BrokerFault>>,
+) -> Result<T, BrokerFault> {
+    match tokio::time::timeout(settings.connect_timeout, things).await {
+        Ok(done) => done,
+        Err(_) => Err(did_not_answer(&address_of(settings)?, settings)),
+    }
+}
+
+fn address_of(settings: &AmqpSettings) -> Result<AMQPUri, BrokerFault> {
+    settings.url.expose_secret().parse().map_err(|_| {
+        BrokerFault::Refused("amqp.url is not an AMQP address; write amqp://user:password@host:5672/vhost".into())
+    })
 }
 
 /// Both of our clients use ring, and rustls wants to be told before the first TLS connection. A program that embeds the
@@ -66,8 +88,7 @@ fn choose_crypto_provider() {
 }
 
 /// Host, port and virtual host, without the password.
-#[must_use]
-pub fn address(uri: &AMQPUri) -> String {
+fn address(uri: &AMQPUri) -> String {
     format!("{}:{}, virtual host {:?}", uri.authority.host, uri.authority.port, uri.vhost)
 }
 

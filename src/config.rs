@@ -8,6 +8,7 @@ use std::time::Duration;
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
+use crate::message::{AMQP_MAX_SHORT_STRING_BYTES, LONGEST_TTL};
 use crate::wheel::{BadWheel, Ring, Wheel};
 
 mod load;
@@ -16,6 +17,11 @@ mod load;
 pub const DEFAULTS: &str = include_str!("../config/default.toml");
 
 const AMQP_MAX_PREFETCH: u16 = u16::MAX;
+/// Each takes up to 16 queues, and the broker pays for every one.
+const MAX_LANES: usize = 64;
+/// RabbitMQ takes the channel away from a consumer that has not acknowledged for 30 minutes.
+const LONGEST_HOLD: Duration = Duration::from_secs(20 * 60);
+const DAY: Duration = Duration::from_secs(86_400);
 
 /// Everything that can be set. Documented in `config/default.toml`, nowhere else.
 #[derive(Debug, Clone, Deserialize)]
@@ -28,6 +34,7 @@ pub struct Settings {
     pub delay: DelaySettings,
     pub worker: WorkerSettings,
     pub retry: RetrySettings,
+    pub sweep: SweepSettings,
     pub announce: AnnounceSettings,
     pub orders: OrdersSettings,
     pub log: LogSettings,
@@ -61,7 +68,7 @@ impl DatabaseSettings {
     /// The address of another database on the same server, for programs that make one of their own.
     ///
     /// # Panics
-    /// If the address is none, which [`Settings::validate`] refuses.
+    /// If the address is none, which [`Settings::validate_database`] refuses.
     #[must_use]
     pub fn url_of(&self, database: &str) -> SecretString {
         let mut url =
@@ -104,6 +111,28 @@ pub enum Strategy {
 pub struct Lane {
     pub name: String,
     pub delay: Duration,
+}
+
+/// How far a delay may be from its lane's, at least and at most: half the lead between these two.
+const LANE_TOLERANCE: std::ops::RangeInclusive<Duration> = Duration::from_millis(100)..=Duration::from_secs(1);
+
+impl Lane {
+    /// The longest TTL that a publisher gives an alarm in this lane. Its TTL is the delay plus at most the tolerance less
+    /// the lead, and a tolerance above the least is never above the lead: so this holds for every lead, and the lead may
+    /// be changed without another queue argument.
+    #[must_use]
+    pub fn longest_ttl(&self) -> Duration {
+        self.delay.saturating_add(*LANE_TOLERANCE.start())
+    }
+}
+
+impl DelaySettings {
+    /// How far a delay may be from a lane's and still take it. The TTLs in one queue may then differ by twice as much, by
+    /// which a message can be held up behind another; the lead makes up for that.
+    #[must_use]
+    pub fn lane_tolerance(&self) -> Duration {
+        (self.lead / 2).clamp(*LANE_TOLERANCE.start(), *LANE_TOLERANCE.end())
+    }
 }
 
 impl TryFrom<String> for Lane {
@@ -157,6 +186,15 @@ pub struct RetrySettings {
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+pub struct SweepSettings {
+    #[serde(with = "humantime_serde")]
+    pub every: Duration,
+    #[serde(with = "humantime_serde")]
+    pub grace: Duration,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct AnnounceSettings {
     #[serde(with = "humantime_serde")]
     pub poll: Duration,
@@ -169,6 +207,7 @@ pub struct AnnounceSettings {
 #[serde(deny_unknown_fields)]
 pub struct OrdersSettings {
     pub close_sql: String,
+    pub overdue_sql: String,
 }
 
 #[derive(Debug, Clone, Deserialize)]
@@ -195,10 +234,37 @@ pub struct BadSettings {
     why: String,
 }
 
+/// The addresses that our own sentences show.
+const AMQP_FORM: &str = "amqp://user:password@host:5672/vhost";
+const POSTGRES_FORM: &str = "postgres://user:password@host:5432/database";
+const AMQP_SCHEMES: &str = "amqp:// or amqps://";
+
 impl BadSettings {
     fn of(key: &str, why: impl std::fmt::Display) -> Self {
-        Self { key: Some(key.to_owned()), origin: None, why: why.to_string() }
+        Self::new(Some(key.to_owned()), None, why.to_string())
     }
+
+    /// The one door to a fault that may repeat a value. An address is not repeated, whatever setting it was given to,
+    /// for it may hold a password.
+    fn new(key: Option<String>, origin: Option<String>, why: String) -> Self {
+        let ours = [AMQP_FORM, POSTGRES_FORM, AMQP_SCHEMES];
+        let theirs = ours.iter().fold(why.clone(), |text, form| text.replace(form, ""));
+        let why = if has_an_address(&theirs) {
+            "an address stands where none belongs; it is not repeated here, for it may hold a password".to_owned()
+        } else {
+            why
+        };
+        Self { key: key.filter(|key| is_a_key(key)), origin, why }
+    }
+}
+
+fn has_an_address(text: &str) -> bool {
+    text.contains("://") || text.contains('@')
+}
+
+/// Whether this could name a setting: anything else may be a value that was given in its place.
+fn is_a_key(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-[]".contains(&b))
 }
 
 impl Settings {
@@ -214,6 +280,23 @@ impl Settings {
         tracing_subscriber::EnvFilter::try_new(&self.log.filter)
             .map(drop)
             .map_err(|fault| BadSettings::of("log.filter", format!("{fault}; write it like order_timeout=debug,info")))
+    }
+
+    /// Whether `database.url` can be one. Apart from [`Settings::validate`], because a program that only publishes has no
+    /// need of it, and may have a `DATABASE_URL` of quite another kind.
+    ///
+    /// # Errors
+    /// [`BadSettings`] if it is not the address of a Postgres.
+    pub fn validate_database(&self) -> Result<(), BadSettings> {
+        let database = self.database.url.expose_secret();
+        let is_postgres = database.starts_with("postgres://") || database.starts_with("postgresql://");
+        if is_postgres
+            && url::Url::parse(database).is_ok()
+            && database.parse::<sqlx::postgres::PgConnectOptions>().is_ok()
+        {
+            return Ok(());
+        }
+        Err(BadSettings::of("database.url", format!("is not a Postgres address; write {POSTGRES_FORM}")))
     }
 
     /// The wheel's rings as arithmetic.
@@ -249,27 +332,15 @@ impl Settings {
     fn validate_addresses(&self) -> Result<(), BadSettings> {
         let amqp = self.amqp.url.expose_secret();
         if !(amqp.starts_with("amqp://") || amqp.starts_with("amqps://")) {
-            return Err(BadSettings::of(
-                "amqp.url",
-                "must begin with amqp:// or amqps://, such as amqp://user:password@host:5672/vhost",
-            ));
+            return Err(BadSettings::of("amqp.url", format!("must begin with {AMQP_SCHEMES}, such as {AMQP_FORM}")));
         }
-        if let Err(fault) = amqp.parse::<lapin::uri::AMQPUri>() {
-            return Err(BadSettings::of(
-                "amqp.url",
-                format!("is not an AMQP address ({fault}); write amqp://user:password@host:5672/vhost"),
-            ));
-        }
-        let database = self.database.url.expose_secret();
-        let is_postgres = database.starts_with("postgres://") || database.starts_with("postgresql://");
-        if !is_postgres
-            || url::Url::parse(database).is_err()
-            || database.parse::<sqlx::postgres::PgConnectOptions>().is_err()
-        {
-            return Err(BadSettings::of(
-                "database.url",
-                "is not a Postgres address; write postgres://user:password@host:5432/database",
-            ));
+        let parsed = amqp.parse::<lapin::uri::AMQPUri>().map_err(|fault| {
+            let why = format!("is not an AMQP address ({fault}); write {AMQP_FORM}");
+            BadSettings::of("amqp.url", why)
+        })?;
+        if parsed.vhost.len() > AMQP_MAX_SHORT_STRING_BYTES {
+            let why = format!("its virtual host has more than {AMQP_MAX_SHORT_STRING_BYTES} bytes");
+            return Err(BadSettings::of("amqp.url", why));
         }
         for (key, value) in [
             ("amqp.heartbeat", self.amqp.heartbeat),
@@ -291,19 +362,34 @@ impl Settings {
         }
         within("delay.lead", delay.lead, Duration::ZERO, Duration::from_secs(600))?;
         within("delay.max_delay", delay.max_delay, Duration::from_secs(1), Duration::from_secs(36_500 * 86_400))?;
-        for lane in &delay.lanes {
-            within("delay.lanes", lane.delay, Duration::from_millis(1), delay.max_delay)?;
-            if delay.lanes.iter().filter(|other| other.delay == lane.delay).count() > 1 {
-                return Err(BadSettings::of("delay.lanes", format!("{} is named twice; name it once", lane.name)));
-            }
+        validate_lanes(delay)?;
+        self.validate_rings()
+    }
+
+    fn validate_rings(&self) -> Result<(), BadSettings> {
+        let key = "delay.rings";
+        for ring in &self.delay.rings {
+            within(key, ring.unit, Duration::from_millis(1), LONGEST_TTL)?;
+            whole_millis(key, ring.unit)?;
+            // A slot's queue lets go of everything after a whole round.
+            within(key, ring.unit * u32::from(ring.slots), Duration::ZERO, LONGEST_TTL)?;
+            within(key, ring.early.unwrap_or_default(), Duration::ZERO, LONGEST_TTL)?;
         }
-        self.wheel().map(drop).map_err(|fault| BadSettings::of("delay.rings", fault))
+        self.wheel().map(drop).map_err(|fault| BadSettings::of(key, fault))
     }
 
     fn validate_worker(&self) -> Result<(), BadSettings> {
         let worker = &self.worker;
         // What the finest ring hands over is due at most lead + one unit later; two seconds are for the way.
-        let least_hold = self.delay.lead + self.delay.rings[0].unit + Duration::from_secs(2);
+        let finest = self.delay.rings[0].unit;
+        let least_hold = self.delay.lead + finest + Duration::from_secs(2);
+        if least_hold > LONGEST_HOLD {
+            let [finest, longest] = [finest, LONGEST_HOLD].map(humantime::format_duration);
+            let why = format!(
+                "the finest ring's unit {finest} would make alarms wait in the worker for over {longest}; begin with a finer ring"
+            );
+            return Err(BadSettings::of("delay.rings", why));
+        }
         if worker.hold_max < least_hold {
             return Err(BadSettings::of(
                 "worker.hold_max",
@@ -325,11 +411,57 @@ impl Settings {
                 return Err(BadSettings::of(key, format!("{value} is not between 1 and {most}")));
             }
         }
-        within("worker.linger", worker.linger, Duration::ZERO, Duration::from_secs(1))?;
-        within("retry.first", self.retry.first, Duration::from_millis(1), self.retry.longest)?;
-        within("retry.longest", self.retry.longest, Duration::from_millis(1), Duration::from_secs(60))?;
-        within("announce.poll", self.announce.poll, Duration::from_millis(1), Duration::from_secs(60))
+        for (key, value, least, most) in [
+            ("worker.hold_max", worker.hold_max, Duration::ZERO, LONGEST_HOLD),
+            ("worker.linger", worker.linger, Duration::ZERO, Duration::from_secs(1)),
+            ("worker.away_patience", worker.away_patience, Duration::from_millis(1), Duration::from_secs(3_600)),
+            ("worker.shutdown_grace", worker.shutdown_grace, Duration::ZERO, Duration::from_secs(3_600)),
+            ("sweep.every", self.sweep.every, Duration::from_millis(10), Duration::from_secs(60)),
+            ("sweep.grace", self.sweep.grace, Duration::ZERO, Duration::from_secs(3_600)),
+            ("announce.poll", self.announce.poll, Duration::from_millis(1), Duration::from_secs(60)),
+            ("announce.keep", self.announce.keep, Duration::ZERO, 3_650 * DAY),
+        ] {
+            within(key, value, least, most)?;
+        }
+        self.validate_retry()
     }
+
+    fn validate_retry(&self) -> Result<(), BadSettings> {
+        let retry = &self.retry;
+        within("retry.longest", retry.longest, Duration::from_millis(1), Duration::from_secs(60))?;
+        within("retry.first", retry.first, Duration::from_millis(1), retry.longest)?;
+        within("retry.missing_for", retry.missing_for, Duration::ZERO, 7 * DAY)?;
+        if retry.max_attempts > 1_000 {
+            return Err(BadSettings::of("retry.max_attempts", format!("{} is more than 1000", retry.max_attempts)));
+        }
+        Ok(())
+    }
+}
+
+fn validate_lanes(delay: &DelaySettings) -> Result<(), BadSettings> {
+    let key = "delay.lanes";
+    if delay.lanes.len() > MAX_LANES {
+        let why = format!("{} lanes are more than {MAX_LANES}; the wheel takes every other delay", delay.lanes.len());
+        return Err(BadSettings::of(key, why));
+    }
+    for lane in &delay.lanes {
+        within(key, lane.delay, Duration::from_millis(1), delay.max_delay)?;
+        within(key, lane.longest_ttl(), Duration::ZERO, LONGEST_TTL)?;
+        whole_millis(key, lane.delay)?;
+        if delay.lanes.iter().filter(|other| other.delay == lane.delay).count() > 1 {
+            return Err(BadSettings::of(key, format!("{} is named twice; name it once", lane.name)));
+        }
+    }
+    Ok(())
+}
+
+/// Milliseconds are what the broker counts in, and what queues are named by: two that differ by less would be one queue.
+fn whole_millis(key: &str, value: Duration) -> Result<(), BadSettings> {
+    if value.subsec_nanos().is_multiple_of(1_000_000) {
+        return Ok(());
+    }
+    let value = humantime::format_duration(value);
+    Err(BadSettings::of(key, format!("{value} is not a whole number of milliseconds")))
 }
 
 fn within(key: &str, value: Duration, least: Duration, most: Duration) -> Result<(), BadSettings> {
@@ -341,8 +473,7 @@ fn within(key: &str, value: Duration, least: Duration, most: Duration) -> Result
 }
 
 /// The name of a duration in queue names and routing keys: its largest whole unit, such as `90s`, `30m`, `2h`.
-#[must_use]
-pub fn duration_name(duration: Duration) -> String {
+fn duration_name(duration: Duration) -> String {
     let millis = duration.as_millis();
     for (unit, in_millis) in [("h", 3_600_000), ("m", 60_000), ("s", 1_000)] {
         if millis >= in_millis && millis.is_multiple_of(in_millis) {
@@ -354,7 +485,8 @@ pub fn duration_name(duration: Duration) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{Duration, ExposeSecret, Settings, load};
+    use proptest::prelude::*;
 
     fn load(environment: &[(&str, &str)], overrides: &[&str]) -> Result<Settings, String> {
         let environment = environment.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
@@ -398,6 +530,15 @@ mod tests {
     }
 
     #[test]
+    fn a_publisher_does_not_mind_a_database_of_another_kind() {
+        for url in ["mysql://shop:hunter2@h/shop", "sqlite::memory:", "", "postgres://u:hunter2@h:port/d"] {
+            let settings = load(&[("DATABASE_URL", url)], &[]).unwrap();
+            let fault = settings.validate_database().unwrap_err().to_string();
+            assert!(fault.contains("database.url") && !fault.contains("hunter2"), "{fault}");
+        }
+    }
+
+    #[test]
     fn each_fault_names_its_key_and_origin() {
         let check = |environment: &[(&str, &str)], overrides: &[&str], expect: &[&str]| {
             let fault = load(environment, overrides).unwrap_err();
@@ -409,10 +550,157 @@ mod tests {
         check(&[("ORDER_TIMEOUT__DELAY__LEAD", "3 parsecs")], &[], &["delay.lead", "environment", "parsecs"]);
         check(&[], &["worker.closers=many"], &["worker.closers", "--set"]);
         check(&[("ORDER_TIMEOUT__AMQP__URL", "http://x:hunter2@y")], &[], &["amqp.url", "amqp://"]);
+        check(&[], &["database.acquire_timeout=2h"], &["database.acquire_timeout", "--set"]);
         check(&[], &["worker.hold_max=6s"], &["worker.hold_max", "12s"]);
         check(&[], &["nonsense"], &["--set", "="]);
         check(&[], &["delay.strategy=magic"], &["delay.strategy", "magic"]);
         check(&[], &["delay.lanes=30m,1800s"], &["delay.lanes", "twice"]);
+    }
+
+    #[test]
+    fn an_address_in_the_wrong_place_is_never_repeated() {
+        for address in
+            ["amqp://shop:hunter2@host/v", "postgres://shop:hunter2@h/d?a=b", "shop:hunter2@host", "amqps://hunter2"]
+        {
+            let keys = load::every_key().into_iter().map(|key| format!("{key}={address}"));
+            let without_a_key = ["", "=", " = 3", "delay.leed=", "x[0].y="].map(|before| format!("{before}{address}"));
+            for text in keys.chain(without_a_key) {
+                let fault = load(&[], &[&text]).map(drop);
+                assert!(!format!("{fault:?}").contains("hunter2"), "{text}: {fault:?}");
+            }
+            for contents in [
+                format!("namespace = {address:?}"),
+                format!("{address:?} = 1"),
+                format!("[{address:?}]\na = 1"),
+                format!("delay = {{ lanes = [{address:?}], rings = [{{ unit = {address:?}, slots = 9 }}] }}"),
+                format!("delay = {{ rings = [{{ {address:?} = 5 }}] }}"),
+            ] {
+                let fault = load_file(&contents).unwrap_err();
+                assert!(!fault.contains("hunter2"), "{contents}: {fault}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_duration_and_number_has_a_bound() {
+        for (setting, bound) in [
+            ("amqp.heartbeat=11m", "10m"),
+            ("amqp.connect_timeout=61m", "1h"),
+            ("delay.lead=11m", "10m"),
+            ("delay.max_delay=101years", "99years"),
+            ("delay.lanes=3650d", "and 9years"),
+            ("worker.hold_max=21m", "20m"),
+            ("worker.away_patience=61m", "1h"),
+            ("worker.shutdown_grace=18446744073709551615s", "1h"),
+            ("announce.keep=3651d", "9years"),
+            ("retry.missing_for=8d", "7days"),
+            ("retry.max_attempts=1001", "1000"),
+            ("delay.lanes=1500us", "whole number of milliseconds"),
+        ] {
+            let fault = load(&[], &[setting]).unwrap_err();
+            let key = setting.split('=').next().unwrap();
+            for part in [key, "--set", bound] {
+                assert!(fault.contains(part), "{setting}: {fault:?} lacks {part:?}");
+            }
+        }
+        let lanes = (1..=65).map(|minutes| format!("{minutes}m")).collect::<Vec<_>>().join(",");
+        assert!(load(&[], &[&format!("delay.lanes={lanes}")]).unwrap_err().contains("more than 64"));
+    }
+
+    #[test]
+    fn rings_beyond_what_the_broker_takes_are_refused() {
+        for (ring, why) in [
+            ("{ unit = \"10000000000s\", slots = 20 }", "is not between"),
+            ("{ unit = \"18446744073709551615s\", slots = 65535 }", "is not between"),
+            ("{ unit = \"200d\", slots = 20 }", "is not between"),
+            ("{ unit = \"1h\", slots = 20 }", "begin with a finer ring"),
+            ("{ unit = \"5s\", slots = 20, early = \"18446744073709551615s\" }", "is not between"),
+            ("{ unit = \"1500500us\", slots = 20 }", "whole number of milliseconds"),
+        ] {
+            let fault = load_file(&format!("[delay]\nrings = [{ring}]\n")).unwrap_err();
+            assert!(fault.contains("delay.rings") && fault.contains(why), "{ring}: {fault:?}");
+        }
+    }
+
+    fn load_file(contents: &str) -> Result<Settings, String> {
+        let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+        std::fs::write(file.path(), contents).unwrap();
+        Settings::load_with_environment(Some(file.path()), Default::default(), &[]).map_err(|fault| fault.to_string())
+    }
+
+    /// What nobody means, but somebody will type.
+    fn extreme_value() -> impl Strategy<Value = String> {
+        let numbers = ["-1", "0", "1", "255", "256", "65535", "65536", "4294967296", "9223372036854775807", "1e400"];
+        let far = ["18446744073709551615", "315360000", "9223372036854", "584554049253", "1000000", "1", "0"];
+        let units = ["ns", "us", "ms", "s", "m", "h", "d", "years"];
+        let words = [
+            "",
+            ",",
+            "=",
+            "amqp://h/?heartbeat=65536",
+            "amqp://h:65535/?frame_max=0",
+            "postgres://h",
+            "\u{0}",
+            "[",
+            "true",
+        ];
+        prop_oneof![
+            proptest::sample::select(numbers.to_vec()).prop_map(str::to_owned),
+            (proptest::sample::select(far.to_vec()), proptest::sample::select(units.to_vec()))
+                .prop_map(|(number, unit)| format!("{number}{unit}")),
+            proptest::sample::select(words.to_vec()).prop_map(str::to_owned),
+            (1_usize..400).prop_map(|length| format!("amqp://h/{}", "v".repeat(length))),
+        ]
+    }
+
+    /// Everything that is built from settings before anything is reached.
+    fn build(settings: &Settings) {
+        let wheel = settings.wheel().expect("accepted rings mesh");
+        let topology = crate::topology::Topology::new(settings);
+        assert!(!topology.definitions("v").is_null());
+        let lanes = crate::schedule::lane::Lanes::new(settings);
+        let id = crate::OrderId::new("1").unwrap();
+        for now in [i64::MIN, 0, 4_000_000_000_000_000, i64::MAX].map(crate::Moment::from_unix_micros) {
+            for due in [now, now + settings.delay.max_delay, crate::Moment::from_unix_micros(i64::MAX)] {
+                let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.entry(&id, due, now));
+            }
+        }
+        for wait in [settings.worker.shutdown_grace, settings.worker.hold_max, settings.worker.away_patience] {
+            let _ = std::time::Instant::now() + wait;
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(512))]
+
+        #[test]
+        fn no_value_of_any_setting_is_worse_than_refused(
+            settings in proptest::collection::vec((any::<proptest::sample::Index>(), extreme_value()), 1..4),
+        ) {
+            let keys = load::every_key();
+            let overrides: Vec<String> =
+                settings.iter().map(|(index, value)| format!("{}={value}", index.get(&keys))).collect();
+            let given: Vec<&str> = overrides.iter().map(String::as_str).collect();
+            if let Ok(settings) = load(&[], &given) {
+                build(&settings);
+            }
+        }
+
+        #[test]
+        fn no_rings_are_worse_than_refused(
+            rings in proptest::collection::vec((extreme_value(), 0_u32..70_000, extreme_value()), 1..4), plain in any::<bool>(),
+        ) {
+            let rings: Vec<String> = rings
+                .iter()
+                .map(|(unit, slots, early)| {
+                    let early = if plain { String::new() } else { format!(", early = {early:?}") };
+                    format!("{{ unit = {unit:?}, slots = {slots}{early} }}")
+                })
+                .collect();
+            if let Ok(settings) = load_file(&format!("[delay]\nrings = [{}]\n", rings.join(", "))) {
+                build(&settings);
+            }
+        }
     }
 
     #[test]

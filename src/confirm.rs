@@ -11,19 +11,24 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::join_all;
+use futures_util::StreamExt;
+use futures_util::stream::FuturesOrdered;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
-use lapin::types::{AMQPValue, FieldTable};
+use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{BasicProperties, Channel, Confirmation, Connection, PublisherConfirm};
 use tokio::sync::{Mutex, mpsc, oneshot};
 
 use crate::broker::{self, BrokerFault};
 use crate::config::AmqpSettings;
+use crate::message::{AMQP_MAX_SHORT_STRING_BYTES, LONGEST_TTL};
 
-/// Confirms outstanding per channel. lapin looks at every outstanding one for each answer, so more is slower.
+/// Confirms outstanding per channel, at most. lapin looks at every outstanding one for each answer, so more is slower.
 pub const WINDOW: usize = 1_000;
 /// Channels that take turns.
 const CHANNELS: usize = 2;
+/// Windows of one `publish_all` that are on their way at once: the next wait while the channels work on the first. Not
+/// more, for each has its deadline from the moment it is submitted.
+const WINDOWS_AT_ONCE: usize = 2 * CHANNELS;
 /// Jobs that may queue up before `publish` itself waits.
 const QUEUED_JOBS: usize = 1_024;
 /// AMQP delivery mode 2: written to disk. A dead letter keeps the mode of its message.
@@ -64,12 +69,22 @@ pub enum NotConfirmed {
     ChannelClosed(String),
     #[error("{0}")]
     NotConnected(BrokerFault),
+    #[error("its {what} cannot be sent: {why}")]
+    Unsendable { what: &'static str, why: String },
     #[error("this publisher was shut down")]
     ShutDown,
 }
 
+impl NotConfirmed {
+    /// Whether it says that nothing can be sent at all, whatever the message.
+    fn is_of_the_broker(&self) -> bool {
+        matches!(self, Self::TimedOut(_) | Self::Blocked | Self::NotConnected(_) | Self::ShutDown)
+    }
+}
+
 type Answer = Vec<Result<(), NotConfirmed>>;
 
+/// What one caller wants published: at most a window.
 struct Job {
     messages: Vec<Outgoing>,
     answer: oneshot::Sender<Answer>,
@@ -79,6 +94,8 @@ struct Job {
 #[derive(Debug, Clone)]
 pub struct ConfirmedPublisher {
     jobs: mpsc::Sender<Job>,
+    /// How long a job may take from the moment it is submitted, waiting behind others included.
+    patience: Duration,
 }
 
 impl ConfirmedPublisher {
@@ -99,40 +116,63 @@ impl ConfirmedPublisher {
     }
 
     fn over(line: Line) -> Self {
-        let (jobs, queue) = mpsc::channel(QUEUED_JOBS);
-        let (line, queue) = (Arc::new(line), Arc::new(Mutex::new(queue)));
+        let (jobs, receiver) = mpsc::channel(QUEUED_JOBS);
+        let patience = line.settings.connect_timeout + line.settings.confirm_timeout;
+        let (line, queue) = (Arc::new(line), Arc::new(Mutex::new(Queue { receiver, next: None })));
         for _ in 0..CHANNELS {
             tokio::spawn(Pipe { line: line.clone(), queue: queue.clone(), channel: None }.run());
         }
-        Self { jobs }
+        Self { jobs, patience }
     }
 
     /// Publishes one message.
     ///
     /// # Errors
-    /// [`NotConfirmed`] if it is not known to be safe, in bounded time.
+    /// [`NotConfirmed`] if it is not known to be safe, within `connect_timeout` + `confirm_timeout`.
     pub async fn publish(&self, message: Outgoing) -> Result<(), NotConfirmed> {
         self.submit(vec![message]).await.pop().unwrap_or(Err(NotConfirmed::ShutDown))
     }
 
-    /// Publishes many messages, pipelined. One answer for each, in their order.
+    /// Publishes many messages, pipelined. One answer for each, in their order. When a whole window comes to nothing
+    /// because the broker does not answer, which takes as long as in [`Self::publish`], the rest is not tried.
     pub async fn publish_all(&self, messages: Vec<Outgoing>) -> Vec<Result<(), NotConfirmed>> {
-        let mut waiting = Vec::new();
+        let count = messages.len();
         let mut messages = messages.into_iter().peekable();
-        while messages.peek().is_some() {
-            waiting.push(self.submit(messages.by_ref().take(WINDOW).collect()));
+        let mut waiting = FuturesOrdered::new();
+        let mut answers = Answer::with_capacity(count);
+        let mut broker_fault = None;
+        loop {
+            while broker_fault.is_none() && waiting.len() < WINDOWS_AT_ONCE && messages.peek().is_some() {
+                waiting.push_back(self.submit(messages.by_ref().take(WINDOW).collect()));
+            }
+            let Some(answer) = waiting.next().await else { break };
+            broker_fault = broker_fault.or_else(|| fault_of_the_broker(&answer));
+            answers.extend(answer);
         }
-        join_all(waiting).await.concat()
+        if let Some(fault) = broker_fault {
+            answers.resize(count, Err(fault));
+        }
+        answers
     }
 
     async fn submit(&self, messages: Vec<Outgoing>) -> Answer {
         let count = messages.len();
         let (answer, answered) = oneshot::channel();
-        if self.jobs.send(Job { messages, answer }).await.is_err() {
-            return vec![Err(NotConfirmed::ShutDown); count];
+        let answered = async {
+            self.jobs.send(Job { messages, answer }).await.ok()?;
+            answered.await.ok()
+        };
+        match tokio::time::timeout(self.patience, answered).await {
+            Ok(answer) => answer.unwrap_or_else(|| vec![Err(NotConfirmed::ShutDown); count]),
+            Err(_) => vec![Err(NotConfirmed::TimedOut(self.patience)); count],
         }
-        answered.await.unwrap_or_else(|_| vec![Err(NotConfirmed::ShutDown); count])
     }
+}
+
+/// Why nothing of a window was sent, if that is why.
+fn fault_of_the_broker(answer: &Answer) -> Option<NotConfirmed> {
+    let all = answer.iter().all(|result| result.as_ref().is_err_and(NotConfirmed::is_of_the_broker));
+    answer.first().filter(|_| all)?.clone().err()
 }
 
 /// The connection that the pipes share; opened again when it is found broken.
@@ -174,16 +214,50 @@ impl Line {
     }
 }
 
+/// The jobs that wait, and the one that did not fit into the last window.
+struct Queue {
+    receiver: mpsc::Receiver<Job>,
+    next: Option<Job>,
+}
+
+impl Queue {
+    /// Whatever waits, up to a window; waits for the first. `None` when the last handle is gone.
+    async fn next_window(&mut self) -> Option<Vec<Job>> {
+        let mut jobs: Vec<Job> = Vec::new();
+        let mut count = 0;
+        loop {
+            let job = match self.next.take() {
+                Some(job) => job,
+                None if jobs.is_empty() => self.receiver.recv().await?,
+                None => match self.receiver.try_recv() {
+                    Ok(job) => job,
+                    Err(_) => return Some(jobs),
+                },
+            };
+            // Its caller's patience has ended, and a stalled broker must not be kept busy with what nobody waits for.
+            if job.answer.is_closed() {
+                continue;
+            }
+            count += job.messages.len();
+            if count > WINDOW && !jobs.is_empty() {
+                self.next = Some(job);
+                return Some(jobs);
+            }
+            jobs.push(job);
+        }
+    }
+}
+
 /// One channel working through the queue of jobs, a window at a time.
 struct Pipe {
     line: Arc<Line>,
-    queue: Arc<Mutex<mpsc::Receiver<Job>>>,
+    queue: Arc<Mutex<Queue>>,
     channel: Option<(Arc<Connection>, Channel)>,
 }
 
 impl Pipe {
     async fn run(mut self) {
-        while let Some(jobs) = self.next_window().await {
+        while let Some(jobs) = self.next_jobs().await {
             let messages: Vec<&Outgoing> = jobs.iter().flat_map(|job| &job.messages).collect();
             let mut answers = self.publish_window(&messages).await.into_iter();
             for job in jobs {
@@ -196,18 +270,8 @@ impl Pipe {
         }
     }
 
-    /// Whatever is queued, up to a window; waits for the first. `None` when the last handle is gone.
-    async fn next_window(&self) -> Option<Vec<Job>> {
-        let mut queue = self.queue.lock().await;
-        let first = queue.recv().await?;
-        let mut count = first.messages.len();
-        let mut jobs = vec![first];
-        while count < WINDOW {
-            let Ok(job) = queue.try_recv() else { break };
-            count += job.messages.len();
-            jobs.push(job);
-        }
-        Some(jobs)
+    async fn next_jobs(&self) -> Option<Vec<Job>> {
+        self.queue.lock().await.next_window().await
     }
 
     async fn publish_window(&mut self, messages: &[&Outgoing]) -> Answer {
@@ -226,10 +290,7 @@ impl Pipe {
             Err(_) if connection.status().blocked() => vec![Err(NotConfirmed::Blocked); messages.len()],
             Err(_) => vec![Err(NotConfirmed::TimedOut(patience)); messages.len()],
         };
-        let is_clean = answer
-            .iter()
-            .all(|result| matches!(result, Ok(()) | Err(NotConfirmed::Nacked | NotConfirmed::Unroutable(_))));
-        if is_clean {
+        if answer.iter().all(leaves_the_channel_usable) {
             self.channel = Some((connection, channel));
         }
         answer
@@ -243,9 +304,14 @@ impl Pipe {
     }
 }
 
+fn leaves_the_channel_usable(result: &Result<(), NotConfirmed>) -> bool {
+    use NotConfirmed::{Nacked, Unroutable, Unsendable};
+    matches!(result, Ok(()) | Err(Nacked | Unroutable(_) | Unsendable { .. }))
+}
+
 /// Publishes a window and waits for all of its confirms, so that no return can be misattributed any more.
 async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> Answer {
-    let mut confirms: Vec<lapin::Result<PublisherConfirm>> = Vec::with_capacity(messages.len());
+    let mut confirms: Vec<Result<PublisherConfirm, NotConfirmed>> = Vec::with_capacity(messages.len());
     for message in messages {
         confirms.push(send(channel, message).await);
     }
@@ -254,8 +320,8 @@ async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> Answer {
     let mut answer = Answer::with_capacity(messages.len());
     for sent in confirms {
         let confirmation = match sent {
-            Ok(confirm) => confirm.await,
-            Err(error) => Err(error),
+            Ok(confirm) => confirm.await.map_err(|error| NotConfirmed::ChannelClosed(error.to_string())),
+            Err(fault) => Err(fault),
         };
         answer.push(match confirmation {
             Ok(confirmation) => {
@@ -269,7 +335,7 @@ async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> Answer {
                 }
                 verdict
             }
-            Err(error) => Err(NotConfirmed::ChannelClosed(error.to_string())),
+            Err(fault) => Err(fault),
         });
     }
     for (message, verdict) in messages.iter().zip(&mut answer) {
@@ -280,30 +346,33 @@ async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> Answer {
     answer
 }
 
-async fn send(channel: &Channel, message: &Outgoing) -> lapin::Result<PublisherConfirm> {
+async fn send(channel: &Channel, message: &Outgoing) -> Result<PublisherConfirm, NotConfirmed> {
     let options = BasicPublishOptions { mandatory: message.mandatory, immediate: false };
-    channel
-        .basic_publish(
-            message.exchange.as_str().into(),
-            message.routing_key.as_str().into(),
-            options,
-            &message.body,
-            properties(message),
-        )
-        .await
+    let exchange = short("exchange", &message.exchange)?;
+    let routing_key = short("routing key", &message.routing_key)?;
+    let properties = properties(message)?;
+    let published = channel.basic_publish(exchange, routing_key, options, &message.body, properties).await;
+    published.map_err(|error| NotConfirmed::ChannelClosed(error.to_string()))
 }
 
-fn properties(message: &Outgoing) -> BasicProperties {
+/// AMQP's short strings hold 255 bytes; lapin panics over a longer one.
+fn short(what: &'static str, text: &str) -> Result<ShortString, NotConfirmed> {
+    ShortString::try_new(text).map_err(|_| {
+        let why = format!("it has {} bytes, more than the {AMQP_MAX_SHORT_STRING_BYTES} that AMQP allows", text.len());
+        NotConfirmed::Unsendable { what, why }
+    })
+}
+
+fn properties(message: &Outgoing) -> Result<BasicProperties, NotConfirmed> {
     let mut properties = BasicProperties::default()
         .with_delivery_mode(PERSISTENT)
         .with_content_type(message.content_type.into())
-        .with_type(message.message_type.as_str().into())
-        .with_message_id(message.message_id.as_str().into())
+        .with_type(short("type", &message.message_type)?)
+        .with_message_id(short("message id", &message.message_id)?)
         .with_timestamp(message.timestamp_s)
         .with_app_id("order-timeout".into());
     if let Some(ttl) = message.ttl {
-        // A decimal string of milliseconds; a negative one would be 406 and close the channel.
-        properties = properties.with_expiration(ttl.as_millis().to_string().into());
+        properties = properties.with_expiration(expiration(ttl)?);
     }
     if !message.headers.is_empty() {
         let mut table = FieldTable::default();
@@ -312,5 +381,71 @@ fn properties(message: &Outgoing) -> BasicProperties {
         }
         properties = properties.with_headers(table);
     }
-    properties
+    Ok(properties)
+}
+
+/// A decimal string of milliseconds. One that the broker does not take would close the channel, and with it fail the
+/// message's neighbours.
+fn expiration(ttl: Duration) -> Result<ShortString, NotConfirmed> {
+    if ttl > LONGEST_TTL {
+        let [ttl, longest] = [ttl, LONGEST_TTL].map(|duration| duration.as_millis());
+        let why = format!("{ttl} ms are more than the {longest} for which RabbitMQ keeps a message");
+        return Err(NotConfirmed::Unsendable { what: "expiration", why });
+    }
+    short("expiration", &ttl.as_millis().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message() -> Outgoing {
+        Outgoing {
+            exchange: "order.events".into(),
+            routing_key: "order.closed".into(),
+            body: Vec::new(),
+            message_id: "1".into(),
+            message_type: "order.closed.v1".into(),
+            content_type: "application/json",
+            timestamp_s: 0,
+            ttl: None,
+            headers: Vec::new(),
+            mandatory: false,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_window_is_never_larger_than_it_may_be() {
+        let (jobs, receiver) = mpsc::channel(QUEUED_JOBS);
+        let mut waiting = Vec::new();
+        for count in [999, 1, 1, 999, 600, 600, 400, WINDOW, 3] {
+            let (answer, answered) = oneshot::channel();
+            jobs.try_send(Job { messages: vec![message(); count], answer }).ok().unwrap();
+            waiting.push(answered);
+        }
+        // Its caller has gone.
+        drop(waiting.remove(8));
+        drop(jobs);
+        let mut queue = Queue { receiver, next: None };
+        let mut windows = Vec::new();
+        while let Some(jobs) = queue.next_window().await {
+            windows.push(jobs.iter().map(|job| job.messages.len()).collect::<Vec<_>>());
+        }
+        assert_eq!(windows, [vec![999, 1], vec![1, 999], vec![600], vec![600, 400], vec![WINDOW]]);
+    }
+
+    #[test]
+    fn a_property_that_amqp_cannot_hold_is_named() {
+        let long = "ü".repeat(128);
+        for (what, outgoing) in [
+            ("type", Outgoing { message_type: long.clone(), ..message() }),
+            ("message id", Outgoing { message_id: long.clone(), ..message() }),
+            ("expiration", Outgoing { ttl: Some(Duration::MAX), ..message() }),
+            ("expiration", Outgoing { ttl: Some(LONGEST_TTL + Duration::from_millis(1)), ..message() }),
+        ] {
+            let fault = properties(&outgoing).unwrap_err().to_string();
+            assert!(fault.starts_with(&format!("its {what} cannot be sent: ")), "{fault}");
+        }
+        assert!(properties(&Outgoing { ttl: Some(LONGEST_TTL), message_id: "x".repeat(255), ..message() }).is_ok());
+    }
 }

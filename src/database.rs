@@ -6,9 +6,10 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use secrecy::ExposeSecret;
+use sqlx::encode::IsNull;
 use sqlx::migrate::{Migrate, MigrateError, Migrator};
-use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
-use sqlx::{Connection, PgPool};
+use sqlx::postgres::{PgArgumentBuffer, PgConnectOptions, PgPoolOptions, PgTypeInfo, PgValueRef};
+use sqlx::{Connection, PgConnection, PgPool, Postgres};
 use time::OffsetDateTime;
 
 use crate::config::DatabaseSettings;
@@ -30,42 +31,82 @@ static MIGRATOR: LazyLock<Migrator> = LazyLock::new(|| {
 #[error("{0}")]
 pub struct DatabaseFault(pub String);
 
-/// A pool of at most `connections`, with every timeout set that keeps one stuck statement from stopping the worker.
-///
-/// # Errors
-/// [`DatabaseFault`] if the first connection cannot be made.
-pub async fn connect(settings: &DatabaseSettings, connections: u32) -> Result<PgPool, DatabaseFault> {
-    let options = connect_options(settings)?;
-    let place = address(&options);
-    let refused = |error: sqlx::Error| DatabaseFault(why_not_connected(&error, &place));
-    // Once by hand: a pool would go on trying for `acquire_timeout` and then hide the cause.
-    let first = tokio::time::timeout(settings.acquire_timeout, sqlx::PgConnection::connect_with(&options)).await;
-    let first = first.map_err(|_| {
-        DatabaseFault(format!(
-            "the database at {place} did not answer within {:?}; is it running there?",
-            settings.acquire_timeout
-        ))
-    })?;
-    // Said goodbye to properly or not, it has served its purpose.
-    let _ = first.map_err(refused)?.close().await;
-    let pool = PgPoolOptions::new()
-        .max_connections(connections)
-        .acquire_timeout(settings.acquire_timeout)
-        .connect_with(options)
-        .await;
-    pool.map_err(refused)
+/// How much longer than `database.statement_timeout` we wait for an answer before we take the server for vanished.
+const NO_ANSWER_MARGIN: Duration = Duration::from_secs(1);
+
+/// A pool of connections on which no call lasts for ever. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Database {
+    pool: PgPool,
+    patience: Duration,
+}
+
+impl Database {
+    /// At most `connections`, with every timeout set that keeps one stuck statement from stopping the worker.
+    ///
+    /// # Errors
+    /// [`DatabaseFault`] if the first connection cannot be made.
+    pub async fn connect(settings: &DatabaseSettings, connections: u32) -> Result<Self, DatabaseFault> {
+        let options = connect_options(settings)?;
+        let millis = |duration: Duration| duration.as_millis().max(1).to_string();
+        let options = options.options([
+            // sqlx sends no cancel request when a future is dropped: the server must end what nobody waits for.
+            ("statement_timeout", millis(settings.statement_timeout)),
+            ("lock_timeout", millis(settings.lock_timeout)),
+            ("idle_in_transaction_session_timeout", millis(settings.statement_timeout)),
+        ]);
+        // Once by hand: a pool would go on trying for `acquire_timeout` and then hide the cause.
+        // Said goodbye to properly or not, it has served its purpose.
+        let _ = connect_once(&options, settings.acquire_timeout).await?.close().await;
+        let place = address(&options);
+        let pool = PgPoolOptions::new()
+            .max_connections(connections)
+            .acquire_timeout(settings.acquire_timeout)
+            .connect_with(options)
+            .await
+            .map_err(|error| DatabaseFault(why_not_connected(&error, &place)))?;
+        Ok(Self { pool, patience: settings.statement_timeout + NO_ANSWER_MARGIN })
+    }
+
+    /// Runs `work` on a connection and waits for it no longer than a statement may take: a server whose host has
+    /// vanished never answers, not even with an error. The connection of such a call is thrown away.
+    ///
+    /// # Errors
+    /// sqlx's; an I/O error of kind `TimedOut` if there was no answer. Whether the work was done is unknown then.
+    pub async fn run<T>(
+        &self,
+        work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T, sqlx::Error> {
+        let mut connection = self.pool.acquire().await?;
+        if let Ok(answer) = tokio::time::timeout(self.patience, work(&mut connection)).await {
+            return answer;
+        }
+        connection.close_on_drop();
+        let why = format!("the database did not answer within {:?}", self.patience);
+        Err(sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, why)))
+    }
+
+    /// The connections themselves, for what bounds its own time.
+    #[must_use]
+    pub fn pool(&self) -> &PgPool {
+        &self.pool
+    }
+}
+
+async fn connect_once(options: &PgConnectOptions, patience: Duration) -> Result<PgConnection, DatabaseFault> {
+    let place = address(options);
+    match tokio::time::timeout(patience, PgConnection::connect_with(options)).await {
+        Ok(connected) => connected.map_err(|error| DatabaseFault(why_not_connected(&error, &place))),
+        Err(_) => Err(DatabaseFault(format!(
+            "the database at {place} did not answer within {patience:?}; is it running there?"
+        ))),
+    }
 }
 
 fn connect_options(settings: &DatabaseSettings) -> Result<PgConnectOptions, DatabaseFault> {
     let parsed = settings.url.expose_secret().parse::<PgConnectOptions>();
     let options = parsed.map_err(|_| DatabaseFault("database.url is not a Postgres address".into()))?;
-    let millis = |duration: Duration| duration.as_millis().max(1).to_string();
-    Ok(options.application_name("order-timeout").options([
-        // sqlx sends no cancel request when a future is dropped: the server must end what nobody waits for.
-        ("statement_timeout", millis(settings.statement_timeout)),
-        ("lock_timeout", millis(settings.lock_timeout)),
-        ("idle_in_transaction_session_timeout", millis(settings.statement_timeout)),
-    ]))
+    Ok(options.application_name("order-timeout"))
 }
 
 fn address(options: &PgConnectOptions) -> String {
@@ -92,9 +133,13 @@ fn why_not_connected(error: &sqlx::Error, place: &str) -> String {
 ///
 /// # Errors
 /// [`DatabaseFault`] names the migration.
-pub async fn migrate(pool: &PgPool) -> Result<Vec<String>, DatabaseFault> {
-    let pending = pending_migrations(pool).await?;
-    MIGRATOR.run(pool).await.map_err(|error| DatabaseFault(why_not_migrated(&error)))?;
+pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseFault> {
+    // Without the worker's timeouts: a migration may take long, and waits for whoever uses the tables.
+    let mut connection = connect_once(&connect_options(settings)?, settings.acquire_timeout).await?;
+    let pending = pending_migrations(&mut connection).await?;
+    MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseFault(why_not_migrated(&error)))?;
+    // The migrations are committed; how the goodbye goes does not matter.
+    let _ = connection.close().await;
     Ok(pending)
 }
 
@@ -115,8 +160,9 @@ fn why_not_migrated(error: &MigrateError) -> String {
 ///
 /// # Errors
 /// [`DatabaseFault`] counts the migrations that are missing.
-pub async fn require_migrated(pool: &PgPool) -> Result<(), DatabaseFault> {
-    let pending = pending_migrations(pool).await?;
+pub async fn require_migrated(database: &Database) -> Result<(), DatabaseFault> {
+    let mut connection = database.pool.acquire().await.map_err(|error| unreadable_migrations(&error))?;
+    let pending = pending_migrations(&mut connection).await?;
     let Some(first) = pending.first() else { return Ok(()) };
     let count = pending.len();
     Err(DatabaseFault(format!(
@@ -124,17 +170,15 @@ pub async fn require_migrated(pool: &PgPool) -> Result<(), DatabaseFault> {
     )))
 }
 
-async fn pending_migrations(pool: &PgPool) -> Result<Vec<String>, DatabaseFault> {
-    let fault =
-        |error: &dyn std::fmt::Display| DatabaseFault(format!("the applied migrations cannot be read: {error}"));
+async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>, DatabaseFault> {
     let exists: bool = sqlx::query_scalar("SELECT to_regclass($1) IS NOT NULL")
         .bind(MIGRATIONS_TABLE)
-        .fetch_one(pool)
+        .fetch_one(&mut *connection)
         .await
-        .map_err(|error| fault(&error))?;
+        .map_err(|error| unreadable_migrations(&error))?;
     let applied = if exists {
-        let mut connection = pool.acquire().await.map_err(|error| fault(&error))?;
-        connection.list_applied_migrations(MIGRATIONS_TABLE).await.map_err(|error| fault(&error))?
+        let listed = connection.list_applied_migrations(MIGRATIONS_TABLE).await;
+        listed.map_err(|error| unreadable_migrations(&error))?
     } else {
         Vec::new()
     };
@@ -142,10 +186,45 @@ async fn pending_migrations(pool: &PgPool) -> Result<Vec<String>, DatabaseFault>
     Ok(MIGRATOR.iter().filter(|m| is_pending(m.version)).map(|m| m.description.to_string()).collect())
 }
 
+fn unreadable_migrations(error: &dyn std::fmt::Display) -> DatabaseFault {
+    DatabaseFault(format!("the applied migrations cannot be read: {error}"))
+}
+
 /// A Postgres timestamp as a moment: both count microseconds.
 #[must_use]
 pub fn moment(time: OffsetDateTime) -> Moment {
     Moment::from_unix_micros(i64::try_from(time.unix_timestamp_nanos() / 1_000).unwrap_or(i64::MAX))
+}
+
+/// A `timestamptz` read as the number of microseconds that it is. `OffsetDateTime` panics on `infinity` and on years
+/// its calendar does not have; here they are merely far away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timestamptz(pub Moment);
+
+/// 2000-01-01T00:00:00Z, where Postgres counts from (PostgreSQL source, `datatype/timestamp.h`).
+const POSTGRES_EPOCH: Moment = Moment::from_unix_micros(946_684_800_000_000);
+
+impl sqlx::Type<Postgres> for Timestamptz {
+    fn type_info() -> PgTypeInfo {
+        <OffsetDateTime as sqlx::Type<Postgres>>::type_info()
+    }
+}
+
+impl<'r> sqlx::Decode<'r, Postgres> for Timestamptz {
+    fn decode(value: PgValueRef<'r>) -> Result<Self, sqlx::error::BoxDynError> {
+        // Binary, as every prepared statement answers: microseconds since the epoch, big-endian.
+        let micros = i64::from_be_bytes(value.as_bytes()?.try_into()?);
+        Ok(Self(Moment::from_unix_micros(micros.saturating_add(POSTGRES_EPOCH.unix_micros()))))
+    }
+}
+
+impl<'q> sqlx::Encode<'q, Postgres> for Timestamptz {
+    fn encode_by_ref(&self, buffer: &mut PgArgumentBuffer) -> Result<IsNull, sqlx::error::BoxDynError> {
+        // The least number is Postgres' -infinity, the greatest its infinity.
+        let micros = self.0.unix_micros().saturating_sub(POSTGRES_EPOCH.unix_micros());
+        buffer.extend_from_slice(&micros.to_be_bytes());
+        Ok(IsNull::No)
+    }
 }
 
 /// A moment as a Postgres timestamp; `None` beyond the years the calendar has.
@@ -171,19 +250,37 @@ pub enum Trouble {
 /// Sorts an error by its SQLSTATE (PostgreSQL documentation, appendix A "Error Codes").
 #[must_use]
 pub fn trouble(error: &sqlx::Error) -> Trouble {
+    if matches!(error, sqlx::Error::ColumnDecode { .. } | sqlx::Error::Decode(_) | sqlx::Error::ColumnNotFound(_)) {
+        // An answer that is not of the form the statement promised when it was prepared.
+        return Trouble::Broken;
+    }
     let Some(code) = error.as_database_error().and_then(|fault| fault.code().map(|code| code.into_owned())) else {
         // Network, pool, protocol: no answer from the database at all.
         return Trouble::Away;
     };
     match code.as_str() {
-        // lock_not_available, deadlock_detected, serialization_failure, query_canceled
-        "55P03" | "40P01" | "40001" | "57014" => Trouble::Transient,
-        // read_only_sql_transaction; admin_shutdown, crash_shutdown, cannot_connect_now
-        "25006" | "57P01" | "57P02" | "57P03" => Trouble::Away,
-        // syntax error or access rule violation; internal error, data corrupted
-        code if ["42", "XX"].contains(&&code[..2]) => Trouble::Broken,
-        // connection exception; insufficient resources; system error; invalid authorization, catalog or schema name
-        code if ["08", "53", "58", "28", "3D", "3F"].contains(&&code[..2]) => Trouble::Away,
-        _ => Trouble::Data,
+        // lock_not_available, query_canceled, feature_not_supported (a cached plan after somebody's ALTER TABLE)
+        "55P03" | "57014" | "0A000" => Trouble::Transient,
+        // read_only_sql_transaction
+        "25006" => Trouble::Away,
+        // invalid transaction state, invalid statement name (a pooler has changed servers), transaction rollback
+        code if ["25", "26", "40"].contains(&&code[..2]) => Trouble::Transient,
+        // connection exception; insufficient resources; operator intervention; system error; invalid authorization
+        code if ["08", "53", "57", "58", "28"].contains(&&code[..2]) => Trouble::Away,
+        // data exception, integrity constraint violation, WITH CHECK OPTION violation, PL/pgSQL error (RAISE)
+        code if ["22", "23", "44", "P0"].contains(&&code[..2]) => Trouble::Data,
+        _ => Trouble::Broken,
+    }
+}
+
+/// An error in words for a person: what the server said and its SQLSTATE, without the line of the server's own source.
+#[must_use]
+pub fn why(error: &sqlx::Error) -> String {
+    match error.as_database_error() {
+        Some(fault) => match fault.code() {
+            Some(code) => format!("{} (SQLSTATE {code})", fault.message()),
+            None => fault.message().to_owned(),
+        },
+        None => error.to_string(),
     }
 }

@@ -44,6 +44,12 @@ impl<T> Hold<T> {
         Ok(())
     }
 
+    /// Whether this alarm waits here.
+    #[must_use]
+    pub fn contains(&self, alarm: &AlarmKey) -> bool {
+        self.by_alarm.contains_key(alarm)
+    }
+
     /// What waits under this alarm.
     pub fn get_mut(&mut self, alarm: &AlarmKey) -> Option<&mut T> {
         let wake = self.by_alarm.get(alarm)?;

@@ -11,7 +11,8 @@
 //! The order's row decides; a message only wakes the worker. [`worker`] joins the steps, [`desk`] decides what is done
 //! next with each alarm, and no step imports another.
 //!
-//! What a publisher needs is re-exported here: [`Publisher`], [`Settings`], [`OrderId`], [`Deadline`].
+//! What a publisher needs is re-exported here: [`Publisher`], [`Settings`], [`OrderId`], [`Deadline`], and what can go
+//! wrong: [`BadSettings`], [`BrokerFault`], [`NotScheduled`], [`NotAllScheduled`], [`NotConfirmed`].
 
 pub mod alarm;
 pub mod clock;
@@ -29,7 +30,9 @@ pub mod deliver;
 pub mod hold;
 
 pub mod close;
+pub mod contract;
 pub mod desk;
+pub mod sweep;
 
 pub mod announce;
 pub mod park;
@@ -39,9 +42,13 @@ pub mod cli;
 pub mod confirm;
 pub mod database;
 pub mod patience;
+pub mod relay;
 pub mod telemetry;
 pub mod worker;
 
-pub use config::Settings;
+pub use broker::BrokerFault;
+pub use config::{BadSettings, Settings};
+pub use confirm::NotConfirmed;
 pub use order::{Deadline, Moment, OrderId};
+pub use schedule::outbox::{NotWritten, schedule_in};
 pub use schedule::{NotAllScheduled, NotScheduled, Publisher};

@@ -1,6 +1,7 @@
 //! Command line → settings → run → exit code. Errors are one sentence on standard error: 2 for usage and settings,
 //! 1 for everything that failed.
 
+use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 
@@ -11,8 +12,11 @@ const WRONG_SETTINGS: u8 = 2;
 const FAILED: u8 = 1;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    let settings = match cli.settings.load() {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(fault) => return wrong_usage(&fault),
+    };
+    let settings = match cli.load_settings() {
         Ok(settings) => settings,
         Err(fault) => return fail(&fault, WRONG_SETTINGS),
     };
@@ -20,10 +24,40 @@ fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("the runtime cannot start: {error}"), FAILED),
     };
-    match runtime.block_on(cli.command.run(settings)) {
+    let outcome = runtime.block_on(cli.command.run(settings));
+    // Dropped, it would wait for whatever still runs, such as the resolution of a host's name.
+    runtime.shutdown_background();
+    match outcome {
         Ok(answer) => say(&answer),
         Err(error) => fail(&error, FAILED),
     }
+}
+
+/// What clap has to say, which is also how help and version are asked for.
+fn wrong_usage(fault: &clap::Error) -> ExitCode {
+    match without_addresses(fault.render().to_string(), std::env::args_os()) {
+        Some(text) => eprint!("{text}"),
+        // As it is, in colour where that is wanted.
+        None => fault.exit(),
+    }
+    ExitCode::from(WRONG_SETTINGS)
+}
+
+/// The text without those of the arguments that are addresses and may hold a password; `None` if it has none.
+fn without_addresses(mut text: String, arguments: impl Iterator<Item = OsString>) -> Option<String> {
+    let mut found = false;
+    for argument in arguments {
+        let argument = argument.to_string_lossy();
+        // clap may show an option and its value apart.
+        for part in [Some(&*argument), argument.split_once('=').map(|(_, value)| value)].into_iter().flatten() {
+            let part = part.trim_start_matches('-');
+            if part.contains("://") && text.contains(part) {
+                text = text.replace(part, "…");
+                found = true;
+            }
+        }
+    }
+    found.then_some(text)
 }
 
 fn say(answer: &Answer) -> ExitCode {

@@ -4,6 +4,8 @@
 //! The contract for other languages is `docs/WIRE.md`; `tests/fixtures/` holds one file per message as it stands
 //! on the wire.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -13,10 +15,15 @@ use crate::order::{BadOrderId, ClosedBy, Deadline, Moment, OrderId};
 
 /// AMQP property `type` of version 1 of [`TimeoutDue`].
 pub const TIMEOUT_DUE_TYPE: &str = "order.timeout.v1";
-/// AMQP property `type` of version 1 of [`OrderClosed`].
-pub const ORDER_CLOSED_TYPE: &str = "order.closed.v1";
 /// AMQP property `content_type` of everything we publish.
 pub const CONTENT_TYPE: &str = "application/json";
+/// The longest TTL that RabbitMQ takes from 3.10.2 on, ten years of 365 days, for a queue as for a message; beyond it, it
+/// answers 406 and closes the channel.
+pub const LONGEST_TTL: Duration = Duration::from_millis(315_360_000_000);
+
+/// What an AMQP short string holds: names, routing keys, most properties.
+pub const AMQP_MAX_SHORT_STRING_BYTES: usize = 255;
+
 /// Header: how often handling this alarm has failed so far. Re-arming does not count.
 pub const HEADER_ATTEMPT: &str = "attempt";
 /// Header: W3C trace context of whoever scheduled the alarm.
@@ -77,6 +84,10 @@ impl TimeoutDue {
         }
         if body.len() > MAX_BODY_BYTES {
             return Err(Unreadable::TooBig(body.len()));
+        }
+        // serde would also take an array for the fields in their order.
+        if body.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
+            return Err(Unreadable::NotTheShape("it is not a JSON object".into()));
         }
         let body: TimeoutDueBody =
             serde_json::from_slice(body).map_err(|fault| Unreadable::NotTheShape(fault.to_string()))?;
@@ -166,7 +177,7 @@ mod tests {
     fn every_fault_is_named() {
         check("", "empty");
         check("{", "EOF");
-        check("[]", "invalid length");
+        check("[]", "not a JSON object");
         check(r#"{"order_id": 7, "deadline": "2026-11-20T10:30:00Z"}"#, "expected a string");
         check(r#"{"order_id": "a"}"#, "missing field `deadline`");
         check(r#"{"deadline": "2026-11-20T10:30:00Z"}"#, "missing field `order_id`");

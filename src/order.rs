@@ -149,16 +149,6 @@ impl From<SystemTime> for Moment {
     }
 }
 
-/// Where an order stands. Mirrors the `order_status` type of the default schema.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum OrderStatus {
-    Unpaid,
-    Closing,
-    Paid,
-    Closed,
-}
-
 /// Which path closed an order. Stored with the order, its history and its event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -221,6 +211,48 @@ impl Outcome {
             _ => return None,
         })
     }
+}
+
+/// One row of the close statement's answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    pub outcome: Outcome,
+    /// The deadline in the row, where the order exists.
+    pub deadline: Option<Deadline>,
+}
+
+/// Why a close did not come to an outcome.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum CloseFault {
+    /// Somebody held a lock too long, a deadlock, a serialization failure, a timeout: try again, nobody is to blame.
+    #[error("{0}")]
+    Transient(String),
+    /// An order cannot be closed as things stand: a constraint, a trigger, a value.
+    #[error("{0}")]
+    OfTheOrder(String),
+    /// No order can be closed: the database is away, read-only, or does not know our statement.
+    #[error("{0}")]
+    Away(String),
+}
+
+/// What the close statement found for one order, or why it has no outcome for it.
+pub type Finding = Result<Found, CloseFault>;
+
+/// An unpaid order whose time is up, as the sweep finds it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Overdue {
+    pub order_id: OrderId,
+    pub deadline: Deadline,
+}
+
+/// A page of overdue orders that is wanted from the database.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SweepPage {
+    /// How long after its deadline an order is taken: until then its alarm may still come.
+    pub grace: Duration,
+    /// The last order of the page before, in the order (deadline, id); `None` begins a pass.
+    pub after: Option<Overdue>,
+    pub limit: usize,
 }
 
 #[cfg(test)]

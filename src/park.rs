@@ -1,16 +1,17 @@
 //! What could not be handled, with its reason: a table, not a queue, so that a person can look, sort and choose.
 //!
 //! Writes, lists, retries and drops parked alarms. A row is deleted only after its new alarm is confirmed; a delivery
-//! is acknowledged only after its row is committed (see `worker.rs`).
+//! is acknowledged only after its row is committed (see `worker/`).
 
 use serde::Serialize;
-use sqlx::{PgPool, Row};
+use sqlx::Row;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
 use crate::alarm::Parcel;
-use crate::database::{moment, timestamp};
+use crate::database::{Database, Timestamptz, timestamp};
 use crate::message::{TimeoutDue, Unreadable, write_rfc3339};
+use crate::order::Moment;
 
 /// A parked alarm as it is listed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -27,6 +28,8 @@ pub struct Parked {
     pub age_s: i64,
     #[serde(skip)]
     pub body: Vec<u8>,
+    #[serde(skip)]
+    pub since: Moment,
 }
 
 impl Parked {
@@ -63,11 +66,12 @@ impl Selection {
     }
 }
 
-/// Writes parcels down, all or none.
+/// Writes parcels down, all or none. The same message again is the same row: a delivery whose acknowledgement was lost,
+/// or a second alarm of the same words.
 ///
 /// # Errors
 /// sqlx's; nothing is written then.
-pub async fn park(pool: &PgPool, parcels: &[&Parcel]) -> Result<(), sqlx::Error> {
+pub async fn park(database: &Database, parcels: &[&Parcel]) -> Result<(), sqlx::Error> {
     let reasons: Vec<&str> = parcels.iter().map(|p| p.reason.as_str()).collect();
     // NUL is the one character a Postgres text cannot hold.
     let details: Vec<String> = parcels.iter().map(|p| p.detail.replace('\0', "\u{fffd}")).collect();
@@ -76,27 +80,32 @@ pub async fn park(pool: &PgPool, parcels: &[&Parcel]) -> Result<(), sqlx::Error>
     let deadlines: Vec<Option<OffsetDateTime>> = parcels.iter().map(|p| p.deadline.and_then(timestamp)).collect();
     let attempts: Vec<i32> = parcels.iter().map(|p| i32::try_from(p.attempts).unwrap_or(i32::MAX)).collect();
     let bodies: Vec<&[u8]> = parcels.iter().map(|p| p.body.as_slice()).collect();
-    sqlx::query(
-        "INSERT INTO parked_alarms (reason, detail, order_id, deadline, attempts, body)
-         SELECT * FROM unnest($1::text[], $2::text[], $3::text[], $4::timestamptz[], $5::int[], $6::bytea[])",
+    let insert = sqlx::query(
+        "INSERT INTO parked_alarms (id, reason, detail, order_id, deadline, attempts, body)
+         SELECT DISTINCT ON (id) id, reason, detail, order_id, deadline, attempts, body
+         FROM (SELECT encode(substr(sha256(body), 1, 16), 'hex')::uuid AS id, *
+               FROM unnest($1::text[], $2::text[], $3::text[], $4::timestamptz[], $5::int[], $6::bytea[])
+                    AS parcel (reason, detail, order_id, deadline, attempts, body)) AS parcels
+         ORDER BY id, attempts DESC
+         ON CONFLICT (id) DO UPDATE
+             SET reason = excluded.reason, detail = excluded.detail, attempts = excluded.attempts,
+                 parked_at = clock_timestamp()",
     )
     .bind(reasons)
     .bind(details)
     .bind(order_ids)
     .bind(deadlines)
     .bind(attempts)
-    .bind(bodies)
-    .execute(pool)
-    .await
-    .map(drop)
+    .bind(bodies);
+    database.run(async |connection| insert.execute(connection).await).await.map(drop)
 }
 
 /// Lists the oldest first.
 ///
 /// # Errors
 /// sqlx's.
-pub async fn list(pool: &PgPool, selection: &Selection, limit: i64) -> Result<Vec<Parked>, sqlx::Error> {
-    let rows = sqlx::query(
+pub async fn list(database: &Database, selection: &Selection, limit: i64) -> Result<Vec<Parked>, sqlx::Error> {
+    let select = sqlx::query(
         "SELECT id, reason, detail, order_id, deadline, attempts, parked_at, body,
                 extract(epoch FROM clock_timestamp() - parked_at)::bigint AS age_s
          FROM parked_alarms
@@ -105,22 +114,22 @@ pub async fn list(pool: &PgPool, selection: &Selection, limit: i64) -> Result<Ve
     )
     .bind(selection.reason())
     .bind(selection.ids())
-    .bind(limit)
-    .fetch_all(pool)
-    .await?;
+    .bind(limit);
+    let rows = database.run(async |connection| select.fetch_all(connection).await).await?;
     rows.iter()
         .map(|row| {
-            let written = |time: OffsetDateTime| write_rfc3339(moment(time));
+            let written = |Timestamptz(moment)| write_rfc3339(moment);
             Ok(Parked {
                 id: row.try_get("id")?,
                 reason: row.try_get("reason")?,
                 detail: row.try_get("detail")?,
                 order_id: row.try_get("order_id")?,
-                deadline: row.try_get::<Option<OffsetDateTime>, _>("deadline")?.map(written),
+                deadline: row.try_get::<Option<Timestamptz>, _>("deadline")?.map(written),
                 attempts: row.try_get("attempts")?,
                 parked_at: written(row.try_get("parked_at")?),
                 age_s: row.try_get("age_s")?,
                 body: row.try_get("body")?,
+                since: row.try_get::<Timestamptz, _>("parked_at")?.0,
             })
         })
         .collect()
@@ -130,23 +139,39 @@ pub async fn list(pool: &PgPool, selection: &Selection, limit: i64) -> Result<Ve
 ///
 /// # Errors
 /// sqlx's.
-pub async fn ids(pool: &PgPool, selection: &Selection) -> Result<Vec<Uuid>, sqlx::Error> {
-    sqlx::query_scalar(
+pub async fn ids(database: &Database, selection: &Selection) -> Result<Vec<Uuid>, sqlx::Error> {
+    let select = sqlx::query_scalar(
         "SELECT id FROM parked_alarms
          WHERE ($1::text IS NULL OR reason = $1) AND ($2::uuid[] IS NULL OR id = ANY ($2))
          ORDER BY parked_at, id",
     )
     .bind(selection.reason())
-    .bind(selection.ids())
-    .fetch_all(pool)
-    .await
+    .bind(selection.ids());
+    database.run(async |connection| select.fetch_all(connection).await).await
+}
+
+/// Deletes rows whose alarms are in the broker's hands again, unless they were parked anew since they were listed: the
+/// worker may be faster than we are.
+///
+/// # Errors
+/// sqlx's.
+pub async fn drop_retried(database: &Database, rows: &[(Uuid, Moment)]) -> Result<(), sqlx::Error> {
+    let (ids, since): (Vec<Uuid>, Vec<Option<OffsetDateTime>>) =
+        rows.iter().map(|(id, since)| (*id, timestamp(*since))).unzip();
+    let delete = sqlx::query(
+        "DELETE FROM parked_alarms p USING unnest($1::uuid[], $2::timestamptz[]) AS listed (id, since)
+         WHERE p.id = listed.id AND p.parked_at = listed.since",
+    )
+    .bind(ids)
+    .bind(since);
+    database.run(async |connection| delete.execute(connection).await).await.map(drop)
 }
 
 /// Deletes these rows; returns how many were there.
 ///
 /// # Errors
 /// sqlx's.
-pub async fn drop_rows(pool: &PgPool, ids: &[Uuid]) -> Result<u64, sqlx::Error> {
-    let deleted = sqlx::query("DELETE FROM parked_alarms WHERE id = ANY ($1)").bind(ids).execute(pool).await?;
-    Ok(deleted.rows_affected())
+pub async fn drop_rows(database: &Database, ids: &[Uuid]) -> Result<u64, sqlx::Error> {
+    let delete = sqlx::query("DELETE FROM parked_alarms WHERE id = ANY ($1)").bind(ids);
+    Ok(database.run(async |connection| delete.execute(connection).await).await?.rows_affected())
 }

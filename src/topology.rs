@@ -214,7 +214,8 @@ impl Topology {
         for lane in &settings.delay.lanes {
             for shard in 0..settings.delay.lane_shards {
                 let queue = names.lane_queue(&lane.name, shard);
-                self.queue(queue.clone(), dead_lettering(&names.due(), DUE_KEY));
+                let arguments = letting_go(dead_lettering(&names.due(), DUE_KEY), lane.longest_ttl());
+                self.queue(queue.clone(), arguments);
                 self.bind(names.delay(), queue.clone(), &Names::lane_key(&lane.name, shard));
                 if shard == 0 {
                     // For publishers that do not shard. To one queue only: a key bound to four delivers four copies.
@@ -231,7 +232,8 @@ impl Topology {
                 let queue = names.slot_queue(&ring.name, slot);
                 // Coarse slots go back to be armed again, so that they never stand in front of an alarm that is due.
                 let (exchange, key) = if index == 0 { (names.due(), DUE_KEY) } else { (names.arm(), "again") };
-                self.queue(queue.clone(), dead_lettering(&exchange, key));
+                let arguments = letting_go(dead_lettering(&exchange, key), ring.span());
+                self.queue(queue.clone(), arguments);
                 self.bind(names.wheel(), queue, &Names::slot_key(&ring.name, slot));
             }
         }
@@ -419,6 +421,18 @@ fn dead_lettering(exchange: &str, routing_key: &str) -> BTreeMap<&'static str, A
     ])
 }
 
+/// Lets go of everything after this long. Nobody consumes these queues, so a foreign message without `expiration` would
+/// stay at the head for ever and hold up all behind it. The broker takes the shorter of this and the message's own TTL:
+/// it must not be shorter than any that we give.
+fn letting_go(
+    mut arguments: BTreeMap<&'static str, Argument>,
+    longest_ttl: Duration,
+) -> BTreeMap<&'static str, Argument> {
+    let ttl_ms = i64::try_from(longest_ttl.as_millis()).unwrap_or(i64::MAX);
+    arguments.insert("x-message-ttl", Argument::Number(ttl_ms));
+    arguments
+}
+
 fn table(arguments: &BTreeMap<&'static str, Argument>) -> FieldTable {
     let mut table = FieldTable::default();
     for (key, value) in arguments {
@@ -466,6 +480,20 @@ mod tests {
                 assert_eq!(queue.arguments["x-dead-letter-strategy"], Argument::Text("at-least-once".into()));
                 assert_eq!(queue.arguments["x-overflow"], Argument::Text("reject-publish".into()));
             }
+        }
+    }
+
+    #[test]
+    fn every_queue_without_a_consumer_lets_go_by_itself() {
+        let topology = Topology::new(&Settings::defaults());
+        let ttl_ms = |name: &str| {
+            topology.queues.iter().find(|queue| queue.name == name).unwrap().arguments.get("x-message-ttl").cloned()
+        };
+        assert_eq!(ttl_ms("order.delay.30m.3"), Some(Argument::Number(1_800_100)));
+        assert_eq!(ttl_ms("order.wheel.5s.00"), Some(Argument::Number(100_000)));
+        assert_eq!(ttl_ms("order.wheel.1h.35"), Some(Argument::Number(36 * 3_600_000)));
+        for consumed in ["order.timeout", "order.arm", "order.parked"] {
+            assert_eq!(ttl_ms(consumed), None, "{consumed} keeps what it has until it is consumed");
         }
     }
 

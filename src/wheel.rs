@@ -56,7 +56,7 @@ impl Ring {
     }
 
     fn unit_micros(&self) -> i64 {
-        self.unit.as_micros() as i64
+        i64::try_from(self.unit.as_micros()).unwrap_or(i64::MAX)
     }
 
     /// How many units ahead a slot may be written. A sixth of the ring stays free, so that a slot is empty long
@@ -65,8 +65,14 @@ impl Ring {
         i64::from(self.slots) * 5 / 6
     }
 
+    /// The whole ring: longer than any TTL in one of its slots.
+    #[must_use]
+    pub fn span(&self) -> Duration {
+        self.unit.saturating_mul(u32::from(self.slots))
+    }
+
     fn reach(&self) -> Duration {
-        self.unit * u32::try_from(self.reach_units()).unwrap_or(u32::MAX)
+        self.unit.saturating_mul(u32::try_from(self.reach_units()).unwrap_or(u32::MAX))
     }
 
     fn fires_at(&self, unit: i64) -> Moment {
@@ -96,7 +102,7 @@ impl Wheel {
                 return Err(BadWheel::NotAscending { fine: fine.name.clone(), coarse: coarse.name.clone() });
             }
             // When a coarse slot lets go, its alarms are due at most one coarse unit plus its margin later.
-            let needed = coarse.unit + coarse.early;
+            let needed = coarse.unit.saturating_add(coarse.early);
             if fine.reach() <= needed {
                 let (fine_name, coarse_name) = (fine.name.clone(), coarse.name.clone());
                 return Err(BadWheel::Gap { fine: fine_name, coarse: coarse_name, reach: fine.reach(), needed });
@@ -227,6 +233,19 @@ mod tests {
             {
                 // Both are in the slot at once: then they are let go together.
                 prop_assert_eq!(now + ta, later + tb);
+            }
+        }
+
+        #[test]
+        fn no_ttl_is_longer_than_its_ring(
+            now_us in 0_i64..4_000_000_000_000_000, ahead_ms in 0_i64..3_650 * 86_400_000,
+        ) {
+            let wheel = wheel();
+            let (now, due) = (Moment::from_unix_micros(now_us), Moment::from_unix_micros(now_us + ahead_ms * 1_000));
+            for place in [wheel.place(due, now), wheel.place_retry(due, now)] {
+                if let Place::Slot { ring, ttl, .. } = place {
+                    prop_assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}");
+                }
             }
         }
     }

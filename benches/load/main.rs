@@ -1,51 +1,158 @@
-//! Load scenarios, each with its limits measured in the same run: `cargo bench --bench load -- SCENARIO [--json]`.
+//! Load scenarios, each with its limits and its competitors measured in the same run:
+//! `cargo bench --bench load -- SCENARIO [--orders N] [--strategy S] [--json]`.
 //!
-//! Prints ratios, because machines differ; takes broker and database from the usual settings and leaves nothing
-//! behind. Decides nothing about passing: a person reads the figures.
+//! Everything runs on a private Postgres and a private RabbitMQ that are removed afterwards, and whoever closes orders
+//! is a process of its own. Prints ratios, because machines differ. Judges no figure; but an order that was lost, closed
+//! twice or closed early ends it with exit code 1.
 
-mod crowd;
-mod mixed;
-mod publish;
+mod competitors;
+mod contest;
+mod controls;
+mod limits;
+mod report;
+mod scenarios;
 mod stage;
 
-use clap::{Parser, ValueEnum};
-use crowd::Crowd;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use competitors::Competitor;
+use scenarios::crowd::Crowd;
+use scenarios::{burst, crowd, mixed, pending, publish, steady};
+use stage::servers::Servers;
+use tokio::signal::unix::{SignalKind, signal};
 
 /// Load scenarios of order-timeout.
 #[derive(Debug, Parser)]
 struct Arguments {
-    #[arg(value_enum)]
+    #[command(subcommand)]
     scenario: Scenario,
+    #[command(flatten)]
+    options: Options,
+}
+
+/// What every scenario understands.
+#[derive(Debug, Clone, Args)]
+pub struct Options {
     /// How many orders, or how large the crowd; each scenario has its own default
-    #[arg(long)]
+    #[arg(long, global = true)]
     orders: Option<usize>,
+    /// How alarms are delayed
+    #[arg(long, global = true, default_value = "dead-letter", value_parser = ["dead-letter", "delayed-exchange"])]
+    strategy: String,
     /// Print one JSON line and nothing else
-    #[arg(long)]
+    #[arg(long, global = true)]
     json: bool,
+    /// A setting that differs from the defaults, such as --set worker.closers=4
+    #[arg(long = "set", global = true, value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+    /// A broker to use instead of a private one: newer, or with a plugin; nobody else may be using it
+    #[arg(long, global = true, value_name = "URL")]
+    amqp: Option<String>,
+    /// Let the worker reach Postgres by its socket; limits and competitors always do
+    #[arg(long, global = true)]
+    socket: bool,
+    /// The worker alone, without limits and competitors: to look at it, not to compare it
+    #[arg(long, global = true)]
+    alone: bool,
     /// cargo passes it to every bench
-    #[arg(long, hide = true)]
+    #[arg(long, global = true, hide = true)]
     bench: bool,
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Subcommand)]
 enum Scenario {
-    /// schedule_all and concurrent schedule against a bare lapin loop with the same confirm window
-    Publish,
-    /// Random delays of 2 to 90 s, with one of 10 minutes scheduled first
+    /// Orders due at one instant, also with delay.lead = 0, against pollers (20 000)
+    Burst {
+        #[arg(long, value_enum, default_value = "wheel")]
+        way: Way,
+    },
+    /// The same, all of one article, against a burst of many articles (20 000)
+    Flash {
+        #[arg(long, value_enum, default_value = "wheel")]
+        way: Way,
+    },
+    /// So many orders a second, all with one delay, against pollers
+    Steady {
+        /// Orders per second
+        #[arg(long, default_value_t = 1_000)]
+        rate: u32,
+        /// For how long
+        #[arg(long, default_value_t = 30)]
+        seconds: u32,
+        /// The one delay
+        #[arg(long, default_value = "10s", value_parser = humantime::parse_duration)]
+        delay: Duration,
+        #[arg(long, value_enum, default_value = "lane")]
+        way: Way,
+    },
+    /// Random delays of 1 to 120 s behind long ones, against other ways of delaying (2 000)
     Mixed,
-    /// 200 good orders among alarms for orders that do not exist
+    /// How fast alarms are scheduled, against a bare client with the same confirm window (50 000)
+    Publish,
+    /// Memory per pending alarm, and what an idle broker costs (200 000)
+    Pending,
+    /// 200 good orders among alarms for orders that do not exist (20 000)
     CrowdUnknown,
-    /// 200 good orders among alarms for far deadlines
+    /// 200 good orders among alarms for far deadlines (50 000)
     CrowdFar,
+    /// What this program starts as a process of its own
+    #[command(hide = true)]
+    Compete {
+        #[command(flatten)]
+        competitor: Competitor,
+    },
+}
+
+/// By which queues an alarm waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Way {
+    /// Its delay is a standard delay: one of the queues of its lane
+    Lane,
+    /// Its delay is any other: the inbox, then a slot of the wheel
+    Wheel,
 }
 
 #[tokio::main]
-async fn main() -> anyhow::Result<()> {
-    let arguments = Arguments::parse();
-    match arguments.scenario {
-        Scenario::Publish => publish::run(arguments.orders.unwrap_or(50_000), arguments.json).await,
-        Scenario::Mixed => mixed::run(arguments.orders.unwrap_or(200), arguments.json).await,
-        Scenario::CrowdUnknown => crowd::run(Crowd::Unknown, arguments.orders.unwrap_or(20_000), arguments.json).await,
-        Scenario::CrowdFar => crowd::run(Crowd::Far, arguments.orders.unwrap_or(50_000), arguments.json).await,
+async fn main() -> ExitCode {
+    match run(Arguments::parse()).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Without a backtrace: it is a sentence for whoever measures.
+            eprintln!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run(Arguments { scenario, options }: Arguments) -> anyhow::Result<()> {
+    if let Scenario::Compete { competitor } = scenario {
+        return competitors::run(competitor).await;
+    }
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let servers = Servers::start(&options)?;
+    // Told to end, it returns rather than dies, so that the private servers are removed.
+    tokio::select! {
+        outcome = play(scenario, &servers, &options) => outcome,
+        _ = interrupt.recv() => anyhow::bail!("interrupted"),
+        _ = terminate.recv() => anyhow::bail!("terminated"),
+    }
+}
+
+async fn play(scenario: Scenario, servers: &Servers, options: &Options) -> anyhow::Result<()> {
+    let orders = |default| options.orders.unwrap_or(default);
+    match scenario {
+        Scenario::Burst { way } => burst::burst(servers, options, orders(20_000), way).await,
+        Scenario::Flash { way } => burst::flash(servers, options, orders(20_000), way).await,
+        Scenario::Steady { rate, seconds, delay, way } => {
+            steady::run(servers, options, steady::Load { rate, seconds, delay, way }).await
+        }
+        Scenario::Mixed => mixed::run(servers, options, orders(2_000)).await,
+        Scenario::Publish => publish::run(servers, options, orders(50_000)).await,
+        Scenario::Pending => pending::run(servers, options, orders(200_000)).await,
+        Scenario::CrowdUnknown => crowd::run(servers, options, Crowd::Unknown, orders(20_000)).await,
+        Scenario::CrowdFar => crowd::run(servers, options, Crowd::Far, orders(50_000)).await,
+        Scenario::Compete { .. } => unreachable!("handled before any server is started"),
     }
 }

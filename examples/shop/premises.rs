@@ -8,9 +8,10 @@ use lapin::Connection;
 use lapin::options::{ExchangeDeleteOptions, QueueDeleteOptions};
 use order_timeout::broker::reply_code;
 use order_timeout::config::{DatabaseSettings, Lane, RingSettings};
+use order_timeout::database::{self, Database};
 use order_timeout::topology::Topology;
 use order_timeout::worker::Worker;
-use order_timeout::{Publisher, Settings, broker, database};
+use order_timeout::{Publisher, Settings, broker};
 use sqlx::{AssertSqlSafe, PgPool};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -117,7 +118,7 @@ impl Premises {
             return self.check_shared().await;
         };
         // Both are reached before either is changed.
-        let administration = database::connect(server, 1).await?;
+        let administration = Database::connect(server, 1).await?.pool().clone();
         let connection = broker::connect(&self.settings.amqp, "shop setup").await?;
 
         *topology_made = true;
@@ -129,7 +130,7 @@ impl Premises {
         *database_made = true;
         create_database(&administration, database).await?;
         administration.close().await;
-        database::migrate(&database::connect(&self.settings.database, 1).await?).await?;
+        database::migrate(&self.settings.database).await?;
 
         let ready = Worker::start(self.settings.clone()).await?;
         let stop = CancellationToken::new();
@@ -138,8 +139,8 @@ impl Premises {
     }
 
     async fn check_shared(&self) -> anyhow::Result<()> {
-        let pool = database::connect(&self.settings.database, 1).await?;
-        Ok(database::require_migrated(&pool).await?)
+        let database = Database::connect(&self.settings.database, 1).await?;
+        Ok(database::require_migrated(&database).await?)
     }
 
     /// Connections for the customers. They wait for a locked stock row as long as it takes: a shop would too.
@@ -159,7 +160,7 @@ impl Premises {
     }
 
     async fn connect_pool(&mut self, settings: &DatabaseSettings, connections: u32) -> anyhow::Result<PgPool> {
-        let pool = database::connect(settings, connections).await?;
+        let pool = Database::connect(settings, connections).await?.pool().clone();
         self.pools.push(pool.clone());
         Ok(pool)
     }
@@ -231,7 +232,7 @@ async fn create_database(administration: &PgPool, database: &str) -> anyhow::Res
 }
 
 async fn drop_database(server: &DatabaseSettings, database: &str) -> anyhow::Result<()> {
-    let administration = database::connect(server, 1).await?;
+    let administration = Database::connect(server, 1).await?.pool().clone();
     // FORCE: a connection of an interrupted run may still be closing.
     let drop = format!("DROP DATABASE IF EXISTS {database} WITH (FORCE)");
     sqlx::query(AssertSqlSafe(drop)).execute(&administration).await?;

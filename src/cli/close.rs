@@ -9,9 +9,8 @@ use serde_json::json;
 use crate::cli::Answer;
 use crate::close::Closer;
 use crate::config::Settings;
-use crate::database;
-use crate::desk::Finding;
-use crate::order::{ClosedBy, OrderId, Outcome};
+use crate::database::{self, Database};
+use crate::order::{ClosedBy, Finding, OrderId, Outcome};
 
 /// Arguments of `close`.
 #[derive(Debug, Args)]
@@ -28,10 +27,17 @@ pub struct CloseArgs {
 /// If the database cannot be used. Exit code 1 also if an order was not found or could not be closed.
 pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<Answer> {
     let ids = args.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
-    let pool = database::connect(&settings.database, 1).await?;
-    database::require_migrated(&pool).await?;
-    let closer = Closer::prepare(pool, &settings.orders.close_sql).await?;
-    let findings = closer.close(&ids, ClosedBy::Manual).await;
+    let database = Database::connect(&settings.database, 1).await?;
+    database::require_migrated(&database).await?;
+    let closer = Closer::prepare(database, &settings.orders.close_sql).await?;
+    let mut findings = HashMap::new();
+    // One by one: an order that cannot be closed must not keep the others from it.
+    for id in &ids {
+        match closer.close(std::slice::from_ref(id), ClosedBy::Manual, true).await {
+            Ok(found) => findings.extend(found),
+            Err(fault) => drop(findings.insert(id.clone(), Err(fault))),
+        }
+    }
     let mut answer = Answer::default();
     let mut all_settled = true;
     for id in &ids {

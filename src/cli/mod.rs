@@ -46,11 +46,19 @@ pub struct SettingsArgs {
     pub overrides: Vec<String>,
 }
 
-impl SettingsArgs {
+impl Cli {
+    /// Loads the settings that the command needs.
+    ///
     /// # Errors
     /// [`BadSettings`], one sentence with key and origin.
-    pub fn load(&self) -> Result<Settings, BadSettings> {
-        Settings::load(self.config.as_deref(), &self.overrides)
+    pub fn load_settings(&self) -> Result<Settings, BadSettings> {
+        let (file, overrides) = (self.settings.config.as_deref(), &self.settings.overrides);
+        match self.command {
+            Command::Schedule(_) | Command::Topology(_) => Settings::load(file, overrides),
+            Command::Setup(_) | Command::Worker | Command::Close(_) | Command::Parked(_) => {
+                Settings::load_with_database(file, overrides)
+            }
+        }
     }
 }
 

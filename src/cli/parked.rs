@@ -2,13 +2,12 @@
 
 use clap::{Args, Subcommand};
 use serde_json::json;
-use sqlx::PgPool;
 use uuid::Uuid;
 
 use crate::cli::Answer;
 use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
-use crate::database;
+use crate::database::{self, Database, DatabaseFault, why};
 use crate::envelope::{self, Entry, Stamp};
 use crate::order::Moment;
 use crate::park::{self, Parked, Selection};
@@ -84,19 +83,23 @@ impl ActArgs {
 /// # Errors
 /// If the database or, for a retry, the broker cannot be used.
 pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<Answer> {
-    let pool = database::connect(&settings.database, 1).await?;
-    database::require_migrated(&pool).await?;
+    let database = Database::connect(&settings.database, 1).await?;
+    database::require_migrated(&database).await?;
     match command {
-        ParkedCommand::List(args) => list(&pool, &args).await,
-        ParkedCommand::Retry(args) if args.yes => retry(&pool, &settings, &args).await,
-        ParkedCommand::Drop(args) if args.yes => drop_parked(&pool, &args).await,
-        ParkedCommand::Retry(args) | ParkedCommand::Drop(args) => preview(&pool, &args).await,
+        ParkedCommand::List(args) => list(&database, &args).await,
+        ParkedCommand::Retry(args) if args.yes => retry(&database, &settings, &args).await,
+        ParkedCommand::Drop(args) if args.yes => drop_parked(&database, &args).await,
+        ParkedCommand::Retry(args) | ParkedCommand::Drop(args) => preview(&database, &args).await,
     }
 }
 
-async fn list(pool: &PgPool, args: &ListArgs) -> anyhow::Result<Answer> {
+fn refused(error: sqlx::Error) -> DatabaseFault {
+    DatabaseFault(format!("parked alarms cannot be read or changed: {}; mend the database and try again", why(&error)))
+}
+
+async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<Answer> {
     let selection = args.reason.clone().map_or(Selection::All, Selection::Reason);
-    let rows = park::list(pool, &selection, args.limit).await?;
+    let rows = park::list(database, &selection, args.limit).await.map_err(refused)?;
     let mut answer = Answer::default();
     if args.json {
         for row in &rows {
@@ -128,44 +131,45 @@ fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-async fn preview(pool: &PgPool, args: &ActArgs) -> anyhow::Result<Answer> {
-    let selected = park::ids(pool, &args.selection()).await?;
+async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> {
+    let selected = park::ids(database, &args.selection()).await.map_err(refused)?;
     let mut answer = Answer::default();
     if args.json {
         answer.line(json!({ "selected": selected.len(), "done": 0 }));
     } else {
-        write_table(&park::list(pool, &args.selection(), PREVIEWED).await?, &mut answer);
+        write_table(&park::list(database, &args.selection(), PREVIEWED).await.map_err(refused)?, &mut answer);
         answer.line(format!("{} alarm(s) selected, nothing done; add --yes to do it", selected.len()));
     }
     Ok(answer)
 }
 
-async fn retry(pool: &PgPool, settings: &Settings, args: &ActArgs) -> anyhow::Result<Answer> {
+async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyhow::Result<Answer> {
     let confirmed = ConfirmedPublisher::connect(&settings.amqp, "parked retry").await?;
     let names = Names::new(&settings.namespace);
     let (mut sent, mut kept) = (0, Vec::new());
     // The ids are taken once: what is kept must not be met again.
-    let selected = park::ids(pool, &args.selection()).await?;
+    let selected = park::ids(database, &args.selection()).await.map_err(refused)?;
     for page in selected.chunks(AT_ONCE) {
-        let rows = park::list(pool, &Selection::Ids(page.to_vec()), i64::MAX).await?;
+        let rows = park::list(database, &Selection::Ids(page.to_vec()), i64::MAX).await.map_err(refused)?;
         let mut readable = Vec::new();
         for row in rows {
             match row.alarm() {
-                Ok(due) => readable.push((row.id, due)),
+                Ok(due) => readable.push((row.id, row.since, due)),
                 Err(fault) => kept.push((row.id, fault.to_string())),
             }
         }
         let stamp = || Stamp { attempt: 0, born: Moment::now_by_local_clock(), traceparent: None };
-        let messages = readable.iter().map(|(_, due)| envelope::address(due, Entry::arm(&names), stamp())).collect();
+        let messages = readable.iter().map(|(.., due)| envelope::address(due, Entry::arm(&names), stamp())).collect();
         let answers = confirmed.publish_all(messages).await;
         let mut safe = Vec::new();
-        for ((id, _), answer) in readable.into_iter().zip(answers) {
+        for ((id, since, _), answer) in readable.into_iter().zip(answers) {
             match answer {
-                Ok(()) => safe.push(id),
+                Ok(()) => safe.push((id, since)),
                 Err(fault) => kept.push((id, fault.to_string())),
             }
         }
-        sent += park::drop_rows(pool, &safe).await?;
+        sent += safe.len();
+        park::drop_retried(database, &safe).await.map_err(refused)?;
     }
     let mut answer = Answer { code: u8::from(!kept.is_empty()), ..Answer::default() };
     if args.json {
@@ -180,9 +184,9 @@ async fn retry(pool: &PgPool, settings: &Settings, args: &ActArgs) -> anyhow::Re
     Ok(answer)
 }
 
-async fn drop_parked(pool: &PgPool, args: &ActArgs) -> anyhow::Result<Answer> {
-    let ids = park::ids(pool, &args.selection()).await?;
-    let dropped = park::drop_rows(pool, &ids).await?;
+async fn drop_parked(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> {
+    let ids = park::ids(database, &args.selection()).await.map_err(refused)?;
+    let dropped = park::drop_rows(database, &ids).await.map_err(refused)?;
     let mut answer = Answer::default();
     if args.json {
         answer.line(json!({ "dropped": dropped }));

@@ -19,8 +19,7 @@ pub struct SetupArgs {
 /// # Errors
 /// If the database or the broker cannot be reached or refuses.
 pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<Answer> {
-    let pool = database::connect(&settings.database, 1).await?;
-    let applied = database::migrate(&pool).await?;
+    let applied = database::migrate(&settings.database).await?;
     let connection = broker::connect(&settings.amqp, "setup").await?;
     let topology = Topology::new(&settings);
     topology.declare(&connection).await?;

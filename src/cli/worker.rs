@@ -1,6 +1,6 @@
-//! `order-timeout worker`: runs until SIGTERM or Ctrl-C, then drains.
+//! `order-timeout worker`: runs until SIGTERM or Ctrl-C, then drains; at the second one it ends at once.
 
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::cli::Answer;
@@ -9,23 +9,48 @@ use crate::telemetry;
 use crate::worker::Worker;
 
 /// # Errors
-/// If the worker cannot start.
+/// If the worker cannot start, or is told a second time to stop before it has.
 pub async fn run(settings: Settings) -> anyhow::Result<Answer> {
     telemetry::install(&settings.log);
     end_the_process_on_a_panic();
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let worker = Worker::start(settings).await?;
+    let mut signals = Signals::listen()?;
+    let worker = tokio::select! {
+        started = Worker::start(settings) => started?,
+        // Nothing is begun yet.
+        () = signals.next() => return Ok(Answer::default()),
+    };
     let stop = CancellationToken::new();
-    let stopped = tokio::spawn(worker.run(stop.clone()));
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
-    }
+    let mut stopped = tokio::spawn(worker.run(stop.clone()));
+    signals.next().await;
     stop.cancel();
-    let in_time = stopped.await?;
-    // What was not finished is delivered again, so nothing is lost; but the orchestrator should know.
-    Ok(Answer { code: u8::from(!in_time), ..Answer::default() })
+    tokio::select! {
+        in_time = &mut stopped => {
+            // What was not finished is delivered again, so nothing is lost; but the orchestrator should know.
+            Ok(Answer { code: u8::from(!in_time?), ..Answer::default() })
+        }
+        () = signals.next() => Err(anyhow::anyhow!(
+            "told to stop a second time, so it ends at once; what it had not finished is delivered again"
+        )),
+    }
+}
+
+/// SIGTERM and Ctrl-C, which mean the same.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn listen() -> std::io::Result<Self> {
+        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
 }
 
 /// A worker that has lost one of its tasks would stand still with its alarms unacknowledged; a dead one is restarted,

@@ -5,9 +5,9 @@
 
 use std::path::Path;
 
-use config::{Config, ConfigError, File, FileFormat, Map, Value, ValueKind};
+use config::{Config, ConfigError, File, FileFormat, Format, Map, Source, Value, ValueKind};
 
-use super::{BadSettings, DEFAULTS, Settings};
+use super::{BadSettings, DEFAULTS, Settings, is_a_key};
 
 const ENV_PREFIX: &str = "ORDER_TIMEOUT__";
 const ENVIRONMENT: &str = "the environment";
@@ -19,16 +19,24 @@ const LISTS: [&str; 1] = ["delay.lanes"];
 type Origins = Vec<(String, Option<String>)>;
 
 impl Settings {
-    /// Loads defaults, then `file`, then the environment, then `overrides` (`KEY=VALUE`), and checks the result.
+    /// Loads defaults, then `file`, then the environment, then `overrides` (`KEY=VALUE`), and checks the result. All that
+    /// a publisher needs: the database's address is not looked at.
     ///
     /// # Errors
     /// [`BadSettings`]: an unknown key, a value of the wrong form, a file that is not there, or values that do not
     /// fit together; with key and origin.
     pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
-        // A variable that is not text is somebody else's.
-        let text =
-            std::env::vars_os().filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?)));
-        Self::load_with_environment(file, text.collect(), overrides)
+        Self::load_with_environment(file, environment(), overrides)
+    }
+
+    /// [`Settings::load`] for a program that needs the database, such as a worker.
+    ///
+    /// # Errors
+    /// As [`Settings::load`], or if `database.url` is not the address of a Postgres.
+    pub fn load_with_database(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
+        let (settings, origins) = load(file, environment(), overrides)?;
+        settings.validate_database().map_err(|fault| fault.with_origin(&origins))?;
+        Ok(settings)
     }
 
     /// The defaults alone, for a program that fills in its own addresses.
@@ -49,18 +57,32 @@ impl Settings {
         environment: Map<String, String>,
         overrides: &[String],
     ) -> Result<Self, BadSettings> {
-        let merged = merge(file, environment, overrides)?;
-        let origins = leaf_keys(&merged.cache);
-        refuse_unknown_keys(&origins)?;
-        let settings: Self = merged.try_deserialize().map_err(|fault| explain(&fault).with_origin(&origins))?;
-        settings.validate().map_err(|fault| fault.with_origin(&origins))?;
-        Ok(settings)
+        load(file, environment, overrides).map(|(settings, _)| settings)
     }
+}
+
+/// This process' environment. A variable that is not text is somebody else's.
+fn environment() -> Map<String, String> {
+    let variables = std::env::vars_os();
+    variables.filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?))).collect()
+}
+
+fn load(
+    file: Option<&Path>,
+    environment: Map<String, String>,
+    overrides: &[String],
+) -> Result<(Settings, Origins), BadSettings> {
+    let merged = merge(file, environment, overrides)?;
+    let origins = leaf_keys(&merged.cache);
+    refuse_unknown_keys(&origins)?;
+    let settings: Settings = merged.try_deserialize().map_err(|fault| explain(&fault).with_origin(&origins))?;
+    settings.validate().map_err(|fault| fault.with_origin(&origins))?;
+    Ok((settings, origins))
 }
 
 impl BadSettings {
     fn plain(why: String) -> Self {
-        Self { key: None, origin: None, why }
+        Self::new(None, None, why)
     }
 
     /// Fills in where the key's value came from, if that is not known yet.
@@ -76,21 +98,17 @@ impl BadSettings {
 fn merge(file: Option<&Path>, environment: Map<String, String>, overrides: &[String]) -> Result<Config, BadSettings> {
     let mut builder = Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml));
     if let Some(path) = file {
-        if !path.is_file() {
-            let path = path.display();
-            return Err(BadSettings::plain(format!(
-                "there is no settings file {path}; correct --config or leave it out"
-            )));
-        }
-        builder = builder.add_source(File::from(path).format(FileFormat::Toml));
+        builder = builder.add_source(SettingsFile::read(path)?);
     }
     for (key, value) in keys_in(environment) {
         builder = builder.set_override(&key, value_from(ENVIRONMENT, &key, &value)).map_err(|fault| explain(&fault))?;
     }
-    for text in overrides {
-        let (key, value) = text.split_once('=').filter(|(key, _)| !key.trim().is_empty()).ok_or_else(|| {
+    for (index, text) in overrides.iter().enumerate() {
+        // Not repeated: it may be an address, and its "=" one of the address' own.
+        let (key, value) = text.split_once('=').filter(|(key, _)| is_a_key(key.trim())).ok_or_else(|| {
+            let (ordinal, count) = (index + 1, overrides.len());
             BadSettings::plain(format!(
-                "{COMMAND_LINE} {text:?} has no key before its \"=\"; write it as --set delay.lead=3s"
+                "{COMMAND_LINE} ({ordinal} of {count}) has no key before its \"=\"; write it as --set delay.lead=3s"
             ))
         })?;
         let key = key.trim();
@@ -98,6 +116,40 @@ fn merge(file: Option<&Path>, environment: Map<String, String>, overrides: &[Str
         builder = builder.set_override(key, value).map_err(|fault| explain(&fault))?;
     }
     builder.build().map_err(|fault| explain(&fault))
+}
+
+/// A settings file that has been read. The config crate's own source writes another path into its errors than the one
+/// that was given.
+#[derive(Debug, Clone)]
+struct SettingsFile {
+    path: String,
+    text: String,
+}
+
+impl SettingsFile {
+    fn read(path: &Path) -> Result<Self, BadSettings> {
+        let text = std::fs::read_to_string(path);
+        let path = path.display().to_string();
+        match text {
+            Ok(text) => Ok(Self { path, text }),
+            Err(error) => {
+                let shown = if path.contains("://") { "of that name" } else { &path };
+                let why = format!("the file {shown} cannot be read: {error}; correct --config or leave it out");
+                Err(BadSettings { key: None, origin: None, why })
+            }
+        }
+    }
+}
+
+impl Source for SettingsFile {
+    fn clone_into_box(&self) -> Box<dyn Source + Send + Sync> {
+        Box::new(self.clone())
+    }
+
+    fn collect(&self) -> Result<Map<String, Value>, ConfigError> {
+        let parsed = FileFormat::Toml.parse(Some(&self.path), &self.text);
+        parsed.map_err(|cause| ConfigError::FileParse { uri: Some(self.path.clone()), cause })
+    }
 }
 
 /// The settings among the environment's variables. `DATABASE_URL` counts where the longer name is not set.
@@ -132,7 +184,14 @@ fn refuse_unknown_keys(origins: &Origins) -> Result<(), BadSettings> {
     let meant = known.iter().max_by(|(a, _), (b, _)| likeness(a).total_cmp(&likeness(b)));
     let meant = meant.map_or_else(String::new, |(name, _)| format!("; did you mean {name}?"));
     let why = format!("there is no such setting{meant}");
-    Err(BadSettings { key: Some(key.clone()), origin: origin.clone(), why })
+    Err(BadSettings::new(Some(key.clone()), origin.clone(), why))
+}
+
+/// The keys that `config/default.toml` has.
+#[cfg(test)]
+pub(super) fn every_key() -> Vec<String> {
+    let defaults = Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml)).build().unwrap();
+    leaf_keys(&defaults.cache).into_iter().map(|(key, _)| key).collect()
 }
 
 /// Every key that holds a value rather than a section, with the origin of its value.
@@ -161,15 +220,12 @@ fn explain(error: &ConfigError) -> BadSettings {
             let secret = key.as_deref().is_some_and(|key| key.ends_with("url"));
             let found = if secret { "another kind of value".to_owned() } else { unexpected.to_string() };
             let why = format!("expected {expected}, found {found}");
-            BadSettings { key: key.as_deref().map(written_key), origin: origin.clone(), why }
+            BadSettings::new(key.as_deref().map(written_key), origin.clone(), why)
         }
         ConfigError::At { error, origin, key } => {
             let inner = explain(error);
-            BadSettings {
-                key: key.as_deref().map(written_key).or(inner.key),
-                origin: origin.clone().or(inner.origin),
-                why: inner.why,
-            }
+            let key = key.as_deref().map(written_key).or(inner.key);
+            BadSettings::new(key, origin.clone().or(inner.origin), inner.why)
         }
         ConfigError::FileParse { uri, cause } => {
             // Between its first and its last line the parser quotes the line that is wrong, password and all.
@@ -177,7 +233,7 @@ fn explain(error: &ConfigError) -> BadSettings {
             let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
             let place = lines.first().copied().unwrap_or_default();
             let what = lines.last().copied().filter(|_| lines.len() > 1).unwrap_or_default();
-            BadSettings { key: None, origin: uri.clone(), why: format!("the file is not valid: {place}: {what}") }
+            BadSettings::new(None, uri.clone(), format!("the file is not valid: {place}: {what}"))
         }
         other => BadSettings::plain(other.to_string()),
     }

@@ -1,7 +1,7 @@
 //! Step 3, DELIVER: one consumer session. Prefetch, consume, read, settle; and an end that is always noticed.
 //!
 //! A session is one connection with its channels. At the first error of any of them all of it is dropped, the broker
-//! delivers again what was not acknowledged, and the supervisor in `worker.rs` opens the next. No SQL, no decision
+//! delivers again what was not acknowledged, and the supervisor in `worker/` opens the next. No SQL, no decision
 //! what becomes of an alarm.
 
 pub mod ledger;
@@ -73,11 +73,26 @@ impl Session {
         })?;
         let mut session =
             Self { number, connection, lines: Vec::new(), ended: CancellationToken::new(), why_ended: Arc::default() };
+        let patience = settings.amqp.connect_timeout;
+        let why_not = match tokio::time::timeout(patience, session.consume_all(settings, &inbox)).await {
+            Ok(Ok(())) => return Ok(session),
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("the broker did not answer within {patience:?}"),
+        };
+        broker::close(&session.connection, CLOSE_PATIENCE).await;
+        Err(BrokerFault::Away(format!("consuming could not start: {why_not}")))
+    }
+
+    async fn consume_all(
+        &mut self,
+        settings: &Settings,
+        inbox: &mpsc::UnboundedSender<Delivered>,
+    ) -> lapin::Result<()> {
         for (index, inlet) in (0..).zip(INLETS) {
-            let line = session.consume(settings, index, inlet, inbox.clone()).await;
-            session.lines.push(line.map_err(|error| BrokerFault::Away(format!("consuming could not start: {error}")))?);
+            let line = self.consume(settings, index, inlet, inbox.clone()).await?;
+            self.lines.push(line);
         }
-        Ok(session)
+        Ok(())
     }
 
     async fn consume(
@@ -110,6 +125,12 @@ impl Session {
             ended.cancel();
         });
         Ok(line)
+    }
+
+    /// The number that marks this session's receipts.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.number
     }
 
     /// Resolves when any part of the session has ended, with the reason. A stream that just ends counts: the queue was

@@ -15,6 +15,10 @@ fn policy() -> Policy {
         missing_for: Duration::from_secs(30),
         max_attempts: 2,
         away_patience: Duration::from_secs(10),
+        // Far away, for the tests that are not about the sweep.
+        sweep_every: Duration::from_secs(100_000),
+        sweep_grace: Duration::from_millis(500),
+        sweep_page: 4,
     }
 }
 
@@ -32,7 +36,7 @@ fn delivered(order: &str, deadline: Moment, session: u64, tag: u64) -> News {
 }
 
 /// The batches among the errands at this time; everything else the desk wants must be empty.
-fn batches(desk: &mut Desk, now: Moment) -> Vec<Vec<Case>> {
+fn batches(desk: &mut Desk, now: Moment) -> Vec<Batch> {
     let only_batches = |errand| match errand {
         Errand::Close(batch) => batch,
         other => panic!("unexpected {other:?}"),
@@ -44,13 +48,20 @@ fn found(outcome: Outcome) -> Finding {
     Ok(Found { outcome, deadline: None })
 }
 
-/// Lets every case of a batch have the same finding.
-fn answer(desk: &mut Desk, batch: Vec<Case>, finding: &Finding, now: Moment) {
-    desk.hear(News::Closed(batch.into_iter().map(|case| (case, finding.clone())).collect()), now);
+/// Lets every case of a batch have the same finding; a fault is the whole batch's.
+fn answer(desk: &mut Desk, batch: Batch, finding: &Finding, now: Moment) {
+    let each =
+        |found: &Found| batch.cases.iter().map(|case| (case.alarm.order_id().clone(), Ok(found.clone()))).collect();
+    let answer = finding.as_ref().map(each).map_err(Clone::clone);
+    desk.hear(News::Closed(batch, answer), now);
+}
+
+fn receipt(case: &Case) -> Receipt {
+    receipt_of(case).expect("a delivered case")
 }
 
 /// One alarm, due and in a closer's hands.
-fn desk_with_one_closing() -> (Desk, Vec<Case>) {
+fn desk_with_one_closing() -> (Desk, Batch) {
     let mut desk = Desk::new(policy());
     desk.hear(delivered("a", at_ms(1_000), 1, 1), at_ms(1_000));
     let batch = batches(&mut desk, at_ms(1_002)).remove(0);
@@ -63,7 +74,7 @@ fn an_early_alarm_waits_for_its_deadline_and_lingers_for_company() {
     desk.hear(delivered("a", at_ms(5_000), 1, 1), at_ms(1_000));
     assert_eq!(desk.wake_at(), Some(at_ms(5_000)));
     assert_eq!(desk.errands(at_ms(4_999)), vec![]);
-    assert_eq!(batches(&mut desk, at_ms(5_000)), Vec::<Vec<Case>>::new(), "2 ms for others to fall due");
+    assert_eq!(batches(&mut desk, at_ms(5_000)), Vec::<Batch>::new(), "2 ms for others to fall due");
     assert_eq!(desk.wake_at(), Some(at_ms(5_002)));
     assert_eq!(batches(&mut desk, at_ms(5_002)).len(), 1);
 }
@@ -74,9 +85,9 @@ fn a_full_batch_does_not_linger_and_no_more_batches_go_out_than_there_are_closer
     for tag in 1..=10 {
         desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
     }
-    let sizes: Vec<usize> = batches(&mut desk, at_ms(1_000)).iter().map(Vec::len).collect();
+    let sizes: Vec<usize> = batches(&mut desk, at_ms(1_000)).iter().map(|batch| batch.cases.len()).collect();
     assert_eq!(sizes, [3, 3]);
-    assert_eq!(desk.wake_at(), None, "with no closer idle there is nothing to wake for");
+    assert!(desk.wake_at().unwrap() > at_ms(1_000_000), "with no closer idle only the sweep is to wake for");
 }
 
 #[test]
@@ -110,9 +121,9 @@ fn a_second_alarm_is_acknowledged_at_once_but_a_second_delivery_takes_the_place_
     // The session is lost; the broker delivers the first again.
     desk.hear(delivered("a", deadline, 2, 1), now);
     assert_eq!(desk.errands(now), vec![], "acknowledging it would leave the order without an alarm at the broker");
-    assert_eq!(batches(&mut desk, at_ms(5_000)), Vec::<Vec<Case>>::new());
+    assert_eq!(batches(&mut desk, at_ms(5_000)), Vec::<Batch>::new());
     let batch = batches(&mut desk, at_ms(5_002)).remove(0);
-    assert_eq!(batch[0].receipt, Receipt { session: 2, channel: 0, tag: 1 });
+    assert_eq!(receipt(&batch.cases[0]), Receipt { session: 2, channel: 0, tag: 1 });
 }
 
 #[test]
@@ -123,22 +134,29 @@ fn what_was_tried_before_waits_behind_what_is_fresh() {
         desk.hear(delivered(&format!("order-{tag}"), at_ms(1_060), 1, tag), at_ms(1_050));
     }
     let out = batches(&mut desk, at_ms(1_062));
-    let names: Vec<&str> = out[0].iter().map(|case| case.alarm.order_id().as_str()).collect();
+    let names: Vec<&str> = out[0].cases.iter().map(|case| case.alarm.order_id().as_str()).collect();
     assert_eq!(names, ["order-2", "order-3", "order-4"]);
 }
 
 #[test]
-fn a_locked_order_comes_back_within_a_second_for_ever_and_counts_no_attempt() {
+fn a_locked_order_comes_back_within_a_second_again_and_again_then_by_way_of_the_broker_and_counts_no_attempt() {
     let (mut desk, mut batch) = desk_with_one_closing();
     let mut now = at_ms(1_010);
-    for round in 0..40 {
+    let began = now;
+    for round in 0.. {
         answer(&mut desk, batch, &found(Outcome::Busy), now);
+        if now.since(began) >= policy().away_patience {
+            let [Errand::Arm(jobs)] = &desk.errands(now)[..] else { panic!() };
+            assert!(matches!(jobs[0].wanted, Wanted::NotBefore(_)));
+            assert_eq!((jobs[0].alarm.attempt, round > 10), (0, true));
+            break;
+        }
         let wake_at = desk.wake_at().unwrap();
         assert!(wake_at.since(now) <= Duration::from_secs(1), "round {round}");
         assert_eq!(batches(&mut desk, wake_at).len(), 0);
         now = wake_at + Duration::from_millis(2);
         batch = batches(&mut desk, now).remove(0);
-        assert_eq!(batch[0].alarm.attempt, 0);
+        assert_eq!(batch.cases[0].alarm.attempt, 0);
     }
 }
 
@@ -150,7 +168,7 @@ fn an_order_that_cannot_be_closed_goes_through_the_broker_and_is_parked_in_the_e
     // 50, 100, … 800 ms here, then a second or more at the broker.
     let job = loop {
         answer(&mut desk, batch, &fault, now);
-        now = desk.wake_at().unwrap_or(now) + Duration::from_millis(2);
+        now = desk.wake_at().unwrap().min(now + Duration::from_secs(2)) + Duration::from_millis(2);
         match desk.errands(now).into_iter().next() {
             Some(Errand::Arm(jobs)) => break jobs[0].clone(),
             Some(Errand::Close(next)) => batch = next,
@@ -162,8 +180,8 @@ fn an_order_that_cannot_be_closed_goes_through_the_broker_and_is_parked_in_the_e
     assert!(matches!(job.wanted, Wanted::NotBefore(moment) if moment.since(now) <= Duration::from_secs(2)));
     let mut last = job.alarm;
     last.attempt = policy().max_attempts;
-    let case = Case { alarm: last, receipt: job.receipt, pauses: 0 };
-    answer(&mut desk, vec![case], &fault, now);
+    let case = Case { alarm: last, origin: Origin::Delivered(job.receipt), pauses: 0, paused_since: None };
+    answer(&mut desk, Batch { by: ClosedBy::Alarm, cases: vec![case], patient: true }, &fault, now);
     let [Errand::Park(parcels)] = &desk.errands(now)[..] else { panic!() };
     assert_eq!((parcels[0].0.reason, parcels[0].0.detail.as_str()), (ParkReason::CloseFailed, "a trigger says no"));
 }
@@ -171,7 +189,7 @@ fn an_order_that_cannot_be_closed_goes_through_the_broker_and_is_parked_in_the_e
 #[test]
 fn an_unknown_order_is_parked_when_its_transaction_must_have_ended() {
     let (mut desk, mut batch) = desk_with_one_closing();
-    batch[0].alarm.born = Some(at_ms(0));
+    batch.cases[0].alarm.born = Some(at_ms(0));
     answer(&mut desk, batch, &found(Outcome::Unknown), at_ms(30_001));
     let [Errand::Park(parcels)] = &desk.errands(at_ms(30_001))[..] else { panic!() };
     assert_eq!(parcels[0].0.reason, ParkReason::UnknownOrder);
@@ -196,6 +214,202 @@ fn an_extended_order_is_held_or_armed_for_its_new_deadline_and_never_spun_on() {
 }
 
 #[test]
+fn an_order_that_is_not_due_though_its_deadline_has_passed_is_a_failure_in_the_end() {
+    let (mut desk, mut batch) = desk_with_one_closing();
+    let not_due = Ok(Found { outcome: Outcome::NotDue, deadline: Some(at_ms(1_000)) });
+    let mut now = at_ms(1_010);
+    for rounds in 0_u32.. {
+        answer(&mut desk, batch, &not_due, now);
+        match desk.errands(now).pop() {
+            Some(Errand::Arm(jobs)) => {
+                assert_eq!((jobs[0].alarm.attempt, rounds), (1, 8));
+                break;
+            }
+            other => assert_eq!(other, None),
+        }
+        now = desk.wake_at().unwrap();
+        assert_eq!(desk.errands(now), vec![]);
+        now = now + policy().linger;
+        batch = batches(&mut desk, now).remove(0);
+    }
+}
+
+#[test]
+fn a_deadline_moved_out_of_sight_is_parked() {
+    let (mut desk, batch) = desk_with_one_closing();
+    answer(
+        &mut desk,
+        batch,
+        &Ok(Found { outcome: Outcome::NotDue, deadline: Some(at_ms(i64::MAX / 1_000)) }),
+        at_ms(1_010),
+    );
+    let [Errand::Park(parcels)] = &desk.errands(at_ms(1_010))[..] else { panic!() };
+    assert_eq!(parcels[0].0.reason, ParkReason::TooFar);
+}
+
+#[test]
+fn a_batch_that_fails_is_taken_apart_behind_what_waits_until_the_one_to_blame_stands_alone() {
+    let mut desk = Desk::new(Policy { batch_size: 100, ..policy() });
+    for tag in 1..=100 {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
+    }
+    let fault = Err(CloseFault::OfTheOrder("a trigger says no".into()));
+    let mut now = at_ms(1_000);
+    let mut out = batches(&mut desk, now);
+    assert_eq!(out[0].cases.len(), 100);
+    let (mut statements, mut closed, mut retried) = (0, 0, false);
+    while let Some(batch) = out.pop() {
+        statements += 1;
+        let to_blame = batch.cases.iter().any(|case| case.alarm.order_id().as_str() == "order-42");
+        if !to_blame {
+            closed += batch.cases.len();
+            answer(&mut desk, batch, &found(Outcome::Closed), now);
+        } else {
+            assert_eq!(batch.patient, statements == 1);
+            retried |= batch.cases.len() == 1;
+            answer(&mut desk, batch, &fault, now);
+        }
+        now = now + Duration::from_millis(1);
+        let more = desk.errands(now).into_iter().filter_map(|errand| match errand {
+            Errand::Close(batch) => Some(batch),
+            _ => None,
+        });
+        out.extend(more);
+    }
+    assert_eq!((closed, retried), (99, true));
+    assert!(statements <= 1 + 8 + 8 + 8, "{statements} statements");
+}
+
+#[test]
+fn parts_of_a_failed_batch_leave_a_closer_to_what_is_fresh() {
+    let mut desk = Desk::new(policy());
+    for tag in 1..=3 {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
+    }
+    let batch = batches(&mut desk, at_ms(1_000)).remove(0);
+    answer(&mut desk, batch, &Err(CloseFault::Transient("a lock".into())), at_ms(1_010));
+    let parts = batches(&mut desk, at_ms(1_010));
+    assert_eq!(parts.iter().map(|part| part.cases.len()).collect::<Vec<_>>(), [1], "one of two closers");
+    for tag in 4..=6 {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_011), 1, tag), at_ms(1_011));
+    }
+    assert_eq!(batches(&mut desk, at_ms(1_011)).len(), 1, "the other is there for the fresh");
+    let waited_long = at_ms(1_010) + policy().retry_longest;
+    let (mut starved, batch) = desk_with_one_closing();
+    answer(&mut starved, batch, &found(Outcome::Busy), at_ms(1_010));
+    assert_eq!(batches(&mut starved, waited_long).len(), 0, "woken and lingering");
+}
+
+#[test]
+fn what_the_broker_did_not_confirm_is_armed_again_later_unless_it_was_delivered_anew() {
+    let mut desk = Desk::new(policy());
+    desk.hear(News::SessionOpened(1), at_ms(1_000));
+    desk.hear(delivered("a", at_ms(60_000), 1, 7), at_ms(1_000));
+    let Some(Errand::Arm(jobs)) = desk.errands(at_ms(1_000)).pop() else { panic!() };
+    desk.hear(News::NotArmed(jobs.clone()), at_ms(1_010));
+    assert_eq!(desk.errands(at_ms(1_059)), vec![]);
+    assert_eq!(desk.wake_at(), Some(at_ms(1_060)));
+    assert_eq!(desk.errands(at_ms(1_060)), vec![Errand::Arm(jobs.clone())]);
+    desk.hear(News::NotArmed(jobs), at_ms(1_070));
+    desk.hear(News::SessionOpened(2), at_ms(1_080));
+    assert_eq!(desk.errands(at_ms(9_000)), vec![], "the broker delivers it again; armed here too there would be two");
+    assert!(desk.wants_deliveries(at_ms(20_000)), "nothing is failing any more");
+}
+
+/// A desk whose sweep is due every 250 ms, past its first pause.
+fn sweeping_desk() -> Desk {
+    let mut desk = Desk::new(Policy { sweep_every: Duration::from_millis(250), ..policy() });
+    desk.hear(News::SessionOpened(1), at_ms(0));
+    assert_eq!(desk.errands(at_ms(0)), vec![]);
+    desk
+}
+
+fn swept_page(desk: &mut Desk, now: Moment) -> SweepPage {
+    let mut errands = desk.errands(now);
+    let Some(Errand::Sweep(page)) = errands.pop() else { panic!("{errands:?}") };
+    page
+}
+
+fn overdue(order: &str, deadline_ms: i64) -> Overdue {
+    Overdue { order_id: OrderId::new(order).unwrap(), deadline: at_ms(deadline_ms) }
+}
+
+#[test]
+fn the_sweep_closes_what_no_alarm_speaks_for_and_waits_for_alarms_only_while_they_can_come() {
+    let mut desk = sweeping_desk();
+    assert_eq!(desk.wake_at(), Some(at_ms(250)));
+    let page = swept_page(&mut desk, at_ms(250));
+    assert_eq!((page.grace, page.after), (policy().sweep_grace, None));
+    // One waits for its own deadline here already, as does one that was shortened.
+    desk.hear(delivered("held", at_ms(400), 1, 1), at_ms(251));
+    desk.hear(delivered("shortened", at_ms(9_000), 1, 2), at_ms(251));
+    desk.hear(News::Swept(vec![overdue("forgotten", 1), overdue("shortened", 2), overdue("held", 400)]), at_ms(252));
+    let out = batches(&mut desk, at_ms(252));
+    let names: Vec<&str> = out[0].cases.iter().map(|case| case.alarm.order_id().as_str()).collect();
+    assert_eq!((out[0].by, names), (ClosedBy::Sweep, vec!["forgotten", "shortened"]));
+    desk.hear(News::SessionEnded, at_ms(300));
+    let mut errands = desk.errands(at_ms(500));
+    let Some(Errand::Sweep(page)) = errands.pop() else { panic!("{errands:?}") };
+    assert_eq!(page.grace, Duration::ZERO);
+}
+
+#[test]
+fn a_pass_goes_on_to_the_end_past_orders_that_cannot_be_closed() {
+    let mut desk = sweeping_desk();
+    assert_eq!(swept_page(&mut desk, at_ms(250)).after, None);
+    let first: Vec<Overdue> = (1..=4).map(|n| overdue(&format!("bad-{n}"), n)).collect();
+    desk.hear(News::Swept(first.clone()), at_ms(251));
+    let mut errands = desk.errands(at_ms(251));
+    assert_eq!(errands.len(), 3, "both closers have work, and the next page is wanted: {errands:?}");
+    let fault = Err(CloseFault::OfTheOrder("a trigger says no".into()));
+    let mut now = at_ms(252);
+    let mut page = None;
+    while let Some(errand) = errands.pop() {
+        match errand {
+            Errand::Close(batch) => answer(&mut desk, batch, &fault, now),
+            Errand::Sweep(asked) => page = Some(asked),
+            other => panic!("{other:?}"),
+        }
+        now = now + Duration::from_millis(1);
+        errands.extend(desk.errands(now));
+    }
+    assert_eq!(page.unwrap().after, Some(overdue("bad-4", 4)));
+    assert_eq!(desk.troubled(), 4);
+    desk.hear(News::Swept(vec![overdue("good", 5)]), now);
+    assert_eq!(batches(&mut desk, now)[0].cases[0].alarm.order_id().as_str(), "good");
+    // The next pass leaves the bad ones alone, for a while.
+    now = at_ms(520);
+    assert_eq!(swept_page(&mut desk, now).after, None);
+    desk.hear(News::Swept(first.clone()), now);
+    let errands = desk.errands(now);
+    assert!(matches!(&errands[..], [Errand::Sweep(_)]), "{errands:?}");
+    desk.hear(News::Swept(vec![]), now);
+    now = at_ms(2_000);
+    assert_eq!(swept_page(&mut desk, now).after, None);
+    desk.hear(News::Swept(first), now);
+    assert!(matches!(&desk.errands(now)[..], [Errand::Close(_), ..]));
+}
+
+#[test]
+fn while_the_database_is_away_it_is_asked_even_if_nobody_waits() {
+    let (mut desk, batch) = desk_with_one_closing();
+    let away = Err(CloseFault::Away("gone".into()));
+    answer(&mut desk, batch, &away, at_ms(1_010));
+    let probe = batches(&mut desk, at_ms(1_060)).remove(0);
+    desk.drain();
+    answer(&mut desk, probe, &away, at_ms(1_070));
+    assert_eq!(desk.wake_at(), None, "a stopping worker asks no more");
+    assert!(desk.closers_are_idle());
+
+    let mut desk = Desk::new(policy());
+    desk.hear(delivered("a", at_ms(1_000), 1, 1), at_ms(1_000));
+    let batch = batches(&mut desk, at_ms(1_002)).remove(0);
+    desk.hear(News::Closed(Batch { cases: vec![], ..batch }, Err(CloseFault::Away("gone".into()))), at_ms(1_010));
+    let probe = batches(&mut desk, at_ms(1_060)).remove(0);
+    assert_eq!(probe.cases, vec![]);
+}
+
+#[test]
 fn while_the_database_is_away_one_closer_asks_and_intake_stops_after_a_while() {
     let mut desk = Desk::new(policy());
     for tag in 1..=9 {
@@ -204,7 +418,7 @@ fn while_the_database_is_away_one_closer_asks_and_intake_stops_after_a_while() {
     let mut out = batches(&mut desk, at_ms(1_000));
     let away = Err(CloseFault::Away("gone".into()));
     answer(&mut desk, out.remove(0), &away, at_ms(1_010));
-    assert_eq!(batches(&mut desk, at_ms(1_400)), Vec::<Vec<Case>>::new(), "the other closer has not answered yet");
+    assert_eq!(batches(&mut desk, at_ms(1_400)), Vec::<Batch>::new(), "the other closer has not answered yet");
     answer(&mut desk, out.remove(0), &away, at_ms(1_410));
     assert!(desk.wants_deliveries(at_ms(1_410)));
     assert_eq!(batches(&mut desk, at_ms(3_000)).len(), 1, "one asks");
@@ -215,7 +429,7 @@ fn while_the_database_is_away_one_closer_asks_and_intake_stops_after_a_while() {
 fn an_answer_of_the_database_ends_its_absence() {
     let (mut desk, batch) = desk_with_one_closing();
     answer(&mut desk, batch, &Err(CloseFault::Away("gone".into())), at_ms(1_010));
-    assert_eq!(batches(&mut desk, at_ms(1_059)), Vec::<Vec<Case>>::new());
+    assert_eq!(batches(&mut desk, at_ms(1_059)), Vec::<Batch>::new());
     let batch = (1_060..1_070).find_map(|ms| batches(&mut desk, at_ms(ms)).pop()).unwrap();
     answer(&mut desk, batch, &found(Outcome::Closed), at_ms(20_000));
     assert!(desk.wants_deliveries(at_ms(20_000)));

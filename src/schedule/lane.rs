@@ -20,6 +20,7 @@ pub struct Lanes {
     lanes: Vec<Lane>,
     shards: u8,
     lead: Duration,
+    tolerance: Duration,
     max_delay: Duration,
 }
 
@@ -32,6 +33,7 @@ impl Lanes {
             lanes: settings.delay.lanes.clone(),
             shards: settings.delay.lane_shards,
             lead: settings.delay.lead,
+            tolerance: settings.delay.lane_tolerance(),
             max_delay: settings.delay.max_delay,
         }
     }
@@ -41,12 +43,12 @@ impl Lanes {
         self.max_delay
     }
 
-    /// The exchange without which nothing can be scheduled.
+    /// Every exchange that an alarm may enter by.
     #[must_use]
-    pub fn entry_exchange(&self) -> String {
+    pub fn entry_exchanges(&self) -> Vec<String> {
         match self.strategy {
-            Strategy::DeadLetter => self.names.arm(),
-            Strategy::DelayedExchange => self.names.delayed(),
+            Strategy::DeadLetter => vec![self.names.arm(), self.names.delay()],
+            Strategy::DelayedExchange => vec![self.names.delayed()],
         }
     }
 
@@ -64,11 +66,9 @@ impl Lanes {
         }
     }
 
-    /// The standard delay that this one is near enough to. The TTLs in one queue may then differ by twice the
-    /// tolerance, by which a message can be held up behind another; the lead makes up for that.
+    /// The standard delay that this one is near enough to.
     fn lane_for(&self, remaining: Duration) -> Option<&Lane> {
-        let tolerance = (self.lead / 2).clamp(Duration::from_millis(100), Duration::from_secs(1));
-        self.lanes.iter().find(|lane| lane.delay.abs_diff(remaining) <= tolerance)
+        self.lanes.iter().find(|lane| lane.delay.abs_diff(remaining) <= self.tolerance)
     }
 
     fn lane_entry(&self, lane: &Lane, order_id: &OrderId, remaining: Duration) -> Entry {
@@ -90,6 +90,7 @@ impl Lanes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn entry_for(remaining_ms: u64, overrides: &[&str]) -> Entry {
         let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
@@ -118,6 +119,18 @@ mod tests {
     fn a_ttl_is_never_negative() {
         let entry = entry_for(4_000, &["delay.lanes=4s"]);
         assert_eq!(entry.wait, Wait::Ttl(Duration::ZERO));
+    }
+
+    proptest! {
+        #[test]
+        fn no_ttl_is_longer_than_its_queue_allows(lead_ms in 0_u64..600_000, remaining_ms in 0_u64..10_000) {
+            let entry = entry_for(remaining_ms, &["delay.lanes=4s,7s", &format!("delay.lead={lead_ms}ms"), "worker.hold_max=620s"]);
+            if let Wait::Ttl(ttl) = entry.wait {
+                let name = entry.routing_key.split('.').next().unwrap();
+                let lane = Lane::try_from(name.to_owned()).unwrap();
+                prop_assert!(ttl <= lane.longest_ttl(), "{ttl:?} in lane {name}");
+            }
+        }
     }
 
     #[test]

@@ -4,6 +4,10 @@
 //! a failure is an error that says "not scheduled", never a silent loss and never a hang.
 
 pub mod lane;
+pub mod outbox;
+
+use lapin::options::ExchangeDeclareOptions;
+use lapin::{Connection, ExchangeKind};
 
 use crate::broker::{self, BrokerFault, reply, reply_code};
 use crate::config::{Settings, Strategy};
@@ -64,18 +68,22 @@ impl Publisher {
     /// Connects to the broker and verifies that alarms can enter it.
     ///
     /// # Errors
-    /// [`BrokerFault`] if there is no connection, or the exchange that alarms enter by is missing.
+    /// [`BrokerFault`], within `amqp.connect_timeout`, if there is no connection, or an exchange that alarms enter by is
+    /// missing.
     pub async fn connect(settings: &Settings) -> Result<Self, BrokerFault> {
         let lanes = Lanes::new(settings);
-        verify_entry(settings, &lanes).await?;
-        let confirmed = ConfirmedPublisher::connect(&settings.amqp, "publisher").await?;
+        let connecting = async {
+            verify_entries(settings, &lanes).await?;
+            ConfirmedPublisher::connect(&settings.amqp, "publisher").await
+        };
+        let confirmed = broker::within_connect_timeout(&settings.amqp, connecting).await?;
         Ok(Self { confirmed, lanes })
     }
 
     /// Schedules one alarm; resolves when the broker has confirmed it.
     ///
     /// # Errors
-    /// [`NotScheduled`], within `amqp.connect_timeout` + `amqp.confirm_timeout`.
+    /// [`NotScheduled`], within `amqp.connect_timeout` + `amqp.confirm_timeout`, however many others call it.
     pub async fn schedule(&self, order_id: impl AsRef<str>, deadline: impl Into<Deadline>) -> Result<(), NotScheduled> {
         let message = self.message(OrderId::new(order_id)?, deadline.into())?;
         Ok(self.confirmed.publish(message).await?)
@@ -84,7 +92,8 @@ impl Publisher {
     /// Schedules many alarms with pipelined confirms.
     ///
     /// # Errors
-    /// [`NotAllScheduled`] lists those that failed; all others are safe.
+    /// [`NotAllScheduled`] lists those that failed; all others are safe. A broker that does not answer for
+    /// `amqp.connect_timeout` + `amqp.confirm_timeout` ends it; the rest is not tried.
     pub async fn schedule_all<D: Into<Deadline>>(
         &self,
         alarms: impl IntoIterator<Item = (OrderId, D)>,
@@ -118,38 +127,40 @@ impl Publisher {
     }
 }
 
-/// Whether the exchange that alarms enter by exists, asked on a connection that may be lost to the answer.
-async fn verify_entry(settings: &Settings, lanes: &Lanes) -> Result<(), BrokerFault> {
+/// Whether the exchanges that alarms enter by exist, asked on a connection that may be lost to the answer.
+async fn verify_entries(settings: &Settings, lanes: &Lanes) -> Result<(), BrokerFault> {
     let connection = broker::connect(&settings.amqp, "publisher check").await?;
-    let checked = check_exchange(&connection, &lanes.entry_exchange()).await;
+    for exchange in lanes.entry_exchanges() {
+        verify_exchange(&connection, &exchange, settings.delay.strategy).await?;
+    }
     broker::close(&connection, settings.amqp.connect_timeout).await;
-    checked.map_err(|why| {
-        let hint = match settings.delay.strategy {
-            Strategy::DeadLetter => "run `order-timeout setup` with the namespace of this publisher",
-            Strategy::DelayedExchange => {
-                "enable the rabbitmq_delayed_message_exchange plugin (brokers up to 4.2) and run `order-timeout setup`, or set delay.strategy = \"dead-letter\""
-            }
-        };
-        BrokerFault::Refused(format!("exchange {:?} is not there ({why}); {hint}", lanes.entry_exchange()))
-    })
+    Ok(())
 }
 
-async fn check_exchange(connection: &lapin::Connection, name: &str) -> Result<(), String> {
-    let text =
-        |error: lapin::Error| reply(&error).map_or_else(|| error.to_string(), |(code, text)| format!("{code} {text}"));
-    let channel = connection.create_channel().await.map_err(text)?;
-    // Passive: asks without declaring, which needs no rights at all.
-    let options = lapin::options::ExchangeDeclareOptions { passive: true, ..Default::default() };
-    let declared =
-        channel.exchange_declare(name.into(), lapin::ExchangeKind::Direct, options, Default::default()).await;
-    match declared {
-        Err(error)
-            if reply(&error)
-                .is_some_and(|(code, _)| code != reply_code::NOT_FOUND && code != reply_code::COMMAND_INVALID) =>
-        {
-            // It is there, only of another type than the question named.
-            Ok(())
+async fn verify_exchange(connection: &Connection, name: &str, strategy: Strategy) -> Result<(), BrokerFault> {
+    let Err(error) = ask_for_exchange(connection, name).await else { return Ok(()) };
+    let hint = match strategy {
+        Strategy::DeadLetter => "run `order-timeout setup` with the namespace of this publisher",
+        Strategy::DelayedExchange => {
+            "enable the rabbitmq_delayed_message_exchange plugin (brokers up to 4.2) and run `order-timeout setup`, or set delay.strategy = \"dead-letter\""
         }
-        other => other.map_err(text),
+    };
+    match reply(&error) {
+        // It is there, only of another type than the question named.
+        Some((reply_code::PRECONDITION_FAILED, _)) => Ok(()),
+        Some((code @ (reply_code::NOT_FOUND | reply_code::COMMAND_INVALID), text)) => {
+            Err(BrokerFault::Refused(format!("exchange {name:?} is not there ({code} {text}); {hint}")))
+        }
+        Some((code @ reply_code::ACCESS_REFUSED, text)) => Err(BrokerFault::Refused(format!(
+            "this user may not ask for exchange {name:?} ({code} {text}); grant it rights on it with rabbitmqctl set_permissions"
+        ))),
+        _ => Err(BrokerFault::Away(format!("the broker was lost when it was asked for exchange {name:?} ({error})"))),
     }
+}
+
+async fn ask_for_exchange(connection: &Connection, name: &str) -> lapin::Result<()> {
+    let channel = connection.create_channel().await?;
+    // Passive: asks without declaring, which needs no rights at all.
+    let options = ExchangeDeclareOptions { passive: true, ..Default::default() };
+    channel.exchange_declare(name.into(), ExchangeKind::Direct, options, Default::default()).await
 }

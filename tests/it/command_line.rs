@@ -1,23 +1,24 @@
 //! The command line says in one sentence what is wrong and how to mend it, keeps passwords to itself, and exits with a
 //! code that scripts can trust: 0 done, 1 failed, 2 wrong usage or settings.
 
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use clap::CommandFactory;
 use lapin::BasicProperties;
 use lapin::options::BasicGetOptions;
+use order_timeout::Settings;
 use order_timeout::cli::Cli;
+use order_timeout::database::{self, Database};
 use order_timeout::message::TimeoutDue;
 use order_timeout::topology::{DUE_KEY, Topology};
-use order_timeout::{Settings, database};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 use sqlx::Executor;
 use uuid::Uuid;
 
 use crate::support::process::{WorkerProcess, bare, order_timeout, run};
-use crate::support::{Order, Stage, on_stage, wait_for, with_parts};
+use crate::support::{Order, Stage, on_stage, wait_for, wait_within, with_parts};
 
 /// A password that is nothing else, so that it is found wherever it gets out.
 const PASSWORD: &str = "sesame-4711";
@@ -98,12 +99,17 @@ fn a_wrong_setting_is_named_with_its_origin() {
         ("worker.closers=0", &["worker.closers", "--set", "between 1 and 32"]),
         ("worker.hold_max=6s", &["worker.hold_max", "--set", "delay.lead"]),
         ("namespace=a.b", &["namespace", "--set", "a.b"]),
-        ("nonsense", &["--set", "nonsense", "\"=\""]),
-        ("=3", &["--set", "=3"]),
+        ("nonsense", &["--set", "1 of 1", "\"=\""]),
+        ("=3", &["--set", "1 of 1", "\"=\""]),
+        (&format!("postgres://shop:{PASSWORD}@host/shop"), &["--set", "1 of 1", "\"=\""]),
+        (&format!("postgres://shop:{PASSWORD}@host/shop?sslmode=require"), &["--set", "1 of 1", "\"=\""]),
+        (&format!("namespace=amqp://shop:{PASSWORD}@host"), &["namespace", "--set", "an address"]),
+        (&format!("delay.lead=amqp://shop:{PASSWORD}@host"), &["delay.lead", "--set", "an address"]),
+        (&format!("delay.lanes=amqp://shop:{PASSWORD}@host"), &["delay.lanes", "--set", "an address"]),
+        (&format!("worker.closers=amqp://shop:{PASSWORD}@host"), &["worker.closers", "--set", "an address"]),
+        (&format!("log.format=amqp://shop:{PASSWORD}@host"), &["log.format", "--set", "an address"]),
         (&format!("amqp.url=http://shop:{PASSWORD}@host"), &["amqp.url", "--set", "amqp://"]),
         (&format!("amqp.url=amqp://shop:{PASSWORD}@host:port/"), &["amqp.url", "--set", "amqp://"]),
-        (&format!("database.url=mysql://shop:{PASSWORD}@host/shop"), &["database.url", "--set", "postgres://"]),
-        (&format!("database.url=postgres://shop:{PASSWORD}@host:port/shop"), &["database.url", "--set", "postgres://"]),
     ] {
         assert_fails(bare().args(["--set", setting, "topology"]), 2, parts);
         // The place of an option is free.
@@ -119,19 +125,46 @@ fn a_wrong_setting_from_the_environment_is_named_with_its_origin() {
         ("ORDER_TIMEOUT__DELAY__LANES", "30m,soon", &["delay.lanes", "environment", "soon"]),
         ("ORDER_TIMEOUT__WORKER__CLOSERS", "0", &["worker.closers", "environment", "between 1 and 32"]),
         ("ORDER_TIMEOUT__AMQP__URL", &format!("shop:{PASSWORD}@host"), &["amqp.url", "environment", "amqp://"]),
-        (
-            "ORDER_TIMEOUT__DATABASE__URL",
-            &format!("mysql://shop:{PASSWORD}@host/shop"),
-            &["database.url", "environment", "postgres://"],
-        ),
-        (
-            "DATABASE_URL",
-            &format!("mysql://shop:{PASSWORD}@host/shop"),
-            &["database.url", "environment", "postgres://"],
-        ),
     ] {
         assert_fails(bare().env(variable, value).arg("topology"), 2, parts);
     }
+}
+
+/// What needs the database, as it is typed.
+fn commands_with_a_database() -> Vec<Vec<&'static str>> {
+    let commands = ["setup", "worker", "close 1", "parked list", "parked retry --all", "parked drop --all"];
+    commands.iter().map(|command| command.split(' ').collect()).collect()
+}
+
+#[test]
+fn only_what_needs_the_database_minds_an_address_that_is_none() {
+    for address in [format!("mysql://shop:{PASSWORD}@host/shop"), format!("postgres://shop:{PASSWORD}@host:port/shop")]
+    {
+        for command in commands_with_a_database() {
+            for variable in ["ORDER_TIMEOUT__DATABASE__URL", "DATABASE_URL"] {
+                let parts = ["database.url", "environment", "postgres://"];
+                assert_fails(bare().env(variable, &address).args(&command), 2, &parts);
+            }
+            let setting = format!("database.url={address}");
+            assert_fails(bare().args(["--set", &setting]).args(&command), 2, &["database.url", "--set", "postgres://"]);
+        }
+        let (code, _, stderr) = run(bare().env("DATABASE_URL", &address).arg("topology"));
+        assert_eq!((code, stderr.as_str()), (0, ""));
+    }
+}
+
+#[test]
+fn a_shop_with_a_database_of_another_kind_can_schedule() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let mut command = order_timeout(&stage.settings);
+            command.env_remove("ORDER_TIMEOUT__DATABASE__URL").env("DATABASE_URL", "mysql://shop@host/shop");
+            command.args(["schedule", "--order-id", "1", "--in", "60s"]);
+            let (code, _, stderr) = tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap();
+            assert_eq!((code, stderr.as_str()), (0, ""));
+        },
+    );
 }
 
 #[test]
@@ -150,17 +183,21 @@ fn a_wrong_setting_in_a_file_is_named_with_the_file() {
         (&format!("[amqp]\nurl = amqp://shop:{PASSWORD}@host/shop\n"), &["TOML", "line 2"]),
     ] {
         let file = settings_file(contents);
-        let name = file.path().file_name().unwrap().to_str().unwrap();
-        let parts: Vec<&str> = parts.iter().copied().chain([name]).collect();
+        let origin = format!("(from {})", file.path().display());
+        let parts: Vec<&str> = parts.iter().copied().chain([origin.as_str()]).collect();
         assert_fails(bare().arg("--config").arg(file.path()).arg("topology"), 2, &parts);
     }
 }
 
 #[test]
-fn a_settings_file_that_is_not_there_is_named() {
-    assert_fails(bare().args(["--config", "/nowhere/shop.toml", "topology"]), 2, &["/nowhere/shop.toml", "--config"]);
-    let directory = env!("CARGO_TARGET_TMPDIR");
-    assert_fails(bare().args(["--config", directory, "topology"]), 2, &[directory, "--config"]);
+fn a_settings_file_that_cannot_be_read_is_named_as_it_was_typed() {
+    let not_text = settings_file("");
+    std::fs::write(not_text.path(), b"\xff").unwrap();
+    let (directory, not_text) = (env!("CARGO_TARGET_TMPDIR"), not_text.path().to_str().unwrap());
+    for path in ["/nowhere/shop.toml", "nowhere/./shop.toml", "/tmp/../nowhere.toml", directory, not_text] {
+        let named = format!("the file {path} cannot be read");
+        assert_fails(bare().args(["--config", path, "topology"]), 2, &[&named, "--config"]);
+    }
 }
 
 #[test]
@@ -218,6 +255,31 @@ fn wrong_usage_exits_with_2_and_says_where_help_is() {
     let (code, stdout, stderr) = run(&mut bare());
     assert_eq!((code, stdout.as_str()), (2, ""));
     assert!(stderr.contains("Usage: order-timeout") && stderr.contains("worker"), "{stderr}");
+}
+
+#[test]
+fn an_address_among_the_arguments_is_not_repeated() {
+    let address = format!("postgres://shop:{PASSWORD}@host/shop");
+    let (after_in, after_deadline) = (format!("--in={address}"), format!("--deadline={address}"));
+    for arguments in [
+        &[address.as_str()][..],
+        &["worker", &address],
+        &["worker", &format!("--{address}")],
+        &[&format!("--{address}"), "worker"],
+        &["--config", &address, "worker"],
+        &["parked", &address],
+        &["parked", "drop", &address],
+        &["parked", "list", "--limit", &address],
+        &["schedule", "--order-id", "1", "--in", &address],
+        &["schedule", "--order-id", "1", &after_in],
+        &["schedule", "--order-id", "1", &after_deadline],
+        &["topology", "--plugin", &address],
+        &["topology", &format!("--plugin={address}")],
+    ] {
+        let (code, stdout, stderr) = run(bare().args(arguments));
+        assert_eq!((code, stdout.as_str()), (2, ""), "{arguments:?}: {stderr}");
+        assert!(!stderr.is_empty() && !stderr.contains("sesame"), "{arguments:?}: {stderr}");
+    }
 }
 
 #[test]
@@ -409,6 +471,26 @@ fn migrations_that_are_missing_are_named() {
     );
 }
 
+#[test]
+fn what_the_database_complains_of_is_told_without_its_own_source() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            stage.pool.execute("ALTER TABLE parked_alarms DROP COLUMN parked_at").await.unwrap();
+            for arguments in [
+                &["parked", "list"][..],
+                &["parked", "drop", "--all"],
+                &["parked", "drop", "--all", "--yes"],
+                &["parked", "retry", "--all", "--yes"],
+            ] {
+                // To the letter: sqlx would add a line number of Postgres' own code.
+                let whole = "column \"parked_at\" does not exist (SQLSTATE 42703); mend the database";
+                assert_call_fails(&stage.settings, arguments, &["parked alarms", whole]).await;
+            }
+        },
+    );
+}
+
 fn migration_files() -> usize {
     let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
     let names = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name());
@@ -439,7 +521,8 @@ fn setup_does_what_is_missing_and_then_nothing() {
                     "bindings": topology.bindings.len(),
                 });
                 assert_eq!(report, counts);
-                database::require_migrated(&stage.pool).await.unwrap();
+                let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+                database::require_migrated(&database).await.unwrap();
                 assert_eq!(stage.depth(lost).await, 0, "the queue is there");
             }
             assert_eq!(seen[0].as_array().unwrap().len(), migration_files(), "all of them at first: {seen:?}");
@@ -607,7 +690,6 @@ fn topology_of_the_plugin_has_the_delayed_exchange_and_no_delay_queues() {
 
 #[test]
 fn a_reader_that_has_seen_enough_is_no_crash() {
-    use std::process::Stdio;
     let mut child = bare().arg("topology").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     // As `order-timeout topology | head -1` does.
     drop(child.stdout.take());
@@ -678,4 +760,82 @@ fn a_worker_without_a_broker_waits_for_it_and_still_stops_when_told() {
             assert_eq!(code, 0);
         },
     );
+}
+
+#[test]
+fn a_worker_that_is_told_twice_to_stop_ends_at_once() {
+    on_stage(
+        |settings| {
+            settings.worker.shutdown_grace = Duration::from_secs(300);
+            settings.database.statement_timeout = Duration::from_secs(300);
+            settings.database.lock_timeout = Duration::from_secs(300);
+        },
+        async |stage| {
+            let worker = Watched::start(&stage.settings);
+            wait_for("the worker's start", async || worker.says("worker started")).await;
+            // While nobody can write there, parking what is not an alarm is never finished.
+            let mut lock = stage.pool.begin().await.unwrap();
+            sqlx::query("LOCK TABLE parked_alarms").execute(&mut *lock).await.unwrap();
+            stage.publish_raw(&stage.names().due(), DUE_KEY, b"no alarm", BasicProperties::default()).await;
+            let waiting = "SELECT count(*) FROM pg_locks WHERE relation = 'parked_alarms'::regclass AND NOT granted";
+            wait_for("something that it cannot finish", async || stage.count(waiting).await == 1).await;
+
+            worker.signal(libc::SIGTERM);
+            wait_for("its draining", async || worker.says("stopping: taking nothing new")).await;
+            assert_eq!(worker.exit_code(), None, "there is something left to finish");
+            worker.signal(libc::SIGINT);
+            wait_within(Duration::from_secs(20), "its end", async || worker.exit_code().is_some()).await;
+            assert_eq!(worker.exit_code(), Some(1));
+            let said = worker.said();
+            let last = said.lines().last().unwrap();
+            assert!(last.starts_with("order-timeout: ") && last.contains("second time"), "{said}");
+            lock.rollback().await.unwrap();
+            // Neither finished nor lost.
+            wait_for("it back in its queue", async || stage.depth(&stage.names().timeout()).await == 1).await;
+        },
+    );
+}
+
+/// A worker whose words are listened to. Killed when dropped.
+struct Watched {
+    child: std::sync::Mutex<Child>,
+    stderr: tempfile::NamedTempFile,
+}
+
+impl Watched {
+    fn start(settings: &Settings) -> Self {
+        let stderr = tempfile::NamedTempFile::new().unwrap();
+        let mut command = order_timeout(settings);
+        command.args(["--set", "log.filter=order_timeout=info", "worker"]);
+        let child = command.stdout(Stdio::null()).stderr(stderr.reopen().unwrap()).spawn().unwrap();
+        Self { child: child.into(), stderr }
+    }
+
+    fn said(&self) -> String {
+        std::fs::read_to_string(self.stderr.path()).unwrap()
+    }
+
+    fn says(&self, words: &str) -> bool {
+        self.said().contains(words)
+    }
+
+    fn exit_code(&self) -> Option<i32> {
+        self.child.lock().unwrap().try_wait().unwrap().map(|status| status.code().unwrap_or(-1))
+    }
+
+    fn signal(&self, signal: i32) {
+        let pid = i32::try_from(self.child.lock().unwrap().id()).unwrap();
+        // SAFETY: a plain system call on a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        // Gone already unless the test has failed.
+        if let Ok(child) = self.child.get_mut() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
 }

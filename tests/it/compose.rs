@@ -249,7 +249,9 @@ fn a_worker_is_given_longer_to_stop_than_it_takes() {
 /// The settings a service runs with, as its program would load them.
 fn settings_of(stack: &Yaml, service: &str) -> Settings {
     let environment = stack.settings(service).into_iter().collect();
-    Settings::load_with_environment(None, environment, &[]).unwrap_or_else(|fault| panic!("{service}: {fault}"))
+    let loaded = Settings::load_with_environment(None, environment, &[]);
+    let checked = loaded.and_then(|settings| settings.validate_database().map(|()| settings));
+    checked.unwrap_or_else(|fault| panic!("{service}: {fault}"))
 }
 
 #[test]

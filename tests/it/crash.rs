@@ -21,7 +21,7 @@ async fn assert_each_closed_once(stage: &Stage, orders: usize) {
     assert_eq!(stage.count("SELECT count(*) FROM event_outbox").await, orders);
     assert_eq!(stage.count("SELECT count(DISTINCT payload ->> 'order_id') FROM event_outbox").await, orders);
     assert_eq!(stage.parked().await, []);
-    stage.assert_drained().await;
+    stage.assert_nothing_left_undone().await;
     stage.assert_ledger().await;
 }
 
@@ -114,6 +114,33 @@ fn two_workers_at_once_close_each_order_once() {
                 assert_eq!(worker.terminate(10 * SECOND), 0);
             }
             assert_each_closed_once(&stage, 2_001).await;
+        },
+    );
+}
+
+#[test]
+fn a_worker_that_stands_still_loses_its_alarms_to_the_others_and_goes_on_later() {
+    on_stage(
+        |settings| {
+            settings.worker.hold_max = 60 * SECOND;
+            settings.amqp.heartbeat = SECOND;
+        },
+        async |stage| {
+            let halted = WorkerProcess::start(&stage.settings);
+            let orders = stage.orders(200, 6 * SECOND).await;
+            stage.deliver(&orders).await;
+            wait_for("200 held alarms", async || waiting(&stage).await == 0).await;
+            halted.halt();
+            let other = WorkerProcess::start(&stage.settings);
+            wait_for("all closed by the other", async || stage.closed().await == 200).await;
+            // It still has every alarm in its memory, all of them due and every receipt void.
+            halted.go_on();
+            let later = stage.orders(200, SECOND).await;
+            stage.deliver(&later).await;
+            wait_for("all closed", async || stage.closed().await == 400).await;
+            assert_eq!(halted.terminate(10 * SECOND), 0);
+            assert_eq!(other.terminate(10 * SECOND), 0);
+            assert_each_closed_once(&stage, 400).await;
         },
     );
 }

@@ -2,16 +2,21 @@
 
 mod support;
 
+mod acknowledgement_timeout;
 mod announce;
+mod broker_away;
 mod broker_restart;
 mod close_on_time;
 mod command_line;
 mod compose;
 mod crash;
+mod database_away;
 mod delayed_exchange;
 mod least_privilege;
+mod outbox;
 mod outcomes;
 mod parked;
 mod publisher;
+mod sweep;
 mod tidy;
 mod topology;

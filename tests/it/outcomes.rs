@@ -182,7 +182,7 @@ fn of_five_alarms_that_come_while_the_order_waits_one_is_held() {
             wait_until_delivered(&stage).await;
             // What is held is given back; what was acknowledged as a double is not.
             worker.stop().await;
-            assert_eq!(stage.take_out(&stage.names().timeout()).await, 1);
+            assert_eq!(stage.take_out(&stage.names().timeout()).await.len(), 1);
             assert_eq!(stage.status(&order).await, "unpaid");
             stage.assert_ledger().await;
         },
@@ -487,7 +487,10 @@ fn an_order_beyond_the_fine_ring_passes_the_coarse_one_first() {
         async |stage| {
             let worker = stage.worker().await;
             let publisher = stage.publisher().await;
-            let order = stage.order(20 * SECOND).await;
+            // Late in its coarse unit of five seconds, so that it stays in the fine ring for long enough to be seen.
+            let earliest = Moment::now_by_local_clock() + 20 * SECOND;
+            let into_unit = Duration::from_micros(earliest.unix_micros().rem_euclid(5_000_000).unsigned_abs());
+            let order = stage.order(20 * SECOND + (5 * SECOND - into_unit) + 4 * SECOND).await;
             publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
             wait_for("the coarse ring", async || wheel_depth(&stage, "5s").await == 1).await;
             assert_eq!(wheel_depth(&stage, "1s").await, 0);

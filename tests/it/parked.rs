@@ -379,6 +379,26 @@ fn parked_retry_closes_an_order_that_was_unknown_and_is_there_now() {
 }
 
 #[test]
+fn parked_retry_does_not_drop_what_the_worker_parks_again_at_once() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            let far = Moment::now_by_local_clock() + 20_000 * 86_400 * SECOND;
+            let orders: Vec<Order> = (0..50).map(|_| Order { id: Uuid::now_v7(), deadline: far }).collect();
+            stage.deliver(&orders).await;
+            wait_for("the parking", async || stage.parked().await.len() == 50).await;
+            let (code, _) = parked_command(&stage, &["retry", "--reason", "too_far", "--yes"]);
+            assert_eq!(code, 0);
+            wait_for("them parked again", async || stage.parked().await.len() == 50).await;
+            worker.stop().await;
+            stage.assert_drained().await;
+            assert_eq!(stage.parked().await.len(), 50);
+        },
+    );
+}
+
+#[test]
 fn parked_retry_keeps_what_is_still_unreadable_and_says_why() {
     on_stage(
         |_| {},

@@ -7,18 +7,21 @@ use std::time::{Duration, Instant};
 
 use lapin::options::QueueDeleteOptions;
 use lapin::types::FieldTable;
-use order_timeout::broker::BrokerFault;
 use order_timeout::config::Lane;
-use order_timeout::confirm::NotConfirmed;
+use order_timeout::confirm::{ConfirmedPublisher, Outgoing};
 use order_timeout::order::{Moment, OrderId};
 use order_timeout::topology::{Binding, Topology};
-use order_timeout::{NotScheduled, Publisher};
+use order_timeout::{BadSettings, BrokerFault, NotAllScheduled, NotConfirmed, NotScheduled, Publisher, Settings};
+use sqlx::AssertSqlSafe;
 use uuid::Uuid;
 
+use crate::support::frames::FrameProxy;
 use crate::support::private::Private;
 use crate::support::{Stage, on_stage, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
+/// What a busy machine may add to a bound.
+const SLACK: Duration = Duration::from_secs(3);
 
 fn fresh_id() -> OrderId {
     OrderId::new(Uuid::now_v7().to_string()).unwrap()
@@ -57,6 +60,16 @@ fn lane(name: &str) -> Lane {
 fn assert_says(error: &NotScheduled, why: &str) {
     let text = error.to_string();
     assert!(text.starts_with("not scheduled: ") && text.contains(why), "{text:?} does not say {why:?}");
+}
+
+/// Whatever a publisher must write into its signatures has a name at the front door; that this compiles is the test.
+#[allow(dead_code)]
+struct Signatures {
+    load: fn(Option<&std::path::Path>, &[String]) -> Result<Settings, BadSettings>,
+    connected: Result<Publisher, BrokerFault>,
+    scheduled: Result<(), NotScheduled>,
+    all_scheduled: Result<usize, NotAllScheduled>,
+    why: NotConfirmed,
 }
 
 #[test]
@@ -318,6 +331,9 @@ async fn refuse(stage: &Stage, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> 
 async fn block(stage: &Stage, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> String) {
     let before = stage.depth(&stage.names().arm()).await;
     ctl(&["set_vm_memory_high_watermark", "0.000001"]);
+    // The command is answered before every connection has heard of the alarm.
+    let blocked = async || publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.is_err();
+    wait_for("the broker blocking publishers", blocked).await;
     // One alone, one after the other, many at once, many in one call: all in bounded time.
     for _ in 0..3 {
         assert_fails_in_time(stage, publisher).await;
@@ -358,4 +374,152 @@ async fn assert_fails_in_time(stage: &Stage, publisher: &Publisher) {
     assert!(began.elapsed() <= bound(stage), "took {:?}: {error}", began.elapsed());
     assert!(matches!(error, NotScheduled::NotConfirmed(NotConfirmed::Blocked | NotConfirmed::TimedOut(_))), "{error}");
     assert_says(&error, "");
+}
+
+#[test]
+fn what_amqp_cannot_carry_is_refused_and_its_neighbours_are_not() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let confirmed = ConfirmedPublisher::connect(&stage.settings.amqp, "test").await.unwrap();
+            let to_the_inbox = || Outgoing {
+                exchange: stage.names().arm(),
+                routing_key: "any".into(),
+                body: b"{}".to_vec(),
+                message_id: Uuid::now_v7().to_string(),
+                message_type: "order.timeout.v1".into(),
+                content_type: "application/json",
+                timestamp_s: 0,
+                ttl: None,
+                headers: Vec::new(),
+                mandatory: true,
+            };
+            let long = "x".repeat(256);
+            let answers = confirmed
+                .publish_all(vec![
+                    to_the_inbox(),
+                    Outgoing { exchange: long.clone(), ..to_the_inbox() },
+                    Outgoing { routing_key: long.clone(), ..to_the_inbox() },
+                    Outgoing { message_id: long.clone(), ..to_the_inbox() },
+                    Outgoing { message_type: long.clone(), ..to_the_inbox() },
+                    Outgoing { ttl: Some(Duration::MAX), ..to_the_inbox() },
+                    to_the_inbox(),
+                ])
+                .await;
+            let refused: Vec<&str> = answers
+                .iter()
+                .map(|answer| match answer {
+                    Ok(()) => "",
+                    Err(NotConfirmed::Unsendable { what, .. }) => what,
+                    Err(other) => panic!("{other}"),
+                })
+                .collect();
+            assert_eq!(refused, ["", "exchange", "routing key", "message id", "type", "expiration", ""]);
+            let arm = stage.names().arm();
+            wait_for("the two that could be sent", async || stage.depth(&arm).await == 2).await;
+
+            // Nor does the outbox take an event that could never be sent.
+            for (column, other) in [("routing_key", "type"), ("type", "routing_key")] {
+                let insert =
+                    format!("INSERT INTO event_outbox ({column}, {other}, payload) VALUES ($1, 'other', '{{}}')");
+                for (text, fits) in [("x".repeat(255), true), ("ü".repeat(128), false)] {
+                    let inserted = sqlx::query(AssertSqlSafe(insert.clone())).bind(text).execute(&stage.pool).await;
+                    assert_eq!(inserted.is_ok(), fits, "{column}: {inserted:?}");
+                }
+            }
+        },
+    );
+}
+
+#[test]
+fn connecting_asks_for_every_exchange_that_an_alarm_enters_by() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            for exchange in [stage.names().delay(), stage.names().arm()] {
+                stage.channel.exchange_delete(exchange.as_str().into(), Default::default()).await.unwrap();
+                let fault = Publisher::connect(&stage.settings).await.unwrap_err();
+                assert!(matches!(fault, BrokerFault::Refused(_)), "{fault:?}");
+                let text = fault.to_string();
+                assert!(text.contains(&format!("{exchange:?} is not there")) && text.contains("setup"), "{text}");
+                Topology::new(&stage.settings).declare(&stage.broker).await.unwrap();
+            }
+            // Another type is for the topology to complain of; that an alarm can enter is enough here.
+            let arm = stage.names().arm();
+            stage.channel.exchange_delete(arm.as_str().into(), Default::default()).await.unwrap();
+            let kind = lapin::ExchangeKind::Topic;
+            stage
+                .channel
+                .exchange_declare(arm.as_str().into(), kind, Default::default(), Default::default())
+                .await
+                .unwrap();
+            Publisher::connect(&stage.settings).await.unwrap();
+        },
+    );
+}
+
+#[test]
+fn a_broker_that_falls_silent_while_one_connects_counts_as_away() {
+    on_stage(
+        |settings| settings.amqp.connect_timeout = SECOND,
+        async |stage| {
+            let mut silences = 0;
+            for frames in 0..40 {
+                let proxy = FrameProxy::start(&stage.settings, frames).await;
+                let began = Instant::now();
+                let connected = tokio::time::timeout(30 * SECOND, Publisher::connect(&proxy.settings)).await;
+                let took = began.elapsed();
+                assert!(took < SECOND + SLACK, "{took:?} with a broker that is silent after {frames} frames");
+                match connected.expect("an answer at all") {
+                    Ok(_) => break,
+                    Err(fault) => {
+                        assert!(matches!(fault, BrokerFault::Away(_)), "after {frames} frames: {fault:?}");
+                        assert!(fault.to_string().contains("did not answer within 1s"), "{fault}");
+                        silences += 1;
+                    }
+                }
+            }
+            // start, tune, open; for each exchange a channel and an answer; close; and again for the publisher's own.
+            assert!((8..40).contains(&silences), "{silences} silences before it was connected");
+        },
+    );
+}
+
+#[test]
+fn nobody_waits_longer_than_promised_for_a_broker_that_falls_silent() {
+    on_stage(
+        |settings| {
+            settings.amqp.connect_timeout = 2 * SECOND;
+            settings.amqp.confirm_timeout = SECOND;
+        },
+        async |stage| {
+            let bound = stage.settings.amqp.connect_timeout + stage.settings.amqp.confirm_timeout;
+            let proxy = FrameProxy::start(&stage.settings, 1_000_000).await;
+            let publisher = Publisher::connect(&proxy.settings).await.unwrap();
+            publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.unwrap();
+            proxy.fall_silent();
+            // More than fit into the windows, and more than fit into the queue behind them.
+            let tasks: Vec<_> = (0..10_000)
+                .map(|_| {
+                    let publisher = publisher.clone();
+                    tokio::spawn(async move {
+                        let began = Instant::now();
+                        let answer = publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await;
+                        (answer, began.elapsed())
+                    })
+                })
+                .collect();
+            for task in tasks {
+                let (answer, took) = task.await.unwrap();
+                assert_says(&answer.unwrap_err(), "");
+                assert!(took <= bound + SLACK, "a caller waited {took:?}");
+            }
+            // In one call it is no different.
+            let publisher = publisher.clone();
+            let (deadline, began) = (ahead(600 * SECOND), Instant::now());
+            let fault = publisher.schedule_all((0..20_000).map(|_| (fresh_id(), deadline))).await.unwrap_err();
+            assert_eq!((fault.scheduled, fault.failed.len()), (0, 20_000));
+            assert!(began.elapsed() <= bound + SLACK, "schedule_all took {:?}", began.elapsed());
+        },
+    );
 }

@@ -60,8 +60,19 @@ fn set(names: &[&str]) -> BTreeSet<String> {
 }
 
 /// Rooms whose decisions and arithmetic must be testable without a server and without waiting.
-const PURE: [&str; 8] =
-    ["order.rs", "message.rs", "alarm.rs", "wheel.rs", "hold.rs", "desk.rs", "clock.rs", "schedule/lane.rs"];
+const PURE: [&str; 11] = [
+    "order.rs",
+    "message.rs",
+    "alarm.rs",
+    "wheel.rs",
+    "hold.rs",
+    "desk/mod.rs",
+    "desk/queue.rs",
+    "desk/sweep.rs",
+    "desk/verdict.rs",
+    "clock.rs",
+    "schedule/lane.rs",
+];
 
 #[test]
 fn every_rust_file_says_first_what_it_is_for() {
@@ -106,7 +117,19 @@ fn lapin_stays_in_its_rooms() {
 
 #[test]
 fn sqlx_stays_in_its_rooms() {
-    let rooms = ["announce.rs", "cli/parked.rs", "close.rs", "config.rs", "database.rs", "park.rs", "worker.rs"];
+    let rooms = [
+        "announce.rs",
+        "cli/parked.rs",
+        "close.rs",
+        "config.rs",
+        "contract.rs",
+        "database.rs",
+        "park.rs",
+        "relay.rs",
+        "schedule/outbox.rs",
+        "sweep.rs",
+        "worker/mod.rs",
+    ];
     assert_eq!(
         users_of(r"\bsqlx::|\buse sqlx\b"),
         set(&rooms),
@@ -153,7 +176,7 @@ fn the_local_wall_clock_is_read_by_publishers_alone() {
 
 #[test]
 fn steps_do_not_import_one_another() {
-    let steps = ["schedule", "arm", "deliver", "hold", "close", "announce", "park"];
+    let steps = ["schedule", "arm", "deliver", "hold", "close", "sweep", "announce", "park"];
     // `crate::close::…`, `crate::close;`, and the first names inside `crate::{…}`.
     let single = Regex::new(r"\bcrate::(\w+)").unwrap();
     let group = Regex::new(r"\bcrate::\{([^;]*)\};").unwrap();
@@ -172,7 +195,7 @@ fn steps_do_not_import_one_another() {
         for other in imported {
             assert!(
                 other == own || !steps.contains(&other.as_str()),
-                "{path} uses {other}: steps do not import one another, worker.rs joins them"
+                "{path} uses {other}: steps do not import one another, worker/ joins them"
             );
         }
         // From a file directly in src/, `super` is the crate.
@@ -352,6 +375,22 @@ fn every_link_in_a_document_leads_somewhere() {
         }
     }
     assert!(followed > 0 || !files.contains_key("README.md"), "the README links to nothing");
+}
+
+#[test]
+fn every_guarantee_names_tests_that_are_there() {
+    let readme = &files()["README.md"];
+    let guarantees = readme.split("\n## ").find(|section| section.starts_with("What it guarantees")).unwrap();
+    let name = Regex::new(r"`(\w+)::(\w+)`").unwrap();
+    for guarantee in guarantees.split("\n- ").skip(1) {
+        let named: Vec<_> = name.captures_iter(guarantee).collect();
+        assert!(!named.is_empty(), "README guarantees without naming a test: {guarantee}");
+        for test in named {
+            let text = &files()[&format!("tests/it/{}.rs", &test[1])];
+            let defined = format!("#[test]\nfn {}(", &test[2]);
+            assert!(text.contains(&defined), "README names {}::{}, which is not a test", &test[1], &test[2]);
+        }
+    }
 }
 
 #[test]

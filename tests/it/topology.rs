@@ -7,7 +7,7 @@ use std::time::Duration;
 use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, ExchangeKind};
-use order_timeout::config::Lane;
+use order_timeout::config::{Lane, RingSettings};
 use order_timeout::order::{Moment, OrderId};
 use order_timeout::topology::{Argument, Queue, Topology, TopologyFault};
 use uuid::Uuid;
@@ -98,6 +98,7 @@ fn a_queue_with_another_argument_is_named_with_it_and_left_alone() {
                         arguments.retain(|key, _| !["x-dead-letter-strategy", "x-delivery-limit"].contains(key));
                     }
                     "x-delivery-limit" => drop(arguments.insert(key, Argument::Number(7))),
+                    "x-message-ttl" => drop(arguments.insert(key, Argument::Number(7_200_000))),
                     "x-overflow" => drop(arguments.insert(key, Argument::Text("drop-head".into()))),
                     "x-dead-letter-strategy" => drop(arguments.insert(key, Argument::Text("at-most-once".into()))),
                     _ => drop(arguments.insert(key, Argument::Text("elsewhere".into()))),
@@ -251,6 +252,30 @@ fn a_starting_worker_makes_the_queues_that_are_missing() {
                 wait_for("the message in the new queue", async || stage.depth(&queue.name).await == 1).await;
             }
             worker.stop().await;
+        },
+    );
+}
+
+#[test]
+fn a_message_without_expiration_holds_up_nobody() {
+    on_stage(
+        |settings| {
+            // The finest ring as short as it may be, for the whole of it is waited out.
+            settings.delay.rings[0] = RingSettings { unit: Duration::from_millis(500), slots: 16, early: None };
+        },
+        async |stage| {
+            let names = stage.names();
+            let ways = [(names.delay(), "2s.1"), (names.wheel(), "500ms.03")];
+            for (exchange, key) in &ways {
+                let foreign = BasicProperties::default().with_delivery_mode(2);
+                stage.publish_raw(exchange, key, b"from a publisher that knows no better", foreign).await;
+                let ours = BasicProperties::default().with_delivery_mode(2).with_expiration("100".into());
+                stage.publish_raw(exchange, key, b"ours, behind it", ours).await;
+            }
+            wait_for("all of them handed on", async || stage.depth(&names.timeout()).await == 4).await;
+            for queue in ["delay.2s.1", "wheel.500ms.03"] {
+                assert_eq!(depths(&stage, &queues(&stage, queue)).await, [0], "{queue}");
+            }
         },
     );
 }

@@ -3,8 +3,11 @@
 //!
 //! No mocks, no sleeping and hoping. A stage is removed even if its test panics.
 
+pub mod away;
+pub mod frames;
 pub mod private;
 pub mod process;
+pub mod proxy;
 pub mod skip;
 
 use std::future::Future;
@@ -54,8 +57,11 @@ where
         let stage = Arc::new(Stage::build(settings).await);
         // In a task of its own, so that a panic ends the test and not the clearing away.
         let outcome = tokio::spawn(test(stage.clone())).await;
-        stage.clear_away().await;
-        if let Err(error) = outcome {
+        // The same for the clearing away: a server that the test left broken must not hide why the test failed.
+        let clearing =
+            async move { tokio::time::timeout(2 * PATIENCE, stage.clear_away()).await.expect("cleared away") };
+        let cleared = tokio::spawn(clearing).await;
+        if let Err(error) = outcome.and(cleared) {
             std::panic::resume_unwind(error.into_panic());
         }
     });
@@ -76,6 +82,8 @@ pub fn small_settings() -> Settings {
         RingSettings { unit: Duration::from_secs(5), slots: 12, early: Some(Duration::from_secs(1)) },
     ];
     settings.worker.hold_max = Duration::from_millis(3_500);
+    // Out of the way: most tests are about alarms, and on a busy machine the sweep would be faster.
+    settings.sweep.grace = Duration::from_secs(60);
     settings.retry.missing_for = Duration::from_secs(2);
     settings.retry.max_attempts = 1;
     settings.worker.shutdown_grace = Duration::from_secs(10);
@@ -92,25 +100,34 @@ pub fn with_parts(url: &SecretString, user: Option<&str>, place: Option<&str>, p
     format!("{scheme}://{user}@{place}/{path}").into()
 }
 
+/// Host and port of an address.
+pub fn place_of(url: &SecretString) -> String {
+    let (_, rest) = url.expose_secret().split_once("://").expect("an address");
+    let authority = rest.split_once('/').map_or(rest, |(authority, _)| authority);
+    authority.rsplit_once('@').map_or(authority, |(_, place)| place).to_owned()
+}
+
 fn database_name(settings: &Settings) -> String {
     format!("order_timeout_{}", settings.namespace)
 }
 
 /// A pool on the server's own database, for creating and dropping others.
-async fn server_pool() -> PgPool {
-    let settings = Settings::load(None, &[]).unwrap();
-    PgPool::connect(settings.database.url.expose_secret()).await.expect("the database answers; run scripts/services")
+async fn server_pool(settings: &Settings) -> PgPool {
+    let usual = Settings::load(None, &[]).unwrap().database;
+    let is_private = place_of(&usual.url) != place_of(&settings.database.url);
+    let url = if is_private { settings.database.url_of("postgres") } else { usual.url };
+    PgPool::connect(url.expose_secret()).await.expect("the database answers; run scripts/services")
 }
 
 impl Stage {
     async fn build(settings: Settings) -> Self {
         // First, so that a broker that does not answer leaves no database behind.
         let broker = broker::connect(&settings.amqp, "test").await.expect("the broker answers; run scripts/services");
-        let server = server_pool().await;
+        let server = server_pool(&settings).await;
         let create = format!("CREATE DATABASE {}", database_name(&settings));
         sqlx::query(AssertSqlSafe(create)).execute(&server).await.expect("a database of the test's own");
         let pool = PgPool::connect(settings.database.url.expose_secret()).await.unwrap();
-        database::migrate(&pool).await.unwrap();
+        database::migrate(&settings.database).await.unwrap();
         if settings.delay.strategy == Strategy::DeadLetter {
             Topology::new(&settings).declare(&broker).await.unwrap();
         }
@@ -123,7 +140,7 @@ impl Stage {
 
     async fn clear_away(&self) {
         self.pool.close().await;
-        let server = server_pool().await;
+        let server = server_pool(&self.settings).await;
         let drop = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", database_name(&self.settings));
         sqlx::query(AssertSqlSafe(drop)).execute(&server).await.unwrap();
         // On a connection of its own: the test may have lost the stage's.
@@ -158,6 +175,14 @@ impl Stage {
     /// Starts a worker in this process.
     pub async fn worker(&self) -> RunningWorker {
         RunningWorker::start(self.settings.clone()).await
+    }
+
+    /// Starts a worker that cannot reach its broker.
+    pub async fn worker_without_broker(&self) -> RunningWorker {
+        let mut settings = self.settings.clone();
+        // Nobody listens on the port for discarding.
+        settings.amqp.url = with_parts(&settings.amqp.url, None, Some("127.0.0.1:9"), None);
+        RunningWorker::start(settings).await
     }
 
     pub async fn stock(&self, article: &str, available: i64) {
@@ -303,21 +328,38 @@ impl Stage {
     /// Insists that every delivery was acknowledged: nothing is left where the worker consumes. Ask after it stopped.
     pub async fn assert_drained(&self) {
         for queue in [self.names().timeout(), self.names().arm(), self.names().parked()] {
-            assert_eq!(self.take_out(&queue).await, 0, "messages left in {queue}");
+            assert_eq!(self.take_out(&queue).await.len(), 0, "messages left in {queue}");
         }
     }
 
-    /// Empties a queue and counts. What a closed consumer gave back counts too, even if the queue is still about to
+    /// Insists that nothing is left to be done: whatever lies where the worker consumes speaks of an order that is closed
+    /// or paid. After a fault, for the sweep may have closed an order before its alarm was delivered again, and a worker
+    /// that stops just then gives it back.
+    pub async fn assert_nothing_left_undone(&self) {
+        for queue in [self.names().timeout(), self.names().arm(), self.names().parked()] {
+            for body in self.take_out(&queue).await {
+                let due = TimeoutDue::read(&body, None).unwrap_or_else(|fault| panic!("left in {queue}: {fault}"));
+                let unpaid: bool = sqlx::query_scalar("SELECT status = 'unpaid' FROM orders WHERE id::text = $1")
+                    .bind(due.order_id.as_str())
+                    .fetch_one(&self.pool)
+                    .await
+                    .unwrap();
+                assert!(!unpaid, "the alarm of {} is left in {queue}", due.order_id);
+            }
+        }
+    }
+
+    /// Empties a queue. What a closed consumer gave back counts too, even if the queue is still about to
     /// take it back: a marker is published behind it, and everything up to the marker is taken out.
-    pub async fn take_out(&self, queue: &str) -> usize {
+    pub async fn take_out(&self, queue: &str) -> Vec<Vec<u8>> {
         const MARKER: &[u8] = b"marker";
         self.publish_raw("", queue, MARKER, BasicProperties::default()).await;
-        let mut taken = 0;
+        let mut taken = Vec::new();
         loop {
             let next = self.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.unwrap();
             match next {
                 Some(message) if message.delivery.data == MARKER => return taken,
-                Some(_) => taken += 1,
+                Some(message) => taken.push(message.delivery.data),
                 None => panic!("somebody else consumes {queue}"),
             }
         }

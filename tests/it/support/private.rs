@@ -18,8 +18,7 @@ impl Private {
         Self::start("broker", options)
     }
 
-    /// A fresh database server.
-    #[allow(dead_code)] // used by the tests that break the database
+    /// A fresh database server; `options` are those of `scripts/private postgres start`.
     pub fn postgres(options: &[&str]) -> Self {
         Self::start("postgres", options)
     }
@@ -30,6 +29,18 @@ impl Private {
         let printed = private.call("start", options);
         private.url = printed.lines().last().expect("the address").to_owned();
         private
+    }
+
+    /// A copy of this running database server that follows it.
+    #[allow(dead_code)] // used by the tests of a fail-over
+    pub fn standby(&self) -> Self {
+        Self::start(self.kind, &["--standby-of", self.dir.to_str().expect("a path in plain letters")])
+    }
+
+    /// Makes a standby a server that takes writes.
+    #[allow(dead_code)]
+    pub fn promote(&self) {
+        self.call("promote", &[]);
     }
 
     pub fn kill(&self) {
@@ -45,6 +56,35 @@ impl Private {
         self.call("restart", &[]);
     }
 
+    /// Halts every process of it (SIGSTOP): its connections stand, and nobody answers. Undone by [`Self::go_on`], or by
+    /// its end.
+    pub fn halt(&self) {
+        self.signal_all(libc::SIGSTOP);
+    }
+
+    /// Lets it go on where it was halted (SIGCONT).
+    pub fn go_on(&self) {
+        self.signal_all(libc::SIGCONT);
+    }
+
+    /// The broker's own log.
+    pub fn log(&self) -> String {
+        let name = if self.kind == "broker" { "broker.log" } else { "server.log" };
+        let log = std::fs::read(self.dir.join("state/log").join(name)).expect("the server's log");
+        String::from_utf8_lossy(&log).into_owned()
+    }
+
+    fn signal_all(&self, signal: libc::c_int) {
+        let record = std::fs::read_to_string(self.dir.join("env")).expect("the record of a private server");
+        let first = record.lines().find_map(|line| line.strip_prefix("PID=")).expect("a server that runs");
+        let first: libc::pid_t = first.parse().expect("a pid");
+        for pid in std::iter::once(first).chain(children_of(first)) {
+            // SAFETY: a plain system call. One of the children may have ended a moment ago.
+            let sent = unsafe { libc::kill(pid, signal) };
+            assert!(sent == 0 || pid != first, "the private {} is gone", self.kind);
+        }
+    }
+
     /// `rabbitmqctl` on this broker.
     pub fn ctl(&self, arguments: &[&str]) -> String {
         self.call("ctl", arguments)
@@ -57,6 +97,18 @@ impl Private {
         assert!(output.status.success(), "scripts/private {} {verb} failed: {stderr}", self.kind);
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
+}
+
+/// The processes whose parent this is.
+fn children_of(parent: libc::pid_t) -> Vec<libc::pid_t> {
+    let is_child = |pid: &libc::pid_t| {
+        let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+        // The name in the second field may hold blanks and brackets: count from behind its last bracket.
+        let fields = stat.rsplit(") ").next().unwrap_or_default();
+        fields.split(' ').nth(1).is_some_and(|field| field == parent.to_string())
+    };
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_child).collect()
 }
 
 impl Drop for Private {

@@ -49,8 +49,16 @@ fn stage_arguments(settings: &Settings) -> Vec<String> {
         ("delay.lanes", lanes.join(",")),
         ("delay.lane_shards", settings.delay.lane_shards.to_string()),
         ("delay.lead", millis(settings.delay.lead)),
+        ("amqp.heartbeat", millis(settings.amqp.heartbeat)),
+        ("amqp.connect_timeout", millis(settings.amqp.connect_timeout)),
+        ("amqp.confirm_timeout", millis(settings.amqp.confirm_timeout)),
+        ("database.acquire_timeout", millis(settings.database.acquire_timeout)),
+        ("database.statement_timeout", millis(settings.database.statement_timeout)),
+        ("database.lock_timeout", millis(settings.database.lock_timeout)),
         ("worker.hold_max", millis(settings.worker.hold_max)),
+        ("worker.away_patience", millis(settings.worker.away_patience)),
         ("worker.shutdown_grace", millis(settings.worker.shutdown_grace)),
+        ("sweep.grace", millis(settings.sweep.grace)),
         ("retry.missing_for", millis(settings.retry.missing_for)),
         ("retry.max_attempts", settings.retry.max_attempts.to_string()),
     ] {
@@ -81,6 +89,22 @@ impl WorkerProcess {
         Self { child: command.spawn().expect("the worker starts") }
     }
 
+    /// SIGSTOP: it stands still, with everything it holds. Undone by [`Self::go_on`]; it can be killed as it is.
+    pub fn halt(&self) {
+        self.signal(libc::SIGSTOP);
+    }
+
+    /// SIGCONT: it goes on as if nothing had happened.
+    pub fn go_on(&self) {
+        self.signal(libc::SIGCONT);
+    }
+
+    fn signal(&self, signal: libc::c_int) {
+        let pid = i32::try_from(self.child.id()).unwrap();
+        // SAFETY: a plain system call on a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    }
+
     /// kill -9.
     pub fn kill(mut self) {
         self.child.kill().unwrap();
@@ -89,9 +113,7 @@ impl WorkerProcess {
 
     /// SIGTERM; returns the exit code.
     pub fn terminate(mut self, patience: Duration) -> i32 {
-        let pid = i32::try_from(self.child.id()).unwrap();
-        // SAFETY: a plain system call on a child that has not been waited for.
-        assert_eq!(unsafe { libc::kill(pid, libc::SIGTERM) }, 0);
+        self.signal(libc::SIGTERM);
         let began = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {

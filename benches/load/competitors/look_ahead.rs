@@ -1,0 +1,90 @@
+//! A look-ahead poller: loads the deadlines of the next seconds into a timer and closes each order on time with the
+//! worker's own statement. No broker at all.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use order_timeout::close::CLOSE_SQL;
+use order_timeout::{Moment, database};
+use sqlx::PgPool;
+use time::OffsetDateTime;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+use uuid::Uuid;
+
+use super::BATCH_SIZE;
+
+/// How often deadlines are loaded.
+const EVERY: Duration = Duration::from_secs(5);
+/// The deadlines of how long ahead: twice as long, so that a load may come late.
+const AHEAD: Duration = Duration::from_secs(10);
+/// How long a batch waits for more orders to fall due, as the worker's default.
+const LINGER: Duration = Duration::from_millis(2);
+
+pub async fn run(pool: PgPool, closers: u32) -> anyhow::Result<()> {
+    let timer = Arc::new(Timer::default());
+    let mut running = JoinSet::new();
+    running.spawn(load(pool.clone(), timer.clone()));
+    for _ in 0..closers {
+        running.spawn(close(pool.clone(), timer.clone()));
+    }
+    while let Some(ended) = running.join_next().await {
+        ended??;
+    }
+    Ok(())
+}
+
+/// Deadlines in their order.
+#[derive(Default)]
+struct Timer {
+    waiting: Mutex<BTreeSet<(Moment, Uuid)>>,
+    loaded: Notify,
+}
+
+impl Timer {
+    /// Orders that are due, or else when the next will be.
+    fn take_due(&self, now: Moment) -> Result<Vec<Uuid>, Option<Moment>> {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut due = Vec::new();
+        while due.len() < BATCH_SIZE && waiting.first().is_some_and(|(deadline, _)| *deadline <= now) {
+            due.extend(waiting.pop_first().map(|(_, id)| id));
+        }
+        if due.is_empty() { Err(waiting.first().map(|(deadline, _)| *deadline)) } else { Ok(due) }
+    }
+}
+
+async fn load(pool: PgPool, timer: Arc<Timer>) -> anyhow::Result<()> {
+    let mut ticks = tokio::time::interval(EVERY);
+    loop {
+        ticks.tick().await;
+        // What is just being closed may be loaded again: the statement finds it closed.
+        let rows: Vec<(Uuid, OffsetDateTime)> = sqlx::query_as(
+            "SELECT id, expires_at FROM orders WHERE status = 'unpaid' AND expires_at <= now() + make_interval(secs => $1)",
+        )
+        .bind(AHEAD.as_secs_f64())
+        .fetch_all(&pool)
+        .await?;
+        let entries = rows.into_iter().map(|(id, deadline)| (database::moment(deadline), id));
+        timer.waiting.lock().unwrap_or_else(PoisonError::into_inner).extend(entries);
+        timer.loaded.notify_waiters();
+    }
+}
+
+async fn close(pool: PgPool, timer: Arc<Timer>) -> anyhow::Result<()> {
+    let mut connection = pool.acquire().await?;
+    loop {
+        // Asked for before looking, so that no load is missed.
+        let loaded = timer.loaded.notified();
+        match timer.take_due(Moment::now_by_local_clock()) {
+            Ok(due) => {
+                let ids: Vec<String> = due.iter().map(Uuid::to_string).collect();
+                sqlx::query(CLOSE_SQL).bind(ids).bind("sweep").bind(true).fetch_all(&mut *connection).await?;
+            }
+            Err(next) => {
+                let wait = next.map_or(EVERY, |next| next.since(Moment::now_by_local_clock()) + LINGER);
+                let _loaded_or_due = tokio::time::timeout(wait, loaded).await;
+            }
+        }
+    }
+}

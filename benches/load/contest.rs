@@ -1,0 +1,242 @@
+//! One contestant closing one set of orders: who it is, when the orders fall due, and what it cost.
+
+use std::time::Duration;
+
+use anyhow::ensure;
+use hdrhistogram::Histogram;
+use order_timeout::topology::Names;
+use order_timeout::{Moment, broker};
+
+use crate::Options;
+use crate::competitors::{self, Competitor, Kind};
+use crate::limits::postgres::CommitProbe;
+use crate::stage::ledger::Ledger;
+use crate::stage::process::{self, Program};
+use crate::stage::servers::Servers;
+use crate::stage::{Alarm, Stage, queue_state, sleep_until};
+
+/// A slow machine's rate of inserting orders, from which the beginning is chosen.
+const SLOWEST_FILLING_PER_S: f64 = 8_000.0;
+/// For starting a worker or a competitor, and for a look at how idle everybody is before it begins.
+const SETTLING: Duration = Duration::from_secs(6);
+/// How often alarms are published where they are published as time goes by.
+const LIVE_EVERY: Duration = Duration::from_millis(10);
+
+/// Who closes the orders.
+#[derive(Debug, Clone)]
+pub enum Entrant {
+    /// `order-timeout worker`, with these settings besides the defaults.
+    Worker(Vec<String>),
+    Poller {
+        every: Duration,
+        connections: u32,
+    },
+    LookAhead {
+        connections: u32,
+    },
+}
+
+/// When orders fall due, and when their alarms are published.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// From the beginning of publishing to the first deadline.
+    pub ahead: Duration,
+    /// Each order's deadline after the first deadline; in the order in which they are scheduled.
+    pub after_first: Vec<Duration>,
+    /// Whether each alarm is published `ahead` of its own deadline, rather than all at the beginning.
+    pub live: bool,
+    /// The first deadline is a multiple of this.
+    pub aligned_to: Option<Duration>,
+    /// Orders due later than this after the first deadline are not waited for.
+    pub horizon: Duration,
+    pub articles: usize,
+}
+
+/// What came of it.
+#[derive(Debug)]
+pub struct Figures {
+    pub name: String,
+    pub ledger: Ledger,
+    /// Orders that were not waited for.
+    pub pending: usize,
+    /// Processor time of whoever closed, over its whole life.
+    pub cpu_s: f64,
+    pub peak_rss_mib: f64,
+    /// Processor time from the first deadline until all was done (by the worker: announced as well), and how long that
+    /// was.
+    pub working_cpu_s: f64,
+    pub postgres_cpu_s: f64,
+    pub working_s: f64,
+    /// Processor time of the broker from the beginning of publishing, less what it uses idle.
+    pub broker_cpu_s: Option<f64>,
+    /// From the first deadline until the last event was announced; the worker alone does that.
+    pub announced_s: Option<f64>,
+    /// How far behind the plan alarms were published.
+    pub published_late: Duration,
+    /// How long single-row commits took meanwhile.
+    pub commit_us: Histogram<u64>,
+}
+
+/// Lets one contestant close the orders of a plan.
+pub async fn play(
+    servers: &Servers,
+    options: &Options,
+    name: &str,
+    entrant: &Entrant,
+    plan: &Plan,
+) -> anyhow::Result<Figures> {
+    let stage = match entrant {
+        Entrant::Worker(overrides) => Stage::with_broker(servers, options, overrides).await?,
+        Entrant::Poller { .. } | Entrant::LookAhead { .. } => Stage::without_broker(servers).await?,
+    };
+    let figures = play_on(&stage, servers, name, entrant, plan).await;
+    stage.clear_away().await?;
+    figures
+}
+
+async fn play_on(
+    stage: &Stage<'_>,
+    servers: &Servers,
+    name: &str,
+    entrant: &Entrant,
+    plan: &Plan,
+) -> anyhow::Result<Figures> {
+    let first = plan.first_deadline();
+    let begin = first - plan.ahead;
+    let deadlines: Vec<Moment> = plan.after_first.iter().map(|after| first + *after).collect();
+    let last = *deadlines.iter().filter(|due| **due <= first + plan.horizon).max().expect("a plan has orders");
+    let pending = deadlines.iter().filter(|due| **due > last).count();
+    let alarms = stage.fill(&deadlines, plan.articles).await?;
+    let probe = CommitProbe::start(stage.pool.clone()).await?;
+    let mut program = start(stage, servers, name, entrant).await?;
+
+    let before = Readings::take(servers, &program)?;
+    ensure!(before.at < begin, "preparing {} orders took longer than planned; is the machine busy?", alarms.len());
+    sleep_until(begin).await;
+    let beginning = Readings::take(servers, &program)?;
+    let watch = watch_at(first, servers, &program);
+    let publish = async {
+        match entrant {
+            Entrant::Worker(_) => publish(stage, plan, begin, alarms).await,
+            Entrant::Poller { .. } | Entrant::LookAhead { .. } => Ok(Duration::ZERO),
+        }
+    };
+    let (published_late, due) = tokio::try_join!(publish, watch)?;
+    stage.wait_until_closed(last, &mut program).await?;
+    let is_worker = matches!(entrant, Entrant::Worker(_));
+    if is_worker {
+        stage.wait_until_announced(&mut program).await?;
+    }
+    let end = Readings::take(servers, &program)?;
+    let commit_us = probe.stop();
+    let peak_rss_mib = process::peak_rss_mib(program.pid())?;
+    program.stop().await?;
+    Ok(Figures {
+        name: name.to_owned(),
+        ledger: stage.ledger(last).await?,
+        pending,
+        cpu_s: end.own_cpu_s,
+        peak_rss_mib,
+        working_cpu_s: end.own_cpu_s - due.own_cpu_s,
+        postgres_cpu_s: end.postgres_cpu_s - due.postgres_cpu_s,
+        working_s: end.at.since(first).as_secs_f64(),
+        broker_cpu_s: end.broker_cpu_beyond_idle(&beginning, &before).filter(|_| is_worker),
+        announced_s: is_worker.then(|| end.at.since(first).as_secs_f64()),
+        published_late,
+        commit_us,
+    })
+}
+
+async fn start(stage: &Stage<'_>, servers: &Servers, name: &str, entrant: &Entrant) -> anyhow::Result<Program> {
+    let log = servers.output.join(format!("{}.log", name.replace([',', ' '], "")));
+    let (kind, connections, every) = match entrant {
+        Entrant::Worker(_) => return stage.start_worker(&log).await,
+        Entrant::Poller { every, connections } => (Kind::Poller, *connections, *every),
+        Entrant::LookAhead { connections } => (Kind::LookAhead, *connections, Duration::ZERO),
+    };
+    let competitor = Competitor { kind, database: stage.socket_url.clone(), connections, every };
+    competitors::start(&competitor, &log, &stage.pool).await
+}
+
+async fn watch_at(moment: Moment, servers: &Servers, program: &Program) -> anyhow::Result<Readings> {
+    sleep_until(moment).await;
+    Readings::take(servers, program)
+}
+
+/// Publishes the alarms of a plan; returns how far behind it the last to be behind was.
+async fn publish(stage: &Stage<'_>, plan: &Plan, begin: Moment, alarms: Vec<Alarm>) -> anyhow::Result<Duration> {
+    let publisher = stage.publisher().await?;
+    if !plan.live {
+        publisher.schedule_all(alarms).await?;
+        ensure_on_their_way(stage, plan, begin).await?;
+        return Ok(Duration::ZERO);
+    }
+    let mut behind = Duration::ZERO;
+    let mut alarms = alarms.into_iter().peekable();
+    while alarms.peek().is_some() {
+        let now = Moment::now_by_local_clock();
+        let mut ready = Vec::new();
+        while let Some(alarm) = alarms.next_if(|(_, deadline)| *deadline - plan.ahead <= now) {
+            behind = behind.max(now.since(alarm.1 - plan.ahead));
+            ready.push(alarm);
+        }
+        publisher.schedule_all(ready).await?;
+        tokio::time::sleep(LIVE_EVERY).await;
+    }
+    Ok(behind)
+}
+
+/// Alarms of one instant must all be waiting when the first of them leaves the broker, or something else is measured.
+async fn ensure_on_their_way(stage: &Stage<'_>, plan: &Plan, begin: Moment) -> anyhow::Result<()> {
+    if plan.ahead.is_zero() {
+        return Ok(());
+    }
+    let connection = stage.connect().await?;
+    let inbox = Names::new(&stage.settings.namespace).arm();
+    while queue_state(&connection, &inbox).await?.ready > 0 {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    broker::close(&connection, Duration::from_secs(1)).await;
+    let leave_at = begin + plan.ahead - stage.settings.delay.lead;
+    ensure!(Moment::now_by_local_clock() < leave_at, "scheduling took longer than planned; is the machine busy?");
+    Ok(())
+}
+
+impl Plan {
+    fn first_deadline(&self) -> Moment {
+        let filling = Duration::from_secs_f64(self.after_first.len() as f64 / SLOWEST_FILLING_PER_S);
+        let earliest = Moment::now_by_local_clock() + filling + SETTLING + self.ahead;
+        let Some(unit) = self.aligned_to else { return earliest };
+        let unit_us = i64::try_from(unit.as_micros()).expect("a unit is short");
+        Moment::from_unix_micros((earliest.unix_micros() / unit_us + 1) * unit_us)
+    }
+}
+
+/// Processor time used so far.
+#[derive(Debug, Clone, Copy)]
+struct Readings {
+    at: Moment,
+    own_cpu_s: f64,
+    postgres_cpu_s: f64,
+    broker_cpu_s: Option<f64>,
+}
+
+impl Readings {
+    fn take(servers: &Servers, program: &Program) -> anyhow::Result<Self> {
+        Ok(Self {
+            at: Moment::now_by_local_clock(),
+            own_cpu_s: process::cpu_s(program.pid())?,
+            postgres_cpu_s: process::tree_cpu_s(servers.postgres.pid())?,
+            broker_cpu_s: servers.broker.pid().map(process::cpu_s).transpose()?,
+        })
+    }
+
+    /// What the broker has used since `beginning` beyond what it would have used idle, as it was between `before` and
+    /// `beginning`.
+    fn broker_cpu_beyond_idle(&self, beginning: &Self, before: &Self) -> Option<f64> {
+        let idle_s = beginning.at.since(before.at).as_secs_f64();
+        let idle_share = (beginning.broker_cpu_s? - before.broker_cpu_s?) / idle_s;
+        let busy_s = self.at.since(beginning.at).as_secs_f64();
+        Some((self.broker_cpu_s? - beginning.broker_cpu_s? - idle_share * busy_s).max(0.0))
+    }
+}

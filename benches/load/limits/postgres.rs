@@ -1,0 +1,115 @@
+//! Postgres alone: the worker's close statement in batches of the worker's size, over orders that are long overdue; and
+//! how long a single small commit takes.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+use order_timeout::Moment;
+use order_timeout::close::CLOSE_SQL;
+use sqlx::PgPool;
+use tokio::task::{JoinHandle, JoinSet};
+
+use crate::stage::servers::Servers;
+use crate::stage::{Stage, ledger};
+
+/// The best of these counts: how many connections a machine's Postgres likes is not ours to guess.
+const CONNECTIONS: [usize; 3] = [1, 2, 4];
+
+/// Orders closed per second.
+pub struct PostgresLimit {
+    pub by_connections: BTreeMap<usize, f64>,
+}
+
+impl PostgresLimit {
+    pub fn best(&self) -> f64 {
+        self.by_connections.values().copied().fold(0.0, f64::max)
+    }
+}
+
+pub async fn measure(
+    servers: &Servers,
+    orders: usize,
+    articles: usize,
+    batch_size: usize,
+) -> anyhow::Result<PostgresLimit> {
+    let mut by_connections = BTreeMap::new();
+    for connections in CONNECTIONS {
+        let stage = Stage::without_broker(servers).await?;
+        let overdue = vec![Moment::now_by_local_clock() - Duration::from_secs(60); orders];
+        let ids: Vec<String> =
+            stage.fill(&overdue, articles).await?.iter().map(|(id, _)| id.as_str().to_owned()).collect();
+        let batches = ids.chunks(batch_size).rev().map(<[String]>::to_vec).collect();
+        let took = close_all(&stage.socket_url, batches, connections).await?;
+        stage.ledger(overdue[0]).await?.ensure_kept("Postgres alone")?;
+        by_connections.insert(connections, orders as f64 / took.as_secs_f64());
+        stage.clear_away().await?;
+    }
+    Ok(PostgresLimit { by_connections })
+}
+
+async fn close_all(url: &str, batches: Vec<Vec<String>>, connections: usize) -> anyhow::Result<Duration> {
+    let pool = PgPool::connect(url).await?;
+    let batches = Arc::new(Mutex::new(batches));
+    let mut closers = JoinSet::new();
+    let mut open = Vec::new();
+    for _ in 0..connections {
+        let mut connection = pool.acquire().await?;
+        // Prepared before the clock starts, as it is in a worker.
+        sqlx::query(CLOSE_SQL).bind(Vec::<String>::new()).bind("alarm").bind(true).fetch_all(&mut *connection).await?;
+        open.push(connection);
+    }
+    let began = Instant::now();
+    for mut connection in open {
+        let batches = batches.clone();
+        closers.spawn(async move {
+            let next = || batches.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            while let Some(batch) = next() {
+                sqlx::query(CLOSE_SQL).bind(batch).bind("alarm").bind(true).fetch_all(&mut *connection).await?;
+            }
+            anyhow::Ok(())
+        });
+    }
+    while let Some(ended) = closers.join_next().await {
+        ended??;
+    }
+    let took = began.elapsed();
+    pool.close().await;
+    Ok(took)
+}
+
+/// Commits one row again and again beside a contest: what any commit takes on this machine at that moment.
+pub struct CommitProbe {
+    probing: JoinHandle<anyhow::Result<()>>,
+    took_us: Arc<Mutex<Histogram<u64>>>,
+}
+
+impl CommitProbe {
+    const EVERY: Duration = Duration::from_millis(20);
+
+    pub async fn start(pool: PgPool) -> anyhow::Result<Self> {
+        sqlx::query("CREATE TABLE commit_probe (n bigint)").execute(&pool).await?;
+        sqlx::query("INSERT INTO commit_probe VALUES (0)").execute(&pool).await?;
+        let took_us = Arc::new(Mutex::new(ledger::histogram()));
+        let probing = tokio::spawn(Self::probe(pool, took_us.clone()));
+        Ok(Self { probing, took_us })
+    }
+
+    async fn probe(pool: PgPool, took_us: Arc<Mutex<Histogram<u64>>>) -> anyhow::Result<()> {
+        let mut connection = pool.acquire().await?;
+        let mut ticks = tokio::time::interval(Self::EVERY);
+        loop {
+            ticks.tick().await;
+            let began = Instant::now();
+            sqlx::query("UPDATE commit_probe SET n = n + 1").execute(&mut *connection).await?;
+            let us = u64::try_from(began.elapsed().as_micros())?;
+            took_us.lock().unwrap_or_else(PoisonError::into_inner).record(us)?;
+        }
+    }
+
+    pub fn stop(self) -> Histogram<u64> {
+        self.probing.abort();
+        self.took_us.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}

@@ -1,0 +1,94 @@
+//! Orders that are all due at one instant: of many articles, or (a flash sale) all of one.
+
+use std::time::Duration;
+
+use crate::contest::{Entrant, Figures, Plan, play};
+use crate::report::Report;
+use crate::stage::MANY_ARTICLES;
+use crate::stage::servers::Servers;
+use crate::{Options, Way, limits};
+
+/// A slow machine's rate of writing alarms into the wheel, from which the instant is chosen.
+const SLOWEST_ARMING_PER_S: f64 = 3_000.0;
+/// What is waited for besides that.
+const LEAST_AHEAD_S: f64 = 12.0;
+/// The standard delay of a burst by lane. Alarms published up to a second before or after it take the lane as well.
+const LANE: Duration = Duration::from_secs(20);
+/// The unit of the wheel's finest ring: a burst at its beginning has no more than `delay.lead` to be handed over.
+const SLOT: Duration = Duration::from_secs(5);
+/// Loops of each competitor, as the worker has closers.
+const CONNECTIONS: u32 = 2;
+
+pub async fn burst(servers: &Servers, options: &Options, orders: usize, way: Way) -> anyhow::Result<()> {
+    let plan = plan(orders, MANY_ARTICLES, way);
+    let contest = async |name: &str, entrant: Entrant| play(servers, options, name, &entrant, &plan).await;
+    let mut report = Report::begin("burst", servers, options);
+    if !options.alone {
+        report.postgres = Some(limits::postgres::measure(servers, orders, MANY_ARTICLES, batch_size()).await?);
+        report.broker = Some(limits::broker::measure(servers, options, orders, way).await?);
+    }
+    report.add(contest("worker", Entrant::Worker(settings(way))).await?);
+    if !options.alone {
+        let without_lead = [settings(way), vec!["delay.lead=0s".to_owned()]].concat();
+        report.add(contest("worker, lead 0", Entrant::Worker(without_lead)).await?);
+        report.add(contest("poller, 10 ms", poller(10)).await?);
+        report.add(contest("poller, 100 ms", poller(100)).await?);
+        report.add(contest("look-ahead poller", Entrant::LookAhead { connections: CONNECTIONS }).await?);
+        report.note_ratio("last_lateness_to_lead_0", "worker, lead 0", last_lateness);
+        report.note_ratio("last_lateness_to_poller", "poller, 10 ms", last_lateness);
+    }
+    report.print()
+}
+
+pub async fn flash(servers: &Servers, options: &Options, orders: usize, way: Way) -> anyhow::Result<()> {
+    let one_article = plan(orders, 1, way);
+    let many_articles = plan(orders, MANY_ARTICLES, way);
+    let worker = Entrant::Worker(settings(way));
+    let mut report = Report::begin("flash", servers, options);
+    if !options.alone {
+        report.postgres = Some(limits::postgres::measure(servers, orders, 1, batch_size()).await?);
+    }
+    report.add(play(servers, options, "worker", &worker, &one_article).await?);
+    if !options.alone {
+        report.add(play(servers, options, "worker, many articles", &worker, &many_articles).await?);
+        report.add(play(servers, options, "poller, 10 ms", &poller(10), &one_article).await?);
+        report.note_ratio("rate_to_many_articles", "worker, many articles", |figures| figures.ledger.closed_per_s());
+        report.note_ratio("last_lateness_to_poller", "poller, 10 ms", last_lateness);
+    }
+    report.print()
+}
+
+fn poller(every_ms: u64) -> Entrant {
+    Entrant::Poller { every: Duration::from_millis(every_ms), connections: CONNECTIONS }
+}
+
+fn last_lateness(figures: &Figures) -> f64 {
+    figures.ledger.lateness_us.max() as f64
+}
+
+fn plan(orders: usize, articles: usize, way: Way) -> Plan {
+    let ahead = match way {
+        Way::Wheel => Duration::from_secs_f64(LEAST_AHEAD_S + orders as f64 / SLOWEST_ARMING_PER_S),
+        // Half a second for what is published at the end.
+        Way::Lane => LANE + Duration::from_millis(500),
+    };
+    Plan {
+        ahead,
+        after_first: vec![Duration::ZERO; orders],
+        live: false,
+        aligned_to: Some(SLOT),
+        horizon: Duration::ZERO,
+        articles,
+    }
+}
+
+fn settings(way: Way) -> Vec<String> {
+    match way {
+        Way::Wheel => Vec::new(),
+        Way::Lane => vec![format!("delay.lanes={}s", LANE.as_secs())],
+    }
+}
+
+fn batch_size() -> usize {
+    order_timeout::Settings::defaults().worker.batch_size
+}

@@ -1,0 +1,8 @@
+//! One scenario per file: what it lets happen, and which figures it prints.
+
+pub mod burst;
+pub mod crowd;
+pub mod mixed;
+pub mod pending;
+pub mod publish;
+pub mod steady;

@@ -1,0 +1,150 @@
+//! How fast alarms are scheduled, against a bare client that publishes the same messages into the same queue with the
+//! same number of confirms outstanding.
+
+use std::time::{Duration, Instant};
+
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use lapin::Connection;
+use lapin::options::QueuePurgeOptions;
+use order_timeout::confirm::WINDOW;
+use order_timeout::topology::Names;
+use order_timeout::{Moment, OrderId, Publisher, broker};
+use serde_json::{Map, json};
+use uuid::Uuid;
+
+use crate::Options;
+use crate::limits::broker::{Message, persistent, publish};
+use crate::report::{self, round, whole};
+use crate::stage::servers::Servers;
+use crate::stage::{Alarm, Stage};
+
+/// Each way is measured this often, in turn, and the median counts: the machine's speed drifts.
+const ROUNDS: usize = 3;
+/// Callers of `schedule` at the same time.
+const CALLERS: usize = 100;
+/// One by one takes this many times as long, so that many times fewer are published.
+const FEWER_ONE_BY_ONE: usize = 10;
+
+/// A way to schedule alarms, and the bare client that it is held against.
+struct Contender {
+    name: &'static str,
+    way: Way,
+    /// Confirms outstanding of the bare client.
+    window: usize,
+}
+
+#[derive(Clone, Copy)]
+enum Way {
+    /// `schedule`, each after the last is confirmed.
+    OneByOne,
+    /// `schedule` by many callers.
+    Concurrent,
+    All,
+}
+
+const CONTENDERS: [Contender; 3] = [
+    Contender { name: "schedule_one_by_one", way: Way::OneByOne, window: 1 },
+    Contender { name: "schedule_concurrent", way: Way::Concurrent, window: CALLERS },
+    Contender { name: "schedule_all", way: Way::All, window: WINDOW },
+];
+
+pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
+    let stage = Stage::with_broker(servers, options, &[]).await?;
+    let connection = stage.connect().await?;
+    let measured = measure(&stage, &connection, orders).await;
+    broker::close(&connection, Duration::from_secs(1)).await;
+    stage.clear_away().await?;
+    let mut line = Map::new();
+    line.insert("scenario".into(), json!("publish"));
+    line.insert("strategy".into(), json!(options.strategy));
+    line.insert("broker".into(), json!(servers.broker.version()?));
+    line.insert("orders".into(), json!(orders));
+    for (Contender { name, window, .. }, (ours, bare)) in CONTENDERS.iter().zip(measured?) {
+        let figures = json!({
+            "per_s": whole(ours), "bare_per_s": whole(bare), "window": window, "ratio": round(ours / bare, 3),
+        });
+        line.insert((*name).into(), figures);
+    }
+    report::print_line(&line.into(), options.json);
+    Ok(())
+}
+
+/// Ours and the bare client's rate per contender.
+async fn measure(stage: &Stage<'_>, connection: &Connection, orders: usize) -> anyhow::Result<Vec<(f64, f64)>> {
+    let publisher = stage.publisher().await?;
+    let mut rates: Vec<(Vec<f64>, Vec<f64>)> = CONTENDERS.iter().map(|_| Default::default()).collect();
+    for _ in 0..ROUNDS {
+        for (contender, (ours, bare)) in CONTENDERS.iter().zip(&mut rates) {
+            let orders = match contender.way {
+                Way::OneByOne => orders.div_ceil(FEWER_ONE_BY_ONE),
+                Way::Concurrent | Way::All => orders,
+            };
+            let rate = |took: Duration| orders as f64 / took.as_secs_f64();
+            bare.push(rate(publish(connection, orders, contender.window, |_| to_inbox(stage)).await?));
+            purge(stage, connection).await?;
+            ours.push(rate(contender.way.schedule(&publisher, orders).await?));
+            purge(stage, connection).await?;
+        }
+    }
+    Ok(rates.into_iter().map(|(ours, bare)| (median(ours), median(bare))).collect())
+}
+
+fn median(mut rates: Vec<f64>) -> f64 {
+    rates.sort_by(f64::total_cmp);
+    rates[rates.len() / 2]
+}
+
+/// Where `schedule` puts an alarm of no standard delay.
+fn to_inbox(stage: &Stage<'_>) -> Message {
+    let exchange = Names::new(&stage.settings.namespace).arm();
+    Message { exchange, routing_key: "arm".into(), properties: persistent() }
+}
+
+async fn purge(stage: &Stage<'_>, connection: &Connection) -> anyhow::Result<()> {
+    let channel = connection.create_channel().await?;
+    let queue = Names::new(&stage.settings.namespace).arm();
+    channel.queue_purge(queue.as_str().into(), QueuePurgeOptions::default()).await?;
+    channel.close(broker::reply_code::CONTENT_OK, "purged".into()).await?;
+    Ok(())
+}
+
+impl Way {
+    async fn schedule(self, publisher: &Publisher, orders: usize) -> anyhow::Result<Duration> {
+        // Ids and deadlines are made before the clock starts, as the bare client's are.
+        let alarms = alarms(orders);
+        let began = Instant::now();
+        match self {
+            Self::OneByOne => one_by_one(publisher, alarms).await?,
+            Self::Concurrent => concurrently(publisher, alarms).await?,
+            Self::All => drop(publisher.schedule_all(alarms).await?),
+        }
+        Ok(began.elapsed())
+    }
+}
+
+fn alarms(orders: usize) -> Vec<Alarm> {
+    let deadline = Moment::now_by_local_clock() + Duration::from_secs(3_600);
+    (0..orders).map(|_| (OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id"), deadline)).collect()
+}
+
+async fn one_by_one(publisher: &Publisher, alarms: Vec<Alarm>) -> anyhow::Result<()> {
+    for (order_id, deadline) in alarms {
+        publisher.schedule(order_id, deadline).await?;
+    }
+    Ok(())
+}
+
+async fn concurrently(publisher: &Publisher, alarms: Vec<Alarm>) -> anyhow::Result<()> {
+    let mut calls = FuturesUnordered::new();
+    for (order_id, deadline) in alarms {
+        if calls.len() == CALLERS {
+            calls.next().await.expect("it is full")?;
+        }
+        calls.push(async move { publisher.schedule(order_id, deadline).await });
+    }
+    while let Some(done) = calls.next().await {
+        done?;
+    }
+    Ok(())
+}

@@ -1,0 +1,49 @@
+//! So many orders a second, all with one delay, for some time: how late a quiet day's closes are and what they cost.
+
+use std::time::Duration;
+
+use serde_json::json;
+
+use crate::contest::{Entrant, Plan, play};
+use crate::report::Report;
+use crate::stage::MANY_ARTICLES;
+use crate::stage::servers::Servers;
+use crate::{Options, Way};
+
+/// What is asked for on the command line.
+#[derive(Debug, Clone, Copy)]
+pub struct Load {
+    pub rate: u32,
+    pub seconds: u32,
+    pub delay: Duration,
+    pub way: Way,
+}
+
+pub async fn run(servers: &Servers, options: &Options, load: Load) -> anyhow::Result<()> {
+    let plan = plan(load);
+    let contest = async |name: &str, entrant: Entrant| play(servers, options, name, &entrant, &plan).await;
+    // One loop: at this rate a second one would only ask twice as often.
+    let poller = |every_ms| Entrant::Poller { every: Duration::from_millis(every_ms), connections: 1 };
+    let settings = match load.way {
+        Way::Lane => vec![format!("delay.lanes={}ms", load.delay.as_millis())],
+        Way::Wheel => Vec::new(),
+    };
+    let mut report = Report::begin("steady", servers, options);
+    report.note("rate_per_s", json!(load.rate));
+    report.note("seconds", json!(load.seconds));
+    report.note("delay_s", json!(load.delay.as_secs_f64()));
+    report.add(contest("worker", Entrant::Worker(settings)).await?);
+    if !options.alone {
+        report.add(contest("poller, 10 ms", poller(10)).await?);
+        report.add(contest("poller, 100 ms", poller(100)).await?);
+        report.add(contest("look-ahead poller", Entrant::LookAhead { connections: 2 }).await?);
+    }
+    report.print()
+}
+
+fn plan(load: Load) -> Plan {
+    let orders = load.rate * load.seconds;
+    let horizon = Duration::from_secs(load.seconds.into());
+    let after_first = (0..orders).map(|number| Duration::from_secs(1) * number / load.rate).collect();
+    Plan { ahead: load.delay, after_first, live: true, aligned_to: None, horizon, articles: MANY_ARTICLES }
+}

@@ -1,0 +1,253 @@
+//! A stage for one contestant: a database and, where alarms are needed, a namespace of its own on the run's servers;
+//! orders with chosen deadlines; the worker under test. Removed afterwards.
+
+pub mod ledger;
+pub mod process;
+pub mod servers;
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use lapin::Connection;
+use lapin::options::{ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::FieldTable;
+use order_timeout::topology::{Names, Topology};
+use order_timeout::{Moment, OrderId, Publisher, Settings, broker, database};
+use secrecy::{ExposeSecret, SecretString};
+use sqlx::{AssertSqlSafe, PgPool};
+use uuid::Uuid;
+
+use crate::Options;
+use ledger::Ledger;
+use process::Program;
+use servers::Servers;
+
+/// After this long an order that is still unpaid counts as lost, and a server that has not answered as stuck.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// The articles of an ordinary shop; of a flash sale there is one.
+pub const MANY_ARTICLES: usize = 1_000;
+/// Rows per INSERT while a stage is filled.
+const ROWS_AT_ONCE: usize = 10_000;
+
+/// An order and when it is due: what a publisher is told.
+pub type Alarm = (OrderId, Moment);
+
+/// Where one contestant plays.
+#[derive(Debug)]
+pub struct Stage<'a> {
+    servers: &'a Servers,
+    /// What publisher and worker go by: the defaults, but for the addresses and `overrides`.
+    pub settings: Settings,
+    overrides: Vec<String>,
+    pub pool: PgPool,
+    database: String,
+    /// Of the database, by its socket.
+    pub socket_url: String,
+    has_queues: bool,
+}
+
+impl<'a> Stage<'a> {
+    /// With exchanges and queues, for the worker.
+    pub async fn with_broker(servers: &'a Servers, options: &Options, more: &[String]) -> anyhow::Result<Self> {
+        let mut overrides = vec![format!("delay.strategy={}", options.strategy)];
+        overrides.extend(more.iter().chain(&options.overrides).cloned());
+        let mut stage = Self::build(servers, overrides, options.socket).await?;
+        let connection = stage.connect().await?;
+        Topology::new(&stage.settings).declare(&connection).await?;
+        broker::close(&connection, Duration::from_secs(1)).await;
+        stage.has_queues = true;
+        Ok(stage)
+    }
+
+    /// With a database alone, for those who need no broker.
+    pub async fn without_broker(servers: &'a Servers) -> anyhow::Result<Self> {
+        Self::build(servers, Vec::new(), true).await
+    }
+
+    async fn build(servers: &'a Servers, overrides: Vec<String>, by_socket: bool) -> anyhow::Result<Self> {
+        let name = format!("load_{}", Uuid::now_v7().simple());
+        let mut settings = Settings::load_with_environment(None, Default::default(), &overrides)?;
+        settings.namespace = name.clone();
+        settings.amqp.url = servers.broker.url.clone().into();
+        settings.database.url = servers.postgres.url_by_socket()?.into();
+        let server = PgPool::connect(settings.database.url.expose_secret()).await?;
+        sqlx::query(AssertSqlSafe(format!("CREATE DATABASE {name}"))).execute(&server).await?;
+        server.close().await;
+        let socket_url = settings.database.url_of(&name).expose_secret().to_owned();
+        if !by_socket {
+            settings.database.url = SecretString::from(servers.postgres.url_by_tcp());
+        }
+        settings.database.url = settings.database.url_of(&name);
+        let pool = PgPool::connect(&socket_url).await?;
+        database::migrate(&settings.database).await?;
+        Ok(Self { servers, settings, overrides, pool, database: name, socket_url, has_queues: false })
+    }
+
+    pub async fn clear_away(self) -> anyhow::Result<()> {
+        if self.has_queues {
+            let connection = self.connect().await?;
+            remove(&connection, &Topology::new(&self.settings)).await?;
+            broker::close(&connection, Duration::from_secs(1)).await;
+        }
+        self.pool.close().await;
+        let server = PgPool::connect(&self.servers.postgres.url_by_socket()?).await?;
+        sqlx::query(AssertSqlSafe(format!("DROP DATABASE {} WITH (FORCE)", self.database))).execute(&server).await?;
+        server.close().await;
+        Ok(())
+    }
+
+    pub async fn connect(&self) -> anyhow::Result<Connection> {
+        Ok(broker::connect(&self.settings.amqp, "load").await?)
+    }
+
+    pub async fn publisher(&self) -> anyhow::Result<Publisher> {
+        Ok(Publisher::connect(&self.settings).await?)
+    }
+
+    /// Starts `order-timeout worker`, which writes to `log`, and waits until it consumes.
+    pub async fn start_worker(&self, log: &Path) -> anyhow::Result<Program> {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_order-timeout"));
+        command.arg("worker").args(["--set", &format!("namespace={}", self.settings.namespace)]);
+        for setting in &self.overrides {
+            command.args(["--set", setting]);
+        }
+        // What the caller has set for other programs is not to be measured.
+        for (key, _) in std::env::vars().filter(|(key, _)| key.starts_with("ORDER_TIMEOUT__")) {
+            command.env_remove(key);
+        }
+        command.env("ORDER_TIMEOUT__AMQP__URL", self.settings.amqp.url.expose_secret());
+        command.env("ORDER_TIMEOUT__DATABASE__URL", self.settings.database.url.expose_secret());
+        let mut worker = Program::start("the worker", command, log)?;
+        let timeout = Names::new(&self.settings.namespace).timeout();
+        let connection = self.connect().await?;
+        let began = tokio::time::Instant::now();
+        while queue_state(&connection, &timeout).await?.consumers == 0 {
+            worker.ensure_runs()?;
+            ensure!(began.elapsed() < PATIENCE, "the worker does not consume; its log lies in target/load");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        broker::close(&connection, Duration::from_secs(1)).await;
+        Ok(worker)
+    }
+
+    /// Creates unpaid orders with these deadlines, each of one of so many articles, and leaves the tables as a busy
+    /// shop has them: analysed, and written to disk.
+    pub async fn fill(&self, deadlines: &[Moment], articles: usize) -> anyhow::Result<Vec<Alarm>> {
+        let mut random = fastrand::Rng::with_seed(1);
+        let mut alarms = Vec::with_capacity(deadlines.len());
+        for deadlines in deadlines.chunks(ROWS_AT_ONCE) {
+            let ids: Vec<Uuid> = deadlines.iter().map(|_| Uuid::now_v7()).collect();
+            let chosen: Vec<String> = ids.iter().map(|_| format!("article-{}", random.usize(0..articles))).collect();
+            self.insert(&ids, deadlines, &chosen).await?;
+            for (id, deadline) in ids.iter().zip(deadlines) {
+                alarms.push((OrderId::new(id.to_string())?, *deadline));
+            }
+        }
+        for statement in ["ANALYZE", "CHECKPOINT"] {
+            sqlx::query(statement).execute(&self.pool).await?;
+        }
+        Ok(alarms)
+    }
+
+    async fn insert(&self, ids: &[Uuid], deadlines: &[Moment], articles: &[String]) -> anyhow::Result<()> {
+        let deadlines: Option<Vec<_>> = deadlines.iter().map(|moment| database::timestamp(*moment)).collect();
+        let mut transaction = self.pool.begin().await?;
+        sqlx::query(
+            "INSERT INTO stock (article_id, available, reserved)
+             SELECT article, 0, count(*) FROM unnest($1::text[]) AS article GROUP BY article
+             ON CONFLICT (article_id) DO UPDATE SET reserved = stock.reserved + excluded.reserved",
+        )
+        .bind(articles)
+        .execute(&mut *transaction)
+        .await?;
+        sqlx::query("INSERT INTO orders (id, expires_at) SELECT * FROM unnest($1::uuid[], $2::timestamptz[])")
+            .bind(ids)
+            .bind(deadlines.context("deadlines within the calendar")?)
+            .execute(&mut *transaction)
+            .await?;
+        sqlx::query(
+            "INSERT INTO order_items (order_id, article_id, quantity)
+             SELECT id, article, 1 FROM unnest($1::uuid[], $2::text[]) AS given (id, article)",
+        )
+        .bind(ids)
+        .bind(articles)
+        .execute(&mut *transaction)
+        .await?;
+        Ok(transaction.commit().await?)
+    }
+
+    /// Waits until no order that is due by `last` is unpaid, or patience runs out.
+    pub async fn wait_until_closed(&self, last: Moment, closing: &mut Program) -> anyhow::Result<()> {
+        sleep_until(last).await;
+        let timestamp = database::timestamp(last).context("a deadline within the calendar")?;
+        while Moment::now_by_local_clock() < last + PATIENCE {
+            closing.ensure_runs()?;
+            // From the end of the deadline index, where the last to be closed stand: the cheapest way to look.
+            let open: Option<i32> = sqlx::query_scalar(
+                "SELECT 1 FROM orders WHERE status = 'unpaid' AND expires_at <= $1 ORDER BY expires_at DESC, id DESC LIMIT 1",
+            )
+            .bind(timestamp)
+            .fetch_optional(&self.pool)
+            .await?;
+            if open.is_none() {
+                return Ok(());
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        Ok(())
+    }
+
+    /// Waits until every event is marked as sent.
+    pub async fn wait_until_announced(&self, worker: &mut Program) -> anyhow::Result<()> {
+        let began = tokio::time::Instant::now();
+        loop {
+            worker.ensure_runs()?;
+            let unsent: bool = sqlx::query_scalar("SELECT EXISTS (SELECT FROM event_outbox WHERE sent_at IS NULL)")
+                .fetch_one(&self.pool)
+                .await?;
+            if !unsent {
+                return Ok(());
+            }
+            ensure!(began.elapsed() < PATIENCE, "events are still unsent {PATIENCE:?} after the last close");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// What the database says of the orders due by `last`.
+    pub async fn ledger(&self, last: Moment) -> anyhow::Result<Ledger> {
+        ledger::read(&self.pool, last).await
+    }
+}
+
+/// Takes the objects of a stage off the broker.
+pub async fn remove(connection: &Connection, topology: &Topology) -> anyhow::Result<()> {
+    let channel = connection.create_channel().await?;
+    for queue in &topology.queues {
+        channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await?;
+    }
+    for exchange in &topology.exchanges {
+        channel.exchange_delete(exchange.name.as_str().into(), ExchangeDeleteOptions::default()).await?;
+    }
+    Ok(())
+}
+
+/// What a queue says of itself.
+pub struct QueueState {
+    pub ready: u32,
+    pub consumers: u32,
+}
+
+pub async fn queue_state(connection: &Connection, queue: &str) -> anyhow::Result<QueueState> {
+    let channel = connection.create_channel().await?;
+    let options = QueueDeclareOptions { passive: true, ..Default::default() };
+    let state = channel.queue_declare(queue.into(), options, FieldTable::default()).await?;
+    channel.close(broker::reply_code::CONTENT_OK, "asked".into()).await?;
+    Ok(QueueState { ready: state.message_count(), consumers: state.consumer_count() })
+}
+
+/// By the machine's clock, which here is the database's as well.
+pub async fn sleep_until(moment: Moment) {
+    tokio::time::sleep(moment.since(Moment::now_by_local_clock())).await;
+}

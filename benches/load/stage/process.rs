@@ -1,0 +1,126 @@
+//! A program that runs as a process of its own, and what processes cost, read from /proc.
+
+use std::fs::File;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+
+/// How long a program may take to end when it is asked to.
+const STOP_PATIENCE: Duration = Duration::from_secs(40);
+
+/// A child process; killed when dropped.
+#[derive(Debug)]
+pub struct Program {
+    name: String,
+    child: Child,
+}
+
+impl Program {
+    /// Starts it with its standard error in `log`.
+    pub fn start(name: &str, mut command: Command, log: &Path) -> anyhow::Result<Self> {
+        let errors = File::create(log)?;
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).spawn();
+        Ok(Self { name: name.to_owned(), child: child.with_context(|| format!("{name} cannot be started"))? })
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn ensure_runs(&mut self) -> anyhow::Result<()> {
+        match self.child.try_wait()? {
+            None => Ok(()),
+            Some(status) => bail!("{} ended by itself ({status}); its log lies in target/load", self.name),
+        }
+    }
+
+    /// SIGTERM, and waits until it has ended.
+    pub async fn stop(mut self) -> anyhow::Result<()> {
+        let pid = i32::try_from(self.pid())?;
+        // SAFETY: kill has no memory effects; the child is not reaped yet, so the number still means it.
+        unsafe { libc::kill(pid, libc::SIGTERM) };
+        let asked = Instant::now();
+        while self.child.try_wait()?.is_none() {
+            if asked.elapsed() > STOP_PATIENCE {
+                bail!("{} did not end within {STOP_PATIENCE:?} of SIGTERM", self.name);
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // Ended already, most of the time.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Processor seconds a process has used so far.
+pub fn cpu_s(pid: u32) -> anyhow::Result<f64> {
+    let fields = stat(pid)?;
+    Ok((fields.user + fields.system) / ticks_per_s())
+}
+
+/// Processor seconds that a process and its children have used so far, those that have ended included.
+pub fn tree_cpu_s(parent: u32) -> anyhow::Result<f64> {
+    let own = stat(parent)?;
+    let mut ticks = own.user + own.system + own.ended_children;
+    for entry in std::fs::read_dir("/proc")? {
+        let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        // One that has just ended is no longer there to be read.
+        if let Ok(child) = stat(pid)
+            && child.parent == parent
+        {
+            ticks += child.user + child.system;
+        }
+    }
+    Ok(ticks / ticks_per_s())
+}
+
+/// The most memory a process has had so far.
+pub fn peak_rss_mib(pid: u32) -> anyhow::Result<f64> {
+    status_mib(pid, "VmHWM:")
+}
+
+/// The memory a process has now.
+pub fn rss_mib(pid: u32) -> anyhow::Result<f64> {
+    status_mib(pid, "VmRSS:")
+}
+
+fn status_mib(pid: u32, key: &str) -> anyhow::Result<f64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix(key)).with_context(|| format!("no {key}"))?;
+    let kib: f64 = line.trim().trim_end_matches("kB").trim().parse()?;
+    Ok(kib / 1024.0)
+}
+
+struct Stat {
+    parent: u32,
+    user: f64,
+    system: f64,
+    ended_children: f64,
+}
+
+fn stat(pid: u32) -> anyhow::Result<Stat> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // The name in the second field may hold spaces and brackets: count from behind its last bracket.
+    let (_, behind) = text.rsplit_once(") ").context("/proc/PID/stat has no name")?;
+    let fields: Vec<&str> = behind.split_whitespace().collect();
+    let number = |index: usize| fields.get(index).and_then(|field| field.parse::<f64>().ok()).context("short stat");
+    Ok(Stat {
+        parent: fields.get(1).context("short stat")?.parse()?,
+        user: number(11)?,
+        system: number(12)?,
+        ended_children: number(13)? + number(14)?,
+    })
+}
+
+fn ticks_per_s() -> f64 {
+    // SAFETY: sysconf only reads.
+    unsafe { libc::sysconf(libc::_SC_CLK_TCK) as f64 }
+}

@@ -1,0 +1,612 @@
+//! The worker's desk: what is done next with each alarm and each overdue order. Every decision stands here and in the
+//! files below: `verdict.rs` holds the outcome table, `queue.rs` who waits for a batch, `sweep.rs` the safety net.
+//!
+//! Pure: news comes in with the database's time, errands go out. No I/O, no clock, no task. `worker/` runs the errands
+//! for real; the same desk can be driven through any interleaving in a test.
+
+mod queue;
+mod sweep;
+mod verdict;
+
+use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
+
+use crate::alarm::{Alarm, ArmJob, Delivered, Inlet, Parcel, ParkReason, Receipt, Settlement, Wanted};
+use crate::hold::Hold;
+use crate::message::TimeoutDue;
+use crate::order::{CloseFault, ClosedBy, Deadline, Finding, Found, Moment, OrderId, Outcome, Overdue, SweepPage};
+use queue::{Later, Lingering};
+use sweep::Sweep;
+use verdict::{AfterSweep, Next, after_close, after_sweep};
+
+/// The bounds within which the desk decides. Each stands in `config/default.toml` with its reason.
+#[derive(Debug, Clone)]
+pub struct Policy {
+    pub hold_max: Duration,
+    pub max_delay: Duration,
+    pub batch_size: usize,
+    pub linger: Duration,
+    pub closers: usize,
+    pub retry_first: Duration,
+    pub retry_longest: Duration,
+    pub missing_for: Duration,
+    pub max_attempts: u32,
+    pub away_patience: Duration,
+    pub sweep_every: Duration,
+    pub sweep_grace: Duration,
+    pub sweep_page: usize,
+}
+
+impl Policy {
+    fn doubling(&self, times: u32) -> Duration {
+        self.retry_first * 2_u32.saturating_pow(times.min(16))
+    }
+}
+
+/// An order under way through the worker, with the alarm that speaks for it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Case {
+    pub alarm: Alarm,
+    pub origin: Origin,
+    /// How often it was put back for a moment without going through the broker.
+    pub pauses: u32,
+    /// Since when it is put back again and again.
+    pub paused_since: Option<Moment>,
+}
+
+/// What brought a case here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Origin {
+    /// A message; the receipt settles it.
+    Delivered(Receipt),
+    /// The safety net found the order overdue.
+    Swept,
+}
+
+/// Orders to be closed by one statement. Without any it asks whether the database closes at all.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    pub by: ClosedBy,
+    pub cases: Vec<Case>,
+    /// Whether its statement may wait for a lock on stock. Not if it was tried before: others wait behind it.
+    pub patient: bool,
+}
+
+/// What a batch's statement said of each order, or why it failed. An order without an entry is unknown.
+pub type Answer = Result<HashMap<OrderId, Finding>, CloseFault>;
+
+/// What the desk hears.
+#[derive(Debug)]
+pub enum News {
+    Delivered(Delivered),
+    /// A batch came back from a closer.
+    Closed(Batch, Answer),
+    /// These alarms stand confirmed in the broker under a new message.
+    Armed(Vec<Receipt>),
+    /// These do not.
+    NotArmed(Vec<ArmJob>),
+    /// These stand committed in `parked_alarms`.
+    Parked(Vec<Receipt>),
+    /// These do not.
+    NotParked(Vec<(Parcel, Receipt)>),
+    /// A page of overdue orders, in the order (deadline, id).
+    Swept(Vec<Overdue>),
+    /// The database could not be asked for overdue orders.
+    NotSwept,
+    /// The consumer session of this number is open.
+    SessionOpened(u64),
+    /// No consumer session is open: no alarm can come.
+    SessionEnded,
+}
+
+/// What the desk wants done.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Errand {
+    /// Then report [`News::Closed`].
+    Close(Batch),
+    /// Publish a fresh alarm each, then report [`News::Armed`] for what is confirmed and [`News::NotArmed`].
+    Arm(Vec<ArmJob>),
+    /// Then report [`News::Parked`] once committed, or [`News::NotParked`].
+    Park(Vec<(Parcel, Receipt)>),
+    Settle(Vec<(Receipt, Settlement)>),
+    /// Then report [`News::Swept`] or [`News::NotSwept`].
+    Sweep(SweepPage),
+}
+
+/// How many parts a failed batch is taken into. Eight: an order that fails alone among four hundred is found in three
+/// rounds, and four hundred that all fail cost little more than one statement each.
+const PARTS: usize = 8;
+
+/// Everything the worker has in hand.
+#[derive(Debug)]
+pub struct Desk {
+    policy: Policy,
+    hold: Hold<Case>,
+    /// Due, never tried.
+    fresh: Lingering,
+    /// Due, tried before.
+    again: Lingering,
+    /// Found by the sweep.
+    overdue: Lingering,
+    /// Parts of batches that failed, with when they did.
+    parts: VecDeque<(Batch, Moment)>,
+    /// Orders that are due and wait for a closer or are with one, and how often each. The sweep leaves them alone.
+    in_hand: HashMap<OrderId, u32>,
+    idle_closers: usize,
+    away: Option<Away>,
+    sweep: Sweep,
+    session: u64,
+    broker_is_here: bool,
+    draining: bool,
+    arm: Vec<ArmJob>,
+    arm_later: Later<ArmJob>,
+    park: Vec<(Parcel, Receipt)>,
+    park_later: Later<(Parcel, Receipt)>,
+    settle: Vec<(Receipt, Settlement)>,
+}
+
+/// The database does not close anything: since when, and when it is asked next.
+#[derive(Debug, Clone, Copy)]
+struct Away {
+    since: Moment,
+    ask_again_at: Moment,
+    asked: u32,
+}
+
+/// The queues a batch may come from.
+#[derive(Debug, Clone, Copy)]
+enum Source {
+    Fresh,
+    Overdue,
+    Again,
+    Parts,
+}
+
+impl Desk {
+    #[must_use]
+    pub fn new(policy: Policy) -> Self {
+        let idle_closers = policy.closers;
+        Self {
+            policy,
+            hold: Hold::default(),
+            fresh: Lingering::default(),
+            again: Lingering::default(),
+            overdue: Lingering::default(),
+            parts: VecDeque::new(),
+            in_hand: HashMap::new(),
+            idle_closers,
+            away: None,
+            sweep: Sweep::new(),
+            session: 0,
+            broker_is_here: false,
+            draining: false,
+            arm: Vec::new(),
+            arm_later: Later::default(),
+            park: Vec::new(),
+            park_later: Later::default(),
+            settle: Vec::new(),
+        }
+    }
+
+    /// Takes note of what happened. `now` is the database's time.
+    pub fn hear(&mut self, news: News, now: Moment) {
+        match news {
+            News::Delivered(delivered) => self.receive(delivered, now),
+            News::Closed(batch, answer) => self.conclude(batch, answer, now),
+            News::Armed(receipts) => {
+                self.arm_later.succeeded();
+                self.acknowledge(receipts);
+            }
+            News::Parked(receipts) => {
+                self.park_later.succeeded();
+                self.acknowledge(receipts);
+            }
+            News::NotArmed(jobs) if self.draining => self.give_back(jobs.into_iter().map(|job| job.receipt)),
+            News::NotArmed(mut jobs) => {
+                jobs.retain(|job| job.receipt.session >= self.session);
+                self.arm_later.put(jobs, now, &self.policy);
+            }
+            News::NotParked(parcels) if self.draining => {
+                self.give_back(parcels.into_iter().map(|(_, receipt)| receipt))
+            }
+            News::NotParked(mut parcels) => {
+                parcels.retain(|(_, receipt)| receipt.session >= self.session);
+                self.park_later.put(parcels, now, &self.policy);
+            }
+            News::Swept(page) => self.take_overdue(page, now),
+            News::NotSwept => self.sweep.not_found(&self.policy, now),
+            News::SessionOpened(number) => {
+                self.session = self.session.max(number);
+                self.broker_is_here = true;
+                // What came in a session that has ended is delivered again; done here as well it would be done twice.
+                self.arm_later.retain(|job| job.receipt.session >= number);
+                self.park_later.retain(|(_, receipt)| receipt.session >= number);
+            }
+            News::SessionEnded => {
+                self.broker_is_here = false;
+                // Their receipts are void and they are delivered again. One is kept, to find out when arming works.
+                self.arm_later.keep_one();
+            }
+        }
+    }
+
+    /// Everything that can be done at `now`.
+    pub fn errands(&mut self, now: Moment) -> Vec<Errand> {
+        for case in self.hold.wake(now) {
+            self.place(case, now);
+        }
+        let mut errands = Vec::new();
+        while let Some(batch) = self.next_batch(now) {
+            errands.push(Errand::Close(batch));
+        }
+        if self.wants_overdue()
+            && let Some(page) = self.sweep.page(&self.policy, self.broker_is_here, now)
+        {
+            errands.push(Errand::Sweep(page));
+        }
+        self.arm.extend(self.arm_later.take_ready(now));
+        self.park.extend(self.park_later.take_ready(now));
+        if !self.arm.is_empty() {
+            errands.push(Errand::Arm(std::mem::take(&mut self.arm)));
+        }
+        if !self.park.is_empty() {
+            errands.push(Errand::Park(std::mem::take(&mut self.park)));
+        }
+        if !self.settle.is_empty() {
+            errands.push(Errand::Settle(std::mem::take(&mut self.settle)));
+        }
+        errands
+    }
+
+    /// When [`Desk::errands`] has something new to say even if no news comes.
+    #[must_use]
+    pub fn wake_at(&self) -> Option<Moment> {
+        let batch_at = match self.away {
+            Some(away) => (self.closers_are_idle() && !self.draining).then_some(away.ask_again_at),
+            None => self.sources().into_iter().filter_map(|source| self.source_ready_at(source)).min(),
+        };
+        let sweep_at = self.sweep.ready_at().filter(|_| self.wants_overdue());
+        [self.hold.next_wake(), batch_at, sweep_at, self.arm_later.ready_at(), self.park_later.ready_at()]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
+    /// Whether the broker should go on delivering. Not while nothing could be closed, armed or parked for long: what we
+    /// cannot settle must not stay unacknowledged until the broker loses patience.
+    #[must_use]
+    pub fn wants_deliveries(&self, now: Moment) -> bool {
+        let failing_for = [self.away_for(now), self.arm_later.failing_for(now), self.park_later.failing_for(now)];
+        failing_for.into_iter().flatten().all(|failing_for| failing_for < self.policy.away_patience)
+    }
+
+    /// How long the database has not closed anything; `None` while it does.
+    #[must_use]
+    pub fn away_for(&self, now: Moment) -> Option<Duration> {
+        self.away.map(|away| now.since(away.since))
+    }
+
+    /// Stops taking anything new and gives back to the broker whatever is not in a closer's hands.
+    pub fn drain(&mut self) {
+        self.draining = true;
+        let mut waiting = self.hold.drain();
+        for queue in [&mut self.fresh, &mut self.again, &mut self.overdue] {
+            waiting.extend(queue.take(usize::MAX));
+        }
+        waiting.extend(self.parts.drain(..).flat_map(|(batch, _)| batch.cases));
+        let jobs = self.arm_later.drain().into_iter().map(|job| job.receipt);
+        let parcels = self.park_later.drain().into_iter().map(|(_, receipt)| receipt);
+        let receipts: Vec<Receipt> = waiting.iter().filter_map(receipt_of).chain(jobs).chain(parcels).collect();
+        self.give_back(receipts);
+    }
+
+    /// Whether no closer has work in hand.
+    #[must_use]
+    pub fn closers_are_idle(&self) -> bool {
+        self.idle_closers == self.policy.closers
+    }
+
+    /// How many alarms wait for their deadline.
+    #[must_use]
+    pub fn held(&self) -> usize {
+        self.hold.len()
+    }
+
+    /// Whether a consumer session is open, so that alarms can come.
+    #[must_use]
+    pub fn broker_is_here(&self) -> bool {
+        self.broker_is_here
+    }
+
+    /// How many overdue orders could not be closed and are left alone for a while.
+    #[must_use]
+    pub fn troubled(&self) -> usize {
+        self.sweep.troubled()
+    }
+
+    fn acknowledge(&mut self, receipts: impl IntoIterator<Item = Receipt>) {
+        self.settle.extend(receipts.into_iter().map(|receipt| (receipt, Settlement::Ack)));
+    }
+
+    fn give_back(&mut self, receipts: impl IntoIterator<Item = Receipt>) {
+        self.settle.extend(receipts.into_iter().map(|receipt| (receipt, Settlement::Requeue)));
+    }
+
+    fn receive(&mut self, delivered: Delivered, now: Moment) {
+        let Delivered { receipt, inlet, content } = delivered;
+        if self.draining {
+            return self.give_back([receipt]);
+        }
+        match content {
+            Err(parcel) => self.park.push((parcel, receipt)),
+            Ok(alarm) if inlet == Inlet::Parked => {
+                let detail = "the broker dead-lettered it; look at the worker's log around its deliveries";
+                self.park.push((Parcel::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
+            }
+            Ok(alarm) if alarm.deadline() > now + self.policy.max_delay => {
+                let detail = "the deadline lies further ahead than delay.max_delay allows; correct it at the publisher";
+                self.park.push((Parcel::of(&alarm, ParkReason::TooFar, detail), receipt));
+            }
+            Ok(mut alarm) => {
+                // A publisher whose clock runs ahead must not make its message younger than it is.
+                alarm.born = Some(alarm.born.map_or(now, |born| born.min(now)));
+                match inlet {
+                    // The inbox is never held back: what is due soon is sent on to the processing queue, or it would
+                    // fill the inbox's prefetch window and everything behind it would wait.
+                    Inlet::Arm => self.arm.push(ArmJob { alarm, receipt, wanted: Wanted::BeforeDeadline }),
+                    Inlet::Timeout | Inlet::Parked => {
+                        self.place(
+                            Case { alarm, origin: Origin::Delivered(receipt), pauses: 0, paused_since: None },
+                            now,
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Puts a case where its deadline says: the wheel, the hold, or the next batch.
+    fn place(&mut self, case: Case, now: Moment) {
+        let deadline = case.alarm.deadline();
+        if deadline > now + self.policy.hold_max {
+            self.arm(case, Wanted::BeforeDeadline);
+        } else if deadline > now {
+            self.wait_until(deadline, case);
+        } else {
+            *self.in_hand.entry(case.alarm.order_id().clone()).or_default() += 1;
+            let was_tried = case.pauses > 0 || case.alarm.attempt > 0;
+            if was_tried { self.again.push(case, now) } else { self.fresh.push(case, now) }
+        }
+    }
+
+    /// Only what was delivered can be armed; what the sweep finds has its row.
+    fn arm(&mut self, case: Case, wanted: Wanted) {
+        if let Origin::Delivered(receipt) = case.origin {
+            self.arm.push(ArmJob { alarm: case.alarm, receipt, wanted });
+        }
+    }
+
+    fn wait_until(&mut self, moment: Moment, case: Case) {
+        let key = (case.alarm.order_id().clone(), case.alarm.deadline());
+        let Err(newcomer) = self.hold.wait(key.clone(), moment, case) else { return };
+        let waiting = self.hold.get_mut(&key).expect("wait() hands back only what is there already");
+        let (Origin::Delivered(new), Origin::Delivered(old)) = (newcomer.origin, waiting.origin) else { return };
+        if new.session < old.session {
+            return; // the newcomer's receipt is void, there is nothing to settle
+        }
+        if old.session < new.session {
+            // The one that waits came in an earlier session and the broker has just delivered it again: from now on
+            // this receipt stands for it. Acknowledging it here would leave the order with no alarm at the broker.
+            waiting.origin = newcomer.origin;
+        } else if old != new {
+            self.settle.push((new, Settlement::Ack));
+        }
+    }
+
+    /// No further page while the last one is not worked off: what is overdue after a long night would not fit in
+    /// memory. And none while nothing can be closed.
+    fn wants_overdue(&self) -> bool {
+        !self.draining && self.away.is_none() && self.overdue.len() < self.policy.sweep_page
+    }
+
+    fn take_overdue(&mut self, page: Vec<Overdue>, now: Moment) {
+        for overdue in self.sweep.found(page, &self.policy, now) {
+            let key = (overdue.order_id, overdue.deadline);
+            let has_its_alarm = self.in_hand.contains_key(&key.0) || self.hold.contains(&key);
+            if has_its_alarm || self.draining {
+                continue;
+            }
+            *self.in_hand.entry(key.0.clone()).or_default() += 1;
+            let due = TimeoutDue { order_id: key.0, deadline: key.1 };
+            let alarm = Alarm { due, attempt: 0, born: None, traceparent: None };
+            self.overdue.push(Case { alarm, origin: Origin::Swept, pauses: 0, paused_since: None }, now);
+        }
+    }
+
+    fn next_batch(&mut self, now: Moment) -> Option<Batch> {
+        let batch = match self.away {
+            // One closer asks whether the database is back; the others wait for its answer.
+            Some(away) if now < away.ask_again_at || !self.closers_are_idle() || self.draining => return None,
+            Some(_) => self.longest_waiting().map_or_else(empty_batch, |source| self.take_from(source)),
+            None => {
+                let ready = |source: &Source| self.source_ready_at(*source).is_some_and(|at| at <= now);
+                let source = self.sources().into_iter().filter(ready).min_by_key(|source| self.since(*source))?;
+                self.take_from(source)
+            }
+        };
+        self.idle_closers -= 1;
+        Some(batch)
+    }
+
+    fn sources(&self) -> [Source; 4] {
+        [Source::Fresh, Source::Overdue, Source::Again, Source::Parts]
+    }
+
+    fn longest_waiting(&self) -> Option<Source> {
+        let waiting = self.sources().into_iter().filter_map(|source| Some((self.since(source)?, source)));
+        waiting.min_by_key(|(since, _)| *since).map(|(_, source)| source)
+    }
+
+    fn since(&self, source: Source) -> Option<Moment> {
+        match source {
+            Source::Fresh => self.fresh.since(),
+            Source::Overdue => self.overdue.since(),
+            Source::Again => self.again.since(),
+            Source::Parts => self.parts.front().map(|(_, since)| *since),
+        }
+    }
+
+    /// When a closer may take from here; `None` while nobody waits there or no closer is free for it.
+    fn source_ready_at(&self, source: Source) -> Option<Moment> {
+        let (size, linger) = (self.policy.batch_size, self.policy.linger);
+        match source {
+            _ if self.idle_closers == 0 => None,
+            Source::Fresh => self.fresh.ready_at(size, linger),
+            Source::Overdue => self.overdue.ready_at(size, Duration::ZERO),
+            Source::Again => self.trouble_ready_at(self.again.ready_at(size, linger)),
+            Source::Parts => self.trouble_ready_at(self.since(Source::Parts)),
+        }
+    }
+
+    /// What was tried before leaves one closer to the rest, so that trouble does not delay them; but it does not wait
+    /// for that for ever.
+    fn trouble_ready_at(&self, ready_at: Option<Moment>) -> Option<Moment> {
+        let spares_one = self.idle_closers > usize::from(self.policy.closers > 1);
+        if spares_one { ready_at } else { Some(ready_at? + self.policy.retry_longest) }
+    }
+
+    fn take_from(&mut self, source: Source) -> Batch {
+        let size = self.policy.batch_size;
+        match source {
+            Source::Fresh => Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), patient: true },
+            Source::Overdue => Batch { by: ClosedBy::Sweep, cases: self.overdue.take(size), patient: true },
+            Source::Again => Batch { by: ClosedBy::Alarm, cases: self.again.take(size), patient: false },
+            Source::Parts => self.parts.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
+        }
+    }
+
+    fn conclude(&mut self, batch: Batch, answer: Answer, now: Moment) {
+        self.idle_closers += 1;
+        self.note_whether_away(&answer, now);
+        match answer {
+            Ok(findings) => self.conclude_each(batch.cases, &findings, now),
+            Err(CloseFault::Transient(_) | CloseFault::OfTheOrder(_)) if batch.cases.len() > 1 && !self.draining => {
+                self.take_apart(batch, now);
+            }
+            Err(fault) => {
+                for case in batch.cases {
+                    self.conclude_one(case, Err(fault.clone()), now);
+                }
+            }
+        }
+    }
+
+    /// Somebody in it cannot be closed: its parts are tried one by one, behind whatever waits already.
+    fn take_apart(&mut self, batch: Batch, now: Moment) {
+        let size = batch.cases.len().div_ceil(PARTS);
+        let mut cases = batch.cases.into_iter().peekable();
+        while cases.peek().is_some() {
+            let part = cases.by_ref().take(size).collect();
+            self.parts.push_back((Batch { by: batch.by, cases: part, patient: false }, now));
+        }
+    }
+
+    fn conclude_each(&mut self, cases: Vec<Case>, findings: &HashMap<OrderId, Finding>, now: Moment) {
+        let unknown = Ok(Found { outcome: Outcome::Unknown, deadline: None });
+        for case in cases {
+            let finding = findings.get(case.alarm.order_id()).unwrap_or(&unknown).clone();
+            self.conclude_one(case, finding, now);
+        }
+    }
+
+    fn conclude_one(&mut self, case: Case, finding: Finding, now: Moment) {
+        self.put_down(case.alarm.order_id());
+        match case.origin {
+            Origin::Delivered(receipt) => {
+                let next = after_close(&self.policy, &case, finding, now);
+                self.carry_out(case, receipt, next, now);
+            }
+            Origin::Swept => match after_sweep(&finding) {
+                AfterSweep::LetGo => {}
+                AfterSweep::LeaveAlone => self.sweep.leave_alone(case.alarm.due.order_id, now),
+            },
+        }
+    }
+
+    fn put_down(&mut self, order_id: &OrderId) {
+        if let Some(count) = self.in_hand.get_mut(order_id) {
+            *count -= 1;
+            if *count == 0 {
+                self.in_hand.remove(order_id);
+            }
+        }
+    }
+
+    fn note_whether_away(&mut self, answer: &Answer, now: Moment) {
+        if !matches!(answer, Err(CloseFault::Away(_))) {
+            self.away = None;
+            return;
+        }
+        let (since, asked) = self.away.map_or((now, 0), |away| (away.since, away.asked + 1));
+        let pause = self.policy.doubling(asked).min(self.policy.retry_longest);
+        self.away = Some(Away { since, asked, ask_again_at: now + pause });
+    }
+
+    fn carry_out(&mut self, case: Case, receipt: Receipt, next: Next, now: Moment) {
+        if self.draining && next != Next::Ack {
+            return self.give_back([receipt]);
+        }
+        match next {
+            Next::Ack => self.acknowledge([receipt]),
+            Next::AwaitDeadline(deadline) => self.await_deadline(case, deadline, now),
+            Next::AskAgain => self.put_back(case, Duration::from_millis(1), now),
+            Next::Pause => self.put_back(case, self.policy.retry_first, now),
+            Next::Retry => self.retry(case, now),
+            Next::Park(reason, why) => self.park.push((Parcel::of(&case.alarm, reason, why), receipt)),
+        }
+    }
+
+    fn await_deadline(&mut self, mut case: Case, deadline: Deadline, now: Moment) {
+        case.alarm.due.deadline = deadline;
+        case.pauses = 0;
+        case.paused_since = None;
+        self.place(case, now);
+    }
+
+    /// Back after `first`, the next time after twice that, within `retry_longest`; not counted as a failure. In
+    /// the end by way of the broker, which does not wait for an acknowledgement for ever.
+    fn put_back(&mut self, mut case: Case, first: Duration, now: Moment) {
+        if now.since(*case.paused_since.get_or_insert(now)) >= self.policy.away_patience {
+            return self.arm(case, Wanted::NotBefore(now + self.policy.retry_longest));
+        }
+        let wait = (first * 2_u32.saturating_pow(case.pauses.min(16))).min(self.policy.retry_longest);
+        case.pauses = case.pauses.saturating_add(1);
+        self.wait_until(now + wait, case);
+    }
+
+    /// Back after a wait that doubles; the short ones here, the long ones at the broker, so that troubled alarms do
+    /// not fill the prefetch window.
+    fn retry(&mut self, mut case: Case, now: Moment) {
+        if case.alarm.attempt == 0 && self.policy.doubling(case.pauses) <= self.policy.retry_longest {
+            return self.put_back(case, self.policy.retry_first, now);
+        }
+        let wait = self.policy.retry_longest * 2_u32.saturating_pow(case.alarm.attempt.min(5));
+        // Saturating: the first attempt's number came with the message.
+        case.alarm.attempt = case.alarm.attempt.saturating_add(1);
+        self.arm(case, Wanted::NotBefore(now + wait));
+    }
+}
+
+fn empty_batch() -> Batch {
+    Batch { by: ClosedBy::Alarm, cases: Vec::new(), patient: true }
+}
+
+fn receipt_of(case: &Case) -> Option<Receipt> {
+    match case.origin {
+        Origin::Delivered(receipt) => Some(receipt),
+        Origin::Swept => None,
+    }
+}
+
+#[cfg(test)]
+mod tests;

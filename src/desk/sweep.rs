@@ -1,0 +1,109 @@
+//! The safety net's bookkeeping: when to look for overdue orders, from where, and whom to leave alone.
+//!
+//! Pure. A pass walks the deadline index page by page to its end, so that orders which cannot be closed never hide
+//! those behind them; such an order is left alone for a while that grows, in memory.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use super::Policy;
+use crate::order::{Moment, OrderId, Overdue, SweepPage};
+
+/// How long an order is left alone after its first failure; it doubles up to [`LONGEST_REST`].
+const FIRST_REST: Duration = Duration::from_secs(1);
+const LONGEST_REST: Duration = Duration::from_secs(300);
+
+/// The state of the sweep.
+#[derive(Debug)]
+pub(super) struct Sweep {
+    next_at: Option<Moment>,
+    pass_began: Moment,
+    asking: bool,
+    after: Option<Overdue>,
+    failures: u32,
+    troubled: HashMap<OrderId, Troubled>,
+}
+
+/// An order that could not be closed.
+#[derive(Debug, Clone, Copy)]
+struct Troubled {
+    until: Moment,
+    failures: u32,
+    /// When it was last seen overdue. One that is not seen for a whole pass is forgotten.
+    seen: Moment,
+}
+
+impl Sweep {
+    pub fn new() -> Self {
+        let never = Moment::from_unix_micros(0);
+        Self { next_at: None, pass_began: never, asking: false, after: None, failures: 0, troubled: HashMap::new() }
+    }
+
+    /// When the next page is wanted; `None` while one is being fetched.
+    pub fn ready_at(&self) -> Option<Moment> {
+        self.next_at.filter(|_| !self.asking)
+    }
+
+    /// The page that is wanted now, if one is. `broker_is_here`: without the broker no alarm can come, so there is
+    /// nothing to wait for.
+    pub fn page(&mut self, policy: &Policy, broker_is_here: bool, now: Moment) -> Option<SweepPage> {
+        let Some(next_at) = self.next_at else {
+            // The first pass gives the alarms that waited for this worker a moment to be delivered.
+            self.next_at = Some(now + policy.sweep_every);
+            return None;
+        };
+        if self.asking || now < next_at {
+            return None;
+        }
+        if self.after.is_none() {
+            self.pass_began = now;
+        }
+        self.asking = true;
+        let grace = if broker_is_here { policy.sweep_grace } else { Duration::ZERO };
+        Some(SweepPage { grace, after: self.after.clone(), limit: policy.sweep_page })
+    }
+
+    /// Takes note of a page. Returns those of it that are not being left alone.
+    pub fn found(&mut self, page: Vec<Overdue>, policy: &Policy, now: Moment) -> Vec<Overdue> {
+        self.asking = false;
+        self.failures = 0;
+        let is_last = page.len() < policy.sweep_page;
+        self.after = page.last().filter(|_| !is_last).cloned();
+        if is_last {
+            self.next_at = Some((self.pass_began + policy.sweep_every).max(now));
+        }
+        let wanted = page.into_iter().filter(|overdue| match self.troubled.get_mut(&overdue.order_id) {
+            Some(troubled) => {
+                troubled.seen = now;
+                troubled.until <= now
+            }
+            None => true,
+        });
+        let wanted = wanted.collect();
+        if is_last {
+            let began = self.pass_began;
+            self.troubled.retain(|_, troubled| troubled.seen >= began);
+        }
+        wanted
+    }
+
+    /// The database did not answer: the pass begins anew after a pause.
+    pub fn not_found(&mut self, policy: &Policy, now: Moment) {
+        self.asking = false;
+        self.after = None;
+        self.next_at = Some(now + policy.doubling(self.failures).min(policy.retry_longest).max(policy.sweep_every));
+        self.failures = self.failures.saturating_add(1);
+    }
+
+    /// This order could not be closed: leave it alone for a while.
+    pub fn leave_alone(&mut self, order_id: OrderId, now: Moment) {
+        let failures = self.troubled.get(&order_id).map_or(0, |troubled| troubled.failures);
+        let rest = (FIRST_REST * 2_u32.saturating_pow(failures.min(9))).min(LONGEST_REST);
+        self.troubled.insert(order_id, Troubled { until: now + rest, failures: failures + 1, seen: now });
+    }
+
+    /// How many orders are overdue and could not be closed.
+    pub fn troubled(&self) -> usize {
+        self.troubled.len()
+    }
+}

@@ -1,0 +1,99 @@
+//! The outcome table: what happens next with an alarm once its order was looked at. All of it stands in
+//! [`after_close`], one total `match`.
+//!
+//! Pure: no state of its own, no I/O. The desk carries out what is decided here.
+
+use super::{Case, Policy};
+use crate::alarm::ParkReason;
+use crate::order::{CloseFault, Deadline, Finding, Found, Moment, Outcome};
+
+/// What happens next with a case.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Next {
+    /// Nothing left to do.
+    Ack,
+    /// Wait for this deadline, in the hold or in the wheel.
+    AwaitDeadline(Deadline),
+    /// Due by our reckoning, not yet by the database's: ask again very soon.
+    AskAgain,
+    /// Back in a moment; nobody is to blame.
+    Pause,
+    /// Something is wrong with this one; back after a while that grows.
+    Retry,
+    Park(ParkReason, String),
+}
+
+/// How often "not due" is taken as a difference between clocks: waits of 1, 2, … 128 ms, a quarter of a second in all.
+const DISAGREEMENTS: u32 = 8;
+
+pub(super) fn after_close(policy: &Policy, case: &Case, finding: Finding, now: Moment) -> Next {
+    match finding {
+        Ok(Found { outcome, deadline }) => match outcome {
+            Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed => Next::Ack,
+            // Driven from its own index by whoever asks the provider, never from an unacknowledged message.
+            Outcome::Closing => Next::Ack,
+            Outcome::NotDue => not_due(policy, case, deadline, now),
+            Outcome::Busy => Next::Pause,
+            Outcome::Malformed => Next::Park(
+                ParkReason::MalformedId,
+                "the order id is not of the form the orders table uses; correct it at the publisher".into(),
+            ),
+            Outcome::Unknown if now.since(case.alarm.born.unwrap_or(now)) <= policy.missing_for => Next::Retry,
+            Outcome::Unknown => Next::Park(
+                ParkReason::UnknownOrder,
+                "no such order in the orders table; was its transaction rolled back, or does the publisher use another database?".into(),
+            ),
+        },
+        Err(CloseFault::Transient(_) | CloseFault::Away(_)) => Next::Pause,
+        Err(CloseFault::OfTheOrder(why)) => failed(policy, case, why),
+    }
+}
+
+/// What happens next with an order that the sweep found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum AfterSweep {
+    /// Nothing left to do, or the next pass finds it again.
+    LetGo,
+    /// It is overdue and cannot be closed: left alone for a while that grows.
+    LeaveAlone,
+}
+
+/// The same for an order that no alarm speaks for: its row is what brings it back.
+pub(super) fn after_sweep(finding: &Finding) -> AfterSweep {
+    match finding {
+        Ok(Found { outcome, .. }) => match outcome {
+            Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed | Outcome::Closing | Outcome::Busy => {
+                AfterSweep::LetGo
+            }
+            Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => AfterSweep::LeaveAlone,
+        },
+        Err(CloseFault::Away(_)) => AfterSweep::LetGo,
+        Err(CloseFault::Transient(_) | CloseFault::OfTheOrder(_)) => AfterSweep::LeaveAlone,
+    }
+}
+
+fn not_due(policy: &Policy, case: &Case, deadline: Option<Deadline>, now: Moment) -> Next {
+    let deadline = deadline.unwrap_or(case.alarm.deadline());
+    if deadline > now + policy.max_delay {
+        return Next::Park(
+            ParkReason::TooFar,
+            "the deadline in the order's row lies further ahead than delay.max_delay allows; correct the row and retry"
+                .into(),
+        );
+    }
+    if deadline > now {
+        return Next::AwaitDeadline(deadline);
+    }
+    if case.pauses < DISAGREEMENTS {
+        return Next::AskAgain;
+    }
+    failed(
+        policy,
+        case,
+        "the close statement says not_due though the deadline has passed; does a trigger on the orders table suppress the update?".into(),
+    )
+}
+
+fn failed(policy: &Policy, case: &Case, why: String) -> Next {
+    if case.alarm.attempt >= policy.max_attempts { Next::Park(ParkReason::CloseFailed, why) } else { Next::Retry }
+}

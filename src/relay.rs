@@ -1,0 +1,176 @@
+//! From an outbox table to the broker: what stands there unsent is published, confirmed, and only then marked as sent.
+//!
+//! At least once: a crash between confirm and mark sends a message again. One relay at a time, by an advisory lock. No
+//! transaction is open while the broker is waited for. What a row means is its outbox's business.
+
+use std::time::{Duration, Instant};
+
+use sqlx::pool::PoolConnection;
+use sqlx::postgres::PgRow;
+use sqlx::{Postgres, Row};
+use tracing::{debug, warn};
+use uuid::Uuid;
+
+use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
+use crate::database::{Database, why};
+
+/// Which advisory lock the relay takes: "otim" and "even" as numbers, so that a shop's own locks are not met.
+const RELAY_LOCK: (i32, i32) = (0x6f74_696d, 0x6576_656e);
+/// How long the connection that holds the lock may take to answer before it counts as lost.
+const LOCK_PATIENCE: Duration = Duration::from_secs(2);
+/// How long the lock is taken for ours without asking. Two relays for so long send some messages twice.
+const LOCK_TRUSTED_FOR: Duration = Duration::from_secs(1);
+/// Rows deleted by one statement.
+const FORGOTTEN_AT_ONCE: u64 = 10_000;
+
+/// The statements of one outbox.
+#[derive(Debug, Clone, Copy)]
+pub struct OutboxSql {
+    /// `$1` limit; returns `id uuid` and whatever a message is made of, oldest first.
+    pub unsent: &'static str,
+    /// `$1` ids.
+    pub mark_sent: &'static str,
+    /// `$1` seconds since they were sent, `$2` limit.
+    pub forget: &'static str,
+}
+
+/// Why a round came to nothing. The rows stay in their outbox.
+#[derive(Debug, thiserror::Error)]
+pub enum NotRelayed {
+    #[error("an outbox cannot be read or written: {}", why(.0))]
+    Database(#[from] sqlx::Error),
+    #[error(transparent)]
+    Broker(#[from] NotConfirmed),
+}
+
+/// Publishes what stands in one outbox.
+#[derive(Debug, Clone)]
+pub struct Outbox {
+    pub database: Database,
+    pub confirmed: ConfirmedPublisher,
+    pub sql: OutboxSql,
+    pub batch_size: i64,
+    /// How long rows stay once they are sent.
+    pub keep: Duration,
+}
+
+impl Outbox {
+    /// Sends one batch and returns how many rows it settled; there may be more. A row for which `message` says `None`
+    /// is marked without being sent. One that the broker refuses stays for the next round; the others are marked.
+    ///
+    /// # Errors
+    /// [`NotRelayed`]; whatever was confirmed before is marked all the same.
+    pub async fn round(
+        &self,
+        message: impl Fn(&PgRow) -> Result<Option<Outgoing>, sqlx::Error>,
+    ) -> Result<usize, NotRelayed> {
+        let select = sqlx::query(self.sql.unsent).bind(self.batch_size);
+        let unsent = self.database.run(async |connection| select.fetch_all(connection).await).await?;
+        let (mut settled, mut ids, mut messages) = (Vec::new(), Vec::new(), Vec::new());
+        for row in &unsent {
+            let id: Uuid = row.try_get("id")?;
+            match message(row)? {
+                Some(message) => {
+                    ids.push(id);
+                    messages.push(message);
+                }
+                None => settled.push(id),
+            }
+        }
+        let answers = self.confirmed.publish_all(messages).await;
+        settled.extend(ids.iter().zip(&answers).filter(|(_, answer)| answer.is_ok()).map(|(id, _)| *id));
+        self.mark_sent(&settled).await?;
+        match answers.into_iter().find_map(Result::err) {
+            Some(fault) => Err(fault.into()),
+            None => Ok(settled.len()),
+        }
+    }
+
+    async fn mark_sent(&self, ids: &[Uuid]) -> Result<(), sqlx::Error> {
+        if ids.is_empty() {
+            return Ok(());
+        }
+        let update = sqlx::query(self.sql.mark_sent).bind(ids);
+        self.database.run(async |connection| update.execute(connection).await).await.map(drop)
+    }
+
+    /// Deletes what was sent long enough ago.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn forget_old(&self) -> Result<(), sqlx::Error> {
+        loop {
+            let delete = sqlx::query(self.sql.forget)
+                .bind(self.keep.as_secs_f64())
+                .bind(i64::try_from(FORGOTTEN_AT_ONCE).unwrap_or(i64::MAX));
+            let deleted = self.database.run(async |connection| delete.execute(connection).await).await?;
+            if deleted.rows_affected() < FORGOTTEN_AT_ONCE {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// The right to relay: one worker has it at a time.
+#[derive(Debug)]
+pub struct RelayLock {
+    database: Database,
+    held: Option<PoolConnection<Postgres>>,
+    /// When the held connection last answered.
+    answered: Instant,
+}
+
+impl RelayLock {
+    #[must_use]
+    pub fn new(database: Database) -> Self {
+        Self { database, held: None, answered: Instant::now() }
+    }
+
+    /// Whether this worker is the relay. The lock lives as long as its connection, so a relay that dies hands over by
+    /// itself.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn is_ours(&mut self) -> Result<bool, sqlx::Error> {
+        if let Some(held) = &mut self.held {
+            if self.answered.elapsed() < LOCK_TRUSTED_FOR {
+                return Ok(true);
+            }
+            let answer = tokio::time::timeout(LOCK_PATIENCE, sqlx::Connection::ping(&mut **held)).await;
+            if matches!(answer, Ok(Ok(()))) {
+                self.answered = Instant::now();
+                return Ok(true);
+            }
+            warn!("the connection that held the relay's lock is gone; asking for the lock again");
+            self.let_go();
+        }
+        let mut connection = self.database.pool().acquire().await?;
+        let ask = sqlx::query_scalar("SELECT pg_try_advisory_lock($1, $2)").bind(RELAY_LOCK.0).bind(RELAY_LOCK.1);
+        let answer = tokio::time::timeout(LOCK_PATIENCE, ask.fetch_one(&mut *connection)).await;
+        // Not returned to the pool unless it is certain that it does not hold the lock.
+        let Ok(Ok(is_ours)) = answer else {
+            connection.close_on_drop();
+            return answer.unwrap_or(Err(sqlx::Error::PoolTimedOut));
+        };
+        if is_ours {
+            debug!("this worker relays the outboxes");
+            self.held = Some(connection);
+            self.answered = Instant::now();
+        }
+        Ok(is_ours)
+    }
+
+    /// Lets another worker relay.
+    pub async fn resign(&mut self) {
+        if let Some(connection) = self.held.take() {
+            // Closed rather than returned to the pool: the session's end releases the lock.
+            let _answered_or_given_up = tokio::time::timeout(LOCK_PATIENCE, connection.close()).await;
+        }
+    }
+
+    fn let_go(&mut self) {
+        if let Some(mut connection) = self.held.take() {
+            connection.close_on_drop();
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Step 1, SCHEDULE, inside the order's own transaction: the alarm is written beside the order, and the worker's relay
+//! hands it to the broker. An order and its alarm are committed together or not at all, broker or no broker.
+
+use std::time::Duration;
+
+use sqlx::Row;
+use sqlx::postgres::PgRow;
+use tracing::warn;
+
+use super::lane::Lanes;
+use crate::config::Settings;
+use crate::confirm::{ConfirmedPublisher, Outgoing};
+use crate::database::{Database, Timestamptz};
+use crate::envelope::{self, Stamp};
+use crate::message::TimeoutDue;
+use crate::order::{BadOrderId, Deadline, Moment, OrderId};
+use crate::relay::{NotRelayed, Outbox, OutboxSql};
+
+const SQL: OutboxSql = OutboxSql {
+    unsent: "SELECT id, order_id, deadline, clock_timestamp() AS now FROM alarm_outbox
+             WHERE sent_at IS NULL ORDER BY created_at, id LIMIT $1",
+    // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
+    mark_sent: "UPDATE alarm_outbox SET sent_at = clock_timestamp() WHERE id = ANY ($1)",
+    // statement_timestamp(): a volatile function could not bound an index scan.
+    forget: "DELETE FROM alarm_outbox WHERE id IN
+             (SELECT id FROM alarm_outbox WHERE sent_at < statement_timestamp() - make_interval(secs => $1) LIMIT $2)",
+};
+
+/// Why an alarm was not written into the outbox.
+#[derive(Debug, thiserror::Error)]
+pub enum NotWritten {
+    #[error("not scheduled: {0}")]
+    BadOrderId(#[from] BadOrderId),
+    #[error("not scheduled: {}", crate::database::why(.0))]
+    Database(#[from] sqlx::Error),
+}
+
+/// Schedules an alarm as part of the caller's transaction: it exists if, and only if, that transaction commits. One row,
+/// no broker. In any other language the same is
+/// `INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, $2)`.
+///
+/// ```no_run
+/// # async fn example(pool: sqlx::PgPool, id: uuid::Uuid) -> Result<(), Box<dyn std::error::Error>> {
+/// use std::time::{Duration, SystemTime};
+///
+/// let deadline = SystemTime::now() + Duration::from_secs(30 * 60);
+/// let mut tx = pool.begin().await?;
+/// // … INSERT INTO orders …
+/// order_timeout::schedule_in(&mut *tx, id.to_string(), deadline).await?;
+/// tx.commit().await?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`NotWritten`]; the transaction is to be rolled back then.
+pub async fn schedule_in(
+    transaction: impl sqlx::PgExecutor<'_>,
+    order_id: impl AsRef<str>,
+    deadline: impl Into<Deadline>,
+) -> Result<(), NotWritten> {
+    let order_id = OrderId::new(order_id)?;
+    sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, $2)")
+        .bind(order_id.as_str())
+        .bind(Timestamptz(deadline.into()))
+        .execute(transaction)
+        .await?;
+    Ok(())
+}
+
+/// Hands what stands in `alarm_outbox` to the broker.
+#[derive(Debug)]
+pub struct AlarmRelay {
+    outbox: Outbox,
+    lanes: Lanes,
+}
+
+impl AlarmRelay {
+    #[must_use]
+    pub fn new(
+        database: Database,
+        confirmed: ConfirmedPublisher,
+        settings: &Settings,
+        batch_size: usize,
+        keep: Duration,
+    ) -> Self {
+        let batch_size = i64::try_from(batch_size).unwrap_or(i64::MAX);
+        let outbox = Outbox { database, confirmed, sql: SQL, batch_size, keep };
+        Self { outbox, lanes: Lanes::new(settings) }
+    }
+
+    /// Hands over one batch; returns how many alarms that were. There may be more.
+    ///
+    /// # Errors
+    /// [`NotRelayed`]; whatever was confirmed before is marked all the same.
+    pub async fn round(&self) -> Result<usize, NotRelayed> {
+        self.outbox.round(|row| self.message(row)).await
+    }
+
+    /// Deletes what was handed over long enough ago.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn forget_old(&self) -> Result<(), sqlx::Error> {
+        self.outbox.forget_old().await
+    }
+
+    fn message(&self, row: &PgRow) -> Result<Option<Outgoing>, sqlx::Error> {
+        let (Timestamptz(deadline), Timestamptz(now)) = (row.try_get("deadline")?, row.try_get("now")?);
+        let order_id: String = row.try_get("order_id")?;
+        let order_id = match OrderId::new(&order_id) {
+            Ok(order_id) => order_id,
+            // The table's CHECK refuses these; somebody has dropped it. The sweep closes the order all the same.
+            Err(fault) => {
+                warn!(%fault, "an alarm in alarm_outbox is not sent");
+                return Ok(None);
+            }
+        };
+        Ok(self.alarm(order_id, deadline, now))
+    }
+
+    /// `None` for an alarm whose time has passed: the sweep has its order by now.
+    fn alarm(&self, order_id: OrderId, deadline: Deadline, now: Moment) -> Option<Outgoing> {
+        if deadline <= now {
+            return None;
+        }
+        let entry = self.lanes.entry(&order_id, deadline, now);
+        let stamp = Stamp { attempt: 0, born: now, traceparent: None };
+        Some(envelope::address(&TimeoutDue { order_id, deadline }, entry, stamp))
+    }
+}

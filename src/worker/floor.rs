@@ -1,0 +1,184 @@
+//! Where news comes in and errands go out: the loop around the desk.
+//!
+//! Carries, times and logs; decides nothing about an alarm.
+
+use std::time::Duration;
+
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::GiveUp;
+use super::steps::{Note, Steps};
+use super::supervisor::Phase;
+use crate::alarm::{Delivered, Receipt, Settlement};
+use crate::clock::DatabaseClock;
+use crate::desk::{Desk, Errand, News};
+use crate::order::CloseFault;
+
+/// News taken in at once before errands are looked at: enough to amortise, short enough not to hold up a batch.
+const NEWS_AT_ONCE: usize = 256;
+/// Over how long the orders that the sweep closed are counted before they are worth a warning.
+const SWEEP_COUNT_OVER: Duration = Duration::from_secs(60);
+
+pub(super) struct Floor {
+    desk: Desk,
+    clock: DatabaseClock,
+    steps: Steps,
+    settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
+    phase: watch::Sender<Phase>,
+    /// Whether a closer has work in hand, for those who give way.
+    closing: watch::Sender<bool>,
+    database_is_away: bool,
+    why_away: String,
+    swept: Swept,
+}
+
+/// What the sweep has closed since the last warning.
+#[derive(Debug, Default)]
+struct Swept {
+    orders: usize,
+    since: Option<Instant>,
+}
+
+impl Floor {
+    pub fn new(
+        desk: Desk,
+        clock: DatabaseClock,
+        steps: Steps,
+        settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
+        phase: watch::Sender<Phase>,
+        closing: watch::Sender<bool>,
+    ) -> Self {
+        Self {
+            desk,
+            clock,
+            steps,
+            settlements,
+            phase,
+            closing,
+            database_is_away: false,
+            why_away: String::new(),
+            swept: Swept::default(),
+        }
+    }
+
+    /// Works until `stop`, then until everything begun is finished or given up.
+    pub async fn work(
+        mut self,
+        mut inbox: mpsc::UnboundedReceiver<Delivered>,
+        mut notes: mpsc::UnboundedReceiver<Note>,
+        stop: CancellationToken,
+        give_up: GiveUp,
+    ) {
+        let mut delivered = Vec::with_capacity(NEWS_AT_ONCE);
+        let mut stopping = false;
+        let mut inbox_is_open = true;
+        loop {
+            self.run_errands();
+            // The notes last: a task ends only after it has sent its own.
+            if stopping && self.desk.closers_are_idle() && self.steps.tasks.is_empty() && notes.is_empty() {
+                break;
+            }
+            let wake_at = self.desk.wake_at().map(|moment| self.clock.instant_of(moment));
+            tokio::select! {
+                biased;
+                () = stop.cancelled(), if !stopping => {
+                    stopping = true;
+                    self.begin_draining();
+                }
+                () = give_up.moment() => break,
+                Some(note) = notes.recv() => self.take(note),
+                count = inbox.recv_many(&mut delivered, NEWS_AT_ONCE), if inbox_is_open => {
+                    // Closed once the supervisor has ended, which on the way out it may do before the rest has.
+                    inbox_is_open = count > 0;
+                    let now = self.clock.now();
+                    delivered.drain(..).for_each(|one| self.desk.hear(News::Delivered(one), now));
+                }
+                () = sleep_until(wake_at), if wake_at.is_some() => {}
+            }
+        }
+        self.phase.send_replace(Phase::Close);
+    }
+
+    fn begin_draining(&mut self) {
+        info!(held = self.desk.held(), "stopping: taking nothing new, finishing what is begun");
+        self.phase.send_replace(Phase::Drain);
+        self.desk.drain();
+        self.steps.tasks.close();
+    }
+
+    fn take(&mut self, note: Note) {
+        match note {
+            Note::News(news) => {
+                if let News::Closed(_, Err(CloseFault::Away(why))) = &news {
+                    self.why_away.clone_from(why);
+                }
+                self.desk.hear(news, self.clock.now());
+            }
+            Note::Clock(sample) => self.clock.learn(sample),
+            Note::ClosedBySweep(orders) => self.count_swept(orders),
+        }
+    }
+
+    /// Says once a minute at most that orders were closed which no alarm had woken.
+    fn count_swept(&mut self, orders: usize) {
+        self.swept.orders += orders;
+        let due = self.swept.since.is_none_or(|since| since.elapsed() >= SWEEP_COUNT_OVER);
+        if due && self.desk.broker_is_here() {
+            warn!(
+                orders = self.swept.orders,
+                "overdue orders were closed by the sweep, no alarm had come for them in time; is every order scheduled, and is the broker keeping up?"
+            );
+            self.swept = Swept { orders: 0, since: Some(Instant::now()) };
+        }
+    }
+
+    fn run_errands(&mut self) {
+        let now = self.clock.now();
+        for errand in self.desk.errands(now) {
+            match errand {
+                Errand::Close(batch) => self.steps.close(batch, self.clock),
+                Errand::Arm(jobs) => self.steps.arm(jobs, self.clock),
+                Errand::Park(parcels) => self.steps.park(parcels),
+                Errand::Sweep(page) => self.steps.sweep(page),
+                // With the supervisor gone there is no session, and every receipt is void.
+                Errand::Settle(settlements) => drop(self.settlements.send(settlements)),
+            }
+        }
+        let closing = !self.desk.closers_are_idle();
+        self.closing.send_if_modified(|known| std::mem::replace(known, closing) != closing);
+        self.note_whether_the_database_is_away(self.desk.away_for(now).is_some());
+        self.note_whether_to_consume(self.desk.wants_deliveries(now));
+    }
+
+    fn note_whether_the_database_is_away(&mut self, is_away: bool) {
+        if is_away && !self.database_is_away {
+            warn!(why = self.why_away, "the database closes nothing; alarms stay unacknowledged and it is asked again");
+        } else if !is_away && self.database_is_away {
+            info!("the database closes orders again");
+        }
+        self.database_is_away = is_away;
+    }
+
+    fn note_whether_to_consume(&self, wanted: bool) {
+        self.phase.send_if_modified(|phase| {
+            let next = match (*phase, wanted) {
+                (Phase::Consume, false) => {
+                    warn!(why = self.why_away, "nothing could be closed, armed or parked for worker.away_patience; alarms are given back to the broker until that changes");
+                    Phase::Rest
+                }
+                (Phase::Rest, true) => Phase::Consume,
+                (unchanged, _) => unchanged,
+            };
+            std::mem::replace(phase, next) != next
+        });
+    }
+}
+
+async fn sleep_until(at: Option<std::time::Instant>) {
+    if let Some(at) = at {
+        tokio::time::sleep_until(at.into()).await;
+    }
+}

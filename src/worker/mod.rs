@@ -1,0 +1,197 @@
+//! The composition root: starts the steps, joins them, and drains them on the way out.
+//!
+//! Decides nothing about alarms (that is `desk/`) and knows no statement and no frame (those are the steps'). The
+//! `floor.rs` carries news and errands between the desk and the steps; `supervisor.rs` keeps a consumer session open;
+//! `outboxes.rs` keeps the outboxes empty.
+
+mod floor;
+mod outboxes;
+mod steps;
+mod supervisor;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::alarm::Delivered;
+use crate::announce::Announcer;
+use crate::arm::Armer;
+use crate::broker::BrokerFault;
+use crate::clock::DatabaseClock;
+use crate::close::Closer;
+use crate::config::Settings;
+use crate::confirm::ConfirmedPublisher;
+use crate::database::{self, Database, DatabaseFault, why};
+use crate::deliver::Session;
+use crate::desk::{Desk, Policy};
+use crate::schedule::outbox::AlarmRelay;
+use crate::sweep::Sweeper;
+use crate::topology::Names;
+use floor::Floor;
+use outboxes::Outboxes;
+use steps::Steps;
+use supervisor::{Phase, Supervisor};
+
+/// Connections besides the closers': sweeping, parking, both outboxes and their lock.
+const OTHER_CONNECTIONS: u32 = 4;
+/// Overdue orders fetched at a time: some batches, and little memory.
+const SWEEP_PAGE: usize = 1_000;
+
+/// Why a worker could not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartFault {
+    #[error(transparent)]
+    Database(#[from] DatabaseFault),
+    #[error(transparent)]
+    Broker(#[from] BrokerFault),
+}
+
+/// A worker that is ready to run.
+#[derive(Debug)]
+pub struct Worker {
+    settings: Settings,
+    closer: Closer,
+    sweeper: Sweeper,
+    database: Database,
+    clock: DatabaseClock,
+    first_session: Option<Session>,
+    inbox: mpsc::UnboundedReceiver<Delivered>,
+    inbox_sender: mpsc::UnboundedSender<Delivered>,
+}
+
+impl Worker {
+    /// Reaches the database and the broker and checks that both are as they must be. A broker that is merely away is
+    /// waited for later; one that refuses us, or a database that cannot be used, is an error now.
+    ///
+    /// # Errors
+    /// [`StartFault`], one sentence that says how to mend it.
+    pub async fn start(settings: Settings) -> Result<Self, StartFault> {
+        let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
+        let closing = Database::connect(&settings.database, closers).await?;
+        let database = Database::connect(&settings.database, OTHER_CONNECTIONS).await?;
+        database::require_migrated(&database).await?;
+        let closer = Closer::prepare(closing, &settings.orders.close_sql).await?;
+        let sweeper = Sweeper::prepare(database.clone(), &settings.orders.overdue_sql).await?;
+        let clock = read_clock(&closer)
+            .await
+            .map_err(|error| DatabaseFault(format!("the database's clock cannot be read: {}", why(&error))))?;
+        let (inbox_sender, inbox) = mpsc::unbounded_channel();
+        let first_session = match Session::open(&settings, supervisor::FIRST_SESSION, inbox_sender.clone()).await {
+            Ok(session) => Some(session),
+            Err(BrokerFault::Away(why)) => {
+                warn!(%why, "the broker is away; the worker starts without it and keeps trying");
+                None
+            }
+            Err(refused @ BrokerFault::Refused(_)) => return Err(refused.into()),
+        };
+        Ok(Self { settings, closer, sweeper, database, clock, first_session, inbox, inbox_sender })
+    }
+
+    /// Works until `stop` is cancelled, then finishes what it has begun within `worker.shutdown_grace`. Returns
+    /// whether everything was finished in time.
+    pub async fn run(self, stop: CancellationToken) -> bool {
+        let settings = self.settings;
+        let confirmed = ConfirmedPublisher::connect_lazily(&settings.amqp, "worker publishing");
+        let give_up = GiveUp::after(settings.worker.shutdown_grace, stop.clone());
+
+        let outboxes_end = CancellationToken::new();
+        let (closing, closing_seen) = watch::channel(false);
+        let outboxes = outboxes(&settings, &self.database, &confirmed, closing_seen);
+        let relaying = tokio::spawn(outboxes.keep_empty(outboxes_end.clone()));
+
+        let (settlements, settlement_queue) = mpsc::unbounded_channel();
+        let (notes, note_queue) = mpsc::unbounded_channel();
+        let (phase, phase_seen) = watch::channel(Phase::Consume);
+        let supervisor =
+            Supervisor::new(settings.clone(), self.inbox_sender, settlement_queue, phase_seen, notes.clone());
+        let supervising = tokio::spawn(supervisor.run(self.first_session));
+
+        tokio::spawn(steps::sample_clock(self.closer.clone(), notes.clone()));
+        let armer = Armer::new(&settings, confirmed);
+        let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes);
+        let floor = Floor::new(Desk::new(policy(&settings)), self.clock, steps, settlements, phase, closing);
+        info!(namespace = %settings.namespace, "worker started");
+        floor.work(self.inbox, note_queue, stop, give_up.clone()).await;
+
+        let finish = async {
+            // Whatever the floor has settled is written before the connection is closed.
+            let _ = supervising.await;
+            outboxes_end.cancel();
+            let _ = relaying.await;
+        };
+        let in_time = tokio::select! {
+            () = finish => true,
+            () = give_up.moment() => {
+                warn!("not everything was finished within worker.shutdown_grace; the broker delivers the rest again");
+                false
+            }
+        };
+        info!(in_time, "worker stopped");
+        in_time
+    }
+}
+
+/// The one moment at which a stopping worker no longer waits for anything.
+#[derive(Debug, Clone)]
+struct GiveUp {
+    stop: CancellationToken,
+    grace: Duration,
+    at: Arc<std::sync::OnceLock<Instant>>,
+}
+
+impl GiveUp {
+    fn after(grace: Duration, stop: CancellationToken) -> Self {
+        Self { stop, grace, at: Arc::default() }
+    }
+
+    /// Resolves `grace` after the stop; never before one.
+    async fn moment(&self) {
+        self.stop.cancelled().await;
+        let at = self.at.get_or_init(|| Instant::now() + self.grace);
+        tokio::time::sleep_until(*at).await;
+    }
+}
+
+fn outboxes(
+    settings: &Settings,
+    database: &Database,
+    confirmed: &ConfirmedPublisher,
+    closing: watch::Receiver<bool>,
+) -> Outboxes {
+    let (size, keep) = (settings.announce.batch_size, settings.announce.keep);
+    let names = Names::new(&settings.namespace);
+    let alarms = AlarmRelay::new(database.clone(), confirmed.clone(), settings, size, keep);
+    let events = Announcer::new(database.clone(), confirmed.clone(), &names, size, keep);
+    Outboxes::new(database.clone(), alarms, events, settings.announce.poll, closing)
+}
+
+fn policy(settings: &Settings) -> Policy {
+    Policy {
+        hold_max: settings.worker.hold_max,
+        max_delay: settings.delay.max_delay,
+        batch_size: settings.worker.batch_size,
+        linger: settings.worker.linger,
+        closers: settings.worker.closers,
+        retry_first: settings.retry.first,
+        retry_longest: settings.retry.longest,
+        missing_for: settings.retry.missing_for,
+        max_attempts: settings.retry.max_attempts,
+        away_patience: settings.worker.away_patience,
+        sweep_every: settings.sweep.every,
+        sweep_grace: settings.sweep.grace,
+        sweep_page: SWEEP_PAGE,
+    }
+}
+
+/// Several readings, the finest of which counts.
+async fn read_clock(closer: &Closer) -> Result<DatabaseClock, sqlx::Error> {
+    let mut clock = DatabaseClock::new(closer.sample_clock().await?);
+    for _ in 0..4 {
+        clock.learn(closer.sample_clock().await?);
+    }
+    Ok(clock)
+}

@@ -1,0 +1,156 @@
+//! Keeps one consumer session open, whatever happens to the broker, and writes the settlements of its deliveries.
+//!
+//! Decides when to consume from the phase alone; what becomes of a delivery is the desk's business.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, watch};
+use tracing::{info, warn};
+
+use super::steps::Note;
+use crate::alarm::{Delivered, Receipt, Settlement};
+use crate::broker::BrokerFault;
+use crate::config::Settings;
+use crate::deliver::Session;
+use crate::desk::News;
+use crate::patience::Pauses;
+
+/// The number of the session that is opened at the start.
+pub(super) const FIRST_SESSION: u64 = 1;
+/// How long a stopping worker waits for a session that is being opened, so as to close it.
+const LAST_OPENING: Duration = Duration::from_secs(2);
+
+/// What the supervisor is to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// Keep a session open.
+    Consume,
+    /// Keep none: what cannot be closed must not stay unacknowledged.
+    Rest,
+    /// Take nothing new, but go on settling.
+    Drain,
+    /// Write the last settlements and close.
+    Close,
+}
+
+pub(super) struct Supervisor {
+    settings: Settings,
+    inbox: mpsc::UnboundedSender<Delivered>,
+    settlements: mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>,
+    phase: watch::Receiver<Phase>,
+    notes: mpsc::UnboundedSender<Note>,
+    next_session: u64,
+}
+
+impl Supervisor {
+    pub fn new(
+        settings: Settings,
+        inbox: mpsc::UnboundedSender<Delivered>,
+        settlements: mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>,
+        phase: watch::Receiver<Phase>,
+        notes: mpsc::UnboundedSender<Note>,
+    ) -> Self {
+        Self { settings, inbox, settlements, phase, notes, next_session: FIRST_SESSION + 1 }
+    }
+
+    pub async fn run(mut self, first: Option<Session>) {
+        let mut session = first;
+        let mut pauses = Pauses::new();
+        loop {
+            if let Some(open) = session.take() {
+                // Only a session that was opened resets the patience.
+                pauses = Pauses::new();
+                self.tell(News::SessionOpened(open.number()));
+                self.attend(open).await;
+                self.tell(News::SessionEnded);
+            }
+            if !self.wait_until_wanted().await {
+                return;
+            }
+            session = match self.open().await {
+                None => return,
+                Some(Ok(open)) => {
+                    info!(session = self.next_session, "consuming again");
+                    Some(open)
+                }
+                Some(Err(fault)) => {
+                    let pause = pauses.next_pause();
+                    warn!(%fault, again_in_ms = pause.as_millis(), "no consumer session");
+                    self.pause(pause).await;
+                    None
+                }
+            };
+            self.next_session += 1;
+        }
+    }
+
+    /// Opens a session; `None` if the worker stops meanwhile.
+    async fn open(&mut self) -> Option<Result<Session, BrokerFault>> {
+        let mut opening = pin!(Session::open(&self.settings, self.next_session, self.inbox.clone()));
+        tokio::select! {
+            opened = &mut opening => return Some(opened),
+            _ = self.phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close)) => {}
+        }
+        // It may be consuming already, and would go on doing so if it were just dropped.
+        if let Ok(Ok(session)) = tokio::time::timeout(LAST_OPENING, opening).await {
+            session.close().await;
+        }
+        None
+    }
+
+    fn tell(&self, news: News) {
+        // With the floor gone nobody needs the news.
+        let _ = self.notes.send(Note::News(news));
+    }
+
+    /// Settles what comes until the session ends or is no longer wanted.
+    async fn attend(&mut self, session: Session) {
+        let mut cancelled = false;
+        loop {
+            let phase = *self.phase.borrow_and_update();
+            match phase {
+                Phase::Consume => {}
+                Phase::Drain if cancelled => {}
+                Phase::Drain => {
+                    session.cancel().await;
+                    cancelled = true;
+                }
+                Phase::Rest | Phase::Close => {
+                    while let Ok(settlements) = self.settlements.try_recv() {
+                        if let Err(error) = session.settle(&settlements).await {
+                            warn!(%error, "the last deliveries could not be settled; the broker delivers them again");
+                        }
+                    }
+                    session.close().await;
+                    return;
+                }
+            }
+            tokio::select! {
+                why = session.ended(), if !cancelled => {
+                    warn!(%why, "the consumer session ended; the broker delivers again what was not acknowledged");
+                    return session.close().await;
+                }
+                Some(settlements) = self.settlements.recv() => {
+                    if let Err(error) = session.settle(&settlements).await {
+                        warn!(%error, "deliveries could not be settled; the session is over");
+                        return session.close().await;
+                    }
+                }
+                _ = self.phase.changed() => {}
+            }
+        }
+    }
+
+    /// Returns false when there will be no further session.
+    async fn wait_until_wanted(&mut self) -> bool {
+        let phase = self.phase.wait_for(|phase| *phase != Phase::Rest).await.map_or(Phase::Close, |phase| *phase);
+        phase == Phase::Consume
+    }
+
+    /// Waits, but not for a worker that stops.
+    async fn pause(&mut self, pause: Duration) {
+        let stopping = self.phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close));
+        let _ = tokio::time::timeout(pause, stopping).await;
+    }
+}

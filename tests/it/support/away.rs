@@ -1,0 +1,160 @@
+//! What the tests share that take a server away: stages on private servers, scheduling that must fail in bounded time,
+//! and the insistence that everything was closed and heard of in the end.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lapin::options::{BasicGetOptions, QueueBindOptions, QueueDeclareOptions};
+use lapin::types::FieldTable;
+use order_timeout::order::{Moment, OrderId};
+use order_timeout::{Publisher, Settings};
+use secrecy::{ExposeSecret, SecretString};
+use uuid::Uuid;
+
+use super::private::Private;
+use super::proxy::Proxy;
+use super::{Order, RunningWorker, Stage, on_stage, wait_within};
+
+const SECOND: Duration = Duration::from_secs(1);
+/// Long enough for the longest pause between two tries, and for alarms that wait in the wheel.
+pub const COMING_BACK: Duration = Duration::from_secs(60);
+
+/// Runs a test on a stage whose broker it may take away.
+pub fn on_private_broker<F: Future<Output = ()> + Send + 'static>(
+    test: impl FnOnce(Arc<Stage>, Arc<Private>) -> F + Send + 'static,
+) {
+    let broker = Arc::new(Private::broker(&[]));
+    let adjust = |settings: &mut Settings| {
+        settings.amqp.url = broker.url.clone().into();
+        settings.amqp.connect_timeout = 2 * SECOND;
+        settings.amqp.confirm_timeout = 2 * SECOND;
+    };
+    let for_test = broker.clone();
+    on_stage(adjust, move |stage| test(stage, for_test));
+}
+
+/// Runs a test on a stage whose database it may take away. The broker is the usual one.
+pub fn on_private_database<F: Future<Output = ()> + Send + 'static>(
+    options: &[&str],
+    test: impl FnOnce(Arc<Stage>, Arc<Private>) -> F + Send + 'static,
+) {
+    let database = Arc::new(Private::postgres(options));
+    let adjust = |settings: &mut Settings| {
+        let name = settings.database.url.expose_secret().rsplit('/').next().expect("a name").to_owned();
+        settings.database.url = SecretString::from(database.url.clone());
+        settings.database.url = settings.database.url_of(&name);
+        be_impatient(settings);
+    };
+    let for_test = database.clone();
+    on_stage(adjust, move |stage| test(stage, for_test));
+}
+
+/// Everything that a worker waits for is given up soon, so that a test sees the end of it.
+pub fn be_impatient(settings: &mut Settings) {
+    settings.database.acquire_timeout = SECOND;
+    settings.database.statement_timeout = SECOND;
+    settings.worker.away_patience = 2 * SECOND;
+    settings.amqp.heartbeat = SECOND;
+    settings.amqp.connect_timeout = 2 * SECOND;
+    settings.amqp.confirm_timeout = 2 * SECOND;
+}
+
+/// A worker that reaches the database through this network.
+pub async fn worker_through(stage: &Stage, to_database: &Proxy) -> RunningWorker {
+    let mut settings = stage.settings.clone();
+    settings.database.url = to_database.address(&settings.database.url);
+    RunningWorker::start(settings).await
+}
+
+/// The stage's settings with the broker behind this network.
+pub fn behind(stage: &Stage, to_broker: &Proxy) -> Settings {
+    let mut settings = stage.settings.clone();
+    settings.amqp.url = to_broker.address(&settings.amqp.url);
+    settings
+}
+
+/// Does something slow to the broker without stopping everybody else in this process.
+pub fn meanwhile<T>(slow: impl FnOnce() -> T) -> T {
+    tokio::task::block_in_place(slow)
+}
+
+/// Orders that are due after this delay, and scheduled.
+pub async fn schedule(stage: &Stage, publisher: &Publisher, count: usize, delay: Duration) -> Vec<Order> {
+    let orders = stage.orders(count, delay).await;
+    let alarms = orders.iter().map(|order| (order.order_id(), order.deadline));
+    assert_eq!(publisher.schedule_all(alarms).await, Ok(count));
+    orders
+}
+
+/// With the broker away, scheduling is an error in bounded time, alone and in a crowd.
+pub async fn assert_nothing_is_scheduled(stage: &Stage, publisher: &Publisher) {
+    let bound = stage.settings.amqp.connect_timeout + stage.settings.amqp.confirm_timeout + 2 * SECOND;
+    // So far ahead that one which arrives all the same, unheard, does not come back during the test.
+    let deadline = Moment::now_by_local_clock() + 3600 * SECOND;
+    for _ in 0..3 {
+        let began = Instant::now();
+        let error = publisher.schedule(Uuid::now_v7().to_string(), deadline).await.expect_err("there is no broker");
+        assert!(began.elapsed() <= bound, "it took {:?} to say {error}", began.elapsed());
+        assert!(error.to_string().starts_with("not scheduled: "), "{error}");
+    }
+    let began = Instant::now();
+    let alarms = (0..100).map(|_| (OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline));
+    let error = publisher.schedule_all(alarms).await.expect_err("there is no broker");
+    assert!(began.elapsed() <= bound, "it took {:?} to say {error}", began.elapsed());
+    assert_eq!((error.scheduled, error.failed.len()), (0, 100));
+}
+
+pub async fn wait_until_scheduling_works(stage: &Stage, publisher: &Publisher) {
+    let order = stage.order(2 * SECOND).await;
+    let scheduled = async || publisher.schedule(order.id.to_string(), order.deadline).await.is_ok();
+    wait_within(COMING_BACK, "scheduling again", scheduled).await;
+}
+
+/// A queue that hears every event and outlives the broker.
+pub async fn keep_events(stage: &Stage) -> String {
+    let (queue, events) = (format!("{}.heard", stage.settings.namespace), stage.names().events());
+    let durable = QueueDeclareOptions { durable: true, ..Default::default() };
+    stage.channel.queue_declare(queue.as_str().into(), durable, FieldTable::default()).await.unwrap();
+    let options = QueueBindOptions::default();
+    let bound = stage.channel.queue_bind(
+        queue.as_str().into(),
+        events.as_str().into(),
+        "#".into(),
+        options,
+        FieldTable::default(),
+    );
+    bound.await.unwrap();
+    queue
+}
+
+/// Insists that every order was closed once and that every close was heard of, and of nothing else.
+pub async fn assert_all_closed_and_heard(stage: &Stage, kept_events: &str) {
+    let unpaid = async || stage.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
+    wait_within(COMING_BACK, "every order's close", async || unpaid().await == 0).await;
+    let unsent = async || stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;
+    wait_within(COMING_BACK, "every event sent", async || unsent().await == 0).await;
+    let stage = stage.reconnected().await;
+    let mut heard = BTreeSet::new();
+    let no_ack = BasicGetOptions { no_ack: true };
+    while let Some(event) = stage.channel.basic_get(kept_events.into(), no_ack).await.unwrap() {
+        // Twice is allowed where a confirm was lost; then under the same id.
+        heard.insert(Uuid::parse_str(event.properties.message_id().as_ref().unwrap().as_str()).unwrap());
+    }
+    let rows: Vec<Uuid> =
+        sqlx::query_scalar("SELECT id FROM event_outbox ORDER BY 1").fetch_all(&stage.pool).await.unwrap();
+    assert_eq!(heard.into_iter().collect::<Vec<_>>(), rows);
+    assert_eq!(i64::try_from(rows.len()).unwrap(), stage.closed().await);
+    assert_eq!(stage.parked().await, []);
+    stage.assert_ledger().await;
+}
+
+/// Whether somebody consumes this queue.
+pub async fn is_consumed(stage: &Stage, queue: &str) -> bool {
+    let channel = stage.broker.create_channel().await.unwrap();
+    let passive = QueueDeclareOptions { passive: true, ..Default::default() };
+    match channel.queue_declare(queue.into(), passive, FieldTable::default()).await {
+        Ok(queue) => queue.consumer_count() > 0,
+        Err(_) => false,
+    }
+}

@@ -1,0 +1,141 @@
+//! Whatever becomes of its alarm, an unpaid order is closed: the sweep over the deadline index finds it.
+
+use std::time::Duration;
+
+use order_timeout::Settings;
+
+use crate::support::{Stage, on_stage, wait_for};
+
+/// As in the defaults; other tests keep the sweep out of the way.
+fn usual_grace(settings: &mut Settings) {
+    settings.sweep.grace = Duration::from_millis(500);
+}
+
+async fn refuse_to_close(stage: &Stage, article: &str) {
+    let trigger = format!(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+             IF EXISTS (SELECT FROM order_items WHERE order_id = NEW.id AND article_id = '{article}')
+             THEN RAISE 'this order stays'; END IF;
+             RETURN NEW; END $$;
+         CREATE TRIGGER refuse BEFORE UPDATE ON orders FOR EACH ROW EXECUTE FUNCTION refuse()"
+    );
+    sqlx::raw_sql(sqlx::AssertSqlSafe(trigger)).execute(&stage.pool).await.unwrap();
+}
+
+#[test]
+fn an_order_without_an_alarm_is_closed_by_the_sweep() {
+    on_stage(usual_grace, async |stage| {
+        let worker = stage.worker().await;
+        stage.orders(20, Duration::from_millis(300)).await;
+        let paid = stage.order(Duration::from_millis(300)).await;
+        assert!(stage.pay(&paid).await);
+        wait_for("the closes", async || stage.closed().await == 20).await;
+        assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'sweep'").await, 20);
+        assert_eq!(stage.count("SELECT count(*) FROM order_events WHERE by = 'sweep'").await, 20);
+        assert_eq!(stage.status(&paid).await, "paid");
+        stage.assert_ledger().await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn while_the_broker_is_away_the_sweep_does_not_wait_for_alarms() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            // The grace of the other tests, a minute: it must not count here.
+            let worker = stage.worker_without_broker().await;
+            stage.orders(20, Duration::from_millis(300)).await;
+            wait_for("the closes", async || stage.closed().await == 20).await;
+            stage.assert_ledger().await;
+            worker.stop().await;
+        },
+    );
+}
+
+#[test]
+fn an_order_extended_while_it_is_overdue_is_not_closed_early() {
+    on_stage(usual_grace, async |stage| {
+        let order = stage.order(Duration::from_millis(1)).await;
+        sqlx::query("UPDATE orders SET expires_at = clock_timestamp() + interval '2 seconds' WHERE id = $1")
+            .bind(order.id)
+            .execute(&stage.pool)
+            .await
+            .unwrap();
+        let worker = stage.worker().await;
+        wait_for("the close", async || stage.closed().await == 1).await;
+        stage.assert_ledger().await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn orders_that_cannot_be_closed_do_not_hide_those_behind_them() {
+    on_stage(usual_grace, async |stage| {
+        stage.stock("unclosable", 1_000_000).await;
+        refuse_to_close(&stage, "unclosable").await;
+        stage.orders_of("unclosable", 2_000, Duration::ZERO).await;
+        stage.orders(100, Duration::from_millis(700)).await;
+        let worker = stage.worker().await;
+        wait_for("the good ones", async || stage.closed().await == 100).await;
+        let open = stage.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
+        assert_eq!(open, 2_000, "nothing is forced");
+        stage.assert_ledger().await;
+        assert_eq!(stage.parked().await, vec![], "no alarm, nothing to park");
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn an_order_that_could_not_be_closed_is_once_it_can_be() {
+    on_stage(usual_grace, async |stage| {
+        stage.stock("unclosable", 1_000).await;
+        refuse_to_close(&stage, "unclosable").await;
+        stage.orders_of("unclosable", 10, Duration::ZERO).await;
+        let worker = stage.worker().await;
+        stage.order(Duration::ZERO).await;
+        wait_for("a pass of the sweep", async || stage.closed().await == 1).await;
+        sqlx::raw_sql("DROP TRIGGER refuse ON orders").execute(&stage.pool).await.unwrap();
+        wait_for("the others", async || stage.closed().await == 11).await;
+        stage.assert_ledger().await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn several_workers_sweep_without_closing_anything_twice() {
+    on_stage(usual_grace, async |stage| {
+        stage.orders(5_000, Duration::ZERO).await;
+        let workers = [stage.worker().await, stage.worker().await, stage.worker_without_broker().await];
+        wait_for("every close", async || stage.closed().await == 5_000).await;
+        stage.assert_ledger().await;
+        for worker in workers {
+            worker.stop().await;
+        }
+    });
+}
+
+#[test]
+fn an_order_whose_row_is_locked_is_left_to_its_payment() {
+    on_stage(usual_grace, async |stage| {
+        let order = stage.order(Duration::ZERO).await;
+        let mut payment = stage.pool.begin().await.unwrap();
+        sqlx::query("SELECT FROM orders WHERE id = $1 FOR UPDATE").bind(order.id).execute(&mut *payment).await.unwrap();
+        let worker = stage.worker().await;
+        // Another overdue order is closed: so the sweep has met the locked one, which is older.
+        stage.order(Duration::ZERO).await;
+        wait_for("a pass of the sweep", async || stage.closed().await == 1).await;
+        sqlx::query("UPDATE orders SET status = 'paid', paid_at = clock_timestamp() WHERE id = $1")
+            .bind(order.id)
+            .execute(&mut *payment)
+            .await
+            .unwrap();
+        sqlx::query("UPDATE stock SET reserved = reserved - 1").execute(&mut *payment).await.unwrap();
+        payment.commit().await.unwrap();
+        stage.order(Duration::ZERO).await;
+        wait_for("a further pass", async || stage.closed().await == 2).await;
+        assert_eq!(stage.status(&order).await, "paid");
+        stage.assert_ledger().await;
+        worker.stop().await;
+    });
+}
