@@ -1,0 +1,138 @@
+//! A cluster of brokers that loses the leader of a queue, twice, under load: no alarm is lost, none closes an order
+//! twice or early.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use order_timeout::Settings;
+use order_timeout::config::Lane;
+use order_timeout::topology::Topology;
+use time::OffsetDateTime;
+
+use crate::cluster::Cluster;
+use crate::forwarder::Forwarder;
+use crate::support::process::WorkerProcess;
+use crate::support::{Stage, on_stage, wait_within};
+use crate::traffic::{Taken, Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness, unpaid};
+
+const SECOND: Duration = Duration::from_secs(1);
+/// Nine of ten through the lane, one through the wheel.
+const DELAYS: [Duration; 10] = {
+    let mut delays = [Duration::from_secs(10); 10];
+    delays[9] = Duration::from_secs(8);
+    delays
+};
+/// Orders that fall due within this time of a kill are those it may have made late.
+const AFTERMATH: Duration = Duration::from_secs(15);
+
+/// Twice as long as a queue's client waits at most before it asks for an answer again.
+const GIVEN_TO_THE_BROKER: Duration = Duration::from_secs(20);
+
+/// Alarms wait in the lane for eight seconds, so that thousands are in it at any moment.
+fn one_busy_lane(settings: &mut Settings) {
+    settings.delay.lanes = vec![Lane::try_from("10s".to_owned()).unwrap()];
+    settings.delay.lead = 2 * SECOND;
+    settings.worker.hold_max = 6 * SECOND;
+    // As a deployment has it, unlike other tests: it is what keeps a broker in trouble from making orders late.
+    settings.sweep.grace = Settings::defaults().sweep.grace;
+}
+
+#[test]
+fn a_cluster_that_loses_the_leader_of_a_queue_loses_no_alarm() {
+    let cluster = Arc::new(Cluster::start());
+    // The queues are declared through node 1, which thereby leads them.
+    let front = Arc::new(Forwarder::start(cluster.ports_from(1)));
+    let port = front.port;
+    // The stage is cleared away before these end.
+    let _outlive = (cluster.clone(), front.clone());
+    on_stage(
+        |settings| {
+            settings.amqp.url = format!("amqp://guest:guest@127.0.0.1:{port}/%2f").into();
+            one_busy_lane(settings);
+        },
+        async move |stage| lose_leaders(&stage, &cluster, &front).await,
+    );
+}
+
+async fn lose_leaders(stage: &Arc<Stage>, cluster: &Cluster, front: &Forwarder) {
+    // Everybody works through node 2: the first kill is an election and nothing else.
+    front.set_servers(cluster.ports_from(2));
+    let workers = [WorkerProcess::start(&stage.settings), WorkerProcess::start(&stage.settings)];
+    let traffic = Traffic::start(stage.clone(), &DELAYS).await;
+    tokio::time::sleep(15 * SECOND).await;
+
+    let queues = Topology::new(&stage.settings).queues;
+    let lane = queues.iter().find(|queue| queue.name.contains(".delay.10s")).expect("the lane's first queue");
+    let first = kill_leader(stage, cluster, &lane.name, "a lane").await;
+    tokio::time::sleep(AFTERMATH).await;
+    tokio::task::block_in_place(|| cluster.bring_back(first.node));
+
+    // Everybody moves to the leader of the processing queue: the second kill takes their connections, too.
+    let processing = stage.names().timeout();
+    let leader = tokio::task::block_in_place(|| cluster.leader(&processing));
+    front.set_servers(cluster.ports_from(leader));
+    front.cut();
+    tokio::time::sleep(15 * SECOND).await;
+    let second = kill_leader(stage, cluster, &processing, "the processing queue").await;
+    assert_eq!(second.node, leader, "the leader that everybody works through");
+    tokio::time::sleep(AFTERMATH).await;
+
+    let taken = traffic.stop().await;
+    tokio::task::block_in_place(|| cluster.bring_back(leader));
+    release_what_is_stuck(stage, cluster).await;
+    assert_each_closed_once(stage, &taken).await;
+    print(stage, cluster, &taken, &[first, second]).await;
+    for worker in workers {
+        assert_eq!(worker.terminate(30 * SECOND), 0, "a worker drained in time");
+    }
+    stage.reconnected().await.assert_drained().await;
+}
+
+/// A broker may leave alone what it was handing over when the target lost its leader (docs/OPERATING.md, "A cluster of brokers"):
+/// it is safe, but nothing moves it until the source queue's leader changes.
+async fn release_what_is_stuck(stage: &Stage, cluster: &Cluster) {
+    let began = Instant::now();
+    while unpaid(stage).await != Some(0) && began.elapsed() < GIVEN_TO_THE_BROKER {
+        tokio::time::sleep(SECOND).await;
+    }
+    for (queue, dead_letters) in tokio::task::block_in_place(|| cluster.stuck()) {
+        println!(
+            "\n  {dead_letters} dead letters in {queue} were left alone by the broker, and wait for another leader"
+        );
+        tokio::task::block_in_place(|| cluster.move_leader(&queue));
+    }
+    let processing = stage.names().timeout();
+    let stage = stage.reconnected().await;
+    wait_within(GIVEN_TO_THE_BROKER, "every dead letter handed over and taken", async || {
+        tokio::task::block_in_place(|| cluster.stuck()).is_empty() && stage.depth(&processing).await == 0
+    })
+    .await;
+}
+
+struct Kill {
+    whose: &'static str,
+    node: usize,
+    at: OffsetDateTime,
+}
+
+async fn kill_leader(stage: &Stage, cluster: &Cluster, queue: &str, whose: &'static str) -> Kill {
+    let node = tokio::task::block_in_place(|| cluster.leader(queue));
+    let at = database_time(stage).await;
+    tokio::task::block_in_place(|| cluster.kill(node));
+    Kill { whose, node, at }
+}
+
+async fn print(stage: &Stage, cluster: &Cluster, taken: &Taken, kills: &[Kill]) {
+    println!(
+        "\nRabbitMQ {}, three nodes: {} orders taken, {} alarms scheduled again after an error; each closed once, {} by the sweep",
+        tokio::task::block_in_place(|| cluster.version()),
+        taken.orders.len(),
+        taken.scheduled_again,
+        by_sweep(stage).await
+    );
+    for kill in kills {
+        print_lateness(stage, &format!("before the leader of {} died", kill.whose), kill.at - AFTERMATH, kill.at).await;
+        let what = format!("{AFTERMATH:?} after (node {})", kill.node);
+        print_lateness(stage, &what, kill.at, kill.at + AFTERMATH).await;
+    }
+}

@@ -1,0 +1,88 @@
+//! A Postgres whose primary dies under load, and whose standby takes over: what was committed stays, every order is
+//! closed once.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use order_timeout::Settings;
+
+use crate::forwarder::Forwarder;
+use crate::support::private::Private;
+use crate::support::process::WorkerProcess;
+use crate::support::{Stage, on_stage, wait_for};
+use crate::traffic::{Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness};
+
+const SECOND: Duration = Duration::from_secs(1);
+/// Through the lane and through the wheel.
+const DELAYS: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(5)];
+const AFTERMATH: Duration = Duration::from_secs(15);
+
+fn port(server: &Private) -> u16 {
+    url::Url::parse(&server.url).ok().and_then(|url| url.port()).expect("an address with a port")
+}
+
+#[test]
+fn a_standby_that_takes_over_closes_every_order_once() {
+    let primary = Arc::new(Private::postgres(&[]));
+    let standby = Arc::new(primary.standby());
+    // What a virtual address or a proxy does: the client library knows one address only.
+    let front = Arc::new(Forwarder::start(vec![port(&primary)]));
+    let url = format!("postgres://postgres@127.0.0.1:{}/postgres", front.port);
+    // The stage is cleared away before these end.
+    let _outlive = (primary.clone(), standby.clone(), front.clone());
+    on_stage(
+        |settings| {
+            settings.sweep.grace = Settings::defaults().sweep.grace;
+            settings.database.url = url.into();
+            settings.database.url = settings.database.url_of(&format!("order_timeout_{}", settings.namespace));
+        },
+        async move |stage| fail_over(&stage, &primary, &standby, &front).await,
+    );
+}
+
+/// From now on a commit is answered when the standby has it.
+async fn commit_on_both(stage: &Stage) {
+    // Each a statement of its own: ALTER SYSTEM refuses a transaction.
+    for statement in ["ALTER SYSTEM SET synchronous_standby_names = '*'", "SELECT pg_reload_conf()"] {
+        sqlx::query(statement).execute(&stage.pool).await.unwrap();
+    }
+    let in_step = "SELECT count(*) FROM pg_stat_replication WHERE sync_state = 'sync' AND state = 'streaming'";
+    wait_for("a standby in step", async || stage.count(in_step).await == 1).await;
+}
+
+async fn fail_over(stage: &Arc<Stage>, primary: &Private, standby: &Private, front: &Forwarder) {
+    commit_on_both(stage).await;
+    let workers = [WorkerProcess::start(&stage.settings), WorkerProcess::start(&stage.settings)];
+    let traffic = Traffic::start(stage.clone(), &DELAYS).await;
+    tokio::time::sleep(10 * SECOND).await;
+
+    let killed_at = database_time(stage).await;
+    tokio::task::block_in_place(|| {
+        primary.kill();
+        standby.promote();
+    });
+    front.set_servers(vec![port(standby)]);
+    front.cut();
+    wait_for("the new primary", async || {
+        sqlx::query_scalar::<_, bool>("SELECT NOT pg_is_in_recovery()").fetch_one(&stage.pool).await.unwrap_or(false)
+    })
+    .await;
+    let moved_at = database_time(stage).await;
+    tokio::time::sleep(AFTERMATH).await;
+
+    let taken = traffic.stop().await;
+    assert_each_closed_once(stage, &taken).await;
+    println!(
+        "\nPostgres, primary killed and standby promoted within {}: {} orders taken, {} commits said again; each closed once, {} by the sweep",
+        moved_at - killed_at,
+        taken.orders.len(),
+        taken.committed_again,
+        by_sweep(stage).await
+    );
+    print_lateness(stage, "before", killed_at - AFTERMATH, killed_at).await;
+    print_lateness(stage, &format!("{AFTERMATH:?} after"), killed_at, killed_at + AFTERMATH).await;
+    for worker in workers {
+        assert_eq!(worker.terminate(30 * SECOND), 0, "a worker drained in time");
+    }
+    stage.assert_drained().await;
+}

@@ -1,0 +1,14 @@
+//! Promises that need several servers: a RabbitMQ cluster that loses the leader of a queue, a Postgres that fails over
+//! to its standby, under load.
+//!
+//! Not part of the normal suite; `scripts/test-failover` runs it. What it measures it prints.
+
+mod broker_leader;
+mod cluster;
+mod database_primary;
+mod forwarder;
+mod traffic;
+
+#[path = "../it/support/mod.rs"]
+#[allow(dead_code)] // the tests of one server need more of it
+mod support;

@@ -1,0 +1,207 @@
+//! A shop that takes orders all the while, as a careful shop does: what is not known to have succeeded is tried again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use order_timeout::order::{Moment, OrderId};
+use order_timeout::{Publisher, database};
+use sqlx::PgPool;
+use time::OffsetDateTime;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use crate::support::{Stage, wait_within};
+
+/// Ten batches a second.
+const BEAT: Duration = Duration::from_millis(100);
+/// Between two tries of the shop.
+const PAUSE: Duration = Duration::from_millis(200);
+/// So that closes do not wait for one another's stock alone.
+const ARTICLES: usize = 20;
+/// Longer than any fail-over here and the longest pause between two tries.
+const COMING_BACK: Duration = Duration::from_secs(60);
+
+/// Orders being taken.
+pub struct Traffic {
+    stop: CancellationToken,
+    running: JoinHandle<Taken>,
+}
+
+/// What the shop was told: these orders are committed and scheduled.
+#[derive(Debug, Default)]
+pub struct Taken {
+    pub orders: Vec<Uuid>,
+    /// Alarms that `schedule_all` said were not scheduled, and that were scheduled again.
+    pub scheduled_again: usize,
+    /// Commits that failed or went unanswered, and were tried again.
+    pub committed_again: usize,
+}
+
+impl Traffic {
+    /// Takes orders, each batch with one of these times to pay in turn.
+    pub async fn start(stage: Arc<Stage>, delays: &'static [Duration]) -> Self {
+        for article in 0..ARTICLES {
+            stage.stock(&article_name(article), 1_000_000).await;
+        }
+        let publisher = stage.publisher().await;
+        let stop = CancellationToken::new();
+        let (pool, size) = (stage.pool.clone(), orders_per_second() / 10);
+        Self { running: tokio::spawn(take_orders(pool, publisher, size, delays, stop.clone())), stop }
+    }
+
+    /// Takes no more orders, and waits until those taken are committed and scheduled.
+    pub async fn stop(self) -> Taken {
+        self.stop.cancel();
+        self.running.await.unwrap()
+    }
+}
+
+/// 500, unless `scripts/test-failover --rate` says otherwise: to a machine that is busy with other things, 500 a second
+/// through three nodes is more than it can do, and lateness then tells of nothing else.
+fn orders_per_second() -> usize {
+    std::env::var("ORDER_TIMEOUT_FAILOVER_RATE").map_or(500, |rate| rate.parse().expect("a number of orders"))
+}
+
+fn article_name(number: usize) -> String {
+    format!("article-{number}")
+}
+
+async fn take_orders(
+    pool: PgPool,
+    publisher: Publisher,
+    size: usize,
+    delays: &'static [Duration],
+    stop: CancellationToken,
+) -> Taken {
+    let mut batches = JoinSet::new();
+    let mut beat = tokio::time::interval(BEAT);
+    for number in 0_usize.. {
+        tokio::select! {
+            () = stop.cancelled() => break,
+            _ = beat.tick() => {}
+        }
+        let (article, delay) = (article_name(number % ARTICLES), delays[number % delays.len()]);
+        batches.spawn(take_batch(pool.clone(), publisher.clone(), article, size, delay));
+    }
+    let mut taken = Taken::default();
+    while let Some(batch) = batches.join_next().await {
+        let batch = batch.unwrap();
+        taken.orders.extend(batch.orders);
+        taken.scheduled_again += batch.scheduled_again;
+        taken.committed_again += batch.committed_again;
+    }
+    taken
+}
+
+async fn take_batch(pool: PgPool, publisher: Publisher, article: String, size: usize, delay: Duration) -> Taken {
+    let mut taken = Taken { orders: (0..size).map(|_| Uuid::now_v7()).collect(), ..Taken::default() };
+    let deadlines = loop {
+        match commit(&pool, &taken.orders, &article, delay).await {
+            Ok(deadlines) => break deadlines,
+            Err(_) => taken.committed_again += 1,
+        }
+        tokio::time::sleep(PAUSE).await;
+    };
+    let mut alarms = deadlines;
+    while let Err(error) = publisher.schedule_all(alarms.clone()).await {
+        let failed: Vec<OrderId> = error.failed.into_iter().map(|(id, _)| id).collect();
+        alarms.retain(|(id, _)| failed.contains(id));
+        taken.scheduled_again += alarms.len();
+        tokio::time::sleep(PAUSE).await;
+    }
+    taken
+}
+
+/// Orders of one article each, with stock reserved, in one statement. It may be said again with the same ids: an answer
+/// that was lost does not tell whether the commit was.
+async fn commit(
+    pool: &PgPool,
+    ids: &[Uuid],
+    article: &str,
+    delay: Duration,
+) -> Result<Vec<(OrderId, Moment)>, sqlx::Error> {
+    sqlx::query(
+        "WITH new AS (
+             INSERT INTO orders (id, expires_at)
+             SELECT id, clock_timestamp() + make_interval(secs => $3) FROM unnest($1::uuid[]) AS id
+             ON CONFLICT (id) DO NOTHING RETURNING id
+         ), items AS (
+             INSERT INTO order_items (order_id, article_id, quantity) SELECT id, $2, 1 FROM new
+         )
+         UPDATE stock SET available = available - n, reserved = reserved + n
+         FROM (SELECT count(*) AS n FROM new) AS counted WHERE article_id = $2",
+    )
+    .bind(ids)
+    .bind(article)
+    .bind(delay.as_secs_f64())
+    .execute(pool)
+    .await?;
+    let rows: Vec<(Uuid, OffsetDateTime)> =
+        sqlx::query_as("SELECT id, expires_at FROM orders WHERE id = ANY ($1)").bind(ids).fetch_all(pool).await?;
+    Ok(rows.into_iter().map(|(id, at)| (OrderId::new(id.to_string()).unwrap(), database::moment(at))).collect())
+}
+
+/// The database's time: what lateness is measured by.
+pub async fn database_time(stage: &Stage) -> OffsetDateTime {
+    sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(&stage.pool).await.unwrap()
+}
+
+/// Orders not closed yet, if the database answers.
+pub async fn unpaid(stage: &Stage) -> Option<i64> {
+    sqlx::query_scalar("SELECT count(*) FROM orders WHERE status = 'unpaid'").fetch_one(&stage.pool).await.ok()
+}
+
+/// Insists that every order taken was closed, once, not early, and that every close was announced.
+pub async fn assert_each_closed_once(stage: &Stage, taken: &Taken) {
+    wait_within(COMING_BACK, "every order's close", async || unpaid(stage).await == Some(0)).await;
+    let unsent = async || stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;
+    wait_within(COMING_BACK, "every event sent", async || unsent().await == 0).await;
+    let closed: i64 = sqlx::query_scalar("SELECT count(*) FROM orders WHERE id = ANY ($1) AND status = 'closed'")
+        .bind(&taken.orders)
+        .fetch_one(&stage.pool)
+        .await
+        .unwrap();
+    let orders = i64::try_from(taken.orders.len()).unwrap();
+    assert_eq!(closed, orders, "of the orders that the shop was told are committed");
+    assert_eq!(stage.count("SELECT count(*) FROM orders").await, orders);
+    assert_eq!(stage.count("SELECT count(*) FROM order_events WHERE event = 'closed'").await, orders);
+    assert_eq!(stage.count("SELECT count(DISTINCT payload ->> 'order_id') FROM event_outbox").await, orders);
+    assert_eq!(stage.count("SELECT count(*) FROM event_outbox").await, orders);
+    assert_eq!(stage.parked().await, []);
+    stage.assert_ledger().await;
+}
+
+/// Orders that no alarm closed in time.
+pub async fn by_sweep(stage: &Stage) -> i64 {
+    stage.count("SELECT count(*) FROM orders WHERE closed_by = 'sweep'").await
+}
+
+/// Prints how late the orders were that fell due in this span, and the longest time without any close in it.
+pub async fn print_lateness(stage: &Stage, what: &str, from: OffsetDateTime, until: OffsetDateTime) {
+    let (count, very_late, p50, p99, max): (i64, i64, f64, f64, f64) = sqlx::query_as(
+        "SELECT count(*), count(*) FILTER (WHERE late > 1000),
+                coalesce(percentile_cont(0.5) WITHIN GROUP (ORDER BY late), 0)::float8,
+                coalesce(percentile_cont(0.99) WITHIN GROUP (ORDER BY late), 0)::float8, coalesce(max(late), 0)::float8
+         FROM (SELECT extract(epoch FROM closed_at - expires_at) * 1000 AS late FROM orders
+               WHERE status = 'closed' AND expires_at BETWEEN $1 AND $2) AS closes",
+    )
+    .bind(from)
+    .bind(until)
+    .fetch_one(&stage.pool)
+    .await
+    .unwrap();
+    let pause: f64 = sqlx::query_scalar(
+        "SELECT coalesce(max(extract(epoch FROM gap) * 1000), 0)::float8
+         FROM (SELECT closed_at - lag(closed_at) OVER (ORDER BY closed_at) AS gap FROM orders
+               WHERE closed_at BETWEEN $1 AND $2) AS gaps",
+    )
+    .bind(from)
+    .bind(until)
+    .fetch_one(&stage.pool)
+    .await
+    .unwrap();
+    println!(
+        "  {what:<46} {count:>6} orders   late p50 {p50:>7.1} ms  p99 {p99:>8.1} ms  max {max:>8.1} ms   {very_late:>5} by more than 1 s   longest pause {pause:>8.1} ms"
+    );
+}
