@@ -120,7 +120,7 @@ impl Closer {
         if self.statement.parameters > 2 {
             query = query.bind(patient);
         }
-        query.fetch_all(connection).await?.iter().map(read_row).collect()
+        query.fetch_all(connection).await?.iter().filter_map(|row| read_row(row).transpose()).collect()
     }
 
     /// Asks the database what time it is.
@@ -137,16 +137,17 @@ impl Closer {
     }
 }
 
-fn read_row(row: &PgRow) -> Result<(OrderId, Finding), sqlx::Error> {
+/// `None` for a row that cannot be of an order we asked for.
+fn read_row(row: &PgRow) -> Result<Option<(OrderId, Finding)>, sqlx::Error> {
     let order_id: String = row.try_get("order_id")?;
     let word: Option<String> = row.try_get("outcome")?;
     let deadline: Option<Timestamptz> = row.try_get("deadline")?;
-    let order_id = OrderId::new(order_id).map_err(|fault| sqlx::Error::Decode(Box::new(fault)))?;
+    let Ok(order_id) = OrderId::new(order_id) else { return Ok(None) };
     let finding = match word.as_deref().and_then(Outcome::from_contract) {
         Some(outcome) => Ok(Found { outcome, deadline: deadline.map(|Timestamptz(moment)| moment) }),
         None => Err(CloseFault::OfTheOrder(format!(
             "the close statement's column outcome says {word:?} of this order, which the contract does not know"
         ))),
     };
-    Ok((order_id, finding))
+    Ok(Some((order_id, finding)))
 }

@@ -250,9 +250,24 @@ pub struct Overdue {
 pub struct SweepPage {
     /// How long after its deadline an order is taken: until then its alarm may still come.
     pub grace: Duration,
-    /// The last order of the page before, in the order (deadline, id); `None` begins a pass.
-    pub after: Option<Overdue>,
+    /// Where the page before ended; `None` begins a pass.
+    pub after: Option<SweepPlace>,
     pub limit: usize,
+}
+
+/// A row's place in the order (deadline, id). The id as the row has it: one that is no [`OrderId`] must not stop a pass.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SweepPlace {
+    pub deadline: Deadline,
+    pub id: String,
+}
+
+/// A page of overdue orders as it was found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SweptPage {
+    pub orders: Vec<Overdue>,
+    /// Where the next page begins; `None` once the pass has come to its end.
+    pub next: Option<SweepPlace>,
 }
 
 #[cfg(test)]

@@ -2,12 +2,16 @@
 //!
 //! Reads only. Whom to close and whom to leave alone is decided at the desk; closing is the same close as everybody's.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use sqlx::Row;
 use sqlx::postgres::PgRow;
+use tracing::{debug, warn};
 
 use crate::contract::{Contract, ContractStatement};
 use crate::database::{Database, DatabaseFault, Timestamptz};
-use crate::order::{Moment, OrderId, Overdue, SweepPage};
+use crate::order::{Moment, OrderId, Overdue, SweepPage, SweepPlace, SweptPage};
 
 const CONTRACT: Contract = Contract {
     setting: "orders.overdue_sql",
@@ -21,6 +25,7 @@ const CONTRACT: Contract = Contract {
 pub struct Sweeper {
     database: Database,
     statement: ContractStatement,
+    warned: Arc<AtomicBool>,
 }
 
 impl Sweeper {
@@ -30,16 +35,16 @@ impl Sweeper {
     /// [`DatabaseFault`] names the file and the column.
     pub async fn prepare(database: Database, overdue_sql: &str) -> Result<Self, DatabaseFault> {
         let statement = ContractStatement::load(&database, &CONTRACT, overdue_sql).await?;
-        Ok(Self { database, statement })
+        Ok(Self { database, statement, warned: Arc::default() })
     }
 
-    /// One page, in the order (deadline, id).
+    /// One page, in the order (deadline, id). A row whose id we cannot use is left out, and the pass goes on behind it.
     ///
     /// # Errors
     /// sqlx's.
-    pub async fn overdue(&self, page: &SweepPage) -> Result<Vec<Overdue>, sqlx::Error> {
+    pub async fn overdue(&self, page: &SweepPage) -> Result<SweptPage, sqlx::Error> {
         let (after_deadline, after_id) = match &page.after {
-            Some(last) => (last.deadline, last.order_id.as_str()),
+            Some(last) => (last.deadline, last.id.as_str()),
             None => (Moment::from_unix_micros(i64::MIN), ""),
         };
         let select = sqlx::query(self.statement.sql.clone())
@@ -48,13 +53,35 @@ impl Sweeper {
             .bind(after_id)
             .bind(i64::try_from(page.limit).unwrap_or(i64::MAX));
         let rows = self.database.run(async |connection| select.fetch_all(connection).await).await?;
-        rows.iter().map(read_row).collect()
+        let mut places = rows.iter().map(read_row).collect::<Result<Vec<_>, _>>()?;
+        let orders: Vec<Overdue> = places.iter().filter_map(usable).collect();
+        self.warn_once(places.len() - orders.len());
+        let next = if places.len() < page.limit { None } else { places.pop() };
+        Ok(SweptPage { orders, next })
+    }
+
+    /// Each pass finds the same ones again, some times a second.
+    fn warn_once(&self, unusable: usize) {
+        if unusable > 0 && !self.warned.swap(true, Ordering::Relaxed) {
+            warn!(
+                unusable,
+                "overdue orders have ids that cannot be used and are never closed; an order id has 1 to 200 characters, none of them a control character"
+            );
+        }
     }
 }
 
-fn read_row(row: &PgRow) -> Result<Overdue, sqlx::Error> {
-    let order_id: String = row.try_get("order_id")?;
+fn read_row(row: &PgRow) -> Result<SweepPlace, sqlx::Error> {
     let Timestamptz(deadline) = row.try_get("deadline")?;
-    let order_id = OrderId::new(order_id).map_err(|fault| sqlx::Error::Decode(Box::new(fault)))?;
-    Ok(Overdue { order_id, deadline })
+    Ok(SweepPlace { deadline, id: row.try_get("order_id")? })
+}
+
+fn usable(place: &SweepPlace) -> Option<Overdue> {
+    match OrderId::new(&place.id) {
+        Ok(order_id) => Some(Overdue { order_id, deadline: place.deadline }),
+        Err(fault) => {
+            debug!(%fault, "an overdue order is passed over: its id cannot be used");
+            None
+        }
+    }
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 use crate::alarm::{Alarm, ArmJob, Delivered, Inlet, Parcel, ParkReason, Receipt, Settlement, Wanted};
 use crate::hold::Hold;
 use crate::message::TimeoutDue;
-use crate::order::{CloseFault, ClosedBy, Deadline, Finding, Found, Moment, OrderId, Outcome, Overdue, SweepPage};
+use crate::order::{CloseFault, ClosedBy, Deadline, Finding, Found, Moment, OrderId, Outcome, SweepPage, SweptPage};
 use queue::{Later, Lingering};
 use sweep::Sweep;
 use verdict::{AfterSweep, Next, after_close, after_sweep};
@@ -89,8 +89,7 @@ pub enum News {
     Parked(Vec<Receipt>),
     /// These do not.
     NotParked(Vec<(Parcel, Receipt)>),
-    /// A page of overdue orders, in the order (deadline, id).
-    Swept(Vec<Overdue>),
+    Swept(SweptPage),
     /// The database could not be asked for overdue orders.
     NotSwept,
     /// The consumer session of this number is open.
@@ -112,6 +111,9 @@ pub enum Errand {
     /// Then report [`News::Swept`] or [`News::NotSwept`].
     Sweep(SweepPage),
 }
+
+/// By how much the time may go back without anybody minding: readings of one clock differ by less.
+const LONGEST_JITTER: Duration = Duration::from_secs(1);
 
 /// How many parts a failed batch is taken into. Eight: an order that fails alone among four hundred is found in three
 /// rounds, and four hundred that all fail cost little more than one statement each.
@@ -143,6 +145,8 @@ pub struct Desk {
     park: Vec<(Parcel, Receipt)>,
     park_later: Later<(Parcel, Receipt)>,
     settle: Vec<(Receipt, Settlement)>,
+    /// The latest time it was told.
+    latest: Moment,
 }
 
 /// The database does not close anything: since when, and when it is asked next.
@@ -185,11 +189,13 @@ impl Desk {
             park: Vec::new(),
             park_later: Later::default(),
             settle: Vec::new(),
+            latest: Moment::from_unix_micros(i64::MIN),
         }
     }
 
     /// Takes note of what happened. `now` is the database's time.
     pub fn hear(&mut self, news: News, now: Moment) {
+        self.note_time(now);
         match news {
             News::Delivered(delivered) => self.receive(delivered, now),
             News::Closed(batch, answer) => self.conclude(batch, answer, now),
@@ -232,6 +238,7 @@ impl Desk {
 
     /// Everything that can be done at `now`.
     pub fn errands(&mut self, now: Moment) -> Vec<Errand> {
+        self.note_time(now);
         for case in self.hold.wake(now) {
             self.place(case, now);
         }
@@ -324,6 +331,35 @@ impl Desk {
         self.sweep.troubled()
     }
 
+    fn note_time(&mut self, now: Moment) {
+        if now + LONGEST_JITTER < self.latest {
+            self.latest = now;
+            self.clock_was_set_back(now);
+        }
+        self.latest = self.latest.max(now);
+    }
+
+    /// Deadlines are the database's time and stand as they are. A pause is a wait: it must not become longer by the
+    /// hour that somebody has set the clock back, so every pause ends now.
+    fn clock_was_set_back(&mut self, now: Moment) {
+        for case in self.hold.drain() {
+            self.place(case, now);
+        }
+        for queue in [&mut self.fresh, &mut self.again, &mut self.overdue] {
+            queue.clock_was_set_back(now);
+        }
+        for (_, since) in &mut self.parts {
+            *since = now.min(*since);
+        }
+        if let Some(away) = &mut self.away {
+            away.since = now.min(away.since);
+            away.ask_again_at = now.min(away.ask_again_at);
+        }
+        self.arm_later.clock_was_set_back(now);
+        self.park_later.clock_was_set_back(now);
+        self.sweep.clock_was_set_back(now);
+    }
+
     fn acknowledge(&mut self, receipts: impl IntoIterator<Item = Receipt>) {
         self.settle.extend(receipts.into_iter().map(|receipt| (receipt, Settlement::Ack)));
     }
@@ -409,7 +445,7 @@ impl Desk {
         !self.draining && self.away.is_none() && self.overdue.len() < self.policy.sweep_page
     }
 
-    fn take_overdue(&mut self, page: Vec<Overdue>, now: Moment) {
+    fn take_overdue(&mut self, page: SweptPage, now: Moment) {
         for overdue in self.sweep.found(page, &self.policy, now) {
             let key = (overdue.order_id, overdue.deadline);
             let has_its_alarm = self.in_hand.contains_key(&key.0) || self.hold.contains(&key);
@@ -479,7 +515,8 @@ impl Desk {
         let size = self.policy.batch_size;
         match source {
             Source::Fresh => Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), patient: true },
-            Source::Overdue => Batch { by: ClosedBy::Sweep, cases: self.overdue.take(size), patient: true },
+            // Not patient: who is busy is found again by the next pass, and those behind it would wait meanwhile.
+            Source::Overdue => Batch { by: ClosedBy::Sweep, cases: self.overdue.take(size), patient: false },
             Source::Again => Batch { by: ClosedBy::Alarm, cases: self.again.take(size), patient: false },
             Source::Parts => self.parts.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
         }
@@ -576,7 +613,10 @@ impl Desk {
     /// Back after `first`, the next time after twice that, within `retry_longest`; not counted as a failure. In
     /// the end by way of the broker, which does not wait for an acknowledgement for ever.
     fn put_back(&mut self, mut case: Case, first: Duration, now: Moment) {
-        if now.since(*case.paused_since.get_or_insert(now)) >= self.policy.away_patience {
+        // min: the clock may have been set back since.
+        let since = case.paused_since.map_or(now, |since| now.min(since));
+        case.paused_since = Some(since);
+        if now.since(since) >= self.policy.away_patience {
             return self.arm(case, Wanted::NotBefore(now + self.policy.retry_longest));
         }
         let wait = (first * 2_u32.saturating_pow(case.pauses.min(16))).min(self.policy.retry_longest);

@@ -23,6 +23,13 @@ impl Lingering {
         self.cases.len()
     }
 
+    /// Nobody has come later than now.
+    pub fn clock_was_set_back(&mut self, now: Moment) {
+        for (_, came) in &mut self.cases {
+            *came = now.min(*came);
+        }
+    }
+
     /// When the longest-waiting of them came.
     pub fn since(&self) -> Option<Moment> {
         self.cases.front().map(|(_, came)| *came)
@@ -73,6 +80,12 @@ impl<T> Later<T> {
     pub fn succeeded(&mut self) {
         self.failures = 0;
         self.failing_since = None;
+    }
+
+    /// The pause ends now, and nothing has begun to fail later than now.
+    pub fn clock_was_set_back(&mut self, now: Moment) {
+        self.at = now.min(self.at);
+        self.failing_since = self.failing_since.map(|since| now.min(since));
     }
 
     /// How long nothing has succeeded.

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::Policy;
-use crate::order::{Moment, OrderId, Overdue, SweepPage};
+use crate::order::{Moment, OrderId, Overdue, SweepPage, SweepPlace, SweptPage};
 
 /// How long an order is left alone after its first failure; it doubles up to [`LONGEST_REST`].
 const FIRST_REST: Duration = Duration::from_secs(1);
@@ -19,7 +19,7 @@ pub(super) struct Sweep {
     next_at: Option<Moment>,
     pass_began: Moment,
     asking: bool,
-    after: Option<Overdue>,
+    after: Option<SweepPlace>,
     failures: u32,
     troubled: HashMap<OrderId, Troubled>,
 }
@@ -64,15 +64,15 @@ impl Sweep {
     }
 
     /// Takes note of a page. Returns those of it that are not being left alone.
-    pub fn found(&mut self, page: Vec<Overdue>, policy: &Policy, now: Moment) -> Vec<Overdue> {
+    pub fn found(&mut self, page: SweptPage, policy: &Policy, now: Moment) -> Vec<Overdue> {
         self.asking = false;
         self.failures = 0;
-        let is_last = page.len() < policy.sweep_page;
-        self.after = page.last().filter(|_| !is_last).cloned();
+        let is_last = page.next.is_none();
+        self.after = page.next;
         if is_last {
             self.next_at = Some((self.pass_began + policy.sweep_every).max(now));
         }
-        let wanted = page.into_iter().filter(|overdue| match self.troubled.get_mut(&overdue.order_id) {
+        let wanted = page.orders.into_iter().filter(|overdue| match self.troubled.get_mut(&overdue.order_id) {
             Some(troubled) => {
                 troubled.seen = now;
                 troubled.until <= now
@@ -100,6 +100,16 @@ impl Sweep {
         let failures = self.troubled.get(&order_id).map_or(0, |troubled| troubled.failures);
         let rest = (FIRST_REST * 2_u32.saturating_pow(failures.min(9))).min(LONGEST_REST);
         self.troubled.insert(order_id, Troubled { until: now + rest, failures: failures + 1, seen: now });
+    }
+
+    /// The next page is wanted now, and nobody is left alone any longer.
+    pub fn clock_was_set_back(&mut self, now: Moment) {
+        self.next_at = self.next_at.map(|at| now.min(at));
+        self.pass_began = now.min(self.pass_began);
+        for troubled in self.troubled.values_mut() {
+            troubled.until = now.min(troubled.until);
+            troubled.seen = now.min(troubled.seen);
+        }
     }
 
     /// How many orders are overdue and could not be closed.

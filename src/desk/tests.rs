@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::message::TimeoutDue;
+use crate::order::{Overdue, SweepPlace};
 
 fn policy() -> Policy {
     Policy {
@@ -330,8 +331,18 @@ fn swept_page(desk: &mut Desk, now: Moment) -> SweepPage {
     page
 }
 
-fn overdue(order: &str, deadline_ms: i64) -> Overdue {
-    Overdue { order_id: OrderId::new(order).unwrap(), deadline: at_ms(deadline_ms) }
+/// A page with these orders; the last of the pass if it is not full.
+fn swept(orders: &[(&str, i64)]) -> News {
+    let overdue = |(id, deadline_ms): &(&str, i64)| Overdue {
+        order_id: OrderId::new(id).unwrap(),
+        deadline: at_ms(*deadline_ms),
+    };
+    let next = orders.last().filter(|_| orders.len() == policy().sweep_page);
+    News::Swept(SweptPage { orders: orders.iter().map(overdue).collect(), next: next.map(place) })
+}
+
+fn place((id, deadline_ms): &(&str, i64)) -> SweepPlace {
+    SweepPlace { deadline: at_ms(*deadline_ms), id: (*id).to_owned() }
 }
 
 #[test]
@@ -343,7 +354,7 @@ fn the_sweep_closes_what_no_alarm_speaks_for_and_waits_for_alarms_only_while_the
     // One waits for its own deadline here already, as does one that was shortened.
     desk.hear(delivered("held", at_ms(400), 1, 1), at_ms(251));
     desk.hear(delivered("shortened", at_ms(9_000), 1, 2), at_ms(251));
-    desk.hear(News::Swept(vec![overdue("forgotten", 1), overdue("shortened", 2), overdue("held", 400)]), at_ms(252));
+    desk.hear(swept(&[("forgotten", 1), ("shortened", 2), ("held", 400)]), at_ms(252));
     let out = batches(&mut desk, at_ms(252));
     let names: Vec<&str> = out[0].cases.iter().map(|case| case.alarm.order_id().as_str()).collect();
     assert_eq!((out[0].by, names), (ClosedBy::Sweep, vec!["forgotten", "shortened"]));
@@ -357,8 +368,8 @@ fn the_sweep_closes_what_no_alarm_speaks_for_and_waits_for_alarms_only_while_the
 fn a_pass_goes_on_to_the_end_past_orders_that_cannot_be_closed() {
     let mut desk = sweeping_desk();
     assert_eq!(swept_page(&mut desk, at_ms(250)).after, None);
-    let first: Vec<Overdue> = (1..=4).map(|n| overdue(&format!("bad-{n}"), n)).collect();
-    desk.hear(News::Swept(first.clone()), at_ms(251));
+    let first = [("bad-1", 1), ("bad-2", 2), ("bad-3", 3), ("bad-4", 4)];
+    desk.hear(swept(&first), at_ms(251));
     let mut errands = desk.errands(at_ms(251));
     assert_eq!(errands.len(), 3, "both closers have work, and the next page is wanted: {errands:?}");
     let fault = Err(CloseFault::OfTheOrder("a trigger says no".into()));
@@ -373,21 +384,48 @@ fn a_pass_goes_on_to_the_end_past_orders_that_cannot_be_closed() {
         now = now + Duration::from_millis(1);
         errands.extend(desk.errands(now));
     }
-    assert_eq!(page.unwrap().after, Some(overdue("bad-4", 4)));
+    assert_eq!(page.unwrap().after, Some(place(&("bad-4", 4))));
     assert_eq!(desk.troubled(), 4);
-    desk.hear(News::Swept(vec![overdue("good", 5)]), now);
+    desk.hear(swept(&[("good", 5)]), now);
     assert_eq!(batches(&mut desk, now)[0].cases[0].alarm.order_id().as_str(), "good");
     // The next pass leaves the bad ones alone, for a while.
     now = at_ms(520);
     assert_eq!(swept_page(&mut desk, now).after, None);
-    desk.hear(News::Swept(first.clone()), now);
+    desk.hear(swept(&first), now);
     let errands = desk.errands(now);
     assert!(matches!(&errands[..], [Errand::Sweep(_)]), "{errands:?}");
-    desk.hear(News::Swept(vec![]), now);
+    desk.hear(swept(&[]), now);
     now = at_ms(2_000);
     assert_eq!(swept_page(&mut desk, now).after, None);
-    desk.hear(News::Swept(first), now);
+    desk.hear(swept(&first), now);
     assert!(matches!(&desk.errands(now)[..], [Errand::Close(_), ..]));
+}
+
+#[test]
+fn a_page_without_a_usable_id_does_not_end_the_pass() {
+    let mut desk = sweeping_desk();
+    swept_page(&mut desk, at_ms(250));
+    let next = Some(place(&("\t", 7)));
+    desk.hear(News::Swept(SweptPage { orders: vec![], next: next.clone() }), at_ms(251));
+    assert_eq!(swept_page(&mut desk, at_ms(251)).after, next);
+}
+
+#[test]
+fn a_clock_that_is_set_back_makes_no_pause_longer() {
+    const HOUR_MS: i64 = 3_600_000;
+    let mut desk = sweeping_desk();
+    let now = at_ms(2 * HOUR_MS);
+    swept_page(&mut desk, now);
+    desk.hear(swept(&[]), now);
+    desk.hear(delivered("busy", now, 1, 1), now);
+    let batch = batches(&mut desk, at_ms(2 * HOUR_MS + 2)).remove(0);
+    answer(&mut desk, batch, &found(Outcome::Busy), at_ms(2 * HOUR_MS + 3));
+    desk.hear(delivered("held", at_ms(2 * HOUR_MS + 9_000), 1, 2), at_ms(2 * HOUR_MS + 4));
+    assert_eq!(desk.held(), 2);
+
+    let back = at_ms(HOUR_MS);
+    let errands = desk.errands(back);
+    assert!(matches!(&errands[..], [Errand::Sweep(_), Errand::Arm(jobs)] if jobs.len() == 2), "{errands:?}");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use order_timeout::alarm::{Alarm, ArmJob, Delivered, Inlet, Parcel, Receipt, Set
 use order_timeout::desk::{Answer, Batch, Desk, Errand, News, Policy};
 use order_timeout::message::TimeoutDue;
 use order_timeout::order::{
-    CloseFault, ClosedBy, Deadline, Finding, Found, Moment, OrderId, Outcome, Overdue, SweepPage,
+    CloseFault, ClosedBy, Deadline, Finding, Found, Moment, OrderId, Outcome, Overdue, SweepPage, SweepPlace, SweptPage,
 };
 use order_timeout::wheel::{Place, Ring, Wheel};
 
@@ -77,7 +77,7 @@ enum Underway {
     Close { batch: Batch, read: Option<HashMap<OrderId, Finding>>, answer: Option<Answer> },
     Arm { jobs: Vec<ArmJob>, written: bool },
     Park { parcels: Vec<(Parcel, Receipt)>, written: bool },
-    Sweep { page: SweepPage, found: Option<Vec<Overdue>> },
+    Sweep { page: SweepPage, found: Option<SweptPage> },
 }
 
 /// A running worker.
@@ -456,19 +456,20 @@ impl World {
     }
 
     /// What `sql/overdue.sql` does.
-    fn overdue(&self, page: &SweepPage) -> Vec<Overdue> {
+    fn overdue(&self, page: &SweepPage) -> SweptPage {
+        let key = |overdue: &Overdue| (overdue.deadline, overdue.order_id.as_str().to_owned());
+        let after = page.after.as_ref().map(|place| (place.deadline, place.id.clone()));
         let unpaid = self.rows.iter().filter(|(_, row)| row.status == Status::Unpaid);
-        let mut all: Vec<Overdue> = unpaid
+        let mut orders: Vec<Overdue> = unpaid
             .filter(|(_, row)| row.deadline + page.grace <= self.now)
             .map(|(id, row)| Overdue { order_id: id.clone(), deadline: row.deadline })
-            .collect();
-        let key = |overdue: &Overdue| (overdue.deadline, overdue.order_id.clone());
-        all.sort_by_key(key);
-        let after = page.after.as_ref().map(key);
-        all.into_iter()
             .filter(|overdue| after.as_ref().is_none_or(|after| key(overdue) > *after))
-            .take(page.limit)
-            .collect()
+            .collect();
+        orders.sort_by_key(key);
+        orders.truncate(page.limit);
+        let last = orders.last().filter(|_| orders.len() == page.limit);
+        let next = last.map(|last| SweepPlace { deadline: last.deadline, id: last.order_id.as_str().to_owned() });
+        SweptPage { orders, next }
     }
 
     /// The relay's first half: publish what stands in the outbox.
