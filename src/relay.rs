@@ -1,21 +1,25 @@
 //! From an outbox table to the broker: what stands there unsent is published, confirmed, and only then marked as sent.
 //!
-//! At least once: a crash between confirm and mark sends a message again. One relay at a time, by an advisory lock. No
-//! transaction is open while the broker is waited for. What a row means is its outbox's business.
+//! At least once: a crash between confirm and mark sends a message again. One relay at a time for each schema, by an
+//! advisory lock. No transaction is open while the broker is waited for. What a row means is its outbox's business.
 
 use std::time::{Duration, Instant};
 
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::PgRow;
-use sqlx::{Postgres, Row};
+use sqlx::{PgConnection, Postgres, Row};
 use tracing::{debug, warn};
 use uuid::Uuid;
 
 use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
 use crate::database::{Database, why};
 
-/// Which advisory lock the relay takes: "otim" and "even" as numbers, so that a shop's own locks are not met.
-const RELAY_LOCK: (i32, i32) = (0x6f74_696d, 0x6576_656e);
+/// The upper half of the number of the relay's advisory lock, "otim" as a number, so that a shop's own locks are not
+/// met. The lower half is the outbox table's, for several schemas of one database each need a relay.
+const RELAY_LOCK: i64 = 0x6f74_696d << 32;
+/// How long the server keeps the lock for a worker that it does not hear from: one whose host has vanished, or that was
+/// halted. The lock's connection speaks each second, but not while the broker keeps a round waiting.
+const LOCK_OUTLIVES_ITS_WORKER: Duration = Duration::from_secs(15);
 /// How long the connection that holds the lock may take to answer before it counts as lost.
 const LOCK_PATIENCE: Duration = Duration::from_secs(2);
 /// How long the lock is taken for ours without asking. Two relays for so long send some messages twice.
@@ -59,7 +63,7 @@ impl Outbox {
     /// is marked without being sent. One that the broker refuses stays for the next round; the others are marked.
     ///
     /// # Errors
-    /// [`NotRelayed`]; whatever was confirmed before is marked all the same.
+    /// [`NotRelayed`] if rows stand there and not one could be settled.
     pub async fn round(
         &self,
         message: impl Fn(&PgRow) -> Result<Option<Outgoing>, sqlx::Error>,
@@ -81,7 +85,12 @@ impl Outbox {
         settled.extend(ids.iter().zip(&answers).filter(|(_, answer)| answer.is_ok()).map(|(id, _)| *id));
         self.mark_sent(&settled).await?;
         match answers.into_iter().find_map(Result::err) {
-            Some(fault) => Err(fault.into()),
+            Some(fault) if settled.is_empty() => Err(fault.into()),
+            // Those behind a few that are refused must not wait for them.
+            Some(fault) => {
+                debug!(%fault, "part of an outbox could not be sent; the rest goes on");
+                Ok(settled.len())
+            }
             None => Ok(settled.len()),
         }
     }
@@ -145,8 +154,7 @@ impl RelayLock {
             self.let_go();
         }
         let mut connection = self.database.pool().acquire().await?;
-        let ask = sqlx::query_scalar("SELECT pg_try_advisory_lock($1, $2)").bind(RELAY_LOCK.0).bind(RELAY_LOCK.1);
-        let answer = tokio::time::timeout(LOCK_PATIENCE, ask.fetch_one(&mut *connection)).await;
+        let answer = tokio::time::timeout(LOCK_PATIENCE, ask_for_lock(&mut connection)).await;
         // Not returned to the pool unless it is certain that it does not hold the lock.
         let Ok(Ok(is_ours)) = answer else {
             connection.close_on_drop();
@@ -168,9 +176,25 @@ impl RelayLock {
         }
     }
 
+    /// A connection that is worth no goodbye.
     fn let_go(&mut self) {
         if let Some(mut connection) = self.held.take() {
             connection.close_on_drop();
         }
     }
+}
+
+async fn ask_for_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
+    let is_ours = sqlx::query_scalar("SELECT pg_try_advisory_lock($1 | 'event_outbox'::regclass::oid::bigint)")
+        .bind(RELAY_LOCK)
+        .fetch_one(&mut *connection)
+        .await?;
+    if is_ours {
+        // Selected rather than set: the setting is there since PostgreSQL 14, and before that keep-alive must do.
+        sqlx::query("SELECT set_config(name, $1, false) FROM pg_settings WHERE name = 'idle_session_timeout'")
+            .bind(LOCK_OUTLIVES_ITS_WORKER.as_millis().to_string())
+            .execute(connection)
+            .await?;
+    }
+    Ok(is_ours)
 }

@@ -28,6 +28,8 @@ pub(super) struct Outboxes {
     events: Announcer,
     poll: Duration,
     closing: watch::Receiver<bool>,
+    /// Since when events give way to closing.
+    gives_way_since: Option<Instant>,
     forget_at: Instant,
 }
 
@@ -49,7 +51,7 @@ impl Outboxes {
         closing: watch::Receiver<bool>,
     ) -> Self {
         let forget_at = Instant::now() + FORGET_EVERY;
-        Self { lock: RelayLock::new(database), alarms, events, poll, closing, forget_at }
+        Self { lock: RelayLock::new(database), alarms, events, poll, closing, gives_way_since: None, forget_at }
     }
 
     /// Until told to end; then sends what is left.
@@ -92,8 +94,7 @@ impl Outboxes {
         }
         // Both are tried, whatever comes of the first: an alarm that cannot be sent must not hold up an event.
         let alarms = self.alarms.round().await;
-        self.give_way().await;
-        let events = self.events.round().await;
+        let events = if self.events_give_way() { Ok(0) } else { self.events.round().await };
         let (alarms, events) = (alarms?, events?);
         if alarms + events > 0 {
             debug!(alarms, events, "outboxes relayed");
@@ -102,10 +103,18 @@ impl Outboxes {
         Ok(if alarms + events > 0 { Round::Sent } else { Round::Empty })
     }
 
-    /// Events can wait for a burst of closes; but not for ever.
-    async fn give_way(&mut self) {
-        let idle = self.closing.wait_for(|closing| !closing);
-        let _idle_or_waited_long = tokio::time::timeout(LONGEST_WAY, idle).await;
+    /// Events can wait for a burst of closes; but not for ever, and no alarm waits with them.
+    fn events_give_way(&mut self) -> bool {
+        if !*self.closing.borrow() {
+            self.gives_way_since = None;
+            return false;
+        }
+        let since = self.gives_way_since.get_or_insert_with(Instant::now);
+        if since.elapsed() < LONGEST_WAY {
+            return true;
+        }
+        *since = Instant::now();
+        false
     }
 
     async fn forget_old(&mut self) -> Result<(), NotRelayed> {

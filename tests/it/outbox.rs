@@ -2,9 +2,18 @@
 
 use std::time::Duration;
 
+use lapin::options::QueueDeleteOptions;
+use order_timeout::config::{DatabaseSettings, Lane};
+use order_timeout::confirm::ConfirmedPublisher;
+use order_timeout::database::Database;
+use order_timeout::relay::{NotRelayed, RelayLock};
+use order_timeout::schedule::outbox::AlarmRelay;
+use order_timeout::topology::Topology;
 use order_timeout::{NotWritten, schedule_in};
+use secrecy::ExposeSecret;
+use sqlx::AssertSqlSafe;
 
-use crate::support::{on_stage, wait_for};
+use crate::support::{PATIENCE, on_stage, wait_for};
 
 const UNSENT: &str = "SELECT count(*) FROM alarm_outbox WHERE sent_at IS NULL";
 
@@ -109,6 +118,76 @@ fn an_order_id_that_no_message_could_carry_is_refused_in_the_transaction() {
                     .await;
                 let error = inserted.unwrap_err().to_string();
                 assert!(error.contains("the_order_id_fits_a_message"), "{bad:?}: {error}");
+            }
+        },
+    );
+}
+
+#[test]
+fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
+    const LANE: Duration = Duration::from_secs(30);
+    on_stage(
+        |settings| settings.delay.lanes = vec![Lane::try_from("30s".to_owned()).unwrap()],
+        async |stage| {
+            // The queue of one shard is gone: whatever belongs there comes back as unroutable.
+            let topology = Topology::new(&stage.settings);
+            let lost =
+                topology.queues.iter().find(|queue| queue.name.ends_with("delay.30s.0")).expect("a lane's queue");
+            stage.channel.queue_delete(lost.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+            for order in stage.orders(40, LANE).await {
+                schedule_in(&stage.pool, order.id.to_string(), order.deadline).await.unwrap();
+            }
+            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+            let confirmed = ConfirmedPublisher::connect_lazily(&stage.settings.amqp, "test");
+            let relay = AlarmRelay::new(database, confirmed, &stage.settings, 30, Duration::from_secs(60));
+            let mut rounds = 0;
+            let refused = loop {
+                // However slow the machine: each round sees alarms that belong in the lane.
+                sqlx::query("UPDATE alarm_outbox SET deadline = clock_timestamp() + make_interval(secs => $1)")
+                    .bind(LANE.as_secs_f64())
+                    .execute(&stage.pool)
+                    .await
+                    .unwrap();
+                match relay.round().await {
+                    Ok(settled) => assert!(settled > 0, "a round that settles nothing says so"),
+                    Err(fault) => break fault,
+                }
+                rounds += 1;
+            };
+            assert!(matches!(refused, NotRelayed::Broker(_)), "{refused}");
+            assert!(rounds > 1, "forty alarms in batches of thirty: the second batch went past those refused");
+            assert!((1..40).contains(&stage.count(UNSENT).await), "only those of the lost shard are left");
+        },
+    );
+}
+
+/// The settings of a deployment in a schema of its own.
+fn in_schema(settings: &DatabaseSettings, schema: &str) -> DatabaseSettings {
+    let url = format!("{}?options=-csearch_path%3D{schema}", settings.url.expose_secret());
+    DatabaseSettings { url: url.into(), ..settings.clone() }
+}
+
+#[test]
+fn each_schema_of_a_database_has_a_relay_of_its_own() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let mut locks = Vec::new();
+            for schema in ["one", "two"] {
+                let create = format!("CREATE SCHEMA {schema} CREATE TABLE event_outbox ()");
+                sqlx::query(AssertSqlSafe(create)).execute(&stage.pool).await.unwrap();
+                let database = Database::connect(&in_schema(&stage.settings.database, schema), 2).await.unwrap();
+                let mut lock = RelayLock::new(database.clone());
+                assert!(lock.is_ours().await.unwrap(), "nobody else relays schema {schema}");
+                let mut second = RelayLock::new(database);
+                assert!(!second.is_ours().await.unwrap(), "a second relay of schema {schema} must wait");
+                locks.push((lock, second));
+            }
+            for (mut lock, mut second) in locks {
+                lock.resign().await;
+                let taken_over = async { while !second.is_ours().await.unwrap() {} };
+                tokio::time::timeout(PATIENCE, taken_over).await.expect("the lock that was let go");
+                second.resign().await;
             }
         },
     );
