@@ -2,6 +2,7 @@
 //!
 //! One try each: whether and when to try again is the desk's to say.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -12,12 +13,14 @@ use crate::alarm::{ArmJob, Parcel, Receipt};
 use crate::arm::Armer;
 use crate::clock::{ClockSample, DatabaseClock};
 use crate::close::Closer;
-use crate::database::{Database, why};
+use crate::database::{Database, Trouble, trouble, why};
 use crate::desk::{Answer, Batch, News};
 use crate::order::{ClosedBy, OrderId, Outcome, SweepPage};
 use crate::park;
 use crate::sweep::Sweeper;
 
+/// Alarms parked by one statement: their bodies are 16 KiB at most, so some megabytes.
+const PARKED_AT_ONCE: usize = 256;
 /// How often the database's clock is read.
 const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
 
@@ -29,6 +32,9 @@ pub(super) enum Note {
     /// The sweep has closed so many orders that no alarm had woken.
     ClosedBySweep(usize),
 }
+
+/// A parcel, and the delivery it came in.
+type Addressed = (Parcel, Receipt);
 
 /// The steps, and the way back for what they found.
 pub(super) struct Steps {
@@ -85,9 +91,14 @@ impl Steps {
         });
     }
 
-    pub fn park(&self, parcels: Vec<(Parcel, Receipt)>) {
+    pub fn park(&self, parcels: Vec<Addressed>) {
         let database = self.database.clone();
-        self.spawn(async move { vec![Note::News(park_all(&database, parcels).await)] });
+        self.spawn(async move {
+            let (parked, not_parked) = park_all(&database, parcels).await;
+            let parked = (!parked.is_empty()).then_some(Note::News(News::Parked(parked)));
+            let not_parked = (!not_parked.is_empty()).then_some(Note::News(News::NotParked(not_parked)));
+            [parked, not_parked].into_iter().flatten().collect()
+        });
     }
 
     pub fn sweep(&self, page: SweepPage) {
@@ -131,18 +142,36 @@ fn log_answer(batch: &Batch, answer: &Answer, clock: DatabaseClock) -> usize {
     closed
 }
 
-async fn park_all(database: &Database, parcels: Vec<(Parcel, Receipt)>) -> News {
-    let contents: Vec<&Parcel> = parcels.iter().map(|(parcel, _)| parcel).collect();
-    if let Err(error) = park::park(database, &contents).await {
-        let error = why(&error);
-        warn!(%error, alarms = parcels.len(), "alarms could not be parked; they stay unacknowledged and are tried again");
-        return News::NotParked(parcels);
+/// What is parked, and what is not. One that the database refuses does not keep the others out.
+async fn park_all(database: &Database, parcels: Vec<Addressed>) -> (Vec<Receipt>, Vec<Addressed>) {
+    let (mut parked, mut not_parked) = (Vec::new(), Vec::new());
+    let mut waiting: VecDeque<Vec<Addressed>> = parcels.chunks(PARKED_AT_ONCE).map(<[Addressed]>::to_vec).collect();
+    while let Some(chunk) = waiting.pop_front() {
+        let contents: Vec<&Parcel> = chunk.iter().map(|(parcel, _)| parcel).collect();
+        match park::park(database, &contents).await {
+            Ok(()) => {
+                contents.into_iter().for_each(log_parked);
+                parked.extend(chunk.into_iter().map(|(_, receipt)| receipt));
+            }
+            Err(error) if trouble(&error) == Trouble::Data && chunk.len() > 1 => {
+                waiting.extend(chunk.into_iter().map(|one| vec![one]));
+            }
+            Err(error) => {
+                not_parked.extend(chunk);
+                if trouble(&error) != Trouble::Data {
+                    not_parked.extend(waiting.drain(..).flatten());
+                }
+                let (error, alarms) = (why(&error), not_parked.len());
+                warn!(%error, alarms, "alarms could not be parked; they stay unacknowledged and are tried again");
+            }
+        }
     }
-    for parcel in contents {
-        let order_id = parcel.order_id.as_ref().map_or("", OrderId::as_str);
-        warn!(order_id, reason = parcel.reason.as_str(), detail = %parcel.detail, "alarm parked");
-    }
-    News::Parked(parcels.into_iter().map(|(_, receipt)| receipt).collect())
+    (parked, not_parked)
+}
+
+fn log_parked(parcel: &Parcel) {
+    let order_id = parcel.order_id.as_ref().map_or("", OrderId::as_str);
+    warn!(order_id, reason = parcel.reason.as_str(), detail = %parcel.detail, "alarm parked");
 }
 
 /// Reads the database's clock for ever.

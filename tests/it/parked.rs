@@ -8,6 +8,7 @@ use lapin::options::{BasicGetOptions, BasicRejectOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use order_timeout::message::write_rfc3339;
 use order_timeout::order::Moment;
+use order_timeout::topology::DUE_KEY;
 use serde_json::Value;
 use sqlx::PgPool;
 use uuid::Uuid;
@@ -296,6 +297,29 @@ fn parked_command(stage: &Stage, arguments: &[&str]) -> (i32, String) {
 
 fn json_lines(text: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn an_alarm_that_cannot_be_parked_does_not_keep_others_out() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            sqlx::query("ALTER TABLE parked_alarms ADD CHECK (body <> 'bad')").execute(&stage.pool).await.unwrap();
+            for body in ["bad", "first", "second"] {
+                stage.publish_raw(&stage.names().due(), DUE_KEY, body.as_bytes(), BasicProperties::default()).await;
+            }
+            let worker = stage.worker().await;
+            let parked = async || stage.count("SELECT count(*) FROM parked_alarms").await;
+            wait_for("the two that can be parked", async || parked().await == 2).await;
+            sqlx::query("ALTER TABLE parked_alarms DROP CONSTRAINT parked_alarms_body_check")
+                .execute(&stage.pool)
+                .await
+                .unwrap();
+            wait_for("the third, once it can be parked", async || parked().await == 3).await;
+            worker.stop().await;
+            stage.assert_drained().await;
+        },
+    );
 }
 
 /// Parks a row as the worker would.
