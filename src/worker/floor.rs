@@ -96,6 +96,8 @@ impl Floor {
                     let now = self.clock.now();
                     delivered.drain(..).for_each(|one| self.desk.hear(News::Delivered(one), now));
                 }
+                // The last to end may have had nothing to say.
+                () = self.steps.tasks.wait(), if stopping && !self.steps.tasks.is_empty() => {}
                 () = sleep_until(wake_at), if wake_at.is_some() => {}
             }
         }
@@ -117,16 +119,24 @@ impl Floor {
                 }
                 self.desk.hear(news, self.clock.now());
             }
-            Note::Clock(sample) => self.clock.learn(sample),
-            Note::ClosedBySweep(orders) => self.count_swept(orders),
+            Note::Clock(sample) => {
+                self.clock.learn(sample);
+                // Comes each second, so that what was counted is said even if nothing more is.
+                self.say_what_was_swept();
+            }
+            // Without the broker nobody expects an alarm.
+            Note::ClosedBySweep(orders) if self.desk.broker_is_here() => {
+                self.swept.orders += orders;
+                self.say_what_was_swept();
+            }
+            Note::ClosedBySweep(_) => {}
         }
     }
 
     /// Says once a minute at most that orders were closed which no alarm had woken.
-    fn count_swept(&mut self, orders: usize) {
-        self.swept.orders += orders;
+    fn say_what_was_swept(&mut self) {
         let due = self.swept.since.is_none_or(|since| since.elapsed() >= SWEEP_COUNT_OVER);
-        if due && self.desk.broker_is_here() {
+        if due && self.swept.orders > 0 {
             warn!(
                 orders = self.swept.orders,
                 "overdue orders were closed by the sweep, no alarm had come for them in time; is every order scheduled, and is the broker keeping up?"

@@ -6,6 +6,7 @@ use std::pin::pin;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::steps::Note;
@@ -18,6 +19,8 @@ use crate::patience::Pauses;
 
 /// The number of the session that is opened at the start.
 pub(super) const FIRST_SESSION: u64 = 1;
+/// A session that ends sooner is no sign that the next will fare better.
+const LIVED: Duration = Duration::from_secs(5);
 /// How long a stopping worker waits for a session that is being opened, so as to close it.
 const LAST_OPENING: Duration = Duration::from_secs(2);
 
@@ -59,11 +62,15 @@ impl Supervisor {
         let mut pauses = Pauses::new();
         loop {
             if let Some(open) = session.take() {
-                // Only a session that was opened resets the patience.
-                pauses = Pauses::new();
+                let opened = Instant::now();
                 self.tell(News::SessionOpened(open.number()));
                 self.attend(open).await;
                 self.tell(News::SessionEnded);
+                if opened.elapsed() >= LIVED {
+                    pauses = Pauses::new();
+                } else {
+                    self.pause(pauses.next_pause()).await;
+                }
             }
             if !self.wait_until_wanted().await {
                 return;
