@@ -2,8 +2,12 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use uuid::Uuid;
+
+/// A broker that starts keeps a core busy for seconds. Several at once, and none is up in time on a small machine.
+static STARTING: Mutex<()> = Mutex::new(());
 
 /// A RabbitMQ or Postgres of this test alone. Ended and removed when dropped.
 pub struct Private {
@@ -26,6 +30,7 @@ impl Private {
     fn start(kind: &'static str, options: &[&str]) -> Self {
         let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{kind}-{}", Uuid::now_v7().simple()));
         let mut private = Self { kind, dir, url: String::new() };
+        let _one_at_a_time = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
         let printed = private.call("start", options);
         private.url = printed.lines().last().expect("the address").to_owned();
         private
