@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
-use world::{Mutant, Scheduling, Status, World};
+use world::{Fate, Mutant, Scheduling, Status, WORKERS, World};
 
 /// Histories of a usual run.
 const HISTORIES: u32 = 2_000;
@@ -19,6 +19,15 @@ const FEWEST_STEPS: usize = 20;
 const MOST_STEPS: usize = 80;
 /// The worst that two clocks differ here, and so the worst that a slot may hold up one message behind another.
 const MOST_SKEW_MS: i64 = 400;
+/// How far somebody sets the database's clock.
+const MOST_CLOCK_SET_MS: i64 = 600_000;
+/// How long it may take until every order is closed once all faults are over: the furthest deadline is 25 s away, or as
+/// much further as the clock was set back; an order that refused again and again is left alone for five minutes.
+const LONGEST_SETTLING: Duration = Duration::from_secs(25 + 1_200 + 300 + 60);
+/// Fine steps first; who is not closed after [`FINE_STEPS`] of them waits for something far away.
+const FINE_STEP: Duration = Duration::from_millis(250);
+const COARSE_STEP: Duration = Duration::from_secs(5);
+const FINE_STEPS: u128 = 160;
 
 #[derive(Debug, Clone)]
 enum Step {
@@ -27,15 +36,20 @@ enum Step {
     CommitPayments,
     Extend { order: usize, delay_ms: u64 },
     Pass { ms: u64 },
-    Turn,
-    Progress { errand: usize },
-    LoseAnswer { errand: usize },
-    Crash,
-    Start,
-    LoseSession,
+    Turn { worker: usize },
+    Progress { worker: usize, errand: usize },
+    LoseAnswer { worker: usize, errand: usize },
+    Deadlock { worker: usize, errand: usize },
+    Refuse { order: usize, refuses: bool },
+    Crash { worker: usize },
+    Stop { worker: usize },
+    Start { worker: usize },
+    LoseSession { worker: usize },
     Duplicate(usize),
     Skew { ms: i64 },
+    SetClock { ms: i64 },
     DatabaseAway(bool),
+    BrokerAway(bool),
     BrokerRefuses(bool),
     Relay,
     MarkRelayed { crashed: bool },
@@ -53,19 +67,28 @@ fn step() -> impl Strategy<Value = Step> {
         2 => Just(Step::CommitPayments),
         2 => (any::<usize>(), 0..15_000_u64).prop_map(|(order, delay_ms)| Step::Extend { order, delay_ms }),
         6 => prop_oneof![4 => 1..4_000_u64, 1 => 4_000..15_000_u64].prop_map(|ms| Step::Pass { ms }),
-        8 => Just(Step::Turn),
-        10 => any::<usize>().prop_map(|errand| Step::Progress { errand }),
-        1 => any::<usize>().prop_map(|errand| Step::LoseAnswer { errand }),
-        1 => Just(Step::Crash),
-        2 => Just(Step::Start),
-        1 => Just(Step::LoseSession),
+        12 => worker().prop_map(|worker| Step::Turn { worker }),
+        14 => (worker(), any::<usize>()).prop_map(|(worker, errand)| Step::Progress { worker, errand }),
+        1 => (worker(), any::<usize>()).prop_map(|(worker, errand)| Step::LoseAnswer { worker, errand }),
+        1 => (worker(), any::<usize>()).prop_map(|(worker, errand)| Step::Deadlock { worker, errand }),
+        1 => (any::<usize>(), any::<bool>()).prop_map(|(order, refuses)| Step::Refuse { order, refuses }),
+        1 => worker().prop_map(|worker| Step::Crash { worker }),
+        1 => worker().prop_map(|worker| Step::Stop { worker }),
+        3 => worker().prop_map(|worker| Step::Start { worker }),
+        1 => worker().prop_map(|worker| Step::LoseSession { worker }),
         2 => any::<usize>().prop_map(Step::Duplicate),
         1 => (-MOST_SKEW_MS..=MOST_SKEW_MS).prop_map(|ms| Step::Skew { ms }),
+        1 => (-MOST_CLOCK_SET_MS..=MOST_CLOCK_SET_MS).prop_map(|ms| Step::SetClock { ms }),
         1 => any::<bool>().prop_map(Step::DatabaseAway),
+        1 => any::<bool>().prop_map(Step::BrokerAway),
         1 => any::<bool>().prop_map(Step::BrokerRefuses),
         2 => Just(Step::Relay),
         2 => any::<bool>().prop_map(|crashed| Step::MarkRelayed { crashed }),
     ]
+}
+
+fn worker() -> impl Strategy<Value = usize> {
+    0..WORKERS
 }
 
 fn take(world: &mut World, step: &Step) {
@@ -75,15 +98,20 @@ fn take(world: &mut World, step: &Step) {
         Step::CommitPayments => world.commit_payments(),
         Step::Extend { order, delay_ms } => world.extend(*order, Duration::from_millis(*delay_ms)),
         Step::Pass { ms } => world.advance(Duration::from_millis(*ms)),
-        Step::Turn => world.turn(),
-        Step::Progress { errand } => world.progress(*errand, false),
-        Step::LoseAnswer { errand } => world.progress(*errand, true),
-        Step::Crash => world.crash(),
-        Step::Start => world.start(),
-        Step::LoseSession => world.lose_session(),
+        Step::Turn { worker } => world.turn(*worker),
+        Step::Progress { worker, errand } => world.progress(*worker, *errand, Fate::Done),
+        Step::LoseAnswer { worker, errand } => world.progress(*worker, *errand, Fate::AnswerIsLost),
+        Step::Deadlock { worker, errand } => world.progress(*worker, *errand, Fate::Transient),
+        Step::Refuse { order, refuses } => world.refuse(*order, *refuses),
+        Step::Crash { worker } => world.crash(*worker),
+        Step::Stop { worker } => world.stop(*worker),
+        Step::Start { worker } => world.start(*worker),
+        Step::LoseSession { worker } => world.lose_session(*worker),
         Step::Duplicate(message) => world.duplicate(*message),
         Step::Skew { ms } => world.skew_ms = *ms,
+        Step::SetClock { ms } => world.set_clock(*ms),
         Step::DatabaseAway(away) => world.database_is_away = *away,
+        Step::BrokerAway(away) => world.set_broker_away(*away),
         Step::BrokerRefuses(refuses) => world.broker_refuses = *refuses,
         Step::Relay => world.relay(),
         Step::MarkRelayed { crashed } => world.mark_relayed(*crashed),
@@ -124,20 +152,24 @@ fn check(world: &World) -> Result<(), String> {
 /// Every fault ends; then every order that was not paid must close, and the worker must be at work again.
 fn settle(world: &mut World) -> Result<(), String> {
     (world.database_is_away, world.broker_refuses) = (false, false);
+    world.set_broker_away(false);
     world.skew_ms = 0;
+    world.rows.values_mut().for_each(|row| row.refuses = false);
     world.commit_payments();
     world.relay();
     world.mark_relayed(false);
-    world.start();
-    // The furthest deadline is 25 s away, a failed alarm's longest pause some seconds more.
-    for _ in 0..240 {
-        world.advance(Duration::from_millis(250));
-        for _ in 0..4 {
-            world.turn();
-            (0..8).for_each(|errand| world.progress(errand, false));
+    let coarse_steps = LONGEST_SETTLING.as_millis() / COARSE_STEP.as_millis();
+    for step in 0..FINE_STEPS + coarse_steps {
+        world.advance(if step < FINE_STEPS { FINE_STEP } else { COARSE_STEP });
+        for worker in 0..WORKERS {
+            world.start(worker);
+            for _ in 0..4 {
+                world.turn(worker);
+                (0..8).for_each(|errand| world.progress(worker, errand, Fate::Done));
+            }
         }
         check(world)?;
-        if world.rows.values().all(|row| row.status != Status::Unpaid) && world.is_consuming() {
+        if world.rows.values().all(|row| row.status != Status::Unpaid) && world.all_are_consuming() {
             return Ok(());
         }
     }
@@ -147,7 +179,7 @@ fn settle(world: &mut World) -> Result<(), String> {
 
 fn play(mutant: Mutant, steps: &[Step]) -> Result<(), String> {
     let mut world = World::new(mutant);
-    world.start();
+    world.start(0);
     for step in steps {
         take(&mut world, step);
         check(&world)?;
@@ -204,7 +236,7 @@ fn no_interleaving_loses_doubles_or_closes_what_is_paid() {
         println!("  {kind:<15} {seen_in}");
         assert!(seen_in * 20 >= counts.histories, "{kind} in less than 5 % of the histories");
     }
-    assert_eq!(counts.by_kind.len(), 17, "every kind of step");
+    assert_eq!(counts.by_kind.len(), 22, "every kind of step");
 }
 
 fn must_be_found(mutant: Mutant) {

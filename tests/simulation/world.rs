@@ -52,6 +52,8 @@ pub struct Row {
     pub closed_early: bool,
     /// Whether its alarm reached the broker or the outbox, so that it must never be without one.
     pub has_alarm: bool,
+    /// A trigger refuses to close it, and fails whatever batch it is in.
+    pub refuses: bool,
 }
 
 /// How an order's alarm is scheduled.
@@ -80,23 +82,40 @@ enum Underway {
     Sweep { page: SweepPage, found: Option<SweptPage> },
 }
 
+/// What becomes of an errand's next stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fate {
+    Done,
+    /// It happens, and the worker hears of a broken connection.
+    AnswerIsLost,
+    /// A deadlock or a timeout: nothing happens. Only a close can have it.
+    Transient,
+}
+
 /// A running worker.
 struct Worker {
     desk: Desk,
-    session: u64,
+    /// `None` while the broker is away, or while the desk wants no deliveries.
+    session: Option<u64>,
     next_tag: u64,
     underway: Vec<Underway>,
-    /// It has closed its session because it cannot settle what it is given.
-    resting: bool,
+    stopping: bool,
 }
+
+/// How many workers there are, running or not.
+pub const WORKERS: usize = 2;
 
 pub struct World {
     mutant: Mutant,
-    pub now: Moment,
+    /// The broker's time, which only goes forward.
+    now: Moment,
+    /// How far the database's clock was set ahead of it, or back.
+    clock_set_ms: i64,
     /// By how much the worker's idea of the database's time is wrong.
     pub skew_ms: i64,
     pub rows: BTreeMap<OrderId, Row>,
     pub database_is_away: bool,
+    broker_is_away: bool,
     /// The broker confirms nothing that the worker publishes.
     pub broker_refuses: bool,
     wheel: Wheel,
@@ -107,10 +126,12 @@ pub struct World {
     parked: Vec<OrderId>,
     /// Order, deadline, and whether the broker has confirmed it; marked rows are gone.
     alarm_outbox: Vec<(OrderId, Deadline, bool)>,
-    worker: Option<Worker>,
+    workers: [Option<Worker>; WORKERS],
     sessions: u64,
-    /// The worst that a slot kept a message behind another.
+    /// The worst that a slot kept a message behind another, as long as nobody had set the clock by which slots are
+    /// chosen.
     pub worst_blocked: Duration,
+    clock_was_set: bool,
 }
 
 fn ring(name: &str, unit_s: u64, early_ms: u64) -> Ring {
@@ -140,9 +161,11 @@ impl World {
         Self {
             mutant,
             now: Moment::from_unix_micros(1_000_000_000_000),
+            clock_set_ms: 0,
             skew_ms: 0,
             rows: BTreeMap::new(),
             database_is_away: false,
+            broker_is_away: false,
             broker_refuses: false,
             wheel: Wheel::new(vec![ring("1s", 1, 500), ring("5s", 5, 1_000)]).expect("these rings mesh"),
             timeout: VecDeque::new(),
@@ -151,9 +174,10 @@ impl World {
             unacknowledged: BTreeMap::new(),
             parked: Vec::new(),
             alarm_outbox: Vec::new(),
-            worker: None,
+            workers: [const { None }; WORKERS],
             sessions: 0,
             worst_blocked: Duration::ZERO,
+            clock_was_set: false,
         }
     }
 
@@ -161,12 +185,20 @@ impl World {
 
     pub fn create(&mut self, delay: Duration, scheduling: Scheduling) {
         let order_id = OrderId::new(format!("order-{}", self.rows.len())).expect("a good id");
-        let deadline = self.now + delay;
-        match scheduling {
-            Scheduling::Published => self.arm.push_back(alarm(&order_id, deadline, self.now)),
-            Scheduling::InTransaction => self.alarm_outbox.push((order_id.clone(), deadline, false)),
-            Scheduling::Forgotten => {}
-        }
+        let now = self.database_time();
+        let deadline = now + delay;
+        let has_alarm = match scheduling {
+            Scheduling::Published if self.broker_is_away => false,
+            Scheduling::Published => {
+                self.arm.push_back(alarm(&order_id, deadline, now));
+                true
+            }
+            Scheduling::InTransaction => {
+                self.alarm_outbox.push((order_id.clone(), deadline, false));
+                true
+            }
+            Scheduling::Forgotten => false,
+        };
         let row = Row {
             status: Status::Unpaid,
             deadline,
@@ -175,7 +207,8 @@ impl World {
             stock_returned: 0,
             events: 0,
             closed_early: false,
-            has_alarm: scheduling != Scheduling::Forgotten,
+            has_alarm,
+            refuses: false,
         };
         self.rows.insert(order_id, row);
     }
@@ -202,10 +235,33 @@ impl World {
 
     /// Sets another deadline, later or earlier.
     pub fn extend(&mut self, n: usize, delay: Duration) {
-        let now = self.now;
+        let now = self.database_time();
         if let Some(row) = self.nth_row(n).filter(|row| row.status == Status::Unpaid && !row.paying) {
             row.deadline = now + delay;
         }
+    }
+
+    /// A trigger on the orders table begins, or ceases, to refuse this one.
+    pub fn refuse(&mut self, n: usize, refuses: bool) {
+        if let Some(row) = self.nth_row(n) {
+            row.refuses = refuses;
+        }
+    }
+
+    // -------------------------------------------------------------------------------------------------- clocks
+
+    fn database_time(&self) -> Moment {
+        shifted(self.now, self.clock_set_ms)
+    }
+
+    fn worker_time(&self) -> Moment {
+        shifted(self.database_time(), self.skew_ms)
+    }
+
+    /// Somebody sets the database's clock, or another server with another clock takes over.
+    pub fn set_clock(&mut self, ms: i64) {
+        self.clock_set_ms = ms;
+        self.clock_was_set = true;
     }
 
     // ---------------------------------------------------------------------------------------------- the broker
@@ -213,6 +269,9 @@ impl World {
     /// Lets time pass and slots let go.
     pub fn advance(&mut self, by: Duration) {
         self.now = self.now + by;
+        if self.broker_is_away {
+            return;
+        }
         let now = self.now;
         for ((ring, _), slot) in &mut self.slots {
             while slot.front().is_some_and(|head| head.fires_at <= now) {
@@ -222,7 +281,17 @@ impl World {
                 target.push_back(let_go.alarm);
             }
             let blocked = slot.iter().map(|waiting| now.since(waiting.fires_at)).max().unwrap_or_default();
-            self.worst_blocked = self.worst_blocked.max(blocked);
+            if !self.clock_was_set {
+                self.worst_blocked = self.worst_blocked.max(blocked);
+            }
+        }
+    }
+
+    /// Goes away with every session, or comes back.
+    pub fn set_broker_away(&mut self, away: bool) {
+        self.broker_is_away = away;
+        if away {
+            (0..WORKERS).for_each(|worker| self.lose_session(worker));
         }
     }
 
@@ -235,8 +304,17 @@ impl World {
         }
     }
 
-    fn end_session(&mut self) {
-        for (_, (inlet, alarm)) in std::mem::take(&mut self.unacknowledged).into_iter().rev() {
+    /// What was not acknowledged in a session is delivered again.
+    fn end_session(&mut self, session: u64) {
+        let mut ended = Vec::new();
+        self.unacknowledged.retain(|receipt, message| {
+            let stays = receipt.session != session;
+            if !stays {
+                ended.push(message.clone());
+            }
+            stays
+        });
+        for (inlet, alarm) in ended.into_iter().rev() {
             if inlet == Inlet::Arm { self.arm.push_front(alarm) } else { self.timeout.push_front(alarm) }
         }
     }
@@ -252,69 +330,89 @@ impl World {
 
     // ---------------------------------------------------------------------------------------------- the worker
 
-    pub fn start(&mut self) {
-        if self.worker.is_none() {
-            self.sessions += 1;
-            let mut desk = Desk::new(policy());
-            desk.hear(News::SessionOpened(self.sessions), self.worker_time());
-            let (session, underway) = (self.sessions, Vec::new());
-            self.worker = Some(Worker { desk, session, next_tag: 1, underway, resting: false });
-        }
+    pub fn start(&mut self, worker: usize) {
+        self.workers[worker].get_or_insert_with(|| Worker {
+            desk: Desk::new(policy()),
+            session: None,
+            next_tag: 1,
+            underway: Vec::new(),
+            stopping: false,
+        });
     }
 
     /// kill -9: what was executed stays executed, nobody is told.
-    pub fn crash(&mut self) {
-        self.worker = None;
-        self.end_session();
+    pub fn crash(&mut self, worker: usize) {
+        if let Some(session) = self.workers[worker].take().and_then(|worker| worker.session) {
+            self.end_session(session);
+        }
     }
 
-    pub fn lose_session(&mut self) {
+    /// SIGTERM: it takes nothing new, finishes what it has begun, and ends.
+    pub fn stop(&mut self, worker: usize) {
+        if let Some(worker) = self.workers[worker].as_mut().filter(|worker| !worker.stopping) {
+            worker.stopping = true;
+            worker.desk.drain();
+        }
+    }
+
+    pub fn lose_session(&mut self, worker: usize) {
         let now = self.worker_time();
-        if let Some(worker) = self.worker.as_mut().filter(|worker| !worker.resting) {
+        let Some(worker) = &mut self.workers[worker] else { return };
+        if let Some(session) = worker.session.take() {
             worker.desk.hear(News::SessionEnded, now);
-            self.sessions += 1;
-            worker.open_session(self.sessions, now);
+            self.end_session(session);
         }
-        self.end_session();
     }
 
-    /// Opens and closes the session as the desk wants it.
+    /// Opens and closes the session as the desk wants it, and as the broker lets it.
     fn supervise(&mut self, worker: &mut Worker, now: Moment) {
-        match (worker.desk.wants_deliveries(now), worker.resting) {
-            (false, false) => {
-                worker.resting = true;
+        match (worker.session, worker.desk.wants_deliveries(now)) {
+            _ if worker.stopping => {}
+            (Some(session), false) => {
+                worker.session = None;
                 worker.desk.hear(News::SessionEnded, now);
-                self.end_session();
+                self.end_session(session);
             }
-            (true, true) => {
-                worker.resting = false;
+            (None, true) if !self.broker_is_away => {
                 self.sessions += 1;
-                worker.open_session(self.sessions, now);
+                (worker.session, worker.next_tag) = (Some(self.sessions), 1);
+                worker.desk.hear(News::SessionOpened(self.sessions), now);
             }
-            (true, false) | (false, true) => {}
+            (None, _) | (Some(_), true) => {}
         }
     }
 
-    fn worker_time(&self) -> Moment {
-        let skew = Duration::from_millis(self.skew_ms.unsigned_abs());
-        if self.skew_ms < 0 { self.now - skew } else { self.now + skew }
+    /// One turn of a worker's loop: take what is delivered, hand out what can be done.
+    pub fn turn(&mut self, n: usize) {
+        let now = self.worker_time();
+        let Some(mut worker) = self.workers[n].take() else { return };
+        self.supervise(&mut worker, now);
+        if let Some(session) = worker.session.filter(|_| !worker.stopping) {
+            self.deliver(&mut worker, session, now);
+        }
+        self.hand_out(&mut worker, now);
+        if worker.stopping && worker.underway.is_empty() && worker.desk.closers_are_idle() {
+            if let Some(session) = worker.session {
+                self.end_session(session);
+            }
+        } else {
+            self.workers[n] = Some(worker);
+        }
     }
 
-    /// One turn of the worker's loop: take what is delivered, hand out what can be done.
-    pub fn turn(&mut self) {
-        let now = self.worker_time();
-        let Some(mut worker) = self.worker.take() else { return };
-        self.supervise(&mut worker, now);
-        let inlets: &[Inlet] = if worker.resting { &[] } else { &[Inlet::Timeout, Inlet::Arm] };
-        for &inlet in inlets {
+    fn deliver(&mut self, worker: &mut Worker, session: u64, now: Moment) {
+        for inlet in [Inlet::Timeout, Inlet::Arm] {
             let queue = if inlet == Inlet::Arm { &mut self.arm } else { &mut self.timeout };
             for alarm in queue.drain(..) {
-                let receipt = Receipt { session: worker.session, channel: 0, tag: worker.next_tag };
+                let receipt = Receipt { session, channel: 0, tag: worker.next_tag };
                 worker.next_tag += 1;
                 self.unacknowledged.insert(receipt, (inlet, alarm.clone()));
                 worker.desk.hear(News::Delivered(Delivered { receipt, inlet, content: Ok(alarm) }), now);
             }
         }
+    }
+
+    fn hand_out(&mut self, worker: &mut Worker, now: Moment) {
         for errand in worker.desk.errands(now) {
             match errand {
                 Errand::Settle(settlements) => self.settle(settlements),
@@ -334,63 +432,77 @@ impl World {
                 Errand::Sweep(page) => worker.underway.push(Underway::Sweep { page, found: None }),
             }
         }
-        self.worker = Some(worker);
     }
 
-    /// Takes the nth errand one stage further: it happens, then it is reported. `answer_is_lost`: it happens, and the
-    /// worker hears of a broken connection.
-    pub fn progress(&mut self, n: usize, answer_is_lost: bool) {
-        let Some(mut worker) = self.worker.take() else { return };
-        if !worker.underway.is_empty() {
-            let errand = worker.underway.swap_remove(n % worker.underway.len());
+    /// Takes the nth errand of a worker one stage further: it happens, then it is reported.
+    pub fn progress(&mut self, worker: usize, n: usize, fate: Fate) {
+        let Some(mut running) = self.workers[worker].take() else { return };
+        if !running.underway.is_empty() {
+            let errand = running.underway.swap_remove(n % running.underway.len());
             let now = self.worker_time();
-            match self.next_stage(errand, answer_is_lost) {
-                Ok(underway) => worker.underway.push(underway),
-                Err(news) => news.into_iter().for_each(|news| worker.desk.hear(news, now)),
+            match self.next_stage(errand, fate) {
+                Ok(underway) => running.underway.push(underway),
+                Err(news) => running.desk.hear(news, now),
             }
         }
-        self.worker = Some(worker);
+        self.workers[worker] = Some(running);
     }
 
-    fn next_stage(&mut self, errand: Underway, answer_is_lost: bool) -> Result<Underway, Vec<News>> {
-        let away = || CloseFault::Away("the connection is gone".into());
+    /// The errand one stage further, or the news of its end.
+    fn next_stage(&mut self, errand: Underway, fate: Fate) -> Result<Underway, News> {
         match errand {
-            Underway::Close { batch, answer: Some(answer), .. } => Err(vec![News::Closed(batch, answer)]),
-            Underway::Close { batch, .. } if self.database_is_away => {
-                Ok(Underway::Close { batch, read: None, answer: Some(Err(away())) })
-            }
+            Underway::Close { batch, answer: Some(answer), .. } => Err(News::Closed(batch, answer)),
             Underway::Close { batch, read: None, .. } if self.mutant == Mutant::NoStatusGuard => {
                 let read = Some(batch.cases.iter().filter_map(|case| self.look_at(&case.alarm.due.order_id)).collect());
                 Ok(Underway::Close { batch, read, answer: None })
             }
             Underway::Close { batch, read, .. } => {
-                let found = self.close(&batch, read);
-                let answer = Some(if answer_is_lost { Err(away()) } else { Ok(found) });
+                let answer = Some(self.answer(&batch, read, fate));
                 Ok(Underway::Close { batch, read: None, answer })
             }
-            Underway::Arm { jobs, written: false } if self.broker_refuses => Err(vec![News::NotArmed(jobs)]),
+            Underway::Arm { jobs, written: false } if self.broker_refuses || self.broker_is_away => {
+                Err(News::NotArmed(jobs))
+            }
             Underway::Arm { jobs, written: false } => {
                 jobs.iter().for_each(|job| self.write_alarm(job));
                 Ok(Underway::Arm { jobs, written: true })
             }
-            Underway::Arm { jobs, .. } if answer_is_lost => Err(vec![News::NotArmed(jobs)]),
-            Underway::Arm { jobs, .. } => Err(vec![News::Armed(jobs.into_iter().map(|job| job.receipt).collect())]),
-            Underway::Park { parcels, written: false } if self.database_is_away => Err(vec![News::NotParked(parcels)]),
+            Underway::Arm { jobs, .. } if fate == Fate::AnswerIsLost => Err(News::NotArmed(jobs)),
+            Underway::Arm { jobs, .. } => Err(News::Armed(jobs.into_iter().map(|job| job.receipt).collect())),
+            Underway::Park { parcels, written: false } if self.database_is_away => Err(News::NotParked(parcels)),
             Underway::Park { parcels, written: false } => {
                 self.parked.extend(parcels.iter().filter_map(|(parcel, _)| parcel.order_id.clone()));
                 Ok(Underway::Park { parcels, written: true })
             }
-            Underway::Park { parcels, .. } if answer_is_lost => Err(vec![News::NotParked(parcels)]),
+            Underway::Park { parcels, .. } if fate == Fate::AnswerIsLost => Err(News::NotParked(parcels)),
             Underway::Park { parcels, .. } => {
-                Err(vec![News::Parked(parcels.into_iter().map(|(_, receipt)| receipt).collect())])
+                Err(News::Parked(parcels.into_iter().map(|(_, receipt)| receipt).collect()))
             }
-            Underway::Sweep { found: None, .. } if self.database_is_away => Err(vec![News::NotSwept]),
+            Underway::Sweep { found: None, .. } if self.database_is_away => Err(News::NotSwept),
             Underway::Sweep { page, found: None } => {
                 let found = Some(self.overdue(&page));
                 Ok(Underway::Sweep { page, found })
             }
-            Underway::Sweep { found: Some(found), .. } => Err(vec![News::Swept(found)]),
+            Underway::Sweep { found: Some(found), .. } => Err(News::Swept(found)),
         }
+    }
+
+    /// What the database answers to a batch.
+    fn answer(&mut self, batch: &Batch, read: Option<HashMap<OrderId, Finding>>, fate: Fate) -> Answer {
+        let away = || CloseFault::Away("the connection is gone".into());
+        let is_refused =
+            |id: &OrderId| self.rows.get(id).is_some_and(|row| row.refuses && row.status == Status::Unpaid);
+        if self.database_is_away {
+            return Err(away());
+        }
+        if fate == Fate::Transient {
+            return Err(CloseFault::Transient("deadlock detected".into()));
+        }
+        if batch.cases.iter().any(|case| is_refused(case.alarm.order_id())) {
+            return Err(CloseFault::OfTheOrder("a trigger says no".into()));
+        }
+        let found = self.close(batch, read);
+        if fate == Fate::AnswerIsLost { Err(away()) } else { Ok(found) }
     }
 
     fn write_alarm(&mut self, job: &ArmJob) {
@@ -417,7 +529,7 @@ impl World {
             _ if row.paying => Outcome::Busy,
             Status::Paid => Outcome::Paid,
             Status::Closed => Outcome::AlreadyClosed,
-            Status::Unpaid if row.deadline > self.now => Outcome::NotDue,
+            Status::Unpaid if row.deadline > self.database_time() => Outcome::NotDue,
             Status::Unpaid => Outcome::Closed,
         };
         Some((order_id.clone(), Ok(Found { outcome, deadline: Some(row.deadline) })))
@@ -425,7 +537,7 @@ impl World {
 
     /// What `sql/close.sql` does, or what was read before is acted on whatever has happened since.
     fn close(&mut self, batch: &Batch, read: Option<HashMap<OrderId, Finding>>) -> HashMap<OrderId, Finding> {
-        let mut findings = HashMap::new();
+        let (now, mut findings) = (self.database_time(), HashMap::new());
         for order_id in batch.cases.iter().map(|case| &case.alarm.due.order_id) {
             if findings.contains_key(order_id) {
                 continue;
@@ -437,7 +549,7 @@ impl World {
             let Some((order_id, Ok(mut found))) = seen else { continue };
             let row = self.rows.get_mut(&order_id).expect("it was looked at");
             let ignores_lock = self.mutant == Mutant::SweepIgnoresPayment && batch.by == ClosedBy::Sweep;
-            if ignores_lock && found.outcome == Outcome::Busy && row.deadline <= self.now {
+            if ignores_lock && found.outcome == Outcome::Busy && row.deadline <= now {
                 found.outcome = Outcome::Closed;
             }
             if self.mutant == Mutant::StockPerDelivery && found.outcome == Outcome::AlreadyClosed {
@@ -448,7 +560,7 @@ impl World {
                 row.closes += 1;
                 row.stock_returned += 1;
                 row.events += 1;
-                row.closed_early |= row.deadline > self.now;
+                row.closed_early |= row.deadline > now;
             }
             findings.insert(order_id, Ok(found));
         }
@@ -461,7 +573,7 @@ impl World {
         let after = page.after.as_ref().map(|place| (place.deadline, place.id.clone()));
         let unpaid = self.rows.iter().filter(|(_, row)| row.status == Status::Unpaid);
         let mut orders: Vec<Overdue> = unpaid
-            .filter(|(_, row)| row.deadline + page.grace <= self.now)
+            .filter(|(_, row)| row.deadline + page.grace <= self.database_time())
             .map(|(id, row)| Overdue { order_id: id.clone(), deadline: row.deadline })
             .filter(|overdue| after.as_ref().is_none_or(|after| key(overdue) > *after))
             .collect();
@@ -474,10 +586,14 @@ impl World {
 
     /// The relay's first half: publish what stands in the outbox.
     pub fn relay(&mut self) {
+        if self.broker_is_away || self.database_is_away {
+            return;
+        }
+        let now = self.database_time();
         for (order_id, deadline, confirmed) in self.alarm_outbox.iter_mut().filter(|(.., confirmed)| !confirmed) {
             *confirmed = true;
-            if *deadline > self.now {
-                self.arm.push_back(alarm(order_id, *deadline, self.now));
+            if *deadline > now {
+                self.arm.push_back(alarm(order_id, *deadline, now));
             } else if let Some(row) = self.rows.get_mut(order_id) {
                 // Left to the sweep.
                 row.has_alarm = false;
@@ -494,9 +610,9 @@ impl World {
         }
     }
 
-    /// Whether a worker takes deliveries.
-    pub fn is_consuming(&self) -> bool {
-        self.worker.as_ref().is_some_and(|worker| !worker.resting)
+    /// Whether every worker takes deliveries.
+    pub fn all_are_consuming(&self) -> bool {
+        self.workers.iter().all(|worker| worker.as_ref().is_some_and(|worker| worker.session.is_some()))
     }
 
     /// The orders that an alarm still speaks for: at the broker, in somebody's hands, in the outbox, or parked.
@@ -508,11 +624,9 @@ impl World {
     }
 }
 
-impl Worker {
-    fn open_session(&mut self, number: u64, now: Moment) {
-        (self.session, self.next_tag) = (number, 1);
-        self.desk.hear(News::SessionOpened(number), now);
-    }
+fn shifted(moment: Moment, ms: i64) -> Moment {
+    let by = Duration::from_millis(ms.unsigned_abs());
+    if ms < 0 { moment - by } else { moment + by }
 }
 
 fn alarm(order_id: &OrderId, deadline: Deadline, born: Moment) -> Alarm {
