@@ -1,6 +1,7 @@
 //! The command line: one file per subcommand. Reads arguments, calls the library, prints; decides nothing itself.
 
 pub mod close;
+pub mod deadline;
 pub mod parked;
 pub mod schedule;
 pub mod setup;
@@ -8,10 +9,13 @@ pub mod topology;
 pub mod worker;
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 
 use crate::config::{BadSettings, Settings};
+use crate::message::read_rfc3339;
+use crate::order::Moment;
 
 /// Closes unpaid orders in Postgres exactly when their time is up, woken by RabbitMQ delayed messages.
 #[derive(Debug, Parser)]
@@ -55,11 +59,37 @@ impl Cli {
         let (file, overrides) = (self.settings.config.as_deref(), &self.settings.overrides);
         match self.command {
             Command::Schedule(_) | Command::Topology(_) => Settings::load(file, overrides),
-            Command::Setup(_) | Command::Worker | Command::Close(_) | Command::Parked(_) => {
+            Command::Setup(_) | Command::Worker | Command::Deadline(_) | Command::Close(_) | Command::Parked(_) => {
                 Settings::load_with_database(file, overrides)
             }
         }
     }
+}
+
+/// A deadline on the command line.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub struct When {
+    /// The deadline, counted from now, with its unit: 90s, 30m, 2h
+    #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
+    r#in: Option<Duration>,
+    /// The deadline as a time: 2026-11-20T10:30:00Z
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    deadline: Option<Moment>,
+}
+
+impl When {
+    fn moment(&self) -> Moment {
+        match (self.r#in, self.deadline) {
+            (Some(delay), _) => Moment::now_by_local_clock() + delay,
+            (None, Some(deadline)) => deadline,
+            (None, None) => unreachable!("clap requires one of the two"),
+        }
+    }
+}
+
+fn parse_time(text: &str) -> Result<Moment, String> {
+    read_rfc3339(text).ok_or_else(|| "write an RFC 3339 time with its offset, such as 2026-11-20T10:30:00Z".into())
 }
 
 /// What a command has to say on standard output, and the process' exit code.
@@ -85,6 +115,8 @@ pub enum Command {
     Worker,
     /// Schedule the alarm of one order by hand
     Schedule(schedule::ScheduleArgs),
+    /// Give an unpaid order more time, or less
+    Deadline(deadline::DeadlineArgs),
     /// Close overdue unpaid orders by hand, through the same statement as the worker
     Close(close::CloseArgs),
     /// Print the broker's objects as a definitions file
@@ -104,6 +136,7 @@ impl Command {
             Self::Setup(args) => setup::run(args, settings).await,
             Self::Worker => worker::run(settings).await,
             Self::Schedule(args) => schedule::run(args, settings).await,
+            Self::Deadline(args) => deadline::run(args, settings).await,
             Self::Close(args) => close::run(args, settings).await,
             Self::Topology(args) => topology::run(&args, settings),
             Self::Parked(command) => parked::run(command, settings).await,

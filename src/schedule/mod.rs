@@ -3,6 +3,7 @@
 //! Decides by [`lane`] where the alarm enters the broker and waits for the confirm. Looks at no order and no database;
 //! a failure is an error that says "not scheduled", never a silent loss and never a hang.
 
+pub mod deadline;
 pub mod lane;
 pub mod outbox;
 

@@ -11,6 +11,7 @@ mod command_line;
 mod compose;
 mod crash;
 mod database_away;
+mod deadline;
 mod delayed_exchange;
 mod least_privilege;
 mod outbox;

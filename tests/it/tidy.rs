@@ -126,6 +126,7 @@ fn sqlx_stays_in_its_rooms() {
         "database.rs",
         "park.rs",
         "relay.rs",
+        "schedule/deadline.rs",
         "schedule/outbox.rs",
         "sweep.rs",
         "worker/mod.rs",
@@ -169,7 +170,7 @@ fn the_local_wall_clock_is_read_by_publishers_alone() {
     );
     assert_eq!(
         users_of(r"\bnow_by_local_clock\b"),
-        set(&["order.rs", "schedule/mod.rs", "cli/schedule.rs", "cli/parked.rs"]),
+        set(&["order.rs", "schedule/mod.rs", "cli/mod.rs", "cli/parked.rs"]),
         "the worker goes by the database's clock: its own may be wrong, and would close orders early"
     );
 }

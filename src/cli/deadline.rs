@@ -1,0 +1,54 @@
+//! `order-timeout deadline`: another deadline for an order of the default schema, by hand.
+
+use anyhow::bail;
+use clap::Args;
+use serde_json::json;
+
+use crate::cli::{Answer, When};
+use crate::config::Settings;
+use crate::database::{self, Database};
+use crate::message::write_rfc3339;
+use crate::schedule::deadline::{Moved, move_deadline_in};
+
+/// Arguments of `deadline`.
+#[derive(Debug, Args)]
+pub struct DeadlineArgs {
+    /// The order's id, as the orders table has it
+    #[arg(long, value_name = "ID")]
+    order_id: String,
+    #[command(flatten)]
+    when: When,
+    /// Print what became of it as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// # Errors
+/// If the database cannot be used, or the orders table is not ours. Exit code 1 also if the deadline stands as it was.
+pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Answer> {
+    if !settings.orders.close_sql.is_empty() {
+        bail!(
+            "orders.close_sql says that the orders table is your own: update its row yourself, and for an earlier deadline run `order-timeout schedule`"
+        );
+    }
+    let database = Database::connect(&settings.database, 1).await?;
+    database::require_migrated(&database).await?;
+    let deadline = args.when.moment();
+    let moved = move_deadline_in(database.pool(), &args.order_id, deadline).await?;
+    let (order_id, deadline) = (&args.order_id, write_rfc3339(deadline));
+    let (word, sentence) = match &moved {
+        Moved::Later => ("later", format!("order {order_id} has time until {deadline}; its alarm follows")),
+        Moved::Earlier => {
+            ("earlier", format!("order {order_id} has time until {deadline}; an alarm for it is written"))
+        }
+        Moved::Stands(status) => ("stands", format!("order {order_id} is {status}; its deadline stands")),
+        Moved::Unknown => ("unknown", format!("there is no order {order_id}")),
+    };
+    let mut answer = Answer { code: u8::from(matches!(moved, Moved::Stands(_) | Moved::Unknown)), ..Answer::default() };
+    if args.json {
+        answer.line(json!({ "order_id": order_id, "deadline": deadline, "outcome": word }));
+    } else {
+        answer.line(sentence);
+    }
+    Ok(answer)
+}

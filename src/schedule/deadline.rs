@@ -1,0 +1,63 @@
+//! Step 1, SCHEDULE, once more: another deadline for an order of the default schema, inside the caller's transaction.
+//!
+//! The row is the truth, so extending changes the row and nothing else: however often it is done, the order keeps one
+//! alarm. Only an earlier deadline needs an alarm of its own. Paying or cancelling an order needs nothing from here.
+
+use sqlx::Row;
+
+use super::outbox::NotWritten;
+use crate::database::Timestamptz;
+use crate::order::{Deadline, OrderId};
+
+/// The statement, for services in other languages too.
+const DEADLINE_SQL: &str = include_str!("../../sql/deadline.sql");
+
+/// What became of the wish for another deadline.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Moved {
+    /// The same as before, or later; the alarm that is under way will do.
+    Later,
+    /// The relay sends an alarm for it.
+    Earlier,
+    /// The order is not unpaid but in this status, so its deadline stands.
+    Stands(String),
+    /// There is no such order.
+    Unknown,
+}
+
+/// Gives an unpaid order another deadline as part of the caller's transaction.
+///
+/// ```no_run
+/// # async fn example(pool: sqlx::PgPool, id: uuid::Uuid) -> Result<(), Box<dyn std::error::Error>> {
+/// use std::time::{Duration, SystemTime};
+///
+/// // Five minutes more to pay.
+/// let moved = order_timeout::move_deadline_in(&pool, id.to_string(), SystemTime::now() + Duration::from_secs(300)).await?;
+/// if let order_timeout::Moved::Stands(status) = moved {
+///     println!("too late: the order is {status}");
+/// }
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`NotWritten`]; the transaction is to be rolled back then.
+pub async fn move_deadline_in(
+    transaction: impl sqlx::PgExecutor<'_>,
+    order_id: impl AsRef<str>,
+    deadline: impl Into<Deadline>,
+) -> Result<Moved, NotWritten> {
+    let (order_id, deadline) = (OrderId::new(order_id)?, deadline.into());
+    let found = sqlx::query(DEADLINE_SQL)
+        .bind(order_id.as_str())
+        .bind(Timestamptz(deadline))
+        .fetch_optional(transaction)
+        .await?;
+    let Some(row) = found else { return Ok(Moved::Unknown) };
+    let (status, Timestamptz(before)): (String, _) = (row.try_get("status")?, row.try_get("deadline")?);
+    Ok(match status.as_str() {
+        "unpaid" if deadline < before => Moved::Earlier,
+        "unpaid" => Moved::Later,
+        _ => Moved::Stands(status),
+    })
+}

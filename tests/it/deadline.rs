@@ -1,0 +1,119 @@
+//! Another deadline for an order: the row is the truth, an alarm that comes early waits, an earlier deadline has an alarm
+//! of its own.
+
+use std::time::Duration;
+
+use order_timeout::topology::Topology;
+use order_timeout::{Moment, Moved, move_deadline_in};
+use serde_json::Value;
+
+use crate::support::process::{order_timeout, run};
+use crate::support::{Order, Stage, on_stage, wait_for};
+
+/// Moves the order's deadline there and says what became of the wish.
+async fn move_to(stage: &Stage, order: &Order, deadline: Moment) -> Moved {
+    move_deadline_in(&stage.pool, order.id.to_string(), deadline).await.unwrap()
+}
+
+/// Messages in all queues of the stage.
+async fn alarms_at_the_broker(stage: &Stage) -> u32 {
+    let mut alarms = 0;
+    for queue in Topology::new(&stage.settings).queues {
+        alarms += stage.depth(&queue.name).await;
+    }
+    alarms
+}
+
+#[test]
+fn an_order_extended_a_thousand_times_keeps_one_alarm_and_is_closed_at_the_last_deadline() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let order = stage.order(Duration::from_secs(2)).await;
+            stage.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+            let mut transaction = stage.pool.begin().await.unwrap();
+            let mut last = order.deadline;
+            for _ in 0..1_000 {
+                last = last + Duration::from_millis(4);
+                let moved = move_deadline_in(&mut *transaction, order.id.to_string(), last).await.unwrap();
+                assert_eq!(moved, Moved::Later);
+            }
+            transaction.commit().await.unwrap();
+            assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox").await, 0);
+            assert_eq!(alarms_at_the_broker(&stage).await, 1);
+
+            let worker = stage.worker().await;
+            wait_for("the close", async || stage.closed().await == 1).await;
+            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
+            worker.stop().await;
+            assert_eq!(alarms_at_the_broker(&stage).await, 0);
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn a_shortened_order_is_closed_at_the_earlier_deadline_by_an_alarm() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            let order = stage.order(Duration::from_secs(600)).await;
+            stage.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+            let sooner = order.deadline - Duration::from_secs(598);
+            assert_eq!(move_to(&stage, &order, sooner).await, Moved::Earlier);
+            wait_for("the close", async || stage.closed().await == 1).await;
+            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
+            worker.stop().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn the_deadline_of_an_order_that_is_not_unpaid_stands() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let order = stage.order(Duration::from_secs(60)).await;
+            assert!(stage.pay(&order).await);
+            assert_eq!(
+                move_to(&stage, &order, order.deadline - Duration::from_secs(1)).await,
+                Moved::Stands("paid".into())
+            );
+            let stranger = Order { id: uuid::Uuid::now_v7(), deadline: order.deadline };
+            assert_eq!(move_to(&stage, &stranger, order.deadline).await, Moved::Unknown);
+            assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox").await, 0);
+        },
+    );
+}
+
+#[test]
+fn by_hand_it_says_what_became_of_the_deadline() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let order = stage.order(Duration::from_secs(60)).await;
+            let deadline = |stage: &Stage, arguments: &[&str]| {
+                run(order_timeout(&stage.settings).args(["deadline", "--order-id"]).args(arguments))
+            };
+            let id = order.id.to_string();
+            let (code, said, _) = deadline(&stage, &[&id, "--in", "1h", "--json"]);
+            let said: Value = serde_json::from_str(&said).unwrap();
+            assert_eq!((code, &said["outcome"], &said["order_id"]), (0, &"later".into(), &id.as_str().into()));
+            let (code, said, _) = deadline(&stage, &[&id, "--in", "30s"]);
+            assert!(code == 0 && said.contains("an alarm for it is written"), "{said}");
+            assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox").await, 1);
+
+            assert!(stage.pay(&order).await);
+            let (code, said, _) = deadline(&stage, &[&id, "--in", "1h"]);
+            assert!(code == 1 && said.contains("is paid; its deadline stands"), "{said}");
+            let (code, _, error) = deadline(&stage, &["no-such-order", "--in", "1h"]);
+            assert!(code == 1 && error.contains("no-such-order"), "{error}");
+            let (code, _, error) = deadline(&stage, &[&id]);
+            assert!(code == 2 && error.contains("--in"), "{error}");
+            let (code, _, error) = deadline(&stage, &[&id, "--in", "1h", "--set", "orders.close_sql=own.sql"]);
+            assert!(code == 1 && error.contains("update its row yourself"), "{error}");
+        },
+    );
+}
