@@ -17,6 +17,7 @@ mod least_privilege;
 mod outbox;
 mod outcomes;
 mod parked;
+mod plan;
 mod publisher;
 mod sweep;
 mod tidy;
