@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use order_timeout::Publisher;
 use order_timeout::order::{Moment, OrderId};
-use order_timeout::{Publisher, database};
 use sqlx::PgPool;
 use time::OffsetDateTime;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::support::{Stage, wait_within};
+use crate::support::{Stage, till, wait_within};
 
 /// Ten batches a second.
 const BEAT: Duration = Duration::from_millis(100);
@@ -113,33 +113,15 @@ async fn take_batch(pool: PgPool, publisher: Publisher, article: String, size: u
     taken
 }
 
-/// Orders of one article each, with stock reserved, in one statement. It may be said again with the same ids: an answer
-/// that was lost does not tell whether the commit was.
+/// Orders and their alarms. An answer that was lost does not tell whether the commit was, so it may be said again.
 async fn commit(
     pool: &PgPool,
     ids: &[Uuid],
     article: &str,
     delay: Duration,
 ) -> Result<Vec<(OrderId, Moment)>, sqlx::Error> {
-    sqlx::query(
-        "WITH new AS (
-             INSERT INTO orders (id, expires_at)
-             SELECT id, clock_timestamp() + make_interval(secs => $3) FROM unnest($1::uuid[]) AS id
-             ON CONFLICT (id) DO NOTHING RETURNING id
-         ), items AS (
-             INSERT INTO order_items (order_id, article_id, quantity) SELECT id, $2, 1 FROM new
-         )
-         UPDATE stock SET available = available - n, reserved = reserved + n
-         FROM (SELECT count(*) AS n FROM new) AS counted WHERE article_id = $2",
-    )
-    .bind(ids)
-    .bind(article)
-    .bind(delay.as_secs_f64())
-    .execute(pool)
-    .await?;
-    let rows: Vec<(Uuid, OffsetDateTime)> =
-        sqlx::query_as("SELECT id, expires_at FROM orders WHERE id = ANY ($1)").bind(ids).fetch_all(pool).await?;
-    Ok(rows.into_iter().map(|(id, at)| (OrderId::new(id.to_string()).unwrap(), database::moment(at))).collect())
+    let taken = till::take_orders(&mut *pool.acquire().await?, ids, article, delay).await?;
+    Ok(taken.into_iter().map(|(id, deadline)| (OrderId::new(id.to_string()).unwrap(), deadline)).collect())
 }
 
 /// The database's time: what lateness is measured by.

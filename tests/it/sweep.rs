@@ -4,22 +4,11 @@ use std::time::Duration;
 
 use order_timeout::Settings;
 
-use crate::support::{Stage, on_stage, wait_for};
+use crate::support::{on_stage, wait_for};
 
 /// As in the defaults; other tests keep the sweep out of the way.
 fn usual_grace(settings: &mut Settings) {
     settings.sweep.grace = Duration::from_millis(500);
-}
-
-async fn refuse_to_close(stage: &Stage, article: &str) {
-    let trigger = format!(
-        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-             IF EXISTS (SELECT FROM order_items WHERE order_id = NEW.id AND article_id = '{article}')
-             THEN RAISE 'this order stays'; END IF;
-             RETURN NEW; END $$;
-         CREATE TRIGGER refuse BEFORE UPDATE ON orders FOR EACH ROW EXECUTE FUNCTION refuse()"
-    );
-    sqlx::raw_sql(sqlx::AssertSqlSafe(trigger)).execute(&stage.pool).await.unwrap();
 }
 
 #[test]
@@ -73,7 +62,7 @@ fn an_order_extended_while_it_is_overdue_is_not_closed_early() {
 fn orders_that_cannot_be_closed_do_not_hide_those_behind_them() {
     on_stage(usual_grace, async |stage| {
         stage.stock("unclosable", 1_000_000).await;
-        refuse_to_close(&stage, "unclosable").await;
+        stage.refuse_to_close("unclosable").await;
         stage.orders_of("unclosable", 2_000, Duration::ZERO).await;
         stage.orders(100, Duration::from_millis(700)).await;
         let worker = stage.worker().await;
@@ -90,7 +79,7 @@ fn orders_that_cannot_be_closed_do_not_hide_those_behind_them() {
 fn an_order_that_could_not_be_closed_is_once_it_can_be() {
     on_stage(usual_grace, async |stage| {
         stage.stock("unclosable", 1_000).await;
-        refuse_to_close(&stage, "unclosable").await;
+        stage.refuse_to_close("unclosable").await;
         stage.orders_of("unclosable", 10, Duration::ZERO).await;
         let worker = stage.worker().await;
         stage.order(Duration::ZERO).await;

@@ -1,5 +1,6 @@
 //! Private servers that a test may kill, stop and restart: their own ports and directories, removed afterwards.
 
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
@@ -97,7 +98,10 @@ impl Private {
 
     fn call(&self, verb: &str, arguments: &[&str]) -> String {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/private");
-        let output = Command::new(script).arg(self.kind).arg(verb).arg(&self.dir).args(arguments).output().unwrap();
+        let mut command = Command::new(script);
+        // In a group of its own: a Ctrl-C meant for the test must not break it off half-way.
+        command.arg(self.kind).arg(verb).arg(&self.dir).args(arguments).process_group(0);
+        let output = command.output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "scripts/private {} {verb} failed: {stderr}", self.kind);
         String::from_utf8_lossy(&output.stdout).into_owned()
@@ -119,6 +123,6 @@ fn children_of(parent: libc::pid_t) -> Vec<libc::pid_t> {
 impl Drop for Private {
     fn drop(&mut self) {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/private");
-        let _ = Command::new(script).args([self.kind, "remove"]).arg(&self.dir).output();
+        let _ = Command::new(script).args([self.kind, "remove"]).arg(&self.dir).process_group(0).output();
     }
 }

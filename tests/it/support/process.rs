@@ -1,5 +1,7 @@
 //! The real binary as a child process: for command-line tests, and for workers that are really killed.
 
+use std::fs::File;
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -40,7 +42,7 @@ fn stage_arguments(settings: &Settings) -> Vec<String> {
             format!("{{ unit = \"{}\", slots = {}{early} }}", millis(ring.unit), ring.slots)
         })
         .collect();
-    let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}.toml", settings.namespace));
+    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}.toml", settings.namespace));
     std::fs::write(&file, format!("[delay]\nrings = [{}]\n", rings.join(", "))).unwrap();
     let lanes: Vec<&str> = settings.delay.lanes.iter().map(|lane| lane.name.as_str()).collect();
     let mut arguments = vec!["--config".to_owned(), file.display().to_string()];
@@ -84,9 +86,26 @@ pub struct WorkerProcess {
 
 impl WorkerProcess {
     pub fn start(settings: &Settings) -> Self {
+        Self::start_saying(settings, Stdio::null())
+    }
+
+    /// Logs into this file what the settings' filter lets through.
+    #[allow(dead_code)] // used by tests/chaos
+    pub fn start_with_log(settings: &Settings, log: &Path) -> Self {
+        Self::start_saying(settings, File::create(log).expect("a file for the worker's log").into())
+    }
+
+    fn start_saying(settings: &Settings, stderr: Stdio) -> Self {
         let mut command = order_timeout(settings);
-        command.arg("worker").stdout(Stdio::null()).stderr(Stdio::null());
+        command.env("ORDER_TIMEOUT__LOG__FILTER", &settings.log.filter);
+        command.arg("worker").stdout(Stdio::null()).stderr(stderr);
         Self { child: command.spawn().expect("the worker starts") }
+    }
+
+    /// Its exit code, if it has ended; -1 if a signal ended it.
+    pub fn ended(&mut self) -> Option<i32> {
+        let status = self.child.try_wait().expect("a child of ours");
+        status.map(|status| status.code().unwrap_or(-1))
     }
 
     /// SIGSTOP: it stands still, with everything it holds. Undone by [`Self::go_on`]; it can be killed as it is.
@@ -116,8 +135,8 @@ impl WorkerProcess {
         self.signal(libc::SIGTERM);
         let began = Instant::now();
         loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status.code().unwrap_or(-1);
+            if let Some(code) = self.ended() {
+                return code;
             }
             assert!(began.elapsed() < patience, "the worker did not end within {patience:?} of SIGTERM");
             std::thread::sleep(Duration::from_millis(20));

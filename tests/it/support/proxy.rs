@@ -202,8 +202,9 @@ impl Proxy {
         self.wire.open.load(Ordering::SeqCst)
     }
 
-    /// The network is in order again. What was stalled goes on where it stopped.
+    /// The network is in order again, and nothing is waited for. What was stalled goes on where it stopped.
     pub fn restore(&self) {
+        *self.wire.trap.lock().unwrap() = None;
         self.wire.rules.send_modify(|rules| {
             rules.refusing = false;
             (rules.to_server, rules.to_client) = (Flow::Free, Flow::Free);

@@ -1,0 +1,325 @@
+//! Holds the tables, and what the shop's consumers heard, against the shop's own books; and counts.
+//!
+//! What must hold, without exception: an order that was never paid is closed exactly once (one line of history, its
+//! stock returned once, its event heard under one id); a paid order is not closed; none is closed before the deadline in
+//! force, by the database's clock; no order's alarm is parked.
+//!
+//! How late a close may be: one second after the order's time. That is its deadline, or the moment at which the shop
+//! heard that the deadline is committed, if that was later. A fault puts it off to the fault's end if it began while the
+//! order had the right to be open (before that second was over) and excuses this order: see [`crate::plan::Excuses`]. So faults
+//! may follow one another, each beginning within a second of the end of the last. A fault of the broker, of messages, or
+//! of one worker puts off nothing. All of it runs on one machine, so the runner's clock and the database's are one.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::time::Duration;
+
+use order_timeout::database;
+use order_timeout::order::Moment;
+use serde::Serialize;
+use sqlx::PgPool;
+use time::OffsetDateTime;
+use uuid::Uuid;
+
+use crate::ear::Heard;
+use crate::faults::{Carried, Whom};
+use crate::shop::{IN_STOCK, Life};
+use crate::support::ledger::Ledger;
+
+/// How late a close may be that nothing excuses.
+pub const PROMISED: Duration = Duration::from_secs(1);
+
+/// How a run ended, as its last line says it.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    pub seed: u64,
+    pub orders: usize,
+    pub paid: usize,
+    pub faults: usize,
+    pub fault_kinds: BTreeMap<String, usize>,
+    /// Never closed nor paid, or closed and never heard of, or not there though the shop was told so.
+    pub lost: usize,
+    pub closed_twice: usize,
+    pub paid_closed: usize,
+    pub early: usize,
+    pub stock_balanced: bool,
+    /// Events sent more than once, each under its own id, as is allowed.
+    pub duplicate_event_ids: usize,
+    pub closed_by: ClosedBy,
+    pub max_lateness_beyond_fault_ms: f64,
+}
+
+#[derive(Debug, Default, Serialize)]
+pub struct ClosedBy {
+    pub alarm: usize,
+    pub sweep: usize,
+    pub manual: usize,
+}
+
+/// Everything the judge hears.
+pub struct Evidence<'a> {
+    pub seed: u64,
+    pub lives: &'a [Life],
+    pub carried: &'a [Carried],
+    pub heard: &'a HashMap<Uuid, Heard>,
+}
+
+/// The report, and every broken promise in words.
+pub struct Verdict {
+    pub report: Report,
+    pub violations: Vec<String>,
+    /// The latest closes, for whoever looks into them.
+    pub latest: Vec<String>,
+}
+
+/// An order as the tables have it in the end.
+#[derive(Debug, sqlx::FromRow)]
+struct Row {
+    id: Uuid,
+    status: String,
+    expires_at: OffsetDateTime,
+    closed_at: Option<OffsetDateTime>,
+    closed_by: Option<String>,
+    closes: i64,
+}
+
+#[derive(Default)]
+struct Tally {
+    violations: Vec<String>,
+    lost: usize,
+    closed_twice: usize,
+    paid_closed: usize,
+    early: usize,
+    closed_by: ClosedBy,
+    lateness: Vec<(Duration, String)>,
+}
+
+impl Tally {
+    fn violation(&mut self, life: &Life, row: Option<&Row>, what: &str) {
+        self.violations.push(format!("{what}: {life:?} {row:?}"));
+    }
+}
+
+/// How much later an order was closed than it may be put off to: zero if it was not.
+pub fn lateness(life: &Life, deadline: Moment, closed_at: Moment, carried: &[Carried]) -> Duration {
+    let mut owed = deadline.max(life.known_at.min(closed_at));
+    let mut faults: Vec<&Carried> = carried.iter().filter(|fault| excuses(&fault.whom, life)).collect();
+    faults.sort_by_key(|fault| fault.from);
+    for fault in faults {
+        if fault.from < owed + PROMISED && fault.until > owed {
+            owed = fault.until;
+        }
+    }
+    closed_at.since(owed)
+}
+
+fn excuses(whom: &Whom, life: &Life) -> bool {
+    match whom {
+        Whom::Nobody => false,
+        Whom::Everybody => true,
+        Whom::Orders(orders) => orders.contains(&life.id),
+        Whom::Article(article) => *article == life.article,
+    }
+}
+
+pub async fn judge(pool: &PgPool, evidence: Evidence<'_>) -> Verdict {
+    let rows = rows(pool).await;
+    let heard_of = heard_of(evidence.heard);
+    let mut tally = Tally::default();
+    for life in evidence.lives {
+        let events = heard_of.get(life.id.to_string().as_str()).map_or(0, HashSet::len);
+        judge_one(&mut tally, life, rows.get(&life.id), events, evidence.carried);
+    }
+    if rows.len() != evidence.lives.len() {
+        tally.violations.push(format!("{} orders in the table, {} in the books", rows.len(), evidence.lives.len()));
+    }
+    let stock_balanced = stock_balances(pool, evidence.lives).await;
+    if !stock_balanced {
+        tally.violations.push("the stock does not add up".to_owned());
+    }
+    for (order, reason) in parked(pool).await {
+        if evidence.lives.iter().any(|life| life.id.to_string() == order) {
+            tally.violations.push(format!("an alarm of order {order} was parked: {reason}"));
+        }
+    }
+    tally.lateness.sort_by_key(|(lateness, _)| std::cmp::Reverse(*lateness));
+    let report = report(&evidence, &tally, stock_balanced);
+    let latest = tally.lateness.into_iter().take(20).map(|(_, what)| what).collect();
+    Verdict { report, violations: tally.violations, latest }
+}
+
+fn judge_one(tally: &mut Tally, life: &Life, row: Option<&Row>, events: usize, carried: &[Carried]) {
+    let Some(row) = row else {
+        tally.lost += 1;
+        return tally.violation(life, row, "a committed order is gone");
+    };
+    match (row.status.as_str(), row.closed_at) {
+        ("paid", _) if !life.paid => tally.violation(life, Some(row), "paid by nobody"),
+        ("paid", _) if row.closes > 0 || events > 0 => {
+            tally.paid_closed += 1;
+            tally.violation(life, Some(row), "paid, and closed as well");
+        }
+        ("paid", _) => {}
+        ("closed", _) if life.paid => {
+            tally.paid_closed += 1;
+            tally.violation(life, Some(row), "closed, though the shop was told that it is paid");
+        }
+        ("closed", Some(closed_at)) => judge_close(tally, life, row, database::moment(closed_at), events, carried),
+        _ => {
+            tally.lost += 1;
+            tally.violation(life, Some(row), "never closed");
+        }
+    }
+}
+
+fn judge_close(tally: &mut Tally, life: &Life, row: &Row, closed_at: Moment, events: usize, carried: &[Carried]) {
+    match row.closed_by.as_deref() {
+        Some("alarm") => tally.closed_by.alarm += 1,
+        Some("sweep") => tally.closed_by.sweep += 1,
+        _ => tally.closed_by.manual += 1,
+    }
+    if row.closes != 1 || events > 1 {
+        tally.closed_twice += 1;
+        tally.violation(life, Some(row), &format!("{} closes in its history, {events} events", row.closes));
+    }
+    if events == 0 {
+        tally.lost += 1;
+        tally.violation(life, Some(row), "closed, and nobody heard of it");
+    }
+    let deadline = database::moment(row.expires_at);
+    if closed_at < deadline.max(life.deadline) || deadline != life.deadline {
+        tally.early += 1;
+        tally.violation(life, Some(row), "closed early, or for a deadline that the shop does not know");
+    }
+    let beyond = lateness(life, deadline, closed_at, carried);
+    let plainly = closed_at.since(deadline).as_secs_f64() * 1e3;
+    let beyond_ms = beyond.as_secs_f64() * 1e3;
+    let what = format!("{beyond_ms:.0} ms beyond any excuse, {plainly:.0} ms after its deadline: {life:?} {row:?}");
+    tally.lateness.push((beyond, what));
+}
+
+fn report(evidence: &Evidence<'_>, tally: &Tally, stock_balanced: bool) -> Report {
+    let mut fault_kinds = BTreeMap::new();
+    for fault in evidence.carried {
+        *fault_kinds.entry(fault.kind.name()).or_default() += 1;
+    }
+    let latest = tally.lateness.first().map_or(Duration::ZERO, |(lateness, _)| *lateness);
+    let ClosedBy { alarm, sweep, manual } = tally.closed_by;
+    Report {
+        seed: evidence.seed,
+        orders: evidence.lives.len(),
+        paid: evidence.lives.iter().filter(|life| life.paid).count(),
+        faults: evidence.carried.len(),
+        fault_kinds,
+        lost: tally.lost,
+        closed_twice: tally.closed_twice,
+        paid_closed: tally.paid_closed,
+        early: tally.early,
+        stock_balanced,
+        duplicate_event_ids: evidence.heard.values().filter(|heard| heard.times > 1).count(),
+        closed_by: ClosedBy { alarm, sweep, manual },
+        max_lateness_beyond_fault_ms: (latest.as_secs_f64() * 1e4).round() / 10.0,
+    }
+}
+
+async fn rows(pool: &PgPool) -> HashMap<Uuid, Row> {
+    let rows: Vec<Row> = sqlx::query_as(
+        "SELECT o.id, o.status::text, o.expires_at, o.closed_at, o.closed_by,
+                (SELECT count(*) FROM order_events e WHERE e.order_id = o.id AND e.event = 'closed') AS closes
+         FROM orders o",
+    )
+    .fetch_all(pool)
+    .await
+    .unwrap();
+    rows.into_iter().map(|row| (row.id, row)).collect()
+}
+
+/// Under which ids each order's close was announced.
+fn heard_of(heard: &HashMap<Uuid, Heard>) -> HashMap<&str, HashSet<Uuid>> {
+    let mut of = HashMap::<&str, HashSet<Uuid>>::new();
+    for (id, event) in heard {
+        of.entry(&event.order_id).or_default().insert(*id);
+    }
+    of
+}
+
+/// Nothing is reserved beyond what is promised, and of each article exactly what was paid for is gone.
+async fn stock_balances(pool: &PgPool, lives: &[Life]) -> bool {
+    let tables = Ledger::read(pool).await.unwrap();
+    let stock: Vec<(String, i64, i64)> =
+        sqlx::query_as("SELECT article_id, available, reserved FROM stock WHERE article_id LIKE 'article-%'")
+            .fetch_all(pool)
+            .await
+            .unwrap();
+    let sold = |article: &str| lives.iter().filter(|life| life.paid && life.article == article).count();
+    let is_right = |(article, available, reserved): &(String, i64, i64)| {
+        let sold = i64::try_from(sold(article)).unwrap();
+        available + reserved + sold == IN_STOCK
+    };
+    tables.reserved == tables.promised && stock.iter().all(is_right)
+}
+
+async fn parked(pool: &PgPool) -> Vec<(String, String)> {
+    let parked = "SELECT order_id, reason || ', ' || detail FROM parked_alarms WHERE order_id IS NOT NULL";
+    sqlx::query_as(parked).fetch_all(pool).await.unwrap()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Kind;
+
+    const DEADLINE_MS: u64 = 10_000;
+
+    fn at(ms: u64) -> Moment {
+        Moment::from_unix_micros(0) + Duration::from_millis(ms)
+    }
+
+    fn fault(from: u64, until: u64, whom: Whom) -> Carried {
+        Carried { kind: Kind::DatabaseKilled, from: at(from), until: at(until), whom }
+    }
+
+    fn order() -> Life {
+        let (id, article) = (Uuid::from_u128(7), "article-3".to_owned());
+        Life { id, article, deadline: at(DEADLINE_MS), known_at: at(1_000), paid: false }
+    }
+
+    fn late_ms(closed: u64, faults: &[Carried]) -> u128 {
+        lateness(&order(), at(DEADLINE_MS), at(closed), faults).as_millis()
+    }
+
+    #[test]
+    fn without_an_excuse_lateness_counts_from_the_deadline() {
+        assert_eq!(late_ms(10_400, &[]), 400);
+        assert_eq!(late_ms(14_000, &[fault(9_000, 13_000, Whom::Nobody)]), 4_000);
+        assert_eq!(late_ms(14_000, &[fault(9_000, 13_000, Whom::Article("article-4".into()))]), 4_000);
+        assert_eq!(late_ms(14_000, &[fault(9_000, 13_000, Whom::Orders(vec![Uuid::from_u128(8)]))]), 4_000);
+    }
+
+    #[test]
+    fn a_fault_puts_off_what_was_due_in_it_to_its_end() {
+        for whom in [Whom::Everybody, Whom::Article("article-3".into()), Whom::Orders(vec![Uuid::from_u128(7)])] {
+            assert_eq!(late_ms(14_000, &[fault(9_000, 13_000, whom.clone())]), 1_000);
+            // Begun when the order ought to have been closed already.
+            assert_eq!(late_ms(14_000, &[fault(11_001, 13_000, whom.clone())]), 4_000);
+            // Over before the deadline.
+            assert_eq!(late_ms(10_300, &[fault(8_000, 9_900, whom)]), 300);
+        }
+    }
+
+    #[test]
+    fn faults_that_follow_at_once_put_off_further() {
+        let faults = [fault(15_500, 16_000, Whom::Everybody), fault(10_500, 12_000, Whom::Everybody)];
+        assert_eq!(late_ms(16_500, &faults), 4_500, "between them it had its second");
+        let faults = [fault(12_500, 16_000, Whom::Everybody), fault(10_500, 12_000, Whom::Everybody)];
+        assert_eq!(late_ms(16_500, &faults), 500);
+    }
+
+    #[test]
+    fn nobody_is_late_for_a_deadline_that_was_not_committed_yet() {
+        let mut life = order();
+        life.known_at = at(12_000);
+        assert_eq!(lateness(&life, at(DEADLINE_MS), at(12_300), &[]).as_millis(), 300);
+        // Closed before the shop heard that it was committed.
+        assert_eq!(lateness(&life, at(DEADLINE_MS), at(11_000), &[]).as_millis(), 0);
+    }
+}

@@ -1,0 +1,128 @@
+//! Where it all happens: a private broker and a private database, networks before them that break, and the workers.
+//! Everything is removed at the end, also after a Ctrl-C; the logs stay.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use order_timeout::Settings;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use crate::crew::Crew;
+use crate::support::private::Private;
+use crate::support::proxy::Proxy;
+use crate::support::{Stage, on_stage};
+
+pub struct Premises {
+    /// Reaches the servers without a detour.
+    pub stage: Arc<Stage>,
+    pub broker: Arc<Private>,
+    pub database: Arc<Private>,
+    /// What workers and publisher reach them by.
+    pub to_broker: Proxy,
+    pub to_database: Proxy,
+    pub crew: Arc<Crew>,
+    pub logs: PathBuf,
+    /// Somebody wants us to end.
+    pub interrupted: CancellationToken,
+}
+
+/// Runs `work` on premises of its own. Logs, and whatever else is written there, go to a folder of this name.
+pub fn on_premises<F: Future<Output = ()> + Send + 'static>(
+    name: &str,
+    work: impl FnOnce(Arc<Premises>) -> F + Send + 'static,
+) {
+    let logs = empty_folder(name);
+    let (broker, database) = std::thread::scope(|scope| {
+        let broker = scope.spawn(|| Private::broker(&[]));
+        let database = Private::postgres(&[]);
+        (Arc::new(broker.join().expect("a broker")), Arc::new(database))
+    });
+    let adjust = |settings: &mut Settings| {
+        as_deployed(settings);
+        settings.amqp.url = broker.url.clone().into();
+        settings.database.url = database.url.clone().into();
+        settings.database.url = settings.database.url_of(&format!("order_timeout_{}", settings.namespace));
+    };
+    let servers = (broker.clone(), database.clone());
+    on_stage(adjust, move |stage| async move {
+        let premises = Arc::new(Premises::open(stage, servers, logs).await);
+        let watching = tokio::spawn(end_when_asked(premises.interrupted.clone()));
+        let outcome = tokio::spawn(work(premises.clone())).await;
+        watching.abort();
+        premises.close();
+        if let Err(error) = outcome {
+            std::panic::resume_unwind(error.into_panic());
+        }
+    });
+}
+
+/// Small lanes and rings, so that every way through the broker is taken within seconds; every patience as a deployment
+/// has it.
+fn as_deployed(settings: &mut Settings) {
+    let defaults = Settings::defaults();
+    settings.sweep = defaults.sweep;
+    settings.retry = defaults.retry;
+    settings.log.filter = "info,order_timeout=debug,lapin=off".to_owned();
+}
+
+/// Beside the build, so that it is found and goes with it.
+fn empty_folder(name: &str) -> PathBuf {
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("the build's folder");
+    let folder = target.join("chaos").join(name);
+    // There may have been none.
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(&folder).expect("a folder for the logs");
+    folder
+}
+
+async fn end_when_asked(interrupted: CancellationToken) {
+    let mut terminate = signal(SignalKind::terminate()).expect("a handler for SIGTERM");
+    tokio::select! {
+        _ = tokio::signal::ctrl_c() => {}
+        _ = terminate.recv() => {}
+    }
+    eprintln!("ending: mending what is broken, and clearing away");
+    interrupted.cancel();
+}
+
+impl Premises {
+    async fn open(stage: Arc<Stage>, (broker, database): (Arc<Private>, Arc<Private>), logs: PathBuf) -> Self {
+        let to_broker = Proxy::before(&stage.settings.amqp.url).await;
+        let to_database = Proxy::before(&stage.settings.database.url).await;
+        let mut settings = stage.settings.clone();
+        settings.amqp.url = to_broker.address(&settings.amqp.url);
+        settings.database.url = to_database.address(&settings.database.url);
+        let crew = Arc::new(Crew::new(settings, &logs));
+        let interrupted = CancellationToken::new();
+        Self { stage, broker, database, to_broker, to_database, crew, logs, interrupted }
+    }
+
+    /// The stage's settings with the broker behind the network that breaks.
+    pub fn behind_the_network(&self) -> Settings {
+        let mut settings = self.stage.settings.clone();
+        settings.amqp.url = self.to_broker.address(&settings.amqp.url);
+        settings
+    }
+
+    /// Waits; not for somebody who wants us to end.
+    pub async fn wait(&self, time: Duration) {
+        let _waited_or_interrupted = tokio::time::timeout(time, self.interrupted.cancelled()).await;
+    }
+
+    /// A line for whoever watches, and for whoever reads the logs afterwards.
+    pub fn say(&self, line: &str) {
+        use std::io::Write;
+        eprintln!("{line}");
+        let log = std::fs::OpenOptions::new().append(true).create(true).open(self.logs.join("run.log"));
+        writeln!(log.expect("the run's log"), "{line}").expect("the run's log");
+    }
+
+    fn close(&self) {
+        self.crew.clear();
+        for (name, server) in [("broker.log", &self.broker), ("database.log", &self.database)] {
+            std::fs::write(self.logs.join(name), server.log()).expect("the server's log, kept");
+        }
+    }
+}

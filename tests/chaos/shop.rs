@@ -1,0 +1,289 @@
+//! A careful shop: it takes orders all the while, moves deadlines, pays, and says again whatever it does not know to have
+//! been done. It keeps books of its own, of what it was told is committed; those are what the tables are held against.
+//!
+//! It reaches the database by itself and the broker by the same network as the workers.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use order_timeout::database::Timestamptz;
+use order_timeout::order::Moment;
+use order_timeout::patience::Pauses;
+use order_timeout::{Publisher, schedule_in};
+use secrecy::ExposeSecret;
+use sqlx::postgres::PgPoolOptions;
+use sqlx::{PgConnection, PgPool};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use crate::fate::{ARTICLES, Change, Fate, Payment, Way};
+use crate::support::{Stage, till};
+
+/// What each article starts with.
+pub const IN_STOCK: i64 = 1_000_000;
+/// How long before its moment a payment stands ready, its transaction open.
+const READY: Duration = Duration::from_millis(4);
+/// More than are at work at once while the database is well; few enough not to fall upon one that has just come back.
+const CONNECTIONS: u32 = 16;
+
+/// What the shop knows of an order.
+#[derive(Debug, Clone)]
+pub struct Life {
+    pub id: Uuid,
+    pub article: String,
+    /// The deadline last committed.
+    pub deadline: Moment,
+    /// When the shop heard of the last commit that set the deadline. Nobody can close for a deadline before it is there.
+    pub known_at: Moment,
+    pub paid: bool,
+}
+
+/// What has happened so far.
+#[derive(Debug, Default)]
+pub struct Counters {
+    pub taken: AtomicUsize,
+    pub paid: AtomicUsize,
+    /// Payments within the last millisecond or during the close that came in time.
+    pub paid_in_the_nick_of_time: AtomicUsize,
+    pub paid_too_late: AtomicUsize,
+    /// Whatever failed, or was not known to have succeeded, and was said again.
+    pub said_again: AtomicUsize,
+}
+
+/// An open shop.
+pub struct Shop {
+    pub counters: Arc<Counters>,
+    stop: CancellationToken,
+    running: JoinHandle<Vec<Life>>,
+}
+
+/// What all orders of a shop share.
+struct Counter {
+    pool: PgPool,
+    publisher: Publisher,
+    counters: Arc<Counters>,
+}
+
+pub fn article_name(number: usize) -> String {
+    format!("article-{number}")
+}
+
+impl Shop {
+    /// Takes so many orders a second. The publisher may be behind a network that breaks.
+    pub async fn open(stage: &Stage, publisher: Publisher, seed: u64, orders_per_second: f64) -> Self {
+        for article in 0..ARTICLES {
+            stage.stock(&article_name(article), IN_STOCK).await;
+        }
+        let pool = PgPoolOptions::new().max_connections(CONNECTIONS).acquire_timeout(Duration::from_secs(5));
+        let pool = pool.connect(stage.settings.database.url.expose_secret()).await.unwrap();
+        let (counters, stop) = (Arc::<Counters>::default(), CancellationToken::new());
+        let counter = Arc::new(Counter { pool, publisher, counters: counters.clone() });
+        let running = tokio::spawn(take_orders(counter, seed, orders_per_second, stop.clone()));
+        Self { counters, stop, running }
+    }
+
+    /// Takes no more orders, and waits for the end of each that was taken.
+    pub async fn shut(self) -> Vec<Life> {
+        self.stop.cancel();
+        self.running.await.unwrap()
+    }
+}
+
+async fn take_orders(shop: Arc<Counter>, seed: u64, orders_per_second: f64, stop: CancellationToken) -> Vec<Life> {
+    let mut lives = JoinSet::new();
+    let mut beat = tokio::time::interval(Duration::from_secs_f64(1.0 / orders_per_second));
+    for number in 0_u64.. {
+        tokio::select! {
+            () = stop.cancelled() => break,
+            _ = beat.tick() => {}
+        }
+        let shop = shop.clone();
+        lives.spawn(async move { shop.live(Fate::of(seed, number)).await });
+    }
+    lives.join_all().await
+}
+
+impl Counter {
+    async fn live(&self, fate: Fate) -> Life {
+        let mut life = self.create(&fate).await;
+        self.counters.taken.fetch_add(1, Ordering::Relaxed);
+        if fate.way == Way::Publisher {
+            self.schedule(&life).await;
+        }
+        self.change(&fate, &mut life).await;
+        self.settle(&fate, &mut life).await;
+        life
+    }
+
+    /// Says it until it is known to be done.
+    async fn insist<T, F: Future<Output = Result<T, sqlx::Error>>>(&self, mut attempt: impl FnMut() -> F) -> T {
+        let mut pauses = Pauses::new();
+        loop {
+            match attempt().await {
+                Ok(done) => return done,
+                Err(_) => _ = self.counters.said_again.fetch_add(1, Ordering::Relaxed),
+            }
+            tokio::time::sleep(pauses.next_pause()).await;
+        }
+    }
+
+    async fn create(&self, fate: &Fate) -> Life {
+        let (id, article) = (Uuid::now_v7(), article_name(fate.article));
+        let deadline = self.insist(|| self.commit_order(id, &article, fate)).await;
+        Life { id, article, deadline, known_at: Moment::now_by_local_clock(), paid: false }
+    }
+
+    async fn commit_order(&self, id: Uuid, article: &str, fate: &Fate) -> Result<Moment, sqlx::Error> {
+        let mut transaction = self.pool.begin().await?;
+        let taken = till::take_orders(&mut transaction, &[id], article, fate.delay).await?;
+        let deadline = taken.first().ok_or(sqlx::Error::RowNotFound)?.1;
+        write_alarm(&mut transaction, fate.way, id, deadline).await?;
+        transaction.commit().await?;
+        Ok(deadline)
+    }
+
+    /// Until it succeeds or is of no use any more: then the sweep must do without the alarm.
+    async fn schedule(&self, life: &Life) {
+        let mut pauses = Pauses::new();
+        while Moment::now_by_local_clock() < life.deadline {
+            if self.publisher.schedule(life.id.to_string(), life.deadline).await.is_ok() {
+                return;
+            }
+            self.counters.said_again.fetch_add(1, Ordering::Relaxed);
+            tokio::time::sleep(pauses.next_pause()).await;
+        }
+    }
+
+    async fn change(&self, fate: &Fate, life: &mut Life) {
+        let (after, shift) = match fate.change {
+            Change::None => return,
+            Change::Extended { after, by } => (after, fate.delay.mul_f64(1.0 - after) + by),
+            Change::Shortened { after, left } => (after, left),
+        };
+        wait_until(life.deadline - fate.delay.mul_f64(1.0 - after)).await;
+        let (id, schedules) = (life.id, matches!(fate.change, Change::Shortened { .. }));
+        let moved = self.insist(|| self.commit_change(id, shift, schedules.then_some(fate.way))).await;
+        let Some(deadline) = moved else { return };
+        (life.deadline, life.known_at) = (deadline, Moment::now_by_local_clock());
+        if schedules && fate.way == Way::Publisher {
+            self.schedule(life).await;
+        }
+    }
+
+    /// The new deadline, unless the order is closed already.
+    async fn commit_change(
+        &self,
+        id: Uuid,
+        left: Duration,
+        schedule: Option<Way>,
+    ) -> Result<Option<Moment>, sqlx::Error> {
+        let mut transaction = self.pool.begin().await?;
+        let moved: Option<Timestamptz> = sqlx::query_scalar(
+            "UPDATE orders SET expires_at = clock_timestamp() + make_interval(secs => $2)
+             WHERE id = $1 AND status = 'unpaid' RETURNING expires_at",
+        )
+        .bind(id)
+        .bind(left.as_secs_f64())
+        .fetch_optional(&mut *transaction)
+        .await?;
+        if let (Some(Timestamptz(deadline)), Some(way)) = (moved, schedule) {
+            write_alarm(&mut transaction, way, id, deadline).await?;
+        }
+        transaction.commit().await?;
+        Ok(moved.map(|Timestamptz(deadline)| deadline))
+    }
+
+    async fn settle(&self, fate: &Fate, life: &mut Life) {
+        let at = match fate.payment {
+            Payment::Never => return,
+            Payment::Early(part) => {
+                let left = life.deadline.since(Moment::now_by_local_clock());
+                life.deadline - left.mul_f64(1.0 - part)
+            }
+            Payment::LastMillisecond(before) => life.deadline - before,
+            Payment::DuringTheClose(after) => life.deadline + after,
+            Payment::Declined(held) => {
+                // Nothing is known by it, so nothing need be said again.
+                let _ = self.decline(life.id, life.deadline - held / 2, held).await;
+                return;
+            }
+        };
+        life.paid = self.pay(life.id, at, fate.pays_for).await;
+        if life.paid && fate.pays_again {
+            let again = self.pay(life.id, at, Duration::ZERO).await;
+            assert!(again, "a payment said again finds the order paid");
+        }
+        self.count_payment(fate.payment, life.paid);
+    }
+
+    fn count_payment(&self, payment: Payment, paid: bool) {
+        let counters = &self.counters;
+        counters.paid.fetch_add(usize::from(paid), Ordering::Relaxed);
+        if matches!(payment, Payment::LastMillisecond(_) | Payment::DuringTheClose(_)) {
+            let which = if paid { &counters.paid_in_the_nick_of_time } else { &counters.paid_too_late };
+            which.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns whether the order is paid.
+    async fn pay(&self, id: Uuid, at: Moment, takes: Duration) -> bool {
+        self.insist(|| self.try_to_pay(id, at, takes)).await
+    }
+
+    /// If an earlier answer was lost, this finds what became of it.
+    async fn try_to_pay(&self, id: Uuid, at: Moment, takes: Duration) -> Result<bool, sqlx::Error> {
+        let mut transaction = self.begin_for(at).await?;
+        let paid = till::pay(&mut transaction, id).await?;
+        tokio::time::sleep(takes).await;
+        transaction.commit().await?;
+        if paid {
+            return Ok(true);
+        }
+        sqlx::query_scalar("SELECT status = 'paid' FROM orders WHERE id = $1").bind(id).fetch_one(&self.pool).await
+    }
+
+    async fn decline(&self, id: Uuid, at: Moment, held: Duration) -> Result<(), sqlx::Error> {
+        let mut transaction = self.begin_for(at).await?;
+        till::pay(&mut transaction, id).await?;
+        tokio::time::sleep(held).await;
+        transaction.rollback().await
+    }
+
+    /// A transaction that is open when this moment comes, so that only one statement stands between it and the row.
+    async fn begin_for(&self, at: Moment) -> Result<sqlx::Transaction<'static, sqlx::Postgres>, sqlx::Error> {
+        wait_until(at - READY).await;
+        let transaction = self.pool.begin().await?;
+        wait_until(at).await;
+        Ok(transaction)
+    }
+}
+
+async fn write_alarm(transaction: &mut PgConnection, way: Way, id: Uuid, deadline: Moment) -> Result<(), sqlx::Error> {
+    match way {
+        Way::Publisher => Ok(()),
+        Way::ScheduleIn => match schedule_in(transaction, id.to_string(), deadline).await {
+            Ok(()) => Ok(()),
+            Err(order_timeout::NotWritten::Database(error)) => Err(error),
+            Err(fault) => panic!("{fault}"),
+        },
+        Way::PlainInsert => {
+            let insert =
+                "INSERT INTO alarm_outbox (order_id, deadline) SELECT id::text, expires_at FROM orders WHERE id = $1";
+            sqlx::query(insert).bind(id).execute(transaction).await.map(drop)
+        }
+    }
+}
+
+/// To the microsecond, where a timer goes by milliseconds: the last of them is spent asking.
+async fn wait_until(moment: Moment) {
+    let left = moment.since(Moment::now_by_local_clock());
+    if let Some(asleep) = left.checked_sub(Duration::from_millis(2)) {
+        tokio::time::sleep(asleep).await;
+    }
+    let began = Instant::now();
+    while Moment::now_by_local_clock() < moment && began.elapsed() < Duration::from_millis(5) {
+        tokio::task::yield_now().await;
+    }
+}

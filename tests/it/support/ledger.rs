@@ -1,0 +1,44 @@
+//! The books: what the tables say that no test may find otherwise, whatever was done to the servers.
+
+use sqlx::PgPool;
+
+/// What the database says about closes and stock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ledger {
+    /// Orders with more than one close in their history.
+    pub closed_twice: i64,
+    /// Orders closed before the deadline in their row.
+    pub early: i64,
+    /// Orders that are paid and have a close in their history.
+    pub paid_closed: i64,
+    /// Stock held back.
+    pub reserved: i64,
+    /// Stock that orders neither paid nor closed hold back.
+    pub promised: i64,
+}
+
+impl Ledger {
+    pub async fn read(pool: &PgPool) -> Result<Self, sqlx::Error> {
+        let (closed_twice, early, paid_closed, reserved, promised) = sqlx::query_as(
+            "SELECT (SELECT count(*) FROM (SELECT FROM order_events WHERE event = 'closed'
+                                           GROUP BY order_id HAVING count(*) > 1) AS twice),
+                    (SELECT count(*) FROM orders WHERE closed_at < expires_at),
+                    (SELECT count(*) FROM orders o JOIN order_events e ON e.order_id = o.id
+                     WHERE o.status = 'paid' AND e.event = 'closed'),
+                    (SELECT coalesce(sum(reserved), 0)::bigint FROM stock),
+                    (SELECT coalesce(sum(quantity), 0)::bigint FROM order_items i JOIN orders o ON o.id = i.order_id
+                     WHERE o.status IN ('unpaid', 'closing'))",
+        )
+        .fetch_one(pool)
+        .await?;
+        Ok(Self { closed_twice, early, paid_closed, reserved, promised })
+    }
+
+    /// Nobody closed twice, early, or after paying; stock adds up.
+    pub fn assert_balanced(&self) {
+        assert_eq!(self.closed_twice, 0, "closed twice");
+        assert_eq!(self.early, 0, "closed early");
+        assert_eq!(self.paid_closed, 0, "paid and closed");
+        assert_eq!(self.reserved, self.promised, "reserved stock is what unpaid orders hold");
+    }
+}
