@@ -41,6 +41,12 @@ impl Policy {
     fn doubling(&self, times: u32) -> Duration {
         self.retry_first * 2_u32.saturating_pow(times.min(16))
     }
+
+    /// Before a database that closes nothing is asked again. Never rarer than the sweep asks one that is well: with a
+    /// pause of a second, what fell due meanwhile would be more than a second late once it is back.
+    fn pause_while_away(&self, times: u32) -> Duration {
+        self.doubling(times).min(self.retry_longest).min(self.sweep_every)
+    }
 }
 
 /// An order under way through the worker, with the alarm that speaks for it.
@@ -135,6 +141,7 @@ pub struct Desk {
     /// Orders that are due and wait for a closer or are with one, and how often each. The sweep leaves them alone.
     in_hand: HashMap<OrderId, u32>,
     idle_closers: usize,
+    trouble_had_last_closer: bool,
     away: Option<Away>,
     sweep: Sweep,
     session: u64,
@@ -166,6 +173,16 @@ enum Source {
     Parts,
 }
 
+impl Source {
+    /// Whether what waits there was tried before.
+    fn is_trouble(self) -> bool {
+        match self {
+            Self::Fresh | Self::Overdue => false,
+            Self::Again | Self::Parts => true,
+        }
+    }
+}
+
 impl Desk {
     #[must_use]
     pub fn new(policy: Policy) -> Self {
@@ -179,6 +196,7 @@ impl Desk {
             parts: VecDeque::new(),
             in_hand: HashMap::new(),
             idle_closers,
+            trouble_had_last_closer: false,
             away: None,
             sweep: Sweep::new(),
             session: 0,
@@ -446,6 +464,7 @@ impl Desk {
     }
 
     fn take_overdue(&mut self, page: SweptPage, now: Moment) {
+        let mut tried_before = Vec::new();
         for overdue in self.sweep.found(page, &self.policy, now) {
             let key = (overdue.order_id, overdue.deadline);
             let has_its_alarm = self.in_hand.contains_key(&key.0) || self.hold.contains(&key);
@@ -453,9 +472,21 @@ impl Desk {
                 continue;
             }
             *self.in_hand.entry(key.0.clone()).or_default() += 1;
+            let was_tried = self.sweep.is_troubled(&key.0);
             let due = TimeoutDue { order_id: key.0, deadline: key.1 };
             let alarm = Alarm { due, attempt: 0, born: None, traceparent: None };
-            self.overdue.push(Case { alarm, origin: Origin::Swept, pauses: 0, paused_since: None }, now);
+            let case = Case { alarm, origin: Origin::Swept, pauses: 0, paused_since: None };
+            if was_tried { tried_before.push(case) } else { self.overdue.push(case, now) }
+        }
+        self.try_again_apart(tried_before, now);
+    }
+
+    /// In batches of their own: most likely they fail again, and in a batch with others they would take those apart.
+    fn try_again_apart(&mut self, cases: Vec<Case>, now: Moment) {
+        let mut cases = cases.into_iter().peekable();
+        while cases.peek().is_some() {
+            let batch = cases.by_ref().take(self.policy.batch_size).collect();
+            self.parts.push_back((Batch { by: ClosedBy::Sweep, cases: batch, patient: false }, now));
         }
     }
 
@@ -466,12 +497,22 @@ impl Desk {
             Some(_) => self.longest_waiting().map_or_else(empty_batch, |source| self.take_from(source)),
             None => {
                 let ready = |source: &Source| self.source_ready_at(*source).is_some_and(|at| at <= now);
-                let source = self.sources().into_iter().filter(ready).min_by_key(|source| self.since(*source))?;
+                let ready = self.sources().into_iter().filter(ready);
+                let source = ready.min_by_key(|source| (self.gives_way(*source), self.since(*source)))?;
+                if self.idle_closers == 1 {
+                    self.trouble_had_last_closer = source.is_trouble();
+                }
                 self.take_from(source)
             }
         };
         self.idle_closers -= 1;
         Some(batch)
+    }
+
+    /// Trouble that has waited long may take the last closer, but not twice in a row while others wait: it is older than
+    /// they are for as long as there is much of it, and they would wait until all of it was tried.
+    fn gives_way(&self, source: Source) -> bool {
+        source.is_trouble() && self.idle_closers == 1 && self.trouble_had_last_closer
     }
 
     fn sources(&self) -> [Source; 4] {
@@ -585,7 +626,7 @@ impl Desk {
             return;
         }
         let (since, asked) = self.away.map_or((now, 0), |away| (away.since, away.asked + 1));
-        let pause = self.policy.doubling(asked).min(self.policy.retry_longest);
+        let pause = self.policy.pause_while_away(asked);
         self.away = Some(Away { since, asked, ask_again_at: now + pause });
     }
 

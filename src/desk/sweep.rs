@@ -87,11 +87,12 @@ impl Sweep {
         wanted
     }
 
-    /// The database did not answer: the pass begins anew after a pause.
+    /// The database did not answer: the pass begins anew after a pause. A short one, for the sweep may be all there is,
+    /// and what fell due meanwhile is to be closed within a second of the database's return.
     pub fn not_found(&mut self, policy: &Policy, now: Moment) {
         self.asking = false;
         self.after = None;
-        self.next_at = Some(now + policy.doubling(self.failures).min(policy.retry_longest).max(policy.sweep_every));
+        self.next_at = Some(now + policy.doubling(self.failures).clamp(policy.sweep_every, 2 * policy.sweep_every));
         self.failures = self.failures.saturating_add(1);
     }
 
@@ -100,6 +101,11 @@ impl Sweep {
         let failures = self.troubled.get(&order_id).map_or(0, |troubled| troubled.failures);
         let rest = (FIRST_REST * 2_u32.saturating_pow(failures.min(9))).min(LONGEST_REST);
         self.troubled.insert(order_id, Troubled { until: now + rest, failures: failures + 1, seen: now });
+    }
+
+    /// Whether this order could not be closed when it was last tried.
+    pub fn is_troubled(&self, order_id: &OrderId) -> bool {
+        self.troubled.contains_key(order_id)
     }
 
     /// The next page is wanted now, and nobody is left alone any longer.

@@ -397,8 +397,40 @@ fn a_pass_goes_on_to_the_end_past_orders_that_cannot_be_closed() {
     desk.hear(swept(&[]), now);
     now = at_ms(2_000);
     assert_eq!(swept_page(&mut desk, now).after, None);
-    desk.hear(swept(&first), now);
-    assert!(matches!(&desk.errands(now)[..], [Errand::Close(_), ..]));
+    desk.hear(swept(&[first[0], first[1], first[2], ("late", 5)]), now);
+    let Some(Errand::Close(batch)) = desk.errands(now).into_iter().next() else { panic!("nothing to close") };
+    assert_eq!(names(&batch), ["late"], "those that failed before do not take it with them");
+    answer(&mut desk, batch, &found(Outcome::Closed), now);
+    // The other closer still has the good one, so they wait for this one.
+    now = now + policy().retry_longest;
+    let Some(Errand::Close(batch)) = desk.errands(now).into_iter().next() else { panic!("nobody tries again") };
+    assert_eq!((batch.by, names(&batch)), (ClosedBy::Sweep, vec!["bad-1", "bad-2", "bad-3"]));
+}
+
+#[test]
+fn trouble_that_has_waited_long_does_not_take_the_last_closer_twice_while_others_wait() {
+    let mut desk = Desk::new(policy());
+    for (order, tag) in [("bad-1", 1), ("bad-2", 2), ("bad-3", 3)] {
+        desk.hear(delivered(order, at_ms(1_000), 1, tag), at_ms(1_000));
+    }
+    let together = batches(&mut desk, at_ms(1_000)).remove(0);
+    desk.hear(delivered("takes long", at_ms(1_000), 1, 4), at_ms(1_000));
+    assert_eq!(batches(&mut desk, at_ms(1_002)).len(), 1);
+    let fault = Err(CloseFault::OfTheOrder("a trigger says no".into()));
+    answer(&mut desk, together, &fault, at_ms(1_010));
+
+    let parted = batches(&mut desk, at_ms(2_100)).remove(0);
+    assert_eq!(names(&parted), ["bad-1"], "it has waited long");
+    desk.hear(delivered("good", at_ms(2_100), 1, 5), at_ms(2_100));
+    answer(&mut desk, parted, &fault, at_ms(2_110));
+    let good = batches(&mut desk, at_ms(2_110)).remove(0);
+    assert_eq!(names(&good), ["good"], "though the others are older");
+    answer(&mut desk, good, &fault, at_ms(2_120));
+    assert_eq!(names(&batches(&mut desk, at_ms(2_120))[0]), ["bad-2"]);
+}
+
+fn names(batch: &Batch) -> Vec<&str> {
+    batch.cases.iter().map(|case| case.alarm.order_id().as_str()).collect()
 }
 
 #[test]
@@ -461,6 +493,24 @@ fn while_the_database_is_away_one_closer_asks_and_intake_stops_after_a_while() {
     assert!(desk.wants_deliveries(at_ms(1_410)));
     assert_eq!(batches(&mut desk, at_ms(3_000)).len(), 1, "one asks");
     assert!(!desk.wants_deliveries(at_ms(11_011)));
+}
+
+#[test]
+fn a_database_that_is_away_for_long_is_asked_as_often_as_the_sweep_asks_one_that_is_well() {
+    let mut desk = Desk::new(Policy { sweep_every: Duration::from_millis(250), ..policy() });
+    desk.hear(delivered("a", at_ms(1_000), 1, 1), at_ms(1_000));
+    let mut asked_at = at_ms(1_000);
+    for _ in 0..10 {
+        let batch = loop {
+            let next = desk.wake_at().expect("it is asked again");
+            assert!(next.since(asked_at) <= Duration::from_millis(250), "after {:?}", next.since(asked_at));
+            if let Some(batch) = batches(&mut desk, next).pop() {
+                asked_at = next;
+                break batch;
+            }
+        };
+        answer(&mut desk, batch, &Err(CloseFault::Away("gone".into())), asked_at);
+    }
 }
 
 #[test]
