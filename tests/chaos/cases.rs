@@ -1,5 +1,5 @@
-//! Two cases with figures, instead of faults at random: a broker that is away for two minutes while orders fall due, and
-//! orders that cannot be closed in front of those that can.
+//! Two cases with figures, instead of faults at random: a broker that is away for two minutes while orders fall due,
+//! and orders that cannot be closed in front of those that can.
 
 use std::collections::HashSet;
 use std::sync::Arc;

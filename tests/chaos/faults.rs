@@ -1,6 +1,7 @@
 //! Carries one fault out, lets it last, and undoes it.
 //!
-//! A fault has ended when what was broken answers again: a server that accepts connections, a worker that says it works.
+//! A fault has ended when what was broken answers again: a server that accepts connections, a worker that says it
+//! works.
 
 use std::fmt;
 use std::sync::Arc;

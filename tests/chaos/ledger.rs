@@ -1,14 +1,16 @@
 //! Holds the tables, and what the shop's consumers heard, against the shop's own books; and counts.
 //!
 //! What must hold, without exception: an order that was never paid is closed exactly once (one line of history, its
-//! stock returned once, its event heard under one id); a paid order is not closed; none is closed before the deadline in
-//! force, by the database's clock; no order's alarm is parked.
+//! stock returned once, its event heard under one id); a paid order is not closed; none is closed before the deadline
+//! in force, by the database's clock; no order's alarm is parked.
 //!
 //! How late a close may be: one second after the order's time. That is its deadline, or the moment at which the shop
-//! heard that the deadline is committed, if that was later. A fault puts it off to the fault's end if it began while the
-//! order had the right to be open (before that second was over) and excuses this order: see [`crate::plan::Excuses`]. So faults
-//! may follow one another, each beginning within a second of the end of the last. A fault of the broker, of messages, or
-//! of one worker puts off nothing. All of it runs on one machine, so the runner's clock and the database's are one.
+//! heard that the deadline is committed, if that was later. A fault puts it off to the fault's end if it began while
+//! the order had the right to be open, before that second was over, and excuses this order: `plan.rs` says which fault
+//! excuses whom. So faults may follow one another, each beginning within a second of the end of the last. A fault of
+//! the broker, of messages, or of one worker puts off nothing. What follows a fault is no excuse either: the database's
+//! recovery is part of its restart, a worker's pause before its next try is not. All of it runs on one machine, so the
+//! runner's clock and the database's are one.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;

@@ -149,7 +149,7 @@ fn progress(shop: &Shop, faults: usize) -> String {
 pub async fn come_to_rest(premises: &Premises, ear: &Ear) {
     let began = Instant::now();
     let count = async |sql| sqlx::query_scalar::<_, i64>(sql).fetch_one(&premises.stage.pool).await.unwrap_or(-1);
-    while began.elapsed() < COMING_BACK {
+    while began.elapsed() < COMING_BACK && !premises.interrupted.is_cancelled() {
         let unpaid = count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
         let unsent = count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;
         let events = count("SELECT count(*) FROM event_outbox").await;
@@ -157,7 +157,6 @@ pub async fn come_to_rest(premises: &Premises, ear: &Ear) {
             return;
         }
         premises.wait(Duration::from_millis(200)).await;
-        tokio::task::yield_now().await;
     }
 }
 

@@ -1,5 +1,5 @@
-//! A careful shop: it takes orders all the while, moves deadlines, pays, and says again whatever it does not know to have
-//! been done. It keeps books of its own, of what it was told is committed; those are what the tables are held against.
+//! A careful shop: it takes orders all the while, moves deadlines, pays, and says again whatever it does not know to
+//! have been done. It keeps books of its own, of what it was told is committed; against those the tables are held.
 //!
 //! It reaches the database by itself and the broker by the same network as the workers.
 
@@ -35,7 +35,7 @@ pub struct Life {
     pub article: String,
     /// The deadline last committed.
     pub deadline: Moment,
-    /// When the shop heard of the last commit that set the deadline. Nobody can close for a deadline before it is there.
+    /// When the shop heard of the last commit that set the deadline. Nobody can close before a deadline is there.
     pub known_at: Moment,
     pub paid: bool,
 }
