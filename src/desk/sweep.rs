@@ -9,8 +9,9 @@ use std::time::Duration;
 use super::Policy;
 use crate::order::{Moment, OrderId, Overdue, SweepPage, SweepPlace, SweptPage};
 
-/// How long an order is left alone after its first failure; it doubles up to [`LONGEST_REST`].
-const FIRST_REST: Duration = Duration::from_secs(1);
+/// How long an order is left alone after its first failure; it doubles up to [`LONGEST_REST`]. A moment, for the first may
+/// have been a lock that is gone by then.
+const FIRST_REST: Duration = Duration::from_millis(250);
 const LONGEST_REST: Duration = Duration::from_secs(300);
 
 /// The state of the sweep.
@@ -99,7 +100,7 @@ impl Sweep {
     /// This order could not be closed: leave it alone for a while.
     pub fn leave_alone(&mut self, order_id: OrderId, now: Moment) {
         let failures = self.troubled.get(&order_id).map_or(0, |troubled| troubled.failures);
-        let rest = (FIRST_REST * 2_u32.saturating_pow(failures.min(9))).min(LONGEST_REST);
+        let rest = (FIRST_REST * 2_u32.saturating_pow(failures.min(11))).min(LONGEST_REST);
         self.troubled.insert(order_id, Troubled { until: now + rest, failures: failures + 1, seen: now });
     }
 

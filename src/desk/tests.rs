@@ -389,7 +389,7 @@ fn a_pass_goes_on_to_the_end_past_orders_that_cannot_be_closed() {
     desk.hear(swept(&[("good", 5)]), now);
     assert_eq!(batches(&mut desk, now)[0].cases[0].alarm.order_id().as_str(), "good");
     // The next pass leaves the bad ones alone, for a while.
-    now = at_ms(520);
+    now = at_ms(501);
     assert_eq!(swept_page(&mut desk, now).after, None);
     desk.hear(swept(&first), now);
     let errands = desk.errands(now);
