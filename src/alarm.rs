@@ -16,6 +16,17 @@ pub enum Inlet {
     Parked,
 }
 
+impl Inlet {
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Timeout => "timeout",
+            Self::Arm => "arm",
+            Self::Parked => "parked",
+        }
+    }
+}
+
 /// What settles one delivery. Void as soon as its session has ended: the broker delivers the message again then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Receipt {

@@ -11,12 +11,14 @@ use uuid::Uuid;
 use crate::confirm::{ConfirmedPublisher, Outgoing};
 use crate::database::{Database, Timestamptz};
 use crate::message::CONTENT_TYPE;
-use crate::relay::{NotRelayed, Outbox, OutboxSql};
+use crate::relay::{Outbox, OutboxSql, Relayed};
 use crate::topology::Names;
 
 const SQL: OutboxSql = OutboxSql {
     unsent: "SELECT id, routing_key, type, payload::text AS payload, created_at FROM event_outbox
              WHERE sent_at IS NULL ORDER BY created_at, id LIMIT $1",
+    // The first entry of the index of the unsent.
+    age_s: "SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM event_outbox WHERE sent_at IS NULL",
     // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
     mark_sent: "UPDATE event_outbox SET sent_at = clock_timestamp() WHERE id = ANY ($1)",
     // statement_timestamp(): a volatile function could not bound an index scan.
@@ -44,12 +46,20 @@ impl Announcer {
         Self { outbox: Outbox { database, confirmed, sql: SQL, batch_size, keep }, exchange: names.events() }
     }
 
-    /// Sends one batch; returns how many events that were. There may be more.
+    /// Sends one batch. There may be more.
     ///
     /// # Errors
-    /// [`NotRelayed`]; whatever was confirmed before is marked all the same.
-    pub async fn round(&self) -> Result<usize, NotRelayed> {
+    /// sqlx's.
+    pub async fn round(&self) -> Result<Relayed, sqlx::Error> {
         self.outbox.round(|row| self.message(row).map(Some)).await
+    }
+
+    /// How long the oldest event that is not sent has been waiting.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn age(&self) -> Result<Duration, sqlx::Error> {
+        self.outbox.age().await
     }
 
     /// Deletes what was sent long enough ago.

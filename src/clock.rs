@@ -55,6 +55,13 @@ impl DatabaseClock {
         }
     }
 
+    /// The round trip of the reading in use. It is off by at most half of it, and by what the two clocks have drifted
+    /// apart since.
+    #[must_use]
+    pub fn uncertainty(&self) -> Duration {
+        self.uncertainty
+    }
+
     /// The database's time at a local instant.
     #[must_use]
     pub fn at_instant(&self, instant: Instant) -> Moment {

@@ -3,6 +3,7 @@
 //! How they are loaded stands in `load.rs`. No I/O after loading, no default outside `config/default.toml`, and no secret in any output: addresses with
 //! passwords are [`SecretString`]s and errors never repeat a value of theirs.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
@@ -36,6 +37,7 @@ pub struct Settings {
     pub retry: RetrySettings,
     pub sweep: SweepSettings,
     pub announce: AnnounceSettings,
+    pub http: HttpSettings,
     pub orders: OrdersSettings,
     pub log: LogSettings,
 }
@@ -201,6 +203,34 @@ pub struct AnnounceSettings {
     pub batch_size: usize,
     #[serde(with = "humantime_serde")]
     pub keep: Duration,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HttpSettings {
+    pub listen: Listen,
+}
+
+/// An address and port to listen at; `None` for nowhere. Not a host's name: looking it up would be I/O, and might find
+/// another address than the one that was meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Listen(pub Option<SocketAddr>);
+
+impl TryFrom<String> for Listen {
+    type Error = String;
+    fn try_from(text: String) -> Result<Self, String> {
+        let text = text.trim();
+        if text.is_empty() {
+            return Ok(Self(None));
+        }
+        let why = |_| {
+            format!(
+                "{text:?} is not an IP address with a port; write 127.0.0.1:9394, [::1]:9394, or nothing at all for no health and metrics"
+            )
+        };
+        text.parse().map(|address| Self(Some(address))).map_err(why)
+    }
 }
 
 #[derive(Debug, Clone, Deserialize)]
@@ -530,6 +560,14 @@ mod tests {
     }
 
     #[test]
+    fn health_and_metrics_are_shown_to_this_machine_alone_unless_told_otherwise() {
+        let listen = |overrides: &[&str]| load(&[], overrides).unwrap().http.listen.0;
+        assert!(listen(&[]).is_some_and(|address| address.ip().is_loopback()));
+        assert_eq!(listen(&["http.listen="]), None);
+        assert_eq!(listen(&["http.listen=[::]:9394"]), Some("[::]:9394".parse().unwrap()));
+    }
+
+    #[test]
     fn a_publisher_does_not_mind_a_database_of_another_kind() {
         for url in ["mysql://shop:hunter2@h/shop", "sqlite::memory:", "", "postgres://u:hunter2@h:port/d"] {
             let settings = load(&[("DATABASE_URL", url)], &[]).unwrap();
@@ -555,6 +593,8 @@ mod tests {
         check(&[], &["nonsense"], &["--set", "="]);
         check(&[], &["delay.strategy=magic"], &["delay.strategy", "magic"]);
         check(&[], &["delay.lanes=30m,1800s"], &["delay.lanes", "twice"]);
+        check(&[], &["http.listen=9394"], &["http.listen", "--set", "\"9394\"", "127.0.0.1:9394"]);
+        check(&[("ORDER_TIMEOUT__HTTP__LISTEN", "localhost:9394")], &[], &["http.listen", "environment", "IP address"]);
     }
 
     #[test]

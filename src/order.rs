@@ -197,6 +197,20 @@ pub enum Outcome {
 }
 
 impl Outcome {
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Closed => "closed",
+            Self::Paid => "paid",
+            Self::AlreadyClosed => "already_closed",
+            Self::Closing => "closing",
+            Self::NotDue => "not_due",
+            Self::Busy => "busy",
+            Self::Malformed => "malformed",
+            Self::Unknown => "unknown",
+        }
+    }
+
     /// Reads the word in `close.sql`'s column `outcome`; `None` for a word the contract does not know.
     #[must_use]
     pub fn from_contract(word: &str) -> Option<Self> {
@@ -233,6 +247,22 @@ pub enum CloseFault {
     /// No order can be closed: the database is away, read-only, or does not know our statement.
     #[error("{0}")]
     Away(String),
+}
+
+impl CloseFault {
+    /// The words for it beside those of [`Outcome`].
+    pub const TRANSIENT: &'static str = "transient";
+    pub const OF_THE_ORDER: &'static str = "failed";
+    pub const AWAY: &'static str = "away";
+
+    #[must_use]
+    pub const fn as_str(&self) -> &'static str {
+        match self {
+            Self::Transient(_) => Self::TRANSIENT,
+            Self::OfTheOrder(_) => Self::OF_THE_ORDER,
+            Self::Away(_) => Self::AWAY,
+        }
+    }
 }
 
 /// What the close statement found for one order, or why it has no outcome for it.

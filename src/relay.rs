@@ -32,6 +32,8 @@ const FORGOTTEN_AT_ONCE: u64 = 10_000;
 pub struct OutboxSql {
     /// `$1` limit; returns `id uuid` and whatever a message is made of, oldest first.
     pub unsent: &'static str,
+    /// Returns how many seconds ago the oldest unsent row was written, as `float8`; null if there is none.
+    pub age_s: &'static str,
     /// `$1` ids.
     pub mark_sent: &'static str,
     /// `$1` seconds since they were sent, `$2` limit.
@@ -47,6 +49,38 @@ pub enum NotRelayed {
     Broker(#[from] NotConfirmed),
 }
 
+/// What came of one batch.
+#[derive(Debug, Default)]
+pub struct Relayed {
+    /// Confirmed and marked.
+    pub sent: usize,
+    /// Marked without being sent.
+    pub dropped: usize,
+    /// Not confirmed: they stay for the next round.
+    pub refused: usize,
+    /// Why the first of those was not.
+    pub fault: Option<NotConfirmed>,
+}
+
+impl Relayed {
+    /// How many rows need not be looked at again.
+    ///
+    /// # Errors
+    /// [`NotRelayed`] if rows stand there and not one could be settled.
+    pub fn settled(self) -> Result<usize, NotRelayed> {
+        let settled = self.sent + self.dropped;
+        match self.fault {
+            Some(fault) if settled == 0 => Err(fault.into()),
+            // Those behind a few that are refused must not wait for them.
+            Some(fault) => {
+                debug!(%fault, "part of an outbox could not be sent; the rest goes on");
+                Ok(settled)
+            }
+            None => Ok(settled),
+        }
+    }
+}
+
 /// Publishes what stands in one outbox.
 #[derive(Debug, Clone)]
 pub struct Outbox {
@@ -59,15 +93,15 @@ pub struct Outbox {
 }
 
 impl Outbox {
-    /// Sends one batch and returns how many rows it settled; there may be more. A row for which `message` says `None`
-    /// is marked without being sent. One that the broker refuses stays for the next round; the others are marked.
+    /// Sends one batch; there may be more. A row for which `message` says `None` is marked without being sent. One that
+    /// the broker refuses stays for the next round; the others are marked.
     ///
     /// # Errors
-    /// [`NotRelayed`] if rows stand there and not one could be settled.
+    /// sqlx's; what was confirmed may then be sent again.
     pub async fn round(
         &self,
         message: impl Fn(&PgRow) -> Result<Option<Outgoing>, sqlx::Error>,
-    ) -> Result<usize, NotRelayed> {
+    ) -> Result<Relayed, sqlx::Error> {
         let select = sqlx::query(self.sql.unsent).bind(self.batch_size);
         let unsent = self.database.run(async |connection| select.fetch_all(connection).await).await?;
         let (mut settled, mut ids, mut messages) = (Vec::new(), Vec::new(), Vec::new());
@@ -82,17 +116,23 @@ impl Outbox {
             }
         }
         let answers = self.confirmed.publish_all(messages).await;
+        let dropped = settled.len();
         settled.extend(ids.iter().zip(&answers).filter(|(_, answer)| answer.is_ok()).map(|(id, _)| *id));
         self.mark_sent(&settled).await?;
-        match answers.into_iter().find_map(Result::err) {
-            Some(fault) if settled.is_empty() => Err(fault.into()),
-            // Those behind a few that are refused must not wait for them.
-            Some(fault) => {
-                debug!(%fault, "part of an outbox could not be sent; the rest goes on");
-                Ok(settled.len())
-            }
-            None => Ok(settled.len()),
-        }
+        let sent = settled.len() - dropped;
+        let refused = answers.len() - sent;
+        Ok(Relayed { sent, dropped, refused, fault: answers.into_iter().find_map(Result::err) })
+    }
+
+    /// How long the oldest unsent row has been waiting; nothing if none is.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn age(&self) -> Result<Duration, sqlx::Error> {
+        let select = sqlx::query_scalar(self.sql.age_s);
+        let age_s: Option<f64> = self.database.run(async |connection| select.fetch_one(connection).await).await?;
+        // Negative if the server's clock was set back.
+        Ok(Duration::try_from_secs_f64(age_s.unwrap_or(0.0)).unwrap_or_default())
     }
 
     async fn mark_sent(&self, ids: &[Uuid]) -> Result<(), sqlx::Error> {

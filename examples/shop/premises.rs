@@ -7,7 +7,7 @@ use anyhow::Context;
 use lapin::Connection;
 use lapin::options::{ExchangeDeleteOptions, QueueDeleteOptions};
 use order_timeout::broker::reply_code;
-use order_timeout::config::{DatabaseSettings, Lane, RingSettings};
+use order_timeout::config::{DatabaseSettings, Lane, Listen, RingSettings};
 use order_timeout::database::{self, Database};
 use order_timeout::topology::Topology;
 use order_timeout::worker::Worker;
@@ -132,7 +132,10 @@ impl Premises {
         administration.close().await;
         database::migrate(&self.settings.database).await?;
 
-        let ready = Worker::start(self.settings.clone()).await?;
+        // Nobody asks how it is, and another worker may be running on this machine.
+        let mut settings = self.settings.clone();
+        settings.http.listen = Listen(None);
+        let ready = Worker::start(settings).await?;
         let stop = CancellationToken::new();
         *worker = Some(RunningWorker { stop: stop.clone(), task: tokio::spawn(ready.run(stop)) });
         Ok(())

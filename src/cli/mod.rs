@@ -2,6 +2,7 @@
 
 pub mod close;
 pub mod deadline;
+pub mod health;
 pub mod parked;
 pub mod schedule;
 pub mod setup;
@@ -58,7 +59,7 @@ impl Cli {
     pub fn load_settings(&self) -> Result<Settings, BadSettings> {
         let (file, overrides) = (self.settings.config.as_deref(), &self.settings.overrides);
         match self.command {
-            Command::Schedule(_) | Command::Topology(_) => Settings::load(file, overrides),
+            Command::Schedule(_) | Command::Topology(_) | Command::Health(_) => Settings::load(file, overrides),
             Command::Setup(_) | Command::Worker | Command::Deadline(_) | Command::Close(_) | Command::Parked(_) => {
                 Settings::load_with_database(file, overrides)
             }
@@ -113,6 +114,8 @@ pub enum Command {
     Setup(setup::SetupArgs),
     /// Run the worker until SIGTERM or Ctrl-C
     Worker,
+    /// Ask the worker on this machine whether it is ready: for container health checks
+    Health(health::HealthArgs),
     /// Schedule the alarm of one order by hand
     Schedule(schedule::ScheduleArgs),
     /// Give an unpaid order more time, or less
@@ -135,6 +138,7 @@ impl Command {
         match self {
             Self::Setup(args) => setup::run(args, settings).await,
             Self::Worker => worker::run(settings).await,
+            Self::Health(args) => health::run(&args, &settings).await,
             Self::Schedule(args) => schedule::run(args, settings).await,
             Self::Deadline(args) => deadline::run(args, settings).await,
             Self::Close(args) => close::run(args, settings).await,

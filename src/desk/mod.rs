@@ -154,6 +154,7 @@ pub struct Desk {
     settle: Vec<(Receipt, Settlement)>,
     /// The latest time it was told.
     latest: Moment,
+    swept: u64,
 }
 
 /// The database does not close anything: since when, and when it is asked next.
@@ -208,6 +209,7 @@ impl Desk {
             park_later: Later::default(),
             settle: Vec::new(),
             latest: Moment::from_unix_micros(i64::MIN),
+            swept: 0,
         }
     }
 
@@ -349,6 +351,12 @@ impl Desk {
         self.sweep.troubled()
     }
 
+    /// How many overdue orders the sweep has taken up so far because no alarm here spoke for them.
+    #[must_use]
+    pub fn swept(&self) -> u64 {
+        self.swept
+    }
+
     fn note_time(&mut self, now: Moment) {
         if now + LONGEST_JITTER < self.latest {
             self.latest = now;
@@ -473,6 +481,7 @@ impl Desk {
             }
             *self.in_hand.entry(key.0.clone()).or_default() += 1;
             let was_tried = self.sweep.is_troubled(&key.0);
+            self.swept += 1;
             let due = TimeoutDue { order_id: key.0, deadline: key.1 };
             let alarm = Alarm { due, attempt: 0, born: None, traceparent: None };
             let case = Case { alarm, origin: Origin::Swept, pauses: 0, paused_since: None };

@@ -14,11 +14,13 @@ use crate::database::{Database, Timestamptz};
 use crate::envelope::{self, Stamp};
 use crate::message::TimeoutDue;
 use crate::order::{BadOrderId, Deadline, Moment, OrderId};
-use crate::relay::{NotRelayed, Outbox, OutboxSql};
+use crate::relay::{Outbox, OutboxSql, Relayed};
 
 const SQL: OutboxSql = OutboxSql {
     unsent: "SELECT id, order_id, deadline, clock_timestamp() AS now FROM alarm_outbox
              WHERE sent_at IS NULL ORDER BY created_at, id LIMIT $1",
+    // The first entry of the index of the unsent.
+    age_s: "SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM alarm_outbox WHERE sent_at IS NULL",
     // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
     mark_sent: "UPDATE alarm_outbox SET sent_at = clock_timestamp() WHERE id = ANY ($1)",
     // statement_timestamp(): a volatile function could not bound an index scan.
@@ -89,12 +91,20 @@ impl AlarmRelay {
         Self { outbox, lanes: Lanes::new(settings) }
     }
 
-    /// Hands over one batch; returns how many alarms that were. There may be more.
+    /// Hands over one batch. There may be more.
     ///
     /// # Errors
-    /// [`NotRelayed`]; whatever was confirmed before is marked all the same.
-    pub async fn round(&self) -> Result<usize, NotRelayed> {
+    /// sqlx's.
+    pub async fn round(&self) -> Result<Relayed, sqlx::Error> {
         self.outbox.round(|row| self.message(row)).await
+    }
+
+    /// How long the oldest alarm that is not handed over has been waiting.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn age(&self) -> Result<Duration, sqlx::Error> {
+        self.outbox.age().await
     }
 
     /// Deletes what was handed over long enough ago.

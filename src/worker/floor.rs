@@ -9,12 +9,13 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::GiveUp;
 use super::steps::{Note, Steps};
 use super::supervisor::Phase;
+use super::{GiveUp, Signs};
 use crate::alarm::{Delivered, Receipt, Settlement};
 use crate::clock::DatabaseClock;
 use crate::desk::{Desk, Errand, News};
+use crate::health::{BEAT_EVERY, Loop, Stage};
 use crate::order::CloseFault;
 
 /// News taken in at once before errands are looked at: enough to amortise, short enough not to hold up a batch.
@@ -32,7 +33,10 @@ pub(super) struct Floor {
     closing: watch::Sender<bool>,
     database_is_away: bool,
     why_away: String,
+    /// Why the database's clock could not be read the last time.
+    why_unanswered: Option<String>,
     swept: Swept,
+    signs: Signs,
 }
 
 /// What the sweep has closed since the last warning.
@@ -50,6 +54,7 @@ impl Floor {
         settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
         phase: watch::Sender<Phase>,
         closing: watch::Sender<bool>,
+        signs: Signs,
     ) -> Self {
         Self {
             desk,
@@ -60,7 +65,9 @@ impl Floor {
             closing,
             database_is_away: false,
             why_away: String::new(),
+            why_unanswered: None,
             swept: Swept::default(),
+            signs,
         }
     }
 
@@ -75,13 +82,17 @@ impl Floor {
         let mut delivered = Vec::with_capacity(NEWS_AT_ONCE);
         let mut stopping = false;
         let mut inbox_is_open = true;
+        self.signs.clock(&self.clock);
         loop {
+            self.signs.health.beat(Loop::Floor);
             self.run_errands();
             // The notes last: a task ends only after it has sent its own.
             if stopping && self.desk.closers_are_idle() && self.steps.tasks.is_empty() && notes.is_empty() {
                 break;
             }
-            let wake_at = self.desk.wake_at().map(|moment| self.clock.instant_of(moment));
+            let beat_at = Instant::now() + BEAT_EVERY;
+            let wake_at =
+                self.desk.wake_at().map_or(beat_at, |moment| beat_at.min(self.clock.instant_of(moment).into()));
             tokio::select! {
                 biased;
                 () = stop.cancelled(), if !stopping => {
@@ -94,11 +105,14 @@ impl Floor {
                     // Closed once the supervisor has ended, which on the way out it may do before the rest has.
                     inbox_is_open = count > 0;
                     let now = self.clock.now();
-                    delivered.drain(..).for_each(|one| self.desk.hear(News::Delivered(one), now));
+                    for one in delivered.drain(..) {
+                        self.signs.delivered(&one, now);
+                        self.desk.hear(News::Delivered(one), now);
+                    }
                 }
                 // The last to end may have had nothing to say.
                 () = self.steps.tasks.wait(), if stopping && !self.steps.tasks.is_empty() => {}
-                () = sleep_until(wake_at), if wake_at.is_some() => {}
+                () = tokio::time::sleep_until(wake_at) => {}
             }
         }
         self.phase.send_replace(Phase::Close);
@@ -106,6 +120,7 @@ impl Floor {
 
     fn begin_draining(&mut self) {
         info!(held = self.desk.held(), "stopping: taking nothing new, finishing what is begun");
+        self.signs.health.note_stage(Stage::Stopping);
         self.phase.send_replace(Phase::Drain);
         self.desk.drain();
         self.steps.tasks.close();
@@ -114,16 +129,22 @@ impl Floor {
     fn take(&mut self, note: Note) {
         match note {
             Note::News(news) => {
-                if let News::Closed(_, Err(CloseFault::Away(why))) = &news {
-                    self.why_away.clone_from(why);
+                match &news {
+                    News::Closed(_, Err(CloseFault::Away(why))) => self.why_away.clone_from(why),
+                    News::Armed(receipts) => self.signs.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
+                    News::NotSwept => self.signs.metrics.sweep_failures.inc(),
+                    _ => {}
                 }
                 self.desk.hear(news, self.clock.now());
             }
             Note::Clock(sample) => {
                 self.clock.learn(sample);
+                self.why_unanswered = None;
+                self.signs.clock(&self.clock);
                 // Comes each second, so that what was counted is said even if nothing more is.
                 self.say_what_was_swept();
             }
+            Note::NoClock(why) => self.why_unanswered = Some(why),
             // Without the broker nobody expects an alarm.
             Note::ClosedBySweep(orders) if self.desk.broker_is_here() => {
                 self.swept.orders += orders;
@@ -161,6 +182,19 @@ impl Floor {
         self.closing.send_if_modified(|known| std::mem::replace(known, closing) != closing);
         self.note_whether_the_database_is_away(self.desk.away_for(now).is_some());
         self.note_whether_to_consume(self.desk.wants_deliveries(now));
+        self.show();
+    }
+
+    /// What the desk holds, and whether the database is of use.
+    fn show(&self) {
+        let metrics = &self.signs.metrics;
+        metrics.alarms_held.set(self.desk.held() as i64);
+        metrics.orders_swept.inc_by(self.desk.swept() - metrics.orders_swept.get());
+        metrics.orders_troubled.set(self.desk.troubled() as i64);
+        let closes_nothing = self.database_is_away.then_some(self.why_away.as_str());
+        let no_database = closes_nothing.or(self.why_unanswered.as_deref());
+        metrics.database_away.set(i64::from(no_database.is_some()));
+        self.signs.health.note_database(no_database);
     }
 
     fn note_whether_the_database_is_away(&mut self, is_away: bool) {
@@ -177,18 +211,16 @@ impl Floor {
             let next = match (*phase, wanted) {
                 (Phase::Consume, false) => {
                     warn!(why = self.why_away, "nothing could be closed, armed or parked for worker.away_patience; alarms are given back to the broker until that changes");
+                    self.signs.health.note_stage(Stage::Resting);
                     Phase::Rest
                 }
-                (Phase::Rest, true) => Phase::Consume,
+                (Phase::Rest, true) => {
+                    self.signs.health.note_stage(Stage::Working);
+                    Phase::Consume
+                }
                 (unchanged, _) => unchanged,
             };
             std::mem::replace(phase, next) != next
         });
-    }
-}
-
-async fn sleep_until(at: Option<std::time::Instant>) {
-    if let Some(at) = at {
-        tokio::time::sleep_until(at.into()).await;
     }
 }

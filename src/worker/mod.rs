@@ -2,13 +2,15 @@
 //!
 //! Decides nothing about alarms (that is `desk/`) and knows no statement and no frame (those are the steps'). The
 //! `floor.rs` carries news and errands between the desk and the steps; `supervisor.rs` keeps a consumer session open;
-//! `outboxes.rs` keeps the outboxes empty.
+//! `outboxes.rs` keeps the outboxes empty; `signs.rs` counts what all of them do.
 
 mod floor;
 mod outboxes;
+mod signs;
 mod steps;
 mod supervisor;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,16 +30,22 @@ use crate::confirm::ConfirmedPublisher;
 use crate::database::{self, Database, DatabaseFault, why};
 use crate::deliver::Session;
 use crate::desk::{Desk, Policy};
+use crate::http::{HttpFault, HttpServer, LIVEZ, METRICS, READYZ};
 use crate::schedule::outbox::AlarmRelay;
 use crate::sweep::Sweeper;
 use crate::topology::Names;
 use floor::Floor;
 use outboxes::Outboxes;
+use signs::Signs;
 use steps::Steps;
 use supervisor::{Phase, Supervisor};
 
 /// Connections besides the closers': sweeping, parking, both outboxes and their lock.
 const OTHER_CONNECTIONS: u32 = 4;
+/// How long a loop may stand still besides what its calls may take.
+const LOOP_PATIENCE: Duration = Duration::from_secs(60);
+/// What the outbox loop asks of the database in a turn: two ages, the lock, and to read, mark and forget twice.
+const CALLS_PER_TURN: u32 = 9;
 /// Overdue orders fetched at a time: some batches, and little memory.
 const SWEEP_PAGE: usize = 1_000;
 
@@ -48,6 +56,8 @@ pub enum StartFault {
     Database(#[from] DatabaseFault),
     #[error(transparent)]
     Broker(#[from] BrokerFault),
+    #[error(transparent)]
+    Http(#[from] HttpFault),
 }
 
 /// A worker that is ready to run.
@@ -61,6 +71,8 @@ pub struct Worker {
     first_session: Option<Session>,
     inbox: mpsc::UnboundedReceiver<Delivered>,
     inbox_sender: mpsc::UnboundedSender<Delivered>,
+    signs: Signs,
+    http: Option<HttpServer>,
 }
 
 impl Worker {
@@ -70,6 +82,9 @@ impl Worker {
     /// # Errors
     /// [`StartFault`], one sentence that says how to mend it.
     pub async fn start(settings: Settings) -> Result<Self, StartFault> {
+        let signs = Signs::new(longest_turn(&settings));
+        // First, so that it can be asked what the worker waits for while it starts.
+        let http = show(&settings, &signs).await?;
         let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
         let closing = Database::connect(&settings.database, closers).await?;
         let database = Database::connect(&settings.database, OTHER_CONNECTIONS).await?;
@@ -88,32 +103,47 @@ impl Worker {
             }
             Err(refused @ BrokerFault::Refused(_)) => return Err(refused.into()),
         };
-        Ok(Self { settings, closer, sweeper, database, clock, first_session, inbox, inbox_sender })
+        Ok(Self { settings, closer, sweeper, database, clock, first_session, inbox, inbox_sender, signs, http })
+    }
+
+    /// Where health and metrics are shown; `None` if `http.listen` is empty.
+    #[must_use]
+    pub fn http_address(&self) -> Option<SocketAddr> {
+        self.http.as_ref().map(HttpServer::address)
     }
 
     /// Works until `stop` is cancelled, then finishes what it has begun within `worker.shutdown_grace`. Returns
     /// whether everything was finished in time.
     pub async fn run(self, stop: CancellationToken) -> bool {
-        let settings = self.settings;
+        let (settings, signs) = (self.settings, self.signs);
+        // Until the very end: how a worker stops is of interest, too.
+        let _shown = self.http;
         let confirmed = ConfirmedPublisher::connect_lazily(&settings.amqp, "worker publishing");
         let give_up = GiveUp::after(settings.worker.shutdown_grace, stop.clone());
 
         let outboxes_end = CancellationToken::new();
         let (closing, closing_seen) = watch::channel(false);
-        let outboxes = outboxes(&settings, &self.database, &confirmed, closing_seen);
+        let outboxes = outboxes(&settings, &self.database, &confirmed, closing_seen, signs.clone());
+        signs.health.begins_to_work();
         let relaying = tokio::spawn(outboxes.keep_empty(outboxes_end.clone()));
 
         let (settlements, settlement_queue) = mpsc::unbounded_channel();
         let (notes, note_queue) = mpsc::unbounded_channel();
         let (phase, phase_seen) = watch::channel(Phase::Consume);
-        let supervisor =
-            Supervisor::new(settings.clone(), self.inbox_sender, settlement_queue, phase_seen, notes.clone());
+        let supervisor = Supervisor::new(
+            settings.clone(),
+            self.inbox_sender,
+            settlement_queue,
+            phase_seen,
+            notes.clone(),
+            signs.clone(),
+        );
         let supervising = tokio::spawn(supervisor.run(self.first_session));
 
         tokio::spawn(steps::sample_clock(self.closer.clone(), notes.clone()));
         let armer = Armer::new(&settings, confirmed);
-        let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes);
-        let floor = Floor::new(Desk::new(policy(&settings)), self.clock, steps, settlements, phase, closing);
+        let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes, signs.clone());
+        let floor = Floor::new(Desk::new(policy(&settings)), self.clock, steps, settlements, phase, closing, signs);
         info!(namespace = %settings.namespace, "worker started");
         floor.work(self.inbox, note_queue, stop, give_up.clone()).await;
 
@@ -161,12 +191,31 @@ fn outboxes(
     database: &Database,
     confirmed: &ConfirmedPublisher,
     closing: watch::Receiver<bool>,
+    signs: Signs,
 ) -> Outboxes {
     let (size, keep) = (settings.announce.batch_size, settings.announce.keep);
     let names = Names::new(&settings.namespace);
     let alarms = AlarmRelay::new(database.clone(), confirmed.clone(), settings, size, keep);
     let events = Announcer::new(database.clone(), confirmed.clone(), &names, size, keep);
-    Outboxes::new(database.clone(), alarms, events, settings.announce.poll, closing)
+    Outboxes::new(database.clone(), alarms, events, settings.announce.poll, closing, signs)
+}
+
+/// Opens the pages for health and metrics, unless they are not wanted. A worker that cannot does not start: it would
+/// work unseen, and whoever asks at that address would take another worker's answers for its own.
+async fn show(settings: &Settings, signs: &Signs) -> Result<Option<HttpServer>, HttpFault> {
+    let Some(listen) = settings.http.listen.0 else { return Ok(None) };
+    let server = HttpServer::open(listen, signs.pages()).await?;
+    let address = server.address();
+    info!(%address, "health and metrics at http://{address}{LIVEZ}, {READYZ} and {METRICS}");
+    Ok(Some(server))
+}
+
+/// How long one turn of a loop may take at most: everything it may ask of broker and database, each within its own
+/// time limit, and as much again as a machine under heavy load may need.
+fn longest_turn(settings: &Settings) -> Duration {
+    let broker = settings.amqp.connect_timeout + settings.amqp.confirm_timeout;
+    let database = settings.database.acquire_timeout + settings.database.statement_timeout;
+    LOOP_PATIENCE + settings.announce.poll + 2 * broker + CALLS_PER_TURN * database
 }
 
 fn policy(settings: &Settings) -> Policy {

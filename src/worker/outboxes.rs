@@ -9,14 +9,19 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
+use super::Signs;
 use crate::announce::Announcer;
 use crate::database::Database;
+use crate::health::Loop;
+use crate::metrics::{ALARMS, EVENTS};
 use crate::patience::Pauses;
-use crate::relay::{NotRelayed, RelayLock};
+use crate::relay::{NotRelayed, RelayLock, Relayed};
 use crate::schedule::outbox::AlarmRelay;
 
 /// How often what was sent long ago is deleted.
 const FORGET_EVERY: Duration = Duration::from_secs(60);
+/// How often the outboxes' ages are read.
+const MEASURE_EVERY: Duration = Duration::from_secs(1);
 /// How long events wait for closers that have work in hand.
 const LONGEST_WAY: Duration = Duration::from_millis(500);
 /// How often a worker that is not the relay asks whether it should be.
@@ -31,6 +36,8 @@ pub(super) struct Outboxes {
     /// Since when events give way to closing.
     gives_way_since: Option<Instant>,
     forget_at: Instant,
+    measure_at: Instant,
+    signs: Signs,
 }
 
 /// What a round did.
@@ -49,16 +56,23 @@ impl Outboxes {
         events: Announcer,
         poll: Duration,
         closing: watch::Receiver<bool>,
+        signs: Signs,
     ) -> Self {
-        let forget_at = Instant::now() + FORGET_EVERY;
-        Self { lock: RelayLock::new(database), alarms, events, poll, closing, gives_way_since: None, forget_at }
+        let (now, lock) = (Instant::now(), RelayLock::new(database));
+        let (forget_at, measure_at) = (now + FORGET_EVERY, now);
+        Self { lock, alarms, events, poll, closing, gives_way_since: None, forget_at, measure_at, signs }
     }
 
     /// Until told to end; then sends what is left.
     pub async fn keep_empty(mut self, ends: CancellationToken) {
         let mut pauses = Pauses::new();
         loop {
+            self.signs.health.beat(Loop::Outboxes);
             let round = self.round().await;
+            // Not of a database that has just failed: it would be waited for twice over.
+            if !matches!(round, Err(NotRelayed::Database(_))) {
+                self.measure().await;
+            }
             if ends.is_cancelled() && !matches!(round, Ok(Round::Sent)) {
                 return self.lock.resign().await;
             }
@@ -89,13 +103,16 @@ impl Outboxes {
     }
 
     async fn round(&mut self) -> Result<Round, NotRelayed> {
-        if !self.lock.is_ours().await? {
+        let is_ours = self.lock.is_ours().await;
+        self.signs.metrics.relaying.set(i64::from(matches!(is_ours, Ok(true))));
+        if !is_ours? {
             return Ok(Round::NotOurs);
         }
         // Both are tried, whatever comes of the first: an alarm that cannot be sent must not hold up an event.
-        let alarms = self.alarms.round().await;
-        let events = if self.events_give_way() { Ok(0) } else { self.events.round().await };
-        let (alarms, events) = (alarms?, events?);
+        let alarms = self.alarms.round().await.inspect(|alarms| self.count_alarms(alarms));
+        let events = if self.events_give_way() { Ok(Relayed::default()) } else { self.events.round().await };
+        let events = events.inspect(|events| self.count_events(events));
+        let (alarms, events) = (alarms?.settled()?, events?.settled()?);
         if alarms + events > 0 {
             debug!(alarms, events, "outboxes relayed");
         }
@@ -115,6 +132,32 @@ impl Outboxes {
         }
         *since = Instant::now();
         false
+    }
+
+    fn count_alarms(&self, alarms: &Relayed) {
+        let metrics = &self.signs.metrics;
+        metrics.alarms_scheduled.inc_by(alarms.sent as u64);
+        metrics.alarms_expired.inc_by(alarms.dropped as u64);
+        metrics.alarms_refused.inc_by(alarms.refused as u64);
+    }
+
+    fn count_events(&self, events: &Relayed) {
+        self.signs.metrics.events_announced.inc_by(events.sent as u64);
+        self.signs.metrics.events_refused.inc_by(events.refused as u64);
+    }
+
+    /// Reads the outboxes' ages, whoever relays them: a relay that fails is best seen by the others.
+    async fn measure(&mut self) {
+        if Instant::now() < self.measure_at {
+            return;
+        }
+        self.measure_at = Instant::now() + MEASURE_EVERY;
+        for (outbox, age) in [(ALARMS, self.alarms.age().await), (EVENTS, self.events.age().await)] {
+            match age {
+                Ok(age) => self.signs.metrics.outbox_age.with_label_values(&[outbox]).set(age.as_secs_f64()),
+                Err(error) => debug!(%error, outbox, "the age of an outbox could not be read"),
+            }
+        }
     }
 
     async fn forget_old(&mut self) -> Result<(), NotRelayed> {

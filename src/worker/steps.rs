@@ -9,13 +9,14 @@ use tokio::sync::mpsc;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
+use super::Signs;
 use crate::alarm::{ArmJob, Parcel, Receipt};
 use crate::arm::Armer;
 use crate::clock::{ClockSample, DatabaseClock};
 use crate::close::Closer;
 use crate::database::{Database, Trouble, trouble, why};
 use crate::desk::{Answer, Batch, News};
-use crate::order::{ClosedBy, OrderId, Outcome, SweepPage};
+use crate::order::{ClosedBy, Moment, OrderId, Outcome, SweepPage};
 use crate::park;
 use crate::sweep::Sweeper;
 
@@ -29,6 +30,8 @@ const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
 pub(super) enum Note {
     News(News),
     Clock(ClockSample),
+    /// It could not be read: why.
+    NoClock(String),
     /// The sweep has closed so many orders that no alarm had woken.
     ClosedBySweep(usize),
 }
@@ -43,6 +46,7 @@ pub(super) struct Steps {
     database: Database,
     armer: Armer,
     notes: mpsc::UnboundedSender<Note>,
+    signs: Signs,
     pub tasks: TaskTracker,
 }
 
@@ -53,8 +57,9 @@ impl Steps {
         database: Database,
         armer: Armer,
         notes: mpsc::UnboundedSender<Note>,
+        signs: Signs,
     ) -> Self {
-        Self { closer, sweeper, database, armer, notes, tasks: TaskTracker::new() }
+        Self { closer, sweeper, database, armer, notes, signs, tasks: TaskTracker::new() }
     }
 
     fn spawn(&self, errand: impl Future<Output = Vec<Note>> + Send + 'static) {
@@ -68,14 +73,16 @@ impl Steps {
     }
 
     pub fn close(&self, batch: Batch, clock: DatabaseClock) {
-        let closer = self.closer.clone();
+        let (closer, signs) = (self.closer.clone(), self.signs.clone());
         self.spawn(async move {
             let ids: Vec<OrderId> = batch.cases.iter().map(|case| case.alarm.order_id().clone()).collect();
             let began = clock.now();
             let answer = closer.close(&ids, batch.by, batch.patient).await;
             let now = clock.now();
-            debug!(orders = ids.len(), took_ms = now.since(began).as_secs_f64() * 1e3, "batch looked at");
-            let closed = log_answer(&batch, &answer, clock);
+            let took = now.since(began);
+            debug!(orders = ids.len(), took_ms = took.as_secs_f64() * 1e3, "batch looked at");
+            signs.looked_at(&batch, &answer, took, now);
+            let closed = log_answer(&batch, &answer, now);
             let by_sweep = (batch.by == ClosedBy::Sweep && closed > 0).then_some(Note::ClosedBySweep(closed));
             by_sweep.into_iter().chain([Note::News(News::Closed(batch, answer))]).collect()
         });
@@ -92,9 +99,9 @@ impl Steps {
     }
 
     pub fn park(&self, parcels: Vec<Addressed>) {
-        let database = self.database.clone();
+        let (database, signs) = (self.database.clone(), self.signs.clone());
         self.spawn(async move {
-            let (parked, not_parked) = park_all(&database, parcels).await;
+            let (parked, not_parked) = park_all(&database, &signs, parcels).await;
             let parked = (!parked.is_empty()).then_some(Note::News(News::Parked(parked)));
             let not_parked = (!not_parked.is_empty()).then_some(Note::News(News::NotParked(not_parked)));
             [parked, not_parked].into_iter().flatten().collect()
@@ -117,7 +124,7 @@ impl Steps {
 }
 
 /// Returns how many orders were closed.
-fn log_answer(batch: &Batch, answer: &Answer, clock: DatabaseClock) -> usize {
+fn log_answer(batch: &Batch, answer: &Answer, now: Moment) -> usize {
     let findings = match answer {
         Ok(findings) => findings,
         Err(fault) => {
@@ -126,7 +133,7 @@ fn log_answer(batch: &Batch, answer: &Answer, clock: DatabaseClock) -> usize {
             return 0;
         }
     };
-    let (now, closed_by) = (clock.now(), batch.by.as_str());
+    let closed_by = batch.by.as_str();
     let mut closed = 0;
     for (order_id, finding) in findings {
         match finding {
@@ -143,14 +150,14 @@ fn log_answer(batch: &Batch, answer: &Answer, clock: DatabaseClock) -> usize {
 }
 
 /// What is parked, and what is not. One that the database refuses does not keep the others out.
-async fn park_all(database: &Database, parcels: Vec<Addressed>) -> (Vec<Receipt>, Vec<Addressed>) {
+async fn park_all(database: &Database, signs: &Signs, parcels: Vec<Addressed>) -> (Vec<Receipt>, Vec<Addressed>) {
     let (mut parked, mut not_parked) = (Vec::new(), Vec::new());
     let mut waiting: VecDeque<Vec<Addressed>> = parcels.chunks(PARKED_AT_ONCE).map(<[Addressed]>::to_vec).collect();
     while let Some(chunk) = waiting.pop_front() {
         let contents: Vec<&Parcel> = chunk.iter().map(|(parcel, _)| parcel).collect();
         match park::park(database, &contents).await {
             Ok(()) => {
-                contents.into_iter().for_each(log_parked);
+                contents.into_iter().for_each(|parcel| note_parked(parcel, signs));
                 parked.extend(chunk.into_iter().map(|(_, receipt)| receipt));
             }
             Err(error) if trouble(&error) == Trouble::Data && chunk.len() > 1 => {
@@ -169,7 +176,8 @@ async fn park_all(database: &Database, parcels: Vec<Addressed>) -> (Vec<Receipt>
     (parked, not_parked)
 }
 
-fn log_parked(parcel: &Parcel) {
+fn note_parked(parcel: &Parcel, signs: &Signs) {
+    signs.metrics.alarms_parked.with_label_values(&[parcel.reason.as_str()]).inc();
     let order_id = parcel.order_id.as_ref().map_or("", OrderId::as_str);
     warn!(order_id, reason = parcel.reason.as_str(), detail = %parcel.detail, "alarm parked");
 }
@@ -184,7 +192,10 @@ pub(super) async fn sample_clock(closer: Closer, notes: mpsc::UnboundedSender<No
             Ok(sample) if notes.send(Note::Clock(sample)).is_err() => return,
             Ok(_) => {}
             Err(error) => {
-                debug!(error = why(&error), "the database's clock could not be read; the last reading is carried on");
+                let why = why(&error);
+                debug!(error = why, "the database's clock could not be read; the last reading is carried on");
+                // With the floor gone nobody needs the news; the next reading ends this.
+                let _ = notes.send(Note::NoClock(format!("it does not say what time it is: {why}")));
             }
         }
     }

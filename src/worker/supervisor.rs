@@ -9,12 +9,14 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{info, warn};
 
+use super::Signs;
 use super::steps::Note;
 use crate::alarm::{Delivered, Receipt, Settlement};
 use crate::broker::BrokerFault;
 use crate::config::Settings;
 use crate::deliver::Session;
 use crate::desk::News;
+use crate::health::{BEAT_EVERY, Loop};
 use crate::patience::Pauses;
 
 /// The number of the session that is opened at the start.
@@ -44,6 +46,7 @@ pub(super) struct Supervisor {
     phase: watch::Receiver<Phase>,
     notes: mpsc::UnboundedSender<Note>,
     next_session: u64,
+    signs: Signs,
 }
 
 impl Supervisor {
@@ -53,18 +56,22 @@ impl Supervisor {
         settlements: mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>,
         phase: watch::Receiver<Phase>,
         notes: mpsc::UnboundedSender<Note>,
+        signs: Signs,
     ) -> Self {
-        Self { settings, inbox, settlements, phase, notes, next_session: FIRST_SESSION + 1 }
+        Self { settings, inbox, settlements, phase, notes, next_session: FIRST_SESSION + 1, signs }
     }
 
     pub async fn run(mut self, first: Option<Session>) {
         let mut session = first;
         let mut pauses = Pauses::new();
         loop {
+            self.signs.health.beat(Loop::Supervisor);
             if let Some(open) = session.take() {
                 let opened = Instant::now();
                 self.tell(News::SessionOpened(open.number()));
-                self.attend(open).await;
+                self.signs.session_opened();
+                let why = self.attend(open).await;
+                self.signs.session_ended(&why);
                 self.tell(News::SessionEnded);
                 if opened.elapsed() >= LIVED {
                     pauses = Pauses::new();
@@ -83,6 +90,7 @@ impl Supervisor {
                 }
                 Some(Err(fault)) => {
                     let pause = pauses.next_pause();
+                    self.signs.health.note_session(Some(&fault.to_string()));
                     warn!(%fault, again_in_ms = pause.as_millis(), "no consumer session");
                     self.pause(pause).await;
                     None
@@ -111,10 +119,11 @@ impl Supervisor {
         let _ = self.notes.send(Note::News(news));
     }
 
-    /// Settles what comes until the session ends or is no longer wanted.
-    async fn attend(&mut self, session: Session) {
+    /// Settles what comes until the session ends or is no longer wanted; says which.
+    async fn attend(&mut self, session: Session) -> String {
         let mut cancelled = false;
         loop {
+            self.signs.health.beat(Loop::Supervisor);
             let phase = *self.phase.borrow_and_update();
             match phase {
                 Phase::Consume => {}
@@ -130,29 +139,37 @@ impl Supervisor {
                         }
                     }
                     session.close().await;
-                    return;
+                    return "the worker takes no alarms".into();
                 }
             }
             tokio::select! {
                 why = session.ended(), if !cancelled => {
                     warn!(%why, "the consumer session ended; the broker delivers again what was not acknowledged");
-                    return session.close().await;
+                    session.close().await;
+                    return why;
                 }
                 Some(settlements) = self.settlements.recv() => {
                     if let Err(error) = session.settle(&settlements).await {
                         warn!(%error, "deliveries could not be settled; the session is over");
-                        return session.close().await;
+                        session.close().await;
+                        return error.to_string();
                     }
                 }
                 _ = self.phase.changed() => {}
+                () = tokio::time::sleep(BEAT_EVERY) => {}
             }
         }
     }
 
     /// Returns false when there will be no further session.
     async fn wait_until_wanted(&mut self) -> bool {
-        let phase = self.phase.wait_for(|phase| *phase != Phase::Rest).await.map_or(Phase::Close, |phase| *phase);
-        phase == Phase::Consume
+        loop {
+            let wanted = self.phase.wait_for(|phase| *phase != Phase::Rest);
+            if let Ok(phase) = tokio::time::timeout(BEAT_EVERY, wanted).await {
+                return phase.is_ok_and(|phase| *phase == Phase::Consume);
+            }
+            self.signs.health.beat(Loop::Supervisor);
+        }
     }
 
     /// Waits, but not for a worker that stops.

@@ -13,6 +13,7 @@ mod crash;
 mod database_away;
 mod deadline;
 mod delayed_exchange;
+mod health;
 mod least_privilege;
 mod outbox;
 mod outcomes;

@@ -148,7 +148,7 @@ fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
                     .execute(&stage.pool)
                     .await
                     .unwrap();
-                match relay.round().await {
+                match relay.round().await.unwrap().settled() {
                     Ok(settled) => assert!(settled > 0, "a round that settles nothing says so"),
                     Err(fault) => break fault,
                 }

@@ -139,6 +139,20 @@ fn sqlx_stays_in_its_rooms() {
 }
 
 #[test]
+fn what_is_measured_stays_out_of_what_is_done() {
+    let rooms = |pattern: &str, rooms: &[&str]| assert_eq!(users_of(pattern), set(rooms), "{pattern}");
+    rooms(r"\bprometheus::", &["metrics.rs"]);
+    rooms(r"\bhyper(?:_util)?::", &["http.rs"]);
+    // The composition root counts what the steps report; no step does.
+    rooms(r"\bcrate::metrics\b", &["http.rs", "worker/outboxes.rs", "worker/signs.rs"]);
+    rooms(
+        r"\bcrate::health\b",
+        &["http.rs", "worker/floor.rs", "worker/outboxes.rs", "worker/signs.rs", "worker/supervisor.rs"],
+    );
+    rooms(r"\bcrate::http\b", &["cli/health.rs", "worker/mod.rs", "worker/signs.rs"]);
+}
+
+#[test]
 fn settings_use_the_clients_for_their_addresses_alone() {
     let text = code(&files()["src/config.rs"]);
     let used: BTreeSet<_> = Regex::new(r"\b(?:lapin|sqlx)::[\w:]+")
@@ -170,7 +184,7 @@ fn the_local_wall_clock_is_read_by_publishers_alone() {
     );
     assert_eq!(
         users_of(r"\bnow_by_local_clock\b"),
-        set(&["order.rs", "schedule/mod.rs", "cli/mod.rs", "cli/parked.rs"]),
+        set(&["order.rs", "schedule/mod.rs", "cli/mod.rs", "cli/parked.rs", "worker/signs.rs"]),
         "the worker goes by the database's clock: its own may be wrong, and would close orders early"
     );
 }

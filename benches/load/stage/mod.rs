@@ -110,6 +110,8 @@ impl<'a> Stage<'a> {
     pub async fn start_worker(&self, log: &Path) -> anyhow::Result<Program> {
         let mut command = Command::new(env!("CARGO_BIN_EXE_order-timeout"));
         command.arg("worker").args(["--set", &format!("namespace={}", self.settings.namespace)]);
+        // It shows what it always shows, at a port that no other worker has.
+        command.args(["--set", "http.listen=127.0.0.1:0"]);
         for setting in &self.overrides {
             command.args(["--set", setting]);
         }

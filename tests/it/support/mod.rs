@@ -13,6 +13,7 @@ pub mod skip;
 pub mod till;
 
 use std::future::Future;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,7 +23,7 @@ use lapin::options::{
 };
 use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection};
-use order_timeout::config::{Lane, RingSettings, Strategy};
+use order_timeout::config::{Lane, Listen, RingSettings, Strategy};
 use order_timeout::message::TimeoutDue;
 use order_timeout::order::{Moment, OrderId};
 use order_timeout::topology::{DUE_KEY, Names, Topology};
@@ -91,6 +92,8 @@ pub fn small_settings() -> Settings {
     settings.retry.missing_for = Duration::from_secs(2);
     settings.retry.max_attempts = 1;
     settings.worker.shutdown_grace = Duration::from_secs(10);
+    // Tests run side by side, and few ask how their worker is.
+    settings.http.listen = Listen(None);
     settings.validate().expect("the tests' settings are valid");
     settings
 }
@@ -397,13 +400,21 @@ impl Order {
 pub struct RunningWorker {
     stop: CancellationToken,
     running: JoinHandle<bool>,
+    /// Where it shows health and metrics.
+    pub http: Option<SocketAddr>,
 }
 
 impl RunningWorker {
     pub async fn start(settings: Settings) -> Self {
         let worker = Worker::start(settings).await.unwrap();
-        let stop = CancellationToken::new();
-        Self { running: tokio::spawn(worker.run(stop.clone())), stop }
+        let (stop, http) = (CancellationToken::new(), worker.http_address());
+        Self { running: tokio::spawn(worker.run(stop.clone())), stop, http }
+    }
+
+    /// Tells it to stop, as SIGTERM would, and goes on.
+    #[allow(dead_code)] // used by the tests of health
+    pub fn begin_to_stop(&self) {
+        self.stop.cancel();
     }
 
     /// Stops it as SIGTERM would, and insists that it finished in time.

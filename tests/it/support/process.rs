@@ -62,6 +62,7 @@ fn stage_arguments(settings: &Settings) -> Vec<String> {
         ("worker.shutdown_grace", millis(settings.worker.shutdown_grace)),
         ("sweep.grace", millis(settings.sweep.grace)),
         ("retry.missing_for", millis(settings.retry.missing_for)),
+        ("http.listen", settings.http.listen.0.map_or_else(String::new, |address| address.to_string())),
         ("retry.max_attempts", settings.retry.max_attempts.to_string()),
     ] {
         arguments.extend(["--set".to_owned(), format!("{key}={value}")]);

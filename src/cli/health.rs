@@ -1,0 +1,42 @@
+//! `order-timeout health`: asks the worker on this machine; exit code 0 if it is well. Images need no other client for it.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use clap::Args;
+
+use crate::cli::Answer;
+use crate::config::Settings;
+use crate::http::{self, LIVEZ, READYZ};
+
+/// Shorter than the patience of any orchestrator that is known for it; a worker that is well answers at once.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Arguments of `health`.
+#[derive(Debug, Args)]
+pub struct HealthArgs {
+    /// Ask whether its loops turn, instead of whether it is ready for work
+    #[arg(long)]
+    live: bool,
+}
+
+/// # Errors
+/// If no worker answers, or `http.listen` does not say where one would.
+pub async fn run(args: &HealthArgs, settings: &Settings) -> anyhow::Result<Answer> {
+    let listen =
+        settings.http.listen.0.context("http.listen is empty, so no worker can be asked; set it to its address")?;
+    ensure!(listen.port() != 0, "http.listen leaves the port open, so no worker can be asked; set it to its port");
+    let path = if args.live { LIVEZ } else { READYZ };
+    let (status, text) = http::get(from_here(listen), path, PATIENCE).await?;
+    Ok(Answer { text, code: u8::from(status != 200) })
+}
+
+/// A worker that listens at every address of this machine is asked at its own.
+fn from_here(mut listen: SocketAddr) -> SocketAddr {
+    if listen.ip().is_unspecified() {
+        let own = if listen.is_ipv4() { IpAddr::from(Ipv4Addr::LOCALHOST) } else { Ipv6Addr::LOCALHOST.into() };
+        listen.set_ip(own);
+    }
+    listen
+}

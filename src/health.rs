@@ -1,0 +1,238 @@
+//! Whether the worker is alive and whether it is ready, and if not, why not: one line for each thing that is amiss.
+//!
+//! Remembers what it is told by the loops and judges by the time; no I/O. How it is shown is `http.rs`.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// How often a loop that has nothing to do shows that it turns.
+pub const BEAT_EVERY: Duration = Duration::from_secs(1);
+
+/// The loops that the worker consists of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Loop {
+    /// Carries news and errands between desk and steps.
+    Floor,
+    /// Empties the outboxes.
+    Outboxes,
+    /// Keeps the consumer session open.
+    Supervisor,
+}
+
+impl Loop {
+    const ALL: [Self; 3] = [Self::Floor, Self::Outboxes, Self::Supervisor];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Floor => "floor",
+            Self::Outboxes => "outbox",
+            Self::Supervisor => "supervisor",
+        }
+    }
+}
+
+/// What the worker as a whole is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    Starting,
+    Working,
+    /// Nothing could be closed, armed or parked for so long that the alarms were given back.
+    Resting,
+    /// Finishing what it has begun.
+    Stopping,
+}
+
+/// An answer to "are you well?".
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Report {
+    pub is_well: bool,
+    /// One for each thing that is amiss, or one that says that nothing is.
+    pub lines: Vec<String>,
+}
+
+impl Report {
+    fn new(all_is_well: &str, amiss: Vec<String>) -> Self {
+        if amiss.is_empty() {
+            return Self { is_well: true, lines: vec![all_is_well.to_owned()] };
+        }
+        // What a server says may have several lines.
+        let lines = amiss.into_iter().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+        Self { is_well: false, lines }
+    }
+}
+
+/// What is known of the worker's health.
+#[derive(Debug)]
+pub struct Health {
+    began: Instant,
+    /// How long a loop may take for one turn.
+    longest_turn: Duration,
+    /// When each loop last began a turn, in milliseconds since `began`.
+    beats: [AtomicU64; Loop::ALL.len()],
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    stage: Stage,
+    /// Why there is no consumer session; `None` while there is one.
+    no_session: Option<String>,
+    /// Why the database is of no use; `None` while it is.
+    no_database: Option<String>,
+}
+
+impl Health {
+    /// Of a worker that is starting.
+    #[must_use]
+    pub fn new(longest_turn: Duration) -> Self {
+        let state = State { stage: Stage::Starting, no_session: Some("none was opened yet".into()), no_database: None };
+        Self { began: Instant::now(), longest_turn, beats: Default::default(), state: Mutex::new(state) }
+    }
+
+    /// This loop begins a turn.
+    pub fn beat(&self, of: Loop) {
+        self.beat_at(of, Instant::now());
+    }
+
+    fn beat_at(&self, of: Loop, now: Instant) {
+        let since = u64::try_from(now.saturating_duration_since(self.began).as_millis()).unwrap_or(u64::MAX);
+        self.beats[of as usize].store(since, Ordering::Relaxed);
+    }
+
+    /// The loops are started: from now on they must turn.
+    pub fn begins_to_work(&self) {
+        Loop::ALL.into_iter().for_each(|of| self.beat(of));
+        self.note_stage(Stage::Working);
+    }
+
+    pub fn note_stage(&self, stage: Stage) {
+        self.state().stage = stage;
+    }
+
+    /// A consumer session is open, or why none is.
+    pub fn note_session(&self, no_session: Option<&str>) {
+        note(&mut self.state().no_session, no_session);
+    }
+
+    /// The database is usable, or why it is not.
+    pub fn note_database(&self, no_database: Option<&str>) {
+        note(&mut self.state().no_database, no_database);
+    }
+
+    /// Whether every loop turns. A worker that starts or stops has a time limit of its own for that.
+    #[must_use]
+    pub fn is_alive(&self) -> Report {
+        self.is_alive_at(Instant::now())
+    }
+
+    fn is_alive_at(&self, now: Instant) -> Report {
+        let must_turn = matches!(self.state().stage, Stage::Working | Stage::Resting);
+        let still = Loop::ALL.into_iter().filter(|_| must_turn).filter_map(|of| {
+            let beat = self.began + Duration::from_millis(self.beats[of as usize].load(Ordering::Relaxed));
+            let still_for = now.saturating_duration_since(beat);
+            (still_for > self.longest_turn)
+                .then(|| format!("the {} loop has stood still for {} s", of.name(), still_for.as_secs()))
+        });
+        Report::new("alive", still.collect())
+    }
+
+    /// Whether alarms come in and orders can be closed.
+    #[must_use]
+    pub fn is_ready(&self) -> Report {
+        let state = self.state();
+        let mut amiss = Vec::new();
+        match state.stage {
+            Stage::Starting => amiss.push("worker: it is starting".to_owned()),
+            Stage::Stopping => amiss.push("worker: it is stopping".to_owned()),
+            Stage::Resting => amiss.push(
+                "worker: nothing could be closed, armed or parked for worker.away_patience, so it takes no alarms"
+                    .into(),
+            ),
+            // In every other stage it is as it should be that there is none.
+            Stage::Working => {
+                amiss.extend(state.no_session.iter().map(|why| format!("broker: no consumer session is open: {why}")));
+            }
+        }
+        if state.stage != Stage::Stopping {
+            amiss.extend(state.no_database.iter().map(|why| format!("database: {why}")));
+        }
+        Report::new("ready", amiss)
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().expect("nobody panics holding it")
+    }
+}
+
+/// The floor tells at every turn; only what is new is written.
+fn note(known: &mut Option<String>, news: Option<&str>) {
+    if known.as_deref() != news {
+        *known = news.map(str::to_owned);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TURN: Duration = Duration::from_secs(60);
+
+    fn working() -> Health {
+        let health = Health::new(TURN);
+        health.begins_to_work();
+        health.note_session(None);
+        health
+    }
+
+    #[test]
+    fn a_loop_that_stands_still_is_named() {
+        let health = working();
+        let later = Instant::now() + TURN + Duration::from_secs(13);
+        health.beat_at(Loop::Floor, later);
+        assert!(health.is_alive().is_well);
+        let report = health.is_alive_at(later);
+        assert!(!report.is_well);
+        assert_eq!(
+            report.lines,
+            ["the outbox loop has stood still for 73 s", "the supervisor loop has stood still for 73 s"]
+        );
+    }
+
+    #[test]
+    fn a_worker_that_starts_or_stops_need_not_turn() {
+        let health = Health::new(TURN);
+        let later = Instant::now() + 2 * TURN;
+        assert!(health.is_alive_at(later).is_well);
+        health.begins_to_work();
+        assert!(!health.is_alive_at(later).is_well);
+        health.note_stage(Stage::Stopping);
+        assert!(health.is_alive_at(later).is_well);
+    }
+
+    #[test]
+    fn what_is_amiss_is_said_in_a_line_each() {
+        let health = working();
+        assert_eq!(health.is_ready(), Report { is_well: true, lines: vec!["ready".into()] });
+        health.note_session(Some("the broker\nis away"));
+        health.note_database(Some("connection refused"));
+        assert_eq!(
+            health.is_ready().lines,
+            ["broker: no consumer session is open: the broker is away", "database: connection refused"]
+        );
+        health.note_session(None);
+        assert_eq!(health.is_ready().lines, ["database: connection refused"]);
+        health.note_stage(Stage::Stopping);
+        assert_eq!(health.is_ready().lines, ["worker: it is stopping"]);
+    }
+
+    #[test]
+    fn a_worker_that_starts_or_rests_is_not_ready() {
+        assert_eq!(Health::new(TURN).is_ready().lines, ["worker: it is starting"]);
+        let health = working();
+        health.note_stage(Stage::Resting);
+        health.note_session(Some("it rests"));
+        let report = health.is_ready();
+        assert!(!report.is_well && report.lines.len() == 1 && report.lines[0].contains("away_patience"), "{report:?}");
+    }
+}

@@ -1,0 +1,299 @@
+//! What is counted: every metric once, with its name, label and help; and the registry that they are read from.
+//!
+//! Counts, never decides: nothing in the worker reads a metric. No global state, so that several workers in one process
+//! keep their figures apart. The table in docs/OPERATING.md is held equal to the one here.
+
+use std::time::Duration;
+
+use prometheus::core::Collector;
+use prometheus::{
+    Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry, TextEncoder,
+};
+
+use crate::alarm::{Inlet, ParkReason};
+use crate::order::{CloseFault, ClosedBy, Outcome};
+
+/// The media type of [`Metrics::render`].
+pub const CONTENT_TYPE: &str = prometheus::TEXT_FORMAT;
+
+/// From what nobody notices to what somebody has complained about.
+const BUCKETS_S: [f64; 15] = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
+
+/// A metric as it is listed.
+#[derive(Debug, Clone, Copy)]
+pub struct Listed {
+    pub name: &'static str,
+    /// Prometheus' word: counter, gauge or histogram.
+    pub kind: &'static str,
+    pub label: Option<Label>,
+    pub help: &'static str,
+}
+
+/// What tells a metric's series apart. All of them are there from the start, at zero: a rate over a series that appears
+/// with its first event would miss that event.
+#[derive(Debug, Clone, Copy)]
+pub struct Label {
+    pub name: &'static str,
+    pub values: &'static [&'static str],
+}
+
+/// Something that counts and can be registered.
+trait Instrument: Collector + Clone + Sized + 'static {
+    const KIND: &'static str;
+
+    fn new(listed: &Listed) -> prometheus::Result<Self>;
+}
+
+fn options(listed: &Listed) -> Opts {
+    Opts::new(listed.name, listed.help)
+}
+
+fn histogram_options(listed: &Listed) -> HistogramOpts {
+    HistogramOpts::new(listed.name, listed.help).buckets(BUCKETS_S.to_vec())
+}
+
+/// Metrics without a label, and those with one.
+macro_rules! instruments {
+    ($($single:ty, $labelled:ty: $kind:literal by $options:ident;)*) => {$(
+        impl Instrument for $single {
+            const KIND: &'static str = $kind;
+
+            fn new(listed: &Listed) -> prometheus::Result<Self> {
+                Self::with_opts($options(listed))
+            }
+        }
+
+        impl Instrument for $labelled {
+            const KIND: &'static str = $kind;
+
+            fn new(listed: &Listed) -> prometheus::Result<Self> {
+                let label = listed.label.expect("a metric with series has a label");
+                let family = Self::new($options(listed), &[label.name])?;
+                for value in label.values {
+                    let _there_from_now_on = family.with_label_values(&[*value]);
+                }
+                Ok(family)
+            }
+        }
+    )*};
+}
+
+instruments! {
+    IntCounter, IntCounterVec: "counter" by options;
+    IntGauge, IntGaugeVec: "gauge" by options;
+    Gauge, GaugeVec: "gauge" by options;
+    Histogram, HistogramVec: "histogram" by histogram_options;
+}
+
+/// The one list: what a metric is called in the code, what it is, its name, its label with every value, and its help.
+macro_rules! metrics {
+    ($($field:ident: $instrument:ty = $name:literal $({ $label:literal: $values:expr })?, $help:literal;)*) => {
+        /// Where the worker counts. Cheap to hand around behind an `Arc`.
+        #[derive(Debug)]
+        #[allow(missing_docs)] // each field's help is its documentation
+        pub struct Metrics {
+            registry: Registry,
+            $(pub $field: $instrument,)*
+        }
+
+        /// Every metric of ours.
+        pub const LISTED: &[Listed] = &[$(
+            Listed {
+                name: $name,
+                kind: <$instrument as Instrument>::KIND,
+                label: metrics!(@label $($label, $values)?),
+                help: $help,
+            },
+        )*];
+
+        impl Metrics {
+            fn register_all(registry: Registry) -> prometheus::Result<Self> {
+                let mut listed = LISTED.iter();
+                $(
+                    let $field = <$instrument as Instrument>::new(listed.next().expect("as many as fields"))?;
+                    registry.register(Box::new($field.clone()))?;
+                )*
+                Ok(Self { registry, $($field,)* })
+            }
+        }
+    };
+    (@label) => { None };
+    (@label $label:literal, $values:expr) => { Some(Label { name: $label, values: &$values }) };
+}
+
+const BY: [&str; 2] = [ClosedBy::Alarm.as_str(), ClosedBy::Sweep.as_str()];
+/// The label values for the two outboxes.
+pub const ALARMS: &str = "alarm";
+pub const EVENTS: &str = "event";
+const INLETS: [&str; 3] = [Inlet::Timeout.as_str(), Inlet::Arm.as_str(), Inlet::Parked.as_str()];
+const PARK_REASONS: [&str; 6] = [
+    ParkReason::Unreadable.as_str(),
+    ParkReason::MalformedId.as_str(),
+    ParkReason::TooFar.as_str(),
+    ParkReason::UnknownOrder.as_str(),
+    ParkReason::CloseFailed.as_str(),
+    ParkReason::BrokerGaveUp.as_str(),
+];
+const OUTCOMES: [&str; 11] = [
+    Outcome::Closed.as_str(),
+    Outcome::Paid.as_str(),
+    Outcome::AlreadyClosed.as_str(),
+    Outcome::Closing.as_str(),
+    Outcome::NotDue.as_str(),
+    Outcome::Busy.as_str(),
+    Outcome::Malformed.as_str(),
+    Outcome::Unknown.as_str(),
+    CloseFault::TRANSIENT,
+    CloseFault::OF_THE_ORDER,
+    CloseFault::AWAY,
+];
+
+metrics! {
+    alarms_scheduled: IntCounter = "order_timeout_alarms_scheduled_total",
+        "Alarms that the relay took out of alarm_outbox and the broker confirmed.";
+    alarms_refused: IntCounter = "order_timeout_alarms_refused_total",
+        "Times the relay got no confirm for an alarm; it stays in alarm_outbox and is tried again.";
+    alarms_expired: IntCounter = "order_timeout_alarms_expired_total",
+        "Alarms whose deadline passed in alarm_outbox; the sweep closes their orders.";
+    alarms_delivered: IntCounterVec = "order_timeout_alarms_delivered_total" { "inlet": INLETS },
+        "Alarms that the broker delivered, by the queue they came out of.";
+    alarm_earliness: Histogram = "order_timeout_alarm_earliness_seconds",
+        "How long before its deadline an alarm came out of the processing queue; 0 if it came after it.";
+    alarms_held: IntGauge = "order_timeout_alarms_held",
+        "Alarms that wait in this worker for their deadline.";
+    alarms_rearmed: IntCounter = "order_timeout_alarms_rearmed_total",
+        "Alarms that the worker wrote into the wheel or back to the broker, confirmed.";
+    alarms_parked: IntCounterVec = "order_timeout_alarms_parked_total" { "reason": PARK_REASONS },
+        "Alarms that could not be handled and stand in parked_alarms.";
+    orders_closed: IntCounterVec = "order_timeout_orders_closed_total" { "by": BY },
+        "Orders closed, by the path that closed them.";
+    close_lateness: HistogramVec = "order_timeout_close_lateness_seconds" { "by": BY },
+        "From an order's deadline to the commit that closed it, by the database's clock.";
+    orders_looked_at: IntCounterVec = "order_timeout_orders_looked_at_total" { "outcome": OUTCOMES },
+        "Orders that a batch looked at, by what it found; an order that is tried again counts again.";
+    batch_duration: HistogramVec = "order_timeout_batch_duration_seconds" { "by": BY },
+        "How long the statement of a batch took, successful or not.";
+    orders_swept: IntCounter = "order_timeout_orders_swept_total",
+        "Overdue orders that the sweep took up because no alarm in this worker spoke for them.";
+    orders_troubled: IntGauge = "order_timeout_orders_troubled",
+        "Overdue orders that could not be closed and are left alone for a while.";
+    sweep_failures: IntCounter = "order_timeout_sweep_failures_total",
+        "Times the database could not be asked for overdue orders.";
+    events_announced: IntCounter = "order_timeout_events_announced_total",
+        "Events that the relay took out of event_outbox and the broker confirmed.";
+    events_refused: IntCounter = "order_timeout_events_refused_total",
+        "Times the relay got no confirm for an event; it stays in event_outbox and is tried again.";
+    relaying: IntGauge = "order_timeout_relaying",
+        "1 while this worker is the one that empties the outboxes.";
+    outbox_age: GaugeVec = "order_timeout_outbox_age_seconds" { "outbox": [ALARMS, EVENTS] },
+        "How long the oldest unsent row has been waiting; 0 if none does. As last read.";
+    session_open: IntGauge = "order_timeout_session_open",
+        "1 while a consumer session is open.";
+    sessions_opened: IntCounter = "order_timeout_sessions_opened_total",
+        "Consumer sessions opened.";
+    database_away: IntGauge = "order_timeout_database_away",
+        "1 while the database closes nothing or does not answer.";
+    clock_offset: Gauge = "order_timeout_clock_offset_seconds",
+        "The database's clock minus this machine's wall clock, which the worker does not go by.";
+    clock_uncertainty: Gauge = "order_timeout_clock_uncertainty_seconds",
+        "The round trip of the reading that the worker knows the database's clock by; half of it may be wrong.";
+    build_info: IntGaugeVec = "order_timeout_build_info" { "version": [env!("CARGO_PKG_VERSION")] },
+        "1, with the version of the worker.";
+}
+
+/// What the prometheus crate reads from /proc, on Linux.
+pub const OF_THE_PROCESS: &[Listed] = &[
+    of_the_process("process_cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds."),
+    of_the_process("process_open_fds", "gauge", "Number of open file descriptors."),
+    of_the_process("process_max_fds", "gauge", "Maximum number of open file descriptors."),
+    of_the_process("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes."),
+    of_the_process("process_resident_memory_bytes", "gauge", "Resident memory size in bytes."),
+    of_the_process("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds."),
+    of_the_process("process_threads", "gauge", "Number of OS threads in the process."),
+];
+
+const fn of_the_process(name: &'static str, kind: &'static str, help: &'static str) -> Listed {
+    Listed { name, kind, label: None, help }
+}
+
+impl Metrics {
+    /// # Panics
+    /// If the list names a metric twice or one that Prometheus does not allow; a test makes one of each.
+    #[must_use]
+    pub fn new() -> Self {
+        let metrics = Self::register_all(Registry::new()).expect("the list is tested to be valid");
+        metrics.build_info.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
+        #[cfg(target_os = "linux")]
+        metrics
+            .registry
+            .register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))
+            .expect("the process' metrics have names of their own");
+        metrics
+    }
+
+    /// Everything in Prometheus' text format.
+    ///
+    /// # Errors
+    /// If it cannot be written as text, which is a fault in the list.
+    pub fn render(&self) -> prometheus::Result<String> {
+        TextEncoder::new().encode_to_string(&self.registry.gather())
+    }
+
+    /// An order was closed this long after its deadline.
+    pub fn closed(&self, by: ClosedBy, lateness: Option<Duration>) {
+        self.orders_closed.with_label_values(&[by.as_str()]).inc();
+        if let Some(lateness) = lateness {
+            self.close_lateness.with_label_values(&[by.as_str()]).observe(lateness.as_secs_f64());
+        }
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn every_listed_metric_is_shown_from_the_start_with_all_its_series() {
+        let text = Metrics::new().render().unwrap();
+        for listed in LISTED {
+            let (name, help, kind) = (listed.name, listed.help, listed.kind);
+            assert!(text.contains(&format!("# HELP {name} {help}\n# TYPE {name} {kind}\n")), "{name}\n{text}");
+            let Some(label) = listed.label else { continue };
+            for value in label.values {
+                assert!(text.contains(&format!("{}=\"{value}\"", label.name)), "{name} {value}\n{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn names_keep_to_the_conventions() {
+        let mut names = BTreeSet::new();
+        for Listed { name, kind, help, .. } in LISTED {
+            assert!(names.insert(name), "{name} is listed twice");
+            assert!(name.starts_with("order_timeout_"), "{name}");
+            assert_eq!(name.ends_with("_total"), *kind == "counter", "{name}");
+            assert!(*kind != "histogram" || name.ends_with("_seconds"), "{name}");
+            assert!(help.ends_with('.') && !help.contains('|'), "{name} is a row in a table: {help}");
+        }
+    }
+
+    #[test]
+    fn two_workers_do_not_share_figures() {
+        let (one, other) = (Metrics::new(), Metrics::new());
+        one.closed(ClosedBy::Sweep, Some(Duration::from_millis(3)));
+        assert_eq!(one.orders_closed.with_label_values(&["sweep"]).get(), 1);
+        assert_eq!(other.orders_closed.with_label_values(&["sweep"]).get(), 0);
+        let text = one.render().unwrap();
+        assert!(text.contains("order_timeout_close_lateness_seconds_bucket{by=\"sweep\",le=\"0.005\"} 1"), "{text}");
+        assert!(text.contains("order_timeout_close_lateness_seconds_bucket{by=\"sweep\",le=\"0.002\"} 0"), "{text}");
+    }
+}

@@ -1,0 +1,528 @@
+//! A fault can be seen: whether the worker is alive and ready, and if not, why not; and figures that move with what
+//! happens, each of them documented.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
+use std::net::SocketAddr;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use lapin::BasicProperties;
+use order_timeout::config::Listen;
+use order_timeout::health::Health;
+use order_timeout::http::{self, HttpServer, LIVEZ, METRICS, Pages, READYZ};
+use order_timeout::metrics::{LISTED, Listed, Metrics, OF_THE_PROCESS};
+use order_timeout::order::{Moment, OrderId};
+use order_timeout::topology::DUE_KEY;
+use order_timeout::worker::Worker;
+use order_timeout::{Settings, schedule_in};
+use regex::Regex;
+use tokio::net::TcpStream;
+use uuid::Uuid;
+
+use crate::support::away::{COMING_BACK, be_impatient, behind};
+use crate::support::process::{WorkerProcess, order_timeout, run};
+use crate::support::proxy::Proxy;
+use crate::support::skip::skipped;
+use crate::support::{PATIENCE, RunningWorker, Stage, on_stage, small_settings, wait_for, wait_within};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Shown at a port that is free.
+fn shown(settings: &mut Settings) {
+    settings.http.listen = Listen(Some(([127, 0, 0, 1], 0).into()));
+}
+
+async fn get(worker: &RunningWorker, path: &str) -> (u16, String) {
+    http::get(worker.http.expect("it is shown"), path, PATIENCE).await.unwrap()
+}
+
+async fn is_ready(worker: &RunningWorker) -> bool {
+    get(worker, READYZ).await == (200, "ready\n".into())
+}
+
+/// What `/metrics` says, series by series.
+struct Figures {
+    text: String,
+    series: BTreeMap<String, f64>,
+}
+
+impl Figures {
+    async fn of(worker: &RunningWorker) -> Self {
+        let (status, text) = get(worker, METRICS).await;
+        assert_eq!(status, 200, "{text}");
+        let lines = text.lines().filter(|line| !line.starts_with('#'));
+        let series = lines.map(|line| line.rsplit_once(' ').expect("a value behind each series"));
+        let series = series.map(|(name, value)| (name.to_owned(), value.parse().expect("a number"))).collect();
+        Self { text, series }
+    }
+
+    /// Without the prefix that all of ours have.
+    fn get(&self, series: &str) -> f64 {
+        let name = format!("order_timeout_{series}");
+        *self.series.get(&name).unwrap_or_else(|| panic!("no {name} in\n{}", self.text))
+    }
+}
+
+async fn wait_for_figure(worker: &RunningWorker, series: &str, expected: impl Fn(f64) -> bool) {
+    wait_for(series, async || expected(Figures::of(worker).await.get(series))).await;
+}
+
+#[test]
+fn the_metrics_are_those_that_are_listed_and_no_others() {
+    on_stage(shown, async |stage| {
+        let worker = stage.worker().await;
+        let text = Figures::of(&worker).await.text;
+        worker.stop().await;
+        let described = |word: &str| -> BTreeSet<(String, String)> {
+            let lines = text.lines().filter_map(|line| line.strip_prefix(&format!("# {word} ")));
+            lines.map(|line| line.split_once(' ').unwrap()).map(|(name, rest)| (name.into(), rest.into())).collect()
+        };
+        let listed = || LISTED.iter().chain(OF_THE_PROCESS);
+        assert_eq!(described("HELP"), listed().map(|one| (one.name.into(), one.help.into())).collect());
+        assert_eq!(described("TYPE"), listed().map(|one| (one.name.into(), one.kind.into())).collect());
+        assert_labels_are_listed(&text);
+    });
+}
+
+/// Every series has the label that its metric is listed with, and one of the listed values.
+fn assert_labels_are_listed(text: &str) {
+    let series = Regex::new(r#"(?m)^(\w+?)(?:_bucket|_sum|_count)?(?:\{(.*)\})? "#).unwrap();
+    let label = Regex::new(r#"(\w+)="([^"]*)""#).unwrap();
+    for found in series.captures_iter(text) {
+        let Some(listed) = LISTED.iter().find(|one| one.name == &found[1]) else { continue };
+        let labels = found.get(2).map_or("", |labels| labels.as_str());
+        let mut labels = label.captures_iter(labels).filter(|one| &one[1] != "le");
+        let allowed = |one: &regex::Captures<'_>| {
+            listed.label.is_some_and(|label| label.name == &one[1] && label.values.contains(&&one[2]))
+        };
+        let one = labels.next();
+        assert_eq!(one.is_some(), listed.label.is_some(), "{}", &found[0]);
+        assert!(one.as_ref().is_none_or(allowed) && labels.next().is_none(), "{} has a label of its own", &found[0]);
+    }
+}
+
+#[test]
+fn every_metric_is_documented_and_every_documented_one_is_there() {
+    let document = include_str!("../../docs/OPERATING.md");
+    let documented: Vec<&str> = document
+        .lines()
+        .filter(|line| line.starts_with("| `order_timeout_") || line.starts_with("| `process_"))
+        .collect();
+    let row = |one: &Listed| {
+        let label = one.label.map_or_else(String::new, |label| {
+            // The version is another one every time.
+            let values = if label.name == "version" { String::new() } else { format!(": {}", label.values.join(", ")) };
+            format!("`{}`{values}", label.name)
+        });
+        format!("| `{}` | {} | {label} | {} |", one.name, one.kind, one.help)
+    };
+    let rows: Vec<String> = LISTED.iter().chain(OF_THE_PROCESS).map(row).collect();
+    assert_eq!(documented, rows, "the table in docs/OPERATING.md (left) and src/metrics.rs (right)");
+    let name = Regex::new(r"\border_timeout_\w+").unwrap();
+    for found in name.find_iter(document) {
+        let family = ["_bucket", "_sum", "_count"].into_iter().find_map(|end| found.as_str().strip_suffix(end));
+        let known = |name: &str| LISTED.iter().any(|one| one.name == name);
+        assert!(
+            known(found.as_str()) || family.is_some_and(known),
+            "docs/OPERATING.md speaks of {}, which is no metric",
+            found.as_str()
+        );
+    }
+}
+
+#[test]
+fn promtool_finds_no_fault_with_the_metrics() {
+    let Some((succeeded, said)) = promtool(&["check", "metrics"], &Metrics::new().render().unwrap()) else {
+        return skipped("health::promtool_finds_no_fault_with_the_metrics", NO_PROMTOOL);
+    };
+    assert!(succeeded && said.is_empty(), "promtool check metrics: {said}");
+}
+
+#[test]
+fn promtool_understands_the_alerts() {
+    let document = include_str!("../../docs/OPERATING.md");
+    let rules = document.split("```yaml\n").find(|block| block.starts_with("groups:")).expect("the alerts");
+    let rules = rules.split("```").next().unwrap();
+    let alerts: Vec<&str> =
+        Regex::new(r"- alert: (\w+)").unwrap().captures_iter(rules).map(|c| c.extract::<1>().1[0]).collect();
+    assert!((3..=6).contains(&alerts.len()), "{alerts:?}");
+    for alert in &alerts {
+        assert!(
+            document.contains(&format!("\n| `{alert}` | ")),
+            "docs/OPERATING.md does not say what to do about {alert}"
+        );
+    }
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), rules).unwrap();
+    let Some((succeeded, said)) = promtool(&["check", "rules", file.path().to_str().unwrap()], "") else {
+        return skipped("health::promtool_understands_the_alerts", NO_PROMTOOL);
+    };
+    assert!(succeeded && said.contains(&format!("{} rules found", alerts.len())), "promtool check rules: {said}");
+}
+
+const NO_PROMTOOL: &str = "promtool is not installed; Debian's package prometheus has it";
+
+/// Whether it succeeds, and what it says; `None` if it is not installed.
+fn promtool(arguments: &[&str], input: &str) -> Option<(bool, String)> {
+    let mut promtool = Command::new("promtool");
+    promtool.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut running = promtool.spawn().ok()?;
+    running.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    let output = running.wait_with_output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    Some((output.status.success(), String::from_utf8_lossy(&said).into_owned()))
+}
+
+#[test]
+fn a_worker_that_has_lost_broker_or_database_says_which() {
+    let adjust = |settings: &mut Settings| {
+        shown(settings);
+        be_impatient(settings);
+    };
+    on_stage(adjust, async |stage| {
+        let to_broker = Proxy::before(&stage.settings.amqp.url).await;
+        let to_database = Proxy::before(&stage.settings.database.url).await;
+        let mut settings = behind(&stage, &to_broker);
+        settings.database.url = to_database.address(&settings.database.url);
+        let worker = RunningWorker::start(settings).await;
+        wait_for("a worker that is ready", async || is_ready(&worker).await).await;
+
+        to_broker.cut();
+        wait_for("the broker missed", async || !is_ready(&worker).await).await;
+        let (status, why) = get(&worker, READYZ).await;
+        assert_eq!((status, why.lines().count()), (503, 1), "{why}");
+        assert!(why.starts_with("broker: no consumer session is open: "), "{why}");
+        wait_for_figure(&worker, "session_open", |open| open == 0.0).await;
+        // In the meantime an alarm waits in its outbox.
+        let order = stage.order(600 * SECOND).await;
+        schedule_in(&stage.pool, order.id.to_string(), order.deadline).await.unwrap();
+        wait_for_figure(&worker, "alarms_refused_total", |refused| refused > 0.0).await;
+        wait_for_figure(&worker, "outbox_age_seconds{outbox=\"alarm\"}", |age_s| age_s > 0.0).await;
+        to_broker.restore();
+        wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
+        wait_for_figure(&worker, "alarms_scheduled_total", |scheduled| scheduled == 1.0).await;
+        wait_for_figure(&worker, "outbox_age_seconds{outbox=\"alarm\"}", |age_s| age_s == 0.0).await;
+        wait_for_figure(&worker, "sessions_opened_total", |opened| opened == 2.0).await;
+
+        to_database.cut();
+        wait_for("the database missed", async || !is_ready(&worker).await).await;
+        let (status, why) = get(&worker, READYZ).await;
+        assert!(status == 503 && why.starts_with("database: ") && why.lines().count() == 1, "{why}");
+        wait_for_figure(&worker, "database_away", |away| away == 1.0).await;
+        wait_for_figure(&worker, "sweep_failures_total", |failures| failures > 0.0).await;
+        assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()), "it is not the worker that is at fault");
+        to_database.restore();
+        wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
+        wait_for_figure(&worker, "database_away", |away| away == 0.0).await;
+
+        // Its host vanishes: nobody is told, and no call is answered.
+        to_database.stall();
+        wait_for("the database missed", async || get(&worker, READYZ).await.1.starts_with("database: ")).await;
+        to_database.restore();
+        wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn a_worker_that_starts_without_its_broker_says_so() {
+    on_stage(shown, async |stage| {
+        let worker = stage.worker_without_broker().await;
+        let missed = "broker: no consumer session is open: the broker at 127.0.0.1:9, ";
+        wait_for("the broker missed", async || get(&worker, READYZ).await.1.starts_with(missed)).await;
+        assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()));
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn a_worker_that_can_close_nothing_is_not_ready_and_takes_no_alarms() {
+    let adjust = |settings: &mut Settings| {
+        shown(settings);
+        be_impatient(settings);
+    };
+    on_stage(adjust, async |stage| {
+        let worker = stage.worker().await;
+        wait_for("a worker that is ready", async || is_ready(&worker).await).await;
+        // As a standby is, or a primary that was demoted: it answers, and takes no writes.
+        let database: String = sqlx::query_scalar("SELECT current_database()").fetch_one(&stage.pool).await.unwrap();
+        let read_only = |to: &str| {
+            format!(
+                "ALTER DATABASE {database} SET default_transaction_read_only = {to};
+                 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+                 WHERE datname = '{database}' AND pid <> pg_backend_pid()"
+            )
+        };
+        let order = stage.order(Duration::from_millis(1)).await;
+        sqlx::raw_sql(sqlx::AssertSqlSafe(read_only("on"))).execute(&stage.pool).await.unwrap();
+        stage.deliver([&order]).await;
+        wait_for("resting", async || get(&worker, READYZ).await.1.contains("worker.away_patience")).await;
+        let (status, why) = get(&worker, READYZ).await;
+        assert!(status == 503 && why.contains("\ndatabase: ") && why.contains("read-only"), "{why}");
+        assert!(Figures::of(&worker).await.get("orders_looked_at_total{outcome=\"away\"}") > 0.0);
+        let mend = format!("SET default_transaction_read_only = off; {}", read_only("off"));
+        // The pool may hand out a connection that was ended.
+        wait_for("mending", async || {
+            sqlx::raw_sql(sqlx::AssertSqlSafe(mend.clone())).execute(&stage.pool).await.is_ok()
+        })
+        .await;
+        wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
+        // By its alarm, delivered again, or by the sweep, which does not wait for alarms while none can come.
+        wait_for("the close", async || stage.closed().await == 1).await;
+        worker.stop().await;
+        stage.assert_ledger().await;
+    });
+}
+
+#[test]
+fn a_worker_that_stops_is_alive_but_not_ready() {
+    let adjust = |settings: &mut Settings| {
+        shown(settings);
+        settings.database.lock_timeout = 5 * SECOND;
+    };
+    on_stage(adjust, async |stage| {
+        let worker = stage.worker().await;
+        let mut other = stage.pool.begin().await.unwrap();
+        sqlx::query("LOCK TABLE order_events").execute(&mut *other).await.unwrap();
+        let order = stage.order(Duration::from_millis(1)).await;
+        stage.deliver([&order]).await;
+        wait_for("a close that waits", async || {
+            stage.count("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'").await > 0
+        })
+        .await;
+        worker.begin_to_stop();
+        wait_for("not ready", async || get(&worker, READYZ).await == (503, "worker: it is stopping\n".into())).await;
+        assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()));
+        other.rollback().await.unwrap();
+        let address = worker.http.unwrap();
+        worker.stop().await;
+        http::get(address, READYZ, PATIENCE).await.expect_err("nobody is there any more");
+        assert_eq!(stage.closed().await, 1);
+    });
+}
+
+#[test]
+fn a_loop_that_stands_still_is_seen() {
+    on_stage(
+        |_| {},
+        async |_| {
+            let health = Arc::new(Health::new(Duration::ZERO));
+            let pages = Pages { health: health.clone(), metrics: Arc::default() };
+            let server = HttpServer::open(([127, 0, 0, 1], 0).into(), pages).await.unwrap();
+            assert_eq!(http::get(server.address(), LIVEZ, PATIENCE).await.unwrap().0, 200, "it has not begun");
+            health.begins_to_work();
+            let still = async || http::get(server.address(), LIVEZ, PATIENCE).await.unwrap();
+            wait_for("three loops that do not turn", async || still().await.1.lines().count() == 3).await;
+            let (status, text) = still().await;
+            assert!(status == 503 && text.contains("the supervisor loop has stood still for"), "{text}");
+        },
+    );
+}
+
+#[test]
+fn figures_move_with_what_becomes_of_alarms_and_orders() {
+    let adjust = |settings: &mut Settings| {
+        shown(settings);
+        settings.sweep.grace = Duration::from_millis(500);
+    };
+    on_stage(adjust, async |stage| {
+        let worker = stage.worker().await;
+        let publisher = stage.publisher().await;
+        // Through the inbox and the wheel, the last of all.
+        let far = stage.order(9 * SECOND).await;
+        publisher.schedule(far.id.to_string(), far.deadline).await.unwrap();
+        let orders = stage.orders(20, 2 * SECOND).await;
+        publisher.schedule_all(orders.iter().map(|order| (order.order_id(), order.deadline))).await.unwrap();
+        for order in &orders[..5] {
+            assert!(stage.pay(order).await);
+        }
+        bring_up_trouble(&stage).await;
+        // Three that nobody has scheduled, and four by way of the outbox, one of them too late.
+        stage.orders(3, SECOND).await;
+        for order in stage.orders(3, 2 * SECOND).await {
+            schedule_in(&stage.pool, order.id.to_string(), order.deadline).await.unwrap();
+        }
+        let late = stage.order(Duration::ZERO).await;
+        schedule_in(&stage.pool, late.id.to_string(), late.deadline).await.unwrap();
+
+        let unpaid = async || stage.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
+        wait_for("every close but one", async || unpaid().await == 1).await;
+        wait_for("all that is parked", async || stage.parked().await.len() == 4).await;
+        // Once more for an order that is closed.
+        stage.deliver([&far]).await;
+        wait_for_figure(&worker, "orders_looked_at_total{outcome=\"already_closed\"}", |count| count >= 1.0).await;
+        // One event for each close, and the figure follows the row.
+        wait_for("every event announced", async || {
+            let closed = stage.closed().await as f64;
+            Figures::of(&worker).await.get("events_announced_total") == closed
+        })
+        .await;
+        assert_figures(&stage, &Figures::of(&worker).await).await;
+        worker.stop().await;
+        stage.assert_ledger().await;
+    });
+}
+
+/// An alarm that is none, two for orders that are not there, one for an order that a trigger keeps from being closed,
+/// and one for an order whose row is locked for a while.
+async fn bring_up_trouble(stage: &Stage) {
+    let (due, now) = (stage.names().due(), Moment::now_by_local_clock());
+    let properties = || BasicProperties::default().with_delivery_mode(2);
+    let alarm = |id: &str| format!("{{\"order_id\": \"{id}\", \"deadline\": \"2026-01-01T00:00:00Z\"}}");
+    stage.publish_raw(&due, DUE_KEY, b"no alarm", properties()).await;
+    stage.publish_raw(&due, DUE_KEY, alarm("no uuid").as_bytes(), properties()).await;
+    let publisher = stage.publisher().await;
+    publisher.schedule(OrderId::new(Uuid::now_v7().to_string()).unwrap(), now).await.unwrap();
+
+    stage.stock("unclosable", 10).await;
+    let refuse = "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+             IF EXISTS (SELECT FROM order_items WHERE order_id = NEW.id AND article_id = 'unclosable')
+             THEN RAISE 'this order stays'; END IF;
+             RETURN NEW; END $$;
+         CREATE TRIGGER refuse BEFORE UPDATE ON orders FOR EACH ROW EXECUTE FUNCTION refuse()";
+    sqlx::raw_sql(refuse).execute(&stage.pool).await.unwrap();
+    let unclosable = stage.orders_of("unclosable", 1, Duration::ZERO).await;
+    stage.deliver(&unclosable).await;
+
+    let locked = stage.order(Duration::ZERO).await;
+    let mut payment = stage.pool.begin().await.unwrap();
+    sqlx::query("SELECT FROM orders WHERE id = $1 FOR UPDATE").bind(locked.id).execute(&mut *payment).await.unwrap();
+    stage.deliver([&locked]).await;
+    // Behind it in the queue: once this one is closed, the locked one was looked at.
+    let next = stage.order(Duration::ZERO).await;
+    stage.deliver([&next]).await;
+    wait_for("the order behind it", async || stage.status(&next).await == "closed").await;
+    payment.rollback().await.unwrap();
+}
+
+async fn assert_figures(stage: &Stage, figures: &Figures) {
+    let is = |series: &str, expected: f64| assert_eq!(figures.get(series), expected, "{series}\n{}", figures.text);
+    let at_least = |series: &str, least: f64| {
+        assert!(figures.get(series) >= least, "{series} is {} and not {least} or more", figures.get(series));
+    };
+    let by_alarm = stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await as f64;
+    let by_sweep = stage.count("SELECT count(*) FROM orders WHERE closed_by = 'sweep'").await as f64;
+    assert!(by_alarm >= 1.0 && by_sweep >= 3.0, "{by_alarm} by alarm, {by_sweep} by the sweep");
+    is("orders_closed_total{by=\"alarm\"}", by_alarm);
+    is("orders_closed_total{by=\"sweep\"}", by_sweep);
+    is("orders_looked_at_total{outcome=\"closed\"}", by_alarm + by_sweep);
+    is("close_lateness_seconds_count{by=\"alarm\"}", by_alarm);
+    is("close_lateness_seconds_count{by=\"sweep\"}", by_sweep);
+    is("close_lateness_seconds_bucket{by=\"sweep\",le=\"60\"}", by_sweep);
+    assert_lateness_is_the_ledgers(stage, figures).await;
+    at_least("orders_looked_at_total{outcome=\"paid\"}", 5.0);
+    at_least("orders_swept_total", 3.0);
+    for outcome in ["unknown", "malformed", "failed", "busy"] {
+        at_least(&format!("orders_looked_at_total{{outcome=\"{outcome}\"}}"), 1.0);
+    }
+    for reason in ["unreadable", "malformed_id", "unknown_order", "close_failed"] {
+        is(&format!("alarms_parked_total{{reason=\"{reason}\"}}"), 1.0);
+    }
+    is("alarms_parked_total{reason=\"too_far\"}", 0.0);
+    is("orders_troubled", 1.0);
+    is("alarms_scheduled_total", 3.0);
+    is("alarms_expired_total", 1.0);
+    is("alarms_refused_total", 0.0);
+    at_least("alarms_delivered_total{inlet=\"timeout\"}", 26.0);
+    at_least("alarms_delivered_total{inlet=\"arm\"}", 1.0);
+    at_least("alarms_rearmed_total", 1.0);
+    at_least("alarm_earliness_seconds_count", 25.0);
+    at_least("batch_duration_seconds_count{by=\"alarm\"}", 1.0);
+    at_least("batch_duration_seconds_count{by=\"sweep\"}", 1.0);
+    for (series, expected) in [("alarms_held", 0.0), ("session_open", 1.0), ("sessions_opened_total", 1.0)] {
+        is(series, expected);
+    }
+    for (series, expected) in [("relaying", 1.0), ("database_away", 0.0), ("sweep_failures_total", 0.0)] {
+        is(series, expected);
+    }
+    // Both clocks are this machine's here.
+    assert!(figures.get("clock_offset_seconds").abs() < 1.0, "{}", figures.text);
+    assert!((1e-6..1.0).contains(&figures.get("clock_uncertainty_seconds")), "{}", figures.text);
+    assert_labels_are_listed(&figures.text);
+}
+
+/// The worker measures until its commit is answered, the row until the statement: nearly the same, and never less.
+async fn assert_lateness_is_the_ledgers(stage: &Stage, figures: &Figures) {
+    let ledger_s = stage.lateness_ms().await.iter().sum::<f64>() / 1e3;
+    let shown_s = ["alarm", "sweep"].map(|by| figures.get(&format!("close_lateness_seconds_sum{{by=\"{by}\"}}")));
+    let shown_s: f64 = shown_s.iter().sum();
+    // The clocks differ by less than a round trip each time.
+    let orders = stage.closed().await as f64;
+    assert!((ledger_s - 0.01 * orders..ledger_s + 0.5 * orders).contains(&shown_s), "{shown_s} s, {ledger_s} s");
+}
+
+#[test]
+fn two_workers_do_not_show_themselves_at_one_address() {
+    on_stage(shown, async |stage| {
+        let worker = stage.worker().await;
+        let address = worker.http.unwrap();
+        let mut settings = stage.settings.clone();
+        settings.http.listen = Listen(Some(address));
+        let fault = Worker::start(settings).await.map(drop).expect_err("it is taken").to_string();
+        assert!(fault.starts_with(&format!("http.listen: {address} is taken")) && fault.contains("set http.listen to"));
+        wait_for("the first, ready", async || is_ready(&worker).await).await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn nobody_keeps_others_from_asking() {
+    on_stage(shown, async |stage| {
+        let worker = stage.worker().await;
+        let address = worker.http.unwrap();
+        // More than are attended to at once, and none of them says anything.
+        let mut silent = Vec::new();
+        for _ in 0..40 {
+            silent.push(TcpStream::connect(address).await.unwrap());
+        }
+        wait_for("a worker that is ready", async || is_ready(&worker).await).await;
+        let (status, text) = get(&worker, "/favicon.ico").await;
+        assert!(status == 404 && text.contains("/readyz"), "{text}");
+        worker.stop().await;
+    });
+}
+
+/// An address that nobody listens at; somebody might before we do, which is unlikely.
+fn free_address() -> SocketAddr {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+#[test]
+fn the_command_line_asks_a_worker_how_it_is() {
+    let listen = free_address();
+    on_stage(
+        move |settings| settings.http.listen = Listen(Some(listen)),
+        async |stage| {
+            let health = |arguments: &[&str]| {
+                tokio::task::block_in_place(|| run(order_timeout(&stage.settings).arg("health").args(arguments)))
+            };
+            let (code, stdout, stderr) = health(&[]);
+            assert_eq!((code, stdout.as_str()), (1, ""));
+            assert!(stderr.contains("no worker answers at ") && stderr.lines().count() == 1, "{stderr}");
+
+            let to_broker = Proxy::before(&stage.settings.amqp.url).await;
+            let worker = WorkerProcess::start(&behind(&stage, &to_broker));
+            wait_for("a worker that is ready", async || health(&[]) == (0, "ready\n".into(), String::new())).await;
+            assert_eq!(health(&["--live"]), (0, "alive\n".into(), String::new()));
+            to_broker.cut();
+            wait_for("a worker that is not", async || health(&[]).0 == 1).await;
+            let (code, stdout, stderr) = health(&[]);
+            assert!(code == 1 && stdout.starts_with("broker: no consumer session") && stderr.is_empty(), "{stdout}");
+            assert_eq!(health(&["--live"]).0, 0);
+            assert_eq!(worker.terminate(PATIENCE), 0);
+        },
+    );
+}
+
+#[test]
+fn a_worker_that_is_shown_nowhere_cannot_be_asked() {
+    let settings = small_settings();
+    for (listen, what) in [("", "http.listen is empty"), ("127.0.0.1:0", "http.listen leaves the port open")] {
+        let set = format!("http.listen={listen}");
+        let (code, stdout, stderr) = run(order_timeout(&settings).args(["health", "--set", &set]));
+        assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
+        assert!(stderr.contains(what) && stderr.contains("set it to"), "{stderr}");
+    }
+}
