@@ -44,6 +44,13 @@ COPY --from=builder /out/order-timeout /out/shop /usr/local/bin/
 # nothing here is written at run time.
 USER 10001:10001
 
+# No HEALTHCHECK: `setup` and the shop run from this image, too, and have no health to ask for. For a worker it is
+#
+#     HEALTHCHECK CMD ["order-timeout", "health"]
+#
+# or, in Kubernetes, probes of /livez and /readyz with ORDER_TIMEOUT__HTTP__LISTEN=0.0.0.0:9394 (docs/OPERATING.md,
+# "Health").
+
 # The exec form: the worker is process 1 and gets SIGTERM itself, on which it drains. It needs no init
 # process, for it handles that signal and starts no children. Give it longer to stop than its own
 # `shutdown_grace` (25 s), or Docker kills it after 10.

@@ -246,6 +246,19 @@ fn a_worker_is_given_longer_to_stop_than_it_takes() {
     }
 }
 
+#[test]
+fn a_worker_is_asked_how_it_is_where_it_listens() {
+    let stack = Yaml::read("docker-compose.yml");
+    for (service, waiting) in [("worker", "shop"), ("worker-plugin", "shop-plugin")] {
+        let check = stack.value(service, "test").expect("a health check");
+        assert_eq!(check, r#"["CMD", "order-timeout", "health"]"#, "{service}");
+        let listen = settings_of(&stack, service).http.listen.0.expect("it listens");
+        // From the other containers; `health` asks at the container's own address.
+        assert!(listen.ip().is_unspecified() && listen.port() != 0, "{service} listens at {listen}");
+        assert_eq!(stack.value(waiting, service).as_deref(), Some("{condition: service_healthy}"), "{waiting}");
+    }
+}
+
 /// The settings a service runs with, as its program would load them.
 fn settings_of(stack: &Yaml, service: &str) -> Settings {
     let environment = stack.settings(service).into_iter().collect();
