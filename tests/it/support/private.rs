@@ -80,10 +80,21 @@ impl Private {
         String::from_utf8_lossy(&log).into_owned()
     }
 
-    fn signal_all(&self, signal: libc::c_int) {
+    /// The folder with what the server itself reads and writes.
+    #[allow(dead_code)] // used by the tests of TLS
+    pub fn state(&self) -> PathBuf {
+        self.dir.join("state")
+    }
+
+    /// What `scripts/private` has written down under this name, such as a port.
+    pub fn recorded(&self, name: &str) -> String {
         let record = std::fs::read_to_string(self.dir.join("env")).expect("the record of a private server");
-        let first = record.lines().find_map(|line| line.strip_prefix("PID=")).expect("a server that runs");
-        let first: libc::pid_t = first.parse().expect("a pid");
+        let value = record.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
+        value.unwrap_or_else(|| panic!("no {name} is recorded")).to_owned()
+    }
+
+    fn signal_all(&self, signal: libc::c_int) {
+        let first: libc::pid_t = self.recorded("PID").parse().expect("a pid of a server that runs");
         for pid in std::iter::once(first).chain(children_of(first)) {
             // SAFETY: a plain system call. One of the children may have ended a moment ago.
             let sent = unsafe { libc::kill(pid, signal) };
