@@ -363,7 +363,11 @@ fn short(what: &'static str, text: &str) -> Result<ShortString, NotConfirmed> {
     })
 }
 
-fn properties(message: &Outgoing) -> Result<BasicProperties, NotConfirmed> {
+/// What the broker is told of a message besides its body.
+///
+/// # Errors
+/// [`NotConfirmed::Unsendable`] where AMQP has no form for it.
+pub fn properties(message: &Outgoing) -> Result<BasicProperties, NotConfirmed> {
     let mut properties = BasicProperties::default()
         .with_delivery_mode(PERSISTENT)
         .with_content_type(message.content_type.into())

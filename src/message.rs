@@ -61,6 +61,14 @@ pub enum Unreadable {
     OtherKind(String),
 }
 
+/// What a fault quotes of a message, at most, in characters.
+const QUOTED: usize = 80;
+
+/// Enough of a parser's sentence to find the fault by: it may quote a whole field, and escape each of its characters.
+fn shortened(sentence: &str) -> String {
+    sentence.chars().take(3 * QUOTED).collect()
+}
+
 #[derive(Serialize, Deserialize)]
 struct TimeoutDueBody {
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -77,7 +85,7 @@ impl TimeoutDue {
     /// [`Unreadable`] names the fault.
     pub fn read(body: &[u8], message_type: Option<&str>) -> Result<Self, Unreadable> {
         if let Some(other) = message_type.filter(|t| *t != TIMEOUT_DUE_TYPE) {
-            return Err(Unreadable::OtherType(other.chars().take(80).collect()));
+            return Err(Unreadable::OtherType(other.chars().take(QUOTED).collect()));
         }
         if body.is_empty() {
             return Err(Unreadable::Empty);
@@ -90,14 +98,14 @@ impl TimeoutDue {
             return Err(Unreadable::NotTheShape("it is not a JSON object".into()));
         }
         let body: TimeoutDueBody =
-            serde_json::from_slice(body).map_err(|fault| Unreadable::NotTheShape(fault.to_string()))?;
+            serde_json::from_slice(body).map_err(|fault| Unreadable::NotTheShape(shortened(&fault.to_string())))?;
         if let Some(other) = body.kind.filter(|kind| kind != DEFAULT_KIND) {
-            return Err(Unreadable::OtherKind(other.chars().take(80).collect()));
+            return Err(Unreadable::OtherKind(other.chars().take(QUOTED).collect()));
         }
         Ok(Self {
             order_id: OrderId::new(&body.order_id)?,
             deadline: read_rfc3339(&body.deadline)
-                .ok_or_else(|| Unreadable::Deadline(body.deadline.chars().take(80).collect()))?,
+                .ok_or_else(|| Unreadable::Deadline(body.deadline.chars().take(QUOTED).collect()))?,
         })
     }
 
@@ -127,11 +135,16 @@ pub struct OrderClosed {
     pub reason: String,
 }
 
+/// The first and the last moment that RFC 3339 can write in UTC. An offset, or rounding, can lead beyond them; what was
+/// read and cannot be written again would come back from the broker as unreadable.
+const WRITABLE: std::ops::RangeInclusive<i128> = -62_167_219_200_000_000..=253_402_300_799_999_999;
+
 /// Reads an RFC 3339 time of any offset and precision; what is finer than a microsecond is rounded up.
 #[must_use]
 pub fn read_rfc3339(text: &str) -> Option<Moment> {
     let time = OffsetDateTime::parse(text, &Rfc3339).ok()?;
     let micros = time.unix_timestamp_nanos().div_euclid(1_000) + i128::from(time.nanosecond() % 1_000 != 0);
+    let micros = Some(micros).filter(|micros| WRITABLE.contains(micros))?;
     i64::try_from(micros).ok().map(Moment::from_unix_micros)
 }
 
@@ -206,6 +219,33 @@ mod tests {
         let event: OrderClosed = serde_json::from_slice(golden).unwrap();
         assert_eq!(event.closed_by, ClosedBy::Alarm);
         assert_eq!(event.closed_at.since(event.deadline).as_micros(), 3_142);
+    }
+
+    #[test]
+    fn a_time_that_could_not_be_written_again_is_not_read() {
+        for (first, beyond) in [
+            ("0000-01-01T00:00:00Z", "0000-01-01T00:00:00+23:59"),
+            ("9999-12-31T23:59:59.999999Z", "9999-12-31T23:59:59.9999999Z"),
+            ("9999-12-31T23:59:59Z", "9999-12-31T23:59:59-23:59"),
+        ] {
+            let moment = read_rfc3339(first).unwrap();
+            assert_eq!(read_rfc3339(&write_rfc3339(moment)), Some(moment));
+            assert_eq!(read_rfc3339(beyond), None, "{beyond}");
+        }
+    }
+
+    #[test]
+    fn a_fault_does_not_quote_a_whole_message() {
+        let long = format!(
+            r#"{{"order_id": "a", "deadline": "2026-11-20T10:30:00Z", "order_id": "{}"}}"#,
+            "\u{1}".repeat(9_000)
+        );
+        let escaped = format!(r#"{{"order_id": 1, "kind": {{}}, "deadline": "{}"}}"#, "\\u0000".repeat(2_000));
+        let wrong_type = format!("{{\"kind\": [\"{}\"]}}", "x".repeat(9_000));
+        for body in [long, escaped, wrong_type] {
+            let fault = TimeoutDue::read(body.as_bytes(), None).unwrap_err().to_string();
+            assert!(fault.len() < 1_024 && !fault.contains('\0'), "{fault}");
+        }
     }
 
     #[test]

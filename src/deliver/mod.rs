@@ -11,10 +11,9 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::future::join_all;
-use lapin::message::Delivery;
 use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use lapin::{Channel, Connection, Consumer};
+use lapin::{BasicProperties, Channel, Connection, Consumer};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
@@ -212,7 +211,8 @@ impl Reader {
             };
             let receipt = Receipt { session: self.session, channel: self.channel, tag: delivery.delivery_tag };
             self.ledger.lock().expect("nobody panics holding it").open(receipt.tag);
-            let delivered = Delivered { receipt, inlet: self.inlet, content: read(&delivery) };
+            let delivered =
+                Delivered { receipt, inlet: self.inlet, content: read(&delivery.data, &delivery.properties) };
             if self.inbox.send(delivered).is_err() {
                 return "the worker has stopped".into();
             }
@@ -221,17 +221,20 @@ impl Reader {
     }
 }
 
-/// Reads a delivery as an alarm, or says as what it must be parked.
-fn read(delivery: &Delivery) -> Result<Alarm, Parcel> {
-    let message_type = delivery.properties.kind().as_ref().map(lapin::types::ShortString::as_str);
-    let due = TimeoutDue::read(&delivery.data, message_type)
-        .map_err(|fault| Parcel::unread(ParkReason::Unreadable, fault.to_string(), &delivery.data))?;
-    let headers = delivery.properties.headers().as_ref();
+/// Reads a message, as it was delivered, as an alarm, or says as what it must be parked.
+///
+/// # Errors
+/// The [`Parcel`] that a message becomes which is not an alarm.
+pub fn read(body: &[u8], properties: &BasicProperties) -> Result<Alarm, Parcel> {
+    let message_type = properties.kind().as_ref().map(lapin::types::ShortString::as_str);
+    let due = TimeoutDue::read(body, message_type)
+        .map_err(|fault| Parcel::unread(ParkReason::Unreadable, fault.to_string(), body))?;
+    let headers = properties.headers().as_ref();
     let header = |name: &str| headers.and_then(|table| table.inner().get(name));
     Ok(Alarm {
         due,
         attempt: header(HEADER_ATTEMPT).and_then(whole_number).unwrap_or(0),
-        born: delivery.properties.timestamp().map(moment_of_timestamp),
+        born: properties.timestamp().map(moment_of_timestamp),
         traceparent: header(HEADER_TRACEPARENT).and_then(short_text),
     })
 }

@@ -1,0 +1,64 @@
+//! A message as the broker delivers it: properties and headers in the bytes of the wire, and a body. It becomes an alarm
+//! that is the same when it is written and read again, or a parcel that a table can hold.
+#![no_main]
+
+use lapin::BasicProperties;
+use lapin::protocol::basic::parse_properties;
+use libfuzzer_sys::fuzz_target;
+use order_timeout::alarm::{Alarm, Parcel};
+use order_timeout::confirm::properties;
+use order_timeout::deliver::read;
+use order_timeout::envelope::{Entry, Stamp, address};
+use order_timeout::message::MAX_BODY_BYTES;
+use order_timeout::order::Moment;
+use order_timeout::topology::Names;
+
+/// More than any sentence of ours with what it may quote.
+const LONGEST_DETAIL_BYTES: usize = 1_024;
+/// A W3C traceparent, and room.
+const LONGEST_TRACEPARENT_BYTES: usize = 200;
+
+fuzz_target!(|input: &[u8]| {
+    let (properties, body) = split(input);
+    match read(body, &properties) {
+        Ok(alarm) => {
+            assert!(alarm.traceparent.as_ref().is_none_or(|text| text.len() <= LONGEST_TRACEPARENT_BYTES));
+            is_the_same_when_sent_again(alarm);
+        }
+        Err(parcel) => fits_into_its_table(&parcel, body),
+    }
+});
+
+/// Two bytes say how long the properties are, the body follows; what does not begin so is all body, such as a message of
+/// tests/fixtures.
+fn split(input: &[u8]) -> (BasicProperties, &[u8]) {
+    let plain = (BasicProperties::default(), input);
+    let Some((length, rest)) = input.split_first_chunk() else { return plain };
+    let Some((written, body)) = rest.split_at_checked(usize::from(u16::from_be_bytes(*length))) else { return plain };
+    // What the client cannot parse never reaches us.
+    parse_properties(written).map_or(plain, |(_, properties)| (properties, body))
+}
+
+fn is_the_same_when_sent_again(alarm: Alarm) {
+    // As the armer sends it: what it counts fits into an AMQP integer, and times before 1970 have no timestamp.
+    let attempt = alarm.attempt.min(i32::MAX.unsigned_abs());
+    let born = alarm.born.unwrap_or(Moment::from_unix_micros(0));
+    let stamp = Stamp { attempt, born, traceparent: alarm.traceparent.clone() };
+    let message = address(&alarm.due, Entry::arm(&Names::new("order")), stamp);
+    assert!(message.body.len() <= MAX_BODY_BYTES);
+    let properties = properties(&message).expect("an alarm that could be read can be sent");
+    let again = read(&message.body, &properties).expect("an alarm that was sent can be read");
+    assert_eq!(again, Alarm { attempt, born: Some(in_whole_seconds(born)), ..alarm });
+}
+
+/// AMQP's timestamps are no finer.
+fn in_whole_seconds(moment: Moment) -> Moment {
+    Moment::from_unix_micros(moment.unix_micros() / 1_000_000 * 1_000_000)
+}
+
+fn fits_into_its_table(parcel: &Parcel, body: &[u8]) {
+    assert!(parcel.detail.len() <= LONGEST_DETAIL_BYTES, "a detail of {} bytes", parcel.detail.len());
+    // Postgres keeps no NUL in a text.
+    assert!(!parcel.detail.contains('\0'), "{:?}", parcel.detail);
+    assert!(parcel.body.len() <= MAX_BODY_BYTES && body.starts_with(&parcel.body));
+}

@@ -1,0 +1,41 @@
+//! The small words from outside: an order's id, the length of a lane, a time. Each is refused, or is the same when it is
+//! written and read again.
+#![no_main]
+
+use std::time::Duration;
+
+use libfuzzer_sys::fuzz_target;
+use order_timeout::config::Lane;
+use order_timeout::message::{TIMEOUT_DUE_TYPE, TimeoutDue, read_rfc3339, write_rfc3339};
+use order_timeout::order::MAX_ORDER_ID_BYTES;
+use order_timeout::{Moment, OrderId};
+
+fuzz_target!(|text: &str| {
+    order_id(text);
+    lane(text);
+    time(text);
+});
+
+fn order_id(text: &str) {
+    let Ok(order_id) = OrderId::new(text) else { return };
+    assert!((1..=MAX_ORDER_ID_BYTES).contains(&order_id.as_str().len()));
+    assert!(!text.contains('\0'), "Postgres keeps no NUL in a text");
+    let due = TimeoutDue { order_id, deadline: Moment::from_unix_micros(0) };
+    assert_eq!(TimeoutDue::read(&due.to_bytes(), Some(TIMEOUT_DUE_TYPE)), Ok(due));
+}
+
+fn lane(text: &str) {
+    let Ok(lane) = Lane::try_from(text.to_owned()) else { return };
+    // Those that differ by less than a millisecond are refused later, where the setting's name is known.
+    if lane.delay.subsec_nanos() % 1_000_000 == 0 && lane.delay > Duration::ZERO {
+        let again = Lane::try_from(lane.name.clone()).expect("a lane's name is a length");
+        assert_eq!(again, lane);
+        assert!(lane.name.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{:?}", lane.name);
+    }
+    let _ = lane.longest_ttl();
+}
+
+fn time(text: &str) {
+    let Some(moment) = read_rfc3339(text) else { return };
+    assert_eq!(read_rfc3339(&write_rfc3339(moment)), Some(moment), "{text:?}");
+}
