@@ -6,11 +6,14 @@
 
 use std::time::Duration;
 
-use lapin::uri::AMQPUri;
+use lapin::runtime::default_runtime;
+use lapin::tcp::{AMQPUriTcpExt, OwnedTLSConfig, RustlsConnector, RustlsConnectorConfig};
+use lapin::uri::{AMQPScheme, AMQPUri};
 use lapin::{Connection, ConnectionProperties, ErrorKind};
 use secrecy::ExposeSecret;
 
 use crate::config::AmqpSettings;
+use crate::tls;
 
 /// AMQP reply codes, from the AMQP 0-9-1 specification, section 1.2 "reply-code".
 pub mod reply_code {
@@ -38,18 +41,70 @@ pub enum BrokerFault {
 /// # Errors
 /// [`BrokerFault`] with the broker's address, never its password.
 pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, BrokerFault> {
-    choose_crypto_provider();
+    tls::choose_crypto_provider();
     let mut uri = address_of(settings)?;
+    let connector = match uri.scheme {
+        AMQPScheme::AMQP => None,
+        AMQPScheme::AMQPS => Some(tls_connector(settings).map_err(BrokerFault::Refused)?),
+    };
     let heartbeat_s = settings.heartbeat.as_secs().try_into().unwrap_or(u16::MAX);
     uri.query.heartbeat.get_or_insert(heartbeat_s);
     let place = address(&uri);
     let properties = ConnectionProperties::default().with_connection_name(format!("order-timeout {name}").into());
-    match tokio::time::timeout(settings.connect_timeout, Connection::connect_uri(uri.clone(), properties)).await {
+    match tokio::time::timeout(settings.connect_timeout, open(uri.clone(), connector, properties)).await {
         Ok(Ok(connection)) => Ok(connection),
-        Ok(Err(error)) => Err(why_not_connected(&error, &place, &uri)),
+        Ok(Err(error)) => Err(why_not_connected(&error, &place, &uri, settings)),
         Err(_) => Err(did_not_answer(&uri, settings)),
     }
 }
+
+/// With TLS if there is a connector for it. lapin's own way to it would trust the machine's CAs besides the one that is
+/// named, and find no way at all on a machine without any.
+async fn open(
+    uri: AMQPUri,
+    connector: Option<RustlsConnector>,
+    properties: ConnectionProperties,
+) -> lapin::Result<Connection> {
+    let connect = async move |uri: AMQPUri, runtime| {
+        let in_the_clear = AMQPUri { scheme: AMQPScheme::AMQP, ..uri.clone() };
+        let stream = in_the_clear.connect_with_config_async(OwnedTLSConfig::default().as_ref(), &runtime).await?;
+        let Some(connector) = &connector else { return Ok(stream) };
+        // An IPv6 address stands in brackets in an address, and without them in a certificate.
+        let name = uri.authority.host.trim_matches(['[', ']']);
+        Ok(stream.into_rustls(connector, name).await?)
+    };
+    Connection::connector(uri, default_runtime()?, connect, properties).await
+}
+
+/// Who is trusted, and who we say we are. Whatever this trusts must have a certificate for the address' host name.
+fn tls_connector(settings: &AmqpSettings) -> Result<RustlsConnector, String> {
+    let certificates = settings.tls_files().read()?;
+    let unusable = |fault: &dyn std::fmt::Display| format!("the certificates named in amqp cannot be used: {fault}");
+    let mut trusted = match &certificates.ca {
+        Some(_) => RustlsConnectorConfig::default(),
+        None => RustlsConnectorConfig::new_with_native_certs().map_err(|error| {
+            format!("this machine trusts no CA ({error}); install ca-certificates, or name the file of your CA in amqp.ca_file")
+        })?,
+    };
+    if let Some(ca) = &certificates.ca {
+        trusted.add_parsable_certificates(tls::certificates(ca).map_err(|fault| unusable(&fault))?);
+    }
+    let connector = match &certificates.client {
+        Some(client) => {
+            let (chain, key) = client.parts().map_err(|fault| unusable(&fault))?;
+            trusted.connector_with_single_cert(chain, key)
+        }
+        None => trusted.connector_with_no_client_auth(),
+    };
+    connector.map_err(|error| match tls::why(&error, "amqp", PLAIN) {
+        Some(why) => why,
+        None => unusable(&error),
+    })
+}
+
+/// What to write for a broker without TLS.
+const PLAIN: &str = "amqp:// for a broker without TLS";
+const TLS: &str = "For a port with TLS write amqps:// in amqp.url";
 
 /// What to say when `connect_timeout` has passed.
 fn did_not_answer(uri: &AMQPUri, settings: &AmqpSettings) -> BrokerFault {
@@ -78,22 +133,16 @@ fn address_of(settings: &AmqpSettings) -> Result<AMQPUri, BrokerFault> {
     })
 }
 
-/// Both of our clients use ring, and rustls wants to be told before the first TLS connection. A program that embeds the
-/// library and has chosen already keeps its choice.
-fn choose_crypto_provider() {
-    if rustls::crypto::CryptoProvider::get_default().is_none() {
-        // Another thread may have been faster, with the same choice.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-    }
-}
-
 /// Host, port and virtual host, without the password.
 fn address(uri: &AMQPUri) -> String {
     format!("{}:{}, virtual host {:?}", uri.authority.host, uri.authority.port, uri.vhost)
 }
 
-fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri) -> BrokerFault {
+fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri, settings: &AmqpSettings) -> BrokerFault {
     let user = &uri.authority.userinfo.username;
+    if let Some(why) = why_not_by_tls(error, uri) {
+        return BrokerFault::Refused(format!("the broker at {place} cannot be talked to safely: {why}"));
+    }
     match reply(error) {
         Some((reply_code::ACCESS_REFUSED, _)) => BrokerFault::Refused(format!(
             "the broker at {place} refuses user {user:?}; check the name and password in amqp.url"
@@ -104,7 +153,38 @@ fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri) -> Broker
         Some((code, text)) => {
             BrokerFault::Away(format!("the broker at {place} ended the connection with {code} {text}"))
         }
-        None => BrokerFault::Away(format!("the broker at {place} cannot be reached ({error}); is it running there?")),
+        None => BrokerFault::Away(match why_cut_by_tls(error, uri, settings) {
+            Some(why) => format!("the broker at {place} cannot be talked to: {why}"),
+            None if is_cut(error) => {
+                format!(
+                    "the broker at {place} cannot be reached ({error}); is it running there, and without TLS? {TLS}"
+                )
+            }
+            None => format!("the broker at {place} cannot be reached ({error}); is it running there?"),
+        }),
+    }
+}
+
+/// What TLS has to do with it, if it has.
+fn why_not_by_tls(error: &lapin::Error, uri: &AMQPUri) -> Option<String> {
+    match (error.kind(), &uri.scheme) {
+        (ErrorKind::IOError(error), _) => tls::why(error, "amqp", PLAIN),
+        // An alert of TLS is no frame of AMQP.
+        (ErrorKind::ParsingError(_), AMQPScheme::AMQP) => Some(format!("it does not answer in AMQP. {TLS}")),
+        _ => None,
+    }
+}
+
+/// Whether somebody took the connection and hung up, as a listener for TLS does on AMQP.
+fn is_cut(error: &lapin::Error) -> bool {
+    matches!(error.kind(), ErrorKind::IOError(error) if tls::is_cut(error))
+}
+
+/// What TLS may have to do with it, if the connection was cut.
+fn why_cut_by_tls(error: &lapin::Error, uri: &AMQPUri, settings: &AmqpSettings) -> Option<String> {
+    match (error.kind(), &uri.scheme) {
+        (ErrorKind::IOError(error), AMQPScheme::AMQPS) => tls::why_cut(error, settings.tls_files()),
+        _ => None,
     }
 }
 

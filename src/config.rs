@@ -10,6 +10,7 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
 use crate::message::{AMQP_MAX_SHORT_STRING_BYTES, LONGEST_TTL};
+use crate::tls::TlsFiles;
 use crate::wheel::{BadWheel, Ring, Wheel};
 
 mod load;
@@ -46,6 +47,10 @@ pub struct Settings {
 #[serde(deny_unknown_fields)]
 pub struct AmqpSettings {
     pub url: SecretString,
+    pub url_file: String,
+    pub ca_file: String,
+    pub client_cert_file: String,
+    pub client_key_file: String,
     #[serde(with = "humantime_serde")]
     pub heartbeat: Duration,
     #[serde(with = "humantime_serde")]
@@ -58,6 +63,10 @@ pub struct AmqpSettings {
 #[serde(deny_unknown_fields)]
 pub struct DatabaseSettings {
     pub url: SecretString,
+    pub url_file: String,
+    pub ca_file: String,
+    pub client_cert_file: String,
+    pub client_key_file: String,
     #[serde(with = "humantime_serde")]
     pub acquire_timeout: Duration,
     #[serde(with = "humantime_serde")]
@@ -66,7 +75,73 @@ pub struct DatabaseSettings {
     pub lock_timeout: Duration,
 }
 
+impl AmqpSettings {
+    /// The certificates that are named here.
+    #[must_use]
+    pub fn tls_files(&self) -> TlsFiles<'_> {
+        TlsFiles {
+            section: "amqp",
+            ca_file: &self.ca_file,
+            client_cert_file: &self.client_cert_file,
+            client_key_file: &self.client_key_file,
+        }
+    }
+}
+
 impl DatabaseSettings {
+    /// The certificates that are named here, and not in the address.
+    #[must_use]
+    pub fn tls_files(&self) -> TlsFiles<'_> {
+        TlsFiles {
+            section: "database",
+            ca_file: &self.ca_file,
+            client_cert_file: &self.client_cert_file,
+            client_key_file: &self.client_key_file,
+        }
+    }
+
+    /// Whether the server must have a certificate that is checked because certificates are named and nothing else is
+    /// said.
+    #[must_use]
+    pub fn verifies_by_default(&self) -> bool {
+        let parameters = parameters_of(self.url.expose_secret());
+        let names_one = PG_TLS_FILES.iter().any(|(_, names)| parameter(&parameters, names).is_some());
+        (self.tls_files().is_any() || names_one) && parameter(&parameters, &PG_SSLMODE).is_none()
+    }
+
+    fn validate_tls(&self) -> Result<(), BadSettings> {
+        let parameters = parameters_of(self.url.expose_secret());
+        // The client library would ignore it, with a warning that shows its value.
+        let is_known = |key: &str| PG_PARAMETERS.contains(&key) || key.starts_with("options[");
+        if let Some((unknown, _)) = parameters.iter().find(|(key, _)| !is_known(key)) {
+            let why = format!("has the parameter {unknown:?}, which the client library does not know; leave it out");
+            return Err(BadSettings::of("database.url", why));
+        }
+        let files = self.tls_files();
+        validate_pair(files)?;
+        let settings = [files.ca_file, files.client_cert_file, files.client_key_file];
+        let mut named = files.is_any().then_some("the settings name");
+        for (setting, (key, names)) in settings.into_iter().zip(PG_TLS_FILES) {
+            if parameter(&parameters, &names).is_none() {
+                continue;
+            }
+            named = Some("its parameters name");
+            if !setting.is_empty() {
+                let why = format!("is given, and so is {} in database.url; leave one of them out", names[0]);
+                return Err(BadSettings::of(key, why));
+            }
+        }
+        match (named, parameter(&parameters, &PG_SSLMODE)) {
+            (Some(named), Some(mode)) if !["verify-full", "verify-ca"].contains(&mode) => {
+                let why = format!(
+                    "says sslmode={mode}, which checks nothing, while {named} certificates; write sslmode=verify-full or leave it out"
+                );
+                Err(BadSettings::of("database.url", why))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The address of another database on the same server, for programs that make one of their own.
     ///
     /// # Panics
@@ -84,6 +159,57 @@ impl DatabaseSettings {
         }
         String::from(url).into()
     }
+}
+
+/// What sqlx knows in the query of an address (sqlx-postgres, `PgConnectOptions::parse_from_url`), each TLS file with its other names.
+const PG_PARAMETERS: [&str; 18] = [
+    "sslmode",
+    "ssl-mode",
+    "sslrootcert",
+    "ssl-root-cert",
+    "ssl-ca",
+    "sslcert",
+    "ssl-cert",
+    "sslkey",
+    "ssl-key",
+    "statement-cache-capacity",
+    "host",
+    "hostaddr",
+    "port",
+    "dbname",
+    "user",
+    "password",
+    "application_name",
+    "options",
+];
+const PG_SSLMODE: [&str; 2] = ["sslmode", "ssl-mode"];
+/// The setting, and the parameters that mean the same.
+const PG_TLS_FILES: [(&str, [&str; 3]); 3] = [
+    ("database.ca_file", ["sslrootcert", "ssl-root-cert", "ssl-ca"]),
+    ("database.client_cert_file", ["sslcert", "ssl-cert", "ssl-cert"]),
+    ("database.client_key_file", ["sslkey", "ssl-key", "ssl-key"]),
+];
+
+/// The parameters in an address' query.
+fn parameters_of(url: &str) -> Vec<(String, String)> {
+    url::Url::parse(url).map_or_else(|_| Vec::new(), |url| url.query_pairs().into_owned().collect())
+}
+
+/// The value of the first parameter with one of these names.
+fn parameter<'a>(parameters: &'a [(String, String)], names: &[&str]) -> Option<&'a str> {
+    parameters.iter().find(|(key, _)| names.contains(&key.as_str())).map(|(_, value)| value.as_str())
+}
+
+/// A client certificate is of no use without its key, nor a key without its certificate.
+fn validate_pair(files: TlsFiles<'_>) -> Result<(), BadSettings> {
+    let section = files.section;
+    let (given, missing) = match (files.client_cert_file, files.client_key_file) {
+        (_, "") if !files.client_cert_file.is_empty() => ("client_cert_file", "client_key_file"),
+        ("", key) if !key.is_empty() => ("client_key_file", "client_cert_file"),
+        _ => return Ok(()),
+    };
+    let why = format!("is given without {section}.{missing}; the two go together");
+    Err(BadSettings::of(&format!("{section}.{given}"), why))
 }
 
 #[derive(Debug, Clone, Deserialize)]
@@ -267,7 +393,7 @@ pub struct BadSettings {
 /// The addresses that our own sentences show.
 const AMQP_FORM: &str = "amqp://user:password@host:5672/vhost";
 const POSTGRES_FORM: &str = "postgres://user:password@host:5432/database";
-const AMQP_SCHEMES: &str = "amqp:// or amqps://";
+const AMQP_SCHEMES: [&str; 3] = ["amqp:// or amqps://", "begins with amqp://", "write amqps://"];
 
 impl BadSettings {
     fn of(key: &str, why: impl std::fmt::Display) -> Self {
@@ -277,8 +403,8 @@ impl BadSettings {
     /// The one door to a fault that may repeat a value. An address is not repeated, whatever setting it was given to,
     /// for it may hold a password.
     fn new(key: Option<String>, origin: Option<String>, why: String) -> Self {
-        let ours = [AMQP_FORM, POSTGRES_FORM, AMQP_SCHEMES];
-        let theirs = ours.iter().fold(why.clone(), |text, form| text.replace(form, ""));
+        let ours = [AMQP_FORM, POSTGRES_FORM].into_iter().chain(AMQP_SCHEMES);
+        let theirs = ours.fold(why.clone(), |text, form| text.replace(form, ""));
         let why = if has_an_address(&theirs) {
             "an address stands where none belongs; it is not repeated here, for it may hold a password".to_owned()
         } else {
@@ -312,7 +438,7 @@ impl Settings {
             .map_err(|fault| BadSettings::of("log.filter", format!("{fault}; write it like order_timeout=debug,info")))
     }
 
-    /// Whether `database.url` can be one. Apart from [`Settings::validate`], because a program that only publishes has no
+    /// Whether `database.url` can be one, and the certificates named beside it fit. Apart from [`Settings::validate`], because a program that only publishes has no
     /// need of it, and may have a `DATABASE_URL` of quite another kind.
     ///
     /// # Errors
@@ -324,7 +450,7 @@ impl Settings {
             && url::Url::parse(database).is_ok()
             && database.parse::<sqlx::postgres::PgConnectOptions>().is_ok()
         {
-            return Ok(());
+            return self.database.validate_tls();
         }
         Err(BadSettings::of("database.url", format!("is not a Postgres address; write {POSTGRES_FORM}")))
     }
@@ -347,6 +473,10 @@ impl Settings {
     fn validate_namespace(&self) -> Result<(), BadSettings> {
         let fits = (1..=60).contains(&self.namespace.len())
             && self.namespace.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
+        if self.namespace == "amq" {
+            let why = "\"amq\" is the broker's own: it lets nobody declare what begins with \"amq.\"; choose another";
+            return Err(BadSettings::of("namespace", why));
+        }
         if fits {
             return Ok(());
         }
@@ -362,7 +492,10 @@ impl Settings {
     fn validate_addresses(&self) -> Result<(), BadSettings> {
         let amqp = self.amqp.url.expose_secret();
         if !(amqp.starts_with("amqp://") || amqp.starts_with("amqps://")) {
-            return Err(BadSettings::of("amqp.url", format!("must begin with {AMQP_SCHEMES}, such as {AMQP_FORM}")));
+            return Err(BadSettings::of(
+                "amqp.url",
+                format!("must begin with {}, such as {AMQP_FORM}", AMQP_SCHEMES[0]),
+            ));
         }
         let parsed = amqp.parse::<lapin::uri::AMQPUri>().map_err(|fault| {
             let why = format!("is not an AMQP address ({fault}); write {AMQP_FORM}");
@@ -370,6 +503,12 @@ impl Settings {
         })?;
         if parsed.vhost.len() > AMQP_MAX_SHORT_STRING_BYTES {
             let why = format!("its virtual host has more than {AMQP_MAX_SHORT_STRING_BYTES} bytes");
+            return Err(BadSettings::of("amqp.url", why));
+        }
+        let files = self.amqp.tls_files();
+        validate_pair(files)?;
+        if files.is_any() && amqp.starts_with("amqp://") {
+            let why = "begins with amqp:// while certificates are named, so it would go in the clear; write amqps:// or name none";
             return Err(BadSettings::of("amqp.url", why));
         }
         for (key, value) in [

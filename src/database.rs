@@ -8,12 +8,13 @@ use std::time::Duration;
 use secrecy::ExposeSecret;
 use sqlx::encode::IsNull;
 use sqlx::migrate::{Migrate, MigrateError, Migrator};
-use sqlx::postgres::{PgArgumentBuffer, PgConnectOptions, PgPoolOptions, PgTypeInfo, PgValueRef};
+use sqlx::postgres::{PgArgumentBuffer, PgConnectOptions, PgPoolOptions, PgSslMode, PgTypeInfo, PgValueRef};
 use sqlx::{Connection, PgConnection, PgPool, Postgres};
 use time::OffsetDateTime;
 
 use crate::config::DatabaseSettings;
 use crate::order::Moment;
+use crate::tls::{self, TlsFiles};
 
 /// A name of our own, so that a shop that uses sqlx itself keeps its `_sqlx_migrations`.
 const MIGRATIONS_TABLE: &str = "order_timeout_migrations";
@@ -57,14 +58,14 @@ impl Database {
         ]);
         // Once by hand: a pool would go on trying for `acquire_timeout` and then hide the cause.
         // Said goodbye to properly or not, it has served its purpose.
-        let _ = connect_once(&options, settings.acquire_timeout).await?.close().await;
+        let _ = connect_once(&options, settings.acquire_timeout, settings.tls_files()).await?.close().await;
         let place = address(&options);
         let pool = PgPoolOptions::new()
             .max_connections(connections)
             .acquire_timeout(settings.acquire_timeout)
             .connect_with(options)
             .await
-            .map_err(|error| DatabaseFault(why_not_connected(&error, &place)))?;
+            .map_err(|error| DatabaseFault(why_not_connected(&error, &place, settings.tls_files())))?;
         Ok(Self { pool, patience: settings.statement_timeout + NO_ANSWER_MARGIN })
     }
 
@@ -93,19 +94,36 @@ impl Database {
     }
 }
 
-async fn connect_once(options: &PgConnectOptions, patience: Duration) -> Result<PgConnection, DatabaseFault> {
+async fn connect_once(
+    options: &PgConnectOptions,
+    patience: Duration,
+    files: TlsFiles<'_>,
+) -> Result<PgConnection, DatabaseFault> {
     let place = address(options);
     match tokio::time::timeout(patience, PgConnection::connect_with(options)).await {
-        Ok(connected) => connected.map_err(|error| DatabaseFault(why_not_connected(&error, &place))),
+        Ok(connected) => connected.map_err(|error| DatabaseFault(why_not_connected(&error, &place, files))),
         Err(_) => Err(DatabaseFault(format!(
             "the database at {place} did not answer within {patience:?}; is it running there?"
         ))),
     }
 }
 
+/// The address as the client library has it, with the certificates that the settings name.
 fn connect_options(settings: &DatabaseSettings) -> Result<PgConnectOptions, DatabaseFault> {
+    tls::choose_crypto_provider();
     let parsed = settings.url.expose_secret().parse::<PgConnectOptions>();
-    let options = parsed.map_err(|_| DatabaseFault("database.url is not a Postgres address".into()))?;
+    let mut options = parsed.map_err(|_| DatabaseFault("database.url is not a Postgres address".into()))?;
+    // Whoever names a CA wants the server to be checked against it, and its name too.
+    if settings.verifies_by_default() {
+        options = options.ssl_mode(PgSslMode::VerifyFull);
+    }
+    let certificates = settings.tls_files().read().map_err(DatabaseFault)?;
+    if let Some(ca) = certificates.ca {
+        options = options.ssl_root_cert_from_pem(ca);
+    }
+    if let Some(client) = certificates.client {
+        options = options.ssl_client_cert_from_pem(client.chain).ssl_client_key_from_pem(client.key);
+    }
     Ok(options.application_name("order-timeout"))
 }
 
@@ -114,18 +132,45 @@ fn address(options: &PgConnectOptions) -> String {
     format!("{}:{}, database {database:?}", options.get_host(), options.get_port())
 }
 
-fn why_not_connected(error: &sqlx::Error, place: &str) -> String {
-    match error.as_database_error() {
-        Some(fault) => {
-            let hint = match fault.code().as_deref() {
-                Some("3D000") => "create it with createdb, or correct database.url",
-                Some("28P01" | "28000") => "check the user and password in database.url",
-                Some("53300") => "it has no connection left; raise max_connections or run fewer workers",
-                _ => "correct database.url or mend the database",
-            };
-            format!("the database at {place} refuses: {}; {hint}", fault.message())
-        }
-        None => format!("the database at {place} cannot be reached ({error}); is it running there?"),
+fn why_not_connected(error: &sqlx::Error, place: &str, files: TlsFiles<'_>) -> String {
+    if let Some(fault) = error.as_database_error() {
+        let hint = match fault.code().as_deref() {
+            Some("3D000") => "create it with createdb, or correct database.url",
+            Some("28000") if fault.message().contains("client certificate") => {
+                "name one in database.client_cert_file and its key in database.client_key_file"
+            }
+            Some("28000") if fault.message().contains("no encryption") => {
+                "if it wants TLS, write sslmode=verify-full in database.url"
+            }
+            Some("28P01" | "28000") => "check the user and password in database.url",
+            Some("53300") => "it has no connection left; raise max_connections or run fewer workers",
+            _ => "correct database.url or mend the database",
+        };
+        return format!("the database at {place} refuses: {}; {hint}", fault.message());
+    }
+    if let Some(why) = why_not_by_tls(error) {
+        return format!("the database at {place} cannot be talked to safely: {why}");
+    }
+    match error {
+        sqlx::Error::Io(cut) if files.is_any() => tls::why_cut(cut, files),
+        _ => None,
+    }
+    .map_or_else(
+        || format!("the database at {place} cannot be reached ({error}); is it running there?"),
+        |why| format!("the database at {place} cannot be talked to: {why}"),
+    )
+}
+
+/// What TLS has to do with it, if it has.
+fn why_not_by_tls(error: &sqlx::Error) -> Option<String> {
+    const PLAIN: &str = "sslmode=disable for a server without TLS";
+    match error {
+        sqlx::Error::Io(error) => tls::why(error, "database", PLAIN),
+        sqlx::Error::Tls(fault) => Some(match fault.downcast_ref() {
+            Some(fault) => tls::explain(fault, "database", PLAIN),
+            None => format!("{fault}; enable TLS on it (ssl = on), or write {PLAIN} in database.url"),
+        }),
+        _ => None,
     }
 }
 
@@ -135,7 +180,8 @@ fn why_not_connected(error: &sqlx::Error, place: &str) -> String {
 /// [`DatabaseFault`] names the migration.
 pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseFault> {
     // Without the worker's timeouts: a migration may take long, and waits for whoever uses the tables.
-    let mut connection = connect_once(&connect_options(settings)?, settings.acquire_timeout).await?;
+    let mut connection =
+        connect_once(&connect_options(settings)?, settings.acquire_timeout, settings.tls_files()).await?;
     let pending = pending_migrations(&mut connection).await?;
     MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseFault(why_not_migrated(&error)))?;
     // The migrations are committed; how the goodbye goes does not matter.

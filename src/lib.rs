@@ -47,6 +47,7 @@ pub mod metrics;
 pub mod patience;
 pub mod relay;
 pub mod telemetry;
+pub mod tls;
 pub mod worker;
 
 pub use broker::BrokerFault;

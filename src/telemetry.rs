@@ -1,10 +1,15 @@
 //! What the worker says while it runs: one subscriber, to standard error, for a person or as JSON.
 //!
-//! Field names are the same everywhere: `order_id`, `deadline`, `lateness_ms`, `closed_by`, `reason`, `session`.
+//! Field names are the same everywhere: `order_id`, `deadline`, `lateness_ms`, `closed_by`, `reason`, `session`. No
+//! filter makes it show a secret.
 
 use std::io::IsTerminal;
 
-use tracing_subscriber::EnvFilter;
+use tracing::{Level, Metadata};
+use tracing_subscriber::filter::{FilterExt, filter_fn};
+use tracing_subscriber::layer::{Layer, SubscriberExt};
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, fmt};
 
 use crate::config::{LogFormat, LogSettings};
 
@@ -13,12 +18,19 @@ use crate::config::{LogFormat, LogSettings};
 /// # Panics
 /// If the filter does not parse, which `Settings::validate` refuses.
 pub fn install(settings: &LogSettings) {
-    let filter = EnvFilter::try_new(&settings.filter).expect("validated settings have a filter that parses");
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let wanted = EnvFilter::try_new(&settings.filter).expect("validated settings have a filter that parses");
+    let filter = wanted.and(filter_fn(shows_no_secret));
     // Colours are for a terminal; in a file they are noise.
-    let builder = builder.with_ansi(std::io::stderr().is_terminal());
-    match settings.format {
-        LogFormat::Human => builder.with_target(false).init(),
-        LogFormat::Json => builder.json().init(),
-    }
+    let lines = fmt::layer().with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal());
+    let lines = match settings.format {
+        LogFormat::Human => lines.with_target(false).boxed(),
+        LogFormat::Json => lines.json().boxed(),
+    };
+    tracing_subscriber::registry().with(lines.with_filter(filter)).init();
+}
+
+/// At TRACE the AMQP client prints addresses and frames, and with them its password; what others print there, or will
+/// in their next version, nobody promises. So only our own code is heard at that level.
+fn shows_no_secret(metadata: &Metadata<'_>) -> bool {
+    *metadata.level() != Level::TRACE || metadata.target().starts_with("order_timeout")
 }

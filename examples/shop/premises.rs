@@ -53,7 +53,7 @@ enum Ownership {
     /// Made and removed by us. The flags say what may have to be removed; they are set before it is made, so that
     /// failing half-way leaves nothing behind.
     Own {
-        server: DatabaseSettings,
+        server: Box<DatabaseSettings>,
         database: String,
         topology_made: bool,
         database_made: bool,
@@ -92,7 +92,13 @@ impl Premises {
         settings.worker.hold_max = DEMO_LEAD + Duration::from_secs(3);
         settings.worker.shutdown_grace = Duration::from_secs(5);
         settings.validate().context("the demo's settings do not fit together")?;
-        let ownership = Ownership::Own { server, database, topology_made: false, database_made: false, worker: None };
+        let ownership = Ownership::Own {
+            server: Box::new(server),
+            database,
+            topology_made: false,
+            database_made: false,
+            worker: None,
+        };
         Ok(Self { settings, mark, pools: Vec::new(), ownership })
     }
 

@@ -3,9 +3,11 @@
 //!
 //! Reads, never checks what a value means (that is `Settings::validate`), and never repeats a secret.
 
+use std::io::Read;
 use std::path::Path;
 
 use config::{Config, ConfigError, File, FileFormat, Format, Map, Source, Value, ValueKind};
+use secrecy::SecretString;
 
 use super::{BadSettings, DEFAULTS, Settings, is_a_key};
 
@@ -14,6 +16,9 @@ const ENVIRONMENT: &str = "the environment";
 const COMMAND_LINE: &str = "--set";
 /// Settings that are lists and may be written with commas outside a file.
 const LISTS: [&str; 1] = ["delay.lanes"];
+
+/// More than any address has.
+const LARGEST_SECRET_BYTES: u64 = 64 * 1024;
 
 /// A key and where its value came from; `None` for the defaults.
 type Origins = Vec<(String, Option<String>)>;
@@ -34,7 +39,17 @@ impl Settings {
     /// # Errors
     /// As [`Settings::load`], or if `database.url` is not the address of a Postgres.
     pub fn load_with_database(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
-        let (settings, origins) = load(file, environment(), overrides)?;
+        Self::load_with_database_and_environment(file, environment(), overrides)
+    }
+
+    fn load_with_database_and_environment(
+        file: Option<&Path>,
+        environment: Map<String, String>,
+        overrides: &[String],
+    ) -> Result<Self, BadSettings> {
+        let (mut settings, mut origins) = load(file, environment, overrides)?;
+        let database = &mut settings.database;
+        read_secret("database.url", &mut database.url, &database.url_file, &mut origins)?;
         settings.validate_database().map_err(|fault| fault.with_origin(&origins))?;
         Ok(settings)
     }
@@ -73,11 +88,51 @@ fn load(
     overrides: &[String],
 ) -> Result<(Settings, Origins), BadSettings> {
     let merged = merge(file, environment, overrides)?;
-    let origins = leaf_keys(&merged.cache);
+    let mut origins = leaf_keys(&merged.cache);
     refuse_unknown_keys(&origins)?;
-    let settings: Settings = merged.try_deserialize().map_err(|fault| explain(&fault).with_origin(&origins))?;
+    let mut settings: Settings = merged.try_deserialize().map_err(|fault| explain(&fault).with_origin(&origins))?;
+    read_secret("amqp.url", &mut settings.amqp.url, &settings.amqp.url_file, &mut origins)?;
     settings.validate().map_err(|fault| fault.with_origin(&origins))?;
     Ok((settings, origins))
+}
+
+/// Takes the address from the file that is named for it, if one is: as Docker and Kubernetes hand out secrets.
+fn read_secret(key: &str, secret: &mut SecretString, path: &str, origins: &mut Origins) -> Result<(), BadSettings> {
+    if path.is_empty() {
+        return Ok(());
+    }
+    let file_key = format!("{key}_file");
+    let fault =
+        |why: String, origins: &Origins| BadSettings::new(Some(file_key.clone()), None, why).with_origin(origins);
+    let given = origins.iter_mut().find(|(known, _)| known == key).map(|(_, origin)| origin);
+    let origin = given.expect("config/default.toml has an address beside every file for one");
+    if let Some(origin) = origin {
+        let why = format!("is given, and so is {key} (from {origin}); drop one of the two");
+        return Err(fault(why, origins));
+    }
+    match secret_in(path) {
+        Ok(text) => {
+            *origin = Some(format!("the file {path}"));
+            *secret = text.into();
+            Ok(())
+        }
+        Err(why) => Err(fault(format!("the file {path} {why}"), origins)),
+    }
+}
+
+/// The one line of a secret's file. The end of the line is no part of it: editors and `echo` write one.
+fn secret_in(path: &str) -> Result<String, String> {
+    let mut text = String::new();
+    let read = std::fs::File::open(path).and_then(|file| file.take(LARGEST_SECRET_BYTES).read_to_string(&mut text));
+    read.map_err(|error| format!("cannot be read: {error}; mount the secret there, or name the file that holds it"))?;
+    let line = text.trim_end_matches(['\r', '\n']);
+    if line.is_empty() {
+        return Err("is empty; write the whole address into it".to_owned());
+    }
+    if line.contains(['\r', '\n']) {
+        return Err("has more than one line; write the address into it and nothing else".to_owned());
+    }
+    Ok(line.to_owned())
 }
 
 impl BadSettings {
@@ -152,9 +207,10 @@ impl Source for SettingsFile {
     }
 }
 
-/// The settings among the environment's variables. `DATABASE_URL` counts where the longer name is not set.
+/// The settings among the environment's variables. `DATABASE_URL` counts where no longer name says where it is.
 fn keys_in(environment: Map<String, String>) -> Vec<(String, String)> {
     let database_url = environment.get("DATABASE_URL").map(|url| ("database.url".to_owned(), url.clone()));
+    let database_url = database_url.filter(|_| !environment.contains_key("ORDER_TIMEOUT__DATABASE__URL_FILE"));
     let ours = environment.into_iter().filter_map(|(name, value)| {
         let key = name.strip_prefix(ENV_PREFIX)?;
         Some((key.to_lowercase().replace("__", "."), value))

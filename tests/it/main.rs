@@ -20,6 +20,8 @@ mod outcomes;
 mod parked;
 mod plan;
 mod publisher;
+mod secrets;
 mod sweep;
 mod tidy;
+mod tls;
 mod topology;

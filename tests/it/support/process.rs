@@ -99,7 +99,11 @@ impl WorkerProcess {
     fn start_saying(settings: &Settings, stderr: Stdio) -> Self {
         let mut command = order_timeout(settings);
         command.env("ORDER_TIMEOUT__LOG__FILTER", &settings.log.filter);
-        command.arg("worker").stdout(Stdio::null()).stderr(stderr);
+        Self::of(command.arg("worker").stdout(Stdio::null()).stderr(stderr))
+    }
+
+    /// A worker that is started by this command.
+    pub fn of(command: &mut Command) -> Self {
         Self { child: command.spawn().expect("the worker starts") }
     }
 

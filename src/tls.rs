@@ -1,0 +1,260 @@
+//! TLS as both clients use it: the certificates that the settings name, and what a failed handshake means in one
+//! sentence.
+//!
+//! Opens no connection and shows no key. Whoever connects reads the files: the broker's for every connection, so that a
+//! renewed certificate is taken up without a restart, the database's once for its pool.
+
+use std::io::{self, Read};
+
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{AlertDescription, CertificateError};
+
+/// More than any bundle of certificates has.
+const LARGEST_FILE_BYTES: u64 = 8 * 1024 * 1024;
+
+/// What one section of the settings says of TLS; an empty path is none.
+#[derive(Debug, Clone, Copy)]
+pub struct TlsFiles<'a> {
+    /// `amqp` or `database`, for the sentences.
+    pub section: &'static str,
+    pub ca_file: &'a str,
+    pub client_cert_file: &'a str,
+    pub client_key_file: &'a str,
+}
+
+/// What the files hold, as PEM; each can be read as what it should be.
+#[derive(Clone, Default)]
+pub struct Certificates {
+    pub ca: Option<Vec<u8>>,
+    pub client: Option<ClientCertificate>,
+}
+
+/// A certificate chain and its private key.
+#[derive(Clone)]
+pub struct ClientCertificate {
+    pub chain: Vec<u8>,
+    pub key: Vec<u8>,
+}
+
+/// Both of our clients use ring, and rustls wants to be told before the first TLS connection. A program that embeds the
+/// library and has chosen already keeps its choice.
+pub fn choose_crypto_provider() {
+    if rustls::crypto::CryptoProvider::get_default().is_none() {
+        // Another thread may have been faster, with the same choice.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+    }
+}
+
+impl TlsFiles<'_> {
+    /// Whether any file is named.
+    #[must_use]
+    pub fn is_any(&self) -> bool {
+        [self.ca_file, self.client_cert_file, self.client_key_file].iter().any(|path| !path.is_empty())
+    }
+
+    /// Reads what is named.
+    ///
+    /// # Errors
+    /// One sentence that names the setting.
+    pub fn read(&self) -> Result<Certificates, String> {
+        let ca = self.optional("ca_file", self.ca_file, is_certificates)?;
+        let chain = self.optional("client_cert_file", self.client_cert_file, is_certificates)?;
+        let key = self.optional("client_key_file", self.client_key_file, is_key)?;
+        let client = chain.zip(key).map(|(chain, key)| ClientCertificate { chain, key });
+        Ok(Certificates { ca, client })
+    }
+
+    fn optional(
+        &self,
+        name: &str,
+        path: &str,
+        check: fn(&[u8]) -> Result<(), &'static str>,
+    ) -> Result<Option<Vec<u8>>, String> {
+        if path.is_empty() {
+            return Ok(None);
+        }
+        let section = self.section;
+        let bytes = read_file(path).map_err(|error| {
+            format!("{section}.{name} names {path:?}, which cannot be read: {error}; name a file that is there and may be read")
+        })?;
+        check(&bytes).map_err(|holds| format!("{section}.{name} names {path:?}, which holds {holds}"))?;
+        Ok(Some(bytes))
+    }
+}
+
+fn read_file(path: &str) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    std::fs::File::open(path)?.take(LARGEST_FILE_BYTES).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn is_certificates(pem: &[u8]) -> Result<(), &'static str> {
+    match certificates(pem) {
+        Ok(found) if !found.is_empty() => Ok(()),
+        _ => Err("no certificate in PEM form (-----BEGIN CERTIFICATE-----)"),
+    }
+}
+
+fn is_key(pem: &[u8]) -> Result<(), &'static str> {
+    // One with a passphrase has another heading, and nobody to ask for the passphrase.
+    let is_key = PrivateKeyDer::from_pem_slice(pem).is_ok();
+    is_key.then_some(()).ok_or("no private key in PEM form without a passphrase (-----BEGIN PRIVATE KEY-----)")
+}
+
+/// The certificates in a PEM file.
+///
+/// # Errors
+/// rustls', where it is none.
+pub fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, rustls::pki_types::pem::Error> {
+    CertificateDer::pem_slice_iter(pem).collect()
+}
+
+impl ClientCertificate {
+    /// The chain and the key as rustls takes them.
+    ///
+    /// # Errors
+    /// rustls', where they are none.
+    pub fn parts(
+        &self,
+    ) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), rustls::pki_types::pem::Error> {
+        Ok((certificates(&self.chain)?, PrivateKeyDer::from_pem_slice(&self.key)?))
+    }
+}
+
+/// What went wrong with TLS, if that is what went wrong, as the end of a sentence about the server. `section` is the
+/// settings', `plain` what to write for a server without TLS.
+#[must_use]
+pub fn why(error: &io::Error, section: &str, plain: &str) -> Option<String> {
+    fault_in(error).map(|fault| explain(fault, section, plain))
+}
+
+/// rustls' own error, however often it was wrapped.
+fn fault_in(error: &io::Error) -> Option<&rustls::Error> {
+    let inner = error.get_ref()?;
+    match inner.downcast_ref::<io::Error>() {
+        Some(wrapped) => fault_in(wrapped),
+        None => inner.downcast_ref(),
+    }
+}
+
+/// [`why`] for an error of rustls itself.
+#[must_use]
+pub fn explain(fault: &rustls::Error, section: &str, plain: &str) -> String {
+    match fault {
+        rustls::Error::InvalidCertificate(fault) => why_not_trusted(fault, section),
+        rustls::Error::AlertReceived(alert) => why_not_let_in(*alert, section),
+        rustls::Error::InconsistentKeys(_) => format!(
+            "{section}.client_key_file is not the key of the certificate in {section}.client_cert_file; name the two that belong together"
+        ),
+        // What came was no record of TLS.
+        rustls::Error::InvalidMessage(_) => {
+            format!("it does not speak TLS on this port; name the port that does in {section}.url, or {plain}")
+        }
+        rustls::Error::PeerIncompatible(fault) => {
+            format!("it speaks no form of TLS that is still safe ({fault:?}); enable TLS 1.2 or 1.3 on it")
+        }
+        other => format!("TLS failed ({other}); look at the server's log, which knows more"),
+    }
+}
+
+fn why_not_trusted(fault: &CertificateError, section: &str) -> String {
+    match fault {
+        CertificateError::UnknownIssuer => format!(
+            "its certificate is signed by nobody who is trusted here; name the file of the right CA in {section}.ca_file"
+        ),
+        CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+            "its certificate has expired; renew it on the server, or set the clock of this machine right".into()
+        }
+        CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+            "its certificate is not valid yet; set the clocks of both machines right".into()
+        }
+        CertificateError::NotValidForName => format!(
+            "its certificate is for another host name; write the name it has in {section}.url, or give the server one for this name"
+        ),
+        CertificateError::NotValidForNameContext { presented, .. } => format!(
+            "its certificate is for {}, not for this host name; write a name it has in {section}.url, or give the server one for this name",
+            presented.iter().map(|name| bare(name)).collect::<Vec<_>>().join(", ")
+        ),
+        CertificateError::Revoked => "its certificate was revoked; give the server another".into(),
+        other => format!("its certificate cannot be trusted ({other}); give the server another"),
+    }
+}
+
+/// A name as it is written, out of `DnsName("…")` or `IpAddress(…)`.
+fn bare(name: &str) -> &str {
+    name.split_once('(').map_or(name, |(_, rest)| rest.trim_end_matches(')'))
+}
+
+/// Whether somebody took the connection and hung up.
+#[must_use]
+pub fn is_cut(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof)
+}
+
+/// What it most likely means if a connection was cut as soon as TLS stood. Under TLS 1.3 a server looks at the client's
+/// certificate after the client has begun to speak, and when it then hangs up, its reason may be lost on the way.
+#[must_use]
+pub fn why_cut(error: &io::Error, files: TlsFiles<'_>) -> Option<String> {
+    if !is_cut(error) {
+        return None;
+    }
+    let alert = match files.client_cert_file {
+        "" => AlertDescription::CertificateRequired,
+        _ => AlertDescription::CertificateUnknown,
+    };
+    let likely = why_not_let_in(alert, files.section);
+    Some(format!("it cut the connection as soon as TLS stood; if it is running, most likely {likely}"))
+}
+
+fn why_not_let_in(alert: AlertDescription, section: &str) -> String {
+    match alert {
+        // Under TLS 1.2 there is no alert of its own for a certificate that is missing.
+        AlertDescription::CertificateRequired | AlertDescription::HandshakeFailure => format!(
+            "it demands a client certificate; name one in {section}.client_cert_file and its key in {section}.client_key_file"
+        ),
+        AlertDescription::UnknownCA
+        | AlertDescription::BadCertificate
+        | AlertDescription::UnsupportedCertificate
+        | AlertDescription::CertificateRevoked
+        | AlertDescription::CertificateExpired
+        | AlertDescription::CertificateUnknown
+        | AlertDescription::AccessDenied
+        | AlertDescription::DecryptError => format!(
+            "it does not accept the certificate in {section}.client_cert_file; name one that is valid and signed by a CA that it trusts"
+        ),
+        other => format!("it broke off the TLS handshake ({other:?}); look at the server's log, which knows more"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_is_found_however_often_it_was_wrapped() {
+        let fault = rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer);
+        let wrapped = io::Error::other(io::Error::new(io::ErrorKind::InvalidData, fault));
+        assert!(why(&wrapped, "amqp", "").unwrap().contains("amqp.ca_file"));
+        assert_eq!(why(&io::Error::other("a cable was cut"), "amqp", ""), None);
+    }
+
+    #[test]
+    fn a_file_that_is_none_is_named_with_its_setting() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "-----BEGIN NONSENSE-----").unwrap();
+        let path = file.path().to_str().unwrap();
+        let with =
+            |ca_file, client_key_file| TlsFiles { section: "amqp", ca_file, client_cert_file: "", client_key_file };
+        for (files, name) in [(with(path, ""), "amqp.ca_file"), (with("", path), "amqp.client_key_file")] {
+            let why = files.read().map(drop).unwrap_err();
+            assert!(
+                why.contains(name) && why.contains(path) && why.contains("PEM") && !why.contains("NONSENSE"),
+                "{why}"
+            );
+        }
+        let why = with("/nowhere/ca.pem", "").read().map(drop).unwrap_err();
+        assert!(why.contains("/nowhere/ca.pem") && why.contains("cannot be read"), "{why}");
+    }
+}
