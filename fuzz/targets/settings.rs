@@ -5,6 +5,7 @@
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -26,11 +27,12 @@ thread_local! {
     static FILE: RefCell<(PathBuf, File)> = RefCell::new(scratch());
 }
 
-/// One file for all runs, in memory.
+/// One file for all runs, in memory, and without a name, so that it goes with the process however that ends.
 fn scratch() -> (PathBuf, File) {
-    let path = PathBuf::from(format!("/dev/shm/order-timeout-fuzz-{}.toml", std::process::id()));
-    let file = File::create(&path).expect("a file in memory");
-    (path, file)
+    let name = format!("/dev/shm/order-timeout-fuzz-{}", std::process::id());
+    let file = File::create(&name).expect("a file in memory");
+    std::fs::remove_file(&name).expect("a file in memory");
+    (PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd())), file)
 }
 
 fuzz_target!(|input: &str| -> Corpus {
