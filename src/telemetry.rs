@@ -6,7 +6,7 @@
 use std::io::IsTerminal;
 
 use tracing::{Level, Metadata};
-use tracing_subscriber::filter::{FilterExt, filter_fn};
+use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt};
@@ -19,14 +19,15 @@ use crate::config::{LogFormat, LogSettings};
 /// If the filter does not parse, which `Settings::validate` refuses.
 pub fn install(settings: &LogSettings) {
     let wanted = EnvFilter::try_new(&settings.filter).expect("validated settings have a filter that parses");
-    let filter = wanted.and(filter_fn(shows_no_secret));
     // Colours are for a terminal; in a file they are noise.
     let lines = fmt::layer().with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal());
     let lines = match settings.format {
         LogFormat::Human => lines.with_target(false).boxed(),
         LogFormat::Json => lines.json().boxed(),
     };
-    tracing_subscriber::registry().with(lines.with_filter(filter)).init();
+    // Filters of the whole subscriber, not of this layer: with the latter an event is lost on a thread where somebody has
+    // just asked whether another would be heard, as sqlx does before it logs a statement.
+    tracing_subscriber::registry().with(wanted).with(filter_fn(shows_no_secret)).with(lines).init();
 }
 
 /// At TRACE the AMQP client prints addresses and frames, and with them its password; what others print there, or will
