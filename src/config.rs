@@ -366,6 +366,21 @@ pub struct OrdersSettings {
     pub overdue_sql: String,
 }
 
+impl OrdersSettings {
+    /// Both are about one table: ours or the user's.
+    fn validate(&self) -> Result<(), BadSettings> {
+        let (given, missing) = match (self.close_sql.is_empty(), self.overdue_sql.is_empty()) {
+            (false, true) => ("orders.close_sql", "orders.overdue_sql"),
+            (true, false) => ("orders.overdue_sql", "orders.close_sql"),
+            (true, true) | (false, false) => return Ok(()),
+        };
+        let why = format!(
+            "is given without {missing}, so the worker would look after two tables at once; give both, or neither"
+        );
+        Err(BadSettings::of(given, why))
+    }
+}
+
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LogSettings {
@@ -433,6 +448,7 @@ impl Settings {
         self.validate_addresses()?;
         self.validate_delay()?;
         self.validate_worker()?;
+        self.orders.validate()?;
         tracing_subscriber::EnvFilter::try_new(&self.log.filter)
             .map(drop)
             .map_err(|fault| BadSettings::of("log.filter", format!("{fault}; write it like order_timeout=debug,info")))

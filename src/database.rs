@@ -195,7 +195,7 @@ fn why_not_migrated(error: &MigrateError) -> String {
         MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _)
             if inner.as_database_error().and_then(sqlx::error::DatabaseError::code).as_deref() == Some("42P07") =>
         {
-            "a table of that name is there already; give order-timeout a database or schema of its own (options=-csearch_path%3Dorder_timeout in database.url)"
+            "a table of that name is there already; run CREATE SCHEMA order_timeout, add ?options=-csearch_path%3Dorder_timeout to database.url, and name statements for your own orders in orders.close_sql and orders.overdue_sql"
         }
         _ => "mend the cause and run `order-timeout setup` again",
     };

@@ -112,7 +112,8 @@ fn by_hand_it_says_what_became_of_the_deadline() {
             assert!(code == 1 && error.contains("no-such-order"), "{error}");
             let (code, _, error) = deadline(&stage, &[&id]);
             assert!(code == 2 && error.contains("--in"), "{error}");
-            let (code, _, error) = deadline(&stage, &[&id, "--in", "1h", "--set", "orders.close_sql=own.sql"]);
+            let own = ["--set", "orders.close_sql=own.sql", "--set", "orders.overdue_sql=own.sql"];
+            let (code, _, error) = deadline(&stage, &[&[id.as_str(), "--in", "1h"][..], &own].concat());
             assert!(code == 1 && error.contains("update its row yourself"), "{error}");
         },
     );
