@@ -106,6 +106,16 @@ pub enum ParkReason {
 }
 
 impl ParkReason {
+    /// The words of all of them.
+    pub const WORDS: [&str; 6] = [
+        Self::Unreadable.as_str(),
+        Self::MalformedId.as_str(),
+        Self::TooFar.as_str(),
+        Self::UnknownOrder.as_str(),
+        Self::CloseFailed.as_str(),
+        Self::BrokerGaveUp.as_str(),
+    ];
+
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {

@@ -127,14 +127,6 @@ const BY: [&str; 2] = [ClosedBy::Alarm.as_str(), ClosedBy::Sweep.as_str()];
 pub const ALARMS: &str = "alarm";
 pub const EVENTS: &str = "event";
 const INLETS: [&str; 3] = [Inlet::Timeout.as_str(), Inlet::Arm.as_str(), Inlet::Parked.as_str()];
-const PARK_REASONS: [&str; 6] = [
-    ParkReason::Unreadable.as_str(),
-    ParkReason::MalformedId.as_str(),
-    ParkReason::TooFar.as_str(),
-    ParkReason::UnknownOrder.as_str(),
-    ParkReason::CloseFailed.as_str(),
-    ParkReason::BrokerGaveUp.as_str(),
-];
 const OUTCOMES: [&str; 11] = [
     Outcome::Closed.as_str(),
     Outcome::Paid.as_str(),
@@ -164,7 +156,7 @@ metrics! {
         "Alarms that wait in this worker for their deadline.";
     alarms_rearmed: IntCounter = "order_timeout_alarms_rearmed_total",
         "Alarms that the worker wrote into the wheel or back to the broker, confirmed.";
-    alarms_parked: IntCounterVec = "order_timeout_alarms_parked_total" { "reason": PARK_REASONS },
+    alarms_parked: IntCounterVec = "order_timeout_alarms_parked_total" { "reason": ParkReason::WORDS },
         "Alarms that could not be handled and stand in parked_alarms.";
     orders_closed: IntCounterVec = "order_timeout_orders_closed_total" { "by": BY },
         "Orders closed, by the path that closed them.";

@@ -1,9 +1,11 @@
 //! `order-timeout parked list | retry | drop`: what could not be handled, for the person who decides.
 
+use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};
 use serde_json::json;
 use uuid::Uuid;
 
+use crate::alarm::ParkReason;
 use crate::cli::Answer;
 use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
@@ -32,8 +34,8 @@ pub enum ParkedCommand {
 /// Arguments of `parked list`.
 #[derive(Debug, Args)]
 pub struct ListArgs {
-    /// Only those parked for this reason: unreadable, malformed_id, too_far, unknown_order, close_failed, broker_gave_up
-    #[arg(long)]
+    /// Only those parked for this reason
+    #[arg(long, value_parser = PossibleValuesParser::new(ParkReason::WORDS))]
     reason: Option<String>,
     /// At most this many
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(i64).range(1..=100_000))]
@@ -63,7 +65,7 @@ struct Which {
     #[arg(value_name = "ID")]
     ids: Vec<Uuid>,
     /// All that were parked for this reason
-    #[arg(long)]
+    #[arg(long, value_parser = PossibleValuesParser::new(ParkReason::WORDS))]
     reason: Option<String>,
     /// All of them
     #[arg(long)]

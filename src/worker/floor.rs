@@ -16,12 +16,12 @@ use crate::alarm::{Delivered, Receipt, Settlement};
 use crate::clock::DatabaseClock;
 use crate::desk::{Desk, Errand, News};
 use crate::health::{BEAT_EVERY, Loop, Stage};
-use crate::order::CloseFault;
+use crate::order::{CloseFault, ClosedBy, OrderId};
 
 /// News taken in at once before errands are looked at: enough to amortise, short enough not to hold up a batch.
 const NEWS_AT_ONCE: usize = 256;
-/// Over how long the orders that the sweep closed are counted before they are worth a warning.
-const SWEEP_COUNT_OVER: Duration = Duration::from_secs(60);
+/// How often, at most, the same warning about the sweep is worth saying.
+const SWEEP_WARNING_EVERY: Duration = Duration::from_secs(60);
 
 pub(super) struct Floor {
     desk: Desk,
@@ -36,6 +36,7 @@ pub(super) struct Floor {
     /// Why the database's clock could not be read the last time.
     why_unanswered: Option<String>,
     swept: Swept,
+    stuck: Stuck,
     signs: Signs,
 }
 
@@ -44,6 +45,17 @@ pub(super) struct Floor {
 struct Swept {
     orders: usize,
     since: Option<Instant>,
+}
+
+/// An overdue order that the sweep could not close since the last warning, and why.
+#[derive(Debug, Default)]
+struct Stuck {
+    order: Option<(OrderId, String)>,
+    since: Option<Instant>,
+}
+
+fn is_worth_saying(since: Option<Instant>) -> bool {
+    since.is_none_or(|since| since.elapsed() >= SWEEP_WARNING_EVERY)
 }
 
 impl Floor {
@@ -67,6 +79,7 @@ impl Floor {
             why_away: String::new(),
             why_unanswered: None,
             swept: Swept::default(),
+            stuck: Stuck::default(),
             signs,
         }
     }
@@ -131,6 +144,12 @@ impl Floor {
             Note::News(news) => {
                 match &news {
                     News::Closed(_, Err(CloseFault::Away(why))) => self.why_away.clone_from(why),
+                    News::Closed(batch, Err(CloseFault::OfTheOrder(why))) if batch.by == ClosedBy::Sweep => {
+                        // The fault of one order only where it stood alone.
+                        if let [case] = &batch.cases[..] {
+                            self.stuck.order = Some((case.alarm.order_id().clone(), why.clone()));
+                        }
+                    }
                     News::Armed(receipts) => self.signs.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
                     News::NotSwept => self.signs.metrics.sweep_failures.inc(),
                     _ => {}
@@ -143,6 +162,7 @@ impl Floor {
                 self.signs.clock(&self.clock);
                 // Comes each second, so that what was counted is said even if nothing more is.
                 self.say_what_was_swept();
+                self.say_who_is_stuck();
             }
             Note::NoClock(why) => self.why_unanswered = Some(why),
             // Without the broker nobody expects an alarm.
@@ -156,13 +176,23 @@ impl Floor {
 
     /// Says once a minute at most that orders were closed which no alarm had woken.
     fn say_what_was_swept(&mut self) {
-        let due = self.swept.since.is_none_or(|since| since.elapsed() >= SWEEP_COUNT_OVER);
-        if due && self.swept.orders > 0 {
+        if self.swept.orders > 0 && is_worth_saying(self.swept.since) {
             warn!(
                 orders = self.swept.orders,
                 "overdue orders were closed by the sweep, no alarm had come for them in time; is every order scheduled, and is the broker keeping up?"
             );
             self.swept = Swept { orders: 0, since: Some(Instant::now()) };
+        }
+    }
+
+    /// The same for orders that cannot be closed, and that no alarm speaks for: nothing is parked of them.
+    fn say_who_is_stuck(&mut self) {
+        if is_worth_saying(self.stuck.since)
+            && let Some((order_id, why)) = self.stuck.order.take()
+        {
+            let orders = self.desk.troubled();
+            warn!(orders, %order_id, %why, "overdue orders cannot be closed, this one among them; they are tried again, at most five minutes apart");
+            self.stuck.since = Some(Instant::now());
         }
     }
 
