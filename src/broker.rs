@@ -15,6 +15,9 @@ use secrecy::ExposeSecret;
 use crate::config::AmqpSettings;
 use crate::tls;
 
+/// RabbitMQ's own default.
+const LARGEST_FRAME_BYTES: u32 = 131_072;
+
 /// AMQP reply codes, from the AMQP 0-9-1 specification, section 1.2 "reply-code".
 pub mod reply_code {
     pub const CONTENT_OK: u16 = 200;
@@ -49,6 +52,8 @@ pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, 
     };
     let heartbeat_s = settings.heartbeat.as_secs().try_into().unwrap_or(u16::MAX);
     uri.query.heartbeat.get_or_insert(heartbeat_s);
+    // No larger than the stacks of `main` are sized for, even by a broker that sets no limit.
+    uri.query.frame_max.get_or_insert(LARGEST_FRAME_BYTES);
     let place = address(&uri);
     let properties = ConnectionProperties::default().with_connection_name(format!("order-timeout {name}").into());
     match tokio::time::timeout(settings.connect_timeout, open(uri.clone(), connector, properties)).await {

@@ -11,7 +11,17 @@ use order_timeout::cli::{Answer, Cli};
 const WRONG_SETTINGS: u8 = 2;
 const FAILED: u8 = 1;
 
+/// What std sizes the stack of each further thread by.
+const STACK_SETTING: &str = "RUST_MIN_STACK";
+/// Address space, not memory, until it is used. The AMQP client reads tables in tables by recursion, on a thread of its
+/// own; a frame of 128 KiB holds 18 000 of them, one within the other, which took less than this in a debug build.
+const STACK_BYTES: &str = "268435456";
+
 fn main() -> ExitCode {
+    if std::env::var_os(STACK_SETTING).is_none() {
+        // SAFETY: no other thread runs yet that could read the environment meanwhile.
+        unsafe { std::env::set_var(STACK_SETTING, STACK_BYTES) };
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(fault) => return wrong_usage(&fault),

@@ -14,6 +14,7 @@ mod database_away;
 mod deadline;
 mod delayed_exchange;
 mod health;
+mod hostile;
 mod least_privilege;
 mod outbox;
 mod outcomes;

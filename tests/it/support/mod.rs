@@ -9,6 +9,7 @@ pub mod ledger;
 pub mod private;
 pub mod process;
 pub mod proxy;
+pub mod raw;
 pub mod skip;
 pub mod till;
 
