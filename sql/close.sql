@@ -10,9 +10,12 @@
 --
 -- One statement is one transaction: status, stock, history and event are committed together or not at all.
 WITH asked AS (
-    -- The pattern keeps a malformed id from failing the whole batch on the cast.
+    -- A malformed id must not fail the whole batch on the cast: four hyphens, in their places, and else hexadecimal
+    -- digits. In three cheap steps, for one regular expression takes longer than all the rest of a batch of unknown ids.
     SELECT text_id,
-           CASE WHEN text_id ~* '^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$' THEN text_id::uuid END AS id
+           CASE WHEN text_id LIKE '________-____-____-____-____________'
+                 AND text_id NOT LIKE '%-%-%-%-%-%'
+                 AND text_id !~ '[^-0-9a-fA-F]' THEN text_id::uuid END AS id
     FROM (SELECT DISTINCT unnest($1::text[]) AS text_id) AS given
 ),
 locked AS MATERIALIZED (

@@ -80,6 +80,10 @@ fn faults() -> Vec<Fault> {
         Fault::of(alarm_json("'; DROP TABLE orders; --", PAST), "malformed_id", "not of the form"),
         Fault::of(alarm_json("\"order\" 'ü' \\ %s $1 {0}", PAST), "malformed_id", "not of the form"),
         Fault::of(alarm_json(&format!("{ID}0"), PAST), "malformed_id", "not of the form"),
+        // Of the right length: a hyphen too many, a digit that is none, a letter of two bytes.
+        Fault::of(alarm_json(&format!("{}-", &ID[..35]), PAST), "malformed_id", "not of the form"),
+        Fault::of(alarm_json(&format!("{}g", &ID[..35]), PAST), "malformed_id", "not of the form"),
+        Fault::of(alarm_json(&format!("{}ü", &ID[..35]), PAST), "malformed_id", "not of the form"),
     ]
 }
 
