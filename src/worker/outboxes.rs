@@ -76,25 +76,19 @@ impl Outboxes {
             if ends.is_cancelled() && !matches!(round, Ok(Round::Sent)) {
                 return self.lock.resign().await;
             }
+            if round.is_ok() {
+                pauses = Pauses::new();
+            }
             let pause = match round {
-                Ok(Round::Sent) => {
-                    pauses = Pauses::new();
-                    continue;
-                }
+                Ok(Round::Sent) => continue,
                 Ok(Round::Empty) => self.poll,
                 Ok(Round::NotOurs) => self.poll.max(ASK_FOR_LOCK_EVERY),
                 Err(fault) => {
                     let pause = pauses.next_pause();
                     warn!(%fault, again_in_ms = pause.as_millis(), "an outbox could not be emptied; its rows stay and are tried again");
-                    // Not cut short by new events: they would fare no better.
-                    tokio::select! {
-                        () = ends.cancelled() => {}
-                        () = tokio::time::sleep(pause) => {}
-                    }
-                    continue;
+                    pause
                 }
             };
-            pauses = Pauses::new();
             tokio::select! {
                 () = ends.cancelled() => {}
                 () = tokio::time::sleep(pause) => {}
