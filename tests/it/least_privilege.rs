@@ -57,6 +57,7 @@ fn the_imported_users_can_do_their_work_and_no_more() {
         async |stage| {
             let broker = tokio::task::spawn_blocking(import).await.unwrap();
             refuses_wrong_passwords(&broker).await;
+            nobody_gets_into_another_virtual_host(&broker).await;
             a_publisher_can_schedule(&broker).await;
             a_publisher_can_do_nothing_else(&broker).await;
             a_worker_cannot_touch_what_is_not_ours(&broker).await;
@@ -78,10 +79,14 @@ fn import() -> Private {
 
 /// The defaults, for which definitions.json is printed, with this user at this broker.
 fn settings(broker: &Private, user: &str) -> Settings {
+    settings_for(broker, user, VHOST)
+}
+
+fn settings_for(broker: &Private, user: &str, vhost: &str) -> Settings {
     let (_, rest) = broker.url.split_once('@').unwrap();
     let (place, _) = rest.split_once('/').unwrap();
     let mut settings = Settings::defaults();
-    settings.amqp.url = format!("amqp://{user}@{place}/{VHOST}").into();
+    settings.amqp.url = format!("amqp://{user}@{place}/{vhost}").into();
     settings.validate().unwrap();
     settings
 }
@@ -94,6 +99,21 @@ async fn refuses_wrong_passwords(broker: &Private) {
     for user in ["order-publisher:worker-dev", "order-worker:publisher-dev", "order-publisher:", "guest:guest"] {
         let refused = broker::connect(&settings(broker, user).amqp, "test").await.map(drop);
         assert!(matches!(refused, Err(BrokerFault::Refused(_))), "{user}: {refused:?}");
+    }
+}
+
+async fn nobody_gets_into_another_virtual_host(broker: &Private) {
+    let of_another_application = "stock-taking";
+    broker.ctl(&["add_vhost", of_another_application]);
+    for vhost in ["%2f", of_another_application] {
+        for user in [PUBLISHER, WORKER] {
+            let refused = broker::connect(&settings_for(broker, user, vhost).amqp, "test").await.map(drop);
+            assert!(matches!(refused, Err(BrokerFault::Refused(_))), "{user} at {vhost}: {refused:?}");
+        }
+        // Whoever has the right does get in: the virtual host is there.
+        let owner = settings_for(broker, "guest:guest", vhost);
+        broker.ctl(&["set_permissions", "-p", &vhost.replace("%2f", "/"), "guest", ".*", ".*", ".*"]);
+        broker::connect(&owner.amqp, "test").await.unwrap();
     }
 }
 

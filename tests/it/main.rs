@@ -23,6 +23,7 @@ mod parked;
 mod plan;
 mod publisher;
 mod readme;
+mod redelivery;
 mod secrets;
 mod sweep;
 mod tidy;

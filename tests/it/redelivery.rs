@@ -1,0 +1,123 @@
+//! What the broker counts and remembers of a message does it no harm: an alarm that was returned many times is not
+//! discarded, and an alarm that is armed anew carries nothing of what became of the old one.
+
+use std::time::Duration;
+
+use lapin::message::BasicGetMessage;
+use lapin::options::{BasicGetOptions, BasicRejectOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use lapin::{BasicProperties, Channel};
+use order_timeout::broker;
+use order_timeout::topology::{DUE_KEY, Topology};
+
+use crate::support::{Stage, on_stage, wait_for};
+
+const SECOND: Duration = Duration::from_secs(1);
+/// After so many returns RabbitMQ 4 gives a message up, if its queue does not say otherwise.
+const USUAL_DELIVERY_LIMIT: usize = 20;
+
+/// The one message of a queue, which may just be on its way there.
+async fn take(stage: &Stage, channel: &Channel, queue: &str) -> BasicGetMessage {
+    wait_for("the message in its queue", async || stage.depth(queue).await == 1).await;
+    channel.basic_get(queue.into(), BasicGetOptions { no_ack: false }).await.unwrap().expect("nobody else takes it")
+}
+
+/// What a worker does that crashes over the message.
+async fn take_and_crash(stage: &Stage, queue: &str) {
+    let connection = broker::connect(&stage.settings.amqp, "crashing").await.unwrap();
+    let channel = connection.create_channel().await.unwrap();
+    take(stage, &channel, queue).await;
+    connection.close(200, "crashed".into()).await.unwrap();
+}
+
+/// A queue beside ours, with these arguments, and this message in it.
+async fn declare_with_a_message(stage: &Stage, arguments: &[(&str, AMQPValue)], body: &[u8]) -> String {
+    let queue = format!("{}.beside", stage.names().timeout());
+    let mut table = FieldTable::default();
+    table.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
+    for (key, value) in arguments {
+        table.insert((*key).into(), value.clone());
+    }
+    let options = QueueDeclareOptions { durable: true, ..Default::default() };
+    stage.channel.queue_declare(queue.as_str().into(), options, table).await.unwrap();
+    stage.publish_raw("", &queue, body, BasicProperties::default()).await;
+    queue
+}
+
+async fn delete(stage: &Stage, queue: &str) {
+    stage.channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
+}
+
+#[test]
+fn an_alarm_that_workers_have_crashed_over_many_times_still_closes_its_order() {
+    on_stage(
+        |settings| settings.worker.hold_max = 60 * SECOND,
+        async |stage| {
+            let order = stage.order(15 * SECOND).await;
+            stage.deliver([&order]).await;
+            let limit = AMQPValue::LongInt(i32::try_from(USUAL_DELIVERY_LIMIT).unwrap());
+            let beside = declare_with_a_message(&stage, &[("x-delivery-limit", limit)], b"given up").await;
+            for _ in 0..=USUAL_DELIVERY_LIMIT {
+                take_and_crash(&stage, &stage.names().timeout()).await;
+                take_and_crash(&stage, &beside).await;
+            }
+            assert_eq!(stage.take_out(&beside).await.len(), 0, "the crashes are counted");
+            let worker = stage.worker().await;
+            wait_for("the close", async || stage.status(&order).await == "closed").await;
+            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
+            worker.stop().await;
+            delete(&stage, &beside).await;
+            stage.assert_drained().await;
+            assert_eq!(stage.parked().await, []);
+        },
+    );
+}
+
+/// The names of the headers that tell of a message's dead-letterings.
+fn deaths(message: &BasicGetMessage) -> Vec<String> {
+    let headers = message.delivery.properties.headers().clone().unwrap_or_default();
+    headers.inner().keys().map(ToString::to_string).filter(|name| name.contains("-death")).collect()
+}
+
+/// The slot of the wheel in which an alarm waits.
+async fn occupied_slot(stage: &Stage) -> Option<String> {
+    let wheel = stage.names().wheel();
+    for queue in Topology::new(&stage.settings).queues {
+        if queue.name.starts_with(&wheel) && stage.depth(&queue.name).await == 1 {
+            return Some(queue.name);
+        }
+    }
+    None
+}
+
+#[test]
+fn an_alarm_that_is_armed_anew_does_not_carry_the_dead_letterings_of_the_old_one() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            // Out of a queue with a TTL, as from a lane, but much too early: as the alarm of an extended order.
+            let order = stage.order(9 * SECOND).await;
+            let dead_letter = [
+                ("x-message-ttl", AMQPValue::LongInt(1)),
+                ("x-dead-letter-exchange", AMQPValue::LongString(stage.names().due().into())),
+                ("x-dead-letter-routing-key", AMQPValue::LongString(DUE_KEY.into())),
+            ];
+            let beside = declare_with_a_message(&stage, &dead_letter, &order.body()).await;
+            let early = take(&stage, &stage.channel, &stage.names().timeout()).await;
+            assert!(deaths(&early).contains(&"x-death".to_owned()), "{:?}", early.delivery.properties);
+            early.delivery.acker.reject(BasicRejectOptions { requeue: true }).await.unwrap();
+
+            let worker = stage.worker().await;
+            wait_for("the alarm in a slot", async || occupied_slot(&stage).await.is_some()).await;
+            let slot = occupied_slot(&stage).await.unwrap();
+            let armed = take(&stage, &stage.channel, &slot).await;
+            assert_eq!(deaths(&armed), Vec::<String>::new());
+            assert_eq!(armed.delivery.data, order.body(), "the same alarm");
+            armed.delivery.acker.reject(BasicRejectOptions { requeue: true }).await.unwrap();
+            wait_for("the close", async || stage.status(&order).await == "closed").await;
+            worker.stop().await;
+            delete(&stage, &beside).await;
+            stage.assert_drained().await;
+        },
+    );
+}
