@@ -62,22 +62,21 @@ impl<T> Hold<T> {
         self.waiting.first_key_value().map(|((wake_at, _), _)| *wake_at)
     }
 
-    /// Takes out everybody whose moment has come, earliest first.
-    pub fn wake(&mut self, now: Moment) -> Vec<T> {
-        let still_waiting = self.waiting.split_off(&(now, u64::MAX));
-        let woken = std::mem::replace(&mut self.waiting, still_waiting);
-        woken.into_values().map(|entry| self.forget(entry)).collect()
+    /// Takes out those whose moment has come, earliest first, and no more than `at_most`.
+    pub fn wake(&mut self, now: Moment, at_most: usize) -> Vec<T> {
+        let next = || {
+            let first = self.waiting.first_entry().filter(|first| first.key().0 <= now)?;
+            let (alarm, what) = first.remove();
+            self.by_alarm.remove(&alarm);
+            Some(what)
+        };
+        std::iter::from_fn(next).take(at_most).collect()
     }
 
     /// Takes out everybody.
     pub fn drain(&mut self) -> Vec<T> {
         self.by_alarm.clear();
         std::mem::take(&mut self.waiting).into_values().map(|(_, what)| what).collect()
-    }
-
-    fn forget(&mut self, (alarm, what): (AlarmKey, T)) -> T {
-        self.by_alarm.remove(&alarm);
-        what
     }
 
     #[must_use]
@@ -106,8 +105,8 @@ mod tests {
         for n in [3, 1, 2] {
             hold.wait(key(n, 10), Moment::from_unix_micros(10), n).unwrap();
         }
-        assert_eq!(hold.wake(Moment::from_unix_micros(9)), Vec::<u8>::new());
-        assert_eq!(hold.wake(Moment::from_unix_micros(10)), vec![3, 1, 2]);
+        assert_eq!(hold.wake(Moment::from_unix_micros(9), 9), Vec::<u8>::new());
+        assert_eq!(hold.wake(Moment::from_unix_micros(10), 9), vec![3, 1, 2]);
         assert!(hold.is_empty());
     }
 
@@ -115,7 +114,8 @@ mod tests {
         /// Against the plainest model there is: a list that is searched.
         #[test]
         fn it_behaves_like_a_sorted_list_without_doubles(
-            steps in proptest::collection::vec((any::<bool>(), 0_u8..6, 0_i64..3, 0_i64..40), 1..80)
+            steps in proptest::collection::vec((any::<bool>(), 0_u8..6, 0_i64..3, 0_i64..40), 1..80),
+            at_most in 1_usize..8,
         ) {
             let mut hold = Hold::default();
             let mut model: Vec<(AlarmKey, i64, usize)> = Vec::new();
@@ -130,8 +130,9 @@ mod tests {
                 } else {
                     let mut due: Vec<_> = model.iter().filter(|(_, t, _)| *t <= time).map(|(_, t, s)| (*t, *s)).collect();
                     due.sort_unstable();
-                    model.retain(|(_, t, _)| *t > time);
-                    let woken = hold.wake(Moment::from_unix_micros(time));
+                    due.truncate(at_most);
+                    model.retain(|(_, _, s)| due.iter().all(|(_, woken)| woken != s));
+                    let woken = hold.wake(Moment::from_unix_micros(time), at_most);
                     prop_assert_eq!(woken, due.into_iter().map(|(_, s)| s).collect::<Vec<_>>());
                 }
                 prop_assert_eq!(hold.len(), model.len());

@@ -125,6 +125,10 @@ const LONGEST_JITTER: Duration = Duration::from_secs(1);
 /// rounds, and four hundred that all fail cost little more than one statement each.
 const PARTS: usize = 8;
 
+/// Those of one moment that are woken before errands are looked at. Enough to keep closers busy; were all of a great
+/// many woken at once, the first batch would wait until the last of them is.
+const WOKEN_AT_ONCE: usize = 1_024;
+
 /// Everything the worker has in hand.
 #[derive(Debug)]
 pub struct Desk {
@@ -256,10 +260,10 @@ impl Desk {
         }
     }
 
-    /// Everything that can be done at `now`.
+    /// What can be done at `now`. Where more is due than fits into a round, [`Desk::wake_at`] says so.
     pub fn errands(&mut self, now: Moment) -> Vec<Errand> {
         self.note_time(now);
-        for case in self.hold.wake(now) {
+        for case in self.hold.wake(now, WOKEN_AT_ONCE) {
             self.place(case, now);
         }
         let mut errands = Vec::new();
