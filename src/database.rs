@@ -55,6 +55,13 @@ impl Database {
             ("statement_timeout", millis(settings.statement_timeout)),
             ("lock_timeout", millis(settings.lock_timeout)),
             ("idle_in_transaction_session_timeout", millis(settings.statement_timeout)),
+            // A plan is made once and kept. Made while the tables were small it would read them whole, each time, until
+            // somebody analyses what a flash sale has filled them with.
+            ("enable_seqscan", "off".into()),
+            // For the same reason a kept plan is as good as one for the very ids, and is not made anew for the first five.
+            ("plan_cache_mode", "force_generic_plan".into()),
+            // Compiling a plan takes longer than any statement of ours, and the line above makes some plans look dear.
+            ("jit", "off".into()),
         ]);
         // Once by hand: a pool would go on trying for `acquire_timeout` and then hide the cause.
         // Said goodbye to properly or not, it has served its purpose.

@@ -4,12 +4,14 @@
 use std::collections::BTreeSet;
 
 use order_timeout::close::CLOSE_SQL;
+use order_timeout::database::Database;
 use serde_json::Value;
 use sqlx::{AssertSqlSafe, PgConnection};
 
 use crate::support::{Stage, on_stage};
 
 const OVERDUE_SQL: &str = include_str!("../../sql/overdue.sql");
+const CLOSE_TYPES: &str = "text[], text, boolean";
 const ORDERS: usize = 20_000;
 const ARTICLES: usize = 20_000;
 const BATCH: usize = 400;
@@ -59,13 +61,23 @@ fn parts(plan: &Value, into: &mut Vec<Part>) {
 
 /// Runs a statement with these arguments as a prepared one, as the worker does, and undoes it.
 async fn plan_of(connection: &mut PgConnection, mode: &str, sql: &str, types: &str, arguments: &str) -> Vec<Part> {
+    prepare(connection, mode, sql, types).await;
+    let plan = explain(connection, arguments).await;
+    sqlx::raw_sql("DEALLOCATE statement; RESET plan_cache_mode").execute(connection).await.unwrap();
+    plan
+}
+
+async fn prepare(connection: &mut PgConnection, mode: &str, sql: &str, types: &str) {
+    let prepare = format!("SET plan_cache_mode = {mode}; PREPARE statement ({types}) AS {sql}");
+    sqlx::raw_sql(AssertSqlSafe(prepare)).execute(connection).await.unwrap();
+}
+
+/// The plan of what is prepared, with these arguments; what it does is undone.
+async fn explain(connection: &mut PgConnection, arguments: &str) -> Vec<Part> {
     let mut transaction = sqlx::Connection::begin(connection).await.unwrap();
-    let prepare = format!("SET LOCAL plan_cache_mode = {mode}; PREPARE statement ({types}) AS {sql}");
-    sqlx::raw_sql(AssertSqlSafe(prepare)).execute(&mut *transaction).await.unwrap();
     let explain = format!("EXPLAIN (ANALYZE, FORMAT JSON) EXECUTE statement ({arguments})");
     let explained: Value = sqlx::query_scalar(AssertSqlSafe(explain)).fetch_one(&mut *transaction).await.unwrap();
     transaction.rollback().await.unwrap();
-    sqlx::raw_sql("DEALLOCATE statement").execute(connection).await.unwrap();
     let mut found = Vec::new();
     parts(&explained[0]["Plan"], &mut found);
     found
@@ -77,6 +89,28 @@ fn ways_to(relation: &str, plan: &[Part]) -> BTreeSet<String> {
     read.map(|part| part.by.clone()).collect()
 }
 
+fn assert_by_primary_key(plan: &[Part], what: &str) {
+    for (relation, key) in [("orders", "orders_pkey"), ("order_items", "order_items_pkey"), ("stock", "stock_pkey")] {
+        let by = ways_to(relation, plan);
+        assert!(
+            by.iter().all(|way| way == key || way == "Bitmap Heap Scan"),
+            "{relation} by {by:?}; {what}: {plan:#?}"
+        );
+    }
+    let most = plan.iter().map(|part| part.rows).fold(0.0, f64::max);
+    assert!(most >= BATCH as f64 && most <= MOST_ROWS, "{most} rows in one part; {what}: {plan:#?}");
+}
+
+/// As many unpaid orders as a batch holds, as an array in SQL.
+async fn a_batch_of_them(stage: &Stage) -> String {
+    let ids: Vec<String> = sqlx::query_scalar("SELECT id::text FROM orders WHERE status = 'unpaid' LIMIT $1")
+        .bind(BATCH as i64)
+        .fetch_all(&stage.pool)
+        .await
+        .unwrap();
+    format!("ARRAY['{}']", ids.join("','"))
+}
+
 #[test]
 fn a_batch_goes_by_primary_key_whether_the_tables_were_analysed_or_not() {
     on_stage(
@@ -84,14 +118,7 @@ fn a_batch_goes_by_primary_key_whether_the_tables_were_analysed_or_not() {
         async |stage| {
             fill(&stage).await;
             let mut connection = stage.pool.acquire().await.unwrap();
-            let batch = format!(
-                "(SELECT array_agg(id::text) FROM (SELECT id FROM orders WHERE status = 'unpaid' LIMIT {BATCH}) o)"
-            );
-            let ids: Vec<String> = sqlx::query_scalar(AssertSqlSafe(format!("SELECT unnest({batch})")))
-                .fetch_all(&stage.pool)
-                .await
-                .unwrap();
-            let ids = format!("ARRAY['{}']", ids.join("','"));
+            let ids = a_batch_of_them(&stage).await;
             for analysed in [false, true] {
                 if analysed {
                     sqlx::raw_sql("ANALYZE").execute(&stage.pool).await.unwrap();
@@ -99,22 +126,33 @@ fn a_batch_goes_by_primary_key_whether_the_tables_were_analysed_or_not() {
                 for mode in ["force_custom_plan", "force_generic_plan"] {
                     for patient in [true, false] {
                         let arguments = format!("{ids}, 'alarm', {patient}");
-                        let plan = plan_of(&mut connection, mode, CLOSE_SQL, "text[], text, boolean", &arguments).await;
-                        let what = format!("analysed {analysed}, {mode}, patient {patient}: {plan:#?}");
-                        for (relation, key) in
-                            [("orders", "orders_pkey"), ("order_items", "order_items_pkey"), ("stock", "stock_pkey")]
-                        {
-                            let by: BTreeSet<String> = ways_to(relation, &plan);
-                            assert!(
-                                by.iter().all(|way| way == key || way == "Bitmap Heap Scan"),
-                                "{relation} by {by:?}; {what}"
-                            );
-                        }
-                        let most = plan.iter().map(|part| part.rows).fold(0.0, f64::max);
-                        assert!(most >= BATCH as f64 && most <= MOST_ROWS, "{most} rows in one part; {what}");
+                        let plan = plan_of(&mut connection, mode, CLOSE_SQL, CLOSE_TYPES, &arguments).await;
+                        assert_by_primary_key(&plan, &format!("analysed {analysed}, {mode}, patient {patient}"));
                     }
                 }
             }
+        },
+    );
+}
+
+/// A worker has been there for long when the flash sale begins: its plan is the one for the small tables of before.
+#[test]
+fn a_plan_made_for_empty_tables_goes_by_primary_key_once_they_are_full() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+            sqlx::raw_sql("ANALYZE").execute(&stage.pool).await.unwrap();
+            let plan_is_made = async |connection: &mut PgConnection| {
+                prepare(connection, "force_generic_plan", CLOSE_SQL, CLOSE_TYPES).await;
+                Ok(explain(connection, "ARRAY[]::text[], 'alarm', true").await)
+            };
+            database.run(plan_is_made).await.unwrap();
+            fill(&stage).await;
+            let ids = a_batch_of_them(&stage).await;
+            let plan_is_used =
+                async |connection: &mut PgConnection| Ok(explain(connection, &format!("{ids}, 'alarm', true")).await);
+            assert_by_primary_key(&database.run(plan_is_used).await.unwrap(), "a plan made for empty tables");
         },
     );
 }
