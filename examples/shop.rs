@@ -83,7 +83,7 @@ fn fail(why: &dyn std::fmt::Display, code: u8) -> ExitCode {
 async fn run(args: &Args, settings: Settings) -> anyhow::Result<u8> {
     let mut interrupt = signal(SignalKind::interrupt()).context("Ctrl-C cannot be watched for")?;
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM cannot be watched for")?;
-    telemetry::install(&args.log(&settings));
+    let _log = telemetry::install(&args.log(&settings));
     let mut premises = if args.no_worker { Premises::shared(settings, args) } else { Premises::own(settings, args)? };
     // Not to be interrupted half-way: what a server is still busy making cannot be removed yet. Ctrl-C is remembered.
     let outcome = match premises.open().await {

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use order_timeout::cli::{Answer, Cli};
+use order_timeout::telemetry;
 
 const WRONG_SETTINGS: u8 = 2;
 const FAILED: u8 = 1;
@@ -73,12 +74,15 @@ fn without_addresses(mut text: String, arguments: impl Iterator<Item = OsString>
 fn say(answer: &Answer) -> ExitCode {
     match std::io::stdout().lock().write_all(answer.text.as_bytes()) {
         // A reader that has seen enough, such as `head`, is no failure.
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => fail(&format!("standard output: {error}"), FAILED),
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            fail(&format!("the command has run, but its answer cannot be written to standard output: {error}"), FAILED)
+        }
         _ => ExitCode::from(answer.code),
     }
 }
 
 fn fail(why: &dyn std::fmt::Display, code: u8) -> ExitCode {
+    telemetry::end_even_if_nobody_reads(code);
     eprintln!("order-timeout: {why}");
     ExitCode::from(code)
 }

@@ -11,7 +11,7 @@ use crate::worker::Worker;
 /// # Errors
 /// If the worker cannot start, or is told a second time to stop before it has.
 pub async fn run(settings: Settings) -> anyhow::Result<Answer> {
-    telemetry::install(&settings.log);
+    let _log = telemetry::install(&settings.log);
     end_the_process_on_a_panic();
     let mut signals = Signals::listen()?;
     let worker = tokio::select! {
@@ -58,6 +58,7 @@ impl Signals {
 fn end_the_process_on_a_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
+        telemetry::end_even_if_nobody_reads(1);
         report(panic);
         std::process::exit(1);
     }));

@@ -1,5 +1,6 @@
-//! A worker that is killed, stopped or doubled: every order is closed, once.
+//! A worker that is killed, stopped, doubled or not listened to: every order is closed, once.
 
+use std::io::Write;
 use std::time::Duration;
 
 use crate::support::process::WorkerProcess;
@@ -141,6 +142,27 @@ fn a_worker_that_stands_still_loses_its_alarms_to_the_others_and_goes_on_later()
             assert_eq!(halted.terminate(10 * SECOND), 0);
             assert_eq!(other.terminate(10 * SECOND), 0);
             assert_each_closed_once(&stage, 400).await;
+        },
+    );
+}
+
+/// Room in a pipe (pipe(7) on Linux).
+const PIPE_BYTES: usize = 65_536;
+
+#[test]
+fn a_worker_whose_log_nobody_reads_closes_orders_and_stops_when_it_is_told_to() {
+    on_stage(
+        |settings| settings.log.filter = "trace,lapin=off".into(),
+        async |stage| {
+            let (unread, mut log) = std::io::pipe().unwrap();
+            log.write_all(&[b'\n'; PIPE_BYTES]).unwrap();
+            let worker = WorkerProcess::start_saying(&stage.settings, log.into());
+            let orders = stage.orders(500, SECOND).await;
+            stage.deliver(&orders).await;
+            wait_for("all closed", async || stage.closed().await == 500).await;
+            assert_eq!(worker.terminate(10 * SECOND), 0);
+            drop(unread);
+            assert_each_closed_once(&stage, 500).await;
         },
     );
 }

@@ -96,7 +96,8 @@ impl WorkerProcess {
         Self::start_saying(settings, File::create(log).expect("a file for the worker's log").into())
     }
 
-    fn start_saying(settings: &Settings, stderr: Stdio) -> Self {
+    /// Logs to whatever this is, what the settings' filter lets through.
+    pub fn start_saying(settings: &Settings, stderr: Stdio) -> Self {
         let mut command = order_timeout(settings);
         command.env("ORDER_TIMEOUT__LOG__FILTER", &settings.log.filter);
         Self::of(command.arg("worker").stdout(Stdio::null()).stderr(stderr))
