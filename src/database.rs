@@ -2,12 +2,13 @@
 //!
 //! Shared by the steps that speak SQL; knows none of their statements.
 
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use secrecy::ExposeSecret;
 use sqlx::encode::IsNull;
 use sqlx::migrate::{Migrate, MigrateError, Migrator};
+use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgArgumentBuffer, PgConnectOptions, PgPoolOptions, PgSslMode, PgTypeInfo, PgValueRef};
 use sqlx::{Connection, PgConnection, PgPool, Postgres};
 use time::OffsetDateTime;
@@ -35,11 +36,22 @@ pub struct DatabaseFault(pub String);
 /// How much longer than `database.statement_timeout` we wait for an answer before we take the server for vanished.
 const NO_ANSWER_MARGIN: Duration = Duration::from_secs(1);
 
+/// How long a connection may take that is only to find out why there is none.
+const ASKING_WHY: Duration = Duration::from_millis(500);
+
 /// A pool of connections on which no call lasts for ever. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Database {
     pool: PgPool,
     patience: Duration,
+    way: Arc<Way>,
+}
+
+/// How the server is reached.
+#[derive(Debug)]
+struct Way {
+    options: PgConnectOptions,
+    settings: DatabaseSettings,
 }
 
 impl Database {
@@ -70,10 +82,48 @@ impl Database {
         let pool = PgPoolOptions::new()
             .max_connections(connections)
             .acquire_timeout(settings.acquire_timeout)
-            .connect_with(options)
+            .connect_with(options.clone())
             .await
             .map_err(|error| DatabaseFault(why_not_connected(&error, &place, settings.tls_files())))?;
-        Ok(Self { pool, patience: settings.statement_timeout + NO_ANSWER_MARGIN })
+        let way = Arc::new(Way { options, settings: settings.clone() });
+        Ok(Self { pool, patience: settings.statement_timeout + NO_ANSWER_MARGIN, way })
+    }
+
+    /// A connection out of the pool.
+    ///
+    /// # Errors
+    /// sqlx's, with the address and the cause where the server cannot be reached.
+    pub async fn connection(&self) -> Result<PoolConnection<Postgres>, sqlx::Error> {
+        match self.pool.acquire().await {
+            Err(sqlx::Error::PoolTimedOut) => Err(self.why_there_is_none().await),
+            acquired => acquired.map_err(|error| self.with_address(error)),
+        }
+    }
+
+    /// Says of a broken connection where it led to.
+    fn with_address(&self, error: sqlx::Error) -> sqlx::Error {
+        match error {
+            sqlx::Error::Io(fault) if fault.get_ref().is_none() => {
+                let why = format!("the connection to the database at {} broke ({fault})", address(&self.way.options));
+                sqlx::Error::Io(std::io::Error::new(fault.kind(), why))
+            }
+            error => error,
+        }
+    }
+
+    /// A pool that could not connect in time keeps to itself what prevented it.
+    async fn why_there_is_none(&self) -> sqlx::Error {
+        let Way { options, settings } = &*self.way;
+        let why = match connect_once(options, ASKING_WHY, settings.tls_files()).await {
+            // It has served its purpose.
+            Ok(connection) => {
+                let _ = connection.close().await;
+                let (place, patience) = (address(options), settings.acquire_timeout);
+                format!("the database at {place} is there, but gave us no connection for {patience:?}")
+            }
+            Err(DatabaseFault(why)) => why,
+        };
+        sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::NotConnected, why))
     }
 
     /// Runs `work` on a connection and waits for it no longer than a statement may take: a server whose host has
@@ -85,13 +135,19 @@ impl Database {
         &self,
         work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
-        let mut connection = self.pool.acquire().await?;
+        let mut connection = self.connection().await?;
         if let Ok(answer) = tokio::time::timeout(self.patience, work(&mut connection)).await {
-            return answer;
+            return answer.map_err(|error| self.with_address(error));
         }
         connection.close_on_drop();
-        let why = format!("the database did not answer within {:?}", self.patience);
-        Err(sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, why)))
+        Err(self.no_answer_within(self.patience))
+    }
+
+    /// The error of a call that was given up after this long.
+    #[must_use]
+    pub fn no_answer_within(&self, patience: Duration) -> sqlx::Error {
+        let why = format!("the database at {} did not answer within {patience:?}", address(&self.way.options));
+        sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, why))
     }
 
     /// The connections themselves, for what bounds its own time.
@@ -214,7 +270,7 @@ fn why_not_migrated(error: &MigrateError) -> String {
 /// # Errors
 /// [`DatabaseFault`] counts the migrations that are missing.
 pub async fn require_migrated(database: &Database) -> Result<(), DatabaseFault> {
-    let mut connection = database.pool.acquire().await.map_err(|error| unreadable_migrations(&error))?;
+    let mut connection = database.connection().await.map_err(|error| unreadable_migrations(&why(&error)))?;
     let pending = pending_migrations(&mut connection).await?;
     let Some(first) = pending.first() else { return Ok(()) };
     let count = pending.len();
@@ -334,6 +390,10 @@ pub fn why(error: &sqlx::Error) -> String {
             Some(code) => format!("{} (SQLSTATE {code})", fault.message()),
             None => fault.message().to_owned(),
         },
-        None => error.to_string(),
+        None => match error {
+            // A sentence of our own.
+            sqlx::Error::Io(fault) if fault.get_ref().is_some() => fault.to_string(),
+            error => error.to_string(),
+        },
     }
 }

@@ -26,9 +26,10 @@ pub const READYZ: &str = "/readyz";
 pub const METRICS: &str = "/metrics";
 
 /// Far more than a scraper and two probes need.
-const MOST_CONNECTIONS: usize = 32;
-/// A connection serves one request and ends.
-const LONGEST_REQUEST: Duration = Duration::from_secs(5);
+const MOST_CONNECTIONS: usize = 128;
+/// A connection serves one request and ends. Less than probes wait for an answer, so that somebody who says nothing on
+/// more connections than there are does not make the worker look dead.
+const LONGEST_REQUEST: Duration = Duration::from_secs(1);
 /// After a failure to accept, such as a lack of file handles: so that it does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 const PLAIN_TEXT: &str = "text/plain; charset=utf-8";

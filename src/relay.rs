@@ -193,12 +193,12 @@ impl RelayLock {
             warn!("the connection that held the relay's lock is gone; asking for the lock again");
             self.let_go();
         }
-        let mut connection = self.database.pool().acquire().await?;
+        let mut connection = self.database.connection().await?;
         let answer = tokio::time::timeout(LOCK_PATIENCE, ask_for_lock(&mut connection)).await;
         // Not returned to the pool unless it is certain that it does not hold the lock.
         let Ok(Ok(is_ours)) = answer else {
             connection.close_on_drop();
-            return answer.unwrap_or(Err(sqlx::Error::PoolTimedOut));
+            return answer.unwrap_or_else(|_| Err(self.database.no_answer_within(LOCK_PATIENCE)));
         };
         if is_ours {
             debug!("this worker relays the outboxes");

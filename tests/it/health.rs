@@ -25,7 +25,7 @@ use crate::support::away::{COMING_BACK, be_impatient, behind};
 use crate::support::process::{WorkerProcess, order_timeout, run};
 use crate::support::proxy::Proxy;
 use crate::support::skip::skipped;
-use crate::support::{PATIENCE, RunningWorker, Stage, on_stage, small_settings, wait_for, wait_within};
+use crate::support::{PATIENCE, RunningWorker, Stage, on_stage, place_of, small_settings, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -210,6 +210,9 @@ fn a_worker_that_has_lost_broker_or_database_says_which() {
         wait_for("the database missed", async || !is_ready(&worker).await).await;
         let (status, why) = get(&worker, READYZ).await;
         assert!(status == 503 && why.starts_with("database: ") && why.lines().count() == 1, "{why}");
+        let place = place_of(&to_database.address(&stage.settings.database.url));
+        let (_, why) = get(&worker, READYZ).await;
+        assert!(why.contains(&place), "{why}");
         wait_for_figure(&worker, "database_away", |away| away == 1.0).await;
         wait_for_figure(&worker, "sweep_failures_total", |failures| failures > 0.0).await;
         assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()), "it is not the worker that is at fault");
@@ -474,7 +477,7 @@ fn nobody_keeps_others_from_asking() {
         let address = worker.http.unwrap();
         // More than are attended to at once, and none of them says anything.
         let mut silent = Vec::new();
-        for _ in 0..40 {
+        for _ in 0..160 {
             silent.push(TcpStream::connect(address).await.unwrap());
         }
         wait_for("a worker that is ready", async || is_ready(&worker).await).await;
