@@ -514,7 +514,9 @@ impl Settings {
             ));
         }
         let parsed = amqp.parse::<lapin::uri::AMQPUri>().map_err(|fault| {
-            let why = format!("is not an AMQP address ({fault}); write {AMQP_FORM}");
+            let why = format!(
+                "is not an AMQP address ({fault}); write {AMQP_FORM}, with / # ? % in name and password percent-encoded"
+            );
             BadSettings::of("amqp.url", why)
         })?;
         if parsed.vhost.len() > AMQP_MAX_SHORT_STRING_BYTES {

@@ -18,7 +18,7 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{BasicProperties, Channel, Confirmation, Connection, PublisherConfirm};
 use tokio::sync::{Mutex, mpsc, oneshot};
 
-use crate::broker::{self, BrokerFault};
+use crate::broker::{self, BrokerFault, reply_code};
 use crate::config::AmqpSettings;
 use crate::message::{AMQP_MAX_SHORT_STRING_BYTES, LONGEST_TTL};
 
@@ -65,6 +65,10 @@ pub enum NotConfirmed {
     TimedOut(Duration),
     #[error("the broker blocks publishers; it is short of memory or disk")]
     Blocked,
+    #[error(
+        "the broker does not let this user publish ({0}); grant it write rights there with rabbitmqctl set_permissions"
+    )]
+    Refused(String),
     #[error("the broker closed the channel: {0}")]
     ChannelClosed(String),
     #[error("{0}")]
@@ -202,10 +206,9 @@ impl Line {
         if connection.status().blocked() {
             return Err(NotConfirmed::Blocked);
         }
-        let closed = |error: lapin::Error| NotConfirmed::ChannelClosed(error.to_string());
         let opening = async {
-            let channel = connection.create_channel().await.map_err(closed)?;
-            channel.confirm_select(ConfirmSelectOptions::default()).await.map_err(closed)?;
+            let channel = connection.create_channel().await.map_err(|error| closed(&error))?;
+            channel.confirm_select(ConfirmSelectOptions::default()).await.map_err(|error| closed(&error))?;
             Ok(channel)
         };
         let patience = self.settings.confirm_timeout;
@@ -320,7 +323,7 @@ async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> Answer {
     let mut answer = Answer::with_capacity(messages.len());
     for sent in confirms {
         let confirmation = match sent {
-            Ok(confirm) => confirm.await.map_err(|error| NotConfirmed::ChannelClosed(error.to_string())),
+            Ok(confirm) => confirm.await.map_err(|error| closed(&error)),
             Err(fault) => Err(fault),
         };
         answer.push(match confirmation {
@@ -352,7 +355,15 @@ async fn send(channel: &Channel, message: &Outgoing) -> Result<PublisherConfirm,
     let routing_key = short("routing key", &message.routing_key)?;
     let properties = properties(message)?;
     let published = channel.basic_publish(exchange, routing_key, options, &message.body, properties).await;
-    published.map_err(|error| NotConfirmed::ChannelClosed(error.to_string()))
+    published.map_err(|error| closed(&error))
+}
+
+/// What an error of a channel means for what was published on it.
+fn closed(error: &lapin::Error) -> NotConfirmed {
+    match broker::reply(error) {
+        Some((reply_code::ACCESS_REFUSED, why)) => NotConfirmed::Refused(why),
+        _ => NotConfirmed::ChannelClosed(error.to_string()),
+    }
 }
 
 /// AMQP's short strings hold 255 bytes; lapin panics over a longer one.

@@ -46,7 +46,7 @@ impl ContractStatement {
         };
         // The statement is configuration: whoever may set it may run any SQL anyhow.
         let sql = AssertSqlSafe(source).into_sql_str();
-        let acquired = database.pool().acquire().await;
+        let acquired = database.connection().await;
         let mut connection = acquired.map_err(|error| DatabaseFault(format!("{name}: {}", why(&error))))?;
         let parameters = contract.check(&mut connection, sql.clone(), name).await?;
         Ok(Self { sql, parameters })
@@ -58,7 +58,7 @@ impl Contract {
     async fn check(&self, connection: &mut PgConnection, sql: SqlStr, name: &str) -> Result<usize, DatabaseFault> {
         let prepared = connection.prepare(sql).await.map_err(|error| {
             let why = why(&error);
-            DatabaseFault(format!("{name} cannot be prepared: {why}; correct the statement, or run `order-timeout setup` if a table is missing"))
+            DatabaseFault(format!("{name} cannot be prepared: {why}; correct the statement, or bring back the table or column that it misses"))
         })?;
         let parameters: Vec<&str> = match prepared.parameters() {
             Some(Either::Left(types)) => types.iter().map(TypeInfo::name).collect(),

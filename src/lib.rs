@@ -54,6 +54,6 @@ pub use broker::BrokerFault;
 pub use config::{BadSettings, Settings};
 pub use confirm::NotConfirmed;
 pub use order::{Deadline, Moment, OrderId};
-pub use schedule::deadline::{Moved, move_deadline_in};
+pub use schedule::deadline::{Moved, NotMoved, move_deadline_in};
 pub use schedule::outbox::{NotWritten, schedule_in};
 pub use schedule::{NotAllScheduled, NotScheduled, Publisher};

@@ -150,9 +150,9 @@ pub struct Topology {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TopologyFault {
     #[error(
-        "{object} exists with other arguments: {difference}; to move over, choose another `namespace`, or stop the publishers, let the queue run empty, delete {object} with rabbitmqctl and run `order-timeout setup`"
+        "{object} exists with other arguments: {difference}; to move over, choose another `namespace`, or stop the publishers, {removal} and run `order-timeout setup`"
     )]
-    Differs { object: String, difference: String },
+    Differs { object: String, difference: String, removal: &'static str },
     #[error(
         "the broker does not let this user declare {object} ({why}); grant it configure, write and read rights on \"^{namespace}\\.\" with rabbitmqctl set_permissions"
     )]
@@ -332,7 +332,15 @@ impl Topology {
 
     fn explain(&self, object: String, error: &lapin::Error) -> TopologyFault {
         match reply(error) {
-            Some((reply_code::PRECONDITION_FAILED, difference)) => TopologyFault::Differs { object, difference },
+            Some((reply_code::PRECONDITION_FAILED, difference)) => {
+                // rabbitmqctl has no command that deletes an exchange.
+                let removal = if object.starts_with("exchange") {
+                    "delete it on the management pages or with `rabbitmqadmin delete exchange`"
+                } else {
+                    "let it run empty, delete it with `rabbitmqctl delete_queue`"
+                };
+                TopologyFault::Differs { object, difference, removal }
+            }
             Some((reply_code::ACCESS_REFUSED, why)) => {
                 TopologyFault::Refused { object, why, namespace: self.namespace.clone() }
             }

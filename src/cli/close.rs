@@ -41,27 +41,28 @@ pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<Answer> 
     let mut answer = Answer::default();
     let mut all_settled = true;
     for id in &ids {
-        let (word, settled) = describe(id, &findings);
+        let (word, why, settled) = describe(id, &findings);
         all_settled &= settled;
-        if args.json {
-            answer.line(json!({ "order_id": id, "outcome": word }));
-        } else {
-            answer.line(format!("{id}: {word}"));
+        match why {
+            Some(why) if args.json => answer.line(json!({ "order_id": id, "outcome": word, "why": why })),
+            None if args.json => answer.line(json!({ "order_id": id, "outcome": word })),
+            Some(why) => answer.line(format!("{id}: {word}: {why}")),
+            None => answer.line(format!("{id}: {word}")),
         }
     }
     answer.code = u8::from(!all_settled);
     Ok(answer)
 }
 
-/// The outcome in words, and whether the order is settled: closed now or before, or paid.
-fn describe(id: &OrderId, findings: &HashMap<OrderId, Finding>) -> (String, bool) {
+/// The outcome in a word, why it failed if it has, and whether the order is settled: closed now or before, or paid.
+fn describe(id: &OrderId, findings: &HashMap<OrderId, Finding>) -> (String, Option<String>, bool) {
     match findings.get(id) {
         Some(Ok(found)) => {
             let settled = matches!(found.outcome, Outcome::Closed | Outcome::AlreadyClosed | Outcome::Paid);
             let word = serde_json::to_value(found.outcome).expect("a word");
-            (word.as_str().unwrap_or_default().to_owned(), settled)
+            (word.as_str().unwrap_or_default().to_owned(), None, settled)
         }
-        Some(Err(fault)) => (format!("failed: {fault}"), false),
-        None => ("unknown".to_owned(), false),
+        Some(Err(fault)) => ("failed".to_owned(), Some(fault.to_string()), false),
+        None => ("unknown".to_owned(), None, false),
     }
 }

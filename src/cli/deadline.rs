@@ -31,9 +31,14 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Answe
             "orders.close_sql says that the orders table is your own: update its row yourself, and for an earlier deadline run `order-timeout schedule`"
         );
     }
+    // Beyond it its alarm would be parked, and somebody paged.
+    let Some(deadline) = args.when.moment_within(settings.delay.max_delay) else {
+        bail!(
+            "the deadline stands: it would lie further ahead than delay.max_delay allows; choose a nearer one, or raise that setting for workers and publishers"
+        );
+    };
     let database = Database::connect(&settings.database, 1).await?;
     database::require_migrated(&database).await?;
-    let deadline = args.when.moment();
     let moved = move_deadline_in(database.pool(), &args.order_id, deadline).await?;
     let (order_id, deadline) = (&args.order_id, write_rfc3339(deadline));
     let (word, sentence) = match &moved {

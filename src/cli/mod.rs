@@ -72,7 +72,7 @@ impl Cli {
 #[group(required = true, multiple = false)]
 pub struct When {
     /// The deadline, counted from now, with its unit: 90s, 30m, 2h
-    #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
     r#in: Option<Duration>,
     /// The deadline as a time: 2026-11-20T10:30:00Z
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
@@ -87,6 +87,16 @@ impl When {
             (None, None) => unreachable!("clap requires one of the two"),
         }
     }
+
+    /// `None` if it lies further ahead than that.
+    fn moment_within(&self, most: Duration) -> Option<Moment> {
+        Some(self.moment()).filter(|moment| *moment <= Moment::now_by_local_clock() + most)
+    }
+}
+
+fn parse_duration(text: &str) -> Result<Duration, String> {
+    humantime::parse_duration(text)
+        .map_err(|fault| format!("{fault}; write a number and its unit, such as 90s, 30m or 2h"))
 }
 
 fn parse_time(text: &str) -> Result<Moment, String> {

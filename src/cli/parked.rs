@@ -53,7 +53,7 @@ pub struct ActArgs {
     /// Do it, instead of showing what would be done
     #[arg(long)]
     yes: bool,
-    /// Print counts as JSON
+    /// Print counts as JSON, and what was asked for but is not parked
     #[arg(long)]
     json: bool,
 }
@@ -79,6 +79,11 @@ impl ActArgs {
             None if self.which.all => Selection::All,
             None => Selection::Ids(self.which.ids.clone()),
         }
+    }
+
+    /// Those that were asked for by id and are not among the selected.
+    fn missing(&self, selected: &[Uuid]) -> Vec<Uuid> {
+        self.which.ids.iter().filter(|id| !selected.contains(id)).copied().collect()
     }
 }
 
@@ -133,11 +138,23 @@ fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
+/// An answer to a command of which some ids were not parked: most likely they are mistyped.
+fn answer_without(missing: &[Uuid], args: &ActArgs) -> Answer {
+    let mut answer = Answer { code: u8::from(!missing.is_empty()), ..Answer::default() };
+    if !args.json {
+        for id in missing {
+            answer.line(format!("no alarm {id} is parked"));
+        }
+    }
+    answer
+}
+
 async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> {
     let selected = park::ids(database, &args.selection()).await.map_err(refused)?;
-    let mut answer = Answer::default();
+    let missing = args.missing(&selected);
+    let mut answer = answer_without(&missing, args);
     if args.json {
-        answer.line(json!({ "selected": selected.len(), "done": 0 }));
+        answer.line(json!({ "selected": selected.len(), "done": 0, "missing": missing }));
     } else {
         write_table(&park::list(database, &args.selection(), PREVIEWED).await.map_err(refused)?, &mut answer);
         answer.line(format!("{} alarm(s) selected, nothing done; add --yes to do it", selected.len()));
@@ -173,10 +190,12 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
         sent += safe.len();
         park::drop_retried(database, &safe).await.map_err(refused)?;
     }
-    let mut answer = Answer { code: u8::from(!kept.is_empty()), ..Answer::default() };
+    let missing = args.missing(&selected);
+    let mut answer = answer_without(&missing, args);
+    answer.code = answer.code.max(u8::from(!kept.is_empty()));
     if args.json {
         let kept: Vec<_> = kept.iter().map(|(id, why)| json!({ "id": id, "why": why })).collect();
-        answer.line(json!({ "retried": sent, "kept": kept }));
+        answer.line(json!({ "retried": sent, "kept": kept, "missing": missing }));
     } else {
         answer.line(format!("{sent} alarm(s) sent back to the worker"));
         for (id, why) in &kept {
@@ -189,9 +208,10 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
 async fn drop_parked(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> {
     let ids = park::ids(database, &args.selection()).await.map_err(refused)?;
     let dropped = park::drop_rows(database, &ids).await.map_err(refused)?;
-    let mut answer = Answer::default();
+    let missing = args.missing(&ids);
+    let mut answer = answer_without(&missing, args);
     if args.json {
-        answer.line(json!({ "dropped": dropped }));
+        answer.line(json!({ "dropped": dropped, "missing": missing }));
     } else {
         answer.line(format!("{dropped} alarm(s) dropped"));
     }

@@ -291,7 +291,18 @@ fn explain(error: &ConfigError) -> BadSettings {
             let what = lines.last().copied().filter(|_| lines.len() > 1).unwrap_or_default();
             BadSettings::new(None, uri.clone(), format!("the file is not valid: {place}: {what}"))
         }
-        other => BadSettings::plain(other.to_string()),
+        other => BadSettings::plain(mend(other.to_string())),
+    }
+}
+
+/// serde's words for a value of the wrong form, with what to write instead.
+fn mend(text: String) -> String {
+    if text.ends_with("expected a duration") {
+        return text + "; write a number and its unit, such as 3s or 250ms";
+    }
+    match text.split_once(" does not have variant constructor ") {
+        Some((_, word)) => format!("{word:?} is none of its words; config/default.toml lists them"),
+        None => text,
     }
 }
 

@@ -5,9 +5,8 @@
 
 use sqlx::Row;
 
-use super::outbox::NotWritten;
-use crate::database::Timestamptz;
-use crate::order::{Deadline, OrderId};
+use crate::database::{self, Timestamptz};
+use crate::order::{BadOrderId, Deadline, OrderId};
 
 /// The statement, for services in other languages too.
 const DEADLINE_SQL: &str = include_str!("../../sql/deadline.sql");
@@ -23,6 +22,26 @@ pub enum Moved {
     Stands(String),
     /// There is no such order.
     Unknown,
+}
+
+/// Why the database was not told of another deadline.
+#[derive(Debug, thiserror::Error)]
+pub enum NotMoved {
+    #[error("the deadline stands: {0}")]
+    BadOrderId(#[from] BadOrderId),
+    #[error("the deadline stands: {}", mend(.0))]
+    Database(#[from] sqlx::Error),
+}
+
+fn mend(error: &sqlx::Error) -> String {
+    let hint = match error.as_database_error().and_then(sqlx::error::DatabaseError::code).as_deref() {
+        // invalid_text_representation
+        Some("22P02") => "; give the id as the orders table has it, a UUID",
+        // check_violation
+        Some("23514") => "; choose a deadline before the year 9999",
+        _ => "",
+    };
+    database::why(error) + hint
 }
 
 /// Gives an unpaid order another deadline as part of the caller's transaction.
@@ -41,12 +60,12 @@ pub enum Moved {
 /// ```
 ///
 /// # Errors
-/// [`NotWritten`]; the transaction is to be rolled back then.
+/// [`NotMoved`]; the transaction is to be rolled back then.
 pub async fn move_deadline_in(
     transaction: impl sqlx::PgExecutor<'_>,
     order_id: impl AsRef<str>,
     deadline: impl Into<Deadline>,
-) -> Result<Moved, NotWritten> {
+) -> Result<Moved, NotMoved> {
     let (order_id, deadline) = (OrderId::new(order_id)?, deadline.into());
     let found = sqlx::query(DEADLINE_SQL)
         .bind(order_id.as_str())

@@ -171,7 +171,8 @@ fn a_shop_with_a_database_of_another_kind_can_schedule() {
 fn a_wrong_setting_in_a_file_is_named_with_the_file() {
     for (contents, parts) in [
         ("[delay]\nleed = \"3s\"\n", &["delay.leed", "did you mean delay.lead?"][..]),
-        ("[delay]\nlead = \"3\"\n", &["delay.lead", "duration"]),
+        ("[delay]\nlead = \"3\"\n", &["delay.lead", "write a number and its unit, such as 3s"]),
+        ("[log]\nformat = \"xml\"\n", &["log.format", "\"xml\" is none of its words"]),
         ("[delay]\nlead = 3\n", &["delay.lead", "duration"]),
         ("[delay]\nrings = [{ unit = \"5s\", slotz = 20 }]\n", &["delay.rings[0]", "slotz"]),
         ("[delay]\nrings = [{ unit = \"5 parsecs\", slots = 20 }]\n", &["delay.rings[0].unit", "5 parsecs"]),
@@ -237,6 +238,7 @@ fn wrong_usage_exits_with_2_and_says_where_help_is() {
         (&[&when[..], &["--in", "30m", "--deadline", "2026-11-20T10:30:00Z"]].concat(), "cannot be used with"),
         // What is missing is a unit, and that is what it says.
         (&[&when[..], &["--in", "5"]].concat(), "time unit needed, for example 5sec"),
+        (&[&when[..], &["--in=-5s"]].concat(), "write a number and its unit, such as 90s"),
         (&[&when[..], &["--deadline", "tomorrow"]].concat(), "2026-11-20T10:30:00Z"),
         (&[&when[..], &["--deadline", "2026-11-20T10:30:00"]].concat(), "offset"),
         (&["close"], "<ID>..."),

@@ -109,7 +109,9 @@ fn by_hand_it_says_what_became_of_the_deadline() {
             let (code, said, _) = deadline(&stage, &[&id, "--in", "1h"]);
             assert!(code == 1 && said.contains("is paid; its deadline stands"), "{said}");
             let (code, _, error) = deadline(&stage, &["no-such-order", "--in", "1h"]);
-            assert!(code == 1 && error.contains("no-such-order"), "{error}");
+            assert!(code == 1 && error.contains("no-such-order") && error.contains("a UUID"), "{error}");
+            let (code, _, error) = deadline(&stage, &[&id, "--in", "4000d"]);
+            assert!(code == 1 && error.contains("delay.max_delay"), "{error}");
             let (code, _, error) = deadline(&stage, &[&id]);
             assert!(code == 2 && error.contains("--in"), "{error}");
             let own = ["--set", "orders.close_sql=own.sql", "--set", "orders.overdue_sql=own.sql"];

@@ -15,7 +15,7 @@ use lapin::{BasicProperties, Channel, Connection, ExchangeKind};
 use order_timeout::broker::{self, BrokerFault, reply, reply_code};
 use order_timeout::order::Moment;
 use order_timeout::topology::{Names, Topology};
-use order_timeout::{Publisher, Settings};
+use order_timeout::{NotConfirmed, NotScheduled, Publisher, Settings};
 use secrecy::ExposeSecret;
 use serde_json::Value;
 
@@ -62,6 +62,7 @@ fn the_imported_users_can_do_their_work_and_no_more() {
             a_publisher_can_do_nothing_else(&broker).await;
             a_worker_cannot_touch_what_is_not_ours(&broker).await;
             a_worker_can_run_the_whole_flow(&broker, &stage).await;
+            without_write_rights_a_publisher_says_which_right_it_lacks(&broker).await;
         },
     );
 }
@@ -115,6 +116,21 @@ async fn nobody_gets_into_another_virtual_host(broker: &Private) {
         broker.ctl(&["set_permissions", "-p", &vhost.replace("%2f", "/"), "guest", ".*", ".*", ".*"]);
         broker::connect(&owner.amqp, "test").await.unwrap();
     }
+}
+
+/// Who has lost the right to publish is told which right that is.
+async fn without_write_rights_a_publisher_says_which_right_it_lacks(broker: &Private) {
+    let publisher = Publisher::connect(&settings(broker, PUBLISHER)).await.unwrap();
+    let rights = |write: &str| broker.ctl(&["set_permissions", "-p", VHOST, "order-publisher", "^$", write, "^$"]);
+    let permissions: Value =
+        serde_json::from_str(&broker.ctl(&["-q", "--formatter=json", "list_permissions", "-p", VHOST])).unwrap();
+    let before = permissions.as_array().unwrap().iter().find(|line| line["user"] == "order-publisher").unwrap();
+    rights("^$");
+    let soon = Moment::now_by_local_clock() + Duration::from_secs(7 * 60);
+    let refused = publisher.schedule("order-without-rights", soon).await.unwrap_err();
+    assert!(matches!(refused, NotScheduled::NotConfirmed(NotConfirmed::Refused(_))), "{refused}");
+    rights(before["write"].as_str().unwrap());
+    publisher.schedule("order-with-rights", soon).await.unwrap();
 }
 
 /// Messages in the queues whose names begin like this.

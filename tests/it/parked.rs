@@ -392,11 +392,17 @@ fn parked_retry_closes_an_order_that_was_unknown_and_is_there_now() {
             assert_eq!(code, 0);
             assert!(output.contains("1 alarm(s) selected, nothing done; add --yes"), "{output}");
             let (code, output) = parked_command(&stage, &["retry", "--all", "--json"]);
-            assert_eq!((code, json_lines(&output)), (0, vec![serde_json::json!({ "selected": 1, "done": 0 })]));
+            assert_eq!(
+                (code, json_lines(&output)),
+                (0, vec![serde_json::json!({ "selected": 1, "done": 0, "missing": [] })])
+            );
             assert_eq!((stage.parked().await.len(), stage.status(&order).await), (1, "unpaid".into()));
 
             let (code, output) = parked_command(&stage, &["retry", "--all", "--yes", "--json"]);
-            assert_eq!((code, json_lines(&output)), (0, vec![serde_json::json!({ "retried": 1, "kept": [] })]));
+            assert_eq!(
+                (code, json_lines(&output)),
+                (0, vec![serde_json::json!({ "retried": 1, "kept": [], "missing": [] })])
+            );
             wait_for("the close", async || stage.status(&order).await == "closed").await;
             assert_eq!(stage.parked().await, []);
             worker.stop().await;
@@ -481,7 +487,12 @@ fn parked_drop_deletes_what_was_selected_and_nothing_else() {
 
             let id = ids[0].to_string();
             assert_eq!(done(parked_command(&stage, &["drop", &id, "--yes", "--json"])), 1);
-            assert_eq!(done(parked_command(&stage, &["drop", &id, "--yes", "--json"])), 0, "it is gone");
+            for action in [&["drop"][..], &["drop", "--yes"], &["retry", "--yes"]] {
+                let (code, output) = parked_command(&stage, &[action, &[&id]].concat());
+                assert!(code == 1 && output.contains(&format!("no alarm {id} is parked")), "it is gone: {output}");
+                let (code, output) = parked_command(&stage, &[action, &[&id, "--json"]].concat());
+                assert_eq!((code, &json_lines(&output)[0]["missing"][0]), (1, &id.as_str().into()));
+            }
             assert_eq!(done(parked_command(&stage, &["drop", "--reason", "close_failed", "--yes", "--json"])), 2);
             let reasons: Vec<String> =
                 sqlx::query_scalar("SELECT reason FROM parked_alarms ORDER BY 1").fetch_all(&stage.pool).await.unwrap();

@@ -57,7 +57,12 @@ async fn leave_a_message_in(stage: &Stage, queue: &str) {
 
 /// The fault says what differs and how to move over.
 fn assert_tells_how_to_move_over(sentence: &str, object: &str, difference: &str) {
-    for part in [object, difference, "namespace", "run empty", "delete", "order-timeout setup"] {
+    let removal = if object.starts_with("exchange") {
+        "`rabbitmqadmin delete exchange`"
+    } else {
+        "let it run empty, delete it with `rabbitmqctl delete_queue`"
+    };
+    for part in [object, difference, "namespace", removal, "order-timeout setup"] {
         assert!(sentence.contains(part), "{sentence:?} lacks {part:?}");
     }
     assert!(!sentence.contains('\n'), "{sentence:?} is more than a line");
