@@ -18,14 +18,18 @@ WITH asked AS (
                  AND text_id !~ '[^-0-9a-fA-F]' THEN text_id::uuid END AS id
     FROM (SELECT DISTINCT unnest($1::text[]) AS text_id) AS given
 ),
-locked AS MATERIALIZED (
+there AS MATERIALIZED (
+    -- What is there and not locked below is held by somebody else. First, so that for an unknown id one look is enough.
     -- By primary key and nothing else: a condition on the status would let the planner walk the deadline index, which
     -- on a table that was never analysed costs sixty times as much.
-    -- In id order, so that two workers cannot deadlock. NO KEY, so that a foreign key's share lock is no obstacle.
-    -- SKIP LOCKED: a payment in flight is not waited for.
+    SELECT o.id FROM orders o WHERE o.id = ANY (ARRAY(SELECT a.id FROM asked a WHERE a.id IS NOT NULL))
+),
+locked AS MATERIALIZED (
+    -- By primary key for the same reason. In id order, so that two workers cannot deadlock. NO KEY, so that a foreign
+    -- key's share lock is no obstacle. SKIP LOCKED: a payment in flight is not waited for.
     SELECT o.id, o.status, o.expires_at
     FROM orders o
-    WHERE o.id = ANY (ARRAY(SELECT a.id FROM asked a WHERE a.id IS NOT NULL))
+    WHERE o.id = ANY (ARRAY(SELECT t.id FROM there t))
     ORDER BY o.id
     FOR NO KEY UPDATE SKIP LOCKED
 ),
@@ -84,12 +88,6 @@ stock_given_back AS (
     FROM (SELECT jsonb_object_agg(g.article_id, g.quantity) AS by_article FROM given_back g) q
     WHERE s.article_id = ANY (ARRAY(SELECT g.article_id FROM given_back g))
 ),
-visible AS MATERIALIZED (
-    -- Not locked by us but there: somebody else holds it. By primary key, or the planner reads the whole table.
-    SELECT o.id
-    FROM orders o
-    WHERE o.id = ANY (ARRAY(SELECT a.id FROM asked a WHERE a.id IS NOT NULL AND a.id NOT IN (SELECT l.id FROM locked l)))
-),
 history AS (
     INSERT INTO order_events (order_id, event, at, by, reason)
     SELECT c.id, 'closed', c.closed_at, $2::text, 'unpaid' FROM closed c
@@ -123,5 +121,4 @@ SELECT a.text_id AS order_id,
 FROM asked a
 LEFT JOIN locked l ON l.id = a.id
 WHERE a.id IS NULL
-   OR l.id IS NOT NULL
-   OR a.id IN (SELECT v.id FROM visible v)
+   OR a.id IN (SELECT t.id FROM there t)
