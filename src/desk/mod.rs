@@ -1,9 +1,11 @@
 //! The worker's desk: what is done next with each alarm and each overdue order. Every decision stands here and in the
-//! files below: `verdict.rs` holds the outcome table, `queue.rs` who waits for a batch, `sweep.rs` the safety net.
+//! files below: `verdict.rs` holds the outcome table, `queue.rs` who waits, `batches.rs` who goes next, `sweep.rs` the
+//! safety net.
 //!
 //! Pure: news comes in with the database's time, errands go out. No I/O, no clock, no task. `worker/` runs the errands
 //! for real; the same desk can be driven through any interleaving in a test.
 
+mod batches;
 mod queue;
 mod sweep;
 mod verdict;
@@ -121,10 +123,6 @@ pub enum Errand {
 /// By how much the time may go back without anybody minding: readings of one clock differ by less.
 const LONGEST_JITTER: Duration = Duration::from_secs(1);
 
-/// How many parts a failed batch is taken into. Eight: an order that fails alone among four hundred is found in three
-/// rounds, and four hundred that all fail cost little more than one statement each.
-const PARTS: usize = 8;
-
 /// Those of one moment that are woken before errands are looked at. Enough to keep closers busy; were all of a great
 /// many woken at once, the first batch would wait until the last of them is.
 const WOKEN_AT_ONCE: usize = 1_024;
@@ -167,25 +165,6 @@ struct Away {
     since: Moment,
     ask_again_at: Moment,
     asked: u32,
-}
-
-/// The queues a batch may come from.
-#[derive(Debug, Clone, Copy)]
-enum Source {
-    Fresh,
-    Overdue,
-    Again,
-    Parts,
-}
-
-impl Source {
-    /// Whether what waits there was tried before.
-    fn is_trouble(self) -> bool {
-        match self {
-            Self::Fresh | Self::Overdue => false,
-            Self::Again | Self::Parts => true,
-        }
-    }
 }
 
 impl Desk {
@@ -292,12 +271,8 @@ impl Desk {
     /// When [`Desk::errands`] has something new to say even if no news comes.
     #[must_use]
     pub fn wake_at(&self) -> Option<Moment> {
-        let batch_at = match self.away {
-            Some(away) => (self.closers_are_idle() && !self.draining).then_some(away.ask_again_at),
-            None => self.sources().into_iter().filter_map(|source| self.source_ready_at(source)).min(),
-        };
         let sweep_at = self.sweep.ready_at().filter(|_| self.wants_overdue());
-        [self.hold.next_wake(), batch_at, sweep_at, self.arm_later.ready_at(), self.park_later.ready_at()]
+        [self.hold.next_wake(), self.batch_ready_at(), sweep_at, self.arm_later.ready_at(), self.park_later.ready_at()]
             .into_iter()
             .flatten()
             .min()
@@ -494,88 +469,6 @@ impl Desk {
         self.try_again_apart(tried_before, now);
     }
 
-    /// In batches of their own: most likely they fail again, and in a batch with others they would take those apart.
-    fn try_again_apart(&mut self, cases: Vec<Case>, now: Moment) {
-        let mut cases = cases.into_iter().peekable();
-        while cases.peek().is_some() {
-            let batch = cases.by_ref().take(self.policy.batch_size).collect();
-            self.parts.push_back((Batch { by: ClosedBy::Sweep, cases: batch, patient: false }, now));
-        }
-    }
-
-    fn next_batch(&mut self, now: Moment) -> Option<Batch> {
-        let batch = match self.away {
-            // One closer asks whether the database is back; the others wait for its answer.
-            Some(away) if now < away.ask_again_at || !self.closers_are_idle() || self.draining => return None,
-            Some(_) => self.longest_waiting().map_or_else(empty_batch, |source| self.take_from(source)),
-            None => {
-                let ready = |source: &Source| self.source_ready_at(*source).is_some_and(|at| at <= now);
-                let ready = self.sources().into_iter().filter(ready);
-                let source = ready.min_by_key(|source| (self.gives_way(*source), self.since(*source)))?;
-                if self.idle_closers == 1 {
-                    self.trouble_had_last_closer = source.is_trouble();
-                }
-                self.take_from(source)
-            }
-        };
-        self.idle_closers -= 1;
-        Some(batch)
-    }
-
-    /// Trouble that has waited long may take the last closer, but not twice in a row while others wait: it is older than
-    /// they are for as long as there is much of it, and they would wait until all of it was tried.
-    fn gives_way(&self, source: Source) -> bool {
-        source.is_trouble() && self.idle_closers == 1 && self.trouble_had_last_closer
-    }
-
-    fn sources(&self) -> [Source; 4] {
-        [Source::Fresh, Source::Overdue, Source::Again, Source::Parts]
-    }
-
-    fn longest_waiting(&self) -> Option<Source> {
-        let waiting = self.sources().into_iter().filter_map(|source| Some((self.since(source)?, source)));
-        waiting.min_by_key(|(since, _)| *since).map(|(_, source)| source)
-    }
-
-    fn since(&self, source: Source) -> Option<Moment> {
-        match source {
-            Source::Fresh => self.fresh.since(),
-            Source::Overdue => self.overdue.since(),
-            Source::Again => self.again.since(),
-            Source::Parts => self.parts.front().map(|(_, since)| *since),
-        }
-    }
-
-    /// When a closer may take from here; `None` while nobody waits there or no closer is free for it.
-    fn source_ready_at(&self, source: Source) -> Option<Moment> {
-        let (size, linger) = (self.policy.batch_size, self.policy.linger);
-        match source {
-            _ if self.idle_closers == 0 => None,
-            Source::Fresh => self.fresh.ready_at(size, linger),
-            Source::Overdue => self.overdue.ready_at(size, Duration::ZERO),
-            Source::Again => self.trouble_ready_at(self.again.ready_at(size, linger)),
-            Source::Parts => self.trouble_ready_at(self.since(Source::Parts)),
-        }
-    }
-
-    /// What was tried before leaves one closer to the rest, so that trouble does not delay them; but it does not wait
-    /// for that for ever.
-    fn trouble_ready_at(&self, ready_at: Option<Moment>) -> Option<Moment> {
-        let spares_one = self.idle_closers > usize::from(self.policy.closers > 1);
-        if spares_one { ready_at } else { Some(ready_at? + self.policy.retry_longest) }
-    }
-
-    fn take_from(&mut self, source: Source) -> Batch {
-        let size = self.policy.batch_size;
-        match source {
-            Source::Fresh => Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), patient: true },
-            // Not patient: who is busy is found again by the next pass, and those behind it would wait meanwhile.
-            Source::Overdue => Batch { by: ClosedBy::Sweep, cases: self.overdue.take(size), patient: false },
-            Source::Again => Batch { by: ClosedBy::Alarm, cases: self.again.take(size), patient: false },
-            Source::Parts => self.parts.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
-        }
-    }
-
     fn conclude(&mut self, batch: Batch, answer: Answer, now: Moment) {
         self.idle_closers += 1;
         self.note_whether_away(&answer, now);
@@ -589,16 +482,6 @@ impl Desk {
                     self.conclude_one(case, Err(fault.clone()), now);
                 }
             }
-        }
-    }
-
-    /// Somebody in it cannot be closed: its parts are tried one by one, behind whatever waits already.
-    fn take_apart(&mut self, batch: Batch, now: Moment) {
-        let size = batch.cases.len().div_ceil(PARTS);
-        let mut cases = batch.cases.into_iter().peekable();
-        while cases.peek().is_some() {
-            let part = cases.by_ref().take(size).collect();
-            self.parts.push_back((Batch { by: batch.by, cases: part, patient: false }, now));
         }
     }
 
@@ -689,10 +572,6 @@ impl Desk {
         case.alarm.attempt = case.alarm.attempt.saturating_add(1);
         self.arm(case, Wanted::NotBefore(now + wait));
     }
-}
-
-fn empty_batch() -> Batch {
-    Batch { by: ClosedBy::Alarm, cases: Vec::new(), patient: true }
 }
 
 fn receipt_of(case: &Case) -> Option<Receipt> {

@@ -1,0 +1,241 @@
+//! Settings are merged, checked and refused as they should be, and no fault repeats a secret.
+//!
+//! Pure: environments and arguments are given, files are the tests' own.
+
+use super::{Duration, ExposeSecret, Settings, load};
+use proptest::prelude::*;
+
+fn load(environment: &[(&str, &str)], overrides: &[&str]) -> Result<Settings, String> {
+    let environment = environment.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+    let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
+    Settings::load_with_environment(None, environment, &overrides).map_err(|fault| fault.to_string())
+}
+
+#[test]
+fn the_defaults_are_valid() {
+    let settings = Settings::defaults();
+    assert_eq!(settings.delay.lanes[0].name, "30m");
+    assert_eq!(settings.delay.lead, Duration::from_secs(5));
+}
+
+#[test]
+fn the_environment_overrides_the_defaults_and_set_overrides_the_environment() {
+    let settings = load(
+        &[
+            ("ORDER_TIMEOUT__DELAY__LANES", "15m,7200s"),
+            ("ORDER_TIMEOUT__DELAY__LEAD", "3s"),
+            ("ORDER_TIMEOUT__WORKER__CLOSERS", "3"),
+        ],
+        &["delay.lead=2s"],
+    )
+    .unwrap();
+    assert_eq!(settings.delay.lanes.iter().map(|l| l.name.as_str()).collect::<Vec<_>>(), ["15m", "2h"]);
+    assert_eq!(settings.delay.lead, Duration::from_secs(2));
+    assert_eq!(settings.worker.closers, 3);
+}
+
+#[test]
+fn database_url_is_read_unless_the_longer_name_is_set() {
+    let short = load(&[("DATABASE_URL", "postgres://a@h/short")], &[]).unwrap();
+    assert_eq!(short.database.url.expose_secret(), "postgres://a@h/short");
+    let both =
+        load(&[("DATABASE_URL", "postgres://a@h/short"), ("ORDER_TIMEOUT__DATABASE__URL", "postgres://a@h/long")], &[])
+            .unwrap();
+    assert_eq!(both.database.url.expose_secret(), "postgres://a@h/long");
+}
+
+#[test]
+fn health_and_metrics_are_shown_to_this_machine_alone_unless_told_otherwise() {
+    let listen = |overrides: &[&str]| load(&[], overrides).unwrap().http.listen.0;
+    assert!(listen(&[]).is_some_and(|address| address.ip().is_loopback()));
+    assert_eq!(listen(&["http.listen="]), None);
+    assert_eq!(listen(&["http.listen=[::]:9394"]), Some("[::]:9394".parse().unwrap()));
+}
+
+#[test]
+fn a_publisher_does_not_mind_a_database_of_another_kind() {
+    for url in ["mysql://shop:hunter2@h/shop", "sqlite::memory:", "", "postgres://u:hunter2@h:port/d"] {
+        let settings = load(&[("DATABASE_URL", url)], &[]).unwrap();
+        let fault = settings.validate_database().unwrap_err().to_string();
+        assert!(fault.contains("database.url") && !fault.contains("hunter2"), "{fault}");
+    }
+}
+
+#[test]
+fn each_fault_names_its_key_and_origin() {
+    let check = |environment: &[(&str, &str)], overrides: &[&str], expect: &[&str]| {
+        let fault = load(environment, overrides).unwrap_err();
+        for part in expect {
+            assert!(fault.contains(part), "{fault:?} lacks {part:?}");
+        }
+    };
+    check(&[("ORDER_TIMEOUT__DELAY__LEED", "3s")], &[], &["delay.leed", "environment", "did you mean delay.lead?"]);
+    check(&[("ORDER_TIMEOUT__DELAY__LEAD", "3 parsecs")], &[], &["delay.lead", "environment", "parsecs"]);
+    check(&[], &["worker.closers=many"], &["worker.closers", "--set"]);
+    check(&[("ORDER_TIMEOUT__AMQP__URL", "http://x:hunter2@y")], &[], &["amqp.url", "amqp://"]);
+    check(&[], &["database.acquire_timeout=2h"], &["database.acquire_timeout", "--set"]);
+    check(&[], &["worker.hold_max=6s"], &["worker.hold_max", "12s"]);
+    check(&[], &["nonsense"], &["--set", "="]);
+    check(&[], &["delay.strategy=magic"], &["delay.strategy", "magic"]);
+    check(&[], &["delay.lanes=30m,1800s"], &["delay.lanes", "twice"]);
+    check(&[], &["http.listen=9394"], &["http.listen", "--set", "\"9394\"", "127.0.0.1:9394"]);
+    check(&[("ORDER_TIMEOUT__HTTP__LISTEN", "localhost:9394")], &[], &["http.listen", "environment", "IP address"]);
+}
+
+#[test]
+fn an_address_in_the_wrong_place_is_never_repeated() {
+    for address in
+        ["amqp://shop:hunter2@host/v", "postgres://shop:hunter2@h/d?a=b", "shop:hunter2@host", "amqps://hunter2"]
+    {
+        let keys = load::every_key().into_iter().map(|key| format!("{key}={address}"));
+        let without_a_key = ["", "=", " = 3", "delay.leed=", "x[0].y="].map(|before| format!("{before}{address}"));
+        for text in keys.chain(without_a_key) {
+            let fault = load(&[], &[&text]).map(drop);
+            assert!(!format!("{fault:?}").contains("hunter2"), "{text}: {fault:?}");
+        }
+        for contents in [
+            format!("namespace = {address:?}"),
+            format!("{address:?} = 1"),
+            format!("[{address:?}]\na = 1"),
+            format!("delay = {{ lanes = [{address:?}], rings = [{{ unit = {address:?}, slots = 9 }}] }}"),
+            format!("delay = {{ rings = [{{ {address:?} = 5 }}] }}"),
+        ] {
+            let fault = load_file(&contents).unwrap_err();
+            assert!(!fault.contains("hunter2"), "{contents}: {fault}");
+        }
+    }
+}
+
+#[test]
+fn every_duration_and_number_has_a_bound() {
+    for (setting, bound) in [
+        ("amqp.heartbeat=11m", "10m"),
+        ("amqp.connect_timeout=61m", "1h"),
+        ("delay.lead=11m", "10m"),
+        ("delay.max_delay=101years", "99years"),
+        ("delay.lanes=3650d", "and 9years"),
+        ("worker.hold_max=21m", "20m"),
+        ("worker.away_patience=61m", "1h"),
+        ("worker.shutdown_grace=18446744073709551615s", "1h"),
+        ("announce.keep=3651d", "9years"),
+        ("retry.missing_for=8d", "7days"),
+        ("retry.max_attempts=1001", "1000"),
+        ("delay.lanes=1500us", "whole number of milliseconds"),
+    ] {
+        let fault = load(&[], &[setting]).unwrap_err();
+        let key = setting.split('=').next().unwrap();
+        for part in [key, "--set", bound] {
+            assert!(fault.contains(part), "{setting}: {fault:?} lacks {part:?}");
+        }
+    }
+    let lanes = (1..=65).map(|minutes| format!("{minutes}m")).collect::<Vec<_>>().join(",");
+    assert!(load(&[], &[&format!("delay.lanes={lanes}")]).unwrap_err().contains("more than 64"));
+}
+
+#[test]
+fn rings_beyond_what_the_broker_takes_are_refused() {
+    for (ring, why) in [
+        ("{ unit = \"10000000000s\", slots = 20 }", "is not between"),
+        ("{ unit = \"18446744073709551615s\", slots = 65535 }", "is not between"),
+        ("{ unit = \"200d\", slots = 20 }", "is not between"),
+        ("{ unit = \"1h\", slots = 20 }", "begin with a finer ring"),
+        ("{ unit = \"5s\", slots = 20, early = \"18446744073709551615s\" }", "is not between"),
+        ("{ unit = \"1500500us\", slots = 20 }", "whole number of milliseconds"),
+    ] {
+        let fault = load_file(&format!("[delay]\nrings = [{ring}]\n")).unwrap_err();
+        assert!(fault.contains("delay.rings") && fault.contains(why), "{ring}: {fault:?}");
+    }
+}
+
+fn load_file(contents: &str) -> Result<Settings, String> {
+    let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+    std::fs::write(file.path(), contents).unwrap();
+    Settings::load_with_environment(Some(file.path()), Default::default(), &[]).map_err(|fault| fault.to_string())
+}
+
+/// What nobody means, but somebody will type.
+fn extreme_value() -> impl Strategy<Value = String> {
+    let numbers = ["-1", "0", "1", "255", "256", "65535", "65536", "4294967296", "9223372036854775807", "1e400"];
+    let far = ["18446744073709551615", "315360000", "9223372036854", "584554049253", "1000000", "1", "0"];
+    let units = ["ns", "us", "ms", "s", "m", "h", "d", "years"];
+    let words = [
+        "",
+        ",",
+        "=",
+        "amqp://h/?heartbeat=65536",
+        "amqp://h:65535/?frame_max=0",
+        "postgres://h",
+        "\u{0}",
+        "[",
+        "true",
+    ];
+    prop_oneof![
+        proptest::sample::select(numbers.to_vec()).prop_map(str::to_owned),
+        (proptest::sample::select(far.to_vec()), proptest::sample::select(units.to_vec()))
+            .prop_map(|(number, unit)| format!("{number}{unit}")),
+        proptest::sample::select(words.to_vec()).prop_map(str::to_owned),
+        (1_usize..400).prop_map(|length| format!("amqp://h/{}", "v".repeat(length))),
+    ]
+}
+
+/// Everything that is built from settings before anything is reached.
+fn build(settings: &Settings) {
+    let wheel = settings.wheel().expect("accepted rings mesh");
+    let topology = crate::topology::Topology::new(settings);
+    assert!(!topology.definitions("v").is_null());
+    let lanes = crate::schedule::lane::Lanes::new(settings);
+    let id = crate::OrderId::new("1").unwrap();
+    for now in [i64::MIN, 0, 4_000_000_000_000_000, i64::MAX].map(crate::Moment::from_unix_micros) {
+        for due in [now, now + settings.delay.max_delay, crate::Moment::from_unix_micros(i64::MAX)] {
+            let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.entry(&id, due, now));
+        }
+    }
+    for wait in [settings.worker.shutdown_grace, settings.worker.hold_max, settings.worker.away_patience] {
+        let _ = std::time::Instant::now() + wait;
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+
+    #[test]
+    fn no_value_of_any_setting_is_worse_than_refused(
+        settings in proptest::collection::vec((any::<proptest::sample::Index>(), extreme_value()), 1..4),
+    ) {
+        let keys = load::every_key();
+        let overrides: Vec<String> =
+            settings.iter().map(|(index, value)| format!("{}={value}", index.get(&keys))).collect();
+        let given: Vec<&str> = overrides.iter().map(String::as_str).collect();
+        if let Ok(settings) = load(&[], &given) {
+            build(&settings);
+        }
+    }
+
+    #[test]
+    fn no_rings_are_worse_than_refused(
+        rings in proptest::collection::vec((extreme_value(), 0_u32..70_000, extreme_value()), 1..4), plain in any::<bool>(),
+    ) {
+        let rings: Vec<String> = rings
+            .iter()
+            .map(|(unit, slots, early)| {
+                let early = if plain { String::new() } else { format!(", early = {early:?}") };
+                format!("{{ unit = {unit:?}, slots = {slots}{early} }}")
+            })
+            .collect();
+        if let Ok(settings) = load_file(&format!("[delay]\nrings = [{}]\n", rings.join(", "))) {
+            build(&settings);
+        }
+    }
+}
+
+#[test]
+fn no_fault_repeats_a_password() {
+    for url in ["http://x:hunter2@y", "postgres://u:hunter2@[bad", "amqp://u:hunter2@host:notaport/"] {
+        for key in ["amqp.url", "database.url"] {
+            let fault = load(&[], &[&format!("{key}={url}")]).map(drop);
+            assert!(!format!("{fault:?}").contains("hunter2"), "{fault:?}");
+        }
+    }
+    let settings = load(&[("ORDER_TIMEOUT__AMQP__URL", "amqp://u:hunter2@h/")], &[]).unwrap();
+    assert!(!format!("{settings:?}").contains("hunter2"));
+}

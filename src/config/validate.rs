@@ -1,0 +1,337 @@
+//! Which settings go together: every rule that a value's form cannot say, each broken one a sentence that says how to mend
+//! it.
+//!
+//! Pure: looks at nothing but the settings.
+
+use std::time::Duration;
+
+use secrecy::ExposeSecret;
+
+use super::{
+    AMQP_FORM, AMQP_SCHEMES, BadSettings, DatabaseSettings, DelaySettings, OrdersSettings, POSTGRES_FORM, Settings,
+};
+use crate::message::{AMQP_MAX_SHORT_STRING_BYTES, LONGEST_TTL};
+use crate::tls::TlsFiles;
+
+const AMQP_MAX_PREFETCH: u16 = u16::MAX;
+/// Each takes up to 16 queues, and the broker pays for every one.
+const MAX_LANES: usize = 64;
+/// RabbitMQ takes the channel away from a consumer that has not acknowledged for 30 minutes.
+const LONGEST_HOLD: Duration = Duration::from_secs(20 * 60);
+const DAY: Duration = Duration::from_secs(86_400);
+
+impl Settings {
+    /// Every rule that spans more than one value's form.
+    ///
+    /// # Errors
+    /// [`BadSettings`] for the first rule that is broken.
+    pub fn validate(&self) -> Result<(), BadSettings> {
+        self.validate_namespace()?;
+        self.validate_addresses()?;
+        self.validate_delay()?;
+        self.validate_worker()?;
+        self.orders.validate()?;
+        tracing_subscriber::EnvFilter::try_new(&self.log.filter)
+            .map(drop)
+            .map_err(|fault| BadSettings::of("log.filter", format!("{fault}; write it like order_timeout=debug,info")))
+    }
+
+    /// Whether `database.url` can be one, and the certificates named beside it fit. Apart from [`Settings::validate`],
+    /// because a program that only publishes has no need of it, and may have a `DATABASE_URL` of quite another kind.
+    ///
+    /// # Errors
+    /// [`BadSettings`] if it is not the address of a Postgres.
+    pub fn validate_database(&self) -> Result<(), BadSettings> {
+        let database = self.database.url.expose_secret();
+        let is_postgres = database.starts_with("postgres://") || database.starts_with("postgresql://");
+        if is_postgres
+            && url::Url::parse(database).is_ok()
+            && database.parse::<sqlx::postgres::PgConnectOptions>().is_ok()
+        {
+            return self.database.validate_tls();
+        }
+        Err(BadSettings::of("database.url", format!("is not a Postgres address; write {POSTGRES_FORM}")))
+    }
+
+    fn validate_namespace(&self) -> Result<(), BadSettings> {
+        let fits = (1..=60).contains(&self.namespace.len())
+            && self.namespace.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
+        if self.namespace == "amq" {
+            let why = "\"amq\" is the broker's own: it lets nobody declare what begins with \"amq.\"; choose another";
+            return Err(BadSettings::of("namespace", why));
+        }
+        if fits {
+            return Ok(());
+        }
+        Err(BadSettings::of(
+            "namespace",
+            format!(
+                "{:?} must be 1 to 60 letters, digits, \"-\" or \"_\", for it begins the name of every queue",
+                self.namespace
+            ),
+        ))
+    }
+
+    fn validate_addresses(&self) -> Result<(), BadSettings> {
+        let amqp = self.amqp.url.expose_secret();
+        if !(amqp.starts_with("amqp://") || amqp.starts_with("amqps://")) {
+            return Err(BadSettings::of(
+                "amqp.url",
+                format!("must begin with {}, such as {AMQP_FORM}", AMQP_SCHEMES[0]),
+            ));
+        }
+        let parsed = amqp.parse::<lapin::uri::AMQPUri>().map_err(|fault| {
+            let why = format!(
+                "is not an AMQP address ({fault}); write {AMQP_FORM}, with / # ? % in name and password percent-encoded"
+            );
+            BadSettings::of("amqp.url", why)
+        })?;
+        if parsed.vhost.len() > AMQP_MAX_SHORT_STRING_BYTES {
+            let why = format!("its virtual host has more than {AMQP_MAX_SHORT_STRING_BYTES} bytes");
+            return Err(BadSettings::of("amqp.url", why));
+        }
+        let files = self.amqp.tls_files();
+        validate_pair(files)?;
+        if files.is_any() && amqp.starts_with("amqp://") {
+            let why = "begins with amqp:// while certificates are named, so it would go in the clear; write amqps:// or name none";
+            return Err(BadSettings::of("amqp.url", why));
+        }
+        for (key, value) in [
+            ("amqp.heartbeat", self.amqp.heartbeat),
+            ("amqp.connect_timeout", self.amqp.connect_timeout),
+            ("amqp.confirm_timeout", self.amqp.confirm_timeout),
+            ("database.acquire_timeout", self.database.acquire_timeout),
+            ("database.statement_timeout", self.database.statement_timeout),
+            ("database.lock_timeout", self.database.lock_timeout),
+        ] {
+            within(key, value, Duration::from_millis(1), Duration::from_secs(3_600))?;
+        }
+        within("amqp.heartbeat", self.amqp.heartbeat, Duration::from_secs(1), Duration::from_secs(600))
+    }
+
+    fn validate_delay(&self) -> Result<(), BadSettings> {
+        let delay = &self.delay;
+        if !(1..=16).contains(&delay.lane_shards) {
+            return Err(BadSettings::of("delay.lane_shards", format!("{} is not between 1 and 16", delay.lane_shards)));
+        }
+        within("delay.lead", delay.lead, Duration::ZERO, Duration::from_secs(600))?;
+        within("delay.max_delay", delay.max_delay, Duration::from_secs(1), Duration::from_secs(36_500 * 86_400))?;
+        validate_lanes(delay)?;
+        self.validate_rings()
+    }
+
+    fn validate_rings(&self) -> Result<(), BadSettings> {
+        let key = "delay.rings";
+        for ring in &self.delay.rings {
+            within(key, ring.unit, Duration::from_millis(1), LONGEST_TTL)?;
+            whole_millis(key, ring.unit)?;
+            // A slot's queue lets go of everything after a whole round.
+            within(key, ring.unit * u32::from(ring.slots), Duration::ZERO, LONGEST_TTL)?;
+            within(key, ring.early.unwrap_or_default(), Duration::ZERO, LONGEST_TTL)?;
+        }
+        self.wheel().map(drop).map_err(|fault| BadSettings::of(key, fault))
+    }
+
+    fn validate_worker(&self) -> Result<(), BadSettings> {
+        let worker = &self.worker;
+        // What the finest ring hands over is due at most lead + one unit later; two seconds are for the way.
+        let finest = self.delay.rings[0].unit;
+        let least_hold = self.delay.lead + finest + Duration::from_secs(2);
+        if least_hold > LONGEST_HOLD {
+            let [finest, longest] = [finest, LONGEST_HOLD].map(humantime::format_duration);
+            let why = format!(
+                "the finest ring's unit {finest} would make alarms wait in the worker for over {longest}; begin with a finer ring"
+            );
+            return Err(BadSettings::of("delay.rings", why));
+        }
+        if worker.hold_max < least_hold {
+            return Err(BadSettings::of(
+                "worker.hold_max",
+                format!(
+                    "{} is shorter than delay.lead + the finest ring's unit + 2s = {}; alarms would go round instead of waiting",
+                    humantime::format_duration(worker.hold_max),
+                    humantime::format_duration(least_hold)
+                ),
+            ));
+        }
+        for (key, value, most) in [
+            ("worker.prefetch", usize::from(worker.prefetch), usize::from(AMQP_MAX_PREFETCH)),
+            ("worker.arm_prefetch", usize::from(worker.arm_prefetch), usize::from(AMQP_MAX_PREFETCH)),
+            ("worker.batch_size", worker.batch_size, 10_000),
+            ("worker.closers", worker.closers, 32),
+            ("announce.batch_size", self.announce.batch_size, 10_000),
+        ] {
+            if !(1..=most).contains(&value) {
+                return Err(BadSettings::of(key, format!("{value} is not between 1 and {most}")));
+            }
+        }
+        for (key, value, least, most) in [
+            ("worker.hold_max", worker.hold_max, Duration::ZERO, LONGEST_HOLD),
+            ("worker.linger", worker.linger, Duration::ZERO, Duration::from_secs(1)),
+            ("worker.away_patience", worker.away_patience, Duration::from_millis(1), Duration::from_secs(3_600)),
+            ("worker.shutdown_grace", worker.shutdown_grace, Duration::ZERO, Duration::from_secs(3_600)),
+            ("sweep.every", self.sweep.every, Duration::from_millis(10), Duration::from_secs(60)),
+            ("sweep.grace", self.sweep.grace, Duration::ZERO, Duration::from_secs(3_600)),
+            ("announce.poll", self.announce.poll, Duration::from_millis(1), Duration::from_secs(60)),
+            ("announce.keep", self.announce.keep, Duration::ZERO, 3_650 * DAY),
+        ] {
+            within(key, value, least, most)?;
+        }
+        self.validate_retry()
+    }
+
+    fn validate_retry(&self) -> Result<(), BadSettings> {
+        let retry = &self.retry;
+        within("retry.longest", retry.longest, Duration::from_millis(1), Duration::from_secs(60))?;
+        within("retry.first", retry.first, Duration::from_millis(1), retry.longest)?;
+        within("retry.missing_for", retry.missing_for, Duration::ZERO, 7 * DAY)?;
+        if retry.max_attempts > 1_000 {
+            return Err(BadSettings::of("retry.max_attempts", format!("{} is more than 1000", retry.max_attempts)));
+        }
+        Ok(())
+    }
+}
+
+impl DatabaseSettings {
+    /// Whether the server must have a certificate that is checked because certificates are named and nothing else is
+    /// said.
+    #[must_use]
+    pub fn verifies_by_default(&self) -> bool {
+        let parameters = parameters_of(self.url.expose_secret());
+        let names_one = PG_TLS_FILES.iter().any(|(_, names)| parameter(&parameters, names).is_some());
+        (self.tls_files().is_any() || names_one) && parameter(&parameters, &PG_SSLMODE).is_none()
+    }
+
+    fn validate_tls(&self) -> Result<(), BadSettings> {
+        let parameters = parameters_of(self.url.expose_secret());
+        // The client library would ignore it, with a warning that shows its value.
+        let is_known = |key: &str| PG_PARAMETERS.contains(&key) || key.starts_with("options[");
+        if let Some((unknown, _)) = parameters.iter().find(|(key, _)| !is_known(key)) {
+            let why = format!("has the parameter {unknown:?}, which the client library does not know; leave it out");
+            return Err(BadSettings::of("database.url", why));
+        }
+        let files = self.tls_files();
+        validate_pair(files)?;
+        let settings = [files.ca_file, files.client_cert_file, files.client_key_file];
+        let mut named = files.is_any().then_some("the settings name");
+        for (setting, (key, names)) in settings.into_iter().zip(PG_TLS_FILES) {
+            if parameter(&parameters, &names).is_none() {
+                continue;
+            }
+            named = Some("its parameters name");
+            if !setting.is_empty() {
+                let why = format!("is given, and so is {} in database.url; leave one of them out", names[0]);
+                return Err(BadSettings::of(key, why));
+            }
+        }
+        match (named, parameter(&parameters, &PG_SSLMODE)) {
+            (Some(named), Some(mode)) if !["verify-full", "verify-ca"].contains(&mode) => {
+                let why = format!(
+                    "says sslmode={mode}, which checks nothing, while {named} certificates; write sslmode=verify-full or leave it out"
+                );
+                Err(BadSettings::of("database.url", why))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl OrdersSettings {
+    /// Both are about one table: ours or the user's.
+    fn validate(&self) -> Result<(), BadSettings> {
+        let (given, missing) = match (self.close_sql.is_empty(), self.overdue_sql.is_empty()) {
+            (false, true) => ("orders.close_sql", "orders.overdue_sql"),
+            (true, false) => ("orders.overdue_sql", "orders.close_sql"),
+            (true, true) | (false, false) => return Ok(()),
+        };
+        let why = format!(
+            "is given without {missing}, so the worker would look after two tables at once; give both, or neither"
+        );
+        Err(BadSettings::of(given, why))
+    }
+}
+
+fn validate_lanes(delay: &DelaySettings) -> Result<(), BadSettings> {
+    let key = "delay.lanes";
+    if delay.lanes.len() > MAX_LANES {
+        let why = format!("{} lanes are more than {MAX_LANES}; the wheel takes every other delay", delay.lanes.len());
+        return Err(BadSettings::of(key, why));
+    }
+    for lane in &delay.lanes {
+        within(key, lane.delay, Duration::from_millis(1), delay.max_delay)?;
+        within(key, lane.longest_ttl(), Duration::ZERO, LONGEST_TTL)?;
+        whole_millis(key, lane.delay)?;
+        if delay.lanes.iter().filter(|other| other.delay == lane.delay).count() > 1 {
+            return Err(BadSettings::of(key, format!("{} is named twice; name it once", lane.name)));
+        }
+    }
+    Ok(())
+}
+
+/// Milliseconds are what the broker counts in, and what queues are named by: two that differ by less would be one queue.
+fn whole_millis(key: &str, value: Duration) -> Result<(), BadSettings> {
+    if value.subsec_nanos().is_multiple_of(1_000_000) {
+        return Ok(());
+    }
+    let value = humantime::format_duration(value);
+    Err(BadSettings::of(key, format!("{value} is not a whole number of milliseconds")))
+}
+
+fn within(key: &str, value: Duration, least: Duration, most: Duration) -> Result<(), BadSettings> {
+    if (least..=most).contains(&value) {
+        return Ok(());
+    }
+    let [value, least, most] = [value, least, most].map(humantime::format_duration);
+    Err(BadSettings::of(key, format!("{value} is not between {least} and {most}")))
+}
+
+/// What sqlx knows in the query of an address (sqlx-postgres, `PgConnectOptions::parse_from_url`), each TLS file with its other names.
+const PG_PARAMETERS: [&str; 18] = [
+    "sslmode",
+    "ssl-mode",
+    "sslrootcert",
+    "ssl-root-cert",
+    "ssl-ca",
+    "sslcert",
+    "ssl-cert",
+    "sslkey",
+    "ssl-key",
+    "statement-cache-capacity",
+    "host",
+    "hostaddr",
+    "port",
+    "dbname",
+    "user",
+    "password",
+    "application_name",
+    "options",
+];
+const PG_SSLMODE: [&str; 2] = ["sslmode", "ssl-mode"];
+/// The setting, and the parameters that mean the same.
+const PG_TLS_FILES: [(&str, [&str; 3]); 3] = [
+    ("database.ca_file", ["sslrootcert", "ssl-root-cert", "ssl-ca"]),
+    ("database.client_cert_file", ["sslcert", "ssl-cert", "ssl-cert"]),
+    ("database.client_key_file", ["sslkey", "ssl-key", "ssl-key"]),
+];
+
+/// The parameters in an address' query.
+fn parameters_of(url: &str) -> Vec<(String, String)> {
+    url::Url::parse(url).map_or_else(|_| Vec::new(), |url| url.query_pairs().into_owned().collect())
+}
+
+/// The value of the first parameter with one of these names.
+fn parameter<'a>(parameters: &'a [(String, String)], names: &[&str]) -> Option<&'a str> {
+    parameters.iter().find(|(key, _)| names.contains(&key.as_str())).map(|(_, value)| value.as_str())
+}
+
+/// A client certificate is of no use without its key, nor a key without its certificate.
+fn validate_pair(files: TlsFiles<'_>) -> Result<(), BadSettings> {
+    let section = files.section;
+    let (given, missing) = match (files.client_cert_file, files.client_key_file) {
+        (_, "") if !files.client_cert_file.is_empty() => ("client_cert_file", "client_key_file"),
+        ("", key) if !key.is_empty() => ("client_key_file", "client_cert_file"),
+        _ => return Ok(()),
+    };
+    let why = format!("is given without {section}.{missing}; the two go together");
+    Err(BadSettings::of(&format!("{section}.{given}"), why))
+}
