@@ -14,6 +14,7 @@ use libfuzzer_sys::{Corpus, fuzz_target};
 use order_timeout::message::LONGEST_TTL;
 use order_timeout::schedule::lane::Lanes;
 use order_timeout::topology::{Argument, Topology};
+use order_timeout::wheel::{Place, Wheel};
 use order_timeout::{Moment, OrderId, Settings};
 use secrecy::ExposeSecret;
 
@@ -22,6 +23,13 @@ const LONGEST_NAME_BYTES: usize = 255;
 /// 64 lanes of 16 queues, some rings of 1 000, and what every deployment has.
 const MOST_QUEUES: usize = 64 * 16 + 8 * 1_000 + 3;
 const LONGEST_SENTENCE_BYTES: usize = 8 * 1_024;
+
+/// What alarms and retries wait, whatever the settings say.
+const WAITS_MS: [u64; 8] = [0, 1, 50, 1_000, 59_999, 61 * 60_000, 32 * 86_400_000, 730 * 86_400_000];
+/// A TTL is in whole milliseconds.
+const ROUNDING: Duration = Duration::from_millis(1);
+/// No alarm is followed through more stays in the coarsest ring than this.
+const MOST_STAYS: u32 = 100;
 
 thread_local! {
     static FILE: RefCell<(PathBuf, File)> = RefCell::new(scratch());
@@ -70,9 +78,48 @@ fn can_be_used(settings: &Settings) {
             let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.entry(&id, due, now));
         }
     }
+    for now in [0, 1_800_000_000_000_000, 1_800_000_000_000_001].map(Moment::from_unix_micros) {
+        for wait in WAITS_MS.map(Duration::from_millis).into_iter().chain([settings.retry.longest_wait()]) {
+            an_alarm_goes_round_nowhere(settings, &wheel, now + wait, now);
+            a_retry_is_neither_early_nor_much_later(settings, &wheel, wait, now);
+        }
+    }
     let worker = &settings.worker;
     for wait in [worker.shutdown_grace, worker.hold_max, worker.away_patience, settings.announce.keep] {
         let _ = Instant::now() + wait;
+    }
+}
+
+/// From slot to slot until the worker holds it: at most once in each ring, and before that once per stay in the coarsest.
+fn an_alarm_goes_round_nowhere(settings: &Settings, wheel: &Wheel, due: Moment, mut now: Moment) {
+    let rings = wheel.rings();
+    let coarsest = rings.last().expect("one at least");
+    let stay = coarsest.unit * (u32::from(coarsest.slots) * 5 / 6 - 1);
+    let due = due.min(now + stay * MOST_STAYS);
+    let most_hops = rings.len() as u128 + due.since(now).as_micros() / stay.as_micros() + 1;
+    let mut hops = 0;
+    while let Place::Slot { ring, ttl, .. } = wheel.place(due, now) {
+        hops += 1;
+        assert!(hops <= most_hops, "more than {most_hops} slots for {:?}", due.since(now));
+        assert!(ttl < rings[ring].span(), "{ttl:?} in ring {ring}: its queue lets go before");
+        now = now + ttl;
+        assert!(now <= due + ROUNDING, "{:?} late", now.since(due));
+    }
+    assert!(due.since(now) <= settings.worker.hold_max, "{:?} early: it goes back", due.since(now));
+}
+
+fn a_retry_is_neither_early_nor_much_later(settings: &Settings, wheel: &Wheel, wait: Duration, now: Moment) {
+    let wake_at = now + wait.min(settings.retry.longest_wait());
+    match wheel.place_retry(wake_at, now) {
+        Place::Due => assert!(wake_at <= now, "{:?} early, at once", wake_at.since(now)),
+        Place::Slot { ring, ttl, .. } => {
+            let (back, unit) = (now + ttl, wheel.rings()[ring].unit);
+            assert!(back >= wake_at, "{:?} early", wake_at.since(back));
+            assert!(back < wake_at + unit + ROUNDING, "{:?} late in units of {unit:?}", back.since(wake_at));
+            assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue lets go before");
+            // Out of a coarse slot it comes by way of the inbox, which must not write it again.
+            assert!(ring == 0 || wheel.place(now, back) == Place::Due);
+        }
     }
 }
 
