@@ -33,24 +33,21 @@ locked AS MATERIALIZED (
     ORDER BY o.id
     FOR NO KEY UPDATE SKIP LOCKED
 ),
+moment AS MATERIALIZED (
+    -- One for all of them, read when the rows are ours. clock_timestamp(), not now(): the transaction may have begun
+    -- before the deadline.
+    SELECT clock_timestamp() AS now WHERE (SELECT count(*) FROM locked) >= 0
+),
 due AS MATERIALIZED (
-    -- clock_timestamp(), not now(): the transaction may have begun before the deadline.
-    SELECT l.id FROM locked l WHERE l.status = 'unpaid' AND l.expires_at <= clock_timestamp()
+    SELECT l.id FROM locked l WHERE l.status = 'unpaid' AND l.expires_at <= (SELECT m.now FROM moment m)
 ),
 items AS MATERIALIZED (
     SELECT i.order_id, i.article_id, i.quantity
     FROM order_items i
     WHERE i.order_id = ANY (ARRAY(SELECT d.id FROM due d))
 ),
-stock_waited_for AS MATERIALIZED (
-    -- In article order, again so that two workers cannot deadlock.
-    SELECT s.article_id
-    FROM stock s
-    WHERE $3::boolean AND s.article_id = ANY (ARRAY(SELECT DISTINCT i.article_id FROM items i))
-    ORDER BY s.article_id
-    FOR NO KEY UPDATE
-),
 stock_free AS MATERIALIZED (
+    -- Only where it is not to be waited for: then an order is closed only if what it gives back is ours to write.
     SELECT s.article_id
     FROM stock s
     WHERE NOT $3::boolean AND s.article_id = ANY (ARRAY(SELECT DISTINCT i.article_id FROM items i))
@@ -58,20 +55,36 @@ stock_free AS MATERIALIZED (
     FOR NO KEY UPDATE SKIP LOCKED
 ),
 without_stock AS MATERIALIZED (
-    -- Somebody holds an article of theirs. With $3 there are none: it was waited for.
+    -- Somebody holds an article of theirs. With $3 there are none: it is waited for below.
     SELECT DISTINCT i.order_id
     FROM items i
     WHERE NOT $3::boolean AND i.article_id NOT IN (SELECT f.article_id FROM stock_free f)
 ),
 closed AS (
     UPDATE orders o
-    SET status = 'closed', closed_at = clock_timestamp(), closed_by = $2::text, close_reason = 'unpaid'
+    SET status = 'closed', closed_at = (SELECT m.now FROM moment m), closed_by = $2::text, close_reason = 'unpaid'
     WHERE o.id = ANY (ARRAY(SELECT d.id FROM due d WHERE d.id NOT IN (SELECT w.order_id FROM without_stock w)))
       -- The precondition once more, as text so that it cannot pull in the deadline index.
       AND o.status::text = 'unpaid'
-      -- Stock first, then the status: an order is closed only when what it gives back is ours to write.
-      AND (SELECT count(*) FROM stock_waited_for) >= 0
     RETURNING o.id, o.expires_at, o.closed_at
+),
+history AS (
+    INSERT INTO order_events (order_id, event, at, by, reason)
+    SELECT c.id, 'closed', c.closed_at, $2::text, 'unpaid' FROM closed c
+    RETURNING 1
+),
+event AS (
+    INSERT INTO event_outbox (routing_key, type, payload)
+    SELECT 'order.closed', 'order.closed.v1',
+           jsonb_build_object(
+               'order_id', c.id,
+               'deadline', to_char(c.expires_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
+               -- Written out once for all of them.
+               'closed_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') FROM moment m),
+               'closed_by', $2::text,
+               'reason', 'unpaid')
+    FROM closed c
+    RETURNING 1
 ),
 given_back AS MATERIALIZED (
     SELECT i.article_id, sum(i.quantity)::bigint AS quantity
@@ -80,28 +93,16 @@ given_back AS MATERIALIZED (
     GROUP BY i.article_id
 ),
 stock_given_back AS (
-    -- By primary key, the quantities looked up in one document: the planner expects one row of given_back, and a join
-    -- would compare every article with every other.
+    -- Last, when all the rest is written: whoever else gives back the same articles waits for this commit, and in a
+    -- flash sale that is everybody. In article order, so that two workers cannot deadlock, each looked up by its key.
     UPDATE stock s
-    SET available = s.available + (q.by_article ->> s.article_id)::bigint,
-        reserved = s.reserved - (q.by_article ->> s.article_id)::bigint
-    FROM (SELECT jsonb_object_agg(g.article_id, g.quantity) AS by_article FROM given_back g) q
-    WHERE s.article_id = ANY (ARRAY(SELECT g.article_id FROM given_back g))
-),
-history AS (
-    INSERT INTO order_events (order_id, event, at, by, reason)
-    SELECT c.id, 'closed', c.closed_at, $2::text, 'unpaid' FROM closed c
-),
-event AS (
-    INSERT INTO event_outbox (routing_key, type, payload)
-    SELECT 'order.closed', 'order.closed.v1',
-           jsonb_build_object(
-               'order_id', c.id,
-               'deadline', to_char(c.expires_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-               'closed_at', to_char(c.closed_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-               'closed_by', $2::text,
-               'reason', 'unpaid')
-    FROM closed c
+    SET available = s.available + g.quantity, reserved = s.reserved - g.quantity
+    FROM (
+        SELECT b.article_id, b.quantity FROM given_back b
+        WHERE (SELECT count(*) FROM history) + (SELECT count(*) FROM event) >= 0
+        ORDER BY b.article_id
+    ) g
+    WHERE s.article_id = g.article_id
 )
 SELECT a.text_id AS order_id,
        CASE

@@ -4,11 +4,15 @@ WITH asked AS (
     SELECT text_id, CASE WHEN text_id ~ '^(0|[1-9][0-9]{0,17})$' THEN text_id::bigint END AS id
     FROM (SELECT DISTINCT unnest($1::text[]) AS text_id) AS given
 ),
+there AS MATERIALIZED (
+    -- What is there and not locked below is held by somebody else.
+    SELECT p.id FROM public.purchases p WHERE p.id = ANY (ARRAY(SELECT a.id FROM asked a WHERE a.id IS NOT NULL))
+),
 locked AS MATERIALIZED (
     -- By primary key, in its order, and past what somebody else holds.
     SELECT p.id, p.state, p.pay_until
     FROM public.purchases p
-    WHERE p.id = ANY (ARRAY(SELECT a.id FROM asked a WHERE a.id IS NOT NULL))
+    WHERE p.id = ANY (ARRAY(SELECT t.id FROM there t))
     ORDER BY p.id
     FOR NO KEY UPDATE SKIP LOCKED
 ),
@@ -27,11 +31,6 @@ event AS (
            jsonb_build_object('order_id', c.id::text, 'deadline', c.pay_until, 'closed_at', c.expired_at,
                               'closed_by', $2::text, 'reason', 'unpaid')
     FROM closed c
-),
-visible AS MATERIALIZED (
-    SELECT p.id
-    FROM public.purchases p
-    WHERE p.id = ANY (ARRAY(SELECT a.id FROM asked a WHERE a.id IS NOT NULL))
 )
 SELECT a.text_id AS order_id,
        CASE
@@ -45,4 +44,4 @@ SELECT a.text_id AS order_id,
        l.pay_until AS deadline
 FROM asked a
 LEFT JOIN locked l ON l.id = a.id
-WHERE a.id IS NULL OR a.id IN (SELECT v.id FROM visible v)
+WHERE a.id IS NULL OR a.id IN (SELECT t.id FROM there t)
