@@ -62,11 +62,11 @@ impl Announcer {
         self.outbox.age().await
     }
 
-    /// Deletes what was sent long enough ago.
+    /// Deletes some of what was sent long enough ago; returns whether there is more.
     ///
     /// # Errors
     /// sqlx's.
-    pub async fn forget_old(&self) -> Result<(), sqlx::Error> {
+    pub async fn forget_old(&self) -> Result<bool, sqlx::Error> {
         self.outbox.forget_old().await
     }
 

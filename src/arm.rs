@@ -11,17 +11,34 @@ use crate::clock::DatabaseClock;
 use crate::config::{Settings, Strategy};
 use crate::confirm::{ConfirmedPublisher, Outgoing};
 use crate::envelope::{self, Entry, Stamp, Wait};
-use crate::order::Moment;
+use crate::order::{Deadline, Moment};
 use crate::topology::Names;
 use crate::wheel::{Place, Wheel};
 
 /// Writes alarms into the wheel, or into the delayed exchange where that is the strategy.
 #[derive(Debug, Clone)]
 pub struct Armer {
+    ways: Ways,
+    confirmed: ConfirmedPublisher,
+}
+
+/// By which way into the broker an alarm goes. Pure.
+#[derive(Debug, Clone)]
+struct Ways {
     names: Names,
     delays: Delays,
     lead: Duration,
-    confirmed: ConfirmedPublisher,
+    longest_retry: Duration,
+}
+
+/// What became of the jobs.
+#[derive(Debug, Default)]
+pub struct Written {
+    pub confirmed: Vec<Receipt>,
+    /// For a reason of their own: their queue is not there, or takes nothing.
+    pub refused: Vec<ArmJob>,
+    /// The broker is away, or does not answer.
+    pub failed: Vec<ArmJob>,
 }
 
 #[derive(Debug, Clone)]
@@ -35,54 +52,73 @@ impl Armer {
     /// If the rings of `settings` do not mesh, which `Settings::validate` refuses.
     #[must_use]
     pub fn new(settings: &Settings, confirmed: ConfirmedPublisher) -> Self {
-        let delays = match settings.delay.strategy {
-            Strategy::DeadLetter => Delays::Wheel(settings.wheel().expect("validated settings have rings that mesh")),
-            Strategy::DelayedExchange => Delays::DelayedExchange,
-        };
-        Self { names: Names::new(&settings.namespace), delays, lead: settings.delay.lead, confirmed }
+        Self { ways: Ways::new(settings), confirmed }
     }
 
-    /// Writes all jobs. Returns the receipts of those that are confirmed, and the jobs that are not.
-    pub async fn write(&self, jobs: Vec<ArmJob>, clock: DatabaseClock) -> (Vec<Receipt>, Vec<ArmJob>) {
+    /// Writes all jobs.
+    pub async fn write(&self, jobs: Vec<ArmJob>, clock: DatabaseClock) -> Written {
         let messages = jobs.iter().map(|job| self.message(job, clock.now())).collect();
         let answers = self.confirmed.publish_all(messages).await;
-        let (mut confirmed, mut failed) = (Vec::with_capacity(jobs.len()), Vec::new());
+        let mut written = Written::default();
         let mut first_fault = None;
         for (job, answer) in jobs.into_iter().zip(answers) {
             match answer {
-                Ok(()) => confirmed.push(job.receipt),
+                Ok(()) => written.confirmed.push(job.receipt),
                 Err(fault) => {
+                    if fault.is_of_the_broker() { &mut written.failed } else { &mut written.refused }.push(job);
                     first_fault.get_or_insert(fault);
-                    failed.push(job);
                 }
             }
         }
         if let Some(fault) = first_fault {
-            warn!(alarms = failed.len(), %fault, "alarms could not be written into the wheel; they stay unacknowledged and are tried again");
+            let alarms = written.failed.len() + written.refused.len();
+            warn!(alarms, %fault, "alarms could not be written into the wheel; they stay unacknowledged and are tried again");
         }
-        (confirmed, failed)
+        written
     }
 
     fn message(&self, job: &ArmJob, now: Moment) -> Outgoing {
         let alarm = &job.alarm;
         let stamp =
             Stamp { attempt: alarm.attempt, born: alarm.born.unwrap_or(now), traceparent: alarm.traceparent.clone() };
-        envelope::address(&alarm.due, self.entry(job, now), stamp)
+        envelope::address(&alarm.due, self.ways.entry(alarm.deadline(), job.wanted, now), stamp)
+    }
+}
+
+impl Ways {
+    fn new(settings: &Settings) -> Self {
+        let delays = match settings.delay.strategy {
+            Strategy::DeadLetter => Delays::Wheel(settings.wheel().expect("validated settings have rings that mesh")),
+            Strategy::DelayedExchange => Delays::DelayedExchange,
+        };
+        let names = Names::new(&settings.namespace);
+        Self { names, delays, lead: settings.delay.lead, longest_retry: settings.retry.longest_wait() }
     }
 
-    fn entry(&self, job: &ArmJob, now: Moment) -> Entry {
-        let wheel = match &self.delays {
-            Delays::Wheel(wheel) => wheel,
-            Delays::DelayedExchange => {
-                let wake_at = match job.wanted {
-                    Wanted::BeforeDeadline => job.alarm.deadline() - self.lead,
-                    Wanted::NotBefore(moment) => moment,
-                };
-                return Entry::delayed(&self.names, wake_at.since(now));
-            }
+    fn entry(&self, deadline: Deadline, wanted: Wanted, now: Moment) -> Entry {
+        // A retry's moment was named a while ago. If somebody has set the clock back since, that is no reason to wait for
+        // longer than any retry does, nor for longer than the wheel can keep.
+        let wanted = match wanted {
+            Wanted::NotBefore(moment) => Wanted::NotBefore(moment.min(now + self.longest_retry)),
+            Wanted::BeforeDeadline => wanted,
         };
-        let place = match job.wanted {
-            Wanted::BeforeDeadline => wheel.place(job.alarm.deadline(), now),
+        match &self.delays {
+            Delays::Wheel(wheel) => self.slot(wheel, deadline, wanted, now),
+            Delays::DelayedExchange => {
+                let wait = match wanted {
+                    // What is early is held.
+                    Wanted::BeforeDeadline => (deadline - self.lead).since(now),
+                    // The header takes whole milliseconds, and what is more than those is cut off.
+                    Wanted::NotBefore(moment) => moment.since(now) + Duration::from_micros(999),
+                };
+                Entry::delayed(&self.names, wait)
+            }
+        }
+    }
+
+    fn slot(&self, wheel: &Wheel, deadline: Deadline, wanted: Wanted, now: Moment) -> Entry {
+        let place = match wanted {
+            Wanted::BeforeDeadline => wheel.place(deadline, now),
             Wanted::NotBefore(moment) => wheel.place_retry(moment, now),
         };
         match place {
@@ -93,5 +129,35 @@ impl Armer {
                 wait: Wait::Ttl(ttl),
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOW: Moment = Moment::from_unix_micros(1_000_000_000_500);
+
+    fn wait(setting: &str, wanted: Wanted) -> Wait {
+        let settings = Settings::load_with_environment(None, Default::default(), &[setting.to_owned()]).unwrap();
+        Ways::new(&settings).entry(NOW - Duration::from_secs(1), wanted, NOW).wait
+    }
+
+    #[test]
+    fn a_retry_never_comes_back_before_its_moment() {
+        let moment = NOW + Duration::from_micros(2_000_001);
+        let Wait::Ttl(ttl) = wait("delay.lead=5s", Wanted::NotBefore(moment)) else { panic!("it waits in no slot") };
+        assert!((moment..moment + Duration::from_secs(5)).contains(&(NOW + ttl)), "{ttl:?}");
+        let delayed = wait("delay.strategy=delayed-exchange", Wanted::NotBefore(moment));
+        assert_eq!(delayed, Wait::XDelayMs(2_001));
+    }
+
+    #[test]
+    fn a_clock_that_was_set_back_makes_no_retry_wait_for_longer_than_any_does() {
+        let an_hour_ahead = Wanted::NotBefore(NOW + Duration::from_secs(3_600));
+        let Wait::Ttl(ttl) = wait("delay.lead=5s", an_hour_ahead) else { panic!("it waits in no slot") };
+        assert!((Duration::from_secs(32)..Duration::from_secs(37)).contains(&ttl), "{ttl:?}");
+        assert_eq!(wait("delay.strategy=delayed-exchange", an_hour_ahead), Wait::XDelayMs(32_000));
+        assert_eq!(wait("delay.lead=5s", Wanted::NotBefore(NOW)), Wait::None);
     }
 }

@@ -189,6 +189,8 @@ pub struct RingSettings {
 pub struct WorkerSettings {
     #[serde(with = "humantime_serde")]
     pub hold_max: Duration,
+    pub shards: u8,
+    pub take_shards: Vec<u8>,
     pub prefetch: u16,
     pub arm_prefetch: u16,
     pub batch_size: usize,
@@ -201,6 +203,20 @@ pub struct WorkerSettings {
     pub shutdown_grace: Duration,
 }
 
+impl WorkerSettings {
+    /// The processing queue that each channel consumes: those that are named, or all. A channel is one process in the
+    /// broker and one core of it, so a queue that is alone has two.
+    #[must_use]
+    pub fn shard_of_each_channel(&self) -> Vec<u8> {
+        let mut taken: Vec<u8> =
+            if self.take_shards.is_empty() { (0..self.shards).collect() } else { self.take_shards.clone() };
+        if let [alone] = taken[..] {
+            taken.push(alone);
+        }
+        taken
+    }
+}
+
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RetrySettings {
@@ -211,6 +227,14 @@ pub struct RetrySettings {
     #[serde(with = "humantime_serde")]
     pub missing_for: Duration,
     pub max_attempts: u32,
+}
+
+impl RetrySettings {
+    /// The longest that a retry waits at the broker: the desk doubles `longest` five times.
+    #[must_use]
+    pub fn longest_wait(&self) -> Duration {
+        self.longest.saturating_mul(32)
+    }
 }
 
 #[derive(Debug, Clone, Deserialize)]

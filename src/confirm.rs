@@ -16,7 +16,7 @@ use futures_util::stream::FuturesOrdered;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{BasicProperties, Channel, Confirmation, Connection, PublisherConfirm};
-use tokio::sync::{Mutex, mpsc, oneshot};
+use tokio::sync::{Mutex, Notify, mpsc, oneshot};
 
 use crate::broker::{self, BrokerFault, reply_code};
 use crate::config::AmqpSettings;
@@ -81,7 +81,8 @@ pub enum NotConfirmed {
 
 impl NotConfirmed {
     /// Whether it says that nothing can be sent at all, whatever the message.
-    fn is_of_the_broker(&self) -> bool {
+    #[must_use]
+    pub fn is_of_the_broker(&self) -> bool {
         matches!(self, Self::TimedOut(_) | Self::Blocked | Self::NotConnected(_) | Self::ShutDown)
     }
 }
@@ -100,6 +101,7 @@ pub struct ConfirmedPublisher {
     jobs: mpsc::Sender<Job>,
     /// How long a job may take from the moment it is submitted, waiting behind others included.
     patience: Duration,
+    no_queue: Arc<Notify>,
 }
 
 impl ConfirmedPublisher {
@@ -122,11 +124,18 @@ impl ConfirmedPublisher {
     fn over(line: Line) -> Self {
         let (jobs, receiver) = mpsc::channel(QUEUED_JOBS);
         let patience = line.settings.connect_timeout + line.settings.confirm_timeout;
+        let no_queue = line.no_queue.clone();
         let (line, queue) = (Arc::new(line), Arc::new(Mutex::new(Queue { receiver, next: None })));
         for _ in 0..CHANNELS {
             tokio::spawn(Pipe { line: line.clone(), queue: queue.clone(), channel: None }.run());
         }
-        Self { jobs, patience }
+        Self { jobs, patience, no_queue }
+    }
+
+    /// Woken when a message came back because no queue is bound for it.
+    #[must_use]
+    pub fn no_queue(&self) -> Arc<Notify> {
+        self.no_queue.clone()
     }
 
     /// Publishes one message.
@@ -184,11 +193,12 @@ struct Line {
     settings: AmqpSettings,
     name: &'static str,
     current: Mutex<Option<Arc<Connection>>>,
+    no_queue: Arc<Notify>,
 }
 
 impl Line {
     fn new(settings: &AmqpSettings, name: &'static str) -> Self {
-        Self { settings: settings.clone(), name, current: Mutex::new(None) }
+        Self { settings: settings.clone(), name, current: Mutex::new(None), no_queue: Arc::default() }
     }
 
     async fn connection(&self) -> Result<Arc<Connection>, BrokerFault> {
@@ -293,6 +303,9 @@ impl Pipe {
             Err(_) if connection.status().blocked() => vec![Err(NotConfirmed::Blocked); messages.len()],
             Err(_) => vec![Err(NotConfirmed::TimedOut(patience)); messages.len()],
         };
+        if answer.iter().any(|result| matches!(result, Err(NotConfirmed::Unroutable(_)))) {
+            self.line.no_queue.notify_one();
+        }
         if answer.iter().all(leaves_the_channel_usable) {
             self.channel = Some((connection, channel));
         }

@@ -2,6 +2,7 @@
 //!
 //! Shared by the steps that speak SQL; knows none of their statements.
 
+use std::fmt;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
@@ -48,10 +49,16 @@ pub struct Database {
 }
 
 /// How the server is reached.
-#[derive(Debug)]
 struct Way {
     options: PgConnectOptions,
     settings: DatabaseSettings,
+}
+
+/// sqlx's own options would show the password.
+impl fmt::Debug for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Way").field("address", &address(&self.options)).finish_non_exhaustive()
+    }
 }
 
 impl Database {
@@ -70,9 +77,9 @@ impl Database {
             // A plan is made once and kept. Made while the tables were small it would read them whole, each time, until
             // somebody analyses what a flash sale has filled them with.
             ("enable_seqscan", "off".into()),
-            // For the same reason a kept plan is as good as one for the very ids, and is not made anew for the first five.
+            // So a kept plan is as good as one for the very ids, and need not be made anew for the first five.
             ("plan_cache_mode", "force_generic_plan".into()),
-            // Compiling a plan takes longer than any statement of ours, and the line above makes some plans look dear.
+            // Compiling a plan takes longer than any statement of ours, and without enable_seqscan some plans look dear.
             ("jit", "off".into()),
         ]);
         // Once by hand: a pool would go on trying for `acquire_timeout` and then hide the cause.

@@ -31,7 +31,9 @@ fn main() -> ExitCode {
         Ok(settings) => settings,
         Err(fault) => return fail(&fault, WRONG_SETTINGS),
     };
-    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+    // One thread for all tasks, beside the AMQP client's own: there is far less to compute than to wait for, and every
+    // alarm that passes from one thread to another wakes a sleeper (docs/DECISIONS.md).
+    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("the runtime cannot start: {error}"), FAILED),
     };

@@ -143,20 +143,16 @@ impl Outbox {
         self.database.run(async |connection| update.execute(connection).await).await.map(drop)
     }
 
-    /// Deletes what was sent long enough ago.
+    /// Deletes some of what was sent long enough ago; returns whether there is more.
     ///
     /// # Errors
     /// sqlx's.
-    pub async fn forget_old(&self) -> Result<(), sqlx::Error> {
-        loop {
-            let delete = sqlx::query(self.sql.forget)
-                .bind(self.keep.as_secs_f64())
-                .bind(i64::try_from(FORGOTTEN_AT_ONCE).unwrap_or(i64::MAX));
-            let deleted = self.database.run(async |connection| delete.execute(connection).await).await?;
-            if deleted.rows_affected() < FORGOTTEN_AT_ONCE {
-                return Ok(());
-            }
-        }
+    pub async fn forget_old(&self) -> Result<bool, sqlx::Error> {
+        let delete = sqlx::query(self.sql.forget)
+            .bind(self.keep.as_secs_f64())
+            .bind(i64::try_from(FORGOTTEN_AT_ONCE).unwrap_or(i64::MAX));
+        let deleted = self.database.run(async |connection| delete.execute(connection).await).await?;
+        Ok(deleted.rows_affected() >= FORGOTTEN_AT_ONCE)
     }
 }
 

@@ -35,13 +35,13 @@ pub struct Log {
 /// If the filter does not parse, which `Settings::validate` refuses.
 pub fn install(settings: &LogSettings) -> Log {
     let wanted = EnvFilter::try_new(&settings.filter).expect("validated settings have a filter that parses");
-    // Colours are for a terminal; in a file they are noise.
     // Written by a thread of its own: behind a full pipe every thread that logs would stand still, and soon the worker.
     let (writer, guard) = NonBlockingBuilder::default()
         .lossy(true)
         .buffered_lines_limit(MOST_LINES_WAITING)
         .thread_name("log")
         .finish(std::io::stderr());
+    // Colours are for a terminal; in a file they are noise.
     let lines = fmt::layer().with_writer(writer).with_ansi(std::io::stderr().is_terminal());
     let lines = match settings.format {
         LogFormat::Human => lines.with_target(false).boxed(),

@@ -1,12 +1,16 @@
 //! Every exchange, queue, binding and argument, once: declared from here, verified from here, printed from here as
 //! `definitions.json`.
 //!
-//! Deletes nothing, ever: where an object exists with other arguments it says which, and how to move over.
+//! Deletes no exchange and no queue, ever: where one exists with other arguments it says which, and how to move over.
+//! It takes off only the bindings of another number of shards, by which every alarm would come twice.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::time::Duration;
 
-use lapin::options::{ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions};
+use lapin::options::{
+    ExchangeBindOptions, ExchangeDeclareOptions, ExchangeUnbindOptions, QueueBindOptions, QueueDeclareOptions,
+};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, ExchangeKind};
 use serde_json::{Value, json};
@@ -17,6 +21,8 @@ use crate::wheel::Wheel;
 
 /// Routing key of everything that goes to the processing queue.
 pub const DUE_KEY: &str = "due";
+/// How many of the buckets among which a consistent hash shares out fall to one queue: as many to each.
+const SHARD_WEIGHT: &str = "1";
 /// The routing key under which a dead letter of the processing side is found again.
 const PARKED_KEY: &str = "parked";
 
@@ -66,10 +72,23 @@ impl Names {
         self.name("due")
     }
 
-    /// Queue: the processing queue.
+    /// Exchange: shares out what is due among several processing queues.
+    #[must_use]
+    pub fn shards(&self) -> String {
+        self.name("shards")
+    }
+
+    /// Queue: the processing queue; of several the first, so that there is nothing to move when it becomes one of
+    /// several.
     #[must_use]
     pub fn timeout(&self) -> String {
         self.name("timeout")
+    }
+
+    /// Queue: one of the processing queues.
+    #[must_use]
+    pub fn shard(&self, shard: u8) -> String {
+        if shard == 0 { self.timeout() } else { self.name(&format!("timeout.{shard}")) }
     }
 
     /// Exchange and queue: what the broker itself gives up on.
@@ -116,7 +135,7 @@ pub enum Argument {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exchange {
     pub name: String,
-    /// `direct`, `fanout`, `topic` or `x-delayed-message`.
+    /// `direct`, `fanout`, `topic`, `x-consistent-hash` or `x-delayed-message`.
     pub kind: &'static str,
     pub arguments: BTreeMap<&'static str, Argument>,
 }
@@ -128,11 +147,34 @@ pub struct Queue {
     pub arguments: BTreeMap<&'static str, Argument>,
 }
 
+/// Where a binding leads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Destination {
+    Queue(String),
+    Exchange(String),
+}
+
+impl Destination {
+    #[must_use]
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Queue(name) | Self::Exchange(name) => name,
+        }
+    }
+
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Queue(_) => "queue",
+            Self::Exchange(_) => "exchange",
+        }
+    }
+}
+
 /// A binding to be there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Binding {
     pub exchange: String,
-    pub queue: String,
+    pub destination: Destination,
     pub routing_key: String,
 }
 
@@ -143,7 +185,39 @@ pub struct Topology {
     pub exchanges: Vec<Exchange>,
     pub queues: Vec<Queue>,
     pub bindings: Vec<Binding>,
+    /// Of another number of shards: not to be there, once the others are.
+    outdated: Vec<Binding>,
     namespace: String,
+}
+
+/// What was to be declared, as a fault names it.
+#[derive(Debug, Clone, Copy)]
+enum Object<'a> {
+    Exchange(&'a str),
+    Queue(&'a str),
+    Binding(&'a Binding),
+}
+
+impl Object<'_> {
+    /// How somebody makes room for one with other arguments. rabbitmqctl has no command that deletes an exchange.
+    fn removal(self) -> &'static str {
+        match self {
+            Self::Exchange(_) => "delete it on the management pages or with `rabbitmqadmin delete exchange`",
+            Self::Queue(_) | Self::Binding(_) => "let it run empty, delete it with `rabbitmqctl delete_queue`",
+        }
+    }
+}
+
+impl fmt::Display for Object<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exchange(name) => write!(f, "exchange {name:?}"),
+            Self::Queue(name) => write!(f, "queue {name:?}"),
+            Self::Binding(binding) => {
+                write!(f, "binding of {:?} to {:?}", binding.destination.name(), binding.exchange)
+            }
+        }
+    }
 }
 
 /// Why the objects are not there as they should be.
@@ -161,6 +235,10 @@ pub enum TopologyFault {
         "this broker has no exchange type x-delayed-message ({why}); enable the rabbitmq_delayed_message_exchange plugin (it exists for brokers up to 4.2), or set delay.strategy = \"dead-letter\""
     )]
     NoDelayedExchange { why: String },
+    #[error(
+        "this broker has no exchange type x-consistent-hash ({why}); it comes with RabbitMQ, enable it with `rabbitmq-plugins enable rabbitmq_consistent_hash_exchange`, or set worker.shards = 1"
+    )]
+    NoHashExchange { why: String },
     #[error("{object} could not be declared: {why}")]
     Failed { object: String, why: String },
 }
@@ -177,20 +255,21 @@ impl Topology {
             exchanges: Vec::new(),
             queues: Vec::new(),
             bindings: Vec::new(),
+            outdated: Vec::new(),
             namespace: settings.namespace.clone(),
         };
-        topology.add_processing_side(&names);
+        topology.add_processing_side(&names, settings.worker.shards);
         match settings.delay.strategy {
             Strategy::DeadLetter => {
                 topology.add_lanes(&names, settings);
                 topology.add_wheel(&names, &settings.wheel().expect("validated settings have rings that mesh"));
             }
-            Strategy::DelayedExchange => topology.add_delayed_exchange(&names),
+            Strategy::DelayedExchange => topology.add_delayed_exchange(&names, settings.worker.shards),
         }
         topology
     }
 
-    fn add_processing_side(&mut self, names: &Names) {
+    fn add_processing_side(&mut self, names: &Names, shards: u8) {
         self.exchange(names.events(), "topic");
         self.exchange(names.parked(), "fanout");
         self.exchange(names.due(), "direct");
@@ -202,11 +281,27 @@ impl Topology {
             arguments.insert("x-delivery-limit", Argument::Number(DELIVERY_LIMIT));
             arguments
         };
-        self.queue(names.timeout(), processing(names));
+        (0..shards).for_each(|shard| self.queue(names.shard(shard), processing(names)));
         self.queue(names.arm(), processing(names));
         self.bind(names.parked(), names.parked(), PARKED_KEY);
-        self.bind(names.due(), names.timeout(), DUE_KEY);
         self.bind(names.arm(), names.arm(), "");
+        if shards > 1 {
+            // By message id: what is due has one routing key, and a dead letter keeps its properties.
+            let hashed_by = BTreeMap::from([("hash-property", Argument::Text("message_id".into()))]);
+            self.exchanges.push(Exchange { name: names.shards(), kind: CONSISTENT_HASH, arguments: hashed_by });
+            (0..shards).for_each(|shard| self.bind(names.shards(), names.shard(shard), SHARD_WEIGHT));
+        }
+        self.lead_to_processing(names.due(), names, shards);
+    }
+
+    /// Straight to the one processing queue, or by way of the exchange that shares out; never both.
+    fn lead_to_processing(&mut self, exchange: String, names: &Names, shards: u8) {
+        let to = |destination| Binding { exchange: exchange.clone(), destination, routing_key: DUE_KEY.to_owned() };
+        let (straight, shared_out) =
+            (to(Destination::Queue(names.timeout())), to(Destination::Exchange(names.shards())));
+        let (wanted, outdated) = if shards > 1 { (shared_out, straight) } else { (straight, shared_out) };
+        self.bindings.push(wanted);
+        self.outdated.push(outdated);
     }
 
     fn add_lanes(&mut self, names: &Names, settings: &Settings) {
@@ -239,13 +334,13 @@ impl Topology {
         }
     }
 
-    fn add_delayed_exchange(&mut self, names: &Names) {
+    fn add_delayed_exchange(&mut self, names: &Names, shards: u8) {
         self.exchanges.push(Exchange {
             name: names.delayed(),
-            kind: "x-delayed-message",
+            kind: DELAYED_MESSAGE,
             arguments: BTreeMap::from([("x-delayed-type", Argument::Text("direct".into()))]),
         });
-        self.bind(names.delayed(), names.timeout(), DUE_KEY);
+        self.lead_to_processing(names.delayed(), names, shards);
     }
 
     fn exchange(&mut self, name: String, kind: &'static str) {
@@ -257,7 +352,8 @@ impl Topology {
     }
 
     fn bind(&mut self, exchange: String, queue: String, routing_key: &str) {
-        self.bindings.push(Binding { exchange, queue, routing_key: routing_key.to_owned() });
+        let destination = Destination::Queue(queue);
+        self.bindings.push(Binding { exchange, destination, routing_key: routing_key.to_owned() });
     }
 
     /// Declares everything that is missing and verifies everything that is there. Idempotent.
@@ -283,30 +379,22 @@ impl Topology {
             self.declare_exchange(&channel, exchange).await?;
         }
         for queue in &self.queues {
-            let object = format!("queue {:?}", queue.name);
             let options = QueueDeclareOptions { durable: true, ..Default::default() };
             let declared = channel.queue_declare(queue.name.as_str().into(), options, table(&queue.arguments)).await;
-            declared.map_err(|error| self.explain(object, &error))?;
+            declared.map_err(|error| self.explain(Object::Queue(&queue.name), &error))?;
         }
         for binding in &self.bindings {
-            let object = format!("binding of {:?} to {:?}", binding.queue, binding.exchange);
-            let bound = channel
-                .queue_bind(
-                    binding.queue.as_str().into(),
-                    binding.exchange.as_str().into(),
-                    binding.routing_key.as_str().into(),
-                    QueueBindOptions::default(),
-                    FieldTable::default(),
-                )
-                .await;
-            bound.map_err(|error| self.explain(object, &error))?;
+            bind(&channel, binding).await.map_err(|error| self.explain(Object::Binding(binding), &error))?;
+        }
+        // Last: for a moment there are two ways, never none.
+        for binding in &self.outdated {
+            unbind(&channel, binding).await.map_err(|error| self.explain(Object::Binding(binding), &error))?;
         }
         let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "declared".into()).await;
         Ok(())
     }
 
     async fn declare_exchange(&self, channel: &Channel, exchange: &Exchange) -> Result<(), TopologyFault> {
-        let object = format!("exchange {:?}", exchange.name);
         let kind = match exchange.kind {
             "direct" => ExchangeKind::Direct,
             "fanout" => ExchangeKind::Fanout,
@@ -318,27 +406,22 @@ impl Topology {
             channel.exchange_declare(exchange.name.as_str().into(), kind, options, table(&exchange.arguments)).await;
         let Err(error) = declared else { return Ok(()) };
         // An unknown exchange type is 503 and ends the connection up to 3.13; from 4.0 it is 406 and ends the channel.
-        let type_is_missing = exchange.kind == "x-delayed-message"
-            && reply(&error).is_some_and(|(code, text)| {
-                code == reply_code::COMMAND_INVALID
-                    || text.contains("unknown exchange type")
-                    || text.contains("invalid exchange type")
-            });
-        if type_is_missing {
-            return Err(TopologyFault::NoDelayedExchange { why: error.to_string() });
-        }
-        Err(self.explain(object, &error))
+        let type_is_missing = reply(&error).is_some_and(|(code, text)| {
+            code == reply_code::COMMAND_INVALID
+                || text.contains("unknown exchange type")
+                || text.contains("invalid exchange type")
+        });
+        Err(match exchange.kind {
+            DELAYED_MESSAGE if type_is_missing => TopologyFault::NoDelayedExchange { why: error.to_string() },
+            CONSISTENT_HASH if type_is_missing => TopologyFault::NoHashExchange { why: error.to_string() },
+            _ => self.explain(Object::Exchange(&exchange.name), &error),
+        })
     }
 
-    fn explain(&self, object: String, error: &lapin::Error) -> TopologyFault {
+    fn explain(&self, object: Object<'_>, error: &lapin::Error) -> TopologyFault {
+        let (object, removal) = (object.to_string(), object.removal());
         match reply(error) {
             Some((reply_code::PRECONDITION_FAILED, difference)) => {
-                // rabbitmqctl has no command that deletes an exchange.
-                let removal = if object.starts_with("exchange") {
-                    "delete it on the management pages or with `rabbitmqadmin delete exchange`"
-                } else {
-                    "let it run empty, delete it with `rabbitmqctl delete_queue`"
-                };
                 TopologyFault::Differs { object, difference, removal }
             }
             Some((reply_code::ACCESS_REFUSED, why)) => {
@@ -367,8 +450,8 @@ impl Topology {
         });
         let bindings = self.bindings.iter().map(|binding| {
             json!({
-                "source": binding.exchange, "vhost": vhost, "destination": binding.queue,
-                "destination_type": "queue", "routing_key": binding.routing_key, "arguments": {}
+                "source": binding.exchange, "vhost": vhost, "destination": binding.destination.name(),
+                "destination_type": binding.destination.kind(), "routing_key": binding.routing_key, "arguments": {}
             })
         });
         json!({
@@ -404,6 +487,10 @@ const DECLARE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Returns an alarm may take before the broker dead-letters it. A million, because `attempt` is our limit: −1 drops at
 /// the first return on 3.10, and without the argument 4.x gives up after twenty lost connections.
 const DELIVERY_LIMIT: i64 = 1_000_000;
+
+/// Exchange types of plugins: one that comes with RabbitMQ and is not enabled, and one that does not.
+const CONSISTENT_HASH: &str = "x-consistent-hash";
+const DELAYED_MESSAGE: &str = "x-delayed-message";
 
 fn user(name: &str, password_hash: &str) -> Value {
     json!({ "name": name, "password_hash": password_hash, "hashing_algorithm": "rabbit_password_hashing_sha256", "tags": [] })
@@ -462,6 +549,35 @@ fn arguments_json(arguments: &BTreeMap<&'static str, Argument>) -> Value {
         ((*key).to_owned(), value)
     });
     Value::Object(pairs.collect())
+}
+
+async fn bind(channel: &Channel, binding: &Binding) -> lapin::Result<()> {
+    let (from, key) = (binding.exchange.as_str().into(), binding.routing_key.as_str().into());
+    match &binding.destination {
+        Destination::Queue(queue) => {
+            let options = QueueBindOptions::default();
+            channel.queue_bind(queue.as_str().into(), from, key, options, FieldTable::default()).await
+        }
+        Destination::Exchange(exchange) => {
+            let options = ExchangeBindOptions::default();
+            channel.exchange_bind(exchange.as_str().into(), from, key, options, FieldTable::default()).await
+        }
+    }
+}
+
+/// The broker takes offence neither at a binding that is not there nor at an exchange that is not (tried on 3.10, 4.0
+/// and 4.3).
+async fn unbind(channel: &Channel, binding: &Binding) -> lapin::Result<()> {
+    let (from, key) = (binding.exchange.as_str().into(), binding.routing_key.as_str().into());
+    match &binding.destination {
+        Destination::Queue(queue) => {
+            channel.queue_unbind(queue.as_str().into(), from, key, FieldTable::default()).await
+        }
+        Destination::Exchange(exchange) => {
+            let options = ExchangeUnbindOptions::default();
+            channel.exchange_unbind(exchange.as_str().into(), from, key, options, FieldTable::default()).await
+        }
+    }
 }
 
 async fn open_channel(connection: &Connection) -> Result<Channel, TopologyFault> {

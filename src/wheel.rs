@@ -3,6 +3,10 @@
 //!
 //! Pure arithmetic over the database's time: no I/O, and nobody but `arm.rs` may write into a slot by it. A slot's
 //! messages all fall due in the same unit, so they expire together and none waits behind another.
+//!
+//! What is written by clocks that agree goes into each slot in the order in which it is let go: a slot's next lap is
+//! written only when its last one has had its time, and what is left over from that (the broker was away) stands in front
+//! and leaves first. So a slot that was not let go in time holds up nobody for longer than that lasts.
 
 use std::time::Duration;
 
@@ -65,6 +69,26 @@ impl Ring {
         i64::from(self.slots) * 5 / 6
     }
 
+    /// The furthest unit whose slot may be written now. Counted by when slots let go, which is `early` before their unit
+    /// begins: this one does at most a reach from now and more than a reach less one unit, and its last lap had its time
+    /// `slots` units before, a sixth of the ring ago. Counted from the unit that holds `now`, a ring whose `early` is as
+    /// long as its reach would have no slot to write into, and everything would come back at once.
+    fn furthest_unit(&self, now: Moment) -> i64 {
+        self.unit_of(now + self.early) + self.reach_units()
+    }
+
+    /// The first unit whose slot lets go at this moment or after it, and so less than a unit after it.
+    fn first_unit_from(&self, moment: Moment) -> i64 {
+        let lets_go_by = moment + self.early;
+        let begins_before = lets_go_by.unix_micros().rem_euclid(self.unit_micros()) != 0;
+        self.unit_of(lets_go_by) + i64::from(begins_before)
+    }
+
+    /// The longest wait for which there is a slot whatever the time is.
+    fn longest_wait(&self) -> Duration {
+        self.reach().saturating_sub(self.unit)
+    }
+
     /// The whole ring: longer than any TTL in one of its slots.
     #[must_use]
     pub fn span(&self) -> Duration {
@@ -117,29 +141,49 @@ impl Wheel {
     }
 
     /// Where an alarm for `due` waits, seen from `now`.
+    ///
+    /// What a coarse slot lets go is within the reach of the next finer ring ([`Wheel::new`]), and what no ring reaches
+    /// waits for more than the coarsest one's reach less a unit. So an alarm is written once into each ring at most,
+    /// and before that once per stay in the coarsest.
     #[must_use]
     pub fn place(&self, due: Moment, now: Moment) -> Place {
-        let finest_that_reaches =
-            self.rings.iter().position(|ring| ring.unit_of(due) - ring.unit_of(now) <= ring.reach_units());
+        let finest_that_reaches = self.rings.iter().position(|ring| ring.unit_of(due) <= ring.furthest_unit(now));
         match finest_that_reaches {
             Some(ring) => self.slot(ring, self.rings[ring].unit_of(due), now),
-            None => {
-                // Beyond the coarsest ring: its furthest slot, and again from there.
-                let ring = self.rings.len() - 1;
-                let coarsest = &self.rings[ring];
-                self.slot(ring, coarsest.unit_of(now) + coarsest.reach_units(), now)
-            }
+            // Beyond the coarsest ring: its furthest slot, and again from there.
+            None => self.furthest_slot(now),
         }
     }
 
-    /// Where an alarm waits that must not come back before `wake_at`, but may come up to a unit later: a retry.
+    /// The longest wait that [`Wheel::place_retry`] can keep.
+    #[must_use]
+    pub fn longest_wait(&self) -> Duration {
+        self.rings.iter().map(Ring::longest_wait).max().unwrap_or_default()
+    }
+
+    /// Where an alarm waits that must not come back before `wake_at`: a retry. It comes less than a unit of its ring
+    /// late. `wake_at` is at most [`Wheel::longest_wait`] away, or it comes early.
+    ///
+    /// Into the slots that everybody uses, each with its one moment of letting go, or it would stand in somebody's way:
+    /// the first that lets go at `wake_at` or after it. The finest ring that has it. Out of a coarser one it comes by way
+    /// of `order.arm`, which sends it on at once because its deadline has passed; that ring's unit is shorter than the
+    /// finer one's reach, and so at most a quarter longer than the wait itself.
     #[must_use]
     pub fn place_retry(&self, wake_at: Moment, now: Moment) -> Place {
-        let finest = &self.rings[0];
-        // The first unit whose slot lets go at or after `wake_at`.
-        let unit = finest.unit_of(wake_at + finest.early) + 1;
-        let furthest = finest.unit_of(now) + finest.reach_units();
-        self.slot(0, unit.min(furthest), now)
+        if wake_at <= now {
+            return Place::Due;
+        }
+        let finest_that_reaches =
+            self.rings.iter().position(|ring| ring.first_unit_from(wake_at) <= ring.furthest_unit(now));
+        match finest_that_reaches {
+            Some(ring) => self.slot(ring, self.rings[ring].first_unit_from(wake_at), now),
+            None => self.furthest_slot(now),
+        }
+    }
+
+    fn furthest_slot(&self, now: Moment) -> Place {
+        let coarsest = self.rings.len() - 1;
+        self.slot(coarsest, self.rings[coarsest].furthest_unit(now), now)
     }
 
     fn slot(&self, ring: usize, unit: i64, now: Moment) -> Place {
@@ -147,106 +191,12 @@ impl Wheel {
         if fires_at <= now {
             return Place::Due;
         }
-        Place::Slot { ring, slot: self.rings[ring].slot_of(unit), ttl: fires_at.since(now) }
+        // Whole milliseconds are what the broker counts; were the rest cut off, the slot would let go before its time.
+        let millis = fires_at.since(now).as_micros().div_ceil(1_000);
+        let ttl = Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX));
+        Place::Slot { ring, slot: self.rings[ring].slot_of(unit), ttl }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn ring(name: &str, unit_s: u64, slots: u16, early_s: u64) -> Ring {
-        Ring { name: name.into(), unit: Duration::from_secs(unit_s), slots, early: Duration::from_secs(early_s) }
-    }
-
-    fn wheel() -> Wheel {
-        Wheel::new(vec![ring("5s", 5, 20, 5), ring("1m", 60, 90, 10), ring("1h", 3_600, 36, 300)]).unwrap()
-    }
-
-    fn at(seconds: i64) -> Moment {
-        Moment::from_unix_micros(seconds * 1_000_000)
-    }
-
-    #[test]
-    fn rings_that_could_loop_are_refused() {
-        // 16 units of 5 s reach 80 s; a 1 m slot hands over up to 70 s ahead; a 2 m slot up to 130 s.
-        assert!(Wheel::new(vec![ring("5s", 5, 20, 5), ring("1m", 60, 90, 10)]).is_ok());
-        let gap = Wheel::new(vec![ring("5s", 5, 20, 5), ring("2m", 120, 90, 10)]).unwrap_err();
-        assert!(matches!(gap, BadWheel::Gap { .. }), "{gap}");
-        assert_eq!(Wheel::new(vec![]), Err(BadWheel::NoRings));
-    }
-
-    #[test]
-    fn a_slot_lets_go_its_margin_before_its_unit_begins() {
-        let Place::Slot { ring: 0, slot, ttl } = wheel().place(at(1_033), at(1_000)) else { panic!() };
-        assert_eq!((slot, ttl), (206 % 20, Duration::from_secs(1_030 - 5 - 1_000)));
-    }
-
-    #[test]
-    fn what_is_due_soon_goes_straight_to_processing() {
-        assert_eq!(wheel().place(at(1_003), at(1_000)), Place::Due);
-        assert_eq!(wheel().place(at(900), at(1_000)), Place::Due);
-    }
-
-    #[test]
-    fn a_retry_never_comes_back_before_its_time() {
-        let Place::Slot { ring: 0, ttl, .. } = wheel().place_retry(at(1_002), at(1_000)) else { panic!() };
-        assert!(ttl >= Duration::from_secs(2) && ttl <= Duration::from_secs(7), "{ttl:?}");
-    }
-
-    /// Follows an alarm from slot to slot, each handed over `late` after its time, until it is due.
-    fn walk(wheel: &Wheel, due: Moment, mut now: Moment, late: Duration) -> (u32, Moment) {
-        for hops in 0.. {
-            match wheel.place(due, now) {
-                Place::Due => return (hops, now),
-                Place::Slot { ttl, .. } => now = now + ttl + late,
-            }
-        }
-        unreachable!()
-    }
-
-    proptest! {
-        #[test]
-        fn an_alarm_reaches_the_worker_before_it_is_due_and_never_loops(
-            now_us in 0_i64..4_000_000_000_000_000, ahead_ms in 0_i64..3_650 * 86_400_000, late_ms in 0_u64..900,
-        ) {
-            let (now, due) = (Moment::from_unix_micros(now_us), Moment::from_unix_micros(now_us + ahead_ms * 1_000));
-            let (hops, arrived) = walk(&wheel(), due, now, Duration::from_millis(late_ms));
-            prop_assert!(arrived <= due, "arrived {:?} after it was due", arrived.since(due));
-            prop_assert!(due.since(arrived) <= Duration::from_secs(10), "arrived {:?} early", due.since(arrived));
-            // 30 units of an hour at a time, then at most one stay in each finer ring.
-            prop_assert!(i64::from(hops) <= ahead_ms / (29 * 3_600_000) + 3, "{hops} hops");
-        }
-
-        #[test]
-        fn a_slot_never_holds_two_laps(
-            now_us in 0_i64..4_000_000_000_000_000, a_ms in 0_i64..400_000_000, b_ms in 0_i64..400_000_000, gap_ms in 0_i64..400_000_000,
-        ) {
-            let wheel = wheel();
-            let now = Moment::from_unix_micros(now_us);
-            let later = Moment::from_unix_micros(now_us + gap_ms * 1_000);
-            let first = wheel.place(Moment::from_unix_micros(now_us + a_ms * 1_000), now);
-            let second = wheel.place(Moment::from_unix_micros(later.unix_micros() + b_ms * 1_000), later);
-            if let (Place::Slot { ring: ra, slot: sa, ttl: ta }, Place::Slot { ring: rb, slot: sb, ttl: tb }) = (first, second)
-                && (ra, sa) == (rb, sb) && now + ta > later
-            {
-                // Both are in the slot at once: then they are let go together.
-                prop_assert_eq!(now + ta, later + tb);
-            }
-        }
-
-        #[test]
-        fn no_ttl_is_longer_than_its_ring(
-            now_us in 0_i64..4_000_000_000_000_000, ahead_ms in 0_i64..3_650 * 86_400_000,
-        ) {
-            let wheel = wheel();
-            let (now, due) = (Moment::from_unix_micros(now_us), Moment::from_unix_micros(now_us + ahead_ms * 1_000));
-            for place in [wheel.place(due, now), wheel.place_retry(due, now)] {
-                if let Place::Slot { ring, ttl, .. } = place {
-                    prop_assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}");
-                }
-            }
-        }
-    }
-}
+pub(crate) mod tests;

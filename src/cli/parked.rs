@@ -81,9 +81,14 @@ impl ActArgs {
         }
     }
 
-    /// Those that were asked for by id and are not among the selected.
-    fn missing(&self, selected: &[Uuid]) -> Vec<Uuid> {
-        self.which.ids.iter().filter(|id| !selected.contains(id)).copied().collect()
+    /// What was asked for by id and is not among the selected, most likely mistyped; and the answer that begins with it.
+    fn missing(&self, selected: &[Uuid]) -> (Vec<Uuid>, Answer) {
+        let missing: Vec<Uuid> = self.which.ids.iter().filter(|id| !selected.contains(id)).copied().collect();
+        let mut answer = Answer { code: u8::from(!missing.is_empty()), ..Answer::default() };
+        if !self.json {
+            missing.iter().for_each(|id| answer.line(format!("no alarm {id} is parked")));
+        }
+        (missing, answer)
     }
 }
 
@@ -138,21 +143,9 @@ fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// An answer to a command of which some ids were not parked: most likely they are mistyped.
-fn answer_without(missing: &[Uuid], args: &ActArgs) -> Answer {
-    let mut answer = Answer { code: u8::from(!missing.is_empty()), ..Answer::default() };
-    if !args.json {
-        for id in missing {
-            answer.line(format!("no alarm {id} is parked"));
-        }
-    }
-    answer
-}
-
 async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> {
     let selected = park::ids(database, &args.selection()).await.map_err(refused)?;
-    let missing = args.missing(&selected);
-    let mut answer = answer_without(&missing, args);
+    let (missing, mut answer) = args.missing(&selected);
     if args.json {
         answer.line(json!({ "selected": selected.len(), "done": 0, "missing": missing }));
     } else {
@@ -190,8 +183,7 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
         sent += safe.len();
         park::drop_retried(database, &safe).await.map_err(refused)?;
     }
-    let missing = args.missing(&selected);
-    let mut answer = answer_without(&missing, args);
+    let (missing, mut answer) = args.missing(&selected);
     answer.code = answer.code.max(u8::from(!kept.is_empty()));
     if args.json {
         let kept: Vec<_> = kept.iter().map(|(id, why)| json!({ "id": id, "why": why })).collect();
@@ -208,8 +200,7 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
 async fn drop_parked(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> {
     let ids = park::ids(database, &args.selection()).await.map_err(refused)?;
     let dropped = park::drop_rows(database, &ids).await.map_err(refused)?;
-    let missing = args.missing(&ids);
-    let mut answer = answer_without(&missing, args);
+    let (missing, mut answer) = args.missing(&ids);
     if args.json {
         answer.line(json!({ "dropped": dropped, "missing": missing }));
     } else {

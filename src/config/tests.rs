@@ -18,6 +18,14 @@ fn the_defaults_are_valid() {
     assert_eq!(settings.delay.lead, Duration::from_secs(5));
 }
 
+/// README's second for an order that no alarm wakes, and half a second while the broker is away, follow from these; a
+/// quarter of a second is left for looking and closing. A busy machine could not hold a test with servers to them.
+#[test]
+fn the_sweep_looks_four_times_a_second_and_gives_an_alarm_half_a_second() {
+    let sweep = Settings::defaults().sweep;
+    assert_eq!((sweep.every, sweep.grace), (Duration::from_millis(250), Duration::from_millis(500)));
+}
+
 #[test]
 fn the_environment_overrides_the_defaults_and_set_overrides_the_environment() {
     let settings = load(
@@ -147,6 +155,23 @@ fn rings_beyond_what_the_broker_takes_are_refused() {
     }
 }
 
+#[test]
+fn rings_that_reach_less_far_than_a_retry_waits_are_refused() {
+    let rings = |slots, longest: &str| {
+        load_file(&format!(
+            "[delay]\nrings = [{{ unit = \"1s\", slots = {slots} }}]\n[retry]\nlongest = \"{longest}\"\n"
+        ))
+    };
+    let fault = rings(12, "1s").unwrap_err();
+    for part in ["delay.rings", "9s", "32s", "retry.longest", "coarser ring"] {
+        assert!(fault.contains(part), "{fault:?} lacks {part:?}");
+    }
+    // 33 units less one are 32 s.
+    assert!(rings(40, "1s").is_ok());
+    assert!(rings(39, "1s").is_err());
+    assert!(rings(12, "280ms").is_ok());
+}
+
 fn load_file(contents: &str) -> Result<Settings, String> {
     let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
     std::fs::write(file.path(), contents).unwrap();
@@ -189,6 +214,9 @@ fn build(settings: &Settings) {
         for due in [now, now + settings.delay.max_delay, crate::Moment::from_unix_micros(i64::MAX)] {
             let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.entry(&id, due, now));
         }
+    }
+    for now in [0, 4_000_000_000_000_000].map(crate::Moment::from_unix_micros) {
+        crate::wheel::tests::nothing_goes_round(settings, now).unwrap();
     }
     for wait in [settings.worker.shutdown_grace, settings.worker.hold_max, settings.worker.away_patience] {
         let _ = std::time::Instant::now() + wait;

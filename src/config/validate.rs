@@ -1,5 +1,5 @@
-//! Which settings go together: every rule that a value's form cannot say, each broken one a sentence that says how to mend
-//! it.
+//! Which settings go together: every rule that a value's form cannot say. Each that is broken is one sentence, which says
+//! how to mend it.
 //!
 //! Pure: looks at nothing but the settings.
 
@@ -16,6 +16,8 @@ use crate::tls::TlsFiles;
 const AMQP_MAX_PREFETCH: u16 = u16::MAX;
 /// Each takes up to 16 queues, and the broker pays for every one.
 const MAX_LANES: usize = 64;
+/// Each is a channel of every worker that takes it.
+const MAX_SHARDS: usize = 64;
 /// RabbitMQ takes the channel away from a consumer that has not acknowledged for 30 minutes.
 const LONGEST_HOLD: Duration = Duration::from_secs(20 * 60);
 const DAY: Duration = Duration::from_secs(86_400);
@@ -155,6 +157,7 @@ impl Settings {
             ));
         }
         for (key, value, most) in [
+            ("worker.shards", usize::from(worker.shards), MAX_SHARDS),
             ("worker.prefetch", usize::from(worker.prefetch), usize::from(AMQP_MAX_PREFETCH)),
             ("worker.arm_prefetch", usize::from(worker.arm_prefetch), usize::from(AMQP_MAX_PREFETCH)),
             ("worker.batch_size", worker.batch_size, 10_000),
@@ -177,7 +180,22 @@ impl Settings {
         ] {
             within(key, value, least, most)?;
         }
+        self.validate_shards()?;
         self.validate_retry()
+    }
+
+    fn validate_shards(&self) -> Result<(), BadSettings> {
+        let (key, worker) = ("worker.take_shards", &self.worker);
+        for (index, shard) in worker.take_shards.iter().enumerate() {
+            if *shard >= worker.shards {
+                let why = format!("there is no shard {shard}; worker.shards = {} counts from 0", worker.shards);
+                return Err(BadSettings::of(key, why));
+            }
+            if worker.take_shards[..index].contains(shard) {
+                return Err(BadSettings::of(key, format!("{shard} is named twice; name it once")));
+            }
+        }
+        Ok(())
     }
 
     fn validate_retry(&self) -> Result<(), BadSettings> {
@@ -188,7 +206,21 @@ impl Settings {
         if retry.max_attempts > 1_000 {
             return Err(BadSettings::of("retry.max_attempts", format!("{} is more than 1000", retry.max_attempts)));
         }
-        Ok(())
+        self.validate_longest_retry()
+    }
+
+    /// What waits for longer than the wheel has a slot for would come back early, and fail again early.
+    fn validate_longest_retry(&self) -> Result<(), BadSettings> {
+        let key = "delay.rings";
+        let kept = self.wheel().map_err(|fault| BadSettings::of(key, fault))?.longest_wait();
+        if self.retry.longest_wait() <= kept {
+            return Ok(());
+        }
+        let [wanted, kept] = [self.retry.longest_wait(), kept].map(humantime::format_duration);
+        let why = format!(
+            "the rings can keep an alarm waiting for {kept} at most (5/6 · slots · unit, less one unit), but a retry waits for up to 32 times retry.longest = {wanted}; add a coarser ring, give the last one more slots, or make retry.longest shorter"
+        );
+        Err(BadSettings::of(key, why))
     }
 }
 

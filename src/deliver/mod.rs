@@ -26,9 +26,6 @@ use crate::order::Moment;
 use crate::topology::{Names, Topology, TopologyFault};
 use ledger::{Frames, Ledger};
 
-/// The queues consumed, in the order of their channels. The processing queue has two channels, for a channel is one
-/// process in the broker and one core of it.
-const INLETS: [Inlet; 4] = [Inlet::Timeout, Inlet::Timeout, Inlet::Arm, Inlet::Parked];
 /// What the broker gave up on comes rarely; a few at a time will do.
 const PARKED_PREFETCH: u16 = 100;
 /// How long the broker may take to answer a goodbye.
@@ -66,9 +63,10 @@ impl Session {
         let declared = Topology::new(settings).declare(&connection).await;
         declared.map_err(|fault| match fault {
             TopologyFault::Failed { .. } => BrokerFault::Away(fault.to_string()),
-            TopologyFault::Differs { .. } | TopologyFault::Refused { .. } | TopologyFault::NoDelayedExchange { .. } => {
-                BrokerFault::Refused(fault.to_string())
-            }
+            TopologyFault::Differs { .. }
+            | TopologyFault::Refused { .. }
+            | TopologyFault::NoDelayedExchange { .. }
+            | TopologyFault::NoHashExchange { .. } => BrokerFault::Refused(fault.to_string()),
         })?;
         let mut session =
             Self { number, connection, lines: Vec::new(), ended: CancellationToken::new(), why_ended: Arc::default() };
@@ -87,26 +85,15 @@ impl Session {
         settings: &Settings,
         inbox: &mpsc::UnboundedSender<Delivered>,
     ) -> lapin::Result<()> {
-        for (index, inlet) in (0..).zip(INLETS) {
-            let line = self.consume(settings, index, inlet, inbox.clone()).await?;
+        for (index, source) in (0..).zip(sources(settings)) {
+            let line = self.consume(index, source, inbox.clone()).await?;
             self.lines.push(line);
         }
         Ok(())
     }
 
-    async fn consume(
-        &self,
-        settings: &Settings,
-        index: u8,
-        inlet: Inlet,
-        inbox: mpsc::UnboundedSender<Delivered>,
-    ) -> lapin::Result<Line> {
-        let names = Names::new(&settings.namespace);
-        let (queue, prefetch) = match inlet {
-            Inlet::Timeout => (names.timeout(), settings.worker.prefetch),
-            Inlet::Arm => (names.arm(), settings.worker.arm_prefetch),
-            Inlet::Parked => (names.parked(), PARKED_PREFETCH),
-        };
+    async fn consume(&self, index: u8, source: Source, inbox: mpsc::UnboundedSender<Delivered>) -> lapin::Result<Line> {
+        let Source { inlet, queue, prefetch } = source;
         let channel = self.connection.create_channel().await?;
         // Before consuming: lapin buffers deliveries without bound.
         channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
@@ -124,6 +111,14 @@ impl Session {
             ended.cancel();
         });
         Ok(line)
+    }
+
+    /// Declares whatever somebody has deleted since.
+    ///
+    /// # Errors
+    /// [`TopologyFault`] names the object.
+    pub async fn declare_again(&self, settings: &Settings) -> Result<(), TopologyFault> {
+        Topology::new(settings).declare(&self.connection).await
     }
 
     /// The number that marks this session's receipts.
@@ -175,6 +170,22 @@ impl Session {
         let _answered_or_given_up = tokio::time::timeout(CLOSE_PATIENCE, join_all(closing)).await;
         broker::close(&self.connection, CLOSE_PATIENCE).await;
     }
+}
+
+/// A queue to consume from.
+struct Source {
+    inlet: Inlet,
+    queue: String,
+    prefetch: u16,
+}
+
+/// The queues of a session, in the order of its channels.
+fn sources(settings: &Settings) -> Vec<Source> {
+    let (names, worker) = (Names::new(&settings.namespace), &settings.worker);
+    let due = worker.shard_of_each_channel().into_iter();
+    let due = due.map(|shard| (Inlet::Timeout, names.shard(shard), worker.prefetch));
+    let rest = [(Inlet::Arm, names.arm(), worker.arm_prefetch), (Inlet::Parked, names.parked(), PARKED_PREFETCH)];
+    due.chain(rest).map(|(inlet, queue, prefetch)| Source { inlet, queue, prefetch }).collect()
 }
 
 impl Line {

@@ -16,6 +16,7 @@ const PARTS: usize = 8;
 enum Source {
     Fresh,
     Overdue,
+    Hurried,
     Again,
     Parts,
 }
@@ -24,7 +25,8 @@ impl Source {
     /// Whether what waits there was tried before.
     fn is_trouble(self) -> bool {
         match self {
-            Self::Fresh | Self::Overdue => false,
+            // What waited for a lock in vain is as good as fresh: most of it needs no lock, and it does not wait again.
+            Self::Fresh | Self::Overdue | Self::Hurried => false,
             Self::Again | Self::Parts => true,
         }
     }
@@ -36,7 +38,7 @@ impl Desk {
         let batch = match self.away {
             // One closer asks whether the database is back; the others wait for its answer.
             Some(away) if now < away.ask_again_at || !self.closers_are_idle() || self.draining => return None,
-            Some(_) => self.longest_waiting().map_or_else(empty_batch, |source| self.take_from(source)),
+            Some(_) => self.longest_waiting().map_or_else(empty_batch, |source| self.take_from(source, now)),
             None => {
                 let ready = |source: &Source| self.source_ready_at(*source).is_some_and(|at| at <= now);
                 let ready = self.sources().into_iter().filter(ready);
@@ -44,7 +46,7 @@ impl Desk {
                 if self.idle_closers == 1 {
                     self.trouble_had_last_closer = source.is_trouble();
                 }
-                self.take_from(source)
+                self.take_from(source, now)
             }
         };
         self.idle_closers -= 1;
@@ -65,8 +67,8 @@ impl Desk {
         source.is_trouble() && self.idle_closers == 1 && self.trouble_had_last_closer
     }
 
-    fn sources(&self) -> [Source; 4] {
-        [Source::Fresh, Source::Overdue, Source::Again, Source::Parts]
+    fn sources(&self) -> [Source; 5] {
+        [Source::Fresh, Source::Overdue, Source::Hurried, Source::Again, Source::Parts]
     }
 
     fn longest_waiting(&self) -> Option<Source> {
@@ -78,6 +80,7 @@ impl Desk {
         match source {
             Source::Fresh => self.fresh.since(),
             Source::Overdue => self.overdue.since(),
+            Source::Hurried => self.hurried.front().map(|(_, since)| *since),
             Source::Again => self.again.since(),
             Source::Parts => self.parts.front().map(|(_, since)| *since),
         }
@@ -90,6 +93,7 @@ impl Desk {
             _ if self.idle_closers == 0 => None,
             Source::Fresh => self.fresh.ready_at(size, linger),
             Source::Overdue => self.overdue.ready_at(size, Duration::ZERO),
+            Source::Hurried => self.since(Source::Hurried),
             Source::Again => self.trouble_ready_at(self.again.ready_at(size, linger)),
             Source::Parts => self.trouble_ready_at(self.since(Source::Parts)),
         }
@@ -99,36 +103,38 @@ impl Desk {
     /// for that for ever.
     fn trouble_ready_at(&self, ready_at: Option<Moment>) -> Option<Moment> {
         let spares_one = self.idle_closers > usize::from(self.policy.closers > 1);
-        if spares_one { ready_at } else { Some(ready_at? + self.policy.retry_longest) }
+        if spares_one { ready_at } else { Some(ready_at? + self.policy.longest_while_overdue()) }
     }
 
-    fn take_from(&mut self, source: Source) -> Batch {
+    fn take_from(&mut self, source: Source, now: Moment) -> Batch {
         let size = self.policy.batch_size;
+        let patient = self.hurried_until.is_none_or(|until| until <= now);
         match source {
-            Source::Fresh => Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), patient: true },
+            Source::Fresh => Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), patient },
             // Not patient: who is busy is found again by the next pass, and those behind it would wait meanwhile.
             Source::Overdue => Batch { by: ClosedBy::Sweep, cases: self.overdue.take(size), patient: false },
             Source::Again => Batch { by: ClosedBy::Alarm, cases: self.again.take(size), patient: false },
+            Source::Hurried => self.hurried.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
             Source::Parts => self.parts.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
         }
     }
 
     /// In batches of their own: most likely they fail again, and in a batch with others they would take those apart.
     pub(super) fn try_again_apart(&mut self, cases: Vec<Case>, now: Moment) {
-        let mut cases = cases.into_iter().peekable();
-        while cases.peek().is_some() {
-            let batch = cases.by_ref().take(self.policy.batch_size).collect();
-            self.parts.push_back((Batch { by: ClosedBy::Sweep, cases: batch, patient: false }, now));
-        }
+        self.wait_in_parts(ClosedBy::Sweep, cases, self.policy.batch_size, now);
     }
 
     /// Somebody in it cannot be closed: its parts are tried one by one, behind whatever waits already.
     pub(super) fn take_apart(&mut self, batch: Batch, now: Moment) {
         let size = batch.cases.len().div_ceil(PARTS);
-        let mut cases = batch.cases.into_iter().peekable();
+        self.wait_in_parts(batch.by, batch.cases, size, now);
+    }
+
+    fn wait_in_parts(&mut self, by: ClosedBy, cases: Vec<Case>, size: usize, now: Moment) {
+        let mut cases = cases.into_iter().peekable();
         while cases.peek().is_some() {
             let part = cases.by_ref().take(size).collect();
-            self.parts.push_back((Batch { by: batch.by, cases: part, patient: false }, now));
+            self.parts.push_back((Batch { by, cases: part, patient: false }, now));
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::alarm::{Alarm, ArmJob, Delivered, Inlet, Parcel, ParkReason, Receipt,
 use crate::hold::Hold;
 use crate::message::TimeoutDue;
 use crate::order::{CloseFault, ClosedBy, Deadline, Finding, Found, Moment, OrderId, Outcome, SweepPage, SweptPage};
-use queue::{Later, Lingering};
+use queue::{Cause, Later, Lingering};
 use sweep::Sweep;
 use verdict::{AfterSweep, Next, after_close, after_sweep};
 
@@ -37,6 +37,9 @@ pub struct Policy {
     pub sweep_every: Duration,
     pub sweep_grace: Duration,
     pub sweep_page: usize,
+    /// How much of a pause after a failure this worker takes, at most 1: each its own share, so that workers that lost
+    /// the same server do not come back in step.
+    pub pause_share: f64,
 }
 
 impl Policy {
@@ -44,10 +47,15 @@ impl Policy {
         self.retry_first * 2_u32.saturating_pow(times.min(16))
     }
 
-    /// Before a database that closes nothing is asked again. Never rarer than the sweep asks one that is well: with a
-    /// pause of a second, what fell due meanwhile would be more than a second late once it is back.
-    fn pause_while_away(&self, times: u32) -> Duration {
-        self.doubling(times).min(self.retry_longest).min(self.sweep_every)
+    /// Before something that failed for everybody is tried again.
+    fn pause(&self, times: u32) -> Duration {
+        self.doubling(times).min(self.retry_longest).mul_f64(self.pause_share)
+    }
+
+    /// The longest that somebody who is overdue is not looked at. No longer than the sweep would leave it: with a pause of
+    /// a second, an order would be more than a second late once nothing stands in its way.
+    fn longest_while_overdue(&self) -> Duration {
+        self.retry_longest.min(self.sweep_every)
     }
 }
 
@@ -91,12 +99,16 @@ pub enum News {
     Closed(Batch, Answer),
     /// These alarms stand confirmed in the broker under a new message.
     Armed(Vec<Receipt>),
-    /// These do not.
+    /// These do not, and no other would: the broker is away, or does not answer.
     NotArmed(Vec<ArmJob>),
+    /// These do not, for a reason of their own: their queue is not there, or takes nothing.
+    ArmRefused(Vec<ArmJob>),
     /// These stand committed in `parked_alarms`.
     Parked(Vec<Receipt>),
-    /// These do not.
+    /// These do not, and no other would: the database is away.
     NotParked(Vec<(Parcel, Receipt)>),
+    /// These do not, for a reason of their own: the database refuses their row.
+    ParkRefused(Vec<(Parcel, Receipt)>),
     Swept(SweptPage),
     /// The database could not be asked for overdue orders.
     NotSwept,
@@ -111,9 +123,11 @@ pub enum News {
 pub enum Errand {
     /// Then report [`News::Closed`].
     Close(Batch),
-    /// Publish a fresh alarm each, then report [`News::Armed`] for what is confirmed and [`News::NotArmed`].
+    /// Publish a fresh alarm each, then report [`News::Armed`] for what is confirmed, and [`News::NotArmed`] or
+    /// [`News::ArmRefused`] for the rest.
     Arm(Vec<ArmJob>),
-    /// Then report [`News::Parked`] once committed, or [`News::NotParked`].
+    /// Then report [`News::Parked`] once committed, and [`News::NotParked`] or [`News::ParkRefused`] for the rest. No
+    /// other is given out before all of it is reported.
     Park(Vec<(Parcel, Receipt)>),
     Settle(Vec<(Receipt, Settlement)>),
     /// Then report [`News::Swept`] or [`News::NotSwept`].
@@ -127,6 +141,14 @@ const LONGEST_JITTER: Duration = Duration::from_secs(1);
 /// many woken at once, the first batch would wait until the last of them is.
 const WOKEN_AT_ONCE: usize = 1_024;
 
+/// Alarms parked by one statement: their bodies are 16 KiB at most, so some megabytes. And one statement at a time, so
+/// that somebody's heap of nonsense does not take the sweep's connections.
+const PARKED_AT_ONCE: usize = 256;
+
+/// For so long after a batch waited for a lock in vain no batch waits for any: its holder may keep it, and each batch
+/// with an order that needs it would hold up a closer for as long again.
+const NO_WAITING_AFTER_A_LOCK: Duration = Duration::from_secs(1);
+
 /// Everything the worker has in hand.
 #[derive(Debug)]
 pub struct Desk {
@@ -138,8 +160,12 @@ pub struct Desk {
     again: Lingering,
     /// Found by the sweep.
     overdue: Lingering,
+    /// Batches that waited for a lock in vain, with when they did: tried again whole, without waiting.
+    hurried: VecDeque<(Batch, Moment)>,
     /// Parts of batches that failed, with when they did.
     parts: VecDeque<(Batch, Moment)>,
+    /// Until when no batch waits for a lock.
+    hurried_until: Option<Moment>,
     /// Orders that are due and wait for a closer or are with one, and how often each. The sweep leaves them alone.
     in_hand: HashMap<OrderId, u32>,
     idle_closers: usize,
@@ -151,8 +177,10 @@ pub struct Desk {
     draining: bool,
     arm: Vec<ArmJob>,
     arm_later: Later<ArmJob>,
-    park: Vec<(Parcel, Receipt)>,
+    park: VecDeque<(Parcel, Receipt)>,
     park_later: Later<(Parcel, Receipt)>,
+    /// How many are being parked.
+    parking: usize,
     settle: Vec<(Receipt, Settlement)>,
     /// The latest time it was told.
     latest: Moment,
@@ -177,7 +205,9 @@ impl Desk {
             fresh: Lingering::default(),
             again: Lingering::default(),
             overdue: Lingering::default(),
+            hurried: VecDeque::new(),
             parts: VecDeque::new(),
+            hurried_until: None,
             in_hand: HashMap::new(),
             idle_closers,
             trouble_had_last_closer: false,
@@ -188,8 +218,9 @@ impl Desk {
             draining: false,
             arm: Vec::new(),
             arm_later: Later::default(),
-            park: Vec::new(),
+            park: VecDeque::new(),
             park_later: Later::default(),
+            parking: 0,
             settle: Vec::new(),
             latest: Moment::from_unix_micros(i64::MIN),
             swept: 0,
@@ -203,33 +234,26 @@ impl Desk {
             News::Delivered(delivered) => self.receive(delivered, now),
             News::Closed(batch, answer) => self.conclude(batch, answer, now),
             News::Armed(receipts) => {
-                self.arm_later.succeeded();
+                self.arm_later.succeeded(&receipts);
                 self.acknowledge(receipts);
             }
+            News::NotArmed(jobs) => self.arm_again(jobs, Cause::Everybodys, now),
+            News::ArmRefused(jobs) => self.arm_again(jobs, Cause::Its, now),
             News::Parked(receipts) => {
-                self.park_later.succeeded();
+                self.parking -= receipts.len();
+                self.park_later.succeeded(&receipts);
                 self.acknowledge(receipts);
             }
-            News::NotArmed(jobs) if self.draining => self.give_back(jobs.into_iter().map(|job| job.receipt)),
-            News::NotArmed(mut jobs) => {
-                jobs.retain(|job| job.receipt.session >= self.session);
-                self.arm_later.put(jobs, now, &self.policy);
-            }
-            News::NotParked(parcels) if self.draining => {
-                self.give_back(parcels.into_iter().map(|(_, receipt)| receipt))
-            }
-            News::NotParked(mut parcels) => {
-                parcels.retain(|(_, receipt)| receipt.session >= self.session);
-                self.park_later.put(parcels, now, &self.policy);
-            }
+            News::NotParked(parcels) => self.park_again(parcels, Cause::Everybodys, now),
+            News::ParkRefused(parcels) => self.park_again(parcels, Cause::Its, now),
             News::Swept(page) => self.take_overdue(page, now),
             News::NotSwept => self.sweep.not_found(&self.policy, now),
             News::SessionOpened(number) => {
                 self.session = self.session.max(number);
                 self.broker_is_here = true;
                 // What came in a session that has ended is delivered again; done here as well it would be done twice.
-                self.arm_later.retain(|job| job.receipt.session >= number);
-                self.park_later.retain(|(_, receipt)| receipt.session >= number);
+                self.arm_later.keep_from(number);
+                self.park_later.keep_from(number);
             }
             News::SessionEnded => {
                 self.broker_is_here = false;
@@ -259,8 +283,9 @@ impl Desk {
         if !self.arm.is_empty() {
             errands.push(Errand::Arm(std::mem::take(&mut self.arm)));
         }
-        if !self.park.is_empty() {
-            errands.push(Errand::Park(std::mem::take(&mut self.park)));
+        if self.parking == 0 && !self.park.is_empty() {
+            self.parking = self.park.len().min(PARKED_AT_ONCE);
+            errands.push(Errand::Park(self.park.drain(..self.parking).collect()));
         }
         if !self.settle.is_empty() {
             errands.push(Errand::Settle(std::mem::take(&mut self.settle)));
@@ -299,10 +324,12 @@ impl Desk {
         for queue in [&mut self.fresh, &mut self.again, &mut self.overdue] {
             waiting.extend(queue.take(usize::MAX));
         }
-        waiting.extend(self.parts.drain(..).flat_map(|(batch, _)| batch.cases));
+        waiting.extend(self.hurried.drain(..).chain(self.parts.drain(..)).flat_map(|(batch, _)| batch.cases));
         let jobs = self.arm_later.drain().into_iter().map(|job| job.receipt);
         let parcels = self.park_later.drain().into_iter().map(|(_, receipt)| receipt);
-        let receipts: Vec<Receipt> = waiting.iter().filter_map(receipt_of).chain(jobs).chain(parcels).collect();
+        let unparked = self.park.drain(..).map(|(_, receipt)| receipt);
+        let receipts: Vec<Receipt> =
+            waiting.iter().filter_map(receipt_of).chain(jobs).chain(parcels).chain(unparked).collect();
         self.give_back(receipts);
     }
 
@@ -353,9 +380,10 @@ impl Desk {
         for queue in [&mut self.fresh, &mut self.again, &mut self.overdue] {
             queue.clock_was_set_back(now);
         }
-        for (_, since) in &mut self.parts {
+        for (_, since) in self.hurried.iter_mut().chain(&mut self.parts) {
             *since = now.min(*since);
         }
+        self.hurried_until = None;
         if let Some(away) = &mut self.away {
             away.since = now.min(away.since);
             away.ask_again_at = now.min(away.ask_again_at);
@@ -379,14 +407,14 @@ impl Desk {
             return self.give_back([receipt]);
         }
         match content {
-            Err(parcel) => self.park.push((parcel, receipt)),
+            Err(parcel) => self.park.push_back((parcel, receipt)),
             Ok(alarm) if inlet == Inlet::Parked => {
                 let detail = "the broker dead-lettered it; look at the worker's log around its deliveries";
-                self.park.push((Parcel::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
+                self.park.push_back((Parcel::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
             }
             Ok(alarm) if alarm.deadline() > now + self.policy.max_delay => {
                 let detail = "the deadline lies further ahead than delay.max_delay allows; correct it at the publisher";
-                self.park.push((Parcel::of(&alarm, ParkReason::TooFar, detail), receipt));
+                self.park.push_back((Parcel::of(&alarm, ParkReason::TooFar, detail), receipt));
             }
             Ok(mut alarm) => {
                 // A publisher whose clock runs ahead must not make its message younger than it is.
@@ -403,6 +431,33 @@ impl Desk {
                     }
                 }
             }
+        }
+    }
+
+    /// Those of a session that has ended are delivered again.
+    fn arm_again(&mut self, mut jobs: Vec<ArmJob>, cause: Cause, now: Moment) {
+        if self.draining {
+            return self.give_back(jobs.into_iter().map(|job| job.receipt));
+        }
+        jobs.retain(|job| job.receipt.session >= self.session);
+        self.arm_later.put(jobs, cause, now, &self.policy);
+        if self.broker_is_here {
+            let given_up = self.arm_later.take_impatient(now, self.policy.away_patience);
+            self.give_back(given_up.into_iter().map(|job| job.receipt));
+        }
+    }
+
+    /// The same for what is to be parked.
+    fn park_again(&mut self, mut parcels: Vec<(Parcel, Receipt)>, cause: Cause, now: Moment) {
+        self.parking -= parcels.len();
+        if self.draining {
+            return self.give_back(parcels.into_iter().map(|(_, receipt)| receipt));
+        }
+        parcels.retain(|(_, receipt)| receipt.session >= self.session);
+        self.park_later.put(parcels, cause, now, &self.policy);
+        if self.broker_is_here {
+            let given_up = self.park_later.take_impatient(now, self.policy.away_patience);
+            self.give_back(given_up.into_iter().map(|(_, receipt)| receipt));
         }
     }
 
@@ -474,6 +529,10 @@ impl Desk {
         self.note_whether_away(&answer, now);
         match answer {
             Ok(findings) => self.conclude_each(batch.cases, &findings, now),
+            Err(CloseFault::Transient(_)) if batch.patient && !self.draining => {
+                self.hurried_until = Some(now + NO_WAITING_AFTER_A_LOCK);
+                self.hurried.push_back((Batch { patient: false, ..batch }, now));
+            }
             Err(CloseFault::Transient(_) | CloseFault::OfTheOrder(_)) if batch.cases.len() > 1 && !self.draining => {
                 self.take_apart(batch, now);
             }
@@ -522,7 +581,7 @@ impl Desk {
             return;
         }
         let (since, asked) = self.away.map_or((now, 0), |away| (away.since, away.asked + 1));
-        let pause = self.policy.pause_while_away(asked);
+        let pause = self.policy.pause(asked).min(self.policy.longest_while_overdue());
         self.away = Some(Away { since, asked, ask_again_at: now + pause });
     }
 
@@ -533,10 +592,10 @@ impl Desk {
         match next {
             Next::Ack => self.acknowledge([receipt]),
             Next::AwaitDeadline(deadline) => self.await_deadline(case, deadline, now),
-            Next::AskAgain => self.put_back(case, Duration::from_millis(1), now),
-            Next::Pause => self.put_back(case, self.policy.retry_first, now),
+            Next::AskAgain => self.put_back(case, Duration::from_millis(1), self.policy.longest_while_overdue(), now),
+            Next::Pause => self.put_back(case, self.policy.retry_first, self.policy.longest_while_overdue(), now),
             Next::Retry => self.retry(case, now),
-            Next::Park(reason, why) => self.park.push((Parcel::of(&case.alarm, reason, why), receipt)),
+            Next::Park(reason, why) => self.park.push_back((Parcel::of(&case.alarm, reason, why), receipt)),
         }
     }
 
@@ -547,16 +606,16 @@ impl Desk {
         self.place(case, now);
     }
 
-    /// Back after `first`, the next time after twice that, within `retry_longest`; not counted as a failure. In
-    /// the end by way of the broker, which does not wait for an acknowledgement for ever.
-    fn put_back(&mut self, mut case: Case, first: Duration, now: Moment) {
+    /// Back after `first`, the next time after twice that, within `longest`; not counted as a failure. In the end by way
+    /// of the broker, which does not wait for an acknowledgement for ever.
+    fn put_back(&mut self, mut case: Case, first: Duration, longest: Duration, now: Moment) {
         // min: the clock may have been set back since.
         let since = case.paused_since.map_or(now, |since| now.min(since));
         case.paused_since = Some(since);
         if now.since(since) >= self.policy.away_patience {
             return self.arm(case, Wanted::NotBefore(now + self.policy.retry_longest));
         }
-        let wait = (first * 2_u32.saturating_pow(case.pauses.min(16))).min(self.policy.retry_longest);
+        let wait = (first * 2_u32.saturating_pow(case.pauses.min(16))).min(longest);
         case.pauses = case.pauses.saturating_add(1);
         self.wait_until(now + wait, case);
     }
@@ -565,7 +624,7 @@ impl Desk {
     /// not fill the prefetch window.
     fn retry(&mut self, mut case: Case, now: Moment) {
         if case.alarm.attempt == 0 && self.policy.doubling(case.pauses) <= self.policy.retry_longest {
-            return self.put_back(case, self.policy.retry_first, now);
+            return self.put_back(case, self.policy.retry_first, self.policy.retry_longest, now);
         }
         let wait = self.policy.retry_longest * 2_u32.saturating_pow(case.alarm.attempt.min(5));
         // Saturating: the first attempt's number came with the message.

@@ -93,7 +93,8 @@ impl Sweep {
     pub fn not_found(&mut self, policy: &Policy, now: Moment) {
         self.asking = false;
         self.after = None;
-        self.next_at = Some(now + policy.doubling(self.failures).clamp(policy.sweep_every, 2 * policy.sweep_every));
+        let pause = policy.doubling(self.failures).clamp(policy.sweep_every, 2 * policy.sweep_every);
+        self.next_at = Some(now + pause.mul_f64(policy.pause_share));
         self.failures = self.failures.saturating_add(1);
     }
 

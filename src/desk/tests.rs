@@ -20,6 +20,7 @@ fn policy() -> Policy {
         sweep_every: Duration::from_secs(100_000),
         sweep_grace: Duration::from_millis(500),
         sweep_page: 4,
+        pause_share: 1.0,
     }
 }
 
@@ -282,13 +283,36 @@ fn a_batch_that_fails_is_taken_apart_behind_what_waits_until_the_one_to_blame_st
 }
 
 #[test]
+fn a_batch_that_waited_for_a_lock_in_vain_is_tried_again_whole_and_for_a_second_nobody_waits() {
+    let mut desk = Desk::new(Policy { batch_size: 100, ..policy() });
+    for tag in 1..=10 {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
+    }
+    let waited = batches(&mut desk, at_ms(1_002)).remove(0);
+    assert!(waited.patient);
+    desk.hear(delivered("takes long", at_ms(1_000), 1, 11), at_ms(1_003));
+    assert_eq!(batches(&mut desk, at_ms(1_005)).len(), 1);
+    answer(&mut desk, waited, &Err(CloseFault::Transient("a lock".into())), at_ms(1_200));
+
+    let hurried = batches(&mut desk, at_ms(1_200)).remove(0);
+    assert_eq!((hurried.cases.len(), hurried.patient), (10, false), "by the only closer that is idle");
+    answer(&mut desk, hurried, &found(Outcome::Closed), at_ms(1_205));
+    for (order, ms, patient) in [("soon", 1_300, false), ("later", 2_201, true)] {
+        desk.hear(delivered(order, at_ms(ms), 1, 20), at_ms(ms));
+        let Some(Errand::Close(batch)) = desk.errands(at_ms(ms + 2)).into_iter().next() else { panic!() };
+        assert_eq!(batch.patient, patient, "{order}");
+        answer(&mut desk, batch, &found(Outcome::Closed), at_ms(ms + 5));
+    }
+}
+
+#[test]
 fn parts_of_a_failed_batch_leave_a_closer_to_what_is_fresh() {
     let mut desk = Desk::new(policy());
     for tag in 1..=3 {
         desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
     }
     let batch = batches(&mut desk, at_ms(1_000)).remove(0);
-    answer(&mut desk, batch, &Err(CloseFault::Transient("a lock".into())), at_ms(1_010));
+    answer(&mut desk, batch, &Err(CloseFault::OfTheOrder("a trigger says no".into())), at_ms(1_010));
     let parts = batches(&mut desk, at_ms(1_010));
     assert_eq!(parts.iter().map(|part| part.cases.len()).collect::<Vec<_>>(), [1], "one of two closers");
     for tag in 4..=6 {
@@ -315,6 +339,79 @@ fn what_the_broker_did_not_confirm_is_armed_again_later_unless_it_was_delivered_
     desk.hear(News::SessionOpened(2), at_ms(1_080));
     assert_eq!(desk.errands(at_ms(9_000)), vec![], "the broker delivers it again; armed here too there would be two");
     assert!(desk.wants_deliveries(at_ms(20_000)), "nothing is failing any more");
+}
+
+#[test]
+fn an_alarm_that_is_refused_while_others_are_armed_goes_back_in_time_and_ends_no_intake() {
+    let mut desk = Desk::new(policy());
+    desk.hear(News::SessionOpened(1), at_ms(1_000));
+    desk.hear(delivered("refused", at_ms(60_000), 1, 1), at_ms(1_000));
+    let mut now = at_ms(1_000);
+    let Some(Errand::Arm(mut jobs)) = desk.errands(now).pop() else { panic!() };
+    let refused = jobs[0].receipt;
+    for tag in 2.. {
+        // Another is armed meanwhile.
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(60_000), 1, tag), now);
+        let Some(Errand::Arm(other)) = desk.errands(now).pop() else { panic!() };
+        desk.hear(News::Armed(vec![other[0].receipt]), now);
+        let Some(Errand::Settle(_)) = desk.errands(now).pop() else { panic!() };
+        desk.hear(News::ArmRefused(jobs), now);
+        assert!(desk.wants_deliveries(now));
+        if now.since(at_ms(1_000)) >= policy().away_patience {
+            assert_eq!(desk.errands(now), vec![Errand::Settle(vec![(refused, Settlement::Requeue)])]);
+            return;
+        }
+        let wake_at = desk.wake_at().unwrap();
+        assert!(wake_at.since(now) <= policy().retry_longest, "after {:?}", wake_at.since(now));
+        assert!(
+            tag < 6 || wake_at.since(now) > policy().retry_first,
+            "the others' success does not shorten its pauses"
+        );
+        now = wake_at;
+        let Some(Errand::Arm(again)) = desk.errands(now).pop() else { panic!() };
+        jobs = again;
+    }
+}
+
+#[test]
+fn a_row_that_is_refused_goes_back_in_time_and_ends_no_intake_while_a_database_that_is_away_does() {
+    for refused in [true, false] {
+        let mut desk = Desk::new(policy());
+        desk.hear(News::SessionOpened(1), at_ms(1_000));
+        desk.hear(delivered("far", at_ms(253_370_764_800_000), 1, 1), at_ms(1_000));
+        let mut now = at_ms(1_000);
+        while now <= at_ms(14_000) {
+            match desk.errands(now).pop() {
+                Some(Errand::Park(parcels)) if refused => desk.hear(News::ParkRefused(parcels), now),
+                Some(Errand::Park(parcels)) => desk.hear(News::NotParked(parcels), now),
+                Some(Errand::Settle(settled)) => {
+                    assert_eq!((settled[0].1, refused), (Settlement::Requeue, true));
+                    break;
+                }
+                other => panic!("{other:?}"),
+            }
+            now = desk.wake_at().unwrap().min(now + policy().retry_longest);
+        }
+        assert_eq!((desk.wants_deliveries(now), now <= at_ms(14_000)), (refused, refused), "given back if refused");
+    }
+}
+
+#[test]
+fn a_heap_of_nonsense_is_parked_bit_by_bit() {
+    let mut desk = Desk::new(policy());
+    for tag in 0..1_000 {
+        desk.hear(delivered("a", at_ms(253_370_764_800_000), 1, tag), at_ms(1_000));
+    }
+    let mut parked = 0;
+    while parked < 1_000 {
+        let mut errands = desk.errands(at_ms(1_000));
+        errands.retain(|errand| matches!(errand, Errand::Park(_)));
+        let Some(Errand::Park(parcels)) = errands.pop() else { panic!("nothing to park") };
+        assert!(errands.is_empty() && parcels.len() <= PARKED_AT_ONCE);
+        assert!(!matches!(desk.errands(at_ms(1_000))[..], [Errand::Park(_), ..]), "one statement at a time");
+        parked += parcels.len();
+        desk.hear(News::Parked(parcels.into_iter().map(|(_, receipt)| receipt).collect()), at_ms(1_000));
+    }
 }
 
 /// A desk whose sweep is due every 250 ms, past its first pause.

@@ -107,11 +107,11 @@ impl AlarmRelay {
         self.outbox.age().await
     }
 
-    /// Deletes what was handed over long enough ago.
+    /// Deletes some of what was handed over long enough ago; returns whether there is more.
     ///
     /// # Errors
     /// sqlx's.
-    pub async fn forget_old(&self) -> Result<(), sqlx::Error> {
+    pub async fn forget_old(&self) -> Result<bool, sqlx::Error> {
         self.outbox.forget_old().await
     }
 

@@ -35,27 +35,30 @@ pub(super) struct Floor {
     why_away: String,
     /// Why the database's clock could not be read the last time.
     why_unanswered: Option<String>,
-    swept: Swept,
-    stuck: Stuck,
+    /// How many orders the sweep has closed.
+    swept: Warning<usize>,
+    /// An overdue order that the sweep could not close, and why.
+    stuck: Warning<Option<(OrderId, String)>>,
     signs: Signs,
 }
 
-/// What the sweep has closed since the last warning.
+/// What a warning is to be about, gathered since it was last said.
 #[derive(Debug, Default)]
-struct Swept {
-    orders: usize,
-    since: Option<Instant>,
+struct Warning<T> {
+    about: T,
+    said: Option<Instant>,
 }
 
-/// An overdue order that the sweep could not close since the last warning, and why.
-#[derive(Debug, Default)]
-struct Stuck {
-    order: Option<(OrderId, String)>,
-    since: Option<Instant>,
-}
-
-fn is_worth_saying(since: Option<Instant>) -> bool {
-    since.is_none_or(|since| since.elapsed() >= SWEEP_WARNING_EVERY)
+impl<T: Default + PartialEq> Warning<T> {
+    /// What to say now, if there is anything and it was not said just before.
+    fn take_due(&mut self) -> Option<T> {
+        let is_due = self.said.is_none_or(|said| said.elapsed() >= SWEEP_WARNING_EVERY);
+        if !is_due || self.about == T::default() {
+            return None;
+        }
+        self.said = Some(Instant::now());
+        Some(std::mem::take(&mut self.about))
+    }
 }
 
 impl Floor {
@@ -78,8 +81,8 @@ impl Floor {
             database_is_away: false,
             why_away: String::new(),
             why_unanswered: None,
-            swept: Swept::default(),
-            stuck: Stuck::default(),
+            swept: Warning::default(),
+            stuck: Warning::default(),
             signs,
         }
     }
@@ -147,7 +150,7 @@ impl Floor {
                     News::Closed(batch, Err(CloseFault::OfTheOrder(why))) if batch.by == ClosedBy::Sweep => {
                         // The fault of one order only where it stood alone.
                         if let [case] = &batch.cases[..] {
-                            self.stuck.order = Some((case.alarm.order_id().clone(), why.clone()));
+                            self.stuck.about = Some((case.alarm.order_id().clone(), why.clone()));
                         }
                     }
                     News::Armed(receipts) => self.signs.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
@@ -167,7 +170,7 @@ impl Floor {
             Note::NoClock(why) => self.why_unanswered = Some(why),
             // Without the broker nobody expects an alarm.
             Note::ClosedBySweep(orders) if self.desk.broker_is_here() => {
-                self.swept.orders += orders;
+                self.swept.about += orders;
                 self.say_what_was_swept();
             }
             Note::ClosedBySweep(_) => {}
@@ -176,23 +179,19 @@ impl Floor {
 
     /// Says once a minute at most that orders were closed which no alarm had woken.
     fn say_what_was_swept(&mut self) {
-        if self.swept.orders > 0 && is_worth_saying(self.swept.since) {
+        if let Some(orders) = self.swept.take_due() {
             warn!(
-                orders = self.swept.orders,
+                orders,
                 "overdue orders were closed by the sweep, no alarm had come for them in time; is every order scheduled, and is the broker keeping up?"
             );
-            self.swept = Swept { orders: 0, since: Some(Instant::now()) };
         }
     }
 
     /// The same for orders that cannot be closed, and that no alarm speaks for: nothing is parked of them.
     fn say_who_is_stuck(&mut self) {
-        if is_worth_saying(self.stuck.since)
-            && let Some((order_id, why)) = self.stuck.order.take()
-        {
+        if let Some((order_id, why)) = self.stuck.take_due().flatten() {
             let orders = self.desk.troubled();
             warn!(orders, %order_id, %why, "overdue orders cannot be closed, this one among them; they are tried again, at most five minutes apart");
-            self.stuck.since = Some(Instant::now());
         }
     }
 

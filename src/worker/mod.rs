@@ -136,6 +136,7 @@ impl Worker {
             settlement_queue,
             phase_seen,
             notes.clone(),
+            confirmed.no_queue(),
             signs.clone(),
         );
         let supervising = tokio::spawn(supervisor.run(self.first_session));
@@ -218,7 +219,8 @@ fn longest_turn(settings: &Settings) -> Duration {
     LOOP_PATIENCE + settings.announce.poll + 2 * broker + CALLS_PER_TURN * database
 }
 
-fn policy(settings: &Settings) -> Policy {
+/// The desk's bounds, as these settings have them.
+pub(crate) fn policy(settings: &Settings) -> Policy {
     Policy {
         hold_max: settings.worker.hold_max,
         max_delay: settings.delay.max_delay,
@@ -233,6 +235,7 @@ fn policy(settings: &Settings) -> Policy {
         sweep_every: settings.sweep.every,
         sweep_grace: settings.sweep.grace,
         sweep_page: SWEEP_PAGE,
+        pause_share: fastrand::f64() / 2.0 + 0.5,
     }
 }
 

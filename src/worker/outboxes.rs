@@ -154,12 +154,15 @@ impl Outboxes {
         }
     }
 
+    /// Some rows a turn: what a night has left behind, or a shorter `announce.keep`, must not keep alarms waiting.
     async fn forget_old(&mut self) -> Result<(), NotRelayed> {
         if Instant::now() < self.forget_at {
             return Ok(());
         }
-        self.forget_at = Instant::now() + FORGET_EVERY;
-        self.alarms.forget_old().await?;
-        Ok(self.events.forget_old().await?)
+        let (more_alarms, more_events) = (self.alarms.forget_old().await?, self.events.forget_old().await?);
+        if !more_alarms && !more_events {
+            self.forget_at = Instant::now() + FORGET_EVERY;
+        }
+        Ok(())
     }
 }

@@ -2,7 +2,6 @@
 //!
 //! One try each: whether and when to try again is the desk's to say.
 
-use std::collections::VecDeque;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -11,7 +10,7 @@ use tracing::{debug, warn};
 
 use super::Signs;
 use crate::alarm::{ArmJob, Parcel, Receipt};
-use crate::arm::Armer;
+use crate::arm::{Armer, Written};
 use crate::clock::{ClockSample, DatabaseClock};
 use crate::close::Closer;
 use crate::database::{Database, Trouble, trouble, why};
@@ -20,8 +19,6 @@ use crate::order::{ClosedBy, Moment, OrderId, Outcome, SweepPage};
 use crate::park;
 use crate::sweep::Sweeper;
 
-/// Alarms parked by one statement: their bodies are 16 KiB at most, so some megabytes.
-const PARKED_AT_ONCE: usize = 256;
 /// How often the database's clock is read.
 const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
 
@@ -91,20 +88,22 @@ impl Steps {
     pub fn arm(&self, jobs: Vec<ArmJob>, clock: DatabaseClock) {
         let armer = self.armer.clone();
         self.spawn(async move {
-            let (confirmed, failed) = armer.write(jobs, clock).await;
-            let armed = (!confirmed.is_empty()).then_some(Note::News(News::Armed(confirmed)));
-            let not_armed = (!failed.is_empty()).then_some(Note::News(News::NotArmed(failed)));
-            [armed, not_armed].into_iter().flatten().collect()
+            let Written { confirmed, refused, failed } = armer.write(jobs, clock).await;
+            [news(confirmed, News::Armed), news(refused, News::ArmRefused), news(failed, News::NotArmed)]
+                .into_iter()
+                .flatten()
+                .collect()
         });
     }
 
     pub fn park(&self, parcels: Vec<Addressed>) {
         let (database, signs) = (self.database.clone(), self.signs.clone());
         self.spawn(async move {
-            let (parked, not_parked) = park_all(&database, &signs, parcels).await;
-            let parked = (!parked.is_empty()).then_some(Note::News(News::Parked(parked)));
-            let not_parked = (!not_parked.is_empty()).then_some(Note::News(News::NotParked(not_parked)));
-            [parked, not_parked].into_iter().flatten().collect()
+            let Shelved { parked, refused, failed } = park_all(&database, &signs, parcels).await;
+            [news(parked, News::Parked), news(refused, News::ParkRefused), news(failed, News::NotParked)]
+                .into_iter()
+                .flatten()
+                .collect()
         });
     }
 
@@ -149,31 +148,64 @@ fn log_answer(batch: &Batch, answer: &Answer, now: Moment) -> usize {
     closed
 }
 
-/// What is parked, and what is not. One that the database refuses does not keep the others out.
-async fn park_all(database: &Database, signs: &Signs, parcels: Vec<Addressed>) -> (Vec<Receipt>, Vec<Addressed>) {
-    let (mut parked, mut not_parked) = (Vec::new(), Vec::new());
-    let mut waiting: VecDeque<Vec<Addressed>> = parcels.chunks(PARKED_AT_ONCE).map(<[Addressed]>::to_vec).collect();
-    while let Some(chunk) = waiting.pop_front() {
-        let contents: Vec<&Parcel> = chunk.iter().map(|(parcel, _)| parcel).collect();
-        match park::park(database, &contents).await {
-            Ok(()) => {
-                contents.into_iter().for_each(|parcel| note_parked(parcel, signs));
-                parked.extend(chunk.into_iter().map(|(_, receipt)| receipt));
-            }
-            Err(error) if trouble(&error) == Trouble::Data && chunk.len() > 1 => {
-                waiting.extend(chunk.into_iter().map(|one| vec![one]));
-            }
-            Err(error) => {
-                not_parked.extend(chunk);
-                if trouble(&error) != Trouble::Data {
-                    not_parked.extend(waiting.drain(..).flatten());
-                }
-                let (error, alarms) = (why(&error), not_parked.len());
-                warn!(%error, alarms, "alarms could not be parked; they stay unacknowledged and are tried again");
-            }
+/// What became of parcels.
+#[derive(Default)]
+struct Shelved {
+    parked: Vec<Receipt>,
+    /// The database refuses their rows.
+    refused: Vec<Addressed>,
+    /// The database is away.
+    failed: Vec<Addressed>,
+}
+
+/// Together, or one by one where the database refuses a row, so that it does not keep the others out.
+async fn park_all(database: &Database, signs: &Signs, parcels: Vec<Addressed>) -> Shelved {
+    let mut shelved = Shelved::default();
+    let mut alone = match park_together(database, signs, parcels, &mut shelved).await {
+        Ok(()) => return shelved,
+        Err(parcels) => parcels.into_iter(),
+    };
+    while let Some(parcel) = alone.next() {
+        if let Err(refused) = park_together(database, signs, vec![parcel], &mut shelved).await {
+            shelved.refused.extend(refused);
+        } else if !shelved.failed.is_empty() {
+            shelved.failed.extend(alone);
+            break;
         }
     }
-    (parked, not_parked)
+    shelved
+}
+
+/// By one statement.
+///
+/// # Errors
+/// The parcels, one of which at least is refused.
+async fn park_together(
+    database: &Database,
+    signs: &Signs,
+    parcels: Vec<Addressed>,
+    shelved: &mut Shelved,
+) -> Result<(), Vec<Addressed>> {
+    let contents: Vec<&Parcel> = parcels.iter().map(|(parcel, _)| parcel).collect();
+    let Err(error) = park::park(database, &contents).await else {
+        contents.into_iter().for_each(|parcel| note_parked(parcel, signs));
+        shelved.parked.extend(parcels.into_iter().map(|(_, receipt)| receipt));
+        return Ok(());
+    };
+    let alarms = parcels.len();
+    if trouble(&error) != Trouble::Data || alarms == 1 {
+        warn!(error = why(&error), alarms, "alarms could not be parked; they stay unacknowledged and are tried again");
+    }
+    if trouble(&error) == Trouble::Data {
+        return Err(parcels);
+    }
+    shelved.failed.extend(parcels);
+    Ok(())
+}
+
+/// Nothing to say of nobody.
+fn news<T>(about: Vec<T>, news: impl FnOnce(Vec<T>) -> News) -> Option<Note> {
+    (!about.is_empty()).then(|| Note::News(news(about)))
 }
 
 fn note_parked(parcel: &Parcel, signs: &Signs) {

@@ -3,9 +3,10 @@
 //! Decides when to consume from the phase alone; what becomes of a delivery is the desk's business.
 
 use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::Instant;
 use tracing::{info, warn};
 
@@ -46,6 +47,8 @@ pub(super) struct Supervisor {
     phase: watch::Receiver<Phase>,
     notes: mpsc::UnboundedSender<Note>,
     next_session: u64,
+    /// Woken when a queue is found to be missing.
+    no_queue: Arc<Notify>,
     signs: Signs,
 }
 
@@ -56,9 +59,10 @@ impl Supervisor {
         settlements: mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>,
         phase: watch::Receiver<Phase>,
         notes: mpsc::UnboundedSender<Note>,
+        no_queue: Arc<Notify>,
         signs: Signs,
     ) -> Self {
-        Self { settings, inbox, settlements, phase, notes, next_session: FIRST_SESSION + 1, signs }
+        Self { settings, inbox, settlements, phase, notes, next_session: FIRST_SESSION + 1, no_queue, signs }
     }
 
     pub async fn run(mut self, first: Option<Session>) {
@@ -155,6 +159,10 @@ impl Supervisor {
                         return error.to_string();
                     }
                 }
+                () = self.no_queue.notified() => match session.declare_again(&self.settings).await {
+                    Ok(()) => info!("a message found no queue; whatever was missing has been declared again"),
+                    Err(fault) => warn!(%fault, "a message found no queue, and what is missing cannot be declared"),
+                },
                 _ = self.phase.changed() => {}
                 () = tokio::time::sleep(BEAT_EVERY) => {}
             }

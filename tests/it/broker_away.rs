@@ -6,17 +6,22 @@ use std::time::Duration;
 
 use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
-use order_timeout::Publisher;
+use order_timeout::{Publisher, Settings};
 
 use crate::support::away::{
     COMING_BACK, assert_all_closed_and_heard, assert_nothing_is_scheduled, be_impatient, behind, is_consumed,
-    keep_events, meanwhile, on_private_broker, schedule, wait_until_scheduling_works,
+    keep_events, meanwhile, on_private_broker_with, schedule, wait_until_scheduling_works,
 };
 use crate::support::private::Private;
 use crate::support::proxy::{Direction, Proxy};
-use crate::support::{Order, RunningWorker, Stage, on_stage, wait_for, wait_within};
+use crate::support::{Order, RunningWorker, Stage, alarms_alone, on_stage, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
+
+fn impatient_and_without_the_sweep(settings: &mut Settings) {
+    be_impatient(settings);
+    alarms_alone(settings);
+}
 
 /// Orders whose alarms the worker holds unacknowledged.
 async fn held_by_the_worker(stage: &Stage, count: usize, delay: Duration) -> Vec<Order> {
@@ -33,19 +38,20 @@ async fn assert_closed(stage: &Stage, held: &[Order]) {
     }
 }
 
-/// Insists that everything was closed once by its alarm, and announced.
-async fn assert_all_closed(stage: &Stage) {
+/// Insists that everything was closed once, by its alarm, and announced.
+async fn assert_all_closed_by_alarms(stage: &Stage) {
     let unpaid = async || stage.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
     wait_within(COMING_BACK, "every order's close", async || unpaid().await == 0).await;
     let unsent = async || stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;
     wait_within(COMING_BACK, "every event sent", async || unsent().await == 0).await;
     assert_eq!(stage.parked().await, []);
+    stage.assert_closed_by_alarms().await;
     stage.assert_ledger().await;
 }
 
 #[test]
 fn a_broker_that_blocks_publishers_for_want_of_memory_costs_no_alarm() {
-    on_private_broker(async |stage: Arc<Stage>, broker: Arc<Private>| {
+    on_private_broker_with(&[], alarms_alone, async |stage: Arc<Stage>, broker: Arc<Private>| {
         let kept_events = keep_events(&stage).await;
         let publisher = stage.publisher().await;
         let worker = stage.worker().await;
@@ -63,6 +69,7 @@ fn a_broker_that_blocks_publishers_for_want_of_memory_costs_no_alarm() {
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.6"]));
         wait_until_scheduling_works(&stage, &publisher).await;
         assert_all_closed_and_heard(&stage, &kept_events).await;
+        stage.assert_closed_by_alarms().await;
         worker.stop().await;
         stage.reconnected().await.assert_nothing_left_undone().await;
     });
@@ -70,7 +77,7 @@ fn a_broker_that_blocks_publishers_for_want_of_memory_costs_no_alarm() {
 
 #[test]
 fn a_broker_that_stands_still_costs_no_alarm() {
-    on_private_broker(async |stage: Arc<Stage>, broker: Arc<Private>| {
+    on_private_broker_with(&[], alarms_alone, async |stage: Arc<Stage>, broker: Arc<Private>| {
         let publisher = stage.publisher().await;
         let worker = stage.worker().await;
         let kept_events = keep_events(&stage.reconnected().await).await;
@@ -82,6 +89,7 @@ fn a_broker_that_stands_still_costs_no_alarm() {
         broker.go_on();
         wait_until_scheduling_works(&stage, &publisher).await;
         assert_all_closed_and_heard(&stage, &kept_events).await;
+        stage.assert_closed_by_alarms().await;
         worker.stop().await;
         stage.reconnected().await.assert_nothing_left_undone().await;
     });
@@ -89,7 +97,7 @@ fn a_broker_that_stands_still_costs_no_alarm() {
 
 #[test]
 fn channels_that_die_in_the_broker_are_opened_again() {
-    on_private_broker(async |stage: Arc<Stage>, broker: Arc<Private>| {
+    on_private_broker_with(&[], alarms_alone, async |stage: Arc<Stage>, broker: Arc<Private>| {
         let publisher = stage.publisher().await;
         let worker = stage.worker().await;
         let kept_events = keep_events(&stage.reconnected().await).await;
@@ -102,6 +110,7 @@ fn channels_that_die_in_the_broker_are_opened_again() {
             assert_closed(&stage, &held).await;
         }
         assert_all_closed_and_heard(&stage, &kept_events).await;
+        stage.assert_closed_by_alarms().await;
         worker.stop().await;
         stage.reconnected().await.assert_nothing_left_undone().await;
     });
@@ -109,7 +118,7 @@ fn channels_that_die_in_the_broker_are_opened_again() {
 
 #[test]
 fn rights_that_are_taken_away_and_given_back_cost_no_alarm() {
-    on_private_broker(async |stage: Arc<Stage>, broker: Arc<Private>| {
+    on_private_broker_with(&[], alarms_alone, async |stage: Arc<Stage>, broker: Arc<Private>| {
         let kept_events = keep_events(&stage).await;
         let publisher = stage.publisher().await;
         let worker = stage.worker().await;
@@ -132,6 +141,7 @@ fn rights_that_are_taken_away_and_given_back_cost_no_alarm() {
         });
         wait_until_scheduling_works(&stage, &publisher).await;
         assert_all_closed_and_heard(&stage, &kept_events).await;
+        stage.assert_closed_by_alarms().await;
         worker.stop().await;
         stage.reconnected().await.assert_nothing_left_undone().await;
     });
@@ -152,7 +162,7 @@ async fn survive(stage: &Stage, go_wrong: impl FnOnce(&Proxy)) {
     network.restore();
     wait_until_scheduling_works(stage, &publisher).await;
     schedule(stage, &publisher, 20, 6 * SECOND).await;
-    assert_all_closed(stage).await;
+    assert_all_closed_by_alarms(stage).await;
     // The broker delivers again what was not acknowledged once it has given up the old connections: then there are
     // those of the session, of the worker's publishing, and of the publisher.
     wait_for("the end of the old connections", async || network.open() <= 3).await;
@@ -165,31 +175,31 @@ async fn survive(stage: &Stage, go_wrong: impl FnOnce(&Proxy)) {
 
 #[test]
 fn a_network_that_is_cut_costs_no_alarm() {
-    on_stage(be_impatient, async |stage| survive(&stage, Proxy::cut).await);
+    on_stage(impatient_and_without_the_sweep, async |stage| survive(&stage, Proxy::cut).await);
 }
 
 #[test]
 fn a_broker_host_that_has_vanished_costs_no_alarm() {
-    on_stage(be_impatient, async |stage| survive(&stage, Proxy::stall).await);
+    on_stage(impatient_and_without_the_sweep, async |stage| survive(&stage, Proxy::stall).await);
 }
 
 #[test]
 fn a_network_that_carries_nothing_to_the_broker_costs_no_alarm() {
-    on_stage(be_impatient, async |stage| {
+    on_stage(impatient_and_without_the_sweep, async |stage| {
         survive(&stage, |network| network.stall_one_way(Direction::ToServer)).await;
     });
 }
 
 #[test]
 fn a_network_that_carries_nothing_from_the_broker_costs_no_alarm() {
-    on_stage(be_impatient, async |stage| {
+    on_stage(impatient_and_without_the_sweep, async |stage| {
         survive(&stage, |network| network.stall_one_way(Direction::ToClient)).await;
     });
 }
 
 #[test]
 fn connections_that_are_reset_or_half_closed_again_and_again_cost_no_alarm() {
-    on_stage(be_impatient, async |stage| {
+    on_stage(impatient_and_without_the_sweep, async |stage| {
         let network = Proxy::before(&stage.settings.amqp.url).await;
         let settings = behind(&stage, &network);
         let publisher = Publisher::connect(&settings).await.unwrap();
@@ -206,7 +216,7 @@ fn connections_that_are_reset_or_half_closed_again_and_again_cost_no_alarm() {
             wait_for("another connection", async || network.accepted() > accepted).await;
             wait_until_scheduling_works(&stage, &publisher).await;
         }
-        assert_all_closed(&stage).await;
+        assert_all_closed_by_alarms(&stage).await;
         worker.stop().await;
         stage.assert_nothing_left_undone().await;
     });
@@ -214,7 +224,7 @@ fn connections_that_are_reset_or_half_closed_again_and_again_cost_no_alarm() {
 
 #[test]
 fn a_slow_network_costs_no_alarm() {
-    on_stage(be_impatient, async |stage| {
+    on_stage(impatient_and_without_the_sweep, async |stage| {
         let network = Proxy::before(&stage.settings.amqp.url).await;
         let settings = behind(&stage, &network);
         let publisher = Publisher::connect(&settings).await.unwrap();
@@ -224,7 +234,7 @@ fn a_slow_network_costs_no_alarm() {
         let accepted = network.accepted();
         schedule(&stage, &publisher, 20, 4 * SECOND).await;
         schedule(&stage, &publisher, 20, 8 * SECOND).await;
-        assert_all_closed(&stage).await;
+        assert_all_closed_by_alarms(&stage).await;
         // One of them is the worker's for publishing.
         assert!(network.accepted() <= accepted + 1, "no connection was given up");
         worker.stop().await;
@@ -234,7 +244,7 @@ fn a_slow_network_costs_no_alarm() {
 
 #[test]
 fn a_queue_recreated_as_something_else_is_refused_until_it_is_mended() {
-    on_stage(be_impatient, async |stage| {
+    on_stage(impatient_and_without_the_sweep, async |stage| {
         let worker = stage.worker().await;
         let held = held_by_the_worker(&stage, 10, 3 * SECOND).await;
         let queue = stage.names().timeout();
@@ -252,7 +262,7 @@ fn a_queue_recreated_as_something_else_is_refused_until_it_is_mended() {
         wait_within(COMING_BACK, "the queue, consumed again", async || is_consumed(&stage, &queue).await).await;
         let later = stage.orders(10, SECOND).await;
         stage.deliver(&later).await;
-        assert_all_closed(&stage).await;
+        assert_all_closed_by_alarms(&stage).await;
         worker.stop().await;
         stage.assert_nothing_left_undone().await;
     });

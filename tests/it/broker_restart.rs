@@ -87,6 +87,26 @@ fn a_worker_that_starts_while_the_broker_is_away_works_when_it_comes() {
 }
 
 #[test]
+fn a_slot_of_the_wheel_deleted_under_a_running_worker_is_declared_again_for_the_first_alarm_that_needs_it() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let worker = stage.worker().await;
+            let topology = order_timeout::topology::Topology::new(&stage.settings);
+            for queue in topology.queues.iter().filter(|queue| queue.name.contains(".wheel.")) {
+                stage.channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+            }
+            let publisher = stage.publisher().await;
+            schedule(&stage, &publisher, 10, 8 * SECOND).await;
+            wait_for("every close", async || stage.closed().await == 10).await;
+            worker.stop().await;
+            stage.assert_nothing_left_undone().await;
+            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 10);
+        },
+    );
+}
+
+#[test]
 fn a_queue_deleted_under_a_running_worker_is_declared_again_and_consumed() {
     on_stage(
         |_| {},

@@ -356,6 +356,36 @@ fn a_locked_article_holds_up_nobody_elses_orders() {
 }
 
 #[test]
+fn an_article_that_stays_locked_makes_no_order_of_another_late() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            stage.stock("another", 1_000).await;
+            let worker = stage.worker().await;
+            // Orders of both fall due all the time, for as long as it takes to see a backlog grow.
+            let locked = stage.orders(300, SECOND).await;
+            let innocent = stage.orders_of("another", 150, SECOND).await;
+            let spread = "UPDATE orders o SET expires_at = o.expires_at + n.n * interval '40 ms'
+                          FROM (SELECT order_id, (row_number() OVER (PARTITION BY article_id ORDER BY order_id) - 1)
+                                       / CASE article_id WHEN 'another' THEN 1 ELSE 2 END AS n FROM order_items) n
+                          WHERE n.order_id = o.id";
+            sqlx::query(spread).execute(&stage.pool).await.unwrap();
+            let mut transaction = stage.pool.begin().await.unwrap();
+            let lock = sqlx::query("SELECT FROM stock WHERE article_id = 'article' FOR UPDATE");
+            lock.execute(&mut *transaction).await.unwrap();
+            stage.deliver(&locked).await;
+            stage.deliver(&innocent).await;
+            wait_for("every innocent order's close", async || stage.closed().await == 150).await;
+            let latest_ms = stage.lateness_ms().await.pop().unwrap();
+            transaction.rollback().await.unwrap();
+            assert_each_closed_by_its_alarm(&stage, 450).await;
+            worker.stop().await;
+            assert!(latest_ms < 1_000.0, "an order of an article that nobody holds was {latest_ms} ms late");
+        },
+    );
+}
+
+#[test]
 fn an_order_in_a_status_of_the_shops_own_does_not_make_the_worker_spin() {
     on_stage(be_impatient, async |stage| {
         sqlx::query("ALTER TYPE order_status ADD VALUE 'refunded'").execute(&stage.pool).await.unwrap();

@@ -25,6 +25,7 @@ mod publisher;
 mod readme;
 mod redelivery;
 mod secrets;
+mod shards;
 mod sweep;
 mod tidy;
 mod tls;

@@ -42,13 +42,13 @@ fn bindings_of(stage: &Stage, lane: &str) -> Vec<Binding> {
 async fn lane_depth(stage: &Stage, lane: &str) -> usize {
     let mut depth = 0;
     for binding in bindings_of(stage, lane) {
-        depth += stage.depth(&binding.queue).await as usize;
+        depth += stage.depth(binding.destination.name()).await as usize;
     }
     depth
 }
 
 async fn unbind(stage: &Stage, binding: &Binding) {
-    let (queue, exchange, key) = (binding.queue.as_str(), binding.exchange.as_str(), binding.routing_key.as_str());
+    let (queue, exchange, key) = (binding.destination.name(), binding.exchange.as_str(), binding.routing_key.as_str());
     stage.channel.queue_unbind(queue.into(), exchange.into(), key.into(), FieldTable::default()).await.unwrap();
 }
 
@@ -255,8 +255,8 @@ fn a_lane_never_copies() {
             assert_eq!(count, 1_000);
             wait_for("all in the lane", async || lane_depth(&stage, "40s").await == 1_000).await;
             for binding in bindings_of(&stage, "40s") {
-                let depth = stage.depth(&binding.queue).await;
-                assert!((150..350).contains(&depth), "{depth} of 1 000 in {}, one of four", binding.queue);
+                let depth = stage.depth(binding.destination.name()).await;
+                assert!((150..350).contains(&depth), "{depth} of 1 000 in {}, one of four", binding.destination.name());
             }
             stage.assert_ledger().await;
         },
@@ -321,7 +321,7 @@ async fn refuse(stage: &Stage, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> 
     wait_for("what was confirmed, and nothing else", async || lane_depth(stage, "40s").await == safe).await;
     // As soon as the lane runs empty it takes alarms again, on the same connection.
     for binding in bindings_of(stage, "40s") {
-        stage.channel.queue_purge(binding.queue.as_str().into(), Default::default()).await.unwrap();
+        stage.channel.queue_purge(binding.destination.name().into(), Default::default()).await.unwrap();
     }
     let works_again = async || publisher.schedule(fresh_id().as_str(), ahead(40 * SECOND)).await.is_ok();
     wait_for("the lane taking alarms again", works_again).await;

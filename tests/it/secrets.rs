@@ -4,7 +4,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use order_timeout::Settings;
+use order_timeout::worker::Worker;
+use order_timeout::{Publisher, Settings};
 use secrecy::ExposeSecret;
 use sqlx::AssertSqlSafe;
 use uuid::Uuid;
@@ -104,6 +105,7 @@ fn no_password_is_ever_shown() {
             let (of_the_test, pool) = (stage.clone(), stage.pool.clone());
             let outcome = tokio::spawn(async move {
                 where_all_is_well(&secret, &settings, &of_the_test).await;
+                what_is_printed_for_debugging(&secret, &settings).await;
                 where_something_is_wrong(&secret, &settings).await;
             });
             let outcome = outcome.await;
@@ -185,6 +187,16 @@ async fn what_a_worker_logs(secret: &Secret, settings: &Settings, stage: &Stage,
     let said = String::from_utf8_lossy(&std::fs::read(log.path()).unwrap()).into_owned();
     secret.assert_not_in("the worker", &said);
     said
+}
+
+/// As `dbg!` and an `unwrap` print it in whatever program embeds the library.
+async fn what_is_printed_for_debugging(secret: &Secret, settings: &Settings) {
+    let worker = Worker::start(settings.clone()).await.unwrap();
+    let publisher = Publisher::connect(settings).await.unwrap();
+    for (what, said) in [("Settings", format!("{settings:?}")), ("Publisher", format!("{publisher:?}"))] {
+        secret.assert_not_in(what, &said);
+    }
+    secret.assert_not_in("Worker", &format!("{worker:?}"));
 }
 
 /// The binary with addresses that lead nowhere, in the sections that this key is not of: should it take a wrong setting

@@ -24,14 +24,24 @@ pub const COMING_BACK: Duration = Duration::from_secs(60);
 pub fn on_private_broker<F: Future<Output = ()> + Send + 'static>(
     test: impl FnOnce(Arc<Stage>, Arc<Private>) -> F + Send + 'static,
 ) {
-    let broker = Arc::new(Private::broker(&[]));
-    let adjust = |settings: &mut Settings| {
+    on_private_broker_with(&[], |_| {}, test);
+}
+
+/// The same with `options` of `scripts/private broker start`; `adjust` changes the settings before anything is created.
+pub fn on_private_broker_with<F: Future<Output = ()> + Send + 'static>(
+    options: &[&str],
+    adjust: impl FnOnce(&mut Settings),
+    test: impl FnOnce(Arc<Stage>, Arc<Private>) -> F + Send + 'static,
+) {
+    let broker = Arc::new(Private::broker(options));
+    let adjust_all = |settings: &mut Settings| {
         settings.amqp.url = broker.url.clone().into();
         settings.amqp.connect_timeout = 2 * SECOND;
         settings.amqp.confirm_timeout = 2 * SECOND;
+        adjust(settings);
     };
     let for_test = broker.clone();
-    on_stage(adjust, move |stage| test(stage, for_test));
+    on_stage(adjust_all, move |stage| test(stage, for_test));
 }
 
 /// Runs a test on a stage whose database it may take away. The broker is the usual one.
@@ -151,10 +161,13 @@ pub async fn assert_all_closed_and_heard(stage: &Stage, kept_events: &str) {
 
 /// Whether somebody consumes this queue.
 pub async fn is_consumed(stage: &Stage, queue: &str) -> bool {
+    consumers(stage, queue).await > 0
+}
+
+/// How many consume this queue; none if it is not there.
+pub async fn consumers(stage: &Stage, queue: &str) -> u32 {
     let channel = stage.broker.create_channel().await.unwrap();
     let passive = QueueDeclareOptions { passive: true, ..Default::default() };
-    match channel.queue_declare(queue.into(), passive, FieldTable::default()).await {
-        Ok(queue) => queue.consumer_count() > 0,
-        Err(_) => false,
-    }
+    let queue = channel.queue_declare(queue.into(), passive, FieldTable::default()).await;
+    queue.map_or(0, |queue| queue.consumer_count())
 }

@@ -15,6 +15,7 @@ pub mod till;
 
 use std::future::Future;
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -90,6 +91,8 @@ pub fn small_settings() -> Settings {
     settings.worker.hold_max = Duration::from_millis(3_500);
     // Out of the way: most tests are about alarms, and on a busy machine the sweep would be faster.
     settings.sweep.grace = Duration::from_secs(60);
+    // A busy machine takes its time over a thousand confirms; who tests the bound sets his own.
+    settings.amqp.confirm_timeout = Duration::from_secs(20);
     settings.retry.missing_for = Duration::from_secs(2);
     settings.retry.max_attempts = 1;
     settings.worker.shutdown_grace = Duration::from_secs(10);
@@ -97,6 +100,16 @@ pub fn small_settings() -> Settings {
     settings.http.listen = Listen(None);
     settings.validate().expect("the tests' settings are valid");
     settings
+}
+
+/// Takes the sweep away altogether: where an alarm is lost, its order stays unpaid for ever. A long grace would not do,
+/// for there is none while the broker is away.
+pub fn alarms_alone(settings: &mut Settings) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let path = |file: &str| root.join(file).to_str().expect("a path in plain letters").to_owned();
+    // Both or neither may be given; the first is what stands there by default.
+    settings.orders.close_sql = path("sql/close.sql");
+    settings.orders.overdue_sql = path("tests/fixtures/nothing_overdue.sql");
 }
 
 /// The address with some of its parts replaced: user and password, host and port, and what follows the slash.
@@ -174,6 +187,12 @@ impl Stage {
 
     pub fn names(&self) -> Names {
         Names::new(&self.settings.namespace)
+    }
+
+    /// Whatever a worker consumes.
+    pub fn consumed_queues(&self) -> Vec<String> {
+        let shards = (0..self.settings.worker.shards).map(|shard| self.names().shard(shard));
+        shards.chain([self.names().arm(), self.names().parked()]).collect()
     }
 
     pub async fn publisher(&self) -> Publisher {
@@ -271,6 +290,12 @@ impl Stage {
         self.count("SELECT count(*) FROM orders WHERE status = 'closed'").await
     }
 
+    /// Insists that no order was closed but by its alarm.
+    pub async fn assert_closed_by_alarms(&self) {
+        let others = "SELECT count(*) FROM orders WHERE closed_by <> 'alarm'";
+        assert_eq!(self.count(others).await, 0, "closed, and not by an alarm");
+    }
+
     /// The promises that hold after every test, whatever it did.
     pub async fn assert_ledger(&self) {
         Ledger::read(&self.pool).await.unwrap().assert_balanced();
@@ -322,7 +347,7 @@ impl Stage {
 
     /// Insists that every delivery was acknowledged: nothing is left where the worker consumes. Ask after it stopped.
     pub async fn assert_drained(&self) {
-        for queue in [self.names().timeout(), self.names().arm(), self.names().parked()] {
+        for queue in self.consumed_queues() {
             assert_eq!(self.take_out(&queue).await.len(), 0, "messages left in {queue}");
         }
     }
@@ -331,7 +356,7 @@ impl Stage {
     /// or paid. After a fault, for the sweep may have closed an order before its alarm was delivered again, and a worker
     /// that stops just then gives it back.
     pub async fn assert_nothing_left_undone(&self) {
-        for queue in [self.names().timeout(), self.names().arm(), self.names().parked()] {
+        for queue in self.consumed_queues() {
             for body in self.take_out(&queue).await {
                 let due = TimeoutDue::read(&body, None).unwrap_or_else(|fault| panic!("left in {queue}: {fault}"));
                 let unpaid: bool = sqlx::query_scalar("SELECT status = 'unpaid' FROM orders WHERE id::text = $1")

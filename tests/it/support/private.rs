@@ -7,6 +7,8 @@ use std::sync::{Mutex, PoisonError};
 
 use uuid::Uuid;
 
+use super::process::{behind_the_name, wait_until_it_stands_still};
+
 /// A broker that starts keeps a core busy for seconds. Several at once, and none is up in time on a small machine.
 static STARTING: Mutex<()> = Mutex::new(());
 
@@ -18,9 +20,11 @@ pub struct Private {
 }
 
 impl Private {
-    /// A fresh broker; `options` are those of `scripts/private broker start`.
+    /// A fresh broker, configured as the compose stack's; `options` are those of `scripts/private broker start`, and a
+    /// configuration among them takes the place of ours.
     pub fn broker(options: &[&str]) -> Self {
-        Self::start("broker", options)
+        let deployed = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/rabbitmq/advanced.config");
+        Self::start("broker", &[&["--config", deployed], options].concat())
     }
 
     /// A fresh database server; `options` are those of `scripts/private postgres start`.
@@ -65,12 +69,12 @@ impl Private {
     /// Halts every process of it (SIGSTOP): its connections stand, and nobody answers. Undone by [`Self::go_on`], or by
     /// its end.
     pub fn halt(&self) {
-        self.signal_all(libc::SIGSTOP);
+        self.signal_all(libc::SIGSTOP, wait_until_it_stands_still);
     }
 
     /// Lets it go on where it was halted (SIGCONT).
     pub fn go_on(&self) {
-        self.signal_all(libc::SIGCONT);
+        self.signal_all(libc::SIGCONT, |_| ());
     }
 
     /// The broker's own log.
@@ -93,13 +97,17 @@ impl Private {
         value.unwrap_or_else(|| panic!("no {name} is recorded")).to_owned()
     }
 
-    fn signal_all(&self, signal: libc::c_int) {
+    /// To its first process, and then to that one's children, whom a first process that stands still cannot add to.
+    fn signal_all(&self, signal: libc::c_int, wait: impl Fn(libc::pid_t)) {
         let first: libc::pid_t = self.recorded("PID").parse().expect("a pid of a server that runs");
-        for pid in std::iter::once(first).chain(children_of(first)) {
+        let send = |pid| {
             // SAFETY: a plain system call. One of the children may have ended a moment ago.
             let sent = unsafe { libc::kill(pid, signal) };
             assert!(sent == 0 || pid != first, "the private {} is gone", self.kind);
-        }
+            wait(pid);
+        };
+        send(first);
+        children_of(first).into_iter().for_each(send);
     }
 
     /// `rabbitmqctl` on this broker.
@@ -123,9 +131,7 @@ impl Private {
 fn children_of(parent: libc::pid_t) -> Vec<libc::pid_t> {
     let is_child = |pid: &libc::pid_t| {
         let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
-        // The name in the second field may hold blanks and brackets: count from behind its last bracket.
-        let fields = stat.rsplit(") ").next().unwrap_or_default();
-        fields.split(' ').nth(1).is_some_and(|field| field == parent.to_string())
+        behind_the_name(&stat).split(' ').nth(1).is_some_and(|field| field == parent.to_string())
     };
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
     processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_child).collect()

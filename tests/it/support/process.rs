@@ -1,12 +1,16 @@
 //! The real binary as a child process: for command-line tests, and for workers that are really killed.
 
 use std::fs::File;
+use std::io::Write;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use order_timeout::Settings;
 use secrecy::ExposeSecret;
+
+/// A signal reaches a thread within a moment, unless the machine is very busy.
+const STANDS_STILL_WITHIN: Duration = Duration::from_secs(10);
 
 /// The binary with a clean environment: nothing but what the settings of a stage say.
 pub fn order_timeout(settings: &Settings) -> Command {
@@ -43,7 +47,10 @@ fn stage_arguments(settings: &Settings) -> Vec<String> {
         })
         .collect();
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}.toml", settings.namespace));
-    std::fs::write(&file, format!("[delay]\nrings = [{}]\n", rings.join(", "))).unwrap();
+    // In one piece: a worker that was started a moment ago may be reading it.
+    let mut whole = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    writeln!(whole, "[delay]\nrings = [{}]", rings.join(", ")).unwrap();
+    whole.persist(&file).unwrap();
     let lanes: Vec<&str> = settings.delay.lanes.iter().map(|lane| lane.name.as_str()).collect();
     let mut arguments = vec!["--config".to_owned(), file.display().to_string()];
     for (key, value) in [
@@ -61,6 +68,8 @@ fn stage_arguments(settings: &Settings) -> Vec<String> {
         ("worker.away_patience", millis(settings.worker.away_patience)),
         ("worker.shutdown_grace", millis(settings.worker.shutdown_grace)),
         ("sweep.grace", millis(settings.sweep.grace)),
+        ("orders.close_sql", settings.orders.close_sql.clone()),
+        ("orders.overdue_sql", settings.orders.overdue_sql.clone()),
         ("retry.missing_for", millis(settings.retry.missing_for)),
         ("http.listen", settings.http.listen.0.map_or_else(String::new, |address| address.to_string())),
         ("retry.max_attempts", settings.retry.max_attempts.to_string()),
@@ -117,6 +126,7 @@ impl WorkerProcess {
     /// SIGSTOP: it stands still, with everything it holds. Undone by [`Self::go_on`]; it can be killed as it is.
     pub fn halt(&self) {
         self.signal(libc::SIGSTOP);
+        wait_until_it_stands_still(libc::pid_t::try_from(self.child.id()).unwrap());
     }
 
     /// SIGCONT: it goes on as if nothing had happened.
@@ -156,4 +166,29 @@ impl Drop for WorkerProcess {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// After a SIGSTOP: a thread that was just running goes on a little longer, and may even answer. One that has ended
+/// stands still as well.
+pub fn wait_until_it_stands_still(pid: libc::pid_t) {
+    let began = Instant::now();
+    while !stands_still(pid) {
+        assert!(began.elapsed() < STANDS_STILL_WITHIN, "process {pid} goes on");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn stands_still(pid: libc::pid_t) -> bool {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
+    threads.flatten().all(|thread| {
+        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        // T is stopped, Z has ended.
+        stat.is_empty() || behind_the_name(&stat).starts_with(['T', 'Z'])
+    })
+}
+
+/// The third field of `/proc/PID/stat` and what follows it. The name in the second may hold blanks and brackets, so it is
+/// looked for from behind.
+pub fn behind_the_name(stat: &str) -> &str {
+    stat.rsplit(") ").next().unwrap_or_default()
 }

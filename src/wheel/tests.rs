@@ -1,0 +1,580 @@
+//! The wheel by example, then for whatever settings are accepted: nothing comes late, no retry comes early, nothing goes
+//! round, and no slot keeps anybody behind another, whoever was away for how long.
+//!
+//! Pure: a broker's slots and a worker are modelled as queues; time is a number. Publishers do not occur, for none of
+//! their clocks has a say in the wheel.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::LazyLock;
+
+use proptest::prelude::*;
+use proptest::sample::Index;
+use proptest::test_runner::TestCaseError;
+
+use super::*;
+use crate::alarm::{Alarm, Delivered, Inlet, Receipt, Wanted};
+use crate::config::{RingSettings, Settings};
+use crate::desk::{Desk, Errand, News, Policy};
+use crate::message::TimeoutDue;
+use crate::order::{CloseFault, OrderId};
+
+type Checked = Result<(), TestCaseError>;
+
+/// What a TTL in whole milliseconds may add.
+const ROUNDING: Duration = Duration::from_millis(1);
+/// What a deadline may lie ahead, whatever the rings: none, next to none, about a minute, an hour, months, years.
+const DELAYS_MS: [u64; 7] = [0, 1, 59_999, 60_000, 61 * 60_000, 32 * 86_400_000, 2 * 365 * 86_400_000];
+/// So that no test follows an alarm through more stays in the coarsest ring than this.
+const MOST_STAYS: u32 = 300;
+
+fn ring(name: &str, unit_s: u64, slots: u16, early_s: u64) -> Ring {
+    Ring { name: name.into(), unit: Duration::from_secs(unit_s), slots, early: Duration::from_secs(early_s) }
+}
+
+fn wheel() -> Wheel {
+    Wheel::new(vec![ring("5s", 5, 20, 5), ring("1m", 60, 90, 10), ring("1h", 3_600, 36, 300)]).unwrap()
+}
+
+fn at(seconds: i64) -> Moment {
+    Moment::from_unix_micros(seconds * 1_000_000)
+}
+
+fn shifted(moment: Moment, micros: i64) -> Moment {
+    Moment::from_unix_micros(moment.unix_micros().saturating_add(micros))
+}
+
+#[test]
+fn rings_that_could_loop_are_refused() {
+    // 16 units of 5 s reach 80 s; a 1 m slot hands over up to 70 s ahead; a 2 m slot up to 130 s.
+    assert!(Wheel::new(vec![ring("5s", 5, 20, 5), ring("1m", 60, 90, 10)]).is_ok());
+    let gap = Wheel::new(vec![ring("5s", 5, 20, 5), ring("2m", 120, 90, 10)]).unwrap_err();
+    assert!(matches!(gap, BadWheel::Gap { .. }), "{gap}");
+    assert_eq!(Wheel::new(vec![]), Err(BadWheel::NoRings));
+}
+
+#[test]
+fn a_slot_lets_go_its_margin_before_its_unit_begins() {
+    let Place::Slot { ring: 0, slot, ttl } = wheel().place(at(1_033), at(1_000)) else { panic!() };
+    assert_eq!((slot, ttl), (206 % 20, Duration::from_secs(1_030 - 5 - 1_000)));
+}
+
+#[test]
+fn what_is_due_soon_goes_straight_to_processing() {
+    assert_eq!(wheel().place(at(1_003), at(1_000)), Place::Due);
+    assert_eq!(wheel().place(at(900), at(1_000)), Place::Due);
+}
+
+#[test]
+fn a_retry_takes_the_first_slot_that_does_not_let_go_before_its_time() {
+    let in_slot = |wake_at| match wheel().place_retry(wake_at, at(1_000)) {
+        Place::Slot { ring, ttl, .. } => (ring, ttl),
+        Place::Due => panic!("it comes back at once"),
+    };
+    // Finest slots let go at 1 000 s, 1 005 s and so on, those of a minute ten seconds before the minute.
+    assert_eq!(in_slot(shifted(at(1_000), 1)), (0, Duration::from_secs(5)));
+    assert_eq!(in_slot(at(1_005)), (0, Duration::from_secs(5)));
+    assert_eq!(in_slot(shifted(at(1_005), 1)), (0, Duration::from_secs(10)));
+    assert_eq!(in_slot(at(1_080)), (0, Duration::from_secs(80)));
+    assert_eq!(in_slot(shifted(at(1_080), 1)), (1, Duration::from_secs(1_130 - 1_000)));
+    assert_eq!(wheel().place_retry(at(1_000), at(1_000)), Place::Due, "its time has come");
+}
+
+#[test]
+fn a_lead_that_is_longer_than_the_finest_ring_reaches_leaves_retries_their_wait() {
+    for (lead_s, finest) in [(90, ring("5s", 5, 20, 90)), (10, ring("1s", 1, 12, 10))] {
+        let unit = finest.unit;
+        let wheel = Wheel::new(vec![finest]).unwrap();
+        let Place::Slot { ttl, .. } = wheel.place_retry(at(1_002), at(1_000)) else { panic!("lead {lead_s}") };
+        assert!((Duration::from_secs(2)..Duration::from_secs(2) + unit).contains(&ttl), "lead {lead_s}: {ttl:?}");
+        let far = wheel.place(at(5_000), at(1_000));
+        assert!(matches!(far, Place::Slot { .. }), "lead {lead_s}: what is far away goes round and round");
+    }
+}
+
+#[test]
+fn the_desk_asks_for_no_longer_wait_than_settings_provide_for() {
+    let settings = Settings::defaults();
+    let mut longest = Duration::ZERO;
+    for attempt in 0..40 {
+        let mut desk = Desk::new(policy(&settings));
+        let due = TimeoutDue { order_id: OrderId::new("order-1").unwrap(), deadline: at(1_000) };
+        let alarm = Alarm { due, attempt, born: None, traceparent: None };
+        let receipt = Receipt { session: 1, channel: 0, tag: 1 };
+        desk.hear(News::Delivered(Delivered { receipt, inlet: Inlet::Timeout, content: Ok(alarm) }), at(1_000));
+        for now in (0..1_000).map(|tenths| at(1_000) + tenths * Duration::from_millis(100)) {
+            let mut errands = VecDeque::from(desk.errands(now));
+            while let Some(errand) = errands.pop_front() {
+                if let Errand::Arm(jobs) = &errand {
+                    let Wanted::NotBefore(moment) = jobs[0].wanted else { panic!("{jobs:?}") };
+                    longest = longest.max(moment.since(now));
+                } else if let Errand::Close(batch) = errand {
+                    desk.hear(News::Closed(batch, Err(CloseFault::OfTheOrder("a trigger says no".into()))), now);
+                    errands.extend(desk.errands(now));
+                }
+            }
+        }
+    }
+    assert_eq!(longest, settings.retry.longest_wait());
+}
+
+fn policy(settings: &Settings) -> Policy {
+    let endless = Policy { max_attempts: u32::MAX, ..crate::worker::policy(settings) };
+    Policy { sweep_every: Duration::from_secs(3_600), sweep_page: 1, pause_share: 1.0, ..endless }
+}
+
+// ------------------------------------------------------------------------------------------------ accepted settings
+
+/// A ring as it is drawn: how many units the finer one's reach holds, in thousandths, and the margin in thousandths of
+/// what that leaves; or, for the finest, a unit.
+type DrawnRing = (u64, u16, u64);
+
+/// Settings as `Settings::validate` accepts them, the lead longer than the finest ring among them, with `hold_max` from
+/// the shortest that goes with them. What is drawn is close to what is accepted, on both sides.
+fn accepted() -> impl Strategy<Value = Settings> {
+    let unit_ms = prop_oneof![Just(100_u64), 100..2_000_u64, 1_000..60_000_u64, Just(5_000_u64)];
+    let lead_ms = prop_oneof![Just(0_u64), 0..2_000_u64, 0..20_000_u64, 0..=600_000_u64];
+    let slots = prop_oneof![Just(6_u16), 6..14_u16, 6..120_u16, 6..=1_000_u16];
+    let coarser = proptest::collection::vec((1..1_020_u64, slots.clone(), 0..1_020_u64), 0..4);
+    let longest_ms = prop_oneof![Just(1_000_u64), 1..2_000_u64, 1..=60_000_u64];
+    (unit_ms, lead_ms, slots, coarser, prop_oneof![Just(0_u64), 0..600_000_u64], longest_ms).prop_filter_map(
+        "settings that are refused",
+        |(unit_ms, lead_ms, slots, coarser, hold_more_ms, longest_ms)| {
+            let settings = drawn(unit_ms, lead_ms, slots, &coarser, hold_more_ms, longest_ms);
+            settings.validate().is_ok().then_some(settings)
+        },
+    )
+}
+
+fn drawn(
+    unit_ms: u64,
+    lead_ms: u64,
+    slots: u16,
+    coarser: &[DrawnRing],
+    hold_more_ms: u64,
+    longest_ms: u64,
+) -> Settings {
+    // Read once: thousands are drawn.
+    static DEFAULTS: LazyLock<Settings> = LazyLock::new(Settings::defaults);
+    let mut settings = DEFAULTS.clone();
+    let mut rings = vec![RingSettings { unit: Duration::from_millis(unit_ms), slots, early: None }];
+    for (unit_in_1000, slots, early_in_1000) in coarser {
+        let finer = rings.last().expect("one at least");
+        let reach_ms = u64::try_from(finer.unit.as_millis()).unwrap() * (u64::from(finer.slots) * 5 / 6);
+        let unit_ms = reach_ms * unit_in_1000 / 1_000;
+        let early_ms = reach_ms.saturating_sub(unit_ms) * early_in_1000 / 1_000;
+        let [unit, early] = [unit_ms, early_ms].map(Duration::from_millis);
+        rings.push(RingSettings { unit, slots: *slots, early: Some(early) });
+    }
+    settings.delay.rings = rings;
+    settings.delay.lead = Duration::from_millis(lead_ms);
+    settings.worker.hold_max = Duration::from_millis(lead_ms + unit_ms + 2_000 + hold_more_ms);
+    settings.retry.longest = Duration::from_millis(longest_ms);
+    settings.retry.first = settings.retry.first.min(settings.retry.longest);
+    settings
+}
+
+/// A length of time that matters to a wheel.
+#[derive(Debug, Clone)]
+enum Span {
+    Millis(u64),
+    /// So many units of one of its rings, and a little more or less.
+    Units {
+        ring: Index,
+        units: u32,
+        more_us: i64,
+    },
+    /// One of its rings' reach (or the whole ring), and a little more or less.
+    Round {
+        ring: Index,
+        whole: bool,
+        more_us: i64,
+    },
+}
+
+fn span() -> impl Strategy<Value = Span> {
+    let more_us = || prop_oneof![Just(0_i64), -2..=2_i64, -1_500..=1_500_i64, -2_000_000..=2_000_000_i64];
+    prop_oneof![
+        2 => proptest::sample::select(DELAYS_MS.to_vec()).prop_map(Span::Millis),
+        2 => prop_oneof![0..1_000_u64, 0..100_000_u64, 0..100_000_000_u64].prop_map(Span::Millis),
+        2 => (any::<Index>(), 0..40_u32, more_us()).prop_map(|(ring, units, more_us)| Span::Units { ring, units, more_us }),
+        2 => (any::<Index>(), any::<bool>(), more_us()).prop_map(|(ring, whole, more_us)| Span::Round { ring, whole, more_us }),
+    ]
+}
+
+impl Span {
+    fn of(&self, wheel: &Wheel) -> Duration {
+        let (length, more_us) = match self {
+            Self::Millis(ms) => (Duration::from_millis(*ms), 0),
+            Self::Units { ring, units, more_us } => (ring.get(wheel.rings()).unit * *units, *more_us),
+            Self::Round { ring, whole: true, more_us } => (ring.get(wheel.rings()).span(), *more_us),
+            Self::Round { ring, whole: false, more_us } => (ring.get(wheel.rings()).reach(), *more_us),
+        };
+        let most = coarsest(wheel).longest_wait() * MOST_STAYS;
+        shifted(Moment::from_unix_micros(0) + length, more_us).since(Moment::from_unix_micros(0)).min(most)
+    }
+}
+
+/// Any time, and often one at which a slot's unit begins or at which it lets go.
+fn time() -> impl Strategy<Value = (i64, Option<(Index, bool, i64)>)> {
+    (0..4_000_000_000_000_000_i64, proptest::option::of((any::<Index>(), any::<bool>(), -2..=2_i64)))
+}
+
+fn moment((any_us, boundary): (i64, Option<(Index, bool, i64)>), wheel: &Wheel) -> Moment {
+    let Some((ring, lets_go, more_us)) = boundary else { return Moment::from_unix_micros(any_us) };
+    let ring = ring.get(wheel.rings());
+    let begins = Moment::from_unix_micros(any_us - any_us.rem_euclid(ring.unit_micros()));
+    shifted(if lets_go { begins - ring.early } else { begins }, more_us)
+}
+
+fn coarsest(wheel: &Wheel) -> &Ring {
+    wheel.rings().last().expect("one at least")
+}
+
+/// How long before it is due an alarm arrives at the latest if nothing is late: as long as the last ring that it waited
+/// in lets it go early.
+fn margin(wheel: &Wheel) -> Duration {
+    wheel.rings().iter().map(|ring| ring.early).min().unwrap_or_default()
+}
+
+/// In how many slots an alarm waits at most, one after the other: for each ring, one; and before that one for each stay
+/// in the coarsest ring, which lasts as long as its reach less a unit.
+fn most_hops(wheel: &Wheel, ahead: Duration) -> u128 {
+    wheel.rings().len() as u128 + ahead.as_micros() / coarsest(wheel).longest_wait().as_micros() + 1
+}
+
+// ------------------------------------------------------------------------------------------- one alarm, by itself
+
+/// Where an alarm goes, and that its place is one that it should have.
+fn placed(settings: &Settings, wheel: &Wheel, due: Moment, now: Moment) -> Result<Place, TestCaseError> {
+    let place = wheel.place(due, now);
+    match place {
+        // With the two seconds that `Settings::validate` leaves for the way, it is held: it does not come back.
+        Place::Due => {
+            let longest_hold = settings.worker.hold_max - Duration::from_secs(2);
+            prop_assert!(due.since(now) <= longest_hold, "sent on {:?} before it is due", due.since(now));
+        }
+        Place::Slot { ring, ttl, .. } => {
+            let early = wheel.rings()[ring].early;
+            prop_assert!(now + ttl <= due - early + ROUNDING, "ring {ring} lets it go too late");
+            prop_assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue lets go before");
+        }
+    }
+    Ok(place)
+}
+
+/// Follows an alarm from slot to slot until the worker holds it. Each lets it go, or a worker sees it, this much late.
+fn an_alarm_arrives(settings: &Settings, due: Moment, now: Moment, late: &[Duration]) -> Checked {
+    let wheel = settings.wheel().expect("accepted rings mesh");
+    let (mut now, mut hops, most) = (now, 0, most_hops(&wheel, due.since(now)));
+    let mut late = late.iter().copied().chain(std::iter::repeat(Duration::ZERO));
+    let mut arrives_by = (due - margin(&wheel)).max(now) + ROUNDING;
+    while let Place::Slot { ring, ttl, .. } = placed(settings, &wheel, due, now)? {
+        hops += 1;
+        prop_assert!(hops <= most, "more than {most} slots");
+        let late = late.next().unwrap_or_default();
+        now = now + ttl + late;
+        if late > Duration::ZERO {
+            arrives_by = arrives_by.max(now);
+        }
+        // Out of the finest ring it comes to the worker itself; from further away than that ring reaches, it goes back.
+        if ring == 0 && due.since(now) <= settings.worker.hold_max {
+            break;
+        }
+    }
+    prop_assert!(now <= arrives_by, "it arrives {:?} too late", now.since(arrives_by));
+    prop_assert!(due.since(now) <= settings.worker.hold_max, "{:?} early: it goes back", due.since(now));
+    Ok(())
+}
+
+/// Follows a retry until it is back: after its wait, within a unit of its ring, and by two hops at most.
+fn a_retry_keeps_its_wait(settings: &Settings, wait: Duration, now: Moment) -> Checked {
+    let wheel = settings.wheel().expect("accepted rings mesh");
+    let wake_at = now + wait.min(settings.retry.longest_wait());
+    // Due a while ago, as whatever is tried again.
+    let due = now - Duration::from_millis(1);
+    let Place::Slot { ring, ttl, .. } = wheel.place_retry(wake_at, now) else {
+        prop_assert!(wake_at <= now, "{:?} early, at once", wake_at.since(now));
+        return Ok(());
+    };
+    let (back, unit) = (now + ttl, wheel.rings()[ring].unit);
+    prop_assert!(back >= wake_at, "{:?} early", wake_at.since(back));
+    prop_assert!(back < wake_at + unit + ROUNDING, "{:?} late in units of {unit:?}", back.since(wake_at));
+    prop_assert!(ring == 0 || unit * 4 <= wake_at.since(now) * 5, "units of {unit:?} for {:?}", wake_at.since(now));
+    prop_assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue lets go before");
+    // Out of a coarse slot it comes by way of the inbox.
+    prop_assert!(ring == 0 || wheel.place(due, back) == Place::Due, "it is written a second time");
+    Ok(())
+}
+
+/// Both, for settings that somebody else has drawn and `Settings::validate` has accepted.
+pub(crate) fn nothing_goes_round(settings: &Settings, now: Moment) -> Checked {
+    let wheel = settings.wheel().expect("accepted rings mesh");
+    for delay_ms in DELAYS_MS {
+        let delay = Span::Millis(delay_ms).of(&wheel);
+        an_alarm_arrives(settings, now + delay, now, &[])?;
+        a_retry_keeps_its_wait(settings, delay, now)?;
+    }
+    a_retry_keeps_its_wait(settings, settings.retry.longest_wait(), now)
+}
+
+fn lateness() -> impl Strategy<Value = Vec<Duration>> {
+    // As the broker is, and as after a worker was stopped for long.
+    let late_ms = prop_oneof![4 => Just(0_u64), 4 => 0..900_u64, 1 => 0..100_000_u64, 1 => 0..100_000_000_u64];
+    proptest::collection::vec(late_ms.prop_map(Duration::from_millis), 0..6)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2_048))]
+
+    #[test]
+    fn an_alarm_reaches_the_worker_before_it_is_due_and_goes_round_nowhere(
+        settings in accepted(), time in time(), ahead in span(), late in lateness(),
+    ) {
+        let wheel = settings.wheel().unwrap();
+        let now = moment(time, &wheel);
+        an_alarm_arrives(&settings, now + ahead.of(&wheel), now, &late)?;
+    }
+
+    #[test]
+    fn a_retry_never_comes_back_before_its_time_nor_much_later(
+        settings in accepted(), time in time(), wait in span(), doublings in 0..7_u32, exactly in any::<bool>(),
+    ) {
+        let wheel = settings.wheel().unwrap();
+        let wait = if exactly { settings.retry.longest * 2_u32.pow(doublings) } else { wait.of(&wheel) };
+        a_retry_keeps_its_wait(&settings, wait, moment(time, &wheel))?;
+    }
+}
+
+#[test]
+fn with_the_default_rings_every_delay_arrives_on_time() {
+    let settings = Settings::defaults();
+    for delay_ms in DELAYS_MS {
+        for second in 0..7_200 {
+            let now = at(1_800_000_000 + second);
+            an_alarm_arrives(&settings, now + Duration::from_millis(delay_ms), now, &[]).unwrap();
+        }
+    }
+}
+
+// --------------------------------------------------------------------------------------------- many, and trouble
+
+/// What befalls a broker, a worker and those who ask something of them.
+#[derive(Debug, Clone)]
+enum Step {
+    Arm {
+        ahead: Span,
+        times: u8,
+    },
+    Retry {
+        wait: Span,
+    },
+    Pass(Span),
+    /// Nothing is let go and nothing written for so long.
+    BrokerIsDown(Span),
+    /// Nobody reads what is let go for so long.
+    WorkerIsStopped(Span),
+    /// The slot of the next message to be let go keeps what it has for so long (its target refuses).
+    SlotStaysFull(Span),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        6 => (span(), 1..4_u8).prop_map(|(ahead, times)| Step::Arm { ahead, times }),
+        3 => span().prop_map(|wait| Step::Retry { wait }),
+        6 => span().prop_map(Step::Pass),
+        1 => span().prop_map(Step::BrokerIsDown),
+        1 => span().prop_map(Step::WorkerIsStopped),
+        2 => span().prop_map(Step::SlotStaysFull),
+    ]
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Wish {
+    By(Moment),
+    NotBefore(Moment),
+}
+
+/// An alarm, and how many slots it may still wait in.
+#[derive(Debug, Clone, Copy)]
+struct Traveller {
+    wish: Wish,
+    hops_left: u128,
+    /// Since when nothing but its own wait has kept it.
+    free_since: Moment,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Waiting {
+    traveller: Traveller,
+    fires_at: Moment,
+}
+
+type SlotKey = (usize, u16);
+
+struct Model<'a> {
+    settings: &'a Settings,
+    wheel: Wheel,
+    now: Moment,
+    slots: BTreeMap<SlotKey, VecDeque<Waiting>>,
+    /// Slots that let go of nothing before then.
+    full_until: BTreeMap<SlotKey, Moment>,
+    /// What has been let go and waits for a worker, with where it comes from.
+    let_go: Vec<(SlotKey, Traveller)>,
+}
+
+impl Model<'_> {
+    fn write(&mut self, traveller: Traveller) -> Checked {
+        let place = match traveller.wish {
+            Wish::By(due) => placed(self.settings, &self.wheel, due, self.now)?,
+            Wish::NotBefore(moment) => self.wheel.place_retry(moment, self.now),
+        };
+        let Place::Slot { ring, slot, ttl } = place else { return self.arrive(traveller, ROUNDING) };
+        prop_assert!(traveller.hops_left > 0, "it goes round: {traveller:?}");
+        let fires_at = self.now + ttl;
+        let shape = &self.wheel.rings()[ring];
+        let queue = self.slots.entry((ring, slot)).or_default();
+        if let Some(last) = queue.back() {
+            prop_assert!(
+                last.fires_at <= fires_at + ROUNDING,
+                "{:?} behind a later one",
+                last.fires_at.since(fires_at)
+            );
+            let same_lap = fires_at <= last.fires_at + ROUNDING;
+            // Otherwise it is left over: its time was a sixth of the ring ago.
+            let sixth = shape.span() - shape.reach();
+            prop_assert!(same_lap || last.fires_at + sixth <= self.now + ROUNDING, "two laps in one slot");
+        }
+        let traveller = Traveller { hops_left: traveller.hops_left - 1, ..traveller };
+        queue.push_back(Waiting { traveller, fires_at });
+        Ok(())
+    }
+
+    /// It is with the worker, which holds it or tries again; this much after its moment at most.
+    fn arrive(&self, traveller: Traveller, late: Duration) -> Checked {
+        match traveller.wish {
+            Wish::By(due) => {
+                let by = (due - margin(&self.wheel)).max(traveller.free_since) + ROUNDING;
+                prop_assert!(self.now <= by, "{:?} too late", self.now.since(by));
+                prop_assert!(due.since(self.now) <= self.settings.worker.hold_max, "it goes back");
+            }
+            Wish::NotBefore(moment) => {
+                prop_assert!(self.now >= moment, "{:?} early", moment.since(self.now));
+                let by = (moment + late).max(traveller.free_since) + ROUNDING;
+                prop_assert!(self.now <= by, "{:?} too late", self.now.since(by));
+            }
+        }
+        Ok(())
+    }
+
+    /// When a slot lets go of its head.
+    fn lets_go_at(&self, key: SlotKey, head: &Waiting) -> Moment {
+        self.full_until.get(&key).map_or(head.fires_at, |until| head.fires_at.max(*until))
+    }
+
+    fn next_to_go(&self) -> Option<(Moment, SlotKey)> {
+        let heads = self.slots.iter().filter_map(|(key, slot)| Some((*key, slot.front()?)));
+        heads.map(|(key, head)| (self.lets_go_at(key, head), key)).min()
+    }
+
+    /// Slots let go until then; a worker, if one is there, sees to what they let go at once.
+    fn pass_until(&mut self, end: Moment, worker_is_there: bool) -> Checked {
+        while let Some((at, key)) = self.next_to_go().filter(|(at, _)| *at <= end) {
+            self.now = self.now.max(at);
+            let full_until = self.full_until.get(&key).copied();
+            let mut waiting = self.slots.get_mut(&key).and_then(VecDeque::pop_front).expect("it has a head");
+            let kept_until = full_until.filter(|until| *until > waiting.fires_at);
+            // Whoever stands before it, it leaves at its own time, or when its slot lets go again.
+            let leaves_by = kept_until.unwrap_or(waiting.fires_at).max(waiting.traveller.free_since) + ROUNDING;
+            prop_assert!(self.now <= leaves_by, "kept {:?} by another", self.now.since(leaves_by));
+            if let Some(until) = kept_until {
+                waiting.traveller.free_since = waiting.traveller.free_since.max(until);
+            }
+            self.let_go.push((key, waiting.traveller));
+            if worker_is_there {
+                self.see_to_what_was_let_go()?;
+            }
+        }
+        self.now = self.now.max(end);
+        Ok(())
+    }
+
+    fn see_to_what_was_let_go(&mut self) -> Checked {
+        for ((ring, _), traveller) in std::mem::take(&mut self.let_go) {
+            match traveller.wish {
+                // The inbox sends a retry on, for it is overdue; so does the processing queue's worker try it.
+                Wish::NotBefore(_) => self.arrive(traveller, self.wheel.rings()[ring].unit)?,
+                Wish::By(due) if ring == 0 && due.since(self.now) <= self.settings.worker.hold_max => {
+                    self.arrive(traveller, Duration::ZERO)?;
+                }
+                Wish::By(_) => self.write(traveller)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Whoever waits is kept by trouble that lasts until now.
+    fn trouble_ends_now(&mut self) {
+        let waiting = self.slots.values_mut().flatten().map(|waiting| &mut waiting.traveller);
+        for traveller in waiting.chain(self.let_go.iter_mut().map(|(_, traveller)| traveller)) {
+            traveller.free_since = self.now;
+        }
+    }
+
+    fn take(&mut self, step: &Step) -> Checked {
+        match step {
+            Step::Arm { ahead, times } => {
+                let ahead = ahead.of(&self.wheel);
+                let hops_left = most_hops(&self.wheel, ahead);
+                let traveller = Traveller { wish: Wish::By(self.now + ahead), hops_left, free_since: self.now };
+                (0..*times).try_for_each(|_| self.write(traveller))
+            }
+            Step::Retry { wait } => {
+                let wait = wait.of(&self.wheel).min(self.settings.retry.longest_wait());
+                self.write(Traveller { wish: Wish::NotBefore(self.now + wait), hops_left: 1, free_since: self.now })
+            }
+            Step::Pass(time) => self.pass_until(self.now + time.of(&self.wheel), true),
+            Step::BrokerIsDown(time) => {
+                self.now = self.now + time.of(&self.wheel);
+                self.trouble_ends_now();
+                Ok(())
+            }
+            Step::WorkerIsStopped(time) => {
+                self.pass_until(self.now + time.of(&self.wheel), false)?;
+                self.trouble_ends_now();
+                self.see_to_what_was_let_go()
+            }
+            Step::SlotStaysFull(time) => {
+                if let Some((_, key)) = self.next_to_go() {
+                    let until = self.now + time.of(&self.wheel);
+                    self.full_until.entry(key).and_modify(|old| *old = until.max(*old)).or_insert(until);
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1_024))]
+
+    #[test]
+    fn whoever_was_away_nobody_is_kept_by_another_and_nobody_goes_round(
+        settings in accepted(), time in time(), steps in proptest::collection::vec(step(), 1..60),
+    ) {
+        let wheel = settings.wheel().unwrap();
+        let now = moment(time, &wheel);
+        let mut model = Model {
+            settings: &settings,
+            wheel,
+            now,
+            slots: BTreeMap::new(),
+            full_until: BTreeMap::new(),
+            let_go: Vec::new(),
+        };
+        for step in &steps {
+            model.take(step)?;
+        }
+        model.pass_until(Moment::from_unix_micros(i64::MAX), true)?;
+        prop_assert!(model.slots.values().all(VecDeque::is_empty), "somebody is left behind");
+    }
+}

@@ -1,0 +1,153 @@
+//! Several processing queues: what is due is shared out among them, each alarm to one; workers take some or all; and
+//! from one to several and back nothing is lost.
+
+use std::time::Duration;
+
+use lapin::BasicProperties;
+use order_timeout::Settings;
+use order_timeout::topology::{DUE_KEY, Topology, TopologyFault};
+use uuid::Uuid;
+
+use crate::support::away::on_private_broker_with;
+use crate::support::{Order, RunningWorker, Stage, wait_for};
+
+/// The exchange type comes with RabbitMQ and is not enabled by itself.
+const WITH_THE_TYPE: [&str; 2] = ["--plugin", "rabbitmq_consistent_hash_exchange"];
+const SHARDS: u8 = 3;
+
+fn sharded(settings: &mut Settings) {
+    settings.worker.shards = SHARDS;
+}
+
+fn on_shards<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(std::sync::Arc<Stage>) -> F + Send + 'static) {
+    on_private_broker_with(&WITH_THE_TYPE, sharded, |stage, _| test(stage));
+}
+
+/// As a dead letter comes: with the message id that its publisher gave it.
+async fn deliver(stage: &Stage, orders: &[Order]) {
+    let due = stage.names().due();
+    for order in orders {
+        let id = Uuid::now_v7().to_string();
+        let properties = BasicProperties::default().with_delivery_mode(2).with_message_id(id.as_str().into());
+        stage.publish_raw(&due, DUE_KEY, &order.body(), properties).await;
+    }
+}
+
+async fn depths(stage: &Stage) -> Vec<u32> {
+    let mut depths = Vec::new();
+    for shard in 0..SHARDS {
+        depths.push(stage.depth(&stage.names().shard(shard)).await);
+    }
+    depths
+}
+
+async fn worker_taking(stage: &Stage, shards: &[u8]) -> RunningWorker {
+    let mut settings = stage.settings.clone();
+    settings.worker.take_shards = shards.to_vec();
+    RunningWorker::start(settings).await
+}
+
+async fn declare(stage: &Stage, shards: u8) {
+    let mut settings = stage.settings.clone();
+    settings.worker.shards = shards;
+    Topology::new(&settings).declare(&stage.broker).await.unwrap();
+}
+
+#[test]
+fn each_alarm_goes_to_one_shard_and_every_shard_has_its_part() {
+    on_shards(async |stage| {
+        let orders = stage.orders(300, Duration::from_secs(2)).await;
+        let publisher = stage.publisher().await;
+        let alarms = orders.iter().map(|order| (order.order_id(), order.deadline));
+        assert_eq!(publisher.schedule_all(alarms).await, Ok(300));
+        wait_for("all alarms handed over", async || depths(&stage).await.iter().sum::<u32>() == 300).await;
+        let depths = depths(&stage).await;
+        assert!(depths.iter().all(|depth| (60..140).contains(depth)), "shared out unevenly: {depths:?}");
+        let worker = stage.worker().await;
+        wait_for("every order's close", async || stage.closed().await == 300).await;
+        worker.stop().await;
+        stage.assert_drained().await;
+        stage.assert_ledger().await;
+        let by_alarm = stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await;
+        assert_eq!(by_alarm, 300);
+    });
+}
+
+#[test]
+fn workers_that_take_different_shards_close_everything_between_them() {
+    on_shards(async |stage| {
+        let publisher = stage.publisher().await;
+        let (one, others) = (worker_taking(&stage, &[0]).await, worker_taking(&stage, &[2, 1]).await);
+        let orders = stage.orders(100, Duration::from_secs(2)).await;
+        let alarms = orders.iter().map(|order| (order.order_id(), order.deadline));
+        assert_eq!(publisher.schedule_all(alarms).await, Ok(100));
+        // By way of the inbox and the wheel, which each of them serves.
+        let later = stage.orders(100, Duration::from_millis(4_500)).await;
+        let alarms = later.iter().map(|order| (order.order_id(), order.deadline));
+        assert_eq!(publisher.schedule_all(alarms).await, Ok(100));
+        wait_for("every order's close", async || stage.closed().await == 200).await;
+        others.stop().await;
+        one.stop().await;
+        stage.assert_drained().await;
+        stage.assert_ledger().await;
+        assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 200);
+    });
+}
+
+#[test]
+fn a_shard_that_nobody_takes_makes_its_orders_late_and_loses_none() {
+    let settings = |settings: &mut Settings| {
+        sharded(settings);
+        settings.sweep.grace = Duration::from_millis(500);
+    };
+    on_private_broker_with(&WITH_THE_TYPE, settings, async |stage, _| {
+        let worker = worker_taking(&stage, &[1]).await;
+        let orders = stage.orders(60, Duration::from_secs(1)).await;
+        deliver(&stage, &orders).await;
+        wait_for("every order's close", async || stage.closed().await == 60).await;
+        worker.stop().await;
+        stage.assert_ledger().await;
+        let swept = stage.count("SELECT count(*) FROM orders WHERE closed_by = 'sweep'").await;
+        assert!((1..60).contains(&swept), "{swept} of 60 by the sweep, which takes two of three shards");
+        stage.assert_nothing_left_undone().await;
+    });
+}
+
+#[test]
+fn from_one_queue_to_several_and_back_each_alarm_has_one_way() {
+    on_shards(async |stage| {
+        for shards in [1, SHARDS, 1, SHARDS] {
+            declare(&stage, shards).await;
+            let orders = stage.orders(90, Duration::ZERO).await;
+            deliver(&stage, &orders).await;
+            let depths = depths(&stage).await;
+            assert_eq!(depths.iter().sum::<u32>(), 90, "each once with {shards} shards: {depths:?}");
+            assert_eq!(depths.iter().all(|depth| *depth > 0), shards > 1, "{depths:?}");
+            let worker = stage.worker().await;
+            wait_for("every order's close", async || {
+                stage.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await == 0
+            })
+            .await;
+            worker.stop().await;
+            stage.assert_drained().await;
+        }
+        stage.assert_ledger().await;
+    });
+}
+
+#[test]
+fn without_the_exchange_type_it_says_which_plugin_to_enable() {
+    on_private_broker_with(
+        &[],
+        |_| {},
+        async |stage, _| {
+            let mut settings = stage.settings.clone();
+            sharded(&mut settings);
+            let fault = Topology::new(&settings).declare(&stage.broker).await.unwrap_err();
+            assert!(matches!(fault, TopologyFault::NoHashExchange { .. }), "{fault:?}");
+            let sentence = fault.to_string();
+            assert!(sentence.contains("rabbitmq-plugins enable rabbitmq_consistent_hash_exchange"), "{sentence}");
+            assert!(!sentence.contains('\n'), "{sentence}");
+        },
+    );
+}

@@ -1,0 +1,132 @@
+//! What may happen in a history, and in how many histories it did. Counted is what took effect, not what was drawn: a
+//! payment that begins at no order, or a crash of a worker that does not run, is nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// One list, so that none can be left out of [`Event::ALL`].
+macro_rules! events {
+    ($($name:ident),* $(,)?) => {
+        /// Something that took effect.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+        pub enum Event {
+            $($name),*
+        }
+
+        impl Event {
+            /// Every one of them; a test insists on each.
+            pub const ALL: &[Self] = &[$(Self::$name),*];
+        }
+    };
+}
+
+events! {
+    // The shop.
+    AlarmPublished,
+    AlarmInTransaction,
+    AlarmForgotten,
+    AlarmNotPublished,
+    AlarmForNoOrder,
+    PaymentBegun,
+    PaymentBegunLate,
+    PaymentFoundItClosed,
+    PaymentCommitted,
+    PaymentRolledBack,
+    DeadlineMovedLater,
+    DeadlineMovedEarlier,
+    RefusalBegun,
+    RefusalEnded,
+    // Clocks.
+    WorkersClockIsOff,
+    ClockSetForward,
+    ClockSetBack,
+    // The broker.
+    BrokerWentAway,
+    BrokerCameBack,
+    BrokerBeganToRefuse,
+    BrokerFellSilent,
+    LetGoByAFineSlot,
+    LetGoByACoarseSlot,
+    Duplicated,
+    DeliveredAgain,
+    // The database.
+    DatabaseWentAway,
+    DatabaseCameBack,
+    Relayed,
+    RelayedTwice,
+    LeftToTheSweep,
+    RelayMarked,
+    RelayCrashedBeforeItMarked,
+    RelayMarkedAfterACrash,
+    SweptFurtherPage,
+    SweepFoundDatabaseAway,
+    // Workers.
+    StartedAgain,
+    CrashedAtWork,
+    StoppedAtWork,
+    EndedInOrder,
+    SessionLost,
+    SessionGivenUp,
+    DeliveredEarly,
+    DeliveredLate,
+    RedeliveredWhileInHand,
+    DuplicateWhileInHand,
+    GivenBack,
+    // What became of alarms and orders.
+    ClosedByAlarm,
+    ClosedBySweep,
+    ClosedInABatch,
+    FoundPaid,
+    FoundClosed,
+    FoundNotDue,
+    FoundBusy,
+    FoundUnknown,
+    CloseRefused,
+    CloseDeadlocked,
+    CloseFoundDatabaseAway,
+    CommitAnswerLost,
+    ArmedFromTheInbox,
+    Rearmed,
+    RetriedThroughTheBroker,
+    NotArmed,
+    ArmRefused,
+    ConfirmLost,
+    Parked,
+    // Calm stretches.
+    ClosedToTheMomentInCalm,
+    ClosedBySweepInCalm,
+}
+
+/// In how many histories each kind of event occurred.
+#[derive(Debug, Default)]
+pub struct Counts {
+    pub histories: u64,
+    pub steps: u64,
+    by_event: BTreeMap<Event, u64>,
+}
+
+impl Counts {
+    pub fn add(&mut self, steps: usize, seen: &BTreeSet<Event>) {
+        self.histories += 1;
+        self.steps += steps as u64;
+        for event in seen {
+            *self.by_event.entry(*event).or_default() += 1;
+        }
+    }
+
+    /// The events that do not stand in so many histories in a hundred.
+    pub fn rarer_than(&self, percent: u64) -> Vec<Event> {
+        let is_rare = |event: &Event| self.seen_in(*event) * 100 < self.histories * percent;
+        Event::ALL.iter().copied().filter(is_rare).collect()
+    }
+
+    pub fn print(&self) {
+        println!("{} histories, {} steps; histories with", self.histories, self.steps);
+        for event in Event::ALL {
+            println!("  {:<26} {:>9}", format!("{event:?}"), self.seen_in(*event));
+        }
+    }
+
+    fn seen_in(&self, event: Event) -> u64 {
+        self.by_event.get(&event).copied().unwrap_or_default()
+    }
+}

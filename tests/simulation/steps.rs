@@ -1,0 +1,131 @@
+//! What befalls a world, drawn at random: what shops, servers and clocks do, and how far each worker gets meanwhile.
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use crate::oracle::{calm, calm_until_a_close};
+use crate::world::{Fate, Scheduling, WORKERS, World};
+
+pub const FEWEST_STEPS: usize = 20;
+pub const MOST_STEPS: usize = 80;
+/// The worst that two clocks differ here, and so the worst that a slot may hold up one message behind another.
+pub const MOST_SKEW_MS: i64 = 400;
+/// How far somebody sets the database's clock.
+const MOST_CLOCK_SET_MS: i64 = 600_000;
+
+#[derive(Debug, Clone)]
+pub enum Step {
+    Create { delay_ms: u64, scheduling: Scheduling, times: u8 },
+    BeginPayment(usize),
+    CommitPayments,
+    RollBackPayments,
+    MoveDeadline { order: usize, delay_ms: u64 },
+    Pass { ms: u64 },
+    Calm { ms: u64 },
+    CalmUntilAClose { ms: u64 },
+    Turn { worker: usize },
+    Progress { worker: usize, errand: usize },
+    LoseAnswer { errand: usize },
+    Deadlock { errand: usize },
+    Refuse { order: usize, refuses: bool },
+    Crash { worker: usize },
+    Stop { worker: usize },
+    Start { worker: usize },
+    LoseSession { worker: usize },
+    Duplicate(usize),
+    Skew { ms: i64 },
+    SetClock { ms: i64 },
+    DatabaseAway(bool),
+    BrokerAway(bool),
+    BrokerRefuses(bool),
+    BrokerSilent(bool),
+    Relay,
+    RelayAndCrash,
+    MarkRelayed { crashed: bool },
+}
+
+pub fn step() -> impl Strategy<Value = Step> {
+    let scheduling = prop_oneof![
+        5 => Just(Scheduling::Published),
+        3 => Just(Scheduling::InTransaction),
+        1 => Just(Scheduling::Forgotten),
+        1 => Just(Scheduling::WithoutAnOrder),
+    ];
+    let delay_ms = || prop_oneof![2 => 0..4_000_u64, 3 => 0..25_000_u64];
+    let times = prop_oneof![4 => Just(1_u8), 1 => 2..=6_u8];
+    prop_oneof![
+        16 => (delay_ms(), scheduling, times)
+            .prop_map(|(delay_ms, scheduling, times)| Step::Create { delay_ms, scheduling, times }),
+        9 => any::<usize>().prop_map(Step::BeginPayment),
+        6 => Just(Step::CommitPayments),
+        2 => Just(Step::RollBackPayments),
+        11 => (any::<usize>(), 0..15_000_u64).prop_map(|(order, delay_ms)| Step::MoveDeadline { order, delay_ms }),
+        6 => prop_oneof![4 => 1..4_000_u64, 1 => 4_000..15_000_u64].prop_map(|ms| Step::Pass { ms }),
+        12 => (100..10_000_u64).prop_map(|ms| Step::Calm { ms }),
+        12 => (100..10_000_u64).prop_map(|ms| Step::CalmUntilAClose { ms }),
+        10 => worker().prop_map(|worker| Step::Turn { worker }),
+        12 => (worker(), any::<usize>()).prop_map(|(worker, errand)| Step::Progress { worker, errand }),
+        10 => any::<usize>().prop_map(|errand| Step::LoseAnswer { errand }),
+        4 => any::<usize>().prop_map(|errand| Step::Deadlock { errand }),
+        9 => (any::<usize>(), any::<bool>()).prop_map(|(order, refuses)| Step::Refuse { order, refuses }),
+        3 => worker().prop_map(|worker| Step::Crash { worker }),
+        6 => worker().prop_map(|worker| Step::Stop { worker }),
+        8 => worker().prop_map(|worker| Step::Start { worker }),
+        9 => worker().prop_map(|worker| Step::LoseSession { worker }),
+        4 => any::<usize>().prop_map(Step::Duplicate),
+        1 => (-MOST_SKEW_MS..=MOST_SKEW_MS).prop_map(|ms| Step::Skew { ms }),
+        1 => (-MOST_CLOCK_SET_MS..=MOST_CLOCK_SET_MS).prop_map(|ms| Step::SetClock { ms }),
+        4 => proptest::bool::weighted(0.4).prop_map(Step::DatabaseAway),
+        4 => proptest::bool::weighted(0.4).prop_map(Step::BrokerAway),
+        3 => proptest::bool::weighted(0.4).prop_map(Step::BrokerRefuses),
+        3 => proptest::bool::weighted(0.4).prop_map(Step::BrokerSilent),
+        4 => Just(Step::Relay),
+        6 => Just(Step::RelayAndCrash),
+        6 => proptest::bool::weighted(0.5).prop_map(|crashed| Step::MarkRelayed { crashed }),
+    ]
+}
+
+fn worker() -> impl Strategy<Value = usize> {
+    0..WORKERS
+}
+
+/// # Errors
+/// What the oracle says of it, where the step is one that it watches.
+pub fn take(world: &mut World, step: &Step) -> Result<(), String> {
+    match step {
+        Step::Create { delay_ms, scheduling, times } => {
+            (0..*times).for_each(|_| world.create(Duration::from_millis(*delay_ms), *scheduling));
+        }
+        Step::BeginPayment(order) => world.begin_payment(*order),
+        Step::CommitPayments => world.commit_payments(),
+        Step::RollBackPayments => world.roll_back_payments(),
+        Step::MoveDeadline { order, delay_ms } => world.move_deadline(*order, Duration::from_millis(*delay_ms)),
+        Step::Pass { ms } => world.advance(Duration::from_millis(*ms)),
+        Step::Calm { ms } => return calm(world, Duration::from_millis(*ms)),
+        Step::CalmUntilAClose { ms } => return calm_until_a_close(world, Duration::from_millis(*ms)),
+        Step::Turn { worker } => world.turn(*worker),
+        Step::Progress { worker, errand } => world.progress(*worker, *errand, Fate::Done),
+        Step::LoseAnswer { errand } => world.befall(*errand, Fate::AnswerIsLost),
+        Step::Deadlock { errand } => world.befall(*errand, Fate::Transient),
+        Step::Refuse { order, refuses } => world.refuse(*order, *refuses),
+        Step::Crash { worker } => world.crash(*worker),
+        Step::Stop { worker } => world.stop(*worker),
+        Step::Start { worker } => world.start(*worker),
+        Step::LoseSession { worker } => world.lose_session(*worker),
+        Step::Duplicate(message) => world.duplicate(*message),
+        Step::Skew { ms } => world.skew(*ms),
+        Step::SetClock { ms } => world.set_clock(*ms),
+        Step::DatabaseAway(away) => world.set_database_away(*away),
+        Step::BrokerAway(away) => world.set_broker_away(*away),
+        Step::BrokerRefuses(refuses) => world.set_broker_refuses(*refuses),
+        Step::BrokerSilent(silent) => world.set_broker_silent(*silent),
+        Step::Relay => world.relay(),
+        Step::RelayAndCrash => {
+            world.relay();
+            world.mark_relayed(true);
+        }
+        Step::MarkRelayed { crashed } => world.mark_relayed(*crashed),
+    }
+    Ok(())
+}

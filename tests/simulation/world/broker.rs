@@ -1,0 +1,156 @@
+//! The broker's side of the world: queues, slots that let go of their head, sessions, and what is delivered again.
+
+use std::time::Duration;
+
+use order_timeout::alarm::{Alarm, ArmJob, Inlet, Receipt, Settlement, Wanted};
+use order_timeout::order::Moment;
+use order_timeout::wheel::Place;
+
+use super::worker::WORKERS;
+use super::{Mutant, World, policy};
+use crate::events::Event;
+
+/// How many times `retry.longest` a retry waits at most (`RetrySettings::longest_wait`).
+const DOUBLINGS: u32 = 32;
+
+/// An alarm in a slot.
+#[derive(Debug, Clone)]
+pub struct Waiting {
+    pub alarm: Alarm,
+    pub fires_at: Moment,
+    /// It waits after a failure.
+    pub is_retry: bool,
+}
+
+impl World {
+    /// Lets time pass and slots let go.
+    pub fn advance(&mut self, by: Duration) {
+        self.now = self.now + by;
+        if self.broker_is_away {
+            return;
+        }
+        let now = self.now;
+        let mut events = Vec::new();
+        for ((ring, _), slot) in &mut self.slots {
+            while slot.front().is_some_and(|head| head.fires_at <= now) {
+                let let_go = slot.pop_front().expect("it has a head");
+                let is_fine = *ring == 0;
+                events.push(if is_fine { Event::LetGoByAFineSlot } else { Event::LetGoByACoarseSlot });
+                let target = if is_fine { &mut self.timeout } else { &mut self.arm };
+                target.push_back(let_go.alarm);
+            }
+            // What waits behind a head that fires later is blocked.
+            let blocked = slot.iter().map(|waiting| now.since(waiting.fires_at)).max().unwrap_or_default();
+            if !self.clock_was_set {
+                self.worst_blocked = self.worst_blocked.max(blocked);
+            }
+        }
+        self.is_stirred |= !events.is_empty();
+        self.seen.extend(events);
+    }
+
+    /// When the next slot lets go.
+    pub(super) fn next_let_go(&self) -> Option<Moment> {
+        let heads = self.slots.values().filter_map(|slot| slot.front()).map(|head| head.fires_at);
+        heads.filter(|_| !self.broker_is_away).min()
+    }
+
+    pub(super) fn write_alarm(&mut self, job: &ArmJob) {
+        let now = self.worker_time();
+        // As `arm.rs` does.
+        let (place, is_retry) = match job.wanted {
+            Wanted::BeforeDeadline => (self.wheel.place(job.alarm.deadline(), now), false),
+            Wanted::NotBefore(moment) => {
+                let wake_at = moment.min(now + DOUBLINGS * policy().retry_longest);
+                let place = self.wheel.place_retry(wake_at, now);
+                let place = if self.mutant == Mutant::RetriesAtOnce { Place::Due } else { place };
+                self.look_at_retry(wake_at.since(now), place);
+                (place, true)
+            }
+        };
+        match place {
+            Place::Due => self.timeout.push_back(job.alarm.clone()),
+            Place::Slot { ring, slot, ttl } => {
+                let slot = if self.mutant == Mutant::TwoLapsInOneSlot { slot % 3 } else { slot };
+                let waiting = Waiting { alarm: job.alarm.clone(), fires_at: self.now + ttl, is_retry };
+                self.slots.entry((ring, slot)).or_default().push_back(waiting);
+            }
+        }
+    }
+
+    fn look_at_retry(&mut self, wanted: Duration, place: Place) {
+        let (kept, unit) = match place {
+            Place::Due => (Duration::ZERO, Duration::ZERO),
+            Place::Slot { ring, ttl, .. } => (ttl, self.wheel.rings()[ring].unit),
+        };
+        if kept < wanted || kept > wanted + unit {
+            self.misplaced_retry = Some(format!("a retry that should wait {wanted:?} waits {kept:?}"));
+        }
+    }
+
+    pub fn broker_is_away(&self) -> bool {
+        self.broker_is_away
+    }
+
+    /// Goes away with every session, or comes back.
+    pub fn set_broker_away(&mut self, away: bool) {
+        let was_away = std::mem::replace(&mut self.broker_is_away, away);
+        self.note_if(away && !was_away, Event::BrokerWentAway);
+        self.note_if(was_away && !away, Event::BrokerCameBack);
+        if away {
+            (0..WORKERS).for_each(|worker| self.lose_session(worker));
+        }
+    }
+
+    /// It delivers, and confirms nothing: it blocks publishers.
+    pub fn set_broker_silent(&mut self, silent: bool) {
+        self.note_if(silent && !self.broker_is_silent, Event::BrokerFellSilent);
+        self.broker_is_silent = silent;
+    }
+
+    pub fn set_broker_refuses(&mut self, refuses: bool) {
+        self.note_if(refuses && !self.broker_refuses, Event::BrokerBeganToRefuse);
+        self.broker_refuses = refuses;
+    }
+
+    /// The broker delivers again what a lost acknowledgement had settled.
+    pub fn duplicate(&mut self, n: usize) {
+        let messages: Vec<Alarm> =
+            self.timeout.iter().chain(self.unacknowledged.values().map(|(_, alarm)| alarm)).cloned().collect();
+        if let Some(which) = n.checked_rem(messages.len()) {
+            self.timeout.push_back(messages[which].clone());
+            self.note(Event::Duplicated);
+        }
+    }
+
+    /// What was not acknowledged in a session is delivered again.
+    pub(super) fn end_session(&mut self, session: u64) {
+        let mut ended = Vec::new();
+        self.unacknowledged.retain(|receipt, message| {
+            let stays = receipt.session != session;
+            if !stays {
+                ended.push(message.clone());
+            }
+            stays
+        });
+        self.note_if(!ended.is_empty(), Event::DeliveredAgain);
+        for (inlet, alarm) in ended.into_iter().rev() {
+            self.put_back(inlet, alarm);
+        }
+    }
+
+    pub(super) fn settle(&mut self, settlements: Vec<(Receipt, Settlement)>) {
+        for (receipt, settlement) in settlements {
+            let Some((inlet, alarm)) = self.unacknowledged.remove(&receipt) else { continue };
+            self.is_stirred = true;
+            if settlement == Settlement::Requeue {
+                self.put_back(inlet, alarm);
+                self.note(Event::GivenBack);
+            }
+        }
+    }
+
+    fn put_back(&mut self, inlet: Inlet, alarm: Alarm) {
+        if inlet == Inlet::Arm { self.arm.push_front(alarm) } else { self.timeout.push_front(alarm) }
+    }
+}

@@ -1,0 +1,236 @@
+//! The database's side of the world: rows, what the close and the sweep's statement do, and the outbox of alarms.
+
+use std::collections::HashMap;
+
+use order_timeout::desk::{Answer, Batch};
+use order_timeout::order::{
+    CloseFault, ClosedBy, Deadline, Finding, Found, Moment, OrderId, Outcome, Overdue, SweepPage, SweepPlace, SweptPage,
+};
+
+use super::worker::Fate;
+use super::{Mutant, World, alarm};
+use crate::events::Event;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Status {
+    Unpaid,
+    Paid,
+    Closed,
+}
+
+#[derive(Debug, Clone)]
+pub struct Row {
+    pub status: Status,
+    pub deadline: Deadline,
+    /// A payment holds the row's lock.
+    pub paying: bool,
+    pub closes: u32,
+    pub stock_returned: u32,
+    pub events: u32,
+    /// When it was last closed, by the database's clock, and by whom.
+    pub closed: Option<(Moment, ClosedBy)>,
+    pub closed_early: bool,
+    /// Whether its alarm reached the broker or the outbox, so that it must never be without one.
+    pub has_alarm: bool,
+    /// A trigger refuses to close it, and fails whatever batch it is in.
+    pub refuses: bool,
+    /// A batch failed that it was in: it may have been put off.
+    pub has_failed: bool,
+}
+
+impl Row {
+    pub fn unpaid(deadline: Deadline, has_alarm: bool) -> Self {
+        Self {
+            status: Status::Unpaid,
+            deadline,
+            paying: false,
+            closes: 0,
+            stock_returned: 0,
+            events: 0,
+            closed: None,
+            closed_early: false,
+            has_alarm,
+            refuses: false,
+            has_failed: false,
+        }
+    }
+}
+
+/// A row of the outbox of alarms.
+pub struct OutboxRow {
+    pub order_id: OrderId,
+    pub deadline: Deadline,
+    /// The broker has confirmed it.
+    pub confirmed: bool,
+    /// How often it was published: by relays that died before they marked the row, and once more.
+    pub times_published: u32,
+}
+
+impl World {
+    pub fn database_is_away(&self) -> bool {
+        self.database_is_away
+    }
+
+    pub fn set_database_away(&mut self, away: bool) {
+        let was_away = std::mem::replace(&mut self.database_is_away, away);
+        self.note_if(away && !was_away, Event::DatabaseWentAway);
+        self.note_if(was_away && !away, Event::DatabaseCameBack);
+    }
+
+    /// What the database answers to a batch.
+    pub(super) fn answer(&mut self, batch: &Batch, read: Option<HashMap<OrderId, Finding>>, fate: Fate) -> Answer {
+        let away = || CloseFault::Away("the connection is gone".into());
+        if self.database_is_away {
+            self.note(Event::CloseFoundDatabaseAway);
+            return Err(away());
+        }
+        if let Some(fault) = self.fault(batch, fate) {
+            for case in &batch.cases {
+                if let Some(row) = self.rows.get_mut(case.alarm.order_id()) {
+                    row.has_failed = true;
+                }
+            }
+            return Err(fault);
+        }
+        let found = self.close(batch, read);
+        if fate != Fate::AnswerIsLost {
+            return Ok(found);
+        }
+        let has_closed = found.values().flatten().any(|found| found.outcome == Outcome::Closed);
+        self.note_if(has_closed, Event::CommitAnswerLost);
+        Err(away())
+    }
+
+    fn fault(&mut self, batch: &Batch, fate: Fate) -> Option<CloseFault> {
+        if fate == Fate::Transient {
+            self.note_if(!batch.cases.is_empty(), Event::CloseDeadlocked);
+            return Some(CloseFault::Transient("deadlock detected".into()));
+        }
+        let is_refused =
+            |id: &OrderId| self.rows.get(id).is_some_and(|row| row.refuses && row.status == Status::Unpaid);
+        if batch.cases.iter().any(|case| is_refused(case.alarm.order_id())) {
+            self.note(Event::CloseRefused);
+            return Some(CloseFault::OfTheOrder("a trigger says no".into()));
+        }
+        None
+    }
+
+    pub(super) fn look_at(&self, order_id: &OrderId) -> Option<(OrderId, Finding)> {
+        let row = self.rows.get(order_id)?;
+        let outcome = match row.status {
+            _ if row.paying => Outcome::Busy,
+            Status::Paid => Outcome::Paid,
+            Status::Closed => Outcome::AlreadyClosed,
+            Status::Unpaid if row.deadline > self.database_time() => Outcome::NotDue,
+            Status::Unpaid => Outcome::Closed,
+        };
+        Some((order_id.clone(), Ok(Found { outcome, deadline: Some(row.deadline) })))
+    }
+
+    /// What `sql/close.sql` does, or what was read before is acted on whatever has happened since.
+    fn close(&mut self, batch: &Batch, read: Option<HashMap<OrderId, Finding>>) -> HashMap<OrderId, Finding> {
+        let (now, mut findings) = (self.database_time(), HashMap::new());
+        self.is_stirred |= !batch.cases.is_empty();
+        let mut closed = 0;
+        for order_id in batch.cases.iter().map(|case| &case.alarm.due.order_id) {
+            if findings.contains_key(order_id) {
+                continue;
+            }
+            let seen = read.as_ref().map_or_else(
+                || self.look_at(order_id),
+                |read| read.get_key_value(order_id).map(|(id, finding)| (id.clone(), finding.clone())),
+            );
+            let Some((order_id, Ok(mut found))) = seen else {
+                self.note(Event::FoundUnknown);
+                continue;
+            };
+            let row = self.rows.get_mut(&order_id).expect("it was looked at");
+            let ignores_lock = self.mutant == Mutant::SweepIgnoresPayment && batch.by == ClosedBy::Sweep;
+            if ignores_lock && found.outcome == Outcome::Busy && row.deadline <= now {
+                found.outcome = Outcome::Closed;
+            }
+            if self.mutant == Mutant::StockPerDelivery && found.outcome == Outcome::AlreadyClosed {
+                row.stock_returned += 1;
+            }
+            if found.outcome == Outcome::Closed {
+                row.status = Status::Closed;
+                row.closes += 1;
+                row.stock_returned += 1;
+                row.events += 1;
+                row.closed = Some((now, batch.by));
+                row.closed_early |= row.deadline > now;
+                closed += 1;
+            }
+            self.note_outcome(found.outcome, batch.by);
+            findings.insert(order_id, Ok(found));
+        }
+        self.note_if(closed > 1, Event::ClosedInABatch);
+        findings
+    }
+
+    fn note_outcome(&mut self, outcome: Outcome, by: ClosedBy) {
+        self.note(match outcome {
+            Outcome::Closed if by == ClosedBy::Sweep => Event::ClosedBySweep,
+            Outcome::Closed => Event::ClosedByAlarm,
+            Outcome::Paid => Event::FoundPaid,
+            Outcome::AlreadyClosed => Event::FoundClosed,
+            Outcome::NotDue => Event::FoundNotDue,
+            Outcome::Busy => Event::FoundBusy,
+            Outcome::Closing | Outcome::Malformed | Outcome::Unknown => unreachable!("no row here says {outcome:?}"),
+        });
+    }
+
+    /// What `sql/overdue.sql` does.
+    pub(super) fn overdue(&mut self, page: &SweepPage) -> SweptPage {
+        let key = |overdue: &Overdue| (overdue.deadline, overdue.order_id.as_str().to_owned());
+        let after = page.after.as_ref().map(|place| (place.deadline, place.id.clone()));
+        self.note_if(after.is_some(), Event::SweptFurtherPage);
+        let unpaid = self.rows.iter().filter(|(_, row)| row.status == Status::Unpaid);
+        let mut orders: Vec<Overdue> = unpaid
+            .filter(|(_, row)| row.deadline + page.grace <= self.database_time())
+            .map(|(id, row)| Overdue { order_id: id.clone(), deadline: row.deadline })
+            .filter(|overdue| after.as_ref().is_none_or(|after| key(overdue) > *after))
+            .collect();
+        orders.sort_by_key(key);
+        orders.truncate(page.limit);
+        let last = orders.last().filter(|_| orders.len() == page.limit);
+        let next = last.map(|last| SweepPlace { deadline: last.deadline, id: last.order_id.as_str().to_owned() });
+        SweptPage { orders, next }
+    }
+
+    /// The relay's first half: publish what stands in the outbox.
+    pub fn relay(&mut self) {
+        if self.broker_is_away || self.database_is_away {
+            return;
+        }
+        let now = self.database_time();
+        let mut events = Vec::new();
+        for row in self.alarm_outbox.iter_mut().filter(|row| !row.confirmed) {
+            row.confirmed = true;
+            if row.deadline > now {
+                self.arm.push_back(alarm(&row.order_id, row.deadline, now));
+                row.times_published += 1;
+                events.push(if row.times_published > 1 { Event::RelayedTwice } else { Event::Relayed });
+            } else if let Some(order) = self.rows.get_mut(&row.order_id) {
+                // Left to the sweep.
+                order.has_alarm = false;
+                events.push(Event::LeftToTheSweep);
+            }
+        }
+        self.is_stirred |= !events.is_empty();
+        self.seen.extend(events);
+    }
+
+    /// The second: mark it. A crash between the two publishes again.
+    pub fn mark_relayed(&mut self, crashed: bool) {
+        let any = self.alarm_outbox.iter().any(|row| row.confirmed);
+        let any_again = self.alarm_outbox.iter().any(|row| row.confirmed && row.times_published > 1);
+        self.note_if(any_again && !crashed, Event::RelayMarkedAfterACrash);
+        if crashed {
+            self.alarm_outbox.iter_mut().for_each(|row| row.confirmed = false);
+        } else {
+            self.alarm_outbox.retain(|row| !row.confirmed);
+        }
+        self.note_if(any, if crashed { Event::RelayCrashedBeforeItMarked } else { Event::RelayMarked });
+    }
+}

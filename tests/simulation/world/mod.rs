@@ -1,0 +1,309 @@
+//! A world without I/O for the production desk, hold and wheel: orders, a broker, a database, and time, all in memory.
+//!
+//! Keeps to what the real ones do, as far as an order's life can tell: rows are closed by one atomic statement that
+//! skips locked rows, queues are first in first out, an unacknowledged message is delivered again when its session ends,
+//! a slot lets go of its head only. Decides nothing about an alarm; known bugs can be switched on ([`Mutant`]). Notes
+//! whatever takes effect ([`Event`]).
+
+mod bent_desk;
+mod broker;
+mod database;
+mod shop;
+mod worker;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+use order_timeout::alarm::{Alarm, Inlet, Receipt};
+use order_timeout::desk::Policy;
+use order_timeout::message::TimeoutDue;
+use order_timeout::order::{Deadline, Moment, OrderId};
+use order_timeout::wheel::{Ring, Wheel};
+
+use crate::events::Event;
+use broker::Waiting;
+use database::OutboxRow;
+pub use database::{Row, Status};
+pub use shop::Scheduling;
+pub use worker::{Fate, WORKERS};
+
+/// A bug that somebody has shipped somewhere, or might, and that the oracle must find.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mutant {
+    /// None: the production code in a correct world.
+    Sound,
+
+    // Of the steps around the desk.
+    AckBeforeCommit,
+    /// Select, then update by id alone.
+    NoStatusGuard,
+    /// The sweep's close does not skip a row that a payment has locked.
+    SweepIgnoresPayment,
+    /// Stock is returned for every alarm that finds the order closed.
+    StockPerDelivery,
+    /// The old message of a re-armed alarm is acknowledged before the new one is confirmed.
+    AckBeforeConfirm,
+    /// A slot is written again before its last lap has left it.
+    TwoLapsInOneSlot,
+    /// What fails comes back at once, however long it should wait at the broker.
+    RetriesAtOnce,
+
+    // Of the desk's own rules.
+    /// An alarm that is held and delivered again in a newer session is acknowledged as a duplicate of itself.
+    AcknowledgesRedelivery,
+    /// An order that is not due yet is taken for one that is done with.
+    DropsNotDue,
+    /// A row that somebody has locked is taken for one that is closed.
+    TakesBusyForClosed,
+    /// An order that the sweep could not close is never tried again.
+    ForgetsTrouble,
+    /// A pass of the sweep ends at an order that cannot be closed.
+    TroubleEndsThePass,
+    /// The sweep comes once a minute.
+    SweepsEveryMinute,
+    /// An alarm is held for a while longer than to its deadline.
+    HoldsTooLong,
+}
+
+pub struct World {
+    mutant: Mutant,
+    seen: BTreeSet<Event>,
+    /// Whether any message has moved in this step of undisturbed time, or any order was looked at.
+    is_stirred: bool,
+    first_to_work: usize,
+    stops_at_a_close: bool,
+    /// The broker's time, which only goes forward.
+    now: Moment,
+    /// How far the database's clock was set ahead of it, or back.
+    clock_set_ms: i64,
+    clock_was_set: bool,
+    /// By how much the worker's idea of the database's time is wrong.
+    skew_ms: i64,
+    clocks_were_off: bool,
+    pub rows: BTreeMap<OrderId, Row>,
+    database_is_away: bool,
+    /// Not yet marked as sent; marked rows are gone.
+    alarm_outbox: Vec<OutboxRow>,
+    parked: Vec<OrderId>,
+    broker_is_away: bool,
+    /// The broker confirms nothing that the worker publishes.
+    broker_refuses: bool,
+    broker_is_silent: bool,
+    wheel: Wheel,
+    timeout: VecDeque<Alarm>,
+    arm: VecDeque<Alarm>,
+    slots: BTreeMap<(usize, u16), VecDeque<Waiting>>,
+    unacknowledged: BTreeMap<Receipt, (Inlet, Alarm)>,
+    sessions: u64,
+    workers: [Option<worker::Worker>; WORKERS],
+    /// How many alarms there were for orders that are not there.
+    alarms_for_nobody: usize,
+    /// The worst that a slot kept a message behind another, as long as nobody had set the clock by which slots are
+    /// chosen.
+    pub worst_blocked: Duration,
+    /// A retry whose place at the broker does not keep it for as long as it should wait, or for much longer.
+    pub misplaced_retry: Option<String>,
+}
+
+fn ring(name: &str, unit_s: u64, early_ms: u64) -> Ring {
+    Ring { name: name.into(), unit: Duration::from_secs(unit_s), slots: 12, early: Duration::from_millis(early_ms) }
+}
+
+/// A worker looks around so often even if nothing wakes it (`worker/floor.rs`).
+const BEAT: Duration = Duration::from_secs(1);
+
+/// How every worker decides. `missing_for`, `max_attempts` and `away_patience` are small, so that what is given up is so
+/// within a history.
+pub fn policy() -> Policy {
+    Policy {
+        hold_max: Duration::from_millis(3_500),
+        max_delay: Duration::from_secs(3_600),
+        batch_size: 3,
+        linger: Duration::from_millis(2),
+        closers: 2,
+        retry_first: Duration::from_millis(50),
+        retry_longest: Duration::from_secs(1),
+        missing_for: Duration::from_secs(5),
+        max_attempts: 2,
+        away_patience: Duration::from_secs(4),
+        sweep_every: Duration::from_millis(250),
+        sweep_grace: Duration::from_millis(500),
+        sweep_page: 4,
+        pause_share: 1.0,
+    }
+}
+
+impl World {
+    pub fn new(mutant: Mutant) -> Self {
+        Self {
+            mutant,
+            seen: BTreeSet::new(),
+            is_stirred: false,
+            first_to_work: 0,
+            stops_at_a_close: false,
+            now: Moment::from_unix_micros(1_000_000_000_000),
+            clock_set_ms: 0,
+            clock_was_set: false,
+            skew_ms: 0,
+            clocks_were_off: false,
+            rows: BTreeMap::new(),
+            database_is_away: false,
+            alarm_outbox: Vec::new(),
+            parked: Vec::new(),
+            broker_is_away: false,
+            broker_refuses: false,
+            broker_is_silent: false,
+            wheel: Wheel::new(vec![ring("1s", 1, 500), ring("5s", 5, 1_000)]).expect("these rings mesh"),
+            timeout: VecDeque::new(),
+            arm: VecDeque::new(),
+            slots: BTreeMap::new(),
+            unacknowledged: BTreeMap::new(),
+            sessions: 0,
+            workers: [const { None }; WORKERS],
+            alarms_for_nobody: 0,
+            worst_blocked: Duration::ZERO,
+            misplaced_retry: None,
+        }
+    }
+
+    /// What has taken effect so far.
+    pub fn seen(&self) -> &BTreeSet<Event> {
+        &self.seen
+    }
+
+    pub fn note(&mut self, event: Event) {
+        self.seen.insert(event);
+    }
+
+    fn note_if(&mut self, took_effect: bool, event: Event) {
+        if took_effect {
+            self.note(event);
+        }
+    }
+
+    // -------------------------------------------------------------------------------------------------- clocks
+
+    pub fn database_time(&self) -> Moment {
+        shifted(self.now, self.clock_set_ms)
+    }
+
+    fn worker_time(&self) -> Moment {
+        shifted(self.database_time(), self.skew_ms)
+    }
+
+    /// The workers' idea of the database's time becomes wrong by so much.
+    pub fn skew(&mut self, ms: i64) {
+        self.skew_ms = ms;
+        self.clocks_were_off |= ms != 0;
+        self.note_if(ms != 0, Event::WorkersClockIsOff);
+    }
+
+    /// Somebody sets the database's clock, or another server with another clock takes over.
+    pub fn set_clock(&mut self, ms: i64) {
+        self.note_if(ms > self.clock_set_ms, Event::ClockSetForward);
+        self.note_if(ms < self.clock_set_ms, Event::ClockSetBack);
+        self.clock_set_ms = ms;
+        self.clock_was_set = true;
+    }
+
+    /// Whether every clock has always told the same time.
+    pub fn clocks_agree(&self) -> bool {
+        !self.clock_was_set && !self.clocks_were_off
+    }
+
+    // ------------------------------------------------------------------------------------------ the world's course
+
+    /// Undisturbed time goes on to the next moment at which anything happens, and no further than `end` (in the broker's
+    /// time): a slot lets go, or a worker wants to be woken, and by nothing else. There the relay runs, and every worker
+    /// does what there is to do. Whether there was anything.
+    ///
+    /// # Errors
+    /// If a worker does not come to rest, or would be woken at once again.
+    pub fn go_on(&mut self, end: Moment) -> Result<bool, String> {
+        let beat = self.now + BEAT;
+        let next = [self.next_wake(), self.next_let_go()].into_iter().flatten().chain([beat, end]).min();
+        self.is_stirred = false;
+        self.advance(next.unwrap_or(beat).since(self.now));
+        self.relay();
+        self.mark_relayed(false);
+        self.work()?;
+        Ok(self.is_stirred)
+    }
+
+    /// The same, but the first close that a worker begins is left as it has been handed out. Whether there is one.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn go_on_until_a_close(&mut self, end: Moment) -> Result<bool, String> {
+        self.stops_at_a_close = true;
+        let outcome = self.go_on(end);
+        self.stops_at_a_close = false;
+        outcome.map(|_| (0..WORKERS).any(|worker| self.closes_something(worker)))
+    }
+
+    /// So much time at once, and then everybody does what there is to do.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn skip(&mut self, time: Duration) -> Result<(), String> {
+        self.advance(time);
+        self.work()
+    }
+
+    /// The broker's time.
+    pub fn now(&self) -> Moment {
+        self.now
+    }
+
+    /// Every fault ends, but for what workers have in hand.
+    pub fn mend(&mut self) {
+        self.set_database_away(false);
+        self.set_broker_away(false);
+        self.set_broker_refuses(false);
+        self.set_broker_silent(false);
+        self.skew(0);
+        (0..self.rows.len()).for_each(|row| self.refuse(row, false));
+        self.commit_payments();
+    }
+
+    /// The orders that an alarm still speaks for: at the broker, in somebody's hands, in the outbox, or parked.
+    pub fn spoken_for(&self) -> BTreeSet<&OrderId> {
+        let messages = self.messages().map(|(alarm, _)| alarm.order_id());
+        messages.chain(&self.parked).chain(self.alarm_outbox.iter().map(|row| &row.order_id)).collect()
+    }
+
+    /// The orders of which an alarm comes in time if nothing more goes wrong: one that was never tried, for the row's
+    /// deadline or an earlier one, and not on its way back from a failure.
+    pub fn on_course(&self) -> BTreeSet<OrderId> {
+        if self.broker_is_away || self.broker_refuses || self.broker_is_silent || !self.clocks_agree() {
+            return BTreeSet::new();
+        }
+        let at_the_broker = self.messages().filter(|(alarm, is_retry)| alarm.attempt == 0 && !is_retry);
+        let at_the_broker = at_the_broker.map(|(alarm, _)| (alarm.order_id(), alarm.deadline()));
+        // What the relay finds overdue is left to the sweep.
+        let relayed_soon = self.database_time() + Duration::from_secs(1);
+        let not_relayed_yet = self.alarm_outbox.iter().filter(|row| !row.confirmed && row.deadline > relayed_soon);
+        at_the_broker
+            .chain(not_relayed_yet.map(|row| (&row.order_id, row.deadline)))
+            .filter(|(order_id, deadline)| self.rows.get(*order_id).is_some_and(|row| *deadline <= row.deadline))
+            .map(|(order_id, _)| order_id.clone())
+            .collect()
+    }
+
+    /// Everything at the broker, acknowledged by nobody; and whether it waits there after a failure.
+    fn messages(&self) -> impl Iterator<Item = (&Alarm, bool)> {
+        let slots = self.slots.values().flatten().map(|waiting| (&waiting.alarm, waiting.is_retry));
+        let queues = self.timeout.iter().chain(&self.arm).map(|alarm| (alarm, false));
+        slots.chain(queues).chain(self.unacknowledged.values().map(|(_, alarm)| (alarm, false)))
+    }
+}
+
+fn shifted(moment: Moment, ms: i64) -> Moment {
+    let by = Duration::from_millis(ms.unsigned_abs());
+    if ms < 0 { moment - by } else { moment + by }
+}
+
+fn alarm(order_id: &OrderId, deadline: Deadline, born: Moment) -> Alarm {
+    let due = TimeoutDue { order_id: order_id.clone(), deadline };
+    Alarm { due, attempt: 0, born: Some(born), traceparent: None }
+}

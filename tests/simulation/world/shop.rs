@@ -1,0 +1,112 @@
+//! The shop's side of the world: orders come in, are paid, get another deadline, or cannot be closed.
+
+use std::time::Duration;
+
+use order_timeout::order::OrderId;
+
+use super::database::{OutboxRow, Row, Status};
+use super::{World, alarm};
+use crate::events::Event;
+
+/// How an order's alarm is scheduled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scheduling {
+    /// Published after the commit.
+    Published,
+    /// In the order's transaction.
+    InTransaction,
+    /// Its publisher died: only the sweep knows of it.
+    Forgotten,
+    /// Published, and the order's transaction rolled back.
+    WithoutAnOrder,
+}
+
+impl World {
+    pub fn create(&mut self, delay: Duration, scheduling: Scheduling) {
+        let order_id = OrderId::new(format!("order-{}", self.rows.len())).expect("a good id");
+        let now = self.database_time();
+        let deadline = now + delay;
+        let event = match scheduling {
+            Scheduling::WithoutAnOrder => return self.alarm_nobody(delay),
+            Scheduling::Published if self.broker_is_away => Event::AlarmNotPublished,
+            Scheduling::Published => {
+                self.arm.push_back(alarm(&order_id, deadline, now));
+                Event::AlarmPublished
+            }
+            Scheduling::InTransaction => {
+                let row = OutboxRow { order_id: order_id.clone(), deadline, confirmed: false, times_published: 0 };
+                self.alarm_outbox.push(row);
+                Event::AlarmInTransaction
+            }
+            Scheduling::Forgotten => Event::AlarmForgotten,
+        };
+        let has_alarm = matches!(event, Event::AlarmPublished | Event::AlarmInTransaction);
+        self.rows.insert(order_id, Row::unpaid(deadline, has_alarm));
+        self.note(event);
+    }
+
+    fn alarm_nobody(&mut self, delay: Duration) {
+        if self.broker_is_away {
+            return;
+        }
+        self.alarms_for_nobody += 1;
+        let order_id = OrderId::new(format!("nobody-{}", self.alarms_for_nobody)).expect("a good id");
+        let now = self.database_time();
+        self.arm.push_back(alarm(&order_id, now + delay, now));
+        self.note(Event::AlarmForNoOrder);
+    }
+
+    fn nth_row(&mut self, n: usize) -> Option<&mut Row> {
+        let count = self.rows.len();
+        self.rows.values_mut().nth(n.checked_rem(count)?)
+    }
+
+    /// Takes the row's lock and finds it unpaid, or gives up.
+    pub fn begin_payment(&mut self, n: usize) {
+        let now = self.database_time();
+        let Some(row) = self.nth_row(n) else { return };
+        let (was_paying, status, is_late) = (row.paying, row.status, row.deadline <= now);
+        row.paying |= status == Status::Unpaid;
+        self.note_if(status == Status::Closed, Event::PaymentFoundItClosed);
+        let begins = status == Status::Unpaid && !was_paying;
+        self.note_if(begins, if is_late { Event::PaymentBegunLate } else { Event::PaymentBegun });
+    }
+
+    /// Commits every payment that is under way.
+    pub fn commit_payments(&mut self) {
+        self.end_payments(Status::Paid, Event::PaymentCommitted);
+    }
+
+    /// The provider says no, or the shop's process has died.
+    pub fn roll_back_payments(&mut self) {
+        self.end_payments(Status::Unpaid, Event::PaymentRolledBack);
+    }
+
+    fn end_payments(&mut self, status: Status, event: Event) {
+        let paying: Vec<&mut Row> = self.rows.values_mut().filter(|row| row.paying).collect();
+        let took_effect = !paying.is_empty();
+        for row in paying {
+            row.paying = false;
+            row.status = status;
+        }
+        self.note_if(took_effect, event);
+    }
+
+    /// Sets another deadline, later or earlier.
+    pub fn move_deadline(&mut self, n: usize, delay: Duration) {
+        let deadline = self.database_time() + delay;
+        let Some(row) = self.nth_row(n).filter(|row| row.status == Status::Unpaid && !row.paying) else { return };
+        let is_later = deadline > row.deadline;
+        row.deadline = deadline;
+        self.note(if is_later { Event::DeadlineMovedLater } else { Event::DeadlineMovedEarlier });
+    }
+
+    /// A trigger on the orders table begins, or ceases, to refuse this one.
+    pub fn refuse(&mut self, n: usize, refuses: bool) {
+        let Some(row) = self.nth_row(n).filter(|row| row.status == Status::Unpaid && row.refuses != refuses) else {
+            return;
+        };
+        row.refuses = refuses;
+        self.note(if refuses { Event::RefusalBegun } else { Event::RefusalEnded });
+    }
+}
