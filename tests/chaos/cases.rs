@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 use crate::ear::Ear;
 use crate::premises::{Premises, on_premises};
-use crate::run::{REPORT, come_to_rest, keep};
+use crate::run::{OVERDUE, REPORT, come_to_rest, count, keep};
 use crate::support::away::{meanwhile, schedule};
 use crate::support::{Stage, till, wait_for};
 
@@ -54,65 +54,73 @@ struct BrokerAway {
 #[test]
 #[ignore = "takes three minutes; run by scripts/chaos --case broker-away"]
 fn a_broker_away_for_two_minutes_makes_nobody_late() {
-    on_premises("broker-away", async |premises: Arc<Premises>| {
-        let stage = premises.stage.clone();
-        let ear = Ear::open(&stage).await;
-        premises.crew.start_all().await;
-        let publisher = stage.publisher().await;
-        let (stop, meter) = (CancellationToken::new(), Meter::start(premises.clone()));
-        let taking = tokio::spawn(take_orders_without_the_broker(premises.clone(), stop.clone()));
-        premises.wait(WATCHED).await;
-        let before = meter.busiest_second();
-        let scheduled = fall_due_each_second(&premises, &publisher).await;
+    on_premises(
+        "broker-away",
+        |_| {},
+        async |premises: Arc<Premises>| {
+            let stage = premises.stage.clone();
+            let ear = Ear::open(&stage).await;
+            premises.crew.start_all().await;
+            let publisher = stage.publisher().await;
+            let (stop, meter) = (CancellationToken::new(), Meter::start(premises.clone()));
+            let taking = tokio::spawn(take_orders_without_the_broker(premises.clone(), stop.clone()));
+            premises.wait(WATCHED).await;
+            let before = meter.busiest_second();
+            let scheduled = fall_due_each_second(&premises, &publisher).await;
 
-        premises.say("the broker is stopped");
-        meanwhile(|| premises.broker.stop());
-        let (gone, gone_at) = (Instant::now(), OffsetDateTime::now_utc());
-        premises.wait(AWAY).await;
-        let away_s = gone.elapsed().as_secs();
-        let (unclosed, due_meanwhile) = (overdue(&stage).await, ids_due_since(&stage, gone_at).await);
-        meter.reset();
-        meanwhile(|| premises.broker.restart());
-        premises.say("the broker is back");
-        wait_for("a consumer session", async || premises.to_broker.open() >= 2).await;
-        premises.wait(WATCHED).await;
-        let after = meter.busiest_second();
-        stop.cancel();
-        let created = taking.await.unwrap();
-        come_to_rest(&premises, &ear).await;
+            premises.say("the broker is stopped");
+            meanwhile(|| premises.broker.stop());
+            let (gone, gone_at) = (Instant::now(), OffsetDateTime::now_utc());
+            premises.wait(AWAY).await;
+            let away_s = gone.elapsed().as_secs();
+            let (unclosed, due_meanwhile) =
+                (count(&stage, OVERDUE).await.unwrap(), ids_due_since(&stage, gone_at).await);
+            meter.reset();
+            meanwhile(|| premises.broker.restart());
+            premises.say("the broker is back");
+            wait_for("a consumer session", async || premises.to_broker.open() >= 2).await;
+            premises.wait(WATCHED).await;
+            let after = meter.busiest_second();
+            stop.cancel();
+            let created = taking.await.unwrap();
+            come_to_rest(&premises, &ear).await;
 
-        let due: Vec<Uuid> = scheduled.into_iter().filter(|id| due_meanwhile.contains(id)).collect();
-        let created: Vec<Uuid> =
-            created.into_iter().filter(|(at, id)| *at > gone && due_meanwhile.contains(id)).map(|(_, id)| id).collect();
-        let all: Vec<Uuid> = due.iter().chain(&created).copied().collect();
-        let (late, late_created) = (lateness_ms(&stage, &all).await, lateness_ms(&stage, &created).await);
-        let twice = "SELECT count(*) FROM (SELECT FROM order_events WHERE event = 'closed'
+            let due: Vec<Uuid> = scheduled.into_iter().filter(|id| due_meanwhile.contains(id)).collect();
+            let created: Vec<Uuid> = created
+                .into_iter()
+                .filter(|(at, id)| *at > gone && due_meanwhile.contains(id))
+                .map(|(_, id)| id)
+                .collect();
+            let all: Vec<Uuid> = due.iter().chain(&created).copied().collect();
+            let (late, late_created) = (lateness_ms(&stage, &all).await, lateness_ms(&stage, &created).await);
+            let twice = "SELECT count(*) FROM (SELECT FROM order_events WHERE event = 'closed'
                      GROUP BY order_id HAVING count(*) > 1) AS twice";
-        let figures = BrokerAway {
-            case: "broker-away",
-            away_s,
-            due_while_away: all.len(),
-            created_while_away: created.len(),
-            closed: late.len(),
-            closed_twice: stage.count(twice).await,
-            lateness_p50_ms: percentile(&late, 0.5),
-            lateness_p99_ms: percentile(&late, 0.99),
-            lateness_max_ms: percentile(&late, 1.0),
-            created_while_away_p99_ms: percentile(&late_created, 0.99),
-            closed_after_return: unclosed,
-            asked_in_busiest_second_before: before,
-            asked_in_busiest_second_after: after,
-        };
-        hand_over(&premises, &figures);
-        assert!(!premises.interrupted.is_cancelled(), "interrupted before its time");
-        assert_eq!(premises.crew.dismiss(), [0, 0]);
-        stage.assert_ledger().await;
-        assert_eq!(figures.closed, figures.due_while_away, "every order closed");
-        assert_eq!(i64::try_from(ear.count()).unwrap(), stage.closed().await, "each close announced once");
-        assert_eq!((figures.closed_twice, figures.closed_after_return), (0, 0));
-        assert!(figures.lateness_p99_ms < 500.0 && figures.created_while_away_p99_ms < 500.0, "{figures:?}");
-        assert!(after <= NO_STORM * before, "a storm: {figures:?}");
-    });
+            let figures = BrokerAway {
+                case: "broker-away",
+                away_s,
+                due_while_away: all.len(),
+                created_while_away: created.len(),
+                closed: late.len(),
+                closed_twice: stage.count(twice).await,
+                lateness_p50_ms: percentile(&late, 0.5),
+                lateness_p99_ms: percentile(&late, 0.99),
+                lateness_max_ms: percentile(&late, 1.0),
+                created_while_away_p99_ms: percentile(&late_created, 0.99),
+                closed_after_return: unclosed,
+                asked_in_busiest_second_before: before,
+                asked_in_busiest_second_after: after,
+            };
+            hand_over(&premises, &figures);
+            assert!(!premises.interrupted.is_cancelled(), "interrupted before its time");
+            assert_eq!(premises.crew.dismiss(), [0, 0]);
+            stage.assert_ledger().await;
+            assert_eq!(figures.closed, figures.due_while_away, "every order closed");
+            assert_eq!(i64::try_from(ear.count()).unwrap(), stage.closed().await, "each close announced once");
+            assert_eq!((figures.closed_twice, figures.closed_after_return), (0, 0));
+            assert!(figures.lateness_p99_ms < 500.0 && figures.created_while_away_p99_ms < 500.0, "{figures:?}");
+            assert!(after <= NO_STORM * before, "a storm: {figures:?}");
+        },
+    );
 }
 
 /// Orders for each second of the time to come, in the books of the broker.
@@ -178,12 +186,6 @@ impl Drop for Meter {
     }
 }
 
-/// Orders that were due a second ago and are still open.
-async fn overdue(stage: &Stage) -> usize {
-    let sql = "SELECT count(*) FROM orders WHERE status = 'unpaid' AND expires_at < clock_timestamp() - interval '1 s'";
-    usize::try_from(stage.count(sql).await).unwrap()
-}
-
 async fn ids_due_since(stage: &Stage, since: OffsetDateTime) -> HashSet<Uuid> {
     let due = sqlx::query_scalar("SELECT id FROM orders WHERE expires_at BETWEEN $1 AND clock_timestamp()").bind(since);
     due.fetch_all(&stage.pool).await.unwrap().into_iter().collect()
@@ -223,39 +225,43 @@ struct Unclosable {
 #[test]
 #[ignore = "is about figures; run by scripts/chaos --case unclosable"]
 fn orders_that_cannot_be_closed_make_nobody_late() {
-    on_premises("unclosable", async |premises: Arc<Premises>| {
-        let stage = premises.stage.clone();
-        stage.stock("unclosable", 1_000_000).await;
-        stage.refuse_to_close("unclosable").await;
-        let unclosable = stage.orders_of("unclosable", 2_000, Duration::ZERO).await.len();
-        // Nobody schedules anything: all of it is the sweep's. The first good ones are due while the workers meet all
-        // the bad ones for the first time.
-        premises.crew.start_all().await;
-        let mut good = Vec::new();
-        for tenth in 0..10 {
-            good.extend(stage.orders(10, Duration::from_millis(50 + 500 * tenth)).await);
-        }
-        wait_for("the good ones", async || stage.closed().await == 100).await;
+    on_premises(
+        "unclosable",
+        |_| {},
+        async |premises: Arc<Premises>| {
+            let stage = premises.stage.clone();
+            stage.stock("unclosable", 1_000_000).await;
+            stage.refuse_to_close("unclosable").await;
+            let unclosable = stage.orders_of("unclosable", 2_000, Duration::ZERO).await.len();
+            // Nobody schedules anything: all of it is the sweep's. The first good ones are due while the workers meet all
+            // the bad ones for the first time.
+            premises.crew.start_all().await;
+            let mut good = Vec::new();
+            for tenth in 0..10 {
+                good.extend(stage.orders(10, Duration::from_millis(50 + 500 * tenth)).await);
+            }
+            wait_for("the good ones", async || stage.closed().await == 100).await;
 
-        let good: Vec<Uuid> = good.iter().map(|order| order.id).collect();
-        let late = lateness_ms(&stage, &good).await;
-        let figures = Unclosable {
-            case: "unclosable",
-            unclosable,
-            good: good.len(),
-            good_closed: late.len(),
-            lateness_p50_ms: percentile(&late, 0.5),
-            lateness_p99_ms: percentile(&late, 0.99),
-            lateness_max_ms: percentile(&late, 1.0),
-        };
-        hand_over(&premises, &figures);
-        assert_eq!(premises.crew.dismiss(), [0, 0]);
-        stage.assert_ledger().await;
-        assert_eq!(
-            stage.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await,
-            2_000,
-            "nothing is forced"
-        );
-        assert!(figures.lateness_max_ms < 1_000.0, "{figures:?}");
-    });
+            let good: Vec<Uuid> = good.iter().map(|order| order.id).collect();
+            let late = lateness_ms(&stage, &good).await;
+            let figures = Unclosable {
+                case: "unclosable",
+                unclosable,
+                good: good.len(),
+                good_closed: late.len(),
+                lateness_p50_ms: percentile(&late, 0.5),
+                lateness_p99_ms: percentile(&late, 0.99),
+                lateness_max_ms: percentile(&late, 1.0),
+            };
+            hand_over(&premises, &figures);
+            assert_eq!(premises.crew.dismiss(), [0, 0]);
+            stage.assert_ledger().await;
+            assert_eq!(
+                stage.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await,
+                2_000,
+                "nothing is forced"
+            );
+            assert!(figures.lateness_max_ms < 1_000.0, "{figures:?}");
+        },
+    );
 }

@@ -50,6 +50,16 @@ pub enum Payment {
     Declined(Duration),
 }
 
+impl Payment {
+    /// Whether its transaction holds the order's row while the order is to be closed.
+    pub fn is_at_the_deadline(self) -> bool {
+        match self {
+            Self::Never | Self::Early(_) => false,
+            Self::LastMillisecond(_) | Self::DuringTheClose(_) | Self::Declined(_) => true,
+        }
+    }
+}
+
 /// One order's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fate {

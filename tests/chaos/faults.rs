@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use lapin::BasicProperties;
 use lapin::options::{QueueDeleteOptions, QueuePurgeOptions};
+use order_timeout::database;
 use order_timeout::order::Moment;
 use order_timeout::topology::{DUE_KEY, Topology};
-use order_timeout::{broker, database};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
@@ -39,6 +39,24 @@ pub struct Carried {
     pub until: Moment,
     /// Whose close it may have held up.
     pub whom: Whom,
+    /// How often something was there to be hit, for a fault that needs somebody in its way; `None` for one that hits
+    /// whoever is there.
+    pub hits: Option<usize>,
+}
+
+/// What came of a fault.
+struct Harm {
+    whom: Whom,
+    hits: Option<usize>,
+}
+
+impl Harm {
+    /// The fault hits whoever is there.
+    const PLAIN: Self = Self { whom: Whom::Nobody, hits: None };
+
+    fn hits(hits: usize) -> Self {
+        Self { whom: Whom::Nobody, hits: Some(hits) }
+    }
 }
 
 /// Whose close a fault may have held up.
@@ -59,14 +77,14 @@ impl fmt::Display for Carried {
 pub async fn carry_out(premises: Arc<Premises>, fault: Fault) -> Carried {
     premises.wait(fault.after).await;
     let from = Moment::now_by_local_clock();
-    let locked = Trouble { premises: &premises, fault }.make().await;
+    let harm = Trouble { premises: &premises, fault }.make().await;
     let until = Moment::now_by_local_clock();
     let whom = match fault.kind.excuses() {
         Excuses::Nobody => Whom::Nobody,
         Excuses::Everybody => Whom::Everybody,
-        Excuses::TheLocked => locked,
+        Excuses::TheLocked => harm.whom,
     };
-    Carried { kind: fault.kind, from, until, whom }
+    Carried { kind: fault.kind, from, until, whom, hits: harm.hits }
 }
 
 struct Trouble<'a> {
@@ -75,8 +93,8 @@ struct Trouble<'a> {
 }
 
 impl Trouble<'_> {
-    /// From the first harm to its end. Returns who was locked, where somebody was.
-    async fn make(&self) -> Whom {
+    /// From the first harm to its end.
+    async fn make(&self) -> Harm {
         let (broker, database) = (&self.premises.broker, &self.premises.database);
         let (to_broker, to_database) = (&self.premises.to_broker, &self.premises.to_database);
         match self.fault.kind {
@@ -107,10 +125,10 @@ impl Trouble<'_> {
             Kind::DatabaseRestarted => meanwhile(|| database.restart()),
             Kind::DatabaseHalted => self.around(|| database.halt(), || database.go_on()).await,
             Kind::DatabaseReadOnly => self.read_only().await,
-            Kind::DatabaseEndsSessions => self.end_sessions().await,
+            Kind::DatabaseEndsSessions => return self.end_sessions().await,
             Kind::DatabaseCutOff => self.around(|| to_database.cut(), || to_database.restore()).await,
             Kind::DatabaseStalled => self.around(|| to_database.stall(), || to_database.restore()).await,
-            Kind::DatabaseAnswersLost => self.lose_answers().await,
+            Kind::DatabaseAnswersLost => return self.lose_answers().await,
             Kind::DatabaseFarAway => {
                 let by = Duration::from_millis(5 + self.fault.choice as u64 % 15);
                 let both = || [Direction::ToServer, Direction::ToClient].map(|way| to_database.delay(way, by));
@@ -129,13 +147,13 @@ impl Trouble<'_> {
             }
             Kind::WorkerReplaced => self.premises.crew.replace(self.seat()).await,
             Kind::EveryWorkerKilled => self.kill_every_worker().await,
-            Kind::QueuePurged => self.purge().await,
+            Kind::QueuePurged => return self.purge().await,
             Kind::QueueDeleted => self.delete_consumed_queue().await,
             Kind::DelayQueueDeleted => self.delete_delay_queue().await,
-            Kind::AlarmsDoubled => self.double_alarms().await,
+            Kind::AlarmsDoubled => return self.double_alarms().await,
             Kind::GarbageSent => self.send_garbage().await,
         }
-        Whom::Nobody
+        Harm::PLAIN
     }
 
     async fn around(&self, begin: impl FnOnce(), end: impl FnOnce()) {
@@ -158,13 +176,6 @@ impl Trouble<'_> {
         &self.premises.stage
     }
 
-    /// The stage with a channel that works: its first one is lost with the first fault.
-    async fn at_the_broker(&self) -> Stage {
-        let amqp = &self.stage().settings.amqp;
-        wait_for("the broker", async || broker::connect(amqp, "chaos").await.is_ok()).await;
-        self.stage().reconnected().await
-    }
-
     async fn read_only(&self) {
         self.configure("ALTER SYSTEM SET default_transaction_read_only = on").await;
         self.premises.wait(self.fault.hold).await;
@@ -183,15 +194,18 @@ impl Trouble<'_> {
         }
     }
 
-    async fn end_sessions(&self) {
+    async fn end_sessions(&self) -> Harm {
+        let mut ended = 0;
         let began = Moment::now_by_local_clock();
         let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'order-timeout'";
         while self.goes_on(began).await {
-            sqlx::query(end).execute(&self.stage().pool).await.unwrap();
+            ended += sqlx::query(end).execute(&self.stage().pool).await.unwrap().rows_affected();
         }
+        Harm::hits(usize::try_from(ended).unwrap())
     }
 
-    async fn lose_answers(&self) {
+    async fn lose_answers(&self) -> Harm {
+        let mut traps = Vec::new();
         let began = Moment::now_by_local_clock();
         let next = "SELECT id::text FROM orders WHERE status = 'unpaid' AND expires_at > clock_timestamp()
                     ORDER BY expires_at LIMIT 1";
@@ -199,32 +213,33 @@ impl Trouble<'_> {
             let next: Option<String> = sqlx::query_scalar(next).fetch_optional(&self.stage().pool).await.unwrap();
             if let Some(id) = next {
                 // Whether it is closed or paid first is all the same.
-                let _is_sprung = self.premises.to_database.cut_at(&id, Then::CutAtTheAnswer);
+                traps.push(self.premises.to_database.cut_at(&id, Then::CutAtTheAnswer));
             }
         }
         self.premises.to_database.restore();
+        Harm::hits(traps.iter().filter(|is_sprung| is_sprung()).count())
     }
 
-    async fn lock_orders(&self) -> Whom {
+    async fn lock_orders(&self) -> Harm {
         let mut transaction = self.stage().pool.begin().await.unwrap();
         let orders = sqlx::query_scalar(
             "SELECT id FROM orders WHERE status = 'unpaid' AND expires_at > clock_timestamp()
              ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED",
         );
-        let orders = orders.bind(LOCKED_AT_ONCE).fetch_all(&mut *transaction).await.unwrap();
+        let orders: Vec<Uuid> = orders.bind(LOCKED_AT_ONCE).fetch_all(&mut *transaction).await.unwrap();
         self.premises.wait(self.fault.hold).await;
         transaction.rollback().await.unwrap();
-        Whom::Orders(orders)
+        Harm { hits: Some(orders.len()), whom: Whom::Orders(orders) }
     }
 
-    async fn lock_stock(&self) -> Whom {
+    async fn lock_stock(&self) -> Harm {
         let article = article_name(self.fault.choice % ARTICLES);
         let mut transaction = self.stage().pool.begin().await.unwrap();
         let lock = sqlx::query("SELECT FROM stock WHERE article_id = $1 FOR UPDATE").bind(&article);
         lock.execute(&mut *transaction).await.unwrap();
         self.premises.wait(self.fault.hold).await;
         transaction.rollback().await.unwrap();
-        Whom::Article(article)
+        Harm { whom: Whom::Article(article), hits: None }
     }
 
     /// Over when the first of them works again.
@@ -235,15 +250,14 @@ impl Trouble<'_> {
         wait_for("a worker", async || (0..WORKERS).any(|seat| crew.has_started(seat))).await;
     }
 
-    async fn purge(&self) {
-        let (stage, names) = (self.at_the_broker().await, self.stage().names());
-        let queues = match self.fault.choice % 2 {
-            0 => vec![names.timeout(), names.arm()],
-            _ => self.delay_queues(),
-        };
-        for queue in queues {
-            stage.channel.queue_purge(queue.as_str().into(), QueuePurgeOptions::default()).await.unwrap();
+    async fn purge(&self) -> Harm {
+        let (stage, names) = (self.premises.at_the_broker().await, self.stage().names());
+        let mut thrown_away = 0;
+        for queue in self.delay_queues().into_iter().chain([names.timeout(), names.arm()]) {
+            let options = QueuePurgeOptions::default();
+            thrown_away += stage.channel.queue_purge(queue.as_str().into(), options).await.unwrap();
         }
+        Harm::hits(usize::try_from(thrown_away).unwrap())
     }
 
     /// Lanes and slots.
@@ -258,7 +272,7 @@ impl Trouble<'_> {
     async fn delete_consumed_queue(&self) {
         let names = self.stage().names();
         let queue = [names.timeout(), names.arm()][self.fault.choice % 2].clone();
-        let stage = self.at_the_broker().await;
+        let stage = self.premises.at_the_broker().await;
         stage.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         wait_for("the queue, consumed again", async || is_consumed(&stage, &queue).await).await;
     }
@@ -266,13 +280,13 @@ impl Trouble<'_> {
     async fn delete_delay_queue(&self) {
         let mut queues = self.delay_queues();
         let queue = queues.swap_remove(self.fault.choice % queues.len());
-        let stage = self.at_the_broker().await;
+        let stage = self.premises.at_the_broker().await;
         stage.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         self.premises.wait(self.fault.hold).await;
         Topology::new(&stage.settings).declare(&stage.broker).await.unwrap();
     }
 
-    async fn double_alarms(&self) {
+    async fn double_alarms(&self) -> Harm {
         let unpaid: Vec<(Uuid, OffsetDateTime)> =
             sqlx::query_as("SELECT id, expires_at FROM orders WHERE status = 'unpaid' ORDER BY expires_at LIMIT $1")
                 .bind(DOUBLED_AT_ONCE)
@@ -281,13 +295,14 @@ impl Trouble<'_> {
                 .unwrap();
         let orders: Vec<Order> =
             unpaid.into_iter().map(|(id, at)| Order { id, deadline: database::moment(at) }).collect();
-        let stage = self.at_the_broker().await;
+        let stage = self.premises.at_the_broker().await;
         stage.deliver(&orders).await;
         stage.deliver(&orders).await;
+        Harm::hits(orders.len())
     }
 
     async fn send_garbage(&self) {
-        let (stage, now) = (self.at_the_broker().await, Moment::now_by_local_clock());
+        let (stage, now) = (self.premises.at_the_broker().await, Moment::now_by_local_clock());
         let (due, hour) = (stage.names().due(), Duration::from_secs(3600));
         let bodies: [&[u8]; 4] = [
             b"",

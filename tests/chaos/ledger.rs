@@ -11,6 +11,10 @@
 //! the broker, of messages, or of one worker puts off nothing. What follows a fault is no excuse either: the database's
 //! recovery is part of its restart, a worker's pause before its next try is not. All of it runs on one machine, so the
 //! runner's clock and the database's are one.
+//!
+//! The sweep closes whatever alarm is lost, so that says nothing of alarms yet. An order that falls due in a rest, with
+//! an alarm that was safe and that nobody threw away, is owed it: if the sweep had to close it, its alarm is lost,
+//! whatever it went through before.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -24,11 +28,15 @@ use uuid::Uuid;
 
 use crate::ear::Heard;
 use crate::faults::{Carried, Whom};
+use crate::run::Rest;
 use crate::shop::{IN_STOCK, Life};
 use crate::support::ledger::Ledger;
 
 /// How late a close may be that nothing excuses.
 pub const PROMISED: Duration = Duration::from_secs(1);
+/// An alarm that is safe so long before its deadline, in a rest, has the time for every way there is: out of the outbox,
+/// through a lane, into the hold.
+const TIME_FOR_EVERY_WAY: Duration = Duration::from_millis(1_500);
 
 /// How a run ended, as its last line says it.
 #[derive(Debug, Serialize)]
@@ -47,6 +55,10 @@ pub struct Report {
     /// Events sent more than once, each under its own id, as is allowed.
     pub duplicate_event_ids: usize,
     pub closed_by: ClosedBy,
+    /// Orders whose alarm had to come, for nothing was broken when they fell due.
+    pub alarms_owed: usize,
+    /// Those of them that the sweep had to close.
+    pub alarms_lost: usize,
     pub max_lateness_beyond_fault_ms: f64,
 }
 
@@ -62,6 +74,7 @@ pub struct Evidence<'a> {
     pub seed: u64,
     pub lives: &'a [Life],
     pub carried: &'a [Carried],
+    pub rests: &'a [Rest],
     pub heard: &'a HashMap<Uuid, Heard>,
 }
 
@@ -71,6 +84,7 @@ pub struct Verdict {
     pub violations: Vec<String>,
     /// The latest closes, for whoever looks into them.
     pub latest: Vec<String>,
+    pub alarms_lost: Vec<String>,
 }
 
 /// An order as the tables have it in the end.
@@ -92,6 +106,9 @@ struct Tally {
     paid_closed: usize,
     early: usize,
     closed_by: ClosedBy,
+    alarms_owed: usize,
+    /// In words.
+    alarms_lost: Vec<String>,
     lateness: Vec<(Duration, String)>,
 }
 
@@ -114,6 +131,21 @@ pub fn lateness(life: &Life, deadline: Moment, closed_at: Moment, carried: &[Car
     closed_at.since(owed)
 }
 
+/// Whether its alarm must close it.
+fn is_owed_its_alarm(life: &Life, carried: &[Carried], rests: &[Rest]) -> bool {
+    let Some(alarmed_at) = life.alarmed_at else { return false };
+    // Both ends of a rest are somebody's beginning: what fell due a moment before it, and the next fault.
+    let in_a_rest =
+        |rest: &Rest| rest.from + TIME_FOR_EVERY_WAY <= life.deadline && life.deadline + PROMISED <= rest.until;
+    let is_gone = |fault: &Carried| {
+        fault.kind.throws_alarms_away() && fault.from <= life.deadline && fault.until >= life.created_at
+    };
+    !life.contested
+        && alarmed_at + TIME_FOR_EVERY_WAY <= life.deadline
+        && rests.iter().any(in_a_rest)
+        && !carried.iter().any(is_gone)
+}
+
 fn excuses(whom: &Whom, life: &Life) -> bool {
     match whom {
         Whom::Nobody => false,
@@ -129,7 +161,7 @@ pub async fn judge(pool: &PgPool, evidence: Evidence<'_>) -> Verdict {
     let mut tally = Tally::default();
     for life in evidence.lives {
         let events = heard_of.get(life.id.to_string().as_str()).map_or(0, HashSet::len);
-        judge_one(&mut tally, life, rows.get(&life.id), events, evidence.carried);
+        judge_one(&mut tally, life, rows.get(&life.id), events, &evidence);
     }
     if rows.len() != evidence.lives.len() {
         tally.violations.push(format!("{} orders in the table, {} in the books", rows.len(), evidence.lives.len()));
@@ -146,10 +178,10 @@ pub async fn judge(pool: &PgPool, evidence: Evidence<'_>) -> Verdict {
     tally.lateness.sort_by_key(|(lateness, _)| std::cmp::Reverse(*lateness));
     let report = report(&evidence, &tally, stock_balanced);
     let latest = tally.lateness.into_iter().take(20).map(|(_, what)| what).collect();
-    Verdict { report, violations: tally.violations, latest }
+    Verdict { report, violations: tally.violations, latest, alarms_lost: tally.alarms_lost }
 }
 
-fn judge_one(tally: &mut Tally, life: &Life, row: Option<&Row>, events: usize, carried: &[Carried]) {
+fn judge_one(tally: &mut Tally, life: &Life, row: Option<&Row>, events: usize, evidence: &Evidence<'_>) {
     let Some(row) = row else {
         tally.lost += 1;
         return tally.violation(life, row, "a committed order is gone");
@@ -165,7 +197,7 @@ fn judge_one(tally: &mut Tally, life: &Life, row: Option<&Row>, events: usize, c
             tally.paid_closed += 1;
             tally.violation(life, Some(row), "closed, though the shop was told that it is paid");
         }
-        ("closed", Some(closed_at)) => judge_close(tally, life, row, database::moment(closed_at), events, carried),
+        ("closed", Some(closed_at)) => judge_close(tally, life, row, database::moment(closed_at), events, evidence),
         _ => {
             tally.lost += 1;
             tally.violation(life, Some(row), "never closed");
@@ -173,7 +205,7 @@ fn judge_one(tally: &mut Tally, life: &Life, row: Option<&Row>, events: usize, c
     }
 }
 
-fn judge_close(tally: &mut Tally, life: &Life, row: &Row, closed_at: Moment, events: usize, carried: &[Carried]) {
+fn judge_close(tally: &mut Tally, life: &Life, row: &Row, closed_at: Moment, events: usize, evidence: &Evidence<'_>) {
     match row.closed_by.as_deref() {
         Some("alarm") => tally.closed_by.alarm += 1,
         Some("sweep") => tally.closed_by.sweep += 1,
@@ -192,7 +224,13 @@ fn judge_close(tally: &mut Tally, life: &Life, row: &Row, closed_at: Moment, eve
         tally.early += 1;
         tally.violation(life, Some(row), "closed early, or for a deadline that the shop does not know");
     }
-    let beyond = lateness(life, deadline, closed_at, carried);
+    if is_owed_its_alarm(life, evidence.carried, evidence.rests) {
+        tally.alarms_owed += 1;
+        if row.closed_by.as_deref() != Some("alarm") {
+            tally.alarms_lost.push(format!("{life:?} {row:?}"));
+        }
+    }
+    let beyond = lateness(life, deadline, closed_at, evidence.carried);
     let plainly = closed_at.since(deadline).as_secs_f64() * 1e3;
     let beyond_ms = beyond.as_secs_f64() * 1e3;
     let what = format!("{beyond_ms:.0} ms beyond any excuse, {plainly:.0} ms after its deadline: {life:?} {row:?}");
@@ -219,6 +257,8 @@ fn report(evidence: &Evidence<'_>, tally: &Tally, stock_balanced: bool) -> Repor
         stock_balanced,
         duplicate_event_ids: evidence.heard.values().filter(|heard| heard.times > 1).count(),
         closed_by: ClosedBy { alarm, sweep, manual },
+        alarms_owed: tally.alarms_owed,
+        alarms_lost: tally.alarms_lost.len(),
         max_lateness_beyond_fault_ms: (latest.as_secs_f64() * 1e4).round() / 10.0,
     }
 }
@@ -277,12 +317,14 @@ mod tests {
     }
 
     fn fault(from: u64, until: u64, whom: Whom) -> Carried {
-        Carried { kind: Kind::DatabaseKilled, from: at(from), until: at(until), whom }
+        Carried { kind: Kind::DatabaseKilled, from: at(from), until: at(until), whom, hits: None }
     }
 
     fn order() -> Life {
         let (id, article) = (Uuid::from_u128(7), "article-3".to_owned());
-        Life { id, article, deadline: at(DEADLINE_MS), known_at: at(1_000), paid: false }
+        let (created_at, known_at) = (at(1_000), at(1_000));
+        let deadline = at(DEADLINE_MS);
+        Life { id, article, deadline, created_at, known_at, alarmed_at: Some(at(1_100)), contested: false, paid: false }
     }
 
     fn late_ms(closed: u64, faults: &[Carried]) -> u128 {
@@ -314,6 +356,22 @@ mod tests {
         assert_eq!(late_ms(16_500, &faults), 4_500, "between them it had its second");
         let faults = [fault(12_500, 16_000, Whom::Everybody), fault(10_500, 12_000, Whom::Everybody)];
         assert_eq!(late_ms(16_500, &faults), 500);
+    }
+
+    #[test]
+    fn an_alarm_is_owed_to_who_falls_due_in_a_rest_and_to_nobody_else() {
+        let rest = |from, until| Rest { from: at(from), until: at(until) };
+        let owed = |life: &Life, rest: Rest, faults: &[Carried]| is_owed_its_alarm(life, faults, &[rest]);
+        let (of_it, before) = (rest(8_000, 12_000), fault(2_000, 7_000, Whom::Everybody));
+        assert!(owed(&order(), of_it, std::slice::from_ref(&before)), "whatever was broken before");
+        assert!(!owed(&order(), rest(9_000, 12_000), &[]), "the rest has hardly begun");
+        assert!(!owed(&order(), rest(8_000, 10_900), &[]), "the next fault may be there first");
+        assert!(!owed(&Life { alarmed_at: None, ..order() }, of_it, &[]));
+        assert!(!owed(&Life { alarmed_at: Some(at(9_000)), ..order() }, of_it, &[]));
+        assert!(!owed(&Life { contested: true, ..order() }, of_it, &[]));
+        for kind in [Kind::QueuePurged, Kind::QueueDeleted, Kind::DelayQueueDeleted] {
+            assert!(!owed(&order(), of_it, &[Carried { kind, ..before.clone() }]), "{kind:?} took it");
+        }
     }
 
     #[test]

@@ -195,6 +195,11 @@ impl Kind {
         }
     }
 
+    /// Whether alarms may be gone with it that were safe.
+    pub fn throws_alarms_away(self) -> bool {
+        matches!(self, Self::QueuePurged | Self::QueueDeleted | Self::DelayQueueDeleted)
+    }
+
     /// As it stands in the report: `broker_killed`.
     pub fn name(self) -> String {
         let mut name = String::new();

@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use order_timeout::Settings;
+use order_timeout::{Settings, broker};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::crew::Crew;
 use crate::support::private::Private;
 use crate::support::proxy::Proxy;
-use crate::support::{Stage, on_stage};
+use crate::support::{Stage, on_stage, wait_for};
 
 pub struct Premises {
     /// Reaches the servers without a detour.
@@ -28,9 +28,10 @@ pub struct Premises {
     pub interrupted: CancellationToken,
 }
 
-/// Runs `work` on premises of its own. Logs, and whatever else is written there, go to a folder of this name.
+/// Runs `work` on premises of its own; `adjust` changes the settings before anything is created. Logs, and whatever else is written there, go to a folder of this name.
 pub fn on_premises<F: Future<Output = ()> + Send + 'static>(
     name: &str,
+    adjust: impl FnOnce(&mut Settings),
     work: impl FnOnce(Arc<Premises>) -> F + Send + 'static,
 ) {
     let logs = empty_folder(name);
@@ -39,14 +40,15 @@ pub fn on_premises<F: Future<Output = ()> + Send + 'static>(
         let database = Private::postgres(&[]);
         (Arc::new(broker.join().expect("a broker")), Arc::new(database))
     });
-    let adjust = |settings: &mut Settings| {
+    let adjust_all = |settings: &mut Settings| {
         as_deployed(settings);
+        adjust(settings);
         settings.amqp.url = broker.url.clone().into();
         settings.database.url = database.url.clone().into();
         settings.database.url = settings.database.url_of(&format!("order_timeout_{}", settings.namespace));
     };
     let servers = (broker.clone(), database.clone());
-    on_stage(adjust, move |stage| async move {
+    on_stage(adjust_all, move |stage| async move {
         let premises = Arc::new(Premises::open(stage, servers, logs).await);
         let watching = tokio::spawn(end_when_asked(premises.interrupted.clone()));
         let outcome = tokio::spawn(work(premises.clone())).await;
@@ -104,6 +106,13 @@ impl Premises {
         let mut settings = self.stage.settings.clone();
         settings.amqp.url = self.to_broker.address(&settings.amqp.url);
         settings
+    }
+
+    /// The stage with a channel that works: its first one is lost with the first fault.
+    pub async fn at_the_broker(&self) -> Stage {
+        let amqp = &self.stage.settings.amqp;
+        wait_for("the broker", async || broker::connect(amqp, "chaos").await.is_ok()).await;
+        self.stage.reconnected().await
     }
 
     /// Waits; not for somebody who wants us to end.

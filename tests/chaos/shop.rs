@@ -33,10 +33,16 @@ const CONNECTIONS: u32 = 16;
 pub struct Life {
     pub id: Uuid,
     pub article: String,
+    pub created_at: Moment,
     /// The deadline last committed.
     pub deadline: Moment,
     /// When the shop heard of the last commit that set the deadline. Nobody can close before a deadline is there.
     pub known_at: Moment,
+    /// Since when an alarm that leads to this deadline is known to be safe: confirmed by the broker, or committed beside
+    /// the order. `None` where the shop gave up.
+    pub alarmed_at: Option<Moment>,
+    /// Somebody locks its row around the deadline, to pay.
+    pub contested: bool,
     pub paid: bool,
 }
 
@@ -109,9 +115,7 @@ impl Counter {
     async fn live(&self, fate: Fate) -> Life {
         let mut life = self.create(&fate).await;
         self.counters.taken.fetch_add(1, Ordering::Relaxed);
-        if fate.way == Way::Publisher {
-            self.schedule(&life).await;
-        }
+        life.alarmed_at = self.alarmed(&life, fate.way).await;
         self.change(&fate, &mut life).await;
         self.settle(&fate, &mut life).await;
         life
@@ -132,7 +136,17 @@ impl Counter {
     async fn create(&self, fate: &Fate) -> Life {
         let (id, article) = (Uuid::now_v7(), article_name(fate.article));
         let deadline = self.insist(|| self.commit_order(id, &article, fate)).await;
-        Life { id, article, deadline, known_at: Moment::now_by_local_clock(), paid: false }
+        let contested = fate.payment.is_at_the_deadline();
+        let known_at = Moment::now_by_local_clock();
+        Life { id, article, created_at: known_at, deadline, known_at, alarmed_at: None, contested, paid: false }
+    }
+
+    /// Since when an alarm for the deadline just committed is safe.
+    async fn alarmed(&self, life: &Life, way: Way) -> Option<Moment> {
+        match way {
+            Way::Publisher => self.schedule(life).await,
+            Way::ScheduleIn | Way::PlainInsert => Some(life.known_at),
+        }
     }
 
     async fn commit_order(&self, id: Uuid, article: &str, fate: &Fate) -> Result<Moment, sqlx::Error> {
@@ -145,15 +159,16 @@ impl Counter {
     }
 
     /// Until it succeeds or is of no use any more: then the sweep must do without the alarm.
-    async fn schedule(&self, life: &Life) {
+    async fn schedule(&self, life: &Life) -> Option<Moment> {
         let mut pauses = Pauses::new();
         while Moment::now_by_local_clock() < life.deadline {
             if self.publisher.schedule(life.id.to_string(), life.deadline).await.is_ok() {
-                return;
+                return Some(Moment::now_by_local_clock());
             }
             self.counters.said_again.fetch_add(1, Ordering::Relaxed);
             tokio::time::sleep(pauses.next_pause()).await;
         }
+        None
     }
 
     async fn change(&self, fate: &Fate, life: &mut Life) {
@@ -167,8 +182,8 @@ impl Counter {
         let moved = self.insist(|| self.commit_change(id, shift, schedules.then_some(fate.way))).await;
         let Some(deadline) = moved else { return };
         (life.deadline, life.known_at) = (deadline, Moment::now_by_local_clock());
-        if schedules && fate.way == Way::Publisher {
-            self.schedule(life).await;
+        if schedules {
+            life.alarmed_at = self.alarmed(life, fate.way).await;
         }
     }
 

@@ -1,5 +1,5 @@
 //! A cluster of brokers that loses the leader of a queue, twice, under load: no alarm is lost, none closes an order
-//! twice or early.
+//! twice or early. Once without a sweep, which would close whatever alarm was lost; and once as deployed, for the figures.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use time::OffsetDateTime;
 use crate::cluster::Cluster;
 use crate::forwarder::Forwarder;
 use crate::support::process::WorkerProcess;
-use crate::support::{Stage, on_stage, wait_within};
+use crate::support::{Stage, alarms_alone, on_stage, wait_within};
 use crate::traffic::{Taken, Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness, unpaid};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -33,12 +33,28 @@ fn one_busy_lane(settings: &mut Settings) {
     settings.delay.lanes = vec![Lane::try_from("10s".to_owned()).unwrap()];
     settings.delay.lead = 2 * SECOND;
     settings.worker.hold_max = 6 * SECOND;
-    // As a deployment has it, unlike other tests: it is what keeps a broker in trouble from making orders late.
-    settings.sweep.grace = Settings::defaults().sweep.grace;
+}
+
+/// Whether there is one.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Sweep {
+    /// Whatever alarm is lost, its order is never closed.
+    Away,
+    /// It keeps a broker in trouble from making orders late.
+    AsDeployed,
 }
 
 #[test]
 fn a_cluster_that_loses_the_leader_of_a_queue_loses_no_alarm() {
+    on_a_cluster(Sweep::Away);
+}
+
+#[test]
+fn a_cluster_that_loses_the_leader_of_a_queue_closes_each_order_once() {
+    on_a_cluster(Sweep::AsDeployed);
+}
+
+fn on_a_cluster(sweep: Sweep) {
     let cluster = Arc::new(Cluster::start());
     // The queues are declared through node 1, which thereby leads them.
     let front = Arc::new(Forwarder::start(cluster.ports_from(1)));
@@ -49,8 +65,15 @@ fn a_cluster_that_loses_the_leader_of_a_queue_loses_no_alarm() {
         |settings| {
             settings.amqp.url = format!("amqp://guest:guest@127.0.0.1:{port}/%2f").into();
             one_busy_lane(settings);
+            match sweep {
+                Sweep::Away => alarms_alone(settings),
+                Sweep::AsDeployed => settings.sweep = Settings::defaults().sweep,
+            }
         },
-        async move |stage| lose_leaders(&stage, &cluster, &front).await,
+        async move |stage| {
+            lose_leaders(&stage, &cluster, &front).await;
+            assert!(sweep == Sweep::AsDeployed || by_sweep(&stage).await == 0, "there was none");
+        },
     );
 }
 
