@@ -12,6 +12,7 @@ mod limits;
 mod report;
 mod scenarios;
 mod stage;
+mod transactions;
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use competitors::Competitor;
 use scenarios::crowd::Crowd;
-use scenarios::{burst, crowd, mixed, pending, publish, steady};
+use scenarios::{burst, crowd, mixed, moved, pending, publish, shards, steady};
 use stage::servers::Servers;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -89,10 +90,14 @@ enum Scenario {
     },
     /// Random delays of 1 to 120 s behind long ones, against other ways of delaying (2 000)
     Mixed,
+    /// Deadlines moved later three times and earlier once (1 000)
+    Moved,
     /// How fast alarms are scheduled, against a bare client with the same confirm window (50 000)
     Publish,
     /// Memory per pending alarm, and what an idle broker costs (200 000)
     Pending,
+    /// The burst with one processing queue and with more (20 000)
+    Shards,
     /// 200 good orders among alarms for orders that do not exist (20 000)
     CrowdUnknown,
     /// 200 good orders among alarms for far deadlines (50 000)
@@ -149,8 +154,10 @@ async fn play(scenario: Scenario, servers: &Servers, options: &Options) -> anyho
             steady::run(servers, options, steady::Load { rate, seconds, delay, way }).await
         }
         Scenario::Mixed => mixed::run(servers, options, orders(2_000)).await,
+        Scenario::Moved => moved::run(servers, options, orders(1_000)).await,
         Scenario::Publish => publish::run(servers, options, orders(50_000)).await,
         Scenario::Pending => pending::run(servers, options, orders(200_000)).await,
+        Scenario::Shards => shards::run(servers, options, orders(20_000)).await,
         Scenario::CrowdUnknown => crowd::run(servers, options, Crowd::Unknown, orders(20_000)).await,
         Scenario::CrowdFar => crowd::run(servers, options, Crowd::Far, orders(50_000)).await,
         Scenario::Compete { .. } => unreachable!("handled before any server is started"),

@@ -26,8 +26,6 @@ use crate::{Options, Way};
 
 /// A slow machine's publishing rate, from which the instant is chosen at which all expire.
 const SLOWEST_PUBLISHING_PER_S: f64 = 8_000.0;
-/// Channels that consume, as the worker has.
-const CHANNELS: usize = 2;
 /// Deliveries that are acknowledged by one frame.
 const ACK_EVERY: usize = 200;
 /// After this long without a delivery something is wrong.
@@ -41,8 +39,14 @@ pub struct BrokerLimit {
     pub handed_over_per_s: f64,
 }
 
-pub async fn measure(servers: &Servers, options: &Options, messages: usize, way: Way) -> anyhow::Result<BrokerLimit> {
-    let stage = Stage::with_broker(servers, options, &[]).await?;
+pub async fn measure(
+    servers: &Servers,
+    options: &Options,
+    settings: &[String],
+    messages: usize,
+    way: Way,
+) -> anyhow::Result<BrokerLimit> {
+    let stage = Stage::with_broker(servers, options, settings).await?;
     let connection = stage.connect().await?;
     let limit = hand_over(&stage, &connection, messages, way).await;
     order_timeout::broker::close(&connection, Duration::from_secs(1)).await;
@@ -159,12 +163,12 @@ fn bodies(messages: usize) -> Vec<Vec<u8>> {
 
 async fn consume(stage: &Stage<'_>, connection: &Connection, messages: usize) -> anyhow::Result<()> {
     let mut consumers = Vec::new();
-    for channel in 0..CHANNELS {
-        let consumer = start_consuming(stage, connection).await?;
+    for (channel, queue) in queues(stage).into_iter().enumerate() {
+        let consumer = start_consuming(stage, connection, &queue).await?;
         consumers.push(consumer.map(move |delivery| (channel, delivery)));
     }
     let mut deliveries = select_all(consumers);
-    let mut unacknowledged: [(usize, Option<Delivery>); CHANNELS] = Default::default();
+    let mut unacknowledged: Vec<(usize, Option<Delivery>)> = queues(stage).iter().map(|_| (0, None)).collect();
     for number in 0..messages {
         let next = tokio::time::timeout(PATIENCE, deliveries.next()).await;
         let next = next.with_context(|| format!("only {number} of {messages} messages were handed over"))?;
@@ -181,12 +185,17 @@ async fn consume(stage: &Stage<'_>, connection: &Connection, messages: usize) ->
     Ok(())
 }
 
-async fn start_consuming(stage: &Stage<'_>, connection: &Connection) -> anyhow::Result<Consumer> {
+/// A channel each, as the worker has them.
+fn queues(stage: &Stage<'_>) -> Vec<String> {
+    let names = Names::new(&stage.settings.namespace);
+    stage.settings.worker.shard_of_each_channel().into_iter().map(|shard| names.shard(shard)).collect()
+}
+
+async fn start_consuming(stage: &Stage<'_>, connection: &Connection, queue: &str) -> anyhow::Result<Consumer> {
     let channel = connection.create_channel().await?;
     channel.basic_qos(stage.settings.worker.prefetch, BasicQosOptions::default()).await?;
-    let queue = Names::new(&stage.settings.namespace).timeout();
     let options = BasicConsumeOptions::default();
-    Ok(channel.basic_consume(queue.as_str().into(), "".into(), options, FieldTable::default()).await?)
+    Ok(channel.basic_consume(queue.into(), "".into(), options, FieldTable::default()).await?)
 }
 
 async fn acknowledge(last: Option<Delivery>) -> anyhow::Result<()> {

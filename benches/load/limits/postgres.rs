@@ -1,5 +1,5 @@
-//! Postgres alone: the worker's close statement in batches of the worker's size, over orders that are long overdue; and
-//! how long a single small commit takes.
+//! Postgres alone: the worker's close statement in batches of the worker's size, on sessions set up as the worker's, over
+//! orders that are long overdue; and how long a single small commit takes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 use order_timeout::Moment;
 use order_timeout::close::CLOSE_SQL;
+use order_timeout::config::DatabaseSettings;
+use order_timeout::database::Database;
 use sqlx::PgPool;
 use tokio::task::{JoinHandle, JoinSet};
 
@@ -41,7 +43,8 @@ pub async fn measure(
         let ids: Vec<String> =
             stage.fill(&overdue, articles).await?.iter().map(|(id, _)| id.as_str().to_owned()).collect();
         let batches = ids.chunks(batch_size).rev().map(<[String]>::to_vec).collect();
-        let took = close_all(&stage.socket_url, batches, connections).await?;
+        let by_socket = DatabaseSettings { url: stage.socket_url.clone().into(), ..stage.settings.database.clone() };
+        let took = close_all(&by_socket, batches, connections).await?;
         stage.ledger(overdue[0]).await?.ensure_kept("Postgres alone")?;
         by_connections.insert(connections, orders as f64 / took.as_secs_f64());
         stage.clear_away().await?;
@@ -49,13 +52,17 @@ pub async fn measure(
     Ok(PostgresLimit { by_connections })
 }
 
-async fn close_all(url: &str, batches: Vec<Vec<String>>, connections: usize) -> anyhow::Result<Duration> {
-    let pool = PgPool::connect(url).await?;
+async fn close_all(
+    settings: &DatabaseSettings,
+    batches: Vec<Vec<String>>,
+    connections: usize,
+) -> anyhow::Result<Duration> {
+    let database = Database::connect(settings, u32::try_from(connections)?).await?;
     let batches = Arc::new(Mutex::new(batches));
     let mut closers = JoinSet::new();
     let mut open = Vec::new();
     for _ in 0..connections {
-        let mut connection = pool.acquire().await?;
+        let mut connection = database.connection().await?;
         // Prepared before the clock starts, as it is in a worker.
         sqlx::query(CLOSE_SQL).bind(Vec::<String>::new()).bind("alarm").bind(true).fetch_all(&mut *connection).await?;
         open.push(connection);
@@ -75,7 +82,6 @@ async fn close_all(url: &str, batches: Vec<Vec<String>>, connections: usize) -> 
         ended??;
     }
     let took = began.elapsed();
-    pool.close().await;
     Ok(took)
 }
 

@@ -10,7 +10,7 @@ use crate::Options;
 use crate::contest::Figures;
 use crate::limits::broker::BrokerLimit;
 use crate::limits::postgres::PostgresLimit;
-use crate::stage::ledger;
+use crate::stage::ledger::{self, Ledger};
 use crate::stage::servers::Servers;
 
 /// A scenario's outcome: the worker's figures first, then everybody else's.
@@ -141,6 +141,27 @@ pub fn whole(number: f64) -> u64 {
 pub fn round(number: f64, digits: i32) -> f64 {
     let factor = 10_f64.powi(digits);
     (number * factor).round() / factor
+}
+
+/// What a scenario prints that looks at the worker's orders alone; `more` comes with it.
+///
+/// # Errors
+/// If an order was lost, closed twice or closed early.
+pub fn print_ledger(
+    scenario: &str,
+    servers: &Servers,
+    options: &Options,
+    ledger: &Ledger,
+    more: Map<String, Value>,
+) -> anyhow::Result<()> {
+    let mut line = json!({
+        "scenario": scenario, "strategy": options.strategy, "orders": ledger.orders, "closed": ledger.closed,
+        "lost": ledger.lost, "closed_twice": ledger.closed_twice, "early": ledger.early,
+        "closed_by": ledger.closed_by, "lateness_ms": ledger.lateness_ms(), "broker": servers.broker.version()?,
+    });
+    line.as_object_mut().expect("an object was just made").extend(more);
+    print_line(&line, options.json);
+    ledger.ensure_kept("worker")
 }
 
 /// Prints one JSON line, or its rows for a person: for scenarios that close no orders.

@@ -25,7 +25,7 @@ pub async fn burst(servers: &Servers, options: &Options, orders: usize, way: Way
     let mut report = Report::begin("burst", servers, options);
     if !options.alone {
         report.postgres = Some(limits::postgres::measure(servers, orders, MANY_ARTICLES, batch_size()).await?);
-        report.broker = Some(limits::broker::measure(servers, options, orders, way).await?);
+        report.broker = Some(limits::broker::measure(servers, options, &settings(way), orders, way).await?);
     }
     report.add(contest("worker", Entrant::Worker(settings(way))).await?);
     if !options.alone {
@@ -66,7 +66,7 @@ fn last_lateness(figures: &Figures) -> f64 {
     figures.ledger.lateness_us.max() as f64
 }
 
-fn plan(orders: usize, articles: usize, way: Way) -> Plan {
+pub fn plan(orders: usize, articles: usize, way: Way) -> Plan {
     let ahead = match way {
         Way::Wheel => Duration::from_secs_f64(LEAST_AHEAD_S + orders as f64 / SLOWEST_ARMING_PER_S),
         // Half a second for what is published at the end.
@@ -82,7 +82,7 @@ fn plan(orders: usize, articles: usize, way: Way) -> Plan {
     }
 }
 
-fn settings(way: Way) -> Vec<String> {
+pub fn settings(way: Way) -> Vec<String> {
     match way {
         Way::Wheel => Vec::new(),
         Way::Lane => vec![format!("delay.lanes={}s", LANE.as_secs())],

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use order_timeout::{Moment, OrderId};
-use serde_json::json;
+use serde_json::{Map, json};
 use uuid::Uuid;
 
 use crate::Options;
@@ -28,15 +28,11 @@ pub async fn run(servers: &Servers, options: &Options, crowd: Crowd, size: usize
     let stage = Stage::with_broker(servers, options, &[]).await?;
     let outcome = play(&stage, servers, crowd, size).await;
     stage.clear_away().await?;
-    let ledger = outcome?;
-    let line = json!({
-        "scenario": match crowd { Crowd::Unknown => "crowd-unknown", Crowd::Far => "crowd-far" },
-        "strategy": options.strategy, "size": size, "orders": ledger.orders, "closed": ledger.closed,
-        "lost": ledger.lost, "closed_twice": ledger.closed_twice, "early": ledger.early,
-        "closed_by": ledger.closed_by, "lateness_ms": ledger.lateness_ms(), "broker": servers.broker.version()?,
-    });
-    report::print_line(&line, options.json);
-    ledger.ensure_kept("worker")
+    let scenario = match crowd {
+        Crowd::Unknown => "crowd-unknown",
+        Crowd::Far => "crowd-far",
+    };
+    report::print_ledger(scenario, servers, options, &outcome?, Map::from_iter([("size".into(), json!(size))]))
 }
 
 async fn play(stage: &Stage<'_>, servers: &Servers, crowd: Crowd, size: usize) -> anyhow::Result<Ledger> {

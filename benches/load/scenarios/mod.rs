@@ -3,6 +3,8 @@
 pub mod burst;
 pub mod crowd;
 pub mod mixed;
+pub mod moved;
 pub mod pending;
 pub mod publish;
+pub mod shards;
 pub mod steady;

@@ -18,6 +18,7 @@ use crate::limits::broker::{Message, persistent, publish};
 use crate::report::{self, round, whole};
 use crate::stage::servers::Servers;
 use crate::stage::{Alarm, Stage};
+use crate::transactions;
 
 /// Each way is measured this often, in turn, and the median counts: the machine's speed drifts.
 const ROUNDS: usize = 3;
@@ -53,6 +54,7 @@ pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow:
     let stage = Stage::with_broker(servers, options, &[]).await?;
     let connection = stage.connect().await?;
     let measured = measure(&stage, &connection, orders).await;
+    let created = in_transactions(&stage, orders.div_ceil(FEWER_ONE_BY_ONE)).await;
     broker::close(&connection, Duration::from_secs(1)).await;
     stage.clear_away().await?;
     let mut line = Map::new();
@@ -66,8 +68,26 @@ pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow:
         });
         line.insert((*name).into(), figures);
     }
+    let [without, schedule_in, in_one] = created?;
+    let figures = json!({
+        "orders_per_s": whole(schedule_in), "without_alarm_per_s": whole(without), "ratio": round(schedule_in / without, 3),
+        "in_the_same_statement_per_s": whole(in_one), "in_the_same_statement_ratio": round(in_one / without, 3),
+    });
+    line.insert("schedule_in".into(), figures);
     report::print_line(&line.into(), options.json);
     Ok(())
+}
+
+/// Orders created per second: without an alarm, with `schedule_in`, and with the alarm in the order's statement.
+async fn in_transactions(stage: &Stage<'_>, orders: usize) -> anyhow::Result<[f64; 3]> {
+    use transactions::Alarm::{InTheSameStatement, None, ScheduleIn};
+    let mut rates: [Vec<f64>; 3] = Default::default();
+    for _ in 0..ROUNDS {
+        for (alarm, rates) in [None, ScheduleIn, InTheSameStatement].into_iter().zip(&mut rates) {
+            rates.push(transactions::per_second(&stage.pool, orders, alarm).await?);
+        }
+    }
+    Ok(rates.map(median))
 }
 
 /// Ours and the bare client's rate per contender.

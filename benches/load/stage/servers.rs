@@ -77,7 +77,7 @@ pub struct Broker {
 
 impl Broker {
     fn start(output: &Path) -> anyhow::Result<Self> {
-        let private = Private::start("broker", output, &[])?;
+        let private = Private::start("broker", output, &["--plugin", "rabbitmq_consistent_hash_exchange"])?;
         Ok(Self { url: private.url.clone(), private: Some(private) })
     }
 

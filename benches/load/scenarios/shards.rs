@@ -1,0 +1,41 @@
+//! What several processing queues buy: the broker alone and the worker in a burst, with one queue and with more.
+
+use serde_json::json;
+
+use super::burst;
+use crate::contest::{Entrant, play};
+use crate::report::{print_line, round, whole};
+use crate::stage::MANY_ARTICLES;
+use crate::stage::servers::Servers;
+use crate::{Options, Way, limits};
+
+const COUNTS: [u8; 4] = [1, 2, 4, 8];
+
+/// By lane, whose queues are several already: a single slot of the wheel would be the bottleneck of all of them.
+const WAY: Way = Way::Lane;
+
+pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
+    let plan = burst::plan(orders, MANY_ARTICLES, WAY);
+    let mut by_shards = Vec::new();
+    for shards in COUNTS {
+        let settings = [burst::settings(WAY), vec![format!("worker.shards={shards}")]].concat();
+        let broker = limits::broker::measure(servers, options, &settings, orders, WAY).await?;
+        let worker = play(servers, options, "worker", &Entrant::Worker(settings), &plan).await?;
+        worker.ledger.ensure_kept("worker")?;
+        by_shards.push(json!({
+            "shards": shards,
+            "broker_limit_per_s": whole(broker.handed_over_per_s),
+            "broker_publish_limit_per_s": whole(broker.published_per_s),
+            "worker_closed_per_s": whole(worker.ledger.closed_per_s()),
+            "worker_last_lateness_ms": worker.ledger.lateness_us.max() / 1_000,
+            "worker_cpu_s": round(worker.cpu_s, 2),
+            "broker_cpu_s": worker.broker_cpu_s.map(|cpu_s| round(cpu_s, 2)),
+        }));
+    }
+    let line = json!({
+        "scenario": "shards", "strategy": options.strategy, "broker": servers.broker.version()?, "orders": orders,
+        "by_shards": by_shards,
+    });
+    print_line(&line, options.json);
+    Ok(())
+}

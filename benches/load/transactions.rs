@@ -1,0 +1,61 @@
+//! What an alarm adds to the transaction that creates its order: orders per second on one connection, with and without.
+
+use std::time::{Duration, Instant};
+
+use order_timeout::{Moment, database, schedule_in};
+use sqlx::{PgConnection, PgPool};
+use time::OffsetDateTime;
+use uuid::Uuid;
+
+const DELAY: Duration = Duration::from_secs(3_600);
+
+/// How the alarm is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Alarm {
+    None,
+    /// `schedule_in`: a statement of its own.
+    ScheduleIn,
+    /// By the statement that inserts the order.
+    InTheSameStatement,
+}
+
+/// Orders per second, each in a transaction of its own.
+pub async fn per_second(pool: &PgPool, orders: usize, alarm: Alarm) -> anyhow::Result<f64> {
+    let mut connection = pool.acquire().await?;
+    // Prepared before the clock starts.
+    create(&mut connection, alarm).await?;
+    let began = Instant::now();
+    for _ in 0..orders {
+        create(&mut connection, alarm).await?;
+    }
+    Ok(orders as f64 / began.elapsed().as_secs_f64())
+}
+
+async fn create(connection: &mut PgConnection, alarm: Alarm) -> anyhow::Result<()> {
+    let (id, deadline) = (Uuid::now_v7(), Moment::now_by_local_clock() + DELAY);
+    let expires_at = database::timestamp(deadline).expect("an hour from now is within the calendar");
+    let mut transaction = sqlx::Connection::begin(connection).await?;
+    match alarm {
+        Alarm::None | Alarm::ScheduleIn => {
+            insert("INSERT INTO orders (id, expires_at) VALUES ($1, $2)", &mut transaction, id, expires_at).await?;
+        }
+        Alarm::InTheSameStatement => {
+            let both = "WITH created AS (INSERT INTO orders (id, expires_at) VALUES ($1, $2) RETURNING id, expires_at)
+                        INSERT INTO alarm_outbox (order_id, deadline) SELECT id::text, expires_at FROM created";
+            insert(both, &mut transaction, id, expires_at).await?;
+        }
+    }
+    if alarm == Alarm::ScheduleIn {
+        schedule_in(&mut *transaction, id.to_string(), deadline).await?;
+    }
+    Ok(transaction.commit().await?)
+}
+
+async fn insert(
+    statement: &'static str,
+    transaction: &mut PgConnection,
+    id: Uuid,
+    expires_at: OffsetDateTime,
+) -> Result<(), sqlx::Error> {
+    sqlx::query(statement).bind(id).bind(expires_at).execute(transaction).await.map(drop)
+}
