@@ -210,7 +210,10 @@ fn brokers_get_our_definitions_and_configuration() {
         mounted("./deploy/rabbitmq/advanced.config", "/etc/rabbitmq/advanced.config");
     }
     let advanced = read("deploy/rabbitmq/advanced.config");
-    assert!(advanced.contains("{dead_letter_worker_consumer_prefetch, 512}"), "{advanced}");
+    for term in ["{dead_letter_worker_consumer_prefetch, 512}", "{dead_letter_worker_publisher_confirm_timeout, 5000}"]
+    {
+        assert!(advanced.contains(term), "{term} is not in {advanced}");
+    }
 }
 
 #[test]
