@@ -9,9 +9,10 @@ use crate::events::Event;
 use crate::steps::MOST_SKEW_MS;
 use crate::world::{Row, Status, WORKERS, World, policy};
 
-/// How long workers may need to find out that a fault is over: pauses of up to a second end by themselves, and somebody
-/// may have set the clock back by as much without a worker's noticing.
-const RECOVERY: Duration = Duration::from_secs(1);
+/// How long workers may need to find out that a fault is over. Pauses of up to a second end by themselves. Where somebody
+/// sets the clock back by two seconds, a worker that next looks around a second later sees it a second behind, and takes
+/// that for jitter: what it planned then comes two seconds late.
+const RECOVERY: Duration = Duration::from_secs(2);
 /// After this long every alarm that was put off for a moment is back in its place.
 const BACK_ON_COURSE: Duration = Duration::from_millis(2_500);
 /// How long it may take until every order is closed once all faults are over: the furthest deadline is 25 s away, or as
@@ -59,6 +60,9 @@ struct Calm {
     is_well: bool,
     /// How long the sweep leaves an order to its alarm: not at all where none can come.
     grace: Duration,
+    /// By how much the workers believe that it is earlier than it is. They hold an alarm for longer by that, and the sweep
+    /// leaves an order to the alarm that is held for it.
+    behind: Duration,
     /// Who was closed before it began. Not to be told by when: somebody may have set the clock back since.
     closed_before: BTreeSet<OrderId>,
     /// Whose alarm comes in time.
@@ -71,7 +75,8 @@ impl Calm {
         let grace = if world.broker_is_away() { Duration::ZERO } else { policy().sweep_grace };
         let closed = world.rows.iter().filter(|(_, row)| row.status == Status::Closed);
         let closed_before = closed.map(|(order_id, _)| order_id.clone()).collect();
-        Self { began: world.database_time(), is_well, grace, closed_before, on_course: world.on_course() }
+        let (began, behind, on_course) = (world.database_time(), world.workers_are_behind(), world.on_course());
+        Self { began, is_well, grace, behind, closed_before, on_course }
     }
 
     /// When an order must be closed, and by what at the latest; `None` if it was in trouble before, or is not to be closed.
@@ -87,7 +92,7 @@ impl Calm {
             return Some((row.deadline + policy().linger, ClosedBy::Alarm));
         }
         // The sweep finds it at its next look after its alarm has had its grace.
-        let sweep = self.grace + policy().sweep_every;
+        let sweep = (self.grace + policy().sweep_every).max(self.behind + policy().linger);
         Some((row.deadline.max(self.began + RECOVERY) + sweep, ClosedBy::Sweep))
     }
 

@@ -66,6 +66,12 @@ pub struct OutboxRow {
     pub times_published: u32,
 }
 
+impl OutboxRow {
+    pub fn new(order_id: OrderId, deadline: Deadline) -> Self {
+        Self { order_id, deadline, confirmed: false, times_published: 0 }
+    }
+}
+
 impl World {
     pub fn database_is_away(&self) -> bool {
         self.database_is_away

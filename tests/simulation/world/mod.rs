@@ -198,6 +198,10 @@ impl World {
         self.note_if(ms != 0, Event::WorkersClockIsOff);
     }
 
+    pub fn workers_are_behind(&self) -> Duration {
+        Duration::from_millis((-self.skew_ms).max(0).unsigned_abs())
+    }
+
     /// Somebody sets the database's clock, or another server with another clock takes over.
     pub fn set_clock(&mut self, ms: i64) {
         self.note_if(ms > self.clock_set_ms, Event::ClockSetForward);

@@ -34,8 +34,7 @@ impl World {
                 Event::AlarmPublished
             }
             Scheduling::InTransaction => {
-                let row = OutboxRow { order_id: order_id.clone(), deadline, confirmed: false, times_published: 0 };
-                self.alarm_outbox.push(row);
+                self.alarm_outbox.push(OutboxRow::new(order_id.clone(), deadline));
                 Event::AlarmInTransaction
             }
             Scheduling::Forgotten => Event::AlarmForgotten,
@@ -92,13 +91,21 @@ impl World {
         self.note_if(took_effect, event);
     }
 
-    /// Sets another deadline, later or earlier.
+    /// Sets another deadline as `sql/deadline.sql` does: an earlier one gets an alarm of its own.
     pub fn move_deadline(&mut self, n: usize, delay: Duration) {
         let deadline = self.database_time() + delay;
-        let Some(row) = self.nth_row(n).filter(|row| row.status == Status::Unpaid && !row.paying) else { return };
-        let is_later = deadline > row.deadline;
+        let count = self.rows.len();
+        let Some((order_id, row)) = n.checked_rem(count).and_then(|n| self.rows.iter_mut().nth(n)) else { return };
+        if row.status != Status::Unpaid || row.paying {
+            return;
+        }
+        let is_earlier = deadline < row.deadline;
         row.deadline = deadline;
-        self.note(if is_later { Event::DeadlineMovedLater } else { Event::DeadlineMovedEarlier });
+        if is_earlier {
+            row.has_alarm = true;
+            self.alarm_outbox.push(OutboxRow::new(order_id.clone(), deadline));
+        }
+        self.note(if is_earlier { Event::DeadlineMovedEarlier } else { Event::DeadlineMovedLater });
     }
 
     /// A trigger on the orders table begins, or ceases, to refuse this one.
