@@ -19,7 +19,7 @@ use crate::ledger::{Evidence, PROMISED, Report, Verdict, judge};
 use crate::plan::{Plan, Step};
 use crate::premises::{Premises, on_premises};
 use crate::shop::{Life, Shop};
-use crate::support::away::{COMING_BACK, consumers};
+use crate::support::away::{COMING_BACK, consumers, meanwhile};
 use crate::support::{Stage, wait_within};
 
 /// What a run is asked for.
@@ -109,6 +109,7 @@ fn run(name: &str, wanted: Wanted) {
 async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
     premises.say(&format!("{wanted:?}"));
     let ear = Ear::open(&premises.stage).await;
+    meanwhile(|| premises.broker.write_down_declarations());
     premises.crew.start_all().await;
     let publisher = Publisher::connect(&premises.behind_the_network()).await.expect("a broker in order");
     let shop = Shop::open(&premises.stage, publisher, wanted.seed, wanted.orders_per_second).await;

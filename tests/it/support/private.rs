@@ -57,6 +57,12 @@ impl Private {
         self.call("kill", &[]);
     }
 
+    /// Has the broker write down what was declared. RabbitMQ 3 keeps it in memory for up to two seconds (the cache of
+    /// Erlang's `disk_log`), and one that is killed meanwhile comes back without a binding, a queue or an exchange.
+    pub fn write_down_declarations(&self) {
+        self.ctl(&["eval", "disk_log:sync(latest_log)."]);
+    }
+
     pub fn stop(&self) {
         self.call("stop", &[]);
     }
