@@ -62,6 +62,12 @@ impl<T> Hold<T> {
         self.waiting.first_key_value().map(|((wake_at, _), _)| *wake_at)
     }
 
+    /// Whether at least so many wake at that moment together.
+    #[must_use]
+    pub fn next_are(&self, count: usize) -> bool {
+        self.next_wake().is_some_and(|next| self.waiting.range(..=(next, u64::MAX)).take(count).count() == count)
+    }
+
     /// Takes out those whose moment has come, earliest first, and no more than `at_most`.
     pub fn wake(&mut self, now: Moment, at_most: usize) -> Vec<T> {
         let next = || {
@@ -136,7 +142,10 @@ mod tests {
                     prop_assert_eq!(woken, due.into_iter().map(|(_, s)| s).collect::<Vec<_>>());
                 }
                 prop_assert_eq!(hold.len(), model.len());
-                prop_assert_eq!(hold.next_wake().map(Moment::unix_micros), model.iter().map(|(_, t, _)| *t).min());
+                let next = model.iter().map(|(_, t, _)| *t).min();
+                prop_assert_eq!(hold.next_wake().map(Moment::unix_micros), next);
+                let of_next = model.iter().filter(|(_, t, _)| Some(*t) == next).count();
+                prop_assert!((1..=of_next).all(|count| hold.next_are(count)) && !hold.next_are(of_next + 1));
                 for (k, ..) in &model {
                     prop_assert!(hold.get_mut(k).is_some());
                 }

@@ -266,8 +266,10 @@ impl Desk {
     /// What can be done at `now`. Where more is due than fits into a round, [`Desk::wake_at`] says so.
     pub fn errands(&mut self, now: Moment) -> Vec<Errand> {
         self.note_time(now);
+        // Their linger counts from their deadline, not from whenever we came to look.
+        let since = self.hold.next_wake().unwrap_or(now);
         for case in self.hold.wake(now, WOKEN_AT_ONCE) {
-            self.place(case, now);
+            self.place(case, now, since);
         }
         let mut errands = Vec::new();
         while let Some(batch) = self.next_batch(now) {
@@ -297,10 +299,16 @@ impl Desk {
     #[must_use]
     pub fn wake_at(&self) -> Option<Moment> {
         let sweep_at = self.sweep.ready_at().filter(|_| self.wants_overdue());
-        [self.hold.next_wake(), self.batch_ready_at(), sweep_at, self.arm_later.ready_at(), self.park_later.ready_at()]
+        [self.held_ready_at(), self.batch_ready_at(), sweep_at, self.arm_later.ready_at(), self.park_later.ready_at()]
             .into_iter()
             .flatten()
             .min()
+    }
+
+    /// A full batch at its deadline, a smaller one after `linger`: as it would wait for others, nobody is woken before.
+    fn held_ready_at(&self) -> Option<Moment> {
+        let linger = if self.hold.next_are(self.policy.batch_size) { Duration::ZERO } else { self.policy.linger };
+        Some(self.hold.next_wake()? + linger)
     }
 
     /// Whether the broker should go on delivering. Not while nothing could be closed, armed or parked for long: what we
@@ -375,7 +383,7 @@ impl Desk {
     /// hour that somebody has set the clock back, so every pause ends now.
     fn clock_was_set_back(&mut self, now: Moment) {
         for case in self.hold.drain() {
-            self.place(case, now);
+            self.place(case, now, now);
         }
         for queue in [&mut self.fresh, &mut self.again, &mut self.overdue] {
             queue.clock_was_set_back(now);
@@ -427,6 +435,7 @@ impl Desk {
                         self.place(
                             Case { alarm, origin: Origin::Delivered(receipt), pauses: 0, paused_since: None },
                             now,
+                            now,
                         );
                     }
                 }
@@ -461,8 +470,8 @@ impl Desk {
         }
     }
 
-    /// Puts a case where its deadline says: the wheel, the hold, or the next batch.
-    fn place(&mut self, case: Case, now: Moment) {
+    /// Puts a case where its deadline says: the wheel, the hold, or the next batch, for which it has waited since `since`.
+    fn place(&mut self, case: Case, now: Moment, since: Moment) {
         let deadline = case.alarm.deadline();
         if deadline > now + self.policy.hold_max {
             self.arm(case, Wanted::BeforeDeadline);
@@ -471,7 +480,7 @@ impl Desk {
         } else {
             *self.in_hand.entry(case.alarm.order_id().clone()).or_default() += 1;
             let was_tried = case.pauses > 0 || case.alarm.attempt > 0;
-            if was_tried { self.again.push(case, now) } else { self.fresh.push(case, now) }
+            if was_tried { self.again.push(case, since) } else { self.fresh.push(case, since) }
         }
     }
 
@@ -603,7 +612,7 @@ impl Desk {
         case.alarm.due.deadline = deadline;
         case.pauses = 0;
         case.paused_since = None;
-        self.place(case, now);
+        self.place(case, now, now);
     }
 
     /// Back after `first`, the next time after twice that, within `longest`; not counted as a failure. In the end by way
