@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt;
+use futures_util::future::join_all;
 use futures_util::stream::FuturesOrdered;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::{AMQPValue, FieldTable, ShortString};
@@ -327,10 +328,10 @@ fn leaves_the_channel_usable(result: &Result<(), NotConfirmed>) -> bool {
 
 /// Publishes a window and waits for all of its confirms, so that no return can be misattributed any more.
 async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> Answer {
-    let mut confirms: Vec<Result<PublisherConfirm, NotConfirmed>> = Vec::with_capacity(messages.len());
-    for message in messages {
-        confirms.push(send(channel, message).await);
-    }
+    // At once, in their order: lapin's publish returns when its I/O thread has written the frame, and to await each before
+    // the next would wake that thread for every message.
+    let confirms: Vec<Result<PublisherConfirm, NotConfirmed>> =
+        join_all(messages.iter().map(|message| send(channel, message))).await;
     let mut returned = HashSet::new();
     let mut returned_text = String::new();
     let mut answer = Answer::with_capacity(messages.len());

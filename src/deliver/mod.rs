@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::StreamExt;
-use futures_util::future::join_all;
+use futures_util::future::{join_all, try_join_all};
 use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, Consumer};
@@ -139,14 +139,17 @@ impl Session {
     /// # Errors
     /// lapin's; the session is over then.
     pub async fn settle(&self, settlements: &[(Receipt, Settlement)]) -> lapin::Result<()> {
-        for (index, line) in (0..).zip(&self.lines) {
-            for kind in [Settlement::Ack, Settlement::Requeue] {
-                let ours =
-                    |(receipt, _): &&(Receipt, Settlement)| receipt.session == self.number && receipt.channel == index;
-                let tags = settlements.iter().filter(ours).filter(|(_, k)| *k == kind).map(|(receipt, _)| receipt.tag);
-                let frames = line.ledger.lock().expect("nobody panics holding it").close(tags);
-                line.send(kind, frames).await?;
-            }
+        let lines = (0..).zip(&self.lines);
+        try_join_all(lines.map(|(index, line)| self.settle_on(index, line, settlements))).await.map(drop)
+    }
+
+    async fn settle_on(&self, index: u8, line: &Line, settlements: &[(Receipt, Settlement)]) -> lapin::Result<()> {
+        for kind in [Settlement::Ack, Settlement::Requeue] {
+            let ours =
+                |(receipt, _): &&(Receipt, Settlement)| receipt.session == self.number && receipt.channel == index;
+            let tags = settlements.iter().filter(ours).filter(|(_, k)| *k == kind).map(|(receipt, _)| receipt.tag);
+            let frames = line.ledger.lock().expect("nobody panics holding it").close(tags);
+            line.send(kind, frames).await?;
         }
         Ok(())
     }
@@ -189,17 +192,18 @@ fn sources(settings: &Settings) -> Vec<Source> {
 }
 
 impl Line {
+    /// All at once: to await each before the next would wake lapin's I/O thread for every frame.
     async fn send(&self, kind: Settlement, frames: Frames) -> lapin::Result<()> {
         let singles = frames.single.into_iter().map(|tag| (tag, false));
-        for (tag, multiple) in frames.up_to.map(|tag| (tag, true)).into_iter().chain(singles) {
-            match kind {
-                Settlement::Ack => self.channel.basic_ack(tag, BasicAckOptions { multiple }).await?,
-                Settlement::Requeue => {
-                    self.channel.basic_nack(tag, BasicNackOptions { multiple, requeue: true }).await?
-                }
-            }
+        let all = frames.up_to.map(|tag| (tag, true)).into_iter().chain(singles);
+        try_join_all(all.map(|(tag, multiple)| self.send_one(kind, tag, multiple))).await.map(drop)
+    }
+
+    async fn send_one(&self, kind: Settlement, tag: u64, multiple: bool) -> lapin::Result<()> {
+        match kind {
+            Settlement::Ack => self.channel.basic_ack(tag, BasicAckOptions { multiple }).await,
+            Settlement::Requeue => self.channel.basic_nack(tag, BasicNackOptions { multiple, requeue: true }).await,
         }
-        Ok(())
     }
 }
 

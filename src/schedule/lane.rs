@@ -12,6 +12,10 @@ use crate::envelope::{Entry, Wait};
 use crate::order::{Deadline, Moment, OrderId};
 use crate::topology::Names;
 
+/// The alarms of a lane leave it in step, each by so much at most before its lead begins: fifty at once cost broker and
+/// worker little more than one. They wait in the worker's memory as all do, until their deadline to the microsecond.
+const LEAVES_EVERY: Duration = Duration::from_millis(50);
+
 /// What a publisher must know of the delays.
 #[derive(Debug, Clone)]
 pub struct Lanes {
@@ -59,7 +63,7 @@ impl Lanes {
         match self.strategy {
             Strategy::DelayedExchange => Entry::delayed(&self.names, remaining.saturating_sub(self.lead)),
             Strategy::DeadLetter => match self.lane_for(remaining) {
-                Some(lane) => self.lane_entry(lane, order_id, remaining),
+                Some(lane) => self.lane_entry(lane, order_id, deadline, now),
                 // No TTL: only the worker writes into the wheel, by the database's clock.
                 None => Entry::arm(&self.names),
             },
@@ -71,11 +75,12 @@ impl Lanes {
         self.lanes.iter().find(|lane| lane.delay.abs_diff(remaining) <= self.tolerance)
     }
 
-    fn lane_entry(&self, lane: &Lane, order_id: &OrderId, remaining: Duration) -> Entry {
+    fn lane_entry(&self, lane: &Lane, order_id: &OrderId, deadline: Deadline, now: Moment) -> Entry {
+        let leaves_at = in_step(deadline - self.lead);
         Entry {
             exchange: self.names.delay(),
             routing_key: Names::lane_key(&lane.name, self.shard_of(order_id)),
-            wait: Wait::Ttl(remaining.saturating_sub(self.lead)),
+            wait: Wait::Ttl(leaves_at.since(now)),
         }
     }
 
@@ -85,6 +90,11 @@ impl Lanes {
         order_id.hash(&mut hasher);
         u8::try_from(hasher.finish() % u64::from(self.shards)).expect("less than shards, which is a u8")
     }
+}
+
+fn in_step(moment: Moment) -> Moment {
+    let step_micros = i64::try_from(LEAVES_EVERY.as_micros()).expect("some milliseconds");
+    Moment::from_unix_micros(moment.unix_micros().div_euclid(step_micros).saturating_mul(step_micros))
 }
 
 #[cfg(test)]
@@ -103,7 +113,7 @@ mod tests {
     #[test]
     fn a_standard_delay_takes_its_lane_even_if_some_milliseconds_have_passed() {
         let entry = entry_for(1_800_000 - 12, &[]);
-        assert_eq!((entry.exchange.as_str(), entry.wait), ("order.delay", Wait::Ttl(Duration::from_millis(1_794_988))));
+        assert_eq!((entry.exchange.as_str(), entry.wait), ("order.delay", Wait::Ttl(Duration::from_millis(1_794_950))));
         assert!(entry.routing_key.starts_with("30m."), "{entry:?}");
     }
 
@@ -112,6 +122,18 @@ mod tests {
         for remaining_ms in [0, 1, 59_999, 1_798_900, 1_801_100, 63_072_000_000] {
             let entry = entry_for(remaining_ms, &[]);
             assert_eq!((entry.exchange.as_str(), entry.wait), ("order.arm", Wait::None), "{remaining_ms}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn alarms_leave_a_lane_in_step_and_no_later_than_their_lead(millis in 0_u64..1_000) {
+            let remaining = Duration::from_millis(1_799_500 + millis);
+            let Wait::Ttl(ttl) = entry_for(1_799_500 + millis, &[]).wait else { panic!("a lane") };
+            let waits_less_by = remaining - Duration::from_secs(5) - ttl;
+            prop_assert!(waits_less_by < LEAVES_EVERY, "{waits_less_by:?}");
+            // The test's time is on the grid.
+            prop_assert_eq!(ttl.as_micros() % LEAVES_EVERY.as_micros(), 0);
         }
     }
 

@@ -27,6 +27,10 @@ const LIVED: Duration = Duration::from_secs(5);
 /// How long a stopping worker waits for a session that is being opened, so as to close it.
 const LAST_OPENING: Duration = Duration::from_secs(2);
 
+/// Settlements go out together, so often: nobody waits for one, and each journey costs worker and broker as much as a
+/// hundred at once. As many as fall due in this time are redelivered more if the worker is killed, and found closed.
+const SETTLE_EVERY: Duration = Duration::from_millis(20);
+
 /// What the supervisor is to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Phase {
@@ -126,6 +130,8 @@ impl Supervisor {
     /// Settles what comes until the session ends or is no longer wanted; says which.
     async fn attend(&mut self, session: Session) -> String {
         let mut cancelled = false;
+        let mut settle_at = Instant::now();
+        let mut settlements = Vec::new();
         loop {
             self.signs.health.beat(Loop::Supervisor);
             let phase = *self.phase.borrow_and_update();
@@ -137,10 +143,13 @@ impl Supervisor {
                     cancelled = true;
                 }
                 Phase::Rest | Phase::Close => {
-                    while let Ok(settlements) = self.settlements.try_recv() {
-                        if let Err(error) = session.settle(&settlements).await {
-                            warn!(%error, "the last deliveries could not be settled; the broker delivers them again");
-                        }
+                    // In one piece, so that it goes in few frames: what a channel of RabbitMQ has not passed on to a quorum
+                    // queue when it is closed is delivered again, and it passes on 32 at a time.
+                    while let Ok(more) = self.settlements.try_recv() {
+                        settlements.extend(more);
+                    }
+                    if let Err(error) = session.settle(&settlements).await {
+                        warn!(%error, "the last deliveries could not be settled; the broker delivers them again");
                     }
                     session.close().await;
                     return "the worker takes no alarms".into();
@@ -152,12 +161,14 @@ impl Supervisor {
                     session.close().await;
                     return why;
                 }
-                Some(settlements) = self.settlements.recv() => {
+                () = next_settlements(&mut self.settlements, &mut settlements, settle_at) => {
                     if let Err(error) = session.settle(&settlements).await {
                         warn!(%error, "deliveries could not be settled; the session is over");
                         session.close().await;
                         return error.to_string();
                     }
+                    settlements.clear();
+                    settle_at = Instant::now() + SETTLE_EVERY;
                 }
                 () = self.no_queue.notified() => match session.declare_again(&self.settings).await {
                     Ok(()) => info!("a message found no queue; whatever was missing has been declared again"),
@@ -184,5 +195,22 @@ impl Supervisor {
     async fn pause(&mut self, pause: Duration) {
         let stopping = self.phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close));
         let _ = tokio::time::timeout(pause, stopping).await;
+    }
+}
+
+/// Whatever is to be settled at that time, or the first that comes after it. Loses nothing if it is dropped while it waits.
+async fn next_settlements(
+    from: &mut mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>,
+    into: &mut Vec<(Receipt, Settlement)>,
+    at: Instant,
+) {
+    tokio::time::sleep_until(at).await;
+    match from.recv().await {
+        Some(settlements) => into.extend(settlements),
+        // The floor is gone, and there will be none.
+        None => std::future::pending().await,
+    }
+    while let Ok(settlements) = from.try_recv() {
+        into.extend(settlements);
     }
 }
