@@ -62,10 +62,10 @@ impl<T> Hold<T> {
         self.waiting.first_key_value().map(|((wake_at, _), _)| *wake_at)
     }
 
-    /// Whether at least so many wake at that moment together.
+    /// The latest moment, up to this one, at which somebody wants to be woken.
     #[must_use]
-    pub fn next_are(&self, count: usize) -> bool {
-        self.next_wake().is_some_and(|next| self.waiting.range(..=(next, u64::MAX)).take(count).count() == count)
+    pub fn last_wake_by(&self, moment: Moment) -> Option<Moment> {
+        self.waiting.range(..=(moment, u64::MAX)).next_back().map(|((wake_at, _), _)| *wake_at)
     }
 
     /// Takes out those whose moment has come, earliest first, and no more than `at_most`.
@@ -144,8 +144,8 @@ mod tests {
                 prop_assert_eq!(hold.len(), model.len());
                 let next = model.iter().map(|(_, t, _)| *t).min();
                 prop_assert_eq!(hold.next_wake().map(Moment::unix_micros), next);
-                let of_next = model.iter().filter(|(_, t, _)| Some(*t) == next).count();
-                prop_assert!((1..=of_next).all(|count| hold.next_are(count)) && !hold.next_are(of_next + 1));
+                let last = model.iter().map(|(_, t, _)| *t).filter(|t| *t <= time).max();
+                prop_assert_eq!(hold.last_wake_by(Moment::from_unix_micros(time)).map(Moment::unix_micros), last);
                 for (k, ..) in &model {
                     prop_assert!(hold.get_mut(k).is_some());
                 }

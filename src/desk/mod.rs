@@ -266,10 +266,11 @@ impl Desk {
     /// What can be done at `now`. Where more is due than fits into a round, [`Desk::wake_at`] says so.
     pub fn errands(&mut self, now: Moment) -> Vec<Errand> {
         self.note_time(now);
-        // Their linger counts from their deadline, not from whenever we came to look.
-        let since = self.hold.next_wake().unwrap_or(now);
-        for case in self.hold.wake(now, WOKEN_AT_ONCE) {
-            self.place(case, now, since);
+        if self.held_ready_at().is_some_and(|ready_at| ready_at <= now) {
+            let lingered_since = now - self.policy.linger;
+            for case in self.hold.wake(now, WOKEN_AT_ONCE) {
+                self.place(case, now, lingered_since);
+            }
         }
         let mut errands = Vec::new();
         while let Some(batch) = self.next_batch(now) {
@@ -305,10 +306,11 @@ impl Desk {
             .min()
     }
 
-    /// A full batch at its deadline, a smaller one after `linger`: as it would wait for others, nobody is woken before.
+    /// When those who are held are woken: with the last that falls due within `linger` of the first. Who comes after is
+    /// known here, so nobody waits for company that does not come.
     fn held_ready_at(&self) -> Option<Moment> {
-        let linger = if self.hold.next_are(self.policy.batch_size) { Duration::ZERO } else { self.policy.linger };
-        Some(self.hold.next_wake()? + linger)
+        let first = self.hold.next_wake()?;
+        self.hold.last_wake_by(first + self.policy.linger)
     }
 
     /// Whether the broker should go on delivering. Not while nothing could be closed, armed or parked for long: what we
@@ -470,7 +472,8 @@ impl Desk {
         }
     }
 
-    /// Puts a case where its deadline says: the wheel, the hold, or the next batch, for which it has waited since `since`.
+    /// Puts a case where its deadline says: the wheel, the hold, or the next batch, for company in which it has lingered
+    /// since `since`.
     fn place(&mut self, case: Case, now: Moment, since: Moment) {
         let deadline = case.alarm.deadline();
         if deadline > now + self.policy.hold_max {
