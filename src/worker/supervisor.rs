@@ -145,9 +145,7 @@ impl Supervisor {
                 Phase::Rest | Phase::Close => {
                     // In one piece, so that it goes in few frames: what a channel of RabbitMQ has not passed on to a quorum
                     // queue when it is closed is delivered again, and it passes on 32 at a time.
-                    while let Ok(more) = self.settlements.try_recv() {
-                        settlements.extend(more);
-                    }
+                    take_waiting(&mut self.settlements, &mut settlements);
                     if let Err(error) = session.settle(&settlements).await {
                         warn!(%error, "the last deliveries could not be settled; the broker delivers them again");
                     }
@@ -210,6 +208,10 @@ async fn next_settlements(
         // The floor is gone, and there will be none.
         None => std::future::pending().await,
     }
+    take_waiting(from, into);
+}
+
+fn take_waiting(from: &mut mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>, into: &mut Vec<(Receipt, Settlement)>) {
     while let Ok(settlements) = from.try_recv() {
         into.extend(settlements);
     }
