@@ -83,7 +83,7 @@ enum Scenario {
         #[arg(long, default_value_t = 30)]
         seconds: u32,
         /// The one delay
-        #[arg(long, default_value = "10s", value_parser = humantime::parse_duration)]
+        #[arg(long, default_value = "30s", value_parser = humantime::parse_duration)]
         delay: Duration,
         #[arg(long, value_enum, default_value = "lane")]
         way: Way,

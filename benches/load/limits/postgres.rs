@@ -11,7 +11,8 @@ use order_timeout::close::CLOSE_SQL;
 use order_timeout::config::DatabaseSettings;
 use order_timeout::database::Database;
 use sqlx::PgPool;
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::task::JoinSet;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::stage::servers::Servers;
 use crate::stage::{Stage, ledger};
@@ -86,8 +87,10 @@ async fn close_all(
 }
 
 /// Commits one row again and again beside a contest: what any commit takes on this machine at that moment.
+///
+/// Ends when it is dropped, so that a contest that fails can put its database away.
 pub struct CommitProbe {
-    probing: JoinHandle<anyhow::Result<()>>,
+    _probing: AbortOnDropHandle<anyhow::Result<()>>,
     took_us: Arc<Mutex<Histogram<u64>>>,
 }
 
@@ -98,8 +101,8 @@ impl CommitProbe {
         sqlx::query("CREATE TABLE commit_probe (n bigint)").execute(&pool).await?;
         sqlx::query("INSERT INTO commit_probe VALUES (0)").execute(&pool).await?;
         let took_us = Arc::new(Mutex::new(ledger::histogram()));
-        let probing = tokio::spawn(Self::probe(pool, took_us.clone()));
-        Ok(Self { probing, took_us })
+        let probing = AbortOnDropHandle::new(tokio::spawn(Self::probe(pool, took_us.clone())));
+        Ok(Self { _probing: probing, took_us })
     }
 
     async fn probe(pool: PgPool, took_us: Arc<Mutex<Histogram<u64>>>) -> anyhow::Result<()> {
@@ -115,7 +118,6 @@ impl CommitProbe {
     }
 
     pub fn stop(self) -> Histogram<u64> {
-        self.probing.abort();
         self.took_us.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
