@@ -113,7 +113,7 @@ SELECT a.text_id AS order_id,
            WHEN l.status = 'paid' THEN 'paid'
            WHEN l.status = 'closed' THEN 'already_closed'
            WHEN l.status = 'closing' THEN 'closing'
-           -- A status of the shop's own: not unpaid, so there is nothing to close.
+           -- Cancelled, or a status of the shop's own: not unpaid, so there is nothing to close.
            WHEN l.status <> 'unpaid' THEN 'already_closed'
            WHEN a.id IN (SELECT w.order_id FROM without_stock w) THEN 'busy'
            ELSE 'not_due'

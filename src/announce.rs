@@ -11,16 +11,18 @@ use uuid::Uuid;
 use crate::confirm::{ConfirmedPublisher, Outgoing};
 use crate::database::{Database, Timestamptz};
 use crate::message::CONTENT_TYPE;
-use crate::relay::{Outbox, OutboxSql, Relayed};
+use crate::relay::{NotRelayed, Outbox, OutboxSql, Relayed};
 use crate::topology::Names;
 
 const SQL: OutboxSql = OutboxSql {
     unsent: "SELECT id, routing_key, type, payload::text AS payload, created_at FROM event_outbox
-             WHERE sent_at IS NULL ORDER BY created_at, id LIMIT $1",
+             WHERE sent_at IS NULL AND id <> ALL ($2::uuid[]) ORDER BY created_at, id LIMIT $1",
     // The first entry of the index of the unsent.
     age_s: "SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM event_outbox WHERE sent_at IS NULL",
     // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
     mark_sent: "UPDATE event_outbox SET sent_at = clock_timestamp() WHERE id = ANY ($1)",
+    mark_free: "UPDATE event_outbox SET sent_at = clock_timestamp()
+                WHERE id IN (SELECT id FROM event_outbox WHERE id = ANY ($1) FOR NO KEY UPDATE SKIP LOCKED) RETURNING id",
     // statement_timestamp(): a volatile function could not bound an index scan.
     forget: "DELETE FROM event_outbox WHERE id IN
              (SELECT id FROM event_outbox WHERE sent_at < statement_timestamp() - make_interval(secs => $1) LIMIT $2)",
@@ -42,16 +44,16 @@ impl Announcer {
         batch_size: usize,
         keep: Duration,
     ) -> Self {
-        let batch_size = i64::try_from(batch_size).unwrap_or(i64::MAX);
-        Self { outbox: Outbox { database, confirmed, sql: SQL, batch_size, keep }, exchange: names.events() }
+        Self { outbox: Outbox::new(database, confirmed, SQL, batch_size, keep), exchange: names.events() }
     }
 
-    /// Sends one batch. There may be more.
+    /// Sends one batch.
     ///
     /// # Errors
-    /// sqlx's.
-    pub async fn round(&self) -> Result<Relayed, sqlx::Error> {
-        self.outbox.round(|row| self.message(row).map(Some)).await
+    /// As of [`Outbox::round`].
+    pub async fn round(&mut self) -> Result<Relayed, NotRelayed> {
+        let exchange = &self.exchange;
+        self.outbox.round(|row| message(exchange, row).map(Some)).await
     }
 
     /// How long the oldest event that is not sent has been waiting.
@@ -69,23 +71,23 @@ impl Announcer {
     pub async fn forget_old(&self) -> Result<bool, sqlx::Error> {
         self.outbox.forget_old().await
     }
+}
 
-    fn message(&self, row: &PgRow) -> Result<Outgoing, sqlx::Error> {
-        let id: Uuid = row.try_get("id")?;
-        let Timestamptz(created_at) = row.try_get("created_at")?;
-        let payload: String = row.try_get("payload")?;
-        Ok(Outgoing {
-            exchange: self.exchange.clone(),
-            routing_key: row.try_get("routing_key")?,
-            body: payload.into_bytes(),
-            message_id: id.to_string(),
-            message_type: row.try_get("type")?,
-            content_type: CONTENT_TYPE,
-            timestamp_s: u64::try_from(created_at.unix_micros() / 1_000_000).unwrap_or(0),
-            ttl: None,
-            headers: Vec::new(),
-            // Nobody need be listening.
-            mandatory: false,
-        })
-    }
+fn message(exchange: &str, row: &PgRow) -> Result<Outgoing, sqlx::Error> {
+    let id: Uuid = row.try_get("id")?;
+    let Timestamptz(created_at) = row.try_get("created_at")?;
+    let payload: String = row.try_get("payload")?;
+    Ok(Outgoing {
+        exchange: exchange.to_owned(),
+        routing_key: row.try_get("routing_key")?,
+        body: payload.into_bytes(),
+        message_id: id.to_string(),
+        message_type: row.try_get("type")?,
+        content_type: CONTENT_TYPE,
+        timestamp_s: u64::try_from(created_at.unix_micros() / 1_000_000).unwrap_or(0),
+        ttl: None,
+        headers: Vec::new(),
+        // Nobody need be listening.
+        mandatory: false,
+    })
 }

@@ -132,13 +132,20 @@ pub async fn within_connect_timeout<T>(
     }
 }
 
+/// Where the settings lead: host, port and virtual host, without the password.
+///
+/// # Errors
+/// [`BrokerFault`] if the address is none.
+pub fn place(settings: &AmqpSettings) -> Result<String, BrokerFault> {
+    address_of(settings).map(|uri| address(&uri))
+}
+
 fn address_of(settings: &AmqpSettings) -> Result<AMQPUri, BrokerFault> {
     settings.url.expose_secret().parse().map_err(|_| {
         BrokerFault::Refused("amqp.url is not an AMQP address; write amqp://user:password@host:5672/vhost".into())
     })
 }
 
-/// Host, port and virtual host, without the password.
 fn address(uri: &AMQPUri) -> String {
     format!("{}:{}, virtual host {:?}", uri.authority.host, uri.authority.port, uri.vhost)
 }

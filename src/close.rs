@@ -3,11 +3,13 @@
 //! Runs the close statement of the orders contract and reports what it found, order by order. Never decides what
 //! becomes of an alarm, never speaks to the broker, and never reports "closed" before the commit is answered.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use sqlx::Row;
+use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::{Postgres, Row};
 
 use crate::clock::ClockSample;
 use crate::contract::{Contract, ContractStatement};
@@ -28,12 +30,21 @@ const CONTRACT: Contract = Contract {
 /// How long an impatient batch may wait for a lock, where its statement knows no better. Short, for others wait behind.
 const SHORT_LOCK_TIMEOUT: Duration = Duration::from_millis(20);
 
+/// How long a connection is taken to be alive that nobody has used. The clock is read each second, on each in turn.
+const KEPT_FOR: Duration = Duration::from_secs(5);
+
 /// Closes batches. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Closer {
     database: Database,
     statement: ContractStatement,
+    /// A pool asks a connection whether it is alive before it lends it and again when it has it back: a round trip before
+    /// the close, and as much work for the server as a small batch.
+    kept: Arc<Mutex<VecDeque<Kept>>>,
 }
+
+/// A connection, and when it has last done its work.
+type Kept = (PoolConnection<Postgres>, Instant);
 
 impl Closer {
     /// Prepares the close statement (`close_sql` names a file; empty means ours) and checks it against the contract.
@@ -42,7 +53,7 @@ impl Closer {
     /// [`DatabaseFault`] names the file and the column.
     pub async fn prepare(database: Database, close_sql: &str) -> Result<Self, DatabaseFault> {
         let statement = ContractStatement::load(&database, &CONTRACT, close_sql).await?;
-        Ok(Self { database, statement })
+        Ok(Self { database, statement, kept: Arc::default() })
     }
 
     /// Closes those of `ids` that are unpaid and due, and says of each what it found; an order without an entry is
@@ -88,13 +99,34 @@ impl Closer {
             transaction.commit().await?;
             Ok(found)
         };
-        self.database.run(work).await
+        self.run_kept(work).await
+    }
+
+    /// On the connection that was used longest ago, or one out of the pool. Kept by whoever fares well.
+    async fn run_kept<T>(
+        &self,
+        work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T, sqlx::Error> {
+        let kept = self.kept.lock().expect("nobody panics holding it").pop_front();
+        let mut connection = match kept.filter(|(_, used)| used.elapsed() < KEPT_FOR) {
+            Some((connection, _)) => connection,
+            None => self.database.connection().await?,
+        };
+        let answer = self.database.run_on(&mut connection, work).await;
+        let mut kept = self.kept.lock().expect("nobody panics holding it");
+        match answer {
+            Ok(_) => kept.push_back((connection, Instant::now())),
+            // What has broken one may have broken all of them. The pool throws away those that are.
+            Err(_) => kept.clear(),
+        }
+        answer
     }
 
     /// Whose fault an error is: nobody's, the order's, or everybody's.
     async fn fault(&self, error: &sqlx::Error) -> CloseFault {
         let why = why(error);
         match trouble(error) {
+            Trouble::Locked => CloseFault::Locked(why),
             Trouble::Transient => CloseFault::Transient(why),
             Trouble::Data => CloseFault::OfTheOrder(why),
             // With no order to close, no row's trigger can be at fault.
@@ -133,7 +165,7 @@ impl Closer {
             let Timestamptz(database) = sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(connection).await?;
             Ok(ClockSample { asked, answered: Instant::now(), database })
         };
-        self.database.run(ask).await
+        self.run_kept(ask).await
     }
 }
 

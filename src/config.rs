@@ -8,7 +8,9 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
-use serde::Deserialize;
+use serde::de::value::{Error as NotAWord, StrDeserializer};
+use serde::de::{DeserializeOwned, Error as _};
+use serde::{Deserialize, Deserializer};
 
 use crate::tls::TlsFiles;
 use crate::wheel::{BadWheel, Ring, Wheel};
@@ -116,6 +118,7 @@ impl DatabaseSettings {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DelaySettings {
+    #[serde(deserialize_with = "one_of_its_words")]
     pub strategy: Strategy,
     pub lanes: Vec<Lane>,
     pub lane_shards: u8,
@@ -124,6 +127,12 @@ pub struct DelaySettings {
     #[serde(with = "humantime_serde")]
     pub max_delay: Duration,
     pub rings: Vec<RingSettings>,
+}
+
+/// Reads an enum as serde does from text: its error names the words that would do, and that of the config crate does not.
+fn one_of_its_words<'de, D: Deserializer<'de>, T: DeserializeOwned>(deserializer: D) -> Result<T, D::Error> {
+    let word = String::deserialize(deserializer)?;
+    T::deserialize(StrDeserializer::<NotAWord>::new(&word)).map_err(D::Error::custom)
 }
 
 /// How an alarm is delayed.
@@ -294,6 +303,7 @@ pub struct OrdersSettings {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LogSettings {
+    #[serde(deserialize_with = "one_of_its_words")]
     pub format: LogFormat,
     pub filter: String,
 }

@@ -62,6 +62,8 @@ pub enum NotConfirmed {
     Nacked,
     #[error("no queue is bound for it ({0}); run `order-timeout setup` with the settings of this publisher")]
     Unroutable(String),
+    #[error("its exchange is not there ({0}); run `order-timeout setup` with the settings of this publisher")]
+    NoExchange(String),
     #[error("the broker did not confirm within {0:?}; it may be overloaded or cut off")]
     TimedOut(Duration),
     #[error("the broker blocks publishers; it is short of memory or disk")]
@@ -102,7 +104,7 @@ pub struct ConfirmedPublisher {
     jobs: mpsc::Sender<Job>,
     /// How long a job may take from the moment it is submitted, waiting behind others included.
     patience: Duration,
-    no_queue: Arc<Notify>,
+    way_is_missing: Arc<Notify>,
 }
 
 impl ConfirmedPublisher {
@@ -125,18 +127,18 @@ impl ConfirmedPublisher {
     fn over(line: Line) -> Self {
         let (jobs, receiver) = mpsc::channel(QUEUED_JOBS);
         let patience = line.settings.connect_timeout + line.settings.confirm_timeout;
-        let no_queue = line.no_queue.clone();
+        let way_is_missing = line.way_is_missing.clone();
         let (line, queue) = (Arc::new(line), Arc::new(Mutex::new(Queue { receiver, next: None })));
         for _ in 0..CHANNELS {
             tokio::spawn(Pipe { line: line.clone(), queue: queue.clone(), channel: None }.run());
         }
-        Self { jobs, patience, no_queue }
+        Self { jobs, patience, way_is_missing }
     }
 
-    /// Woken when a message came back because no queue is bound for it.
+    /// Woken when a message could go nowhere: its exchange is not there, or no queue is bound for it.
     #[must_use]
-    pub fn no_queue(&self) -> Arc<Notify> {
-        self.no_queue.clone()
+    pub fn way_is_missing(&self) -> Arc<Notify> {
+        self.way_is_missing.clone()
     }
 
     /// Publishes one message.
@@ -194,12 +196,12 @@ struct Line {
     settings: AmqpSettings,
     name: &'static str,
     current: Mutex<Option<Arc<Connection>>>,
-    no_queue: Arc<Notify>,
+    way_is_missing: Arc<Notify>,
 }
 
 impl Line {
     fn new(settings: &AmqpSettings, name: &'static str) -> Self {
-        Self { settings: settings.clone(), name, current: Mutex::new(None), no_queue: Arc::default() }
+        Self { settings: settings.clone(), name, current: Mutex::new(None), way_is_missing: Arc::default() }
     }
 
     async fn connection(&self) -> Result<Arc<Connection>, BrokerFault> {
@@ -298,14 +300,18 @@ impl Pipe {
             return vec![Err(NotConfirmed::Blocked); messages.len()];
         }
         let patience = self.line.settings.confirm_timeout;
-        let answer = match tokio::time::timeout(patience, send_and_await(&channel, messages)).await {
+        let mut answer = match tokio::time::timeout(patience, send_and_await(&channel, messages)).await {
             Ok(answer) => answer,
             // On a blocked connection lapin writes nothing, so a window begun before the notice ends here.
             Err(_) if connection.status().blocked() => vec![Err(NotConfirmed::Blocked); messages.len()],
             Err(_) => vec![Err(NotConfirmed::TimedOut(patience)); messages.len()],
         };
-        if answer.iter().any(|result| matches!(result, Err(NotConfirmed::Unroutable(_)))) {
-            self.line.no_queue.notify_one();
+        if !connection.status().connected() {
+            answer.iter_mut().for_each(blame_the_connection);
+        }
+        if answer.iter().any(|result| matches!(result, Err(NotConfirmed::Unroutable(_) | NotConfirmed::NoExchange(_))))
+        {
+            self.line.way_is_missing.notify_one();
         }
         if answer.iter().all(leaves_the_channel_usable) {
             self.channel = Some((connection, channel));
@@ -318,6 +324,13 @@ impl Pipe {
             Some(open) => Ok(open),
             None => self.line.open_channel().await,
         }
+    }
+}
+
+/// A channel that went with its connection says nothing about what was published on it.
+fn blame_the_connection(result: &mut Result<(), NotConfirmed>) {
+    if let Err(NotConfirmed::ChannelClosed(why)) = result {
+        *result = Err(NotConfirmed::NotConnected(BrokerFault::Away(std::mem::take(why))));
     }
 }
 
@@ -376,6 +389,7 @@ async fn send(channel: &Channel, message: &Outgoing) -> Result<PublisherConfirm,
 fn closed(error: &lapin::Error) -> NotConfirmed {
     match broker::reply(error) {
         Some((reply_code::ACCESS_REFUSED, why)) => NotConfirmed::Refused(why),
+        Some((reply_code::NOT_FOUND, why)) => NotConfirmed::NoExchange(why),
         _ => NotConfirmed::ChannelClosed(error.to_string()),
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! Shared by the steps that speak SQL; knows none of their statements.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -10,9 +11,12 @@ use secrecy::ExposeSecret;
 use sqlx::encode::IsNull;
 use sqlx::migrate::{Migrate, MigrateError, Migrator};
 use sqlx::pool::PoolConnection;
-use sqlx::postgres::{PgArgumentBuffer, PgConnectOptions, PgPoolOptions, PgSslMode, PgTypeInfo, PgValueRef};
+use sqlx::postgres::{
+    PgArgumentBuffer, PgConnectOptions, PgDatabaseError, PgPoolOptions, PgSeverity, PgSslMode, PgTypeInfo, PgValueRef,
+};
 use sqlx::{Connection, PgConnection, PgPool, Postgres};
 use time::OffsetDateTime;
+use tracing::debug;
 
 use crate::config::DatabaseSettings;
 use crate::order::Moment;
@@ -37,7 +41,13 @@ pub struct DatabaseFault(pub String);
 /// How much longer than `database.statement_timeout` we wait for an answer before we take the server for vanished.
 const NO_ANSWER_MARGIN: Duration = Duration::from_secs(1);
 
-/// How long a connection may take that is only to find out why there is none.
+/// How a worker's connections are told from others in `pg_stat_activity`.
+const APPLICATION_NAME: &str = "order-timeout";
+
+/// The same of what changes the schema, which may take as long as it likes.
+const SETUP_NAME: &str = "order-timeout setup";
+
+/// How long a connection may take that is only to find out why there is none, or to end what hangs.
 const ASKING_WHY: Duration = Duration::from_millis(500);
 
 /// A pool of connections on which no call lasts for ever. Cheap to clone.
@@ -143,11 +153,49 @@ impl Database {
         work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
         let mut connection = self.connection().await?;
-        if let Ok(answer) = tokio::time::timeout(self.patience, work(&mut connection)).await {
-            return answer.map_err(|error| self.with_address(error));
+        self.run_on(&mut connection, work).await
+    }
+
+    /// The same on a connection that the caller has.
+    ///
+    /// # Errors
+    /// As of [`Self::run`].
+    pub async fn run_on<T>(
+        &self,
+        connection: &mut PoolConnection<Postgres>,
+        work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T, sqlx::Error> {
+        let Ok(answer) = tokio::time::timeout(self.patience, work(connection)).await else {
+            connection.close_on_drop();
+            tokio::spawn(self.clone().end_what_nobody_waits_for());
+            return Err(self.no_answer_within(self.patience));
+        };
+        if answer.as_ref().is_err_and(keeps_a_plan_that_no_longer_fits) {
+            connection.close_on_drop();
         }
-        connection.close_on_drop();
-        Err(self.no_answer_within(self.patience))
+        answer.map_err(|error| self.with_address(error))
+    }
+
+    /// A commit that waits for a standby is under no time limit, and goes on when its connection is gone. Those that were
+    /// begun anew in its place would wait, too, until the server has no connection left for anybody.
+    async fn end_what_nobody_waits_for(self) {
+        let Way { options, settings } = &*self.way;
+        let Ok(mut connection) = connect_once(options, ASKING_WHY, settings.tls_files()).await else { return };
+        // Ours and those of other workers: none waits for longer than this.
+        let end = sqlx::query(
+            "SELECT pg_cancel_backend(pid) FROM pg_stat_activity
+             WHERE application_name = $1 AND datname = current_database() AND usename = current_user
+               AND state = 'active' AND pid <> pg_backend_pid() AND clock_timestamp() - query_start > make_interval(secs => $2)",
+        );
+        let end = end.bind(APPLICATION_NAME).bind(self.patience.as_secs_f64()).execute(&mut connection);
+        match tokio::time::timeout(ASKING_WHY, end).await {
+            Ok(Ok(ended)) => {
+                debug!(statements = ended.rows_affected(), "statements that nobody waits for were cancelled")
+            }
+            Ok(Err(error)) => debug!(error = why(&error), "statements that nobody waits for could not be cancelled"),
+            Err(_) => debug!("statements that nobody waits for could not be cancelled in time"),
+        }
+        let _ = tokio::time::timeout(ASKING_WHY, connection.close()).await;
     }
 
     /// The error of a call that was given up after this long.
@@ -181,8 +229,7 @@ async fn connect_once(
 /// The address as the client library has it, with the certificates that the settings name.
 fn connect_options(settings: &DatabaseSettings) -> Result<PgConnectOptions, DatabaseFault> {
     tls::choose_crypto_provider();
-    let parsed = settings.url.expose_secret().parse::<PgConnectOptions>();
-    let mut options = parsed.map_err(|_| DatabaseFault("database.url is not a Postgres address".into()))?;
+    let mut options = parsed(settings)?;
     // Whoever names a CA wants the server to be checked against it, and its name too.
     if settings.verifies_by_default() {
         options = options.ssl_mode(PgSslMode::VerifyFull);
@@ -194,7 +241,20 @@ fn connect_options(settings: &DatabaseSettings) -> Result<PgConnectOptions, Data
     if let Some(client) = certificates.client {
         options = options.ssl_client_cert_from_pem(client.chain).ssl_client_key_from_pem(client.key);
     }
-    Ok(options.application_name("order-timeout"))
+    Ok(options.application_name(APPLICATION_NAME))
+}
+
+/// Where the settings lead: host, port and database, without the password.
+///
+/// # Errors
+/// [`DatabaseFault`] if the address is none.
+pub fn place(settings: &DatabaseSettings) -> Result<String, DatabaseFault> {
+    parsed(settings).map(|options| address(&options))
+}
+
+fn parsed(settings: &DatabaseSettings) -> Result<PgConnectOptions, DatabaseFault> {
+    let parsed = settings.url.expose_secret().parse();
+    parsed.map_err(|_| DatabaseFault("database.url is not a Postgres address".into()))
 }
 
 fn address(options: &PgConnectOptions) -> String {
@@ -222,6 +282,7 @@ fn why_not_connected(error: &sqlx::Error, place: &str, files: TlsFiles<'_>) -> S
         return format!("the database at {place} cannot be talked to safely: {why}");
     }
     match error {
+        sqlx::Error::Protocol(_) => Some("what answers there is not Postgres; correct the port in database.url".into()),
         sqlx::Error::Io(cut) if files.is_any() => tls::why_cut(cut, files),
         _ => None,
     }
@@ -250,8 +311,8 @@ fn why_not_by_tls(error: &sqlx::Error) -> Option<String> {
 /// [`DatabaseFault`] names the migration.
 pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseFault> {
     // Without the worker's timeouts: a migration may take long, and waits for whoever uses the tables.
-    let mut connection =
-        connect_once(&connect_options(settings)?, settings.acquire_timeout, settings.tls_files()).await?;
+    let options = connect_options(settings)?.application_name(SETUP_NAME);
+    let mut connection = connect_once(&options, settings.acquire_timeout, settings.tls_files()).await?;
     let pending = pending_migrations(&mut connection).await?;
     MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseFault(why_not_migrated(&error)))?;
     // The migrations are committed; how the goodbye goes does not matter.
@@ -263,13 +324,29 @@ fn why_not_migrated(error: &MigrateError) -> String {
     let hint = match error {
         MigrateError::VersionMismatch(_) => "an applied migration was edited; restore it, migrations are never edited",
         MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _)
-            if inner.as_database_error().and_then(sqlx::error::DatabaseError::code).as_deref() == Some("42P07") =>
+            // duplicate_table
+            if sqlstate(inner).as_deref() == Some("42P07") =>
         {
             "a table of that name is there already; run CREATE SCHEMA order_timeout, add ?options=-csearch_path%3Dorder_timeout to database.url, and name statements for your own orders in orders.close_sql and orders.overdue_sql"
         }
+        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) if is_forbidden(inner) => {
+            A_SCHEMA_OF_ITS_OWN
+        }
         _ => "mend the cause and run `order-timeout setup` again",
     };
-    format!("the database schema could not be brought up to date: {error}; {hint}")
+    let why = match error {
+        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) => why(inner),
+        error => error.to_string(),
+    };
+    format!("the database schema could not be brought up to date: {why}; {hint}")
+}
+
+/// What to do for a user who may not do what it must. Since PostgreSQL 15 nobody but its owner may write into `public`.
+const A_SCHEMA_OF_ITS_OWN: &str = "give the user of database.url a schema of its own (CREATE SCHEMA order_timeout AUTHORIZATION …) and add ?options=-csearch_path%3Dorder_timeout to database.url";
+
+/// insufficient_privilege
+fn is_forbidden(error: &sqlx::Error) -> bool {
+    sqlstate(error).as_deref() == Some("42501")
 }
 
 /// Refuses a schema that this version cannot work with.
@@ -277,7 +354,7 @@ fn why_not_migrated(error: &MigrateError) -> String {
 /// # Errors
 /// [`DatabaseFault`] counts the migrations that are missing.
 pub async fn require_migrated(database: &Database) -> Result<(), DatabaseFault> {
-    let mut connection = database.connection().await.map_err(|error| unreadable_migrations(&why(&error)))?;
+    let mut connection = database.connection().await.map_err(|error| unreadable_migrations(&error))?;
     let pending = pending_migrations(&mut connection).await?;
     let Some(first) = pending.first() else { return Ok(()) };
     let count = pending.len();
@@ -294,7 +371,10 @@ async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>
         .map_err(|error| unreadable_migrations(&error))?;
     let applied = if exists {
         let listed = connection.list_applied_migrations(MIGRATIONS_TABLE).await;
-        listed.map_err(|error| unreadable_migrations(&error))?
+        listed.map_err(|error| match &error {
+            MigrateError::Execute(inner) => unreadable_migrations(inner),
+            error => DatabaseFault(format!("the applied migrations cannot be read: {error}")),
+        })?
     } else {
         Vec::new()
     };
@@ -302,8 +382,9 @@ async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>
     Ok(MIGRATOR.iter().filter(|m| is_pending(m.version)).map(|m| m.description.to_string()).collect())
 }
 
-fn unreadable_migrations(error: &dyn std::fmt::Display) -> DatabaseFault {
-    DatabaseFault(format!("the applied migrations cannot be read: {error}"))
+fn unreadable_migrations(error: &sqlx::Error) -> DatabaseFault {
+    let hint = if is_forbidden(error) { format!("; {A_SCHEMA_OF_ITS_OWN}") } else { String::new() };
+    DatabaseFault(format!("the applied migrations cannot be read: {}{hint}", why(error)))
 }
 
 /// A Postgres timestamp as a moment: both count microseconds.
@@ -352,12 +433,15 @@ pub fn timestamp(moment: Moment) -> Option<OffsetDateTime> {
 /// What kind of trouble an error is, for whoever must decide whether to try again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trouble {
-    /// A lock, a deadlock, a serialization failure, a timeout: try again.
+    /// A lock that was not to be had in time.
+    Locked,
+    /// A deadlock, a serialization failure, a timeout: try again.
     Transient,
     /// The data at hand: a constraint, a trigger, a value.
     Data,
     /// A statement that was in order when it was prepared is not any more: a table or a right was taken away, or the
-    /// trigger of one row is broken. Which of the two, only trying it without rows can tell.
+    /// trigger of one row is broken, or cannot reach what it wants to. Which of the two, only trying it without rows can
+    /// tell.
     Broken,
     /// Nothing will work as things stand: away, read-only, out of resources.
     Away,
@@ -370,28 +454,54 @@ pub fn trouble(error: &sqlx::Error) -> Trouble {
         // An answer that is not of the form the statement promised when it was prepared.
         return Trouble::Broken;
     }
-    let Some(code) = error.as_database_error().and_then(|fault| fault.code().map(|code| code.into_owned())) else {
+    let Some(fault) = error.as_database_error().and_then(|fault| fault.try_downcast_ref::<PgDatabaseError>()) else {
         // Network, pool, protocol: no answer from the database at all.
         return Trouble::Away;
     };
-    match code.as_str() {
-        // lock_not_available, query_canceled, feature_not_supported (a cached plan after somebody's ALTER TABLE)
-        "55P03" | "57014" | "0A000" => Trouble::Transient,
+    match fault.code() {
+        // lock_not_available
+        "55P03" => Trouble::Locked,
+        // query_canceled, feature_not_supported (a cached plan after somebody's ALTER TABLE)
+        "57014" | "0A000" => Trouble::Transient,
         // read_only_sql_transaction
         "25006" => Trouble::Away,
         // invalid transaction state, invalid statement name (a pooler has changed servers), transaction rollback
         code if ["25", "26", "40"].contains(&&code[..2]) => Trouble::Transient,
-        // connection exception; insufficient resources; operator intervention; system error; invalid authorization
-        code if ["08", "53", "57", "58", "28"].contains(&&code[..2]) => Trouble::Away,
+        // insufficient resources
+        code if code.starts_with("53") => Trouble::Away,
+        // connection exception, invalid authorization, operator intervention, system error: the server's own if it ends
+        // the connection. What does not may be a trigger's, which failed to reach another server.
+        code if ["08", "28", "57", "58"].contains(&&code[..2]) => match fault.severity() {
+            PgSeverity::Panic | PgSeverity::Fatal => Trouble::Away,
+            _ => Trouble::Broken,
+        },
         // data exception, integrity constraint violation, WITH CHECK OPTION violation, PL/pgSQL error (RAISE)
         code if ["22", "23", "44", "P0"].contains(&&code[..2]) => Trouble::Data,
         _ => Trouble::Broken,
     }
 }
 
+/// Whether it says that a statement, as this connection has prepared it, does not fit what its tables are by now: sqlx
+/// would try the same plan again and again.
+fn keeps_a_plan_that_no_longer_fits(error: &sqlx::Error) -> bool {
+    // feature_not_supported ("cached plan must not change result type"), invalid_sql_statement_name
+    matches!(sqlstate(error).as_deref(), Some("0A000" | "26000"))
+}
+
+/// The code that the server gave an error, if it is the server's (PostgreSQL documentation, appendix A "Error Codes").
+fn sqlstate(error: &sqlx::Error) -> Option<Cow<'_, str>> {
+    error.as_database_error().and_then(sqlx::error::DatabaseError::code)
+}
+
 /// An error in words for a person: what the server said and its SQLSTATE, without the line of the server's own source.
+/// In one line, whatever a trigger says: nobody is to write lines into our log.
 #[must_use]
 pub fn why(error: &sqlx::Error) -> String {
+    let words = words(error);
+    words.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+fn words(error: &sqlx::Error) -> String {
     match error.as_database_error() {
         Some(fault) => match fault.code() {
             Some(code) => format!("{} (SQLSTATE {code})", fault.message()),

@@ -62,10 +62,10 @@ impl<T> Hold<T> {
         self.waiting.first_key_value().map(|((wake_at, _), _)| *wake_at)
     }
 
-    /// The latest moment, up to this one, at which somebody wants to be woken.
+    /// When the last of those wants to be woken who do up to this moment, or of the first `enough` of them.
     #[must_use]
-    pub fn last_wake_by(&self, moment: Moment) -> Option<Moment> {
-        self.waiting.range(..=(moment, u64::MAX)).next_back().map(|((wake_at, _), _)| *wake_at)
+    pub fn last_wake_by(&self, moment: Moment, enough: usize) -> Option<Moment> {
+        self.waiting.range(..=(moment, u64::MAX)).take(enough).last().map(|((wake_at, _), _)| *wake_at)
     }
 
     /// Takes out those whose moment has come, earliest first, and no more than `at_most`.
@@ -144,8 +144,10 @@ mod tests {
                 prop_assert_eq!(hold.len(), model.len());
                 let next = model.iter().map(|(_, t, _)| *t).min();
                 prop_assert_eq!(hold.next_wake().map(Moment::unix_micros), next);
-                let last = model.iter().map(|(_, t, _)| *t).filter(|t| *t <= time).max();
-                prop_assert_eq!(hold.last_wake_by(Moment::from_unix_micros(time)).map(Moment::unix_micros), last);
+                let mut wakes: Vec<i64> = model.iter().map(|(_, t, _)| *t).filter(|t| *t <= time).collect();
+                wakes.sort_unstable();
+                let last = wakes.iter().take(at_most).next_back().copied();
+                prop_assert_eq!(hold.last_wake_by(Moment::from_unix_micros(time), at_most).map(Moment::unix_micros), last);
                 for (k, ..) in &model {
                     prop_assert!(hold.get_mut(k).is_some());
                 }

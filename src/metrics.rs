@@ -127,7 +127,7 @@ const BY: [&str; 2] = [ClosedBy::Alarm.as_str(), ClosedBy::Sweep.as_str()];
 pub const ALARMS: &str = "alarm";
 pub const EVENTS: &str = "event";
 const INLETS: [&str; 3] = [Inlet::Timeout.as_str(), Inlet::Arm.as_str(), Inlet::Parked.as_str()];
-const OUTCOMES: [&str; 11] = [
+const OUTCOMES: [&str; 12] = [
     Outcome::Closed.as_str(),
     Outcome::Paid.as_str(),
     Outcome::AlreadyClosed.as_str(),
@@ -136,6 +136,7 @@ const OUTCOMES: [&str; 11] = [
     Outcome::Busy.as_str(),
     Outcome::Malformed.as_str(),
     Outcome::Unknown.as_str(),
+    CloseFault::LOCKED,
     CloseFault::TRANSIENT,
     CloseFault::OF_THE_ORDER,
     CloseFault::AWAY,
@@ -170,6 +171,8 @@ metrics! {
         "Overdue orders that the sweep took up because no alarm in this worker spoke for them.";
     orders_troubled: IntGauge = "order_timeout_orders_troubled",
         "Overdue orders that could not be closed and are left alone for a while.";
+    oldest_overdue: Gauge = "order_timeout_oldest_overdue_seconds",
+        "How long ago the oldest unpaid order fell due that the sweep found in its last pass; 0 if it found none.";
     sweep_failures: IntCounter = "order_timeout_sweep_failures_total",
         "Times the database could not be asked for overdue orders.";
     events_announced: IntCounter = "order_timeout_events_announced_total",
@@ -185,7 +188,7 @@ metrics! {
     sessions_opened: IntCounter = "order_timeout_sessions_opened_total",
         "Consumer sessions opened.";
     database_away: IntGauge = "order_timeout_database_away",
-        "1 while the database closes nothing or does not answer.";
+        "1 while the database closes nothing, does not answer, or cannot be asked for overdue orders.";
     clock_offset: Gauge = "order_timeout_clock_offset_seconds",
         "The database's clock minus this machine's wall clock, which the worker does not go by.";
     clock_uncertainty: Gauge = "order_timeout_clock_uncertainty_seconds",

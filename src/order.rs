@@ -238,7 +238,10 @@ pub struct Found {
 /// Why a close did not come to an outcome.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CloseFault {
-    /// Somebody held a lock too long, a deadlock, a serialization failure, a timeout: try again, nobody is to blame.
+    /// Somebody holds a lock on what an order needs, and may go on holding it: try again, but wait for no lock.
+    #[error("{0}")]
+    Locked(String),
+    /// A deadlock, a serialization failure, a timeout: try again, nobody is to blame.
     #[error("{0}")]
     Transient(String),
     /// An order cannot be closed as things stand: a constraint, a trigger, a value.
@@ -251,6 +254,7 @@ pub enum CloseFault {
 
 impl CloseFault {
     /// The words for it beside those of [`Outcome`].
+    pub const LOCKED: &'static str = "locked";
     pub const TRANSIENT: &'static str = "transient";
     pub const OF_THE_ORDER: &'static str = "failed";
     pub const AWAY: &'static str = "away";
@@ -258,6 +262,7 @@ impl CloseFault {
     #[must_use]
     pub const fn as_str(&self) -> &'static str {
         match self {
+            Self::Locked(_) => Self::LOCKED,
             Self::Transient(_) => Self::TRANSIENT,
             Self::OfTheOrder(_) => Self::OF_THE_ORDER,
             Self::Away(_) => Self::AWAY,

@@ -3,6 +3,7 @@
 //! At least once: a crash between confirm and mark sends a message again. One relay at a time for each schema, by an
 //! advisory lock. No transaction is open while the broker is waited for. What a row means is its outbox's business.
 
+use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use sqlx::pool::PoolConnection;
@@ -12,7 +13,7 @@ use tracing::{debug, warn};
 use uuid::Uuid;
 
 use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
-use crate::database::{Database, why};
+use crate::database::{Database, Trouble, trouble, why};
 
 /// The upper half of the number of the relay's advisory lock, "otim" as a number, so that a shop's own locks are not
 /// met. The lower half is the outbox table's, for several schemas of one database each need a relay.
@@ -24,18 +25,22 @@ const LOCK_OUTLIVES_ITS_WORKER: Duration = Duration::from_secs(15);
 const LOCK_PATIENCE: Duration = Duration::from_secs(2);
 /// How long the lock is taken for ours without asking. Two relays for so long send some messages twice.
 const LOCK_TRUSTED_FOR: Duration = Duration::from_secs(1);
+/// How long a row is left out that was sent and that somebody keeps locked.
+const LEAVES_LOCKED_ROWS_FOR: Duration = Duration::from_secs(30);
 /// Rows deleted by one statement.
 const FORGOTTEN_AT_ONCE: u64 = 10_000;
 
 /// The statements of one outbox.
 #[derive(Debug, Clone, Copy)]
 pub struct OutboxSql {
-    /// `$1` limit; returns `id uuid` and whatever a message is made of, oldest first.
+    /// `$1` limit, `$2` ids to leave out; returns `id uuid` and whatever a message is made of, oldest first.
     pub unsent: &'static str,
     /// Returns how many seconds ago the oldest unsent row was written, as `float8`; null if there is none.
     pub age_s: &'static str,
     /// `$1` ids.
     pub mark_sent: &'static str,
+    /// `$1` ids; leaves out those that somebody else keeps locked, and returns the others' `id`.
+    pub mark_free: &'static str,
     /// `$1` seconds since they were sent, `$2` limit.
     pub forget: &'static str,
 }
@@ -49,6 +54,14 @@ pub enum NotRelayed {
     Broker(#[from] NotConfirmed),
 }
 
+impl NotRelayed {
+    /// Whether the database has not said anything at all.
+    #[must_use]
+    pub fn is_unanswered(&self) -> bool {
+        matches!(self, Self::Database(error) if error.as_database_error().is_none())
+    }
+}
+
 /// What came of one batch.
 #[derive(Debug, Default)]
 pub struct Relayed {
@@ -60,6 +73,8 @@ pub struct Relayed {
     pub refused: usize,
     /// Why the first of those was not.
     pub fault: Option<NotConfirmed>,
+    /// The batch was full: there may be more.
+    pub more: bool,
 }
 
 impl Relayed {
@@ -82,27 +97,43 @@ impl Relayed {
 }
 
 /// Publishes what stands in one outbox.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Outbox {
-    pub database: Database,
-    pub confirmed: ConfirmedPublisher,
-    pub sql: OutboxSql,
-    pub batch_size: i64,
-    /// How long rows stay once they are sent.
-    pub keep: Duration,
+    database: Database,
+    confirmed: ConfirmedPublisher,
+    sql: OutboxSql,
+    batch_size: usize,
+    keep: Duration,
+    /// Rows that were sent and could not be marked, until when they are left out.
+    set_aside: Vec<(Uuid, Instant)>,
 }
 
 impl Outbox {
-    /// Sends one batch; there may be more. A row for which `message` says `None` is marked without being sent. One that
+    /// `batch_size`: rows sent before their confirms are awaited. `keep`: how long rows stay once they are sent.
+    #[must_use]
+    pub fn new(
+        database: Database,
+        confirmed: ConfirmedPublisher,
+        sql: OutboxSql,
+        batch_size: usize,
+        keep: Duration,
+    ) -> Self {
+        Self { database, confirmed, sql, batch_size, keep, set_aside: Vec::new() }
+    }
+
+    /// Sends one batch. A row for which `message` says `None` is marked without being sent. One that
     /// the broker refuses stays for the next round; the others are marked.
     ///
     /// # Errors
-    /// sqlx's; what was confirmed may then be sent again.
+    /// [`NotRelayed::Database`]; what was confirmed may then be sent again.
     pub async fn round(
-        &self,
+        &mut self,
         message: impl Fn(&PgRow) -> Result<Option<Outgoing>, sqlx::Error>,
-    ) -> Result<Relayed, sqlx::Error> {
-        let select = sqlx::query(self.sql.unsent).bind(self.batch_size);
+    ) -> Result<Relayed, NotRelayed> {
+        self.set_aside.retain(|(_, until)| *until > Instant::now());
+        let left_out: Vec<Uuid> = self.set_aside.iter().map(|(id, _)| *id).collect();
+        let limit = i64::try_from(self.batch_size).unwrap_or(i64::MAX);
+        let select = sqlx::query(self.sql.unsent).bind(limit).bind(left_out);
         let unsent = self.database.run(async |connection| select.fetch_all(connection).await).await?;
         let (mut settled, mut ids, mut messages) = (Vec::new(), Vec::new(), Vec::new());
         for row in &unsent {
@@ -121,7 +152,8 @@ impl Outbox {
         self.mark_sent(&settled).await?;
         let sent = settled.len() - dropped;
         let refused = answers.len() - sent;
-        Ok(Relayed { sent, dropped, refused, fault: answers.into_iter().find_map(Result::err) })
+        let more = unsent.len() >= self.batch_size;
+        Ok(Relayed { sent, dropped, refused, fault: answers.into_iter().find_map(Result::err), more })
     }
 
     /// How long the oldest unsent row has been waiting; nothing if none is.
@@ -135,12 +167,32 @@ impl Outbox {
         Ok(Duration::try_from_secs_f64(age_s.unwrap_or(0.0)).unwrap_or_default())
     }
 
-    async fn mark_sent(&self, ids: &[Uuid]) -> Result<(), sqlx::Error> {
+    async fn mark_sent(&mut self, ids: &[Uuid]) -> Result<(), sqlx::Error> {
         if ids.is_empty() {
             return Ok(());
         }
         let update = sqlx::query(self.sql.mark_sent).bind(ids);
-        self.database.run(async |connection| update.execute(connection).await).await.map(drop)
+        match self.database.run(async |connection| update.execute(connection).await).await {
+            Err(error) if trouble(&error) == Trouble::Locked => self.mark_free(ids).await,
+            marked => marked.map(drop),
+        }
+    }
+
+    /// One row that somebody keeps locked must not have all of them sent again, and again.
+    async fn mark_free(&mut self, ids: &[Uuid]) -> Result<(), sqlx::Error> {
+        let update = sqlx::query_scalar(self.sql.mark_free).bind(ids);
+        let marked: Vec<Uuid> = self.database.run(async |connection| update.fetch_all(connection).await).await?;
+        let until = Instant::now() + LEAVES_LOCKED_ROWS_FOR;
+        let marked: HashSet<Uuid> = marked.into_iter().collect();
+        let locked = ids.iter().filter(|id| !marked.contains(id)).map(|id| (*id, until));
+        self.set_aside.extend(locked);
+        let (rows, again_in_s) = (self.set_aside.len(), LEAVES_LOCKED_ROWS_FOR.as_secs());
+        warn!(
+            rows,
+            again_in_s,
+            "sent rows of an outbox cannot be marked because somebody keeps them locked; they are sent again"
+        );
+        Ok(())
     }
 
     /// Deletes some of what was sent long enough ago; returns whether there is more.

@@ -55,10 +55,12 @@ pub fn install(settings: &LogSettings) -> Log {
 
 /// Ends the process in a second with this code, should it still be saying why it ends to somebody who does not read.
 pub fn end_even_if_nobody_reads(code: u8) {
-    std::thread::spawn(move || {
+    let end = move || {
         std::thread::sleep(LONGEST_FAREWELL);
         std::process::exit(code.into());
-    });
+    };
+    // Where there is no thread to be had, the end waits for whoever reads.
+    let _ = std::thread::Builder::new().spawn(end);
 }
 
 /// At TRACE the AMQP client prints addresses and frames, and with them its password; what others print there, or will

@@ -187,6 +187,8 @@ pub struct Topology {
     pub bindings: Vec<Binding>,
     /// Of another number of shards: not to be there, once the others are.
     outdated: Vec<Binding>,
+    /// Queues that are only verified.
+    consumed: Vec<String>,
     namespace: String,
 }
 
@@ -256,6 +258,7 @@ impl Topology {
             queues: Vec::new(),
             bindings: Vec::new(),
             outdated: Vec::new(),
+            consumed: Vec::new(),
             namespace: settings.namespace.clone(),
         };
         topology.add_processing_side(&names, settings.worker.shards);
@@ -356,6 +359,14 @@ impl Topology {
         self.bindings.push(Binding { exchange, destination, routing_key: routing_key.to_owned() });
     }
 
+    /// The same objects, but these queues must be there. While somebody consumes them, a queue that is gone must not come
+    /// back before he has heard of it: RabbitMQ 3 tries to consume again on his behalf, and if it finds the queue, it forgets
+    /// that it did (rabbit_channel.erl, `handle_consuming_queue_down_or_eol`). Such a consumer is there and hears nothing.
+    #[must_use]
+    pub fn but_for_consumed(self, consumed: Vec<String>) -> Self {
+        Self { consumed, ..self }
+    }
+
     /// Declares everything that is missing and verifies everything that is there. Idempotent.
     ///
     /// # Errors
@@ -379,7 +390,8 @@ impl Topology {
             self.declare_exchange(&channel, exchange).await?;
         }
         for queue in &self.queues {
-            let options = QueueDeclareOptions { durable: true, ..Default::default() };
+            let passive = self.consumed.contains(&queue.name);
+            let options = QueueDeclareOptions { durable: true, passive, ..Default::default() };
             let declared = channel.queue_declare(queue.name.as_str().into(), options, table(&queue.arguments)).await;
             declared.map_err(|error| self.explain(Object::Queue(&queue.name), &error))?;
         }

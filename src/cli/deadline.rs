@@ -37,12 +37,20 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Answe
             "the deadline stands: it would lie further ahead than delay.max_delay allows; choose a nearer one, or raise that setting for workers and publishers"
         );
     };
+    if args.when.has_passed() {
+        bail!(
+            "the deadline stands: the order would be closed at once, for {} has passed; choose a later one, such as --in 1s if you mean at once, or run `order-timeout close ID` if the order is overdue already",
+            write_rfc3339(deadline)
+        );
+    }
     let database = Database::connect(&settings.database, 1).await?;
     database::require_migrated(&database).await?;
     let moved = move_deadline_in(database.pool(), &args.order_id, deadline).await?;
     let (order_id, deadline) = (&args.order_id, write_rfc3339(deadline));
     let (word, sentence) = match &moved {
-        Moved::Later => ("later", format!("order {order_id} has time until {deadline}; its alarm follows")),
+        Moved::Later => {
+            ("later", format!("order {order_id} has time until {deadline}; an alarm scheduled before follows"))
+        }
         Moved::Earlier => {
             ("earlier", format!("order {order_id} has time until {deadline}; an alarm for it is written"))
         }

@@ -92,6 +92,10 @@ impl When {
     fn moment_within(&self, most: Duration) -> Option<Moment> {
         Some(self.moment()).filter(|moment| *moment <= Moment::now_by_local_clock() + most)
     }
+
+    fn has_passed(&self) -> bool {
+        self.moment() <= Moment::now_by_local_clock()
+    }
 }
 
 fn parse_duration(text: &str) -> Result<Duration, String> {

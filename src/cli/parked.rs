@@ -62,7 +62,7 @@ pub struct ActArgs {
 #[group(required = true, multiple = false)]
 struct Which {
     /// The ids that `parked list` shows
-    #[arg(value_name = "ID")]
+    #[arg(value_name = "ID", value_parser = parse_id)]
     ids: Vec<Uuid>,
     /// All that were parked for this reason
     #[arg(long, value_parser = PossibleValuesParser::new(ParkReason::WORDS))]
@@ -70,6 +70,10 @@ struct Which {
     /// All of them
     #[arg(long)]
     all: bool,
+}
+
+fn parse_id(text: &str) -> Result<Uuid, &'static str> {
+    text.parse().map_err(|_| "give an id as `parked list` shows it")
 }
 
 impl ActArgs {

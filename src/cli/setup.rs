@@ -35,12 +35,13 @@ pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<Answer> 
         answer.line(counts);
         return Ok(answer);
     }
+    let (database, broker) = (database::place(&settings.database)?, broker::place(&settings.amqp)?);
     match applied.as_slice() {
-        [] => answer.line("database: up to date"),
-        names => answer.line(format!("database: applied {}", names.join(", "))),
+        [] => answer.line(format!("database: {database}: up to date")),
+        names => answer.line(format!("database: {database}: applied {}", names.join(", "))),
     }
     answer.line(format!(
-        "broker:   {} exchanges, {} queues, {} bindings are there",
+        "broker:   {broker}: {} exchanges, {} queues, {} bindings are there",
         topology.exchanges.len(),
         topology.queues.len(),
         topology.bindings.len()

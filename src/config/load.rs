@@ -12,10 +12,14 @@ use secrecy::SecretString;
 use super::{BadSettings, DEFAULTS, Settings, is_a_key};
 
 const ENV_PREFIX: &str = "ORDER_TIMEOUT__";
+/// What the prefix is often mistaken for.
+const ENV_PREFIX_CUT_SHORT: &str = "ORDER_TIMEOUT_";
 const ENVIRONMENT: &str = "the environment";
 const COMMAND_LINE: &str = "--set";
 /// Settings that are lists and may be written with commas outside a file.
-const LISTS: [&str; 1] = ["delay.lanes"];
+const LISTS: [&str; 2] = ["delay.lanes", "worker.take_shards"];
+/// The list whose elements are tables, for which commas do not do.
+const RINGS: &str = "delay.rings";
 
 /// More than any address has.
 const LARGEST_SECRET_BYTES: u64 = 64 * 1024;
@@ -155,8 +159,10 @@ fn merge(file: Option<&Path>, environment: Map<String, String>, overrides: &[Str
     if let Some(path) = file {
         builder = builder.add_source(SettingsFile::read(path)?);
     }
+    refuse_names_cut_short(&environment)?;
     for (key, value) in keys_in(environment) {
-        builder = builder.set_override(&key, value_from(ENVIRONMENT, &key, &value)).map_err(|fault| explain(&fault))?;
+        builder =
+            builder.set_override(&key, value_from(ENVIRONMENT, &key, &value)?).map_err(|fault| explain(&fault))?;
     }
     for (index, text) in overrides.iter().enumerate() {
         // Not repeated: it may be an address, and its "=" one of the address' own.
@@ -167,7 +173,7 @@ fn merge(file: Option<&Path>, environment: Map<String, String>, overrides: &[Str
             ))
         })?;
         let key = key.trim();
-        let value = value_from(COMMAND_LINE, key, value);
+        let value = value_from(COMMAND_LINE, key, value)?;
         builder = builder.set_override(key, value).map_err(|fault| explain(&fault))?;
     }
     builder.build().map_err(|fault| explain(&fault))
@@ -218,35 +224,66 @@ fn keys_in(environment: Map<String, String>) -> Vec<(String, String)> {
     database_url.into_iter().chain(ours).collect()
 }
 
-/// Text as it was written; what it must be is said by the setting it is for.
-fn value_from(origin: &str, key: &str, text: &str) -> Value {
-    let origin = origin.to_owned();
-    if LISTS.contains(&key) {
-        let parts: Vec<String> = text.split(',').map(|part| part.trim().to_owned()).collect();
-        return Value::new(Some(&origin), parts);
+/// Refuses names that would be ours but for an underscore: unread, they would leave the program with the default
+/// servers. Other names that begin like ours are somebody else's: our scripts', or Kubernetes', which makes some for
+/// every service.
+fn refuse_names_cut_short(environment: &Map<String, String>) -> Result<(), BadSettings> {
+    let known = every_key();
+    let meant = environment.keys().filter_map(|name| Some((name, name_meant_by(name, &known)?)));
+    // The first by name, so that the same environment is always told the same.
+    let Some((name, meant)) = meant.min() else { return Ok(()) };
+    let why = format!("nobody reads it; did you mean {meant}?");
+    Err(BadSettings::new(Some(name.clone()), Some(ENVIRONMENT.to_owned()), why))
+}
+
+/// `ORDER_TIMEOUT_DATABASE__ANYTHING`, where there is such a section, and `ORDER_TIMEOUT_DATABASE_URL`, where there is
+/// such a key.
+fn name_meant_by(name: &str, known: &[String]) -> Option<String> {
+    let rest = name.strip_prefix(ENV_PREFIX_CUT_SHORT).filter(|rest| !rest.starts_with('_'))?;
+    let written = rest.to_lowercase();
+    let section = written.split_once("__").map(|(section, _)| format!("{section}."));
+    if section.is_some_and(|section| known.iter().any(|key| key.starts_with(&section))) {
+        return Some(format!("{ENV_PREFIX}{rest}"));
     }
-    Value::new(Some(&origin), text)
+    let key = known.iter().find(|key| key.replace('.', "_") == written)?;
+    Some(format!("{ENV_PREFIX}{}", key.replace('.', "__").to_uppercase()))
+}
+
+/// Text as it was written; what it must be is said by the setting it is for.
+fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, BadSettings> {
+    let origin = origin.to_owned();
+    if key == RINGS {
+        let why = "its elements are tables, which can be written only in a file (--config)".to_owned();
+        return Err(BadSettings::new(Some(key.to_owned()), Some(origin), why));
+    }
+    if LISTS.contains(&key) {
+        let parts: Vec<String> = match text.trim() {
+            "" => Vec::new(),
+            text => text.split(',').map(|part| part.trim().to_owned()).collect(),
+        };
+        return Ok(Value::new(Some(&origin), parts));
+    }
+    Ok(Value::new(Some(&origin), text))
 }
 
 /// Refuses keys that `config/default.toml` does not have. Done here rather than by serde so that the sentence can say
 /// where the key stands and what was probably meant.
 fn refuse_unknown_keys(origins: &Origins) -> Result<(), BadSettings> {
-    let defaults = Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml)).build();
-    let known = leaf_keys(&defaults.map_err(|fault| explain(&fault))?.cache);
-    let Some((key, origin)) = origins.iter().find(|(key, _)| !known.iter().any(|(name, _)| name == key)) else {
+    let known = every_key();
+    let Some((key, origin)) = origins.iter().find(|(key, _)| !known.contains(key)) else {
         return Ok(());
     };
     let likeness = |name: &str| strsim::normalized_damerau_levenshtein(name, key);
-    let meant = known.iter().max_by(|(a, _), (b, _)| likeness(a).total_cmp(&likeness(b)));
-    let meant = meant.map_or_else(String::new, |(name, _)| format!("; did you mean {name}?"));
+    let meant = known.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    let meant = meant.map_or_else(String::new, |name| format!("; did you mean {name}?"));
     let why = format!("there is no such setting{meant}");
     Err(BadSettings::new(Some(key.clone()), origin.clone(), why))
 }
 
 /// The keys that `config/default.toml` has.
-#[cfg(test)]
 pub(super) fn every_key() -> Vec<String> {
-    let defaults = Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml)).build().unwrap();
+    let defaults = Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml)).build();
+    let defaults = defaults.expect("config/default.toml is tested to be valid");
     leaf_keys(&defaults.cache).into_iter().map(|(key, _)| key).collect()
 }
 
@@ -300,8 +337,8 @@ fn mend(text: String) -> String {
     if text.ends_with("expected a duration") {
         return text + "; write a number and its unit, such as 3s or 250ms";
     }
-    match text.split_once(" does not have variant constructor ") {
-        Some((_, word)) => format!("{word:?} is none of its words; config/default.toml lists them"),
+    match text.strip_prefix("unknown variant ").and_then(|rest| rest.split_once(", expected ")) {
+        Some((word, words)) => format!("{word} is none of its words; write {words}").replace('`', "\""),
         None => text,
     }
 }

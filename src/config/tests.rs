@@ -15,7 +15,7 @@ fn load(environment: &[(&str, &str)], overrides: &[&str]) -> Result<Settings, St
 fn the_defaults_are_valid() {
     let settings = Settings::defaults();
     assert_eq!(settings.delay.lanes[0].name, "30m");
-    assert_eq!(settings.delay.lead, Duration::from_secs(5));
+    assert_eq!(settings.delay.lead, Duration::from_secs(15));
 }
 
 /// README's second for an order that no alarm wakes, and half a second while the broker is away, follow from these; a
@@ -40,6 +40,41 @@ fn the_environment_overrides_the_defaults_and_set_overrides_the_environment() {
     assert_eq!(settings.delay.lanes.iter().map(|l| l.name.as_str()).collect::<Vec<_>>(), ["15m", "2h"]);
     assert_eq!(settings.delay.lead, Duration::from_secs(2));
     assert_eq!(settings.worker.closers, 3);
+}
+
+#[test]
+fn a_list_is_separated_by_commas_and_may_be_empty() {
+    let shards = |text: &str| load(&[("ORDER_TIMEOUT__WORKER__TAKE_SHARDS", text)], &["worker.shards=3"]);
+    assert_eq!(shards("0, 2").unwrap().worker.take_shards, [0, 2]);
+    assert!(shards("").unwrap().worker.take_shards.is_empty());
+    assert!(load(&[], &["delay.lanes= "]).unwrap().delay.lanes.is_empty());
+}
+
+#[test]
+fn a_name_in_the_environment_that_lacks_an_underscore_is_refused() {
+    for (name, meant) in [
+        ("ORDER_TIMEOUT_DATABASE__URL", "ORDER_TIMEOUT__DATABASE__URL"),
+        ("ORDER_TIMEOUT_DATABASE__ULR", "ORDER_TIMEOUT__DATABASE__ULR"),
+        ("ORDER_TIMEOUT_DATABASE_URL", "ORDER_TIMEOUT__DATABASE__URL"),
+        ("ORDER_TIMEOUT_AMQP_URL", "ORDER_TIMEOUT__AMQP__URL"),
+        ("ORDER_TIMEOUT_WORKER_HOLD_MAX", "ORDER_TIMEOUT__WORKER__HOLD_MAX"),
+        ("ORDER_TIMEOUT_NAMESPACE", "ORDER_TIMEOUT__NAMESPACE"),
+    ] {
+        let fault = load(&[(name, "amqp://u:hunter2@h/v")], &[]).unwrap_err();
+        assert_eq!(fault, format!("setting {name} (from the environment): nobody reads it; did you mean {meant}?"));
+    }
+    // Our scripts', and Kubernetes' for services of these names.
+    for name in [
+        "ORDER_TIMEOUT_SERVICES",
+        "ORDER_TIMEOUT_RABBITMQ",
+        "ORDER_TIMEOUT_CHAOS_SEED",
+        "ORDER_TIMEOUT_SERVICE_HOST",
+        "ORDER_TIMEOUT_WORKER_SERVICE_PORT_HTTP",
+        "ORDER_TIMEOUT_PORT_9394_TCP",
+        "ORDER_TIMEOUT",
+    ] {
+        assert!(load(&[(name, "x")], &[]).is_ok(), "{name} is not ours");
+    }
 }
 
 #[test]
@@ -82,9 +117,15 @@ fn each_fault_names_its_key_and_origin() {
     check(&[], &["worker.closers=many"], &["worker.closers", "--set"]);
     check(&[("ORDER_TIMEOUT__AMQP__URL", "http://x:hunter2@y")], &[], &["amqp.url", "amqp://"]);
     check(&[], &["database.acquire_timeout=2h"], &["database.acquire_timeout", "--set"]);
-    check(&[], &["worker.hold_max=6s"], &["worker.hold_max", "12s"]);
+    check(&[], &["worker.hold_max=6s"], &["worker.hold_max", "22s"]);
     check(&[], &["nonsense"], &["--set", "="]);
-    check(&[], &["delay.strategy=magic"], &["delay.strategy", "magic"]);
+    check(&[], &["delay.strategy=magic"], &["delay.strategy", "magic", "\"dead-letter\" or \"delayed-exchange\""]);
+    check(&[("ORDER_TIMEOUT__LOG__FORMAT", "xml")], &[], &["log.format", "\"xml\"", "\"human\" or \"json\""]);
+    check(&[], &["amqp.url=amqp://h:5672/"], &["amqp.url", "--set", "write /%2f for the default virtual host"]);
+    check(&[], &["worker.take_shards=0,two"], &["worker.take_shards[1]", "--set", "two"]);
+    check(&[], &["worker.take_shards=0,256"], &["worker.take_shards[1]", "--set", "256"]);
+    check(&[], &["delay.rings=5s"], &["delay.rings", "--set", "only in a file (--config)"]);
+    check(&[("ORDER_TIMEOUT__DELAY__RINGS", "")], &[], &["delay.rings", "environment", "only in a file (--config)"]);
     check(&[], &["delay.lanes=30m,1800s"], &["delay.lanes", "twice"]);
     check(&[], &["http.listen=9394"], &["http.listen", "--set", "\"9394\"", "127.0.0.1:9394"]);
     check(&[("ORDER_TIMEOUT__HTTP__LISTEN", "localhost:9394")], &[], &["http.listen", "environment", "IP address"]);
@@ -264,6 +305,6 @@ fn no_fault_repeats_a_password() {
             assert!(!format!("{fault:?}").contains("hunter2"), "{fault:?}");
         }
     }
-    let settings = load(&[("ORDER_TIMEOUT__AMQP__URL", "amqp://u:hunter2@h/")], &[]).unwrap();
+    let settings = load(&[("ORDER_TIMEOUT__AMQP__URL", "amqp://u:hunter2@h/v")], &[]).unwrap();
     assert!(!format!("{settings:?}").contains("hunter2"));
 }

@@ -88,6 +88,10 @@ impl Settings {
             );
             BadSettings::of("amqp.url", why)
         })?;
+        if parsed.vhost.is_empty() {
+            let why = "names no virtual host behind its last \"/\"; write /%2f for the default virtual host";
+            return Err(BadSettings::of("amqp.url", why));
+        }
         if parsed.vhost.len() > AMQP_MAX_SHORT_STRING_BYTES {
             let why = format!("its virtual host has more than {AMQP_MAX_SHORT_STRING_BYTES} bytes");
             return Err(BadSettings::of("amqp.url", why));

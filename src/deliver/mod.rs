@@ -35,7 +35,7 @@ const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct Session {
     number: u64,
-    connection: Connection,
+    connection: Arc<Connection>,
     lines: Vec<Line>,
     ended: CancellationToken,
     why_ended: Arc<Mutex<Option<String>>>,
@@ -59,7 +59,7 @@ impl Session {
         number: u64,
         inbox: mpsc::UnboundedSender<Delivered>,
     ) -> Result<Self, BrokerFault> {
-        let connection = broker::connect(&settings.amqp, "worker").await?;
+        let connection = Arc::new(broker::connect(&settings.amqp, "worker").await?);
         let declared = Topology::new(settings).declare(&connection).await;
         declared.map_err(|fault| match fault {
             TopologyFault::Failed { .. } => BrokerFault::Away(fault.to_string()),
@@ -113,12 +113,15 @@ impl Session {
         Ok(line)
     }
 
-    /// Declares whatever somebody has deleted since.
+    /// Declares whatever somebody has deleted since, but for the queues that are consumed here: whoever deletes one ends the
+    /// session, and the next declares it. The session may go on and end meanwhile.
     ///
     /// # Errors
     /// [`TopologyFault`] names the object.
-    pub async fn declare_again(&self, settings: &Settings) -> Result<(), TopologyFault> {
-        Topology::new(settings).declare(&self.connection).await
+    pub fn declare_again(&self, settings: &Settings) -> impl Future<Output = Result<(), TopologyFault>> + use<> {
+        let consumed = sources(settings).into_iter().map(|source| source.queue).collect();
+        let (topology, connection) = (Topology::new(settings).but_for_consumed(consumed), self.connection.clone());
+        async move { topology.declare(&connection).await }
     }
 
     /// The number that marks this session's receipts.

@@ -35,9 +35,9 @@ impl Source {
 impl Desk {
     /// What a closer takes now, if one is free and anything is ready.
     pub(super) fn next_batch(&mut self, now: Moment) -> Option<Batch> {
-        let batch = match self.away {
+        let batch = match self.outage.ask_again_at() {
             // One closer asks whether the database is back; the others wait for its answer.
-            Some(away) if now < away.ask_again_at || !self.closers_are_idle() || self.draining => return None,
+            Some(ask_again_at) if now < ask_again_at || !self.closers_are_idle() || self.draining => return None,
             Some(_) => self.longest_waiting().map_or_else(empty_batch, |source| self.take_from(source, now)),
             None => {
                 let ready = |source: &Source| self.source_ready_at(*source).is_some_and(|at| at <= now);
@@ -55,8 +55,8 @@ impl Desk {
 
     /// When there is a batch for a closer even if no news comes.
     pub(super) fn batch_ready_at(&self) -> Option<Moment> {
-        match self.away {
-            Some(away) => (self.closers_are_idle() && !self.draining).then_some(away.ask_again_at),
+        match self.outage.ask_again_at() {
+            Some(ask_again_at) => (self.closers_are_idle() && !self.draining).then_some(ask_again_at),
             None => self.sources().into_iter().filter_map(|source| self.source_ready_at(source)).min(),
         }
     }

@@ -1,11 +1,14 @@
 //! The worker's desk: what is done next with each alarm and each overdue order. Every decision stands here and in the
-//! files below: `verdict.rs` holds the outcome table, `queue.rs` who waits, `batches.rs` who goes next, `sweep.rs` the
-//! safety net.
+//! files below: `news.rs` holds the words that go in and out, `verdict.rs` the outcome table, `queue.rs` who waits,
+//! `batches.rs` who goes next, `outage.rs` whether anything is closed at all, `sweep.rs` the safety net.
 //!
 //! Pure: news comes in with the database's time, errands go out. No I/O, no clock, no task. `worker/` runs the errands
 //! for real; the same desk can be driven through any interleaving in a test.
 
 mod batches;
+mod news;
+mod outage;
+mod policy;
 mod queue;
 mod sweep;
 mod verdict;
@@ -16,123 +19,13 @@ use std::time::Duration;
 use crate::alarm::{Alarm, ArmJob, Delivered, Inlet, Parcel, ParkReason, Receipt, Settlement, Wanted};
 use crate::hold::Hold;
 use crate::message::TimeoutDue;
-use crate::order::{CloseFault, ClosedBy, Deadline, Finding, Found, Moment, OrderId, Outcome, SweepPage, SweptPage};
+use crate::order::{CloseFault, Deadline, Finding, Found, Moment, OrderId, Outcome, Overdue, SweptPage};
+pub use news::{Answer, Batch, Case, Errand, News, Origin};
+use outage::Outage;
+pub use policy::Policy;
 use queue::{Cause, Later, Lingering};
 use sweep::Sweep;
 use verdict::{AfterSweep, Next, after_close, after_sweep};
-
-/// The bounds within which the desk decides. Each stands in `config/default.toml` with its reason.
-#[derive(Debug, Clone)]
-pub struct Policy {
-    pub hold_max: Duration,
-    pub max_delay: Duration,
-    pub batch_size: usize,
-    pub linger: Duration,
-    pub closers: usize,
-    pub retry_first: Duration,
-    pub retry_longest: Duration,
-    pub missing_for: Duration,
-    pub max_attempts: u32,
-    pub away_patience: Duration,
-    pub sweep_every: Duration,
-    pub sweep_grace: Duration,
-    pub sweep_page: usize,
-    /// How much of a pause after a failure this worker takes, at most 1: each its own share, so that workers that lost
-    /// the same server do not come back in step.
-    pub pause_share: f64,
-}
-
-impl Policy {
-    fn doubling(&self, times: u32) -> Duration {
-        self.retry_first * 2_u32.saturating_pow(times.min(16))
-    }
-
-    /// Before something that failed for everybody is tried again.
-    fn pause(&self, times: u32) -> Duration {
-        self.doubling(times).min(self.retry_longest).mul_f64(self.pause_share)
-    }
-
-    /// The longest that somebody who is overdue is not looked at. No longer than the sweep would leave it: with a pause of
-    /// a second, an order would be more than a second late once nothing stands in its way.
-    fn longest_while_overdue(&self) -> Duration {
-        self.retry_longest.min(self.sweep_every)
-    }
-}
-
-/// An order under way through the worker, with the alarm that speaks for it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Case {
-    pub alarm: Alarm,
-    pub origin: Origin,
-    /// How often it was put back for a moment without going through the broker.
-    pub pauses: u32,
-    /// Since when it is put back again and again.
-    pub paused_since: Option<Moment>,
-}
-
-/// What brought a case here.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Origin {
-    /// A message; the receipt settles it.
-    Delivered(Receipt),
-    /// The safety net found the order overdue.
-    Swept,
-}
-
-/// Orders to be closed by one statement. Without any it asks whether the database closes at all.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Batch {
-    pub by: ClosedBy,
-    pub cases: Vec<Case>,
-    /// Whether its statement may wait for a lock on stock. Not if it was tried before: others wait behind it.
-    pub patient: bool,
-}
-
-/// What a batch's statement said of each order, or why it failed. An order without an entry is unknown.
-pub type Answer = Result<HashMap<OrderId, Finding>, CloseFault>;
-
-/// What the desk hears.
-#[derive(Debug)]
-pub enum News {
-    Delivered(Delivered),
-    /// A batch came back from a closer.
-    Closed(Batch, Answer),
-    /// These alarms stand confirmed in the broker under a new message.
-    Armed(Vec<Receipt>),
-    /// These do not, and no other would: the broker is away, or does not answer.
-    NotArmed(Vec<ArmJob>),
-    /// These do not, for a reason of their own: their queue is not there, or takes nothing.
-    ArmRefused(Vec<ArmJob>),
-    /// These stand committed in `parked_alarms`.
-    Parked(Vec<Receipt>),
-    /// These do not, and no other would: the database is away.
-    NotParked(Vec<(Parcel, Receipt)>),
-    /// These do not, for a reason of their own: the database refuses their row.
-    ParkRefused(Vec<(Parcel, Receipt)>),
-    Swept(SweptPage),
-    /// The database could not be asked for overdue orders.
-    NotSwept,
-    /// The consumer session of this number is open.
-    SessionOpened(u64),
-    /// No consumer session is open: no alarm can come.
-    SessionEnded,
-}
-
-/// What the desk wants done.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Errand {
-    /// Then report [`News::Closed`].
-    Close(Batch),
-    /// Publish a fresh alarm each, then report [`News::Armed`] for what is confirmed, and [`News::NotArmed`] or
-    /// [`News::ArmRefused`] for the rest.
-    Arm(Vec<ArmJob>),
-    /// Then report [`News::Parked`] once committed, and [`News::NotParked`] or [`News::ParkRefused`] for the rest. No
-    /// other is given out before all of it is reported.
-    Park(Vec<(Parcel, Receipt)>),
-    Settle(Vec<(Receipt, Settlement)>),
-    /// Then report [`News::Swept`] or [`News::NotSwept`].
-    Sweep(SweepPage),
-}
 
 /// By how much the time may go back without anybody minding: readings of one clock differ by less.
 const LONGEST_JITTER: Duration = Duration::from_secs(1);
@@ -170,7 +63,7 @@ pub struct Desk {
     in_hand: HashMap<OrderId, u32>,
     idle_closers: usize,
     trouble_had_last_closer: bool,
-    away: Option<Away>,
+    outage: Outage,
     sweep: Sweep,
     session: u64,
     broker_is_here: bool,
@@ -185,14 +78,6 @@ pub struct Desk {
     /// The latest time it was told.
     latest: Moment,
     swept: u64,
-}
-
-/// The database does not close anything: since when, and when it is asked next.
-#[derive(Debug, Clone, Copy)]
-struct Away {
-    since: Moment,
-    ask_again_at: Moment,
-    asked: u32,
 }
 
 impl Desk {
@@ -211,7 +96,7 @@ impl Desk {
             in_hand: HashMap::new(),
             idle_closers,
             trouble_had_last_closer: false,
-            away: None,
+            outage: Outage::default(),
             sweep: Sweep::new(),
             session: 0,
             broker_is_here: false,
@@ -306,25 +191,26 @@ impl Desk {
             .min()
     }
 
-    /// When those who are held are woken: with the last that falls due within `linger` of the first. Who comes after is
-    /// known here, so nobody waits for company that does not come.
+    /// When those who are held are woken: with the last that falls due within `linger` of the first, or with whom a batch
+    /// is full. Who comes after is known here, so nobody waits for company that does not come.
     fn held_ready_at(&self) -> Option<Moment> {
         let first = self.hold.next_wake()?;
-        self.hold.last_wake_by(first + self.policy.linger)
+        self.hold.last_wake_by(first + self.policy.linger, self.policy.batch_size)
     }
 
     /// Whether the broker should go on delivering. Not while nothing could be closed, armed or parked for long: what we
     /// cannot settle must not stay unacknowledged until the broker loses patience.
     #[must_use]
     pub fn wants_deliveries(&self, now: Moment) -> bool {
-        let failing_for = [self.away_for(now), self.arm_later.failing_for(now), self.park_later.failing_for(now)];
+        let failing_for =
+            [self.outage.away_for(now), self.arm_later.failing_for(now), self.park_later.failing_for(now)];
         failing_for.into_iter().flatten().all(|failing_for| failing_for < self.policy.away_patience)
     }
 
-    /// How long the database has not closed anything; `None` while it does.
+    /// Whether orders are due and the database closes none of them, for whatever reason that is not theirs.
     #[must_use]
-    pub fn away_for(&self, now: Moment) -> Option<Duration> {
-        self.away.map(|away| now.since(away.since))
+    pub fn closes_nothing(&self, now: Moment) -> bool {
+        self.outage.closes_nothing(now)
     }
 
     /// Stops taking anything new and gives back to the broker whatever is not in a closer's hands.
@@ -367,6 +253,12 @@ impl Desk {
         self.sweep.troubled()
     }
 
+    /// The deadline of the oldest overdue order, as the sweep found it last.
+    #[must_use]
+    pub fn oldest_overdue(&self) -> Option<Deadline> {
+        self.sweep.oldest()
+    }
+
     /// How many overdue orders the sweep has taken up so far because no alarm here spoke for them.
     #[must_use]
     pub fn swept(&self) -> u64 {
@@ -394,10 +286,7 @@ impl Desk {
             *since = now.min(*since);
         }
         self.hurried_until = None;
-        if let Some(away) = &mut self.away {
-            away.since = now.min(away.since);
-            away.ask_again_at = now.min(away.ask_again_at);
-        }
+        self.outage.clock_was_set_back(now);
         self.arm_later.clock_was_set_back(now);
         self.park_later.clock_was_set_back(now);
         self.sweep.clock_was_set_back(now);
@@ -434,11 +323,7 @@ impl Desk {
                     // fill the inbox's prefetch window and everything behind it would wait.
                     Inlet::Arm => self.arm.push(ArmJob { alarm, receipt, wanted: Wanted::BeforeDeadline }),
                     Inlet::Timeout | Inlet::Parked => {
-                        self.place(
-                            Case { alarm, origin: Origin::Delivered(receipt), pauses: 0, paused_since: None },
-                            now,
-                            now,
-                        );
+                        self.place(Case::new(alarm, Origin::Delivered(receipt)), now, now);
                     }
                 }
             }
@@ -487,11 +372,19 @@ impl Desk {
         }
     }
 
-    /// Only what was delivered can be armed; what the sweep finds has its row.
+    /// Only what was delivered can be armed; what the sweep finds has its row. And only in its session: what came in one
+    /// that has ended is delivered again, and armed as well it would be at the broker twice.
     fn arm(&mut self, case: Case, wanted: Wanted) {
-        if let Origin::Delivered(receipt) = case.origin {
+        if let Origin::Delivered(receipt) = case.origin
+            && !self.has_ended(receipt.session)
+        {
             self.arm.push(ArmJob { alarm: case.alarm, receipt, wanted });
         }
+    }
+
+    /// A session's first deliveries may be heard of before it is itself.
+    fn has_ended(&self, session: u64) -> bool {
+        session < self.session || (session == self.session && !self.broker_is_here)
     }
 
     fn wait_until(&mut self, moment: Moment, case: Case) {
@@ -514,15 +407,21 @@ impl Desk {
     /// No further page while the last one is not worked off: what is overdue after a long night would not fit in
     /// memory. And none while nothing can be closed.
     fn wants_overdue(&self) -> bool {
-        !self.draining && self.away.is_none() && self.overdue.len() < self.policy.sweep_page
+        !self.draining && !self.outage.is_away() && self.overdue.len() < self.policy.sweep_page
     }
 
     fn take_overdue(&mut self, page: SweptPage, now: Moment) {
         let mut tried_before = Vec::new();
-        for overdue in self.sweep.found(page, &self.policy, now) {
-            let key = (overdue.order_id, overdue.deadline);
-            let has_its_alarm = self.in_hand.contains_key(&key.0) || self.hold.contains(&key);
-            if has_its_alarm || self.draining {
+        let closers_are_behind = self.idle_closers == 0 && self.fresh.len() > 0;
+        let says_nothing_new = closers_are_behind && page.orders.iter().all(|one| self.has_its_alarm(&key_of(one)));
+        let wanted = self.sweep.found(page, &self.policy, now);
+        // In a great burst, page after page of what the closers are at would only take Postgres' time from them.
+        if says_nothing_new {
+            self.sweep.cut_short(&self.policy, now);
+        }
+        for overdue in wanted {
+            let key = key_of(&overdue);
+            if self.has_its_alarm(&key) || self.draining {
                 continue;
             }
             *self.in_hand.entry(key.0.clone()).or_default() += 1;
@@ -530,22 +429,30 @@ impl Desk {
             self.swept += 1;
             let due = TimeoutDue { order_id: key.0, deadline: key.1 };
             let alarm = Alarm { due, attempt: 0, born: None, traceparent: None };
-            let case = Case { alarm, origin: Origin::Swept, pauses: 0, paused_since: None };
+            let case = Case::new(alarm, Origin::Swept);
             if was_tried { tried_before.push(case) } else { self.overdue.push(case, now) }
         }
         self.try_again_apart(tried_before, now);
     }
 
+    fn has_its_alarm(&self, key: &(OrderId, Deadline)) -> bool {
+        self.in_hand.contains_key(&key.0) || self.hold.contains(key)
+    }
+
     fn conclude(&mut self, batch: Batch, answer: Answer, now: Moment) {
         self.idle_closers += 1;
-        self.note_whether_away(&answer, now);
+        self.outage.note(&batch, &answer, &self.policy, now);
         match answer {
             Ok(findings) => self.conclude_each(batch.cases, &findings, now),
-            Err(CloseFault::Transient(_)) if batch.patient && !self.draining => {
-                self.hurried_until = Some(now + NO_WAITING_AFTER_A_LOCK);
+            Err(fault @ (CloseFault::Locked(_) | CloseFault::Transient(_))) if batch.patient && !self.draining => {
+                if matches!(fault, CloseFault::Locked(_)) {
+                    self.hurried_until = Some(now + NO_WAITING_AFTER_A_LOCK);
+                }
                 self.hurried.push_back((Batch { patient: false, ..batch }, now));
             }
-            Err(CloseFault::Transient(_) | CloseFault::OfTheOrder(_)) if batch.cases.len() > 1 && !self.draining => {
+            Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::OfTheOrder(_))
+                if batch.cases.len() > 1 && !self.draining =>
+            {
                 self.take_apart(batch, now);
             }
             Err(fault) => {
@@ -587,16 +494,6 @@ impl Desk {
         }
     }
 
-    fn note_whether_away(&mut self, answer: &Answer, now: Moment) {
-        if !matches!(answer, Err(CloseFault::Away(_))) {
-            self.away = None;
-            return;
-        }
-        let (since, asked) = self.away.map_or((now, 0), |away| (away.since, away.asked + 1));
-        let pause = self.policy.pause(asked).min(self.policy.longest_while_overdue());
-        self.away = Some(Away { since, asked, ask_again_at: now + pause });
-    }
-
     fn carry_out(&mut self, case: Case, receipt: Receipt, next: Next, now: Moment) {
         if self.draining && next != Next::Ack {
             return self.give_back([receipt]);
@@ -604,8 +501,8 @@ impl Desk {
         match next {
             Next::Ack => self.acknowledge([receipt]),
             Next::AwaitDeadline(deadline) => self.await_deadline(case, deadline, now),
-            Next::AskAgain => self.put_back(case, Duration::from_millis(1), self.policy.longest_while_overdue(), now),
-            Next::Pause => self.put_back(case, self.policy.retry_first, self.policy.longest_while_overdue(), now),
+            Next::AskAgain => self.ask_again(case, now),
+            Next::Pause => self.put_back(case, self.policy.longest_while_overdue(), now),
             Next::Retry => self.retry(case, now),
             Next::Park(reason, why) => self.park.push_back((Parcel::of(&case.alarm, reason, why), receipt)),
         }
@@ -614,21 +511,33 @@ impl Desk {
     fn await_deadline(&mut self, mut case: Case, deadline: Deadline, now: Moment) {
         case.alarm.due.deadline = deadline;
         case.pauses = 0;
+        case.disagreements = 0;
         case.paused_since = None;
         self.place(case, now, now);
     }
 
-    /// Back after `first`, the next time after twice that, within `longest`; not counted as a failure. In the end by way
-    /// of the broker, which does not wait for an acknowledgement for ever.
-    fn put_back(&mut self, mut case: Case, first: Duration, longest: Duration, now: Moment) {
+    /// Back after a millisecond, the next time after two.
+    fn ask_again(&mut self, mut case: Case, now: Moment) {
+        let wait = Duration::from_millis(1) * 2_u32.saturating_pow(case.disagreements);
+        case.disagreements += 1;
+        self.rest(case, wait, now);
+    }
+
+    /// Back after a pause, the next time after twice that, within `longest`; not counted as a failure.
+    fn put_back(&mut self, mut case: Case, longest: Duration, now: Moment) {
+        let wait = self.policy.doubling(case.pauses).min(longest);
+        case.pauses = case.pauses.saturating_add(1);
+        self.rest(case, wait, now);
+    }
+
+    /// Waits here, in the end by way of the broker, which does not wait for an acknowledgement for ever.
+    fn rest(&mut self, mut case: Case, wait: Duration, now: Moment) {
         // min: the clock may have been set back since.
         let since = case.paused_since.map_or(now, |since| now.min(since));
         case.paused_since = Some(since);
         if now.since(since) >= self.policy.away_patience {
             return self.arm(case, Wanted::NotBefore(now + self.policy.retry_longest));
         }
-        let wait = (first * 2_u32.saturating_pow(case.pauses.min(16))).min(longest);
-        case.pauses = case.pauses.saturating_add(1);
         self.wait_until(now + wait, case);
     }
 
@@ -636,13 +545,17 @@ impl Desk {
     /// not fill the prefetch window.
     fn retry(&mut self, mut case: Case, now: Moment) {
         if case.alarm.attempt == 0 && self.policy.doubling(case.pauses) <= self.policy.retry_longest {
-            return self.put_back(case, self.policy.retry_first, self.policy.retry_longest, now);
+            return self.put_back(case, self.policy.retry_longest, now);
         }
         let wait = self.policy.retry_longest * 2_u32.saturating_pow(case.alarm.attempt.min(5));
         // Saturating: the first attempt's number came with the message.
         case.alarm.attempt = case.alarm.attempt.saturating_add(1);
         self.arm(case, Wanted::NotBefore(now + wait));
     }
+}
+
+fn key_of(overdue: &Overdue) -> (OrderId, Deadline) {
+    (overdue.order_id.clone(), overdue.deadline)
 }
 
 fn receipt_of(case: &Case) -> Option<Receipt> {

@@ -7,12 +7,15 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::Policy;
-use crate::order::{Moment, OrderId, Overdue, SweepPage, SweepPlace, SweptPage};
+use crate::order::{Deadline, Moment, OrderId, Overdue, SweepPage, SweepPlace, SweptPage};
 
 /// How long an order is left alone after its first failure; it doubles up to [`LONGEST_REST`]. A moment, for the first may
 /// have been a lock that is gone by then.
 const FIRST_REST: Duration = Duration::from_millis(250);
 const LONGEST_REST: Duration = Duration::from_secs(300);
+
+/// How many passes in a row may end early. Every eighth goes to the end, so that no crowd hides anybody for long.
+const PASSES_CUT_SHORT: u32 = 7;
 
 /// The state of the sweep.
 #[derive(Debug)]
@@ -21,8 +24,11 @@ pub(super) struct Sweep {
     pass_began: Moment,
     asking: bool,
     after: Option<SweepPlace>,
+    cut_short: u32,
     failures: u32,
     troubled: HashMap<OrderId, Troubled>,
+    /// The deadline of the first order of the last pass.
+    oldest: Option<Deadline>,
 }
 
 /// An order that could not be closed.
@@ -37,7 +43,16 @@ struct Troubled {
 impl Sweep {
     pub fn new() -> Self {
         let never = Moment::from_unix_micros(0);
-        Self { next_at: None, pass_began: never, asking: false, after: None, failures: 0, troubled: HashMap::new() }
+        Self {
+            next_at: None,
+            pass_began: never,
+            asking: false,
+            after: None,
+            cut_short: 0,
+            failures: 0,
+            troubled: HashMap::new(),
+            oldest: None,
+        }
     }
 
     /// When the next page is wanted; `None` while one is being fetched.
@@ -68,10 +83,13 @@ impl Sweep {
     pub fn found(&mut self, page: SweptPage, policy: &Policy, now: Moment) -> Vec<Overdue> {
         self.asking = false;
         self.failures = 0;
+        if self.after.is_none() {
+            self.oldest = page.orders.first().map(|overdue| overdue.deadline);
+        }
         let is_last = page.next.is_none();
         self.after = page.next;
         if is_last {
-            self.next_at = Some((self.pass_began + policy.sweep_every).max(now));
+            self.end_pass(policy, now);
         }
         let wanted = page.orders.into_iter().filter(|overdue| match self.troubled.get_mut(&overdue.order_id) {
             Some(troubled) => {
@@ -82,10 +100,25 @@ impl Sweep {
         });
         let wanted = wanted.collect();
         if is_last {
+            self.cut_short = 0;
             let began = self.pass_began;
             self.troubled.retain(|_, troubled| troubled.seen >= began);
         }
         wanted
+    }
+
+    /// What lies behind this page can wait.
+    pub fn cut_short(&mut self, policy: &Policy, now: Moment) {
+        if self.after.is_some() && self.cut_short < PASSES_CUT_SHORT {
+            self.cut_short += 1;
+            self.end_pass(policy, now);
+        }
+    }
+
+    /// The next begins at the front, when it is due.
+    fn end_pass(&mut self, policy: &Policy, now: Moment) {
+        self.after = None;
+        self.next_at = Some((self.pass_began + policy.sweep_every).max(now));
     }
 
     /// The database did not answer: the pass begins anew after a pause. A short one, for the sweep may be all there is,
@@ -118,6 +151,11 @@ impl Sweep {
             troubled.until = now.min(troubled.until);
             troubled.seen = now.min(troubled.seen);
         }
+    }
+
+    /// The deadline of the oldest overdue order; `None` if the last pass found none.
+    pub fn oldest(&self) -> Option<Deadline> {
+        self.oldest
     }
 
     /// How many orders are overdue and could not be closed.

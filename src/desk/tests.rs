@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::message::TimeoutDue;
-use crate::order::{Overdue, SweepPlace};
+use crate::order::{ClosedBy, SweepPage, SweepPlace};
 
 fn policy() -> Policy {
     Policy {
@@ -191,7 +191,7 @@ fn an_order_that_cannot_be_closed_goes_through_the_broker_and_is_parked_in_the_e
     assert!(matches!(job.wanted, Wanted::NotBefore(moment) if moment.since(now) <= Duration::from_secs(2)));
     let mut last = job.alarm;
     last.attempt = policy().max_attempts;
-    let case = Case { alarm: last, origin: Origin::Delivered(job.receipt), pauses: 0, paused_since: None };
+    let case = Case::new(last, Origin::Delivered(job.receipt));
     answer(&mut desk, Batch { by: ClosedBy::Alarm, cases: vec![case], patient: true }, &fault, now);
     let [Errand::Park(parcels)] = &desk.errands(now)[..] else { panic!() };
     assert_eq!((parcels[0].0.reason, parcels[0].0.detail.as_str()), (ParkReason::CloseFailed, "a trigger says no"));
@@ -233,7 +233,11 @@ fn an_order_that_is_not_due_though_its_deadline_has_passed_is_a_failure_in_the_e
         answer(&mut desk, batch, &not_due, now);
         match desk.errands(now).pop() {
             Some(Errand::Arm(jobs)) => {
-                assert_eq!((jobs[0].alarm.attempt, rounds), (1, 8));
+                assert_eq!(
+                    (jobs[0].alarm.attempt, rounds),
+                    (1, 8 + 5),
+                    "eight for the clocks, five as after any failure"
+                );
                 break;
             }
             other => assert_eq!(other, None),
@@ -299,7 +303,7 @@ fn a_batch_that_waited_for_a_lock_in_vain_is_tried_again_whole_and_for_a_second_
     assert!(waited.patient);
     desk.hear(delivered("takes long", at_ms(1_000), 1, 11), at_ms(1_003));
     assert_eq!(batches(&mut desk, at_ms(1_005)).len(), 1);
-    answer(&mut desk, waited, &Err(CloseFault::Transient("a lock".into())), at_ms(1_200));
+    answer(&mut desk, waited, &Err(CloseFault::Locked("a lock".into())), at_ms(1_200));
 
     let hurried = batches(&mut desk, at_ms(1_200)).remove(0);
     assert_eq!((hurried.cases.len(), hurried.patient), (10, false), "by the only closer that is idle");
@@ -447,6 +451,27 @@ fn swept(orders: &[(&str, i64)]) -> News {
 
 fn place((id, deadline_ms): &(&str, i64)) -> SweepPlace {
     SweepPlace { deadline: at_ms(*deadline_ms), id: (*id).to_owned() }
+}
+
+#[test]
+fn a_pass_through_what_the_closers_are_at_ends_early_but_not_for_ever() {
+    let mut desk = sweeping_desk();
+    let ids: Vec<String> = (1..=12).map(|tag| format!("order-{tag}")).collect();
+    for (id, tag) in ids.iter().zip(1..) {
+        desk.hear(delivered(id, at_ms(1), 1, tag), at_ms(2));
+    }
+    assert_eq!(batches(&mut desk, at_ms(2)).len(), 2, "both closers are busy, and others wait");
+    let page: Vec<(&str, i64)> = ids.iter().take(4).map(|id| (id.as_str(), 1)).collect();
+    let mut now = 250;
+    for _ in 0..7 {
+        assert_eq!(swept_page(&mut desk, at_ms(now)).after, None);
+        desk.hear(swept(&page), at_ms(now + 1));
+        assert_eq!(desk.errands(at_ms(now + 1)), vec![]);
+        now += 250;
+    }
+    assert_eq!(swept_page(&mut desk, at_ms(now)).after, None);
+    desk.hear(swept(&page), at_ms(now + 1));
+    assert_eq!(swept_page(&mut desk, at_ms(now + 1)).after, Some(place(&page[3])), "the eighth goes on");
 }
 
 #[test]
@@ -649,4 +674,69 @@ fn a_deadline_in_the_year_9999_is_parked() {
     assert!(
         matches!(&desk.errands(at_ms(1_000))[..], [Errand::Park(parcels)] if parcels[0].0.reason == ParkReason::TooFar)
     );
+}
+
+#[test]
+fn a_full_batch_of_those_who_are_held_waits_for_nobody_else() {
+    let mut desk = Desk::new(policy());
+    for (tag, ms) in [(1, 5_000), (2, 5_000), (3, 5_001), (4, 5_002)] {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(ms), 1, tag), at_ms(1_000));
+    }
+    assert_eq!(desk.wake_at(), Some(at_ms(5_001)), "the third fills the batch");
+    assert_eq!(batches(&mut desk, at_ms(5_001)).remove(0).cases.len(), 3);
+}
+
+#[test]
+fn what_came_in_a_session_that_has_ended_is_not_armed_beside_its_second_delivery() {
+    let not_due = Ok(Found { outcome: Outcome::NotDue, deadline: Some(at_ms(90_000)) });
+    let (mut desk, batch) = desk_with_one_closing();
+    desk.hear(News::SessionOpened(1), at_ms(1_004));
+    desk.hear(News::SessionEnded, at_ms(1_005));
+    answer(&mut desk, batch.clone(), &not_due, at_ms(1_010));
+    assert_eq!(desk.errands(at_ms(1_010)), vec![]);
+
+    let (mut desk, batch) = desk_with_one_closing();
+    desk.hear(News::SessionOpened(1), at_ms(1_004));
+    desk.hear(News::SessionEnded, at_ms(1_005));
+    desk.hear(News::SessionOpened(2), at_ms(1_006));
+    answer(&mut desk, batch, &not_due, at_ms(1_010));
+    assert_eq!(desk.errands(at_ms(1_010)), vec![]);
+}
+
+#[test]
+fn only_a_lock_that_was_waited_for_in_vain_makes_others_not_wait() {
+    for (fault, waits) in
+        [(CloseFault::Locked("a lock".into()), false), (CloseFault::Transient("a deadlock".into()), true)]
+    {
+        let (mut desk, batch) = desk_with_one_closing();
+        answer(&mut desk, batch, &Err(fault), at_ms(1_010));
+        desk.hear(delivered("b", at_ms(1_000), 1, 2), at_ms(1_010));
+        let patient: Vec<bool> = batches(&mut desk, at_ms(1_012)).iter().map(|batch| batch.patient).collect();
+        assert!(patient.contains(&false), "what has failed is tried again without waiting");
+        assert_eq!(patient.contains(&true), waits);
+    }
+}
+
+#[test]
+fn a_database_that_closes_nothing_for_seconds_is_said_to_until_it_closes_something_or_nobody_asks_any_more() {
+    let mut desk = Desk::new(policy());
+    let mut now = at_ms(1_000);
+    desk.hear(delivered("a", now, 1, 1), now);
+    let mut fail_until = |desk: &mut Desk, end: Moment| {
+        while now < end {
+            for batch in batches(desk, now) {
+                answer(desk, batch, &Err(CloseFault::Locked("a lock".into())), now);
+            }
+            now = now + Duration::from_millis(10);
+        }
+    };
+    fail_until(&mut desk, at_ms(5_000));
+    assert!(!desk.closes_nothing(at_ms(5_000)));
+    fail_until(&mut desk, at_ms(7_000));
+    assert!(desk.closes_nothing(at_ms(7_000)));
+    assert!(!desk.closes_nothing(at_ms(20_000)), "nobody has asked for long");
+    desk.hear(delivered("b", at_ms(7_000), 1, 2), at_ms(7_000));
+    let batch = batches(&mut desk, at_ms(7_002)).remove(0);
+    answer(&mut desk, batch, &found(Outcome::Closed), at_ms(7_010));
+    assert!(!desk.closes_nothing(at_ms(7_010)));
 }

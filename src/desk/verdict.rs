@@ -44,7 +44,7 @@ pub(super) fn after_close(policy: &Policy, case: &Case, finding: Finding, now: M
                 "no such order in the orders table; was its transaction rolled back, or does the publisher use another database?".into(),
             ),
         },
-        Err(CloseFault::Transient(_) | CloseFault::Away(_)) => Next::Pause,
+        Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::Away(_)) => Next::Pause,
         Err(CloseFault::OfTheOrder(why)) => failed(policy, case, why),
     }
 }
@@ -68,7 +68,7 @@ pub(super) fn after_sweep(finding: &Finding) -> AfterSweep {
             Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => AfterSweep::LeaveAlone,
         },
         Err(CloseFault::Away(_)) => AfterSweep::LetGo,
-        Err(CloseFault::Transient(_) | CloseFault::OfTheOrder(_)) => AfterSweep::LeaveAlone,
+        Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::OfTheOrder(_)) => AfterSweep::LeaveAlone,
     }
 }
 
@@ -84,7 +84,7 @@ fn not_due(policy: &Policy, case: &Case, deadline: Option<Deadline>, now: Moment
     if deadline > now {
         return Next::AwaitDeadline(deadline);
     }
-    if case.pauses < DISAGREEMENTS {
+    if case.disagreements < DISAGREEMENTS {
         return Next::AskAgain;
     }
     failed(

@@ -14,15 +14,17 @@ use crate::database::{Database, Timestamptz};
 use crate::envelope::{self, Stamp};
 use crate::message::TimeoutDue;
 use crate::order::{BadOrderId, Deadline, Moment, OrderId};
-use crate::relay::{Outbox, OutboxSql, Relayed};
+use crate::relay::{NotRelayed, Outbox, OutboxSql, Relayed};
 
 const SQL: OutboxSql = OutboxSql {
     unsent: "SELECT id, order_id, deadline, clock_timestamp() AS now FROM alarm_outbox
-             WHERE sent_at IS NULL ORDER BY created_at, id LIMIT $1",
+             WHERE sent_at IS NULL AND id <> ALL ($2::uuid[]) ORDER BY created_at, id LIMIT $1",
     // The first entry of the index of the unsent.
     age_s: "SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM alarm_outbox WHERE sent_at IS NULL",
     // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
     mark_sent: "UPDATE alarm_outbox SET sent_at = clock_timestamp() WHERE id = ANY ($1)",
+    mark_free: "UPDATE alarm_outbox SET sent_at = clock_timestamp()
+                WHERE id IN (SELECT id FROM alarm_outbox WHERE id = ANY ($1) FOR NO KEY UPDATE SKIP LOCKED) RETURNING id",
     // statement_timestamp(): a volatile function could not bound an index scan.
     forget: "DELETE FROM alarm_outbox WHERE id IN
              (SELECT id FROM alarm_outbox WHERE sent_at < statement_timestamp() - make_interval(secs => $1) LIMIT $2)",
@@ -86,17 +88,16 @@ impl AlarmRelay {
         batch_size: usize,
         keep: Duration,
     ) -> Self {
-        let batch_size = i64::try_from(batch_size).unwrap_or(i64::MAX);
-        let outbox = Outbox { database, confirmed, sql: SQL, batch_size, keep };
-        Self { outbox, lanes: Lanes::new(settings) }
+        Self { outbox: Outbox::new(database, confirmed, SQL, batch_size, keep), lanes: Lanes::new(settings) }
     }
 
-    /// Hands over one batch. There may be more.
+    /// Hands over one batch.
     ///
     /// # Errors
-    /// sqlx's.
-    pub async fn round(&self) -> Result<Relayed, sqlx::Error> {
-        self.outbox.round(|row| self.message(row)).await
+    /// As of [`Outbox::round`].
+    pub async fn round(&mut self) -> Result<Relayed, NotRelayed> {
+        let lanes = &self.lanes;
+        self.outbox.round(|row| message(lanes, row)).await
     }
 
     /// How long the oldest alarm that is not handed over has been waiting.
@@ -114,28 +115,28 @@ impl AlarmRelay {
     pub async fn forget_old(&self) -> Result<bool, sqlx::Error> {
         self.outbox.forget_old().await
     }
+}
 
-    fn message(&self, row: &PgRow) -> Result<Option<Outgoing>, sqlx::Error> {
-        let (Timestamptz(deadline), Timestamptz(now)) = (row.try_get("deadline")?, row.try_get("now")?);
-        let order_id: String = row.try_get("order_id")?;
-        let order_id = match OrderId::new(&order_id) {
-            Ok(order_id) => order_id,
-            // The table's CHECK refuses these; somebody has dropped it. The sweep closes the order all the same.
-            Err(fault) => {
-                warn!(%fault, "an alarm in alarm_outbox is not sent");
-                return Ok(None);
-            }
-        };
-        Ok(self.alarm(order_id, deadline, now))
-    }
-
-    /// `None` for an alarm whose time has passed: the sweep has its order by now.
-    fn alarm(&self, order_id: OrderId, deadline: Deadline, now: Moment) -> Option<Outgoing> {
-        if deadline <= now {
-            return None;
+fn message(lanes: &Lanes, row: &PgRow) -> Result<Option<Outgoing>, sqlx::Error> {
+    let (Timestamptz(deadline), Timestamptz(now)) = (row.try_get("deadline")?, row.try_get("now")?);
+    let order_id: String = row.try_get("order_id")?;
+    let order_id = match OrderId::new(&order_id) {
+        Ok(order_id) => order_id,
+        // The table's CHECK refuses these; somebody has dropped it. The sweep closes the order all the same.
+        Err(fault) => {
+            warn!(%fault, "an alarm in alarm_outbox is not sent");
+            return Ok(None);
         }
-        let entry = self.lanes.entry(&order_id, deadline, now);
-        let stamp = Stamp { attempt: 0, born: now, traceparent: None };
-        Some(envelope::address(&TimeoutDue { order_id, deadline }, entry, stamp))
+    };
+    Ok(alarm(lanes, order_id, deadline, now))
+}
+
+/// `None` for an alarm whose time has passed: the sweep has its order by now.
+fn alarm(lanes: &Lanes, order_id: OrderId, deadline: Deadline, now: Moment) -> Option<Outgoing> {
+    if deadline <= now {
+        return None;
     }
+    let entry = lanes.entry(&order_id, deadline, now);
+    let stamp = Stamp { attempt: 0, born: now, traceparent: None };
+    Some(envelope::address(&TimeoutDue { order_id, deadline }, entry, stamp))
 }

@@ -14,14 +14,17 @@ use super::supervisor::Phase;
 use super::{GiveUp, Signs};
 use crate::alarm::{Delivered, Receipt, Settlement};
 use crate::clock::DatabaseClock;
-use crate::desk::{Desk, Errand, News};
+use crate::desk::{Batch, Desk, Errand, News};
 use crate::health::{BEAT_EVERY, Loop, Stage};
-use crate::order::{CloseFault, ClosedBy, OrderId};
+use crate::order::{CloseFault, ClosedBy, Moment, OrderId};
 
 /// News taken in at once before errands are looked at: enough to amortise, short enough not to hold up a batch.
 const NEWS_AT_ONCE: usize = 256;
 /// How often, at most, the same warning about the sweep is worth saying.
 const SWEEP_WARNING_EVERY: Duration = Duration::from_secs(60);
+
+/// How long the database may refuse to say who is overdue before it is said to be of no use.
+const LONGEST_UNSWEPT: Duration = Duration::from_secs(5);
 
 pub(super) struct Floor {
     desk: Desk,
@@ -31,10 +34,14 @@ pub(super) struct Floor {
     phase: watch::Sender<Phase>,
     /// Whether a closer has work in hand, for those who give way.
     closing: watch::Sender<bool>,
-    database_is_away: bool,
-    why_away: String,
+    closes_nothing: bool,
+    /// Why a batch failed for a reason that was not its orders', the last time.
+    why_nothing: String,
     /// Why the database's clock could not be read the last time.
     why_unanswered: Option<String>,
+    /// Since when the database cannot be asked for overdue orders, and why.
+    unswept: Option<(Instant, String)>,
+    not_swept: Warning<String>,
     /// How many orders the sweep has closed.
     swept: Warning<usize>,
     /// An overdue order that the sweep could not close, and why.
@@ -78,9 +85,11 @@ impl Floor {
             settlements,
             phase,
             closing,
-            database_is_away: false,
-            why_away: String::new(),
+            closes_nothing: false,
+            why_nothing: String::new(),
             why_unanswered: None,
+            unswept: None,
+            not_swept: Warning::default(),
             swept: Warning::default(),
             stuck: Warning::default(),
             signs,
@@ -146,15 +155,9 @@ impl Floor {
         match note {
             Note::News(news) => {
                 match &news {
-                    News::Closed(_, Err(CloseFault::Away(why))) => self.why_away.clone_from(why),
-                    News::Closed(batch, Err(CloseFault::OfTheOrder(why))) if batch.by == ClosedBy::Sweep => {
-                        // The fault of one order only where it stood alone.
-                        if let [case] = &batch.cases[..] {
-                            self.stuck.about = Some((case.alarm.order_id().clone(), why.clone()));
-                        }
-                    }
+                    News::Closed(batch, Err(fault)) => self.note_why_not(batch, fault),
                     News::Armed(receipts) => self.signs.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
-                    News::NotSwept => self.signs.metrics.sweep_failures.inc(),
+                    News::Swept(_) => self.unswept = None,
                     _ => {}
                 }
                 self.desk.hear(news, self.clock.now());
@@ -168,12 +171,44 @@ impl Floor {
                 self.say_who_is_stuck();
             }
             Note::NoClock(why) => self.why_unanswered = Some(why),
+            Note::NotSwept(why) => {
+                self.signs.metrics.sweep_failures.inc();
+                self.note_not_swept(why);
+                self.desk.hear(News::NotSwept, self.clock.now());
+            }
             // Without the broker nobody expects an alarm.
             Note::ClosedBySweep(orders) if self.desk.broker_is_here() => {
                 self.swept.about += orders;
                 self.say_what_was_swept();
             }
             Note::ClosedBySweep(_) => {}
+        }
+    }
+
+    fn note_why_not(&mut self, batch: &Batch, fault: &CloseFault) {
+        match fault {
+            CloseFault::Locked(why) | CloseFault::Transient(why) | CloseFault::Away(why) => {
+                self.why_nothing.clone_from(why);
+            }
+            CloseFault::OfTheOrder(_) => {}
+        }
+        match (fault, batch.by, &batch.cases[..]) {
+            (CloseFault::Away(_), ..) => {}
+            // The fault of one order only where it stood alone.
+            (fault, ClosedBy::Sweep, [case]) => {
+                self.stuck.about = Some((case.alarm.order_id().clone(), fault.to_string()));
+            }
+            _ => {}
+        }
+    }
+
+    /// Says at once, and then once a minute at most, that the database cannot be asked for overdue orders.
+    fn note_not_swept(&mut self, why: String) {
+        let (_, known) = self.unswept.get_or_insert_with(|| (Instant::now(), String::new()));
+        known.clone_from(&why);
+        self.not_swept.about = why;
+        if let Some(why) = self.not_swept.take_due() {
+            warn!(why, "the database could not be asked for overdue orders; it is asked again");
         }
     }
 
@@ -209,37 +244,46 @@ impl Floor {
         }
         let closing = !self.desk.closers_are_idle();
         self.closing.send_if_modified(|known| std::mem::replace(known, closing) != closing);
-        self.note_whether_the_database_is_away(self.desk.away_for(now).is_some());
+        self.note_whether_it_closes_nothing(self.desk.closes_nothing(now));
         self.note_whether_to_consume(self.desk.wants_deliveries(now));
-        self.show();
+        self.show(now);
     }
 
     /// What the desk holds, and whether the database is of use.
-    fn show(&self) {
+    fn show(&self, now: Moment) {
         let metrics = &self.signs.metrics;
         metrics.alarms_held.set(self.desk.held() as i64);
         metrics.orders_swept.inc_by(self.desk.swept() - metrics.orders_swept.get());
         metrics.orders_troubled.set(self.desk.troubled() as i64);
-        let closes_nothing = self.database_is_away.then_some(self.why_away.as_str());
-        let no_database = closes_nothing.or(self.why_unanswered.as_deref());
-        metrics.database_away.set(i64::from(no_database.is_some()));
-        self.signs.health.note_database(no_database);
+        let overdue_for = self.desk.oldest_overdue().map_or(Duration::ZERO, |deadline| now.since(deadline));
+        metrics.oldest_overdue.set(overdue_for.as_secs_f64());
+        let unswept = self.unswept.as_ref().filter(|(since, _)| since.elapsed() >= LONGEST_UNSWEPT);
+        let why = if self.closes_nothing {
+            Some(self.why_nothing.as_str())
+        } else {
+            self.why_unanswered.as_deref().or(unswept.map(|(_, why)| why.as_str()))
+        };
+        metrics.database_away.set(i64::from(why.is_some()));
+        self.signs.health.note_database(why);
     }
 
-    fn note_whether_the_database_is_away(&mut self, is_away: bool) {
-        if is_away && !self.database_is_away {
-            warn!(why = self.why_away, "the database closes nothing; alarms stay unacknowledged and it is asked again");
-        } else if !is_away && self.database_is_away {
+    fn note_whether_it_closes_nothing(&mut self, closes_nothing: bool) {
+        if closes_nothing && !self.closes_nothing {
+            warn!(
+                why = self.why_nothing,
+                "the database closes nothing; alarms stay unacknowledged and it is asked again"
+            );
+        } else if !closes_nothing && self.closes_nothing {
             info!("the database closes orders again");
         }
-        self.database_is_away = is_away;
+        self.closes_nothing = closes_nothing;
     }
 
     fn note_whether_to_consume(&self, wanted: bool) {
         self.phase.send_if_modified(|phase| {
             let next = match (*phase, wanted) {
                 (Phase::Consume, false) => {
-                    warn!(why = self.why_away, "nothing could be closed, armed or parked for worker.away_patience; alarms are given back to the broker until that changes");
+                    warn!("nothing could be closed, armed or parked for worker.away_patience, as the warnings before this one say; alarms are given back to the broker until that changes");
                     self.signs.health.note_stage(Stage::Resting);
                     Phase::Rest
                 }

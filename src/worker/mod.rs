@@ -22,7 +22,7 @@ use tracing::{info, warn};
 use crate::alarm::Delivered;
 use crate::announce::Announcer;
 use crate::arm::Armer;
-use crate::broker::BrokerFault;
+use crate::broker::{self, BrokerFault};
 use crate::clock::DatabaseClock;
 use crate::close::Closer;
 use crate::config::Settings;
@@ -44,8 +44,9 @@ use supervisor::{Phase, Supervisor};
 const OTHER_CONNECTIONS: u32 = 4;
 /// How long a loop may stand still besides what its calls may take.
 const LOOP_PATIENCE: Duration = Duration::from_secs(60);
-/// What the outbox loop asks of the database in a turn: two ages, the lock, and to read, mark and forget twice.
-const CALLS_PER_TURN: u32 = 9;
+/// What the outbox loop asks of the database in a turn: two ages, the lock, and for each outbox to read, to mark, to mark
+/// what nobody keeps locked, and to forget.
+const CALLS_PER_TURN: u32 = 11;
 /// Overdue orders fetched at a time: some batches, and little memory.
 const SWEEP_PAGE: usize = 1_000;
 
@@ -86,7 +87,8 @@ impl Worker {
         // First, so that it can be asked what the worker waits for while it starts.
         let http = show(&settings, &signs).await?;
         let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
-        let closing = Database::connect(&settings.database, closers).await?;
+        // And one to read the clock by, while all closers are busy.
+        let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
         let database = Database::connect(&settings.database, OTHER_CONNECTIONS).await?;
         database::require_migrated(&database).await?;
         let closer = Closer::prepare(closing, &settings.orders.close_sql).await?;
@@ -136,7 +138,7 @@ impl Worker {
             settlement_queue,
             phase_seen,
             notes.clone(),
-            confirmed.no_queue(),
+            confirmed.way_is_missing(),
             signs.clone(),
         );
         let supervising = tokio::spawn(supervisor.run(self.first_session));
@@ -145,7 +147,9 @@ impl Worker {
         let armer = Armer::new(&settings, confirmed);
         let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes, signs.clone());
         let floor = Floor::new(Desk::new(policy(&settings)), self.clock, steps, settlements, phase, closing, signs);
-        info!(namespace = %settings.namespace, "worker started");
+        let database = database::place(&settings.database).expect("validated settings have an address");
+        let broker = broker::place(&settings.amqp).expect("validated settings have an address");
+        info!(namespace = %settings.namespace, database, broker, "worker started");
         floor.work(self.inbox, note_queue, stop, give_up.clone()).await;
 
         let finish = async {

@@ -11,7 +11,7 @@ use tracing::{debug, warn};
 
 use super::Signs;
 use crate::announce::Announcer;
-use crate::database::Database;
+use crate::database::{Database, why};
 use crate::health::Loop;
 use crate::metrics::{ALARMS, EVENTS};
 use crate::patience::Pauses;
@@ -33,6 +33,10 @@ pub(super) struct Outboxes {
     events: Announcer,
     poll: Duration,
     closing: watch::Receiver<bool>,
+    alarms_rest: Rest,
+    events_rest: Rest,
+    /// Whether it did in this round.
+    database_answers: bool,
     /// Since when events give way to closing.
     gives_way_since: Option<Instant>,
     forget_at: Instant,
@@ -41,11 +45,13 @@ pub(super) struct Outboxes {
 }
 
 /// What a round did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Round {
-    /// There may be more.
-    Sent,
-    Empty,
-    /// Another worker is the relay.
+    /// What there was has gone, but for what came meanwhile.
+    Emptied,
+    /// A batch was full: there may be more.
+    More,
+    /// Another worker is the relay, or nobody knows who is.
     NotOurs,
 }
 
@@ -60,34 +66,42 @@ impl Outboxes {
     ) -> Self {
         let (now, lock) = (Instant::now(), RelayLock::new(database));
         let (forget_at, measure_at) = (now + FORGET_EVERY, now);
-        Self { lock, alarms, events, poll, closing, gives_way_since: None, forget_at, measure_at, signs }
+        Self {
+            lock,
+            alarms,
+            events,
+            poll,
+            closing,
+            alarms_rest: Rest::default(),
+            events_rest: Rest::default(),
+            database_answers: true,
+            gives_way_since: None,
+            forget_at,
+            measure_at,
+            signs,
+        }
     }
 
     /// Until told to end; then sends what is left.
     pub async fn keep_empty(mut self, ends: CancellationToken) {
-        let mut pauses = Pauses::new();
         loop {
             self.signs.health.beat(Loop::Outboxes);
-            let round = self.round().await;
-            // Not of a database that has just failed: it would be waited for twice over.
-            if !matches!(round, Err(NotRelayed::Database(_))) {
+            // What was committed before the end was told is in this round, or in the one after a full batch.
+            let is_last = ends.is_cancelled();
+            let round = self.round(is_last).await;
+            // Not of a database that has just failed to answer: it would be waited for twice over.
+            if self.database_answers {
                 self.measure().await;
             }
-            if ends.is_cancelled() && !matches!(round, Ok(Round::Sent)) {
+            if is_last && round != Round::More {
                 return self.lock.resign().await;
             }
-            if round.is_ok() {
-                pauses = Pauses::new();
-            }
             let pause = match round {
-                Ok(Round::Sent) => continue,
-                Ok(Round::Empty) => self.poll,
-                Ok(Round::NotOurs) => self.poll.max(ASK_FOR_LOCK_EVERY),
-                Err(fault) => {
-                    let pause = pauses.next_pause();
-                    warn!(%fault, again_in_ms = pause.as_millis(), "an outbox could not be emptied; its rows stay and are tried again");
-                    pause
-                }
+                Round::More => continue,
+                // Not at once: under load something has always come meanwhile, and a round costs the same for one row as
+                // for a hundred.
+                Round::Emptied => self.poll,
+                Round::NotOurs => self.poll.max(ASK_FOR_LOCK_EVERY),
             };
             tokio::select! {
                 () = ends.cancelled() => {}
@@ -96,22 +110,39 @@ impl Outboxes {
         }
     }
 
-    async fn round(&mut self) -> Result<Round, NotRelayed> {
-        let is_ours = self.lock.is_ours().await;
-        self.signs.metrics.relaying.set(i64::from(matches!(is_ours, Ok(true))));
-        if !is_ours? {
-            return Ok(Round::NotOurs);
+    async fn round(&mut self, is_last: bool) -> Round {
+        self.database_answers = true;
+        let is_ours = self.is_ours().await;
+        self.signs.metrics.relaying.set(i64::from(is_ours));
+        if !is_ours {
+            return Round::NotOurs;
         }
-        // Both are tried, whatever comes of the first: an alarm that cannot be sent must not hold up an event.
-        let alarms = self.alarms.round().await.inspect(|alarms| self.count_alarms(alarms));
-        let events = if self.events_give_way() { Ok(Relayed::default()) } else { self.events.round().await };
-        let events = events.inspect(|events| self.count_events(events));
-        let (alarms, events) = (alarms?.settled()?, events?.settled()?);
-        if alarms + events > 0 {
-            debug!(alarms, events, "outboxes relayed");
+        // Each by itself: an alarm that cannot be sent must not hold up an event, nor the other way round.
+        let mut more = false;
+        if is_last || self.alarms_rest.is_over() {
+            let alarms = self.alarms.round().await.inspect(|alarms| self.count_alarms(alarms));
+            self.database_answers &= !alarms.as_ref().is_err_and(NotRelayed::is_unanswered);
+            more |= self.alarms_rest.note(ALARMS, alarms);
         }
-        self.forget_old().await?;
-        Ok(if alarms + events > 0 { Round::Sent } else { Round::Empty })
+        if (is_last || self.events_rest.is_over()) && !self.events_give_way() {
+            let events = self.events.round().await.inspect(|events| self.count_events(events));
+            self.database_answers &= !events.as_ref().is_err_and(NotRelayed::is_unanswered);
+            more |= self.events_rest.note(EVENTS, events);
+        }
+        if self.database_answers {
+            self.forget_old().await;
+        }
+        if more { Round::More } else { Round::Emptied }
+    }
+
+    /// Whether this worker is the relay, as far as the database says.
+    async fn is_ours(&mut self) -> bool {
+        self.lock.is_ours().await.unwrap_or_else(|error| {
+            let fault = NotRelayed::from(error);
+            self.database_answers = !fault.is_unanswered();
+            warn!(%fault, "nobody knows who empties the outboxes; their rows stay, and the database is asked again");
+            false
+        })
     }
 
     /// Events can wait for a burst of closes; but not for ever, and no alarm waits with them.
@@ -155,14 +186,59 @@ impl Outboxes {
     }
 
     /// Some rows a turn: what a night has left behind, or a shorter `announce.keep`, must not keep alarms waiting.
-    async fn forget_old(&mut self) -> Result<(), NotRelayed> {
+    async fn forget_old(&mut self) {
         if Instant::now() < self.forget_at {
-            return Ok(());
+            return;
         }
-        let (more_alarms, more_events) = (self.alarms.forget_old().await?, self.events.forget_old().await?);
-        if !more_alarms && !more_events {
+        let mut is_more = false;
+        for (outbox, more) in [(ALARMS, self.alarms.forget_old().await), (EVENTS, self.events.forget_old().await)] {
+            match more {
+                Ok(more) => is_more |= more,
+                Err(error) => warn!(
+                    error = why(&error),
+                    outbox, "old rows of an outbox could not be deleted; they are tried again in a minute"
+                ),
+            }
+        }
+        if !is_more {
             self.forget_at = Instant::now() + FORGET_EVERY;
         }
-        Ok(())
+    }
+}
+
+/// When an outbox is looked at again that could not be emptied.
+#[derive(Debug, Default)]
+struct Rest {
+    pauses: Pauses,
+    until: Option<Instant>,
+}
+
+impl Rest {
+    fn is_over(&self) -> bool {
+        self.until.is_none_or(|until| until <= Instant::now())
+    }
+
+    /// Takes note of what came of a batch. Returns whether there may be more.
+    fn note(&mut self, outbox: &'static str, relayed: Result<Relayed, NotRelayed>) -> bool {
+        let settled = relayed.and_then(|relayed| {
+            let more = relayed.more;
+            Ok((relayed.settled()?, more))
+        });
+        match settled {
+            Ok((rows, more)) => {
+                *self = Self::default();
+                if rows > 0 {
+                    debug!(outbox, rows, "an outbox was emptied");
+                }
+                more
+            }
+            Err(fault) => {
+                let pause = self.pauses.next_pause();
+                self.until = Some(Instant::now() + pause);
+                let again_in_ms = pause.as_millis();
+                warn!(%fault, outbox, again_in_ms, "an outbox could not be emptied; its rows stay and are tried again");
+                false
+            }
+        }
     }
 }

@@ -29,6 +29,8 @@ pub(super) enum Note {
     Clock(ClockSample),
     /// It could not be read: why.
     NoClock(String),
+    /// The database could not be asked for overdue orders: why.
+    NotSwept(String),
     /// The sweep has closed so many orders that no alarm had woken.
     ClosedBySweep(usize),
 }
@@ -110,14 +112,10 @@ impl Steps {
     pub fn sweep(&self, page: SweepPage) {
         let sweeper = self.sweeper.clone();
         self.spawn(async move {
-            let news = match sweeper.overdue(&page).await {
-                Ok(overdue) => News::Swept(overdue),
-                Err(error) => {
-                    warn!(error = why(&error), "the database could not be asked for overdue orders; it is asked again");
-                    News::NotSwept
-                }
-            };
-            vec![Note::News(news)]
+            vec![match sweeper.overdue(&page).await {
+                Ok(overdue) => Note::News(News::Swept(overdue)),
+                Err(error) => Note::NotSwept(why(&error)),
+            }]
         });
     }
 }

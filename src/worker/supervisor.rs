@@ -51,8 +51,8 @@ pub(super) struct Supervisor {
     phase: watch::Receiver<Phase>,
     notes: mpsc::UnboundedSender<Note>,
     next_session: u64,
-    /// Woken when a queue is found to be missing.
-    no_queue: Arc<Notify>,
+    /// Woken when an exchange or a queue is found to be missing.
+    way_is_missing: Arc<Notify>,
     signs: Signs,
 }
 
@@ -63,10 +63,10 @@ impl Supervisor {
         settlements: mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>,
         phase: watch::Receiver<Phase>,
         notes: mpsc::UnboundedSender<Note>,
-        no_queue: Arc<Notify>,
+        way_is_missing: Arc<Notify>,
         signs: Signs,
     ) -> Self {
-        Self { settings, inbox, settlements, phase, notes, next_session: FIRST_SESSION + 1, no_queue, signs }
+        Self { settings, inbox, settlements, phase, notes, next_session: FIRST_SESSION + 1, way_is_missing, signs }
     }
 
     pub async fn run(mut self, first: Option<Session>) {
@@ -130,6 +130,8 @@ impl Supervisor {
     /// Settles what comes until the session ends or is no longer wanted; says which.
     async fn attend(&mut self, session: Session) -> String {
         let mut cancelled = false;
+        // Beside everything else: a broker in trouble may take a minute over it.
+        let mut declaring = None;
         let mut settle_at = Instant::now();
         let mut settlements = Vec::new();
         loop {
@@ -168,10 +170,16 @@ impl Supervisor {
                     settlements.clear();
                     settle_at = Instant::now() + SETTLE_EVERY;
                 }
-                () = self.no_queue.notified() => match session.declare_again(&self.settings).await {
-                    Ok(()) => info!("a message found no queue; whatever was missing has been declared again"),
-                    Err(fault) => warn!(%fault, "a message found no queue, and what is missing cannot be declared"),
-                },
+                () = self.way_is_missing.notified(), if declaring.is_none() => {
+                    declaring = Some(Box::pin(session.declare_again(&self.settings)));
+                }
+                declared = async { declaring.as_mut().expect("asked for only if it is").await }, if declaring.is_some() => {
+                    declaring = None;
+                    match declared {
+                        Ok(()) => info!("a message found no way; whatever was missing has been declared again"),
+                        Err(fault) => warn!(%fault, "a message found no way, and what is missing cannot be declared"),
+                    }
+                }
                 _ = self.phase.changed() => {}
                 () = tokio::time::sleep(BEAT_EVERY) => {}
             }

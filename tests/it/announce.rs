@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use futures_util::StreamExt;
+use lapin::Consumer;
 use lapin::message::Delivery;
 use lapin::options::{
-    BasicConsumeOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions,
+    BasicConsumeOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions, QueueDeleteOptions,
 };
-use lapin::types::FieldTable;
-use lapin::{Consumer, ExchangeKind};
+use lapin::types::{AMQPValue, FieldTable};
 use order_timeout::message::OrderClosed;
 use order_timeout::order::{ClosedBy, OrderId};
 use uuid::Uuid;
@@ -25,6 +25,18 @@ async fn listen(stage: &Stage) -> Consumer {
     bind(stage, queue.name().as_str()).await;
     let options = BasicConsumeOptions { no_ack: true, ..Default::default() };
     stage.channel.basic_consume(queue.name().clone(), "".into(), options, FieldTable::default()).await.unwrap()
+}
+
+/// From now on the broker answers each event with a nack: a queue is bound that takes none. Returns its name.
+async fn refuse_events(stage: &Stage) -> String {
+    let queue = format!("{}.full", stage.settings.namespace);
+    let options = QueueDeclareOptions { exclusive: true, ..Default::default() };
+    let mut arguments = FieldTable::default();
+    arguments.insert("x-max-length".into(), 0.into());
+    arguments.insert("x-overflow".into(), AMQPValue::LongString("reject-publish".into()));
+    stage.channel.queue_declare(queue.as_str().into(), options, arguments).await.unwrap();
+    bind(stage, &queue).await;
+    queue
 }
 
 async fn bind(stage: &Stage, queue: &str) {
@@ -142,8 +154,7 @@ fn events_that_the_broker_does_not_take_stay_in_the_outbox_and_go_out_later_once
         |_| {},
         async |stage| {
             let worker = stage.worker().await;
-            let (events, options) = (stage.names().events(), ExchangeDeleteOptions::default());
-            stage.channel.exchange_delete(events.as_str().into(), options).await.unwrap();
+            let full = refuse_events(&stage).await;
             // One goes through the wheel: closing and arming do not wait for announcing.
             let mut orders = stage.orders(40, SECOND).await;
             stage.deliver(&orders).await;
@@ -153,9 +164,7 @@ fn events_that_the_broker_does_not_take_stay_in_the_outbox_and_go_out_later_once
             worker.stop().await;
             assert_eq!(stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 41);
 
-            let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
-            let (kind, arguments) = (ExchangeKind::Topic, FieldTable::default());
-            stage.channel.exchange_declare(events.as_str().into(), kind, options, arguments).await.unwrap();
+            stage.channel.queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
             let mut consumer = listen(&stage).await;
             let worker = stage.worker().await;
             let heard = hear(&mut consumer, 41).await;
@@ -170,7 +179,7 @@ fn events_that_the_broker_does_not_take_stay_in_the_outbox_and_go_out_later_once
 }
 
 #[test]
-fn a_running_worker_announces_again_as_soon_as_the_broker_takes_events() {
+fn an_exchange_deleted_under_a_running_worker_is_declared_again_for_the_first_event_that_needs_it() {
     on_stage(
         |_| {},
         async |stage| {
@@ -180,15 +189,50 @@ fn a_running_worker_announces_again_as_soon_as_the_broker_takes_events() {
             let orders = stage.orders(10, Duration::ZERO).await;
             stage.deliver(&orders).await;
             wait_for("the close", async || stage.closed().await == 10).await;
-            assert_eq!(stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 10);
-            let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
-            let (kind, arguments) = (ExchangeKind::Topic, FieldTable::default());
-            stage.channel.exchange_declare(events.as_str().into(), kind, options, arguments).await.unwrap();
             wait_until_marked(&stage).await;
             assert_eq!(stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NOT NULL").await, 10);
             worker.stop().await;
             stage.assert_drained().await;
             stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn an_event_whose_row_somebody_keeps_locked_has_nothing_sent_again_and_again() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let mut consumer = listen(&stage).await;
+            let tell = "INSERT INTO event_outbox (routing_key, type, payload)
+                        SELECT 'order.closed', 'order.closed.v1', '{}' FROM generate_series(1, $1)";
+            sqlx::query(tell).bind(5).execute(&stage.pool).await.unwrap();
+            let mut somebody = stage.pool.begin().await.unwrap();
+            sqlx::query("SELECT FROM event_outbox LIMIT 1 FOR UPDATE").execute(&mut *somebody).await.unwrap();
+            let worker = stage.worker().await;
+            hear(&mut consumer, 5).await;
+            let unsent = "SELECT count(*) FROM event_outbox WHERE sent_at IS NULL";
+            wait_for("the others to be marked", async || stage.count(unsent).await == 1).await;
+            sqlx::query(tell).bind(3).execute(&stage.pool).await.unwrap();
+            hear(&mut consumer, 3).await;
+            wait_for("these to be marked", async || stage.count(unsent).await == 1).await;
+            assert_silent(&mut consumer).await;
+            somebody.rollback().await.unwrap();
+            worker.stop().await;
+        },
+    );
+}
+
+#[test]
+fn an_event_that_no_message_could_carry_is_refused_in_the_transaction() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let tell = "INSERT INTO event_outbox (routing_key, type, payload)
+                        SELECT 'order.closed', 'order.closed.v1', to_jsonb(repeat(gen_random_uuid()::text, $1))";
+            sqlx::query(tell).bind(1_000).execute(&stage.pool).await.unwrap();
+            let refused = sqlx::query(tell).bind(1_000_000).execute(&stage.pool).await.unwrap_err().to_string();
+            assert!(refused.contains("the_payload_fits_into_a_message"), "{refused}");
         },
     );
 }

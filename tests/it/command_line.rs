@@ -123,6 +123,11 @@ fn a_wrong_setting_from_the_environment_is_named_with_its_origin() {
         ("ORDER_TIMEOUT__DELAY__LEED", "3s", &["delay.leed", "environment", "did you mean delay.lead?"][..]),
         ("ORDER_TIMEOUT__DELAY__LEAD", "3", &["delay.lead", "environment", "duration"]),
         ("ORDER_TIMEOUT__DELAY__LANES", "30m,soon", &["delay.lanes", "environment", "soon"]),
+        (
+            "ORDER_TIMEOUT_DATABASE__URL",
+            "postgres://h/d",
+            &["environment", "did you mean ORDER_TIMEOUT__DATABASE__URL?"],
+        ),
         ("ORDER_TIMEOUT__WORKER__CLOSERS", "0", &["worker.closers", "environment", "between 1 and 32"]),
         ("ORDER_TIMEOUT__AMQP__URL", &format!("shop:{PASSWORD}@host"), &["amqp.url", "environment", "amqp://"]),
     ] {
@@ -245,6 +250,7 @@ fn wrong_usage_exits_with_2_and_says_where_help_is() {
         (&["parked", "drop"], "--all"),
         (&["parked", "drop", "--all", "--reason", "too_far"], "cannot be used with"),
         (&["parked", "retry", "not-an-id"], "not-an-id"),
+        (&["parked", "drop", "123"], "give an id as `parked list` shows it"),
         (&["parked", "list", "--limit", "0"], "--limit"),
     ] {
         let (code, stdout, stderr) = run(bare().args(arguments));
@@ -532,7 +538,7 @@ fn setup_does_what_is_missing_and_then_nothing() {
 
             let (code, stdout, stderr) = call(&stage, &["setup"]).await;
             assert_eq!((code, stderr.as_str()), (0, ""));
-            assert!(stdout.contains("database: up to date"), "{stdout}");
+            assert!(stdout.starts_with("database: ") && stdout.contains(": up to date\n"), "{stdout}");
         },
     );
 }

@@ -101,6 +101,12 @@ fn by_hand_it_says_what_became_of_the_deadline() {
             let (code, said, _) = deadline(&stage, &[&id, "--in", "1h", "--json"]);
             let said: Value = serde_json::from_str(&said).unwrap();
             assert_eq!((code, &said["outcome"], &said["order_id"]), (0, &"later".into(), &id.as_str().into()));
+            let (code, said, _) = deadline(&stage, &[&id, "--in", "1h"]);
+            assert!(code == 0 && said.contains("an alarm scheduled before follows"), "{said}");
+            for passed in [["--deadline", "2020-01-01T00:00:00Z"], ["--in", "0s"]] {
+                let (code, _, error) = deadline(&stage, &[&[id.as_str()][..], &passed].concat());
+                assert!(code == 1 && error.contains("has passed") && error.contains("order-timeout close"), "{error}");
+            }
             let (code, said, _) = deadline(&stage, &[&id, "--in", "30s"]);
             assert!(code == 0 && said.contains("an alarm for it is written"), "{said}");
             assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox").await, 1);

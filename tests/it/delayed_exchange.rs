@@ -264,7 +264,7 @@ fn a_broker_that_is_away_is_not_taken_for_a_missing_plugin() {
     on_stage(delayed_exchange, async |stage| {
         let mut settings = stage.settings.clone();
         // Nobody listens there (tcpmux).
-        settings.amqp.url = "amqp://guest:guest@127.0.0.1:1/".to_owned().into();
+        settings.amqp.url = "amqp://guest:guest@127.0.0.1:1/%2f".to_owned().into();
         for arguments in [&["setup"][..], &["schedule", "--order-id", "order-1", "--in", "30m"]] {
             let (code, _, stderr) = command(&settings, arguments).await;
             assert_eq!(code, 1, "{stderr}");

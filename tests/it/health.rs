@@ -280,6 +280,36 @@ fn a_worker_that_can_close_nothing_is_not_ready_and_takes_no_alarms() {
 }
 
 #[test]
+fn a_worker_whose_batches_all_fail_for_a_lock_is_not_ready_and_shows_who_is_overdue() {
+    let adjust = |settings: &mut Settings| {
+        shown(settings);
+        settings.sweep.grace = Settings::defaults().sweep.grace;
+    };
+    on_stage(adjust, async |stage| {
+        let worker = stage.worker().await;
+        wait_for("a worker that is ready", async || is_ready(&worker).await).await;
+        assert!(Figures::of(&worker).await.get("oldest_overdue_seconds").abs() < f64::EPSILON);
+        let mut somebody = stage.pool.begin().await.unwrap();
+        sqlx::query("LOCK TABLE order_events").execute(&mut *somebody).await.unwrap();
+        let orders = stage.orders(3, Duration::ZERO).await;
+        stage.deliver(&orders[..2]).await;
+        wait_for("a worker that says so", async || {
+            let (status, why) = get(&worker, READYZ).await;
+            status == 503 && why.contains("database: ") && why.contains("lock timeout")
+        })
+        .await;
+        wait_for_figure(&worker, "oldest_overdue_seconds", |seconds| seconds > 1.0).await;
+        assert!(Figures::of(&worker).await.get("orders_looked_at_total{outcome=\"locked\"}") > 0.0);
+        somebody.rollback().await.unwrap();
+        wait_for("the closes", async || stage.closed().await == 3).await;
+        wait_for("ready again", async || is_ready(&worker).await).await;
+        wait_for_figure(&worker, "oldest_overdue_seconds", |seconds| seconds.abs() < f64::EPSILON).await;
+        worker.stop().await;
+        stage.assert_ledger().await;
+    });
+}
+
+#[test]
 fn a_worker_that_stops_is_alive_but_not_ready() {
     let adjust = |settings: &mut Settings| {
         shown(settings);

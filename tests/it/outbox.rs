@@ -139,7 +139,7 @@ fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
             }
             let database = Database::connect(&stage.settings.database, 1).await.unwrap();
             let confirmed = ConfirmedPublisher::connect_lazily(&stage.settings.amqp, "test");
-            let relay = AlarmRelay::new(database, confirmed, &stage.settings, 30, Duration::from_secs(60));
+            let mut relay = AlarmRelay::new(database, confirmed, &stage.settings, 30, Duration::from_secs(60));
             let mut rounds = 0;
             let refused = loop {
                 // However slow the machine: each round sees alarms that belong in the lane.

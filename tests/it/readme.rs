@@ -1,19 +1,50 @@
-//! What README tells an order service to run: run here as it stands there.
+//! What README tells an order service to run, and docs/OPERATING.md to grant it: run here as it stands there.
 
-use sqlx::AssertSqlSafe;
+use std::time::{Duration, SystemTime};
+
+use sqlx::{AssertSqlSafe, PgConnection};
+use uuid::Uuid;
 
 use crate::support::{Stage, on_stage};
 
 const README: &str = include_str!("../../README.md");
+const OPERATING: &str = include_str!("../../docs/OPERATING.md");
 
-/// The blocks of SQL, in their order.
-fn blocks() -> Vec<&'static str> {
-    let sql = README.split("```sql\n").skip(1);
-    sql.map(|rest| rest.split("```").next().expect("the end of a block")).collect()
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// The blocks of this language, in their order.
+fn blocks(document: &'static str, language: &str) -> Vec<&'static str> {
+    let blocks = document.split("```").skip(1).step_by(2);
+    blocks.filter_map(|block| block.strip_prefix(language)?.strip_prefix('\n')).collect()
+}
+
+/// What README has of SQL.
+struct Statements {
+    stock: &'static str,
+    create: &'static str,
+    pay: &'static str,
+    cancel: &'static str,
+}
+
+fn statements() -> Statements {
+    let [stock, create, pay, cancel] = blocks(README, "sql")[..] else {
+        panic!("README has blocks of SQL that nobody tries: {:?}", blocks(README, "sql"))
+    };
+    Statements { stock, create, pay, cancel }
+}
+
+async fn run_on(connection: &mut PgConnection, sql: &str) -> Result<u64, sqlx::Error> {
+    Ok(sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await?.rows_affected())
 }
 
 async fn run(stage: &Stage, sql: &str) -> u64 {
-    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&stage.pool).await.unwrap().rows_affected()
+    run_on(&mut stage.pool.acquire().await.unwrap(), sql).await.unwrap()
+}
+
+/// What is available of the article, and what is reserved.
+async fn mugs(stage: &Stage) -> (i64, i64) {
+    let sql = "SELECT available, reserved FROM stock WHERE article_id = 'mug'";
+    sqlx::query_as(sql).fetch_one(&stage.pool).await.unwrap()
 }
 
 #[test]
@@ -21,24 +52,18 @@ fn an_order_is_created_and_paid_as_the_readme_says() {
     on_stage(
         |_| {},
         async |stage| {
-            let [create, pay] = blocks()[..] else {
-                panic!("README has blocks of SQL that nobody tries: {:?}", blocks())
-            };
-            stage.stock("mug", 10).await;
-            let of_mug = async |column: &str| {
-                let sql = format!("SELECT {column} FROM stock WHERE article_id = 'mug'");
-                sqlx::query_scalar::<_, i64>(AssertSqlSafe(sql)).fetch_one(&stage.pool).await.unwrap()
-            };
+            let Statements { stock, create, pay, .. } = statements();
+            run(&stage, stock).await;
             run(&stage, create).await;
-            assert_eq!((of_mug("available").await, of_mug("reserved").await), (8, 2));
+            assert_eq!(mugs(&stage).await, (8, 2));
             assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox a JOIN orders o ON o.id::text = a.order_id AND o.expires_at = a.deadline").await, 1);
             stage.assert_ledger().await;
 
             assert_eq!(run(&stage, pay).await, 1);
-            assert_eq!((of_mug("available").await, of_mug("reserved").await), (8, 0));
+            assert_eq!(mugs(&stage).await, (8, 0));
             assert_eq!(stage.count("SELECT count(*) FROM orders WHERE status = 'paid'").await, 1);
             assert_eq!(run(&stage, pay).await, 0, "a second payment changes nothing");
-            assert_eq!(of_mug("reserved").await, 0);
+            assert_eq!(mugs(&stage).await, (8, 0));
             stage.assert_ledger().await;
             // One that reserves nothing, such as the quickstart's.
             sqlx::query("UPDATE orders SET status = 'unpaid', paid_at = NULL").execute(&stage.pool).await.unwrap();
@@ -46,4 +71,139 @@ fn an_order_is_created_and_paid_as_the_readme_says() {
             assert_eq!(run(&stage, pay).await, 1, "paid is paid, with or without articles");
         },
     );
+}
+
+#[test]
+fn an_order_is_cancelled_as_the_readme_says() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let Statements { stock, create, pay, cancel } = statements();
+            run(&stage, stock).await;
+            assert_eq!(run(&stage, stock).await, 0, "what is there stays as it is");
+            run(&stage, create).await;
+            assert_eq!(run(&stage, cancel).await, 1);
+            assert_eq!(mugs(&stage).await, (10, 0));
+            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE status = 'cancelled'").await, 1);
+            assert_eq!(run(&stage, cancel).await, 0, "a second time changes nothing");
+            assert_eq!(run(&stage, pay).await, 0, "who has cancelled does not pay");
+            assert_eq!(mugs(&stage).await, (10, 0));
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+#[test]
+fn what_is_sold_out_is_refused_by_the_constraint_that_the_readme_names() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let Statements { stock, create, .. } = statements();
+            run(&stage, stock).await;
+            sqlx::query("UPDATE stock SET available = 1 WHERE article_id = 'mug'").execute(&stage.pool).await.unwrap();
+            // Out of the pool: the transaction that failed is still open on it.
+            let mut connection = stage.pool.acquire().await.unwrap().detach();
+            let refused = run_on(&mut connection, create).await.unwrap_err().to_string();
+            let constraint = "available_is_never_negative";
+            assert!(refused.contains(constraint) && README.contains(constraint), "{refused}");
+        },
+    );
+}
+
+#[test]
+fn an_order_service_needs_the_rights_that_the_handbook_grants_and_no_more() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let Statements { stock, create, pay, cancel } = statements();
+            let [grants] =
+                blocks(OPERATING, "sql").into_iter().filter(|sql| sql.starts_with("GRANT ")).collect::<Vec<_>>()[..]
+            else {
+                panic!("docs/OPERATING.md has not one block of grants")
+            };
+            // Roles are the server's, not the database's: no two tests may share one.
+            let role = format!("shop_{}", stage.settings.namespace);
+            run(&stage, &format!("CREATE ROLE {role}")).await;
+            run(&stage, &grants.replace("TO shop;", &format!("TO {role};"))).await;
+            let mut service = stage.pool.acquire().await.unwrap().detach();
+            run_on(&mut service, &format!("SET ROLE {role}")).await.unwrap();
+            let mut outcomes = Vec::new();
+            for sql in
+                [stock, create, cancel, "INSERT INTO order_events (order_id, event) SELECT id, 'cancelled' FROM orders"]
+            {
+                outcomes.push(run_on(&mut service, sql).await.map(drop));
+            }
+            run(&stage, "DELETE FROM orders").await;
+            for sql in [create, include_str!("../../sql/deadline.sql"), pay] {
+                let sql = sql.replace("$1", "'01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c'").replace("$2", "now()");
+                outcomes.push(run_on(&mut service, &sql).await.map(drop));
+            }
+            let paid = stage.count("SELECT count(*) FROM orders WHERE status = 'paid'").await;
+            let mut allowed = Vec::new();
+            for sql in [
+                "SELECT FROM alarm_outbox",
+                "SELECT FROM event_outbox",
+                "SELECT FROM parked_alarms",
+                "SELECT FROM order_timeout_migrations",
+                "INSERT INTO event_outbox (routing_key, type, payload) VALUES ('a', 'b', '{}')",
+                "DELETE FROM orders",
+                "DELETE FROM stock",
+                "UPDATE order_events SET event = 'paid'",
+            ] {
+                allowed.extend(run_on(&mut service, sql).await.ok().map(|_| sql));
+            }
+            drop(service);
+            // Before anything is asserted: a role outlives the stage's database.
+            run(&stage, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
+            let outcomes: Result<Vec<()>, _> = outcomes.into_iter().collect();
+            outcomes.expect("the service can do all that README tells it to");
+            assert_eq!((paid, allowed), (1, Vec::<&str>::new()));
+        },
+    );
+}
+
+#[test]
+fn the_rust_of_the_readme_schedules_an_order() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let order = stage.order(10 * MINUTE).await;
+            in_a_transaction(&stage, order.id, SystemTime::now() + 10 * MINUTE).await.unwrap();
+            assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox").await, 2, "the first, and the earlier one");
+        },
+    );
+}
+
+#[test]
+fn all_rust_of_the_readme_stands_in_code_that_compiles() {
+    let compiled = include_str!("readme.rs");
+    let snippets = blocks(README, "rust");
+    assert!(!snippets.is_empty());
+    for line in snippets.iter().flat_map(|snippet| snippet.lines()) {
+        let line = line.split("   //").next().unwrap();
+        assert!(compiled.contains(&format!("\n    {line}\n")), "nobody compiles README's {line:?}");
+    }
+}
+
+/// README's lines of Rust for an order's own transaction.
+async fn in_a_transaction(
+    stage: &Stage,
+    order_id: Uuid,
+    deadline: SystemTime,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let mut transaction = stage.pool.begin().await?;
+    order_timeout::schedule_in(&mut *transaction, order_id.to_string(), deadline).await?;
+    let deadline = SystemTime::now() + MINUTE;
+    order_timeout::move_deadline_in(&mut *transaction, order_id.to_string(), deadline).await?;
+    transaction.commit().await?;
+    Ok(())
+}
+
+/// README's other lines. Not run: they are for the deployment that the environment names, not for a stage of our own.
+#[expect(dead_code)]
+async fn straight_to_the_broker(order_id: Uuid, deadline: SystemTime) -> Result<(), Box<dyn std::error::Error>> {
+    let settings = order_timeout::Settings::load(None, &[])?;
+    let publisher = order_timeout::Publisher::connect(&settings).await?;
+    publisher.schedule(order_id.to_string(), deadline).await?;
+    Ok(())
 }

@@ -88,6 +88,26 @@ fn orders_that_cannot_be_closed_do_not_hide_those_behind_them() {
     });
 }
 
+/// As one does that asks another server and cannot reach it: an error of the kind that the database's own end has.
+#[test]
+fn an_order_whose_trigger_cannot_connect_is_not_taken_for_a_database_that_is_away() {
+    on_stage(usual_grace, async |stage| {
+        stage.stock("unclosable", 1_000).await;
+        stage.refuse_to_close_by("unclosable", "sqlclient_unable_to_establish_sqlconnection").await;
+        let unclosable = stage.orders_of("unclosable", 10, Duration::ZERO).await;
+        let worker = stage.worker().await;
+        // With alarms and without.
+        stage.deliver(&unclosable[..5]).await;
+        for orders in 1..=5 {
+            stage.orders(10, Duration::from_millis(50)).await;
+            wait_for("the good ones", async || stage.closed().await == 10 * orders).await;
+        }
+        assert_none_was_late(&stage).await;
+        worker.stop().await;
+        stage.assert_ledger().await;
+    });
+}
+
 #[test]
 fn an_order_that_could_not_be_closed_is_once_it_can_be() {
     on_stage(usual_grace, async |stage| {

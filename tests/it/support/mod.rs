@@ -303,10 +303,15 @@ impl Stage {
 
     /// From now on orders of this article cannot be closed: a trigger refuses.
     pub async fn refuse_to_close(&self, article: &str) {
+        self.refuse_to_close_by(article, "raise_exception").await;
+    }
+
+    /// The same, by an error of this name (PostgreSQL documentation, appendix A).
+    pub async fn refuse_to_close_by(&self, article: &str, error: &str) {
         let trigger = format!(
             "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
                  IF EXISTS (SELECT FROM order_items WHERE order_id = NEW.id AND article_id = '{article}')
-                 THEN RAISE 'this order stays'; END IF;
+                 THEN RAISE 'this order stays' USING ERRCODE = '{error}'; END IF;
                  RETURN NEW; END $$;
              CREATE TRIGGER refuse BEFORE UPDATE ON orders FOR EACH ROW EXECUTE FUNCTION refuse()"
         );

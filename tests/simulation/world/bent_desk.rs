@@ -118,7 +118,9 @@ impl BentDesk {
                 let found = findings.values_mut().flatten().filter(|Found { outcome, .. }| *outcome == from);
                 found.for_each(|found| found.outcome = to);
             }
-            Err(CloseFault::Transient(_) | CloseFault::OfTheOrder(_)) if batch.by == ClosedBy::Sweep => {
+            Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::OfTheOrder(_))
+                if batch.by == ClosedBy::Sweep =>
+            {
                 if let [case] = &batch.cases[..] {
                     self.troubled.insert(case.alarm.order_id().clone());
                 }

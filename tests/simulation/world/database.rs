@@ -110,7 +110,11 @@ impl World {
     fn fault(&mut self, batch: &Batch, fate: Fate) -> Option<CloseFault> {
         if fate == Fate::Transient {
             self.note_if(!batch.cases.is_empty(), Event::CloseDeadlocked);
-            return Some(CloseFault::Transient("deadlock detected".into()));
+            // Who waits for locks may wait in vain; who does not may still deadlock.
+            return Some(match batch.patient {
+                true => CloseFault::Locked("canceling statement due to lock timeout".into()),
+                false => CloseFault::Transient("deadlock detected".into()),
+            });
         }
         let is_refused =
             |id: &OrderId| self.rows.get(id).is_some_and(|row| row.refuses && row.status == Status::Unpaid);

@@ -123,8 +123,8 @@ impl World {
         }
     }
 
-    /// Opens and closes the session as the desk wants it, and as the broker lets it.
-    fn supervise(&mut self, worker: &mut Worker, now: Moment) {
+    /// Opens and closes the session as the desk wants it, and as the broker lets it. Returns whether it is open just now.
+    fn supervise(&mut self, worker: &mut Worker, now: Moment) -> bool {
         match (worker.session, worker.desk.wants_deliveries(now)) {
             _ if worker.stopping => {}
             (Some(session), false) => {
@@ -136,21 +136,30 @@ impl World {
             (None, true) if !self.broker_is_away => {
                 self.sessions += 1;
                 (worker.session, worker.next_tag) = (Some(self.sessions), 1);
-                worker.desk.hear(News::SessionOpened(self.sessions), now);
+                return true;
             }
             (None, _) | (Some(_), true) => {}
         }
+        false
     }
 
     /// One turn of a worker's loop: take what is delivered, hand out what can be done.
     pub fn turn(&mut self, n: usize) {
         let now = self.worker_time();
         let Some(mut worker) = self.workers[n].take() else { return };
-        self.supervise(&mut worker, now);
+        let has_opened = self.supervise(&mut worker, now);
+        // News of a session and its deliveries come by ways of their own: every other session is heard of after its first.
+        let is_heard_of_late = self.sessions % 2 == 1;
+        if has_opened && !is_heard_of_late {
+            worker.desk.hear(News::SessionOpened(self.sessions), now);
+        }
         if let Some(session) = worker.session.filter(|_| !worker.stopping) {
             self.deliver(&mut worker, session, now);
         }
         self.hand_out(&mut worker, now);
+        if has_opened && is_heard_of_late {
+            worker.desk.hear(News::SessionOpened(self.sessions), now);
+        }
         if worker.stopping && worker.underway.is_empty() && worker.desk.closers_are_idle() {
             if let Some(session) = worker.session {
                 self.end_session(session);

@@ -1,0 +1,96 @@
+//! Whether the database closes anything: it is away, or batch after batch fails for reasons that are not its orders'.
+//!
+//! Pure, like the whole desk. Only takes note; who is asked meanwhile is decided in `batches.rs`.
+
+use std::time::Duration;
+
+use super::{Answer, Batch, Policy};
+use crate::order::{CloseFault, Moment};
+
+/// How long batch after batch may fail for locks, deadlocks or timeouts before the database is said to close nothing.
+const LONGEST_STALL: Duration = Duration::from_secs(5);
+
+/// With nothing more to close nobody finds out that something could be.
+const FORGETS_A_STALL_AFTER: Duration = Duration::from_secs(10);
+
+#[derive(Debug, Default)]
+pub(super) struct Outage {
+    away: Option<Away>,
+    stalled: Option<Stalled>,
+}
+
+/// The database does not close anything: since when, and when it is asked next.
+#[derive(Debug, Clone, Copy)]
+struct Away {
+    since: Moment,
+    ask_again_at: Moment,
+    asked: u32,
+}
+
+/// Batches fail for reasons that are not their orders': since when, and when one did last.
+#[derive(Debug, Clone, Copy)]
+struct Stalled {
+    since: Moment,
+    last: Moment,
+}
+
+impl Outage {
+    pub fn note(&mut self, batch: &Batch, answer: &Answer, policy: &Policy, now: Moment) {
+        self.note_whether_away(answer, policy, now);
+        self.note_whether_stalled(batch, answer, now);
+    }
+
+    pub fn is_away(&self) -> bool {
+        self.away.is_some()
+    }
+
+    /// When an absent database is asked whether it is back; `None` while it is here.
+    pub fn ask_again_at(&self) -> Option<Moment> {
+        self.away.map(|away| away.ask_again_at)
+    }
+
+    /// How long the database has been away; `None` while it is not.
+    pub fn away_for(&self, now: Moment) -> Option<Duration> {
+        self.away.map(|away| now.since(away.since))
+    }
+
+    /// Whether orders are due and the database closes none of them, for whatever reason that is not theirs.
+    pub fn closes_nothing(&self, now: Moment) -> bool {
+        let is_stalled = |stalled: Stalled| {
+            stalled.last.since(stalled.since) >= LONGEST_STALL && now.since(stalled.last) < FORGETS_A_STALL_AFTER
+        };
+        self.is_away() || self.stalled.is_some_and(is_stalled)
+    }
+
+    pub fn clock_was_set_back(&mut self, now: Moment) {
+        self.stalled = None;
+        if let Some(away) = &mut self.away {
+            away.since = now.min(away.since);
+            away.ask_again_at = now.min(away.ask_again_at);
+        }
+    }
+
+    fn note_whether_away(&mut self, answer: &Answer, policy: &Policy, now: Moment) {
+        if !matches!(answer, Err(CloseFault::Away(_))) {
+            self.away = None;
+            return;
+        }
+        let (since, asked) = self.away.map_or((now, 0), |away| (away.since, away.asked + 1));
+        let pause = policy.pause(asked).min(policy.longest_while_overdue());
+        self.away = Some(Away { since, asked, ask_again_at: now + pause });
+    }
+
+    /// A batch without orders, which asks whether the database closes at all, ends nothing: what holds up commits does not
+    /// hold it up.
+    fn note_whether_stalled(&mut self, batch: &Batch, answer: &Answer, now: Moment) {
+        match answer {
+            _ if batch.cases.is_empty() => {}
+            Ok(_) => self.stalled = None,
+            Err(CloseFault::OfTheOrder(_)) => {}
+            Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::Away(_)) => {
+                let known = self.stalled.filter(|stalled| now.since(stalled.last) < FORGETS_A_STALL_AFTER);
+                self.stalled = Some(Stalled { since: known.map_or(now, |stalled| stalled.since), last: now });
+            }
+        }
+    }
+}
