@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 use crate::ear::Ear;
 use crate::premises::{Premises, on_premises};
-use crate::run::{OVERDUE, REPORT, come_to_rest, count, keep};
+use crate::run::{REPORT, come_to_rest, keep, overdue};
 use crate::support::away::{meanwhile, schedule};
 use crate::support::{Stage, till, wait_for};
 
@@ -74,7 +74,7 @@ fn a_broker_away_for_two_minutes_makes_nobody_late() {
             premises.wait(AWAY).await;
             let away_s = gone.elapsed().as_secs();
             let (unclosed, due_meanwhile) =
-                (count(&stage, OVERDUE).await.unwrap(), ids_due_since(&stage, gone_at).await);
+                (overdue(&stage, SECOND).await.unwrap(), ids_due_since(&stage, gone_at).await);
             meter.reset();
             meanwhile(|| premises.broker.restart());
             premises.say("the broker is back");

@@ -19,8 +19,8 @@ use crate::ledger::{Evidence, PROMISED, Report, Verdict, judge};
 use crate::plan::{Plan, Step};
 use crate::premises::{Premises, on_premises};
 use crate::shop::{Life, Shop};
+use crate::support::Stage;
 use crate::support::away::{COMING_BACK, consumers, meanwhile};
-use crate::support::{Stage, wait_within};
 
 /// What a run is asked for.
 #[derive(Debug, Clone, Copy)]
@@ -43,9 +43,10 @@ pub struct Rest {
 
 /// Where the report goes, beside the logs.
 pub const REPORT: &str = "report.json";
-/// Orders that were due a second ago and are still open.
-pub const OVERDUE: &str =
-    "SELECT count(*) FROM orders WHERE status = 'unpaid' AND expires_at < clock_timestamp() - interval '1 s'";
+/// How long after the sweep's grace an order may still be open without anybody being amiss.
+const SWEPT_WITHIN: Duration = Duration::from_millis(500);
+/// How often it is asked whether everybody works.
+const ASK_EVERY: Duration = Duration::from_millis(20);
 /// How often a run says how far it is.
 const SAY_EVERY: Duration = Duration::from_secs(15);
 /// For a machine that is busy with other things: the short run is about what is right, the long ones about when.
@@ -202,25 +203,39 @@ async fn make_trouble(premises: &Arc<Premises>, shop: &Shop, wanted: Wanted) -> 
 
 /// Waits until everybody works again, and then leaves them alone for a while.
 async fn rest(premises: &Premises) -> Rest {
-    wait_within(COMING_BACK, "everybody back at work", async || {
-        premises.interrupted.is_cancelled() || everybody_works(premises).await
-    })
-    .await;
+    let began = Instant::now();
+    // Whoever is interrupted asks nobody any more: the servers may be gone.
+    while !premises.interrupted.is_cancelled()
+        && let Some(amiss) = what_is_amiss(premises).await
+    {
+        assert!(began.elapsed() < COMING_BACK, "not everybody is back at work after {COMING_BACK:?}: {amiss}");
+        tokio::time::sleep(ASK_EVERY).await;
+    }
     let from = Moment::now_by_local_clock();
     premises.wait(REST).await;
     Rest { from, until: Moment::now_by_local_clock() }
 }
 
-/// Whether each worker consumes, and neither an order nor an alarm has been waiting for one.
-async fn everybody_works(premises: &Premises) -> bool {
+/// Which worker does not consume, or which order or alarm has been waiting for one; `None` if everybody works.
+async fn what_is_amiss(premises: &Premises) -> Option<String> {
     let (stage, names) = (premises.at_the_broker().await, premises.stage.names());
     // A session is open when the last of its queues is consumed.
     let open_sessions = consumers(&stage, &names.parked()).await;
+    // An order that lost its alarm is the sweep's, which leaves the alarm its grace first.
+    let overdue = overdue(&stage, stage.settings.sweep.grace + SWEPT_WITHIN).await;
     let unsent = "SELECT count(*) FROM alarm_outbox
                   WHERE sent_at IS NULL AND created_at < clock_timestamp() - interval '1 s'";
-    usize::try_from(open_sessions) == Ok(WORKERS)
-        && count(&stage, OVERDUE).await == Some(0)
-        && count(&stage, unsent).await == Some(0)
+    let unsent = count(&stage, unsent).await;
+    let all_works = usize::try_from(open_sessions) == Ok(WORKERS) && overdue == Some(0) && unsent == Some(0);
+    (!all_works).then(|| format!("{open_sessions} sessions, {overdue:?} orders overdue, {unsent:?} alarms unsent"))
+}
+
+/// Orders that are still open so long after they fell due, if the database answers.
+pub async fn overdue(stage: &Stage, by: Duration) -> Option<usize> {
+    let sql = "SELECT count(*) FROM orders
+               WHERE status = 'unpaid' AND expires_at < clock_timestamp() - make_interval(secs => $1)";
+    let counted: i64 = sqlx::query_scalar(sql).bind(by.as_secs_f64()).fetch_one(&stage.pool).await.ok()?;
+    usize::try_from(counted).ok()
 }
 
 /// What such a statement counts, if the database answers.
