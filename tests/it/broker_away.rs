@@ -9,8 +9,8 @@ use lapin::types::FieldTable;
 use order_timeout::{Publisher, Settings};
 
 use crate::support::away::{
-    COMING_BACK, assert_all_closed_and_heard, assert_nothing_is_scheduled, be_impatient, behind, is_consumed,
-    keep_events, meanwhile, on_private_broker_with, schedule, wait_until_scheduling_works,
+    COMING_BACK, HELD_LONG, assert_all_closed_and_heard, assert_nothing_is_scheduled, be_impatient, behind, hold_long,
+    is_consumed, keep_events, meanwhile, on_private_broker_with, schedule, wait_until_scheduling_works,
 };
 use crate::support::private::Private;
 use crate::support::proxy::{Direction, Proxy};
@@ -51,13 +51,17 @@ async fn assert_all_closed_by_alarms(stage: &Stage) {
 
 #[test]
 fn a_broker_that_blocks_publishers_for_want_of_memory_costs_no_alarm() {
-    on_private_broker_with(&[], alarms_alone, async |stage: Arc<Stage>, broker: Arc<Private>| {
+    let held_long_and_without_the_sweep = |settings: &mut Settings| {
+        alarms_alone(settings);
+        hold_long(settings);
+    };
+    on_private_broker_with(&[], held_long_and_without_the_sweep, async |stage: Arc<Stage>, broker: Arc<Private>| {
         let kept_events = keep_events(&stage).await;
         let publisher = stage.publisher().await;
         let worker = stage.worker().await;
         schedule(&stage, &publisher, 20, 3 * SECOND).await;
-        schedule(&stage, &publisher, 20, 12 * SECOND).await;
-        let held = held_by_the_worker(&stage, 20, 3 * SECOND).await;
+        schedule(&stage, &publisher, 20, 14 * SECOND).await;
+        let held = held_by_the_worker(&stage, 20, HELD_LONG).await;
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.00001"]));
         assert_nothing_is_scheduled(&stage, &publisher).await;
         // Consuming is not blocked, and closing takes no publishing.

@@ -77,7 +77,7 @@ async fn survive(stage: &Stage, go_away: impl AsyncFnOnce(&Proxy), come_back: im
     let network = Proxy::before(&stage.settings.database.url).await;
     let publisher = stage.publisher().await;
     let worker = worker_through(stage, &network).await;
-    held_by_the_worker(stage, 30, 2 * SECOND).await;
+    held_by_the_worker(stage, 30, 3 * SECOND).await;
     let by_lane = stage.orders(10, 4 * SECOND).await;
     let by_wheel = stage.orders(10, 12 * SECOND).await;
 
@@ -216,7 +216,11 @@ fn a_database_that_vanishes_in_the_middle_of_a_close_costs_no_alarm() {
         let orders = held_by_the_worker(&stage, 20, 2 * SECOND).await;
         let has_vanished = network.cut_at(&orders[7].id.to_string(), Then::Vanish);
         wait_for("the close under way", async || has_vanished()).await;
-        wait_within(COMING_BACK, "the alarms given back", async || waiting(&stage).await == 20).await;
+        // On a busy machine some were closed before it, in a batch of their own.
+        let closed = async || usize::try_from(stage.closed().await).unwrap();
+        let given_back = async || waiting(&stage).await + closed().await == 20;
+        wait_within(COMING_BACK, "the alarms given back", given_back).await;
+        assert_eq!(stage.status(&orders[7]).await, "unpaid");
         network.restore();
         assert_each_closed_by_its_alarm(&stage, 20).await;
         worker.stop().await;
@@ -236,6 +240,53 @@ fn a_table_that_is_locked_for_a_while_costs_no_alarm() {
         wait_for("a try for each of them", async || refusals.get() >= 100).await;
         transaction.rollback().await.unwrap();
         assert_each_closed_by_its_alarm(&stage, 50).await;
+        worker.stop().await;
+        stage.assert_nothing_left_undone().await;
+    });
+}
+
+#[test]
+fn a_column_that_changes_its_type_costs_no_alarm() {
+    on_stage(be_impatient, async |stage| {
+        let worker = stage.worker().await;
+        let before = stage.orders(20, Duration::ZERO).await;
+        stage.deliver(&before).await;
+        wait_for("closes by statements that are prepared by now", async || stage.closed().await == 20).await;
+        for sql in [
+            "ALTER TABLE orders ALTER expires_at TYPE timestamptz(3)",
+            "ALTER TABLE event_outbox ALTER routing_key TYPE varchar(200)",
+        ] {
+            sqlx::query(sql).execute(&stage.pool).await.unwrap();
+        }
+        let after = stage.orders(50, SECOND).await;
+        stage.deliver(&after).await;
+        assert_each_closed_by_its_alarm(&stage, 70).await;
+        worker.stop().await;
+        stage.assert_nothing_left_undone().await;
+    });
+}
+
+/// A commit that waits for a standby is under no time limit at the server, whoever may still be waiting for it.
+#[test]
+fn commits_that_hang_do_not_take_one_connection_after_the_other() {
+    on_private_database(&[], async |stage, _| {
+        let network = Proxy::before(&stage.settings.database.url).await;
+        let worker = worker_through(&stage, &network).await;
+        let orders = held_by_the_worker(&stage, 50, 3 * SECOND).await;
+        let wait_for_a_standby = |whom: &str| format!("ALTER SYSTEM SET synchronous_standby_names = '{whom}'");
+        for sql in [wait_for_a_standby("nobody"), "SELECT pg_reload_conf()".into()] {
+            sqlx::query(sqlx::AssertSqlSafe(sql)).execute(&stage.pool).await.unwrap();
+        }
+        let before = network.accepted();
+        wait_within(COMING_BACK, "commits given up", async || network.accepted() >= before + 15).await;
+        let connections = stage.count("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'order-timeout'");
+        let (connections, closers) = (connections.await, stage.settings.worker.closers);
+        // Its own, and those that are just being replaced.
+        assert!(connections <= 2 * (i64::try_from(closers).unwrap() + 5), "{connections} connections");
+        for sql in [wait_for_a_standby(""), "SELECT pg_reload_conf()".into()] {
+            sqlx::query(sqlx::AssertSqlSafe(sql)).execute(&stage.pool).await.unwrap();
+        }
+        assert_each_closed_once(&stage, orders.len()).await;
         worker.stop().await;
         stage.assert_nothing_left_undone().await;
     });

@@ -19,6 +19,13 @@ use super::{Order, RunningWorker, Stage, on_stage, wait_within};
 const SECOND: Duration = Duration::from_secs(1);
 /// Long enough for the longest pause between two tries, and for alarms that wait in the wheel.
 pub const COMING_BACK: Duration = Duration::from_secs(60);
+/// So long that a server which is taken away is gone by then, on a busy machine too. For settings with [`hold_long`].
+pub const HELD_LONG: Duration = Duration::from_secs(8);
+
+/// Has workers hold alarms for [`HELD_LONG`].
+pub fn hold_long(settings: &mut Settings) {
+    settings.worker.hold_max = HELD_LONG + SECOND;
+}
 
 /// Runs a test on a stage whose broker it may take away.
 pub fn on_private_broker<F: Future<Output = ()> + Send + 'static>(
