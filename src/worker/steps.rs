@@ -139,7 +139,10 @@ fn log_answer(batch: &Batch, answer: &Answer, now: Moment) -> usize {
                 let lateness_ms = found.deadline.map(|deadline| now.since(deadline).as_secs_f64() * 1e3);
                 debug!(%order_id, lateness_ms, closed_by, "order {order_id} closed");
             }
-            Ok(_) => {}
+            Ok(found) => {
+                let outcome = found.outcome.as_str();
+                debug!(%order_id, outcome, asked_by = closed_by, "order {order_id} stays as it is: {outcome}");
+            }
             Err(fault) => debug!(%order_id, ?fault, "order {order_id} could not be closed; it is tried again"),
         }
     }

@@ -1,12 +1,14 @@
 //! The workers: two processes of the real binary, killed, halted and replaced, and started again when they end by
 //! themselves, as any orchestrator does.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use order_timeout::Settings;
+use uuid::Uuid;
 
 use crate::support::away::meanwhile;
 use crate::support::process::WorkerProcess;
@@ -120,6 +122,13 @@ impl Crew {
         self.deserted.lock().unwrap().clone()
     }
 
+    /// Orders whose alarm came when they had been closed already, as the workers' logs have it.
+    pub fn alarmed_too_late(&self) -> HashSet<Uuid> {
+        let logs = std::fs::read_dir(&self.logs).expect("the folder of logs").map(|entry| entry.unwrap().path());
+        let texts = logs.filter_map(|log| std::fs::read_to_string(log).ok());
+        texts.flat_map(|text| text.lines().filter_map(alarmed_too_late).collect::<Vec<_>>()).collect()
+    }
+
     /// A worker that finds no database when it starts says so and ends; that is not desertion.
     fn look_after(&self, seat: usize) {
         let mut place = self.seats[seat].lock().unwrap();
@@ -130,6 +139,13 @@ impl Crew {
         }
         *place = Some(self.launch(seat));
     }
+}
+
+/// The order of whom this line of a log says so.
+fn alarmed_too_late(line: &str) -> Option<Uuid> {
+    let is_it = line.contains(r#"outcome="already_closed""#) && line.contains(r#"asked_by="alarm""#);
+    let (_, behind) = line.split_once("order_id=").filter(|_| is_it)?;
+    behind.split(' ').next()?.parse().ok()
 }
 
 async fn supervise(crew: std::sync::Weak<Crew>) {

@@ -13,8 +13,11 @@
 //! runner's clock and the database's are one.
 //!
 //! The sweep closes whatever alarm is lost, so that says nothing of alarms yet. An order that falls due in a rest, with
-//! an alarm that was safe and that nobody threw away, is owed it: if the sweep had to close it, its alarm is lost,
-//! whatever it went through before.
+//! an alarm that was safe and that nobody threw away, is owed it, whatever it went through before. If the sweep had to
+//! close it and no alarm came afterwards either, its alarm is lost. One that comes afterwards is late: a broker counts a
+//! message's delay from when it has it, so one that stood still makes late what was on its way to it, and whatever waits
+//! in the same slot behind that. And nothing is owed to an order that was extended if its alarm could be handed over only
+//! after the deadline it names: the relay leaves such an alarm to the sweep.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -57,7 +60,9 @@ pub struct Report {
     pub closed_by: ClosedBy,
     /// Orders whose alarm had to come, for nothing was broken when they fell due.
     pub alarms_owed: usize,
-    /// Those of them that the sweep had to close.
+    /// Those of them that the sweep had to close, because the alarm came later than that.
+    pub alarms_late: usize,
+    /// Those of them whose alarm never came.
     pub alarms_lost: usize,
     pub max_lateness_beyond_fault_ms: f64,
 }
@@ -76,6 +81,8 @@ pub struct Evidence<'a> {
     pub carried: &'a [Carried],
     pub rests: &'a [Rest],
     pub heard: &'a HashMap<Uuid, Heard>,
+    /// Whose alarm came when they had been closed already.
+    pub late: &'a HashSet<Uuid>,
 }
 
 /// The report, and every broken promise in words.
@@ -98,6 +105,9 @@ struct Row {
     closes: i64,
 }
 
+/// Which orders' last alarm stood in the outbox until the deadline that it names had passed, and that deadline.
+type Expired = HashMap<Uuid, Moment>;
+
 #[derive(Default)]
 struct Tally {
     violations: Vec<String>,
@@ -107,6 +117,7 @@ struct Tally {
     early: usize,
     closed_by: ClosedBy,
     alarms_owed: usize,
+    alarms_late: usize,
     /// In words.
     alarms_lost: Vec<String>,
     lateness: Vec<(Duration, String)>,
@@ -132,8 +143,9 @@ pub fn lateness(life: &Life, deadline: Moment, closed_at: Moment, carried: &[Car
 }
 
 /// Whether its alarm must close it.
-fn is_owed_its_alarm(life: &Life, carried: &[Carried], rests: &[Rest]) -> bool {
+fn is_owed_its_alarm(life: &Life, expired: &Expired, carried: &[Carried], rests: &[Rest]) -> bool {
     let Some(alarmed_at) = life.alarmed_at else { return false };
+    let was_left_to_the_sweep = expired.get(&life.id).is_some_and(|deadline| *deadline < life.deadline);
     // Both ends of a rest are somebody's beginning: what fell due a moment before it, and the next fault.
     let in_a_rest =
         |rest: &Rest| rest.from + TIME_FOR_EVERY_WAY <= life.deadline && life.deadline + PROMISED <= rest.until;
@@ -141,6 +153,7 @@ fn is_owed_its_alarm(life: &Life, carried: &[Carried], rests: &[Rest]) -> bool {
         fault.kind.throws_alarms_away() && fault.from <= life.deadline && fault.until >= life.created_at
     };
     !life.contested
+        && !was_left_to_the_sweep
         && alarmed_at + TIME_FOR_EVERY_WAY <= life.deadline
         && rests.iter().any(in_a_rest)
         && !carried.iter().any(is_gone)
@@ -157,11 +170,13 @@ fn excuses(whom: &Whom, life: &Life) -> bool {
 
 pub async fn judge(pool: &PgPool, evidence: Evidence<'_>) -> Verdict {
     let rows = rows(pool).await;
+    let expired = expired(pool).await;
     let heard_of = heard_of(evidence.heard);
     let mut tally = Tally::default();
     for life in evidence.lives {
         let events = heard_of.get(life.id.to_string().as_str()).map_or(0, HashSet::len);
         judge_one(&mut tally, life, rows.get(&life.id), events, &evidence);
+        judge_alarm(&mut tally, life, rows.get(&life.id), &expired, &evidence);
     }
     if rows.len() != evidence.lives.len() {
         tally.violations.push(format!("{} orders in the table, {} in the books", rows.len(), evidence.lives.len()));
@@ -224,17 +239,24 @@ fn judge_close(tally: &mut Tally, life: &Life, row: &Row, closed_at: Moment, eve
         tally.early += 1;
         tally.violation(life, Some(row), "closed early, or for a deadline that the shop does not know");
     }
-    if is_owed_its_alarm(life, evidence.carried, evidence.rests) {
-        tally.alarms_owed += 1;
-        if row.closed_by.as_deref() != Some("alarm") {
-            tally.alarms_lost.push(format!("{life:?} {row:?}"));
-        }
-    }
     let beyond = lateness(life, deadline, closed_at, evidence.carried);
     let plainly = closed_at.since(deadline).as_secs_f64() * 1e3;
     let beyond_ms = beyond.as_secs_f64() * 1e3;
     let what = format!("{beyond_ms:.0} ms beyond any excuse, {plainly:.0} ms after its deadline: {life:?} {row:?}");
     tally.lateness.push((beyond, what));
+}
+
+fn judge_alarm(tally: &mut Tally, life: &Life, row: Option<&Row>, expired: &Expired, evidence: &Evidence<'_>) {
+    let Some(row) = row.filter(|row| row.status == "closed") else { return };
+    if !is_owed_its_alarm(life, expired, evidence.carried, evidence.rests) {
+        return;
+    }
+    tally.alarms_owed += 1;
+    match row.closed_by.as_deref() {
+        Some("alarm") => {}
+        _ if evidence.late.contains(&life.id) => tally.alarms_late += 1,
+        _ => tally.alarms_lost.push(format!("{life:?} {row:?}")),
+    }
 }
 
 fn report(evidence: &Evidence<'_>, tally: &Tally, stock_balanced: bool) -> Report {
@@ -258,6 +280,7 @@ fn report(evidence: &Evidence<'_>, tally: &Tally, stock_balanced: bool) -> Repor
         duplicate_event_ids: evidence.heard.values().filter(|heard| heard.times > 1).count(),
         closed_by: ClosedBy { alarm, sweep, manual },
         alarms_owed: tally.alarms_owed,
+        alarms_late: tally.alarms_late,
         alarms_lost: tally.alarms_lost.len(),
         max_lateness_beyond_fault_ms: (latest.as_secs_f64() * 1e4).round() / 10.0,
     }
@@ -273,6 +296,20 @@ async fn rows(pool: &PgPool) -> HashMap<Uuid, Row> {
     .await
     .unwrap();
     rows.into_iter().map(|row| (row.id, row)).collect()
+}
+
+async fn expired(pool: &PgPool) -> Expired {
+    let rows: Vec<(String, OffsetDateTime)> = sqlx::query_as(
+        "SELECT order_id, deadline
+         FROM (SELECT DISTINCT ON (order_id) * FROM alarm_outbox ORDER BY order_id, created_at DESC) AS last
+         WHERE sent_at >= deadline",
+    )
+    .fetch_all(pool)
+    .await
+    .unwrap();
+    let of_order =
+        |(order, deadline): (String, OffsetDateTime)| Some((order.parse().ok()?, database::moment(deadline)));
+    rows.into_iter().filter_map(of_order).collect()
 }
 
 /// Under which ids each order's close was announced.
@@ -361,7 +398,8 @@ mod tests {
     #[test]
     fn an_alarm_is_owed_to_who_falls_due_in_a_rest_and_to_nobody_else() {
         let rest = |from, until| Rest { from: at(from), until: at(until) };
-        let owed = |life: &Life, rest: Rest, faults: &[Carried]| is_owed_its_alarm(life, faults, &[rest]);
+        let owed =
+            |life: &Life, rest: Rest, faults: &[Carried]| is_owed_its_alarm(life, &Expired::new(), faults, &[rest]);
         let (of_it, before) = (rest(8_000, 12_000), fault(2_000, 7_000, Whom::Everybody));
         assert!(owed(&order(), of_it, std::slice::from_ref(&before)), "whatever was broken before");
         assert!(!owed(&order(), rest(9_000, 12_000), &[]), "the rest has hardly begun");
@@ -372,6 +410,9 @@ mod tests {
         for kind in [Kind::QueuePurged, Kind::QueueDeleted, Kind::DelayQueueDeleted] {
             assert!(!owed(&order(), of_it, &[Carried { kind, ..before.clone() }]), "{kind:?} took it");
         }
+        let handed_over_after = |deadline| is_owed_its_alarm(&order(), &[(order().id, deadline)].into(), &[], &[of_it]);
+        assert!(!handed_over_after(at(3_000)), "the order was extended meanwhile");
+        assert!(handed_over_after(at(DEADLINE_MS)), "nobody had extended it");
     }
 
     #[test]

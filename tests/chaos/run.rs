@@ -125,7 +125,9 @@ async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
     let codes = premises.crew.dismiss();
 
     let heard = ear.heard();
-    let evidence = Evidence { seed: wanted.seed, lives: &lives, carried: &carried, rests: &rests, heard: &heard };
+    let late = premises.crew.alarmed_too_late();
+    let (lives, carried) = (&lives[..], &carried[..]);
+    let evidence = Evidence { seed: wanted.seed, lives, carried, rests: &rests, heard: &heard, late: &late };
     let mut verdict = judge(&premises.stage.pool, evidence).await;
     if codes.iter().any(|code| *code != 0) {
         verdict.violations.push(format!("workers asked to stop ended with {codes:?}"));
@@ -139,8 +141,8 @@ async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
     if verdict.report.alarms_lost > 0 {
         verdict.violations.push(format!("alarms lost: {}", verdict.alarms_lost.join("; ")));
     }
-    verdict.violations.extend(too_little(wanted, &verdict.report, &carried));
-    hand_over(premises, &verdict, &carried, &lives);
+    verdict.violations.extend(too_little(wanted, &verdict.report, carried));
+    hand_over(premises, &verdict, carried, lives);
     verdict.violations
 }
 
