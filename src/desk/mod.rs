@@ -320,7 +320,9 @@ impl Desk {
                 alarm.born = Some(alarm.born.map_or(now, |born| born.min(now)));
                 match inlet {
                     // The inbox is never held back: what is due soon is sent on to the processing queue, or it would
-                    // fill the inbox's prefetch window and everything behind it would wait.
+                    // fill the inbox's prefetch window and everything behind it would wait. What came in a session that
+                    // has ended is delivered again.
+                    Inlet::Arm if self.has_ended(receipt.session) => {}
                     Inlet::Arm => self.arm.push(ArmJob { alarm, receipt, wanted: Wanted::BeforeDeadline }),
                     Inlet::Timeout | Inlet::Parked => {
                         self.place(Case::new(alarm, Origin::Delivered(receipt)), now, now);
@@ -413,7 +415,9 @@ impl Desk {
     fn take_overdue(&mut self, page: SweptPage, now: Moment) {
         let mut tried_before = Vec::new();
         let closers_are_behind = self.idle_closers == 0 && self.fresh.len() > 0;
-        let says_nothing_new = closers_are_behind && page.orders.iter().all(|one| self.has_its_alarm(&key_of(one)));
+        let says_nothing_new = closers_are_behind
+            && !page.orders.is_empty()
+            && page.orders.iter().all(|one| self.has_its_alarm(&key_of(one)));
         let wanted = self.sweep.found(page, &self.policy, now);
         // In a great burst, page after page of what the closers are at would only take Postgres' time from them.
         if says_nothing_new {

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use super::{Answer, Batch, Policy};
-use crate::order::{CloseFault, Moment};
+use crate::order::{CloseFault, Finding, Moment, OrderId, Outcome};
 
 /// How long batch after batch may fail for locks, deadlocks or timeouts before the database is said to close nothing.
 const LONGEST_STALL: Duration = Duration::from_secs(5);
@@ -28,10 +28,13 @@ struct Away {
 }
 
 /// Batches fail for reasons that are not their orders': since when, and when one did last.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Stalled {
     since: Moment,
     last: Moment,
+    first: OrderId,
+    /// Whether it befell another order, too. Of one alone it may be the trigger or the lock of that one.
+    several: bool,
 }
 
 impl Outage {
@@ -56,10 +59,12 @@ impl Outage {
 
     /// Whether orders are due and the database closes none of them, for whatever reason that is not theirs.
     pub fn closes_nothing(&self, now: Moment) -> bool {
-        let is_stalled = |stalled: Stalled| {
-            stalled.last.since(stalled.since) >= LONGEST_STALL && now.since(stalled.last) < FORGETS_A_STALL_AFTER
+        let is_stalled = |stalled: &Stalled| {
+            stalled.several
+                && stalled.last.since(stalled.since) >= LONGEST_STALL
+                && now.since(stalled.last) < FORGETS_A_STALL_AFTER
         };
-        self.is_away() || self.stalled.is_some_and(is_stalled)
+        self.is_away() || self.stalled.as_ref().is_some_and(is_stalled)
     }
 
     pub fn clock_was_set_back(&mut self, now: Moment) {
@@ -80,17 +85,25 @@ impl Outage {
         self.away = Some(Away { since, asked, ask_again_at: now + pause });
     }
 
-    /// A batch without orders, which asks whether the database closes at all, ends nothing: what holds up commits does not
-    /// hold it up.
+    /// Only a close ends it. Whoever just looks, at a batch without orders or at orders that are paid or busy, is not held
+    /// up by what holds up commits.
     fn note_whether_stalled(&mut self, batch: &Batch, answer: &Answer, now: Moment) {
+        let Some(first) = batch.cases.first().map(|case| case.alarm.order_id()) else { return };
         match answer {
-            _ if batch.cases.is_empty() => {}
-            Ok(_) => self.stalled = None,
-            Err(CloseFault::OfTheOrder(_)) => {}
+            Ok(findings) if findings.values().any(is_a_close) => self.stalled = None,
+            Ok(_) | Err(CloseFault::OfTheOrder(_)) => {}
             Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::Away(_)) => {
-                let known = self.stalled.filter(|stalled| now.since(stalled.last) < FORGETS_A_STALL_AFTER);
-                self.stalled = Some(Stalled { since: known.map_or(now, |stalled| stalled.since), last: now });
+                let known = self.stalled.take().filter(|stalled| now.since(stalled.last) < FORGETS_A_STALL_AFTER);
+                let mut stalled =
+                    known.unwrap_or_else(|| Stalled { since: now, last: now, first: first.clone(), several: false });
+                stalled.last = now;
+                stalled.several |= batch.cases.iter().any(|case| *case.alarm.order_id() != stalled.first);
+                self.stalled = Some(stalled);
             }
         }
     }
+}
+
+fn is_a_close(finding: &Finding) -> bool {
+    finding.as_ref().is_ok_and(|found| found.outcome == Outcome::Closed)
 }

@@ -688,6 +688,13 @@ fn a_full_batch_of_those_who_are_held_waits_for_nobody_else() {
 
 #[test]
 fn what_came_in_a_session_that_has_ended_is_not_armed_beside_its_second_delivery() {
+    let mut desk = Desk::new(policy());
+    desk.hear(News::SessionOpened(1), at_ms(1_000));
+    desk.hear(News::SessionEnded, at_ms(1_001));
+    let News::Delivered(due) = delivered("a", at_ms(90_000), 1, 1) else { unreachable!() };
+    desk.hear(News::Delivered(Delivered { inlet: Inlet::Arm, ..due }), at_ms(1_002));
+    assert_eq!(desk.errands(at_ms(1_002)), vec![], "it was on its way from the session to the desk");
+
     let not_due = Ok(Found { outcome: Outcome::NotDue, deadline: Some(at_ms(90_000)) });
     let (mut desk, batch) = desk_with_one_closing();
     desk.hear(News::SessionOpened(1), at_ms(1_004));
@@ -721,7 +728,9 @@ fn only_a_lock_that_was_waited_for_in_vain_makes_others_not_wait() {
 fn a_database_that_closes_nothing_for_seconds_is_said_to_until_it_closes_something_or_nobody_asks_any_more() {
     let mut desk = Desk::new(policy());
     let mut now = at_ms(1_000);
-    desk.hear(delivered("a", now, 1, 1), now);
+    for (tag, order) in [(1, "a"), (2, "c")] {
+        desk.hear(delivered(order, now, 1, tag), now);
+    }
     let mut fail_until = |desk: &mut Desk, end: Moment| {
         while now < end {
             for batch in batches(desk, now) {
@@ -735,8 +744,26 @@ fn a_database_that_closes_nothing_for_seconds_is_said_to_until_it_closes_somethi
     fail_until(&mut desk, at_ms(7_000));
     assert!(desk.closes_nothing(at_ms(7_000)));
     assert!(!desk.closes_nothing(at_ms(20_000)), "nobody has asked for long");
-    desk.hear(delivered("b", at_ms(7_000), 1, 2), at_ms(7_000));
+    desk.hear(delivered("b", at_ms(7_000), 1, 3), at_ms(7_000));
     let batch = batches(&mut desk, at_ms(7_002)).remove(0);
-    answer(&mut desk, batch, &found(Outcome::Closed), at_ms(7_010));
-    assert!(!desk.closes_nothing(at_ms(7_010)));
+    answer(&mut desk, batch.clone(), &found(Outcome::Busy), at_ms(7_010));
+    assert!(desk.closes_nothing(at_ms(7_010)), "who only looks is held up by nothing");
+    desk.hear(delivered("d", at_ms(7_000), 1, 4), at_ms(7_010));
+    let batch = batches(&mut desk, at_ms(7_012)).remove(0);
+    answer(&mut desk, batch, &found(Outcome::Closed), at_ms(7_020));
+    assert!(!desk.closes_nothing(at_ms(7_020)));
+}
+
+#[test]
+fn one_order_that_fails_for_long_is_not_taken_for_a_database_that_closes_nothing() {
+    let mut desk = Desk::new(policy());
+    let mut now = at_ms(1_000);
+    desk.hear(delivered("a", now, 1, 1), now);
+    while now < at_ms(9_000) {
+        for batch in batches(&mut desk, now) {
+            answer(&mut desk, batch, &Err(CloseFault::Transient("a timeout".into())), now);
+        }
+        assert!(!desk.closes_nothing(now));
+        now = now + Duration::from_millis(10);
+    }
 }
