@@ -30,8 +30,11 @@ const CONTRACT: Contract = Contract {
 /// How long an impatient batch may wait for a lock, where its statement knows no better. Short, for others wait behind.
 const SHORT_LOCK_TIMEOUT: Duration = Duration::from_millis(20);
 
-/// How long a connection is taken to be alive that nobody has used. The clock is read each second, on each in turn.
-const KEPT_FOR: Duration = Duration::from_secs(5);
+/// How long a connection is taken to be alive that nobody has used. The clock is read each second, on each in turn, and
+/// there are not so many (`worker.closers`).
+const UNUSED_FOR: Duration = Duration::from_secs(40);
+/// How long a connection is kept before the pool may say whether it is too old: a server frees some memory only then.
+const KEPT_FOR: Duration = Duration::from_secs(30 * 60);
 
 /// Closes batches. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -43,8 +46,25 @@ pub struct Closer {
     kept: Arc<Mutex<VecDeque<Kept>>>,
 }
 
-/// A connection, and when it has last done its work.
-type Kept = (PoolConnection<Postgres>, Instant);
+#[derive(Debug)]
+struct Kept {
+    connection: PoolConnection<Postgres>,
+    /// When it came out of the pool.
+    since: Instant,
+    /// When it has last done its work.
+    used: Instant,
+}
+
+impl Kept {
+    fn new(connection: PoolConnection<Postgres>) -> Self {
+        let now = Instant::now();
+        Self { connection, since: now, used: now }
+    }
+
+    fn is_fit(&self) -> bool {
+        self.used.elapsed() < UNUSED_FOR && self.since.elapsed() < KEPT_FOR
+    }
+}
 
 impl Closer {
     /// Prepares the close statement (`close_sql` names a file; empty means ours) and checks it against the contract.
@@ -108,14 +128,14 @@ impl Closer {
         work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
         let kept = self.kept.lock().expect("nobody panics holding it").pop_front();
-        let mut connection = match kept.filter(|(_, used)| used.elapsed() < KEPT_FOR) {
-            Some((connection, _)) => connection,
-            None => self.database.connection().await?,
+        let mut one = match kept.filter(Kept::is_fit) {
+            Some(kept) => kept,
+            None => Kept::new(self.database.connection().await?),
         };
-        let answer = self.database.run_on(&mut connection, work).await;
+        let answer = self.database.run_on(&mut one.connection, work).await;
         let mut kept = self.kept.lock().expect("nobody panics holding it");
         match answer {
-            Ok(_) => kept.push_back((connection, Instant::now())),
+            Ok(_) => kept.push_back(Kept { used: Instant::now(), ..one }),
             // What has broken one may have broken all of them. The pool throws away those that are.
             Err(_) => kept.clear(),
         }

@@ -149,9 +149,8 @@ impl Outbox {
         let answers = self.confirmed.publish_all(messages).await;
         let dropped = settled.len();
         settled.extend(ids.iter().zip(&answers).filter(|(_, answer)| answer.is_ok()).map(|(id, _)| *id));
-        self.mark_sent(&settled).await?;
-        let sent = settled.len() - dropped;
-        let refused = answers.len() - sent;
+        let refused = answers.iter().filter(|answer| answer.is_err()).count();
+        let sent = self.mark_sent(&settled).await?.saturating_sub(dropped);
         let more = unsent.len() >= self.batch_size;
         Ok(Relayed { sent, dropped, refused, fault: answers.into_iter().find_map(Result::err), more })
     }
@@ -167,32 +166,38 @@ impl Outbox {
         Ok(Duration::try_from_secs_f64(age_s.unwrap_or(0.0)).unwrap_or_default())
     }
 
-    async fn mark_sent(&mut self, ids: &[Uuid]) -> Result<(), sqlx::Error> {
+    /// Returns how many are marked now.
+    async fn mark_sent(&mut self, ids: &[Uuid]) -> Result<usize, sqlx::Error> {
         if ids.is_empty() {
-            return Ok(());
+            return Ok(0);
         }
         let update = sqlx::query(self.sql.mark_sent).bind(ids);
         match self.database.run(async |connection| update.execute(connection).await).await {
             Err(error) if trouble(&error) == Trouble::Locked => self.mark_free(ids).await,
-            marked => marked.map(drop),
+            marked => marked.map(|_| ids.len()),
         }
     }
 
     /// One row that somebody keeps locked must not have all of them sent again, and again.
-    async fn mark_free(&mut self, ids: &[Uuid]) -> Result<(), sqlx::Error> {
+    async fn mark_free(&mut self, ids: &[Uuid]) -> Result<usize, sqlx::Error> {
         let update = sqlx::query_scalar(self.sql.mark_free).bind(ids);
         let marked: Vec<Uuid> = self.database.run(async |connection| update.fetch_all(connection).await).await?;
         let until = Instant::now() + LEAVES_LOCKED_ROWS_FOR;
         let marked: HashSet<Uuid> = marked.into_iter().collect();
         let locked = ids.iter().filter(|id| !marked.contains(id)).map(|id| (*id, until));
+        let known = self.set_aside.len();
         self.set_aside.extend(locked);
+        // Whoever kept them has let go meanwhile.
+        if self.set_aside.len() == known {
+            return Ok(marked.len());
+        }
         let (rows, again_in_s) = (self.set_aside.len(), LEAVES_LOCKED_ROWS_FOR.as_secs());
         warn!(
             rows,
             again_in_s,
             "sent rows of an outbox cannot be marked because somebody keeps them locked; they are sent again"
         );
-        Ok(())
+        Ok(marked.len())
     }
 
     /// Deletes some of what was sent long enough ago; returns whether there is more.

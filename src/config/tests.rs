@@ -308,3 +308,10 @@ fn no_fault_repeats_a_password() {
     let settings = load(&[("ORDER_TIMEOUT__AMQP__URL", "amqp://u:hunter2@h/v")], &[]).unwrap();
     assert!(!format!("{settings:?}").contains("hunter2"));
 }
+
+#[test]
+fn a_lock_that_is_waited_for_longer_than_a_statement_may_take_is_refused() {
+    let fault = load(&[], &["database.lock_timeout=5s"]).unwrap_err();
+    let why = "must be shorter than database.statement_timeout, which is 5s";
+    assert!(fault.contains("database.lock_timeout") && fault.contains(why), "{fault:?}");
+}

@@ -112,6 +112,14 @@ impl Settings {
         ] {
             within(key, value, Duration::from_millis(1), Duration::from_secs(3_600))?;
         }
+        // Or nobody would ever hear that it was a lock.
+        if self.database.lock_timeout >= self.database.statement_timeout {
+            let why = format!(
+                "must be shorter than database.statement_timeout, which is {}",
+                humantime::format_duration(self.database.statement_timeout)
+            );
+            return Err(BadSettings::of("database.lock_timeout", why));
+        }
         within("amqp.heartbeat", self.amqp.heartbeat, Duration::from_secs(1), Duration::from_secs(600))
     }
 

@@ -776,7 +776,7 @@ fn a_worker_that_is_told_twice_to_stop_ends_at_once() {
         |settings| {
             settings.worker.shutdown_grace = Duration::from_secs(300);
             settings.database.statement_timeout = Duration::from_secs(300);
-            settings.database.lock_timeout = Duration::from_secs(300);
+            settings.database.lock_timeout = Duration::from_secs(299);
         },
         async |stage| {
             let worker = Watched::start(&stage.settings);
