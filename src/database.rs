@@ -47,6 +47,9 @@ const APPLICATION_NAME: &str = "order-timeout";
 /// The same of what changes the schema, which may take as long as it likes.
 const SETUP_NAME: &str = "order-timeout setup";
 
+/// How long a change of the schema may wait for a table. Whatever closes orders waits behind it for as long.
+const SETUP_WAITS_FOR_LOCKS: &str = "2s";
+
 /// How long a connection may take that is only to find out why there is none, or to end what hangs.
 const ASKING_WHY: Duration = Duration::from_millis(500);
 
@@ -177,23 +180,24 @@ impl Database {
     }
 
     /// A commit that waits for a standby is under no time limit, and goes on when its connection is gone. Those that were
-    /// begun anew in its place would wait, too, until the server has no connection left for anybody.
+    /// begun anew in its place would wait, too, until the server has no connection left for anybody. Cancelled, it waits
+    /// no longer and stands on this server alone. Everything else is ended by the server's own `statement_timeout`.
     async fn end_what_nobody_waits_for(self) {
         let Way { options, settings } = &*self.way;
         let Ok(mut connection) = connect_once(options, ASKING_WHY, settings.tls_files()).await else { return };
-        // Ours and those of other workers: none waits for longer than this.
+        // Ours, and what workers that are gone have left behind.
         let end = sqlx::query(
             "SELECT pg_cancel_backend(pid) FROM pg_stat_activity
-             WHERE application_name = $1 AND datname = current_database() AND usename = current_user
-               AND state = 'active' AND pid <> pg_backend_pid() AND clock_timestamp() - query_start > make_interval(secs => $2)",
+             WHERE application_name = $1 AND datname = current_database() AND usename = session_user
+               AND wait_event = 'SyncRep' AND clock_timestamp() - query_start > make_interval(secs => $2)",
         );
         let end = end.bind(APPLICATION_NAME).bind(self.patience.as_secs_f64()).execute(&mut connection);
         match tokio::time::timeout(ASKING_WHY, end).await {
             Ok(Ok(ended)) => {
-                debug!(statements = ended.rows_affected(), "statements that nobody waits for were cancelled")
+                debug!(commits = ended.rows_affected(), "commits that nobody waits for no longer wait for a standby")
             }
-            Ok(Err(error)) => debug!(error = why(&error), "statements that nobody waits for could not be cancelled"),
-            Err(_) => debug!("statements that nobody waits for could not be cancelled in time"),
+            Ok(Err(error)) => debug!(error = why(&error), "commits that nobody waits for could not be told to end"),
+            Err(_) => debug!("commits that nobody waits for could not be told to end in time"),
         }
         let _ = tokio::time::timeout(ASKING_WHY, connection.close()).await;
     }
@@ -310,8 +314,10 @@ fn why_not_by_tls(error: &sqlx::Error) -> Option<String> {
 /// # Errors
 /// [`DatabaseFault`] names the migration.
 pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseFault> {
-    // Without the worker's timeouts: a migration may take long, and waits for whoever uses the tables.
-    let options = connect_options(settings)?.application_name(SETUP_NAME);
+    // Without the worker's statement timeout, for a migration may take long. But whoever waits for a table behind somebody
+    // else has all workers wait behind him.
+    let options =
+        connect_options(settings)?.application_name(SETUP_NAME).options([("lock_timeout", SETUP_WAITS_FOR_LOCKS)]);
     let mut connection = connect_once(&options, settings.acquire_timeout, settings.tls_files()).await?;
     let pending = pending_migrations(&mut connection).await?;
     MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseFault(why_not_migrated(&error)))?;
@@ -328,6 +334,9 @@ fn why_not_migrated(error: &MigrateError) -> String {
             if sqlstate(inner).as_deref() == Some("42P07") =>
         {
             "a table of that name is there already; run CREATE SCHEMA order_timeout, add ?options=-csearch_path%3Dorder_timeout to database.url, and name statements for your own orders in orders.close_sql and orders.overdue_sql"
+        }
+        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) if trouble(inner) == Trouble::Locked => {
+            "somebody keeps a table of ours locked, such as a dump, or another setup runs (pg_stat_activity names them); run `order-timeout setup` again when that has ended"
         }
         MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) if is_forbidden(inner) => {
             A_SCHEMA_OF_ITS_OWN
@@ -467,11 +476,11 @@ pub fn trouble(error: &sqlx::Error) -> Trouble {
         "25006" => Trouble::Away,
         // invalid transaction state, invalid statement name (a pooler has changed servers), transaction rollback
         code if ["25", "26", "40"].contains(&&code[..2]) => Trouble::Transient,
-        // insufficient resources
-        code if code.starts_with("53") => Trouble::Away,
-        // connection exception, invalid authorization, operator intervention, system error: the server's own if it ends
-        // the connection. What does not may be a trigger's, which failed to reach another server.
-        code if ["08", "28", "57", "58"].contains(&&code[..2]) => match fault.severity() {
+        // insufficient resources, system error (a bad disk)
+        code if ["53", "58"].contains(&&code[..2]) => Trouble::Away,
+        // connection exception, invalid authorization, operator intervention: the server's own if it ends the connection.
+        // What does not may be a trigger's, which failed to reach another server.
+        code if ["08", "28", "57"].contains(&&code[..2]) => match fault.severity() {
             PgSeverity::Panic | PgSeverity::Fatal => Trouble::Away,
             _ => Trouble::Broken,
         },
