@@ -26,8 +26,8 @@ const DEMO_LANE: &str = "3s";
 const DEMO_LEAD: Duration = Duration::from_millis(500);
 /// The other delays of the demo: longer than `hold_max`, so that each waits in a slot of the wheel.
 const DEMO_OTHER_MS: std::ops::RangeInclusive<u64> = 4_000..=8_000;
-/// The other delays with a foreign worker, whose settings may hold up to 15 s in memory.
-const SHARED_OTHER_MS: std::ops::RangeInclusive<u64> = 8_000..=20_000;
+/// The other delays with a foreign worker, whose settings may hold up to 30 s in memory.
+const SHARED_OTHER_MS: std::ops::RangeInclusive<u64> = 8_000..=40_000;
 /// The longest standard delay that a demo waits for.
 const LONGEST_LANE: Duration = Duration::from_secs(60);
 /// Customers at the till at the same time.

@@ -125,12 +125,17 @@ fn log_answer(batch: &Batch, answer: &Answer, now: Moment) -> usize {
     let findings = match answer {
         Ok(findings) => findings,
         Err(fault) => {
-            let orders = batch.cases.len();
-            debug!(orders, ?fault, "a batch could not be closed; it is tried again");
+            let (orders, first) =
+                (batch.cases.len(), batch.cases.first().map_or("", |case| case.alarm.order_id().as_str()));
+            debug!(orders, first, ?fault, "a batch could not be closed; it is tried again");
             return 0;
         }
     };
     let closed_by = batch.by.as_str();
+    for unknown in batch.cases.iter().map(|case| case.alarm.order_id()).filter(|id| !findings.contains_key(*id)) {
+        let outcome = Outcome::Unknown.as_str();
+        debug!(order_id = %unknown, outcome, asked_by = closed_by, "order {unknown} stays as it is: {outcome}");
+    }
     let mut closed = 0;
     for (order_id, finding) in findings {
         match finding {

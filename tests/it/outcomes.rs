@@ -54,12 +54,15 @@ async fn wait_until(moment: Moment) {
     tokio::time::sleep(moment.since(Moment::now_by_local_clock())).await;
 }
 
-/// Waits until the worker has heard every alarm that was delivered so far: it hears of them in their order, and one more
-/// behind them is for an order that is due. An empty queue would say too little, for what has left it may be on its way.
+/// Waits until the worker has heard every alarm that was delivered so far. It hears of them in their order on each of its
+/// two channels, among which the broker shares them out in turn, and these behind them are for orders that are due. An
+/// empty queue would say too little, for what has left it may be on its way.
 async fn wait_until_heard(stage: &Stage) {
-    let witness = stage.order(Duration::ZERO).await;
-    stage.deliver([&witness]).await;
-    wait_until_closed(stage, &witness).await;
+    let witnesses = stage.orders(8, Duration::ZERO).await;
+    stage.deliver(&witnesses).await;
+    for witness in &witnesses {
+        wait_until_closed(stage, witness).await;
+    }
 }
 
 /// Delivers the alarm of an order that is due but not the worker's to close, and insists that it changes nothing.

@@ -111,7 +111,7 @@ fn what_is_sold_out_is_refused_by_the_constraint_that_the_readme_names() {
 }
 
 #[test]
-fn an_order_service_needs_the_rights_that_the_handbook_grants_and_no_more() {
+fn the_rights_of_the_handbook_suffice_for_the_readme_and_open_nothing_else_of_ours() {
     on_stage(
         |_| {},
         async |stage| {
