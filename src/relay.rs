@@ -182,15 +182,13 @@ impl Outbox {
     async fn mark_free(&mut self, ids: &[Uuid]) -> Result<usize, sqlx::Error> {
         let update = sqlx::query_scalar(self.sql.mark_free).bind(ids);
         let marked: Vec<Uuid> = self.database.run(async |connection| update.fetch_all(connection).await).await?;
-        let until = Instant::now() + LEAVES_LOCKED_ROWS_FOR;
-        let marked: HashSet<Uuid> = marked.into_iter().collect();
-        let locked = ids.iter().filter(|id| !marked.contains(id)).map(|id| (*id, until));
-        let known = self.set_aside.len();
-        self.set_aside.extend(locked);
-        // Whoever kept them has let go meanwhile.
-        if self.set_aside.len() == known {
+        // Whoever kept them may have let go meanwhile.
+        if marked.len() == ids.len() {
             return Ok(marked.len());
         }
+        let until = Instant::now() + LEAVES_LOCKED_ROWS_FOR;
+        let marked: HashSet<Uuid> = marked.into_iter().collect();
+        self.set_aside.extend(ids.iter().filter(|id| !marked.contains(id)).map(|id| (*id, until)));
         let (rows, again_in_s) = (self.set_aside.len(), LEAVES_LOCKED_ROWS_FOR.as_secs());
         warn!(
             rows,
