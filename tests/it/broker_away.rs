@@ -9,8 +9,9 @@ use lapin::types::FieldTable;
 use order_timeout::{Publisher, Settings};
 
 use crate::support::away::{
-    COMING_BACK, HELD_LONG, assert_all_closed_and_heard, assert_nothing_is_scheduled, be_impatient, behind, hold_long,
-    is_consumed, keep_events, meanwhile, on_private_broker_with, schedule, wait_until_scheduling_works,
+    COMING_BACK, HELD_LONG, assert_all_closed_and_heard, assert_nothing_is_scheduled, be_impatient, behind,
+    held_by_the_worker, hold_long, is_consumed, keep_events, meanwhile, on_private_broker_with, schedule,
+    wait_until_scheduling_works,
 };
 use crate::support::private::Private;
 use crate::support::proxy::{Direction, Proxy};
@@ -21,14 +22,6 @@ const SECOND: Duration = Duration::from_secs(1);
 fn impatient_and_without_the_sweep(settings: &mut Settings) {
     be_impatient(settings);
     alarms_alone(settings);
-}
-
-/// Orders whose alarms the worker holds unacknowledged.
-async fn held_by_the_worker(stage: &Stage, count: usize, delay: Duration) -> Vec<Order> {
-    let orders = stage.orders(count, delay).await;
-    stage.deliver(&orders).await;
-    wait_for("the alarms in the worker's hands", async || stage.depth(&stage.names().timeout()).await == 0).await;
-    orders
 }
 
 /// Insists that each of these is closed, for that takes no broker.

@@ -7,20 +7,14 @@ use std::time::{Duration, Instant};
 use secrecy::ExposeSecret;
 use sqlx::{Connection, PgConnection};
 
-use crate::support::away::{COMING_BACK, be_impatient, meanwhile, on_private_database, worker_through};
+use crate::support::away::{
+    COMING_BACK, be_impatient, held_by_the_worker, meanwhile, on_private_database, worker_through,
+};
 use crate::support::private::Private;
 use crate::support::proxy::{Direction, Proxy, Then};
-use crate::support::{Order, Stage, on_stage, wait_for, wait_within};
+use crate::support::{Stage, on_stage, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
-
-/// Orders whose alarms the worker holds unacknowledged.
-async fn held_by_the_worker(stage: &Stage, count: usize, delay: Duration) -> Vec<Order> {
-    let orders = stage.orders(count, delay).await;
-    stage.deliver(&orders).await;
-    wait_for("the alarms in the worker's hands", async || waiting(stage).await == 0).await;
-    orders
-}
 
 /// Messages ready in the processing queue.
 async fn waiting(stage: &Stage) -> usize {

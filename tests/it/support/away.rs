@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use super::private::Private;
 use super::proxy::Proxy;
-use super::{Order, RunningWorker, Stage, on_stage, wait_within};
+use super::{Order, RunningWorker, Stage, on_stage, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// Long enough for the longest pause between two tries, and for alarms that wait in the wheel.
@@ -101,6 +101,15 @@ pub async fn schedule(stage: &Stage, publisher: &Publisher, count: usize, delay:
     let orders = stage.orders(count, delay).await;
     let alarms = orders.iter().map(|order| (order.order_id(), order.deadline));
     assert_eq!(publisher.schedule_all(alarms).await, Ok(count));
+    orders
+}
+
+/// Orders whose alarms the worker holds unacknowledged.
+pub async fn held_by_the_worker(stage: &Stage, count: usize, delay: Duration) -> Vec<Order> {
+    let orders = stage.orders(count, delay).await;
+    stage.deliver(&orders).await;
+    let waiting = async || stage.depth(&stage.names().timeout()).await;
+    wait_for("the alarms in the worker's hands", async || waiting().await == 0).await;
     orders
 }
 
