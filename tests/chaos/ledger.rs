@@ -16,8 +16,10 @@
 //! an alarm that was safe and that nobody threw away, is owed it, whatever it went through before. If the sweep had to
 //! close it and no alarm came afterwards either, its alarm is lost. One that comes afterwards is late: a broker counts a
 //! message's delay from when it has it, so one that stood still makes late what was on its way to it, and whatever waits
-//! in the same slot behind that. And nothing is owed to an order that was extended if its alarm could be handed over only
-//! after the deadline it names: the relay leaves such an alarm to the sweep.
+//! in the same slot behind that. If alarms were thrown away soon after such an order's deadline, nobody can say whether
+//! its own was among them, late, or had been lost before: it is undecided. Late and undecided ones may be few. And nothing
+//! is owed to an order that was extended if its alarm could be handed over only after the deadline it names: the relay
+//! leaves such an alarm to the sweep.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -40,6 +42,8 @@ pub const PROMISED: Duration = Duration::from_secs(1);
 /// An alarm that is safe so long before its deadline, in a rest, has the time for every way there is: out of the outbox,
 /// through a lane, into the hold.
 const TIME_FOR_EVERY_WAY: Duration = Duration::from_millis(1_500);
+/// How long after its deadline a late alarm may still be on its way: no fault stops a broker for longer.
+const MAY_STILL_COME: Duration = Duration::from_secs(30);
 
 /// How a run ended, as its last line says it.
 #[derive(Debug, Serialize)]
@@ -62,6 +66,8 @@ pub struct Report {
     pub alarms_owed: usize,
     /// Those of them that the sweep had to close, because the alarm came later than that.
     pub alarms_late: usize,
+    /// Those of them that the sweep had to close shortly before alarms were thrown away: late, or lost.
+    pub alarms_undecided: usize,
     /// Those of them whose alarm never came.
     pub alarms_lost: usize,
     pub max_lateness_beyond_fault_ms: f64,
@@ -118,6 +124,7 @@ struct Tally {
     closed_by: ClosedBy,
     alarms_owed: usize,
     alarms_late: usize,
+    alarms_undecided: usize,
     /// In words.
     alarms_lost: Vec<String>,
     lateness: Vec<(Duration, String)>,
@@ -149,14 +156,16 @@ fn is_owed_its_alarm(life: &Life, expired: &Expired, carried: &[Carried], rests:
     // Both ends of a rest are somebody's beginning: what fell due a moment before it, and the next fault.
     let in_a_rest =
         |rest: &Rest| rest.from + TIME_FOR_EVERY_WAY <= life.deadline && life.deadline + PROMISED <= rest.until;
-    let is_gone = |fault: &Carried| {
-        fault.kind.throws_alarms_away() && fault.from <= life.deadline && fault.until >= life.created_at
-    };
     !life.contested
         && !was_left_to_the_sweep
         && alarmed_at + TIME_FOR_EVERY_WAY <= life.deadline
         && rests.iter().any(in_a_rest)
-        && !carried.iter().any(is_gone)
+        && !were_thrown_away(carried, life.created_at, life.deadline)
+}
+
+/// Whether alarms were thrown away at any time between these moments.
+fn were_thrown_away(carried: &[Carried], from: Moment, until: Moment) -> bool {
+    carried.iter().any(|fault| fault.kind.throws_alarms_away() && fault.from <= until && fault.until >= from)
 }
 
 fn excuses(whom: &Whom, life: &Life) -> bool {
@@ -255,6 +264,9 @@ fn judge_alarm(tally: &mut Tally, life: &Life, row: Option<&Row>, expired: &Expi
     match row.closed_by.as_deref() {
         Some("alarm") => {}
         _ if evidence.late.contains(&life.id) => tally.alarms_late += 1,
+        _ if were_thrown_away(evidence.carried, life.deadline, life.deadline + MAY_STILL_COME) => {
+            tally.alarms_undecided += 1;
+        }
         _ => tally.alarms_lost.push(format!("{life:?} {row:?}")),
     }
 }
@@ -281,6 +293,7 @@ fn report(evidence: &Evidence<'_>, tally: &Tally, stock_balanced: bool) -> Repor
         closed_by: ClosedBy { alarm, sweep, manual },
         alarms_owed: tally.alarms_owed,
         alarms_late: tally.alarms_late,
+        alarms_undecided: tally.alarms_undecided,
         alarms_lost: tally.alarms_lost.len(),
         max_lateness_beyond_fault_ms: (latest.as_secs_f64() * 1e4).round() / 10.0,
     }
@@ -413,6 +426,16 @@ mod tests {
         let handed_over_after = |deadline| is_owed_its_alarm(&order(), &[(order().id, deadline)].into(), &[], &[of_it]);
         assert!(!handed_over_after(at(3_000)), "the order was extended meanwhile");
         assert!(handed_over_after(at(DEADLINE_MS)), "nobody had extended it");
+    }
+
+    #[test]
+    fn what_is_thrown_away_is_what_was_under_way_at_that_time() {
+        let deleted = Carried { kind: Kind::QueueDeleted, ..fault(20_000, 21_000, Whom::Nobody) };
+        let thrown = |fault: &Carried, from, until| were_thrown_away(std::slice::from_ref(fault), at(from), at(until));
+        assert!(thrown(&deleted, 10_000, 20_000) && thrown(&deleted, 21_000, 30_000));
+        assert!(!thrown(&deleted, 10_000, 19_999), "before");
+        assert!(!thrown(&deleted, 21_001, 30_000), "after");
+        assert!(!thrown(&Carried { kind: Kind::DatabaseKilled, ..deleted }, 10_000, 30_000), "no alarm's business");
     }
 
     #[test]

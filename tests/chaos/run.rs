@@ -49,7 +49,7 @@ const SWEPT_WITHIN: Duration = Duration::from_millis(500);
 const ASK_EVERY: Duration = Duration::from_millis(20);
 /// How often a run says how far it is.
 const SAY_EVERY: Duration = Duration::from_secs(15);
-/// One in so many alarms may come late in a rest, by what was broken before it.
+/// One in so many alarms may come late in a rest, or not be known to have come, by what was broken around it.
 const FEW: usize = 20;
 /// For a machine that is busy with other things: the short run is about what is right, the long ones about when.
 const GENEROUS: Duration = Duration::from_secs(15);
@@ -140,11 +140,10 @@ async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
         let latest = verdict.latest.first().cloned().unwrap_or_default();
         verdict.violations.push(format!("late by more than {bound_ms} ms: {latest}"));
     }
-    if verdict.report.alarms_late * FEW > verdict.report.alarms_owed {
-        let Report { alarms_late, alarms_owed, .. } = verdict.report;
-        verdict
-            .violations
-            .push(format!("{alarms_late} of {alarms_owed} alarms owed were late, which is more than a few"));
+    let Report { alarms_owed, alarms_late, alarms_undecided, .. } = verdict.report;
+    if (alarms_late + alarms_undecided) * FEW > alarms_owed {
+        let which = format!("{alarms_late} late and {alarms_undecided} undecided");
+        verdict.violations.push(format!("of {alarms_owed} alarms owed {which}, which is more than a few"));
     }
     if verdict.report.alarms_lost > 0 {
         verdict.violations.push(format!("alarms lost: {}", verdict.alarms_lost.join("; ")));
