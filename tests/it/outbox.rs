@@ -13,6 +13,7 @@ use order_timeout::{NotWritten, schedule_in};
 use secrecy::ExposeSecret;
 use sqlx::AssertSqlSafe;
 
+use crate::support::away::is_consumed;
 use crate::support::{PATIENCE, on_stage, wait_for};
 
 const UNSENT: &str = "SELECT count(*) FROM alarm_outbox WHERE sent_at IS NULL";
@@ -157,6 +158,37 @@ fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
             assert!(matches!(refused, NotRelayed::Broker(_)), "{refused}");
             assert!(rounds > 1, "forty alarms in batches of thirty: the second batch went past those refused");
             assert!((1..40).contains(&stage.count(UNSENT).await), "only those of the lost shard are left");
+        },
+    );
+}
+
+/// RabbitMQ 3 forgets to tell a consumer that his queue is gone if it is back too soon (`Topology::but_for_consumed`): he
+/// stays, and hears nothing.
+#[test]
+fn an_inbox_that_is_deleted_under_alarms_on_their_way_to_it_is_heard_again() {
+    on_stage(
+        |settings| {
+            // Each by itself, so that one of them misses the inbox as soon as it is gone, and the worker looks what is missing.
+            settings.announce.batch_size = 1;
+            settings.announce.poll = Duration::from_millis(1);
+        },
+        async |stage| {
+            let inbox = stage.names().arm();
+            let worker = stage.worker().await;
+            for time in 1..=10 {
+                let alarms = "INSERT INTO alarm_outbox (order_id, deadline)
+                              SELECT gen_random_uuid()::text, now() + interval '30 minutes' FROM generate_series(1, 30)";
+                sqlx::query(alarms).execute(&stage.pool).await.unwrap();
+                wait_for("some of them under way", async || stage.count(UNSENT).await < 29).await;
+                stage.channel.queue_delete(inbox.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+                let left = stage.count(UNSENT).await;
+                assert!(left > 0, "some missed the inbox");
+                wait_for("the inbox", async || is_consumed(&stage, &inbox).await).await;
+                wait_for("all of them handed over", async || stage.count(UNSENT).await == 0).await;
+                let heard = format!("all of them heard after the inbox was deleted for the {time}. time");
+                wait_for(&heard, async || stage.depth(&inbox).await == 0).await;
+            }
+            worker.stop().await;
         },
     );
 }
