@@ -33,7 +33,7 @@ const SHORT_LOCK_TIMEOUT: Duration = Duration::from_millis(20);
 /// How long a connection is taken to be alive that nobody has used. The clock is read each second, on each in turn, and
 /// there are not so many (`worker.closers`).
 const UNUSED_FOR: Duration = Duration::from_secs(40);
-/// How long a connection is kept before the pool may say whether it is too old: a server frees some memory only then.
+/// How long a connection is kept: a server frees some memory only when it ends.
 const KEPT_FOR: Duration = Duration::from_secs(30 * 60);
 
 /// Closes batches. Cheap to clone.
@@ -63,6 +63,12 @@ impl Kept {
 
     fn is_fit(&self) -> bool {
         self.used.elapsed() < UNUSED_FOR && self.since.elapsed() < KEPT_FOR
+    }
+
+    /// Without asking it anything: a pool that has one back asks whether it is alive, waits for the answer for ever, and
+    /// opens none in its place meanwhile.
+    fn throw_away(self) {
+        drop(self.connection.detach());
     }
 }
 
@@ -128,18 +134,32 @@ impl Closer {
         work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
         let kept = self.kept.lock().expect("nobody panics holding it").pop_front();
-        let mut one = match kept.filter(Kept::is_fit) {
-            Some(kept) => kept,
-            None => Kept::new(self.database.connection().await?),
+        let mut one = match kept {
+            Some(kept) if kept.is_fit() => kept,
+            unfit => {
+                unfit.into_iter().for_each(Kept::throw_away);
+                Kept::new(self.database.connection().await?)
+            }
         };
         let answer = self.database.run_on(&mut one.connection, work).await;
-        let mut kept = self.kept.lock().expect("nobody panics holding it");
-        match answer {
-            Ok(_) => kept.push_back(Kept { used: Instant::now(), ..one }),
-            // What has broken one may have broken all of them. The pool throws away those that are.
-            Err(_) => kept.clear(),
+        match &answer {
+            Ok(_) => self.keep(Kept { used: Instant::now(), ..one }),
+            // What has broken one may have broken all of them.
+            Err(error) if trouble(error) == Trouble::Away => {
+                one.throw_away();
+                self.take_all_kept().into_iter().for_each(Kept::throw_away);
+            }
+            Err(_) => {}
         }
         answer
+    }
+
+    fn keep(&self, one: Kept) {
+        self.kept.lock().expect("nobody panics holding it").push_back(one);
+    }
+
+    fn take_all_kept(&self) -> VecDeque<Kept> {
+        std::mem::take(&mut *self.kept.lock().expect("nobody panics holding it"))
     }
 
     /// Whose fault an error is: nobody's, the order's, or everybody's.
@@ -185,7 +205,19 @@ impl Closer {
             let Timestamptz(database) = sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(connection).await?;
             Ok(ClockSample { asked, answered: Instant::now(), database })
         };
-        self.run_kept(ask).await
+        match self.run_kept(ask).await {
+            // The server may have ended this one connection alone, and nobody has asked it whether it is alive.
+            Err(error) if is_cut_off(&error) => self.run_kept(ask).await,
+            answer => answer,
+        }
+    }
+}
+
+/// Whether the connection has ended, rather than that there was no answer in time.
+fn is_cut_off(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Io(fault) => fault.kind() != std::io::ErrorKind::TimedOut,
+        error => error.as_database_error().is_some() && trouble(error) == Trouble::Away,
     }
 }
 

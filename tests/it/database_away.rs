@@ -4,6 +4,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use order_timeout::close::Closer;
+use order_timeout::database::Database;
 use secrecy::ExposeSecret;
 use sqlx::{Connection, PgConnection};
 
@@ -448,4 +450,71 @@ fn an_order_in_a_status_of_the_shops_own_does_not_make_the_worker_spin() {
         bound.assert_kept();
         worker.stop().await;
     });
+}
+
+/// The server's processes that kept connections lead to, halted: they do not answer, while whoever connects anew is served.
+/// They go on when this is dropped.
+struct HaltedBackends(Vec<i32>);
+
+impl HaltedBackends {
+    async fn of(stage: &Stage, closer_connections: usize) -> Self {
+        let pids = backends_that_told_the_time(stage).await;
+        assert_eq!(pids.len(), closer_connections);
+        let halted = Self(pids);
+        halted.signal(libc::SIGSTOP);
+        halted
+    }
+
+    fn signal(&self, signal: i32) {
+        for pid in &self.0 {
+            // SAFETY: no memory is involved; the processes are of the test's own server.
+            assert_eq!(unsafe { libc::kill(*pid, signal) }, 0);
+        }
+    }
+}
+
+impl Drop for HaltedBackends {
+    fn drop(&mut self) {
+        self.signal(libc::SIGCONT);
+    }
+}
+
+async fn backends_that_told_the_time(stage: &Stage) -> Vec<i32> {
+    let backends = "SELECT pid FROM pg_stat_activity
+                    WHERE datname = current_database() AND state = 'idle' AND query = 'SELECT clock_timestamp()'";
+    sqlx::query_scalar(backends).fetch_all(&stage.pool).await.unwrap()
+}
+
+#[test]
+fn kept_connections_that_nobody_answers_make_room_for_others_at_once() {
+    on_private_database(&[], async |stage, _| {
+        let database = Database::connect(&stage.settings.database, 3).await.unwrap();
+        let closer = Closer::prepare(database, "").await.unwrap();
+        let ask_all = || async { tokio::join!(closer.sample_clock(), closer.sample_clock(), closer.sample_clock()) };
+        let kept = ask_all().await;
+        assert!(matches!(kept, (Ok(_), Ok(_), Ok(_))), "{kept:?}");
+
+        let _halted = HaltedBackends::of(&stage, 3).await;
+        let unanswered = closer.sample_clock().await.unwrap_err().to_string();
+        assert!(unanswered.contains("did not answer within"), "{unanswered}");
+        let answers = ask_all().await;
+        assert!(matches!(answers, (Ok(_), Ok(_), Ok(_))), "{answers:?}");
+    });
+}
+
+#[test]
+fn a_clock_that_is_read_on_a_connection_which_the_server_has_ended_is_read_on_another() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+            let closer = Closer::prepare(database, "").await.unwrap();
+            closer.sample_clock().await.unwrap();
+            let pids = backends_that_told_the_time(&stage).await;
+            assert_eq!(pids.len(), 1);
+            let end = "SELECT pg_terminate_backend($1, 10000)";
+            assert!(sqlx::query_scalar::<_, bool>(end).bind(pids[0]).fetch_one(&stage.pool).await.unwrap());
+            closer.sample_clock().await.unwrap();
+        },
+    );
 }
