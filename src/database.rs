@@ -444,7 +444,7 @@ pub fn timestamp(moment: Moment) -> Option<OffsetDateTime> {
 pub enum Trouble {
     /// A lock that was not to be had in time.
     Locked,
-    /// A deadlock, a serialization failure, a timeout: try again.
+    /// A deadlock, a serialization failure, a timeout, a full disk: try again.
     Transient,
     /// The data at hand: a constraint, a trigger, a value.
     Data,
@@ -452,7 +452,7 @@ pub enum Trouble {
     /// trigger of one row is broken, or cannot reach what it wants to. Which of the two, only trying it without rows can
     /// tell.
     Broken,
-    /// Nothing will work as things stand: away, read-only, out of resources.
+    /// Nothing will work as things stand: away, read-only, no connection left.
     Away,
 }
 
@@ -476,8 +476,12 @@ pub fn trouble(error: &sqlx::Error) -> Trouble {
         "25006" => Trouble::Away,
         // invalid transaction state, invalid statement name (a pooler has changed servers), transaction rollback
         code if ["25", "26", "40"].contains(&&code[..2]) => Trouble::Transient,
-        // insufficient resources, system error (a bad disk)
-        code if ["53", "58"].contains(&&code[..2]) => Trouble::Away,
+        // insufficient resources, system error (a bad disk). Where the connection goes on, it may be one order's page that
+        // cannot be read, or the other server that a trigger writes to: nobody's fault, but not everybody's trouble.
+        code if ["53", "58"].contains(&&code[..2]) => match fault.severity() {
+            PgSeverity::Panic | PgSeverity::Fatal => Trouble::Away,
+            _ => Trouble::Transient,
+        },
         // connection exception, invalid authorization, operator intervention: the server's own if it ends the connection.
         // What does not may be a trigger's, which failed to reach another server.
         code if ["08", "28", "57"].contains(&&code[..2]) => match fault.severity() {

@@ -24,7 +24,7 @@ pub use news::{Answer, Batch, Case, Errand, News, Origin};
 use outage::Outage;
 pub use policy::Policy;
 use queue::{Cause, Later, Lingering};
-use sweep::Sweep;
+use sweep::{LONGEST_REST, Sweep};
 use verdict::{AfterSweep, Next, after_close, after_sweep};
 
 /// By how much the time may go back without anybody minding: readings of one clock differ by less.
@@ -210,7 +210,7 @@ impl Desk {
     /// Whether orders are due and the database closes none of them, for whatever reason that is not theirs.
     #[must_use]
     pub fn closes_nothing(&self, now: Moment) -> bool {
-        self.outage.closes_nothing(now)
+        self.outage.closes_nothing(&self.policy, now)
     }
 
     /// Stops taking anything new and gives back to the broker whatever is not in a closer's hands.
@@ -251,6 +251,12 @@ impl Desk {
     #[must_use]
     pub fn troubled(&self) -> usize {
         self.sweep.troubled()
+    }
+
+    /// Whether this overdue order could not be closed when it was last tried.
+    #[must_use]
+    pub fn is_troubled(&self, order_id: &OrderId) -> bool {
+        self.sweep.is_troubled(order_id)
     }
 
     /// The deadline of the oldest overdue order, as the sweep found it last.
@@ -482,9 +488,12 @@ impl Desk {
                 let next = after_close(&self.policy, &case, finding, now);
                 self.carry_out(case, receipt, next, now);
             }
-            Origin::Swept => match after_sweep(&finding) {
+            Origin::Swept => match after_sweep(&finding, self.outage.befalls_several()) {
                 AfterSweep::LetGo => {}
-                AfterSweep::LeaveAlone => self.sweep.leave_alone(case.alarm.due.order_id, now),
+                AfterSweep::LookAgain => {
+                    self.sweep.leave_alone(case.alarm.due.order_id, self.policy.longest_while_overdue(), now);
+                }
+                AfterSweep::LeaveAlone => self.sweep.leave_alone(case.alarm.due.order_id, LONGEST_REST, now),
             },
         }
     }

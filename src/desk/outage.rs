@@ -10,7 +10,7 @@ use crate::order::{CloseFault, Finding, Moment, OrderId, Outcome};
 /// How long batch after batch may fail for locks, deadlocks or timeouts before the database is said to close nothing.
 const LONGEST_STALL: Duration = Duration::from_secs(5);
 
-/// With nothing more to close nobody finds out that something could be.
+/// With nothing more to close nobody finds out that something could be. Longer where a try may take longer than that.
 const FORGETS_A_STALL_AFTER: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
@@ -40,7 +40,7 @@ struct Stalled {
 impl Outage {
     pub fn note(&mut self, batch: &Batch, answer: &Answer, policy: &Policy, now: Moment) {
         self.note_whether_away(answer, policy, now);
-        self.note_whether_stalled(batch, answer, now);
+        self.note_whether_stalled(batch, answer, policy, now);
     }
 
     pub fn is_away(&self) -> bool {
@@ -57,12 +57,17 @@ impl Outage {
         self.away.map(|away| now.since(away.since))
     }
 
-    /// Whether orders are due and the database closes none of them, for whatever reason that is not theirs.
-    pub fn closes_nothing(&self, now: Moment) -> bool {
+    /// Whether batches of more than one order have failed since one was last closed, for reasons that are not theirs.
+    pub fn befalls_several(&self) -> bool {
+        self.stalled.as_ref().is_some_and(|stalled| stalled.several)
+    }
+
+    /// Whether orders are due and all that is tried fails for reasons that are not the orders': an absence, locks, timeouts.
+    pub fn closes_nothing(&self, policy: &Policy, now: Moment) -> bool {
         let is_stalled = |stalled: &Stalled| {
             stalled.several
                 && stalled.last.since(stalled.since) >= LONGEST_STALL
-                && now.since(stalled.last) < FORGETS_A_STALL_AFTER
+                && now.since(stalled.last) < forgets_a_stall_after(policy)
         };
         self.is_away() || self.stalled.as_ref().is_some_and(is_stalled)
     }
@@ -87,13 +92,13 @@ impl Outage {
 
     /// Only a close ends it. Whoever just looks, at a batch without orders or at orders that are paid or busy, is not held
     /// up by what holds up commits.
-    fn note_whether_stalled(&mut self, batch: &Batch, answer: &Answer, now: Moment) {
+    fn note_whether_stalled(&mut self, batch: &Batch, answer: &Answer, policy: &Policy, now: Moment) {
         let Some(first) = batch.cases.first().map(|case| case.alarm.order_id()) else { return };
         match answer {
             Ok(findings) if findings.values().any(is_a_close) => self.stalled = None,
             Ok(_) | Err(CloseFault::OfTheOrder(_)) => {}
             Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::Away(_)) => {
-                let known = self.stalled.take().filter(|stalled| now.since(stalled.last) < FORGETS_A_STALL_AFTER);
+                let known = self.stalled.take().filter(|known| now.since(known.last) < forgets_a_stall_after(policy));
                 let mut stalled =
                     known.unwrap_or_else(|| Stalled { since: now, last: now, first: first.clone(), several: false });
                 stalled.last = now;
@@ -102,6 +107,10 @@ impl Outage {
             }
         }
     }
+}
+
+fn forgets_a_stall_after(policy: &Policy) -> Duration {
+    FORGETS_A_STALL_AFTER.max(2 * policy.longest_try)
 }
 
 fn is_a_close(finding: &Finding) -> bool {

@@ -17,6 +17,8 @@ pub struct Policy {
     pub missing_for: Duration,
     pub max_attempts: u32,
     pub away_patience: Duration,
+    /// How long a batch may take to fail, about: the wait for a connection, and the statement.
+    pub longest_try: Duration,
     pub sweep_every: Duration,
     pub sweep_grace: Duration,
     pub sweep_page: usize,

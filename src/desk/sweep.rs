@@ -9,10 +9,10 @@ use std::time::Duration;
 use super::Policy;
 use crate::order::{Deadline, Moment, OrderId, Overdue, SweepPage, SweepPlace, SweptPage};
 
-/// How long an order is left alone after its first failure; it doubles up to [`LONGEST_REST`]. A moment, for the first may
-/// have been a lock that is gone by then.
+/// How long an order is left alone after its first failure; it doubles up to [`LONGEST_REST`] where the order is to blame.
+/// A moment, for the first may have been a deadlock.
 const FIRST_REST: Duration = Duration::from_millis(250);
-const LONGEST_REST: Duration = Duration::from_secs(300);
+pub(super) const LONGEST_REST: Duration = Duration::from_secs(300);
 
 /// How many passes in a row may end early. Every eighth goes to the end, so that no crowd hides anybody for long.
 const PASSES_CUT_SHORT: u32 = 7;
@@ -131,10 +131,10 @@ impl Sweep {
         self.failures = self.failures.saturating_add(1);
     }
 
-    /// This order could not be closed: leave it alone for a while.
-    pub fn leave_alone(&mut self, order_id: OrderId, now: Moment) {
+    /// This order could not be closed: leave it alone for a while, for `longest` at most.
+    pub fn leave_alone(&mut self, order_id: OrderId, longest: Duration, now: Moment) {
         let failures = self.troubled.get(&order_id).map_or(0, |troubled| troubled.failures);
-        let rest = (FIRST_REST * 2_u32.saturating_pow(failures.min(11))).min(LONGEST_REST);
+        let rest = (FIRST_REST * 2_u32.saturating_pow(failures.min(11))).min(longest);
         self.troubled.insert(order_id, Troubled { until: now + rest, failures: failures + 1, seen: now });
     }
 

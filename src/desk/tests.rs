@@ -16,6 +16,7 @@ fn policy() -> Policy {
         missing_for: Duration::from_secs(30),
         max_attempts: 2,
         away_patience: Duration::from_secs(10),
+        longest_try: Duration::from_secs(4),
         // Far away, for the tests that are not about the sweep.
         sweep_every: Duration::from_secs(100_000),
         sweep_grace: Duration::from_millis(500),
@@ -536,6 +537,36 @@ fn a_pass_goes_on_to_the_end_past_orders_that_cannot_be_closed() {
     assert_eq!((batch.by, names(&batch)), (ClosedBy::Sweep, vec!["bad-1", "bad-2", "bad-3"]));
 }
 
+/// Finds this order overdue and has every try fail until then; returns how often it was tried.
+fn tries_of_a_swept_order(fault: &CloseFault, orders: &[(&str, i64)], until: Moment) -> usize {
+    let (mut desk, mut now, mut tries) = (sweeping_desk(), at_ms(250), 0);
+    while now < until {
+        for errand in desk.errands(now) {
+            match errand {
+                Errand::Sweep(_) => desk.hear(swept(orders), now),
+                Errand::Close(batch) => {
+                    tries += usize::from(names(&batch) == [orders[0].0]);
+                    answer(&mut desk, batch, &Err(fault.clone()), now);
+                }
+                other => panic!("unexpected {other:?}"),
+            }
+        }
+        now = now + Duration::from_millis(10);
+    }
+    tries
+}
+
+#[test]
+fn an_overdue_order_that_is_not_to_blame_is_tried_as_often_as_the_sweep_looks() {
+    let minute = at_ms(60_000);
+    let tries = |fault: CloseFault, orders: &[(&str, i64)]| tries_of_a_swept_order(&fault, orders, minute);
+    let several = [("a", 1), ("b", 2)];
+    assert!(tries(CloseFault::Locked("a table".into()), &several[..1]) > 100);
+    assert!(tries(CloseFault::Transient("a timeout".into()), &several) > 100, "everybody's");
+    assert!(tries(CloseFault::Transient("a timeout".into()), &several[..1]) < 20, "it may be its own trigger");
+    assert!(tries(CloseFault::OfTheOrder("a trigger says no".into()), &several) < 20);
+}
+
 #[test]
 fn trouble_that_has_waited_long_does_not_take_the_last_closer_twice_while_others_wait() {
     let mut desk = Desk::new(policy());
@@ -752,6 +783,25 @@ fn a_database_that_closes_nothing_for_seconds_is_said_to_until_it_closes_somethi
     let batch = batches(&mut desk, at_ms(7_012)).remove(0);
     answer(&mut desk, batch, &found(Outcome::Closed), at_ms(7_020));
     assert!(!desk.closes_nothing(at_ms(7_020)));
+}
+
+#[test]
+fn a_database_that_closes_nothing_is_found_out_however_long_a_try_takes() {
+    let mut desk = Desk::new(Policy { longest_try: Duration::from_secs(33), ..policy() });
+    let mut now = at_ms(1_000);
+    for (tag, order) in [(1, "a"), (2, "b")] {
+        desk.hear(delivered(order, now, 1, tag), now);
+    }
+    let mut fails = 0;
+    while fails < 3 {
+        for batch in batches(&mut desk, now) {
+            now = now + Duration::from_secs(31);
+            answer(&mut desk, batch, &Err(CloseFault::Transient("a timeout".into())), now);
+            fails += 1;
+        }
+        now = now + Duration::from_millis(10);
+    }
+    assert!(desk.closes_nothing(now));
 }
 
 #[test]

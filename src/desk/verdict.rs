@@ -54,12 +54,15 @@ pub(super) fn after_close(policy: &Policy, case: &Case, finding: Finding, now: M
 pub(super) enum AfterSweep {
     /// Nothing left to do, or the next pass finds it again.
     LetGo,
+    /// It is overdue, and what keeps it from being closed is nobody's fault: tried again very soon, apart from the rest.
+    LookAgain,
     /// It is overdue and cannot be closed: left alone for a while that grows.
     LeaveAlone,
 }
 
-/// The same for an order that no alarm speaks for: its row is what brings it back.
-pub(super) fn after_sweep(finding: &Finding) -> AfterSweep {
+/// The same for an order that no alarm speaks for: its row is what brings it back. `others_fail_too`: whether nothing has
+/// been closed since the same befell another order.
+pub(super) fn after_sweep(finding: &Finding, others_fail_too: bool) -> AfterSweep {
     match finding {
         Ok(Found { outcome, .. }) => match outcome {
             Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed | Outcome::Closing | Outcome::Busy => {
@@ -68,7 +71,11 @@ pub(super) fn after_sweep(finding: &Finding) -> AfterSweep {
             Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => AfterSweep::LeaveAlone,
         },
         Err(CloseFault::Away(_)) => AfterSweep::LetGo,
-        Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::OfTheOrder(_)) => AfterSweep::LeaveAlone,
+        // Of a table: the statement does not wait for a row.
+        Err(CloseFault::Locked(_)) => AfterSweep::LookAgain,
+        Err(CloseFault::Transient(_)) if others_fail_too => AfterSweep::LookAgain,
+        // Alone with that, it may be the trigger of this one, which takes a closer's time at every try.
+        Err(CloseFault::Transient(_) | CloseFault::OfTheOrder(_)) => AfterSweep::LeaveAlone,
     }
 }
 

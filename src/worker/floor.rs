@@ -39,14 +39,21 @@ pub(super) struct Floor {
     why_nothing: String,
     /// Why the database's clock could not be read the last time.
     why_unanswered: Option<String>,
-    /// Since when the database cannot be asked for overdue orders, and why.
-    unswept: Option<(Instant, String)>,
+    unswept: Option<Unswept>,
     not_swept: Warning<String>,
     /// How many orders the sweep has closed.
     swept: Warning<usize>,
     /// An overdue order that the sweep could not close, and why.
     stuck: Warning<Option<(OrderId, String)>>,
     signs: Signs,
+}
+
+/// The database has refused to say who is overdue, time after time: first when, last when, and why.
+#[derive(Debug)]
+struct Unswept {
+    first: Instant,
+    last: Instant,
+    why: String,
 }
 
 /// What a warning is to be about, gathered since it was last said.
@@ -204,9 +211,10 @@ impl Floor {
 
     /// Says at once, and then once a minute at most, that the database cannot be asked for overdue orders.
     fn note_not_swept(&mut self, why: String) {
-        let (_, known) = self.unswept.get_or_insert_with(|| (Instant::now(), String::new()));
-        known.clone_from(&why);
-        self.not_swept.about = why;
+        let now = Instant::now();
+        let first = self.unswept.take().map_or(now, |unswept| unswept.first);
+        self.not_swept.about.clone_from(&why);
+        self.unswept = Some(Unswept { first, last: now, why });
         if let Some(why) = self.not_swept.take_due() {
             warn!(why, "the database could not be asked for overdue orders; it is asked again");
         }
@@ -224,6 +232,8 @@ impl Floor {
 
     /// The same for orders that cannot be closed, and that no alarm speaks for: nothing is parked of them.
     fn say_who_is_stuck(&mut self) {
+        // Most of what fails once is closed a moment later.
+        self.stuck.about.take_if(|(order_id, _)| !self.desk.is_troubled(order_id));
         if let Some((order_id, why)) = self.stuck.take_due().flatten() {
             let orders = self.desk.troubled();
             warn!(orders, %order_id, %why, "overdue orders cannot be closed, this one among them; they are tried again, at most five minutes apart");
@@ -257,11 +267,12 @@ impl Floor {
         metrics.orders_troubled.set(self.desk.troubled() as i64);
         let overdue_for = self.desk.oldest_overdue().map_or(Duration::ZERO, |deadline| now.since(deadline));
         metrics.oldest_overdue.set(overdue_for.as_secs_f64());
-        let unswept = self.unswept.as_ref().filter(|(since, _)| since.elapsed() >= LONGEST_UNSWEPT);
+        // Asked no more often than `sweep.every`, it may have been one refusal, long ago.
+        let unswept = self.unswept.as_ref().filter(|unswept| unswept.last - unswept.first >= LONGEST_UNSWEPT);
         let why = if self.closes_nothing {
             Some(self.why_nothing.as_str())
         } else {
-            self.why_unanswered.as_deref().or(unswept.map(|(_, why)| why.as_str()))
+            self.why_unanswered.as_deref().or(unswept.map(|unswept| unswept.why.as_str()))
         };
         metrics.database_away.set(i64::from(why.is_some()));
         self.signs.health.note_database(why);

@@ -236,6 +236,7 @@ pub(crate) fn policy(settings: &Settings) -> Policy {
         missing_for: settings.retry.missing_for,
         max_attempts: settings.retry.max_attempts,
         away_patience: settings.worker.away_patience,
+        longest_try: settings.database.acquire_timeout + settings.database.statement_timeout,
         sweep_every: settings.sweep.every,
         sweep_grace: settings.sweep.grace,
         sweep_page: SWEEP_PAGE,

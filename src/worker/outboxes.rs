@@ -33,6 +33,7 @@ pub(super) struct Outboxes {
     events: Announcer,
     poll: Duration,
     closing: watch::Receiver<bool>,
+    lock_rest: Rest,
     alarms_rest: Rest,
     events_rest: Rest,
     /// Whether it did in this round.
@@ -72,6 +73,7 @@ impl Outboxes {
             events,
             poll,
             closing,
+            lock_rest: Rest::default(),
             alarms_rest: Rest::default(),
             events_rest: Rest::default(),
             database_answers: true,
@@ -137,12 +139,22 @@ impl Outboxes {
 
     /// Whether this worker is the relay, as far as the database says.
     async fn is_ours(&mut self) -> bool {
-        self.lock.is_ours().await.unwrap_or_else(|error| {
-            let fault = NotRelayed::from(error);
-            self.database_answers = !fault.is_unanswered();
-            warn!(%fault, "nobody knows who empties the outboxes; their rows stay, and the database is asked again");
-            false
-        })
+        if !self.lock_rest.is_over() {
+            return false;
+        }
+        match self.lock.is_ours().await {
+            Ok(is_ours) => {
+                self.lock_rest = Rest::default();
+                is_ours
+            }
+            Err(error) => {
+                let fault = NotRelayed::from(error);
+                self.database_answers = !fault.is_unanswered();
+                let again_in_ms = self.lock_rest.prolong().as_millis();
+                warn!(%fault, again_in_ms, "nobody knows who empties the outboxes; their rows stay, and the database is asked again");
+                false
+            }
+        }
     }
 
     /// Events can wait for a burst of closes; but not for ever, and no alarm waits with them.
@@ -206,7 +218,7 @@ impl Outboxes {
     }
 }
 
-/// When an outbox is looked at again that could not be emptied.
+/// When it is tried again what has failed.
 #[derive(Debug, Default)]
 struct Rest {
     pauses: Pauses,
@@ -216,6 +228,13 @@ struct Rest {
 impl Rest {
     fn is_over(&self) -> bool {
         self.until.is_none_or(|until| until <= Instant::now())
+    }
+
+    /// After a failure. Returns for how long now.
+    fn prolong(&mut self) -> Duration {
+        let pause = self.pauses.next_pause();
+        self.until = Some(Instant::now() + pause);
+        pause
     }
 
     /// Takes note of what came of a batch. Returns whether there may be more.
@@ -233,9 +252,7 @@ impl Rest {
                 more
             }
             Err(fault) => {
-                let pause = self.pauses.next_pause();
-                self.until = Some(Instant::now() + pause);
-                let again_in_ms = pause.as_millis();
+                let again_in_ms = self.prolong().as_millis();
                 warn!(%fault, outbox, again_in_ms, "an outbox could not be emptied; its rows stay and are tried again");
                 false
             }

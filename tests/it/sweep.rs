@@ -91,9 +91,21 @@ fn orders_that_cannot_be_closed_do_not_hide_those_behind_them() {
 /// As one does that asks another server and cannot reach it: an error of the kind that the database's own end has.
 #[test]
 fn an_order_whose_trigger_cannot_connect_is_not_taken_for_a_database_that_is_away() {
-    on_stage(usual_grace, async |stage| {
+    holds_up_nobody_whose_close_fails_by("sqlclient_unable_to_establish_sqlconnection");
+}
+
+/// As that of another server does, passed on by a trigger; or a page of the one order that cannot be read.
+#[test]
+fn an_order_whose_close_finds_a_full_disk_or_a_bad_one_holds_up_nobody() {
+    for error in ["disk_full", "io_error"] {
+        holds_up_nobody_whose_close_fails_by(error);
+    }
+}
+
+fn holds_up_nobody_whose_close_fails_by(error: &'static str) {
+    on_stage(usual_grace, async move |stage| {
         stage.stock("unclosable", 1_000).await;
-        stage.refuse_to_close_by("unclosable", "sqlclient_unable_to_establish_sqlconnection").await;
+        stage.refuse_to_close_by("unclosable", error).await;
         let unclosable = stage.orders_of("unclosable", 10, Duration::ZERO).await;
         let worker = stage.worker().await;
         // With alarms and without.

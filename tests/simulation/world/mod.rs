@@ -126,6 +126,7 @@ pub fn policy() -> Policy {
         missing_for: Duration::from_secs(5),
         max_attempts: 2,
         away_patience: Duration::from_secs(4),
+        longest_try: Duration::from_secs(8),
         sweep_every: Duration::from_millis(250),
         sweep_grace: Duration::from_millis(500),
         sweep_page: 4,
