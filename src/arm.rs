@@ -2,16 +2,18 @@
 //!
 //! Reports what the broker has confirmed, for the old message is acknowledged only after that, and what it has not.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tracing::warn;
+use tracing::{debug, warn};
 
 use crate::alarm::{ArmJob, Receipt, Wanted};
 use crate::clock::DatabaseClock;
 use crate::config::{Settings, Strategy};
-use crate::confirm::{ConfirmedPublisher, Outgoing};
+use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
 use crate::envelope::{self, Entry, Stamp, Wait};
 use crate::order::{Deadline, Moment};
+use crate::telemetry::Seldom;
 use crate::topology::Names;
 use crate::wheel::{Place, Wheel};
 
@@ -20,6 +22,7 @@ use crate::wheel::{Place, Wheel};
 pub struct Armer {
     ways: Ways,
     confirmed: ConfirmedPublisher,
+    not_written: Arc<Mutex<Seldom>>,
 }
 
 /// By which way into the broker an alarm goes. Pure.
@@ -52,7 +55,7 @@ impl Armer {
     /// If the rings of `settings` do not mesh, which `Settings::validate` refuses.
     #[must_use]
     pub fn new(settings: &Settings, confirmed: ConfirmedPublisher) -> Self {
-        Self { ways: Ways::new(settings), confirmed }
+        Self { ways: Ways::new(settings), confirmed, not_written: Arc::default() }
     }
 
     /// Writes all jobs.
@@ -71,10 +74,17 @@ impl Armer {
             }
         }
         if let Some(fault) = first_fault {
-            let alarms = written.failed.len() + written.refused.len();
-            warn!(alarms, %fault, "alarms could not be written into the wheel; they stay unacknowledged and are tried again");
+            self.say_why_not(written.failed.len() + written.refused.len(), &fault);
         }
         written
+    }
+
+    fn say_why_not(&self, alarms: usize, fault: &NotConfirmed) {
+        if self.not_written.lock().expect("nobody panics holding it").is_due() {
+            warn!(alarms, %fault, "alarms could not be written into the wheel; they stay unacknowledged and are tried again");
+        } else {
+            debug!(alarms, %fault, "alarms could not be written into the wheel");
+        }
     }
 
     fn message(&self, job: &ArmJob, now: Moment) -> Outgoing {

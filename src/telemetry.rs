@@ -6,7 +6,7 @@
 //! filter makes it show a secret.
 
 use std::io::IsTerminal;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tracing::{Level, Metadata};
 use tracing_appender::non_blocking::{NonBlockingBuilder, WorkerGuard};
@@ -21,6 +21,24 @@ use crate::config::{LogFormat, LogSettings};
 const MOST_LINES_WAITING: usize = 16_384;
 /// How long a process that ends waits for somebody to read why.
 const LONGEST_FAREWELL: Duration = Duration::from_secs(1);
+
+/// How often, at most, the same warning is worth saying.
+const SAME_WARNING_EVERY: Duration = Duration::from_secs(60);
+
+/// A warning that comes again and again while something lasts, and is said at once and then seldom.
+#[derive(Debug, Default)]
+pub struct Seldom(Option<Instant>);
+
+impl Seldom {
+    /// Whether to say it now; then it counts as said.
+    pub fn is_due(&mut self) -> bool {
+        let is_due = self.0.is_none_or(|said| said.elapsed() >= SAME_WARNING_EVERY);
+        if is_due {
+            self.0 = Some(Instant::now());
+        }
+        is_due
+    }
+}
 
 /// Keeps the log going; dropped, it writes what waits, for a second at most.
 #[must_use]
