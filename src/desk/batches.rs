@@ -102,8 +102,12 @@ impl Desk {
     /// What was tried before leaves one closer to the rest, so that trouble does not delay them; but it does not wait
     /// for that for ever.
     fn trouble_ready_at(&self, ready_at: Option<Moment>) -> Option<Moment> {
-        let spares_one = self.idle_closers > usize::from(self.policy.closers > 1);
-        if spares_one { ready_at } else { Some(ready_at? + self.policy.longest_while_overdue()) }
+        if self.spares_one() { ready_at } else { Some(ready_at? + self.policy.longest_while_overdue()) }
+    }
+
+    /// Whether whoever takes a closer now leaves one to the others. Where there is but one, nothing can be left.
+    fn spares_one(&self) -> bool {
+        self.idle_closers > usize::from(self.policy.closers > 1)
     }
 
     fn take_from(&mut self, source: Source, now: Moment) -> Batch {
@@ -111,8 +115,11 @@ impl Desk {
         let patient = self.hurried_until.is_none_or(|until| until <= now);
         match source {
             Source::Fresh => Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), patient },
-            // Not patient: who is busy is found again by the next pass, and those behind it would wait meanwhile.
-            Source::Overdue => Batch { by: ClosedBy::Sweep, cases: self.overdue.take(size), patient: false },
+            // Patient only if that leaves a closer to the others: who is busy is found again by the next pass.
+            Source::Overdue => {
+                let patient = patient && self.spares_one();
+                Batch { by: ClosedBy::Sweep, cases: self.overdue.take(size), patient }
+            }
             Source::Again => Batch { by: ClosedBy::Alarm, cases: self.again.take(size), patient: false },
             Source::Hurried => self.hurried.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
             Source::Parts => self.parts.pop_front().map_or_else(empty_batch, |(batch, _)| batch),

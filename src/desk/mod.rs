@@ -451,7 +451,9 @@ impl Desk {
 
     fn conclude(&mut self, batch: Batch, answer: Answer, now: Moment) {
         self.idle_closers += 1;
-        self.outage.note(&batch, &answer, &self.policy, now);
+        if self.outage.note(&batch, &answer, &self.policy, now) {
+            self.sweep.look_again_at_all(now);
+        }
         match answer {
             Ok(findings) => self.conclude_each(batch.cases, &findings, now),
             Err(fault @ (CloseFault::Locked(_) | CloseFault::Transient(_))) if batch.patient && !self.draining => {

@@ -1,22 +1,30 @@
-//! Whether the database closes anything: it is away, or batch after batch fails for reasons that are not its orders'.
+//! Whether the database closes anything: it is away, or batch after batch fails for reasons that are hardly its orders'.
 //!
 //! Pure, like the whole desk. Only takes note; who is asked meanwhile is decided in `batches.rs`.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use super::{Answer, Batch, Policy};
 use crate::order::{CloseFault, Finding, Moment, OrderId, Outcome};
 
-/// How long batch after batch may fail for locks, deadlocks or timeouts before the database is said to close nothing.
+/// How long batch after batch may fail, and none be closed, before the database is said to close nothing.
 const LONGEST_STALL: Duration = Duration::from_secs(5);
 
 /// With nothing more to close nobody finds out that something could be. Longer where a try may take longer than that.
 const FORGETS_A_STALL_AFTER: Duration = Duration::from_secs(10);
 
+/// So many orders must meet a lock or a timeout: of one alone it may be its own trigger that waits.
+const SEVERAL: usize = 2;
+
+/// So many must be refused: of a few it is their own fault, of all that are tried somebody's who has changed the tables.
+const MANY: usize = 10;
+
 #[derive(Debug, Default)]
 pub(super) struct Outage {
     away: Option<Away>,
-    stalled: Option<Stalled>,
+    held_up: Option<Stall>,
+    refused: Option<Stall>,
 }
 
 /// The database does not close anything: since when, and when it is asked next.
@@ -27,20 +35,34 @@ struct Away {
     asked: u32,
 }
 
-/// Batches fail for reasons that are not their orders': since when, and when one did last.
-#[derive(Debug, Clone)]
-struct Stalled {
+/// Orders fail and none is closed: since when, and when one did last.
+#[derive(Debug)]
+struct Stall {
     since: Moment,
     last: Moment,
-    first: OrderId,
-    /// Whether it befell another order, too. Of one alone it may be the trigger or the lock of that one.
-    several: bool,
+    /// Which ones, up to [`MANY`].
+    orders: HashSet<OrderId>,
+}
+
+impl Stall {
+    fn befalls(&self, orders: usize) -> bool {
+        self.orders.len() >= orders
+    }
+
+    fn is_long(&self) -> bool {
+        self.last.since(self.since) >= LONGEST_STALL
+    }
+
+    fn goes_on(&self, policy: &Policy, now: Moment) -> bool {
+        now.since(self.last) < FORGETS_A_STALL_AFTER.max(2 * policy.longest_try)
+    }
 }
 
 impl Outage {
-    pub fn note(&mut self, batch: &Batch, answer: &Answer, policy: &Policy, now: Moment) {
+    /// Returns whether this ends a time in which nothing was closed.
+    pub fn note(&mut self, batch: &Batch, answer: &Answer, policy: &Policy, now: Moment) -> bool {
         self.note_whether_away(answer, policy, now);
-        self.note_whether_stalled(batch, answer, policy, now);
+        self.note_whether_stalled(batch, answer, policy, now)
     }
 
     pub fn is_away(&self) -> bool {
@@ -57,23 +79,26 @@ impl Outage {
         self.away.map(|away| now.since(away.since))
     }
 
-    /// Whether batches of more than one order have failed since one was last closed, for reasons that are not theirs.
+    /// Whether more than one order has met a lock or a timeout since one was last closed.
     pub fn befalls_several(&self) -> bool {
-        self.stalled.as_ref().is_some_and(|stalled| stalled.several)
+        self.held_up.as_ref().is_some_and(|stall| stall.befalls(SEVERAL))
     }
 
-    /// Whether orders are due and all that is tried fails for reasons that are not the orders': an absence, locks, timeouts.
+    /// Whether orders are due and nothing that is tried is closed: the database is away, or locks, timeouts or refusals
+    /// befall too many to be their own.
     pub fn closes_nothing(&self, policy: &Policy, now: Moment) -> bool {
-        let is_stalled = |stalled: &Stalled| {
-            stalled.several
-                && stalled.last.since(stalled.since) >= LONGEST_STALL
-                && now.since(stalled.last) < forgets_a_stall_after(policy)
-        };
-        self.is_away() || self.stalled.as_ref().is_some_and(is_stalled)
+        self.is_away() || self.is_stalled(policy, now)
+    }
+
+    fn is_stalled(&self, policy: &Policy, now: Moment) -> bool {
+        [(&self.held_up, SEVERAL), (&self.refused, MANY)].into_iter().any(|(stall, enough)| {
+            stall.as_ref().is_some_and(|stall| stall.befalls(enough) && stall.is_long() && stall.goes_on(policy, now))
+        })
     }
 
     pub fn clock_was_set_back(&mut self, now: Moment) {
-        self.stalled = None;
+        self.held_up = None;
+        self.refused = None;
         if let Some(away) = &mut self.away {
             away.since = now.min(away.since);
             away.ask_again_at = now.min(away.ask_again_at);
@@ -91,26 +116,39 @@ impl Outage {
     }
 
     /// Only a close ends it. Whoever just looks, at a batch without orders or at orders that are paid or busy, is not held
-    /// up by what holds up commits.
-    fn note_whether_stalled(&mut self, batch: &Batch, answer: &Answer, policy: &Policy, now: Moment) {
-        let Some(first) = batch.cases.first().map(|case| case.alarm.order_id()) else { return };
+    /// up by what holds up commits. Returns whether it has been long, and ends.
+    fn note_whether_stalled(&mut self, batch: &Batch, answer: &Answer, policy: &Policy, now: Moment) -> bool {
         match answer {
-            Ok(findings) if findings.values().any(is_a_close) => self.stalled = None,
-            Ok(_) | Err(CloseFault::OfTheOrder(_)) => {}
-            Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::Away(_)) => {
-                let known = self.stalled.take().filter(|known| now.since(known.last) < forgets_a_stall_after(policy));
-                let mut stalled =
-                    known.unwrap_or_else(|| Stalled { since: now, last: now, first: first.clone(), several: false });
-                stalled.last = now;
-                stalled.several |= batch.cases.iter().any(|case| *case.alarm.order_id() != stalled.first);
-                self.stalled = Some(stalled);
+            Ok(findings) if findings.values().any(is_a_close) => {
+                let was_stalled = self.is_stalled(policy, now);
+                self.held_up = None;
+                self.refused = None;
+                return was_stalled;
             }
+            Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::Away(_)) => {
+                note_stall(&mut self.held_up, batch, policy, now);
+            }
+            // Of several together, nobody knows yet which of them is to blame.
+            Err(CloseFault::OfTheOrder(_)) if batch.cases.len() == 1 => {
+                note_stall(&mut self.refused, batch, policy, now);
+            }
+            Ok(_) | Err(CloseFault::OfTheOrder(_)) => {}
         }
+        false
     }
 }
 
-fn forgets_a_stall_after(policy: &Policy) -> Duration {
-    FORGETS_A_STALL_AFTER.max(2 * policy.longest_try)
+fn note_stall(stall: &mut Option<Stall>, batch: &Batch, policy: &Policy, now: Moment) {
+    if batch.cases.is_empty() {
+        return;
+    }
+    let known = stall.take().filter(|known| known.goes_on(policy, now));
+    let mut noted = known.unwrap_or_else(|| Stall { since: now, last: now, orders: HashSet::new() });
+    noted.last = now;
+    for case in batch.cases.iter().take(MANY - noted.orders.len()) {
+        noted.orders.insert(case.alarm.order_id().clone());
+    }
+    *stall = Some(noted);
 }
 
 fn is_a_close(finding: &Finding) -> bool {

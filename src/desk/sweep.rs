@@ -138,6 +138,13 @@ impl Sweep {
         self.troubled.insert(order_id, Troubled { until: now + rest, failures: failures + 1, seen: now });
     }
 
+    /// Nobody is left alone any longer.
+    pub fn look_again_at_all(&mut self, now: Moment) {
+        for troubled in self.troubled.values_mut() {
+            troubled.until = now.min(troubled.until);
+        }
+    }
+
     /// Whether this order could not be closed when it was last tried.
     pub fn is_troubled(&self, order_id: &OrderId) -> bool {
         self.troubled.contains_key(order_id)
@@ -147,8 +154,8 @@ impl Sweep {
     pub fn clock_was_set_back(&mut self, now: Moment) {
         self.next_at = self.next_at.map(|at| now.min(at));
         self.pass_began = now.min(self.pass_began);
+        self.look_again_at_all(now);
         for troubled in self.troubled.values_mut() {
-            troubled.until = now.min(troubled.until);
             troubled.seen = now.min(troubled.seen);
         }
     }

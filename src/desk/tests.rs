@@ -817,3 +817,66 @@ fn one_order_that_fails_for_long_is_not_taken_for_a_database_that_closes_nothing
         now = now + Duration::from_millis(10);
     }
 }
+
+#[test]
+fn a_database_that_refuses_one_order_after_the_other_is_said_to_close_nothing_and_a_close_has_all_of_them_tried_again()
+{
+    let closes_nothing_with = |count: usize| {
+        let (mut desk, mut now) = (sweeping_desk(), at_ms(250));
+        let ids: Vec<String> = (0..count).map(|index| format!("order-{index}")).collect();
+        let orders: Vec<(&str, i64)> = ids.iter().map(|id| (id.as_str(), 1)).collect();
+        let page = || {
+            let overdue =
+                |(id, ms): &(&str, i64)| Overdue { order_id: OrderId::new(*id).unwrap(), deadline: at_ms(*ms) };
+            News::Swept(SweptPage { orders: orders.iter().map(overdue).collect(), next: None })
+        };
+        let refused = Err(CloseFault::OfTheOrder("a trigger says no".into()));
+        while now < at_ms(10_000) {
+            for errand in desk.errands(now) {
+                match errand {
+                    Errand::Sweep(_) => desk.hear(page(), now),
+                    Errand::Close(batch) => answer(&mut desk, batch, &refused, now),
+                    other => panic!("unexpected {other:?}"),
+                }
+            }
+            now = now + Duration::from_millis(10);
+        }
+        (desk.closes_nothing(now), desk, now, page())
+    };
+    let (said, ..) = closes_nothing_with(9);
+    assert!(!said, "a few orders may be at fault themselves");
+    let (said, mut desk, mut now, page) = closes_nothing_with(12);
+    assert!(said);
+
+    desk.hear(delivered("good", now, 1, 1), now);
+    let good = loop {
+        now = now + Duration::from_millis(1);
+        let alarms = |errand| matches!(&errand, Errand::Close(batch) if batch.by == ClosedBy::Alarm).then_some(errand);
+        if let Some(Errand::Close(batch)) = desk.errands(now).into_iter().find_map(alarms) {
+            break batch;
+        }
+    };
+    answer(&mut desk, good, &found(Outcome::Closed), now);
+    assert!(!desk.closes_nothing(now));
+    now = now + Duration::from_millis(250);
+    desk.errands(now);
+    desk.hear(page, now);
+    let is_close = |errand: &Errand| matches!(errand, Errand::Close(_));
+    assert!(desk.errands(now).iter().any(is_close), "nobody is left alone any longer");
+}
+
+#[test]
+fn the_sweep_waits_for_locks_where_that_leaves_a_closer_to_the_others() {
+    let patience_with = |busy_closers: u64| {
+        let mut desk = sweeping_desk();
+        for tag in 1..=busy_closers {
+            desk.hear(delivered("takes long", at_ms(240), 1, tag), at_ms(240));
+            assert_eq!(batches(&mut desk, at_ms(242)).len(), 1);
+        }
+        swept_page(&mut desk, at_ms(250));
+        desk.hear(swept(&[("overdue", 1)]), at_ms(250));
+        batches(&mut desk, at_ms(250))[0].patient
+    };
+    assert!(patience_with(0));
+    assert!(!patience_with(1));
+}

@@ -17,12 +17,10 @@ use crate::clock::DatabaseClock;
 use crate::desk::{Batch, Desk, Errand, News};
 use crate::health::{BEAT_EVERY, Loop, Stage};
 use crate::order::{CloseFault, ClosedBy, Moment, OrderId};
+use crate::telemetry::Seldom;
 
 /// News taken in at once before errands are looked at: enough to amortise, short enough not to hold up a batch.
 const NEWS_AT_ONCE: usize = 256;
-/// How often, at most, the same warning about the sweep is worth saying.
-const SWEEP_WARNING_EVERY: Duration = Duration::from_secs(60);
-
 /// How long the database may refuse to say who is overdue before it is said to be of no use.
 const LONGEST_UNSWEPT: Duration = Duration::from_secs(5);
 
@@ -35,7 +33,7 @@ pub(super) struct Floor {
     /// Whether a closer has work in hand, for those who give way.
     closing: watch::Sender<bool>,
     closes_nothing: bool,
-    /// Why a batch failed for a reason that was not its orders', the last time.
+    /// Why a batch failed the last time.
     why_nothing: String,
     /// Why the database's clock could not be read the last time.
     why_unanswered: Option<String>,
@@ -60,18 +58,14 @@ struct Unswept {
 #[derive(Debug, Default)]
 struct Warning<T> {
     about: T,
-    said: Option<Instant>,
+    said: Seldom,
 }
 
 impl<T: Default + PartialEq> Warning<T> {
     /// What to say now, if there is anything and it was not said just before.
     fn take_due(&mut self) -> Option<T> {
-        let is_due = self.said.is_none_or(|said| said.elapsed() >= SWEEP_WARNING_EVERY);
-        if !is_due || self.about == T::default() {
-            return None;
-        }
-        self.said = Some(Instant::now());
-        Some(std::mem::take(&mut self.about))
+        let is_due = self.about != T::default() && self.said.is_due();
+        is_due.then(|| std::mem::take(&mut self.about))
     }
 }
 
@@ -197,6 +191,7 @@ impl Floor {
             CloseFault::Locked(why) | CloseFault::Transient(why) | CloseFault::Away(why) => {
                 self.why_nothing.clone_from(why);
             }
+            CloseFault::OfTheOrder(why) if batch.cases.len() == 1 => self.why_nothing.clone_from(why),
             CloseFault::OfTheOrder(_) => {}
         }
         match (fault, batch.by, &batch.cases[..]) {

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use order_timeout::Settings;
+use tokio_util::sync::CancellationToken;
 
 use crate::support::{Stage, on_stage, wait_for};
 
@@ -169,6 +170,39 @@ fn an_order_whose_row_is_locked_is_left_to_its_payment() {
         stage.order(Duration::ZERO).await;
         wait_for("a further pass", async || stage.closed().await == 2).await;
         assert_eq!(stage.status(&order).await, "paid");
+        stage.assert_ledger().await;
+        worker.stop().await;
+    });
+}
+
+/// Keeps the article's stock row locked for `stop` to come, in short transactions one behind the other: whoever waits for
+/// it has it soon, whoever does not wait never.
+async fn keep_locked_by_turns(stage: &Stage, stop: &CancellationToken) {
+    let take_turns = async || {
+        while !stop.is_cancelled() {
+            let mut buying = stage.pool.begin().await.unwrap();
+            let lock = "SELECT FROM stock WHERE article_id = 'popular' FOR UPDATE";
+            sqlx::query(lock).execute(&mut *buying).await.unwrap();
+            sqlx::query("SELECT pg_sleep(0.02)").execute(&mut *buying).await.unwrap();
+            buying.commit().await.unwrap();
+        }
+    };
+    tokio::join!(take_turns(), take_turns(), take_turns());
+}
+
+#[test]
+fn an_article_that_is_always_being_bought_is_no_reason_to_leave_an_order_open() {
+    on_stage(usual_grace, async |stage| {
+        stage.stock("popular", 1_000).await;
+        let worker = stage.worker().await;
+        stage.orders_of("popular", 50, Duration::from_millis(300)).await;
+        let stop = CancellationToken::new();
+        let closes = async {
+            wait_for("the closes", async || stage.closed().await == 50).await;
+            stop.cancel();
+        };
+        tokio::join!(keep_locked_by_turns(&stage, &stop), closes);
+        assert_none_was_late(&stage).await;
         stage.assert_ledger().await;
         worker.stop().await;
     });
