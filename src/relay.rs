@@ -81,11 +81,11 @@ impl Relayed {
     /// How many rows need not be looked at again.
     ///
     /// # Errors
-    /// [`NotRelayed`] if rows stand there and not one could be settled.
+    /// [`NotRelayed`] if messages were to be sent and not one was.
     pub fn settled(self) -> Result<usize, NotRelayed> {
         let settled = self.sent + self.dropped;
         match self.fault {
-            Some(fault) if settled == 0 => Err(fault.into()),
+            Some(fault) if self.sent == 0 => Err(fault.into()),
             // Those behind a few that are refused must not wait for them.
             Some(fault) => {
                 debug!(%fault, "part of an outbox could not be sent; the rest goes on");
@@ -288,4 +288,17 @@ async fn ask_for_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error
             .await?;
     }
     Ok(is_ours)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_round_that_sends_nothing_and_is_refused_is_a_failure_whatever_it_leaves_out() {
+        let round = |sent, dropped, fault| Relayed { sent, dropped, refused: 1, fault, more: false }.settled().is_err();
+        assert!(round(0, 7, Some(NotConfirmed::Blocked)));
+        assert!(!round(1, 7, Some(NotConfirmed::Blocked)), "those behind it go on");
+        assert!(!round(0, 7, None));
+    }
 }
