@@ -4,6 +4,7 @@
 //! first error and opens another (lapin's own recovery never tells a consumer that its unacknowledged deliveries are
 //! void).
 
+use std::sync::Once;
 use std::time::Duration;
 
 use lapin::runtime::default_runtime;
@@ -57,10 +58,22 @@ pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, 
     let place = address(&uri);
     let properties = ConnectionProperties::default().with_connection_name(format!("order-timeout {name}").into());
     match tokio::time::timeout(settings.connect_timeout, open(uri.clone(), connector, properties)).await {
-        Ok(Ok(connection)) => Ok(connection),
+        Ok(Ok(connection)) => {
+            have_what_a_broken_connection_needs();
+            Ok(connection)
+        }
         Ok(Err(error)) => Err(why_not_connected(&error, &place, &uri, settings)),
         Err(_) => Err(did_not_answer(&uri, settings)),
     }
+}
+
+/// lapin drops a broken connection on a thread of its own, where async-compat starts a runtime for that the first time, and
+/// panics if the process has no file handles left by then.
+fn have_what_a_broken_connection_needs() {
+    static STARTED: Once = Once::new();
+    STARTED.call_once(|| {
+        let _panicked_or_done = std::thread::spawn(|| drop(async_compat::Compat::new(()))).join();
+    });
 }
 
 /// With TLS if there is a connector for it. lapin's own way to it would trust the machine's CAs besides the one that is
@@ -158,6 +171,10 @@ fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri, settings:
     match reply(error) {
         Some((reply_code::ACCESS_REFUSED, _)) => BrokerFault::Refused(format!(
             "the broker at {place} refuses user {user:?}; check the name and password in amqp.url"
+        )),
+        // RabbitMQ, rabbit_reader.erl: "connection limit (~p) is reached", of the virtual host or of the user.
+        Some((reply_code::NOT_ALLOWED, text)) if text.contains("limit") => BrokerFault::Away(format!(
+            "the broker at {place} takes no further connection of user {user:?} ({text}); raise the limit with rabbitmqctl set_vhost_limits or set_user_limits, or run fewer workers"
         )),
         Some((reply_code::NOT_ALLOWED, text)) => BrokerFault::Refused(format!(
             "the broker at {place} does not let user {user:?} in ({text}); create the virtual host or grant the user rights on it with rabbitmqctl"

@@ -433,6 +433,10 @@ impl Topology {
     fn explain(&self, object: Object<'_>, error: &lapin::Error) -> TopologyFault {
         let (object, removal) = (object.to_string(), object.removal());
         match reply(error) {
+            // RabbitMQ, rabbit_amqqueue.erl and rabbit_vhost_limit.erl: "queue limit in vhost '~s' (~p) is reached".
+            Some((reply_code::PRECONDITION_FAILED, limit)) if limit.contains("limit in vhost") => {
+                TopologyFault::Failed { object, why: format!("{limit}; raise it with rabbitmqctl set_vhost_limits") }
+            }
             Some((reply_code::PRECONDITION_FAILED, difference)) => {
                 TopologyFault::Differs { object, difference, removal }
             }

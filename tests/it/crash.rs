@@ -3,7 +3,9 @@
 use std::io::Write;
 use std::time::Duration;
 
+use crate::support::away::is_consumed;
 use crate::support::process::WorkerProcess;
+use crate::support::proxy::Proxy;
 use crate::support::{Stage, on_stage, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -163,6 +165,29 @@ fn a_worker_whose_log_nobody_reads_closes_orders_and_stops_when_it_is_told_to() 
             assert_eq!(worker.terminate(10 * SECOND), 0);
             drop(unread);
             assert_each_closed_once(&stage, 500).await;
+        },
+    );
+}
+
+#[test]
+fn a_worker_that_loses_its_broker_when_it_has_no_file_handle_left_goes_on_once_it_has() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let network = Proxy::before(&stage.settings.amqp.url).await;
+            let mut settings = stage.settings.clone();
+            settings.amqp.url = network.address(&settings.amqp.url);
+            let mut worker = WorkerProcess::start(&settings);
+            let inbox = stage.names().arm();
+            wait_for("the session", async || is_consumed(&stage, &inbox).await).await;
+            worker.take_away_handles();
+            network.cut();
+            wait_for("the end of the session", async || !is_consumed(&stage, &inbox).await).await;
+            network.restore();
+            worker.give_handles();
+            wait_for("the next session", async || is_consumed(&stage, &inbox).await).await;
+            assert_eq!(worker.ended(), None);
+            assert_eq!(worker.terminate(10 * SECOND), 0);
         },
     );
 }

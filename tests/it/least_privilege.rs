@@ -62,7 +62,9 @@ fn the_imported_users_can_do_their_work_and_no_more() {
             a_publisher_can_do_nothing_else(&broker).await;
             a_worker_cannot_touch_what_is_not_ours(&broker).await;
             a_worker_can_run_the_whole_flow(&broker, &stage).await;
+            a_listener_can_hear_of_closed_orders_and_no_more(&broker).await;
             without_write_rights_a_publisher_says_which_right_it_lacks(&broker).await;
+            limits_are_told_from_objects_that_differ_and_from_missing_rights(&broker).await;
         },
     );
 }
@@ -116,6 +118,50 @@ async fn nobody_gets_into_another_virtual_host(broker: &Private) {
         broker.ctl(&["set_permissions", "-p", &vhost.replace("%2f", "/"), "guest", ".*", ".*", ".*"]);
         broker::connect(&owner.amqp, "test").await.unwrap();
     }
+}
+
+/// With the rights that the handbook gives him.
+async fn a_listener_can_hear_of_closed_orders_and_no_more(broker: &Private) {
+    let handbook = include_str!("../../docs/OPERATING.md");
+    let line = handbook.lines().find(|line| line.starts_with("rabbitmqctl set_permissions -p orders shop-listener"));
+    let rights: Vec<&str> = line.expect("the listener's rights").split('\'').skip(1).step_by(2).collect();
+    broker.ctl(&["add_user", "shop-listener", "listener-dev"]);
+    broker.ctl(&[&["set_permissions", "-p", VHOST, "shop-listener"], &rights[..]].concat());
+
+    let connection = connect(broker, "shop-listener:listener-dev").await;
+    let channel = connection.create_channel().await.unwrap();
+    let durable = QueueDeclareOptions { durable: true, ..Default::default() };
+    channel.queue_declare("shop.closed".into(), durable, FieldTable::default()).await.unwrap();
+    let (closed, events, key) = ("shop.closed".into(), "order.events".into(), "order.closed".into());
+    channel.queue_bind(closed, events, key, QueueBindOptions::default(), FieldTable::default()).await.unwrap();
+    let worker = confirming(&connect(broker, WORKER).await).await;
+    publish(&worker, "order.events", "order.closed", b"{}", None).await.unwrap();
+    let heard =
+        async || channel.basic_get("shop.closed".into(), BasicGetOptions { no_ack: true }).await.unwrap().is_some();
+    wait_for("the event", heard).await;
+
+    let channel = connection.create_channel().await.unwrap();
+    let timeouts = channel.basic_get("order.timeout".into(), BasicGetOptions::default()).await;
+    assert_refused("reading alarms", timeouts);
+    let channel = confirming(&connection).await;
+    assert_refused("publishing alarms", publish(&channel, "order.arm", "", b"{}", None).await);
+}
+
+async fn limits_are_told_from_objects_that_differ_and_from_missing_rights(broker: &Private) {
+    let limit = |limit: &str| broker.ctl(&["set_vhost_limits", "-p", VHOST, limit]);
+    let connection = connect(broker, WORKER).await;
+    let channel = connection.create_channel().await.unwrap();
+    let gone = Topology::new(&Settings::defaults()).queues.pop().expect("a queue").name;
+    channel.queue_delete(gone.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    limit(r#"{"max-queues": 1}"#);
+    let refused = Topology::new(&Settings::defaults()).declare(&connection).await.unwrap_err().to_string();
+    assert!(refused.contains("raise it with rabbitmqctl set_vhost_limits"), "{refused}");
+    limit(r#"{"max-connections": 0}"#);
+    let refused = broker::connect(&settings(broker, WORKER).amqp, "test").await.map(drop);
+    let Err(BrokerFault::Away(why)) = &refused else { panic!("{refused:?}") };
+    assert!(why.contains("raise the limit with rabbitmqctl set_vhost_limits"), "{why}");
+    broker.ctl(&["clear_vhost_limits", "-p", VHOST]);
+    Topology::new(&Settings::defaults()).declare(&connection).await.unwrap();
 }
 
 /// Who has lost the right to publish is told which right that is.

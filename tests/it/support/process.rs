@@ -134,6 +134,25 @@ impl WorkerProcess {
         self.signal(libc::SIGCONT);
     }
 
+    /// Gives it no further file handle, not even in place of one that it closes.
+    #[allow(dead_code)] // not used by tests/chaos
+    pub fn take_away_handles(&self) {
+        self.limit_handles(3);
+    }
+
+    /// Undoes that.
+    #[allow(dead_code)]
+    pub fn give_handles(&self) {
+        self.limit_handles(1_024);
+    }
+
+    fn limit_handles(&self, most: u64) {
+        let pid = libc::pid_t::try_from(self.child.id()).unwrap();
+        let limit = libc::rlimit { rlim_cur: most, rlim_max: 1_024 };
+        // SAFETY: a plain system call on a child that has not been waited for; the limit outlives it.
+        assert_eq!(unsafe { libc::prlimit(pid, libc::RLIMIT_NOFILE, &raw const limit, std::ptr::null_mut()) }, 0);
+    }
+
     fn signal(&self, signal: libc::c_int) {
         let pid = i32::try_from(self.child.id()).unwrap();
         // SAFETY: a plain system call on a child that has not been waited for.
