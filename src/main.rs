@@ -49,7 +49,7 @@ fn main() -> ExitCode {
 /// What clap has to say, which is also how help and version are asked for.
 fn wrong_usage(fault: &clap::Error) -> ExitCode {
     match without_addresses(fault.render().to_string(), std::env::args_os()) {
-        Some(text) => eprint!("{text}"),
+        Some(text) => drop(write!(std::io::stderr(), "{text}")),
         // As it is, in colour where that is wanted.
         None => fault.exit(),
     }
@@ -85,6 +85,7 @@ fn say(answer: &Answer) -> ExitCode {
 
 fn fail(why: &dyn std::fmt::Display, code: u8) -> ExitCode {
     telemetry::end_even_if_nobody_reads(code);
-    eprintln!("order-timeout: {why}");
+    // Standard error may be gone; the exit code is not.
+    let _ = writeln!(std::io::stderr(), "order-timeout: {why}");
     ExitCode::from(code)
 }

@@ -3,6 +3,7 @@
 //!
 //! Reads, never checks what a value means (that is `Settings::validate`), and never repeats a secret.
 
+use std::ffi::OsString;
 use std::io::Read;
 use std::path::Path;
 
@@ -14,6 +15,8 @@ use super::{BadSettings, DEFAULTS, Settings, is_a_key};
 const ENV_PREFIX: &str = "ORDER_TIMEOUT__";
 /// What the prefix is often mistaken for.
 const ENV_PREFIX_CUT_SHORT: &str = "ORDER_TIMEOUT_";
+/// What many programs call the database's address.
+const DATABASE_URL: &str = "DATABASE_URL";
 const ENVIRONMENT: &str = "the environment";
 const COMMAND_LINE: &str = "--set";
 /// Settings that are lists and may be written with commas outside a file.
@@ -35,7 +38,7 @@ impl Settings {
     /// [`BadSettings`]: an unknown key, a value of the wrong form, a file that is not there, or values that do not
     /// fit together; with key and origin.
     pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
-        Self::load_with_environment(file, environment(), overrides)
+        Self::load_with_environment(file, environment()?, overrides)
     }
 
     /// [`Settings::load`] for a program that needs the database, such as a worker.
@@ -43,7 +46,7 @@ impl Settings {
     /// # Errors
     /// As [`Settings::load`], or if `database.url` is not the address of a Postgres.
     pub fn load_with_database(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
-        Self::load_with_database_and_environment(file, environment(), overrides)
+        Self::load_with_database_and_environment(file, environment()?, overrides)
     }
 
     fn load_with_database_and_environment(
@@ -80,10 +83,25 @@ impl Settings {
     }
 }
 
-/// This process' environment. A variable that is not text is somebody else's.
-fn environment() -> Map<String, String> {
-    let variables = std::env::vars_os();
-    variables.filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?))).collect()
+/// This process' environment.
+fn environment() -> Result<Map<String, String>, BadSettings> {
+    texts(std::env::vars_os())
+}
+
+/// What is not text is left out where it is somebody else's; ours, left out, would leave the program with the default
+/// servers.
+pub(super) fn texts(variables: impl Iterator<Item = (OsString, OsString)>) -> Result<Map<String, String>, BadSettings> {
+    let mut texts = Map::new();
+    for (name, value) in variables {
+        let shown = name.to_string_lossy().into_owned();
+        if let (Ok(name), Ok(value)) = (name.into_string(), value.into_string()) {
+            texts.insert(name, value);
+        } else if shown.starts_with(ENV_PREFIX) || shown == DATABASE_URL {
+            let why = "its name or value is not UTF-8; in an address, write such a letter as %C3%A4".to_owned();
+            return Err(BadSettings::new(Some(shown), Some(ENVIRONMENT.to_owned()), why));
+        }
+    }
+    Ok(texts)
 }
 
 fn load(
@@ -160,6 +178,7 @@ fn merge(file: Option<&Path>, environment: Map<String, String>, overrides: &[Str
         builder = builder.add_source(SettingsFile::read(path)?);
     }
     refuse_names_cut_short(&environment)?;
+    refuse_names_of_nothing(&environment)?;
     for (key, value) in keys_in(environment) {
         builder =
             builder.set_override(&key, value_from(ENVIRONMENT, &key, &value)?).map_err(|fault| explain(&fault))?;
@@ -169,7 +188,7 @@ fn merge(file: Option<&Path>, environment: Map<String, String>, overrides: &[Str
         let (key, value) = text.split_once('=').filter(|(key, _)| is_a_key(key.trim())).ok_or_else(|| {
             let (ordinal, count) = (index + 1, overrides.len());
             BadSettings::plain(format!(
-                "{COMMAND_LINE} ({ordinal} of {count}) has no key before its \"=\"; write it as --set delay.lead=3s"
+                "{COMMAND_LINE} ({ordinal} of {count}) is no KEY=VALUE; write it as --set delay.lead=3s"
             ))
         })?;
         let key = key.trim();
@@ -215,7 +234,7 @@ impl Source for SettingsFile {
 
 /// The settings among the environment's variables. `DATABASE_URL` counts where no longer name says where it is.
 fn keys_in(environment: Map<String, String>) -> Vec<(String, String)> {
-    let database_url = environment.get("DATABASE_URL").map(|url| ("database.url".to_owned(), url.clone()));
+    let database_url = environment.get(DATABASE_URL).map(|url| ("database.url".to_owned(), url.clone()));
     let database_url = database_url.filter(|_| !environment.contains_key("ORDER_TIMEOUT__DATABASE__URL_FILE"));
     let ours = environment.into_iter().filter_map(|(name, value)| {
         let key = name.strip_prefix(ENV_PREFIX)?;
@@ -233,6 +252,16 @@ fn refuse_names_cut_short(environment: &Map<String, String>) -> Result<(), BadSe
     // The first by name, so that the same environment is always told the same.
     let Some((name, meant)) = meant.min() else { return Ok(()) };
     let why = format!("nobody reads it; did you mean {meant}?");
+    Err(BadSettings::new(Some(name.clone()), Some(ENVIRONMENT.to_owned()), why))
+}
+
+/// Refuses what has our prefix and no key behind it: the config crate would say of it that an identifier is invalid.
+fn refuse_names_of_nothing(environment: &Map<String, String>) -> Result<(), BadSettings> {
+    let is_a_name =
+        |rest: &str| rest.split("__").all(|part| part.starts_with(|first: char| first.is_ascii_alphabetic()));
+    let names_nothing = |name: &&String| name.strip_prefix(ENV_PREFIX).is_some_and(|rest| !is_a_name(rest));
+    let Some(name) = environment.keys().filter(names_nothing).min() else { return Ok(()) };
+    let why = format!("it names no setting; write it as {ENV_PREFIX}DELAY__LEAD");
     Err(BadSettings::new(Some(name.clone()), Some(ENVIRONMENT.to_owned()), why))
 }
 

@@ -4,6 +4,7 @@
 
 use super::{Duration, ExposeSecret, Settings, load};
 use proptest::prelude::*;
+use std::os::unix::ffi::OsStringExt;
 
 fn load(environment: &[(&str, &str)], overrides: &[&str]) -> Result<Settings, String> {
     let environment = environment.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
@@ -48,6 +49,29 @@ fn a_list_is_separated_by_commas_and_may_be_empty() {
     assert_eq!(shards("0, 2").unwrap().worker.take_shards, [0, 2]);
     assert!(shards("").unwrap().worker.take_shards.is_empty());
     assert!(load(&[], &["delay.lanes= "]).unwrap().delay.lanes.is_empty());
+}
+
+#[test]
+fn what_is_not_utf8_in_the_environment_is_refused_if_it_is_ours() {
+    let texts = |name: &str, value: &[u8]| {
+        load::texts([(name.into(), std::ffi::OsString::from_vec(value.to_vec()))].into_iter())
+    };
+    for name in ["ORDER_TIMEOUT__AMQP__URL", "DATABASE_URL"] {
+        let fault = texts(name, b"amqp://guest:p\xe4ss@host").unwrap_err().to_string();
+        let why = "its name or value is not UTF-8; in an address, write such a letter as %C3%A4";
+        assert_eq!(fault, format!("setting {name} (from the environment): {why}"));
+    }
+    assert!(texts("PS1", b"\xe4").unwrap().is_empty());
+    assert_eq!(texts("ORDER_TIMEOUT__NAMESPACE", "caf\u{e9}".as_bytes()).unwrap().len(), 1);
+}
+
+#[test]
+fn a_name_in_the_environment_that_names_no_setting_is_refused() {
+    for name in ["ORDER_TIMEOUT__", "ORDER_TIMEOUT__DELAY__", "ORDER_TIMEOUT____LEAD", "ORDER_TIMEOUT__1"] {
+        let fault = load(&[(name, "3s")], &[]).unwrap_err();
+        let why = "it names no setting; write it as ORDER_TIMEOUT__DELAY__LEAD";
+        assert_eq!(fault, format!("setting {name} (from the environment): {why}"));
+    }
 }
 
 #[test]
