@@ -392,7 +392,11 @@ async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>
 }
 
 fn unreadable_migrations(error: &sqlx::Error) -> DatabaseFault {
-    let hint = if is_forbidden(error) { format!("; {A_SCHEMA_OF_ITS_OWN}") } else { String::new() };
+    let hint = if is_forbidden(error) {
+        "; let the user of database.url be the one who ran `order-timeout setup`"
+    } else {
+        ""
+    };
     DatabaseFault(format!("the applied migrations cannot be read: {}{hint}", why(error)))
 }
 

@@ -1,5 +1,6 @@
 //! `order-timeout setup`: migrations and topology, idempotent.
 
+use anyhow::anyhow;
 use clap::Args;
 use serde_json::json;
 
@@ -16,14 +17,20 @@ pub struct SetupArgs {
     json: bool,
 }
 
+async fn declare(topology: &Topology, settings: &Settings) -> anyhow::Result<()> {
+    let connection = broker::connect(&settings.amqp, "setup").await?;
+    topology.declare(&connection).await?;
+    broker::close(&connection, settings.amqp.connect_timeout).await;
+    Ok(())
+}
+
 /// # Errors
 /// If the database or the broker cannot be reached or refuses.
 pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<Answer> {
     let applied = database::migrate(&settings.database).await?;
-    let connection = broker::connect(&settings.amqp, "setup").await?;
     let topology = Topology::new(&settings);
-    topology.declare(&connection).await?;
-    broker::close(&connection, settings.amqp.connect_timeout).await;
+    let declared = declare(&topology, &settings).await;
+    declared.map_err(|fault| anyhow!("{fault}; the database is set up all the same"))?;
     let mut answer = Answer::default();
     if args.json {
         let counts = json!({
