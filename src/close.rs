@@ -4,6 +4,7 @@
 //! becomes of an alarm, never speaks to the broker, and never reports "closed" before the commit is answered.
 
 use std::collections::{HashMap, VecDeque};
+use std::io::ErrorKind;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -213,10 +214,12 @@ impl Closer {
     }
 }
 
-/// Whether the connection has ended, rather than that there was no answer in time.
+/// Whether a connection that was there has ended, rather than that there was none, or no answer in time.
 fn is_cut_off(error: &sqlx::Error) -> bool {
     match error {
-        sqlx::Error::Io(fault) => fault.kind() != std::io::ErrorKind::TimedOut,
+        sqlx::Error::Io(fault) => {
+            matches!(fault.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::UnexpectedEof)
+        }
         error => error.as_database_error().is_some() && trouble(error) == Trouble::Away,
     }
 }
