@@ -114,7 +114,7 @@ impl Outboxes {
 
     async fn round(&mut self, is_last: bool) -> Round {
         self.database_answers = true;
-        let is_ours = self.is_ours().await;
+        let is_ours = self.is_ours(is_last).await;
         self.signs.metrics.relaying.set(i64::from(is_ours));
         if !is_ours {
             return Round::NotOurs;
@@ -138,8 +138,8 @@ impl Outboxes {
     }
 
     /// Whether this worker is the relay, as far as the database says.
-    async fn is_ours(&mut self) -> bool {
-        if !self.lock_rest.is_over() {
+    async fn is_ours(&mut self, is_last: bool) -> bool {
+        if !is_last && !self.lock_rest.is_over() {
             return false;
         }
         match self.lock.is_ours().await {
