@@ -112,12 +112,13 @@ impl Desk {
 
     fn take_from(&mut self, source: Source, now: Moment) -> Batch {
         let size = self.policy.batch_size;
-        let patient = self.hurried_until.is_none_or(|until| until <= now);
+        let has_passed = |until: Option<Moment>| until.is_none_or(|until| until <= now);
+        let patient = has_passed(self.hurried_until);
         match source {
             Source::Fresh => Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), patient },
             // Patient only if that leaves a closer to the others: who is busy is found again by the next pass.
             Source::Overdue => {
-                let patient = patient && self.spares_one();
+                let patient = has_passed(self.sweep_hurried_until) && self.spares_one();
                 Batch { by: ClosedBy::Sweep, cases: self.overdue.take(size), patient }
             }
             Source::Again => Batch { by: ClosedBy::Alarm, cases: self.again.take(size), patient: false },

@@ -19,12 +19,12 @@ use std::time::Duration;
 use crate::alarm::{Alarm, ArmJob, Delivered, Inlet, Parcel, ParkReason, Receipt, Settlement, Wanted};
 use crate::hold::Hold;
 use crate::message::TimeoutDue;
-use crate::order::{CloseFault, Deadline, Finding, Found, Moment, OrderId, Outcome, Overdue, SweptPage};
+use crate::order::{CloseFault, ClosedBy, Deadline, Finding, Found, Moment, OrderId, Outcome, Overdue, SweptPage};
 pub use news::{Answer, Batch, Case, Errand, News, Origin};
 use outage::Outage;
 pub use policy::Policy;
 use queue::{Cause, Later, Lingering};
-use sweep::{LONGEST_REST, Sweep};
+use sweep::{LONGEST_BLAMELESS_REST, LONGEST_REST, Sweep};
 use verdict::{AfterSweep, Next, after_close, after_sweep};
 
 /// By how much the time may go back without anybody minding: readings of one clock differ by less.
@@ -57,8 +57,10 @@ pub struct Desk {
     hurried: VecDeque<(Batch, Moment)>,
     /// Parts of batches that failed, with when they did.
     parts: VecDeque<(Batch, Moment)>,
-    /// Until when no batch waits for a lock.
+    /// Until when no alarm's batch waits for a lock.
     hurried_until: Option<Moment>,
+    /// The same for what the sweep has found.
+    sweep_hurried_until: Option<Moment>,
     /// Orders that are due and wait for a closer or are with one, and how often each. The sweep leaves them alone.
     in_hand: HashMap<OrderId, u32>,
     idle_closers: usize,
@@ -93,6 +95,7 @@ impl Desk {
             hurried: VecDeque::new(),
             parts: VecDeque::new(),
             hurried_until: None,
+            sweep_hurried_until: None,
             in_hand: HashMap::new(),
             idle_closers,
             trouble_had_last_closer: false,
@@ -292,6 +295,7 @@ impl Desk {
             *since = now.min(*since);
         }
         self.hurried_until = None;
+        self.sweep_hurried_until = None;
         self.outage.clock_was_set_back(now);
         self.arm_later.clock_was_set_back(now);
         self.park_later.clock_was_set_back(now);
@@ -425,6 +429,9 @@ impl Desk {
             && !page.orders.is_empty()
             && page.orders.iter().all(|one| self.has_its_alarm(&key_of(one)));
         let wanted = self.sweep.found(page, &self.policy, now);
+        if self.sweep.troubled() == 0 {
+            self.outage.nobody_is_left();
+        }
         // In a great burst, page after page of what the closers are at would only take Postgres' time from them.
         if says_nothing_new {
             self.sweep.cut_short(&self.policy, now);
@@ -458,7 +465,7 @@ impl Desk {
             Ok(findings) => self.conclude_each(batch.cases, &findings, now),
             Err(fault @ (CloseFault::Locked(_) | CloseFault::Transient(_))) if batch.patient && !self.draining => {
                 if matches!(fault, CloseFault::Locked(_)) {
-                    self.hurried_until = Some(now + NO_WAITING_AFTER_A_LOCK);
+                    self.do_not_wait_again(batch.by, now);
                 }
                 self.hurried.push_back((Batch { patient: false, ..batch }, now));
             }
@@ -472,6 +479,15 @@ impl Desk {
                     self.conclude_one(case, Err(fault.clone()), now);
                 }
             }
+        }
+    }
+
+    /// The sweep, which finds the same order again and again, must not keep alarms from waiting for theirs.
+    fn do_not_wait_again(&mut self, by: ClosedBy, now: Moment) {
+        let until = Some(now + NO_WAITING_AFTER_A_LOCK);
+        self.sweep_hurried_until = until;
+        if by != ClosedBy::Sweep {
+            self.hurried_until = until;
         }
     }
 
@@ -494,6 +510,9 @@ impl Desk {
                 AfterSweep::LetGo => {}
                 AfterSweep::LookAgain => {
                     self.sweep.leave_alone(case.alarm.due.order_id, self.policy.longest_while_overdue(), now);
+                }
+                AfterSweep::LookAgainLater => {
+                    self.sweep.leave_alone(case.alarm.due.order_id, LONGEST_BLAMELESS_REST, now);
                 }
                 AfterSweep::LeaveAlone => self.sweep.leave_alone(case.alarm.due.order_id, LONGEST_REST, now),
             },

@@ -5,6 +5,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
+use super::sweep::LONGEST_REST;
 use super::{Answer, Batch, Policy};
 use crate::order::{CloseFault, Finding, Moment, OrderId, Outcome};
 
@@ -53,9 +54,19 @@ impl Stall {
         self.last.since(self.since) >= LONGEST_STALL
     }
 
-    fn goes_on(&self, policy: &Policy, now: Moment) -> bool {
-        now.since(self.last) < FORGETS_A_STALL_AFTER.max(2 * policy.longest_try)
+    fn goes_on(&self, forgotten_after: Duration, now: Moment) -> bool {
+        now.since(self.last) < forgotten_after
     }
+}
+
+/// When a lock or a timeout that befell somebody is forgotten, if it befalls nobody else.
+fn forgets_a_hold_up_after(policy: &Policy) -> Duration {
+    FORGETS_A_STALL_AFTER.max(2 * policy.longest_try)
+}
+
+/// The same of a refusal: whoever is refused is left alone for long.
+fn forgets_a_refusal_after(policy: &Policy) -> Duration {
+    forgets_a_hold_up_after(policy) + LONGEST_REST
 }
 
 impl Outage {
@@ -91,9 +102,18 @@ impl Outage {
     }
 
     fn is_stalled(&self, policy: &Policy, now: Moment) -> bool {
-        [(&self.held_up, SEVERAL), (&self.refused, MANY)].into_iter().any(|(stall, enough)| {
-            stall.as_ref().is_some_and(|stall| stall.befalls(enough) && stall.is_long() && stall.goes_on(policy, now))
-        })
+        let is_one = |stall: &Option<Stall>, enough: usize, forgotten_after: Duration| {
+            let is_one =
+                |stall: &Stall| stall.befalls(enough) && stall.is_long() && stall.goes_on(forgotten_after, now);
+            stall.as_ref().is_some_and(is_one)
+        };
+        is_one(&self.held_up, SEVERAL, forgets_a_hold_up_after(policy))
+            || is_one(&self.refused, MANY, forgets_a_refusal_after(policy))
+    }
+
+    /// The sweep knows of no order any more that could not be closed.
+    pub fn nobody_is_left(&mut self) {
+        self.refused = None;
     }
 
     pub fn clock_was_set_back(&mut self, now: Moment) {
@@ -125,12 +145,14 @@ impl Outage {
                 self.refused = None;
                 return was_stalled;
             }
+            // Tried again at once without waiting: only then it is known whether it was one article's lock.
+            Err(CloseFault::Locked(_)) if batch.patient => {}
             Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::Away(_)) => {
-                note_stall(&mut self.held_up, batch, policy, now);
+                note_stall(&mut self.held_up, batch, forgets_a_hold_up_after(policy), now);
             }
             // Of several together, nobody knows yet which of them is to blame.
             Err(CloseFault::OfTheOrder(_)) if batch.cases.len() == 1 => {
-                note_stall(&mut self.refused, batch, policy, now);
+                note_stall(&mut self.refused, batch, forgets_a_refusal_after(policy), now);
             }
             Ok(_) | Err(CloseFault::OfTheOrder(_)) => {}
         }
@@ -138,11 +160,11 @@ impl Outage {
     }
 }
 
-fn note_stall(stall: &mut Option<Stall>, batch: &Batch, policy: &Policy, now: Moment) {
+fn note_stall(stall: &mut Option<Stall>, batch: &Batch, forgotten_after: Duration, now: Moment) {
     if batch.cases.is_empty() {
         return;
     }
-    let known = stall.take().filter(|known| known.goes_on(policy, now));
+    let known = stall.take().filter(|known| known.goes_on(forgotten_after, now));
     let mut noted = known.unwrap_or_else(|| Stall { since: now, last: now, orders: HashSet::new() });
     noted.last = now;
     for case in batch.cases.iter().take(MANY - noted.orders.len()) {

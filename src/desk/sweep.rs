@@ -13,6 +13,8 @@ use crate::order::{Deadline, Moment, OrderId, Overdue, SweepPage, SweepPlace, Sw
 /// A moment, for the first may have been a deadlock.
 const FIRST_REST: Duration = Duration::from_millis(250);
 pub(super) const LONGEST_REST: Duration = Duration::from_secs(300);
+/// The same for one that alone meets a timeout: it may be its own trigger, and may be a disk that is full for a while.
+pub(super) const LONGEST_BLAMELESS_REST: Duration = Duration::from_secs(8);
 
 /// How many passes in a row may end early. Every eighth goes to the end, so that no crowd hides anybody for long.
 const PASSES_CUT_SHORT: u32 = 7;
@@ -131,11 +133,13 @@ impl Sweep {
         self.failures = self.failures.saturating_add(1);
     }
 
-    /// This order could not be closed: leave it alone for a while, for `longest` at most.
+    /// This order could not be closed: leave it alone for a while, for `longest` at most. A failure that may not make it
+    /// rest for longer does not count for those that may.
     pub fn leave_alone(&mut self, order_id: OrderId, longest: Duration, now: Moment) {
         let failures = self.troubled.get(&order_id).map_or(0, |troubled| troubled.failures);
-        let rest = (FIRST_REST * 2_u32.saturating_pow(failures.min(11))).min(longest);
-        self.troubled.insert(order_id, Troubled { until: now + rest, failures: failures + 1, seen: now });
+        let rest = FIRST_REST * 2_u32.saturating_pow(failures.min(11));
+        let failures = if rest < longest { failures + 1 } else { failures };
+        self.troubled.insert(order_id, Troubled { until: now + rest.min(longest), failures, seen: now });
     }
 
     /// Nobody is left alone any longer.

@@ -821,7 +821,7 @@ fn one_order_that_fails_for_long_is_not_taken_for_a_database_that_closes_nothing
 #[test]
 fn a_database_that_refuses_one_order_after_the_other_is_said_to_close_nothing_and_a_close_has_all_of_them_tried_again()
 {
-    let closes_nothing_with = |count: usize| {
+    let closes_nothing_with = |count: usize, until: Moment| {
         let (mut desk, mut now) = (sweeping_desk(), at_ms(250));
         let ids: Vec<String> = (0..count).map(|index| format!("order-{index}")).collect();
         let orders: Vec<(&str, i64)> = ids.iter().map(|id| (id.as_str(), 1)).collect();
@@ -831,7 +831,7 @@ fn a_database_that_refuses_one_order_after_the_other_is_said_to_close_nothing_an
             News::Swept(SweptPage { orders: orders.iter().map(overdue).collect(), next: None })
         };
         let refused = Err(CloseFault::OfTheOrder("a trigger says no".into()));
-        while now < at_ms(10_000) {
+        while now < until {
             for errand in desk.errands(now) {
                 match errand {
                     Errand::Sweep(_) => desk.hear(page(), now),
@@ -843,9 +843,12 @@ fn a_database_that_refuses_one_order_after_the_other_is_said_to_close_nothing_an
         }
         (desk.closes_nothing(now), desk, now, page())
     };
-    let (said, ..) = closes_nothing_with(9);
+    let (said, ..) = closes_nothing_with(9, at_ms(10_000));
     assert!(!said, "a few orders may be at fault themselves");
-    let (said, mut desk, mut now, page) = closes_nothing_with(12);
+    let (said, ..) = closes_nothing_with(12, at_ms(10_000));
+    assert!(said);
+    // They are left alone for minutes by then.
+    let (said, mut desk, mut now, page) = closes_nothing_with(12, at_ms(600_000));
     assert!(said);
 
     desk.hear(delivered("good", now, 1, 1), now);
@@ -863,6 +866,32 @@ fn a_database_that_refuses_one_order_after_the_other_is_said_to_close_nothing_an
     desk.hear(page, now);
     let is_close = |errand: &Errand| matches!(errand, Errand::Close(_));
     assert!(desk.errands(now).iter().any(is_close), "nobody is left alone any longer");
+}
+
+#[test]
+fn an_article_that_stays_locked_under_the_sweep_is_no_outage_and_keeps_no_alarm_from_waiting() {
+    let (mut desk, mut now, mut waited) = (sweeping_desk(), at_ms(250), 0);
+    while now < at_ms(20_000) {
+        for errand in desk.errands(now) {
+            match errand {
+                Errand::Sweep(_) => desk.hear(swept(&[("a", 1), ("b", 1)]), now),
+                Errand::Close(batch) if batch.patient => {
+                    waited += 1;
+                    answer(&mut desk, batch, &Err(CloseFault::Locked("a lock".into())), now);
+                }
+                Errand::Close(batch) => answer(&mut desk, batch, &found(Outcome::Busy), now),
+                other => panic!("unexpected {other:?}"),
+            }
+        }
+        now = now + Duration::from_millis(10);
+    }
+    assert!((10..=20).contains(&waited), "once a second, and a closer is free for others");
+    assert!(!desk.closes_nothing(now));
+    desk.hear(delivered("c", now, 1, 1), now);
+    let closes = |errand| if let Errand::Close(batch) = errand { Some(batch) } else { None };
+    let later = now + Duration::from_millis(2);
+    let mut alarms = desk.errands(later).into_iter().filter_map(closes).filter(|batch| batch.by == ClosedBy::Alarm);
+    assert!(alarms.next().expect("an alarm's batch").patient);
 }
 
 #[test]

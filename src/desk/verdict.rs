@@ -56,6 +56,8 @@ pub(super) enum AfterSweep {
     LetGo,
     /// It is overdue, and what keeps it from being closed is nobody's fault: tried again very soon, apart from the rest.
     LookAgain,
+    /// The same, but it may be its own fault: tried again soon.
+    LookAgainLater,
     /// It is overdue and cannot be closed: left alone for a while that grows.
     LeaveAlone,
 }
@@ -71,11 +73,12 @@ pub(super) fn after_sweep(finding: &Finding, others_fail_too: bool) -> AfterSwee
             Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => AfterSweep::LeaveAlone,
         },
         Err(CloseFault::Away(_)) => AfterSweep::LetGo,
-        // Of a table: the statement does not wait for a row.
+        // It costs a closer `lock_timeout` at most to see whether the table is still locked.
         Err(CloseFault::Locked(_)) => AfterSweep::LookAgain,
         Err(CloseFault::Transient(_)) if others_fail_too => AfterSweep::LookAgain,
         // Alone with that, it may be the trigger of this one, which takes a closer's time at every try.
-        Err(CloseFault::Transient(_) | CloseFault::OfTheOrder(_)) => AfterSweep::LeaveAlone,
+        Err(CloseFault::Transient(_)) => AfterSweep::LookAgainLater,
+        Err(CloseFault::OfTheOrder(_)) => AfterSweep::LeaveAlone,
     }
 }
 
