@@ -275,10 +275,7 @@ impl Floor {
 
     fn note_whether_it_closes_nothing(&mut self, closes_nothing: bool) {
         if closes_nothing && !self.closes_nothing {
-            warn!(
-                why = self.why_nothing,
-                "the database closes nothing; alarms stay unacknowledged and it is asked again"
-            );
+            warn!(why = self.why_nothing, "the database closes nothing; it is asked again");
         } else if !closes_nothing && self.closes_nothing {
             info!("the database closes orders again");
         }

@@ -1,6 +1,6 @@
 //! Keeps the outboxes empty: alarms on their way to the broker first, then events for the rest of the shop.
 //!
-//! Says when; how is `relay.rs`. Polls, gives way to closing, and after a failure waits longer each time.
+//! Says when; how is `relay.rs`. Polls, gives way to closing, and where a message was refused waits longer each time.
 
 use std::time::Duration;
 
@@ -17,6 +17,7 @@ use crate::metrics::{ALARMS, EVENTS};
 use crate::patience::Pauses;
 use crate::relay::{NotRelayed, RelayLock, Relayed};
 use crate::schedule::outbox::AlarmRelay;
+use crate::telemetry::Seldom;
 
 /// How often what was sent long ago is deleted.
 const FORGET_EVERY: Duration = Duration::from_secs(60);
@@ -33,7 +34,7 @@ pub(super) struct Outboxes {
     events: Announcer,
     poll: Duration,
     closing: watch::Receiver<bool>,
-    lock_rest: Rest,
+    not_asked: Seldom,
     alarms_rest: Rest,
     events_rest: Rest,
     /// Whether it did in this round.
@@ -73,7 +74,7 @@ impl Outboxes {
             events,
             poll,
             closing,
-            lock_rest: Rest::default(),
+            not_asked: Seldom::default(),
             alarms_rest: Rest::default(),
             events_rest: Rest::default(),
             database_answers: true,
@@ -114,7 +115,7 @@ impl Outboxes {
 
     async fn round(&mut self, is_last: bool) -> Round {
         self.database_answers = true;
-        let is_ours = self.is_ours(is_last).await;
+        let is_ours = self.is_ours().await;
         self.signs.metrics.relaying.set(i64::from(is_ours));
         if !is_ours {
             return Round::NotOurs;
@@ -138,20 +139,18 @@ impl Outboxes {
     }
 
     /// Whether this worker is the relay, as far as the database says.
-    async fn is_ours(&mut self, is_last: bool) -> bool {
-        if !is_last && !self.lock_rest.is_over() {
-            return false;
-        }
+    async fn is_ours(&mut self) -> bool {
         match self.lock.is_ours().await {
             Ok(is_ours) => {
-                self.lock_rest = Rest::default();
+                self.not_asked = Seldom::default();
                 is_ours
             }
             Err(error) => {
                 let fault = NotRelayed::from(error);
                 self.database_answers = !fault.is_unanswered();
-                let again_in_ms = self.lock_rest.prolong().as_millis();
-                warn!(%fault, again_in_ms, "nobody knows who empties the outboxes; their rows stay, and the database is asked again");
+                if self.not_asked.is_due() {
+                    warn!(%fault, "nobody knows who empties the outboxes; their rows stay, and the database is asked each second");
+                }
                 false
             }
         }
@@ -218,7 +217,7 @@ impl Outboxes {
     }
 }
 
-/// When it is tried again what has failed.
+/// When an outbox is looked at again that could not be emptied.
 #[derive(Debug, Default)]
 struct Rest {
     pauses: Pauses,
@@ -228,13 +227,6 @@ struct Rest {
 impl Rest {
     fn is_over(&self) -> bool {
         self.until.is_none_or(|until| until <= Instant::now())
-    }
-
-    /// After a failure. Returns for how long now.
-    fn prolong(&mut self) -> Duration {
-        let pause = self.pauses.next_pause();
-        self.until = Some(Instant::now() + pause);
-        pause
     }
 
     /// Takes note of what came of a batch. Returns whether there may be more.
@@ -252,7 +244,9 @@ impl Rest {
                 more
             }
             Err(fault) => {
-                let again_in_ms = self.prolong().as_millis();
+                let pause = self.pauses.next_pause();
+                self.until = Some(Instant::now() + pause);
+                let again_in_ms = pause.as_millis();
                 warn!(%fault, outbox, again_in_ms, "an outbox could not be emptied; its rows stay and are tried again");
                 false
             }
