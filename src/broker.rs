@@ -72,7 +72,8 @@ pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, 
 fn have_what_a_broken_connection_needs() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
-        let _panicked_or_done = std::thread::spawn(|| drop(async_compat::Compat::new(()))).join();
+        let thread = std::thread::Builder::new().spawn(|| drop(async_compat::Compat::new(())));
+        let _none_panicked_or_done = thread.map(std::thread::JoinHandle::join);
     });
 }
 
@@ -173,7 +174,7 @@ fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri, settings:
             "the broker at {place} refuses user {user:?}; check the name and password in amqp.url"
         )),
         // RabbitMQ, rabbit_reader.erl: "connection limit (~p) is reached", of the virtual host or of the user.
-        Some((reply_code::NOT_ALLOWED, text)) if text.contains("limit") => BrokerFault::Away(format!(
+        Some((reply_code::NOT_ALLOWED, text)) if text.contains("is reached") => BrokerFault::Away(format!(
             "the broker at {place} takes no further connection of user {user:?} ({text}); raise the limit with rabbitmqctl set_vhost_limits or set_user_limits, or run fewer workers"
         )),
         Some((reply_code::NOT_ALLOWED, text)) => BrokerFault::Refused(format!(

@@ -433,10 +433,14 @@ impl Topology {
     fn explain(&self, object: Object<'_>, error: &lapin::Error) -> TopologyFault {
         let (object, removal) = (object.to_string(), object.removal());
         match reply(error) {
-            // RabbitMQ, rabbit_amqqueue.erl and rabbit_vhost_limit.erl: "queue limit in vhost '~s' (~p) is reached".
-            Some((reply_code::PRECONDITION_FAILED, limit)) if limit.contains("limit in vhost") => {
-                TopologyFault::Failed { object, why: format!("{limit}; raise it with rabbitmqctl set_vhost_limits") }
-            }
+            // RabbitMQ, rabbit_amqqueue.erl and rabbit_queue_type.erl: "queue limit in vhost '~s' (~p) is reached", and
+            // "in cluster".
+            Some((reply_code::PRECONDITION_FAILED, limit)) if limit.contains("is reached") => TopologyFault::Failed {
+                object,
+                why: format!(
+                    "{limit}; raise it with rabbitmqctl set_vhost_limits, or cluster_queue_limit in rabbitmq.conf"
+                ),
+            },
             Some((reply_code::PRECONDITION_FAILED, difference)) => {
                 TopologyFault::Differs { object, difference, removal }
             }
