@@ -10,6 +10,7 @@ use std::path::Path;
 use config::{Config, ConfigError, File, FileFormat, Format, Map, Source, Value, ValueKind};
 use secrecy::SecretString;
 
+use super::validate::NOT_UTF8;
 use super::{BadSettings, DEFAULTS, Settings, is_a_key};
 
 const ENV_PREFIX: &str = "ORDER_TIMEOUT__";
@@ -89,15 +90,19 @@ fn environment() -> Result<Map<String, String>, BadSettings> {
 }
 
 /// What is not text is left out where it is somebody else's; ours, left out, would leave the program with the default
-/// servers.
+/// servers. `DATABASE_URL` may be either: whoever uses it sees what is wrong with it.
 pub(super) fn texts(variables: impl Iterator<Item = (OsString, OsString)>) -> Result<Map<String, String>, BadSettings> {
+    let known = every_key();
     let mut texts = Map::new();
     for (name, value) in variables {
         let shown = name.to_string_lossy().into_owned();
-        if let (Ok(name), Ok(value)) = (name.into_string(), value.into_string()) {
+        let text = value.to_string_lossy().into_owned();
+        if shown == DATABASE_URL {
+            texts.insert(shown, text);
+        } else if let (Ok(name), Ok(value)) = (name.into_string(), value.into_string()) {
             texts.insert(name, value);
-        } else if shown.starts_with(ENV_PREFIX) || shown == DATABASE_URL {
-            let why = "its name or value is not UTF-8; in an address, write such a letter as %C3%A4".to_owned();
+        } else if shown.starts_with(ENV_PREFIX) || name_meant_by(&shown, &known).is_some() {
+            let why = format!("its name or value is not UTF-8; {NOT_UTF8}");
             return Err(BadSettings::new(Some(shown), Some(ENVIRONMENT.to_owned()), why));
         }
     }

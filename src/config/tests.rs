@@ -56,12 +56,17 @@ fn what_is_not_utf8_in_the_environment_is_refused_if_it_is_ours() {
     let texts = |name: &str, value: &[u8]| {
         load::texts([(name.into(), std::ffi::OsString::from_vec(value.to_vec()))].into_iter())
     };
-    for name in ["ORDER_TIMEOUT__AMQP__URL", "DATABASE_URL"] {
+    for name in ["ORDER_TIMEOUT__AMQP__URL", "ORDER_TIMEOUT_AMQP_URL"] {
         let fault = texts(name, b"amqp://guest:p\xe4ss@host").unwrap_err().to_string();
         let why = "its name or value is not UTF-8; in an address, write such a letter as %C3%A4";
         assert_eq!(fault, format!("setting {name} (from the environment): {why}"));
     }
     assert!(texts("PS1", b"\xe4").unwrap().is_empty());
+    // The shop's own, perhaps.
+    let unused = texts("DATABASE_URL", b"postgres://shop:p\xe4ss@host/shop").unwrap();
+    let settings = Settings::load_with_environment(None, unused, &[]).unwrap();
+    let fault = settings.validate_database().unwrap_err().to_string();
+    assert!(fault.contains("database.url") && fault.contains("is not UTF-8") && !fault.contains("ss@host"), "{fault}");
     assert_eq!(texts("ORDER_TIMEOUT__NAMESPACE", "caf\u{e9}".as_bytes()).unwrap().len(), 1);
 }
 

@@ -22,6 +22,9 @@ const MAX_SHARDS: usize = 64;
 const LONGEST_HOLD: Duration = Duration::from_secs(20 * 60);
 const DAY: Duration = Duration::from_secs(86_400);
 
+/// How to mend an address that is not.
+pub(super) const NOT_UTF8: &str = "in an address, write such a letter as %C3%A4";
+
 impl Settings {
     /// Every rule that spans more than one value's form.
     ///
@@ -45,6 +48,9 @@ impl Settings {
     /// [`BadSettings`] if it is not the address of a Postgres.
     pub fn validate_database(&self) -> Result<(), BadSettings> {
         let database = self.database.url.expose_secret();
+        if database.contains(char::REPLACEMENT_CHARACTER) {
+            return Err(BadSettings::of("database.url", format!("is not UTF-8; {NOT_UTF8}")));
+        }
         let is_postgres = database.starts_with("postgres://") || database.starts_with("postgresql://");
         if is_postgres
             && url::Url::parse(database).is_ok()
