@@ -512,8 +512,9 @@ fn a_clock_that_is_read_on_a_connection_which_the_server_has_ended_is_read_on_an
             closer.sample_clock().await.unwrap();
             let pids = backends_that_told_the_time(&stage).await;
             assert_eq!(pids.len(), 1);
-            let end = "SELECT pg_terminate_backend($1, 10000)";
+            let end = "SELECT pg_terminate_backend($1)";
             assert!(sqlx::query_scalar::<_, bool>(end).bind(pids[0]).fetch_one(&stage.pool).await.unwrap());
+            wait_for("its end", async || backends_that_told_the_time(&stage).await.is_empty()).await;
             closer.sample_clock().await.unwrap();
         },
     );

@@ -175,17 +175,18 @@ fn an_inbox_that_is_deleted_under_alarms_on_their_way_to_it_is_heard_again() {
         async |stage| {
             let inbox = stage.names().arm();
             let worker = stage.worker().await;
-            for time in 1..=10 {
+            let mut times = 0;
+            while times < 10 {
                 let alarms = "INSERT INTO alarm_outbox (order_id, deadline)
                               SELECT gen_random_uuid()::text, now() + interval '30 minutes' FROM generate_series(1, 30)";
                 sqlx::query(alarms).execute(&stage.pool).await.unwrap();
                 wait_for("some of them under way", async || stage.count(UNSENT).await < 29).await;
                 stage.channel.queue_delete(inbox.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-                let left = stage.count(UNSENT).await;
-                assert!(left > 0, "some missed the inbox");
+                // Else none was under way any more.
+                times += i32::from(stage.count(UNSENT).await > 0);
                 wait_for("the inbox", async || is_consumed(&stage, &inbox).await).await;
                 wait_for("all of them handed over", async || stage.count(UNSENT).await == 0).await;
-                let heard = format!("all of them heard after the inbox was deleted for the {time}. time");
+                let heard = format!("all of them heard after the inbox was deleted for the {times}. time");
                 wait_for(&heard, async || stage.depth(&inbox).await == 0).await;
             }
             worker.stop().await;
