@@ -4,6 +4,10 @@ use super::*;
 use crate::message::TimeoutDue;
 use crate::order::{ClosedBy, SweepPage, SweepPlace};
 
+mod batches;
+mod outage;
+mod sweep;
+
 fn policy() -> Policy {
     Policy {
         hold_max: Duration::from_secs(15),
@@ -71,37 +75,36 @@ fn desk_with_one_closing() -> (Desk, Batch) {
     (desk, batch)
 }
 
-#[test]
-fn an_early_alarm_waits_for_its_deadline_and_for_those_who_fall_due_soon_after_it() {
-    let mut desk = Desk::new(policy());
-    for (tag, ms) in [(1, 5_000), (2, 5_001), (3, 5_003)] {
-        desk.hear(delivered(&format!("order-{tag}"), at_ms(ms), 1, tag), at_ms(1_000));
-    }
-    assert_eq!(desk.wake_at(), Some(at_ms(5_001)), "nobody is woken only to linger");
-    assert_eq!(batches(&mut desk, at_ms(5_000)), Vec::<Batch>::new());
-    assert_eq!(batches(&mut desk, at_ms(5_001)).remove(0).cases.len(), 2);
-    assert_eq!(desk.wake_at(), Some(at_ms(5_003)), "nobody comes after it, so it waits for nobody");
-    assert_eq!(batches(&mut desk, at_ms(5_003)).len(), 1);
+/// A desk whose sweep is due every 250 ms, past its first pause.
+fn sweeping_desk() -> Desk {
+    let mut desk = Desk::new(Policy { sweep_every: Duration::from_millis(250), ..policy() });
+    desk.hear(News::SessionOpened(1), at_ms(0));
+    assert_eq!(desk.errands(at_ms(0)), vec![]);
+    desk
 }
 
-#[test]
-fn an_alarm_that_comes_late_lingers_for_those_who_come_with_it() {
-    let mut desk = Desk::new(policy());
-    desk.hear(delivered("a", at_ms(5_000), 1, 1), at_ms(5_001));
-    assert_eq!(batches(&mut desk, at_ms(5_001)), Vec::<Batch>::new());
-    assert_eq!(desk.wake_at(), Some(at_ms(5_003)));
-    assert_eq!(batches(&mut desk, at_ms(5_003)).len(), 1);
+fn swept_page(desk: &mut Desk, now: Moment) -> SweepPage {
+    let mut errands = desk.errands(now);
+    let Some(Errand::Sweep(page)) = errands.pop() else { panic!("{errands:?}") };
+    page
 }
 
-#[test]
-fn a_full_batch_does_not_linger_and_no_more_batches_go_out_than_there_are_closers() {
-    let mut desk = Desk::new(policy());
-    for tag in 1..=10 {
-        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
-    }
-    let sizes: Vec<usize> = batches(&mut desk, at_ms(1_000)).iter().map(|batch| batch.cases.len()).collect();
-    assert_eq!(sizes, [3, 3]);
-    assert!(desk.wake_at().unwrap() > at_ms(1_000_000), "with no closer idle only the sweep is to wake for");
+/// A page with these orders; the last of the pass if it is not full.
+fn swept(orders: &[(&str, i64)]) -> News {
+    let overdue = |(id, deadline_ms): &(&str, i64)| Overdue {
+        order_id: OrderId::new(id).unwrap(),
+        deadline: at_ms(*deadline_ms),
+    };
+    let next = orders.last().filter(|_| orders.len() == policy().sweep_page);
+    News::Swept(SweptPage { orders: orders.iter().map(overdue).collect(), next: next.map(place) })
+}
+
+fn place((id, deadline_ms): &(&str, i64)) -> SweepPlace {
+    SweepPlace { deadline: at_ms(*deadline_ms), id: (*id).to_owned() }
+}
+
+fn names(batch: &Batch) -> Vec<&str> {
+    batch.cases.iter().map(|case| case.alarm.order_id().as_str()).collect()
 }
 
 #[test]
@@ -137,18 +140,6 @@ fn a_second_alarm_is_acknowledged_at_once_but_a_second_delivery_takes_the_place_
     assert_eq!(desk.errands(now), vec![], "acknowledging it would leave the order without an alarm at the broker");
     let batch = batches(&mut desk, at_ms(5_000)).remove(0);
     assert_eq!(receipt(&batch.cases[0]), Receipt { session: 2, channel: 0, tag: 1 });
-}
-
-#[test]
-fn what_was_tried_before_waits_behind_what_is_fresh() {
-    let (mut desk, batch) = desk_with_one_closing();
-    answer(&mut desk, batch, &found(Outcome::Unknown), at_ms(1_010));
-    for tag in 2..=4 {
-        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_060), 1, tag), at_ms(1_050));
-    }
-    let out = batches(&mut desk, at_ms(1_062));
-    let names: Vec<&str> = out[0].cases.iter().map(|case| case.alarm.order_id().as_str()).collect();
-    assert_eq!(names, ["order-2", "order-3", "order-4"]);
 }
 
 #[test]
@@ -262,82 +253,6 @@ fn a_deadline_moved_out_of_sight_is_parked() {
 }
 
 #[test]
-fn a_batch_that_fails_is_taken_apart_behind_what_waits_until_the_one_to_blame_stands_alone() {
-    let mut desk = Desk::new(Policy { batch_size: 100, ..policy() });
-    for tag in 1..=100 {
-        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
-    }
-    let fault = Err(CloseFault::OfTheOrder("a trigger says no".into()));
-    let mut now = at_ms(1_000);
-    let mut out = batches(&mut desk, now);
-    assert_eq!(out[0].cases.len(), 100);
-    let (mut statements, mut closed, mut retried) = (0, 0, false);
-    while let Some(batch) = out.pop() {
-        statements += 1;
-        let to_blame = batch.cases.iter().any(|case| case.alarm.order_id().as_str() == "order-42");
-        if !to_blame {
-            closed += batch.cases.len();
-            answer(&mut desk, batch, &found(Outcome::Closed), now);
-        } else {
-            assert_eq!(batch.patient, statements == 1);
-            retried |= batch.cases.len() == 1;
-            answer(&mut desk, batch, &fault, now);
-        }
-        now = now + Duration::from_millis(1);
-        let more = desk.errands(now).into_iter().filter_map(|errand| match errand {
-            Errand::Close(batch) => Some(batch),
-            _ => None,
-        });
-        out.extend(more);
-    }
-    assert_eq!((closed, retried), (99, true));
-    assert!(statements <= 1 + 8 + 8 + 8, "{statements} statements");
-}
-
-#[test]
-fn a_batch_that_waited_for_a_lock_in_vain_is_tried_again_whole_and_for_a_second_nobody_waits() {
-    let mut desk = Desk::new(Policy { batch_size: 100, ..policy() });
-    for tag in 1..=10 {
-        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
-    }
-    let waited = batches(&mut desk, at_ms(1_002)).remove(0);
-    assert!(waited.patient);
-    desk.hear(delivered("takes long", at_ms(1_000), 1, 11), at_ms(1_003));
-    assert_eq!(batches(&mut desk, at_ms(1_005)).len(), 1);
-    answer(&mut desk, waited, &Err(CloseFault::Locked("a lock".into())), at_ms(1_200));
-
-    let hurried = batches(&mut desk, at_ms(1_200)).remove(0);
-    assert_eq!((hurried.cases.len(), hurried.patient), (10, false), "by the only closer that is idle");
-    answer(&mut desk, hurried, &found(Outcome::Closed), at_ms(1_205));
-    for (order, ms, patient) in [("soon", 1_300, false), ("later", 2_201, true)] {
-        desk.hear(delivered(order, at_ms(ms), 1, 20), at_ms(ms));
-        let Some(Errand::Close(batch)) = desk.errands(at_ms(ms + 2)).into_iter().next() else { panic!() };
-        assert_eq!(batch.patient, patient, "{order}");
-        answer(&mut desk, batch, &found(Outcome::Closed), at_ms(ms + 5));
-    }
-}
-
-#[test]
-fn parts_of_a_failed_batch_leave_a_closer_to_what_is_fresh() {
-    let mut desk = Desk::new(policy());
-    for tag in 1..=3 {
-        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
-    }
-    let batch = batches(&mut desk, at_ms(1_000)).remove(0);
-    answer(&mut desk, batch, &Err(CloseFault::OfTheOrder("a trigger says no".into())), at_ms(1_010));
-    let parts = batches(&mut desk, at_ms(1_010));
-    assert_eq!(parts.iter().map(|part| part.cases.len()).collect::<Vec<_>>(), [1], "one of two closers");
-    for tag in 4..=6 {
-        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_011), 1, tag), at_ms(1_011));
-    }
-    assert_eq!(batches(&mut desk, at_ms(1_011)).len(), 1, "the other is there for the fresh");
-    let waited_long = at_ms(1_010) + policy().retry_longest;
-    let (mut starved, batch) = desk_with_one_closing();
-    answer(&mut starved, batch, &found(Outcome::Busy), at_ms(1_010));
-    assert_eq!(batches(&mut starved, waited_long).len(), 1, "with nobody fresh it goes");
-}
-
-#[test]
 fn what_the_broker_did_not_confirm_is_armed_again_later_unless_it_was_delivered_anew() {
     let mut desk = Desk::new(policy());
     desk.hear(News::SessionOpened(1), at_ms(1_000));
@@ -426,182 +341,6 @@ fn a_heap_of_nonsense_is_parked_bit_by_bit() {
     }
 }
 
-/// A desk whose sweep is due every 250 ms, past its first pause.
-fn sweeping_desk() -> Desk {
-    let mut desk = Desk::new(Policy { sweep_every: Duration::from_millis(250), ..policy() });
-    desk.hear(News::SessionOpened(1), at_ms(0));
-    assert_eq!(desk.errands(at_ms(0)), vec![]);
-    desk
-}
-
-fn swept_page(desk: &mut Desk, now: Moment) -> SweepPage {
-    let mut errands = desk.errands(now);
-    let Some(Errand::Sweep(page)) = errands.pop() else { panic!("{errands:?}") };
-    page
-}
-
-/// A page with these orders; the last of the pass if it is not full.
-fn swept(orders: &[(&str, i64)]) -> News {
-    let overdue = |(id, deadline_ms): &(&str, i64)| Overdue {
-        order_id: OrderId::new(id).unwrap(),
-        deadline: at_ms(*deadline_ms),
-    };
-    let next = orders.last().filter(|_| orders.len() == policy().sweep_page);
-    News::Swept(SweptPage { orders: orders.iter().map(overdue).collect(), next: next.map(place) })
-}
-
-fn place((id, deadline_ms): &(&str, i64)) -> SweepPlace {
-    SweepPlace { deadline: at_ms(*deadline_ms), id: (*id).to_owned() }
-}
-
-#[test]
-fn a_pass_through_what_the_closers_are_at_ends_early_but_not_for_ever() {
-    let mut desk = sweeping_desk();
-    let ids: Vec<String> = (1..=12).map(|tag| format!("order-{tag}")).collect();
-    for (id, tag) in ids.iter().zip(1..) {
-        desk.hear(delivered(id, at_ms(1), 1, tag), at_ms(2));
-    }
-    assert_eq!(batches(&mut desk, at_ms(2)).len(), 2, "both closers are busy, and others wait");
-    let page: Vec<(&str, i64)> = ids.iter().take(4).map(|id| (id.as_str(), 1)).collect();
-    let mut now = 250;
-    for _ in 0..7 {
-        assert_eq!(swept_page(&mut desk, at_ms(now)).after, None);
-        desk.hear(swept(&page), at_ms(now + 1));
-        assert_eq!(desk.errands(at_ms(now + 1)), vec![]);
-        now += 250;
-    }
-    assert_eq!(swept_page(&mut desk, at_ms(now)).after, None);
-    desk.hear(swept(&page), at_ms(now + 1));
-    assert_eq!(swept_page(&mut desk, at_ms(now + 1)).after, Some(place(&page[3])), "the eighth goes on");
-}
-
-#[test]
-fn the_sweep_closes_what_no_alarm_speaks_for_and_waits_for_alarms_only_while_they_can_come() {
-    let mut desk = sweeping_desk();
-    assert_eq!(desk.wake_at(), Some(at_ms(250)));
-    let page = swept_page(&mut desk, at_ms(250));
-    assert_eq!((page.grace, page.after), (policy().sweep_grace, None));
-    // One waits for its own deadline here already, as does one that was shortened.
-    desk.hear(delivered("held", at_ms(400), 1, 1), at_ms(251));
-    desk.hear(delivered("shortened", at_ms(9_000), 1, 2), at_ms(251));
-    desk.hear(swept(&[("forgotten", 1), ("shortened", 2), ("held", 400)]), at_ms(252));
-    let out = batches(&mut desk, at_ms(252));
-    let names: Vec<&str> = out[0].cases.iter().map(|case| case.alarm.order_id().as_str()).collect();
-    assert_eq!((out[0].by, names), (ClosedBy::Sweep, vec!["forgotten", "shortened"]));
-    desk.hear(News::SessionEnded, at_ms(300));
-    let mut errands = desk.errands(at_ms(500));
-    let Some(Errand::Sweep(page)) = errands.pop() else { panic!("{errands:?}") };
-    assert_eq!(page.grace, Duration::ZERO);
-}
-
-#[test]
-fn a_pass_goes_on_to_the_end_past_orders_that_cannot_be_closed() {
-    let mut desk = sweeping_desk();
-    assert_eq!(swept_page(&mut desk, at_ms(250)).after, None);
-    let first = [("bad-1", 1), ("bad-2", 2), ("bad-3", 3), ("bad-4", 4)];
-    desk.hear(swept(&first), at_ms(251));
-    let mut errands = desk.errands(at_ms(251));
-    assert_eq!(errands.len(), 3, "both closers have work, and the next page is wanted: {errands:?}");
-    let fault = Err(CloseFault::OfTheOrder("a trigger says no".into()));
-    let mut now = at_ms(252);
-    let mut page = None;
-    while let Some(errand) = errands.pop() {
-        match errand {
-            Errand::Close(batch) => answer(&mut desk, batch, &fault, now),
-            Errand::Sweep(asked) => page = Some(asked),
-            other => panic!("{other:?}"),
-        }
-        now = now + Duration::from_millis(1);
-        errands.extend(desk.errands(now));
-    }
-    assert_eq!(page.unwrap().after, Some(place(&("bad-4", 4))));
-    assert_eq!(desk.troubled(), 4);
-    desk.hear(swept(&[("good", 5)]), now);
-    assert_eq!(batches(&mut desk, now)[0].cases[0].alarm.order_id().as_str(), "good");
-    // The next pass leaves the bad ones alone, for a while.
-    now = at_ms(501);
-    assert_eq!(swept_page(&mut desk, now).after, None);
-    desk.hear(swept(&first), now);
-    let errands = desk.errands(now);
-    assert!(matches!(&errands[..], [Errand::Sweep(_)]), "{errands:?}");
-    desk.hear(swept(&[]), now);
-    now = at_ms(2_000);
-    assert_eq!(swept_page(&mut desk, now).after, None);
-    desk.hear(swept(&[first[0], first[1], first[2], ("late", 5)]), now);
-    let Some(Errand::Close(batch)) = desk.errands(now).into_iter().next() else { panic!("nothing to close") };
-    assert_eq!(names(&batch), ["late"], "those that failed before do not take it with them");
-    answer(&mut desk, batch, &found(Outcome::Closed), now);
-    // The other closer still has the good one, so they wait for this one.
-    now = now + policy().retry_longest;
-    let Some(Errand::Close(batch)) = desk.errands(now).into_iter().next() else { panic!("nobody tries again") };
-    assert_eq!((batch.by, names(&batch)), (ClosedBy::Sweep, vec!["bad-1", "bad-2", "bad-3"]));
-}
-
-/// Finds this order overdue and has every try fail until then; returns how often it was tried.
-fn tries_of_a_swept_order(fault: &CloseFault, orders: &[(&str, i64)], until: Moment) -> usize {
-    let (mut desk, mut now, mut tries) = (sweeping_desk(), at_ms(250), 0);
-    while now < until {
-        for errand in desk.errands(now) {
-            match errand {
-                Errand::Sweep(_) => desk.hear(swept(orders), now),
-                Errand::Close(batch) => {
-                    tries += usize::from(names(&batch) == [orders[0].0]);
-                    answer(&mut desk, batch, &Err(fault.clone()), now);
-                }
-                other => panic!("unexpected {other:?}"),
-            }
-        }
-        now = now + Duration::from_millis(10);
-    }
-    tries
-}
-
-#[test]
-fn an_overdue_order_that_is_not_to_blame_is_tried_as_often_as_the_sweep_looks() {
-    let minute = at_ms(60_000);
-    let tries = |fault: CloseFault, orders: &[(&str, i64)]| tries_of_a_swept_order(&fault, orders, minute);
-    let several = [("a", 1), ("b", 2)];
-    assert!(tries(CloseFault::Locked("a table".into()), &several[..1]) > 100);
-    assert!(tries(CloseFault::Transient("a timeout".into()), &several) > 100, "everybody's");
-    assert!(tries(CloseFault::Transient("a timeout".into()), &several[..1]) < 20, "it may be its own trigger");
-    assert!(tries(CloseFault::OfTheOrder("a trigger says no".into()), &several) < 20);
-}
-
-#[test]
-fn trouble_that_has_waited_long_does_not_take_the_last_closer_twice_while_others_wait() {
-    let mut desk = Desk::new(policy());
-    for (order, tag) in [("bad-1", 1), ("bad-2", 2), ("bad-3", 3)] {
-        desk.hear(delivered(order, at_ms(1_000), 1, tag), at_ms(1_000));
-    }
-    let together = batches(&mut desk, at_ms(1_000)).remove(0);
-    desk.hear(delivered("takes long", at_ms(1_000), 1, 4), at_ms(1_000));
-    assert_eq!(batches(&mut desk, at_ms(1_002)).len(), 1);
-    let fault = Err(CloseFault::OfTheOrder("a trigger says no".into()));
-    answer(&mut desk, together, &fault, at_ms(1_010));
-
-    let parted = batches(&mut desk, at_ms(2_100)).remove(0);
-    assert_eq!(names(&parted), ["bad-1"], "it has waited long");
-    desk.hear(delivered("good", at_ms(2_100), 1, 5), at_ms(2_100));
-    answer(&mut desk, parted, &fault, at_ms(2_110));
-    let good = batches(&mut desk, at_ms(2_110)).remove(0);
-    assert_eq!(names(&good), ["good"], "though the others are older");
-    answer(&mut desk, good, &fault, at_ms(2_120));
-    assert_eq!(names(&batches(&mut desk, at_ms(2_120))[0]), ["bad-2"]);
-}
-
-fn names(batch: &Batch) -> Vec<&str> {
-    batch.cases.iter().map(|case| case.alarm.order_id().as_str()).collect()
-}
-
-#[test]
-fn a_page_without_a_usable_id_does_not_end_the_pass() {
-    let mut desk = sweeping_desk();
-    swept_page(&mut desk, at_ms(250));
-    let next = Some(place(&("\t", 7)));
-    desk.hear(News::Swept(SweptPage { orders: vec![], next: next.clone() }), at_ms(251));
-    assert_eq!(swept_page(&mut desk, at_ms(251)).after, next);
-}
-
 #[test]
 fn a_clock_that_is_set_back_makes_no_pause_longer() {
     const HOUR_MS: i64 = 3_600_000;
@@ -618,69 +357,6 @@ fn a_clock_that_is_set_back_makes_no_pause_longer() {
     let back = at_ms(HOUR_MS);
     let errands = desk.errands(back);
     assert!(matches!(&errands[..], [Errand::Sweep(_), Errand::Arm(jobs)] if jobs.len() == 2), "{errands:?}");
-}
-
-#[test]
-fn while_the_database_is_away_it_is_asked_even_if_nobody_waits() {
-    let (mut desk, batch) = desk_with_one_closing();
-    let away = Err(CloseFault::Away("gone".into()));
-    answer(&mut desk, batch, &away, at_ms(1_010));
-    let probe = batches(&mut desk, at_ms(1_060)).remove(0);
-    desk.drain();
-    answer(&mut desk, probe, &away, at_ms(1_070));
-    assert_eq!(desk.wake_at(), None, "a stopping worker asks no more");
-    assert!(desk.closers_are_idle());
-
-    let mut desk = Desk::new(policy());
-    desk.hear(delivered("a", at_ms(1_000), 1, 1), at_ms(1_000));
-    let batch = batches(&mut desk, at_ms(1_002)).remove(0);
-    desk.hear(News::Closed(Batch { cases: vec![], ..batch }, Err(CloseFault::Away("gone".into()))), at_ms(1_010));
-    let probe = batches(&mut desk, at_ms(1_060)).remove(0);
-    assert_eq!(probe.cases, vec![]);
-}
-
-#[test]
-fn while_the_database_is_away_one_closer_asks_and_intake_stops_after_a_while() {
-    let mut desk = Desk::new(policy());
-    for tag in 1..=9 {
-        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
-    }
-    let mut out = batches(&mut desk, at_ms(1_000));
-    let away = Err(CloseFault::Away("gone".into()));
-    answer(&mut desk, out.remove(0), &away, at_ms(1_010));
-    assert_eq!(batches(&mut desk, at_ms(1_400)), Vec::<Batch>::new(), "the other closer has not answered yet");
-    answer(&mut desk, out.remove(0), &away, at_ms(1_410));
-    assert!(desk.wants_deliveries(at_ms(1_410)));
-    assert_eq!(batches(&mut desk, at_ms(3_000)).len(), 1, "one asks");
-    assert!(!desk.wants_deliveries(at_ms(11_011)));
-}
-
-#[test]
-fn a_database_that_is_away_for_long_is_asked_as_often_as_the_sweep_asks_one_that_is_well() {
-    let mut desk = Desk::new(Policy { sweep_every: Duration::from_millis(250), ..policy() });
-    desk.hear(delivered("a", at_ms(1_000), 1, 1), at_ms(1_000));
-    let mut asked_at = at_ms(1_000);
-    for _ in 0..10 {
-        let batch = loop {
-            let next = desk.wake_at().expect("it is asked again");
-            assert!(next.since(asked_at) <= Duration::from_millis(250), "after {:?}", next.since(asked_at));
-            if let Some(batch) = batches(&mut desk, next).pop() {
-                asked_at = next;
-                break batch;
-            }
-        };
-        answer(&mut desk, batch, &Err(CloseFault::Away("gone".into())), asked_at);
-    }
-}
-
-#[test]
-fn an_answer_of_the_database_ends_its_absence() {
-    let (mut desk, batch) = desk_with_one_closing();
-    answer(&mut desk, batch, &Err(CloseFault::Away("gone".into())), at_ms(1_010));
-    assert_eq!(batches(&mut desk, at_ms(1_059)), Vec::<Batch>::new());
-    let batch = (1_060..1_070).find_map(|ms| batches(&mut desk, at_ms(ms)).pop()).unwrap();
-    answer(&mut desk, batch, &found(Outcome::Closed), at_ms(20_000));
-    assert!(desk.wants_deliveries(at_ms(20_000)));
 }
 
 #[test]
@@ -708,16 +384,6 @@ fn a_deadline_in_the_year_9999_is_parked() {
 }
 
 #[test]
-fn a_full_batch_of_those_who_are_held_waits_for_nobody_else() {
-    let mut desk = Desk::new(policy());
-    for (tag, ms) in [(1, 5_000), (2, 5_000), (3, 5_001), (4, 5_002)] {
-        desk.hear(delivered(&format!("order-{tag}"), at_ms(ms), 1, tag), at_ms(1_000));
-    }
-    assert_eq!(desk.wake_at(), Some(at_ms(5_001)), "the third fills the batch");
-    assert_eq!(batches(&mut desk, at_ms(5_001)).remove(0).cases.len(), 3);
-}
-
-#[test]
 fn what_came_in_a_session_that_has_ended_is_not_armed_beside_its_second_delivery() {
     let mut desk = Desk::new(policy());
     desk.hear(News::SessionOpened(1), at_ms(1_000));
@@ -739,173 +405,4 @@ fn what_came_in_a_session_that_has_ended_is_not_armed_beside_its_second_delivery
     desk.hear(News::SessionOpened(2), at_ms(1_006));
     answer(&mut desk, batch, &not_due, at_ms(1_010));
     assert_eq!(desk.errands(at_ms(1_010)), vec![]);
-}
-
-#[test]
-fn only_a_lock_that_was_waited_for_in_vain_makes_others_not_wait() {
-    for (fault, waits) in
-        [(CloseFault::Locked("a lock".into()), false), (CloseFault::Transient("a deadlock".into()), true)]
-    {
-        let (mut desk, batch) = desk_with_one_closing();
-        answer(&mut desk, batch, &Err(fault), at_ms(1_010));
-        desk.hear(delivered("b", at_ms(1_000), 1, 2), at_ms(1_010));
-        let patient: Vec<bool> = batches(&mut desk, at_ms(1_012)).iter().map(|batch| batch.patient).collect();
-        assert!(patient.contains(&false), "what has failed is tried again without waiting");
-        assert_eq!(patient.contains(&true), waits);
-    }
-}
-
-#[test]
-fn a_database_that_closes_nothing_for_seconds_is_said_to_until_it_closes_something_or_nobody_asks_any_more() {
-    let mut desk = Desk::new(policy());
-    let mut now = at_ms(1_000);
-    for (tag, order) in [(1, "a"), (2, "c")] {
-        desk.hear(delivered(order, now, 1, tag), now);
-    }
-    let mut fail_until = |desk: &mut Desk, end: Moment| {
-        while now < end {
-            for batch in batches(desk, now) {
-                answer(desk, batch, &Err(CloseFault::Locked("a lock".into())), now);
-            }
-            now = now + Duration::from_millis(10);
-        }
-    };
-    fail_until(&mut desk, at_ms(5_000));
-    assert!(!desk.closes_nothing(at_ms(5_000)));
-    fail_until(&mut desk, at_ms(7_000));
-    assert!(desk.closes_nothing(at_ms(7_000)));
-    assert!(!desk.closes_nothing(at_ms(20_000)), "nobody has asked for long");
-    desk.hear(delivered("b", at_ms(7_000), 1, 3), at_ms(7_000));
-    let batch = batches(&mut desk, at_ms(7_002)).remove(0);
-    answer(&mut desk, batch.clone(), &found(Outcome::Busy), at_ms(7_010));
-    assert!(desk.closes_nothing(at_ms(7_010)), "who only looks is held up by nothing");
-    desk.hear(delivered("d", at_ms(7_000), 1, 4), at_ms(7_010));
-    let batch = batches(&mut desk, at_ms(7_012)).remove(0);
-    answer(&mut desk, batch, &found(Outcome::Closed), at_ms(7_020));
-    assert!(!desk.closes_nothing(at_ms(7_020)));
-}
-
-#[test]
-fn a_database_that_closes_nothing_is_found_out_however_long_a_try_takes() {
-    let mut desk = Desk::new(Policy { longest_try: Duration::from_secs(33), ..policy() });
-    let mut now = at_ms(1_000);
-    for (tag, order) in [(1, "a"), (2, "b")] {
-        desk.hear(delivered(order, now, 1, tag), now);
-    }
-    let mut fails = 0;
-    while fails < 3 {
-        for batch in batches(&mut desk, now) {
-            now = now + Duration::from_secs(31);
-            answer(&mut desk, batch, &Err(CloseFault::Transient("a timeout".into())), now);
-            fails += 1;
-        }
-        now = now + Duration::from_millis(10);
-    }
-    assert!(desk.closes_nothing(now));
-}
-
-#[test]
-fn one_order_that_fails_for_long_is_not_taken_for_a_database_that_closes_nothing() {
-    let mut desk = Desk::new(policy());
-    let mut now = at_ms(1_000);
-    desk.hear(delivered("a", now, 1, 1), now);
-    while now < at_ms(9_000) {
-        for batch in batches(&mut desk, now) {
-            answer(&mut desk, batch, &Err(CloseFault::Transient("a timeout".into())), now);
-        }
-        assert!(!desk.closes_nothing(now));
-        now = now + Duration::from_millis(10);
-    }
-}
-
-#[test]
-fn a_database_that_refuses_one_order_after_the_other_is_said_to_close_nothing_and_a_close_has_all_of_them_tried_again()
-{
-    let closes_nothing_with = |count: usize, until: Moment| {
-        let (mut desk, mut now) = (sweeping_desk(), at_ms(250));
-        let ids: Vec<String> = (0..count).map(|index| format!("order-{index}")).collect();
-        let orders: Vec<(&str, i64)> = ids.iter().map(|id| (id.as_str(), 1)).collect();
-        let page = || {
-            let overdue =
-                |(id, ms): &(&str, i64)| Overdue { order_id: OrderId::new(*id).unwrap(), deadline: at_ms(*ms) };
-            News::Swept(SweptPage { orders: orders.iter().map(overdue).collect(), next: None })
-        };
-        let refused = Err(CloseFault::OfTheOrder("a trigger says no".into()));
-        while now < until {
-            for errand in desk.errands(now) {
-                match errand {
-                    Errand::Sweep(_) => desk.hear(page(), now),
-                    Errand::Close(batch) => answer(&mut desk, batch, &refused, now),
-                    other => panic!("unexpected {other:?}"),
-                }
-            }
-            now = now + Duration::from_millis(10);
-        }
-        (desk.closes_nothing(now), desk, now, page())
-    };
-    let (said, ..) = closes_nothing_with(9, at_ms(10_000));
-    assert!(!said, "a few orders may be at fault themselves");
-    let (said, ..) = closes_nothing_with(12, at_ms(10_000));
-    assert!(said);
-    // They are left alone for minutes by then.
-    let (said, mut desk, mut now, page) = closes_nothing_with(12, at_ms(600_000));
-    assert!(said);
-
-    desk.hear(delivered("good", now, 1, 1), now);
-    let good = loop {
-        now = now + Duration::from_millis(1);
-        let alarms = |errand| matches!(&errand, Errand::Close(batch) if batch.by == ClosedBy::Alarm).then_some(errand);
-        if let Some(Errand::Close(batch)) = desk.errands(now).into_iter().find_map(alarms) {
-            break batch;
-        }
-    };
-    answer(&mut desk, good, &found(Outcome::Closed), now);
-    assert!(!desk.closes_nothing(now));
-    now = now + Duration::from_millis(250);
-    desk.errands(now);
-    desk.hear(page, now);
-    let is_close = |errand: &Errand| matches!(errand, Errand::Close(_));
-    assert!(desk.errands(now).iter().any(is_close), "nobody is left alone any longer");
-}
-
-#[test]
-fn an_article_that_stays_locked_under_the_sweep_is_no_outage_and_keeps_no_alarm_from_waiting() {
-    let (mut desk, mut now, mut waited) = (sweeping_desk(), at_ms(250), 0);
-    while now < at_ms(20_000) {
-        for errand in desk.errands(now) {
-            match errand {
-                Errand::Sweep(_) => desk.hear(swept(&[("a", 1), ("b", 1)]), now),
-                Errand::Close(batch) if batch.patient => {
-                    waited += 1;
-                    answer(&mut desk, batch, &Err(CloseFault::Locked("a lock".into())), now);
-                }
-                Errand::Close(batch) => answer(&mut desk, batch, &found(Outcome::Busy), now),
-                other => panic!("unexpected {other:?}"),
-            }
-        }
-        now = now + Duration::from_millis(10);
-    }
-    assert!((10..=20).contains(&waited), "once a second, and a closer is free for others");
-    assert!(!desk.closes_nothing(now));
-    desk.hear(delivered("c", now, 1, 1), now);
-    let closes = |errand| if let Errand::Close(batch) = errand { Some(batch) } else { None };
-    let later = now + Duration::from_millis(2);
-    let mut alarms = desk.errands(later).into_iter().filter_map(closes).filter(|batch| batch.by == ClosedBy::Alarm);
-    assert!(alarms.next().expect("an alarm's batch").patient);
-}
-
-#[test]
-fn the_sweep_waits_for_locks_where_that_leaves_a_closer_to_the_others() {
-    let patience_with = |busy_closers: u64| {
-        let mut desk = sweeping_desk();
-        for tag in 1..=busy_closers {
-            desk.hear(delivered("takes long", at_ms(240), 1, tag), at_ms(240));
-            assert_eq!(batches(&mut desk, at_ms(242)).len(), 1);
-        }
-        swept_page(&mut desk, at_ms(250));
-        desk.hear(swept(&[("overdue", 1)]), at_ms(250));
-        batches(&mut desk, at_ms(250))[0].patient
-    };
-    assert!(patience_with(0));
-    assert!(!patience_with(1));
 }

@@ -1,0 +1,170 @@
+//! Who goes to a closer with whom, and when; and what becomes of a batch that fails.
+
+use super::*;
+
+#[test]
+fn an_early_alarm_waits_for_its_deadline_and_for_those_who_fall_due_soon_after_it() {
+    let mut desk = Desk::new(policy());
+    for (tag, ms) in [(1, 5_000), (2, 5_001), (3, 5_003)] {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(ms), 1, tag), at_ms(1_000));
+    }
+    assert_eq!(desk.wake_at(), Some(at_ms(5_001)), "nobody is woken only to linger");
+    assert_eq!(batches(&mut desk, at_ms(5_000)), Vec::<Batch>::new());
+    assert_eq!(batches(&mut desk, at_ms(5_001)).remove(0).cases.len(), 2);
+    assert_eq!(desk.wake_at(), Some(at_ms(5_003)), "nobody comes after it, so it waits for nobody");
+    assert_eq!(batches(&mut desk, at_ms(5_003)).len(), 1);
+}
+
+#[test]
+fn an_alarm_that_comes_late_lingers_for_those_who_come_with_it() {
+    let mut desk = Desk::new(policy());
+    desk.hear(delivered("a", at_ms(5_000), 1, 1), at_ms(5_001));
+    assert_eq!(batches(&mut desk, at_ms(5_001)), Vec::<Batch>::new());
+    assert_eq!(desk.wake_at(), Some(at_ms(5_003)));
+    assert_eq!(batches(&mut desk, at_ms(5_003)).len(), 1);
+}
+
+#[test]
+fn a_full_batch_does_not_linger_and_no_more_batches_go_out_than_there_are_closers() {
+    let mut desk = Desk::new(policy());
+    for tag in 1..=10 {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
+    }
+    let sizes: Vec<usize> = batches(&mut desk, at_ms(1_000)).iter().map(|batch| batch.cases.len()).collect();
+    assert_eq!(sizes, [3, 3]);
+    assert!(desk.wake_at().unwrap() > at_ms(1_000_000), "with no closer idle only the sweep is to wake for");
+}
+
+#[test]
+fn what_was_tried_before_waits_behind_what_is_fresh() {
+    let (mut desk, batch) = desk_with_one_closing();
+    answer(&mut desk, batch, &found(Outcome::Unknown), at_ms(1_010));
+    for tag in 2..=4 {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_060), 1, tag), at_ms(1_050));
+    }
+    let out = batches(&mut desk, at_ms(1_062));
+    let names: Vec<&str> = out[0].cases.iter().map(|case| case.alarm.order_id().as_str()).collect();
+    assert_eq!(names, ["order-2", "order-3", "order-4"]);
+}
+
+#[test]
+fn a_batch_that_fails_is_taken_apart_behind_what_waits_until_the_one_to_blame_stands_alone() {
+    let mut desk = Desk::new(Policy { batch_size: 100, ..policy() });
+    for tag in 1..=100 {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
+    }
+    let fault = Err(CloseFault::OfTheOrder("a trigger says no".into()));
+    let mut now = at_ms(1_000);
+    let mut out = batches(&mut desk, now);
+    assert_eq!(out[0].cases.len(), 100);
+    let (mut statements, mut closed, mut retried) = (0, 0, false);
+    while let Some(batch) = out.pop() {
+        statements += 1;
+        let to_blame = batch.cases.iter().any(|case| case.alarm.order_id().as_str() == "order-42");
+        if !to_blame {
+            closed += batch.cases.len();
+            answer(&mut desk, batch, &found(Outcome::Closed), now);
+        } else {
+            assert_eq!(batch.patient, statements == 1);
+            retried |= batch.cases.len() == 1;
+            answer(&mut desk, batch, &fault, now);
+        }
+        now = now + Duration::from_millis(1);
+        let more = desk.errands(now).into_iter().filter_map(|errand| match errand {
+            Errand::Close(batch) => Some(batch),
+            _ => None,
+        });
+        out.extend(more);
+    }
+    assert_eq!((closed, retried), (99, true));
+    assert!(statements <= 1 + 8 + 8 + 8, "{statements} statements");
+}
+
+#[test]
+fn a_batch_that_waited_for_a_lock_in_vain_is_tried_again_whole_and_for_a_second_nobody_waits() {
+    let mut desk = Desk::new(Policy { batch_size: 100, ..policy() });
+    for tag in 1..=10 {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
+    }
+    let waited = batches(&mut desk, at_ms(1_002)).remove(0);
+    assert!(waited.patient);
+    desk.hear(delivered("takes long", at_ms(1_000), 1, 11), at_ms(1_003));
+    assert_eq!(batches(&mut desk, at_ms(1_005)).len(), 1);
+    answer(&mut desk, waited, &Err(CloseFault::Locked("a lock".into())), at_ms(1_200));
+
+    let hurried = batches(&mut desk, at_ms(1_200)).remove(0);
+    assert_eq!((hurried.cases.len(), hurried.patient), (10, false), "by the only closer that is idle");
+    answer(&mut desk, hurried, &found(Outcome::Closed), at_ms(1_205));
+    for (order, ms, patient) in [("soon", 1_300, false), ("later", 2_201, true)] {
+        desk.hear(delivered(order, at_ms(ms), 1, 20), at_ms(ms));
+        let Some(Errand::Close(batch)) = desk.errands(at_ms(ms + 2)).into_iter().next() else { panic!() };
+        assert_eq!(batch.patient, patient, "{order}");
+        answer(&mut desk, batch, &found(Outcome::Closed), at_ms(ms + 5));
+    }
+}
+
+#[test]
+fn parts_of_a_failed_batch_leave_a_closer_to_what_is_fresh() {
+    let mut desk = Desk::new(policy());
+    for tag in 1..=3 {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), at_ms(1_000));
+    }
+    let batch = batches(&mut desk, at_ms(1_000)).remove(0);
+    answer(&mut desk, batch, &Err(CloseFault::OfTheOrder("a trigger says no".into())), at_ms(1_010));
+    let parts = batches(&mut desk, at_ms(1_010));
+    assert_eq!(parts.iter().map(|part| part.cases.len()).collect::<Vec<_>>(), [1], "one of two closers");
+    for tag in 4..=6 {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_011), 1, tag), at_ms(1_011));
+    }
+    assert_eq!(batches(&mut desk, at_ms(1_011)).len(), 1, "the other is there for the fresh");
+    let waited_long = at_ms(1_010) + policy().retry_longest;
+    let (mut starved, batch) = desk_with_one_closing();
+    answer(&mut starved, batch, &found(Outcome::Busy), at_ms(1_010));
+    assert_eq!(batches(&mut starved, waited_long).len(), 1, "with nobody fresh it goes");
+}
+
+#[test]
+fn trouble_that_has_waited_long_does_not_take_the_last_closer_twice_while_others_wait() {
+    let mut desk = Desk::new(policy());
+    for (order, tag) in [("bad-1", 1), ("bad-2", 2), ("bad-3", 3)] {
+        desk.hear(delivered(order, at_ms(1_000), 1, tag), at_ms(1_000));
+    }
+    let together = batches(&mut desk, at_ms(1_000)).remove(0);
+    desk.hear(delivered("takes long", at_ms(1_000), 1, 4), at_ms(1_000));
+    assert_eq!(batches(&mut desk, at_ms(1_002)).len(), 1);
+    let fault = Err(CloseFault::OfTheOrder("a trigger says no".into()));
+    answer(&mut desk, together, &fault, at_ms(1_010));
+
+    let parted = batches(&mut desk, at_ms(2_100)).remove(0);
+    assert_eq!(names(&parted), ["bad-1"], "it has waited long");
+    desk.hear(delivered("good", at_ms(2_100), 1, 5), at_ms(2_100));
+    answer(&mut desk, parted, &fault, at_ms(2_110));
+    let good = batches(&mut desk, at_ms(2_110)).remove(0);
+    assert_eq!(names(&good), ["good"], "though the others are older");
+    answer(&mut desk, good, &fault, at_ms(2_120));
+    assert_eq!(names(&batches(&mut desk, at_ms(2_120))[0]), ["bad-2"]);
+}
+
+#[test]
+fn a_full_batch_of_those_who_are_held_waits_for_nobody_else() {
+    let mut desk = Desk::new(policy());
+    for (tag, ms) in [(1, 5_000), (2, 5_000), (3, 5_001), (4, 5_002)] {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(ms), 1, tag), at_ms(1_000));
+    }
+    assert_eq!(desk.wake_at(), Some(at_ms(5_001)), "the third fills the batch");
+    assert_eq!(batches(&mut desk, at_ms(5_001)).remove(0).cases.len(), 3);
+}
+
+#[test]
+fn only_a_lock_that_was_waited_for_in_vain_makes_others_not_wait() {
+    for (fault, waits) in
+        [(CloseFault::Locked("a lock".into()), false), (CloseFault::Transient("a deadlock".into()), true)]
+    {
+        let (mut desk, batch) = desk_with_one_closing();
+        answer(&mut desk, batch, &Err(fault), at_ms(1_010));
+        desk.hear(delivered("b", at_ms(1_000), 1, 2), at_ms(1_010));
+        let patient: Vec<bool> = batches(&mut desk, at_ms(1_012)).iter().map(|batch| batch.patient).collect();
+        assert!(patient.contains(&false), "what has failed is tried again without waiting");
+        assert_eq!(patient.contains(&true), waits);
+    }
+}

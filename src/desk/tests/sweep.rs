@@ -1,0 +1,167 @@
+//! What the sweep looks at, whom it leaves alone and for how long.
+
+use super::*;
+
+#[test]
+fn a_pass_through_what_the_closers_are_at_ends_early_but_not_for_ever() {
+    let mut desk = sweeping_desk();
+    let ids: Vec<String> = (1..=12).map(|tag| format!("order-{tag}")).collect();
+    for (id, tag) in ids.iter().zip(1..) {
+        desk.hear(delivered(id, at_ms(1), 1, tag), at_ms(2));
+    }
+    assert_eq!(batches(&mut desk, at_ms(2)).len(), 2, "both closers are busy, and others wait");
+    let page: Vec<(&str, i64)> = ids.iter().take(4).map(|id| (id.as_str(), 1)).collect();
+    let mut now = 250;
+    for _ in 0..7 {
+        assert_eq!(swept_page(&mut desk, at_ms(now)).after, None);
+        desk.hear(swept(&page), at_ms(now + 1));
+        assert_eq!(desk.errands(at_ms(now + 1)), vec![]);
+        now += 250;
+    }
+    assert_eq!(swept_page(&mut desk, at_ms(now)).after, None);
+    desk.hear(swept(&page), at_ms(now + 1));
+    assert_eq!(swept_page(&mut desk, at_ms(now + 1)).after, Some(place(&page[3])), "the eighth goes on");
+}
+
+#[test]
+fn the_sweep_closes_what_no_alarm_speaks_for_and_waits_for_alarms_only_while_they_can_come() {
+    let mut desk = sweeping_desk();
+    assert_eq!(desk.wake_at(), Some(at_ms(250)));
+    let page = swept_page(&mut desk, at_ms(250));
+    assert_eq!((page.grace, page.after), (policy().sweep_grace, None));
+    // One waits for its own deadline here already, as does one that was shortened.
+    desk.hear(delivered("held", at_ms(400), 1, 1), at_ms(251));
+    desk.hear(delivered("shortened", at_ms(9_000), 1, 2), at_ms(251));
+    desk.hear(swept(&[("forgotten", 1), ("shortened", 2), ("held", 400)]), at_ms(252));
+    let out = batches(&mut desk, at_ms(252));
+    let names: Vec<&str> = out[0].cases.iter().map(|case| case.alarm.order_id().as_str()).collect();
+    assert_eq!((out[0].by, names), (ClosedBy::Sweep, vec!["forgotten", "shortened"]));
+    desk.hear(News::SessionEnded, at_ms(300));
+    let mut errands = desk.errands(at_ms(500));
+    let Some(Errand::Sweep(page)) = errands.pop() else { panic!("{errands:?}") };
+    assert_eq!(page.grace, Duration::ZERO);
+}
+
+#[test]
+fn a_pass_goes_on_to_the_end_past_orders_that_cannot_be_closed() {
+    let mut desk = sweeping_desk();
+    assert_eq!(swept_page(&mut desk, at_ms(250)).after, None);
+    let first = [("bad-1", 1), ("bad-2", 2), ("bad-3", 3), ("bad-4", 4)];
+    desk.hear(swept(&first), at_ms(251));
+    let mut errands = desk.errands(at_ms(251));
+    assert_eq!(errands.len(), 3, "both closers have work, and the next page is wanted: {errands:?}");
+    let fault = Err(CloseFault::OfTheOrder("a trigger says no".into()));
+    let mut now = at_ms(252);
+    let mut page = None;
+    while let Some(errand) = errands.pop() {
+        match errand {
+            Errand::Close(batch) => answer(&mut desk, batch, &fault, now),
+            Errand::Sweep(asked) => page = Some(asked),
+            other => panic!("{other:?}"),
+        }
+        now = now + Duration::from_millis(1);
+        errands.extend(desk.errands(now));
+    }
+    assert_eq!(page.unwrap().after, Some(place(&("bad-4", 4))));
+    assert_eq!(desk.troubled(), 4);
+    desk.hear(swept(&[("good", 5)]), now);
+    assert_eq!(batches(&mut desk, now)[0].cases[0].alarm.order_id().as_str(), "good");
+    // The next pass leaves the bad ones alone, for a while.
+    now = at_ms(501);
+    assert_eq!(swept_page(&mut desk, now).after, None);
+    desk.hear(swept(&first), now);
+    let errands = desk.errands(now);
+    assert!(matches!(&errands[..], [Errand::Sweep(_)]), "{errands:?}");
+    desk.hear(swept(&[]), now);
+    now = at_ms(2_000);
+    assert_eq!(swept_page(&mut desk, now).after, None);
+    desk.hear(swept(&[first[0], first[1], first[2], ("late", 5)]), now);
+    let Some(Errand::Close(batch)) = desk.errands(now).into_iter().next() else { panic!("nothing to close") };
+    assert_eq!(names(&batch), ["late"], "those that failed before do not take it with them");
+    answer(&mut desk, batch, &found(Outcome::Closed), now);
+    // The other closer still has the good one, so they wait for this one.
+    now = now + policy().retry_longest;
+    let Some(Errand::Close(batch)) = desk.errands(now).into_iter().next() else { panic!("nobody tries again") };
+    assert_eq!((batch.by, names(&batch)), (ClosedBy::Sweep, vec!["bad-1", "bad-2", "bad-3"]));
+}
+
+/// Finds this order overdue and has every try fail until then; returns how often it was tried.
+fn tries_of_a_swept_order(fault: &CloseFault, orders: &[(&str, i64)], until: Moment) -> usize {
+    let (mut desk, mut now, mut tries) = (sweeping_desk(), at_ms(250), 0);
+    while now < until {
+        for errand in desk.errands(now) {
+            match errand {
+                Errand::Sweep(_) => desk.hear(swept(orders), now),
+                Errand::Close(batch) => {
+                    tries += usize::from(names(&batch) == [orders[0].0]);
+                    answer(&mut desk, batch, &Err(fault.clone()), now);
+                }
+                other => panic!("unexpected {other:?}"),
+            }
+        }
+        now = now + Duration::from_millis(10);
+    }
+    tries
+}
+
+#[test]
+fn an_overdue_order_that_is_not_to_blame_is_tried_as_often_as_the_sweep_looks() {
+    let minute = at_ms(60_000);
+    let tries = |fault: CloseFault, orders: &[(&str, i64)]| tries_of_a_swept_order(&fault, orders, minute);
+    let several = [("a", 1), ("b", 2)];
+    assert!(tries(CloseFault::Locked("a table".into()), &several[..1]) > 100);
+    assert!(tries(CloseFault::Transient("a timeout".into()), &several) > 100, "everybody's");
+    assert!(tries(CloseFault::Transient("a timeout".into()), &several[..1]) < 20, "it may be its own trigger");
+    assert!(tries(CloseFault::OfTheOrder("a trigger says no".into()), &several) < 20);
+}
+
+#[test]
+fn a_page_without_a_usable_id_does_not_end_the_pass() {
+    let mut desk = sweeping_desk();
+    swept_page(&mut desk, at_ms(250));
+    let next = Some(place(&("\t", 7)));
+    desk.hear(News::Swept(SweptPage { orders: vec![], next: next.clone() }), at_ms(251));
+    assert_eq!(swept_page(&mut desk, at_ms(251)).after, next);
+}
+
+#[test]
+fn an_article_that_stays_locked_under_the_sweep_is_no_outage_and_keeps_no_alarm_from_waiting() {
+    let (mut desk, mut now, mut waited) = (sweeping_desk(), at_ms(250), 0);
+    while now < at_ms(20_000) {
+        for errand in desk.errands(now) {
+            match errand {
+                Errand::Sweep(_) => desk.hear(swept(&[("a", 1), ("b", 1)]), now),
+                Errand::Close(batch) if batch.patient => {
+                    waited += 1;
+                    answer(&mut desk, batch, &Err(CloseFault::Locked("a lock".into())), now);
+                }
+                Errand::Close(batch) => answer(&mut desk, batch, &found(Outcome::Busy), now),
+                other => panic!("unexpected {other:?}"),
+            }
+        }
+        now = now + Duration::from_millis(10);
+    }
+    assert!((10..=20).contains(&waited), "once a second, and a closer is free for others");
+    assert!(!desk.closes_nothing(now));
+    desk.hear(delivered("c", now, 1, 1), now);
+    let closes = |errand| if let Errand::Close(batch) = errand { Some(batch) } else { None };
+    let later = now + Duration::from_millis(2);
+    let mut alarms = desk.errands(later).into_iter().filter_map(closes).filter(|batch| batch.by == ClosedBy::Alarm);
+    assert!(alarms.next().expect("an alarm's batch").patient);
+}
+
+#[test]
+fn the_sweep_waits_for_locks_where_that_leaves_a_closer_to_the_others() {
+    let patience_with = |busy_closers: u64| {
+        let mut desk = sweeping_desk();
+        for tag in 1..=busy_closers {
+            desk.hear(delivered("takes long", at_ms(240), 1, tag), at_ms(240));
+            assert_eq!(batches(&mut desk, at_ms(242)).len(), 1);
+        }
+        swept_page(&mut desk, at_ms(250));
+        desk.hear(swept(&[("overdue", 1)]), at_ms(250));
+        batches(&mut desk, at_ms(250))[0].patient
+    };
+    assert!(patience_with(0));
+    assert!(!patience_with(1));
+}
