@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io::ErrorKind;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use sqlx::pool::PoolConnection;
@@ -134,8 +134,8 @@ impl Closer {
         &self,
         work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
-        let kept = self.kept.lock().expect("nobody panics holding it").pop_front();
-        let mut one = match kept {
+        let oldest = self.kept().pop_front();
+        let mut one = match oldest {
             Some(kept) if kept.is_fit() => kept,
             unfit => {
                 unfit.into_iter().for_each(Kept::throw_away);
@@ -144,23 +144,19 @@ impl Closer {
         };
         let answer = self.database.run_on(&mut one.connection, work).await;
         match &answer {
-            Ok(_) => self.keep(Kept { used: Instant::now(), ..one }),
+            Ok(_) => self.kept().push_back(Kept { used: Instant::now(), ..one }),
             // What has broken one may have broken all of them.
             Err(error) if trouble(error) == Trouble::Away => {
                 one.throw_away();
-                self.take_all_kept().into_iter().for_each(Kept::throw_away);
+                self.kept().drain(..).for_each(Kept::throw_away);
             }
             Err(_) => {}
         }
         answer
     }
 
-    fn keep(&self, one: Kept) {
-        self.kept.lock().expect("nobody panics holding it").push_back(one);
-    }
-
-    fn take_all_kept(&self) -> VecDeque<Kept> {
-        std::mem::take(&mut *self.kept.lock().expect("nobody panics holding it"))
+    fn kept(&self) -> MutexGuard<'_, VecDeque<Kept>> {
+        self.kept.lock().expect("nobody panics holding it")
     }
 
     /// Whose fault an error is: nobody's, the order's, or everybody's.

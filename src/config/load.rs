@@ -92,16 +92,13 @@ fn environment() -> Result<Map<String, String>, BadSettings> {
 /// What is not text is left out where it is somebody else's; ours, left out, would leave the program with the default
 /// servers. `DATABASE_URL` may be either: whoever uses it sees what is wrong with it.
 pub(super) fn texts(variables: impl Iterator<Item = (OsString, OsString)>) -> Result<Map<String, String>, BadSettings> {
-    let known = every_key();
     let mut texts = Map::new();
     for (name, value) in variables {
-        let shown = name.to_string_lossy().into_owned();
-        let text = value.to_string_lossy().into_owned();
-        if shown == DATABASE_URL {
+        let (shown, text) = (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned());
+        let are_text = name.to_str().is_some() && value.to_str().is_some();
+        if are_text || shown == DATABASE_URL {
             texts.insert(shown, text);
-        } else if let (Ok(name), Ok(value)) = (name.into_string(), value.into_string()) {
-            texts.insert(name, value);
-        } else if shown.starts_with(ENV_PREFIX) || name_meant_by(&shown, &known).is_some() {
+        } else if shown.starts_with(ENV_PREFIX) || name_meant_by(&shown, &every_key()).is_some() {
             let why = format!("its name or value is not UTF-8; {NOT_UTF8}");
             return Err(BadSettings::new(Some(shown), Some(ENVIRONMENT.to_owned()), why));
         }

@@ -225,7 +225,7 @@ impl Floor {
         }
     }
 
-    /// The same for orders that cannot be closed, and that no alarm speaks for: nothing is parked of them.
+    /// The same for orders that the sweep cannot close: nothing is parked of them, unless an alarm spoke for them before.
     fn say_who_is_stuck(&mut self) {
         // Most of what fails once is closed a moment later.
         self.stuck.about.take_if(|(order_id, _)| !self.desk.is_troubled(order_id));
