@@ -2,7 +2,7 @@
 //!
 //! Reports what the broker has confirmed, for the old message is acknowledged only after that, and what it has not.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tracing::{debug, warn};
@@ -73,19 +73,14 @@ impl Armer {
                 }
             }
         }
-        match first_fault {
-            Some(fault) => self.say_why_not(written.failed.len() + written.refused.len(), &fault),
-            None => *self.not_written() = Seldom::default(),
+        if let Some(fault) = first_fault {
+            self.say_why_not(written.failed.len() + written.refused.len(), &fault);
         }
         written
     }
 
-    fn not_written(&self) -> MutexGuard<'_, Seldom> {
-        self.not_written.lock().expect("nobody panics holding it")
-    }
-
     fn say_why_not(&self, alarms: usize, fault: &NotConfirmed) {
-        if self.not_written().is_due() {
+        if self.not_written.lock().expect("nobody panics holding it").is_due() {
             warn!(alarms, %fault, "alarms could not be written into the wheel; they stay unacknowledged and are tried again");
         } else {
             debug!(alarms, %fault, "alarms could not be written into the wheel");

@@ -1,6 +1,6 @@
 //! Keeps the outboxes empty: alarms on their way to the broker first, then events for the rest of the shop.
 //!
-//! Says when; how is `relay.rs`. Polls, gives way to closing, and where a message was refused waits longer each time.
+//! Says when; how is `relay.rs`. Polls, gives way to closing, and where the broker took nothing waits longer each time.
 
 use std::time::Duration;
 
@@ -27,6 +27,8 @@ const MEASURE_EVERY: Duration = Duration::from_secs(1);
 const LONGEST_WAY: Duration = Duration::from_millis(500);
 /// How often a worker that is not the relay asks whether it should be.
 const ASK_FOR_LOCK_EVERY: Duration = Duration::from_secs(1);
+/// The longest pause after a database that refused. Orders may depend on the alarms, so it is asked again soon.
+const LONGEST_PAUSE_FOR_DATABASE: Duration = Duration::from_secs(1);
 
 pub(super) struct Outboxes {
     lock: RelayLock,
@@ -222,6 +224,7 @@ impl Outboxes {
 struct Rest {
     pauses: Pauses,
     until: Option<Instant>,
+    said: Seldom,
 }
 
 impl Rest {
@@ -244,10 +247,16 @@ impl Rest {
                 more
             }
             Err(fault) => {
-                let pause = self.pauses.next_pause();
-                self.until = Some(Instant::now() + pause);
-                let again_in_ms = pause.as_millis();
-                warn!(%fault, outbox, again_in_ms, "an outbox could not be emptied; its rows stay and are tried again");
+                let longest = match fault {
+                    NotRelayed::Database(_) => LONGEST_PAUSE_FOR_DATABASE,
+                    NotRelayed::Broker(_) => Duration::MAX,
+                };
+                self.until = Some(Instant::now() + self.pauses.next_pause().min(longest));
+                if self.said.is_due() {
+                    warn!(%fault, outbox, "an outbox could not be emptied; its rows stay and are tried again");
+                } else {
+                    debug!(%fault, outbox, "an outbox could not be emptied");
+                }
                 false
             }
         }
