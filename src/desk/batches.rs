@@ -112,19 +112,29 @@ impl Desk {
 
     fn take_from(&mut self, source: Source, now: Moment) -> Batch {
         let size = self.policy.batch_size;
-        let has_passed = |until: Option<Moment>| until.is_none_or(|until| until <= now);
-        let patient = has_passed(self.hurried_until);
         match source {
-            Source::Fresh => Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), patient },
-            // Patient only if that leaves a closer to the others: who is busy is found again by the next pass.
-            Source::Overdue => {
-                let patient = has_passed(self.sweep_hurried_until) && self.spares_one();
-                Batch { by: ClosedBy::Sweep, cases: self.overdue.take(size), patient }
+            Source::Fresh => {
+                let patient = self.patience.is_with_fresh(now);
+                Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), patient }
             }
-            Source::Again => Batch { by: ClosedBy::Alarm, cases: self.again.take(size), patient: false },
+            Source::Overdue => self.take_others(ClosedBy::Sweep, now),
+            Source::Again => self.take_others(ClosedBy::Alarm, now),
             Source::Hurried => self.hurried.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
             Source::Parts => self.parts.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
         }
+    }
+
+    /// Who comes again and again waits for locks only where that leaves a closer to the rest, if there are several.
+    fn take_others(&mut self, by: ClosedBy, now: Moment) -> Batch {
+        let (size, may_wait) = (self.policy.batch_size, self.patience.is_with_others(now) && self.spares_one());
+        let others = if by == ClosedBy::Sweep { &mut self.overdue } else { &mut self.again };
+        if may_wait {
+            let who_may_wait = others.take_where(self.patience.together(size), |case| self.patience.is_with(case, now));
+            if !who_may_wait.is_empty() {
+                return Batch { by, cases: who_may_wait, patient: true };
+            }
+        }
+        Batch { by, cases: others.take(size), patient: false }
     }
 
     /// In batches of their own: most likely they fail again, and in a batch with others they would take those apart.

@@ -1,11 +1,13 @@
 //! The worker's desk: what is done next with each alarm and each overdue order. Every decision stands here and in the
 //! files below: `news.rs` holds the words that go in and out, `verdict.rs` the outcome table, `queue.rs` who waits,
-//! `batches.rs` who goes next, `outage.rs` whether anything is closed at all, `sweep.rs` the safety net.
+//! `batches.rs` who goes next, `locks.rs` who waits for a lock, `outage.rs` whether anything is closed at all,
+//! `sweep.rs` the safety net.
 //!
 //! Pure: news comes in with the database's time, errands go out. No I/O, no clock, no task. `worker/` runs the errands
 //! for real; the same desk can be driven through any interleaving in a test.
 
 mod batches;
+mod locks;
 mod news;
 mod outage;
 mod policy;
@@ -19,7 +21,8 @@ use std::time::Duration;
 use crate::alarm::{Alarm, ArmJob, Delivered, Inlet, Parcel, ParkReason, Receipt, Settlement, Wanted};
 use crate::hold::Hold;
 use crate::message::TimeoutDue;
-use crate::order::{CloseFault, ClosedBy, Deadline, Finding, Found, Moment, OrderId, Outcome, Overdue, SweptPage};
+use crate::order::{CloseFault, Deadline, Finding, Found, Moment, OrderId, Outcome, Overdue, SweptPage};
+use locks::Patience;
 pub use news::{Answer, Batch, Case, Errand, News, Origin};
 use outage::Outage;
 pub use policy::Policy;
@@ -38,10 +41,6 @@ const WOKEN_AT_ONCE: usize = 1_024;
 /// that somebody's heap of nonsense does not take the sweep's connections.
 const PARKED_AT_ONCE: usize = 256;
 
-/// For so long after a batch waited for a lock in vain no batch waits for any: its holder may keep it, and each batch
-/// with an order that needs it would hold up a closer for as long again.
-const NO_WAITING_AFTER_A_LOCK: Duration = Duration::from_secs(1);
-
 /// Everything the worker has in hand.
 #[derive(Debug)]
 pub struct Desk {
@@ -57,10 +56,7 @@ pub struct Desk {
     hurried: VecDeque<(Batch, Moment)>,
     /// Parts of batches that failed, with when they did.
     parts: VecDeque<(Batch, Moment)>,
-    /// Until when no alarm's batch waits for a lock.
-    hurried_until: Option<Moment>,
-    /// The same for what the sweep has found.
-    sweep_hurried_until: Option<Moment>,
+    patience: Patience,
     /// Orders that are due and wait for a closer or are with one, and how often each. The sweep leaves them alone.
     in_hand: HashMap<OrderId, u32>,
     idle_closers: usize,
@@ -94,8 +90,7 @@ impl Desk {
             overdue: Lingering::default(),
             hurried: VecDeque::new(),
             parts: VecDeque::new(),
-            hurried_until: None,
-            sweep_hurried_until: None,
+            patience: Patience::default(),
             in_hand: HashMap::new(),
             idle_closers,
             trouble_had_last_closer: false,
@@ -210,10 +205,10 @@ impl Desk {
         failing_for.into_iter().flatten().all(|failing_for| failing_for < self.policy.away_patience)
     }
 
-    /// Whether orders are due and the database closes none of them, for whatever reason that is not theirs.
+    /// Why the database closes nothing of what is due, if that is so and the orders are not to blame.
     #[must_use]
-    pub fn closes_nothing(&self, now: Moment) -> bool {
-        self.outage.closes_nothing(&self.policy, now)
+    pub fn why_it_closes_nothing(&self, now: Moment) -> Option<&str> {
+        self.outage.why_nothing(&self.policy, now)
     }
 
     /// Stops taking anything new and gives back to the broker whatever is not in a closer's hands.
@@ -294,8 +289,7 @@ impl Desk {
         for (_, since) in self.hurried.iter_mut().chain(&mut self.parts) {
             *since = now.min(*since);
         }
-        self.hurried_until = None;
-        self.sweep_hurried_until = None;
+        self.patience.clock_was_set_back();
         self.outage.clock_was_set_back(now);
         self.arm_later.clock_was_set_back(now);
         self.park_later.clock_was_set_back(now);
@@ -379,8 +373,7 @@ impl Desk {
             self.wait_until(deadline, case);
         } else {
             *self.in_hand.entry(case.alarm.order_id().clone()).or_default() += 1;
-            let was_tried = case.pauses > 0 || case.alarm.attempt > 0;
-            if was_tried { self.again.push(case, since) } else { self.fresh.push(case, since) }
+            if case.was_tried() { self.again.push(case, since) } else { self.fresh.push(case, since) }
         }
     }
 
@@ -429,9 +422,6 @@ impl Desk {
             && !page.orders.is_empty()
             && page.orders.iter().all(|one| self.has_its_alarm(&key_of(one)));
         let wanted = self.sweep.found(page, &self.policy, now);
-        if self.sweep.troubled() == 0 {
-            self.outage.nobody_is_left();
-        }
         // In a great burst, page after page of what the closers are at would only take Postgres' time from them.
         if says_nothing_new {
             self.sweep.cut_short(&self.policy, now);
@@ -458,15 +448,13 @@ impl Desk {
 
     fn conclude(&mut self, batch: Batch, answer: Answer, now: Moment) {
         self.idle_closers += 1;
+        self.patience.note(&batch, &answer, now);
         if self.outage.note(&batch, &answer, &self.policy, now) {
             self.sweep.look_again_at_all(now);
         }
         match answer {
             Ok(findings) => self.conclude_each(batch.cases, &findings, now),
-            Err(fault @ (CloseFault::Locked(_) | CloseFault::Transient(_))) if batch.patient && !self.draining => {
-                if matches!(fault, CloseFault::Locked(_)) {
-                    self.do_not_wait_again(batch.by, now);
-                }
+            Err(CloseFault::Locked(_) | CloseFault::Transient(_)) if batch.patient && !self.draining => {
                 self.hurried.push_back((Batch { patient: false, ..batch }, now));
             }
             Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::OfTheOrder(_))
@@ -479,15 +467,6 @@ impl Desk {
                     self.conclude_one(case, Err(fault.clone()), now);
                 }
             }
-        }
-    }
-
-    /// The sweep, which finds the same order again and again, must not keep alarms from waiting for theirs.
-    fn do_not_wait_again(&mut self, by: ClosedBy, now: Moment) {
-        let until = Some(now + NO_WAITING_AFTER_A_LOCK);
-        self.sweep_hurried_until = until;
-        if by != ClosedBy::Sweep {
-            self.hurried_until = until;
         }
     }
 
@@ -507,7 +486,8 @@ impl Desk {
                 self.carry_out(case, receipt, next, now);
             }
             Origin::Swept => match after_sweep(&finding, self.outage.befalls_several()) {
-                AfterSweep::LetGo => {}
+                AfterSweep::LetGo => self.sweep.let_go(&case.alarm.due.order_id),
+                AfterSweep::NotKnown => {}
                 AfterSweep::LookAgain => {
                     self.sweep.leave_alone(case.alarm.due.order_id, self.policy.longest_while_overdue(), now);
                 }

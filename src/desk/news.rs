@@ -24,6 +24,11 @@ impl Case {
     pub(super) fn new(alarm: Alarm, origin: Origin) -> Self {
         Self { alarm, origin, pauses: 0, disagreements: 0, paused_since: None }
     }
+
+    /// Whether it was with a closer already, here or before the broker had it back.
+    pub(super) fn was_tried(&self) -> bool {
+        self.pauses > 0 || self.alarm.attempt > 0
+    }
 }
 
 /// What brought a case here.
@@ -40,7 +45,7 @@ pub enum Origin {
 pub struct Batch {
     pub by: ClosedBy,
     pub cases: Vec<Case>,
-    /// Whether its statement may wait for a lock on stock. Not if it was tried before: others wait behind it.
+    /// Whether its statement may wait for a lock on stock.
     pub patient: bool,
 }
 

@@ -5,7 +5,6 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use super::sweep::LONGEST_REST;
 use super::{Answer, Batch, Policy};
 use crate::order::{CloseFault, Finding, Moment, OrderId, Outcome};
 
@@ -24,56 +23,86 @@ const MANY: usize = 10;
 #[derive(Debug, Default)]
 pub(super) struct Outage {
     away: Option<Away>,
-    held_up: Option<Stall>,
-    refused: Option<Stall>,
+    held_up: Option<HeldUp>,
+    refused: Option<Refused>,
 }
 
-/// The database does not close anything: since when, and when it is asked next.
-#[derive(Debug, Clone, Copy)]
+/// The database does not answer: since when, and when it is asked next.
+#[derive(Debug)]
 struct Away {
     since: Moment,
     ask_again_at: Moment,
     asked: u32,
+    why: String,
 }
 
-/// Orders fail and none is closed: since when, and when one did last.
+/// Locks or timeouts befall orders and none is closed: since when, when one did last, and which.
 #[derive(Debug)]
-struct Stall {
+struct HeldUp {
     since: Moment,
     last: Moment,
-    /// Which ones, up to [`MANY`].
-    orders: HashSet<OrderId>,
+    why: String,
+    orders: Few,
 }
 
-impl Stall {
-    fn befalls(&self, orders: usize) -> bool {
-        self.orders.len() >= orders
+/// Orders are refused, each for itself, and none is closed. No outage, and nobody is less ready for it: of a quiet shop's
+/// orders it may be all that are overdue, and a worker that starts beside them is as good as any.
+#[derive(Debug)]
+struct Refused {
+    since: Moment,
+    orders: Few,
+}
+
+/// Which orders, up to [`MANY`].
+#[derive(Debug, Default)]
+struct Few(HashSet<OrderId>);
+
+impl Few {
+    fn add(&mut self, batch: &Batch) {
+        for case in batch.cases.iter().take(MANY - self.0.len()) {
+            self.0.insert(case.alarm.order_id().clone());
+        }
     }
 
-    fn is_long(&self) -> bool {
-        self.last.since(self.since) >= LONGEST_STALL
-    }
-
-    fn goes_on(&self, forgotten_after: Duration, now: Moment) -> bool {
-        now.since(self.last) < forgotten_after
+    fn are(&self, orders: usize) -> bool {
+        self.0.len() >= orders
     }
 }
 
-/// When a lock or a timeout that befell somebody is forgotten, if it befalls nobody else.
-fn forgets_a_hold_up_after(policy: &Policy) -> Duration {
-    FORGETS_A_STALL_AFTER.max(2 * policy.longest_try)
-}
+impl HeldUp {
+    fn goes_on(&self, policy: &Policy, now: Moment) -> bool {
+        now.since(self.last) < FORGETS_A_STALL_AFTER.max(2 * policy.longest_try)
+    }
 
-/// The same of a refusal: whoever is refused is left alone for long.
-fn forgets_a_refusal_after(policy: &Policy) -> Duration {
-    forgets_a_hold_up_after(policy) + LONGEST_REST
+    fn is_an_outage(&self, policy: &Policy, now: Moment) -> bool {
+        self.orders.are(SEVERAL) && self.last.since(self.since) >= LONGEST_STALL && self.goes_on(policy, now)
+    }
 }
 
 impl Outage {
-    /// Returns whether this ends a time in which nothing was closed.
+    /// Returns whether this ends a time in which everybody was refused.
     pub fn note(&mut self, batch: &Batch, answer: &Answer, policy: &Policy, now: Moment) -> bool {
         self.note_whether_away(answer, policy, now);
-        self.note_whether_stalled(batch, answer, policy, now)
+        match answer {
+            // Only a close ends it. Whoever just looks, at a batch without orders or at orders that are paid or busy, is
+            // not held up by what holds up commits.
+            Ok(findings) if findings.values().any(is_a_close) => {
+                self.held_up = None;
+                let ended = self.refused.take();
+                return ended.is_some_and(|ended| ended.orders.are(MANY) && now.since(ended.since) >= LONGEST_STALL);
+            }
+            // Tried again at once without waiting: only then it is known whether it was one article's lock.
+            Err(CloseFault::Locked(_)) if batch.patient => {}
+            Err(CloseFault::Locked(why) | CloseFault::Transient(why) | CloseFault::Away(why)) => {
+                self.note_held_up(batch, why, policy, now);
+            }
+            // Of several together, nobody knows yet which of them is to blame.
+            Err(CloseFault::OfTheOrder(_)) if batch.cases.len() == 1 => {
+                self.refused.get_or_insert_with(|| Refused { since: now, orders: Few::default() }).orders.add(batch);
+            }
+            Ok(_) | Err(CloseFault::OfTheOrder(_)) => {}
+        }
+        false
     }
 
     pub fn is_away(&self) -> bool {
@@ -82,38 +111,24 @@ impl Outage {
 
     /// When an absent database is asked whether it is back; `None` while it is here.
     pub fn ask_again_at(&self) -> Option<Moment> {
-        self.away.map(|away| away.ask_again_at)
+        self.away.as_ref().map(|away| away.ask_again_at)
     }
 
     /// How long the database has been away; `None` while it is not.
     pub fn away_for(&self, now: Moment) -> Option<Duration> {
-        self.away.map(|away| now.since(away.since))
+        self.away.as_ref().map(|away| now.since(away.since))
     }
 
     /// Whether more than one order has met a lock or a timeout since one was last closed.
     pub fn befalls_several(&self) -> bool {
-        self.held_up.as_ref().is_some_and(|stall| stall.befalls(SEVERAL))
+        self.held_up.as_ref().is_some_and(|held_up| held_up.orders.are(SEVERAL))
     }
 
-    /// Whether orders are due and nothing that is tried is closed: the database is away, or locks, timeouts or refusals
-    /// befall too many to be their own.
-    pub fn closes_nothing(&self, policy: &Policy, now: Moment) -> bool {
-        self.is_away() || self.is_stalled(policy, now)
-    }
-
-    fn is_stalled(&self, policy: &Policy, now: Moment) -> bool {
-        let is_one = |stall: &Option<Stall>, enough: usize, forgotten_after: Duration| {
-            let is_one =
-                |stall: &Stall| stall.befalls(enough) && stall.is_long() && stall.goes_on(forgotten_after, now);
-            stall.as_ref().is_some_and(is_one)
-        };
-        is_one(&self.held_up, SEVERAL, forgets_a_hold_up_after(policy))
-            || is_one(&self.refused, MANY, forgets_a_refusal_after(policy))
-    }
-
-    /// The sweep knows of no order any more that could not be closed.
-    pub fn nobody_is_left(&mut self) {
-        self.refused = None;
+    /// Why nothing that is due is closed, if that is so: the database is away, or locks or timeouts befall too many to be
+    /// their own.
+    pub fn why_nothing(&self, policy: &Policy, now: Moment) -> Option<&str> {
+        let held_up = || self.held_up.as_ref().filter(|held_up| held_up.is_an_outage(policy, now));
+        self.away.as_ref().map(|away| away.why.as_str()).or_else(|| held_up().map(|held_up| held_up.why.as_str()))
     }
 
     pub fn clock_was_set_back(&mut self, now: Moment) {
@@ -126,51 +141,24 @@ impl Outage {
     }
 
     fn note_whether_away(&mut self, answer: &Answer, policy: &Policy, now: Moment) {
-        if !matches!(answer, Err(CloseFault::Away(_))) {
+        let Err(CloseFault::Away(why)) = answer else {
             self.away = None;
             return;
-        }
-        let (since, asked) = self.away.map_or((now, 0), |away| (away.since, away.asked + 1));
+        };
+        let (since, asked) = self.away.take().map_or((now, 0), |away| (away.since, away.asked + 1));
         let pause = policy.pause(asked).min(policy.longest_while_overdue());
-        self.away = Some(Away { since, asked, ask_again_at: now + pause });
+        self.away = Some(Away { since, ask_again_at: now + pause, asked, why: why.clone() });
     }
 
-    /// Only a close ends it. Whoever just looks, at a batch without orders or at orders that are paid or busy, is not held
-    /// up by what holds up commits. Returns whether it has been long, and ends.
-    fn note_whether_stalled(&mut self, batch: &Batch, answer: &Answer, policy: &Policy, now: Moment) -> bool {
-        match answer {
-            Ok(findings) if findings.values().any(is_a_close) => {
-                let was_stalled = self.is_stalled(policy, now);
-                self.held_up = None;
-                self.refused = None;
-                return was_stalled;
-            }
-            // Tried again at once without waiting: only then it is known whether it was one article's lock.
-            Err(CloseFault::Locked(_)) if batch.patient => {}
-            Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::Away(_)) => {
-                note_stall(&mut self.held_up, batch, forgets_a_hold_up_after(policy), now);
-            }
-            // Of several together, nobody knows yet which of them is to blame.
-            Err(CloseFault::OfTheOrder(_)) if batch.cases.len() == 1 => {
-                note_stall(&mut self.refused, batch, forgets_a_refusal_after(policy), now);
-            }
-            Ok(_) | Err(CloseFault::OfTheOrder(_)) => {}
+    fn note_held_up(&mut self, batch: &Batch, why: &str, policy: &Policy, now: Moment) {
+        if batch.cases.is_empty() {
+            return;
         }
-        false
+        let known = self.held_up.take().filter(|known| known.goes_on(policy, now));
+        let (since, mut orders) = known.map_or_else(|| (now, Few::default()), |known| (known.since, known.orders));
+        orders.add(batch);
+        self.held_up = Some(HeldUp { since, last: now, why: why.to_owned(), orders });
     }
-}
-
-fn note_stall(stall: &mut Option<Stall>, batch: &Batch, forgotten_after: Duration, now: Moment) {
-    if batch.cases.is_empty() {
-        return;
-    }
-    let known = stall.take().filter(|known| known.goes_on(forgotten_after, now));
-    let mut noted = known.unwrap_or_else(|| Stall { since: now, last: now, orders: HashSet::new() });
-    noted.last = now;
-    for case in batch.cases.iter().take(MANY - noted.orders.len()) {
-        noted.orders.insert(case.alarm.order_id().clone());
-    }
-    *stall = Some(noted);
 }
 
 fn is_a_close(finding: &Finding) -> bool {

@@ -46,6 +46,20 @@ impl Lingering {
         let size = self.cases.len().min(batch_size);
         self.cases.drain(..size).map(|(case, _)| case).collect()
     }
+
+    /// The first of whom this is true, a batch of them at most.
+    pub fn take_where(&mut self, batch_size: usize, is_wanted: impl Fn(&Case) -> bool) -> Vec<Case> {
+        let (mut taken, mut left) = (Vec::new(), VecDeque::with_capacity(self.cases.len()));
+        for (case, came) in self.cases.drain(..) {
+            if taken.len() < batch_size && is_wanted(&case) {
+                taken.push(case);
+            } else {
+                left.push_back((case, came));
+            }
+        }
+        self.cases = left;
+        taken
+    }
 }
 
 /// Why something could not be done.

@@ -29,6 +29,8 @@ pub(super) struct Sweep {
     cut_short: u32,
     failures: u32,
     troubled: HashMap<OrderId, Troubled>,
+    /// When nobody was left alone any longer.
+    looked_again_at: Option<Moment>,
     /// The deadline of the first order of the last pass.
     oldest: Option<Deadline>,
 }
@@ -53,6 +55,7 @@ impl Sweep {
             cut_short: 0,
             failures: 0,
             troubled: HashMap::new(),
+            looked_again_at: None,
             oldest: None,
         }
     }
@@ -142,8 +145,21 @@ impl Sweep {
         self.troubled.insert(order_id, Troubled { until: now + rest.min(longest), failures, seen: now });
     }
 
-    /// Nobody is left alone any longer.
+    /// Nothing is known against this order any more.
+    pub fn let_go(&mut self, order_id: &OrderId) {
+        self.troubled.remove(order_id);
+    }
+
+    /// Nobody is left alone any longer. Not more often than each would be tried anyhow: that some are closed need not mean
+    /// that all can be.
     pub fn look_again_at_all(&mut self, now: Moment) {
+        if self.looked_again_at.is_none_or(|at| now.since(at) >= LONGEST_REST) {
+            self.looked_again_at = Some(now);
+            self.leave_nobody_alone(now);
+        }
+    }
+
+    fn leave_nobody_alone(&mut self, now: Moment) {
         for troubled in self.troubled.values_mut() {
             troubled.until = now.min(troubled.until);
         }
@@ -158,7 +174,8 @@ impl Sweep {
     pub fn clock_was_set_back(&mut self, now: Moment) {
         self.next_at = self.next_at.map(|at| now.min(at));
         self.pass_began = now.min(self.pass_began);
-        self.look_again_at_all(now);
+        self.looked_again_at = None;
+        self.leave_nobody_alone(now);
         for troubled in self.troubled.values_mut() {
             troubled.seen = now.min(troubled.seen);
         }

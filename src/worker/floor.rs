@@ -33,8 +33,6 @@ pub(super) struct Floor {
     /// Whether a closer has work in hand, for those who give way.
     closing: watch::Sender<bool>,
     closes_nothing: bool,
-    /// Why a batch failed the last time.
-    why_nothing: String,
     /// Why the database's clock could not be read the last time.
     why_unanswered: Option<String>,
     unswept: Option<Unswept>,
@@ -87,7 +85,6 @@ impl Floor {
             phase,
             closing,
             closes_nothing: false,
-            why_nothing: String::new(),
             why_unanswered: None,
             unswept: None,
             not_swept: Warning::default(),
@@ -156,7 +153,7 @@ impl Floor {
         match note {
             Note::News(news) => {
                 match &news {
-                    News::Closed(batch, Err(fault)) => self.note_why_not(batch, fault),
+                    News::Closed(batch, Err(fault)) => self.note_who_is_stuck(batch, fault),
                     News::Armed(receipts) => self.signs.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
                     News::Swept(_) => self.unswept = None,
                     _ => {}
@@ -186,14 +183,7 @@ impl Floor {
         }
     }
 
-    fn note_why_not(&mut self, batch: &Batch, fault: &CloseFault) {
-        match fault {
-            CloseFault::Locked(why) | CloseFault::Transient(why) | CloseFault::Away(why) => {
-                self.why_nothing.clone_from(why);
-            }
-            CloseFault::OfTheOrder(why) if batch.cases.len() == 1 => self.why_nothing.clone_from(why),
-            CloseFault::OfTheOrder(_) => {}
-        }
+    fn note_who_is_stuck(&mut self, batch: &Batch, fault: &CloseFault) {
         match (fault, batch.by, &batch.cases[..]) {
             (CloseFault::Away(_), ..) => {}
             // The fault of one order only where it stood alone.
@@ -249,7 +239,7 @@ impl Floor {
         }
         let closing = !self.desk.closers_are_idle();
         self.closing.send_if_modified(|known| std::mem::replace(known, closing) != closing);
-        self.note_whether_it_closes_nothing(self.desk.closes_nothing(now));
+        self.note_whether_it_closes_nothing(now);
         self.note_whether_to_consume(self.desk.wants_deliveries(now));
         self.show(now);
     }
@@ -264,22 +254,20 @@ impl Floor {
         metrics.oldest_overdue.set(overdue_for.as_secs_f64());
         // Asked no more often than `sweep.every`, it may have been one refusal, long ago.
         let unswept = self.unswept.as_ref().filter(|unswept| unswept.last - unswept.first >= LONGEST_UNSWEPT);
-        let why = if self.closes_nothing {
-            Some(self.why_nothing.as_str())
-        } else {
-            self.why_unanswered.as_deref().or(unswept.map(|unswept| unswept.why.as_str()))
-        };
+        let why_nothing = self.desk.why_it_closes_nothing(now).or(self.why_unanswered.as_deref());
+        let why = why_nothing.or(unswept.map(|unswept| unswept.why.as_str()));
         metrics.database_away.set(i64::from(why.is_some()));
         self.signs.health.note_database(why);
     }
 
-    fn note_whether_it_closes_nothing(&mut self, closes_nothing: bool) {
-        if closes_nothing && !self.closes_nothing {
-            warn!(why = self.why_nothing, "the database closes nothing; it is asked again");
-        } else if !closes_nothing && self.closes_nothing {
-            info!("the database closes orders again");
+    fn note_whether_it_closes_nothing(&mut self, now: Moment) {
+        let why_nothing = self.desk.why_it_closes_nothing(now);
+        match why_nothing {
+            Some(why) if !self.closes_nothing => warn!(why, "the database closes nothing; it is asked again"),
+            None if self.closes_nothing => info!("the database closes orders again"),
+            _ => {}
         }
-        self.closes_nothing = closes_nothing;
+        self.closes_nothing = why_nothing.is_some();
     }
 
     fn note_whether_to_consume(&self, wanted: bool) {

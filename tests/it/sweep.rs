@@ -207,3 +207,29 @@ fn an_article_that_is_always_being_bought_is_no_reason_to_leave_an_order_open() 
         worker.stop().await;
     });
 }
+
+#[test]
+fn orders_of_an_article_that_is_always_being_bought_close_though_another_article_stays_locked() {
+    on_stage(usual_grace, async |stage| {
+        stage.stock("popular", 1_000).await;
+        let worker = stage.worker().await;
+        let in_a_moment = Duration::from_millis(500);
+        let held = stage.orders(4, in_a_moment).await;
+        let popular = stage.orders_of("popular", 40, in_a_moment).await;
+        let mut payment = stage.pool.begin().await.unwrap();
+        sqlx::query("SELECT FROM stock WHERE article_id = 'article' FOR UPDATE").execute(&mut *payment).await.unwrap();
+        // Of each article half have an alarm; the sweep finds the others.
+        stage.deliver(&held[..2]).await;
+        stage.deliver(&popular[..20]).await;
+        let stop = CancellationToken::new();
+        let closes = async {
+            wait_for("the closes", async || stage.closed().await == 40).await;
+            stop.cancel();
+        };
+        tokio::join!(keep_locked_by_turns(&stage, &stop), closes);
+        payment.rollback().await.unwrap();
+        wait_for("the others", async || stage.closed().await == 44).await;
+        stage.assert_ledger().await;
+        worker.stop().await;
+    });
+}

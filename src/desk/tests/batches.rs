@@ -168,3 +168,72 @@ fn only_a_lock_that_was_waited_for_in_vain_makes_others_not_wait() {
         assert_eq!(patient.contains(&true), waits);
     }
 }
+
+/// Runs a desk whose closers wait for locks: an order of `held` fails every batch that waits for it, one of `hot` is closed
+/// by whoever waits, and a batch that does not wait finds both busy. Returns when each hot one was closed.
+fn close_hot_orders_beside_held(desk: &mut Desk, mut now: Moment, overdue: &[(&str, i64)], end: Moment) -> Vec<String> {
+    let is_held = |case: &Case| case.alarm.order_id().as_str().starts_with("held");
+    let mut closed: Vec<String> = Vec::new();
+    while now < end {
+        for errand in desk.errands(now) {
+            match errand {
+                Errand::Close(batch) if !batch.patient => answer(desk, batch, &found(Outcome::Busy), now),
+                Errand::Close(batch) if batch.cases.iter().any(is_held) => {
+                    answer(desk, batch, &Err(CloseFault::Locked("a lock".into())), now);
+                }
+                Errand::Close(batch) => {
+                    closed.extend(names(&batch).into_iter().map(str::to_owned));
+                    answer(desk, batch, &found(Outcome::Closed), now);
+                }
+                Errand::Sweep(_) => {
+                    let open: Vec<(&str, i64)> =
+                        overdue.iter().filter(|(id, _)| !closed.iter().any(|one| one == id)).copied().collect();
+                    desk.hear(swept(&open), now);
+                }
+                Errand::Settle(_) => {}
+                other => panic!("unexpected {other:?}"),
+            }
+        }
+        now = now + Duration::from_millis(10);
+    }
+    closed.sort();
+    closed
+}
+
+#[test]
+fn orders_of_a_hot_article_are_closed_however_long_another_stays_locked() {
+    let hot = ["hot-1", "hot-2", "hot-3", "hot-4"];
+    let mut desk = Desk::new(Policy { batch_size: 100, ..policy() });
+    for (order, tag) in ["held-1", "held-2"].into_iter().chain(hot).zip(1..) {
+        desk.hear(delivered(order, at_ms(1_000), 1, tag), at_ms(1_000));
+    }
+    assert_eq!(close_hot_orders_beside_held(&mut desk, at_ms(1_000), &[], at_ms(10_000)), hot);
+
+    let overdue: Vec<(&str, i64)> = ["held-1", "held-2"].into_iter().chain(hot).map(|id| (id, 1)).collect();
+    let mut desk = sweeping_desk();
+    assert_eq!(close_hot_orders_beside_held(&mut desk, at_ms(250), &overdue, at_ms(10_000)), hot);
+}
+
+#[test]
+fn an_overdue_order_that_was_in_trouble_and_is_only_busy_now_waits_for_its_lock_like_any_other() {
+    let mut desk = sweeping_desk();
+    let mut now = at_ms(250);
+    let refused = Err(CloseFault::OfTheOrder("a trigger says no".into()));
+    let mut closed = false;
+    while now < at_ms(20_000) {
+        for errand in desk.errands(now) {
+            match errand {
+                Errand::Sweep(_) => desk.hear(swept(if closed { &[] } else { &[("hot", 1)] }), now),
+                Errand::Close(batch) if now < at_ms(2_000) => answer(&mut desk, batch, &refused, now),
+                Errand::Close(batch) if !batch.patient => answer(&mut desk, batch, &found(Outcome::Busy), now),
+                Errand::Close(batch) => {
+                    closed = true;
+                    answer(&mut desk, batch, &found(Outcome::Closed), now);
+                }
+                other => panic!("unexpected {other:?}"),
+            }
+        }
+        now = now + Duration::from_millis(10);
+    }
+    assert!(closed);
+}

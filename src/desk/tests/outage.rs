@@ -2,6 +2,10 @@
 
 use super::*;
 
+fn closes_nothing(desk: &Desk, now: Moment) -> bool {
+    desk.why_it_closes_nothing(now).is_some()
+}
+
 #[test]
 fn while_the_database_is_away_it_is_asked_even_if_nobody_waits() {
     let (mut desk, batch) = desk_with_one_closing();
@@ -81,18 +85,18 @@ fn a_database_that_closes_nothing_for_seconds_is_said_to_until_it_closes_somethi
         }
     };
     fail_until(&mut desk, at_ms(5_000));
-    assert!(!desk.closes_nothing(at_ms(5_000)));
+    assert!(!closes_nothing(&desk, at_ms(5_000)));
     fail_until(&mut desk, at_ms(7_000));
-    assert!(desk.closes_nothing(at_ms(7_000)));
-    assert!(!desk.closes_nothing(at_ms(20_000)), "nobody has asked for long");
+    assert!(closes_nothing(&desk, at_ms(7_000)));
+    assert!(!closes_nothing(&desk, at_ms(20_000)), "nobody has asked for long");
     desk.hear(delivered("b", at_ms(7_000), 1, 3), at_ms(7_000));
     let batch = batches(&mut desk, at_ms(7_002)).remove(0);
     answer(&mut desk, batch.clone(), &found(Outcome::Busy), at_ms(7_010));
-    assert!(desk.closes_nothing(at_ms(7_010)), "who only looks is held up by nothing");
+    assert!(closes_nothing(&desk, at_ms(7_010)), "who only looks is held up by nothing");
     desk.hear(delivered("d", at_ms(7_000), 1, 4), at_ms(7_010));
     let batch = batches(&mut desk, at_ms(7_012)).remove(0);
     answer(&mut desk, batch, &found(Outcome::Closed), at_ms(7_020));
-    assert!(!desk.closes_nothing(at_ms(7_020)));
+    assert!(!closes_nothing(&desk, at_ms(7_020)));
 }
 
 #[test]
@@ -111,7 +115,7 @@ fn a_database_that_closes_nothing_is_found_out_however_long_a_try_takes() {
         }
         now = now + Duration::from_millis(10);
     }
-    assert!(desk.closes_nothing(now));
+    assert!(closes_nothing(&desk, now));
 }
 
 #[test]
@@ -123,57 +127,100 @@ fn one_order_that_fails_for_long_is_not_taken_for_a_database_that_closes_nothing
         for batch in batches(&mut desk, now) {
             answer(&mut desk, batch, &Err(CloseFault::Transient("a timeout".into())), now);
         }
-        assert!(!desk.closes_nothing(now));
+        assert!(!closes_nothing(&desk, now));
         now = now + Duration::from_millis(10);
     }
 }
 
 #[test]
-fn a_database_that_refuses_one_order_after_the_other_is_said_to_close_nothing_and_a_close_has_all_of_them_tried_again()
-{
-    let closes_nothing_with = |count: usize, until: Moment| {
-        let (mut desk, mut now) = (sweeping_desk(), at_ms(250));
-        let ids: Vec<String> = (0..count).map(|index| format!("order-{index}")).collect();
-        let orders: Vec<(&str, i64)> = ids.iter().map(|id| (id.as_str(), 1)).collect();
-        let page = || {
-            let overdue =
-                |(id, ms): &(&str, i64)| Overdue { order_id: OrderId::new(*id).unwrap(), deadline: at_ms(*ms) };
-            News::Swept(SweptPage { orders: orders.iter().map(overdue).collect(), next: None })
-        };
-        let refused = Err(CloseFault::OfTheOrder("a trigger says no".into()));
-        while now < until {
-            for errand in desk.errands(now) {
-                match errand {
-                    Errand::Sweep(_) => desk.hear(page(), now),
-                    Errand::Close(batch) => answer(&mut desk, batch, &refused, now),
-                    other => panic!("unexpected {other:?}"),
-                }
-            }
-            now = now + Duration::from_millis(10);
+fn why_nothing_is_closed_is_said_of_what_holds_up_and_not_of_a_lock_that_one_waited_for() {
+    let mut desk = Desk::new(Policy { closers: 3, ..policy() });
+    let mut now = at_ms(1_000);
+    for (tag, order) in [(1, "a"), (2, "b")] {
+        desk.hear(delivered(order, now, 1, tag), now);
+    }
+    while now < at_ms(9_000) {
+        for batch in batches(&mut desk, now) {
+            let fault =
+                if batch.patient { CloseFault::Locked("a lock".into()) } else { CloseFault::Transient("slow".into()) };
+            answer(&mut desk, batch, &Err(fault), now);
         }
-        (desk.closes_nothing(now), desk, now, page())
-    };
-    let (said, ..) = closes_nothing_with(9, at_ms(10_000));
-    assert!(!said, "a few orders may be at fault themselves");
-    let (said, ..) = closes_nothing_with(12, at_ms(10_000));
-    assert!(said);
-    // They are left alone for minutes by then.
-    let (said, mut desk, mut now, page) = closes_nothing_with(12, at_ms(600_000));
-    assert!(said);
+        now = now + Duration::from_millis(10);
+    }
+    assert_eq!(desk.why_it_closes_nothing(now), Some("slow"));
+}
 
-    desk.hear(delivered("good", now, 1, 1), now);
-    let good = loop {
-        now = now + Duration::from_millis(1);
-        let alarms = |errand| matches!(&errand, Errand::Close(batch) if batch.by == ClosedBy::Alarm).then_some(errand);
-        if let Some(Errand::Close(batch)) = desk.errands(now).into_iter().find_map(alarms) {
-            break batch;
+fn twelve_orders() -> Vec<String> {
+    (0..12).map(|index| format!("order-{index}")).collect()
+}
+
+/// Has the sweep find these orders again and again, and refuses every close. Returns how often one was tried by itself.
+fn refuse_until(desk: &mut Desk, orders: &[(&str, i64)], now: &mut Moment, until: Moment) -> usize {
+    let refused = Err(CloseFault::OfTheOrder("a trigger says no".into()));
+    let mut tries = 0;
+    while *now < until {
+        for errand in desk.errands(*now) {
+            match errand {
+                Errand::Sweep(_) => desk.hear(swept(orders), *now),
+                Errand::Close(batch) => {
+                    tries += usize::from(batch.cases.len() == 1);
+                    answer(desk, batch, &refused, *now);
+                }
+                Errand::Settle(_) => {}
+                other => panic!("unexpected {other:?}"),
+            }
         }
-    };
-    answer(&mut desk, good, &found(Outcome::Closed), now);
-    assert!(!desk.closes_nothing(now));
-    now = now + Duration::from_millis(250);
-    desk.errands(now);
-    desk.hear(page, now);
-    let is_close = |errand: &Errand| matches!(errand, Errand::Close(_));
-    assert!(desk.errands(now).iter().any(is_close), "nobody is left alone any longer");
+        *now = *now + Duration::from_millis(10);
+    }
+    tries
+}
+
+/// Closes an order by its alarm.
+fn close_one(desk: &mut Desk, now: &mut Moment) {
+    desk.hear(delivered("good", *now, 1, 1), *now);
+    let mut is_closed = false;
+    while !is_closed {
+        *now = *now + Duration::from_millis(1);
+        for errand in desk.errands(*now) {
+            match errand {
+                Errand::Sweep(_) => desk.hear(News::NotSwept, *now),
+                Errand::Close(batch) => {
+                    is_closed |= batch.by == ClosedBy::Alarm;
+                    answer(desk, batch, &found(Outcome::Closed), *now);
+                }
+                other => panic!("unexpected {other:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_close_has_all_tried_again_that_a_database_has_refused_one_after_the_other() {
+    let ids = twelve_orders();
+    let orders: Vec<(&str, i64)> = ids.iter().map(|id| (id.as_str(), 1)).collect();
+    for (count, tried) in [(9, false), (12, true)] {
+        let (mut desk, mut now) = (sweeping_desk(), at_ms(250));
+        let orders = &orders[..count];
+        // They are left alone for minutes by then.
+        refuse_until(&mut desk, orders, &mut now, at_ms(600_000));
+        assert!(!closes_nothing(&desk, now), "the database answers, and a worker that starts now is as good as any");
+        close_one(&mut desk, &mut now);
+        let soon = now + Duration::from_secs(2);
+        assert_eq!(refuse_until(&mut desk, orders, &mut now, soon) > 0, tried, "{count} orders");
+    }
+}
+
+#[test]
+fn orders_that_are_refused_again_are_not_tried_at_every_close() {
+    let ids = twelve_orders();
+    let orders: Vec<(&str, i64)> = ids.iter().map(|id| (id.as_str(), 1)).collect();
+    let (mut desk, mut now) = (sweeping_desk(), at_ms(250));
+    refuse_until(&mut desk, &orders, &mut now, at_ms(600_000));
+    let mut tries = 0;
+    for _ in 0..4 {
+        close_one(&mut desk, &mut now);
+        let next_close = now + Duration::from_secs(60);
+        tries += refuse_until(&mut desk, &orders, &mut now, next_close);
+    }
+    assert!((1..=2 * orders.len()).contains(&tries), "{tries} tries in four minutes");
 }
