@@ -159,8 +159,13 @@ pub async fn drop_retried(database: &Database, rows: &[(Uuid, Moment)]) -> Resul
     let (ids, since): (Vec<Uuid>, Vec<Option<OffsetDateTime>>) =
         rows.iter().map(|(id, since)| (*id, timestamp(*since))).unzip();
     let delete = sqlx::query(
-        "DELETE FROM parked_alarms p USING unnest($1::uuid[], $2::timestamptz[]) AS listed (id, since)
-         WHERE p.id = listed.id AND p.parked_at = listed.since",
+        "WITH retried AS MATERIALIZED (
+             SELECT p.id FROM parked_alarms p
+             JOIN unnest($1::uuid[], $2::timestamptz[]) AS listed (id, since)
+                  ON p.id = listed.id AND p.parked_at = listed.since
+             -- As the worker locks them that parks them again, or each would wait for the other.
+             ORDER BY p.id FOR UPDATE OF p)
+         DELETE FROM parked_alarms p USING retried WHERE p.id = retried.id",
     )
     .bind(ids)
     .bind(since);
@@ -172,6 +177,13 @@ pub async fn drop_retried(database: &Database, rows: &[(Uuid, Moment)]) -> Resul
 /// # Errors
 /// sqlx's.
 pub async fn drop_rows(database: &Database, ids: &[Uuid]) -> Result<u64, sqlx::Error> {
-    let delete = sqlx::query("DELETE FROM parked_alarms WHERE id = ANY ($1)").bind(ids);
+    let delete = sqlx::query(
+        "WITH dropped AS MATERIALIZED (
+             SELECT id FROM parked_alarms WHERE id = ANY ($1)
+             -- As the worker locks them that parks them again, or each would wait for the other.
+             ORDER BY id FOR UPDATE)
+         DELETE FROM parked_alarms p USING dropped WHERE p.id = dropped.id",
+    )
+    .bind(ids);
     Ok(database.run(async |connection| delete.execute(connection).await).await?.rows_affected())
 }

@@ -6,8 +6,11 @@ use std::time::Duration;
 use lapin::BasicProperties;
 use lapin::options::{BasicGetOptions, BasicRejectOptions};
 use lapin::types::{AMQPValue, FieldTable};
+use order_timeout::alarm::{Parcel, ParkReason};
+use order_timeout::database::Database;
 use order_timeout::message::write_rfc3339;
 use order_timeout::order::Moment;
+use order_timeout::park::{self, Selection};
 use order_timeout::topology::DUE_KEY;
 use serde_json::Value;
 use sqlx::PgPool;
@@ -423,12 +426,42 @@ fn parked_retry_does_not_drop_what_the_worker_parks_again_at_once() {
             let orders: Vec<Order> = (0..50).map(|_| Order { id: Uuid::now_v7(), deadline: far }).collect();
             stage.deliver(&orders).await;
             wait_for("the parking", async || stage.parked().await.len() == 50).await;
-            let (code, _) = parked_command(&stage, &["retry", "--reason", "too_far", "--yes"]);
-            assert_eq!(code, 0);
+            let (code, output) = parked_command(&stage, &["retry", "--reason", "too_far", "--yes"]);
+            assert_eq!(code, 0, "{output}");
             wait_for("them parked again", async || stage.parked().await.len() == 50).await;
             worker.stop().await;
             stage.assert_drained().await;
             assert_eq!(stage.parked().await.len(), 50);
+        },
+    );
+}
+
+/// Both lock many rows of the table, and the operator's statement is the one that must not be the deadlock's victim.
+#[test]
+fn what_is_retried_or_dropped_is_deleted_while_the_worker_parks_it_again() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let database = Database::connect(&stage.settings.database, 2).await.unwrap();
+            let parcel =
+                |n: usize| Parcel::unread(ParkReason::MalformedId, "nonsense", format!("no alarm {n}").as_bytes());
+            let parcels: Vec<Parcel> = (0..300).map(parcel).collect();
+            let parcels: Vec<&Parcel> = parcels.iter().collect();
+            park::park(&database, &parcels).await.unwrap();
+            for _ in 0..50 {
+                let mut rows = park::list(&database, &Selection::All, i64::MAX).await.unwrap();
+                rows.sort_by_key(|row| std::cmp::Reverse(row.id));
+                let listed: Vec<_> = rows.iter().map(|row| (row.id, row.since)).collect();
+                let ids: Vec<_> = rows.iter().map(|row| row.id).collect();
+                let (parked, retried) =
+                    tokio::join!(park::park(&database, &parcels), park::drop_retried(&database, &listed));
+                parked.unwrap();
+                retried.unwrap();
+                let (parked, dropped) = tokio::join!(park::park(&database, &parcels), park::drop_rows(&database, &ids));
+                parked.unwrap();
+                dropped.unwrap();
+                park::park(&database, &parcels).await.unwrap();
+            }
         },
     );
 }
