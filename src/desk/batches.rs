@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use super::{Batch, Case, Desk};
+use super::{Batch, Case, Desk, Wait};
 use crate::order::{ClosedBy, Moment};
 
 /// How many parts a failed batch is taken into. Eight: an order that fails alone among four hundred is found in three
@@ -112,29 +112,46 @@ impl Desk {
 
     fn take_from(&mut self, source: Source, now: Moment) -> Batch {
         let size = self.policy.batch_size;
+        let since = self.since(source).unwrap_or(now);
         match source {
             Source::Fresh => {
-                let patient = self.patience.is_with_fresh(now);
-                Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), patient }
+                let wait = if self.patience.is_with_fresh(now) { Wait::Fresh } else { Wait::Not };
+                Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), wait }
             }
-            Source::Overdue => self.take_others(ClosedBy::Sweep, now),
-            Source::Again => self.take_others(ClosedBy::Alarm, now),
             Source::Hurried => self.hurried.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
-            Source::Parts => self.parts.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
+            Source::Overdue => {
+                let cases = self.overdue.take(size);
+                let (batch, rest) = self.who_goes(ClosedBy::Sweep, cases, now);
+                self.overdue.put_back(rest, since);
+                batch
+            }
+            Source::Again => {
+                let cases = self.again.take(size);
+                let (batch, rest) = self.who_goes(ClosedBy::Alarm, cases, now);
+                self.again.put_back(rest, since);
+                batch
+            }
+            Source::Parts => {
+                let Some((part, _)) = self.parts.pop_front() else { return empty_batch() };
+                let (batch, rest) = self.who_goes(part.by, part.cases, now);
+                if !rest.is_empty() {
+                    self.parts.push_front((Batch { by: part.by, cases: rest, wait: Wait::Not }, since));
+                }
+                batch
+            }
         }
     }
 
-    /// Who comes again and again waits for locks only where that leaves a closer to the rest, if there are several.
-    fn take_others(&mut self, by: ClosedBy, now: Moment) -> Batch {
-        let (size, may_wait) = (self.policy.batch_size, self.patience.is_with_others(now) && self.spares_one());
-        let others = if by == ClosedBy::Sweep { &mut self.overdue } else { &mut self.again };
-        if may_wait {
-            let who_may_wait = others.take_where(self.patience.together(size), |case| self.patience.is_with(case, now));
-            if !who_may_wait.is_empty() {
-                return Batch { by, cases: who_may_wait, patient: true };
+    /// Of those who come again and again, who goes together now, and who stays. They wait for locks only where that leaves
+    /// a closer to the rest, if there are several.
+    fn who_goes(&self, by: ClosedBy, mut cases: Vec<Case>, now: Moment) -> (Batch, Vec<Case>) {
+        if self.patience.is_with_others(now) && self.spares_one() {
+            let waiting = self.patience.take_from(&mut cases, now);
+            if !waiting.is_empty() {
+                return (Batch { by, cases: waiting, wait: Wait::Again }, cases);
             }
         }
-        Batch { by, cases: others.take(size), patient: false }
+        (Batch { by, cases, wait: Wait::Not }, Vec::new())
     }
 
     /// In batches of their own: most likely they fail again, and in a batch with others they would take those apart.
@@ -152,11 +169,11 @@ impl Desk {
         let mut cases = cases.into_iter().peekable();
         while cases.peek().is_some() {
             let part = cases.by_ref().take(size).collect();
-            self.parts.push_back((Batch { by, cases: part, patient: false }, now));
+            self.parts.push_back((Batch { by, cases: part, wait: Wait::Not }, now));
         }
     }
 }
 
 fn empty_batch() -> Batch {
-    Batch { by: ClosedBy::Alarm, cases: Vec::new(), patient: true }
+    Batch { by: ClosedBy::Alarm, cases: Vec::new(), wait: Wait::Fresh }
 }

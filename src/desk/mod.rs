@@ -23,7 +23,7 @@ use crate::hold::Hold;
 use crate::message::TimeoutDue;
 use crate::order::{CloseFault, Deadline, Finding, Found, Moment, OrderId, Outcome, Overdue, SweptPage};
 use locks::Patience;
-pub use news::{Answer, Batch, Case, Errand, News, Origin};
+pub use news::{Answer, Batch, Case, Errand, News, Origin, Wait};
 use outage::Outage;
 pub use policy::Policy;
 use queue::{Cause, Later, Lingering};
@@ -373,7 +373,8 @@ impl Desk {
             self.wait_until(deadline, case);
         } else {
             *self.in_hand.entry(case.alarm.order_id().clone()).or_default() += 1;
-            if case.was_tried() { self.again.push(case, since) } else { self.fresh.push(case, since) }
+            let comes_again = case.was_tried() || self.patience.has_just_failed(case.alarm.order_id(), now);
+            if comes_again { self.again.push(case, since) } else { self.fresh.push(case, since) }
         }
     }
 
@@ -454,19 +455,25 @@ impl Desk {
         }
         match answer {
             Ok(findings) => self.conclude_each(batch.cases, &findings, now),
-            Err(CloseFault::Locked(_) | CloseFault::Transient(_)) if batch.patient && !self.draining => {
-                self.hurried.push_back((Batch { patient: false, ..batch }, now));
+            // One that comes again and met a timeout by himself would take another closer's time for the same.
+            Err(fault @ CloseFault::Transient(_)) if batch.wait == Wait::Again && batch.cases.len() == 1 => {
+                self.conclude_all(batch.cases, &fault, now);
+            }
+            Err(CloseFault::Locked(_) | CloseFault::Transient(_)) if batch.is_patient() && !self.draining => {
+                self.hurried.push_back((Batch { wait: Wait::Not, ..batch }, now));
             }
             Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::OfTheOrder(_))
                 if batch.cases.len() > 1 && !self.draining =>
             {
                 self.take_apart(batch, now);
             }
-            Err(fault) => {
-                for case in batch.cases {
-                    self.conclude_one(case, Err(fault.clone()), now);
-                }
-            }
+            Err(fault) => self.conclude_all(batch.cases, &fault, now),
+        }
+    }
+
+    fn conclude_all(&mut self, cases: Vec<Case>, fault: &CloseFault, now: Moment) {
+        for case in cases {
+            self.conclude_one(case, Err(fault.clone()), now);
         }
     }
 
@@ -486,8 +493,7 @@ impl Desk {
                 self.carry_out(case, receipt, next, now);
             }
             Origin::Swept => match after_sweep(&finding, self.outage.befalls_several()) {
-                AfterSweep::LetGo => self.sweep.let_go(&case.alarm.due.order_id),
-                AfterSweep::NotKnown => {}
+                AfterSweep::LetGo => {}
                 AfterSweep::LookAgain => {
                     self.sweep.leave_alone(case.alarm.due.order_id, self.policy.longest_while_overdue(), now);
                 }

@@ -25,7 +25,8 @@ impl Case {
         Self { alarm, origin, pauses: 0, disagreements: 0, paused_since: None }
     }
 
-    /// Whether it was with a closer already, here or before the broker had it back.
+    /// Whether it was with a closer already. Of one that went by way of the broker because nobody was to blame, its
+    /// message does not tell.
     pub(super) fn was_tried(&self) -> bool {
         self.pauses > 0 || self.alarm.attempt > 0
     }
@@ -45,8 +46,25 @@ pub enum Origin {
 pub struct Batch {
     pub by: ClosedBy,
     pub cases: Vec<Case>,
+    pub wait: Wait,
+}
+
+impl Batch {
     /// Whether its statement may wait for a lock on stock.
-    pub patient: bool,
+    #[must_use]
+    pub fn is_patient(&self) -> bool {
+        self.wait != Wait::Not
+    }
+}
+
+/// On whose behalf a batch's statement waits for a lock on stock, if it does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wait {
+    Not,
+    /// Of alarms that were never tried.
+    Fresh,
+    /// Of those who come again and again: tried before, or found by the sweep.
+    Again,
 }
 
 /// What a batch's statement said of each order, or why it failed. An order without an entry is unknown.

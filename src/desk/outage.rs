@@ -92,7 +92,7 @@ impl Outage {
                 return ended.is_some_and(|ended| ended.orders.are(MANY) && now.since(ended.since) >= LONGEST_STALL);
             }
             // Tried again at once without waiting: only then it is known whether it was one article's lock.
-            Err(CloseFault::Locked(_)) if batch.patient => {}
+            Err(CloseFault::Locked(_)) if batch.is_patient() => {}
             Err(CloseFault::Locked(why) | CloseFault::Transient(why) | CloseFault::Away(why)) => {
                 self.note_held_up(batch, why, policy, now);
             }

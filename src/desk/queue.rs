@@ -47,18 +47,11 @@ impl Lingering {
         self.cases.drain(..size).map(|(case, _)| case).collect()
     }
 
-    /// The first of whom this is true, a batch of them at most.
-    pub fn take_where(&mut self, batch_size: usize, is_wanted: impl Fn(&Case) -> bool) -> Vec<Case> {
-        let (mut taken, mut left) = (Vec::new(), VecDeque::with_capacity(self.cases.len()));
-        for (case, came) in self.cases.drain(..) {
-            if taken.len() < batch_size && is_wanted(&case) {
-                taken.push(case);
-            } else {
-                left.push_back((case, came));
-            }
+    /// To the front again, where they have been since then.
+    pub fn put_back(&mut self, cases: Vec<Case>, since: Moment) {
+        for case in cases.into_iter().rev() {
+            self.cases.push_front((case, since));
         }
-        self.cases = left;
-        taken
     }
 }
 

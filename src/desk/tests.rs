@@ -184,7 +184,7 @@ fn an_order_that_cannot_be_closed_goes_through_the_broker_and_is_parked_in_the_e
     let mut last = job.alarm;
     last.attempt = policy().max_attempts;
     let case = Case::new(last, Origin::Delivered(job.receipt));
-    answer(&mut desk, Batch { by: ClosedBy::Alarm, cases: vec![case], patient: true }, &fault, now);
+    answer(&mut desk, Batch { by: ClosedBy::Alarm, cases: vec![case], wait: Wait::Fresh }, &fault, now);
     let [Errand::Park(parcels)] = &desk.errands(now)[..] else { panic!() };
     assert_eq!((parcels[0].0.reason, parcels[0].0.detail.as_str()), (ParkReason::CloseFailed, "a trigger says no"));
 }

@@ -52,10 +52,8 @@ pub(super) fn after_close(policy: &Policy, case: &Case, finding: Finding, now: M
 /// What happens next with an order that the sweep found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AfterSweep {
-    /// Nothing left to do; or somebody else has it locked, and the next pass finds it like any other.
+    /// Nothing left to do, or the next pass finds it again.
     LetGo,
-    /// The database did not answer.
-    NotKnown,
     /// It is overdue, and what keeps it from being closed is nobody's fault: tried again very soon, apart from the rest.
     LookAgain,
     /// The same, but it may be its own fault: tried again soon.
@@ -74,7 +72,7 @@ pub(super) fn after_sweep(finding: &Finding, others_fail_too: bool) -> AfterSwee
             }
             Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => AfterSweep::LeaveAlone,
         },
-        Err(CloseFault::Away(_)) => AfterSweep::NotKnown,
+        Err(CloseFault::Away(_)) => AfterSweep::LetGo,
         // It costs a closer `lock_timeout` at most to see whether the table is still locked.
         Err(CloseFault::Locked(_)) => AfterSweep::LookAgain,
         Err(CloseFault::Transient(_)) if others_fail_too => AfterSweep::LookAgain,

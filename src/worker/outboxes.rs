@@ -143,10 +143,7 @@ impl Outboxes {
     /// Whether this worker is the relay, as far as the database says.
     async fn is_ours(&mut self) -> bool {
         match self.lock.is_ours().await {
-            Ok(is_ours) => {
-                self.not_asked = Seldom::default();
-                is_ours
-            }
+            Ok(is_ours) => is_ours,
             Err(error) => {
                 let fault = NotRelayed::from(error);
                 self.database_answers = !fault.is_unanswered();
@@ -240,7 +237,8 @@ impl Rest {
         });
         match settled {
             Ok((rows, more)) => {
-                *self = Self::default();
+                self.pauses = Pauses::new();
+                self.until = None;
                 if rows > 0 {
                     debug!(outbox, rows, "an outbox was emptied");
                 }

@@ -76,7 +76,7 @@ impl Steps {
         self.spawn(async move {
             let ids: Vec<OrderId> = batch.cases.iter().map(|case| case.alarm.order_id().clone()).collect();
             let began = clock.now();
-            let answer = closer.close(&ids, batch.by, batch.patient).await;
+            let answer = closer.close(&ids, batch.by, batch.is_patient()).await;
             let now = clock.now();
             let took = now.since(began);
             debug!(orders = ids.len(), took_ms = took.as_secs_f64() * 1e3, "batch looked at");

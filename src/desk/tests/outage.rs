@@ -141,8 +141,11 @@ fn why_nothing_is_closed_is_said_of_what_holds_up_and_not_of_a_lock_that_one_wai
     }
     while now < at_ms(9_000) {
         for batch in batches(&mut desk, now) {
-            let fault =
-                if batch.patient { CloseFault::Locked("a lock".into()) } else { CloseFault::Transient("slow".into()) };
+            let fault = if batch.is_patient() {
+                CloseFault::Locked("a lock".into())
+            } else {
+                CloseFault::Transient("slow".into())
+            };
             answer(&mut desk, batch, &Err(fault), now);
         }
         now = now + Duration::from_millis(10);

@@ -111,7 +111,7 @@ impl World {
         if fate == Fate::Transient {
             self.note_if(!batch.cases.is_empty(), Event::CloseDeadlocked);
             // Who waits for locks may wait in vain; who does not may still deadlock.
-            return Some(match batch.patient {
+            return Some(match batch.is_patient() {
                 true => CloseFault::Locked("canceling statement due to lock timeout".into()),
                 false => CloseFault::Transient("deadlock detected".into()),
             });
