@@ -175,5 +175,5 @@ impl Desk {
 }
 
 fn empty_batch() -> Batch {
-    Batch { by: ClosedBy::Alarm, cases: Vec::new(), wait: Wait::Fresh }
+    Batch { by: ClosedBy::Alarm, cases: Vec::new(), wait: Wait::Not }
 }

@@ -86,7 +86,8 @@ impl Patience {
                 [case] => self.note_in_vain(case, now),
                 _ => self.others_wait_one_by_one(now + NO_WAITING_OF_OTHERS),
             },
-            (Wait::Again, Ok(_)) => self.together = self.together.saturating_mul(MORE),
+            // Refused by something else: not for a lock.
+            (Wait::Again, Ok(_) | Err(CloseFault::OfTheOrder(_))) => self.together = self.together.saturating_mul(MORE),
             (Wait::Not | Wait::Fresh | Wait::Again, _) => {}
         }
     }

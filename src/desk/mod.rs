@@ -453,21 +453,20 @@ impl Desk {
         if self.outage.note(&batch, &answer, &self.policy, now) {
             self.sweep.look_again_at_all(now);
         }
-        match answer {
-            Ok(findings) => self.conclude_each(batch.cases, &findings, now),
-            // One that comes again and met a timeout by himself would take another closer's time for the same.
-            Err(fault @ CloseFault::Transient(_)) if batch.wait == Wait::Again && batch.cases.len() == 1 => {
-                self.conclude_all(batch.cases, &fault, now);
-            }
-            Err(CloseFault::Locked(_) | CloseFault::Transient(_)) if batch.is_patient() && !self.draining => {
+        match (answer, batch.wait) {
+            (Ok(findings), _) => self.conclude_each(batch.cases, &findings, now),
+            // Not whoever comes again and met a timeout: at once he would most likely meet it again.
+            (Err(CloseFault::Locked(_)), Wait::Fresh | Wait::Again) | (Err(CloseFault::Transient(_)), Wait::Fresh)
+                if !self.draining =>
+            {
                 self.hurried.push_back((Batch { wait: Wait::Not, ..batch }, now));
             }
-            Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::OfTheOrder(_))
+            (Err(CloseFault::Locked(_) | CloseFault::Transient(_) | CloseFault::OfTheOrder(_)), _)
                 if batch.cases.len() > 1 && !self.draining =>
             {
                 self.take_apart(batch, now);
             }
-            Err(fault) => self.conclude_all(batch.cases, &fault, now),
+            (Err(fault), _) => self.conclude_all(batch.cases, &fault, now),
         }
     }
 
@@ -493,6 +492,7 @@ impl Desk {
                 self.carry_out(case, receipt, next, now);
             }
             Origin::Swept => match after_sweep(&finding, self.outage.befalls_several()) {
+                AfterSweep::Forget => self.sweep.forget(&case.alarm.due.order_id),
                 AfterSweep::LetGo => {}
                 AfterSweep::LookAgain => {
                     self.sweep.leave_alone(case.alarm.due.order_id, self.policy.longest_while_overdue(), now);

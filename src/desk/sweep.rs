@@ -145,6 +145,11 @@ impl Sweep {
         self.troubled.insert(order_id, Troubled { until: now + rest.min(longest), failures, seen: now });
     }
 
+    /// This order needs nobody any more.
+    pub fn forget(&mut self, order_id: &OrderId) {
+        self.troubled.remove(order_id);
+    }
+
     /// Nobody is left alone any longer. Not more often than each would be tried anyhow: that some are closed need not mean
     /// that all can be.
     pub fn look_again_at_all(&mut self, now: Moment) {

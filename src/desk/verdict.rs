@@ -52,7 +52,9 @@ pub(super) fn after_close(policy: &Policy, case: &Case, finding: Finding, now: M
 /// What happens next with an order that the sweep found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AfterSweep {
-    /// Nothing left to do, or the next pass finds it again.
+    /// Nothing left to do.
+    Forget,
+    /// Nothing was found out about it; the next pass finds it again.
     LetGo,
     /// It is overdue, and what keeps it from being closed is nobody's fault: tried again very soon, apart from the rest.
     LookAgain,
@@ -67,9 +69,8 @@ pub(super) enum AfterSweep {
 pub(super) fn after_sweep(finding: &Finding, others_fail_too: bool) -> AfterSweep {
     match finding {
         Ok(Found { outcome, .. }) => match outcome {
-            Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed | Outcome::Closing | Outcome::Busy => {
-                AfterSweep::LetGo
-            }
+            Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed | Outcome::Closing => AfterSweep::Forget,
+            Outcome::Busy => AfterSweep::LetGo,
             Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => AfterSweep::LeaveAlone,
         },
         Err(CloseFault::Away(_)) => AfterSweep::LetGo,
