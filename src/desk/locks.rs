@@ -69,7 +69,7 @@ impl Patience {
         longest_ago.map(|index| cases.remove(index)).into_iter().collect()
     }
 
-    /// Whether this one has waited alone in vain a while ago.
+    /// Whether this one has waited alone in vain not long ago.
     pub fn has_just_failed(&self, order_id: &OrderId, now: Moment) -> bool {
         self.in_vain.get(order_id).is_some_and(|failed| now.since(*failed) < NO_WAITING_OF_ONE)
     }
