@@ -83,6 +83,41 @@ fn sweeping_desk() -> Desk {
     desk
 }
 
+/// Runs a desk until `end`, ten milliseconds at a time. Its sweep finds what of `overdue` is not closed; `close` says what
+/// becomes of a batch. Returns who was closed, sorted.
+fn run_until(
+    desk: &mut Desk,
+    now: &mut Moment,
+    end: Moment,
+    overdue: &[(&str, i64)],
+    mut close: impl FnMut(&Batch, Moment) -> Finding,
+) -> Vec<String> {
+    let mut closed: Vec<String> = Vec::new();
+    while *now < end {
+        for errand in desk.errands(*now) {
+            match errand {
+                Errand::Sweep(_) => {
+                    let is_open = |(id, _): &&(&str, i64)| !closed.iter().any(|one| one == id);
+                    let open: Vec<(&str, i64)> = overdue.iter().filter(is_open).copied().collect();
+                    desk.hear(swept(&open), *now);
+                }
+                Errand::Close(batch) => {
+                    let finding = close(&batch, *now);
+                    if finding == found(Outcome::Closed) {
+                        closed.extend(names(&batch).into_iter().map(str::to_owned));
+                    }
+                    answer(desk, batch, &finding, *now);
+                }
+                Errand::Settle(_) | Errand::Arm(_) => {}
+                other => panic!("unexpected {other:?}"),
+            }
+        }
+        *now = *now + Duration::from_millis(10);
+    }
+    closed.sort();
+    closed
+}
+
 fn swept_page(desk: &mut Desk, now: Moment) -> SweepPage {
     let mut errands = desk.errands(now);
     let Some(Errand::Sweep(page)) = errands.pop() else { panic!("{errands:?}") };

@@ -182,34 +182,6 @@ fn never_free(batch: &Batch) -> Finding {
     }
 }
 
-/// Runs a desk until then, whose sweep finds what of `overdue` is open. Returns who was closed.
-fn run_beside_a_locked_article(desk: &mut Desk, mut now: Moment, overdue: &[(&str, i64)], end: Moment) -> Vec<String> {
-    let mut closed: Vec<String> = Vec::new();
-    while now < end {
-        for errand in desk.errands(now) {
-            match errand {
-                Errand::Close(batch) => {
-                    let finding = never_free(&batch);
-                    if finding == found(Outcome::Closed) {
-                        closed.extend(names(&batch).into_iter().map(str::to_owned));
-                    }
-                    answer(desk, batch, &finding, now);
-                }
-                Errand::Sweep(_) => {
-                    let is_open = |(id, _): &&(&str, i64)| !closed.iter().any(|one| one == id);
-                    let open: Vec<(&str, i64)> = overdue.iter().filter(is_open).copied().collect();
-                    desk.hear(swept(&open), now);
-                }
-                Errand::Settle(_) | Errand::Arm(_) => {}
-                other => panic!("unexpected {other:?}"),
-            }
-        }
-        now = now + Duration::from_millis(10);
-    }
-    closed.sort();
-    closed
-}
-
 #[test]
 fn orders_of_a_hot_article_are_closed_whoever_else_cannot_be() {
     let hot = ["hot-1", "hot-2", "hot-3", "hot-4"];
@@ -218,38 +190,21 @@ fn orders_of_a_hot_article_are_closed_whoever_else_cannot_be() {
         for (order, tag) in others.into_iter().chain(hot).zip(1..) {
             desk.hear(delivered(order, at_ms(1_000), 1, tag), at_ms(1_000));
         }
-        assert_eq!(run_beside_a_locked_article(&mut desk, at_ms(1_000), &[], at_ms(10_000)), hot, "beside {others:?}");
+        let closed = run_until(&mut desk, &mut at_ms(1_000), at_ms(10_000), &[], |batch, _| never_free(batch));
+        assert_eq!(closed, hot, "beside {others:?}");
 
         let overdue: Vec<(&str, i64)> = others.into_iter().chain(hot).map(|id| (id, 1)).collect();
         let mut desk = sweeping_desk();
-        assert_eq!(
-            run_beside_a_locked_article(&mut desk, at_ms(250), &overdue, at_ms(10_000)),
-            hot,
-            "beside {others:?}"
-        );
+        let closed = run_until(&mut desk, &mut at_ms(250), at_ms(10_000), &overdue, |batch, _| never_free(batch));
+        assert_eq!(closed, hot, "beside {others:?}");
     }
 }
 
 #[test]
 fn an_overdue_order_that_was_in_trouble_and_is_only_busy_now_waits_for_its_lock_like_any_other() {
-    let mut desk = sweeping_desk();
-    let mut now = at_ms(250);
-    let refused = Err(CloseFault::OfTheOrder("a trigger says no".into()));
-    let mut closed = false;
-    while now < at_ms(20_000) {
-        for errand in desk.errands(now) {
-            match errand {
-                Errand::Sweep(_) => desk.hear(swept(if closed { &[] } else { &[("hot", 1)] }), now),
-                Errand::Close(batch) if now < at_ms(2_000) => answer(&mut desk, batch, &refused, now),
-                Errand::Close(batch) if !batch.is_patient() => answer(&mut desk, batch, &found(Outcome::Busy), now),
-                Errand::Close(batch) => {
-                    closed = true;
-                    answer(&mut desk, batch, &found(Outcome::Closed), now);
-                }
-                other => panic!("unexpected {other:?}"),
-            }
-        }
-        now = now + Duration::from_millis(10);
-    }
-    assert!(closed);
+    let hot = [("hot", 1)];
+    let closed = run_until(&mut sweeping_desk(), &mut at_ms(250), at_ms(20_000), &hot, |batch, now| {
+        if now < at_ms(2_000) { Err(CloseFault::OfTheOrder("a trigger says no".into())) } else { never_free(batch) }
+    });
+    assert_eq!(closed, ["hot"]);
 }

@@ -159,22 +159,11 @@ fn twelve_orders() -> Vec<String> {
 
 /// Has the sweep find these orders again and again, and refuses every close. Returns how often one was tried by itself.
 fn refuse_until(desk: &mut Desk, orders: &[(&str, i64)], now: &mut Moment, until: Moment) -> usize {
-    let refused = Err(CloseFault::OfTheOrder("a trigger says no".into()));
     let mut tries = 0;
-    while *now < until {
-        for errand in desk.errands(*now) {
-            match errand {
-                Errand::Sweep(_) => desk.hear(swept(orders), *now),
-                Errand::Close(batch) => {
-                    tries += usize::from(batch.cases.len() == 1);
-                    answer(desk, batch, &refused, *now);
-                }
-                Errand::Settle(_) => {}
-                other => panic!("unexpected {other:?}"),
-            }
-        }
-        *now = *now + Duration::from_millis(10);
-    }
+    run_until(desk, now, until, orders, |batch, _| {
+        tries += usize::from(batch.cases.len() == 1);
+        Err(CloseFault::OfTheOrder("a trigger says no".into()))
+    });
     tries
 }
 

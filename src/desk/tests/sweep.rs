@@ -88,19 +88,10 @@ fn a_pass_goes_on_to_the_end_past_orders_that_cannot_be_closed() {
 /// Finds this order overdue and has every try fail until then; returns how often it was tried.
 fn tries_of_a_swept_order(fault: &CloseFault, orders: &[(&str, i64)], until: Moment) -> usize {
     let (mut desk, mut now, mut tries) = (sweeping_desk(), at_ms(250), 0);
-    while now < until {
-        for errand in desk.errands(now) {
-            match errand {
-                Errand::Sweep(_) => desk.hear(swept(orders), now),
-                Errand::Close(batch) => {
-                    tries += usize::from(names(&batch) == [orders[0].0]);
-                    answer(&mut desk, batch, &Err(fault.clone()), now);
-                }
-                other => panic!("unexpected {other:?}"),
-            }
-        }
-        now = now + Duration::from_millis(10);
-    }
+    run_until(&mut desk, &mut now, until, orders, |batch, _| {
+        tries += usize::from(names(batch) == [orders[0].0]);
+        Err(fault.clone())
+    });
     tries
 }
 
@@ -127,20 +118,10 @@ fn a_page_without_a_usable_id_does_not_end_the_pass() {
 #[test]
 fn an_article_that_stays_locked_under_the_sweep_is_no_outage_and_keeps_no_alarm_from_waiting() {
     let (mut desk, mut now, mut waited) = (sweeping_desk(), at_ms(250), 0);
-    while now < at_ms(20_000) {
-        for errand in desk.errands(now) {
-            match errand {
-                Errand::Sweep(_) => desk.hear(swept(&[("a", 1), ("b", 1)]), now),
-                Errand::Close(batch) if batch.is_patient() => {
-                    waited += 1;
-                    answer(&mut desk, batch, &Err(CloseFault::Locked("a lock".into())), now);
-                }
-                Errand::Close(batch) => answer(&mut desk, batch, &found(Outcome::Busy), now),
-                other => panic!("unexpected {other:?}"),
-            }
-        }
-        now = now + Duration::from_millis(10);
-    }
+    run_until(&mut desk, &mut now, at_ms(20_000), &[("a", 1), ("b", 1)], |batch, _| {
+        waited += usize::from(batch.is_patient());
+        if batch.is_patient() { Err(CloseFault::Locked("a lock".into())) } else { found(Outcome::Busy) }
+    });
     assert!((10..=25).contains(&waited), "{waited} times: once a second, when it is known who fails the others");
     assert_eq!(desk.why_it_closes_nothing(now), None);
     desk.hear(delivered("c", now, 1, 1), now);
