@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use super::{Batch, Case, Desk, Wait};
+use super::{Batch, Case, Desk, Lingering, Wait};
 use crate::order::{ClosedBy, Moment};
 
 /// How many parts a failed batch is taken into. Eight: an order that fails alone among four hundred is found in three
@@ -16,6 +16,7 @@ const PARTS: usize = 8;
 enum Source {
     Fresh,
     Overdue,
+    Busy,
     Hurried,
     Again,
     Parts,
@@ -26,7 +27,7 @@ impl Source {
     fn is_trouble(self) -> bool {
         match self {
             // What waited for a lock in vain is as good as fresh: most of it needs no lock, and it does not wait again.
-            Self::Fresh | Self::Overdue | Self::Hurried => false,
+            Self::Fresh | Self::Overdue | Self::Busy | Self::Hurried => false,
             Self::Again | Self::Parts => true,
         }
     }
@@ -67,8 +68,8 @@ impl Desk {
         source.is_trouble() && self.idle_closers == 1 && self.trouble_had_last_closer
     }
 
-    fn sources(&self) -> [Source; 5] {
-        [Source::Fresh, Source::Overdue, Source::Hurried, Source::Again, Source::Parts]
+    fn sources(&self) -> [Source; 6] {
+        [Source::Fresh, Source::Overdue, Source::Busy, Source::Hurried, Source::Again, Source::Parts]
     }
 
     fn longest_waiting(&self) -> Option<Source> {
@@ -80,6 +81,7 @@ impl Desk {
         match source {
             Source::Fresh => self.fresh.since(),
             Source::Overdue => self.overdue.since(),
+            Source::Busy => self.busy.since(),
             Source::Hurried => self.hurried.front().map(|(_, since)| *since),
             Source::Again => self.again.since(),
             Source::Parts => self.parts.front().map(|(_, since)| *since),
@@ -93,6 +95,7 @@ impl Desk {
             _ if self.idle_closers == 0 => None,
             Source::Fresh => self.fresh.ready_at(size, linger),
             Source::Overdue => self.overdue.ready_at(size, Duration::ZERO),
+            Source::Busy => self.busy.ready_at(size, Duration::ZERO),
             Source::Hurried => self.since(Source::Hurried),
             Source::Again => self.trouble_ready_at(self.again.ready_at(size, linger)),
             Source::Parts => self.trouble_ready_at(self.since(Source::Parts)),
@@ -119,18 +122,9 @@ impl Desk {
                 Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), wait }
             }
             Source::Hurried => self.hurried.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
-            Source::Overdue => {
-                let cases = self.overdue.take(size);
-                let (batch, rest) = self.who_goes(ClosedBy::Sweep, cases, now);
-                self.overdue.put_back(rest, since);
-                batch
-            }
-            Source::Again => {
-                let cases = self.again.take(size);
-                let (batch, rest) = self.who_goes(ClosedBy::Alarm, cases, now);
-                self.again.put_back(rest, since);
-                batch
-            }
+            Source::Overdue => self.take_who_goes(|desk| &mut desk.overdue, ClosedBy::Sweep, since, now),
+            Source::Busy => self.take_who_goes(|desk| &mut desk.busy, ClosedBy::Sweep, since, now),
+            Source::Again => self.take_who_goes(|desk| &mut desk.again, ClosedBy::Alarm, since, now),
             Source::Parts => {
                 let Some((part, _)) = self.parts.pop_front() else { return empty_batch() };
                 let (batch, rest) = self.who_goes(part.by, part.cases, now);
@@ -140,6 +134,20 @@ impl Desk {
                 batch
             }
         }
+    }
+
+    fn take_who_goes(
+        &mut self,
+        queue: impl Fn(&mut Self) -> &mut Lingering,
+        by: ClosedBy,
+        since: Moment,
+        now: Moment,
+    ) -> Batch {
+        let size = self.policy.batch_size;
+        let cases = queue(self).take(size);
+        let (batch, rest) = self.who_goes(by, cases, now);
+        queue(self).put_back(rest, since);
+        batch
     }
 
     /// Of those who come again and again, who goes together now, and who stays. They wait for locks only where that leaves

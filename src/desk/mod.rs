@@ -27,7 +27,7 @@ pub use news::{Answer, Batch, Case, Errand, News, Origin, Wait};
 use outage::Outage;
 pub use policy::Policy;
 use queue::{Cause, Later, Lingering};
-use sweep::{LONGEST_BLAMELESS_REST, LONGEST_REST, Sweep};
+use sweep::{LONGEST_BLAMELESS_REST, LONGEST_REST, LastTry, Sweep};
 use verdict::{AfterSweep, Next, after_close, after_sweep};
 
 /// By how much the time may go back without anybody minding: readings of one clock differ by less.
@@ -50,8 +50,11 @@ pub struct Desk {
     fresh: Lingering,
     /// Due, tried before.
     again: Lingering,
-    /// Found by the sweep.
+    /// Found by the sweep, never tried.
     overdue: Lingering,
+    /// Found by the sweep, and somebody else had them when they were tried. Apart from those never tried: that one may be
+    /// a worker that cannot close them, and in a batch with others they would take those apart.
+    busy: Lingering,
     /// Batches that waited for a lock in vain, with when they did: tried again whole, without waiting.
     hurried: VecDeque<(Batch, Moment)>,
     /// Parts of batches that failed, with when they did.
@@ -88,6 +91,7 @@ impl Desk {
             fresh: Lingering::default(),
             again: Lingering::default(),
             overdue: Lingering::default(),
+            busy: Lingering::default(),
             hurried: VecDeque::new(),
             parts: VecDeque::new(),
             patience: Patience::default(),
@@ -215,7 +219,7 @@ impl Desk {
     pub fn drain(&mut self) {
         self.draining = true;
         let mut waiting = self.hold.drain();
-        for queue in [&mut self.fresh, &mut self.again, &mut self.overdue] {
+        for queue in [&mut self.fresh, &mut self.again, &mut self.overdue, &mut self.busy] {
             waiting.extend(queue.take(usize::MAX));
         }
         waiting.extend(self.hurried.drain(..).chain(self.parts.drain(..)).flat_map(|(batch, _)| batch.cases));
@@ -283,7 +287,7 @@ impl Desk {
         for case in self.hold.drain() {
             self.place(case, now, now);
         }
-        for queue in [&mut self.fresh, &mut self.again, &mut self.overdue] {
+        for queue in [&mut self.fresh, &mut self.again, &mut self.overdue, &mut self.busy] {
             queue.clock_was_set_back(now);
         }
         for (_, since) in self.hurried.iter_mut().chain(&mut self.parts) {
@@ -413,11 +417,11 @@ impl Desk {
     /// No further page while the last one is not worked off: what is overdue after a long night would not fit in
     /// memory. And none while nothing can be closed.
     fn wants_overdue(&self) -> bool {
-        !self.draining && !self.outage.is_away() && self.overdue.len() < self.policy.sweep_page
+        !self.draining && !self.outage.is_away() && self.overdue.len() + self.busy.len() < self.policy.sweep_page
     }
 
     fn take_overdue(&mut self, page: SweptPage, now: Moment) {
-        let mut tried_before = Vec::new();
+        let mut failed_before = Vec::new();
         let closers_are_behind = self.idle_closers == 0 && self.fresh.len() > 0;
         let says_nothing_new = closers_are_behind
             && !page.orders.is_empty()
@@ -433,14 +437,18 @@ impl Desk {
                 continue;
             }
             *self.in_hand.entry(key.0.clone()).or_default() += 1;
-            let was_tried = self.sweep.is_troubled(&key.0);
+            let last_try = self.sweep.last_try(&key.0);
             self.swept += 1;
             let due = TimeoutDue { order_id: key.0, deadline: key.1 };
             let alarm = Alarm { due, attempt: 0, born: None, traceparent: None };
             let case = Case::new(alarm, Origin::Swept);
-            if was_tried { tried_before.push(case) } else { self.overdue.push(case, now) }
+            match last_try {
+                LastTry::None => self.overdue.push(case, now),
+                LastTry::Busy => self.busy.push(case, now),
+                LastTry::Failed => failed_before.push(case),
+            }
         }
-        self.try_again_apart(tried_before, now);
+        self.try_again_apart(failed_before, now);
     }
 
     fn has_its_alarm(&self, key: &(OrderId, Deadline)) -> bool {
@@ -494,6 +502,7 @@ impl Desk {
             Origin::Swept => match after_sweep(&finding, self.outage.befalls_several()) {
                 AfterSweep::Forget => self.sweep.forget(&case.alarm.due.order_id),
                 AfterSweep::LetGo => {}
+                AfterSweep::LetGoAsBusy => self.sweep.note_busy(case.alarm.due.order_id, now),
                 AfterSweep::LookAgain => {
                     self.sweep.leave_alone(case.alarm.due.order_id, self.policy.longest_while_overdue(), now);
                 }

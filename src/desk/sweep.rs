@@ -29,10 +29,21 @@ pub(super) struct Sweep {
     cut_short: u32,
     failures: u32,
     troubled: HashMap<OrderId, Troubled>,
+    /// Whom somebody else had when they were tried, and when each was last seen overdue.
+    busy: HashMap<OrderId, Moment>,
     /// When nobody was left alone any longer.
     looked_again_at: Option<Moment>,
     /// The deadline of the first order of the last pass.
     oldest: Option<Deadline>,
+}
+
+/// What became of an overdue order when it was last tried.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LastTry {
+    /// It was not tried, as far as is known.
+    None,
+    Busy,
+    Failed,
 }
 
 /// An order that could not be closed.
@@ -55,6 +66,7 @@ impl Sweep {
             cut_short: 0,
             failures: 0,
             troubled: HashMap::new(),
+            busy: HashMap::new(),
             looked_again_at: None,
             oldest: None,
         }
@@ -96,20 +108,24 @@ impl Sweep {
         if is_last {
             self.end_pass(policy, now);
         }
-        let wanted = page.orders.into_iter().filter(|overdue| match self.troubled.get_mut(&overdue.order_id) {
-            Some(troubled) => {
-                troubled.seen = now;
-                troubled.until <= now
-            }
-            None => true,
-        });
-        let wanted = wanted.collect();
+        let wanted = page.orders.into_iter().filter(|overdue| self.wants(&overdue.order_id, now)).collect();
         if is_last {
             self.cut_short = 0;
             let began = self.pass_began;
             self.troubled.retain(|_, troubled| troubled.seen >= began);
+            self.busy.retain(|_, seen| *seen >= began);
         }
         wanted
+    }
+
+    /// Takes note that this order is overdue still. Returns whether it is not being left alone.
+    fn wants(&mut self, order_id: &OrderId, now: Moment) -> bool {
+        if let Some(seen) = self.busy.get_mut(order_id) {
+            *seen = now;
+        }
+        let Some(troubled) = self.troubled.get_mut(order_id) else { return true };
+        troubled.seen = now;
+        troubled.until <= now
     }
 
     /// What lies behind this page can wait.
@@ -145,9 +161,15 @@ impl Sweep {
         self.troubled.insert(order_id, Troubled { until: now + rest.min(longest), failures, seen: now });
     }
 
+    /// Somebody else has this order, or its article. That one may be a worker that cannot close it either.
+    pub fn note_busy(&mut self, order_id: OrderId, now: Moment) {
+        self.busy.insert(order_id, now);
+    }
+
     /// This order needs nobody any more.
     pub fn forget(&mut self, order_id: &OrderId) {
         self.troubled.remove(order_id);
+        self.busy.remove(order_id);
     }
 
     /// Nobody is left alone any longer. Not more often than each would be tried anyhow: that some are closed need not mean
@@ -165,6 +187,17 @@ impl Sweep {
         }
     }
 
+    /// A failure stands until the order is closed, whoever has had it since.
+    pub fn last_try(&self, order_id: &OrderId) -> LastTry {
+        if self.is_troubled(order_id) {
+            LastTry::Failed
+        } else if self.busy.contains_key(order_id) {
+            LastTry::Busy
+        } else {
+            LastTry::None
+        }
+    }
+
     /// Whether this order could not be closed when it was last tried.
     pub fn is_troubled(&self, order_id: &OrderId) -> bool {
         self.troubled.contains_key(order_id)
@@ -178,6 +211,9 @@ impl Sweep {
         self.leave_nobody_alone(now);
         for troubled in self.troubled.values_mut() {
             troubled.seen = now.min(troubled.seen);
+        }
+        for seen in self.busy.values_mut() {
+            *seen = now.min(*seen);
         }
     }
 

@@ -146,3 +146,16 @@ fn the_sweep_waits_for_locks_where_that_leaves_a_closer_to_the_others() {
     assert!(patience_with(0));
     assert!(!patience_with(1));
 }
+
+#[test]
+fn an_order_that_somebody_else_has_is_not_tried_again_with_those_never_tried() {
+    let mut desk = sweeping_desk();
+    assert_eq!(swept_page(&mut desk, at_ms(250)).after, None);
+    desk.hear(swept(&[("refused-elsewhere", 1)]), at_ms(251));
+    let batch = batches(&mut desk, at_ms(251)).remove(0);
+    answer(&mut desk, batch, &found(Outcome::Busy), at_ms(252));
+    assert_eq!(swept_page(&mut desk, at_ms(500)).after, None);
+    desk.hear(swept(&[("refused-elsewhere", 1), ("good", 2)]), at_ms(501));
+    let out = batches(&mut desk, at_ms(501));
+    assert_eq!(out.iter().map(names).collect::<Vec<_>>(), [["good"], ["refused-elsewhere"]]);
+}
