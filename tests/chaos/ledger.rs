@@ -12,6 +12,9 @@
 //! recovery is part of its restart, a worker's pause before its next try is not. All of it runs on one machine, so the
 //! runner's clock and the database's are one.
 //!
+//! A disk that stands still is a fault that nobody drew (`witness.rs`). It excuses nobody for longer than it lasted, and
+//! the report says how late they were with it, too. Where a machine stands still for much of a run, the run says nothing.
+//!
 //! The sweep closes whatever alarm is lost, so that says nothing of alarms yet. An order that falls due in a rest, with
 //! an alarm that was safe and that nobody threw away, is owed it, whatever it went through before. If the sweep had to
 //! close it and no alarm came afterwards either, its alarm is lost. One that comes afterwards is late: a broker counts a
@@ -36,6 +39,7 @@ use crate::faults::{Carried, Whom};
 use crate::run::Rest;
 use crate::shop::{IN_STOCK, Life};
 use crate::support::ledger::Ledger;
+use crate::witness::{Standstill, stood_still};
 
 /// How late a close may be that nothing excuses.
 pub const PROMISED: Duration = Duration::from_secs(1);
@@ -71,6 +75,10 @@ pub struct Report {
     /// Those of them whose alarm never came.
     pub alarms_lost: usize,
     pub max_lateness_beyond_fault_ms: f64,
+    /// The same if the disk's standstills excused nobody.
+    pub max_lateness_with_standstills_ms: f64,
+    /// How long the disk stood still while no fault of everybody's was carried out.
+    pub stood_still_ms: f64,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -86,6 +94,7 @@ pub struct Evidence<'a> {
     pub lives: &'a [Life],
     pub carried: &'a [Carried],
     pub rests: &'a [Rest],
+    pub standstills: &'a [Standstill],
     pub heard: &'a HashMap<Uuid, Heard>,
     /// Whose alarm came when they had been closed already.
     pub late: &'a HashSet<Uuid>,
@@ -128,6 +137,7 @@ struct Tally {
     /// In words.
     alarms_lost: Vec<String>,
     lateness: Vec<(Duration, String)>,
+    max_lateness_with_standstills: Duration,
 }
 
 impl Tally {
@@ -136,8 +146,8 @@ impl Tally {
     }
 }
 
-/// How much later an order was closed than it may be put off to: zero if it was not.
-pub fn lateness(life: &Life, deadline: Moment, closed_at: Moment, carried: &[Carried]) -> Duration {
+/// What an order that was closed then may have been put off to.
+fn put_off_to(life: &Life, deadline: Moment, closed_at: Moment, carried: &[Carried]) -> Moment {
     let mut owed = deadline.max(life.known_at.min(closed_at));
     let mut faults: Vec<&Carried> = carried.iter().filter(|fault| excuses(&fault.whom, life)).collect();
     faults.sort_by_key(|fault| fault.from);
@@ -146,7 +156,16 @@ pub fn lateness(life: &Life, deadline: Moment, closed_at: Moment, carried: &[Car
             owed = fault.until;
         }
     }
-    closed_at.since(owed)
+    owed
+}
+
+/// The standstills that are not a fault's own.
+pub fn but_for_faults(standstills: &[Standstill], carried: &[Carried]) -> Vec<Standstill> {
+    let is_a_faults = |one: &Standstill| {
+        let meets = |fault: &&Carried| fault.from <= one.until && fault.until >= one.from;
+        carried.iter().filter(meets).any(|fault| fault.whom == Whom::Everybody)
+    };
+    standstills.iter().filter(|one| !is_a_faults(one)).copied().collect()
 }
 
 /// Whether its alarm must close it.
@@ -248,7 +267,10 @@ fn judge_close(tally: &mut Tally, life: &Life, row: &Row, closed_at: Moment, eve
         tally.early += 1;
         tally.violation(life, Some(row), "closed early, or for a deadline that the shop does not know");
     }
-    let beyond = lateness(life, deadline, closed_at, evidence.carried);
+    let put_off_to = put_off_to(life, deadline, closed_at, evidence.carried);
+    let late = closed_at.since(put_off_to);
+    let beyond = late.saturating_sub(stood_still(evidence.standstills, put_off_to, closed_at));
+    tally.max_lateness_with_standstills = late.max(tally.max_lateness_with_standstills);
     let plainly = closed_at.since(deadline).as_secs_f64() * 1e3;
     let beyond_ms = beyond.as_secs_f64() * 1e3;
     let what = format!("{beyond_ms:.0} ms beyond any excuse, {plainly:.0} ms after its deadline: {life:?} {row:?}");
@@ -295,8 +317,14 @@ fn report(evidence: &Evidence<'_>, tally: &Tally, stock_balanced: bool) -> Repor
         alarms_late: tally.alarms_late,
         alarms_undecided: tally.alarms_undecided,
         alarms_lost: tally.alarms_lost.len(),
-        max_lateness_beyond_fault_ms: (latest.as_secs_f64() * 1e4).round() / 10.0,
+        max_lateness_beyond_fault_ms: ms(latest),
+        max_lateness_with_standstills_ms: ms(tally.max_lateness_with_standstills),
+        stood_still_ms: ms(evidence.standstills.iter().map(|one| one.until.since(one.from)).sum()),
     }
+}
+
+fn ms(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e4).round() / 10.0
 }
 
 async fn rows(pool: &PgPool) -> HashMap<Uuid, Row> {
@@ -378,7 +406,7 @@ mod tests {
     }
 
     fn late_ms(closed: u64, faults: &[Carried]) -> u128 {
-        lateness(&order(), at(DEADLINE_MS), at(closed), faults).as_millis()
+        at(closed).since(put_off_to(&order(), at(DEADLINE_MS), at(closed), faults)).as_millis()
     }
 
     #[test]
@@ -442,8 +470,17 @@ mod tests {
     fn nobody_is_late_for_a_deadline_that_was_not_committed_yet() {
         let mut life = order();
         life.known_at = at(12_000);
-        assert_eq!(lateness(&life, at(DEADLINE_MS), at(12_300), &[]).as_millis(), 300);
+        assert_eq!(put_off_to(&life, at(DEADLINE_MS), at(12_300), &[]), at(12_000));
         // Closed before the shop heard that it was committed.
-        assert_eq!(lateness(&life, at(DEADLINE_MS), at(11_000), &[]).as_millis(), 0);
+        assert_eq!(put_off_to(&life, at(DEADLINE_MS), at(11_000), &[]), at(11_000));
+    }
+
+    #[test]
+    fn a_disk_that_stands_still_is_no_news_while_the_database_is_broken() {
+        let standstill = |from, until| Standstill { from: at(from), until: at(until) };
+        let (within, after) = (standstill(12_900, 13_100), standstill(13_101, 14_000));
+        let broken = |whom| but_for_faults(&[within, after], &[fault(9_000, 13_000, whom)]);
+        assert_eq!(broken(Whom::Everybody), [after]);
+        assert_eq!(broken(Whom::Nobody), [within, after], "a fault of the broker's");
     }
 }

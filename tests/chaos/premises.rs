@@ -13,6 +13,7 @@ use crate::crew::Crew;
 use crate::support::private::Private;
 use crate::support::proxy::Proxy;
 use crate::support::{Stage, on_stage, wait_for};
+use crate::witness::Witness;
 
 pub struct Premises {
     /// Reaches the servers without a detour.
@@ -23,6 +24,7 @@ pub struct Premises {
     pub to_broker: Proxy,
     pub to_database: Proxy,
     pub crew: Arc<Crew>,
+    pub witness: Witness,
     pub logs: PathBuf,
     /// Somebody wants us to end.
     pub interrupted: CancellationToken,
@@ -97,8 +99,9 @@ impl Premises {
         settings.amqp.url = to_broker.address(&settings.amqp.url);
         settings.database.url = to_database.address(&settings.database.url);
         let crew = Arc::new(Crew::new(settings, &logs));
+        let witness = Witness::open(&stage).await;
         let interrupted = CancellationToken::new();
-        Self { stage, broker, database, to_broker, to_database, crew, logs, interrupted }
+        Self { stage, broker, database, to_broker, to_database, crew, witness, logs, interrupted }
     }
 
     /// The stage's settings with the broker behind the network that breaks.

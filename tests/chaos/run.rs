@@ -15,7 +15,7 @@ use tokio::task::JoinSet;
 use crate::crew::WORKERS;
 use crate::ear::Ear;
 use crate::faults::{Carried, carry_out};
-use crate::ledger::{Evidence, PROMISED, Report, Verdict, judge};
+use crate::ledger::{Evidence, PROMISED, Report, Verdict, but_for_faults, judge};
 use crate::plan::{Plan, Step};
 use crate::premises::{Premises, on_premises};
 use crate::shop::{Life, Shop};
@@ -30,6 +30,8 @@ struct Wanted {
     orders_per_second: f64,
     /// How much later than excused a close may be.
     lateness: Duration,
+    /// How long the disk may stand still in all.
+    standing_still: Duration,
     /// How long the sweep leaves an alarm to come.
     grace: Duration,
 }
@@ -51,6 +53,8 @@ const ASK_EVERY: Duration = Duration::from_millis(20);
 const SAY_EVERY: Duration = Duration::from_secs(15);
 /// One in so many alarms may come late in a rest, or not be known to have come, by what was broken around it.
 const FEW: usize = 20;
+/// The disk may stand still for one part in so many.
+const STANDSTILL_SHARE: u32 = 100;
 /// For a machine that is busy with other things: the short run is about what is right, the long ones about when.
 const GENEROUS: Duration = Duration::from_secs(15);
 /// Nor is an alarm lost on such a machine that is a little late.
@@ -71,6 +75,7 @@ fn a_short_run_of_faults_at_random_loses_and_doubles_nothing() {
             length,
             orders_per_second: 20.0,
             lateness: GENEROUS,
+            standing_still: GENEROUS,
             grace: GENEROUS_GRACE,
         },
     );
@@ -83,8 +88,8 @@ fn a_long_run_of_faults_at_random_loses_and_doubles_nothing() {
     let seed = asked_for("SEED", 1);
     let length = Duration::from_secs_f64(60.0 * asked_for("MINUTES", 20.0));
     let orders_per_second = asked_for("RATE", 25.0);
-    let wanted =
-        Wanted { seed, length, orders_per_second, lateness: PROMISED, grace: Settings::defaults().sweep.grace };
+    let (standing_still, grace) = (length / STANDSTILL_SHARE, Settings::defaults().sweep.grace);
+    let wanted = Wanted { seed, length, orders_per_second, lateness: PROMISED, standing_still, grace };
     run(&format!("seed-{seed}"), wanted);
 }
 
@@ -129,7 +134,10 @@ async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
     let heard = ear.heard();
     let late = premises.crew.alarmed_too_late();
     let (lives, carried) = (&lives[..], &carried[..]);
-    let evidence = Evidence { seed: wanted.seed, lives, carried, rests: &rests, heard: &heard, late: &late };
+    let standstills = but_for_faults(&premises.witness.standstills(), carried);
+    keep(&premises.logs, "standstills.log", &format!("{standstills:#?}\n"));
+    let (rests, standstills) = (&rests[..], &standstills[..]);
+    let evidence = Evidence { seed: wanted.seed, lives, carried, rests, standstills, heard: &heard, late: &late };
     let mut verdict = judge(&premises.stage.pool, evidence).await;
     if codes.iter().any(|code| *code != 0) {
         verdict.violations.push(format!("workers asked to stop ended with {codes:?}"));
@@ -139,6 +147,11 @@ async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
     if verdict.report.max_lateness_beyond_fault_ms >= bound_ms {
         let latest = verdict.latest.first().cloned().unwrap_or_default();
         verdict.violations.push(format!("late by more than {bound_ms} ms: {latest}"));
+    }
+    let stood_still_ms = verdict.report.stood_still_ms;
+    if stood_still_ms > wanted.standing_still.as_secs_f64() * 1e3 {
+        let what = "the machine's disk stood still for too much of this run; run it where nothing else is at work";
+        verdict.violations.push(format!("{what}: {stood_still_ms} ms"));
     }
     let Report { alarms_owed, alarms_late, alarms_undecided, .. } = verdict.report;
     if (alarms_late + alarms_undecided) * FEW > alarms_owed {
