@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use order_timeout::{Publisher, database, schedule_in};
+use order_timeout::{Publisher, schedule_in};
 use serde::Serialize;
 use time::OffsetDateTime;
 use tokio::task::JoinHandle;
@@ -18,7 +18,6 @@ use crate::premises::{Premises, on_premises};
 use crate::run::{REPORT, come_to_rest, keep, overdue};
 use crate::support::away::{meanwhile, schedule};
 use crate::support::{Stage, till, wait_for};
-use crate::witness::stood_still;
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How long the broker is away.
@@ -196,17 +195,8 @@ async fn ids_due_since(stage: &Stage, since: OffsetDateTime) -> HashSet<Uuid> {
 
 /// Of those of these orders that are closed, sorted; without what the machine's disk added by standing still.
 async fn lateness_ms(premises: &Premises, ids: &[Uuid]) -> Vec<f64> {
-    let closed = "SELECT expires_at, closed_at FROM orders WHERE id = ANY ($1) AND status = 'closed'";
-    let closed = sqlx::query_as(closed).bind(ids).fetch_all(&premises.stage.pool).await.unwrap();
-    let standstills = premises.witness.standstills();
-    let lateness_ms = |(deadline, closed_at): (OffsetDateTime, OffsetDateTime)| {
-        let (deadline, closed_at) = (database::moment(deadline), database::moment(closed_at));
-        let late = closed_at.since(deadline).saturating_sub(stood_still(&standstills, deadline, closed_at));
-        late.as_secs_f64() * 1e3
-    };
-    let mut late: Vec<f64> = closed.into_iter().map(lateness_ms).collect();
-    late.sort_by(f64::total_cmp);
-    late
+    let closed = premises.witness.lateness_ms(&premises.stage).await;
+    closed.into_iter().filter(|(id, _)| ids.contains(id)).map(|(_, late)| late).collect()
 }
 
 fn stood_still_ms(premises: &Premises) -> f64 {

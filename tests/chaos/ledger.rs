@@ -39,7 +39,7 @@ use crate::faults::{Carried, Whom};
 use crate::run::Rest;
 use crate::shop::{IN_STOCK, Life};
 use crate::support::ledger::Ledger;
-use crate::witness::{Standstill, stood_still};
+use crate::support::witness::{Standstill, stood_still};
 
 /// How late a close may be that nothing excuses.
 pub const PROMISED: Duration = Duration::from_secs(1);

@@ -13,7 +13,6 @@ mod plan;
 mod premises;
 mod run;
 mod shop;
-mod witness;
 
 #[path = "../it/support/mod.rs"]
 #[allow(dead_code)] // the tests of one promise each need more of it

@@ -12,8 +12,8 @@ use tokio_util::sync::CancellationToken;
 use crate::crew::Crew;
 use crate::support::private::Private;
 use crate::support::proxy::Proxy;
+use crate::support::witness::Witness;
 use crate::support::{Stage, on_stage, wait_for};
-use crate::witness::Witness;
 
 pub struct Premises {
     /// Reaches the servers without a detour.

@@ -5,14 +5,10 @@ use std::time::Duration;
 use order_timeout::order::{Moment, OrderId};
 use uuid::Uuid;
 
+use crate::support::witness::Witness;
 use crate::support::{Order, Stage, on_stage, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
-
-/// Far above what is usual, which is milliseconds: a machine that runs all tests at once may be slow.
-fn assert_on_time(lateness_ms: &[f64]) {
-    assert!(lateness_ms.iter().all(|late| (0.0..1_000.0).contains(late)), "late by ms: {lateness_ms:?}");
-}
 
 fn alarms(orders: &[Order]) -> impl Iterator<Item = (OrderId, Moment)> {
     orders.iter().map(|order| (order.order_id(), order.deadline))
@@ -109,6 +105,7 @@ fn a_paid_order_is_never_closed() {
     on_stage(
         |_| {},
         async |stage| {
+            let witness = Witness::open(&stage).await;
             let worker = stage.worker().await;
             let orders = stage.orders(30, 2 * SECOND).await;
             stage.publisher().await.schedule_all(alarms(&orders)).await.unwrap();
@@ -120,7 +117,7 @@ fn a_paid_order_is_never_closed() {
             for order in &orders[..12] {
                 assert_eq!(stage.status(order).await, "paid");
             }
-            assert_on_time(&stage.lateness_ms().await);
+            witness.assert_on_time(&stage).await;
             stage.assert_drained().await;
             stage.assert_ledger().await;
         },
@@ -132,6 +129,7 @@ fn orders_of_all_delays_are_closed_on_time_behind_one_that_is_far_ahead() {
     on_stage(
         |_| {},
         async |stage| {
+            let witness = Witness::open(&stage).await;
             let worker = stage.worker().await;
             let publisher = stage.publisher().await;
             let far = stage.order(600 * SECOND).await;
@@ -144,7 +142,7 @@ fn orders_of_all_delays_are_closed_on_time_behind_one_that_is_far_ahead() {
                 publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
             }
             wait_until_closed(&stage, 200).await;
-            assert_on_time(&stage.lateness_ms().await);
+            witness.assert_on_time(&stage).await;
             assert_eq!(stage.status(&far).await, "unpaid");
             worker.stop().await;
             stage.assert_drained().await;
@@ -159,6 +157,7 @@ fn alarms_for_unknown_orders_and_far_ones_do_not_delay_the_good() {
         // Longer than the test, so that the unknown ones are retried throughout.
         |settings| settings.retry.missing_for = 60 * SECOND,
         async |stage| {
+            let witness = Witness::open(&stage).await;
             let worker = stage.worker().await;
             let publisher = stage.publisher().await;
             let now = Moment::now_by_local_clock();
@@ -170,7 +169,7 @@ fn alarms_for_unknown_orders_and_far_ones_do_not_delay_the_good() {
             let later = stage.orders(100, 6 * SECOND).await;
             publisher.schedule_all(alarms(&later)).await.unwrap();
             wait_until_closed(&stage, 200).await;
-            assert_on_time(&stage.lateness_ms().await);
+            witness.assert_on_time(&stage).await;
             assert_eq!(stage.parked().await, []);
             worker.stop().await;
             stage.assert_ledger().await;

@@ -12,6 +12,7 @@ pub mod proxy;
 pub mod raw;
 pub mod skip;
 pub mod till;
+pub mod witness;
 
 use std::future::Future;
 use std::net::SocketAddr;

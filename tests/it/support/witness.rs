@@ -1,19 +1,24 @@
 //! Knows when the machine's disk stood still: every so often it commits one row, for which nothing but the disk waits.
 //!
 //! It reaches the database without a detour, by a connection and with a table of its own, so nothing that worker or shop
-//! do keeps it waiting. A commit that fails says nothing: then the database was away, which is the plan's business.
+//! do keeps it waiting. A commit that fails says nothing: then the database was away, and that is somebody's doing.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use order_timeout::database;
 use order_timeout::order::Moment;
 use secrecy::ExposeSecret;
 use sqlx::PgPool;
 use sqlx::postgres::PgPoolOptions;
+use time::OffsetDateTime;
 use tokio_util::task::AbortOnDropHandle;
+use uuid::Uuid;
 
-use crate::support::Stage;
+use super::Stage;
 
+/// Far above what is usual, which is milliseconds: a machine that runs all tests at once may be slow.
+const LATEST_MS: f64 = 1_000.0;
 const COMMIT_EVERY: Duration = Duration::from_millis(50);
 /// A commit takes a few milliseconds. One that takes so long is nobody's doing here.
 const STANDS_STILL: Duration = Duration::from_millis(100);
@@ -42,6 +47,27 @@ impl Witness {
 
     pub fn standstills(&self) -> Vec<Standstill> {
         self.standstills.lock().unwrap().clone()
+    }
+
+    /// Of every closed order, the earliest first; without what the disk added by standing still.
+    pub async fn lateness_ms(&self, stage: &Stage) -> Vec<(Uuid, f64)> {
+        let closed = sqlx::query_as("SELECT id, expires_at, closed_at FROM orders WHERE status = 'closed'");
+        let closed: Vec<(Uuid, OffsetDateTime, OffsetDateTime)> = closed.fetch_all(&stage.pool).await.unwrap();
+        let standstills = self.standstills();
+        let lateness_ms = |(id, deadline, closed_at)| {
+            let (deadline, closed_at) = (database::moment(deadline), database::moment(closed_at));
+            let late_ms = closed_at.since(deadline).saturating_sub(stood_still(&standstills, deadline, closed_at));
+            (id, late_ms.as_secs_f64() * 1e3)
+        };
+        let mut late: Vec<(Uuid, f64)> = closed.into_iter().map(lateness_ms).collect();
+        late.sort_by(|one, other| one.1.total_cmp(&other.1));
+        late
+    }
+
+    pub async fn assert_on_time(&self, stage: &Stage) {
+        let early = stage.count("SELECT count(*) FROM orders WHERE closed_at < expires_at").await;
+        let late: Vec<_> = self.lateness_ms(stage).await.into_iter().filter(|(_, late)| *late >= LATEST_MS).collect();
+        assert!(early == 0 && late.is_empty(), "{early} closed early, these late by ms: {late:?}");
     }
 }
 
