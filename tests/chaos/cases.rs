@@ -14,9 +14,11 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::ear::Ear;
+use crate::ledger::ms;
 use crate::premises::{Premises, on_premises};
 use crate::run::{REPORT, come_to_rest, keep, overdue};
 use crate::support::away::{meanwhile, schedule};
+use crate::support::witness::in_all;
 use crate::support::{Stage, till, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -200,8 +202,7 @@ async fn lateness_ms(premises: &Premises, ids: &[Uuid]) -> Vec<f64> {
 }
 
 fn stood_still_ms(premises: &Premises) -> f64 {
-    let times = premises.witness.standstills().into_iter().map(|one| one.until.since(one.from));
-    (times.sum::<Duration>().as_secs_f64() * 1e4).round() / 10.0
+    ms(in_all(&premises.witness.standstills()))
 }
 
 fn percentile(sorted: &[f64], part: f64) -> f64 {

@@ -39,7 +39,7 @@ use crate::faults::{Carried, Whom};
 use crate::run::Rest;
 use crate::shop::{IN_STOCK, Life};
 use crate::support::ledger::Ledger;
-use crate::support::witness::{Standstill, stood_still};
+use crate::support::witness::{Standstill, in_all, stood_still};
 
 /// How late a close may be that nothing excuses.
 pub const PROMISED: Duration = Duration::from_secs(1);
@@ -319,11 +319,12 @@ fn report(evidence: &Evidence<'_>, tally: &Tally, stock_balanced: bool) -> Repor
         alarms_lost: tally.alarms_lost.len(),
         max_lateness_beyond_fault_ms: ms(latest),
         max_lateness_with_standstills_ms: ms(tally.max_lateness_with_standstills),
-        stood_still_ms: ms(evidence.standstills.iter().map(|one| one.until.since(one.from)).sum()),
+        stood_still_ms: ms(in_all(evidence.standstills)),
     }
 }
 
-fn ms(time: Duration) -> f64 {
+/// To a tenth of a millisecond.
+pub fn ms(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e4).round() / 10.0
 }
 

@@ -67,7 +67,11 @@ impl Witness {
     pub async fn assert_on_time(&self, stage: &Stage) {
         let early = stage.count("SELECT count(*) FROM orders WHERE closed_at < expires_at").await;
         let late: Vec<_> = self.lateness_ms(stage).await.into_iter().filter(|(_, late)| *late >= LATEST_MS).collect();
-        assert!(early == 0 && late.is_empty(), "{early} closed early, these late by ms: {late:?}");
+        let still = in_all(&self.standstills());
+        assert!(
+            early == 0 && late.is_empty(),
+            "{early} closed early, late by ms, but for {still:?} of the disk: {late:?}"
+        );
     }
 }
 
@@ -88,6 +92,11 @@ async fn commit(pool: &PgPool) -> Option<Standstill> {
     let from = Moment::now_by_local_clock();
     sqlx::query("UPDATE witness SET commits = commits + 1").execute(&mut *connection).await.ok()?;
     Some(Standstill { from, until: Moment::now_by_local_clock() })
+}
+
+/// How long the disk stood still.
+pub fn in_all(standstills: &[Standstill]) -> Duration {
+    standstills.iter().map(|one| one.until.since(one.from)).sum()
 }
 
 /// For how much of this time the disk stood still.
