@@ -46,7 +46,8 @@ pub enum Payment {
     LastMillisecond(Duration),
     /// So long after the deadline, while it is being closed. It may come too late.
     DuringTheClose(Duration),
-    /// Holds the order's row for so long around the deadline, and is declined: the order is to be closed after all.
+    /// Holds the order's row, and its article's stock, for so long around the deadline, and is declined: the order is to
+    /// be closed after all.
     Declined(Duration),
 }
 

@@ -15,6 +15,9 @@
 //! A disk that stands still is a fault that nobody drew (`witness.rs`). It excuses nobody for longer than it lasted, and
 //! the report says how late they were with it, too. Where a machine stands still for much of a run, the run says nothing.
 //!
+//! So it is while a payment that is declined in the end keeps its article: no order of that article can be closed then,
+//! by anybody. That is part of every day, and no fault.
+//!
 //! The sweep closes whatever alarm is lost, so that says nothing of alarms yet. An order that falls due in a rest, with
 //! an alarm that was safe and that nobody threw away, is owed it, whatever it went through before. If the sweep had to
 //! close it and no alarm came afterwards either, its alarm is lost. One that comes afterwards is late: a broker counts a
@@ -37,7 +40,7 @@ use uuid::Uuid;
 use crate::ear::Heard;
 use crate::faults::{Carried, Whom};
 use crate::run::Rest;
-use crate::shop::{IN_STOCK, Life};
+use crate::shop::{Declined, IN_STOCK, Life};
 use crate::support::ledger::Ledger;
 use crate::support::witness::{Standstill, in_all, stood_still};
 
@@ -63,6 +66,8 @@ pub struct Report {
     pub paid_closed: usize,
     pub early: usize,
     pub stock_balanced: bool,
+    /// Payments that kept an article for a while and were declined.
+    pub declined: usize,
     /// Events sent more than once, each under its own id, as is allowed.
     pub duplicate_event_ids: usize,
     pub closed_by: ClosedBy,
@@ -93,6 +98,7 @@ pub struct Evidence<'a> {
     pub seed: u64,
     pub lives: &'a [Life],
     pub carried: &'a [Carried],
+    pub declined: &'a [Declined],
     pub rests: &'a [Rest],
     pub standstills: &'a [Standstill],
     pub heard: &'a HashMap<Uuid, Heard>,
@@ -147,13 +153,15 @@ impl Tally {
 }
 
 /// What an order that was closed then may have been put off to.
-fn put_off_to(life: &Life, deadline: Moment, closed_at: Moment, carried: &[Carried]) -> Moment {
+fn put_off_to(life: &Life, deadline: Moment, closed_at: Moment, carried: &[Carried], declined: &[Declined]) -> Moment {
+    let faults = carried.iter().filter(|fault| excuses(&fault.whom, life)).map(|fault| (fault.from, fault.until));
+    let kept = declined.iter().filter(|one| one.article == life.article).map(|one| (one.from, one.until));
+    let mut in_the_way: Vec<(Moment, Moment)> = faults.chain(kept).collect();
+    in_the_way.sort();
     let mut owed = deadline.max(life.known_at.min(closed_at));
-    let mut faults: Vec<&Carried> = carried.iter().filter(|fault| excuses(&fault.whom, life)).collect();
-    faults.sort_by_key(|fault| fault.from);
-    for fault in faults {
-        if fault.from < owed + PROMISED && fault.until > owed {
-            owed = fault.until;
+    for (from, until) in in_the_way {
+        if from < owed + PROMISED && until > owed {
+            owed = until;
         }
     }
     owed
@@ -267,7 +275,7 @@ fn judge_close(tally: &mut Tally, life: &Life, row: &Row, closed_at: Moment, eve
         tally.early += 1;
         tally.violation(life, Some(row), "closed early, or for a deadline that the shop does not know");
     }
-    let put_off_to = put_off_to(life, deadline, closed_at, evidence.carried);
+    let put_off_to = put_off_to(life, deadline, closed_at, evidence.carried, evidence.declined);
     let late = closed_at.since(put_off_to);
     let beyond = late.saturating_sub(stood_still(evidence.standstills, put_off_to, closed_at));
     tally.max_lateness_with_standstills = late.max(tally.max_lateness_with_standstills);
@@ -311,6 +319,7 @@ fn report(evidence: &Evidence<'_>, tally: &Tally, stock_balanced: bool) -> Repor
         paid_closed: tally.paid_closed,
         early: tally.early,
         stock_balanced,
+        declined: evidence.declined.len(),
         duplicate_event_ids: evidence.heard.values().filter(|heard| heard.times > 1).count(),
         closed_by: ClosedBy { alarm, sweep, manual },
         alarms_owed: tally.alarms_owed,
@@ -407,7 +416,7 @@ mod tests {
     }
 
     fn late_ms(closed: u64, faults: &[Carried]) -> u128 {
-        at(closed).since(put_off_to(&order(), at(DEADLINE_MS), at(closed), faults)).as_millis()
+        at(closed).since(put_off_to(&order(), at(DEADLINE_MS), at(closed), faults, &[])).as_millis()
     }
 
     #[test]
@@ -435,6 +444,22 @@ mod tests {
         assert_eq!(late_ms(16_500, &faults), 4_500, "between them it had its second");
         let faults = [fault(12_500, 16_000, Whom::Everybody), fault(10_500, 12_000, Whom::Everybody)];
         assert_eq!(late_ms(16_500, &faults), 500);
+    }
+
+    #[test]
+    fn a_declined_payment_puts_off_the_orders_of_its_article_while_it_lasts() {
+        let kept =
+            |article: &str, from, until| Declined { article: article.to_owned(), from: at(from), until: at(until) };
+        let late_ms = |declined: &[Declined], faults: &[Carried]| {
+            let put_off_to = put_off_to(&order(), at(DEADLINE_MS), at(11_050), faults, declined);
+            at(11_050).since(put_off_to).as_millis()
+        };
+        assert_eq!(late_ms(&[kept("article-3", 10_600, 10_800)], &[]), 250);
+        assert_eq!(late_ms(&[kept("article-4", 10_600, 10_800)], &[]), 1_050, "another's");
+        assert_eq!(late_ms(&[kept("article-3", 9_600, 9_900)], &[]), 1_050, "over before the deadline");
+        let behind_a_fault = fault(9_000, 10_200, Whom::Everybody);
+        assert_eq!(late_ms(&[kept("article-3", 11_010, 11_030)], &[]), 1_050, "its second was over");
+        assert_eq!(late_ms(&[kept("article-3", 11_010, 11_030)], &[behind_a_fault]), 20);
     }
 
     #[test]
@@ -471,9 +496,9 @@ mod tests {
     fn nobody_is_late_for_a_deadline_that_was_not_committed_yet() {
         let mut life = order();
         life.known_at = at(12_000);
-        assert_eq!(put_off_to(&life, at(DEADLINE_MS), at(12_300), &[]), at(12_000));
+        assert_eq!(put_off_to(&life, at(DEADLINE_MS), at(12_300), &[], &[]), at(12_000));
         // Closed before the shop heard that it was committed.
-        assert_eq!(put_off_to(&life, at(DEADLINE_MS), at(11_000), &[]), at(11_000));
+        assert_eq!(put_off_to(&life, at(DEADLINE_MS), at(11_000), &[], &[]), at(11_000));
     }
 
     #[test]

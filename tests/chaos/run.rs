@@ -18,7 +18,7 @@ use crate::faults::{Carried, carry_out};
 use crate::ledger::{Evidence, PROMISED, Report, Verdict, but_for_faults, judge};
 use crate::plan::{Plan, Step};
 use crate::premises::{Premises, on_premises};
-use crate::shop::{Life, Shop};
+use crate::shop::{Books, Shop};
 use crate::support::Stage;
 use crate::support::away::{COMING_BACK, consumers, meanwhile};
 
@@ -127,17 +127,18 @@ async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
         return Vec::new();
     }
     premises.say("no more faults: waiting until everything is closed and heard of");
-    let lives = shop.shut().await;
+    let books = shop.shut().await;
     come_to_rest(premises, &ear).await;
     let codes = premises.crew.dismiss();
 
     let heard = ear.heard();
     let late = premises.crew.alarmed_too_late();
-    let (lives, carried) = (&lives[..], &carried[..]);
+    let (Books { lives, declined }, carried) = (&books, &carried[..]);
     let standstills = but_for_faults(&premises.witness.standstills(), carried);
     keep(&premises.logs, "standstills.log", &format!("{standstills:#?}\n"));
     let (rests, standstills) = (&rests[..], &standstills[..]);
-    let evidence = Evidence { seed: wanted.seed, lives, carried, rests, standstills, heard: &heard, late: &late };
+    let (seed, heard, late) = (wanted.seed, &heard, &late);
+    let evidence = Evidence { seed, lives, carried, declined, rests, standstills, heard, late };
     let mut verdict = judge(&premises.stage.pool, evidence).await;
     if codes.iter().any(|code| *code != 0) {
         verdict.violations.push(format!("workers asked to stop ended with {codes:?}"));
@@ -162,7 +163,7 @@ async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
         verdict.violations.push(format!("alarms lost: {}", verdict.alarms_lost.join("; ")));
     }
     verdict.violations.extend(too_little(wanted, &verdict.report, carried));
-    hand_over(premises, &verdict, carried, lives);
+    hand_over(premises, &verdict, carried, &books);
     verdict.violations
 }
 
@@ -303,7 +304,7 @@ pub async fn come_to_rest(premises: &Premises, ear: &Ear) {
 }
 
 /// Everything for whoever reads it later, and the report's line.
-fn hand_over(premises: &Premises, verdict: &Verdict, carried: &[Carried], lives: &[Life]) {
+fn hand_over(premises: &Premises, verdict: &Verdict, carried: &[Carried], books: &Books) {
     let mut faults = String::new();
     for fault in carried {
         let _ = writeln!(faults, "{fault:?}");
@@ -311,7 +312,8 @@ fn hand_over(premises: &Premises, verdict: &Verdict, carried: &[Carried], lives:
     keep(&premises.logs, "faults.log", &faults);
     keep(&premises.logs, "latest.log", &verdict.latest.join("\n"));
     keep(&premises.logs, "violations.log", &verdict.violations.join("\n"));
-    keep(&premises.logs, "books.log", &lives.iter().map(|life| format!("{life:?}\n")).collect::<String>());
+    keep(&premises.logs, "books.log", &books.lives.iter().map(|life| format!("{life:?}\n")).collect::<String>());
+    keep(&premises.logs, "declined.log", &format!("{:#?}\n", books.declined));
     for violation in verdict.violations.iter().take(10) {
         premises.say(&format!("BROKEN  {violation}"));
     }

@@ -3,8 +3,8 @@
 //!
 //! It reaches the database by itself and the broker by the same network as the workers.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use order_timeout::database::Timestamptz;
@@ -46,6 +46,20 @@ pub struct Life {
     pub paid: bool,
 }
 
+/// While a payment that was declined in the end kept its article's stock locked: for every order of this article.
+#[derive(Debug, Clone)]
+pub struct Declined {
+    pub article: String,
+    pub from: Moment,
+    pub until: Moment,
+}
+
+/// All that the shop knows in the end.
+pub struct Books {
+    pub lives: Vec<Life>,
+    pub declined: Vec<Declined>,
+}
+
 /// What has happened so far.
 #[derive(Debug, Default)]
 pub struct Counters {
@@ -62,7 +76,7 @@ pub struct Counters {
 pub struct Shop {
     pub counters: Arc<Counters>,
     stop: CancellationToken,
-    running: JoinHandle<Vec<Life>>,
+    running: JoinHandle<Books>,
 }
 
 /// What all orders of a shop share.
@@ -70,6 +84,7 @@ struct Counter {
     pool: PgPool,
     publisher: Publisher,
     counters: Arc<Counters>,
+    declined: Mutex<Vec<Declined>>,
 }
 
 pub fn article_name(number: usize) -> String {
@@ -85,19 +100,19 @@ impl Shop {
         let pool = PgPoolOptions::new().max_connections(CONNECTIONS).acquire_timeout(Duration::from_secs(5));
         let pool = pool.connect(stage.settings.database.url.expose_secret()).await.unwrap();
         let (counters, stop) = (Arc::<Counters>::default(), CancellationToken::new());
-        let counter = Arc::new(Counter { pool, publisher, counters: counters.clone() });
+        let counter = Arc::new(Counter { pool, publisher, counters: counters.clone(), declined: Mutex::default() });
         let running = tokio::spawn(take_orders(counter, seed, orders_per_second, stop.clone()));
         Self { counters, stop, running }
     }
 
     /// Takes no more orders, and waits for the end of each that was taken.
-    pub async fn shut(self) -> Vec<Life> {
+    pub async fn shut(self) -> Books {
         self.stop.cancel();
         self.running.await.unwrap()
     }
 }
 
-async fn take_orders(shop: Arc<Counter>, seed: u64, orders_per_second: f64, stop: CancellationToken) -> Vec<Life> {
+async fn take_orders(shop: Arc<Counter>, seed: u64, orders_per_second: f64, stop: CancellationToken) -> Books {
     let mut lives = JoinSet::new();
     let mut beat = tokio::time::interval(Duration::from_secs_f64(1.0 / orders_per_second));
     for number in 0_u64.. {
@@ -105,10 +120,12 @@ async fn take_orders(shop: Arc<Counter>, seed: u64, orders_per_second: f64, stop
             () = stop.cancelled() => break,
             _ = beat.tick() => {}
         }
-        let shop = shop.clone();
-        lives.spawn(async move { shop.live(Fate::of(seed, number)).await });
+        let at_the_counter = shop.clone();
+        lives.spawn(async move { at_the_counter.live(Fate::of(seed, number)).await });
     }
-    lives.join_all().await
+    let lives = lives.join_all().await;
+    let declined = std::mem::take(&mut *shop.declined.lock().unwrap());
+    Books { lives, declined }
 }
 
 impl Counter {
@@ -221,7 +238,7 @@ impl Counter {
             Payment::DuringTheClose(after) => life.deadline + after,
             Payment::Declined(held) => {
                 // Nothing is known by it, so nothing need be said again.
-                let _ = self.decline(life.id, life.deadline - held / 2, held).await;
+                let _ = self.decline(life, life.deadline - held / 2, held).await;
                 return;
             }
         };
@@ -259,11 +276,17 @@ impl Counter {
         sqlx::query_scalar("SELECT status = 'paid' FROM orders WHERE id = $1").bind(id).fetch_one(&self.pool).await
     }
 
-    async fn decline(&self, id: Uuid, at: Moment, held: Duration) -> Result<(), sqlx::Error> {
+    async fn decline(&self, life: &Life, at: Moment, held: Duration) -> Result<(), sqlx::Error> {
         let mut transaction = self.begin_for(at).await?;
-        till::pay(&mut transaction, id).await?;
+        if !till::pay(&mut transaction, life.id).await? {
+            return Ok(());
+        }
+        let from = Moment::now_by_local_clock();
         tokio::time::sleep(held).await;
-        transaction.rollback().await
+        let ended = transaction.rollback().await;
+        let (article, until) = (life.article.clone(), Moment::now_by_local_clock());
+        self.declined.lock().unwrap().push(Declined { article, from, until });
+        ended
     }
 
     /// A transaction that is open when this moment comes, so that only one statement stands between it and the row.
