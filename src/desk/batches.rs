@@ -11,6 +11,9 @@ use crate::order::{ClosedBy, Moment};
 /// rounds, and four hundred that all fail cost little more than one statement each.
 const PARTS: usize = 8;
 
+/// How long whoever has an order, or its article, is left to finish with it: mostly a statement of some milliseconds.
+const LEFT_TO_FINISH: Duration = Duration::from_millis(25);
+
 /// The queues a batch may come from.
 #[derive(Debug, Clone, Copy)]
 enum Source {
@@ -95,7 +98,8 @@ impl Desk {
             _ if self.idle_closers == 0 => None,
             Source::Fresh => self.fresh.ready_at(size, linger),
             Source::Overdue => self.overdue.ready_at(size, Duration::ZERO),
-            Source::Busy => self.busy.ready_at(size, Duration::ZERO),
+            // Not sooner where they are many: all that they wait for is that somebody finishes.
+            Source::Busy => self.busy.ready_at(usize::MAX, LEFT_TO_FINISH),
             Source::Hurried => self.since(Source::Hurried),
             Source::Again => self.trouble_ready_at(self.again.ready_at(size, linger)),
             Source::Parts => self.trouble_ready_at(self.since(Source::Parts)),

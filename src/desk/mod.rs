@@ -376,7 +376,7 @@ impl Desk {
         } else if deadline > now {
             self.wait_until(deadline, case);
         } else {
-            *self.in_hand.entry(case.alarm.order_id().clone()).or_default() += 1;
+            self.take_in_hand(case.alarm.order_id());
             let comes_again = case.was_tried() || self.patience.has_just_failed(case.alarm.order_id(), now);
             if comes_again { self.again.push(case, since) } else { self.fresh.push(case, since) }
         }
@@ -436,7 +436,7 @@ impl Desk {
             if self.has_its_alarm(&key) || self.draining {
                 continue;
             }
-            *self.in_hand.entry(key.0.clone()).or_default() += 1;
+            self.take_in_hand(&key.0);
             let last_try = self.sweep.last_try(&key.0);
             self.swept += 1;
             let due = TimeoutDue { order_id: key.0, deadline: key.1 };
@@ -502,7 +502,7 @@ impl Desk {
             Origin::Swept => match after_sweep(&finding, self.outage.befalls_several()) {
                 AfterSweep::Forget => self.sweep.forget(&case.alarm.due.order_id),
                 AfterSweep::LetGo => {}
-                AfterSweep::LetGoAsBusy => self.sweep.note_busy(case.alarm.due.order_id, now),
+                AfterSweep::LeaveToWhoHasIt => self.leave_to_who_has_it(case, now),
                 AfterSweep::LookAgain => {
                     self.sweep.leave_alone(case.alarm.due.order_id, self.policy.longest_while_overdue(), now);
                 }
@@ -512,6 +512,22 @@ impl Desk {
                 AfterSweep::LeaveAlone => self.sweep.leave_alone(case.alarm.due.order_id, LONGEST_REST, now),
             },
         }
+    }
+
+    /// It will be free in a moment, and the next pass is far off: whoever meets this for the first time is tried once more
+    /// before it.
+    fn leave_to_who_has_it(&mut self, case: Case, now: Moment) {
+        let order_id = case.alarm.order_id().clone();
+        let is_new = self.sweep.last_try(&order_id) == LastTry::None;
+        if is_new && !self.draining {
+            self.take_in_hand(&order_id);
+            self.busy.push(case, now);
+        }
+        self.sweep.note_busy(order_id, now);
+    }
+
+    fn take_in_hand(&mut self, order_id: &OrderId) {
+        *self.in_hand.entry(order_id.clone()).or_default() += 1;
     }
 
     fn put_down(&mut self, order_id: &OrderId) {

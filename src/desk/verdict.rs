@@ -56,8 +56,8 @@ pub(super) enum AfterSweep {
     Forget,
     /// Nothing was found out about it; the next pass finds it again.
     LetGo,
-    /// Somebody else has it, or its article; the next pass finds it again.
-    LetGoAsBusy,
+    /// Somebody else has it, or its article.
+    LeaveToWhoHasIt,
     /// It is overdue, and what keeps it from being closed is nobody's fault: tried again very soon, apart from the rest.
     LookAgain,
     /// The same, but it may be its own fault: tried again soon.
@@ -72,7 +72,7 @@ pub(super) fn after_sweep(finding: &Finding, others_fail_too: bool) -> AfterSwee
     match finding {
         Ok(Found { outcome, .. }) => match outcome {
             Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed | Outcome::Closing => AfterSweep::Forget,
-            Outcome::Busy => AfterSweep::LetGoAsBusy,
+            Outcome::Busy => AfterSweep::LeaveToWhoHasIt,
             Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => AfterSweep::LeaveAlone,
         },
         Err(CloseFault::Away(_)) => AfterSweep::LetGo,

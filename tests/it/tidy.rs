@@ -60,15 +60,7 @@ fn set(names: &[&str]) -> BTreeSet<String> {
 }
 
 /// Rooms whose decisions and arithmetic must be testable without a server and without waiting; so is the whole desk.
-const PURE: [&str; 7] = [
-    "order.rs",
-    "message.rs",
-    "alarm.rs",
-    "wheel.rs",
-    "hold.rs",
-    "clock.rs",
-    "schedule/lane.rs",
-];
+const PURE: [&str; 7] = ["order.rs", "message.rs", "alarm.rs", "wheel.rs", "hold.rs", "clock.rs", "schedule/lane.rs"];
 
 #[test]
 fn every_rust_file_says_first_what_it_is_for() {

@@ -154,8 +154,32 @@ fn an_order_that_somebody_else_has_is_not_tried_again_with_those_never_tried() {
     desk.hear(swept(&[("refused-elsewhere", 1)]), at_ms(251));
     let batch = batches(&mut desk, at_ms(251)).remove(0);
     answer(&mut desk, batch, &found(Outcome::Busy), at_ms(252));
+    let batch = batches(&mut desk, at_ms(277)).remove(0);
+    answer(&mut desk, batch, &found(Outcome::Busy), at_ms(278));
     assert_eq!(swept_page(&mut desk, at_ms(500)).after, None);
     desk.hear(swept(&[("refused-elsewhere", 1), ("good", 2)]), at_ms(501));
-    let out = batches(&mut desk, at_ms(501));
-    assert_eq!(out.iter().map(names).collect::<Vec<_>>(), [["good"], ["refused-elsewhere"]]);
+    let tried = |desk: &mut Desk, at| batches(desk, at).iter().map(|batch| names(batch).join(" ")).collect::<Vec<_>>();
+    assert_eq!(tried(&mut desk, at_ms(501)), ["good"]);
+    assert_eq!(tried(&mut desk, at_ms(526)), ["refused-elsewhere"]);
+}
+
+#[test]
+fn an_order_that_somebody_else_has_is_tried_once_more_before_the_next_pass() {
+    let mut desk = sweeping_desk();
+    let mut pass = |at: i64| {
+        assert_eq!(swept_page(&mut desk, at_ms(at)).after, None);
+        desk.hear(swept(&[("busy", 1)]), at_ms(at));
+        let mut tries = Vec::new();
+        for later in 0..250 {
+            for errand in desk.errands(at_ms(at + later)) {
+                let Errand::Close(batch) = errand else { panic!("{errand:?}") };
+                tries.push(later);
+                answer(&mut desk, batch, &found(Outcome::Busy), at_ms(at + later));
+            }
+        }
+        tries
+    };
+    assert_eq!(pass(250), [0, 25], "whoever has it keeps it for milliseconds, mostly");
+    assert_eq!(pass(500), [25], "or for long");
+    assert_eq!(pass(750), [25]);
 }
