@@ -100,8 +100,12 @@ impl Crew {
     pub async fn replace(&self, seat: usize) {
         let successor = self.launch(seat);
         let predecessor = self.seats[seat].lock().unwrap().replace(successor);
-        if let Some(predecessor) = predecessor {
-            meanwhile(|| predecessor.process.terminate(DRAINED_WITHIN));
+        if let Some(Working { process, log }) = predecessor {
+            let code = meanwhile(|| process.terminate(DRAINED_WITHIN));
+            // 1: a server was away meanwhile, and it had to leave something undone.
+            if !matches!(code, 0 | 1) {
+                self.deserted.lock().unwrap().push(format!("{}, replaced, ended with exit code {code}", log.display()));
+            }
         }
         self.started(seat).await;
     }

@@ -42,26 +42,28 @@ pub struct Carried {
     /// How often something was there to be hit, for a fault that needs somebody in its way; `None` for one that hits
     /// whoever is there.
     pub hits: Option<usize>,
+    /// For whom alarms were sent that are not their own.
+    pub forged: Vec<Uuid>,
 }
 
 /// What came of a fault.
+#[derive(Default)]
 struct Harm {
     whom: Whom,
     hits: Option<usize>,
+    forged: Vec<Uuid>,
 }
 
 impl Harm {
-    /// The fault hits whoever is there.
-    const PLAIN: Self = Self { whom: Whom::Nobody, hits: None };
-
     fn hits(hits: usize) -> Self {
-        Self { whom: Whom::Nobody, hits: Some(hits) }
+        Self { hits: Some(hits), ..Self::default() }
     }
 }
 
 /// Whose close a fault may have held up.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub enum Whom {
+    #[default]
     Nobody,
     Everybody,
     Orders(Vec<Uuid>),
@@ -84,7 +86,7 @@ pub async fn carry_out(premises: Arc<Premises>, fault: Fault) -> Carried {
         Excuses::Everybody => Whom::Everybody,
         Excuses::TheLocked => harm.whom,
     };
-    Carried { kind: fault.kind, from, until, whom, hits: harm.hits }
+    Carried { kind: fault.kind, from, until, whom, hits: harm.hits, forged: harm.forged }
 }
 
 struct Trouble<'a> {
@@ -151,9 +153,10 @@ impl Trouble<'_> {
             Kind::QueueDeleted => self.delete_consumed_queue().await,
             Kind::DelayQueueDeleted => self.delete_delay_queue().await,
             Kind::AlarmsDoubled => return self.double_alarms().await,
-            Kind::GarbageSent => self.send_garbage().await,
+            Kind::GarbageSent => return self.send_garbage().await,
         }
-        Harm::PLAIN
+        // It hits whoever is there.
+        Harm::default()
     }
 
     async fn around(&self, begin: impl FnOnce(), end: impl FnOnce()) {
@@ -229,7 +232,7 @@ impl Trouble<'_> {
         let orders: Vec<Uuid> = orders.bind(LOCKED_AT_ONCE).fetch_all(&mut *transaction).await.unwrap();
         self.premises.wait(self.fault.hold).await;
         transaction.rollback().await.unwrap();
-        Harm { hits: Some(orders.len()), whom: Whom::Orders(orders) }
+        Harm { hits: Some(orders.len()), whom: Whom::Orders(orders), ..Harm::default() }
     }
 
     async fn lock_stock(&self) -> Harm {
@@ -239,7 +242,7 @@ impl Trouble<'_> {
         lock.execute(&mut *transaction).await.unwrap();
         self.premises.wait(self.fault.hold).await;
         transaction.rollback().await.unwrap();
-        Harm { whom: Whom::Article(article), hits: None }
+        Harm { whom: Whom::Article(article), ..Harm::default() }
     }
 
     /// Over when the first of them works again.
@@ -298,10 +301,10 @@ impl Trouble<'_> {
         let stage = self.premises.at_the_broker().await;
         stage.deliver(&orders).await;
         stage.deliver(&orders).await;
-        Harm::hits(orders.len())
+        Harm { forged: orders.iter().map(|order| order.id).collect(), ..Harm::hits(orders.len()) }
     }
 
-    async fn send_garbage(&self) {
+    async fn send_garbage(&self) -> Harm {
         let (stage, now) = (self.premises.at_the_broker().await, Moment::now_by_local_clock());
         let (due, hour) = (stage.names().due(), Duration::from_secs(3600));
         let bodies: [&[u8]; 4] = [
@@ -322,5 +325,6 @@ impl Trouble<'_> {
         let unknown = Order { id: Uuid::now_v7(), deadline: now };
         let wrong: Vec<Order> = wrong.chain([unknown]).collect();
         stage.deliver(&wrong).await;
+        Harm { forged: some, ..Harm::default() }
     }
 }

@@ -4,6 +4,8 @@
 //! stock returned once, its event heard under one id); a paid order is not closed; none is closed before the deadline
 //! in force, by the database's clock; no order's alarm is parked.
 //!
+//! When an order was closed, the server's record of the commit says (`track_commit_timestamp`), not the worker.
+//!
 //! How late a close may be: one second after the order's time. That is its deadline, or the moment at which the shop
 //! heard that the deadline is committed, if that was later. A fault puts it off to the fault's end if it began while
 //! the order had the right to be open, before that second was over, and excuses this order: `plan.rs` says which fault
@@ -25,7 +27,7 @@
 //! in the same slot behind that. If alarms were thrown away soon after such an order's deadline, nobody can say whether
 //! its own was among them, late, or had been lost before: it is undecided. Late and undecided ones may be few. And nothing
 //! is owed to an order that was extended if its alarm could be handed over only after the deadline it names: the relay
-//! leaves such an alarm to the sweep.
+//! leaves such an alarm to the sweep. Nor to one for whom somebody else sent alarms: which of them came is not to be told.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -122,6 +124,8 @@ struct Row {
     status: String,
     expires_at: OffsetDateTime,
     closed_at: Option<OffsetDateTime>,
+    /// When its last change was committed, by the server's own record: `closed_at` is what our statement says.
+    committed_at: OffsetDateTime,
     closed_by: Option<String>,
     closes: i64,
 }
@@ -188,6 +192,8 @@ fn is_owed_its_alarm(life: &Life, expired: &Expired, carried: &[Carried], rests:
         && alarmed_at + TIME_FOR_EVERY_WAY <= life.deadline
         && rests.iter().any(in_a_rest)
         && !were_thrown_away(carried, life.created_at, life.deadline)
+        // Whether its own came then, nobody can say.
+        && !carried.iter().any(|fault| fault.forged.contains(&life.id))
 }
 
 /// Whether alarms were thrown away at any time between these moments.
@@ -248,7 +254,7 @@ fn judge_one(tally: &mut Tally, life: &Life, row: Option<&Row>, events: usize, e
             tally.paid_closed += 1;
             tally.violation(life, Some(row), "closed, though the shop was told that it is paid");
         }
-        ("closed", Some(closed_at)) => judge_close(tally, life, row, database::moment(closed_at), events, evidence),
+        ("closed", Some(_)) => judge_close(tally, life, row, events, evidence),
         _ => {
             tally.lost += 1;
             tally.violation(life, Some(row), "never closed");
@@ -256,7 +262,7 @@ fn judge_one(tally: &mut Tally, life: &Life, row: Option<&Row>, events: usize, e
     }
 }
 
-fn judge_close(tally: &mut Tally, life: &Life, row: &Row, closed_at: Moment, events: usize, evidence: &Evidence<'_>) {
+fn judge_close(tally: &mut Tally, life: &Life, row: &Row, events: usize, evidence: &Evidence<'_>) {
     match row.closed_by.as_deref() {
         Some("alarm") => tally.closed_by.alarm += 1,
         Some("sweep") => tally.closed_by.sweep += 1,
@@ -270,7 +276,7 @@ fn judge_close(tally: &mut Tally, life: &Life, row: &Row, closed_at: Moment, eve
         tally.lost += 1;
         tally.violation(life, Some(row), "closed, and nobody heard of it");
     }
-    let deadline = database::moment(row.expires_at);
+    let (deadline, closed_at) = (database::moment(row.expires_at), database::moment(row.committed_at));
     if closed_at < deadline.max(life.deadline) || deadline != life.deadline {
         tally.early += 1;
         tally.violation(life, Some(row), "closed early, or for a deadline that the shop does not know");
@@ -339,7 +345,8 @@ pub fn ms(time: Duration) -> f64 {
 
 async fn rows(pool: &PgPool) -> HashMap<Uuid, Row> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT o.id, o.status::text, o.expires_at, o.closed_at, o.closed_by,
+        "SELECT o.id, o.status::text, o.expires_at, o.closed_at, pg_xact_commit_timestamp(o.xmin) AS committed_at,
+                o.closed_by,
                 (SELECT count(*) FROM order_events e WHERE e.order_id = o.id AND e.event = 'closed') AS closes
          FROM orders o",
     )
@@ -405,7 +412,8 @@ mod tests {
     }
 
     fn fault(from: u64, until: u64, whom: Whom) -> Carried {
-        Carried { kind: Kind::DatabaseKilled, from: at(from), until: at(until), whom, hits: None }
+        let (kind, from, until) = (Kind::DatabaseKilled, at(from), at(until));
+        Carried { kind, from, until, whom, hits: None, forged: Vec::new() }
     }
 
     fn order() -> Life {
@@ -477,6 +485,8 @@ mod tests {
         for kind in [Kind::QueuePurged, Kind::QueueDeleted, Kind::DelayQueueDeleted] {
             assert!(!owed(&order(), of_it, &[Carried { kind, ..before.clone() }]), "{kind:?} took it");
         }
+        let doubled = Carried { kind: Kind::AlarmsDoubled, forged: vec![order().id], ..before.clone() };
+        assert!(!owed(&order(), of_it, &[doubled]), "somebody else's may have closed it");
         let handed_over_after = |deadline| is_owed_its_alarm(&order(), &[(order().id, deadline)].into(), &[], &[of_it]);
         assert!(!handed_over_after(at(3_000)), "the order was extended meanwhile");
         assert!(handed_over_after(at(DEADLINE_MS)), "nobody had extended it");

@@ -37,11 +37,15 @@ pub fn on_premises<F: Future<Output = ()> + Send + 'static>(
     work: impl FnOnce(Arc<Premises>) -> F + Send + 'static,
 ) {
     let logs = empty_folder(name);
+    // Before anything is started: whoever ends us while the servers start leaves none of them behind.
+    let interrupted = CancellationToken::new();
+    watch_for_the_end(interrupted.clone());
     let (broker, database) = std::thread::scope(|scope| {
         let broker = scope.spawn(|| Private::broker(&[]));
-        let database = Private::postgres(&[]);
+        let database = Private::postgres(&["-c", "track_commit_timestamp=on"]);
         (Arc::new(broker.join().expect("a broker")), Arc::new(database))
     });
+    assert!(!interrupted.is_cancelled(), "interrupted before its time");
     let adjust_all = |settings: &mut Settings| {
         as_deployed(settings);
         adjust(settings);
@@ -51,10 +55,8 @@ pub fn on_premises<F: Future<Output = ()> + Send + 'static>(
     };
     let servers = (broker.clone(), database.clone());
     on_stage(adjust_all, move |stage| async move {
-        let premises = Arc::new(Premises::open(stage, servers, logs).await);
-        let watching = tokio::spawn(end_when_asked(premises.interrupted.clone()));
+        let premises = Arc::new(Premises::open(stage, servers, logs, interrupted).await);
         let outcome = tokio::spawn(work(premises.clone())).await;
-        watching.abort();
         premises.close();
         if let Err(error) = outcome {
             std::panic::resume_unwind(error.into_panic());
@@ -81,18 +83,33 @@ fn empty_folder(name: &str) -> PathBuf {
     folder
 }
 
-async fn end_when_asked(interrupted: CancellationToken) {
-    let mut terminate = signal(SignalKind::terminate()).expect("a handler for SIGTERM");
-    tokio::select! {
-        _ = tokio::signal::ctrl_c() => {}
-        _ = terminate.recv() => {}
-    }
-    eprintln!("ending: mending what is broken, and clearing away");
-    interrupted.cancel();
+/// Returns when a signal would be heard. Then it is listened for until this program ends, by nobody who may be held up.
+fn watch_for_the_end(interrupted: CancellationToken) {
+    let (listening, listens) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        runtime.block_on(async {
+            let mut terminate = signal(SignalKind::terminate()).expect("a handler for SIGTERM");
+            let mut interrupt = signal(SignalKind::interrupt()).expect("a handler for SIGINT");
+            listening.send(()).expect("somebody who waits for it");
+            tokio::select! {
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
+            }
+            eprintln!("ending: mending what is broken, and clearing away");
+            interrupted.cancel();
+        });
+    });
+    listens.recv().expect("handlers for signals");
 }
 
 impl Premises {
-    async fn open(stage: Arc<Stage>, (broker, database): (Arc<Private>, Arc<Private>), logs: PathBuf) -> Self {
+    async fn open(
+        stage: Arc<Stage>,
+        (broker, database): (Arc<Private>, Arc<Private>),
+        logs: PathBuf,
+        interrupted: CancellationToken,
+    ) -> Self {
         let to_broker = Proxy::before(&stage.settings.amqp.url).await;
         let to_database = Proxy::before(&stage.settings.database.url).await;
         let mut settings = stage.settings.clone();
@@ -100,7 +117,6 @@ impl Premises {
         settings.database.url = to_database.address(&settings.database.url);
         let crew = Arc::new(Crew::new(settings, &logs));
         let witness = Witness::open(&stage).await;
-        let interrupted = CancellationToken::new();
         Self { stage, broker, database, to_broker, to_database, crew, witness, logs, interrupted }
     }
 

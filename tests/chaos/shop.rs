@@ -196,21 +196,19 @@ impl Counter {
         };
         wait_until(life.deadline - fate.delay.mul_f64(1.0 - after)).await;
         let (id, schedules) = (life.id, matches!(fate.change, Change::Shortened { .. }));
-        let moved = self.insist(|| self.commit_change(id, shift, schedules.then_some(fate.way))).await;
-        let Some(deadline) = moved else { return };
+        let deadline = self.insist(|| self.commit_change(id, shift, schedules.then_some(fate.way))).await;
+        if deadline == life.deadline {
+            return;
+        }
         (life.deadline, life.known_at) = (deadline, Moment::now_by_local_clock());
         if schedules {
             life.alarmed_at = self.alarmed(life, fate.way).await;
         }
     }
 
-    /// The new deadline, unless the order is closed already.
-    async fn commit_change(
-        &self,
-        id: Uuid,
-        left: Duration,
-        schedule: Option<Way>,
-    ) -> Result<Option<Moment>, sqlx::Error> {
+    /// The deadline that the order has now: the new one, or, where it was closed before, whichever was in force. That may
+    /// be the new one as well, of an earlier try whose answer was lost.
+    async fn commit_change(&self, id: Uuid, left: Duration, schedule: Option<Way>) -> Result<Moment, sqlx::Error> {
         let mut transaction = self.pool.begin().await?;
         let moved: Option<Timestamptz> = sqlx::query_scalar(
             "UPDATE orders SET expires_at = clock_timestamp() + make_interval(secs => $2)
@@ -224,7 +222,14 @@ impl Counter {
             write_alarm(&mut transaction, way, id, deadline).await?;
         }
         transaction.commit().await?;
-        Ok(moved.map(|Timestamptz(deadline)| deadline))
+        let Timestamptz(deadline) = match moved {
+            Some(deadline) => deadline,
+            None => {
+                let found = sqlx::query_scalar("SELECT expires_at FROM orders WHERE id = $1").bind(id);
+                found.fetch_one(&self.pool).await?
+            }
+        };
+        Ok(deadline)
     }
 
     async fn settle(&self, fate: &Fate, life: &mut Life) {
