@@ -11,6 +11,7 @@ use time::OffsetDateTime;
 
 use crate::cluster::Cluster;
 use crate::forwarder::Forwarder;
+use crate::support::away::keep_events;
 use crate::support::process::WorkerProcess;
 use crate::support::{Stage, alarms_alone, on_stage, wait_within};
 use crate::traffic::{Taken, Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness, unpaid};
@@ -81,6 +82,7 @@ async fn lose_leaders(stage: &Arc<Stage>, cluster: &Cluster, front: &Forwarder) 
     // Everybody works through node 2: the first kill is an election and nothing else.
     front.set_servers(cluster.ports_from(2));
     let workers = [WorkerProcess::start(&stage.settings), WorkerProcess::start(&stage.settings)];
+    let kept_events = keep_events(stage).await;
     let traffic = Traffic::start(stage.clone(), &DELAYS).await;
     tokio::time::sleep(15 * SECOND).await;
 
@@ -103,7 +105,7 @@ async fn lose_leaders(stage: &Arc<Stage>, cluster: &Cluster, front: &Forwarder) 
     let taken = traffic.stop().await;
     tokio::task::block_in_place(|| cluster.bring_back(leader));
     release_what_is_stuck(stage, cluster).await;
-    assert_each_closed_once(stage, &taken).await;
+    assert_each_closed_once(stage, &taken, &kept_events).await;
     print(stage, cluster, &taken, &[first, second]).await;
     for worker in workers {
         assert_eq!(worker.terminate(30 * SECOND), 0, "a worker drained in time");

@@ -4,9 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use lapin::options::QueueDeleteOptions;
 use order_timeout::Settings;
 
 use crate::forwarder::Forwarder;
+use crate::support::away::keep_events;
 use crate::support::private::Private;
 use crate::support::process::WorkerProcess;
 use crate::support::{Stage, on_stage, wait_for};
@@ -53,6 +55,7 @@ async fn commit_on_both(stage: &Stage) {
 async fn fail_over(stage: &Arc<Stage>, primary: &Private, standby: &Private, front: &Forwarder) {
     commit_on_both(stage).await;
     let workers = [WorkerProcess::start(&stage.settings), WorkerProcess::start(&stage.settings)];
+    let kept_events = keep_events(stage).await;
     let traffic = Traffic::start(stage.clone(), &DELAYS).await;
     tokio::time::sleep(10 * SECOND).await;
 
@@ -71,7 +74,8 @@ async fn fail_over(stage: &Arc<Stage>, primary: &Private, standby: &Private, fro
     tokio::time::sleep(AFTERMATH).await;
 
     let taken = traffic.stop().await;
-    assert_each_closed_once(stage, &taken).await;
+    assert_each_closed_once(stage, &taken, &kept_events).await;
+    stage.channel.queue_delete(kept_events.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
     println!(
         "\nPostgres, primary killed and standby promoted within {}: {} orders taken, {} commits said again; each closed once, {} by the sweep",
         moved_at - killed_at,

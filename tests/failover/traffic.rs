@@ -11,6 +11,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+use crate::support::away::{COMING_BACK, assert_every_event_was_heard};
 use crate::support::{Stage, till, wait_within};
 
 /// Ten batches a second.
@@ -19,8 +20,6 @@ const BEAT: Duration = Duration::from_millis(100);
 const PAUSE: Duration = Duration::from_millis(200);
 /// So that closes do not wait for one another's stock alone.
 const ARTICLES: usize = 20;
-/// Longer than any fail-over here and the longest pause between two tries.
-const COMING_BACK: Duration = Duration::from_secs(60);
 
 /// Orders being taken.
 pub struct Traffic {
@@ -134,11 +133,10 @@ pub async fn unpaid(stage: &Stage) -> Option<i64> {
     sqlx::query_scalar("SELECT count(*) FROM orders WHERE status = 'unpaid'").fetch_one(&stage.pool).await.ok()
 }
 
-/// Insists that every order taken was closed, once, not early, and that every close was announced.
-pub async fn assert_each_closed_once(stage: &Stage, taken: &Taken) {
+/// Insists that every order taken was closed, once, not early, and that every close was heard of.
+pub async fn assert_each_closed_once(stage: &Stage, taken: &Taken, kept_events: &str) {
     wait_within(COMING_BACK, "every order's close", async || unpaid(stage).await == Some(0)).await;
-    let unsent = async || stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;
-    wait_within(COMING_BACK, "every event sent", async || unsent().await == 0).await;
+    assert_every_event_was_heard(stage, kept_events).await;
     let closed: i64 = sqlx::query_scalar("SELECT count(*) FROM orders WHERE id = ANY ($1) AND status = 'closed'")
         .bind(&taken.orders)
         .fetch_one(&stage.pool)

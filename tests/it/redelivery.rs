@@ -30,11 +30,15 @@ async fn take_and_crash(stage: &Stage, queue: &str) {
     connection.close(200, "crashed".into()).await.unwrap();
 }
 
+/// How long a queue that a test left behind stays, in milliseconds.
+const GONE_AFTER_MS: i32 = 600_000;
+
 /// A queue beside ours, with these arguments, and this message in it.
 async fn declare_with_a_message(stage: &Stage, arguments: &[(&str, AMQPValue)], body: &[u8]) -> String {
     let queue = format!("{}.beside", stage.names().timeout());
     let mut table = FieldTable::default();
     table.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
+    table.insert("x-expires".into(), AMQPValue::LongInt(GONE_AFTER_MS));
     for (key, value) in arguments {
         table.insert((*key).into(), value.clone());
     }
