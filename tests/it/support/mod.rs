@@ -16,10 +16,12 @@ pub mod witness;
 
 use std::future::Future;
 use std::net::SocketAddr;
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::FutureExt;
 use lapin::options::{
     BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeleteOptions, QueueDeclareOptions,
     QueueDeleteOptions,
@@ -62,7 +64,14 @@ where
     adjust(&mut settings);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
-        let stage = Arc::new(Stage::build(settings).await);
+        let stage = match AssertUnwindSafe(Stage::build(settings.clone())).catch_unwind().await {
+            Ok(stage) => Arc::new(stage),
+            Err(panic) => {
+                // What there was of it. Whether that works is no news any more.
+                let _ = tokio::spawn(tokio::time::timeout(PATIENCE, clear_away(settings))).await;
+                std::panic::resume_unwind(panic);
+            }
+        };
         // In a task of its own, so that a panic ends the test and not the clearing away.
         let outcome = tokio::spawn(test(stage.clone())).await;
         // The same for the clearing away: a server that the test left broken must not hide why the test failed.
@@ -141,6 +150,26 @@ async fn server_pool(settings: &Settings) -> PgPool {
     PgPool::connect(url.expose_secret()).await.expect("the database answers; run scripts/services")
 }
 
+/// Whatever a stage with these settings has made.
+async fn clear_away(settings: Settings) {
+    // There is one only where a worker was a process of its own.
+    let _ = std::fs::remove_file(process::rings_file(&settings));
+    let server = server_pool(&settings).await;
+    let drop = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", database_name(&settings));
+    sqlx::query(AssertSqlSafe(drop)).execute(&server).await.unwrap();
+    // On a connection of its own: the test may have lost the stage's.
+    let connection = broker::connect(&settings.amqp, "test clearing away").await.unwrap();
+    let channel = connection.create_channel().await.unwrap();
+    let topology = Topology::new(&settings);
+    for queue in &topology.queues {
+        channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    }
+    for exchange in &topology.exchanges {
+        channel.exchange_delete(exchange.name.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
+    }
+    broker::close(&connection, Duration::from_secs(2)).await;
+}
+
 impl Stage {
     async fn build(settings: Settings) -> Self {
         // First, so that a broker that does not answer leaves no database behind.
@@ -162,20 +191,7 @@ impl Stage {
 
     async fn clear_away(&self) {
         self.pool.close().await;
-        let server = server_pool(&self.settings).await;
-        let drop = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", database_name(&self.settings));
-        sqlx::query(AssertSqlSafe(drop)).execute(&server).await.unwrap();
-        // On a connection of its own: the test may have lost the stage's.
-        let connection = broker::connect(&self.settings.amqp, "test clearing away").await.unwrap();
-        let channel = connection.create_channel().await.unwrap();
-        let topology = Topology::new(&self.settings);
-        for queue in &topology.queues {
-            channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-        }
-        for exchange in &topology.exchanges {
-            channel.exchange_delete(exchange.name.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
-        }
-        broker::close(&connection, Duration::from_secs(2)).await;
+        clear_away(self.settings.clone()).await;
     }
 
     /// The same stage over a connection that is new: for tests that take the broker away.

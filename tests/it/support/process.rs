@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,11 @@ pub fn bare() -> Command {
     command
 }
 
+/// Where a stage's rings stand for its processes to read.
+pub fn rings_file(settings: &Settings) -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}.toml", settings.namespace))
+}
+
 /// The settings of a test's stage as `--set` arguments; its rings cannot be said on a command line, so they go into a
 /// file beneath the build directory.
 fn stage_arguments(settings: &Settings) -> Vec<String> {
@@ -46,7 +51,7 @@ fn stage_arguments(settings: &Settings) -> Vec<String> {
             format!("{{ unit = \"{}\", slots = {}{early} }}", millis(ring.unit), ring.slots)
         })
         .collect();
-    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}.toml", settings.namespace));
+    let file = rings_file(settings);
     // In one piece: a worker that was started a moment ago may be reading it.
     let mut whole = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     writeln!(whole, "[delay]\nrings = [{}]", rings.join(", ")).unwrap();

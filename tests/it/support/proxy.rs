@@ -236,14 +236,20 @@ async fn accept(listener: TcpListener, wire: Arc<Wire>) {
     loop {
         let Ok((client, _)) = listener.accept().await else { return };
         wire.accepted.fetch_add(1, Ordering::SeqCst);
-        if wire.rules.borrow().refusing {
+        // Before anybody can break it: a cut between here and the connection's first step is meant for it, too.
+        let rules = wire.rules.subscribe();
+        let (refusing, broken) = {
+            let rules = rules.borrow();
+            (rules.refusing, (rules.cuts, rules.half_closes))
+        };
+        if refusing {
             reset(&client);
             continue;
         }
         let wire = wire.clone();
         tokio::spawn(async move {
             wire.open.fetch_add(1, Ordering::SeqCst);
-            carry(&client, &wire).await;
+            carry(&client, &wire, rules, broken).await;
             wire.open.fetch_sub(1, Ordering::SeqCst);
         });
     }
@@ -255,12 +261,7 @@ fn reset(stream: &TcpStream) {
 }
 
 /// One connection, until it ends one way or the other.
-async fn carry(client: &TcpStream, wire: &Wire) {
-    let mut rules = wire.rules.subscribe();
-    let (cuts, half_closes) = {
-        let rules = rules.borrow_and_update();
-        (rules.cuts, rules.half_closes)
-    };
+async fn carry(client: &TcpStream, wire: &Wire, mut rules: watch::Receiver<Rules>, (cuts, half_closes): (u64, u64)) {
     let Ok(server) = TcpStream::connect(wire.server).await else { return reset(client) };
     // One packet for each piece, as the client wrote it.
     client.set_nodelay(true).expect("an open socket");
