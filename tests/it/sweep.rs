@@ -59,14 +59,22 @@ fn while_the_broker_is_away_the_sweep_does_not_wait_for_alarms() {
 #[test]
 fn an_order_extended_while_it_is_overdue_is_not_closed_early() {
     on_stage(usual_grace, async |stage| {
-        let order = stage.order(Duration::from_millis(1)).await;
-        sqlx::query("UPDATE orders SET expires_at = clock_timestamp() + interval '2 seconds' WHERE id = $1")
+        let order = stage.order(Duration::ZERO).await;
+        let mut extending = stage.pool.begin().await.unwrap();
+        sqlx::query("UPDATE orders SET expires_at = clock_timestamp() + interval '5 seconds' WHERE id = $1")
             .bind(order.id)
-            .execute(&stage.pool)
+            .execute(&mut *extending)
             .await
             .unwrap();
         let worker = stage.worker().await;
-        wait_for("the close", async || stage.closed().await == 1).await;
+        // Another overdue order is closed: so the sweep has met this one, which is older, at its old deadline.
+        stage.order(Duration::ZERO).await;
+        wait_for("a pass of the sweep", async || stage.closed().await == 1).await;
+        extending.commit().await.unwrap();
+        stage.order(Duration::ZERO).await;
+        wait_for("a further pass", async || stage.closed().await == 2).await;
+        assert_eq!(stage.status(&order).await, "unpaid", "it has been given more time");
+        wait_for("the close", async || stage.closed().await == 3).await;
         stage.assert_ledger().await;
         worker.stop().await;
     });

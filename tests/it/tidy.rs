@@ -166,6 +166,9 @@ fn pure_rooms_do_no_io() {
     let is_pure = |room: &&String| PURE.contains(&room.as_str()) || room.starts_with("desk/");
     let impure: Vec<_> = forbidden.iter().filter(is_pure).collect();
     assert_eq!(impure, Vec::<&String>::new(), "these rooms do no I/O; see docs/ARCHITECTURE.md, \"Invariants\"");
+    let reads_a_clock = users_of(r"\bInstant::now\b");
+    let told_what_time_it_is = |room: &&String| is_pure(room) && room.as_str() != "clock.rs";
+    assert_eq!(reads_a_clock.iter().find(told_what_time_it_is), None, "it is told what time it is");
     for room in PURE {
         assert!(root().join("src").join(room).is_file(), "src/{room} is no more");
     }
