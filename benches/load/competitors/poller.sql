@@ -1,6 +1,10 @@
 -- What a plain poller runs: finds overdue orders by the deadline index and closes them, with the same work as
 -- sql/close.sql: status, stock, history and event in one transaction. Takes the limit, returns how many it closed.
+--
+-- What that statement does for ids that it is given is not needed here: it reads no ids, looks for no order of theirs,
+-- never leaves out an article that somebody holds ($3 is always true), and answers with a number.
 WITH due AS MATERIALIZED (
+    -- Found and locked in one go, in the order of the index: what another loop has locked is skipped.
     SELECT o.id
     FROM orders o
     -- now(), not clock_timestamp(): only a stable function can be looked up in an index.
@@ -9,35 +13,27 @@ WITH due AS MATERIALIZED (
     LIMIT $1
     FOR NO KEY UPDATE SKIP LOCKED
 ),
+moment AS MATERIALIZED (
+    -- One for all of them, read when the rows are ours.
+    SELECT clock_timestamp() AS now WHERE (SELECT count(*) FROM due) >= 0
+),
+items AS MATERIALIZED (
+    SELECT i.order_id, i.article_id, i.quantity
+    FROM order_items i
+    WHERE i.order_id = ANY (ARRAY(SELECT d.id FROM due d))
+),
 closed AS (
     UPDATE orders o
-    SET status = 'closed', closed_at = clock_timestamp(), closed_by = 'sweep', close_reason = 'unpaid'
+    SET status = 'closed', closed_at = (SELECT m.now FROM moment m), closed_by = 'sweep', close_reason = 'unpaid'
     WHERE o.id = ANY (ARRAY(SELECT d.id FROM due d))
+      -- As text so that it cannot pull in the deadline index.
+      AND o.status::text = 'unpaid'
     RETURNING o.id, o.expires_at, o.closed_at
-),
-given_back AS MATERIALIZED (
-    SELECT i.article_id, sum(i.quantity)::bigint AS quantity
-    FROM order_items i
-    WHERE i.order_id = ANY (ARRAY(SELECT c.id FROM closed c))
-    GROUP BY i.article_id
-),
-stock_locked AS MATERIALIZED (
-    SELECT s.article_id
-    FROM stock s
-    WHERE s.article_id = ANY (ARRAY(SELECT g.article_id FROM given_back g))
-    ORDER BY s.article_id
-    FOR NO KEY UPDATE
-),
-stock_given_back AS (
-    UPDATE stock s
-    SET available = s.available + g.quantity, reserved = s.reserved - g.quantity
-    FROM given_back g
-    WHERE s.article_id = g.article_id
-      AND s.article_id = ANY (ARRAY(SELECT l.article_id FROM stock_locked l))
 ),
 history AS (
     INSERT INTO order_events (order_id, event, at, by, reason)
     SELECT c.id, 'closed', c.closed_at, 'sweep', 'unpaid' FROM closed c
+    RETURNING 1
 ),
 event AS (
     INSERT INTO event_outbox (routing_key, type, payload)
@@ -45,9 +41,29 @@ event AS (
            jsonb_build_object(
                'order_id', c.id,
                'deadline', to_char(c.expires_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-               'closed_at', to_char(c.closed_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
+               -- Written out once for all of them.
+               'closed_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') FROM moment m),
                'closed_by', 'sweep',
                'reason', 'unpaid')
     FROM closed c
+    RETURNING 1
+),
+given_back AS MATERIALIZED (
+    SELECT i.article_id, sum(i.quantity)::bigint AS quantity
+    FROM items i
+    WHERE i.order_id IN (SELECT c.id FROM closed c)
+    GROUP BY i.article_id
+),
+stock_given_back AS (
+    -- Last, when all the rest is written: whoever else gives back the same articles waits for this commit. In article
+    -- order, so that two loops cannot deadlock, each looked up by its key.
+    UPDATE stock s
+    SET available = s.available + g.quantity, reserved = s.reserved - g.quantity
+    FROM (
+        SELECT b.article_id, b.quantity FROM given_back b
+        WHERE (SELECT count(*) FROM history) + (SELECT count(*) FROM event) >= 0
+        ORDER BY b.article_id
+    ) g
+    WHERE s.article_id = g.article_id
 )
 SELECT count(*) FROM closed
