@@ -5,15 +5,16 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use order_timeout::Moment;
 use order_timeout::close::CLOSE_SQL;
-use order_timeout::{Moment, database};
-use sqlx::PgPool;
+use order_timeout::database::{self, Database};
+use sqlx::PgConnection;
 use time::OffsetDateTime;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
-use super::BATCH_SIZE;
+use super::{BATCH_SIZE, is_cut_short};
 
 /// How often deadlines are loaded.
 const EVERY: Duration = Duration::from_secs(5);
@@ -22,12 +23,12 @@ const AHEAD: Duration = Duration::from_secs(10);
 /// How long a batch waits for more orders to fall due, as the worker's default.
 const LINGER: Duration = Duration::from_millis(2);
 
-pub async fn run(pool: PgPool, closers: u32) -> anyhow::Result<()> {
+pub async fn run(database: Database, closers: u32) -> anyhow::Result<()> {
     let timer = Arc::new(Timer::default());
     let mut running = JoinSet::new();
-    running.spawn(load(pool.clone(), timer.clone()));
+    running.spawn(load(database.clone(), timer.clone()));
     for _ in 0..closers {
-        running.spawn(close(pool.clone(), timer.clone()));
+        running.spawn(close(database.clone(), timer.clone()));
     }
     while let Some(ended) = running.join_next().await {
         ended??;
@@ -54,7 +55,8 @@ impl Timer {
     }
 }
 
-async fn load(pool: PgPool, timer: Arc<Timer>) -> anyhow::Result<()> {
+async fn load(database: Database, timer: Arc<Timer>) -> anyhow::Result<()> {
+    let mut connection = database.connection().await?;
     let mut ticks = tokio::time::interval(EVERY);
     loop {
         ticks.tick().await;
@@ -63,7 +65,7 @@ async fn load(pool: PgPool, timer: Arc<Timer>) -> anyhow::Result<()> {
             "SELECT id, expires_at FROM orders WHERE status = 'unpaid' AND expires_at <= now() + make_interval(secs => $1)",
         )
         .bind(AHEAD.as_secs_f64())
-        .fetch_all(&pool)
+        .fetch_all(&mut *connection)
         .await?;
         let entries = rows.into_iter().map(|(id, deadline)| (database::moment(deadline), id));
         timer.waiting.lock().unwrap_or_else(PoisonError::into_inner).extend(entries);
@@ -71,20 +73,27 @@ async fn load(pool: PgPool, timer: Arc<Timer>) -> anyhow::Result<()> {
     }
 }
 
-async fn close(pool: PgPool, timer: Arc<Timer>) -> anyhow::Result<()> {
-    let mut connection = pool.acquire().await?;
+async fn close(database: Database, timer: Arc<Timer>) -> anyhow::Result<()> {
+    let mut connection = database.connection().await?;
     loop {
         // Asked for before looking, so that no load is missed.
         let loaded = timer.loaded.notified();
         match timer.take_due(Moment::now_by_local_clock()) {
-            Ok(due) => {
-                let ids: Vec<String> = due.iter().map(Uuid::to_string).collect();
-                sqlx::query(CLOSE_SQL).bind(ids).bind("sweep").bind(true).fetch_all(&mut *connection).await?;
-            }
+            Ok(due) => close_batch(&mut connection, &due).await?,
             Err(next) => {
                 let wait = next.map_or(EVERY, |next| next.since(Moment::now_by_local_clock()) + LINGER);
                 let _loaded_or_due = tokio::time::timeout(wait, loaded).await;
             }
+        }
+    }
+}
+
+async fn close_batch(connection: &mut PgConnection, due: &[Uuid]) -> sqlx::Result<()> {
+    let ids: Vec<String> = due.iter().map(Uuid::to_string).collect();
+    loop {
+        match sqlx::query(CLOSE_SQL).bind(&ids).bind("sweep").bind(true).fetch_all(&mut *connection).await {
+            Err(error) if is_cut_short(&error) => {}
+            answer => return answer.map(drop),
         }
     }
 }

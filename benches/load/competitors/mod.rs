@@ -1,5 +1,5 @@
-//! Who closes orders without a broker: the simplest programs that do the same work. Each runs as a process of its own
-//! (this program, called with `compete`), so that what it costs is its own.
+//! Who closes orders without a broker: the simplest programs that do the same work, on sessions set up as the worker's.
+//! Each runs as a process of its own (this program, called with `compete`), so that what it costs is its own.
 
 mod look_ahead;
 mod poller;
@@ -10,13 +10,15 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use clap::{Args, ValueEnum};
+use order_timeout::Settings;
+use order_timeout::config::DatabaseSettings;
+use order_timeout::database::{Database, Trouble, trouble};
 use sqlx::PgPool;
-use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 
 use crate::stage::process::Program;
 
-/// How it is told from others in `pg_stat_activity`.
-const APPLICATION_NAME: &str = "competitor";
+/// What [`Database`] calls its sessions in `pg_stat_activity`. Nobody else's are in a competitor's database.
+const APPLICATION_NAME: &str = "order-timeout";
 /// Orders closed by one statement, as the worker's default.
 const BATCH_SIZE: usize = 500;
 
@@ -43,20 +45,24 @@ pub enum Kind {
 
 /// Runs until the process is ended.
 pub async fn run(competitor: Competitor) -> anyhow::Result<()> {
-    let options: PgConnectOptions = competitor.database.parse()?;
+    let Competitor { kind, database, connections, every } = competitor;
+    // As the worker and the limits: a plan that is kept, or an index that is used, is no merit of a design.
+    let settings = DatabaseSettings { url: database.into(), ..Settings::defaults().database };
     // One more, for what is not closing.
-    let pool = PgPoolOptions::new()
-        .min_connections(competitor.connections + 1)
-        .max_connections(competitor.connections + 1)
-        .connect_with(options.application_name(APPLICATION_NAME))
-        .await?;
-    match competitor.kind {
-        Kind::Poller => poller::run(pool, competitor.connections, competitor.every).await,
-        Kind::LookAhead => look_ahead::run(pool, competitor.connections).await,
+    let database = Database::connect(&settings, connections + 1).await?;
+    match kind {
+        Kind::Poller => poller::run(database, connections, every).await,
+        Kind::LookAhead => look_ahead::run(database, connections).await,
     }
 }
 
-/// Starts one and waits until it is connected.
+/// Whether a time limit of the session, or a deadlock, has cut a close short. Then it is tried again at once: the worker,
+/// whose limits these are, does not give up either.
+fn is_cut_short(error: &sqlx::Error) -> bool {
+    matches!(trouble(error), Trouble::Locked | Trouble::Transient)
+}
+
+/// Starts one and waits until its loops are connected.
 pub async fn start(competitor: &Competitor, log: &Path, pool: &PgPool) -> anyhow::Result<Program> {
     let mut command = Command::new(std::env::current_exe()?);
     command.arg("compete").arg(competitor.kind.to_possible_value().expect("none is skipped").get_name());
@@ -65,7 +71,7 @@ pub async fn start(competitor: &Competitor, log: &Path, pool: &PgPool) -> anyhow
     command.args(["--every", &humantime::format_duration(competitor.every).to_string()]);
     let mut program = Program::start("a competitor", command, log)?;
     let began = tokio::time::Instant::now();
-    while !is_connected(pool).await? {
+    while connected(pool).await? < competitor.connections.into() {
         program.ensure_runs()?;
         ensure!(began.elapsed() < Duration::from_secs(10), "a competitor does not connect");
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -73,9 +79,9 @@ pub async fn start(competitor: &Competitor, log: &Path, pool: &PgPool) -> anyhow
     Ok(program)
 }
 
-async fn is_connected(pool: &PgPool) -> anyhow::Result<bool> {
+async fn connected(pool: &PgPool) -> anyhow::Result<i64> {
     let query = sqlx::query_scalar(
-        "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE application_name = $1 AND datname = current_database())",
+        "SELECT count(*) FROM pg_stat_activity WHERE application_name = $1 AND datname = current_database()",
     );
     Ok(query.bind(APPLICATION_NAME).fetch_one(pool).await?)
 }

@@ -2,19 +2,20 @@
 
 use std::time::Duration;
 
-use sqlx::PgPool;
+use order_timeout::database::Database;
+use sqlx::PgConnection;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 
-use super::BATCH_SIZE;
+use super::{BATCH_SIZE, is_cut_short};
 
 /// The close of `sql/close.sql`, but for how the orders are found.
 const CLOSE_OVERDUE: &str = include_str!("poller.sql");
 
-pub async fn run(pool: PgPool, loops: u32, every: Duration) -> anyhow::Result<()> {
+pub async fn run(database: Database, loops: u32, every: Duration) -> anyhow::Result<()> {
     let mut running = JoinSet::new();
     for _ in 0..loops {
-        running.spawn(poll(pool.clone(), every));
+        running.spawn(poll(database.clone(), every));
     }
     while let Some(ended) = running.join_next().await {
         ended??;
@@ -22,14 +23,23 @@ pub async fn run(pool: PgPool, loops: u32, every: Duration) -> anyhow::Result<()
     Ok(())
 }
 
-async fn poll(pool: PgPool, every: Duration) -> anyhow::Result<()> {
-    let mut connection = pool.acquire().await?;
+async fn poll(database: Database, every: Duration) -> anyhow::Result<()> {
+    let mut connection = database.connection().await?;
     let limit = i64::try_from(BATCH_SIZE)?;
     let mut ticks = tokio::time::interval(every);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         // While batches are full there is more: no sleep.
-        while sqlx::query_scalar::<_, i64>(CLOSE_OVERDUE).bind(limit).fetch_one(&mut *connection).await? == limit {}
+        while close_overdue(&mut connection, limit).await? == limit {}
+    }
+}
+
+async fn close_overdue(connection: &mut PgConnection, limit: i64) -> sqlx::Result<i64> {
+    loop {
+        match sqlx::query_scalar(CLOSE_OVERDUE).bind(limit).fetch_one(&mut *connection).await {
+            Err(error) if is_cut_short(&error) => {}
+            answer => return answer,
+        }
     }
 }
