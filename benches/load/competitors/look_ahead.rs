@@ -1,30 +1,29 @@
 //! A look-ahead poller: loads the deadlines of the next seconds into a timer and closes each order on time with the
-//! worker's own statement. No broker at all.
+//! worker's own statement, in batches as the worker's. No broker at all.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use order_timeout::Moment;
 use order_timeout::close::CLOSE_SQL;
+use order_timeout::config::WorkerSettings;
 use order_timeout::database::{self, Database};
+use order_timeout::{Moment, Settings};
 use sqlx::PgConnection;
 use time::OffsetDateTime;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
-use super::{BATCH_SIZE, is_cut_short};
+use super::is_cut_short;
 
 /// How often deadlines are loaded.
 const EVERY: Duration = Duration::from_secs(5);
 /// The deadlines of how long ahead: twice as long, so that a load may come late.
 const AHEAD: Duration = Duration::from_secs(10);
-/// How long a batch waits for more orders to fall due, as the worker's default.
-const LINGER: Duration = Duration::from_millis(2);
 
 pub async fn run(database: Database, closers: u32) -> anyhow::Result<()> {
-    let timer = Arc::new(Timer::default());
+    let timer = Arc::new(Timer::new(&Settings::defaults().worker));
     let mut running = JoinSet::new();
     running.spawn(load(database.clone(), timer.clone()));
     for _ in 0..closers {
@@ -37,21 +36,36 @@ pub async fn run(database: Database, closers: u32) -> anyhow::Result<()> {
 }
 
 /// Deadlines in their order.
-#[derive(Default)]
 struct Timer {
     waiting: Mutex<BTreeSet<(Moment, Uuid)>>,
     loaded: Notify,
+    /// The worker's, for here as there ids are sent to the same statement: what is a good batch for one is for the other.
+    batch_size: usize,
+    /// The worker's too. Both know beforehand who falls due next.
+    linger: Duration,
 }
 
 impl Timer {
-    /// Orders that are due, or else when the next will be.
+    fn new(worker: &WorkerSettings) -> Self {
+        let (waiting, loaded) = Default::default();
+        Self { waiting, loaded, batch_size: worker.batch_size, linger: worker.linger }
+    }
+
+    /// Orders that are due, or else when to look again.
     fn take_due(&self, now: Moment) -> Result<Vec<Uuid>, Option<Moment>> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let mut due = Vec::new();
-        while due.len() < BATCH_SIZE && waiting.first().is_some_and(|(deadline, _)| *deadline <= now) {
+        while due.len() < self.batch_size && waiting.first().is_some_and(|(deadline, _)| *deadline <= now) {
             due.extend(waiting.pop_first().map(|(_, id)| id));
         }
-        if due.is_empty() { Err(waiting.first().map(|(deadline, _)| *deadline)) } else { Ok(due) }
+        if due.is_empty() { Err(self.next_batch_at(&waiting)) } else { Ok(due) }
+    }
+
+    /// When the last falls due of those that go together: as the worker's, an order that stands alone waits for nobody.
+    fn next_batch_at(&self, waiting: &BTreeSet<(Moment, Uuid)>) -> Option<Moment> {
+        let (first, _) = waiting.first()?;
+        let together = waiting.range(..=(*first + self.linger, Uuid::max()));
+        together.take(self.batch_size).last().map(|(deadline, _)| *deadline)
     }
 }
 
@@ -81,7 +95,7 @@ async fn close(database: Database, timer: Arc<Timer>) -> anyhow::Result<()> {
         match timer.take_due(Moment::now_by_local_clock()) {
             Ok(due) => close_batch(&mut connection, &due).await?,
             Err(next) => {
-                let wait = next.map_or(EVERY, |next| next.since(Moment::now_by_local_clock()) + LINGER);
+                let wait = next.map_or(EVERY, |next| next.since(Moment::now_by_local_clock()));
                 let _loaded_or_due = tokio::time::timeout(wait, loaded).await;
             }
         }

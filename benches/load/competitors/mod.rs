@@ -19,8 +19,6 @@ use crate::stage::process::Program;
 
 /// What [`Database`] calls its sessions in `pg_stat_activity`. Nobody else's are in a competitor's database.
 const APPLICATION_NAME: &str = "order-timeout";
-/// Orders closed by one statement, as the worker's default.
-const BATCH_SIZE: usize = 500;
 
 /// Which one, and how it is set up.
 #[derive(Debug, Clone, Args)]

@@ -7,10 +7,13 @@ use sqlx::PgConnection;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 
-use super::{BATCH_SIZE, is_cut_short};
+use super::is_cut_short;
 
 /// The close of `sql/close.sql`, but for how the orders are found.
 const CLOSE_OVERDUE: &str = include_str!("poller.sql");
+/// Orders closed by one statement. The worker's 400 are as many ids as go out at once (docs/DECISIONS.md); a poller sends
+/// none, so nothing keeps it from taking more.
+const BATCH_SIZE: i64 = 500;
 
 pub async fn run(database: Database, loops: u32, every: Duration) -> anyhow::Result<()> {
     let mut running = JoinSet::new();
@@ -25,19 +28,18 @@ pub async fn run(database: Database, loops: u32, every: Duration) -> anyhow::Res
 
 async fn poll(database: Database, every: Duration) -> anyhow::Result<()> {
     let mut connection = database.connection().await?;
-    let limit = i64::try_from(BATCH_SIZE)?;
     let mut ticks = tokio::time::interval(every);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         // While batches are full there is more: no sleep.
-        while close_overdue(&mut connection, limit).await? == limit {}
+        while close_overdue(&mut connection).await? == BATCH_SIZE {}
     }
 }
 
-async fn close_overdue(connection: &mut PgConnection, limit: i64) -> sqlx::Result<i64> {
+async fn close_overdue(connection: &mut PgConnection) -> sqlx::Result<i64> {
     loop {
-        match sqlx::query_scalar(CLOSE_OVERDUE).bind(limit).fetch_one(&mut *connection).await {
+        match sqlx::query_scalar(CLOSE_OVERDUE).bind(BATCH_SIZE).fetch_one(&mut *connection).await {
             Err(error) if is_cut_short(&error) => {}
             answer => return answer,
         }
