@@ -1,5 +1,6 @@
 //! Other ways to delay messages in RabbitMQ, as controls beside ours: one queue for every TTL, and the binary ladder of
-//! queues that NServiceBus and Celery build. Nobody closes anything here: lateness is the delivery's.
+//! queues that NServiceBus and Celery build. They delay the very messages that ours does. Nobody closes anything here:
+//! lateness is the delivery's.
 
 use std::time::Duration;
 
@@ -11,11 +12,13 @@ use lapin::options::{
 };
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, Consumer, ExchangeKind};
-use order_timeout::confirm::WINDOW;
-use order_timeout::{Moment, broker, message};
+use order_timeout::confirm::{Outgoing, WINDOW};
+use order_timeout::envelope::{Entry, Wait};
+use order_timeout::message::TimeoutDue;
+use order_timeout::{Moment, broker};
 use serde_json::{Value, json};
 
-use crate::limits::broker::{Message, persistent, publish_bodies};
+use crate::limits::broker::{Confirms, alarm, fresh, publish};
 use crate::report::round;
 use crate::stage::servers::Servers;
 use crate::stage::{ledger, process};
@@ -28,6 +31,8 @@ const DUE: &str = "control.due";
 const TTL_QUEUE: &str = "control.ttl";
 /// How long the broker is watched while it is idle, and how long after the last deadline deliveries still count.
 const WATCH: Duration = Duration::from_secs(5);
+/// On one channel, or the long delays would not all stand ahead of the others.
+const IN_THEIR_ORDER: Confirms = Confirms { channels: 1, window: WINDOW };
 
 /// A way to delay messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,8 +79,8 @@ async fn watch(
     tokio::time::sleep(WATCH).await;
     let begin_cpu_s = broker_cpu_s()?;
     let begin = Moment::now_by_local_clock();
-    let bodies = delays.iter().map(|delay| message::write_rfc3339(begin + *delay).into_bytes()).collect();
-    publish_bodies(connection, bodies, WINDOW, |index| control.message(begin + delays[index])).await?;
+    let deadlines: Vec<Moment> = delays.iter().map(|delay| begin + *delay).collect();
+    publish(connection, IN_THEIR_ORDER, deadlines.into_iter().map(move |due| control.message(due))).await?;
     let waited_for = delays.iter().filter(|delay| **delay <= horizon).count();
     let last = delays.iter().filter(|delay| **delay <= horizon).max().copied().unwrap_or_default();
     let late_us = deliveries(consumer, waited_for, begin + last + WATCH).await?;
@@ -104,27 +109,24 @@ async fn deliveries(mut consumer: Consumer, expected: usize, until: Moment) -> a
     while late_us.len() < expected as u64 {
         let left = until.since(Moment::now_by_local_clock());
         let Ok(Some(delivery)) = tokio::time::timeout(left, consumer.next()).await else { break };
-        let due = std::str::from_utf8(&delivery?.data).ok().and_then(message::read_rfc3339);
-        let due = due.ok_or_else(|| anyhow::anyhow!("a delivery does not say when it was due"))?;
+        let due = TimeoutDue::read(&delivery?.data, None)?.deadline;
         late_us.record(u64::try_from(Moment::now_by_local_clock().since(due).as_micros())?)?;
     }
     Ok(late_us)
 }
 
 impl Control {
-    fn message(self, due: Moment) -> Message {
-        let wait = due.since(Moment::now_by_local_clock());
-        match self {
-            Self::OneQueue => Message {
-                exchange: String::new(),
-                routing_key: TTL_QUEUE.into(),
-                properties: persistent().with_expiration(wait.as_millis().to_string().into()),
-            },
+    fn message(self, due: Moment) -> Outgoing {
+        let now = Moment::now_by_local_clock();
+        let wait = due.since(now);
+        let entry = match self {
+            Self::OneQueue => Entry { exchange: String::new(), routing_key: TTL_QUEUE.into(), wait: Wait::Ttl(wait) },
             Self::BinaryLadder => {
                 let (exchange, routing_key) = ladder_entry(wait);
-                Message { exchange, routing_key, properties: persistent() }
+                Entry { exchange, routing_key, wait: Wait::None }
             }
-        }
+        };
+        fresh(&alarm(due), entry, now)
     }
 }
 

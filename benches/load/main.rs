@@ -92,7 +92,7 @@ enum Scenario {
     Mixed,
     /// Deadlines moved later three times and earlier once (1 000)
     Moved,
-    /// How fast alarms are scheduled, against a bare client with the same confirm window (50 000)
+    /// How fast alarms are scheduled, against a bare client that publishes the same (50 000)
     Publish,
     /// Memory per pending alarm, and what an idle broker costs (200 000)
     Pending,

@@ -1,7 +1,8 @@
 //! The broker alone: the same queues and messages, with nobody closing anything: publish with a TTL, dead-letter,
-//! consume and acknowledge. And a bare client that publishes with a window of confirms.
+//! consume and acknowledge. And a bare client that publishes with as many confirms outstanding as ours.
 
 use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -11,13 +12,15 @@ use lapin::message::Delivery;
 use lapin::options::{
     BasicAckOptions, BasicConsumeOptions, BasicPublishOptions, BasicQosOptions, ConfirmSelectOptions,
 };
-use lapin::types::{AMQPValue, FieldTable};
-use lapin::{BasicProperties, Connection, Consumer, PublisherConfirm};
+use lapin::types::FieldTable;
+use lapin::{Channel, Connection, Consumer, PublisherConfirm};
 use order_timeout::config::Strategy;
-use order_timeout::confirm::WINDOW;
+use order_timeout::confirm::{self, Outgoing, WINDOW};
+use order_timeout::envelope::{self, Entry, Stamp, Wait};
 use order_timeout::message::TimeoutDue;
 use order_timeout::topology::{DUE_KEY, Names};
 use order_timeout::{Moment, OrderId};
+use tokio::task::JoinSet;
 use uuid::Uuid;
 
 use crate::stage::Stage;
@@ -62,7 +65,7 @@ async fn hand_over(
 ) -> anyhow::Result<BrokerLimit> {
     let publishing = Duration::from_secs_f64(messages as f64 / SLOWEST_PUBLISHING_PER_S);
     let expiry = Moment::now_by_local_clock() + publishing + Duration::from_secs(2);
-    let published = publish(connection, messages, WINDOW, |index| waiting(stage, way, index, expiry)).await?;
+    let published = publish(connection, Confirms::AS_OURS, waiting(stage, way, messages, expiry)).await?;
     let published_per_s = messages as f64 / published.as_secs_f64();
     ensure!(Moment::now_by_local_clock() < expiry, "publishing took longer than planned; is the machine busy?");
     consume(stage, connection, messages).await?;
@@ -70,79 +73,104 @@ async fn hand_over(
     Ok(BrokerLimit { published_per_s, handed_over_per_s: messages as f64 / took.as_secs_f64() })
 }
 
-/// A message on its way out.
-pub struct Message {
-    pub exchange: String,
-    pub routing_key: String,
-    pub properties: BasicProperties,
+/// As the worker (or, in a lane, the publisher) writes them, to be handed over all at once.
+fn waiting(
+    stage: &Stage<'_>,
+    way: Way,
+    messages: usize,
+    expiry: Moment,
+) -> impl Iterator<Item = Outgoing> + Send + use<> {
+    let places = places(stage, way).into_iter().cycle();
+    let by_the_plugin = stage.settings.delay.strategy == Strategy::DelayedExchange;
+    // Made before the clock starts: whoever schedules an alarm has an order.
+    let alarms: Vec<TimeoutDue> = (0..messages).map(|_| alarm(expiry)).collect();
+    alarms.into_iter().zip(places).map(move |(alarm, (exchange, routing_key))| {
+        let now = Moment::now_by_local_clock();
+        let left = expiry.since(now);
+        let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
+        let wait = if by_the_plugin { Wait::XDelayMs(left_ms) } else { Wait::Ttl(left) };
+        fresh(&alarm, Entry { exchange, routing_key, wait }, now)
+    })
 }
 
-/// Persistent and with an id, as every alarm is.
-pub fn persistent() -> BasicProperties {
-    BasicProperties::default().with_delivery_mode(2).with_message_id(Uuid::now_v7().to_string().into())
-}
-
-/// As the worker (or, in a lane, the publisher) writes it.
-fn waiting(stage: &Stage<'_>, way: Way, index: usize, expiry: Moment) -> Message {
+/// Where alarms wait that share a delay: exchange and routing key of each such place.
+fn places(stage: &Stage<'_>, way: Way) -> Vec<(String, String)> {
     let settings = &stage.settings;
     let names = Names::new(&settings.namespace);
-    let wait_ms = expiry.since(Moment::now_by_local_clock()).as_millis();
-    let with_ttl = || persistent().with_expiration(wait_ms.to_string().into());
     match (settings.delay.strategy, way) {
-        (Strategy::DelayedExchange, _) => {
-            let mut headers = FieldTable::default();
-            headers.insert("x-delay".into(), AMQPValue::LongLongInt(i64::try_from(wait_ms).unwrap_or(i64::MAX)));
-            let properties = persistent().with_headers(headers);
-            Message { exchange: names.delayed(), routing_key: DUE_KEY.into(), properties }
-        }
+        (Strategy::DelayedExchange, _) => vec![(names.delayed(), DUE_KEY.into())],
         (Strategy::DeadLetter, Way::Lane) => {
-            let shard = u8::try_from(index % usize::from(settings.delay.lane_shards)).expect("shards are a u8");
-            let routing_key = Names::lane_key(&settings.delay.lanes[0].name, shard);
-            Message { exchange: names.delay(), routing_key, properties: with_ttl() }
+            let lane = &settings.delay.lanes[0].name;
+            (0..settings.delay.lane_shards).map(|shard| (names.delay(), Names::lane_key(lane, shard))).collect()
         }
         (Strategy::DeadLetter, Way::Wheel) => {
             let wheel = settings.wheel().expect("validated settings have rings that mesh");
-            Message {
-                exchange: names.wheel(),
-                routing_key: Names::slot_key(&wheel.rings()[0].name, 0),
-                properties: with_ttl(),
-            }
+            vec![(names.wheel(), Names::slot_key(&wheel.rings()[0].name, 0))]
         }
     }
 }
 
-/// Publishes alarms with at most `window` confirms outstanding: what a client without any of our care can do.
+/// An alarm for an order of its own.
+pub fn alarm(deadline: Moment) -> TimeoutDue {
+    TimeoutDue { order_id: OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id"), deadline }
+}
+
+/// The message that an alarm is on its first way into the broker: the very one that ours is.
+pub fn fresh(alarm: &TimeoutDue, entry: Entry, now: Moment) -> Outgoing {
+    envelope::address(alarm, entry, Stamp { attempt: 0, born: now, traceparent: None })
+}
+
+/// How many confirms may be outstanding.
+#[derive(Debug, Clone, Copy)]
+pub struct Confirms {
+    pub channels: usize,
+    /// On each of them.
+    pub window: usize,
+}
+
+impl Confirms {
+    /// As many as [`order_timeout::confirm`] has, whose two channels take turns.
+    pub const AS_OURS: Self = Self { channels: 2, window: WINDOW };
+}
+
+/// Publishes messages with so many confirms outstanding: what a client without any of our care can do. Returns how long
+/// it took to make them, publish them and have them confirmed; the channels are open by then, as ours are.
 pub async fn publish(
     connection: &Connection,
-    messages: usize,
-    window: usize,
-    message: impl Fn(usize) -> Message,
+    confirms: Confirms,
+    messages: impl Iterator<Item = Outgoing> + Send + 'static,
 ) -> anyhow::Result<Duration> {
-    // Made before the clock starts.
-    let bodies = bodies(messages);
+    let mut channels = Vec::new();
+    for _ in 0..confirms.channels {
+        let channel = connection.create_channel().await?;
+        channel.confirm_select(ConfirmSelectOptions::default()).await?;
+        channels.push(channel);
+    }
+    let messages = Arc::new(Mutex::new(messages));
     let began = Instant::now();
-    publish_bodies(connection, bodies, window, message).await?;
+    let mut publishing = JoinSet::new();
+    for channel in channels {
+        publishing.spawn(publish_on(channel, confirms.window, messages.clone()));
+    }
+    while let Some(ended) = publishing.join_next().await {
+        ended??;
+    }
     Ok(began.elapsed())
 }
 
-/// The same with these bodies.
-pub async fn publish_bodies(
-    connection: &Connection,
-    bodies: Vec<Vec<u8>>,
+/// One channel, which takes message after message from those that all channels share.
+async fn publish_on(
+    channel: Channel,
     window: usize,
-    message: impl Fn(usize) -> Message,
+    messages: Arc<Mutex<impl Iterator<Item = Outgoing>>>,
 ) -> anyhow::Result<()> {
-    let channel = connection.create_channel().await?;
-    channel.confirm_select(ConfirmSelectOptions::default()).await?;
+    let next = || messages.lock().unwrap_or_else(PoisonError::into_inner).next();
     let mut outstanding: VecDeque<PublisherConfirm> = VecDeque::with_capacity(window);
-    for (index, body) in bodies.into_iter().enumerate() {
+    while let Some(message) = next() {
         if outstanding.len() == window {
             confirmed(outstanding.pop_front().expect("it is full")).await?;
         }
-        let Message { exchange, routing_key, properties } = message(index);
-        let (exchange, routing_key) = (exchange.as_str().into(), routing_key.as_str().into());
-        let options = BasicPublishOptions::default();
-        outstanding.push_back(channel.basic_publish(exchange, routing_key, options, &body, properties).await?);
+        outstanding.push_back(send(&channel, &message).await?);
     }
     for confirm in outstanding {
         confirmed(confirm).await?;
@@ -150,15 +178,16 @@ pub async fn publish_bodies(
     Ok(())
 }
 
+async fn send(channel: &Channel, message: &Outgoing) -> anyhow::Result<PublisherConfirm> {
+    let (exchange, routing_key) = (message.exchange.as_str().into(), message.routing_key.as_str().into());
+    let options = BasicPublishOptions { mandatory: message.mandatory, immediate: false };
+    let properties = confirm::properties(message)?;
+    Ok(channel.basic_publish(exchange, routing_key, options, &message.body, properties).await?)
+}
+
 async fn confirmed(confirm: PublisherConfirm) -> anyhow::Result<()> {
     ensure!(!confirm.await?.is_nack(), "the broker refused a message");
     Ok(())
-}
-
-fn bodies(messages: usize) -> Vec<Vec<u8>> {
-    let deadline = Moment::now_by_local_clock();
-    let id = || OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id");
-    (0..messages).map(|_| TimeoutDue { order_id: id(), deadline }.to_bytes()).collect()
 }
 
 async fn consume(stage: &Stage<'_>, connection: &Connection, messages: usize) -> anyhow::Result<()> {

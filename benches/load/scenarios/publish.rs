@@ -1,5 +1,5 @@
-//! How fast alarms are scheduled, against a bare client that publishes the same messages into the same queue with the
-//! same number of confirms outstanding.
+//! How fast alarms are scheduled, against a bare client that makes the same messages and publishes them into the same
+//! queue, with at most as many confirms outstanding on as many channels.
 
 use std::time::{Duration, Instant};
 
@@ -7,14 +7,16 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use lapin::Connection;
 use lapin::options::QueuePurgeOptions;
-use order_timeout::confirm::WINDOW;
+use order_timeout::confirm::Outgoing;
+use order_timeout::message::TimeoutDue;
+use order_timeout::schedule::lane::Lanes;
 use order_timeout::topology::Names;
 use order_timeout::{Moment, OrderId, Publisher, broker};
 use serde_json::{Map, json};
 use uuid::Uuid;
 
 use crate::Options;
-use crate::limits::broker::{Message, persistent, publish};
+use crate::limits::broker::{Confirms, fresh, publish};
 use crate::report::{self, round, whole};
 use crate::stage::servers::Servers;
 use crate::stage::{Alarm, Stage};
@@ -31,8 +33,8 @@ const FEWER_ONE_BY_ONE: usize = 10;
 struct Contender {
     name: &'static str,
     way: Way,
-    /// Confirms outstanding of the bare client.
-    window: usize,
+    /// Of the bare client.
+    confirms: Confirms,
 }
 
 #[derive(Clone, Copy)]
@@ -45,9 +47,14 @@ enum Way {
 }
 
 const CONTENDERS: [Contender; 3] = [
-    Contender { name: "schedule_one_by_one", way: Way::OneByOne, window: 1 },
-    Contender { name: "schedule_concurrent", way: Way::Concurrent, window: CALLERS },
-    Contender { name: "schedule_all", way: Way::All, window: WINDOW },
+    Contender { name: "schedule_one_by_one", way: Way::OneByOne, confirms: Confirms { channels: 1, window: 1 } },
+    Contender {
+        name: "schedule_concurrent",
+        way: Way::Concurrent,
+        // Ours shares its callers' alarms out among both channels.
+        confirms: Confirms { channels: 2, window: CALLERS / 2 },
+    },
+    Contender { name: "schedule_all", way: Way::All, confirms: Confirms::AS_OURS },
 ];
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
@@ -62,9 +69,10 @@ pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow:
     line.insert("strategy".into(), json!(options.strategy));
     line.insert("broker".into(), json!(servers.broker.version()?));
     line.insert("orders".into(), json!(orders));
-    for (Contender { name, window, .. }, (ours, bare)) in CONTENDERS.iter().zip(measured?) {
+    for (Contender { name, confirms, .. }, (ours, bare)) in CONTENDERS.iter().zip(measured?) {
         let figures = json!({
-            "per_s": whole(ours), "bare_per_s": whole(bare), "window": window, "ratio": round(ours / bare, 3),
+            "per_s": whole(ours), "bare_per_s": whole(bare), "ratio": round(ours / bare, 3),
+            "bare_channels": confirms.channels, "bare_window": confirms.window,
         });
         line.insert((*name).into(), figures);
     }
@@ -101,7 +109,7 @@ async fn measure(stage: &Stage<'_>, connection: &Connection, orders: usize) -> a
                 Way::Concurrent | Way::All => orders,
             };
             let rate = |took: Duration| orders as f64 / took.as_secs_f64();
-            bare.push(rate(publish(connection, orders, contender.window, |_| to_inbox(stage)).await?));
+            bare.push(rate(publish(connection, contender.confirms, messages(stage, orders)).await?));
             purge(stage, connection).await?;
             ours.push(rate(contender.way.schedule(&publisher, orders).await?));
             purge(stage, connection).await?;
@@ -115,10 +123,14 @@ fn median(mut rates: Vec<f64>) -> f64 {
     rates[rates.len() / 2]
 }
 
-/// Where `schedule` puts an alarm of no standard delay.
-fn to_inbox(stage: &Stage<'_>) -> Message {
-    let exchange = Names::new(&stage.settings.namespace).arm();
-    Message { exchange, routing_key: "arm".into(), properties: persistent() }
+/// What `schedule` publishes, made as it makes it: one by one while the clock runs, from ids and deadlines that are there.
+fn messages(stage: &Stage<'_>, orders: usize) -> impl Iterator<Item = Outgoing> + Send + use<> {
+    let lanes = Lanes::new(&stage.settings);
+    alarms(orders).into_iter().map(move |(order_id, deadline)| {
+        let now = Moment::now_by_local_clock();
+        let entry = lanes.entry(&order_id, deadline, now);
+        fresh(&TimeoutDue { order_id, deadline }, entry, now)
+    })
 }
 
 async fn purge(stage: &Stage<'_>, connection: &Connection) -> anyhow::Result<()> {
@@ -131,7 +143,7 @@ async fn purge(stage: &Stage<'_>, connection: &Connection) -> anyhow::Result<()>
 
 impl Way {
     async fn schedule(self, publisher: &Publisher, orders: usize) -> anyhow::Result<Duration> {
-        // Ids and deadlines are made before the clock starts, as the bare client's are.
+        // Made before the clock starts, as the bare client's are.
         let alarms = alarms(orders);
         let began = Instant::now();
         match self {
