@@ -14,6 +14,7 @@ use order_timeout::Settings;
 use order_timeout::config::DatabaseSettings;
 use order_timeout::database::{Database, Trouble, trouble};
 use sqlx::PgPool;
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::stage::process::Program;
 
@@ -41,8 +42,16 @@ pub enum Kind {
     LookAhead,
 }
 
-/// Runs until the process is ended.
+/// Runs until it is told to end, which is no failure then.
 pub async fn run(competitor: Competitor) -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    tokio::select! {
+        failed = compete(competitor) => failed,
+        _ = terminate.recv() => Ok(()),
+    }
+}
+
+async fn compete(competitor: Competitor) -> anyhow::Result<()> {
     let Competitor { kind, database, connections, every } = competitor;
     // As the worker and the limits: a plan that is kept, or an index that is used, is no merit of a design.
     let settings = DatabaseSettings { url: database.into(), ..Settings::defaults().database };

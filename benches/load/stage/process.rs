@@ -5,10 +5,12 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 
 /// How long a program may take to end when it is asked to.
 const STOP_PATIENCE: Duration = Duration::from_secs(40);
+/// For whoever wonders why one has failed.
+const LOG: &str = "its log lies in target/load";
 
 /// A child process; killed when dropped.
 #[derive(Debug)]
@@ -32,23 +34,28 @@ impl Program {
     pub fn ensure_runs(&mut self) -> anyhow::Result<()> {
         match self.child.try_wait()? {
             None => Ok(()),
-            Some(status) => bail!("{} ended by itself ({status}); its log lies in target/load", self.name),
+            Some(status) => bail!("{} ended by itself ({status}); {LOG}", self.name),
         }
     }
 
     /// SIGTERM, and waits until it has ended.
+    ///
+    /// # Errors
+    /// If it does not end, or not well: what it has done until then is not to be relied on.
     pub async fn stop(mut self) -> anyhow::Result<()> {
+        self.ensure_runs()?;
         let pid = i32::try_from(self.pid())?;
         // SAFETY: kill has no memory effects; the child is not reaped yet, so the number still means it.
         unsafe { libc::kill(pid, libc::SIGTERM) };
         let asked = Instant::now();
-        while self.child.try_wait()?.is_none() {
-            if asked.elapsed() > STOP_PATIENCE {
-                bail!("{} did not end within {STOP_PATIENCE:?} of SIGTERM", self.name);
+        while asked.elapsed() < STOP_PATIENCE {
+            if let Some(status) = self.child.try_wait()? {
+                ensure!(status.success(), "{} was told to end and failed ({status}); {LOG}", self.name);
+                return Ok(());
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        Ok(())
+        bail!("{} did not end within {STOP_PATIENCE:?} of SIGTERM; {LOG}", self.name)
     }
 }
 
