@@ -13,12 +13,12 @@ use crate::limits::postgres::CommitProbe;
 use crate::stage::ledger::Ledger;
 use crate::stage::process::{self, Program};
 use crate::stage::servers::Servers;
-use crate::stage::{Alarm, Stage, queue_state, sleep_until};
+use crate::stage::{Alarm, IDLE_WATCH, SETTLING, Stage, queue_state, sleep_until};
 
 /// A slow machine's rate of inserting orders, from which the beginning is chosen.
 const SLOWEST_FILLING_PER_S: f64 = 8_000.0;
-/// For starting a worker or a competitor, and for a look at how idle everybody is before it begins.
-const SETTLING: Duration = Duration::from_secs(6);
+/// For starting a worker or a competitor.
+const STARTING: Duration = Duration::from_secs(6);
 /// How often alarms are published where they are published as time goes by.
 const LIVE_EVERY: Duration = Duration::from_millis(10);
 
@@ -59,7 +59,7 @@ pub struct Figures {
     pub ledger: Ledger,
     /// Orders that were not waited for.
     pub pending: usize,
-    /// Processor time of whoever closed, over its whole life.
+    /// Processor time of whoever closed, from the beginning of publishing.
     pub cpu_s: f64,
     pub peak_rss_mib: f64,
     /// Processor time from the first deadline until all was done (by the worker: announced as well), and how long that
@@ -110,8 +110,11 @@ async fn play_on(
     let probe = CommitProbe::start(stage.pool.clone()).await?;
     let mut program = start(stage, servers, name, entrant).await?;
 
+    let settled = begin - IDLE_WATCH;
+    let in_time = Moment::now_by_local_clock() + SETTLING <= settled;
+    ensure!(in_time, "preparing {} orders took longer than planned; is the machine busy?", alarms.len());
+    sleep_until(settled).await;
     let before = Readings::take(servers, &program)?;
-    ensure!(before.at < begin, "preparing {} orders took longer than planned; is the machine busy?", alarms.len());
     sleep_until(begin).await;
     let beginning = Readings::take(servers, &program)?;
     let watch = watch_at(first, servers, &program);
@@ -135,7 +138,7 @@ async fn play_on(
         name: name.to_owned(),
         ledger: stage.ledger(last).await?,
         pending,
-        cpu_s: end.own_cpu_s,
+        cpu_s: end.own_cpu_s - beginning.own_cpu_s,
         peak_rss_mib,
         working_cpu_s: end.own_cpu_s - due.own_cpu_s,
         postgres_cpu_s: end.postgres_cpu_s - due.postgres_cpu_s,
@@ -205,7 +208,8 @@ async fn ensure_on_their_way(stage: &Stage<'_>, plan: &Plan, begin: Moment) -> a
 impl Plan {
     fn first_deadline(&self) -> Moment {
         let filling = Duration::from_secs_f64(self.after_first.len() as f64 / SLOWEST_FILLING_PER_S);
-        let earliest = Moment::now_by_local_clock() + filling + SETTLING + self.ahead;
+        let preparing = filling + STARTING + SETTLING + IDLE_WATCH;
+        let earliest = Moment::now_by_local_clock() + preparing + self.ahead;
         let Some(unit) = self.aligned_to else { return earliest };
         let unit_us = i64::try_from(unit.as_micros()).expect("a unit is short");
         Moment::from_unix_micros((earliest.unix_micros() / unit_us + 1) * unit_us)
@@ -231,8 +235,8 @@ impl Readings {
         })
     }
 
-    /// What the broker has used since `beginning` beyond what it would have used idle, as it was between `before` and
-    /// `beginning`.
+    /// What the broker has used since `beginning` beyond what it would have used idle, as it was, settled, between `before`
+    /// and `beginning`.
     fn broker_cpu_beyond_idle(&self, beginning: &Self, before: &Self) -> Option<f64> {
         let idle_s = beginning.at.since(before.at).as_secs_f64();
         let idle_share = (beginning.broker_cpu_s? - before.broker_cpu_s?) / idle_s;

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use crate::limits::broker::{Confirms, alarm, fresh, publish};
 use crate::report::round;
 use crate::stage::servers::Servers;
-use crate::stage::{ledger, process};
+use crate::stage::{IDLE_WATCH, SETTLING, ledger, process};
 
 /// The ladder's finest rung; each further one doubles it.
 const FINEST_RUNG: Duration = Duration::from_millis(125);
@@ -29,8 +29,8 @@ const FINEST_RUNG: Duration = Duration::from_millis(125);
 const RUNGS: u32 = 14;
 const DUE: &str = "control.due";
 const TTL_QUEUE: &str = "control.ttl";
-/// How long the broker is watched while it is idle, and how long after the last deadline deliveries still count.
-const WATCH: Duration = Duration::from_secs(5);
+/// How long after the last deadline deliveries still count.
+const GRACE: Duration = Duration::from_secs(5);
 /// On one channel, or the long delays would not all stand ahead of the others.
 const IN_THEIR_ORDER: Confirms = Confirms { channels: 1, window: WINDOW };
 
@@ -75,18 +75,20 @@ async fn watch(
     let options = BasicConsumeOptions { no_ack: true, ..Default::default() };
     let consumer = channel.basic_consume(DUE.into(), "".into(), options, FieldTable::default()).await?;
     let broker_cpu_s = || servers.broker.pid().map(process::cpu_s).transpose();
+    tokio::time::sleep(SETTLING).await;
     let idle_from = broker_cpu_s()?;
-    tokio::time::sleep(WATCH).await;
+    tokio::time::sleep(IDLE_WATCH).await;
     let begin_cpu_s = broker_cpu_s()?;
     let begin = Moment::now_by_local_clock();
     let deadlines: Vec<Moment> = delays.iter().map(|delay| begin + *delay).collect();
     publish(connection, IN_THEIR_ORDER, deadlines.into_iter().map(move |due| control.message(due))).await?;
     let waited_for = delays.iter().filter(|delay| **delay <= horizon).count();
     let last = delays.iter().filter(|delay| **delay <= horizon).max().copied().unwrap_or_default();
-    let late_us = deliveries(consumer, waited_for, begin + last + WATCH).await?;
+    let late_us = deliveries(consumer, waited_for, begin + last + GRACE).await?;
     let end = Moment::now_by_local_clock();
     let busy_s = end.since(begin).as_secs_f64();
-    let beyond_idle = |from: f64, begin: f64, end: f64| end - begin - (begin - from) / WATCH.as_secs_f64() * busy_s;
+    let idle_share = |from: f64, begin: f64| (begin - from) / IDLE_WATCH.as_secs_f64();
+    let beyond_idle = |from: f64, begin: f64, end: f64| end - begin - idle_share(from, begin) * busy_s;
     let cpu_s = match (idle_from, begin_cpu_s, broker_cpu_s()?) {
         (Some(from), Some(begin), Some(end)) => Some(beyond_idle(from, begin, end).max(0.0)),
         _ => None,

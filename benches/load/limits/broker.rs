@@ -23,8 +23,8 @@ use order_timeout::{Moment, OrderId};
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
-use crate::stage::Stage;
 use crate::stage::servers::Servers;
+use crate::stage::{SETTLING, Stage};
 use crate::{Options, Way};
 
 /// A slow machine's publishing rate, from which the instant is chosen at which all expire.
@@ -50,6 +50,7 @@ pub async fn measure(
     way: Way,
 ) -> anyhow::Result<BrokerLimit> {
     let stage = Stage::with_broker(servers, options, settings).await?;
+    tokio::time::sleep(SETTLING).await;
     let connection = stage.connect().await?;
     let limit = hand_over(&stage, &connection, messages, way).await;
     order_timeout::broker::close(&connection, Duration::from_secs(1)).await;

@@ -13,14 +13,11 @@ use crate::Options;
 use crate::report::{self, round, whole};
 use crate::stage::process::{self, Program};
 use crate::stage::servers::Servers;
-use crate::stage::{Alarm, Stage};
+use crate::stage::{Alarm, IDLE_WATCH, SETTLING, Stage};
 
 /// Nobody falls due while it is measured, nor comes back from a coarse ring.
 const SOONEST_S: u64 = 30 * 60;
 const LATEST_S: u64 = 24 * 3_600;
-/// How long caches and garbage are given to settle, and how long idleness is watched.
-const SETTLING: Duration = Duration::from_secs(5);
-const WATCH: Duration = Duration::from_secs(10);
 /// After this long without all alarms in the wheel something is wrong.
 const PATIENCE: Duration = Duration::from_secs(180);
 /// Quorum queues keep what they were given last in a write-ahead log in memory, up to half a gigabyte of it for all
@@ -148,8 +145,8 @@ impl Idle {
     async fn watch(servers: &Servers, worker: &Program) -> anyhow::Result<Self> {
         let pid = servers.broker.pid().context("idleness can be measured of a private broker alone")?;
         let (broker_s, worker_s) = (process::cpu_s(pid)?, process::cpu_s(worker.pid())?);
-        tokio::time::sleep(WATCH).await;
-        let share = |before: f64, after: f64| (after - before) / WATCH.as_secs_f64();
+        tokio::time::sleep(IDLE_WATCH).await;
+        let share = |before: f64, after: f64| (after - before) / IDLE_WATCH.as_secs_f64();
         Ok(Self {
             broker: share(broker_s, process::cpu_s(pid)?),
             worker: share(worker_s, process::cpu_s(worker.pid())?),

@@ -19,7 +19,7 @@ use crate::Options;
 use crate::limits::broker::{Confirms, fresh, publish};
 use crate::report::{self, round, whole};
 use crate::stage::servers::Servers;
-use crate::stage::{Alarm, Stage};
+use crate::stage::{Alarm, SETTLING, Stage};
 use crate::transactions;
 
 /// Each way is measured this often, in turn, and the median counts: the machine's speed drifts.
@@ -59,6 +59,8 @@ const CONTENDERS: [Contender; 3] = [
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
     let stage = Stage::with_broker(servers, options, &[]).await?;
+    // Or the first round, and in it the bare client, would have a broker that is still busy with its queues.
+    tokio::time::sleep(SETTLING).await;
     let connection = stage.connect().await?;
     let measured = measure(&stage, &connection, orders).await;
     let created = in_transactions(&stage, orders.div_ceil(FEWER_ONE_BY_ONE)).await;

@@ -26,6 +26,11 @@ use servers::Servers;
 
 /// After this long an order that is still unpaid counts as lost, and a server that has not answered as stuck.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a broker is given to come to rest when queues have been declared or messages have come, with its caches and
+/// garbage: until then it is busy with what is not to be measured.
+pub const SETTLING: Duration = Duration::from_secs(5);
+/// How long its idleness is watched: /proc counts in hundredths of a second, of which an idle broker uses few.
+pub const IDLE_WATCH: Duration = Duration::from_secs(10);
 /// The articles of an ordinary shop; of a flash sale there is one.
 pub const MANY_ARTICLES: usize = 1_000;
 /// Rows per INSERT while a stage is filled.
