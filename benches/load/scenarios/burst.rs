@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use order_timeout::Settings;
+
 use crate::contest::{Entrant, Figures, Plan, play};
 use crate::report::Report;
 use crate::stage::MANY_ARTICLES;
@@ -10,8 +12,8 @@ use crate::{Options, Way, limits};
 
 /// A slow machine's rate of writing alarms into the wheel, from which the instant is chosen.
 const SLOWEST_ARMING_PER_S: f64 = 3_000.0;
-/// What is waited for besides that.
-const LEAST_AHEAD_S: f64 = 12.0;
+/// What is waited for besides that, before the alarms leave the broker.
+const SPARE: Duration = Duration::from_secs(2);
 /// The standard delay of a burst by lane. Alarms published up to a second before or after it take the lane as well.
 const LANE: Duration = Duration::from_secs(20);
 /// The unit of the wheel's finest ring: a burst at its beginning has no more than `delay.lead` to be handed over.
@@ -68,7 +70,10 @@ fn last_lateness(figures: &Figures) -> f64 {
 
 pub fn plan(orders: usize, articles: usize, way: Way) -> Plan {
     let ahead = match way {
-        Way::Wheel => Duration::from_secs_f64(LEAST_AHEAD_S + orders as f64 / SLOWEST_ARMING_PER_S),
+        Way::Wheel => {
+            let arming = Duration::from_secs_f64(orders as f64 / SLOWEST_ARMING_PER_S);
+            arming + SPARE + Settings::defaults().delay.lead
+        }
         // Half a second for what is published at the end.
         Way::Lane => LANE + Duration::from_millis(500),
     };
@@ -90,5 +95,5 @@ pub fn settings(way: Way) -> Vec<String> {
 }
 
 fn batch_size() -> usize {
-    order_timeout::Settings::defaults().worker.batch_size
+    Settings::defaults().worker.batch_size
 }
