@@ -119,9 +119,15 @@ pub enum Way {
     Wheel,
 }
 
-#[tokio::main]
-async fn main() -> ExitCode {
-    match run(Arguments::parse()).await {
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    if matches!(arguments.scenario, Scenario::Compete { .. }) {
+        // As the worker has it, for whom it is faster and cheaper (docs/DECISIONS.md, "One thread for all tasks").
+        runtime.worker_threads(1);
+    }
+    let runtime = runtime.enable_all().build().expect("a runtime can start where this program could");
+    match runtime.block_on(run(arguments)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // Without a backtrace: it is a sentence for whoever measures.
