@@ -3,7 +3,7 @@
 #![no_main]
 
 use std::cell::RefCell;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
@@ -13,15 +13,19 @@ use std::time::{Duration, Instant};
 use libfuzzer_sys::{Corpus, fuzz_target};
 use order_timeout::message::LONGEST_TTL;
 use order_timeout::schedule::lane::Lanes;
-use order_timeout::topology::{Argument, Topology};
+use order_timeout::topology::{Argument, Destination, Names, Topology};
 use order_timeout::wheel::{Place, Wheel};
 use order_timeout::{Moment, OrderId, Settings};
 use secrecy::ExposeSecret;
 
 /// An AMQP short string.
 const LONGEST_NAME_BYTES: usize = 255;
-/// 64 lanes of 16 queues, some rings of 1 000, and what every deployment has.
-const MOST_QUEUES: usize = 64 * 16 + 8 * 1_000 + 3;
+/// 64 lanes of 16 queues, 64 shards, the inbox, and the queue for what the broker gives up on.
+const MOST_QUEUES: usize = 64 * 16 + 64 + 2;
+/// Besides, in each ring: no setting says how many rings there may be.
+const MOST_SLOTS: usize = 1_000;
+/// The type of exchange that shares out.
+const CONSISTENT_HASH: &str = "x-consistent-hash";
 const LONGEST_SENTENCE_BYTES: usize = 8 * 1_024;
 
 /// What alarms and retries wait, whatever the settings say.
@@ -69,7 +73,7 @@ fn can_be_used(settings: &Settings) {
     settings.validate().expect("what was loaded is valid");
     let _ = settings.validate_database();
     assert!(!format!("{settings:?}").contains(settings.amqp.url.expose_secret()), "an address in the debug form");
-    the_broker_would_take(&Topology::new(settings));
+    the_broker_would_take(settings, &Topology::new(settings));
 
     let (wheel, lanes) = (settings.wheel().expect("accepted rings mesh"), Lanes::new(settings));
     let id = OrderId::new("1").expect("an id");
@@ -123,12 +127,14 @@ fn a_retry_is_neither_early_nor_much_later(settings: &Settings, wheel: &Wheel, w
     }
 }
 
-fn the_broker_would_take(topology: &Topology) {
-    assert!(topology.queues.len() <= MOST_QUEUES, "{} queues", topology.queues.len());
-    let exchanges: HashSet<_> = topology.exchanges.iter().map(|exchange| exchange.name.as_str()).collect();
+fn the_broker_would_take(settings: &Settings, topology: &Topology) {
+    let most_queues = MOST_QUEUES + settings.delay.rings.len() * MOST_SLOTS;
+    assert!(topology.queues.len() <= most_queues, "{} queues", topology.queues.len());
+    let exchanges: Exchanges<'_> =
+        topology.exchanges.iter().map(|exchange| (exchange.name.as_str(), exchange.kind)).collect();
     let queues: HashSet<_> = topology.queues.iter().map(|queue| queue.name.as_str()).collect();
     assert_eq!((exchanges.len(), queues.len()), (topology.exchanges.len(), topology.queues.len()), "a name twice");
-    for name in exchanges.iter().chain(&queues) {
+    for name in exchanges.keys().chain(&queues) {
         assert!((1..=LONGEST_NAME_BYTES).contains(&name.len()), "{name:?}");
         assert!(!name.starts_with("amq."), "{name:?} is reserved");
         assert!(!name.chars().any(char::is_control), "{name:?}");
@@ -139,14 +145,50 @@ fn the_broker_would_take(topology: &Topology) {
             assert!(matches!(ttl, Argument::Number(ms) if (0..=longest).contains(ms)), "{queue:?}");
         }
     }
-    let mut bindings = HashSet::new();
+    every_binding_leads_somewhere(topology, &exchanges, &queues);
+    is_shared_out_evenly(settings, topology, &exchanges);
+}
+
+/// The exchanges by name, with their type.
+type Exchanges<'a> = HashMap<&'a str, &'static str>;
+
+fn every_binding_leads_somewhere(topology: &Topology, exchanges: &Exchanges<'_>, queues: &HashSet<&str>) {
+    let (mut keys, mut bound) = (HashSet::new(), HashSet::new());
     for binding in &topology.bindings {
-        assert!(
-            exchanges.contains(binding.exchange.as_str()) && queues.contains(binding.queue.as_str()),
-            "{binding:?}"
-        );
         assert!(binding.routing_key.len() <= LONGEST_NAME_BYTES, "{binding:?}");
-        // The events' exchange and the fanouts have one queue of ours at most.
-        assert!(bindings.insert((&binding.exchange, &binding.routing_key)), "one key, two queues: {binding:?}");
+        let kind = exchanges.get(binding.exchange.as_str()).unwrap_or_else(|| panic!("from nowhere: {binding:?}"));
+        match &binding.destination {
+            Destination::Queue(queue) => {
+                assert!(queues.contains(queue.as_str()), "{binding:?}");
+                bound.insert(queue.as_str());
+            }
+            // It alone stands behind another exchange, and nothing stands behind it but queues: nothing goes round.
+            Destination::Exchange(exchange) => {
+                assert!(exchanges.get(exchange.as_str()) == Some(&CONSISTENT_HASH), "{binding:?}");
+                assert!(*kind != CONSISTENT_HASH, "{binding:?}");
+            }
+        }
+        // A key of its own leads to one place, or everything would come twice. To a fanout all keys are the same; and to
+        // the exchange that shares out they are weights.
+        let key = if *kind == "fanout" { "" } else { binding.routing_key.as_str() };
+        let is_alone = *kind == CONSISTENT_HASH || keys.insert((binding.exchange.as_str(), key));
+        assert!(is_alone, "one key, two destinations: {binding:?}");
+    }
+    assert_eq!(bound.len(), queues.len(), "a queue that nothing leads to");
+}
+
+/// Where there are several shards, each is bound once to the exchange that shares out, and with the same weight: bound
+/// twice it would get a double share, left out it would get none.
+fn is_shared_out_evenly(settings: &Settings, topology: &Topology, exchanges: &Exchanges<'_>) {
+    let shares = || topology.bindings.iter().filter(|share| exchanges[share.exchange.as_str()] == CONSISTENT_HASH);
+    let names = Names::new(&settings.namespace);
+    let shards = if settings.worker.shards > 1 { settings.worker.shards } else { 0 };
+    let expected: Vec<_> = (0..shards).map(|shard| (names.shards(), Destination::Queue(names.shard(shard)))).collect();
+    let bound: Vec<_> = shares().map(|share| (share.exchange.clone(), share.destination.clone())).collect();
+    assert_eq!(bound, expected, "{shards} shards");
+    for share in shares() {
+        // The broker takes whole numbers above 0 for weights, and nothing else.
+        assert!(share.routing_key.parse::<u32>().is_ok_and(|weight| weight > 0), "{share:?}");
+        assert!(shares().all(|other| other.routing_key == share.routing_key), "{share:?}");
     }
 }
