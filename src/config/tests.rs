@@ -223,6 +223,14 @@ fn rings_beyond_what_the_broker_takes_are_refused() {
         let fault = load_file(&format!("[delay]\nrings = [{ring}]\n")).unwrap_err();
         assert!(fault.contains("delay.rings") && fault.contains(why), "{ring}: {fault:?}");
     }
+    // More queues than a broker declares in the time that it is given.
+    let rings = |count: u32| {
+        let ring = |index: u32| format!("{{ unit = \"{}s\", slots = 20 }}", 5 * 10_u64.pow(index));
+        load_file(&format!("[delay]\nrings = [{}]\n", (0..count).map(ring).collect::<Vec<_>>().join(", ")))
+    };
+    assert!(rings(5).is_ok());
+    let fault = rings(9).unwrap_err();
+    assert!(fault.contains("delay.rings") && fault.contains("9 rings are more than 8"), "{fault:?}");
 }
 
 #[test]

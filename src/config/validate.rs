@@ -16,6 +16,8 @@ use crate::tls::TlsFiles;
 const AMQP_MAX_PREFETCH: u16 = u16::MAX;
 /// Each takes up to 16 queues, and the broker pays for every one.
 const MAX_LANES: usize = 64;
+/// Each is a queue for every slot. Four reach for years.
+const MAX_RINGS: usize = 8;
 /// Each is a channel of every worker that takes it.
 const MAX_SHARDS: usize = 64;
 /// RabbitMQ takes the channel away from a consumer that has not acknowledged for 30 minutes.
@@ -141,7 +143,13 @@ impl Settings {
     }
 
     fn validate_rings(&self) -> Result<(), BadSettings> {
-        let key = "delay.rings";
+        let (key, rings) = ("delay.rings", self.delay.rings.len());
+        if rings > MAX_RINGS {
+            let why = format!(
+                "{rings} rings are more than {MAX_RINGS}, and each is a queue for every slot; name fewer, the coarser ones with longer units"
+            );
+            return Err(BadSettings::of(key, why));
+        }
         for ring in &self.delay.rings {
             within(key, ring.unit, Duration::from_millis(1), LONGEST_TTL)?;
             whole_millis(key, ring.unit)?;
