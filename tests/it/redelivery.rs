@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use lapin::message::BasicGetMessage;
 use lapin::options::{BasicGetOptions, BasicRejectOptions, QueueDeclareOptions, QueueDeleteOptions};
-use lapin::types::{AMQPValue, FieldTable};
+use lapin::types::AMQPValue;
 use lapin::{BasicProperties, Channel};
 use order_timeout::broker;
 use order_timeout::topology::{DUE_KEY, Topology};
 
+use crate::support::away::for_a_while;
 use crate::support::{Stage, on_stage, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -30,15 +31,10 @@ async fn take_and_crash(stage: &Stage, queue: &str) {
     connection.close(200, "crashed".into()).await.unwrap();
 }
 
-/// How long a queue that a test left behind stays, in milliseconds.
-const GONE_AFTER_MS: i32 = 600_000;
-
 /// A queue beside ours, with these arguments, and this message in it.
 async fn declare_with_a_message(stage: &Stage, arguments: &[(&str, AMQPValue)], body: &[u8]) -> String {
     let queue = format!("{}.beside", stage.names().timeout());
-    let mut table = FieldTable::default();
-    table.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
-    table.insert("x-expires".into(), AMQPValue::LongInt(GONE_AFTER_MS));
+    let mut table = for_a_while();
     for (key, value) in arguments {
         table.insert((*key).into(), value.clone());
     }

@@ -22,8 +22,17 @@ pub const COMING_BACK: Duration = Duration::from_secs(60);
 /// So long that a server which is taken away is gone by then, on a busy machine too. For settings with [`hold_long`].
 pub const HELD_LONG: Duration = Duration::from_secs(8);
 
-/// How long a queue of ours stays that nobody uses any more, in milliseconds.
+/// How long a queue of the test's own stays that nobody uses any more, in milliseconds.
 const GONE_AFTER_MS: i32 = 600_000;
+
+/// The arguments of a queue of the test's own. Where the broker outlives the test, it goes by itself; a node that dies does
+/// not take it along.
+pub fn for_a_while() -> FieldTable {
+    let mut arguments = FieldTable::default();
+    arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
+    arguments.insert("x-expires".into(), AMQPValue::LongInt(GONE_AFTER_MS));
+    arguments
+}
 
 /// Has workers hold alarms for [`HELD_LONG`].
 pub fn hold_long(settings: &mut Settings) {
@@ -144,12 +153,7 @@ pub async fn wait_until_scheduling_works(stage: &Stage, publisher: &Publisher) {
 pub async fn keep_events(stage: &Stage) -> String {
     let (queue, events) = (format!("{}.heard", stage.settings.namespace), stage.names().events());
     let durable = QueueDeclareOptions { durable: true, ..Default::default() };
-    // As ours are: a node that dies must not take it along.
-    let mut arguments = FieldTable::default();
-    arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
-    // Where the broker outlives the test.
-    arguments.insert("x-expires".into(), AMQPValue::LongInt(GONE_AFTER_MS));
-    stage.channel.queue_declare(queue.as_str().into(), durable, arguments).await.unwrap();
+    stage.channel.queue_declare(queue.as_str().into(), durable, for_a_while()).await.unwrap();
     let options = QueueBindOptions::default();
     let bound = stage.channel.queue_bind(
         queue.as_str().into(),
