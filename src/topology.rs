@@ -1,8 +1,11 @@
-//! Every exchange, queue, binding and argument, once: declared from here, verified from here, printed from here as
-//! `definitions.json`.
+//! Every exchange, queue, binding and argument, once: declared from here, verified from here. `names.rs` says what they
+//! are called, `definitions.rs` prints them as `definitions.json`.
 //!
 //! Deletes no exchange and no queue, ever: where one exists with other arguments it says which, and how to move over.
 //! It takes off only the bindings of another number of shards, by which every alarm would come twice.
+
+mod definitions;
+mod names;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,11 +16,11 @@ use lapin::options::{
 };
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, ExchangeKind};
-use serde_json::{Value, json};
 
 use crate::broker::{reply, reply_code};
 use crate::config::{Settings, Strategy};
 use crate::wheel::Wheel;
+pub use names::Names;
 
 /// Routing key of everything that goes to the processing queue.
 pub const DUE_KEY: &str = "due";
@@ -25,104 +28,6 @@ pub const DUE_KEY: &str = "due";
 const SHARD_WEIGHT: &str = "1";
 /// The routing key under which a dead letter of the processing side is found again.
 const PARKED_KEY: &str = "parked";
-
-/// Names on the broker, all beginning with the namespace.
-#[derive(Debug, Clone)]
-pub struct Names {
-    namespace: String,
-}
-
-impl Names {
-    #[must_use]
-    pub fn new(namespace: &str) -> Self {
-        Self { namespace: namespace.to_owned() }
-    }
-
-    fn name(&self, what: &str) -> String {
-        format!("{}.{what}", self.namespace)
-    }
-
-    /// Exchange: publishers write alarms for a standard delay here, under a [`Names::lane_key`].
-    #[must_use]
-    pub fn delay(&self) -> String {
-        self.name("delay")
-    }
-
-    /// Exchange of the `delayed-exchange` strategy.
-    #[must_use]
-    pub fn delayed(&self) -> String {
-        self.name("delayed")
-    }
-
-    /// Exchange and queue: the inbox for any other delay, and for services in other languages.
-    #[must_use]
-    pub fn arm(&self) -> String {
-        self.name("arm")
-    }
-
-    /// Exchange: the worker alone writes into the wheel's slots.
-    #[must_use]
-    pub fn wheel(&self) -> String {
-        self.name("wheel")
-    }
-
-    /// Exchange: what has waited long enough.
-    #[must_use]
-    pub fn due(&self) -> String {
-        self.name("due")
-    }
-
-    /// Exchange: shares out what is due among several processing queues.
-    #[must_use]
-    pub fn shards(&self) -> String {
-        self.name("shards")
-    }
-
-    /// Queue: the processing queue; of several the first, so that there is nothing to move when it becomes one of
-    /// several.
-    #[must_use]
-    pub fn timeout(&self) -> String {
-        self.name("timeout")
-    }
-
-    /// Queue: one of the processing queues.
-    #[must_use]
-    pub fn shard(&self, shard: u8) -> String {
-        if shard == 0 { self.timeout() } else { self.name(&format!("timeout.{shard}")) }
-    }
-
-    /// Exchange and queue: what the broker itself gives up on.
-    #[must_use]
-    pub fn parked(&self) -> String {
-        self.name("parked")
-    }
-
-    /// Exchange: events for the rest of the shop.
-    #[must_use]
-    pub fn events(&self) -> String {
-        self.name("events")
-    }
-
-    /// Routing key of one shard of a lane on [`Names::delay`].
-    #[must_use]
-    pub fn lane_key(lane: &str, shard: u8) -> String {
-        format!("{lane}.{shard}")
-    }
-
-    /// Routing key of a wheel slot on [`Names::wheel`].
-    #[must_use]
-    pub fn slot_key(ring: &str, slot: u16) -> String {
-        format!("{ring}.{slot:02}")
-    }
-
-    fn lane_queue(&self, lane: &str, shard: u8) -> String {
-        self.name(&format!("delay.{}", Self::lane_key(lane, shard)))
-    }
-
-    fn slot_queue(&self, ring: &str, slot: u16) -> String {
-        self.name(&format!("wheel.{}", Self::slot_key(ring, slot)))
-    }
-}
 
 /// A queue's argument.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -450,56 +355,7 @@ impl Topology {
             _ => TopologyFault::Failed { object, why: error.to_string() },
         }
     }
-
-    /// The same objects as a RabbitMQ definitions file, with a virtual host, two users of least privilege and their
-    /// rights. Importable with `rabbitmqctl import_definitions`.
-    #[must_use]
-    pub fn definitions(&self, vhost: &str) -> Value {
-        let namespace = &self.namespace;
-        let object = |name: &str, arguments: &BTreeMap<&'static str, Argument>| json!({ "name": name, "vhost": vhost, "durable": true, "auto_delete": false, "arguments": arguments_json(arguments) });
-        let exchanges = self.exchanges.iter().map(|exchange| {
-            let mut value = object(&exchange.name, &exchange.arguments);
-            value["type"] = json!(exchange.kind);
-            value["internal"] = json!(false);
-            value
-        });
-        let queues = self.queues.iter().map(|queue| {
-            let mut value = object(&queue.name, &queue.arguments);
-            value["type"] = json!("quorum");
-            value
-        });
-        let bindings = self.bindings.iter().map(|binding| {
-            json!({
-                "source": binding.exchange, "vhost": vhost, "destination": binding.destination.name(),
-                "destination_type": binding.destination.kind(), "routing_key": binding.routing_key, "arguments": {}
-            })
-        });
-        json!({
-            "vhosts": [{ "name": vhost }],
-            "users": [
-                user("order-publisher", PUBLISHER_PASSWORD_HASH),
-                user("order-worker", WORKER_PASSWORD_HASH),
-            ],
-            "permissions": [
-                // Write to the exchanges an alarm enters by, and nothing else: it can neither consume nor bind.
-                { "user": "order-publisher", "vhost": vhost, "configure": "^$",
-                  "write": format!("^{namespace}\\.(delay|arm|delayed)$"), "read": "^$" },
-                // Configure, because comparing the arguments of what exists needs that right.
-                { "user": "order-worker", "vhost": vhost, "configure": format!("^{namespace}\\."),
-                  "write": format!("^{namespace}\\."), "read": format!("^{namespace}\\.") },
-            ],
-            "exchanges": exchanges.collect::<Vec<_>>(),
-            "queues": queues.collect::<Vec<_>>(),
-            "bindings": bindings.collect::<Vec<_>>(),
-        })
-    }
 }
-
-/// Salted SHA-256 of the development password "publisher-dev", in RabbitMQ's form. Change it with
-/// `rabbitmqctl change_password order-publisher …` before anything but your own machine can reach the broker.
-const PUBLISHER_PASSWORD_HASH: &str = "WhGQPKX4PD+FKbPcQYN/NOwblJOtFIi8CvF2/OE9WYZZb1/s";
-/// The same for "worker-dev".
-const WORKER_PASSWORD_HASH: &str = "J+QIvTT3PDzUsK2QLk5u0p52dsslWpdx11hAtwYyswc86/Pb";
 
 /// 153 queues take a second on a fast machine.
 const DECLARE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -511,10 +367,6 @@ const DELIVERY_LIMIT: i64 = 1_000_000;
 /// Exchange types of plugins: one that comes with RabbitMQ and is not enabled, and one that does not.
 const CONSISTENT_HASH: &str = "x-consistent-hash";
 const DELAYED_MESSAGE: &str = "x-delayed-message";
-
-fn user(name: &str, password_hash: &str) -> Value {
-    json!({ "name": name, "password_hash": password_hash, "hashing_algorithm": "rabbit_password_hashing_sha256", "tags": [] })
-}
 
 /// Quorum: replicated, and what is confirmed has been written to disk by a majority.
 fn quorum(more: &[(&'static str, Argument)]) -> BTreeMap<&'static str, Argument> {
@@ -560,17 +412,6 @@ fn table(arguments: &BTreeMap<&'static str, Argument>) -> FieldTable {
     table
 }
 
-fn arguments_json(arguments: &BTreeMap<&'static str, Argument>) -> Value {
-    let pairs = arguments.iter().map(|(key, value)| {
-        let value = match value {
-            Argument::Text(text) => json!(text),
-            Argument::Number(number) => json!(number),
-        };
-        ((*key).to_owned(), value)
-    });
-    Value::Object(pairs.collect())
-}
-
 async fn bind(channel: &Channel, binding: &Binding) -> lapin::Result<()> {
     let (from, key) = (binding.exchange.as_str().into(), binding.routing_key.as_str().into());
     match &binding.destination {
@@ -608,13 +449,6 @@ async fn open_channel(connection: &Connection) -> Result<Channel, TopologyFault>
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn definitions_json_is_printed_from_here() {
-        let printed = Topology::new(&Settings::defaults()).definitions("orders");
-        let kept: Value = serde_json::from_str(include_str!("../definitions.json")).unwrap();
-        assert_eq!(kept, printed, "definitions.json is out of date; run `order-timeout topology > definitions.json`");
-    }
 
     #[test]
     fn delay_queues_never_expire_and_dead_letter_at_least_once() {

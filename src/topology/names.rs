@@ -1,0 +1,99 @@
+//! What exchanges, queues and routing keys are called. Asks no broker, and knows nothing of arguments.
+
+/// Names on the broker, all beginning with the namespace.
+#[derive(Debug, Clone)]
+pub struct Names {
+    namespace: String,
+}
+
+impl Names {
+    #[must_use]
+    pub fn new(namespace: &str) -> Self {
+        Self { namespace: namespace.to_owned() }
+    }
+
+    fn name(&self, what: &str) -> String {
+        format!("{}.{what}", self.namespace)
+    }
+
+    /// Exchange: publishers write alarms for a standard delay here, under a [`Names::lane_key`].
+    #[must_use]
+    pub fn delay(&self) -> String {
+        self.name("delay")
+    }
+
+    /// Exchange of the `delayed-exchange` strategy.
+    #[must_use]
+    pub fn delayed(&self) -> String {
+        self.name("delayed")
+    }
+
+    /// Exchange and queue: the inbox for any other delay, and for services in other languages.
+    #[must_use]
+    pub fn arm(&self) -> String {
+        self.name("arm")
+    }
+
+    /// Exchange: the worker alone writes into the wheel's slots.
+    #[must_use]
+    pub fn wheel(&self) -> String {
+        self.name("wheel")
+    }
+
+    /// Exchange: what has waited long enough.
+    #[must_use]
+    pub fn due(&self) -> String {
+        self.name("due")
+    }
+
+    /// Exchange: shares out what is due among several processing queues.
+    #[must_use]
+    pub fn shards(&self) -> String {
+        self.name("shards")
+    }
+
+    /// Queue: the processing queue; of several the first, so that there is nothing to move when it becomes one of
+    /// several.
+    #[must_use]
+    pub fn timeout(&self) -> String {
+        self.name("timeout")
+    }
+
+    /// Queue: one of the processing queues.
+    #[must_use]
+    pub fn shard(&self, shard: u8) -> String {
+        if shard == 0 { self.timeout() } else { self.name(&format!("timeout.{shard}")) }
+    }
+
+    /// Exchange and queue: what the broker itself gives up on.
+    #[must_use]
+    pub fn parked(&self) -> String {
+        self.name("parked")
+    }
+
+    /// Exchange: events for the rest of the shop.
+    #[must_use]
+    pub fn events(&self) -> String {
+        self.name("events")
+    }
+
+    /// Routing key of one shard of a lane on [`Names::delay`].
+    #[must_use]
+    pub fn lane_key(lane: &str, shard: u8) -> String {
+        format!("{lane}.{shard}")
+    }
+
+    /// Routing key of a wheel slot on [`Names::wheel`].
+    #[must_use]
+    pub fn slot_key(ring: &str, slot: u16) -> String {
+        format!("{ring}.{slot:02}")
+    }
+
+    pub(super) fn lane_queue(&self, lane: &str, shard: u8) -> String {
+        self.name(&format!("delay.{}", Self::lane_key(lane, shard)))
+    }
+
+    pub(super) fn slot_queue(&self, ring: &str, slot: u16) -> String {
+        self.name(&format!("wheel.{}", Self::slot_key(ring, slot)))
+    }
+}
