@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::message::TimeoutDue;
-use crate::order::{ClosedBy, SweepPage, SweepPlace};
+use crate::order::{CloseFault, ClosedBy, Finding, Found, Outcome, SweepPage, SweepPlace};
 
 mod batches;
 mod outage;
