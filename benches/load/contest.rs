@@ -6,6 +6,7 @@ use anyhow::ensure;
 use hdrhistogram::Histogram;
 use order_timeout::topology::Names;
 use order_timeout::{Moment, broker};
+use secrecy::ExposeSecret;
 
 use crate::Options;
 use crate::competitors::{self, Competitor, Kind};
@@ -87,7 +88,7 @@ pub async fn play(
 ) -> anyhow::Result<Figures> {
     let stage = match entrant {
         Entrant::Worker(overrides) => Stage::with_broker(servers, options, overrides).await?,
-        Entrant::Poller { .. } | Entrant::LookAhead { .. } => Stage::without_broker(servers).await?,
+        Entrant::Poller { .. } | Entrant::LookAhead { .. } => Stage::without_broker(servers, options.socket).await?,
     };
     let figures = play_on(&stage, servers, name, entrant, plan).await;
     stage.clear_away().await?;
@@ -157,7 +158,8 @@ async fn start(stage: &Stage<'_>, servers: &Servers, name: &str, entrant: &Entra
         Entrant::Poller { every, connections } => (Kind::Poller, *connections, *every),
         Entrant::LookAhead { connections } => (Kind::LookAhead, *connections, Duration::ZERO),
     };
-    let competitor = Competitor { kind, database: stage.socket_url.clone(), connections, every };
+    let competitor =
+        Competitor { kind, database: stage.settings.database.url.expose_secret().to_owned(), connections, every };
     competitors::start(&competitor, &log, &stage.pool).await
 }
 

@@ -51,7 +51,7 @@ pub struct Options {
     /// A broker to use instead of a private one: newer, or with a plugin; nobody else may be using it
     #[arg(long, global = true, value_name = "URL")]
     amqp: Option<String>,
-    /// Let the worker reach Postgres by its socket; limits and competitors always do
+    /// Let worker and competitors reach Postgres by its socket, as the limits do, and not by TCP
     #[arg(long, global = true)]
     socket: bool,
     /// The worker alone, without limits and competitors: to look at it, not to compare it

@@ -1,5 +1,5 @@
 //! Postgres alone: the worker's close statement in batches of the worker's size, on sessions set up as the worker's, over
-//! orders that are long overdue; and how long a single small commit takes.
+//! orders that are long overdue, by the socket; and how long a single small commit takes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -39,13 +39,12 @@ pub async fn measure(
 ) -> anyhow::Result<PostgresLimit> {
     let mut by_connections = BTreeMap::new();
     for connections in CONNECTIONS {
-        let stage = Stage::without_broker(servers).await?;
+        let stage = Stage::without_broker(servers, true).await?;
         let overdue = vec![Moment::now_by_local_clock() - Duration::from_secs(60); orders];
         let ids: Vec<String> =
             stage.fill(&overdue, articles).await?.iter().map(|(id, _)| id.as_str().to_owned()).collect();
         let batches = ids.chunks(batch_size).rev().map(<[String]>::to_vec).collect();
-        let by_socket = DatabaseSettings { url: stage.socket_url.clone().into(), ..stage.settings.database.clone() };
-        let took = close_all(&by_socket, batches, connections).await?;
+        let took = close_all(&stage.settings.database, batches, connections).await?;
         stage.ledger(overdue[0]).await?.ensure_kept("Postgres alone")?;
         by_connections.insert(connections, orders as f64 / took.as_secs_f64());
         stage.clear_away().await?;

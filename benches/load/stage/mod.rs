@@ -48,8 +48,6 @@ pub struct Stage<'a> {
     overrides: Vec<String>,
     pub pool: PgPool,
     database: String,
-    /// Of the database, by its socket.
-    pub socket_url: String,
     has_queues: bool,
 }
 
@@ -66,9 +64,9 @@ impl<'a> Stage<'a> {
         Ok(stage)
     }
 
-    /// With a database alone, for those who need no broker.
-    pub async fn without_broker(servers: &'a Servers) -> anyhow::Result<Self> {
-        Self::build(servers, Vec::new(), true).await
+    /// With a database alone, for those who need no broker; reached by its socket, or else by TCP.
+    pub async fn without_broker(servers: &'a Servers, by_socket: bool) -> anyhow::Result<Self> {
+        Self::build(servers, Vec::new(), by_socket).await
     }
 
     async fn build(servers: &'a Servers, overrides: Vec<String>, by_socket: bool) -> anyhow::Result<Self> {
@@ -80,14 +78,13 @@ impl<'a> Stage<'a> {
         let server = PgPool::connect(settings.database.url.expose_secret()).await?;
         sqlx::query(AssertSqlSafe(format!("CREATE DATABASE {name}"))).execute(&server).await?;
         server.close().await;
-        let socket_url = settings.database.url_of(&name).expose_secret().to_owned();
+        let pool = PgPool::connect(settings.database.url_of(&name).expose_secret()).await?;
         if !by_socket {
             settings.database.url = SecretString::from(servers.postgres.url_by_tcp());
         }
         settings.database.url = settings.database.url_of(&name);
-        let pool = PgPool::connect(&socket_url).await?;
         database::migrate(&settings.database).await?;
-        Ok(Self { servers, settings, overrides, pool, database: name, socket_url, has_queues: false })
+        Ok(Self { servers, settings, overrides, pool, database: name, has_queues: false })
     }
 
     pub async fn clear_away(self) -> anyhow::Result<()> {
