@@ -132,7 +132,7 @@ async fn play_on(
         stage.wait_until_announced(&mut program).await?;
     }
     let end = Readings::take(servers, &program)?;
-    let commit_us = probe.stop();
+    let commit_us = probe.stop().await?;
     let peak_rss_mib = process::peak_rss_mib(program.pid())?;
     program.stop().await?;
     Ok(Figures {

@@ -22,6 +22,9 @@ use crate::support::{Stage, on_stage, wait_for, wait_within};
 const SECOND: Duration = Duration::from_secs(1);
 /// How often [`LeftLying`] is taken away.
 const LOSSES: usize = 2;
+/// The name of a connection that is opened when everything is over.
+const LAST_WORD: &str = "the last word";
+
 /// Runs a test on a broker that waits five seconds for an acknowledgement, and looks five times a second.
 fn on_impatient_broker<F: Future<Output = ()> + Send + 'static>(
     test: impl FnOnce(Arc<Stage>, Arc<Private>) -> F + Send + 'static,
@@ -77,7 +80,7 @@ impl<'a> LeftLying<'a> {
 
 /// Insists that the broker lost its patience with nobody but [`LeftLying`]. The broker writes its log in order, but
 /// seconds after the fact; and of one channel twice, if it looks again before the client has answered that it is closed.
-async fn assert_no_worker_kept_it_waiting(broker: &Private) {
+async fn assert_no_worker_kept_it_waiting(stage: &Stage, broker: &Private) {
     let losses = || -> BTreeSet<String> {
         let log = broker.log();
         let losses = log.lines().filter(|line| line.contains("has timed out waiting"));
@@ -85,6 +88,9 @@ async fn assert_no_worker_kept_it_waiting(broker: &Private) {
         losses.map(|line| line.split(' ').nth(3).expect("a line of the broker's log").to_owned()).collect()
     };
     wait_for("the broker's word of its patience's end", async || losses().len() >= LOSSES).await;
+    // What it has written down by then, too.
+    order_timeout::broker::connect(&stage.settings.amqp, LAST_WORD).await.unwrap();
+    wait_for("the broker's last word", async || broker.log().contains(LAST_WORD)).await;
     assert_eq!(losses().len(), LOSSES, "a worker lost its channel: {}", broker.log());
 }
 
@@ -103,7 +109,7 @@ fn alarms_go_back_in_time_while_the_database_is_away() {
         network.restore();
         assert_all_closed_and_heard(&stage, &kept_events).await;
         worker.stop().await;
-        assert_no_worker_kept_it_waiting(&broker).await;
+        assert_no_worker_kept_it_waiting(&stage, &broker).await;
         stage.assert_nothing_left_undone().await;
     });
 }
@@ -123,7 +129,7 @@ fn alarms_of_an_order_that_somebody_keeps_locked_go_back_in_time() {
         transaction.rollback().await.unwrap();
         assert_all_closed_and_heard(&stage, &kept_events).await;
         worker.stop().await;
-        assert_no_worker_kept_it_waiting(&broker).await;
+        assert_no_worker_kept_it_waiting(&stage, &broker).await;
         stage.assert_nothing_left_undone().await;
     });
 }
@@ -144,7 +150,7 @@ fn alarms_that_cannot_be_parked_go_back_in_time() {
         wait_within(COMING_BACK, "the alarm taken again", async || stage.depth(&stage.names().timeout()).await == 0)
             .await;
         worker.stop().await;
-        assert_no_worker_kept_it_waiting(&broker).await;
+        assert_no_worker_kept_it_waiting(&stage, &broker).await;
         assert_eq!(stage.parked().await.len(), 1, "once");
     });
 }
@@ -163,6 +169,6 @@ fn alarms_on_their_way_into_the_wheel_go_back_in_time_while_the_broker_blocks_pu
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.6"]));
         assert_all_closed_and_heard(&stage, &kept_events).await;
         worker.stop().await;
-        assert_no_worker_kept_it_waiting(&broker).await;
+        assert_no_worker_kept_it_waiting(&stage, &broker).await;
     });
 }

@@ -89,7 +89,7 @@ async fn close_all(
 ///
 /// Ends when it is dropped, so that a contest that fails can put its database away.
 pub struct CommitProbe {
-    _probing: AbortOnDropHandle<anyhow::Result<()>>,
+    probing: AbortOnDropHandle<anyhow::Result<()>>,
     took_us: Arc<Mutex<Histogram<u64>>>,
 }
 
@@ -101,7 +101,7 @@ impl CommitProbe {
         sqlx::query("INSERT INTO commit_probe VALUES (0)").execute(&pool).await?;
         let took_us = Arc::new(Mutex::new(ledger::histogram()));
         let probing = AbortOnDropHandle::new(tokio::spawn(Self::probe(pool, took_us.clone())));
-        Ok(Self { _probing: probing, took_us })
+        Ok(Self { probing, took_us })
     }
 
     async fn probe(pool: PgPool, took_us: Arc<Mutex<Histogram<u64>>>) -> anyhow::Result<()> {
@@ -116,7 +116,12 @@ impl CommitProbe {
         }
     }
 
-    pub fn stop(self) -> Histogram<u64> {
-        self.took_us.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// # Errors
+    /// Why it ended by itself, if it did: what it has measured then says nothing of the rest.
+    pub async fn stop(self) -> anyhow::Result<Histogram<u64>> {
+        if self.probing.is_finished() {
+            self.probing.await??;
+        }
+        Ok(self.took_us.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 }

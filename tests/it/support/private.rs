@@ -58,9 +58,10 @@ impl Private {
     }
 
     /// Has the broker write down what was declared. RabbitMQ 3 keeps it in memory for up to two seconds (the cache of
-    /// Erlang's `disk_log`), and one that is killed meanwhile comes back without a binding, a queue or an exchange.
+    /// Erlang's `disk_log`), and one that is killed meanwhile comes back without a binding, a queue or an exchange; or, as
+    /// which of a node's Raft servers is which stands in a `dets` table of its own, with a queue that never gets a leader.
     pub fn write_down_declarations(&self) {
-        self.ctl(&["eval", "disk_log:sync(latest_log)."]);
+        self.ctl(&["eval", "disk_log:sync(latest_log), [dets:sync(Table) || Table <- dets:all()]."]);
     }
 
     pub fn stop(&self) {
