@@ -368,8 +368,13 @@ impl Settings {
             name: duration_name(ring.unit),
             unit: ring.unit,
             slots: ring.slots,
-            // The finest ring hands over to the worker's hold, the coarser ones to the next finer ring.
-            early: if index == 0 { self.delay.lead } else { ring.early.unwrap_or(ring.unit / 6) },
+            // The finest ring hands over to the worker's hold. Each coarser one to the next finer, which must have everything
+            // before it lets go in its turn.
+            early: if index == 0 {
+                self.delay.lead
+            } else {
+                self.delay.lead.saturating_add(ring.early.unwrap_or(ring.unit / 6))
+            },
         });
         Wheel::new(rings.collect())
     }

@@ -35,7 +35,7 @@ pub enum Place {
 /// Why a set of rings cannot make a wheel.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BadWheel {
-    #[error("delay.rings is empty; keep at least one ring, such as {{ unit = \"5s\", slots = 20 }}")]
+    #[error("delay.rings is empty; keep at least one ring, such as {{ unit = \"5s\", slots = 30 }}")]
     NoRings,
     #[error("ring {0} needs a unit of at least 100 ms and between 6 and 1000 slots")]
     BadRing(String),

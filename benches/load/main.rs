@@ -45,7 +45,8 @@ pub struct Options {
     /// Print one JSON line and nothing else
     #[arg(long, global = true)]
     json: bool,
-    /// A setting that differs from the defaults, such as --set worker.closers=4
+    /// A setting of the worker that differs from the defaults, such as --set worker.closers=4; limits and competitors
+    /// keep to the defaults
     #[arg(long = "set", global = true, value_name = "KEY=VALUE")]
     overrides: Vec<String>,
     /// A broker to use instead of a private one: newer, or with a plugin; nobody else may be using it
@@ -117,6 +118,8 @@ pub enum Way {
     Lane,
     /// Its delay is any other: the inbox, then a slot of the wheel
     Wheel,
+    /// Its delay is longer than the wheel's finest ring: the inbox, a slot of the next ring, and both again
+    Far,
 }
 
 fn main() -> ExitCode {

@@ -16,7 +16,7 @@ fn load(environment: &[(&str, &str)], overrides: &[&str]) -> Result<Settings, St
 fn the_defaults_are_valid() {
     let settings = Settings::defaults();
     assert_eq!(settings.delay.lanes[0].name, "30m");
-    assert_eq!(settings.delay.lead, Duration::from_secs(15));
+    assert_eq!(settings.delay.lead, Duration::from_secs(20));
 }
 
 /// README's second for an order that no alarm wakes, and half a second while the broker is away, follow from these; a
@@ -146,7 +146,7 @@ fn each_fault_names_its_key_and_origin() {
     check(&[], &["worker.closers=many"], &["worker.closers", "--set"]);
     check(&[("ORDER_TIMEOUT__AMQP__URL", "http://x:hunter2@y")], &[], &["amqp.url", "amqp://"]);
     check(&[], &["database.acquire_timeout=2h"], &["database.acquire_timeout", "--set"]);
-    check(&[], &["worker.hold_max=6s"], &["worker.hold_max", "22s"]);
+    check(&[], &["worker.hold_max=6s"], &["worker.hold_max", "27s"]);
     check(&[], &["nonsense"], &["--set", "="]);
     check(&[], &["delay.strategy=magic"], &["delay.strategy", "magic", "\"dead-letter\" or \"delayed-exchange\""]);
     check(&[("ORDER_TIMEOUT__LOG__FORMAT", "xml")], &[], &["log.format", "\"xml\"", "\"human\" or \"json\""]);

@@ -161,7 +161,7 @@ fn drawn(
         let finer = rings.last().expect("one at least");
         let reach_ms = u64::try_from(finer.unit.as_millis()).unwrap() * (u64::from(finer.slots) * 5 / 6);
         let unit_ms = reach_ms * unit_in_1000 / 1_000;
-        let early_ms = reach_ms.saturating_sub(unit_ms) * early_in_1000 / 1_000;
+        let early_ms = reach_ms.saturating_sub(unit_ms + lead_ms) * early_in_1000 / 1_000;
         let [unit, early] = [unit_ms, early_ms].map(Duration::from_millis);
         rings.push(RingSettings { unit, slots: *slots, early: Some(early) });
     }
@@ -230,12 +230,6 @@ fn coarsest(wheel: &Wheel) -> &Ring {
     wheel.rings().last().expect("one at least")
 }
 
-/// How long before it is due an alarm arrives at the latest if nothing is late: as long as the last ring that it waited
-/// in lets it go early.
-fn margin(wheel: &Wheel) -> Duration {
-    wheel.rings().iter().map(|ring| ring.early).min().unwrap_or_default()
-}
-
 /// In how many slots an alarm waits at most, one after the other: for each ring, one; and before that one for each stay
 /// in the coarsest ring, which lasts as long as its reach less a unit.
 fn most_hops(wheel: &Wheel, ahead: Duration) -> u128 {
@@ -267,7 +261,7 @@ fn an_alarm_arrives(settings: &Settings, due: Moment, now: Moment, late: &[Durat
     let wheel = settings.wheel().expect("accepted rings mesh");
     let (mut now, mut hops, most) = (now, 0, most_hops(&wheel, due.since(now)));
     let mut late = late.iter().copied().chain(std::iter::repeat(Duration::ZERO));
-    let mut arrives_by = (due - margin(&wheel)).max(now) + ROUNDING;
+    let mut arrives_by = (due - settings.delay.lead).max(now) + ROUNDING;
     while let Place::Slot { ring, ttl, .. } = placed(settings, &wheel, due, now)? {
         hops += 1;
         prop_assert!(hops <= most, "more than {most} slots");
@@ -453,7 +447,7 @@ impl Model<'_> {
     fn arrive(&self, traveller: Traveller, late: Duration) -> Checked {
         match traveller.wish {
             Wish::By(due) => {
-                let by = (due - margin(&self.wheel)).max(traveller.free_since) + ROUNDING;
+                let by = (due - self.settings.delay.lead).max(traveller.free_since) + ROUNDING;
                 prop_assert!(self.now <= by, "{:?} too late", self.now.since(by));
                 prop_assert!(due.since(self.now) <= self.settings.worker.hold_max, "it goes back");
             }

@@ -104,7 +104,7 @@ fn places(stage: &Stage<'_>, way: Way) -> Vec<(String, String)> {
             let lane = &settings.delay.lanes[0].name;
             (0..settings.delay.lane_shards).map(|shard| (names.delay(), Names::lane_key(lane, shard))).collect()
         }
-        (Strategy::DeadLetter, Way::Wheel) => {
+        (Strategy::DeadLetter, Way::Wheel | Way::Far) => {
             let wheel = settings.wheel().expect("validated settings have rings that mesh");
             vec![(names.wheel(), Names::slot_key(&wheel.rings()[0].name, 0))]
         }

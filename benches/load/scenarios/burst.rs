@@ -14,10 +14,9 @@ use crate::{Options, Way, limits};
 const SLOWEST_ARMING_PER_S: f64 = 3_000.0;
 /// What is waited for besides that, before the alarms leave the broker.
 const SPARE: Duration = Duration::from_secs(2);
-/// The standard delay of a burst by lane. Alarms published up to a second before or after it take the lane as well.
-const LANE: Duration = Duration::from_secs(20);
-/// The unit of the wheel's finest ring: a burst at its beginning has no more than `delay.lead` to be handed over.
-const SLOT: Duration = Duration::from_secs(5);
+/// The standard delay of a burst by lane: longer than `delay.lead`, or nothing would wait in the lane. Alarms published up
+/// to a second before or after it take the lane as well.
+const LANE: Duration = Duration::from_secs(30);
 /// Loops of each competitor, as the worker has closers.
 const CONNECTIONS: u32 = 2;
 
@@ -69,19 +68,22 @@ fn last_lateness(figures: &Figures) -> f64 {
 }
 
 pub fn plan(orders: usize, articles: usize, way: Way) -> Plan {
+    let settings = Settings::defaults();
+    let rings = settings.delay.rings;
+    let arming = Duration::from_secs_f64(orders as f64 / SLOWEST_ARMING_PER_S);
     let ahead = match way {
-        Way::Wheel => {
-            let arming = Duration::from_secs_f64(orders as f64 / SLOWEST_ARMING_PER_S);
-            arming + SPARE + Settings::defaults().delay.lead
-        }
+        Way::Wheel => arming + SPARE + settings.delay.lead,
+        Way::Far => arming + SPARE + settings.delay.lead + rings[0].unit * u32::from(rings[0].slots),
         // Half a second for what is published at the end.
         Way::Lane => LANE + Duration::from_millis(500),
     };
+    // At the beginning of a slot: it has no more than its `early` to be handed over.
+    let slot = if matches!(way, Way::Far) { rings[1].unit } else { rings[0].unit };
     Plan {
         ahead,
         after_first: vec![Duration::ZERO; orders],
         live: false,
-        aligned_to: Some(SLOT),
+        aligned_to: Some(slot),
         horizon: Duration::ZERO,
         articles,
     }
@@ -89,7 +91,7 @@ pub fn plan(orders: usize, articles: usize, way: Way) -> Plan {
 
 pub fn settings(way: Way) -> Vec<String> {
     match way {
-        Way::Wheel => Vec::new(),
+        Way::Wheel | Way::Far => Vec::new(),
         Way::Lane => vec![format!("delay.lanes={}s", LANE.as_secs())],
     }
 }

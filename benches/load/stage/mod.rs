@@ -55,7 +55,8 @@ impl<'a> Stage<'a> {
     /// With exchanges and queues, for the worker.
     pub async fn with_broker(servers: &'a Servers, options: &Options, more: &[String]) -> anyhow::Result<Self> {
         let mut overrides = vec![format!("delay.strategy={}", options.strategy)];
-        overrides.extend(more.iter().chain(&options.overrides).cloned());
+        // What makes the contestant comes last: it is not to be set otherwise.
+        overrides.extend(options.overrides.iter().chain(more).cloned());
         let mut stage = Self::build(servers, overrides, options.socket).await?;
         let connection = stage.connect().await?;
         Topology::new(&stage.settings).declare(&connection).await?;

@@ -54,7 +54,7 @@ fn stage_arguments(settings: &Settings) -> Vec<String> {
     let file = rings_file(settings);
     // In one piece: a worker that was started a moment ago may be reading it.
     let mut whole = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    writeln!(whole, "[delay]\nrings = [{}]", rings.join(", ")).unwrap();
+    writeln!(whole, "[delay]\nlead = \"{}\"\nrings = [{}]", millis(settings.delay.lead), rings.join(", ")).unwrap();
     whole.persist(&file).unwrap();
     let lanes: Vec<&str> = settings.delay.lanes.iter().map(|lane| lane.name.as_str()).collect();
     let mut arguments = vec!["--config".to_owned(), file.display().to_string()];
@@ -62,7 +62,6 @@ fn stage_arguments(settings: &Settings) -> Vec<String> {
         ("namespace", settings.namespace.clone()),
         ("delay.lanes", lanes.join(",")),
         ("delay.lane_shards", settings.delay.lane_shards.to_string()),
-        ("delay.lead", millis(settings.delay.lead)),
         ("amqp.heartbeat", millis(settings.amqp.heartbeat)),
         ("amqp.connect_timeout", millis(settings.amqp.connect_timeout)),
         ("amqp.confirm_timeout", millis(settings.amqp.confirm_timeout)),
