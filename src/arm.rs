@@ -60,7 +60,7 @@ impl Armer {
 
     /// Writes all jobs.
     pub async fn write(&self, jobs: Vec<ArmJob>, clock: DatabaseClock) -> Written {
-        let messages = jobs.iter().map(|job| self.message(job, clock.now())).collect();
+        let messages: Vec<Outgoing> = jobs.iter().map(|job| self.message(job, clock.now())).collect();
         let answers = self.confirmed.publish_all(messages).await;
         let mut written = Written::default();
         let mut first_fault = None;

@@ -151,11 +151,12 @@ impl ConfirmedPublisher {
 
     /// Publishes many messages, pipelined. One answer for each, in their order. When a whole window comes to nothing
     /// because the broker does not answer, which takes as long as in [`Self::publish`], the rest is not tried.
-    pub async fn publish_all(&self, messages: Vec<Outgoing>) -> Vec<Result<(), NotConfirmed>> {
-        let count = messages.len();
+    ///
+    /// Each message is asked for shortly before it is sent: a TTL counts from when the broker has it.
+    pub async fn publish_all(&self, messages: impl IntoIterator<Item = Outgoing>) -> Vec<Result<(), NotConfirmed>> {
         let mut messages = messages.into_iter().peekable();
         let mut waiting = FuturesOrdered::new();
-        let mut answers = Answer::with_capacity(count);
+        let mut answers = Answer::new();
         let mut broker_fault = None;
         loop {
             while broker_fault.is_none() && waiting.len() < WINDOWS_AT_ONCE && messages.peek().is_some() {
@@ -166,7 +167,7 @@ impl ConfirmedPublisher {
             answers.extend(answer);
         }
         if let Some(fault) = broker_fault {
-            answers.resize(count, Err(fault));
+            answers.extend(messages.map(|_| Err(fault.clone())));
         }
         answers
     }

@@ -175,7 +175,7 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
             }
         }
         let stamp = || Stamp { attempt: 0, born: Moment::now_by_local_clock(), traceparent: None };
-        let messages = readable.iter().map(|(.., due)| envelope::address(due, Entry::arm(&names), stamp())).collect();
+        let messages = readable.iter().map(|(.., due)| envelope::address(due, Entry::arm(&names), stamp()));
         let answers = confirmed.publish_all(messages).await;
         let mut safe = Vec::new();
         for ((id, since, _), answer) in readable.into_iter().zip(answers) {

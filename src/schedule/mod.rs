@@ -86,8 +86,9 @@ impl Publisher {
     /// # Errors
     /// [`NotScheduled`], within `amqp.connect_timeout` + `amqp.confirm_timeout`, however many others call it.
     pub async fn schedule(&self, order_id: impl AsRef<str>, deadline: impl Into<Deadline>) -> Result<(), NotScheduled> {
-        let message = self.message(OrderId::new(order_id)?, deadline.into())?;
-        Ok(self.confirmed.publish(message).await?)
+        let (order_id, deadline) = (OrderId::new(order_id)?, deadline.into());
+        self.ensure_near(deadline)?;
+        Ok(self.confirmed.publish(self.message(order_id, deadline)).await?)
     }
 
     /// Schedules many alarms with pipelined confirms.
@@ -99,32 +100,33 @@ impl Publisher {
         &self,
         alarms: impl IntoIterator<Item = (OrderId, D)>,
     ) -> Result<usize, NotAllScheduled> {
-        let mut ids = Vec::new();
-        let mut messages = Vec::new();
-        let mut failed = Vec::new();
+        let (mut accepted, mut failed) = (Vec::new(), Vec::new());
         for (order_id, deadline) in alarms {
-            match self.message(order_id.clone(), deadline.into()) {
-                Ok(message) => {
-                    ids.push(order_id);
-                    messages.push(message);
-                }
+            let deadline = deadline.into();
+            match self.ensure_near(deadline) {
+                Ok(()) => accepted.push((order_id, deadline)),
                 Err(fault) => failed.push((order_id, fault)),
             }
         }
-        let total = ids.len() + failed.len();
+        let total = accepted.len() + failed.len();
+        let messages = accepted.clone().into_iter().map(|(order_id, deadline)| self.message(order_id, deadline));
         let answers = self.confirmed.publish_all(messages).await;
-        failed.extend(ids.into_iter().zip(answers).filter_map(|(id, answer)| Some((id, answer.err()?.into()))));
+        let ids = accepted.into_iter().map(|(order_id, _)| order_id);
+        failed.extend(ids.zip(answers).filter_map(|(id, answer)| Some((id, answer.err()?.into()))));
         if failed.is_empty() { Ok(total) } else { Err(NotAllScheduled { scheduled: total - failed.len(), failed }) }
     }
 
-    fn message(&self, order_id: OrderId, deadline: Deadline) -> Result<Outgoing, NotScheduled> {
+    fn ensure_near(&self, deadline: Deadline) -> Result<(), NotScheduled> {
+        let is_near = deadline <= Moment::now_by_local_clock() + self.lanes.max_delay();
+        is_near.then_some(()).ok_or(NotScheduled::TooFar)
+    }
+
+    /// To be sent at once: its TTL counts from now.
+    fn message(&self, order_id: OrderId, deadline: Deadline) -> Outgoing {
         let now = Moment::now_by_local_clock();
-        if deadline > now + self.lanes.max_delay() {
-            return Err(NotScheduled::TooFar);
-        }
         let entry = self.lanes.entry(&order_id, deadline, now);
         let stamp = Stamp { attempt: 0, born: now, traceparent: None };
-        Ok(envelope::address(&TimeoutDue { order_id, deadline }, entry, stamp))
+        envelope::address(&TimeoutDue { order_id, deadline }, entry, stamp)
     }
 }
 
