@@ -11,22 +11,14 @@ use uuid::Uuid;
 use crate::confirm::{ConfirmedPublisher, Outgoing};
 use crate::database::{Database, Timestamptz};
 use crate::message::CONTENT_TYPE;
-use crate::relay::{NotRelayed, Outbox, OutboxSql, Relayed};
+use crate::relay::{NotRelayed, Outbox, OutboxSql, Relayed, outbox_sql};
 use crate::topology::Names;
 
-const SQL: OutboxSql = OutboxSql {
+const SQL: OutboxSql = outbox_sql!(
+    "event_outbox",
     unsent: "SELECT id, routing_key, type, payload::text AS payload, created_at FROM event_outbox
-             WHERE sent_at IS NULL AND id <> ALL ($2::uuid[]) ORDER BY created_at, id LIMIT $1",
-    // The first entry of the index of the unsent.
-    age_s: "SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM event_outbox WHERE sent_at IS NULL",
-    // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
-    mark_sent: "UPDATE event_outbox SET sent_at = clock_timestamp() WHERE id = ANY ($1)",
-    mark_free: "UPDATE event_outbox SET sent_at = clock_timestamp()
-                WHERE id IN (SELECT id FROM event_outbox WHERE id = ANY ($1) FOR NO KEY UPDATE SKIP LOCKED) RETURNING id",
-    // statement_timestamp(): a volatile function could not bound an index scan.
-    forget: "DELETE FROM event_outbox WHERE id IN
-             (SELECT id FROM event_outbox WHERE sent_at < statement_timestamp() - make_interval(secs => $1) LIMIT $2)",
-};
+             WHERE sent_at IS NULL AND id <> ALL ($2::uuid[]) ORDER BY created_at, id LIMIT $1"
+);
 
 /// Sends what stands in `event_outbox`.
 #[derive(Debug)]

@@ -45,6 +45,39 @@ pub struct OutboxSql {
     pub forget: &'static str,
 }
 
+/// The statements of the outbox in a table, which differ in what a message is made of alone.
+macro_rules! outbox_sql {
+    ($table:literal, unsent: $unsent:literal) => {
+        $crate::relay::OutboxSql {
+            unsent: $unsent,
+            // The first entry of the index of the unsent.
+            age_s: concat!(
+                "SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM ",
+                $table,
+                " WHERE sent_at IS NULL"
+            ),
+            // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
+            mark_sent: concat!("UPDATE ", $table, " SET sent_at = clock_timestamp() WHERE id = ANY ($1)"),
+            mark_free: concat!(
+                "UPDATE ",
+                $table,
+                " SET sent_at = clock_timestamp() WHERE id IN (SELECT id FROM ",
+                $table,
+                " WHERE id = ANY ($1) FOR NO KEY UPDATE SKIP LOCKED) RETURNING id"
+            ),
+            // statement_timestamp(): a volatile function could not bound an index scan.
+            forget: concat!(
+                "DELETE FROM ",
+                $table,
+                " WHERE id IN (SELECT id FROM ",
+                $table,
+                " WHERE sent_at < statement_timestamp() - make_interval(secs => $1) LIMIT $2)"
+            ),
+        }
+    };
+}
+pub(crate) use outbox_sql;
+
 /// Why a round came to nothing. The rows stay in their outbox.
 #[derive(Debug, thiserror::Error)]
 pub enum NotRelayed {

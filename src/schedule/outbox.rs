@@ -14,21 +14,13 @@ use crate::database::{Database, Timestamptz};
 use crate::envelope::{self, Stamp};
 use crate::message::TimeoutDue;
 use crate::order::{BadOrderId, Deadline, Moment, OrderId};
-use crate::relay::{NotRelayed, Outbox, OutboxSql, Relayed};
+use crate::relay::{NotRelayed, Outbox, OutboxSql, Relayed, outbox_sql};
 
-const SQL: OutboxSql = OutboxSql {
+const SQL: OutboxSql = outbox_sql!(
+    "alarm_outbox",
     unsent: "SELECT id, order_id, deadline, clock_timestamp() AS now FROM alarm_outbox
-             WHERE sent_at IS NULL AND id <> ALL ($2::uuid[]) ORDER BY created_at, id LIMIT $1",
-    // The first entry of the index of the unsent.
-    age_s: "SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM alarm_outbox WHERE sent_at IS NULL",
-    // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
-    mark_sent: "UPDATE alarm_outbox SET sent_at = clock_timestamp() WHERE id = ANY ($1)",
-    mark_free: "UPDATE alarm_outbox SET sent_at = clock_timestamp()
-                WHERE id IN (SELECT id FROM alarm_outbox WHERE id = ANY ($1) FOR NO KEY UPDATE SKIP LOCKED) RETURNING id",
-    // statement_timestamp(): a volatile function could not bound an index scan.
-    forget: "DELETE FROM alarm_outbox WHERE id IN
-             (SELECT id FROM alarm_outbox WHERE sent_at < statement_timestamp() - make_interval(secs => $1) LIMIT $2)",
-};
+             WHERE sent_at IS NULL AND id <> ALL ($2::uuid[]) ORDER BY created_at, id LIMIT $1"
+);
 
 /// Why an alarm was not written into the outbox.
 #[derive(Debug, thiserror::Error)]
