@@ -7,7 +7,8 @@ use std::time::Duration;
 use backon::{BackoffBuilder, ExponentialBuilder};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// Jitter included.
+pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 /// Pauses that double up to the longest and never end: jittered, so that workers do not come back in step.
 #[derive(Debug)]
@@ -16,7 +17,8 @@ pub struct Pauses(backon::ExponentialBackoff);
 impl Pauses {
     #[must_use]
     pub fn new() -> Self {
-        let growing = ExponentialBuilder::default().with_min_delay(FIRST_PAUSE).with_max_delay(LONGEST_PAUSE);
+        // backon's jitter comes on top and is as long as the delay at most.
+        let growing = ExponentialBuilder::default().with_min_delay(FIRST_PAUSE).with_max_delay(LONGEST_PAUSE / 2);
         Self(growing.with_jitter().without_max_times().build())
     }
 
@@ -29,5 +31,19 @@ impl Pauses {
 impl Default for Pauses {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_up_to_the_longest_and_never_end() {
+        let mut pauses = Pauses::new();
+        assert!((FIRST_PAUSE..=2 * FIRST_PAUSE).contains(&pauses.next_pause()));
+        let later: Vec<Duration> = (0..1_000).map(|_| pauses.next_pause()).skip(10).collect();
+        assert!(later.iter().all(|pause| (LONGEST_PAUSE / 2..=LONGEST_PAUSE).contains(pause)), "{later:?}");
+        assert!(later.windows(2).any(|two| two[0] != two[1]), "not in step");
     }
 }

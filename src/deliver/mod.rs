@@ -30,6 +30,8 @@ use ledger::{Frames, Ledger};
 const PARKED_PREFETCH: u16 = 100;
 /// How long the broker may take to answer a goodbye.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
+/// How long a session's end may take: first the channels' goodbye, then the connection's.
+pub(crate) const LONGEST_CLOSE: Duration = CLOSE_PATIENCE.saturating_mul(2);
 
 /// An open session.
 #[derive(Debug)]
@@ -44,6 +46,7 @@ pub struct Session {
 /// One channel with its consumer.
 #[derive(Debug, Clone)]
 struct Line {
+    inlet: Inlet,
     channel: Channel,
     consumer_tag: String,
     ledger: Arc<Mutex<Ledger>>,
@@ -102,7 +105,7 @@ impl Session {
         let consumer = channel
             .basic_consume(queue.as_str().into(), consumer_tag.as_str().into(), options, FieldTable::default())
             .await?;
-        let line = Line { channel, consumer_tag, ledger: Arc::default() };
+        let line = Line { inlet, channel, consumer_tag, ledger: Arc::default() };
         let reader = Reader { session: self.number, channel: index, inlet, ledger: line.ledger.clone(), inbox };
         let (ended, why) = (self.ended.clone(), self.why_ended.clone());
         tokio::spawn(async move {
@@ -128,6 +131,13 @@ impl Session {
     #[must_use]
     pub fn number(&self) -> u64 {
         self.number
+    }
+
+    /// Whether this is the receipt of an alarm out of the inbox.
+    #[must_use]
+    pub fn is_of_inbox(&self, receipt: &Receipt) -> bool {
+        let line = self.lines.get(usize::from(receipt.channel));
+        receipt.session == self.number && line.is_some_and(|line| line.inlet == Inlet::Arm)
     }
 
     /// Resolves when any part of the session has ended, with the reason. A stream that just ends counts: the queue was

@@ -1,7 +1,8 @@
 //! What becomes of a batch when its answer is in: the verdict on each of its cases, carried out. Settled, awaited, asked
 //! again, tried later, parked; or, found by the sweep, left to itself for a while.
 //!
-//! Pure, like the whole desk. Decides no outcome: that stands in `verdict.rs`.
+//! Pure, like the whole desk. What an order's outcome means stands in `verdict.rs`; what a batch that failed as a whole
+//! comes to, before any of its orders has an outcome, stands here.
 
 use std::collections::HashMap;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! The outcome table: what happens next with an alarm once its order was looked at. All of it stands in
-//! [`after_close`], one total `match`.
+//! The outcome tables: what happens next once an order was looked at. All of it stands in two total matches,
+//! [`after_close`] for whom an alarm woke, and [`after_sweep`] for whom the sweep found.
 //!
 //! Pure: no state of its own, no I/O. The desk carries out what is decided here.
 

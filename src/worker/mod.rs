@@ -6,6 +6,7 @@
 
 mod floor;
 mod outboxes;
+mod settling;
 mod signs;
 mod steps;
 mod supervisor;
@@ -28,14 +29,16 @@ use crate::close::Closer;
 use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
 use crate::database::{self, Database, DatabaseFault, why};
-use crate::deliver::Session;
+use crate::deliver::{LONGEST_CLOSE, Session};
 use crate::desk::{Desk, Policy};
 use crate::http::{HttpFault, HttpServer, LIVEZ, METRICS, READYZ};
+use crate::patience::LONGEST_PAUSE;
 use crate::schedule::outbox::AlarmRelay;
 use crate::sweep::Sweeper;
-use crate::topology::Names;
+use crate::topology::{DECLARE_TIMEOUT, Names};
 use floor::Floor;
 use outboxes::Outboxes;
+use settling::Settling;
 use signs::Signs;
 use steps::Steps;
 use supervisor::{Phase, Supervisor};
@@ -125,7 +128,7 @@ impl Worker {
 
         let outboxes_end = CancellationToken::new();
         let (closing, closing_seen) = watch::channel(false);
-        let outboxes = outboxes(&settings, &self.database, &confirmed, closing_seen, signs.clone());
+        let outboxes = outboxes(&settings, &self.database, &confirmed, closing_seen.clone(), signs.clone());
         signs.health.begins_to_work();
         let relaying = tokio::spawn(outboxes.keep_empty(outboxes_end.clone()));
 
@@ -135,7 +138,7 @@ impl Worker {
         let supervisor = Supervisor::new(
             settings.clone(),
             self.inbox_sender,
-            settlement_queue,
+            Settling::new(settlement_queue, closing_seen),
             phase_seen,
             notes.clone(),
             confirmed.way_is_missing(),
@@ -220,7 +223,10 @@ async fn show(settings: &Settings, signs: &Signs) -> Result<Option<HttpServer>, 
 fn longest_turn(settings: &Settings) -> Duration {
     let broker = settings.amqp.connect_timeout + settings.amqp.confirm_timeout;
     let database = settings.database.acquire_timeout + settings.database.statement_timeout;
-    LOOP_PATIENCE + settings.announce.poll + 2 * broker + CALLS_PER_TURN * database
+    let of_outboxes = settings.announce.poll + 2 * broker + CALLS_PER_TURN * database;
+    // Closes a session, waits, opens another, closes that as well, and waits again.
+    let of_supervisor = 2 * (LONGEST_CLOSE + LONGEST_PAUSE + broker) + DECLARE_TIMEOUT;
+    LOOP_PATIENCE + of_outboxes.max(of_supervisor)
 }
 
 /// The desk's bounds, as these settings have them.

@@ -23,8 +23,8 @@ use crate::telemetry::Seldom;
 const FORGET_EVERY: Duration = Duration::from_secs(60);
 /// How often the outboxes' ages are read.
 const MEASURE_EVERY: Duration = Duration::from_secs(1);
-/// How long events wait for closers that have work in hand.
-const LONGEST_WAY: Duration = Duration::from_millis(500);
+/// How long events wait for closers that have work in hand, and then closers share the machine with events.
+const TURN: Duration = Duration::from_secs(2);
 /// How often a worker that is not the relay asks whether it should be.
 const ASK_FOR_LOCK_EVERY: Duration = Duration::from_secs(1);
 /// The longest pause after a database that refused. Orders may depend on the alarms, so it is asked again soon.
@@ -41,8 +41,7 @@ pub(super) struct Outboxes {
     events_rest: Rest,
     /// Whether it did in this round.
     database_answers: bool,
-    /// Since when events give way to closing.
-    gives_way_since: Option<Instant>,
+    events_turns: Turns,
     forget_at: Instant,
     measure_at: Instant,
     signs: Signs,
@@ -80,7 +79,7 @@ impl Outboxes {
             alarms_rest: Rest::default(),
             events_rest: Rest::default(),
             database_answers: true,
-            gives_way_since: None,
+            events_turns: Turns::default(),
             forget_at,
             measure_at,
             signs,
@@ -129,7 +128,7 @@ impl Outboxes {
             self.database_answers &= !alarms.as_ref().is_err_and(NotRelayed::is_unanswered);
             more |= self.alarms_rest.note(ALARMS, alarms);
         }
-        if (is_last || self.events_rest.is_over()) && !self.events_give_way() {
+        if (is_last || self.events_rest.is_over()) && self.is_turn_of_events() {
             let events = self.events.round().await.inspect(|events| self.count_events(events));
             self.database_answers &= !events.as_ref().is_err_and(NotRelayed::is_unanswered);
             more |= self.events_rest.note(EVENTS, events);
@@ -155,18 +154,9 @@ impl Outboxes {
         }
     }
 
-    /// Events can wait for a burst of closes; but not for ever, and no alarm waits with them.
-    fn events_give_way(&mut self) -> bool {
-        if !*self.closing.borrow() {
-            self.gives_way_since = None;
-            return false;
-        }
-        let since = self.gives_way_since.get_or_insert_with(Instant::now);
-        if since.elapsed() < LONGEST_WAY {
-            return true;
-        }
-        *since = Instant::now();
-        false
+    fn is_turn_of_events(&mut self) -> bool {
+        let closing = *self.closing.borrow();
+        self.events_turns.is_turn_of_events(closing, Instant::now())
     }
 
     fn count_alarms(&self, alarms: &Relayed) {
@@ -216,6 +206,25 @@ impl Outboxes {
     }
 }
 
+/// Events can wait for a burst of closes, but not for ever: under a load that never lets the closers rest they get every
+/// other turn, or the outbox would grow for as long as it lasts. No alarm waits with them.
+#[derive(Debug, Default)]
+struct Turns {
+    closing_since: Option<Instant>,
+}
+
+impl Turns {
+    fn is_turn_of_events(&mut self, closing: bool, now: Instant) -> bool {
+        if !closing {
+            self.closing_since = None;
+            return true;
+        }
+        let closing_since = *self.closing_since.get_or_insert(now);
+        let turns_over = (now - closing_since).as_nanos() / TURN.as_nanos();
+        turns_over % 2 == 1
+    }
+}
+
 /// When an outbox is looked at again that could not be emptied.
 #[derive(Debug, Default)]
 struct Rest {
@@ -258,5 +267,27 @@ impl Rest {
                 false
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn closers_that_never_rest_leave_every_other_turn_to_events() {
+        let (mut turns, begin) = (Turns::default(), Instant::now());
+        let looks = (0..100).map(|tenth| begin + TURN / 10 * tenth);
+        let found: Vec<bool> = looks.map(|now| turns.is_turn_of_events(true, now)).collect();
+        let expected: Vec<bool> = (0..100).map(|tenth| tenth / 10 % 2 == 1).collect();
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn closers_that_rest_leave_the_turn_to_events_and_are_waited_for_anew() {
+        let (mut turns, begin) = (Turns::default(), Instant::now());
+        assert!(!turns.is_turn_of_events(true, begin));
+        assert!(turns.is_turn_of_events(false, begin + TURN / 2));
+        assert!(!turns.is_turn_of_events(true, begin + TURN), "as long as from the beginning");
     }
 }

@@ -11,8 +11,9 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::Signs;
+use super::settling::Settling;
 use super::steps::Note;
-use crate::alarm::{Delivered, Receipt, Settlement};
+use crate::alarm::Delivered;
 use crate::broker::BrokerFault;
 use crate::config::Settings;
 use crate::deliver::Session;
@@ -26,10 +27,6 @@ pub(super) const FIRST_SESSION: u64 = 1;
 const LIVED: Duration = Duration::from_secs(5);
 /// How long a stopping worker waits for a session that is being opened, so as to close it.
 const LAST_OPENING: Duration = Duration::from_secs(2);
-
-/// Settlements go out together, so often: nobody waits for one, and each journey costs worker and broker as much as a
-/// hundred at once. As many as fall due in this time are redelivered more if the worker is killed, and found closed.
-const SETTLE_EVERY: Duration = Duration::from_millis(20);
 
 /// What the supervisor is to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +44,7 @@ pub(super) enum Phase {
 pub(super) struct Supervisor {
     settings: Settings,
     inbox: mpsc::UnboundedSender<Delivered>,
-    settlements: mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>,
+    settling: Settling,
     phase: watch::Receiver<Phase>,
     notes: mpsc::UnboundedSender<Note>,
     next_session: u64,
@@ -60,13 +57,13 @@ impl Supervisor {
     pub fn new(
         settings: Settings,
         inbox: mpsc::UnboundedSender<Delivered>,
-        settlements: mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>,
+        settling: Settling,
         phase: watch::Receiver<Phase>,
         notes: mpsc::UnboundedSender<Note>,
         way_is_missing: Arc<Notify>,
         signs: Signs,
     ) -> Self {
-        Self { settings, inbox, settlements, phase, notes, next_session: FIRST_SESSION + 1, way_is_missing, signs }
+        Self { settings, inbox, settling, phase, notes, next_session: FIRST_SESSION + 1, way_is_missing, signs }
     }
 
     pub async fn run(mut self, first: Option<Session>) {
@@ -132,8 +129,6 @@ impl Supervisor {
         let mut cancelled = false;
         // Beside everything else: a broker in trouble may take a minute over it.
         let mut declaring = None;
-        let mut settle_at = Instant::now();
-        let mut settlements = Vec::new();
         loop {
             self.signs.health.beat(Loop::Supervisor);
             let phase = *self.phase.borrow_and_update();
@@ -147,8 +142,7 @@ impl Supervisor {
                 Phase::Rest | Phase::Close => {
                     // In one piece, so that it goes in few frames: what a channel of RabbitMQ has not passed on to a quorum
                     // queue when it is closed is delivered again, and it passes on 32 at a time.
-                    take_waiting(&mut self.settlements, &mut settlements);
-                    if let Err(error) = session.settle(&settlements).await {
+                    if let Err(error) = session.settle(&self.settling.take()).await {
                         warn!(%error, "the last deliveries could not be settled; the broker delivers them again");
                     }
                     session.close().await;
@@ -161,14 +155,13 @@ impl Supervisor {
                     session.close().await;
                     return why;
                 }
-                () = next_settlements(&mut self.settlements, &mut settlements, settle_at) => {
-                    if let Err(error) = session.settle(&settlements).await {
+                // The inbox has a short window, and must not stand still for as long as orders are closed.
+                () = self.settling.due(|receipt| session.is_of_inbox(receipt)) => {
+                    if let Err(error) = session.settle(&self.settling.take()).await {
                         warn!(%error, "deliveries could not be settled; the session is over");
                         session.close().await;
                         return error.to_string();
                     }
-                    settlements.clear();
-                    settle_at = Instant::now() + SETTLE_EVERY;
                 }
                 () = self.way_is_missing.notified(), if declaring.is_none() => {
                     declaring = Some(Box::pin(session.declare_again(&self.settings)));
@@ -201,26 +194,5 @@ impl Supervisor {
     async fn pause(&mut self, pause: Duration) {
         let stopping = self.phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close));
         let _ = tokio::time::timeout(pause, stopping).await;
-    }
-}
-
-/// Whatever is to be settled at that time, or the first that comes after it. Loses nothing if it is dropped while it waits.
-async fn next_settlements(
-    from: &mut mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>,
-    into: &mut Vec<(Receipt, Settlement)>,
-    at: Instant,
-) {
-    tokio::time::sleep_until(at).await;
-    match from.recv().await {
-        Some(settlements) => into.extend(settlements),
-        // The floor is gone, and there will be none.
-        None => std::future::pending().await,
-    }
-    take_waiting(from, into);
-}
-
-fn take_waiting(from: &mut mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>, into: &mut Vec<(Receipt, Settlement)>) {
-    while let Ok(settlements) = from.try_recv() {
-        into.extend(settlements);
     }
 }
