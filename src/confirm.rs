@@ -152,9 +152,13 @@ impl ConfirmedPublisher {
     /// Publishes many messages, pipelined. One answer for each, in their order. When a whole window comes to nothing
     /// because the broker does not answer, which takes as long as in [`Self::publish`], the rest is not tried.
     ///
-    /// Each message is asked for shortly before it is sent: a TTL counts from when the broker has it.
-    pub async fn publish_all(&self, messages: impl IntoIterator<Item = Outgoing>) -> Vec<Result<(), NotConfirmed>> {
+    /// The iterator is asked for each message shortly before it is sent: a TTL counts from when the broker has it.
+    pub async fn publish_all(
+        &self,
+        messages: impl IntoIterator<Item = Outgoing, IntoIter: ExactSizeIterator>,
+    ) -> Vec<Result<(), NotConfirmed>> {
         let mut messages = messages.into_iter().peekable();
+        let count = messages.len();
         let mut waiting = FuturesOrdered::new();
         let mut answers = Answer::new();
         let mut broker_fault = None;
@@ -167,7 +171,7 @@ impl ConfirmedPublisher {
             answers.extend(answer);
         }
         if let Some(fault) = broker_fault {
-            answers.extend(messages.map(|_| Err(fault.clone())));
+            answers.resize(count, Err(fault));
         }
         answers
     }
@@ -456,6 +460,21 @@ mod tests {
             headers: Vec::new(),
             mandatory: false,
         }
+    }
+
+    #[tokio::test]
+    async fn no_more_messages_are_asked_for_than_are_on_their_way() {
+        let (jobs, _never_answered) = mpsc::channel(QUEUED_JOBS);
+        let patience = Duration::from_millis(10);
+        let publisher = ConfirmedPublisher { jobs, patience, way_is_missing: Arc::default() };
+        let (all, mut asked_for) = (10 * WINDOWS_AT_ONCE * WINDOW, 0);
+        let messages = (0..all).map(|_| {
+            asked_for += 1;
+            message()
+        });
+        let answers = publisher.publish_all(messages).await;
+        assert_eq!(answers, vec![Err(NotConfirmed::TimedOut(patience)); all]);
+        assert!(asked_for <= WINDOWS_AT_ONCE * WINDOW + 1, "{asked_for}");
     }
 
     #[tokio::test]

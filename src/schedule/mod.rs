@@ -91,7 +91,8 @@ impl Publisher {
         Ok(self.confirmed.publish(self.message(order_id, deadline)).await?)
     }
 
-    /// Schedules many alarms with pipelined confirms.
+    /// Schedules many alarms with pipelined confirms. Each alarm's delay is what is left when it is sent: where that takes
+    /// longer than a lane's tolerance of a second, the last ones go by the wheel.
     ///
     /// # Errors
     /// [`NotAllScheduled`] lists those that failed; all others are safe. A broker that does not answer for
