@@ -357,7 +357,7 @@ impl Topology {
     }
 }
 
-/// 163 queues take a second on a fast machine.
+/// 157 queues take a second on a fast machine.
 pub(crate) const DECLARE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns an alarm may take before the broker dead-letters it. A million, because `attempt` is our limit: −1 drops at
@@ -468,7 +468,7 @@ mod tests {
             topology.queues.iter().find(|queue| queue.name == name).unwrap().arguments.get("x-message-ttl").cloned()
         };
         assert_eq!(ttl_ms("order.delay.30m.3"), Some(Argument::Number(1_800_100)));
-        assert_eq!(ttl_ms("order.wheel.5s.00"), Some(Argument::Number(150_000)));
+        assert_eq!(ttl_ms("order.wheel.5s.00"), Some(Argument::Number(120_000)));
         assert_eq!(ttl_ms("order.wheel.1h.35"), Some(Argument::Number(36 * 3_600_000)));
         for consumed in ["order.timeout", "order.arm", "order.parked"] {
             assert_eq!(ttl_ms(consumed), None, "{consumed} keeps what it has until it is consumed");

@@ -35,7 +35,7 @@ pub enum Place {
 /// Why a set of rings cannot make a wheel.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BadWheel {
-    #[error("delay.rings is empty; keep at least one ring, such as {{ unit = \"5s\", slots = 30 }}")]
+    #[error("delay.rings is empty; keep at least one ring, such as {{ unit = \"5s\", slots = 24 }}")]
     NoRings,
     #[error("ring {0} needs a unit of at least 100 ms and between 6 and 1000 slots")]
     BadRing(String),
@@ -125,8 +125,9 @@ impl Wheel {
             if fine.unit >= coarse.unit {
                 return Err(BadWheel::NotAscending { fine: fine.name.clone(), coarse: coarse.name.clone() });
             }
-            // When a coarse slot lets go, its alarms are due at most one coarse unit plus its margin later.
-            let needed = coarse.unit.saturating_add(coarse.early);
+            // When a coarse slot lets go, its alarms are due at most one coarse unit plus its margin later; and how far a ring
+            // reaches is counted from its own margin on.
+            let needed = coarse.unit.saturating_add(coarse.early.saturating_sub(fine.early));
             if fine.reach() <= needed {
                 let (fine_name, coarse_name) = (fine.name.clone(), coarse.name.clone());
                 return Err(BadWheel::Gap { fine: fine_name, coarse: coarse_name, reach: fine.reach(), needed });

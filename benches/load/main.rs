@@ -114,7 +114,7 @@ enum Scenario {
 /// By which queues an alarm waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Way {
-    /// Its delay is a standard delay: one of the queues of its lane
+    /// Its delay is a standard delay: one of the queues of its lane, for what is published within a second and a half
     Lane,
     /// Its delay is any other: the inbox, then a slot of the wheel
     Wheel,

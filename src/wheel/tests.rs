@@ -161,7 +161,7 @@ fn drawn(
         let finer = rings.last().expect("one at least");
         let reach_ms = u64::try_from(finer.unit.as_millis()).unwrap() * (u64::from(finer.slots) * 5 / 6);
         let unit_ms = reach_ms * unit_in_1000 / 1_000;
-        let early_ms = reach_ms.saturating_sub(unit_ms + lead_ms) * early_in_1000 / 1_000;
+        let early_ms = reach_ms.saturating_sub(unit_ms) * early_in_1000 / 1_000;
         let [unit, early] = [unit_ms, early_ms].map(Duration::from_millis);
         rings.push(RingSettings { unit, slots: *slots, early: Some(early) });
     }

@@ -266,7 +266,7 @@ fn a_message_without_expiration_holds_up_nobody() {
     on_stage(
         |settings| {
             // The finest ring as short as it may be, for the whole of it is waited out.
-            settings.delay.rings[0] = RingSettings { unit: Duration::from_millis(500), slots: 20, early: None };
+            settings.delay.rings[0] = RingSettings { unit: Duration::from_millis(500), slots: 16, early: None };
         },
         async |stage| {
             let names = stage.names();
