@@ -133,11 +133,12 @@ impl Session {
         self.number
     }
 
-    /// Whether this is the receipt of an alarm out of the inbox.
+    /// Whether nobody misses it for a while: what is done, and came out of a processing queue. What is given back somebody
+    /// else may want at once, and the windows of the other queues are short.
     #[must_use]
-    pub fn is_of_inbox(&self, receipt: &Receipt) -> bool {
-        let line = self.lines.get(usize::from(receipt.channel));
-        receipt.session == self.number && line.is_some_and(|line| line.inlet == Inlet::Arm)
+    pub fn may_settle_later(&self, (receipt, settlement): &(Receipt, Settlement)) -> bool {
+        let is_alarm = self.lines.get(usize::from(receipt.channel)).is_none_or(|line| line.inlet == Inlet::Timeout);
+        is_alarm && *settlement == Settlement::Ack
     }
 
     /// Resolves when any part of the session has ended, with the reason. A stream that just ends counts: the queue was

@@ -138,7 +138,7 @@ impl Worker {
         let supervisor = Supervisor::new(
             settings.clone(),
             self.inbox_sender,
-            Settling::new(settlement_queue, closing_seen),
+            Settling::new(settlement_queue, closing_seen, settings.worker.prefetch),
             phase_seen,
             notes.clone(),
             confirmed.way_is_missing(),

@@ -131,7 +131,11 @@ impl Outboxes {
         if (is_last || self.events_rest.is_over()) && self.is_turn_of_events() {
             let events = self.events.round().await.inspect(|events| self.count_events(events));
             self.database_answers &= !events.as_ref().is_err_and(NotRelayed::is_unanswered);
-            more |= self.events_rest.note(EVENTS, events);
+            let more_events = self.events_rest.note(EVENTS, events);
+            if !more_events {
+                self.events_turns.outbox_is_empty();
+            }
+            more |= more_events;
         }
         if self.database_answers {
             self.forget_old().await;
@@ -206,22 +210,32 @@ impl Outboxes {
     }
 }
 
-/// Events can wait for a burst of closes, but not for ever: under a load that never lets the closers rest they get every
+/// Events can wait for a burst of closes, but not for ever: under a load that hardly lets the closers rest they get every
 /// other turn, or the outbox would grow for as long as it lasts. No alarm waits with them.
 #[derive(Debug, Default)]
 struct Turns {
-    closing_since: Option<Instant>,
+    /// Since when there may be events that wait.
+    waiting_since: Option<Instant>,
+    /// The events' turn: they go whatever the closers do.
+    lasts_until: Option<Instant>,
 }
 
 impl Turns {
     fn is_turn_of_events(&mut self, closing: bool, now: Instant) -> bool {
-        if !closing {
-            self.closing_since = None;
+        if self.lasts_until.is_some_and(|end| now < end) {
             return true;
         }
-        let closing_since = *self.closing_since.get_or_insert(now);
-        let turns_over = (now - closing_since).as_nanos() / TURN.as_nanos();
-        turns_over % 2 == 1
+        let since = *self.waiting_since.get_or_insert(now);
+        if now - since < TURN {
+            return !closing;
+        }
+        *self = Self { waiting_since: None, lasts_until: Some(now + TURN) };
+        true
+    }
+
+    /// Nobody waits any more.
+    fn outbox_is_empty(&mut self) {
+        *self = Self::default();
     }
 }
 
@@ -274,20 +288,42 @@ impl Rest {
 mod tests {
     use super::*;
 
-    #[test]
-    fn closers_that_never_rest_leave_every_other_turn_to_events() {
-        let (mut turns, begin) = (Turns::default(), Instant::now());
-        let looks = (0..100).map(|tenth| begin + TURN / 10 * tenth);
-        let found: Vec<bool> = looks.map(|now| turns.is_turn_of_events(true, now)).collect();
-        let expected: Vec<bool> = (0..100).map(|tenth| tenth / 10 % 2 == 1).collect();
-        assert_eq!(found, expected);
+    /// At which of the looks, so far apart, it is the events' turn.
+    fn found(looks: impl Iterator<Item = bool>, apart: Duration) -> Vec<bool> {
+        let (mut turns, mut now) = (Turns::default(), Instant::now());
+        let mut look = |closing| {
+            now += apart;
+            turns.is_turn_of_events(closing, now)
+        };
+        looks.map(&mut look).collect()
     }
 
     #[test]
-    fn closers_that_rest_leave_the_turn_to_events_and_are_waited_for_anew() {
+    fn closers_that_never_rest_leave_every_other_turn_to_events() {
+        let expected: Vec<bool> = (0..100).map(|tenth| tenth / 10 % 2 == 1).collect();
+        assert_eq!(found(std::iter::repeat_n(true, 100), TURN / 10), expected);
+    }
+
+    #[test]
+    fn closers_that_rest_for_a_moment_leave_no_less_to_events() {
+        let found = found((0..1_000).map(|look| look % 7 != 0), TURN / 10);
+        let of_events = found.iter().filter(|is_turn| **is_turn).count();
+        assert!(of_events >= 500, "{of_events} of 1000");
+    }
+
+    #[test]
+    fn seldom_looks_find_it_their_turn_as_often() {
+        let found = found(std::iter::repeat_n(true, 100), 2 * TURN);
+        assert_eq!(found.iter().filter(|is_turn| **is_turn).count(), 50);
+    }
+
+    #[test]
+    fn a_burst_is_let_pass_whenever_the_outbox_was_empty_before() {
         let (mut turns, begin) = (Turns::default(), Instant::now());
-        assert!(!turns.is_turn_of_events(true, begin));
-        assert!(turns.is_turn_of_events(false, begin + TURN / 2));
-        assert!(!turns.is_turn_of_events(true, begin + TURN), "as long as from the beginning");
+        assert!(turns.is_turn_of_events(false, begin));
+        turns.outbox_is_empty();
+        assert!(!turns.is_turn_of_events(true, begin + TURN));
+        assert!(!turns.is_turn_of_events(true, begin + 2 * TURN - TURN / 10));
+        assert!(turns.is_turn_of_events(true, begin + 2 * TURN));
     }
 }

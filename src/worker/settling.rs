@@ -1,7 +1,7 @@
 //! Settlements on their way to the broker: together, and not while orders wait to be closed.
 //!
-//! Says when; nobody waits for a settlement, and what is not settled in time is only delivered again. Writing them is
-//! the session's.
+//! Says which and when; writing them is the session's. What is not settled in time is only delivered again, so nobody
+//! waits for it but what is stuck behind it.
 
 use std::time::Duration;
 
@@ -10,62 +10,82 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::alarm::{Receipt, Settlement};
 
-/// Settlements go out together, so often: each journey costs worker and broker as much as a hundred at once. As many as
-/// fall due in this time are redelivered more if the worker is killed, and found closed.
+/// Settlements go out together, so often: each journey costs worker and broker as much as a hundred at once.
 const EVERY: Duration = Duration::from_millis(20);
-/// How long they wait for closers that have work in hand.
-const LONGEST_WAY: Duration = Duration::from_millis(500);
+/// How long they give way to closers that have work in hand. What is closed in this time is delivered again if the worker
+/// is killed, and found closed.
+const LONGEST_WAY: Duration = Duration::from_secs(2);
+
+/// A delivery, and how it is settled.
+type Settled = (Receipt, Settlement);
 
 pub(super) struct Settling {
-    from: mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>,
+    from: mpsc::UnboundedReceiver<Vec<Settled>>,
     closing: watch::Receiver<bool>,
-    waiting: Vec<(Receipt, Settlement)>,
+    /// So many give way at most. There are two channels at least, so the broker goes on delivering meanwhile.
+    most: usize,
+    waiting: Vec<Settled>,
+    waiting_since: Instant,
     next_at: Instant,
 }
 
 impl Settling {
-    pub fn new(from: mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>, closing: watch::Receiver<bool>) -> Self {
-        Self { from, closing, waiting: Vec::new(), next_at: Instant::now() }
+    pub fn new(from: mpsc::UnboundedReceiver<Vec<Settled>>, closing: watch::Receiver<bool>, prefetch: u16) -> Self {
+        let now = Instant::now();
+        Self { from, closing, most: prefetch.into(), waiting: Vec::new(), waiting_since: now, next_at: now }
     }
 
-    /// Until there are settlements and it is time for them. `cannot_wait` says whose are wanted even by a broker that would
-    /// rather leave the machine to closers. Loses nothing if it is dropped.
-    pub async fn due(&mut self, cannot_wait: impl Fn(&Receipt) -> bool) {
+    /// What is settled next, when it is time for it. Loses nothing if it is dropped. `may_give_way` says which of them need
+    /// not be settled while closers are at work.
+    pub async fn next(&mut self, may_give_way: impl Fn(&Settled) -> bool) -> Vec<Settled> {
         sleep_until(self.next_at).await;
         if self.waiting.is_empty() {
             match self.from.recv().await {
-                Some(settlements) => self.waiting.extend(settlements),
+                Some(settlements) => self.take_in(settlements),
                 // The floor is gone, and there will be none.
                 None => std::future::pending().await,
             }
         }
-        self.take_in();
-        while self.gives_way(&cannot_wait, Instant::now()) {
+        loop {
+            self.take_in_all();
+            let now = Instant::now();
+            if !self.gives_way(now) {
+                return self.take();
+            }
+            if !self.waiting.iter().all(&may_give_way) {
+                self.next_at = now + EVERY;
+                return self.waiting.extract_if(.., |settled| !may_give_way(settled)).collect();
+            }
             let closers_rest = self.closing.wait_for(|closing| !closing);
             let _ = timeout(EVERY, closers_rest).await;
-            self.take_in();
         }
     }
 
-    fn gives_way(&self, cannot_wait: impl Fn(&Receipt) -> bool, now: Instant) -> bool {
-        // With the floor gone nobody says when closers rest.
-        let floor_is_there = self.closing.has_changed().is_ok();
-        (floor_is_there && *self.closing.borrow())
-            && now < self.next_at + LONGEST_WAY
-            && !self.waiting.iter().any(|(receipt, _)| cannot_wait(receipt))
-    }
-
-    /// All there are, due or not.
-    pub fn take(&mut self) -> Vec<(Receipt, Settlement)> {
-        self.take_in();
+    /// All there are, whether or not it is time for them.
+    pub fn take(&mut self) -> Vec<Settled> {
+        self.take_in_all();
         self.next_at = Instant::now() + EVERY;
         std::mem::take(&mut self.waiting)
     }
 
-    fn take_in(&mut self) {
+    fn gives_way(&self, now: Instant) -> bool {
+        // With the floor gone nobody says when closers rest.
+        let floor_is_there = self.closing.has_changed().is_ok();
+        let closing = floor_is_there && *self.closing.borrow();
+        closing && now < self.waiting_since + LONGEST_WAY && self.waiting.len() <= self.most
+    }
+
+    fn take_in_all(&mut self) {
         while let Ok(settlements) = self.from.try_recv() {
-            self.waiting.extend(settlements);
+            self.take_in(settlements);
         }
+    }
+
+    fn take_in(&mut self, settlements: Vec<Settled>) {
+        if self.waiting.is_empty() {
+            self.waiting_since = Instant::now();
+        }
+        self.waiting.extend(settlements);
     }
 }
 
@@ -73,51 +93,66 @@ impl Settling {
 mod tests {
     use super::*;
 
-    const ALARM: Receipt = Receipt { session: 1, channel: 0, tag: 1 };
-    const OF_INBOX: Receipt = Receipt { session: 1, channel: 1, tag: 1 };
+    const PREFETCH: u16 = 2;
 
-    fn of_inbox(receipt: &Receipt) -> bool {
-        *receipt == OF_INBOX
+    fn ack(tag: u64) -> Settled {
+        (Receipt { session: 1, channel: 0, tag }, Settlement::Ack)
     }
 
-    fn acks(receipts: &[Receipt]) -> Vec<(Receipt, Settlement)> {
-        receipts.iter().map(|receipt| (*receipt, Settlement::Ack)).collect()
+    fn requeue(tag: u64) -> Settled {
+        (Receipt { session: 1, channel: 0, tag }, Settlement::Requeue)
+    }
+
+    fn is_ack((_, settlement): &Settled) -> bool {
+        *settlement == Settlement::Ack
+    }
+
+    struct Floor {
+        settlements: mpsc::UnboundedSender<Vec<Settled>>,
+        closing: watch::Sender<bool>,
+    }
+
+    fn while_closing() -> (Floor, Settling) {
+        let (settlements, from) = mpsc::unbounded_channel();
+        let (closing, seen) = watch::channel(true);
+        (Floor { settlements, closing }, Settling::new(from, seen, PREFETCH))
+    }
+
+    #[test]
+    fn settlements_give_way_to_closing_neither_for_ever_nor_in_any_number() {
+        let (floor, mut settling) = while_closing();
+        settling.take_in(vec![ack(1), ack(2)]);
+        let begin = settling.waiting_since;
+        assert!(settling.gives_way(begin + LONGEST_WAY - EVERY));
+        assert!(!settling.gives_way(begin + LONGEST_WAY));
+        floor.closing.send_replace(false);
+        assert!(!settling.gives_way(begin), "closers rest");
+        floor.closing.send_replace(true);
+        assert!(settling.gives_way(begin));
+        settling.take_in(vec![ack(3)]);
+        assert!(!settling.gives_way(begin), "more than one channel may have");
+        settling.waiting.pop();
+        drop(floor);
+        assert!(!settling.gives_way(begin), "the floor is gone");
     }
 
     #[tokio::test]
-    async fn settlements_give_way_to_closing_but_not_for_ever_and_those_of_the_inbox_never() {
-        let (_sender, from) = mpsc::unbounded_channel();
-        let (closing, seen) = watch::channel(true);
-        let mut settling = Settling::new(from, seen);
-        let begin = settling.next_at;
-        settling.waiting = acks(&[ALARM]);
-        assert!(settling.gives_way(of_inbox, begin));
-        assert!(settling.gives_way(of_inbox, begin + LONGEST_WAY - EVERY));
-        assert!(!settling.gives_way(of_inbox, begin + LONGEST_WAY));
-        settling.waiting = acks(&[ALARM, OF_INBOX]);
-        assert!(!settling.gives_way(of_inbox, begin));
-        settling.waiting = acks(&[ALARM]);
-        closing.send_replace(false);
-        assert!(!settling.gives_way(of_inbox, begin));
-        closing.send_replace(true);
-        drop(closing);
-        assert!(!settling.gives_way(of_inbox, begin));
+    async fn who_may_not_give_way_goes_alone() {
+        let (floor, mut settling) = while_closing();
+        floor.settlements.send(vec![ack(1), requeue(2)]).unwrap();
+        assert_eq!(settling.next(is_ack).await, [requeue(2)]);
+        floor.closing.send_replace(false);
+        assert_eq!(settling.next(is_ack).await, [ack(1)]);
     }
 
     #[tokio::test]
-    async fn what_waits_when_waiting_is_given_up_is_not_lost() {
-        let (sender, from) = mpsc::unbounded_channel();
-        let (closing, seen) = watch::channel(true);
-        let mut settling = Settling::new(from, seen);
-        sender.send(acks(&[ALARM])).unwrap();
-        tokio::select! {
-            biased;
-            () = settling.due(of_inbox) => panic!("closers are at work"),
-            () = std::future::ready(()) => {}
-        }
-        sender.send(acks(&[OF_INBOX])).unwrap();
-        closing.send_replace(false);
-        settling.due(of_inbox).await;
-        assert_eq!(settling.take(), acks(&[ALARM, OF_INBOX]));
+    async fn what_gives_way_when_waiting_is_given_up_is_not_lost() {
+        let (floor, mut settling) = while_closing();
+        floor.settlements.send(vec![ack(1)]).unwrap();
+        assert!(timeout(3 * EVERY, settling.next(is_ack)).await.is_err());
+        assert_eq!(settling.waiting, [ack(1)]);
+        floor.settlements.send(vec![ack(2)]).unwrap();
+        floor.closing.send_replace(false);
+        assert_eq!(settling.next(is_ack).await, [ack(1), ack(2)]);
     }
 }

@@ -155,9 +155,8 @@ impl Supervisor {
                     session.close().await;
                     return why;
                 }
-                // The inbox has a short window, and must not stand still for as long as orders are closed.
-                () = self.settling.due(|receipt| session.is_of_inbox(receipt)) => {
-                    if let Err(error) = session.settle(&self.settling.take()).await {
+                settlements = self.settling.next(|settled| session.may_settle_later(settled)) => {
+                    if let Err(error) = session.settle(&settlements).await {
                         warn!(%error, "deliveries could not be settled; the session is over");
                         session.close().await;
                         return error.to_string();
