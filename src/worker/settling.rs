@@ -22,7 +22,7 @@ type Settled = (Receipt, Settlement);
 pub(super) struct Settling {
     from: mpsc::UnboundedReceiver<Vec<Settled>>,
     closing: watch::Receiver<bool>,
-    /// So many give way at most. There are two channels at least, so the broker goes on delivering meanwhile.
+    /// So many give way at most: nine in ten of those that the broker may have delivered, so that it can go on delivering.
     most: usize,
     waiting: Vec<Settled>,
     waiting_since: Instant,
@@ -30,9 +30,10 @@ pub(super) struct Settling {
 }
 
 impl Settling {
-    pub fn new(from: mpsc::UnboundedReceiver<Vec<Settled>>, closing: watch::Receiver<bool>, prefetch: u16) -> Self {
+    /// `prefetch`: of all channels together.
+    pub fn new(from: mpsc::UnboundedReceiver<Vec<Settled>>, closing: watch::Receiver<bool>, prefetch: usize) -> Self {
         let now = Instant::now();
-        Self { from, closing, most: prefetch.into(), waiting: Vec::new(), waiting_since: now, next_at: now }
+        Self { from, closing, most: prefetch * 9 / 10, waiting: Vec::new(), waiting_since: now, next_at: now }
     }
 
     /// What is settled next, when it is time for it. Loses nothing if it is dropped. `may_give_way` says which of them need
@@ -93,7 +94,7 @@ impl Settling {
 mod tests {
     use super::*;
 
-    const PREFETCH: u16 = 2;
+    const PREFETCH: usize = 3;
 
     fn ack(tag: u64) -> Settled {
         (Receipt { session: 1, channel: 0, tag }, Settlement::Ack)
@@ -130,7 +131,7 @@ mod tests {
         floor.closing.send_replace(true);
         assert!(settling.gives_way(begin));
         settling.take_in(vec![ack(3)]);
-        assert!(!settling.gives_way(begin), "more than one channel may have");
+        assert!(!settling.gives_way(begin), "hardly any may be delivered");
         settling.waiting.pop();
         drop(floor);
         assert!(!settling.gives_way(begin), "the floor is gone");
