@@ -110,6 +110,7 @@ impl Publisher {
             }
         }
         let total = accepted.len() + failed.len();
+        // A copy: with a closure over references, callers could not spawn this future.
         let messages = accepted.clone().into_iter().map(|(order_id, deadline)| self.message(order_id, deadline));
         let answers = self.confirmed.publish_all(messages).await;
         let ids = accepted.into_iter().map(|(order_id, _)| order_id);
@@ -118,8 +119,8 @@ impl Publisher {
     }
 
     fn ensure_near(&self, deadline: Deadline) -> Result<(), NotScheduled> {
-        let is_near = deadline <= Moment::now_by_local_clock() + self.lanes.max_delay();
-        is_near.then_some(()).ok_or(NotScheduled::TooFar)
+        let furthest = Moment::now_by_local_clock() + self.lanes.max_delay();
+        if deadline <= furthest { Ok(()) } else { Err(NotScheduled::TooFar) }
     }
 
     /// To be sent at once: its TTL counts from now.

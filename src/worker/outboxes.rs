@@ -133,7 +133,7 @@ impl Outboxes {
             self.database_answers &= !events.as_ref().is_err_and(NotRelayed::is_unanswered);
             let more_events = self.events_rest.note(EVENTS, events);
             if !more_events {
-                self.events_turns.outbox_is_empty();
+                self.events_turns.begin_anew();
             }
             more |= more_events;
         }
@@ -233,8 +233,8 @@ impl Turns {
         true
     }
 
-    /// Nobody waits any more.
-    fn outbox_is_empty(&mut self) {
+    /// What waited has gone; or it cannot, and has its own pause.
+    fn begin_anew(&mut self) {
         *self = Self::default();
     }
 }
@@ -291,11 +291,11 @@ mod tests {
     /// At which of the looks, so far apart, it is the events' turn.
     fn found(looks: impl Iterator<Item = bool>, apart: Duration) -> Vec<bool> {
         let (mut turns, mut now) = (Turns::default(), Instant::now());
-        let mut look = |closing| {
+        let look = |closing| {
             now += apart;
             turns.is_turn_of_events(closing, now)
         };
-        looks.map(&mut look).collect()
+        looks.map(look).collect()
     }
 
     #[test]
@@ -321,7 +321,7 @@ mod tests {
     fn a_burst_is_let_pass_whenever_the_outbox_was_empty_before() {
         let (mut turns, begin) = (Turns::default(), Instant::now());
         assert!(turns.is_turn_of_events(false, begin));
-        turns.outbox_is_empty();
+        turns.begin_anew();
         assert!(!turns.is_turn_of_events(true, begin + TURN));
         assert!(!turns.is_turn_of_events(true, begin + 2 * TURN - TURN / 10));
         assert!(turns.is_turn_of_events(true, begin + 2 * TURN));

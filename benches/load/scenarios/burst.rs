@@ -69,16 +69,17 @@ fn last_lateness(figures: &Figures) -> f64 {
 
 pub fn plan(orders: usize, articles: usize, way: Way) -> Plan {
     let settings = Settings::defaults();
-    let rings = settings.delay.rings;
+    let wheel = settings.wheel().expect("the default rings mesh");
+    let [finest, next, ..] = wheel.rings() else { panic!("the default wheel has coarser rings") };
     let arming = Duration::from_secs_f64(orders as f64 / SLOWEST_ARMING_PER_S);
-    let ahead = match way {
-        Way::Wheel => arming + SPARE + settings.delay.lead,
-        Way::Far => arming + SPARE + settings.delay.lead + rings[0].unit * u32::from(rings[0].slots),
+    let by_the_finest = arming + SPARE + settings.delay.lead;
+    // Due at the beginning of a slot, which has no more than its `early` to be handed over.
+    let (ahead, slot) = match way {
+        Way::Wheel => (by_the_finest, finest.unit),
+        Way::Far => (by_the_finest + finest.span(), next.unit),
         // Half a second for what is published at the end.
-        Way::Lane => LANE + Duration::from_millis(500),
+        Way::Lane => (LANE + Duration::from_millis(500), finest.unit),
     };
-    // At the beginning of a slot: it has no more than its `early` to be handed over.
-    let slot = if matches!(way, Way::Far) { rings[1].unit } else { rings[0].unit };
     Plan {
         ahead,
         after_first: vec![Duration::ZERO; orders],

@@ -39,7 +39,7 @@ pub fn rings_file(settings: &Settings) -> PathBuf {
 }
 
 /// The settings of a test's stage as `--set` arguments; its rings cannot be said on a command line, so they go into a
-/// file beneath the build directory.
+/// file beneath the build directory, with the lead: neither is accepted without the other.
 fn stage_arguments(settings: &Settings) -> Vec<String> {
     let millis = |duration: Duration| format!("{}ms", duration.as_millis());
     let rings: Vec<String> = settings
