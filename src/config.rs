@@ -18,6 +18,8 @@ use crate::wheel::{BadWheel, Ring, Wheel};
 mod load;
 mod validate;
 
+pub(crate) use validate::MAX_SHARDS;
+
 /// The documented defaults, embedded so that a worker runs without any file.
 pub const DEFAULTS: &str = include_str!("../config/default.toml");
 

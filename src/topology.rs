@@ -18,7 +18,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, ExchangeKind};
 
 use crate::broker::{reply, reply_code};
-use crate::config::{Settings, Strategy};
+use crate::config::{MAX_SHARDS, Settings, Strategy};
 use crate::wheel::Wheel;
 pub use names::Names;
 
@@ -198,6 +198,12 @@ impl Topology {
             let hashed_by = BTreeMap::from([("hash-property", Argument::Text("message_id".into()))]);
             self.exchanges.push(Exchange { name: names.shards(), kind: CONSISTENT_HASH, arguments: hashed_by });
             (0..shards).for_each(|shard| self.bind(names.shards(), names.shard(shard), SHARD_WEIGHT));
+            // Of more shards than are wanted now: nobody may consume them any more.
+            self.outdated.extend((shards..MAX_SHARDS).map(|shard| Binding {
+                exchange: names.shards(),
+                destination: Destination::Queue(names.shard(shard)),
+                routing_key: SHARD_WEIGHT.to_owned(),
+            }));
         }
         self.lead_to_processing(names.due(), names, shards);
     }

@@ -19,7 +19,7 @@ const MAX_LANES: usize = 64;
 /// Each is a queue for every slot. Four reach for years.
 const MAX_RINGS: usize = 8;
 /// Each is a channel of every worker that takes it.
-const MAX_SHARDS: usize = 64;
+pub(crate) const MAX_SHARDS: u8 = 64;
 /// RabbitMQ takes the channel away from a consumer that has not acknowledged for 30 minutes.
 const LONGEST_HOLD: Duration = Duration::from_secs(20 * 60);
 const DAY: Duration = Duration::from_secs(86_400);
@@ -183,7 +183,7 @@ impl Settings {
             ));
         }
         for (key, value, most) in [
-            ("worker.shards", usize::from(worker.shards), MAX_SHARDS),
+            ("worker.shards", usize::from(worker.shards), usize::from(MAX_SHARDS)),
             ("worker.prefetch", usize::from(worker.prefetch), usize::from(AMQP_MAX_PREFETCH)),
             ("worker.arm_prefetch", usize::from(worker.arm_prefetch), usize::from(AMQP_MAX_PREFETCH)),
             ("worker.batch_size", worker.batch_size, 10_000),
