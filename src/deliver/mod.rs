@@ -133,8 +133,8 @@ impl Session {
         self.number
     }
 
-    /// Whether nobody misses it for a while: what is done, and came out of a processing queue. What is given back somebody
-    /// else may want at once, and the windows of the other queues are short.
+    /// Whether nobody misses it for a while: what is done, and came out of a processing queue. The windows of the other
+    /// queues are short.
     #[must_use]
     pub fn may_settle_later(&self, (receipt, settlement): &(Receipt, Settlement)) -> bool {
         let is_alarm = self.lines.get(usize::from(receipt.channel)).is_none_or(|line| line.inlet == Inlet::Timeout);
