@@ -196,6 +196,20 @@ impl Closer {
         query.fetch_all(connection).await?.iter().filter_map(|row| read_row(row).transpose()).collect()
     }
 
+    /// Opens the connections that are not yet there, and has the close statement planned on each, which an empty batch does:
+    /// a burst waits for neither.
+    ///
+    /// # Errors
+    /// sqlx's, if one cannot be opened or the statement fails.
+    pub async fn make_ready(&self) -> Result<(), sqlx::Error> {
+        let pool = self.database.pool();
+        while pool.size() < pool.options().get_max_connections() {
+            let plan = async |connection: &mut PgConnection| self.run(connection, &[], ClosedBy::Alarm, true).await;
+            self.run_kept(|_| None, plan).await?;
+        }
+        Ok(())
+    }
+
     /// Asks the database what time it is, on the connection that was used longest ago, so that each is heard from.
     ///
     /// # Errors

@@ -99,6 +99,7 @@ impl Worker {
         let clock = read_clock(&closer)
             .await
             .map_err(|error| DatabaseFault(format!("the database's clock cannot be read: {}", why(&error))))?;
+        steps::make_ready(&closer).await;
         let (inbox_sender, inbox) = mpsc::unbounded_channel();
         let first_session = match Session::open(&settings, supervisor::FIRST_SESSION, inbox_sender.clone()).await {
             Ok(session) => Some(session),

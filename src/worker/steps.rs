@@ -220,7 +220,14 @@ fn note_parked(parcel: &Parcel, signs: &Signs) {
     warn!(order_id, reason = parcel.reason.as_str(), detail = %parcel.detail, "alarm parked");
 }
 
-/// Reads the database's clock for ever.
+/// Opens what connections closers lack. Nobody is told if it cannot: a closer that finds none opens its own.
+pub(super) async fn make_ready(closer: &Closer) {
+    if let Err(error) = closer.make_ready().await {
+        debug!(error = why(&error), "connections for closers could not be made ready");
+    }
+}
+
+/// Reads the database's clock for ever, and sees to it that closers find connections that are ready.
 pub(super) async fn sample_clock(closer: Closer, notes: mpsc::UnboundedSender<Note>) {
     let mut ticks = tokio::time::interval(CLOCK_SAMPLE_EVERY);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -228,7 +235,7 @@ pub(super) async fn sample_clock(closer: Closer, notes: mpsc::UnboundedSender<No
         ticks.tick().await;
         match closer.sample_clock().await {
             Ok(sample) if notes.send(Note::Clock(sample)).is_err() => return,
-            Ok(_) => {}
+            Ok(_) => make_ready(&closer).await,
             Err(error) => {
                 let why = why(&error);
                 debug!(error = why, "the database's clock could not be read; the last reading is carried on");

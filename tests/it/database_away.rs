@@ -505,6 +505,33 @@ fn kept_connections_that_nobody_answers_make_room_for_others_at_once() {
 }
 
 #[test]
+fn closers_find_every_connection_open_and_the_statement_planned() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let database = Database::connect(&stage.settings.database, 3).await.unwrap();
+            let closer = Closer::prepare(database, "").await.unwrap();
+            let ready = async || {
+                let ready = "SELECT count(*) FROM pg_stat_activity
+                             WHERE datname = current_database() AND state = 'idle' AND query LIKE '-- Closes those%'";
+                stage.count(ready).await
+            };
+            closer.make_ready().await.unwrap();
+            assert_eq!(ready().await, 3);
+            closer.make_ready().await.unwrap();
+            assert_eq!(ready().await, 3);
+            let end = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
+                       WHERE datname = current_database() AND query LIKE '-- Closes those%'";
+            stage.count(end).await;
+            wait_for("their end", async || ready().await == 0).await;
+            closer.sample_clock().await.unwrap();
+            closer.make_ready().await.unwrap();
+            assert_eq!(ready().await + i64::try_from(backends_that_told_the_time(&stage).await.len()).unwrap(), 3);
+        },
+    );
+}
+
+#[test]
 fn a_clock_that_is_read_on_a_connection_which_the_server_has_ended_is_read_on_another() {
     on_stage(
         |_| {},
