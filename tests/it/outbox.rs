@@ -1,10 +1,10 @@
 //! An alarm written in the order's own transaction: committed with it or not at all, broker or no broker.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use lapin::options::QueueDeleteOptions;
 use order_timeout::config::{DatabaseSettings, Lane};
-use order_timeout::confirm::ConfirmedPublisher;
+use order_timeout::confirm::{ConfirmedPublisher, NotConfirmed};
 use order_timeout::database::Database;
 use order_timeout::relay::{NotRelayed, RelayLock};
 use order_timeout::schedule::outbox::AlarmRelay;
@@ -142,7 +142,7 @@ fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
             let database = Database::connect(&stage.settings.database, 1).await.unwrap();
             let confirmed = ConfirmedPublisher::connect_lazily(&stage.settings.amqp, "test");
             let mut relay = AlarmRelay::new(database, confirmed, &stage.settings, 30, Duration::from_secs(60));
-            let mut rounds = 0;
+            let (mut rounds, began) = (0, Instant::now());
             let refused = loop {
                 // However slow the machine: each round sees alarms that belong in the lane.
                 sqlx::query("UPDATE alarm_outbox SET deadline = clock_timestamp() + make_interval(secs => $1)")
@@ -152,12 +152,19 @@ fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
                     .unwrap();
                 match relay.round().await.unwrap().settled() {
                     Ok(settled) => assert!(settled > 0, "a round that settles nothing says so"),
+                    // The whole suite shares this broker, and it may be slow to answer.
+                    Err(NotRelayed::Broker(fault)) if fault.is_of_the_broker() && began.elapsed() < PATIENCE => {
+                        continue;
+                    }
                     Err(fault) => break fault,
                 }
                 rounds += 1;
             };
-            assert!(matches!(refused, NotRelayed::Broker(_)), "{refused}");
-            assert!(rounds > 1, "forty alarms in batches of thirty: the second batch went past those refused");
+            assert!(matches!(refused, NotRelayed::Broker(NotConfirmed::Unroutable(_))), "{refused}");
+            assert!(
+                rounds > 1,
+                "forty alarms in batches of thirty, the second batch goes past those refused: {refused}"
+            );
             assert!((1..40).contains(&stage.count(UNSENT).await), "only those of the lost shard are left");
         },
     );
