@@ -63,7 +63,11 @@ impl Kept {
     }
 
     fn is_fit(&self) -> bool {
-        self.used.elapsed() < UNUSED_FOR && self.since.elapsed() < KEPT_FOR
+        self.used.elapsed() < UNUSED_FOR
+    }
+
+    fn is_old(&self) -> bool {
+        self.since.elapsed() >= KEPT_FOR
     }
 
     /// Without asking it anything: a pool that has one back asks whether it is alive, waits for the answer for ever, and
@@ -196,18 +200,26 @@ impl Closer {
         query.fetch_all(connection).await?.iter().filter_map(|row| read_row(row).transpose()).collect()
     }
 
-    /// Opens the connections that are not yet there, and has the close statement planned on each, which an empty batch does:
-    /// a burst waits for neither.
+    /// Opens the connections that are not there, or too old, and has the close statement planned on each, which an empty
+    /// batch does: a burst waits for neither.
     ///
     /// # Errors
     /// sqlx's, if one cannot be opened or the statement fails.
     pub async fn make_ready(&self) -> Result<(), sqlx::Error> {
+        self.throw_old_away();
         let pool = self.database.pool();
         while pool.size() < pool.options().get_max_connections() {
             let plan = async |connection: &mut PgConnection| self.run(connection, &[], ClosedBy::Alarm, true).await;
             self.run_kept(|_| None, plan).await?;
         }
         Ok(())
+    }
+
+    fn throw_old_away(&self) {
+        let mut kept = self.kept();
+        let (old, others): (VecDeque<Kept>, _) = std::mem::take(&mut *kept).into_iter().partition(Kept::is_old);
+        *kept = others;
+        old.into_iter().for_each(Kept::throw_away);
     }
 
     /// Asks the database what time it is, on the connection that was used longest ago, so that each is heard from.

@@ -199,11 +199,8 @@ impl Topology {
             self.exchanges.push(Exchange { name: names.shards(), kind: CONSISTENT_HASH, arguments: hashed_by });
             (0..shards).for_each(|shard| self.bind(names.shards(), names.shard(shard), SHARD_WEIGHT));
             // Of more shards than are wanted now: nobody may consume them any more.
-            self.outdated.extend((shards..MAX_SHARDS).map(|shard| Binding {
-                exchange: names.shards(),
-                destination: Destination::Queue(names.shard(shard)),
-                routing_key: SHARD_WEIGHT.to_owned(),
-            }));
+            let unwanted = (shards..MAX_SHARDS).map(|shard| to_queue(names.shards(), names.shard(shard), SHARD_WEIGHT));
+            self.outdated.extend(unwanted);
         }
         self.lead_to_processing(names.due(), names, shards);
     }
@@ -266,8 +263,7 @@ impl Topology {
     }
 
     fn bind(&mut self, exchange: String, queue: String, routing_key: &str) {
-        let destination = Destination::Queue(queue);
-        self.bindings.push(Binding { exchange, destination, routing_key: routing_key.to_owned() });
+        self.bindings.push(to_queue(exchange, queue, routing_key));
     }
 
     /// The same objects, but these queues must be there. While somebody consumes them, a queue that is gone must not come
@@ -430,6 +426,10 @@ async fn bind(channel: &Channel, binding: &Binding) -> lapin::Result<()> {
             channel.exchange_bind(exchange.as_str().into(), from, key, options, FieldTable::default()).await
         }
     }
+}
+
+fn to_queue(exchange: String, queue: String, routing_key: &str) -> Binding {
+    Binding { exchange, destination: Destination::Queue(queue), routing_key: routing_key.to_owned() }
 }
 
 /// The broker takes offence neither at a binding that is not there nor at an exchange that is not (tried on 3.10, 4.0

@@ -133,12 +133,11 @@ impl Session {
         self.number
     }
 
-    /// Whether nobody misses it for a while: what is done, and came out of a processing queue. The windows of the other
-    /// queues are short.
+    /// Whether nobody misses the acknowledgement for a while: of what came out of a processing queue. The windows of the
+    /// other queues are short.
     #[must_use]
-    pub fn may_settle_later(&self, (receipt, settlement): &(Receipt, Settlement)) -> bool {
-        let is_alarm = self.lines.get(usize::from(receipt.channel)).is_none_or(|line| line.inlet == Inlet::Timeout);
-        is_alarm && *settlement == Settlement::Ack
+    pub fn may_settle_later(&self, receipt: Receipt) -> bool {
+        self.lines.get(usize::from(receipt.channel)).is_none_or(|line| line.inlet == Inlet::Timeout)
     }
 
     /// Resolves when any part of the session has ended, with the reason. A stream that just ends counts: the queue was

@@ -36,10 +36,13 @@ impl Settling {
         Self { from, closing, most: prefetch * 9 / 10, waiting: Vec::new(), waiting_since: now, next_at: now }
     }
 
-    /// What is settled next, when it is time for it. Loses nothing if it is dropped. `may_give_way` says which of them need
-    /// not be settled while closers are at work.
-    pub async fn next(&mut self, may_give_way: impl Fn(&Settled) -> bool) -> Vec<Settled> {
+    /// What is settled next, when it is time for it. Loses nothing if it is dropped. `may_give_way` says of what is
+    /// done which need not be settled while closers are at work.
+    pub async fn next(&mut self, may_give_way: impl Fn(Receipt) -> bool) -> Vec<Settled> {
         sleep_until(self.next_at).await;
+        // Those before have been looked at and give way. In a burst they are many, and looked at again every 20 ms they
+        // would take the time of whoever closes.
+        let mut looked_at = self.waiting.len();
         if self.waiting.is_empty() {
             match self.from.recv().await {
                 Some(settlements) => self.take_in(settlements),
@@ -50,13 +53,19 @@ impl Settling {
         loop {
             self.take_in_all();
             let now = Instant::now();
-            if !self.gives_way(now) || self.is_any_given_back() {
+            // Somebody else may want at once what is given back; and sent alone it would be slow: for each of these RabbitMQ
+            // passes over all earlier deliveries of its channel that are not settled (rabbit_channel.erl, `collect_acks`).
+            let is_given_back = |(_, settlement): &Settled| *settlement == Settlement::Requeue;
+            if !self.gives_way(now) || self.waiting[looked_at..].iter().any(is_given_back) {
                 return self.take();
             }
-            if !self.waiting.iter().all(&may_give_way) {
+            let hurried: Vec<Settled> =
+                self.waiting.extract_if(looked_at.., |(receipt, _)| !may_give_way(*receipt)).collect();
+            if !hurried.is_empty() {
                 self.next_at = now + EVERY;
-                return self.waiting.extract_if(.., |settled| !may_give_way(settled)).collect();
+                return hurried;
             }
+            looked_at = self.waiting.len();
             let closers_rest = self.closing.wait_for(|closing| !closing);
             let _ = timeout(EVERY, closers_rest).await;
         }
@@ -74,12 +83,6 @@ impl Settling {
         let floor_is_there = self.closing.has_changed().is_ok();
         let closing = floor_is_there && *self.closing.borrow();
         closing && now < self.waiting_since + LONGEST_WAY && self.waiting.len() <= self.most
-    }
-
-    /// Somebody else may want it at once; and sent alone it would be slow: to give back one delivery RabbitMQ passes over all
-    /// earlier ones of its channel that are not settled (rabbit_channel.erl, `collect_acks`).
-    fn is_any_given_back(&self) -> bool {
-        self.waiting.iter().any(|(_, settlement)| *settlement == Settlement::Requeue)
     }
 
     fn take_in_all(&mut self) {
@@ -110,7 +113,7 @@ mod tests {
         (Receipt { session: 1, channel: 0, tag }, Settlement::Requeue)
     }
 
-    fn is_odd((receipt, _): &Settled) -> bool {
+    fn is_odd(receipt: Receipt) -> bool {
         receipt.tag % 2 == 1
     }
 

@@ -155,7 +155,7 @@ impl Supervisor {
                     session.close().await;
                     return why;
                 }
-                settlements = self.settling.next(|settled| session.may_settle_later(settled)) => {
+                settlements = self.settling.next(|receipt| session.may_settle_later(receipt)) => {
                     if let Err(error) = session.settle(&settlements).await {
                         warn!(%error, "deliveries could not be settled; the session is over");
                         session.close().await;

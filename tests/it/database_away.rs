@@ -481,6 +481,11 @@ impl Drop for HaltedBackends {
     }
 }
 
+async fn closer_with(stage: &Stage, connections: u32) -> Closer {
+    let database = Database::connect(&stage.settings.database, connections).await.unwrap();
+    Closer::prepare(database, "").await.unwrap()
+}
+
 async fn backends_that_told_the_time(stage: &Stage) -> Vec<i32> {
     let backends = "SELECT pid FROM pg_stat_activity
                     WHERE datname = current_database() AND state = 'idle' AND query = 'SELECT clock_timestamp()'";
@@ -490,8 +495,7 @@ async fn backends_that_told_the_time(stage: &Stage) -> Vec<i32> {
 #[test]
 fn kept_connections_that_nobody_answers_make_room_for_others_at_once() {
     on_private_database(&[], async |stage, _| {
-        let database = Database::connect(&stage.settings.database, 3).await.unwrap();
-        let closer = Closer::prepare(database, "").await.unwrap();
+        let closer = closer_with(&stage, 3).await;
         let ask_all = || async { tokio::join!(closer.sample_clock(), closer.sample_clock(), closer.sample_clock()) };
         let kept = ask_all().await;
         assert!(matches!(kept, (Ok(_), Ok(_), Ok(_))), "{kept:?}");
@@ -509,8 +513,7 @@ fn closers_find_every_connection_open_and_the_statement_planned() {
     on_stage(
         |_| {},
         async |stage| {
-            let database = Database::connect(&stage.settings.database, 3).await.unwrap();
-            let closer = Closer::prepare(database, "").await.unwrap();
+            let closer = closer_with(&stage, 3).await;
             let ready = async || {
                 let ready = "SELECT count(*) FROM pg_stat_activity
                              WHERE datname = current_database() AND state = 'idle' AND query LIKE '-- Closes those%'";
@@ -536,8 +539,7 @@ fn a_clock_that_is_read_on_a_connection_which_the_server_has_ended_is_read_on_an
     on_stage(
         |_| {},
         async |stage| {
-            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
-            let closer = Closer::prepare(database, "").await.unwrap();
+            let closer = closer_with(&stage, 1).await;
             closer.sample_clock().await.unwrap();
             let pids = backends_that_told_the_time(&stage).await;
             assert_eq!(pids.len(), 1);
