@@ -7,9 +7,9 @@ use std::time::Duration;
 use super::{Batch, Case, Desk, Lingering, Wait};
 use crate::order::{ClosedBy, Moment};
 
-/// How many parts a failed batch is taken into. Eight: an order that fails alone among four hundred is found in three
-/// rounds, and four hundred that all fail cost little more than one statement each.
-const PARTS: usize = 8;
+/// How many parts a failed batch is taken into. Ten: an order that fails alone among eight hundred is found in three
+/// rounds, and eight hundred that all fail cost little more than one statement each.
+const PARTS: usize = 10;
 
 /// How long whoever has an order, or its article, is left to finish with it: mostly a statement of some milliseconds.
 const LEFT_TO_FINISH: Duration = Duration::from_millis(25);

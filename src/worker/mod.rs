@@ -151,8 +151,10 @@ impl Worker {
 
         tokio::spawn(steps::sample_clock(self.closer.clone(), notes.clone()));
         let armer = Armer::new(&settings, confirmed);
+        let policy = policy(&settings);
+        let policy = Policy { batch_size: policy.batch_size.min(self.closer.most_at_once()), ..policy };
         let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes, signs.clone());
-        let floor = Floor::new(Desk::new(policy(&settings)), self.clock, steps, settlements, phase, closing, signs);
+        let floor = Floor::new(Desk::new(policy), self.clock, steps, settlements, phase, closing, signs);
         let database = database::place(&settings.database).expect("validated settings have an address");
         let broker = broker::place(&settings.amqp).expect("validated settings have an address");
         info!(namespace = %settings.namespace, database, broker, "worker started");

@@ -14,9 +14,9 @@ const OVERDUE_SQL: &str = include_str!("../../sql/overdue.sql");
 const CLOSE_TYPES: &str = "text[], text, boolean";
 const ORDERS: usize = 20_000;
 const ARTICLES: usize = 20_000;
-const BATCH: usize = 400;
+const BATCH: usize = 800;
 /// Rows that any part of a batch's plan may look at, thrown away or not. Ten for each order is plenty; comparing every
-/// order with every article would be 800 000.
+/// order with every other would be 640 000.
 const MOST_ROWS: f64 = 10.0 * BATCH as f64;
 
 /// Overdue orders of one article each, among many that are paid.

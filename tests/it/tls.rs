@@ -12,8 +12,9 @@ use secrecy::ExposeSecret;
 use sqlx::{Executor, PgPool};
 use tempfile::TempDir;
 
+use crate::support::away::held_by_the_worker;
 use crate::support::private::Private;
-use crate::support::{on_stage, place_of, small_settings, wait_for, with_parts};
+use crate::support::{Stage, on_stage, place_of, small_settings, wait_for, with_parts};
 
 /// The host name in the servers' certificates; by its address they are somebody else.
 const NAME: &str = "localhost";
@@ -131,6 +132,7 @@ fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be(
                 stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await == 0
             })
             .await;
+            at_once_go_only_as_many_as_fit_into_a_record(&stage).await;
             stage.assert_ledger().await;
             worker.stop().await;
         },
@@ -140,6 +142,19 @@ fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be(
         a_broker_that_is_not_who_it_should_be(&broker, &amqp, &certificates).await;
         a_database_that_is_not_who_it_should_be(&postgres, &database, &certificates).await;
     });
+}
+
+/// What goes in two may wait for the first to be acknowledged.
+async fn at_once_go_only_as_many_as_fit_into_a_record(stage: &Stage) {
+    let orders = stage.settings.worker.batch_size;
+    assert!(orders > 400, "where nothing is encrypted, more are closed at once");
+    held_by_the_worker(stage, orders, Duration::from_secs(3)).await;
+    let by_alarm = "SELECT count(*) FROM orders WHERE closed_by = 'alarm'";
+    wait_for("the crowd", async || usize::try_from(stage.count(by_alarm).await).unwrap() == orders + 2).await;
+    // The row's xmin is the transaction that closed it.
+    let together = "SELECT max(orders) FROM (SELECT count(*) FROM orders GROUP BY xmin::text) AS transaction (orders)";
+    let together = stage.count(together).await;
+    assert!(together <= 400, "{together} were closed by one statement");
 }
 
 fn in_a_runtime(work: impl Future<Output = ()>) {

@@ -11,8 +11,7 @@ use super::is_cut_short;
 
 /// The close of `sql/close.sql`, but for how the orders are found.
 const CLOSE_OVERDUE: &str = include_str!("poller.sql");
-/// Orders closed by one statement. The worker's 400 are as many ids as go out at once (docs/DECISIONS.md); a poller sends
-/// none, so nothing keeps it from taking more.
+/// Orders closed by one statement.
 const BATCH_SIZE: i64 = 500;
 
 pub async fn run(database: Database, loops: u32, every: Duration) -> anyhow::Result<()> {
