@@ -47,7 +47,6 @@ const KEPT_FOR: Duration = Duration::from_secs(30 * 60);
 pub struct Closer {
     database: Database,
     statement: ContractStatement,
-    is_encrypted: bool,
     /// A pool asks a connection whether it is alive before it lends it and again when it has it back: a round trip before
     /// the close, and as much work for the server as a small batch.
     kept: Arc<Mutex<VecDeque<Kept>>>,
@@ -90,19 +89,17 @@ impl Closer {
     /// [`DatabaseFault`] names the file and the column.
     pub async fn prepare(database: Database, close_sql: &str) -> Result<Self, DatabaseFault> {
         let statement = ContractStatement::load(&database, &CONTRACT, close_sql).await?;
-        let encrypted = "SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()";
-        let is_encrypted = database
-            .run(async |connection| sqlx::query_scalar(encrypted).fetch_one(connection).await)
-            .await
-            .map_err(|error| DatabaseFault(format!("the database does not say whether we use TLS: {}", why(&error))))?;
-        Ok(Self { database, statement, is_encrypted, kept: Arc::default() })
+        Ok(Self { database, statement, kept: Arc::default() })
     }
 
-    /// How many orders one statement may be asked for without its waiting for the network. As the connections were when
-    /// this was prepared.
-    #[must_use]
-    pub fn most_at_once(&self) -> usize {
-        if self.is_encrypted { ENCRYPTED_AT_ONCE } else { usize::MAX }
+    /// How many orders one statement may be asked for without its waiting for the network, as connections are now.
+    ///
+    /// # Errors
+    /// sqlx's, if the database cannot be asked whether they are encrypted.
+    pub async fn most_at_once(&self) -> Result<usize, sqlx::Error> {
+        let ask = sqlx::query_scalar("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()");
+        let encrypted = self.database.run(async |connection| ask.fetch_one(connection).await).await?;
+        Ok(if encrypted { ENCRYPTED_AT_ONCE } else { usize::MAX })
     }
 
     /// Closes those of `ids` that are unpaid and due, and says of each what it found; an order without an entry is

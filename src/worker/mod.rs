@@ -85,7 +85,7 @@ impl Worker {
     ///
     /// # Errors
     /// [`StartFault`], one sentence that says how to mend it.
-    pub async fn start(settings: Settings) -> Result<Self, StartFault> {
+    pub async fn start(mut settings: Settings) -> Result<Self, StartFault> {
         let signs = Signs::new(longest_turn(&settings));
         // First, so that it can be asked what the worker waits for while it starts.
         let http = show(&settings, &signs).await?;
@@ -95,6 +95,10 @@ impl Worker {
         let database = Database::connect(&settings.database, OTHER_CONNECTIONS).await?;
         database::require_migrated(&database).await?;
         let closer = Closer::prepare(closing, &settings.orders.close_sql).await?;
+        let most_at_once = closer.most_at_once().await;
+        let most_at_once = most_at_once
+            .map_err(|error| DatabaseFault(format!("the database does not say whether we use TLS: {}", why(&error))))?;
+        settings.worker.batch_size = settings.worker.batch_size.min(most_at_once);
         let sweeper = Sweeper::prepare(database.clone(), &settings.orders.overdue_sql).await?;
         let clock = read_clock(&closer)
             .await
@@ -151,10 +155,8 @@ impl Worker {
 
         tokio::spawn(steps::sample_clock(self.closer.clone(), notes.clone()));
         let armer = Armer::new(&settings, confirmed);
-        let policy = policy(&settings);
-        let policy = Policy { batch_size: policy.batch_size.min(self.closer.most_at_once()), ..policy };
         let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes, signs.clone());
-        let floor = Floor::new(Desk::new(policy), self.clock, steps, settlements, phase, closing, signs);
+        let floor = Floor::new(Desk::new(policy(&settings)), self.clock, steps, settlements, phase, closing, signs);
         let database = database::place(&settings.database).expect("validated settings have an address");
         let broker = broker::place(&settings.amqp).expect("validated settings have an address");
         info!(namespace = %settings.namespace, database, broker, "worker started");
