@@ -39,7 +39,7 @@ fn play(mutant: Mutant, steps: &[Step], counts: &RefCell<Counts>) -> Result<(), 
 }
 
 /// Plays histories until one is against the rules; returns why, with the shortest that was found to show it.
-fn violation(mutant: Mutant, histories: u32, counts: &RefCell<Counts>) -> Option<String> {
+fn violation(mutant: Mutant, histories: u32, counts: &RefCell<Counts>) -> Option<(String, Vec<Step>)> {
     let config = Config {
         cases: histories,
         failure_persistence: None,
@@ -54,7 +54,7 @@ fn violation(mutant: Mutant, histories: u32, counts: &RefCell<Counts>) -> Option
     let played = runner.run(&steps, |steps| play(mutant, &steps, counts).map_err(TestCaseError::fail));
     match played {
         Ok(()) => None,
-        Err(TestError::Fail(why, steps)) => Some(format!("{why}; {steps:?}")),
+        Err(TestError::Fail(why, steps)) => Some((why.to_string(), steps)),
         Err(aborted) => panic!("{aborted}"),
     }
 }
@@ -63,8 +63,8 @@ fn violation(mutant: Mutant, histories: u32, counts: &RefCell<Counts>) -> Option
 fn no_interleaving_loses_doubles_delays_or_closes_what_is_paid() {
     let histories = std::env::var("SIMULATED_HISTORIES").ok().map_or(HISTORIES, |text| text.parse().expect("a number"));
     let counts = RefCell::default();
-    if let Some(why) = violation(Mutant::Sound, histories, &counts) {
-        panic!("{why}");
+    if let Some((why, steps)) = violation(Mutant::Sound, histories, &counts) {
+        panic!("{why}; {steps:?}");
     }
     let counts = counts.into_inner();
     counts.print();
@@ -73,8 +73,10 @@ fn no_interleaving_loses_doubles_delays_or_closes_what_is_paid() {
 }
 
 fn must_be_found(mutant: Mutant) {
-    let found = violation(mutant, 100_000, &RefCell::default());
-    println!("{mutant:?}: {}", found.unwrap_or_else(|| panic!("{mutant:?} was not found")));
+    let counts = RefCell::default();
+    let (why, steps) = violation(mutant, 100_000, &counts).unwrap_or_else(|| panic!("{mutant:?} was not found"));
+    println!("{mutant:?}: {why}; {steps:?}");
+    assert_eq!(play(Mutant::Sound, &steps, &counts), Ok(()), "it is the mutant's doing");
 }
 
 #[test]
