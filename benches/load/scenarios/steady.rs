@@ -26,7 +26,8 @@ pub async fn run(servers: &Servers, options: &Options, load: Load) -> anyhow::Re
     let poller = |every_ms| Entrant::Poller { every: Duration::from_millis(every_ms), connections: 1 };
     let settings = match load.way {
         Way::Lane => vec![format!("delay.lanes={}ms", load.delay.as_millis())],
-        Way::Wheel | Way::Far => Vec::new(),
+        Way::Wheel => Vec::new(),
+        Way::Far => anyhow::bail!("steady waits for as long as --delay says; choose --way wheel and a longer --delay"),
     };
     let mut report = Report::begin("steady", servers, options);
     report.note("rate_per_s", json!(load.rate));
