@@ -224,13 +224,14 @@ fn rings_beyond_what_the_broker_takes_are_refused() {
         assert!(fault.contains("delay.rings") && fault.contains(why), "{ring}: {fault:?}");
     }
     // More queues than a broker declares in the time that it is given.
-    let rings = |count: u32| {
-        let ring = |index: u32| format!("{{ unit = \"{}s\", slots = 20 }}", 5 * 10_u64.pow(index));
-        load_file(&format!("[delay]\nrings = [{}]\n", (0..count).map(ring).collect::<Vec<_>>().join(", ")))
+    let rings = |slots: [u32; 3]| {
+        let ring = |(unit, slots)| format!("{{ unit = \"{unit}s\", slots = {slots} }}");
+        let rings: Vec<_> = [5, 300, 3_600].into_iter().zip(slots).map(ring).collect();
+        load_file(&format!("[delay]\nrings = [{}]\n", rings.join(", ")))
     };
-    assert!(rings(5).is_ok());
-    let fault = rings(9).unwrap_err();
-    assert!(fault.contains("delay.rings") && fault.contains("9 rings are more than 8"), "{fault:?}");
+    assert!(rings([1_000, 500, 500]).is_ok());
+    let fault = rings([1_000, 500, 501]).unwrap_err();
+    assert!(fault.contains("delay.rings") && fault.contains("2001 slots are more than 2000"), "{fault:?}");
 }
 
 #[test]
