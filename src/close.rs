@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use sqlx::pool::PoolConnection;
-use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::postgres::{PgConnection, PgRow, PgSslMode};
 use sqlx::{Postgres, Row};
 
 use crate::clock::ClockSample;
@@ -59,16 +59,22 @@ struct Kept {
     since: Instant,
     /// When it has last done its work.
     used: Instant,
+    /// Whether the server has planned the close statement on it, which takes as long as some dozen orders.
+    planned: bool,
 }
 
 impl Kept {
     fn new(connection: PoolConnection<Postgres>) -> Self {
         let now = Instant::now();
-        Self { connection, since: now, used: now }
+        Self { connection, since: now, used: now, planned: false }
     }
 
     fn is_fit(&self) -> bool {
         self.used.elapsed() < UNUSED_FOR
+    }
+
+    fn is_unplanned(&self) -> bool {
+        !self.planned
     }
 
     fn is_old(&self) -> bool {
@@ -93,13 +99,22 @@ impl Closer {
     }
 
     /// How many orders one statement may be asked for without its waiting for the network, as connections are now.
-    ///
-    /// # Errors
-    /// sqlx's, if the database cannot be asked whether they are encrypted.
-    pub async fn most_at_once(&self) -> Result<usize, sqlx::Error> {
-        let ask = sqlx::query_scalar("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()");
-        let encrypted = self.database.run(async |connection| ask.fetch_one(connection).await).await?;
-        Ok(if encrypted { ENCRYPTED_AT_ONCE } else { usize::MAX })
+    pub async fn most_at_once(&self) -> usize {
+        if self.is_encrypted().await { ENCRYPTED_AT_ONCE } else { usize::MAX }
+    }
+
+    /// Whether connections are, or may be for all we know.
+    async fn is_encrypted(&self) -> bool {
+        match self.database.pool().connect_options().get_ssl_mode() {
+            // sqlx takes the second for the first.
+            PgSslMode::Disable | PgSslMode::Allow => false,
+            // Not asked of the server: whatever stands between may speak TLS to us and none to it.
+            PgSslMode::Require | PgSslMode::VerifyCa | PgSslMode::VerifyFull => true,
+            PgSslMode::Prefer => {
+                let ask = sqlx::query_scalar("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()");
+                self.database.run(async |connection| ask.fetch_one(connection).await).await.unwrap_or(true)
+            }
+        }
     }
 
     /// Closes those of `ids` that are unpaid and due, and says of each what it found; an order without an entry is
@@ -147,14 +162,15 @@ impl Closer {
         };
         // The server's caches of the session that has just worked are warm: at a thousand orders a second it needs some 5 %
         // less CPU than if all took turns.
-        self.run_kept(VecDeque::pop_back, work).await
+        self.run_kept(VecDeque::pop_back, Plans(true), work).await
     }
 
     /// On one of the kept connections, which lie in the order in which they were used, or one out of the pool. Kept if it
     /// fares well.
     async fn run_kept<T>(
         &self,
-        take: fn(&mut VecDeque<Kept>) -> Option<Kept>,
+        take: impl FnOnce(&mut VecDeque<Kept>) -> Option<Kept>,
+        Plans(plans): Plans,
         work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
         let taken = take(&mut self.kept());
@@ -167,7 +183,10 @@ impl Closer {
         };
         let answer = self.database.run_on(&mut one.connection, work).await;
         match &answer {
-            Ok(_) => self.kept().push_back(Kept { used: Instant::now(), ..one }),
+            Ok(_) => {
+                let planned = one.planned || plans;
+                self.kept().push_back(Kept { used: Instant::now(), planned, ..one });
+            }
             // What has broken one may have broken all of them.
             Err(error) if trouble(error) == Trouble::Away => {
                 one.throw_away();
@@ -215,26 +234,30 @@ impl Closer {
         query.fetch_all(connection).await?.iter().filter_map(|row| read_row(row).transpose()).collect()
     }
 
-    /// Opens the connections that are not there, or too old, and has the close statement planned on each, which an empty
-    /// batch does: a burst waits for neither.
+    /// Opens the connections that are not there and has the close statement planned on each, which an empty batch does: a
+    /// burst waits for neither. Then renews one that is too old, if there is one: all of them at once would leave none to
+    /// whoever is due meanwhile, and only whoever has the others may find the server full.
     ///
     /// # Errors
     /// sqlx's, if one cannot be opened or the statement fails.
     pub async fn make_ready(&self) -> Result<(), sqlx::Error> {
-        self.throw_old_away();
-        let pool = self.database.pool();
-        while pool.size() < pool.options().get_max_connections() {
-            let plan = async |connection: &mut PgConnection| self.run(connection, &[], ClosedBy::Alarm, true).await;
-            self.run_kept(|_| None, plan).await?;
-        }
-        Ok(())
+        self.fill().await?;
+        let old = take_first(&mut self.kept(), Kept::is_old);
+        let Some(old) = old else { return Ok(()) };
+        old.throw_away();
+        self.fill().await
     }
 
-    fn throw_old_away(&self) {
-        let mut kept = self.kept();
-        let (old, others): (VecDeque<Kept>, _) = std::mem::take(&mut *kept).into_iter().partition(Kept::is_old);
-        *kept = others;
-        old.into_iter().for_each(Kept::throw_away);
+    async fn fill(&self) -> Result<(), sqlx::Error> {
+        let plan = async |connection: &mut PgConnection| self.run(connection, &[], ClosedBy::Alarm, true).await;
+        while self.kept().iter().any(Kept::is_unplanned) {
+            self.run_kept(|kept| take_first(kept, Kept::is_unplanned), Plans(true), plan).await?;
+        }
+        let pool = self.database.pool();
+        while pool.num_idle() > 0 || pool.size() < pool.options().get_max_connections() {
+            self.run_kept(|_| None, Plans(true), plan).await?;
+        }
+        Ok(())
     }
 
     /// Asks the database what time it is, on the connection that was used longest ago, so that each is heard from.
@@ -247,12 +270,20 @@ impl Closer {
             let Timestamptz(database) = sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(connection).await?;
             Ok(ClockSample { asked, answered: Instant::now(), database })
         };
-        match self.run_kept(VecDeque::pop_front, ask).await {
+        match self.run_kept(VecDeque::pop_front, Plans(false), ask).await {
             // The server may have ended this one connection alone, and nobody has asked it whether it is alive.
-            Err(error) if is_cut_off(&error) => self.run_kept(VecDeque::pop_front, ask).await,
+            Err(error) if is_cut_off(&error) => self.run_kept(VecDeque::pop_front, Plans(false), ask).await,
             answer => answer,
         }
     }
+}
+
+/// Whether a piece of work has the close statement planned.
+struct Plans(bool);
+
+fn take_first(kept: &mut VecDeque<Kept>, which: fn(&Kept) -> bool) -> Option<Kept> {
+    let place = kept.iter().position(which)?;
+    kept.remove(place)
 }
 
 /// Whether a connection that was there has ended, rather than that there was none, or no answer in time.

@@ -2,7 +2,8 @@
 //!
 //! Decides nothing about alarms (that is `desk/`) and knows no statement and no frame (those are the steps'). The
 //! `floor.rs` carries news and errands between the desk and the steps; `supervisor.rs` keeps a consumer session open;
-//! `outboxes.rs` keeps the outboxes empty; `signs.rs` counts what all of them do.
+//! `settling.rs` gathers what it tells the broker; `outboxes.rs` keeps the outboxes empty; `signs.rs` counts what all of
+//! them do.
 
 mod floor;
 mod outboxes;
@@ -18,7 +19,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use crate::alarm::Delivered;
 use crate::announce::Announcer;
@@ -50,7 +51,7 @@ const LOOP_PATIENCE: Duration = Duration::from_secs(60);
 /// What the outbox loop asks of the database in a turn: two ages, the lock, and for each outbox to read, to mark, to mark
 /// what nobody keeps locked, and to forget.
 const CALLS_PER_TURN: u32 = 11;
-/// Overdue orders fetched at a time: some batches, and little memory.
+/// Overdue orders fetched at a time: a batch and more, and little memory.
 const SWEEP_PAGE: usize = 1_000;
 
 /// Why a worker could not start.
@@ -95,15 +96,14 @@ impl Worker {
         let database = Database::connect(&settings.database, OTHER_CONNECTIONS).await?;
         database::require_migrated(&database).await?;
         let closer = Closer::prepare(closing, &settings.orders.close_sql).await?;
-        let most_at_once = closer.most_at_once().await;
-        let most_at_once = most_at_once
-            .map_err(|error| DatabaseFault(format!("the database does not say whether we use TLS: {}", why(&error))))?;
-        settings.worker.batch_size = settings.worker.batch_size.min(most_at_once);
+        settings.worker.batch_size = settings.worker.batch_size.min(closer.most_at_once().await);
         let sweeper = Sweeper::prepare(database.clone(), &settings.orders.overdue_sql).await?;
+        if let Err(error) = closer.make_ready().await {
+            debug!(error = why(&error), "connections for closers could not be made ready; they are tried again");
+        }
         let clock = read_clock(&closer)
             .await
             .map_err(|error| DatabaseFault(format!("the database's clock cannot be read: {}", why(&error))))?;
-        steps::make_ready(&closer).await;
         let (inbox_sender, inbox) = mpsc::unbounded_channel();
         let first_session = match Session::open(&settings, supervisor::FIRST_SESSION, inbox_sender.clone()).await {
             Ok(session) => Some(session),

@@ -2,7 +2,7 @@
 //!
 //! One try each: whether and when to try again is the desk's to say.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 use tokio_util::task::TaskTracker;
@@ -21,6 +21,9 @@ use crate::sweep::Sweeper;
 
 /// How often the database's clock is read.
 const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
+/// How long closers' connections are left as they are after one could not be had. Where a server has no room for it each
+/// try takes `database.acquire_timeout`, and the clock is not read meanwhile.
+const UNREADY_REST: Duration = Duration::from_secs(10);
 
 /// What the floor hears from its own tasks.
 #[derive(Debug)]
@@ -220,10 +223,22 @@ fn note_parked(parcel: &Parcel, signs: &Signs) {
     warn!(order_id, reason = parcel.reason.as_str(), detail = %parcel.detail, "alarm parked");
 }
 
-/// Opens what connections closers lack. Nobody is told if it cannot: a closer that finds none opens its own.
-pub(super) async fn make_ready(closer: &Closer) {
-    if let Err(error) = closer.make_ready().await {
-        debug!(error = why(&error), "connections for closers could not be made ready");
+/// Sees to it that closers find their connections open. Nobody is told if it cannot: a closer that finds none opens its own.
+#[derive(Default)]
+struct Readiness {
+    rests_until: Option<Instant>,
+}
+
+impl Readiness {
+    async fn see_to(&mut self, closer: &Closer) {
+        if self.rests_until.is_some_and(|until| Instant::now() < until) {
+            return;
+        }
+        self.rests_until = None;
+        if let Err(error) = closer.make_ready().await {
+            debug!(error = why(&error), "connections for closers could not be made ready");
+            self.rests_until = Some(Instant::now() + UNREADY_REST);
+        }
     }
 }
 
@@ -231,11 +246,12 @@ pub(super) async fn make_ready(closer: &Closer) {
 pub(super) async fn sample_clock(closer: Closer, notes: mpsc::UnboundedSender<Note>) {
     let mut ticks = tokio::time::interval(CLOCK_SAMPLE_EVERY);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut readiness = Readiness::default();
     loop {
         ticks.tick().await;
         match closer.sample_clock().await {
             Ok(sample) if notes.send(Note::Clock(sample)).is_err() => return,
-            Ok(_) => make_ready(&closer).await,
+            Ok(_) => readiness.see_to(&closer).await,
             Err(error) => {
                 let why = why(&error);
                 debug!(error = why, "the database's clock could not be read; the last reading is carried on");

@@ -527,9 +527,10 @@ fn closers_find_every_connection_open_and_the_statement_planned() {
                        WHERE datname = current_database() AND query LIKE '-- Closes those%'";
             stage.count(end).await;
             wait_for("their end", async || ready().await == 0).await;
+            // Opened to read the clock, it has planned nothing.
             closer.sample_clock().await.unwrap();
             closer.make_ready().await.unwrap();
-            assert_eq!(ready().await + i64::try_from(backends_that_told_the_time(&stage).await.len()).unwrap(), 3);
+            assert_eq!(ready().await, 3);
         },
     );
 }
