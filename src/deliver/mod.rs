@@ -153,7 +153,8 @@ impl Session {
     /// lapin's; the session is over then.
     pub async fn settle(&self, settlements: &[(Receipt, Settlement)]) -> lapin::Result<()> {
         let lines = (0..).zip(&self.lines);
-        try_join_all(lines.map(|(index, line)| self.settle_on(index, line, settlements))).await.map(drop)
+        // All of them, whatever one of them says: a channel may have ended alone.
+        join_all(lines.map(|(index, line)| self.settle_on(index, line, settlements))).await.into_iter().collect()
     }
 
     async fn settle_on(&self, index: u8, line: &Line, settlements: &[(Receipt, Settlement)]) -> lapin::Result<()> {

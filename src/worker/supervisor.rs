@@ -27,6 +27,8 @@ pub(super) const FIRST_SESSION: u64 = 1;
 const LIVED: Duration = Duration::from_secs(5);
 /// How long a stopping worker waits for a session that is being opened, so as to close it.
 const LAST_OPENING: Duration = Duration::from_secs(2);
+/// How long a session that has ended may take to say what it still owes.
+const LAST_SETTLING: Duration = Duration::from_secs(1);
 
 /// What the supervisor is to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -152,6 +154,8 @@ impl Supervisor {
             tokio::select! {
                 why = session.ended(), if !cancelled => {
                     warn!(%why, "the consumer session ended; the broker delivers again what was not acknowledged");
+                    // It may have ended for one of its channels alone, and what gave way to closing is seconds' worth.
+                    let _ = tokio::time::timeout(LAST_SETTLING, session.settle(&self.settling.take())).await;
                     session.close().await;
                     return why;
                 }

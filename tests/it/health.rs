@@ -1,7 +1,7 @@
 //! A fault can be seen: whether the worker is alive and ready, and if not, why not; and figures that move with what
 //! happens, each of them documented.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::net::SocketAddr;
 use std::process::{Command, Stdio};
@@ -11,7 +11,7 @@ use std::time::Duration;
 use lapin::BasicProperties;
 use order_timeout::config::Listen;
 use order_timeout::health::Health;
-use order_timeout::http::{self, HttpServer, LIVEZ, METRICS, Pages, READYZ};
+use order_timeout::http::{self, HttpServer, LIVEZ, Pages, READYZ};
 use order_timeout::metrics::{LISTED, Listed, Metrics, OF_THE_PROCESS};
 use order_timeout::order::{Moment, OrderId};
 use order_timeout::topology::DUE_KEY;
@@ -22,6 +22,7 @@ use tokio::net::TcpStream;
 use uuid::Uuid;
 
 use crate::support::away::{COMING_BACK, be_impatient, behind};
+use crate::support::figures::{Figures, get, shown, wait_for_figure};
 use crate::support::process::{WorkerProcess, order_timeout, run};
 use crate::support::proxy::Proxy;
 use crate::support::skip::skipped;
@@ -29,44 +30,8 @@ use crate::support::{PATIENCE, RunningWorker, Stage, on_stage, place_of, small_s
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Shown at a port that is free.
-fn shown(settings: &mut Settings) {
-    settings.http.listen = Listen(Some(([127, 0, 0, 1], 0).into()));
-}
-
-async fn get(worker: &RunningWorker, path: &str) -> (u16, String) {
-    http::get(worker.http.expect("it is shown"), path, PATIENCE).await.unwrap()
-}
-
 async fn is_ready(worker: &RunningWorker) -> bool {
     get(worker, READYZ).await == (200, "ready\n".into())
-}
-
-/// What `/metrics` says, series by series.
-struct Figures {
-    text: String,
-    series: BTreeMap<String, f64>,
-}
-
-impl Figures {
-    async fn of(worker: &RunningWorker) -> Self {
-        let (status, text) = get(worker, METRICS).await;
-        assert_eq!(status, 200, "{text}");
-        let lines = text.lines().filter(|line| !line.starts_with('#'));
-        let series = lines.map(|line| line.rsplit_once(' ').expect("a value behind each series"));
-        let series = series.map(|(name, value)| (name.to_owned(), value.parse().expect("a number"))).collect();
-        Self { text, series }
-    }
-
-    /// Without the prefix that all of ours have.
-    fn get(&self, series: &str) -> f64 {
-        let name = format!("order_timeout_{series}");
-        *self.series.get(&name).unwrap_or_else(|| panic!("no {name} in\n{}", self.text))
-    }
-}
-
-async fn wait_for_figure(worker: &RunningWorker, series: &str, expected: impl Fn(f64) -> bool) {
-    wait_for(series, async || expected(Figures::of(worker).await.get(series))).await;
 }
 
 #[test]

@@ -11,6 +11,7 @@ use order_timeout::broker;
 use order_timeout::topology::{DUE_KEY, Topology};
 
 use crate::support::away::for_a_while;
+use crate::support::figures::{Figures, shown, wait_for_figure};
 use crate::support::{Stage, on_stage, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -71,6 +72,44 @@ fn an_alarm_that_workers_have_crashed_over_many_times_still_closes_its_order() {
             assert_eq!(stage.parked().await, []);
         },
     );
+}
+
+/// Closing an order of this article takes three seconds, in which its closer is at work.
+async fn close_slowly(stage: &Stage, article: &'static str) {
+    stage.stock(article, 10).await;
+    let trigger = format!(
+        "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+             PERFORM pg_sleep(3) FROM order_items WHERE order_id = NEW.id AND article_id = '{article}';
+             RETURN NEW; END $$;
+         CREATE TRIGGER slow BEFORE UPDATE ON orders FOR EACH ROW EXECUTE FUNCTION slow()"
+    );
+    sqlx::raw_sql(sqlx::AssertSqlSafe(trigger)).execute(&stage.pool).await.unwrap();
+}
+
+#[test]
+fn what_has_been_closed_is_not_delivered_again_because_another_queue_was_lost() {
+    on_stage(shown, async |stage| {
+        close_slowly(&stage, "slow").await;
+        let worker = stage.worker().await;
+        // Delivered first and due later, so that one frame acknowledges all of them: of single ones a channel that is closed
+        // does not pass on the last.
+        let orders = stage.orders(100, 5 * SECOND / 2).await;
+        stage.deliver(&orders).await;
+        let slow = stage.orders_of("slow", 1, SECOND).await;
+        stage.deliver(&slow).await;
+        // Their acknowledgements give way to the closer that is still at work.
+        wait_for_figure(&worker, "orders_closed_total{by=\"alarm\"}", |closed| closed >= 100.0).await;
+        delete(&stage, &stage.names().arm()).await;
+        wait_for_figure(&worker, "sessions_opened_total", |opened| opened >= 2.0).await;
+        // Behind whatever is delivered again.
+        let last = stage.orders(1, SECOND).await;
+        stage.deliver(&last).await;
+        wait_for("every order's close", async || stage.closed().await == 102).await;
+        let again = Figures::of(&worker).await.get("orders_looked_at_total{outcome=\"already_closed\"}");
+        assert!(again <= 1.0, "{again} of them were delivered again; only the slow one may be");
+        worker.stop().await;
+        stage.assert_nothing_left_undone().await;
+    });
 }
 
 /// The names of the headers that tell of a message's dead-letterings.

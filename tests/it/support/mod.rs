@@ -4,6 +4,7 @@
 //! No mocks, no sleeping and hoping. A stage is removed even if its test panics.
 
 pub mod away;
+pub mod figures;
 pub mod frames;
 pub mod ledger;
 pub mod private;

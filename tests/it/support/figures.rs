@@ -1,0 +1,45 @@
+//! What a worker shows: its pages, and the figures on one of them.
+
+use std::collections::BTreeMap;
+
+use order_timeout::Settings;
+use order_timeout::config::Listen;
+use order_timeout::http::{self, METRICS};
+
+use super::{PATIENCE, RunningWorker, wait_for};
+
+/// Shown at a port that is free.
+pub fn shown(settings: &mut Settings) {
+    settings.http.listen = Listen(Some(([127, 0, 0, 1], 0).into()));
+}
+
+pub async fn get(worker: &RunningWorker, path: &str) -> (u16, String) {
+    http::get(worker.http.expect("it is shown"), path, PATIENCE).await.unwrap()
+}
+
+/// What `/metrics` says, series by series.
+pub struct Figures {
+    pub text: String,
+    series: BTreeMap<String, f64>,
+}
+
+impl Figures {
+    pub async fn of(worker: &RunningWorker) -> Self {
+        let (status, text) = get(worker, METRICS).await;
+        assert_eq!(status, 200, "{text}");
+        let lines = text.lines().filter(|line| !line.starts_with('#'));
+        let series = lines.map(|line| line.rsplit_once(' ').expect("a value behind each series"));
+        let series = series.map(|(name, value)| (name.to_owned(), value.parse().expect("a number"))).collect();
+        Self { text, series }
+    }
+
+    /// Without the prefix that all of ours have.
+    pub fn get(&self, series: &str) -> f64 {
+        let name = format!("order_timeout_{series}");
+        *self.series.get(&name).unwrap_or_else(|| panic!("no {name} in\n{}", self.text))
+    }
+}
+
+pub async fn wait_for_figure(worker: &RunningWorker, series: &str, expected: impl Fn(f64) -> bool) {
+    wait_for(series, async || expected(Figures::of(worker).await.get(series))).await;
+}
