@@ -46,7 +46,7 @@ USER 10001:10001
 
 # No HEALTHCHECK: `setup` and the shop run from this image, too, and have no health to ask for. For a worker it is
 #
-#     HEALTHCHECK CMD ["order-timeout", "health"]
+#     HEALTHCHECK CMD ["order-timeout", "health", "--live"]
 #
 # or, in Kubernetes, probes of /livez and /readyz with ORDER_TIMEOUT__HTTP__LISTEN=0.0.0.0:9394 (docs/OPERATING.md,
 # "Health").

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use super::{Batch, Case, Desk, Lingering, Wait};
+use super::{Batch, Case, Desk, Wait};
 use crate::order::{ClosedBy, Moment};
 
 /// How many parts a failed batch is taken into. Ten: an order that fails alone among eight hundred is found in three
@@ -18,6 +18,7 @@ const LEFT_TO_FINISH: Duration = Duration::from_millis(25);
 #[derive(Debug, Clone, Copy)]
 enum Source {
     Fresh,
+    Late,
     Overdue,
     Busy,
     Hurried,
@@ -30,7 +31,7 @@ impl Source {
     fn is_trouble(self) -> bool {
         match self {
             // What waited for a lock in vain is as good as fresh: most of it needs no lock, and it does not wait again.
-            Self::Fresh | Self::Overdue | Self::Busy | Self::Hurried => false,
+            Self::Fresh | Self::Late | Self::Overdue | Self::Busy | Self::Hurried => false,
             Self::Again | Self::Parts => true,
         }
     }
@@ -71,8 +72,9 @@ impl Desk {
         source.is_trouble() && self.idle_closers == 1 && self.trouble_had_last_closer
     }
 
-    fn sources(&self) -> [Source; 6] {
-        [Source::Fresh, Source::Overdue, Source::Busy, Source::Hurried, Source::Again, Source::Parts]
+    fn sources(&self) -> [Source; 7] {
+        use Source::{Again, Busy, Fresh, Hurried, Late, Overdue, Parts};
+        [Fresh, Late, Overdue, Busy, Hurried, Again, Parts]
     }
 
     fn longest_waiting(&self) -> Option<Source> {
@@ -83,6 +85,7 @@ impl Desk {
     fn since(&self, source: Source) -> Option<Moment> {
         match source {
             Source::Fresh => self.fresh.since(),
+            Source::Late => self.late.since(),
             Source::Overdue => self.overdue.since(),
             Source::Busy => self.busy.since(),
             Source::Hurried => self.hurried.front().map(|(_, since)| *since),
@@ -97,6 +100,7 @@ impl Desk {
         match source {
             _ if self.idle_closers == 0 => None,
             Source::Fresh => self.fresh.ready_at(size, linger),
+            Source::Late => self.late.ready_at(size, linger),
             Source::Overdue => self.overdue.ready_at(size, Duration::ZERO),
             // Not sooner where they are many: all that they wait for is that somebody finishes.
             Source::Busy => self.busy.ready_at(usize::MAX, LEFT_TO_FINISH),
@@ -126,9 +130,17 @@ impl Desk {
                 Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), wait }
             }
             Source::Hurried => self.hurried.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
-            Source::Overdue => self.take_who_goes(|desk| &mut desk.overdue, ClosedBy::Sweep, since, now),
-            Source::Busy => self.take_who_goes(|desk| &mut desk.busy, ClosedBy::Sweep, since, now),
-            Source::Again => self.take_who_goes(|desk| &mut desk.again, ClosedBy::Alarm, since, now),
+            // Late already, so none of these waits with somebody whose article is locked: tried at once, who is free is
+            // closed, and only who is not comes back to wait.
+            Source::Late => Batch { by: ClosedBy::Alarm, cases: self.late.take(size), wait: Wait::Not },
+            Source::Overdue => Batch { by: ClosedBy::Sweep, cases: self.overdue.take(size), wait: Wait::Not },
+            Source::Busy => self.take_busy(size, since, now),
+            Source::Again => {
+                let cases = self.again.take(size);
+                let (batch, rest) = self.who_goes(ClosedBy::Alarm, cases, now);
+                self.again.put_back(rest, since);
+                batch
+            }
             Source::Parts => {
                 let Some((part, _)) = self.parts.pop_front() else { return empty_batch() };
                 let (batch, rest) = self.who_goes(part.by, part.cases, now);
@@ -140,17 +152,17 @@ impl Desk {
         }
     }
 
-    fn take_who_goes(
-        &mut self,
-        queue: impl Fn(&mut Self) -> &mut Lingering,
-        by: ClosedBy,
-        since: Moment,
-        now: Moment,
-    ) -> Batch {
-        let size = self.policy.batch_size;
-        let cases = queue(self).take(size);
-        let (batch, rest) = self.who_goes(by, cases, now);
-        queue(self).put_back(rest, since);
+    /// Whoever was busy once goes first, and without waiting: mostly another worker was at it for some milliseconds. The
+    /// others may be of an article that is never free.
+    fn take_busy(&mut self, size: usize, since: Moment, now: Moment) -> Batch {
+        let (once, oftener): (Vec<Case>, Vec<Case>) =
+            self.busy.take(size).into_iter().partition(|case| case.pauses == 1);
+        let (batch, rest) = if once.is_empty() {
+            self.who_goes(ClosedBy::Sweep, oftener, now)
+        } else {
+            (Batch { by: ClosedBy::Sweep, cases: once, wait: Wait::Not }, oftener)
+        };
+        self.busy.put_back(rest, since);
         batch
     }
 

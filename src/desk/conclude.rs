@@ -13,6 +13,9 @@ use super::{Answer, Batch, Case, Desk, Origin, Wait};
 use crate::alarm::{Parcel, Receipt, Wanted};
 use crate::order::{CloseFault, Deadline, Finding, Found, Moment, OrderId, Outcome};
 
+/// How often an order that somebody else has is tried again by the same pass of the sweep.
+const TRIES_WHILE_BUSY: u32 = 2;
+
 impl Desk {
     pub(super) fn conclude(&mut self, batch: Batch, answer: Answer, now: Moment) {
         self.idle_closers += 1;
@@ -73,12 +76,13 @@ impl Desk {
         }
     }
 
-    /// It will be free in a moment, and the next pass is far off: whoever meets this for the first time is tried once more
+    /// It will be free in a moment, and the next pass is far off: whoever meets this for the first time is tried twice more
     /// before it.
-    fn leave_to_who_has_it(&mut self, case: Case, now: Moment) {
+    fn leave_to_who_has_it(&mut self, mut case: Case, now: Moment) {
         let order_id = case.alarm.order_id().clone();
-        let is_new = self.sweep.last_try(&order_id) == LastTry::None;
-        if is_new && !self.draining {
+        let is_new = self.sweep.last_try(&order_id) == LastTry::None || case.pauses > 0;
+        case.pauses += 1;
+        if is_new && case.pauses <= TRIES_WHILE_BUSY && !self.draining {
             self.take_in_hand(&order_id);
             self.busy.push(case, now);
         }

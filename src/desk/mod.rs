@@ -33,9 +33,9 @@ use sweep::{LastTry, Sweep};
 /// By how much the time may go back without anybody minding: readings of one clock differ by less.
 const LONGEST_JITTER: Duration = Duration::from_secs(1);
 
-/// Those of one moment that are woken before errands are looked at. Enough to keep closers busy; were all of a great
+/// Those of one moment that are woken before errands are looked at. Enough to fill a batch of the usual size for both of the usual closers; were all of a great
 /// many woken at once, the first batch would wait until the last of them is.
-const WOKEN_AT_ONCE: usize = 1_024;
+const WOKEN_AT_ONCE: usize = 2_048;
 
 /// Alarms parked by one statement: their bodies are 16 KiB at most, so some megabytes. And one statement at a time, so
 /// that somebody's heap of nonsense does not take the sweep's connections.
@@ -48,6 +48,9 @@ pub struct Desk {
     hold: Hold<Case>,
     /// Due, never tried.
     fresh: Lingering,
+    /// The same, but delivered so late that the sweep is at them as well. Apart from the fresh: while a batch waits for a
+    /// lock, nobody else can close those it waits with.
+    late: Lingering,
     /// Due, tried before.
     again: Lingering,
     /// Found by the sweep, never tried.
@@ -89,6 +92,7 @@ impl Desk {
             policy,
             hold: Hold::default(),
             fresh: Lingering::default(),
+            late: Lingering::default(),
             again: Lingering::default(),
             overdue: Lingering::default(),
             busy: Lingering::default(),
@@ -219,7 +223,7 @@ impl Desk {
     pub fn drain(&mut self) {
         self.draining = true;
         let mut waiting = self.hold.drain();
-        for queue in [&mut self.fresh, &mut self.again, &mut self.overdue, &mut self.busy] {
+        for queue in [&mut self.fresh, &mut self.late, &mut self.again, &mut self.overdue, &mut self.busy] {
             waiting.extend(queue.take(usize::MAX));
         }
         waiting.extend(self.hurried.drain(..).chain(self.parts.drain(..)).flat_map(|(batch, _)| batch.cases));
@@ -287,7 +291,7 @@ impl Desk {
         for case in self.hold.drain() {
             self.place(case, now, now);
         }
-        for queue in [&mut self.fresh, &mut self.again, &mut self.overdue, &mut self.busy] {
+        for queue in [&mut self.fresh, &mut self.late, &mut self.again, &mut self.overdue, &mut self.busy] {
             queue.clock_was_set_back(now);
         }
         for (_, since) in self.hurried.iter_mut().chain(&mut self.parts) {
@@ -332,9 +336,7 @@ impl Desk {
                     // has ended is delivered again.
                     Inlet::Arm if self.has_ended(receipt.session) => {}
                     Inlet::Arm => self.arm.push(ArmJob { alarm, receipt, wanted: Wanted::BeforeDeadline }),
-                    Inlet::Timeout | Inlet::Parked => {
-                        self.place(Case::new(alarm, Origin::Delivered(receipt)), now, now);
-                    }
+                    Inlet::Timeout | Inlet::Parked => self.take_in(Case::new(alarm, Origin::Delivered(receipt)), now),
                 }
             }
         }
@@ -377,9 +379,22 @@ impl Desk {
             self.wait_until(deadline, case);
         } else {
             self.take_in_hand(case.alarm.order_id());
-            let comes_again = case.was_tried() || self.patience.has_just_failed(case.alarm.order_id(), now);
-            if comes_again { self.again.push(case, since) } else { self.fresh.push(case, since) }
+            if self.comes_again(&case, now) { self.again.push(case, since) } else { self.fresh.push(case, since) }
         }
+    }
+
+    fn take_in(&mut self, case: Case, now: Moment) {
+        let sweep_is_at_it = case.alarm.deadline() + self.policy.sweep_grace < now;
+        if sweep_is_at_it && !self.comes_again(&case, now) {
+            self.take_in_hand(case.alarm.order_id());
+            self.late.push(case, now);
+        } else {
+            self.place(case, now, now);
+        }
+    }
+
+    fn comes_again(&self, case: &Case, now: Moment) -> bool {
+        case.was_tried() || self.patience.has_just_failed(case.alarm.order_id(), now)
     }
 
     /// Only what was delivered can be armed; what the sweep finds has its row. And only in its session: what came in one
@@ -422,7 +437,7 @@ impl Desk {
 
     fn take_overdue(&mut self, page: SweptPage, now: Moment) {
         let mut failed_before = Vec::new();
-        let closers_are_behind = self.idle_closers == 0 && self.fresh.len() > 0;
+        let closers_are_behind = self.idle_closers == 0 && self.fresh.len() + self.late.len() > 0;
         let says_nothing_new = closers_are_behind
             && !page.orders.is_empty()
             && page.orders.iter().all(|one| self.has_its_alarm(&key_of(one)));

@@ -63,7 +63,7 @@ pub enum Wait {
     Not,
     /// Of alarms that were never tried.
     Fresh,
-    /// Of those who come again and again: tried before, or found by the sweep.
+    /// Of those who come again and again.
     Again,
 }
 

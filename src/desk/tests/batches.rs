@@ -36,6 +36,21 @@ fn a_full_batch_does_not_linger_and_no_more_batches_go_out_than_there_are_closer
 }
 
 #[test]
+fn what_is_delivered_late_waits_for_nobody_elses_lock() {
+    let mut desk = Desk::new(policy());
+    let deadline = at_ms(1_000);
+    let in_time = deadline + policy().sweep_grace;
+    let late = in_time + Duration::from_millis(1);
+    desk.hear(delivered("in time", deadline, 1, 1), in_time);
+    desk.hear(delivered("late", deadline, 1, 2), late);
+    let tried: Vec<_> = batches(&mut desk, late + policy().linger)
+        .into_iter()
+        .map(|batch| (names(&batch).join(", "), batch.wait))
+        .collect();
+    assert_eq!(tried, [("in time".to_owned(), Wait::Fresh), ("late".to_owned(), Wait::Not)]);
+}
+
+#[test]
 fn what_was_tried_before_waits_behind_what_is_fresh() {
     let (mut desk, batch) = desk_with_one_closing();
     answer(&mut desk, batch, &found(Outcome::Unknown), at_ms(1_010));

@@ -132,7 +132,7 @@ fn an_article_that_stays_locked_under_the_sweep_is_no_outage_and_keeps_no_alarm_
 }
 
 #[test]
-fn the_sweep_waits_for_locks_where_that_leaves_a_closer_to_the_others() {
+fn the_sweep_waits_for_locks_once_it_is_known_who_needs_to_and_where_that_leaves_a_closer_to_the_others() {
     let patience_with = |busy_closers: u64| {
         let mut desk = sweeping_desk();
         for tag in 1..=busy_closers {
@@ -141,10 +141,38 @@ fn the_sweep_waits_for_locks_where_that_leaves_a_closer_to_the_others() {
         }
         swept_page(&mut desk, at_ms(250));
         desk.hear(swept(&[("overdue", 1)]), at_ms(250));
-        batches(&mut desk, at_ms(250))[0].is_patient()
+        [250, 275, 300].map(|at| {
+            let batch = batches(&mut desk, at_ms(at)).remove(0);
+            let patient = batch.is_patient();
+            answer(&mut desk, batch, &found(Outcome::Busy), at_ms(at));
+            patient
+        })
     };
-    assert!(patience_with(0));
-    assert!(!patience_with(1));
+    assert_eq!(patience_with(0), [false, false, true]);
+    assert_eq!(patience_with(1), [false; 3]);
+}
+
+#[test]
+fn an_overdue_order_waits_for_nobody_elses_lock() {
+    let mut desk = sweeping_desk();
+    swept_page(&mut desk, at_ms(250));
+    desk.hear(swept(&[("free", 1), ("of a locked article", 2), ("at another worker", 3)]), at_ms(250));
+    let mut rounds = Vec::new();
+    for at in [250, 275, 300] {
+        let batch = batches(&mut desk, at_ms(at)).remove(0);
+        rounds.push((names(&batch).join(", "), batch.is_patient()));
+        let finding = |case: &Case| match case.alarm.order_id().as_str() {
+            "free" => found(Outcome::Closed),
+            "at another worker" if at > 250 => found(Outcome::AlreadyClosed),
+            _ => found(Outcome::Busy),
+        };
+        let findings = batch.cases.iter().map(|case| (case.alarm.order_id().clone(), finding(case))).collect();
+        desk.hear(News::Closed(batch, Ok(findings)), at_ms(at));
+    }
+    let round = |names: &str, is_patient| (names.to_owned(), is_patient);
+    let of_all = round("free, of a locked article, at another worker", false);
+    let of_two = round("of a locked article, at another worker", false);
+    assert_eq!(rounds, [of_all, of_two, round("of a locked article", true)]);
 }
 
 #[test]
@@ -154,8 +182,10 @@ fn an_order_that_somebody_else_has_is_not_tried_again_with_those_never_tried() {
     desk.hear(swept(&[("refused-elsewhere", 1)]), at_ms(251));
     let batch = batches(&mut desk, at_ms(251)).remove(0);
     answer(&mut desk, batch, &found(Outcome::Busy), at_ms(252));
-    let batch = batches(&mut desk, at_ms(277)).remove(0);
-    answer(&mut desk, batch, &found(Outcome::Busy), at_ms(278));
+    for at in [277, 302] {
+        let batch = batches(&mut desk, at_ms(at)).remove(0);
+        answer(&mut desk, batch, &found(Outcome::Busy), at_ms(at));
+    }
     assert_eq!(swept_page(&mut desk, at_ms(500)).after, None);
     desk.hear(swept(&[("refused-elsewhere", 1), ("good", 2)]), at_ms(501));
     let tried = |desk: &mut Desk, at| batches(desk, at).iter().map(|batch| names(batch).join(" ")).collect::<Vec<_>>();
@@ -164,7 +194,7 @@ fn an_order_that_somebody_else_has_is_not_tried_again_with_those_never_tried() {
 }
 
 #[test]
-fn an_order_that_somebody_else_has_is_tried_once_more_before_the_next_pass() {
+fn an_order_that_somebody_else_has_is_tried_twice_more_before_the_next_pass() {
     let mut desk = sweeping_desk();
     let mut pass = |at: i64| {
         assert_eq!(swept_page(&mut desk, at_ms(at)).after, None);
@@ -179,7 +209,7 @@ fn an_order_that_somebody_else_has_is_tried_once_more_before_the_next_pass() {
         }
         tries
     };
-    assert_eq!(pass(250), [0, 25], "whoever has it keeps it for milliseconds, mostly");
+    assert_eq!(pass(250), [0, 25, 50], "whoever has it keeps it for milliseconds, mostly");
     assert_eq!(pass(500), [25], "or for long");
     assert_eq!(pass(750), [25]);
 }
