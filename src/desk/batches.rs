@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use super::{Batch, Case, Desk, Wait};
+use super::{Batch, Case, Desk, Lingering, Wait};
 use crate::order::{ClosedBy, Moment};
 
 /// How many parts a failed batch is taken into. Ten: an order that fails alone among eight hundred is found in three
@@ -125,15 +125,16 @@ impl Desk {
         let size = self.policy.batch_size;
         let since = self.since(source).unwrap_or(now);
         match source {
-            Source::Fresh => {
-                let wait = if self.patience.is_with_fresh(now) { Wait::Fresh } else { Wait::Not };
-                Batch { by: ClosedBy::Alarm, cases: self.fresh.take(size), wait }
-            }
+            Source::Fresh => Batch { by: ClosedBy::Alarm, wait: self.wait_of_fresh(now), cases: self.fresh.take(size) },
             Source::Hurried => self.hurried.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
-            // Late already, so none of these waits with somebody whose article is locked: tried at once, who is free is
-            // closed, and only who is not comes back to wait.
-            Source::Late => Batch { by: ClosedBy::Alarm, cases: self.late.take(size), wait: Wait::Not },
-            Source::Overdue => Batch { by: ClosedBy::Sweep, cases: self.overdue.take(size), wait: Wait::Not },
+            Source::Late => {
+                Batch { by: ClosedBy::Alarm, wait: self.wait_of_late(&self.late, now), cases: self.late.take(size) }
+            }
+            Source::Overdue => Batch {
+                by: ClosedBy::Sweep,
+                wait: self.wait_of_late(&self.overdue, now),
+                cases: self.overdue.take(size),
+            },
             Source::Busy => self.take_busy(size, since, now),
             Source::Again => {
                 let cases = self.again.take(size);
@@ -150,6 +151,18 @@ impl Desk {
                 batch
             }
         }
+    }
+
+    fn wait_of_fresh(&self, now: Moment) -> Wait {
+        if self.patience.is_with_fresh(now) { Wait::Fresh } else { Wait::Not }
+    }
+
+    /// Late already, so none of these waits with somebody whose article is locked: tried at once, who is free is closed,
+    /// and only who is not comes back to wait. But of more than one batch the next one is in as much of a hurry, and two
+    /// that do not wait get in each other's way: such a statement has its articles locked from its beginning, and of one
+    /// article the other would close nothing.
+    fn wait_of_late(&self, late: &Lingering, now: Moment) -> Wait {
+        if late.len() > self.policy.batch_size { self.wait_of_fresh(now) } else { Wait::Not }
     }
 
     /// Whoever was busy once goes first, and without waiting: mostly another worker was at it for some milliseconds. The

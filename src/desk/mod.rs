@@ -33,8 +33,8 @@ use sweep::{LastTry, Sweep};
 /// By how much the time may go back without anybody minding: readings of one clock differ by less.
 const LONGEST_JITTER: Duration = Duration::from_secs(1);
 
-/// Those of one moment that are woken before errands are looked at. Enough to fill a batch of the usual size for both of the usual closers; were all of a great
-/// many woken at once, the first batch would wait until the last of them is.
+/// Those of one moment that are woken before errands are looked at. Enough to fill a batch of the usual size for both of
+/// the usual closers; were all of a great many woken at once, the first batch would wait until the last of them is.
 const WOKEN_AT_ONCE: usize = 2_048;
 
 /// Alarms parked by one statement: their bodies are 16 KiB at most, so some megabytes. And one statement at a time, so

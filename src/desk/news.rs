@@ -61,7 +61,7 @@ impl Batch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
     Not,
-    /// Of alarms that were never tried.
+    /// Of those that were never tried.
     Fresh,
     /// Of those who come again and again.
     Again,

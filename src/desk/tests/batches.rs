@@ -51,6 +51,30 @@ fn what_is_delivered_late_waits_for_nobody_elses_lock() {
 }
 
 #[test]
+fn what_is_late_in_crowds_waits_for_locks_as_what_is_fresh_does() {
+    let waits = |desk: &mut Desk, now| {
+        let waits: Vec<_> = batches(desk, now).iter().map(|batch| (batch.by, batch.cases.len(), batch.wait)).collect();
+        waits
+    };
+    let mut desk = Desk::new(policy());
+    let late = at_ms(1_000) + policy().sweep_grace + Duration::from_millis(1);
+    for tag in 1..=6 {
+        desk.hear(delivered(&format!("order-{tag}"), at_ms(1_000), 1, tag), late);
+    }
+    let last_of_them = (ClosedBy::Alarm, 3, Wait::Not);
+    assert_eq!(waits(&mut desk, late), [(ClosedBy::Alarm, 3, Wait::Fresh), last_of_them]);
+
+    let mut desk = sweeping_desk();
+    desk.hear(swept(&[("a", 1), ("b", 2), ("c", 3), ("d", 4)]), at_ms(252));
+    let last_of_them = (ClosedBy::Sweep, 1, Wait::Not);
+    let errands = desk.errands(at_ms(252)).into_iter().filter_map(|errand| match errand {
+        Errand::Close(batch) => Some((batch.by, batch.cases.len(), batch.wait)),
+        _ => None,
+    });
+    assert_eq!(errands.collect::<Vec<_>>(), [(ClosedBy::Sweep, 3, Wait::Fresh), last_of_them]);
+}
+
+#[test]
 fn what_was_tried_before_waits_behind_what_is_fresh() {
     let (mut desk, batch) = desk_with_one_closing();
     answer(&mut desk, batch, &found(Outcome::Unknown), at_ms(1_010));
