@@ -108,9 +108,9 @@ impl Floor {
         self.signs.clock(&self.clock);
         loop {
             self.signs.health.beat(Loop::Floor);
-            if self.run_errands() {
+            if self.run_errands() || self.has_more_to_do() {
                 // What was begun goes on first. Of a burst the desk has more to wake for many rounds, none of which waits for
-                // anything, and the first batch would not be sent before the last of them.
+                // anything: the first batches would not be sent, and their answers not be read, before the last of them.
                 tokio::task::yield_now().await;
             }
             // The notes last: a task ends only after it has sent its own.
@@ -143,6 +143,10 @@ impl Floor {
             }
         }
         self.phase.send_replace(Phase::Close);
+    }
+
+    fn has_more_to_do(&self) -> bool {
+        self.desk.wake_at().is_some_and(|at| at <= self.clock.now())
     }
 
     fn begin_draining(&mut self) {
