@@ -140,12 +140,10 @@ impl Worker {
         let (settlements, settlement_queue) = mpsc::unbounded_channel();
         let (notes, note_queue) = mpsc::unbounded_channel();
         let (phase, phase_seen) = watch::channel(Phase::Consume);
-        let worker = &settings.worker;
-        let prefetch = usize::from(worker.prefetch) * worker.shard_of_each_channel().len();
         let supervisor = Supervisor::new(
             settings.clone(),
             self.inbox_sender,
-            Settling::new(settlement_queue, closing_seen, prefetch),
+            Settling::new(settlement_queue, closing_seen, settings.worker.prefetch.into()),
             phase_seen,
             notes.clone(),
             confirmed.way_is_missing(),

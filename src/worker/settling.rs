@@ -3,6 +3,7 @@
 //! Says which and when; writing them is the session's. What is not settled in time is only delivered again, so nobody
 //! waits for it but what is stuck behind it.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
@@ -22,18 +23,29 @@ type Settled = (Receipt, Settlement);
 pub(super) struct Settling {
     from: mpsc::UnboundedReceiver<Vec<Settled>>,
     closing: watch::Receiver<bool>,
-    /// So many give way at most: nine in ten of those that the broker may have delivered, so that it can go on delivering.
+    /// So many of one channel give way at most: nine in ten of those that the broker may have delivered on it, so that it
+    /// can go on delivering.
     most: usize,
     waiting: Vec<Settled>,
+    /// How many of them are of each channel: counted, for in a burst they are many.
+    waiting_by_channel: HashMap<u8, usize>,
     waiting_since: Instant,
     next_at: Instant,
 }
 
 impl Settling {
-    /// `prefetch`: of all channels together.
+    /// `prefetch`: of each channel.
     pub fn new(from: mpsc::UnboundedReceiver<Vec<Settled>>, closing: watch::Receiver<bool>, prefetch: usize) -> Self {
         let now = Instant::now();
-        Self { from, closing, most: prefetch * 9 / 10, waiting: Vec::new(), waiting_since: now, next_at: now }
+        Self {
+            from,
+            closing,
+            most: prefetch * 9 / 10,
+            waiting: Vec::new(),
+            waiting_by_channel: HashMap::new(),
+            waiting_since: now,
+            next_at: now,
+        }
     }
 
     /// What is settled next, when it is time for it. Loses nothing if it is dropped. `may_give_way` says of what is
@@ -62,6 +74,9 @@ impl Settling {
             let hurried: Vec<Settled> =
                 self.waiting.extract_if(looked_at.., |(receipt, _)| !may_give_way(*receipt)).collect();
             if !hurried.is_empty() {
+                for (receipt, _) in &hurried {
+                    *self.waiting_by_channel.entry(receipt.channel).or_default() -= 1;
+                }
                 self.next_at = now + EVERY;
                 return hurried;
             }
@@ -75,6 +90,7 @@ impl Settling {
     pub fn take(&mut self) -> Vec<Settled> {
         self.take_in_all();
         self.next_at = Instant::now() + EVERY;
+        self.waiting_by_channel.clear();
         std::mem::take(&mut self.waiting)
     }
 
@@ -82,7 +98,8 @@ impl Settling {
         // With the floor gone nobody says when closers rest.
         let floor_is_there = self.closing.has_changed().is_ok();
         let closing = floor_is_there && *self.closing.borrow();
-        closing && now < self.waiting_since + LONGEST_WAY && self.waiting.len() <= self.most
+        let leave_room = self.waiting_by_channel.values().all(|count| *count <= self.most);
+        closing && now < self.waiting_since + LONGEST_WAY && leave_room
     }
 
     fn take_in_all(&mut self) {
@@ -95,6 +112,9 @@ impl Settling {
         if self.waiting.is_empty() {
             self.waiting_since = Instant::now();
         }
+        for (receipt, _) in &settlements {
+            *self.waiting_by_channel.entry(receipt.channel).or_default() += 1;
+        }
         self.waiting.extend(settlements);
     }
 }
@@ -106,7 +126,11 @@ mod tests {
     const PREFETCH: usize = 3;
 
     fn ack(tag: u64) -> Settled {
-        (Receipt { session: 1, channel: 0, tag }, Settlement::Ack)
+        ack_on(0, tag)
+    }
+
+    fn ack_on(channel: u8, tag: u64) -> Settled {
+        (Receipt { session: 1, channel, tag }, Settlement::Ack)
     }
 
     fn requeue(tag: u64) -> Settled {
@@ -139,11 +163,26 @@ mod tests {
         assert!(!settling.gives_way(begin), "closers rest");
         floor.closing.send_replace(true);
         assert!(settling.gives_way(begin));
+        settling.take_in(vec![ack_on(1, 1), ack_on(1, 2)]);
+        assert!(settling.gives_way(begin), "of each channel some may be delivered");
         settling.take_in(vec![ack(3)]);
-        assert!(!settling.gives_way(begin), "hardly any may be delivered");
-        settling.waiting.pop();
+        assert!(!settling.gives_way(begin), "hardly any may be delivered on the first channel");
+        settling.take();
+        settling.take_in(vec![ack(4), ack(5)]);
+        assert!(settling.gives_way(begin), "what was settled counts no more");
         drop(floor);
         assert!(!settling.gives_way(begin), "the floor is gone");
+    }
+
+    #[tokio::test]
+    async fn what_did_not_give_way_counts_no_more() {
+        let (floor, mut settling) = while_closing();
+        floor.settlements.send(vec![ack(1), ack(2), ack(4)]).unwrap();
+        assert_eq!(settling.next(|receipt| receipt.tag == 1).await, [ack(1), ack(2), ack(4)], "three are too many");
+        floor.settlements.send(vec![ack(5), ack(6)]).unwrap();
+        assert_eq!(settling.next(is_odd).await, [ack(6)]);
+        settling.take_in(vec![ack(7)]);
+        assert!(settling.gives_way(settling.waiting_since));
     }
 
     #[tokio::test]

@@ -154,15 +154,13 @@ impl Supervisor {
             tokio::select! {
                 why = session.ended(), if !cancelled => {
                     warn!(%why, "the consumer session ended; the broker delivers again what was not acknowledged");
-                    // It may have ended for one of its channels alone, and what gave way to closing is seconds' worth.
-                    let _ = tokio::time::timeout(LAST_SETTLING, session.settle(&self.settling.take())).await;
-                    session.close().await;
+                    self.leave(session).await;
                     return why;
                 }
                 settlements = self.settling.next(|receipt| session.may_settle_later(receipt)) => {
                     if let Err(error) = session.settle(&settlements).await {
                         warn!(%error, "deliveries could not be settled; the session is over");
-                        session.close().await;
+                        self.leave(session).await;
                         return error.to_string();
                     }
                 }
@@ -180,6 +178,13 @@ impl Supervisor {
                 () = tokio::time::sleep(BEAT_EVERY) => {}
             }
         }
+    }
+
+    /// Closes a session that has ended, mostly as a whole; but it may have ended for one of its channels alone, and what
+    /// gave way to closing is seconds' worth.
+    async fn leave(&mut self, session: Session) {
+        let _ = tokio::time::timeout(LAST_SETTLING, session.settle(&self.settling.take())).await;
+        session.close().await;
     }
 
     /// Returns false when there will be no further session.
