@@ -131,7 +131,7 @@ impl fmt::Display for Object<'_> {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TopologyFault {
     #[error(
-        "{object} exists with other arguments: {difference}; to move over, choose another `namespace`, or stop the publishers, {removal} and run `order-timeout setup`"
+        "{object} exists with other arguments: {difference}; to move over, choose another `namespace`, or stop publishers and workers, {removal} and run `order-timeout setup`"
     )]
     Differs { object: String, difference: String, removal: &'static str },
     #[error(

@@ -119,6 +119,28 @@ fn the_alarm_of_an_order_whose_provider_is_being_asked_is_acknowledged_and_nothi
     assert_untouched("UPDATE orders SET status = 'closing', next_attempt_at = clock_timestamp()");
 }
 
+/// The constraints are what is left should a statement be wrong, ours or a shop's own.
+#[test]
+fn the_tables_refuse_a_second_close_and_an_early_one() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let order = stage.order(60 * SECOND).await;
+            let refused_by = async |sql: &'static str| {
+                let refused = sqlx::query(sql).bind(order.id).execute(&stage.pool).await.expect_err(sql);
+                refused.as_database_error().unwrap().constraint().map(str::to_owned)
+            };
+            let close = "UPDATE orders SET status = 'closed', closed_at = now(), closed_by = 'manual',
+                                           close_reason = 'unpaid' WHERE id = $1";
+            assert_eq!(refused_by(close).await.as_deref(), Some("no_order_is_closed_early"));
+            let note =
+                "INSERT INTO order_events (order_id, event, by, reason) VALUES ($1, 'closed', 'manual', 'unpaid')";
+            sqlx::query(note).bind(order.id).execute(&stage.pool).await.unwrap();
+            assert_eq!(refused_by(note).await.as_deref(), Some("an_order_is_closed_once"));
+        },
+    );
+}
+
 #[test]
 fn an_alarm_that_comes_early_is_held_until_the_deadline() {
     on_stage(

@@ -4,15 +4,19 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use order_timeout::http::{LIVEZ, METRICS, READYZ};
 use order_timeout::worker::Worker;
 use order_timeout::{Publisher, Settings};
 use secrecy::ExposeSecret;
 use sqlx::AssertSqlSafe;
 use uuid::Uuid;
 
+use crate::support::away::COMING_BACK;
+use crate::support::figures::{get, shown};
 use crate::support::private::Private;
 use crate::support::process::{WorkerProcess, bare, order_timeout, run};
-use crate::support::{PATIENCE, Stage, on_stage, wait_for, with_parts};
+use crate::support::proxy::Proxy;
+use crate::support::{PATIENCE, RunningWorker, Stage, on_stage, wait_for, wait_within, with_parts};
 
 /// A password, its beginning a word that nothing else contains.
 struct Secret {
@@ -106,6 +110,7 @@ fn no_password_is_ever_shown() {
             let outcome = tokio::spawn(async move {
                 where_all_is_well(&secret, &settings, &of_the_test).await;
                 what_is_printed_for_debugging(&secret, &settings).await;
+                what_a_worker_shows(&secret, &settings).await;
                 where_something_is_wrong(&secret, &settings).await;
             });
             let outcome = outcome.await;
@@ -148,6 +153,8 @@ async fn where_all_is_well(secret: &Secret, settings: &Settings, stage: &Stage) 
             &["setup", "--json"],
             &["schedule", "--order-id", &held_id, "--in", "6s"],
             &["schedule", "--order-id", &held_id, "--in", "6s", "--json"],
+            &["deadline", "--order-id", &held_id, "--in", "6s"],
+            &["deadline", "--order-id", &held_id, "--in", "6s", "--json"],
             &["topology"],
             &["close", &closed_id, "--json"],
             &["parked", "list"],
@@ -197,6 +204,34 @@ async fn what_is_printed_for_debugging(secret: &Secret, settings: &Settings) {
         secret.assert_not_in(what, &said);
     }
     secret.assert_not_in("Worker", &format!("{worker:?}"));
+}
+
+/// Its pages, and the command that asks for them, while it is told by one server after the other why it is refused.
+async fn what_a_worker_shows(secret: &Secret, settings: &Settings) {
+    let (to_broker, to_database) =
+        (Proxy::before(&settings.amqp.url).await, Proxy::before(&settings.database.url).await);
+    let mut settings = settings.clone();
+    shown(&mut settings);
+    settings.amqp.url = to_broker.address(&settings.amqp.url);
+    settings.database.url = to_database.address(&settings.database.url);
+    let worker = RunningWorker::start(settings.clone()).await;
+    to_broker.cut();
+    to_database.cut();
+    let lines = async || get(&worker, READYZ).await.1.lines().count();
+    wait_for("both servers missed", async || lines().await == 2).await;
+    for page in [LIVEZ, READYZ, METRICS] {
+        secret.assert_not_in(page, &get(&worker, page).await.1);
+    }
+    let listen = format!("http.listen={}", worker.http.expect("it is shown"));
+    for (arguments, code) in [(&["health"][..], 1), (&["health", "--live"], 0)] {
+        let mut command = loudest(&settings, "human");
+        command.args(["--set", &listen]).args(arguments);
+        say(secret, command, code).await;
+    }
+    to_broker.restore();
+    to_database.restore();
+    wait_within(COMING_BACK, "ready again", async || get(&worker, READYZ).await.0 == 200).await;
+    worker.stop().await;
 }
 
 /// The binary with addresses that lead nowhere, in the sections that this key is not of: should it take a wrong setting
