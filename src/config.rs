@@ -15,6 +15,7 @@ use serde::{Deserialize, Deserializer};
 use crate::tls::TlsFiles;
 use crate::wheel::{BadWheel, Ring, Wheel};
 
+pub(crate) mod duration;
 mod load;
 mod validate;
 
@@ -49,11 +50,11 @@ pub struct AmqpSettings {
     pub ca_file: String,
     pub client_cert_file: String,
     pub client_key_file: String,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub heartbeat: Duration,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub connect_timeout: Duration,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub confirm_timeout: Duration,
 }
 
@@ -65,11 +66,11 @@ pub struct DatabaseSettings {
     pub ca_file: String,
     pub client_cert_file: String,
     pub client_key_file: String,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub acquire_timeout: Duration,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub statement_timeout: Duration,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub lock_timeout: Duration,
 }
 
@@ -124,9 +125,9 @@ pub struct DelaySettings {
     pub strategy: Strategy,
     pub lanes: Vec<Lane>,
     pub lane_shards: u8,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub lead: Duration,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub max_delay: Duration,
     pub rings: Vec<RingSettings>,
 }
@@ -178,7 +179,7 @@ impl DelaySettings {
 impl TryFrom<String> for Lane {
     type Error = String;
     fn try_from(text: String) -> Result<Self, String> {
-        let delay = humantime::parse_duration(text.trim())
+        let delay = duration::parse(text.trim())
             .map_err(|fault| format!("{text:?} is not a duration such as 30m ({fault})"))?;
         // Written back by one rule, so that "1800s" and "30m" mean the same queue.
         Ok(Self { name: duration_name(delay), delay })
@@ -188,29 +189,29 @@ impl TryFrom<String> for Lane {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RingSettings {
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub unit: Duration,
     pub slots: u16,
-    #[serde(default, with = "humantime_serde")]
+    #[serde(default, deserialize_with = "duration::read_if_given")]
     pub early: Option<Duration>,
 }
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WorkerSettings {
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub hold_max: Duration,
     pub shards: u8,
     pub take_shards: Vec<u8>,
     pub prefetch: u16,
     pub arm_prefetch: u16,
     pub batch_size: usize,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub linger: Duration,
     pub closers: usize,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub away_patience: Duration,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub shutdown_grace: Duration,
 }
 
@@ -231,11 +232,11 @@ impl WorkerSettings {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RetrySettings {
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub first: Duration,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub longest: Duration,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub missing_for: Duration,
     pub max_attempts: u32,
 }
@@ -251,19 +252,19 @@ impl RetrySettings {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SweepSettings {
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub every: Duration,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub grace: Duration,
 }
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AnnounceSettings {
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub poll: Duration,
     pub batch_size: usize,
-    #[serde(with = "humantime_serde")]
+    #[serde(deserialize_with = "duration::read")]
     pub keep: Duration,
 }
 

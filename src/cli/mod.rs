@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::config::{BadSettings, Settings};
+use crate::config::{BadSettings, Settings, duration};
 use crate::message::read_rfc3339;
 use crate::order::Moment;
 
@@ -99,8 +99,7 @@ impl When {
 }
 
 fn parse_duration(text: &str) -> Result<Duration, String> {
-    humantime::parse_duration(text)
-        .map_err(|fault| format!("{fault}; write a number and its unit, such as 90s, 30m or 2h"))
+    duration::parse(text).map_err(|fault| format!("{fault}; write a number and its unit, such as 90s, 30m or 2h"))
 }
 
 fn parse_time(text: &str) -> Result<Moment, String> {

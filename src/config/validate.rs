@@ -54,6 +54,7 @@ impl Settings {
         if database.contains(char::REPLACEMENT_CHARACTER) {
             return Err(BadSettings::of("database.url", format!("is not UTF-8; {NOT_UTF8}")));
         }
+        refuse_at_behind_the_host("database.url", database)?;
         let is_postgres = database.starts_with("postgres://") || database.starts_with("postgresql://");
         if is_postgres
             && url::Url::parse(database).is_ok()
@@ -91,6 +92,7 @@ impl Settings {
                 format!("must begin with {}, such as {AMQP_FORM}", AMQP_SCHEMES[0]),
             ));
         }
+        refuse_at_behind_the_host("amqp.url", amqp)?;
         let parsed = amqp.parse::<lapin::uri::AMQPUri>().map_err(|fault| {
             let why = format!(
                 "is not an AMQP address ({fault}); write {AMQP_FORM}, with / # ? % in name and password percent-encoded"
@@ -385,6 +387,19 @@ fn parameter<'a>(parameters: &'a [(String, String)], names: &[&str]) -> Option<&
 }
 
 /// A client certificate is of no use without its key, nor a key without its certificate.
+/// A password that holds an @ and behind it one of / ? # ends the host's part of an address in its middle (RFC 3986, 3.2): a
+/// piece of it is taken for the host, and would be asked for and shown as one.
+fn refuse_at_behind_the_host(key: &'static str, address: &str) -> Result<(), BadSettings> {
+    let behind_scheme = address.split_once("://").map_or(address, |(_, rest)| rest);
+    match behind_scheme.find(['/', '?', '#']) {
+        Some(end) if behind_scheme[end..].contains('@') => Err(BadSettings::of(
+            key,
+            "has an @ behind its host; in name, password and all that follows them write @ / ? # % percent-encoded, @ as %40",
+        )),
+        _ => Ok(()),
+    }
+}
+
 fn validate_pair(files: TlsFiles<'_>) -> Result<(), BadSettings> {
     let section = files.section;
     let (given, missing) = match (files.client_cert_file, files.client_key_file) {

@@ -281,6 +281,11 @@ async fn where_something_is_wrong(secret: &Secret, settings: &Settings) {
     for (key, address) in [
         ("amqp.url", format!("amqp://shop:{word}@host:port/")),
         ("amqp.url", format!("amqps:/shop:{word}@host")),
+        // Pieces of it would be host, virtual host and database.
+        ("amqp.url", format!("amqp://shop:a@{word}/b@host/")),
+        ("amqp.url", format!("amqps://shop:a@{word}?b@host/")),
+        ("database.url", format!("postgres://shop:a@{word}#b@host/shop")),
+        ("database.url", format!("postgres://shop:a@b/{word}@host/shop")),
         ("amqp.ca_file", format!("amqp://shop:{word}@host")),
         ("amqp.url_file", format!("amqp://shop:{word}@host")),
         ("database.url", format!("postgres://shop:{word}@host:port/shop")),
