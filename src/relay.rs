@@ -33,7 +33,8 @@ const FORGOTTEN_AT_ONCE: u64 = 10_000;
 /// The statements of one outbox.
 #[derive(Debug, Clone, Copy)]
 pub struct OutboxSql {
-    /// `$1` limit, `$2` ids to leave out; returns `id uuid` and whatever a message is made of, oldest first.
+    /// `$1` limit, `$2` ids to leave out; returns `id uuid`, `found bigint` and whatever a message is made of, oldest first.
+    /// Of as many as were found within the limit it may leave out the last, where they are too large to go together.
     pub unsent: &'static str,
     /// Returns how many seconds ago the oldest unsent row was written, as `float8`; null if there is none.
     pub age_s: &'static str,
@@ -106,7 +107,7 @@ pub struct Relayed {
     pub refused: usize,
     /// Why the first of those was not.
     pub fault: Option<NotConfirmed>,
-    /// The batch was full: there may be more.
+    /// The batch was full: there is more, or may be.
     pub more: bool,
 }
 
@@ -184,7 +185,8 @@ impl Outbox {
         settled.extend(ids.iter().zip(&answers).filter(|(_, answer)| answer.is_ok()).map(|(id, _)| *id));
         let refused = answers.iter().filter(|answer| answer.is_err()).count();
         let sent = self.mark_sent(&settled).await?.saturating_sub(dropped);
-        let more = unsent.len() >= self.batch_size;
+        let found: i64 = unsent.first().map_or(Ok(0), |row| row.try_get("found"))?;
+        let more = found >= limit || usize::try_from(found).is_ok_and(|found| found > unsent.len());
         Ok(Relayed { sent, dropped, refused, fault: answers.into_iter().find_map(Result::err), more })
     }
 

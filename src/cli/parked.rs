@@ -11,6 +11,7 @@ use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
 use crate::database::{self, Database, DatabaseFault, why};
 use crate::envelope::{self, Entry, Stamp};
+use crate::message::MAX_BODY_BYTES;
 use crate::order::Moment;
 use crate::park::{self, Parked, Selection};
 use crate::topology::Names;
@@ -171,6 +172,8 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
         for row in rows {
             match row.alarm() {
                 Ok(due) => readable.push((row.id, row.since, due)),
+                // Of a body that was too large the row has the beginning alone, which is wrong in another way.
+                Err(_) if row.body.len() >= MAX_BODY_BYTES => kept.push((row.id, row.detail)),
                 Err(fault) => kept.push((row.id, fault.to_string())),
             }
         }

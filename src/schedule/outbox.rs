@@ -18,8 +18,11 @@ use crate::relay::{NotRelayed, Outbox, OutboxSql, Relayed, outbox_sql};
 
 const SQL: OutboxSql = outbox_sql!(
     "alarm_outbox",
-    unsent: "SELECT id, order_id, deadline, clock_timestamp() AS now FROM alarm_outbox
-             WHERE sent_at IS NULL AND id <> ALL ($2::uuid[]) ORDER BY created_at, id LIMIT $1"
+    unsent: "SELECT id, order_id, deadline, clock_timestamp() AS now, count(*) OVER () AS found
+             FROM (
+                 SELECT id, order_id, deadline FROM alarm_outbox
+                 WHERE sent_at IS NULL AND id <> ALL ($2::uuid[]) ORDER BY created_at, id LIMIT $1
+             ) AS oldest"
 );
 
 /// Why an alarm was not written into the outbox.

@@ -10,6 +10,9 @@ use lapin::options::{
     BasicConsumeOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions, QueueDeleteOptions,
 };
 use lapin::types::{AMQPValue, FieldTable};
+use order_timeout::announce::Announcer;
+use order_timeout::confirm::ConfirmedPublisher;
+use order_timeout::database::Database;
 use order_timeout::message::OrderClosed;
 use order_timeout::order::{ClosedBy, OrderId};
 use uuid::Uuid;
@@ -101,6 +104,33 @@ async fn wait_until_marked(stage: &Stage) {
         stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await == 0
     })
     .await;
+}
+
+/// Of events as large as the table lets them be, a batch would otherwise be half a gigabyte.
+#[test]
+fn events_too_large_to_go_together_go_one_after_the_other() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            // Of words that cannot be compressed.
+            let write = "INSERT INTO event_outbox (routing_key, type, payload)
+                         SELECT 'large', 'large', (SELECT to_jsonb(string_agg(md5(word::text || number), ''))
+                                                   FROM generate_series(1, $1) AS word)
+                         FROM generate_series(1, 4) AS number";
+            for words in [30_000, 1] {
+                sqlx::query(write).bind(words).execute(&stage.pool).await.unwrap();
+            }
+            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+            let confirmed = ConfirmedPublisher::connect(&stage.settings.amqp, "test").await.unwrap();
+            let mut announcer = Announcer::new(database, confirmed, &stage.names(), 500, 60 * SECOND);
+            let mut rounds = Vec::new();
+            for _ in 0..5 {
+                let relayed = announcer.round().await.unwrap();
+                rounds.push((relayed.sent, relayed.more));
+            }
+            assert_eq!(rounds, [(1, true), (1, true), (1, true), (1, true), (4, false)]);
+        },
+    );
 }
 
 #[test]

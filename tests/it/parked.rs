@@ -494,6 +494,10 @@ fn parked_retry_keeps_what_is_still_unreadable_and_says_why() {
                 output.contains("0 alarm(s) sent back") && output.contains(&format!("kept {unreadable}")),
                 "{output}"
             );
+            // Of one that was too large only the beginning was kept, of which there is nothing to say.
+            let cut = insert_parked(&stage.pool, "unreadable", &[b'['; 16 * 1024]).await;
+            let (_, output) = parked_command(&stage, &["retry", &cut.to_string(), "--yes"]);
+            assert!(output.contains(&format!("kept {cut}: for the test")), "{output}");
 
             let worker = stage.worker().await;
             wait_for("the close of the one that was sent", async || stage.status(&order).await == "closed").await;
