@@ -122,11 +122,27 @@ impl Private {
         self.call("ctl", arguments)
     }
 
+    /// The same, called from this folder.
+    #[allow(dead_code)] // used by the tests of rights
+    pub fn ctl_from(&self, folder: &Path, arguments: &[&str]) -> String {
+        let mut command = self.command("ctl", arguments);
+        command.current_dir(folder);
+        self.run(command, "ctl")
+    }
+
     fn call(&self, verb: &str, arguments: &[&str]) -> String {
+        self.run(self.command(verb, arguments), verb)
+    }
+
+    fn command(&self, verb: &str, arguments: &[&str]) -> Command {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/private");
         let mut command = Command::new(script);
         // In a group of its own: a Ctrl-C meant for the test must not break it off half-way.
         command.arg(self.kind).arg(verb).arg(&self.dir).args(arguments).process_group(0);
+        command
+    }
+
+    fn run(&self, mut command: Command, verb: &str) -> String {
         let output = command.output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "scripts/private {} {verb} failed: {stderr}", self.kind);
