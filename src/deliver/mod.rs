@@ -246,7 +246,7 @@ impl Reader {
                 return "the worker has stopped".into();
             }
         }
-        "the broker cancelled the consumer; was its queue deleted?".into()
+        "the broker cancelled the consumer; was its queue deleted, or a delivery kept for its consumer_timeout?".into()
     }
 }
 

@@ -84,7 +84,8 @@ impl Private {
         self.signal_all(libc::SIGCONT, |_| ());
     }
 
-    /// The broker's own log.
+    /// The server's own log.
+    #[allow(dead_code)] // used by the chaos tests
     pub fn log(&self) -> String {
         let name = if self.kind == "broker" { "broker.log" } else { "server.log" };
         let log = std::fs::read(self.dir.join("state/log").join(name)).expect("the server's log");
