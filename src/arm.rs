@@ -60,7 +60,9 @@ impl Armer {
 
     /// Writes all jobs.
     pub async fn write(&self, jobs: Vec<ArmJob>, clock: DatabaseClock) -> Written {
-        let messages: Vec<Outgoing> = jobs.iter().map(|job| self.message(job, clock.now())).collect();
+        // One by one, for each waits from when it is sent: a slot's alarms leave together, however long they took to write.
+        // A copy: with a closure over references, callers could not spawn this future.
+        let messages = jobs.clone().into_iter().map(|job| self.message(&job, clock.now()));
         let answers = self.confirmed.publish_all(messages).await;
         let mut written = Written::default();
         let mut first_fault = None;

@@ -47,7 +47,8 @@ pub enum BadWheel {
     Gap { fine: String, coarse: String, reach: Duration, needed: Duration },
 }
 
-/// All rings, finest first. What [`Wheel::new`] accepts cannot loop and never holds two laps in a slot.
+/// All rings, finest first. What [`Wheel::new`] accepts cannot loop, and writes a slot's next lap only when its last has
+/// had its time to leave.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wheel {
     rings: Vec<Ring>,

@@ -4,6 +4,7 @@ mod support;
 
 mod acknowledgement_timeout;
 mod announce;
+mod arming;
 mod broker_away;
 mod broker_restart;
 mod close_on_time;

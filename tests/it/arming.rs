@@ -1,0 +1,65 @@
+//! Step 2 by itself: what stands on the alarms that are written into the wheel.
+
+use std::time::{Duration, Instant};
+
+use lapin::options::BasicGetOptions;
+use order_timeout::alarm::{Alarm, ArmJob, Receipt, Wanted};
+use order_timeout::arm::Armer;
+use order_timeout::clock::{ClockSample, DatabaseClock};
+use order_timeout::confirm::{ConfirmedPublisher, WINDOW};
+use order_timeout::message::TimeoutDue;
+use order_timeout::order::{Deadline, Moment, OrderId};
+use order_timeout::topology::{Names, Topology};
+use order_timeout::wheel::Place;
+use uuid::Uuid;
+
+use crate::support::away::behind;
+use crate::support::on_stage;
+use crate::support::proxy::{Direction, Proxy};
+
+const ANSWERS_LATER: Duration = Duration::from_millis(500);
+
+fn job(deadline: Deadline) -> ArmJob {
+    let due = TimeoutDue { order_id: OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline };
+    let alarm = Alarm { due, attempt: 0, born: None, traceparent: None };
+    ArmJob { alarm, receipt: Receipt { session: 1, channel: 0, tag: 1 }, wanted: Wanted::BeforeDeadline }
+}
+
+#[test]
+fn an_alarm_waits_from_when_it_is_sent_however_many_are_written_before_it() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let network = Proxy::before(&stage.settings.amqp.url).await;
+            let confirmed = ConfirmedPublisher::connect_lazily(&behind(&stage, &network).amqp, "armer");
+            let armer = Armer::new(&stage.settings, confirmed);
+            let (began, now) = (Instant::now(), Moment::now_by_local_clock());
+            let clock = DatabaseClock::new(ClockSample { asked: began, answered: began, database: now });
+            // Of nine windows, the last is begun when five have been answered, on two channels.
+            let (crowd, last) = (now + Duration::from_secs(40), now + Duration::from_secs(50));
+            let jobs: Vec<ArmJob> = std::iter::repeat_n(crowd, 9 * WINDOW - 1).chain([last]).map(job).collect();
+            network.delay(Direction::ToClient, ANSWERS_LATER);
+            let written = armer.write(jobs, clock).await;
+            assert_eq!(
+                written.confirmed.len(),
+                9 * WINDOW,
+                "{} refused, {} failed",
+                written.refused.len(),
+                written.failed.len()
+            );
+
+            let wheel = stage.settings.wheel().unwrap();
+            let Place::Slot { ring, slot, ttl } = wheel.place(last, now) else { panic!("it waits in no slot") };
+            let key = Names::slot_key(&wheel.rings()[ring].name, slot);
+            let bindings = Topology::new(&stage.settings).bindings;
+            let slot = bindings.iter().find(|binding| binding.routing_key == key).expect("a slot's binding");
+            let get = stage.channel.basic_get(slot.destination.name().into(), BasicGetOptions { no_ack: true });
+            let got = get.await.unwrap().expect("the last alarm").delivery;
+            let waits =
+                got.properties.expiration().as_ref().expect("a TTL").as_str().parse().map(Duration::from_millis);
+            // It leaves when its slot does, so whatever it waits for less has passed before it was sent.
+            let sent_after = ttl.saturating_sub(waits.unwrap());
+            assert!(sent_after >= 2 * ANSWERS_LATER, "as if it had been sent after {sent_after:?}");
+        },
+    );
+}
