@@ -217,7 +217,11 @@ fn rings_beyond_what_the_broker_takes_are_refused() {
         ("{ unit = \"18446744073709551615s\", slots = 65535 }", "is not between"),
         ("{ unit = \"200d\", slots = 20 }", "is not between"),
         ("{ unit = \"1h\", slots = 20 }", "begin with a finer ring"),
-        ("{ unit = \"5s\", slots = 20, early = \"18446744073709551615s\" }", "is not between"),
+        (
+            "{ unit = \"5s\", slots = 24 }, { unit = \"1m\", slots = 9, early = \"18446744073709551615s\" }",
+            "is not between",
+        ),
+        ("{ unit = \"5s\", slots = 24, early = \"1s\" }", "the finest ring has an early"),
         ("{ unit = \"1500500us\", slots = 20 }", "whole number of milliseconds"),
     ] {
         let fault = load_file(&format!("[delay]\nrings = [{ring}]\n")).unwrap_err();
@@ -324,8 +328,9 @@ proptest! {
     ) {
         let rings: Vec<String> = rings
             .iter()
-            .map(|(unit, slots, early)| {
-                let early = if plain { String::new() } else { format!(", early = {early:?}") };
+            .enumerate()
+            .map(|(ring, (unit, slots, early))| {
+                let early = if plain || ring == 0 { String::new() } else { format!(", early = {early:?}") };
                 format!("{{ unit = {unit:?}, slots = {slots}{early} }}")
             })
             .collect();

@@ -147,6 +147,11 @@ impl Settings {
 
     fn validate_rings(&self) -> Result<(), BadSettings> {
         let key = "delay.rings";
+        if self.delay.rings.first().is_some_and(|finest| finest.early.is_some()) {
+            let why =
+                "the finest ring has an early, which would be ignored: it lets go delay.lead before; leave it out";
+            return Err(BadSettings::of(key, why));
+        }
         for ring in &self.delay.rings {
             within(key, ring.unit, Duration::from_millis(1), LONGEST_TTL)?;
             whole_millis(key, ring.unit)?;
@@ -386,7 +391,6 @@ fn parameter<'a>(parameters: &'a [(String, String)], names: &[&str]) -> Option<&
     parameters.iter().find(|(key, _)| names.contains(&key.as_str())).map(|(_, value)| value.as_str())
 }
 
-/// A client certificate is of no use without its key, nor a key without its certificate.
 /// A password that holds an @ and behind it one of / ? # ends the host's part of an address in its middle (RFC 3986, 3.2): a
 /// piece of it is taken for the host, and would be asked for and shown as one.
 fn refuse_at_behind_the_host(key: &'static str, address: &str) -> Result<(), BadSettings> {
@@ -400,6 +404,7 @@ fn refuse_at_behind_the_host(key: &'static str, address: &str) -> Result<(), Bad
     }
 }
 
+/// A client certificate is of no use without its key, nor a key without its certificate.
 fn validate_pair(files: TlsFiles<'_>) -> Result<(), BadSettings> {
     let section = files.section;
     let (given, missing) = match (files.client_cert_file, files.client_key_file) {
