@@ -46,9 +46,8 @@ impl ContractStatement {
         };
         // The statement is configuration: whoever may set it may run any SQL anyhow.
         let sql = AssertSqlSafe(source).into_sql_str();
-        let acquired = database.connection().await;
-        let mut connection = acquired.map_err(|error| DatabaseFault(format!("{name}: {}", why(&error))))?;
-        let parameters = contract.check(&mut connection, sql.clone(), name).await?;
+        let check = database.run(async |connection| Ok(contract.check(connection, sql.clone(), name).await));
+        let parameters = check.await.map_err(|error| DatabaseFault(format!("{name}: {}", why(&error))))??;
         Ok(Self { sql, parameters })
     }
 }

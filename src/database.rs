@@ -209,7 +209,7 @@ impl Database {
         sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, why))
     }
 
-    /// The connections themselves, for what bounds its own time.
+    /// The pool, for what it says of itself. What asks the server goes by [`Self::run`].
     #[must_use]
     pub fn pool(&self) -> &PgPool {
         &self.pool
@@ -363,8 +363,8 @@ fn is_forbidden(error: &sqlx::Error) -> bool {
 /// # Errors
 /// [`DatabaseFault`] counts the migrations that are missing.
 pub async fn require_migrated(database: &Database) -> Result<(), DatabaseFault> {
-    let mut connection = database.connection().await.map_err(|error| unreadable_migrations(&error))?;
-    let pending = pending_migrations(&mut connection).await?;
+    let read = database.run(async |connection| Ok(pending_migrations(connection).await));
+    let pending = read.await.map_err(|error| unreadable_migrations(&error))??;
     let Some(first) = pending.first() else { return Ok(()) };
     let count = pending.len();
     Err(DatabaseFault(format!(

@@ -8,7 +8,8 @@ use crate::cli::{Answer, When};
 use crate::config::Settings;
 use crate::database::{self, Database};
 use crate::message::write_rfc3339;
-use crate::schedule::deadline::{Moved, move_deadline_in};
+use crate::order::OrderId;
+use crate::schedule::deadline::{Moved, NotMoved, move_deadline};
 
 /// Arguments of `deadline`.
 #[derive(Debug, Args)]
@@ -43,23 +44,29 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Answe
             write_rfc3339(deadline)
         );
     }
+    let order_id = OrderId::new(&args.order_id).map_err(NotMoved::from)?;
     let database = Database::connect(&settings.database, 1).await?;
     database::require_migrated(&database).await?;
-    let moved = move_deadline_in(database.pool(), &args.order_id, deadline).await?;
-    let (order_id, deadline) = (&args.order_id, write_rfc3339(deadline));
+    let moved = database.run(async |connection| move_deadline(connection, &order_id, deadline).await).await;
+    let moved = moved.map_err(NotMoved::from)?;
+    let wanted = write_rfc3339(deadline);
     let (word, sentence) = match &moved {
         Moved::Later => {
-            ("later", format!("order {order_id} has time until {deadline}; an alarm scheduled before follows"))
+            ("later", format!("order {order_id} has time until {wanted}; an alarm scheduled before follows"))
         }
-        Moved::Earlier => {
-            ("earlier", format!("order {order_id} has time until {deadline}; an alarm for it is written"))
-        }
-        Moved::Stands(status) => ("stands", format!("order {order_id} is {status}; its deadline stands")),
+        Moved::Earlier => ("earlier", format!("order {order_id} has time until {wanted}; an alarm for it is written")),
+        Moved::Stands { status, .. } => ("stands", format!("order {order_id} is {status}; its deadline stands")),
         Moved::Unknown => ("unknown", format!("there is no order {order_id}")),
     };
-    let mut answer = Answer { code: u8::from(matches!(moved, Moved::Stands(_) | Moved::Unknown)), ..Answer::default() };
+    // What the row says now.
+    let (code, deadline) = match &moved {
+        Moved::Later | Moved::Earlier => (0, Some(wanted)),
+        Moved::Stands { deadline, .. } => (1, Some(write_rfc3339(*deadline))),
+        Moved::Unknown => (1, None),
+    };
+    let mut answer = Answer { code, ..Answer::default() };
     if args.json {
-        answer.line(json!({ "order_id": order_id, "deadline": deadline, "outcome": word }));
+        answer.line(json!({ "order_id": order_id.as_str(), "deadline": deadline, "outcome": word }));
     } else {
         answer.line(sentence);
     }

@@ -3,7 +3,7 @@
 //! The row is the truth, so extending changes the row and nothing else: however often it is done, the order keeps one
 //! alarm. Only an earlier deadline needs an alarm of its own. Paying or cancelling an order needs nothing from here.
 
-use sqlx::Row;
+use sqlx::{PgExecutor, Row};
 
 use crate::database::{self, Timestamptz};
 use crate::order::{BadOrderId, Deadline, OrderId};
@@ -19,21 +19,24 @@ pub enum Moved {
     /// The relay sends an alarm for it.
     Earlier,
     /// The order is not unpaid but in this status, so its deadline stands.
-    Stands(String),
+    Stands { status: String, deadline: Deadline },
     /// There is no such order.
     Unknown,
 }
 
-/// Why the database was not told of another deadline.
+/// Why a deadline is not known to have been moved.
 #[derive(Debug, thiserror::Error)]
 pub enum NotMoved {
     #[error("the deadline stands: {0}")]
     BadOrderId(#[from] BadOrderId),
-    #[error("the deadline stands: {}", mend(.0))]
+    #[error("{}", what_is_known(.0))]
     Database(#[from] sqlx::Error),
 }
 
-fn mend(error: &sqlx::Error) -> String {
+fn what_is_known(error: &sqlx::Error) -> String {
+    // Whatever else goes wrong may have gone wrong on the way back.
+    let is_refused = error.as_database_error().is_some();
+    let known = if is_refused { "the deadline stands" } else { "the deadline is not known to have moved; try again" };
     let hint = match error.as_database_error().and_then(sqlx::error::DatabaseError::code).as_deref() {
         // invalid_text_representation
         Some("22P02") => "; give the id as the orders table has it, a UUID",
@@ -41,7 +44,7 @@ fn mend(error: &sqlx::Error) -> String {
         Some("23514") => "; choose a deadline before the year 9999",
         _ => "",
     };
-    database::why(error) + hint
+    format!("{known}: {}{hint}", database::why(error))
 }
 
 /// Gives an unpaid order another deadline as part of the caller's transaction.
@@ -52,7 +55,7 @@ fn mend(error: &sqlx::Error) -> String {
 ///
 /// // Five minutes more to pay.
 /// let moved = order_timeout::move_deadline_in(&pool, id.to_string(), SystemTime::now() + Duration::from_secs(300)).await?;
-/// if let order_timeout::Moved::Stands(status) = moved {
+/// if let order_timeout::Moved::Stands { status, .. } = moved {
 ///     println!("too late: the order is {status}");
 /// }
 /// # Ok(())
@@ -62,11 +65,22 @@ fn mend(error: &sqlx::Error) -> String {
 /// # Errors
 /// [`NotMoved`]; the transaction is to be rolled back then.
 pub async fn move_deadline_in(
-    transaction: impl sqlx::PgExecutor<'_>,
+    transaction: impl PgExecutor<'_>,
     order_id: impl AsRef<str>,
     deadline: impl Into<Deadline>,
 ) -> Result<Moved, NotMoved> {
-    let (order_id, deadline) = (OrderId::new(order_id)?, deadline.into());
+    Ok(move_deadline(transaction, &OrderId::new(order_id)?, deadline.into()).await?)
+}
+
+/// The same for an id that is one.
+///
+/// # Errors
+/// sqlx's.
+pub(crate) async fn move_deadline(
+    transaction: impl PgExecutor<'_>,
+    order_id: &OrderId,
+    deadline: Deadline,
+) -> Result<Moved, sqlx::Error> {
     let found = sqlx::query(DEADLINE_SQL)
         .bind(order_id.as_str())
         .bind(Timestamptz(deadline))
@@ -77,6 +91,6 @@ pub async fn move_deadline_in(
     Ok(match status.as_str() {
         "unpaid" if deadline < before => Moved::Earlier,
         "unpaid" => Moved::Later,
-        _ => Moved::Stands(status),
+        _ => Moved::Stands { status, deadline: before },
     })
 }

@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use order_timeout::topology::Topology;
 use order_timeout::{Moment, Moved, move_deadline_in};
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use crate::support::away::meanwhile;
 use crate::support::process::{order_timeout, run};
+use crate::support::proxy::{Proxy, Then};
 use crate::support::{Order, Stage, on_stage, wait_for};
 
 /// Moves the order's deadline there and says what became of the wish.
@@ -78,10 +80,9 @@ fn the_deadline_of_an_order_that_is_not_unpaid_stands() {
         async |stage| {
             let order = stage.order(Duration::from_secs(60)).await;
             assert!(stage.pay(&order).await);
-            assert_eq!(
-                move_to(&stage, &order, order.deadline - Duration::from_secs(1)).await,
-                Moved::Stands("paid".into())
-            );
+            let sooner = order.deadline - Duration::from_secs(1);
+            let stands = Moved::Stands { status: "paid".into(), deadline: order.deadline };
+            assert_eq!(move_to(&stage, &order, sooner).await, stands);
             let stranger = Order { id: uuid::Uuid::now_v7(), deadline: order.deadline };
             assert_eq!(move_to(&stage, &stranger, order.deadline).await, Moved::Unknown);
             assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox").await, 0);
@@ -99,8 +100,11 @@ fn by_hand_it_says_what_became_of_the_deadline() {
                 run(order_timeout(&stage.settings).args(["deadline", "--order-id"]).args(arguments))
             };
             let id = order.id.to_string();
-            let (code, said, _) = deadline(&stage, &[&id, "--in", "1h", "--json"]);
-            let said: Value = serde_json::from_str(&said).unwrap();
+            let json = |arguments: &[&str]| -> (i32, Value) {
+                let (code, said, _) = deadline(&stage, &[arguments, &["--json"]].concat());
+                (code, serde_json::from_str(&said).unwrap())
+            };
+            let (code, said) = json(&[&id, "--in", "1h"]);
             assert_eq!((code, &said["outcome"], &said["order_id"]), (0, &"later".into(), &id.as_str().into()));
             let (code, said, _) = deadline(&stage, &[&id, "--in", "1h"]);
             assert!(code == 0 && said.contains("an alarm scheduled before follows"), "{said}");
@@ -111,10 +115,21 @@ fn by_hand_it_says_what_became_of_the_deadline() {
             let (code, said, _) = deadline(&stage, &[&id, "--in", "30s"]);
             assert!(code == 0 && said.contains("an alarm for it is written"), "{said}");
             assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox").await, 1);
+            let (_, said) = json(&[&id, "--in", "2h"]);
+            let last = &said["deadline"];
 
             assert!(stage.pay(&order).await);
             let (code, said, _) = deadline(&stage, &[&id, "--in", "1h"]);
             assert!(code == 1 && said.contains("is paid; its deadline stands"), "{said}");
+            let stands = json!({ "order_id": id, "deadline": last, "outcome": "stands" });
+            assert_eq!(
+                json(&[&id, "--in", "1h"]),
+                (1, stands),
+                "the deadline that the order has, not the one wished for"
+            );
+            let stranger = uuid::Uuid::now_v7().to_string();
+            let unknown = json!({ "order_id": stranger, "deadline": null, "outcome": "unknown" });
+            assert_eq!(json(&[&stranger, "--in", "1h"]), (1, unknown));
             let (code, _, error) = deadline(&stage, &["no-such-order", "--in", "1h"]);
             assert!(code == 1 && error.contains("no-such-order") && error.contains("a UUID"), "{error}");
             let (code, _, error) = deadline(&stage, &[&id, "--in", "4000d"]);
@@ -124,6 +139,27 @@ fn by_hand_it_says_what_became_of_the_deadline() {
             let own = ["--set", "orders.close_sql=own.sql", "--set", "orders.overdue_sql=own.sql"];
             let (code, _, error) = deadline(&stage, &[&[id.as_str(), "--in", "1h"][..], &own].concat());
             assert!(code == 1 && error.contains("update its row yourself"), "{error}");
+        },
+    );
+}
+
+#[test]
+fn where_the_answer_is_lost_nobody_claims_that_the_deadline_stands() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let order = stage.order(Duration::from_secs(60)).await;
+            let network = Proxy::before(&stage.settings.database.url).await;
+            let mut settings = stage.settings.clone();
+            settings.database.url = network.address(&settings.database.url);
+            let is_cut = network.cut_at("Gives an unpaid order another deadline", Then::CutAtTheAnswer);
+            let id = order.id.to_string();
+            let mut program = order_timeout(&settings);
+            program.args(["deadline", "--order-id", &id, "--in", "1h"]);
+            let (code, _, error) = meanwhile(|| run(&mut program));
+            assert!(is_cut());
+            assert!(code == 1 && error.contains("not known to have moved; try again"), "{error}");
+            assert!(!error.contains("stands"), "{error}");
         },
     );
 }
