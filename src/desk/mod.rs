@@ -319,11 +319,7 @@ impl Desk {
         }
         match content {
             Err(parcel) => self.park.push_back((parcel, receipt)),
-            Ok(alarm) if inlet == Inlet::Parked => {
-                let detail = "the broker dead-lettered it; look at the worker's log around its deliveries";
-                self.park.push_back((Parcel::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
-            }
-            Ok(alarm) if alarm.deadline() > now + self.policy.max_delay => {
+            Ok(alarm) if inlet != Inlet::Parked && alarm.deadline() > now + self.policy.max_delay => {
                 let detail = "the deadline lies further ahead than delay.max_delay allows; correct it at the publisher";
                 self.park.push_back((Parcel::of(&alarm, ParkReason::TooFar, detail), receipt));
             }
@@ -336,7 +332,11 @@ impl Desk {
                     // has ended is delivered again.
                     Inlet::Arm if self.has_ended(receipt.session) => {}
                     Inlet::Arm => self.arm.push(ArmJob { alarm, receipt, wanted: Wanted::BeforeDeadline }),
-                    Inlet::Timeout | Inlet::Parked => self.take_in(Case::new(alarm, Origin::Delivered(receipt)), now),
+                    Inlet::Timeout => self.take_in(Case::new(alarm, Origin::Delivered(receipt)), now),
+                    Inlet::Parked => {
+                        let detail = "the broker dead-lettered it; look at the worker's log around its deliveries";
+                        self.park.push_back((Parcel::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
+                    }
                 }
             }
         }
