@@ -46,6 +46,8 @@ pub struct Plan {
     pub after_first: Vec<Duration>,
     /// Whether each alarm is published `ahead` of its own deadline, rather than all at the beginning.
     pub live: bool,
+    /// Within what time after the beginning all must be published, or the last ones go another way than is planned.
+    pub published_within: Option<Duration>,
     /// The first deadline is a multiple of this.
     pub aligned_to: Option<Duration>,
     /// Orders due later than this after the first deadline are not waited for.
@@ -173,6 +175,9 @@ async fn publish(stage: &Stage<'_>, plan: &Plan, begin: Moment, alarms: Vec<Alar
     let publisher = stage.publisher().await?;
     if !plan.live {
         publisher.schedule_all(alarms).await?;
+        let took = Moment::now_by_local_clock().since(begin);
+        let in_time = plan.published_within.is_none_or(|within| took <= within);
+        ensure!(in_time, "publishing took {took:?}, so the last alarms missed the lane; take fewer --orders");
         ensure_on_their_way(stage, plan, begin).await?;
         return Ok(Duration::ZERO);
     }
@@ -240,9 +245,7 @@ impl Readings {
     /// What the broker has used since `beginning` beyond what it would have used idle, as it was, settled, between `before`
     /// and `beginning`.
     fn broker_cpu_beyond_idle(&self, beginning: &Self, before: &Self) -> Option<f64> {
-        let idle_s = beginning.at.since(before.at).as_secs_f64();
-        let idle_share = (beginning.broker_cpu_s? - before.broker_cpu_s?) / idle_s;
-        let busy_s = self.at.since(beginning.at).as_secs_f64();
-        Some((self.broker_cpu_s? - beginning.broker_cpu_s? - idle_share * busy_s).max(0.0))
+        let since = |now: &Self, then: &Self| Some((now.broker_cpu_s? - then.broker_cpu_s?, now.at.since(then.at)));
+        Some(process::cpu_beyond_idle_s(since(beginning, before)?, since(self, beginning)?))
     }
 }

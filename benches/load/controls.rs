@@ -86,11 +86,10 @@ async fn watch(
     let last = delays.iter().filter(|delay| **delay <= horizon).max().copied().unwrap_or_default();
     let late_us = deliveries(consumer, waited_for, begin + last + GRACE).await?;
     let end = Moment::now_by_local_clock();
-    let busy_s = end.since(begin).as_secs_f64();
-    let idle_share = |from: f64, begin: f64| (begin - from) / IDLE_WATCH.as_secs_f64();
-    let beyond_idle = |from: f64, begin: f64, end: f64| end - begin - idle_share(from, begin) * busy_s;
     let cpu_s = match (idle_from, begin_cpu_s, broker_cpu_s()?) {
-        (Some(from), Some(begin), Some(end)) => Some(beyond_idle(from, begin, end).max(0.0)),
+        (Some(from), Some(begin_s), Some(end_s)) => {
+            Some(process::cpu_beyond_idle_s((begin_s - from, IDLE_WATCH), (end_s - begin_s, end.since(begin))))
+        }
         _ => None,
     };
     let first_due = begin + delays.iter().min().copied().unwrap_or_default();
@@ -99,7 +98,7 @@ async fn watch(
         "due": waited_for,
         "delivered": late_us.len(),
         "undelivered": stuck,
-        "undelivered_late_by_at_least_ms": (stuck > 0).then(|| end.since(first_due).as_millis()),
+        "undelivered_late_by_at_most_ms": (stuck > 0).then(|| end.since(first_due).as_millis()),
         "lateness_ms": (!late_us.is_empty()).then(|| ledger::lateness_ms(&late_us)),
         "broker_cpu_ms_per_message": cpu_s.map(|cpu_s| round(cpu_s * 1e3 / delays.len() as f64, 3)),
     }))

@@ -45,8 +45,8 @@ pub struct Options {
     /// Print one JSON line and nothing else
     #[arg(long, global = true)]
     json: bool,
-    /// A setting of the worker that differs from the defaults, such as --set worker.closers=4; limits and competitors
-    /// keep to the defaults
+    /// A setting of the worker that differs from the defaults, such as --set worker.closers=4. The broker's limit is
+    /// measured with it too; that of Postgres and competitors keep to the defaults
     #[arg(long = "set", global = true, value_name = "KEY=VALUE")]
     overrides: Vec<String>,
     /// A broker to use instead of a private one: newer, or with a plugin; nobody else may be using it

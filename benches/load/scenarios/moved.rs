@@ -1,4 +1,4 @@
-//! Orders whose deadline is moved later three times and then earlier once: how late after the last of them they close.
+//! Orders whose deadline is moved later three times and then earlier than the first: how late after the last they close.
 
 use std::time::Duration;
 
@@ -12,16 +12,19 @@ use crate::stage::ledger::Ledger;
 use crate::stage::servers::Servers;
 use crate::stage::{Alarm, MANY_ARTICLES, Stage};
 
-/// From now to the first of the first deadlines: all are moved before.
-const FIRST: Duration = Duration::from_secs(15);
+/// From now to the first of the last deadlines: all are moved before.
+const LAST: Duration = Duration::from_secs(15);
+/// How long behind its last deadline each order's first one is: longer than `delay.lead` and a slot, so that the alarm
+/// scheduled for the first cannot close it.
+const FIRST: Duration = Duration::from_secs(40);
 /// Over so long the orders' deadlines are spread, or it were a burst.
 const SPREAD: Duration = Duration::from_secs(20);
-/// Later three times and then earlier, each counted from the first deadline.
+/// Later three times and then earlier, each counted from the last deadline.
 const MOVES: [(Duration, Moved); 4] = [
-    (Duration::from_secs(20), Moved::Later),
-    (Duration::from_secs(40), Moved::Later),
     (Duration::from_secs(60), Moved::Later),
-    (Duration::from_secs(10), Moved::Earlier),
+    (Duration::from_secs(80), Moved::Later),
+    (Duration::from_secs(100), Moved::Later),
+    (Duration::ZERO, Moved::Earlier),
 ];
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
@@ -33,23 +36,23 @@ pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow:
 
 async fn play(stage: &Stage<'_>, servers: &Servers, orders: usize) -> anyhow::Result<Ledger> {
     let mut worker = stage.start_worker(&servers.output.join("worker.log")).await?;
-    let first = Moment::now_by_local_clock() + FIRST;
-    let deadlines: Vec<Moment> = (0..orders).map(|n| first + SPREAD.mul_f64(n as f64 / orders as f64)).collect();
-    let alarms = stage.fill(&deadlines, MANY_ARTICLES).await?;
+    let last = Moment::now_by_local_clock() + LAST;
+    let firsts: Vec<Moment> = (0..orders).map(|n| last + FIRST + SPREAD.mul_f64(n as f64 / orders as f64)).collect();
+    let alarms = stage.fill(&firsts, MANY_ARTICLES).await?;
     stage.publisher().await?.schedule_all(alarms.clone()).await?;
-    for (by, expected) in MOVES {
-        move_all(stage, &alarms, by, &expected).await?;
+    for (after_last, expected) in MOVES {
+        move_all(stage, &alarms, after_last, &expected).await?;
     }
-    ensure!(Moment::now_by_local_clock() < first, "moving {orders} orders took longer than planned");
-    stage.wait_until_closed(first + SPREAD + MOVES[MOVES.len() - 1].0, &mut worker).await?;
+    ensure!(Moment::now_by_local_clock() < last, "moving {orders} orders took longer than planned");
+    stage.wait_until_closed(last + SPREAD, &mut worker).await?;
     worker.stop().await?;
-    stage.ledger(first + SPREAD + FIRST).await
+    stage.ledger(last + SPREAD).await
 }
 
-async fn move_all(stage: &Stage<'_>, alarms: &[Alarm], by: Duration, expected: &Moved) -> anyhow::Result<()> {
-    for (order_id, deadline) in alarms {
-        let moved = move_deadline_in(&stage.pool, order_id, *deadline + by).await?;
-        ensure!(moved == *expected, "moved by {by:?}: {moved:?}");
+async fn move_all(stage: &Stage<'_>, alarms: &[Alarm], after_last: Duration, expected: &Moved) -> anyhow::Result<()> {
+    for (order_id, first) in alarms {
+        let moved = move_deadline_in(&stage.pool, order_id, *first - FIRST + after_last).await?;
+        ensure!(moved == *expected, "moved to {after_last:?} after the last deadline: {moved:?}");
     }
     Ok(())
 }

@@ -18,8 +18,9 @@ pub struct Ledger {
     pub closed: u64,
     /// Still unpaid.
     pub lost: u64,
-    /// By history, or by stock given back more than once.
+    /// By history, which the tables refuse, or by stock given back more than once.
     pub closed_twice: u64,
+    /// By the commit's time or `closed_at`; the latter the tables refuse.
     pub early: u64,
     pub closed_by: BTreeMap<String, u64>,
     pub lateness_us: Histogram<u64>,

@@ -73,6 +73,12 @@ pub fn cpu_s(pid: u32) -> anyhow::Result<f64> {
     Ok((fields.user + fields.system) / ticks_per_s())
 }
 
+/// What was used while busy, beyond what would have been used idle: processor seconds, and in how long, of each.
+pub fn cpu_beyond_idle_s(idle: (f64, Duration), busy: (f64, Duration)) -> f64 {
+    let idle_share = idle.0 / idle.1.as_secs_f64();
+    (busy.0 - idle_share * busy.1.as_secs_f64()).max(0.0)
+}
+
 /// Processor seconds that a process and its children have used so far, those that have ended included.
 pub fn tree_cpu_s(parent: u32) -> anyhow::Result<f64> {
     let own = stat(parent)?;
