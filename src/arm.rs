@@ -61,8 +61,8 @@ impl Armer {
     /// Writes all jobs.
     pub async fn write(&self, jobs: Vec<ArmJob>, clock: DatabaseClock) -> Written {
         // One by one, for each waits from when it is sent: a slot's alarms leave together, however long they took to write.
-        // A copy: with a closure over references, callers could not spawn this future.
-        let messages = jobs.clone().into_iter().map(|job| self.message(&job, clock.now()));
+        // By number: with a closure that takes a reference, callers could not spawn this future.
+        let messages = (0..jobs.len()).map(|number| self.message(&jobs[number], clock.now()));
         let answers = self.confirmed.publish_all(messages).await;
         let mut written = Written::default();
         let mut first_fault = None;
