@@ -7,10 +7,10 @@ use order_timeout::topology::Topology;
 use order_timeout::{Moment, Moved, move_deadline_in};
 use serde_json::{Value, json};
 
-use crate::support::away::meanwhile;
+use crate::support::away::be_impatient;
 use crate::support::process::{order_timeout, run};
 use crate::support::proxy::{Proxy, Then};
-use crate::support::{Order, Stage, on_stage, wait_for};
+use crate::support::{Order, PATIENCE, Stage, on_stage, wait_for};
 
 /// Moves the order's deadline there and says what became of the wish.
 async fn move_to(stage: &Stage, order: &Order, deadline: Moment) -> Moved {
@@ -143,6 +143,17 @@ fn by_hand_it_says_what_became_of_the_deadline() {
     );
 }
 
+/// The program's answer, by this way to the database.
+async fn by_way_of(network: &Proxy, stage: &Stage, arguments: &[&str]) -> (i32, String, String) {
+    let mut settings = stage.settings.clone();
+    settings.database.url = network.address(&settings.database.url);
+    let mut program = order_timeout(&settings);
+    program.args(arguments);
+    let said = tokio::task::spawn_blocking(move || run(&mut program));
+    // The program ends with the network that the panic takes along.
+    tokio::time::timeout(PATIENCE, said).await.expect("an answer within the test's patience").unwrap()
+}
+
 #[test]
 fn where_the_answer_is_lost_nobody_claims_that_the_deadline_stands() {
     on_stage(
@@ -150,16 +161,33 @@ fn where_the_answer_is_lost_nobody_claims_that_the_deadline_stands() {
         async |stage| {
             let order = stage.order(Duration::from_secs(60)).await;
             let network = Proxy::before(&stage.settings.database.url).await;
-            let mut settings = stage.settings.clone();
-            settings.database.url = network.address(&settings.database.url);
-            let is_cut = network.cut_at("Gives an unpaid order another deadline", Then::CutAtTheAnswer);
+            // It goes by when the statement is prepared and is to be run.
             let id = order.id.to_string();
-            let mut program = order_timeout(&settings);
-            program.args(["deadline", "--order-id", &id, "--in", "1h"]);
-            let (code, _, error) = meanwhile(|| run(&mut program));
+            let is_cut = network.cut_at(&id, Then::CutAtTheAnswer);
+            let (code, _, error) = by_way_of(&network, &stage, &["deadline", "--order-id", &id, "--in", "1h"]).await;
             assert!(is_cut());
             assert!(code == 1 && error.contains("not known to have moved; try again"), "{error}");
             assert!(!error.contains("stands"), "{error}");
+            // It reached the database, which may be a moment behind.
+            let has_moved = "SELECT count(*) FROM orders WHERE expires_at > clock_timestamp() + interval '50 minutes'";
+            wait_for("the deadline moved", async || stage.count(has_moved).await == 1).await;
         },
     );
+}
+
+#[test]
+fn a_database_that_falls_silent_keeps_nobody_for_ever() {
+    on_stage(be_impatient, async |stage| {
+        let id = stage.order(Duration::from_secs(60)).await.id.to_string();
+        let deadline = &["deadline", "--order-id", &id, "--in", "1h"][..];
+        let close = &["close", &id][..];
+        for (at, arguments) in [("to_regclass", deadline), (&id, deadline), ("Closes those of the asked", close)] {
+            let network = Proxy::before(&stage.settings.database.url).await;
+            let has_vanished = network.cut_at(at, Then::Vanish);
+            let (code, _, error) = by_way_of(&network, &stage, arguments).await;
+            assert!(has_vanished(), "{arguments:?} never says {at}");
+            assert!(code == 1 && error.contains("did not answer within"), "{arguments:?} at {at}: {error}");
+        }
+        assert_eq!(stage.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await, 1);
+    });
 }
