@@ -222,6 +222,7 @@ fn rings_beyond_what_the_broker_takes_are_refused() {
             "is not between",
         ),
         ("{ unit = \"5s\", slots = 24, early = \"1s\" }", "the finest ring has an early"),
+        ("{ unit = \"1m\", slots = 90, early = \"25s\" }, { unit = \"5s\", slots = 24 }", "from fine to coarse"),
         ("{ unit = \"1500500us\", slots = 20 }", "whole number of milliseconds"),
     ] {
         let fault = load_file(&format!("[delay]\nrings = [{ring}]\n")).unwrap_err();

@@ -147,11 +147,6 @@ impl Settings {
 
     fn validate_rings(&self) -> Result<(), BadSettings> {
         let key = "delay.rings";
-        if self.delay.rings.first().is_some_and(|finest| finest.early.is_some()) {
-            let why =
-                "the finest ring has an early, which would be ignored: it lets go delay.lead before; leave it out";
-            return Err(BadSettings::of(key, why));
-        }
         for ring in &self.delay.rings {
             within(key, ring.unit, Duration::from_millis(1), LONGEST_TTL)?;
             whole_millis(key, ring.unit)?;
@@ -166,7 +161,12 @@ impl Settings {
             );
             return Err(BadSettings::of(key, why));
         }
-        self.wheel().map(drop).map_err(|fault| BadSettings::of(key, fault))
+        self.wheel().map_err(|fault| BadSettings::of(key, fault))?;
+        if self.delay.rings[0].early.is_some() {
+            let why = "the finest ring has an early, which would be ignored, for that ring lets go delay.lead before its unit; leave it out";
+            return Err(BadSettings::of(key, why));
+        }
+        Ok(())
     }
 
     fn validate_worker(&self) -> Result<(), BadSettings> {
