@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use hdrhistogram::Histogram;
+use order_timeout::config::Strategy;
 use order_timeout::topology::Names;
 use order_timeout::{Moment, broker};
 use secrecy::ExposeSecret;
@@ -46,8 +47,8 @@ pub struct Plan {
     pub after_first: Vec<Duration>,
     /// Whether each alarm is published `ahead` of its own deadline, rather than all at the beginning.
     pub live: bool,
-    /// Within what time after the beginning all must be published, or the last ones go another way than is planned.
-    pub published_within: Option<Duration>,
+    /// The lane by which all are to go, where they are published at the beginning.
+    pub lane: Option<Duration>,
     /// The first deadline is a multiple of this.
     pub aligned_to: Option<Duration>,
     /// Orders due later than this after the first deadline are not waited for.
@@ -176,8 +177,9 @@ async fn publish(stage: &Stage<'_>, plan: &Plan, begin: Moment, alarms: Vec<Alar
     if !plan.live {
         publisher.schedule_all(alarms).await?;
         let took = Moment::now_by_local_clock().since(begin);
-        let in_time = plan.published_within.is_none_or(|within| took <= within);
-        ensure!(in_time, "publishing took {took:?}, so the last alarms missed the lane; take fewer --orders");
+        if let Some(lane) = plan.lane.filter(|_| stage.settings.delay.strategy == Strategy::DeadLetter) {
+            ensure_by_lane(lane, stage.settings.delay.lane_tolerance(), plan.ahead, took)?;
+        }
         ensure_on_their_way(stage, plan, begin).await?;
         return Ok(Duration::ZERO);
     }
@@ -194,6 +196,13 @@ async fn publish(stage: &Stage<'_>, plan: &Plan, begin: Moment, alarms: Vec<Alar
         tokio::time::sleep(LIVE_EVERY).await;
     }
     Ok(behind)
+}
+
+/// Alarms whose delay is too far from the lane's, because they were published too early or too late for it, go another way.
+fn ensure_by_lane(lane: Duration, tolerance: Duration, ahead: Duration, took: Duration) -> anyhow::Result<()> {
+    let are_in_time = ahead <= lane + tolerance && ahead.saturating_sub(took) + tolerance >= lane;
+    ensure!(are_in_time, "published over {took:?}, not all alarms took the lane; take fewer --orders or a longer lead");
+    Ok(())
 }
 
 /// Alarms of one instant must all be waiting when the first of them leaves the broker, or something else is measured.

@@ -98,7 +98,7 @@ async fn watch(
         "due": waited_for,
         "delivered": late_us.len(),
         "undelivered": stuck,
-        "undelivered_late_by_at_most_ms": (stuck > 0).then(|| end.since(first_due).as_millis()),
+        "undelivered_late_so_far_at_most_ms": (stuck > 0).then(|| end.since(first_due).as_millis()),
         "lateness_ms": (!late_us.is_empty()).then(|| ledger::lateness_ms(&late_us)),
         "broker_cpu_ms_per_message": cpu_s.map(|cpu_s| round(cpu_s * 1e3 / delays.len() as f64, 3)),
     }))

@@ -46,7 +46,7 @@ pub struct Options {
     #[arg(long, global = true)]
     json: bool,
     /// A setting of the worker that differs from the defaults, such as --set worker.closers=4. The broker's limit is
-    /// measured with it too; that of Postgres and competitors keep to the defaults
+    /// measured with it too, what Postgres and the competitors do without
     #[arg(long = "set", global = true, value_name = "KEY=VALUE")]
     overrides: Vec<String>,
     /// A broker to use instead of a private one: newer, or with a plugin; nobody else may be using it
@@ -65,7 +65,7 @@ pub struct Options {
 
 #[derive(Debug, Subcommand)]
 enum Scenario {
-    /// Orders due at one instant, also with delay.lead = 0, against pollers (20 000)
+    /// Orders due at one instant, but for a lane also with delay.lead = 0, against pollers (20 000)
     Burst {
         #[arg(long, value_enum, default_value = "wheel")]
         way: Way,
@@ -91,7 +91,7 @@ enum Scenario {
     },
     /// Random delays of 1 to 120 s behind long ones, against other ways of delaying (2 000)
     Mixed,
-    /// Deadlines moved later three times and earlier once (1 000)
+    /// Deadlines moved later three times and then earlier than the first (1 000)
     Moved,
     /// How fast alarms are scheduled, against a bare client that publishes the same (50 000)
     Publish,

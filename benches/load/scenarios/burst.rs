@@ -16,9 +16,9 @@ const SLOWEST_ARMING_PER_S: f64 = 3_000.0;
 const SPARE: Duration = Duration::from_secs(2);
 /// The standard delay of a burst by lane: longer than `delay.lead`, or nothing would wait in the lane.
 const LANE: Duration = Duration::from_secs(30);
-/// How much longer before the instant publishing begins: what is published up to a second before or after takes the lane
-/// as well.
-const LANE_BEGINS: Duration = Duration::from_millis(500);
+/// Publishing begins so much sooner before the instant than the lane's delay: what is published up to a second sooner or
+/// later takes the lane as well.
+const SOONER: Duration = Duration::from_millis(500);
 /// Loops of each competitor, as the worker has closers.
 const CONNECTIONS: u32 = 2;
 const LEAD_0: &str = "worker, lead 0";
@@ -80,16 +80,16 @@ pub fn plan(orders: usize, articles: usize, way: Way) -> Plan {
     let arming = Duration::from_secs_f64(orders as f64 / SLOWEST_ARMING_PER_S);
     let by_the_finest = arming + SPARE + settings.delay.lead;
     // Due at the beginning of a slot, which has no more than its `early` to be handed over.
-    let (ahead, published_within, slot) = match way {
+    let (ahead, lane, slot) = match way {
         Way::Wheel => (by_the_finest, None, finest.unit),
         Way::Far => (by_the_finest + finest.span(), None, next.unit),
-        Way::Lane => (LANE + LANE_BEGINS, Some(LANE_BEGINS + settings.delay.lane_tolerance()), finest.unit),
+        Way::Lane => (LANE + SOONER, Some(LANE), finest.unit),
     };
     Plan {
         ahead,
         after_first: vec![Duration::ZERO; orders],
         live: false,
-        published_within,
+        lane,
         aligned_to: Some(slot),
         horizon: Duration::ZERO,
         articles,

@@ -25,7 +25,7 @@ pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow:
         ahead: Duration::ZERO,
         after_first: delays.clone(),
         live: false,
-        published_within: None,
+        lane: None,
         aligned_to: None,
         horizon,
         articles: MANY_ARTICLES,

@@ -46,13 +46,5 @@ fn plan(load: Load) -> Plan {
     let orders = load.rate * load.seconds;
     let horizon = Duration::from_secs(load.seconds.into());
     let after_first = (0..orders).map(|number| Duration::from_secs(1) * number / load.rate).collect();
-    Plan {
-        ahead: load.delay,
-        after_first,
-        live: true,
-        published_within: None,
-        aligned_to: None,
-        horizon,
-        articles: MANY_ARTICLES,
-    }
+    Plan { ahead: load.delay, after_first, live: true, lane: None, aligned_to: None, horizon, articles: MANY_ARTICLES }
 }
