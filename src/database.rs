@@ -209,7 +209,7 @@ impl Database {
         sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, why))
     }
 
-    /// The pool, for what it says of itself. What asks the server goes by [`Self::run`].
+    /// The pool itself, for what bounds its own time or asks the server nothing.
     #[must_use]
     pub fn pool(&self) -> &PgPool {
         &self.pool

@@ -47,8 +47,8 @@ pub enum BadWheel {
     Gap { fine: String, coarse: String, reach: Duration, needed: Duration },
 }
 
-/// All rings, finest first. What [`Wheel::new`] accepts cannot loop, and writes a slot's next lap only when its last has
-/// had its time to leave.
+/// All rings, finest first. What [`Wheel::new`] accepts cannot loop, and has a place in a slot's next lap only when
+/// its last has had its time to leave.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wheel {
     rings: Vec<Ring>,
@@ -111,7 +111,8 @@ impl Ring {
 
 impl Wheel {
     /// # Errors
-    /// [`BadWheel`] where an alarm could loop between two rings, or a slot could hold two laps.
+    /// [`BadWheel`] where an alarm could loop between two rings, or a slot's next lap be written before its
+    /// last has had its time to leave.
     pub fn new(rings: Vec<Ring>) -> Result<Self, BadWheel> {
         if rings.is_empty() {
             return Err(BadWheel::NoRings);
