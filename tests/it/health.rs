@@ -287,7 +287,7 @@ fn a_worker_that_stops_is_alive_but_not_ready() {
         let order = stage.order(Duration::from_millis(1)).await;
         stage.deliver([&order]).await;
         wait_for("a close that waits", async || {
-            stage.count("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'").await > 0
+            stage.count("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'").await > 0
         })
         .await;
         worker.begin_to_stop();
