@@ -114,6 +114,7 @@ fn load(
     let merged = merge(file, environment, overrides)?;
     let mut origins = leaf_keys(&merged.cache);
     refuse_unknown_keys(&origins)?;
+    refuse_kinds_of_no_setting("", &merged.cache)?;
     let mut settings: Settings = merged.try_deserialize().map_err(|fault| explain(&fault).with_origin(&origins))?;
     read_secret("amqp.url", &mut settings.amqp.url, &settings.amqp.url_file, &mut origins)?;
     settings.validate().map_err(|fault| fault.with_origin(&origins))?;
@@ -311,6 +312,28 @@ fn refuse_unknown_keys(origins: &Origins) -> Result<(), BadSettings> {
     Err(BadSettings::new(Some(key.clone()), origin.clone(), why))
 }
 
+/// Refuses fractions and truth values, which no setting has: the config crate would round the former and take the latter
+/// for a number or a word.
+fn refuse_kinds_of_no_setting(key: &str, value: &Value) -> Result<(), BadSettings> {
+    let found = match &value.kind {
+        ValueKind::Table(table) => {
+            let dot = if key.is_empty() { "" } else { "." };
+            return table
+                .iter()
+                .try_for_each(|(name, value)| refuse_kinds_of_no_setting(&format!("{key}{dot}{name}"), value));
+        }
+        ValueKind::Array(values) => {
+            let mut numbered = (0..).zip(values);
+            return numbered.try_for_each(|(n, value)| refuse_kinds_of_no_setting(&format!("{key}[{n}]"), value));
+        }
+        ValueKind::Float(fraction) => format!("{fraction} is a fraction"),
+        ValueKind::Boolean(truth) => format!("{truth} is a truth value"),
+        _ => return Ok(()),
+    };
+    let why = format!("{found}; write a whole number, or a text in quotes, as config/default.toml has it");
+    Err(BadSettings::new(Some(key.to_owned()), value.origin().map(str::to_owned), why))
+}
+
 /// The keys that `config/default.toml` has.
 pub(super) fn every_key() -> Vec<String> {
     let defaults = Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml)).build();
@@ -359,6 +382,7 @@ fn explain(error: &ConfigError) -> BadSettings {
             let what = lines.last().copied().filter(|_| lines.len() > 1).unwrap_or_default();
             BadSettings::new(None, uri.clone(), format!("the file is not valid: {place}: {what}"))
         }
+        ConfigError::NotFound(key) => BadSettings::new(Some(written_key(key)), None, "is missing; add it".to_owned()),
         other => BadSettings::plain(mend(other.to_string())),
     }
 }

@@ -211,6 +211,24 @@ fn every_duration_and_number_has_a_bound() {
 }
 
 #[test]
+fn kinds_of_value_that_no_setting_has_are_refused_and_not_rounded() {
+    for (file, key, found) in [
+        ("[worker]\nshards = 2.5\n", "worker.shards", "2.5 is a fraction"),
+        ("[worker]\nshards = true\n", "worker.shards", "true is a truth value"),
+        ("[worker]\ntake_shards = [0.4]\n", "worker.take_shards[0]", "0.4 is a fraction"),
+        ("[retry]\nmax_attempts = nan\n", "retry.max_attempts", "NaN is a fraction"),
+        ("[delay]\nrings = [{ unit = \"5s\", slots = 24.5 }]\n", "delay.rings[0].slots", "24.5 is a fraction"),
+        ("namespace = true\n", "namespace", "true is a truth value"),
+        ("[delay]\nrings = [{ unit = \"5s\" }]\n", "delay.rings[0].slots", "is missing; add it"),
+    ] {
+        let fault = load_file(file).unwrap_err();
+        for part in [key, found] {
+            assert!(fault.contains(part), "{file}: {fault:?} lacks {part:?}");
+        }
+    }
+}
+
+#[test]
 fn rings_beyond_what_the_broker_takes_are_refused() {
     for (ring, why) in [
         ("{ unit = \"10000000000s\", slots = 20 }", "is not between"),
