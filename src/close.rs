@@ -14,7 +14,7 @@ use sqlx::{Postgres, Row};
 
 use crate::clock::ClockSample;
 use crate::contract::{Contract, ContractStatement};
-use crate::database::{Database, DatabaseFault, Timestamptz, Trouble, trouble, why};
+use crate::database::{self, Database, DatabaseFault, Timestamptz, Trouble, trouble, why};
 use crate::order::{CloseFault, ClosedBy, Finding, Found, OrderId, Outcome};
 
 /// The close statement for our own schema.
@@ -267,7 +267,7 @@ impl Closer {
     pub async fn sample_clock(&self) -> Result<ClockSample, sqlx::Error> {
         let ask = async |connection: &mut PgConnection| {
             let asked = Instant::now();
-            let Timestamptz(database) = sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(connection).await?;
+            let database = database::now(connection).await?;
             Ok(ClockSample { asked, answered: Instant::now(), database })
         };
         match self.run_kept(VecDeque::pop_front, Plans(false), ask).await {

@@ -400,6 +400,15 @@ fn unreadable_migrations(error: &sqlx::Error) -> DatabaseFault {
     DatabaseFault(format!("the applied migrations cannot be read: {}{hint}", why(error)))
 }
 
+/// What time it is by the database's clock, which is the one that deadlines go by.
+///
+/// # Errors
+/// sqlx's.
+pub async fn now(connection: &mut PgConnection) -> Result<Moment, sqlx::Error> {
+    let Timestamptz(now) = sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(connection).await?;
+    Ok(now)
+}
+
 /// A Postgres timestamp as a moment: both count microseconds.
 #[must_use]
 pub fn moment(time: OffsetDateTime) -> Moment {

@@ -32,21 +32,24 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Answe
             "orders.close_sql says that the orders table is your own: update its row yourself, and for an earlier deadline run `order-timeout schedule`"
         );
     }
+    let order_id = OrderId::new(&args.order_id).map_err(NotMoved::from)?;
+    let database = Database::connect(&settings.database, 1).await?;
+    database::require_migrated(&database).await?;
+    // By the clock that closes the order, whatever the one here says.
+    let now = database.run(database::now).await.map_err(NotMoved::from)?;
+    let deadline = args.when.moment(now);
     // Beyond it its alarm would be parked, and somebody paged.
-    let Some(deadline) = args.when.moment_within(settings.delay.max_delay) else {
+    if deadline > now + settings.delay.max_delay {
         bail!(
             "the deadline stands: it would lie further ahead than delay.max_delay allows; choose a nearer one, or raise that setting for workers and publishers"
         );
-    };
-    if args.when.has_passed() {
+    }
+    if deadline <= now {
         bail!(
             "the deadline stands: the order would be closed at once, for {} has passed; choose a later one, such as --in 1s if you mean at once, or run `order-timeout close ID` if the order is overdue already",
             write_rfc3339(deadline)
         );
     }
-    let order_id = OrderId::new(&args.order_id).map_err(NotMoved::from)?;
-    let database = Database::connect(&settings.database, 1).await?;
-    database::require_migrated(&database).await?;
     let moved = database.run(async |connection| move_deadline(connection, &order_id, deadline).await).await;
     let moved = moved.map_err(NotMoved::from)?;
     let wanted = write_rfc3339(deadline);
@@ -55,18 +58,21 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Answe
             ("later", format!("order {order_id} has time until {wanted}; an alarm scheduled before follows"))
         }
         Moved::Earlier => ("earlier", format!("order {order_id} has time until {wanted}; an alarm for it is written")),
+        Moved::Stands { status, .. } if status == "unpaid" => {
+            ("stands", format!("order {order_id} is unpaid, but a trigger of the database keeps its deadline as it is"))
+        }
         Moved::Stands { status, .. } => ("stands", format!("order {order_id} is {status}; its deadline stands")),
         Moved::Unknown => ("unknown", format!("there is no order {order_id}")),
     };
     // What the row says now.
-    let (code, deadline) = match &moved {
-        Moved::Later | Moved::Earlier => (0, Some(wanted)),
-        Moved::Stands { deadline, .. } => (1, Some(write_rfc3339(*deadline))),
-        Moved::Unknown => (1, None),
+    let (code, status, deadline) = match &moved {
+        Moved::Later | Moved::Earlier => (0, Some("unpaid"), Some(wanted)),
+        Moved::Stands { status, deadline } => (1, Some(status.as_str()), Some(write_rfc3339(*deadline))),
+        Moved::Unknown => (1, None, None),
     };
     let mut answer = Answer { code, ..Answer::default() };
     if args.json {
-        answer.line(json!({ "order_id": order_id.as_str(), "deadline": deadline, "outcome": word }));
+        answer.line(json!({ "order_id": order_id.as_str(), "status": status, "deadline": deadline, "outcome": word }));
     } else {
         answer.line(sentence);
     }

@@ -80,21 +80,12 @@ pub struct When {
 }
 
 impl When {
-    fn moment(&self) -> Moment {
+    fn moment(&self, now: Moment) -> Moment {
         match (self.r#in, self.deadline) {
-            (Some(delay), _) => Moment::now_by_local_clock() + delay,
+            (Some(delay), _) => now + delay,
             (None, Some(deadline)) => deadline,
             (None, None) => unreachable!("clap requires one of the two"),
         }
-    }
-
-    /// `None` if it lies further ahead than that.
-    fn moment_within(&self, most: Duration) -> Option<Moment> {
-        Some(self.moment()).filter(|moment| *moment <= Moment::now_by_local_clock() + most)
-    }
-
-    fn has_passed(&self) -> bool {
-        self.moment() <= Moment::now_by_local_clock()
     }
 }
 

@@ -6,6 +6,7 @@ use serde_json::json;
 use crate::cli::{Answer, When};
 use crate::config::Settings;
 use crate::message::write_rfc3339;
+use crate::order::Moment;
 use crate::schedule::Publisher;
 
 /// Arguments of `schedule`.
@@ -25,7 +26,8 @@ pub struct ScheduleArgs {
 /// If the broker cannot be reached or does not confirm.
 pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<Answer> {
     let publisher = Publisher::connect(&settings).await?;
-    let deadline = args.when.moment();
+    // Nobody here has asked a database; the order's row has the deadline that counts.
+    let deadline = args.when.moment(Moment::now_by_local_clock());
     publisher.schedule(&args.order_id, deadline).await?;
     let deadline = write_rfc3339(deadline);
     let mut answer = Answer::default();

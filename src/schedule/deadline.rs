@@ -18,7 +18,8 @@ pub enum Moved {
     Later,
     /// The relay sends an alarm for it.
     Earlier,
-    /// The order is not unpaid but in this status, so its deadline stands.
+    /// The order is not unpaid but in this status, so its deadline stands. If it is unpaid, a trigger of the database
+    /// refused to change it.
     Stands { status: String, deadline: Deadline },
     /// There is no such order.
     Unknown,
@@ -40,6 +41,14 @@ fn what_is_known(error: &sqlx::Error) -> String {
     let hint = match error.as_database_error().and_then(sqlx::error::DatabaseError::code).as_deref() {
         // invalid_text_representation
         Some("22P02") => "; give the id as the orders table has it, a UUID",
+        // lock_not_available, and what ends a statement that takes too long
+        Some("55P03" | "57014") => "; somebody holds the order, try again",
+        // admin_shutdown, crash_shutdown, cannot_connect_now
+        Some("57P01" | "57P02" | "57P03") => "; the database is restarting, try again",
+        // read_only_sql_transaction
+        Some("25006") => "; this is a standby, give database.url of the primary",
+        // insufficient_privilege
+        Some("42501") => "; grant this user SELECT and UPDATE on orders and INSERT on alarm_outbox",
         // check_violation
         Some("23514") => "; choose a deadline before the year 9999",
         _ => "",
@@ -88,9 +97,10 @@ pub(crate) async fn move_deadline(
         .await?;
     let Some(row) = found else { return Ok(Moved::Unknown) };
     let (status, Timestamptz(before)): (String, _) = (row.try_get("status")?, row.try_get("deadline")?);
-    Ok(match status.as_str() {
-        "unpaid" if deadline < before => Moved::Earlier,
-        "unpaid" => Moved::Later,
-        _ => Moved::Stands { status, deadline: before },
+    let moved_to: Option<Timestamptz> = row.try_get("moved_to")?;
+    Ok(match moved_to {
+        Some(Timestamptz(now)) if now < before => Moved::Earlier,
+        Some(_) => Moved::Later,
+        None => Moved::Stands { status, deadline: before },
     })
 }

@@ -3,8 +3,11 @@
 
 use std::time::Duration;
 
+use order_timeout::database::Timestamptz;
+use order_timeout::message::write_rfc3339;
 use order_timeout::topology::Topology;
 use order_timeout::{Moment, Moved, move_deadline_in};
+use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 
 use crate::support::away::be_impatient;
@@ -91,6 +94,95 @@ fn the_deadline_of_an_order_that_is_not_unpaid_stands() {
 }
 
 #[test]
+fn who_waits_for_somebody_who_makes_the_order_unpaid_moves_its_deadline() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            for wanted_in in [Duration::from_secs(7_200), Duration::from_secs(1_800)] {
+                let order = stage.order(Duration::from_secs(3_600)).await;
+                let close_soon = "UPDATE orders SET status = 'closing', next_attempt_at = now() WHERE id = $1";
+                sqlx::query(close_soon).bind(order.id).execute(&stage.pool).await.unwrap();
+                let mut other = stage.pool.begin().await.unwrap();
+                let make_unpaid = "UPDATE orders SET status = 'unpaid', next_attempt_at = NULL WHERE id = $1";
+                sqlx::query(make_unpaid).bind(order.id).execute(&mut *other).await.unwrap();
+                let wanted = order.deadline - Duration::from_secs(3_600) + wanted_in;
+                let commit_when_somebody_waits = async {
+                    let waits = "SELECT count(*) FROM pg_stat_activity
+                                 WHERE datname = current_database() AND wait_event_type = 'Lock'";
+                    wait_for("somebody who waits", async || stage.count(waits).await > 0).await;
+                    other.commit().await.unwrap();
+                };
+                let (moved, ()) = tokio::join!(move_to(&stage, &order, wanted), commit_when_somebody_waits);
+                assert_eq!(moved, if wanted > order.deadline { Moved::Later } else { Moved::Earlier });
+                assert_eq!(deadline_of(&stage, &order).await, wanted, "what is said is what stands there");
+            }
+            assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox").await, 1, "of the earlier one");
+        },
+    );
+}
+
+async fn deadline_of(stage: &Stage, order: &Order) -> Moment {
+    let deadline = sqlx::query_scalar("SELECT expires_at FROM orders WHERE id = $1").bind(order.id);
+    let Timestamptz(deadline) = deadline.fetch_one(&stage.pool).await.unwrap();
+    deadline
+}
+
+#[test]
+fn a_deadline_that_a_trigger_keeps_is_not_said_to_have_moved() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let order = stage.order(Duration::from_secs(60)).await;
+            sqlx::raw_sql(
+                "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+                 CREATE TRIGGER keep BEFORE UPDATE OF expires_at ON orders FOR EACH ROW EXECUTE FUNCTION keep();",
+            )
+            .execute(&stage.pool)
+            .await
+            .unwrap();
+            let second = Duration::from_secs(1);
+            for wanted in [order.deadline - second, order.deadline + second] {
+                let stands = Moved::Stands { status: "unpaid".into(), deadline: order.deadline };
+                assert_eq!(move_to(&stage, &order, wanted).await, stands);
+            }
+            assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox").await, 0);
+            let id = order.id.to_string();
+            let (code, said, _) =
+                run(order_timeout(&stage.settings).args(["deadline", "--order-id", &id, "--in", "1h"]));
+            assert!(code == 1 && said.contains("a trigger of the database keeps its deadline"), "{said}");
+        },
+    );
+}
+
+#[test]
+fn by_hand_it_counts_from_the_time_that_the_database_has() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let order = stage.order(Duration::from_secs(7_200)).await;
+            // A database whose clock is an hour ahead of everybody else's.
+            let name = stage.settings.database.url.expose_secret().rsplit('/').next().unwrap();
+            let ahead = format!(
+                "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
+                 AS $$ SELECT pg_catalog.clock_timestamp() + interval '1 hour' $$;
+                 ALTER DATABASE {name} SET search_path = public, pg_catalog;"
+            );
+            sqlx::raw_sql(sqlx::AssertSqlSafe(ahead)).execute(&stage.pool).await.unwrap();
+            let id = order.id.to_string();
+            let half_an_hour_ahead = write_rfc3339(Moment::now_by_local_clock() + Duration::from_secs(1_800));
+            let deadline =
+                |when: [&str; 2]| run(order_timeout(&stage.settings).args(["deadline", "--order-id", &id]).args(when));
+            let (code, _, error) = deadline(["--deadline", &half_an_hour_ahead]);
+            assert!(code == 1 && error.contains("has passed"), "{error}");
+            let (code, said, error) = deadline(["--in", "10m"]);
+            assert!(code == 0 && said.contains("an alarm for it is written"), "{said}{error}");
+            let ahead = deadline_of(&stage, &order).await.since(Moment::now_by_local_clock());
+            assert!(ahead > Duration::from_secs(3_600), "{ahead:?} ahead of those whose clock is behind");
+        },
+    );
+}
+
+#[test]
 fn by_hand_it_says_what_became_of_the_deadline() {
     on_stage(
         |_| {},
@@ -121,14 +213,14 @@ fn by_hand_it_says_what_became_of_the_deadline() {
             assert!(stage.pay(&order).await);
             let (code, said, _) = deadline(&stage, &[&id, "--in", "1h"]);
             assert!(code == 1 && said.contains("is paid; its deadline stands"), "{said}");
-            let stands = json!({ "order_id": id, "deadline": last, "outcome": "stands" });
+            let stands = json!({ "order_id": id, "status": "paid", "deadline": last, "outcome": "stands" });
             assert_eq!(
                 json(&[&id, "--in", "1h"]),
                 (1, stands),
                 "the deadline that the order has, not the one wished for"
             );
             let stranger = uuid::Uuid::now_v7().to_string();
-            let unknown = json!({ "order_id": stranger, "deadline": null, "outcome": "unknown" });
+            let unknown = json!({ "order_id": stranger, "status": null, "deadline": null, "outcome": "unknown" });
             assert_eq!(json(&[&stranger, "--in", "1h"]), (1, unknown));
             let (code, _, error) = deadline(&stage, &["no-such-order", "--in", "1h"]);
             assert!(code == 1 && error.contains("no-such-order") && error.contains("a UUID"), "{error}");
