@@ -114,7 +114,7 @@ fn load(
     let merged = merge(file, environment, overrides)?;
     let mut origins = leaf_keys(&merged.cache);
     refuse_unknown_keys(&origins)?;
-    refuse_kinds_of_no_setting("", &merged.cache)?;
+    refuse_kinds_of_no_setting(&merged.cache)?;
     let mut settings: Settings = merged.try_deserialize().map_err(|fault| explain(&fault).with_origin(&origins))?;
     read_secret("amqp.url", &mut settings.amqp.url, &settings.amqp.url_file, &mut origins)?;
     settings.validate().map_err(|fault| fault.with_origin(&origins))?;
@@ -314,24 +314,16 @@ fn refuse_unknown_keys(origins: &Origins) -> Result<(), BadSettings> {
 
 /// Refuses fractions and truth values, which no setting has: the config crate would round the former and take the latter
 /// for a number or a word.
-fn refuse_kinds_of_no_setting(key: &str, value: &Value) -> Result<(), BadSettings> {
-    let found = match &value.kind {
-        ValueKind::Table(table) => {
-            let dot = if key.is_empty() { "" } else { "." };
-            return table
-                .iter()
-                .try_for_each(|(name, value)| refuse_kinds_of_no_setting(&format!("{key}{dot}{name}"), value));
-        }
-        ValueKind::Array(values) => {
-            let mut numbered = (0..).zip(values);
-            return numbered.try_for_each(|(n, value)| refuse_kinds_of_no_setting(&format!("{key}[{n}]"), value));
-        }
-        ValueKind::Float(fraction) => format!("{fraction} is a fraction"),
-        ValueKind::Boolean(truth) => format!("{truth} is a truth value"),
-        _ => return Ok(()),
-    };
+fn refuse_kinds_of_no_setting(root: &Value) -> Result<(), BadSettings> {
+    let leaves = elements("", root);
+    let mut found = leaves.iter().filter_map(|(key, value)| match &value.kind {
+        ValueKind::Float(fraction) => Some((key, value, format!("{fraction} is a fraction"))),
+        ValueKind::Boolean(truth) => Some((key, value, format!("{truth} is a truth value"))),
+        _ => None,
+    });
+    let Some((key, value, found)) = found.next() else { return Ok(()) };
     let why = format!("{found}; write a whole number, or a text in quotes, as config/default.toml has it");
-    Err(BadSettings::new(Some(key.to_owned()), value.origin().map(str::to_owned), why))
+    Err(BadSettings::new(Some(key.clone()), value.origin().map(str::to_owned), why))
 }
 
 /// The keys that `config/default.toml` has.
@@ -343,21 +335,28 @@ pub(super) fn every_key() -> Vec<String> {
 
 /// Every key that holds a value rather than a section, with the origin of its value.
 fn leaf_keys(root: &Value) -> Origins {
-    fn walk(prefix: &str, value: &Value, into: &mut Origins) {
-        match &value.kind {
-            ValueKind::Table(table) => {
-                for (key, value) in table {
-                    let key = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
-                    walk(&key, value, into);
-                }
-            }
-            _ => into.push((prefix.to_owned(), value.origin().map(str::to_owned))),
+    leaves("", root).into_iter().map(|(key, value)| (key, value.origin().map(str::to_owned))).collect()
+}
+
+/// What stands beneath `key` and is no section, by its key, in the keys' order; a list counts as one.
+fn leaves<'a>(key: &str, value: &'a Value) -> Vec<(String, &'a Value)> {
+    let ValueKind::Table(table) = &value.kind else { return vec![(key.to_owned(), value)] };
+    let dot = if key.is_empty() { "" } else { "." };
+    let mut leaves: Vec<_> =
+        table.iter().flat_map(|(name, value)| leaves(&format!("{key}{dot}{name}"), value)).collect();
+    leaves.sort_by(|(a, _), (b, _)| a.cmp(b));
+    leaves
+}
+
+/// The same, and the elements of lists by their numbers.
+fn elements<'a>(key: &str, value: &'a Value) -> Vec<(String, &'a Value)> {
+    let of_leaf = |(key, value): (String, &'a Value)| match &value.kind {
+        ValueKind::Array(list) => {
+            (0..).zip(list).flat_map(|(number, value)| elements(&format!("{key}[{number}]"), value)).collect()
         }
-    }
-    let mut keys = Vec::new();
-    walk("", root, &mut keys);
-    keys.sort();
-    keys
+        _ => vec![(key, value)],
+    };
+    leaves(key, value).into_iter().flat_map(of_leaf).collect()
 }
 
 fn explain(error: &ConfigError) -> BadSettings {
