@@ -319,24 +319,26 @@ impl Desk {
         }
         match content {
             Err(parcel) => self.park.push_back((parcel, receipt)),
-            Ok(alarm) if inlet != Inlet::Parked && alarm.deadline() > now + self.policy.max_delay => {
-                let detail = "the deadline lies further ahead than delay.max_delay allows; correct it at the publisher";
-                self.park.push_back((Parcel::of(&alarm, ParkReason::TooFar, detail), receipt));
-            }
             Ok(mut alarm) => {
+                let is_too_far = alarm.deadline() > now + self.policy.max_delay;
                 // A publisher whose clock runs ahead must not make its message younger than it is.
                 alarm.born = Some(alarm.born.map_or(now, |born| born.min(now)));
                 match inlet {
+                    Inlet::Parked => {
+                        let detail = "the broker dead-lettered it; look at the worker's log around its deliveries";
+                        self.park.push_back((Parcel::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
+                    }
+                    Inlet::Arm | Inlet::Timeout if is_too_far => {
+                        let detail =
+                            "the deadline lies further ahead than delay.max_delay allows; correct it at the publisher";
+                        self.park.push_back((Parcel::of(&alarm, ParkReason::TooFar, detail), receipt));
+                    }
                     // The inbox is never held back: what is due soon is sent on to the processing queue, or it would
                     // fill the inbox's prefetch window and everything behind it would wait. What came in a session that
                     // has ended is delivered again.
                     Inlet::Arm if self.has_ended(receipt.session) => {}
                     Inlet::Arm => self.arm.push(ArmJob { alarm, receipt, wanted: Wanted::BeforeDeadline }),
                     Inlet::Timeout => self.take_in(Case::new(alarm, Origin::Delivered(receipt)), now),
-                    Inlet::Parked => {
-                        let detail = "the broker dead-lettered it; look at the worker's log around its deliveries";
-                        self.park.push_back((Parcel::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
-                    }
                 }
             }
         }
