@@ -64,7 +64,7 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Answe
         Moved::Stands { status, .. } => ("stands", format!("order {order_id} is {status}; its deadline stands")),
         Moved::Unknown => ("unknown", format!("there is no order {order_id}")),
     };
-    // What the row says now.
+    // What the row says now, unless a trigger made something else of the wish.
     let (code, status, deadline) = match &moved {
         Moved::Later | Moved::Earlier => (0, Some("unpaid"), Some(wanted)),
         Moved::Stands { status, deadline } => (1, Some(status.as_str()), Some(write_rfc3339(*deadline))),

@@ -35,10 +35,11 @@ pub enum NotMoved {
 }
 
 fn what_is_known(error: &sqlx::Error) -> String {
-    // Whatever else goes wrong may have gone wrong on the way back.
-    let is_refused = error.as_database_error().is_some();
-    let known = if is_refused { "the deadline stands" } else { "the deadline is not known to have moved; try again" };
-    let hint = match error.as_database_error().and_then(sqlx::error::DatabaseError::code).as_deref() {
+    let Some(refusal) = error.as_database_error() else {
+        // It may have gone wrong on the way back.
+        return format!("the deadline is not known to have moved; try again: {}", database::why(error));
+    };
+    let hint = match refusal.code().as_deref() {
         // invalid_text_representation
         Some("22P02") => "; give the id as the orders table has it, a UUID",
         // lock_not_available, and what ends a statement that takes too long
@@ -53,7 +54,7 @@ fn what_is_known(error: &sqlx::Error) -> String {
         Some("23514") => "; choose a deadline before the year 9999",
         _ => "",
     };
-    format!("{known}: {}{hint}", database::why(error))
+    format!("the deadline stands: {}{hint}", database::why(error))
 }
 
 /// Gives an unpaid order another deadline as part of the caller's transaction.
