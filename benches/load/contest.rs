@@ -200,7 +200,8 @@ async fn publish(stage: &Stage<'_>, plan: &Plan, begin: Moment, alarms: Vec<Alar
 
 /// Alarms whose delay is too far from the lane's, because they were published too early or too late for it, go another way.
 fn ensure_by_lane(lane: Duration, tolerance: Duration, ahead: Duration, took: Duration) -> anyhow::Result<()> {
-    let are_in_time = ahead <= lane + tolerance && ahead.saturating_sub(took) + tolerance >= lane;
+    let [first, last] = [ahead, ahead.saturating_sub(took)];
+    let are_in_time = [first, last].iter().all(|delay| delay.abs_diff(lane) <= tolerance);
     ensure!(are_in_time, "published over {took:?}, not all alarms took the lane; take fewer --orders or a longer lead");
     Ok(())
 }
