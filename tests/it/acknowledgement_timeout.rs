@@ -7,14 +7,16 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use lapin::options::{BasicConsumeOptions, QueueDeclareOptions};
-use lapin::types::{AMQPValue, FieldTable};
+use lapin::types::FieldTable;
 use lapin::{BasicProperties, Connection};
 use order_timeout::Settings;
 use order_timeout::topology::DUE_KEY;
 use secrecy::SecretString;
 use tokio::time::timeout;
 
-use crate::support::away::{COMING_BACK, assert_all_closed_and_heard, be_impatient, behind, keep_events, meanwhile};
+use crate::support::away::{
+    COMING_BACK, assert_all_closed_and_heard, be_impatient, behind, for_a_while, keep_events, meanwhile,
+};
 use crate::support::private::Private;
 use crate::support::proxy::{Count, Direction, Proxy};
 use crate::support::{RunningWorker, Stage, on_stage, wait_for, wait_within};
@@ -76,9 +78,7 @@ impl LeftLying {
     async fn prepare(stage: &Stage) -> Self {
         let queue = format!("{}.patience", stage.settings.namespace);
         let options = QueueDeclareOptions { durable: true, ..Default::default() };
-        let mut quorum = FieldTable::default();
-        quorum.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
-        stage.channel.queue_declare(queue.as_str().into(), options, quorum).await.unwrap();
+        stage.channel.queue_declare(queue.as_str().into(), options, for_a_while()).await.unwrap();
         stage.publish_raw("", &queue, b"left lying", BasicProperties::default()).await;
         let network = Proxy::before(&stage.settings.amqp.url).await;
         let broker = order_timeout::broker::connect(&behind(stage, &network).amqp, "left lying").await.unwrap();

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use sqlx::Executor;
 use uuid::Uuid;
 
-use crate::support::process::{WorkerProcess, bare, order_timeout, run};
+use crate::support::process::{WorkerProcess, bare, call_with, order_timeout, run};
 use crate::support::{Order, Stage, on_stage, wait_for, wait_within, with_parts};
 
 /// A password that is nothing else, so that it is found wherever it gets out.
@@ -28,12 +28,6 @@ const NOBODY_LISTENS: u16 = 1;
 /// Runs a command of the stage's, without holding up the test's runtime.
 async fn call(stage: &Stage, arguments: &[&str]) -> (i32, String, String) {
     call_with(&stage.settings, arguments).await
-}
-
-async fn call_with(settings: &Settings, arguments: &[&str]) -> (i32, String, String) {
-    let mut command = order_timeout(settings);
-    command.args(arguments);
-    tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap()
 }
 
 /// What stands on standard error: one sentence in one line, said once.

@@ -10,8 +10,8 @@ use order_timeout::{Moment, Moved, move_deadline_in};
 use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 
-use crate::support::away::be_impatient;
-use crate::support::process::{order_timeout, run};
+use crate::support::away::{be_impatient, with_database_behind};
+use crate::support::process::{call_with, order_timeout, run};
 use crate::support::proxy::{Proxy, Then};
 use crate::support::{Order, PATIENCE, Stage, on_stage, wait_for};
 
@@ -107,9 +107,7 @@ fn who_waits_for_somebody_who_makes_the_order_unpaid_moves_its_deadline() {
                 sqlx::query(make_unpaid).bind(order.id).execute(&mut *other).await.unwrap();
                 let wanted = order.deadline - Duration::from_secs(3_600) + wanted_in;
                 let commit_when_somebody_waits = async {
-                    let waits = "SELECT count(*) FROM pg_stat_activity
-                                 WHERE datname = current_database() AND wait_event_type = 'Lock'";
-                    wait_for("somebody who waits", async || stage.count(waits).await > 0).await;
+                    stage.wait_for_a_wait().await;
                     other.commit().await.unwrap();
                 };
                 let (moved, ()) = tokio::join!(move_to(&stage, &order, wanted), commit_when_somebody_waits);
@@ -237,13 +235,10 @@ fn by_hand_it_says_what_became_of_the_deadline() {
 
 /// The program's answer, by this way to the database.
 async fn by_way_of(network: &Proxy, stage: &Stage, arguments: &[&str]) -> (i32, String, String) {
-    let mut settings = stage.settings.clone();
-    settings.database.url = network.address(&settings.database.url);
-    let mut program = order_timeout(&settings);
-    program.args(arguments);
-    let said = tokio::task::spawn_blocking(move || run(&mut program));
+    let settings = with_database_behind(stage, network);
     // The program ends with the network that the panic takes along.
-    tokio::time::timeout(PATIENCE, said).await.expect("an answer within the test's patience").unwrap()
+    let said = tokio::time::timeout(PATIENCE, call_with(&settings, arguments));
+    said.await.expect("an answer within the test's patience")
 }
 
 #[test]

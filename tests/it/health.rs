@@ -286,10 +286,7 @@ fn a_worker_that_stops_is_alive_but_not_ready() {
         sqlx::query("LOCK TABLE order_events").execute(&mut *other).await.unwrap();
         let order = stage.order(Duration::from_millis(1)).await;
         stage.deliver([&order]).await;
-        wait_for("a close that waits", async || {
-            stage.count("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'").await > 0
-        })
-        .await;
+        stage.wait_for_a_wait().await;
         worker.begin_to_stop();
         wait_for("not ready", async || get(&worker, READYZ).await == (503, "worker: it is stopping\n".into())).await;
         assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()));

@@ -91,9 +91,14 @@ pub fn be_impatient(settings: &mut Settings) {
 
 /// A worker that reaches the database through this network.
 pub async fn worker_through(stage: &Stage, to_database: &Proxy) -> RunningWorker {
+    RunningWorker::start(with_database_behind(stage, to_database)).await
+}
+
+/// The stage's settings with the database behind this network.
+pub fn with_database_behind(stage: &Stage, to_database: &Proxy) -> Settings {
     let mut settings = stage.settings.clone();
     settings.database.url = to_database.address(&settings.database.url);
-    RunningWorker::start(settings).await
+    settings
 }
 
 /// The stage's settings with the broker behind this network.

@@ -304,6 +304,14 @@ impl Stage {
         sqlx::query_scalar(sql).fetch_one(&self.pool).await.unwrap()
     }
 
+    /// Waits until somebody in the stage's database waits for a lock.
+    #[allow(dead_code)] // used by the tests of deadlines
+    pub async fn wait_for_a_wait(&self) {
+        let waits = "SELECT count(*) FROM pg_stat_activity
+                     WHERE datname = current_database() AND wait_event_type = 'Lock'";
+        wait_for("somebody who waits for a lock", async || self.count(waits).await > 0).await;
+    }
+
     pub async fn closed(&self) -> i64 {
         self.count("SELECT count(*) FROM orders WHERE status = 'closed'").await
     }

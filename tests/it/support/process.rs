@@ -93,6 +93,14 @@ pub fn run(command: &mut Command) -> (i32, String, String) {
     )
 }
 
+/// Runs the binary with the settings of a stage, without holding up the test's runtime.
+#[allow(dead_code)] // used by the tests of the command line
+pub async fn call_with(settings: &Settings, arguments: &[&str]) -> (i32, String, String) {
+    let mut command = order_timeout(settings);
+    command.args(arguments);
+    tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap()
+}
+
 /// A worker as a process of its own. Killed when dropped.
 pub struct WorkerProcess {
     child: Child,
