@@ -6,6 +6,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::degraded::{Cause, Change, Degraded};
+
 /// How often a loop that has nothing to do shows that it turns.
 pub const BEAT_EVERY: Duration = Duration::from_secs(1);
 
@@ -47,7 +49,7 @@ pub enum Stage {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
     pub is_well: bool,
-    /// One for each thing that is amiss, or one that says that nothing is.
+    /// One for each thing that is amiss, or one that says that nothing is; then one for each cause that degrades it.
     pub lines: Vec<String>,
 }
 
@@ -56,10 +58,19 @@ impl Report {
         if amiss.is_empty() {
             return Self { is_well: true, lines: vec![all_is_well.to_owned()] };
         }
-        // What a server says may have several lines.
-        let lines = amiss.into_iter().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
-        Self { is_well: false, lines }
+        Self { is_well: false, lines: amiss.into_iter().map(one_line).collect() }
     }
+
+    /// Adds what is wrong although the answer stays the same.
+    fn with_degraded(mut self, degraded: &Degraded) -> Self {
+        self.lines.extend(degraded.lines().into_iter().map(one_line));
+        self
+    }
+}
+
+/// What a server says may have several lines.
+fn one_line(text: String) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// What is known of the worker's health.
@@ -80,13 +91,19 @@ struct State {
     no_session: Option<String>,
     /// Why the database is of no use; `None` while it is.
     no_database: Option<String>,
+    degraded: Degraded,
 }
 
 impl Health {
     /// Of a worker that is starting.
     #[must_use]
     pub fn new(longest_turn: Duration) -> Self {
-        let state = State { stage: Stage::Starting, no_session: Some("none was opened yet".into()), no_database: None };
+        let state = State {
+            stage: Stage::Starting,
+            no_session: Some("none was opened yet".into()),
+            no_database: None,
+            degraded: Degraded::default(),
+        };
         Self { began: Instant::now(), longest_turn, beats: Default::default(), state: Mutex::new(state) }
     }
 
@@ -118,6 +135,11 @@ impl Health {
     /// The database is usable, or why it is not.
     pub fn note_database(&self, no_database: Option<&str>) {
         note(&mut self.state().no_database, no_database);
+    }
+
+    /// A check has found why a cause holds, or that it does not.
+    pub fn note_degraded(&self, cause: Cause, why: Option<&str>) -> Change {
+        self.state().degraded.note(cause, why, Instant::now())
     }
 
     /// Whether every loop turns. A worker that starts or stops has a time limit of its own for that.
@@ -157,7 +179,7 @@ impl Health {
         if state.stage != Stage::Stopping {
             amiss.extend(state.no_database.iter().map(|why| format!("database: {why}")));
         }
-        Report::new("ready", amiss)
+        Report::new("ready", amiss).with_degraded(&state.degraded)
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
@@ -224,6 +246,18 @@ mod tests {
         assert_eq!(health.is_ready().lines, ["database: connection refused"]);
         health.note_stage(Stage::Stopping);
         assert_eq!(health.is_ready().lines, ["worker: it is stopping"]);
+    }
+
+    #[test]
+    fn a_degraded_worker_stays_ready() {
+        let health = working();
+        health.note_degraded(Cause::Schema, Some("the index\nis missing"));
+        assert_eq!(
+            health.is_ready(),
+            Report { is_well: true, lines: vec!["ready".into(), "degraded: schema: the index is missing".into()] }
+        );
+        health.note_database(Some("connection refused"));
+        assert!(!health.is_ready().is_well);
     }
 
     #[test]

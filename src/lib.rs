@@ -41,6 +41,7 @@ pub mod broker;
 pub mod cli;
 pub mod confirm;
 pub mod database;
+pub mod degraded;
 pub mod health;
 pub mod http;
 pub mod metrics;

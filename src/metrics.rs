@@ -12,6 +12,7 @@ use prometheus::{
 };
 
 use crate::alarm::{Inlet, ParkReason};
+use crate::degraded::Cause;
 use crate::order::{CloseFault, ClosedBy, Outcome};
 
 /// The media type of [`Metrics::render`].
@@ -189,6 +190,8 @@ metrics! {
         "Consumer sessions opened.";
     database_away: IntGauge = "order_timeout_database_away",
         "1 while the database closes nothing, does not answer, or cannot be asked for overdue orders.";
+    degraded: IntGaugeVec = "order_timeout_degraded" { "cause": Cause::WORDS },
+        "1 while this is wrong although orders are closed; /readyz says why.";
     clock_offset: Gauge = "order_timeout_clock_offset_seconds",
         "The database's clock minus this machine's wall clock, which the worker does not go by.";
     clock_uncertainty: Gauge = "order_timeout_clock_uncertainty_seconds",

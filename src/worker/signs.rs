@@ -5,8 +5,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tracing::{info, warn};
+
 use crate::alarm::{Delivered, Inlet};
 use crate::clock::DatabaseClock;
+use crate::degraded::{Cause, Change};
 use crate::desk::{Answer, Batch};
 use crate::health::Health;
 use crate::http::Pages;
@@ -38,6 +41,16 @@ impl Signs {
     pub fn session_ended(&self, why: &str) {
         self.metrics.session_open.set(0);
         self.health.note_session(Some(why));
+    }
+
+    /// A check has found why a cause holds, or that it does not: shown, counted, and warned of seldom.
+    pub fn degraded(&self, cause: Cause, why: Option<&str>) {
+        self.metrics.degraded.with_label_values(&[cause.as_str()]).set(i64::from(why.is_some()));
+        match self.health.note_degraded(cause, why) {
+            Change::Warn => warn!(cause = cause.as_str(), why = why.unwrap_or_default(), "the worker is degraded"),
+            Change::Cleared => info!(cause = cause.as_str(), "the worker is no longer degraded by this cause"),
+            Change::Nothing => {}
+        }
     }
 
     /// `now` is the database's time.

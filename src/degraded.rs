@@ -1,0 +1,138 @@
+//! What is wrong while orders are still closed: one sentence for each cause, and when to warn of it.
+//!
+//! Remembers what the checks report; runs none of them, reads no clock and does no I/O. A cause is not an outage: the
+//! worker stays ready (`health.rs`).
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// How often, at most, a warning about the same cause is repeated while it lasts.
+pub const REPEAT_WARNING_EVERY: Duration = Duration::from_secs(300);
+
+macro_rules! causes {
+    ($($(#[$doc:meta])* $name:ident = $word:literal,)*) => {
+        /// Why a worker is degraded. The word is the metric's label, and stands in `/readyz` and in the log.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum Cause {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl Cause {
+            /// The words of all causes.
+            pub const WORDS: [&str; [$($word),*].len()] = [$($word),*];
+
+            #[must_use]
+            pub const fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$name => $word,)*
+                }
+            }
+        }
+    };
+}
+
+causes! {
+    /// Tables, columns, indexes or constraints that a promise rests on are missing.
+    Schema = "schema",
+    /// The worker's role lacks a right, or row security hides rows from it.
+    DatabaseRights = "database_rights",
+    /// The database accepts no writes.
+    ReadOnly = "read_only",
+    /// The query for overdue orders reads the whole table.
+    SlowOverdueQuery = "slow_overdue_query",
+    /// The close and the overdue statement contradict each other, or answer with what the contract does not know.
+    OrdersContract = "orders_contract",
+    /// A deadline in the message and one in the row differ by whole quarter hours.
+    TimeZone = "time_zone",
+    /// An outbox cannot be read or written.
+    OutboxUnreadable = "outbox_unreadable",
+    /// The broker confirms nothing of what stands in an outbox.
+    RelayStalled = "relay_stalled",
+    /// Exchanges, queues or bindings are missing or have other arguments.
+    Topology = "topology",
+    /// Alarms that were due did not arrive; the sweep closes their orders.
+    AlarmsNotArriving = "alarms_not_arriving",
+    /// Alarms come back from the broker more often than the wheel needs.
+    AlarmsCirculate = "alarms_circulate",
+    /// A policy of the broker's expires or drops alarms of the processing side.
+    BrokerPolicy = "broker_policy",
+    /// A message that the client library cannot read was found in a queue.
+    UnreadableMessage = "unreadable_message",
+    /// A queue bound to the events' exchange refuses events.
+    EventsRefused = "events_refused",
+    /// Workers on this database run with settings that contradict one another.
+    WorkersDisagree = "workers_disagree",
+}
+
+/// What a report changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    /// Warn: the cause is new, or was last warned of long enough ago.
+    Warn,
+    /// The cause is gone.
+    Cleared,
+    /// Nothing to say.
+    Nothing,
+}
+
+/// The causes that hold now.
+#[derive(Debug, Default)]
+pub struct Degraded {
+    causes: BTreeMap<Cause, Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    why: String,
+    warned: Instant,
+}
+
+impl Degraded {
+    /// Reports the result of a check: why the cause holds, or that it does not.
+    pub fn note(&mut self, cause: Cause, why: Option<&str>, now: Instant) -> Change {
+        let Some(why) = why else {
+            return if self.causes.remove(&cause).is_some() { Change::Cleared } else { Change::Nothing };
+        };
+        let entry = self.causes.entry(cause);
+        let is_new = matches!(entry, std::collections::btree_map::Entry::Vacant(_));
+        let entry = entry.or_insert_with(|| Entry { why: String::new(), warned: now });
+        if entry.why != why {
+            entry.why = why.to_owned();
+        }
+        let is_due = is_new || now.saturating_duration_since(entry.warned) >= REPEAT_WARNING_EVERY;
+        if is_due {
+            entry.warned = now;
+        }
+        if is_due { Change::Warn } else { Change::Nothing }
+    }
+
+    /// One line for each cause, as `/readyz` shows it.
+    #[must_use]
+    pub fn lines(&self) -> Vec<String> {
+        self.causes.iter().map(|(cause, entry)| format!("degraded: {}: {}", cause.as_str(), entry.why)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn warns_once_then_every_five_minutes() {
+        let (mut degraded, began) = (Degraded::default(), Instant::now());
+        assert_eq!(degraded.note(Cause::Schema, Some("no index"), began), Change::Warn);
+        assert_eq!(degraded.note(Cause::Schema, Some("no table"), began + Duration::from_secs(299)), Change::Nothing);
+        assert_eq!(degraded.lines(), ["degraded: schema: no table"]);
+        assert_eq!(degraded.note(Cause::Schema, Some("no table"), began + REPEAT_WARNING_EVERY), Change::Warn);
+    }
+
+    #[test]
+    fn a_cured_cause_clears_once() {
+        let (mut degraded, now) = (Degraded::default(), Instant::now());
+        assert_eq!(degraded.note(Cause::ReadOnly, None, now), Change::Nothing);
+        degraded.note(Cause::ReadOnly, Some("a standby"), now);
+        assert_eq!(degraded.note(Cause::ReadOnly, None, now), Change::Cleared);
+        assert!(degraded.lines().is_empty());
+        assert_eq!(degraded.note(Cause::ReadOnly, Some("a standby"), now), Change::Warn);
+    }
+}
