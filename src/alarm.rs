@@ -57,6 +57,16 @@ pub struct Alarm {
     pub born: Option<Moment>,
     /// W3C trace context of whoever scheduled it.
     pub traceparent: Option<String>,
+    pub returns: Returns,
+}
+
+/// When the broker is to return an alarm that a worker wrote, and how that went before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Returns {
+    /// When the slot lets go that the alarm was written into, by the database's clock; `None` if it was not to wait.
+    pub due_at: Option<Moment>,
+    /// How often in a row it came back well before that.
+    pub early: u32,
 }
 
 impl Alarm {
@@ -86,6 +96,43 @@ pub enum Wanted {
     BeforeDeadline,
     /// Not before this moment: a retry.
     NotBefore(Moment),
+    /// By way of the processing queue, whose window has room for those that are held back.
+    AtOnce,
+}
+
+/// Why the broker took a message out of a queue and handed it on, by what it says itself (`x-death`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Death {
+    pub reason: DeathReason,
+    /// The queue that it was taken out of.
+    pub queue: String,
+}
+
+/// RabbitMQ's words for that.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeathReason {
+    /// Its TTL was over.
+    Expired,
+    /// The queue was too long.
+    MaxLength,
+    /// A consumer rejected it.
+    Rejected,
+    /// It was returned to the queue too often.
+    DeliveryLimit,
+}
+
+impl DeathReason {
+    /// What the broker's word means, if it is one of those known.
+    #[must_use]
+    pub fn of_word(word: &[u8]) -> Option<Self> {
+        match word {
+            b"expired" => Some(Self::Expired),
+            b"maxlen" => Some(Self::MaxLength),
+            b"rejected" => Some(Self::Rejected),
+            b"delivery_limit" => Some(Self::DeliveryLimit),
+            _ => None,
+        }
+    }
 }
 
 /// Why an alarm is given up and kept for a person. The word is stored in `parked_alarms.reason`.
@@ -101,7 +148,7 @@ pub enum ParkReason {
     UnknownOrder,
     /// Closing this order failed again and again.
     CloseFailed,
-    /// The broker dead-lettered it, most likely after too many deliveries.
+    /// The broker dead-lettered it out of the inbox or the processing queue: returned too often, or rejected.
     BrokerGaveUp,
 }
 
@@ -171,4 +218,6 @@ pub struct Delivered {
     pub inlet: Inlet,
     /// The alarm, or the parcel that it must become.
     pub content: Result<Alarm, Parcel>,
+    /// Why the broker took it out of the queue it was in before, where it says so.
+    pub death: Option<Death>,
 }

@@ -16,19 +16,31 @@ use crate::topology::Names;
 
 const SQL: OutboxSql = outbox_sql!(
     "event_outbox",
+    // With each try every other queue that is bound for the event gets a copy: three within the first half minute, and
+    // then one in five minutes.
+    pauses_s: &[1.0, 30.0, 120.0, 300.0],
+    is_paced: true,
     // By bytes as well as by rows, or a batch of what a shop's own statement writes could be half a gigabyte. By bytes as
     // they are stored, for nothing is unpacked to know them: 256 KiB, a thousand of our own. What Postgres has compressed
     // comes to 255 times as much at most (LZ4's limit), 64 MiB. The first goes whatever its size.
-    unsent: "SELECT id, routing_key, type, payload::text AS payload, created_at, found
+    // statement_timestamp(): a volatile function could not bound an index scan.
+    unsent: "SELECT id, routing_key, type, payload::text AS payload, created_at, refusals, found
              FROM (
                  SELECT *, count(*) OVER () AS found,
-                        sum(pg_column_size(payload)) OVER (ORDER BY created_at, id) - pg_column_size(payload) AS ahead
+                        sum(pg_column_size(payload)) OVER (ORDER BY refusals = 0, created_at, id)
+                            - pg_column_size(payload) AS ahead
                  FROM (
-                     SELECT id, routing_key, type, payload, created_at FROM event_outbox
-                     WHERE sent_at IS NULL AND id <> ALL ($2::uuid[]) ORDER BY created_at, id LIMIT $1
+                     (SELECT id, routing_key, type, payload, created_at, refusals FROM event_outbox
+                      WHERE sent_at IS NULL AND next_attempt_at = '-infinity' AND id <> ALL ($2::uuid[])
+                      ORDER BY created_at, id LIMIT $1)
+                     UNION ALL
+                     (SELECT id, routing_key, type, payload, created_at, refusals FROM event_outbox
+                      WHERE sent_at IS NULL AND next_attempt_at > '-infinity' AND next_attempt_at <= statement_timestamp()
+                            AND id <> ALL ($2::uuid[])
+                      ORDER BY next_attempt_at, created_at, id LIMIT $3)
                  ) AS oldest
              ) AS weighed
-             WHERE ahead < 262144 ORDER BY created_at, id"
+             WHERE ahead < 262144 ORDER BY refusals = 0, created_at, id"
 );
 
 /// Sends what stands in `event_outbox`.
@@ -65,6 +77,20 @@ impl Announcer {
     /// sqlx's.
     pub async fn age(&self) -> Result<Duration, sqlx::Error> {
         self.outbox.age().await
+    }
+
+    /// How many events wait that the broker has refused.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn count_refused(&mut self) -> Result<u64, sqlx::Error> {
+        self.outbox.count_refused().await
+    }
+
+    /// The exchange that the events are published to.
+    #[must_use]
+    pub fn exchange(&self) -> &str {
+        &self.exchange
     }
 
     /// Deletes some of what was sent long enough ago; returns whether there is more.

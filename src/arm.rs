@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tracing::{debug, warn};
 
-use crate::alarm::{ArmJob, Receipt, Wanted};
+use crate::alarm::{ArmJob, Receipt, Returns, Wanted};
 use crate::clock::DatabaseClock;
 use crate::config::{Settings, Strategy};
 use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
@@ -91,9 +91,15 @@ impl Armer {
 
     fn message(&self, job: &ArmJob, now: Moment) -> Outgoing {
         let alarm = &job.alarm;
-        let stamp =
-            Stamp { attempt: alarm.attempt, born: alarm.born.unwrap_or(now), traceparent: alarm.traceparent.clone() };
-        envelope::address(&alarm.due, self.ways.entry(alarm.deadline(), job.wanted, now), stamp)
+        let entry = self.ways.entry(alarm.deadline(), job.wanted, now);
+        let due_at = match entry.wait {
+            Wait::None => None,
+            Wait::Ttl(wait) => Some(now + wait),
+            Wait::XDelayMs(wait_ms) => Some(now + Duration::from_millis(wait_ms)),
+        };
+        let returns = Returns { due_at, ..alarm.returns };
+        let (born, traceparent) = (alarm.born.unwrap_or(now), alarm.traceparent.clone());
+        envelope::address(&alarm.due, entry, Stamp { attempt: alarm.attempt, born, traceparent, returns })
     }
 }
 
@@ -113,11 +119,13 @@ impl Ways {
         let wanted = match wanted {
             Wanted::NotBefore(moment) => Wanted::NotBefore(moment.min(now + self.longest_retry)),
             Wanted::BeforeDeadline => wanted,
+            Wanted::AtOnce => return Entry::due(&self.names),
         };
         match &self.delays {
             Delays::Wheel(wheel) => self.slot(wheel, deadline, wanted, now),
             Delays::DelayedExchange => {
                 let wait = match wanted {
+                    Wanted::AtOnce => Duration::ZERO,
                     // What is early is held.
                     Wanted::BeforeDeadline => (deadline - self.lead).since(now),
                     // The header takes whole milliseconds, and what is more than those is cut off.
@@ -130,6 +138,7 @@ impl Ways {
 
     fn slot(&self, wheel: &Wheel, deadline: Deadline, wanted: Wanted, now: Moment) -> Entry {
         let place = match wanted {
+            Wanted::AtOnce => Place::Due,
             Wanted::BeforeDeadline => wheel.place(deadline, now),
             Wanted::NotBefore(moment) => wheel.place_retry(moment, now),
         };

@@ -37,6 +37,7 @@ pub struct Settings {
     pub retry: RetrySettings,
     pub sweep: SweepSettings,
     pub announce: AnnounceSettings,
+    pub parked: ParkedSettings,
     pub http: HttpSettings,
     pub orders: OrdersSettings,
     pub log: LogSettings,
@@ -264,6 +265,13 @@ pub struct AnnounceSettings {
     #[serde(deserialize_with = "duration::read")]
     pub poll: Duration,
     pub batch_size: usize,
+    #[serde(deserialize_with = "duration::read")]
+    pub keep: Duration,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParkedSettings {
     #[serde(deserialize_with = "duration::read")]
     pub keep: Duration,
 }

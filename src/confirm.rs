@@ -88,6 +88,12 @@ impl NotConfirmed {
     pub fn is_of_the_broker(&self) -> bool {
         matches!(self, Self::TimedOut(_) | Self::Blocked | Self::NotConnected(_) | Self::ShutDown)
     }
+
+    /// Whether the broker refused this message although others beside it may be taken, and heard of it at all.
+    #[must_use]
+    pub fn is_of_the_message(&self) -> bool {
+        matches!(self, Self::Nacked | Self::Unroutable(_) | Self::Unsendable { .. })
+    }
 }
 
 type Answer = Vec<Result<(), NotConfirmed>>;

@@ -7,8 +7,12 @@ use std::time::Duration;
 use lapin::types::AMQPValue;
 use uuid::Uuid;
 
+use crate::alarm::Returns;
 use crate::confirm::Outgoing;
-use crate::message::{CONTENT_TYPE, HEADER_ATTEMPT, HEADER_TRACEPARENT, TIMEOUT_DUE_TYPE, TimeoutDue};
+use crate::message::{
+    CONTENT_TYPE, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, TIMEOUT_DUE_TYPE,
+    TimeoutDue,
+};
 use crate::order::Moment;
 use crate::topology::{DUE_KEY, Names};
 
@@ -64,6 +68,7 @@ pub struct Stamp {
     /// When the alarm, not this message, was first published: decides how long a missing order is waited for.
     pub born: Moment,
     pub traceparent: Option<String>,
+    pub returns: Returns,
 }
 
 /// A fresh message: no `x-death`, no old `x-delay`, so that nothing can be mistaken for a routing cycle.
@@ -77,6 +82,13 @@ pub fn address(due: &TimeoutDue, entry: Entry, stamp: Stamp) -> Outgoing {
         Wait::XDelayMs(delay_ms) => {
             headers.push(("x-delay", AMQPValue::LongLongInt(i64::try_from(delay_ms).unwrap_or(i64::MAX))))
         }
+    }
+    if let Some(due_at) = stamp.returns.due_at {
+        headers.push((HEADER_RETURNS_AT, AMQPValue::LongLongInt(due_at.unix_micros() / 1_000)));
+    }
+    if stamp.returns.early > 0 {
+        let early = i32::try_from(stamp.returns.early).unwrap_or(i32::MAX);
+        headers.push((HEADER_EARLY_RETURNS, AMQPValue::LongInt(early)));
     }
     if let Some(traceparent) = stamp.traceparent {
         headers.push((HEADER_TRACEPARENT, AMQPValue::LongString(traceparent.into())));

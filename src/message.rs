@@ -26,6 +26,10 @@ pub const AMQP_MAX_SHORT_STRING_BYTES: usize = 255;
 
 /// Header: how often handling this alarm has failed so far. Re-arming does not count.
 pub const HEADER_ATTEMPT: &str = "attempt";
+/// Header: when the slot lets go that the worker wrote this alarm into, in milliseconds since the epoch.
+pub const HEADER_RETURNS_AT: &str = "returns-at";
+/// Header: how often in a row the broker returned this alarm well before that.
+pub const HEADER_EARLY_RETURNS: &str = "early-returns";
 /// Header: W3C trace context of whoever scheduled the alarm.
 pub const HEADER_TRACEPARENT: &str = "traceparent";
 /// The kind of deadline meant when a message does not say.

@@ -156,6 +156,10 @@ metrics! {
         "How long before its deadline an alarm came out of the processing queue; 0 if it came after it.";
     alarms_held: IntGauge = "order_timeout_alarms_held",
         "Alarms that wait in this worker for their deadline.";
+    early_returns: IntCounter = "order_timeout_alarms_returned_early_total",
+        "Alarms that the broker returned more than half a second before their time in a slot.";
+    alarms_held_back: IntGauge = "order_timeout_alarms_held_back",
+        "Alarms that wait in this worker because the broker returned them early more than once; a few are armed each second.";
     alarms_rearmed: IntCounter = "order_timeout_alarms_rearmed_total",
         "Alarms that the worker wrote into the wheel or back to the broker, confirmed.";
     alarms_parked: IntCounterVec = "order_timeout_alarms_parked_total" { "reason": ParkReason::WORDS },

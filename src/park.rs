@@ -3,8 +3,11 @@
 //! Writes, lists, retries and drops parked alarms. A row is deleted only after its new alarm is confirmed; a delivery
 //! is acknowledged only after its row is committed (see `worker/`).
 
+use std::time::Duration;
+
 use serde::Serialize;
 use sqlx::Row;
+use sqlx::postgres::PgRow;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
@@ -12,6 +15,9 @@ use crate::alarm::Parcel;
 use crate::database::{Database, Timestamptz, timestamp};
 use crate::message::{TimeoutDue, Unreadable, write_rfc3339};
 use crate::order::Moment;
+
+/// Rows deleted by one statement because they are old: each may hold 16 KiB.
+const FORGOTTEN_AT_ONCE: u64 = 1_000;
 
 /// A parked alarm as it is listed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -26,6 +32,12 @@ pub struct Parked {
     /// RFC 3339.
     pub parked_at: String,
     pub age_s: i64,
+    /// The message's body, where it is text.
+    #[serde(rename = "body", skip_serializing_if = "Option::is_none")]
+    pub body_text: Option<String>,
+    /// The message's body in hexadecimal digits, where it is no UTF-8.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub body_hex: Option<String>,
     #[serde(skip)]
     pub body: Vec<u8>,
     #[serde(skip)]
@@ -105,34 +117,92 @@ pub async fn park(database: &Database, parcels: &[&Parcel]) -> Result<(), sqlx::
 /// # Errors
 /// sqlx's.
 pub async fn list(database: &Database, selection: &Selection, limit: i64) -> Result<Vec<Parked>, sqlx::Error> {
+    list_after(database, selection, None, limit).await
+}
+
+/// Lists the oldest first of those behind the row `after`, where one is named.
+///
+/// # Errors
+/// sqlx's.
+pub async fn list_after(
+    database: &Database,
+    selection: &Selection,
+    after: Option<Place>,
+    limit: i64,
+) -> Result<Vec<Parked>, sqlx::Error> {
+    let (since, id) = after.map_or((None, None), |place| (timestamp(place.since), Some(place.id)));
     let select = sqlx::query(
         "SELECT id, reason, detail, order_id, deadline, attempts, parked_at, body,
                 extract(epoch FROM clock_timestamp() - parked_at)::bigint AS age_s
          FROM parked_alarms
          WHERE ($1::text IS NULL OR reason = $1) AND ($2::uuid[] IS NULL OR id = ANY ($2))
+               AND ($4::timestamptz IS NULL OR (parked_at, id) > ($4, $5::uuid))
          ORDER BY parked_at, id LIMIT $3",
     )
     .bind(selection.reason())
     .bind(selection.ids())
-    .bind(limit);
+    .bind(limit)
+    .bind(since)
+    .bind(id);
     let rows = database.run(async |connection| select.fetch_all(connection).await).await?;
-    rows.iter()
-        .map(|row| {
-            let written = |Timestamptz(moment)| write_rfc3339(moment);
-            Ok(Parked {
-                id: row.try_get("id")?,
-                reason: row.try_get("reason")?,
-                detail: row.try_get("detail")?,
-                order_id: row.try_get("order_id")?,
-                deadline: row.try_get::<Option<Timestamptz>, _>("deadline")?.map(written),
-                attempts: row.try_get("attempts")?,
-                parked_at: written(row.try_get("parked_at")?),
-                age_s: row.try_get("age_s")?,
-                body: row.try_get("body")?,
-                since: row.try_get::<Timestamptz, _>("parked_at")?.0,
-            })
-        })
-        .collect()
+    rows.iter().map(parked).collect()
+}
+
+fn parked(row: &PgRow) -> Result<Parked, sqlx::Error> {
+    let written = |Timestamptz(moment)| write_rfc3339(moment);
+    let body: Vec<u8> = row.try_get("body")?;
+    let text = std::str::from_utf8(&body).ok().map(str::to_owned);
+    Ok(Parked {
+        id: row.try_get("id")?,
+        reason: row.try_get("reason")?,
+        detail: row.try_get("detail")?,
+        order_id: row.try_get("order_id")?,
+        deadline: row.try_get::<Option<Timestamptz>, _>("deadline")?.map(written),
+        attempts: row.try_get("attempts")?,
+        parked_at: written(row.try_get("parked_at")?),
+        age_s: row.try_get("age_s")?,
+        body_hex: text.is_none().then(|| hex(&body)),
+        body_text: text,
+        body,
+        since: row.try_get::<Timestamptz, _>("parked_at")?.0,
+    })
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Where a row is in the order in which they are listed.
+#[derive(Debug, Clone, Copy)]
+pub struct Place {
+    since: Moment,
+    id: Uuid,
+}
+
+/// Where this row is, if it is there.
+///
+/// # Errors
+/// sqlx's.
+pub async fn place_of(database: &Database, id: Uuid) -> Result<Option<Place>, sqlx::Error> {
+    let select = sqlx::query_scalar("SELECT parked_at FROM parked_alarms WHERE id = $1").bind(id);
+    let since: Option<Timestamptz> =
+        database.run(async |connection| select.fetch_optional(connection).await).await?;
+    Ok(since.map(|Timestamptz(since)| Place { since, id }))
+}
+
+/// How many are meant.
+///
+/// # Errors
+/// sqlx's.
+pub async fn count(database: &Database, selection: &Selection) -> Result<u64, sqlx::Error> {
+    let select = sqlx::query_scalar(
+        "SELECT count(*) FROM parked_alarms
+         WHERE ($1::text IS NULL OR reason = $1) AND ($2::uuid[] IS NULL OR id = ANY ($2))",
+    )
+    .bind(selection.reason())
+    .bind(selection.ids());
+    let rows: i64 = database.run(async |connection| select.fetch_one(connection).await).await?;
+    Ok(u64::try_from(rows).unwrap_or(0))
 }
 
 /// The ids of all that are meant, oldest first.
@@ -170,6 +240,25 @@ pub async fn drop_retried(database: &Database, rows: &[(Uuid, Moment)]) -> Resul
     .bind(ids)
     .bind(since);
     database.run(async |connection| delete.execute(connection).await).await.map(drop)
+}
+
+/// Deletes some of what was parked longer ago than `keep`; returns how many, and whether there may be more.
+///
+/// # Errors
+/// sqlx's.
+pub async fn forget_old(database: &Database, keep: Duration) -> Result<(u64, bool), sqlx::Error> {
+    let delete = sqlx::query(
+        "WITH old AS MATERIALIZED (
+             SELECT id FROM parked_alarms
+             WHERE parked_at < statement_timestamp() - make_interval(secs => $1) ORDER BY parked_at LIMIT $2
+             -- What is just parked again, retried or dropped is left to that.
+             FOR UPDATE SKIP LOCKED)
+         DELETE FROM parked_alarms p USING old WHERE p.id = old.id",
+    )
+    .bind(keep.as_secs_f64())
+    .bind(i64::try_from(FORGOTTEN_AT_ONCE).unwrap_or(i64::MAX));
+    let deleted = database.run(async |connection| delete.execute(connection).await).await?.rows_affected();
+    Ok((deleted, deleted >= FORGOTTEN_AT_ONCE))
 }
 
 /// Deletes these rows; returns how many were there.

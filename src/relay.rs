@@ -2,6 +2,11 @@
 //!
 //! At least once: a crash between confirm and mark sends a message again. One relay at a time for each schema, by an
 //! advisory lock. No transaction is open while the broker is waited for. What a row means is its outbox's business.
+//!
+//! A message that the broker refuses for a reason of its own waits in its row, for a time that grows with each refusal;
+//! those behind it go on. `relay/pace.rs` says how many of them are tried again at a time.
+
+mod pace;
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -14,6 +19,7 @@ use uuid::Uuid;
 
 use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
 use crate::database::{Database, Trouble, trouble, why};
+use pace::Pace;
 
 /// The upper half of the number of the relay's advisory lock, "otim" as a number, so that a shop's own locks are not
 /// met. The lower half is the outbox table's, for several schemas of one database each need a relay.
@@ -33,9 +39,18 @@ const FORGOTTEN_AT_ONCE: u64 = 10_000;
 /// The statements of one outbox.
 #[derive(Debug, Clone, Copy)]
 pub struct OutboxSql {
-    /// `$1` limit, `$2` ids to leave out; returns `id uuid`, `found bigint` and whatever a message is made of, oldest first.
-    /// Of as many as were found within the limit it may leave out the last, where they are too large to go together.
+    /// `$1` limit of those that were never refused, `$2` ids to leave out, `$3` limit of refused ones whose pause is over;
+    /// returns `id uuid`, `refusals int`, `found bigint` and whatever a message is made of, refused ones first, then the
+    /// oldest. Of as many as were found it may leave out the last, where they are too large to go together.
     pub unsent: &'static str,
+    /// How long a message waits after its first refusal, its second, and so on, in seconds; the last holds from then on.
+    pub pauses_s: &'static [f64],
+    /// Whether refused messages are tried again a few at a time: where other queues get a copy with each try.
+    pub is_paced: bool,
+    /// `$1` ids, `$2` seconds until each is tried again.
+    pub mark_refused: &'static str,
+    /// Returns how many refused rows wait.
+    pub count_refused: &'static str,
     /// Returns how many seconds ago the oldest unsent row was written, as `float8`; null if there is none.
     pub age_s: &'static str,
     /// `$1` ids.
@@ -48,14 +63,28 @@ pub struct OutboxSql {
 
 /// The statements of the outbox in a table, which differ in what a message is made of alone.
 macro_rules! outbox_sql {
-    ($table:literal, unsent: $unsent:literal) => {
+    ($table:literal, pauses_s: $pauses_s:expr, is_paced: $is_paced:expr, unsent: $unsent:literal) => {
         $crate::relay::OutboxSql {
             unsent: $unsent,
-            // The first entry of the index of the unsent.
-            age_s: concat!(
-                "SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM ",
+            pauses_s: $pauses_s,
+            is_paced: $is_paced,
+            // By primary key, as below.
+            mark_refused: concat!(
+                "UPDATE ",
                 $table,
-                " WHERE sent_at IS NULL"
+                " SET refusals = refusals + 1, next_attempt_at = clock_timestamp() + make_interval(secs => pause_s)
+                 FROM unnest($1::uuid[], $2::float8[]) AS refused (refused_id, pause_s) WHERE id = refused_id"
+            ),
+            count_refused: concat!("SELECT count(*) FROM ", $table, " WHERE sent_at IS NULL AND refusals > 0"),
+            // The first entry of the index of the refused, and of those that never were in the other.
+            age_s: concat!(
+                "SELECT extract(epoch FROM clock_timestamp() - least(
+                     (SELECT created_at FROM ",
+                $table,
+                "     WHERE sent_at IS NULL AND next_attempt_at = '-infinity' ORDER BY created_at LIMIT 1),
+                     (SELECT min(created_at) FROM ",
+                $table,
+                "     WHERE sent_at IS NULL AND refusals > 0)))::float8"
             ),
             // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
             mark_sent: concat!("UPDATE ", $table, " SET sent_at = clock_timestamp() WHERE id = ANY ($1)"),
@@ -103,9 +132,10 @@ pub struct Relayed {
     pub sent: usize,
     /// Marked without being sent.
     pub dropped: usize,
-    /// Not confirmed: they stay for the next round.
+    /// Not confirmed: they stay, those that were refused for a reason of their own until their pause is over.
     pub refused: usize,
-    /// Why the first of those was not.
+    /// Why the first of those was not; where the broker took none of them whatever they were, that. In a round that finds
+    /// nothing to send while some wait for their pause, why those were refused.
     pub fault: Option<NotConfirmed>,
     /// The batch was full: there is more, or may be.
     pub more: bool,
@@ -138,8 +168,18 @@ pub struct Outbox {
     sql: OutboxSql,
     batch_size: usize,
     keep: Duration,
-    /// Rows that were sent and could not be marked, until when they are left out.
+    /// Rows that were sent or refused and could not be marked, until when they are left out.
     set_aside: Vec<(Uuid, Instant)>,
+    pace: Pace,
+    /// Why messages were refused, until the last of them may be tried again.
+    backing_off: Option<(NotConfirmed, Instant)>,
+}
+
+/// A message of one round.
+struct Sending {
+    id: Uuid,
+    /// How often it was refused before.
+    refusals: usize,
 }
 
 impl Outbox {
@@ -152,11 +192,12 @@ impl Outbox {
         batch_size: usize,
         keep: Duration,
     ) -> Self {
-        Self { database, confirmed, sql, batch_size, keep, set_aside: Vec::new() }
+        let pace = Pace::new(Instant::now());
+        Self { database, confirmed, sql, batch_size, keep, set_aside: Vec::new(), pace, backing_off: None }
     }
 
     /// Sends one batch. A row for which `message` says `None` is marked without being sent. One that
-    /// the broker refuses stays for the next round; the others are marked.
+    /// the broker refuses stays until its pause is over; the others are marked.
     ///
     /// # Errors
     /// [`NotRelayed::Database`]; what was confirmed may then be sent again.
@@ -164,17 +205,22 @@ impl Outbox {
         &mut self,
         message: impl Fn(&PgRow) -> Result<Option<Outgoing>, sqlx::Error>,
     ) -> Result<Relayed, NotRelayed> {
-        self.set_aside.retain(|(_, until)| *until > Instant::now());
+        let now = Instant::now();
+        self.set_aside.retain(|(_, until)| *until > now);
         let left_out: Vec<Uuid> = self.set_aside.iter().map(|(id, _)| *id).collect();
         let limit = i64::try_from(self.batch_size).unwrap_or(i64::MAX);
-        let select = sqlx::query(self.sql.unsent).bind(limit).bind(left_out);
+        let retries = if self.sql.is_paced { self.pace.allowance(self.batch_size, now) } else { self.batch_size };
+        let retries = i64::try_from(retries).unwrap_or(i64::MAX);
+        let select = sqlx::query(self.sql.unsent).bind(limit).bind(left_out).bind(retries);
         let unsent = self.database.run(async |connection| select.fetch_all(connection).await).await?;
-        let (mut settled, mut ids, mut messages) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut settled, mut sending, mut messages) = (Vec::new(), Vec::new(), Vec::new());
+        let mut never_refused = 0;
         for row in &unsent {
-            let id: Uuid = row.try_get("id")?;
+            let (id, refusals): (Uuid, i32) = (row.try_get("id")?, row.try_get("refusals")?);
+            never_refused += i64::from(refusals == 0);
             match message(row)? {
                 Some(message) => {
-                    ids.push(id);
+                    sending.push(Sending { id, refusals: usize::try_from(refusals).unwrap_or(0) });
                     messages.push(message);
                 }
                 None => settled.push(id),
@@ -182,12 +228,76 @@ impl Outbox {
         }
         let answers = self.confirmed.publish_all(messages).await;
         let dropped = settled.len();
-        settled.extend(ids.iter().zip(&answers).filter(|(_, answer)| answer.is_ok()).map(|(id, _)| *id));
+        settled.extend(sending.iter().zip(&answers).filter(|(_, answer)| answer.is_ok()).map(|(one, _)| one.id));
         let refused = answers.iter().filter(|answer| answer.is_err()).count();
+        // Whatever becomes of the one, the other is to be done: either would be sent again.
+        let backed_off = self.mark_refused(&sending, &answers).await;
         let sent = self.mark_sent(&settled).await?.saturating_sub(dropped);
+        backed_off?;
         let found: i64 = unsent.first().map_or(Ok(0), |row| row.try_get("found"))?;
-        let more = found >= limit || usize::try_from(found).is_ok_and(|found| found > unsent.len());
-        Ok(Relayed { sent, dropped, refused, fault: answers.into_iter().find_map(Result::err), more })
+        let more = never_refused >= limit || usize::try_from(found).is_ok_and(|found| found > unsent.len());
+        let is_idle = answers.is_empty() && dropped == 0;
+        let fault = worst(answers).or_else(|| self.backing_off.clone().filter(|_| is_idle).map(|(fault, _)| fault));
+        Ok(Relayed { sent, dropped, refused, fault, more })
+    }
+
+    /// Gives each message that was refused for a reason of its own the pause after which it is tried again.
+    async fn mark_refused(
+        &mut self,
+        sending: &[Sending],
+        answers: &[Result<(), NotConfirmed>],
+    ) -> Result<(), sqlx::Error> {
+        let now = Instant::now();
+        self.backing_off.take_if(|(_, until)| *until <= now);
+        let (mut ids, mut pauses_s, mut refused_again) = (Vec::new(), Vec::new(), 0);
+        for (one, answer) in sending.iter().zip(answers) {
+            let Err(fault) = answer else { continue };
+            if !fault.is_of_the_message() {
+                continue;
+            }
+            // Up to a quarter more, so that those that were refused together do not stay together.
+            let pause_s = self.pause_s(one.refusals) * (1.0 + fastrand::f64() / 4.0);
+            let until = now + Duration::from_secs_f64(pause_s);
+            if self.backing_off.as_ref().is_none_or(|(_, latest)| *latest < until) {
+                self.backing_off = Some((fault.clone(), until));
+            }
+            refused_again += usize::from(one.refusals > 0);
+            ids.push(one.id);
+            pauses_s.push(pause_s);
+        }
+        let taken_again = sending.iter().zip(answers).filter(|(one, answer)| one.refusals > 0 && answer.is_ok());
+        self.pace.note(taken_again.count(), refused_again);
+        if ids.is_empty() {
+            return Ok(());
+        }
+        let update = sqlx::query(self.sql.mark_refused).bind(&ids).bind(&pauses_s);
+        let marked = self.database.run(async |connection| update.execute(connection).await).await;
+        if marked.is_err() {
+            // Their rows do not say so, and a broker that has just refused them is not asked ten times a second.
+            let until = now + LEAVES_LOCKED_ROWS_FOR;
+            self.set_aside.extend(ids.into_iter().map(|id| (id, until)));
+        }
+        match marked {
+            Err(error) if trouble(&error) == Trouble::Locked => Ok(()),
+            marked => marked.map(drop),
+        }
+    }
+
+    fn pause_s(&self, refusals: usize) -> f64 {
+        let pauses_s = self.sql.pauses_s;
+        pauses_s.get(refusals).or(pauses_s.last()).copied().unwrap_or(1.0)
+    }
+
+    /// How many refused rows wait. Tells the pace as well, for a relay that has just begun knows of none.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn count_refused(&mut self) -> Result<u64, sqlx::Error> {
+        let select = sqlx::query_scalar(self.sql.count_refused);
+        let rows: i64 = self.database.run(async |connection| select.fetch_one(connection).await).await?;
+        let rows = u64::try_from(rows).unwrap_or(0);
+        self.pace.note_waiting(rows);
+        Ok(rows)
     }
 
     /// How long the oldest unsent row has been waiting; nothing if none is.
@@ -244,6 +354,16 @@ impl Outbox {
         let deleted = self.database.run(async |connection| delete.execute(connection).await).await?;
         Ok(deleted.rows_affected() >= FORGOTTEN_AT_ONCE)
     }
+}
+
+/// The first fault that is not of its message alone, or else the first.
+fn worst(answers: Vec<Result<(), NotConfirmed>>) -> Option<NotConfirmed> {
+    let mut faults = answers.into_iter().filter_map(Result::err);
+    let first = faults.next()?;
+    if !first.is_of_the_message() {
+        return Some(first);
+    }
+    Some(faults.find(|fault| !fault.is_of_the_message()).unwrap_or(first))
 }
 
 /// The right to relay: one worker has it at a time.

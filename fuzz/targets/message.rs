@@ -43,7 +43,7 @@ fn is_the_same_when_sent_again(alarm: Alarm) {
     // As the armer sends it: what it counts fits into an AMQP integer, and times before 1970 have no timestamp.
     let attempt = alarm.attempt.min(i32::MAX.unsigned_abs());
     let born = alarm.born.unwrap_or(Moment::from_unix_micros(0));
-    let stamp = Stamp { attempt, born, traceparent: alarm.traceparent.clone() };
+    let stamp = Stamp { attempt, born, traceparent: alarm.traceparent.clone(), returns: alarm.returns };
     let message = address(&alarm.due, Entry::arm(&Names::new("order")), stamp);
     assert!(message.body.len() <= MAX_BODY_BYTES);
     let properties = properties(&message).expect("an alarm that could be read can be sent");

@@ -5,7 +5,7 @@ use clap::{Args, Subcommand};
 use serde_json::json;
 use uuid::Uuid;
 
-use crate::alarm::ParkReason;
+use crate::alarm::{ParkReason, Returns};
 use crate::cli::Answer;
 use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
@@ -20,6 +20,8 @@ use crate::topology::Names;
 const AT_ONCE: usize = 1_000;
 /// Rows shown of a selection that may be large.
 const PREVIEWED: i64 = 100;
+/// How much of a body the table shows, in characters.
+const BODY_WIDTH: usize = 48;
 
 /// What to do with parked alarms.
 #[derive(Debug, Subcommand)]
@@ -41,7 +43,10 @@ pub struct ListArgs {
     /// At most this many
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(i64).range(1..=100_000))]
     limit: i64,
-    /// Print one JSON object per line
+    /// Only those behind this one: the last id of the page before
+    #[arg(long, value_name = "ID", value_parser = parse_id)]
+    after: Option<Uuid>,
+    /// Print one JSON object per line, with the whole body: `body`, or `body_hex` where it is no UTF-8
     #[arg(long)]
     json: bool,
 }
@@ -116,14 +121,30 @@ fn refused(error: sqlx::Error) -> DatabaseFault {
 
 async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<Answer> {
     let selection = args.reason.clone().map_or(Selection::All, Selection::Reason);
-    let rows = park::list(database, &selection, args.limit).await.map_err(refused)?;
+    let after = match args.after {
+        None => None,
+        Some(id) => Some(park::place_of(database, id).await.map_err(refused)?.ok_or_else(|| {
+            anyhow::anyhow!("no alarm {id} is parked any more, so nothing can be listed after it; list from the beginning")
+        })?),
+    };
+    let rows = park::list_after(database, &selection, after, args.limit).await.map_err(refused)?;
     let mut answer = Answer::default();
     if args.json {
         for row in &rows {
-            answer.line(serde_json::to_string(row)?);
+            answer.line(printable_json(&serde_json::to_string(row)?));
         }
-    } else {
-        write_table(&rows, &mut answer);
+        return Ok(answer);
+    }
+    if rows.is_empty() && args.after.is_some() {
+        answer.line("nothing more is parked");
+        return Ok(answer);
+    }
+    write_table(&rows, &mut answer);
+    if let Some(last) = rows.last().filter(|_| i64::try_from(rows.len()).is_ok_and(|shown| shown >= args.limit)) {
+        let (all, shown) = (park::count(database, &selection).await.map_err(refused)?, rows.len());
+        if args.after.is_some() || all > shown as u64 {
+            answer.line(format!("{shown} of {all} shown; the next: add --after {}", last.id));
+        }
     }
     Ok(answer)
 }
@@ -132,20 +153,62 @@ fn write_table(rows: &[Parked], answer: &mut Answer) {
     if rows.is_empty() {
         return answer.line("nothing is parked");
     }
-    answer.line(format!("{:<36}  {:<14}  {:>8}  {:>8}  {:<36}  DETAIL", "ID", "REASON", "AGE", "ATTEMPTS", "ORDER"));
+    answer.line(format!(
+        "{:<36}  {:<14}  {:>8}  {:>8}  {:<36}  {:<BODY_WIDTH$}  DETAIL",
+        "ID", "REASON", "AGE", "ATTEMPTS", "ORDER", "BODY"
+    ));
     for row in rows {
         let age = humantime::format_duration(std::time::Duration::from_secs(row.age_s.unsigned_abs())).to_string();
         let age = age.split(' ').take(2).collect::<String>();
         let order = printable(row.order_id.as_deref().unwrap_or("-"));
-        let detail = printable(&row.detail);
+        let (body, detail) = (start_of(&row.body), printable(&row.detail));
         let (id, reason, attempts) = (row.id, &row.reason, row.attempts);
-        answer.line(format!("{id}  {reason:<14}  {age:>8}  {attempts:>8}  {order:<36}  {detail}"));
+        answer.line(format!(
+            "{id}  {reason:<14}  {age:>8}  {attempts:>8}  {order:<36}  {body:<BODY_WIDTH$}  {detail}"
+        ));
     }
 }
 
 /// What came from a message must not steer the terminal.
 fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+    text.chars().map(|c| if is_printable(c) { c } else { '\u{fffd}' }).collect()
+}
+
+/// Neither a control character nor one of those that only change how others are shown.
+fn is_printable(c: char) -> bool {
+    c == '"' || c == '\'' || c == '\\' || c.escape_debug().count() == 1
+}
+
+/// The beginning of a body, with every byte that is not printable text as an escape.
+fn start_of(body: &[u8]) -> String {
+    let mut shown = String::new();
+    for chunk in body.utf8_chunks() {
+        let text = chunk.valid().chars().map(|c| {
+            if is_printable(c) { c.to_string() } else { c.escape_debug().to_string() }
+        });
+        let bytes = chunk.invalid().iter().map(|byte| format!("\\x{byte:02x}"));
+        for next in text.chain(bytes) {
+            if shown.chars().count() + next.chars().count() >= BODY_WIDTH {
+                return shown + "…";
+            }
+            shown += &next;
+        }
+    }
+    shown
+}
+
+/// The same JSON: what is not printable can stand in strings alone, and there an escape means the same.
+fn printable_json(json: &str) -> String {
+    let mut units = [0; 2];
+    let mut escaped = String::with_capacity(json.len());
+    for c in json.chars() {
+        if is_printable(c) {
+            escaped.push(c);
+        } else {
+            c.encode_utf16(&mut units).iter().for_each(|unit| escaped += &format!("\\u{unit:04x}"));
+        }
+    }
+    escaped
 }
 
 async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> {
@@ -177,7 +240,7 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
                 Err(fault) => kept.push((row.id, fault.to_string())),
             }
         }
-        let stamp = || Stamp { attempt: 0, born: Moment::now_by_local_clock(), traceparent: None };
+        let stamp = || Stamp { attempt: 0, born: Moment::now_by_local_clock(), traceparent: None, returns: Returns::default() };
         let messages = readable.iter().map(|(.., due)| envelope::address(due, Entry::arm(&names), stamp()));
         let answers = confirmed.publish_all(messages).await;
         let mut safe = Vec::new();
@@ -214,4 +277,26 @@ async fn drop_parked(database: &Database, args: &ActArgs) -> anyhow::Result<Answ
         answer.line(format!("{dropped} alarm(s) dropped"));
     }
     Ok(answer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bodies_are_shown_escaped_and_cut() {
+        assert_eq!(start_of(br#"{"order_id": "1"}"#), r#"{"order_id": "1"}"#);
+        assert_eq!(start_of(b"\x1b[2J\xff\xfe\n"), r"\u{1b}[2J\xff\xfe\n");
+        assert_eq!(start_of("a\u{202e}b".as_bytes()), r"a\u{202e}b");
+        let long = start_of(&[b'x'; 16_384]);
+        assert_eq!((long.chars().count(), long.chars().last()), (BODY_WIDTH, Some('…')));
+    }
+
+    #[test]
+    fn json_keeps_its_meaning_without_control_characters() {
+        let text = "a\u{9b}b\u{202e}c\u{7f}\u{e0001}\n\"ü";
+        let json = printable_json(&serde_json::to_string(text).unwrap());
+        assert!(json.chars().all(is_printable), "{json}");
+        assert_eq!(serde_json::from_str::<String>(&json).unwrap(), text);
+    }
 }

@@ -212,6 +212,7 @@ impl Settings {
             ("sweep.grace", self.sweep.grace, Duration::ZERO, Duration::from_secs(3_600)),
             ("announce.poll", self.announce.poll, Duration::from_millis(1), Duration::from_secs(60)),
             ("announce.keep", self.announce.keep, Duration::ZERO, 3_650 * DAY),
+            ("parked.keep", self.parked.keep, Duration::ZERO, 3_650 * DAY),
         ] {
             within(key, value, least, most)?;
         }

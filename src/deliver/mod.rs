@@ -18,16 +18,22 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use crate::alarm::{Alarm, Delivered, Inlet, Parcel, ParkReason, Receipt, Settlement};
+use crate::alarm::{Alarm, Death, DeathReason, Delivered, Inlet, Parcel, ParkReason, Receipt, Returns, Settlement};
 use crate::broker::{self, BrokerFault};
 use crate::config::Settings;
-use crate::message::{HEADER_ATTEMPT, HEADER_TRACEPARENT, TimeoutDue};
+use crate::message::{
+    HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, TimeoutDue,
+};
 use crate::order::Moment;
 use crate::topology::{Names, Topology, TopologyFault};
 use ledger::{Frames, Ledger};
 
 /// What the broker gave up on comes rarely; a few at a time will do.
 const PARKED_PREFETCH: u16 = 100;
+/// As many early returns as are told apart.
+const MOST_EARLY_RETURNS: u32 = 1_000;
+/// The last of the year 9999.
+const LAST_MILLISECOND: i64 = 253_402_300_799_999;
 /// How long the broker may take to answer a goodbye.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 /// How long a session's end may take: first the channels' goodbye, then the connection's.
@@ -240,8 +246,9 @@ impl Reader {
             };
             let receipt = Receipt { session: self.session, channel: self.channel, tag: delivery.delivery_tag };
             self.ledger.lock().expect("nobody panics holding it").open(receipt.tag);
-            let delivered =
-                Delivered { receipt, inlet: self.inlet, content: read(&delivery.data, &delivery.properties) };
+            let properties = &delivery.properties;
+            let (content, death) = (read(&delivery.data, properties), last_death(properties));
+            let delivered = Delivered { receipt, inlet: self.inlet, content, death };
             if self.inbox.send(delivered).is_err() {
                 return "the worker has stopped".into();
             }
@@ -265,7 +272,38 @@ pub fn read(body: &[u8], properties: &BasicProperties) -> Result<Alarm, Parcel> 
         attempt: header(HEADER_ATTEMPT).and_then(whole_number).unwrap_or(0),
         born: properties.timestamp().map(moment_of_timestamp),
         traceparent: header(HEADER_TRACEPARENT).and_then(short_text),
+        returns: Returns {
+            due_at: header(HEADER_RETURNS_AT).and_then(moment_of_millis),
+            early: header(HEADER_EARLY_RETURNS).and_then(whole_number).unwrap_or(0).min(MOST_EARLY_RETURNS),
+        },
     })
+}
+
+/// Why the broker took a message out of the queue that it was in last. RabbitMQ puts the last death first; from 4.0 it
+/// says so in headers of its own as well.
+fn last_death(properties: &BasicProperties) -> Option<Death> {
+    let headers = properties.headers().as_ref()?.inner();
+    let text = |value: Option<&AMQPValue>| match value {
+        Some(AMQPValue::LongString(text)) => Some(text.as_bytes().to_vec()),
+        Some(AMQPValue::ShortString(text)) => Some(text.as_str().as_bytes().to_vec()),
+        _ => None,
+    };
+    let (reason, queue) = match headers.get("x-last-death-reason") {
+        Some(reason) => (text(Some(reason)), text(headers.get("x-last-death-queue"))),
+        None => {
+            let AMQPValue::FieldArray(deaths) = headers.get("x-death")? else { return None };
+            let AMQPValue::FieldTable(death) = deaths.as_slice().first()? else { return None };
+            (text(death.inner().get("reason")), text(death.inner().get("queue")))
+        }
+    };
+    let reason = DeathReason::of_word(&reason?)?;
+    Some(Death { reason, queue: String::from_utf8_lossy(&queue.unwrap_or_default()).into_owned() })
+}
+
+/// A time as the armer writes it. One before 1970 or after the year 9999 is nonsense.
+fn moment_of_millis(value: &AMQPValue) -> Option<Moment> {
+    let AMQPValue::LongLongInt(millis) = value else { return None };
+    (0..=LAST_MILLISECOND).contains(millis).then(|| Moment::from_unix_micros(millis * 1_000))
 }
 
 /// AMQP timestamps are seconds; one beyond what a moment holds is as good as the end of time.

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use super::circulation::circulates;
 use super::sweep::{LONGEST_BLAMELESS_REST, LONGEST_REST, LastTry};
 use super::verdict::{AfterSweep, Next, after_close, after_sweep};
 use super::{Answer, Batch, Case, Desk, Origin, Wait};
@@ -145,6 +146,10 @@ impl Desk {
         let wait = self.policy.retry_longest * 2_u32.saturating_pow(case.alarm.attempt.min(5));
         // Saturating: the first attempt's number came with the message.
         case.alarm.attempt = case.alarm.attempt.saturating_add(1);
+        if circulates(&case.alarm) {
+            // The broker would return it before its time.
+            return self.wait_until(now + wait, case);
+        }
         self.arm(case, Wanted::NotBefore(now + wait));
     }
 }

@@ -1,12 +1,13 @@
 //! The worker's desk: what is done next with each alarm and each overdue order. Every decision stands here and in the
 //! files below: `news.rs` holds the words that go in and out, `verdict.rs` the outcome table, `conclude.rs` what it means
 //! for a case, `queue.rs` who waits, `batches.rs` who goes next, `locks.rs` who waits for a lock, `outage.rs` whether
-//! anything is closed at all, `sweep.rs` the safety net.
+//! anything is closed at all, `sweep.rs` the safety net, `circulation.rs` what the broker returns before its time.
 //!
 //! Pure: news comes in with the database's time, errands go out. No I/O, no clock, no task. `worker/` runs the errands
 //! for real; the same desk can be driven through any interleaving in a test.
 
 mod batches;
+mod circulation;
 mod conclude;
 mod locks;
 mod news;
@@ -19,10 +20,13 @@ mod verdict;
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
-use crate::alarm::{Alarm, ArmJob, Delivered, Inlet, Parcel, ParkReason, Receipt, Settlement, Wanted};
+use crate::alarm::{
+    Alarm, ArmJob, Death, DeathReason, Delivered, Inlet, Parcel, ParkReason, Receipt, Returns, Settlement, Wanted,
+};
 use crate::hold::Hold;
 use crate::message::TimeoutDue;
 use crate::order::{Deadline, Moment, OrderId, Overdue, SweptPage};
+use circulation::{Circulation, circulates, given_up};
 use locks::Patience;
 pub use news::{Answer, Batch, Case, Errand, News, Origin, Wait};
 use outage::Outage;
@@ -74,6 +78,7 @@ pub struct Desk {
     draining: bool,
     arm: Vec<ArmJob>,
     arm_later: Later<ArmJob>,
+    circulation: Circulation,
     park: VecDeque<(Parcel, Receipt)>,
     park_later: Later<(Parcel, Receipt)>,
     /// How many are being parked.
@@ -109,6 +114,7 @@ impl Desk {
             draining: false,
             arm: Vec::new(),
             arm_later: Later::default(),
+            circulation: Circulation::default(),
             park: VecDeque::new(),
             park_later: Later::default(),
             parking: 0,
@@ -144,12 +150,14 @@ impl Desk {
                 self.broker_is_here = true;
                 // What came in a session that has ended is delivered again; done here as well it would be done twice.
                 self.arm_later.keep_from(number);
+                self.circulation.keep_from(number);
                 self.park_later.keep_from(number);
             }
             News::SessionEnded => {
                 self.broker_is_here = false;
                 // Their receipts are void and they are delivered again. One is kept, to find out when arming works.
                 self.arm_later.keep_one();
+                self.circulation.keep_from(self.session + 1);
             }
         }
     }
@@ -163,6 +171,7 @@ impl Desk {
                 self.place(case, now, lingered_since);
             }
         }
+        self.release_held_back(now);
         let mut errands = Vec::new();
         while let Some(batch) = self.next_batch(now) {
             errands.push(Errand::Close(batch));
@@ -191,7 +200,8 @@ impl Desk {
     #[must_use]
     pub fn wake_at(&self) -> Option<Moment> {
         let sweep_at = self.sweep.ready_at().filter(|_| self.wants_overdue());
-        [self.held_ready_at(), self.batch_ready_at(), sweep_at, self.arm_later.ready_at(), self.park_later.ready_at()]
+        let (arm_at, park_at) = (self.arm_later.ready_at(), self.park_later.ready_at());
+        [self.held_ready_at(), self.batch_ready_at(), sweep_at, arm_at, self.circulation.ready_at(), park_at]
             .into_iter()
             .flatten()
             .min()
@@ -232,6 +242,8 @@ impl Desk {
         let unparked = self.park.drain(..).map(|(_, receipt)| receipt);
         let receipts: Vec<Receipt> =
             waiting.iter().filter_map(receipt_of).chain(jobs).chain(parcels).chain(unparked).collect();
+        let held_back = self.circulation.drain();
+        self.give_back(held_back);
         self.give_back(receipts);
     }
 
@@ -245,6 +257,30 @@ impl Desk {
     #[must_use]
     pub fn held(&self) -> usize {
         self.hold.len()
+    }
+
+    /// How many alarms are held back because the broker returns them before their time.
+    #[must_use]
+    pub fn held_back(&self) -> usize {
+        self.circulation.len()
+    }
+
+    /// How often the broker has returned an alarm before its time so far.
+    #[must_use]
+    pub fn early_returns(&self) -> u64 {
+        self.circulation.counted()
+    }
+
+    /// Why alarms come back from the broker again and again, if they do.
+    #[must_use]
+    pub fn why_alarms_circulate(&self, now: Moment) -> Option<String> {
+        self.circulation.why_alarms_circulate(now)
+    }
+
+    /// What the broker does with messages of the inbox and the processing queue that it should not, if it does.
+    #[must_use]
+    pub fn why_broker_policy(&self, now: Moment) -> Option<&str> {
+        self.circulation.why_broker_policy(now)
     }
 
     /// Whether a consumer session is open, so that alarms can come.
@@ -300,6 +336,7 @@ impl Desk {
         self.patience.clock_was_set_back();
         self.outage.clock_was_set_back(now);
         self.arm_later.clock_was_set_back(now);
+        self.circulation.clock_was_set_back(now);
         self.park_later.clock_was_set_back(now);
         self.sweep.clock_was_set_back(now);
     }
@@ -313,7 +350,7 @@ impl Desk {
     }
 
     fn receive(&mut self, delivered: Delivered, now: Moment) {
-        let Delivered { receipt, inlet, content } = delivered;
+        let Delivered { receipt, inlet, content, death } = delivered;
         if self.draining {
             return self.give_back([receipt]);
         }
@@ -323,11 +360,10 @@ impl Desk {
                 let is_too_far = alarm.deadline() > now + self.policy.max_delay;
                 // A publisher whose clock runs ahead must not make its message younger than it is.
                 alarm.born = Some(alarm.born.map_or(now, |born| born.min(now)));
+                let early_before = alarm.returns.early;
+                self.circulation.note_return(&mut alarm, death.as_ref(), now);
                 match inlet {
-                    Inlet::Parked => {
-                        let detail = "the broker dead-lettered it; look at the worker's log around its deliveries";
-                        self.park.push_back((Parcel::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
-                    }
+                    Inlet::Parked => self.receive_given_up(alarm, early_before, receipt, death, now),
                     Inlet::Arm | Inlet::Timeout if is_too_far => {
                         let detail =
                             "the deadline lies further ahead than delay.max_delay allows; correct it at the publisher";
@@ -337,11 +373,59 @@ impl Desk {
                     // fill the inbox's prefetch window and everything behind it would wait. What came in a session that
                     // has ended is delivered again.
                     Inlet::Arm if self.has_ended(receipt.session) => {}
+                    // Held back it would fill that window as well. That of the processing queue has room.
+                    Inlet::Arm if circulates(&alarm) => {
+                        self.arm.push(ArmJob { alarm, receipt, wanted: Wanted::AtOnce });
+                    }
                     Inlet::Arm => self.arm.push(ArmJob { alarm, receipt, wanted: Wanted::BeforeDeadline }),
                     Inlet::Timeout => self.take_in(Case::new(alarm, Origin::Delivered(receipt)), now),
                 }
             }
         }
+    }
+
+    /// What the broker itself took out of the inbox or the processing queue. What a policy has done is not the alarm's
+    /// fault, and it goes on; what was returned or rejected is for a person.
+    fn receive_given_up(
+        &mut self,
+        mut alarm: Alarm,
+        early_before: u32,
+        receipt: Receipt,
+        death: Option<Death>,
+        now: Moment,
+    ) {
+        let is_too_far = alarm.deadline() > now + self.policy.max_delay;
+        let detail = match death {
+            Some(death) if matches!(death.reason, DeathReason::Expired | DeathReason::MaxLength) && !is_too_far => {
+                self.circulation.note_rescued(&mut alarm, early_before, &death, now);
+                if alarm.deadline() <= now || circulates(&alarm) {
+                    self.take_in(Case::new(alarm, Origin::Delivered(receipt)), now);
+                } else if !self.has_ended(receipt.session) {
+                    // Not held, for the same reason as in the inbox.
+                    self.arm.push(ArmJob { alarm, receipt, wanted: Wanted::BeforeDeadline });
+                }
+                return;
+            }
+            Some(death) => {
+                self.circulation.note_policy(&death, now);
+                given_up(&death)
+            }
+            None => "the broker dead-lettered it; look at the worker's log around its deliveries".to_owned(),
+        };
+        self.park.push_back((Parcel::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
+    }
+
+    /// Arms those whose turn it is, and takes in those whose deadline is near.
+    fn release_held_back(&mut self, now: Moment) {
+        for (alarm, receipt) in self.circulation.take_leaving(now) {
+            if alarm.deadline() <= now + self.policy.hold_max {
+                self.place(Case::new(alarm, Origin::Delivered(receipt)), now, now);
+            } else {
+                self.arm.push(ArmJob { alarm, receipt, wanted: Wanted::BeforeDeadline });
+            }
+        }
+        let ready = self.circulation.take_ready(now).into_iter();
+        self.arm.extend(ready.map(|(alarm, receipt)| ArmJob { alarm, receipt, wanted: Wanted::BeforeDeadline }));
     }
 
     /// Those of a session that has ended are delivered again.
@@ -405,7 +489,12 @@ impl Desk {
         if let Origin::Delivered(receipt) = case.origin
             && !self.has_ended(receipt.session)
         {
-            self.arm.push(ArmJob { alarm: case.alarm, receipt, wanted });
+            let held_back = if wanted == Wanted::BeforeDeadline && circulates(&case.alarm) {
+                self.circulation.hold_back(case.alarm, receipt, &self.policy, self.latest)
+            } else {
+                Some((case.alarm, receipt))
+            };
+            self.arm.extend(held_back.map(|(alarm, receipt)| ArmJob { alarm, receipt, wanted }));
         }
     }
 
@@ -457,7 +546,7 @@ impl Desk {
             let last_try = self.sweep.last_try(&key.0);
             self.swept += 1;
             let due = TimeoutDue { order_id: key.0, deadline: key.1 };
-            let alarm = Alarm { due, attempt: 0, born: None, traceparent: None };
+            let alarm = Alarm { due, attempt: 0, born: None, traceparent: None, returns: Returns::default() };
             let case = Case::new(alarm, Origin::Swept);
             match last_try {
                 LastTry::None => self.overdue.push(case, now),

@@ -17,6 +17,8 @@ pub struct Policy {
     pub missing_for: Duration,
     pub max_attempts: u32,
     pub away_patience: Duration,
+    /// How many alarms are held back at a time because the broker returns them before their time.
+    pub held_back_most: usize,
     /// How long a batch may take to fail, about: the wait for a connection, and the statement.
     pub longest_try: Duration,
     pub sweep_every: Duration,

@@ -5,6 +5,7 @@ use crate::message::TimeoutDue;
 use crate::order::{CloseFault, ClosedBy, Finding, Found, Outcome, SweepPage, SweepPlace};
 
 mod batches;
+mod circulation;
 mod outage;
 mod sweep;
 
@@ -20,6 +21,7 @@ fn policy() -> Policy {
         missing_for: Duration::from_secs(30),
         max_attempts: 2,
         away_patience: Duration::from_secs(10),
+        held_back_most: 1_000,
         longest_try: Duration::from_secs(4),
         // Far away, for the tests that are not about the sweep.
         sweep_every: Duration::from_secs(100_000),
@@ -38,7 +40,8 @@ fn delivered(order: &str, deadline: Moment, session: u64, tag: u64) -> News {
     News::Delivered(Delivered {
         receipt: Receipt { session, channel: 0, tag },
         inlet: Inlet::Timeout,
-        content: Ok(Alarm { due, attempt: 0, born: None, traceparent: None }),
+        content: Ok(Alarm { due, attempt: 0, born: None, traceparent: None, returns: Returns::default() }),
+        death: None,
     })
 }
 

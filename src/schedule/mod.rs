@@ -10,6 +10,7 @@ pub mod outbox;
 use lapin::options::ExchangeDeclareOptions;
 use lapin::{Connection, ExchangeKind};
 
+use crate::alarm::Returns;
 use crate::broker::{self, BrokerFault, reply, reply_code};
 use crate::config::{Settings, Strategy};
 use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
@@ -127,7 +128,7 @@ impl Publisher {
     fn message(&self, order_id: OrderId, deadline: Deadline) -> Outgoing {
         let now = Moment::now_by_local_clock();
         let entry = self.lanes.entry(&order_id, deadline, now);
-        let stamp = Stamp { attempt: 0, born: now, traceparent: None };
+        let stamp = Stamp { attempt: 0, born: now, traceparent: None, returns: Returns::default() };
         envelope::address(&TimeoutDue { order_id, deadline }, entry, stamp)
     }
 }

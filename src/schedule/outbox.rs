@@ -8,6 +8,7 @@ use sqlx::postgres::PgRow;
 use tracing::warn;
 
 use super::lane::Lanes;
+use crate::alarm::Returns;
 use crate::config::Settings;
 use crate::confirm::{ConfirmedPublisher, Outgoing};
 use crate::database::{Database, Timestamptz};
@@ -18,11 +19,22 @@ use crate::relay::{NotRelayed, Outbox, OutboxSql, Relayed, outbox_sql};
 
 const SQL: OutboxSql = outbox_sql!(
     "alarm_outbox",
-    unsent: "SELECT id, order_id, deadline, clock_timestamp() AS now, count(*) OVER () AS found
+    // No other queue gets a copy with a try, and each alarm has a deadline.
+    pauses_s: &[1.0, 5.0, 20.0, 60.0],
+    is_paced: false,
+    // statement_timestamp(): a volatile function could not bound an index scan.
+    unsent: "SELECT id, order_id, deadline, refusals, clock_timestamp() AS now, count(*) OVER () AS found
              FROM (
-                 SELECT id, order_id, deadline FROM alarm_outbox
-                 WHERE sent_at IS NULL AND id <> ALL ($2::uuid[]) ORDER BY created_at, id LIMIT $1
-             ) AS oldest"
+                 (SELECT id, order_id, deadline, refusals, created_at FROM alarm_outbox
+                  WHERE sent_at IS NULL AND next_attempt_at = '-infinity' AND id <> ALL ($2::uuid[])
+                  ORDER BY created_at, id LIMIT $1)
+                 UNION ALL
+                 (SELECT id, order_id, deadline, refusals, created_at FROM alarm_outbox
+                  WHERE sent_at IS NULL AND next_attempt_at > '-infinity' AND next_attempt_at <= statement_timestamp()
+                        AND id <> ALL ($2::uuid[])
+                  ORDER BY next_attempt_at, created_at, id LIMIT $3)
+             ) AS oldest
+             ORDER BY refusals = 0, created_at, id"
 );
 
 /// Why an alarm was not written into the outbox.
@@ -132,6 +144,6 @@ fn alarm(lanes: &Lanes, order_id: OrderId, deadline: Deadline, now: Moment) -> O
         return None;
     }
     let entry = lanes.entry(&order_id, deadline, now);
-    let stamp = Stamp { attempt: 0, born: now, traceparent: None };
+    let stamp = Stamp { attempt: 0, born: now, traceparent: None, returns: Returns::default() };
     Some(envelope::address(&TimeoutDue { order_id, deadline }, entry, stamp))
 }

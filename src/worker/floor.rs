@@ -14,6 +14,7 @@ use super::supervisor::Phase;
 use super::{GiveUp, Signs};
 use crate::alarm::{Delivered, Receipt, Settlement};
 use crate::clock::DatabaseClock;
+use crate::degraded::Cause;
 use crate::desk::{Batch, Desk, Errand, News};
 use crate::health::{BEAT_EVERY, Loop, Stage};
 use crate::order::{CloseFault, ClosedBy, Moment, OrderId};
@@ -175,8 +176,13 @@ impl Floor {
                 // Comes each second, so that what was counted is said even if nothing more is.
                 self.say_what_was_swept();
                 self.say_who_is_stuck();
+                self.steps.parked.lock().expect("no holder panics").say_what_is_due();
+                self.say_what_the_broker_does();
             }
-            Note::NoClock(why) => self.why_unanswered = Some(why),
+            Note::NoClock(why) => {
+                self.why_unanswered = Some(why);
+                self.say_what_the_broker_does();
+            }
             Note::NotSwept(why) => {
                 self.signs.metrics.sweep_failures.inc();
                 self.note_not_swept(why);
@@ -233,6 +239,12 @@ impl Floor {
         }
     }
 
+    fn say_what_the_broker_does(&self) {
+        let now = self.clock.now();
+        self.signs.degraded(Cause::AlarmsCirculate, self.desk.why_alarms_circulate(now).as_deref());
+        self.signs.degraded(Cause::BrokerPolicy, self.desk.why_broker_policy(now));
+    }
+
     /// Returns whether there were any.
     fn run_errands(&mut self) -> bool {
         let now = self.clock.now();
@@ -260,6 +272,8 @@ impl Floor {
     fn show(&self, now: Moment) {
         let metrics = &self.signs.metrics;
         metrics.alarms_held.set(self.desk.held() as i64);
+        metrics.alarms_held_back.set(self.desk.held_back() as i64);
+        metrics.early_returns.inc_by(self.desk.early_returns() - metrics.early_returns.get());
         metrics.orders_swept.inc_by(self.desk.swept() - metrics.orders_swept.get());
         metrics.orders_troubled.set(self.desk.troubled() as i64);
         let overdue_for = self.desk.oldest_overdue().map_or(Duration::ZERO, |deadline| now.since(deadline));

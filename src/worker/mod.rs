@@ -48,9 +48,9 @@ use supervisor::{Phase, Supervisor};
 const OTHER_CONNECTIONS: u32 = 4;
 /// How long a loop may stand still besides what its calls may take.
 const LOOP_PATIENCE: Duration = Duration::from_secs(60);
-/// What the outbox loop asks of the database in a turn: two ages, the lock, and for each outbox to read, to mark, to mark
-/// what nobody keeps locked, and to forget.
-const CALLS_PER_TURN: u32 = 11;
+/// What the outbox loop asks of the database in a turn: two ages, the lock, what is refused, what is parked, and for each
+/// outbox to read, to mark as refused, to mark as sent, to mark what is not locked, and to forget.
+const CALLS_PER_TURN: u32 = 15;
 /// Overdue orders fetched at a time: a batch and more, and little memory.
 const SWEEP_PAGE: usize = 1_000;
 
@@ -210,7 +210,8 @@ fn outboxes(
     let names = Names::new(&settings.namespace);
     let alarms = AlarmRelay::new(database.clone(), confirmed.clone(), settings, size, keep);
     let events = Announcer::new(database.clone(), confirmed.clone(), &names, size, keep);
-    Outboxes::new(database.clone(), alarms, events, settings.announce.poll, closing, signs)
+    let (poll, keep_parked) = (settings.announce.poll, settings.parked.keep);
+    Outboxes::new(database.clone(), alarms, events, poll, keep_parked, closing, signs)
 }
 
 /// Opens the pages for health and metrics, unless they are not wanted. A worker that cannot does not start: it would
@@ -247,6 +248,8 @@ pub(crate) fn policy(settings: &Settings) -> Policy {
         missing_for: settings.retry.missing_for,
         max_attempts: settings.retry.max_attempts,
         away_patience: settings.worker.away_patience,
+        // Half of what may be delivered: what is due is delivered by the other half.
+        held_back_most: usize::from(settings.worker.prefetch),
         longest_try: settings.database.acquire_timeout + settings.database.statement_timeout,
         sweep_every: settings.sweep.every,
         sweep_grace: settings.sweep.grace,

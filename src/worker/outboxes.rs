@@ -7,13 +7,16 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use super::Signs;
 use crate::announce::Announcer;
+use crate::confirm::NotConfirmed;
 use crate::database::{Database, why};
+use crate::degraded::Cause;
 use crate::health::Loop;
 use crate::metrics::{ALARMS, EVENTS};
+use crate::park;
 use crate::patience::Pauses;
 use crate::relay::{NotRelayed, RelayLock, Relayed};
 use crate::schedule::outbox::AlarmRelay;
@@ -21,6 +24,10 @@ use crate::telemetry::Seldom;
 
 /// How often what was sent long ago is deleted.
 const FORGET_EVERY: Duration = Duration::from_secs(60);
+/// How often the refused events that wait are counted.
+const COUNT_REFUSED_EVERY: Duration = Duration::from_secs(5);
+/// How long after the last refusal the cause may be gone, if events were taken since.
+const REFUSED_RECENTLY: Duration = Duration::from_secs(8);
 /// How often the outboxes' ages are read.
 const MEASURE_EVERY: Duration = Duration::from_secs(1);
 /// How long events wait for closers that have work in hand, 100 000 orders on a slow day, and then closers share the
@@ -32,6 +39,11 @@ const ASK_FOR_LOCK_EVERY: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE_FOR_DATABASE: Duration = Duration::from_secs(1);
 
 pub(super) struct Outboxes {
+    database: Database,
+    /// How long parked alarms stay; zero until they are dropped by hand.
+    keep_parked: Duration,
+    refused_events: RefusedEvents,
+    count_refused_at: Instant,
     lock: RelayLock,
     alarms: AlarmRelay,
     events: Announcer,
@@ -65,12 +77,17 @@ impl Outboxes {
         alarms: AlarmRelay,
         events: Announcer,
         poll: Duration,
+        keep_parked: Duration,
         closing: watch::Receiver<bool>,
         signs: Signs,
     ) -> Self {
-        let (now, lock) = (Instant::now(), RelayLock::new(database));
+        let (now, lock) = (Instant::now(), RelayLock::new(database.clone()));
         let (forget_at, measure_at) = (now + FORGET_EVERY, now);
         Self {
+            database,
+            keep_parked,
+            refused_events: RefusedEvents::default(),
+            count_refused_at: now,
             lock,
             alarms,
             events,
@@ -120,6 +137,9 @@ impl Outboxes {
         let is_ours = self.is_ours().await;
         self.signs.metrics.relaying.set(i64::from(is_ours));
         if !is_ours {
+            // The one that relays says it.
+            self.refused_events = RefusedEvents::default();
+            self.signs.degraded(Cause::EventsRefused, None);
             return Round::NotOurs;
         }
         // Each by itself: an alarm that cannot be sent must not hold up an event, nor the other way round.
@@ -132,6 +152,9 @@ impl Outboxes {
         if is_last || (self.events_rest.is_over() && self.is_turn_of_events()) {
             let events = self.events.round().await.inspect(|events| self.count_events(events));
             self.database_answers &= !events.as_ref().is_err_and(NotRelayed::is_unanswered);
+            if let Ok(relayed) = &events {
+                self.refused_events.note(relayed, Instant::now());
+            }
             let more_events = self.events_rest.note(EVENTS, events);
             if !more_events {
                 self.events_turns.begin_anew();
@@ -139,6 +162,7 @@ impl Outboxes {
             more |= more_events;
         }
         if self.database_answers {
+            self.say_what_is_refused().await;
             self.forget_old().await;
         }
         if more { Round::More } else { Round::Emptied }
@@ -190,12 +214,25 @@ impl Outboxes {
         }
     }
 
+    /// Whether a queue refuses events, as far as this relay has seen.
+    async fn say_what_is_refused(&mut self) {
+        if self.count_refused_at <= Instant::now() {
+            self.count_refused_at = Instant::now() + COUNT_REFUSED_EVERY;
+            match self.events.count_refused().await {
+                Ok(waiting) => self.refused_events.waiting = waiting,
+                Err(error) => debug!(error = why(&error), "the refused events could not be counted"),
+            }
+        }
+        let sentence = self.refused_events.sentence(self.events.exchange(), Instant::now());
+        self.signs.degraded(Cause::EventsRefused, sentence.as_deref());
+    }
+
     /// Some rows a turn: what a night has left behind, or a shorter `announce.keep`, must not keep alarms waiting.
     async fn forget_old(&mut self) {
         if Instant::now() < self.forget_at {
             return;
         }
-        let mut is_more = false;
+        let mut is_more = self.forget_parked().await;
         for (outbox, more) in [(ALARMS, self.alarms.forget_old().await), (EVENTS, self.events.forget_old().await)] {
             match more {
                 Ok(more) => is_more |= more,
@@ -208,6 +245,65 @@ impl Outboxes {
         if !is_more {
             self.forget_at = Instant::now() + FORGET_EVERY;
         }
+    }
+
+    /// Returns whether there is more.
+    async fn forget_parked(&self) -> bool {
+        if self.keep_parked.is_zero() {
+            return false;
+        }
+        match park::forget_old(&self.database, self.keep_parked).await {
+            Ok((0, is_more)) => is_more,
+            Ok((alarms, is_more)) => {
+                info!(alarms, "parked alarms were deleted that are older than parked.keep");
+                is_more
+            }
+            Err(error) => {
+                warn!(error = why(&error), "old parked alarms could not be deleted; they are tried again in a minute");
+                false
+            }
+        }
+    }
+}
+
+/// The refusals of events by a queue that is bound to their exchange.
+#[derive(Debug, Default)]
+struct RefusedEvents {
+    /// The last one, and why.
+    last: Option<(Instant, NotConfirmed)>,
+    /// Whether an event was taken after that.
+    taken_since: bool,
+    /// Those that wait, as last counted.
+    waiting: u64,
+}
+
+impl RefusedEvents {
+    fn note(&mut self, relayed: &Relayed, now: Instant) {
+        let fault = relayed.fault.as_ref().filter(|fault| fault.is_of_the_message() && relayed.refused > 0);
+        match fault {
+            Some(fault) => {
+                self.last = Some((now, fault.clone()));
+                self.taken_since = false;
+            }
+            None => self.taken_since |= relayed.sent > 0,
+        }
+    }
+
+    /// What is wrong, if something is. Those that wait do not count as refused once others are taken: they have a pause
+    /// of their own, and are heard of again if they are refused again.
+    fn sentence(&self, exchange: &str, now: Instant) -> Option<String> {
+        let (at, fault) = self.last.as_ref()?;
+        let is_recent = now.saturating_duration_since(*at) < REFUSED_RECENTLY;
+        if !is_recent && (self.taken_since || self.waiting == 0) {
+            return None;
+        }
+        let waiting = self.waiting;
+        Some(match fault {
+            NotConfirmed::Nacked => format!(
+                "a queue that is bound to the exchange {exchange} refuses events (nack), {waiting} wait and are tried again at most 5 minutes apart, and each try gives every other queue bound for the event one more copy; look for a full queue with overflow reject-publish, or one without a leader, among `rabbitmqctl list_bindings`, and consume it or raise its length"
+            ),
+            other => format!("events cannot be published to the exchange {exchange}, {waiting} wait: {other}"),
+        })
     }
 }
 
@@ -257,6 +353,14 @@ impl Rest {
     fn note(&mut self, outbox: &'static str, relayed: Result<Relayed, NotRelayed>) -> bool {
         let settled = relayed.and_then(|relayed| {
             let more = relayed.more;
+            // Each that the broker refuses by itself has its own pause, and the outbox needs none.
+            if let Some(fault) = relayed.fault.as_ref().filter(|fault| fault.is_of_the_message()) {
+                let rows = relayed.refused;
+                if rows > 0 && self.said.is_due() {
+                    warn!(%fault, outbox, rows, "the broker refuses some rows of an outbox; they stay, and each is tried again after a pause that grows");
+                }
+                return Ok((relayed.sent + relayed.dropped, more));
+            }
             Ok((relayed.settled()?, more))
         });
         match settled {
@@ -288,6 +392,36 @@ impl Rest {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn round(sent: usize, fault: Option<NotConfirmed>) -> Relayed {
+        Relayed { sent, refused: usize::from(fault.is_some()), fault, ..Relayed::default() }
+    }
+
+    #[test]
+    fn refused_events_leave_no_pause_to_others() {
+        let mut rest = Rest::default();
+        rest.note(EVENTS, Ok(round(0, Some(NotConfirmed::Nacked))));
+        assert!(rest.is_over());
+        rest.note(EVENTS, Ok(round(0, Some(NotConfirmed::Blocked))));
+        assert!(!rest.is_over());
+    }
+
+    #[test]
+    fn refusal_is_over_when_events_are_taken() {
+        let (mut refused, began) = (RefusedEvents::default(), Instant::now());
+        let says = |refused: &RefusedEvents, seconds| {
+            refused.sentence("order.events", began + Duration::from_secs(seconds)).is_some()
+        };
+        assert!(!says(&refused, 0));
+        refused.note(&round(7, Some(NotConfirmed::Nacked)), began);
+        refused.waiting = 1;
+        assert!(says(&refused, 3_600), "nothing was taken since");
+        refused.note(&round(1, None), began);
+        assert!(says(&refused, 7) && !says(&refused, 8));
+        refused.note(&round(0, Some(NotConfirmed::Nacked)), began);
+        refused.waiting = 0;
+        assert!(!says(&refused, 8), "nothing waits");
+    }
 
     /// At which of the looks, so far apart, it is the events' turn.
     fn found(looks: impl Iterator<Item = bool>, apart: Duration) -> Vec<bool> {

@@ -2,6 +2,8 @@
 //!
 //! One try each: whether and when to try again is the desk's to say.
 
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
@@ -9,7 +11,7 @@ use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
 use super::Signs;
-use crate::alarm::{ArmJob, Parcel, Receipt};
+use crate::alarm::{ArmJob, Parcel, ParkReason, Receipt};
 use crate::arm::{Armer, Written};
 use crate::clock::{ClockSample, DatabaseClock};
 use crate::close::Closer;
@@ -18,6 +20,7 @@ use crate::desk::{Answer, Batch, News};
 use crate::order::{ClosedBy, Moment, OrderId, Outcome, SweepPage};
 use crate::park;
 use crate::sweep::Sweeper;
+use crate::telemetry::Seldom;
 
 /// How often the database's clock is read.
 const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
@@ -49,6 +52,7 @@ pub(super) struct Steps {
     armer: Armer,
     notes: mpsc::UnboundedSender<Note>,
     signs: Signs,
+    pub parked: Arc<Mutex<ParkedWarnings>>,
     pub tasks: TaskTracker,
 }
 
@@ -61,7 +65,8 @@ impl Steps {
         notes: mpsc::UnboundedSender<Note>,
         signs: Signs,
     ) -> Self {
-        Self { closer, sweeper, database, armer, notes, signs, tasks: TaskTracker::new() }
+        let parked = Arc::default();
+        Self { closer, sweeper, database, armer, notes, signs, parked, tasks: TaskTracker::new() }
     }
 
     fn spawn(&self, errand: impl Future<Output = Vec<Note>> + Send + 'static) {
@@ -102,9 +107,10 @@ impl Steps {
     }
 
     pub fn park(&self, parcels: Vec<Addressed>) {
-        let (database, signs) = (self.database.clone(), self.signs.clone());
+        let (database, signs, said) = (self.database.clone(), self.signs.clone(), self.parked.clone());
         self.spawn(async move {
-            let Shelved { parked, refused, failed } = park_all(&database, &signs, parcels).await;
+            let to = Shelf { database, signs, said };
+            let Shelved { parked, refused, failed } = park_all(&to, parcels).await;
             [news(parked, News::Parked), news(refused, News::ParkRefused), news(failed, News::NotParked)]
                 .into_iter()
                 .flatten()
@@ -168,14 +174,14 @@ struct Shelved {
 }
 
 /// Together, or one by one where the database refuses a row, so that it does not keep the others out.
-async fn park_all(database: &Database, signs: &Signs, parcels: Vec<Addressed>) -> Shelved {
+async fn park_all(to: &Shelf, parcels: Vec<Addressed>) -> Shelved {
     let mut shelved = Shelved::default();
-    let mut alone = match park_together(database, signs, parcels, &mut shelved).await {
+    let mut alone = match park_together(to, parcels, &mut shelved).await {
         Ok(()) => return shelved,
         Err(parcels) => parcels.into_iter(),
     };
     while let Some(parcel) = alone.next() {
-        if let Err(refused) = park_together(database, signs, vec![parcel], &mut shelved).await {
+        if let Err(refused) = park_together(to, vec![parcel], &mut shelved).await {
             shelved.refused.extend(refused);
         } else if !shelved.failed.is_empty() {
             shelved.failed.extend(alone);
@@ -190,14 +196,13 @@ async fn park_all(database: &Database, signs: &Signs, parcels: Vec<Addressed>) -
 /// # Errors
 /// The parcels, one of which at least is refused.
 async fn park_together(
-    database: &Database,
-    signs: &Signs,
+    to: &Shelf,
     parcels: Vec<Addressed>,
     shelved: &mut Shelved,
 ) -> Result<(), Vec<Addressed>> {
     let contents: Vec<&Parcel> = parcels.iter().map(|(parcel, _)| parcel).collect();
-    let Err(error) = park::park(database, &contents).await else {
-        contents.into_iter().for_each(|parcel| note_parked(parcel, signs));
+    let Err(error) = park::park(&to.database, &contents).await else {
+        to.note_parked(&contents);
         shelved.parked.extend(parcels.into_iter().map(|(_, receipt)| receipt));
         return Ok(());
     };
@@ -217,10 +222,59 @@ fn news<T>(about: Vec<T>, news: impl FnOnce(Vec<T>) -> News) -> Option<Note> {
     (!about.is_empty()).then(|| Note::News(news(about)))
 }
 
-fn note_parked(parcel: &Parcel, signs: &Signs) {
-    signs.metrics.alarms_parked.with_label_values(&[parcel.reason.as_str()]).inc();
-    let order_id = parcel.order_id.as_ref().map_or("", OrderId::as_str);
-    warn!(order_id, reason = parcel.reason.as_str(), detail = %parcel.detail, "alarm parked");
+/// Where parcels are put, and where that is counted and said.
+struct Shelf {
+    database: Database,
+    signs: Signs,
+    said: Arc<Mutex<ParkedWarnings>>,
+}
+
+impl Shelf {
+    fn note_parked(&self, parcels: &[&Parcel]) {
+        let mut said = self.said.lock().expect("no holder panics");
+        for parcel in parcels {
+            self.signs.metrics.alarms_parked.with_label_values(&[parcel.reason.as_str()]).inc();
+            let order_id = parcel.order_id.as_ref().map_or("", OrderId::as_str);
+            debug!(order_id, reason = parcel.reason.as_str(), detail = %parcel.detail, "alarm parked");
+            said.note(parcel);
+        }
+        said.say_what_is_due();
+    }
+}
+
+/// What was parked since it was last said, by reason: a flood of nonsense must not become a flood of lines.
+#[derive(Debug, Default)]
+pub(super) struct ParkedWarnings {
+    by_reason: HashMap<ParkReason, ParkedWarning>,
+}
+
+#[derive(Debug, Default)]
+struct ParkedWarning {
+    alarms: u64,
+    /// One of them: the order's id and the detail.
+    example: (String, String),
+    said: Seldom,
+}
+
+impl ParkedWarnings {
+    fn note(&mut self, parcel: &Parcel) {
+        let warning = self.by_reason.entry(parcel.reason).or_default();
+        if warning.alarms == 0 {
+            let order_id = parcel.order_id.as_ref().map_or("", OrderId::as_str);
+            warning.example = (order_id.to_owned(), parcel.detail.clone());
+        }
+        warning.alarms += 1;
+    }
+
+    /// At once, and then once a minute at most for each reason.
+    pub fn say_what_is_due(&mut self) {
+        for (reason, warning) in &mut self.by_reason {
+            if warning.alarms > 0 && warning.said.is_due() {
+                let (alarms, (order_id, detail)) = (std::mem::take(&mut warning.alarms), &warning.example);
+                warn!(alarms, reason = reason.as_str(), order_id, detail, "alarms parked, this one among them");
+            }
+        }
+    }
 }
 
 /// Sees to it that closers find their connections open. Nobody is told if it cannot: a closer that finds none opens its own.

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use lapin::options::BasicGetOptions;
-use order_timeout::alarm::{Alarm, ArmJob, Receipt, Wanted};
+use order_timeout::alarm::{Alarm, ArmJob, Receipt, Returns, Wanted};
 use order_timeout::arm::Armer;
 use order_timeout::clock::{ClockSample, DatabaseClock};
 use order_timeout::confirm::{ConfirmedPublisher, WINDOW};
@@ -21,7 +21,7 @@ const ANSWERS_LATER: Duration = Duration::from_millis(500);
 
 fn job(deadline: Deadline) -> ArmJob {
     let due = TimeoutDue { order_id: OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline };
-    let alarm = Alarm { due, attempt: 0, born: None, traceparent: None };
+    let alarm = Alarm { due, attempt: 0, born: None, traceparent: None, returns: Returns::default() };
     ArmJob { alarm, receipt: Receipt { session: 1, channel: 0, tag: 1 }, wanted: Wanted::BeforeDeadline }
 }
 

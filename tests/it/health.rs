@@ -480,7 +480,7 @@ fn nobody_keeps_others_from_asking() {
 }
 
 /// An address that nobody listens at; somebody might before we do, which is unlikely.
-fn free_address() -> SocketAddr {
+pub fn free_address() -> SocketAddr {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 

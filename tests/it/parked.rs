@@ -4,10 +4,12 @@
 use std::time::Duration;
 
 use lapin::BasicProperties;
-use lapin::options::{BasicGetOptions, BasicRejectOptions};
+use lapin::options::{BasicGetOptions, BasicPublishOptions, BasicRejectOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use order_timeout::alarm::{Parcel, ParkReason};
+use order_timeout::config::Listen;
 use order_timeout::database::Database;
+use order_timeout::http::{self, METRICS};
 use order_timeout::message::write_rfc3339;
 use order_timeout::order::Moment;
 use order_timeout::park::{self, Selection};
@@ -16,9 +18,10 @@ use serde_json::Value;
 use sqlx::PgPool;
 use uuid::Uuid;
 
-use crate::support::process::{order_timeout, run};
+use crate::health::free_address;
+use crate::support::process::{WorkerProcess, order_timeout, run};
 use crate::support::witness::Witness;
-use crate::support::{Order, Stage, on_stage, wait_for};
+use crate::support::{Order, PATIENCE, Stage, on_stage, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -541,6 +544,100 @@ fn parked_drop_deletes_what_was_selected_and_nothing_else() {
             assert_eq!(done(parked_command(&stage, &["drop", "--all", "--yes", "--json"])), 2);
             assert_eq!(left().await, 0);
             stage.assert_ledger().await;
+        },
+    );
+}
+
+/// An alarm of an order that is not there, so old that it is parked at once.
+fn unknown_alarm() -> (Vec<u8>, BasicProperties) {
+    (alarm_json(&Uuid::now_v7().to_string(), "2020-01-01T00:00:00Z"), BasicProperties::default().with_timestamp(1))
+}
+
+#[test]
+fn parked_flood_is_counted_not_listed() {
+    const ALARMS: usize = 20_000;
+    on_stage(
+        |settings| settings.http.listen = Listen(Some(free_address())),
+        async |stage| {
+            let folder = tempfile::tempdir().unwrap();
+            let log = folder.path().join("log");
+            let worker = WorkerProcess::start_with_log(&stage.settings, &log);
+            let (mut confirms, due) = (Vec::new(), stage.names().due());
+            for _ in 0..ALARMS {
+                let (body, properties) = unknown_alarm();
+                let options = BasicPublishOptions::default();
+                let sent = stage.channel.basic_publish(due.as_str().into(), DUE_KEY.into(), options, &body, properties);
+                confirms.push(sent.await.unwrap());
+            }
+            for confirm in confirms {
+                assert!(confirm.await.unwrap().is_ack());
+            }
+            let parked = async || stage.count("SELECT count(*) FROM parked_alarms").await;
+            wait_within(90 * SECOND, "the parking", async || parked().await == ALARMS as i64).await;
+            let address = stage.settings.http.listen.0.unwrap();
+            let (_, metrics) = http::get(address, METRICS, PATIENCE).await.unwrap();
+            let counted = format!("order_timeout_alarms_parked_total{{reason=\"unknown_order\"}} {ALARMS}");
+            assert!(metrics.contains(&counted), "the metric counts all");
+            assert_eq!(worker.terminate(PATIENCE), 0);
+            let text = std::fs::read_to_string(&log).unwrap();
+            let lines = text.lines().filter(|line| line.contains("alarms parked")).count();
+            println!("{ALARMS} parked alarms: {} bytes of log, {lines} lines about them", text.len());
+            assert!((1..=5).contains(&lines), "{lines} lines:\n{text}");
+            assert!(text.len() < 64 * 1024, "{} bytes of log", text.len());
+        },
+    );
+}
+
+#[test]
+fn old_parked_alarms_are_deleted() {
+    on_stage(
+        |settings| settings.parked.keep = 3_600 * SECOND,
+        async |stage| {
+            let park = "INSERT INTO parked_alarms (reason, detail, body, parked_at)
+                        SELECT 'unreadable', 'for the test', '{', now() - make_interval(mins => age)
+                        FROM generate_series(1, 120) AS age, generate_series(1, 40)";
+            sqlx::query(park).execute(&stage.pool).await.unwrap();
+            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+            let (mut deleted, mut more) = (0, true);
+            while more {
+                let page = park::forget_old(&database, stage.settings.parked.keep).await.unwrap();
+                assert!(page.0 <= 1_000, "{} at once", page.0);
+                deleted += page.0;
+                more = page.1;
+            }
+            let left = stage.count("SELECT count(*) FROM parked_alarms").await;
+            let young = stage.count("SELECT count(*) FROM parked_alarms WHERE parked_at > now() - interval '1 hour'").await;
+            assert_eq!((left, left + deleted as i64), (young, 4_800));
+            assert!((2_300..=2_400).contains(&left), "{left}");
+        },
+    );
+}
+
+#[test]
+fn parked_list_is_paged_and_shows_bodies() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let mut ids = Vec::new();
+            for body in [&b"{\"order_id\": \"1\"}"[..], b"\xff\x1b[2J", "a\u{202e}b".as_bytes(), b"4", b"5"] {
+                ids.push(insert_parked(&stage.pool, "unreadable", body).await.to_string());
+            }
+            let (code, page) = parked_command(&stage, &["list", "--limit", "2"]);
+            assert_eq!((code, page.lines().count()), (0, 4), "{page}");
+            assert!(page.contains("{\"order_id\": \"1\"}") && page.contains("\\xff\\u{1b}[2J"), "{page}");
+            assert!(page.contains(&format!("2 of 5 shown; the next: add --after {}", ids[1])), "{page}");
+            let (_, page) = parked_command(&stage, &["list", "--limit", "2", "--after", &ids[1], "--json"]);
+            let rows = json_lines(&page);
+            assert_eq!((&rows[0]["id"], &rows[1]["id"]), (&ids[2].as_str().into(), &ids[3].as_str().into()));
+            assert_eq!(rows[0]["body"], "a\u{202e}b");
+            assert!(!page.contains('\u{202e}'), "as an escape");
+            let (_, page) = parked_command(&stage, &["list", "--json"]);
+            let rows = json_lines(&page);
+            assert_eq!((&rows[1]["body"], &rows[1]["body_hex"]), (&Value::Null, &"ff1b5b324a".into()));
+            let (_, page) = parked_command(&stage, &["list", "--after", &ids[4]]);
+            assert_eq!(page, "nothing more is parked\n");
+            let (code, _) = parked_command(&stage, &["list", "--after", &Uuid::now_v7().to_string()]);
+            assert_eq!(code, 1);
         },
     );
 }

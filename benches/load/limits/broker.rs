@@ -14,6 +14,7 @@ use lapin::options::{
 };
 use lapin::types::FieldTable;
 use lapin::{Channel, Connection, Consumer, PublisherConfirm};
+use order_timeout::alarm::Returns;
 use order_timeout::config::Strategy;
 use order_timeout::confirm::{self, Outgoing, WINDOW};
 use order_timeout::envelope::{self, Entry, Stamp, Wait};
@@ -118,7 +119,7 @@ pub fn alarm(deadline: Moment) -> TimeoutDue {
 
 /// The message that an alarm is on its first way into the broker: the very one that ours is.
 pub fn fresh(alarm: &TimeoutDue, entry: Entry, now: Moment) -> Outgoing {
-    envelope::address(alarm, entry, Stamp { attempt: 0, born: now, traceparent: None })
+    envelope::address(alarm, entry, Stamp { attempt: 0, born: now, traceparent: None, returns: Returns::default() })
 }
 
 /// How many confirms may be outstanding.

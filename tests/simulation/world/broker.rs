@@ -59,6 +59,7 @@ impl World {
         let now = self.worker_time();
         // As `arm.rs` does.
         let (place, is_retry) = match job.wanted {
+            Wanted::AtOnce => (Place::Due, false),
             Wanted::BeforeDeadline => (self.wheel.place(job.alarm.deadline(), now), false),
             Wanted::NotBefore(moment) => {
                 let wake_at = moment.min(now + DOUBLINGS * policy().retry_longest);

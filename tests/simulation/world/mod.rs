@@ -14,7 +14,7 @@ mod worker;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use order_timeout::alarm::{Alarm, Inlet, Receipt};
+use order_timeout::alarm::{Alarm, Inlet, Receipt, Returns};
 use order_timeout::desk::Policy;
 use order_timeout::message::TimeoutDue;
 use order_timeout::order::{Deadline, Moment, OrderId};
@@ -126,6 +126,7 @@ pub fn policy() -> Policy {
         missing_for: Duration::from_secs(5),
         max_attempts: 2,
         away_patience: Duration::from_secs(4),
+        held_back_most: 1_000,
         longest_try: Duration::from_secs(8),
         sweep_every: Duration::from_millis(250),
         sweep_grace: Duration::from_millis(500),
@@ -310,5 +311,5 @@ fn shifted(moment: Moment, ms: i64) -> Moment {
 
 fn alarm(order_id: &OrderId, deadline: Deadline, born: Moment) -> Alarm {
     let due = TimeoutDue { order_id: order_id.clone(), deadline };
-    Alarm { due, attempt: 0, born: Some(born), traceparent: None }
+    Alarm { due, attempt: 0, born: Some(born), traceparent: None, returns: Returns::default() }
 }

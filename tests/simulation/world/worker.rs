@@ -237,7 +237,7 @@ impl World {
                 self.note_if(in_hand.is_some_and(|old| old < session), Event::RedeliveredWhileInHand);
                 self.note_if(in_hand == Some(session), Event::DuplicateWhileInHand);
                 self.unacknowledged.insert(receipt, (inlet, alarm.clone()));
-                worker.desk.hear(News::Delivered(Delivered { receipt, inlet, content: Ok(alarm) }), now);
+                worker.desk.hear(News::Delivered(Delivered { receipt, inlet, content: Ok(alarm), death: None }), now);
             }
         }
     }
@@ -355,6 +355,7 @@ impl World {
 
     fn kind_of(&self, job: &ArmJob) -> Event {
         match (job.wanted, self.unacknowledged.get(&job.receipt)) {
+            (Wanted::AtOnce, _) => Event::Rearmed,
             (Wanted::NotBefore(_), _) => Event::RetriedThroughTheBroker,
             (Wanted::BeforeDeadline, Some((Inlet::Timeout, _))) => Event::Rearmed,
             (Wanted::BeforeDeadline, _) => Event::ArmedFromTheInbox,

@@ -1,0 +1,259 @@
+//! Policies on our queues that make the broker return alarms before their time, drop them or give them up: orders close on
+//! time, the alarms do not go round as fast as they can, and the worker names the policy.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lapin::BasicProperties;
+use lapin::options::{BasicGetOptions, BasicNackOptions, BasicRejectOptions};
+use order_timeout::http::READYZ;
+use order_timeout::message::TimeoutDue;
+
+use crate::support::away::{meanwhile, on_private_broker_with, schedule};
+use crate::support::figures::{Figures, get, shown};
+use crate::support::private::Private;
+use crate::support::{RunningWorker, Stage, on_stage, wait_for, wait_within};
+use order_timeout::Settings;
+
+const SECOND: Duration = Duration::from_secs(1);
+/// How soon a cause is to be shown, and to be taken back.
+const NOTICED_WITHIN: Duration = Duration::from_secs(15);
+
+/// As in production: what no alarm wakes is closed half a second late.
+fn with_sweep(settings: &mut Settings) {
+    shown(settings);
+    settings.sweep.grace = SECOND / 2;
+}
+
+async fn why_degraded(worker: &RunningWorker, cause: &str) -> Option<String> {
+    let (status, page) = get(worker, READYZ).await;
+    let line = format!("degraded: {cause}: ");
+    page.lines().find(|found| status == 200 && found.starts_with(&line)).map(str::to_owned)
+}
+
+async fn wait_until_named(worker: &RunningWorker, cause: &str) -> String {
+    wait_within(NOTICED_WITHIN, cause, async || why_degraded(worker, cause).await.is_some()).await;
+    why_degraded(worker, cause).await.unwrap_or_default()
+}
+
+async fn wait_until_taken_back(worker: &RunningWorker, cause: &str) {
+    let began = Instant::now();
+    wait_within(NOTICED_WITHIN, "no cause any more", async || why_degraded(worker, cause).await.is_none()).await;
+    println!("{cause} was taken back after {:?}", began.elapsed());
+}
+
+/// Re-arms in a second while the policy lasts, once all alarms have come back early twice.
+async fn rearms_per_second(worker: &RunningWorker) -> f64 {
+    const WATCHED: Duration = Duration::from_secs(5);
+    let rearmed = async || Figures::of(worker).await.get("alarms_rearmed_total");
+    let before = rearmed().await;
+    tokio::time::sleep(WATCHED).await;
+    (rearmed().await - before) / WATCHED.as_secs_f64()
+}
+
+async fn assert_closed_on_time(stage: &Stage, orders: usize) {
+    let all = i64::try_from(orders).unwrap();
+    wait_within(90 * SECOND, "every close", async || stage.closed().await == all).await;
+    let latest_ms = stage.lateness_ms().await.last().copied().unwrap_or_default();
+    let by_alarm = stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await;
+    println!("{orders} closed, {by_alarm} of them by alarm, {latest_ms:.0} ms late at most");
+    assert!(latest_ms < 1_000.0, "{latest_ms} ms late");
+}
+
+/// With this policy on every queue, so many alarms wait; the policy goes, and all orders close on time.
+fn assert_slowed_down(definition: &'static str, names: &'static str, alarms: usize, delay: Duration) {
+    on_private_broker_with(&[], with_sweep, async move |stage: Arc<Stage>, broker: Arc<Private>| {
+        meanwhile(|| broker.ctl(&["set_policy", "spoils", ".*", definition, "--apply-to", "queues"]));
+        let worker = stage.worker().await;
+        let publisher = stage.publisher().await;
+        schedule(&stage, &publisher, alarms, delay).await;
+        let why = wait_until_named(&worker, "alarms_circulate").await;
+        assert!(why.contains(names) && why.contains("list_policies"), "{why}");
+        wait_for("early returns of all", async || {
+            Figures::of(&worker).await.get("alarms_returned_early_total") >= alarms as f64
+        })
+        .await;
+        let per_second = rearms_per_second(&worker).await;
+        let held_back = Figures::of(&worker).await.get("alarms_held_back");
+        println!("{alarms} alarms, {definition}: {per_second} re-arms a second, {held_back} held back");
+        assert!(per_second <= 10.0 * f64::max(1.0, alarms as f64 / 100.0), "{per_second} re-arms a second");
+        meanwhile(|| broker.ctl(&["clear_policy", "spoils"]));
+        wait_until_taken_back(&worker, "alarms_circulate").await;
+        assert_eq!(stage.closed().await, 0, "they still wait");
+        assert_closed_on_time(&stage, alarms).await;
+        worker.stop().await;
+        stage.assert_ledger().await;
+    });
+}
+
+#[test]
+fn drop_head_policy_is_named_and_slowed() {
+    assert_slowed_down(r#"{"max-length":3,"overflow":"drop-head"}"#, "max-length", 30, 45 * SECOND);
+}
+
+#[test]
+fn message_ttl_policy_is_named_and_slowed() {
+    assert_slowed_down(r#"{"message-ttl":1000}"#, "message-ttl", 30, 45 * SECOND);
+}
+
+/// The policy on these queues stays to the end.
+fn assert_on_time_under(queues: &'static str, definition: &'static str, alarms: usize, delay: Duration) {
+    on_private_broker_with(&[], with_sweep, async move |stage: Arc<Stage>, broker: Arc<Private>| {
+        meanwhile(|| broker.ctl(&["set_policy", "spoils", queues, definition, "--apply-to", "queues"]));
+        let worker = stage.worker().await;
+        let publisher = stage.publisher().await;
+        schedule(&stage, &publisher, alarms, delay).await;
+        wait_until_named(&worker, "alarms_circulate").await;
+        tokio::time::sleep(5 * SECOND).await;
+        let per_second = rearms_per_second(&worker).await;
+        let rearmed = Figures::of(&worker).await.get("alarms_rearmed_total");
+        println!("{alarms} alarms, {definition}: {per_second} re-arms a second, {rearmed} in all so far");
+        assert!(per_second <= 100.0, "{per_second} re-arms a second");
+        assert_closed_on_time(&stage, alarms).await;
+        worker.stop().await;
+        stage.assert_ledger().await;
+    });
+}
+
+#[test]
+fn many_alarms_under_message_ttl_close_on_time() {
+    assert_on_time_under(".*", r#"{"message-ttl":1000}"#, 10_000, 40 * SECOND);
+}
+
+#[test]
+fn many_alarms_under_drop_head_close_on_time() {
+    // Not on the inbox: what is dropped there and then out of the parked queue as well is the sweep's.
+    assert_on_time_under("wheel|delay", r#"{"max-length":1000,"overflow":"drop-head"}"#, 10_000, 40 * SECOND);
+}
+
+async fn wait_for_dead_letters(stage: &Stage, count: u32) {
+    wait_for("the dead letters", async || stage.depth(&stage.names().parked()).await == count).await;
+}
+
+#[test]
+fn expired_alarm_still_closes_its_order() {
+    on_stage(with_sweep, async |stage| {
+        // Later than a worker needs to start, so that its order is closed by this alarm or by the sweep half a second late.
+        let orders = [stage.order(8 * SECOND).await, stage.order(12 * SECOND).await];
+        for order in &orders {
+            let properties = BasicProperties::default().with_expiration("200".into());
+            stage.publish_raw(&stage.names().arm(), "", &order.body(), properties).await;
+        }
+        wait_for_dead_letters(&stage, 2).await;
+        let worker = stage.worker().await;
+        let why = wait_until_named(&worker, "broker_policy").await;
+        assert!(why.contains("message-ttl") && why.contains("expiration"), "{why}");
+        wait_for("the closes", async || stage.closed().await == 2).await;
+        stage.assert_closed_by_alarms().await;
+        assert_eq!(stage.parked().await, []);
+        wait_until_taken_back(&worker, "broker_policy").await;
+        worker.stop().await;
+        stage.assert_drained().await;
+    });
+}
+
+#[test]
+fn alarm_expired_after_its_deadline_closes() {
+    on_stage(with_sweep_late, async |stage| {
+        let order = stage.order(SECOND / 5).await;
+        let properties = BasicProperties::default().with_expiration("300".into());
+        stage.publish_raw(&stage.names().due(), "due", &order.body(), properties).await;
+        wait_for_dead_letters(&stage, 1).await;
+        let worker = stage.worker().await;
+        wait_for("the close", async || stage.closed().await == 1).await;
+        stage.assert_closed_by_alarms().await;
+        assert_eq!(stage.parked().await, []);
+        worker.stop().await;
+    });
+}
+
+fn with_sweep_late(settings: &mut Settings) {
+    shown(settings);
+    settings.sweep.grace = 60 * SECOND;
+}
+
+#[test]
+fn alarm_dropped_by_max_length_still_closes() {
+    on_private_broker_with(&[], with_sweep_late, async |stage: Arc<Stage>, broker: Arc<Private>| {
+        let definition = r#"{"max-length":1,"overflow":"drop-head"}"#;
+        let pattern = format!("^{}$", stage.names().timeout().replace('.', "\\."));
+        meanwhile(|| broker.ctl(&["set_policy", "short", &pattern, definition, "--apply-to", "queues"]));
+        let orders = stage.orders(3, SECOND).await;
+        stage.deliver(&orders).await;
+        wait_for_dead_letters(&stage, 2).await;
+        let worker = stage.worker().await;
+        let why = wait_until_named(&worker, "broker_policy").await;
+        assert!(why.contains("max-length") && why.contains(&stage.names().timeout()), "{why}");
+        wait_for("the closes", async || stage.closed().await == 3).await;
+        stage.assert_closed_by_alarms().await;
+        assert_eq!(stage.parked().await, []);
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn alarm_beyond_delivery_limit_is_parked() {
+    on_private_broker_with(&[], with_sweep_late, async |stage: Arc<Stage>, broker: Arc<Private>| {
+        let definition = r#"{"delivery-limit":2}"#;
+        meanwhile(|| broker.ctl(&["set_policy", "limit", ".*timeout", definition, "--apply-to", "queues"]));
+        let order = stage.order(3_600 * SECOND).await;
+        stage.deliver([&order]).await;
+        let requeue = BasicNackOptions { requeue: true, ..Default::default() };
+        wait_for("the dead letter", async || {
+            let timeout = stage.names().timeout();
+            if let Some(got) = stage.channel.basic_get(timeout.as_str().into(), BasicGetOptions::default()).await.unwrap() {
+                got.nack(requeue).await.unwrap();
+            }
+            stage.depth(&stage.names().parked()).await == 1
+        })
+        .await;
+        let worker = stage.worker().await;
+        wait_for("the parking", async || stage.parked().await.len() == 1).await;
+        let (reason, detail, _) = stage.parked().await.remove(0);
+        assert_eq!(reason, "broker_gave_up");
+        assert!(detail.contains("delivery limit") && detail.contains("policy with delivery-limit"), "{detail}");
+        assert!(wait_until_named(&worker, "broker_policy").await.contains("delivery-limit"));
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn alarm_rejected_by_another_consumer_is_parked() {
+    on_stage(with_sweep_late, async |stage| {
+        let order = stage.order(3_600 * SECOND).await;
+        stage.deliver([&order]).await;
+        let timeout = stage.names().timeout();
+        let got = stage.channel.basic_get(timeout.as_str().into(), BasicGetOptions::default()).await.unwrap();
+        got.expect("the alarm").reject(BasicRejectOptions { requeue: false }).await.unwrap();
+        wait_for_dead_letters(&stage, 1).await;
+        let worker = stage.worker().await;
+        wait_for("the parking", async || stage.parked().await.len() == 1).await;
+        let (reason, detail, _) = stage.parked().await.remove(0);
+        assert_eq!(reason, "broker_gave_up");
+        assert!(detail.contains("not a worker rejected it") && detail.contains(&timeout), "{detail}");
+        worker.stop().await;
+    });
+}
+
+/// An alarm that comes back on time is armed as before: what its headers say is not what a publisher may say.
+#[test]
+fn forged_early_returns_delay_no_close() {
+    on_stage(with_sweep_late, async |stage| {
+        let mut headers = lapin::types::FieldTable::default();
+        headers.insert("early-returns".into(), lapin::types::AMQPValue::LongInt(i32::MAX));
+        headers.insert("returns-at".into(), lapin::types::AMQPValue::LongLongInt(i64::MAX));
+        let worker = stage.worker().await;
+        let orders = stage.orders(2, 7 * SECOND).await;
+        for (order, exchange) in orders.iter().zip([stage.names().arm(), stage.names().due()]) {
+            let properties = BasicProperties::default().with_headers(headers.clone());
+            assert!(TimeoutDue::read(&order.body(), None).is_ok());
+            stage.publish_raw(&exchange, "due", &order.body(), properties).await;
+        }
+        wait_for("the closes", async || stage.closed().await == 2).await;
+        stage.assert_closed_by_alarms().await;
+        let latest_ms = stage.lateness_ms().await.last().copied().unwrap_or_default();
+        assert!(latest_ms < 1_000.0, "{latest_ms} ms late");
+        worker.stop().await;
+        stage.assert_drained().await;
+    });
+}

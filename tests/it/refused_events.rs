@@ -1,0 +1,176 @@
+//! A queue that refuses events gets all of them in the end, others get few copies, and new events do not wait.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lapin::options::{BasicGetOptions, QueueBindOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use order_timeout::announce::Announcer;
+use order_timeout::confirm::ConfirmedPublisher;
+use order_timeout::database::Database;
+use order_timeout::http::READYZ;
+
+use crate::support::figures::{Figures, get, shown};
+use crate::support::{Order, RunningWorker, Stage, on_stage, wait_for, wait_within};
+
+const SECOND: Duration = Duration::from_secs(1);
+/// How soon a cause is to be shown, and to be taken back.
+const NOTICED_WITHIN: Duration = Duration::from_secs(15);
+const UNSENT: &str = "SELECT count(*) FROM event_outbox WHERE sent_at IS NULL";
+
+/// A queue bound for every event; with a length, it refuses what is more.
+async fn bound_queue(stage: &Stage, name: &str, length: Option<i32>) -> String {
+    let queue = format!("{}.{name}", stage.settings.namespace);
+    let mut arguments = FieldTable::default();
+    if let Some(length) = length {
+        arguments.insert("x-max-length".into(), length.into());
+        arguments.insert("x-overflow".into(), AMQPValue::LongString("reject-publish".into()));
+    }
+    let exclusive = QueueDeclareOptions { exclusive: true, ..Default::default() };
+    stage.channel.queue_declare(queue.as_str().into(), exclusive, arguments).await.unwrap();
+    let (events, options) = (stage.names().events(), QueueBindOptions::default());
+    let (to, from) = (queue.as_str().into(), events.as_str().into());
+    stage.channel.queue_bind(to, from, "#".into(), options, FieldTable::default()).await.unwrap();
+    queue
+}
+
+/// Takes one event out of a queue; its message id.
+async fn take(stage: &Stage, queue: &str) -> Option<String> {
+    let got = stage.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.unwrap();
+    got.map(|event| event.delivery.properties.message_id().as_ref().expect("a message id").to_string())
+}
+
+async fn copies(stage: &Stage, queue: &str) -> HashMap<String, usize> {
+    let mut copies = HashMap::new();
+    while let Some(id) = take(stage, queue).await {
+        *copies.entry(id).or_default() += 1;
+    }
+    copies
+}
+
+async fn is_degraded(worker: &RunningWorker, cause: &str) -> bool {
+    let (status, page) = get(worker, READYZ).await;
+    status == 200 && page.contains(&format!("degraded: {cause}: "))
+}
+
+async fn close(stage: &Stage, count: usize) -> Vec<Order> {
+    let (before, orders) = (stage.closed().await, stage.orders(count, Duration::ZERO).await);
+    stage.deliver(&orders).await;
+    let all = before + i64::try_from(count).unwrap();
+    wait_for("the close", async || stage.closed().await == all).await;
+    orders
+}
+
+/// One queue holds so many events and its consumer takes so many in a second; the other takes everything.
+fn assert_few_copies(length: i32, per_second: u32, closes: usize) {
+    on_stage(shown, async move |stage: Arc<Stage>| {
+        let slow = bound_queue(&stage, "slow", Some(length)).await;
+        let endless = bound_queue(&stage, "endless", None).await;
+        let worker = stage.worker().await;
+        close(&stage, closes).await;
+        let mut ticks = tokio::time::interval(SECOND / per_second);
+        let (began, mut slow_has, mut was_degraded) = (Instant::now(), HashMap::new(), false);
+        while slow_has.len() < closes {
+            ticks.tick().await;
+            if let Some(id) = take(&stage, &slow).await {
+                *slow_has.entry(id).or_insert(0) += 1;
+            }
+            was_degraded = was_degraded || is_degraded(&worker, "events_refused").await;
+            assert!(began.elapsed() < 150 * SECOND, "the slow queue has {} of {closes}", slow_has.len());
+        }
+        assert!(was_degraded);
+        wait_for("every event marked as sent", async || stage.count(UNSENT).await == 0).await;
+        let (copies, refused) = (copies(&stage, &endless).await, Figures::of(&worker).await.get("events_refused_total"));
+        let (most, all) = (copies.values().max().copied().unwrap_or(0), copies.values().sum::<usize>());
+        println!("{closes} closes: {all} copies, {most} of one at most, {refused} refusals, {:?}", began.elapsed());
+        assert_eq!(copies.len(), closes);
+        assert!(most <= 3, "{most} copies of one event");
+        assert!(slow_has.values().all(|times| *times == 1));
+        wait_within(NOTICED_WITHIN, "no cause any more", async || !is_degraded(&worker, "events_refused").await).await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn full_queue_costs_few_copies() {
+    assert_few_copies(1, 5, 20);
+}
+
+#[test]
+fn event_storm_costs_few_copies() {
+    assert_few_copies(5, 20, 400);
+}
+
+#[test]
+fn refusal_is_named_until_events_are_taken() {
+    on_stage(shown, async |stage| {
+        let full = bound_queue(&stage, "full", Some(0)).await;
+        let worker = stage.worker().await;
+        close(&stage, 3).await;
+        wait_within(NOTICED_WITHIN, "the cause", async || is_degraded(&worker, "events_refused").await).await;
+        let (_, page) = get(&worker, READYZ).await;
+        assert!(page.contains(&stage.names().events()) && page.contains("reject-publish"), "{page}");
+        stage.channel.queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        close(&stage, 1).await;
+        wait_within(NOTICED_WITHIN, "no cause any more", async || !is_degraded(&worker, "events_refused").await).await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn next_relay_keeps_the_pauses() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            bound_queue(&stage, "full", Some(0)).await;
+            let endless = bound_queue(&stage, "endless", None).await;
+            let worker = stage.worker().await;
+            close(&stage, 3).await;
+            let refused_twice = "SELECT count(*) FROM event_outbox WHERE refusals = 2";
+            wait_for("second refusals", async || stage.count(refused_twice).await == 3).await;
+            worker.stop().await;
+            let worker = stage.worker().await;
+            close(&stage, 1).await;
+            wait_for("the fourth tried", async || {
+                stage.count("SELECT count(*) FROM event_outbox WHERE refusals BETWEEN 1 AND 2").await == 4
+            })
+            .await;
+            assert_eq!(stage.count(refused_twice).await, 3, "the pause is not over");
+            worker.stop().await;
+            let copies = copies(&stage, &endless).await;
+            // A worker that stops makes a last round, which is no try of what has a pause.
+            assert!(copies.values().all(|times| *times <= 2), "{copies:?}");
+        },
+    );
+}
+
+#[test]
+fn many_refused_events_delay_no_others() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let refused = "INSERT INTO event_outbox (routing_key, type, payload, refusals, next_attempt_at, created_at)
+                           SELECT 'order.closed', 'order.closed.v1', '{}', 3, now() + interval '1 hour', now() - interval '1 hour'
+                           FROM generate_series(1, 100000)";
+            sqlx::query(refused).execute(&stage.pool).await.unwrap();
+            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+            let confirmed = ConfirmedPublisher::connect(&stage.settings.amqp, "test").await.unwrap();
+            let mut announcer = Announcer::new(database, confirmed, &stage.names(), 500, 60 * SECOND);
+            assert_eq!(announcer.count_refused().await.unwrap(), 100_000);
+            let insert = "INSERT INTO event_outbox (routing_key, type, payload) VALUES ('order.closed', 'order.closed.v1', '{}')";
+            let mut slowest_select = Duration::ZERO;
+            for _ in 0..20 {
+                sqlx::query(insert).execute(&stage.pool).await.unwrap();
+                assert_eq!(announcer.round().await.unwrap().sent, 1);
+                let began = Instant::now();
+                assert_eq!(announcer.round().await.unwrap().sent, 0);
+                slowest_select = slowest_select.max(began.elapsed());
+            }
+            println!("a round over 100 000 refused events took {slowest_select:?} at most");
+            assert!(slowest_select < Duration::from_millis(100), "{slowest_select:?}");
+            let age = announcer.age().await.unwrap();
+            assert!(age >= 3_600 * SECOND, "the oldest unsent event is a refused one: {age:?}");
+        },
+    );
+}
