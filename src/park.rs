@@ -185,8 +185,7 @@ pub struct Place {
 /// sqlx's.
 pub async fn place_of(database: &Database, id: Uuid) -> Result<Option<Place>, sqlx::Error> {
     let select = sqlx::query_scalar("SELECT parked_at FROM parked_alarms WHERE id = $1").bind(id);
-    let since: Option<Timestamptz> =
-        database.run(async |connection| select.fetch_optional(connection).await).await?;
+    let since: Option<Timestamptz> = database.run(async |connection| select.fetch_optional(connection).await).await?;
     Ok(since.map(|Timestamptz(since)| Place { since, id }))
 }
 

@@ -124,7 +124,9 @@ async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<Answer> {
     let after = match args.after {
         None => None,
         Some(id) => Some(park::place_of(database, id).await.map_err(refused)?.ok_or_else(|| {
-            anyhow::anyhow!("no alarm {id} is parked any more, so nothing can be listed after it; list from the beginning")
+            anyhow::anyhow!(
+                "no alarm {id} is parked any more, so nothing can be listed after it; list from the beginning"
+            )
         })?),
     };
     let rows = park::list_after(database, &selection, after, args.limit).await.map_err(refused)?;
@@ -163,9 +165,7 @@ fn write_table(rows: &[Parked], answer: &mut Answer) {
         let order = printable(row.order_id.as_deref().unwrap_or("-"));
         let (body, detail) = (start_of(&row.body), printable(&row.detail));
         let (id, reason, attempts) = (row.id, &row.reason, row.attempts);
-        answer.line(format!(
-            "{id}  {reason:<14}  {age:>8}  {attempts:>8}  {order:<36}  {body:<BODY_WIDTH$}  {detail}"
-        ));
+        answer.line(format!("{id}  {reason:<14}  {age:>8}  {attempts:>8}  {order:<36}  {body:<BODY_WIDTH$}  {detail}"));
     }
 }
 
@@ -183,9 +183,8 @@ fn is_printable(c: char) -> bool {
 fn start_of(body: &[u8]) -> String {
     let mut shown = String::new();
     for chunk in body.utf8_chunks() {
-        let text = chunk.valid().chars().map(|c| {
-            if is_printable(c) { c.to_string() } else { c.escape_debug().to_string() }
-        });
+        let text =
+            chunk.valid().chars().map(|c| if is_printable(c) { c.to_string() } else { c.escape_debug().to_string() });
         let bytes = chunk.invalid().iter().map(|byte| format!("\\x{byte:02x}"));
         for next in text.chain(bytes) {
             if shown.chars().count() + next.chars().count() >= BODY_WIDTH {
@@ -240,7 +239,8 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
                 Err(fault) => kept.push((row.id, fault.to_string())),
             }
         }
-        let stamp = || Stamp { attempt: 0, born: Moment::now_by_local_clock(), traceparent: None, returns: Returns::default() };
+        let stamp =
+            || Stamp { attempt: 0, born: Moment::now_by_local_clock(), traceparent: None, returns: Returns::default() };
         let messages = readable.iter().map(|(.., due)| envelope::address(due, Entry::arm(&names), stamp()));
         let answers = confirmed.publish_all(messages).await;
         let mut safe = Vec::new();

@@ -21,15 +21,14 @@ use tracing::debug;
 use crate::alarm::{Alarm, Death, DeathReason, Delivered, Inlet, Parcel, ParkReason, Receipt, Returns, Settlement};
 use crate::broker::{self, BrokerFault};
 use crate::config::Settings;
-use crate::message::{
-    HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, TimeoutDue,
-};
+use crate::message::{HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, TimeoutDue};
 use crate::order::Moment;
 use crate::topology::{Names, Topology, TopologyFault};
 use ledger::{Frames, Ledger};
 
-/// What the broker gave up on comes rarely; a few at a time will do.
-const PARKED_PREFETCH: u16 = 100;
+/// What the broker gave up on comes rarely. But where a policy expires or drops alarms they come all at once, and in the
+/// parked queue the same policy would lose them.
+const PARKED_PREFETCH: u16 = 1_000;
 /// As many early returns as are told apart.
 const MOST_EARLY_RETURNS: u32 = 1_000;
 /// The last of the year 9999.

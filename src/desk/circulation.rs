@@ -137,7 +137,13 @@ impl Circulation {
     }
 
     /// Holds an alarm back. Where there is no room for more, the one that waits longest is handed out at once.
-    pub fn hold_back(&mut self, alarm: Alarm, receipt: Receipt, policy: &Policy, now: Moment) -> Option<(Alarm, Receipt)> {
+    pub fn hold_back(
+        &mut self,
+        alarm: Alarm,
+        receipt: Receipt,
+        policy: &Policy,
+        now: Moment,
+    ) -> Option<(Alarm, Receipt)> {
         let leaves_at = (alarm.deadline() - policy.hold_max).min(now + LONGEST_WAIT);
         self.arrivals += 1;
         self.by_leaving.insert((leaves_at, self.arrivals));
@@ -226,7 +232,9 @@ impl Circulation {
         let queue = death.as_ref().map_or("a delay queue", |death| death.queue.as_str());
         let likely = match death.as_ref().map(|death| death.reason) {
             Some(DeathReason::Expired) => "a policy with message-ttl matches it",
-            Some(DeathReason::MaxLength) => "a policy with max-length or max-length-bytes and overflow drop-head matches it",
+            Some(DeathReason::MaxLength) => {
+                "a policy with max-length or max-length-bytes and overflow drop-head matches it"
+            }
             Some(DeathReason::DeliveryLimit | DeathReason::Rejected) => "a consumer that is not a worker takes from it",
             None => "a policy or a consumer that is not a worker takes from it",
         };

@@ -112,7 +112,8 @@ mod tests {
 
     #[test]
     fn slow_queues_refuse_few_retries() {
-        for (length, per_second, messages) in [(5.0, 20.0, 395), (1.0, 5.0, 200), (50.0, 200.0, 4_000), (5.0, 1.5, 100)] {
+        for (length, per_second, messages) in [(5.0, 20.0, 395), (1.0, 5.0, 200), (50.0, 200.0, 4_000), (5.0, 1.5, 100)]
+        {
             let (refused, rounds) = refused_again(SlowQueue { room: 0.0, length, per_second }, messages);
             assert!(refused * 4 <= messages, "{refused} of {messages} refused by {length} at {per_second}/s");
             let seconds = f64::from(rounds) * ROUND.as_secs_f64();

@@ -100,7 +100,10 @@ fn the_desk_asks_for_no_longer_wait_than_settings_provide_for() {
         let due = TimeoutDue { order_id: OrderId::new("order-1").unwrap(), deadline: at(1_000) };
         let alarm = Alarm { due, attempt, born: None, traceparent: None, returns: Returns::default() };
         let receipt = Receipt { session: 1, channel: 0, tag: 1 };
-        desk.hear(News::Delivered(Delivered { receipt, inlet: Inlet::Timeout, content: Ok(alarm), death: None }), at(1_000));
+        desk.hear(
+            News::Delivered(Delivered { receipt, inlet: Inlet::Timeout, content: Ok(alarm), death: None }),
+            at(1_000),
+        );
         for now in (0..1_000).map(|tenths| at(1_000) + tenths * Duration::from_millis(100)) {
             let mut errands = VecDeque::from(desk.errands(now));
             while let Some(errand) = errands.pop_front() {

@@ -195,11 +195,7 @@ async fn park_all(to: &Shelf, parcels: Vec<Addressed>) -> Shelved {
 ///
 /// # Errors
 /// The parcels, one of which at least is refused.
-async fn park_together(
-    to: &Shelf,
-    parcels: Vec<Addressed>,
-    shelved: &mut Shelved,
-) -> Result<(), Vec<Addressed>> {
+async fn park_together(to: &Shelf, parcels: Vec<Addressed>, shelved: &mut Shelved) -> Result<(), Vec<Addressed>> {
     let contents: Vec<&Parcel> = parcels.iter().map(|(parcel, _)| parcel).collect();
     let Err(error) = park::park(&to.database, &contents).await else {
         to.note_parked(&contents);

@@ -51,13 +51,21 @@ async fn rearms_per_second(worker: &RunningWorker) -> f64 {
     (rearmed().await - before) / WATCHED.as_secs_f64()
 }
 
+async fn latest_ms(stage: &Stage, closed_by: &str) -> f64 {
+    let latest = "SELECT coalesce(max(extract(epoch FROM closed_at - expires_at) * 1000), 0)::float8 FROM orders
+                  WHERE closed_by = $1";
+    sqlx::query_scalar(latest).bind(closed_by).fetch_one(&stage.pool).await.unwrap()
+}
+
+/// By their alarms on time. What the broker lost is closed by the sweep, half a second later on a machine that has
+/// time for it.
 async fn assert_closed_on_time(stage: &Stage, orders: usize) {
     let all = i64::try_from(orders).unwrap();
     wait_within(90 * SECOND, "every close", async || stage.closed().await == all).await;
-    let latest_ms = stage.lateness_ms().await.last().copied().unwrap_or_default();
     let by_alarm = stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await;
-    println!("{orders} closed, {by_alarm} of them by alarm, {latest_ms:.0} ms late at most");
-    assert!(latest_ms < 1_000.0, "{latest_ms} ms late");
+    let [by_alarm_ms, by_sweep_ms] = [latest_ms(stage, "alarm").await, latest_ms(stage, "sweep").await];
+    println!("{orders} closed, {by_alarm} of them by alarm, {by_alarm_ms:.0} ms and {by_sweep_ms:.0} ms late at most");
+    assert!(by_alarm_ms < 1_000.0 && by_sweep_ms < 3_000.0, "{by_alarm_ms} ms, by the sweep {by_sweep_ms} ms late");
 }
 
 /// With this policy on every queue, so many alarms wait; the policy goes, and all orders close on time.
@@ -103,12 +111,15 @@ fn assert_on_time_under(queues: &'static str, definition: &'static str, alarms: 
         let worker = stage.worker().await;
         let publisher = stage.publisher().await;
         schedule(&stage, &publisher, alarms, delay).await;
-        wait_until_named(&worker, "alarms_circulate").await;
-        tokio::time::sleep(5 * SECOND).await;
-        let per_second = rearms_per_second(&worker).await;
-        let rearmed = Figures::of(&worker).await.get("alarms_rearmed_total");
-        println!("{alarms} alarms, {definition}: {per_second} re-arms a second, {rearmed} in all so far");
-        assert!(per_second <= 100.0, "{per_second} re-arms a second");
+        // Each makes two rounds before it is held back, which takes a busy machine its time.
+        let named = async || why_degraded(&worker, "alarms_circulate").await.is_some();
+        wait_within(45 * SECOND, "the cause", named).await;
+        let few = async || rearms_per_second(&worker).await <= 100.0;
+        wait_within(45 * SECOND, "few re-arms", few).await;
+        let figures = Figures::of(&worker).await;
+        let [rearmed, held_back] = ["alarms_rearmed_total", "alarms_held_back"].map(|name| figures.get(name));
+        println!("{alarms} alarms, {definition}: {rearmed} re-arms so far, {held_back} held back");
+        assert!(rearmed <= 5.0 * alarms as f64, "{rearmed} re-arms");
         assert_closed_on_time(&stage, alarms).await;
         worker.stop().await;
         stage.assert_ledger().await;
@@ -117,13 +128,13 @@ fn assert_on_time_under(queues: &'static str, definition: &'static str, alarms: 
 
 #[test]
 fn many_alarms_under_message_ttl_close_on_time() {
-    assert_on_time_under(".*", r#"{"message-ttl":1000}"#, 10_000, 40 * SECOND);
+    assert_on_time_under(".*", r#"{"message-ttl":1000}"#, 10_000, 75 * SECOND);
 }
 
 #[test]
 fn many_alarms_under_drop_head_close_on_time() {
     // Not on the inbox: what is dropped there and then out of the parked queue as well is the sweep's.
-    assert_on_time_under("wheel|delay", r#"{"max-length":1000,"overflow":"drop-head"}"#, 10_000, 40 * SECOND);
+    assert_on_time_under("wheel|delay", r#"{"max-length":1000,"overflow":"drop-head"}"#, 10_000, 75 * SECOND);
 }
 
 async fn wait_for_dead_letters(stage: &Stage, count: u32) {
@@ -201,7 +212,9 @@ fn alarm_beyond_delivery_limit_is_parked() {
         let requeue = BasicNackOptions { requeue: true, ..Default::default() };
         wait_for("the dead letter", async || {
             let timeout = stage.names().timeout();
-            if let Some(got) = stage.channel.basic_get(timeout.as_str().into(), BasicGetOptions::default()).await.unwrap() {
+            if let Some(got) =
+                stage.channel.basic_get(timeout.as_str().into(), BasicGetOptions::default()).await.unwrap()
+            {
                 got.nack(requeue).await.unwrap();
             }
             stage.depth(&stage.names().parked()).await == 1

@@ -197,7 +197,11 @@ fn a_delay_beyond_what_the_plugin_can_hold_is_cut() {
         let entry = lanes.entry(&id, now + remaining, now);
         assert_eq!(entry.wait, Wait::XDelayMs(u64::try_from(expected.as_millis()).unwrap()), "{remaining:?}");
         let due = TimeoutDue { order_id: id.clone(), deadline: now + remaining };
-        let message = envelope::address(&due, entry, Stamp { attempt: 0, born: now, traceparent: None, returns: Returns::default() });
+        let message = envelope::address(
+            &due,
+            entry,
+            Stamp { attempt: 0, born: now, traceparent: None, returns: Returns::default() },
+        );
         assert!(!message.mandatory, "a message that is delayed reaches no queue yet and would be returned");
         assert_eq!(message.ttl, None);
         let header = message.headers.iter().find(|(name, _)| *name == "x-delay").map(|(_, value)| value);

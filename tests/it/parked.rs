@@ -606,7 +606,8 @@ fn old_parked_alarms_are_deleted() {
                 more = page.1;
             }
             let left = stage.count("SELECT count(*) FROM parked_alarms").await;
-            let young = stage.count("SELECT count(*) FROM parked_alarms WHERE parked_at > now() - interval '1 hour'").await;
+            let young =
+                stage.count("SELECT count(*) FROM parked_alarms WHERE parked_at > now() - interval '1 hour'").await;
             assert_eq!((left, left + deleted as i64), (young, 4_800));
             assert!((2_300..=2_400).contains(&left), "{left}");
         },

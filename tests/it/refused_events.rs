@@ -81,7 +81,8 @@ fn assert_few_copies(length: i32, per_second: u32, closes: usize) {
         }
         assert!(was_degraded);
         wait_for("every event marked as sent", async || stage.count(UNSENT).await == 0).await;
-        let (copies, refused) = (copies(&stage, &endless).await, Figures::of(&worker).await.get("events_refused_total"));
+        let (copies, refused) =
+            (copies(&stage, &endless).await, Figures::of(&worker).await.get("events_refused_total"));
         let (most, all) = (copies.values().max().copied().unwrap_or(0), copies.values().sum::<usize>());
         println!("{closes} closes: {all} copies, {most} of one at most, {refused} refusals, {:?}", began.elapsed());
         assert_eq!(copies.len(), closes);

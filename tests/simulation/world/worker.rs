@@ -290,6 +290,7 @@ impl World {
     }
 
     /// The errand one stage further, or the news of its end.
+    #[allow(clippy::result_large_err)] // it is no error, and few are on their way
     fn next_stage(&mut self, errand: Underway, fate: Fate) -> Result<Underway, News> {
         match errand {
             Underway::Close { batch, answer: Some(answer), .. } => Err(News::Closed(batch, answer)),
@@ -345,6 +346,7 @@ impl World {
     }
 
     /// What was written is about to be reported, or its confirm is lost.
+    #[allow(clippy::result_large_err)] // it is no error, and few are on their way
     fn confirmed(&mut self, jobs: Vec<ArmJob>, fate: Fate) -> Result<Underway, News> {
         if fate != Fate::AnswerIsLost {
             return Ok(Underway::Arm { jobs, written: true });
