@@ -6,7 +6,7 @@ use serde_json::json;
 use uuid::Uuid;
 
 use crate::alarm::ParkReason;
-use crate::cli::Answer;
+use crate::cli::{Answer, printable};
 use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
 use crate::database::{self, Database, DatabaseFault, why};
@@ -141,11 +141,6 @@ fn write_table(rows: &[Parked], answer: &mut Answer) {
         let (id, reason, attempts) = (row.id, &row.reason, row.attempts);
         answer.line(format!("{id}  {reason:<14}  {age:>8}  {attempts:>8}  {order:<36}  {detail}"));
     }
-}
-
-/// What came from a message must not steer the terminal.
-fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> {
