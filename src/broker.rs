@@ -7,9 +7,10 @@
 use std::sync::Once;
 use std::time::Duration;
 
+use futures_util::io::{AsyncRead, AsyncWrite};
 use lapin::runtime::default_runtime;
 use lapin::tcp::{AMQPUriTcpExt, OwnedTLSConfig, RustlsConnector, RustlsConnectorConfig};
-use lapin::uri::{AMQPScheme, AMQPUri};
+use lapin::uri::{AMQPScheme, AMQPUri, AMQPUserInfo, SASLMechanism};
 use lapin::{Connection, ConnectionProperties, ErrorKind};
 use secrecy::ExposeSecret;
 
@@ -25,8 +26,10 @@ pub mod reply_code {
     pub const ACCESS_REFUSED: u16 = 403;
     pub const NOT_FOUND: u16 = 404;
     pub const PRECONDITION_FAILED: u16 = 406;
+    pub const FRAME_ERROR: u16 = 501;
     pub const COMMAND_INVALID: u16 = 503;
     pub const NOT_ALLOWED: u16 = 530;
+    pub const INTERNAL_ERROR: u16 = 541;
 }
 
 /// Why there is no connection.
@@ -45,16 +48,7 @@ pub enum BrokerFault {
 /// # Errors
 /// [`BrokerFault`] with the broker's address, never its password.
 pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, BrokerFault> {
-    tls::choose_crypto_provider();
-    let mut uri = address_of(settings)?;
-    let connector = match uri.scheme {
-        AMQPScheme::AMQP => None,
-        AMQPScheme::AMQPS => Some(tls_connector(settings).map_err(BrokerFault::Refused)?),
-    };
-    let heartbeat_s = settings.heartbeat.as_secs().try_into().unwrap_or(u16::MAX);
-    uri.query.heartbeat.get_or_insert(heartbeat_s);
-    // No larger than the stacks of `main` are sized for, even by a broker that sets no limit.
-    uri.query.frame_max.get_or_insert(LARGEST_FRAME_BYTES);
+    let (uri, connector) = prepare(settings)?;
     let place = address(&uri);
     let properties = ConnectionProperties::default().with_connection_name(format!("order-timeout {name}").into());
     match tokio::time::timeout(settings.connect_timeout, open(uri.clone(), connector, properties)).await {
@@ -77,6 +71,66 @@ fn have_what_a_broken_connection_needs() {
     });
 }
 
+/// The address with what the settings add to it, and what TLS needs where it asks for TLS.
+fn prepare(settings: &AmqpSettings) -> Result<(AMQPUri, Option<RustlsConnector>), BrokerFault> {
+    tls::choose_crypto_provider();
+    let mut uri = address_of(settings)?;
+    let connector = match uri.scheme {
+        AMQPScheme::AMQP => None,
+        AMQPScheme::AMQPS => Some(tls_connector(settings).map_err(BrokerFault::Refused)?),
+    };
+    let heartbeat_s = settings.heartbeat.as_secs().try_into().unwrap_or(u16::MAX);
+    uri.query.heartbeat.get_or_insert(heartbeat_s);
+    // No larger than the stacks of `main` are sized for, even by a broker that sets no limit.
+    uri.query.frame_max.get_or_insert(LARGEST_FRAME_BYTES);
+    Ok((uri, connector))
+}
+
+/// Bytes in both directions, with or without TLS.
+pub(crate) trait ByteStream: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<T: AsyncRead + AsyncWrite + Unpin + Send> ByteStream for T {}
+
+/// A connection on which nothing was said yet, and what to say first. For `quarantine/`, which must go on where lapin
+/// cannot.
+pub(crate) struct RawConnection {
+    pub stream: Box<dyn ByteStream>,
+    /// Host, port and virtual host, for sentences.
+    pub place: String,
+    pub vhost: String,
+    pub mechanism: SASLMechanism,
+    /// Never shown.
+    pub user: AMQPUserInfo,
+    /// The largest frame that the AMQP client would agree to.
+    pub frame_max: u32,
+}
+
+/// Connects as [`connect`] does, with the same certificates, and leaves the rest to the caller.
+pub(crate) async fn connect_raw(settings: &AmqpSettings) -> Result<RawConnection, BrokerFault> {
+    let (uri, connector) = prepare(settings)?;
+    let place = address(&uri);
+    let opening = async {
+        let (runtime, tls) = (default_runtime()?, OwnedTLSConfig::default());
+        let plain = in_the_clear(&uri).connect_with_config_async(tls.as_ref(), &runtime).await?;
+        let Some(connector) = &connector else { return Ok(Box::new(plain) as Box<dyn ByteStream>) };
+        let safe = plain.into_rustls(connector, name_in_certificate(&uri)).await?;
+        Ok::<_, lapin::Error>(Box::new(safe) as Box<dyn ByteStream>)
+    };
+    let stream = match tokio::time::timeout(settings.connect_timeout, opening).await {
+        Ok(Ok(stream)) => stream,
+        Ok(Err(error)) => return Err(why_not_connected(&error, &place, &uri, settings)),
+        Err(_) => return Err(did_not_answer(&uri, settings)),
+    };
+    Ok(RawConnection {
+        stream,
+        place,
+        vhost: uri.vhost,
+        mechanism: uri.query.auth_mechanism.unwrap_or_default(),
+        user: uri.authority.userinfo,
+        frame_max: uri.query.frame_max.unwrap_or(LARGEST_FRAME_BYTES),
+    })
+}
+
 /// With TLS if there is a connector for it. lapin's own way to it would trust the machine's CAs besides the one that is
 /// named, and find no way at all on a machine without any.
 async fn open(
@@ -85,14 +139,21 @@ async fn open(
     properties: ConnectionProperties,
 ) -> lapin::Result<Connection> {
     let connect = async move |uri: AMQPUri, runtime| {
-        let in_the_clear = AMQPUri { scheme: AMQPScheme::AMQP, ..uri.clone() };
-        let stream = in_the_clear.connect_with_config_async(OwnedTLSConfig::default().as_ref(), &runtime).await?;
-        let Some(connector) = &connector else { return Ok(stream) };
-        // An IPv6 address stands in brackets in an address, and without them in a certificate.
-        let name = uri.authority.host.trim_matches(['[', ']']);
-        Ok(stream.into_rustls(connector, name).await?)
+        let plain = in_the_clear(&uri).connect_with_config_async(OwnedTLSConfig::default().as_ref(), &runtime).await?;
+        let Some(connector) = &connector else { return Ok(plain) };
+        Ok(plain.into_rustls(connector, name_in_certificate(&uri)).await?)
     };
     Connection::connector(uri, default_runtime()?, connect, properties).await
+}
+
+/// The address without its TLS, which [`open`] and [`connect_raw`] add themselves.
+fn in_the_clear(uri: &AMQPUri) -> AMQPUri {
+    AMQPUri { scheme: AMQPScheme::AMQP, ..uri.clone() }
+}
+
+/// An IPv6 address stands in brackets in an address, and without them in a certificate.
+fn name_in_certificate(uri: &AMQPUri) -> &str {
+    uri.authority.host.trim_matches(['[', ']'])
 }
 
 /// Who is trusted, and who we say we are. Whatever this trusts must have a certificate for the address' host name.
@@ -227,8 +288,78 @@ pub fn reply(error: &lapin::Error) -> Option<(u16, String)> {
     }
 }
 
+/// What ended a connection that was open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EndKind {
+    /// The AMQP client met bytes that it cannot read: of a message, for all else comes from the broker itself. The next
+    /// connection is delivered the same message.
+    Unreadable,
+    /// The broker failed inside, as RabbitMQ 3 does over a message that it cannot write down as AMQP 0-9-1.
+    BrokerFailed,
+    /// Anything else, such as a network that is gone.
+    Other,
+}
+
+/// Sorts an error of an open connection.
+#[must_use]
+pub fn end_kind(error: &lapin::Error) -> EndKind {
+    match error.kind() {
+        ErrorKind::ParsingError(_) => EndKind::Unreadable,
+        // lapin's own words in io_loop.rs; a broker that complains of a frame of ours has others.
+        ErrorKind::ProtocolError(amqp)
+            if amqp.get_id() == reply_code::FRAME_ERROR
+                && amqp.get_message().as_str().starts_with("frame too large:") =>
+        {
+            EndKind::Unreadable
+        }
+        ErrorKind::ProtocolError(amqp) if amqp.get_id() == reply_code::INTERNAL_ERROR => EndKind::BrokerFailed,
+        _ => EndKind::Other,
+    }
+}
+
 /// Closes a connection, waiting no longer than `patience`: a blocked one would never answer.
 pub async fn close(connection: &Connection, patience: Duration) {
     let closing = connection.close(reply_code::CONTENT_OK, "done".into());
     let _answered_or_given_up = tokio::time::timeout(patience, closing).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::Arc;
+
+    use lapin::ConnectionState;
+    use lapin::protocol::{AMQPError, AMQPErrorKind, AMQPHardError, AMQPSoftError};
+
+    use super::*;
+
+    fn kind_of(kind: ErrorKind) -> EndKind {
+        end_kind(&kind.into())
+    }
+
+    fn hard(error: AMQPHardError, text: &str) -> ErrorKind {
+        ErrorKind::ProtocolError(AMQPError::new(AMQPErrorKind::Hard(error), text.into()))
+    }
+
+    #[test]
+    fn only_unreadable_bytes_count_as_unreadable() {
+        // A header frame with a property `type` of one byte that is no UTF-8.
+        let frame = b"\x02\0\x01\0\0\0\x10\0\x3c\0\0\0\0\0\0\0\0\0\0\0\x20\x01\xff\xce";
+        let unparsed = amq_protocol::frame::parsing::parse_frame(&frame[..]).unwrap_err();
+        assert_eq!(kind_of(ErrorKind::ParsingError(unparsed)), EndKind::Unreadable);
+        let too_large = hard(AMQPHardError::FRAMEERROR, "frame too large: 131100 bytes");
+        assert_eq!(kind_of(too_large), EndKind::Unreadable);
+        assert_eq!(kind_of(hard(AMQPHardError::INTERNALERROR, "INTERNAL_ERROR")), EndKind::BrokerFailed);
+        for other in [
+            hard(AMQPHardError::FRAMEERROR, "FRAME_ERROR - type 2, all octets = <<>>: {frame_too_large,9,8}"),
+            hard(AMQPHardError::CONNECTIONFORCED, "CONNECTION_FORCED - broker forced connection closure"),
+            hard(AMQPHardError::UNEXPECTEDFRAME, "UNEXPECTED_FRAME"),
+            ErrorKind::ProtocolError(AMQPError::new(AMQPErrorKind::Soft(AMQPSoftError::NOTFOUND), "no queue".into())),
+            ErrorKind::IOError(Arc::new(io::Error::from(io::ErrorKind::ConnectionReset))),
+            ErrorKind::InvalidConnectionState(ConnectionState::Error),
+            ErrorKind::MissingHeartbeatError,
+        ] {
+            assert_eq!(kind_of(other.clone()), EndKind::Other, "{other:?}");
+        }
+    }
 }

@@ -46,6 +46,7 @@ pub mod health;
 pub mod http;
 pub mod metrics;
 pub mod patience;
+pub mod quarantine;
 pub mod relay;
 pub mod telemetry;
 pub mod tls;

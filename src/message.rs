@@ -4,8 +4,10 @@
 //! The contract for other languages is `docs/WIRE.md`; `tests/fixtures/` holds one file per message as it stands
 //! on the wire.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -34,6 +36,9 @@ pub const HEADER_EARLY_RETURNS: &str = "early-returns";
 pub const HEADER_TRACEPARENT: &str = "traceparent";
 /// The kind of deadline meant when a message does not say.
 pub const DEFAULT_KIND: &str = "order.unpaid";
+/// What RabbitMQ itself writes into the property `type` of a message from an AMQP 1.0 publisher: RabbitMQ 3 the first for a
+/// data section, all versions the second for any other (`rabbit_amqp1_0_message.erl`, `mc_amqpl.erl`). Says nothing of ours.
+const AMQP_1_0_TYPES: [&str; 2] = ["binary", "amqp-1.0"];
 /// The largest alarm body accepted, in bytes.
 pub const MAX_BODY_BYTES: usize = 16 * 1024;
 
@@ -65,6 +70,43 @@ pub enum Unreadable {
     OtherKind(String),
 }
 
+/// What a body that does not begin as a JSON object most likely is, and what to send instead.
+fn unlike_an_object(body: &[u8]) -> &'static str {
+    match body {
+        [0xEF, 0xBB, 0xBF, ..] => "it begins with a byte order mark (BOM); send UTF-8 without one",
+        [0xFF, 0xFE, ..] | [0xFE, 0xFF, ..] | [0, b'{', ..] => "it is UTF-16; send UTF-8",
+        [0x1F, 0x8B, ..] => "it is compressed with gzip; send it uncompressed",
+        [0x78, 0x01 | 0x5E | 0x9C | 0xDA, ..] => "it is compressed with zlib; send it uncompressed",
+        [0x28, 0xB5, 0x2F, 0xFD, ..] => "it is compressed with zstd; send it uncompressed",
+        [0, 0x53, 0x76 | 0x77, ..] => "it is a value or sequence of AMQP 1.0; send the JSON as a data section",
+        [0x80, 2..=5, ..] => "it is pickled by Python; send JSON",
+        _ if is_celery_arguments(body) => CELERY,
+        _ => "it is not a JSON object",
+    }
+}
+
+const CELERY: &str =
+    "it is the envelope of a Celery task; publish the JSON object itself, as docs/WIRE.md shows, not a task";
+
+/// Celery's protocol 2: positional arguments, named ones, and an object of callbacks.
+fn is_celery_arguments(body: &[u8]) -> bool {
+    type Fields = BTreeMap<String, IgnoredAny>;
+    let parts: Option<(Vec<IgnoredAny>, Fields, Fields)> = serde_json::from_slice(body).ok();
+    parts.is_some_and(|(.., embedded)| {
+        ["callbacks", "errbacks", "chain", "chord"].iter().all(|key| embedded.contains_key(*key))
+    })
+}
+
+/// Celery's protocol 1, or what the parser says.
+fn why_not_the_shape(body: &[u8], fault: &serde_json::Error) -> String {
+    if body.starts_with(b"{\0") {
+        return "it is UTF-16; send UTF-8".into();
+    }
+    let fields: BTreeMap<String, IgnoredAny> = serde_json::from_slice(body).unwrap_or_default();
+    let is_task = ["task", "id", "args", "kwargs"].iter().all(|key| fields.contains_key(*key));
+    if is_task { CELERY.into() } else { shortened(&fault.to_string()) }
+}
+
 /// What a fault quotes of a message, at most, in characters.
 const QUOTED: usize = 80;
 
@@ -88,7 +130,7 @@ impl TimeoutDue {
     /// # Errors
     /// [`Unreadable`] names the fault.
     pub fn read(body: &[u8], message_type: Option<&str>) -> Result<Self, Unreadable> {
-        if let Some(other) = message_type.filter(|t| *t != TIMEOUT_DUE_TYPE) {
+        if let Some(other) = message_type.filter(|t| *t != TIMEOUT_DUE_TYPE && !AMQP_1_0_TYPES.contains(t)) {
             return Err(Unreadable::OtherType(other.chars().take(QUOTED).collect()));
         }
         if body.is_empty() {
@@ -99,10 +141,10 @@ impl TimeoutDue {
         }
         // serde would also take an array for the fields in their order.
         if body.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
-            return Err(Unreadable::NotTheShape("it is not a JSON object".into()));
+            return Err(Unreadable::NotTheShape(unlike_an_object(body).into()));
         }
         let body: TimeoutDueBody =
-            serde_json::from_slice(body).map_err(|fault| Unreadable::NotTheShape(shortened(&fault.to_string())))?;
+            serde_json::from_slice(body).map_err(|fault| Unreadable::NotTheShape(why_not_the_shape(body, &fault)))?;
         if let Some(other) = body.kind.filter(|kind| kind != DEFAULT_KIND) {
             return Err(Unreadable::OtherKind(other.chars().take(QUOTED).collect()));
         }
@@ -204,6 +246,41 @@ mod tests {
         check(&"x".repeat(MAX_BODY_BYTES + 1), "16385 bytes");
         let other = TimeoutDue::read(b"{}", Some("order.timeout.v2")).unwrap_err();
         assert!(other.to_string().contains("order.timeout.v2"));
+    }
+
+    #[test]
+    fn foreign_encodings_are_named() {
+        let json = r#"{"order_id":"a","deadline":"2026-11-20T10:30:00Z"}"#;
+        let utf16 = |to_bytes: fn(u16) -> [u8; 2]| json.encode_utf16().flat_map(to_bytes).collect::<Vec<u8>>();
+        let celery_2 = br#"[["a"], {}, {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]"#;
+        let celery_1 = br#"{"task": "close", "id": "7", "args": ["a"], "kwargs": {}, "retries": 0}"#;
+        let cases: [(Vec<u8>, &str); 12] = [
+            ([b"\xEF\xBB\xBF", json.as_bytes()].concat(), "byte order mark"),
+            ([&[0xFF, 0xFE][..], &utf16(u16::to_le_bytes)].concat(), "UTF-16"),
+            ([&[0xFE, 0xFF][..], &utf16(u16::to_be_bytes)].concat(), "UTF-16"),
+            (utf16(u16::to_le_bytes), "UTF-16"),
+            (utf16(u16::to_be_bytes), "UTF-16"),
+            (b"\x1F\x8B\x08\0\0\0\0\0".to_vec(), "gzip"),
+            (b"\x78\x9C\xAB\x56".to_vec(), "zlib"),
+            (b"\x28\xB5\x2F\xFD\x04".to_vec(), "zstd"),
+            ([b"\0Sw\xA1Y", json.as_bytes()].concat(), "data section"),
+            (b"\x80\x04\x95\x05".to_vec(), "pickled"),
+            (celery_2.to_vec(), "Celery"),
+            (celery_1.to_vec(), "Celery"),
+        ];
+        for (body, expected) in cases {
+            let fault = TimeoutDue::read(&body, None).unwrap_err().to_string();
+            assert!(fault.contains(expected), "{fault} does not contain {expected:?}");
+        }
+    }
+
+    #[test]
+    fn types_of_amqp_1_0_are_ignored() {
+        let body = br#"{"order_id":"a","deadline":"2026-11-20T10:30:00Z"}"#;
+        for by_the_broker in AMQP_1_0_TYPES {
+            assert_eq!(TimeoutDue::read(body, Some(by_the_broker)), TimeoutDue::read(body, None));
+        }
+        assert!(TimeoutDue::read(body, None).is_ok());
     }
 
     #[test]

@@ -4,6 +4,7 @@ pub mod close;
 pub mod deadline;
 pub mod health;
 pub mod parked;
+pub mod quarantine;
 pub mod schedule;
 pub mod setup;
 pub mod topology;
@@ -59,10 +60,16 @@ impl Cli {
     pub fn load_settings(&self) -> Result<Settings, BadSettings> {
         let (file, overrides) = (self.settings.config.as_deref(), &self.settings.overrides);
         match self.command {
-            Command::Schedule(_) | Command::Topology(_) | Command::Health(_) => Settings::load(file, overrides),
-            Command::Setup(_) | Command::Worker | Command::Deadline(_) | Command::Close(_) | Command::Parked(_) => {
-                Settings::load_with_database(file, overrides)
-            }
+            Command::Quarantine(quarantine::QuarantineArgs { moves: false, .. })
+            | Command::Schedule(_)
+            | Command::Topology(_)
+            | Command::Health(_) => Settings::load(file, overrides),
+            Command::Setup(_)
+            | Command::Worker
+            | Command::Deadline(_)
+            | Command::Close(_)
+            | Command::Parked(_)
+            | Command::Quarantine(_) => Settings::load_with_database(file, overrides),
         }
     }
 }
@@ -111,6 +118,16 @@ impl Answer {
     }
 }
 
+/// What came from a message must not steer the terminal.
+fn printable(text: &str) -> String {
+    text.chars().map(|c| if is_printable(c) { c } else { '\u{fffd}' }).collect()
+}
+
+/// Neither a control character nor one of those that only change how others are shown.
+fn is_printable(c: char) -> bool {
+    c == '"' || c == '\'' || c == '\\' || c.escape_debug().count() == 1
+}
+
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
@@ -131,6 +148,8 @@ pub enum Command {
     /// Look at alarms that could not be handled, try them again, or drop them
     #[command(subcommand)]
     Parked(parked::ParkedCommand),
+    /// Find messages that the AMQP client cannot read, and move them aside; shows them unless --move is given
+    Quarantine(quarantine::QuarantineArgs),
 }
 
 impl Command {
@@ -148,6 +167,7 @@ impl Command {
             Self::Close(args) => close::run(args, settings).await,
             Self::Topology(args) => topology::run(&args, settings),
             Self::Parked(command) => parked::run(command, settings).await,
+            Self::Quarantine(args) => quarantine::run(args, settings).await,
         }
     }
 }

@@ -6,7 +6,7 @@ use serde_json::json;
 use uuid::Uuid;
 
 use crate::alarm::{ParkReason, Returns};
-use crate::cli::Answer;
+use crate::cli::{Answer, is_printable, printable};
 use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
 use crate::database::{self, Database, DatabaseFault, why};
@@ -167,16 +167,6 @@ fn write_table(rows: &[Parked], answer: &mut Answer) {
         let (id, reason, attempts) = (row.id, &row.reason, row.attempts);
         answer.line(format!("{id}  {reason:<14}  {age:>8}  {attempts:>8}  {order:<36}  {body:<BODY_WIDTH$}  {detail}"));
     }
-}
-
-/// What came from a message must not steer the terminal.
-fn printable(text: &str) -> String {
-    text.chars().map(|c| if is_printable(c) { c } else { '\u{fffd}' }).collect()
-}
-
-/// Neither a control character nor one of those that only change how others are shown.
-fn is_printable(c: char) -> bool {
-    c == '"' || c == '\'' || c == '\\' || c.escape_debug().count() == 1
 }
 
 /// The beginning of a body, with every byte that is not printable text as an escape.

@@ -13,13 +13,13 @@ use futures_util::StreamExt;
 use futures_util::future::{join_all, try_join_all};
 use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use lapin::{BasicProperties, Channel, Connection, Consumer};
+use lapin::{BasicProperties, Channel, Connection, Consumer, Event};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use crate::alarm::{Alarm, Death, DeathReason, Delivered, Inlet, Parcel, ParkReason, Receipt, Returns, Settlement};
-use crate::broker::{self, BrokerFault};
+use crate::broker::{self, BrokerFault, EndKind};
 use crate::config::Settings;
 use crate::message::{HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, TimeoutDue};
 use crate::order::Moment;
@@ -35,6 +35,8 @@ const MOST_EARLY_RETURNS: u32 = 1_000;
 const LAST_MILLISECOND: i64 = 253_402_300_799_999;
 /// How long the broker may take to answer a goodbye.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
+/// How long after a channel's error the connection may take to say its own.
+const REASON_TIMEOUT: Duration = Duration::from_millis(200);
 /// How long a session's end may take: first the channels' goodbye, then the connection's.
 pub(crate) const LONGEST_CLOSE: Duration = CLOSE_PATIENCE.saturating_mul(2);
 
@@ -44,8 +46,64 @@ pub struct Session {
     number: u64,
     connection: Arc<Connection>,
     lines: Vec<Line>,
-    ended: CancellationToken,
-    why_ended: Arc<Mutex<Option<String>>>,
+    ended: Ended,
+}
+
+/// Why a session ended, or did not open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SessionEnd {
+    pub kind: EndKind,
+    /// One sentence.
+    pub why: String,
+}
+
+impl SessionEnd {
+    /// An end that says nothing of any message.
+    pub fn other(why: impl Into<String>) -> Self {
+        Self { kind: EndKind::Other, why: why.into() }
+    }
+
+    fn of(error: &lapin::Error) -> Self {
+        let kind = broker::end_kind(error);
+        let why = match kind {
+            EndKind::Unreadable => format!("the AMQP client cannot read a message that the broker delivered ({error})"),
+            EndKind::BrokerFailed => {
+                format!("the broker itself failed ({error}), as RabbitMQ 3 does over a message that it cannot deliver")
+            }
+            EndKind::Other => error.to_string(),
+        };
+        Self { kind, why }
+    }
+}
+
+/// Why no session was opened.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum OpenError {
+    #[error(transparent)]
+    Broker(#[from] BrokerFault),
+    /// It was open for the broker, which delivered at once.
+    #[error("{}", .0.why)]
+    Ended(SessionEnd),
+}
+
+/// The first reason for the end of a session, and that there is one.
+#[derive(Debug, Clone, Default)]
+struct Ended {
+    token: CancellationToken,
+    reason: Arc<Mutex<Option<SessionEnd>>>,
+}
+
+impl Ended {
+    fn note(&self, end: SessionEnd) {
+        self.reason.lock().expect("nobody panics holding it").get_or_insert(end);
+        self.token.cancel();
+    }
+
+    async fn reason(&self) -> SessionEnd {
+        self.token.cancelled().await;
+        let reason = self.reason.lock().expect("nobody panics holding it").clone();
+        reason.unwrap_or_else(|| SessionEnd::other("it was closed"))
+    }
 }
 
 /// One channel with its consumer.
@@ -61,12 +119,12 @@ impl Session {
     /// Connects, declares what is missing, and starts consuming into `inbox`. `number` marks this session's receipts.
     ///
     /// # Errors
-    /// [`BrokerFault`]; `Refused` where trying again will not help.
+    /// [`OpenError`]; `Refused` where trying again will not help.
     pub async fn open(
         settings: &Settings,
         number: u64,
         inbox: mpsc::UnboundedSender<Delivered>,
-    ) -> Result<Self, BrokerFault> {
+    ) -> Result<Self, OpenError> {
         let connection = Arc::new(broker::connect(&settings.amqp, "worker").await?);
         let declared = Topology::new(settings).declare(&connection).await;
         declared.map_err(|fault| match fault {
@@ -76,16 +134,53 @@ impl Session {
             | TopologyFault::NoDelayedExchange { .. }
             | TopologyFault::NoHashExchange { .. } => BrokerFault::Refused(fault.to_string()),
         })?;
-        let mut session =
-            Self { number, connection, lines: Vec::new(), ended: CancellationToken::new(), why_ended: Arc::default() };
-        let patience = settings.amqp.connect_timeout;
-        let why_not = match tokio::time::timeout(patience, session.consume_all(settings, &inbox)).await {
-            Ok(Ok(())) => return Ok(session),
-            Ok(Err(error)) => error.to_string(),
-            Err(_) => format!("the broker did not answer within {patience:?}"),
+        let mut session = Self { number, connection, lines: Vec::new(), ended: Ended::default() };
+        session.listen_for_unreadable();
+        let (patience, ended) = (settings.amqp.connect_timeout, session.ended.clone());
+        let why_not = tokio::select! {
+            // First: what was asked when the client gave up may never be answered.
+            biased;
+            end = ended.reason() => OpenError::Ended(end),
+            consuming = tokio::time::timeout(patience, session.consume_all(settings, &inbox)) => match consuming {
+                Ok(Ok(())) => return Ok(session),
+                Ok(Err(error)) => session.why_not_open(&error).await,
+                Err(_) => consuming_failed(&format!("the broker did not answer within {patience:?}")),
+            },
         };
         broker::close(&session.connection, CLOSE_PATIENCE).await;
-        Err(BrokerFault::Away(format!("consuming could not start: {why_not}")))
+        Err(why_not)
+    }
+
+    /// The connection says once why it ended; its channels may say that they are closed, or nothing.
+    fn listen_for_unreadable(&self) {
+        let (events, ended) = (self.connection.events_listener(), self.ended.clone());
+        tokio::spawn(async move {
+            let mut events = std::pin::pin!(events);
+            while let Some(event) = events.next().await {
+                if let Event::Error(error) = event
+                    && broker::end_kind(&error) != EndKind::Other
+                {
+                    return ended.note(SessionEnd::of(&error));
+                }
+            }
+        });
+    }
+
+    /// What an error of a channel's means, once the connection has had its say.
+    async fn why_not_open(&self, error: &lapin::Error) -> OpenError {
+        match self.end_after(error).await {
+            SessionEnd { kind: EndKind::Other, why } => consuming_failed(&why),
+            end => OpenError::Ended(end),
+        }
+    }
+
+    /// Why the session ended, given that a channel of it met this error.
+    pub async fn end_after(&self, error: &lapin::Error) -> SessionEnd {
+        let end = SessionEnd::of(error);
+        match tokio::time::timeout(REASON_TIMEOUT, self.ended.reason()).await {
+            Ok(reason) if end.kind == EndKind::Other => reason,
+            _ => end,
+        }
     }
 
     async fn consume_all(
@@ -112,12 +207,8 @@ impl Session {
             .await?;
         let line = Line { inlet, channel, consumer_tag, ledger: Arc::default() };
         let reader = Reader { session: self.number, channel: index, inlet, ledger: line.ledger.clone(), inbox };
-        let (ended, why) = (self.ended.clone(), self.why_ended.clone());
-        tokio::spawn(async move {
-            let reason = reader.read_all(consumer).await;
-            why.lock().expect("nobody panics holding it").get_or_insert(reason);
-            ended.cancel();
-        });
+        let ended = self.ended.clone();
+        tokio::spawn(async move { ended.note(reader.read_all(consumer).await) });
         Ok(line)
     }
 
@@ -147,9 +238,8 @@ impl Session {
 
     /// Resolves when any part of the session has ended, with the reason. A stream that just ends counts: the queue was
     /// deleted, or the server cancelled the consumer.
-    pub async fn ended(&self) -> String {
-        self.ended.cancelled().await;
-        self.why_ended.lock().expect("nobody panics holding it").clone().unwrap_or_default()
+    pub async fn ended(&self) -> SessionEnd {
+        self.ended.reason().await
     }
 
     /// Settles deliveries of this session; receipts of others are void and left out.
@@ -192,6 +282,10 @@ impl Session {
         let _answered_or_given_up = tokio::time::timeout(CLOSE_PATIENCE, join_all(closing)).await;
         broker::close(&self.connection, CLOSE_PATIENCE).await;
     }
+}
+
+fn consuming_failed(why: &str) -> OpenError {
+    BrokerFault::Away(format!("consuming could not start: {why}")).into()
 }
 
 /// A queue to consume from.
@@ -237,11 +331,11 @@ struct Reader {
 
 impl Reader {
     /// Until the consumer ends; says why it did.
-    async fn read_all(self, mut consumer: Consumer) -> String {
+    async fn read_all(self, mut consumer: Consumer) -> SessionEnd {
         while let Some(delivery) = consumer.next().await {
             let delivery = match delivery {
                 Ok(delivery) => delivery,
-                Err(error) => return error.to_string(),
+                Err(error) => return SessionEnd::of(&error),
             };
             let receipt = Receipt { session: self.session, channel: self.channel, tag: delivery.delivery_tag };
             self.ledger.lock().expect("nobody panics holding it").open(receipt.tag);
@@ -249,10 +343,12 @@ impl Reader {
             let (content, death) = (read(&delivery.data, properties), last_death(properties));
             let delivered = Delivered { receipt, inlet: self.inlet, content, death };
             if self.inbox.send(delivered).is_err() {
-                return "the worker has stopped".into();
+                return SessionEnd::other("the worker has stopped");
             }
         }
-        "the broker cancelled the consumer; was its queue deleted, or a delivery kept for its consumer_timeout?".into()
+        SessionEnd::other(
+            "the broker cancelled the consumer; was its queue deleted, or a delivery kept for its consumer_timeout?",
+        )
     }
 }
 

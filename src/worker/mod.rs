@@ -2,11 +2,12 @@
 //!
 //! Decides nothing about alarms (that is `desk/`) and knows no statement and no frame (those are the steps'). The
 //! `floor.rs` carries news and errands between the desk and the steps; `supervisor.rs` keeps a consumer session open;
-//! `settling.rs` gathers what it tells the broker; `outboxes.rs` keeps the outboxes empty; `signs.rs` counts what all of
+//! `settling.rs` gathers what it tells the broker; `quarantine.rs` moves aside what ends every session; `outboxes.rs` keeps the outboxes empty; `signs.rs` counts what all of
 //! them do.
 
 mod floor;
 mod outboxes;
+mod quarantine;
 mod settling;
 mod signs;
 mod steps;
@@ -30,7 +31,7 @@ use crate::close::Closer;
 use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
 use crate::database::{self, Database, DatabaseFault, why};
-use crate::deliver::{LONGEST_CLOSE, Session};
+use crate::deliver::{LONGEST_CLOSE, OpenError, Session, SessionEnd};
 use crate::desk::{Desk, Policy};
 use crate::http::{HttpFault, HttpServer, LIVEZ, METRICS, READYZ};
 use crate::patience::LONGEST_PAUSE;
@@ -39,6 +40,7 @@ use crate::sweep::Sweeper;
 use crate::topology::{DECLARE_TIMEOUT, Names};
 use floor::Floor;
 use outboxes::Outboxes;
+use quarantine::Quarantine;
 use settling::Settling;
 use signs::Signs;
 use steps::Steps;
@@ -107,11 +109,16 @@ impl Worker {
         let (inbox_sender, inbox) = mpsc::unbounded_channel();
         let first_session = match Session::open(&settings, supervisor::FIRST_SESSION, inbox_sender.clone()).await {
             Ok(session) => Some(session),
-            Err(BrokerFault::Away(why)) => {
+            Err(OpenError::Broker(BrokerFault::Away(why))) => {
                 warn!(%why, "the broker is away; the worker starts without it and keeps trying");
                 None
             }
-            Err(refused @ BrokerFault::Refused(_)) => return Err(refused.into()),
+            // The next try says the same, and is seen to.
+            Err(OpenError::Ended(SessionEnd { why, .. })) => {
+                warn!(%why, "the consumer session ended as it began; the worker starts without one and keeps trying");
+                None
+            }
+            Err(OpenError::Broker(refused @ BrokerFault::Refused(_))) => return Err(refused.into()),
         };
         Ok(Self { settings, closer, sweeper, database, clock, first_session, inbox, inbox_sender, signs, http })
     }
@@ -147,7 +154,7 @@ impl Worker {
             phase_seen,
             notes.clone(),
             confirmed.way_is_missing(),
-            signs.clone(),
+            Quarantine::new(settings.clone(), self.database.clone(), signs.clone()),
         );
         let supervising = tokio::spawn(supervisor.run(self.first_session));
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tracing::{info, warn};
 
-use crate::alarm::{Delivered, Inlet};
+use crate::alarm::{Delivered, Inlet, ParkReason};
 use crate::clock::DatabaseClock;
 use crate::degraded::{Cause, Change};
 use crate::desk::{Answer, Batch};
@@ -51,6 +51,11 @@ impl Signs {
             Change::Cleared => info!(cause = cause.as_str(), "the worker is no longer degraded by this cause"),
             Change::Nothing => {}
         }
+    }
+
+    /// Messages were moved aside without having been delivered to a session.
+    pub fn moved_aside(&self, messages: u64) {
+        self.metrics.alarms_parked.with_label_values(&[ParkReason::Unreadable.as_str()]).inc_by(messages);
     }
 
     /// `now` is the database's time.

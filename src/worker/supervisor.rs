@@ -11,12 +11,12 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::Signs;
+use super::quarantine::Quarantine;
 use super::settling::Settling;
 use super::steps::Note;
 use crate::alarm::Delivered;
-use crate::broker::BrokerFault;
 use crate::config::Settings;
-use crate::deliver::Session;
+use crate::deliver::{OpenError, Session, SessionEnd};
 use crate::desk::News;
 use crate::health::{BEAT_EVERY, Loop};
 use crate::patience::Pauses;
@@ -52,6 +52,7 @@ pub(super) struct Supervisor {
     next_session: u64,
     /// Woken when an exchange or a queue is found to be missing.
     way_is_missing: Arc<Notify>,
+    quarantine: Quarantine,
     signs: Signs,
 }
 
@@ -63,9 +64,10 @@ impl Supervisor {
         phase: watch::Receiver<Phase>,
         notes: mpsc::UnboundedSender<Note>,
         way_is_missing: Arc<Notify>,
-        signs: Signs,
+        quarantine: Quarantine,
     ) -> Self {
-        Self { settings, inbox, settling, phase, notes, next_session: FIRST_SESSION + 1, way_is_missing, signs }
+        let (next_session, signs) = (FIRST_SESSION + 1, quarantine.signs.clone());
+        Self { settings, inbox, settling, phase, notes, next_session, way_is_missing, quarantine, signs }
     }
 
     pub async fn run(mut self, first: Option<Session>) {
@@ -77,10 +79,11 @@ impl Supervisor {
                 let opened = Instant::now();
                 self.tell(News::SessionOpened(open.number()));
                 self.signs.session_opened();
-                let why = self.attend(open).await;
-                self.signs.session_ended(&why);
+                let end = self.attend(open).await;
+                self.signs.session_ended(&end.why);
                 self.tell(News::SessionEnded);
-                if opened.elapsed() >= LIVED {
+                let cause_is_gone = self.see_to(&end).await;
+                if cause_is_gone || opened.elapsed() >= LIVED {
                     pauses = Pauses::new();
                 } else {
                     self.pause(pauses.next_pause()).await;
@@ -99,7 +102,13 @@ impl Supervisor {
                     let pause = pauses.next_pause();
                     self.signs.health.note_session(Some(&fault.to_string()));
                     warn!(%fault, again_in_ms = pause.as_millis(), "no consumer session");
-                    self.pause(pause).await;
+                    let cause_is_gone = match &fault {
+                        OpenError::Ended(end) => self.see_to(end).await,
+                        OpenError::Broker(_) => false,
+                    };
+                    if !cause_is_gone {
+                        self.pause(pause).await;
+                    }
                     None
                 }
             };
@@ -108,7 +117,7 @@ impl Supervisor {
     }
 
     /// Opens a session; `None` if the worker stops meanwhile.
-    async fn open(&mut self) -> Option<Result<Session, BrokerFault>> {
+    async fn open(&mut self) -> Option<Result<Session, OpenError>> {
         let mut opening = pin!(Session::open(&self.settings, self.next_session, self.inbox.clone()));
         tokio::select! {
             opened = &mut opening => return Some(opened),
@@ -126,13 +135,27 @@ impl Supervisor {
         let _ = self.notes.send(Note::News(news));
     }
 
+    /// Where it was a message that ended the session: has it moved aside, unless the worker stops meanwhile. Returns whether
+    /// the next session need not wait.
+    async fn see_to(&mut self, end: &SessionEnd) -> bool {
+        let mut phase = self.phase.clone();
+        tokio::select! {
+            cause_is_gone = self.quarantine.see_to(end) => cause_is_gone,
+            _ = phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close)) => false,
+        }
+    }
+
     /// Settles what comes until the session ends or is no longer wanted; says which.
-    async fn attend(&mut self, session: Session) -> String {
+    async fn attend(&mut self, session: Session) -> SessionEnd {
+        let opened = Instant::now();
         let mut cancelled = false;
         // Beside everything else: a broker in trouble may take a minute over it.
         let mut declaring = None;
         loop {
             self.signs.health.beat(Loop::Supervisor);
+            if opened.elapsed() >= LIVED {
+                self.quarantine.session_lives();
+            }
             let phase = *self.phase.borrow_and_update();
             match phase {
                 Phase::Consume => {}
@@ -148,20 +171,22 @@ impl Supervisor {
                         warn!(%error, "the last deliveries could not be settled; the broker delivers them again");
                     }
                     session.close().await;
-                    return "the worker takes no alarms".into();
+                    return SessionEnd::other("the worker takes no alarms");
                 }
             }
             tokio::select! {
-                why = session.ended(), if !cancelled => {
+                end = session.ended(), if !cancelled => {
+                    let why = &end.why;
                     warn!(%why, "the consumer session ended; the broker delivers again what was not acknowledged");
                     self.leave(session).await;
-                    return why;
+                    return end;
                 }
                 settlements = self.settling.next(|receipt| session.may_settle_later(receipt)) => {
                     if let Err(error) = session.settle(&settlements).await {
-                        warn!(%error, "deliveries could not be settled; the session is over");
+                        let end = session.end_after(&error).await;
+                        warn!(error = %end.why, "deliveries could not be settled; the session is over");
                         self.leave(session).await;
-                        return error.to_string();
+                        return end;
                     }
                 }
                 () = self.way_is_missing.notified(), if declaring.is_none() => {

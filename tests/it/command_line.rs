@@ -318,8 +318,8 @@ fn every_command_explains_itself_and_its_arguments() {
     // Built, so that it has the arguments that hold for every command.
     let mut cli = Cli::command();
     cli.build();
-    // The program, setup, worker, health, schedule, deadline, close, topology, parked with its three.
-    assert_eq!(check(&cli, &[]), 12);
+    // The program, setup, worker, health, schedule, deadline, close, topology, quarantine, parked with its three.
+    assert_eq!(check(&cli, &[]), 13);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::alarm::Returns;
 use order_timeout::broker::{self, BrokerFault};
 use order_timeout::config::Strategy;
-use order_timeout::deliver::Session;
+use order_timeout::deliver::{OpenError, Session};
 use order_timeout::envelope::{self, LONGEST_X_DELAY_MS, Stamp, Wait};
 use order_timeout::message::TimeoutDue;
 use order_timeout::order::Moment;
@@ -230,7 +230,7 @@ fn the_strategy_is_refused_where_the_type_is_missing() {
         // Refused, not away: a worker that goes on trying would look as if it worked.
         let (inbox, _deliveries) = tokio::sync::mpsc::unbounded_channel();
         let opened = Session::open(&stage.settings, 1, inbox).await.map(drop);
-        assert!(matches!(opened, Err(BrokerFault::Refused(_))), "{opened:?}");
+        assert!(matches!(opened, Err(OpenError::Broker(BrokerFault::Refused(_)))), "{opened:?}");
         assert_names_the_plugin(&opened.unwrap_err().to_string());
         let started = Worker::start(stage.settings.clone()).await.map(drop);
         assert_names_the_plugin(&started.expect_err("a worker that cannot delay").to_string());

@@ -33,3 +33,4 @@ mod sweep;
 mod tidy;
 mod tls;
 mod topology;
+mod unreadable_messages;

@@ -111,6 +111,16 @@ fn lapin_stays_in_its_rooms() {
 }
 
 #[test]
+fn frames_are_parsed_in_quarantine_alone() {
+    let users = users_of(r"\bamq_protocol::");
+    assert_eq!(
+        users,
+        set(&["broker.rs", "quarantine/link.rs", "quarantine/message.rs"]),
+        "see docs/ARCHITECTURE.md, \"The map\""
+    );
+}
+
+#[test]
 fn sqlx_stays_in_its_rooms() {
     let rooms = [
         "announce.rs",
@@ -142,7 +152,14 @@ fn what_is_measured_stays_out_of_what_is_done() {
     rooms(r"\bcrate::metrics\b", &["http.rs", "worker/outboxes.rs", "worker/signs.rs"]);
     rooms(
         r"\bcrate::health\b",
-        &["http.rs", "worker/floor.rs", "worker/outboxes.rs", "worker/signs.rs", "worker/supervisor.rs"],
+        &[
+            "http.rs",
+            "worker/floor.rs",
+            "worker/outboxes.rs",
+            "worker/quarantine.rs",
+            "worker/signs.rs",
+            "worker/supervisor.rs",
+        ],
     );
     rooms(r"\bcrate::http\b", &["cli/health.rs", "worker/mod.rs", "worker/signs.rs"]);
 }

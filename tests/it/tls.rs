@@ -14,6 +14,7 @@ use tempfile::TempDir;
 
 use crate::support::away::held_by_the_worker;
 use crate::support::private::Private;
+use crate::support::raw::{self, Properties};
 use crate::support::{Stage, on_stage, place_of, small_settings, wait_for, with_parts};
 
 /// The host name in the servers' certificates; by its address they are somebody else.
@@ -92,6 +93,7 @@ fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be(
     let postgres = Private::postgres(&["--tls", folder]);
     let amqp = amqp_settings(&broker, &certificates);
     let database = database_settings(&postgres, &certificates);
+    let plain = broker.url.clone();
 
     on_stage(
         |settings| {
@@ -115,7 +117,7 @@ fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be(
             settings.validate_database().unwrap();
             in_a_runtime(demand_client_certificates(&postgres, &settings.database));
         },
-        async |stage| {
+        async move |stage| {
             let encrypted = "SELECT count(*) FROM pg_stat_ssl WHERE pid = pg_backend_pid() AND ssl";
             assert_eq!(stage.count(encrypted).await, 1, "over TLS");
             let worker = stage.worker().await;
@@ -134,6 +136,7 @@ fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be(
             .await;
             at_once_go_only_as_many_as_fit_into_a_record(&stage).await;
             stage.assert_ledger().await;
+            unreadable_message_is_found_over_tls(&stage, &plain).await;
             worker.stop().await;
         },
     );
@@ -155,6 +158,17 @@ async fn at_once_go_only_as_many_as_fit_into_a_record(stage: &Stage) {
     let together = "SELECT max(orders) FROM (SELECT count(*) FROM orders GROUP BY xmin::text) AS transaction (orders)";
     let together = stage.count(together).await;
     assert!(together <= 400, "{together} were closed by one statement");
+}
+
+/// The reader of `quarantine/` uses the same certificates as the AMQP client.
+async fn unreadable_message_is_found_over_tls(stage: &Stage, plain: &str) {
+    const TYPE: u16 = 1 << 5;
+    let mut in_the_clear = stage.settings.clone();
+    in_the_clear.amqp.url = plain.to_owned().into();
+    raw::publish_with(&in_the_clear, &stage.names().arm(), b"", &Properties::text(TYPE, b"\xff"), b"{}");
+    wait_for("the message aside", async || stage.parked().await.len() == 1).await;
+    let detail = stage.parked().await.remove(0).1;
+    assert!(detail.contains(&stage.names().arm()) && detail.contains("property type is not UTF-8"), "{detail}");
 }
 
 fn in_a_runtime(work: impl Future<Output = ()>) {

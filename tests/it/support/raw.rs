@@ -1,6 +1,7 @@
 //! AMQP written byte by byte: for messages that no client library would send.
 //!
-//! Frames and methods by their numbers in the AMQP 0-9-1 specification; just enough to publish one message, confirmed.
+//! Frames and methods by their numbers in the AMQP 0-9-1 specification; just enough to publish one message, confirmed, or to have it
+//! delivered and returned.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -34,41 +35,61 @@ pub fn nested_table() -> Vec<u8> {
 
 /// Publishes a persistent message with this table of headers; returns when the broker has confirmed it.
 pub fn publish(settings: &Settings, exchange: &str, routing_key: &str, headers: &[u8], body: &[u8]) {
-    let uri: AMQPUri = settings.amqp.url.expose_secret().parse().unwrap();
-    let mut line = Line(TcpStream::connect((uri.authority.host.as_str(), uri.authority.port)).unwrap());
-    line.0.write_all(b"AMQP\x00\x00\x09\x01").unwrap();
-    line.expect(10, 10);
-    let user = &uri.authority.userinfo;
-    let response = format!("\0{}\0{}", user.username, user.password);
-    let start_ok = [&0_u32.to_be_bytes()[..], &short("PLAIN"), &long(response.as_bytes()), &short("en_US")].concat();
-    line.call(0, 10, 11, &start_ok);
-    let mut tune = line.expect(10, 30);
-    // Channels and frames as the broker wishes; no heartbeat.
-    tune.truncate(6);
-    line.call(0, 10, 31, &[&tune[..], &[0, 0]].concat());
-    line.call(0, 10, 40, &[&short(&uri.vhost)[..], &short(""), &[0]].concat());
-    line.expect(10, 41);
-    line.call(1, 20, 10, &short(""));
-    line.expect(20, 11);
+    let properties = Properties { flags: HAS_HEADERS | HAS_DELIVERY_MODE, bytes: [headers, &[2]].concat() };
+    publish_with(settings, exchange, routing_key.as_bytes(), &properties, body);
+}
+
+/// Properties as they stand on the wire.
+pub struct Properties {
+    /// Which ones follow (AMQP 0-9-1, class "basic").
+    pub flags: u16,
+    pub bytes: Vec<u8>,
+}
+
+impl Properties {
+    /// None at all.
+    pub fn none() -> Self {
+        Self { flags: 0, bytes: Vec::new() }
+    }
+
+    /// Of one short string, whose flag this is.
+    pub fn text(flag: u16, text: &[u8]) -> Self {
+        Self { flags: flag, bytes: short_bytes(text) }
+    }
+
+    /// Of headers alone: one, with a text of so many bytes.
+    pub fn header(key: &[u8], bytes: usize) -> Self {
+        let entry = [&short_bytes(key)[..], b"S", &long(&vec![b'x'; bytes])].concat();
+        Self { flags: HAS_HEADERS, bytes: long(&entry) }
+    }
+}
+
+/// Publishes a message with these properties under any routing key; returns when the broker has confirmed it.
+pub fn publish_with(settings: &Settings, exchange: &str, routing_key: &[u8], properties: &Properties, body: &[u8]) {
+    let mut line = Line::open(settings);
     line.call(1, 85, 10, &[0]);
     line.expect(85, 11);
-    line.call(1, 60, 40, &[&[0, 0][..], &short(exchange), &short(routing_key), &[0]].concat());
+    line.call(1, 60, 40, &[&[0, 0][..], &short(exchange), &short_bytes(routing_key), &[0]].concat());
     let size = u64::try_from(body.len()).unwrap();
-    let header = [
-        &60_u16.to_be_bytes()[..],
-        &[0, 0],
-        &size.to_be_bytes(),
-        &(HAS_HEADERS | HAS_DELIVERY_MODE).to_be_bytes(),
-        headers,
-        &[2],
-    ];
-    line.write(HEADER, 1, &header.concat());
+    let (flags, bytes) = (properties.flags.to_be_bytes(), &properties.bytes);
+    line.write(HEADER, 1, &[&60_u16.to_be_bytes()[..], &[0, 0], &size.to_be_bytes(), &flags, bytes].concat());
     line.write(BODY, 1, body);
     line.expect(60, 80);
 }
 
+/// Has a message delivered to a client that goes away without a word about it.
+pub fn return_once(settings: &Settings, queue: &str) {
+    let mut line = Line::open(settings);
+    line.call(1, 60, 70, &[&[0, 0][..], &short(queue), &[0]].concat());
+    line.expect(60, 71);
+}
+
 fn short(text: &str) -> Vec<u8> {
-    [&[u8::try_from(text.len()).unwrap()][..], text.as_bytes()].concat()
+    short_bytes(text.as_bytes())
+}
+
+fn short_bytes(text: &[u8]) -> Vec<u8> {
+    [&[u8::try_from(text.len()).unwrap()][..], text].concat()
 }
 
 fn long(bytes: &[u8]) -> Vec<u8> {
@@ -78,6 +99,28 @@ fn long(bytes: &[u8]) -> Vec<u8> {
 struct Line(TcpStream);
 
 impl Line {
+    /// A connection with one channel.
+    fn open(settings: &Settings) -> Self {
+        let uri: AMQPUri = settings.amqp.url.expose_secret().parse().unwrap();
+        let mut line = Self(TcpStream::connect((uri.authority.host.as_str(), uri.authority.port)).unwrap());
+        line.0.write_all(b"AMQP\x00\x00\x09\x01").unwrap();
+        line.expect(10, 10);
+        let user = &uri.authority.userinfo;
+        let response = format!("\0{}\0{}", user.username, user.password);
+        let start_ok =
+            [&0_u32.to_be_bytes()[..], &short("PLAIN"), &long(response.as_bytes()), &short("en_US")].concat();
+        line.call(0, 10, 11, &start_ok);
+        let mut tune = line.expect(10, 30);
+        // Channels and frames as the broker wishes; no heartbeat.
+        tune.truncate(6);
+        line.call(0, 10, 31, &[&tune[..], &[0, 0]].concat());
+        line.call(0, 10, 40, &[&short(&uri.vhost)[..], &short(""), &[0]].concat());
+        line.expect(10, 41);
+        line.call(1, 20, 10, &short(""));
+        line.expect(20, 11);
+        line
+    }
+
     fn write(&mut self, kind: u8, channel: u16, payload: &[u8]) {
         let size = u32::try_from(payload.len()).unwrap().to_be_bytes();
         let frame = [&[kind][..], &channel.to_be_bytes(), &size, payload, &[FRAME_END]].concat();

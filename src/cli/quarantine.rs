@@ -1,0 +1,91 @@
+//! `order-timeout quarantine`: the messages that the AMQP client cannot read, for the person who wants to see them or
+//! move them aside by hand. The worker does the same by itself when one ends its session.
+
+use clap::Args;
+use serde_json::json;
+
+use crate::cli::{Answer, printable};
+use crate::config::Settings;
+use crate::database::{self, Database};
+use crate::quarantine::{self, Bounds, Found, QuarantineError, Report};
+
+/// Arguments of `quarantine`.
+#[derive(Debug, Args)]
+pub struct QuarantineArgs {
+    /// Move what is found into parked_alarms, instead of showing it
+    #[arg(long = "move")]
+    pub moves: bool,
+    /// Print one JSON object for each queue
+    #[arg(long)]
+    json: bool,
+}
+
+/// # Errors
+/// If the database cannot be used. What a queue cannot be searched for is in the answer, with exit code 1.
+pub async fn run(args: QuarantineArgs, settings: Settings) -> anyhow::Result<Answer> {
+    let database = if args.moves { Some(migrated(&settings).await?) } else { None };
+    let (mut answer, mut unreadable) = (Answer::default(), 0);
+    for queue in quarantine::queues(&settings) {
+        match search(settings.clone(), queue.clone(), database.clone()).await {
+            Ok(report) => {
+                unreadable += report.unreadable;
+                show(&report, args.json, &mut answer);
+            }
+            Err(error) => {
+                answer.code = 1;
+                let why = printable(&error.to_string());
+                let line = if args.json { json!({ "queue": queue, "error": why }).to_string() } else { why };
+                answer.line(line);
+            }
+        }
+    }
+    if !args.json {
+        answer.line(match (unreadable, args.moves) {
+            (0, _) => "no message was found that the AMQP client cannot read".to_owned(),
+            (_, true) => format!("{unreadable} message(s) moved into parked_alarms; see order-timeout parked list"),
+            (_, false) => {
+                format!("{unreadable} message(s) found, nothing moved; add --move to move them into parked_alarms")
+            }
+        });
+    }
+    Ok(answer)
+}
+
+async fn migrated(settings: &Settings) -> anyhow::Result<Database> {
+    let database = Database::connect(&settings.database, 1).await?;
+    database::require_migrated(&database).await?;
+    Ok(database)
+}
+
+/// As a task: the main thread has less stack than the client's parser may need. The position of a message that the broker
+/// fails over needs a second look.
+async fn search(settings: Settings, queue: String, store: Option<Database>) -> Result<Report, QuarantineError> {
+    let name = queue.clone();
+    let task = tokio::spawn(async move {
+        match quarantine::search(&settings.amqp, &queue, Bounds::BY_HAND, store.as_ref()).await {
+            Err(error) if error.is_internal_error() => {
+                Err(quarantine::locate_undeliverable(&settings.amqp, &queue).await.err().unwrap_or(error))
+            }
+            searched => searched,
+        }
+    });
+    task.await.unwrap_or_else(|failed| Err(QuarantineError::Broken { place: name, why: failed.to_string() }))
+}
+
+fn show(report: &Report, json: bool, answer: &mut Answer) {
+    if json {
+        return answer.line(json!(report));
+    }
+    let Report { queue, searched, unreadable, found, stopped } = report;
+    answer.line(format!("{queue}: {searched} message(s) looked at, {unreadable} that the AMQP client cannot read"));
+    for Found { position, why, body_bytes, order_id, .. } in found {
+        let order = order_id.as_ref().map_or_else(String::new, |id| format!(", order {}", printable(id)));
+        answer.line(format!("  position {position}, body of {body_bytes} bytes{order}: {}", printable(why)));
+    }
+    if *unreadable > found.len() as u64 {
+        answer.line(format!("  and {} more", unreadable - found.len() as u64));
+    }
+    if let Some(why) = stopped {
+        answer.line(format!("  {why}"));
+    }
+}

@@ -1,0 +1,285 @@
+//! A connection of AMQP 0-9-1 that survives what the AMQP client cannot read: one channel, just enough methods to look
+//! through a queue.
+//!
+//! Publishes nothing and knows no alarm. No heartbeat is agreed on: every wait for the broker has a limit of its own.
+
+use std::time::Duration;
+
+use amq_protocol::auth::Credentials;
+use amq_protocol::frame::parsing::parse_frame;
+use amq_protocol::frame::{AMQPFrame, ProtocolVersion, gen_frame};
+use amq_protocol::protocol::{AMQPClass, basic, channel, connection, queue};
+use amq_protocol::types::{AMQPValue, FieldTable};
+use futures_util::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::timeout;
+
+use super::QuarantineError;
+use super::frame::{Decoder, Frame, Kind};
+use super::message::{Assembler, Message, is_delivery};
+use crate::broker::{RawConnection, reply_code};
+use crate::config::AmqpSettings;
+
+/// All that is asked is asked on one channel.
+const CHANNEL: u16 = 1;
+/// Read from the socket at a time.
+const CHUNK_BYTES: usize = 64 * 1024;
+/// The specification's own minimum, which lapin does not go below either.
+const FRAME_MIN_BYTES: u32 = 4_096;
+/// How long the broker may take over a goodbye, with what it still delivers before it.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// An open connection with its channel.
+pub(super) struct Link {
+    raw: RawConnection,
+    decoder: Decoder,
+    assembler: Assembler,
+    chunk: Vec<u8>,
+    /// What of `chunk` has not been decoded yet.
+    unread: std::ops::Range<usize>,
+    /// What the client would read at most, as it agrees with the broker.
+    pub frame_max: u32,
+    timeout: Duration,
+}
+
+/// What the broker sends while a queue is looked through.
+pub(super) enum Received {
+    Message(Message),
+    Method(AMQPClass),
+}
+
+impl Link {
+    /// Connects with the same address, certificates and time limits as the AMQP client.
+    pub async fn open(settings: &AmqpSettings) -> Result<Self, QuarantineError> {
+        let raw = crate::broker::connect_raw(settings).await?;
+        let frame_max = raw.frame_max;
+        let mut link = Self {
+            raw,
+            decoder: Decoder::new(bytes(frame_max)),
+            assembler: Assembler::default(),
+            chunk: vec![0; CHUNK_BYTES],
+            unread: 0..0,
+            frame_max,
+            timeout: settings.connect_timeout,
+        };
+        link.shake_hands().await?;
+        Ok(link)
+    }
+
+    async fn shake_hands(&mut self) -> Result<(), QuarantineError> {
+        self.write(&[AMQPFrame::ProtocolHeader(ProtocolVersion::amqp_0_9_1())]).await?;
+        self.answer(|method| matches!(method, AMQPClass::Connection(connection::AMQPMethod::Start(_)))).await?;
+        let start_ok = connection::StartOk {
+            client_properties: client_properties(),
+            mechanism: self.raw.mechanism.name().into(),
+            response: Credentials::from(self.raw.user.clone()).sasl_auth_string(self.raw.mechanism),
+            locale: "en_US".into(),
+        };
+        self.call(0, AMQPClass::Connection(connection::AMQPMethod::StartOk(start_ok))).await?;
+        let tune = self.answer(|method| matches!(method, AMQPClass::Connection(connection::AMQPMethod::Tune(_))));
+        let AMQPClass::Connection(connection::AMQPMethod::Tune(tune)) = tune.await? else { unreachable!("asked for") };
+        // As lapin does: the lower of the two, where zero is no limit.
+        if tune.frame_max != 0 {
+            self.frame_max = self.frame_max.min(tune.frame_max).max(FRAME_MIN_BYTES);
+        }
+        self.decoder.keep(bytes(self.frame_max));
+        let tune_ok = connection::TuneOk { channel_max: tune.channel_max, frame_max: self.frame_max, heartbeat: 0 };
+        self.call(0, AMQPClass::Connection(connection::AMQPMethod::TuneOk(tune_ok))).await?;
+        let open = connection::Open { virtual_host: self.raw.vhost.as_str().into() };
+        self.call(0, AMQPClass::Connection(connection::AMQPMethod::Open(open))).await?;
+        self.answer(|method| matches!(method, AMQPClass::Connection(connection::AMQPMethod::OpenOk(_)))).await?;
+        self.call(CHANNEL, AMQPClass::Channel(channel::AMQPMethod::Open(channel::Open {}))).await?;
+        self.answer(|method| matches!(method, AMQPClass::Channel(channel::AMQPMethod::OpenOk(_)))).await?;
+        Ok(())
+    }
+
+    /// How many messages of a queue are ready to be delivered.
+    pub async fn ready(&mut self, name: &str) -> Result<u64, QuarantineError> {
+        let declare = queue::Declare {
+            queue: name.into(),
+            passive: true,
+            durable: true,
+            exclusive: false,
+            auto_delete: false,
+            nowait: false,
+            arguments: FieldTable::default(),
+        };
+        self.call(CHANNEL, AMQPClass::Queue(queue::AMQPMethod::Declare(declare))).await?;
+        let is_answer = |method: &AMQPClass| matches!(method, AMQPClass::Queue(queue::AMQPMethod::DeclareOk(_)));
+        match self.answer(is_answer).await? {
+            AMQPClass::Queue(queue::AMQPMethod::DeclareOk(declared)) => Ok(declared.message_count.into()),
+            _ => unreachable!("asked for"),
+        }
+    }
+
+    /// Sets how many messages each further consumer may have unacknowledged.
+    pub async fn prefetch(&mut self, messages: u16) -> Result<(), QuarantineError> {
+        let qos = basic::Qos { prefetch_count: messages, global: false };
+        self.call(CHANNEL, AMQPClass::Basic(basic::AMQPMethod::Qos(qos))).await?;
+        self.answer(|method| matches!(method, AMQPClass::Basic(basic::AMQPMethod::QosOk(_)))).await?;
+        Ok(())
+    }
+
+    /// Has the broker deliver a queue; does not wait for its answer, which comes before the first delivery.
+    pub async fn consume(&mut self, name: &str) -> Result<(), QuarantineError> {
+        let consume = basic::Consume {
+            queue: name.into(),
+            consumer_tag: "".into(),
+            no_local: false,
+            no_ack: false,
+            exclusive: false,
+            nowait: false,
+            arguments: FieldTable::default(),
+        };
+        self.call(CHANNEL, AMQPClass::Basic(basic::AMQPMethod::Consume(consume))).await
+    }
+
+    /// Takes one message off the front of a queue, unacknowledged; `None` if there is none.
+    pub async fn get(&mut self, name: &str) -> Result<Option<Message>, QuarantineError> {
+        let get = basic::Get { queue: name.into(), no_ack: false };
+        self.call(CHANNEL, AMQPClass::Basic(basic::AMQPMethod::Get(get))).await?;
+        loop {
+            match self.receive(self.timeout).await? {
+                Some(Received::Message(message)) => return Ok(Some(message)),
+                Some(Received::Method(AMQPClass::Basic(basic::AMQPMethod::GetEmpty(_)))) => return Ok(None),
+                Some(Received::Method(_)) => {}
+                None => return Err(self.silent()),
+            }
+        }
+    }
+
+    /// Acknowledges messages.
+    pub async fn acknowledge(&mut self, tags: &[u64]) -> Result<(), QuarantineError> {
+        let ack = |tag: &u64| basic::Ack { delivery_tag: *tag, multiple: false };
+        let acks = tags.iter().map(|tag| AMQPClass::Basic(basic::AMQPMethod::Ack(ack(tag))));
+        let frames: Vec<_> = acks.map(|ack| AMQPFrame::Method(CHANNEL, ack)).collect();
+        self.write(&frames).await
+    }
+
+    /// Says goodbye. The channel first: it answers when it has taken in every acknowledgement, and gives back everything
+    /// else.
+    pub async fn close(mut self) -> Result<(), QuarantineError> {
+        match timeout(CLOSE_TIMEOUT, self.close_both()).await {
+            Ok(closed) => closed,
+            Err(_) => Err(self.silent()),
+        }
+    }
+
+    async fn close_both(&mut self) -> Result<(), QuarantineError> {
+        let done = reply_code::CONTENT_OK;
+        let close = channel::Close { reply_code: done, reply_text: "done".into(), class_id: 0, method_id: 0 };
+        self.call(CHANNEL, AMQPClass::Channel(channel::AMQPMethod::Close(close))).await?;
+        self.answer(|method| matches!(method, AMQPClass::Channel(channel::AMQPMethod::CloseOk(_)))).await?;
+        let close = connection::Close { reply_code: done, reply_text: "done".into(), class_id: 0, method_id: 0 };
+        self.call(0, AMQPClass::Connection(connection::AMQPMethod::Close(close))).await?;
+        self.answer(|method| matches!(method, AMQPClass::Connection(connection::AMQPMethod::CloseOk(_)))).await?;
+        Ok(())
+    }
+
+    /// The next message or method; `None` if nothing has come for `patience`. May be dropped and asked again.
+    pub async fn receive(&mut self, patience: Duration) -> Result<Option<Received>, QuarantineError> {
+        loop {
+            let Some(frame) = self.frame(patience).await? else { return Ok(None) };
+            if frame.kind == Kind::Heartbeat {
+                continue;
+            }
+            if self.assembler.expects_content() || is_delivery(&frame) {
+                let added = self.assembler.add(frame).map_err(|fault| self.broken(&fault))?;
+                if let Some(message) = added {
+                    return Ok(Some(Received::Message(message)));
+                }
+                continue;
+            }
+            let Ok((_, AMQPFrame::Method(_, method))) = parse_frame(frame.to_bytes().as_slice()) else {
+                return Err(self.broken(&super::frame::NotFramesError));
+            };
+            return self.unless_closed(method).map(|method| Some(Received::Method(method)));
+        }
+    }
+
+    /// The end of the connection or of the channel is an error, whoever waits for what.
+    fn unless_closed(&self, method: AMQPClass) -> Result<AMQPClass, QuarantineError> {
+        let (code, text) = match &method {
+            AMQPClass::Connection(connection::AMQPMethod::Close(close)) => (close.reply_code, &close.reply_text),
+            AMQPClass::Channel(channel::AMQPMethod::Close(close)) => (close.reply_code, &close.reply_text),
+            AMQPClass::Basic(basic::AMQPMethod::Cancel(_)) => {
+                return Err(self.broken(&"the broker cancelled the consumer; was the queue deleted?"));
+            }
+            _ => return Ok(method),
+        };
+        Err(QuarantineError::Closed { place: self.raw.place.clone(), code, text: text.to_string() })
+    }
+
+    /// Waits for this answer; deliveries meanwhile are passed over.
+    async fn answer(&mut self, is_it: impl Fn(&AMQPClass) -> bool) -> Result<AMQPClass, QuarantineError> {
+        loop {
+            match self.receive(self.timeout).await? {
+                Some(Received::Method(method)) if is_it(&method) => return Ok(method),
+                Some(_) => {}
+                None => return Err(self.silent()),
+            }
+        }
+    }
+
+    async fn frame(&mut self, patience: Duration) -> Result<Option<Frame>, QuarantineError> {
+        loop {
+            let mut bytes = &self.chunk[self.unread.clone()];
+            let decoded = self.decoder.feed(&mut bytes);
+            self.unread.start = self.unread.end - bytes.len();
+            if let Some(frame) = decoded.map_err(|fault| self.broken(&fault))? {
+                return Ok(Some(frame));
+            }
+            let Ok(read) = timeout(patience, self.raw.stream.read(&mut self.chunk)).await else { return Ok(None) };
+            match read {
+                Ok(0) => return Err(self.broken(&"the broker ended the connection")),
+                Ok(count) => self.unread = 0..count,
+                Err(error) => return Err(self.broken(&error)),
+            }
+        }
+    }
+
+    async fn call(&mut self, channel: u16, method: AMQPClass) -> Result<(), QuarantineError> {
+        self.write(&[AMQPFrame::Method(channel, method)]).await
+    }
+
+    async fn write(&mut self, frames: &[AMQPFrame]) -> Result<(), QuarantineError> {
+        let mut bytes = Vec::new();
+        for frame in frames {
+            let written = gen_frame(frame)(Vec::new().into()).map_err(|error| self.broken(&error))?;
+            bytes.extend(written.into_inner().0);
+        }
+        let writing = async {
+            self.raw.stream.write_all(&bytes).await?;
+            self.raw.stream.flush().await
+        };
+        match timeout(self.timeout, writing).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(self.broken(&error)),
+            Err(_) => Err(self.silent()),
+        }
+    }
+
+    fn broken(&self, why: &dyn std::fmt::Display) -> QuarantineError {
+        QuarantineError::Broken { place: self.raw.place.clone(), why: why.to_string() }
+    }
+
+    fn silent(&self) -> QuarantineError {
+        self.broken(&format!("the broker did not answer within {:?}", self.timeout))
+    }
+}
+
+/// What `rabbitmqctl list_connections` shows, and which answers we understand.
+fn client_properties() -> FieldTable {
+    let mut capabilities = FieldTable::default();
+    for capability in ["authentication_failure_close", "consumer_cancel_notify"] {
+        capabilities.insert(capability.into(), AMQPValue::Boolean(true));
+    }
+    let mut properties = FieldTable::default();
+    properties.insert("capabilities".into(), AMQPValue::FieldTable(capabilities));
+    properties.insert("product".into(), AMQPValue::LongString("order-timeout".into()));
+    properties.insert("connection_name".into(), AMQPValue::LongString("order-timeout quarantine".into()));
+    properties
+}
+
+fn bytes(frame_max: u32) -> usize {
+    usize::try_from(frame_max).unwrap_or(usize::MAX)
+}

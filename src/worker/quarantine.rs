@@ -1,0 +1,134 @@
+//! Has messages moved aside that end every consumer session, and says so while it lasts.
+//!
+//! Acts on the ends of sessions that the AMQP client could not read on; on no other. How a queue is searched is the
+//! business of `crate::quarantine`.
+
+use tracing::{info, warn};
+
+use super::Signs;
+use crate::broker::EndKind;
+use crate::config::Settings;
+use crate::database::Database;
+use crate::degraded::Cause;
+use crate::deliver::SessionEnd;
+use crate::health::{BEAT_EVERY, Loop};
+use crate::quarantine::{self, Bounds, Found, QuarantineError, Report};
+
+/// Messages that a search names in the log; the rest is counted.
+const NAMED: usize = 5;
+
+pub(super) struct Quarantine {
+    settings: Settings,
+    database: Database,
+    pub signs: Signs,
+    /// Whether a cause was reported that is not taken back yet.
+    reported: bool,
+}
+
+impl Quarantine {
+    pub fn new(settings: Settings, database: Database, signs: Signs) -> Self {
+        Self { settings, database, signs, reported: false }
+    }
+
+    /// Removes the message that ended a session, if that is what ended it. Returns whether something was moved aside, so
+    /// that the next session may be opened at once. May be dropped: what is not acknowledged is back in its queue.
+    pub async fn see_to(&mut self, end: &SessionEnd) -> bool {
+        match end.kind {
+            EndKind::Other => false,
+            EndKind::BrokerFailed => {
+                self.report(&format!(
+                    "{}; `order-timeout quarantine` names the message if it is one, docs/OPERATING.md says how to take it out",
+                    end.why
+                ));
+                false
+            }
+            EndKind::Unreadable => {
+                self.report(&format!("{}; the queues are searched for it", end.why));
+                self.search_all().await
+            }
+        }
+    }
+
+    /// A session has been open for long enough to say that nothing ends it at once.
+    pub fn session_lives(&mut self) {
+        if std::mem::take(&mut self.reported) {
+            self.signs.degraded(Cause::UnreadableMessage, None);
+        }
+    }
+
+    fn report(&mut self, why: &str) {
+        self.reported = true;
+        self.signs.degraded(Cause::UnreadableMessage, Some(why));
+    }
+
+    async fn search_all(&mut self) -> bool {
+        let mut moved = 0;
+        for queue in quarantine::queues(&self.settings) {
+            match self.search(queue.clone()).await {
+                Ok(report) => {
+                    self.tell(&report);
+                    moved += report.unreadable;
+                }
+                Err(error) => {
+                    warn!(%error, queue, "a queue could not be searched for the message that ends every session");
+                    self.report(&format!(
+                        "a message ends every session, and {queue} cannot be searched for it: {error}"
+                    ));
+                }
+            }
+        }
+        self.signs.moved_aside(moved);
+        moved > 0
+    }
+
+    /// As a task of its own: the client's parser goes as deep as a message does, and a thread of the runtime has the stack
+    /// for it.
+    async fn search(&self, queue: String) -> Result<Report, QuarantineError> {
+        let (amqp, database) = (self.settings.amqp.clone(), self.database.clone());
+        let name = queue.clone();
+        let searching = async move { quarantine::search(&amqp, &name, Bounds::OF_A_WORKER, Some(&database)).await };
+        let mut task = AbortOnDrop(tokio::spawn(searching));
+        loop {
+            self.signs.health.beat(Loop::Supervisor);
+            match tokio::time::timeout(BEAT_EVERY, &mut task.0).await {
+                Ok(Ok(searched)) => return searched,
+                Ok(Err(failed)) => {
+                    return Err(QuarantineError::Broken { place: queue, why: failed.to_string() });
+                }
+                Err(_) => {}
+            }
+        }
+    }
+
+    fn tell(&mut self, report: &Report) {
+        let Report { queue, searched, unreadable, found, stopped } = report;
+        for found in found.iter().take(NAMED) {
+            warn!(
+                queue, position = found.position, why = %found.why, order_id = found.order_id.as_deref().unwrap_or_default(),
+                "a message that the AMQP client cannot read was moved into parked_alarms"
+            );
+        }
+        if found.len() > NAMED {
+            warn!(queue, unreadable, "more messages that the AMQP client cannot read were moved into parked_alarms");
+        }
+        if let Some(first) = found.first() {
+            let Found { position, why, .. } = first;
+            self.report(&format!("{unreadable} message(s) were moved from {queue} into parked_alarms, the first from position {position}: {why}"));
+        }
+        match stopped {
+            Some(why) => {
+                warn!(queue, why, "a queue was not searched to its end; `order-timeout quarantine --move` goes further")
+            }
+            None => info!(queue, searched, unreadable, "a queue was searched for messages that end every session"),
+        }
+    }
+}
+
+/// A search that is no longer wanted ends, and with it its connection.
+struct AbortOnDrop<T>(tokio::task::JoinHandle<T>);
+
+impl<T> Drop for AbortOnDrop<T> {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}

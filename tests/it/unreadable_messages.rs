@@ -1,0 +1,291 @@
+//! A message that the AMQP client cannot read ends no second session: it is found, named and moved aside, and the orders
+//! beside it are closed by their alarms.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use lapin::BasicProperties;
+use lapin::options::QueueDeleteOptions;
+use order_timeout::http::READYZ;
+use order_timeout::topology::{DUE_KEY, Names};
+
+use crate::support::figures::{Figures, get, shown, wait_for_figure};
+use crate::support::private::Private;
+use crate::support::process::{order_timeout, run};
+use crate::support::raw::{self, Properties};
+use crate::support::{Order, RunningWorker, Stage, on_stage, wait_for, wait_within};
+
+const SECOND: Duration = Duration::from_secs(1);
+/// Flags of properties (AMQP 0-9-1, class "basic").
+const CORRELATION_ID: u16 = 1 << 10;
+const MESSAGE_ID: u16 = 1 << 7;
+const TYPE: u16 = 1 << 5;
+/// What a header frame has besides the text of its only header "stack": its own 8 bytes and 14 of fixed fields, the sizes of
+/// table and text, the key, the type.
+const AROUND_THE_TEXT: usize = 8 + 14 + 4 + 6 + 1 + 4;
+/// The largest frame that RabbitMQ agrees to by default.
+const FRAME_MAX: usize = 131_072;
+
+/// A message of which one thing is wrong.
+#[derive(Clone, Copy)]
+enum Sort {
+    Type,
+    MessageId,
+    CorrelationId,
+    HeaderKey,
+    RoutingKey,
+    /// Grows too large for a frame as it leaves its lane.
+    LaneHeaders,
+    /// Grows too large for a frame as it is returned.
+    ReturnedHeaders,
+}
+
+impl Sort {
+    const ALL: [Self; 7] = [
+        Self::Type,
+        Self::MessageId,
+        Self::CorrelationId,
+        Self::HeaderKey,
+        Self::RoutingKey,
+        Self::LaneHeaders,
+        Self::ReturnedHeaders,
+    ];
+
+    /// Publishes one, and waits until the broker would deliver it. Returns the queue that it lies in.
+    async fn publish(self, stage: &Stage, body: &[u8]) -> String {
+        let (names, settings) = (stage.names(), &stage.settings);
+        let to_arm = |key: &[u8], properties: &Properties| {
+            raw::publish_with(settings, &names.arm(), key, properties, body);
+            names.arm()
+        };
+        let to_due = |properties: &Properties| {
+            raw::publish_with(settings, &names.due(), DUE_KEY.as_bytes(), properties, body);
+            names.timeout()
+        };
+        match self {
+            Self::Type => to_due(&Properties::text(TYPE, b"order.\xff\xfe")),
+            Self::MessageId => to_due(&Properties::text(MESSAGE_ID, &[0xd4, 0x3a, 0xf9, 0x46])),
+            Self::CorrelationId => to_arm(b"", &Properties::text(CORRELATION_ID, b"\xc3\x28")),
+            Self::HeaderKey => to_due(&Properties::header(b"caf\xe9", 3)),
+            Self::RoutingKey => to_arm(b"\xe4", &Properties::none()),
+            Self::LaneHeaders => {
+                let key = Names::lane_key("2s", 0);
+                let properties = Properties::header(b"stack", 130_950);
+                raw::publish_with(settings, &names.delay(), key.as_bytes(), &properties, body);
+                names.timeout()
+            }
+            Self::ReturnedHeaders => {
+                let queue = to_arm(b"", &Properties::header(b"stack", FRAME_MAX - AROUND_THE_TEXT));
+                raw::return_once(settings, &queue);
+                queue
+            }
+        }
+    }
+
+    fn why(self) -> &'static str {
+        match self {
+            Self::Type => "its property type is not UTF-8",
+            Self::MessageId => "its property message_id is not UTF-8",
+            Self::CorrelationId => "its property correlation_id is not UTF-8",
+            Self::HeaderKey => "the key of a header is not UTF-8",
+            Self::RoutingKey => "its routing key is not UTF-8",
+            Self::LaneHeaders | Self::ReturnedHeaders => "send smaller headers",
+        }
+    }
+}
+
+/// A worker takes what lies in its queues when it starts, between the alarms of orders, and what comes while it works.
+fn worker_closes_beside(sorts: &'static [Sort], orders: usize) {
+    on_stage(
+        |settings| {
+            settings.worker.hold_max = 60 * SECOND;
+            shown(settings);
+        },
+        async move |stage| {
+            let others = stage.orders(orders, 15 * SECOND).await;
+            let named = stage.orders(sorts.len(), 40 * SECOND).await;
+            let (before, after) = others.split_at(orders / 2);
+            stage.deliver(before).await;
+            let mut expected = Vec::new();
+            for (sort, order) in sorts.iter().zip(&named) {
+                expected.push((sort.publish(&stage, &order.body()).await, sort.why(), order.id.to_string()));
+            }
+            stage.deliver(after).await;
+            let worker = stage.worker().await;
+            assert_degraded(&worker).await;
+            let closed = "SELECT count(*) FROM orders WHERE closed_by = 'alarm'";
+            wait_for("the closes", async || stage.count(closed).await == i64::try_from(orders).unwrap()).await;
+            stage.assert_closed_by_alarms().await;
+            assert_named(&stage, &expected, &[]).await;
+            assert_degraded_ends(&worker).await;
+            worker.stop().await;
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
+}
+
+/// Each is parked once, with its queue, its position and the reason: alarms by their order, others by the queue alone.
+async fn assert_named(stage: &Stage, alarms: &[(String, &str, String)], others: &[(String, &str)]) {
+    let parked = stage.parked().await;
+    assert_eq!(parked.len(), alarms.len() + others.len(), "{parked:#?}");
+    let alarms = alarms.iter().map(|(queue, why, order_id)| (queue, why, Some(order_id.as_str())));
+    for (queue, why, order_id) in alarms.chain(others.iter().map(|(queue, why)| (queue, why, None))) {
+        let found = parked.iter().find(|(.., parked)| parked.as_deref() == order_id);
+        let (reason, detail, _) = found.unwrap_or_else(|| panic!("{why} is not parked: {parked:#?}"));
+        assert_eq!(reason, "unreadable");
+        assert!(detail.starts_with("at position ") && detail.contains(&format!(" of {queue},")), "{detail}");
+        assert!(detail.contains(why), "{detail}");
+    }
+}
+
+const CAUSE: &str = "degraded{cause=\"unreadable_message\"}";
+
+async fn assert_degraded(worker: &RunningWorker) {
+    let line = async || get(worker, READYZ).await.1.contains("degraded: unreadable_message: ");
+    wait_within(15 * SECOND, "the cause on the page", line).await;
+    assert_eq!(Figures::of(worker).await.get(CAUSE), 1.0);
+}
+
+async fn assert_degraded_ends(worker: &RunningWorker) {
+    wait_within(15 * SECOND, "the cause to be taken back", async || Figures::of(worker).await.get(CAUSE) == 0.0).await;
+    let (status, page) = get(worker, READYZ).await;
+    assert!(status == 200 && !page.contains("degraded: unreadable_message"), "{page}");
+}
+
+#[test]
+fn type_outside_utf8_is_moved_aside() {
+    worker_closes_beside(&[Sort::Type], 50);
+}
+
+#[test]
+fn message_id_of_raw_bytes_is_moved_aside() {
+    worker_closes_beside(&[Sort::MessageId, Sort::CorrelationId], 50);
+}
+
+#[test]
+fn header_key_outside_utf8_is_moved_aside() {
+    worker_closes_beside(&[Sort::HeaderKey], 50);
+}
+
+#[test]
+fn routing_key_outside_utf8_is_moved_aside() {
+    worker_closes_beside(&[Sort::RoutingKey], 50);
+}
+
+#[test]
+fn headers_grown_beyond_frame_are_moved_aside() {
+    worker_closes_beside(&[Sort::LaneHeaders], 50);
+}
+
+#[test]
+fn returned_headers_beyond_frame_are_moved_aside() {
+    worker_closes_beside(&[Sort::ReturnedHeaders], 50);
+}
+
+#[test]
+fn all_sorts_at_once_are_moved_aside() {
+    worker_closes_beside(&Sort::ALL, 500);
+}
+
+#[test]
+fn command_lists_then_moves() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let orders = stage.orders(4, 60 * SECOND).await;
+            stage.deliver(&orders[..2]).await;
+            let due = Sort::HeaderKey.publish(&stage, &orders[3].body()).await;
+            stage.deliver(&orders[2..3]).await;
+            let arm = Sort::RoutingKey.publish(&stage, b"not even JSON").await;
+
+            let (code, out, err) = run(order_timeout(&stage.settings).arg("quarantine"));
+            assert_eq!((code, err.as_str()), (0, ""));
+            assert!(out.contains(&format!("{due}: 4 message(s) looked at, 1 that")), "{out}");
+            assert!(out.contains("position 3, ") && out.contains(Sort::HeaderKey.why()), "{out}");
+            assert!(out.contains(&orders[3].id.to_string()), "{out}");
+            assert!(out.contains(&format!("{arm}: 1 message(s) looked at, 1 that")), "{out}");
+            assert!(out.ends_with("2 message(s) found, nothing moved; add --move to move them into parked_alarms\n"));
+            assert_eq!(stage.parked().await, []);
+
+            let (code, out, err) = run(order_timeout(&stage.settings).args(["quarantine", "--move", "--json"]));
+            assert_eq!((code, err.as_str()), (0, ""));
+            let reports: Vec<serde_json::Value> = out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+            let of = |queue: &str| reports.iter().find(|report| report["queue"] == queue).unwrap();
+            assert_eq!((&of(&due)["searched"], &of(&due)["unreadable"]), (&4.into(), &1.into()));
+            assert_eq!(of(&arm)["found"][0]["moved"], true);
+            assert_named(
+                &stage,
+                &[(due.clone(), Sort::HeaderKey.why(), orders[3].id.to_string())],
+                &[(arm.clone(), Sort::RoutingKey.why())],
+            )
+            .await;
+
+            // The rest is where it was, in its order, and the alarm can be tried again.
+            let bodies: Vec<_> = orders[..3].iter().map(Order::body).collect();
+            assert_eq!(stage.take_out(&due).await, bodies);
+            let (code, out, _) = run(order_timeout(&stage.settings).args(["parked", "retry", "--all", "--yes"]));
+            assert_eq!(code, 1, "one of the two is no alarm: {out}");
+            assert!(out.starts_with("1 alarm(s) sent back to the worker\n"), "{out}");
+            assert_eq!(stage.take_out(&arm).await, [orders[3].body()]);
+        },
+    );
+}
+
+#[test]
+fn lost_queue_starts_no_search() {
+    on_stage(shown, async |stage| {
+        let worker = stage.worker().await;
+        stage.channel.queue_delete(stage.names().parked().into(), QueueDeleteOptions::default()).await.unwrap();
+        wait_for_figure(&worker, "sessions_opened_total", |sessions| sessions >= 2.0).await;
+        // It would stay for five seconds.
+        assert_eq!(Figures::of(&worker).await.get(CAUSE), 0.0);
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn failing_broker_is_named_with_the_cure() {
+    // AMQP 1.0 is a plugin there, and in it a number may be the id of a message, which AMQP 0-9-1 has no form for.
+    let broker = Arc::new(Private::broker(&["--rabbitmq", "3.10", "--plugin", "rabbitmq_amqp1_0"]));
+    // Kept until the stage is cleared away.
+    let (url, in_the_test) = (broker.url.clone(), broker.clone());
+    on_stage(
+        move |settings| {
+            settings.amqp.url = url.into();
+            shown(settings);
+        },
+        async move |stage| {
+            let broker = in_the_test;
+            let (queue, order) = (stage.names().arm(), stage.order(60 * SECOND).await);
+            stage.publish_raw(&queue, "", &order.body(), BasicProperties::default()).await;
+            broker.ctl(&["eval", &publish_with_number_as_id(&queue)]);
+            let (code, out, _) = run(order_timeout(&stage.settings).arg("quarantine"));
+            assert_eq!(code, 1);
+            let sentence = format!("fails over the message at position 2 of {queue} (541 INTERNAL_ERROR)");
+            assert!(out.contains(&sentence) && out.contains("A message that the broker cannot deliver"), "{out}");
+
+            let worker = stage.worker().await;
+            let line = async || get(&worker, READYZ).await.1.contains("the broker itself failed");
+            wait_within(15 * SECOND, "the cause on the page", line).await;
+            assert_eq!(Figures::of(&worker).await.get(CAUSE), 1.0);
+            assert_eq!(stage.parked().await, [], "it could not be read");
+            broker.ctl(&["purge_queue", &queue]);
+            assert_degraded_ends(&worker).await;
+            worker.stop().await;
+        },
+    );
+}
+
+/// What the plugin does for a publisher whose message has the correlation id 7.
+fn publish_with_number_as_id(queue: &str) -> String {
+    format!(
+        "{{ok, C}} = amqp_connection:start({{amqp_params_direct, <<\"guest\">>, none, <<\"/\">>, node(), none, []}}),
+         {{ok, Channel}} = amqp_connection:open_channel(C),
+         U = undefined,
+         Properties = {{'P_basic', U, U, U, 2, U, {{ulong, 7}}, U, U, U, U, U, U, U, U}},
+         ok = amqp_channel:call(Channel, {{'basic.publish', 0, <<>>, <<\"{queue}\">>, false, false}},
+                                {{amqp_msg, Properties, <<\"an alarm\">>}}),
+         amqp_connection:close(C)."
+    )
+}
