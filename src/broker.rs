@@ -61,6 +61,24 @@ pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, 
     }
 }
 
+/// Opens one more connection and closes it: a broker may have none left after it has opened the files of so many queues.
+/// `open` is one that stands, so that it is known to run.
+///
+/// # Errors
+/// [`BrokerFault::Away`] that says so.
+pub async fn require_another_connection(settings: &AmqpSettings, open: &Connection) -> Result<(), BrokerFault> {
+    match connect(settings, "start").await {
+        Ok(connection) => {
+            close(&connection, settings.connect_timeout).await;
+            Ok(())
+        }
+        Err(fault) if open.status().connected() => Err(BrokerFault::Away(format!(
+            "the broker took one connection and takes no further one ({fault}). If it accepts TCP and answers no handshake, it is out of file descriptors: RabbitMQ 3 sets three aside for each queue. See \"File Descriptors\" in `rabbitmqctl status`, raise its limit (LimitNOFILE) to 65536, and restart it"
+        ))),
+        Err(fault) => Err(fault),
+    }
+}
+
 /// lapin drops a broken connection on a thread of its own, where async-compat starts a runtime for that the first time, and
 /// panics if the process has no file handles left by then.
 fn have_what_a_broken_connection_needs() {

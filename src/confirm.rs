@@ -8,7 +8,7 @@
 //! Knows messages and exchanges, nothing of alarms; never retries, so that its caller decides.
 
 use std::collections::HashSet;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex as Lock};
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -104,13 +104,34 @@ struct Job {
     answer: oneshot::Sender<Answer>,
 }
 
+/// Tells that a message could go nowhere: its exchange is not there, or no queue is bound for it.
+#[derive(Debug, Default)]
+pub struct MissingWay {
+    noted: Notify,
+    what: Lock<Option<String>>,
+}
+
+impl MissingWay {
+    /// Wakes the one that waits; `what` says which way is missing.
+    pub fn note(&self, what: String) {
+        *self.what.lock().expect("no panic holding it") = Some(what);
+        self.noted.notify_one();
+    }
+
+    /// Resolves when a way is found missing, with which.
+    pub async fn noted(&self) -> String {
+        self.noted.notified().await;
+        self.what.lock().expect("no panic holding it").take().unwrap_or_default()
+    }
+}
+
 /// A handle to a publishing connection. Cheap to clone; the connection ends with the last handle.
 #[derive(Debug, Clone)]
 pub struct ConfirmedPublisher {
     jobs: mpsc::Sender<Job>,
     /// How long a job may take from the moment it is submitted, waiting behind others included.
     patience: Duration,
-    way_is_missing: Arc<Notify>,
+    way_is_missing: Arc<MissingWay>,
 }
 
 impl ConfirmedPublisher {
@@ -141,9 +162,9 @@ impl ConfirmedPublisher {
         Self { jobs, patience, way_is_missing }
     }
 
-    /// Woken when a message could go nowhere: its exchange is not there, or no queue is bound for it.
+    /// Told when a message could go nowhere.
     #[must_use]
-    pub fn way_is_missing(&self) -> Arc<Notify> {
+    pub fn way_is_missing(&self) -> Arc<MissingWay> {
         self.way_is_missing.clone()
     }
 
@@ -207,7 +228,7 @@ struct Line {
     settings: AmqpSettings,
     name: &'static str,
     current: Mutex<Option<Arc<Connection>>>,
-    way_is_missing: Arc<Notify>,
+    way_is_missing: Arc<MissingWay>,
 }
 
 impl Line {
@@ -320,9 +341,13 @@ impl Pipe {
         if !connection.status().connected() {
             answer.iter_mut().for_each(blame_the_connection);
         }
-        if answer.iter().any(|result| matches!(result, Err(NotConfirmed::Unroutable(_) | NotConfirmed::NoExchange(_))))
-        {
-            self.line.way_is_missing.notify_one();
+        let found_no_way =
+            |result: &Result<_, _>| matches!(result, Err(NotConfirmed::Unroutable(_) | NotConfirmed::NoExchange(_)));
+        if let Some(at) = answer.iter().position(found_no_way) {
+            let Outgoing { exchange, routing_key, .. } = messages[at];
+            self.line
+                .way_is_missing
+                .note(format!("exchange {exchange:?} led to no queue for routing key {routing_key:?}"));
         }
         if answer.iter().all(leaves_the_channel_usable) {
             self.channel = Some((connection, channel));

@@ -60,6 +60,12 @@ impl Entry {
     }
 }
 
+/// The header that the delayed exchange reads.
+#[must_use]
+pub fn x_delay(delay_ms: u64) -> (&'static str, AMQPValue) {
+    ("x-delay", AMQPValue::LongLongInt(i64::try_from(delay_ms).unwrap_or(i64::MAX)))
+}
+
 /// What a message says of an alarm besides its body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stamp {
@@ -79,9 +85,7 @@ pub fn address(due: &TimeoutDue, entry: Entry, stamp: Stamp) -> Outgoing {
     match entry.wait {
         Wait::None => {}
         Wait::Ttl(duration) => ttl = Some(duration),
-        Wait::XDelayMs(delay_ms) => {
-            headers.push(("x-delay", AMQPValue::LongLongInt(i64::try_from(delay_ms).unwrap_or(i64::MAX))))
-        }
+        Wait::XDelayMs(delay_ms) => headers.push(x_delay(delay_ms)),
     }
     if let Some(due_at) = stamp.returns.due_at {
         headers.push((HEADER_RETURNS_AT, AMQPValue::LongLongInt(due_at.unix_micros() / 1_000)));

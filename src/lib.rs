@@ -15,6 +15,7 @@
 //! wrong: [`BadSettings`], [`BrokerFault`], [`NotScheduled`], [`NotAllScheduled`], [`NotConfirmed`].
 
 pub mod alarm;
+pub mod canary;
 pub mod clock;
 pub mod config;
 pub mod envelope;

@@ -1,10 +1,11 @@
 //! Every exchange, queue, binding and argument, once: declared from here, verified from here. `names.rs` says what they
-//! are called, `definitions.rs` prints them as `definitions.json`.
+//! are called, `definitions.rs` prints them as `definitions.json`, `inspect.rs` looks whether they are there.
 //!
 //! Deletes no exchange and no queue, ever: where one exists with other arguments it says which, and how to move over.
 //! It takes off only the bindings of another number of shards, by which every alarm would come twice.
 
 mod definitions;
+mod inspect;
 mod names;
 
 use std::collections::BTreeMap;
@@ -20,6 +21,7 @@ use lapin::{Channel, Connection, ExchangeKind};
 use crate::broker::{reply, reply_code};
 use crate::config::{MAX_SHARDS, Settings, Strategy};
 use crate::wheel::Wheel;
+pub use inspect::Sight;
 pub use names::Names;
 
 /// Routing key of everything that goes to the processing queue.
@@ -94,6 +96,8 @@ pub struct Topology {
     outdated: Vec<Binding>,
     /// Queues that are only verified.
     consumed: Vec<String>,
+    /// Queues from which workers take what is due.
+    processing: Vec<String>,
     namespace: String,
 }
 
@@ -146,6 +150,12 @@ pub enum TopologyFault {
         "this broker has no exchange type x-consistent-hash ({why}); it comes with RabbitMQ, enable it with `rabbitmq-plugins enable rabbitmq_consistent_hash_exchange`, or set worker.shards = 1"
     )]
     NoHashExchange { why: String },
+    #[error("{object} is not there ({why})")]
+    Missing { object: String, why: String },
+    #[error(
+        "nothing of namespace {namespace:?} is on this virtual host; run `order-timeout setup` with these settings, or correct `namespace` or the virtual host in `amqp.url`"
+    )]
+    NeverSetUp { namespace: String },
     #[error("{object} could not be declared: {why}")]
     Failed { object: String, why: String },
 }
@@ -164,6 +174,7 @@ impl Topology {
             bindings: Vec::new(),
             outdated: Vec::new(),
             consumed: Vec::new(),
+            processing: (0..settings.worker.shards).map(|shard| names.shard(shard)).collect(),
             namespace: settings.namespace.clone(),
         };
         topology.add_processing_side(&names, settings.worker.shards);
@@ -252,6 +263,10 @@ impl Topology {
             arguments: BTreeMap::from([("x-delayed-type", Argument::Text("direct".into()))]),
         });
         self.lead_to_processing(names.delayed(), names, shards);
+    }
+
+    fn names(&self) -> Names {
+        Names::new(&self.namespace)
     }
 
     fn exchange(&mut self, name: String, kind: &'static str) {
@@ -351,6 +366,7 @@ impl Topology {
             Some((reply_code::PRECONDITION_FAILED, difference)) => {
                 TopologyFault::Differs { object, difference, removal }
             }
+            Some((reply_code::NOT_FOUND, why)) => TopologyFault::Missing { object, why },
             Some((reply_code::ACCESS_REFUSED, why)) => {
                 TopologyFault::Refused { object, why, namespace: self.namespace.clone() }
             }

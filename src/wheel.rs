@@ -184,6 +184,13 @@ impl Wheel {
         }
     }
 
+    /// Where a message waits that is to test one ring: its first slot that lets go at `wake_at` or after it. `wake_at` is
+    /// at most a unit of that ring away.
+    #[must_use]
+    pub fn place_in_ring(&self, ring: usize, wake_at: Moment, now: Moment) -> Place {
+        self.slot(ring, self.rings[ring].first_unit_from(wake_at), now)
+    }
+
     fn furthest_slot(&self, now: Moment) -> Place {
         let coarsest = self.rings.len() - 1;
         self.slot(coarsest, self.rings[coarsest].furthest_unit(now), now)

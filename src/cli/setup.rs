@@ -20,8 +20,9 @@ pub struct SetupArgs {
 async fn declare(topology: &Topology, settings: &Settings) -> anyhow::Result<()> {
     let connection = broker::connect(&settings.amqp, "setup").await?;
     topology.declare(&connection).await?;
+    let another = broker::require_another_connection(&settings.amqp, &connection).await;
     broker::close(&connection, settings.amqp.connect_timeout).await;
-    Ok(())
+    another.map_err(|fault| anyhow!("all exchanges, queues and bindings are there, but {fault}"))
 }
 
 /// # Errors

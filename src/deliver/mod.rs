@@ -17,13 +17,15 @@ use lapin::{BasicProperties, Channel, Connection, Consumer, Event};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
+use uuid::Uuid;
 
 use crate::alarm::{Alarm, Death, DeathReason, Delivered, Inlet, Parcel, ParkReason, Receipt, Returns, Settlement};
 use crate::broker::{self, BrokerFault, EndKind};
+use crate::canary;
 use crate::config::Settings;
 use crate::message::{HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, TimeoutDue};
 use crate::order::Moment;
-use crate::topology::{Names, Topology, TopologyFault};
+use crate::topology::{Names, Sight, Topology, TopologyFault};
 use ledger::{Frames, Ledger};
 
 /// What the broker gave up on comes rarely. But where a policy expires or drops alarms they come all at once, and in the
@@ -106,6 +108,45 @@ impl Ended {
     }
 }
 
+/// Where a session puts what it reads.
+#[derive(Debug, Clone)]
+pub struct Inboxes {
+    pub alarms: mpsc::UnboundedSender<Delivered>,
+    /// The ids of canaries, which are acknowledged at once.
+    pub canaries: mpsc::UnboundedSender<Uuid>,
+}
+
+/// What a session is opened as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Opening {
+    /// Marks its receipts.
+    pub number: u64,
+    /// Whether something of the deployment must be there already. So a mistyped namespace is refused by a worker that
+    /// starts, while one that has seen the objects declares again even all of them.
+    pub must_be_set_up: bool,
+}
+
+/// Looks at the broker over a session's connection.
+#[derive(Debug, Clone)]
+pub struct Inspector {
+    topology: Topology,
+    connection: Arc<Connection>,
+}
+
+impl Inspector {
+    /// # Errors
+    /// [`TopologyFault`] names what is missing.
+    pub async fn look(&self) -> Result<Sight, TopologyFault> {
+        self.topology.look(&self.connection).await
+    }
+
+    /// # Errors
+    /// [`TopologyFault`] if the broker does not say.
+    pub async fn exchange_with_alternate(&self) -> Result<Option<String>, TopologyFault> {
+        self.topology.exchange_with_alternate(&self.connection).await
+    }
+}
+
 /// One channel with its consumer.
 #[derive(Debug, Clone)]
 struct Line {
@@ -116,32 +157,24 @@ struct Line {
 }
 
 impl Session {
-    /// Connects, declares what is missing, and starts consuming into `inbox`. `number` marks this session's receipts.
+    /// Connects, declares what is missing, and starts consuming into `inboxes`.
     ///
     /// # Errors
     /// [`OpenError`]; `Refused` where trying again will not help.
-    pub async fn open(
-        settings: &Settings,
-        number: u64,
-        inbox: mpsc::UnboundedSender<Delivered>,
-    ) -> Result<Self, OpenError> {
+    pub async fn open(settings: &Settings, opening: Opening, inboxes: Inboxes) -> Result<Self, OpenError> {
         let connection = Arc::new(broker::connect(&settings.amqp, "worker").await?);
-        let declared = Topology::new(settings).declare(&connection).await;
-        declared.map_err(|fault| match fault {
-            TopologyFault::Failed { .. } => BrokerFault::Away(fault.to_string()),
-            TopologyFault::Differs { .. }
-            | TopologyFault::Refused { .. }
-            | TopologyFault::NoDelayedExchange { .. }
-            | TopologyFault::NoHashExchange { .. } => BrokerFault::Refused(fault.to_string()),
-        })?;
-        let mut session = Self { number, connection, lines: Vec::new(), ended: Ended::default() };
+        if let Err(fault) = declare(&Topology::new(settings), opening, &connection).await {
+            broker::close(&connection, CLOSE_PATIENCE).await;
+            return Err(fault.into());
+        }
+        let mut session = Self { number: opening.number, connection, lines: Vec::new(), ended: Ended::default() };
         session.listen_for_unreadable();
         let (patience, ended) = (settings.amqp.connect_timeout, session.ended.clone());
         let why_not = tokio::select! {
             // First: what was asked when the client gave up may never be answered.
             biased;
             end = ended.reason() => OpenError::Ended(end),
-            consuming = tokio::time::timeout(patience, session.consume_all(settings, &inbox)) => match consuming {
+            consuming = tokio::time::timeout(patience, session.consume_all(settings, &inboxes)) => match consuming {
                 Ok(Ok(())) => return Ok(session),
                 Ok(Err(error)) => session.why_not_open(&error).await,
                 Err(_) => consuming_failed(&format!("the broker did not answer within {patience:?}")),
@@ -183,19 +216,15 @@ impl Session {
         }
     }
 
-    async fn consume_all(
-        &mut self,
-        settings: &Settings,
-        inbox: &mpsc::UnboundedSender<Delivered>,
-    ) -> lapin::Result<()> {
+    async fn consume_all(&mut self, settings: &Settings, inboxes: &Inboxes) -> lapin::Result<()> {
         for (index, source) in (0..).zip(sources(settings)) {
-            let line = self.consume(index, source, inbox.clone()).await?;
+            let line = self.consume(index, source, inboxes.clone()).await?;
             self.lines.push(line);
         }
         Ok(())
     }
 
-    async fn consume(&self, index: u8, source: Source, inbox: mpsc::UnboundedSender<Delivered>) -> lapin::Result<Line> {
+    async fn consume(&self, index: u8, source: Source, inboxes: Inboxes) -> lapin::Result<Line> {
         let Source { inlet, queue, prefetch } = source;
         let channel = self.connection.create_channel().await?;
         // Before consuming: lapin buffers deliveries without bound.
@@ -206,7 +235,7 @@ impl Session {
             .basic_consume(queue.as_str().into(), consumer_tag.as_str().into(), options, FieldTable::default())
             .await?;
         let line = Line { inlet, channel, consumer_tag, ledger: Arc::default() };
-        let reader = Reader { session: self.number, channel: index, inlet, ledger: line.ledger.clone(), inbox };
+        let reader = Reader { session: self.number, channel: index, inlet, ledger: line.ledger.clone(), inboxes };
         let ended = self.ended.clone();
         tokio::spawn(async move { ended.note(reader.read_all(consumer).await) });
         Ok(line)
@@ -221,6 +250,20 @@ impl Session {
         let consumed = sources(settings).into_iter().map(|source| source.queue).collect();
         let (topology, connection) = (Topology::new(settings).but_for_consumed(consumed), self.connection.clone());
         async move { topology.declare(&connection).await }
+    }
+
+    /// Whether the broker takes one more connection, such as the worker's own for publishing.
+    ///
+    /// # Errors
+    /// [`BrokerFault`] if it does not.
+    pub async fn require_another_connection(&self, settings: &Settings) -> Result<(), BrokerFault> {
+        broker::require_another_connection(&settings.amqp, &self.connection).await
+    }
+
+    /// For looking at the broker over this session's connection.
+    #[must_use]
+    pub fn inspector(&self, settings: &Settings) -> Inspector {
+        Inspector { topology: Topology::new(settings), connection: self.connection.clone() }
     }
 
     /// The number that marks this session's receipts.
@@ -288,6 +331,23 @@ fn consuming_failed(why: &str) -> OpenError {
     BrokerFault::Away(format!("consuming could not start: {why}")).into()
 }
 
+async fn declare(topology: &Topology, opening: Opening, connection: &Connection) -> Result<(), BrokerFault> {
+    let declared = async {
+        if opening.must_be_set_up {
+            topology.require_some(connection).await?;
+        }
+        topology.declare(connection).await
+    };
+    declared.await.map_err(|fault| match fault {
+        TopologyFault::Failed { .. } | TopologyFault::Missing { .. } => BrokerFault::Away(fault.to_string()),
+        TopologyFault::Differs { .. }
+        | TopologyFault::Refused { .. }
+        | TopologyFault::NeverSetUp { .. }
+        | TopologyFault::NoDelayedExchange { .. }
+        | TopologyFault::NoHashExchange { .. } => BrokerFault::Refused(fault.to_string()),
+    })
+}
+
 /// A queue to consume from.
 struct Source {
     inlet: Inlet,
@@ -326,7 +386,7 @@ struct Reader {
     channel: u8,
     inlet: Inlet,
     ledger: Arc<Mutex<Ledger>>,
-    inbox: mpsc::UnboundedSender<Delivered>,
+    inboxes: Inboxes,
 }
 
 impl Reader {
@@ -337,12 +397,21 @@ impl Reader {
                 Ok(delivery) => delivery,
                 Err(error) => return SessionEnd::of(&error),
             };
+            if let Some(id) = canary_in(&delivery.properties) {
+                // Before the next is read: a frame that acknowledges the next could acknowledge this one as well.
+                if let Err(error) = delivery.acker.ack(BasicAckOptions::default()).await {
+                    return SessionEnd::of(&error);
+                }
+                // With the inspections gone its arrival is no news.
+                let _ = self.inboxes.canaries.send(id);
+                continue;
+            }
             let receipt = Receipt { session: self.session, channel: self.channel, tag: delivery.delivery_tag };
             self.ledger.lock().expect("nobody panics holding it").open(receipt.tag);
             let properties = &delivery.properties;
             let (content, death) = (read(&delivery.data, properties), last_death(properties));
             let delivered = Delivered { receipt, inlet: self.inlet, content, death };
-            if self.inbox.send(delivered).is_err() {
+            if self.inboxes.alarms.send(delivered).is_err() {
                 return SessionEnd::other("the worker has stopped");
             }
         }
@@ -350,6 +419,12 @@ impl Reader {
             "the broker cancelled the consumer; was its queue deleted, or a delivery kept for its consumer_timeout?",
         )
     }
+}
+
+fn canary_in(properties: &BasicProperties) -> Option<Uuid> {
+    let [message_type, message_id] = [properties.kind(), properties.message_id()]
+        .map(|property| property.as_ref().map(lapin::types::ShortString::as_str));
+    canary::read(message_type, message_id)
 }
 
 /// Reads a message, as it was delivered, as an alarm, or says as what it must be parked.

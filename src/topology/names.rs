@@ -89,11 +89,15 @@ impl Names {
         format!("{ring}.{slot:02}")
     }
 
-    pub(super) fn lane_queue(&self, lane: &str, shard: u8) -> String {
+    /// Queue: one shard of a lane.
+    #[must_use]
+    pub fn lane_queue(&self, lane: &str, shard: u8) -> String {
         self.name(&format!("delay.{}", Self::lane_key(lane, shard)))
     }
 
-    pub(super) fn slot_queue(&self, ring: &str, slot: u16) -> String {
+    /// Queue: one slot of a ring.
+    #[must_use]
+    pub fn slot_queue(&self, ring: &str, slot: u16) -> String {
         self.name(&format!("wheel.{}", Self::slot_key(ring, slot)))
     }
 }

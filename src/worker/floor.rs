@@ -9,6 +9,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::broker_inspections::BrokerNews;
 use super::steps::{Note, Steps};
 use super::supervisor::Phase;
 use super::{GiveUp, Signs};
@@ -31,6 +32,7 @@ pub(super) struct Floor {
     steps: Steps,
     settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
     phase: watch::Sender<Phase>,
+    inspections: mpsc::UnboundedSender<BrokerNews>,
     /// Whether a closer has work in hand, for those who give way.
     closing: watch::Sender<bool>,
     closes_nothing: bool,
@@ -75,6 +77,7 @@ impl Floor {
         steps: Steps,
         settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
         phase: watch::Sender<Phase>,
+        inspections: mpsc::UnboundedSender<BrokerNews>,
         closing: watch::Sender<bool>,
         signs: Signs,
     ) -> Self {
@@ -84,6 +87,7 @@ impl Floor {
             steps,
             settlements,
             phase,
+            inspections,
             closing,
             closes_nothing: false,
             why_unanswered: None,
@@ -191,6 +195,8 @@ impl Floor {
             // Without the broker nobody expects an alarm.
             Note::ClosedBySweep(orders) if self.desk.broker_is_here() => {
                 self.swept.about += orders;
+                // They end with the worker's stop.
+                let _ = self.inspections.send(BrokerNews::Swept);
                 self.say_what_was_swept();
             }
             Note::ClosedBySweep(_) => {}

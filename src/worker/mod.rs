@@ -2,9 +2,11 @@
 //!
 //! Decides nothing about alarms (that is `desk/`) and knows no statement and no frame (those are the steps'). The
 //! `floor.rs` carries news and errands between the desk and the steps; `supervisor.rs` keeps a consumer session open;
-//! `settling.rs` gathers what it tells the broker; `quarantine.rs` moves aside what ends every session; `outboxes.rs` keeps the outboxes empty; `signs.rs` counts what all of
-//! them do.
+//! `settling.rs` gathers what it tells the broker; `quarantine.rs` moves aside what ends every session; `outboxes.rs`
+//! keeps the outboxes empty; `signs.rs` counts what all of them do; `broker_inspections.rs` looks for what keeps alarms
+//! from arriving.
 
+mod broker_inspections;
 mod floor;
 mod outboxes;
 mod quarantine;
@@ -21,6 +23,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
+use uuid::Uuid;
 
 use crate::alarm::Delivered;
 use crate::announce::Announcer;
@@ -31,13 +34,14 @@ use crate::close::Closer;
 use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
 use crate::database::{self, Database, DatabaseFault, why};
-use crate::deliver::{LONGEST_CLOSE, OpenError, Session, SessionEnd};
+use crate::deliver::{Inboxes, LONGEST_CLOSE, OpenError, Opening, Session, SessionEnd};
 use crate::desk::{Desk, Policy};
 use crate::http::{HttpFault, HttpServer, LIVEZ, METRICS, READYZ};
 use crate::patience::LONGEST_PAUSE;
 use crate::schedule::outbox::AlarmRelay;
 use crate::sweep::Sweeper;
 use crate::topology::{DECLARE_TIMEOUT, Names};
+use broker_inspections::BrokerInspections;
 use floor::Floor;
 use outboxes::Outboxes;
 use quarantine::Quarantine;
@@ -77,7 +81,8 @@ pub struct Worker {
     clock: DatabaseClock,
     first_session: Option<Session>,
     inbox: mpsc::UnboundedReceiver<Delivered>,
-    inbox_sender: mpsc::UnboundedSender<Delivered>,
+    canaries: mpsc::UnboundedReceiver<Uuid>,
+    inboxes: Inboxes,
     signs: Signs,
     http: Option<HttpServer>,
 }
@@ -106,9 +111,17 @@ impl Worker {
         let clock = read_clock(&closer)
             .await
             .map_err(|error| DatabaseFault(format!("the database's clock cannot be read: {}", why(&error))))?;
-        let (inbox_sender, inbox) = mpsc::unbounded_channel();
-        let first_session = match Session::open(&settings, supervisor::FIRST_SESSION, inbox_sender.clone()).await {
-            Ok(session) => Some(session),
+        let (alarms, inbox) = mpsc::unbounded_channel();
+        let (canaries_sender, canaries) = mpsc::unbounded_channel();
+        let inboxes = Inboxes { alarms, canaries: canaries_sender };
+        let opening = Opening { number: supervisor::FIRST_SESSION, must_be_set_up: true };
+        let first_session = match Session::open(&settings, opening, inboxes.clone()).await {
+            Ok(session) => {
+                if let Err(fault) = session.require_another_connection(&settings).await {
+                    warn!(%fault, "the worker starts, but cannot publish now");
+                }
+                Some(session)
+            }
             Err(OpenError::Broker(BrokerFault::Away(why))) => {
                 warn!(%why, "the broker is away; the worker starts without it and keeps trying");
                 None
@@ -120,7 +133,7 @@ impl Worker {
             }
             Err(OpenError::Broker(refused @ BrokerFault::Refused(_))) => return Err(refused.into()),
         };
-        Ok(Self { settings, closer, sweeper, database, clock, first_session, inbox, inbox_sender, signs, http })
+        Ok(Self { settings, closer, sweeper, database, clock, first_session, inbox, canaries, inboxes, signs, http })
     }
 
     /// Where health and metrics are shown; `None` if `http.listen` is empty.
@@ -147,12 +160,16 @@ impl Worker {
         let (settlements, settlement_queue) = mpsc::unbounded_channel();
         let (notes, note_queue) = mpsc::unbounded_channel();
         let (phase, phase_seen) = watch::channel(Phase::Consume);
+        let (broker_news, broker_news_queue) = mpsc::unbounded_channel();
+        let inspections = BrokerInspections::new(&settings, self.database.clone(), confirmed.clone(), signs.clone());
+        let inspecting = tokio::spawn(inspections.run(broker_news_queue, self.canaries, stop.clone()));
         let supervisor = Supervisor::new(
             settings.clone(),
-            self.inbox_sender,
+            self.inboxes,
             Settling::new(settlement_queue, closing_seen, settings.worker.prefetch.into()),
             phase_seen,
             notes.clone(),
+            broker_news.clone(),
             confirmed.way_is_missing(),
             Quarantine::new(settings.clone(), self.database.clone(), signs.clone()),
         );
@@ -161,7 +178,8 @@ impl Worker {
         tokio::spawn(steps::sample_clock(self.closer.clone(), notes.clone()));
         let armer = Armer::new(&settings, confirmed);
         let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes, signs.clone());
-        let floor = Floor::new(Desk::new(policy(&settings)), self.clock, steps, settlements, phase, closing, signs);
+        let desk = Desk::new(policy(&settings));
+        let floor = Floor::new(desk, self.clock, steps, settlements, phase, broker_news, closing, signs);
         let database = database::place(&settings.database).expect("validated settings have an address");
         let broker = broker::place(&settings.amqp).expect("validated settings have an address");
         info!(namespace = %settings.namespace, database, broker, "worker started");
@@ -172,6 +190,8 @@ impl Worker {
             let _ = supervising.await;
             outboxes_end.cancel();
             let _ = relaying.await;
+            // It ends with the stop, but for what it has asked database or broker just then.
+            inspecting.abort();
         };
         let in_time = tokio::select! {
             () = finish => true,

@@ -6,17 +6,18 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::Signs;
+use super::broker_inspections::BrokerNews;
 use super::quarantine::Quarantine;
 use super::settling::Settling;
 use super::steps::Note;
-use crate::alarm::Delivered;
 use crate::config::Settings;
-use crate::deliver::{OpenError, Session, SessionEnd};
+use crate::confirm::MissingWay;
+use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
 use crate::desk::News;
 use crate::health::{BEAT_EVERY, Loop};
 use crate::patience::Pauses;
@@ -45,13 +46,16 @@ pub(super) enum Phase {
 
 pub(super) struct Supervisor {
     settings: Settings,
-    inbox: mpsc::UnboundedSender<Delivered>,
+    inboxes: Inboxes,
     settling: Settling,
     phase: watch::Receiver<Phase>,
     notes: mpsc::UnboundedSender<Note>,
+    inspections: mpsc::UnboundedSender<BrokerNews>,
     next_session: u64,
+    /// Whether a session has been open: the deployment was set up then.
+    had_session: bool,
     /// Woken when an exchange or a queue is found to be missing.
-    way_is_missing: Arc<Notify>,
+    way_is_missing: Arc<MissingWay>,
     quarantine: Quarantine,
     signs: Signs,
 }
@@ -59,15 +63,28 @@ pub(super) struct Supervisor {
 impl Supervisor {
     pub fn new(
         settings: Settings,
-        inbox: mpsc::UnboundedSender<Delivered>,
+        inboxes: Inboxes,
         settling: Settling,
         phase: watch::Receiver<Phase>,
         notes: mpsc::UnboundedSender<Note>,
-        way_is_missing: Arc<Notify>,
+        inspections: mpsc::UnboundedSender<BrokerNews>,
+        way_is_missing: Arc<MissingWay>,
         quarantine: Quarantine,
     ) -> Self {
-        let (next_session, signs) = (FIRST_SESSION + 1, quarantine.signs.clone());
-        Self { settings, inbox, settling, phase, notes, next_session, way_is_missing, quarantine, signs }
+        let (next_session, had_session, signs) = (FIRST_SESSION + 1, false, quarantine.signs.clone());
+        Self {
+            settings,
+            inboxes,
+            settling,
+            phase,
+            notes,
+            inspections,
+            next_session,
+            had_session,
+            way_is_missing,
+            quarantine,
+            signs,
+        }
     }
 
     pub async fn run(mut self, first: Option<Session>) {
@@ -77,11 +94,14 @@ impl Supervisor {
             self.signs.health.beat(Loop::Supervisor);
             if let Some(open) = session.take() {
                 let opened = Instant::now();
+                self.had_session = true;
                 self.tell(News::SessionOpened(open.number()));
+                self.tell_inspections(BrokerNews::SessionOpened(open.inspector(&self.settings)));
                 self.signs.session_opened();
                 let end = self.attend(open).await;
                 self.signs.session_ended(&end.why);
                 self.tell(News::SessionEnded);
+                self.tell_inspections(BrokerNews::SessionEnded);
                 let cause_is_gone = self.see_to(&end).await;
                 if cause_is_gone || opened.elapsed() >= LIVED {
                     pauses = Pauses::new();
@@ -118,7 +138,8 @@ impl Supervisor {
 
     /// Opens a session; `None` if the worker stops meanwhile.
     async fn open(&mut self) -> Option<Result<Session, OpenError>> {
-        let mut opening = pin!(Session::open(&self.settings, self.next_session, self.inbox.clone()));
+        let opening = Opening { number: self.next_session, must_be_set_up: !self.had_session };
+        let mut opening = pin!(Session::open(&self.settings, opening, self.inboxes.clone()));
         tokio::select! {
             opened = &mut opening => return Some(opened),
             _ = self.phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close)) => {}
@@ -143,6 +164,11 @@ impl Supervisor {
             cause_is_gone = self.quarantine.see_to(end) => cause_is_gone,
             _ = phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close)) => false,
         }
+    }
+
+    fn tell_inspections(&self, news: BrokerNews) {
+        // They end with the worker's stop.
+        let _ = self.inspections.send(news);
     }
 
     /// Settles what comes until the session ends or is no longer wanted; says which.
@@ -189,15 +215,19 @@ impl Supervisor {
                         return end;
                     }
                 }
-                () = self.way_is_missing.notified(), if declaring.is_none() => {
-                    declaring = Some(Box::pin(session.declare_again(&self.settings)));
+                what = self.way_is_missing.noted(), if declaring.is_none() => {
+                    let declare = session.declare_again(&self.settings);
+                    declaring = Some(Box::pin(async move { (what, declare.await) }));
                 }
-                declared = async { declaring.as_mut().expect("asked for only if it is").await }, if declaring.is_some() => {
+                (what, declared) = async { declaring.as_mut().expect("asked for only if it is").await }, if declaring.is_some() => {
                     declaring = None;
-                    match declared {
-                        Ok(()) => info!("a message found no way; whatever was missing has been declared again"),
-                        Err(fault) => warn!(%fault, "a message found no way, and what is missing cannot be declared"),
+                    match &declared {
+                        Ok(()) => info!(what, "a message found no way; whatever was missing has been declared again"),
+                        Err(fault) => {
+                            warn!(what, %fault, "a message found no way, and what is missing cannot be declared");
+                        }
                     }
+                    self.tell_inspections(BrokerNews::DeclaredAgain(what, declared));
                 }
                 _ = self.phase.changed() => {}
                 () = tokio::time::sleep(BEAT_EVERY) => {}

@@ -18,6 +18,7 @@ use sqlx::Executor;
 use uuid::Uuid;
 
 use crate::support::process::{WorkerProcess, bare, call_with, order_timeout, run};
+use crate::support::proxy::Proxy;
 use crate::support::{Order, Stage, on_stage, wait_for, wait_within, with_parts};
 
 /// A password that is nothing else, so that it is found wherever it gets out.
@@ -840,4 +841,22 @@ impl Drop for Watched {
             let _ = child.wait();
         }
     }
+}
+
+#[test]
+fn setup_reports_exhausted_connections() {
+    on_stage(
+        |settings| settings.amqp.connect_timeout = Duration::from_secs(2),
+        async |stage| {
+            let network = Proxy::before(&stage.settings.amqp.url).await;
+            network.admit(1);
+            let mut settings = stage.settings.clone();
+            settings.amqp.url = network.address(&settings.amqp.url);
+            let (code, stdout, stderr) = call_with(&settings, &["setup"]).await;
+            assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
+            for part in ["bindings are there", "takes no further one", "out of file descriptors", "LimitNOFILE"] {
+                assert!(stderr.contains(part), "{stderr:?} lacks {part:?}");
+            }
+        },
+    );
 }

@@ -10,7 +10,7 @@ use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::alarm::Returns;
 use order_timeout::broker::{self, BrokerFault};
 use order_timeout::config::Strategy;
-use order_timeout::deliver::{OpenError, Session};
+use order_timeout::deliver::{Inboxes, OpenError, Opening, Session};
 use order_timeout::envelope::{self, LONGEST_X_DELAY_MS, Stamp, Wait};
 use order_timeout::message::TimeoutDue;
 use order_timeout::order::Moment;
@@ -228,8 +228,10 @@ fn the_strategy_is_refused_where_the_type_is_missing() {
         assert_names_the_plugin(&published.unwrap_err().to_string());
 
         // Refused, not away: a worker that goes on trying would look as if it worked.
-        let (inbox, _deliveries) = tokio::sync::mpsc::unbounded_channel();
-        let opened = Session::open(&stage.settings, 1, inbox).await.map(drop);
+        let (alarms, _deliveries) = tokio::sync::mpsc::unbounded_channel();
+        let (canaries, _ids) = tokio::sync::mpsc::unbounded_channel();
+        let (opening, inboxes) = (Opening { number: 1, must_be_set_up: false }, Inboxes { alarms, canaries });
+        let opened = Session::open(&stage.settings, opening, inboxes).await.map(drop);
         assert!(matches!(opened, Err(OpenError::Broker(BrokerFault::Refused(_)))), "{opened:?}");
         assert_names_the_plugin(&opened.unwrap_err().to_string());
         let started = Worker::start(stage.settings.clone()).await.map(drop);

@@ -14,6 +14,7 @@ mod compose;
 mod crash;
 mod database_away;
 mod deadline;
+mod degraded_broker;
 mod delayed_exchange;
 mod health;
 mod hostile;

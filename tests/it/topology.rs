@@ -10,6 +10,7 @@ use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::config::{Lane, RingSettings};
 use order_timeout::order::{Moment, OrderId};
 use order_timeout::topology::{Argument, Queue, Topology, TopologyFault};
+use order_timeout::worker::Worker;
 use uuid::Uuid;
 
 use crate::support::{Stage, on_stage, process, wait_for};
@@ -281,6 +282,47 @@ fn a_message_without_expiration_holds_up_nobody() {
             for queue in ["delay.2s.1", "wheel.500ms.03"] {
                 assert_eq!(depths(&stage, &queues(&stage, queue)).await, [0], "{queue}");
             }
+        },
+    );
+}
+
+#[test]
+fn worker_refuses_namespace_never_set_up() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let mut settings = stage.settings.clone();
+            settings.namespace.push_str("typo");
+            let fault = Worker::start(settings.clone()).await.map(drop).expect_err("nothing is there").to_string();
+            for part in [&format!("{:?}", settings.namespace), "order-timeout setup", "correct `namespace`"] {
+                assert!(fault.contains(part), "{fault:?} lacks {part:?}");
+            }
+            // And declared none.
+            let topology = Topology::new(&settings);
+            for name in topology.queues.iter().map(|queue| queue.name.as_str()) {
+                let channel = stage.broker.create_channel().await.unwrap();
+                let options = QueueDeclareOptions { passive: true, ..Default::default() };
+                let there = channel.queue_declare(name.into(), options, FieldTable::default()).await;
+                assert!(there.is_err(), "{name} is there");
+            }
+        },
+    );
+}
+
+#[test]
+fn worker_restores_all_but_one_queue() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let topology = Topology::new(&stage.settings);
+            for queue in topology.queues.iter().filter(|queue| queue.name != stage.names().parked()) {
+                delete_queue(&stage, &queue.name).await;
+            }
+            let worker = stage.worker().await;
+            for queue in &topology.queues {
+                assert_eq!(stage.depth(&queue.name).await, 0, "{} is there", queue.name);
+            }
+            worker.stop().await;
         },
     );
 }

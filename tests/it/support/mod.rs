@@ -29,6 +29,7 @@ use lapin::options::{
 };
 use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection};
+use order_timeout::canary::CANARY_TYPE;
 use order_timeout::config::{Lane, Listen, RingSettings, Strategy};
 use order_timeout::message::TimeoutDue;
 use order_timeout::order::{Moment, OrderId};
@@ -401,7 +402,7 @@ impl Stage {
     }
 
     /// Empties a queue. What a closed consumer gave back counts too, even if the queue is still about to
-    /// take it back: a marker is published behind it, and everything up to the marker is taken out.
+    /// take it back: a marker is published behind it, and everything up to the marker is taken out. Canaries do not count.
     pub async fn take_out(&self, queue: &str) -> Vec<Vec<u8>> {
         const MARKER: &[u8] = b"marker";
         self.publish_raw("", queue, MARKER, BasicProperties::default()).await;
@@ -410,6 +411,7 @@ impl Stage {
             let next = self.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.unwrap();
             match next {
                 Some(message) if message.delivery.data == MARKER => return taken,
+                Some(message) if is_canary(&message.delivery.properties) => {}
                 Some(message) => taken.push(message.delivery.data),
                 None => panic!("somebody else consumes {queue}"),
             }
@@ -433,6 +435,11 @@ impl Stage {
         .await
         .unwrap()
     }
+}
+
+/// Of a worker that stopped before it came back.
+fn is_canary(properties: &BasicProperties) -> bool {
+    properties.kind().as_ref().is_some_and(|kind| kind.as_str() == CANARY_TYPE)
 }
 
 /// An order as its shop knows it.

@@ -49,6 +49,8 @@ enum Flow {
 #[derive(Debug, Clone)]
 struct Rules {
     refusing: bool,
+    /// How many connections are handed on to the server; further ones are accepted and never answered.
+    admitted: usize,
     /// Connections opened under a smaller number are cut.
     cuts: u64,
     half_closes: u64,
@@ -117,7 +119,14 @@ impl Proxy {
         let server = server.into_iter().next().expect("the server's host has an address");
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let place = listener.local_addr().unwrap().to_string();
-        let rules = Rules { refusing: false, cuts: 0, half_closes: 0, to_server: Flow::Free, to_client: Flow::Free };
+        let rules = Rules {
+            refusing: false,
+            admitted: usize::MAX,
+            cuts: 0,
+            half_closes: 0,
+            to_server: Flow::Free,
+            to_client: Flow::Free,
+        };
         let wire = Arc::new(Wire {
             server,
             rules: watch::Sender::new(rules),
@@ -146,6 +155,13 @@ impl Proxy {
             rules.cuts += 1;
             rules.refusing = true;
         });
+    }
+
+    /// From now on the server gets no more than this many connections, all told; the rest are accepted and hear nothing,
+    /// as of a broker without file descriptors.
+    #[allow(dead_code)] // used by the tests of setup
+    pub fn admit(&self, connections: usize) {
+        self.wire.rules.send_modify(|rules| rules.admitted = connections);
     }
 
     /// Resets every connection; further ones are let through.
@@ -233,17 +249,22 @@ impl Wire {
 }
 
 async fn accept(listener: TcpListener, wire: Arc<Wire>) {
+    let mut unanswered = Vec::new();
     loop {
         let Ok((client, _)) = listener.accept().await else { return };
-        wire.accepted.fetch_add(1, Ordering::SeqCst);
+        let earlier = wire.accepted.fetch_add(1, Ordering::SeqCst);
         // Before anybody can break it: a cut between here and the connection's first step is meant for it, too.
         let rules = wire.rules.subscribe();
-        let (refusing, broken) = {
+        let (refusing, admitted, broken) = {
             let rules = rules.borrow();
-            (rules.refusing, (rules.cuts, rules.half_closes))
+            (rules.refusing, rules.admitted, (rules.cuts, rules.half_closes))
         };
         if refusing {
             reset(&client);
+            continue;
+        }
+        if earlier >= admitted {
+            unanswered.push(client);
             continue;
         }
         let wire = wire.clone();

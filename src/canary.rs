@@ -1,0 +1,298 @@
+//! Canaries: messages that a worker sends itself through the broker's delay queues, to notice that alarms no longer
+//! arrive. Which paths there are, what such a message looks like, and what its absence means.
+//!
+//! Pure: reads no clock and does no I/O; `store.rs` keeps what was sent and what arrived. A canary is no alarm: it names
+//! no order, and the desk never sees one.
+
+pub mod store;
+
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use crate::config::{Settings, Strategy};
+use crate::confirm::Outgoing;
+use crate::envelope::{Entry, Wait, x_delay};
+use crate::message::CONTENT_TYPE;
+use crate::order::Moment;
+use crate::topology::Names;
+use crate::wheel::{Place, Wheel};
+
+/// AMQP property `type` of a canary. Its `message_id` is its id.
+pub const CANARY_TYPE: &str = "order.timeout.canary.v1";
+
+/// How long a canary may take beyond the time that it waits in its queue.
+pub const GRACE: Duration = Duration::from_millis(2_500);
+/// The longest wait of a path that answers at once, so that a failure is noticed and taken back within seconds.
+const QUICK: Duration = Duration::from_secs(10);
+/// A slot of the wheel is written at least this long before it lets go.
+const AHEAD: Duration = Duration::from_millis(300);
+/// The shortest time between two canaries of one path while nothing is suspected.
+const SELDOM: Duration = Duration::from_secs(60);
+/// The same while something is.
+const SUSPECTED: Duration = Duration::from_secs(4);
+
+/// A way through the broker that alarms take.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Path {
+    /// Unique on the database, whatever namespaces share it.
+    pub name: String,
+    kind: Kind,
+    longest_wait: Duration,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Kind {
+    /// Straight to the processing queues.
+    Due,
+    Ring(usize),
+    Lane {
+        key: String,
+        wait: Duration,
+    },
+    Delayed,
+}
+
+/// A canary's way for one journey.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Journey {
+    pub entry: Entry,
+    /// The queue that it waits in.
+    pub queue: String,
+    pub wait: Duration,
+}
+
+/// All paths of one deployment.
+#[derive(Debug, Clone)]
+pub struct Paths {
+    names: Names,
+    wheel: Option<Wheel>,
+    paths: Vec<Path>,
+}
+
+impl Paths {
+    /// # Panics
+    /// If the rings of `settings` do not mesh, which `Settings::validate` refuses.
+    #[must_use]
+    pub fn new(settings: &Settings) -> Self {
+        let names = Names::new(&settings.namespace);
+        let mut paths = vec![Path { name: names.due(), kind: Kind::Due, longest_wait: Duration::ZERO }];
+        let wheel = match settings.delay.strategy {
+            Strategy::DelayedExchange => {
+                paths.push(Path { name: names.delayed(), kind: Kind::Delayed, longest_wait: DELAYED_FOR });
+                None
+            }
+            Strategy::DeadLetter => {
+                let wheel = settings.wheel().expect("validated settings have rings that mesh");
+                for (index, ring) in wheel.rings().iter().enumerate() {
+                    let name = format!("{}.{}", names.wheel(), ring.name);
+                    paths.push(Path { name, kind: Kind::Ring(index), longest_wait: AHEAD + ring.unit });
+                }
+                for lane in &settings.delay.lanes {
+                    let wait = lane.delay.saturating_sub(settings.delay.lead);
+                    for shard in 0..settings.delay.lane_shards {
+                        let (name, key) = (names.lane_queue(&lane.name, shard), Names::lane_key(&lane.name, shard));
+                        paths.push(Path { name, kind: Kind::Lane { key, wait }, longest_wait: wait });
+                    }
+                }
+                Some(wheel)
+            }
+        };
+        Self { names, wheel, paths }
+    }
+
+    #[must_use]
+    pub fn all(&self) -> &[Path] {
+        &self.paths
+    }
+
+    #[must_use]
+    pub fn find(&self, name: &str) -> Option<&Path> {
+        self.paths.iter().find(|path| path.name == name)
+    }
+
+    /// How a canary that is sent at `now`, by the database's clock, takes this path.
+    #[must_use]
+    pub fn journey(&self, path: &Path, now: Moment) -> Journey {
+        let waiting = |entry, queue, wait| Journey { entry, queue, wait };
+        match &path.kind {
+            Kind::Due => waiting(Entry::due(&self.names), self.names.timeout(), Duration::ZERO),
+            Kind::Delayed => waiting(Entry::delayed(&self.names, DELAYED_FOR), self.names.delayed(), DELAYED_FOR),
+            Kind::Lane { key, wait } => {
+                let entry = Entry { exchange: self.names.delay(), routing_key: key.clone(), wait: Wait::Ttl(*wait) };
+                waiting(entry, path.name.clone(), *wait)
+            }
+            Kind::Ring(ring) => {
+                let wheel = self.wheel.as_ref().expect("there are rings where there is a wheel");
+                // In step with the alarms of that slot, so that it never keeps one back.
+                match wheel.place_in_ring(*ring, now + AHEAD, now) {
+                    Place::Due => waiting(Entry::due(&self.names), self.names.timeout(), Duration::ZERO),
+                    Place::Slot { ring, slot, ttl } => {
+                        let name = &wheel.rings()[ring].name;
+                        let entry = Entry {
+                            exchange: self.names.wheel(),
+                            routing_key: Names::slot_key(name, slot),
+                            wait: Wait::Ttl(ttl),
+                        };
+                        waiting(entry, self.names.slot_queue(name, slot), ttl)
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// How long a canary waits in the delayed exchange.
+const DELAYED_FOR: Duration = Duration::from_secs(1);
+
+impl Path {
+    /// Whether its canary is back within seconds.
+    #[must_use]
+    pub fn is_quick(&self) -> bool {
+        self.longest_wait <= QUICK
+    }
+
+    /// Whether it tests the delay itself, and not only the way from there to the workers.
+    #[must_use]
+    pub fn is_direct(&self) -> bool {
+        self.kind == Kind::Due
+    }
+
+    /// The time between two of its canaries. A slow one is sent again when the last is back.
+    #[must_use]
+    pub fn sent_every(&self, suspected: bool) -> Duration {
+        if suspected && self.is_quick() { SUSPECTED } else { SELDOM.max(self.longest_wait) }
+    }
+
+    /// How long one that is late is waited for before the next is sent. The next of a quick path tells soon whether the
+    /// fault lasts; that of a slow one tells nothing for as long as it waits.
+    #[must_use]
+    pub fn given_up_after(&self) -> Duration {
+        if self.is_quick() { GRACE } else { SELDOM }
+    }
+
+    /// What to say of a canary that did not come back.
+    #[must_use]
+    pub fn why_missing(&self, queue: &str, direct_arrives: bool) -> String {
+        if self.is_direct() {
+            return format!(
+                "a canary that was published straight to {queue:?} did not reach a worker; a foreign consumer takes messages from that queue, or a worker has stopped reading what it was sent (rabbitmqctl list_consumers)"
+            );
+        }
+        let way = if direct_arrives { " although one that was published straight to the workers did" } else { "" };
+        format!(
+            "a canary did not come back through {queue:?} in time{way}; dead-lettering has stopped on the broker (a message with a malformed x-death header is a known cause on RabbitMQ 3.10), or a message without expiration holds up that queue; see \"Dead-lettering has stopped\" in docs/OPERATING.md"
+        )
+    }
+}
+
+/// A canary on its way. `now` is the database's time.
+#[must_use]
+pub fn outgoing(id: Uuid, journey: &Journey, now: Moment) -> Outgoing {
+    let mut headers = Vec::new();
+    let ttl = match journey.entry.wait {
+        Wait::None => None,
+        Wait::Ttl(ttl) => Some(ttl),
+        Wait::XDelayMs(delay_ms) => {
+            headers.push(x_delay(delay_ms));
+            None
+        }
+    };
+    Outgoing {
+        exchange: journey.entry.exchange.clone(),
+        routing_key: journey.entry.routing_key.clone(),
+        body: BODY.to_vec(),
+        message_id: id.to_string(),
+        message_type: CANARY_TYPE.to_owned(),
+        content_type: CONTENT_TYPE,
+        timestamp_s: u64::try_from(now.unix_micros() / 1_000_000).unwrap_or(0),
+        ttl,
+        headers,
+        mandatory: !matches!(journey.entry.wait, Wait::XDelayMs(_)),
+    }
+}
+
+/// For a person who finds one in a queue.
+const BODY: &[u8] = br#"{"note":"sent by an order-timeout worker to test the way of its alarms; it names no order"}"#;
+
+/// The id of a message, if it is a canary: by its properties `type` and `message_id`.
+#[must_use]
+pub fn read(message_type: Option<&str>, message_id: Option<&str>) -> Option<Uuid> {
+    if message_type != Some(CANARY_TYPE) {
+        return None;
+    }
+    // A foreign one, with an id that is none, is a canary all the same: that of no path.
+    Some(message_id.and_then(|id| Uuid::try_parse(id).ok()).unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn paths(overrides: &[&str]) -> Paths {
+        let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
+        Paths::new(&Settings::load_with_environment(None, Default::default(), &overrides).unwrap())
+    }
+
+    #[test]
+    fn every_ring_and_lane_has_a_path() {
+        let names: Vec<String> = paths(&[]).all().iter().map(|path| path.name.clone()).collect();
+        let lanes = (0..4).map(|shard| format!("order.delay.30m.{shard}"));
+        let fixed = ["order.due", "order.wheel.5s", "order.wheel.1m", "order.wheel.1h"].map(str::to_owned);
+        assert_eq!(names, fixed.into_iter().chain(lanes).collect::<Vec<_>>());
+        let delayed = paths(&["delay.strategy=delayed-exchange"]);
+        assert_eq!(delayed.all().iter().map(|path| &*path.name).collect::<Vec<_>>(), ["order.due", "order.delayed"]);
+    }
+
+    #[test]
+    fn seldom_sent_canaries_cover_their_own_wait() {
+        let paths = paths(&[]);
+        let every = |name: &str, suspected| paths.find(name).unwrap().sent_every(suspected);
+        assert_eq!(every("order.wheel.5s", false), SELDOM);
+        assert_eq!(every("order.wheel.5s", true), SUSPECTED);
+        assert_eq!(every("order.delay.30m.0", true), Duration::from_secs(30 * 60 - 20));
+    }
+
+    proptest! {
+        /// The journey, the grace and half a second to look are within ten seconds.
+        #[test]
+        fn finest_ring_answers_within_ten_seconds(micros in 0_i64..3_600_000_000) {
+            let (paths, now) = (paths(&[]), Moment::from_unix_micros(1_700_000_000_000_000 + micros));
+            let finest = paths.find("order.wheel.5s").unwrap();
+            let journey = paths.journey(finest, now);
+            prop_assert!(journey.wait >= AHEAD, "{:?}", journey.wait);
+            prop_assert!(journey.wait + GRACE + Duration::from_secs(1) < Duration::from_secs(10), "{:?}", journey.wait);
+            prop_assert!(journey.queue.starts_with("order.wheel.5s."));
+            prop_assert_eq!(journey.entry.wait, Wait::Ttl(journey.wait));
+        }
+
+        /// In the very slot of alarms that leave at that moment, so that neither holds up the other.
+        #[test]
+        fn canary_leaves_when_its_slot_does(micros in 0_i64..3_600_000_000) {
+            let (paths, now) = (paths(&[]), Moment::from_unix_micros(1_700_000_000_000_000 + micros));
+            let journey = paths.journey(paths.find("order.wheel.5s").unwrap(), now);
+            // A slot lets go `lead` before its unit of five seconds begins.
+            let begins = (now + journey.wait + Duration::from_secs(20)).unix_micros();
+            prop_assert!(begins.rem_euclid(5_000_000) < 1_000, "{begins}");
+        }
+    }
+
+    #[test]
+    fn canary_is_known_by_its_properties() {
+        let (paths, id) = (paths(&[]), Uuid::now_v7());
+        let now = Moment::from_unix_micros(1_700_000_000_000_000);
+        let message = outgoing(id, &paths.journey(&paths.all()[1], now), now);
+        assert_eq!(read(Some(&message.message_type), Some(&message.message_id)), Some(id));
+        assert!(message.mandatory && message.ttl.is_some());
+        assert_eq!(read(Some(CANARY_TYPE), Some("no id")), Some(Uuid::nil()));
+        assert_eq!(read(Some("order.timeout.v1"), Some(&message.message_id)), None);
+        assert_eq!(read(None, None), None);
+    }
+
+    #[test]
+    fn no_canary_is_read_as_an_alarm() {
+        let fault = crate::message::TimeoutDue::read(BODY, None).unwrap_err();
+        assert!(matches!(fault, crate::message::Unreadable::NotTheShape(_)), "{fault}");
+    }
+}

@@ -1,0 +1,142 @@
+//! Looks whether the objects of a deployment are there, without declaring any.
+//!
+//! Changes nothing on the broker. Arguments are compared by declaring (`topology.rs`), and bindings cannot be read over
+//! AMQP 0-9-1.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions, ExchangeDeclareOptions, QueueDeclareOptions};
+use lapin::types::FieldTable;
+use lapin::{BasicProperties, Channel, Connection, ExchangeKind};
+use uuid::Uuid;
+
+use super::{Exchange, Object, Topology, TopologyFault, open_channel};
+use crate::broker::{reply, reply_code};
+
+/// How long the broker may take to say what is there.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What the broker says of the processing queues.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sight {
+    /// Messages that no worker has been sent yet.
+    pub ready: u32,
+    pub consumers: u32,
+}
+
+impl Topology {
+    /// Whether every exchange and every queue is there.
+    ///
+    /// # Errors
+    /// [`TopologyFault::Missing`] names the first that is not.
+    pub async fn look(&self, connection: &Connection) -> Result<Sight, TopologyFault> {
+        within_time(self.look_at_all(connection)).await
+    }
+
+    async fn look_at_all(&self, connection: &Connection) -> Result<Sight, TopologyFault> {
+        let channel = open_channel(connection).await?;
+        // All at once; the first that is missing ends the channel, and with it the answers to the rest.
+        let exchanges = join_all(self.exchanges.iter().map(|exchange| look_at_exchange(&channel, exchange)));
+        for (exchange, there) in self.exchanges.iter().zip(exchanges.await) {
+            there.map_err(|error| self.explain(Object::Exchange(&exchange.name), &error))?;
+        }
+        let queues = join_all(self.queues.iter().map(|queue| look_at_queue(&channel, &queue.name)));
+        let mut sight = Sight::default();
+        for (queue, there) in self.queues.iter().zip(queues.await) {
+            let seen = there.map_err(|error| self.explain(Object::Queue(&queue.name), &error))?;
+            if self.processing.contains(&queue.name) {
+                sight.ready += seen.ready;
+                sight.consumers += seen.consumers;
+            }
+        }
+        let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+        Ok(sight)
+    }
+
+    /// The first exchange that hands on a message with a key that is bound to no queue. Only an alternate exchange does
+    /// that: where a queue is missing, alarms then go elsewhere and their publisher is told that they are scheduled.
+    ///
+    /// # Errors
+    /// [`TopologyFault`] if the broker does not say.
+    pub async fn exchange_with_alternate(&self, connection: &Connection) -> Result<Option<String>, TopologyFault> {
+        within_time(async {
+            let channel = open_channel(connection).await?;
+            let failed = |error: lapin::Error| TopologyFault::Failed {
+                object: "a message to test for alternate exchanges".into(),
+                why: error.to_string(),
+            };
+            channel.confirm_select(ConfirmSelectOptions::default()).await.map_err(failed)?;
+            for exchange in self.exchanges.iter().filter(|exchange| exchange.kind == "direct") {
+                if !returns_the_unroutable(&channel, &exchange.name).await.map_err(failed)? {
+                    return Ok(Some(exchange.name.clone()));
+                }
+            }
+            let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+            Ok(None)
+        })
+        .await
+    }
+
+    /// Refuses a namespace of which nothing is there: most likely its name is mistyped.
+    ///
+    /// # Errors
+    /// [`TopologyFault::NeverSetUp`].
+    pub async fn require_some(&self, connection: &Connection) -> Result<(), TopologyFault> {
+        within_time(async {
+            // The processing side only, which every deployment has.
+            for name in self.processing.iter().chain([&self.names().arm(), &self.names().parked()]) {
+                let channel = open_channel(connection).await?;
+                let there = look_at_queue(&channel, name).await;
+                if !there.is_err_and(|error| is_missing(&error)) {
+                    return Ok(());
+                }
+            }
+            for exchange in &self.exchanges {
+                let channel = open_channel(connection).await?;
+                if !look_at_exchange(&channel, exchange).await.is_err_and(|error| is_missing(&error)) {
+                    return Ok(());
+                }
+            }
+            Err(TopologyFault::NeverSetUp { namespace: self.namespace.clone() })
+        })
+        .await
+    }
+}
+
+async fn within_time<T>(looking: impl Future<Output = Result<T, TopologyFault>>) -> Result<T, TopologyFault> {
+    let looked = tokio::time::timeout(LOOK_TIMEOUT, looking).await;
+    looked.unwrap_or_else(|_| {
+        let why = format!("the broker did not say within {LOOK_TIMEOUT:?} whether they are there");
+        Err(TopologyFault::Failed { object: "the queues".into(), why })
+    })
+}
+
+async fn look_at_exchange(channel: &Channel, exchange: &Exchange) -> lapin::Result<()> {
+    let options = ExchangeDeclareOptions { passive: true, ..Default::default() };
+    // The type of one that is only looked at does not count.
+    let name = exchange.name.as_str().into();
+    channel.exchange_declare(name, ExchangeKind::Direct, options, FieldTable::default()).await
+}
+
+async fn look_at_queue(channel: &Channel, name: &str) -> lapin::Result<Sight> {
+    let options = QueueDeclareOptions { passive: true, ..Default::default() };
+    let seen = channel.queue_declare(name.into(), options, FieldTable::default()).await?;
+    Ok(Sight { ready: seen.message_count(), consumers: seen.consumer_count() })
+}
+
+/// By a message that expires where it arrives, if it arrives anywhere.
+async fn returns_the_unroutable(channel: &Channel, exchange: &str) -> lapin::Result<bool> {
+    let key = format!("bound-to-nothing-{}", Uuid::now_v7());
+    let options = BasicPublishOptions { mandatory: true, ..Default::default() };
+    let properties = BasicProperties::default()
+        .with_expiration("0".into())
+        .with_type("order.timeout.probe.v1".into())
+        .with_app_id("order-timeout".into());
+    let confirm = channel.basic_publish(exchange.into(), key.into(), options, b"{}", properties).await?;
+    Ok(confirm.await?.take_message().is_some())
+}
+
+fn is_missing(error: &lapin::Error) -> bool {
+    reply(error).is_some_and(|(code, _)| code == reply_code::NOT_FOUND)
+}

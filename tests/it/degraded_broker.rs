@@ -1,0 +1,277 @@
+//! What keeps alarms from arriving is named while orders are still closed, and taken back when it is cured.
+//!
+//! Each case: a worker that closes orders, a break, the cause in `/readyz` within fifteen seconds, the cure, and the
+//! cause gone within fifteen seconds.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lapin::options::QueueDeleteOptions;
+use lapin::types::{AMQPValue, FieldArray, FieldTable, LongString};
+use lapin::{BasicProperties, ExchangeKind};
+use order_timeout::Settings;
+use order_timeout::http::READYZ;
+use order_timeout::topology::DUE_KEY;
+use tokio::task::JoinHandle;
+
+use crate::support::figures::{Figures, get, shown};
+use crate::support::private::Private;
+use crate::support::skip::skipped;
+use crate::support::{RunningWorker, Stage, on_stage, wait_for, wait_within};
+
+/// How long a worker may take to name a cause, and to take it back.
+const NAMED_WITHIN: Duration = Duration::from_secs(15);
+/// How long after alarms should have come stopped dead-lettering may stay unnamed.
+const STOPPED_NAMED_WITHIN: Duration = Duration::from_secs(10);
+
+/// A worker that shows its pages, with the sweep as it is by default.
+fn watched(settings: &mut Settings) {
+    shown(settings);
+    settings.sweep.grace = Duration::from_millis(500);
+}
+
+/// The sentence of this cause, if `/readyz` has it. Whatever is degraded, the worker must be ready.
+async fn why(worker: &RunningWorker, cause: &str) -> Option<String> {
+    let (status, text) = get(worker, READYZ).await;
+    assert_eq!(status, 200, "{text}");
+    let beginning = format!("degraded: {cause}: ");
+    text.lines().find_map(|line| line.strip_prefix(&beginning)).map(str::to_owned)
+}
+
+async fn wait_until_named(worker: &RunningWorker, cause: &str, within: Duration, part: &str) -> Duration {
+    let began = Instant::now();
+    wait_within(within, &format!("{cause} with {part:?}"), async || {
+        why(worker, cause).await.is_some_and(|why| why.contains(part))
+    })
+    .await;
+    assert_eq!(Figures::of(worker).await.get(&format!("degraded{{cause=\"{cause}\"}}")), 1.0);
+    began.elapsed()
+}
+
+async fn wait_until_taken_back(worker: &RunningWorker, cause: &str) {
+    wait_within(NAMED_WITHIN, &format!("no {cause}"), async || why(worker, cause).await.is_none()).await;
+    assert_eq!(Figures::of(worker).await.get(&format!("degraded{{cause=\"{cause}\"}}")), 0.0);
+}
+
+/// Orders with alarms, some each second, until the task is ended.
+fn keep_ordering(stage: &Arc<Stage>, due_in: Duration) -> JoinHandle<()> {
+    let stage = stage.clone();
+    tokio::spawn(async move {
+        let publisher = stage.publisher().await;
+        loop {
+            for order in stage.orders(2, due_in).await {
+                // A broker out of order may refuse it; then the sweep closes it.
+                let _ = publisher.schedule(order.id.to_string(), order.deadline).await;
+            }
+            tokio::time::sleep(Duration::from_millis(300)).await;
+        }
+    })
+}
+
+async fn unbind_due(stage: &Stage) {
+    let (queue, due) = (stage.names().timeout(), stage.names().due());
+    let arguments = FieldTable::default();
+    stage.channel.queue_unbind(queue.as_str().into(), due.as_str().into(), DUE_KEY.into(), arguments).await.unwrap();
+}
+
+async fn closed_by(stage: &Stage, by: &'static str) -> i64 {
+    sqlx::query_scalar("SELECT count(*) FROM orders WHERE closed_by::text = $1")
+        .bind(by)
+        .fetch_one(&stage.pool)
+        .await
+        .unwrap()
+}
+
+#[test]
+fn unbound_processing_queue_is_named_and_bound() {
+    on_stage(watched, async |stage| {
+        let worker = stage.worker().await;
+        // Long enough for a slot of the wheel, so that no alarm goes straight to the processing queue.
+        let ordering = keep_ordering(&stage, Duration::from_secs(3));
+        wait_for("a close by alarm", async || closed_by(&stage, "alarm").await > 0).await;
+        unbind_due(&stage).await;
+        let due = format!("{:?}", stage.names().due());
+        wait_until_named(&worker, "topology", NAMED_WITHIN, &due).await;
+        wait_until_taken_back(&worker, "topology").await;
+        let before = closed_by(&stage, "alarm").await;
+        wait_for("closes by alarm again", async || closed_by(&stage, "alarm").await > before + 5).await;
+        wait_within(NAMED_WITHIN, "nothing degraded", async || get(&worker, READYZ).await.1 == "ready\n").await;
+        ordering.abort();
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn deleted_delay_queue_is_named_and_declared() {
+    on_stage(watched, async |stage| {
+        let worker = stage.worker().await;
+        let lane = format!("{}.delay.2s.1", stage.settings.namespace);
+        stage.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        wait_until_named(&worker, "topology", NAMED_WITHIN, &format!("{lane:?}")).await;
+        wait_until_taken_back(&worker, "topology").await;
+        assert_eq!(stage.depth(&lane).await, 0, "it is there");
+        worker.stop().await;
+    });
+}
+
+/// Orders without alarms, which the sweep closes.
+async fn have_orders_swept(stage: &Stage) {
+    let before = closed_by(stage, "sweep").await;
+    stage.orders(3, Duration::ZERO).await;
+    wait_for("closes by the sweep", async || closed_by(stage, "sweep").await >= before + 3).await;
+}
+
+const ARRIVED: &str = "SELECT count(*) FROM canaries WHERE arrived_at IS NOT NULL";
+
+#[test]
+fn either_of_two_workers_receives_canaries() {
+    on_stage(watched, async |stage| {
+        let workers = [stage.worker().await, stage.worker().await];
+        have_orders_swept(&stage).await;
+        // Straight, through each of the two rings, and through each queue of the lane.
+        wait_for("the canaries back", async || {
+            have_orders_swept(&stage).await;
+            stage.count(ARRIVED).await == 5
+        })
+        .await;
+        for worker in &workers {
+            assert_eq!(get(worker, READYZ).await.1, "ready\n", "orders without alarms are no fault of the broker");
+            let figures = Figures::of(worker).await;
+            for queue in ["timeout", "arm", "parked"] {
+                let series = format!("alarms_delivered_total{{inlet=\"{queue}\"}}");
+                assert_eq!(figures.get(&series), 0.0, "a canary is no alarm");
+            }
+        }
+        for worker in workers {
+            worker.stop().await;
+        }
+        assert_eq!(stage.parked().await, []);
+        stage.assert_drained().await;
+    });
+}
+
+#[test]
+fn canaries_spare_readers_that_do_not_know_them() {
+    on_stage(watched, async |stage| {
+        // As a worker of an older version, which would park what it does not know.
+        let queue = stage.names().timeout();
+        let foreign = stage.broker.create_channel().await.unwrap();
+        let consume =
+            foreign.basic_consume(queue.as_str().into(), "older".into(), Default::default(), FieldTable::default());
+        let consumer = consume.await.unwrap();
+        let worker = stage.worker().await;
+        let noted = "SELECT count(*) FROM canary_readers";
+        wait_for("a worker that knows canaries", async || stage.count(noted).await == 1).await;
+        have_orders_swept(&stage).await;
+        assert_eq!(stage.count("SELECT count(*) FROM canaries").await, 0);
+        foreign.basic_cancel("older".into(), Default::default()).await.unwrap();
+        wait_for("canaries back", async || {
+            have_orders_swept(&stage).await;
+            stage.count(ARRIVED).await > 0
+        })
+        .await;
+        drop(consumer);
+        foreign.close(200, "done".into()).await.unwrap();
+        worker.stop().await;
+        assert_eq!(stage.parked().await, []);
+    });
+}
+
+/// A stage on a broker of its own, on which a test may set policies and do harm.
+fn on_private_broker<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(Arc<Stage>, Arc<Private>) -> F) {
+    let broker = Arc::new(Private::broker(&[]));
+    let adjust = |settings: &mut Settings| {
+        watched(settings);
+        settings.amqp.url = broker.url.clone().into();
+    };
+    let for_test = broker.clone();
+    on_stage(adjust, move |stage| test(stage, for_test));
+}
+
+async fn ctl(broker: &Arc<Private>, arguments: &'static [&'static str]) -> String {
+    let broker = broker.clone();
+    tokio::task::spawn_blocking(move || broker.ctl(arguments)).await.unwrap()
+}
+
+#[test]
+fn alternate_exchange_policy_is_named() {
+    on_private_broker(async |stage, broker| {
+        let worker = stage.worker().await;
+        let lane = stage.names().lane_queue("2s", 0);
+        // Somebody else's, where what is lost would be found.
+        let declared = stage.channel.exchange_declare(
+            "lost".into(),
+            ExchangeKind::Fanout,
+            Default::default(),
+            FieldTable::default(),
+        );
+        declared.await.unwrap();
+        stage.channel.queue_declare("lost".into(), Default::default(), FieldTable::default()).await.unwrap();
+        let bound = stage.channel.queue_bind(
+            "lost".into(),
+            "lost".into(),
+            "".into(),
+            Default::default(),
+            FieldTable::default(),
+        );
+        bound.await.unwrap();
+        ctl(&broker, &["set_policy", "lost", ".*", r#"{"alternate-exchange":"lost"}"#, "--apply-to", "exchanges"])
+            .await;
+        stage.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+
+        wait_until_named(&worker, "topology", NAMED_WITHIN, &format!("{lane:?}")).await;
+        wait_until_named(&worker, "broker_policy", Duration::from_secs(2), "alternate-exchange").await;
+        wait_until_taken_back(&worker, "topology").await;
+        assert_eq!(stage.depth(&lane).await, 0, "it is there");
+        ctl(&broker, &["clear_policy", "lost"]).await;
+        wait_until_taken_back(&worker, "broker_policy").await;
+        worker.stop().await;
+    });
+}
+
+/// A message whose dead-lettering RabbitMQ 3.10 does not survive.
+async fn publish_malformed_death(stage: &Stage) {
+    let mut deaths = FieldArray::default();
+    deaths.push(AMQPValue::LongString(LongString::from("foo")));
+    let mut headers = FieldTable::default();
+    headers.insert("x-death".into(), AMQPValue::FieldArray(deaths));
+    let properties =
+        BasicProperties::default().with_delivery_mode(2).with_expiration("100".into()).with_headers(headers);
+    stage.publish_raw(&stage.names().delay(), "2s.0", b"{}", properties).await;
+}
+
+#[test]
+fn stopped_dead_lettering_is_named_and_cured() {
+    on_private_broker(async |stage, broker| {
+        if !ctl(&broker, &["version"]).await.starts_with("3.") {
+            return skipped(
+                "degraded_broker::stopped_dead_lettering_is_named_and_cured",
+                "from 4.0 on RabbitMQ survives a malformed x-death header",
+            );
+        }
+        let worker = stage.worker().await;
+        let ordering = keep_ordering(&stage, Duration::from_millis(1_300));
+        wait_for("a close by alarm", async || closed_by(&stage, "alarm").await > 0).await;
+        publish_malformed_death(&stage).await;
+        let before = closed_by(&stage, "sweep").await;
+        wait_for("a close by the sweep", async || closed_by(&stage, "sweep").await > before).await;
+        wait_until_named(&worker, "alarms_not_arriving", STOPPED_NAMED_WITHIN, "x-death").await;
+
+        // As docs/OPERATING.md says under "Dead-lettering has stopped".
+        let poisoned = stage.names().lane_queue("2s", 0);
+        stage.channel.queue_delete(poisoned.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        ctl(&broker, &["stop_app"]).await;
+        ctl(&broker, &["start_app"]).await;
+        wait_for("a session", async || get(&worker, READYZ).await.0 == 200).await;
+        wait_until_taken_back(&worker, "alarms_not_arriving").await;
+        ordering.abort();
+        let stage = stage.reconnected().await;
+        let before = closed_by(&stage, "alarm").await;
+        for order in stage.orders(10, Duration::from_secs(3)).await {
+            stage.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+        }
+        wait_for("closes by alarm again", async || closed_by(&stage, "alarm").await >= before + 10).await;
+        wait_until_taken_back(&worker, "topology").await;
+        worker.stop().await;
+    });
+}
