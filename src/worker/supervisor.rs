@@ -44,13 +44,18 @@ pub(super) enum Phase {
     Close,
 }
 
+/// Who hears of a session's begin and end.
+pub(super) struct Hearers {
+    pub notes: mpsc::UnboundedSender<Note>,
+    pub inspections: mpsc::UnboundedSender<BrokerNews>,
+}
+
 pub(super) struct Supervisor {
     settings: Settings,
     inboxes: Inboxes,
     settling: Settling,
     phase: watch::Receiver<Phase>,
-    notes: mpsc::UnboundedSender<Note>,
-    inspections: mpsc::UnboundedSender<BrokerNews>,
+    hearers: Hearers,
     next_session: u64,
     /// Whether a session has been open: the deployment was set up then.
     had_session: bool,
@@ -65,24 +70,12 @@ impl Supervisor {
         inboxes: Inboxes,
         settling: Settling,
         phase: watch::Receiver<Phase>,
-        notes: mpsc::UnboundedSender<Note>,
-        inspections: mpsc::UnboundedSender<BrokerNews>,
+        hearers: Hearers,
         way_is_missing: Arc<MissingWay>,
         signs: Signs,
     ) -> Self {
         let (next_session, had_session) = (FIRST_SESSION + 1, false);
-        Self {
-            settings,
-            inboxes,
-            settling,
-            phase,
-            notes,
-            inspections,
-            next_session,
-            had_session,
-            way_is_missing,
-            signs,
-        }
+        Self { settings, inboxes, settling, phase, hearers, next_session, had_session, way_is_missing, signs }
     }
 
     pub async fn run(mut self, first: Option<Session>) {
@@ -144,12 +137,12 @@ impl Supervisor {
 
     fn tell(&self, news: News) {
         // With the floor gone nobody needs the news.
-        let _ = self.notes.send(Note::News(news));
+        let _ = self.hearers.notes.send(Note::News(news));
     }
 
     fn tell_inspections(&self, news: BrokerNews) {
         // They end with the worker's stop.
-        let _ = self.inspections.send(news);
+        let _ = self.hearers.inspections.send(news);
     }
 
     /// Settles what comes until the session ends or is no longer wanted; says which.
