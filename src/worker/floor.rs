@@ -26,15 +26,20 @@ const NEWS_AT_ONCE: usize = 256;
 /// How long the database may refuse to say who is overdue before it is said to be of no use.
 const LONGEST_UNSWEPT: Duration = Duration::from_secs(5);
 
+/// Where the floor sends what the tasks beside it need to know.
+pub(super) struct Outputs {
+    pub settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
+    pub phase: watch::Sender<Phase>,
+    pub inspections: mpsc::UnboundedSender<BrokerNews>,
+    /// Whether a closer has work in hand, for those who give way.
+    pub closing: watch::Sender<bool>,
+}
+
 pub(super) struct Floor {
     desk: Desk,
     clock: DatabaseClock,
     steps: Steps,
-    settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
-    phase: watch::Sender<Phase>,
-    inspections: mpsc::UnboundedSender<BrokerNews>,
-    /// Whether a closer has work in hand, for those who give way.
-    closing: watch::Sender<bool>,
+    outputs: Outputs,
     closes_nothing: bool,
     /// Why the database's clock could not be read the last time.
     why_unanswered: Option<String>,
@@ -71,24 +76,12 @@ impl<T: Default + PartialEq> Warning<T> {
 }
 
 impl Floor {
-    pub fn new(
-        desk: Desk,
-        clock: DatabaseClock,
-        steps: Steps,
-        settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
-        phase: watch::Sender<Phase>,
-        inspections: mpsc::UnboundedSender<BrokerNews>,
-        closing: watch::Sender<bool>,
-        signs: Signs,
-    ) -> Self {
+    pub fn new(desk: Desk, clock: DatabaseClock, steps: Steps, outputs: Outputs, signs: Signs) -> Self {
         Self {
             desk,
             clock,
             steps,
-            settlements,
-            phase,
-            inspections,
-            closing,
+            outputs,
             closes_nothing: false,
             why_unanswered: None,
             unswept: None,
@@ -147,7 +140,7 @@ impl Floor {
                 () = tokio::time::sleep_until(wake_at) => {}
             }
         }
-        self.phase.send_replace(Phase::Close);
+        self.outputs.phase.send_replace(Phase::Close);
     }
 
     fn has_more_to_do(&self) -> bool {
@@ -157,7 +150,7 @@ impl Floor {
     fn begin_draining(&mut self) {
         info!(held = self.desk.held(), "stopping: taking nothing new, finishing what is begun");
         self.signs.health.note_stage(Stage::Stopping);
-        self.phase.send_replace(Phase::Drain);
+        self.outputs.phase.send_replace(Phase::Drain);
         self.desk.drain();
         self.steps.tasks.close();
     }
@@ -196,7 +189,7 @@ impl Floor {
             Note::ClosedBySweep(orders) if self.desk.broker_is_here() => {
                 self.swept.about += orders;
                 // They end with the worker's stop.
-                let _ = self.inspections.send(BrokerNews::Swept);
+                let _ = self.outputs.inspections.send(BrokerNews::Swept);
                 self.say_what_was_swept();
             }
             Note::ClosedBySweep(_) => {}
@@ -263,11 +256,11 @@ impl Floor {
                 Errand::Park(parcels) => self.steps.park(parcels),
                 Errand::Sweep(page) => self.steps.sweep(page),
                 // With the supervisor gone there is no session, and every receipt is void.
-                Errand::Settle(settlements) => drop(self.settlements.send(settlements)),
+                Errand::Settle(settlements) => drop(self.outputs.settlements.send(settlements)),
             }
         }
         let closing = !self.desk.closers_are_idle();
-        self.closing.send_if_modified(|known| std::mem::replace(known, closing) != closing);
+        self.outputs.closing.send_if_modified(|known| std::mem::replace(known, closing) != closing);
         self.note_whether_it_closes_nothing(now);
         self.note_whether_to_consume(self.desk.wants_deliveries(now));
         self.show(now);
@@ -303,7 +296,7 @@ impl Floor {
     }
 
     fn note_whether_to_consume(&self, wanted: bool) {
-        self.phase.send_if_modified(|phase| {
+        self.outputs.phase.send_if_modified(|phase| {
             let next = match (*phase, wanted) {
                 (Phase::Consume, false) => {
                     warn!("nothing could be closed, armed or parked for worker.away_patience, as the warnings before this one say; alarms are given back to the broker until that changes");

@@ -42,13 +42,13 @@ use crate::schedule::outbox::AlarmRelay;
 use crate::sweep::Sweeper;
 use crate::topology::{DECLARE_TIMEOUT, Names};
 use broker_inspections::BrokerInspections;
-use floor::Floor;
+use floor::{Floor, Outputs};
 use outboxes::Outboxes;
 use quarantine::Quarantine;
 use settling::Settling;
 use signs::Signs;
 use steps::Steps;
-use supervisor::{Phase, Supervisor};
+use supervisor::{Listeners, Phase, Supervisor};
 
 /// Connections besides the closers': sweeping, parking, both outboxes and their lock.
 const OTHER_CONNECTIONS: u32 = 4;
@@ -168,8 +168,7 @@ impl Worker {
             self.inboxes,
             Settling::new(settlement_queue, closing_seen, settings.worker.prefetch.into()),
             phase_seen,
-            notes.clone(),
-            broker_news.clone(),
+            Listeners { notes: notes.clone(), inspections: broker_news.clone() },
             confirmed.way_is_missing(),
             Quarantine::new(settings.clone(), self.database.clone(), signs.clone()),
         );
@@ -179,7 +178,8 @@ impl Worker {
         let armer = Armer::new(&settings, confirmed);
         let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes, signs.clone());
         let desk = Desk::new(policy(&settings));
-        let floor = Floor::new(desk, self.clock, steps, settlements, phase, broker_news, closing, signs);
+        let outputs = Outputs { settlements, phase, inspections: broker_news, closing };
+        let floor = Floor::new(desk, self.clock, steps, outputs, signs);
         let database = database::place(&settings.database).expect("validated settings have an address");
         let broker = broker::place(&settings.amqp).expect("validated settings have an address");
         info!(namespace = %settings.namespace, database, broker, "worker started");

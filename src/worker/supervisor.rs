@@ -44,13 +44,18 @@ pub(super) enum Phase {
     Close,
 }
 
+/// The tasks that are told when a session begins and ends.
+pub(super) struct Listeners {
+    pub notes: mpsc::UnboundedSender<Note>,
+    pub inspections: mpsc::UnboundedSender<BrokerNews>,
+}
+
 pub(super) struct Supervisor {
     settings: Settings,
     inboxes: Inboxes,
     settling: Settling,
     phase: watch::Receiver<Phase>,
-    notes: mpsc::UnboundedSender<Note>,
-    inspections: mpsc::UnboundedSender<BrokerNews>,
+    listeners: Listeners,
     next_session: u64,
     /// Whether a session has been open: the deployment was set up then.
     had_session: bool,
@@ -66,8 +71,7 @@ impl Supervisor {
         inboxes: Inboxes,
         settling: Settling,
         phase: watch::Receiver<Phase>,
-        notes: mpsc::UnboundedSender<Note>,
-        inspections: mpsc::UnboundedSender<BrokerNews>,
+        listeners: Listeners,
         way_is_missing: Arc<MissingWay>,
         quarantine: Quarantine,
     ) -> Self {
@@ -77,8 +81,7 @@ impl Supervisor {
             inboxes,
             settling,
             phase,
-            notes,
-            inspections,
+            listeners,
             next_session,
             had_session,
             way_is_missing,
@@ -153,7 +156,7 @@ impl Supervisor {
 
     fn tell(&self, news: News) {
         // With the floor gone nobody needs the news.
-        let _ = self.notes.send(Note::News(news));
+        let _ = self.listeners.notes.send(Note::News(news));
     }
 
     /// Where it was a message that ended the session: has it moved aside, unless the worker stops meanwhile. Returns whether
@@ -168,7 +171,7 @@ impl Supervisor {
 
     fn tell_inspections(&self, news: BrokerNews) {
         // They end with the worker's stop.
-        let _ = self.inspections.send(news);
+        let _ = self.listeners.inspections.send(news);
     }
 
     /// Settles what comes until the session ends or is no longer wanted; says which.
