@@ -1,5 +1,6 @@
 //! Private servers that a test may kill, stop and restart: their own ports and directories, removed afterwards.
 
+use std::io::{Seek, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -116,6 +117,24 @@ impl Private {
         };
         send(first);
         children_of(first).into_iter().for_each(send);
+    }
+
+    /// User and password of a broker, as they stand in an address.
+    #[allow(dead_code)] // used by the tests of rights
+    pub fn account(&self) -> String {
+        let (_, rest) = self.url.split_once("://").expect("an address");
+        rest.split_once('@').expect("an account").0.to_owned()
+    }
+
+    /// Gives the broker's account another password. On standard input: arguments can be read by every user.
+    #[allow(dead_code)] // used by the tests of a broker that is away
+    pub fn change_password(&self, password: &str) {
+        let mut file = tempfile::tempfile().unwrap();
+        writeln!(file, "{password}").unwrap();
+        file.rewind().unwrap();
+        let mut command = self.command("ctl", &["change_password", "guest"]);
+        command.stdin(file);
+        self.run(command, "ctl");
     }
 
     /// `rabbitmqctl` on this broker.
