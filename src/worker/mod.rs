@@ -3,7 +3,7 @@
 //! Decides nothing about alarms (that is `desk/`) and knows no statement and no frame (those are the steps'). The
 //! `floor.rs` carries news and errands between the desk and the steps; `supervisor.rs` keeps a consumer session open;
 //! `settling.rs` gathers what it tells the broker; `outboxes.rs` keeps the outboxes empty; `signs.rs` counts what all of
-//! them do.
+//! them do; `zones.rs` compares alarms' deadlines with rows'.
 
 mod floor;
 mod outboxes;
@@ -11,6 +11,7 @@ mod settling;
 mod signs;
 mod steps;
 mod supervisor;
+mod zones;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -153,11 +154,13 @@ impl Worker {
 
         tokio::spawn(steps::sample_clock(self.closer.clone(), notes.clone()));
         let armer = Armer::new(&settings, confirmed);
+        let zone = self.database.time_zone();
+        let time_zone = format!("{} ({})", zone.name, zone.origin.as_str());
         let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes, signs.clone());
         let floor = Floor::new(Desk::new(policy(&settings)), self.clock, steps, settlements, phase, closing, signs);
         let database = database::place(&settings.database).expect("validated settings have an address");
         let broker = broker::place(&settings.amqp).expect("validated settings have an address");
-        info!(namespace = %settings.namespace, database, broker, "worker started");
+        info!(namespace = %settings.namespace, database, broker, time_zone, "worker started");
         floor.work(self.inbox, note_queue, stop, give_up.clone()).await;
 
         let finish = async {
