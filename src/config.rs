@@ -67,6 +67,7 @@ pub struct DatabaseSettings {
     pub ca_file: String,
     pub client_cert_file: String,
     pub client_key_file: String,
+    pub time_zone: String,
     #[serde(deserialize_with = "duration::read")]
     pub acquire_timeout: Duration,
     #[serde(deserialize_with = "duration::read")]
@@ -98,6 +99,12 @@ impl DatabaseSettings {
             client_cert_file: &self.client_cert_file,
             client_key_file: &self.client_key_file,
         }
+    }
+
+    /// Whether the address is the one that `config/default.toml` has.
+    #[must_use]
+    pub fn is_default_address(&self) -> bool {
+        self.url.expose_secret() == Settings::defaults().database.url.expose_secret()
     }
 
     /// The address of another database on the same server, for programs that make one of their own.

@@ -14,12 +14,13 @@ use sqlx::pool::PoolConnection;
 use sqlx::postgres::{
     PgArgumentBuffer, PgConnectOptions, PgDatabaseError, PgPoolOptions, PgSeverity, PgSslMode, PgTypeInfo, PgValueRef,
 };
-use sqlx::{Connection, PgConnection, PgPool, Postgres};
+use sqlx::{Connection, PgConnection, PgPool, Postgres, Row};
 use time::OffsetDateTime;
 use tracing::debug;
 
 use crate::config::DatabaseSettings;
 use crate::order::Moment;
+use crate::session::{Session, TimeZone, pooler_hint, refuse_shared_sessions};
 use crate::tls::{self, TlsFiles};
 
 /// A name of our own, so that a shop that uses sqlx itself keeps its `_sqlx_migrations`.
@@ -65,6 +66,7 @@ pub struct Database {
 struct Way {
     options: PgConnectOptions,
     settings: DatabaseSettings,
+    session: Session,
 }
 
 /// sqlx's own options would show the password.
@@ -81,31 +83,25 @@ impl Database {
     /// [`DatabaseFault`] if the first connection cannot be made.
     pub async fn connect(settings: &DatabaseSettings, connections: u32) -> Result<Self, DatabaseFault> {
         let options = connect_options(settings)?;
-        let millis = |duration: Duration| duration.as_millis().max(1).to_string();
-        let options = options.options([
-            // sqlx sends no cancel request when a future is dropped: the server must end what nobody waits for.
-            ("statement_timeout", millis(settings.statement_timeout)),
-            ("lock_timeout", millis(settings.lock_timeout)),
-            ("idle_in_transaction_session_timeout", millis(settings.statement_timeout)),
-            // A plan is made once and kept. Made while the tables were small it would read them whole, each time, until
-            // somebody analyses what a flash sale has filled them with.
-            ("enable_seqscan", "off".into()),
-            // So a kept plan is as good as one for the very ids, and need not be made anew for the first five.
-            ("plan_cache_mode", "force_generic_plan".into()),
-            // Compiling a plan takes longer than any statement of ours, and without enable_seqscan some plans look dear.
-            ("jit", "off".into()),
-        ]);
         // Once by hand: a pool would go on trying for `acquire_timeout` and then hide the cause.
+        let (connection, session) = first_connection(&options, settings, parameters(settings)).await?;
         // Said goodbye to properly or not, it has served its purpose.
-        let _ = connect_once(&options, settings.acquire_timeout, settings.tls_files()).await?.close().await;
+        let _ = connection.close().await;
         let place = address(&options);
         let pool = PgPoolOptions::new()
             .max_connections(connections)
             .acquire_timeout(settings.acquire_timeout)
+            .after_connect({
+                let session = session.clone();
+                move |connection, _| {
+                    let session = session.clone();
+                    Box::pin(async move { session.settle(connection).await })
+                }
+            })
             .connect_with(options.clone())
             .await
             .map_err(|error| DatabaseFault(why_not_connected(&error, &place, settings.tls_files())))?;
-        let way = Arc::new(Way { options, settings: settings.clone() });
+        let way = Arc::new(Way { options, settings: settings.clone(), session });
         Ok(Self { pool, patience: settings.statement_timeout + NO_ANSWER_MARGIN, way })
     }
 
@@ -133,11 +129,18 @@ impl Database {
 
     /// A pool that could not connect in time keeps to itself what prevented it.
     async fn why_there_is_none(&self) -> sqlx::Error {
-        let Way { options, settings } = &*self.way;
-        let why = match connect_once(options, ASKING_WHY, settings.tls_files()).await {
-            // It has served its purpose.
-            Ok(connection) => {
+        let Way { options, settings, session } = &*self.way;
+        let connected = match connect_once(options, ASKING_WHY, settings.tls_files()).await {
+            Ok(mut connection) => {
+                let settled = in_time(options, ASKING_WHY, session.settle(&mut connection)).await;
+                // It has served its purpose.
                 let _ = connection.close().await;
+                settled
+            }
+            Err(fault) => Err(fault),
+        };
+        let why = match connected {
+            Ok(()) => {
                 let (place, patience) = (address(options), settings.acquire_timeout);
                 format!("the database at {place} is there, but gave us no connection for {patience:?}")
             }
@@ -183,7 +186,7 @@ impl Database {
     /// begun anew in its place would wait, too, until the server has no connection left for anybody. Cancelled, it waits
     /// no longer and stands on this server alone. Everything else is ended by the server's own `statement_timeout`.
     async fn end_what_nobody_waits_for(self) {
-        let Way { options, settings } = &*self.way;
+        let Way { options, settings, .. } = &*self.way;
         let Ok(mut connection) = connect_once(options, ASKING_WHY, settings.tls_files()).await else { return };
         // Ours, and what workers that are gone have left behind.
         let end = sqlx::query(
@@ -209,11 +212,76 @@ impl Database {
         sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, why))
     }
 
+    /// The time zone in which statements run, and who says so.
+    pub(crate) fn time_zone(&self) -> &TimeZone {
+        self.way.session.time_zone()
+    }
+
     /// The pool itself, for what bounds its own time or asks the server nothing.
     #[must_use]
     pub fn pool(&self) -> &PgPool {
         &self.pool
     }
+}
+
+/// What each session of a worker is set to.
+fn parameters(settings: &DatabaseSettings) -> [(&'static str, String); 6] {
+    let millis = |duration: Duration| duration.as_millis().max(1).to_string();
+    [
+        // sqlx sends no cancel request when a future is dropped: the server must end what nobody waits for.
+        ("statement_timeout", millis(settings.statement_timeout)),
+        ("lock_timeout", millis(settings.lock_timeout)),
+        ("idle_in_transaction_session_timeout", millis(settings.statement_timeout)),
+        // A plan is made once and kept. Made while the tables were small it would read them whole, each time, until
+        // somebody analyses what a flash sale has filled them with.
+        ("enable_seqscan", "off".into()),
+        // So a kept plan is as good as one for the very ids, and need not be made anew for the first five.
+        ("plan_cache_mode", "force_generic_plan".into()),
+        // Compiling a plan takes longer than any statement of ours, and without enable_seqscan some plans look dear.
+        ("jit", "off".into()),
+    ]
+}
+
+/// Connects, and finds out what sessions must be set to; refuses a pooler that does not give each connection one.
+async fn first_connection(
+    options: &PgConnectOptions,
+    settings: &DatabaseSettings,
+    parameters: impl IntoIterator<Item = (&'static str, String)>,
+) -> Result<(PgConnection, Session), DatabaseFault> {
+    let (patience, files) = (settings.acquire_timeout, settings.tls_files());
+    let mut connection = connect_once(options, patience, files).await?;
+    // Before anything is set: in a shared session it would reach other clients. A server that has no second connection
+    // to give is no such pooler, and says so soon enough.
+    if let Ok(mut other) = connect_once(options, patience, files).await {
+        in_time(options, patience, refuse_shared_sessions(&mut connection, &mut other)).await?;
+        let _ = other.close().await;
+    }
+    let session = Session::find(&mut connection, options, &settings.time_zone, parameters);
+    let session = in_time(options, patience, session).await?;
+    in_time(options, patience, session.settle(&mut connection)).await?;
+    Ok((connection, session))
+}
+
+/// What a session is asked before it may be used, within this time.
+async fn in_time<T>(
+    options: &PgConnectOptions,
+    patience: Duration,
+    asked: impl Future<Output = Result<T, sqlx::Error>>,
+) -> Result<T, DatabaseFault> {
+    let place = address(options);
+    match tokio::time::timeout(patience, asked).await {
+        Ok(answer) => answer.map_err(|error| DatabaseFault(why_unusable(&error, &place))),
+        Err(_) => Err(DatabaseFault(format!("the database at {place} did not answer within {patience:?}"))),
+    }
+}
+
+fn why_unusable(error: &sqlx::Error, place: &str) -> String {
+    let hint = match sqlstate(error).as_deref() {
+        // invalid_parameter_value, undefined_object (a parameter that there is not), insufficient_privilege
+        Some("22023" | "42704" | "42501") => "; correct options in database.url, or database.time_zone",
+        _ => "",
+    };
+    format!("the database at {place} cannot be used: {}{hint}", why(error))
 }
 
 async fn connect_once(
@@ -245,7 +313,8 @@ fn connect_options(settings: &DatabaseSettings) -> Result<PgConnectOptions, Data
     if let Some(client) = certificates.client {
         options = options.ssl_client_cert_from_pem(client.chain).ssl_client_key_from_pem(client.key);
     }
-    Ok(options.application_name(APPLICATION_NAME))
+    // The client library's own choice, which poolers refuse: no statement of ours returns a float as text.
+    Ok(options.application_name(APPLICATION_NAME).extra_float_digits(None))
 }
 
 /// Where the settings lead: host, port and database, without the password.
@@ -268,6 +337,9 @@ fn address(options: &PgConnectOptions) -> String {
 
 fn why_not_connected(error: &sqlx::Error, place: &str, files: TlsFiles<'_>) -> String {
     if let Some(fault) = error.as_database_error() {
+        if let Some(hint) = fault.code().and_then(|code| pooler_hint(&code, fault.message())) {
+            return format!("the database at {place} refuses: {}; {hint}", fault.message());
+        }
         let hint = match fault.code().as_deref() {
             Some("3D000") => "create it with createdb, or correct database.url",
             Some("28000") if fault.message().contains("client certificate") => {
@@ -316,9 +388,9 @@ fn why_not_by_tls(error: &sqlx::Error) -> Option<String> {
 pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseFault> {
     // Without the worker's statement timeout, for a migration may take long. But whoever waits for a table behind somebody
     // else has all workers wait behind him.
-    let options =
-        connect_options(settings)?.application_name(SETUP_NAME).options([("lock_timeout", SETUP_WAITS_FOR_LOCKS)]);
-    let mut connection = connect_once(&options, settings.acquire_timeout, settings.tls_files()).await?;
+    let options = connect_options(settings)?.application_name(SETUP_NAME);
+    let parameters = [("lock_timeout", SETUP_WAITS_FOR_LOCKS.to_owned())];
+    let (mut connection, _) = first_connection(&options, settings, parameters).await?;
     let pending = pending_migrations(&mut connection).await?;
     MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseFault(why_not_migrated(&error)))?;
     // The migrations are committed; how the goodbye goes does not matter.
@@ -341,7 +413,13 @@ fn why_not_migrated(error: &MigrateError) -> String {
         MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) if is_forbidden(inner) => {
             A_SCHEMA_OF_ITS_OWN
         }
-        _ => "mend the cause and run `order-timeout setup` again",
+        // invalid_schema_name
+        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _)
+            if sqlstate(inner).as_deref() == Some("3F000") =>
+        {
+            "create the schema that search_path in database.url names, such as CREATE SCHEMA order_timeout, and run `order-timeout setup` again"
+        }
+        _ => "correct the cause and run `order-timeout setup` again",
     };
     let why = match error {
         MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) => why(inner),
@@ -366,9 +444,15 @@ pub async fn require_migrated(database: &Database) -> Result<(), DatabaseFault> 
     let read = database.run(async |connection| Ok(pending_migrations(connection).await));
     let pending = read.await.map_err(|error| unreadable_migrations(&error))??;
     let Some(first) = pending.first() else { return Ok(()) };
-    let count = pending.len();
+    let (count, Way { options, settings, .. }) = (pending.len(), &*database.way);
+    let do_this = if settings.is_default_address() {
+        "this is the default of database.url: if your database is another, set ORDER_TIMEOUT__DATABASE__URL, and then run `order-timeout setup`"
+    } else {
+        "run `order-timeout setup`"
+    };
     Err(DatabaseFault(format!(
-        "the database lacks {count} migration(s), the first: {first:?}; run `order-timeout setup`"
+        "the database at {} lacks {count} migration(s), the first: {first:?}; {do_this}",
+        address(options)
     )))
 }
 
@@ -379,6 +463,7 @@ async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>
         .await
         .map_err(|error| unreadable_migrations(&error))?;
     let applied = if exists {
+        refuse_unfinished_migration(connection).await?;
         let listed = connection.list_applied_migrations(MIGRATIONS_TABLE).await;
         listed.map_err(|error| match &error {
             MigrateError::Execute(inner) => unreadable_migrations(inner),
@@ -389,6 +474,18 @@ async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>
     };
     let is_pending = |version: i64| !applied.iter().any(|migration| migration.version == version);
     Ok(MIGRATOR.iter().filter(|m| is_pending(m.version)).map(|m| m.description.to_string()).collect())
+}
+
+/// A migration that began and did not end. The client library's own error names another table than ours.
+async fn refuse_unfinished_migration(connection: &mut PgConnection) -> Result<(), DatabaseFault> {
+    let unfinished = connection.dirty_version(MIGRATIONS_TABLE).await.map_err(|error| match &error {
+        MigrateError::Execute(inner) => unreadable_migrations(inner),
+        error => DatabaseFault(format!("the applied migrations cannot be read: {error}")),
+    })?;
+    let Some(version) = unfinished else { return Ok(()) };
+    Err(DatabaseFault(format!(
+        "migration {version} began and did not finish, as the table {MIGRATIONS_TABLE} says; remove what it has left behind, then DELETE FROM {MIGRATIONS_TABLE} WHERE version = {version}, and run `order-timeout setup` again"
+    )))
 }
 
 fn unreadable_migrations(error: &sqlx::Error) -> DatabaseFault {
@@ -406,6 +503,25 @@ fn unreadable_migrations(error: &sqlx::Error) -> DatabaseFault {
 /// sqlx's.
 pub async fn now(connection: &mut PgConnection) -> Result<Moment, sqlx::Error> {
     let Timestamptz(now) = sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(connection).await?;
+    Ok(now)
+}
+
+/// What time it is by the clock of a database that is only asked for that, over one connection.
+///
+/// # Errors
+/// [`DatabaseFault`] if it does not answer within `patience`.
+pub async fn ask_time(settings: &DatabaseSettings, patience: Duration) -> Result<Moment, DatabaseFault> {
+    let options = connect_options(settings)?;
+    let mut connection = connect_once(&options, patience, settings.tls_files()).await?;
+    // Not prepared, so that any pooler will do.
+    let ask = async {
+        let micros = sqlx::raw_sql("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint::text");
+        let micros: String = micros.fetch_one(&mut connection).await?.try_get(0)?;
+        micros.parse().map(Moment::from_unix_micros).map_err(|fault| sqlx::Error::Decode(Box::new(fault)))
+    };
+    let now = in_time(&options, patience, ask).await?;
+    // The answer is here; how the connection ends does not matter.
+    let _ = tokio::time::timeout(ASKING_WHY, connection.close()).await;
     Ok(now)
 }
 
@@ -487,6 +603,8 @@ pub fn trouble(error: &sqlx::Error) -> Trouble {
         "57014" | "0A000" => Trouble::Transient,
         // read_only_sql_transaction
         "25006" => Trouble::Away,
+        // duplicate_prepared_statement: a pooler has changed servers
+        "42P05" => Trouble::Transient,
         // invalid transaction state, invalid statement name (a pooler has changed servers), transaction rollback
         code if ["25", "26", "40"].contains(&&code[..2]) => Trouble::Transient,
         // insufficient resources, system error (a bad disk). Where the connection goes on, it may be one order's page that
@@ -510,8 +628,9 @@ pub fn trouble(error: &sqlx::Error) -> Trouble {
 /// Whether it says that a statement, as this connection has prepared it, does not fit what its tables are by now: sqlx
 /// would try the same plan again and again.
 fn keeps_a_plan_that_no_longer_fits(error: &sqlx::Error) -> bool {
-    // feature_not_supported ("cached plan must not change result type"), invalid_sql_statement_name
-    matches!(sqlstate(error).as_deref(), Some("0A000" | "26000"))
+    // feature_not_supported ("cached plan must not change result type"), invalid_sql_statement_name,
+    // duplicate_prepared_statement
+    matches!(sqlstate(error).as_deref(), Some("0A000" | "26000" | "42P05"))
 }
 
 /// The code that the server gave an error, if it is the server's (PostgreSQL documentation, appendix A "Error Codes").
@@ -530,7 +649,10 @@ pub fn why(error: &sqlx::Error) -> String {
 fn words(error: &sqlx::Error) -> String {
     match error.as_database_error() {
         Some(fault) => match fault.code() {
-            Some(code) => format!("{} (SQLSTATE {code})", fault.message()),
+            Some(code) => {
+                let hint = pooler_hint(&code, fault.message()).map_or_else(String::new, |hint| format!("; {hint}"));
+                format!("{} (SQLSTATE {code}){hint}", fault.message())
+            }
             None => fault.message().to_owned(),
         },
         None => match error {

@@ -49,6 +49,7 @@ pub mod metrics;
 pub mod patience;
 pub mod quarantine;
 pub mod relay;
+mod session;
 pub mod telemetry;
 pub mod tls;
 pub mod worker;

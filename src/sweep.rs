@@ -72,8 +72,16 @@ impl Sweeper {
 }
 
 fn read_row(row: &PgRow) -> Result<SweepPlace, sqlx::Error> {
-    let Timestamptz(deadline) = row.try_get("deadline")?;
-    Ok(SweepPlace { deadline, id: row.try_get("order_id")? })
+    let id: String = row.try_get("order_id")?;
+    match row.try_get("deadline")? {
+        Some(Timestamptz(deadline)) => Ok(SweepPlace { deadline, id }),
+        None => Err(sqlx::Error::Decode(
+            format!(
+                "orders.overdue_sql returns order {id:?} without a deadline; such an order is never due, leave it out"
+            )
+            .into(),
+        )),
+    }
 }
 
 fn usable(place: &SweepPlace) -> Option<Overdue> {

@@ -61,11 +61,11 @@ impl Cli {
         let (file, overrides) = (self.settings.config.as_deref(), &self.settings.overrides);
         match self.command {
             Command::Quarantine(quarantine::QuarantineArgs { moves: false, .. })
-            | Command::Schedule(_)
             | Command::Topology(_)
             | Command::Health(_) => Settings::load(file, overrides),
-            Command::Setup(_)
-            | Command::Worker
+            Command::Schedule(_) => Settings::load_with_database_if_named(file, overrides),
+            Command::Setup(_) => Settings::load_with_named_database(file, overrides),
+            Command::Worker
             | Command::Deadline(_)
             | Command::Close(_)
             | Command::Parked(_)
@@ -87,6 +87,11 @@ pub struct When {
 }
 
 impl When {
+    /// Whether it says how far ahead, so that it matters which clock is asked.
+    const fn is_counted_from_now(&self) -> bool {
+        self.r#in.is_some()
+    }
+
     fn moment(&self, now: Moment) -> Moment {
         match (self.r#in, self.deadline) {
             (Some(delay), _) => now + delay,

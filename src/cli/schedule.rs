@@ -1,13 +1,20 @@
 //! `order-timeout schedule`: the publisher function by hand.
 
+use std::time::Duration;
+
 use clap::Args;
+use secrecy::ExposeSecret;
 use serde_json::json;
 
 use crate::cli::{Answer, When};
-use crate::config::Settings;
+use crate::config::{DatabaseSettings, Settings};
+use crate::database;
 use crate::message::write_rfc3339;
 use crate::order::Moment;
 use crate::schedule::Publisher;
+
+/// How long a database may take to say what time it is. Without an answer this machine's clock will do.
+const TIME_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Arguments of `schedule`.
 #[derive(Debug, Args)]
@@ -26,8 +33,7 @@ pub struct ScheduleArgs {
 /// If the broker cannot be reached or does not confirm.
 pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<Answer> {
     let publisher = Publisher::connect(&settings).await?;
-    // Nobody here has asked a database; the order's row has the deadline that counts.
-    let deadline = args.when.moment(Moment::now_by_local_clock());
+    let deadline = args.when.moment(now(&args.when, &settings.database).await);
     publisher.schedule(&args.order_id, deadline).await?;
     let deadline = write_rfc3339(deadline);
     let mut answer = Answer::default();
@@ -37,4 +43,14 @@ pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<Answe
         answer.line(format!("scheduled: order {} at {deadline}", args.order_id));
     }
     Ok(answer)
+}
+
+/// By the clock that closes the order, where a database is named and answers; else by the one here.
+async fn now(when: &When, database: &DatabaseSettings) -> Moment {
+    let is_named = !database.url.expose_secret().is_empty();
+    let asked = match when.is_counted_from_now() && is_named {
+        true => database::ask_time(database, TIME_PATIENCE.min(database.acquire_timeout)).await.ok(),
+        false => None,
+    };
+    asked.unwrap_or_else(Moment::now_by_local_clock)
 }

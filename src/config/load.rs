@@ -11,11 +11,12 @@ use config::{Config, ConfigError, File, FileFormat, Format, Map, Source, Value, 
 use secrecy::SecretString;
 
 use super::validate::NOT_UTF8;
-use super::{BadSettings, DEFAULTS, Settings, is_a_key};
+use super::{BadSettings, DEFAULTS, POSTGRES_FORM, Settings, is_a_key};
 
 const ENV_PREFIX: &str = "ORDER_TIMEOUT__";
 /// What the prefix is often mistaken for.
 const ENV_PREFIX_CUT_SHORT: &str = "ORDER_TIMEOUT_";
+const DATABASE_URL_NAME: &str = "ORDER_TIMEOUT__DATABASE__URL";
 /// What many programs call the database's address.
 const DATABASE_URL: &str = "DATABASE_URL";
 const ENVIRONMENT: &str = "the environment";
@@ -50,6 +51,39 @@ impl Settings {
         Self::load_with_database_and_environment(file, environment()?, overrides)
     }
 
+    /// [`Settings::load_with_database`] for a program that writes tables: no address of a database is an error, for the
+    /// default one is rarely meant.
+    ///
+    /// # Errors
+    /// As [`Settings::load_with_database`], or if nothing names the database.
+    pub fn load_with_named_database(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
+        let settings = Self::load_with_database(file, overrides)?;
+        if names_database(file, environment()?, overrides)? {
+            return Ok(settings);
+        }
+        let default = "127.0.0.1:5432, database \"postgres\"";
+        let why = format!(
+            "is not given, and setup writes no tables to the default address ({default}) unasked; set {DATABASE_URL_NAME} to {POSTGRES_FORM}"
+        );
+        Err(BadSettings::of("database.url", why))
+    }
+
+    /// [`Settings::load`] for a program that asks a database where one is named and can be used. Where none is, its
+    /// address is empty.
+    ///
+    /// # Errors
+    /// As [`Settings::load`].
+    pub fn load_with_database_if_named(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
+        let mut settings = Self::load(file, overrides)?;
+        if names_database(file, environment()?, overrides)?
+            && let Ok(with_database) = Self::load_with_database(file, overrides)
+        {
+            return Ok(with_database);
+        }
+        settings.database.url = String::new().into();
+        Ok(settings)
+    }
+
     fn load_with_database_and_environment(
         file: Option<&Path>,
         environment: Map<String, String>,
@@ -82,6 +116,19 @@ impl Settings {
     ) -> Result<Self, BadSettings> {
         load(file, environment, overrides).map(|(settings, _)| settings)
     }
+}
+
+/// Whether a setting says where the database is.
+fn names_database(
+    file: Option<&Path>,
+    environment: Map<String, String>,
+    overrides: &[String],
+) -> Result<bool, BadSettings> {
+    let origins = leaf_keys(&merge(file, environment, overrides)?.cache);
+    let is_given = |(key, origin): &(String, Option<String>)| {
+        origin.is_some() && ["database.url", "database.url_file"].contains(&key.as_str())
+    };
+    Ok(origins.iter().any(is_given))
 }
 
 /// This process' environment.

@@ -54,6 +54,10 @@ impl Settings {
         if database.contains(char::REPLACEMENT_CHARACTER) {
             return Err(BadSettings::of("database.url", format!("is not UTF-8; {NOT_UTF8}")));
         }
+        if database.contains('#') {
+            let why = "contains a #, behind which nothing is read; in a user name or password write it percent-encoded, as %23";
+            return Err(BadSettings::of("database.url", why));
+        }
         refuse_at_behind_the_host("database.url", database)?;
         let is_postgres = database.starts_with("postgres://") || database.starts_with("postgresql://");
         if is_postgres

@@ -4,7 +4,7 @@
 //! `floor.rs` carries news and errands between the desk and the steps; `supervisor.rs` keeps a consumer session open;
 //! `settling.rs` gathers what it tells the broker; `quarantine.rs` moves aside what ends every session; `outboxes.rs`
 //! keeps the outboxes empty; `signs.rs` counts what all of them do; `broker_inspections.rs` looks for what keeps alarms
-//! from arriving.
+//! from arriving; `zones.rs` compares alarms' deadlines with rows'.
 
 mod broker_inspections;
 mod floor;
@@ -14,6 +14,7 @@ mod settling;
 mod signs;
 mod steps;
 mod supervisor;
+mod zones;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -176,13 +177,15 @@ impl Worker {
 
         tokio::spawn(steps::sample_clock(self.closer.clone(), notes.clone()));
         let armer = Armer::new(&settings, confirmed);
+        let zone = self.database.time_zone();
+        let time_zone = format!("{} ({})", zone.name, zone.origin.as_str());
         let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes, signs.clone());
         let desk = Desk::new(policy(&settings));
         let outputs = Outputs { settlements, phase, inspections: broker_news, closing };
         let floor = Floor::new(desk, self.clock, steps, outputs, signs);
         let database = database::place(&settings.database).expect("validated settings have an address");
         let broker = broker::place(&settings.amqp).expect("validated settings have an address");
-        info!(namespace = %settings.namespace, database, broker, "worker started");
+        info!(namespace = %settings.namespace, database, broker, time_zone, "worker started");
         floor.work(self.inbox, note_queue, stop, give_up.clone()).await;
 
         let finish = async {

@@ -2,11 +2,13 @@
 //!
 //! Translates the words of desk and steps into counts; decides nothing, and nothing depends on what it holds.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tracing::{info, warn};
 
+use super::zones::ZoneComparison;
 use crate::alarm::{Delivered, Inlet, ParkReason};
 use crate::clock::DatabaseClock;
 use crate::degraded::{Cause, Change};
@@ -14,18 +16,26 @@ use crate::desk::{Answer, Batch};
 use crate::health::Health;
 use crate::http::Pages;
 use crate::metrics::Metrics;
-use crate::order::{Finding, Moment, Outcome};
+use crate::order::{ClosedBy, Finding, Found, Moment, OrderId, Outcome};
 
 /// Cheap to clone: everybody counts in the same place.
 #[derive(Debug, Clone)]
 pub(super) struct Signs {
     pub health: Arc<Health>,
     pub metrics: Arc<Metrics>,
+    zones: Arc<Mutex<Zones>>,
+}
+
+#[derive(Debug, Default)]
+struct Zones {
+    comparison: ZoneComparison,
+    /// Whether it was last reported that they differ.
+    differ: bool,
 }
 
 impl Signs {
     pub fn new(longest_turn: Duration) -> Self {
-        Self { health: Arc::new(Health::new(longest_turn)), metrics: Arc::default() }
+        Self { health: Arc::new(Health::new(longest_turn)), metrics: Arc::default(), zones: Arc::default() }
     }
 
     pub fn pages(&self) -> Pages {
@@ -85,7 +95,27 @@ impl Signs {
                 }
                 let without_row = batch.cases.iter().filter(|case| !findings.contains_key(case.alarm.order_id()));
                 count(Outcome::Unknown.as_str(), without_row.count());
+                self.compare_zones(batch, findings);
             }
+        }
+    }
+
+    /// Compares each alarm's deadline with its row's. What the sweep found has no alarm.
+    fn compare_zones(&self, batch: &Batch, findings: &HashMap<OrderId, Finding>) {
+        if batch.by != ClosedBy::Alarm {
+            return;
+        }
+        let mut zones = self.zones.lock().unwrap_or_else(PoisonError::into_inner);
+        for case in &batch.cases {
+            let order_id = case.alarm.order_id();
+            if let Some(Ok(Found { deadline: Some(by_row), .. })) = findings.get(order_id) {
+                zones.comparison.note(order_id, case.alarm.deadline(), *by_row);
+            }
+        }
+        let why = zones.comparison.why();
+        if why.is_some() || zones.differ {
+            zones.differ = why.is_some();
+            self.degraded(Cause::TimeZone, why.as_deref());
         }
     }
 

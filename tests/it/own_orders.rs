@@ -1,11 +1,18 @@
 //! A shop that keeps its own table of orders: the example's two statements are all it takes.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
 
-use order_timeout::Moment;
+use order_timeout::close::Closer;
+use order_timeout::database::Database;
+use order_timeout::order::{ClosedBy, Moment, OrderId, Outcome, Overdue, SweepPage};
+use order_timeout::sweep::Sweeper;
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::TestRunner;
+use sqlx::AssertSqlSafe;
 
-use crate::support::process::{order_timeout, run};
+use crate::support::process::{call_with, order_timeout, run};
 use crate::support::{Stage, on_stage, wait_for};
 
 const SCHEMA: &str = include_str!("../../examples/own_orders/schema.sql");
@@ -74,4 +81,328 @@ fn one_of_the_two_statements_alone_is_refused() {
             }
         },
     );
+}
+
+/// A stage with the example's tables and statements.
+fn on_example<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(std::sync::Arc<Stage>) -> F + Send + 'static) {
+    on_stage(
+        |settings| {
+            settings.orders.close_sql = example("close.sql");
+            settings.orders.overdue_sql = example("overdue.sql");
+        },
+        async move |stage| {
+            execute(&stage, SCHEMA).await;
+            test(stage).await;
+        },
+    );
+}
+
+async fn execute(stage: &Stage, sql: &str) {
+    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&stage.pool).await.unwrap();
+}
+
+async fn closer(stage: &Stage) -> Closer {
+    let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+    Closer::prepare(database, &stage.settings.orders.close_sql).await.unwrap()
+}
+
+/// What one statement says of all these ids.
+async fn close(closer: &Closer, ids: &[String]) -> Vec<Outcome> {
+    let ids: Vec<OrderId> = ids.iter().map(|id| OrderId::new(id).unwrap()).collect();
+    let findings = closer.close(&ids, ClosedBy::Manual, true).await.unwrap();
+    ids.iter().map(|id| findings.get(id).map_or(Outcome::Unknown, |found| found.as_ref().unwrap().outcome)).collect()
+}
+
+/// Every overdue order, page by page.
+async fn swept(stage: &Stage, limit: usize) -> Vec<Overdue> {
+    let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+    let sweeper = Sweeper::prepare(database, &stage.settings.orders.overdue_sql).await.unwrap();
+    let (mut all, mut after) = (Vec::new(), None);
+    loop {
+        let page = sweeper.overdue(&SweepPage { grace: Duration::ZERO, after, limit }).await.unwrap();
+        all.extend(page.orders);
+        after = page.next;
+        if after.is_none() {
+            return all;
+        }
+    }
+}
+
+/// Numbers of every length and sign, and those at the ends.
+fn bigints() -> Vec<i64> {
+    let mut runner = TestRunner::deterministic();
+    let of_any_length = (proptest::num::i64::ANY, 0_u32..63).prop_map(|(number, shift)| number >> shift);
+    let drawn = (0..600).map(|_| of_any_length.new_tree(&mut runner).unwrap().current());
+    let powers = (0..19).flat_map(|digits| {
+        let power = 10_i64.pow(digits);
+        [power, power - 1, -power, 1 - power]
+    });
+    let ends = [i64::MIN, i64::MIN + 1, i64::MAX, i64::MAX - 1, 1_795_590_212_073_421_700, 0, -1];
+    drawn.chain(powers).chain(ends).collect::<BTreeSet<i64>>().into_iter().collect()
+}
+
+#[test]
+fn example_closes_every_bigint() {
+    on_example(async |stage| {
+        let ids = bigints();
+        let insert = "INSERT INTO public.purchases (id, pay_until)
+                      SELECT id, CASE WHEN id % 3 = 0 OR id < -9223372036854775807 THEN '-infinity' ELSE now() - interval '1 min' END
+                      FROM unnest($1::bigint[]) AS id";
+        sqlx::query(insert).bind(&ids).execute(&stage.pool).await.unwrap();
+        for limit in [1, 7, 1_000] {
+            let mut found: Vec<i64> =
+                swept(&stage, limit).await.iter().map(|order| order.order_id.as_str().parse().unwrap()).collect();
+            found.sort_unstable();
+            assert_eq!(found, ids, "the sweep finds each once, in pages of {limit}");
+        }
+        let closer = closer(&stage).await;
+        let texts: Vec<String> = ids.iter().map(i64::to_string).collect();
+        let outcomes = close(&closer, &texts).await;
+        let left: Vec<_> = texts.iter().zip(&outcomes).filter(|(_, outcome)| **outcome != Outcome::Closed).collect();
+        assert!(left.is_empty(), "{left:?}");
+        assert_eq!(stage.count("SELECT count(*) FROM public.purchases WHERE state <> 'expired'").await, 0);
+        assert!(swept(&stage, 1_000).await.is_empty());
+    });
+}
+
+#[test]
+fn example_calls_other_texts_malformed() {
+    on_example(async |stage| {
+        let closer = closer(&stage).await;
+        let of_another_form = [
+            "9223372036854775808",
+            "-9223372036854775809",
+            "99999999999999999999",
+            "-0",
+            "00",
+            "01",
+            "-01",
+            "+1",
+            " 1",
+            "1 ",
+            "1.0",
+            "1e3",
+            "0x1",
+            "1_000",
+            "none",
+            "-",
+            "\u{0661}",
+            "'; DROP TABLE purchases",
+            "018f2d3e-0000-7000-8000-000000000000",
+        ];
+        let texts: Vec<String> = of_another_form.iter().map(|text| (*text).to_owned()).collect();
+        assert_eq!(close(&closer, &texts).await, vec![Outcome::Malformed; texts.len()]);
+        assert_eq!(close(&closer, &["7".into(), "-7".into()]).await, [Outcome::Unknown; 2]);
+    });
+}
+
+#[test]
+fn example_gives_back_sums_per_article() {
+    on_example(async |stage| {
+        execute(
+            &stage,
+            "INSERT INTO public.inventory VALUES ('mug', 0, 100), ('hat', 5, 50);
+             INSERT INTO public.purchases (id, pay_until) SELECT n, now() - interval '1 s' FROM generate_series(1, 50) n;
+             INSERT INTO public.purchase_lines
+                 SELECT n, article, quantity FROM generate_series(1, 50) n, (VALUES ('mug', 2), ('hat', 1)) AS l (article, quantity)",
+        )
+        .await;
+        let ids: Vec<String> = (1..=50).map(|id: i64| id.to_string()).collect();
+        assert_eq!(close(&closer(&stage).await, &ids).await, vec![Outcome::Closed; 50]);
+        let stock: Vec<(String, i64, i64)> =
+            sqlx::query_as("SELECT * FROM public.inventory ORDER BY article").fetch_all(&stage.pool).await.unwrap();
+        assert_eq!(stock, [("hat".to_owned(), 55, 0), ("mug".to_owned(), 100, 0)]);
+    });
+}
+
+/// Pays as schema.sql says, but leaves the state to another service. Whether it was still open.
+async fn pay(stage: &Stage, id: i64, before_commit: Duration) -> bool {
+    let mut payment = stage.pool.begin().await.unwrap();
+    let state: String = sqlx::query_scalar("SELECT state FROM public.purchases WHERE id = $1 FOR NO KEY UPDATE")
+        .bind(id)
+        .fetch_one(&mut *payment)
+        .await
+        .unwrap();
+    if state != "open" {
+        return false;
+    }
+    sqlx::query("INSERT INTO public.payments (purchase_id) VALUES ($1)").bind(id).execute(&mut *payment).await.unwrap();
+    tokio::time::sleep(before_commit).await;
+    payment.commit().await.unwrap();
+    true
+}
+
+#[test]
+fn example_never_closes_what_is_paid() {
+    const ORDERS: i64 = 60;
+    on_example(async |stage| {
+        let insert = "INSERT INTO public.purchases (id, pay_until)
+                      SELECT n, now() + make_interval(secs => 1.5 + n * 0.005) FROM generate_series(1, $1) n";
+        sqlx::query(insert).bind(ORDERS).execute(&stage.pool).await.unwrap();
+        let worker = stage.worker().await;
+        let publisher = stage.publisher().await;
+        let due: Vec<(i64, i64)> =
+            sqlx::query_as("SELECT id, (extract(epoch FROM pay_until) * 1000000)::bigint FROM public.purchases")
+                .fetch_all(&stage.pool)
+                .await
+                .unwrap();
+        let mut payments = tokio::task::JoinSet::new();
+        for (id, micros) in due {
+            let deadline = Moment::from_unix_micros(micros);
+            publisher.schedule(id.to_string(), deadline).await.unwrap();
+            // From well before the deadline to well behind it.
+            let around = deadline - Duration::from_millis(150) + Duration::from_millis(5) * u32::try_from(id).unwrap();
+            let stage = stage.clone();
+            payments.spawn(async move {
+                tokio::time::sleep(around.since(Moment::now_by_local_clock())).await;
+                pay(&stage, id, Duration::from_millis(50)).await
+            });
+        }
+        let paid = payments.join_all().await.into_iter().filter(|paid| *paid).count();
+        let settled = "SELECT count(*) FROM public.purchases p
+                       WHERE state = 'expired' OR EXISTS (SELECT FROM public.payments y WHERE y.purchase_id = p.id)";
+        wait_for("every order", async || stage.count(settled).await == ORDERS).await;
+        worker.stop().await;
+        let both = "SELECT count(*) FROM public.purchases p JOIN public.payments y ON y.purchase_id = p.id WHERE state = 'expired'";
+        assert_eq!(stage.count(both).await, 0, "paid and closed");
+        let payments = stage.count("SELECT count(*) FROM public.payments").await;
+        assert_eq!(payments, i64::try_from(paid).unwrap(), "each payment that was accepted is there");
+        assert!(payments > 0 && payments < ORDERS, "{payments} of {ORDERS} were paid: the race was none");
+        assert!(swept(&stage, 100).await.is_empty(), "what is paid is not found again and again");
+    });
+}
+
+#[test]
+fn payment_after_the_statement_began_counts() {
+    on_example(async |stage| {
+        execute(
+            &stage,
+            // Between the snapshot of the close statement and its lock: the sleep is evaluated when the row is locked.
+            "CREATE FUNCTION public.slowly(id bigint) RETURNS bigint LANGUAGE plpgsql VOLATILE AS $$
+             BEGIN PERFORM pg_sleep(1); RETURN id; END $$;
+             INSERT INTO public.purchases (id, pay_until) VALUES (7, now() - interval '1 s')",
+        )
+        .await;
+        let slow = include_str!("../../examples/own_orders/close.sql")
+            .replace("SELECT t.id FROM there t))", "SELECT public.slowly(t.id) FROM there t))");
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-slow.sql", stage.settings.namespace));
+        std::fs::write(&file, slow).unwrap();
+        let mut settings = stage.settings.clone();
+        settings.orders.close_sql = file.to_str().unwrap().to_owned();
+        let closing = tokio::spawn(async move { call_with(&settings, &["close", "7"]).await });
+        let begun =
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'";
+        wait_for("the statement", async || stage.count(begun).await == 1).await;
+        assert!(pay(&stage, 7, Duration::ZERO).await);
+        let (_, said, error) = closing.await.unwrap();
+        assert_eq!(said, "7: paid\n", "{error}");
+    });
+}
+
+#[test]
+fn orders_without_a_finite_deadline_stay() {
+    on_example(async |stage| {
+        execute(
+            &stage,
+            "ALTER TABLE public.purchases ALTER COLUMN pay_until DROP NOT NULL;
+             INSERT INTO public.purchases (id, pay_until) VALUES (1, 'infinity'), (2, NULL), (3, '-infinity')",
+        )
+        .await;
+        let found: Vec<String> = swept(&stage, 1).await.iter().map(|order| order.order_id.to_string()).collect();
+        assert_eq!(found, ["3"], "only -infinity is overdue");
+        let ids = ["1", "2", "3"].map(str::to_owned);
+        assert_eq!(close(&closer(&stage).await, &ids).await, [Outcome::NotDue, Outcome::NotDue, Outcome::Closed]);
+    });
+}
+
+#[test]
+fn overdue_rows_without_deadline_are_named() {
+    on_example(async |stage| {
+        execute(&stage, "INSERT INTO public.purchases (id, pay_until) VALUES (-5, now() - interval '1 h')").await;
+        let sql = include_str!("../../examples/own_orders/overdue.sql")
+            .replace("p.pay_until AS deadline", "nullif(p.pay_until, p.pay_until) AS deadline");
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-null.sql", stage.settings.namespace));
+        std::fs::write(&file, sql).unwrap();
+        let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+        let sweeper = Sweeper::prepare(database, file.to_str().unwrap()).await.unwrap();
+        let page = SweepPage { grace: Duration::ZERO, after: None, limit: 10 };
+        let why = sweeper.overdue(&page).await.unwrap_err().to_string();
+        assert!(why.contains("returns order \"-5\" without a deadline"), "{why}");
+    });
+}
+
+#[test]
+fn plpgsql_function_serves_as_statement() {
+    on_example(async |stage| {
+        execute(
+            &stage,
+            "CREATE FUNCTION public.close_purchases(ids text[]) RETURNS TABLE (order_id text, outcome text, deadline timestamptz)
+             LANGUAGE plpgsql VOLATILE AS $$
+             DECLARE found record;
+             BEGIN
+                 FOR found IN SELECT p.id, p.state, p.pay_until FROM public.purchases p
+                              WHERE p.id = ANY (ids::bigint[]) ORDER BY p.id FOR NO KEY UPDATE SKIP LOCKED
+                 LOOP
+                     order_id := found.id; deadline := found.pay_until; outcome := 'already_closed';
+                     IF found.state = 'open' AND found.pay_until > clock_timestamp() THEN outcome := 'not_due';
+                     ELSIF found.state = 'open' THEN
+                         UPDATE public.purchases SET state = 'expired', expired_at = clock_timestamp() WHERE id = found.id;
+                         outcome := 'closed';
+                     END IF;
+                     RETURN NEXT;
+                 END LOOP;
+             END $$;
+             INSERT INTO public.purchases (id, pay_until) VALUES (1, now() - interval '1 s'), (2, now() + interval '1 h')",
+        )
+        .await;
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-function.sql", stage.settings.namespace));
+        // With the byte order mark that some editors write.
+        std::fs::write(&file, "\u{feff}SELECT order_id, outcome, deadline FROM public.close_purchases($1::text[])\n")
+            .unwrap();
+        let mut settings = stage.settings.clone();
+        settings.orders.close_sql = file.to_str().unwrap().to_owned();
+        let (code, said, error) = call_with(&settings, &["close", "1", "2", "3"]).await;
+        assert_eq!((code, said.as_str()), (1, "1: closed\n2: not_due\n3: unknown\n"), "{error}");
+        let (_, said, error) = call_with(&settings, &["close", "1"]).await;
+        assert_eq!(said, "1: already_closed\n", "{error}");
+    });
+}
+
+#[test]
+fn faulty_statements_name_the_cause() {
+    on_example(async |stage| {
+        let role = format!("r{}", stage.settings.namespace);
+        execute(
+            &stage,
+            &format!(
+                "CREATE SCHEMA closed_off; CREATE TABLE closed_off.orders (id text);
+                 CREATE ROLE {role} LOGIN PASSWORD 'secret'; GRANT SELECT ON ALL TABLES IN SCHEMA public TO {role}"
+            ),
+        )
+        .await;
+        let mut settings = stage.settings.clone();
+        settings.database.url =
+            crate::support::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-faulty.sql", stage.settings.namespace));
+        let cases: [(&[u8], &[&str]); 8] = [
+            (b" \n\t", &["is empty", "orders.close_sql"]),
+            (b"-- nothing but a comment", &["holds no statement that returns rows"]),
+            (b"\xff\xfeS\0E\0", &["is not UTF-8"]),
+            (b"S\0E\0L\0", &["saved as UTF-16"]),
+            (b"-- two lines\nSELECT 1 AS order_id\n  FORM orders", &["line 3, column 3", "correct the statement"]),
+            (b"SELECT x FROM closed_off.orders", &["GRANT the user", "USAGE on the schema"]),
+            (b"SELECT x FROM no_such_table", &["line 1, column 15", "bring back what the statement misses"]),
+            (b"SELECT x FROM no_such_schema.orders", &["no_such_schema", "correct the name"]),
+        ];
+        for (text, parts) in cases {
+            std::fs::write(&file, text).unwrap();
+            settings.orders.close_sql = file.to_str().unwrap().to_owned();
+            let (code, _, error) = call_with(&settings, &["close", "1"]).await;
+            assert_eq!(code, 1, "{error}");
+            for part in parts {
+                assert!(error.contains(part), "{error:?} lacks {part:?}");
+            }
+        }
+        execute(&stage, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
+    });
 }

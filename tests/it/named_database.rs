@@ -1,0 +1,125 @@
+//! A command says which database it means: before it writes tables, when something is missing there, and whose clock it
+//! goes by.
+
+use std::time::Duration;
+
+use order_timeout::message::read_rfc3339;
+use order_timeout::{Moment, Settings};
+use secrecy::ExposeSecret;
+use serde_json::Value;
+use sqlx::AssertSqlSafe;
+
+use crate::support::process::{bare, call_with, run};
+use crate::support::{Stage, on_stage, place_of, with_parts};
+
+async fn execute(stage: &Stage, sql: &str) {
+    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&stage.pool).await.unwrap();
+}
+
+async fn assert_fails(settings: &Settings, command: &str, parts: &[&str]) {
+    let (code, said, error) = call_with(settings, &["--set", "log.filter=off", command]).await;
+    assert_eq!((code, said.as_str()), (1, ""), "{command}: {error}");
+    for part in parts {
+        assert!(error.contains(part), "{command}: {error:?} lacks {part:?}");
+    }
+}
+
+#[test]
+fn setup_without_address_is_refused() {
+    let (code, said, error) = run(bare().arg("setup"));
+    assert_eq!((code, said.as_str()), (2, ""), "{error}");
+    for part in ["database.url", "127.0.0.1:5432, database \"postgres\"", "ORDER_TIMEOUT__DATABASE__URL"] {
+        assert!(error.contains(part), "{error:?} lacks {part:?}");
+    }
+}
+
+#[test]
+fn hash_in_password_is_explained() {
+    for command in ["setup", "worker"] {
+        let mut program = bare();
+        program.env("ORDER_TIMEOUT__DATABASE__URL", "postgres://user:sesame#4711@localhost/shop");
+        let (code, _, error) = run(program.arg(command));
+        assert!(code == 2 && error.contains("%23") && !error.contains("sesame"), "{error}");
+    }
+}
+
+#[test]
+fn missing_migrations_name_the_database() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            execute(&stage, "DELETE FROM order_timeout_migrations WHERE version > 20261120100000").await;
+            let place = place_of(&stage.settings.database.url);
+            let database = format!("database \"order_timeout_{}\"", stage.settings.namespace);
+            assert_fails(
+                &stage.settings,
+                "worker",
+                &["lacks 5 migration(s)", &place, &database, "order-timeout setup"],
+            )
+            .await;
+        },
+    );
+}
+
+#[test]
+fn unfinished_migration_names_our_table() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            execute(&stage, "UPDATE order_timeout_migrations SET success = false WHERE version = 20261120100100").await;
+            for command in ["setup", "worker"] {
+                let remedy = "DELETE FROM order_timeout_migrations WHERE version = 20261120100100";
+                assert_fails(&stage.settings, command, &["began and did not finish", remedy]).await;
+            }
+        },
+    );
+}
+
+#[test]
+fn missing_schema_says_create_schema() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let mut settings = stage.settings.clone();
+            let url = format!("{}?options=-csearch_path%3Dno_such_schema", settings.database.url.expose_secret());
+            settings.database.url = url.into();
+            assert_fails(&settings, "setup", &["(SQLSTATE 3F000)", "CREATE SCHEMA"]).await;
+        },
+    );
+}
+
+/// How far ahead of this machine's clock an alarm is that is scheduled in ten minutes.
+async fn scheduled_ahead(settings: &Settings) -> Duration {
+    let arguments = ["schedule", "--order-id", "018f2d3e-0000-7000-8000-000000000000", "--in", "10m", "--json"];
+    let (code, said, error) = call_with(settings, &arguments).await;
+    assert_eq!(code, 0, "{error}");
+    let answer: Value = serde_json::from_str(&said).unwrap();
+    read_rfc3339(answer["deadline"].as_str().unwrap()).unwrap().since(Moment::now_by_local_clock())
+}
+
+#[test]
+fn scheduling_counts_by_the_database_clock() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            // A database whose clock is an hour ahead.
+            let ahead = format!(
+                "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
+                 AS $$ SELECT pg_catalog.clock_timestamp() + interval '1 hour' $$;
+                 ALTER DATABASE order_timeout_{} SET search_path = public, pg_catalog",
+                stage.settings.namespace
+            );
+            execute(&stage, &ahead).await;
+            let ahead = scheduled_ahead(&stage.settings).await;
+            assert!(ahead > Duration::from_secs(3_600) && ahead <= Duration::from_secs(4_200), "{ahead:?}");
+
+            let mut settings = stage.settings.clone();
+            // No server listens on the port for discarding.
+            settings.database.url = with_parts(&settings.database.url, None, Some("127.0.0.1:9"), None);
+            let ahead = scheduled_ahead(&settings).await;
+            assert!(ahead <= Duration::from_secs(600), "by the clock here where no database answers: {ahead:?}");
+            settings.database.url = "mysql://elsewhere/shop".to_owned().into();
+            assert!(scheduled_ahead(&settings).await <= Duration::from_secs(600), "a publisher needs no database");
+        },
+    );
+}

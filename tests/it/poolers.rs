@@ -1,0 +1,167 @@
+//! A pooler between the worker and Postgres: with sessions of its own the worker runs as without it; any other pooler is
+//! refused at the start, by a sentence that names it, and nothing is written.
+
+mod pgbouncer;
+
+use std::time::Duration;
+
+use order_timeout::Settings;
+use order_timeout::database::Database;
+use secrecy::{ExposeSecret, SecretString};
+use sqlx::{AssertSqlSafe, Row};
+
+use crate::support::process::call_with;
+use crate::support::skip::skipped;
+use crate::support::{Stage, on_stage, wait_for};
+use pgbouncer::Pooler;
+
+/// Runs a test behind a PgBouncer of this configuration, or says that there is none.
+fn behind<F: Future<Output = ()> + Send + 'static>(
+    name: &str,
+    configuration: &'static str,
+    test: impl FnOnce(std::sync::Arc<Stage>, Pooler) -> F + Send + 'static,
+) {
+    let name = format!("poolers::{name}");
+    on_stage(
+        |_| {},
+        async move |stage| match Pooler::start(&stage.settings.database.url, configuration) {
+            Some(pooler) => test(stage, pooler).await,
+            None => skipped(&name, "pgbouncer is not installed; install it with: apt-get install pgbouncer"),
+        },
+    );
+}
+
+fn with_url(stage: &Stage, url: SecretString) -> Settings {
+    let mut settings = stage.settings.clone();
+    settings.database.url = url;
+    settings
+}
+
+/// The address by way of the pooler, with a schema of the worker's own on the search path.
+fn with_schema(pooler: &Pooler, stage: &Stage) -> SecretString {
+    let url = pooler.url_of(&stage.settings.database.url);
+    format!("{}?options=-csearch_path%3Downers_schema", url.expose_secret()).into()
+}
+
+/// What sessions of a worker's pool are set to.
+async fn session_settings(settings: &Settings) -> Vec<String> {
+    let database = Database::connect(&settings.database, 2).await.unwrap();
+    let read = "SELECT current_setting('statement_timeout'), current_setting('lock_timeout'),
+                       current_setting('idle_in_transaction_session_timeout'), current_setting('enable_seqscan'),
+                       current_setting('plan_cache_mode'), current_setting('jit'), current_setting('search_path')";
+    let row = database.run(async |connection| sqlx::query(read).fetch_one(connection).await).await.unwrap();
+    (0..row.len()).map(|at| row.get(at)).collect()
+}
+
+/// Closes an order by its alarm while an article of another is locked.
+async fn assert_closes(stage: &Stage, settings: Settings) {
+    let worker = crate::support::RunningWorker::start(settings).await;
+    let publisher = stage.publisher().await;
+    stage.stock("locked", 10).await;
+    let held_up = stage.orders_of("locked", 1, Duration::from_secs(1)).await.remove(0);
+    let order = stage.order(Duration::from_secs(1)).await;
+    let mut payment = stage.pool.begin().await.unwrap();
+    sqlx::query("SELECT FROM stock WHERE article_id = 'locked' FOR UPDATE").execute(&mut *payment).await.unwrap();
+    for order in [&held_up, &order] {
+        publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
+    }
+    wait_for("the close", async || stage.status(&order).await == "closed").await;
+    assert_eq!(stage.status(&held_up).await, "unpaid");
+    payment.rollback().await.unwrap();
+    wait_for("the close of the other", async || stage.status(&held_up).await == "closed").await;
+    worker.stop().await;
+    stage.assert_ledger().await;
+}
+
+#[test]
+fn session_mode_needs_no_configuration() {
+    behind("session_mode_needs_no_configuration", "pool_mode = session", async |stage, pooler| {
+        let settings = with_url(&stage, pooler.url_of(&stage.settings.database.url));
+        let (code, said, error) = call_with(&settings, &["setup"]).await;
+        assert!(code == 0 && said.contains("up to date"), "{said}{error}");
+        assert_eq!(
+            session_settings(&settings).await[..6],
+            ["5s", "200ms", "5s", "off", "force_generic_plan", "off"],
+            "as without a pooler"
+        );
+        assert_closes(&stage, settings).await;
+    });
+}
+
+#[test]
+fn dropped_options_are_set_again() {
+    let configuration = "pool_mode = session\nignore_startup_parameters = extra_float_digits,options";
+    behind("dropped_options_are_set_again", configuration, async |stage, pooler| {
+        sqlx::raw_sql("CREATE SCHEMA owners_schema").execute(&stage.pool).await.unwrap();
+        let settings = with_url(&stage, with_schema(&pooler, &stage));
+        let (code, said, error) = call_with(&settings, &["setup"]).await;
+        assert!(code == 0 && said.contains("applied"), "{said}{error}");
+        let there = "SELECT count(*) FROM pg_tables WHERE schemaname = 'owners_schema' AND tablename = 'orders'";
+        assert_eq!(stage.count(there).await, 1, "the tables are in the schema that the address names");
+        let found = session_settings(&settings).await;
+        assert_eq!((found[0].as_str(), found[6].as_str()), ("5s", "owners_schema"));
+        assert_closes(&stage, with_url(&stage, pooler.url_of(&stage.settings.database.url))).await;
+    });
+}
+
+#[test]
+fn refused_options_name_the_pooler() {
+    behind("refused_options_name_the_pooler", "pool_mode = session", async |stage, pooler| {
+        let settings = with_url(&stage, with_schema(&pooler, &stage));
+        assert_refused(&settings, &["PgBouncer", "to ignore_startup_parameters"]).await;
+    });
+}
+
+/// Whatever uses the database is refused with these words.
+async fn assert_refused(settings: &Settings, parts: &[&str]) {
+    for command in [&["setup"][..], &["--set", "log.filter=off", "worker"], &["close", "x"]] {
+        let (code, said, error) = call_with(settings, command).await;
+        assert_eq!((code, said.as_str()), (1, ""), "{command:?}: {error}");
+        for part in parts {
+            assert!(error.contains(part), "{command:?}: {error:?} lacks {part:?}");
+        }
+    }
+}
+
+fn assert_shared_sessions_are_refused(name: &'static str, configuration: &'static str) {
+    behind(name, configuration, async |stage, pooler| {
+        // One server connection that the pooler has kept, so that what is set there would be found.
+        let url = pooler.url_of(&stage.settings.database.url);
+        assert_refused(&with_url(&stage, url.clone()), &["PgBouncer", "pool_mode = session"]).await;
+        let pool = sqlx::postgres::PgPoolOptions::new().max_connections(1);
+        let options: sqlx::postgres::PgConnectOptions = url.expose_secret().parse().unwrap();
+        let pool = pool.connect_with(options.extra_float_digits(None)).await.unwrap();
+        let changed =
+            "SELECT count(*)::text FROM pg_settings WHERE name IN ('enable_seqscan', 'plan_cache_mode', 'jit')
+                       AND setting <> reset_val";
+        let changed: String = sqlx::raw_sql(AssertSqlSafe(changed)).fetch_one(&pool).await.unwrap().get(0);
+        assert_eq!(changed, "0", "other clients' sessions stay as they are");
+        pool.close().await;
+    });
+}
+
+#[test]
+fn transaction_mode_is_refused() {
+    assert_shared_sessions_are_refused("transaction_mode_is_refused", "pool_mode = transaction");
+}
+
+#[test]
+fn transaction_mode_that_ignores_options_is_refused() {
+    assert_shared_sessions_are_refused(
+        "transaction_mode_that_ignores_options_is_refused",
+        "pool_mode = transaction\nignore_startup_parameters = extra_float_digits,options",
+    );
+}
+
+#[test]
+fn round_robin_transaction_mode_is_refused() {
+    assert_shared_sessions_are_refused(
+        "round_robin_transaction_mode_is_refused",
+        "pool_mode = transaction\nserver_round_robin = 1\nmin_pool_size = 3",
+    );
+}
+
+#[test]
+fn statement_mode_is_refused() {
+    assert_shared_sessions_are_refused("statement_mode_is_refused", "pool_mode = statement");
+}
