@@ -23,7 +23,9 @@ const PASSES_CUT_SHORT: u32 = 7;
 /// looked at in each pass.
 const MOST_SETTLED: usize = 100_000;
 
-/// A pass that finds none to try may take a tenth of the time: it rests for so many times as long as it took.
+/// Of so many that a pass finds, one at most is to be tried: then such a pass may take a tenth of the time, and rests for so
+/// many times as long as it took.
+const FEW_OF: usize = 10;
 const REST_OF_A_PASS: u32 = 9;
 const LONGEST_REST_OF_A_PASS: Duration = Duration::from_secs(4);
 
@@ -36,10 +38,15 @@ pub(super) struct Sweep {
     after: Option<SweepPlace>,
     /// Whether this pass began behind those that the last whole one left alone.
     is_short: bool,
-    /// Whether every order of this pass so far is being left alone, and there is one.
-    rests: Option<bool>,
+    /// How many orders this whole pass has found so far, and how many of them are to be tried.
+    found: usize,
+    to_try: usize,
     /// Where a short pass begins, and until when passes are short.
     behind: Option<(SweepPlace, Moment)>,
+    /// Where a whole pass goes on that gave way to a short one.
+    paused: Option<SweepPlace>,
+    /// When a pass last began that comes to those who have just fallen due.
+    looked_behind_at: Moment,
     cut_short: u32,
     failures: u32,
     troubled: HashMap<OrderId, Troubled>,
@@ -89,8 +96,11 @@ impl Sweep {
             asking: false,
             after: None,
             is_short: false,
-            rests: None,
+            found: 0,
+            to_try: 0,
             behind: None,
+            paused: None,
+            looked_behind_at: never,
             cut_short: 0,
             failures: 0,
             troubled: HashMap::new(),
@@ -127,11 +137,31 @@ impl Sweep {
 
     /// At the front, or behind those that a whole pass has just left alone.
     fn begin_pass(&mut self, now: Moment) {
-        self.pass_began = now;
-        self.rests = None;
-        self.behind.take_if(|(_, until)| *until <= now);
-        self.is_short = self.behind.is_some();
-        self.after = self.behind.as_ref().map(|(place, _)| place.clone());
+        (self.pass_began, self.looked_behind_at) = (now, now);
+        (self.found, self.to_try) = (0, 0);
+        self.paused = None;
+        let place = self.behind.as_ref().filter(|(_, until)| *until > now).map(|(place, _)| place.clone());
+        self.is_short = place.is_some();
+        self.after = place;
+    }
+
+    /// A whole pass that takes long gives way: who falls due meanwhile does not wait for its end.
+    fn give_way(&mut self, policy: &Policy, now: Moment) {
+        if let Some((place, _)) = &self.behind
+            && !self.is_short
+            && now.since(self.looked_behind_at) >= policy.sweep_every
+        {
+            self.paused = self.after.replace(place.clone());
+            self.is_short = true;
+        }
+    }
+
+    /// And goes on where it was. Returns whether there was one.
+    fn go_on_where_it_was(&mut self, now: Moment) -> bool {
+        self.after = self.paused.take();
+        self.is_short &= self.after.is_none();
+        self.looked_behind_at = now;
+        self.after.is_some()
     }
 
     /// Takes note of a page. Returns those of it that are not being left alone.
@@ -148,10 +178,13 @@ impl Sweep {
         let is_last = self.after.is_none();
         let found = page.orders.len();
         let wanted: Vec<Overdue> = page.orders.into_iter().filter(|overdue| self.wants(overdue, now)).collect();
-        if found > 0 {
-            self.rests = Some(wanted.is_empty() && self.rests != Some(false));
+        if !self.is_short {
+            self.found += found;
+            self.to_try += wanted.len();
         }
-        if is_last {
+        if !is_last {
+            self.give_way(policy, now);
+        } else if !self.go_on_where_it_was(now) {
             self.end_pass(policy, now);
             self.cut_short = 0;
             if !self.is_short {
@@ -168,9 +201,8 @@ impl Sweep {
         self.settled.retain(|_, settled| settled.seen >= began);
         let rest = (now.since(began) * REST_OF_A_PASS).min(LONGEST_REST_OF_A_PASS);
         // Who falls due meanwhile stands behind those, and is looked for as often as ever.
-        if self.rests == Some(true) && rest > policy.sweep_every {
-            self.behind = last.map(|last| (last, now + rest));
-        }
+        let finds_few = self.to_try * FEW_OF <= self.found;
+        self.behind = last.filter(|_| finds_few && rest > policy.sweep_every).map(|last| (last, now + rest));
     }
 
     /// Takes note that this order is overdue still. Returns whether it is not being left alone.

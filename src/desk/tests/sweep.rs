@@ -290,3 +290,36 @@ fn pass_over_resting_orders_is_seldom() {
     assert_eq!(found(&mut sweep, &resting[..3], 2_250), 0);
     assert_eq!(page(&mut sweep, 2_500), None, "a pass that takes no time rests no longer");
 }
+
+#[test]
+fn long_pass_gives_way_to_newcomers() {
+    let policy = Policy { sweep_every: Duration::from_millis(250), ..policy() };
+    let mut sweep = Sweep::new();
+    assert_eq!(sweep.page(&policy, true, at_ms(0)), None);
+    let resting = [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5), ("f", 6), ("g", 7), ("h", 8)];
+    for (id, _) in resting {
+        for _ in 0..12 {
+            sweep.leave_alone(OrderId::new(id).unwrap(), Duration::from_secs(300), at_ms(0));
+        }
+    }
+    let (middle, end) = (Some(place(&resting[3])), Some(place(&resting[7])));
+    // Each page takes so long; after which page is the next one asked for, and how many does it have to try?
+    let mut now = 250;
+    let mut turn = |after: &Option<SweepPlace>, orders: &[(&str, i64)]| {
+        assert_eq!(&sweep.page(&policy, true, at_ms(now)).expect("a page").after, after, "at {now} ms");
+        now += 300;
+        let News::Swept(page) = swept(orders) else { unreachable!() };
+        sweep.found(page, &policy, at_ms(now)).len()
+    };
+    assert_eq!(turn(&None, &resting[..4]), 0);
+    assert_eq!(turn(&middle, &resting[4..]), 0);
+    assert_eq!(turn(&end, &[]), 0);
+    for _ in 0..14 {
+        assert_eq!(turn(&end, &[("new", 9)]), 1, "short passes, for nine times as long");
+    }
+    assert_eq!(turn(&None, &resting[..4]), 0);
+    assert_eq!(turn(&end, &[("new", 9)]), 1, "it gives way");
+    assert_eq!(turn(&middle, &resting[4..]), 0);
+    assert_eq!(turn(&end, &[("new", 9)]), 1, "and again");
+    assert_eq!(turn(&end, &[("new", 9)]), 1, "its own end");
+}
