@@ -15,7 +15,7 @@ use sqlx::{Postgres, Row};
 use crate::clock::ClockSample;
 use crate::contract::{Contract, ContractStatement};
 use crate::database::{self, Database, DatabaseFault, Timestamptz, Trouble, trouble, why};
-use crate::order::{CloseFault, ClosedBy, Finding, Found, OrderId, Outcome};
+use crate::order::{CloseFault, ClosedBy, Deadline, Finding, Found, OddAnswer, OrderId, Outcome};
 
 /// The close statement for our own schema.
 pub const CLOSE_SQL: &str = include_str!("../sql/close.sql");
@@ -50,6 +50,8 @@ pub struct Closer {
     /// A pool asks a connection whether it is alive before it lends it and again when it has it back: a round trip before
     /// the close, and as much work for the server as a small batch.
     kept: Arc<Mutex<VecDeque<Kept>>>,
+    /// The last answer that the contract does not know.
+    odd: Arc<Mutex<Option<OddAnswer>>>,
 }
 
 #[derive(Debug)]
@@ -95,7 +97,7 @@ impl Closer {
     /// [`DatabaseFault`] names the file and the column.
     pub async fn prepare(database: Database, close_sql: &str) -> Result<Self, DatabaseFault> {
         let statement = ContractStatement::load(&database, &CONTRACT, close_sql).await?;
-        Ok(Self { database, statement, kept: Arc::default() })
+        Ok(Self { database, statement, kept: Arc::default(), odd: Arc::default() })
     }
 
     /// How many orders one statement may be asked for without its waiting for the network, as connections are now.
@@ -132,31 +134,44 @@ impl Closer {
         let mut ids = ids.to_vec();
         ids.sort_unstable();
         ids.dedup();
-        match self.try_to_close(ids, by, patient).await {
-            Ok(findings) => Ok(findings.into_iter().collect()),
+        match self.try_to_close(&ids, by, patient).await {
+            Ok(answers) => {
+                let (findings, odd) = gather(&ids, answers);
+                if odd.is_some() {
+                    *self.odd.lock().expect("no holder panics") = odd;
+                }
+                Ok(findings)
+            }
             Err(error) => Err(self.fault(&error).await),
         }
     }
 
+    /// The last answer that the contract does not know, since this was last asked.
+    #[must_use]
+    pub fn take_odd_answer(&self) -> Option<OddAnswer> {
+        self.odd.lock().expect("no holder panics").take()
+    }
+
+    /// The statement, and how many parameters it takes.
+    #[must_use]
+    pub fn statement(&self) -> (sqlx::SqlStr, usize) {
+        (self.statement.sql.clone(), self.statement.parameters)
+    }
+
     /// One statement outside a transaction block is a transaction. `fetch_all` returns when the server is ready for
     /// the next one, which is after the commit.
-    async fn try_to_close(
-        &self,
-        ids: Vec<OrderId>,
-        by: ClosedBy,
-        patient: bool,
-    ) -> Result<Vec<(OrderId, Finding)>, sqlx::Error> {
+    async fn try_to_close(&self, ids: &[OrderId], by: ClosedBy, patient: bool) -> Result<Vec<Answered>, sqlx::Error> {
         let work = async |connection: &mut PgConnection| {
             // A statement with $3 does not wait by itself.
             if patient || self.statement.parameters > 2 {
-                return self.run(connection, &ids, by, patient).await;
+                return self.run(connection, ids, by, patient).await;
             }
             let mut transaction = sqlx::Connection::begin(connection).await?;
             sqlx::query("SELECT set_config('lock_timeout', $1, true)")
                 .bind(SHORT_LOCK_TIMEOUT.as_millis().to_string())
                 .execute(&mut *transaction)
                 .await?;
-            let found = self.run(&mut transaction, &ids, by, patient).await?;
+            let found = self.run(&mut transaction, ids, by, patient).await?;
             transaction.commit().await?;
             Ok(found)
         };
@@ -209,7 +224,7 @@ impl Closer {
             Trouble::Transient => CloseFault::Transient(why),
             Trouble::Data => CloseFault::OfTheOrder(why),
             // With no order to close, no row's trigger can be at fault.
-            Trouble::Broken if self.try_to_close(Vec::new(), ClosedBy::Alarm, true).await.is_ok() => {
+            Trouble::Broken if self.try_to_close(&[], ClosedBy::Alarm, true).await.is_ok() => {
                 CloseFault::OfTheOrder(why)
             }
             Trouble::Broken | Trouble::Away => CloseFault::Away(why),
@@ -222,7 +237,7 @@ impl Closer {
         ids: &[OrderId],
         by: ClosedBy,
         patient: bool,
-    ) -> Result<Vec<(OrderId, Finding)>, sqlx::Error> {
+    ) -> Result<Vec<Answered>, sqlx::Error> {
         let texts: Vec<&str> = ids.iter().map(OrderId::as_str).collect();
         let mut query = sqlx::query(self.statement.sql.clone()).bind(texts);
         if self.statement.parameters > 1 {
@@ -231,7 +246,7 @@ impl Closer {
         if self.statement.parameters > 2 {
             query = query.bind(patient);
         }
-        query.fetch_all(connection).await?.iter().filter_map(|row| read_row(row).transpose()).collect()
+        query.fetch_all(connection).await?.iter().map(read_row).collect()
     }
 
     /// Opens the connections that are not there and has the close statement planned on each, which an empty batch does: a
@@ -296,17 +311,109 @@ fn is_cut_off(error: &sqlx::Error) -> bool {
     }
 }
 
-/// `None` for a row that cannot be of an order we asked for.
-fn read_row(row: &PgRow) -> Result<Option<(OrderId, Finding)>, sqlx::Error> {
-    let order_id: String = row.try_get("order_id")?;
-    let word: Option<String> = row.try_get("outcome")?;
+/// A row of the answer, as it is.
+#[derive(Debug)]
+struct Answered {
+    order_id: String,
+    word: Option<String>,
+    deadline: Option<Deadline>,
+}
+
+fn read_row(row: &PgRow) -> Result<Answered, sqlx::Error> {
     let deadline: Option<Timestamptz> = row.try_get("deadline")?;
-    let Ok(order_id) = OrderId::new(order_id) else { return Ok(None) };
-    let finding = match word.as_deref().and_then(Outcome::from_contract) {
-        Some(outcome) => Ok(Found { outcome, deadline: deadline.map(|Timestamptz(moment)| moment) }),
-        None => Err(CloseFault::OfTheOrder(format!(
-            "the close statement's column outcome says {word:?} of this order, which the contract does not know"
-        ))),
-    };
-    Ok(Some((order_id, finding)))
+    Ok(Answered {
+        order_id: row.try_get("order_id")?,
+        word: row.try_get("outcome")?,
+        deadline: deadline.map(|Timestamptz(moment)| moment),
+    })
+}
+
+/// What was found of each order that was asked for, and one answer that the contract does not know, if there is one.
+fn gather(ids: &[OrderId], answers: Vec<Answered>) -> (HashMap<OrderId, Finding>, Option<OddAnswer>) {
+    let (mut findings, mut odd) = (HashMap::with_capacity(answers.len()), None);
+    for Answered { order_id, word, deadline } in answers {
+        let Ok(order_id) = OrderId::new(&order_id) else {
+            odd = Some(OddAnswer::NotAsked { order_id });
+            continue;
+        };
+        let finding = match word.as_deref().and_then(Outcome::from_contract) {
+            Some(outcome) => Ok(Found { outcome, deadline }),
+            None => {
+                let fault = OddAnswer::Word { order_id: order_id.clone(), word };
+                let finding = Err(CloseFault::OfTheOrder(format!("the close statement {fault}")));
+                odd = Some(fault);
+                finding
+            }
+        };
+        if let Some(other) = findings.insert(order_id.clone(), finding.clone())
+            && odd.is_none()
+        {
+            let fault = OddAnswer::Twice { order_id: order_id.clone() };
+            // Which of the two is right only the next try can tell.
+            if other != finding {
+                findings.insert(order_id, Err(CloseFault::OfTheOrder(format!("the close statement {fault}"))));
+            }
+            odd = Some(fault);
+        }
+    }
+    // Counted, for that costs least where all is well.
+    if ids.iter().filter(|id| findings.contains_key(*id)).count() < findings.len() {
+        let not_asked = findings.keys().find(|id| ids.binary_search(id).is_err()).map(ToString::to_string);
+        odd = not_asked.map(|order_id| OddAnswer::NotAsked { order_id });
+        findings.retain(|id, _| ids.binary_search(id).is_ok());
+    }
+    (findings, odd)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(text: &str) -> OrderId {
+        OrderId::new(text).unwrap()
+    }
+
+    fn gathered(rows: &[(&str, Option<&str>)]) -> (HashMap<OrderId, Finding>, Option<OddAnswer>) {
+        let answers = rows.iter().map(|(order_id, word)| Answered {
+            order_id: (*order_id).to_owned(),
+            word: word.map(str::to_owned),
+            deadline: None,
+        });
+        gather(&[id("1"), id("2")], answers.collect())
+    }
+
+    #[test]
+    fn good_answers_are_taken_as_given() {
+        let (findings, odd) = gathered(&[("1", Some("closed")), ("2", Some("paid"))]);
+        assert_eq!(odd, None);
+        assert_eq!(findings[&id("1")], Ok(Found { outcome: Outcome::Closed, deadline: None }));
+        assert_eq!(gathered(&[("2", Some("busy"))]).1, None, "unknown orders have no row");
+    }
+
+    #[test]
+    fn odd_words_are_named() {
+        for word in [Some("expired"), None] {
+            let (findings, odd) = gathered(&[("1", word), ("2", Some("closed"))]);
+            assert_eq!(odd, Some(OddAnswer::Word { order_id: id("1"), word: word.map(str::to_owned) }));
+            assert!(findings[&id("1")].is_err() && findings[&id("2")].is_ok());
+        }
+    }
+
+    #[test]
+    fn orders_not_asked_for_are_left_out() {
+        for foreign in ["3", "not\tan id"] {
+            let (findings, odd) = gathered(&[("1", Some("closed")), (foreign, Some("closed"))]);
+            assert_eq!(odd, Some(OddAnswer::NotAsked { order_id: foreign.into() }));
+            assert_eq!(findings.len(), 1);
+        }
+    }
+
+    #[test]
+    fn second_row_for_one_order_is_named() {
+        let twice = Some(OddAnswer::Twice { order_id: id("1") });
+        let (findings, odd) = gathered(&[("1", Some("closed")), ("1", Some("closed"))]);
+        assert_eq!((findings[&id("1")].is_ok(), odd), (true, twice.clone()));
+        let (findings, odd) = gathered(&[("1", Some("closed")), ("1", Some("paid"))]);
+        assert_eq!((findings[&id("1")].is_ok(), odd), (false, twice), "only the next try tells which");
+    }
 }

@@ -273,6 +273,35 @@ impl CloseFault {
 /// What the close statement found for one order, or why it has no outcome for it.
 pub type Finding = Result<Found, CloseFault>;
 
+/// What a close statement answered that the orders contract does not know.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum OddAnswer {
+    /// NULL, or a word that is no outcome.
+    #[error(
+        "answers {word:?} as the outcome of order {order_id}; the outcomes are closed, paid, already_closed, closing, not_due, busy and malformed"
+    )]
+    Word { order_id: OrderId, word: Option<String> },
+    #[error(
+        "returns a row for {order_id:?}, an order that it was not asked for; return the ids of $1 only, as they were given"
+    )]
+    NotAsked { order_id: String },
+    #[error("returns two rows for order {order_id}; return one for each order")]
+    Twice { order_id: OrderId },
+}
+
+impl OddAnswer {
+    pub const KINDS: [&'static str; 3] = ["word", "not asked", "twice"];
+
+    #[must_use]
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::Word { .. } => Self::KINDS[0],
+            Self::NotAsked { .. } => Self::KINDS[1],
+            Self::Twice { .. } => Self::KINDS[2],
+        }
+    }
+}
+
 /// An unpaid order whose time is up, as the sweep finds it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Overdue {

@@ -18,7 +18,7 @@ use tracing::{debug, warn};
 use uuid::Uuid;
 
 use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
-use crate::database::{Database, Trouble, trouble, why};
+use crate::database::{self, Database, Trouble, trouble, why};
 use pace::Pace;
 
 /// The upper half of the number of the relay's advisory lock, "otim" as a number, so that a shop's own locks are not
@@ -51,8 +51,9 @@ pub struct OutboxSql {
     pub mark_refused: &'static str,
     /// Returns how many refused rows wait.
     pub count_refused: &'static str,
-    /// Returns how many seconds ago the oldest unsent row was written, as `float8`; null if there is none.
-    pub age_s: &'static str,
+    /// Returns `age_s`, `new_age_s` and `last_sent_s`: how many seconds ago the oldest unsent row was written, the oldest
+    /// of those that were never refused, and when a row was last sent, as `float8`; null if there is none.
+    pub backlog: &'static str,
     /// `$1` ids.
     pub mark_sent: &'static str,
     /// `$1` ids; leaves out those that somebody else keeps locked, and returns the others' `id`.
@@ -76,15 +77,22 @@ macro_rules! outbox_sql {
                  FROM unnest($1::uuid[], $2::float8[]) AS refused (refused_id, pause_s) WHERE id = refused_id"
             ),
             count_refused: concat!("SELECT count(*) FROM ", $table, " WHERE sent_at IS NULL AND refusals > 0"),
-            // The first entry of the index of the refused, and of those that never were in the other.
-            age_s: concat!(
-                "SELECT extract(epoch FROM clock_timestamp() - least(
+            // The first entry of the index of the refused, the first of those that never were in the other, and the last of
+            // the index of the sent.
+            backlog: concat!(
+                "SELECT extract(epoch FROM now - least(new, refused))::float8 AS age_s,
+                        extract(epoch FROM now - new)::float8 AS new_age_s,
+                        extract(epoch FROM now - sent)::float8 AS last_sent_s
+                 FROM (SELECT clock_timestamp() AS now,
                      (SELECT created_at FROM ",
                 $table,
-                "     WHERE sent_at IS NULL AND next_attempt_at = '-infinity' ORDER BY created_at LIMIT 1),
+                "     WHERE sent_at IS NULL AND next_attempt_at = '-infinity' ORDER BY created_at LIMIT 1) AS new,
                      (SELECT min(created_at) FROM ",
                 $table,
-                "     WHERE sent_at IS NULL AND refusals > 0)))::float8"
+                "     WHERE sent_at IS NULL AND refusals > 0) AS refused,
+                     (SELECT max(sent_at) FROM ",
+                $table,
+                "     WHERE sent_at IS NOT NULL) AS sent) AS found"
             ),
             // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
             mark_sent: concat!("UPDATE ", $table, " SET sent_at = clock_timestamp() WHERE id = ANY ($1)"),
@@ -123,6 +131,23 @@ impl NotRelayed {
     pub fn is_unanswered(&self) -> bool {
         matches!(self, Self::Database(error) if error.as_database_error().is_none())
     }
+
+    /// Whether the database accepts no writes, so that what was sent cannot be marked.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        matches!(self, Self::Database(error) if database::is_read_only(error))
+    }
+}
+
+/// What waits in an outbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Backlog {
+    /// How long the oldest unsent row has been waiting; nothing if none is.
+    pub age: Duration,
+    /// The same of those that were never refused.
+    pub new_age: Duration,
+    /// How long ago a row was last sent, of those that are still there.
+    pub last_sent: Option<Duration>,
 }
 
 /// What came of one batch.
@@ -300,15 +325,18 @@ impl Outbox {
         Ok(rows)
     }
 
-    /// How long the oldest unsent row has been waiting; nothing if none is.
+    /// How long the oldest unsent row has been waiting, and when a row was last sent.
     ///
     /// # Errors
     /// sqlx's.
-    pub async fn age(&self) -> Result<Duration, sqlx::Error> {
-        let select = sqlx::query_scalar(self.sql.age_s);
-        let age_s: Option<f64> = self.database.run(async |connection| select.fetch_one(connection).await).await?;
+    pub async fn backlog(&self) -> Result<Backlog, sqlx::Error> {
+        let select = sqlx::query(self.sql.backlog);
+        let row = self.database.run(async |connection| select.fetch_one(connection).await).await?;
         // Negative if the server's clock was set back.
-        Ok(Duration::try_from_secs_f64(age_s.unwrap_or(0.0)).unwrap_or_default())
+        let duration = |seconds: f64| Duration::try_from_secs_f64(seconds).unwrap_or_default();
+        let read = |column: &str| Ok::<_, sqlx::Error>(row.try_get::<Option<f64>, _>(column)?.map(duration));
+        let (age, new_age) = (read("age_s")?.unwrap_or_default(), read("new_age_s")?.unwrap_or_default());
+        Ok(Backlog { age, new_age, last_sent: read("last_sent_s")? })
     }
 
     /// Returns how many are marked now.
@@ -382,7 +410,8 @@ impl RelayLock {
     }
 
     /// Whether this worker is the relay. The lock lives as long as its connection, so a relay that dies hands over by
-    /// itself.
+    /// itself. No worker is the relay of a database that accepts no writes: what it sent could not be marked, and a standby
+    /// has locks of its own, so the primary's relay would send the same.
     ///
     /// # Errors
     /// sqlx's.
@@ -431,10 +460,13 @@ impl RelayLock {
 }
 
 async fn ask_for_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
-    let is_ours = sqlx::query_scalar("SELECT pg_try_advisory_lock($1 | 'event_outbox'::regclass::oid::bigint)")
-        .bind(RELAY_LOCK)
-        .fetch_one(&mut *connection)
-        .await?;
+    let is_ours = sqlx::query_scalar(
+        "SELECT CASE WHEN current_setting('transaction_read_only') = 'on' THEN false
+                     ELSE pg_try_advisory_lock($1 | 'event_outbox'::regclass::oid::bigint) END",
+    )
+    .bind(RELAY_LOCK)
+    .fetch_one(&mut *connection)
+    .await?;
     if is_ours {
         // Selected rather than set: the setting is there since PostgreSQL 14, and before that keep-alive must do.
         sqlx::query("SELECT set_config(name, $1, false) FROM pg_settings WHERE name = 'idle_session_timeout'")

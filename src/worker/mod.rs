@@ -3,11 +3,13 @@
 //! Decides nothing about alarms (that is `desk/`) and knows no statement and no frame (those are the steps'). The
 //! `floor.rs` carries news and errands between the desk and the steps; `supervisor.rs` keeps a consumer session open;
 //! `settling.rs` gathers what it tells the broker; `quarantine.rs` moves aside what ends every session; `outboxes.rs`
-//! keeps the outboxes empty; `signs.rs` counts what all of them do; `broker_inspections.rs` looks for what keeps alarms
-//! from arriving; `zones.rs` compares alarms' deadlines with rows'.
+//! keeps the outboxes empty; `signs.rs` counts what all of them do; `inspections.rs` looks whether the database still has
+//! what all of them need, `broker_inspections.rs` for what keeps alarms from arriving; `zones.rs` compares alarms'
+//! deadlines with rows'.
 
 mod broker_inspections;
 mod floor;
+mod inspections;
 mod outboxes;
 mod quarantine;
 mod settling;
@@ -36,7 +38,7 @@ use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
 use crate::database::{self, Database, DatabaseFault, why};
 use crate::deliver::{Inboxes, LONGEST_CLOSE, OpenError, Opening, Session, SessionEnd};
-use crate::desk::{Desk, Policy};
+use crate::desk::Policy;
 use crate::http::{HttpFault, HttpServer, LIVEZ, METRICS, READYZ};
 use crate::patience::LONGEST_PAUSE;
 use crate::schedule::outbox::AlarmRelay;
@@ -44,6 +46,7 @@ use crate::sweep::Sweeper;
 use crate::topology::{DECLARE_TIMEOUT, Names};
 use broker_inspections::BrokerInspections;
 use floor::{Floor, Outputs};
+use inspections::Inspections;
 use outboxes::Outboxes;
 use quarantine::Quarantine;
 use settling::Settling;
@@ -158,12 +161,16 @@ impl Worker {
         signs.health.begins_to_work();
         let relaying = tokio::spawn(outboxes.keep_empty(outboxes_end.clone()));
 
+        let inspections =
+            Inspections::new(&settings, self.database.clone(), &self.closer, &self.sweeper, signs.clone());
+        let inspecting = tokio::spawn(inspections.go_on(outboxes_end.clone()));
+
         let (settlements, settlement_queue) = mpsc::unbounded_channel();
         let (notes, note_queue) = mpsc::unbounded_channel();
         let (phase, phase_seen) = watch::channel(Phase::Consume);
         let (broker_news, broker_news_queue) = mpsc::unbounded_channel();
         let inspections = BrokerInspections::new(&settings, self.database.clone(), confirmed.clone(), signs.clone());
-        let inspecting = tokio::spawn(inspections.run(broker_news_queue, self.canaries, stop.clone()));
+        let inspecting_broker = tokio::spawn(inspections.run(broker_news_queue, self.canaries, stop.clone()));
         let supervisor = Supervisor::new(
             settings.clone(),
             self.inboxes,
@@ -180,9 +187,8 @@ impl Worker {
         let zone = self.database.time_zone();
         let time_zone = format!("{} ({})", zone.name, zone.origin.as_str());
         let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes, signs.clone());
-        let desk = Desk::new(policy(&settings));
         let outputs = Outputs { settlements, phase, inspections: broker_news, closing };
-        let floor = Floor::new(desk, self.clock, steps, outputs, signs);
+        let floor = Floor::new(&settings, self.clock, steps, outputs, signs);
         let database = database::place(&settings.database).expect("validated settings have an address");
         let broker = broker::place(&settings.amqp).expect("validated settings have an address");
         info!(namespace = %settings.namespace, database, broker, time_zone, "worker started");
@@ -192,9 +198,9 @@ impl Worker {
             // Whatever the floor has settled is written before the connection is closed.
             let _ = supervising.await;
             outboxes_end.cancel();
-            let _ = relaying.await;
+            let _ = tokio::join!(relaying, inspecting);
             // It ends with the stop, but for what it has asked database or broker just then.
-            inspecting.abort();
+            inspecting_broker.abort();
         };
         let in_time = tokio::select! {
             () = finish => true,

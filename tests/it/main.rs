@@ -15,6 +15,7 @@ mod crash;
 mod database_away;
 mod deadline;
 mod degraded_broker;
+mod degraded_database;
 mod delayed_exchange;
 mod health;
 mod hostile;
