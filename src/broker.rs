@@ -9,11 +9,12 @@ use std::time::Duration;
 
 use lapin::runtime::default_runtime;
 use lapin::tcp::{AMQPUriTcpExt, OwnedTLSConfig, RustlsConnector, RustlsConnectorConfig};
-use lapin::uri::{AMQPScheme, AMQPUri};
+use lapin::uri::{AMQPAuthority, AMQPQueryString, AMQPScheme, AMQPUri, AMQPUserInfo, SASLMechanism};
 use lapin::{Connection, ConnectionProperties, ErrorKind};
 use secrecy::ExposeSecret;
 
 use crate::config::AmqpSettings;
+use crate::config::address::AmqpAddress;
 use crate::tls;
 
 /// RabbitMQ's own default.
@@ -88,9 +89,7 @@ async fn open(
         let in_the_clear = AMQPUri { scheme: AMQPScheme::AMQP, ..uri.clone() };
         let stream = in_the_clear.connect_with_config_async(OwnedTLSConfig::default().as_ref(), &runtime).await?;
         let Some(connector) = &connector else { return Ok(stream) };
-        // An IPv6 address stands in brackets in an address, and without them in a certificate.
-        let name = uri.authority.host.trim_matches(['[', ']']);
-        Ok(stream.into_rustls(connector, name).await?)
+        Ok(stream.into_rustls(connector, &uri.authority.host).await?)
     };
     Connection::connector(uri, default_runtime()?, connect, properties).await
 }
@@ -154,14 +153,30 @@ pub fn place(settings: &AmqpSettings) -> Result<String, BrokerFault> {
     address_of(settings).map(|uri| address(&uri))
 }
 
+/// The client library's own reading takes an IPv6 address for localhost.
 fn address_of(settings: &AmqpSettings) -> Result<AMQPUri, BrokerFault> {
-    settings.url.expose_secret().parse().map_err(|_| {
-        BrokerFault::Refused("amqp.url is not an AMQP address; write amqp://user:password@host:5672/vhost".into())
+    let parsed = AmqpAddress::parse(settings.url.expose_secret());
+    let parsed = parsed.map_err(|fault| BrokerFault::Refused(format!("amqp.url {fault}")))?;
+    let host = parsed.host.for_connecting();
+    let userinfo = AMQPUserInfo { username: parsed.user, password: parsed.password };
+    let mechanism: Option<SASLMechanism> = parsed.mechanism.and_then(|word| word.parse().ok());
+    Ok(AMQPUri {
+        scheme: if parsed.is_tls { AMQPScheme::AMQPS } else { AMQPScheme::AMQP },
+        authority: AMQPAuthority { userinfo, host, port: parsed.port },
+        vhost: parsed.vhost,
+        query: AMQPQueryString {
+            heartbeat: parsed.heartbeat_s,
+            auth_mechanism: mechanism,
+            ..AMQPQueryString::default()
+        },
     })
 }
 
 fn address(uri: &AMQPUri) -> String {
-    format!("{}:{}, virtual host {:?}", uri.authority.host, uri.authority.port, uri.vhost)
+    let host = &uri.authority.host;
+    // As it stands in an address.
+    let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
+    format!("{host}:{}, virtual host {:?}", uri.authority.port, uri.vhost)
 }
 
 fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri, settings: &AmqpSettings) -> BrokerFault {
@@ -231,4 +246,35 @@ pub fn reply(error: &lapin::Error) -> Option<(u16, String)> {
 pub async fn close(connection: &Connection, patience: Duration) {
     let closing = connection.close(reply_code::CONTENT_OK, "done".into());
     let _answered_or_given_up = tokio::time::timeout(patience, closing).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Settings;
+    use crate::config::address::AMQP_MECHANISMS;
+
+    #[test]
+    fn tells_the_client_the_host_of_the_address() {
+        let uri_of = |url: &str| {
+            let mut settings = Settings::defaults().amqp;
+            settings.url = url.to_owned().into();
+            address_of(&settings)
+        };
+        let uri =
+            uri_of("amqps://sh%C3%B6p:p%40ss@[2001:db8::1]:5673/v%2f?heartbeat=30&auth_mechanism=external").unwrap();
+        let account = AMQPUserInfo { username: "shöp".into(), password: "p@ss".into() };
+        assert_eq!(uri.authority, AMQPAuthority { userinfo: account, host: "2001:db8::1".into(), port: 5673 });
+        assert_eq!((uri.scheme.clone(), uri.vhost.as_str()), (AMQPScheme::AMQPS, "v/"));
+        assert_eq!((uri.query.heartbeat, uri.query.auth_mechanism), (Some(30), Some(SASLMechanism::External)));
+        assert_eq!(address(&uri), "[2001:db8::1]:5673, virtual host \"v/\"");
+        assert!(matches!(uri_of("amqp:///v"), Err(BrokerFault::Refused(why)) if why.contains("names no host")));
+    }
+
+    #[test]
+    fn knows_every_mechanism_that_an_address_may_name() {
+        for word in AMQP_MECHANISMS {
+            assert!(word.parse::<SASLMechanism>().is_ok(), "{word}");
+        }
+    }
 }

@@ -47,6 +47,7 @@ pub mod http;
 pub mod metrics;
 pub mod patience;
 pub mod relay;
+pub mod sanitize;
 pub mod telemetry;
 pub mod tls;
 pub mod worker;

@@ -3,6 +3,7 @@
 mod support;
 
 mod acknowledgement_timeout;
+mod addresses;
 mod announce;
 mod arming;
 mod broker_away;
