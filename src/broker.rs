@@ -10,11 +10,12 @@ use std::time::Duration;
 use futures_util::io::{AsyncRead, AsyncWrite};
 use lapin::runtime::default_runtime;
 use lapin::tcp::{AMQPUriTcpExt, OwnedTLSConfig, RustlsConnector, RustlsConnectorConfig};
-use lapin::uri::{AMQPScheme, AMQPUri, AMQPUserInfo, SASLMechanism};
+use lapin::uri::{AMQPAuthority, AMQPQueryString, AMQPScheme, AMQPUri, AMQPUserInfo, SASLMechanism};
 use lapin::{Connection, ConnectionProperties, ErrorKind};
 use secrecy::ExposeSecret;
 
 use crate::config::AmqpSettings;
+use crate::config::address::AmqpAddress;
 use crate::tls;
 
 /// RabbitMQ's own default.
@@ -233,14 +234,30 @@ pub fn place(settings: &AmqpSettings) -> Result<String, BrokerFault> {
     address_of(settings).map(|uri| address(&uri))
 }
 
+/// The client library's own reading takes an IPv6 address for localhost.
 fn address_of(settings: &AmqpSettings) -> Result<AMQPUri, BrokerFault> {
-    settings.url.expose_secret().parse().map_err(|_| {
-        BrokerFault::Refused("amqp.url is not an AMQP address; write amqp://user:password@host:5672/vhost".into())
+    let parsed = AmqpAddress::parse(settings.url.expose_secret());
+    let parsed = parsed.map_err(|fault| BrokerFault::Refused(format!("amqp.url {fault}")))?;
+    let host = parsed.host.for_connecting();
+    let userinfo = AMQPUserInfo { username: parsed.user, password: parsed.password };
+    let mechanism: Option<SASLMechanism> = parsed.mechanism.and_then(|word| word.parse().ok());
+    Ok(AMQPUri {
+        scheme: if parsed.is_tls { AMQPScheme::AMQPS } else { AMQPScheme::AMQP },
+        authority: AMQPAuthority { userinfo, host, port: parsed.port },
+        vhost: parsed.vhost,
+        query: AMQPQueryString {
+            heartbeat: parsed.heartbeat_s,
+            auth_mechanism: mechanism,
+            ..AMQPQueryString::default()
+        },
     })
 }
 
 fn address(uri: &AMQPUri) -> String {
-    format!("{}:{}, virtual host {:?}", uri.authority.host, uri.authority.port, uri.vhost)
+    let host = &uri.authority.host;
+    // As it stands in an address.
+    let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
+    format!("{host}:{}, virtual host {:?}", uri.authority.port, uri.vhost)
 }
 
 fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri, settings: &AmqpSettings) -> BrokerFault {
@@ -350,6 +367,8 @@ mod tests {
     use lapin::protocol::{AMQPError, AMQPErrorKind, AMQPHardError, AMQPSoftError};
 
     use super::*;
+    use crate::config::Settings;
+    use crate::config::address::AMQP_MECHANISMS;
 
     fn kind_of(kind: ErrorKind) -> EndKind {
         end_kind(&kind.into())
@@ -378,6 +397,30 @@ mod tests {
             ErrorKind::MissingHeartbeatError,
         ] {
             assert_eq!(kind_of(other.clone()), EndKind::Other, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn tells_the_client_the_host_of_the_address() {
+        let uri_of = |url: &str| {
+            let mut settings = Settings::defaults().amqp;
+            settings.url = url.to_owned().into();
+            address_of(&settings)
+        };
+        let uri =
+            uri_of("amqps://sh%C3%B6p:p%40ss@[2001:db8::1]:5673/v%2f?heartbeat=30&auth_mechanism=external").unwrap();
+        let account = AMQPUserInfo { username: "shöp".into(), password: "p@ss".into() };
+        assert_eq!(uri.authority, AMQPAuthority { userinfo: account, host: "2001:db8::1".into(), port: 5673 });
+        assert_eq!((uri.scheme.clone(), uri.vhost.as_str()), (AMQPScheme::AMQPS, "v/"));
+        assert_eq!((uri.query.heartbeat, uri.query.auth_mechanism), (Some(30), Some(SASLMechanism::External)));
+        assert_eq!(address(&uri), "[2001:db8::1]:5673, virtual host \"v/\"");
+        assert!(matches!(uri_of("amqp:///v"), Err(BrokerFault::Refused(why)) if why.contains("names no host")));
+    }
+
+    #[test]
+    fn knows_every_mechanism_that_an_address_may_name() {
+        for word in AMQP_MECHANISMS {
+            assert!(word.parse::<SASLMechanism>().is_ok(), "{word}");
         }
     }
 }

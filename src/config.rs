@@ -14,7 +14,9 @@ use serde::{Deserialize, Deserializer};
 
 use crate::tls::TlsFiles;
 use crate::wheel::{BadWheel, Ring, Wheel};
+use address::AddressError;
 
+pub(crate) mod address;
 pub(crate) mod duration;
 mod load;
 mod validate;
@@ -90,6 +92,12 @@ impl AmqpSettings {
 }
 
 impl DatabaseSettings {
+    /// Whether there is an address ([`Settings::load_with_database_if_given`]).
+    #[must_use]
+    pub fn is_given(&self) -> bool {
+        !self.url.expose_secret().is_empty()
+    }
+
     /// The certificates that are named here, and not in the address.
     #[must_use]
     pub fn tls_files(&self) -> TlsFiles<'_> {
@@ -351,6 +359,12 @@ const AMQP_SCHEMES: [&str; 3] = ["amqp:// or amqps://", "begins with amqp://", "
 impl BadSettings {
     fn of(key: &str, why: impl std::fmt::Display) -> Self {
         Self::new(Some(key.to_owned()), None, why.to_string())
+    }
+
+    /// Why an address is refused, which never repeats a part of it.
+    fn of_address(key: &str, why: &AddressError) -> Self {
+        let form = if key == "amqp.url" { AMQP_FORM } else { POSTGRES_FORM };
+        Self { key: Some(key.to_owned()), origin: None, why: format!("{why} (its form: {form})") }
     }
 
     /// The one door to a fault that may repeat a value. An address is not repeated, whatever setting it was given to,

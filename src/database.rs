@@ -19,7 +19,9 @@ use time::OffsetDateTime;
 use tracing::debug;
 
 use crate::config::DatabaseSettings;
+use crate::config::address::{PostgresAddress, PostgresServer};
 use crate::order::Moment;
+use crate::sanitize;
 use crate::session::{Session, TimeZone, pooler_hint, refuse_shared_sessions};
 use crate::tls::{self, TlsFiles};
 
@@ -326,13 +328,28 @@ pub fn place(settings: &DatabaseSettings) -> Result<String, DatabaseFault> {
 }
 
 fn parsed(settings: &DatabaseSettings) -> Result<PgConnectOptions, DatabaseFault> {
-    let parsed = settings.url.expose_secret().parse();
-    parsed.map_err(|_| DatabaseFault("database.url is not a Postgres address".into()))
+    let url = settings.url.expose_secret();
+    let refused = |why: &dyn fmt::Display| DatabaseFault(format!("database.url {why}"));
+    let address = PostgresAddress::parse(url).map_err(|fault| refused(&fault))?;
+    let options: PgConnectOptions = url.parse().map_err(|_| refused(&"is not a Postgres address"))?;
+    // Where the address leads, and not where the environment does (PGPORT); an IPv6 address without its brackets, which
+    // the client library would look up as a name.
+    let options = options.port(address.port);
+    Ok(match address.server {
+        PostgresServer::Tcp(host) => options.host(&host.for_connecting()),
+        PostgresServer::Socket(directory) => options.socket(directory),
+    })
 }
 
 fn address(options: &PgConnectOptions) -> String {
     let database = options.get_database().unwrap_or("(the user's)");
-    format!("{}:{}, database {database:?}", options.get_host(), options.get_port())
+    let server = match options.get_socket() {
+        Some(directory) => directory.display().to_string(),
+        // As it stands in an address.
+        None if options.get_host().contains(':') => format!("[{}]", options.get_host()),
+        None => options.get_host().to_owned(),
+    };
+    format!("{server}:{}, database {database:?}", options.get_port())
 }
 
 fn why_not_connected(error: &sqlx::Error, place: &str, files: TlsFiles<'_>) -> String {
@@ -649,8 +666,55 @@ fn sqlstate(error: &sqlx::Error) -> Option<Cow<'_, str>> {
 /// In one line, whatever a trigger says: nobody is to write lines into our log.
 #[must_use]
 pub fn why(error: &sqlx::Error) -> String {
-    let words = words(error);
-    words.split_whitespace().collect::<Vec<_>>().join(" ")
+    sanitize::one_line(&words(error)).into_owned()
+}
+
+/// What a page may say of a sentence of [`why`]'s. The pages hold no order, and the server's words may be a trigger's,
+/// with ids in them: instead of words there are the SQLSTATE and its class. A sentence that has none is our own.
+#[must_use]
+pub fn without_the_servers_words(why: &str) -> Cow<'_, str> {
+    let code = why.rsplit_once("(SQLSTATE ").and_then(|(_, behind)| behind.get(..5));
+    let Some(code) = code.filter(|code| code.bytes().all(|byte| byte.is_ascii_alphanumeric())) else {
+        return why.into();
+    };
+    let class = class_of(code);
+    format!(
+        "the server answers with an error of the class {class:?} (SQLSTATE {code}); its words stand in the worker's log"
+    )
+    .into()
+}
+
+/// PostgreSQL documentation, appendix A "Error Codes".
+fn class_of(code: &str) -> &'static str {
+    match (code, &code[..2]) {
+        ("25006", _) => "read-only transaction",
+        ("40P01", _) => "deadlock",
+        ("42501", _) => "insufficient privilege",
+        ("42P01", _) => "undefined table",
+        ("53100", _) => "disk full",
+        ("53300", _) => "too many connections",
+        ("55P03", _) => "lock timeout",
+        ("57014", _) => "statement timeout or cancellation",
+        ("57P01" | "57P02", _) => "server is shutting down",
+        ("57P03", _) => "server is starting up",
+        (_, "08") => "connection exception",
+        (_, "0A") => "feature not supported",
+        (_, "22") => "data exception",
+        (_, "23") => "integrity constraint violation",
+        (_, "25") => "invalid transaction state",
+        (_, "26") => "invalid statement name",
+        (_, "28") => "invalid authorization",
+        (_, "40") => "transaction rollback",
+        (_, "42") => "syntax error or access rule violation",
+        (_, "53") => "insufficient resources",
+        (_, "54") => "program limit exceeded",
+        (_, "55") => "object not in prerequisite state",
+        (_, "57") => "operator intervention",
+        (_, "58") => "system error",
+        (_, "P0") => "PL/pgSQL error",
+        (_, "XX") => "internal error",
+        _ => "other",
+    }
 }
 
 fn words(error: &sqlx::Error) -> String {
@@ -667,5 +731,48 @@ fn words(error: &sqlx::Error) -> String {
             sqlx::Error::Io(fault) if fault.get_ref().is_some() => fault.to_string(),
             error => error.to_string(),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Settings;
+
+    #[test]
+    fn tells_the_client_the_server_of_the_address() {
+        let of = |url: &str| {
+            let mut settings = Settings::defaults().database;
+            settings.url = url.to_owned().into();
+            parsed(&settings)
+        };
+        for (url, host, port, shown) in [
+            ("postgres://u@[2001:db8::1]/d", "2001:db8::1", 5432, "[2001:db8::1]:5432, database \"d\""),
+            ("postgres:///d?host=::1&port=6432", "::1", 6432, "[::1]:6432, database \"d\""),
+            ("postgres://u@db.example:6432/d", "db.example", 6432, "db.example:6432, database \"d\""),
+        ] {
+            let options = of(url).unwrap();
+            assert_eq!((options.get_host(), options.get_port(), options.get_socket()), (host, port, None), "{url}");
+            assert_eq!(address(&options), shown);
+        }
+        let socket = of("postgres://u@localhost/d?host=/run/pg").unwrap();
+        assert_eq!(socket.get_socket().unwrap().to_str(), Some("/run/pg"));
+        assert_eq!(address(&socket), "/run/pg:5432, database \"d\"");
+        assert!(of("postgres:///d").unwrap_err().0.contains("names no host"));
+    }
+
+    #[test]
+    fn pages_hold_a_class_instead_of_words() {
+        let of = |why: &str| without_the_servers_words(why).into_owned();
+        for (why, class) in [
+            ("order 17 is guarded (SQLSTATE 25006)", "\"read-only transaction\" (SQLSTATE 25006)"),
+            ("order 17 (SQLSTATE 00000) (SQLSTATE 57P05)", "\"operator intervention\" (SQLSTATE 57P05)"),
+            ("order 17 (SQLSTATE ZZ999)", "\"other\" (SQLSTATE ZZ999)"),
+        ] {
+            let shown = of(why);
+            assert!(shown.contains(class) && !shown.contains("17"), "{shown}");
+        }
+        let ours = "the database at h:5432 did not answer within 6s";
+        assert_eq!(of(ours), ours);
     }
 }

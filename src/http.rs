@@ -1,11 +1,13 @@
 //! The three pages that the worker shows of itself, `/livez`, `/readyz` and `/metrics`, and a client that asks for them.
 //!
-//! Shows what it is given; changes nothing and decides nothing. A request has no effect, and one that does not come to
-//! an end is given up, so nobody can hold the worker up from here.
+//! Shows what it is given; changes nothing and decides nothing. A request has no effect, one that does not come to an
+//! end is given up, and connections without a request never keep one that has a request from its answer.
 
+use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Empty, Full};
@@ -14,12 +16,13 @@ use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HOST, HeaderValue};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
-use tokio::net::{TcpListener, TcpStream};
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 use tracing::{debug, error};
 
 use crate::health::{Health, Report};
 use crate::metrics::{self, Metrics};
+use crate::sanitize;
 
 pub const LIVEZ: &str = "/livez";
 pub const READYZ: &str = "/readyz";
@@ -27,9 +30,12 @@ pub const METRICS: &str = "/metrics";
 
 /// Far more than a scraper and two probes need.
 const MOST_CONNECTIONS: usize = 128;
-/// A connection serves one request and ends. Less than probes wait for an answer, so that somebody who says nothing on
-/// more connections than there are does not make the worker look dead.
+/// A connection serves one request and ends. Connections that send none do not use up [`MOST_CONNECTIONS`] meanwhile:
+/// the oldest of them makes room for the next.
 const LONGEST_REQUEST: Duration = Duration::from_secs(1);
+/// Connections that wait to be accepted. Beyond it the system makes a client try again, a second later; so that a probe is
+/// not among those where a neighbour opens a thousand at once on a busy machine.
+const LONGEST_QUEUE: u32 = 4_096;
 /// After a failure to accept, such as a lack of file handles: so that it does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 const PLAIN_TEXT: &str = "text/plain; charset=utf-8";
@@ -71,7 +77,7 @@ impl HttpServer {
             ErrorKind::AddrInUse => HttpFault::Taken(listen),
             _ => HttpFault::CannotListen(listen, error),
         };
-        let listener = TcpListener::bind(listen).await.map_err(cannot)?;
+        let listener = bind(listen).map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
         Ok(Self { address, serving: tokio::spawn(serve(listener, pages)) })
     }
@@ -89,14 +95,24 @@ impl Drop for HttpServer {
     }
 }
 
+fn bind(listen: SocketAddr) -> std::io::Result<TcpListener> {
+    let socket = if listen.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    // As `TcpListener::bind`: a worker that is started again need not wait for connections of the one before.
+    socket.set_reuseaddr(true)?;
+    socket.bind(listen)?;
+    socket.listen(LONGEST_QUEUE)
+}
+
 async fn serve(listener: TcpListener, pages: Pages) {
-    // Dropped with everything it has begun.
-    let mut connections = JoinSet::new();
+    let mut connections = Connections::default();
     loop {
         tokio::select! {
-            Some(_ended) = connections.join_next() => {}
-            accepted = listener.accept(), if connections.len() < MOST_CONNECTIONS => match accepted {
-                Ok((stream, _)) => drop(connections.spawn(attend(stream, pages.clone()))),
+            () = connections.one_ends() => {}
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => {
+                    connections.make_room().await;
+                    connections.add(|asked| attend(stream, pages.clone(), asked));
+                }
                 Err(error) => {
                     debug!(%error, "a connection to http.listen could not be accepted");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
@@ -106,8 +122,51 @@ async fn serve(listener: TcpListener, pages: Pages) {
     }
 }
 
-async fn attend(stream: TcpStream, pages: Pages) {
-    let service = service_fn(async |request| Ok::<_, std::convert::Infallible>(answer(&request, &pages)));
+/// The open connections, [`MOST_CONNECTIONS`] at most. Dropped with everything they have begun.
+#[derive(Default)]
+struct Connections {
+    tasks: JoinSet<()>,
+    /// Oldest first. One that has ended stays until [`Connections::make_room`] looks.
+    open: VecDeque<Open>,
+}
+
+struct Open {
+    task: AbortHandle,
+    /// Whether the head of its request has come in full.
+    asked: Arc<AtomicBool>,
+}
+
+impl Connections {
+    /// Never, while there is none.
+    async fn one_ends(&mut self) {
+        if self.tasks.join_next().await.is_none() {
+            std::future::pending().await
+        }
+    }
+
+    /// Ends the oldest connection that has sent no request, or if all have, the oldest: that one does not take its answer.
+    async fn make_room(&mut self) {
+        self.open.retain(|one| !one.task.is_finished());
+        if self.open.len() >= MOST_CONNECTIONS {
+            let idle = self.open.iter().position(|one| !one.asked.load(Ordering::Relaxed));
+            self.open.remove(idle.unwrap_or(0)).inspect(|one| one.task.abort());
+        }
+        // Until the one that was ended has given its file handle back.
+        while self.tasks.len() >= MOST_CONNECTIONS && self.tasks.join_next().await.is_some() {}
+    }
+
+    fn add<F: Future<Output = ()> + Send + 'static>(&mut self, attend: impl FnOnce(Arc<AtomicBool>) -> F) {
+        let asked = Arc::new(AtomicBool::new(false));
+        let task = self.tasks.spawn(attend(asked.clone()));
+        self.open.push_back(Open { task, asked });
+    }
+}
+
+async fn attend(stream: TcpStream, pages: Pages, asked: Arc<AtomicBool>) {
+    let service = service_fn(async |request| {
+        asked.store(true, Ordering::Relaxed);
+        Ok::<_, std::convert::Infallible>(answer(&request, &pages))
+    });
     let connection =
         hyper::server::conn::http1::Builder::new().keep_alive(false).serve_connection(TokioIo::new(stream), service);
     match tokio::time::timeout(LONGEST_REQUEST, connection).await {
@@ -141,6 +200,7 @@ fn report(report: &Report) -> Response<Full<Bytes>> {
 }
 
 fn page(status: StatusCode, content_type: &'static str, text: String) -> Response<Full<Bytes>> {
+    let text = sanitize::visible(&text).into_owned();
     let mut response = Response::new(Full::new(Bytes::from(text)));
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));

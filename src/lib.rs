@@ -50,6 +50,7 @@ pub mod metrics;
 pub mod patience;
 pub mod quarantine;
 pub mod relay;
+pub mod sanitize;
 mod session;
 pub mod telemetry;
 pub mod tls;

@@ -6,7 +6,7 @@ use serde_json::json;
 use uuid::Uuid;
 
 use crate::alarm::{ParkReason, Returns};
-use crate::cli::{Answer, is_printable, printable};
+use crate::cli::Answer;
 use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
 use crate::database::{self, Database, DatabaseFault, why};
@@ -14,6 +14,7 @@ use crate::envelope::{self, Entry, Stamp};
 use crate::message::MAX_BODY_BYTES;
 use crate::order::Moment;
 use crate::park::{self, Parked, Selection};
+use crate::sanitize;
 use crate::topology::Names;
 
 /// Rows taken at a time: bounds memory, and how much is published between two deletions.
@@ -133,7 +134,7 @@ async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<Answer> {
     let mut answer = Answer::default();
     if args.json {
         for row in &rows {
-            answer.line(printable_json(&serde_json::to_string(row)?));
+            answer.line(serde_json::to_string(row)?);
         }
         return Ok(answer);
     }
@@ -162,19 +163,21 @@ fn write_table(rows: &[Parked], answer: &mut Answer) {
     for row in rows {
         let age = humantime::format_duration(std::time::Duration::from_secs(row.age_s.unsigned_abs())).to_string();
         let age = age.split(' ').take(2).collect::<String>();
-        let order = printable(row.order_id.as_deref().unwrap_or("-"));
-        let (body, detail) = (start_of(&row.body), printable(&row.detail));
+        let order = sanitize::one_line(row.order_id.as_deref().unwrap_or("-"));
+        let (body, detail) = (start_of(&row.body), &row.detail);
         let (id, reason, attempts) = (row.id, &row.reason, row.attempts);
         answer.line(format!("{id}  {reason:<14}  {age:>8}  {attempts:>8}  {order:<36}  {body:<BODY_WIDTH$}  {detail}"));
     }
 }
 
-/// The beginning of a body, with every byte that is not printable text as an escape.
+/// The beginning of a body, with every byte that is no text as an escape.
 fn start_of(body: &[u8]) -> String {
     let mut shown = String::new();
     for chunk in body.utf8_chunks() {
-        let text =
-            chunk.valid().chars().map(|c| if is_printable(c) { c.to_string() } else { c.escape_debug().to_string() });
+        let text = chunk.valid().chars().map(|c| match c {
+            '\n' => "\\n".to_owned(),
+            c => sanitize::visible(c.encode_utf8(&mut [0; 4])).into_owned(),
+        });
         let bytes = chunk.invalid().iter().map(|byte| format!("\\x{byte:02x}"));
         for next in text.chain(bytes) {
             if shown.chars().count() + next.chars().count() >= BODY_WIDTH {
@@ -184,20 +187,6 @@ fn start_of(body: &[u8]) -> String {
         }
     }
     shown
-}
-
-/// The same JSON: what is not printable can stand in strings alone, and there an escape means the same.
-fn printable_json(json: &str) -> String {
-    let mut units = [0; 2];
-    let mut escaped = String::with_capacity(json.len());
-    for c in json.chars() {
-        if is_printable(c) {
-            escaped.push(c);
-        } else {
-            c.encode_utf16(&mut units).iter().for_each(|unit| escaped += &format!("\\u{unit:04x}"));
-        }
-    }
-    escaped
 }
 
 async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> {
@@ -251,7 +240,7 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
     } else {
         answer.line(format!("{sent} alarm(s) sent back to the worker"));
         for (id, why) in &kept {
-            answer.line(format!("kept {id}: {}", printable(why)));
+            answer.line(format!("kept {id}: {why}"));
         }
     }
     Ok(answer)

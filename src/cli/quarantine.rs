@@ -4,7 +4,7 @@
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::{Answer, printable};
+use crate::cli::Answer;
 use crate::config::Settings;
 use crate::database::{self, Database};
 use crate::quarantine::{self, Bounds, Found, QuarantineError, Report};
@@ -33,7 +33,7 @@ pub async fn run(args: QuarantineArgs, settings: Settings) -> anyhow::Result<Ans
             }
             Err(error) => {
                 answer.code = 1;
-                let why = printable(&error.to_string());
+                let why = error.to_string();
                 let line = if args.json { json!({ "queue": queue, "error": why }).to_string() } else { why };
                 answer.line(line);
             }
@@ -79,8 +79,8 @@ fn show(report: &Report, json: bool, answer: &mut Answer) {
     let Report { queue, searched, unreadable, found, stopped } = report;
     answer.line(format!("{queue}: {searched} message(s) looked at, {unreadable} that the AMQP client cannot read"));
     for Found { position, why, body_bytes, order_id, .. } in found {
-        let order = order_id.as_ref().map_or_else(String::new, |id| format!(", order {}", printable(id)));
-        answer.line(format!("  position {position}, body of {body_bytes} bytes{order}: {}", printable(why)));
+        let order = order_id.as_ref().map_or_else(String::new, |id| format!(", order {id}"));
+        answer.line(format!("  position {position}, body of {body_bytes} bytes{order}: {why}"));
     }
     if *unreadable > found.len() as u64 {
         answer.line(format!("  and {} more", unreadable - found.len() as u64));

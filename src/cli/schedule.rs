@@ -3,10 +3,9 @@
 use std::time::Duration;
 
 use clap::Args;
-use secrecy::ExposeSecret;
 use serde_json::json;
 
-use crate::cli::{Answer, When};
+use crate::cli::{Answer, Order, When, schedule_check};
 use crate::config::{DatabaseSettings, Settings};
 use crate::database;
 use crate::message::write_rfc3339;
@@ -19,9 +18,8 @@ const TIME_PATIENCE: Duration = Duration::from_secs(2);
 /// Arguments of `schedule`.
 #[derive(Debug, Args)]
 pub struct ScheduleArgs {
-    /// The order's id, as the orders table has it
-    #[arg(long, value_name = "ID")]
-    order_id: String,
+    #[command(flatten)]
+    order: Order,
     #[command(flatten)]
     when: When,
     /// Print what was scheduled as JSON
@@ -34,21 +32,23 @@ pub struct ScheduleArgs {
 pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<Answer> {
     let publisher = Publisher::connect(&settings).await?;
     let deadline = args.when.moment(now(&args.when, &settings.database).await);
-    publisher.schedule(&args.order_id, deadline).await?;
-    let deadline = write_rfc3339(deadline);
+    let order_id = args.order.id();
+    publisher.schedule(order_id, deadline).await?;
     let mut answer = Answer::default();
+    // The alarm is sent, whatever is odd about it.
+    schedule_check::remarks(order_id, deadline, &settings).await.iter().for_each(|remark| answer.remark(remark));
+    let deadline = write_rfc3339(deadline);
     if args.json {
-        answer.line(json!({ "order_id": args.order_id, "deadline": deadline }));
+        answer.line(json!({ "order_id": order_id, "deadline": deadline }));
     } else {
-        answer.line(format!("scheduled: order {} at {deadline}", args.order_id));
+        answer.line(format!("scheduled: order {order_id} at {deadline}"));
     }
     Ok(answer)
 }
 
 /// By the clock that closes the order, where a database is named and answers; else by the one here.
 async fn now(when: &When, database: &DatabaseSettings) -> Moment {
-    let is_named = !database.url.expose_secret().is_empty();
-    let asked = match when.is_counted_from_now() && is_named {
+    let asked = match when.is_counted_from_now() && database.is_given() {
         true => database::ask_time(database, TIME_PATIENCE.min(database.acquire_timeout)).await.ok(),
         false => None,
     };

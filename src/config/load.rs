@@ -23,8 +23,13 @@ const ENVIRONMENT: &str = "the environment";
 const COMMAND_LINE: &str = "--set";
 /// Settings that are lists and may be written with commas outside a file.
 const LISTS: [&str; 2] = ["delay.lanes", "worker.take_shards"];
+/// How a list is written in a file.
+const LIST_FORM: &str = "lanes = [\"15m\"]";
 /// The list whose elements are tables, for which commas do not do.
 const RINGS: &str = "delay.rings";
+
+/// How alike a key and the one that is suggested for it must be, from 0 to 1: two letters in five may differ.
+const LEAST_LIKENESS: f64 = 0.6;
 
 /// More than any address has.
 const LARGEST_SECRET_BYTES: u64 = 64 * 1024;
@@ -57,8 +62,8 @@ impl Settings {
     /// # Errors
     /// As [`Settings::load_with_database`], or if nothing names the database.
     pub fn load_with_named_database(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
-        let settings = Self::load_with_database(file, overrides)?;
-        if names_database(file, environment()?, overrides)? {
+        let (settings, origins) = load_with_database(file, environment()?, overrides)?;
+        if is_database_given(&origins) {
             return Ok(settings);
         }
         let default = "127.0.0.1:5432, database \"postgres\"";
@@ -68,19 +73,28 @@ impl Settings {
         Err(BadSettings::of("database.url", why))
     }
 
-    /// [`Settings::load`] for a program that asks a database where one is named and can be used. Where none is, its
-    /// address is empty.
+    /// [`Settings::load`] for a program that asks the database where one is given and goes without it otherwise: then
+    /// `database.url` is empty ([`DatabaseSettings::is_given`]), as for an address of another kind.
+    ///
+    /// [`DatabaseSettings::is_given`]: super::DatabaseSettings::is_given
     ///
     /// # Errors
     /// As [`Settings::load`].
-    pub fn load_with_database_if_named(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
-        let mut settings = Self::load(file, overrides)?;
-        if names_database(file, environment()?, overrides)?
-            && let Ok(with_database) = Self::load_with_database(file, overrides)
-        {
-            return Ok(with_database);
+    pub fn load_with_database_if_given(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
+        Self::load_with_any_database_and_environment(file, environment()?, overrides)
+    }
+
+    pub(super) fn load_with_any_database_and_environment(
+        file: Option<&Path>,
+        environment: Map<String, String>,
+        overrides: &[String],
+    ) -> Result<Self, BadSettings> {
+        let (mut settings, mut origins) = load(file, environment, overrides)?;
+        let database = &mut settings.database;
+        let is_read = read_secret("database.url", &mut database.url, &database.url_file, &mut origins).is_ok();
+        if !(is_read && is_database_given(&origins) && settings.validate_database().is_ok()) {
+            settings.database.url = SecretString::default();
         }
-        settings.database.url = String::new().into();
         Ok(settings)
     }
 
@@ -89,11 +103,7 @@ impl Settings {
         environment: Map<String, String>,
         overrides: &[String],
     ) -> Result<Self, BadSettings> {
-        let (mut settings, mut origins) = load(file, environment, overrides)?;
-        let database = &mut settings.database;
-        read_secret("database.url", &mut database.url, &database.url_file, &mut origins)?;
-        settings.validate_database().map_err(|fault| fault.with_origin(&origins))?;
-        Ok(settings)
+        load_with_database(file, environment, overrides).map(|(settings, _)| settings)
     }
 
     /// The defaults alone, for a program that fills in its own addresses.
@@ -118,17 +128,23 @@ impl Settings {
     }
 }
 
-/// Whether a setting says where the database is.
-fn names_database(
+/// All that a program needs which uses the database, and where each value came from.
+fn load_with_database(
     file: Option<&Path>,
     environment: Map<String, String>,
     overrides: &[String],
-) -> Result<bool, BadSettings> {
-    let origins = leaf_keys(&merge(file, environment, overrides)?.cache);
-    let is_given = |(key, origin): &(String, Option<String>)| {
-        origin.is_some() && ["database.url", "database.url_file"].contains(&key.as_str())
-    };
-    Ok(origins.iter().any(is_given))
+) -> Result<(Settings, Origins), BadSettings> {
+    let (mut settings, mut origins) = load(file, environment, overrides)?;
+    let database = &mut settings.database;
+    read_secret("database.url", &mut database.url, &database.url_file, &mut origins)?;
+    settings.validate_database().map_err(|fault| fault.with_origin(&origins))?;
+    Ok((settings, origins))
+}
+
+/// Whether a setting says where the database is: the default address is for trying out.
+fn is_database_given(origins: &Origins) -> bool {
+    let of_the_address = origins.iter().find(|(key, _)| key == "database.url");
+    of_the_address.is_some_and(|(_, origin)| origin.is_some())
 }
 
 /// This process' environment.
@@ -353,7 +369,10 @@ fn refuse_unknown_keys(origins: &Origins) -> Result<(), BadSettings> {
         return Ok(());
     };
     let likeness = |name: &str| strsim::normalized_damerau_levenshtein(name, key);
-    let meant = known.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_owned();
+    // The section alone makes no likeness.
+    let is_like = |name: &&String| strsim::normalized_damerau_levenshtein(&last(name), &last(key)) >= LEAST_LIKENESS;
+    let meant = known.iter().filter(is_like).max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     let meant = meant.map_or_else(String::new, |name| format!("; did you mean {name}?"));
     let why = format!("there is no such setting{meant}");
     Err(BadSettings::new(Some(key.clone()), origin.clone(), why))
@@ -437,6 +456,9 @@ fn explain(error: &ConfigError) -> BadSettings {
 fn mend(text: String) -> String {
     if text.ends_with("expected a duration") {
         return text + "; write a number and its unit, such as 3s or 250ms";
+    }
+    if let Some(found) = text.strip_suffix("expected a sequence") {
+        return format!("{found}expected a list; write it in brackets, such as {LIST_FORM}");
     }
     match text.strip_prefix("unknown variant ").and_then(|rest| rest.split_once(", expected ")) {
         Some((word, words)) => format!("{word} is none of its words; write {words}").replace('`', "\""),

@@ -378,3 +378,75 @@ fn a_lock_that_is_waited_for_longer_than_a_statement_may_take_is_refused() {
     let why = "must be shorter than database.statement_timeout, which is 5s";
     assert!(fault.contains("database.lock_timeout") && fault.contains(why), "{fault:?}");
 }
+
+#[test]
+fn addresses_are_refused_with_the_setting_to_use() {
+    for (setting, parts) in [
+        ("amqp.url=amqp://u:hunter2@h/v?heartbeat=0", ["amqp.url", "from 1 to 600", "set amqp.heartbeat"]),
+        (
+            "amqp.url=amqp://u:hunter2@h/v?connection_timeout=9",
+            ["amqp.url", "connection_timeout", "amqp.connect_timeout"],
+        ),
+        ("amqp.url=amqp:///v", ["amqp.url", "--set", "names no host; write localhost"]),
+        ("amqp.url=amqp://u:hunter2@[fe80::1%25eth0]/v", ["amqp.url", "--set", "zone"]),
+        ("amqp.url=amqp://u:hunt@er2/x@h/v", ["amqp.url", "--set", "has an @ behind its host"]),
+    ] {
+        let fault = load(&[], &[setting]).unwrap_err();
+        assert!(!fault.contains("hunter2"), "{fault}");
+        for part in parts.into_iter().chain(["its form: amqp://user:password@host:5672/vhost"]) {
+            assert!(fault.contains(part), "{setting}: {fault:?} lacks {part:?}");
+        }
+    }
+    for (url, part) in [
+        ("postgres://u@h/d?options=-cstatement_timeout%3D0", "set database.statement_timeout"),
+        ("postgres://u@h/d?lock_timeout=0", "set database.lock_timeout"),
+        ("postgres:///d", "names no host; write localhost"),
+    ] {
+        let settings = load(&[("DATABASE_URL", url)], &[]).unwrap();
+        let fault = settings.validate_database().unwrap_err().to_string();
+        assert!(fault.contains("database.url") && fault.contains(part), "{url}: {fault}");
+    }
+}
+
+#[test]
+fn suggests_a_setting_only_if_alike() {
+    for (setting, meant) in [
+        ("amqp.foo=1", None),
+        ("delay.x=1", None),
+        ("nonsense=1", None),
+        ("delay.leed=1s", Some("delay.lead")),
+        ("worker.lead=1s", Some("delay.lead")),
+        ("amqp.ulr=x", Some("amqp.url")),
+        ("worker.closer=1", Some("worker.closers")),
+    ] {
+        let fault = load(&[], &[setting]).unwrap_err();
+        match meant {
+            Some(meant) => assert!(fault.ends_with(&format!("did you mean {meant}?")), "{fault}"),
+            None => assert!(fault.ends_with("there is no such setting"), "{fault}"),
+        }
+    }
+}
+
+#[test]
+fn a_word_for_a_list_is_refused_with_its_form() {
+    for file in ["[delay]\nlanes = \"15m\"\n", "[worker]\ntake_shards = 1\n"] {
+        let fault = load_file(file).unwrap_err();
+        assert!(fault.contains("expected a list") && fault.contains("lanes = [\"15m\"]"), "{fault}");
+    }
+}
+
+#[test]
+fn a_publisher_has_a_database_only_if_given() {
+    let load = |environment: &[(&str, &str)]| {
+        let environment = environment.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        Settings::load_with_any_database_and_environment(None, environment, &[]).unwrap().database
+    };
+    assert!(!load(&[]).is_given());
+    for other in ["mysql://shop:hunter2@h/shop", "", "postgres:///shop"] {
+        assert!(!load(&[("DATABASE_URL", other)]).is_given(), "{other}");
+    }
+    assert!(!load(&[("ORDER_TIMEOUT__DATABASE__URL_FILE", "/no/such/file")]).is_given());
+    assert!(load(&[("DATABASE_URL", "postgres://a@h/shop")]).is_given());
+    let given = load(&[("ORDER_TIMEOUT__DATABASE__URL", "postgres://a@h/shop")]);
+    assert_eq!(given.url.expose_secret(), "postgres://a@h/shop");
+}

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use secrecy::ExposeSecret;
 
+use super::address::{AmqpAddress, PostgresAddress};
 use super::{
     AMQP_FORM, AMQP_SCHEMES, BadSettings, DatabaseSettings, DelaySettings, OrdersSettings, POSTGRES_FORM, Settings,
 };
@@ -58,8 +59,10 @@ impl Settings {
             let why = "contains a #, behind which nothing is read; in a user name or password write it percent-encoded, as %23";
             return Err(BadSettings::of("database.url", why));
         }
-        refuse_at_behind_the_host("database.url", database)?;
         let is_postgres = database.starts_with("postgres://") || database.starts_with("postgresql://");
+        if is_postgres {
+            PostgresAddress::parse(database).map_err(|fault| BadSettings::of_address("database.url", &fault))?;
+        }
         if is_postgres
             && url::Url::parse(database).is_ok()
             && database.parse::<sqlx::postgres::PgConnectOptions>().is_ok()
@@ -96,13 +99,7 @@ impl Settings {
                 format!("must begin with {}, such as {AMQP_FORM}", AMQP_SCHEMES[0]),
             ));
         }
-        refuse_at_behind_the_host("amqp.url", amqp)?;
-        let parsed = amqp.parse::<lapin::uri::AMQPUri>().map_err(|fault| {
-            let why = format!(
-                "is not an AMQP address ({fault}); write {AMQP_FORM}, with / # ? % in name and password percent-encoded"
-            );
-            BadSettings::of("amqp.url", why)
-        })?;
+        let parsed = AmqpAddress::parse(amqp).map_err(|fault| BadSettings::of_address("amqp.url", &fault))?;
         if parsed.vhost.is_empty() {
             let why = "names no virtual host behind its last \"/\"; write /%2f for the default virtual host";
             return Err(BadSettings::of("amqp.url", why));
@@ -394,19 +391,6 @@ fn parameters_of(url: &str) -> Vec<(String, String)> {
 /// The value of the first parameter with one of these names.
 fn parameter<'a>(parameters: &'a [(String, String)], names: &[&str]) -> Option<&'a str> {
     parameters.iter().find(|(key, _)| names.contains(&key.as_str())).map(|(_, value)| value.as_str())
-}
-
-/// A password that holds an @ and behind it one of / ? # ends the host's part of an address in its middle (RFC 3986, 3.2): a
-/// piece of it is taken for the host, and would be asked for and shown as one.
-fn refuse_at_behind_the_host(key: &'static str, address: &str) -> Result<(), BadSettings> {
-    let behind_scheme = address.split_once("://").map_or(address, |(_, rest)| rest);
-    match behind_scheme.find(['/', '?', '#']) {
-        Some(end) if behind_scheme[end..].contains('@') => Err(BadSettings::of(
-            key,
-            "has an @ behind its host; in name, password and all that follows them write @ / ? # % percent-encoded, @ as %40",
-        )),
-        _ => Ok(()),
-    }
 }
 
 /// A client certificate is of no use without its key, nor a key without its certificate.

@@ -137,6 +137,10 @@ impl Worker {
             }
             Err(OpenError::Broker(refused @ BrokerFault::Refused(_))) => return Err(refused.into()),
         };
+        if let Some(server) = &http {
+            let address = server.address();
+            info!(%address, "health and metrics at http://{address}{LIVEZ}, {READYZ} and {METRICS}");
+        }
         Ok(Self { settings, closer, sweeper, database, clock, first_session, inbox, canaries, inboxes, signs, http })
     }
 
@@ -254,10 +258,7 @@ fn outboxes(
 /// work unseen, and whoever asks at that address would take another worker's answers for its own.
 async fn show(settings: &Settings, signs: &Signs) -> Result<Option<HttpServer>, HttpFault> {
     let Some(listen) = settings.http.listen.0 else { return Ok(None) };
-    let server = HttpServer::open(listen, signs.pages()).await?;
-    let address = server.address();
-    info!(%address, "health and metrics at http://{address}{LIVEZ}, {READYZ} and {METRICS}");
-    Ok(Some(server))
+    HttpServer::open(listen, signs.pages()).await.map(Some)
 }
 
 /// How long one turn of a loop may take at most: everything it may ask of broker and database, each within its own

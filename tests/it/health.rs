@@ -484,6 +484,25 @@ fn nobody_keeps_others_from_asking() {
     });
 }
 
+#[test]
+fn idle_connections_do_not_starve_a_probe() {
+    on_stage(shown, async |stage| {
+        let worker = stage.worker().await;
+        let address = worker.http.unwrap();
+        for _ in 0..3 {
+            // All at once; each is kept until the round ends. Far more than are attended to are there before the probe.
+            let idle: Vec<_> = (0..600).map(|_| tokio::spawn(TcpStream::connect(address))).collect();
+            let connected = || idle.iter().filter(|one| one.is_finished()).count();
+            wait_for("idle connections", async || connected() >= 300).await;
+            for _ in 0..3 {
+                let probe = http::get(address, LIVEZ, SECOND).await;
+                assert_eq!(probe.expect("an answer within a second"), (200, "alive\n".into()));
+            }
+        }
+        worker.stop().await;
+    });
+}
+
 /// An address that nobody listens at; somebody might before we do, which is unlikely.
 pub fn free_address() -> SocketAddr {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()

@@ -3,6 +3,7 @@
 mod support;
 
 mod acknowledgement_timeout;
+mod addresses;
 mod announce;
 mod arming;
 mod broker_away;
@@ -32,6 +33,7 @@ mod publisher;
 mod readme;
 mod redelivery;
 mod refused_events;
+mod sanitized;
 mod secrets;
 mod shards;
 mod supply_chain;

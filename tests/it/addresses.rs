@@ -1,0 +1,110 @@
+//! The host in an address is the host that is connected to, and no other.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use order_timeout::database::Database;
+use order_timeout::{Publisher, broker};
+use secrecy::{ExposeSecret, SecretString};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinHandle;
+
+use crate::support::skip::skipped;
+use crate::support::{on_stage, place_of, wait_for, with_parts};
+
+/// Listens at [::1] and 127.0.0.1 with the same port; hands on what comes to the former.
+struct Forwarder {
+    port: u16,
+    by_ipv6: Arc<AtomicUsize>,
+    by_ipv4: Arc<AtomicUsize>,
+    tasks: [JoinHandle<()>; 2],
+}
+
+impl Forwarder {
+    /// `None` on a machine without IPv6.
+    async fn before(url: &SecretString) -> Option<Self> {
+        let listener = TcpListener::bind("[::1]:0").await.ok()?;
+        let port = listener.local_addr().unwrap().port();
+        let other = TcpListener::bind(("127.0.0.1", port)).await.expect("the same port is free");
+        let server = tokio::net::lookup_host(place_of(url)).await.unwrap().next().unwrap();
+        let (by_ipv6, by_ipv4) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let tasks = [
+            tokio::spawn(hand_on(listener, server, by_ipv6.clone())),
+            tokio::spawn(hand_on(other, server, by_ipv4.clone())),
+        ];
+        Some(Self { port, by_ipv6, by_ipv4, tasks })
+    }
+
+    fn counts(&self) -> (usize, usize) {
+        (self.by_ipv6.load(Ordering::SeqCst), self.by_ipv4.load(Ordering::SeqCst))
+    }
+}
+
+impl Drop for Forwarder {
+    fn drop(&mut self) {
+        self.tasks.iter().for_each(JoinHandle::abort);
+    }
+}
+
+async fn hand_on(listener: TcpListener, server: SocketAddr, accepted: Arc<AtomicUsize>) {
+    while let Ok((mut client, _)) = listener.accept().await {
+        accepted.fetch_add(1, Ordering::SeqCst);
+        tokio::spawn(async move {
+            let mut server = TcpStream::connect(server).await.unwrap();
+            let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
+        });
+    }
+}
+
+#[test]
+fn connects_to_the_ipv6_address_it_is_given() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let Some(to_broker) = Forwarder::before(&stage.settings.amqp.url).await else {
+                return skipped("connects_to_the_ipv6_address_it_is_given", "there is no IPv6 on this machine");
+            };
+            let to_database = Forwarder::before(&stage.settings.database.url).await.unwrap();
+            let mut settings = stage.settings.clone();
+            let place = |forwarder: &Forwarder| format!("[::1]:{}", forwarder.port);
+            settings.amqp.url = with_parts(&settings.amqp.url, None, Some(&place(&to_broker)), None);
+            settings.database.url = with_parts(&settings.database.url, None, Some(&place(&to_database)), None);
+            settings.validate().unwrap();
+            settings.validate_database().unwrap();
+
+            let order = stage.order(Duration::from_secs(600)).await;
+            let publisher = Publisher::connect(&settings).await.unwrap();
+            publisher.schedule(order.order_id().as_str(), order.deadline).await.unwrap();
+            wait_for("the alarm", async || stage.depth(&stage.names().arm()).await == 1).await;
+            assert!(matches!(to_broker.counts(), (1.., 0)), "{:?}", to_broker.counts());
+            assert!(broker::place(&settings.amqp).unwrap().starts_with(&place(&to_broker)));
+
+            Database::connect(&settings.database, 1).await.unwrap();
+            assert!(matches!(to_database.counts(), (1.., 0)), "{:?}", to_database.counts());
+        },
+    );
+}
+
+#[test]
+fn an_absent_ipv6_server_is_not_replaced() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            // Both servers listen at 127.0.0.1, and not here: 100::/64 is for discarding (RFC 6666).
+            let mut settings = stage.settings.clone();
+            settings.amqp.connect_timeout = Duration::from_millis(500);
+            settings.database.acquire_timeout = Duration::from_millis(500);
+            let port = |url: &SecretString| place_of(url).rsplit_once(':').unwrap().1.to_owned();
+            let elsewhere = |url: &SecretString| with_parts(url, None, Some(&format!("[100::1]:{}", port(url))), None);
+            settings.amqp.url = elsewhere(&settings.amqp.url);
+            settings.database.url = elsewhere(&settings.database.url);
+            let fault = broker::connect(&settings.amqp, "test").await.map(drop).unwrap_err().to_string();
+            assert!(fault.contains("the broker at [100::1]:"), "{fault}");
+            let fault = Database::connect(&settings.database, 1).await.map(drop).unwrap_err().to_string();
+            assert!(fault.contains("the database at [100::1]:"), "{fault}");
+            assert!(!fault.contains(settings.database.url.expose_secret()));
+        },
+    );
+}
