@@ -209,7 +209,7 @@ impl ContractWatch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::alarm::Alarm;
+    use crate::alarm::{Alarm, Returns};
     use crate::desk::{Case, Origin, Wait};
     use crate::message::TimeoutDue;
     use crate::order::{Found, Moment, Overdue};
@@ -240,7 +240,7 @@ mod tests {
 
         fn close(&mut self, id: &str, deadline: i64, outcome: Outcome) {
             let due = TimeoutDue { order_id: OrderId::new(id).unwrap(), deadline: Moment::from_unix_micros(deadline) };
-            let alarm = Alarm { due, attempt: 0, born: None, traceparent: None };
+            let alarm = Alarm { due, attempt: 0, born: None, traceparent: None, returns: Returns::default() };
             let order_id = alarm.order_id().clone();
             let case = Case { alarm, origin: Origin::Swept, pauses: 0, disagreements: 0, paused_since: None };
             let batch = Batch { by: ClosedBy::Sweep, cases: vec![case], wait: Wait::Not };

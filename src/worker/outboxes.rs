@@ -426,10 +426,10 @@ mod tests {
 
     #[test]
     fn refused_events_leave_no_pause_to_others() {
-        let mut rest = Rest::default();
-        rest.note(EVENTS, Ok(round(0, Some(NotConfirmed::Nacked))));
+        let (mut rest, mut watch) = (Rest::default(), RelayWatch::new("event_outbox", true, Instant::now().into_std()));
+        rest.note(EVENTS, Ok(round(0, Some(NotConfirmed::Nacked))), &mut watch);
         assert!(rest.is_over());
-        rest.note(EVENTS, Ok(round(0, Some(NotConfirmed::Blocked))));
+        rest.note(EVENTS, Ok(round(0, Some(NotConfirmed::Blocked))), &mut watch);
         assert!(!rest.is_over());
     }
 
