@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_queue_is_tried_once_a_second() {
+    fn full_queue_is_tried_once_a_second() {
         let (refused, rounds) = refused_again(SlowQueue { room: 0.0, length: 0.0, per_second: 0.0 }, 100);
         assert_eq!(refused, 100);
         assert!(rounds >= 900, "{rounds} rounds");

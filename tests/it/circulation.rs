@@ -128,12 +128,12 @@ fn assert_on_time_under(definition: &'static str, alarms: usize, delay: Duration
 }
 
 #[test]
-fn many_alarms_under_message_ttl_close_on_time() {
+fn many_alarms_survive_message_ttl() {
     assert_on_time_under(r#"{"message-ttl":1000}"#, 2_000, 60 * SECOND);
 }
 
 #[test]
-fn many_alarms_under_drop_head_close_on_time() {
+fn many_alarms_survive_drop_head() {
     assert_on_time_under(r#"{"max-length":200,"overflow":"drop-head"}"#, 2_000, 60 * SECOND);
 }
 
