@@ -1,13 +1,20 @@
 -- Run once, by the postgres image, when its volume is created. The tables are not made here:
 -- `order-timeout setup` migrates.
 --
--- DEVELOPMENT PASSWORD, for the compose stack only. To change it:
+-- The password is a DEVELOPMENT PASSWORD unless the environment has ORDER_DATABASE_PASSWORD (docker-compose.yml passes it
+-- on). To change it later:
 --   docker compose exec postgres psql -U postgres -c '\password order_timeout'
--- and the same in ORDER_TIMEOUT__DATABASE__URL.
+-- and the same in ORDER_DATABASE_PASSWORD.
+\set password 'order-timeout-dev'
+\getenv password ORDER_DATABASE_PASSWORD
 
 -- A role of its own, because the image makes POSTGRES_USER a superuser, and a worker that runs as a
 -- superuser hides every missing right until production.
-CREATE ROLE order_timeout LOGIN PASSWORD 'order-timeout-dev';
+CREATE ROLE order_timeout LOGIN PASSWORD :'password';
+
+-- A superuser can run programs and read files as the server's account, and the port is open to every user of the machine:
+-- without a password it is let in through the container's own socket alone (docker compose exec postgres psql -U postgres).
+ALTER ROLE CURRENT_USER PASSWORD NULL;
 
 -- An owner may create in schema public (PostgreSQL 15 and later), which is all a migration needs.
 CREATE DATABASE orders OWNER order_timeout;

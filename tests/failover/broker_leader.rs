@@ -13,7 +13,7 @@ use crate::cluster::Cluster;
 use crate::forwarder::Forwarder;
 use crate::support::away::keep_events;
 use crate::support::process::WorkerProcess;
-use crate::support::{Stage, alarms_alone, on_stage, wait_within};
+use crate::support::{Stage, alarms_alone, on_stage, wait_within, with_parts};
 use crate::traffic::{Taken, Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness, unpaid};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -59,12 +59,12 @@ fn on_a_cluster(sweep: Sweep) {
     let cluster = Arc::new(Cluster::start());
     // The queues are declared through node 1, which thereby leads them.
     let front = Arc::new(Forwarder::start(cluster.ports_from(1)));
-    let port = front.port;
+    let (url, port) = (cluster.url.clone().into(), front.port);
     // The stage is cleared away before these end.
     let _outlive = (cluster.clone(), front.clone());
     on_stage(
         |settings| {
-            settings.amqp.url = format!("amqp://guest:guest@127.0.0.1:{port}/%2f").into();
+            settings.amqp.url = with_parts(&url, None, Some(&format!("127.0.0.1:{port}")), None);
             one_busy_lane(settings);
             match sweep {
                 Sweep::Away => alarms_alone(settings),

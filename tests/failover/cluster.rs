@@ -10,16 +10,19 @@ pub struct Cluster {
     dir: PathBuf,
     /// Where the nodes 1, 2 and 3 listen.
     pub ports: Vec<u16>,
+    /// Of the first node; the account is the same at the others.
+    pub url: String,
 }
 
 impl Cluster {
     pub fn start() -> Self {
         let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cluster-{}", Uuid::now_v7().simple()));
-        let mut cluster = Self { dir, ports: Vec::new() };
+        let mut cluster = Self { dir, ports: Vec::new(), url: String::new() };
         let printed = cluster.call("start", &[]);
         let port = |url: &str| url::Url::parse(url).ok().and_then(|url| url.port()).expect("an address with a port");
         cluster.ports = printed.lines().map(port).collect();
-        assert_eq!(cluster.ports.len(), 3, "{printed}");
+        assert_eq!(cluster.ports.len(), 3, "an address for each node");
+        cluster.url = printed.lines().next().expect("three lines").to_owned();
         cluster
     }
 

@@ -11,7 +11,7 @@ use crate::forwarder::Forwarder;
 use crate::support::away::keep_events;
 use crate::support::private::Private;
 use crate::support::process::WorkerProcess;
-use crate::support::{Stage, on_stage, wait_for};
+use crate::support::{Stage, on_stage, wait_for, with_parts};
 use crate::traffic::{Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -29,13 +29,13 @@ fn a_standby_that_takes_over_closes_every_order_once() {
     let standby = Arc::new(primary.standby());
     // What a virtual address or a proxy does: the client library knows one address only.
     let front = Arc::new(Forwarder::start(vec![port(&primary)]));
-    let url = format!("postgres://postgres@127.0.0.1:{}/postgres", front.port);
+    let url = with_parts(&primary.url.clone().into(), None, Some(&format!("127.0.0.1:{}", front.port)), None);
     // The stage is cleared away before these end.
     let _outlive = (primary.clone(), standby.clone(), front.clone());
     on_stage(
         |settings| {
             settings.sweep.grace = Settings::defaults().sweep.grace;
-            settings.database.url = url.into();
+            settings.database.url = url;
             settings.database.url = settings.database.url_of(&format!("order_timeout_{}", settings.namespace));
         },
         async move |stage| fail_over(&stage, &primary, &standby, &front).await,

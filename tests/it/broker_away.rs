@@ -128,12 +128,12 @@ fn rights_that_are_taken_away_and_given_back_cost_no_alarm() {
         assert_nothing_is_scheduled(&stage, &publisher).await;
         assert_closed(&stage, &held).await;
         meanwhile(|| {
-            broker.ctl(&["change_password", "guest", "another"]);
+            broker.change_password("another");
             broker.ctl(&["close_all_connections", "for the test"]);
         });
         assert_nothing_is_scheduled(&stage, &publisher).await;
         meanwhile(|| {
-            broker.ctl(&["change_password", "guest", "guest"]);
+            broker.change_password(&broker.recorded("PASSWORD"));
             broker.ctl(&["set_permissions", "guest", ".*", ".*", ".*"]);
         });
         wait_until_scheduling_works(&stage, &publisher).await;

@@ -85,15 +85,23 @@ impl Yaml {
         let start = format!("{key}: ");
         let found =
             self.service(service).into_iter().find_map(|line| line.trim().strip_prefix(&start).map(str::to_owned));
-        found.map(|value| value.trim_matches('"').to_owned())
+        found.map(|value| with_defaults(value.trim_matches('"')))
     }
 
     /// The settings that a service gets through its environment.
     fn settings(&self, service: &str) -> BTreeMap<String, String> {
         let is_ours = |line: &&str| line.starts_with("ORDER_TIMEOUT__");
         let lines = self.service(service).into_iter().map(str::trim).filter(is_ours);
-        lines.filter_map(|line| line.split_once(": ")).map(|(key, value)| (key.to_owned(), value.to_owned())).collect()
+        lines
+            .filter_map(|line| line.split_once(": "))
+            .map(|(key, value)| (key.to_owned(), with_defaults(value)))
+            .collect()
     }
+}
+
+/// What compose makes of a value where the environment sets none of its variables: `${NAME:-default}`.
+fn with_defaults(value: &str) -> String {
+    Regex::new(r"\$\{\w+:-([^}]*)\}").unwrap().replace_all(value, "$1").into_owned()
 }
 
 /// The compose command of this machine. `config` needs no engine.
@@ -108,7 +116,22 @@ fn compose() -> Option<Vec<&'static str>> {
 fn run(command: &[&str], arguments: &[&str]) -> Command {
     let mut process = Command::new(command[0]);
     process.args(&command[1..]).args(arguments).current_dir(root());
+    process.env("ORDER_TIMEOUT_SERVICES_PASSWORD", "of-the-test");
     process
+}
+
+#[test]
+fn superuser_has_no_public_password() {
+    let services = read("deploy/services.yml");
+    let password = Regex::new(r"(?m)^ +\w*PASS(?:WORD)?: (.+)$").unwrap();
+    let given: Vec<_> = password.captures_iter(&services).map(|found| found[1].to_owned()).collect();
+    assert_eq!(given.len(), 2, "{given:?}");
+    for value in given {
+        assert!(value.starts_with("${ORDER_TIMEOUT_SERVICES_PASSWORD:?"), "{value} is public, or a default");
+    }
+    // In the stack the programs use a role that is no superuser, and the superuser's password goes.
+    let databases = read("deploy/postgres/10-databases.sql");
+    assert!(databases.contains("\nALTER ROLE CURRENT_USER PASSWORD NULL;\n") && !databases.contains("SUPERUSER"));
 }
 
 #[test]
@@ -132,6 +155,16 @@ fn compose_accepts_the_stack_with_every_profile() {
         checks.push((vec!["-f", "deploy/services.yml"], vec!["postgres", "rabbitmq"]));
     }
     for (options, expected) in checks {
+        // Without a password the bare servers are refused: it has no default.
+        if options.contains(&"deploy/services.yml") {
+            let mut command = run(&compose, &[&options[..], &["config"]].concat());
+            let output = command.env_remove("ORDER_TIMEOUT_SERVICES_PASSWORD").output().unwrap();
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            assert!(
+                !output.status.success() && stderr.contains("scripts/services"),
+                "{compose:?} {options:?}: {stderr}"
+            );
+        }
         let output = run(&compose, &[&options[..], &["config"]].concat()).output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{compose:?} {options:?} config: {stderr}");
@@ -274,7 +307,9 @@ fn settings_of(stack: &Yaml, service: &str) -> Settings {
 fn every_address_names_a_user_that_is_there() {
     let stack = Yaml::read("docker-compose.yml");
     let databases = read("deploy/postgres/10-databases.sql");
-    let role = Regex::new(r"CREATE ROLE (\w+) LOGIN PASSWORD '([^']+)'").unwrap().captures(&databases).unwrap();
+    let role = Regex::new(r"CREATE ROLE (\w+) LOGIN PASSWORD :'password'").unwrap().captures(&databases).unwrap();
+    let password = Regex::new(r"\\set password '([^']+)'").unwrap().captures(&databases).unwrap();
+    let account = format!("{}:{}", &role[1], &password[1]);
     let created = Regex::new(r"CREATE DATABASE (\w+) OWNER (\w+)").unwrap();
     let created: Vec<_> = created.captures_iter(&databases).map(|c| (c[1].to_owned(), c[2].to_owned())).collect();
 
@@ -294,7 +329,7 @@ fn every_address_names_a_user_that_is_there() {
             format!("amqp://{WORKER}@{broker}:5672/{VHOST}"),
             "{service}"
         );
-        let address = format!("postgres://{}:{}@postgres:5432/{database}", &role[1], &role[2]);
+        let address = format!("postgres://{account}@postgres:5432/{database}");
         assert_eq!(environment["ORDER_TIMEOUT__DATABASE__URL"], address, "{service}");
         assert!(created.contains(&(database.to_owned(), role[1].to_owned())), "{database} is not created: {created:?}");
         assert_eq!(
@@ -308,10 +343,13 @@ fn every_address_names_a_user_that_is_there() {
         assert_eq!(stack.value(service, "SHOP_PUBLISHER_AMQP_URL"), Some(address), "{service}");
     }
     // No other address slipped past the checks above.
-    let text = stack.lines.join("\n");
+    let text = with_defaults(&stack.lines.join("\n"));
     let users = Regex::new(r"\w+://([^@\s]+)@").unwrap();
     let users: BTreeSet<String> = users.captures_iter(&text).map(|found| found[1].to_owned()).collect();
-    assert_eq!(users, BTreeSet::from([PUBLISHER.to_owned(), WORKER.to_owned(), format!("{}:{}", &role[1], &role[2])]));
+    assert_eq!(users, BTreeSet::from([PUBLISHER.to_owned(), WORKER.to_owned(), account]));
+    // Postgres is told the same password as the programs.
+    let told = stack.value("postgres", "ORDER_DATABASE_PASSWORD");
+    assert_eq!(told.as_deref(), Some(&password[1]));
 }
 
 /// The files that the crate is compiled from besides its sources: (where it says so, what).

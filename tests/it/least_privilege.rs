@@ -114,7 +114,7 @@ async fn nobody_gets_into_another_virtual_host(broker: &Private) {
             assert!(matches!(refused, Err(BrokerFault::Refused(_))), "{user} at {vhost}: {refused:?}");
         }
         // Whoever has the right does get in: the virtual host is there.
-        let owner = settings_for(broker, "guest:guest", vhost);
+        let owner = settings_for(broker, &broker.account(), vhost);
         broker.ctl(&["set_permissions", "-p", &vhost.replace("%2f", "/"), "guest", ".*", ".*", ".*"]);
         broker::connect(&owner.amqp, "test").await.unwrap();
     }

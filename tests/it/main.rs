@@ -17,6 +17,7 @@ mod delayed_exchange;
 mod health;
 mod hostile;
 mod least_privilege;
+mod local_users;
 mod outbox;
 mod outcomes;
 mod own_orders;

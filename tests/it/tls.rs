@@ -174,7 +174,8 @@ fn amqp_settings(broker: &Private, certificates: &Certificates) -> AmqpSettings 
 
 fn database_settings(postgres: &Private, certificates: &Certificates) -> DatabaseSettings {
     let mut settings = small_settings().database;
-    settings.url = format!("postgres://postgres@{NAME}:{}/postgres", postgres.recorded("PORT")).into();
+    let place = format!("{NAME}:{}", postgres.recorded("PORT"));
+    settings.url = with_parts(&postgres.url.clone().into(), None, Some(&place), None);
     settings.ca_file = certificates.named("ca.pem");
     settings.client_cert_file = certificates.named("client.pem");
     settings.client_key_file = certificates.named("client.key");
@@ -190,7 +191,7 @@ fn append(settings: &mut DatabaseSettings, parameter: &str, value: &str) {
 /// From now on the server talks to nobody in the clear, and to nobody without a certificate of its CA.
 async fn demand_client_certificates(postgres: &Private, with_certificate: &DatabaseSettings) {
     let rules = postgres.state().join("data/pg_hba.conf");
-    std::fs::write(rules, "hostssl all all 127.0.0.1/32 trust clientcert=verify-ca\n").unwrap();
+    std::fs::write(rules, "hostssl all all 127.0.0.1/32 scram-sha-256 clientcert=verify-ca\n").unwrap();
     let pool = PgPool::connect(with_certificate.url_of("postgres").expose_secret()).await.unwrap();
     pool.execute("SELECT pg_reload_conf()").await.unwrap();
     pool.close().await;
@@ -289,8 +290,7 @@ async fn a_database_that_is_not_who_it_should_be(
     refused_by_database("a CA that did not sign it", &wrong_ca, &parts).await;
 
     let wrong_name = with(&|settings| {
-        settings.url =
-            with_parts(&good.url, Some("postgres"), Some(&place_of(&good.url).replace(NAME, "127.0.0.1")), None)
+        settings.url = with_parts(&good.url, None, Some(&place_of(&good.url).replace(NAME, "127.0.0.1")), None)
     });
     refused_by_database("another host name", &wrong_name, &[NAME, "not for this host name", "database.url"]).await;
 

@@ -39,14 +39,15 @@ impl Servers {
 #[derive(Debug)]
 pub struct Postgres {
     private: Private,
-    /// In a short path, for a socket's name must be short; open to the user the server runs as.
+    /// In a short path, because a socket's name must be short. Writable for the user that the server runs as; sticky, so
+    /// that no other user can put a socket of its own in the place of the server's.
     sockets: TempDir,
 }
 
 impl Postgres {
     fn start(output: &Path) -> anyhow::Result<Self> {
         let sockets = tempfile::Builder::new().prefix("order-timeout-load-").tempdir_in("/tmp")?;
-        std::fs::set_permissions(sockets.path(), PermissionsExt::from_mode(0o777))?;
+        std::fs::set_permissions(sockets.path(), PermissionsExt::from_mode(0o1777))?;
         let socket_option = format!("unix_socket_directories={}", sockets.path().display());
         let private =
             Private::start("postgres", output, &["-c", "track_commit_timestamp=on", "-c", socket_option.as_str()])?;
