@@ -3,7 +3,8 @@
 #     docker build -t order-timeout:local .
 #     docker run --rm order-timeout:local --help
 #
-# Needs BuildKit, the default builder since Docker Engine 23.
+# Needs BuildKit, the default builder since Docker Engine 23. Base images are named by tag here; before a release
+# `scripts/pin-images` writes their digests behind the tags.
 
 FROM rust:1.95-bookworm AS builder
 WORKDIR /build
@@ -28,7 +29,8 @@ RUN --mount=type=cache,id=order-timeout-registry,target=/usr/local/cargo/registr
     --mount=type=cache,id=order-timeout-target,target=/build/target,sharing=locked \
     touch src/lib.rs src/main.rs examples/shop.rs \
     && cargo build --release --locked --bin order-timeout --example shop \
-    && install -D -t /out target/release/order-timeout target/release/examples/shop
+    && install -D -t /out target/release/order-timeout target/release/examples/shop \
+    && cargo run --release --locked --example sbom -- /out/doc
 
 # The same Debian release as the builder: a binary linked against a newer libc would not start.
 FROM debian:bookworm-slim
@@ -39,6 +41,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 COPY --from=builder /out/order-timeout /out/shop /usr/local/bin/
+# What the programs are made of, and the licence texts that have to go with them.
+COPY --from=builder /out/doc /usr/share/doc/order-timeout
 
 # A number, not a name, so that Kubernetes' runAsNonRoot can see that it is not root. It owns no file:
 # nothing here is written at run time.

@@ -190,7 +190,7 @@ fn the_stack_runs_the_servers_it_is_made_for() {
     {
         let found = stack.value(service, "image").unwrap();
         let rest = found.strip_prefix(image).unwrap_or_else(|| panic!("{service} is {found}, not {image}"));
-        assert!(rest.is_empty() || rest.starts_with(['-', '.']), "{service} is {found}, not {image}");
+        assert!(rest.is_empty() || rest.starts_with(['-', '.', '@']), "{service} is {found}, not {image}");
     }
     let ours: Vec<_> =
         stack.keys(&["services"]).into_iter().filter(|service| stack.value(service, "build").is_some()).collect();
@@ -432,7 +432,13 @@ fn the_image_is_built_from_programs_that_are_there() {
     let touched: Vec<&str> =
         touched.captures(&dockerfile).unwrap().get(1).unwrap().as_str().split_whitespace().collect();
     let examples = Regex::new(r"--example (\w+)").unwrap();
-    let examples: Vec<String> = examples.captures_iter(&dockerfile).map(|c| format!("examples/{}.rs", &c[1])).collect();
+    // Where the manifest says, or else where cargo looks.
+    let path_of = |name: &str| {
+        let listed =
+            manifest["example"].as_array().unwrap().iter().find(|listed| listed["name"].as_str() == Some(name));
+        listed.map_or_else(|| format!("examples/{name}.rs"), |listed| listed["path"].as_str().unwrap().to_owned())
+    };
+    let examples: Vec<String> = examples.captures_iter(&dockerfile).map(|c| path_of(&c[1])).collect();
     assert!(touched.contains(&"src/lib.rs") && !examples.is_empty());
     for path in touched.iter().copied().chain(examples.iter().map(String::as_str)) {
         assert!(root().join(path).is_file(), "the Dockerfile names {path}, which is not there");

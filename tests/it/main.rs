@@ -28,6 +28,7 @@ mod readme;
 mod redelivery;
 mod secrets;
 mod shards;
+mod supply_chain;
 mod sweep;
 mod tidy;
 mod tls;
