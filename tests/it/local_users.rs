@@ -227,7 +227,7 @@ fn other_users_cannot_use_private_rabbitmq() {
     assert_runs_as_an_account_of_its_own(&broker);
     broker.change_password(&secrets[0]);
     broker.restart();
-    watch.assert_shows_no(&secrets, &["rabbitmq-server", "epmd", "change_password"]);
+    watch.assert_shows_no(&secrets, &["rabbitmq-server", "epmd", "new-password"]);
 }
 
 #[test]
