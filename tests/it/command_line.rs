@@ -617,26 +617,24 @@ fn schedule_says_what_the_row_says_otherwise() {
             let (code, _, stderr) = tokio::task::block_in_place(|| run(&mut command));
             assert_eq!((code, stderr.as_str()), (0, ""));
             // Another table's ids are the shop's to know.
-            let own = ["--in", "60s", "--set", "orders.close_sql=a", "--set", "orders.overdue_sql=b"];
-            assert_eq!(remarks(settings, "17", &own).await, "");
+            let mut own = settings.clone();
+            (own.orders.close_sql, own.orders.overdue_sql) = ("a".into(), "b".into());
+            assert_eq!(remarks(&own, "17", &["--in", "60s"]).await, "");
         },
     );
 }
 
 #[test]
 fn a_worker_that_cannot_start_names_no_page() {
-    on_stage(
-        |settings| {
-            figures::shown(settings);
-            settings.log.filter = "info".into();
-        },
-        async |stage| {
-            let mut settings = stage.settings.clone();
-            settings.amqp.url = with_parts(&settings.amqp.url, None, None, Some("no-such-vhost"));
-            let (code, _, stderr) = call_with(&settings, &["worker", "--set", "log.filter=info"]).await;
-            assert!(code == 1 && !stderr.contains("health and metrics at"), "{stderr}");
-        },
-    );
+    on_stage(figures::shown, async |stage| {
+        let mut settings = stage.settings.clone();
+        settings.amqp.url = with_parts(&settings.amqp.url, None, None, Some("no-such-vhost"));
+        let mut command = order_timeout(&settings);
+        command.env("ORDER_TIMEOUT__LOG__FILTER", "info").arg("worker");
+        let (code, _, stderr) = tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap();
+        assert!(code == 1 && stderr.contains("no-such-vhost"), "{stderr}");
+        assert!(!stderr.contains("health and metrics at"), "{stderr}");
+    });
 }
 
 #[test]
