@@ -122,7 +122,6 @@ async fn do_business_and_report(args: &Args, premises: &mut Premises) -> anyhow:
         eprintln!("shop: {violation}");
     }
     if args.json {
-        eprintln!("commit_p99_ms={}", report.commit_p99_ms);
         print(&report.json_line()?)?;
     } else {
         print(&report.for_people())?;

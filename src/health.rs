@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::degraded::{Cause, Change, Degraded};
+use crate::sanitize;
 
 /// How often a loop that has nothing to do shows that it turns.
 pub const BEAT_EVERY: Duration = Duration::from_secs(1);
@@ -70,7 +71,7 @@ impl Report {
 
 /// What a server says may have several lines.
 fn one_line(text: String) -> String {
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
+    sanitize::one_line(&text).into_owned()
 }
 
 /// What is known of the worker's health.

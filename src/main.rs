@@ -2,12 +2,13 @@
 //! 1 for everything that failed.
 
 use std::ffi::OsString;
-use std::io::{ErrorKind, Write};
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
+use clap::error::ErrorKind;
 use order_timeout::cli::{Answer, Cli};
-use order_timeout::telemetry;
+use order_timeout::{sanitize, telemetry};
 
 const WRONG_SETTINGS: u8 = 2;
 const FAILED: u8 = 1;
@@ -48,13 +49,28 @@ fn main() -> ExitCode {
 
 /// What clap has to say, which is also how help and version are asked for.
 fn wrong_usage(fault: &clap::Error) -> ExitCode {
-    match without_addresses(fault.render().to_string(), std::env::args_os()) {
+    match shown_instead(fault) {
         Some(text) => drop(write!(std::io::stderr(), "{text}")),
         // As it is, in colour where that is wanted.
         None => fault.exit(),
     }
     ExitCode::from(WRONG_SETTINGS)
 }
+
+/// What to show in place of clap's text: without addresses, every character visible, and where an option was tried that
+/// is none, the way to give a setting. `None` if that is the same text.
+fn shown_instead(fault: &clap::Error) -> Option<String> {
+    let text = fault.render().to_string();
+    let without = without_addresses(text.clone(), std::env::args_os()).unwrap_or_else(|| text.clone());
+    let mut shown = sanitize::visible(&without).into_owned();
+    if fault.kind() == ErrorKind::UnknownArgument {
+        shown.push_str(A_SETTING);
+    }
+    (shown != text).then_some(shown)
+}
+
+const A_SETTING: &str =
+    "\nA setting is given by its name: --set http.listen=127.0.0.1:9395 (config/default.toml names them all).\n";
 
 /// The text without those of the arguments that are addresses and may hold a password; `None` if it has none.
 fn without_addresses(mut text: String, arguments: impl Iterator<Item = OsString>) -> Option<String> {
@@ -74,9 +90,13 @@ fn without_addresses(mut text: String, arguments: impl Iterator<Item = OsString>
 }
 
 fn say(answer: &Answer) -> ExitCode {
-    match std::io::stdout().lock().write_all(answer.text.as_bytes()) {
+    for remark in answer.remarks() {
+        // Standard error may be gone; what was done is done.
+        let _ = writeln!(std::io::stderr(), "order-timeout: {remark}");
+    }
+    match std::io::stdout().lock().write_all(answer.text().as_bytes()) {
         // A reader that has seen enough, such as `head`, is no failure.
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
             fail(&format!("the command has run, but its answer cannot be written to standard output: {error}"), FAILED)
         }
         _ => ExitCode::from(answer.code),
@@ -86,6 +106,6 @@ fn say(answer: &Answer) -> ExitCode {
 fn fail(why: &dyn std::fmt::Display, code: u8) -> ExitCode {
     telemetry::end_even_if_nobody_reads(code);
     // Standard error may be gone; the exit code is not.
-    let _ = writeln!(std::io::stderr(), "order-timeout: {why}");
+    let _ = writeln!(std::io::stderr(), "order-timeout: {}", sanitize::one_line(&why.to_string()));
     ExitCode::from(code)
 }

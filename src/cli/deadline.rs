@@ -4,7 +4,7 @@ use anyhow::bail;
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::{Answer, When};
+use crate::cli::{Answer, Order, When};
 use crate::config::Settings;
 use crate::database::{self, Database};
 use crate::message::write_rfc3339;
@@ -14,9 +14,8 @@ use crate::schedule::deadline::{Moved, NotMoved, move_deadline};
 /// Arguments of `deadline`.
 #[derive(Debug, Args)]
 pub struct DeadlineArgs {
-    /// The order's id, as the orders table has it
-    #[arg(long, value_name = "ID")]
-    order_id: String,
+    #[command(flatten)]
+    order: Order,
     #[command(flatten)]
     when: When,
     /// Print what became of it as JSON
@@ -32,7 +31,7 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Answe
             "orders.close_sql says that the orders table is your own: update its row yourself, and for an earlier deadline run `order-timeout schedule`"
         );
     }
-    let order_id = OrderId::new(&args.order_id).map_err(NotMoved::from)?;
+    let order_id = OrderId::new(args.order.id()).map_err(NotMoved::from)?;
     let database = Database::connect(&settings.database, 1).await?;
     database::require_migrated(&database).await?;
     // By the clock that closes the order, whatever the one here says.

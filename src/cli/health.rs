@@ -29,7 +29,10 @@ pub async fn run(args: &HealthArgs, settings: &Settings) -> anyhow::Result<Answe
     ensure!(listen.port() != 0, "http.listen leaves the port open, so no worker can be asked; set it to its port");
     let path = if args.live { LIVEZ } else { READYZ };
     let (status, text) = http::get(from_here(listen), path, PATIENCE).await?;
-    Ok(Answer { text, code: u8::from(status != 200) })
+    let mut answer = Answer { code: u8::from(status != 200), ..Answer::default() };
+    // Whatever listens there may have written it.
+    answer.lines(text);
+    Ok(answer)
 }
 
 /// A worker that listens at every address of this machine is asked at its own.

@@ -5,6 +5,7 @@ pub mod deadline;
 pub mod health;
 pub mod parked;
 pub mod schedule;
+mod schedule_check;
 pub mod setup;
 pub mod topology;
 pub mod worker;
@@ -17,6 +18,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::config::{BadSettings, Settings, duration};
 use crate::message::read_rfc3339;
 use crate::order::Moment;
+use crate::sanitize;
 
 /// Closes unpaid orders in Postgres exactly when their time is up, woken by RabbitMQ delayed messages.
 #[derive(Debug, Parser)]
@@ -59,7 +61,8 @@ impl Cli {
     pub fn load_settings(&self) -> Result<Settings, BadSettings> {
         let (file, overrides) = (self.settings.config.as_deref(), &self.settings.overrides);
         match self.command {
-            Command::Schedule(_) | Command::Topology(_) | Command::Health(_) => Settings::load(file, overrides),
+            Command::Topology(_) | Command::Health(_) => Settings::load(file, overrides),
+            Command::Schedule(_) => Settings::load_with_database_if_given(file, overrides),
             Command::Setup(_) | Command::Worker | Command::Deadline(_) | Command::Close(_) | Command::Parked(_) => {
                 Settings::load_with_database(file, overrides)
             }
@@ -72,10 +75,10 @@ impl Cli {
 #[group(required = true, multiple = false)]
 pub struct When {
     /// The deadline, counted from now, with its unit: 90s, 30m, 2h
-    #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration, allow_hyphen_values = true)]
     r#in: Option<Duration>,
     /// The deadline as a time: 2026-11-20T10:30:00Z
-    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    #[arg(long, value_name = "TIME", value_parser = parse_time, allow_hyphen_values = true)]
     deadline: Option<Moment>,
 }
 
@@ -89,7 +92,29 @@ impl When {
     }
 }
 
+/// The one order that a command is about.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub struct Order {
+    /// The order's id, as the orders table has it
+    #[arg(value_name = "ID")]
+    id: Option<String>,
+    /// The same by name
+    #[arg(long, value_name = "ID")]
+    order_id: Option<String>,
+}
+
+impl Order {
+    fn id(&self) -> &str {
+        let given = self.id.as_deref().or(self.order_id.as_deref());
+        given.unwrap_or_else(|| unreachable!("clap requires one of the two"))
+    }
+}
+
 fn parse_duration(text: &str) -> Result<Duration, String> {
+    if text.starts_with('-') {
+        return Err("a deadline lies ahead; write a number and its unit, such as 90s, 30m or 2h".into());
+    }
     duration::parse(text).map_err(|fault| format!("{fault}; write a number and its unit, such as 90s, 30m or 2h"))
 }
 
@@ -100,14 +125,37 @@ fn parse_time(text: &str) -> Result<Moment, String> {
 /// What a command has to say on standard output, and the process' exit code.
 #[derive(Debug, Default)]
 pub struct Answer {
-    pub text: String,
+    text: String,
+    /// For standard error, a line each: what is odd although the command has done its work.
+    remarks: Vec<String>,
     pub code: u8,
 }
 
 impl Answer {
+    /// What goes to standard output. Nothing in it steers a terminal, whoever wrote it.
+    #[must_use]
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    #[must_use]
+    pub fn remarks(&self) -> &[String] {
+        &self.remarks
+    }
+
     fn line(&mut self, line: impl std::fmt::Display) {
-        self.text.push_str(&line.to_string());
+        self.text.push_str(&sanitize::one_line(&line.to_string()));
         self.text.push('\n');
+    }
+
+    /// Several lines that are laid out already.
+    fn lines(&mut self, lines: impl std::fmt::Display) {
+        self.text.push_str(&sanitize::visible(lines.to_string().trim_end()));
+        self.text.push('\n');
+    }
+
+    fn remark(&mut self, remark: impl std::fmt::Display) {
+        self.remarks.push(sanitize::one_line(&remark.to_string()).into_owned());
     }
 }
 

@@ -14,6 +14,7 @@ use crate::envelope::{self, Entry, Stamp};
 use crate::message::MAX_BODY_BYTES;
 use crate::order::Moment;
 use crate::park::{self, Parked, Selection};
+use crate::sanitize;
 use crate::topology::Names;
 
 /// Rows taken at a time: bounds memory, and how much is published between two deletions.
@@ -136,16 +137,11 @@ fn write_table(rows: &[Parked], answer: &mut Answer) {
     for row in rows {
         let age = humantime::format_duration(std::time::Duration::from_secs(row.age_s.unsigned_abs())).to_string();
         let age = age.split(' ').take(2).collect::<String>();
-        let order = printable(row.order_id.as_deref().unwrap_or("-"));
-        let detail = printable(&row.detail);
+        let order = sanitize::one_line(row.order_id.as_deref().unwrap_or("-"));
+        let detail = &row.detail;
         let (id, reason, attempts) = (row.id, &row.reason, row.attempts);
         answer.line(format!("{id}  {reason:<14}  {age:>8}  {attempts:>8}  {order:<36}  {detail}"));
     }
-}
-
-/// What came from a message must not steer the terminal.
-fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> {
@@ -198,7 +194,7 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
     } else {
         answer.line(format!("{sent} alarm(s) sent back to the worker"));
         for (id, why) in &kept {
-            answer.line(format!("kept {id}: {}", printable(why)));
+            answer.line(format!("kept {id}: {why}"));
         }
     }
     Ok(answer)

@@ -48,7 +48,7 @@ pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<Answer> 
         names => answer.line(format!("database: {database}: applied {}", names.join(", "))),
     }
     answer.line(format!(
-        "broker:   {broker}: {} exchanges, {} queues, {} bindings are there",
+        "broker:   {broker}: declared {} exchanges, {} queues and {} bindings; any that were there already are unchanged (AMQP does not say which)",
         topology.exchanges.len(),
         topology.queues.len(),
         topology.bindings.len()

@@ -24,6 +24,6 @@ pub fn run(args: &TopologyArgs, mut settings: Settings) -> anyhow::Result<Answer
         settings.delay.strategy = Strategy::DelayedExchange;
     }
     let mut answer = Answer::default();
-    answer.line(format!("{:#}", Topology::new(&settings).definitions(&args.vhost)));
+    answer.lines(format!("{:#}", Topology::new(&settings).definitions(&args.vhost)));
     Ok(answer)
 }

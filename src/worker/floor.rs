@@ -14,6 +14,7 @@ use super::supervisor::Phase;
 use super::{GiveUp, Signs};
 use crate::alarm::{Delivered, Receipt, Settlement};
 use crate::clock::DatabaseClock;
+use crate::database;
 use crate::desk::{Batch, Desk, Errand, News};
 use crate::health::{BEAT_EVERY, Loop, Stage};
 use crate::order::{CloseFault, ClosedBy, Moment, OrderId};
@@ -269,7 +270,7 @@ impl Floor {
         let why_nothing = self.desk.why_it_closes_nothing(now).or(self.why_unanswered.as_deref());
         let why = why_nothing.or(unswept.map(|unswept| unswept.why.as_str()));
         metrics.database_away.set(i64::from(why.is_some()));
-        self.signs.health.note_database(why);
+        self.signs.health.note_database(why.map(database::without_the_servers_words).as_deref());
     }
 
     fn note_whether_it_closes_nothing(&mut self, now: Moment) {

@@ -113,6 +113,10 @@ impl Worker {
             }
             Err(refused @ BrokerFault::Refused(_)) => return Err(refused.into()),
         };
+        if let Some(server) = &http {
+            let address = server.address();
+            info!(%address, "health and metrics at http://{address}{LIVEZ}, {READYZ} and {METRICS}");
+        }
         Ok(Self { settings, closer, sweeper, database, clock, first_session, inbox, inbox_sender, signs, http })
     }
 
@@ -217,10 +221,7 @@ fn outboxes(
 /// work unseen, and whoever asks at that address would take another worker's answers for its own.
 async fn show(settings: &Settings, signs: &Signs) -> Result<Option<HttpServer>, HttpFault> {
     let Some(listen) = settings.http.listen.0 else { return Ok(None) };
-    let server = HttpServer::open(listen, signs.pages()).await?;
-    let address = server.address();
-    info!(%address, "health and metrics at http://{address}{LIVEZ}, {READYZ} and {METRICS}");
-    Ok(Some(server))
+    HttpServer::open(listen, signs.pages()).await.map(Some)
 }
 
 /// How long one turn of a loop may take at most: everything it may ask of broker and database, each within its own

@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use sqlx::Executor;
 use uuid::Uuid;
 
+use crate::support::figures;
 use crate::support::process::{WorkerProcess, bare, call_with, order_timeout, run};
 use crate::support::{Order, Stage, on_stage, wait_for, wait_within, with_parts};
 
@@ -159,7 +160,7 @@ fn a_shop_with_a_database_of_another_kind_can_schedule() {
         async |stage| {
             let mut command = order_timeout(&stage.settings);
             command.env_remove("ORDER_TIMEOUT__DATABASE__URL").env("DATABASE_URL", "mysql://shop@host/shop");
-            command.args(["schedule", "--order-id", "1", "--in", "60s"]);
+            command.args(["schedule", "--order-id", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b", "--in", "60s"]);
             let (code, _, stderr) = tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap();
             assert_eq!((code, stderr.as_str()), (0, ""));
         },
@@ -238,6 +239,10 @@ fn wrong_usage_exits_with_2_and_says_where_help_is() {
         // What is missing is a unit, and that is what it says.
         (&[&when[..], &["--in", "5"]].concat(), "time unit needed, for example 5sec"),
         (&[&when[..], &["--in=-5s"]].concat(), "write a number and its unit, such as 90s"),
+        (&[&when[..], &["--in", "-5s"]].concat(), "a deadline lies ahead; write a number and its unit"),
+        (&["worker", "--port", "9000"], "--set http.listen=127.0.0.1:9395"),
+        (&["schedule", "order-1", "--order-id", "order-1", "--in", "5s"], "cannot be used with"),
+        (&["deadline", "--in", "5s"], "--order-id"),
         (&[&when[..], &["--deadline", "tomorrow"]].concat(), "2026-11-20T10:30:00Z"),
         (&[&when[..], &["--deadline", "2026-11-20T10:30:00"]].concat(), "offset"),
         (&["close"], "<ID>..."),
@@ -533,6 +538,8 @@ fn setup_does_what_is_missing_and_then_nothing() {
             let (code, stdout, stderr) = call(&stage, &["setup"]).await;
             assert_eq!((code, stderr.as_str()), (0, ""));
             assert!(stdout.starts_with("database: ") && stdout.contains(": up to date\n"), "{stdout}");
+            let counts = format!("{} queues and {} bindings; any that", topology.queues.len(), topology.bindings.len());
+            assert!(stdout.contains(&counts) && stdout.contains("AMQP does not say which"), "{stdout}");
         },
     );
 }
@@ -548,7 +555,7 @@ fn schedule_puts_the_alarm_into_the_broker_and_says_so() {
                 &["schedule", "--order-id", "order 1", "--deadline", "2030-01-02T03:04:05.678+01:00", "--json"],
             )
             .await;
-            assert_eq!((code, stderr.as_str()), (0, ""));
+            assert!(code == 0 && sentence(&stderr).contains("is no UUID"), "{stderr}");
             let expected = json!({ "order_id": "order 1", "deadline": "2030-01-02T02:04:05.678Z" });
             assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), expected);
             wait_for("the alarm in the inbox", async || stage.depth(&arm).await == 1).await;
@@ -561,8 +568,8 @@ fn schedule_puts_the_alarm_into_the_broker_and_says_so() {
             );
 
             let before = stage.order(Duration::from_secs(90)).await.deadline;
-            let (code, stdout, stderr) = call(&stage, &["schedule", "--order-id", "order-2", "--in", "90s"]).await;
-            assert_eq!((code, stderr.as_str()), (0, ""));
+            let (code, stdout, stderr) = call(&stage, &["schedule", "order-2", "--in", "90s"]).await;
+            assert!(code == 0 && sentence(&stderr).contains("is no UUID"), "{stderr}");
             let said =
                 stdout.strip_prefix("scheduled: order order-2 at ").unwrap_or_else(|| panic!("{stdout}")).trim_end();
             let said = order_timeout::message::read_rfc3339(said).unwrap();
@@ -571,6 +578,62 @@ fn schedule_puts_the_alarm_into_the_broker_and_says_so() {
             wait_for("the second alarm", async || stage.depth(&arm).await == 1).await;
         },
     );
+}
+
+/// What `schedule` says on standard error of an alarm that it has sent.
+async fn remarks(settings: &Settings, id: &str, when: &[&str]) -> String {
+    let (code, stdout, stderr) = call_with(settings, &[&["schedule", id], when].concat()).await;
+    assert!(code == 0 && stdout.starts_with("scheduled: order "), "{stdout}{stderr}");
+    stderr
+}
+
+#[test]
+fn schedule_says_what_the_row_says_otherwise() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let (order, paid) =
+                (stage.order(Duration::from_secs(1_800)).await, stage.order(Duration::from_secs(60)).await);
+            assert!(stage.pay(&paid).await);
+            let (id, deadline) = (order.id.to_string(), order_timeout::message::write_rfc3339(order.deadline));
+            let settings = &stage.settings;
+            assert_eq!(remarks(settings, &id, &["--deadline", &deadline]).await, "");
+            let other = remarks(settings, &id, &["--in", "5s"]).await;
+            assert!(sentence(&other).contains(&deadline) && other.contains("when the row says"), "{other}");
+            assert!(remarks(settings, &paid.id.to_string(), &["--in", "60s"]).await.contains("the order is paid"));
+            let unknown = Uuid::now_v7().to_string();
+            assert!(remarks(settings, &unknown, &["--in", "60s"]).await.contains("no such order"));
+            let late = remarks(settings, "17", &["--deadline", "2020-01-01T00:00:00Z"]).await;
+            assert!(late.contains("is no UUID") && late.contains("2020-01-01T00:00:00.000Z has passed"), "{late}");
+
+            // A database that is not there takes nothing from what was done.
+            let mut away = settings.clone();
+            away.database.url = format!("postgres://u:{PASSWORD}@127.0.0.1:{NOBODY_LISTENS}/d").into();
+            let unread = remarks(&away, &id, &["--in", "5s"]).await;
+            assert!(sentence(&unread).contains("not compared") && !unread.contains(PASSWORD), "{unread}");
+            let mut command = order_timeout(settings);
+            command.env_remove("ORDER_TIMEOUT__DATABASE__URL").args(["schedule", &unknown, "--in", "60s"]);
+            let (code, _, stderr) = tokio::task::block_in_place(|| run(&mut command));
+            assert_eq!((code, stderr.as_str()), (0, ""));
+            // Another table's ids are the shop's to know.
+            let mut own = settings.clone();
+            (own.orders.close_sql, own.orders.overdue_sql) = ("a".into(), "b".into());
+            assert_eq!(remarks(&own, "17", &["--in", "60s"]).await, "");
+        },
+    );
+}
+
+#[test]
+fn a_worker_that_cannot_start_names_no_page() {
+    on_stage(figures::shown, async |stage| {
+        let mut settings = stage.settings.clone();
+        settings.amqp.url = with_parts(&settings.amqp.url, None, None, Some("no-such-vhost"));
+        let mut command = order_timeout(&settings);
+        command.env("ORDER_TIMEOUT__LOG__FILTER", "info").arg("worker");
+        let (code, _, stderr) = tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap();
+        assert!(code == 1 && stderr.contains("no-such-vhost"), "{stderr}");
+        assert!(!stderr.contains("health and metrics at"), "{stderr}");
+    });
 }
 
 #[test]

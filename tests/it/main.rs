@@ -26,6 +26,7 @@ mod plan;
 mod publisher;
 mod readme;
 mod redelivery;
+mod sanitized;
 mod secrets;
 mod shards;
 mod sweep;

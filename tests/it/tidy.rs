@@ -107,6 +107,7 @@ fn sqlx_stays_in_its_rooms() {
     let rooms = [
         "announce.rs",
         "cli/parked.rs",
+        "cli/schedule_check.rs",
         "close.rs",
         "config/validate.rs",
         "contract.rs",
@@ -176,7 +177,14 @@ fn the_local_wall_clock_is_read_by_publishers_alone() {
     );
     assert_eq!(
         users_of(r"\bnow_by_local_clock\b"),
-        set(&["order.rs", "schedule/mod.rs", "cli/parked.rs", "cli/schedule.rs", "worker/signs.rs"]),
+        set(&[
+            "order.rs",
+            "schedule/mod.rs",
+            "cli/parked.rs",
+            "cli/schedule.rs",
+            "cli/schedule_check.rs",
+            "worker/signs.rs"
+        ]),
         "the worker goes by the database's clock: its own may be wrong, and would close orders early"
     );
 }
