@@ -5,7 +5,6 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-use clap::Parser;
 use clap::error::ErrorKind;
 use order_timeout::cli::{Answer, Cli};
 use order_timeout::{sanitize, telemetry};
@@ -24,7 +23,8 @@ fn main() -> ExitCode {
         // SAFETY: no other thread runs yet that could read the environment meanwhile.
         unsafe { std::env::set_var(STACK_SETTING, STACK_BYTES) };
     }
-    let cli = match Cli::try_parse() {
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    let cli = match Cli::read(&arguments) {
         Ok(cli) => cli,
         Err(fault) => return wrong_usage(&fault),
     };

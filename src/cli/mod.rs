@@ -11,10 +11,11 @@ pub mod setup;
 pub mod topology;
 pub mod worker;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::config::{BadSettings, Settings, duration};
 use crate::message::read_rfc3339;
@@ -55,6 +56,23 @@ pub struct SettingsArgs {
 }
 
 impl Cli {
+    /// Reads the command line.
+    ///
+    /// # Errors
+    /// clap's, also where `--set` stands on both sides of the subcommand: of an option that may stand anywhere, clap keeps
+    /// what stands behind the subcommand alone, and a command with half of its settings may meet the wrong server.
+    pub fn read(arguments: &[OsString]) -> Result<Self, clap::Error> {
+        let cli = Self::try_parse_from(arguments)?;
+        let options = arguments.iter().take_while(|argument| *argument != "--");
+        let is_set =
+            |argument: &&OsString| argument.to_str().is_some_and(|text| text == "--set" || text.starts_with("--set="));
+        if options.filter(is_set).count() > cli.settings.overrides.len() {
+            let why = "--set stands before and behind the subcommand; write every --set behind it";
+            return Err(Self::command().error(clap::error::ErrorKind::ArgumentConflict, why));
+        }
+        Ok(cli)
+    }
+
     /// Loads the settings that the command needs.
     ///
     /// # Errors

@@ -241,6 +241,8 @@ fn wrong_usage_exits_with_2_and_says_where_help_is() {
         (&[&when[..], &["--in", "5"]].concat(), "time unit needed, for example 5sec"),
         (&[&when[..], &["--in=-5s"]].concat(), "write a number and its unit, such as 90s"),
         (&[&when[..], &["--in", "-5s"]].concat(), "a deadline lies ahead; write a number and its unit"),
+        // One of the two would be lost.
+        (&["--set", "namespace=a", "topology", "--set", "delay.lead=3s"], "write every --set behind it"),
         (&["worker", "--port", "9000"], "--set http.listen=127.0.0.1:9395"),
         (&["schedule", "order-1", "--order-id", "order-1", "--in", "5s"], "cannot be used with"),
         (&["deadline", "--in", "5s"], "--order-id"),

@@ -1,6 +1,5 @@
 //! Private servers that a test may kill, stop and restart: their own ports and directories, removed afterwards.
 
-use std::io::{Seek, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
