@@ -68,7 +68,11 @@ impl SessionEnd {
     fn of(error: &lapin::Error) -> Self {
         let kind = broker::end_kind(error);
         let why = match kind {
-            EndKind::Unreadable => format!("the AMQP client cannot read a message that the broker delivered ({error})"),
+            // Of what it could not parse the client knows no more than that.
+            EndKind::Unreadable => match broker::reply(error) {
+                Some((_, size)) => format!("the AMQP client cannot read a message that the broker delivered ({size})"),
+                None => "the AMQP client cannot read a message that the broker delivered".into(),
+            },
             EndKind::BrokerFailed => {
                 format!("the broker itself failed ({error}), as RabbitMQ 3 does over a message that it cannot deliver")
             }

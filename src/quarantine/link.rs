@@ -26,7 +26,7 @@ const CHUNK_BYTES: usize = 64 * 1024;
 /// The specification's own minimum, which lapin does not go below either.
 const FRAME_MIN_BYTES: u32 = 4_096;
 /// How long the broker may take over a goodbye, with what it still delivers before it.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// An open connection with its channel.
 pub(super) struct Link {
@@ -43,6 +43,13 @@ pub(super) struct Link {
 
 /// What the broker sends while a queue is looked through.
 pub(super) enum Received {
+    Message(Message),
+    /// So many messages are ready.
+    Ready(u64),
+}
+
+/// A message, or any method that is no message.
+enum Incoming {
     Message(Message),
     Method(AMQPClass),
 }
@@ -92,8 +99,8 @@ impl Link {
         Ok(())
     }
 
-    /// How many messages of a queue are ready to be delivered.
-    pub async fn ready(&mut self, name: &str) -> Result<u64, QuarantineError> {
+    /// Asks how many messages of a queue are ready to be delivered; the answer comes between deliveries.
+    pub async fn ask_for_ready(&mut self, name: &str) -> Result<(), QuarantineError> {
         let declare = queue::Declare {
             queue: name.into(),
             passive: true,
@@ -103,12 +110,7 @@ impl Link {
             nowait: false,
             arguments: FieldTable::default(),
         };
-        self.call(CHANNEL, AMQPClass::Queue(queue::AMQPMethod::Declare(declare))).await?;
-        let is_answer = |method: &AMQPClass| matches!(method, AMQPClass::Queue(queue::AMQPMethod::DeclareOk(_)));
-        match self.answer(is_answer).await? {
-            AMQPClass::Queue(queue::AMQPMethod::DeclareOk(declared)) => Ok(declared.message_count.into()),
-            _ => unreachable!("asked for"),
-        }
+        self.call(CHANNEL, AMQPClass::Queue(queue::AMQPMethod::Declare(declare))).await
     }
 
     /// Sets how many messages each further consumer may have unacknowledged.
@@ -138,10 +140,10 @@ impl Link {
         let get = basic::Get { queue: name.into(), no_ack: false };
         self.call(CHANNEL, AMQPClass::Basic(basic::AMQPMethod::Get(get))).await?;
         loop {
-            match self.receive(self.timeout).await? {
-                Some(Received::Message(message)) => return Ok(Some(message)),
-                Some(Received::Method(AMQPClass::Basic(basic::AMQPMethod::GetEmpty(_)))) => return Ok(None),
-                Some(Received::Method(_)) => {}
+            match self.incoming(self.timeout).await? {
+                Some(Incoming::Message(message)) => return Ok(Some(message)),
+                Some(Incoming::Method(AMQPClass::Basic(basic::AMQPMethod::GetEmpty(_)))) => return Ok(None),
+                Some(Incoming::Method(_)) => {}
                 None => return Err(self.silent()),
             }
         }
@@ -175,8 +177,21 @@ impl Link {
         Ok(())
     }
 
-    /// The next message or method; `None` if nothing has come for `patience`. May be dropped and asked again.
+    /// The next message or answer; `None` if nothing has come for `patience`.
     pub async fn receive(&mut self, patience: Duration) -> Result<Option<Received>, QuarantineError> {
+        loop {
+            match self.incoming(patience).await? {
+                Some(Incoming::Message(message)) => return Ok(Some(Received::Message(message))),
+                Some(Incoming::Method(AMQPClass::Queue(queue::AMQPMethod::DeclareOk(declared)))) => {
+                    return Ok(Some(Received::Ready(declared.message_count.into())));
+                }
+                Some(Incoming::Method(_)) => {}
+                None => return Ok(None),
+            }
+        }
+    }
+
+    async fn incoming(&mut self, patience: Duration) -> Result<Option<Incoming>, QuarantineError> {
         loop {
             let Some(frame) = self.frame(patience).await? else { return Ok(None) };
             if frame.kind == Kind::Heartbeat {
@@ -185,14 +200,14 @@ impl Link {
             if self.assembler.expects_content() || is_delivery(&frame) {
                 let added = self.assembler.add(frame).map_err(|fault| self.broken(&fault))?;
                 if let Some(message) = added {
-                    return Ok(Some(Received::Message(message)));
+                    return Ok(Some(Incoming::Message(message)));
                 }
                 continue;
             }
             let Ok((_, AMQPFrame::Method(_, method))) = parse_frame(frame.to_bytes().as_slice()) else {
                 return Err(self.broken(&super::frame::NotFramesError));
             };
-            return self.unless_closed(method).map(|method| Some(Received::Method(method)));
+            return self.unless_closed(method).map(|method| Some(Incoming::Method(method)));
         }
     }
 
@@ -212,8 +227,8 @@ impl Link {
     /// Waits for this answer; deliveries meanwhile are passed over.
     async fn answer(&mut self, is_it: impl Fn(&AMQPClass) -> bool) -> Result<AMQPClass, QuarantineError> {
         loop {
-            match self.receive(self.timeout).await? {
-                Some(Received::Method(method)) if is_it(&method) => return Ok(method),
+            match self.incoming(self.timeout).await? {
+                Some(Incoming::Method(method)) if is_it(&method) => return Ok(method),
                 Some(_) => {}
                 None => return Err(self.silent()),
             }

@@ -23,11 +23,12 @@ use crate::topology::Names;
 use link::{Link, Received};
 use message::Message;
 
-/// The most that a consumer may have unacknowledged; one more consumer takes up where it is full.
-const PREFETCH: u16 = u16::MAX;
-/// A queue with nothing more to deliver is silent for this long; while it owes us messages, for this.
+/// The most that a consumer has unacknowledged; one more consumer takes over where it is full. A quorum queue gives a
+/// consumer its share in one piece, over which it is silent for seconds if that is tens of thousands.
+const PREFETCH: u16 = 5_000;
+/// After this much silence the broker is asked whether more is ready; after this much more, it is not delivered to us.
 const SILENCE_AT_THE_END: Duration = Duration::from_millis(300);
-const SILENCE_BEFORE_THE_END: Duration = Duration::from_secs(3);
+const SILENCE_BEFORE_THE_END: Duration = Duration::from_secs(5);
 /// Unreadable messages that are stored, and then acknowledged, at a time.
 const STORED_AT_ONCE: usize = 100;
 /// Unreadable messages that a report lists; the rest is counted.
@@ -136,7 +137,8 @@ pub async fn search(
         Err(error) => return Err(error),
     }
     let Search { link, report, .. } = search;
-    link.close().await?;
+    // Whatever the broker says to it: all that is acknowledged is stored, and the rest is given back with the connection.
+    let _answered_or_gone = link.close().await;
     Ok(report)
 }
 
@@ -156,7 +158,8 @@ pub async fn locate_undeliverable(settings: &AmqpSettings, queue: &str) -> Resul
             Err(error) => return Err(error),
         }
     }
-    link.close().await
+    let _answered_or_gone = link.close().await;
+    Ok(())
 }
 
 impl Report {
@@ -187,16 +190,30 @@ impl Search<'_> {
     /// Everything stays unacknowledged until the connection is closed, so that each message is met once.
     async fn walk(&mut self, bounds: Bounds) -> Result<(), QuarantineError> {
         let began = Instant::now();
-        let ready = self.link.ready(self.queue).await?;
         self.link.prefetch(PREFETCH).await?;
         self.link.consume(self.queue).await?;
-        let (mut room, mut acknowledged) = (u64::from(PREFETCH), 0);
+        let (mut room, mut acknowledged, mut owed) = (u64::from(PREFETCH), 0, false);
         loop {
-            let patience = if self.report.searched < ready { SILENCE_BEFORE_THE_END } else { SILENCE_AT_THE_END };
-            match self.link.receive(patience).await? {
-                Some(Received::Message(message)) => self.look_at(&message),
-                Some(Received::Method(_)) => continue,
-                None => break,
+            match self.link.receive(if owed { SILENCE_BEFORE_THE_END } else { SILENCE_AT_THE_END }).await? {
+                Some(Received::Message(message)) => {
+                    owed = false;
+                    self.look_at(&message);
+                }
+                Some(Received::Ready(0)) => break,
+                Some(Received::Ready(_)) => continue,
+                // What a session has lost that just ended may still be on its way back into the queue.
+                None if !owed => {
+                    owed = true;
+                    self.link.ask_for_ready(self.queue).await?;
+                    continue;
+                }
+                None => {
+                    let searched = self.report.searched;
+                    self.report.stopped = Some(format!(
+                        "after {searched} messages the broker delivered none of those that were ready for {SILENCE_BEFORE_THE_END:?}"
+                    ));
+                    break;
+                }
             }
             if self.waiting.len() >= STORED_AT_ONCE {
                 acknowledged += self.put_aside().await?;

@@ -3,6 +3,8 @@
 //! Acts on the ends of sessions that the AMQP client could not read on; on no other. How a queue is searched is the
 //! business of `crate::quarantine`.
 
+use std::time::Duration;
+
 use tracing::{info, warn};
 
 use super::Signs;
@@ -14,6 +16,8 @@ use crate::deliver::SessionEnd;
 use crate::health::{BEAT_EVERY, Loop};
 use crate::quarantine::{self, Bounds, Found, QuarantineError, Report};
 
+/// Between searches that find nothing.
+const PAUSES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(4)];
 /// Messages that a search names in the log; the rest is counted.
 const NAMED: usize = 5;
 
@@ -44,7 +48,7 @@ impl Quarantine {
             }
             EndKind::Unreadable => {
                 self.report(&format!("{}; the queues are searched for it", end.why));
-                self.search_all().await
+                self.search_until_found().await
             }
         }
     }
@@ -59,6 +63,19 @@ impl Quarantine {
     fn report(&mut self, why: &str) {
         self.reported = true;
         self.signs.degraded(Cause::UnreadableMessage, Some(why));
+    }
+
+    /// There is such a message. Where it is not found, the broker has not put back yet what the session had, or another
+    /// worker has moved it.
+    async fn search_until_found(&mut self) -> bool {
+        for pause in PAUSES {
+            if self.search_all().await {
+                return true;
+            }
+            self.signs.health.beat(Loop::Supervisor);
+            tokio::time::sleep(pause).await;
+        }
+        self.search_all().await
     }
 
     async fn search_all(&mut self) -> bool {

@@ -102,8 +102,8 @@ fn worker_closes_beside(sorts: &'static [Sort], orders: usize) {
             shown(settings);
         },
         async move |stage| {
-            let others = stage.orders(orders, 15 * SECOND).await;
-            let named = stage.orders(sorts.len(), 40 * SECOND).await;
+            let others = stage.orders(orders, 20 * SECOND).await;
+            let named = stage.orders(sorts.len(), 60 * SECOND).await;
             let (before, after) = others.split_at(orders / 2);
             stage.deliver(before).await;
             let mut expected = Vec::new();
@@ -186,6 +186,30 @@ fn returned_headers_beyond_frame_are_moved_aside() {
 #[test]
 fn all_sorts_at_once_are_moved_aside() {
     worker_closes_beside(&Sort::ALL, 500);
+}
+
+#[test]
+fn two_workers_search_at_once() {
+    on_stage(
+        |settings| settings.worker.hold_max = 60 * SECOND,
+        async |stage| {
+            let orders = stage.orders(100, 20 * SECOND).await;
+            stage.deliver(&orders).await;
+            let mut expected = Vec::new();
+            for (sort, order) in Sort::ALL.iter().zip(stage.orders(Sort::ALL.len(), 60 * SECOND).await) {
+                expected.push((sort.publish(&stage, &order.body()).await, sort.why(), order.id.to_string()));
+            }
+            let workers = [stage.worker().await, stage.worker().await];
+            wait_for("the closes", async || stage.closed().await == 100).await;
+            stage.assert_closed_by_alarms().await;
+            assert_named(&stage, &expected, &[]).await;
+            for worker in workers {
+                worker.stop().await;
+            }
+            stage.assert_drained().await;
+            stage.assert_ledger().await;
+        },
+    );
 }
 
 #[test]
