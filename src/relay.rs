@@ -132,6 +132,21 @@ impl NotRelayed {
         matches!(self, Self::Database(error) if error.as_database_error().is_none())
     }
 
+    /// Whether the database is of no use at all, rather than this outbox.
+    #[must_use]
+    pub fn is_of_the_whole_database(&self) -> bool {
+        matches!(self, Self::Database(error) if trouble(error) == Trouble::Away)
+    }
+
+    /// The cause alone.
+    #[must_use]
+    pub fn cause(&self) -> String {
+        match self {
+            Self::Database(error) => why(error),
+            Self::Broker(fault) => fault.to_string(),
+        }
+    }
+
     /// Whether the database accepts no writes, so that what was sent cannot be marked.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
@@ -328,8 +343,8 @@ impl Outbox {
     /// How long the oldest unsent row has been waiting, and when a row was last sent.
     ///
     /// # Errors
-    /// sqlx's.
-    pub async fn backlog(&self) -> Result<Backlog, sqlx::Error> {
+    /// [`NotRelayed::Database`].
+    pub async fn backlog(&self) -> Result<Backlog, NotRelayed> {
         let select = sqlx::query(self.sql.backlog);
         let row = self.database.run(async |connection| select.fetch_one(connection).await).await?;
         // Negative if the server's clock was set back.

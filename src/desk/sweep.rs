@@ -45,14 +45,14 @@ pub(super) struct Sweep {
     behind: Option<(SweepPlace, Moment)>,
     /// Where a whole pass goes on that gave way to a short one.
     paused: Option<SweepPlace>,
-    /// When a pass last began that comes to those who have just fallen due.
+    /// When a pass that reaches the newest overdue orders last began or ended.
     looked_behind_at: Moment,
     cut_short: u32,
     failures: u32,
     troubled: HashMap<OrderId, Troubled>,
     /// Whom somebody else had when they were tried, and when each was last seen overdue.
     busy: HashMap<OrderId, Moment>,
-    /// Who needed no close when it was tried.
+    /// Orders that needed no close when they were tried.
     settled: HashMap<OrderId, Settled>,
     /// When nobody was left alone any longer.
     looked_again_at: Option<Moment>,
@@ -84,6 +84,7 @@ struct Settled {
     deadline: Deadline,
     until: Moment,
     times: u32,
+    tried: Moment,
     seen: Moment,
 }
 
@@ -145,7 +146,7 @@ impl Sweep {
         self.after = place;
     }
 
-    /// A whole pass that takes long gives way: who falls due meanwhile does not wait for its end.
+    /// A long whole pass pauses for a short one: orders that fall due meanwhile do not wait for its end.
     fn give_way(&mut self, policy: &Policy, now: Moment) {
         if let Some((place, _)) = &self.behind
             && !self.is_short
@@ -200,9 +201,11 @@ impl Sweep {
         self.busy.retain(|_, seen| *seen >= began);
         self.settled.retain(|_, settled| settled.seen >= began);
         let rest = (now.since(began) * REST_OF_A_PASS).min(LONGEST_REST_OF_A_PASS);
-        // Who falls due meanwhile stands behind those, and is looked for as often as ever.
+        // Orders that fall due meanwhile are behind its last row, and are looked for as often as before.
         let finds_few = self.to_try * FEW_OF <= self.found;
-        self.behind = last.filter(|_| finds_few && rest > policy.sweep_every).map(|last| (last, now + rest));
+        // Even where the next one begins at once it gives way to those behind.
+        let until = if finds_few { now + rest } else { now };
+        self.behind = last.filter(|_| rest > policy.sweep_every).map(|last| (last, until));
     }
 
     /// Takes note that this order is overdue still. Returns whether it is not being left alone.
@@ -271,11 +274,15 @@ impl Sweep {
         }
         let known = self.settled.get(&order_id).filter(|settled| settled.deadline == deadline);
         let times = known.map_or(0, |settled| settled.times) + 1;
-        let rest = match times {
-            0 | 1 => Duration::ZERO,
-            _ => (FIRST_REST * 2_u32.saturating_pow((times - 2).min(11))).min(longest),
+        let rest = match known {
+            None => Duration::ZERO,
+            // Longer than it took to come back: of a great many that takes its time, and there are the others.
+            Some(known) => {
+                let doubling = FIRST_REST * 2_u32.saturating_pow((times - 2).min(11));
+                doubling.max(2 * now.since(known.tried)).min(longest)
+            }
         };
-        self.settled.insert(order_id, Settled { deadline, until: now + rest, times, seen: now });
+        self.settled.insert(order_id, Settled { deadline, until: now + rest, times, tried: now, seen: now });
     }
 
     /// Nobody is left alone any longer. Not more often than each would be tried anyhow: that some are closed need not mean
@@ -324,6 +331,7 @@ impl Sweep {
         for settled in self.settled.values_mut() {
             settled.until = now.min(settled.until);
             settled.seen = now.min(settled.seen);
+            settled.tried = now.min(settled.tried);
         }
         self.behind = None;
     }

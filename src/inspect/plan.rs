@@ -119,7 +119,7 @@ fn forbidden(name: &str, error: sqlx::Error) -> Result<Found, sqlx::Error> {
 }
 
 fn explain(sql: &SqlStr) -> SqlStr {
-    // The statement is configuration: whoever may set it may run any SQL anyhow.
+    // The statement is configuration: a user who may set it may run any SQL.
     AssertSqlSafe(format!("EXPLAIN (VERBOSE, FORMAT JSON) {}", sql.as_str())).into_sql_str()
 }
 

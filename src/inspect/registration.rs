@@ -192,7 +192,7 @@ mod tests {
             |settings: &mut Settings| settings.delay.lane_shards += 1,
             |settings: &mut Settings| settings.worker.shards += 1,
             |settings: &mut Settings| settings.delay.strategy = Strategy::DelayedExchange,
-            |settings: &mut Settings| settings.delay.lanes.truncate(1),
+            |settings: &mut Settings| settings.delay.lanes.clear(),
             |settings: &mut Settings| settings.delay.rings.truncate(1),
         ] {
             assert!(disagreement(&own, &[entry(change)]).is_some());

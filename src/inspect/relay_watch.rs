@@ -4,7 +4,6 @@
 
 use std::time::{Duration, Instant};
 
-use crate::database::{Trouble, trouble, why};
 use crate::relay::{Backlog, NotRelayed};
 
 /// How long an outbox may be unreadable before it is said: a lock or a deadlock is over sooner.
@@ -34,10 +33,10 @@ impl RelayWatch {
     }
 
     /// What a look at the outbox found. One that the database could not answer says nothing of the outbox.
-    pub fn note_backlog(&mut self, backlog: &Result<Backlog, sqlx::Error>, now: Instant) {
+    pub fn note_backlog(&mut self, backlog: &Result<Backlog, NotRelayed>, now: Instant) {
         let backlog = match backlog {
             Ok(backlog) => backlog,
-            Err(error) => return self.note_unreadable(error, now),
+            Err(fault) => return self.note_unreadable(fault, now),
         };
         self.unreadable = None;
         let since_last_look = now.saturating_duration_since(self.read);
@@ -52,13 +51,13 @@ impl RelayWatch {
         }
     }
 
-    fn note_unreadable(&mut self, error: &sqlx::Error, now: Instant) {
-        if trouble(error) == Trouble::Away {
+    fn note_unreadable(&mut self, fault: &NotRelayed, now: Instant) {
+        if fault.is_of_the_whole_database() {
             return;
         }
         self.waiting_since = None;
         let since = self.unreadable.take().map_or(now, |(since, _)| since);
-        self.unreadable = Some((since, why(error)));
+        self.unreadable = Some((since, fault.cause()));
     }
 
     /// What came of a round, where this worker is the relay.
@@ -102,13 +101,13 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn backlog(age_s: u64, last_sent_s: Option<u64>) -> Result<Backlog, sqlx::Error> {
+    fn backlog(age_s: u64, last_sent_s: Option<u64>) -> Result<Backlog, NotRelayed> {
         let age = age_s as u32 * SECOND;
         Ok(Backlog { age, new_age: age, last_sent: last_sent_s.map(Duration::from_secs) })
     }
 
     /// What is said after a look each second, with these answers.
-    fn after(looks: impl Iterator<Item = Result<Backlog, sqlx::Error>>) -> Option<String> {
+    fn after(looks: impl Iterator<Item = Result<Backlog, NotRelayed>>) -> Option<String> {
         let mut now = Instant::now();
         let mut watch = RelayWatch::new("event_outbox", true, now);
         for look in looks {

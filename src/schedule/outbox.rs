@@ -110,8 +110,8 @@ impl AlarmRelay {
     /// What waits in the outbox.
     ///
     /// # Errors
-    /// sqlx's.
-    pub async fn backlog(&self) -> Result<Backlog, sqlx::Error> {
+    /// As of [`Outbox::backlog`].
+    pub async fn backlog(&self) -> Result<Backlog, NotRelayed> {
         self.outbox.backlog().await
     }
 

@@ -486,8 +486,13 @@ fn paid_orders_found_overdue_are_left_alone() {
         wait_for("the contradiction", async || said(&worker, "orders_contract").await.is_some()).await;
         let closes = "SELECT last_value FROM public.closes";
         let looks = "SELECT last_value FROM public.looks";
-        // Until they have grown tired of it.
-        tokio::time::sleep(20 * SECOND).await;
+        // They rest for longer each time.
+        wait_within(240 * SECOND, "fewer closes", async || {
+            let before = stage.count(closes).await;
+            tokio::time::sleep(2 * SECOND).await;
+            stage.count(closes).await - before < 10
+        })
+        .await;
         let (closes_before, looks_before, began) =
             (stage.count(closes).await, stage.count(looks).await, Instant::now());
         let open = stage.count("SELECT count(*) FROM public.purchases WHERE state = 'open'").await;
