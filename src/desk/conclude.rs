@@ -62,7 +62,9 @@ impl Desk {
                 self.carry_out(case, receipt, next, now);
             }
             Origin::Swept => match after_sweep(&finding, self.outage.befalls_several()) {
-                AfterSweep::Forget => self.sweep.forget(&case.alarm.due.order_id),
+                AfterSweep::Settled(longest) => {
+                    self.sweep.settle(case.alarm.due.order_id, case.alarm.due.deadline, longest, now);
+                }
                 AfterSweep::LetGo => {}
                 AfterSweep::LeaveToWhoHasIt => self.leave_to_who_has_it(case, now),
                 AfterSweep::LookAgain => {

@@ -219,6 +219,12 @@ impl Desk {
         self.outage.why_nothing(&self.policy, now)
     }
 
+    /// Whether the database does not answer. It is not asked for overdue orders then.
+    #[must_use]
+    pub fn database_is_away(&self) -> bool {
+        self.outage.is_away()
+    }
+
     /// Stops taking anything new and gives back to the broker whatever is not in a closer's hands.
     pub fn drain(&mut self) {
         self.draining = true;

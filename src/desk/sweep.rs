@@ -19,6 +19,16 @@ pub(super) const LONGEST_BLAMELESS_REST: Duration = Duration::from_secs(8);
 /// How many passes in a row may end early. Every eighth goes to the end, so that no crowd hides anybody for long.
 const PASSES_CUT_SHORT: u32 = 7;
 
+/// So many orders are remembered that needed no close. A statement that finds more of them again than that has the others
+/// looked at in each pass.
+const MOST_SETTLED: usize = 100_000;
+
+/// Of so many that a pass finds, one at most is to be tried: then such a pass may take a tenth of the time, and rests for so
+/// many times as long as it took.
+const FEW_OF: usize = 10;
+const REST_OF_A_PASS: u32 = 9;
+const LONGEST_REST_OF_A_PASS: Duration = Duration::from_secs(4);
+
 /// The state of the sweep.
 #[derive(Debug)]
 pub(super) struct Sweep {
@@ -26,11 +36,24 @@ pub(super) struct Sweep {
     pass_began: Moment,
     asking: bool,
     after: Option<SweepPlace>,
+    /// Whether this pass began behind those that the last whole one left alone.
+    is_short: bool,
+    /// How many orders this whole pass has found so far, and how many of them are to be tried.
+    found: usize,
+    to_try: usize,
+    /// Where a short pass begins, and until when passes are short.
+    behind: Option<(SweepPlace, Moment)>,
+    /// Where a whole pass goes on that gave way to a short one.
+    paused: Option<SweepPlace>,
+    /// When a pass that reaches the newest overdue orders last began or ended.
+    looked_behind_at: Moment,
     cut_short: u32,
     failures: u32,
     troubled: HashMap<OrderId, Troubled>,
     /// Whom somebody else had when they were tried, and when each was last seen overdue.
     busy: HashMap<OrderId, Moment>,
+    /// Orders that needed no close when they were tried.
+    settled: HashMap<OrderId, Settled>,
     /// When nobody was left alone any longer.
     looked_again_at: Option<Moment>,
     /// The deadline of the first order of the last pass.
@@ -55,6 +78,16 @@ struct Troubled {
     seen: Moment,
 }
 
+/// An order that was overdue and needed no close. Not seen for a whole pass, as is usual, it is forgotten.
+#[derive(Debug, Clone, Copy)]
+struct Settled {
+    deadline: Deadline,
+    until: Moment,
+    times: u32,
+    tried: Moment,
+    seen: Moment,
+}
+
 impl Sweep {
     pub fn new() -> Self {
         let never = Moment::from_unix_micros(0);
@@ -63,10 +96,17 @@ impl Sweep {
             pass_began: never,
             asking: false,
             after: None,
+            is_short: false,
+            found: 0,
+            to_try: 0,
+            behind: None,
+            paused: None,
+            looked_behind_at: never,
             cut_short: 0,
             failures: 0,
             troubled: HashMap::new(),
             busy: HashMap::new(),
+            settled: HashMap::new(),
             looked_again_at: None,
             oldest: None,
         }
@@ -89,11 +129,40 @@ impl Sweep {
             return None;
         }
         if self.after.is_none() {
-            self.pass_began = now;
+            self.begin_pass(now);
         }
         self.asking = true;
         let grace = if broker_is_here { policy.sweep_grace } else { Duration::ZERO };
         Some(SweepPage { grace, after: self.after.clone(), limit: policy.sweep_page })
+    }
+
+    /// At the front, or behind those that a whole pass has just left alone.
+    fn begin_pass(&mut self, now: Moment) {
+        (self.pass_began, self.looked_behind_at) = (now, now);
+        (self.found, self.to_try) = (0, 0);
+        self.paused = None;
+        let place = self.behind.as_ref().filter(|(_, until)| *until > now).map(|(place, _)| place.clone());
+        self.is_short = place.is_some();
+        self.after = place;
+    }
+
+    /// A long whole pass pauses for a short one: orders that fall due meanwhile do not wait for its end.
+    fn give_way(&mut self, policy: &Policy, now: Moment) {
+        if let Some((place, _)) = &self.behind
+            && !self.is_short
+            && now.since(self.looked_behind_at) >= policy.sweep_every
+        {
+            self.paused = self.after.replace(place.clone());
+            self.is_short = true;
+        }
+    }
+
+    /// And goes on where it was. Returns whether there was one.
+    fn go_on_where_it_was(&mut self, now: Moment) -> bool {
+        self.after = self.paused.take();
+        self.is_short &= self.after.is_none();
+        self.looked_behind_at = now;
+        self.after.is_some()
     }
 
     /// Takes note of a page. Returns those of it that are not being left alone.
@@ -103,25 +172,54 @@ impl Sweep {
         if self.after.is_none() {
             self.oldest = page.orders.first().map(|overdue| overdue.deadline);
         }
-        let is_last = page.next.is_none();
-        self.after = page.next;
-        if is_last {
-            self.end_pass(policy, now);
+        let before = self.after.take();
+        let last = page.next.clone().or_else(|| page.orders.last().map(place_of)).or_else(|| before.clone());
+        // A statement that does not go on where it was told to would never come to an end.
+        self.after = page.next.filter(|next| before.is_none_or(|before| is_behind(next, &before)));
+        let is_last = self.after.is_none();
+        let found = page.orders.len();
+        let wanted: Vec<Overdue> = page.orders.into_iter().filter(|overdue| self.wants(overdue, now)).collect();
+        if !self.is_short {
+            self.found += found;
+            self.to_try += wanted.len();
         }
-        let wanted = page.orders.into_iter().filter(|overdue| self.wants(&overdue.order_id, now)).collect();
-        if is_last {
+        if !is_last {
+            self.give_way(policy, now);
+        } else if !self.go_on_where_it_was(now) {
+            self.end_pass(policy, now);
             self.cut_short = 0;
-            let began = self.pass_began;
-            self.troubled.retain(|_, troubled| troubled.seen >= began);
-            self.busy.retain(|_, seen| *seen >= began);
+            if !self.is_short {
+                self.end_whole_pass(last, policy, now);
+            }
         }
         wanted
     }
 
+    fn end_whole_pass(&mut self, last: Option<SweepPlace>, policy: &Policy, now: Moment) {
+        let began = self.pass_began;
+        self.troubled.retain(|_, troubled| troubled.seen >= began);
+        self.busy.retain(|_, seen| *seen >= began);
+        self.settled.retain(|_, settled| settled.seen >= began);
+        let rest = (now.since(began) * REST_OF_A_PASS).min(LONGEST_REST_OF_A_PASS);
+        // Orders that fall due meanwhile are behind its last row, and are looked for as often as before.
+        let finds_few = self.to_try * FEW_OF <= self.found;
+        // Even where the next one begins at once it gives way to those behind.
+        let until = if finds_few { now + rest } else { now };
+        self.behind = last.filter(|_| rest > policy.sweep_every).map(|last| (last, until));
+    }
+
     /// Takes note that this order is overdue still. Returns whether it is not being left alone.
-    fn wants(&mut self, order_id: &OrderId, now: Moment) -> bool {
+    fn wants(&mut self, overdue: &Overdue, now: Moment) -> bool {
+        let order_id = &overdue.order_id;
         if let Some(seen) = self.busy.get_mut(order_id) {
             *seen = now;
+        }
+        if let Some(settled) = self.settled.get_mut(order_id) {
+            settled.seen = now;
+            // With another deadline it is another matter.
+            if settled.until > now && settled.deadline == overdue.deadline {
+                return false;
+            }
         }
         let Some(troubled) = self.troubled.get_mut(order_id) else { return true };
         troubled.seen = now;
@@ -166,10 +264,25 @@ impl Sweep {
         self.busy.insert(order_id, now);
     }
 
-    /// This order needs nobody any more.
-    pub fn forget(&mut self, order_id: &OrderId) {
-        self.troubled.remove(order_id);
-        self.busy.remove(order_id);
+    /// This order needs no close. The first two times it may be a row that was changed meanwhile; found overdue ever again,
+    /// with this deadline, it is left alone for a while that grows up to `longest`.
+    pub fn settle(&mut self, order_id: OrderId, deadline: Deadline, longest: Duration, now: Moment) {
+        self.troubled.remove(&order_id);
+        self.busy.remove(&order_id);
+        if self.settled.len() >= MOST_SETTLED && !self.settled.contains_key(&order_id) {
+            return;
+        }
+        let known = self.settled.get(&order_id).filter(|settled| settled.deadline == deadline);
+        let times = known.map_or(0, |settled| settled.times) + 1;
+        let rest = match known {
+            None => Duration::ZERO,
+            // Longer than it took to come back: of a great many that takes its time, and there are the others.
+            Some(known) => {
+                let doubling = FIRST_REST * 2_u32.saturating_pow((times - 2).min(11));
+                doubling.max(2 * now.since(known.tried)).min(longest)
+            }
+        };
+        self.settled.insert(order_id, Settled { deadline, until: now + rest, times, tried: now, seen: now });
     }
 
     /// Nobody is left alone any longer. Not more often than each would be tried anyhow: that some are closed need not mean
@@ -215,6 +328,12 @@ impl Sweep {
         for seen in self.busy.values_mut() {
             *seen = now.min(*seen);
         }
+        for settled in self.settled.values_mut() {
+            settled.until = now.min(settled.until);
+            settled.seen = now.min(settled.seen);
+            settled.tried = now.min(settled.tried);
+        }
+        self.behind = None;
     }
 
     /// The deadline of the oldest overdue order; `None` if the last pass found none.
@@ -226,4 +345,13 @@ impl Sweep {
     pub fn troubled(&self) -> usize {
         self.troubled.len()
     }
+}
+
+fn place_of(overdue: &Overdue) -> SweepPlace {
+    SweepPlace { deadline: overdue.deadline, id: overdue.order_id.as_str().to_owned() }
+}
+
+/// As far as can be told: how ids are sorted the database knows.
+fn is_behind(place: &SweepPlace, other: &SweepPlace) -> bool {
+    place.deadline > other.deadline || (place.deadline == other.deadline && place.id != other.id)
 }

@@ -3,6 +3,9 @@
 //!
 //! Pure: no state of its own, no I/O. The desk carries out what is decided here.
 
+use std::time::Duration;
+
+use super::sweep::{LONGEST_BLAMELESS_REST, LONGEST_REST};
 use super::{Case, Policy};
 use crate::alarm::ParkReason;
 use crate::order::{CloseFault, Deadline, Finding, Found, Moment, Outcome};
@@ -52,8 +55,8 @@ pub(super) fn after_close(policy: &Policy, case: &Case, finding: Finding, now: M
 /// What happens next with an order that the sweep found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AfterSweep {
-    /// Nothing left to do.
-    Forget,
+    /// It needs no close. One that is found overdue again all the same is left alone for a while that grows, up to this.
+    Settled(Duration),
     /// Nothing was found out about it; the next pass finds it again.
     LetGo,
     /// Somebody else has it, or its article.
@@ -71,7 +74,9 @@ pub(super) enum AfterSweep {
 pub(super) fn after_sweep(finding: &Finding, others_fail_too: bool) -> AfterSweep {
     match finding {
         Ok(Found { outcome, .. }) => match outcome {
-            Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed | Outcome::Closing => AfterSweep::Forget,
+            Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed => AfterSweep::Settled(LONGEST_REST),
+            // It may be unpaid again at any time.
+            Outcome::Closing => AfterSweep::Settled(LONGEST_BLAMELESS_REST),
             Outcome::Busy => AfterSweep::LeaveToWhoHasIt,
             Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => AfterSweep::LeaveAlone,
         },

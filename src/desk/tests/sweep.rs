@@ -213,3 +213,113 @@ fn an_order_that_somebody_else_has_is_tried_twice_more_before_the_next_pass() {
     assert_eq!(pass(500), [25], "or for long");
     assert_eq!(pass(750), [25]);
 }
+
+/// How often an order is tried in a minute, of which the close says this again and again.
+fn tries_of_a_settled_order(outcome: Outcome) -> usize {
+    let (mut desk, mut now, mut tries) = (sweeping_desk(), at_ms(250), 0);
+    run_until(&mut desk, &mut now, at_ms(60_000), &[("a", 1)], |_, _| {
+        tries += 1;
+        found(outcome)
+    });
+    tries
+}
+
+#[test]
+fn settled_order_found_again_rests_longer() {
+    for outcome in [Outcome::Paid, Outcome::AlreadyClosed] {
+        let tries = tries_of_a_settled_order(outcome);
+        assert!((5..=12).contains(&tries), "{outcome:?}: {tries} tries");
+    }
+    // It may be unpaid again at any time.
+    let tries = tries_of_a_settled_order(Outcome::Closing);
+    assert!((10..=16).contains(&tries), "{tries} tries");
+}
+
+#[test]
+fn settled_order_with_new_deadline_is_tried() {
+    let (mut desk, mut now) = (sweeping_desk(), at_ms(250));
+    run_until(&mut desk, &mut now, at_ms(60_000), &[("a", 1)], |_, _| found(Outcome::Paid));
+    let closed = run_until(&mut desk, &mut now, at_ms(60_600), &[("a", 2)], |_, _| found(Outcome::Closed));
+    assert_eq!(closed, ["a"]);
+}
+
+#[test]
+fn repeated_page_ends_the_pass() {
+    let mut desk = sweeping_desk();
+    let page = [("a", 1), ("b", 2), ("c", 3), ("d", 4)];
+    assert_eq!(swept_page(&mut desk, at_ms(250)).after, None);
+    desk.hear(swept(&page), at_ms(251));
+    // An overdue statement without $2 and $3 returns the same page each time.
+    for now in 251.. {
+        let errands = desk.errands(at_ms(now));
+        let Some(Errand::Sweep(asked)) = errands.into_iter().find(|errand| matches!(errand, Errand::Sweep(_))) else {
+            break;
+        };
+        assert!(now < 260 && asked.after == Some(place(&page[3])), "{asked:?}");
+        desk.hear(swept(&page), at_ms(now));
+    }
+}
+
+#[test]
+fn pass_over_resting_orders_is_seldom() {
+    let policy = Policy { sweep_every: Duration::from_millis(250), ..policy() };
+    let mut sweep = Sweep::new();
+    assert_eq!(sweep.page(&policy, true, at_ms(0)), None);
+    let page = |sweep: &mut Sweep, at: i64| sweep.page(&policy, true, at_ms(at)).expect("a page").after;
+    let found = |sweep: &mut Sweep, orders: &[(&str, i64)], at: i64| {
+        let News::Swept(page) = swept(orders) else { unreachable!() };
+        sweep.found(page, &policy, at_ms(at)).len()
+    };
+    let resting = [("a", 1), ("b", 2), ("c", 3), ("d", 4)];
+    for (id, _) in resting {
+        for _ in 0..12 {
+            sweep.leave_alone(OrderId::new(id).unwrap(), Duration::from_secs(300), at_ms(0));
+        }
+    }
+    // A whole pass takes 200 ms, so the next one begins 1.8 s after it.
+    assert_eq!(page(&mut sweep, 250), None);
+    assert_eq!(found(&mut sweep, &resting, 350), 0);
+    let last = Some(place(&resting[3]));
+    assert_eq!(page(&mut sweep, 350), last);
+    assert_eq!(found(&mut sweep, &[], 450), 0);
+    for at in (500..2_250).step_by(250) {
+        assert_eq!(page(&mut sweep, at), last, "at {at} ms it begins behind them");
+        assert_eq!(found(&mut sweep, &[("new", 5)], at), 1, "what falls due is found as soon as ever");
+    }
+    assert_eq!(page(&mut sweep, 2_250), None);
+    assert_eq!(found(&mut sweep, &resting[..3], 2_250), 0);
+    assert_eq!(page(&mut sweep, 2_500), None, "a pass that takes no time rests no longer");
+}
+
+#[test]
+fn long_pass_gives_way_to_newcomers() {
+    let policy = Policy { sweep_every: Duration::from_millis(250), ..policy() };
+    let mut sweep = Sweep::new();
+    assert_eq!(sweep.page(&policy, true, at_ms(0)), None);
+    let resting = [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5), ("f", 6), ("g", 7), ("h", 8)];
+    for (id, _) in resting {
+        for _ in 0..12 {
+            sweep.leave_alone(OrderId::new(id).unwrap(), Duration::from_secs(300), at_ms(0));
+        }
+    }
+    let (middle, end) = (Some(place(&resting[3])), Some(place(&resting[7])));
+    // Each page takes so long; after which page is the next one asked for, and how many does it have to try?
+    let mut now = 250;
+    let mut turn = |after: &Option<SweepPlace>, orders: &[(&str, i64)]| {
+        assert_eq!(&sweep.page(&policy, true, at_ms(now)).expect("a page").after, after, "at {now} ms");
+        now += 300;
+        let News::Swept(page) = swept(orders) else { unreachable!() };
+        sweep.found(page, &policy, at_ms(now)).len()
+    };
+    assert_eq!(turn(&None, &resting[..4]), 0);
+    assert_eq!(turn(&middle, &resting[4..]), 0);
+    assert_eq!(turn(&end, &[]), 0);
+    for _ in 0..14 {
+        assert_eq!(turn(&end, &[("new", 9)]), 1, "short passes, for nine times as long");
+    }
+    assert_eq!(turn(&None, &resting[..4]), 0);
+    assert_eq!(turn(&end, &[("new", 9)]), 1, "it gives way");
+    assert_eq!(turn(&middle, &resting[4..]), 0);
+    assert_eq!(turn(&end, &[("new", 9)]), 1, "and again");
+    assert_eq!(turn(&end, &[("new", 9)]), 1, "its own end");
+}
