@@ -56,6 +56,8 @@ causes! {
     AlarmsCirculate = "alarms_circulate",
     /// A policy of the broker's expires or drops alarms of the processing side.
     BrokerPolicy = "broker_policy",
+    /// An exchange of ours has an alternate exchange, which takes alarms that find no queue.
+    AlternateExchange = "alternate_exchange",
     /// A message that the client library cannot read was found in a queue.
     UnreadableMessage = "unreadable_message",
     /// A queue bound to the events' exchange refuses events.

@@ -47,6 +47,18 @@ const ALWAYS: &[Table] = &[
         columns: &["id", "host", "pid", "namespace", "delays", "last_seen"],
         rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
     },
+    Table {
+        name: "canaries",
+        migration: "20261125120000_canaries.sql",
+        columns: &["path", "id", "queue", "sent_at", "due_at", "waiting_since", "arrived_at"],
+        rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
+    },
+    Table {
+        name: "canary_readers",
+        migration: "20261125120000_canaries.sql",
+        columns: &["worker", "namespace", "consumers", "seen_at"],
+        rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
+    },
 ];
 
 /// Needed where the statements are our own.

@@ -382,7 +382,7 @@ impl BrokerInspections {
     fn say(&mut self) {
         let found = [
             (Cause::Topology, self.findings.topology()),
-            (Cause::BrokerPolicy, self.findings.alternate.clone()),
+            (Cause::AlternateExchange, self.findings.alternate.clone()),
             (Cause::AlarmsNotArriving, self.findings.not_arriving.clone()),
         ];
         for (cause, why) in found {

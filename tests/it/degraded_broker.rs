@@ -220,11 +220,11 @@ fn alternate_exchange_policy_is_named() {
         stage.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
 
         wait_until_named(&worker, "topology", NAMED_WITHIN, &format!("{lane:?}")).await;
-        wait_until_named(&worker, "broker_policy", Duration::from_secs(2), "alternate-exchange").await;
+        wait_until_named(&worker, "alternate_exchange", Duration::from_secs(2), "alternate-exchange").await;
         wait_until_taken_back(&worker, "topology").await;
         assert_eq!(stage.depth(&lane).await, 0, "it is there");
         ctl(&broker, &["clear_policy", "lost"]).await;
-        wait_until_taken_back(&worker, "broker_policy").await;
+        wait_until_taken_back(&worker, "alternate_exchange").await;
         worker.stop().await;
     });
 }
