@@ -212,9 +212,10 @@ fn read_only_database_is_named() {
         wait_until_ready(&worker).await;
         wait_for("the relay", async || Figures::of(&worker).await.get("relaying") == 1.0).await;
         let database: String = sqlx::query_scalar("SELECT current_database()").fetch_one(&stage.pool).await.unwrap();
+        // Committed first, or a connection that is made anew at once would still be as before.
         let read_only = |to: &str| {
             format!(
-                "SET default_transaction_read_only = off; ALTER DATABASE {database} SET default_transaction_read_only = {to};
+                "BEGIN READ WRITE; ALTER DATABASE {database} SET default_transaction_read_only = {to}; COMMIT;
                  SELECT pg_terminate_backend(pid) FROM pg_stat_activity
                  WHERE datname = '{database}' AND pid <> pg_backend_pid()"
             )
