@@ -11,7 +11,7 @@ use uuid::Uuid;
 use crate::confirm::{ConfirmedPublisher, Outgoing};
 use crate::database::{Database, Timestamptz};
 use crate::message::CONTENT_TYPE;
-use crate::relay::{NotRelayed, Outbox, OutboxSql, Relayed, outbox_sql};
+use crate::relay::{Backlog, NotRelayed, Outbox, OutboxSql, Relayed, outbox_sql};
 use crate::topology::Names;
 
 const SQL: OutboxSql = outbox_sql!(
@@ -59,12 +59,12 @@ impl Announcer {
         self.outbox.round(|row| message(exchange, row).map(Some)).await
     }
 
-    /// How long the oldest event that is not sent has been waiting.
+    /// What waits in the outbox.
     ///
     /// # Errors
-    /// sqlx's.
-    pub async fn age(&self) -> Result<Duration, sqlx::Error> {
-        self.outbox.age().await
+    /// As of [`Outbox::backlog`].
+    pub async fn backlog(&self) -> Result<Backlog, NotRelayed> {
+        self.outbox.backlog().await
     }
 
     /// Deletes some of what was sent long enough ago; returns whether there is more.

@@ -507,6 +507,13 @@ pub fn trouble(error: &sqlx::Error) -> Trouble {
     }
 }
 
+/// Whether it says that the database accepts no writes.
+#[must_use]
+pub fn is_read_only(error: &sqlx::Error) -> bool {
+    // read_only_sql_transaction
+    sqlstate(error).as_deref() == Some("25006")
+}
+
 /// Whether it says that a statement, as this connection has prepared it, does not fit what its tables are by now: sqlx
 /// would try the same plan again and again.
 fn keeps_a_plan_that_no_longer_fits(error: &sqlx::Error) -> bool {

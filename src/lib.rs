@@ -44,6 +44,7 @@ pub mod database;
 pub mod degraded;
 pub mod health;
 pub mod http;
+pub mod inspect;
 pub mod metrics;
 pub mod patience;
 pub mod relay;

@@ -3,9 +3,12 @@
 //! Counts, never decides: nothing in the worker reads a metric. No global state, so that several workers in one process
 //! keep their figures apart. The table in docs/OPERATING.md is held equal to the one here.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use prometheus::core::Collector;
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
 use prometheus::{
     Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
     Registry, TextEncoder,
@@ -29,10 +32,12 @@ pub struct Listed {
     pub kind: &'static str,
     pub label: Option<Label>,
     pub help: &'static str,
+    /// Whether its series appear with their first reading, and are absent while it cannot be read.
+    pub is_reading: bool,
 }
 
-/// What tells a metric's series apart. All of them are there from the start, at zero: a rate over a series that appears
-/// with its first event would miss that event.
+/// What tells a metric's series apart. All of them are there from the start, at zero, unless they are readings: a rate
+/// over a series that appears with its first event would miss that event.
 #[derive(Debug, Clone, Copy)]
 pub struct Label {
     pub name: &'static str,
@@ -42,6 +47,7 @@ pub struct Label {
 /// Something that counts and can be registered.
 trait Instrument: Collector + Clone + Sized + 'static {
     const KIND: &'static str;
+    const IS_READING: bool = false;
 
     fn new(listed: &Listed) -> prometheus::Result<Self>;
 }
@@ -83,8 +89,79 @@ macro_rules! instruments {
 instruments! {
     IntCounter, IntCounterVec: "counter" by options;
     IntGauge, IntGaugeVec: "gauge" by options;
-    Gauge, GaugeVec: "gauge" by options;
     Histogram, HistogramVec: "histogram" by histogram_options;
+}
+
+/// A figure that is read from elsewhere. It is absent before the first reading and after one that failed: what cannot be
+/// known must not look like zero.
+#[derive(Debug, Clone)]
+pub struct Reading {
+    gauge: Gauge,
+    is_known: Arc<AtomicBool>,
+}
+
+impl Reading {
+    /// The value that was read; `None` if it could not be.
+    pub fn show(&self, value: Option<f64>) {
+        if let Some(value) = value {
+            self.gauge.set(value);
+        }
+        self.is_known.store(value.is_some(), Ordering::Relaxed);
+    }
+}
+
+impl Collector for Reading {
+    fn desc(&self) -> Vec<&Desc> {
+        self.gauge.desc()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        if self.is_known.load(Ordering::Relaxed) { self.gauge.collect() } else { Vec::new() }
+    }
+}
+
+impl Instrument for Reading {
+    const KIND: &'static str = "gauge";
+    const IS_READING: bool = true;
+
+    fn new(listed: &Listed) -> prometheus::Result<Self> {
+        Ok(Self { gauge: Gauge::with_opts(options(listed))?, is_known: Arc::default() })
+    }
+}
+
+/// The same for a metric with a label.
+#[derive(Debug, Clone)]
+pub struct Readings(GaugeVec);
+
+impl Readings {
+    /// The value that was read of this series; `None` if it could not be.
+    pub fn show(&self, series: &str, value: Option<f64>) {
+        match value {
+            Some(value) => self.0.with_label_values(&[series]).set(value),
+            // It fails for a series that is absent already.
+            None => drop(self.0.remove_label_values(&[series])),
+        }
+    }
+}
+
+impl Collector for Readings {
+    fn desc(&self) -> Vec<&Desc> {
+        self.0.desc()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        self.0.collect()
+    }
+}
+
+impl Instrument for Readings {
+    const KIND: &'static str = "gauge";
+    const IS_READING: bool = true;
+
+    fn new(listed: &Listed) -> prometheus::Result<Self> {
+        let label = listed.label.expect("a metric with series has a label");
+        Ok(Self(GaugeVec::new(options(listed), &[label.name])?))
+    }
 }
 
 /// The one list: what a metric is called in the code, what it is, its name, its label with every value, and its help.
@@ -105,6 +182,7 @@ macro_rules! metrics {
                 kind: <$instrument as Instrument>::KIND,
                 label: metrics!(@label $($label, $values)?),
                 help: $help,
+                is_reading: <$instrument as Instrument>::IS_READING,
             },
         )*];
 
@@ -172,8 +250,8 @@ metrics! {
         "Overdue orders that the sweep took up because no alarm in this worker spoke for them.";
     orders_troubled: IntGauge = "order_timeout_orders_troubled",
         "Overdue orders that could not be closed and are left alone for a while.";
-    oldest_overdue: Gauge = "order_timeout_oldest_overdue_seconds",
-        "How long ago the oldest unpaid order fell due that the sweep found in its last pass; 0 if it found none.";
+    oldest_overdue: Reading = "order_timeout_oldest_overdue_seconds",
+        "How long ago the oldest unpaid order fell due that the sweep found in its last pass; 0 if it found none, absent while it cannot look.";
     sweep_failures: IntCounter = "order_timeout_sweep_failures_total",
         "Times the database could not be asked for overdue orders.";
     events_announced: IntCounter = "order_timeout_events_announced_total",
@@ -182,8 +260,8 @@ metrics! {
         "Times the relay got no confirm for an event; it stays in event_outbox and is tried again.";
     relaying: IntGauge = "order_timeout_relaying",
         "1 while this worker is the one that empties the outboxes.";
-    outbox_age: GaugeVec = "order_timeout_outbox_age_seconds" { "outbox": [ALARMS, EVENTS] },
-        "How long the oldest unsent row has been waiting; 0 if none does. As last read.";
+    outbox_age: Readings = "order_timeout_outbox_age_seconds" { "outbox": [ALARMS, EVENTS] },
+        "How long the oldest unsent row has been waiting; 0 if none does, absent while it cannot be read.";
     session_open: IntGauge = "order_timeout_session_open",
         "1 while a consumer session is open.";
     sessions_opened: IntCounter = "order_timeout_sessions_opened_total",
@@ -192,10 +270,10 @@ metrics! {
         "1 while the database closes nothing, does not answer, or cannot be asked for overdue orders.";
     degraded: IntGaugeVec = "order_timeout_degraded" { "cause": Cause::WORDS },
         "1 while this is wrong although orders are closed; /readyz says why.";
-    clock_offset: Gauge = "order_timeout_clock_offset_seconds",
-        "The database's clock minus this machine's wall clock, which the worker does not go by.";
-    clock_uncertainty: Gauge = "order_timeout_clock_uncertainty_seconds",
-        "The round trip of the reading that the worker knows the database's clock by; half of it may be wrong.";
+    clock_offset: Reading = "order_timeout_clock_offset_seconds",
+        "The database's clock minus this machine's wall clock, which the worker does not go by; absent while it cannot be read.";
+    clock_uncertainty: Reading = "order_timeout_clock_uncertainty_seconds",
+        "The round trip of the reading that the worker knows the database's clock by; half of it may be wrong. Absent while it cannot be read.";
     build_info: IntGaugeVec = "order_timeout_build_info" { "version": [env!("CARGO_PKG_VERSION")] },
         "1, with the version of the worker.";
 }
@@ -212,7 +290,7 @@ pub const OF_THE_PROCESS: &[Listed] = &[
 ];
 
 const fn of_the_process(name: &'static str, kind: &'static str, help: &'static str) -> Listed {
-    Listed { name, kind, label: None, help }
+    Listed { name, kind, label: None, help, is_reading: false }
 }
 
 impl Metrics {
@@ -262,7 +340,7 @@ mod tests {
     #[test]
     fn every_listed_metric_is_shown_from_the_start_with_all_its_series() {
         let text = Metrics::new().render().unwrap();
-        for listed in LISTED {
+        for listed in LISTED.iter().filter(|listed| !listed.is_reading) {
             let (name, help, kind) = (listed.name, listed.help, listed.kind);
             assert!(text.contains(&format!("# HELP {name} {help}\n# TYPE {name} {kind}\n")), "{name}\n{text}");
             let Some(label) = listed.label else { continue };
@@ -270,6 +348,29 @@ mod tests {
                 assert!(text.contains(&format!("{}=\"{value}\"", label.name)), "{name} {value}\n{text}");
             }
         }
+    }
+
+    #[test]
+    fn readings_are_absent_until_known() {
+        let metrics = Metrics::new();
+        let shown = |series: &str| {
+            let text = metrics.render().unwrap();
+            text.lines().find_map(|line| line.strip_prefix(series)).map(|value| value.trim().to_owned())
+        };
+        for listed in LISTED.iter().filter(|listed| listed.is_reading) {
+            assert_eq!(shown(listed.name), None, "{} is shown before it was read", listed.name);
+        }
+        let overdue = "order_timeout_oldest_overdue_seconds";
+        metrics.oldest_overdue.show(Some(0.0));
+        assert_eq!(shown(overdue), Some("0".into()));
+        metrics.oldest_overdue.show(None);
+        assert_eq!(shown(overdue), None, "it could not be read");
+        let age = |outbox: &str| format!("order_timeout_outbox_age_seconds{{outbox=\"{outbox}\"}}");
+        metrics.outbox_age.show(ALARMS, Some(1.5));
+        metrics.outbox_age.show(EVENTS, None);
+        assert_eq!((shown(&age(ALARMS)), shown(&age(EVENTS))), (Some("1.5".into()), None));
+        metrics.outbox_age.show(ALARMS, None);
+        assert_eq!(shown(&age(ALARMS)), None, "it could not be read");
     }
 
     #[test]

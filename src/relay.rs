@@ -13,7 +13,7 @@ use tracing::{debug, warn};
 use uuid::Uuid;
 
 use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
-use crate::database::{Database, Trouble, trouble, why};
+use crate::database::{self, Database, Trouble, trouble, why};
 
 /// The upper half of the number of the relay's advisory lock, "otim" as a number, so that a shop's own locks are not
 /// met. The lower half is the outbox table's, for several schemas of one database each need a relay.
@@ -36,8 +36,9 @@ pub struct OutboxSql {
     /// `$1` limit, `$2` ids to leave out; returns `id uuid`, `found bigint` and whatever a message is made of, oldest first.
     /// Of as many as were found within the limit it may leave out the last, where they are too large to go together.
     pub unsent: &'static str,
-    /// Returns how many seconds ago the oldest unsent row was written, as `float8`; null if there is none.
-    pub age_s: &'static str,
+    /// Returns `age_s` and `last_sent_s`: how many seconds ago the oldest unsent row was written and a row was last sent, as
+    /// `float8`; null if there is none.
+    pub backlog: &'static str,
     /// `$1` ids.
     pub mark_sent: &'static str,
     /// `$1` ids; leaves out those that somebody else keeps locked, and returns the others' `id`.
@@ -51,11 +52,14 @@ macro_rules! outbox_sql {
     ($table:literal, unsent: $unsent:literal) => {
         $crate::relay::OutboxSql {
             unsent: $unsent,
-            // The first entry of the index of the unsent.
-            age_s: concat!(
-                "SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM ",
+            // The first entry of the index of the unsent, and the last one of the index of the sent.
+            backlog: concat!(
+                "SELECT extract(epoch FROM clock_timestamp() - (SELECT min(created_at) FROM ",
                 $table,
-                " WHERE sent_at IS NULL"
+                " WHERE sent_at IS NULL))::float8 AS age_s,
+                 extract(epoch FROM clock_timestamp() - (SELECT max(sent_at) FROM ",
+                $table,
+                " WHERE sent_at IS NOT NULL))::float8 AS last_sent_s"
             ),
             // By primary key and nothing else: `sent_at IS NULL` would let the planner walk the index of the unsent.
             mark_sent: concat!("UPDATE ", $table, " SET sent_at = clock_timestamp() WHERE id = ANY ($1)"),
@@ -94,6 +98,36 @@ impl NotRelayed {
     pub fn is_unanswered(&self) -> bool {
         matches!(self, Self::Database(error) if error.as_database_error().is_none())
     }
+
+    /// Whether the database is of no use at all, rather than this outbox.
+    #[must_use]
+    pub fn is_of_the_whole_database(&self) -> bool {
+        matches!(self, Self::Database(error) if trouble(error) == Trouble::Away)
+    }
+
+    /// The cause alone.
+    #[must_use]
+    pub fn cause(&self) -> String {
+        match self {
+            Self::Database(error) => why(error),
+            Self::Broker(fault) => fault.to_string(),
+        }
+    }
+
+    /// Whether the database accepts no writes, so that what was sent cannot be marked.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        matches!(self, Self::Database(error) if database::is_read_only(error))
+    }
+}
+
+/// What waits in an outbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Backlog {
+    /// How long the oldest unsent row has been waiting; nothing if none is.
+    pub age: Duration,
+    /// How long ago a row was last sent, of those that are still there.
+    pub last_sent: Option<Duration>,
 }
 
 /// What came of one batch.
@@ -190,15 +224,17 @@ impl Outbox {
         Ok(Relayed { sent, dropped, refused, fault: answers.into_iter().find_map(Result::err), more })
     }
 
-    /// How long the oldest unsent row has been waiting; nothing if none is.
+    /// How long the oldest unsent row has been waiting, and when a row was last sent.
     ///
     /// # Errors
-    /// sqlx's.
-    pub async fn age(&self) -> Result<Duration, sqlx::Error> {
-        let select = sqlx::query_scalar(self.sql.age_s);
-        let age_s: Option<f64> = self.database.run(async |connection| select.fetch_one(connection).await).await?;
+    /// [`NotRelayed::Database`].
+    pub async fn backlog(&self) -> Result<Backlog, NotRelayed> {
+        let select = sqlx::query(self.sql.backlog);
+        let row = self.database.run(async |connection| select.fetch_one(connection).await).await?;
         // Negative if the server's clock was set back.
-        Ok(Duration::try_from_secs_f64(age_s.unwrap_or(0.0)).unwrap_or_default())
+        let duration = |seconds: f64| Duration::try_from_secs_f64(seconds).unwrap_or_default();
+        let (age_s, last_sent_s): (Option<f64>, Option<f64>) = (row.try_get("age_s")?, row.try_get("last_sent_s")?);
+        Ok(Backlog { age: age_s.map_or(Duration::ZERO, duration), last_sent: last_sent_s.map(duration) })
     }
 
     /// Returns how many are marked now.
@@ -262,7 +298,8 @@ impl RelayLock {
     }
 
     /// Whether this worker is the relay. The lock lives as long as its connection, so a relay that dies hands over by
-    /// itself.
+    /// itself. No worker is the relay of a database that accepts no writes: what it sent could not be marked, and a standby
+    /// has locks of its own, so the primary's relay would send the same.
     ///
     /// # Errors
     /// sqlx's.
@@ -311,10 +348,13 @@ impl RelayLock {
 }
 
 async fn ask_for_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
-    let is_ours = sqlx::query_scalar("SELECT pg_try_advisory_lock($1 | 'event_outbox'::regclass::oid::bigint)")
-        .bind(RELAY_LOCK)
-        .fetch_one(&mut *connection)
-        .await?;
+    let is_ours = sqlx::query_scalar(
+        "SELECT CASE WHEN current_setting('transaction_read_only') = 'on' THEN false
+                     ELSE pg_try_advisory_lock($1 | 'event_outbox'::regclass::oid::bigint) END",
+    )
+    .bind(RELAY_LOCK)
+    .fetch_one(&mut *connection)
+    .await?;
     if is_ours {
         // Selected rather than set: the setting is there since PostgreSQL 14, and before that keep-alive must do.
         sqlx::query("SELECT set_config(name, $1, false) FROM pg_settings WHERE name = 'idle_session_timeout'")

@@ -38,6 +38,12 @@ impl Sweeper {
         Ok(Self { database, statement, warned: Arc::default() })
     }
 
+    /// The statement.
+    #[must_use]
+    pub fn statement(&self) -> sqlx::SqlStr {
+        self.statement.sql.clone()
+    }
+
     /// One page, in the order (deadline, id). A row whose id we cannot use is left out, and the pass goes on behind it.
     ///
     /// # Errors

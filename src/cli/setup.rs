@@ -7,7 +7,7 @@ use serde_json::json;
 use crate::cli::Answer;
 use crate::config::Settings;
 use crate::topology::Topology;
-use crate::{broker, database};
+use crate::{broker, database, inspect};
 
 /// Arguments of `setup`.
 #[derive(Debug, Args)]
@@ -25,9 +25,11 @@ async fn declare(topology: &Topology, settings: &Settings) -> anyhow::Result<()>
 }
 
 /// # Errors
-/// If the database or the broker cannot be reached or refuses.
+/// If the database or the broker cannot be reached or refuses, or the database lacks what a worker needs.
 pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<Answer> {
     let applied = database::migrate(&settings.database).await?;
+    // What was applied once may have been dropped since.
+    inspect::require_complete(&settings.database, &settings.orders).await?;
     let topology = Topology::new(&settings);
     let declared = declare(&topology, &settings).await;
     declared.map_err(|fault| anyhow!("{fault}; the database is set up all the same"))?;

@@ -14,7 +14,7 @@ use crate::database::{Database, Timestamptz};
 use crate::envelope::{self, Stamp};
 use crate::message::TimeoutDue;
 use crate::order::{BadOrderId, Deadline, Moment, OrderId};
-use crate::relay::{NotRelayed, Outbox, OutboxSql, Relayed, outbox_sql};
+use crate::relay::{Backlog, NotRelayed, Outbox, OutboxSql, Relayed, outbox_sql};
 
 const SQL: OutboxSql = outbox_sql!(
     "alarm_outbox",
@@ -95,12 +95,12 @@ impl AlarmRelay {
         self.outbox.round(|row| message(lanes, row)).await
     }
 
-    /// How long the oldest alarm that is not handed over has been waiting.
+    /// What waits in the outbox.
     ///
     /// # Errors
-    /// sqlx's.
-    pub async fn age(&self) -> Result<Duration, sqlx::Error> {
-        self.outbox.age().await
+    /// As of [`Outbox::backlog`].
+    pub async fn backlog(&self) -> Result<Backlog, NotRelayed> {
+        self.outbox.backlog().await
     }
 
     /// Deletes some of what was handed over long enough ago; returns whether there is more.

@@ -11,11 +11,14 @@ use tracing::{info, warn};
 
 use super::steps::{Note, Steps};
 use super::supervisor::Phase;
-use super::{GiveUp, Signs};
+use super::{GiveUp, Signs, inspections, policy};
 use crate::alarm::{Delivered, Receipt, Settlement};
 use crate::clock::DatabaseClock;
+use crate::config::Settings;
+use crate::degraded::Cause;
 use crate::desk::{Batch, Desk, Errand, News};
 use crate::health::{BEAT_EVERY, Loop, Stage};
+use crate::inspect::contract_watch::ContractWatch;
 use crate::order::{CloseFault, ClosedBy, Moment, OrderId};
 use crate::telemetry::Seldom;
 
@@ -36,6 +39,9 @@ pub(super) struct Floor {
     /// Why the database's clock could not be read the last time.
     why_unanswered: Option<String>,
     unswept: Option<Unswept>,
+    /// Whether overdue orders were looked for since the database last failed to say which there are.
+    has_swept: bool,
+    contract: ContractWatch,
     not_swept: Warning<String>,
     /// How many orders the sweep has closed.
     swept: Warning<usize>,
@@ -69,7 +75,7 @@ impl<T: Default + PartialEq> Warning<T> {
 
 impl Floor {
     pub fn new(
-        desk: Desk,
+        settings: &Settings,
         clock: DatabaseClock,
         steps: Steps,
         settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
@@ -77,8 +83,10 @@ impl Floor {
         closing: watch::Sender<bool>,
         signs: Signs,
     ) -> Self {
+        let (close_name, overdue_name) = inspections::names(settings);
+        let contract = ContractWatch::new(close_name, overdue_name, std::time::Instant::now());
         Self {
-            desk,
+            desk: Desk::new(policy(settings)),
             clock,
             steps,
             settlements,
@@ -87,6 +95,8 @@ impl Floor {
             closes_nothing: false,
             why_unanswered: None,
             unswept: None,
+            has_swept: false,
+            contract,
             not_swept: Warning::default(),
             swept: Warning::default(),
             stuck: Warning::default(),
@@ -162,8 +172,13 @@ impl Floor {
             Note::News(news) => {
                 match &news {
                     News::Closed(batch, Err(fault)) => self.note_who_is_stuck(batch, fault),
+                    News::Closed(batch, answer) => self.contract.answered(batch, answer, std::time::Instant::now()),
                     News::Armed(receipts) => self.signs.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
-                    News::Swept(_) => self.unswept = None,
+                    News::Swept(page) => {
+                        self.unswept = None;
+                        self.has_swept = true;
+                        self.contract.page_found(page, std::time::Instant::now());
+                    }
                     _ => {}
                 }
                 self.desk.hear(news, self.clock.now());
@@ -175,9 +190,16 @@ impl Floor {
                 // Comes each second, so that what was counted is said even if nothing more is.
                 self.say_what_was_swept();
                 self.say_who_is_stuck();
+                let why = self.contract.why(std::time::Instant::now());
+                self.signs.degraded(Cause::OrdersContract, why.as_deref());
             }
-            Note::NoClock(why) => self.why_unanswered = Some(why),
+            Note::NoClock(why) => {
+                self.why_unanswered = Some(why);
+                self.signs.no_clock();
+            }
+            Note::OddAnswer(odd) => self.contract.odd_answer(&odd, std::time::Instant::now()),
             Note::NotSwept(why) => {
+                self.has_swept = false;
                 self.signs.metrics.sweep_failures.inc();
                 self.note_not_swept(why);
                 self.desk.hear(News::NotSwept, self.clock.now());
@@ -243,7 +265,10 @@ impl Floor {
                 Errand::Close(batch) => self.steps.close(batch, self.clock),
                 Errand::Arm(jobs) => self.steps.arm(jobs, self.clock),
                 Errand::Park(parcels) => self.steps.park(parcels),
-                Errand::Sweep(page) => self.steps.sweep(page),
+                Errand::Sweep(page) => {
+                    self.contract.page_asked(&page, std::time::Instant::now());
+                    self.steps.sweep(page);
+                }
                 // With the supervisor gone there is no session, and every receipt is void.
                 Errand::Settle(settlements) => drop(self.settlements.send(settlements)),
             }
@@ -262,8 +287,10 @@ impl Floor {
         metrics.alarms_held.set(self.desk.held() as i64);
         metrics.orders_swept.inc_by(self.desk.swept() - metrics.orders_swept.get());
         metrics.orders_troubled.set(self.desk.troubled() as i64);
+        // An absent database is not asked.
+        let is_known = self.has_swept && !self.desk.database_is_away();
         let overdue_for = self.desk.oldest_overdue().map_or(Duration::ZERO, |deadline| now.since(deadline));
-        metrics.oldest_overdue.set(overdue_for.as_secs_f64());
+        metrics.oldest_overdue.show(is_known.then_some(overdue_for.as_secs_f64()));
         // Asked no more often than `sweep.every`, it may have been one refusal, long ago.
         let unswept = self.unswept.as_ref().filter(|unswept| unswept.last - unswept.first >= LONGEST_UNSWEPT);
         let why_nothing = self.desk.why_it_closes_nothing(now).or(self.why_unanswered.as_deref());

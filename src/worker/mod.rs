@@ -2,10 +2,11 @@
 //!
 //! Decides nothing about alarms (that is `desk/`) and knows no statement and no frame (those are the steps'). The
 //! `floor.rs` carries news and errands between the desk and the steps; `supervisor.rs` keeps a consumer session open;
-//! `settling.rs` gathers what it tells the broker; `outboxes.rs` keeps the outboxes empty; `signs.rs` counts what all of
-//! them do.
+//! `settling.rs` gathers what it tells the broker; `outboxes.rs` keeps the outboxes empty; `inspections.rs` looks whether
+//! the database still has what all of them need; `signs.rs` counts what all of them do.
 
 mod floor;
+mod inspections;
 mod outboxes;
 mod settling;
 mod signs;
@@ -31,13 +32,14 @@ use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
 use crate::database::{self, Database, DatabaseFault, why};
 use crate::deliver::{LONGEST_CLOSE, Session};
-use crate::desk::{Desk, Policy};
+use crate::desk::Policy;
 use crate::http::{HttpFault, HttpServer, LIVEZ, METRICS, READYZ};
 use crate::patience::LONGEST_PAUSE;
 use crate::schedule::outbox::AlarmRelay;
 use crate::sweep::Sweeper;
 use crate::topology::{DECLARE_TIMEOUT, Names};
 use floor::Floor;
+use inspections::Inspections;
 use outboxes::Outboxes;
 use settling::Settling;
 use signs::Signs;
@@ -137,6 +139,10 @@ impl Worker {
         signs.health.begins_to_work();
         let relaying = tokio::spawn(outboxes.keep_empty(outboxes_end.clone()));
 
+        let inspections =
+            Inspections::new(&settings, self.database.clone(), &self.closer, &self.sweeper, signs.clone());
+        let inspecting = tokio::spawn(inspections.go_on(outboxes_end.clone()));
+
         let (settlements, settlement_queue) = mpsc::unbounded_channel();
         let (notes, note_queue) = mpsc::unbounded_channel();
         let (phase, phase_seen) = watch::channel(Phase::Consume);
@@ -154,7 +160,7 @@ impl Worker {
         tokio::spawn(steps::sample_clock(self.closer.clone(), notes.clone()));
         let armer = Armer::new(&settings, confirmed);
         let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes, signs.clone());
-        let floor = Floor::new(Desk::new(policy(&settings)), self.clock, steps, settlements, phase, closing, signs);
+        let floor = Floor::new(&settings, self.clock, steps, settlements, phase, closing, signs);
         let database = database::place(&settings.database).expect("validated settings have an address");
         let broker = broker::place(&settings.amqp).expect("validated settings have an address");
         info!(namespace = %settings.namespace, database, broker, "worker started");
@@ -164,7 +170,7 @@ impl Worker {
             // Whatever the floor has settled is written before the connection is closed.
             let _ = supervising.await;
             outboxes_end.cancel();
-            let _ = relaying.await;
+            let _ = tokio::join!(relaying, inspecting);
         };
         let in_time = tokio::select! {
             () = finish => true,

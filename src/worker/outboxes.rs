@@ -12,10 +12,12 @@ use tracing::{debug, warn};
 use super::Signs;
 use crate::announce::Announcer;
 use crate::database::{Database, why};
+use crate::degraded::Cause;
 use crate::health::Loop;
+use crate::inspect::relay_watch::RelayWatch;
 use crate::metrics::{ALARMS, EVENTS};
 use crate::patience::Pauses;
-use crate::relay::{NotRelayed, RelayLock, Relayed};
+use crate::relay::{Backlog, NotRelayed, RelayLock, Relayed};
 use crate::schedule::outbox::AlarmRelay;
 use crate::telemetry::Seldom;
 
@@ -45,6 +47,8 @@ pub(super) struct Outboxes {
     events_turns: Turns,
     forget_at: Instant,
     measure_at: Instant,
+    alarms_watch: RelayWatch,
+    events_watch: RelayWatch,
     signs: Signs,
 }
 
@@ -83,6 +87,8 @@ impl Outboxes {
             events_turns: Turns::default(),
             forget_at,
             measure_at,
+            alarms_watch: RelayWatch::new("alarm_outbox", now.into_std()),
+            events_watch: RelayWatch::new("event_outbox", now.into_std()),
             signs,
         }
     }
@@ -96,7 +102,9 @@ impl Outboxes {
             let round = self.round(is_last).await;
             // Not of a database that has just failed to answer: it would be waited for twice over.
             if self.database_answers {
-                self.measure().await;
+                self.measure(round != Round::NotOurs).await;
+            } else {
+                [ALARMS, EVENTS].into_iter().for_each(|outbox| self.signs.metrics.outbox_age.show(outbox, None));
             }
             if is_last && round != Round::More {
                 return self.lock.resign().await;
@@ -123,20 +131,27 @@ impl Outboxes {
             return Round::NotOurs;
         }
         // Each by itself: an alarm that cannot be sent must not hold up an event, nor the other way round.
-        let mut more = false;
+        let (mut more, mut is_read_only) = (false, false);
         if is_last || self.alarms_rest.is_over() {
             let alarms = self.alarms.round().await.inspect(|alarms| self.count_alarms(alarms));
             self.database_answers &= !alarms.as_ref().is_err_and(NotRelayed::is_unanswered);
-            more |= self.alarms_rest.note(ALARMS, alarms);
+            is_read_only |= alarms.as_ref().is_err_and(NotRelayed::is_read_only);
+            more |= self.alarms_rest.note(ALARMS, alarms, &mut self.alarms_watch);
         }
         if is_last || (self.events_rest.is_over() && self.is_turn_of_events()) {
             let events = self.events.round().await.inspect(|events| self.count_events(events));
             self.database_answers &= !events.as_ref().is_err_and(NotRelayed::is_unanswered);
-            let more_events = self.events_rest.note(EVENTS, events);
+            is_read_only |= events.as_ref().is_err_and(NotRelayed::is_read_only);
+            let more_events = self.events_rest.note(EVENTS, events, &mut self.events_watch);
             if !more_events {
                 self.events_turns.begin_anew();
             }
             more |= more_events;
+        }
+        // What was sent could not be marked, and would be sent again each time.
+        if is_read_only {
+            self.lock.resign().await;
+            return Round::NotOurs;
         }
         if self.database_answers {
             self.forget_old().await;
@@ -176,17 +191,29 @@ impl Outboxes {
         self.signs.metrics.events_refused.inc_by(events.refused as u64);
     }
 
-    /// Reads the outboxes' ages, whoever relays them: a relay that fails is best seen by the others.
-    async fn measure(&mut self) {
+    /// Reads what waits in the outboxes, whichever worker relays them: a relay that fails is best seen by the others.
+    async fn measure(&mut self, is_ours: bool) {
         if Instant::now() < self.measure_at {
             return;
         }
         self.measure_at = Instant::now() + MEASURE_EVERY;
-        for (outbox, age) in [(ALARMS, self.alarms.age().await), (EVENTS, self.events.age().await)] {
-            match age {
-                Ok(age) => self.signs.metrics.outbox_age.with_label_values(&[outbox]).set(age.as_secs_f64()),
-                Err(error) => debug!(%error, outbox, "the age of an outbox could not be read"),
+        let (alarms, events) = (self.alarms.backlog().await, self.events.backlog().await);
+        let now = Instant::now().into_std();
+        for (outbox, backlog) in [(ALARMS, &alarms), (EVENTS, &events)] {
+            if let Err(error) = backlog {
+                debug!(%error, outbox, "the age of an outbox could not be read");
             }
+            let age_s = |backlog: &Backlog| backlog.age.as_secs_f64();
+            self.signs.metrics.outbox_age.show(outbox, backlog.as_ref().ok().map(age_s));
+        }
+        self.alarms_watch.note_backlog(&alarms, now);
+        self.events_watch.note_backlog(&events, now);
+        let watches = [&self.alarms_watch, &self.events_watch];
+        let unreadable = watches.map(|watch| watch.why_unreadable(now));
+        let stalled = watches.map(|watch| watch.why_stalled(is_ours, now));
+        for (cause, whys) in [(Cause::OutboxUnreadable, unreadable), (Cause::RelayStalled, stalled)] {
+            let whys: Vec<String> = whys.into_iter().flatten().collect();
+            self.signs.degraded(cause, (!whys.is_empty()).then(|| whys.join("; ")).as_deref());
         }
     }
 
@@ -254,11 +281,12 @@ impl Rest {
     }
 
     /// Takes note of what came of a batch. Returns whether there may be more.
-    fn note(&mut self, outbox: &'static str, relayed: Result<Relayed, NotRelayed>) -> bool {
+    fn note(&mut self, outbox: &'static str, relayed: Result<Relayed, NotRelayed>, watch: &mut RelayWatch) -> bool {
         let settled = relayed.and_then(|relayed| {
             let more = relayed.more;
             Ok((relayed.settled()?, more))
         });
+        watch.note_refusal(settled.as_ref().err());
         match settled {
             Ok((rows, more)) => {
                 self.pauses = Pauses::new();

@@ -88,8 +88,14 @@ impl Signs {
     pub fn clock(&self, clock: &DatabaseClock) {
         let (database, local) = (clock.now(), Moment::now_by_local_clock());
         let offset_micros = database.unix_micros().saturating_sub(local.unix_micros());
-        self.metrics.clock_offset.set(offset_micros as f64 / 1e6);
-        self.metrics.clock_uncertainty.set(clock.uncertainty().as_secs_f64());
+        self.metrics.clock_offset.show(Some(offset_micros as f64 / 1e6));
+        self.metrics.clock_uncertainty.show(Some(clock.uncertainty().as_secs_f64()));
+    }
+
+    /// The database's clock could not be read.
+    pub fn no_clock(&self) {
+        self.metrics.clock_offset.show(None);
+        self.metrics.clock_uncertainty.show(None);
     }
 }
 

@@ -15,7 +15,7 @@ use crate::clock::{ClockSample, DatabaseClock};
 use crate::close::Closer;
 use crate::database::{Database, Trouble, trouble, why};
 use crate::desk::{Answer, Batch, News};
-use crate::order::{ClosedBy, Moment, OrderId, Outcome, SweepPage};
+use crate::order::{ClosedBy, Moment, OddAnswer, OrderId, Outcome, SweepPage};
 use crate::park;
 use crate::sweep::Sweeper;
 
@@ -36,6 +36,8 @@ pub(super) enum Note {
     NotSwept(String),
     /// The sweep has closed so many orders that no alarm had woken.
     ClosedBySweep(usize),
+    /// The close statement has answered what the contract does not know.
+    OddAnswer(OddAnswer),
 }
 
 /// A parcel, and the delivery it came in.
@@ -86,7 +88,8 @@ impl Steps {
             signs.looked_at(&batch, &answer, took, now);
             let closed = log_answer(&batch, &answer, now);
             let by_sweep = (batch.by == ClosedBy::Sweep && closed > 0).then_some(Note::ClosedBySweep(closed));
-            by_sweep.into_iter().chain([Note::News(News::Closed(batch, answer))]).collect()
+            let odd = closer.take_odd_answer().map(Note::OddAnswer);
+            by_sweep.into_iter().chain(odd).chain([Note::News(News::Closed(batch, answer))]).collect()
         });
     }
 

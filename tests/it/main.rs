@@ -13,6 +13,7 @@ mod compose;
 mod crash;
 mod database_away;
 mod deadline;
+mod degraded_database;
 mod delayed_exchange;
 mod health;
 mod hostile;

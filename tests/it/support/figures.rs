@@ -35,11 +35,15 @@ impl Figures {
 
     /// Without the prefix that all of ours have.
     pub fn get(&self, series: &str) -> f64 {
-        let name = format!("order_timeout_{series}");
-        *self.series.get(&name).unwrap_or_else(|| panic!("no {name} in\n{}", self.text))
+        self.find(series).unwrap_or_else(|| panic!("no order_timeout_{series} in\n{}", self.text))
+    }
+
+    /// The same; `None` for a reading that is absent.
+    pub fn find(&self, series: &str) -> Option<f64> {
+        self.series.get(&format!("order_timeout_{series}")).copied()
     }
 }
 
 pub async fn wait_for_figure(worker: &RunningWorker, series: &str, expected: impl Fn(f64) -> bool) {
-    wait_for(series, async || expected(Figures::of(worker).await.get(series))).await;
+    wait_for(series, async || Figures::of(worker).await.find(series).is_some_and(&expected)).await;
 }

@@ -1,0 +1,344 @@
+//! Whether the two statements of the orders contract agree: what the close said of the orders that the sweep found, whether
+//! those are found again all the same, whether pages are sorted, and what was answered that no contract knows.
+//!
+//! Pure: told what was asked and answered, and when. Sees pages and batches of the sweep, and of all others only what is
+//! odd about them. Remembers a sample: it must name one order, not all of them.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, Instant};
+
+use crate::desk::{Answer, Batch};
+use crate::order::{ClosedBy, Deadline, OddAnswer, OrderId, Outcome, SweepPage, SweepPlace, SweptPage};
+
+/// So many orders of the sweep's are remembered.
+const REMEMBERED: usize = 1_000;
+/// In so many pages an order must be found again: once may be a row that was changed meanwhile.
+const FOUND_AGAIN: u32 = 2;
+/// What is odd is said for so long, even if a good answer came since: some orders may be answered well.
+const SAID_FOR: Duration = Duration::from_secs(8);
+/// What did not come again for so long is not said any longer, even if nothing came at all.
+const NOT_SAID_AFTER: Duration = Duration::from_secs(300);
+
+/// What is known of how the statements keep to their contract.
+#[derive(Debug)]
+pub struct ContractWatch {
+    close: String,
+    overdue: String,
+    said: HashMap<OrderId, Said>,
+    /// The page that was asked for last, and when.
+    after: Option<SweepPlace>,
+    asked: Instant,
+    /// When the last pass from the front began.
+    pass_began: Instant,
+    /// By kind.
+    odd: BTreeMap<&'static str, Odd>,
+}
+
+/// What the close said of an order that the sweep had found.
+#[derive(Debug)]
+struct Said {
+    outcome: Outcome,
+    deadline: Deadline,
+    at: Instant,
+    seen: Instant,
+    found_again: u32,
+}
+
+/// Something that the contract does not allow.
+#[derive(Debug)]
+struct Odd {
+    why: String,
+    last: Instant,
+    /// Whether the same was done well since.
+    was_good_since: bool,
+}
+
+impl Odd {
+    fn holds(&self, now: Instant) -> bool {
+        let lasted = now.saturating_duration_since(self.last);
+        lasted < SAID_FOR || (!self.was_good_since && lasted < NOT_SAID_AFTER)
+    }
+}
+
+impl ContractWatch {
+    /// `close` and `overdue`: what the statements are called, by their settings and files.
+    #[must_use]
+    pub fn new(close: String, overdue: String, now: Instant) -> Self {
+        Self { close, overdue, said: HashMap::new(), after: None, asked: now, pass_began: now, odd: BTreeMap::new() }
+    }
+
+    /// The sweep asks for a page.
+    pub fn page_asked(&mut self, page: &SweepPage, now: Instant) {
+        self.after.clone_from(&page.after);
+        self.asked = now;
+        if page.after.is_none() {
+            // What a whole pass did not find is not overdue any longer.
+            let began = std::mem::replace(&mut self.pass_began, now);
+            self.said.retain(|_, said| said.seen >= began);
+        }
+    }
+
+    /// And has it.
+    pub fn page_found(&mut self, page: &SweptPage, now: Instant) {
+        if let Some(why) = self.why_unsorted(page) {
+            self.note("unsorted", why, now);
+        } else if page.orders.windows(2).any(|pair| pair[0].deadline < pair[1].deadline) {
+            self.note_good("unsorted");
+        }
+        if self.said.is_empty() {
+            return;
+        }
+        for overdue in &page.orders {
+            let Some(said) = self.said.get_mut(&overdue.order_id) else { continue };
+            if said.deadline != overdue.deadline {
+                // Its row is another one by now.
+                self.said.remove(&overdue.order_id);
+            } else if said.at < self.asked {
+                said.found_again += 1;
+                said.seen = now;
+            }
+        }
+    }
+
+    fn why_unsorted(&self, page: &SweptPage) -> Option<String> {
+        let overdue = &self.overdue;
+        if let Some(pair) = page.orders.windows(2).find(|pair| pair[0].deadline > pair[1].deadline) {
+            let (first, second) = (&pair[0].order_id, &pair[1].order_id);
+            return Some(format!(
+                "{overdue} returns order {first} before order {second}, whose deadline is earlier, so the sweep may never reach the others: ORDER BY the deadline, then the id, both ascending"
+            ));
+        }
+        let (after, first) = (self.after.as_ref()?, page.orders.first()?);
+        let goes_back = first.deadline < after.deadline
+            || page.orders.iter().any(|one| one.deadline == after.deadline && one.order_id.as_str() == after.id);
+        goes_back.then(|| {
+            format!(
+                "{overdue} returns order {} on the page that begins after order {}: return rows with (deadline, id) > ($2, $3) only",
+                first.order_id, after.id
+            )
+        })
+    }
+
+    /// A batch has its answer.
+    pub fn answered(&mut self, batch: &Batch, answer: &Answer, now: Instant) {
+        let Ok(findings) = answer else { return };
+        if !self.odd.is_empty() && findings.values().any(Result::is_ok) {
+            for kind in OddAnswer::KINDS {
+                self.note_good(kind);
+            }
+        }
+        if batch.by != ClosedBy::Sweep {
+            return;
+        }
+        for case in &batch.cases {
+            let (order_id, deadline) = (case.alarm.order_id(), case.alarm.deadline());
+            let outcome = match findings.get(order_id) {
+                Some(Ok(found)) => found.outcome,
+                Some(Err(_)) => continue,
+                None => Outcome::Unknown,
+            };
+            if outcome == Outcome::Busy || (self.said.len() >= REMEMBERED && !self.said.contains_key(order_id)) {
+                continue;
+            }
+            let said = Said { outcome, deadline, at: now, seen: now, found_again: 0 };
+            self.said
+                .entry(order_id.clone())
+                .and_modify(|known| {
+                    let found_again = if known.outcome == outcome { known.found_again } else { 0 };
+                    *known = Said { outcome, deadline, at: now, seen: now, found_again };
+                })
+                .or_insert(said);
+        }
+    }
+
+    /// The close statement has answered what the contract does not know.
+    pub fn odd_answer(&mut self, odd: &OddAnswer, now: Instant) {
+        let why = format!("{} {}", self.close, odd);
+        self.note(odd.kind(), why, now);
+    }
+
+    fn note(&mut self, kind: &'static str, why: String, now: Instant) {
+        self.odd.insert(kind, Odd { why, last: now, was_good_since: false });
+    }
+
+    fn note_good(&mut self, kind: &'static str) {
+        if let Some(odd) = self.odd.get_mut(kind) {
+            odd.was_good_since = true;
+        }
+    }
+
+    /// What contradicts the contract, a sentence for each kind.
+    #[must_use]
+    pub fn why(&self, now: Instant) -> Option<String> {
+        let odd = self.odd.values().filter(|odd| odd.holds(now)).map(|odd| odd.why.clone());
+        let mut by_outcome: BTreeMap<&str, (Outcome, &OrderId, usize)> = BTreeMap::new();
+        for (order_id, said) in self.said.iter().filter(|(_, said)| said.found_again >= FOUND_AGAIN) {
+            let entry = by_outcome.entry(said.outcome.as_str()).or_insert((said.outcome, order_id, 0));
+            // Always the same one, so that the sentence stays as it is.
+            entry.1 = order_id.min(entry.1);
+            entry.2 += 1;
+        }
+        let contradictions =
+            by_outcome.into_values().map(|(outcome, order_id, _)| self.contradiction(outcome, order_id));
+        let sentences: Vec<String> = odd.chain(contradictions).collect();
+        (!sentences.is_empty()).then(|| sentences.join("; "))
+    }
+
+    fn contradiction(&self, outcome: Outcome, order_id: &OrderId) -> String {
+        let (close, overdue, word) = (&self.close, &self.overdue, outcome.as_str());
+        match outcome {
+            Outcome::Closed => format!(
+                "{close} says {word} of order {order_id}, but {overdue} finds it overdue again: the order is still open; correct the UPDATE, or the condition on the status"
+            ),
+            Outcome::Malformed => format!(
+                "{close} says {word} of order {order_id}, which {overdue} finds in the table, so it is never closed: let the check of the id's form accept every id that the table can hold"
+            ),
+            Outcome::Unknown => format!(
+                "{overdue} finds order {order_id}, but {close} returns no row for it, so it is never closed: let both read the same table, and check row security"
+            ),
+            Outcome::NotDue => format!(
+                "{overdue} finds order {order_id} overdue, but {close} says {word}, so it is never closed: let both compare the same deadline with the same clock, and check that no trigger suppresses the UPDATE"
+            ),
+            Outcome::Paid | Outcome::AlreadyClosed | Outcome::Closing | Outcome::Busy => format!(
+                "{overdue} finds order {order_id} overdue again and again, but {close} says {word}: let it return orders only that are to be closed, by their status"
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::alarm::Alarm;
+    use crate::desk::{Case, Origin, Wait};
+    use crate::message::TimeoutDue;
+    use crate::order::{Found, Moment, Overdue};
+
+    const TICK: Duration = Duration::from_millis(250);
+
+    struct Run {
+        watch: ContractWatch,
+        now: Instant,
+    }
+
+    fn run() -> Run {
+        let now = Instant::now();
+        Run { watch: ContractWatch::new("close.sql".into(), "overdue.sql".into(), now), now }
+    }
+
+    fn overdue(id: &str, deadline: i64) -> Overdue {
+        Overdue { order_id: OrderId::new(id).unwrap(), deadline: Moment::from_unix_micros(deadline) }
+    }
+
+    impl Run {
+        fn page(&mut self, after: Option<SweepPlace>, orders: &[(&str, i64)]) {
+            self.watch.page_asked(&SweepPage { grace: TICK, after, limit: 9 }, self.now);
+            self.now += TICK;
+            let orders = orders.iter().map(|(id, deadline)| overdue(id, *deadline)).collect();
+            self.watch.page_found(&SweptPage { orders, next: None }, self.now);
+        }
+
+        fn close(&mut self, id: &str, deadline: i64, outcome: Outcome) {
+            let due = TimeoutDue { order_id: OrderId::new(id).unwrap(), deadline: Moment::from_unix_micros(deadline) };
+            let alarm = Alarm { due, attempt: 0, born: None, traceparent: None };
+            let order_id = alarm.order_id().clone();
+            let case = Case { alarm, origin: Origin::Swept, pauses: 0, disagreements: 0, paused_since: None };
+            let batch = Batch { by: ClosedBy::Sweep, cases: vec![case], wait: Wait::Not };
+            let found = (outcome != Outcome::Unknown).then_some((order_id, Ok(Found { outcome, deadline: None })));
+            self.watch.answered(&batch, &Ok(found.into_iter().collect()), self.now);
+            self.now += TICK;
+        }
+
+        fn why(&self) -> Option<String> {
+            self.watch.why(self.now)
+        }
+    }
+
+    #[test]
+    fn order_found_after_its_close_is_named() {
+        for (outcome, word) in [
+            (Outcome::Closed, "still open"),
+            (Outcome::Paid, "says paid"),
+            (Outcome::Closing, "says closing"),
+            (Outcome::AlreadyClosed, "says already_closed"),
+            (Outcome::NotDue, "same clock"),
+            (Outcome::Malformed, "form"),
+            (Outcome::Unknown, "row security"),
+        ] {
+            let mut run = run();
+            run.page(None, &[("17", 1)]);
+            run.close("17", 1, outcome);
+            run.page(None, &[("17", 1)]);
+            assert_eq!(run.why(), None, "once may be a row that was changed meanwhile");
+            run.page(None, &[("17", 1)]);
+            let why = run.why().unwrap();
+            assert!(why.contains("order 17") && why.contains(word) && why.contains("close.sql"), "{why}");
+            for _ in 0..3 {
+                run.page(None, &[]);
+            }
+            assert_eq!(run.why(), None, "it is not found any longer");
+        }
+    }
+
+    #[test]
+    fn page_asked_before_the_close_proves_nothing() {
+        let mut run = run();
+        run.watch.page_asked(&SweepPage { grace: TICK, after: None, limit: 9 }, run.now);
+        run.close("17", 1, Outcome::Closed);
+        for _ in 0..3 {
+            let orders = vec![overdue("17", 1)];
+            run.watch.page_found(&SweptPage { orders, next: None }, run.now);
+        }
+        assert_eq!(run.why(), None);
+    }
+
+    #[test]
+    fn reopened_order_with_new_deadline_is_fine() {
+        let mut run = run();
+        run.close("17", 1, Outcome::Closed);
+        for _ in 0..3 {
+            run.page(None, &[("17", 2)]);
+        }
+        assert_eq!(run.why(), None);
+    }
+
+    #[test]
+    fn unsorted_page_is_named_until_sorted() {
+        let mut run = run();
+        run.page(None, &[("1", 1), ("3", 3), ("2", 2)]);
+        let why = run.why().unwrap();
+        assert!(why.contains("order 3 before order 2") && why.contains("ORDER BY"), "{why}");
+        run.now += SAID_FOR;
+        run.page(None, &[("1", 1)]);
+        assert!(run.why().is_some(), "one row proves nothing");
+        run.page(None, &[("1", 1), ("2", 2)]);
+        assert_eq!(run.why(), None);
+    }
+
+    #[test]
+    fn page_that_begins_anew_is_named() {
+        let mut run = run();
+        let after = Some(SweepPlace { deadline: Moment::from_unix_micros(5), id: "5".into() });
+        run.page(after.clone(), &[("5", 5), ("6", 6)]);
+        assert!(run.why().unwrap().contains("($2, $3)"));
+        let mut run = self::run();
+        run.page(after, &[("6", 5), ("7", 6)]);
+        assert_eq!(run.why(), None);
+    }
+
+    #[test]
+    fn odd_answer_lasts_until_good_ones() {
+        let mut run = run();
+        let odd = OddAnswer::Word { order_id: OrderId::new("17").unwrap(), word: Some("expired".into()) };
+        run.watch.odd_answer(&odd, run.now);
+        let why = run.why().unwrap();
+        assert!(why.starts_with("close.sql") && why.contains("\"expired\"") && why.contains("order 17"), "{why}");
+        run.now += SAID_FOR;
+        assert!(run.why().is_some(), "nothing was answered since");
+        run.watch.odd_answer(&odd, run.now);
+        run.close("18", 1, Outcome::Closed);
+        assert!(run.why().is_some(), "others may be answered well");
+        run.now += SAID_FOR;
+        assert_eq!(run.why(), None);
+    }
+}

@@ -1,0 +1,137 @@
+//! Whether the outboxes can be read and get through to the broker, from what each look at them says.
+//!
+//! Pure: told what was read and when; no I/O.
+
+use std::time::{Duration, Instant};
+
+use crate::relay::{Backlog, NotRelayed};
+
+/// How long an outbox may be unreadable before it is said: a lock or a deadlock is over sooner.
+const UNREADABLE_FOR: Duration = Duration::from_secs(2);
+/// How long rows may wait in an outbox while not one is sent. Events wait for half of that when closers are busy.
+const STALLED_FOR: Duration = Duration::from_secs(8);
+
+/// What is known of one outbox.
+#[derive(Debug)]
+pub struct RelayWatch {
+    table: &'static str,
+    /// Since when it cannot be read or written, and why.
+    unreadable: Option<(Instant, String)>,
+    /// Since when rows wait and none is sent.
+    waiting_since: Option<Instant>,
+    read: Instant,
+    /// Why this worker, as the relay, sent nothing the last time.
+    refusal: Option<String>,
+}
+
+impl RelayWatch {
+    #[must_use]
+    pub fn new(table: &'static str, now: Instant) -> Self {
+        Self { table, unreadable: None, waiting_since: None, read: now, refusal: None }
+    }
+
+    /// What a look at the outbox found. One that the database could not answer says nothing of the outbox.
+    pub fn note_backlog(&mut self, backlog: &Result<Backlog, NotRelayed>, now: Instant) {
+        let backlog = match backlog {
+            Ok(backlog) => backlog,
+            Err(fault) => return self.note_unreadable(fault, now),
+        };
+        self.unreadable = None;
+        let since_last_look = now.saturating_duration_since(self.read);
+        self.read = now;
+        let one_was_sent = backlog.last_sent.is_some_and(|ago| ago <= since_last_look);
+        if backlog.age.is_zero() || one_was_sent {
+            self.waiting_since = (!backlog.age.is_zero()).then_some(now);
+        } else if self.waiting_since.is_none() {
+            // Not by the row's age alone: a transaction that took long commits rows that are old.
+            self.waiting_since = Some(now.checked_sub(backlog.age.min(since_last_look)).unwrap_or(now));
+        }
+    }
+
+    fn note_unreadable(&mut self, fault: &NotRelayed, now: Instant) {
+        if fault.is_of_the_whole_database() {
+            return;
+        }
+        self.waiting_since = None;
+        let since = self.unreadable.take().map_or(now, |(since, _)| since);
+        self.unreadable = Some((since, fault.cause()));
+    }
+
+    /// What came of a round, where this worker is the relay.
+    pub fn note_refusal(&mut self, refused: Option<&NotRelayed>) {
+        self.refusal = refused.map(ToString::to_string);
+    }
+
+    /// Why the outbox cannot be read, if that lasts.
+    #[must_use]
+    pub fn why_unreadable(&self, now: Instant) -> Option<String> {
+        let (since, why) = self.unreadable.as_ref()?;
+        let table = self.table;
+        (now.saturating_duration_since(*since) >= UNREADABLE_FOR).then(|| {
+            format!("{table} cannot be read, so what waits in it is not known and not sent: {why}; GRANT SELECT, UPDATE, DELETE ON {table} to the worker's role, or remove what locks the table")
+        })
+    }
+
+    /// Why nothing of it is sent, if that lasts. `is_ours`: whether this worker is the relay.
+    #[must_use]
+    pub fn why_stalled(&self, is_ours: bool, now: Instant) -> Option<String> {
+        let waited = now.saturating_duration_since(self.waiting_since?);
+        if waited < STALLED_FOR {
+            return None;
+        }
+        let why = match (&self.refusal, is_ours) {
+            (Some(why), true) => why.as_str(),
+            (None, true) => "this worker is the relay and gets no answer",
+            (_, false) => {
+                "another worker is the relay, or none is: read /readyz of the one whose order_timeout_relaying is 1"
+            }
+        };
+        let (table, waited_s) = (self.table, waited.as_secs() / 10 * 10);
+        let at_least = waited_s.max(STALLED_FOR.as_secs());
+        Some(format!("rows of {table} have waited for more than {at_least} s and none was sent: {why}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn backlog(age_s: u64, last_sent_s: Option<u64>) -> Result<Backlog, NotRelayed> {
+        Ok(Backlog { age: age_s as u32 * SECOND, last_sent: last_sent_s.map(Duration::from_secs) })
+    }
+
+    /// What is said after a look each second, with these answers.
+    fn after(looks: impl Iterator<Item = Result<Backlog, NotRelayed>>) -> Option<String> {
+        let mut now = Instant::now();
+        let mut watch = RelayWatch::new("event_outbox", now);
+        for look in looks {
+            now += SECOND;
+            watch.note_backlog(&look, now);
+        }
+        watch.why_stalled(false, now)
+    }
+
+    #[test]
+    fn outbox_that_sends_nothing_is_stalled() {
+        assert_eq!(after((1..7).map(|age_s| backlog(age_s, None))), None);
+        let said = after((1..20).map(|age_s| backlog(age_s, Some(age_s + 100)))).unwrap();
+        assert!(said.contains("event_outbox") && said.contains("10 s"), "{said}");
+    }
+
+    #[test]
+    fn old_head_is_not_stalled_while_others_go() {
+        assert_eq!(after((1..100).map(|age_s| backlog(age_s, Some(0)))), None);
+    }
+
+    #[test]
+    fn row_committed_late_is_not_stalled() {
+        assert_eq!(after((0..10).map(|look| backlog(if look < 9 { 0 } else { 600 }, None))), None);
+    }
+
+    #[test]
+    fn emptied_outbox_is_not_stalled() {
+        assert_eq!(after((1..20).map(|age_s| backlog(age_s, None)).chain([backlog(0, Some(0))])), None);
+    }
+}

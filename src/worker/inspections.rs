@@ -1,0 +1,122 @@
+//! Asks the database every few seconds whether it still has what the worker needs, registers the worker there, and reports
+//! what is wrong.
+//!
+//! Says when; what is looked at and what it means is in `inspect/`. On a task of its own: no order waits for it.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+use tracing::debug;
+
+use super::Signs;
+use crate::close::Closer;
+use crate::config::Settings;
+use crate::database::{Database, why};
+use crate::degraded::Cause;
+use crate::inspect::plan::Plans;
+use crate::inspect::registration::Registration;
+use crate::inspect::schema::{Found, Schema};
+use crate::sweep::Sweeper;
+
+/// How often the database is looked at.
+const EVERY: Duration = Duration::from_secs(3);
+/// The statements are explained in every second turn: that costs as much as making a plan.
+const TURNS_BETWEEN_PLANS: u32 = 2;
+/// How long a stopping worker waits for its row to be deleted.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// What finds causes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Finder {
+    Schema,
+    Plans,
+}
+
+pub(super) struct Inspections {
+    database: Database,
+    schema: Schema,
+    plans: Plans,
+    registration: Registration,
+    /// What each has found last.
+    found: BTreeMap<(Cause, Finder), Option<String>>,
+    turn: u32,
+    signs: Signs,
+}
+
+impl Inspections {
+    pub fn new(settings: &Settings, database: Database, closer: &Closer, sweeper: &Sweeper, signs: Signs) -> Self {
+        let (close_name, overdue_name) = names(settings);
+        let is_own = !settings.orders.close_sql.is_empty();
+        let own_close = is_own.then(|| {
+            let (sql, parameters) = closer.statement();
+            (sql, parameters, close_name)
+        });
+        Self {
+            schema: Schema::new(&settings.orders),
+            plans: Plans::new((sweeper.statement(), overdue_name), own_close),
+            registration: Registration::new(database.clone(), settings),
+            database,
+            found: BTreeMap::new(),
+            turn: 0,
+            signs,
+        }
+    }
+
+    /// Until told to end; then deletes this worker's row.
+    pub async fn go_on(mut self, ends: CancellationToken) {
+        loop {
+            tokio::select! {
+                () = self.turn() => {}
+                () = ends.cancelled() => break,
+            }
+            tokio::select! {
+                () = tokio::time::sleep(EVERY) => {}
+                () = ends.cancelled() => break,
+            }
+        }
+        if let Ok(Err(error)) = tokio::time::timeout(LAST_WORDS, self.registration.leave()).await {
+            debug!(error = why(&error), "this worker's row could not be deleted; it counts as gone in ten seconds");
+        }
+    }
+
+    /// What cannot be looked at stays as it was: that the database does not answer is said elsewhere.
+    async fn turn(&mut self) {
+        match self.schema.look(&self.database).await {
+            Ok(found) => self.note(Finder::Schema, found),
+            Err(error) => debug!(error = why(&error), "the schema could not be checked"),
+        }
+        if self.turn.is_multiple_of(TURNS_BETWEEN_PLANS) {
+            match self.plans.look(&self.database).await {
+                Ok(found) => self.note(Finder::Plans, found),
+                Err(error) => debug!(error = why(&error), "the statements could not be explained"),
+            }
+        }
+        match self.registration.say_hello().await {
+            Ok(disagreement) => self.signs.degraded(Cause::WorkersDisagree, disagreement.as_deref()),
+            Err(error) => debug!(error = why(&error), "this worker could not be registered"),
+        }
+        self.turn = self.turn.wrapping_add(1);
+    }
+
+    fn note(&mut self, finder: Finder, found: Found) {
+        for (cause, why) in found {
+            self.found.insert((cause, finder), why);
+            let all = self.found.range((cause, Finder::Schema)..=(cause, Finder::Plans));
+            let all: Vec<&str> = all.filter_map(|(_, why)| why.as_deref()).collect();
+            self.signs.degraded(cause, (!all.is_empty()).then(|| all.join("; ")).as_deref());
+        }
+    }
+}
+
+/// What the close and the overdue statement are called.
+pub(super) fn names(settings: &Settings) -> (String, String) {
+    let name = |setting: &str, file: &str, own: &str| {
+        if file.is_empty() { own.to_owned() } else { format!("{setting} ({file})") }
+    };
+    let orders = &settings.orders;
+    (
+        name("orders.close_sql", &orders.close_sql, "sql/close.sql"),
+        name("orders.overdue_sql", &orders.overdue_sql, "sql/overdue.sql"),
+    )
+}

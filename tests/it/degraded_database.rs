@@ -1,0 +1,571 @@
+//! Whatever is wrong with the database while orders are closed is named within seconds, with its cause and its cure, and
+//! no longer named within seconds of the cure.
+
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::FutureExt;
+use order_timeout::Settings;
+use order_timeout::http::READYZ;
+use secrecy::ExposeSecret;
+use sqlx::{AssertSqlSafe, PgPool};
+
+use crate::support::away::{meanwhile, on_private_broker_with, on_private_database};
+use crate::support::figures::{Figures, get, shown};
+use crate::support::process::{order_timeout, run};
+use crate::support::{RunningWorker, Stage, on_stage, wait_for, wait_within};
+
+/// How soon a cause is shown, and is no longer shown after its cure.
+const SOON: Duration = Duration::from_secs(15);
+const SECOND: Duration = Duration::from_secs(1);
+
+/// One row of a table of faults: what is done, what is said of it, and what ends it.
+struct Fault {
+    cause: &'static str,
+    breaks: String,
+    says: &'static str,
+    cures: String,
+}
+
+fn fault(cause: &'static str, breaks: &str, says: &'static str, cures: &str) -> Fault {
+    Fault { cause, breaks: breaks.to_owned(), says, cures: cures.to_owned() }
+}
+
+async fn execute(pool: &PgPool, sql: &str) {
+    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(pool).await.unwrap_or_else(|error| panic!("{sql}: {error}"));
+}
+
+/// What `/readyz` says of this cause, if it does; the worker must be ready whatever it says.
+async fn said(worker: &RunningWorker, cause: &str) -> Option<String> {
+    let (status, text) = get(worker, READYZ).await;
+    assert_eq!(status, 200, "{text}");
+    text.lines().find_map(|line| line.strip_prefix(&format!("degraded: {cause}: ")).map(str::to_owned))
+}
+
+async fn is_degraded(worker: &RunningWorker, cause: &str) -> bool {
+    Figures::of(worker).await.get(&format!("degraded{{cause=\"{cause}\"}}")) == 1.0
+}
+
+async fn wait_until_ready(worker: &RunningWorker) {
+    wait_for("a worker that is ready", async || get(worker, READYZ).await == (200, "ready\n".into())).await;
+}
+
+async fn wait_until_said(worker: &RunningWorker, cause: &str, says: &str) {
+    let what = format!("{cause}, which says {says:?}");
+    wait_within(SOON, &what, async || said(worker, cause).await.is_some_and(|why| why.contains(says))).await;
+    assert!(is_degraded(worker, cause).await, "{cause}: the metric");
+}
+
+async fn wait_until_gone(worker: &RunningWorker, cause: &str) {
+    wait_within(SOON, &format!("no {cause}"), async || said(worker, cause).await.is_none()).await;
+    assert!(!is_degraded(worker, cause).await, "{cause}: the metric");
+}
+
+/// Breaks, sees it named, cures, sees it gone; one fault after the other.
+async fn insist_on(worker: &RunningWorker, pool: &PgPool, faults: Vec<Fault>) {
+    wait_until_ready(worker).await;
+    for Fault { cause, breaks, says, cures } in faults {
+        execute(pool, &breaks).await;
+        wait_until_said(worker, cause, says).await;
+        execute(pool, &cures).await;
+        wait_until_gone(worker, cause).await;
+    }
+    wait_until_ready(worker).await;
+}
+
+#[test]
+fn missing_objects_are_named() {
+    on_stage(shown, async |stage| {
+        let worker = stage.worker().await;
+        let faults = vec![
+            fault(
+                "schema",
+                "DROP INDEX orders_unpaid_by_deadline",
+                "CREATE INDEX CONCURRENTLY orders_unpaid_by_deadline",
+                "CREATE INDEX renamed ON orders (expires_at, id) WHERE status = 'unpaid'",
+            ),
+            fault(
+                "schema",
+                "DROP INDEX an_order_is_closed_once",
+                "CREATE UNIQUE INDEX CONCURRENTLY an_order_is_closed_once",
+                "CREATE UNIQUE INDEX an_order_is_closed_once ON order_events (order_id) WHERE event = 'closed'",
+            ),
+            fault(
+                "schema",
+                "ALTER TABLE orders DROP CONSTRAINT no_order_is_closed_early",
+                "ADD CONSTRAINT no_order_is_closed_early",
+                "ALTER TABLE orders ADD CONSTRAINT no_order_is_closed_early CHECK (closed_at >= expires_at) NOT VALID",
+            ),
+            fault(
+                "schema",
+                "ALTER TABLE parked_alarms RENAME TO elsewhere",
+                "the table parked_alarms (made by migrations/20261120100300_parked_alarms.sql)",
+                "ALTER TABLE elsewhere RENAME TO parked_alarms",
+            ),
+            fault(
+                "schema",
+                "ALTER TABLE parked_alarms RENAME COLUMN detail TO details",
+                "the column parked_alarms.detail",
+                "ALTER TABLE parked_alarms RENAME COLUMN details TO detail",
+            ),
+            fault(
+                "schema",
+                "ALTER TABLE alarm_outbox RENAME TO elsewhere",
+                "the table alarm_outbox",
+                "ALTER TABLE elsewhere RENAME TO alarm_outbox",
+            ),
+        ];
+        insist_on(&worker, &stage.pool, faults).await;
+        worker.stop().await;
+    });
+}
+
+/// Runs a test with a worker whose role has the rights of a worker and no more.
+async fn as_a_role<F: Future<Output = ()>>(
+    stage: Arc<Stage>,
+    adjust: impl FnOnce(&mut Settings),
+    test: impl FnOnce(Arc<Stage>, RunningWorker, String) -> F,
+) {
+    let role = format!("worker_{}", stage.settings.namespace);
+    execute(
+        &stage.pool,
+        &format!(
+            "CREATE ROLE {role}; GRANT USAGE ON SCHEMA public TO {role};
+             GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO {role}"
+        ),
+    )
+    .await;
+    let mut settings = stage.settings.clone();
+    adjust(&mut settings);
+    settings.database.url = format!("{}?options=-crole%3D{role}", settings.database.url.expose_secret()).into();
+    let worker = RunningWorker::start(settings).await;
+    let outcome = AssertUnwindSafe(test(stage.clone(), worker, role.clone())).catch_unwind().await;
+    // Roles are the whole server's: it must not outlive its database.
+    execute(&stage.pool, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
+    if let Err(panic) = outcome {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// The same on a stage of its own.
+fn with_a_role<F: Future<Output = ()> + Send + 'static>(
+    test: impl FnOnce(Arc<Stage>, RunningWorker, String) -> F + Send + 'static,
+) {
+    on_stage(shown, async move |stage| as_a_role(stage, |_| {}, test).await);
+}
+
+#[test]
+fn missing_rights_are_named() {
+    with_a_role(async |stage, worker, role| {
+        let faults = vec![
+            fault(
+                "database_rights",
+                &format!("REVOKE UPDATE ON alarm_outbox FROM {role}"),
+                "lacks UPDATE ON alarm_outbox: GRANT it",
+                &format!("GRANT UPDATE ON alarm_outbox TO {role}"),
+            ),
+            fault(
+                "database_rights",
+                &format!("REVOKE INSERT ON order_events FROM {role}"),
+                "lacks INSERT ON order_events",
+                &format!("GRANT INSERT ON order_events TO {role}"),
+            ),
+            fault(
+                "database_rights",
+                "ALTER TABLE orders ENABLE ROW LEVEL SECURITY",
+                "row security may hide rows of orders",
+                &format!("CREATE POLICY all_rows ON orders TO {role} USING (true)"),
+            ),
+            fault(
+                "outbox_unreadable",
+                &format!("REVOKE ALL ON alarm_outbox FROM {role}"),
+                "alarm_outbox cannot be read",
+                &format!("GRANT SELECT, UPDATE, DELETE ON alarm_outbox TO {role}"),
+            ),
+        ];
+        insist_on(&worker, &stage.pool, faults).await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn unreadable_outbox_has_no_age() {
+    with_a_role(async |stage, worker, role| {
+        let age =
+            async |outbox: &str| Figures::of(&worker).await.find(&format!("outbox_age_seconds{{outbox=\"{outbox}\"}}"));
+        wait_for("both ages", async || age("alarm").await.is_some() && age("event").await.is_some()).await;
+        execute(&stage.pool, &format!("REVOKE SELECT ON alarm_outbox FROM {role}")).await;
+        wait_for("no age", async || age("alarm").await.is_none()).await;
+        assert!(age("event").await.is_some(), "the other one can be read");
+        execute(&stage.pool, &format!("GRANT SELECT ON alarm_outbox TO {role}")).await;
+        wait_for("its age", async || age("alarm").await.is_some()).await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn read_only_database_is_named() {
+    on_stage(shown, async |stage| {
+        let worker = stage.worker().await;
+        wait_until_ready(&worker).await;
+        wait_for("the relay", async || Figures::of(&worker).await.get("relaying") == 1.0).await;
+        let database: String = sqlx::query_scalar("SELECT current_database()").fetch_one(&stage.pool).await.unwrap();
+        // Committed first, or a connection that is made anew at once would still be as before.
+        let read_only = |to: &str| {
+            format!(
+                "BEGIN READ WRITE; ALTER DATABASE {database} SET default_transaction_read_only = {to}; COMMIT;
+                 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+                 WHERE datname = '{database}' AND pid <> pg_backend_pid()"
+            )
+        };
+        execute(&stage.pool, &read_only("on")).await;
+        let why = async || get(&worker, READYZ).await.1;
+        wait_within(SOON, "read_only", async || {
+            why().await.contains("degraded: read_only: the database accepts no writes")
+        })
+        .await;
+        wait_until_said(&worker, "read_only", "default_transaction_read_only").await;
+        wait_for("no relay", async || Figures::of(&worker).await.get("relaying") == 0.0).await;
+        // The pool may hand out a connection that was ended.
+        let cured = async || sqlx::raw_sql(AssertSqlSafe(read_only("off"))).execute(&stage.pool).await.is_ok();
+        wait_for("the cure", cured).await;
+        wait_within(SOON, "no read_only", async || !why().await.contains("read_only")).await;
+        wait_until_ready(&worker).await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn standby_is_named_and_never_relays() {
+    on_private_database(&[], async |stage, primary| {
+        let relay = stage.worker().await;
+        let standby = Arc::new(meanwhile(|| primary.standby()));
+        let mut settings = stage.settings.clone();
+        shown(&mut settings);
+        let name = settings.database.url.expose_secret().rsplit('/').next().unwrap().to_owned();
+        settings.database.url = standby.url.clone().into();
+        settings.database.url = settings.database.url_of(&name);
+        let worker = RunningWorker::start(settings).await;
+        wait_for("a session", async || get(&worker, READYZ).await.0 == 200).await;
+        wait_until_said(&worker, "read_only", "the database is a standby").await;
+        let began = Instant::now();
+        while began.elapsed() < 3 * SECOND {
+            assert_eq!(Figures::of(&worker).await.get("relaying"), 0.0);
+            tokio::time::sleep(SECOND / 5).await;
+        }
+        relay.stop().await;
+        meanwhile(|| standby.promote());
+        wait_within(SOON, "no read_only", async || !get(&worker, READYZ).await.1.contains("read_only")).await;
+        wait_for("the relay", async || Figures::of(&worker).await.get("relaying") == 1.0).await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn disagreeing_workers_are_named() {
+    on_stage(shown, async |stage| {
+        let worker = stage.worker().await;
+        let equal = stage.worker().await;
+        wait_until_ready(&worker).await;
+        let mut settings = stage.settings.clone();
+        settings.delay.lead += Duration::from_millis(100);
+        let other = RunningWorker::start(settings).await;
+        for one in [&worker, &equal, &other] {
+            wait_until_said(one, "workers_disagree", "delay.lead").await;
+        }
+        let pid = format!("(pid {})", std::process::id());
+        assert!(said(&worker, "workers_disagree").await.unwrap().contains(&pid));
+        other.stop().await;
+        wait_until_gone(&worker, "workers_disagree").await;
+
+        // One that was killed leaves its row behind.
+        let killed = "INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays)
+                      VALUES (gen_random_uuid(), 'shop-9', 4711, '0', 'another', '{}')";
+        execute(&stage.pool, killed).await;
+        wait_until_said(&worker, "workers_disagree", "host shop-9 (pid 4711) has namespace \"another\"").await;
+        wait_until_gone(&worker, "workers_disagree").await;
+        worker.stop().await;
+        equal.stop().await;
+        let left = "SELECT count(*) FROM order_timeout_workers WHERE host <> 'shop-9'";
+        assert_eq!(stage.count(left).await, 0, "rows of workers that have stopped");
+    });
+}
+
+/// The statements of a shop as functions in its database, so that a test can replace them under a worker.
+const FUNCTIONS: [(&str, &str); 2] = [
+    ("close_sql", "SELECT order_id, outcome, deadline FROM public.close_purchases($1)"),
+    ("overdue_sql", "SELECT order_id, deadline FROM public.overdue_purchases($1, $2, $3, $4)"),
+];
+
+fn close_by(body: &str) -> String {
+    format!(
+        "CREATE OR REPLACE FUNCTION public.close_purchases(ids text[])
+         RETURNS TABLE (order_id text, outcome text, deadline timestamptz) LANGUAGE sql AS $$ {body} $$;"
+    )
+}
+
+fn overdue_by(condition: &str, order: &str) -> String {
+    format!(
+        "CREATE OR REPLACE FUNCTION public.overdue_purchases(grace float8, after timestamptz, after_id text, most bigint)
+         RETURNS TABLE (order_id text, deadline timestamptz) LANGUAGE sql AS $$
+             SELECT p.id::text, p.pay_until FROM public.purchases p
+             WHERE {condition} AND p.pay_until <= statement_timestamp() - make_interval(secs => grace)
+               AND (p.pay_until, p.id) > (after, coalesce(nullif(after_id, '')::bigint, -1))
+             ORDER BY {order} LIMIT most $$;"
+    )
+}
+
+const CLOSES: &str = "
+    WITH closed AS (
+        UPDATE public.purchases p SET state = 'expired'
+        WHERE p.id = ANY (ids::bigint[]) AND p.state = 'open' AND p.pay_until <= clock_timestamp()
+        RETURNING p.id, p.pay_until)
+    SELECT c.id::text, 'closed', c.pay_until FROM closed c
+    UNION ALL
+    SELECT p.id::text, CASE p.state WHEN 'open' THEN 'not_due' WHEN 'paid' THEN 'paid' WHEN 'closing' THEN 'closing'
+                                    WHEN 'held' THEN 'busy' ELSE 'already_closed' END, p.pay_until
+    FROM public.purchases p
+    WHERE p.id = ANY (ids::bigint[]) AND p.id NOT IN (SELECT c.id FROM closed c)";
+
+fn good() -> String {
+    close_by(CLOSES) + &overdue_by("p.state IN ('open', 'held')", "p.pay_until, p.id")
+}
+
+/// One that is overdue by a minute.
+fn purchase(id: u32, state: &str) -> String {
+    format!(
+        "INSERT INTO public.purchases VALUES ({id}, '{state}', now() - interval '1 minute' + {id} * interval '1 ms');"
+    )
+}
+
+/// Runs a test on a stage with a table of the shop's own.
+fn with_purchases<F: Future<Output = ()> + Send + 'static>(
+    test: impl FnOnce(Arc<Stage>, RunningWorker) -> F + Send + 'static,
+) {
+    let files = tempfile::tempdir().unwrap();
+    let path = |name: &str| files.path().join(name).to_str().unwrap().to_owned();
+    for (name, sql) in FUNCTIONS {
+        std::fs::write(path(name), sql).unwrap();
+    }
+    let (close_sql, overdue_sql) = (path("close_sql"), path("overdue_sql"));
+    let adjust = |settings: &mut Settings| {
+        shown(settings);
+        settings.sweep.grace = Settings::defaults().sweep.grace;
+        (settings.orders.close_sql, settings.orders.overdue_sql) = (close_sql, overdue_sql);
+    };
+    on_stage(adjust, async move |stage| {
+        let table = "CREATE TABLE public.purchases (id bigint PRIMARY KEY, state text NOT NULL, pay_until timestamptz NOT NULL);";
+        execute(&stage.pool, &format!("{table} {}", good())).await;
+        let worker = stage.worker().await;
+        test(stage, worker).await;
+        drop(files);
+    });
+}
+
+#[test]
+fn contradicting_statements_are_named() {
+    with_purchases(async |stage, worker| {
+        let answers = |row: &str| close_by(&format!("SELECT i, {row} FROM unnest(ids) AS i"));
+        let paid_ones_too = overdue_by("p.state IN ('open', 'paid', 'closing')", "p.pay_until, p.id");
+        let faults = vec![
+            (answers("'closed', now()") + &purchase(1, "open"), "finds it overdue again: the order is still open"),
+            (paid_ones_too.clone() + &purchase(2, "paid"), "but orders.close_sql"),
+            (paid_ones_too + &purchase(3, "closing"), "says closing"),
+            (answers("'not_due', now()") + &purchase(4, "open"), "finds order 4 overdue, but orders.close_sql"),
+            (answers("'malformed', NULL::timestamptz") + &purchase(5, "open"), "says malformed of order 5"),
+            (close_by("SELECT '', '', now() WHERE false") + &purchase(6, "open"), "returns no row for it"),
+            (
+                overdue_by("p.state IN ('open', 'held')", "p.pay_until DESC")
+                    + &purchase(7, "held")
+                    + &purchase(8, "held"),
+                "returns order 8 before order 7",
+            ),
+            // Without the two of before.
+            (
+                format!(
+                    "DELETE FROM public.purchases WHERE state = 'held'; {}{}",
+                    answers("'expired', now()"),
+                    purchase(9, "open")
+                ),
+                "answers Some(\"expired\") as the outcome of order 9",
+            ),
+            (answers("NULL::text, now()") + &purchase(10, "open"), "answers None as the outcome of order 10"),
+            (
+                close_by(&format!("{CLOSES} UNION ALL SELECT '12', 'closed', now()")) + &purchase(11, "open"),
+                "returns a row for \"12\"",
+            ),
+            (
+                close_by(&format!("{CLOSES} UNION ALL SELECT i, 'closed', now() FROM unnest(ids) AS i"))
+                    + &purchase(13, "open"),
+                "returns two rows for order 13",
+            ),
+        ];
+        // Something to be answered well comes along after each cure.
+        let faults = (100..).zip(faults).map(|(id, (breaks, says))| {
+            let cures = good() + &purchase(id, "open");
+            Fault { cause: "orders_contract", breaks, says, cures }
+        });
+        insist_on(&worker, &stage.pool, faults.collect()).await;
+        let open = "SELECT count(*) FROM public.purchases WHERE state = 'open'";
+        wait_for("every close", async || stage.count(open).await == 0).await;
+        worker.stop().await;
+    });
+}
+
+/// The example's statements: a plan shows what a statement reads, and hides what a function does.
+fn with_example_statements(settings: &mut Settings) {
+    let example = |name: &str| format!("{}/examples/own_orders/{name}.sql", env!("CARGO_MANIFEST_DIR"));
+    (settings.orders.close_sql, settings.orders.overdue_sql) = (example("close"), example("overdue"));
+}
+
+const EXAMPLE_SCHEMA: &str = include_str!("../../examples/own_orders/schema.sql");
+
+#[test]
+fn missing_rights_to_own_tables_are_named() {
+    on_stage(shown, async move |stage| {
+        execute(&stage.pool, EXAMPLE_SCHEMA).await;
+        as_a_role(stage, with_example_statements, async |stage, worker, role| {
+            let faults = vec![
+                fault(
+                    "database_rights",
+                    "ALTER TABLE public.purchases ENABLE ROW LEVEL SECURITY",
+                    "row security may hide rows of purchases",
+                    "ALTER TABLE public.purchases DISABLE ROW LEVEL SECURITY",
+                ),
+                fault(
+                    "database_rights",
+                    &format!("REVOKE UPDATE ON public.purchases FROM {role}"),
+                    "permission denied for table purchases",
+                    &format!("GRANT UPDATE ON public.purchases TO {role}"),
+                ),
+            ];
+            insist_on(&worker, &stage.pool, faults).await;
+            worker.stop().await;
+        })
+        .await;
+    });
+}
+
+#[test]
+fn slow_overdue_query_is_named() {
+    let adjust = |settings: &mut Settings| {
+        shown(settings);
+        with_example_statements(settings);
+    };
+    on_stage(adjust, async |stage| {
+        let fill = "INSERT INTO public.purchases (id, pay_until, state)
+                    SELECT n, now() + interval '1 hour', 'open' FROM generate_series(1, 100000) n";
+        execute(&stage.pool, EXAMPLE_SCHEMA).await;
+        execute(&stage.pool, fill).await;
+        let worker = stage.worker().await;
+        let index = "CREATE INDEX CONCURRENTLY ON public.purchases (pay_until, id) WHERE state = 'open'";
+        let drop = "DROP INDEX public.purchases_open_by_deadline";
+        // The very statement that it shows is the cure.
+        insist_on(&worker, &stage.pool, vec![fault("slow_overdue_query", drop, index, index)]).await;
+        worker.stop().await;
+    });
+}
+
+/// Sixty thousand orders that are paid, and an overdue statement that does not ask.
+#[test]
+fn paid_orders_found_overdue_are_left_alone() {
+    with_purchases(async |stage, worker| {
+        execute(
+            &stage.pool,
+            "INSERT INTO public.purchases SELECT n, 'paid', now() - interval '1 hour' FROM generate_series(1, 60000) n;
+             CREATE INDEX ON public.purchases (pay_until, id); ANALYZE public.purchases;
+             CREATE SEQUENCE public.closes; CREATE SEQUENCE public.looks;",
+        )
+        .await;
+        let counting = close_by(&format!("SELECT nextval('public.closes'); {}", CLOSES))
+            + &overdue_by("p.state <> 'expired'", "p.pay_until, p.id")
+                .replace("AS $$", "AS $$ SELECT nextval('public.looks');");
+        execute(&stage.pool, &counting).await;
+        // A pass through so many takes its time.
+        wait_for("the contradiction", async || said(&worker, "orders_contract").await.is_some()).await;
+        let closes = "SELECT last_value FROM public.closes";
+        let looks = "SELECT last_value FROM public.looks";
+        // They rest for longer each time.
+        wait_within(240 * SECOND, "fewer closes", async || {
+            let before = stage.count(closes).await;
+            tokio::time::sleep(2 * SECOND).await;
+            stage.count(closes).await - before < 10
+        })
+        .await;
+        let (closes_before, looks_before, began) =
+            (stage.count(closes).await, stage.count(looks).await, Instant::now());
+        let open = stage.count("SELECT count(*) FROM public.purchases WHERE state = 'open'").await;
+        assert_eq!(open, 0);
+        // Whatever can be closed is closed as soon as ever.
+        for id in 70_001..70_006 {
+            let due = format!("INSERT INTO public.purchases VALUES ({id}, 'open', clock_timestamp())");
+            execute(&stage.pool, &due).await;
+            let due_at = Instant::now();
+            wait_within(10 * SECOND, "its close", async || {
+                stage.count("SELECT count(*) FROM public.purchases WHERE state = 'open'").await == 0
+            })
+            .await;
+            println!("closed after {:?}", due_at.elapsed());
+            tokio::time::sleep(SECOND).await;
+        }
+        let seconds = began.elapsed().as_secs_f64();
+        let rate = |before: i64, now: i64| (now - before) as f64 / seconds;
+        let (closes, looks) =
+            (rate(closes_before, stage.count(closes).await), rate(looks_before, stage.count(looks).await));
+        println!("{closes:.1} closes and {looks:.1} pages a second");
+        assert!(closes < 20.0 && looks < 60.0, "{closes:.1} closes and {looks:.1} pages a second");
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn stalled_relay_is_named() {
+    let adjust = |settings: &mut Settings| shown(settings);
+    on_private_broker_with(&[], adjust, async |stage, broker| {
+        let (one, other) = (stage.worker().await, stage.worker().await);
+        wait_until_ready(&one).await;
+        wait_until_ready(&other).await;
+        meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.00001"]));
+        let order = stage.order(600 * SECOND).await;
+        order_timeout::schedule_in(&stage.pool, order.id.to_string(), order.deadline).await.unwrap();
+        let relays = async |worker: &RunningWorker| Figures::of(worker).await.get("relaying") == 1.0;
+        for worker in [&one, &other] {
+            wait_until_said(worker, "relay_stalled", "rows of alarm_outbox have waited").await;
+            let says = if relays(worker).await { "the broker" } else { "another worker is the relay" };
+            wait_until_said(worker, "relay_stalled", says).await;
+        }
+        meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.6"]));
+        for worker in [one, other] {
+            wait_until_gone(&worker, "relay_stalled").await;
+            worker.stop().await;
+        }
+    });
+}
+
+#[test]
+fn setup_names_what_is_missing() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            let setup = || meanwhile(|| run(order_timeout(&stage.settings).arg("setup")));
+            assert_eq!(setup().0, 0);
+            execute(&stage.pool, "DROP TABLE orders CASCADE; DROP INDEX an_order_is_closed_once").await;
+            let (code, stdout, stderr) = setup();
+            assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
+            for missing in
+                ["the table orders (made by migrations/", "CREATE UNIQUE INDEX CONCURRENTLY an_order_is_closed_once"]
+            {
+                assert!(stderr.contains(missing), "{stderr}");
+            }
+            // A shop with a table of its own does not need ours.
+            let root = env!("CARGO_MANIFEST_DIR");
+            let own =
+                ["close", "overdue"].map(|name| format!("orders.{name}_sql={root}/examples/own_orders/{name}.sql"));
+            let (code, _, stderr) =
+                meanwhile(|| run(order_timeout(&stage.settings).args(["setup", "--set", &own[0], "--set", &own[1]])));
+            assert_eq!(code, 0, "{stderr}");
+        },
+    );
+}
