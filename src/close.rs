@@ -3,6 +3,7 @@
 //! Runs the close statement of the orders contract and reports what it found, order by order. Never decides what
 //! becomes of an alarm, never speaks to the broker, and never reports "closed" before the commit is answered.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::io::ErrorKind;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -345,15 +346,16 @@ fn gather(ids: &[OrderId], answers: Vec<Answered>) -> (HashMap<OrderId, Finding>
                 finding
             }
         };
-        if let Some(other) = findings.insert(order_id.clone(), finding.clone())
-            && odd.is_none()
-        {
-            let fault = OddAnswer::Twice { order_id: order_id.clone() };
-            // Which of the two is right only the next try can tell.
-            if other != finding {
-                findings.insert(order_id, Err(CloseFault::OfTheOrder(format!("the close statement {fault}"))));
+        match findings.entry(order_id) {
+            Entry::Vacant(entry) => drop(entry.insert(finding)),
+            Entry::Occupied(mut entry) => {
+                let fault = OddAnswer::Twice { order_id: entry.key().clone() };
+                // Which of the two is right only the next try can tell.
+                if *entry.get() != finding {
+                    *entry.get_mut() = Err(CloseFault::OfTheOrder(format!("the close statement {fault}")));
+                }
+                odd.get_or_insert(fault);
             }
-            odd = Some(fault);
         }
     }
     // Counted, for that costs least where all is well.
@@ -415,5 +417,8 @@ mod tests {
         assert_eq!((findings[&id("1")].is_ok(), odd), (true, twice.clone()));
         let (findings, odd) = gathered(&[("1", Some("closed")), ("1", Some("paid"))]);
         assert_eq!((findings[&id("1")].is_ok(), odd), (false, twice), "only the next try tells which");
+        let (findings, _) =
+            gathered(&[("1", Some("not_due")), ("1", Some("paid")), ("2", Some("not_due")), ("2", Some("paid"))]);
+        assert!(findings.values().all(Result::is_err), "every one of them");
     }
 }

@@ -49,6 +49,8 @@ pub struct OutboxSql {
     pub is_paced: bool,
     /// `$1` ids, `$2` seconds until each is tried again.
     pub mark_refused: &'static str,
+    /// A pause ends by the server's clock: one that was set forward meanwhile must not make it longer than any pause is.
+    pub end_endless_pauses: &'static str,
     /// Returns how many refused rows wait.
     pub count_refused: &'static str,
     /// Returns `age_s`, `new_age_s` and `last_sent_s`: how many seconds ago the oldest unsent row was written, the oldest
@@ -75,6 +77,12 @@ macro_rules! outbox_sql {
                 $table,
                 " SET refusals = refusals + 1, next_attempt_at = clock_timestamp() + make_interval(secs => pause_s)
                  FROM unnest($1::uuid[], $2::float8[]) AS refused (refused_id, pause_s) WHERE id = refused_id"
+            ),
+            end_endless_pauses: concat!(
+                "UPDATE ",
+                $table,
+                " SET next_attempt_at = clock_timestamp()
+                 WHERE sent_at IS NULL AND next_attempt_at > statement_timestamp() + interval '10 min'"
             ),
             count_refused: concat!("SELECT count(*) FROM ", $table, " WHERE sent_at IS NULL AND refusals > 0"),
             // The first entry of the index of the refused, the first of those that never were in the other, and the last of
@@ -386,11 +394,14 @@ impl Outbox {
         Ok(marked.len())
     }
 
-    /// Deletes some of what was sent long enough ago; returns whether there is more.
+    /// Deletes some of what was sent long enough ago, and ends pauses that a clock has made too long; returns whether there
+    /// is more to delete.
     ///
     /// # Errors
     /// sqlx's.
     pub async fn forget_old(&self) -> Result<bool, sqlx::Error> {
+        let end = sqlx::query(self.sql.end_endless_pauses);
+        self.database.run(async |connection| end.execute(connection).await).await?;
         let delete = sqlx::query(self.sql.forget)
             .bind(self.keep.as_secs_f64())
             .bind(i64::try_from(FORGOTTEN_AT_ONCE).unwrap_or(i64::MAX));

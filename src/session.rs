@@ -85,7 +85,7 @@ impl Session {
         };
         parameters.push((TIME_ZONE.to_owned(), time_zone.name.clone()));
         parameters.extend(ours.into_iter().map(|(name, value)| (name.to_owned(), value)));
-        Ok(Self { parameters, time_zone })
+        Ok(Self { parameters: last_of_each(parameters), time_zone })
     }
 
     pub const fn time_zone(&self) -> &TimeZone {
@@ -125,6 +125,16 @@ impl Session {
         let row = one_row(connection, format!("SELECT {}", questions.join(", "))).await?;
         (0..questions.len()).map(|at| row.try_get(at)).collect()
     }
+}
+
+/// Of a parameter that is given more than once the last, as Postgres does: each is compared with what the session has.
+fn last_of_each(parameters: Vec<(String, String)>) -> Vec<(String, String)> {
+    let mut kept: Vec<(String, String)> = Vec::with_capacity(parameters.len());
+    for (name, value) in parameters {
+        kept.retain(|(known, _)| !known.eq_ignore_ascii_case(&name));
+        kept.push((name, value));
+    }
+    kept
 }
 
 /// Refuses two connections that are open at the same time and do not have a session each, which does not change.

@@ -22,7 +22,7 @@ use uuid::Uuid;
 use crate::alarm::{Alarm, Death, DeathReason, Delivered, Inlet, Parcel, ParkReason, Receipt, Returns, Settlement};
 use crate::broker::{self, BrokerFault, EndKind};
 use crate::canary;
-use crate::config::Settings;
+use crate::config::{AmqpSettings, Settings};
 use crate::message::{HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, TimeoutDue};
 use crate::order::Moment;
 use crate::topology::{Names, Sight, Topology, TopologyFault};
@@ -135,6 +135,7 @@ pub struct Opening {
 pub struct Inspector {
     topology: Topology,
     connection: Arc<Connection>,
+    amqp: Arc<AmqpSettings>,
 }
 
 impl Inspector {
@@ -144,10 +145,20 @@ impl Inspector {
         self.topology.look(&self.connection).await
     }
 
+    /// Over a connection of its own: RabbitMQ stops reading from one that publishes while it blocks publishers, and what a
+    /// session has to acknowledge or give back would wait with it.
+    ///
     /// # Errors
     /// [`TopologyFault`] if the broker does not say.
     pub async fn exchange_with_alternate(&self) -> Result<Option<String>, TopologyFault> {
-        self.topology.exchange_with_alternate(&self.connection).await
+        let connection =
+            broker::connect(&self.amqp, "worker testing").await.map_err(|fault| TopologyFault::Failed {
+                object: "a connection to test for alternate exchanges".into(),
+                why: fault.to_string(),
+            })?;
+        let found = self.topology.exchange_with_alternate(&connection).await;
+        broker::close(&connection, CLOSE_PATIENCE).await;
+        found
     }
 }
 
@@ -267,7 +278,11 @@ impl Session {
     /// For looking at the broker over this session's connection.
     #[must_use]
     pub fn inspector(&self, settings: &Settings) -> Inspector {
-        Inspector { topology: Topology::new(settings), connection: self.connection.clone() }
+        Inspector {
+            topology: Topology::new(settings),
+            connection: self.connection.clone(),
+            amqp: Arc::new(settings.amqp.clone()),
+        }
     }
 
     /// The number that marks this session's receipts.

@@ -76,6 +76,9 @@ impl Plans {
             let role = hidden.first().map(|(_, role)| role.clone());
             let tables: Vec<String> = hidden.into_iter().map(|(table, _)| table).collect();
             found.push((Cause::DatabaseRights, role.map(|role| row_security(&role, &tables))));
+        } else {
+            // It can be run now. Row security on our own tables is the schema's to report.
+            found.push((Cause::DatabaseRights, None));
         }
         transaction.rollback().await?;
         Ok(found)
@@ -114,7 +117,9 @@ fn forbidden(name: &str, error: sqlx::Error) -> Result<Found, sqlx::Error> {
     if trouble(&error) != Trouble::Broken {
         return Err(error);
     }
-    let sentence = format!("{name} cannot be run: {}; GRANT the worker's role what it uses", why(&error));
+    let is_right = error.as_database_error().is_some_and(|fault| fault.code().as_deref() == Some("42501"));
+    let advice = if is_right { "GRANT the worker's role what it uses" } else { "correct the statement or its tables" };
+    let sentence = format!("{name} cannot be run: {}; {advice}", why(&error));
     Ok(vec![(Cause::DatabaseRights, Some(sentence))])
 }
 

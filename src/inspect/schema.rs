@@ -39,7 +39,7 @@ const ALWAYS: &[Table] = &[
         name: "parked_alarms",
         migration: "20261120100300_parked_alarms.sql",
         columns: &["id", "reason", "detail", "order_id", "deadline", "attempts", "body", "parked_at"],
-        rights: &["SELECT", "INSERT", "UPDATE"],
+        rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
     },
     Table {
         name: "order_timeout_workers",

@@ -54,8 +54,9 @@ use signs::Signs;
 use steps::Steps;
 use supervisor::{Listeners, Phase, Supervisor};
 
-/// Connections besides the closers': sweeping, parking, both outboxes and their lock.
-const OTHER_CONNECTIONS: u32 = 4;
+/// Connections besides the closers': sweeping, parking, both outboxes and their lock, and two for the checks, so that none
+/// of the others waits for them.
+const OTHER_CONNECTIONS: u32 = 6;
 /// How long a loop may stand still besides what its calls may take.
 const LOOP_PATIENCE: Duration = Duration::from_secs(60);
 /// What the outbox loop asks of the database in a turn: two ages, the lock, what is refused, what is parked, and for each

@@ -377,6 +377,8 @@ impl Rest {
 
     /// Takes note of what came of a batch. Returns whether there may be more.
     fn note(&mut self, outbox: &'static str, relayed: Result<Relayed, NotRelayed>, watch: &mut RelayWatch) -> bool {
+        let refused_alone = relayed.as_ref().ok().and_then(|relayed| relayed.fault.clone());
+        let refused_alone = refused_alone.filter(NotConfirmed::is_of_the_message).map(NotRelayed::from);
         let settled = relayed.and_then(|relayed| {
             let more = relayed.more;
             // Each that the broker refuses by itself has its own pause, and the outbox needs none.
@@ -389,7 +391,7 @@ impl Rest {
             }
             Ok((relayed.settled()?, more))
         });
-        watch.note_refusal(settled.as_ref().err());
+        watch.note_refusal(settled.as_ref().err().or(refused_alone.as_ref()));
         match settled {
             Ok((rows, more)) => {
                 self.pauses = Pauses::new();

@@ -58,7 +58,7 @@ impl ZoneComparison {
         let (hours, minutes) = (self.quarters.abs() / 4, self.quarters.abs() % 4 * 15);
         let side = if self.quarters < 0 { "earlier" } else { "later" };
         Some(format!(
-            "order after order has a deadline in its row that is {hours} h {minutes:02} min {side} than in its alarm; a column of type timestamp is most likely read in another time zone than it is written in: write AT TIME ZONE 'the zone that the column is written in' behind it in orders.close_sql and orders.overdue_sql, or correct database.time_zone or the publisher"
+            "order after order has a deadline in its row that is {hours} h {minutes:02} min {side} than in its alarm; a column of type timestamp is most likely read in another time zone than it is written in: write AT TIME ZONE 'the zone that the column is written in' behind it in orders.close_sql and orders.overdue_sql, or correct database.time_zone or the publisher; deadlines that were all moved by the same whole quarter hours look like this as well, and are no fault"
         ))
     }
 }

@@ -147,6 +147,25 @@ fn next_relay_keeps_the_pauses() {
 }
 
 #[test]
+fn pause_beyond_any_is_ended() {
+    on_stage(
+        |_| {},
+        async |stage| {
+            // As a row looks that was refused while the server's clock was a year ahead.
+            let refused = "INSERT INTO event_outbox (routing_key, type, payload, refusals, next_attempt_at)
+                           VALUES ('order.closed', 'order.closed.v1', '{}', 1, now() + interval '1 year')";
+            sqlx::query(refused).execute(&stage.pool).await.unwrap();
+            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+            let confirmed = ConfirmedPublisher::connect(&stage.settings.amqp, "test").await.unwrap();
+            let mut announcer = Announcer::new(database, confirmed, &stage.names(), 500, 60 * SECOND);
+            assert_eq!(announcer.round().await.unwrap().sent, 0);
+            announcer.forget_old().await.unwrap();
+            assert_eq!(announcer.round().await.unwrap().sent, 1);
+        },
+    );
+}
+
+#[test]
 fn many_refused_events_delay_no_others() {
     on_stage(
         |_| {},
