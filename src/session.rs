@@ -18,7 +18,8 @@ const SHARED_SESSIONS: &str = "a pooler shares its server connections among clie
 
 /// What tells a session from all others of a server, without the time zone that the same statement may set.
 const IDENTITY: &str =
-    "(SELECT pid || ' ' || extract(epoch FROM backend_start) FROM pg_stat_activity WHERE pid = pg_backend_pid())";
+    // A session that has taken on another role (`options=-c role=…`) may not read its own start; the process must do then.
+    "(SELECT concat_ws(' ', pid, extract(epoch FROM backend_start)) FROM pg_stat_activity WHERE pid = pg_backend_pid())";
 
 /// What each session of a pool is set to.
 #[derive(Debug, Clone)]

@@ -11,11 +11,12 @@ pub mod setup;
 pub mod topology;
 pub mod worker;
 
+use std::borrow::Cow;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 
 use crate::config::{BadSettings, Settings, duration};
 use crate::message::read_rfc3339;
@@ -59,17 +60,10 @@ impl Cli {
     /// Reads the command line.
     ///
     /// # Errors
-    /// clap's, also where `--set` stands on both sides of the subcommand: of an option that may stand anywhere, clap keeps
-    /// what stands behind the subcommand alone, and a command with half of its settings may meet the wrong server.
+    /// clap's.
     pub fn read(arguments: &[OsString]) -> Result<Self, clap::Error> {
-        let cli = Self::try_parse_from(arguments)?;
-        let options = arguments.iter().take_while(|argument| *argument != "--");
-        let is_set =
-            |argument: &&OsString| argument.to_str().is_some_and(|text| text == "--set" || text.starts_with("--set="));
-        if options.filter(is_set).count() > cli.settings.overrides.len() {
-            let why = "--set stands before and behind the subcommand; write every --set behind it";
-            return Err(Self::command().error(clap::error::ErrorKind::ArgumentConflict, why));
-        }
+        let mut cli = Self::try_parse_from(arguments)?;
+        cli.settings.overrides = overrides_in(arguments);
         Ok(cli)
     }
 
@@ -186,6 +180,22 @@ impl Answer {
     fn remark(&mut self, remark: impl std::fmt::Display) {
         self.remarks.push(sanitize::one_line(&remark.to_string()).into_owned());
     }
+}
+
+/// Every `--set`, in the order in which they stand. Of an option that may stand anywhere clap keeps what stands behind the
+/// subcommand alone, and a command with half of its settings may meet the wrong server. clap has checked their form.
+fn overrides_in(arguments: &[OsString]) -> Vec<String> {
+    let mut overrides = Vec::new();
+    let mut options =
+        arguments.iter().map(|argument| argument.to_string_lossy()).take_while(|argument| argument != "--");
+    while let Some(option) = options.next() {
+        if option == "--set" {
+            overrides.extend(options.next().map(Cow::into_owned));
+        } else if let Some(value) = option.strip_prefix("--set=") {
+            overrides.push(value.to_owned());
+        }
+    }
+    overrides
 }
 
 /// What to do.

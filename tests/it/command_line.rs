@@ -241,8 +241,6 @@ fn wrong_usage_exits_with_2_and_says_where_help_is() {
         (&[&when[..], &["--in", "5"]].concat(), "time unit needed, for example 5sec"),
         (&[&when[..], &["--in=-5s"]].concat(), "write a number and its unit, such as 90s"),
         (&[&when[..], &["--in", "-5s"]].concat(), "a deadline lies ahead; write a number and its unit"),
-        // One of the two would be lost.
-        (&["--set", "namespace=a", "topology", "--set", "delay.lead=3s"], "write every --set behind it"),
         (&["worker", "--port", "9000"], "--set http.listen=127.0.0.1:9395"),
         (&["schedule", "order-1", "--order-id", "order-1", "--in", "5s"], "cannot be used with"),
         (&["deadline", "--in", "5s"], "--order-id"),
@@ -265,6 +263,14 @@ fn wrong_usage_exits_with_2_and_says_where_help_is() {
     let (code, stdout, stderr) = run(&mut bare());
     assert_eq!((code, stdout.as_str()), (2, ""));
     assert!(stderr.contains("Usage: order-timeout") && stderr.contains("worker"), "{stderr}");
+}
+
+#[test]
+fn settings_count_on_both_sides_of_subcommand() {
+    let mut program = bare();
+    let (code, stdout, stderr) = run(program.args(["--set", "namespace=kept", "topology", "--set=delay.lanes=7m"]));
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stdout.contains("kept.delay.7m.0"), "{stdout}");
 }
 
 #[test]
