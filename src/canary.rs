@@ -15,7 +15,7 @@ use crate::confirm::Outgoing;
 use crate::envelope::{Entry, Wait, x_delay};
 use crate::message::CONTENT_TYPE;
 use crate::order::Moment;
-use crate::topology::Names;
+use crate::topology::{Names, SeenQueue, Sight};
 use crate::wheel::{Place, Wheel};
 
 /// AMQP property `type` of a canary. Its `message_id` is its id.
@@ -186,6 +186,46 @@ impl Path {
     }
 }
 
+/// What a late canary means, by what the processing queues look like.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Late<'a> {
+    /// No queue that it may have come to keeps messages.
+    Lost,
+    /// It may stand behind alarms that wait for busy workers.
+    Waits,
+    /// No worker reads this queue, and messages stand in it.
+    Unread(&'a SeenQueue),
+}
+
+/// Where several queues share what is due, a canary may have come to each of them.
+#[must_use]
+pub fn judge_late(sight: &Sight) -> Late<'_> {
+    let full = || sight.queues.iter().filter(|queue| queue.ready > 0);
+    if let Some(unread) = full().find(|queue| queue.consumers == 0) {
+        return Late::Unread(unread);
+    }
+    if full().next().is_some() { Late::Waits } else { Late::Lost }
+}
+
+/// What to say of a processing queue that no worker reads.
+#[must_use]
+pub fn why_unread(queue: &SeenQueue) -> String {
+    let SeenQueue { name, ready, .. } = queue;
+    format!(
+        "{ready} messages stand in {name:?} and no worker reads it; start a worker whose worker.take_shards has that queue, and compare worker.shards of all workers"
+    )
+}
+
+/// What to say of consumers that are no workers of this version.
+#[must_use]
+pub fn why_unknown(consumers: i64, sight: &Sight) -> String {
+    let queues: Vec<String> = sight.queues.iter().map(|queue| format!("{:?}", queue.name)).collect();
+    let queues = queues.join(", ");
+    format!(
+        "{consumers} consumers of {queues} are no workers of this version; no canary can be sent, and the sweep closes orders. Find them with rabbitmqctl list_consumers: end a consumer that is no worker, upgrade older workers, restart a worker that does not turn"
+    )
+}
+
 /// A canary on its way. `now` is the database's time.
 #[must_use]
 pub fn outgoing(id: Uuid, journey: &Journey, now: Moment) -> Outgoing {
@@ -276,6 +316,25 @@ mod tests {
             let begins = (now + journey.wait + Duration::from_secs(20)).unix_micros();
             prop_assert!(begins.rem_euclid(5_000_000) < 1_000, "{begins}");
         }
+    }
+
+    fn sight(queues: &[(u32, u32)]) -> Sight {
+        let seen = |(index, (ready, consumers)): (usize, &(u32, u32))| SeenQueue {
+            name: format!("order.timeout.{index}"),
+            ready: *ready,
+            consumers: *consumers,
+        };
+        Sight { queues: queues.iter().enumerate().map(seen).collect() }
+    }
+
+    #[test]
+    fn late_canary_is_judged_per_queue() {
+        assert_eq!(judge_late(&sight(&[(0, 2)])), Late::Lost);
+        assert_eq!(judge_late(&sight(&[(0, 0), (0, 1)])), Late::Lost);
+        assert_eq!(judge_late(&sight(&[(0, 1), (3, 1)])), Late::Waits);
+        let one_unread = sight(&[(5, 1), (7, 0)]);
+        assert_eq!(judge_late(&one_unread), Late::Unread(&one_unread.queues[1]));
+        assert!(why_unread(&one_unread.queues[1]).starts_with("7 messages stand in \"order.timeout.1\""));
     }
 
     #[test]

@@ -21,7 +21,7 @@ use lapin::{Channel, Connection, ExchangeKind};
 use crate::broker::{reply, reply_code};
 use crate::config::{MAX_SHARDS, Settings, Strategy};
 use crate::wheel::Wheel;
-pub use inspect::Sight;
+pub use inspect::{SeenQueue, Sight};
 pub use names::Names;
 
 /// Routing key of everything that goes to the processing queue.

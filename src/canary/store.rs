@@ -14,9 +14,9 @@ use crate::database::{Database, Timestamptz, moment, why};
 use crate::order::Moment;
 
 /// How often a worker says that it knows canaries.
-pub const READER_NOTED_EVERY: Duration = Duration::from_secs(20);
-/// After this long a worker that has said nothing does not count.
-const READER_FORGOTTEN_AFTER: Duration = Duration::from_secs(60);
+pub const READER_NOTED_EVERY: Duration = Duration::from_secs(4);
+/// After this long a worker that has said nothing does not count: two notes may be missed. One that stops says so.
+const READER_FORGOTTEN_AFTER: Duration = Duration::from_secs(12);
 /// A canary that is late for longer than this was left by workers that have stopped since.
 const STALE_AFTER: Duration = Duration::from_secs(60);
 
@@ -31,6 +31,7 @@ pub struct Sent {
     pub path: String,
     pub queue: String,
     pub sent_at: Moment,
+    pub due_at: Moment,
     /// When the first canary in a row was due that did not arrive.
     pub waiting_since: Moment,
     pub has_arrived: bool,
@@ -62,7 +63,7 @@ impl CanaryStore {
     /// # Errors
     /// [`StoreError`].
     pub async fn known(&self, paths: &[String]) -> Result<Known, StoreError> {
-        let select = "SELECT path, queue, sent_at, waiting_since, arrived_at IS NOT NULL AS has_arrived
+        let select = "SELECT path, queue, sent_at, due_at, waiting_since, arrived_at IS NOT NULL AS has_arrived
                       FROM canaries WHERE path = ANY ($1)";
         let readers = "SELECT clock_timestamp() AS now, coalesce(sum(consumers), 0) AS readers
                        FROM canary_readers
@@ -76,10 +77,10 @@ impl CanaryStore {
             })
             .await?;
         let sent = rows.iter().map(|row| {
-            let [Timestamptz(sent_at), Timestamptz(waiting_since)] =
-                [row.try_get("sent_at")?, row.try_get("waiting_since")?];
+            let [Timestamptz(sent_at), Timestamptz(due_at), Timestamptz(waiting_since)] =
+                [row.try_get("sent_at")?, row.try_get("due_at")?, row.try_get("waiting_since")?];
             let (path, queue) = (row.try_get("path")?, row.try_get("queue")?);
-            Ok(Sent { path, queue, sent_at, waiting_since, has_arrived: row.try_get("has_arrived")? })
+            Ok(Sent { path, queue, sent_at, due_at, waiting_since, has_arrived: row.try_get("has_arrived")? })
         });
         let sent = sent.collect::<Result<_, sqlx::Error>>()?;
         let now: OffsetDateTime = readers.try_get("now")?;
@@ -87,6 +88,7 @@ impl CanaryStore {
     }
 
     /// Writes down that a canary of this path is about to be sent, unless another worker has just done so.
+    /// `is_missed` of a slow path: the last did not arrive, which is remembered until one does.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -97,6 +99,7 @@ impl CanaryStore {
         queue: &str,
         wait: Duration,
         every: Duration,
+        is_missed: bool,
     ) -> Result<bool, StoreError> {
         let claim = sqlx::query(
             "INSERT INTO canaries AS last (path, id, queue, sent_at, due_at, waiting_since)
@@ -105,7 +108,8 @@ impl CanaryStore {
              ON CONFLICT (path) DO UPDATE SET
                  id = EXCLUDED.id, queue = EXCLUDED.queue, sent_at = EXCLUDED.sent_at, due_at = EXCLUDED.due_at,
                  waiting_since = CASE
-                     WHEN last.arrived_at IS NULL AND $7 AND last.due_at > EXCLUDED.sent_at - make_interval(secs => $8)
+                     WHEN last.arrived_at IS NULL
+                          AND ($9 OR ($7 AND last.due_at > EXCLUDED.sent_at - make_interval(secs => $8)))
                      THEN last.waiting_since ELSE EXCLUDED.due_at END,
                  arrived_at = NULL
              WHERE CASE WHEN last.arrived_at IS NULL THEN last.due_at + make_interval(secs => $6) < EXCLUDED.sent_at
@@ -119,7 +123,8 @@ impl CanaryStore {
             .bind(every.as_secs_f64())
             .bind(path.given_up_after().as_secs_f64())
             .bind(path.is_quick())
-            .bind(STALE_AFTER.as_secs_f64());
+            .bind(STALE_AFTER.as_secs_f64())
+            .bind(is_missed && !path.is_quick());
         let claimed = self.database.run(async |connection| claim.execute(connection).await).await?;
         Ok(claimed.rows_affected() > 0)
     }
@@ -152,6 +157,16 @@ impl CanaryStore {
         );
         let update = update.bind(ids);
         self.database.run(async |connection| update.execute(connection).await).await?;
+        Ok(())
+    }
+
+    /// Says that this worker reads no more.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn forget_reader(&self) -> Result<(), StoreError> {
+        let delete = sqlx::query("DELETE FROM canary_readers WHERE worker = $1").bind(self.worker);
+        self.database.run(async |connection| delete.execute(connection).await).await?;
         Ok(())
     }
 

@@ -149,6 +149,12 @@ impl Inspector {
     /// session has to acknowledge or give back would wait with it.
     ///
     /// # Errors
+    /// [`TopologyFault`] names which processing queue is missing.
+    pub async fn look_at_processing(&self) -> Result<Sight, TopologyFault> {
+        self.topology.look_at_processing(&self.connection).await
+    }
+
+    /// # Errors
     /// [`TopologyFault`] if the broker does not say.
     pub async fn exchange_with_alternate(&self) -> Result<Option<String>, TopologyFault> {
         let connection =

@@ -17,12 +17,26 @@ use crate::broker::{reply, reply_code};
 /// How long the broker may take to say what is there.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the broker says of the processing queues.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Sight {
-    /// Messages that no worker has been sent yet.
+/// What the broker says of one queue.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SeenQueue {
+    pub name: String,
+    /// Messages that no consumer has been sent yet.
     pub ready: u32,
     pub consumers: u32,
+}
+
+/// What the broker says of the processing queues, one by one.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Sight {
+    pub queues: Vec<SeenQueue>,
+}
+
+impl Sight {
+    #[must_use]
+    pub fn consumers(&self) -> u32 {
+        self.queues.iter().map(|queue| queue.consumers).sum()
+    }
 }
 
 impl Topology {
@@ -46,12 +60,29 @@ impl Topology {
         for (queue, there) in self.queues.iter().zip(queues.await) {
             let seen = there.map_err(|error| self.explain(Object::Queue(&queue.name), &error))?;
             if self.processing.contains(&queue.name) {
-                sight.ready += seen.ready;
-                sight.consumers += seen.consumers;
+                sight.queues.push(seen);
             }
         }
         let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
         Ok(sight)
+    }
+
+    /// What stands in the processing queues, and who reads them. Looks at nothing else.
+    ///
+    /// # Errors
+    /// [`TopologyFault::Missing`] names the first that is not there.
+    pub async fn look_at_processing(&self, connection: &Connection) -> Result<Sight, TopologyFault> {
+        within_time(async {
+            let channel = open_channel(connection).await?;
+            let looks = join_all(self.processing.iter().map(|name| look_at_queue(&channel, name)));
+            let mut sight = Sight::default();
+            for (name, there) in self.processing.iter().zip(looks.await) {
+                sight.queues.push(there.map_err(|error| self.explain(Object::Queue(name), &error))?);
+            }
+            let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+            Ok(sight)
+        })
+        .await
     }
 
     /// The first exchange that hands on a message with a key that is bound to no queue. Only an alternate exchange does
@@ -119,10 +150,10 @@ async fn look_at_exchange(channel: &Channel, exchange: &Exchange) -> lapin::Resu
     channel.exchange_declare(name, ExchangeKind::Direct, options, FieldTable::default()).await
 }
 
-async fn look_at_queue(channel: &Channel, name: &str) -> lapin::Result<Sight> {
+async fn look_at_queue(channel: &Channel, name: &str) -> lapin::Result<SeenQueue> {
     let options = QueueDeclareOptions { passive: true, ..Default::default() };
     let seen = channel.queue_declare(name.into(), options, FieldTable::default()).await?;
-    Ok(Sight { ready: seen.message_count(), consumers: seen.consumer_count() })
+    Ok(SeenQueue { name: name.to_owned(), ready: seen.message_count(), consumers: seen.consumer_count() })
 }
 
 /// By a message that expires where it arrives, if it arrives anywhere.

@@ -175,7 +175,7 @@ impl Worker {
         let (phase, phase_seen) = watch::channel(Phase::Consume);
         let (broker_news, broker_news_queue) = mpsc::unbounded_channel();
         let inspections = BrokerInspections::new(&settings, self.database.clone(), confirmed.clone(), signs.clone());
-        let inspecting_broker = tokio::spawn(inspections.run(broker_news_queue, self.canaries, stop.clone()));
+        let mut inspecting_broker = tokio::spawn(inspections.run(broker_news_queue, self.canaries, stop.clone()));
         let supervisor = Supervisor::new(
             settings.clone(),
             self.inboxes,
@@ -205,7 +205,9 @@ impl Worker {
             outboxes_end.cancel();
             let _ = tokio::join!(relaying, inspecting);
             // It ends with the stop, but for what it has asked database or broker just then.
-            inspecting_broker.abort();
+            if tokio::time::timeout(broker_inspections::LAST_WORD, &mut inspecting_broker).await.is_err() {
+                inspecting_broker.abort();
+            }
         };
         let in_time = tokio::select! {
             () = finish => true,

@@ -164,16 +164,54 @@ fn canaries_spare_readers_that_do_not_know_them() {
         wait_for("a worker that knows canaries", async || stage.count(noted).await == 1).await;
         have_orders_swept(&stage).await;
         assert_eq!(stage.count("SELECT count(*) FROM canaries").await, 0);
+        // Not at once, for an upgrade has older workers as well.
+        wait_within(Duration::from_secs(90), "the consumer named", async || {
+            have_orders_swept(&stage).await;
+            let why = why(&worker, "alarms_not_arriving").await;
+            why.is_some_and(|why| why.contains(&format!("1 consumers of {queue:?} are no workers of this version")))
+        })
+        .await;
+        assert_eq!(stage.count("SELECT count(*) FROM canaries").await, 0);
         foreign.basic_cancel("older".into(), Default::default()).await.unwrap();
         wait_for("canaries back", async || {
             have_orders_swept(&stage).await;
             stage.count(ARRIVED).await > 0
         })
         .await;
+        wait_until_taken_back(&worker, "alarms_not_arriving").await;
         drop(consumer);
         foreign.close(200, "done".into()).await.unwrap();
         worker.stop().await;
         assert_eq!(stage.parked().await, []);
+        assert_eq!(stage.count(noted).await, 0, "a worker that has stopped hides no consumer");
+    });
+}
+
+#[test]
+fn arrivals_that_cannot_be_noted_are_kept() {
+    on_stage(watched, async |stage| {
+        let refuse = "CREATE FUNCTION refuse_arrival() RETURNS trigger LANGUAGE plpgsql AS
+                      $$ BEGIN RAISE EXCEPTION 'not now'; END $$";
+        sqlx::query(refuse).execute(&stage.pool).await.unwrap();
+        let trigger = "CREATE TRIGGER refuse_arrival BEFORE UPDATE ON canaries FOR EACH ROW
+                       WHEN (NEW.arrived_at IS NOT NULL) EXECUTE FUNCTION refuse_arrival()";
+        sqlx::query(trigger).execute(&stage.pool).await.unwrap();
+        let worker = stage.worker().await;
+        let overdue = "SELECT count(*) FROM canaries
+                       WHERE arrived_at IS NULL AND clock_timestamp() > due_at + interval '6 seconds'";
+        wait_within(Duration::from_secs(60), "a canary overdue", async || {
+            have_orders_swept(&stage).await;
+            assert_eq!(why(&worker, "alarms_not_arriving").await, None);
+            stage.count(overdue).await > 0
+        })
+        .await;
+        sqlx::query("DROP TRIGGER refuse_arrival ON canaries").execute(&stage.pool).await.unwrap();
+        wait_for("the arrivals noted", async || {
+            assert_eq!(why(&worker, "alarms_not_arriving").await, None);
+            stage.count(ARRIVED).await >= 3
+        })
+        .await;
+        worker.stop().await;
     });
 }
 
@@ -225,6 +263,20 @@ fn alternate_exchange_policy_is_named() {
         assert_eq!(stage.depth(&lane).await, 0, "it is there");
         ctl(&broker, &["clear_policy", "lost"]).await;
         wait_until_taken_back(&worker, "alternate_exchange").await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn refused_canary_is_named_as_refused() {
+    on_private_broker(async |stage, broker| {
+        let worker = stage.worker().await;
+        ctl(&broker, &["set_permissions", "guest", ".*", r"^(?!.*\.wheel$).*", ".*"]).await;
+        have_orders_swept(&stage).await;
+        let wheel = format!("could not be published to exchange {:?}", stage.names().wheel());
+        wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, &wheel).await;
+        ctl(&broker, &["set_permissions", "guest", ".*", ".*", ".*"]).await;
+        wait_until_taken_back(&worker, "alarms_not_arriving").await;
         worker.stop().await;
     });
 }
