@@ -236,8 +236,8 @@ fn a_slow_network_costs_no_alarm() {
         schedule(&stage, &publisher, 20, 4 * SECOND).await;
         schedule(&stage, &publisher, 20, 8 * SECOND).await;
         assert_all_closed_by_alarms(&stage).await;
-        // One of them is the worker's for publishing.
-        assert!(network.accepted() <= accepted + 1, "no connection was given up");
+        // One of them is the worker's for publishing, and with one it tests once whether alternate exchanges are set.
+        assert!(network.accepted() <= accepted + 2, "no connection was given up");
         worker.stop().await;
         stage.assert_nothing_left_undone().await;
     });
