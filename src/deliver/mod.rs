@@ -434,7 +434,8 @@ impl Reader {
             let receipt = Receipt { session: self.session, channel: self.channel, tag: delivery.delivery_tag };
             self.ledger.lock().expect("nobody panics holding it").open(receipt.tag);
             let properties = &delivery.properties;
-            let (content, death) = (read(&delivery.data, properties), last_death(properties));
+            let content = read(&delivery.data, properties);
+            let death = self.needs_death(&content).then(|| last_death(properties)).flatten();
             let delivered = Delivered { receipt, inlet: self.inlet, content, death };
             if self.inboxes.alarms.send(delivered).is_err() {
                 return SessionEnd::other("the worker has stopped");
@@ -443,6 +444,12 @@ impl Reader {
         SessionEnd::other(
             "the broker cancelled the consumer; was its queue deleted, or a delivery kept for its consumer_timeout?",
         )
+    }
+
+    /// Each alarm out of a delay queue has died there. Why is asked only of what the broker gave up on, and of what it has
+    /// returned early before.
+    fn needs_death(&self, content: &Result<Alarm, Parcel>) -> bool {
+        self.inlet == Inlet::Parked || content.as_ref().is_ok_and(|alarm| alarm.returns.early > 0)
     }
 }
 

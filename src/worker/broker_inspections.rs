@@ -15,6 +15,7 @@ use tracing::debug;
 use uuid::Uuid;
 
 use super::Signs;
+use super::give_way::GiveWay;
 use crate::canary::store::{CanaryStore, Known, READER_NOTED_EVERY, Sent, StoreError};
 use crate::canary::{self, GRACE, Late, Path, Paths};
 use crate::config::{Settings, Strategy};
@@ -71,6 +72,7 @@ pub(super) struct BrokerInspections {
     way_is_missing: Arc<MissingWay>,
     /// Whether the next declaration is one that was asked for here.
     declaring: bool,
+    give_way: GiveWay,
     signs: Signs,
     /// Consumers that this worker has on the processing queues.
     consumers: usize,
@@ -119,7 +121,13 @@ struct Findings {
 }
 
 impl BrokerInspections {
-    pub fn new(settings: &Settings, database: Database, confirmed: ConfirmedPublisher, signs: Signs) -> Self {
+    pub fn new(
+        settings: &Settings,
+        database: Database,
+        confirmed: ConfirmedPublisher,
+        give_way: GiveWay,
+        signs: Signs,
+    ) -> Self {
         let (paths, now) = (Paths::new(settings), Instant::now());
         Self {
             path_names: paths.all().iter().map(|path| path.name.clone()).collect(),
@@ -128,6 +136,7 @@ impl BrokerInspections {
             way_is_missing: confirmed.way_is_missing(),
             confirmed,
             declaring: false,
+            give_way,
             signs,
             consumers: settings.worker.shard_of_each_channel().len(),
             tests_alternates: settings.delay.strategy == Strategy::DeadLetter,
@@ -167,7 +176,7 @@ impl BrokerInspections {
                     None => break,
                     Some(one) => self.hear(one).await,
                 },
-                () = tokio::time::sleep_until(wake_at), if self.session.is_some() => self.inspect(&mut arrived).await,
+                () = self.give_way.due(wake_at), if self.session.is_some() => self.inspect(&mut arrived).await,
             }
             self.say();
         }

@@ -6,10 +6,12 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use super::Signs;
+use super::give_way::GiveWay;
 use crate::close::Closer;
 use crate::config::Settings;
 use crate::database::{Database, why};
@@ -41,11 +43,19 @@ pub(super) struct Inspections {
     /// What each has found last.
     found: BTreeMap<(Cause, Finder), Option<String>>,
     turn: u32,
+    give_way: GiveWay,
     signs: Signs,
 }
 
 impl Inspections {
-    pub fn new(settings: &Settings, database: Database, closer: &Closer, sweeper: &Sweeper, signs: Signs) -> Self {
+    pub fn new(
+        settings: &Settings,
+        database: Database,
+        closer: &Closer,
+        sweeper: &Sweeper,
+        give_way: GiveWay,
+        signs: Signs,
+    ) -> Self {
         let (close_name, overdue_name) = names(settings);
         let is_own = !settings.orders.close_sql.is_empty();
         let own_close = is_own.then(|| {
@@ -59,6 +69,7 @@ impl Inspections {
             database,
             found: BTreeMap::new(),
             turn: 0,
+            give_way,
             signs,
         }
     }
@@ -71,7 +82,8 @@ impl Inspections {
                 () = ends.cancelled() => break,
             }
             tokio::select! {
-                () = tokio::time::sleep(EVERY) => {}
+                // Planning and the catalog take a core of the server for milliseconds, which a burst would wait for.
+                () = self.give_way.due(Instant::now() + EVERY) => {}
                 () = ends.cancelled() => break,
             }
         }

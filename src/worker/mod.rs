@@ -9,6 +9,7 @@
 
 mod broker_inspections;
 mod floor;
+mod give_way;
 mod inspections;
 mod outboxes;
 mod quarantine;
@@ -46,6 +47,7 @@ use crate::sweep::Sweeper;
 use crate::topology::{DECLARE_TIMEOUT, Names};
 use broker_inspections::BrokerInspections;
 use floor::{Floor, Outputs};
+use give_way::GiveWay;
 use inspections::Inspections;
 use outboxes::Outboxes;
 use quarantine::Quarantine;
@@ -166,15 +168,17 @@ impl Worker {
         signs.health.begins_to_work();
         let relaying = tokio::spawn(outboxes.keep_empty(outboxes_end.clone()));
 
-        let inspections =
-            Inspections::new(&settings, self.database.clone(), &self.closer, &self.sweeper, signs.clone());
+        let give_way = GiveWay::to(closing_seen.clone());
+        let (database, for_plans) = (self.database.clone(), give_way.clone());
+        let inspections = Inspections::new(&settings, database, &self.closer, &self.sweeper, for_plans, signs.clone());
         let inspecting = tokio::spawn(inspections.go_on(outboxes_end.clone()));
 
         let (settlements, settlement_queue) = mpsc::unbounded_channel();
         let (notes, note_queue) = mpsc::unbounded_channel();
         let (phase, phase_seen) = watch::channel(Phase::Consume);
         let (broker_news, broker_news_queue) = mpsc::unbounded_channel();
-        let inspections = BrokerInspections::new(&settings, self.database.clone(), confirmed.clone(), signs.clone());
+        let inspections =
+            BrokerInspections::new(&settings, self.database.clone(), confirmed.clone(), give_way, signs.clone());
         let mut inspecting_broker = tokio::spawn(inspections.run(broker_news_queue, self.canaries, stop.clone()));
         let supervisor = Supervisor::new(
             settings.clone(),

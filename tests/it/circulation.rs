@@ -18,6 +18,8 @@ use order_timeout::Settings;
 const SECOND: Duration = Duration::from_secs(1);
 /// How soon a cause is to be shown, and to be taken back.
 const NOTICED_WITHIN: Duration = Duration::from_secs(15);
+/// A pattern for the names of all delay queues.
+const DELAY_QUEUES: &str = "wheel|delay";
 
 /// As in production: what no alarm wakes is closed half a second late.
 fn with_sweep(settings: &mut Settings) {
@@ -68,10 +70,15 @@ async fn assert_closed_on_time(stage: &Stage, orders: usize) {
     assert!(by_alarm_ms < 1_000.0 && by_sweep_ms < 3_000.0, "{by_alarm_ms} ms, by the sweep {by_sweep_ms} ms late");
 }
 
-/// With this policy on every queue, so many alarms wait; the policy goes, and all orders close on time.
-fn assert_slowed_down(definition: &'static str, names: &'static str, alarms: usize, delay: Duration) {
+/// With this policy on these queues, so many alarms wait; the policy goes, and all orders close on time.
+fn assert_slowed_down(
+    (queues, definition): (&'static str, &'static str),
+    names: &'static str,
+    alarms: usize,
+    delay: Duration,
+) {
     on_private_broker_with(&[], with_sweep, async move |stage: Arc<Stage>, broker: Arc<Private>| {
-        meanwhile(|| broker.ctl(&["set_policy", "spoils", ".*", definition, "--apply-to", "queues"]));
+        meanwhile(|| broker.ctl(&["set_policy", "spoils", queues, definition, "--apply-to", "queues"]));
         let worker = stage.worker().await;
         let publisher = stage.publisher().await;
         schedule(&stage, &publisher, alarms, delay).await;
@@ -94,21 +101,23 @@ fn assert_slowed_down(definition: &'static str, names: &'static str, alarms: usi
     });
 }
 
+/// Not on the inbox and the parked queue: what both drop comes back to no worker, and is the sweep's.
 #[test]
 fn drop_head_policy_is_named_and_slowed() {
-    assert_slowed_down(r#"{"max-length":3,"overflow":"drop-head"}"#, "max-length", 30, 45 * SECOND);
+    let on_delay_queues = (DELAY_QUEUES, r#"{"max-length":3,"overflow":"drop-head"}"#);
+    assert_slowed_down(on_delay_queues, "max-length", 30, 45 * SECOND);
 }
 
 #[test]
 fn message_ttl_policy_is_named_and_slowed() {
-    assert_slowed_down(r#"{"message-ttl":1000}"#, "message-ttl", 30, 45 * SECOND);
+    assert_slowed_down((".*", r#"{"message-ttl":1000}"#), "message-ttl", 30, 45 * SECOND);
 }
 
 /// The policy on all delay queues stays to the end. Not on the inbox: what is dropped there, and then out of the parked
 /// queue as well, is the sweep's.
 fn assert_on_time_under(definition: &'static str, alarms: usize, delay: Duration) {
     on_private_broker_with(&[], with_sweep, async move |stage: Arc<Stage>, broker: Arc<Private>| {
-        meanwhile(|| broker.ctl(&["set_policy", "spoils", "wheel|delay", definition, "--apply-to", "queues"]));
+        meanwhile(|| broker.ctl(&["set_policy", "spoils", DELAY_QUEUES, definition, "--apply-to", "queues"]));
         let worker = stage.worker().await;
         let publisher = stage.publisher().await;
         schedule(&stage, &publisher, alarms, delay).await;
