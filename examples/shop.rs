@@ -31,7 +31,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Parser;
-use order_timeout::{Settings, telemetry};
+use order_timeout::{Settings, logging};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until};
@@ -52,7 +52,7 @@ const WRONG_SETTINGS: u8 = 2;
 const FAILED: u8 = 1;
 /// How long after the last deadline the run waits for what should have happened by then. Lateness is a finding; only
 /// what never comes ends here.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// How often the run looks whether everything has been decided.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
@@ -83,7 +83,7 @@ fn fail(why: &dyn std::fmt::Display, code: u8) -> ExitCode {
 async fn run(args: &Args, settings: Settings) -> anyhow::Result<u8> {
     let mut interrupt = signal(SignalKind::interrupt()).context("Ctrl-C cannot be watched for")?;
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM cannot be watched for")?;
-    let _log = telemetry::install(&args.log(&settings));
+    let _log = logging::install(&args.log(&settings));
     let mut premises = if args.no_worker { Premises::shared(settings, args) } else { Premises::own(settings, args)? };
     // Not to be interrupted half-way: what a server is still busy making cannot be removed yet. Ctrl-C is remembered.
     let outcome = match premises.open().await {
@@ -187,7 +187,7 @@ async fn wait_until_all_is_decided(
     listener: &Listener,
     last_deadline: Instant,
 ) -> anyhow::Result<()> {
-    let give_up_at = last_deadline + PATIENCE;
+    let give_up_at = last_deadline + TIMEOUT;
     while Instant::now() < give_up_at {
         if listener.has_ended() {
             bail!(

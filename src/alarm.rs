@@ -1,27 +1,27 @@
 //! An alarm in the worker's hands: what the message said, the receipt that settles it, and why one is given up.
 //!
-//! The words that deliver, desk, arm and park share so that the steps need not know one another. Data only: no I/O.
+//! The words that deliver, engine, arm and park share so that the steps need not know one another. Data only: no I/O.
 
-use crate::message::{MAX_BODY_BYTES, TimeoutDue};
-use crate::order::{Deadline, Moment, OrderId};
+use crate::message::{Alarm, MAX_BODY_BYTES};
+use crate::order::{Deadline, OrderId, Timestamp};
 
 /// Which queue a message came out of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Inlet {
+pub enum SourceQueue {
     /// The processing queue: alarms that are due, or will be within seconds.
     Timeout,
     /// The inbox for alarms that are to be armed in the wheel.
-    Arm,
+    Inbox,
     /// What the broker itself gave up on.
     Parked,
 }
 
-impl Inlet {
+impl SourceQueue {
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Timeout => "timeout",
-            Self::Arm => "arm",
+            Self::Inbox => "arm",
             Self::Parked => "parked",
         }
     }
@@ -49,12 +49,12 @@ pub enum Settlement {
 
 /// A message that could be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Alarm {
-    pub due: TimeoutDue,
+pub struct DeliveredAlarm {
+    pub due: Alarm,
     /// How often handling it has failed and gone back through the broker.
     pub attempt: u32,
-    /// When the message was published, where its publisher says so. The desk fills in when it was first seen.
-    pub born: Option<Moment>,
+    /// When the message was published, where its publisher says so. The engine fills in when it was first seen.
+    pub first_published_at: Option<Timestamp>,
     /// W3C trace context of whoever scheduled it.
     pub traceparent: Option<String>,
     pub returns: Returns,
@@ -64,12 +64,12 @@ pub struct Alarm {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Returns {
     /// When the slot lets go that the alarm was written into, by the database's clock; `None` if it was not to wait.
-    pub due_at: Option<Moment>,
+    pub due_at: Option<Timestamp>,
     /// How often in a row it came back well before that.
     pub early: u32,
 }
 
-impl Alarm {
+impl DeliveredAlarm {
     #[must_use]
     pub fn order_id(&self) -> &OrderId {
         &self.due.order_id
@@ -83,8 +83,8 @@ impl Alarm {
 
 /// A fresh alarm to be written, and the receipt of the old one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ArmJob {
-    pub alarm: Alarm,
+pub struct Rearm {
+    pub alarm: DeliveredAlarm,
     pub receipt: Receipt,
     pub wanted: Wanted,
 }
@@ -95,7 +95,7 @@ pub enum Wanted {
     /// Shortly before its deadline.
     BeforeDeadline,
     /// Not before this moment: a retry.
-    NotBefore(Moment),
+    NotBefore(Timestamp),
     /// By way of the processing queue, whose window has room for those that are held back.
     AtOnce,
 }
@@ -178,7 +178,7 @@ impl ParkReason {
 
 /// What is put into `parked_alarms`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Parcel {
+pub struct DeadLetter {
     pub reason: ParkReason,
     /// One sentence that names the fault.
     pub detail: String,
@@ -189,7 +189,7 @@ pub struct Parcel {
     pub body: Vec<u8>,
 }
 
-impl Parcel {
+impl DeadLetter {
     /// Parks a message that could not be read as an alarm.
     #[must_use]
     pub fn unread(reason: ParkReason, detail: impl Into<String>, body: &[u8]) -> Self {
@@ -199,7 +199,7 @@ impl Parcel {
 
     /// Parks an alarm that was understood but could not be handled.
     #[must_use]
-    pub fn of(alarm: &Alarm, reason: ParkReason, detail: impl Into<String>) -> Self {
+    pub fn of(alarm: &DeliveredAlarm, reason: ParkReason, detail: impl Into<String>) -> Self {
         Self {
             reason,
             detail: detail.into(),
@@ -215,9 +215,9 @@ impl Parcel {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Delivered {
     pub receipt: Receipt,
-    pub inlet: Inlet,
-    /// The alarm, or the parcel that it must become.
-    pub content: Result<Alarm, Parcel>,
+    pub source: SourceQueue,
+    /// The alarm, or the dead_letter that it must become.
+    pub content: Result<DeliveredAlarm, DeadLetter>,
     /// Why the broker took it out of the queue it was in before, where it says so.
     pub death: Option<Death>,
 }

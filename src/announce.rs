@@ -11,7 +11,7 @@ use uuid::Uuid;
 use crate::confirm::{ConfirmedPublisher, Outgoing};
 use crate::database::{Database, Timestamptz};
 use crate::message::CONTENT_TYPE;
-use crate::relay::{Backlog, NotRelayed, Outbox, OutboxSql, Relayed, outbox_sql};
+use crate::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
 use crate::topology::Names;
 
 const SQL: OutboxSql = outbox_sql!(
@@ -45,12 +45,12 @@ const SQL: OutboxSql = outbox_sql!(
 
 /// Sends what stands in `event_outbox`.
 #[derive(Debug)]
-pub struct Announcer {
+pub struct EventRelay {
     outbox: Outbox,
     exchange: String,
 }
 
-impl Announcer {
+impl EventRelay {
     #[must_use]
     pub fn new(
         database: Database,
@@ -66,7 +66,7 @@ impl Announcer {
     ///
     /// # Errors
     /// As of [`Outbox::round`].
-    pub async fn round(&mut self) -> Result<Relayed, NotRelayed> {
+    pub async fn round(&mut self) -> Result<Relayed, RelayError> {
         let exchange = &self.exchange;
         self.outbox.round(|row| message(exchange, row).map(Some)).await
     }
@@ -75,7 +75,7 @@ impl Announcer {
     ///
     /// # Errors
     /// As of [`Outbox::backlog`].
-    pub async fn backlog(&self) -> Result<Backlog, NotRelayed> {
+    pub async fn backlog(&self) -> Result<Backlog, RelayError> {
         self.outbox.backlog().await
     }
 

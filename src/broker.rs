@@ -35,7 +35,7 @@ pub mod reply_code {
 
 /// Why there is no connection.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum BrokerFault {
+pub enum BrokerError {
     /// Trying again will not help: credentials, virtual host, rights, or objects that differ.
     #[error("{0}")]
     Refused(String),
@@ -47,8 +47,8 @@ pub enum BrokerFault {
 /// Opens a connection within `connect_timeout`. `name` is shown by `rabbitmqctl list_connections`.
 ///
 /// # Errors
-/// [`BrokerFault`] with the broker's address, never its password.
-pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, BrokerFault> {
+/// [`BrokerError`] with the broker's address, never its password.
+pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, BrokerError> {
     let (uri, connector) = prepare(settings)?;
     let place = address(&uri);
     let properties = ConnectionProperties::default().with_connection_name(format!("order-timeout {name}").into());
@@ -66,14 +66,14 @@ pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, 
 /// `open` is one that stands, so that it is known to run.
 ///
 /// # Errors
-/// [`BrokerFault::Away`] that says so.
-pub async fn require_another_connection(settings: &AmqpSettings, open: &Connection) -> Result<(), BrokerFault> {
+/// [`BrokerError::Away`] that says so.
+pub async fn require_another_connection(settings: &AmqpSettings, open: &Connection) -> Result<(), BrokerError> {
     match connect(settings, "start").await {
         Ok(connection) => {
             close(&connection, settings.connect_timeout).await;
             Ok(())
         }
-        Err(fault) if open.status().connected() => Err(BrokerFault::Away(format!(
+        Err(fault) if open.status().connected() => Err(BrokerError::Away(format!(
             "the broker took one connection and takes no further one ({fault}). If it accepts TCP and answers no handshake, it is out of file descriptors: RabbitMQ 3 sets three aside for each queue. See \"File Descriptors\" in `rabbitmqctl status`, raise its limit (LimitNOFILE) to 65536, and restart it"
         ))),
         Err(fault) => Err(fault),
@@ -91,12 +91,12 @@ fn have_what_a_broken_connection_needs() {
 }
 
 /// The address with what the settings add to it, and what TLS needs where it asks for TLS.
-fn prepare(settings: &AmqpSettings) -> Result<(AMQPUri, Option<RustlsConnector>), BrokerFault> {
+fn prepare(settings: &AmqpSettings) -> Result<(AMQPUri, Option<RustlsConnector>), BrokerError> {
     tls::choose_crypto_provider();
     let mut uri = address_of(settings)?;
     let connector = match uri.scheme {
         AMQPScheme::AMQP => None,
-        AMQPScheme::AMQPS => Some(tls_connector(settings).map_err(BrokerFault::Refused)?),
+        AMQPScheme::AMQPS => Some(tls_connector(settings).map_err(BrokerError::Refused)?),
     };
     let heartbeat_s = settings.heartbeat.as_secs().try_into().unwrap_or(u16::MAX);
     uri.query.heartbeat.get_or_insert(heartbeat_s);
@@ -125,7 +125,7 @@ pub(crate) struct RawConnection {
 }
 
 /// Connects as [`connect`] does, with the same certificates, and leaves the rest to the caller.
-pub(crate) async fn connect_raw(settings: &AmqpSettings) -> Result<RawConnection, BrokerFault> {
+pub(crate) async fn connect_raw(settings: &AmqpSettings) -> Result<RawConnection, BrokerError> {
     let (uri, connector) = prepare(settings)?;
     let place = address(&uri);
     let opening = async {
@@ -206,20 +206,20 @@ const PLAIN: &str = "amqp:// for a broker without TLS";
 const TLS: &str = "For a port with TLS write amqps:// in amqp.url";
 
 /// What to say when `connect_timeout` has passed.
-fn did_not_answer(uri: &AMQPUri, settings: &AmqpSettings) -> BrokerFault {
-    let (place, patience) = (address(uri), settings.connect_timeout);
-    BrokerFault::Away(format!("the broker at {place} did not answer within {patience:?}; is it running there?"))
+fn did_not_answer(uri: &AMQPUri, settings: &AmqpSettings) -> BrokerError {
+    let (place, timeout) = (address(uri), settings.connect_timeout);
+    BrokerError::Away(format!("the broker at {place} did not answer within {timeout:?}; is it running there?"))
 }
 
 /// Does several things with the broker within one `connect_timeout`: a broker that accepts and never answers is as good
 /// as none, wherever it falls silent.
 ///
 /// # Errors
-/// [`BrokerFault`], that of `things` or that they took too long.
+/// [`BrokerError`], that of `things` or that they took too long.
 pub async fn within_connect_timeout<T>(
     settings: &AmqpSettings,
-    things: impl Future<Output = Result<T, BrokerFault>>,
-) -> Result<T, BrokerFault> {
+    things: impl Future<Output = Result<T, BrokerError>>,
+) -> Result<T, BrokerError> {
     match tokio::time::timeout(settings.connect_timeout, things).await {
         Ok(done) => done,
         Err(_) => Err(did_not_answer(&address_of(settings)?, settings)),
@@ -229,15 +229,15 @@ pub async fn within_connect_timeout<T>(
 /// Where the settings lead: host, port and virtual host, without the password.
 ///
 /// # Errors
-/// [`BrokerFault`] if the address is none.
-pub fn place(settings: &AmqpSettings) -> Result<String, BrokerFault> {
+/// [`BrokerError`] if the address is none.
+pub fn place(settings: &AmqpSettings) -> Result<String, BrokerError> {
     address_of(settings).map(|uri| address(&uri))
 }
 
 /// The client library's own reading takes an IPv6 address for localhost.
-fn address_of(settings: &AmqpSettings) -> Result<AMQPUri, BrokerFault> {
+fn address_of(settings: &AmqpSettings) -> Result<AMQPUri, BrokerError> {
     let parsed = AmqpAddress::parse(settings.url.expose_secret());
-    let parsed = parsed.map_err(|fault| BrokerFault::Refused(format!("amqp.url {fault}")))?;
+    let parsed = parsed.map_err(|fault| BrokerError::Refused(format!("amqp.url {fault}")))?;
     let host = parsed.host.for_connecting();
     let userinfo = AMQPUserInfo { username: parsed.user, password: parsed.password };
     let mechanism: Option<SASLMechanism> = parsed.mechanism.and_then(|word| word.parse().ok());
@@ -260,26 +260,26 @@ fn address(uri: &AMQPUri) -> String {
     format!("{host}:{}, virtual host {:?}", uri.authority.port, uri.vhost)
 }
 
-fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri, settings: &AmqpSettings) -> BrokerFault {
+fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri, settings: &AmqpSettings) -> BrokerError {
     let user = &uri.authority.userinfo.username;
     if let Some(why) = why_not_by_tls(error, uri) {
-        return BrokerFault::Refused(format!("the broker at {place} cannot be talked to safely: {why}"));
+        return BrokerError::Refused(format!("the broker at {place} cannot be talked to safely: {why}"));
     }
     match reply(error) {
-        Some((reply_code::ACCESS_REFUSED, _)) => BrokerFault::Refused(format!(
+        Some((reply_code::ACCESS_REFUSED, _)) => BrokerError::Refused(format!(
             "the broker at {place} refuses user {user:?}; check the name and password in amqp.url"
         )),
         // RabbitMQ, rabbit_reader.erl: "connection limit (~p) is reached", of the virtual host or of the user.
-        Some((reply_code::NOT_ALLOWED, text)) if text.contains("is reached") => BrokerFault::Away(format!(
+        Some((reply_code::NOT_ALLOWED, text)) if text.contains("is reached") => BrokerError::Away(format!(
             "the broker at {place} takes no further connection of user {user:?} ({text}); raise the limit with rabbitmqctl set_vhost_limits or set_user_limits, or run fewer workers"
         )),
-        Some((reply_code::NOT_ALLOWED, text)) => BrokerFault::Refused(format!(
+        Some((reply_code::NOT_ALLOWED, text)) => BrokerError::Refused(format!(
             "the broker at {place} does not let user {user:?} in ({text}); create the virtual host or grant the user rights on it with rabbitmqctl"
         )),
         Some((code, text)) => {
-            BrokerFault::Away(format!("the broker at {place} ended the connection with {code} {text}"))
+            BrokerError::Away(format!("the broker at {place} ended the connection with {code} {text}"))
         }
-        None => BrokerFault::Away(match why_cut_by_tls(error, uri, settings) {
+        None => BrokerError::Away(match why_cut_by_tls(error, uri, settings) {
             Some(why) => format!("the broker at {place} cannot be talked to: {why}"),
             None if is_cut(error) => {
                 format!(
@@ -352,10 +352,10 @@ pub fn end_kind(error: &lapin::Error) -> EndKind {
     }
 }
 
-/// Closes a connection, waiting no longer than `patience`: a blocked one would never answer.
-pub async fn close(connection: &Connection, patience: Duration) {
+/// Closes a connection, waiting no longer than `timeout`: a blocked one would never answer.
+pub async fn close(connection: &Connection, timeout: Duration) {
     let closing = connection.close(reply_code::CONTENT_OK, "done".into());
-    let _answered_or_given_up = tokio::time::timeout(patience, closing).await;
+    let _answered_or_given_up = tokio::time::timeout(timeout, closing).await;
 }
 
 #[cfg(test)]
@@ -414,7 +414,7 @@ mod tests {
         assert_eq!((uri.scheme.clone(), uri.vhost.as_str()), (AMQPScheme::AMQPS, "v/"));
         assert_eq!((uri.query.heartbeat, uri.query.auth_mechanism), (Some(30), Some(SASLMechanism::External)));
         assert_eq!(address(&uri), "[2001:db8::1]:5673, virtual host \"v/\"");
-        assert!(matches!(uri_of("amqp:///v"), Err(BrokerFault::Refused(why)) if why.contains("names no host")));
+        assert!(matches!(uri_of("amqp:///v"), Err(BrokerError::Refused(why)) if why.contains("names no host")));
     }
 
     #[test]

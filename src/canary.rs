@@ -2,7 +2,7 @@
 //! arrive. Which paths there are, what such a message looks like, and what its absence means.
 //!
 //! Pure: reads no clock and does no I/O; `store.rs` keeps what was sent and what arrived. A canary is no alarm: it names
-//! no order, and the desk never sees one.
+//! no order, and the engine never sees one.
 
 pub mod store;
 
@@ -12,9 +12,9 @@ use uuid::Uuid;
 
 use crate::config::{Settings, Strategy};
 use crate::confirm::Outgoing;
-use crate::envelope::{Entry, Wait, x_delay};
+use crate::envelope::{Delay, Route, x_delay};
 use crate::message::CONTENT_TYPE;
-use crate::order::Moment;
+use crate::order::Timestamp;
 use crate::topology::{Names, SeenQueue, Sight};
 use crate::wheel::{Place, Wheel};
 
@@ -56,7 +56,7 @@ enum Kind {
 /// A canary's way for one journey.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Journey {
-    pub entry: Entry,
+    pub route: Route,
     /// The queue that it waits in.
     pub queue: String,
     pub wait: Duration,
@@ -113,28 +113,28 @@ impl Paths {
 
     /// How a canary that is sent at `now`, by the database's clock, takes this path.
     #[must_use]
-    pub fn journey(&self, path: &Path, now: Moment) -> Journey {
-        let waiting = |entry, queue, wait| Journey { entry, queue, wait };
+    pub fn journey(&self, path: &Path, now: Timestamp) -> Journey {
+        let waiting = |route, queue, wait| Journey { route, queue, wait };
         match &path.kind {
-            Kind::Due => waiting(Entry::due(&self.names), self.names.timeout(), Duration::ZERO),
-            Kind::Delayed => waiting(Entry::delayed(&self.names, DELAYED_FOR), self.names.delayed(), DELAYED_FOR),
+            Kind::Due => waiting(Route::due(&self.names), self.names.timeout(), Duration::ZERO),
+            Kind::Delayed => waiting(Route::delayed(&self.names, DELAYED_FOR), self.names.delayed(), DELAYED_FOR),
             Kind::Lane { key, wait } => {
-                let entry = Entry { exchange: self.names.delay(), routing_key: key.clone(), wait: Wait::Ttl(*wait) };
-                waiting(entry, path.name.clone(), *wait)
+                let route = Route { exchange: self.names.delay(), routing_key: key.clone(), wait: Delay::Ttl(*wait) };
+                waiting(route, path.name.clone(), *wait)
             }
             Kind::Ring(ring) => {
                 let wheel = self.wheel.as_ref().expect("there are rings where there is a wheel");
                 // In step with the alarms of that slot, so that it never keeps one back.
                 match wheel.place_in_ring(*ring, now + AHEAD, now) {
-                    Place::Due => waiting(Entry::due(&self.names), self.names.timeout(), Duration::ZERO),
+                    Place::Due => waiting(Route::due(&self.names), self.names.timeout(), Duration::ZERO),
                     Place::Slot { ring, slot, ttl } => {
                         let name = &wheel.rings()[ring].name;
-                        let entry = Entry {
+                        let route = Route {
                             exchange: self.names.wheel(),
                             routing_key: Names::slot_key(name, slot),
-                            wait: Wait::Ttl(ttl),
+                            wait: Delay::Ttl(ttl),
                         };
-                        waiting(entry, self.names.slot_queue(name, slot), ttl)
+                        waiting(route, self.names.slot_queue(name, slot), ttl)
                     }
                 }
             }
@@ -228,19 +228,19 @@ pub fn why_unknown(consumers: i64, sight: &Sight) -> String {
 
 /// A canary on its way. `now` is the database's time.
 #[must_use]
-pub fn outgoing(id: Uuid, journey: &Journey, now: Moment) -> Outgoing {
+pub fn outgoing(id: Uuid, journey: &Journey, now: Timestamp) -> Outgoing {
     let mut headers = Vec::new();
-    let ttl = match journey.entry.wait {
-        Wait::None => None,
-        Wait::Ttl(ttl) => Some(ttl),
-        Wait::XDelayMs(delay_ms) => {
+    let ttl = match journey.route.wait {
+        Delay::None => None,
+        Delay::Ttl(ttl) => Some(ttl),
+        Delay::XDelayMs(delay_ms) => {
             headers.push(x_delay(delay_ms));
             None
         }
     };
     Outgoing {
-        exchange: journey.entry.exchange.clone(),
-        routing_key: journey.entry.routing_key.clone(),
+        exchange: journey.route.exchange.clone(),
+        routing_key: journey.route.routing_key.clone(),
         body: BODY.to_vec(),
         message_id: id.to_string(),
         message_type: CANARY_TYPE.to_owned(),
@@ -248,7 +248,7 @@ pub fn outgoing(id: Uuid, journey: &Journey, now: Moment) -> Outgoing {
         timestamp_s: u64::try_from(now.unix_micros() / 1_000_000).unwrap_or(0),
         ttl,
         headers,
-        mandatory: !matches!(journey.entry.wait, Wait::XDelayMs(_)),
+        mandatory: !matches!(journey.route.wait, Delay::XDelayMs(_)),
     }
 }
 
@@ -298,19 +298,19 @@ mod tests {
         /// The journey, the grace and half a second to look are within ten seconds.
         #[test]
         fn finest_ring_answers_within_ten_seconds(micros in 0_i64..3_600_000_000) {
-            let (paths, now) = (paths(&[]), Moment::from_unix_micros(1_700_000_000_000_000 + micros));
+            let (paths, now) = (paths(&[]), Timestamp::from_unix_micros(1_700_000_000_000_000 + micros));
             let finest = paths.find("order.wheel.5s").unwrap();
             let journey = paths.journey(finest, now);
             prop_assert!(journey.wait >= AHEAD, "{:?}", journey.wait);
             prop_assert!(journey.wait + GRACE + Duration::from_secs(1) < Duration::from_secs(10), "{:?}", journey.wait);
             prop_assert!(journey.queue.starts_with("order.wheel.5s."));
-            prop_assert_eq!(journey.entry.wait, Wait::Ttl(journey.wait));
+            prop_assert_eq!(journey.route.wait, Delay::Ttl(journey.wait));
         }
 
         /// In the very slot of alarms that leave at that moment, so that neither holds up the other.
         #[test]
         fn canary_leaves_when_its_slot_does(micros in 0_i64..3_600_000_000) {
-            let (paths, now) = (paths(&[]), Moment::from_unix_micros(1_700_000_000_000_000 + micros));
+            let (paths, now) = (paths(&[]), Timestamp::from_unix_micros(1_700_000_000_000_000 + micros));
             let journey = paths.journey(paths.find("order.wheel.5s").unwrap(), now);
             // A slot lets go `lead` before its unit of five seconds begins.
             let begins = (now + journey.wait + Duration::from_secs(20)).unix_micros();
@@ -340,7 +340,7 @@ mod tests {
     #[test]
     fn canary_is_known_by_its_properties() {
         let (paths, id) = (paths(&[]), Uuid::now_v7());
-        let now = Moment::from_unix_micros(1_700_000_000_000_000);
+        let now = Timestamp::from_unix_micros(1_700_000_000_000_000);
         let message = outgoing(id, &paths.journey(&paths.all()[1], now), now);
         assert_eq!(read(Some(&message.message_type), Some(&message.message_id)), Some(id));
         assert!(message.mandatory && message.ttl.is_some());
@@ -351,7 +351,7 @@ mod tests {
 
     #[test]
     fn no_canary_is_read_as_an_alarm() {
-        let fault = crate::message::TimeoutDue::read(BODY, None).unwrap_err();
+        let fault = crate::message::Alarm::read(BODY, None).unwrap_err();
         assert!(matches!(fault, crate::message::Unreadable::NotTheShape(_)), "{fault}");
     }
 }

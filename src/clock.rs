@@ -5,14 +5,14 @@
 
 use std::time::{Duration, Instant};
 
-use crate::order::Moment;
+use crate::order::Timestamp;
 
 /// One reading of the database's clock: what it said, and our monotonic clock just before and after asking.
 #[derive(Debug, Clone, Copy)]
 pub struct ClockSample {
     pub asked: Instant,
     pub answered: Instant,
-    pub database: Moment,
+    pub database: Timestamp,
 }
 
 impl ClockSample {
@@ -24,7 +24,7 @@ impl ClockSample {
 /// The database's clock, carried forward by the local monotonic one.
 #[derive(Debug, Clone, Copy)]
 pub struct DatabaseClock {
-    base: Moment,
+    base: Timestamp,
     at: Instant,
     uncertainty: Duration,
     learned: Instant,
@@ -64,7 +64,7 @@ impl DatabaseClock {
 
     /// The database's time at a local instant.
     #[must_use]
-    pub fn at_instant(&self, instant: Instant) -> Moment {
+    pub fn at_instant(&self, instant: Instant) -> Timestamp {
         match instant.checked_duration_since(self.at) {
             Some(after) => self.base + after,
             None => self.base - self.at.duration_since(instant),
@@ -72,13 +72,13 @@ impl DatabaseClock {
     }
 
     #[must_use]
-    pub fn now(&self) -> Moment {
+    pub fn now(&self) -> Timestamp {
         self.at_instant(Instant::now())
     }
 
     /// The local instant at which the database will read `moment`; now if that has passed.
     #[must_use]
-    pub fn instant_of(&self, moment: Moment) -> Instant {
+    pub fn instant_of(&self, moment: Timestamp) -> Instant {
         self.at + moment.since(self.base).min(Duration::from_secs(86_400))
     }
 }
@@ -92,7 +92,7 @@ mod tests {
         ClockSample {
             asked,
             answered: asked + Duration::from_millis(round_trip_ms),
-            database: Moment::from_unix_micros(database_ms * 1_000),
+            database: Timestamp::from_unix_micros(database_ms * 1_000),
         }
     }
 
@@ -102,7 +102,7 @@ mod tests {
         let clock = DatabaseClock::new(sample(start, 0, 10, 1_000));
         assert_eq!(clock.at_instant(start + Duration::from_millis(5)).unix_micros(), 1_000_000);
         assert_eq!(clock.at_instant(start + Duration::from_millis(25)).unix_micros(), 1_020_000);
-        assert_eq!(clock.instant_of(Moment::from_unix_micros(1_020_000)), start + Duration::from_millis(25));
+        assert_eq!(clock.instant_of(Timestamp::from_unix_micros(1_020_000)), start + Duration::from_millis(25));
     }
 
     #[test]

@@ -15,8 +15,8 @@ use sqlx::{Postgres, Row};
 
 use crate::clock::ClockSample;
 use crate::contract::{Contract, ContractStatement};
-use crate::database::{self, Database, DatabaseFault, Timestamptz, Trouble, trouble, why};
-use crate::order::{CloseFault, ClosedBy, Deadline, Finding, Found, OddAnswer, OrderId, Outcome};
+use crate::database::{self, Database, DatabaseError, ErrorClass, Timestamptz, classify, one_line};
+use crate::order::{CloseError, CloseOutcome, CloseResult, ClosedBy, Deadline, OddAnswer, OrderId, Outcome};
 
 /// The close statement for our own schema.
 pub const CLOSE_SQL: &str = include_str!("../sql/close.sql");
@@ -50,13 +50,13 @@ pub struct Closer {
     statement: ContractStatement,
     /// A pool asks a connection whether it is alive before it lends it and again when it has it back: a round trip before
     /// the close, and as much work for the server as a small batch.
-    kept: Arc<Mutex<VecDeque<Kept>>>,
+    kept: Arc<Mutex<VecDeque<WarmConnection>>>,
     /// The last answer that the contract does not know.
     odd: Arc<Mutex<Option<OddAnswer>>>,
 }
 
 #[derive(Debug)]
-struct Kept {
+struct WarmConnection {
     connection: PoolConnection<Postgres>,
     /// When it came out of the pool.
     since: Instant,
@@ -66,7 +66,7 @@ struct Kept {
     planned: bool,
 }
 
-impl Kept {
+impl WarmConnection {
     fn new(connection: PoolConnection<Postgres>) -> Self {
         let now = Instant::now();
         Self { connection, since: now, used: now, planned: false }
@@ -95,8 +95,8 @@ impl Closer {
     /// Prepares the close statement (`close_sql` names a file; empty means ours) and checks it against the contract.
     ///
     /// # Errors
-    /// [`DatabaseFault`] names the file and the column.
-    pub async fn prepare(database: Database, close_sql: &str) -> Result<Self, DatabaseFault> {
+    /// [`DatabaseError`] names the file and the column.
+    pub async fn prepare(database: Database, close_sql: &str) -> Result<Self, DatabaseError> {
         let statement = ContractStatement::load(&database, &CONTRACT, close_sql).await?;
         Ok(Self { database, statement, kept: Arc::default(), odd: Arc::default() })
     }
@@ -122,20 +122,20 @@ impl Closer {
 
     /// Closes those of `ids` that are unpaid and due, and says of each what it found; an order without an entry is
     /// unknown. All or nothing: one order that cannot be closed fails the batch, which is then for the caller to take
-    /// apart. `patient`: whether it may wait for locks on stock.
+    /// apart. `waits_for_locks`: whether it may wait for locks on stock.
     ///
     /// # Errors
-    /// [`CloseFault`] says whose fault it is.
+    /// [`CloseError`] says whose fault it is.
     pub async fn close(
         &self,
         ids: &[OrderId],
         by: ClosedBy,
-        patient: bool,
-    ) -> Result<HashMap<OrderId, Finding>, CloseFault> {
+        waits_for_locks: bool,
+    ) -> Result<HashMap<OrderId, CloseResult>, CloseError> {
         let mut ids = ids.to_vec();
         ids.sort_unstable();
         ids.dedup();
-        match self.try_to_close(&ids, by, patient).await {
+        match self.try_to_close(&ids, by, waits_for_locks).await {
             Ok(answers) => {
                 let (findings, odd) = gather(&ids, answers);
                 if odd.is_some() {
@@ -161,18 +161,23 @@ impl Closer {
 
     /// One statement outside a transaction block is a transaction. `fetch_all` returns when the server is ready for
     /// the next one, which is after the commit.
-    async fn try_to_close(&self, ids: &[OrderId], by: ClosedBy, patient: bool) -> Result<Vec<Answered>, sqlx::Error> {
+    async fn try_to_close(
+        &self,
+        ids: &[OrderId],
+        by: ClosedBy,
+        waits_for_locks: bool,
+    ) -> Result<Vec<Answered>, sqlx::Error> {
         let work = async |connection: &mut PgConnection| {
             // A statement with $3 does not wait by itself.
-            if patient || self.statement.parameters > 2 {
-                return self.run(connection, ids, by, patient).await;
+            if waits_for_locks || self.statement.parameters > 2 {
+                return self.run(connection, ids, by, waits_for_locks).await;
             }
             let mut transaction = sqlx::Connection::begin(connection).await?;
             sqlx::query("SELECT set_config('lock_timeout', $1, true)")
                 .bind(SHORT_LOCK_TIMEOUT.as_millis().to_string())
                 .execute(&mut *transaction)
                 .await?;
-            let found = self.run(&mut transaction, ids, by, patient).await?;
+            let found = self.run(&mut transaction, ids, by, waits_for_locks).await?;
             transaction.commit().await?;
             Ok(found)
         };
@@ -181,11 +186,11 @@ impl Closer {
         self.run_kept(VecDeque::pop_back, Plans(true), work).await
     }
 
-    /// On one of the kept connections, which lie in the order in which they were used, or one out of the pool. Kept if it
+    /// On one of the kept connections, which lie in the order in which they were used, or one out of the pool. WarmConnection if it
     /// fares well.
     async fn run_kept<T>(
         &self,
-        take: impl FnOnce(&mut VecDeque<Kept>) -> Option<Kept>,
+        take: impl FnOnce(&mut VecDeque<WarmConnection>) -> Option<WarmConnection>,
         Plans(plans): Plans,
         work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
@@ -193,42 +198,42 @@ impl Closer {
         let mut one = match taken {
             Some(kept) if kept.is_fit() => kept,
             unfit => {
-                unfit.into_iter().for_each(Kept::throw_away);
-                Kept::new(self.database.connection().await?)
+                unfit.into_iter().for_each(WarmConnection::throw_away);
+                WarmConnection::new(self.database.connection().await?)
             }
         };
         let answer = self.database.run_on(&mut one.connection, work).await;
         match &answer {
             Ok(_) => {
                 let planned = one.planned || plans;
-                self.kept().push_back(Kept { used: Instant::now(), planned, ..one });
+                self.kept().push_back(WarmConnection { used: Instant::now(), planned, ..one });
             }
             // What has broken one may have broken all of them.
-            Err(error) if trouble(error) == Trouble::Away => {
+            Err(error) if classify(error) == ErrorClass::Away => {
                 one.throw_away();
-                self.kept().drain(..).for_each(Kept::throw_away);
+                self.kept().drain(..).for_each(WarmConnection::throw_away);
             }
             Err(_) => {}
         }
         answer
     }
 
-    fn kept(&self) -> MutexGuard<'_, VecDeque<Kept>> {
+    fn kept(&self) -> MutexGuard<'_, VecDeque<WarmConnection>> {
         self.kept.lock().expect("nobody panics holding it")
     }
 
     /// Whose fault an error is: nobody's, the order's, or everybody's.
-    async fn fault(&self, error: &sqlx::Error) -> CloseFault {
-        let why = why(error);
-        match trouble(error) {
-            Trouble::Locked => CloseFault::Locked(why),
-            Trouble::Transient => CloseFault::Transient(why),
-            Trouble::Data => CloseFault::OfTheOrder(why),
+    async fn fault(&self, error: &sqlx::Error) -> CloseError {
+        let why = one_line(error);
+        match classify(error) {
+            ErrorClass::Locked => CloseError::Locked(why),
+            ErrorClass::Transient => CloseError::Transient(why),
+            ErrorClass::Data => CloseError::Rejected(why),
             // With no order to close, no row's trigger can be at fault.
-            Trouble::Broken if self.try_to_close(&[], ClosedBy::Alarm, true).await.is_ok() => {
-                CloseFault::OfTheOrder(why)
+            ErrorClass::Broken if self.try_to_close(&[], ClosedBy::Alarm, true).await.is_ok() => {
+                CloseError::Rejected(why)
             }
-            Trouble::Broken | Trouble::Away => CloseFault::Away(why),
+            ErrorClass::Broken | ErrorClass::Away => CloseError::Unavailable(why),
         }
     }
 
@@ -237,7 +242,7 @@ impl Closer {
         connection: &mut PgConnection,
         ids: &[OrderId],
         by: ClosedBy,
-        patient: bool,
+        waits_for_locks: bool,
     ) -> Result<Vec<Answered>, sqlx::Error> {
         let texts: Vec<&str> = ids.iter().map(OrderId::as_str).collect();
         let mut query = sqlx::query(self.statement.sql.clone()).bind(texts);
@@ -245,7 +250,7 @@ impl Closer {
             query = query.bind(by.as_str());
         }
         if self.statement.parameters > 2 {
-            query = query.bind(patient);
+            query = query.bind(waits_for_locks);
         }
         query.fetch_all(connection).await?.iter().map(read_row).collect()
     }
@@ -256,9 +261,9 @@ impl Closer {
     ///
     /// # Errors
     /// sqlx's, if one cannot be opened or the statement fails.
-    pub async fn make_ready(&self) -> Result<(), sqlx::Error> {
+    pub async fn warm_up(&self) -> Result<(), sqlx::Error> {
         self.fill().await?;
-        let old = take_first(&mut self.kept(), Kept::is_old);
+        let old = take_first(&mut self.kept(), WarmConnection::is_old);
         let Some(old) = old else { return Ok(()) };
         old.throw_away();
         self.fill().await
@@ -266,8 +271,8 @@ impl Closer {
 
     async fn fill(&self) -> Result<(), sqlx::Error> {
         let plan = async |connection: &mut PgConnection| self.run(connection, &[], ClosedBy::Alarm, true).await;
-        while self.kept().iter().any(Kept::is_unplanned) {
-            self.run_kept(|kept| take_first(kept, Kept::is_unplanned), Plans(true), plan).await?;
+        while self.kept().iter().any(WarmConnection::is_unplanned) {
+            self.run_kept(|kept| take_first(kept, WarmConnection::is_unplanned), Plans(true), plan).await?;
         }
         let pool = self.database.pool();
         while pool.num_idle() > 0 || pool.size() < pool.options().get_max_connections() {
@@ -297,7 +302,7 @@ impl Closer {
 /// Whether a piece of work has the close statement planned.
 struct Plans(bool);
 
-fn take_first(kept: &mut VecDeque<Kept>, which: fn(&Kept) -> bool) -> Option<Kept> {
+fn take_first(kept: &mut VecDeque<WarmConnection>, which: fn(&WarmConnection) -> bool) -> Option<WarmConnection> {
     let place = kept.iter().position(which)?;
     kept.remove(place)
 }
@@ -308,7 +313,7 @@ fn is_cut_off(error: &sqlx::Error) -> bool {
         sqlx::Error::Io(fault) => {
             matches!(fault.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::UnexpectedEof)
         }
-        error => error.as_database_error().is_some() && trouble(error) == Trouble::Away,
+        error => error.as_database_error().is_some() && classify(error) == ErrorClass::Away,
     }
 }
 
@@ -330,7 +335,7 @@ fn read_row(row: &PgRow) -> Result<Answered, sqlx::Error> {
 }
 
 /// What was found of each order that was asked for, and one answer that the contract does not know, if there is one.
-fn gather(ids: &[OrderId], answers: Vec<Answered>) -> (HashMap<OrderId, Finding>, Option<OddAnswer>) {
+fn gather(ids: &[OrderId], answers: Vec<Answered>) -> (HashMap<OrderId, CloseResult>, Option<OddAnswer>) {
     let (mut findings, mut odd) = (HashMap::with_capacity(answers.len()), None);
     for Answered { order_id, word, deadline } in answers {
         let Ok(order_id) = OrderId::new(&order_id) else {
@@ -338,10 +343,10 @@ fn gather(ids: &[OrderId], answers: Vec<Answered>) -> (HashMap<OrderId, Finding>
             continue;
         };
         let finding = match word.as_deref().and_then(Outcome::from_contract) {
-            Some(outcome) => Ok(Found { outcome, deadline }),
+            Some(outcome) => Ok(CloseOutcome { outcome, deadline }),
             None => {
                 let fault = OddAnswer::Word { order_id: order_id.clone(), word };
-                let finding = Err(CloseFault::OfTheOrder(format!("the close statement {fault}")));
+                let finding = Err(CloseError::Rejected(format!("the close statement {fault}")));
                 odd = Some(fault);
                 finding
             }
@@ -352,7 +357,7 @@ fn gather(ids: &[OrderId], answers: Vec<Answered>) -> (HashMap<OrderId, Finding>
                 let fault = OddAnswer::Twice { order_id: entry.key().clone() };
                 // Which of the two is right only the next try can tell.
                 if *entry.get() != finding {
-                    *entry.get_mut() = Err(CloseFault::OfTheOrder(format!("the close statement {fault}")));
+                    *entry.get_mut() = Err(CloseError::Rejected(format!("the close statement {fault}")));
                 }
                 odd.get_or_insert(fault);
             }
@@ -375,7 +380,7 @@ mod tests {
         OrderId::new(text).unwrap()
     }
 
-    fn gathered(rows: &[(&str, Option<&str>)]) -> (HashMap<OrderId, Finding>, Option<OddAnswer>) {
+    fn gathered(rows: &[(&str, Option<&str>)]) -> (HashMap<OrderId, CloseResult>, Option<OddAnswer>) {
         let answers = rows.iter().map(|(order_id, word)| Answered {
             order_id: (*order_id).to_owned(),
             word: word.map(str::to_owned),
@@ -388,7 +393,7 @@ mod tests {
     fn good_answers_are_taken_as_given() {
         let (findings, odd) = gathered(&[("1", Some("closed")), ("2", Some("paid"))]);
         assert_eq!(odd, None);
-        assert_eq!(findings[&id("1")], Ok(Found { outcome: Outcome::Closed, deadline: None }));
+        assert_eq!(findings[&id("1")], Ok(CloseOutcome { outcome: Outcome::Closed, deadline: None }));
         assert_eq!(gathered(&[("2", Some("busy"))]).1, None, "unknown orders have no row");
     }
 

@@ -13,7 +13,7 @@ use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
 
 use crate::tls::TlsFiles;
-use crate::wheel::{BadWheel, Ring, Wheel};
+use crate::wheel::{Ring, Wheel, WheelError};
 use address::AddressError;
 
 pub(crate) mod address;
@@ -226,7 +226,7 @@ pub struct WorkerSettings {
     pub linger: Duration,
     pub closers: usize,
     #[serde(deserialize_with = "duration::read")]
-    pub away_patience: Duration,
+    pub requeue_after: Duration,
     #[serde(deserialize_with = "duration::read")]
     pub shutdown_grace: Duration,
 }
@@ -258,7 +258,7 @@ pub struct RetrySettings {
 }
 
 impl RetrySettings {
-    /// The longest that a retry waits at the broker: the desk doubles `longest` five times.
+    /// The longest that a retry waits at the broker: the engine doubles `longest` five times.
     #[must_use]
     pub fn longest_wait(&self) -> Duration {
         self.longest.saturating_mul(32)
@@ -345,7 +345,7 @@ pub enum LogFormat {
 /// What is wrong with the settings: one sentence with the key and where its value came from.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}{}{}: {why}", if key.is_some() { "setting " } else { "settings" }, key.as_deref().unwrap_or_default(), origin.as_ref().map_or_else(String::new, |origin| format!(" (from {origin})")))]
-pub struct BadSettings {
+pub struct SettingsError {
     key: Option<String>,
     origin: Option<String>,
     why: String,
@@ -356,7 +356,7 @@ const AMQP_FORM: &str = "amqp://user:password@host:5672/vhost";
 const POSTGRES_FORM: &str = "postgres://user:password@host:5432/database";
 const AMQP_SCHEMES: [&str; 3] = ["amqp:// or amqps://", "begins with amqp://", "write amqps://"];
 
-impl BadSettings {
+impl SettingsError {
     fn of(key: &str, why: impl std::fmt::Display) -> Self {
         Self::new(Some(key.to_owned()), None, why.to_string())
     }
@@ -394,8 +394,8 @@ impl Settings {
     /// The wheel's rings as arithmetic.
     ///
     /// # Errors
-    /// [`BadWheel`] where they do not mesh.
-    pub fn wheel(&self) -> Result<Wheel, BadWheel> {
+    /// [`WheelError`] where they do not mesh.
+    pub fn wheel(&self) -> Result<Wheel, WheelError> {
         let rings = self.delay.rings.iter().enumerate().map(|(index, ring)| Ring {
             name: duration_name(ring.unit),
             unit: ring.unit,

@@ -19,7 +19,7 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{BasicProperties, Channel, Confirmation, Connection, PublisherConfirm};
 use tokio::sync::{Mutex, Notify, mpsc, oneshot};
 
-use crate::broker::{self, BrokerFault, reply_code};
+use crate::broker::{self, BrokerError, reply_code};
 use crate::config::AmqpSettings;
 use crate::message::{AMQP_MAX_SHORT_STRING_BYTES, LONGEST_TTL};
 
@@ -57,7 +57,7 @@ pub struct Outgoing {
 
 /// Why a message is not safely in the broker's hands.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum NotConfirmed {
+pub enum PublishError {
     #[error("the broker refused the message (nack); is a queue full, or has it lost its leader?")]
     Nacked,
     #[error("no queue is bound for it ({0}); run `order-timeout setup` with the settings of this publisher")]
@@ -75,14 +75,14 @@ pub enum NotConfirmed {
     #[error("the broker closed the channel: {0}")]
     ChannelClosed(String),
     #[error("{0}")]
-    NotConnected(BrokerFault),
+    NotConnected(BrokerError),
     #[error("its {what} cannot be sent: {why}")]
     Unsendable { what: &'static str, why: String },
     #[error("this publisher was shut down")]
     ShutDown,
 }
 
-impl NotConfirmed {
+impl PublishError {
     /// Whether it says that nothing can be sent at all, whatever the message.
     #[must_use]
     pub fn is_of_the_broker(&self) -> bool {
@@ -96,12 +96,12 @@ impl NotConfirmed {
     }
 }
 
-type Answer = Vec<Result<(), NotConfirmed>>;
+type PublishResults = Vec<Result<(), PublishError>>;
 
 /// What one caller wants published: at most a window.
 struct Job {
     messages: Vec<Outgoing>,
-    answer: oneshot::Sender<Answer>,
+    answer: oneshot::Sender<PublishResults>,
 }
 
 /// Tells that a message could go nowhere: its exchange is not there, or no queue is bound for it.
@@ -130,7 +130,7 @@ impl MissingWay {
 pub struct ConfirmedPublisher {
     jobs: mpsc::Sender<Job>,
     /// How long a job may take from the moment it is submitted, waiting behind others included.
-    patience: Duration,
+    timeout: Duration,
     way_is_missing: Arc<MissingWay>,
 }
 
@@ -138,9 +138,9 @@ impl ConfirmedPublisher {
     /// Connects, so that wrong credentials are heard of now and not at the first message.
     ///
     /// # Errors
-    /// [`BrokerFault`] if there is no connection.
-    pub async fn connect(settings: &AmqpSettings, name: &'static str) -> Result<Self, BrokerFault> {
-        let line = Line::new(settings, name);
+    /// [`BrokerError`] if there is no connection.
+    pub async fn connect(settings: &AmqpSettings, name: &'static str) -> Result<Self, BrokerError> {
+        let line = SharedConnection::new(settings, name);
         line.connection().await?;
         Ok(Self::over(line))
     }
@@ -148,18 +148,18 @@ impl ConfirmedPublisher {
     /// Connects when the first message is published: for a worker that must run while the broker is away.
     #[must_use]
     pub fn connect_lazily(settings: &AmqpSettings, name: &'static str) -> Self {
-        Self::over(Line::new(settings, name))
+        Self::over(SharedConnection::new(settings, name))
     }
 
-    fn over(line: Line) -> Self {
+    fn over(line: SharedConnection) -> Self {
         let (jobs, receiver) = mpsc::channel(QUEUED_JOBS);
-        let patience = line.settings.connect_timeout + line.settings.confirm_timeout;
+        let timeout = line.settings.connect_timeout + line.settings.confirm_timeout;
         let way_is_missing = line.way_is_missing.clone();
-        let (line, queue) = (Arc::new(line), Arc::new(Mutex::new(Queue { receiver, next: None })));
+        let (line, queue) = (Arc::new(line), Arc::new(Mutex::new(JobQueue { receiver, next: None })));
         for _ in 0..CHANNELS {
-            tokio::spawn(Pipe { line: line.clone(), queue: queue.clone(), channel: None }.run());
+            tokio::spawn(PublishChannel { line: line.clone(), queue: queue.clone(), channel: None }.run());
         }
-        Self { jobs, patience, way_is_missing }
+        Self { jobs, timeout, way_is_missing }
     }
 
     /// Told when a message could go nowhere.
@@ -171,9 +171,9 @@ impl ConfirmedPublisher {
     /// Publishes one message.
     ///
     /// # Errors
-    /// [`NotConfirmed`] if it is not known to be safe, within `connect_timeout` + `confirm_timeout`.
-    pub async fn publish(&self, message: Outgoing) -> Result<(), NotConfirmed> {
-        self.submit(vec![message]).await.pop().unwrap_or(Err(NotConfirmed::ShutDown))
+    /// [`PublishError`] if it is not known to be safe, within `connect_timeout` + `confirm_timeout`.
+    pub async fn publish(&self, message: Outgoing) -> Result<(), PublishError> {
+        self.submit(vec![message]).await.pop().unwrap_or(Err(PublishError::ShutDown))
     }
 
     /// Publishes many messages, pipelined. One answer for each, in their order. When a whole window comes to nothing
@@ -183,11 +183,11 @@ impl ConfirmedPublisher {
     pub async fn publish_all(
         &self,
         messages: impl IntoIterator<Item = Outgoing, IntoIter: ExactSizeIterator>,
-    ) -> Vec<Result<(), NotConfirmed>> {
+    ) -> Vec<Result<(), PublishError>> {
         let mut messages = messages.into_iter().peekable();
         let count = messages.len();
         let mut waiting = FuturesOrdered::new();
-        let mut answers = Answer::new();
+        let mut answers = PublishResults::new();
         let mut broker_fault = None;
         loop {
             while broker_fault.is_none() && waiting.len() < WINDOWS_AT_ONCE && messages.peek().is_some() {
@@ -203,40 +203,40 @@ impl ConfirmedPublisher {
         answers
     }
 
-    async fn submit(&self, messages: Vec<Outgoing>) -> Answer {
+    async fn submit(&self, messages: Vec<Outgoing>) -> PublishResults {
         let count = messages.len();
         let (answer, answered) = oneshot::channel();
         let answered = async {
             self.jobs.send(Job { messages, answer }).await.ok()?;
             answered.await.ok()
         };
-        match tokio::time::timeout(self.patience, answered).await {
-            Ok(answer) => answer.unwrap_or_else(|| vec![Err(NotConfirmed::ShutDown); count]),
-            Err(_) => vec![Err(NotConfirmed::TimedOut(self.patience)); count],
+        match tokio::time::timeout(self.timeout, answered).await {
+            Ok(answer) => answer.unwrap_or_else(|| vec![Err(PublishError::ShutDown); count]),
+            Err(_) => vec![Err(PublishError::TimedOut(self.timeout)); count],
         }
     }
 }
 
 /// Why nothing of a window was sent, if that is why.
-fn fault_of_the_broker(answer: &Answer) -> Option<NotConfirmed> {
-    let all = answer.iter().all(|result| result.as_ref().is_err_and(NotConfirmed::is_of_the_broker));
+fn fault_of_the_broker(answer: &PublishResults) -> Option<PublishError> {
+    let all = answer.iter().all(|result| result.as_ref().is_err_and(PublishError::is_of_the_broker));
     answer.first().filter(|_| all)?.clone().err()
 }
 
 /// The connection that the pipes share; opened again when it is found broken.
-struct Line {
+struct SharedConnection {
     settings: AmqpSettings,
     name: &'static str,
     current: Mutex<Option<Arc<Connection>>>,
     way_is_missing: Arc<MissingWay>,
 }
 
-impl Line {
+impl SharedConnection {
     fn new(settings: &AmqpSettings, name: &'static str) -> Self {
         Self { settings: settings.clone(), name, current: Mutex::new(None), way_is_missing: Arc::default() }
     }
 
-    async fn connection(&self) -> Result<Arc<Connection>, BrokerFault> {
+    async fn connection(&self) -> Result<Arc<Connection>, BrokerError> {
         let mut current = self.current.lock().await;
         if let Some(connection) = current.as_ref().filter(|connection| connection.status().connected()) {
             return Ok(connection.clone());
@@ -246,29 +246,29 @@ impl Line {
         Ok(connection)
     }
 
-    async fn open_channel(&self) -> Result<(Arc<Connection>, Channel), NotConfirmed> {
-        let connection = self.connection().await.map_err(NotConfirmed::NotConnected)?;
+    async fn open_channel(&self) -> Result<(Arc<Connection>, Channel), PublishError> {
+        let connection = self.connection().await.map_err(PublishError::NotConnected)?;
         if connection.status().blocked() {
-            return Err(NotConfirmed::Blocked);
+            return Err(PublishError::Blocked);
         }
         let opening = async {
             let channel = connection.create_channel().await.map_err(|error| closed(&error))?;
             channel.confirm_select(ConfirmSelectOptions::default()).await.map_err(|error| closed(&error))?;
             Ok(channel)
         };
-        let patience = self.settings.confirm_timeout;
-        let channel = tokio::time::timeout(patience, opening).await.map_err(|_| NotConfirmed::TimedOut(patience))??;
+        let timeout = self.settings.confirm_timeout;
+        let channel = tokio::time::timeout(timeout, opening).await.map_err(|_| PublishError::TimedOut(timeout))??;
         Ok((connection, channel))
     }
 }
 
 /// The jobs that wait, and the one that did not fit into the last window.
-struct Queue {
+struct JobQueue {
     receiver: mpsc::Receiver<Job>,
     next: Option<Job>,
 }
 
-impl Queue {
+impl JobQueue {
     /// Whatever waits, up to a window; waits for the first. `None` when the last handle is gone.
     async fn next_window(&mut self) -> Option<Vec<Job>> {
         let mut jobs: Vec<Job> = Vec::new();
@@ -282,7 +282,7 @@ impl Queue {
                     Err(_) => return Some(jobs),
                 },
             };
-            // Its caller's patience has ended, and a stalled broker must not be kept busy with what nobody waits for.
+            // Its caller's timeout has ended, and a stalled broker must not be kept busy with what nobody waits for.
             if job.answer.is_closed() {
                 continue;
             }
@@ -297,13 +297,13 @@ impl Queue {
 }
 
 /// One channel working through the queue of jobs, a window at a time.
-struct Pipe {
-    line: Arc<Line>,
-    queue: Arc<Mutex<Queue>>,
+struct PublishChannel {
+    line: Arc<SharedConnection>,
+    queue: Arc<Mutex<JobQueue>>,
     channel: Option<(Arc<Connection>, Channel)>,
 }
 
-impl Pipe {
+impl PublishChannel {
     async fn run(mut self) {
         while let Some(jobs) = self.next_jobs().await {
             let messages: Vec<&Outgoing> = jobs.iter().flat_map(|job| &job.messages).collect();
@@ -322,27 +322,27 @@ impl Pipe {
         self.queue.lock().await.next_window().await
     }
 
-    async fn publish_window(&mut self, messages: &[&Outgoing]) -> Answer {
+    async fn publish_window(&mut self, messages: &[&Outgoing]) -> PublishResults {
         let (connection, channel) = match self.take_channel().await {
             Ok(open) => open,
             Err(fault) => return vec![Err(fault); messages.len()],
         };
         if connection.status().blocked() {
             self.channel = Some((connection, channel));
-            return vec![Err(NotConfirmed::Blocked); messages.len()];
+            return vec![Err(PublishError::Blocked); messages.len()];
         }
-        let patience = self.line.settings.confirm_timeout;
-        let mut answer = match tokio::time::timeout(patience, send_and_await(&channel, messages)).await {
+        let timeout = self.line.settings.confirm_timeout;
+        let mut answer = match tokio::time::timeout(timeout, send_and_await(&channel, messages)).await {
             Ok(answer) => answer,
             // On a blocked connection lapin writes nothing, so a window begun before the notice ends here.
-            Err(_) if connection.status().blocked() => vec![Err(NotConfirmed::Blocked); messages.len()],
-            Err(_) => vec![Err(NotConfirmed::TimedOut(patience)); messages.len()],
+            Err(_) if connection.status().blocked() => vec![Err(PublishError::Blocked); messages.len()],
+            Err(_) => vec![Err(PublishError::TimedOut(timeout)); messages.len()],
         };
         if !connection.status().connected() {
             answer.iter_mut().for_each(blame_the_connection);
         }
         let found_no_way =
-            |result: &Result<_, _>| matches!(result, Err(NotConfirmed::Unroutable(_) | NotConfirmed::NoExchange(_)));
+            |result: &Result<_, _>| matches!(result, Err(PublishError::Unroutable(_) | PublishError::NoExchange(_)));
         if let Some(at) = answer.iter().position(found_no_way) {
             let Outgoing { exchange, routing_key, .. } = messages[at];
             self.line
@@ -355,7 +355,7 @@ impl Pipe {
         answer
     }
 
-    async fn take_channel(&mut self) -> Result<(Arc<Connection>, Channel), NotConfirmed> {
+    async fn take_channel(&mut self) -> Result<(Arc<Connection>, Channel), PublishError> {
         match self.channel.take().filter(|(_, channel)| channel.status().connected()) {
             Some(open) => Ok(open),
             None => self.line.open_channel().await,
@@ -364,26 +364,26 @@ impl Pipe {
 }
 
 /// A channel that went with its connection says nothing about what was published on it.
-fn blame_the_connection(result: &mut Result<(), NotConfirmed>) {
-    if let Err(NotConfirmed::ChannelClosed(why)) = result {
-        *result = Err(NotConfirmed::NotConnected(BrokerFault::Away(std::mem::take(why))));
+fn blame_the_connection(result: &mut Result<(), PublishError>) {
+    if let Err(PublishError::ChannelClosed(why)) = result {
+        *result = Err(PublishError::NotConnected(BrokerError::Away(std::mem::take(why))));
     }
 }
 
-fn leaves_the_channel_usable(result: &Result<(), NotConfirmed>) -> bool {
-    use NotConfirmed::{Nacked, Unroutable, Unsendable};
+fn leaves_the_channel_usable(result: &Result<(), PublishError>) -> bool {
+    use PublishError::{Nacked, Unroutable, Unsendable};
     matches!(result, Ok(()) | Err(Nacked | Unroutable(_) | Unsendable { .. }))
 }
 
 /// Publishes a window and waits for all of its confirms, so that no return can be misattributed any more.
-async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> Answer {
+async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> PublishResults {
     // At once, in their order: lapin's publish returns when its I/O thread has written the frame, and to await each before
     // the next would wake that thread for every message.
-    let confirms: Vec<Result<PublisherConfirm, NotConfirmed>> =
+    let confirms: Vec<Result<PublisherConfirm, PublishError>> =
         join_all(messages.iter().map(|message| send(channel, message))).await;
     let mut returned = HashSet::new();
     let mut returned_text = String::new();
-    let mut answer = Answer::with_capacity(messages.len());
+    let mut answer = PublishResults::with_capacity(messages.len());
     for sent in confirms {
         let confirmation = match sent {
             Ok(confirm) => confirm.await.map_err(|error| closed(&error)),
@@ -391,7 +391,7 @@ async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> Answer {
         };
         answer.push(match confirmation {
             Ok(confirmation) => {
-                let verdict = if confirmation.is_nack() { Err(NotConfirmed::Nacked) } else { Ok(()) };
+                let verdict = if confirmation.is_nack() { Err(PublishError::Nacked) } else { Ok(()) };
                 if matches!(confirmation, Confirmation::NotRequested) {
                     unreachable!("the channel is in confirm mode");
                 }
@@ -406,13 +406,13 @@ async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> Answer {
     }
     for (message, verdict) in messages.iter().zip(&mut answer) {
         if verdict.is_ok() && returned.contains(&message.message_id) {
-            *verdict = Err(NotConfirmed::Unroutable(returned_text.clone()));
+            *verdict = Err(PublishError::Unroutable(returned_text.clone()));
         }
     }
     answer
 }
 
-async fn send(channel: &Channel, message: &Outgoing) -> Result<PublisherConfirm, NotConfirmed> {
+async fn send(channel: &Channel, message: &Outgoing) -> Result<PublisherConfirm, PublishError> {
     let options = BasicPublishOptions { mandatory: message.mandatory, immediate: false };
     let exchange = short("exchange", &message.exchange)?;
     let routing_key = short("routing key", &message.routing_key)?;
@@ -422,27 +422,27 @@ async fn send(channel: &Channel, message: &Outgoing) -> Result<PublisherConfirm,
 }
 
 /// What an error of a channel means for what was published on it.
-fn closed(error: &lapin::Error) -> NotConfirmed {
+fn closed(error: &lapin::Error) -> PublishError {
     match broker::reply(error) {
-        Some((reply_code::ACCESS_REFUSED, why)) => NotConfirmed::Refused(why),
-        Some((reply_code::NOT_FOUND, why)) => NotConfirmed::NoExchange(why),
-        _ => NotConfirmed::ChannelClosed(error.to_string()),
+        Some((reply_code::ACCESS_REFUSED, why)) => PublishError::Refused(why),
+        Some((reply_code::NOT_FOUND, why)) => PublishError::NoExchange(why),
+        _ => PublishError::ChannelClosed(error.to_string()),
     }
 }
 
 /// AMQP's short strings hold 255 bytes; lapin panics over a longer one.
-fn short(what: &'static str, text: &str) -> Result<ShortString, NotConfirmed> {
+fn short(what: &'static str, text: &str) -> Result<ShortString, PublishError> {
     ShortString::try_new(text).map_err(|_| {
         let why = format!("it has {} bytes, more than the {AMQP_MAX_SHORT_STRING_BYTES} that AMQP allows", text.len());
-        NotConfirmed::Unsendable { what, why }
+        PublishError::Unsendable { what, why }
     })
 }
 
 /// What the broker is told of a message besides its body.
 ///
 /// # Errors
-/// [`NotConfirmed::Unsendable`] where AMQP has no form for it.
-pub fn properties(message: &Outgoing) -> Result<BasicProperties, NotConfirmed> {
+/// [`PublishError::Unsendable`] where AMQP has no form for it.
+pub fn properties(message: &Outgoing) -> Result<BasicProperties, PublishError> {
     let mut properties = BasicProperties::default()
         .with_delivery_mode(PERSISTENT)
         .with_content_type(message.content_type.into())
@@ -465,11 +465,11 @@ pub fn properties(message: &Outgoing) -> Result<BasicProperties, NotConfirmed> {
 
 /// A decimal string of milliseconds. One that the broker does not take would close the channel, and with it fail the
 /// message's neighbours.
-fn expiration(ttl: Duration) -> Result<ShortString, NotConfirmed> {
+fn expiration(ttl: Duration) -> Result<ShortString, PublishError> {
     if ttl > LONGEST_TTL {
         let [ttl, longest] = [ttl, LONGEST_TTL].map(|duration| duration.as_millis());
         let why = format!("{ttl} ms are more than the {longest} for which RabbitMQ keeps a message");
-        return Err(NotConfirmed::Unsendable { what: "expiration", why });
+        return Err(PublishError::Unsendable { what: "expiration", why });
     }
     short("expiration", &ttl.as_millis().to_string())
 }
@@ -496,15 +496,15 @@ mod tests {
     #[tokio::test]
     async fn no_more_messages_are_asked_for_than_are_on_their_way() {
         let (jobs, _never_answered) = mpsc::channel(QUEUED_JOBS);
-        let patience = Duration::from_millis(10);
-        let publisher = ConfirmedPublisher { jobs, patience, way_is_missing: Arc::default() };
+        let timeout = Duration::from_millis(10);
+        let publisher = ConfirmedPublisher { jobs, timeout, way_is_missing: Arc::default() };
         let (all, mut asked_for) = (10 * WINDOWS_AT_ONCE * WINDOW, 0);
         let messages = (0..all).map(|_| {
             asked_for += 1;
             message()
         });
         let answers = publisher.publish_all(messages).await;
-        assert_eq!(answers, vec![Err(NotConfirmed::TimedOut(patience)); all]);
+        assert_eq!(answers, vec![Err(PublishError::TimedOut(timeout)); all]);
         assert!(asked_for <= WINDOWS_AT_ONCE * WINDOW + 1, "{asked_for}");
     }
 
@@ -520,7 +520,7 @@ mod tests {
         // Its caller has gone.
         drop(waiting.remove(8));
         drop(jobs);
-        let mut queue = Queue { receiver, next: None };
+        let mut queue = JobQueue { receiver, next: None };
         let mut windows = Vec::new();
         while let Some(jobs) = queue.next_window().await {
             windows.push(jobs.iter().map(|job| job.messages.len()).collect::<Vec<_>>());

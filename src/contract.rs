@@ -8,7 +8,7 @@ use std::path::Path;
 use sqlx::postgres::{PgConnection, PgDatabaseError, PgErrorPosition};
 use sqlx::{AssertSqlSafe, Column, Either, Executor, SqlSafeStr, SqlStr, Statement as _, TypeInfo};
 
-use crate::database::{Database, DatabaseFault, why};
+use crate::database::{Database, DatabaseError, one_line};
 
 /// What a statement must take and return, in Postgres' names of types.
 #[derive(Debug)]
@@ -35,8 +35,8 @@ impl ContractStatement {
     /// Loads the statement (`file` is the setting's value; empty means ours), prepares it and compares.
     ///
     /// # Errors
-    /// [`DatabaseFault`] names the file and the parameter or column.
-    pub async fn load(database: &Database, contract: &Contract, file: &str) -> Result<Self, DatabaseFault> {
+    /// [`DatabaseError`] names the file and the parameter or column.
+    pub async fn load(database: &Database, contract: &Contract, file: &str) -> Result<Self, DatabaseError> {
         let (name, source) = if file.is_empty() {
             (contract.default.0, contract.default.1.to_owned())
         } else {
@@ -45,22 +45,22 @@ impl ContractStatement {
         // The statement is configuration: whoever may set it may run any SQL anyhow.
         let sql = AssertSqlSafe(source).into_sql_str();
         let check = database.run(async |connection| Ok(contract.check(connection, sql.clone(), name).await));
-        let parameters = check.await.map_err(|error| DatabaseFault(format!("{name}: {}", why(&error))))??;
+        let parameters = check.await.map_err(|error| DatabaseError(format!("{name}: {}", one_line(&error))))??;
         Ok(Self { sql, parameters })
     }
 }
 
 impl Contract {
     /// Returns how many parameters the statement takes.
-    async fn check(&self, connection: &mut PgConnection, sql: SqlStr, name: &str) -> Result<usize, DatabaseFault> {
+    async fn check(&self, connection: &mut PgConnection, sql: SqlStr, name: &str) -> Result<usize, DatabaseError> {
         let prepared = connection.prepare(sql.clone()).await;
-        let prepared = prepared.map_err(|error| DatabaseFault(why_not_prepared(&error, name, sql.as_str())))?;
+        let prepared = prepared.map_err(|error| DatabaseError(why_not_prepared(&error, name, sql.as_str())))?;
         let parameters: Vec<&str> = match prepared.parameters() {
             Some(Either::Left(types)) => types.iter().map(TypeInfo::name).collect(),
             Some(Either::Right(_)) | None => Vec::new(),
         };
         if prepared.columns().is_empty() && parameters.is_empty() {
-            return Err(DatabaseFault(format!(
+            return Err(DatabaseError(format!(
                 "{name} holds no statement that returns rows; write the statement of {} into it, see docs/ARCHITECTURE.md, \"The orders contract\"",
                 self.setting
             )));
@@ -68,20 +68,20 @@ impl Contract {
         if !self.parameters.contains(&parameters.as_slice()) {
             let wanted: Vec<String> = self.parameters.iter().map(|types| signature(types)).collect();
             let (found, wanted) = (parameters.join(", "), wanted.join(" or "));
-            return Err(DatabaseFault(format!("{name} takes ({found}), not {wanted}; cast its parameters")));
+            return Err(DatabaseError(format!("{name} takes ({found}), not {wanted}; cast its parameters")));
         }
         for (column, types) in self.columns {
             let Some(found) = prepared.columns().iter().find(|c| c.name() == *column) else {
-                return Err(DatabaseFault(format!("{name} returns no column {column}; add it with type {}", types[0])));
+                return Err(DatabaseError(format!("{name} returns no column {column}; add it with type {}", types[0])));
             };
             let is = found.type_info().name();
             if is == "TIMESTAMP" && types.contains(&"TIMESTAMPTZ") {
-                return Err(DatabaseFault(format!(
+                return Err(DatabaseError(format!(
                     "{name} returns column {column} as TIMESTAMP, which names no moment; write AT TIME ZONE 'the zone that the column is written in' behind it, such as p.{column} AT TIME ZONE 'America/New_York', wherever the statement returns, compares or sorts by it. A cast would take the session's zone, and close orders early or late"
                 )));
             }
             if !types.contains(&is) {
-                return Err(DatabaseFault(format!(
+                return Err(DatabaseError(format!(
                     "{name} returns column {column} as {is}, not {}; cast it",
                     types[0]
                 )));
@@ -92,8 +92,8 @@ impl Contract {
 }
 
 /// The text of a statement's file, without the byte order mark that some editors write.
-async fn read_statement(setting: &str, file: &str) -> Result<String, DatabaseFault> {
-    let fault = |why: String| DatabaseFault(format!("{setting}: {file} {why}"));
+async fn read_statement(setting: &str, file: &str) -> Result<String, DatabaseError> {
+    let fault = |why: String| DatabaseError(format!("{setting}: {file} {why}"));
     let bytes = tokio::fs::read(Path::new(file)).await.map_err(|error| fault(format!("cannot be read: {error}")))?;
     let Ok(text) = String::from_utf8(bytes) else {
         return Err(fault("is not UTF-8; save it as UTF-8".into()));
@@ -130,7 +130,7 @@ fn why_not_prepared(error: &sqlx::Error, name: &str, sql: &str) -> String {
         }
         _ => "correct the statement",
     };
-    format!("{name}{place} cannot be prepared: {}; {hint}", why(error))
+    format!("{name}{place} cannot be prepared: {}; {hint}", one_line(error))
 }
 
 /// Where the character with this number stands, all counted from 1, as editors count.

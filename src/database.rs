@@ -20,7 +20,7 @@ use tracing::debug;
 
 use crate::config::DatabaseSettings;
 use crate::config::address::{PostgresAddress, PostgresServer};
-use crate::order::Moment;
+use crate::order::Timestamp;
 use crate::sanitize;
 use crate::session::{Session, TimeZone, pooler_hint, refuse_shared_sessions};
 use crate::tls::{self, TlsFiles};
@@ -39,7 +39,7 @@ static MIGRATOR: LazyLock<Migrator> = LazyLock::new(|| {
 /// Why the database cannot be used, in one sentence without the password.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct DatabaseFault(pub String);
+pub struct DatabaseError(pub String);
 
 /// How much longer than `database.statement_timeout` we wait for an answer before we take the server for vanished.
 const NO_ANSWER_MARGIN: Duration = Duration::from_secs(1);
@@ -60,7 +60,7 @@ const ASKING_WHY: Duration = Duration::from_millis(500);
 #[derive(Debug, Clone)]
 pub struct Database {
     pool: PgPool,
-    patience: Duration,
+    timeout: Duration,
     way: Arc<Way>,
 }
 
@@ -82,8 +82,8 @@ impl Database {
     /// At most `connections`, with every timeout set that keeps one stuck statement from stopping the worker.
     ///
     /// # Errors
-    /// [`DatabaseFault`] if the first connection cannot be made.
-    pub async fn connect(settings: &DatabaseSettings, connections: u32) -> Result<Self, DatabaseFault> {
+    /// [`DatabaseError`] if the first connection cannot be made.
+    pub async fn connect(settings: &DatabaseSettings, connections: u32) -> Result<Self, DatabaseError> {
         let options = connect_options(settings)?;
         // Once by hand: a pool would go on trying for `acquire_timeout` and then hide the cause.
         let (connection, session) = first_connection(&options, settings, parameters(settings)).await?;
@@ -102,9 +102,9 @@ impl Database {
             })
             .connect_with(options.clone())
             .await
-            .map_err(|error| DatabaseFault(why_not_connected(&error, &place, settings.tls_files())))?;
+            .map_err(|error| DatabaseError(why_not_connected(&error, &place, settings.tls_files())))?;
         let way = Arc::new(Way { options, settings: settings.clone(), session });
-        Ok(Self { pool, patience: settings.statement_timeout + NO_ANSWER_MARGIN, way })
+        Ok(Self { pool, timeout: settings.statement_timeout + NO_ANSWER_MARGIN, way })
     }
 
     /// A connection out of the pool.
@@ -143,10 +143,10 @@ impl Database {
         };
         let why = match connected {
             Ok(()) => {
-                let (place, patience) = (address(options), settings.acquire_timeout);
-                format!("the database at {place} is there, but gave us no connection for {patience:?}")
+                let (place, timeout) = (address(options), settings.acquire_timeout);
+                format!("the database at {place} is there, but gave us no connection for {timeout:?}")
             }
-            Err(DatabaseFault(why)) => why,
+            Err(DatabaseError(why)) => why,
         };
         sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::NotConnected, why))
     }
@@ -173,10 +173,10 @@ impl Database {
         connection: &mut PoolConnection<Postgres>,
         work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
-        let Ok(answer) = tokio::time::timeout(self.patience, work(connection)).await else {
+        let Ok(answer) = tokio::time::timeout(self.timeout, work(connection)).await else {
             connection.close_on_drop();
             tokio::spawn(self.clone().end_what_nobody_waits_for());
-            return Err(self.no_answer_within(self.patience));
+            return Err(self.no_answer_within(self.timeout));
         };
         if answer.as_ref().is_err_and(keeps_a_plan_that_no_longer_fits) {
             connection.close_on_drop();
@@ -196,12 +196,14 @@ impl Database {
              WHERE application_name = $1 AND datname = current_database() AND usename = session_user
                AND wait_event = 'SyncRep' AND clock_timestamp() - query_start > make_interval(secs => $2)",
         );
-        let end = end.bind(APPLICATION_NAME).bind(self.patience.as_secs_f64()).execute(&mut connection);
+        let end = end.bind(APPLICATION_NAME).bind(self.timeout.as_secs_f64()).execute(&mut connection);
         match tokio::time::timeout(ASKING_WHY, end).await {
             Ok(Ok(ended)) => {
                 debug!(commits = ended.rows_affected(), "commits that nobody waits for no longer wait for a standby")
             }
-            Ok(Err(error)) => debug!(error = why(&error), "commits that nobody waits for could not be told to end"),
+            Ok(Err(error)) => {
+                debug!(error = one_line(&error), "commits that nobody waits for could not be told to end")
+            }
             Err(_) => debug!("commits that nobody waits for could not be told to end in time"),
         }
         let _ = tokio::time::timeout(ASKING_WHY, connection.close()).await;
@@ -209,8 +211,8 @@ impl Database {
 
     /// The error of a call that was given up after this long.
     #[must_use]
-    pub fn no_answer_within(&self, patience: Duration) -> sqlx::Error {
-        let why = format!("the database at {} did not answer within {patience:?}", address(&self.way.options));
+    pub fn no_answer_within(&self, timeout: Duration) -> sqlx::Error {
+        let why = format!("the database at {} did not answer within {timeout:?}", address(&self.way.options));
         sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, why))
     }
 
@@ -249,31 +251,31 @@ async fn first_connection(
     options: &PgConnectOptions,
     settings: &DatabaseSettings,
     parameters: impl IntoIterator<Item = (&'static str, String)>,
-) -> Result<(PgConnection, Session), DatabaseFault> {
-    let (patience, files) = (settings.acquire_timeout, settings.tls_files());
-    let mut connection = connect_once(options, patience, files).await?;
+) -> Result<(PgConnection, Session), DatabaseError> {
+    let (timeout, files) = (settings.acquire_timeout, settings.tls_files());
+    let mut connection = connect_once(options, timeout, files).await?;
     // Before anything is set: in a shared session it would reach other clients. A server that has no second connection
     // to give is no such pooler, and says so soon enough.
-    if let Ok(mut other) = connect_once(options, patience, files).await {
-        in_time(options, patience, refuse_shared_sessions(&mut connection, &mut other)).await?;
+    if let Ok(mut other) = connect_once(options, timeout, files).await {
+        in_time(options, timeout, refuse_shared_sessions(&mut connection, &mut other)).await?;
         let _ = other.close().await;
     }
     let session = Session::find(&mut connection, options, &settings.time_zone, parameters);
-    let session = in_time(options, patience, session).await?;
-    in_time(options, patience, session.settle(&mut connection)).await?;
+    let session = in_time(options, timeout, session).await?;
+    in_time(options, timeout, session.settle(&mut connection)).await?;
     Ok((connection, session))
 }
 
 /// What a session is asked before it may be used, within this time.
 async fn in_time<T>(
     options: &PgConnectOptions,
-    patience: Duration,
+    timeout: Duration,
     asked: impl Future<Output = Result<T, sqlx::Error>>,
-) -> Result<T, DatabaseFault> {
+) -> Result<T, DatabaseError> {
     let place = address(options);
-    match tokio::time::timeout(patience, asked).await {
-        Ok(answer) => answer.map_err(|error| DatabaseFault(why_unusable(&error, &place))),
-        Err(_) => Err(DatabaseFault(format!("the database at {place} did not answer within {patience:?}"))),
+    match tokio::time::timeout(timeout, asked).await {
+        Ok(answer) => answer.map_err(|error| DatabaseError(why_unusable(&error, &place))),
+        Err(_) => Err(DatabaseError(format!("the database at {place} did not answer within {timeout:?}"))),
     }
 }
 
@@ -283,32 +285,32 @@ fn why_unusable(error: &sqlx::Error, place: &str) -> String {
         Some("22023" | "42704" | "42501") => "; correct options in database.url, or database.time_zone",
         _ => "",
     };
-    format!("the database at {place} cannot be used: {}{hint}", why(error))
+    format!("the database at {place} cannot be used: {}{hint}", one_line(error))
 }
 
 async fn connect_once(
     options: &PgConnectOptions,
-    patience: Duration,
+    timeout: Duration,
     files: TlsFiles<'_>,
-) -> Result<PgConnection, DatabaseFault> {
+) -> Result<PgConnection, DatabaseError> {
     let place = address(options);
-    match tokio::time::timeout(patience, PgConnection::connect_with(options)).await {
-        Ok(connected) => connected.map_err(|error| DatabaseFault(why_not_connected(&error, &place, files))),
-        Err(_) => Err(DatabaseFault(format!(
-            "the database at {place} did not answer within {patience:?}; is it running there?"
+    match tokio::time::timeout(timeout, PgConnection::connect_with(options)).await {
+        Ok(connected) => connected.map_err(|error| DatabaseError(why_not_connected(&error, &place, files))),
+        Err(_) => Err(DatabaseError(format!(
+            "the database at {place} did not answer within {timeout:?}; is it running there?"
         ))),
     }
 }
 
 /// The address as the client library has it, with the certificates that the settings name.
-fn connect_options(settings: &DatabaseSettings) -> Result<PgConnectOptions, DatabaseFault> {
+fn connect_options(settings: &DatabaseSettings) -> Result<PgConnectOptions, DatabaseError> {
     tls::choose_crypto_provider();
     let mut options = parsed(settings)?;
     // Whoever names a CA wants the server to be checked against it, and its name too.
     if settings.verifies_by_default() {
         options = options.ssl_mode(PgSslMode::VerifyFull);
     }
-    let certificates = settings.tls_files().read().map_err(DatabaseFault)?;
+    let certificates = settings.tls_files().read().map_err(DatabaseError)?;
     if let Some(ca) = certificates.ca {
         options = options.ssl_root_cert_from_pem(ca);
     }
@@ -322,14 +324,14 @@ fn connect_options(settings: &DatabaseSettings) -> Result<PgConnectOptions, Data
 /// Where the settings lead: host, port and database, without the password.
 ///
 /// # Errors
-/// [`DatabaseFault`] if the address is none.
-pub fn place(settings: &DatabaseSettings) -> Result<String, DatabaseFault> {
+/// [`DatabaseError`] if the address is none.
+pub fn place(settings: &DatabaseSettings) -> Result<String, DatabaseError> {
     parsed(settings).map(|options| address(&options))
 }
 
-fn parsed(settings: &DatabaseSettings) -> Result<PgConnectOptions, DatabaseFault> {
+fn parsed(settings: &DatabaseSettings) -> Result<PgConnectOptions, DatabaseError> {
     let url = settings.url.expose_secret();
-    let refused = |why: &dyn fmt::Display| DatabaseFault(format!("database.url {why}"));
+    let refused = |why: &dyn fmt::Display| DatabaseError(format!("database.url {why}"));
     let address = PostgresAddress::parse(url).map_err(|fault| refused(&fault))?;
     let options: PgConnectOptions = url.parse().map_err(|_| refused(&"is not a Postgres address"))?;
     // Where the address leads, and not where the environment does (PGPORT); an IPv6 address without its brackets, which
@@ -401,15 +403,15 @@ fn why_not_by_tls(error: &sqlx::Error) -> Option<String> {
 /// Brings the schema up to date. Idempotent; returns the names of what was applied now.
 ///
 /// # Errors
-/// [`DatabaseFault`] names the migration.
-pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseFault> {
+/// [`DatabaseError`] names the migration.
+pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseError> {
     // Without the worker's statement timeout, for a migration may take long. But whoever waits for a table behind somebody
     // else has all workers wait behind him.
     let options = connect_options(settings)?.application_name(SETUP_NAME);
     let parameters = [("lock_timeout", SETUP_WAITS_FOR_LOCKS.to_owned())];
     let (mut connection, _) = first_connection(&options, settings, parameters).await?;
     let pending = pending_migrations(&mut connection).await?;
-    MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseFault(why_not_migrated(&error)))?;
+    MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseError(why_not_migrated(&error)))?;
     // The migrations are committed; how the goodbye goes does not matter.
     let _ = connection.close().await;
     Ok(pending)
@@ -424,7 +426,7 @@ fn why_not_migrated(error: &MigrateError) -> String {
         {
             "a table of that name is there already; run CREATE SCHEMA order_timeout, add ?options=-csearch_path%3Dorder_timeout to database.url, and name statements for your own orders in orders.close_sql and orders.overdue_sql"
         }
-        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) if trouble(inner) == Trouble::Locked => {
+        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) if classify(inner) == ErrorClass::Locked => {
             "somebody keeps a table of ours locked, such as a dump, or another setup runs (pg_stat_activity names them); run `order-timeout setup` again when that has ended"
         }
         MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) if is_forbidden(inner) => {
@@ -439,7 +441,7 @@ fn why_not_migrated(error: &MigrateError) -> String {
         _ => "correct the cause and run `order-timeout setup` again",
     };
     let why = match error {
-        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) => why(inner),
+        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) => one_line(inner),
         error => error.to_string(),
     };
     format!("the database schema could not be brought up to date: {why}; {hint}")
@@ -456,8 +458,8 @@ fn is_forbidden(error: &sqlx::Error) -> bool {
 /// Refuses a schema that this version cannot work with.
 ///
 /// # Errors
-/// [`DatabaseFault`] counts the migrations that are missing.
-pub async fn require_migrated(database: &Database) -> Result<(), DatabaseFault> {
+/// [`DatabaseError`] counts the migrations that are missing.
+pub async fn require_migrated(database: &Database) -> Result<(), DatabaseError> {
     let read = database.run(async |connection| Ok(pending_migrations(connection).await));
     let pending = read.await.map_err(|error| unreadable_migrations(&error))??;
     let Some(first) = pending.first() else { return Ok(()) };
@@ -467,13 +469,13 @@ pub async fn require_migrated(database: &Database) -> Result<(), DatabaseFault> 
     } else {
         "run `order-timeout setup`"
     };
-    Err(DatabaseFault(format!(
+    Err(DatabaseError(format!(
         "the database at {} lacks {count} migration(s), the first: {first:?}; {do_this}",
         address(options)
     )))
 }
 
-async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>, DatabaseFault> {
+async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>, DatabaseError> {
     let exists: bool = sqlx::query_scalar("SELECT to_regclass($1) IS NOT NULL")
         .bind(MIGRATIONS_TABLE)
         .fetch_one(&mut *connection)
@@ -484,7 +486,7 @@ async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>
         let listed = connection.list_applied_migrations(MIGRATIONS_TABLE).await;
         listed.map_err(|error| match &error {
             MigrateError::Execute(inner) => unreadable_migrations(inner),
-            error => DatabaseFault(format!("the applied migrations cannot be read: {error}")),
+            error => DatabaseError(format!("the applied migrations cannot be read: {error}")),
         })?
     } else {
         Vec::new()
@@ -494,31 +496,31 @@ async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>
 }
 
 /// A migration that began and did not end. The client library's own error names another table than ours.
-async fn refuse_unfinished_migration(connection: &mut PgConnection) -> Result<(), DatabaseFault> {
+async fn refuse_unfinished_migration(connection: &mut PgConnection) -> Result<(), DatabaseError> {
     let unfinished = connection.dirty_version(MIGRATIONS_TABLE).await.map_err(|error| match &error {
         MigrateError::Execute(inner) => unreadable_migrations(inner),
-        error => DatabaseFault(format!("the applied migrations cannot be read: {error}")),
+        error => DatabaseError(format!("the applied migrations cannot be read: {error}")),
     })?;
     let Some(version) = unfinished else { return Ok(()) };
-    Err(DatabaseFault(format!(
+    Err(DatabaseError(format!(
         "migration {version} began and did not finish, as the table {MIGRATIONS_TABLE} says; remove what it has left behind, then DELETE FROM {MIGRATIONS_TABLE} WHERE version = {version}, and run `order-timeout setup` again"
     )))
 }
 
-fn unreadable_migrations(error: &sqlx::Error) -> DatabaseFault {
+fn unreadable_migrations(error: &sqlx::Error) -> DatabaseError {
     let hint = if is_forbidden(error) {
         "; let the user of database.url be the one who ran `order-timeout setup`"
     } else {
         ""
     };
-    DatabaseFault(format!("the applied migrations cannot be read: {}{hint}", why(error)))
+    DatabaseError(format!("the applied migrations cannot be read: {}{hint}", one_line(error)))
 }
 
 /// What time it is by the database's clock, which is the one that deadlines go by.
 ///
 /// # Errors
 /// sqlx's.
-pub async fn now(connection: &mut PgConnection) -> Result<Moment, sqlx::Error> {
+pub async fn now(connection: &mut PgConnection) -> Result<Timestamp, sqlx::Error> {
     let Timestamptz(now) = sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(connection).await?;
     Ok(now)
 }
@@ -526,17 +528,17 @@ pub async fn now(connection: &mut PgConnection) -> Result<Moment, sqlx::Error> {
 /// What time it is by the clock of a database that is only asked for that, over one connection.
 ///
 /// # Errors
-/// [`DatabaseFault`] if it does not answer within `patience`.
-pub async fn ask_time(settings: &DatabaseSettings, patience: Duration) -> Result<Moment, DatabaseFault> {
+/// [`DatabaseError`] if it does not answer within `timeout`.
+pub async fn ask_time(settings: &DatabaseSettings, timeout: Duration) -> Result<Timestamp, DatabaseError> {
     let options = connect_options(settings)?;
-    let mut connection = connect_once(&options, patience, settings.tls_files()).await?;
+    let mut connection = connect_once(&options, timeout, settings.tls_files()).await?;
     // Not prepared, so that any pooler will do.
     let ask = async {
         let micros = sqlx::raw_sql("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint::text");
         let micros: String = micros.fetch_one(&mut connection).await?.try_get(0)?;
-        micros.parse().map(Moment::from_unix_micros).map_err(|fault| sqlx::Error::Decode(Box::new(fault)))
+        micros.parse().map(Timestamp::from_unix_micros).map_err(|fault| sqlx::Error::Decode(Box::new(fault)))
     };
-    let now = in_time(&options, patience, ask).await?;
+    let now = in_time(&options, timeout, ask).await?;
     // The answer is here; how the connection ends does not matter.
     let _ = tokio::time::timeout(ASKING_WHY, connection.close()).await;
     Ok(now)
@@ -544,17 +546,17 @@ pub async fn ask_time(settings: &DatabaseSettings, patience: Duration) -> Result
 
 /// A Postgres timestamp as a moment: both count microseconds.
 #[must_use]
-pub fn moment(time: OffsetDateTime) -> Moment {
-    Moment::from_unix_micros(i64::try_from(time.unix_timestamp_nanos() / 1_000).unwrap_or(i64::MAX))
+pub fn moment(time: OffsetDateTime) -> Timestamp {
+    Timestamp::from_unix_micros(i64::try_from(time.unix_timestamp_nanos() / 1_000).unwrap_or(i64::MAX))
 }
 
 /// A `timestamptz` read as the number of microseconds that it is. `OffsetDateTime` panics on `infinity` and on years
 /// its calendar does not have; here they are merely far away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Timestamptz(pub Moment);
+pub struct Timestamptz(pub Timestamp);
 
 /// 2000-01-01T00:00:00Z, where Postgres counts from (PostgreSQL source, `datatype/timestamp.h`).
-const POSTGRES_EPOCH: Moment = Moment::from_unix_micros(946_684_800_000_000);
+const POSTGRES_EPOCH: Timestamp = Timestamp::from_unix_micros(946_684_800_000_000);
 
 impl sqlx::Type<Postgres> for Timestamptz {
     fn type_info() -> PgTypeInfo {
@@ -566,7 +568,7 @@ impl<'r> sqlx::Decode<'r, Postgres> for Timestamptz {
     fn decode(value: PgValueRef<'r>) -> Result<Self, sqlx::error::BoxDynError> {
         // Binary, as every prepared statement answers: microseconds since the epoch, big-endian.
         let micros = i64::from_be_bytes(value.as_bytes()?.try_into()?);
-        Ok(Self(Moment::from_unix_micros(micros.saturating_add(POSTGRES_EPOCH.unix_micros()))))
+        Ok(Self(Timestamp::from_unix_micros(micros.saturating_add(POSTGRES_EPOCH.unix_micros()))))
     }
 }
 
@@ -581,13 +583,13 @@ impl<'q> sqlx::Encode<'q, Postgres> for Timestamptz {
 
 /// A moment as a Postgres timestamp; `None` beyond the years the calendar has.
 #[must_use]
-pub fn timestamp(moment: Moment) -> Option<OffsetDateTime> {
+pub fn timestamp(moment: Timestamp) -> Option<OffsetDateTime> {
     OffsetDateTime::from_unix_timestamp_nanos(i128::from(moment.unix_micros()) * 1_000).ok()
 }
 
 /// What kind of trouble an error is, for whoever must decide whether to try again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Trouble {
+pub enum ErrorClass {
     /// A lock that was not to be had in time.
     Locked,
     /// A deadlock, a serialization failure, a timeout, a full disk: try again.
@@ -604,41 +606,41 @@ pub enum Trouble {
 
 /// Sorts an error by its SQLSTATE (PostgreSQL documentation, appendix A "Error Codes").
 #[must_use]
-pub fn trouble(error: &sqlx::Error) -> Trouble {
+pub fn classify(error: &sqlx::Error) -> ErrorClass {
     if matches!(error, sqlx::Error::ColumnDecode { .. } | sqlx::Error::Decode(_) | sqlx::Error::ColumnNotFound(_)) {
         // An answer that is not of the form the statement promised when it was prepared.
-        return Trouble::Broken;
+        return ErrorClass::Broken;
     }
     let Some(fault) = error.as_database_error().and_then(|fault| fault.try_downcast_ref::<PgDatabaseError>()) else {
         // Network, pool, protocol: no answer from the database at all.
-        return Trouble::Away;
+        return ErrorClass::Away;
     };
     match fault.code() {
         // lock_not_available
-        "55P03" => Trouble::Locked,
+        "55P03" => ErrorClass::Locked,
         // query_canceled, feature_not_supported (a cached plan after somebody's ALTER TABLE)
-        "57014" | "0A000" => Trouble::Transient,
+        "57014" | "0A000" => ErrorClass::Transient,
         // read_only_sql_transaction
-        "25006" => Trouble::Away,
+        "25006" => ErrorClass::Away,
         // duplicate_prepared_statement: a pooler has changed servers
-        "42P05" => Trouble::Transient,
+        "42P05" => ErrorClass::Transient,
         // invalid transaction state, invalid statement name (a pooler has changed servers), transaction rollback
-        code if ["25", "26", "40"].contains(&&code[..2]) => Trouble::Transient,
+        code if ["25", "26", "40"].contains(&&code[..2]) => ErrorClass::Transient,
         // insufficient resources, system error (a bad disk). Where the connection goes on, it may be one order's page that
         // cannot be read, or the other server that a trigger writes to: nobody's fault, but not everybody's trouble.
         code if ["53", "58"].contains(&&code[..2]) => match fault.severity() {
-            PgSeverity::Panic | PgSeverity::Fatal => Trouble::Away,
-            _ => Trouble::Transient,
+            PgSeverity::Panic | PgSeverity::Fatal => ErrorClass::Away,
+            _ => ErrorClass::Transient,
         },
         // connection exception, invalid authorization, operator intervention: the server's own if it ends the connection.
         // What does not may be a trigger's, which failed to reach another server.
         code if ["08", "28", "57"].contains(&&code[..2]) => match fault.severity() {
-            PgSeverity::Panic | PgSeverity::Fatal => Trouble::Away,
-            _ => Trouble::Broken,
+            PgSeverity::Panic | PgSeverity::Fatal => ErrorClass::Away,
+            _ => ErrorClass::Broken,
         },
         // data exception, integrity constraint violation, WITH CHECK OPTION violation, PL/pgSQL error (RAISE)
-        code if ["22", "23", "44", "P0"].contains(&&code[..2]) => Trouble::Data,
-        _ => Trouble::Broken,
+        code if ["22", "23", "44", "P0"].contains(&&code[..2]) => ErrorClass::Data,
+        _ => ErrorClass::Broken,
     }
 }
 
@@ -665,7 +667,7 @@ fn sqlstate(error: &sqlx::Error) -> Option<Cow<'_, str>> {
 /// An error in words for a person: what the server said and its SQLSTATE, without the line of the server's own source.
 /// In one line, whatever a trigger says: nobody is to write lines into our log.
 #[must_use]
-pub fn why(error: &sqlx::Error) -> String {
+pub fn one_line(error: &sqlx::Error) -> String {
     sanitize::one_line(&words(error)).into_owned()
 }
 

@@ -1,6 +1,6 @@
 //! An alarm addressed and stamped: by which way into the broker, and with which properties.
 //!
-//! Shared by the publisher and the armer, so that there is one form of an alarm on the wire. Decides nothing.
+//! Shared by the publisher and the rearmer, so that there is one form of an alarm on the wire. Decides nothing.
 
 use std::time::Duration;
 
@@ -10,10 +10,9 @@ use uuid::Uuid;
 use crate::alarm::Returns;
 use crate::confirm::Outgoing;
 use crate::message::{
-    CONTENT_TYPE, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, TIMEOUT_DUE_TYPE,
-    TimeoutDue,
+    ALARM_TYPE, Alarm, CONTENT_TYPE, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT,
 };
-use crate::order::Moment;
+use crate::order::Timestamp;
 use crate::topology::{DUE_KEY, Names};
 
 /// The longest delay the plugin can hold, in milliseconds; beyond it, it would fire at once.
@@ -21,15 +20,15 @@ pub const LONGEST_X_DELAY_MS: u64 = 4_294_967_295;
 
 /// The way into the broker for one alarm.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Entry {
+pub struct Route {
     pub exchange: String,
     pub routing_key: String,
-    pub wait: Wait,
+    pub wait: Delay,
 }
 
 /// Who makes the alarm wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wait {
+pub enum Delay {
     /// Nobody: its queue has a consumer.
     None,
     /// The queue, by the message's TTL.
@@ -38,17 +37,17 @@ pub enum Wait {
     XDelayMs(u64),
 }
 
-impl Entry {
+impl Route {
     /// Into the inbox: the worker writes it into the wheel.
     #[must_use]
     pub fn arm(names: &Names) -> Self {
-        Self { exchange: names.arm(), routing_key: "arm".into(), wait: Wait::None }
+        Self { exchange: names.arm(), routing_key: "arm".into(), wait: Delay::None }
     }
 
     /// Straight to the processing queue.
     #[must_use]
     pub fn due(names: &Names) -> Self {
-        Self { exchange: names.due(), routing_key: DUE_KEY.into(), wait: Wait::None }
+        Self { exchange: names.due(), routing_key: DUE_KEY.into(), wait: Delay::None }
     }
 
     /// Into the delayed exchange for this long, or for as long as the plugin can hold it: the worker writes it again
@@ -56,7 +55,7 @@ impl Entry {
     #[must_use]
     pub fn delayed(names: &Names, wait: Duration) -> Self {
         let delay_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).min(LONGEST_X_DELAY_MS);
-        Self { exchange: names.delayed(), routing_key: DUE_KEY.into(), wait: Wait::XDelayMs(delay_ms) }
+        Self { exchange: names.delayed(), routing_key: DUE_KEY.into(), wait: Delay::XDelayMs(delay_ms) }
     }
 }
 
@@ -68,24 +67,24 @@ pub fn x_delay(delay_ms: u64) -> (&'static str, AMQPValue) {
 
 /// What a message says of an alarm besides its body.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stamp {
+pub struct AlarmHeaders {
     /// Failures so far; re-arming does not count.
     pub attempt: u32,
     /// When the alarm, not this message, was first published: decides how long a missing order is waited for.
-    pub born: Moment,
+    pub first_published_at: Timestamp,
     pub traceparent: Option<String>,
     pub returns: Returns,
 }
 
 /// A fresh message: no `x-death`, no old `x-delay`, so that nothing can be mistaken for a routing cycle.
 #[must_use]
-pub fn address(due: &TimeoutDue, entry: Entry, stamp: Stamp) -> Outgoing {
+pub fn address(due: &Alarm, route: Route, stamp: AlarmHeaders) -> Outgoing {
     let mut headers = vec![(HEADER_ATTEMPT, AMQPValue::LongInt(i32::try_from(stamp.attempt).unwrap_or(i32::MAX)))];
     let mut ttl = None;
-    match entry.wait {
-        Wait::None => {}
-        Wait::Ttl(duration) => ttl = Some(duration),
-        Wait::XDelayMs(delay_ms) => headers.push(x_delay(delay_ms)),
+    match route.wait {
+        Delay::None => {}
+        Delay::Ttl(duration) => ttl = Some(duration),
+        Delay::XDelayMs(delay_ms) => headers.push(x_delay(delay_ms)),
     }
     if let Some(due_at) = stamp.returns.due_at {
         headers.push((HEADER_RETURNS_AT, AMQPValue::LongLongInt(due_at.unix_micros() / 1_000)));
@@ -98,16 +97,16 @@ pub fn address(due: &TimeoutDue, entry: Entry, stamp: Stamp) -> Outgoing {
         headers.push((HEADER_TRACEPARENT, AMQPValue::LongString(traceparent.into())));
     }
     Outgoing {
-        exchange: entry.exchange,
-        routing_key: entry.routing_key,
+        exchange: route.exchange,
+        routing_key: route.routing_key,
         body: due.to_bytes(),
         message_id: Uuid::now_v7().to_string(),
-        message_type: TIMEOUT_DUE_TYPE.to_owned(),
+        message_type: ALARM_TYPE.to_owned(),
         content_type: CONTENT_TYPE,
-        timestamp_s: u64::try_from(stamp.born.unix_micros() / 1_000_000).unwrap_or(0),
+        timestamp_s: u64::try_from(stamp.first_published_at.unix_micros() / 1_000_000).unwrap_or(0),
         ttl,
         headers,
         // While it delays, the plugin routes nowhere, so there a mandatory message would always be returned.
-        mandatory: !matches!(entry.wait, Wait::XDelayMs(_)),
+        mandatory: !matches!(route.wait, Delay::XDelayMs(_)),
     }
 }

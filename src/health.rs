@@ -15,8 +15,8 @@ pub const BEAT_EVERY: Duration = Duration::from_secs(1);
 /// The loops that the worker consists of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Loop {
-    /// Carries news and errands between desk and steps.
-    Floor,
+    /// Carries news and actions between engine and steps.
+    EventLoop,
     /// Empties the outboxes.
     Outboxes,
     /// Keeps the consumer session open.
@@ -24,11 +24,11 @@ pub enum Loop {
 }
 
 impl Loop {
-    const ALL: [Self; 3] = [Self::Floor, Self::Outboxes, Self::Supervisor];
+    const ALL: [Self; 3] = [Self::EventLoop, Self::Outboxes, Self::Supervisor];
 
     const fn name(self) -> &'static str {
         match self {
-            Self::Floor => "floor",
+            Self::EventLoop => "floor",
             Self::Outboxes => "outbox",
             Self::Supervisor => "supervisor",
         }
@@ -37,7 +37,7 @@ impl Loop {
 
 /// What the worker as a whole is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stage {
+pub enum Lifecycle {
     Starting,
     Working,
     /// Nothing could be closed, armed or parked for so long that the alarms were given back.
@@ -49,7 +49,7 @@ pub enum Stage {
 /// An answer to "are you well?".
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
-    pub is_well: bool,
+    pub is_healthy: bool,
     /// One for each thing that is amiss, or one that says that nothing is; then one for each cause that degrades it.
     pub lines: Vec<String>,
 }
@@ -57,9 +57,9 @@ pub struct Report {
 impl Report {
     fn new(all_is_well: &str, amiss: Vec<String>) -> Self {
         if amiss.is_empty() {
-            return Self { is_well: true, lines: vec![all_is_well.to_owned()] };
+            return Self { is_healthy: true, lines: vec![all_is_well.to_owned()] };
         }
-        Self { is_well: false, lines: amiss.into_iter().map(one_line).collect() }
+        Self { is_healthy: false, lines: amiss.into_iter().map(one_line).collect() }
     }
 
     /// Adds what is wrong although the answer stays the same.
@@ -87,7 +87,7 @@ pub struct Health {
 
 #[derive(Debug)]
 struct State {
-    stage: Stage,
+    stage: Lifecycle,
     /// Why there is no consumer session; `None` while there is one.
     no_session: Option<String>,
     /// Why the database is of no use; `None` while it is.
@@ -100,7 +100,7 @@ impl Health {
     #[must_use]
     pub fn new(longest_turn: Duration) -> Self {
         let state = State {
-            stage: Stage::Starting,
+            stage: Lifecycle::Starting,
             no_session: Some("none was opened yet".into()),
             no_database: None,
             degraded: Degraded::default(),
@@ -119,12 +119,12 @@ impl Health {
     }
 
     /// The loops are started: from now on they must turn.
-    pub fn begins_to_work(&self) {
+    pub fn mark_running(&self) {
         Loop::ALL.into_iter().for_each(|of| self.beat(of));
-        self.note_stage(Stage::Working);
+        self.note_lifecycle(Lifecycle::Working);
     }
 
-    pub fn note_stage(&self, stage: Stage) {
+    pub fn note_lifecycle(&self, stage: Lifecycle) {
         self.state().stage = stage;
     }
 
@@ -150,7 +150,7 @@ impl Health {
     }
 
     fn is_alive_at(&self, now: Instant) -> Report {
-        let must_turn = matches!(self.state().stage, Stage::Working | Stage::Resting);
+        let must_turn = matches!(self.state().stage, Lifecycle::Working | Lifecycle::Resting);
         let still = Loop::ALL.into_iter().filter(|_| must_turn).filter_map(|of| {
             let beat = self.began + Duration::from_millis(self.beats[of as usize].load(Ordering::Relaxed));
             let still_for = now.saturating_duration_since(beat);
@@ -166,18 +166,18 @@ impl Health {
         let state = self.state();
         let mut amiss = Vec::new();
         match state.stage {
-            Stage::Starting => amiss.push("worker: it is starting".to_owned()),
-            Stage::Stopping => amiss.push("worker: it is stopping".to_owned()),
-            Stage::Resting => amiss.push(
-                "worker: nothing could be closed, armed or parked for worker.away_patience, so it takes no alarms"
+            Lifecycle::Starting => amiss.push("worker: it is starting".to_owned()),
+            Lifecycle::Stopping => amiss.push("worker: it is stopping".to_owned()),
+            Lifecycle::Resting => amiss.push(
+                "worker: nothing could be closed, armed or parked for worker.requeue_after, so it takes no alarms"
                     .into(),
             ),
             // In every other stage it is as it should be that there is none.
-            Stage::Working => {
+            Lifecycle::Working => {
                 amiss.extend(state.no_session.iter().map(|why| format!("broker: no consumer session is open: {why}")));
             }
         }
-        if state.stage != Stage::Stopping {
+        if state.stage != Lifecycle::Stopping {
             amiss.extend(state.no_database.iter().map(|why| format!("database: {why}")));
         }
         Report::new("ready", amiss).with_degraded(&state.degraded)
@@ -203,7 +203,7 @@ mod tests {
 
     fn working() -> Health {
         let health = Health::new(TURN);
-        health.begins_to_work();
+        health.mark_running();
         health.note_session(None);
         health
     }
@@ -212,10 +212,10 @@ mod tests {
     fn a_loop_that_stands_still_is_named() {
         let health = working();
         let later = Instant::now() + TURN + Duration::from_secs(13);
-        health.beat_at(Loop::Floor, later);
-        assert!(health.is_alive().is_well);
+        health.beat_at(Loop::EventLoop, later);
+        assert!(health.is_alive().is_healthy);
         let report = health.is_alive_at(later);
-        assert!(!report.is_well);
+        assert!(!report.is_healthy);
         assert_eq!(
             report.lines,
             ["the outbox loop has stood still for 73 s", "the supervisor loop has stood still for 73 s"]
@@ -226,17 +226,17 @@ mod tests {
     fn a_worker_that_starts_or_stops_need_not_turn() {
         let health = Health::new(TURN);
         let later = Instant::now() + 2 * TURN;
-        assert!(health.is_alive_at(later).is_well);
-        health.begins_to_work();
-        assert!(!health.is_alive_at(later).is_well);
-        health.note_stage(Stage::Stopping);
-        assert!(health.is_alive_at(later).is_well);
+        assert!(health.is_alive_at(later).is_healthy);
+        health.mark_running();
+        assert!(!health.is_alive_at(later).is_healthy);
+        health.note_lifecycle(Lifecycle::Stopping);
+        assert!(health.is_alive_at(later).is_healthy);
     }
 
     #[test]
     fn what_is_amiss_is_said_in_a_line_each() {
         let health = working();
-        assert_eq!(health.is_ready(), Report { is_well: true, lines: vec!["ready".into()] });
+        assert_eq!(health.is_ready(), Report { is_healthy: true, lines: vec!["ready".into()] });
         health.note_session(Some("the broker\nis away"));
         health.note_database(Some("connection refused"));
         assert_eq!(
@@ -245,7 +245,7 @@ mod tests {
         );
         health.note_session(None);
         assert_eq!(health.is_ready().lines, ["database: connection refused"]);
-        health.note_stage(Stage::Stopping);
+        health.note_lifecycle(Lifecycle::Stopping);
         assert_eq!(health.is_ready().lines, ["worker: it is stopping"]);
     }
 
@@ -255,19 +255,22 @@ mod tests {
         health.note_degraded(Cause::Schema, Some("the index\nis missing"));
         assert_eq!(
             health.is_ready(),
-            Report { is_well: true, lines: vec!["ready".into(), "degraded: schema: the index is missing".into()] }
+            Report { is_healthy: true, lines: vec!["ready".into(), "degraded: schema: the index is missing".into()] }
         );
         health.note_database(Some("connection refused"));
-        assert!(!health.is_ready().is_well);
+        assert!(!health.is_ready().is_healthy);
     }
 
     #[test]
     fn a_worker_that_starts_or_rests_is_not_ready() {
         assert_eq!(Health::new(TURN).is_ready().lines, ["worker: it is starting"]);
         let health = working();
-        health.note_stage(Stage::Resting);
+        health.note_lifecycle(Lifecycle::Resting);
         health.note_session(Some("it rests"));
         let report = health.is_ready();
-        assert!(!report.is_well && report.lines.len() == 1 && report.lines[0].contains("away_patience"), "{report:?}");
+        assert!(
+            !report.is_healthy && report.lines.len() == 1 && report.lines[0].contains("requeue_after"),
+            "{report:?}"
+        );
     }
 }

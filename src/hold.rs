@@ -5,13 +5,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use crate::order::{Deadline, Moment, OrderId};
+use crate::order::{Deadline, OrderId, Timestamp};
 
 /// What makes two alarms the same: they speak of one order and one deadline.
 pub type AlarmKey = (OrderId, Deadline);
 
 /// When an entry wakes; the number keeps those of one moment in the order of their arrival.
-type WakeKey = (Moment, u64);
+type WakeKey = (Timestamp, u64);
 
 /// The waiting room. `T` is whatever the worker must remember with an alarm.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ impl<T> Hold<T> {
     ///
     /// # Errors
     /// The newcomer, if the same alarm waits already.
-    pub fn wait(&mut self, alarm: AlarmKey, wake_at: Moment, what: T) -> Result<(), T> {
+    pub fn wait(&mut self, alarm: AlarmKey, wake_at: Timestamp, what: T) -> Result<(), T> {
         if self.by_alarm.contains_key(&alarm) {
             return Err(what);
         }
@@ -58,18 +58,18 @@ impl<T> Hold<T> {
 
     /// The earliest moment at which somebody wants to be woken.
     #[must_use]
-    pub fn next_wake(&self) -> Option<Moment> {
+    pub fn next_wake(&self) -> Option<Timestamp> {
         self.waiting.first_key_value().map(|((wake_at, _), _)| *wake_at)
     }
 
     /// When the last of those wants to be woken who do up to this moment, or of the first `enough` of them.
     #[must_use]
-    pub fn last_wake_by(&self, moment: Moment, enough: usize) -> Option<Moment> {
+    pub fn last_wake_by(&self, moment: Timestamp, enough: usize) -> Option<Timestamp> {
         self.waiting.range(..=(moment, u64::MAX)).take(enough).last().map(|((wake_at, _), _)| *wake_at)
     }
 
     /// Takes out those whose moment has come, earliest first, and no more than `at_most`.
-    pub fn wake(&mut self, now: Moment, at_most: usize) -> Vec<T> {
+    pub fn wake(&mut self, now: Timestamp, at_most: usize) -> Vec<T> {
         let next = || {
             let first = self.waiting.first_entry().filter(|first| first.key().0 <= now)?;
             let (alarm, what) = first.remove();
@@ -102,17 +102,17 @@ mod tests {
     use proptest::prelude::*;
 
     fn key(n: u8, deadline: i64) -> AlarmKey {
-        (OrderId::new(format!("order-{n}")).unwrap(), Moment::from_unix_micros(deadline))
+        (OrderId::new(format!("order-{n}")).unwrap(), Timestamp::from_unix_micros(deadline))
     }
 
     #[test]
     fn those_of_one_moment_wake_in_the_order_of_their_arrival() {
         let mut hold = Hold::default();
         for n in [3, 1, 2] {
-            hold.wait(key(n, 10), Moment::from_unix_micros(10), n).unwrap();
+            hold.wait(key(n, 10), Timestamp::from_unix_micros(10), n).unwrap();
         }
-        assert_eq!(hold.wake(Moment::from_unix_micros(9), 9), Vec::<u8>::new());
-        assert_eq!(hold.wake(Moment::from_unix_micros(10), 9), vec![3, 1, 2]);
+        assert_eq!(hold.wake(Timestamp::from_unix_micros(9), 9), Vec::<u8>::new());
+        assert_eq!(hold.wake(Timestamp::from_unix_micros(10), 9), vec![3, 1, 2]);
         assert!(hold.is_empty());
     }
 
@@ -128,7 +128,7 @@ mod tests {
             for (step, (waits, n, deadline, time)) in steps.into_iter().enumerate() {
                 if waits {
                     let known = model.iter().any(|(k, ..)| *k == key(n, deadline));
-                    let answer = hold.wait(key(n, deadline), Moment::from_unix_micros(time), step);
+                    let answer = hold.wait(key(n, deadline), Timestamp::from_unix_micros(time), step);
                     prop_assert_eq!(answer.is_err(), known);
                     if !known {
                         model.push((key(n, deadline), time, step));
@@ -138,16 +138,16 @@ mod tests {
                     due.sort_unstable();
                     due.truncate(at_most);
                     model.retain(|(_, _, s)| due.iter().all(|(_, woken)| woken != s));
-                    let woken = hold.wake(Moment::from_unix_micros(time), at_most);
+                    let woken = hold.wake(Timestamp::from_unix_micros(time), at_most);
                     prop_assert_eq!(woken, due.into_iter().map(|(_, s)| s).collect::<Vec<_>>());
                 }
                 prop_assert_eq!(hold.len(), model.len());
                 let next = model.iter().map(|(_, t, _)| *t).min();
-                prop_assert_eq!(hold.next_wake().map(Moment::unix_micros), next);
+                prop_assert_eq!(hold.next_wake().map(Timestamp::unix_micros), next);
                 let mut wakes: Vec<i64> = model.iter().map(|(_, t, _)| *t).filter(|t| *t <= time).collect();
                 wakes.sort_unstable();
                 let last = wakes.iter().take(at_most).next_back().copied();
-                prop_assert_eq!(hold.last_wake_by(Moment::from_unix_micros(time), at_most).map(Moment::unix_micros), last);
+                prop_assert_eq!(hold.last_wake_by(Timestamp::from_unix_micros(time), at_most).map(Timestamp::unix_micros), last);
                 for (k, ..) in &model {
                     prop_assert!(hold.get_mut(k).is_some());
                 }

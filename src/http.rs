@@ -42,7 +42,7 @@ const PLAIN_TEXT: &str = "text/plain; charset=utf-8";
 
 /// Why the pages cannot be shown, or were not to be had.
 #[derive(Debug, thiserror::Error)]
-pub enum HttpFault {
+pub enum HttpError {
     #[error(
         "http.listen: {0} is taken, perhaps by another worker on this machine; set http.listen to another port, or to \"\" to show no health and metrics"
     )]
@@ -71,11 +71,11 @@ pub struct HttpServer {
 
 impl HttpServer {
     /// # Errors
-    /// [`HttpFault`], if it cannot listen there.
-    pub async fn open(listen: SocketAddr, pages: Pages) -> Result<Self, HttpFault> {
+    /// [`HttpError`], if it cannot listen there.
+    pub async fn open(listen: SocketAddr, pages: Pages) -> Result<Self, HttpError> {
         let cannot = |error: std::io::Error| match error.kind() {
-            ErrorKind::AddrInUse => HttpFault::Taken(listen),
-            _ => HttpFault::CannotListen(listen, error),
+            ErrorKind::AddrInUse => HttpError::Taken(listen),
+            _ => HttpError::CannotListen(listen, error),
         };
         let listener = bind(listen).map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
@@ -195,7 +195,7 @@ fn answer(request: &Request<Incoming>, pages: &Pages) -> Response<Full<Bytes>> {
 }
 
 fn report(report: &Report) -> Response<Full<Bytes>> {
-    let status = if report.is_well { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    let status = if report.is_healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     page(status, PLAIN_TEXT, report.lines.join("\n") + "\n")
 }
 
@@ -211,13 +211,13 @@ fn page(status: StatusCode, content_type: &'static str, text: String) -> Respons
 /// Asks a worker for a page; returns status and text.
 ///
 /// # Errors
-/// [`HttpFault`], if there is no answer within `patience`.
-pub async fn get(address: SocketAddr, path: &str, patience: Duration) -> Result<(u16, String), HttpFault> {
-    let no_answer = |why: String| HttpFault::NoAnswer(address, why);
-    match tokio::time::timeout(patience, ask(address, path)).await {
+/// [`HttpError`], if there is no answer within `timeout`.
+pub async fn get(address: SocketAddr, path: &str, timeout: Duration) -> Result<(u16, String), HttpError> {
+    let no_answer = |why: String| HttpError::NoAnswer(address, why);
+    match tokio::time::timeout(timeout, ask(address, path)).await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(error)) => Err(no_answer(error.to_string())),
-        Err(_) => Err(no_answer(format!("nothing within {patience:?}"))),
+        Err(_) => Err(no_answer(format!("nothing within {timeout:?}"))),
     }
 }
 

@@ -8,11 +8,11 @@
 //!                                    2 ARM  arm.rs ──► wheel.rs  (back through the broker)
 //! ```
 //!
-//! The order's row decides; a message only wakes the worker. [`worker`] joins the steps, [`desk`] decides what is done
+//! The order's row decides; a message only wakes the worker. [`worker`] joins the steps, [`engine`] decides what is done
 //! next with each alarm, and no step imports another.
 //!
 //! What a publisher needs is re-exported here: [`Publisher`], [`Settings`], [`OrderId`], [`Deadline`], and what can go
-//! wrong: [`BadSettings`], [`BrokerFault`], [`NotScheduled`], [`NotAllScheduled`], [`NotConfirmed`].
+//! wrong: [`SettingsError`], [`BrokerError`], [`ScheduleError`], [`ScheduleManyError`], [`PublishError`].
 
 pub mod alarm;
 pub mod canary;
@@ -26,18 +26,19 @@ pub mod wheel;
 
 pub mod schedule;
 
-pub mod arm;
 pub mod deliver;
 pub mod hold;
+pub mod rearm;
 
 pub mod close;
 pub mod contract;
-pub mod desk;
+pub mod engine;
 pub mod sweep;
 
 pub mod announce;
 pub mod park;
 
+pub mod backoff;
 pub mod broker;
 pub mod cli;
 pub mod confirm;
@@ -46,20 +47,19 @@ pub mod degraded;
 pub mod health;
 pub mod http;
 pub mod inspect;
+pub mod logging;
 pub mod metrics;
-pub mod patience;
 pub mod quarantine;
 pub mod relay;
 pub mod sanitize;
 mod session;
-pub mod telemetry;
 pub mod tls;
 pub mod worker;
 
-pub use broker::BrokerFault;
-pub use config::{BadSettings, Settings};
-pub use confirm::NotConfirmed;
-pub use order::{Deadline, Moment, OrderId};
-pub use schedule::deadline::{Moved, NotMoved, move_deadline_in};
-pub use schedule::outbox::{NotWritten, schedule_in};
-pub use schedule::{NotAllScheduled, NotScheduled, Publisher};
+pub use broker::BrokerError;
+pub use config::{Settings, SettingsError};
+pub use confirm::PublishError;
+pub use order::{Deadline, OrderId, Timestamp};
+pub use schedule::deadline::{MoveDeadlineError, Moved, move_deadline_in};
+pub use schedule::outbox::{OutboxError, schedule_in};
+pub use schedule::{Publisher, ScheduleError, ScheduleManyError};

@@ -6,8 +6,8 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
-use order_timeout::cli::{Answer, Cli};
-use order_timeout::{sanitize, telemetry};
+use order_timeout::cli::{Cli, CommandOutcome};
+use order_timeout::{logging, sanitize};
 
 const WRONG_SETTINGS: u8 = 2;
 const FAILED: u8 = 1;
@@ -89,7 +89,7 @@ fn without_addresses(mut text: String, arguments: impl Iterator<Item = OsString>
     found.then_some(text)
 }
 
-fn say(answer: &Answer) -> ExitCode {
+fn say(answer: &CommandOutcome) -> ExitCode {
     for remark in answer.remarks() {
         // Standard error may be gone; what was done is done.
         let _ = writeln!(std::io::stderr(), "order-timeout: {remark}");
@@ -104,7 +104,7 @@ fn say(answer: &Answer) -> ExitCode {
 }
 
 fn fail(why: &dyn std::fmt::Display, code: u8) -> ExitCode {
-    telemetry::end_even_if_nobody_reads(code);
+    logging::end_even_if_nobody_reads(code);
     // Standard error may be gone; the exit code is not.
     let _ = writeln!(std::io::stderr(), "order-timeout: {}", sanitize::one_line(&why.to_string()));
     ExitCode::from(code)

@@ -1,4 +1,4 @@
-//! What travels: the alarm that comes in ([`TimeoutDue`]) and the event that goes out ([`OrderClosed`]).
+//! What travels: the alarm that comes in ([`Alarm`]) and the event that goes out ([`OrderClosed`]).
 //!
 //! Bytes to types and back, nothing else: no broker, no database, no decision what to do with a message.
 //! The contract for other languages is `docs/WIRE.md`; `tests/fixtures/` holds one file per message as it stands
@@ -13,10 +13,10 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use time::macros::format_description;
 
-use crate::order::{BadOrderId, ClosedBy, Deadline, Moment, OrderId};
+use crate::order::{ClosedBy, Deadline, OrderId, OrderIdError, Timestamp};
 
-/// AMQP property `type` of version 1 of [`TimeoutDue`].
-pub const TIMEOUT_DUE_TYPE: &str = "order.timeout.v1";
+/// AMQP property `type` of version 1 of [`Alarm`].
+pub const ALARM_TYPE: &str = "order.timeout.v1";
 /// AMQP property `content_type` of everything we publish.
 pub const CONTENT_TYPE: &str = "application/json";
 /// The longest TTL that RabbitMQ takes from 3.10.2 on, ten years of 365 days, for a queue as for a message; beyond it, it
@@ -44,12 +44,12 @@ pub const MAX_BODY_BYTES: usize = 16 * 1024;
 
 /// "This order's time is up at `deadline`": the body of an alarm, version 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TimeoutDue {
+pub struct Alarm {
     pub order_id: OrderId,
     pub deadline: Deadline,
 }
 
-/// Why the bytes of a message are not a [`TimeoutDue`]. Each sentence says what to send instead.
+/// Why the bytes of a message are not a [`Alarm`]. Each sentence says what to send instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unreadable {
     #[error("the body is empty; send {{\"order_id\": \"…\", \"deadline\": \"2026-11-20T10:30:00Z\"}}")]
@@ -58,12 +58,12 @@ pub enum Unreadable {
         "the body has {0} bytes, more than the {MAX_BODY_BYTES} allowed; send the order id and its deadline, not the order"
     )]
     TooBig(usize),
-    #[error("the property type is {0:?}, not {TIMEOUT_DUE_TYPE:?}; send that type or leave it out")]
+    #[error("the property type is {0:?}, not {ALARM_TYPE:?}; send that type or leave it out")]
     OtherType(String),
     #[error("the body is not valid JSON of the expected shape: {0}")]
     NotTheShape(String),
     #[error(transparent)]
-    OrderId(#[from] BadOrderId),
+    OrderId(#[from] OrderIdError),
     #[error("the deadline {0:?} is not an RFC 3339 time such as 2026-11-20T10:30:00Z")]
     Deadline(String),
     #[error("the kind {0:?} is not configured here; send {DEFAULT_KIND:?} or leave it out")]
@@ -116,7 +116,7 @@ fn shortened(sentence: &str) -> String {
 }
 
 #[derive(Serialize, Deserialize)]
-struct TimeoutDueBody {
+struct AlarmBody {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     kind: Option<String>,
     order_id: String,
@@ -124,13 +124,13 @@ struct TimeoutDueBody {
     // No `deny_unknown_fields`: a publisher may add fields of its own.
 }
 
-impl TimeoutDue {
+impl Alarm {
     /// Reads an alarm's body. `message_type` is the AMQP property `type`, if the publisher set one.
     ///
     /// # Errors
     /// [`Unreadable`] names the fault.
     pub fn read(body: &[u8], message_type: Option<&str>) -> Result<Self, Unreadable> {
-        if let Some(other) = message_type.filter(|t| *t != TIMEOUT_DUE_TYPE && !AMQP_1_0_TYPES.contains(t)) {
+        if let Some(other) = message_type.filter(|t| *t != ALARM_TYPE && !AMQP_1_0_TYPES.contains(t)) {
             return Err(Unreadable::OtherType(other.chars().take(QUOTED).collect()));
         }
         if body.is_empty() {
@@ -143,7 +143,7 @@ impl TimeoutDue {
         if body.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
             return Err(Unreadable::NotTheShape(unlike_an_object(body).into()));
         }
-        let body: TimeoutDueBody =
+        let body: AlarmBody =
             serde_json::from_slice(body).map_err(|fault| Unreadable::NotTheShape(why_not_the_shape(body, &fault)))?;
         if let Some(other) = body.kind.filter(|kind| kind != DEFAULT_KIND) {
             return Err(Unreadable::OtherKind(other.chars().take(QUOTED).collect()));
@@ -158,7 +158,7 @@ impl TimeoutDue {
     /// The body as it goes on the wire.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
-        let body = TimeoutDueBody {
+        let body = AlarmBody {
             kind: None,
             order_id: self.order_id.as_str().to_owned(),
             deadline: write_rfc3339(self.deadline),
@@ -176,7 +176,7 @@ pub struct OrderClosed {
     #[serde(with = "rfc3339_moment")]
     pub deadline: Deadline,
     #[serde(with = "rfc3339_moment")]
-    pub closed_at: Moment,
+    pub closed_at: Timestamp,
     pub closed_by: ClosedBy,
     pub reason: String,
 }
@@ -187,16 +187,16 @@ const WRITABLE: std::ops::RangeInclusive<i128> = -62_167_219_200_000_000..=253_4
 
 /// Reads an RFC 3339 time of any offset and precision; what is finer than a microsecond is rounded up.
 #[must_use]
-pub fn read_rfc3339(text: &str) -> Option<Moment> {
+pub fn read_rfc3339(text: &str) -> Option<Timestamp> {
     let time = OffsetDateTime::parse(text, &Rfc3339).ok()?;
     let micros = time.unix_timestamp_nanos().div_euclid(1_000) + i128::from(time.nanosecond() % 1_000 != 0);
     let micros = Some(micros).filter(|micros| WRITABLE.contains(micros))?;
-    i64::try_from(micros).ok().map(Moment::from_unix_micros)
+    i64::try_from(micros).ok().map(Timestamp::from_unix_micros)
 }
 
 /// Writes a moment as RFC 3339 in UTC, with milliseconds, or microseconds where it has them.
 #[must_use]
-pub fn write_rfc3339(moment: Moment) -> String {
+pub fn write_rfc3339(moment: Timestamp) -> String {
     let nanos = i128::from(moment.unix_micros()) * 1_000;
     let Ok(time) = OffsetDateTime::from_unix_timestamp_nanos(nanos) else {
         // Beyond the year 9999 RFC 3339 has no form; the number is still honest.
@@ -209,14 +209,14 @@ pub fn write_rfc3339(moment: Moment) -> String {
 }
 
 mod rfc3339_moment {
-    use super::{Moment, read_rfc3339, write_rfc3339};
+    use super::{Timestamp, read_rfc3339, write_rfc3339};
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub fn serialize<S: Serializer>(moment: &Moment, to: S) -> Result<S::Ok, S::Error> {
+    pub fn serialize<S: Serializer>(moment: &Timestamp, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_str(&write_rfc3339(*moment))
     }
 
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Moment, D::Error> {
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Timestamp, D::Error> {
         let text = String::deserialize(from)?;
         read_rfc3339(&text).ok_or_else(|| D::Error::custom(format!("{text:?} is not an RFC 3339 time")))
     }
@@ -228,7 +228,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn check(body: &str, expect: &str) {
-        let fault = TimeoutDue::read(body.as_bytes(), None).expect_err("must not be readable");
+        let fault = Alarm::read(body.as_bytes(), None).expect_err("must not be readable");
         assert!(fault.to_string().contains(expect), "{fault} does not contain {expect:?}");
     }
 
@@ -244,7 +244,7 @@ mod tests {
         check(r#"{"order_id": "a", "deadline": "tomorrow"}"#, "\"tomorrow\" is not an RFC 3339 time");
         check(r#"{"order_id": "a", "deadline": "2026-11-20T10:30:00Z", "kind": "trial"}"#, "\"trial\"");
         check(&"x".repeat(MAX_BODY_BYTES + 1), "16385 bytes");
-        let other = TimeoutDue::read(b"{}", Some("order.timeout.v2")).unwrap_err();
+        let other = Alarm::read(b"{}", Some("order.timeout.v2")).unwrap_err();
         assert!(other.to_string().contains("order.timeout.v2"));
     }
 
@@ -269,7 +269,7 @@ mod tests {
             (celery_1.to_vec(), "Celery"),
         ];
         for (body, expected) in cases {
-            let fault = TimeoutDue::read(&body, None).unwrap_err().to_string();
+            let fault = Alarm::read(&body, None).unwrap_err().to_string();
             assert!(fault.contains(expected), "{fault} does not contain {expected:?}");
         }
     }
@@ -278,20 +278,20 @@ mod tests {
     fn types_of_amqp_1_0_are_ignored() {
         let body = br#"{"order_id":"a","deadline":"2026-11-20T10:30:00Z"}"#;
         for by_the_broker in AMQP_1_0_TYPES {
-            assert_eq!(TimeoutDue::read(body, Some(by_the_broker)), TimeoutDue::read(body, None));
+            assert_eq!(Alarm::read(body, Some(by_the_broker)), Alarm::read(body, None));
         }
-        assert!(TimeoutDue::read(body, None).is_ok());
+        assert!(Alarm::read(body, None).is_ok());
     }
 
     #[test]
     fn the_wire_form_is_the_golden_file() {
         let golden = include_bytes!("../tests/fixtures/timeout_due.v1.json").trim_ascii();
-        let due = TimeoutDue {
+        let due = Alarm {
             order_id: OrderId::new("01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b").unwrap(),
-            deadline: Moment::from_unix_micros(1_795_170_600_000_000),
+            deadline: Timestamp::from_unix_micros(1_795_170_600_000_000),
         };
         assert_eq!(String::from_utf8_lossy(&due.to_bytes()), String::from_utf8_lossy(golden));
-        assert_eq!(TimeoutDue::read(golden, Some(TIMEOUT_DUE_TYPE)), Ok(due));
+        assert_eq!(Alarm::read(golden, Some(ALARM_TYPE)), Ok(due));
     }
 
     #[test]
@@ -324,27 +324,27 @@ mod tests {
         let escaped = format!(r#"{{"order_id": 1, "kind": {{}}, "deadline": "{}"}}"#, "\\u0000".repeat(2_000));
         let wrong_type = format!("{{\"kind\": [\"{}\"]}}", "x".repeat(9_000));
         for body in [long, escaped, wrong_type] {
-            let fault = TimeoutDue::read(body.as_bytes(), None).unwrap_err().to_string();
+            let fault = Alarm::read(body.as_bytes(), None).unwrap_err().to_string();
             assert!(fault.len() < 1_024 && !fault.contains('\0'), "{fault}");
         }
     }
 
     #[test]
     fn finer_than_a_microsecond_rounds_up() {
-        assert_eq!(read_rfc3339("1970-01-01T00:00:00.000001001Z"), Some(Moment::from_unix_micros(2)));
-        assert_eq!(read_rfc3339("1970-01-01T01:00:00.000001+01:00"), Some(Moment::from_unix_micros(1)));
+        assert_eq!(read_rfc3339("1970-01-01T00:00:00.000001001Z"), Some(Timestamp::from_unix_micros(2)));
+        assert_eq!(read_rfc3339("1970-01-01T01:00:00.000001+01:00"), Some(Timestamp::from_unix_micros(1)));
     }
 
     proptest! {
         #[test]
         fn what_is_written_is_read_back(id in "[ -~]{1,200}", micros in 0_i64..253_402_300_799_000_000) {
-            let due = TimeoutDue { order_id: OrderId::new(id).unwrap(), deadline: Moment::from_unix_micros(micros) };
-            prop_assert_eq!(TimeoutDue::read(&due.to_bytes(), Some(TIMEOUT_DUE_TYPE)), Ok(due));
+            let due = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(micros) };
+            prop_assert_eq!(Alarm::read(&due.to_bytes(), Some(ALARM_TYPE)), Ok(due));
         }
 
         #[test]
         fn no_bytes_make_reading_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
-            let _ = TimeoutDue::read(&bytes, None);
+            let _ = Alarm::read(&bytes, None);
         }
     }
 }

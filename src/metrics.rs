@@ -14,9 +14,9 @@ use prometheus::{
     Registry, TextEncoder,
 };
 
-use crate::alarm::{Inlet, ParkReason};
+use crate::alarm::{ParkReason, SourceQueue};
 use crate::degraded::Cause;
-use crate::order::{CloseFault, ClosedBy, Outcome};
+use crate::order::{CloseError, ClosedBy, Outcome};
 
 /// The media type of [`Metrics::render`].
 pub const CONTENT_TYPE: &str = prometheus::TEXT_FORMAT;
@@ -205,7 +205,8 @@ const BY: [&str; 2] = [ClosedBy::Alarm.as_str(), ClosedBy::Sweep.as_str()];
 /// The label values for the two outboxes.
 pub const ALARMS: &str = "alarm";
 pub const EVENTS: &str = "event";
-const INLETS: [&str; 3] = [Inlet::Timeout.as_str(), Inlet::Arm.as_str(), Inlet::Parked.as_str()];
+const SOURCE_QUEUES: [&str; 3] =
+    [SourceQueue::Timeout.as_str(), SourceQueue::Inbox.as_str(), SourceQueue::Parked.as_str()];
 const OUTCOMES: [&str; 12] = [
     Outcome::Closed.as_str(),
     Outcome::Paid.as_str(),
@@ -215,10 +216,10 @@ const OUTCOMES: [&str; 12] = [
     Outcome::Busy.as_str(),
     Outcome::Malformed.as_str(),
     Outcome::Unknown.as_str(),
-    CloseFault::LOCKED,
-    CloseFault::TRANSIENT,
-    CloseFault::OF_THE_ORDER,
-    CloseFault::AWAY,
+    CloseError::LOCKED,
+    CloseError::TRANSIENT,
+    CloseError::REJECTED,
+    CloseError::AWAY,
 ];
 
 metrics! {
@@ -228,7 +229,7 @@ metrics! {
         "Times the relay got no confirm for an alarm; it stays in alarm_outbox and is tried again.";
     alarms_expired: IntCounter = "order_timeout_alarms_expired_total",
         "Alarms whose deadline passed in alarm_outbox; the sweep closes their orders.";
-    alarms_delivered: IntCounterVec = "order_timeout_alarms_delivered_total" { "inlet": INLETS },
+    alarms_delivered: IntCounterVec = "order_timeout_alarms_delivered_total" { "queue": SOURCE_QUEUES },
         "Alarms that the broker delivered, by the queue they came out of.";
     alarm_earliness: Histogram = "order_timeout_alarm_earliness_seconds",
         "How long before its deadline an alarm came out of the processing queue; 0 if it came after it.";
@@ -246,13 +247,13 @@ metrics! {
         "Orders closed, by the path that closed them.";
     close_lateness: HistogramVec = "order_timeout_close_lateness_seconds" { "by": BY },
         "From an order's deadline to the commit that closed it, by the database's clock.";
-    orders_looked_at: IntCounterVec = "order_timeout_orders_looked_at_total" { "outcome": OUTCOMES },
+    close_results: IntCounterVec = "order_timeout_close_results_total" { "outcome": OUTCOMES },
         "Orders that a batch looked at, by what it found; an order that is tried again counts again.";
     batch_duration: HistogramVec = "order_timeout_batch_duration_seconds" { "by": BY },
         "How long the statement of a batch took, successful or not.";
     orders_swept: IntCounter = "order_timeout_orders_swept_total",
         "Overdue orders that the sweep took up because no alarm in this worker spoke for them.";
-    orders_troubled: IntGauge = "order_timeout_orders_troubled",
+    orders_backed_off: IntGauge = "order_timeout_orders_backed_off",
         "Overdue orders that could not be closed and are left alone for a while.";
     oldest_overdue: Reading = "order_timeout_oldest_overdue_seconds",
         "How long ago the oldest unpaid order fell due that the sweep found in its last pass; 0 if it found none, absent while it cannot look.";
@@ -270,7 +271,7 @@ metrics! {
         "1 while a consumer session is open.";
     sessions_opened: IntCounter = "order_timeout_sessions_opened_total",
         "Consumer sessions opened.";
-    database_away: IntGauge = "order_timeout_database_away",
+    database_unavailable: IntGauge = "order_timeout_database_unavailable",
         "1 while the database closes nothing, does not answer, or cannot be asked for overdue orders.";
     degraded: IntGaugeVec = "order_timeout_degraded" { "cause": Cause::WORDS },
         "1 while this is wrong although orders are closed; /readyz says why.";

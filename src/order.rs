@@ -21,7 +21,7 @@ pub struct OrderId(Arc<str>);
 
 /// Why a text cannot be an order id.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum BadOrderId {
+pub enum OrderIdError {
     #[error("the order id is empty; send the id the orders table knows the order by")]
     Empty,
     #[error(
@@ -34,18 +34,18 @@ pub enum BadOrderId {
 
 impl OrderId {
     /// # Errors
-    /// [`BadOrderId`] says what is wrong with the text.
-    pub fn new(text: impl AsRef<str>) -> Result<Self, BadOrderId> {
+    /// [`OrderIdError`] says what is wrong with the text.
+    pub fn new(text: impl AsRef<str>) -> Result<Self, OrderIdError> {
         let text = text.as_ref();
         if text.is_empty() {
-            return Err(BadOrderId::Empty);
+            return Err(OrderIdError::Empty);
         }
         if text.len() > MAX_ORDER_ID_BYTES {
-            return Err(BadOrderId::TooLong(text.len()));
+            return Err(OrderIdError::TooLong(text.len()));
         }
         // NUL in particular cannot be stored in a Postgres text.
         if text.chars().any(char::is_control) {
-            return Err(BadOrderId::ControlCharacter);
+            return Err(OrderIdError::ControlCharacter);
         }
         Ok(Self(text.into()))
     }
@@ -63,8 +63,8 @@ impl AsRef<str> for OrderId {
 }
 
 impl TryFrom<String> for OrderId {
-    type Error = BadOrderId;
-    fn try_from(text: String) -> Result<Self, BadOrderId> {
+    type Error = OrderIdError;
+    fn try_from(text: String) -> Result<Self, OrderIdError> {
         Self::new(text)
     }
 }
@@ -92,12 +92,12 @@ impl fmt::Debug for OrderId {
 ///
 /// Saturates at the ends instead of panicking: deadlines come from outside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Moment(i64);
+pub struct Timestamp(i64);
 
 /// When an unpaid order's time is up.
-pub type Deadline = Moment;
+pub type Deadline = Timestamp;
 
-impl Moment {
+impl Timestamp {
     #[must_use]
     pub const fn from_unix_micros(micros: i64) -> Self {
         Self(micros)
@@ -125,21 +125,21 @@ fn micros_of(duration: Duration) -> i64 {
     i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
 }
 
-impl Add<Duration> for Moment {
+impl Add<Duration> for Timestamp {
     type Output = Self;
     fn add(self, duration: Duration) -> Self {
         Self(self.0.saturating_add(micros_of(duration)))
     }
 }
 
-impl Sub<Duration> for Moment {
+impl Sub<Duration> for Timestamp {
     type Output = Self;
     fn sub(self, duration: Duration) -> Self {
         Self(self.0.saturating_sub(micros_of(duration)))
     }
 }
 
-impl From<SystemTime> for Moment {
+impl From<SystemTime> for Timestamp {
     /// Rounds up to the microsecond, so that an alarm never names a moment before the row's deadline.
     fn from(time: SystemTime) -> Self {
         match time.duration_since(UNIX_EPOCH) {
@@ -229,7 +229,7 @@ impl Outcome {
 
 /// One row of the close statement's answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Found {
+pub struct CloseOutcome {
     pub outcome: Outcome,
     /// The deadline in the row, where the order exists.
     pub deadline: Option<Deadline>,
@@ -237,7 +237,7 @@ pub struct Found {
 
 /// Why a close did not come to an outcome.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum CloseFault {
+pub enum CloseError {
     /// Somebody holds a lock on what an order needs, and may go on holding it: try again, but wait for no lock.
     #[error("{0}")]
     Locked(String),
@@ -246,17 +246,17 @@ pub enum CloseFault {
     Transient(String),
     /// An order cannot be closed as things stand: a constraint, a trigger, a value.
     #[error("{0}")]
-    OfTheOrder(String),
+    Rejected(String),
     /// No order can be closed: the database is away, read-only, or does not know our statement.
     #[error("{0}")]
-    Away(String),
+    Unavailable(String),
 }
 
-impl CloseFault {
+impl CloseError {
     /// The words for it beside those of [`Outcome`].
     pub const LOCKED: &'static str = "locked";
     pub const TRANSIENT: &'static str = "transient";
-    pub const OF_THE_ORDER: &'static str = "failed";
+    pub const REJECTED: &'static str = "failed";
     pub const AWAY: &'static str = "away";
 
     #[must_use]
@@ -264,14 +264,14 @@ impl CloseFault {
         match self {
             Self::Locked(_) => Self::LOCKED,
             Self::Transient(_) => Self::TRANSIENT,
-            Self::OfTheOrder(_) => Self::OF_THE_ORDER,
-            Self::Away(_) => Self::AWAY,
+            Self::Rejected(_) => Self::REJECTED,
+            Self::Unavailable(_) => Self::AWAY,
         }
     }
 }
 
 /// What the close statement found for one order, or why it has no outcome for it.
-pub type Finding = Result<Found, CloseFault>;
+pub type CloseResult = Result<CloseOutcome, CloseError>;
 
 /// What a close statement answered that the orders contract does not know.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -340,22 +340,22 @@ mod tests {
 
     #[test]
     fn an_order_id_is_short_printable_and_not_empty() {
-        assert_eq!(OrderId::new(""), Err(BadOrderId::Empty));
-        assert_eq!(OrderId::new("a\0b"), Err(BadOrderId::ControlCharacter));
-        assert_eq!(OrderId::new("x".repeat(201)), Err(BadOrderId::TooLong(201)));
+        assert_eq!(OrderId::new(""), Err(OrderIdError::Empty));
+        assert_eq!(OrderId::new("a\0b"), Err(OrderIdError::ControlCharacter));
+        assert_eq!(OrderId::new("x".repeat(201)), Err(OrderIdError::TooLong(201)));
         assert!(OrderId::new("'; DROP TABLE orders; --").is_ok());
     }
 
     #[test]
     fn a_moment_saturates_instead_of_overflowing() {
-        let end = Moment::from_unix_micros(i64::MAX);
+        let end = Timestamp::from_unix_micros(i64::MAX);
         assert_eq!(end + Duration::MAX, end);
-        assert_eq!(Moment::from_unix_micros(5).since(Moment::from_unix_micros(9)), Duration::ZERO);
+        assert_eq!(Timestamp::from_unix_micros(5).since(Timestamp::from_unix_micros(9)), Duration::ZERO);
     }
 
     #[test]
     fn a_local_time_is_never_rounded_to_an_earlier_microsecond() {
         let time = UNIX_EPOCH + Duration::from_nanos(1_001);
-        assert_eq!(Moment::from(time).unix_micros(), 2);
+        assert_eq!(Timestamp::from(time).unix_micros(), 2);
     }
 }

@@ -11,10 +11,10 @@ use sqlx::postgres::PgRow;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use crate::alarm::Parcel;
+use crate::alarm::DeadLetter;
 use crate::database::{Database, Timestamptz, timestamp};
-use crate::message::{TimeoutDue, Unreadable, write_rfc3339};
-use crate::order::Moment;
+use crate::message::{Alarm, Unreadable, write_rfc3339};
+use crate::order::Timestamp;
 
 /// Rows deleted by one statement because they are old: each may hold 16 KiB.
 const FORGOTTEN_AT_ONCE: u64 = 1_000;
@@ -41,7 +41,7 @@ pub struct Parked {
     #[serde(skip)]
     pub body: Vec<u8>,
     #[serde(skip)]
-    pub since: Moment,
+    pub since: Timestamp,
 }
 
 impl Parked {
@@ -49,8 +49,8 @@ impl Parked {
     ///
     /// # Errors
     /// [`Unreadable`], as at its arrival.
-    pub fn alarm(&self) -> Result<TimeoutDue, Unreadable> {
-        TimeoutDue::read(&self.body, None)
+    pub fn alarm(&self) -> Result<Alarm, Unreadable> {
+        Alarm::read(&self.body, None)
     }
 }
 
@@ -78,26 +78,26 @@ impl Selection {
     }
 }
 
-/// Writes parcels down, all or none. The same message again is the same row: a delivery whose acknowledgement was lost,
+/// Writes dead_letters down, all or none. The same message again is the same row: a delivery whose acknowledgement was lost,
 /// or a second alarm of the same words.
 ///
 /// # Errors
 /// sqlx's; nothing is written then.
-pub async fn park(database: &Database, parcels: &[&Parcel]) -> Result<(), sqlx::Error> {
-    let reasons: Vec<&str> = parcels.iter().map(|p| p.reason.as_str()).collect();
+pub async fn park(database: &Database, dead_letters: &[&DeadLetter]) -> Result<(), sqlx::Error> {
+    let reasons: Vec<&str> = dead_letters.iter().map(|p| p.reason.as_str()).collect();
     // NUL is the one character a Postgres text cannot hold.
-    let details: Vec<String> = parcels.iter().map(|p| p.detail.replace('\0', "\u{fffd}")).collect();
+    let details: Vec<String> = dead_letters.iter().map(|p| p.detail.replace('\0', "\u{fffd}")).collect();
     let order_ids: Vec<Option<&str>> =
-        parcels.iter().map(|p| p.order_id.as_ref().map(crate::order::OrderId::as_str)).collect();
-    let deadlines: Vec<Option<OffsetDateTime>> = parcels.iter().map(|p| p.deadline.and_then(timestamp)).collect();
-    let attempts: Vec<i32> = parcels.iter().map(|p| i32::try_from(p.attempts).unwrap_or(i32::MAX)).collect();
-    let bodies: Vec<&[u8]> = parcels.iter().map(|p| p.body.as_slice()).collect();
+        dead_letters.iter().map(|p| p.order_id.as_ref().map(crate::order::OrderId::as_str)).collect();
+    let deadlines: Vec<Option<OffsetDateTime>> = dead_letters.iter().map(|p| p.deadline.and_then(timestamp)).collect();
+    let attempts: Vec<i32> = dead_letters.iter().map(|p| i32::try_from(p.attempts).unwrap_or(i32::MAX)).collect();
+    let bodies: Vec<&[u8]> = dead_letters.iter().map(|p| p.body.as_slice()).collect();
     let insert = sqlx::query(
         "INSERT INTO parked_alarms (id, reason, detail, order_id, deadline, attempts, body)
          SELECT DISTINCT ON (id) id, reason, detail, order_id, deadline, attempts, body
          FROM (SELECT encode(substr(sha256(body), 1, 16), 'hex')::uuid AS id, *
                FROM unnest($1::text[], $2::text[], $3::text[], $4::timestamptz[], $5::int[], $6::bytea[])
-                    AS parcel (reason, detail, order_id, deadline, attempts, body)) AS parcels
+                    AS dead_letter (reason, detail, order_id, deadline, attempts, body)) AS dead_letters
          ORDER BY id, attempts DESC
          ON CONFLICT (id) DO UPDATE
              SET reason = excluded.reason, detail = excluded.detail, attempts = excluded.attempts,
@@ -175,7 +175,7 @@ fn hex(bytes: &[u8]) -> String {
 /// Where a row is in the order in which they are listed.
 #[derive(Debug, Clone, Copy)]
 pub struct Place {
-    since: Moment,
+    since: Timestamp,
     id: Uuid,
 }
 
@@ -224,7 +224,7 @@ pub async fn ids(database: &Database, selection: &Selection) -> Result<Vec<Uuid>
 ///
 /// # Errors
 /// sqlx's.
-pub async fn drop_retried(database: &Database, rows: &[(Uuid, Moment)]) -> Result<(), sqlx::Error> {
+pub async fn drop_retried(database: &Database, rows: &[(Uuid, Timestamp)]) -> Result<(), sqlx::Error> {
     let (ids, since): (Vec<Uuid>, Vec<Option<OffsetDateTime>>) =
         rows.iter().map(|(id, since)| (*id, timestamp(*since))).unzip();
     let delete = sqlx::query(

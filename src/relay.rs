@@ -17,8 +17,8 @@ use sqlx::{PgConnection, Postgres, Row};
 use tracing::{debug, warn};
 use uuid::Uuid;
 
-use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
-use crate::database::{self, Database, Trouble, trouble, why};
+use crate::confirm::{ConfirmedPublisher, Outgoing, PublishError};
+use crate::database::{self, Database, ErrorClass, classify, one_line};
 use pace::Pace;
 
 /// The upper half of the number of the relay's advisory lock, "otim" as a number, so that a shop's own locks are not
@@ -28,7 +28,7 @@ const RELAY_LOCK: i64 = 0x6f74_696d << 32;
 /// halted. The lock's connection speaks each second, but not while the broker keeps a round waiting.
 const LOCK_OUTLIVES_ITS_WORKER: Duration = Duration::from_secs(15);
 /// How long the connection that holds the lock may take to answer before it counts as lost.
-const LOCK_PATIENCE: Duration = Duration::from_secs(2);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the lock is taken for ours without asking. Two relays for so long send some messages twice.
 const LOCK_TRUSTED_FOR: Duration = Duration::from_secs(1);
 /// How long a row is left out that was sent and that somebody keeps locked.
@@ -126,14 +126,14 @@ pub(crate) use outbox_sql;
 
 /// Why a round came to nothing. The rows stay in their outbox.
 #[derive(Debug, thiserror::Error)]
-pub enum NotRelayed {
-    #[error("an outbox cannot be read or written: {}", why(.0))]
+pub enum RelayError {
+    #[error("an outbox cannot be read or written: {}", one_line(.0))]
     Database(#[from] sqlx::Error),
     #[error(transparent)]
-    Broker(#[from] NotConfirmed),
+    Broker(#[from] PublishError),
 }
 
-impl NotRelayed {
+impl RelayError {
     /// Whether the database has not said anything at all.
     #[must_use]
     pub fn is_unanswered(&self) -> bool {
@@ -143,14 +143,14 @@ impl NotRelayed {
     /// Whether the database is of no use at all, rather than this outbox.
     #[must_use]
     pub fn is_of_the_whole_database(&self) -> bool {
-        matches!(self, Self::Database(error) if trouble(error) == Trouble::Away)
+        matches!(self, Self::Database(error) if classify(error) == ErrorClass::Away)
     }
 
     /// The cause alone.
     #[must_use]
     pub fn cause(&self) -> String {
         match self {
-            Self::Database(error) => why(error),
+            Self::Database(error) => one_line(error),
             Self::Broker(fault) => fault.to_string(),
         }
     }
@@ -184,7 +184,7 @@ pub struct Relayed {
     pub refused: usize,
     /// Why the first of those was not; where the broker took none of them whatever they were, that. In a round that finds
     /// nothing to send while some wait for their pause, why those were refused.
-    pub fault: Option<NotConfirmed>,
+    pub fault: Option<PublishError>,
     /// The batch was full: there is more, or may be.
     pub more: bool,
 }
@@ -193,8 +193,8 @@ impl Relayed {
     /// How many rows need not be looked at again.
     ///
     /// # Errors
-    /// [`NotRelayed`] if messages were to be sent and not one was.
-    pub fn settled(self) -> Result<usize, NotRelayed> {
+    /// [`RelayError`] if messages were to be sent and not one was.
+    pub fn settled(self) -> Result<usize, RelayError> {
         let settled = self.sent + self.dropped;
         match self.fault {
             Some(fault) if self.sent == 0 => Err(fault.into()),
@@ -220,7 +220,7 @@ pub struct Outbox {
     set_aside: Vec<(Uuid, Instant)>,
     pace: Pace,
     /// Why messages were refused, until the last of them may be tried again.
-    backing_off: Option<(NotConfirmed, Instant)>,
+    backing_off: Option<(PublishError, Instant)>,
 }
 
 /// A message of one round.
@@ -248,11 +248,11 @@ impl Outbox {
     /// the broker refuses stays until its pause is over; the others are marked.
     ///
     /// # Errors
-    /// [`NotRelayed::Database`]; what was confirmed may then be sent again.
+    /// [`RelayError::Database`]; what was confirmed may then be sent again.
     pub async fn round(
         &mut self,
         message: impl Fn(&PgRow) -> Result<Option<Outgoing>, sqlx::Error>,
-    ) -> Result<Relayed, NotRelayed> {
+    ) -> Result<Relayed, RelayError> {
         let now = Instant::now();
         self.set_aside.retain(|(_, until)| *until > now);
         let left_out: Vec<Uuid> = self.set_aside.iter().map(|(id, _)| *id).collect();
@@ -293,7 +293,7 @@ impl Outbox {
     async fn mark_refused(
         &mut self,
         sending: &[Sending],
-        answers: &[Result<(), NotConfirmed>],
+        answers: &[Result<(), PublishError>],
     ) -> Result<(), sqlx::Error> {
         let now = Instant::now();
         self.backing_off.take_if(|(_, until)| *until <= now);
@@ -326,7 +326,7 @@ impl Outbox {
             self.set_aside.extend(ids.into_iter().map(|id| (id, until)));
         }
         match marked {
-            Err(error) if trouble(&error) == Trouble::Locked => Ok(()),
+            Err(error) if classify(&error) == ErrorClass::Locked => Ok(()),
             marked => marked.map(drop),
         }
     }
@@ -351,8 +351,8 @@ impl Outbox {
     /// How long the oldest unsent row has been waiting, and when a row was last sent.
     ///
     /// # Errors
-    /// [`NotRelayed::Database`].
-    pub async fn backlog(&self) -> Result<Backlog, NotRelayed> {
+    /// [`RelayError::Database`].
+    pub async fn backlog(&self) -> Result<Backlog, RelayError> {
         let select = sqlx::query(self.sql.backlog);
         let row = self.database.run(async |connection| select.fetch_one(connection).await).await?;
         // Negative if the server's clock was set back.
@@ -369,7 +369,7 @@ impl Outbox {
         }
         let update = sqlx::query(self.sql.mark_sent).bind(ids);
         match self.database.run(async |connection| update.execute(connection).await).await {
-            Err(error) if trouble(&error) == Trouble::Locked => self.mark_free(ids).await,
+            Err(error) if classify(&error) == ErrorClass::Locked => self.mark_free(ids).await,
             marked => marked.map(|_| ids.len()),
         }
     }
@@ -411,7 +411,7 @@ impl Outbox {
 }
 
 /// The first fault that is not of its message alone, or else the first.
-fn worst(answers: Vec<Result<(), NotConfirmed>>) -> Option<NotConfirmed> {
+fn worst(answers: Vec<Result<(), PublishError>>) -> Option<PublishError> {
     let mut faults = answers.into_iter().filter_map(Result::err);
     let first = faults.next()?;
     if !first.is_of_the_message() {
@@ -422,14 +422,14 @@ fn worst(answers: Vec<Result<(), NotConfirmed>>) -> Option<NotConfirmed> {
 
 /// The right to relay: one worker has it at a time.
 #[derive(Debug)]
-pub struct RelayLock {
+pub struct LeaderLock {
     database: Database,
     held: Option<PoolConnection<Postgres>>,
     /// When the held connection last answered.
     answered: Instant,
 }
 
-impl RelayLock {
+impl LeaderLock {
     #[must_use]
     pub fn new(database: Database) -> Self {
         Self { database, held: None, answered: Instant::now() }
@@ -446,7 +446,7 @@ impl RelayLock {
             if self.answered.elapsed() < LOCK_TRUSTED_FOR {
                 return Ok(true);
             }
-            let answer = tokio::time::timeout(LOCK_PATIENCE, sqlx::Connection::ping(&mut **held)).await;
+            let answer = tokio::time::timeout(LOCK_TIMEOUT, sqlx::Connection::ping(&mut **held)).await;
             if matches!(answer, Ok(Ok(()))) {
                 self.answered = Instant::now();
                 return Ok(true);
@@ -455,11 +455,11 @@ impl RelayLock {
             self.let_go();
         }
         let mut connection = self.database.connection().await?;
-        let answer = tokio::time::timeout(LOCK_PATIENCE, ask_for_lock(&mut connection)).await;
+        let answer = tokio::time::timeout(LOCK_TIMEOUT, ask_for_lock(&mut connection)).await;
         // Not returned to the pool unless it is certain that it does not hold the lock.
         let Ok(Ok(is_ours)) = answer else {
             connection.close_on_drop();
-            return answer.unwrap_or_else(|_| Err(self.database.no_answer_within(LOCK_PATIENCE)));
+            return answer.unwrap_or_else(|_| Err(self.database.no_answer_within(LOCK_TIMEOUT)));
         };
         if is_ours {
             debug!("this worker relays the outboxes");
@@ -473,7 +473,7 @@ impl RelayLock {
     pub async fn resign(&mut self) {
         if let Some(connection) = self.held.take() {
             // Closed rather than returned to the pool: the session's end releases the lock.
-            let _answered_or_given_up = tokio::time::timeout(LOCK_PATIENCE, connection.close()).await;
+            let _answered_or_given_up = tokio::time::timeout(LOCK_TIMEOUT, connection.close()).await;
         }
     }
 
@@ -510,8 +510,8 @@ mod tests {
     #[test]
     fn a_round_that_sends_nothing_and_is_refused_is_a_failure_whatever_it_leaves_out() {
         let round = |sent, dropped, fault| Relayed { sent, dropped, refused: 1, fault, more: false }.settled().is_err();
-        assert!(round(0, 7, Some(NotConfirmed::Blocked)));
-        assert!(!round(1, 7, Some(NotConfirmed::Blocked)), "those behind it go on");
+        assert!(round(0, 7, Some(PublishError::Blocked)));
+        assert!(!round(1, 7, Some(PublishError::Blocked)), "those behind it go on");
         assert!(!round(0, 7, None));
     }
 }

@@ -1,7 +1,7 @@
 //! Text from outside (a server's words, a message, a row, an argument) on its way to the log, a page or a terminal: what
 //! cannot be seen, or steers what shows it, is written visibly.
 //!
-//! Pure. Every exit uses it: the log's lines (`telemetry.rs`), the pages (`http.rs`), standard output and standard error
+//! Pure. Every exit uses it: the log's lines (`logging.rs`), the pages (`http.rs`), standard output and standard error
 //! (`cli/`, `main.rs`). What is stored or sent keeps its text.
 
 use std::borrow::Cow;

@@ -1,6 +1,6 @@
 //! The safety net: asks the database for unpaid orders whose time is up, page by page along the deadline index.
 //!
-//! Reads only. Whom to close and whom to leave alone is decided at the desk; closing is the same close as everybody's.
+//! Reads only. Whom to close and whom to leave alone is decided at the engine; closing is the same close as everybody's.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,8 +10,8 @@ use sqlx::postgres::PgRow;
 use tracing::{debug, warn};
 
 use crate::contract::{Contract, ContractStatement};
-use crate::database::{Database, DatabaseFault, Timestamptz};
-use crate::order::{Moment, OrderId, Overdue, SweepPage, SweepPlace, SweptPage};
+use crate::database::{Database, DatabaseError, Timestamptz};
+use crate::order::{OrderId, Overdue, SweepPage, SweepPlace, SweptPage, Timestamp};
 
 const CONTRACT: Contract = Contract {
     setting: "orders.overdue_sql",
@@ -32,8 +32,8 @@ impl Sweeper {
     /// Prepares the statement (`overdue_sql` names a file; empty means ours) and checks it against the contract.
     ///
     /// # Errors
-    /// [`DatabaseFault`] names the file and the column.
-    pub async fn prepare(database: Database, overdue_sql: &str) -> Result<Self, DatabaseFault> {
+    /// [`DatabaseError`] names the file and the column.
+    pub async fn prepare(database: Database, overdue_sql: &str) -> Result<Self, DatabaseError> {
         let statement = ContractStatement::load(&database, &CONTRACT, overdue_sql).await?;
         Ok(Self { database, statement, warned: Arc::default() })
     }
@@ -51,7 +51,7 @@ impl Sweeper {
     pub async fn overdue(&self, page: &SweepPage) -> Result<SweptPage, sqlx::Error> {
         let (after_deadline, after_id) = match &page.after {
             Some(last) => (last.deadline, last.id.as_str()),
-            None => (Moment::from_unix_micros(i64::MIN), ""),
+            None => (Timestamp::from_unix_micros(i64::MIN), ""),
         };
         let select = sqlx::query(self.statement.sql.clone())
             .bind(page.grace.as_secs_f64())

@@ -133,7 +133,7 @@ impl fmt::Display for Object<'_> {
 
 /// Why the objects are not there as they should be.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum TopologyFault {
+pub enum TopologyError {
     #[error(
         "{object} exists with other arguments: {difference}; to move over, choose another `namespace`, or stop publishers and workers, {removal} and run `order-timeout setup`"
     )]
@@ -292,12 +292,12 @@ impl Topology {
     /// Declares everything that is missing and verifies everything that is there. Idempotent.
     ///
     /// # Errors
-    /// [`TopologyFault`] names the object.
-    pub async fn declare(&self, connection: &Connection) -> Result<(), TopologyFault> {
+    /// [`TopologyError`] names the object.
+    pub async fn declare(&self, connection: &Connection) -> Result<(), TopologyError> {
         // A broker out of file handles accepts a declaration and never answers it.
         match tokio::time::timeout(DECLARE_TIMEOUT, self.declare_all(connection)).await {
             Ok(declared) => declared,
-            Err(_) => Err(TopologyFault::Failed {
+            Err(_) => Err(TopologyError::Failed {
                 object: "the queues".into(),
                 why: format!(
                     "the broker did not answer within {DECLARE_TIMEOUT:?}; has it file handles left (rabbitmqctl status)?"
@@ -306,7 +306,7 @@ impl Topology {
         }
     }
 
-    async fn declare_all(&self, connection: &Connection) -> Result<(), TopologyFault> {
+    async fn declare_all(&self, connection: &Connection) -> Result<(), TopologyError> {
         let channel = open_channel(connection).await?;
         for exchange in &self.exchanges {
             self.declare_exchange(&channel, exchange).await?;
@@ -328,7 +328,7 @@ impl Topology {
         Ok(())
     }
 
-    async fn declare_exchange(&self, channel: &Channel, exchange: &Exchange) -> Result<(), TopologyFault> {
+    async fn declare_exchange(&self, channel: &Channel, exchange: &Exchange) -> Result<(), TopologyError> {
         let kind = match exchange.kind {
             "direct" => ExchangeKind::Direct,
             "fanout" => ExchangeKind::Fanout,
@@ -346,31 +346,31 @@ impl Topology {
                 || text.contains("invalid exchange type")
         });
         Err(match exchange.kind {
-            DELAYED_MESSAGE if type_is_missing => TopologyFault::NoDelayedExchange { why: error.to_string() },
-            CONSISTENT_HASH if type_is_missing => TopologyFault::NoHashExchange { why: error.to_string() },
+            DELAYED_MESSAGE if type_is_missing => TopologyError::NoDelayedExchange { why: error.to_string() },
+            CONSISTENT_HASH if type_is_missing => TopologyError::NoHashExchange { why: error.to_string() },
             _ => self.explain(Object::Exchange(&exchange.name), &error),
         })
     }
 
-    fn explain(&self, object: Object<'_>, error: &lapin::Error) -> TopologyFault {
+    fn explain(&self, object: Object<'_>, error: &lapin::Error) -> TopologyError {
         let (object, removal) = (object.to_string(), object.removal());
         match reply(error) {
             // RabbitMQ, rabbit_amqqueue.erl and rabbit_queue_type.erl: "queue limit in vhost '~s' (~p) is reached", and
             // "in cluster".
-            Some((reply_code::PRECONDITION_FAILED, limit)) if limit.contains("is reached") => TopologyFault::Failed {
+            Some((reply_code::PRECONDITION_FAILED, limit)) if limit.contains("is reached") => TopologyError::Failed {
                 object,
                 why: format!(
                     "{limit}; raise it with rabbitmqctl set_vhost_limits, or cluster_queue_limit in rabbitmq.conf"
                 ),
             },
             Some((reply_code::PRECONDITION_FAILED, difference)) => {
-                TopologyFault::Differs { object, difference, removal }
+                TopologyError::Differs { object, difference, removal }
             }
-            Some((reply_code::NOT_FOUND, why)) => TopologyFault::Missing { object, why },
+            Some((reply_code::NOT_FOUND, why)) => TopologyError::Missing { object, why },
             Some((reply_code::ACCESS_REFUSED, why)) => {
-                TopologyFault::Refused { object, why, namespace: self.namespace.clone() }
+                TopologyError::Refused { object, why, namespace: self.namespace.clone() }
             }
-            _ => TopologyFault::Failed { object, why: error.to_string() },
+            _ => TopologyError::Failed { object, why: error.to_string() },
         }
     }
 }
@@ -463,9 +463,9 @@ async fn unbind(channel: &Channel, binding: &Binding) -> lapin::Result<()> {
     }
 }
 
-async fn open_channel(connection: &Connection) -> Result<Channel, TopologyFault> {
+async fn open_channel(connection: &Connection) -> Result<Channel, TopologyError> {
     let opened = connection.create_channel().await;
-    opened.map_err(|error| TopologyFault::Failed { object: "a channel".into(), why: error.to_string() })
+    opened.map_err(|error| TopologyError::Failed { object: "a channel".into(), why: error.to_string() })
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Which slot of the wheel for which due time: the hierarchical timing wheel of Varghese and Lauck (SOSP 1987), its
 //! slots being queues.
 //!
-//! Pure arithmetic over the database's time: no I/O, and nobody but `arm.rs` may write into a slot by it. A slot's
+//! Pure arithmetic over the database's time: no I/O, and nobody but `rearm.rs` may write into a slot by it. A slot's
 //! messages all fall due in the same unit, so they expire together and none waits behind another.
 //!
 //! What is written by clocks that agree goes into each slot in the order in which it is let go: a slot's next lap is
@@ -10,7 +10,7 @@
 
 use std::time::Duration;
 
-use crate::order::Moment;
+use crate::order::Timestamp;
 
 /// One ring: `slots` queues, each standing for one `unit` of time.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub enum Place {
 
 /// Why a set of rings cannot make a wheel.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum BadWheel {
+pub enum WheelError {
     #[error("delay.rings is empty; keep at least one ring, such as {{ unit = \"5s\", slots = 24 }}")]
     NoRings,
     #[error("ring {0} needs a unit of at least 100 ms and between 6 and 1000 slots")]
@@ -56,7 +56,7 @@ pub struct Wheel {
 
 impl Ring {
     /// The number of the unit that holds this moment.
-    fn unit_of(&self, moment: Moment) -> i64 {
+    fn unit_of(&self, moment: Timestamp) -> i64 {
         moment.unix_micros().div_euclid(self.unit_micros())
     }
 
@@ -74,12 +74,12 @@ impl Ring {
     /// begins: this one does at most a reach from now and more than a reach less one unit, and its last lap had its time
     /// `slots` units before, a sixth of the ring ago. Counted from the unit that holds `now`, a ring whose `early` is as
     /// long as its reach would have no slot to write into, and everything would come back at once.
-    fn furthest_unit(&self, now: Moment) -> i64 {
+    fn furthest_unit(&self, now: Timestamp) -> i64 {
         self.unit_of(now + self.early) + self.reach_units()
     }
 
     /// The first unit whose slot lets go at this moment or after it, and so less than a unit after it.
-    fn first_unit_from(&self, moment: Moment) -> i64 {
+    fn first_unit_from(&self, moment: Timestamp) -> i64 {
         let lets_go_by = moment + self.early;
         let begins_before = lets_go_by.unix_micros().rem_euclid(self.unit_micros()) != 0;
         self.unit_of(lets_go_by) + i64::from(begins_before)
@@ -100,8 +100,8 @@ impl Ring {
         self.unit.saturating_mul(u32::try_from(self.reach_units()).unwrap_or(u32::MAX))
     }
 
-    fn fires_at(&self, unit: i64) -> Moment {
-        Moment::from_unix_micros(unit.saturating_mul(self.unit_micros())) - self.early
+    fn fires_at(&self, unit: i64) -> Timestamp {
+        Timestamp::from_unix_micros(unit.saturating_mul(self.unit_micros())) - self.early
     }
 
     fn slot_of(&self, unit: i64) -> u16 {
@@ -111,28 +111,28 @@ impl Ring {
 
 impl Wheel {
     /// # Errors
-    /// [`BadWheel`] where an alarm could loop between two rings, or a slot's next lap be written before its
+    /// [`WheelError`] where an alarm could loop between two rings, or a slot's next lap be written before its
     /// last has had its time to leave.
-    pub fn new(rings: Vec<Ring>) -> Result<Self, BadWheel> {
+    pub fn new(rings: Vec<Ring>) -> Result<Self, WheelError> {
         if rings.is_empty() {
-            return Err(BadWheel::NoRings);
+            return Err(WheelError::NoRings);
         }
         for ring in &rings {
             if ring.unit < Duration::from_millis(100) || !(6..=1_000).contains(&ring.slots) {
-                return Err(BadWheel::BadRing(ring.name.clone()));
+                return Err(WheelError::BadRing(ring.name.clone()));
             }
         }
         for pair in rings.windows(2) {
             let (fine, coarse) = (&pair[0], &pair[1]);
             if fine.unit >= coarse.unit {
-                return Err(BadWheel::NotAscending { fine: fine.name.clone(), coarse: coarse.name.clone() });
+                return Err(WheelError::NotAscending { fine: fine.name.clone(), coarse: coarse.name.clone() });
             }
             // When a coarse slot lets go, its alarms are due at most one coarse unit plus its margin later; and how far a ring
             // reaches is counted from its own margin on.
             let needed = coarse.unit.saturating_add(coarse.early.saturating_sub(fine.early));
             if fine.reach() <= needed {
                 let (fine_name, coarse_name) = (fine.name.clone(), coarse.name.clone());
-                return Err(BadWheel::Gap { fine: fine_name, coarse: coarse_name, reach: fine.reach(), needed });
+                return Err(WheelError::Gap { fine: fine_name, coarse: coarse_name, reach: fine.reach(), needed });
             }
         }
         Ok(Self { rings })
@@ -149,7 +149,7 @@ impl Wheel {
     /// waits for more than the coarsest one's reach less a unit. So an alarm is written once into each ring at most,
     /// and before that once per stay in the coarsest.
     #[must_use]
-    pub fn place(&self, due: Moment, now: Moment) -> Place {
+    pub fn place(&self, due: Timestamp, now: Timestamp) -> Place {
         let finest_that_reaches = self.rings.iter().position(|ring| ring.unit_of(due) <= ring.furthest_unit(now));
         match finest_that_reaches {
             Some(ring) => self.slot(ring, self.rings[ring].unit_of(due), now),
@@ -172,7 +172,7 @@ impl Wheel {
     /// of `order.arm`, which sends it on at once because its deadline has passed; that ring's unit is shorter than the
     /// finer one's reach, and so at most a quarter longer than the wait itself.
     #[must_use]
-    pub fn place_retry(&self, wake_at: Moment, now: Moment) -> Place {
+    pub fn place_retry(&self, wake_at: Timestamp, now: Timestamp) -> Place {
         if wake_at <= now {
             return Place::Due;
         }
@@ -187,16 +187,16 @@ impl Wheel {
     /// Where a message waits that is to test one ring: its first slot that lets go at `wake_at` or after it. `wake_at` is
     /// at most a unit of that ring away.
     #[must_use]
-    pub fn place_in_ring(&self, ring: usize, wake_at: Moment, now: Moment) -> Place {
+    pub fn place_in_ring(&self, ring: usize, wake_at: Timestamp, now: Timestamp) -> Place {
         self.slot(ring, self.rings[ring].first_unit_from(wake_at), now)
     }
 
-    fn furthest_slot(&self, now: Moment) -> Place {
+    fn furthest_slot(&self, now: Timestamp) -> Place {
         let coarsest = self.rings.len() - 1;
         self.slot(coarsest, self.rings[coarsest].furthest_unit(now), now)
     }
 
-    fn slot(&self, ring: usize, unit: i64, now: Moment) -> Place {
+    fn slot(&self, ring: usize, unit: i64, now: Timestamp) -> Place {
         let fires_at = self.rings[ring].fires_at(unit);
         if fires_at <= now {
             return Place::Due;

@@ -6,7 +6,7 @@ use anyhow::ensure;
 use hdrhistogram::Histogram;
 use order_timeout::config::Strategy;
 use order_timeout::topology::Names;
-use order_timeout::{Moment, broker};
+use order_timeout::{Timestamp, broker};
 use secrecy::ExposeSecret;
 
 use crate::Options;
@@ -15,7 +15,7 @@ use crate::limits::postgres::CommitProbe;
 use crate::stage::ledger::Ledger;
 use crate::stage::process::{self, Program};
 use crate::stage::servers::Servers;
-use crate::stage::{Alarm, IDLE_WATCH, SETTLING, Stage, queue_state, sleep_until};
+use crate::stage::{DeliveredAlarm, IDLE_WATCH, SETTLING, Stage, queue_state, sleep_until};
 
 /// A slow machine's rate of inserting orders, from which the beginning is chosen.
 const SLOWEST_FILLING_PER_S: f64 = 8_000.0;
@@ -107,7 +107,7 @@ async fn play_on(
 ) -> anyhow::Result<Figures> {
     let first = plan.first_deadline();
     let begin = first - plan.ahead;
-    let deadlines: Vec<Moment> = plan.after_first.iter().map(|after| first + *after).collect();
+    let deadlines: Vec<Timestamp> = plan.after_first.iter().map(|after| first + *after).collect();
     let last = *deadlines.iter().filter(|due| **due <= first + plan.horizon).max().expect("a plan has orders");
     let pending = deadlines.iter().filter(|due| **due > last).count();
     let alarms = stage.fill(&deadlines, plan.articles).await?;
@@ -115,7 +115,7 @@ async fn play_on(
     let mut program = start(stage, servers, name, entrant).await?;
 
     let settled = begin - IDLE_WATCH;
-    let in_time = Moment::now_by_local_clock() + SETTLING <= settled;
+    let in_time = Timestamp::now_by_local_clock() + SETTLING <= settled;
     ensure!(in_time, "preparing {} orders took longer than planned; is the machine busy?", alarms.len());
     sleep_until(settled).await;
     let before = Readings::take(servers, &program)?;
@@ -166,17 +166,22 @@ async fn start(stage: &Stage<'_>, servers: &Servers, name: &str, entrant: &Entra
     competitors::start(&competitor, &log, &stage.pool).await
 }
 
-async fn watch_at(moment: Moment, servers: &Servers, program: &Program) -> anyhow::Result<Readings> {
+async fn watch_at(moment: Timestamp, servers: &Servers, program: &Program) -> anyhow::Result<Readings> {
     sleep_until(moment).await;
     Readings::take(servers, program)
 }
 
 /// Publishes the alarms of a plan; returns how far behind it the last to be behind was.
-async fn publish(stage: &Stage<'_>, plan: &Plan, begin: Moment, alarms: Vec<Alarm>) -> anyhow::Result<Duration> {
+async fn publish(
+    stage: &Stage<'_>,
+    plan: &Plan,
+    begin: Timestamp,
+    alarms: Vec<DeliveredAlarm>,
+) -> anyhow::Result<Duration> {
     let publisher = stage.publisher().await?;
     if !plan.live {
         publisher.schedule_all(alarms).await?;
-        let took = Moment::now_by_local_clock().since(begin);
+        let took = Timestamp::now_by_local_clock().since(begin);
         if let Some(lane) = plan.lane.filter(|_| stage.settings.delay.strategy == Strategy::DeadLetter) {
             ensure_by_lane(lane, stage.settings.delay.lane_tolerance(), plan.ahead, took)?;
         }
@@ -186,7 +191,7 @@ async fn publish(stage: &Stage<'_>, plan: &Plan, begin: Moment, alarms: Vec<Alar
     let mut behind = Duration::ZERO;
     let mut alarms = alarms.into_iter().peekable();
     while alarms.peek().is_some() {
-        let now = Moment::now_by_local_clock();
+        let now = Timestamp::now_by_local_clock();
         let mut ready = Vec::new();
         while let Some(alarm) = alarms.next_if(|(_, deadline)| *deadline - plan.ahead <= now) {
             behind = behind.max(now.since(alarm.1 - plan.ahead));
@@ -207,7 +212,7 @@ fn ensure_by_lane(lane: Duration, tolerance: Duration, ahead: Duration, took: Du
 }
 
 /// Alarms of one instant must all be waiting when the first of them leaves the broker, or something else is measured.
-async fn ensure_on_their_way(stage: &Stage<'_>, plan: &Plan, begin: Moment) -> anyhow::Result<()> {
+async fn ensure_on_their_way(stage: &Stage<'_>, plan: &Plan, begin: Timestamp) -> anyhow::Result<()> {
     if plan.ahead.is_zero() {
         return Ok(());
     }
@@ -218,25 +223,25 @@ async fn ensure_on_their_way(stage: &Stage<'_>, plan: &Plan, begin: Moment) -> a
     }
     broker::close(&connection, Duration::from_secs(1)).await;
     let leave_at = begin + plan.ahead - stage.settings.delay.lead;
-    ensure!(Moment::now_by_local_clock() < leave_at, "scheduling took longer than planned; is the machine busy?");
+    ensure!(Timestamp::now_by_local_clock() < leave_at, "scheduling took longer than planned; is the machine busy?");
     Ok(())
 }
 
 impl Plan {
-    fn first_deadline(&self) -> Moment {
+    fn first_deadline(&self) -> Timestamp {
         let filling = Duration::from_secs_f64(self.after_first.len() as f64 / SLOWEST_FILLING_PER_S);
         let preparing = filling + STARTING + SETTLING + IDLE_WATCH;
-        let earliest = Moment::now_by_local_clock() + preparing + self.ahead;
+        let earliest = Timestamp::now_by_local_clock() + preparing + self.ahead;
         let Some(unit) = self.aligned_to else { return earliest };
         let unit_us = i64::try_from(unit.as_micros()).expect("a unit is short");
-        Moment::from_unix_micros((earliest.unix_micros() / unit_us + 1) * unit_us)
+        Timestamp::from_unix_micros((earliest.unix_micros() / unit_us + 1) * unit_us)
     }
 }
 
 /// Processor time used so far.
 #[derive(Debug, Clone, Copy)]
 struct Readings {
-    at: Moment,
+    at: Timestamp,
     own_cpu_s: f64,
     postgres_cpu_s: f64,
     broker_cpu_s: Option<f64>,
@@ -245,7 +250,7 @@ struct Readings {
 impl Readings {
     fn take(servers: &Servers, program: &Program) -> anyhow::Result<Self> {
         Ok(Self {
-            at: Moment::now_by_local_clock(),
+            at: Timestamp::now_by_local_clock(),
             own_cpu_s: process::cpu_s(program.pid())?,
             postgres_cpu_s: process::tree_cpu_s(servers.postgres.pid())?,
             broker_cpu_s: servers.broker.pid().map(process::cpu_s).transpose()?,

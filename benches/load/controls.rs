@@ -13,9 +13,9 @@ use lapin::options::{
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, Consumer, ExchangeKind};
 use order_timeout::confirm::{Outgoing, WINDOW};
-use order_timeout::envelope::{Entry, Wait};
-use order_timeout::message::TimeoutDue;
-use order_timeout::{Moment, broker};
+use order_timeout::envelope::{Delay, Route};
+use order_timeout::message::Alarm;
+use order_timeout::{Timestamp, broker};
 use serde_json::{Value, json};
 
 use crate::limits::broker::{Confirms, alarm, fresh, publish};
@@ -79,13 +79,13 @@ async fn watch(
     let idle_from = broker_cpu_s()?;
     tokio::time::sleep(IDLE_WATCH).await;
     let begin_cpu_s = broker_cpu_s()?;
-    let begin = Moment::now_by_local_clock();
-    let deadlines: Vec<Moment> = delays.iter().map(|delay| begin + *delay).collect();
+    let begin = Timestamp::now_by_local_clock();
+    let deadlines: Vec<Timestamp> = delays.iter().map(|delay| begin + *delay).collect();
     publish(connection, IN_THEIR_ORDER, deadlines.into_iter().map(move |due| control.message(due))).await?;
     let waited_for = delays.iter().filter(|delay| **delay <= horizon).count();
     let last = delays.iter().filter(|delay| **delay <= horizon).max().copied().unwrap_or_default();
     let late_us = deliveries(consumer, waited_for, begin + last + GRACE).await?;
-    let end = Moment::now_by_local_clock();
+    let end = Timestamp::now_by_local_clock();
     let cpu_s = match (idle_from, begin_cpu_s, broker_cpu_s()?) {
         (Some(from), Some(begin_s), Some(end_s)) => {
             Some(process::cpu_beyond_idle_s((begin_s - from, IDLE_WATCH), (end_s - begin_s, end.since(begin))))
@@ -105,26 +105,26 @@ async fn watch(
 }
 
 /// Takes deliveries until all have come or it is `until`; returns how late they were.
-async fn deliveries(mut consumer: Consumer, expected: usize, until: Moment) -> anyhow::Result<Histogram<u64>> {
+async fn deliveries(mut consumer: Consumer, expected: usize, until: Timestamp) -> anyhow::Result<Histogram<u64>> {
     let mut late_us = ledger::histogram();
     while late_us.len() < expected as u64 {
-        let left = until.since(Moment::now_by_local_clock());
+        let left = until.since(Timestamp::now_by_local_clock());
         let Ok(Some(delivery)) = tokio::time::timeout(left, consumer.next()).await else { break };
-        let due = TimeoutDue::read(&delivery?.data, None)?.deadline;
-        late_us.record(u64::try_from(Moment::now_by_local_clock().since(due).as_micros())?)?;
+        let due = Alarm::read(&delivery?.data, None)?.deadline;
+        late_us.record(u64::try_from(Timestamp::now_by_local_clock().since(due).as_micros())?)?;
     }
     Ok(late_us)
 }
 
 impl Control {
-    fn message(self, due: Moment) -> Outgoing {
-        let now = Moment::now_by_local_clock();
+    fn message(self, due: Timestamp) -> Outgoing {
+        let now = Timestamp::now_by_local_clock();
         let wait = due.since(now);
         let entry = match self {
-            Self::OneQueue => Entry { exchange: String::new(), routing_key: TTL_QUEUE.into(), wait: Wait::Ttl(wait) },
+            Self::OneQueue => Route { exchange: String::new(), routing_key: TTL_QUEUE.into(), wait: Delay::Ttl(wait) },
             Self::BinaryLadder => {
                 let (exchange, routing_key) = ladder_entry(wait);
-                Entry { exchange, routing_key, wait: Wait::None }
+                Route { exchange, routing_key, wait: Delay::None }
             }
         };
         fresh(&alarm(due), entry, now)

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use order_timeout::{Moment, database, schedule_in};
+use order_timeout::{Timestamp, database, schedule_in};
 use sqlx::{PgConnection, PgPool};
 use time::OffsetDateTime;
 use uuid::Uuid;
@@ -11,7 +11,7 @@ const DELAY: Duration = Duration::from_secs(3_600);
 
 /// How the alarm is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Alarm {
+pub enum DeliveredAlarm {
     None,
     /// `schedule_in`: a statement of its own.
     ScheduleIn,
@@ -20,7 +20,7 @@ pub enum Alarm {
 }
 
 /// Orders per second, each in a transaction of its own.
-pub async fn per_second(pool: &PgPool, orders: usize, alarm: Alarm) -> anyhow::Result<f64> {
+pub async fn per_second(pool: &PgPool, orders: usize, alarm: DeliveredAlarm) -> anyhow::Result<f64> {
     let mut connection = pool.acquire().await?;
     // Prepared before the clock starts.
     create(&mut connection, alarm).await?;
@@ -31,21 +31,21 @@ pub async fn per_second(pool: &PgPool, orders: usize, alarm: Alarm) -> anyhow::R
     Ok(orders as f64 / began.elapsed().as_secs_f64())
 }
 
-async fn create(connection: &mut PgConnection, alarm: Alarm) -> anyhow::Result<()> {
-    let (id, deadline) = (Uuid::now_v7(), Moment::now_by_local_clock() + DELAY);
+async fn create(connection: &mut PgConnection, alarm: DeliveredAlarm) -> anyhow::Result<()> {
+    let (id, deadline) = (Uuid::now_v7(), Timestamp::now_by_local_clock() + DELAY);
     let expires_at = database::timestamp(deadline).expect("an hour from now is within the calendar");
     let mut transaction = sqlx::Connection::begin(connection).await?;
     match alarm {
-        Alarm::None | Alarm::ScheduleIn => {
+        DeliveredAlarm::None | DeliveredAlarm::ScheduleIn => {
             insert("INSERT INTO orders (id, expires_at) VALUES ($1, $2)", &mut transaction, id, expires_at).await?;
         }
-        Alarm::InTheSameStatement => {
+        DeliveredAlarm::InTheSameStatement => {
             let both = "WITH created AS (INSERT INTO orders (id, expires_at) VALUES ($1, $2) RETURNING id, expires_at)
                         INSERT INTO alarm_outbox (order_id, deadline) SELECT id::text, expires_at FROM created";
             insert(both, &mut transaction, id, expires_at).await?;
         }
     }
-    if alarm == Alarm::ScheduleIn {
+    if alarm == DeliveredAlarm::ScheduleIn {
         schedule_in(&mut *transaction, id.to_string(), deadline).await?;
     }
     Ok(transaction.commit().await?)

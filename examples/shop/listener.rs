@@ -19,7 +19,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::progress::Progress;
 
 const ORDER_CLOSED: &str = "order.closed";
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A running consumer.
 #[derive(Debug)]
@@ -69,7 +69,7 @@ impl Listener {
     /// Stops listening. The queue goes with the connection.
     pub async fn close(self) -> Heard {
         self.task.abort();
-        broker::close(&self.connection, PATIENCE).await;
+        broker::close(&self.connection, TIMEOUT).await;
         locked(&self.heard).clone()
     }
 }

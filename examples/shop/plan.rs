@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use order_timeout::Moment;
+use order_timeout::Timestamp;
 use uuid::Uuid;
 
 const ARTICLES: [&str; 10] =
@@ -74,7 +74,7 @@ pub enum Payment {
 
 impl Payment {
     /// The moment to pay, by the clock that set the deadline.
-    pub fn moment(self, ordered: Moment, deadline: Moment) -> Moment {
+    pub fn moment(self, ordered: Timestamp, deadline: Timestamp) -> Timestamp {
         match self {
             Self::InGoodTime { share } => ordered + (deadline - GOOD_TIME).since(ordered).mul_f64(share),
             Self::AtTheLastMoment { before } => deadline - before,

@@ -34,7 +34,7 @@ const LONGEST_LANE: Duration = Duration::from_secs(60);
 const TILL_CONNECTIONS: u32 = 16;
 /// Creating or dropping a database copies files and waits for a checkpoint.
 const ADMINISTRATION_TIMEOUT: Duration = Duration::from_secs(60);
-const CLOSING_PATIENCE: Duration = Duration::from_secs(2);
+const CLOSING_TIMEOUT: Duration = Duration::from_secs(2);
 /// The broker user that only publishes, as a real shop would have one.
 const PUBLISHER_URL: &str = "SHOP_PUBLISHER_AMQP_URL";
 
@@ -205,7 +205,7 @@ impl Premises {
     pub async fn clear_away(&mut self) -> anyhow::Result<()> {
         for pool in self.pools.drain(..) {
             // What an interrupted customer had in hand is rolled back; DROP DATABASE ends what does not let go.
-            let _closed_or_given_up = timeout(CLOSING_PATIENCE, pool.close()).await;
+            let _closed_or_given_up = timeout(CLOSING_TIMEOUT, pool.close()).await;
         }
         let Ownership::Own { server, database, topology_made, database_made, worker } = &mut self.ownership else {
             return Ok(());

@@ -2,7 +2,7 @@
 
 use anyhow::Context;
 use order_timeout::clock::{ClockSample, DatabaseClock};
-use order_timeout::{Moment, Publisher, database};
+use order_timeout::{Publisher, Timestamp, database};
 use sqlx::{PgPool, Row};
 use time::OffsetDateTime;
 use tokio::time::{Instant, sleep_until};
@@ -22,7 +22,7 @@ pub struct Till {
 /// What became of one customer.
 #[derive(Debug, Clone, Copy)]
 pub struct Served {
-    pub deadline: Moment,
+    pub deadline: Timestamp,
     pub payment: PaymentOutcome,
 }
 
@@ -79,7 +79,7 @@ impl Till {
     }
 
     /// Order, items, history and reservation in one transaction. Returns the deadline, which the database's clock sets.
-    async fn create(&self, customer: &Customer) -> sqlx::Result<Moment> {
+    async fn create(&self, customer: &Customer) -> sqlx::Result<Timestamp> {
         let mut transaction = self.pool.begin().await?;
         let expires_at: OffsetDateTime = sqlx::query_scalar(
             "INSERT INTO orders (id, expires_at) VALUES ($1, clock_timestamp() + $2 * interval '1 microsecond')
@@ -159,7 +159,7 @@ impl Till {
     }
 
     /// The instant at which the database's clock will show this moment.
-    pub fn instant_of(&self, moment: Moment) -> Instant {
+    pub fn instant_of(&self, moment: Timestamp) -> Instant {
         Instant::from_std(self.clock.instant_of(moment))
     }
 }

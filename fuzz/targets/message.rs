@@ -1,16 +1,16 @@
 //! A message as the broker delivers it: properties and headers in the bytes of the wire, and a body. It becomes an alarm
-//! that is the same when it is written and read again, or a parcel that a table can hold.
+//! that is the same when it is written and read again, or a dead_letter that a table can hold.
 #![no_main]
 
 use lapin::BasicProperties;
 use lapin::protocol::basic::parse_properties;
 use libfuzzer_sys::fuzz_target;
-use order_timeout::alarm::{Alarm, Parcel};
+use order_timeout::alarm::{DeliveredAlarm, DeadLetter};
 use order_timeout::confirm::properties;
 use order_timeout::deliver::read;
-use order_timeout::envelope::{Entry, Stamp, address};
+use order_timeout::envelope::{Route, AlarmHeaders, address};
 use order_timeout::message::MAX_BODY_BYTES;
-use order_timeout::order::Moment;
+use order_timeout::order::Timestamp;
 use order_timeout::topology::Names;
 
 /// More than any sentence of ours with what it may quote.
@@ -25,7 +25,7 @@ fuzz_target!(|input: &[u8]| {
             assert!(alarm.traceparent.as_ref().is_none_or(|text| text.len() <= LONGEST_TRACEPARENT_BYTES));
             is_the_same_when_sent_again(alarm);
         }
-        Err(parcel) => fits_into_its_table(&parcel, body),
+        Err(dead_letter) => fits_into_its_table(&dead_letter, body),
     }
 });
 
@@ -39,26 +39,26 @@ fn split(input: &[u8]) -> (BasicProperties, &[u8]) {
     parse_properties(written).map_or(plain, |(_, properties)| (properties, body))
 }
 
-fn is_the_same_when_sent_again(alarm: Alarm) {
-    // As the armer sends it: what it counts fits into an AMQP integer, and times before 1970 have no timestamp.
+fn is_the_same_when_sent_again(alarm: DeliveredAlarm) {
+    // As the rearmer sends it: what it counts fits into an AMQP integer, and times before 1970 have no timestamp.
     let attempt = alarm.attempt.min(i32::MAX.unsigned_abs());
-    let born = alarm.born.unwrap_or(Moment::from_unix_micros(0));
-    let stamp = Stamp { attempt, born, traceparent: alarm.traceparent.clone(), returns: alarm.returns };
-    let message = address(&alarm.due, Entry::arm(&Names::new("order")), stamp);
+    let first_published_at = alarm.first_published_at.unwrap_or(Timestamp::from_unix_micros(0));
+    let stamp = AlarmHeaders { attempt, first_published_at, traceparent: alarm.traceparent.clone(), returns: alarm.returns };
+    let message = address(&alarm.due, Route::arm(&Names::new("order")), stamp);
     assert!(message.body.len() <= MAX_BODY_BYTES);
     let properties = properties(&message).expect("an alarm that could be read can be sent");
     let again = read(&message.body, &properties).expect("an alarm that was sent can be read");
-    assert_eq!(again, Alarm { attempt, born: Some(in_whole_seconds(born)), ..alarm });
+    assert_eq!(again, DeliveredAlarm { attempt, first_published_at: Some(in_whole_seconds(first_published_at)), ..alarm });
 }
 
 /// AMQP's timestamps are no finer.
-fn in_whole_seconds(moment: Moment) -> Moment {
-    Moment::from_unix_micros(moment.unix_micros() / 1_000_000 * 1_000_000)
+fn in_whole_seconds(moment: Timestamp) -> Timestamp {
+    Timestamp::from_unix_micros(moment.unix_micros() / 1_000_000 * 1_000_000)
 }
 
-fn fits_into_its_table(parcel: &Parcel, body: &[u8]) {
-    assert!(parcel.detail.len() <= LONGEST_DETAIL_BYTES, "a detail of {} bytes", parcel.detail.len());
+fn fits_into_its_table(dead_letter: &DeadLetter, body: &[u8]) {
+    assert!(dead_letter.detail.len() <= LONGEST_DETAIL_BYTES, "a detail of {} bytes", dead_letter.detail.len());
     // Postgres keeps no NUL in a text.
-    assert!(!parcel.detail.contains('\0'), "{:?}", parcel.detail);
-    assert!(parcel.body.len() <= MAX_BODY_BYTES && body.starts_with(&parcel.body));
+    assert!(!dead_letter.detail.contains('\0'), "{:?}", dead_letter.detail);
+    assert!(dead_letter.body.len() <= MAX_BODY_BYTES && body.starts_with(&dead_letter.body));
 }

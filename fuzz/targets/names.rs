@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use order_timeout::config::Lane;
-use order_timeout::message::{LONGEST_TTL, TIMEOUT_DUE_TYPE, TimeoutDue, read_rfc3339, write_rfc3339};
+use order_timeout::message::{LONGEST_TTL, ALARM_TYPE, Alarm, read_rfc3339, write_rfc3339};
 use order_timeout::order::MAX_ORDER_ID_BYTES;
-use order_timeout::{Moment, OrderId};
+use order_timeout::{Timestamp, OrderId};
 
 fuzz_target!(|text: &str| {
     order_id(text);
@@ -20,8 +20,8 @@ fn order_id(text: &str) {
     let Ok(order_id) = OrderId::new(text) else { return };
     assert!((1..=MAX_ORDER_ID_BYTES).contains(&order_id.as_str().len()));
     assert!(!text.contains('\0'), "Postgres keeps no NUL in a text");
-    let due = TimeoutDue { order_id, deadline: Moment::from_unix_micros(0) };
-    assert_eq!(TimeoutDue::read(&due.to_bytes(), Some(TIMEOUT_DUE_TYPE)), Ok(due));
+    let due = Alarm { order_id, deadline: Timestamp::from_unix_micros(0) };
+    assert_eq!(Alarm::read(&due.to_bytes(), Some(ALARM_TYPE)), Ok(due));
 }
 
 fn lane(text: &str) {

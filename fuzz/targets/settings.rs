@@ -15,7 +15,7 @@ use order_timeout::message::LONGEST_TTL;
 use order_timeout::schedule::lane::Lanes;
 use order_timeout::topology::{Argument, Destination, Names, Topology};
 use order_timeout::wheel::{Place, Wheel};
-use order_timeout::{Moment, OrderId, Settings};
+use order_timeout::{Timestamp, OrderId, Settings};
 use secrecy::ExposeSecret;
 
 /// An AMQP short string.
@@ -75,25 +75,25 @@ fn can_be_used(settings: &Settings) {
 
     let (wheel, lanes) = (settings.wheel().expect("accepted rings mesh"), Lanes::new(settings));
     let id = OrderId::new("1").expect("an id");
-    for now in [i64::MIN, 0, 1_800_000_000_000_000, i64::MAX].map(Moment::from_unix_micros) {
+    for now in [i64::MIN, 0, 1_800_000_000_000_000, i64::MAX].map(Timestamp::from_unix_micros) {
         for due in [now, now + Duration::from_secs(1_800), now + settings.delay.max_delay] {
-            let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.entry(&id, due, now));
+            let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.route(&id, due, now));
         }
     }
-    for now in [0, 1_800_000_000_000_000, 1_800_000_000_000_001].map(Moment::from_unix_micros) {
+    for now in [0, 1_800_000_000_000_000, 1_800_000_000_000_001].map(Timestamp::from_unix_micros) {
         for wait in WAITS_MS.map(Duration::from_millis).into_iter().chain([settings.retry.longest_wait()]) {
             an_alarm_goes_round_nowhere(settings, &wheel, now + wait, now);
             a_retry_is_neither_early_nor_much_later(settings, &wheel, wait, now);
         }
     }
     let worker = &settings.worker;
-    for wait in [worker.shutdown_grace, worker.hold_max, worker.away_patience, settings.announce.keep] {
+    for wait in [worker.shutdown_grace, worker.hold_max, worker.requeue_after, settings.announce.keep] {
         let _ = Instant::now() + wait;
     }
 }
 
 /// From slot to slot until the worker holds it: at most once in each ring, and before that once per stay in the coarsest.
-fn an_alarm_goes_round_nowhere(settings: &Settings, wheel: &Wheel, due: Moment, mut now: Moment) {
+fn an_alarm_goes_round_nowhere(settings: &Settings, wheel: &Wheel, due: Timestamp, mut now: Timestamp) {
     let rings = wheel.rings();
     let coarsest = rings.last().expect("one at least");
     let stay = coarsest.unit * (u32::from(coarsest.slots) * 5 / 6 - 1);
@@ -110,7 +110,7 @@ fn an_alarm_goes_round_nowhere(settings: &Settings, wheel: &Wheel, due: Moment, 
     assert!(due.since(now) <= settings.worker.hold_max, "{:?} early: it goes back", due.since(now));
 }
 
-fn a_retry_is_neither_early_nor_much_later(settings: &Settings, wheel: &Wheel, wait: Duration, now: Moment) {
+fn a_retry_is_neither_early_nor_much_later(settings: &Settings, wheel: &Wheel, wait: Duration, now: Timestamp) {
     let wake_at = now + wait.min(settings.retry.longest_wait());
     match wheel.place_retry(wake_at, now) {
         Place::Due => assert!(wake_at <= now, "{:?} early, at once", wake_at.since(now)),

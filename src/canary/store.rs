@@ -10,8 +10,8 @@ use time::OffsetDateTime;
 use uuid::Uuid;
 
 use super::Path;
-use crate::database::{Database, Timestamptz, moment, why};
-use crate::order::Moment;
+use crate::database::{Database, Timestamptz, moment, one_line};
+use crate::order::Timestamp;
 
 /// How often a worker says that it knows canaries.
 pub const READER_NOTED_EVERY: Duration = Duration::from_secs(4);
@@ -22,7 +22,7 @@ const STALE_AFTER: Duration = Duration::from_secs(60);
 
 /// Why the tables could not be read or written.
 #[derive(Debug, thiserror::Error)]
-#[error("the tables of canaries cannot be used: {}", why(.0))]
+#[error("the tables of canaries cannot be used: {}", one_line(.0))]
 pub struct StoreError(#[from] sqlx::Error);
 
 /// What is known of the last canary of one path.
@@ -30,17 +30,17 @@ pub struct StoreError(#[from] sqlx::Error);
 pub struct Sent {
     pub path: String,
     pub queue: String,
-    pub sent_at: Moment,
-    pub due_at: Moment,
+    pub sent_at: Timestamp,
+    pub due_at: Timestamp,
     /// When the first canary in a row was due that did not arrive.
-    pub waiting_since: Moment,
+    pub waiting_since: Timestamp,
     pub has_arrived: bool,
 }
 
 /// Everything that the table says at one moment of the database's clock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Known {
-    pub now: Moment,
+    pub now: Timestamp,
     pub sent: Vec<Sent>,
     /// Consumers of the processing queues that know a canary.
     pub readers: i64,

@@ -6,11 +6,11 @@ use std::collections::HashMap;
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::Answer;
+use crate::cli::CommandOutcome;
 use crate::close::Closer;
 use crate::config::Settings;
 use crate::database::{self, Database};
-use crate::order::{ClosedBy, Finding, OrderId, Outcome};
+use crate::order::{CloseResult, ClosedBy, OrderId, Outcome};
 
 /// Arguments of `close`.
 #[derive(Debug, Args)]
@@ -25,7 +25,7 @@ pub struct CloseArgs {
 
 /// # Errors
 /// If the database cannot be used. Exit code 1 also if an order was not found or could not be closed.
-pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<Answer> {
+pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let ids = args.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
     let database = Database::connect(&settings.database, 1).await?;
     database::require_migrated(&database).await?;
@@ -38,7 +38,7 @@ pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<Answer> 
             Err(fault) => drop(findings.insert(id.clone(), Err(fault))),
         }
     }
-    let mut answer = Answer::default();
+    let mut answer = CommandOutcome::default();
     let mut all_settled = true;
     for id in &ids {
         let (word, why, settled) = describe(id, &findings);
@@ -55,7 +55,7 @@ pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<Answer> 
 }
 
 /// The outcome in a word, why it failed if it has, and whether the order is settled: closed now or before, or paid.
-fn describe(id: &OrderId, findings: &HashMap<OrderId, Finding>) -> (String, Option<String>, bool) {
+fn describe(id: &OrderId, findings: &HashMap<OrderId, CloseResult>) -> (String, Option<String>, bool) {
     match findings.get(id) {
         Some(Ok(found)) => {
             let settled = matches!(found.outcome, Outcome::Closed | Outcome::AlreadyClosed | Outcome::Paid);

@@ -4,12 +4,12 @@ use anyhow::bail;
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::{Answer, Order, When};
+use crate::cli::{CommandOutcome, Order, When};
 use crate::config::Settings;
 use crate::database::{self, Database};
 use crate::message::write_rfc3339;
 use crate::order::OrderId;
-use crate::schedule::deadline::{Moved, NotMoved, move_deadline};
+use crate::schedule::deadline::{MoveDeadlineError, Moved, move_deadline};
 
 /// Arguments of `deadline`.
 #[derive(Debug, Args)]
@@ -25,17 +25,17 @@ pub struct DeadlineArgs {
 
 /// # Errors
 /// If the database cannot be used, or the orders table is not ours. Exit code 1 also if the deadline stands as it was.
-pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Answer> {
+pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     if !settings.orders.close_sql.is_empty() {
         bail!(
             "orders.close_sql says that the orders table is your own: update its row yourself, and for an earlier deadline run `order-timeout schedule`"
         );
     }
-    let order_id = OrderId::new(args.order.id()).map_err(NotMoved::from)?;
+    let order_id = OrderId::new(args.order.id()).map_err(MoveDeadlineError::from)?;
     let database = Database::connect(&settings.database, 1).await?;
     database::require_migrated(&database).await?;
     // By the clock that closes the order, whatever the one here says.
-    let now = database.run(database::now).await.map_err(NotMoved::from)?;
+    let now = database.run(database::now).await.map_err(MoveDeadlineError::from)?;
     let deadline = args.when.moment(now);
     // Beyond it its alarm would be parked, and somebody paged.
     if deadline > now + settings.delay.max_delay {
@@ -50,7 +50,7 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Answe
         );
     }
     let moved = database.run(async |connection| move_deadline(connection, &order_id, deadline).await).await;
-    let moved = moved.map_err(NotMoved::from)?;
+    let moved = moved.map_err(MoveDeadlineError::from)?;
     let wanted = write_rfc3339(deadline);
     let (word, sentence) = match &moved {
         Moved::Later => {
@@ -69,7 +69,7 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Answe
         Moved::Stands { status, deadline } => (1, Some(status.as_str()), Some(write_rfc3339(*deadline))),
         Moved::Unknown => (1, None, None),
     };
-    let mut answer = Answer { code, ..Answer::default() };
+    let mut answer = CommandOutcome { code, ..CommandOutcome::default() };
     if args.json {
         answer.line(json!({ "order_id": order_id.as_str(), "status": status, "deadline": deadline, "outcome": word }));
     } else {

@@ -6,12 +6,12 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use clap::Args;
 
-use crate::cli::Answer;
+use crate::cli::CommandOutcome;
 use crate::config::Settings;
 use crate::http::{self, LIVEZ, READYZ};
 
-/// Shorter than the patience of any orchestrator that is known for it; a worker that is well answers at once.
-const PATIENCE: Duration = Duration::from_secs(3);
+/// Shorter than the timeout of any orchestrator that is known for it; a worker that is well answers at once.
+const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Arguments of `health`.
 #[derive(Debug, Args)]
@@ -23,13 +23,13 @@ pub struct HealthArgs {
 
 /// # Errors
 /// If no worker answers, or `http.listen` does not say where one would.
-pub async fn run(args: &HealthArgs, settings: &Settings) -> anyhow::Result<Answer> {
+pub async fn run(args: &HealthArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
     let listen =
         settings.http.listen.0.context("http.listen is empty, so no worker can be asked; set it to its address")?;
     ensure!(listen.port() != 0, "http.listen leaves the port open, so no worker can be asked; set it to its port");
     let path = if args.live { LIVEZ } else { READYZ };
-    let (status, text) = http::get(from_here(listen), path, PATIENCE).await?;
-    let mut answer = Answer { code: u8::from(status != 200), ..Answer::default() };
+    let (status, text) = http::get(from_here(listen), path, TIMEOUT).await?;
+    let mut answer = CommandOutcome { code: u8::from(status != 200), ..CommandOutcome::default() };
     // Whatever listens there may have written it.
     answer.lines(text);
     Ok(answer)

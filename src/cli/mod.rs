@@ -18,9 +18,9 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::config::{BadSettings, Settings, duration};
+use crate::config::{Settings, SettingsError, duration};
 use crate::message::read_rfc3339;
-use crate::order::Moment;
+use crate::order::Timestamp;
 use crate::sanitize;
 
 /// Closes unpaid orders in Postgres exactly when their time is up, woken by RabbitMQ delayed messages.
@@ -70,8 +70,8 @@ impl Cli {
     /// Loads the settings that the command needs.
     ///
     /// # Errors
-    /// [`BadSettings`], one sentence with key and origin.
-    pub fn load_settings(&self) -> Result<Settings, BadSettings> {
+    /// [`SettingsError`], one sentence with key and origin.
+    pub fn load_settings(&self) -> Result<Settings, SettingsError> {
         let (file, overrides) = (self.settings.config.as_deref(), &self.settings.overrides);
         match self.command {
             Command::Quarantine(quarantine::QuarantineArgs { moves: false, .. })
@@ -97,7 +97,7 @@ pub struct When {
     r#in: Option<Duration>,
     /// The deadline as a time: 2026-11-20T10:30:00Z
     #[arg(long, value_name = "TIME", value_parser = parse_time, allow_hyphen_values = true)]
-    deadline: Option<Moment>,
+    deadline: Option<Timestamp>,
 }
 
 impl When {
@@ -106,7 +106,7 @@ impl When {
         self.r#in.is_some()
     }
 
-    fn moment(&self, now: Moment) -> Moment {
+    fn moment(&self, now: Timestamp) -> Timestamp {
         match (self.r#in, self.deadline) {
             (Some(delay), _) => now + delay,
             (None, Some(deadline)) => deadline,
@@ -141,20 +141,20 @@ fn parse_duration(text: &str) -> Result<Duration, String> {
     duration::parse(text).map_err(|fault| format!("{fault}; write a number and its unit, such as 90s, 30m or 2h"))
 }
 
-fn parse_time(text: &str) -> Result<Moment, String> {
+fn parse_time(text: &str) -> Result<Timestamp, String> {
     read_rfc3339(text).ok_or_else(|| "write an RFC 3339 time with its offset, such as 2026-11-20T10:30:00Z".into())
 }
 
 /// What a command has to say on standard output, and the process' exit code.
 #[derive(Debug, Default)]
-pub struct Answer {
+pub struct CommandOutcome {
     text: String,
     /// For standard error, a line each: what is odd although the command has done its work.
     remarks: Vec<String>,
     pub code: u8,
 }
 
-impl Answer {
+impl CommandOutcome {
     /// What goes to standard output. Nothing in it steers a terminal, whoever wrote it.
     #[must_use]
     pub fn text(&self) -> &str {
@@ -227,7 +227,7 @@ impl Command {
     ///
     /// # Errors
     /// Anything that is one sentence on standard error and exit code 1.
-    pub async fn run(self, settings: Settings) -> anyhow::Result<Answer> {
+    pub async fn run(self, settings: Settings) -> anyhow::Result<CommandOutcome> {
         match self {
             Self::Setup(args) => setup::run(args, settings).await,
             Self::Worker => worker::run(settings).await,

@@ -6,13 +6,13 @@ use serde_json::json;
 use uuid::Uuid;
 
 use crate::alarm::{ParkReason, Returns};
-use crate::cli::Answer;
+use crate::cli::CommandOutcome;
 use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
-use crate::database::{self, Database, DatabaseFault, why};
-use crate::envelope::{self, Entry, Stamp};
+use crate::database::{self, Database, DatabaseError, one_line};
+use crate::envelope::{self, AlarmHeaders, Route};
 use crate::message::MAX_BODY_BYTES;
-use crate::order::Moment;
+use crate::order::Timestamp;
 use crate::park::{self, Parked, Selection};
 use crate::sanitize;
 use crate::topology::Names;
@@ -93,9 +93,9 @@ impl ActArgs {
     }
 
     /// What was asked for by id and is not among the selected, most likely mistyped; and the answer that begins with it.
-    fn missing(&self, selected: &[Uuid]) -> (Vec<Uuid>, Answer) {
+    fn missing(&self, selected: &[Uuid]) -> (Vec<Uuid>, CommandOutcome) {
         let missing: Vec<Uuid> = self.which.ids.iter().filter(|id| !selected.contains(id)).copied().collect();
-        let mut answer = Answer { code: u8::from(!missing.is_empty()), ..Answer::default() };
+        let mut answer = CommandOutcome { code: u8::from(!missing.is_empty()), ..CommandOutcome::default() };
         if !self.json {
             missing.iter().for_each(|id| answer.line(format!("no alarm {id} is parked")));
         }
@@ -105,7 +105,7 @@ impl ActArgs {
 
 /// # Errors
 /// If the database or, for a retry, the broker cannot be used.
-pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<Answer> {
+pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let database = Database::connect(&settings.database, 1).await?;
     database::require_migrated(&database).await?;
     match command {
@@ -116,11 +116,14 @@ pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<A
     }
 }
 
-fn refused(error: sqlx::Error) -> DatabaseFault {
-    DatabaseFault(format!("parked alarms cannot be read or changed: {}; mend the database and try again", why(&error)))
+fn refused(error: sqlx::Error) -> DatabaseError {
+    DatabaseError(format!(
+        "parked alarms cannot be read or changed: {}; mend the database and try again",
+        one_line(&error)
+    ))
 }
 
-async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<Answer> {
+async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<CommandOutcome> {
     let selection = args.reason.clone().map_or(Selection::All, Selection::Reason);
     let after = match args.after {
         None => None,
@@ -131,7 +134,7 @@ async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<Answer> {
         })?),
     };
     let rows = park::list_after(database, &selection, after, args.limit).await.map_err(refused)?;
-    let mut answer = Answer::default();
+    let mut answer = CommandOutcome::default();
     if args.json {
         for row in &rows {
             answer.line(serde_json::to_string(row)?);
@@ -152,7 +155,7 @@ async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<Answer> {
     Ok(answer)
 }
 
-fn write_table(rows: &[Parked], answer: &mut Answer) {
+fn write_table(rows: &[Parked], answer: &mut CommandOutcome) {
     if rows.is_empty() {
         return answer.line("nothing is parked");
     }
@@ -189,7 +192,7 @@ fn start_of(body: &[u8]) -> String {
     shown
 }
 
-async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> {
+async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<CommandOutcome> {
     let selected = park::ids(database, &args.selection()).await.map_err(refused)?;
     let (missing, mut answer) = args.missing(&selected);
     if args.json {
@@ -201,7 +204,7 @@ async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> 
     Ok(answer)
 }
 
-async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyhow::Result<Answer> {
+async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyhow::Result<CommandOutcome> {
     let confirmed = ConfirmedPublisher::connect(&settings.amqp, "parked retry").await?;
     let names = Names::new(&settings.namespace);
     let (mut sent, mut kept) = (0, Vec::new());
@@ -218,9 +221,13 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
                 Err(fault) => kept.push((row.id, fault.to_string())),
             }
         }
-        let stamp =
-            || Stamp { attempt: 0, born: Moment::now_by_local_clock(), traceparent: None, returns: Returns::default() };
-        let messages = readable.iter().map(|(.., due)| envelope::address(due, Entry::arm(&names), stamp()));
+        let stamp = || AlarmHeaders {
+            attempt: 0,
+            first_published_at: Timestamp::now_by_local_clock(),
+            traceparent: None,
+            returns: Returns::default(),
+        };
+        let messages = readable.iter().map(|(.., due)| envelope::address(due, Route::arm(&names), stamp()));
         let answers = confirmed.publish_all(messages).await;
         let mut safe = Vec::new();
         for ((id, since, _), answer) in readable.into_iter().zip(answers) {
@@ -246,7 +253,7 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
     Ok(answer)
 }
 
-async fn drop_parked(database: &Database, args: &ActArgs) -> anyhow::Result<Answer> {
+async fn drop_parked(database: &Database, args: &ActArgs) -> anyhow::Result<CommandOutcome> {
     let ids = park::ids(database, &args.selection()).await.map_err(refused)?;
     let dropped = park::drop_rows(database, &ids).await.map_err(refused)?;
     let (missing, mut answer) = args.missing(&ids);

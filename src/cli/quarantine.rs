@@ -4,7 +4,7 @@
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::Answer;
+use crate::cli::CommandOutcome;
 use crate::config::Settings;
 use crate::database::{self, Database};
 use crate::quarantine::{self, Bounds, Found, QuarantineError, Report};
@@ -22,9 +22,9 @@ pub struct QuarantineArgs {
 
 /// # Errors
 /// If the database cannot be used. What a queue cannot be searched for is in the answer, with exit code 1.
-pub async fn run(args: QuarantineArgs, settings: Settings) -> anyhow::Result<Answer> {
+pub async fn run(args: QuarantineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let database = if args.moves { Some(migrated(&settings).await?) } else { None };
-    let (mut answer, mut unreadable) = (Answer::default(), 0);
+    let (mut answer, mut unreadable) = (CommandOutcome::default(), 0);
     for queue in quarantine::queues(&settings) {
         match search(settings.clone(), queue.clone(), database.clone()).await {
             Ok(report) => {
@@ -72,7 +72,7 @@ async fn search(settings: Settings, queue: String, store: Option<Database>) -> R
     task.await.unwrap_or_else(|failed| Err(QuarantineError::Broken { place: name, why: failed.to_string() }))
 }
 
-fn show(report: &Report, json: bool, answer: &mut Answer) {
+fn show(report: &Report, json: bool, answer: &mut CommandOutcome) {
     if json {
         return answer.line(json!(report));
     }

@@ -5,15 +5,15 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::{Answer, Order, When, schedule_check};
+use crate::cli::{CommandOutcome, Order, When, schedule_check};
 use crate::config::{DatabaseSettings, Settings};
 use crate::database;
 use crate::message::write_rfc3339;
-use crate::order::Moment;
+use crate::order::Timestamp;
 use crate::schedule::Publisher;
 
 /// How long a database may take to say what time it is. Without an answer this machine's clock will do.
-const TIME_PATIENCE: Duration = Duration::from_secs(2);
+const TIME_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Arguments of `schedule`.
 #[derive(Debug, Args)]
@@ -29,12 +29,12 @@ pub struct ScheduleArgs {
 
 /// # Errors
 /// If the broker cannot be reached or does not confirm.
-pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<Answer> {
+pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let publisher = Publisher::connect(&settings).await?;
     let deadline = args.when.moment(now(&args.when, &settings.database).await);
     let order_id = args.order.id();
     publisher.schedule(order_id, deadline).await?;
-    let mut answer = Answer::default();
+    let mut answer = CommandOutcome::default();
     // The alarm is sent, whatever is odd about it.
     schedule_check::remarks(order_id, deadline, &settings).await.iter().for_each(|remark| answer.remark(remark));
     let deadline = write_rfc3339(deadline);
@@ -47,10 +47,10 @@ pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<Answe
 }
 
 /// By the clock that closes the order, where a database is named and answers; else by the one here.
-async fn now(when: &When, database: &DatabaseSettings) -> Moment {
+async fn now(when: &When, database: &DatabaseSettings) -> Timestamp {
     let asked = match when.is_counted_from_now() && database.is_given() {
-        true => database::ask_time(database, TIME_PATIENCE.min(database.acquire_timeout)).await.ok(),
+        true => database::ask_time(database, TIME_TIMEOUT.min(database.acquire_timeout)).await.ok(),
         false => None,
     };
-    asked.unwrap_or_else(Moment::now_by_local_clock)
+    asked.unwrap_or_else(Timestamp::now_by_local_clock)
 }

@@ -8,9 +8,9 @@ use std::time::Duration;
 use sqlx::{PgConnection, Row};
 
 use crate::config::Settings;
-use crate::database::{self, Database, Timestamptz, why};
+use crate::database::{self, Database, Timestamptz, one_line};
 use crate::message::write_rfc3339;
-use crate::order::Moment;
+use crate::order::Timestamp;
 
 /// How long the database may take for each of connecting and answering: someone waits for the command.
 const TIME_LIMIT: Duration = Duration::from_secs(2);
@@ -22,39 +22,39 @@ const SAME_DEADLINE: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct OrderRow {
     status: String,
-    deadline: Moment,
+    deadline: Timestamp,
 }
 
 /// What the database says: its time, and the order's row if there is one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Found {
-    now: Moment,
+struct CloseOutcome {
+    now: Timestamp,
     row: Option<OrderRow>,
 }
 
 /// A sentence for each thing that is odd, none if nothing is.
-pub(super) async fn remarks(order_id: &str, deadline: Moment, settings: &Settings) -> Vec<String> {
+pub(super) async fn remarks(order_id: &str, deadline: Timestamp, settings: &Settings) -> Vec<String> {
     // The rows of another table are not ours to read.
     if !settings.orders.close_sql.is_empty() {
-        return passed(deadline, Moment::now_by_local_clock());
+        return passed(deadline, Timestamp::now_by_local_clock());
     }
     if !is_uuid(order_id) {
         let of_the_id = "the order's id is no UUID in its usual form, which the table orders has; a worker parks this alarm (for a table of your own give orders.close_sql here as well)";
-        return [of_the_id.to_owned()].into_iter().chain(passed(deadline, Moment::now_by_local_clock())).collect();
+        return [of_the_id.to_owned()].into_iter().chain(passed(deadline, Timestamp::now_by_local_clock())).collect();
     }
     if !settings.database.is_given() {
-        return passed(deadline, Moment::now_by_local_clock());
+        return passed(deadline, Timestamp::now_by_local_clock());
     }
     match look(order_id, settings).await {
         Ok(found) => odd(deadline, &found),
         Err(fault) => {
             let unread = format!("the order's row was not compared with this alarm: {fault}");
-            passed(deadline, Moment::now_by_local_clock()).into_iter().chain([unread]).collect()
+            passed(deadline, Timestamp::now_by_local_clock()).into_iter().chain([unread]).collect()
         }
     }
 }
 
-fn passed(deadline: Moment, now: Moment) -> Vec<String> {
+fn passed(deadline: Timestamp, now: Timestamp) -> Vec<String> {
     let sentence = || {
         let deadline = write_rfc3339(deadline);
         format!("the deadline {deadline} has passed; a worker looks at the order as soon as the alarm arrives")
@@ -62,7 +62,7 @@ fn passed(deadline: Moment, now: Moment) -> Vec<String> {
     (deadline <= now).then(sentence).into_iter().collect()
 }
 
-fn odd(deadline: Moment, Found { now, row }: &Found) -> Vec<String> {
+fn odd(deadline: Timestamp, CloseOutcome { now, row }: &CloseOutcome) -> Vec<String> {
     let mut odd = passed(deadline, *now);
     match row {
         None => odd.push("there is no such order in the table orders; without one a worker parks this alarm when retry.missing_for has passed".to_owned()),
@@ -86,16 +86,16 @@ fn is_uuid(text: &str) -> bool {
     text.len() == 36 && text.bytes().enumerate().all(is_in_place)
 }
 
-async fn look(order_id: &str, settings: &Settings) -> Result<Found, String> {
+async fn look(order_id: &str, settings: &Settings) -> Result<CloseOutcome, String> {
     let mut settings = settings.database.clone();
     settings.acquire_timeout = settings.acquire_timeout.min(TIME_LIMIT);
     settings.statement_timeout = settings.statement_timeout.min(TIME_LIMIT);
     settings.lock_timeout = settings.lock_timeout.min(TIME_LIMIT / 2);
     let database = Database::connect(&settings, 1).await.map_err(|fault| fault.to_string())?;
-    database.run(async |connection| read(connection, order_id).await).await.map_err(|error| why(&error))
+    database.run(async |connection| read(connection, order_id).await).await.map_err(|error| one_line(&error))
 }
 
-async fn read(connection: &mut PgConnection, order_id: &str) -> Result<Found, sqlx::Error> {
+async fn read(connection: &mut PgConnection, order_id: &str) -> Result<CloseOutcome, sqlx::Error> {
     let now = database::now(connection).await?;
     let row = sqlx::query("SELECT status::text AS status, expires_at FROM orders WHERE id = $1::uuid")
         .bind(order_id)
@@ -105,20 +105,20 @@ async fn read(connection: &mut PgConnection, order_id: &str) -> Result<Found, sq
         let Timestamptz(deadline) = row.try_get("expires_at")?;
         Ok::<_, sqlx::Error>(OrderRow { status: row.try_get("status")?, deadline })
     });
-    Ok(Found { now, row: row.transpose()? })
+    Ok(CloseOutcome { now, row: row.transpose()? })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn at(seconds: i64) -> Moment {
-        Moment::from_unix_micros(seconds * 1_000_000)
+    fn at(seconds: i64) -> Timestamp {
+        Timestamp::from_unix_micros(seconds * 1_000_000)
     }
 
     fn odd_of(status: &str, row_deadline: i64, deadline: i64, now: i64) -> String {
         let row = Some(OrderRow { status: status.to_owned(), deadline: at(row_deadline) });
-        odd(at(deadline), &Found { now: at(now), row }).join("\n")
+        odd(at(deadline), &CloseOutcome { now: at(now), row }).join("\n")
     }
 
     #[test]
@@ -129,7 +129,7 @@ mod tests {
         assert!(odd_of("unpaid", 100, 102, 50).contains("closed when the row says"));
         assert!(odd_of("paid", 100, 100, 50).contains("the order is paid"));
         assert!(odd_of("unpaid", 100, 100, 100).contains("has passed"));
-        assert!(odd(at(9), &Found { now: at(1), row: None }).concat().contains("no such order"));
+        assert!(odd(at(9), &CloseOutcome { now: at(1), row: None }).concat().contains("no such order"));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use anyhow::anyhow;
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::Answer;
+use crate::cli::CommandOutcome;
 use crate::config::Settings;
 use crate::topology::Topology;
 use crate::{broker, database, inspect};
@@ -27,14 +27,14 @@ async fn declare(topology: &Topology, settings: &Settings) -> anyhow::Result<()>
 
 /// # Errors
 /// If the database or the broker cannot be reached or refuses, or the database lacks what a worker needs.
-pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<Answer> {
+pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let applied = database::migrate(&settings.database).await?;
     // What was applied once may have been dropped since.
     inspect::require_complete(&settings.database, &settings.orders).await?;
     let topology = Topology::new(&settings);
     let declared = declare(&topology, &settings).await;
     declared.map_err(|fault| anyhow!("{fault}; the database is set up all the same"))?;
-    let mut answer = Answer::default();
+    let mut answer = CommandOutcome::default();
     if args.json {
         let counts = json!({
             "migrations_applied": applied,

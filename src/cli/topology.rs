@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use crate::cli::Answer;
+use crate::cli::CommandOutcome;
 use crate::config::{Settings, Strategy};
 use crate::topology::Topology;
 
@@ -19,11 +19,11 @@ pub struct TopologyArgs {
 
 /// # Errors
 /// None at present; the shape is that of every command.
-pub fn run(args: &TopologyArgs, mut settings: Settings) -> anyhow::Result<Answer> {
+pub fn run(args: &TopologyArgs, mut settings: Settings) -> anyhow::Result<CommandOutcome> {
     if args.plugin {
         settings.delay.strategy = Strategy::DelayedExchange;
     }
-    let mut answer = Answer::default();
+    let mut answer = CommandOutcome::default();
     answer.lines(format!("{:#}", Topology::new(&settings).definitions(&args.vhost)));
     Ok(answer)
 }

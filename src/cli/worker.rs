@@ -3,21 +3,21 @@
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::cli::Answer;
+use crate::cli::CommandOutcome;
 use crate::config::Settings;
-use crate::telemetry;
+use crate::logging;
 use crate::worker::Worker;
 
 /// # Errors
 /// If the worker cannot start, or is told a second time to stop before it has.
-pub async fn run(settings: Settings) -> anyhow::Result<Answer> {
-    let _log = telemetry::install(&settings.log);
+pub async fn run(settings: Settings) -> anyhow::Result<CommandOutcome> {
+    let _log = logging::install(&settings.log);
     end_the_process_on_a_panic();
     let mut signals = Signals::listen()?;
     let worker = tokio::select! {
         started = Worker::start(settings) => started?,
         // Nothing is begun yet.
-        () = signals.next() => return Ok(Answer::default()),
+        () = signals.next() => return Ok(CommandOutcome::default()),
     };
     let stop = CancellationToken::new();
     let mut stopped = tokio::spawn(worker.run(stop.clone()));
@@ -26,7 +26,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<Answer> {
     tokio::select! {
         in_time = &mut stopped => {
             // What was not finished is delivered again, so nothing is lost; but the orchestrator should know.
-            Ok(Answer { code: u8::from(!in_time?), ..Answer::default() })
+            Ok(CommandOutcome { code: u8::from(!in_time?), ..CommandOutcome::default() })
         }
         () = signals.next() => Err(anyhow::anyhow!(
             "told to stop a second time, so it ends at once; what it had not finished is delivered again"
@@ -58,7 +58,7 @@ impl Signals {
 fn end_the_process_on_a_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        telemetry::end_even_if_nobody_reads(1);
+        logging::end_even_if_nobody_reads(1);
         report(panic);
         std::process::exit(1);
     }));

@@ -11,7 +11,7 @@ use config::{Config, ConfigError, File, FileFormat, Format, Map, Source, Value, 
 use secrecy::SecretString;
 
 use super::validate::NOT_UTF8;
-use super::{BadSettings, DEFAULTS, POSTGRES_FORM, Settings, is_a_key};
+use super::{DEFAULTS, POSTGRES_FORM, Settings, SettingsError, is_a_key};
 
 const ENV_PREFIX: &str = "ORDER_TIMEOUT__";
 /// What the prefix is often mistaken for.
@@ -42,9 +42,9 @@ impl Settings {
     /// a publisher needs: the database's address is not looked at.
     ///
     /// # Errors
-    /// [`BadSettings`]: an unknown key, a value of the wrong form, a file that is not there, or values that do not
+    /// [`SettingsError`]: an unknown key, a value of the wrong form, a file that is not there, or values that do not
     /// fit together; with key and origin.
-    pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
+    pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self, SettingsError> {
         Self::load_with_environment(file, environment()?, overrides)
     }
 
@@ -52,7 +52,7 @@ impl Settings {
     ///
     /// # Errors
     /// As [`Settings::load`], or if `database.url` is not the address of a Postgres.
-    pub fn load_with_database(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
+    pub fn load_with_database(file: Option<&Path>, overrides: &[String]) -> Result<Self, SettingsError> {
         Self::load_with_database_and_environment(file, environment()?, overrides)
     }
 
@@ -61,7 +61,7 @@ impl Settings {
     ///
     /// # Errors
     /// As [`Settings::load_with_database`], or if nothing names the database.
-    pub fn load_with_named_database(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
+    pub fn load_with_named_database(file: Option<&Path>, overrides: &[String]) -> Result<Self, SettingsError> {
         let (settings, origins) = load_with_database(file, environment()?, overrides)?;
         if is_database_given(&origins) {
             return Ok(settings);
@@ -70,7 +70,7 @@ impl Settings {
         let why = format!(
             "is not given, and setup writes no tables to the default address ({default}) unasked; set {DATABASE_URL_NAME} to {POSTGRES_FORM}"
         );
-        Err(BadSettings::of("database.url", why))
+        Err(SettingsError::of("database.url", why))
     }
 
     /// [`Settings::load`] for a program that asks the database where one is given and goes without it otherwise: then
@@ -80,7 +80,7 @@ impl Settings {
     ///
     /// # Errors
     /// As [`Settings::load`].
-    pub fn load_with_database_if_given(file: Option<&Path>, overrides: &[String]) -> Result<Self, BadSettings> {
+    pub fn load_with_database_if_given(file: Option<&Path>, overrides: &[String]) -> Result<Self, SettingsError> {
         Self::load_with_any_database_and_environment(file, environment()?, overrides)
     }
 
@@ -88,7 +88,7 @@ impl Settings {
         file: Option<&Path>,
         environment: Map<String, String>,
         overrides: &[String],
-    ) -> Result<Self, BadSettings> {
+    ) -> Result<Self, SettingsError> {
         let (mut settings, mut origins) = load(file, environment, overrides)?;
         let database = &mut settings.database;
         let is_read = read_secret("database.url", &mut database.url, &database.url_file, &mut origins).is_ok();
@@ -102,7 +102,7 @@ impl Settings {
         file: Option<&Path>,
         environment: Map<String, String>,
         overrides: &[String],
-    ) -> Result<Self, BadSettings> {
+    ) -> Result<Self, SettingsError> {
         load_with_database(file, environment, overrides).map(|(settings, _)| settings)
     }
 
@@ -123,7 +123,7 @@ impl Settings {
         file: Option<&Path>,
         environment: Map<String, String>,
         overrides: &[String],
-    ) -> Result<Self, BadSettings> {
+    ) -> Result<Self, SettingsError> {
         load(file, environment, overrides).map(|(settings, _)| settings)
     }
 }
@@ -133,7 +133,7 @@ fn load_with_database(
     file: Option<&Path>,
     environment: Map<String, String>,
     overrides: &[String],
-) -> Result<(Settings, Origins), BadSettings> {
+) -> Result<(Settings, Origins), SettingsError> {
     let (mut settings, mut origins) = load(file, environment, overrides)?;
     let database = &mut settings.database;
     read_secret("database.url", &mut database.url, &database.url_file, &mut origins)?;
@@ -148,13 +148,15 @@ fn is_database_given(origins: &Origins) -> bool {
 }
 
 /// This process' environment.
-fn environment() -> Result<Map<String, String>, BadSettings> {
+fn environment() -> Result<Map<String, String>, SettingsError> {
     texts(std::env::vars_os())
 }
 
 /// What is not text is left out where it is somebody else's; ours, left out, would leave the program with the default
 /// servers. `DATABASE_URL` may be either: whoever uses it sees what is wrong with it.
-pub(super) fn texts(variables: impl Iterator<Item = (OsString, OsString)>) -> Result<Map<String, String>, BadSettings> {
+pub(super) fn texts(
+    variables: impl Iterator<Item = (OsString, OsString)>,
+) -> Result<Map<String, String>, SettingsError> {
     let mut texts = Map::new();
     for (name, value) in variables {
         let (shown, text) = (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned());
@@ -163,7 +165,7 @@ pub(super) fn texts(variables: impl Iterator<Item = (OsString, OsString)>) -> Re
             texts.insert(shown, text);
         } else if shown.starts_with(ENV_PREFIX) || name_meant_by(&shown, &every_key()).is_some() {
             let why = format!("its name or value is not UTF-8; {NOT_UTF8}");
-            return Err(BadSettings::new(Some(shown), Some(ENVIRONMENT.to_owned()), why));
+            return Err(SettingsError::new(Some(shown), Some(ENVIRONMENT.to_owned()), why));
         }
     }
     Ok(texts)
@@ -173,7 +175,7 @@ fn load(
     file: Option<&Path>,
     environment: Map<String, String>,
     overrides: &[String],
-) -> Result<(Settings, Origins), BadSettings> {
+) -> Result<(Settings, Origins), SettingsError> {
     let merged = merge(file, environment, overrides)?;
     let mut origins = leaf_keys(&merged.cache);
     refuse_unknown_keys(&origins)?;
@@ -185,13 +187,13 @@ fn load(
 }
 
 /// Takes the address from the file that is named for it, if one is: as Docker and Kubernetes hand out secrets.
-fn read_secret(key: &str, secret: &mut SecretString, path: &str, origins: &mut Origins) -> Result<(), BadSettings> {
+fn read_secret(key: &str, secret: &mut SecretString, path: &str, origins: &mut Origins) -> Result<(), SettingsError> {
     if path.is_empty() {
         return Ok(());
     }
     let file_key = format!("{key}_file");
     let fault =
-        |why: String, origins: &Origins| BadSettings::new(Some(file_key.clone()), None, why).with_origin(origins);
+        |why: String, origins: &Origins| SettingsError::new(Some(file_key.clone()), None, why).with_origin(origins);
     let given = origins.iter_mut().find(|(known, _)| known == key).map(|(_, origin)| origin);
     let origin = given.expect("config/default.toml has an address beside every file for one");
     if let Some(origin) = origin {
@@ -223,7 +225,7 @@ fn secret_in(path: &str) -> Result<String, String> {
     Ok(line.to_owned())
 }
 
-impl BadSettings {
+impl SettingsError {
     fn plain(why: String) -> Self {
         Self::new(None, None, why)
     }
@@ -238,7 +240,7 @@ impl BadSettings {
     }
 }
 
-fn merge(file: Option<&Path>, environment: Map<String, String>, overrides: &[String]) -> Result<Config, BadSettings> {
+fn merge(file: Option<&Path>, environment: Map<String, String>, overrides: &[String]) -> Result<Config, SettingsError> {
     let mut builder = Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml));
     if let Some(path) = file {
         builder = builder.add_source(SettingsFile::read(path)?);
@@ -253,7 +255,7 @@ fn merge(file: Option<&Path>, environment: Map<String, String>, overrides: &[Str
         // Not repeated: it may be an address, and its "=" one of the address' own.
         let (key, value) = text.split_once('=').filter(|(key, _)| is_a_key(key.trim())).ok_or_else(|| {
             let (ordinal, count) = (index + 1, overrides.len());
-            BadSettings::plain(format!(
+            SettingsError::plain(format!(
                 "{COMMAND_LINE} ({ordinal} of {count}) is no KEY=VALUE; write it as --set delay.lead=3s"
             ))
         })?;
@@ -273,7 +275,7 @@ struct SettingsFile {
 }
 
 impl SettingsFile {
-    fn read(path: &Path) -> Result<Self, BadSettings> {
+    fn read(path: &Path) -> Result<Self, SettingsError> {
         let text = std::fs::read_to_string(path);
         let path = path.display().to_string();
         match text {
@@ -281,7 +283,7 @@ impl SettingsFile {
             Err(error) => {
                 let shown = if path.contains("://") { "of that name" } else { &path };
                 let why = format!("the file {shown} cannot be read: {error}; correct --config or leave it out");
-                Err(BadSettings { key: None, origin: None, why })
+                Err(SettingsError { key: None, origin: None, why })
             }
         }
     }
@@ -312,23 +314,23 @@ fn keys_in(environment: Map<String, String>) -> Vec<(String, String)> {
 /// Refuses names that would be ours but for an underscore: unread, they would leave the program with the default
 /// servers. Other names that begin like ours are somebody else's: our scripts', or Kubernetes', which makes some for
 /// every service.
-fn refuse_names_cut_short(environment: &Map<String, String>) -> Result<(), BadSettings> {
+fn refuse_names_cut_short(environment: &Map<String, String>) -> Result<(), SettingsError> {
     let known = every_key();
     let meant = environment.keys().filter_map(|name| Some((name, name_meant_by(name, &known)?)));
     // The first by name, so that the same environment is always told the same.
     let Some((name, meant)) = meant.min() else { return Ok(()) };
     let why = format!("nobody reads it; did you mean {meant}?");
-    Err(BadSettings::new(Some(name.clone()), Some(ENVIRONMENT.to_owned()), why))
+    Err(SettingsError::new(Some(name.clone()), Some(ENVIRONMENT.to_owned()), why))
 }
 
 /// Refuses what has our prefix and no key behind it: the config crate would say of it that an identifier is invalid.
-fn refuse_names_of_nothing(environment: &Map<String, String>) -> Result<(), BadSettings> {
+fn refuse_names_of_nothing(environment: &Map<String, String>) -> Result<(), SettingsError> {
     let is_a_name =
         |rest: &str| rest.split("__").all(|part| part.starts_with(|first: char| first.is_ascii_alphabetic()));
     let names_nothing = |name: &&String| name.strip_prefix(ENV_PREFIX).is_some_and(|rest| !is_a_name(rest));
     let Some(name) = environment.keys().filter(names_nothing).min() else { return Ok(()) };
     let why = format!("it names no setting; write it as {ENV_PREFIX}DELAY__LEAD");
-    Err(BadSettings::new(Some(name.clone()), Some(ENVIRONMENT.to_owned()), why))
+    Err(SettingsError::new(Some(name.clone()), Some(ENVIRONMENT.to_owned()), why))
 }
 
 /// `ORDER_TIMEOUT_DATABASE__ANYTHING`, where there is such a section, and `ORDER_TIMEOUT_DATABASE_URL`, where there is
@@ -345,11 +347,11 @@ fn name_meant_by(name: &str, known: &[String]) -> Option<String> {
 }
 
 /// Text as it was written; what it must be is said by the setting it is for.
-fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, BadSettings> {
+fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, SettingsError> {
     let origin = origin.to_owned();
     if key == RINGS {
         let why = "its elements are tables, which can be written only in a file (--config)".to_owned();
-        return Err(BadSettings::new(Some(key.to_owned()), Some(origin), why));
+        return Err(SettingsError::new(Some(key.to_owned()), Some(origin), why));
     }
     if LISTS.contains(&key) {
         let parts: Vec<String> = match text.trim() {
@@ -363,7 +365,7 @@ fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, BadSettings>
 
 /// Refuses keys that `config/default.toml` does not have. Done here rather than by serde so that the sentence can say
 /// where the key stands and what was probably meant.
-fn refuse_unknown_keys(origins: &Origins) -> Result<(), BadSettings> {
+fn refuse_unknown_keys(origins: &Origins) -> Result<(), SettingsError> {
     let known = every_key();
     let Some((key, origin)) = origins.iter().find(|(key, _)| !known.contains(key)) else {
         return Ok(());
@@ -375,12 +377,12 @@ fn refuse_unknown_keys(origins: &Origins) -> Result<(), BadSettings> {
     let meant = known.iter().filter(is_like).max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     let meant = meant.map_or_else(String::new, |name| format!("; did you mean {name}?"));
     let why = format!("there is no such setting{meant}");
-    Err(BadSettings::new(Some(key.clone()), origin.clone(), why))
+    Err(SettingsError::new(Some(key.clone()), origin.clone(), why))
 }
 
 /// Refuses fractions and truth values, which no setting has: the config crate would round the former and take the latter
 /// for a number or a word.
-fn refuse_kinds_of_no_setting(root: &Value) -> Result<(), BadSettings> {
+fn refuse_kinds_of_no_setting(root: &Value) -> Result<(), SettingsError> {
     let leaves = elements("", root);
     let mut found = leaves.iter().filter_map(|(key, value)| match &value.kind {
         ValueKind::Float(fraction) => Some((key, value, format!("{fraction} is a fraction"))),
@@ -389,7 +391,7 @@ fn refuse_kinds_of_no_setting(root: &Value) -> Result<(), BadSettings> {
     });
     let Some((key, value, found)) = found.next() else { return Ok(()) };
     let why = format!("{found}; write a whole number, or a text in quotes, as config/default.toml has it");
-    Err(BadSettings::new(Some(key.clone()), value.origin().map(str::to_owned), why))
+    Err(SettingsError::new(Some(key.clone()), value.origin().map(str::to_owned), why))
 }
 
 /// The keys that `config/default.toml` has.
@@ -425,19 +427,19 @@ fn elements<'a>(key: &str, value: &'a Value) -> Vec<(String, &'a Value)> {
     leaves(key, value).into_iter().flat_map(of_leaf).collect()
 }
 
-fn explain(error: &ConfigError) -> BadSettings {
+fn explain(error: &ConfigError) -> SettingsError {
     match error {
         ConfigError::Type { origin, unexpected, expected, key } => {
             // An address may hold a password, so its value is never repeated.
             let secret = key.as_deref().is_some_and(|key| key.ends_with("url"));
             let found = if secret { "another kind of value".to_owned() } else { unexpected.to_string() };
             let why = format!("expected {expected}, found {found}");
-            BadSettings::new(key.as_deref().map(written_key), origin.clone(), why)
+            SettingsError::new(key.as_deref().map(written_key), origin.clone(), why)
         }
         ConfigError::At { error, origin, key } => {
             let inner = explain(error);
             let key = key.as_deref().map(written_key).or(inner.key);
-            BadSettings::new(key, origin.clone().or(inner.origin), inner.why)
+            SettingsError::new(key, origin.clone().or(inner.origin), inner.why)
         }
         ConfigError::FileParse { uri, cause } => {
             // Between its first and its last line the parser quotes the line that is wrong, password and all.
@@ -445,10 +447,10 @@ fn explain(error: &ConfigError) -> BadSettings {
             let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
             let place = lines.first().copied().unwrap_or_default();
             let what = lines.last().copied().filter(|_| lines.len() > 1).unwrap_or_default();
-            BadSettings::new(None, uri.clone(), format!("the file is not valid: {place}: {what}"))
+            SettingsError::new(None, uri.clone(), format!("the file is not valid: {place}: {what}"))
         }
-        ConfigError::NotFound(key) => BadSettings::new(Some(written_key(key)), None, "is missing; add it".to_owned()),
-        other => BadSettings::plain(mend(other.to_string())),
+        ConfigError::NotFound(key) => SettingsError::new(Some(written_key(key)), None, "is missing; add it".to_owned()),
+        other => SettingsError::plain(mend(other.to_string())),
     }
 }
 

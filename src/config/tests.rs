@@ -193,7 +193,7 @@ fn every_duration_and_number_has_a_bound() {
         ("delay.max_delay=101years", "99years"),
         ("delay.lanes=3650d", "and 9years"),
         ("worker.hold_max=21m", "20m"),
-        ("worker.away_patience=61m", "1h"),
+        ("worker.requeue_after=61m", "1h"),
         ("worker.shutdown_grace=18446744073709551615s", "1h"),
         ("announce.keep=3651d", "9years"),
         ("retry.missing_for=8d", "7days"),
@@ -312,15 +312,15 @@ fn build(settings: &Settings) {
     assert!(!topology.definitions("v").is_null());
     let lanes = crate::schedule::lane::Lanes::new(settings);
     let id = crate::OrderId::new("1").unwrap();
-    for now in [i64::MIN, 0, 4_000_000_000_000_000, i64::MAX].map(crate::Moment::from_unix_micros) {
-        for due in [now, now + settings.delay.max_delay, crate::Moment::from_unix_micros(i64::MAX)] {
-            let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.entry(&id, due, now));
+    for now in [i64::MIN, 0, 4_000_000_000_000_000, i64::MAX].map(crate::Timestamp::from_unix_micros) {
+        for due in [now, now + settings.delay.max_delay, crate::Timestamp::from_unix_micros(i64::MAX)] {
+            let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.route(&id, due, now));
         }
     }
-    for now in [0, 4_000_000_000_000_000].map(crate::Moment::from_unix_micros) {
+    for now in [0, 4_000_000_000_000_000].map(crate::Timestamp::from_unix_micros) {
         crate::wheel::tests::nothing_goes_round(settings, now).unwrap();
     }
-    for wait in [settings.worker.shutdown_grace, settings.worker.hold_max, settings.worker.away_patience] {
+    for wait in [settings.worker.shutdown_grace, settings.worker.hold_max, settings.worker.requeue_after] {
         let _ = std::time::Instant::now() + wait;
     }
 }

@@ -9,7 +9,7 @@ use secrecy::ExposeSecret;
 
 use super::address::{AmqpAddress, PostgresAddress};
 use super::{
-    AMQP_FORM, AMQP_SCHEMES, BadSettings, DatabaseSettings, DelaySettings, OrdersSettings, POSTGRES_FORM, Settings,
+    AMQP_FORM, AMQP_SCHEMES, DatabaseSettings, DelaySettings, OrdersSettings, POSTGRES_FORM, Settings, SettingsError,
 };
 use crate::message::{AMQP_MAX_SHORT_STRING_BYTES, LONGEST_TTL};
 use crate::tls::TlsFiles;
@@ -33,35 +33,35 @@ impl Settings {
     /// Every rule that spans more than one value's form.
     ///
     /// # Errors
-    /// [`BadSettings`] for the first rule that is broken.
-    pub fn validate(&self) -> Result<(), BadSettings> {
+    /// [`SettingsError`] for the first rule that is broken.
+    pub fn validate(&self) -> Result<(), SettingsError> {
         self.validate_namespace()?;
         self.validate_addresses()?;
         self.validate_delay()?;
         self.validate_worker()?;
         self.orders.validate()?;
-        tracing_subscriber::EnvFilter::try_new(&self.log.filter)
-            .map(drop)
-            .map_err(|fault| BadSettings::of("log.filter", format!("{fault}; write it like order_timeout=debug,info")))
+        tracing_subscriber::EnvFilter::try_new(&self.log.filter).map(drop).map_err(|fault| {
+            SettingsError::of("log.filter", format!("{fault}; write it like order_timeout=debug,info"))
+        })
     }
 
     /// Whether `database.url` can be one, and the certificates named beside it fit. Apart from [`Settings::validate`],
     /// because a program that only publishes has no need of it, and may have a `DATABASE_URL` of quite another kind.
     ///
     /// # Errors
-    /// [`BadSettings`] if it is not the address of a Postgres.
-    pub fn validate_database(&self) -> Result<(), BadSettings> {
+    /// [`SettingsError`] if it is not the address of a Postgres.
+    pub fn validate_database(&self) -> Result<(), SettingsError> {
         let database = self.database.url.expose_secret();
         if database.contains(char::REPLACEMENT_CHARACTER) {
-            return Err(BadSettings::of("database.url", format!("is not UTF-8; {NOT_UTF8}")));
+            return Err(SettingsError::of("database.url", format!("is not UTF-8; {NOT_UTF8}")));
         }
         if database.contains('#') {
             let why = "contains a #, behind which nothing is read; in a user name or password write it percent-encoded, as %23";
-            return Err(BadSettings::of("database.url", why));
+            return Err(SettingsError::of("database.url", why));
         }
         let is_postgres = database.starts_with("postgres://") || database.starts_with("postgresql://");
         if is_postgres {
-            PostgresAddress::parse(database).map_err(|fault| BadSettings::of_address("database.url", &fault))?;
+            PostgresAddress::parse(database).map_err(|fault| SettingsError::of_address("database.url", &fault))?;
         }
         if is_postgres
             && url::Url::parse(database).is_ok()
@@ -69,20 +69,20 @@ impl Settings {
         {
             return self.database.validate_tls();
         }
-        Err(BadSettings::of("database.url", format!("is not a Postgres address; write {POSTGRES_FORM}")))
+        Err(SettingsError::of("database.url", format!("is not a Postgres address; write {POSTGRES_FORM}")))
     }
 
-    fn validate_namespace(&self) -> Result<(), BadSettings> {
+    fn validate_namespace(&self) -> Result<(), SettingsError> {
         let fits = (1..=60).contains(&self.namespace.len())
             && self.namespace.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
         if self.namespace == "amq" {
             let why = "\"amq\" is the broker's own: it lets nobody declare what begins with \"amq.\"; choose another";
-            return Err(BadSettings::of("namespace", why));
+            return Err(SettingsError::of("namespace", why));
         }
         if fits {
             return Ok(());
         }
-        Err(BadSettings::of(
+        Err(SettingsError::of(
             "namespace",
             format!(
                 "{:?} must be 1 to 60 letters, digits, \"-\" or \"_\", for it begins the name of every queue",
@@ -91,28 +91,28 @@ impl Settings {
         ))
     }
 
-    fn validate_addresses(&self) -> Result<(), BadSettings> {
+    fn validate_addresses(&self) -> Result<(), SettingsError> {
         let amqp = self.amqp.url.expose_secret();
         if !(amqp.starts_with("amqp://") || amqp.starts_with("amqps://")) {
-            return Err(BadSettings::of(
+            return Err(SettingsError::of(
                 "amqp.url",
                 format!("must begin with {}, such as {AMQP_FORM}", AMQP_SCHEMES[0]),
             ));
         }
-        let parsed = AmqpAddress::parse(amqp).map_err(|fault| BadSettings::of_address("amqp.url", &fault))?;
+        let parsed = AmqpAddress::parse(amqp).map_err(|fault| SettingsError::of_address("amqp.url", &fault))?;
         if parsed.vhost.is_empty() {
             let why = "names no virtual host behind its last \"/\"; write /%2f for the default virtual host";
-            return Err(BadSettings::of("amqp.url", why));
+            return Err(SettingsError::of("amqp.url", why));
         }
         if parsed.vhost.len() > AMQP_MAX_SHORT_STRING_BYTES {
             let why = format!("its virtual host has more than {AMQP_MAX_SHORT_STRING_BYTES} bytes");
-            return Err(BadSettings::of("amqp.url", why));
+            return Err(SettingsError::of("amqp.url", why));
         }
         let files = self.amqp.tls_files();
         validate_pair(files)?;
         if files.is_any() && amqp.starts_with("amqp://") {
             let why = "begins with amqp:// while certificates are named, so it would go in the clear; write amqps:// or name none";
-            return Err(BadSettings::of("amqp.url", why));
+            return Err(SettingsError::of("amqp.url", why));
         }
         for (key, value) in [
             ("amqp.heartbeat", self.amqp.heartbeat),
@@ -130,15 +130,18 @@ impl Settings {
                 "must be shorter than database.statement_timeout, which is {}",
                 humantime::format_duration(self.database.statement_timeout)
             );
-            return Err(BadSettings::of("database.lock_timeout", why));
+            return Err(SettingsError::of("database.lock_timeout", why));
         }
         within("amqp.heartbeat", self.amqp.heartbeat, Duration::from_secs(1), Duration::from_secs(600))
     }
 
-    fn validate_delay(&self) -> Result<(), BadSettings> {
+    fn validate_delay(&self) -> Result<(), SettingsError> {
         let delay = &self.delay;
         if !(1..=16).contains(&delay.lane_shards) {
-            return Err(BadSettings::of("delay.lane_shards", format!("{} is not between 1 and 16", delay.lane_shards)));
+            return Err(SettingsError::of(
+                "delay.lane_shards",
+                format!("{} is not between 1 and 16", delay.lane_shards),
+            ));
         }
         within("delay.lead", delay.lead, Duration::ZERO, Duration::from_secs(600))?;
         within("delay.max_delay", delay.max_delay, Duration::from_secs(1), Duration::from_secs(36_500 * 86_400))?;
@@ -146,7 +149,7 @@ impl Settings {
         self.validate_rings()
     }
 
-    fn validate_rings(&self) -> Result<(), BadSettings> {
+    fn validate_rings(&self) -> Result<(), SettingsError> {
         let key = "delay.rings";
         for ring in &self.delay.rings {
             within(key, ring.unit, Duration::from_millis(1), LONGEST_TTL)?;
@@ -160,17 +163,17 @@ impl Settings {
             let why = format!(
                 "{slots} slots are more than {MAX_SLOTS}, and each is a queue; give the rings fewer, the coarser ones with longer units"
             );
-            return Err(BadSettings::of(key, why));
+            return Err(SettingsError::of(key, why));
         }
-        self.wheel().map_err(|fault| BadSettings::of(key, fault))?;
+        self.wheel().map_err(|fault| SettingsError::of(key, fault))?;
         if self.delay.rings[0].early.is_some() {
             let why = "the finest ring has an early, which would be ignored, for that ring lets go delay.lead before its unit; leave it out";
-            return Err(BadSettings::of(key, why));
+            return Err(SettingsError::of(key, why));
         }
         Ok(())
     }
 
-    fn validate_worker(&self) -> Result<(), BadSettings> {
+    fn validate_worker(&self) -> Result<(), SettingsError> {
         let worker = &self.worker;
         // What the finest ring hands over is due at most lead + one unit later; two seconds are for the way.
         let finest = self.delay.rings[0].unit;
@@ -180,10 +183,10 @@ impl Settings {
             let why = format!(
                 "the finest ring's unit {finest} would make alarms wait in the worker for over {longest}; begin with a finer ring"
             );
-            return Err(BadSettings::of("delay.rings", why));
+            return Err(SettingsError::of("delay.rings", why));
         }
         if worker.hold_max < least_hold {
-            return Err(BadSettings::of(
+            return Err(SettingsError::of(
                 "worker.hold_max",
                 format!(
                     "{} is shorter than delay.lead + the finest ring's unit + 2s = {}; alarms would go round instead of waiting",
@@ -201,13 +204,13 @@ impl Settings {
             ("announce.batch_size", self.announce.batch_size, 10_000),
         ] {
             if !(1..=most).contains(&value) {
-                return Err(BadSettings::of(key, format!("{value} is not between 1 and {most}")));
+                return Err(SettingsError::of(key, format!("{value} is not between 1 and {most}")));
             }
         }
         for (key, value, least, most) in [
             ("worker.hold_max", worker.hold_max, Duration::ZERO, LONGEST_HOLD),
             ("worker.linger", worker.linger, Duration::ZERO, Duration::from_secs(1)),
-            ("worker.away_patience", worker.away_patience, Duration::from_millis(1), Duration::from_secs(3_600)),
+            ("worker.requeue_after", worker.requeue_after, Duration::from_millis(1), Duration::from_secs(3_600)),
             ("worker.shutdown_grace", worker.shutdown_grace, Duration::ZERO, Duration::from_secs(3_600)),
             ("sweep.every", self.sweep.every, Duration::from_millis(10), Duration::from_secs(60)),
             ("sweep.grace", self.sweep.grace, Duration::ZERO, Duration::from_secs(3_600)),
@@ -221,35 +224,35 @@ impl Settings {
         self.validate_retry()
     }
 
-    fn validate_shards(&self) -> Result<(), BadSettings> {
+    fn validate_shards(&self) -> Result<(), SettingsError> {
         let (key, worker) = ("worker.take_shards", &self.worker);
         for (index, shard) in worker.take_shards.iter().enumerate() {
             if *shard >= worker.shards {
                 let why = format!("there is no shard {shard}; worker.shards = {} counts from 0", worker.shards);
-                return Err(BadSettings::of(key, why));
+                return Err(SettingsError::of(key, why));
             }
             if worker.take_shards[..index].contains(shard) {
-                return Err(BadSettings::of(key, format!("{shard} is named twice; name it once")));
+                return Err(SettingsError::of(key, format!("{shard} is named twice; name it once")));
             }
         }
         Ok(())
     }
 
-    fn validate_retry(&self) -> Result<(), BadSettings> {
+    fn validate_retry(&self) -> Result<(), SettingsError> {
         let retry = &self.retry;
         within("retry.longest", retry.longest, Duration::from_millis(1), Duration::from_secs(60))?;
         within("retry.first", retry.first, Duration::from_millis(1), retry.longest)?;
         within("retry.missing_for", retry.missing_for, Duration::ZERO, 7 * DAY)?;
         if retry.max_attempts > 1_000 {
-            return Err(BadSettings::of("retry.max_attempts", format!("{} is more than 1000", retry.max_attempts)));
+            return Err(SettingsError::of("retry.max_attempts", format!("{} is more than 1000", retry.max_attempts)));
         }
         self.validate_longest_retry()
     }
 
     /// What waits for longer than the wheel has a slot for would come back early, and fail again early.
-    fn validate_longest_retry(&self) -> Result<(), BadSettings> {
+    fn validate_longest_retry(&self) -> Result<(), SettingsError> {
         let key = "delay.rings";
-        let kept = self.wheel().map_err(|fault| BadSettings::of(key, fault))?.longest_wait();
+        let kept = self.wheel().map_err(|fault| SettingsError::of(key, fault))?.longest_wait();
         if self.retry.longest_wait() <= kept {
             return Ok(());
         }
@@ -257,7 +260,7 @@ impl Settings {
         let why = format!(
             "the rings can keep an alarm waiting for {kept} at most (5/6 · slots · unit, less one unit), but a retry waits for up to 32 times retry.longest = {wanted}; add a coarser ring, give the last one more slots, or make retry.longest shorter"
         );
-        Err(BadSettings::of(key, why))
+        Err(SettingsError::of(key, why))
     }
 }
 
@@ -271,13 +274,13 @@ impl DatabaseSettings {
         (self.tls_files().is_any() || names_one) && parameter(&parameters, &PG_SSLMODE).is_none()
     }
 
-    fn validate_tls(&self) -> Result<(), BadSettings> {
+    fn validate_tls(&self) -> Result<(), SettingsError> {
         let parameters = parameters_of(self.url.expose_secret());
         // The client library would ignore it, with a warning that shows its value.
         let is_known = |key: &str| PG_PARAMETERS.contains(&key) || key.starts_with("options[");
         if let Some((unknown, _)) = parameters.iter().find(|(key, _)| !is_known(key)) {
             let why = format!("has the parameter {unknown:?}, which the client library does not know; leave it out");
-            return Err(BadSettings::of("database.url", why));
+            return Err(SettingsError::of("database.url", why));
         }
         let files = self.tls_files();
         validate_pair(files)?;
@@ -290,7 +293,7 @@ impl DatabaseSettings {
             named = Some("its parameters name");
             if !setting.is_empty() {
                 let why = format!("is given, and so is {} in database.url; leave one of them out", names[0]);
-                return Err(BadSettings::of(key, why));
+                return Err(SettingsError::of(key, why));
             }
         }
         match (named, parameter(&parameters, &PG_SSLMODE)) {
@@ -298,7 +301,7 @@ impl DatabaseSettings {
                 let why = format!(
                     "says sslmode={mode}, which checks nothing, while {named} certificates; write sslmode=verify-full or leave it out"
                 );
-                Err(BadSettings::of("database.url", why))
+                Err(SettingsError::of("database.url", why))
             }
             _ => Ok(()),
         }
@@ -307,7 +310,7 @@ impl DatabaseSettings {
 
 impl OrdersSettings {
     /// Both are about one table: ours or the user's.
-    fn validate(&self) -> Result<(), BadSettings> {
+    fn validate(&self) -> Result<(), SettingsError> {
         let (given, missing) = match (self.close_sql.is_empty(), self.overdue_sql.is_empty()) {
             (false, true) => ("orders.close_sql", "orders.overdue_sql"),
             (true, false) => ("orders.overdue_sql", "orders.close_sql"),
@@ -316,42 +319,42 @@ impl OrdersSettings {
         let why = format!(
             "is given without {missing}, so the worker would look after two tables at once; give both, or neither"
         );
-        Err(BadSettings::of(given, why))
+        Err(SettingsError::of(given, why))
     }
 }
 
-fn validate_lanes(delay: &DelaySettings) -> Result<(), BadSettings> {
+fn validate_lanes(delay: &DelaySettings) -> Result<(), SettingsError> {
     let key = "delay.lanes";
     if delay.lanes.len() > MAX_LANES {
         let why = format!("{} lanes are more than {MAX_LANES}; the wheel takes every other delay", delay.lanes.len());
-        return Err(BadSettings::of(key, why));
+        return Err(SettingsError::of(key, why));
     }
     for lane in &delay.lanes {
         within(key, lane.delay, Duration::from_millis(1), delay.max_delay)?;
         within(key, lane.longest_ttl(), Duration::ZERO, LONGEST_TTL)?;
         whole_millis(key, lane.delay)?;
         if delay.lanes.iter().filter(|other| other.delay == lane.delay).count() > 1 {
-            return Err(BadSettings::of(key, format!("{} is named twice; name it once", lane.name)));
+            return Err(SettingsError::of(key, format!("{} is named twice; name it once", lane.name)));
         }
     }
     Ok(())
 }
 
 /// Milliseconds are what the broker counts in, and what queues are named by: two that differ by less would be one queue.
-fn whole_millis(key: &str, value: Duration) -> Result<(), BadSettings> {
+fn whole_millis(key: &str, value: Duration) -> Result<(), SettingsError> {
     if value.subsec_nanos().is_multiple_of(1_000_000) {
         return Ok(());
     }
     let value = humantime::format_duration(value);
-    Err(BadSettings::of(key, format!("{value} is not a whole number of milliseconds")))
+    Err(SettingsError::of(key, format!("{value} is not a whole number of milliseconds")))
 }
 
-fn within(key: &str, value: Duration, least: Duration, most: Duration) -> Result<(), BadSettings> {
+fn within(key: &str, value: Duration, least: Duration, most: Duration) -> Result<(), SettingsError> {
     if (least..=most).contains(&value) {
         return Ok(());
     }
     let [value, least, most] = [value, least, most].map(humantime::format_duration);
-    Err(BadSettings::of(key, format!("{value} is not between {least} and {most}")))
+    Err(SettingsError::of(key, format!("{value} is not between {least} and {most}")))
 }
 
 /// What sqlx knows in the query of an address (sqlx-postgres, `PgConnectOptions::parse_from_url`), each TLS file with its other names.
@@ -394,7 +397,7 @@ fn parameter<'a>(parameters: &'a [(String, String)], names: &[&str]) -> Option<&
 }
 
 /// A client certificate is of no use without its key, nor a key without its certificate.
-fn validate_pair(files: TlsFiles<'_>) -> Result<(), BadSettings> {
+fn validate_pair(files: TlsFiles<'_>) -> Result<(), SettingsError> {
     let section = files.section;
     let (given, missing) = match (files.client_cert_file, files.client_key_file) {
         (_, "") if !files.client_cert_file.is_empty() => ("client_cert_file", "client_key_file"),
@@ -402,5 +405,5 @@ fn validate_pair(files: TlsFiles<'_>) -> Result<(), BadSettings> {
         _ => return Ok(()),
     };
     let why = format!("is given without {section}.{missing}; the two go together");
-    Err(BadSettings::of(&format!("{section}.{given}"), why))
+    Err(SettingsError::of(&format!("{section}.{given}"), why))
 }

@@ -4,7 +4,7 @@
 //! delivers again what was not acknowledged, and the supervisor in `worker/` opens the next. No SQL, no decision
 //! what becomes of an alarm.
 
-pub mod ledger;
+pub mod unacked_tags;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -19,14 +19,16 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 use uuid::Uuid;
 
-use crate::alarm::{Alarm, Death, DeathReason, Delivered, Inlet, Parcel, ParkReason, Receipt, Returns, Settlement};
-use crate::broker::{self, BrokerFault, EndKind};
+use crate::alarm::{
+    DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Receipt, Returns, Settlement, SourceQueue,
+};
+use crate::broker::{self, BrokerError, EndKind};
 use crate::canary;
 use crate::config::{AmqpSettings, Settings};
-use crate::message::{HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, TimeoutDue};
-use crate::order::Moment;
-use crate::topology::{Names, Sight, Topology, TopologyFault};
-use ledger::{Frames, Ledger};
+use crate::message::{Alarm, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT};
+use crate::order::Timestamp;
+use crate::topology::{Names, Sight, Topology, TopologyError};
+use unacked_tags::{AckPlan, UnackedTags};
 
 /// What the broker gave up on comes rarely. But where a policy expires or drops alarms they come all at once, and in the
 /// parked queue the same policy would lose them.
@@ -36,18 +38,18 @@ const MOST_EARLY_RETURNS: u32 = 1_000;
 /// The last of the year 9999.
 const LAST_MILLISECOND: i64 = 253_402_300_799_999;
 /// How long the broker may take to answer a goodbye.
-const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long after a channel's error the connection may take to say its own.
 const REASON_TIMEOUT: Duration = Duration::from_millis(200);
 /// How long a session's end may take: first the channels' goodbye, then the connection's.
-pub(crate) const LONGEST_CLOSE: Duration = CLOSE_PATIENCE.saturating_mul(2);
+pub(crate) const LONGEST_CLOSE: Duration = CLOSE_TIMEOUT.saturating_mul(2);
 
 /// An open session.
 #[derive(Debug)]
 pub struct Session {
     number: u64,
     connection: Arc<Connection>,
-    lines: Vec<Line>,
+    lines: Vec<ConsumerChannel>,
     ended: Ended,
 }
 
@@ -86,7 +88,7 @@ impl SessionEnd {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OpenError {
     #[error(transparent)]
-    Broker(#[from] BrokerFault),
+    Broker(#[from] BrokerError),
     /// It was open for the broker, which delivered at once.
     #[error("{}", .0.why)]
     Ended(SessionEnd),
@@ -140,8 +142,8 @@ pub struct Inspector {
 
 impl Inspector {
     /// # Errors
-    /// [`TopologyFault`] names what is missing.
-    pub async fn look(&self) -> Result<Sight, TopologyFault> {
+    /// [`TopologyError`] names what is missing.
+    pub async fn look(&self) -> Result<Sight, TopologyError> {
         self.topology.look(&self.connection).await
     }
 
@@ -149,32 +151,32 @@ impl Inspector {
     /// session has to acknowledge or give back would wait with it.
     ///
     /// # Errors
-    /// [`TopologyFault`] names which processing queue is missing.
-    pub async fn look_at_processing(&self) -> Result<Sight, TopologyFault> {
+    /// [`TopologyError`] names which processing queue is missing.
+    pub async fn look_at_processing(&self) -> Result<Sight, TopologyError> {
         self.topology.look_at_processing(&self.connection).await
     }
 
     /// # Errors
-    /// [`TopologyFault`] if the broker does not say.
-    pub async fn exchange_with_alternate(&self) -> Result<Option<String>, TopologyFault> {
+    /// [`TopologyError`] if the broker does not say.
+    pub async fn exchange_with_alternate(&self) -> Result<Option<String>, TopologyError> {
         let connection =
-            broker::connect(&self.amqp, "worker testing").await.map_err(|fault| TopologyFault::Failed {
+            broker::connect(&self.amqp, "worker testing").await.map_err(|fault| TopologyError::Failed {
                 object: "a connection to test for alternate exchanges".into(),
                 why: fault.to_string(),
             })?;
         let found = self.topology.exchange_with_alternate(&connection).await;
-        broker::close(&connection, CLOSE_PATIENCE).await;
+        broker::close(&connection, CLOSE_TIMEOUT).await;
         found
     }
 }
 
 /// One channel with its consumer.
 #[derive(Debug, Clone)]
-struct Line {
-    inlet: Inlet,
+struct ConsumerChannel {
+    source: SourceQueue,
     channel: Channel,
     consumer_tag: String,
-    ledger: Arc<Mutex<Ledger>>,
+    unacked: Arc<Mutex<UnackedTags>>,
 }
 
 impl Session {
@@ -185,23 +187,23 @@ impl Session {
     pub async fn open(settings: &Settings, opening: Opening, inboxes: Inboxes) -> Result<Self, OpenError> {
         let connection = Arc::new(broker::connect(&settings.amqp, "worker").await?);
         if let Err(fault) = declare(&Topology::new(settings), opening, &connection).await {
-            broker::close(&connection, CLOSE_PATIENCE).await;
+            broker::close(&connection, CLOSE_TIMEOUT).await;
             return Err(fault.into());
         }
         let mut session = Self { number: opening.number, connection, lines: Vec::new(), ended: Ended::default() };
         session.listen_for_unreadable();
-        let (patience, ended) = (settings.amqp.connect_timeout, session.ended.clone());
+        let (timeout, ended) = (settings.amqp.connect_timeout, session.ended.clone());
         let why_not = tokio::select! {
             // First: what was asked when the client gave up may never be answered.
             biased;
             end = ended.reason() => OpenError::Ended(end),
-            consuming = tokio::time::timeout(patience, session.consume_all(settings, &inboxes)) => match consuming {
+            consuming = tokio::time::timeout(timeout, session.consume_all(settings, &inboxes)) => match consuming {
                 Ok(Ok(())) => return Ok(session),
                 Ok(Err(error)) => session.why_not_open(&error).await,
-                Err(_) => consuming_failed(&format!("the broker did not answer within {patience:?}")),
+                Err(_) => consuming_failed(&format!("the broker did not answer within {timeout:?}")),
             },
         };
-        broker::close(&session.connection, CLOSE_PATIENCE).await;
+        broker::close(&session.connection, CLOSE_TIMEOUT).await;
         Err(why_not)
     }
 
@@ -245,8 +247,8 @@ impl Session {
         Ok(())
     }
 
-    async fn consume(&self, index: u8, source: Source, inboxes: Inboxes) -> lapin::Result<Line> {
-        let Source { inlet, queue, prefetch } = source;
+    async fn consume(&self, index: u8, source: ConsumedQueue, inboxes: Inboxes) -> lapin::Result<ConsumerChannel> {
+        let ConsumedQueue { source, queue, prefetch } = source;
         let channel = self.connection.create_channel().await?;
         // Before consuming: lapin buffers deliveries without bound.
         channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
@@ -255,8 +257,8 @@ impl Session {
         let consumer = channel
             .basic_consume(queue.as_str().into(), consumer_tag.as_str().into(), options, FieldTable::default())
             .await?;
-        let line = Line { inlet, channel, consumer_tag, ledger: Arc::default() };
-        let reader = Reader { session: self.number, channel: index, inlet, ledger: line.ledger.clone(), inboxes };
+        let line = ConsumerChannel { source, channel, consumer_tag, unacked: Arc::default() };
+        let reader = Reader { session: self.number, channel: index, source, unacked: line.unacked.clone(), inboxes };
         let ended = self.ended.clone();
         tokio::spawn(async move { ended.note(reader.read_all(consumer).await) });
         Ok(line)
@@ -266,8 +268,8 @@ impl Session {
     /// session, and the next declares it. The session may go on and end meanwhile.
     ///
     /// # Errors
-    /// [`TopologyFault`] names the object.
-    pub fn declare_again(&self, settings: &Settings) -> impl Future<Output = Result<(), TopologyFault>> + use<> {
+    /// [`TopologyError`] names the object.
+    pub fn declare_again(&self, settings: &Settings) -> impl Future<Output = Result<(), TopologyError>> + use<> {
         let consumed = sources(settings).into_iter().map(|source| source.queue).collect();
         let (topology, connection) = (Topology::new(settings).but_for_consumed(consumed), self.connection.clone());
         async move { topology.declare(&connection).await }
@@ -276,8 +278,8 @@ impl Session {
     /// Whether the broker takes one more connection, such as the worker's own for publishing.
     ///
     /// # Errors
-    /// [`BrokerFault`] if it does not.
-    pub async fn require_another_connection(&self, settings: &Settings) -> Result<(), BrokerFault> {
+    /// [`BrokerError`] if it does not.
+    pub async fn require_another_connection(&self, settings: &Settings) -> Result<(), BrokerError> {
         broker::require_another_connection(&settings.amqp, &self.connection).await
     }
 
@@ -301,7 +303,7 @@ impl Session {
     /// other queues are short.
     #[must_use]
     pub fn may_settle_later(&self, receipt: Receipt) -> bool {
-        self.lines.get(usize::from(receipt.channel)).is_none_or(|line| line.inlet == Inlet::Timeout)
+        self.lines.get(usize::from(receipt.channel)).is_none_or(|line| line.source == SourceQueue::Timeout)
     }
 
     /// Resolves when any part of the session has ended, with the reason. A stream that just ends counts: the queue was
@@ -320,13 +322,18 @@ impl Session {
         join_all(lines.map(|(index, line)| self.settle_on(index, line, settlements))).await.into_iter().collect()
     }
 
-    async fn settle_on(&self, index: u8, line: &Line, settlements: &[(Receipt, Settlement)]) -> lapin::Result<()> {
+    async fn settle_on(
+        &self,
+        index: u8,
+        line: &ConsumerChannel,
+        settlements: &[(Receipt, Settlement)],
+    ) -> lapin::Result<()> {
         for kind in [Settlement::Ack, Settlement::Requeue] {
             let ours =
                 |(receipt, _): &&(Receipt, Settlement)| receipt.session == self.number && receipt.channel == index;
             let tags = settlements.iter().filter(ours).filter(|(_, k)| *k == kind).map(|(receipt, _)| receipt.tag);
-            let frames = line.ledger.lock().expect("nobody panics holding it").close(tags);
-            line.send(kind, frames).await?;
+            let plan = line.unacked.lock().expect("nobody panics holding it").close(tags);
+            line.send(kind, plan).await?;
         }
         Ok(())
     }
@@ -347,16 +354,16 @@ impl Session {
         // Each by itself: a channel answers when it has taken in every acknowledgement before, while the end of the
         // connection may overtake them.
         let closing = self.lines.iter().map(|line| line.channel.close(broker::reply_code::CONTENT_OK, "done".into()));
-        let _answered_or_given_up = tokio::time::timeout(CLOSE_PATIENCE, join_all(closing)).await;
-        broker::close(&self.connection, CLOSE_PATIENCE).await;
+        let _answered_or_given_up = tokio::time::timeout(CLOSE_TIMEOUT, join_all(closing)).await;
+        broker::close(&self.connection, CLOSE_TIMEOUT).await;
     }
 }
 
 fn consuming_failed(why: &str) -> OpenError {
-    BrokerFault::Away(format!("consuming could not start: {why}")).into()
+    BrokerError::Away(format!("consuming could not start: {why}")).into()
 }
 
-async fn declare(topology: &Topology, opening: Opening, connection: &Connection) -> Result<(), BrokerFault> {
+async fn declare(topology: &Topology, opening: Opening, connection: &Connection) -> Result<(), BrokerError> {
     let declared = async {
         if opening.must_be_set_up {
             topology.require_some(connection).await?;
@@ -364,36 +371,39 @@ async fn declare(topology: &Topology, opening: Opening, connection: &Connection)
         topology.declare(connection).await
     };
     declared.await.map_err(|fault| match fault {
-        TopologyFault::Failed { .. } | TopologyFault::Missing { .. } => BrokerFault::Away(fault.to_string()),
-        TopologyFault::Differs { .. }
-        | TopologyFault::Refused { .. }
-        | TopologyFault::NeverSetUp { .. }
-        | TopologyFault::NoDelayedExchange { .. }
-        | TopologyFault::NoHashExchange { .. } => BrokerFault::Refused(fault.to_string()),
+        TopologyError::Failed { .. } | TopologyError::Missing { .. } => BrokerError::Away(fault.to_string()),
+        TopologyError::Differs { .. }
+        | TopologyError::Refused { .. }
+        | TopologyError::NeverSetUp { .. }
+        | TopologyError::NoDelayedExchange { .. }
+        | TopologyError::NoHashExchange { .. } => BrokerError::Refused(fault.to_string()),
     })
 }
 
 /// A queue to consume from.
-struct Source {
-    inlet: Inlet,
+struct ConsumedQueue {
+    source: SourceQueue,
     queue: String,
     prefetch: u16,
 }
 
 /// The queues of a session, in the order of its channels.
-fn sources(settings: &Settings) -> Vec<Source> {
+fn sources(settings: &Settings) -> Vec<ConsumedQueue> {
     let (names, worker) = (Names::new(&settings.namespace), &settings.worker);
     let due = worker.shard_of_each_channel().into_iter();
-    let due = due.map(|shard| (Inlet::Timeout, names.shard(shard), worker.prefetch));
-    let rest = [(Inlet::Arm, names.arm(), worker.arm_prefetch), (Inlet::Parked, names.parked(), PARKED_PREFETCH)];
-    due.chain(rest).map(|(inlet, queue, prefetch)| Source { inlet, queue, prefetch }).collect()
+    let due = due.map(|shard| (SourceQueue::Timeout, names.shard(shard), worker.prefetch));
+    let rest = [
+        (SourceQueue::Inbox, names.arm(), worker.arm_prefetch),
+        (SourceQueue::Parked, names.parked(), PARKED_PREFETCH),
+    ];
+    due.chain(rest).map(|(source, queue, prefetch)| ConsumedQueue { source, queue, prefetch }).collect()
 }
 
-impl Line {
+impl ConsumerChannel {
     /// All at once: to await each before the next would wake lapin's I/O thread for every frame.
-    async fn send(&self, kind: Settlement, frames: Frames) -> lapin::Result<()> {
-        let singles = frames.single.into_iter().map(|tag| (tag, false));
-        let all = frames.up_to.map(|tag| (tag, true)).into_iter().chain(singles);
+    async fn send(&self, kind: Settlement, plan: AckPlan) -> lapin::Result<()> {
+        let singles = plan.single.into_iter().map(|tag| (tag, false));
+        let all = plan.up_to.map(|tag| (tag, true)).into_iter().chain(singles);
         try_join_all(all.map(|(tag, multiple)| self.send_one(kind, tag, multiple))).await.map(drop)
     }
 
@@ -409,8 +419,8 @@ impl Line {
 struct Reader {
     session: u64,
     channel: u8,
-    inlet: Inlet,
-    ledger: Arc<Mutex<Ledger>>,
+    source: SourceQueue,
+    unacked: Arc<Mutex<UnackedTags>>,
     inboxes: Inboxes,
 }
 
@@ -432,11 +442,11 @@ impl Reader {
                 continue;
             }
             let receipt = Receipt { session: self.session, channel: self.channel, tag: delivery.delivery_tag };
-            self.ledger.lock().expect("nobody panics holding it").open(receipt.tag);
+            self.unacked.lock().expect("nobody panics holding it").open(receipt.tag);
             let properties = &delivery.properties;
             let content = read(&delivery.data, properties);
             let death = self.needs_death(&content).then(|| last_death(properties)).flatten();
-            let delivered = Delivered { receipt, inlet: self.inlet, content, death };
+            let delivered = Delivered { receipt, source: self.source, content, death };
             if self.inboxes.alarms.send(delivered).is_err() {
                 return SessionEnd::other("the worker has stopped");
             }
@@ -448,8 +458,8 @@ impl Reader {
 
     /// Each alarm out of a delay queue has died there. Why is asked only of what the broker gave up on, and of what it has
     /// returned early before.
-    fn needs_death(&self, content: &Result<Alarm, Parcel>) -> bool {
-        self.inlet == Inlet::Parked || content.as_ref().is_ok_and(|alarm| alarm.returns.early > 0)
+    fn needs_death(&self, content: &Result<DeliveredAlarm, DeadLetter>) -> bool {
+        self.source == SourceQueue::Parked || content.as_ref().is_ok_and(|alarm| alarm.returns.early > 0)
     }
 }
 
@@ -462,17 +472,17 @@ fn canary_in(properties: &BasicProperties) -> Option<Uuid> {
 /// Reads a message, as it was delivered, as an alarm, or says as what it must be parked.
 ///
 /// # Errors
-/// The [`Parcel`] that a message becomes which is not an alarm.
-pub fn read(body: &[u8], properties: &BasicProperties) -> Result<Alarm, Parcel> {
+/// The [`DeadLetter`] that a message becomes which is not an alarm.
+pub fn read(body: &[u8], properties: &BasicProperties) -> Result<DeliveredAlarm, DeadLetter> {
     let message_type = properties.kind().as_ref().map(lapin::types::ShortString::as_str);
-    let due = TimeoutDue::read(body, message_type)
-        .map_err(|fault| Parcel::unread(ParkReason::Unreadable, fault.to_string(), body))?;
+    let due = Alarm::read(body, message_type)
+        .map_err(|fault| DeadLetter::unread(ParkReason::Unreadable, fault.to_string(), body))?;
     let headers = properties.headers().as_ref();
     let header = |name: &str| headers.and_then(|table| table.inner().get(name));
-    Ok(Alarm {
+    Ok(DeliveredAlarm {
         due,
         attempt: header(HEADER_ATTEMPT).and_then(whole_number).unwrap_or(0),
-        born: properties.timestamp().map(moment_of_timestamp),
+        first_published_at: properties.timestamp().map(moment_of_timestamp),
         traceparent: header(HEADER_TRACEPARENT).and_then(short_text),
         returns: Returns {
             due_at: header(HEADER_RETURNS_AT).and_then(moment_of_millis),
@@ -502,15 +512,15 @@ fn last_death(properties: &BasicProperties) -> Option<Death> {
     Some(Death { reason, queue: String::from_utf8_lossy(&queue.unwrap_or_default()).into_owned() })
 }
 
-/// A time as the armer writes it. One before 1970 or after the year 9999 is nonsense.
-fn moment_of_millis(value: &AMQPValue) -> Option<Moment> {
+/// A time as the rearmer writes it. One before 1970 or after the year 9999 is nonsense.
+fn moment_of_millis(value: &AMQPValue) -> Option<Timestamp> {
     let AMQPValue::LongLongInt(millis) = value else { return None };
-    (0..=LAST_MILLISECOND).contains(millis).then(|| Moment::from_unix_micros(millis * 1_000))
+    (0..=LAST_MILLISECOND).contains(millis).then(|| Timestamp::from_unix_micros(millis * 1_000))
 }
 
 /// AMQP timestamps are seconds; one beyond what a moment holds is as good as the end of time.
-fn moment_of_timestamp(seconds: u64) -> Moment {
-    Moment::from_unix_micros(i64::try_from(seconds).unwrap_or(i64::MAX).saturating_mul(1_000_000))
+fn moment_of_timestamp(seconds: u64) -> Timestamp {
+    Timestamp::from_unix_micros(i64::try_from(seconds).unwrap_or(i64::MAX).saturating_mul(1_000_000))
 }
 
 /// Publishers in other languages choose the width of the integer.

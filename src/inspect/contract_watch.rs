@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
-use crate::desk::{Answer, Batch};
+use crate::engine::{Batch, BatchResult};
 use crate::order::{ClosedBy, Deadline, OddAnswer, OrderId, Outcome, SweepPage, SweepPlace, SweptPage};
 
 /// So many orders of the sweep's are remembered.
@@ -120,7 +120,7 @@ impl ContractWatch {
     }
 
     /// A batch has its answer.
-    pub fn answered(&mut self, batch: &Batch, answer: &Answer, now: Instant) {
+    pub fn answered(&mut self, batch: &Batch, answer: &BatchResult, now: Instant) {
         let Ok(findings) = answer else { return };
         if !self.odd.is_empty() && findings.values().any(Result::is_ok) {
             for kind in OddAnswer::KINDS {
@@ -130,8 +130,8 @@ impl ContractWatch {
         if batch.by != ClosedBy::Sweep {
             return;
         }
-        for case in &batch.cases {
-            let (order_id, deadline) = (case.alarm.order_id(), case.alarm.deadline());
+        for item in &batch.items {
+            let (order_id, deadline) = (item.alarm.order_id(), item.alarm.deadline());
             let outcome = match findings.get(order_id) {
                 Some(Ok(found)) => found.outcome,
                 Some(Err(_)) => continue,
@@ -209,10 +209,10 @@ impl ContractWatch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::alarm::{Alarm, Returns};
-    use crate::desk::{Case, Origin, Wait};
-    use crate::message::TimeoutDue;
-    use crate::order::{Found, Moment, Overdue};
+    use crate::alarm::{DeliveredAlarm, Returns};
+    use crate::engine::{LockMode, Origin, WorkItem};
+    use crate::message::Alarm;
+    use crate::order::{CloseOutcome, Overdue, Timestamp};
 
     const TICK: Duration = Duration::from_millis(250);
 
@@ -227,7 +227,7 @@ mod tests {
     }
 
     fn overdue(id: &str, deadline: i64) -> Overdue {
-        Overdue { order_id: OrderId::new(id).unwrap(), deadline: Moment::from_unix_micros(deadline) }
+        Overdue { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(deadline) }
     }
 
     impl Run {
@@ -239,12 +239,19 @@ mod tests {
         }
 
         fn close(&mut self, id: &str, deadline: i64, outcome: Outcome) {
-            let due = TimeoutDue { order_id: OrderId::new(id).unwrap(), deadline: Moment::from_unix_micros(deadline) };
-            let alarm = Alarm { due, attempt: 0, born: None, traceparent: None, returns: Returns::default() };
+            let due = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(deadline) };
+            let alarm = DeliveredAlarm {
+                due,
+                attempt: 0,
+                first_published_at: None,
+                traceparent: None,
+                returns: Returns::default(),
+            };
             let order_id = alarm.order_id().clone();
-            let case = Case { alarm, origin: Origin::Swept, pauses: 0, disagreements: 0, paused_since: None };
-            let batch = Batch { by: ClosedBy::Sweep, cases: vec![case], wait: Wait::Not };
-            let found = (outcome != Outcome::Unknown).then_some((order_id, Ok(Found { outcome, deadline: None })));
+            let item = WorkItem { alarm, origin: Origin::Swept, pauses: 0, disagreements: 0, paused_since: None };
+            let batch = Batch { by: ClosedBy::Sweep, items: vec![item], wait: LockMode::NoWait };
+            let found =
+                (outcome != Outcome::Unknown).then_some((order_id, Ok(CloseOutcome { outcome, deadline: None })));
             self.watch.answered(&batch, &Ok(found.into_iter().collect()), self.now);
             self.now += TICK;
         }
@@ -318,7 +325,7 @@ mod tests {
     #[test]
     fn page_that_begins_anew_is_named() {
         let mut run = run();
-        let after = Some(SweepPlace { deadline: Moment::from_unix_micros(5), id: "5".into() });
+        let after = Some(SweepPlace { deadline: Timestamp::from_unix_micros(5), id: "5".into() });
         run.page(after.clone(), &[("5", 5), ("6", 6)]);
         assert!(run.why().unwrap().contains("($2, $3)"));
         let mut run = self::run();

@@ -12,19 +12,19 @@ pub mod relay_watch;
 pub mod schema;
 
 use crate::config::{DatabaseSettings, OrdersSettings};
-use crate::database::{Database, DatabaseFault, why};
+use crate::database::{Database, DatabaseError, one_line};
 use schema::Schema;
 
 /// Insists that the database has what a worker with these settings needs.
 ///
 /// # Errors
-/// [`DatabaseFault`], one sentence that says what is missing.
-pub async fn require_complete(settings: &DatabaseSettings, orders: &OrdersSettings) -> Result<(), DatabaseFault> {
+/// [`DatabaseError`], one sentence that says what is missing.
+pub async fn require_complete(settings: &DatabaseSettings, orders: &OrdersSettings) -> Result<(), DatabaseError> {
     let database = Database::connect(settings, 1).await?;
     let found = Schema::new(orders).look(&database).await;
-    let found = found.map_err(|error| DatabaseFault(format!("the schema cannot be checked: {}", why(&error))))?;
+    let found = found.map_err(|error| DatabaseError(format!("the schema cannot be checked: {}", one_line(&error))))?;
     let missing: Vec<String> = found.into_iter().filter_map(|(_, why)| why).collect();
-    if missing.is_empty() { Ok(()) } else { Err(DatabaseFault(missing.join("; "))) }
+    if missing.is_empty() { Ok(()) } else { Err(DatabaseError(missing.join("; "))) }
 }
 
 /// At most so many are named; the rest is counted.

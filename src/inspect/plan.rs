@@ -10,9 +10,9 @@ use sqlx::postgres::PgConnection;
 use sqlx::{AssertSqlSafe, Connection, SqlSafeStr, SqlStr};
 
 use super::schema::{Found, row_security};
-use crate::database::{Database, Timestamptz, Trouble, trouble, why};
+use crate::database::{Database, ErrorClass, Timestamptz, classify, one_line};
 use crate::degraded::Cause;
-use crate::order::Moment;
+use crate::order::Timestamp;
 
 /// A relation of this size may be read as a whole, four times a second.
 const SMALL_BYTES: i64 = 2 * 1024 * 1024;
@@ -87,7 +87,7 @@ impl Plans {
     async fn explain_overdue(&self, connection: &mut PgConnection) -> Result<Value, sqlx::Error> {
         let explain = sqlx::query_scalar(explain(&self.overdue.0))
             .bind(0.5_f64)
-            .bind(Timestamptz(Moment::from_unix_micros(i64::MIN)))
+            .bind(Timestamptz(Timestamp::from_unix_micros(i64::MIN)))
             .bind("")
             .bind(1_000_i64);
         explain.persistent(false).fetch_one(connection).await
@@ -114,12 +114,12 @@ impl Plans {
 
 /// A statement that the role may not run has a cause of its own; everything else is for the caller.
 fn forbidden(name: &str, error: sqlx::Error) -> Result<Found, sqlx::Error> {
-    if trouble(&error) != Trouble::Broken {
+    if classify(&error) != ErrorClass::Broken {
         return Err(error);
     }
     let is_right = error.as_database_error().is_some_and(|fault| fault.code().as_deref() == Some("42501"));
     let advice = if is_right { "GRANT the worker's role what it uses" } else { "correct the statement or its tables" };
-    let sentence = format!("{name} cannot be run: {}; {advice}", why(&error));
+    let sentence = format!("{name} cannot be run: {}; {advice}", one_line(&error));
     Ok(vec![(Cause::DatabaseRights, Some(sentence))])
 }
 

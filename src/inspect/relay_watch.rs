@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::relay::{Backlog, NotRelayed};
+use crate::relay::{Backlog, RelayError};
 
 /// How long an outbox may be unreadable before it is said: a lock or a deadlock is over sooner.
 const UNREADABLE_FOR: Duration = Duration::from_secs(2);
@@ -33,7 +33,7 @@ impl RelayWatch {
     }
 
     /// What a look at the outbox found. One that the database could not answer says nothing of the outbox.
-    pub fn note_backlog(&mut self, backlog: &Result<Backlog, NotRelayed>, now: Instant) {
+    pub fn note_backlog(&mut self, backlog: &Result<Backlog, RelayError>, now: Instant) {
         let backlog = match backlog {
             Ok(backlog) => backlog,
             Err(fault) => return self.note_unreadable(fault, now),
@@ -51,7 +51,7 @@ impl RelayWatch {
         }
     }
 
-    fn note_unreadable(&mut self, fault: &NotRelayed, now: Instant) {
+    fn note_unreadable(&mut self, fault: &RelayError, now: Instant) {
         if fault.is_of_the_whole_database() {
             return;
         }
@@ -61,7 +61,7 @@ impl RelayWatch {
     }
 
     /// What came of a round, where this worker is the relay.
-    pub fn note_refusal(&mut self, refused: Option<&NotRelayed>) {
+    pub fn note_refusal(&mut self, refused: Option<&RelayError>) {
         self.refusal = refused.map(ToString::to_string);
     }
 
@@ -101,13 +101,13 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn backlog(age_s: u64, last_sent_s: Option<u64>) -> Result<Backlog, NotRelayed> {
+    fn backlog(age_s: u64, last_sent_s: Option<u64>) -> Result<Backlog, RelayError> {
         let age = age_s as u32 * SECOND;
         Ok(Backlog { age, new_age: age, last_sent: last_sent_s.map(Duration::from_secs) })
     }
 
     /// What is said after a look each second, with these answers.
-    fn after(looks: impl Iterator<Item = Result<Backlog, NotRelayed>>) -> Option<String> {
+    fn after(looks: impl Iterator<Item = Result<Backlog, RelayError>>) -> Option<String> {
         let mut now = Instant::now();
         let mut watch = RelayWatch::new("event_outbox", true, now);
         for look in looks {

@@ -177,10 +177,10 @@ impl Link {
         Ok(())
     }
 
-    /// The next message or answer; `None` if nothing has come for `patience`.
-    pub async fn receive(&mut self, patience: Duration) -> Result<Option<Received>, QuarantineError> {
+    /// The next message or answer; `None` if nothing has come for `limit`.
+    pub async fn receive(&mut self, limit: Duration) -> Result<Option<Received>, QuarantineError> {
         loop {
-            match self.incoming(patience).await? {
+            match self.incoming(limit).await? {
                 Some(Incoming::Message(message)) => return Ok(Some(Received::Message(message))),
                 Some(Incoming::Method(AMQPClass::Queue(queue::AMQPMethod::DeclareOk(declared)))) => {
                     return Ok(Some(Received::Ready(declared.message_count.into())));
@@ -191,9 +191,9 @@ impl Link {
         }
     }
 
-    async fn incoming(&mut self, patience: Duration) -> Result<Option<Incoming>, QuarantineError> {
+    async fn incoming(&mut self, limit: Duration) -> Result<Option<Incoming>, QuarantineError> {
         loop {
-            let Some(frame) = self.frame(patience).await? else { return Ok(None) };
+            let Some(frame) = self.frame(limit).await? else { return Ok(None) };
             if frame.kind == Kind::Heartbeat {
                 continue;
             }
@@ -235,7 +235,7 @@ impl Link {
         }
     }
 
-    async fn frame(&mut self, patience: Duration) -> Result<Option<Frame>, QuarantineError> {
+    async fn frame(&mut self, limit: Duration) -> Result<Option<Frame>, QuarantineError> {
         loop {
             let mut bytes = &self.chunk[self.unread.clone()];
             let decoded = self.decoder.feed(&mut bytes);
@@ -243,7 +243,7 @@ impl Link {
             if let Some(frame) = decoded.map_err(|fault| self.broken(&fault))? {
                 return Ok(Some(frame));
             }
-            let Ok(read) = timeout(patience, self.raw.stream.read(&mut self.chunk)).await else { return Ok(None) };
+            let Ok(read) = timeout(limit, self.raw.stream.read(&mut self.chunk)).await else { return Ok(None) };
             match read {
                 Ok(0) => return Err(self.broken(&"the broker ended the connection")),
                 Ok(count) => self.unread = 0..count,

@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::alarm::{Parcel, ParkReason};
-use crate::broker::{BrokerFault, reply_code};
+use crate::alarm::{DeadLetter, ParkReason};
+use crate::broker::{BrokerError, reply_code};
 use crate::config::{AmqpSettings, Settings};
-use crate::database::{Database, why};
-use crate::message::TimeoutDue;
+use crate::database::{Database, one_line};
+use crate::message::Alarm;
 use crate::park;
 use crate::topology::Names;
 use link::{Link, Received};
@@ -83,7 +83,7 @@ pub struct Report {
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum QuarantineError {
     #[error(transparent)]
-    Broker(#[from] BrokerFault),
+    Broker(#[from] BrokerError),
     #[error("the broker at {place} could not be searched: {why}")]
     Broken { place: String, why: String },
     #[error("the broker at {place} ended the search with {code} {text}")]
@@ -174,7 +174,7 @@ impl Report {
 /// An unreadable message that is not stored yet.
 struct Waiting {
     tag: u64,
-    parcel: Parcel,
+    dead_letter: DeadLetter,
     found: Found,
 }
 
@@ -240,14 +240,14 @@ impl Search<'_> {
         let Some(why) = message.why_unreadable(self.link.frame_max) else { return };
         let (queue, position) = (self.queue.to_owned(), self.report.searched);
         let detail = format!("at position {position} of {queue}, where the AMQP client cannot read it: {why}");
-        let mut parcel = Parcel::unread(ParkReason::Unreadable, detail, &message.body);
-        if let Ok(due) = TimeoutDue::read(&message.body, None) {
-            (parcel.order_id, parcel.deadline) = (Some(due.order_id), Some(due.deadline));
+        let mut dead_letter = DeadLetter::unread(ParkReason::Unreadable, detail, &message.body);
+        if let Ok(due) = Alarm::read(&message.body, None) {
+            (dead_letter.order_id, dead_letter.deadline) = (Some(due.order_id), Some(due.deadline));
         }
-        let order_id = parcel.order_id.as_ref().map(ToString::to_string);
+        let order_id = dead_letter.order_id.as_ref().map(ToString::to_string);
         let found = Found { queue, position, why, body_bytes: message.body_bytes, order_id, moved: false };
         match self.store {
-            Some(_) => self.waiting.push(Waiting { tag: message.tag, parcel, found }),
+            Some(_) => self.waiting.push(Waiting { tag: message.tag, dead_letter, found }),
             None => self.report.note(found),
         }
     }
@@ -256,10 +256,10 @@ impl Search<'_> {
     async fn put_aside(&mut self) -> Result<u64, QuarantineError> {
         let (Some(database), false) = (self.store, self.waiting.is_empty()) else { return Ok(0) };
         let waiting = std::mem::take(&mut self.waiting);
-        let parcels: Vec<&Parcel> = waiting.iter().map(|waiting| &waiting.parcel).collect();
-        park::park(database, &parcels)
+        let dead_letters: Vec<&DeadLetter> = waiting.iter().map(|waiting| &waiting.dead_letter).collect();
+        park::park(database, &dead_letters)
             .await
-            .map_err(|error| QuarantineError::NotStored { queue: self.queue.to_owned(), why: why(&error) })?;
+            .map_err(|error| QuarantineError::NotStored { queue: self.queue.to_owned(), why: one_line(&error) })?;
         let tags: Vec<u64> = waiting.iter().map(|waiting| waiting.tag).collect();
         self.link.acknowledge(&tags).await?;
         waiting.into_iter().for_each(|waiting| self.report.note(Found { moved: true, ..waiting.found }));

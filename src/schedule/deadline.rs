@@ -6,7 +6,7 @@
 use sqlx::{PgExecutor, Row};
 
 use crate::database::{self, Timestamptz};
-use crate::order::{BadOrderId, Deadline, OrderId};
+use crate::order::{Deadline, OrderId, OrderIdError};
 
 /// The statement, for services in other languages too.
 const DEADLINE_SQL: &str = include_str!("../../sql/deadline.sql");
@@ -27,9 +27,9 @@ pub enum Moved {
 
 /// Why a deadline is not known to have been moved.
 #[derive(Debug, thiserror::Error)]
-pub enum NotMoved {
+pub enum MoveDeadlineError {
     #[error("the deadline stands: {0}")]
-    BadOrderId(#[from] BadOrderId),
+    OrderIdError(#[from] OrderIdError),
     #[error("{}", what_is_known(.0))]
     Database(#[from] sqlx::Error),
 }
@@ -37,7 +37,7 @@ pub enum NotMoved {
 fn what_is_known(error: &sqlx::Error) -> String {
     let Some(refusal) = error.as_database_error() else {
         // It may have gone wrong on the way back.
-        return format!("the deadline is not known to have moved; try again: {}", database::why(error));
+        return format!("the deadline is not known to have moved; try again: {}", database::one_line(error));
     };
     let hint = match refusal.code().as_deref() {
         // invalid_text_representation
@@ -54,7 +54,7 @@ fn what_is_known(error: &sqlx::Error) -> String {
         Some("23514") => "; choose a deadline before the year 9999",
         _ => "",
     };
-    format!("the deadline stands: {}{hint}", database::why(error))
+    format!("the deadline stands: {}{hint}", database::one_line(error))
 }
 
 /// Gives an unpaid order another deadline as part of the caller's transaction.
@@ -73,12 +73,12 @@ fn what_is_known(error: &sqlx::Error) -> String {
 /// ```
 ///
 /// # Errors
-/// [`NotMoved`]; the transaction is to be rolled back then.
+/// [`MoveDeadlineError`]; the transaction is to be rolled back then.
 pub async fn move_deadline_in(
     transaction: impl PgExecutor<'_>,
     order_id: impl AsRef<str>,
     deadline: impl Into<Deadline>,
-) -> Result<Moved, NotMoved> {
+) -> Result<Moved, MoveDeadlineError> {
     Ok(move_deadline(transaction, &OrderId::new(order_id)?, deadline.into()).await?)
 }
 

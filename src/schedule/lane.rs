@@ -1,15 +1,15 @@
 //! Where an alarm enters the broker: by its standard delay's lane, by the inbox for any other delay, or by the delayed
 //! exchange.
 //!
-//! Pure: settings, a deadline and a time go in, an entry comes out. Trusts the publisher's clock for the TTL alone;
+//! Pure: settings, a deadline and a time go in, an route comes out. Trusts the publisher's clock for the TTL alone;
 //! whatever that makes early is held by the worker, whatever it makes late is closed late.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
 
 use crate::config::{Lane, Settings, Strategy};
-use crate::envelope::{Entry, Wait};
-use crate::order::{Deadline, Moment, OrderId};
+use crate::envelope::{Delay, Route};
+use crate::order::{Deadline, OrderId, Timestamp};
 use crate::topology::Names;
 
 /// The alarms of a lane leave it in step, each by so much at most before its lead begins: fifty at once cost broker and
@@ -49,7 +49,7 @@ impl Lanes {
 
     /// Every exchange that an alarm may enter by.
     #[must_use]
-    pub fn entry_exchanges(&self) -> Vec<String> {
+    pub fn route_exchanges(&self) -> Vec<String> {
         match self.strategy {
             Strategy::DeadLetter => vec![self.names.arm(), self.names.delay()],
             Strategy::DelayedExchange => vec![self.names.delayed()],
@@ -58,14 +58,14 @@ impl Lanes {
 
     /// Where an alarm for this order goes in, seen from `now`.
     #[must_use]
-    pub fn entry(&self, order_id: &OrderId, deadline: Deadline, now: Moment) -> Entry {
+    pub fn route(&self, order_id: &OrderId, deadline: Deadline, now: Timestamp) -> Route {
         let remaining = deadline.since(now);
         match self.strategy {
-            Strategy::DelayedExchange => Entry::delayed(&self.names, remaining.saturating_sub(self.lead)),
+            Strategy::DelayedExchange => Route::delayed(&self.names, remaining.saturating_sub(self.lead)),
             Strategy::DeadLetter => match self.lane_for(remaining) {
                 Some(lane) => self.lane_entry(lane, order_id, deadline, now),
                 // No TTL: only the worker writes into the wheel, by the database's clock.
-                None => Entry::arm(&self.names),
+                None => Route::arm(&self.names),
             },
         }
     }
@@ -75,12 +75,12 @@ impl Lanes {
         self.lanes.iter().find(|lane| lane.delay.abs_diff(remaining) <= self.tolerance)
     }
 
-    fn lane_entry(&self, lane: &Lane, order_id: &OrderId, deadline: Deadline, now: Moment) -> Entry {
+    fn lane_entry(&self, lane: &Lane, order_id: &OrderId, deadline: Deadline, now: Timestamp) -> Route {
         let leaves_at = in_step(deadline - self.lead);
-        Entry {
+        Route {
             exchange: self.names.delay(),
             routing_key: Names::lane_key(&lane.name, self.shard_of(order_id)),
-            wait: Wait::Ttl(leaves_at.since(now)),
+            wait: Delay::Ttl(leaves_at.since(now)),
         }
     }
 
@@ -92,9 +92,9 @@ impl Lanes {
     }
 }
 
-fn in_step(moment: Moment) -> Moment {
+fn in_step(moment: Timestamp) -> Timestamp {
     let step_micros = i64::try_from(LEAVES_EVERY.as_micros()).expect("some milliseconds");
-    Moment::from_unix_micros(moment.unix_micros().div_euclid(step_micros).saturating_mul(step_micros))
+    Timestamp::from_unix_micros(moment.unix_micros().div_euclid(step_micros).saturating_mul(step_micros))
 }
 
 #[cfg(test)]
@@ -102,26 +102,29 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn entry_for(remaining_ms: u64, overrides: &[&str]) -> Entry {
+    fn entry_for(remaining_ms: u64, overrides: &[&str]) -> Route {
         let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
         let settings = Settings::load_with_environment(None, Default::default(), &overrides).unwrap();
-        let now = Moment::from_unix_micros(1_000_000_000);
+        let now = Timestamp::from_unix_micros(1_000_000_000);
         let id = OrderId::new("order-1").unwrap();
-        Lanes::new(&settings).entry(&id, now + Duration::from_millis(remaining_ms), now)
+        Lanes::new(&settings).route(&id, now + Duration::from_millis(remaining_ms), now)
     }
 
     #[test]
     fn a_standard_delay_takes_its_lane_even_if_some_milliseconds_have_passed() {
-        let entry = entry_for(1_800_000 - 12, &[]);
-        assert_eq!((entry.exchange.as_str(), entry.wait), ("order.delay", Wait::Ttl(Duration::from_millis(1_779_950))));
-        assert!(entry.routing_key.starts_with("30m."), "{entry:?}");
+        let route = entry_for(1_800_000 - 12, &[]);
+        assert_eq!(
+            (route.exchange.as_str(), route.wait),
+            ("order.delay", Delay::Ttl(Duration::from_millis(1_779_950)))
+        );
+        assert!(route.routing_key.starts_with("30m."), "{route:?}");
     }
 
     #[test]
     fn any_other_delay_goes_to_the_inbox_without_a_ttl() {
         for remaining_ms in [0, 1, 59_999, 1_798_900, 1_801_100, 63_072_000_000] {
-            let entry = entry_for(remaining_ms, &[]);
-            assert_eq!((entry.exchange.as_str(), entry.wait), ("order.arm", Wait::None), "{remaining_ms}");
+            let route = entry_for(remaining_ms, &[]);
+            assert_eq!((route.exchange.as_str(), route.wait), ("order.arm", Delay::None), "{remaining_ms}");
         }
     }
 
@@ -129,7 +132,7 @@ mod tests {
         #[test]
         fn alarms_leave_a_lane_in_step_and_no_later_than_their_lead(millis in 0_u64..1_000) {
             let remaining = Duration::from_millis(1_799_500 + millis);
-            let Wait::Ttl(ttl) = entry_for(1_799_500 + millis, &[]).wait else { panic!("a lane") };
+            let Delay::Ttl(ttl) = entry_for(1_799_500 + millis, &[]).wait else { panic!("a lane") };
             let waits_less_by = remaining - Duration::from_secs(20) - ttl;
             prop_assert!(waits_less_by < LEAVES_EVERY, "{waits_less_by:?}");
             // The test's time is on the grid.
@@ -139,15 +142,15 @@ mod tests {
 
     #[test]
     fn a_ttl_is_never_negative() {
-        let entry = entry_for(4_000, &["delay.lanes=4s"]);
-        assert_eq!(entry.wait, Wait::Ttl(Duration::ZERO));
+        let route = entry_for(4_000, &["delay.lanes=4s"]);
+        assert_eq!(route.wait, Delay::Ttl(Duration::ZERO));
     }
 
     #[test]
     fn the_longest_ttl_of_a_lane_is_reached() {
-        let entry = entry_for(4_100, &["delay.lanes=4s", "delay.lead=0s"]);
+        let route = entry_for(4_100, &["delay.lanes=4s", "delay.lead=0s"]);
         let lane = Lane::try_from("4s".to_owned()).unwrap();
-        assert_eq!(entry.wait, Wait::Ttl(lane.longest_ttl()));
+        assert_eq!(route.wait, Delay::Ttl(lane.longest_ttl()));
     }
 
     proptest! {
@@ -157,9 +160,9 @@ mod tests {
             lead_ms in prop_oneof![0_u64..250, 0_u64..3_000, 0_u64..600_000],
             remaining_ms in prop_oneof![3_900_u64..4_300, 6_900_u64..7_300, 0_u64..10_000],
         ) {
-            let entry = entry_for(remaining_ms, &["delay.lanes=4s,7s", &format!("delay.lead={lead_ms}ms"), "worker.hold_max=620s"]);
-            if let Wait::Ttl(ttl) = entry.wait {
-                let name = entry.routing_key.split('.').next().unwrap();
+            let route = entry_for(remaining_ms, &["delay.lanes=4s,7s", &format!("delay.lead={lead_ms}ms"), "worker.hold_max=620s"]);
+            if let Delay::Ttl(ttl) = route.wait {
+                let name = route.routing_key.split('.').next().unwrap();
                 let lane = Lane::try_from(name.to_owned()).unwrap();
                 prop_assert!(ttl <= lane.longest_ttl(), "{ttl:?} in lane {name}");
             }
@@ -169,8 +172,8 @@ mod tests {
     #[test]
     fn the_delayed_exchange_is_given_no_more_than_it_can_hold() {
         let strategy = "delay.strategy=delayed-exchange";
-        assert_eq!(entry_for(75_000, &[strategy]).wait, Wait::XDelayMs(55_000));
+        assert_eq!(entry_for(75_000, &[strategy]).wait, Delay::XDelayMs(55_000));
         let far = entry_for(90 * 86_400_000, &[strategy]);
-        assert_eq!(far.wait, Wait::XDelayMs(4_294_967_295));
+        assert_eq!(far.wait, Delay::XDelayMs(4_294_967_295));
     }
 }

@@ -11,12 +11,12 @@ use lapin::options::ExchangeDeclareOptions;
 use lapin::{Connection, ExchangeKind};
 
 use crate::alarm::Returns;
-use crate::broker::{self, BrokerFault, reply, reply_code};
+use crate::broker::{self, BrokerError, reply, reply_code};
 use crate::config::{Settings, Strategy};
-use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
-use crate::envelope::{self, Stamp};
-use crate::message::TimeoutDue;
-use crate::order::{BadOrderId, Deadline, Moment, OrderId};
+use crate::confirm::{ConfirmedPublisher, Outgoing, PublishError};
+use crate::envelope::{self, AlarmHeaders};
+use crate::message::Alarm;
+use crate::order::{Deadline, OrderId, OrderIdError, Timestamp};
 use lane::Lanes;
 
 /// The library's front door: schedules alarms for orders.
@@ -47,32 +47,32 @@ pub struct Publisher {
 /// Why an alarm is not known to be in the broker's hands. Schedule it again: a second alarm for the same order does no
 /// harm.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum NotScheduled {
+pub enum ScheduleError {
     #[error("not scheduled: {0}")]
-    BadOrderId(#[from] BadOrderId),
+    OrderIdError(#[from] OrderIdError),
     #[error("not scheduled: the deadline lies further ahead than delay.max_delay allows; is its unit right?")]
     TooFar,
     #[error("not scheduled: {0}")]
-    NotConfirmed(#[from] NotConfirmed),
+    PublishError(#[from] PublishError),
 }
 
 /// What became of the alarms handed to [`Publisher::schedule_all`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{} of {} alarms not scheduled; the first: order {}: {}", failed.len(), failed.len() + scheduled, failed[0].0, failed[0].1)]
-pub struct NotAllScheduled {
+pub struct ScheduleManyError {
     /// How many are safe.
     pub scheduled: usize,
     /// The others, never empty, each with its reason.
-    pub failed: Vec<(OrderId, NotScheduled)>,
+    pub failed: Vec<(OrderId, ScheduleError)>,
 }
 
 impl Publisher {
     /// Connects to the broker and verifies that alarms can enter it.
     ///
     /// # Errors
-    /// [`BrokerFault`], within `amqp.connect_timeout`, if there is no connection, or an exchange that alarms enter by is
+    /// [`BrokerError`], within `amqp.connect_timeout`, if there is no connection, or an exchange that alarms enter by is
     /// missing.
-    pub async fn connect(settings: &Settings) -> Result<Self, BrokerFault> {
+    pub async fn connect(settings: &Settings) -> Result<Self, BrokerError> {
         let lanes = Lanes::new(settings);
         let connecting = async {
             verify_entries(settings, &lanes).await?;
@@ -85,8 +85,12 @@ impl Publisher {
     /// Schedules one alarm; resolves when the broker has confirmed it.
     ///
     /// # Errors
-    /// [`NotScheduled`], within `amqp.connect_timeout` + `amqp.confirm_timeout`, however many others call it.
-    pub async fn schedule(&self, order_id: impl AsRef<str>, deadline: impl Into<Deadline>) -> Result<(), NotScheduled> {
+    /// [`ScheduleError`], within `amqp.connect_timeout` + `amqp.confirm_timeout`, however many others call it.
+    pub async fn schedule(
+        &self,
+        order_id: impl AsRef<str>,
+        deadline: impl Into<Deadline>,
+    ) -> Result<(), ScheduleError> {
         let (order_id, deadline) = (OrderId::new(order_id)?, deadline.into());
         self.ensure_near(deadline)?;
         Ok(self.confirmed.publish(self.message(order_id, deadline)).await?)
@@ -96,12 +100,12 @@ impl Publisher {
     /// longer than a lane's tolerance of a second, the last ones go by the wheel.
     ///
     /// # Errors
-    /// [`NotAllScheduled`] lists those that failed; all others are safe. A broker that does not answer for
+    /// [`ScheduleManyError`] lists those that failed; all others are safe. A broker that does not answer for
     /// `amqp.connect_timeout` + `amqp.confirm_timeout` ends it; the rest is not tried.
     pub async fn schedule_all<D: Into<Deadline>>(
         &self,
         alarms: impl IntoIterator<Item = (OrderId, D)>,
-    ) -> Result<usize, NotAllScheduled> {
+    ) -> Result<usize, ScheduleManyError> {
         let (mut accepted, mut failed) = (Vec::new(), Vec::new());
         for (order_id, deadline) in alarms {
             let deadline = deadline.into();
@@ -116,34 +120,35 @@ impl Publisher {
         let answers = self.confirmed.publish_all(messages).await;
         let ids = accepted.into_iter().map(|(order_id, _)| order_id);
         failed.extend(ids.zip(answers).filter_map(|(id, answer)| Some((id, answer.err()?.into()))));
-        if failed.is_empty() { Ok(total) } else { Err(NotAllScheduled { scheduled: total - failed.len(), failed }) }
+        if failed.is_empty() { Ok(total) } else { Err(ScheduleManyError { scheduled: total - failed.len(), failed }) }
     }
 
-    fn ensure_near(&self, deadline: Deadline) -> Result<(), NotScheduled> {
-        let furthest = Moment::now_by_local_clock() + self.lanes.max_delay();
-        if deadline <= furthest { Ok(()) } else { Err(NotScheduled::TooFar) }
+    fn ensure_near(&self, deadline: Deadline) -> Result<(), ScheduleError> {
+        let furthest = Timestamp::now_by_local_clock() + self.lanes.max_delay();
+        if deadline <= furthest { Ok(()) } else { Err(ScheduleError::TooFar) }
     }
 
     /// To be sent at once: its TTL counts from now.
     fn message(&self, order_id: OrderId, deadline: Deadline) -> Outgoing {
-        let now = Moment::now_by_local_clock();
-        let entry = self.lanes.entry(&order_id, deadline, now);
-        let stamp = Stamp { attempt: 0, born: now, traceparent: None, returns: Returns::default() };
-        envelope::address(&TimeoutDue { order_id, deadline }, entry, stamp)
+        let now = Timestamp::now_by_local_clock();
+        let route = self.lanes.route(&order_id, deadline, now);
+        let stamp =
+            AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() };
+        envelope::address(&Alarm { order_id, deadline }, route, stamp)
     }
 }
 
 /// Whether the exchanges that alarms enter by exist, asked on a connection that may be lost to the answer.
-async fn verify_entries(settings: &Settings, lanes: &Lanes) -> Result<(), BrokerFault> {
+async fn verify_entries(settings: &Settings, lanes: &Lanes) -> Result<(), BrokerError> {
     let connection = broker::connect(&settings.amqp, "publisher check").await?;
-    for exchange in lanes.entry_exchanges() {
+    for exchange in lanes.route_exchanges() {
         verify_exchange(&connection, &exchange, settings.delay.strategy).await?;
     }
     broker::close(&connection, settings.amqp.connect_timeout).await;
     Ok(())
 }
 
-async fn verify_exchange(connection: &Connection, name: &str, strategy: Strategy) -> Result<(), BrokerFault> {
+async fn verify_exchange(connection: &Connection, name: &str, strategy: Strategy) -> Result<(), BrokerError> {
     let Err(error) = ask_for_exchange(connection, name).await else { return Ok(()) };
     let hint = match strategy {
         Strategy::DeadLetter => "run `order-timeout setup` with the namespace of this publisher",
@@ -155,12 +160,12 @@ async fn verify_exchange(connection: &Connection, name: &str, strategy: Strategy
         // It is there, only of another type than the question named.
         Some((reply_code::PRECONDITION_FAILED, _)) => Ok(()),
         Some((code @ (reply_code::NOT_FOUND | reply_code::COMMAND_INVALID), text)) => {
-            Err(BrokerFault::Refused(format!("exchange {name:?} is not there ({code} {text}); {hint}")))
+            Err(BrokerError::Refused(format!("exchange {name:?} is not there ({code} {text}); {hint}")))
         }
-        Some((code @ reply_code::ACCESS_REFUSED, text)) => Err(BrokerFault::Refused(format!(
+        Some((code @ reply_code::ACCESS_REFUSED, text)) => Err(BrokerError::Refused(format!(
             "this user may not ask for exchange {name:?} ({code} {text}); grant it rights on it with rabbitmqctl set_permissions"
         ))),
-        _ => Err(BrokerFault::Away(format!("the broker was lost when it was asked for exchange {name:?} ({error})"))),
+        _ => Err(BrokerError::Away(format!("the broker was lost when it was asked for exchange {name:?} ({error})"))),
     }
 }
 

@@ -12,10 +12,10 @@ use crate::alarm::Returns;
 use crate::config::Settings;
 use crate::confirm::{ConfirmedPublisher, Outgoing};
 use crate::database::{Database, Timestamptz};
-use crate::envelope::{self, Stamp};
-use crate::message::TimeoutDue;
-use crate::order::{BadOrderId, Deadline, Moment, OrderId};
-use crate::relay::{Backlog, NotRelayed, Outbox, OutboxSql, Relayed, outbox_sql};
+use crate::envelope::{self, AlarmHeaders};
+use crate::message::Alarm;
+use crate::order::{Deadline, OrderId, OrderIdError, Timestamp};
+use crate::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
 
 const SQL: OutboxSql = outbox_sql!(
     "alarm_outbox",
@@ -39,10 +39,10 @@ const SQL: OutboxSql = outbox_sql!(
 
 /// Why an alarm was not written into the outbox.
 #[derive(Debug, thiserror::Error)]
-pub enum NotWritten {
+pub enum OutboxError {
     #[error("not scheduled: {0}")]
-    BadOrderId(#[from] BadOrderId),
-    #[error("not scheduled: {}", crate::database::why(.0))]
+    OrderIdError(#[from] OrderIdError),
+    #[error("not scheduled: {}", crate::database::one_line(.0))]
     Database(#[from] sqlx::Error),
 }
 
@@ -64,12 +64,12 @@ pub enum NotWritten {
 /// ```
 ///
 /// # Errors
-/// [`NotWritten`]; the transaction is to be rolled back then.
+/// [`OutboxError`]; the transaction is to be rolled back then.
 pub async fn schedule_in(
     transaction: impl sqlx::PgExecutor<'_>,
     order_id: impl AsRef<str>,
     deadline: impl Into<Deadline>,
-) -> Result<(), NotWritten> {
+) -> Result<(), OutboxError> {
     let order_id = OrderId::new(order_id)?;
     sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, $2)")
         .bind(order_id.as_str())
@@ -102,7 +102,7 @@ impl AlarmRelay {
     ///
     /// # Errors
     /// As of [`Outbox::round`].
-    pub async fn round(&mut self) -> Result<Relayed, NotRelayed> {
+    pub async fn round(&mut self) -> Result<Relayed, RelayError> {
         let lanes = &self.lanes;
         self.outbox.round(|row| message(lanes, row)).await
     }
@@ -111,7 +111,7 @@ impl AlarmRelay {
     ///
     /// # Errors
     /// As of [`Outbox::backlog`].
-    pub async fn backlog(&self) -> Result<Backlog, NotRelayed> {
+    pub async fn backlog(&self) -> Result<Backlog, RelayError> {
         self.outbox.backlog().await
     }
 
@@ -139,11 +139,11 @@ fn message(lanes: &Lanes, row: &PgRow) -> Result<Option<Outgoing>, sqlx::Error> 
 }
 
 /// `None` for an alarm whose time has passed: the sweep has its order by now.
-fn alarm(lanes: &Lanes, order_id: OrderId, deadline: Deadline, now: Moment) -> Option<Outgoing> {
+fn alarm(lanes: &Lanes, order_id: OrderId, deadline: Deadline, now: Timestamp) -> Option<Outgoing> {
     if deadline <= now {
         return None;
     }
-    let entry = lanes.entry(&order_id, deadline, now);
-    let stamp = Stamp { attempt: 0, born: now, traceparent: None, returns: Returns::default() };
-    Some(envelope::address(&TimeoutDue { order_id, deadline }, entry, stamp))
+    let route = lanes.route(&order_id, deadline, now);
+    let stamp = AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() };
+    Some(envelope::address(&Alarm { order_id, deadline }, route, stamp))
 }

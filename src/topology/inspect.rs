@@ -11,7 +11,7 @@ use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection, ExchangeKind};
 use uuid::Uuid;
 
-use super::{Exchange, Object, Topology, TopologyFault, open_channel};
+use super::{Exchange, Object, Topology, TopologyError, open_channel};
 use crate::broker::{reply, reply_code};
 
 /// How long the broker may take to say what is there.
@@ -43,12 +43,12 @@ impl Topology {
     /// Whether every exchange and every queue is there.
     ///
     /// # Errors
-    /// [`TopologyFault::Missing`] names the first that is not.
-    pub async fn look(&self, connection: &Connection) -> Result<Sight, TopologyFault> {
+    /// [`TopologyError::Missing`] names the first that is not.
+    pub async fn look(&self, connection: &Connection) -> Result<Sight, TopologyError> {
         within_time(self.look_at_all(connection)).await
     }
 
-    async fn look_at_all(&self, connection: &Connection) -> Result<Sight, TopologyFault> {
+    async fn look_at_all(&self, connection: &Connection) -> Result<Sight, TopologyError> {
         let channel = open_channel(connection).await?;
         // All at once; the first that is missing ends the channel, and with it the answers to the rest.
         let exchanges = join_all(self.exchanges.iter().map(|exchange| look_at_exchange(&channel, exchange)));
@@ -70,8 +70,8 @@ impl Topology {
     /// What stands in the processing queues, and who reads them. Looks at nothing else.
     ///
     /// # Errors
-    /// [`TopologyFault::Missing`] names the first that is not there.
-    pub async fn look_at_processing(&self, connection: &Connection) -> Result<Sight, TopologyFault> {
+    /// [`TopologyError::Missing`] names the first that is not there.
+    pub async fn look_at_processing(&self, connection: &Connection) -> Result<Sight, TopologyError> {
         within_time(async {
             let channel = open_channel(connection).await?;
             let looks = join_all(self.processing.iter().map(|name| look_at_queue(&channel, name)));
@@ -89,11 +89,11 @@ impl Topology {
     /// that: where a queue is missing, alarms then go elsewhere and their publisher is told that they are scheduled.
     ///
     /// # Errors
-    /// [`TopologyFault`] if the broker does not say.
-    pub async fn exchange_with_alternate(&self, connection: &Connection) -> Result<Option<String>, TopologyFault> {
+    /// [`TopologyError`] if the broker does not say.
+    pub async fn exchange_with_alternate(&self, connection: &Connection) -> Result<Option<String>, TopologyError> {
         within_time(async {
             let channel = open_channel(connection).await?;
-            let failed = |error: lapin::Error| TopologyFault::Failed {
+            let failed = |error: lapin::Error| TopologyError::Failed {
                 object: "a message to test for alternate exchanges".into(),
                 why: error.to_string(),
             };
@@ -112,8 +112,8 @@ impl Topology {
     /// Refuses a namespace of which nothing is there: most likely its name is mistyped.
     ///
     /// # Errors
-    /// [`TopologyFault::NeverSetUp`].
-    pub async fn require_some(&self, connection: &Connection) -> Result<(), TopologyFault> {
+    /// [`TopologyError::NeverSetUp`].
+    pub async fn require_some(&self, connection: &Connection) -> Result<(), TopologyError> {
         within_time(async {
             // The processing side only, which every deployment has.
             for name in self.processing.iter().chain([&self.names().arm(), &self.names().parked()]) {
@@ -129,17 +129,17 @@ impl Topology {
                     return Ok(());
                 }
             }
-            Err(TopologyFault::NeverSetUp { namespace: self.namespace.clone() })
+            Err(TopologyError::NeverSetUp { namespace: self.namespace.clone() })
         })
         .await
     }
 }
 
-async fn within_time<T>(looking: impl Future<Output = Result<T, TopologyFault>>) -> Result<T, TopologyFault> {
+async fn within_time<T>(looking: impl Future<Output = Result<T, TopologyError>>) -> Result<T, TopologyError> {
     let looked = tokio::time::timeout(LOOK_TIMEOUT, looking).await;
     looked.unwrap_or_else(|_| {
         let why = format!("the broker did not say within {LOOK_TIMEOUT:?} whether they are there");
-        Err(TopologyFault::Failed { object: "the queues".into(), why })
+        Err(TopologyError::Failed { object: "the queues".into(), why })
     })
 }
 

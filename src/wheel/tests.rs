@@ -12,11 +12,11 @@ use proptest::sample::Index;
 use proptest::test_runner::TestCaseError;
 
 use super::*;
-use crate::alarm::{Alarm, Delivered, Inlet, Receipt, Returns, Wanted};
+use crate::alarm::{Delivered, DeliveredAlarm, Receipt, Returns, SourceQueue, Wanted};
 use crate::config::{RingSettings, Settings};
-use crate::desk::{Desk, Errand, News, Policy};
-use crate::message::TimeoutDue;
-use crate::order::{CloseFault, OrderId};
+use crate::engine::{Action, Engine, Input, Policy};
+use crate::message::Alarm;
+use crate::order::{CloseError, OrderId};
 
 type Checked = Result<(), TestCaseError>;
 
@@ -35,12 +35,12 @@ fn wheel() -> Wheel {
     Wheel::new(vec![ring("5s", 5, 20, 5), ring("1m", 60, 90, 10), ring("1h", 3_600, 36, 300)]).unwrap()
 }
 
-fn at(seconds: i64) -> Moment {
-    Moment::from_unix_micros(seconds * 1_000_000)
+fn at(seconds: i64) -> Timestamp {
+    Timestamp::from_unix_micros(seconds * 1_000_000)
 }
 
-fn shifted(moment: Moment, micros: i64) -> Moment {
-    Moment::from_unix_micros(moment.unix_micros().saturating_add(micros))
+fn shifted(moment: Timestamp, micros: i64) -> Timestamp {
+    Timestamp::from_unix_micros(moment.unix_micros().saturating_add(micros))
 }
 
 #[test]
@@ -48,8 +48,8 @@ fn rings_that_could_loop_are_refused() {
     // 16 units of 5 s reach 80 s; a 1 m slot hands over up to 70 s ahead; a 2 m slot up to 130 s.
     assert!(Wheel::new(vec![ring("5s", 5, 20, 5), ring("1m", 60, 90, 10)]).is_ok());
     let gap = Wheel::new(vec![ring("5s", 5, 20, 5), ring("2m", 120, 90, 10)]).unwrap_err();
-    assert!(matches!(gap, BadWheel::Gap { .. }), "{gap}");
-    assert_eq!(Wheel::new(vec![]), Err(BadWheel::NoRings));
+    assert!(matches!(gap, WheelError::Gap { .. }), "{gap}");
+    assert_eq!(Wheel::new(vec![]), Err(WheelError::NoRings));
 }
 
 #[test]
@@ -96,23 +96,24 @@ fn the_desk_asks_for_no_longer_wait_than_settings_provide_for() {
     let settings = Settings::defaults();
     let mut longest = Duration::ZERO;
     for attempt in 0..40 {
-        let mut desk = Desk::new(policy(&settings));
-        let due = TimeoutDue { order_id: OrderId::new("order-1").unwrap(), deadline: at(1_000) };
-        let alarm = Alarm { due, attempt, born: None, traceparent: None, returns: Returns::default() };
+        let mut engine = Engine::new(policy(&settings));
+        let due = Alarm { order_id: OrderId::new("order-1").unwrap(), deadline: at(1_000) };
+        let alarm =
+            DeliveredAlarm { due, attempt, first_published_at: None, traceparent: None, returns: Returns::default() };
         let receipt = Receipt { session: 1, channel: 0, tag: 1 };
-        desk.hear(
-            News::Delivered(Delivered { receipt, inlet: Inlet::Timeout, content: Ok(alarm), death: None }),
+        engine.handle(
+            Input::Delivered(Delivered { receipt, source: SourceQueue::Timeout, content: Ok(alarm), death: None }),
             at(1_000),
         );
         for now in (0..1_000).map(|tenths| at(1_000) + tenths * Duration::from_millis(100)) {
-            let mut errands = VecDeque::from(desk.errands(now));
-            while let Some(errand) = errands.pop_front() {
-                if let Errand::Arm(jobs) = &errand {
+            let mut actions = VecDeque::from(engine.poll_actions(now));
+            while let Some(errand) = actions.pop_front() {
+                if let Action::Rearm(jobs) = &errand {
                     let Wanted::NotBefore(moment) = jobs[0].wanted else { panic!("{jobs:?}") };
                     longest = longest.max(moment.since(now));
-                } else if let Errand::Close(batch) = errand {
-                    desk.hear(News::Closed(batch, Err(CloseFault::OfTheOrder("a trigger says no".into()))), now);
-                    errands.extend(desk.errands(now));
+                } else if let Action::Close(batch) = errand {
+                    engine.handle(Input::Closed(batch, Err(CloseError::Rejected("a trigger says no".into()))), now);
+                    actions.extend(engine.poll_actions(now));
                 }
             }
         }
@@ -213,7 +214,7 @@ impl Span {
             Self::Round { ring, whole: false, more_us } => (ring.get(wheel.rings()).reach(), *more_us),
         };
         let most = coarsest(wheel).longest_wait() * MOST_STAYS;
-        shifted(Moment::from_unix_micros(0) + length, more_us).since(Moment::from_unix_micros(0)).min(most)
+        shifted(Timestamp::from_unix_micros(0) + length, more_us).since(Timestamp::from_unix_micros(0)).min(most)
     }
 }
 
@@ -222,10 +223,10 @@ fn time() -> impl Strategy<Value = (i64, Option<(Index, bool, i64)>)> {
     (0..4_000_000_000_000_000_i64, proptest::option::of((any::<Index>(), any::<bool>(), -2..=2_i64)))
 }
 
-fn moment((any_us, boundary): (i64, Option<(Index, bool, i64)>), wheel: &Wheel) -> Moment {
-    let Some((ring, lets_go, more_us)) = boundary else { return Moment::from_unix_micros(any_us) };
+fn moment((any_us, boundary): (i64, Option<(Index, bool, i64)>), wheel: &Wheel) -> Timestamp {
+    let Some((ring, lets_go, more_us)) = boundary else { return Timestamp::from_unix_micros(any_us) };
     let ring = ring.get(wheel.rings());
-    let begins = Moment::from_unix_micros(any_us - any_us.rem_euclid(ring.unit_micros()));
+    let begins = Timestamp::from_unix_micros(any_us - any_us.rem_euclid(ring.unit_micros()));
     shifted(if lets_go { begins - ring.early } else { begins }, more_us)
 }
 
@@ -242,7 +243,7 @@ fn most_hops(wheel: &Wheel, ahead: Duration) -> u128 {
 // ------------------------------------------------------------------------------------------- one alarm, by itself
 
 /// Where an alarm goes, and that its place is one that it should have.
-fn placed(settings: &Settings, wheel: &Wheel, due: Moment, now: Moment) -> Result<Place, TestCaseError> {
+fn placed(settings: &Settings, wheel: &Wheel, due: Timestamp, now: Timestamp) -> Result<Place, TestCaseError> {
     let place = wheel.place(due, now);
     match place {
         // With the two seconds that `Settings::validate` leaves for the way, it is held: it does not come back.
@@ -260,7 +261,7 @@ fn placed(settings: &Settings, wheel: &Wheel, due: Moment, now: Moment) -> Resul
 }
 
 /// Follows an alarm from slot to slot until the worker holds it. Each lets it go, or a worker sees it, this much late.
-fn an_alarm_arrives(settings: &Settings, due: Moment, now: Moment, late: &[Duration]) -> Checked {
+fn an_alarm_arrives(settings: &Settings, due: Timestamp, now: Timestamp, late: &[Duration]) -> Checked {
     let wheel = settings.wheel().expect("accepted rings mesh");
     let (mut now, mut hops, most) = (now, 0, most_hops(&wheel, due.since(now)));
     let mut late = late.iter().copied().chain(std::iter::repeat(Duration::ZERO));
@@ -284,7 +285,7 @@ fn an_alarm_arrives(settings: &Settings, due: Moment, now: Moment, late: &[Durat
 }
 
 /// Follows a retry until it is back: after its wait, within a unit of its ring, and by two hops at most.
-fn a_retry_keeps_its_wait(settings: &Settings, wait: Duration, now: Moment) -> Checked {
+fn a_retry_keeps_its_wait(settings: &Settings, wait: Duration, now: Timestamp) -> Checked {
     let wheel = settings.wheel().expect("accepted rings mesh");
     let wake_at = now + wait.min(settings.retry.longest_wait());
     // Due a while ago, as whatever is tried again.
@@ -304,7 +305,7 @@ fn a_retry_keeps_its_wait(settings: &Settings, wait: Duration, now: Moment) -> C
 }
 
 /// Both, for settings that somebody else has drawn and `Settings::validate` has accepted.
-pub(crate) fn nothing_goes_round(settings: &Settings, now: Moment) -> Checked {
+pub(crate) fn nothing_goes_round(settings: &Settings, now: Timestamp) -> Checked {
     let wheel = settings.wheel().expect("accepted rings mesh");
     for delay_ms in DELAYS_MS {
         let delay = Span::Millis(delay_ms).of(&wheel);
@@ -387,8 +388,8 @@ fn step() -> impl Strategy<Value = Step> {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Wish {
-    By(Moment),
-    NotBefore(Moment),
+    By(Timestamp),
+    NotBefore(Timestamp),
 }
 
 /// An alarm, and how many slots it may still wait in.
@@ -397,13 +398,13 @@ struct Traveller {
     wish: Wish,
     hops_left: u128,
     /// Since when nothing but its own wait has kept it.
-    free_since: Moment,
+    free_since: Timestamp,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Waiting {
     traveller: Traveller,
-    fires_at: Moment,
+    fires_at: Timestamp,
 }
 
 type SlotKey = (usize, u16);
@@ -411,10 +412,10 @@ type SlotKey = (usize, u16);
 struct Model<'a> {
     settings: &'a Settings,
     wheel: Wheel,
-    now: Moment,
+    now: Timestamp,
     slots: BTreeMap<SlotKey, VecDeque<Waiting>>,
     /// Slots that let go of nothing before then.
-    full_until: BTreeMap<SlotKey, Moment>,
+    full_until: BTreeMap<SlotKey, Timestamp>,
     /// What has been let go and waits for a worker, with where it comes from.
     let_go: Vec<(SlotKey, Traveller)>,
 }
@@ -464,17 +465,17 @@ impl Model<'_> {
     }
 
     /// When a slot lets go of its head.
-    fn lets_go_at(&self, key: SlotKey, head: &Waiting) -> Moment {
+    fn lets_go_at(&self, key: SlotKey, head: &Waiting) -> Timestamp {
         self.full_until.get(&key).map_or(head.fires_at, |until| head.fires_at.max(*until))
     }
 
-    fn next_to_go(&self) -> Option<(Moment, SlotKey)> {
+    fn next_to_go(&self) -> Option<(Timestamp, SlotKey)> {
         let heads = self.slots.iter().filter_map(|(key, slot)| Some((*key, slot.front()?)));
         heads.map(|(key, head)| (self.lets_go_at(key, head), key)).min()
     }
 
     /// Slots let go until then; a worker, if one is there, sees to what they let go at once.
-    fn pass_until(&mut self, end: Moment, worker_is_there: bool) -> Checked {
+    fn pass_until(&mut self, end: Timestamp, worker_is_there: bool) -> Checked {
         while let Some((at, key)) = self.next_to_go().filter(|(at, _)| *at <= end) {
             self.now = self.now.max(at);
             let full_until = self.full_until.get(&key).copied();
@@ -571,7 +572,7 @@ proptest! {
         for step in &steps {
             model.take(step)?;
         }
-        model.pass_until(Moment::from_unix_micros(i64::MAX), true)?;
+        model.pass_until(Timestamp::from_unix_micros(i64::MAX), true)?;
         prop_assert!(model.slots.values().all(VecDeque::is_empty), "somebody is left behind");
     }
 }

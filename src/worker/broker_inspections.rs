@@ -14,17 +14,17 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 use uuid::Uuid;
 
-use super::Signs;
+use super::Recorder;
 use super::give_way::GiveWay;
 use crate::canary::store::{CanaryStore, Known, READER_NOTED_EVERY, Sent, StoreError};
 use crate::canary::{self, GRACE, Late, Path, Paths};
 use crate::config::{Settings, Strategy};
-use crate::confirm::{ConfirmedPublisher, MissingWay, NotConfirmed};
+use crate::confirm::{ConfirmedPublisher, MissingWay, PublishError};
 use crate::database::Database;
 use crate::degraded::Cause;
 use crate::deliver::Inspector;
-use crate::order::Moment;
-use crate::topology::{Sight, TopologyFault};
+use crate::order::Timestamp;
+use crate::topology::{Sight, TopologyError};
 
 /// How long after a session's opening the broker is looked at first.
 const FIRST_LOOK_AFTER: Duration = Duration::from_secs(1);
@@ -59,7 +59,7 @@ pub(super) enum BrokerNews {
     SessionOpened(Inspector),
     SessionEnded,
     /// A message found no way: which, and whether whatever was missing has been declared again.
-    DeclaredAgain(String, Result<(), TopologyFault>),
+    DeclaredAgain(String, Result<(), TopologyError>),
     /// The sweep had to close orders although a session is open.
     Swept,
 }
@@ -73,7 +73,7 @@ pub(super) struct BrokerInspections {
     /// Whether the next declaration is one that was asked for here.
     declaring: bool,
     give_way: GiveWay,
-    signs: Signs,
+    recorder: Recorder,
     /// Consumers that this worker has on the processing queues.
     consumers: usize,
     /// Whether exchanges return what cannot be routed; the delayed exchange returns everything.
@@ -126,7 +126,7 @@ impl BrokerInspections {
         database: Database,
         confirmed: ConfirmedPublisher,
         give_way: GiveWay,
-        signs: Signs,
+        recorder: Recorder,
     ) -> Self {
         let (paths, now) = (Paths::new(settings), Instant::now());
         Self {
@@ -137,7 +137,7 @@ impl BrokerInspections {
             confirmed,
             declaring: false,
             give_way,
-            signs,
+            recorder,
             consumers: settings.worker.shard_of_each_channel().len(),
             tests_alternates: settings.delay.strategy == Strategy::DeadLetter,
             began: now,
@@ -326,7 +326,7 @@ impl BrokerInspections {
                 session.sight = Some((Instant::now(), sight));
                 self.findings.missing = None;
             }
-            Err(fault @ TopologyFault::Missing { .. }) => {
+            Err(fault @ TopologyError::Missing { .. }) => {
                 self.note_missing(&fault.to_string());
                 self.have_declared_again(&fault.to_string());
                 // Only now does an alternate exchange take alarms away.
@@ -461,7 +461,7 @@ impl BrokerInspections {
         }
     }
 
-    fn is_overdue(&self, sent: &Sent, now: Moment) -> bool {
+    fn is_overdue(&self, sent: &Sent, now: Timestamp) -> bool {
         let Some(session) = &self.session else { return false };
         let began_at = now - session.since.elapsed();
         let is_quick = self.paths.find(&sent.path).is_some_and(Path::is_quick);
@@ -470,7 +470,7 @@ impl BrokerInspections {
         !sent.has_arrived && now > since.max(began_at + COMING_BACK) + GRACE
     }
 
-    async fn send(&mut self, path: &Path, now: Moment, suspected: bool, is_missed: bool) -> Result<(), StoreError> {
+    async fn send(&mut self, path: &Path, now: Timestamp, suspected: bool, is_missed: bool) -> Result<(), StoreError> {
         let (id, journey) = (Uuid::now_v7(), self.paths.journey(path, now));
         let every = path.sent_every(suspected);
         if !self.store.claim(id, path, &journey.queue, journey.wait, every, is_missed).await? {
@@ -482,8 +482,8 @@ impl BrokerInspections {
                 self.findings.unroutable.remove(&path.name);
                 self.findings.not_published.remove(&path.name);
             }
-            Err(fault @ (NotConfirmed::Unroutable(_) | NotConfirmed::NoExchange(_))) => {
-                let (exchange, key) = (&journey.entry.exchange, &journey.entry.routing_key);
+            Err(fault @ (PublishError::Unroutable(_) | PublishError::NoExchange(_))) => {
+                let (exchange, key) = (&journey.route.exchange, &journey.route.routing_key);
                 let what = format!(
                     "exchange {exchange:?} led to no queue for routing key {key:?} ({fault}); exchanges, queues and bindings are declared again"
                 );
@@ -497,7 +497,7 @@ impl BrokerInspections {
             // Alarms would fare no better there; but nothing was lost on the way.
             Err(fault) => {
                 self.store.release(id).await?;
-                let (exchange, key) = (&journey.entry.exchange, &journey.entry.routing_key);
+                let (exchange, key) = (&journey.route.exchange, &journey.route.routing_key);
                 let what = format!(
                     "a canary could not be published to exchange {exchange:?} with routing key {key:?}, and alarms fare no better there: {fault}"
                 );
@@ -571,7 +571,7 @@ impl BrokerInspections {
         for (cause, why) in found {
             let was_said = self.findings.said.contains(&cause);
             if why.is_some() || was_said {
-                self.signs.degraded(cause, why.as_deref());
+                self.recorder.degraded(cause, why.as_deref());
             }
             match (&why, was_said) {
                 (Some(_), false) => self.findings.said.push(cause),

@@ -10,11 +10,11 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use super::Signs;
+use super::Recorder;
 use super::give_way::GiveWay;
 use crate::close::Closer;
 use crate::config::Settings;
-use crate::database::{Database, why};
+use crate::database::{Database, one_line};
 use crate::degraded::Cause;
 use crate::inspect::plan::Plans;
 use crate::inspect::registration::Registration;
@@ -44,7 +44,7 @@ pub(super) struct Inspections {
     found: BTreeMap<(Cause, Finder), Option<String>>,
     turn: u32,
     give_way: GiveWay,
-    signs: Signs,
+    recorder: Recorder,
 }
 
 impl Inspections {
@@ -54,7 +54,7 @@ impl Inspections {
         closer: &Closer,
         sweeper: &Sweeper,
         give_way: GiveWay,
-        signs: Signs,
+        recorder: Recorder,
     ) -> Self {
         let (close_name, overdue_name) = names(settings);
         let is_own = !settings.orders.close_sql.is_empty();
@@ -70,7 +70,7 @@ impl Inspections {
             found: BTreeMap::new(),
             turn: 0,
             give_way,
-            signs,
+            recorder,
         }
     }
 
@@ -88,7 +88,10 @@ impl Inspections {
             }
         }
         if let Ok(Err(error)) = tokio::time::timeout(LAST_WORDS, self.registration.leave()).await {
-            debug!(error = why(&error), "this worker's row could not be deleted; it counts as gone in ten seconds");
+            debug!(
+                error = one_line(&error),
+                "this worker's row could not be deleted; it counts as gone in ten seconds"
+            );
         }
     }
 
@@ -96,17 +99,17 @@ impl Inspections {
     async fn turn(&mut self) {
         match self.schema.look(&self.database).await {
             Ok(found) => self.note(Finder::Schema, found),
-            Err(error) => debug!(error = why(&error), "the schema could not be checked"),
+            Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
         }
         if self.turn.is_multiple_of(TURNS_BETWEEN_PLANS) {
             match self.plans.look(&self.database).await {
                 Ok(found) => self.note(Finder::Plans, found),
-                Err(error) => debug!(error = why(&error), "the statements could not be explained"),
+                Err(error) => debug!(error = one_line(&error), "the statements could not be explained"),
             }
         }
         match self.registration.say_hello().await {
-            Ok(disagreement) => self.signs.degraded(Cause::WorkersDisagree, disagreement.as_deref()),
-            Err(error) => debug!(error = why(&error), "this worker could not be registered"),
+            Ok(disagreement) => self.recorder.degraded(Cause::WorkersDisagree, disagreement.as_deref()),
+            Err(error) => debug!(error = one_line(&error), "this worker could not be registered"),
         }
         self.turn = self.turn.wrapping_add(1);
     }
@@ -116,7 +119,7 @@ impl Inspections {
             self.found.insert((cause, finder), why);
             let all = self.found.range((cause, Finder::Schema)..=(cause, Finder::Plans));
             let all: Vec<&str> = all.filter_map(|(_, why)| why.as_deref()).collect();
-            self.signs.degraded(cause, (!all.is_empty()).then(|| all.join("; ")).as_deref());
+            self.recorder.degraded(cause, (!all.is_empty()).then(|| all.join("; ")).as_deref());
         }
     }
 }

@@ -1,21 +1,21 @@
-//! The composition root: starts the steps, joins them, and drains them on the way out.
+//! The composition root: starts the effects, joins them, and drains them on the way out.
 //!
-//! Decides nothing about alarms (that is `desk/`) and knows no statement and no frame (those are the steps'). The
-//! `floor.rs` carries news and errands between the desk and the steps; `supervisor.rs` keeps a consumer session open;
-//! `settling.rs` gathers what it tells the broker; `quarantine.rs` moves aside what ends every session; `outboxes.rs`
-//! keeps the outboxes empty; `signs.rs` counts what all of them do; `inspections.rs` looks whether the database still has
+//! Decides nothing about alarms (that is `engine/`) and knows no statement and no frame (those are the effects'). The
+//! `floor.rs` carries news and actions between the engine and the effects; `supervisor.rs` keeps a consumer session open;
+//! `ack_batcher.rs` gathers what it tells the broker; `quarantine.rs` moves aside what ends every session; `outboxes.rs`
+//! keeps the outboxes empty; `recorder.rs` counts what all of them do; `inspections.rs` looks whether the database still has
 //! what all of them need, `broker_inspections.rs` for what keeps alarms from arriving; `zones.rs` compares alarms'
 //! deadlines with rows'.
 
+mod ack_batcher;
 mod broker_inspections;
-mod floor;
+mod effects;
+mod event_loop;
 mod give_way;
 mod inspections;
 mod outboxes;
 mod quarantine;
-mod settling;
-mod signs;
-mod steps;
+mod recorder;
 mod supervisor;
 mod zones;
 
@@ -30,37 +30,37 @@ use tracing::{debug, info, warn};
 use uuid::Uuid;
 
 use crate::alarm::Delivered;
-use crate::announce::Announcer;
-use crate::arm::Armer;
-use crate::broker::{self, BrokerFault};
+use crate::announce::EventRelay;
+use crate::backoff::LONGEST_PAUSE;
+use crate::broker::{self, BrokerError};
 use crate::clock::DatabaseClock;
 use crate::close::Closer;
 use crate::config::Settings;
 use crate::confirm::ConfirmedPublisher;
-use crate::database::{self, Database, DatabaseFault, why};
+use crate::database::{self, Database, DatabaseError, one_line};
 use crate::deliver::{Inboxes, LONGEST_CLOSE, OpenError, Opening, Session, SessionEnd};
-use crate::desk::Policy;
-use crate::http::{HttpFault, HttpServer, LIVEZ, METRICS, READYZ};
-use crate::patience::LONGEST_PAUSE;
+use crate::engine::Policy;
+use crate::http::{HttpError, HttpServer, LIVEZ, METRICS, READYZ};
+use crate::rearm::Rearmer;
 use crate::schedule::outbox::AlarmRelay;
 use crate::sweep::Sweeper;
 use crate::topology::{DECLARE_TIMEOUT, Names};
+use ack_batcher::AckBatcher;
 use broker_inspections::BrokerInspections;
-use floor::{Floor, Outputs};
+use effects::Effects;
+use event_loop::{EventLoop, Outputs};
 use give_way::GiveWay;
 use inspections::Inspections;
 use outboxes::Outboxes;
 use quarantine::Quarantine;
-use settling::Settling;
-use signs::Signs;
-use steps::Steps;
+use recorder::Recorder;
 use supervisor::{Listeners, Phase, Supervisor};
 
 /// Connections besides the closers': sweeping, parking, both outboxes and their lock, and two for the checks, so that none
 /// of the others waits for them.
 const OTHER_CONNECTIONS: u32 = 6;
 /// How long a loop may stand still besides what its calls may take.
-const LOOP_PATIENCE: Duration = Duration::from_secs(60);
+const LOOP_MARGIN: Duration = Duration::from_secs(60);
 /// What the outbox loop asks of the database in a turn: two ages, the lock, what is refused, what is parked, and for each
 /// outbox to read, to mark as refused, to mark as sent, to mark what is not locked, and to forget.
 const CALLS_PER_TURN: u32 = 15;
@@ -69,13 +69,13 @@ const SWEEP_PAGE: usize = 1_000;
 
 /// Why a worker could not start.
 #[derive(Debug, thiserror::Error)]
-pub enum StartFault {
+pub enum StartError {
     #[error(transparent)]
-    Database(#[from] DatabaseFault),
+    Database(#[from] DatabaseError),
     #[error(transparent)]
-    Broker(#[from] BrokerFault),
+    Broker(#[from] BrokerError),
     #[error(transparent)]
-    Http(#[from] HttpFault),
+    Http(#[from] HttpError),
 }
 
 /// A worker that is ready to run.
@@ -90,7 +90,7 @@ pub struct Worker {
     inbox: mpsc::UnboundedReceiver<Delivered>,
     canaries: mpsc::UnboundedReceiver<Uuid>,
     inboxes: Inboxes,
-    signs: Signs,
+    recorder: Recorder,
     http: Option<HttpServer>,
 }
 
@@ -99,11 +99,11 @@ impl Worker {
     /// waited for later; one that refuses us, or a database that cannot be used, is an error now.
     ///
     /// # Errors
-    /// [`StartFault`], one sentence that says how to mend it.
-    pub async fn start(mut settings: Settings) -> Result<Self, StartFault> {
-        let signs = Signs::new(longest_turn(&settings));
+    /// [`StartError`], one sentence that says how to mend it.
+    pub async fn start(mut settings: Settings) -> Result<Self, StartError> {
+        let recorder = Recorder::new(longest_turn(&settings));
         // First, so that it can be asked what the worker waits for while it starts.
-        let http = show(&settings, &signs).await?;
+        let http = show(&settings, &recorder).await?;
         let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
         // And one to read the clock by, while all closers are busy.
         let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
@@ -112,12 +112,12 @@ impl Worker {
         let closer = Closer::prepare(closing, &settings.orders.close_sql).await?;
         settings.worker.batch_size = settings.worker.batch_size.min(closer.most_at_once().await);
         let sweeper = Sweeper::prepare(database.clone(), &settings.orders.overdue_sql).await?;
-        if let Err(error) = closer.make_ready().await {
-            debug!(error = why(&error), "connections for closers could not be made ready; they are tried again");
+        if let Err(error) = closer.warm_up().await {
+            debug!(error = one_line(&error), "connections for closers could not be made ready; they are tried again");
         }
         let clock = read_clock(&closer)
             .await
-            .map_err(|error| DatabaseFault(format!("the database's clock cannot be read: {}", why(&error))))?;
+            .map_err(|error| DatabaseError(format!("the database's clock cannot be read: {}", one_line(&error))))?;
         let (alarms, inbox) = mpsc::unbounded_channel();
         let (canaries_sender, canaries) = mpsc::unbounded_channel();
         let inboxes = Inboxes { alarms, canaries: canaries_sender };
@@ -129,7 +129,7 @@ impl Worker {
                 }
                 Some(session)
             }
-            Err(OpenError::Broker(BrokerFault::Away(why))) => {
+            Err(OpenError::Broker(BrokerError::Away(why))) => {
                 warn!(%why, "the broker is away; the worker starts without it and keeps trying");
                 None
             }
@@ -138,13 +138,13 @@ impl Worker {
                 warn!(%why, "the consumer session ended as it began; the worker starts without one and keeps trying");
                 None
             }
-            Err(OpenError::Broker(refused @ BrokerFault::Refused(_))) => return Err(refused.into()),
+            Err(OpenError::Broker(refused @ BrokerError::Refused(_))) => return Err(refused.into()),
         };
         if let Some(server) = &http {
             let address = server.address();
             info!(%address, "health and metrics at http://{address}{LIVEZ}, {READYZ} and {METRICS}");
         }
-        Ok(Self { settings, closer, sweeper, database, clock, first_session, inbox, canaries, inboxes, signs, http })
+        Ok(Self { settings, closer, sweeper, database, clock, first_session, inbox, canaries, inboxes, recorder, http })
     }
 
     /// Where health and metrics are shown; `None` if `http.listen` is empty.
@@ -156,7 +156,7 @@ impl Worker {
     /// Works until `stop` is cancelled, then finishes what it has begun within `worker.shutdown_grace`. Returns
     /// whether everything was finished in time.
     pub async fn run(self, stop: CancellationToken) -> bool {
-        let (settings, signs) = (self.settings, self.signs);
+        let (settings, recorder) = (self.settings, self.recorder);
         // Until the very end: how a worker stops is of interest, too.
         let _shown = self.http;
         let confirmed = ConfirmedPublisher::connect_lazily(&settings.amqp, "worker publishing");
@@ -164,13 +164,14 @@ impl Worker {
 
         let outboxes_end = CancellationToken::new();
         let (closing, closing_seen) = watch::channel(false);
-        let outboxes = outboxes(&settings, &self.database, &confirmed, closing_seen.clone(), signs.clone());
-        signs.health.begins_to_work();
+        let outboxes = outboxes(&settings, &self.database, &confirmed, closing_seen.clone(), recorder.clone());
+        recorder.health.mark_running();
         let relaying = tokio::spawn(outboxes.keep_empty(outboxes_end.clone()));
 
         let give_way = GiveWay::to(closing_seen.clone());
         let (database, for_plans) = (self.database.clone(), give_way.clone());
-        let inspections = Inspections::new(&settings, database, &self.closer, &self.sweeper, for_plans, signs.clone());
+        let inspections =
+            Inspections::new(&settings, database, &self.closer, &self.sweeper, for_plans, recorder.clone());
         let inspecting = tokio::spawn(inspections.go_on(outboxes_end.clone()));
 
         let (settlements, settlement_queue) = mpsc::unbounded_channel();
@@ -178,26 +179,26 @@ impl Worker {
         let (phase, phase_seen) = watch::channel(Phase::Consume);
         let (broker_news, broker_news_queue) = mpsc::unbounded_channel();
         let inspections =
-            BrokerInspections::new(&settings, self.database.clone(), confirmed.clone(), give_way, signs.clone());
+            BrokerInspections::new(&settings, self.database.clone(), confirmed.clone(), give_way, recorder.clone());
         let mut inspecting_broker = tokio::spawn(inspections.run(broker_news_queue, self.canaries, stop.clone()));
         let supervisor = Supervisor::new(
             settings.clone(),
             self.inboxes,
-            Settling::new(settlement_queue, closing_seen, settings.worker.prefetch.into()),
+            AckBatcher::new(settlement_queue, closing_seen, settings.worker.prefetch.into()),
             phase_seen,
             Listeners { notes: notes.clone(), inspections: broker_news.clone() },
             confirmed.way_is_missing(),
-            Quarantine::new(settings.clone(), self.database.clone(), signs.clone()),
+            Quarantine::new(settings.clone(), self.database.clone(), recorder.clone()),
         );
         let supervising = tokio::spawn(supervisor.run(self.first_session));
 
-        tokio::spawn(steps::sample_clock(self.closer.clone(), notes.clone()));
-        let armer = Armer::new(&settings, confirmed);
+        tokio::spawn(effects::sample_clock(self.closer.clone(), notes.clone()));
+        let rearmer = Rearmer::new(&settings, confirmed);
         let zone = self.database.time_zone();
         let time_zone = format!("{} ({})", zone.name, zone.origin.as_str());
-        let steps = Steps::new(self.closer, self.sweeper, self.database, armer, notes, signs.clone());
+        let effects = Effects::new(self.closer, self.sweeper, self.database, rearmer, notes, recorder.clone());
         let outputs = Outputs { settlements, phase, inspections: broker_news, closing };
-        let floor = Floor::new(&settings, self.clock, steps, outputs, signs);
+        let floor = EventLoop::new(&settings, self.clock, effects, outputs, recorder);
         let database = database::place(&settings.database).expect("validated settings have an address");
         let broker = broker::place(&settings.amqp).expect("validated settings have an address");
         info!(namespace = %settings.namespace, database, broker, time_zone, "worker started");
@@ -251,21 +252,21 @@ fn outboxes(
     database: &Database,
     confirmed: &ConfirmedPublisher,
     closing: watch::Receiver<bool>,
-    signs: Signs,
+    recorder: Recorder,
 ) -> Outboxes {
     let (size, keep) = (settings.announce.batch_size, settings.announce.keep);
     let names = Names::new(&settings.namespace);
     let alarms = AlarmRelay::new(database.clone(), confirmed.clone(), settings, size, keep);
-    let events = Announcer::new(database.clone(), confirmed.clone(), &names, size, keep);
+    let events = EventRelay::new(database.clone(), confirmed.clone(), &names, size, keep);
     let (poll, keep_parked) = (settings.announce.poll, settings.parked.keep);
-    Outboxes::new(database.clone(), alarms, events, poll, keep_parked, closing, signs)
+    Outboxes::new(database.clone(), alarms, events, poll, keep_parked, closing, recorder)
 }
 
 /// Opens the pages for health and metrics, unless they are not wanted. A worker that cannot does not start: it would
 /// work unseen, and whoever asks at that address would take another worker's answers for its own.
-async fn show(settings: &Settings, signs: &Signs) -> Result<Option<HttpServer>, HttpFault> {
+async fn show(settings: &Settings, recorder: &Recorder) -> Result<Option<HttpServer>, HttpError> {
     let Some(listen) = settings.http.listen.0 else { return Ok(None) };
-    HttpServer::open(listen, signs.pages()).await.map(Some)
+    HttpServer::open(listen, recorder.pages()).await.map(Some)
 }
 
 /// How long one turn of a loop may take at most: everything it may ask of broker and database, each within its own
@@ -276,10 +277,10 @@ fn longest_turn(settings: &Settings) -> Duration {
     let of_outboxes = settings.announce.poll + 2 * broker + CALLS_PER_TURN * database;
     // Closes a session, waits, opens another, closes that as well, and waits again.
     let of_supervisor = 2 * (LONGEST_CLOSE + LONGEST_PAUSE + broker) + DECLARE_TIMEOUT;
-    LOOP_PATIENCE + of_outboxes.max(of_supervisor)
+    LOOP_MARGIN + of_outboxes.max(of_supervisor)
 }
 
-/// The desk's bounds, as these settings have them.
+/// The engine's bounds, as these settings have them.
 pub(crate) fn policy(settings: &Settings) -> Policy {
     Policy {
         hold_max: settings.worker.hold_max,
@@ -291,7 +292,7 @@ pub(crate) fn policy(settings: &Settings) -> Policy {
         retry_longest: settings.retry.longest,
         missing_for: settings.retry.missing_for,
         max_attempts: settings.retry.max_attempts,
-        away_patience: settings.worker.away_patience,
+        requeue_after: settings.worker.requeue_after,
         // Half of what may be delivered: what is due is delivered by the other half.
         held_back_most: usize::from(settings.worker.prefetch),
         longest_try: settings.database.acquire_timeout + settings.database.statement_timeout,

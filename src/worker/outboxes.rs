@@ -9,19 +9,19 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use super::Signs;
-use crate::announce::Announcer;
-use crate::confirm::NotConfirmed;
-use crate::database::{Database, why};
+use super::Recorder;
+use crate::announce::EventRelay;
+use crate::backoff::Backoff;
+use crate::confirm::PublishError;
+use crate::database::{Database, one_line};
 use crate::degraded::Cause;
 use crate::health::Loop;
 use crate::inspect::relay_watch::RelayWatch;
+use crate::logging::LogThrottle;
 use crate::metrics::{ALARMS, EVENTS};
 use crate::park;
-use crate::patience::Pauses;
-use crate::relay::{Backlog, NotRelayed, RelayLock, Relayed};
+use crate::relay::{Backlog, LeaderLock, RelayError, Relayed};
 use crate::schedule::outbox::AlarmRelay;
-use crate::telemetry::Seldom;
 
 /// How often what was sent long ago is deleted.
 const FORGET_EVERY: Duration = Duration::from_secs(60);
@@ -45,12 +45,12 @@ pub(super) struct Outboxes {
     keep_parked: Duration,
     refused_events: RefusedEvents,
     count_refused_at: Instant,
-    lock: RelayLock,
+    lock: LeaderLock,
     alarms: AlarmRelay,
-    events: Announcer,
+    events: EventRelay,
     poll: Duration,
     closing: watch::Receiver<bool>,
-    not_asked: Seldom,
+    not_asked: LogThrottle,
     alarms_rest: Rest,
     events_rest: Rest,
     /// Whether it did in this round.
@@ -60,7 +60,7 @@ pub(super) struct Outboxes {
     measure_at: Instant,
     alarms_watch: RelayWatch,
     events_watch: RelayWatch,
-    signs: Signs,
+    recorder: Recorder,
 }
 
 /// What a round did.
@@ -78,13 +78,13 @@ impl Outboxes {
     pub fn new(
         database: Database,
         alarms: AlarmRelay,
-        events: Announcer,
+        events: EventRelay,
         poll: Duration,
         keep_parked: Duration,
         closing: watch::Receiver<bool>,
-        signs: Signs,
+        recorder: Recorder,
     ) -> Self {
-        let (now, lock) = (Instant::now(), RelayLock::new(database.clone()));
+        let (now, lock) = (Instant::now(), LeaderLock::new(database.clone()));
         let (forget_at, measure_at) = (now + FORGET_EVERY, now);
         Self {
             database,
@@ -96,7 +96,7 @@ impl Outboxes {
             events,
             poll,
             closing,
-            not_asked: Seldom::default(),
+            not_asked: LogThrottle::default(),
             alarms_rest: Rest::default(),
             events_rest: Rest::default(),
             database_answers: true,
@@ -105,14 +105,14 @@ impl Outboxes {
             measure_at,
             alarms_watch: RelayWatch::new("alarm_outbox", false, now.into_std()),
             events_watch: RelayWatch::new("event_outbox", true, now.into_std()),
-            signs,
+            recorder,
         }
     }
 
     /// Until told to end; then sends what is left.
     pub async fn keep_empty(mut self, ends: CancellationToken) {
         loop {
-            self.signs.health.beat(Loop::Outboxes);
+            self.recorder.health.beat(Loop::Outboxes);
             // What was committed before the end was told is in this round, or in the one after a full batch.
             let is_last = ends.is_cancelled();
             let round = self.round(is_last).await;
@@ -120,7 +120,7 @@ impl Outboxes {
             if self.database_answers {
                 self.measure(round != Round::NotOurs).await;
             } else {
-                [ALARMS, EVENTS].into_iter().for_each(|outbox| self.signs.metrics.outbox_age.show(outbox, None));
+                [ALARMS, EVENTS].into_iter().for_each(|outbox| self.recorder.metrics.outbox_age.show(outbox, None));
             }
             if is_last && round != Round::More {
                 return self.lock.resign().await;
@@ -142,28 +142,28 @@ impl Outboxes {
     async fn round(&mut self, is_last: bool) -> Round {
         self.database_answers = true;
         let is_ours = self.is_ours().await;
-        self.signs.metrics.relaying.set(i64::from(is_ours));
+        self.recorder.metrics.relaying.set(i64::from(is_ours));
         if !is_ours {
             // The one that relays says it.
             self.refused_events = RefusedEvents::default();
-            self.signs.degraded(Cause::EventsRefused, None);
+            self.recorder.degraded(Cause::EventsRefused, None);
             return Round::NotOurs;
         }
         // Each by itself: an alarm that cannot be sent must not hold up an event, nor the other way round.
         let (mut more, mut is_read_only) = (false, false);
         if is_last || self.alarms_rest.is_over() {
             let alarms = self.alarms.round().await.inspect(|alarms| self.count_alarms(alarms));
-            self.database_answers &= !alarms.as_ref().is_err_and(NotRelayed::is_unanswered);
-            is_read_only |= alarms.as_ref().is_err_and(NotRelayed::is_read_only);
+            self.database_answers &= !alarms.as_ref().is_err_and(RelayError::is_unanswered);
+            is_read_only |= alarms.as_ref().is_err_and(RelayError::is_read_only);
             more |= self.alarms_rest.note(ALARMS, alarms, &mut self.alarms_watch);
         }
         if is_last || (self.events_rest.is_over() && self.is_turn_of_events()) {
             let events = self.events.round().await.inspect(|events| self.count_events(events));
-            self.database_answers &= !events.as_ref().is_err_and(NotRelayed::is_unanswered);
+            self.database_answers &= !events.as_ref().is_err_and(RelayError::is_unanswered);
             if let Ok(relayed) = &events {
                 self.refused_events.note(relayed, Instant::now());
             }
-            is_read_only |= events.as_ref().is_err_and(NotRelayed::is_read_only);
+            is_read_only |= events.as_ref().is_err_and(RelayError::is_read_only);
             let more_events = self.events_rest.note(EVENTS, events, &mut self.events_watch);
             if !more_events {
                 self.events_turns.begin_anew();
@@ -187,7 +187,7 @@ impl Outboxes {
         match self.lock.is_ours().await {
             Ok(is_ours) => is_ours,
             Err(error) => {
-                let fault = NotRelayed::from(error);
+                let fault = RelayError::from(error);
                 self.database_answers = !fault.is_unanswered();
                 if self.not_asked.is_due() {
                     warn!(%fault, "nobody knows who empties the outboxes; their rows stay, and the database is asked each second");
@@ -203,15 +203,15 @@ impl Outboxes {
     }
 
     fn count_alarms(&self, alarms: &Relayed) {
-        let metrics = &self.signs.metrics;
+        let metrics = &self.recorder.metrics;
         metrics.alarms_scheduled.inc_by(alarms.sent as u64);
         metrics.alarms_expired.inc_by(alarms.dropped as u64);
         metrics.alarms_refused.inc_by(alarms.refused as u64);
     }
 
     fn count_events(&self, events: &Relayed) {
-        self.signs.metrics.events_announced.inc_by(events.sent as u64);
-        self.signs.metrics.events_refused.inc_by(events.refused as u64);
+        self.recorder.metrics.events_announced.inc_by(events.sent as u64);
+        self.recorder.metrics.events_refused.inc_by(events.refused as u64);
     }
 
     /// Reads what waits in the outboxes, whichever worker relays them: a relay that fails is best seen by the others.
@@ -227,7 +227,7 @@ impl Outboxes {
                 debug!(%error, outbox, "the age of an outbox could not be read");
             }
             let age_s = |backlog: &Backlog| backlog.age.as_secs_f64();
-            self.signs.metrics.outbox_age.show(outbox, backlog.as_ref().ok().map(age_s));
+            self.recorder.metrics.outbox_age.show(outbox, backlog.as_ref().ok().map(age_s));
         }
         self.alarms_watch.note_backlog(&alarms, now);
         self.events_watch.note_backlog(&events, now);
@@ -236,7 +236,7 @@ impl Outboxes {
         let stalled = watches.map(|watch| watch.why_stalled(is_ours, now));
         for (cause, whys) in [(Cause::OutboxUnreadable, unreadable), (Cause::RelayStalled, stalled)] {
             let whys: Vec<String> = whys.into_iter().flatten().collect();
-            self.signs.degraded(cause, (!whys.is_empty()).then(|| whys.join("; ")).as_deref());
+            self.recorder.degraded(cause, (!whys.is_empty()).then(|| whys.join("; ")).as_deref());
         }
     }
 
@@ -246,11 +246,11 @@ impl Outboxes {
             self.count_refused_at = Instant::now() + COUNT_REFUSED_EVERY;
             match self.events.count_refused().await {
                 Ok(waiting) => self.refused_events.waiting = waiting,
-                Err(error) => debug!(error = why(&error), "the refused events could not be counted"),
+                Err(error) => debug!(error = one_line(&error), "the refused events could not be counted"),
             }
         }
         let sentence = self.refused_events.sentence(self.events.exchange(), Instant::now());
-        self.signs.degraded(Cause::EventsRefused, sentence.as_deref());
+        self.recorder.degraded(Cause::EventsRefused, sentence.as_deref());
     }
 
     /// Some rows a turn: what a night has left behind, or a shorter `announce.keep`, must not keep alarms waiting.
@@ -263,7 +263,7 @@ impl Outboxes {
             match more {
                 Ok(more) => is_more |= more,
                 Err(error) => warn!(
-                    error = why(&error),
+                    error = one_line(&error),
                     outbox, "old rows of an outbox could not be deleted; they are tried again in a minute"
                 ),
             }
@@ -285,7 +285,10 @@ impl Outboxes {
                 is_more
             }
             Err(error) => {
-                warn!(error = why(&error), "old parked alarms could not be deleted; they are tried again in a minute");
+                warn!(
+                    error = one_line(&error),
+                    "old parked alarms could not be deleted; they are tried again in a minute"
+                );
                 false
             }
         }
@@ -296,7 +299,7 @@ impl Outboxes {
 #[derive(Debug, Default)]
 struct RefusedEvents {
     /// The last one, and why.
-    last: Option<(Instant, NotConfirmed)>,
+    last: Option<(Instant, PublishError)>,
     /// Whether an event was taken after that.
     taken_since: bool,
     /// Those that wait, as last counted.
@@ -325,7 +328,7 @@ impl RefusedEvents {
         }
         let waiting = self.waiting;
         Some(match fault {
-            NotConfirmed::Nacked => format!(
+            PublishError::Nacked => format!(
                 "a queue that is bound to the exchange {exchange} refuses events (nack), {waiting} wait and are tried again at most 5 minutes apart, and each try gives every other queue bound for the event one more copy; look for a full queue with overflow reject-publish, or one without a leader, among `rabbitmqctl list_bindings`, and consume it or raise its length"
             ),
             other => format!("events cannot be published to the exchange {exchange}, {waiting} wait: {other}"),
@@ -365,9 +368,9 @@ impl Turns {
 /// When an outbox is looked at again that could not be emptied.
 #[derive(Debug, Default)]
 struct Rest {
-    pauses: Pauses,
+    backoff: Backoff,
     until: Option<Instant>,
-    said: Seldom,
+    said: LogThrottle,
 }
 
 impl Rest {
@@ -376,9 +379,9 @@ impl Rest {
     }
 
     /// Takes note of what came of a batch. Returns whether there may be more.
-    fn note(&mut self, outbox: &'static str, relayed: Result<Relayed, NotRelayed>, watch: &mut RelayWatch) -> bool {
+    fn note(&mut self, outbox: &'static str, relayed: Result<Relayed, RelayError>, watch: &mut RelayWatch) -> bool {
         let refused_alone = relayed.as_ref().ok().and_then(|relayed| relayed.fault.clone());
-        let refused_alone = refused_alone.filter(NotConfirmed::is_of_the_message).map(NotRelayed::from);
+        let refused_alone = refused_alone.filter(PublishError::is_of_the_message).map(RelayError::from);
         let settled = relayed.and_then(|relayed| {
             let more = relayed.more;
             // Each that the broker refuses by itself has its own pause, and the outbox needs none.
@@ -394,7 +397,7 @@ impl Rest {
         watch.note_refusal(settled.as_ref().err().or(refused_alone.as_ref()));
         match settled {
             Ok((rows, more)) => {
-                self.pauses = Pauses::new();
+                self.backoff = Backoff::new();
                 self.until = None;
                 if rows > 0 {
                     debug!(outbox, rows, "an outbox was emptied");
@@ -403,10 +406,10 @@ impl Rest {
             }
             Err(fault) => {
                 let longest = match fault {
-                    NotRelayed::Database(_) => LONGEST_PAUSE_FOR_DATABASE,
-                    NotRelayed::Broker(_) => Duration::MAX,
+                    RelayError::Database(_) => LONGEST_PAUSE_FOR_DATABASE,
+                    RelayError::Broker(_) => Duration::MAX,
                 };
-                self.until = Some(Instant::now() + self.pauses.next_pause().min(longest));
+                self.until = Some(Instant::now() + self.backoff.next_pause().min(longest));
                 if self.said.is_due() {
                     warn!(%fault, outbox, "an outbox could not be emptied; its rows stay and are tried again");
                 } else {
@@ -422,16 +425,16 @@ impl Rest {
 mod tests {
     use super::*;
 
-    fn round(sent: usize, fault: Option<NotConfirmed>) -> Relayed {
+    fn round(sent: usize, fault: Option<PublishError>) -> Relayed {
         Relayed { sent, refused: usize::from(fault.is_some()), fault, ..Relayed::default() }
     }
 
     #[test]
     fn refused_events_leave_no_pause_to_others() {
         let (mut rest, mut watch) = (Rest::default(), RelayWatch::new("event_outbox", true, Instant::now().into_std()));
-        rest.note(EVENTS, Ok(round(0, Some(NotConfirmed::Nacked))), &mut watch);
+        rest.note(EVENTS, Ok(round(0, Some(PublishError::Nacked))), &mut watch);
         assert!(rest.is_over());
-        rest.note(EVENTS, Ok(round(0, Some(NotConfirmed::Blocked))), &mut watch);
+        rest.note(EVENTS, Ok(round(0, Some(PublishError::Blocked))), &mut watch);
         assert!(!rest.is_over());
     }
 
@@ -442,12 +445,12 @@ mod tests {
             refused.sentence("order.events", began + Duration::from_secs(seconds)).is_some()
         };
         assert!(!says(&refused, 0));
-        refused.note(&round(7, Some(NotConfirmed::Nacked)), began);
+        refused.note(&round(7, Some(PublishError::Nacked)), began);
         refused.waiting = 1;
         assert!(says(&refused, 3_600), "nothing was taken since");
         refused.note(&round(1, None), began);
         assert!(says(&refused, 7) && !says(&refused, 8));
-        refused.note(&round(0, Some(NotConfirmed::Nacked)), began);
+        refused.note(&round(0, Some(PublishError::Nacked)), began);
         refused.waiting = 0;
         assert!(!says(&refused, 8), "nothing waits");
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tracing::{info, warn};
 
-use super::Signs;
+use super::Recorder;
 use crate::broker::EndKind;
 use crate::config::Settings;
 use crate::database::Database;
@@ -24,14 +24,14 @@ const NAMED: usize = 5;
 pub(super) struct Quarantine {
     settings: Settings,
     database: Database,
-    pub signs: Signs,
+    pub recorder: Recorder,
     /// Whether a cause was reported that is not taken back yet.
     reported: bool,
 }
 
 impl Quarantine {
-    pub fn new(settings: Settings, database: Database, signs: Signs) -> Self {
-        Self { settings, database, signs, reported: false }
+    pub fn new(settings: Settings, database: Database, recorder: Recorder) -> Self {
+        Self { settings, database, recorder, reported: false }
     }
 
     /// Removes the message that ended a session, if that is what ended it. Returns whether something was moved aside, so
@@ -56,13 +56,13 @@ impl Quarantine {
     /// A session has been open for long enough to say that nothing ends it at once.
     pub fn session_lives(&mut self) {
         if std::mem::take(&mut self.reported) {
-            self.signs.degraded(Cause::UnreadableMessage, None);
+            self.recorder.degraded(Cause::UnreadableMessage, None);
         }
     }
 
     fn report(&mut self, why: &str) {
         self.reported = true;
-        self.signs.degraded(Cause::UnreadableMessage, Some(why));
+        self.recorder.degraded(Cause::UnreadableMessage, Some(why));
     }
 
     /// There is such a message. Where it is not found, the broker has not put back yet what the session had, or another
@@ -72,7 +72,7 @@ impl Quarantine {
             if self.search_all().await {
                 return true;
             }
-            self.signs.health.beat(Loop::Supervisor);
+            self.recorder.health.beat(Loop::Supervisor);
             tokio::time::sleep(pause).await;
         }
         self.search_all().await
@@ -94,7 +94,7 @@ impl Quarantine {
                 }
             }
         }
-        self.signs.moved_aside(moved);
+        self.recorder.moved_aside(moved);
         moved > 0
     }
 
@@ -106,7 +106,7 @@ impl Quarantine {
         let searching = async move { quarantine::search(&amqp, &name, Bounds::OF_A_WORKER, Some(&database)).await };
         let mut task = AbortOnDrop(tokio::spawn(searching));
         loop {
-            self.signs.health.beat(Loop::Supervisor);
+            self.recorder.health.beat(Loop::Supervisor);
             match tokio::time::timeout(BEAT_EVERY, &mut task.0).await {
                 Ok(Ok(searched)) => return searched,
                 Ok(Err(failed)) => {

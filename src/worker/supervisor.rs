@@ -1,6 +1,6 @@
 //! Keeps one consumer session open, whatever happens to the broker, and writes the settlements of its deliveries.
 //!
-//! Decides when to consume from the phase alone; what becomes of a delivery is the desk's business.
+//! Decides when to consume from the phase alone; what becomes of a delivery is the engine's business.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -10,17 +10,17 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use super::Signs;
+use super::Recorder;
+use super::ack_batcher::AckBatcher;
 use super::broker_inspections::BrokerNews;
+use super::effects::Note;
 use super::quarantine::Quarantine;
-use super::settling::Settling;
-use super::steps::Note;
+use crate::backoff::Backoff;
 use crate::config::Settings;
 use crate::confirm::MissingWay;
 use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
-use crate::desk::News;
+use crate::engine::Input;
 use crate::health::{BEAT_EVERY, Loop};
-use crate::patience::Pauses;
 
 /// The number of the session that is opened at the start.
 pub(super) const FIRST_SESSION: u64 = 1;
@@ -38,7 +38,7 @@ pub(super) enum Phase {
     Consume,
     /// Keep none: what cannot be closed must not stay unacknowledged.
     Rest,
-    /// Take nothing new, but go on settling.
+    /// Take nothing new, but go on ack_batcher.
     Drain,
     /// Write the last settlements and close.
     Close,
@@ -53,7 +53,7 @@ pub(super) struct Listeners {
 pub(super) struct Supervisor {
     settings: Settings,
     inboxes: Inboxes,
-    settling: Settling,
+    ack_batcher: AckBatcher,
     phase: watch::Receiver<Phase>,
     listeners: Listeners,
     next_session: u64,
@@ -62,54 +62,54 @@ pub(super) struct Supervisor {
     /// Woken when an exchange or a queue is found to be missing.
     way_is_missing: Arc<MissingWay>,
     quarantine: Quarantine,
-    signs: Signs,
+    recorder: Recorder,
 }
 
 impl Supervisor {
     pub fn new(
         settings: Settings,
         inboxes: Inboxes,
-        settling: Settling,
+        ack_batcher: AckBatcher,
         phase: watch::Receiver<Phase>,
         listeners: Listeners,
         way_is_missing: Arc<MissingWay>,
         quarantine: Quarantine,
     ) -> Self {
-        let (next_session, had_session, signs) = (FIRST_SESSION + 1, false, quarantine.signs.clone());
+        let (next_session, had_session, recorder) = (FIRST_SESSION + 1, false, quarantine.recorder.clone());
         Self {
             settings,
             inboxes,
-            settling,
+            ack_batcher,
             phase,
             listeners,
             next_session,
             had_session,
             way_is_missing,
             quarantine,
-            signs,
+            recorder,
         }
     }
 
     pub async fn run(mut self, first: Option<Session>) {
         let mut session = first;
-        let mut pauses = Pauses::new();
+        let mut backoff = Backoff::new();
         loop {
-            self.signs.health.beat(Loop::Supervisor);
+            self.recorder.health.beat(Loop::Supervisor);
             if let Some(open) = session.take() {
                 let opened = Instant::now();
                 self.had_session = true;
-                self.tell(News::SessionOpened(open.number()));
+                self.tell(Input::SessionOpened(open.number()));
                 self.tell_inspections(BrokerNews::SessionOpened(open.inspector(&self.settings)));
-                self.signs.session_opened();
+                self.recorder.session_opened();
                 let end = self.attend(open).await;
-                self.signs.session_ended(&end.why);
-                self.tell(News::SessionEnded);
+                self.recorder.session_ended(&end.why);
+                self.tell(Input::SessionEnded);
                 self.tell_inspections(BrokerNews::SessionEnded);
                 let cause_is_gone = self.see_to(&end).await;
                 if cause_is_gone || opened.elapsed() >= LIVED {
-                    pauses = Pauses::new();
+                    backoff = Backoff::new();
                 } else {
-                    self.pause(pauses.next_pause()).await;
+                    self.pause(backoff.next_pause()).await;
                 }
             }
             if !self.wait_until_wanted().await {
@@ -122,8 +122,8 @@ impl Supervisor {
                     Some(open)
                 }
                 Some(Err(fault)) => {
-                    let pause = pauses.next_pause();
-                    self.signs.health.note_session(Some(&fault.to_string()));
+                    let pause = backoff.next_pause();
+                    self.recorder.health.note_session(Some(&fault.to_string()));
                     warn!(%fault, again_in_ms = pause.as_millis(), "no consumer session");
                     let cause_is_gone = match &fault {
                         OpenError::Ended(end) => self.see_to(end).await,
@@ -154,9 +154,9 @@ impl Supervisor {
         None
     }
 
-    fn tell(&self, news: News) {
+    fn tell(&self, news: Input) {
         // With the floor gone nobody needs the news.
-        let _ = self.listeners.notes.send(Note::News(news));
+        let _ = self.listeners.notes.send(Note::Input(news));
     }
 
     /// Where it was a message that ended the session: has it moved aside, unless the worker stops meanwhile. Returns whether
@@ -181,7 +181,7 @@ impl Supervisor {
         // Beside everything else: a broker in trouble may take a minute over it.
         let mut declaring = None;
         loop {
-            self.signs.health.beat(Loop::Supervisor);
+            self.recorder.health.beat(Loop::Supervisor);
             if opened.elapsed() >= LIVED {
                 self.quarantine.session_lives();
             }
@@ -196,7 +196,7 @@ impl Supervisor {
                 Phase::Rest | Phase::Close => {
                     // In one piece, so that it goes in few frames: what a channel of RabbitMQ has not passed on to a quorum
                     // queue when it is closed is delivered again, and it passes on 32 at a time.
-                    if let Err(error) = session.settle(&self.settling.take()).await {
+                    if let Err(error) = session.settle(&self.ack_batcher.take()).await {
                         warn!(%error, "the last deliveries could not be settled; the broker delivers them again");
                     }
                     session.close().await;
@@ -210,7 +210,7 @@ impl Supervisor {
                     self.leave(session).await;
                     return end;
                 }
-                settlements = self.settling.next(|receipt| session.may_settle_later(receipt)) => {
+                settlements = self.ack_batcher.next(|receipt| session.may_settle_later(receipt)) => {
                     if let Err(error) = session.settle(&settlements).await {
                         let end = session.end_after(&error).await;
                         warn!(error = %end.why, "deliveries could not be settled; the session is over");
@@ -241,7 +241,7 @@ impl Supervisor {
     /// Closes a session that has ended, mostly as a whole; but it may have ended for one of its channels alone, and what
     /// gave way to closing is seconds' worth.
     async fn leave(&mut self, session: Session) {
-        let _ = tokio::time::timeout(LAST_SETTLING, session.settle(&self.settling.take())).await;
+        let _ = tokio::time::timeout(LAST_SETTLING, session.settle(&self.ack_batcher.take())).await;
         session.close().await;
     }
 
@@ -252,7 +252,7 @@ impl Supervisor {
             if let Ok(phase) = tokio::time::timeout(BEAT_EVERY, wanted).await {
                 return phase.is_ok_and(|phase| *phase == Phase::Consume);
             }
-            self.signs.health.beat(Loop::Supervisor);
+            self.recorder.health.beat(Loop::Supervisor);
         }
     }
 

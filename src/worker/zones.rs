@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use crate::order::{Moment, OrderId};
+use crate::order::{OrderId, Timestamp};
 
 const QUARTER_HOUR: Duration = Duration::from_secs(15 * 60);
 /// The furthest that two time zones are apart: 12 hours west and 14 hours east of Greenwich.
@@ -30,7 +30,7 @@ pub(super) struct ZoneComparison {
 
 impl ZoneComparison {
     /// An order's deadline by its alarm and by its row.
-    pub fn note(&mut self, order_id: &OrderId, by_alarm: Moment, by_row: Moment) {
+    pub fn note(&mut self, order_id: &OrderId, by_alarm: Timestamp, by_row: Timestamp) {
         let difference = by_row.unix_micros().saturating_sub(by_alarm.unix_micros());
         if difference.unsigned_abs() <= micros(SAME).unsigned_abs() {
             *self = Self::default();
@@ -82,8 +82,8 @@ mod tests {
     }
 
     fn note(zones: &mut ZoneComparison, order: u32, difference: i64) {
-        let by_alarm = Moment::from_unix_micros(1_800_000_000_000_000);
-        let by_row = Moment::from_unix_micros(by_alarm.unix_micros() + difference);
+        let by_alarm = Timestamp::from_unix_micros(1_800_000_000_000_000);
+        let by_row = Timestamp::from_unix_micros(by_alarm.unix_micros() + difference);
         zones.note(&OrderId::new(order.to_string()).unwrap(), by_alarm, by_row);
     }
 

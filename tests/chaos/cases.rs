@@ -19,7 +19,7 @@ use crate::premises::{Premises, on_premises};
 use crate::run::{REPORT, come_to_rest, keep, overdue};
 use crate::support::away::{meanwhile, schedule};
 use crate::support::witness::in_all;
-use crate::support::{Stage, till, wait_for};
+use crate::support::{TestEnv, till, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How long the broker is away.
@@ -61,10 +61,10 @@ fn a_broker_away_for_two_minutes_makes_nobody_late() {
         "broker-away",
         |_| {},
         async |premises: Arc<Premises>| {
-            let stage = premises.stage.clone();
-            let ear = Ear::open(&stage).await;
+            let env = premises.env.clone();
+            let ear = Ear::open(&env).await;
             premises.crew.start_all().await;
-            let publisher = stage.publisher().await;
+            let publisher = env.publisher().await;
             let (stop, meter) = (CancellationToken::new(), Meter::start(premises.clone()));
             let taking = tokio::spawn(take_orders_without_the_broker(premises.clone(), stop.clone()));
             premises.wait(WATCHED).await;
@@ -76,8 +76,7 @@ fn a_broker_away_for_two_minutes_makes_nobody_late() {
             let (gone, gone_at) = (Instant::now(), OffsetDateTime::now_utc());
             premises.wait(AWAY).await;
             let away_s = gone.elapsed().as_secs();
-            let (unclosed, due_meanwhile) =
-                (overdue(&stage, SECOND).await.unwrap(), ids_due_since(&stage, gone_at).await);
+            let (unclosed, due_meanwhile) = (overdue(&env, SECOND).await.unwrap(), ids_due_since(&env, gone_at).await);
             meter.reset();
             meanwhile(|| premises.broker.restart());
             premises.say("the broker is back");
@@ -104,7 +103,7 @@ fn a_broker_away_for_two_minutes_makes_nobody_late() {
                 due_while_away: all.len(),
                 created_while_away: created.len(),
                 closed: late.len(),
-                closed_twice: stage.count(twice).await,
+                closed_twice: env.count(twice).await,
                 lateness_p50_ms: percentile(&late, 0.5),
                 lateness_p99_ms: percentile(&late, 0.99),
                 lateness_max_ms: percentile(&late, 1.0),
@@ -117,9 +116,9 @@ fn a_broker_away_for_two_minutes_makes_nobody_late() {
             hand_over(&premises, &figures);
             assert!(!premises.interrupted.is_cancelled(), "interrupted before its time");
             assert_eq!(premises.crew.dismiss(), [0, 0]);
-            stage.assert_ledger().await;
+            env.assert_ledger().await;
             assert_eq!(figures.closed, figures.due_while_away, "every order closed");
-            assert_eq!(i64::try_from(ear.count()).unwrap(), stage.closed().await, "each close announced once");
+            assert_eq!(i64::try_from(ear.count()).unwrap(), env.closed().await, "each close announced once");
             assert_eq!((figures.closed_twice, figures.closed_after_return), (0, 0));
             assert!(figures.lateness_p99_ms < 500.0 && figures.created_while_away_p99_ms < 500.0, "{figures:?}");
             assert!(figures.lateness_max_ms < 1_000.0, "{figures:?}");
@@ -133,7 +132,7 @@ async fn fall_due_each_second(premises: &Premises, publisher: &Publisher) -> Vec
     let mut orders = Vec::new();
     for second in 0..AWAY.as_secs() {
         let delay = Duration::from_secs(6 + second);
-        orders.extend(schedule(&premises.stage, publisher, SCHEDULED_AHEAD, delay).await);
+        orders.extend(schedule(&premises.env, publisher, SCHEDULED_AHEAD, delay).await);
     }
     orders.into_iter().map(|order| order.id).collect()
 }
@@ -144,7 +143,7 @@ async fn take_orders_without_the_broker(premises: Arc<Premises>, stop: Cancellat
     while !stop.is_cancelled() && !premises.interrupted.is_cancelled() {
         beat.tick().await;
         let ids: Vec<Uuid> = (0..TAKEN_AT_ONCE).map(|_| Uuid::now_v7()).collect();
-        let mut transaction = premises.stage.pool.begin().await.unwrap();
+        let mut transaction = premises.env.pool.begin().await.unwrap();
         for (id, deadline) in till::take_orders(&mut transaction, &ids, "article", 4 * SECOND).await.unwrap() {
             schedule_in(&mut *transaction, id.to_string(), deadline).await.unwrap();
         }
@@ -191,14 +190,14 @@ impl Drop for Meter {
     }
 }
 
-async fn ids_due_since(stage: &Stage, since: OffsetDateTime) -> HashSet<Uuid> {
+async fn ids_due_since(env: &TestEnv, since: OffsetDateTime) -> HashSet<Uuid> {
     let due = sqlx::query_scalar("SELECT id FROM orders WHERE expires_at BETWEEN $1 AND clock_timestamp()").bind(since);
-    due.fetch_all(&stage.pool).await.unwrap().into_iter().collect()
+    due.fetch_all(&env.pool).await.unwrap().into_iter().collect()
 }
 
 /// Of those of these orders that are closed, sorted; without what the machine's disk added by standing still.
 async fn lateness_ms(premises: &Premises, ids: &[Uuid]) -> Vec<f64> {
-    let closed = premises.witness.lateness_ms(&premises.stage).await;
+    let closed = premises.witness.lateness_ms(&premises.env).await;
     closed.into_iter().filter(|(id, _)| ids.contains(id)).map(|(_, late)| late).collect()
 }
 
@@ -238,18 +237,18 @@ fn orders_that_cannot_be_closed_make_nobody_late() {
         "unclosable",
         |_| {},
         async |premises: Arc<Premises>| {
-            let stage = premises.stage.clone();
-            stage.stock("unclosable", 1_000_000).await;
-            stage.refuse_to_close("unclosable").await;
-            let unclosable = stage.orders_of("unclosable", 2_000, Duration::ZERO).await.len();
+            let env = premises.env.clone();
+            env.stock("unclosable", 1_000_000).await;
+            env.refuse_to_close("unclosable").await;
+            let unclosable = env.orders_of("unclosable", 2_000, Duration::ZERO).await.len();
             // Nobody schedules anything: all of it is the sweep's. The first good ones are due while the workers meet all
             // the bad ones for the first time.
             premises.crew.start_all().await;
             let mut good = Vec::new();
             for tenth in 0..10 {
-                good.extend(stage.orders(10, Duration::from_millis(50 + 500 * tenth)).await);
+                good.extend(env.orders(10, Duration::from_millis(50 + 500 * tenth)).await);
             }
-            wait_for("the good ones", async || stage.closed().await == 100).await;
+            wait_for("the good ones", async || env.closed().await == 100).await;
 
             let good: Vec<Uuid> = good.iter().map(|order| order.id).collect();
             let late = lateness_ms(&premises, &good).await;
@@ -265,9 +264,9 @@ fn orders_that_cannot_be_closed_make_nobody_late() {
             };
             hand_over(&premises, &figures);
             assert_eq!(premises.crew.dismiss(), [0, 0]);
-            stage.assert_ledger().await;
+            env.assert_ledger().await;
             assert_eq!(
-                stage.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await,
+                env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await,
                 2_000,
                 "nothing is forced"
             );

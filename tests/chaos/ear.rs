@@ -14,7 +14,7 @@ use order_timeout::message::OrderClosed;
 use tokio_util::task::AbortOnDropHandle;
 use uuid::Uuid;
 
-use crate::support::Stage;
+use crate::support::TestEnv;
 use crate::support::away::keep_events;
 
 /// Before the next try to reach the broker.
@@ -38,10 +38,10 @@ pub struct Ear {
 
 impl Ear {
     /// Hears every event from now on: the queue outlives the broker and our connections.
-    pub async fn open(stage: &Stage) -> Self {
-        let queue = keep_events(stage).await;
+    pub async fn open(env: &TestEnv) -> Self {
+        let queue = keep_events(env).await;
         let events = Events::default();
-        let listening = tokio::spawn(listen(stage.settings.amqp.clone(), queue, events.clone()));
+        let listening = tokio::spawn(listen(env.settings.amqp.clone(), queue, events.clone()));
         Self { events, _listening: AbortOnDropHandle::new(listening) }
     }
 

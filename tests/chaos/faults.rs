@@ -10,7 +10,7 @@ use std::time::Duration;
 use lapin::BasicProperties;
 use lapin::options::{QueueDeleteOptions, QueuePurgeOptions};
 use order_timeout::database;
-use order_timeout::order::Moment;
+use order_timeout::order::Timestamp;
 use order_timeout::topology::{DUE_KEY, Topology};
 use time::OffsetDateTime;
 use uuid::Uuid;
@@ -22,7 +22,7 @@ use crate::premises::Premises;
 use crate::shop::article_name;
 use crate::support::away::{is_consumed, meanwhile};
 use crate::support::proxy::{Direction, Then};
-use crate::support::{Order, Stage, wait_for};
+use crate::support::{Order, TestEnv, wait_for};
 
 /// How often what is done again and again is done.
 const AGAIN_AFTER: Duration = Duration::from_millis(250);
@@ -35,8 +35,8 @@ const DOUBLED_AT_ONCE: i64 = 300;
 #[derive(Debug, Clone)]
 pub struct Carried {
     pub kind: Kind,
-    pub from: Moment,
-    pub until: Moment,
+    pub from: Timestamp,
+    pub until: Timestamp,
     /// Whose close it may have held up.
     pub whom: Whom,
     /// How often something was there to be hit, for a fault that needs somebody in its way; `None` for one that hits
@@ -78,9 +78,9 @@ impl fmt::Display for Carried {
 
 pub async fn carry_out(premises: Arc<Premises>, fault: Fault) -> Carried {
     premises.wait(fault.after).await;
-    let from = Moment::now_by_local_clock();
+    let from = Timestamp::now_by_local_clock();
     let harm = Trouble { premises: &premises, fault }.make().await;
-    let until = Moment::now_by_local_clock();
+    let until = Timestamp::now_by_local_clock();
     let whom = match fault.kind.excuses() {
         Excuses::Nobody => Whom::Nobody,
         Excuses::Everybody => Whom::Everybody,
@@ -166,17 +166,17 @@ impl Trouble<'_> {
     }
 
     /// Whether what is done again and again is to be done once more; waits before it says so.
-    async fn goes_on(&self, began: Moment) -> bool {
+    async fn goes_on(&self, began: Timestamp) -> bool {
         self.premises.wait(AGAIN_AFTER).await;
-        Moment::now_by_local_clock() < began + self.fault.hold && !self.premises.interrupted.is_cancelled()
+        Timestamp::now_by_local_clock() < began + self.fault.hold && !self.premises.interrupted.is_cancelled()
     }
 
     fn seat(&self) -> usize {
         self.fault.choice % WORKERS
     }
 
-    fn stage(&self) -> &Stage {
-        &self.premises.stage
+    fn env(&self) -> &TestEnv {
+        &self.premises.env
     }
 
     async fn read_only(&self) {
@@ -185,7 +185,7 @@ impl Trouble<'_> {
         self.configure("ALTER SYSTEM RESET default_transaction_read_only").await;
         let shown = "SELECT current_setting('default_transaction_read_only') = 'off'";
         wait_for("a database that takes writes", async || {
-            sqlx::query_scalar(shown).fetch_one(&self.stage().pool).await.unwrap()
+            sqlx::query_scalar(shown).fetch_one(&self.env().pool).await.unwrap()
         })
         .await;
     }
@@ -193,27 +193,27 @@ impl Trouble<'_> {
     /// In force for open connections, too.
     async fn configure(&self, statement: &'static str) {
         for statement in [statement, "SELECT pg_reload_conf()"] {
-            sqlx::query(statement).execute(&self.stage().pool).await.unwrap();
+            sqlx::query(statement).execute(&self.env().pool).await.unwrap();
         }
     }
 
     async fn end_sessions(&self) -> Harm {
         let mut ended = 0;
-        let began = Moment::now_by_local_clock();
+        let began = Timestamp::now_by_local_clock();
         let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'order-timeout'";
         while self.goes_on(began).await {
-            ended += sqlx::query(end).execute(&self.stage().pool).await.unwrap().rows_affected();
+            ended += sqlx::query(end).execute(&self.env().pool).await.unwrap().rows_affected();
         }
         Harm::hits(usize::try_from(ended).unwrap())
     }
 
     async fn lose_answers(&self) -> Harm {
         let mut traps = Vec::new();
-        let began = Moment::now_by_local_clock();
+        let began = Timestamp::now_by_local_clock();
         let next = "SELECT id::text FROM orders WHERE status = 'unpaid' AND expires_at > clock_timestamp()
                     ORDER BY expires_at LIMIT 1";
         while self.goes_on(began).await {
-            let next: Option<String> = sqlx::query_scalar(next).fetch_optional(&self.stage().pool).await.unwrap();
+            let next: Option<String> = sqlx::query_scalar(next).fetch_optional(&self.env().pool).await.unwrap();
             if let Some(id) = next {
                 // Whether it is closed or paid first is all the same.
                 traps.push(self.premises.to_database.cut_at(&id, Then::CutAtTheAnswer));
@@ -224,7 +224,7 @@ impl Trouble<'_> {
     }
 
     async fn lock_orders(&self) -> Harm {
-        let mut transaction = self.stage().pool.begin().await.unwrap();
+        let mut transaction = self.env().pool.begin().await.unwrap();
         let orders = sqlx::query_scalar(
             "SELECT id FROM orders WHERE status = 'unpaid' AND expires_at > clock_timestamp()
              ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED",
@@ -237,7 +237,7 @@ impl Trouble<'_> {
 
     async fn lock_stock(&self) -> Harm {
         let article = article_name(self.fault.choice % ARTICLES);
-        let mut transaction = self.stage().pool.begin().await.unwrap();
+        let mut transaction = self.env().pool.begin().await.unwrap();
         let lock = sqlx::query("SELECT FROM stock WHERE article_id = $1 FOR UPDATE").bind(&article);
         lock.execute(&mut *transaction).await.unwrap();
         self.premises.wait(self.fault.hold).await;
@@ -254,59 +254,59 @@ impl Trouble<'_> {
     }
 
     async fn purge(&self) -> Harm {
-        let (stage, names) = (self.premises.at_the_broker().await, self.stage().names());
+        let (env, names) = (self.premises.at_the_broker().await, self.env().names());
         let mut thrown_away = 0;
         for queue in self.delay_queues().into_iter().chain([names.timeout(), names.arm()]) {
             let options = QueuePurgeOptions::default();
-            thrown_away += stage.channel.queue_purge(queue.as_str().into(), options).await.unwrap();
+            thrown_away += env.channel.queue_purge(queue.as_str().into(), options).await.unwrap();
         }
         Harm::hits(usize::try_from(thrown_away).unwrap())
     }
 
     /// Lanes and slots.
     fn delay_queues(&self) -> Vec<String> {
-        let names = self.stage().names();
+        let names = self.env().names();
         let consumed = [names.timeout(), names.arm(), names.parked()];
-        let queues = Topology::new(&self.stage().settings).queues.into_iter().map(|queue| queue.name);
+        let queues = Topology::new(&self.env().settings).queues.into_iter().map(|queue| queue.name);
         queues.filter(|name| !consumed.contains(name)).collect()
     }
 
     /// The worker declares it again and goes on consuming.
     async fn delete_consumed_queue(&self) {
-        let names = self.stage().names();
+        let names = self.env().names();
         let queue = [names.timeout(), names.arm()][self.fault.choice % 2].clone();
-        let stage = self.premises.at_the_broker().await;
-        stage.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-        wait_for("the queue, consumed again", async || is_consumed(&stage, &queue).await).await;
+        let env = self.premises.at_the_broker().await;
+        env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        wait_for("the queue, consumed again", async || is_consumed(&env, &queue).await).await;
     }
 
     async fn delete_delay_queue(&self) {
         let mut queues = self.delay_queues();
         let queue = queues.swap_remove(self.fault.choice % queues.len());
-        let stage = self.premises.at_the_broker().await;
-        stage.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        let env = self.premises.at_the_broker().await;
+        env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         self.premises.wait(self.fault.hold).await;
-        Topology::new(&stage.settings).declare(&stage.broker).await.unwrap();
+        Topology::new(&env.settings).declare(&env.broker).await.unwrap();
     }
 
     async fn double_alarms(&self) -> Harm {
         let unpaid: Vec<(Uuid, OffsetDateTime)> =
             sqlx::query_as("SELECT id, expires_at FROM orders WHERE status = 'unpaid' ORDER BY expires_at LIMIT $1")
                 .bind(DOUBLED_AT_ONCE)
-                .fetch_all(&self.stage().pool)
+                .fetch_all(&self.env().pool)
                 .await
                 .unwrap();
         let orders: Vec<Order> =
             unpaid.into_iter().map(|(id, at)| Order { id, deadline: database::moment(at) }).collect();
-        let stage = self.premises.at_the_broker().await;
-        stage.deliver(&orders).await;
-        stage.deliver(&orders).await;
+        let env = self.premises.at_the_broker().await;
+        env.deliver(&orders).await;
+        env.deliver(&orders).await;
         Harm { forged: orders.iter().map(|order| order.id).collect(), ..Harm::hits(orders.len()) }
     }
 
     async fn send_garbage(&self) -> Harm {
-        let (stage, now) = (self.premises.at_the_broker().await, Moment::now_by_local_clock());
-        let (due, hour) = (stage.names().due(), Duration::from_secs(3600));
+        let (env, now) = (self.premises.at_the_broker().await, Timestamp::now_by_local_clock());
+        let (due, hour) = (env.names().due(), Duration::from_secs(3600));
         let bodies: [&[u8]; 4] = [
             b"",
             b"no alarm",
@@ -314,17 +314,15 @@ impl Trouble<'_> {
             br#"{"order_id":7,"deadline":{}}"#,
         ];
         for body in bodies {
-            stage.publish_raw(&due, DUE_KEY, body, BasicProperties::default()).await;
+            env.publish_raw(&due, DUE_KEY, body, BasicProperties::default()).await;
         }
-        let some: Vec<Uuid> = sqlx::query_scalar("SELECT id FROM orders ORDER BY random() LIMIT 50")
-            .fetch_all(&stage.pool)
-            .await
-            .unwrap();
+        let some: Vec<Uuid> =
+            sqlx::query_scalar("SELECT id FROM orders ORDER BY random() LIMIT 50").fetch_all(&env.pool).await.unwrap();
         // Of living orders and dead ones, with a deadline that their rows do not have; and one of no order.
         let wrong = some.iter().map(|id| Order { id: *id, deadline: now - hour });
         let unknown = Order { id: Uuid::now_v7(), deadline: now };
         let wrong: Vec<Order> = wrong.chain([unknown]).collect();
-        stage.deliver(&wrong).await;
+        env.deliver(&wrong).await;
         Harm { forged: some, ..Harm::default() }
     }
 }

@@ -33,7 +33,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use order_timeout::database;
-use order_timeout::order::Moment;
+use order_timeout::order::Timestamp;
 use serde::Serialize;
 use sqlx::PgPool;
 use time::OffsetDateTime;
@@ -131,7 +131,7 @@ struct Row {
 }
 
 /// Which orders' last alarm stood in the outbox until the deadline that it names had passed, and that deadline.
-type Expired = HashMap<Uuid, Moment>;
+type Expired = HashMap<Uuid, Timestamp>;
 
 #[derive(Default)]
 struct Tally {
@@ -157,10 +157,16 @@ impl Tally {
 }
 
 /// What an order that was closed then may have been put off to.
-fn put_off_to(life: &Life, deadline: Moment, closed_at: Moment, carried: &[Carried], declined: &[Declined]) -> Moment {
+fn put_off_to(
+    life: &Life,
+    deadline: Timestamp,
+    closed_at: Timestamp,
+    carried: &[Carried],
+    declined: &[Declined],
+) -> Timestamp {
     let faults = carried.iter().filter(|fault| excuses(&fault.whom, life)).map(|fault| (fault.from, fault.until));
     let kept = declined.iter().filter(|one| one.article == life.article).map(|one| (one.from, one.until));
-    let mut in_the_way: Vec<(Moment, Moment)> = faults.chain(kept).collect();
+    let mut in_the_way: Vec<(Timestamp, Timestamp)> = faults.chain(kept).collect();
     in_the_way.sort();
     let mut owed = deadline.max(life.known_at.min(closed_at));
     for (from, until) in in_the_way {
@@ -197,7 +203,7 @@ fn is_owed_its_alarm(life: &Life, expired: &Expired, carried: &[Carried], rests:
 }
 
 /// Whether alarms were thrown away at any time between these moments.
-fn were_thrown_away(carried: &[Carried], from: Moment, until: Moment) -> bool {
+fn were_thrown_away(carried: &[Carried], from: Timestamp, until: Timestamp) -> bool {
     carried.iter().any(|fault| fault.kind.throws_alarms_away() && fault.from <= until && fault.until >= from)
 }
 
@@ -407,8 +413,8 @@ mod tests {
 
     const DEADLINE_MS: u64 = 10_000;
 
-    fn at(ms: u64) -> Moment {
-        Moment::from_unix_micros(0) + Duration::from_millis(ms)
+    fn at(ms: u64) -> Timestamp {
+        Timestamp::from_unix_micros(0) + Duration::from_millis(ms)
     }
 
     fn fault(from: u64, until: u64, whom: Whom) -> Carried {

@@ -217,7 +217,7 @@ impl Kind {
         match self {
             // Long enough for both workers to give up their sessions and try several times.
             Self::BrokerHalted | Self::BrokerDeaf | Self::BrokerMute => Duration::from_secs(7),
-            // Longer than a worker's patience with one statement.
+            // Longer than a worker's timeout with one statement.
             Self::DatabaseHalted | Self::DatabaseStalled => Duration::from_secs(7),
             _ => Duration::from_secs(4),
         }
@@ -256,7 +256,7 @@ pub struct Step {
     pub faults: Vec<Fault>,
 }
 
-/// Steps without end. Kinds are dealt like cards, so that each comes once before any comes again.
+/// Effects without end. Kinds are dealt like cards, so that each comes once before any comes again.
 #[derive(Debug)]
 pub struct Plan {
     rng: Rng,

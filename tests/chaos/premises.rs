@@ -13,11 +13,11 @@ use crate::crew::Crew;
 use crate::support::private::Private;
 use crate::support::proxy::Proxy;
 use crate::support::witness::Witness;
-use crate::support::{Stage, on_stage, wait_for};
+use crate::support::{TestEnv, wait_for, with_env};
 
 pub struct Premises {
     /// Reaches the servers without a detour.
-    pub stage: Arc<Stage>,
+    pub env: Arc<TestEnv>,
     pub broker: Arc<Private>,
     pub database: Arc<Private>,
     /// What workers and publisher reach them by.
@@ -54,8 +54,8 @@ pub fn on_premises<F: Future<Output = ()> + Send + 'static>(
         settings.database.url = settings.database.url_of(&format!("order_timeout_{}", settings.namespace));
     };
     let servers = (broker.clone(), database.clone());
-    on_stage(adjust_all, move |stage| async move {
-        let premises = Arc::new(Premises::open(stage, servers, logs, interrupted).await);
+    with_env(adjust_all, move |env| async move {
+        let premises = Arc::new(Premises::open(env, servers, logs, interrupted).await);
         let outcome = tokio::spawn(work(premises.clone())).await;
         premises.close();
         if let Err(error) = outcome {
@@ -64,7 +64,7 @@ pub fn on_premises<F: Future<Output = ()> + Send + 'static>(
     });
 }
 
-/// Small lanes and rings, so that every way through the broker is taken within seconds; every patience as a deployment
+/// Small lanes and rings, so that every way through the broker is taken within seconds; every timeout as a deployment
 /// has it.
 fn as_deployed(settings: &mut Settings) {
     let defaults = Settings::defaults();
@@ -105,33 +105,33 @@ fn watch_for_the_end(interrupted: CancellationToken) {
 
 impl Premises {
     async fn open(
-        stage: Arc<Stage>,
+        env: Arc<TestEnv>,
         (broker, database): (Arc<Private>, Arc<Private>),
         logs: PathBuf,
         interrupted: CancellationToken,
     ) -> Self {
-        let to_broker = Proxy::before(&stage.settings.amqp.url).await;
-        let to_database = Proxy::before(&stage.settings.database.url).await;
-        let mut settings = stage.settings.clone();
+        let to_broker = Proxy::before(&env.settings.amqp.url).await;
+        let to_database = Proxy::before(&env.settings.database.url).await;
+        let mut settings = env.settings.clone();
         settings.amqp.url = to_broker.address(&settings.amqp.url);
         settings.database.url = to_database.address(&settings.database.url);
         let crew = Arc::new(Crew::new(settings, &logs));
-        let witness = Witness::open(&stage).await;
-        Self { stage, broker, database, to_broker, to_database, crew, witness, logs, interrupted }
+        let witness = Witness::open(&env).await;
+        Self { env, broker, database, to_broker, to_database, crew, witness, logs, interrupted }
     }
 
-    /// The stage's settings with the broker behind the network that breaks.
+    /// The env's settings with the broker behind the network that breaks.
     pub fn behind_the_network(&self) -> Settings {
-        let mut settings = self.stage.settings.clone();
+        let mut settings = self.env.settings.clone();
         settings.amqp.url = self.to_broker.address(&settings.amqp.url);
         settings
     }
 
-    /// The stage with a channel that works: its first one is lost with the first fault.
-    pub async fn at_the_broker(&self) -> Stage {
-        let amqp = &self.stage.settings.amqp;
+    /// The env with a channel that works: its first one is lost with the first fault.
+    pub async fn at_the_broker(&self) -> TestEnv {
+        let amqp = &self.env.settings.amqp;
         wait_for("the broker", async || broker::connect(amqp, "chaos").await.is_ok()).await;
-        self.stage.reconnected().await
+        self.env.reconnected().await
     }
 
     /// Waits; not for somebody who wants us to end.

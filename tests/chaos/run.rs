@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use order_timeout::order::Moment;
+use order_timeout::order::Timestamp;
 use order_timeout::{Publisher, Settings};
 use tokio::task::JoinSet;
 
@@ -19,7 +19,7 @@ use crate::ledger::{Evidence, PROMISED, Report, Verdict, but_for_faults, judge};
 use crate::plan::{Plan, Step};
 use crate::premises::{Premises, on_premises};
 use crate::shop::{Books, Shop};
-use crate::support::Stage;
+use crate::support::TestEnv;
 use crate::support::away::{COMING_BACK, consumers, meanwhile};
 
 /// What a run is asked for.
@@ -39,8 +39,8 @@ struct Wanted {
 /// A while in which nothing is broken, and everybody had come back to work before it began.
 #[derive(Debug, Clone, Copy)]
 pub struct Rest {
-    pub from: Moment,
-    pub until: Moment,
+    pub from: Timestamp,
+    pub until: Timestamp,
 }
 
 /// Where the report goes, beside the logs.
@@ -116,11 +116,11 @@ fn run(name: &str, wanted: Wanted) {
 /// Returns the broken promises.
 async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
     premises.say(&format!("{wanted:?}"));
-    let ear = Ear::open(&premises.stage).await;
+    let ear = Ear::open(&premises.env).await;
     meanwhile(|| premises.broker.write_down_declarations());
     premises.crew.start_all().await;
     let publisher = Publisher::connect(&premises.behind_the_network()).await.expect("a broker in order");
-    let shop = Shop::open(&premises.stage, publisher, wanted.seed, wanted.orders_per_second).await;
+    let shop = Shop::open(&premises.env, publisher, wanted.seed, wanted.orders_per_second).await;
 
     let Trouble { carried, rests } = make_trouble(premises, &shop, wanted).await;
     if premises.interrupted.is_cancelled() {
@@ -139,7 +139,7 @@ async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
     let (rests, standstills) = (&rests[..], &standstills[..]);
     let (seed, heard, late) = (wanted.seed, &heard, &late);
     let evidence = Evidence { seed, lives, carried, declined, rests, standstills, heard, late };
-    let mut verdict = judge(&premises.stage.pool, evidence).await;
+    let mut verdict = judge(&premises.env.pool, evidence).await;
     if codes.iter().any(|code| *code != 0) {
         verdict.violations.push(format!("workers asked to stop ended with {codes:?}"));
     }
@@ -234,36 +234,36 @@ async fn rest(premises: &Premises) -> Rest {
         assert!(began.elapsed() < COMING_BACK, "not everybody is back at work after {COMING_BACK:?}: {amiss}");
         tokio::time::sleep(ASK_EVERY).await;
     }
-    let from = Moment::now_by_local_clock();
+    let from = Timestamp::now_by_local_clock();
     premises.wait(REST).await;
-    Rest { from, until: Moment::now_by_local_clock() }
+    Rest { from, until: Timestamp::now_by_local_clock() }
 }
 
 /// Which worker does not consume, or which order or alarm has been waiting for one; `None` if everybody works.
 async fn what_is_amiss(premises: &Premises) -> Option<String> {
-    let (stage, names) = (premises.at_the_broker().await, premises.stage.names());
+    let (env, names) = (premises.at_the_broker().await, premises.env.names());
     // A session is open when the last of its queues is consumed.
-    let open_sessions = consumers(&stage, &names.parked()).await;
+    let open_sessions = consumers(&env, &names.parked()).await;
     // An order that lost its alarm is the sweep's, which leaves the alarm its grace first.
-    let overdue = overdue(&stage, stage.settings.sweep.grace + SWEPT_WITHIN).await;
+    let overdue = overdue(&env, env.settings.sweep.grace + SWEPT_WITHIN).await;
     let unsent = "SELECT count(*) FROM alarm_outbox
                   WHERE sent_at IS NULL AND created_at < clock_timestamp() - interval '1 s'";
-    let unsent = count(&stage, unsent).await;
+    let unsent = count(&env, unsent).await;
     let all_works = usize::try_from(open_sessions) == Ok(WORKERS) && overdue == Some(0) && unsent == Some(0);
     (!all_works).then(|| format!("{open_sessions} sessions, {overdue:?} orders overdue, {unsent:?} alarms unsent"))
 }
 
 /// Orders that are still open so long after they fell due, if the database answers.
-pub async fn overdue(stage: &Stage, by: Duration) -> Option<usize> {
+pub async fn overdue(env: &TestEnv, by: Duration) -> Option<usize> {
     let sql = "SELECT count(*) FROM orders
                WHERE status = 'unpaid' AND expires_at < clock_timestamp() - make_interval(secs => $1)";
-    let counted: i64 = sqlx::query_scalar(sql).bind(by.as_secs_f64()).fetch_one(&stage.pool).await.ok()?;
+    let counted: i64 = sqlx::query_scalar(sql).bind(by.as_secs_f64()).fetch_one(&env.pool).await.ok()?;
     usize::try_from(counted).ok()
 }
 
 /// What such a statement counts, if the database answers.
-pub async fn count(stage: &Stage, sql: &'static str) -> Option<usize> {
-    let counted: i64 = sqlx::query_scalar(sql).fetch_one(&stage.pool).await.ok()?;
+pub async fn count(env: &TestEnv, sql: &'static str) -> Option<usize> {
+    let counted: i64 = sqlx::query_scalar(sql).fetch_one(&env.pool).await.ok()?;
     usize::try_from(counted).ok()
 }
 
@@ -291,7 +291,7 @@ fn progress(shop: &Shop, faults: usize) -> String {
 /// Until nothing is unpaid, every event is sent, and each was heard. What has not happened by then is for the judge.
 pub async fn come_to_rest(premises: &Premises, ear: &Ear) {
     let began = Instant::now();
-    let count = async |sql| count(&premises.stage, sql).await;
+    let count = async |sql| count(&premises.env, sql).await;
     while began.elapsed() < COMING_BACK && !premises.interrupted.is_cancelled() {
         let unpaid = count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
         let unsent = count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;

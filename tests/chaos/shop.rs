@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use order_timeout::backoff::Backoff;
 use order_timeout::database::Timestamptz;
-use order_timeout::order::Moment;
-use order_timeout::patience::Pauses;
+use order_timeout::order::Timestamp;
 use order_timeout::{Publisher, schedule_in};
 use secrecy::ExposeSecret;
 use sqlx::postgres::PgPoolOptions;
@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::fate::{ARTICLES, Change, Fate, Payment, Way};
-use crate::support::{Stage, till};
+use crate::support::{TestEnv, till};
 
 /// What each article starts with.
 pub const IN_STOCK: i64 = 1_000_000;
@@ -33,14 +33,14 @@ const CONNECTIONS: u32 = 16;
 pub struct Life {
     pub id: Uuid,
     pub article: String,
-    pub created_at: Moment,
+    pub created_at: Timestamp,
     /// The deadline last committed.
-    pub deadline: Moment,
+    pub deadline: Timestamp,
     /// When the shop heard of the last commit that set the deadline. Nobody can close before a deadline is there.
-    pub known_at: Moment,
+    pub known_at: Timestamp,
     /// Since when an alarm that leads to this deadline is known to be safe: confirmed by the broker, or committed beside
     /// the order. `None` where the shop gave up.
-    pub alarmed_at: Option<Moment>,
+    pub alarmed_at: Option<Timestamp>,
     /// Somebody locks its row around the deadline, to pay.
     pub contested: bool,
     pub paid: bool,
@@ -50,8 +50,8 @@ pub struct Life {
 #[derive(Debug, Clone)]
 pub struct Declined {
     pub article: String,
-    pub from: Moment,
-    pub until: Moment,
+    pub from: Timestamp,
+    pub until: Timestamp,
 }
 
 /// All that the shop knows in the end.
@@ -93,12 +93,12 @@ pub fn article_name(number: usize) -> String {
 
 impl Shop {
     /// Takes so many orders a second. The publisher may be behind a network that breaks.
-    pub async fn open(stage: &Stage, publisher: Publisher, seed: u64, orders_per_second: f64) -> Self {
+    pub async fn open(env: &TestEnv, publisher: Publisher, seed: u64, orders_per_second: f64) -> Self {
         for article in 0..ARTICLES {
-            stage.stock(&article_name(article), IN_STOCK).await;
+            env.stock(&article_name(article), IN_STOCK).await;
         }
         let pool = PgPoolOptions::new().max_connections(CONNECTIONS).acquire_timeout(Duration::from_secs(5));
-        let pool = pool.connect(stage.settings.database.url.expose_secret()).await.unwrap();
+        let pool = pool.connect(env.settings.database.url.expose_secret()).await.unwrap();
         let (counters, stop) = (Arc::<Counters>::default(), CancellationToken::new());
         let counter = Arc::new(Counter { pool, publisher, counters: counters.clone(), declined: Mutex::default() });
         let running = tokio::spawn(take_orders(counter, seed, orders_per_second, stop.clone()));
@@ -140,7 +140,7 @@ impl Counter {
 
     /// Says it until it is known to be done.
     async fn insist<T, F: Future<Output = Result<T, sqlx::Error>>>(&self, mut attempt: impl FnMut() -> F) -> T {
-        let mut pauses = Pauses::new();
+        let mut pauses = Backoff::new();
         loop {
             match attempt().await {
                 Ok(done) => return done,
@@ -154,19 +154,19 @@ impl Counter {
         let (id, article) = (Uuid::now_v7(), article_name(fate.article));
         let deadline = self.insist(|| self.commit_order(id, &article, fate)).await;
         let contested = fate.payment.is_at_the_deadline();
-        let known_at = Moment::now_by_local_clock();
+        let known_at = Timestamp::now_by_local_clock();
         Life { id, article, created_at: known_at, deadline, known_at, alarmed_at: None, contested, paid: false }
     }
 
     /// Since when an alarm for the deadline just committed is safe.
-    async fn alarmed(&self, life: &Life, way: Way) -> Option<Moment> {
+    async fn alarmed(&self, life: &Life, way: Way) -> Option<Timestamp> {
         match way {
             Way::Publisher => self.schedule(life).await,
             Way::ScheduleIn | Way::PlainInsert => Some(life.known_at),
         }
     }
 
-    async fn commit_order(&self, id: Uuid, article: &str, fate: &Fate) -> Result<Moment, sqlx::Error> {
+    async fn commit_order(&self, id: Uuid, article: &str, fate: &Fate) -> Result<Timestamp, sqlx::Error> {
         let mut transaction = self.pool.begin().await?;
         let taken = till::take_orders(&mut transaction, &[id], article, fate.delay).await?;
         let deadline = taken.first().ok_or(sqlx::Error::RowNotFound)?.1;
@@ -176,11 +176,11 @@ impl Counter {
     }
 
     /// Until it succeeds or is of no use any more: then the sweep must do without the alarm.
-    async fn schedule(&self, life: &Life) -> Option<Moment> {
-        let mut pauses = Pauses::new();
-        while Moment::now_by_local_clock() < life.deadline {
+    async fn schedule(&self, life: &Life) -> Option<Timestamp> {
+        let mut pauses = Backoff::new();
+        while Timestamp::now_by_local_clock() < life.deadline {
             if self.publisher.schedule(life.id.to_string(), life.deadline).await.is_ok() {
-                return Some(Moment::now_by_local_clock());
+                return Some(Timestamp::now_by_local_clock());
             }
             self.counters.said_again.fetch_add(1, Ordering::Relaxed);
             tokio::time::sleep(pauses.next_pause()).await;
@@ -200,7 +200,7 @@ impl Counter {
         if deadline == life.deadline {
             return;
         }
-        (life.deadline, life.known_at) = (deadline, Moment::now_by_local_clock());
+        (life.deadline, life.known_at) = (deadline, Timestamp::now_by_local_clock());
         if schedules {
             life.alarmed_at = self.alarmed(life, fate.way).await;
         }
@@ -208,7 +208,7 @@ impl Counter {
 
     /// The deadline that the order has now: the new one, or, where it was closed before, whichever was in force. That may
     /// be the new one as well, of an earlier try whose answer was lost.
-    async fn commit_change(&self, id: Uuid, left: Duration, schedule: Option<Way>) -> Result<Moment, sqlx::Error> {
+    async fn commit_change(&self, id: Uuid, left: Duration, schedule: Option<Way>) -> Result<Timestamp, sqlx::Error> {
         let mut transaction = self.pool.begin().await?;
         let moved: Option<Timestamptz> = sqlx::query_scalar(
             "UPDATE orders SET expires_at = clock_timestamp() + make_interval(secs => $2)
@@ -236,7 +236,7 @@ impl Counter {
         let at = match fate.payment {
             Payment::Never => return,
             Payment::Early(part) => {
-                let left = life.deadline.since(Moment::now_by_local_clock());
+                let left = life.deadline.since(Timestamp::now_by_local_clock());
                 life.deadline - left.mul_f64(1.0 - part)
             }
             Payment::LastMillisecond(before) => life.deadline - before,
@@ -265,12 +265,12 @@ impl Counter {
     }
 
     /// Returns whether the order is paid.
-    async fn pay(&self, id: Uuid, at: Moment, takes: Duration) -> bool {
+    async fn pay(&self, id: Uuid, at: Timestamp, takes: Duration) -> bool {
         self.insist(|| self.try_to_pay(id, at, takes)).await
     }
 
     /// If an earlier answer was lost, this finds what became of it.
-    async fn try_to_pay(&self, id: Uuid, at: Moment, takes: Duration) -> Result<bool, sqlx::Error> {
+    async fn try_to_pay(&self, id: Uuid, at: Timestamp, takes: Duration) -> Result<bool, sqlx::Error> {
         let mut transaction = self.begin_for(at).await?;
         let paid = till::pay(&mut transaction, id).await?;
         tokio::time::sleep(takes).await;
@@ -281,21 +281,21 @@ impl Counter {
         sqlx::query_scalar("SELECT status = 'paid' FROM orders WHERE id = $1").bind(id).fetch_one(&self.pool).await
     }
 
-    async fn decline(&self, life: &Life, at: Moment, held: Duration) -> Result<(), sqlx::Error> {
+    async fn decline(&self, life: &Life, at: Timestamp, held: Duration) -> Result<(), sqlx::Error> {
         let mut transaction = self.begin_for(at).await?;
         if !till::pay(&mut transaction, life.id).await? {
             return Ok(());
         }
-        let from = Moment::now_by_local_clock();
+        let from = Timestamp::now_by_local_clock();
         tokio::time::sleep(held).await;
         let ended = transaction.rollback().await;
-        let (article, until) = (life.article.clone(), Moment::now_by_local_clock());
+        let (article, until) = (life.article.clone(), Timestamp::now_by_local_clock());
         self.declined.lock().unwrap().push(Declined { article, from, until });
         ended
     }
 
     /// A transaction that is open when this moment comes, so that only one statement stands between it and the row.
-    async fn begin_for(&self, at: Moment) -> Result<sqlx::Transaction<'static, sqlx::Postgres>, sqlx::Error> {
+    async fn begin_for(&self, at: Timestamp) -> Result<sqlx::Transaction<'static, sqlx::Postgres>, sqlx::Error> {
         wait_until(at - READY).await;
         let transaction = self.pool.begin().await?;
         wait_until(at).await;
@@ -303,12 +303,17 @@ impl Counter {
     }
 }
 
-async fn write_alarm(transaction: &mut PgConnection, way: Way, id: Uuid, deadline: Moment) -> Result<(), sqlx::Error> {
+async fn write_alarm(
+    transaction: &mut PgConnection,
+    way: Way,
+    id: Uuid,
+    deadline: Timestamp,
+) -> Result<(), sqlx::Error> {
     match way {
         Way::Publisher => Ok(()),
         Way::ScheduleIn => match schedule_in(transaction, id.to_string(), deadline).await {
             Ok(()) => Ok(()),
-            Err(order_timeout::NotWritten::Database(error)) => Err(error),
+            Err(order_timeout::OutboxError::Database(error)) => Err(error),
             Err(fault) => panic!("{fault}"),
         },
         Way::PlainInsert => {
@@ -320,13 +325,13 @@ async fn write_alarm(transaction: &mut PgConnection, way: Way, id: Uuid, deadlin
 }
 
 /// To the microsecond, where a timer goes by milliseconds: the last of them is spent asking.
-async fn wait_until(moment: Moment) {
-    let left = moment.since(Moment::now_by_local_clock());
+async fn wait_until(moment: Timestamp) {
+    let left = moment.since(Timestamp::now_by_local_clock());
     if let Some(asleep) = left.checked_sub(Duration::from_millis(2)) {
         tokio::time::sleep(asleep).await;
     }
     let began = Instant::now();
-    while Moment::now_by_local_clock() < moment && began.elapsed() < Duration::from_millis(5) {
+    while Timestamp::now_by_local_clock() < moment && began.elapsed() < Duration::from_millis(5) {
         tokio::task::yield_now().await;
     }
 }

@@ -13,7 +13,7 @@ use crate::cluster::Cluster;
 use crate::forwarder::Forwarder;
 use crate::support::away::keep_events;
 use crate::support::process::WorkerProcess;
-use crate::support::{Stage, alarms_alone, on_stage, wait_within, with_parts};
+use crate::support::{TestEnv, alarms_alone, wait_within, with_env, with_parts};
 use crate::traffic::{Taken, Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness, unpaid};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -60,9 +60,9 @@ fn on_a_cluster(sweep: Sweep) {
     // The queues are declared through node 1, which thereby leads them.
     let front = Arc::new(Forwarder::start(cluster.ports_from(1)));
     let (url, port) = (cluster.url.clone().into(), front.port);
-    // The stage is cleared away before these end.
+    // The env is cleared away before these end.
     let _outlive = (cluster.clone(), front.clone());
-    on_stage(
+    with_env(
         |settings| {
             settings.amqp.url = with_parts(&url, None, Some(&format!("127.0.0.1:{port}")), None);
             one_busy_lane(settings);
@@ -71,53 +71,53 @@ fn on_a_cluster(sweep: Sweep) {
                 Sweep::AsDeployed => settings.sweep = Settings::defaults().sweep,
             }
         },
-        async move |stage| {
-            lose_leaders(&stage, &cluster, &front).await;
-            assert!(sweep == Sweep::AsDeployed || by_sweep(&stage).await == 0, "there was none");
+        async move |env| {
+            lose_leaders(&env, &cluster, &front).await;
+            assert!(sweep == Sweep::AsDeployed || by_sweep(&env).await == 0, "there was none");
         },
     );
 }
 
-async fn lose_leaders(stage: &Arc<Stage>, cluster: &Cluster, front: &Forwarder) {
+async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) {
     // Everybody works through node 2: the first kill is an election and nothing else.
     front.set_servers(cluster.ports_from(2));
-    let workers = [WorkerProcess::start(&stage.settings), WorkerProcess::start(&stage.settings)];
-    let kept_events = keep_events(stage).await;
-    let traffic = Traffic::start(stage.clone(), &DELAYS).await;
+    let workers = [WorkerProcess::start(&env.settings), WorkerProcess::start(&env.settings)];
+    let kept_events = keep_events(env).await;
+    let traffic = Traffic::start(env.clone(), &DELAYS).await;
     tokio::time::sleep(15 * SECOND).await;
 
-    let queues = Topology::new(&stage.settings).queues;
+    let queues = Topology::new(&env.settings).queues;
     let lane = queues.iter().find(|queue| queue.name.contains(".delay.10s")).expect("the lane's first queue");
-    let first = kill_leader(stage, cluster, &lane.name, "a lane").await;
+    let first = kill_leader(env, cluster, &lane.name, "a lane").await;
     tokio::time::sleep(AFTERMATH).await;
     tokio::task::block_in_place(|| cluster.bring_back(first.node));
 
     // Everybody moves to the leader of the processing queue: the second kill takes their connections, too.
-    let processing = stage.names().timeout();
+    let processing = env.names().timeout();
     let leader = tokio::task::block_in_place(|| cluster.leader(&processing));
     front.set_servers(cluster.ports_from(leader));
     front.cut();
     tokio::time::sleep(15 * SECOND).await;
-    let second = kill_leader(stage, cluster, &processing, "the processing queue").await;
+    let second = kill_leader(env, cluster, &processing, "the processing queue").await;
     assert_eq!(second.node, leader, "the leader that everybody works through");
     tokio::time::sleep(AFTERMATH).await;
 
     let taken = traffic.stop().await;
     tokio::task::block_in_place(|| cluster.bring_back(leader));
-    release_what_is_stuck(stage, cluster).await;
-    assert_each_closed_once(stage, &taken, &kept_events).await;
-    print(stage, cluster, &taken, &[first, second]).await;
+    release_what_is_stuck(env, cluster).await;
+    assert_each_closed_once(env, &taken, &kept_events).await;
+    print(env, cluster, &taken, &[first, second]).await;
     for worker in workers {
         assert_eq!(worker.terminate(30 * SECOND), 0, "a worker drained in time");
     }
-    stage.reconnected().await.assert_drained().await;
+    env.reconnected().await.assert_drained().await;
 }
 
 /// A broker may leave alone what it was handing over when the target lost its leader (docs/OPERATING.md, "A cluster of brokers"):
 /// it is safe, but nothing moves it until the source queue's leader changes.
-async fn release_what_is_stuck(stage: &Stage, cluster: &Cluster) {
+async fn release_what_is_stuck(env: &TestEnv, cluster: &Cluster) {
     let began = Instant::now();
-    while unpaid(stage).await != Some(0) && began.elapsed() < GIVEN_TO_THE_BROKER {
+    while unpaid(env).await != Some(0) && began.elapsed() < GIVEN_TO_THE_BROKER {
         tokio::time::sleep(SECOND).await;
     }
     for (queue, dead_letters) in tokio::task::block_in_place(|| cluster.stuck()) {
@@ -126,10 +126,10 @@ async fn release_what_is_stuck(stage: &Stage, cluster: &Cluster) {
         );
         tokio::task::block_in_place(|| cluster.move_leader(&queue));
     }
-    let processing = stage.names().timeout();
-    let stage = stage.reconnected().await;
+    let processing = env.names().timeout();
+    let env = env.reconnected().await;
     wait_within(GIVEN_TO_THE_BROKER, "every dead letter handed over and taken", async || {
-        tokio::task::block_in_place(|| cluster.stuck()).is_empty() && stage.depth(&processing).await == 0
+        tokio::task::block_in_place(|| cluster.stuck()).is_empty() && env.depth(&processing).await == 0
     })
     .await;
 }
@@ -140,24 +140,24 @@ struct Kill {
     at: OffsetDateTime,
 }
 
-async fn kill_leader(stage: &Stage, cluster: &Cluster, queue: &str, whose: &'static str) -> Kill {
+async fn kill_leader(env: &TestEnv, cluster: &Cluster, queue: &str, whose: &'static str) -> Kill {
     let node = tokio::task::block_in_place(|| cluster.leader(queue));
-    let at = database_time(stage).await;
+    let at = database_time(env).await;
     tokio::task::block_in_place(|| cluster.kill(node));
     Kill { whose, node, at }
 }
 
-async fn print(stage: &Stage, cluster: &Cluster, taken: &Taken, kills: &[Kill]) {
+async fn print(env: &TestEnv, cluster: &Cluster, taken: &Taken, kills: &[Kill]) {
     println!(
         "\nRabbitMQ {}, three nodes: {} orders taken, {} alarms scheduled again after an error; each closed once, {} by the sweep",
         tokio::task::block_in_place(|| cluster.version()),
         taken.orders.len(),
         taken.scheduled_again,
-        by_sweep(stage).await
+        by_sweep(env).await
     );
     for kill in kills {
-        print_lateness(stage, &format!("before the leader of {} died", kill.whose), kill.at - AFTERMATH, kill.at).await;
+        print_lateness(env, &format!("before the leader of {} died", kill.whose), kill.at - AFTERMATH, kill.at).await;
         let what = format!("{AFTERMATH:?} after (node {})", kill.node);
-        print_lateness(stage, &what, kill.at, kill.at + AFTERMATH).await;
+        print_lateness(env, &what, kill.at, kill.at + AFTERMATH).await;
     }
 }

@@ -11,7 +11,7 @@ use crate::forwarder::Forwarder;
 use crate::support::away::keep_events;
 use crate::support::private::Private;
 use crate::support::process::WorkerProcess;
-use crate::support::{Stage, on_stage, wait_for, with_parts};
+use crate::support::{TestEnv, wait_for, with_env, with_parts};
 use crate::traffic::{Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -30,36 +30,36 @@ fn a_standby_that_takes_over_closes_every_order_once() {
     // What a virtual address or a proxy does: the client library knows one address only.
     let front = Arc::new(Forwarder::start(vec![port(&primary)]));
     let url = with_parts(&primary.url.clone().into(), None, Some(&format!("127.0.0.1:{}", front.port)), None);
-    // The stage is cleared away before these end.
+    // The env is cleared away before these end.
     let _outlive = (primary.clone(), standby.clone(), front.clone());
-    on_stage(
+    with_env(
         |settings| {
             settings.sweep.grace = Settings::defaults().sweep.grace;
             settings.database.url = url;
             settings.database.url = settings.database.url_of(&format!("order_timeout_{}", settings.namespace));
         },
-        async move |stage| fail_over(&stage, &primary, &standby, &front).await,
+        async move |env| fail_over(&env, &primary, &standby, &front).await,
     );
 }
 
 /// From now on a commit is answered when the standby has it.
-async fn commit_on_both(stage: &Stage) {
+async fn commit_on_both(env: &TestEnv) {
     // Each a statement of its own: ALTER SYSTEM refuses a transaction.
     for statement in ["ALTER SYSTEM SET synchronous_standby_names = '*'", "SELECT pg_reload_conf()"] {
-        sqlx::query(statement).execute(&stage.pool).await.unwrap();
+        sqlx::query(statement).execute(&env.pool).await.unwrap();
     }
     let in_step = "SELECT count(*) FROM pg_stat_replication WHERE sync_state = 'sync' AND state = 'streaming'";
-    wait_for("a standby in step", async || stage.count(in_step).await == 1).await;
+    wait_for("a standby in step", async || env.count(in_step).await == 1).await;
 }
 
-async fn fail_over(stage: &Arc<Stage>, primary: &Private, standby: &Private, front: &Forwarder) {
-    commit_on_both(stage).await;
-    let workers = [WorkerProcess::start(&stage.settings), WorkerProcess::start(&stage.settings)];
-    let kept_events = keep_events(stage).await;
-    let traffic = Traffic::start(stage.clone(), &DELAYS).await;
+async fn fail_over(env: &Arc<TestEnv>, primary: &Private, standby: &Private, front: &Forwarder) {
+    commit_on_both(env).await;
+    let workers = [WorkerProcess::start(&env.settings), WorkerProcess::start(&env.settings)];
+    let kept_events = keep_events(env).await;
+    let traffic = Traffic::start(env.clone(), &DELAYS).await;
     tokio::time::sleep(10 * SECOND).await;
 
-    let killed_at = database_time(stage).await;
+    let killed_at = database_time(env).await;
     tokio::task::block_in_place(|| {
         primary.kill();
         standby.promote();
@@ -67,26 +67,26 @@ async fn fail_over(stage: &Arc<Stage>, primary: &Private, standby: &Private, fro
     front.set_servers(vec![port(standby)]);
     front.cut();
     wait_for("the new primary", async || {
-        sqlx::query_scalar::<_, bool>("SELECT NOT pg_is_in_recovery()").fetch_one(&stage.pool).await.unwrap_or(false)
+        sqlx::query_scalar::<_, bool>("SELECT NOT pg_is_in_recovery()").fetch_one(&env.pool).await.unwrap_or(false)
     })
     .await;
-    let moved_at = database_time(stage).await;
+    let moved_at = database_time(env).await;
     tokio::time::sleep(AFTERMATH).await;
 
     let taken = traffic.stop().await;
-    assert_each_closed_once(stage, &taken, &kept_events).await;
-    stage.channel.queue_delete(kept_events.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    assert_each_closed_once(env, &taken, &kept_events).await;
+    env.channel.queue_delete(kept_events.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
     println!(
         "\nPostgres, primary killed and standby promoted within {}: {} orders taken, {} commits said again; each closed once, {} by the sweep",
         moved_at - killed_at,
         taken.orders.len(),
         taken.committed_again,
-        by_sweep(stage).await
+        by_sweep(env).await
     );
-    print_lateness(stage, "before", killed_at - AFTERMATH, killed_at).await;
-    print_lateness(stage, &format!("{AFTERMATH:?} after"), killed_at, killed_at + AFTERMATH).await;
+    print_lateness(env, "before", killed_at - AFTERMATH, killed_at).await;
+    print_lateness(env, &format!("{AFTERMATH:?} after"), killed_at, killed_at + AFTERMATH).await;
     for worker in workers {
         assert_eq!(worker.terminate(30 * SECOND), 0, "a worker drained in time");
     }
-    stage.assert_drained().await;
+    env.assert_drained().await;
 }

@@ -7,7 +7,7 @@ use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
 /// Passes connections on to the first server of its list that accepts. It lives outside the test's runtime, so that it
-/// can stand before the stage is built and after it is cleared away.
+/// can stand before the env is built and after it is cleared away.
 pub struct Forwarder {
     pub port: u16,
     servers: Arc<Mutex<Vec<u16>>>,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use order_timeout::Publisher;
-use order_timeout::order::{Moment, OrderId};
+use order_timeout::order::{OrderId, Timestamp};
 use sqlx::PgPool;
 use time::OffsetDateTime;
 use tokio::task::{JoinHandle, JoinSet};
@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::support::away::{COMING_BACK, assert_every_event_was_heard};
-use crate::support::{Stage, till, wait_within};
+use crate::support::{TestEnv, till, wait_within};
 
 /// Ten batches a second.
 const BEAT: Duration = Duration::from_millis(100);
@@ -39,13 +39,13 @@ pub struct Taken {
 
 impl Traffic {
     /// Takes orders, each batch with one of these times to pay in turn.
-    pub async fn start(stage: Arc<Stage>, delays: &'static [Duration]) -> Self {
+    pub async fn start(env: Arc<TestEnv>, delays: &'static [Duration]) -> Self {
         for article in 0..ARTICLES {
-            stage.stock(&article_name(article), 1_000_000).await;
+            env.stock(&article_name(article), 1_000_000).await;
         }
-        let publisher = stage.publisher().await;
+        let publisher = env.publisher().await;
         let stop = CancellationToken::new();
-        let (pool, size) = (stage.pool.clone(), orders_per_second() / 10);
+        let (pool, size) = (env.pool.clone(), orders_per_second() / 10);
         Self { running: tokio::spawn(take_orders(pool, publisher, size, delays, stop.clone())), stop }
     }
 
@@ -118,47 +118,47 @@ async fn commit(
     ids: &[Uuid],
     article: &str,
     delay: Duration,
-) -> Result<Vec<(OrderId, Moment)>, sqlx::Error> {
+) -> Result<Vec<(OrderId, Timestamp)>, sqlx::Error> {
     let taken = till::take_orders(&mut *pool.acquire().await?, ids, article, delay).await?;
     Ok(taken.into_iter().map(|(id, deadline)| (OrderId::new(id.to_string()).unwrap(), deadline)).collect())
 }
 
 /// The database's time: what lateness is measured by.
-pub async fn database_time(stage: &Stage) -> OffsetDateTime {
-    sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(&stage.pool).await.unwrap()
+pub async fn database_time(env: &TestEnv) -> OffsetDateTime {
+    sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(&env.pool).await.unwrap()
 }
 
 /// Orders not closed yet, if the database answers.
-pub async fn unpaid(stage: &Stage) -> Option<i64> {
-    sqlx::query_scalar("SELECT count(*) FROM orders WHERE status = 'unpaid'").fetch_one(&stage.pool).await.ok()
+pub async fn unpaid(env: &TestEnv) -> Option<i64> {
+    sqlx::query_scalar("SELECT count(*) FROM orders WHERE status = 'unpaid'").fetch_one(&env.pool).await.ok()
 }
 
 /// Insists that every order taken was closed, once, not early, and that every close was heard of.
-pub async fn assert_each_closed_once(stage: &Stage, taken: &Taken, kept_events: &str) {
-    wait_within(COMING_BACK, "every order's close", async || unpaid(stage).await == Some(0)).await;
-    assert_every_event_was_heard(stage, kept_events).await;
+pub async fn assert_each_closed_once(env: &TestEnv, taken: &Taken, kept_events: &str) {
+    wait_within(COMING_BACK, "every order's close", async || unpaid(env).await == Some(0)).await;
+    assert_every_event_was_heard(env, kept_events).await;
     let closed: i64 = sqlx::query_scalar("SELECT count(*) FROM orders WHERE id = ANY ($1) AND status = 'closed'")
         .bind(&taken.orders)
-        .fetch_one(&stage.pool)
+        .fetch_one(&env.pool)
         .await
         .unwrap();
     let orders = i64::try_from(taken.orders.len()).unwrap();
     assert_eq!(closed, orders, "of the orders that the shop was told are committed");
-    assert_eq!(stage.count("SELECT count(*) FROM orders").await, orders);
-    assert_eq!(stage.count("SELECT count(*) FROM order_events WHERE event = 'closed'").await, orders);
-    assert_eq!(stage.count("SELECT count(DISTINCT payload ->> 'order_id') FROM event_outbox").await, orders);
-    assert_eq!(stage.count("SELECT count(*) FROM event_outbox").await, orders);
-    assert_eq!(stage.parked().await, []);
-    stage.assert_ledger().await;
+    assert_eq!(env.count("SELECT count(*) FROM orders").await, orders);
+    assert_eq!(env.count("SELECT count(*) FROM order_events WHERE event = 'closed'").await, orders);
+    assert_eq!(env.count("SELECT count(DISTINCT payload ->> 'order_id') FROM event_outbox").await, orders);
+    assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, orders);
+    assert_eq!(env.parked().await, []);
+    env.assert_ledger().await;
 }
 
 /// Orders that no alarm closed in time.
-pub async fn by_sweep(stage: &Stage) -> i64 {
-    stage.count("SELECT count(*) FROM orders WHERE closed_by = 'sweep'").await
+pub async fn by_sweep(env: &TestEnv) -> i64 {
+    env.count("SELECT count(*) FROM orders WHERE closed_by = 'sweep'").await
 }
 
 /// Prints how late the orders were that fell due in this span, and the longest time without any close in it.
-pub async fn print_lateness(stage: &Stage, what: &str, from: OffsetDateTime, until: OffsetDateTime) {
+pub async fn print_lateness(env: &TestEnv, what: &str, from: OffsetDateTime, until: OffsetDateTime) {
     let (count, very_late, p50, p99, max): (i64, i64, f64, f64, f64) = sqlx::query_as(
         "SELECT count(*), count(*) FILTER (WHERE late > 1000),
                 coalesce(percentile_cont(0.5) WITHIN GROUP (ORDER BY late), 0)::float8,
@@ -168,7 +168,7 @@ pub async fn print_lateness(stage: &Stage, what: &str, from: OffsetDateTime, unt
     )
     .bind(from)
     .bind(until)
-    .fetch_one(&stage.pool)
+    .fetch_one(&env.pool)
     .await
     .unwrap();
     let pause: f64 = sqlx::query_scalar(
@@ -178,7 +178,7 @@ pub async fn print_lateness(stage: &Stage, what: &str, from: OffsetDateTime, unt
     )
     .bind(from)
     .bind(until)
-    .fetch_one(&stage.pool)
+    .fetch_one(&env.pool)
     .await
     .unwrap();
     println!(

@@ -19,7 +19,7 @@ use crate::support::away::{
 };
 use crate::support::private::Private;
 use crate::support::proxy::{Count, Direction, Proxy};
-use crate::support::{RunningWorker, Stage, on_stage, wait_for, wait_within};
+use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How often [`LeftLying`] is taken away.
@@ -27,7 +27,7 @@ const LOSSES: usize = 2;
 
 /// Runs a test on a broker that waits five seconds for an acknowledgement, and looks five times a second.
 fn on_impatient_broker<F: Future<Output = ()> + Send + 'static>(
-    test: impl FnOnce(Arc<Stage>, Arc<Private>) -> F + Send + 'static,
+    test: impl FnOnce(Arc<TestEnv>, Arc<Private>) -> F + Send + 'static,
 ) {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = directory.path().join("impatient.config");
@@ -39,14 +39,14 @@ fn on_impatient_broker<F: Future<Output = ()> + Send + 'static>(
         settings.amqp.url = broker.url.clone().into();
     };
     let for_test = broker.clone();
-    on_stage(adjust, move |stage| test(stage, for_test));
+    with_env(adjust, move |env| test(env, for_test));
 }
 
 fn name(path: &Path) -> &str {
     path.to_str().expect("a path of letters")
 }
 
-/// The broker's words on a network's wire that end a consumer. Up to RabbitMQ 4.2 the channel loses patience and closes
+/// The broker's words on a network's wire that end a consumer. Up to RabbitMQ 4.2 the channel loses timeout and closes
 /// itself, and from 4.3 on the queue, which cancels the consumer; only the former is written into the broker's log.
 struct Endings([Count; 2]);
 
@@ -65,7 +65,7 @@ impl Endings {
     }
 }
 
-/// A message that is left unacknowledged on purpose: when the broker takes it away, its patience has ended for whatever
+/// A message that is left unacknowledged on purpose: when the broker takes it away, its timeout has ended for whatever
 /// was delivered earlier.
 struct LeftLying {
     queue: String,
@@ -75,17 +75,17 @@ struct LeftLying {
 }
 
 impl LeftLying {
-    async fn prepare(stage: &Stage) -> Self {
-        let queue = format!("{}.patience", stage.settings.namespace);
+    async fn prepare(env: &TestEnv) -> Self {
+        let queue = format!("{}.timeout", env.settings.namespace);
         let options = QueueDeclareOptions { durable: true, ..Default::default() };
-        stage.channel.queue_declare(queue.as_str().into(), options, for_a_while()).await.unwrap();
-        stage.publish_raw("", &queue, b"left lying", BasicProperties::default()).await;
-        let network = Proxy::before(&stage.settings.amqp.url).await;
-        let broker = order_timeout::broker::connect(&behind(stage, &network).amqp, "left lying").await.unwrap();
+        env.channel.queue_declare(queue.as_str().into(), options, for_a_while()).await.unwrap();
+        env.publish_raw("", &queue, b"left lying", BasicProperties::default()).await;
+        let network = Proxy::before(&env.settings.amqp.url).await;
+        let broker = order_timeout::broker::connect(&behind(env, &network).amqp, "left lying").await.unwrap();
         Self { queue, broker, endings: Endings::on(&network), _network: network }
     }
 
-    /// Takes it, waits until the broker has lost its patience, and once more: channels and queues are looked at each in
+    /// Takes it, waits until the broker has lost its timeout, and once more: channels and queues are looked at each in
     /// their own time, so the first loss says little about others.
     async fn outwait_the_broker(self) {
         for loss in 1..=LOSSES {
@@ -94,7 +94,7 @@ impl LeftLying {
             let consumer = channel.basic_consume(self.queue.as_str().into(), "".into(), options, FieldTable::default());
             let mut consumer = consumer.await.unwrap();
             let hears = async { while let Some(Ok(_unacknowledged)) = consumer.next().await {} };
-            timeout(COMING_BACK, hears).await.expect("the broker loses its patience");
+            timeout(COMING_BACK, hears).await.expect("the broker loses its timeout");
             assert!(self.endings.count() >= loss, "the end of a consumer went by unseen");
         }
     }
@@ -108,19 +108,19 @@ struct Watched {
 }
 
 impl Watched {
-    async fn start(stage: &Stage) -> Self {
-        Self::with_database_at(stage, stage.settings.database.url.clone()).await
+    async fn start(env: &TestEnv) -> Self {
+        Self::with_database_at(env, env.settings.database.url.clone()).await
     }
 
-    async fn with_database_at(stage: &Stage, url: SecretString) -> Self {
-        let network = Proxy::before(&stage.settings.amqp.url).await;
+    async fn with_database_at(env: &TestEnv, url: SecretString) -> Self {
+        let network = Proxy::before(&env.settings.amqp.url).await;
         let endings = Endings::on(&network);
-        let mut settings = behind(stage, &network);
+        let mut settings = behind(env, &network);
         settings.database.url = url;
         Self { worker: RunningWorker::start(settings).await, endings, _network: network }
     }
 
-    /// Insists that the broker lost its patience with nobody but [`LeftLying`].
+    /// Insists that the broker lost its timeout with nobody but [`LeftLying`].
     async fn stop_never_having_kept_it_waiting(self) {
         self.worker.stop().await;
         assert_eq!(self.endings.count(), 0, "the broker ended a consumer of the worker's");
@@ -129,77 +129,76 @@ impl Watched {
 
 #[test]
 fn alarms_go_back_in_time_while_the_database_is_away() {
-    on_impatient_broker(async |stage: Arc<Stage>, _broker: Arc<Private>| {
-        let left_lying = LeftLying::prepare(&stage).await;
-        let kept_events = keep_events(&stage).await;
-        let network = Proxy::before(&stage.settings.database.url).await;
-        let database = network.address(&stage.settings.database.url);
-        let worker = Watched::with_database_at(&stage, database).await;
-        let orders = stage.orders(30, 2 * SECOND).await;
-        stage.deliver(&orders).await;
-        wait_for("the alarms taken", async || stage.depth(&stage.names().timeout()).await == 0).await;
+    on_impatient_broker(async |env: Arc<TestEnv>, _broker: Arc<Private>| {
+        let left_lying = LeftLying::prepare(&env).await;
+        let kept_events = keep_events(&env).await;
+        let network = Proxy::before(&env.settings.database.url).await;
+        let database = network.address(&env.settings.database.url);
+        let worker = Watched::with_database_at(&env, database).await;
+        let orders = env.orders(30, 2 * SECOND).await;
+        env.deliver(&orders).await;
+        wait_for("the alarms taken", async || env.depth(&env.names().timeout()).await == 0).await;
         network.cut();
         left_lying.outwait_the_broker().await;
         network.restore();
-        assert_all_closed_and_heard(&stage, &kept_events).await;
+        assert_all_closed_and_heard(&env, &kept_events).await;
         worker.stop_never_having_kept_it_waiting().await;
-        stage.assert_nothing_left_undone().await;
+        env.assert_nothing_left_undone().await;
     });
 }
 
 #[test]
 fn alarms_of_an_order_that_somebody_keeps_locked_go_back_in_time() {
-    on_impatient_broker(async |stage: Arc<Stage>, _broker: Arc<Private>| {
-        let left_lying = LeftLying::prepare(&stage).await;
-        let kept_events = keep_events(&stage).await;
-        let worker = Watched::start(&stage).await;
-        let locked = stage.order(SECOND).await;
-        let mut transaction = stage.pool.begin().await.unwrap();
+    on_impatient_broker(async |env: Arc<TestEnv>, _broker: Arc<Private>| {
+        let left_lying = LeftLying::prepare(&env).await;
+        let kept_events = keep_events(&env).await;
+        let worker = Watched::start(&env).await;
+        let locked = env.order(SECOND).await;
+        let mut transaction = env.pool.begin().await.unwrap();
         let lock = sqlx::query("SELECT 1 FROM orders WHERE id = $1 FOR UPDATE").bind(locked.id);
         lock.execute(&mut *transaction).await.unwrap();
-        stage.deliver([&locked]).await;
+        env.deliver([&locked]).await;
         left_lying.outwait_the_broker().await;
         transaction.rollback().await.unwrap();
-        assert_all_closed_and_heard(&stage, &kept_events).await;
+        assert_all_closed_and_heard(&env, &kept_events).await;
         worker.stop_never_having_kept_it_waiting().await;
-        stage.assert_nothing_left_undone().await;
+        env.assert_nothing_left_undone().await;
     });
 }
 
 #[test]
 fn alarms_that_cannot_be_parked_go_back_in_time() {
-    on_impatient_broker(async |stage: Arc<Stage>, _broker: Arc<Private>| {
-        let left_lying = LeftLying::prepare(&stage).await;
-        let network = Proxy::before(&stage.settings.database.url).await;
-        let database = network.address(&stage.settings.database.url);
-        let worker = Watched::with_database_at(&stage, database).await;
+    on_impatient_broker(async |env: Arc<TestEnv>, _broker: Arc<Private>| {
+        let left_lying = LeftLying::prepare(&env).await;
+        let network = Proxy::before(&env.settings.database.url).await;
+        let database = network.address(&env.settings.database.url);
+        let worker = Watched::with_database_at(&env, database).await;
         network.cut();
-        stage.publish_raw(&stage.names().due(), DUE_KEY, b"no alarm", BasicProperties::default()).await;
-        wait_for("the alarm taken", async || stage.depth(&stage.names().timeout()).await == 0).await;
+        env.publish_raw(&env.names().due(), DUE_KEY, b"no alarm", BasicProperties::default()).await;
+        wait_for("the alarm taken", async || env.depth(&env.names().timeout()).await == 0).await;
         left_lying.outwait_the_broker().await;
         network.restore();
-        wait_within(COMING_BACK, "the alarm parked", async || !stage.parked().await.is_empty()).await;
+        wait_within(COMING_BACK, "the alarm parked", async || !env.parked().await.is_empty()).await;
         // One try is kept to find out when parking works again; the delivery itself may come after it.
-        wait_within(COMING_BACK, "the alarm taken again", async || stage.depth(&stage.names().timeout()).await == 0)
-            .await;
+        wait_within(COMING_BACK, "the alarm taken again", async || env.depth(&env.names().timeout()).await == 0).await;
         worker.stop_never_having_kept_it_waiting().await;
-        assert_eq!(stage.parked().await.len(), 1, "once");
+        assert_eq!(env.parked().await.len(), 1, "once");
     });
 }
 
 #[test]
 fn alarms_on_their_way_into_the_wheel_go_back_in_time_while_the_broker_blocks_publishers() {
-    on_impatient_broker(async |stage: Arc<Stage>, broker: Arc<Private>| {
-        let left_lying = LeftLying::prepare(&stage).await;
-        let kept_events = keep_events(&stage).await;
-        let order = stage.order(20 * SECOND).await;
-        stage.publish_raw("", &stage.names().arm(), &order.body(), BasicProperties::default()).await;
+    on_impatient_broker(async |env: Arc<TestEnv>, broker: Arc<Private>| {
+        let left_lying = LeftLying::prepare(&env).await;
+        let kept_events = keep_events(&env).await;
+        let order = env.order(20 * SECOND).await;
+        env.publish_raw("", &env.names().arm(), &order.body(), BasicProperties::default()).await;
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.00001"]));
-        let worker = Watched::start(&stage).await;
-        wait_for("the alarm taken", async || stage.depth(&stage.names().arm()).await == 0).await;
+        let worker = Watched::start(&env).await;
+        wait_for("the alarm taken", async || env.depth(&env.names().arm()).await == 0).await;
         left_lying.outwait_the_broker().await;
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.6"]));
-        assert_all_closed_and_heard(&stage, &kept_events).await;
+        assert_all_closed_and_heard(&env, &kept_events).await;
         worker.stop_never_having_kept_it_waiting().await;
     });
 }

@@ -12,7 +12,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 
 use crate::support::skip::skipped;
-use crate::support::{on_stage, place_of, wait_for, with_parts};
+use crate::support::{place_of, wait_for, with_env, with_parts};
 
 /// Listens at [::1] and 127.0.0.1 with the same port; hands on what comes to the former.
 struct Forwarder {
@@ -60,24 +60,24 @@ async fn hand_on(listener: TcpListener, server: SocketAddr, accepted: Arc<Atomic
 
 #[test]
 fn connects_to_the_ipv6_address_it_is_given() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let Some(to_broker) = Forwarder::before(&stage.settings.amqp.url).await else {
+        async |env| {
+            let Some(to_broker) = Forwarder::before(&env.settings.amqp.url).await else {
                 return skipped("connects_to_the_ipv6_address_it_is_given", "there is no IPv6 on this machine");
             };
-            let to_database = Forwarder::before(&stage.settings.database.url).await.unwrap();
-            let mut settings = stage.settings.clone();
+            let to_database = Forwarder::before(&env.settings.database.url).await.unwrap();
+            let mut settings = env.settings.clone();
             let place = |forwarder: &Forwarder| format!("[::1]:{}", forwarder.port);
             settings.amqp.url = with_parts(&settings.amqp.url, None, Some(&place(&to_broker)), None);
             settings.database.url = with_parts(&settings.database.url, None, Some(&place(&to_database)), None);
             settings.validate().unwrap();
             settings.validate_database().unwrap();
 
-            let order = stage.order(Duration::from_secs(600)).await;
+            let order = env.order(Duration::from_secs(600)).await;
             let publisher = Publisher::connect(&settings).await.unwrap();
             publisher.schedule(order.order_id().as_str(), order.deadline).await.unwrap();
-            wait_for("the alarm", async || stage.depth(&stage.names().arm()).await == 1).await;
+            wait_for("the alarm", async || env.depth(&env.names().arm()).await == 1).await;
             assert!(matches!(to_broker.counts(), (1.., 0)), "{:?}", to_broker.counts());
             assert!(broker::place(&settings.amqp).unwrap().starts_with(&place(&to_broker)));
 
@@ -89,11 +89,11 @@ fn connects_to_the_ipv6_address_it_is_given() {
 
 #[test]
 fn an_absent_ipv6_server_is_not_replaced() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             // Both servers listen at 127.0.0.1, and not here: 100::/64 is for discarding (RFC 6666).
-            let mut settings = stage.settings.clone();
+            let mut settings = env.settings.clone();
             settings.amqp.connect_timeout = Duration::from_millis(500);
             settings.database.acquire_timeout = Duration::from_millis(500);
             let port = |url: &SecretString| place_of(url).rsplit_once(':').unwrap().1.to_owned();

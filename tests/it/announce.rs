@@ -10,42 +10,42 @@ use lapin::options::{
     BasicConsumeOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions, QueueDeleteOptions,
 };
 use lapin::types::{AMQPValue, FieldTable};
-use order_timeout::announce::Announcer;
+use order_timeout::announce::EventRelay;
 use order_timeout::confirm::ConfirmedPublisher;
 use order_timeout::database::Database;
 use order_timeout::message::OrderClosed;
 use order_timeout::order::{ClosedBy, OrderId};
 use uuid::Uuid;
 
-use crate::support::{Order, Stage, on_stage, wait_for};
+use crate::support::{Order, TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
 /// Somebody in the shop who listens for everything.
-async fn listen(stage: &Stage) -> Consumer {
+async fn listen(env: &TestEnv) -> Consumer {
     let exclusive = QueueDeclareOptions { exclusive: true, ..Default::default() };
-    let queue = stage.channel.queue_declare("".into(), exclusive, FieldTable::default()).await.unwrap();
-    bind(stage, queue.name().as_str()).await;
+    let queue = env.channel.queue_declare("".into(), exclusive, FieldTable::default()).await.unwrap();
+    bind(env, queue.name().as_str()).await;
     let options = BasicConsumeOptions { no_ack: true, ..Default::default() };
-    stage.channel.basic_consume(queue.name().clone(), "".into(), options, FieldTable::default()).await.unwrap()
+    env.channel.basic_consume(queue.name().clone(), "".into(), options, FieldTable::default()).await.unwrap()
 }
 
 /// From now on the broker answers each event with a nack: a queue is bound that takes none. Returns its name.
-async fn refuse_events(stage: &Stage) -> String {
-    let queue = format!("{}.full", stage.settings.namespace);
+async fn refuse_events(env: &TestEnv) -> String {
+    let queue = format!("{}.full", env.settings.namespace);
     let options = QueueDeclareOptions { exclusive: true, ..Default::default() };
     let mut arguments = FieldTable::default();
     arguments.insert("x-max-length".into(), 0.into());
     arguments.insert("x-overflow".into(), AMQPValue::LongString("reject-publish".into()));
-    stage.channel.queue_declare(queue.as_str().into(), options, arguments).await.unwrap();
-    bind(stage, &queue).await;
+    env.channel.queue_declare(queue.as_str().into(), options, arguments).await.unwrap();
+    bind(env, &queue).await;
     queue
 }
 
-async fn bind(stage: &Stage, queue: &str) {
-    let (events, options) = (stage.names().events(), QueueBindOptions::default());
+async fn bind(env: &TestEnv, queue: &str) {
+    let (events, options) = (env.names().events(), QueueBindOptions::default());
     let bound =
-        stage.channel.queue_bind(queue.into(), events.as_str().into(), "#".into(), options, FieldTable::default());
+        env.channel.queue_bind(queue.into(), events.as_str().into(), "#".into(), options, FieldTable::default());
     bound.await.unwrap();
 }
 
@@ -69,15 +69,15 @@ fn message_id(event: &Delivery) -> Uuid {
 }
 
 /// Insists that these are the events of these orders' closes and of nothing else, one for each.
-async fn assert_events_of(stage: &Stage, heard: &[Delivery], orders: &[Order]) {
+async fn assert_events_of(env: &TestEnv, heard: &[Delivery], orders: &[Order]) {
     let ids: BTreeSet<Uuid> = heard.iter().map(message_id).collect();
     assert_eq!(ids.len(), heard.len(), "one message id for each event");
     let rows: Vec<Uuid> =
-        sqlx::query_scalar("SELECT id FROM event_outbox ORDER BY 1").fetch_all(&stage.pool).await.unwrap();
+        sqlx::query_scalar("SELECT id FROM event_outbox ORDER BY 1").fetch_all(&env.pool).await.unwrap();
     assert_eq!(ids.into_iter().collect::<Vec<_>>(), rows, "the id in the outbox");
     let closed_at: BTreeMap<Uuid, time::OffsetDateTime> =
         sqlx::query_as("SELECT id, closed_at FROM orders WHERE status = 'closed'")
-            .fetch_all(&stage.pool)
+            .fetch_all(&env.pool)
             .await
             .unwrap()
             .into_iter()
@@ -99,9 +99,9 @@ async fn assert_events_of(stage: &Stage, heard: &[Delivery], orders: &[Order]) {
     assert_eq!(expected.len(), 0, "closed and not announced: {expected:?}");
 }
 
-async fn wait_until_marked(stage: &Stage) {
+async fn wait_until_marked(env: &TestEnv) {
     wait_for("every event marked as sent", async || {
-        stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await == 0
+        env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await == 0
     })
     .await;
 }
@@ -109,20 +109,20 @@ async fn wait_until_marked(stage: &Stage) {
 /// Of events as large as the table lets them be, a batch would otherwise be half a gigabyte.
 #[test]
 fn events_too_large_to_go_together_go_one_after_the_other() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             // Of words that cannot be compressed.
             let write = "INSERT INTO event_outbox (routing_key, type, payload)
                          SELECT 'large', 'large', (SELECT to_jsonb(string_agg(md5(word::text || number), ''))
                                                    FROM generate_series(1, $1) AS word)
                          FROM generate_series(1, 4) AS number";
             for words in [30_000, 1] {
-                sqlx::query(write).bind(words).execute(&stage.pool).await.unwrap();
+                sqlx::query(write).bind(words).execute(&env.pool).await.unwrap();
             }
-            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
-            let confirmed = ConfirmedPublisher::connect(&stage.settings.amqp, "test").await.unwrap();
-            let mut announcer = Announcer::new(database, confirmed, &stage.names(), 500, 60 * SECOND);
+            let database = Database::connect(&env.settings.database, 1).await.unwrap();
+            let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
+            let mut announcer = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
             let mut rounds = Vec::new();
             for _ in 0..5 {
                 let relayed = announcer.round().await.unwrap();
@@ -135,117 +135,117 @@ fn events_too_large_to_go_together_go_one_after_the_other() {
 
 #[test]
 fn every_close_is_announced_and_nothing_else() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let mut consumer = listen(&stage).await;
-            let worker = stage.worker().await;
-            let orders = stage.orders(100, SECOND).await;
+        async |env| {
+            let mut consumer = listen(&env).await;
+            let worker = env.worker().await;
+            let orders = env.orders(100, SECOND).await;
             let (paid, unpaid) = orders.split_at(30);
             for order in paid {
-                assert!(stage.pay(order).await);
+                assert!(env.pay(order).await);
             }
-            stage.deliver(&orders).await;
+            env.deliver(&orders).await;
             let heard = hear(&mut consumer, 70).await;
             assert_silent(&mut consumer).await;
-            assert_events_of(&stage, &heard, unpaid).await;
-            wait_until_marked(&stage).await;
+            assert_events_of(&env, &heard, unpaid).await;
+            wait_until_marked(&env).await;
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn a_worker_that_stops_announces_what_it_closed_first() {
-    on_stage(
+    with_env(
         // The poll is no help here.
         |settings| settings.announce.poll = 60 * SECOND,
-        async |stage| {
-            let mut consumer = listen(&stage).await;
-            let worker = stage.worker().await;
-            let orders = stage.orders(200, SECOND).await;
-            stage.deliver(&orders).await;
-            wait_for("the close", async || stage.closed().await == 200).await;
+        async |env| {
+            let mut consumer = listen(&env).await;
+            let worker = env.worker().await;
+            let orders = env.orders(200, SECOND).await;
+            env.deliver(&orders).await;
+            wait_for("the close", async || env.closed().await == 200).await;
             worker.stop().await;
-            assert_eq!(stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 0);
+            assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 0);
             let heard = hear(&mut consumer, 200).await;
-            assert_events_of(&stage, &heard, &orders).await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            assert_events_of(&env, &heard, &orders).await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn events_that_the_broker_does_not_take_stay_in_the_outbox_and_go_out_later_once_each() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let worker = stage.worker().await;
-            let full = refuse_events(&stage).await;
+        async |env| {
+            let worker = env.worker().await;
+            let full = refuse_events(&env).await;
             // One goes through the wheel: closing and arming do not wait for announcing.
-            let mut orders = stage.orders(40, SECOND).await;
-            stage.deliver(&orders).await;
-            orders.push(stage.order(5 * SECOND).await);
-            stage.publisher().await.schedule(orders[40].id.to_string(), orders[40].deadline).await.unwrap();
-            wait_for("the close", async || stage.closed().await == 41).await;
+            let mut orders = env.orders(40, SECOND).await;
+            env.deliver(&orders).await;
+            orders.push(env.order(5 * SECOND).await);
+            env.publisher().await.schedule(orders[40].id.to_string(), orders[40].deadline).await.unwrap();
+            wait_for("the close", async || env.closed().await == 41).await;
             worker.stop().await;
-            assert_eq!(stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 41);
+            assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 41);
 
-            stage.channel.queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-            let mut consumer = listen(&stage).await;
-            let worker = stage.worker().await;
+            env.channel.queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+            let mut consumer = listen(&env).await;
+            let worker = env.worker().await;
             let heard = hear(&mut consumer, 41).await;
             assert_silent(&mut consumer).await;
-            assert_events_of(&stage, &heard, &orders).await;
-            wait_until_marked(&stage).await;
+            assert_events_of(&env, &heard, &orders).await;
+            wait_until_marked(&env).await;
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn an_exchange_deleted_under_a_running_worker_is_declared_again_for_the_first_event_that_needs_it() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let worker = stage.worker().await;
-            let (events, options) = (stage.names().events(), ExchangeDeleteOptions::default());
-            stage.channel.exchange_delete(events.as_str().into(), options).await.unwrap();
-            let orders = stage.orders(10, Duration::ZERO).await;
-            stage.deliver(&orders).await;
-            wait_for("the close", async || stage.closed().await == 10).await;
-            wait_until_marked(&stage).await;
-            assert_eq!(stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NOT NULL").await, 10);
+        async |env| {
+            let worker = env.worker().await;
+            let (events, options) = (env.names().events(), ExchangeDeleteOptions::default());
+            env.channel.exchange_delete(events.as_str().into(), options).await.unwrap();
+            let orders = env.orders(10, Duration::ZERO).await;
+            env.deliver(&orders).await;
+            wait_for("the close", async || env.closed().await == 10).await;
+            wait_until_marked(&env).await;
+            assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NOT NULL").await, 10);
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn an_event_whose_row_somebody_keeps_locked_has_nothing_sent_again_and_again() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let mut consumer = listen(&stage).await;
+        async |env| {
+            let mut consumer = listen(&env).await;
             let tell = "INSERT INTO event_outbox (routing_key, type, payload)
                         SELECT 'order.closed', 'order.closed.v1', '{}' FROM generate_series(1, $1)";
-            sqlx::query(tell).bind(5).execute(&stage.pool).await.unwrap();
-            let mut somebody = stage.pool.begin().await.unwrap();
+            sqlx::query(tell).bind(5).execute(&env.pool).await.unwrap();
+            let mut somebody = env.pool.begin().await.unwrap();
             sqlx::query("SELECT FROM event_outbox LIMIT 1 FOR UPDATE").execute(&mut *somebody).await.unwrap();
-            let worker = stage.worker().await;
+            let worker = env.worker().await;
             hear(&mut consumer, 5).await;
             let unsent = "SELECT count(*) FROM event_outbox WHERE sent_at IS NULL";
-            wait_for("the others to be marked", async || stage.count(unsent).await == 1).await;
-            sqlx::query(tell).bind(3).execute(&stage.pool).await.unwrap();
+            wait_for("the others to be marked", async || env.count(unsent).await == 1).await;
+            sqlx::query(tell).bind(3).execute(&env.pool).await.unwrap();
             hear(&mut consumer, 3).await;
-            wait_for("these to be marked", async || stage.count(unsent).await == 1).await;
+            wait_for("these to be marked", async || env.count(unsent).await == 1).await;
             assert_silent(&mut consumer).await;
             somebody.rollback().await.unwrap();
             worker.stop().await;
@@ -255,13 +255,13 @@ fn an_event_whose_row_somebody_keeps_locked_has_nothing_sent_again_and_again() {
 
 #[test]
 fn an_event_that_no_message_could_carry_is_refused_in_the_transaction() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let tell = "INSERT INTO event_outbox (routing_key, type, payload)
                         SELECT 'order.closed', 'order.closed.v1', to_jsonb(repeat(gen_random_uuid()::text, $1))";
-            sqlx::query(tell).bind(1_000).execute(&stage.pool).await.unwrap();
-            let refused = sqlx::query(tell).bind(1_000_000).execute(&stage.pool).await.unwrap_err().to_string();
+            sqlx::query(tell).bind(1_000).execute(&env.pool).await.unwrap();
+            let refused = sqlx::query(tell).bind(1_000_000).execute(&env.pool).await.unwrap_err().to_string();
             assert!(refused.contains("the_payload_fits_into_a_message"), "{refused}");
         },
     );
@@ -269,27 +269,27 @@ fn an_event_that_no_message_could_carry_is_refused_in_the_transaction() {
 
 #[test]
 fn two_workers_announce_each_event_once_and_one_takes_over_from_the_other() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let mut consumer = listen(&stage).await;
-            let (first, second) = (stage.worker().await, stage.worker().await);
-            let mut orders = stage.orders(300, SECOND).await;
-            stage.deliver(&orders).await;
+        async |env| {
+            let mut consumer = listen(&env).await;
+            let (first, second) = (env.worker().await, env.worker().await);
+            let mut orders = env.orders(300, SECOND).await;
+            env.deliver(&orders).await;
             let mut heard = hear(&mut consumer, 300).await;
             assert_silent(&mut consumer).await;
-            assert_events_of(&stage, &heard, &orders).await;
+            assert_events_of(&env, &heard, &orders).await;
             first.stop().await;
-            let more = stage.orders(20, SECOND).await;
-            stage.deliver(&more).await;
+            let more = env.orders(20, SECOND).await;
+            env.deliver(&more).await;
             heard.extend(hear(&mut consumer, 20).await);
             assert_silent(&mut consumer).await;
             orders.extend(more);
-            assert_events_of(&stage, &heard, &orders).await;
-            wait_until_marked(&stage).await;
+            assert_events_of(&env, &heard, &orders).await;
+            wait_until_marked(&env).await;
             second.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }

@@ -3,47 +3,48 @@
 use std::time::{Duration, Instant};
 
 use lapin::options::BasicGetOptions;
-use order_timeout::alarm::{Alarm, ArmJob, Receipt, Returns, Wanted};
-use order_timeout::arm::Armer;
+use order_timeout::alarm::{DeliveredAlarm, Rearm, Receipt, Returns, Wanted};
 use order_timeout::clock::{ClockSample, DatabaseClock};
 use order_timeout::confirm::{ConfirmedPublisher, WINDOW};
-use order_timeout::message::TimeoutDue;
-use order_timeout::order::{Deadline, Moment, OrderId};
+use order_timeout::message::Alarm;
+use order_timeout::order::{Deadline, OrderId, Timestamp};
+use order_timeout::rearm::Rearmer;
 use order_timeout::topology::{Names, Topology};
 use order_timeout::wheel::Place;
 use uuid::Uuid;
 
 use crate::support::away::behind;
-use crate::support::on_stage;
 use crate::support::proxy::{Direction, Proxy};
+use crate::support::with_env;
 
 const ANSWERS_LATER: Duration = Duration::from_millis(500);
 
-fn job(deadline: Deadline) -> ArmJob {
-    let due = TimeoutDue { order_id: OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline };
-    let alarm = Alarm { due, attempt: 0, born: None, traceparent: None, returns: Returns::default() };
-    ArmJob { alarm, receipt: Receipt { session: 1, channel: 0, tag: 1 }, wanted: Wanted::BeforeDeadline }
+fn job(deadline: Deadline) -> Rearm {
+    let due = Alarm { order_id: OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline };
+    let alarm =
+        DeliveredAlarm { due, attempt: 0, first_published_at: None, traceparent: None, returns: Returns::default() };
+    Rearm { alarm, receipt: Receipt { session: 1, channel: 0, tag: 1 }, wanted: Wanted::BeforeDeadline }
 }
 
 #[test]
 fn an_alarm_waits_from_when_it_is_sent_however_many_are_written_before_it() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let network = Proxy::before(&stage.settings.amqp.url).await;
-            let confirmed = ConfirmedPublisher::connect_lazily(&behind(&stage, &network).amqp, "armer");
-            let armer = Armer::new(&stage.settings, confirmed);
-            let (asked, database) = (Instant::now(), Moment::now_by_local_clock());
+        async |env| {
+            let network = Proxy::before(&env.settings.amqp.url).await;
+            let confirmed = ConfirmedPublisher::connect_lazily(&behind(&env, &network).amqp, "rearmer");
+            let rearmer = Rearmer::new(&env.settings, confirmed);
+            let (asked, database) = (Instant::now(), Timestamp::now_by_local_clock());
             let clock = DatabaseClock::new(ClockSample { asked, answered: asked, database });
             // Connects.
-            let first = armer.write(vec![job(database + Duration::from_secs(40))], clock).await;
+            let first = rearmer.write(vec![job(database + Duration::from_secs(40))], clock).await;
             assert_eq!(first.confirmed.len(), 1);
             let now = clock.now();
             // Of nine windows, four are on their way at once, on two channels, so the last is made after three answers.
             let (crowd, last) = (now + Duration::from_secs(40), now + Duration::from_secs(50));
-            let jobs: Vec<ArmJob> = std::iter::repeat_n(crowd, 9 * WINDOW - 1).chain([last]).map(job).collect();
+            let jobs: Vec<Rearm> = std::iter::repeat_n(crowd, 9 * WINDOW - 1).chain([last]).map(job).collect();
             network.delay(Direction::ToClient, ANSWERS_LATER);
-            let written = armer.write(jobs, clock).await;
+            let written = rearmer.write(jobs, clock).await;
             assert_eq!(
                 written.confirmed.len(),
                 9 * WINDOW,
@@ -52,12 +53,12 @@ fn an_alarm_waits_from_when_it_is_sent_however_many_are_written_before_it() {
                 written.failed.len()
             );
 
-            let wheel = stage.settings.wheel().unwrap();
+            let wheel = env.settings.wheel().unwrap();
             let Place::Slot { ring, slot, ttl } = wheel.place(last, now) else { panic!("it waits in no slot") };
             let key = Names::slot_key(&wheel.rings()[ring].name, slot);
-            let bindings = Topology::new(&stage.settings).bindings;
+            let bindings = Topology::new(&env.settings).bindings;
             let slot = bindings.iter().find(|binding| binding.routing_key == key).expect("a slot's binding");
-            let get = stage.channel.basic_get(slot.destination.name().into(), BasicGetOptions { no_ack: true });
+            let get = env.channel.basic_get(slot.destination.name().into(), BasicGetOptions { no_ack: true });
             let got = get.await.unwrap().expect("the last alarm").delivery;
             let waits =
                 got.properties.expiration().as_ref().expect("a TTL").as_str().parse().map(Duration::from_millis);

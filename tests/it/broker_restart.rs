@@ -11,134 +11,134 @@ use crate::support::away::{
     keep_events, meanwhile, on_private_broker, on_private_broker_with, schedule, wait_until_scheduling_works,
 };
 use crate::support::private::Private;
-use crate::support::{Stage, on_stage, wait_for, wait_within};
+use crate::support::{TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
 /// Alarms everywhere, then the broker goes, then it comes back.
-async fn survive(stage: &Stage, broker: &Private, go_away: fn(&Private)) {
-    let publisher = stage.publisher().await;
-    let worker = stage.worker().await;
-    let kept_events = keep_events(&stage.reconnected().await).await;
+async fn survive(env: &TestEnv, broker: &Private, go_away: fn(&Private)) {
+    let publisher = env.publisher().await;
+    let worker = env.worker().await;
+    let kept_events = keep_events(&env.reconnected().await).await;
     // The test's own queue of events: the worker declares what it needs again, but not that. Before anything is
     // scheduled, for it may take seconds.
     meanwhile(|| broker.write_down_declarations());
-    schedule(stage, &publisher, 20, 2 * SECOND).await;
-    schedule(stage, &publisher, 20, 14 * SECOND).await;
-    schedule(stage, &publisher, 20, 25 * SECOND).await;
-    let held = stage.orders(20, HELD_LONG).await;
-    let connected = stage.reconnected().await;
+    schedule(env, &publisher, 20, 2 * SECOND).await;
+    schedule(env, &publisher, 20, 14 * SECOND).await;
+    schedule(env, &publisher, 20, 25 * SECOND).await;
+    let held = env.orders(20, HELD_LONG).await;
+    let connected = env.reconnected().await;
     connected.deliver(&held).await;
-    for queue in [stage.names().arm(), stage.names().timeout()] {
+    for queue in [env.names().arm(), env.names().timeout()] {
         wait_for("everything where it waits", async || connected.depth(&queue).await == 0).await;
     }
     meanwhile(|| go_away(broker));
 
-    assert_nothing_is_scheduled(stage, &publisher).await;
+    assert_nothing_is_scheduled(env, &publisher).await;
     // What the worker holds it closes: that takes no broker. Only the event of it does.
     for order in &held {
-        wait_for("a held order's close", async || stage.status(order).await == "closed").await;
+        wait_for("a held order's close", async || env.status(order).await == "closed").await;
     }
-    assert!(stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await >= 20, "events wait");
+    assert!(env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await >= 20, "events wait");
 
     meanwhile(|| broker.restart());
-    wait_until_scheduling_works(stage, &publisher).await;
-    schedule(stage, &publisher, 20, 6 * SECOND).await;
-    assert_all_closed_and_heard(stage, &kept_events).await;
+    wait_until_scheduling_works(env, &publisher).await;
+    schedule(env, &publisher, 20, 6 * SECOND).await;
+    assert_all_closed_and_heard(env, &kept_events).await;
     worker.stop().await;
-    stage.reconnected().await.assert_nothing_left_undone().await;
+    env.reconnected().await.assert_nothing_left_undone().await;
 }
 
 #[test]
 fn a_broker_that_is_restarted_loses_nothing_and_everybody_comes_back() {
-    on_private_broker_with(&[], hold_long, async |stage: Arc<Stage>, broker: Arc<Private>| {
-        survive(&stage, &broker, Private::stop).await;
+    on_private_broker_with(&[], hold_long, async |env: Arc<TestEnv>, broker: Arc<Private>| {
+        survive(&env, &broker, Private::stop).await;
     });
 }
 
 #[test]
 fn a_broker_that_is_killed_loses_nothing_and_everybody_comes_back() {
-    on_private_broker_with(&[], hold_long, async |stage: Arc<Stage>, broker: Arc<Private>| {
-        survive(&stage, &broker, Private::kill).await;
+    on_private_broker_with(&[], hold_long, async |env: Arc<TestEnv>, broker: Arc<Private>| {
+        survive(&env, &broker, Private::kill).await;
     });
 }
 
 #[test]
 fn a_worker_that_starts_while_the_broker_is_away_works_when_it_comes() {
-    on_private_broker(async |stage: Arc<Stage>, broker: Arc<Private>| {
-        let kept_events = keep_events(&stage).await;
-        let publisher = stage.publisher().await;
-        schedule(&stage, &publisher, 20, 2 * SECOND).await;
+    on_private_broker(async |env: Arc<TestEnv>, broker: Arc<Private>| {
+        let kept_events = keep_events(&env).await;
+        let publisher = env.publisher().await;
+        schedule(&env, &publisher, 20, 2 * SECOND).await;
         meanwhile(|| broker.stop());
-        let worker = stage.worker().await;
+        let worker = env.worker().await;
         meanwhile(|| broker.restart());
-        wait_within(COMING_BACK, "the close", async || stage.closed().await == 20).await;
+        wait_within(COMING_BACK, "the close", async || env.closed().await == 20).await;
         // Connections that the server closes are one more way of going away.
-        schedule(&stage, &stage.publisher().await, 20, 6 * SECOND).await;
-        let held = stage.orders(20, 3 * SECOND).await;
-        stage.reconnected().await.deliver(&held).await;
+        schedule(&env, &env.publisher().await, 20, 6 * SECOND).await;
+        let held = env.orders(20, 3 * SECOND).await;
+        env.reconnected().await.deliver(&held).await;
         meanwhile(|| broker.ctl(&["close_all_connections", "for the test"]));
-        wait_until_scheduling_works(&stage, &publisher).await;
-        assert_all_closed_and_heard(&stage, &kept_events).await;
-        assert_eq!(stage.status(&held[0]).await, "closed");
+        wait_until_scheduling_works(&env, &publisher).await;
+        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_eq!(env.status(&held[0]).await, "closed");
         worker.stop().await;
-        stage.reconnected().await.assert_nothing_left_undone().await;
+        env.reconnected().await.assert_nothing_left_undone().await;
     });
 }
 
 #[test]
 fn a_wheel_deleted_under_a_running_worker_is_declared_again_for_the_first_alarm_that_needs_it() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let worker = stage.worker().await;
-            let topology = order_timeout::topology::Topology::new(&stage.settings);
+        async |env| {
+            let worker = env.worker().await;
+            let topology = order_timeout::topology::Topology::new(&env.settings);
             for queue in topology.queues.iter().filter(|queue| queue.name.contains(".wheel.")) {
-                stage.channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+                env.channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
             }
-            let publisher = stage.publisher().await;
-            schedule(&stage, &publisher, 10, 8 * SECOND).await;
-            wait_for("every close", async || stage.closed().await == 10).await;
+            let publisher = env.publisher().await;
+            schedule(&env, &publisher, 10, 8 * SECOND).await;
+            wait_for("every close", async || env.closed().await == 10).await;
             // And the exchange through which they are written.
-            let (wheel, options) = (stage.names().wheel(), ExchangeDeleteOptions::default());
-            stage.channel.exchange_delete(wheel.as_str().into(), options).await.unwrap();
-            schedule(&stage, &publisher, 10, 8 * SECOND).await;
-            wait_for("every other close", async || stage.closed().await == 20).await;
+            let (wheel, options) = (env.names().wheel(), ExchangeDeleteOptions::default());
+            env.channel.exchange_delete(wheel.as_str().into(), options).await.unwrap();
+            schedule(&env, &publisher, 10, 8 * SECOND).await;
+            wait_for("every other close", async || env.closed().await == 20).await;
             worker.stop().await;
-            stage.assert_nothing_left_undone().await;
-            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 20);
+            env.assert_nothing_left_undone().await;
+            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 20);
         },
     );
 }
 
 #[test]
 fn a_queue_deleted_under_a_running_worker_is_declared_again_and_consumed() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let worker = stage.worker().await;
-            let publisher = stage.publisher().await;
-            for queue in [stage.names().timeout(), stage.names().arm(), stage.names().parked()] {
-                let closed_before = stage.closed().await;
+        async |env| {
+            let worker = env.worker().await;
+            let publisher = env.publisher().await;
+            for queue in [env.names().timeout(), env.names().arm(), env.names().parked()] {
+                let closed_before = env.closed().await;
                 // One that is held and loses its alarm with the queue, one in the wheel.
-                let held = stage.order(3 * SECOND).await;
-                stage.deliver([&held]).await;
-                schedule(&stage, &publisher, 1, 7 * SECOND).await;
+                let held = env.order(3 * SECOND).await;
+                env.deliver([&held]).await;
+                schedule(&env, &publisher, 1, 7 * SECOND).await;
                 wait_for("the alarms taken in", async || {
-                    stage.depth(&stage.names().timeout()).await + stage.depth(&stage.names().arm()).await == 0
+                    env.depth(&env.names().timeout()).await + env.depth(&env.names().arm()).await == 0
                 })
                 .await;
-                stage.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-                wait_for("the queue, consumed again", async || is_consumed(&stage, &queue).await).await;
-                let later = stage.order(SECOND).await;
-                stage.deliver([&later]).await;
-                schedule(&stage, &publisher, 1, 6 * SECOND).await;
-                wait_for("every close", async || stage.closed().await == closed_before + 4).await;
+                env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+                wait_for("the queue, consumed again", async || is_consumed(&env, &queue).await).await;
+                let later = env.order(SECOND).await;
+                env.deliver([&later]).await;
+                schedule(&env, &publisher, 1, 6 * SECOND).await;
+                wait_for("every close", async || env.closed().await == closed_before + 4).await;
             }
-            assert_eq!(stage.parked().await, []);
+            assert_eq!(env.parked().await, []);
             worker.stop().await;
-            stage.assert_nothing_left_undone().await;
-            stage.assert_ledger().await;
+            env.assert_nothing_left_undone().await;
+            env.assert_ledger().await;
         },
     );
 }

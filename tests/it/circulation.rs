@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use lapin::BasicProperties;
 use lapin::options::{BasicGetOptions, BasicNackOptions, BasicRejectOptions};
 use order_timeout::http::READYZ;
-use order_timeout::message::TimeoutDue;
+use order_timeout::message::Alarm;
 
 use crate::support::away::{meanwhile, on_private_broker_with, schedule};
 use crate::support::figures::{Figures, get, shown};
 use crate::support::private::Private;
-use crate::support::{RunningWorker, Stage, on_stage, wait_for, wait_within};
+use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 use order_timeout::Settings;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -53,19 +53,19 @@ async fn rearms_per_second(worker: &RunningWorker) -> f64 {
     (rearmed().await - before) / WATCHED.as_secs_f64()
 }
 
-async fn latest_ms(stage: &Stage, closed_by: &str) -> f64 {
+async fn latest_ms(env: &TestEnv, closed_by: &str) -> f64 {
     let latest = "SELECT coalesce(max(extract(epoch FROM closed_at - expires_at) * 1000), 0)::float8 FROM orders
                   WHERE closed_by = $1";
-    sqlx::query_scalar(latest).bind(closed_by).fetch_one(&stage.pool).await.unwrap()
+    sqlx::query_scalar(latest).bind(closed_by).fetch_one(&env.pool).await.unwrap()
 }
 
 /// By their alarms on time. What the broker lost is closed by the sweep, half a second later on a machine that has
 /// time for it.
-async fn assert_closed_on_time(stage: &Stage, orders: usize) {
+async fn assert_closed_on_time(env: &TestEnv, orders: usize) {
     let all = i64::try_from(orders).unwrap();
-    wait_within(90 * SECOND, "every close", async || stage.closed().await == all).await;
-    let by_alarm = stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await;
-    let [by_alarm_ms, by_sweep_ms] = [latest_ms(stage, "alarm").await, latest_ms(stage, "sweep").await];
+    wait_within(90 * SECOND, "every close", async || env.closed().await == all).await;
+    let by_alarm = env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await;
+    let [by_alarm_ms, by_sweep_ms] = [latest_ms(env, "alarm").await, latest_ms(env, "sweep").await];
     println!("{orders} closed, {by_alarm} of them by alarm, {by_alarm_ms:.0} ms and {by_sweep_ms:.0} ms late at most");
     assert!(by_alarm_ms < 1_000.0 && by_sweep_ms < 3_000.0, "{by_alarm_ms} ms, by the sweep {by_sweep_ms} ms late");
 }
@@ -77,11 +77,11 @@ fn assert_slowed_down(
     alarms: usize,
     delay: Duration,
 ) {
-    on_private_broker_with(&[], with_sweep, async move |stage: Arc<Stage>, broker: Arc<Private>| {
+    on_private_broker_with(&[], with_sweep, async move |env: Arc<TestEnv>, broker: Arc<Private>| {
         meanwhile(|| broker.ctl(&["set_policy", "spoils", queues, definition, "--apply-to", "queues"]));
-        let worker = stage.worker().await;
-        let publisher = stage.publisher().await;
-        schedule(&stage, &publisher, alarms, delay).await;
+        let worker = env.worker().await;
+        let publisher = env.publisher().await;
+        schedule(&env, &publisher, alarms, delay).await;
         let why = wait_until_named(&worker, "alarms_circulate").await;
         assert!(why.contains(names) && why.contains("list_policies"), "{why}");
         wait_for("early returns of all", async || {
@@ -94,10 +94,10 @@ fn assert_slowed_down(
         assert!(per_second <= 10.0 * f64::max(1.0, alarms as f64 / 100.0), "{per_second} re-arms a second");
         meanwhile(|| broker.ctl(&["clear_policy", "spoils"]));
         wait_until_taken_back(&worker, "alarms_circulate").await;
-        assert_eq!(stage.closed().await, 0, "they still wait");
-        assert_closed_on_time(&stage, alarms).await;
+        assert_eq!(env.closed().await, 0, "they still wait");
+        assert_closed_on_time(&env, alarms).await;
         worker.stop().await;
-        stage.assert_ledger().await;
+        env.assert_ledger().await;
     });
 }
 
@@ -116,11 +116,11 @@ fn message_ttl_policy_is_named_and_slowed() {
 /// The policy on all delay queues stays to the end. Not on the inbox: what is dropped there, and then out of the parked
 /// queue as well, is the sweep's.
 fn assert_on_time_under(definition: &'static str, alarms: usize, delay: Duration) {
-    on_private_broker_with(&[], with_sweep, async move |stage: Arc<Stage>, broker: Arc<Private>| {
+    on_private_broker_with(&[], with_sweep, async move |env: Arc<TestEnv>, broker: Arc<Private>| {
         meanwhile(|| broker.ctl(&["set_policy", "spoils", DELAY_QUEUES, definition, "--apply-to", "queues"]));
-        let worker = stage.worker().await;
-        let publisher = stage.publisher().await;
-        schedule(&stage, &publisher, alarms, delay).await;
+        let worker = env.worker().await;
+        let publisher = env.publisher().await;
+        schedule(&env, &publisher, alarms, delay).await;
         // Each makes two rounds before it is held back, which takes a busy machine its time.
         let named = async || why_degraded(&worker, "alarms_circulate").await.is_some();
         wait_within(45 * SECOND, "the cause", named).await;
@@ -130,9 +130,9 @@ fn assert_on_time_under(definition: &'static str, alarms: usize, delay: Duration
         let [rearmed, held_back] = ["alarms_rearmed_total", "alarms_held_back"].map(|name| figures.get(name));
         println!("{alarms} alarms, {definition}: {rearmed} re-arms so far, {held_back} held back");
         assert!(rearmed <= 5.0 * alarms as f64, "{rearmed} re-arms");
-        assert_closed_on_time(&stage, alarms).await;
+        assert_closed_on_time(&env, alarms).await;
         worker.stop().await;
-        stage.assert_ledger().await;
+        env.assert_ledger().await;
     });
 }
 
@@ -148,43 +148,43 @@ fn many_alarms_survive_drop_head() {
     assert_on_time_under(r#"{"max-length":200,"overflow":"drop-head"}"#, 2_000, 60 * SECOND);
 }
 
-async fn wait_for_dead_letters(stage: &Stage, count: u32) {
-    wait_for("the dead letters", async || stage.depth(&stage.names().parked()).await == count).await;
+async fn wait_for_dead_letters(env: &TestEnv, count: u32) {
+    wait_for("the dead letters", async || env.depth(&env.names().parked()).await == count).await;
 }
 
 #[test]
 fn expired_alarm_still_closes_its_order() {
-    on_stage(with_sweep, async |stage| {
+    with_env(with_sweep, async |env| {
         // Later than a worker needs to start, so that its order is closed by this alarm or by the sweep half a second late.
-        let orders = [stage.order(8 * SECOND).await, stage.order(12 * SECOND).await];
+        let orders = [env.order(8 * SECOND).await, env.order(12 * SECOND).await];
         for order in &orders {
             let properties = BasicProperties::default().with_expiration("200".into());
-            stage.publish_raw(&stage.names().arm(), "", &order.body(), properties).await;
+            env.publish_raw(&env.names().arm(), "", &order.body(), properties).await;
         }
-        wait_for_dead_letters(&stage, 2).await;
-        let worker = stage.worker().await;
+        wait_for_dead_letters(&env, 2).await;
+        let worker = env.worker().await;
         let why = wait_until_named(&worker, "broker_policy").await;
         assert!(why.contains("message-ttl") && why.contains("expiration"), "{why}");
-        wait_for("the closes", async || stage.closed().await == 2).await;
-        stage.assert_closed_by_alarms().await;
-        assert_eq!(stage.parked().await, []);
+        wait_for("the closes", async || env.closed().await == 2).await;
+        env.assert_closed_by_alarms().await;
+        assert_eq!(env.parked().await, []);
         wait_until_taken_back(&worker, "broker_policy").await;
         worker.stop().await;
-        stage.assert_drained().await;
+        env.assert_drained().await;
     });
 }
 
 #[test]
 fn alarm_expired_after_its_deadline_closes() {
-    on_stage(with_sweep_late, async |stage| {
-        let order = stage.order(SECOND / 5).await;
+    with_env(with_sweep_late, async |env| {
+        let order = env.order(SECOND / 5).await;
         let properties = BasicProperties::default().with_expiration("300".into());
-        stage.publish_raw(&stage.names().due(), "due", &order.body(), properties).await;
-        wait_for_dead_letters(&stage, 1).await;
-        let worker = stage.worker().await;
-        wait_for("the close", async || stage.closed().await == 1).await;
-        stage.assert_closed_by_alarms().await;
-        assert_eq!(stage.parked().await, []);
+        env.publish_raw(&env.names().due(), "due", &order.body(), properties).await;
+        wait_for_dead_letters(&env, 1).await;
+        let worker = env.worker().await;
+        wait_for("the close", async || env.closed().await == 1).await;
+        env.assert_closed_by_alarms().await;
+        assert_eq!(env.parked().await, []);
         worker.stop().await;
     });
 }
@@ -196,44 +196,43 @@ fn with_sweep_late(settings: &mut Settings) {
 
 #[test]
 fn alarm_dropped_by_max_length_still_closes() {
-    on_private_broker_with(&[], with_sweep_late, async |stage: Arc<Stage>, broker: Arc<Private>| {
+    on_private_broker_with(&[], with_sweep_late, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let definition = r#"{"max-length":1,"overflow":"drop-head"}"#;
-        let pattern = format!("^{}$", stage.names().timeout().replace('.', "\\."));
+        let pattern = format!("^{}$", env.names().timeout().replace('.', "\\."));
         meanwhile(|| broker.ctl(&["set_policy", "short", &pattern, definition, "--apply-to", "queues"]));
-        let orders = stage.orders(3, SECOND).await;
-        stage.deliver(&orders).await;
-        wait_for_dead_letters(&stage, 2).await;
-        let worker = stage.worker().await;
+        let orders = env.orders(3, SECOND).await;
+        env.deliver(&orders).await;
+        wait_for_dead_letters(&env, 2).await;
+        let worker = env.worker().await;
         let why = wait_until_named(&worker, "broker_policy").await;
-        assert!(why.contains("max-length") && why.contains(&stage.names().timeout()), "{why}");
-        wait_for("the closes", async || stage.closed().await == 3).await;
-        stage.assert_closed_by_alarms().await;
-        assert_eq!(stage.parked().await, []);
+        assert!(why.contains("max-length") && why.contains(&env.names().timeout()), "{why}");
+        wait_for("the closes", async || env.closed().await == 3).await;
+        env.assert_closed_by_alarms().await;
+        assert_eq!(env.parked().await, []);
         worker.stop().await;
     });
 }
 
 #[test]
 fn alarm_beyond_delivery_limit_is_parked() {
-    on_private_broker_with(&[], with_sweep_late, async |stage: Arc<Stage>, broker: Arc<Private>| {
+    on_private_broker_with(&[], with_sweep_late, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let definition = r#"{"delivery-limit":2}"#;
         meanwhile(|| broker.ctl(&["set_policy", "limit", ".*timeout", definition, "--apply-to", "queues"]));
-        let order = stage.order(3_600 * SECOND).await;
-        stage.deliver([&order]).await;
+        let order = env.order(3_600 * SECOND).await;
+        env.deliver([&order]).await;
         let requeue = BasicNackOptions { requeue: true, ..Default::default() };
         wait_for("the dead letter", async || {
-            let timeout = stage.names().timeout();
-            if let Some(got) =
-                stage.channel.basic_get(timeout.as_str().into(), BasicGetOptions::default()).await.unwrap()
+            let timeout = env.names().timeout();
+            if let Some(got) = env.channel.basic_get(timeout.as_str().into(), BasicGetOptions::default()).await.unwrap()
             {
                 got.nack(requeue).await.unwrap();
             }
-            stage.depth(&stage.names().parked()).await == 1
+            env.depth(&env.names().parked()).await == 1
         })
         .await;
-        let worker = stage.worker().await;
-        wait_for("the parking", async || stage.parked().await.len() == 1).await;
-        let (reason, detail, _) = stage.parked().await.remove(0);
+        let worker = env.worker().await;
+        wait_for("the parking", async || env.parked().await.len() == 1).await;
+        let (reason, detail, _) = env.parked().await.remove(0);
         assert_eq!(reason, "broker_gave_up");
         assert!(detail.contains("delivery limit") && detail.contains("policy with delivery-limit"), "{detail}");
         assert!(wait_until_named(&worker, "broker_policy").await.contains("delivery-limit"));
@@ -243,16 +242,16 @@ fn alarm_beyond_delivery_limit_is_parked() {
 
 #[test]
 fn alarm_rejected_by_another_consumer_is_parked() {
-    on_stage(with_sweep_late, async |stage| {
-        let order = stage.order(3_600 * SECOND).await;
-        stage.deliver([&order]).await;
-        let timeout = stage.names().timeout();
-        let got = stage.channel.basic_get(timeout.as_str().into(), BasicGetOptions::default()).await.unwrap();
+    with_env(with_sweep_late, async |env| {
+        let order = env.order(3_600 * SECOND).await;
+        env.deliver([&order]).await;
+        let timeout = env.names().timeout();
+        let got = env.channel.basic_get(timeout.as_str().into(), BasicGetOptions::default()).await.unwrap();
         got.expect("the alarm").reject(BasicRejectOptions { requeue: false }).await.unwrap();
-        wait_for_dead_letters(&stage, 1).await;
-        let worker = stage.worker().await;
-        wait_for("the parking", async || stage.parked().await.len() == 1).await;
-        let (reason, detail, _) = stage.parked().await.remove(0);
+        wait_for_dead_letters(&env, 1).await;
+        let worker = env.worker().await;
+        wait_for("the parking", async || env.parked().await.len() == 1).await;
+        let (reason, detail, _) = env.parked().await.remove(0);
         assert_eq!(reason, "broker_gave_up");
         assert!(detail.contains("not a worker rejected it") && detail.contains(&timeout), "{detail}");
         worker.stop().await;
@@ -262,22 +261,22 @@ fn alarm_rejected_by_another_consumer_is_parked() {
 /// An alarm that comes back on time is armed as before: what its headers say is not what a publisher may say.
 #[test]
 fn forged_early_returns_delay_no_close() {
-    on_stage(with_sweep_late, async |stage| {
+    with_env(with_sweep_late, async |env| {
         let mut headers = lapin::types::FieldTable::default();
         headers.insert("early-returns".into(), lapin::types::AMQPValue::LongInt(i32::MAX));
         headers.insert("returns-at".into(), lapin::types::AMQPValue::LongLongInt(i64::MAX));
-        let worker = stage.worker().await;
-        let orders = stage.orders(2, 7 * SECOND).await;
-        for (order, exchange) in orders.iter().zip([stage.names().arm(), stage.names().due()]) {
+        let worker = env.worker().await;
+        let orders = env.orders(2, 7 * SECOND).await;
+        for (order, exchange) in orders.iter().zip([env.names().arm(), env.names().due()]) {
             let properties = BasicProperties::default().with_headers(headers.clone());
-            assert!(TimeoutDue::read(&order.body(), None).is_ok());
-            stage.publish_raw(&exchange, "due", &order.body(), properties).await;
+            assert!(Alarm::read(&order.body(), None).is_ok());
+            env.publish_raw(&exchange, "due", &order.body(), properties).await;
         }
-        wait_for("the closes", async || stage.closed().await == 2).await;
-        stage.assert_closed_by_alarms().await;
-        let latest_ms = stage.lateness_ms().await.last().copied().unwrap_or_default();
+        wait_for("the closes", async || env.closed().await == 2).await;
+        env.assert_closed_by_alarms().await;
+        let latest_ms = env.lateness_ms().await.last().copied().unwrap_or_default();
         assert!(latest_ms < 1_000.0, "{latest_ms} ms late");
         worker.stop().await;
-        stage.assert_drained().await;
+        env.assert_drained().await;
     });
 }

@@ -2,36 +2,36 @@
 
 use std::time::Duration;
 
-use order_timeout::order::{Moment, OrderId};
+use order_timeout::order::{OrderId, Timestamp};
 use uuid::Uuid;
 
 use crate::support::witness::Witness;
-use crate::support::{Order, Stage, on_stage, wait_for};
+use crate::support::{Order, TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-fn alarms(orders: &[Order]) -> impl Iterator<Item = (OrderId, Moment)> {
+fn alarms(orders: &[Order]) -> impl Iterator<Item = (OrderId, Timestamp)> {
     orders.iter().map(|order| (order.order_id(), order.deadline))
 }
 
-async fn wait_until_closed(stage: &Stage, orders: i64) {
-    wait_for("every close", async || stage.closed().await == orders).await;
-    assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, orders);
+async fn wait_until_closed(env: &TestEnv, orders: i64) {
+    wait_for("every close", async || env.closed().await == orders).await;
+    assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, orders);
 }
 
 #[test]
 fn an_unpaid_order_in_a_lane_is_closed_by_its_alarm() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let worker = stage.worker().await;
-            let publisher = stage.publisher().await;
-            let order = stage.order(Duration::from_secs(2)).await;
+        async |env| {
+            let worker = env.worker().await;
+            let publisher = env.publisher().await;
+            let order = env.order(Duration::from_secs(2)).await;
             publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
-            wait_for("the close", async || stage.status(&order).await == "closed").await;
-            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
-            assert_eq!(stage.count("SELECT available FROM stock").await, 1_000_000, "the stock is back");
-            stage.assert_ledger().await;
+            wait_for("the close", async || env.status(&order).await == "closed").await;
+            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
+            assert_eq!(env.count("SELECT available FROM stock").await, 1_000_000, "the stock is back");
+            env.assert_ledger().await;
             worker.stop().await;
         },
     );
@@ -39,15 +39,15 @@ fn an_unpaid_order_in_a_lane_is_closed_by_its_alarm() {
 
 #[test]
 fn a_close_is_written_down_with_path_reason_history_and_event() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let worker = stage.worker().await;
-            let order = stage.order(SECOND).await;
-            stage.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
-            wait_until_closed(&stage, 1).await;
+        async |env| {
+            let worker = env.worker().await;
+            let order = env.order(SECOND).await;
+            env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+            wait_until_closed(&env, 1).await;
             worker.stop().await;
-            let complete = stage
+            let complete = env
                 .count(
                     "SELECT count(*) FROM orders o
                      JOIN order_events h ON h.order_id = o.id AND h.at = o.closed_at
@@ -60,22 +60,22 @@ fn a_close_is_written_down_with_path_reason_history_and_event() {
                 )
                 .await;
             assert_eq!(complete, 1);
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn every_article_of_an_order_goes_back_into_stock() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             for article in ["apple", "pear"] {
-                stage.stock(article, 100).await;
+                env.stock(article, 100).await;
             }
-            let worker = stage.worker().await;
-            let orders = stage.orders(3, SECOND).await;
+            let worker = env.worker().await;
+            let orders = env.orders(3, SECOND).await;
             // The first two also hold 2 apples each, the third 5 pears; one of the first two is paid.
             sqlx::raw_sql(
                 "WITH numbered AS (SELECT id, row_number() OVER (ORDER BY id) AS n FROM orders)
@@ -84,95 +84,95 @@ fn every_article_of_an_order_goes_back_into_stock() {
                  UPDATE stock SET available = 96, reserved = 4 WHERE article_id = 'apple';
                  UPDATE stock SET available = 95, reserved = 5 WHERE article_id = 'pear'",
             )
-            .execute(&stage.pool)
+            .execute(&env.pool)
             .await
             .unwrap();
-            assert!(stage.pay(orders.iter().min_by_key(|order| order.id).unwrap()).await);
-            stage.publisher().await.schedule_all(alarms(&orders)).await.unwrap();
-            wait_until_closed(&stage, 2).await;
+            assert!(env.pay(orders.iter().min_by_key(|order| order.id).unwrap()).await);
+            env.publisher().await.schedule_all(alarms(&orders)).await.unwrap();
+            wait_until_closed(&env, 2).await;
             worker.stop().await;
-            assert_eq!(stage.count("SELECT available FROM stock WHERE article_id = 'apple'").await, 98);
-            assert_eq!(stage.count("SELECT available FROM stock WHERE article_id = 'pear'").await, 100);
-            assert_eq!(stage.count("SELECT sum(reserved)::bigint FROM stock").await, 0);
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            assert_eq!(env.count("SELECT available FROM stock WHERE article_id = 'apple'").await, 98);
+            assert_eq!(env.count("SELECT available FROM stock WHERE article_id = 'pear'").await, 100);
+            assert_eq!(env.count("SELECT sum(reserved)::bigint FROM stock").await, 0);
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn a_paid_order_is_never_closed() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let witness = Witness::open(&stage).await;
-            let worker = stage.worker().await;
-            let orders = stage.orders(30, 2 * SECOND).await;
-            stage.publisher().await.schedule_all(alarms(&orders)).await.unwrap();
+        async |env| {
+            let witness = Witness::open(&env).await;
+            let worker = env.worker().await;
+            let orders = env.orders(30, 2 * SECOND).await;
+            env.publisher().await.schedule_all(alarms(&orders)).await.unwrap();
             for order in &orders[..12] {
-                assert!(stage.pay(order).await);
+                assert!(env.pay(order).await);
             }
-            wait_until_closed(&stage, 18).await;
+            wait_until_closed(&env, 18).await;
             worker.stop().await;
             for order in &orders[..12] {
-                assert_eq!(stage.status(order).await, "paid");
+                assert_eq!(env.status(order).await, "paid");
             }
-            witness.assert_on_time(&stage).await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            witness.assert_on_time(&env).await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn orders_of_all_delays_are_closed_on_time_behind_one_that_is_far_ahead() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let witness = Witness::open(&stage).await;
-            let worker = stage.worker().await;
-            let publisher = stage.publisher().await;
-            let far = stage.order(600 * SECOND).await;
+        async |env| {
+            let witness = Witness::open(&env).await;
+            let worker = env.worker().await;
+            let publisher = env.publisher().await;
+            let far = env.order(600 * SECOND).await;
             publisher.schedule(far.id.to_string(), far.deadline).await.unwrap();
             // The lane, and both rings of the wheel.
             let mut orders = Vec::new();
             for _ in 0..200 {
-                orders.push(stage.order(Duration::from_millis(fastrand::u64(1_000..16_000))).await);
+                orders.push(env.order(Duration::from_millis(fastrand::u64(1_000..16_000))).await);
                 let order = &orders[orders.len() - 1];
                 publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
             }
-            wait_until_closed(&stage, 200).await;
-            witness.assert_on_time(&stage).await;
-            assert_eq!(stage.status(&far).await, "unpaid");
+            wait_until_closed(&env, 200).await;
+            witness.assert_on_time(&env).await;
+            assert_eq!(env.status(&far).await, "unpaid");
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn alarms_for_unknown_orders_and_far_ones_do_not_delay_the_good() {
-    on_stage(
+    with_env(
         // Longer than the test, so that the unknown ones are retried throughout.
         |settings| settings.retry.missing_for = 60 * SECOND,
-        async |stage| {
-            let witness = Witness::open(&stage).await;
-            let worker = stage.worker().await;
-            let publisher = stage.publisher().await;
-            let now = Moment::now_by_local_clock();
+        async |env| {
+            let witness = Witness::open(&env).await;
+            let worker = env.worker().await;
+            let publisher = env.publisher().await;
+            let now = Timestamp::now_by_local_clock();
             let unknown = || OrderId::new(Uuid::now_v7().to_string()).unwrap();
             publisher.schedule_all((0..2_000).map(|_| (unknown(), now))).await.unwrap();
             publisher.schedule_all((0..2_000).map(|_| (unknown(), now + 3_600 * SECOND))).await.unwrap();
-            let orders = stage.orders(100, 3 * SECOND).await;
+            let orders = env.orders(100, 3 * SECOND).await;
             publisher.schedule_all(alarms(&orders)).await.unwrap();
-            let later = stage.orders(100, 6 * SECOND).await;
+            let later = env.orders(100, 6 * SECOND).await;
             publisher.schedule_all(alarms(&later)).await.unwrap();
-            wait_until_closed(&stage, 200).await;
-            witness.assert_on_time(&stage).await;
-            assert_eq!(stage.parked().await, []);
+            wait_until_closed(&env, 200).await;
+            witness.assert_on_time(&env).await;
+            assert_eq!(env.parked().await, []);
             worker.stop().await;
-            stage.assert_ledger().await;
+            env.assert_ledger().await;
         },
     );
 }

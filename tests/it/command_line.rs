@@ -10,7 +10,7 @@ use lapin::options::BasicGetOptions;
 use order_timeout::Settings;
 use order_timeout::cli::Cli;
 use order_timeout::database::{self, Database};
-use order_timeout::message::TimeoutDue;
+use order_timeout::message::Alarm;
 use order_timeout::topology::{DUE_KEY, Topology};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
@@ -20,16 +20,16 @@ use uuid::Uuid;
 use crate::support::figures;
 use crate::support::process::{WorkerProcess, bare, call_with, order_timeout, run};
 use crate::support::proxy::Proxy;
-use crate::support::{Order, Stage, on_stage, wait_for, wait_within, with_parts};
+use crate::support::{Order, TestEnv, wait_for, wait_within, with_env, with_parts};
 
 /// A password that is nothing else, so that it is found wherever it gets out.
 const PASSWORD: &str = "sesame-4711";
 /// The port of a service that nobody runs any more (tcpmux).
 const NOBODY_LISTENS: u16 = 1;
 
-/// Runs a command of the stage's, without holding up the test's runtime.
-async fn call(stage: &Stage, arguments: &[&str]) -> (i32, String, String) {
-    call_with(&stage.settings, arguments).await
+/// Runs a command of the env's, without holding up the test's runtime.
+async fn call(env: &TestEnv, arguments: &[&str]) -> (i32, String, String) {
+    call_with(&env.settings, arguments).await
 }
 
 /// What stands on standard error: one sentence in one line, said once.
@@ -156,10 +156,10 @@ fn only_what_needs_the_database_minds_an_address_that_is_none() {
 
 #[test]
 fn a_shop_with_a_database_of_another_kind_can_schedule() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let mut command = order_timeout(&stage.settings);
+        async |env| {
+            let mut command = order_timeout(&env.settings);
             command.env_remove("ORDER_TIMEOUT__DATABASE__URL").env("DATABASE_URL", "mysql://shop@host/shop");
             command.args(["schedule", "--order-id", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b", "--in", "60s"]);
             let (code, _, stderr) = tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap();
@@ -338,17 +338,17 @@ fn every_command_explains_itself_and_its_arguments() {
 
 #[test]
 fn a_broker_that_cannot_be_used_is_named_and_the_password_is_not() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let order = stage.order(Duration::from_secs(60)).await;
+        async |env| {
+            let order = env.order(Duration::from_secs(60)).await;
             let id = order.id.to_string();
             let schedule = ["schedule", "--order-id", &id, "--in", "60s"];
             let retry = ["parked", "retry", "--all", "--yes"];
-            let good = &stage.settings.amqp.url;
+            let good = &env.settings.amqp.url;
             let name = user_of(good);
             let with = |url: SecretString| {
-                let mut settings = stage.settings.clone();
+                let mut settings = env.settings.clone();
                 settings.amqp.url = url;
                 settings
             };
@@ -380,17 +380,17 @@ fn a_broker_that_cannot_be_used_is_named_and_the_password_is_not() {
                 )
                 .await;
             }
-            assert_eq!(stage.status(&order).await, "unpaid");
+            assert_eq!(env.status(&order).await, "unpaid");
         },
     );
 }
 
 #[test]
 fn a_broker_without_our_queues_is_told_apart_from_one_that_is_away() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let mut settings = stage.settings.clone();
+        async |env| {
+            let mut settings = env.settings.clone();
             settings.namespace = format!("{}-other", settings.namespace);
             let arguments = ["schedule", "--order-id", "order-1", "--in", "30m"];
             assert_call_fails(
@@ -405,18 +405,18 @@ fn a_broker_without_our_queues_is_told_apart_from_one_that_is_away() {
 
 #[test]
 fn a_database_that_cannot_be_used_is_named_and_the_password_is_not() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let good = &stage.settings.database.url;
+        async |env| {
+            let good = &env.settings.database.url;
             let with = |url: SecretString| {
-                let mut settings = stage.settings.clone();
+                let mut settings = env.settings.clone();
                 settings.database.url = url;
                 settings
             };
             let user = format!("nobody:{PASSWORD}");
             let unknown_user = with(with_parts(good, Some(&user), None, None));
-            let missing = with(stage.settings.database.url_of("no_such_database"));
+            let missing = with(env.settings.database.url_of("no_such_database"));
             let place = format!("127.0.0.1:{NOBODY_LISTENS}");
             let nothing_there = with(with_parts(good, Some(&user), Some(&place), None));
             let no_such_host = with(with_parts(good, Some(&user), Some("no-such-host.invalid:5432"), None));
@@ -444,15 +444,15 @@ fn a_database_that_cannot_be_used_is_named_and_the_password_is_not() {
 
 #[test]
 fn what_a_failing_worker_logs_holds_the_sentence_once_and_no_password() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let good = &stage.settings.amqp.url;
+        async |env| {
+            let good = &env.settings.amqp.url;
             let user = format!("{}:{PASSWORD}", user_of(good));
             for url in
                 [with_parts(good, Some(&user), None, None), with_parts(good, Some(&user), None, Some("no-such-vhost"))]
             {
-                let mut settings = stage.settings.clone();
+                let mut settings = env.settings.clone();
                 settings.amqp.url = url;
                 let (code, stdout, stderr) = call_with(&settings, &["--set", "log.filter=trace", "worker"]).await;
                 assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
@@ -466,22 +466,18 @@ fn what_a_failing_worker_logs_holds_the_sentence_once_and_no_password() {
 
 #[test]
 fn migrations_that_are_missing_are_named() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let id = Uuid::now_v7().to_string();
-            stage
-                .pool
-                .execute("DELETE FROM order_timeout_migrations WHERE description = 'parked alarms'")
-                .await
-                .unwrap();
-            assert_call_fails(&stage.settings, &["worker"], &["1 migration", "parked alarms", "order-timeout setup"])
+            env.pool.execute("DELETE FROM order_timeout_migrations WHERE description = 'parked alarms'").await.unwrap();
+            assert_call_fails(&env.settings, &["worker"], &["1 migration", "parked alarms", "order-timeout setup"])
                 .await;
-            stage.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
+            env.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
             let count = format!("{} migration", migration_files());
-            assert_call_fails(&stage.settings, &["worker"], &[&count, "order-timeout setup"]).await;
+            assert_call_fails(&env.settings, &["worker"], &[&count, "order-timeout setup"]).await;
             for arguments in [&["close", &id][..], &["parked", "list"], &["parked", "drop", "--all", "--yes"]] {
-                assert_call_fails(&stage.settings, arguments, &["order-timeout setup"]).await;
+                assert_call_fails(&env.settings, arguments, &["order-timeout setup"]).await;
             }
         },
     );
@@ -489,10 +485,10 @@ fn migrations_that_are_missing_are_named() {
 
 #[test]
 fn what_the_database_complains_of_is_told_without_its_own_source() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            stage.pool.execute("ALTER TABLE parked_alarms DROP COLUMN parked_at").await.unwrap();
+        async |env| {
+            env.pool.execute("ALTER TABLE parked_alarms DROP COLUMN parked_at").await.unwrap();
             for arguments in [
                 &["parked", "list"][..],
                 &["parked", "drop", "--all"],
@@ -501,7 +497,7 @@ fn what_the_database_complains_of_is_told_without_its_own_source() {
             ] {
                 // To the letter: sqlx would add a line number of Postgres' own code.
                 let whole = "column \"parked_at\" does not exist (SQLSTATE 42703); mend the database";
-                assert_call_fails(&stage.settings, arguments, &["parked alarms", whole]).await;
+                assert_call_fails(&env.settings, arguments, &["parked alarms", whole]).await;
             }
         },
     );
@@ -515,18 +511,18 @@ fn migration_files() -> usize {
 
 #[test]
 fn setup_does_what_is_missing_and_then_nothing() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let topology = Topology::new(&stage.settings);
+        async |env| {
+            let topology = Topology::new(&env.settings);
             // As on the first day: no tables, and one queue is not there.
-            stage.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
+            env.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
             let lost = &topology.queues.last().unwrap().name;
-            stage.channel.queue_delete(lost.as_str().into(), Default::default()).await.unwrap();
+            env.channel.queue_delete(lost.as_str().into(), Default::default()).await.unwrap();
 
             let mut seen = Vec::new();
             for _ in 0..2 {
-                let (code, stdout, stderr) = call(&stage, &["setup", "--json"]).await;
+                let (code, stdout, stderr) = call(&env, &["setup", "--json"]).await;
                 assert_eq!((code, stderr.as_str()), (0, ""));
                 let mut report: Value = serde_json::from_str(&stdout).unwrap();
                 seen.push(report["migrations_applied"].take());
@@ -537,14 +533,14 @@ fn setup_does_what_is_missing_and_then_nothing() {
                     "bindings": topology.bindings.len(),
                 });
                 assert_eq!(report, counts);
-                let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+                let database = Database::connect(&env.settings.database, 1).await.unwrap();
                 database::require_migrated(&database).await.unwrap();
-                assert_eq!(stage.depth(lost).await, 0, "the queue is there");
+                assert_eq!(env.depth(lost).await, 0, "the queue is there");
             }
             assert_eq!(seen[0].as_array().unwrap().len(), migration_files(), "all of them at first: {seen:?}");
             assert_eq!(seen[1], json!([]), "none of them again");
 
-            let (code, stdout, stderr) = call(&stage, &["setup"]).await;
+            let (code, stdout, stderr) = call(&env, &["setup"]).await;
             assert_eq!((code, stderr.as_str()), (0, ""));
             assert!(stdout.starts_with("database: ") && stdout.contains(": up to date\n"), "{stdout}");
             let counts = format!("{} queues and {} bindings; any that", topology.queues.len(), topology.bindings.len());
@@ -555,36 +551,36 @@ fn setup_does_what_is_missing_and_then_nothing() {
 
 #[test]
 fn schedule_puts_the_alarm_into_the_broker_and_says_so() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let arm = stage.names().arm();
+        async |env| {
+            let arm = env.names().arm();
             let (code, stdout, stderr) = call(
-                &stage,
+                &env,
                 &["schedule", "--order-id", "order 1", "--deadline", "2030-01-02T03:04:05.678+01:00", "--json"],
             )
             .await;
             assert!(code == 0 && sentence(&stderr).contains("is no UUID"), "{stderr}");
             let expected = json!({ "order_id": "order 1", "deadline": "2030-01-02T02:04:05.678Z" });
             assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), expected);
-            wait_for("the alarm in the inbox", async || stage.depth(&arm).await == 1).await;
+            wait_for("the alarm in the inbox", async || env.depth(&arm).await == 1).await;
             let got =
-                stage.channel.basic_get(arm.as_str().into(), BasicGetOptions { no_ack: true }).await.unwrap().unwrap();
+                env.channel.basic_get(arm.as_str().into(), BasicGetOptions { no_ack: true }).await.unwrap().unwrap();
             assert_eq!(
                 serde_json::from_slice::<Value>(&got.delivery.data).unwrap(),
                 expected,
                 "what was said is what was sent"
             );
 
-            let before = stage.order(Duration::from_secs(90)).await.deadline;
-            let (code, stdout, stderr) = call(&stage, &["schedule", "order-2", "--in", "90s"]).await;
+            let before = env.order(Duration::from_secs(90)).await.deadline;
+            let (code, stdout, stderr) = call(&env, &["schedule", "order-2", "--in", "90s"]).await;
             assert!(code == 0 && sentence(&stderr).contains("is no UUID"), "{stderr}");
             let said =
                 stdout.strip_prefix("scheduled: order order-2 at ").unwrap_or_else(|| panic!("{stdout}")).trim_end();
             let said = order_timeout::message::read_rfc3339(said).unwrap();
             let drift = said.since(before).max(before.since(said));
             assert!(drift < Duration::from_secs(10), "{drift:?} from 90 s ahead");
-            wait_for("the second alarm", async || stage.depth(&arm).await == 1).await;
+            wait_for("the second alarm", async || env.depth(&arm).await == 1).await;
         },
     );
 }
@@ -598,14 +594,13 @@ async fn remarks(settings: &Settings, id: &str, when: &[&str]) -> String {
 
 #[test]
 fn schedule_says_what_the_row_says_otherwise() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let (order, paid) =
-                (stage.order(Duration::from_secs(1_800)).await, stage.order(Duration::from_secs(60)).await);
-            assert!(stage.pay(&paid).await);
+        async |env| {
+            let (order, paid) = (env.order(Duration::from_secs(1_800)).await, env.order(Duration::from_secs(60)).await);
+            assert!(env.pay(&paid).await);
             let (id, deadline) = (order.id.to_string(), order_timeout::message::write_rfc3339(order.deadline));
-            let settings = &stage.settings;
+            let settings = &env.settings;
             assert_eq!(remarks(settings, &id, &["--deadline", &deadline]).await, "");
             let other = remarks(settings, &id, &["--in", "5s"]).await;
             assert!(sentence(&other).contains(&deadline) && other.contains("when the row says"), "{other}");
@@ -634,8 +629,8 @@ fn schedule_says_what_the_row_says_otherwise() {
 
 #[test]
 fn a_worker_that_cannot_start_names_no_page() {
-    on_stage(figures::shown, async |stage| {
-        let mut settings = stage.settings.clone();
+    with_env(figures::shown, async |env| {
+        let mut settings = env.settings.clone();
         settings.amqp.url = with_parts(&settings.amqp.url, None, None, Some("no-such-vhost"));
         let mut command = order_timeout(&settings);
         command.env("ORDER_TIMEOUT__LOG__FILTER", "info").arg("worker");
@@ -647,9 +642,9 @@ fn a_worker_that_cannot_start_names_no_page() {
 
 #[test]
 fn what_cannot_be_scheduled_is_refused_with_the_reason() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let long_id = "x".repeat(5_000);
             for (arguments, part) in [
                 (["--order-id", "", "--in", "30m"], "order id is empty"),
@@ -658,16 +653,16 @@ fn what_cannot_be_scheduled_is_refused_with_the_reason() {
                 (["--order-id", "order-1", "--deadline", "9999-12-31T23:59:59Z"], "delay.max_delay"),
             ] {
                 let arguments = [&["schedule"][..], &arguments].concat();
-                assert_call_fails(&stage.settings, &arguments, &["not scheduled", part]).await;
+                assert_call_fails(&env.settings, &arguments, &["not scheduled", part]).await;
             }
-            assert_eq!(stage.depth(&stage.names().arm()).await, 0);
+            assert_eq!(env.depth(&env.names().arm()).await, 0);
         },
     );
 }
 
 /// Runs `close --json`, and returns its exit code and its lines as (order id, outcome).
-async fn close(stage: &Stage, ids: &[&str]) -> (i32, Vec<(String, String)>) {
-    let (code, stdout, stderr) = call(stage, &[&["close", "--json"], ids].concat()).await;
+async fn close(env: &TestEnv, ids: &[&str]) -> (i32, Vec<(String, String)>) {
+    let (code, stdout, stderr) = call(env, &[&["close", "--json"], ids].concat()).await;
     assert_eq!(stderr, "", "{ids:?}");
     let text = |value: &Value| value.as_str().unwrap().to_owned();
     let lines = stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -676,50 +671,50 @@ async fn close(stage: &Stage, ids: &[&str]) -> (i32, Vec<(String, String)>) {
 
 #[test]
 fn close_closes_what_is_overdue_and_nothing_else() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let overdue = stage.order(Duration::ZERO).await;
-            let paid = stage.order(Duration::ZERO).await;
-            let not_due = stage.order(Duration::from_secs(3_600)).await;
-            assert!(stage.pay(&paid).await);
+        async |env| {
+            let overdue = env.order(Duration::ZERO).await;
+            let paid = env.order(Duration::ZERO).await;
+            let not_due = env.order(Duration::from_secs(3_600)).await;
+            assert!(env.pay(&paid).await);
             let id = |order: &Order| order.id.to_string();
             let answer = |order: &str, outcome: &str| (order.to_owned(), outcome.to_owned());
 
-            assert_eq!(close(&stage, &[&id(&overdue)]).await, (0, vec![answer(&id(&overdue), "closed")]));
-            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'manual'").await, 1);
+            assert_eq!(close(&env, &[&id(&overdue)]).await, (0, vec![answer(&id(&overdue), "closed")]));
+            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'manual'").await, 1);
             assert_eq!(
-                stage.count("SELECT count(*) FROM order_events WHERE event = 'closed' AND by = 'manual'").await,
+                env.count("SELECT count(*) FROM order_events WHERE event = 'closed' AND by = 'manual'").await,
                 1
             );
-            assert_eq!(stage.count("SELECT count(*) FROM event_outbox").await, 1, "and it will be announced");
-            assert_eq!(close(&stage, &[&id(&overdue)]).await, (0, vec![answer(&id(&overdue), "already_closed")]));
-            assert_eq!(close(&stage, &[&id(&paid)]).await, (0, vec![answer(&id(&paid), "paid")]));
+            assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 1, "and it will be announced");
+            assert_eq!(close(&env, &[&id(&overdue)]).await, (0, vec![answer(&id(&overdue), "already_closed")]));
+            assert_eq!(close(&env, &[&id(&paid)]).await, (0, vec![answer(&id(&paid), "paid")]));
 
             let unknown = Uuid::now_v7().to_string();
-            assert_eq!(close(&stage, &[&id(&not_due)]).await, (1, vec![answer(&id(&not_due), "not_due")]));
-            assert_eq!(close(&stage, &[&unknown]).await, (1, vec![answer(&unknown, "unknown")]));
+            assert_eq!(close(&env, &[&id(&not_due)]).await, (1, vec![answer(&id(&not_due), "not_due")]));
+            assert_eq!(close(&env, &[&unknown]).await, (1, vec![answer(&unknown, "unknown")]));
             assert_eq!(
-                close(&stage, &["'; DROP TABLE orders; --"]).await,
+                close(&env, &["'; DROP TABLE orders; --"]).await,
                 (1, vec![answer("'; DROP TABLE orders; --", "malformed")])
             );
-            assert_eq!(stage.status(&not_due).await, "unpaid");
-            assert_eq!(stage.status(&paid).await, "paid");
+            assert_eq!(env.status(&not_due).await, "unpaid");
+            assert_eq!(env.status(&paid).await, "paid");
 
             // Together: each is answered, in the order they were asked, and what can be closed is.
-            let another = stage.order(Duration::ZERO).await;
+            let another = env.order(Duration::ZERO).await;
             let asked = [&unknown, &id(&another), &id(&not_due)];
-            let (code, answers) = close(&stage, &asked.map(String::as_str)).await;
+            let (code, answers) = close(&env, &asked.map(String::as_str)).await;
             assert_eq!(
                 (code, answers),
                 (1, vec![answer(asked[0], "unknown"), answer(asked[1], "closed"), answer(asked[2], "not_due")])
             );
-            assert_eq!(stage.closed().await, 2);
+            assert_eq!(env.closed().await, 2);
 
             // For people.
-            let (code, stdout, stderr) = call(&stage, &["close", &id(&not_due)]).await;
+            let (code, stdout, stderr) = call(&env, &["close", &id(&not_due)]).await;
             assert_eq!((code, stdout, stderr), (1, format!("{}: not_due\n", not_due.id), String::new()));
-            stage.assert_ledger().await;
+            env.assert_ledger().await;
         },
     );
 }
@@ -773,14 +768,14 @@ fn a_reader_that_has_seen_enough_is_no_crash() {
 }
 
 /// Until both inboxes have a consumer: then the worker works.
-async fn wait_for_consumers(stage: &Stage) {
-    for queue in [stage.names().timeout(), stage.names().arm()] {
-        wait_for("a consumer", async || consumers(stage, &queue).await > 0).await;
+async fn wait_for_consumers(env: &TestEnv) {
+    for queue in [env.names().timeout(), env.names().arm()] {
+        wait_for("a consumer", async || consumers(env, &queue).await > 0).await;
     }
 }
 
-async fn consumers(stage: &Stage, queue: &str) -> u32 {
-    let channel = stage.broker.create_channel().await.unwrap();
+async fn consumers(env: &TestEnv, queue: &str) -> u32 {
+    let channel = env.broker.create_channel().await.unwrap();
     let options = lapin::options::QueueDeclareOptions { passive: true, ..Default::default() };
     channel.queue_declare(queue.into(), options, Default::default()).await.unwrap().consumer_count()
 }
@@ -788,48 +783,48 @@ async fn consumers(stage: &Stage, queue: &str) -> u32 {
 #[test]
 fn a_worker_gives_back_what_it_holds_when_it_is_told_to_stop() {
     let far_enough = Duration::from_secs(60);
-    on_stage(
+    with_env(
         |settings| settings.worker.hold_max = Duration::from_secs(120),
-        async move |stage| {
-            let worker = WorkerProcess::start(&stage.settings);
-            wait_for_consumers(&stage).await;
-            let (soon, later) = (stage.order(Duration::from_secs(1)).await, stage.order(far_enough).await);
+        async move |env| {
+            let worker = WorkerProcess::start(&env.settings);
+            wait_for_consumers(&env).await;
+            let (soon, later) = (env.order(Duration::from_secs(1)).await, env.order(far_enough).await);
             // As if both had just come out of their delay.
             for order in [&later, &soon] {
-                let body = TimeoutDue { order_id: order.order_id(), deadline: order.deadline }.to_bytes();
+                let body = Alarm { order_id: order.order_id(), deadline: order.deadline }.to_bytes();
                 let properties = BasicProperties::default().with_delivery_mode(2);
-                stage.publish_raw(&stage.names().due(), DUE_KEY, &body, properties).await;
+                env.publish_raw(&env.names().due(), DUE_KEY, &body, properties).await;
             }
-            wait_for("the first order's close", async || stage.status(&soon).await == "closed").await;
-            let timeout = stage.names().timeout();
-            wait_for("the other alarm in the worker's hands", async || stage.depth(&timeout).await == 0).await;
+            wait_for("the first order's close", async || env.status(&soon).await == "closed").await;
+            let timeout = env.names().timeout();
+            wait_for("the other alarm in the worker's hands", async || env.depth(&timeout).await == 0).await;
 
             let code = tokio::task::spawn_blocking(|| worker.terminate(Duration::from_secs(12))).await.unwrap();
             assert_eq!(code, 0, "drained within its grace");
-            wait_for("the alarm back in the broker", async || stage.depth(&timeout).await == 1).await;
-            assert_eq!(stage.status(&later).await, "unpaid");
+            wait_for("the alarm back in the broker", async || env.depth(&timeout).await == 1).await;
+            assert_eq!(env.status(&later).await, "unpaid");
             assert_eq!(
-                stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await,
+                env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await,
                 0,
                 "and announced what it closed"
             );
-            stage.assert_ledger().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn a_worker_without_a_broker_waits_for_it_and_still_stops_when_told() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let mut settings = stage.settings.clone();
+        async |env| {
+            let mut settings = env.settings.clone();
             settings.amqp.url =
                 with_parts(&settings.amqp.url, None, Some(&format!("127.0.0.1:{NOBODY_LISTENS}")), None);
             let worker = WorkerProcess::start(&settings);
             // It listens to signals before it opens its first connection.
             let connected = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'order-timeout'";
-            wait_for("the worker at the database", async || stage.count(connected).await > 0).await;
+            wait_for("the worker at the database", async || env.count(connected).await > 0).await;
             let code = tokio::task::spawn_blocking(|| worker.terminate(Duration::from_secs(12))).await.unwrap();
             assert_eq!(code, 0);
         },
@@ -838,21 +833,21 @@ fn a_worker_without_a_broker_waits_for_it_and_still_stops_when_told() {
 
 #[test]
 fn a_worker_that_is_told_twice_to_stop_ends_at_once() {
-    on_stage(
+    with_env(
         |settings| {
             settings.worker.shutdown_grace = Duration::from_secs(300);
             settings.database.statement_timeout = Duration::from_secs(300);
             settings.database.lock_timeout = Duration::from_secs(299);
         },
-        async |stage| {
-            let worker = Watched::start(&stage.settings);
+        async |env| {
+            let worker = Watched::start(&env.settings);
             wait_for("the worker's start", async || worker.says("worker started")).await;
             // While nobody can write there, parking what is not an alarm is never finished.
-            let mut lock = stage.pool.begin().await.unwrap();
+            let mut lock = env.pool.begin().await.unwrap();
             sqlx::query("LOCK TABLE parked_alarms").execute(&mut *lock).await.unwrap();
-            stage.publish_raw(&stage.names().due(), DUE_KEY, b"no alarm", BasicProperties::default()).await;
+            env.publish_raw(&env.names().due(), DUE_KEY, b"no alarm", BasicProperties::default()).await;
             let waiting = "SELECT count(*) FROM pg_locks WHERE relation = 'parked_alarms'::regclass AND NOT granted";
-            wait_for("something that it cannot finish", async || stage.count(waiting).await == 1).await;
+            wait_for("something that it cannot finish", async || env.count(waiting).await == 1).await;
 
             worker.signal(libc::SIGTERM);
             wait_for("its draining", async || worker.says("stopping: taking nothing new")).await;
@@ -865,7 +860,7 @@ fn a_worker_that_is_told_twice_to_stop_ends_at_once() {
             assert!(last.starts_with("order-timeout: ") && last.contains("second time"), "{said}");
             lock.rollback().await.unwrap();
             // Neither finished nor lost.
-            wait_for("it back in its queue", async || stage.depth(&stage.names().timeout()).await == 1).await;
+            wait_for("it back in its queue", async || env.depth(&env.names().timeout()).await == 1).await;
         },
     );
 }
@@ -916,12 +911,12 @@ impl Drop for Watched {
 
 #[test]
 fn setup_reports_exhausted_connections() {
-    on_stage(
+    with_env(
         |settings| settings.amqp.connect_timeout = Duration::from_secs(2),
-        async |stage| {
-            let network = Proxy::before(&stage.settings.amqp.url).await;
+        async |env| {
+            let network = Proxy::before(&env.settings.amqp.url).await;
             network.admit(1);
-            let mut settings = stage.settings.clone();
+            let mut settings = env.settings.clone();
             settings.amqp.url = network.address(&settings.amqp.url);
             let (code, stdout, stderr) = call_with(&settings, &["setup"]).await;
             assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");

@@ -271,12 +271,12 @@ fn every_mounted_file_is_there() {
 fn a_worker_is_given_longer_to_stop_than_it_takes() {
     let stack = Yaml::read("docker-compose.yml");
     for service in ["worker", "worker-plugin"] {
-        let patience = humantime::parse_duration(&stack.value(service, "stop_grace_period").unwrap()).unwrap();
+        let timeout = humantime::parse_duration(&stack.value(service, "stop_grace_period").unwrap()).unwrap();
         let settings = settings_of(&stack, service);
         let needed = settings.worker.shutdown_grace + std::time::Duration::from_secs(5);
         assert!(
-            patience >= needed,
-            "{service}: killed after {patience:?}, while it may take {:?}",
+            timeout >= needed,
+            "{service}: killed after {timeout:?}, while it may take {:?}",
             settings.worker.shutdown_grace
         );
     }
@@ -390,8 +390,7 @@ fn the_image_is_built_from_everything_the_crate_embeds() {
     let embedded = embedded();
     assert!(embedded.len() >= 4, "the defaults, the definitions, a statement and the migrations: {embedded:?}");
     let dockerfile = read("Dockerfile");
-    let builder =
-        dockerfile.split("\nFROM ").find(|stage| stage.lines().next().unwrap().ends_with(" AS builder")).unwrap();
+    let builder = dockerfile.split("\nFROM ").find(|env| env.lines().next().unwrap().ends_with(" AS builder")).unwrap();
     let copied: Vec<&str> = builder
         .lines()
         .filter_map(|line| line.strip_prefix("COPY "))

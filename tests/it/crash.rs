@@ -6,145 +6,145 @@ use std::time::Duration;
 use crate::support::away::is_consumed;
 use crate::support::process::WorkerProcess;
 use crate::support::proxy::Proxy;
-use crate::support::{Stage, on_stage, wait_for};
+use crate::support::{TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
 /// Messages ready in the processing queue.
-async fn waiting(stage: &Stage) -> usize {
-    stage.depth(&stage.names().timeout()).await as usize
+async fn waiting(env: &TestEnv) -> usize {
+    env.depth(&env.names().timeout()).await as usize
 }
 
 /// Insists that each of the orders was closed once, by its alarm, and that no alarm is left.
-async fn assert_each_closed_once(stage: &Stage, orders: usize) {
+async fn assert_each_closed_once(env: &TestEnv, orders: usize) {
     let orders = i64::try_from(orders).unwrap();
-    assert_eq!(stage.closed().await, orders);
-    assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, orders);
-    assert_eq!(stage.count("SELECT count(*) FROM order_events WHERE event = 'closed'").await, orders);
-    assert_eq!(stage.count("SELECT count(*) FROM event_outbox").await, orders);
-    assert_eq!(stage.count("SELECT count(DISTINCT payload ->> 'order_id') FROM event_outbox").await, orders);
-    assert_eq!(stage.parked().await, []);
-    stage.assert_nothing_left_undone().await;
-    stage.assert_ledger().await;
+    assert_eq!(env.closed().await, orders);
+    assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, orders);
+    assert_eq!(env.count("SELECT count(*) FROM order_events WHERE event = 'closed'").await, orders);
+    assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, orders);
+    assert_eq!(env.count("SELECT count(DISTINCT payload ->> 'order_id') FROM event_outbox").await, orders);
+    assert_eq!(env.parked().await, []);
+    env.assert_nothing_left_undone().await;
+    env.assert_ledger().await;
 }
 
 #[test]
 fn alarms_held_by_a_killed_worker_are_closed_by_the_next() {
-    on_stage(
+    with_env(
         |settings| settings.worker.hold_max = 60 * SECOND,
-        async |stage| {
-            let orders = stage.orders(500, 10 * SECOND).await;
-            stage.deliver(&orders).await;
-            let worker = WorkerProcess::start(&stage.settings);
-            wait_for("500 held alarms", async || waiting(&stage).await == 0).await;
+        async |env| {
+            let orders = env.orders(500, 10 * SECOND).await;
+            env.deliver(&orders).await;
+            let worker = WorkerProcess::start(&env.settings);
+            wait_for("500 held alarms", async || waiting(&env).await == 0).await;
             worker.kill();
-            wait_for("the alarms back in the queue", async || waiting(&stage).await == 500).await;
-            assert_eq!(stage.closed().await, 0, "killed before the deadline");
-            let worker = WorkerProcess::start(&stage.settings);
-            wait_for("all closed", async || stage.closed().await == 500).await;
+            wait_for("the alarms back in the queue", async || waiting(&env).await == 500).await;
+            assert_eq!(env.closed().await, 0, "killed before the deadline");
+            let worker = WorkerProcess::start(&env.settings);
+            wait_for("all closed", async || env.closed().await == 500).await;
             assert_eq!(worker.terminate(10 * SECOND), 0);
-            assert_each_closed_once(&stage, 500).await;
+            assert_each_closed_once(&env, 500).await;
         },
     );
 }
 
 #[test]
 fn a_worker_killed_again_and_again_while_it_closes_closes_each_order_once() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             // One deadline after the other over some seconds, so that every kill meets work in hand.
             let mut orders = Vec::new();
             for step in 0..60 {
-                orders.extend(stage.orders(10, Duration::from_millis(100 * step)).await);
+                orders.extend(env.orders(10, Duration::from_millis(100 * step)).await);
             }
-            stage.deliver(&orders).await;
+            env.deliver(&orders).await;
             for _ in 0..3 {
-                let worker = WorkerProcess::start(&stage.settings);
-                let before = stage.closed().await;
-                wait_for("the worker at work", async || (stage.closed().await > before) || before == 600).await;
+                let worker = WorkerProcess::start(&env.settings);
+                let before = env.closed().await;
+                wait_for("the worker at work", async || (env.closed().await > before) || before == 600).await;
                 worker.kill();
             }
-            let worker = WorkerProcess::start(&stage.settings);
-            wait_for("all closed", async || stage.closed().await == 600).await;
-            let witness = stage.order(SECOND).await;
-            stage.deliver([&witness]).await;
-            wait_for("the witness' close", async || stage.status(&witness).await == "closed").await;
+            let worker = WorkerProcess::start(&env.settings);
+            wait_for("all closed", async || env.closed().await == 600).await;
+            let witness = env.order(SECOND).await;
+            env.deliver([&witness]).await;
+            wait_for("the witness' close", async || env.status(&witness).await == "closed").await;
             assert_eq!(worker.terminate(10 * SECOND), 0);
-            assert_each_closed_once(&stage, 601).await;
+            assert_each_closed_once(&env, 601).await;
         },
     );
 }
 
 #[test]
 fn a_worker_that_is_asked_to_stop_gives_back_what_it_holds() {
-    on_stage(
+    with_env(
         |settings| settings.worker.hold_max = 60 * SECOND,
-        async |stage| {
-            let due = stage.orders(50, Duration::ZERO).await;
-            stage.deliver(&due).await;
-            let worker = WorkerProcess::start(&stage.settings);
-            wait_for("the due ones' close", async || stage.closed().await == 50).await;
+        async |env| {
+            let due = env.orders(50, Duration::ZERO).await;
+            env.deliver(&due).await;
+            let worker = WorkerProcess::start(&env.settings);
+            wait_for("the due ones' close", async || env.closed().await == 50).await;
             // Only now: on a busy machine a worker takes seconds to start, and must be stopped before they are due.
-            let held = stage.orders(300, 10 * SECOND).await;
-            stage.deliver(&held).await;
-            wait_for("300 held alarms", async || waiting(&stage).await == 0).await;
+            let held = env.orders(300, 10 * SECOND).await;
+            env.deliver(&held).await;
+            wait_for("300 held alarms", async || waiting(&env).await == 0).await;
             assert_eq!(worker.terminate(10 * SECOND), 0, "it drained in time");
-            wait_for("the alarms back in the queue", async || waiting(&stage).await == 300).await;
-            assert_eq!(stage.closed().await, 50, "stopped before the deadline");
-            let worker = WorkerProcess::start(&stage.settings);
-            wait_for("all closed", async || stage.closed().await == 350).await;
+            wait_for("the alarms back in the queue", async || waiting(&env).await == 300).await;
+            assert_eq!(env.closed().await, 50, "stopped before the deadline");
+            let worker = WorkerProcess::start(&env.settings);
+            wait_for("all closed", async || env.closed().await == 350).await;
             assert_eq!(worker.terminate(10 * SECOND), 0);
-            assert_each_closed_once(&stage, 350).await;
+            assert_each_closed_once(&env, 350).await;
         },
     );
 }
 
 #[test]
 fn two_workers_at_once_close_each_order_once() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let workers = [WorkerProcess::start(&stage.settings), WorkerProcess::start(&stage.settings)];
-            let orders = stage.orders(2_000, 3 * SECOND).await;
+        async |env| {
+            let workers = [WorkerProcess::start(&env.settings), WorkerProcess::start(&env.settings)];
+            let orders = env.orders(2_000, 3 * SECOND).await;
             // Some alarms twice: the two may then close one order at the same moment.
-            stage.deliver(&orders).await;
-            stage.deliver(&orders[..500]).await;
-            wait_for("all closed", async || stage.closed().await == 2_000).await;
-            let witness = stage.order(2 * SECOND).await;
-            stage.deliver([&witness]).await;
-            wait_for("the witness' close", async || stage.status(&witness).await == "closed").await;
+            env.deliver(&orders).await;
+            env.deliver(&orders[..500]).await;
+            wait_for("all closed", async || env.closed().await == 2_000).await;
+            let witness = env.order(2 * SECOND).await;
+            env.deliver([&witness]).await;
+            wait_for("the witness' close", async || env.status(&witness).await == "closed").await;
             for worker in workers {
                 assert_eq!(worker.terminate(10 * SECOND), 0);
             }
-            assert_each_closed_once(&stage, 2_001).await;
+            assert_each_closed_once(&env, 2_001).await;
         },
     );
 }
 
 #[test]
 fn a_worker_that_stands_still_loses_its_alarms_to_the_others_and_goes_on_later() {
-    on_stage(
+    with_env(
         |settings| {
             settings.worker.hold_max = 60 * SECOND;
             settings.amqp.heartbeat = SECOND;
         },
-        async |stage| {
-            let halted = WorkerProcess::start(&stage.settings);
-            let orders = stage.orders(200, 6 * SECOND).await;
-            stage.deliver(&orders).await;
-            wait_for("200 held alarms", async || waiting(&stage).await == 0).await;
+        async |env| {
+            let halted = WorkerProcess::start(&env.settings);
+            let orders = env.orders(200, 6 * SECOND).await;
+            env.deliver(&orders).await;
+            wait_for("200 held alarms", async || waiting(&env).await == 0).await;
             halted.halt();
-            let other = WorkerProcess::start(&stage.settings);
-            wait_for("all closed by the other", async || stage.closed().await == 200).await;
+            let other = WorkerProcess::start(&env.settings);
+            wait_for("all closed by the other", async || env.closed().await == 200).await;
             // It still has every alarm in its memory, all of them due and every receipt void.
             halted.go_on();
-            let later = stage.orders(200, SECOND).await;
-            stage.deliver(&later).await;
-            wait_for("all closed", async || stage.closed().await == 400).await;
+            let later = env.orders(200, SECOND).await;
+            env.deliver(&later).await;
+            wait_for("all closed", async || env.closed().await == 400).await;
             assert_eq!(halted.terminate(10 * SECOND), 0);
             assert_eq!(other.terminate(10 * SECOND), 0);
-            assert_each_closed_once(&stage, 400).await;
+            assert_each_closed_once(&env, 400).await;
         },
     );
 }
@@ -154,39 +154,39 @@ const PIPE_BYTES: usize = 65_536;
 
 #[test]
 fn a_worker_whose_log_nobody_reads_closes_orders_and_stops_when_it_is_told_to() {
-    on_stage(
+    with_env(
         |settings| settings.log.filter = "trace,lapin=off".into(),
-        async |stage| {
+        async |env| {
             let (unread, mut log) = std::io::pipe().unwrap();
             log.write_all(&[b'\n'; PIPE_BYTES]).unwrap();
-            let worker = WorkerProcess::start_saying(&stage.settings, log.into());
-            let orders = stage.orders(500, SECOND).await;
-            stage.deliver(&orders).await;
-            wait_for("all closed", async || stage.closed().await == 500).await;
+            let worker = WorkerProcess::start_saying(&env.settings, log.into());
+            let orders = env.orders(500, SECOND).await;
+            env.deliver(&orders).await;
+            wait_for("all closed", async || env.closed().await == 500).await;
             assert_eq!(worker.terminate(10 * SECOND), 0);
             drop(unread);
-            assert_each_closed_once(&stage, 500).await;
+            assert_each_closed_once(&env, 500).await;
         },
     );
 }
 
 #[test]
 fn a_worker_that_loses_its_broker_when_it_has_no_file_handle_left_goes_on_once_it_has() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let network = Proxy::before(&stage.settings.amqp.url).await;
-            let mut settings = stage.settings.clone();
+        async |env| {
+            let network = Proxy::before(&env.settings.amqp.url).await;
+            let mut settings = env.settings.clone();
             settings.amqp.url = network.address(&settings.amqp.url);
             let mut worker = WorkerProcess::start(&settings);
-            let inbox = stage.names().arm();
-            wait_for("the session", async || is_consumed(&stage, &inbox).await).await;
+            let inbox = env.names().arm();
+            wait_for("the session", async || is_consumed(&env, &inbox).await).await;
             worker.take_away_handles();
             network.cut();
-            wait_for("the end of the session", async || !is_consumed(&stage, &inbox).await).await;
+            wait_for("the end of the session", async || !is_consumed(&env, &inbox).await).await;
             network.restore();
             worker.give_handles();
-            wait_for("the next session", async || is_consumed(&stage, &inbox).await).await;
+            wait_for("the next session", async || is_consumed(&env, &inbox).await).await;
             assert_eq!(worker.ended(), None);
             assert_eq!(worker.terminate(10 * SECOND), 0);
         },

@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use crate::support::figures::{Figures, get, shown};
 use crate::support::private::Private;
 use crate::support::skip::skipped;
-use crate::support::{RunningWorker, Stage, on_stage, wait_for, wait_within};
+use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 /// How long a worker may take to name a cause, and to take it back.
 const NAMED_WITHIN: Duration = Duration::from_secs(15);
@@ -54,12 +54,12 @@ async fn wait_until_taken_back(worker: &RunningWorker, cause: &str) {
 }
 
 /// Orders with alarms, some each second, until the task is ended.
-fn keep_ordering(stage: &Arc<Stage>, due_in: Duration) -> JoinHandle<()> {
-    let stage = stage.clone();
+fn keep_ordering(env: &Arc<TestEnv>, due_in: Duration) -> JoinHandle<()> {
+    let env = env.clone();
     tokio::spawn(async move {
-        let publisher = stage.publisher().await;
+        let publisher = env.publisher().await;
         loop {
-            for order in stage.orders(2, due_in).await {
+            for order in env.orders(2, due_in).await {
                 // A broker out of order may refuse it; then the sweep closes it.
                 let _ = publisher.schedule(order.id.to_string(), order.deadline).await;
             }
@@ -68,33 +68,33 @@ fn keep_ordering(stage: &Arc<Stage>, due_in: Duration) -> JoinHandle<()> {
     })
 }
 
-async fn unbind_due(stage: &Stage) {
-    let (queue, due) = (stage.names().timeout(), stage.names().due());
+async fn unbind_due(env: &TestEnv) {
+    let (queue, due) = (env.names().timeout(), env.names().due());
     let arguments = FieldTable::default();
-    stage.channel.queue_unbind(queue.as_str().into(), due.as_str().into(), DUE_KEY.into(), arguments).await.unwrap();
+    env.channel.queue_unbind(queue.as_str().into(), due.as_str().into(), DUE_KEY.into(), arguments).await.unwrap();
 }
 
-async fn closed_by(stage: &Stage, by: &'static str) -> i64 {
+async fn closed_by(env: &TestEnv, by: &'static str) -> i64 {
     sqlx::query_scalar("SELECT count(*) FROM orders WHERE closed_by::text = $1")
         .bind(by)
-        .fetch_one(&stage.pool)
+        .fetch_one(&env.pool)
         .await
         .unwrap()
 }
 
 #[test]
 fn unbound_processing_queue_is_named_and_bound() {
-    on_stage(watched, async |stage| {
-        let worker = stage.worker().await;
+    with_env(watched, async |env| {
+        let worker = env.worker().await;
         // Long enough for a slot of the wheel, so that no alarm goes straight to the processing queue.
-        let ordering = keep_ordering(&stage, Duration::from_secs(3));
-        wait_for("a close by alarm", async || closed_by(&stage, "alarm").await > 0).await;
-        unbind_due(&stage).await;
-        let due = format!("{:?}", stage.names().due());
+        let ordering = keep_ordering(&env, Duration::from_secs(3));
+        wait_for("a close by alarm", async || closed_by(&env, "alarm").await > 0).await;
+        unbind_due(&env).await;
+        let due = format!("{:?}", env.names().due());
         wait_until_named(&worker, "topology", NAMED_WITHIN, &due).await;
         wait_until_taken_back(&worker, "topology").await;
-        let before = closed_by(&stage, "alarm").await;
-        wait_for("closes by alarm again", async || closed_by(&stage, "alarm").await > before + 5).await;
+        let before = closed_by(&env, "alarm").await;
+        wait_for("closes by alarm again", async || closed_by(&env, "alarm").await > before + 5).await;
         wait_within(NAMED_WITHIN, "nothing degraded", async || get(&worker, READYZ).await.1 == "ready\n").await;
         ordering.abort();
         worker.stop().await;
@@ -103,127 +103,127 @@ fn unbound_processing_queue_is_named_and_bound() {
 
 #[test]
 fn deleted_delay_queue_is_named_and_declared() {
-    on_stage(watched, async |stage| {
-        let worker = stage.worker().await;
-        let lane = format!("{}.delay.2s.1", stage.settings.namespace);
-        stage.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    with_env(watched, async |env| {
+        let worker = env.worker().await;
+        let lane = format!("{}.delay.2s.1", env.settings.namespace);
+        env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         wait_until_named(&worker, "topology", NAMED_WITHIN, &format!("{lane:?}")).await;
         wait_until_taken_back(&worker, "topology").await;
-        assert_eq!(stage.depth(&lane).await, 0, "it is there");
+        assert_eq!(env.depth(&lane).await, 0, "it is there");
         worker.stop().await;
     });
 }
 
 /// Orders without alarms, which the sweep closes.
-async fn have_orders_swept(stage: &Stage) {
-    let before = closed_by(stage, "sweep").await;
-    stage.orders(3, Duration::ZERO).await;
-    wait_for("closes by the sweep", async || closed_by(stage, "sweep").await >= before + 3).await;
+async fn have_orders_swept(env: &TestEnv) {
+    let before = closed_by(env, "sweep").await;
+    env.orders(3, Duration::ZERO).await;
+    wait_for("closes by the sweep", async || closed_by(env, "sweep").await >= before + 3).await;
 }
 
 const ARRIVED: &str = "SELECT count(*) FROM canaries WHERE arrived_at IS NOT NULL";
 
 #[test]
 fn either_of_two_workers_receives_canaries() {
-    on_stage(watched, async |stage| {
-        let workers = [stage.worker().await, stage.worker().await];
-        have_orders_swept(&stage).await;
+    with_env(watched, async |env| {
+        let workers = [env.worker().await, env.worker().await];
+        have_orders_swept(&env).await;
         // Straight, through each of the two rings, and through each queue of the lane.
         wait_for("the canaries back", async || {
-            have_orders_swept(&stage).await;
-            stage.count(ARRIVED).await == 5
+            have_orders_swept(&env).await;
+            env.count(ARRIVED).await == 5
         })
         .await;
         for worker in &workers {
             assert_eq!(get(worker, READYZ).await.1, "ready\n", "orders without alarms are no fault of the broker");
             let figures = Figures::of(worker).await;
             for queue in ["timeout", "arm", "parked"] {
-                let series = format!("alarms_delivered_total{{inlet=\"{queue}\"}}");
+                let series = format!("alarms_delivered_total{{source=\"{queue}\"}}");
                 assert_eq!(figures.get(&series), 0.0, "a canary is no alarm");
             }
         }
         for worker in workers {
             worker.stop().await;
         }
-        assert_eq!(stage.parked().await, []);
-        stage.assert_drained().await;
+        assert_eq!(env.parked().await, []);
+        env.assert_drained().await;
     });
 }
 
 #[test]
 fn canaries_spare_readers_that_do_not_know_them() {
-    on_stage(watched, async |stage| {
+    with_env(watched, async |env| {
         // As a worker of an older version, which would park what it does not know.
-        let queue = stage.names().timeout();
-        let foreign = stage.broker.create_channel().await.unwrap();
+        let queue = env.names().timeout();
+        let foreign = env.broker.create_channel().await.unwrap();
         let consume =
             foreign.basic_consume(queue.as_str().into(), "older".into(), Default::default(), FieldTable::default());
         let consumer = consume.await.unwrap();
-        let worker = stage.worker().await;
+        let worker = env.worker().await;
         let noted = "SELECT count(*) FROM canary_readers";
-        wait_for("a worker that knows canaries", async || stage.count(noted).await == 1).await;
-        have_orders_swept(&stage).await;
-        assert_eq!(stage.count("SELECT count(*) FROM canaries").await, 0);
+        wait_for("a worker that knows canaries", async || env.count(noted).await == 1).await;
+        have_orders_swept(&env).await;
+        assert_eq!(env.count("SELECT count(*) FROM canaries").await, 0);
         // Not at once, for an upgrade has older workers as well.
         wait_within(Duration::from_secs(90), "the consumer named", async || {
-            have_orders_swept(&stage).await;
+            have_orders_swept(&env).await;
             let why = why(&worker, "alarms_not_arriving").await;
             why.is_some_and(|why| why.contains(&format!("1 consumers of {queue:?} are no workers of this version")))
         })
         .await;
-        assert_eq!(stage.count("SELECT count(*) FROM canaries").await, 0);
+        assert_eq!(env.count("SELECT count(*) FROM canaries").await, 0);
         foreign.basic_cancel("older".into(), Default::default()).await.unwrap();
         wait_for("canaries back", async || {
-            have_orders_swept(&stage).await;
-            stage.count(ARRIVED).await > 0
+            have_orders_swept(&env).await;
+            env.count(ARRIVED).await > 0
         })
         .await;
         wait_until_taken_back(&worker, "alarms_not_arriving").await;
         drop(consumer);
         foreign.close(200, "done".into()).await.unwrap();
         worker.stop().await;
-        assert_eq!(stage.parked().await, []);
-        assert_eq!(stage.count(noted).await, 0, "a worker that has stopped hides no consumer");
+        assert_eq!(env.parked().await, []);
+        assert_eq!(env.count(noted).await, 0, "a worker that has stopped hides no consumer");
     });
 }
 
 #[test]
 fn arrivals_that_cannot_be_noted_are_kept() {
-    on_stage(watched, async |stage| {
+    with_env(watched, async |env| {
         let refuse = "CREATE FUNCTION refuse_arrival() RETURNS trigger LANGUAGE plpgsql AS
                       $$ BEGIN RAISE EXCEPTION 'not now'; END $$";
-        sqlx::query(refuse).execute(&stage.pool).await.unwrap();
+        sqlx::query(refuse).execute(&env.pool).await.unwrap();
         let trigger = "CREATE TRIGGER refuse_arrival BEFORE UPDATE ON canaries FOR EACH ROW
                        WHEN (NEW.arrived_at IS NOT NULL) EXECUTE FUNCTION refuse_arrival()";
-        sqlx::query(trigger).execute(&stage.pool).await.unwrap();
-        let worker = stage.worker().await;
+        sqlx::query(trigger).execute(&env.pool).await.unwrap();
+        let worker = env.worker().await;
         let overdue = "SELECT count(*) FROM canaries
                        WHERE arrived_at IS NULL AND clock_timestamp() > due_at + interval '6 seconds'";
         wait_within(Duration::from_secs(60), "a canary overdue", async || {
-            have_orders_swept(&stage).await;
+            have_orders_swept(&env).await;
             assert_eq!(why(&worker, "alarms_not_arriving").await, None);
-            stage.count(overdue).await > 0
+            env.count(overdue).await > 0
         })
         .await;
-        sqlx::query("DROP TRIGGER refuse_arrival ON canaries").execute(&stage.pool).await.unwrap();
+        sqlx::query("DROP TRIGGER refuse_arrival ON canaries").execute(&env.pool).await.unwrap();
         wait_for("the arrivals noted", async || {
             assert_eq!(why(&worker, "alarms_not_arriving").await, None);
-            stage.count(ARRIVED).await >= 3
+            env.count(ARRIVED).await >= 3
         })
         .await;
         worker.stop().await;
     });
 }
 
-/// A stage on a broker of its own, on which a test may set policies and do harm.
-fn on_private_broker<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(Arc<Stage>, Arc<Private>) -> F) {
+/// A env on a broker of its own, on which a test may set policies and do harm.
+fn on_private_broker<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(Arc<TestEnv>, Arc<Private>) -> F) {
     let broker = Arc::new(Private::broker(&[]));
     let adjust = |settings: &mut Settings| {
         watched(settings);
         settings.amqp.url = broker.url.clone().into();
     };
     let for_test = broker.clone();
-    on_stage(adjust, move |stage| test(stage, for_test));
+    with_env(adjust, move |env| test(env, for_test));
 }
 
 async fn ctl(broker: &Arc<Private>, arguments: &'static [&'static str]) -> String {
@@ -233,34 +233,29 @@ async fn ctl(broker: &Arc<Private>, arguments: &'static [&'static str]) -> Strin
 
 #[test]
 fn alternate_exchange_policy_is_named() {
-    on_private_broker(async |stage, broker| {
-        let worker = stage.worker().await;
-        let lane = stage.names().lane_queue("2s", 0);
+    on_private_broker(async |env, broker| {
+        let worker = env.worker().await;
+        let lane = env.names().lane_queue("2s", 0);
         // Somebody else's, where what is lost would be found.
-        let declared = stage.channel.exchange_declare(
+        let declared = env.channel.exchange_declare(
             "lost".into(),
             ExchangeKind::Fanout,
             Default::default(),
             FieldTable::default(),
         );
         declared.await.unwrap();
-        stage.channel.queue_declare("lost".into(), Default::default(), FieldTable::default()).await.unwrap();
-        let bound = stage.channel.queue_bind(
-            "lost".into(),
-            "lost".into(),
-            "".into(),
-            Default::default(),
-            FieldTable::default(),
-        );
+        env.channel.queue_declare("lost".into(), Default::default(), FieldTable::default()).await.unwrap();
+        let bound =
+            env.channel.queue_bind("lost".into(), "lost".into(), "".into(), Default::default(), FieldTable::default());
         bound.await.unwrap();
         ctl(&broker, &["set_policy", "lost", ".*", r#"{"alternate-exchange":"lost"}"#, "--apply-to", "exchanges"])
             .await;
-        stage.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
 
         wait_until_named(&worker, "topology", NAMED_WITHIN, &format!("{lane:?}")).await;
         wait_until_named(&worker, "alternate_exchange", Duration::from_secs(2), "alternate-exchange").await;
         wait_until_taken_back(&worker, "topology").await;
-        assert_eq!(stage.depth(&lane).await, 0, "it is there");
+        assert_eq!(env.depth(&lane).await, 0, "it is there");
         ctl(&broker, &["clear_policy", "lost"]).await;
         wait_until_taken_back(&worker, "alternate_exchange").await;
         worker.stop().await;
@@ -269,11 +264,11 @@ fn alternate_exchange_policy_is_named() {
 
 #[test]
 fn refused_canary_is_named_as_refused() {
-    on_private_broker(async |stage, broker| {
-        let worker = stage.worker().await;
+    on_private_broker(async |env, broker| {
+        let worker = env.worker().await;
         ctl(&broker, &["set_permissions", "guest", ".*", r"^(?!.*\.wheel$).*", ".*"]).await;
-        have_orders_swept(&stage).await;
-        let wheel = format!("could not be published to exchange {:?}", stage.names().wheel());
+        have_orders_swept(&env).await;
+        let wheel = format!("could not be published to exchange {:?}", env.names().wheel());
         wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, &wheel).await;
         ctl(&broker, &["set_permissions", "guest", ".*", ".*", ".*"]).await;
         wait_until_taken_back(&worker, "alarms_not_arriving").await;
@@ -282,47 +277,47 @@ fn refused_canary_is_named_as_refused() {
 }
 
 /// A message whose dead-lettering RabbitMQ 3.10 does not survive.
-async fn publish_malformed_death(stage: &Stage) {
+async fn publish_malformed_death(env: &TestEnv) {
     let mut deaths = FieldArray::default();
     deaths.push(AMQPValue::LongString(LongString::from("foo")));
     let mut headers = FieldTable::default();
     headers.insert("x-death".into(), AMQPValue::FieldArray(deaths));
     let properties =
         BasicProperties::default().with_delivery_mode(2).with_expiration("100".into()).with_headers(headers);
-    stage.publish_raw(&stage.names().delay(), "2s.0", b"{}", properties).await;
+    env.publish_raw(&env.names().delay(), "2s.0", b"{}", properties).await;
 }
 
 #[test]
 fn stopped_dead_lettering_is_named_and_cured() {
-    on_private_broker(async |stage, broker| {
+    on_private_broker(async |env, broker| {
         if !ctl(&broker, &["version"]).await.starts_with("3.") {
             return skipped(
                 "degraded_broker::stopped_dead_lettering_is_named_and_cured",
                 "from 4.0 on RabbitMQ survives a malformed x-death header",
             );
         }
-        let worker = stage.worker().await;
-        let ordering = keep_ordering(&stage, Duration::from_millis(1_300));
-        wait_for("a close by alarm", async || closed_by(&stage, "alarm").await > 0).await;
-        publish_malformed_death(&stage).await;
-        let before = closed_by(&stage, "sweep").await;
-        wait_for("a close by the sweep", async || closed_by(&stage, "sweep").await > before).await;
+        let worker = env.worker().await;
+        let ordering = keep_ordering(&env, Duration::from_millis(1_300));
+        wait_for("a close by alarm", async || closed_by(&env, "alarm").await > 0).await;
+        publish_malformed_death(&env).await;
+        let before = closed_by(&env, "sweep").await;
+        wait_for("a close by the sweep", async || closed_by(&env, "sweep").await > before).await;
         wait_until_named(&worker, "alarms_not_arriving", STOPPED_NAMED_WITHIN, "x-death").await;
 
         // As docs/OPERATING.md says under "Dead-lettering has stopped".
-        let poisoned = stage.names().lane_queue("2s", 0);
-        stage.channel.queue_delete(poisoned.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        let poisoned = env.names().lane_queue("2s", 0);
+        env.channel.queue_delete(poisoned.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         ctl(&broker, &["stop_app"]).await;
         ctl(&broker, &["start_app"]).await;
         wait_for("a session", async || get(&worker, READYZ).await.0 == 200).await;
         wait_until_taken_back(&worker, "alarms_not_arriving").await;
         ordering.abort();
-        let stage = stage.reconnected().await;
-        let before = closed_by(&stage, "alarm").await;
-        for order in stage.orders(10, Duration::from_secs(3)).await {
-            stage.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+        let env = env.reconnected().await;
+        let before = closed_by(&env, "alarm").await;
+        for order in env.orders(10, Duration::from_secs(3)).await {
+            env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
         }
-        wait_for("closes by alarm again", async || closed_by(&stage, "alarm").await >= before + 10).await;
+        wait_for("closes by alarm again", async || closed_by(&env, "alarm").await >= before + 10).await;
         wait_until_taken_back(&worker, "topology").await;
         worker.stop().await;
     });

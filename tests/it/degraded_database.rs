@@ -15,7 +15,7 @@ use sqlx::{AssertSqlSafe, PgPool};
 use crate::support::away::{meanwhile, on_private_broker_with, on_private_database};
 use crate::support::figures::{Figures, get, shown};
 use crate::support::process::{order_timeout, run};
-use crate::support::{RunningWorker, Stage, on_stage, wait_for, wait_within};
+use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 /// How soon a cause is shown, and is no longer shown after its cure.
 const SOON: Duration = Duration::from_secs(15);
@@ -77,8 +77,8 @@ async fn insist_on(worker: &RunningWorker, pool: &PgPool, faults: Vec<Fault>) {
 
 #[test]
 fn missing_objects_are_named() {
-    on_stage(shown, async |stage| {
-        let worker = stage.worker().await;
+    with_env(shown, async |env| {
+        let worker = env.worker().await;
         let faults = vec![
             fault(
                 "schema",
@@ -117,48 +117,48 @@ fn missing_objects_are_named() {
                 "ALTER TABLE elsewhere RENAME TO alarm_outbox",
             ),
         ];
-        insist_on(&worker, &stage.pool, faults).await;
+        insist_on(&worker, &env.pool, faults).await;
         worker.stop().await;
     });
 }
 
 /// Runs a test with a worker whose role has the rights of a worker and no more.
 async fn as_a_role<F: Future<Output = ()>>(
-    stage: Arc<Stage>,
+    env: Arc<TestEnv>,
     adjust: impl FnOnce(&mut Settings),
-    test: impl FnOnce(Arc<Stage>, RunningWorker, String) -> F,
+    test: impl FnOnce(Arc<TestEnv>, RunningWorker, String) -> F,
 ) {
-    let role = format!("worker_{}", stage.settings.namespace);
+    let role = format!("worker_{}", env.settings.namespace);
     execute(
-        &stage.pool,
+        &env.pool,
         &format!(
             "CREATE ROLE {role}; GRANT USAGE ON SCHEMA public TO {role};
              GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO {role}"
         ),
     )
     .await;
-    let mut settings = stage.settings.clone();
+    let mut settings = env.settings.clone();
     adjust(&mut settings);
     settings.database.url = format!("{}?options=-crole%3D{role}", settings.database.url.expose_secret()).into();
     let worker = RunningWorker::start(settings).await;
-    let outcome = AssertUnwindSafe(test(stage.clone(), worker, role.clone())).catch_unwind().await;
+    let outcome = AssertUnwindSafe(test(env.clone(), worker, role.clone())).catch_unwind().await;
     // Roles are the whole server's: it must not outlive its database.
-    execute(&stage.pool, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
+    execute(&env.pool, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
     if let Err(panic) = outcome {
         std::panic::resume_unwind(panic);
     }
 }
 
-/// The same on a stage of its own.
+/// The same on a env of its own.
 fn with_a_role<F: Future<Output = ()> + Send + 'static>(
-    test: impl FnOnce(Arc<Stage>, RunningWorker, String) -> F + Send + 'static,
+    test: impl FnOnce(Arc<TestEnv>, RunningWorker, String) -> F + Send + 'static,
 ) {
-    on_stage(shown, async move |stage| as_a_role(stage, |_| {}, test).await);
+    with_env(shown, async move |env| as_a_role(env, |_| {}, test).await);
 }
 
 #[test]
 fn missing_rights_are_named() {
-    with_a_role(async |stage, worker, role| {
+    with_a_role(async |env, worker, role| {
         let faults = vec![
             fault(
                 "database_rights",
@@ -185,21 +185,21 @@ fn missing_rights_are_named() {
                 &format!("GRANT SELECT, UPDATE, DELETE ON alarm_outbox TO {role}"),
             ),
         ];
-        insist_on(&worker, &stage.pool, faults).await;
+        insist_on(&worker, &env.pool, faults).await;
         worker.stop().await;
     });
 }
 
 #[test]
 fn unreadable_outbox_has_no_age() {
-    with_a_role(async |stage, worker, role| {
+    with_a_role(async |env, worker, role| {
         let age =
             async |outbox: &str| Figures::of(&worker).await.find(&format!("outbox_age_seconds{{outbox=\"{outbox}\"}}"));
         wait_for("both ages", async || age("alarm").await.is_some() && age("event").await.is_some()).await;
-        execute(&stage.pool, &format!("REVOKE SELECT ON alarm_outbox FROM {role}")).await;
+        execute(&env.pool, &format!("REVOKE SELECT ON alarm_outbox FROM {role}")).await;
         wait_for("no age", async || age("alarm").await.is_none()).await;
         assert!(age("event").await.is_some(), "the other one can be read");
-        execute(&stage.pool, &format!("GRANT SELECT ON alarm_outbox TO {role}")).await;
+        execute(&env.pool, &format!("GRANT SELECT ON alarm_outbox TO {role}")).await;
         wait_for("its age", async || age("alarm").await.is_some()).await;
         worker.stop().await;
     });
@@ -207,11 +207,11 @@ fn unreadable_outbox_has_no_age() {
 
 #[test]
 fn read_only_database_is_named() {
-    on_stage(shown, async |stage| {
-        let worker = stage.worker().await;
+    with_env(shown, async |env| {
+        let worker = env.worker().await;
         wait_until_ready(&worker).await;
         wait_for("the relay", async || Figures::of(&worker).await.get("relaying") == 1.0).await;
-        let database: String = sqlx::query_scalar("SELECT current_database()").fetch_one(&stage.pool).await.unwrap();
+        let database: String = sqlx::query_scalar("SELECT current_database()").fetch_one(&env.pool).await.unwrap();
         // Committed first, or a connection that is made anew at once would still be as before.
         let read_only = |to: &str| {
             format!(
@@ -220,7 +220,7 @@ fn read_only_database_is_named() {
                  WHERE datname = '{database}' AND pid <> pg_backend_pid()"
             )
         };
-        execute(&stage.pool, &read_only("on")).await;
+        execute(&env.pool, &read_only("on")).await;
         let why = async || get(&worker, READYZ).await.1;
         wait_within(SOON, "read_only", async || {
             why().await.contains("degraded: read_only: the database accepts no writes")
@@ -229,7 +229,7 @@ fn read_only_database_is_named() {
         wait_until_said(&worker, "read_only", "default_transaction_read_only").await;
         wait_for("no relay", async || Figures::of(&worker).await.get("relaying") == 0.0).await;
         // The pool may hand out a connection that was ended.
-        let cured = async || sqlx::raw_sql(AssertSqlSafe(read_only("off"))).execute(&stage.pool).await.is_ok();
+        let cured = async || sqlx::raw_sql(AssertSqlSafe(read_only("off"))).execute(&env.pool).await.is_ok();
         wait_for("the cure", cured).await;
         wait_within(SOON, "no read_only", async || !why().await.contains("read_only")).await;
         wait_until_ready(&worker).await;
@@ -239,10 +239,10 @@ fn read_only_database_is_named() {
 
 #[test]
 fn standby_is_named_and_never_relays() {
-    on_private_database(&[], async |stage, primary| {
-        let relay = stage.worker().await;
+    on_private_database(&[], async |env, primary| {
+        let relay = env.worker().await;
         let standby = Arc::new(meanwhile(|| primary.standby()));
-        let mut settings = stage.settings.clone();
+        let mut settings = env.settings.clone();
         shown(&mut settings);
         let name = settings.database.url.expose_secret().rsplit('/').next().unwrap().to_owned();
         settings.database.url = standby.url.clone().into();
@@ -265,11 +265,11 @@ fn standby_is_named_and_never_relays() {
 
 #[test]
 fn disagreeing_workers_are_named() {
-    on_stage(shown, async |stage| {
-        let worker = stage.worker().await;
-        let equal = stage.worker().await;
+    with_env(shown, async |env| {
+        let worker = env.worker().await;
+        let equal = env.worker().await;
         wait_until_ready(&worker).await;
-        let mut settings = stage.settings.clone();
+        let mut settings = env.settings.clone();
         settings.delay.lead += Duration::from_millis(100);
         let other = RunningWorker::start(settings).await;
         for one in [&worker, &equal, &other] {
@@ -283,13 +283,13 @@ fn disagreeing_workers_are_named() {
         // One that was killed leaves its row behind.
         let killed = "INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays)
                       VALUES (gen_random_uuid(), 'shop-9', 4711, '0', 'another', '{}')";
-        execute(&stage.pool, killed).await;
+        execute(&env.pool, killed).await;
         wait_until_said(&worker, "workers_disagree", "host shop-9 (pid 4711) has namespace \"another\"").await;
         wait_until_gone(&worker, "workers_disagree").await;
         worker.stop().await;
         equal.stop().await;
         let left = "SELECT count(*) FROM order_timeout_workers WHERE host <> 'shop-9'";
-        assert_eq!(stage.count(left).await, 0, "rows of workers that have stopped");
+        assert_eq!(env.count(left).await, 0, "rows of workers that have stopped");
     });
 }
 
@@ -340,9 +340,9 @@ fn purchase(id: u32, state: &str) -> String {
     )
 }
 
-/// Runs a test on a stage with a table of the shop's own.
+/// Runs a test on a env with a table of the shop's own.
 fn with_purchases<F: Future<Output = ()> + Send + 'static>(
-    test: impl FnOnce(Arc<Stage>, RunningWorker) -> F + Send + 'static,
+    test: impl FnOnce(Arc<TestEnv>, RunningWorker) -> F + Send + 'static,
 ) {
     let files = tempfile::tempdir().unwrap();
     let path = |name: &str| files.path().join(name).to_str().unwrap().to_owned();
@@ -355,18 +355,18 @@ fn with_purchases<F: Future<Output = ()> + Send + 'static>(
         settings.sweep.grace = Settings::defaults().sweep.grace;
         (settings.orders.close_sql, settings.orders.overdue_sql) = (close_sql, overdue_sql);
     };
-    on_stage(adjust, async move |stage| {
+    with_env(adjust, async move |env| {
         let table = "CREATE TABLE public.purchases (id bigint PRIMARY KEY, state text NOT NULL, pay_until timestamptz NOT NULL);";
-        execute(&stage.pool, &format!("{table} {}", good())).await;
-        let worker = stage.worker().await;
-        test(stage, worker).await;
+        execute(&env.pool, &format!("{table} {}", good())).await;
+        let worker = env.worker().await;
+        test(env, worker).await;
         drop(files);
     });
 }
 
 #[test]
 fn contradicting_statements_are_named() {
-    with_purchases(async |stage, worker| {
+    with_purchases(async |env, worker| {
         let answers = |row: &str| close_by(&format!("SELECT i, {row} FROM unnest(ids) AS i"));
         let paid_ones_too = overdue_by("p.state IN ('open', 'paid', 'closing')", "p.pay_until, p.id");
         let faults = vec![
@@ -407,9 +407,9 @@ fn contradicting_statements_are_named() {
             let cures = good() + &purchase(id, "open");
             Fault { cause: "orders_contract", breaks, says, cures }
         });
-        insist_on(&worker, &stage.pool, faults.collect()).await;
+        insist_on(&worker, &env.pool, faults.collect()).await;
         let open = "SELECT count(*) FROM public.purchases WHERE state = 'open'";
-        wait_for("every close", async || stage.count(open).await == 0).await;
+        wait_for("every close", async || env.count(open).await == 0).await;
         worker.stop().await;
     });
 }
@@ -424,9 +424,9 @@ const EXAMPLE_SCHEMA: &str = include_str!("../../examples/own_orders/schema.sql"
 
 #[test]
 fn missing_rights_to_own_tables_are_named() {
-    on_stage(shown, async move |stage| {
-        execute(&stage.pool, EXAMPLE_SCHEMA).await;
-        as_a_role(stage, with_example_statements, async |stage, worker, role| {
+    with_env(shown, async move |env| {
+        execute(&env.pool, EXAMPLE_SCHEMA).await;
+        as_a_role(env, with_example_statements, async |env, worker, role| {
             let faults = vec![
                 fault(
                     "database_rights",
@@ -441,7 +441,7 @@ fn missing_rights_to_own_tables_are_named() {
                     &format!("GRANT UPDATE ON public.purchases TO {role}"),
                 ),
             ];
-            insist_on(&worker, &stage.pool, faults).await;
+            insist_on(&worker, &env.pool, faults).await;
             worker.stop().await;
         })
         .await;
@@ -454,16 +454,16 @@ fn slow_overdue_query_is_named() {
         shown(settings);
         with_example_statements(settings);
     };
-    on_stage(adjust, async |stage| {
+    with_env(adjust, async |env| {
         let fill = "INSERT INTO public.purchases (id, pay_until, state)
                     SELECT n, now() + interval '1 hour', 'open' FROM generate_series(1, 100000) n";
-        execute(&stage.pool, EXAMPLE_SCHEMA).await;
-        execute(&stage.pool, fill).await;
-        let worker = stage.worker().await;
+        execute(&env.pool, EXAMPLE_SCHEMA).await;
+        execute(&env.pool, fill).await;
+        let worker = env.worker().await;
         let index = "CREATE INDEX CONCURRENTLY ON public.purchases (pay_until, id) WHERE state = 'open'";
         let drop = "DROP INDEX public.purchases_open_by_deadline";
         // The very statement that it shows is the cure.
-        insist_on(&worker, &stage.pool, vec![fault("slow_overdue_query", drop, index, index)]).await;
+        insist_on(&worker, &env.pool, vec![fault("slow_overdue_query", drop, index, index)]).await;
         worker.stop().await;
     });
 }
@@ -471,9 +471,9 @@ fn slow_overdue_query_is_named() {
 /// Sixty thousand orders that are paid, and an overdue statement that does not ask.
 #[test]
 fn paid_orders_found_overdue_are_left_alone() {
-    with_purchases(async |stage, worker| {
+    with_purchases(async |env, worker| {
         execute(
-            &stage.pool,
+            &env.pool,
             "INSERT INTO public.purchases SELECT n, 'paid', now() - interval '1 hour' FROM generate_series(1, 60000) n;
              CREATE INDEX ON public.purchases (pay_until, id); ANALYZE public.purchases;
              CREATE SEQUENCE public.closes; CREATE SEQUENCE public.looks;",
@@ -482,29 +482,28 @@ fn paid_orders_found_overdue_are_left_alone() {
         let counting = close_by(&format!("SELECT nextval('public.closes'); {}", CLOSES))
             + &overdue_by("p.state <> 'expired'", "p.pay_until, p.id")
                 .replace("AS $$", "AS $$ SELECT nextval('public.looks');");
-        execute(&stage.pool, &counting).await;
+        execute(&env.pool, &counting).await;
         // A pass through so many takes its time.
         wait_for("the contradiction", async || said(&worker, "orders_contract").await.is_some()).await;
         let closes = "SELECT last_value FROM public.closes";
         let looks = "SELECT last_value FROM public.looks";
         // They rest for longer each time.
         wait_within(240 * SECOND, "fewer closes", async || {
-            let before = stage.count(closes).await;
+            let before = env.count(closes).await;
             tokio::time::sleep(2 * SECOND).await;
-            stage.count(closes).await - before < 10
+            env.count(closes).await - before < 10
         })
         .await;
-        let (closes_before, looks_before, began) =
-            (stage.count(closes).await, stage.count(looks).await, Instant::now());
-        let open = stage.count("SELECT count(*) FROM public.purchases WHERE state = 'open'").await;
+        let (closes_before, looks_before, began) = (env.count(closes).await, env.count(looks).await, Instant::now());
+        let open = env.count("SELECT count(*) FROM public.purchases WHERE state = 'open'").await;
         assert_eq!(open, 0);
         // Whatever can be closed is closed as soon as ever.
         for id in 70_001..70_006 {
             let due = format!("INSERT INTO public.purchases VALUES ({id}, 'open', clock_timestamp())");
-            execute(&stage.pool, &due).await;
+            execute(&env.pool, &due).await;
             let due_at = Instant::now();
             wait_within(10 * SECOND, "its close", async || {
-                stage.count("SELECT count(*) FROM public.purchases WHERE state = 'open'").await == 0
+                env.count("SELECT count(*) FROM public.purchases WHERE state = 'open'").await == 0
             })
             .await;
             println!("closed after {:?}", due_at.elapsed());
@@ -513,7 +512,7 @@ fn paid_orders_found_overdue_are_left_alone() {
         let seconds = began.elapsed().as_secs_f64();
         let rate = |before: i64, now: i64| (now - before) as f64 / seconds;
         let (closes, looks) =
-            (rate(closes_before, stage.count(closes).await), rate(looks_before, stage.count(looks).await));
+            (rate(closes_before, env.count(closes).await), rate(looks_before, env.count(looks).await));
         println!("{closes:.1} closes and {looks:.1} pages a second");
         assert!(closes < 20.0 && looks < 60.0, "{closes:.1} closes and {looks:.1} pages a second");
         worker.stop().await;
@@ -523,13 +522,13 @@ fn paid_orders_found_overdue_are_left_alone() {
 #[test]
 fn stalled_relay_is_named() {
     let adjust = |settings: &mut Settings| shown(settings);
-    on_private_broker_with(&[], adjust, async |stage, broker| {
-        let (one, other) = (stage.worker().await, stage.worker().await);
+    on_private_broker_with(&[], adjust, async |env, broker| {
+        let (one, other) = (env.worker().await, env.worker().await);
         wait_until_ready(&one).await;
         wait_until_ready(&other).await;
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.00001"]));
-        let order = stage.order(600 * SECOND).await;
-        order_timeout::schedule_in(&stage.pool, order.id.to_string(), order.deadline).await.unwrap();
+        let order = env.order(600 * SECOND).await;
+        order_timeout::schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
         let relays = async |worker: &RunningWorker| Figures::of(worker).await.get("relaying") == 1.0;
         for worker in [&one, &other] {
             wait_until_said(worker, "relay_stalled", "rows of alarm_outbox have waited").await;
@@ -546,12 +545,12 @@ fn stalled_relay_is_named() {
 
 #[test]
 fn setup_names_what_is_missing() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let setup = || meanwhile(|| run(order_timeout(&stage.settings).arg("setup")));
+        async |env| {
+            let setup = || meanwhile(|| run(order_timeout(&env.settings).arg("setup")));
             assert_eq!(setup().0, 0);
-            execute(&stage.pool, "DROP TABLE orders CASCADE; DROP INDEX an_order_is_closed_once").await;
+            execute(&env.pool, "DROP TABLE orders CASCADE; DROP INDEX an_order_is_closed_once").await;
             let (code, stdout, stderr) = setup();
             assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
             for missing in
@@ -564,7 +563,7 @@ fn setup_names_what_is_missing() {
             let own =
                 ["close", "overdue"].map(|name| format!("orders.{name}_sql={root}/examples/own_orders/{name}.sql"));
             let (code, _, stderr) =
-                meanwhile(|| run(order_timeout(&stage.settings).args(["setup", "--set", &own[0], "--set", &own[1]])));
+                meanwhile(|| run(order_timeout(&env.settings).args(["setup", "--set", &own[0], "--set", &own[1]])));
             assert_eq!(code, 0, "{stderr}");
         },
     );

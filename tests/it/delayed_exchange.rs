@@ -8,14 +8,14 @@ use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::alarm::Returns;
-use order_timeout::broker::{self, BrokerFault};
+use order_timeout::broker::{self, BrokerError};
 use order_timeout::config::Strategy;
 use order_timeout::deliver::{Inboxes, OpenError, Opening, Session};
-use order_timeout::envelope::{self, LONGEST_X_DELAY_MS, Stamp, Wait};
-use order_timeout::message::TimeoutDue;
-use order_timeout::order::Moment;
+use order_timeout::envelope::{self, AlarmHeaders, Delay, LONGEST_X_DELAY_MS};
+use order_timeout::message::Alarm;
+use order_timeout::order::Timestamp;
 use order_timeout::schedule::lane::Lanes;
-use order_timeout::topology::{DUE_KEY, Topology, TopologyFault};
+use order_timeout::topology::{DUE_KEY, Topology, TopologyError};
 use order_timeout::worker::Worker;
 use order_timeout::{Publisher, Settings};
 use secrecy::ExposeSecret;
@@ -25,7 +25,7 @@ use uuid::Uuid;
 
 use crate::support::skip::skipped;
 use crate::support::witness::Witness;
-use crate::support::{Order, Stage, on_stage, process, wait_for, with_parts};
+use crate::support::{Order, TestEnv, process, wait_for, with_env, with_parts};
 
 const DAY: Duration = Duration::from_secs(86_400);
 
@@ -62,115 +62,112 @@ fn delayed_exchange(settings: &mut Settings) {
     settings.delay.strategy = Strategy::DelayedExchange;
 }
 
-/// Runs a test where the broker has the type, on a stage with the strategy's objects; elsewhere says that it did not.
+/// Runs a test where the broker has the type, on a env with the strategy's objects; elsewhere says that it did not.
 fn with_the_type<F: Future<Output = ()> + Send + 'static>(
     name: &str,
-    test: impl FnOnce(std::sync::Arc<Stage>) -> F + Send + 'static,
+    test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
 ) {
     if !broker_has_the_type() {
         return skipped(&format!("delayed_exchange::{name}"), "this broker has no exchange type x-delayed-message");
     }
-    on_stage(delayed_exchange, |stage| async move {
-        Topology::new(&stage.settings).declare(&stage.broker).await.unwrap();
-        test(stage).await;
+    with_env(delayed_exchange, |env| async move {
+        Topology::new(&env.settings).declare(&env.broker).await.unwrap();
+        test(env).await;
     });
 }
 
 /// Runs a test where the broker lacks the type.
 fn without_the_type<F: Future<Output = ()> + Send + 'static>(
     name: &str,
-    test: impl FnOnce(std::sync::Arc<Stage>) -> F + Send + 'static,
+    test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
 ) {
     if broker_has_the_type() {
         return skipped(&format!("delayed_exchange::{name}"), "this broker has the exchange type x-delayed-message");
     }
-    on_stage(delayed_exchange, test);
+    with_env(delayed_exchange, test);
 }
 
 #[test]
 fn an_order_is_closed_on_time_through_the_delayed_exchange() {
-    with_the_type("an_order_is_closed_on_time_through_the_delayed_exchange", async |stage| {
-        let witness = Witness::open(&stage).await;
-        let publisher = stage.publisher().await;
+    with_the_type("an_order_is_closed_on_time_through_the_delayed_exchange", async |env| {
+        let witness = Witness::open(&env).await;
+        let publisher = env.publisher().await;
         // Longest first: in one plain queue with TTLs it would hold up all the others.
         let delays = [6_000, 4_500, 700, 3_000, 1_500, 2_000].map(Duration::from_millis);
         let mut orders = Vec::new();
         for delay in delays {
-            let order = stage.order(delay).await;
+            let order = env.order(delay).await;
             publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
             orders.push(order);
         }
-        let paid = stage.order(Duration::from_secs(2)).await;
+        let paid = env.order(Duration::from_secs(2)).await;
         publisher.schedule(paid.id.to_string(), paid.deadline).await.unwrap();
-        assert!(stage.pay(&paid).await);
+        assert!(env.pay(&paid).await);
 
-        let worker = stage.worker().await;
-        wait_for("all closes", async || stage.closed().await == 6).await;
-        assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 6);
-        assert_eq!(stage.status(&paid).await, "paid");
-        witness.assert_on_time(&stage).await;
-        stage.assert_ledger().await;
+        let worker = env.worker().await;
+        wait_for("all closes", async || env.closed().await == 6).await;
+        assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 6);
+        assert_eq!(env.status(&paid).await, "paid");
+        witness.assert_on_time(&env).await;
+        env.assert_ledger().await;
         worker.stop().await;
     });
 }
 
 #[test]
 fn an_alarm_in_the_inbox_takes_the_delayed_exchange_too() {
-    with_the_type("an_alarm_in_the_inbox_takes_the_delayed_exchange_too", async |stage| {
+    with_the_type("an_alarm_in_the_inbox_takes_the_delayed_exchange_too", async |env| {
         // Further ahead than the worker holds, so it must wait in the exchange.
-        let order = stage.order(Duration::from_secs(6)).await;
-        stage
-            .publish_raw(&stage.names().arm(), "", &body(&order), BasicProperties::default().with_delivery_mode(2))
-            .await;
-        assert_waits_in_the_exchange(&stage, &order).await;
+        let order = env.order(Duration::from_secs(6)).await;
+        env.publish_raw(&env.names().arm(), "", &body(&order), BasicProperties::default().with_delivery_mode(2)).await;
+        assert_waits_in_the_exchange(&env, &order).await;
     });
 }
 
 #[test]
 fn an_alarm_that_comes_back_early_is_armed_again() {
-    with_the_type("an_alarm_that_comes_back_early_is_armed_again", async |stage| {
+    with_the_type("an_alarm_that_comes_back_early_is_armed_again", async |env| {
         // As the first chunk of a delay does that is longer than the plugin can hold.
-        let order = stage.order(Duration::from_secs(6)).await;
-        stage
-            .publish_raw(&stage.names().due(), DUE_KEY, &body(&order), BasicProperties::default().with_delivery_mode(2))
+        let order = env.order(Duration::from_secs(6)).await;
+        env.publish_raw(&env.names().due(), DUE_KEY, &body(&order), BasicProperties::default().with_delivery_mode(2))
             .await;
-        assert_waits_in_the_exchange(&stage, &order).await;
+        assert_waits_in_the_exchange(&env, &order).await;
     });
 }
 
 fn body(order: &Order) -> Vec<u8> {
-    TimeoutDue { order_id: order.order_id(), deadline: order.deadline }.to_bytes()
+    Alarm { order_id: order.order_id(), deadline: order.deadline }.to_bytes()
 }
 
 /// A worker takes the alarm and gives it to the exchange; nobody holds it until it is nearly due; then it is closed.
-async fn assert_waits_in_the_exchange(stage: &Stage, order: &Order) {
-    let (timeout, arm) = (stage.names().timeout(), stage.names().arm());
-    let worker = stage.worker().await;
-    wait_for("the alarm taken", async || stage.depth(&timeout).await + stage.depth(&arm).await == 0).await;
+async fn assert_waits_in_the_exchange(env: &TestEnv, order: &Order) {
+    let (timeout, arm) = (env.names().timeout(), env.names().arm());
+    let worker = env.worker().await;
+    wait_for("the alarm taken", async || env.depth(&timeout).await + env.depth(&arm).await == 0).await;
     // What it held it would give back here.
     worker.stop().await;
-    assert_eq!(stage.depth(&timeout).await + stage.depth(&arm).await, 0, "it was held, not armed");
-    assert_eq!(stage.status(order).await, "unpaid");
-    wait_for("the alarm to come out of the exchange", async || stage.depth(&timeout).await == 1).await;
-    let worker = stage.worker().await;
-    wait_for("the close", async || stage.status(order).await == "closed").await;
-    stage.assert_ledger().await;
+    assert_eq!(env.depth(&timeout).await + env.depth(&arm).await, 0, "it was held, not armed");
+    assert_eq!(env.status(order).await, "unpaid");
+    wait_for("the alarm to come out of the exchange", async || env.depth(&timeout).await == 1).await;
+    let worker = env.worker().await;
+    wait_for("the close", async || env.status(order).await == "closed").await;
+    env.assert_ledger().await;
     worker.stop().await;
 }
 
 #[test]
 fn the_longest_delay_does_not_fire_at_once() {
-    with_the_type("the_longest_delay_does_not_fire_at_once", async |stage| {
-        let publisher = stage.publisher().await;
-        let now = Moment::now_by_local_clock();
+    with_the_type("the_longest_delay_does_not_fire_at_once", async |env| {
+        let publisher = env.publisher().await;
+        let now = Timestamp::now_by_local_clock();
         // Both beyond what the plugin can hold. One more, and it would deliver at once.
         publisher.schedule("in fifty days", now + 50 * DAY).await.unwrap();
         publisher.schedule("in nine years", now + 9 * 365 * DAY).await.unwrap();
         publisher.schedule("soon", now + Duration::from_secs(2)).await.unwrap();
-        let timeout = stage.names().timeout();
-        wait_for("the near alarm", async || stage.depth(&timeout).await > 0).await;
-        assert_eq!(stage.depth(&timeout).await, 1, "the near one alone");
-        let got = stage.channel.basic_get(timeout.as_str().into(), Default::default()).await.unwrap().unwrap();
+        let timeout = env.names().timeout();
+        wait_for("the near alarm", async || env.depth(&timeout).await > 0).await;
+        assert_eq!(env.depth(&timeout).await, 1, "the near one alone");
+        let got = env.channel.basic_get(timeout.as_str().into(), Default::default()).await.unwrap().unwrap();
         assert!(String::from_utf8_lossy(&got.delivery.data).contains("\"soon\""), "{:?}", got.delivery.data);
     });
 }
@@ -181,7 +178,7 @@ fn a_delay_beyond_what_the_plugin_can_hold_is_cut() {
     let mut settings = Settings::defaults();
     settings.delay.strategy = Strategy::DelayedExchange;
     let lanes = Lanes::new(&settings);
-    let now = Moment::now_by_local_clock();
+    let now = Timestamp::now_by_local_clock();
     let id = order_timeout::OrderId::new("order-1").unwrap();
     let lead = settings.delay.lead;
     let longest = Duration::from_millis(LONGEST_X_DELAY_MS);
@@ -194,13 +191,13 @@ fn a_delay_beyond_what_the_plugin_can_hold_is_cut() {
         (lead + longest + Duration::from_millis(1), longest),
         (3_649 * DAY, longest),
     ] {
-        let entry = lanes.entry(&id, now + remaining, now);
-        assert_eq!(entry.wait, Wait::XDelayMs(u64::try_from(expected.as_millis()).unwrap()), "{remaining:?}");
-        let due = TimeoutDue { order_id: id.clone(), deadline: now + remaining };
+        let entry = lanes.route(&id, now + remaining, now);
+        assert_eq!(entry.wait, Delay::XDelayMs(u64::try_from(expected.as_millis()).unwrap()), "{remaining:?}");
+        let due = Alarm { order_id: id.clone(), deadline: now + remaining };
         let message = envelope::address(
             &due,
             entry,
-            Stamp { attempt: 0, born: now, traceparent: None, returns: Returns::default() },
+            AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() },
         );
         assert!(!message.mandatory, "a message that is delayed reaches no queue yet and would be returned");
         assert_eq!(message.ttl, None);
@@ -218,32 +215,32 @@ fn assert_names_the_plugin(sentence: &str) {
 
 #[test]
 fn the_strategy_is_refused_where_the_type_is_missing() {
-    without_the_type("the_strategy_is_refused_where_the_type_is_missing", async |stage| {
-        let declared = Topology::new(&stage.settings).declare(&stage.broker).await;
-        assert!(matches!(declared, Err(TopologyFault::NoDelayedExchange { .. })), "{declared:?}");
+    without_the_type("the_strategy_is_refused_where_the_type_is_missing", async |env| {
+        let declared = Topology::new(&env.settings).declare(&env.broker).await;
+        assert!(matches!(declared, Err(TopologyError::NoDelayedExchange { .. })), "{declared:?}");
         assert_names_the_plugin(&declared.unwrap_err().to_string());
 
-        let published = Publisher::connect(&stage.settings).await.map(drop);
-        assert!(matches!(published, Err(BrokerFault::Refused(_))), "{published:?}");
+        let published = Publisher::connect(&env.settings).await.map(drop);
+        assert!(matches!(published, Err(BrokerError::Refused(_))), "{published:?}");
         assert_names_the_plugin(&published.unwrap_err().to_string());
 
         // Refused, not away: a worker that goes on trying would look as if it worked.
         let (alarms, _deliveries) = tokio::sync::mpsc::unbounded_channel();
         let (canaries, _ids) = tokio::sync::mpsc::unbounded_channel();
         let (opening, inboxes) = (Opening { number: 1, must_be_set_up: false }, Inboxes { alarms, canaries });
-        let opened = Session::open(&stage.settings, opening, inboxes).await.map(drop);
-        assert!(matches!(opened, Err(OpenError::Broker(BrokerFault::Refused(_)))), "{opened:?}");
+        let opened = Session::open(&env.settings, opening, inboxes).await.map(drop);
+        assert!(matches!(opened, Err(OpenError::Broker(BrokerError::Refused(_)))), "{opened:?}");
         assert_names_the_plugin(&opened.unwrap_err().to_string());
-        let started = Worker::start(stage.settings.clone()).await.map(drop);
+        let started = Worker::start(env.settings.clone()).await.map(drop);
         assert_names_the_plugin(&started.expect_err("a worker that cannot delay").to_string());
     });
 }
 
 #[test]
 fn every_command_refuses_the_strategy_where_the_type_is_missing() {
-    without_the_type("every_command_refuses_the_strategy_where_the_type_is_missing", async |stage| {
+    without_the_type("every_command_refuses_the_strategy_where_the_type_is_missing", async |env| {
         for arguments in [&["setup"][..], &["schedule", "--order-id", "order-1", "--in", "30m"], &["worker"]] {
-            let (code, stdout, stderr) = command(&stage.settings, arguments).await;
+            let (code, stdout, stderr) = command(&env.settings, arguments).await;
             assert_eq!((code, stdout.as_str(), stderr.lines().count()), (1, "", 1), "{arguments:?}: {stderr}");
             assert_names_the_plugin(&stderr);
             assert!(!stderr.contains("is it running there"), "{arguments:?}: {stderr}");
@@ -269,8 +266,8 @@ async fn command(settings: &Settings, arguments: &[&str]) -> (i32, String, Strin
 
 #[test]
 fn a_broker_that_is_away_is_not_taken_for_a_missing_plugin() {
-    on_stage(delayed_exchange, async |stage| {
-        let mut settings = stage.settings.clone();
+    with_env(delayed_exchange, async |env| {
+        let mut settings = env.settings.clone();
         // Nobody listens there (tcpmux).
         settings.amqp.url = "amqp://guest:guest@127.0.0.1:1/%2f".to_owned().into();
         for arguments in [&["setup"][..], &["schedule", "--order-id", "order-1", "--in", "30m"]] {
@@ -284,8 +281,8 @@ fn a_broker_that_is_away_is_not_taken_for_a_missing_plugin() {
 /// A connection that breaks just when the delayed exchange is asked for, whether or not the broker has the type.
 #[test]
 fn a_connection_that_is_lost_is_not_taken_for_a_missing_plugin() {
-    on_stage(delayed_exchange, async |stage| {
-        let url = &stage.settings.amqp.url;
+    with_env(delayed_exchange, async |env| {
+        let url = &env.settings.amqp.url;
         if url.expose_secret().starts_with("amqps://") {
             let test = "delayed_exchange::a_connection_that_is_lost_is_not_taken_for_a_missing_plugin";
             return skipped(test, "this broker is spoken to by TLS, and there is nothing to be read in that");
@@ -295,13 +292,13 @@ fn a_connection_that_is_lost_is_not_taken_for_a_missing_plugin() {
         let place = listener.local_addr().unwrap().to_string();
         let cutting = tokio::spawn(cut_at(listener, (address.host, address.port), b"x-delayed-message"));
 
-        let mut settings = stage.settings.clone();
+        let mut settings = env.settings.clone();
         settings.amqp.url = with_parts(url, None, Some(&place), None);
         let connection = broker::connect(&settings.amqp, "test").await.unwrap();
         let declared = Topology::new(&settings).declare(&connection).await;
         assert!(cutting.await.unwrap(), "the connection was cut where it should be");
         let fault = declared.expect_err("the connection is gone");
-        assert!(matches!(fault, TopologyFault::Failed { .. }), "{fault:?}");
+        assert!(matches!(fault, TopologyError::Failed { .. }), "{fault:?}");
         assert!(!fault.to_string().contains("plugin"), "{fault}");
     });
 }

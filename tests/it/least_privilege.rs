@@ -12,15 +12,15 @@ use lapin::options::{
 };
 use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection, ExchangeKind};
-use order_timeout::broker::{self, BrokerFault, reply, reply_code};
-use order_timeout::order::Moment;
+use order_timeout::broker::{self, BrokerError, reply, reply_code};
+use order_timeout::order::Timestamp;
 use order_timeout::topology::{Names, Topology};
-use order_timeout::{NotConfirmed, NotScheduled, Publisher, Settings};
+use order_timeout::{PublishError, Publisher, ScheduleError, Settings};
 use secrecy::ExposeSecret;
 use serde_json::Value;
 
 use crate::support::private::Private;
-use crate::support::{RunningWorker, Stage, on_stage, wait_for};
+use crate::support::{RunningWorker, TestEnv, wait_for, with_env};
 
 /// The users of definitions.json with their development passwords, as they stand in an address.
 pub const PUBLISHER: &str = "order-publisher:publisher-dev";
@@ -52,16 +52,16 @@ fn definitions_know_two_users_without_tags_and_no_guest() {
 /// One broker for all of it, because a broker takes seconds to start.
 #[test]
 fn the_imported_users_can_do_their_work_and_no_more() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let broker = tokio::task::spawn_blocking(import).await.unwrap();
             refuses_wrong_passwords(&broker).await;
             nobody_gets_into_another_virtual_host(&broker).await;
             a_publisher_can_schedule(&broker).await;
             a_publisher_can_do_nothing_else(&broker).await;
             a_worker_cannot_touch_what_is_not_ours(&broker).await;
-            a_worker_can_run_the_whole_flow(&broker, &stage).await;
+            a_worker_can_run_the_whole_flow(&broker, &env).await;
             a_listener_can_hear_of_closed_orders_and_no_more(&broker).await;
             without_write_rights_a_publisher_says_which_right_it_lacks(&broker).await;
             limits_are_told_from_objects_that_differ_and_from_missing_rights(&broker).await;
@@ -101,7 +101,7 @@ async fn connect(broker: &Private, user: &str) -> Connection {
 async fn refuses_wrong_passwords(broker: &Private) {
     for user in ["order-publisher:worker-dev", "order-worker:publisher-dev", "order-publisher:", "guest:guest"] {
         let refused = broker::connect(&settings(broker, user).amqp, "test").await.map(drop);
-        assert!(matches!(refused, Err(BrokerFault::Refused(_))), "{user}: {refused:?}");
+        assert!(matches!(refused, Err(BrokerError::Refused(_))), "{user}: {refused:?}");
     }
 }
 
@@ -111,7 +111,7 @@ async fn nobody_gets_into_another_virtual_host(broker: &Private) {
     for vhost in ["%2f", of_another_application] {
         for user in [PUBLISHER, WORKER] {
             let refused = broker::connect(&settings_for(broker, user, vhost).amqp, "test").await.map(drop);
-            assert!(matches!(refused, Err(BrokerFault::Refused(_))), "{user} at {vhost}: {refused:?}");
+            assert!(matches!(refused, Err(BrokerError::Refused(_))), "{user} at {vhost}: {refused:?}");
         }
         // Whoever has the right does get in: the virtual host is there.
         let owner = settings_for(broker, &broker.account(), vhost);
@@ -158,7 +158,7 @@ async fn limits_are_told_from_objects_that_differ_and_from_missing_rights(broker
     assert!(refused.contains("raise it with rabbitmqctl set_vhost_limits"), "{refused}");
     limit(r#"{"max-connections": 0}"#);
     let refused = broker::connect(&settings(broker, WORKER).amqp, "test").await.map(drop);
-    let Err(BrokerFault::Away(why)) = &refused else { panic!("{refused:?}") };
+    let Err(BrokerError::Away(why)) = &refused else { panic!("{refused:?}") };
     assert!(why.contains("raise the limit with rabbitmqctl set_vhost_limits"), "{why}");
     broker.ctl(&["clear_vhost_limits", "-p", VHOST]);
     Topology::new(&Settings::defaults()).declare(&connection).await.unwrap();
@@ -174,9 +174,9 @@ async fn without_write_rights_a_publisher_says_which_right_it_lacks(broker: &Pri
     let permissions: Value = serde_json::from_str(&listed).unwrap();
     let before = permissions.as_array().unwrap().iter().find(|line| line["user"] == "order-publisher").unwrap();
     rights("^$");
-    let soon = Moment::now_by_local_clock() + Duration::from_secs(7 * 60);
+    let soon = Timestamp::now_by_local_clock() + Duration::from_secs(7 * 60);
     let refused = publisher.schedule("order-without-rights", soon).await.unwrap_err();
-    assert!(matches!(refused, NotScheduled::NotConfirmed(NotConfirmed::Refused(_))), "{refused}");
+    assert!(matches!(refused, ScheduleError::PublishError(PublishError::Refused(_))), "{refused}");
     rights(before["write"].as_str().unwrap());
     publisher.schedule("order-with-rights", soon).await.unwrap();
 }
@@ -198,7 +198,7 @@ async fn depth(connection: &Connection, beginning: &str) -> u32 {
 
 async fn a_publisher_can_schedule(broker: &Private) {
     let publisher = Publisher::connect(&settings(broker, PUBLISHER)).await.unwrap();
-    let now = Moment::now_by_local_clock();
+    let now = Timestamp::now_by_local_clock();
     publisher.schedule("order-in-a-lane", now + Duration::from_secs(30 * 60)).await.unwrap();
     publisher.schedule("order-with-another-delay", now + Duration::from_secs(7 * 60)).await.unwrap();
     let watcher = connect(broker, WORKER).await;
@@ -350,9 +350,9 @@ async fn a_worker_cannot_touch_what_is_not_ours(broker: &Private) {
 }
 
 /// Every way an alarm can take, with the rights of definitions.json and nothing declared by anybody else.
-async fn a_worker_can_run_the_whole_flow(broker: &Private, stage: &Stage) {
+async fn a_worker_can_run_the_whole_flow(broker: &Private, env: &TestEnv) {
     let mut settings = settings(broker, WORKER);
-    settings.database.url = stage.settings.database.url.expose_secret().to_owned().into();
+    settings.database.url = env.settings.database.url.expose_secret().to_owned().into();
     // Short, so that an alarm some seconds ahead already takes the way over the wheel.
     settings.delay.lead = Duration::from_millis(500);
     settings.worker.hold_max = Duration::from_millis(7_500);
@@ -363,9 +363,9 @@ async fn a_worker_can_run_the_whole_flow(broker: &Private, stage: &Stage) {
     let worker = RunningWorker::start(settings.clone()).await;
 
     let (held, armed, in_a_lane) = (
-        stage.order(Duration::from_secs(2)).await,
-        stage.order(Duration::from_secs(11)).await,
-        stage.order(Duration::from_secs(3)).await,
+        env.order(Duration::from_secs(2)).await,
+        env.order(Duration::from_secs(11)).await,
+        env.order(Duration::from_secs(3)).await,
     );
     settings.amqp.url = self::settings(broker, PUBLISHER).amqp.url;
     let publisher = Publisher::connect(&settings).await.unwrap();
@@ -374,20 +374,20 @@ async fn a_worker_can_run_the_whole_flow(broker: &Private, stage: &Stage) {
     }
     // As a foreign publisher does, and with a TTL shorter than the lane's, so that the test need not last half an hour.
     let body =
-        order_timeout::message::TimeoutDue { order_id: in_a_lane.order_id(), deadline: in_a_lane.deadline }.to_bytes();
+        order_timeout::message::Alarm { order_id: in_a_lane.order_id(), deadline: in_a_lane.deadline }.to_bytes();
     publish(&confirming(&connect(broker, PUBLISHER).await).await, "order.delay", "30m", &body, Some(1_000))
         .await
         .unwrap();
     wait_for("an alarm in the wheel", async || depth(&connection, "order.wheel.").await > 0).await;
 
     for order in [&held, &in_a_lane, &armed] {
-        wait_for("the close", async || stage.status(order).await == "closed").await;
+        wait_for("the close", async || env.status(order).await == "closed").await;
     }
-    assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 3);
+    assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 3);
     let mut announced = Vec::new();
     for _ in 0..3 {
         let delivery =
-            tokio::time::timeout(crate::support::PATIENCE, events.next()).await.expect("an event").unwrap().unwrap();
+            tokio::time::timeout(crate::support::TIMEOUT, events.next()).await.expect("an event").unwrap().unwrap();
         let event: Value = serde_json::from_slice(&delivery.data).unwrap();
         announced.push(event["order_id"].as_str().unwrap().to_owned());
     }
@@ -395,7 +395,7 @@ async fn a_worker_can_run_the_whole_flow(broker: &Private, stage: &Stage) {
     let mut expected = [held, armed, in_a_lane].map(|order| order.id.to_string());
     expected.sort_unstable();
     assert_eq!(announced, expected, "each close is announced");
-    stage.assert_ledger().await;
+    env.assert_ledger().await;
     worker.stop().await;
 }
 

@@ -13,7 +13,7 @@ mod close_on_time;
 mod command_line;
 mod compose;
 mod crash;
-mod database_away;
+mod database_unavailable;
 mod deadline;
 mod degraded_broker;
 mod degraded_database;

@@ -4,16 +4,16 @@
 use std::time::Duration;
 
 use order_timeout::message::read_rfc3339;
-use order_timeout::{Moment, Settings};
+use order_timeout::{Settings, Timestamp};
 use secrecy::ExposeSecret;
 use serde_json::Value;
 use sqlx::AssertSqlSafe;
 
 use crate::support::process::{bare, call_with, run};
-use crate::support::{Stage, on_stage, place_of, with_parts};
+use crate::support::{TestEnv, place_of, with_env, with_parts};
 
-async fn execute(stage: &Stage, sql: &str) {
-    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&stage.pool).await.unwrap();
+async fn execute(env: &TestEnv, sql: &str) {
+    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&env.pool).await.unwrap();
 }
 
 async fn assert_fails(settings: &Settings, command: &str, parts: &[&str]) {
@@ -45,15 +45,15 @@ fn hash_in_password_is_explained() {
 
 #[test]
 fn missing_migrations_name_the_database() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let delete = "DELETE FROM order_timeout_migrations WHERE version > 20261120100000";
-            let missing = sqlx::query(delete).execute(&stage.pool).await.unwrap().rows_affected();
-            let place = place_of(&stage.settings.database.url);
-            let database = format!("database \"order_timeout_{}\"", stage.settings.namespace);
+            let missing = sqlx::query(delete).execute(&env.pool).await.unwrap().rows_affected();
+            let place = place_of(&env.settings.database.url);
+            let database = format!("database \"order_timeout_{}\"", env.settings.namespace);
             assert_fails(
-                &stage.settings,
+                &env.settings,
                 "worker",
                 &[&format!("lacks {missing} migration(s)"), &place, &database, "order-timeout setup"],
             )
@@ -64,13 +64,13 @@ fn missing_migrations_name_the_database() {
 
 #[test]
 fn unfinished_migration_names_our_table() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            execute(&stage, "UPDATE order_timeout_migrations SET success = false WHERE version = 20261120100100").await;
+        async |env| {
+            execute(&env, "UPDATE order_timeout_migrations SET success = false WHERE version = 20261120100100").await;
             for command in ["setup", "worker"] {
                 let remedy = "DELETE FROM order_timeout_migrations WHERE version = 20261120100100";
-                assert_fails(&stage.settings, command, &["began and did not finish", remedy]).await;
+                assert_fails(&env.settings, command, &["began and did not finish", remedy]).await;
             }
         },
     );
@@ -78,10 +78,10 @@ fn unfinished_migration_names_our_table() {
 
 #[test]
 fn missing_schema_says_create_schema() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let mut settings = stage.settings.clone();
+        async |env| {
+            let mut settings = env.settings.clone();
             let url = format!("{}?options=-csearch_path%3Dno_such_schema", settings.database.url.expose_secret());
             settings.database.url = url.into();
             assert_fails(&settings, "setup", &["(SQLSTATE 3F000)", "CREATE SCHEMA"]).await;
@@ -95,26 +95,26 @@ async fn scheduled_ahead(settings: &Settings) -> Duration {
     let (code, said, error) = call_with(settings, &arguments).await;
     assert_eq!(code, 0, "{error}");
     let answer: Value = serde_json::from_str(&said).unwrap();
-    read_rfc3339(answer["deadline"].as_str().unwrap()).unwrap().since(Moment::now_by_local_clock())
+    read_rfc3339(answer["deadline"].as_str().unwrap()).unwrap().since(Timestamp::now_by_local_clock())
 }
 
 #[test]
 fn scheduling_counts_by_the_database_clock() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             // A database whose clock is an hour ahead.
             let ahead = format!(
                 "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
                  AS $$ SELECT pg_catalog.clock_timestamp() + interval '1 hour' $$;
                  ALTER DATABASE order_timeout_{} SET search_path = public, pg_catalog",
-                stage.settings.namespace
+                env.settings.namespace
             );
-            execute(&stage, &ahead).await;
-            let ahead = scheduled_ahead(&stage.settings).await;
+            execute(&env, &ahead).await;
+            let ahead = scheduled_ahead(&env.settings).await;
             assert!(ahead > Duration::from_secs(3_600) && ahead <= Duration::from_secs(4_200), "{ahead:?}");
 
-            let mut settings = stage.settings.clone();
+            let mut settings = env.settings.clone();
             // No server listens on the port for discarding.
             settings.database.url = with_parts(&settings.database.url, None, Some("127.0.0.1:9"), None);
             let ahead = scheduled_ahead(&settings).await;

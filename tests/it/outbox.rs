@@ -4,37 +4,37 @@ use std::time::{Duration, Instant};
 
 use lapin::options::QueueDeleteOptions;
 use order_timeout::config::{DatabaseSettings, Lane};
-use order_timeout::confirm::{ConfirmedPublisher, NotConfirmed};
+use order_timeout::confirm::{ConfirmedPublisher, PublishError};
 use order_timeout::database::Database;
-use order_timeout::relay::{NotRelayed, RelayLock};
+use order_timeout::relay::{LeaderLock, RelayError};
 use order_timeout::schedule::outbox::AlarmRelay;
 use order_timeout::topology::Topology;
-use order_timeout::{NotWritten, schedule_in};
+use order_timeout::{OutboxError, schedule_in};
 use secrecy::ExposeSecret;
 use sqlx::AssertSqlSafe;
 
 use crate::support::away::is_consumed;
-use crate::support::{PATIENCE, on_stage, wait_for};
+use crate::support::{TIMEOUT, wait_for, with_env};
 
 const UNSENT: &str = "SELECT count(*) FROM alarm_outbox WHERE sent_at IS NULL";
 
 #[test]
 fn an_alarm_scheduled_in_the_transaction_closes_its_order() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let worker = stage.worker().await;
+        async |env| {
+            let worker = env.worker().await;
             // One for the lane, one for the wheel; the sweep is out of the way.
             for delay_ms in [2_000, 1_300] {
-                let order = stage.order(Duration::from_millis(delay_ms)).await;
-                let mut transaction = stage.pool.begin().await.unwrap();
+                let order = env.order(Duration::from_millis(delay_ms)).await;
+                let mut transaction = env.pool.begin().await.unwrap();
                 schedule_in(&mut *transaction, order.id.to_string(), order.deadline).await.unwrap();
                 transaction.commit().await.unwrap();
             }
-            wait_for("the closes", async || stage.closed().await == 2).await;
-            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 2);
-            assert_eq!(stage.count(UNSENT).await, 0);
-            stage.assert_ledger().await;
+            wait_for("the closes", async || env.closed().await == 2).await;
+            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 2);
+            assert_eq!(env.count(UNSENT).await, 0);
+            env.assert_ledger().await;
             worker.stop().await;
         },
     );
@@ -42,20 +42,20 @@ fn an_alarm_scheduled_in_the_transaction_closes_its_order() {
 
 #[test]
 fn the_documented_insert_does_the_same() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let worker = stage.worker().await;
-            let order = stage.order(Duration::from_secs(2)).await;
+        async |env| {
+            let worker = env.worker().await;
+            let order = env.order(Duration::from_secs(2)).await;
             sqlx::query(
                 "INSERT INTO alarm_outbox (order_id, deadline) SELECT id::text, expires_at FROM orders WHERE id = $1",
             )
             .bind(order.id)
-            .execute(&stage.pool)
+            .execute(&env.pool)
             .await
             .unwrap();
-            wait_for("the close", async || stage.closed().await == 1).await;
-            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
+            wait_for("the close", async || env.closed().await == 1).await;
+            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
             worker.stop().await;
         },
     );
@@ -63,60 +63,60 @@ fn the_documented_insert_does_the_same() {
 
 #[test]
 fn an_alarm_goes_with_its_transaction() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let order = stage.order(Duration::from_secs(2)).await;
-            let mut transaction = stage.pool.begin().await.unwrap();
+        async |env| {
+            let order = env.order(Duration::from_secs(2)).await;
+            let mut transaction = env.pool.begin().await.unwrap();
             schedule_in(&mut *transaction, order.id.to_string(), order.deadline).await.unwrap();
             transaction.rollback().await.unwrap();
-            assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox").await, 0);
+            assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
         },
     );
 }
 
 #[test]
 fn orders_created_while_the_broker_is_away_are_closed_and_their_alarms_follow_when_it_is_back() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let lonely = stage.worker_without_broker().await;
-            for order in stage.orders(5, Duration::from_millis(300)).await {
-                schedule_in(&stage.pool, order.id.to_string(), order.deadline).await.unwrap();
+        async |env| {
+            let lonely = env.worker_without_broker().await;
+            for order in env.orders(5, Duration::from_millis(300)).await {
+                schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
             }
             // Far enough away for a busy machine to come to it: the relay leaves to the sweep what is overdue.
-            let later = stage.order(Duration::from_secs(12)).await;
-            schedule_in(&stage.pool, later.id.to_string(), later.deadline).await.unwrap();
-            wait_for("the closes", async || stage.closed().await == 5).await;
+            let later = env.order(Duration::from_secs(12)).await;
+            schedule_in(&env.pool, later.id.to_string(), later.deadline).await.unwrap();
+            wait_for("the closes", async || env.closed().await == 5).await;
             assert_eq!(
-                stage.count("SELECT count(*) FROM alarm_outbox WHERE sent_at IS NULL AND deadline > now()").await,
+                env.count("SELECT count(*) FROM alarm_outbox WHERE sent_at IS NULL AND deadline > now()").await,
                 1
             );
             lonely.stop().await;
 
-            let worker = stage.worker().await;
-            wait_for("the last close", async || stage.closed().await == 6).await;
-            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
-            wait_for("an empty outbox", async || stage.count(UNSENT).await == 0).await;
-            stage.assert_ledger().await;
+            let worker = env.worker().await;
+            wait_for("the last close", async || env.closed().await == 6).await;
+            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
+            wait_for("an empty outbox", async || env.count(UNSENT).await == 0).await;
+            env.assert_ledger().await;
             worker.stop().await;
-            stage.assert_nothing_left_undone().await;
+            env.assert_nothing_left_undone().await;
         },
     );
 }
 
 #[test]
 fn an_order_id_that_no_message_could_carry_is_refused_in_the_transaction() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let now = std::time::SystemTime::now();
-            let refused = schedule_in(&stage.pool, "", now).await;
-            assert!(matches!(refused, Err(NotWritten::BadOrderId(_))), "{refused:?}");
+            let refused = schedule_in(&env.pool, "", now).await;
+            assert!(matches!(refused, Err(OutboxError::OrderIdError(_))), "{refused:?}");
             for bad in ["", "a\tb", &"x".repeat(201)] {
                 let inserted = sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, now())")
                     .bind(bad)
-                    .execute(&stage.pool)
+                    .execute(&env.pool)
                     .await;
                 let error = inserted.unwrap_err().to_string();
                 assert!(error.contains("the_order_id_fits_a_message"), "{bad:?}: {error}");
@@ -128,44 +128,44 @@ fn an_order_id_that_no_message_could_carry_is_refused_in_the_transaction() {
 #[test]
 fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
     const LANE: Duration = Duration::from_secs(30);
-    on_stage(
+    with_env(
         |settings| settings.delay.lanes = vec![Lane::try_from("30s".to_owned()).unwrap()],
-        async |stage| {
+        async |env| {
             // The queue of one shard is gone: whatever belongs there comes back as unroutable.
-            let topology = Topology::new(&stage.settings);
+            let topology = Topology::new(&env.settings);
             let lost =
                 topology.queues.iter().find(|queue| queue.name.ends_with("delay.30s.0")).expect("a lane's queue");
-            stage.channel.queue_delete(lost.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-            for order in stage.orders(40, LANE).await {
-                schedule_in(&stage.pool, order.id.to_string(), order.deadline).await.unwrap();
+            env.channel.queue_delete(lost.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+            for order in env.orders(40, LANE).await {
+                schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
             }
-            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
-            let confirmed = ConfirmedPublisher::connect_lazily(&stage.settings.amqp, "test");
-            let mut relay = AlarmRelay::new(database, confirmed, &stage.settings, 30, Duration::from_secs(60));
+            let database = Database::connect(&env.settings.database, 1).await.unwrap();
+            let confirmed = ConfirmedPublisher::connect_lazily(&env.settings.amqp, "test");
+            let mut relay = AlarmRelay::new(database, confirmed, &env.settings, 30, Duration::from_secs(60));
             let (mut rounds, began) = (0, Instant::now());
             let refused = loop {
                 // However slow the machine: each round sees alarms that belong in the lane.
                 sqlx::query("UPDATE alarm_outbox SET deadline = clock_timestamp() + make_interval(secs => $1)")
                     .bind(LANE.as_secs_f64())
-                    .execute(&stage.pool)
+                    .execute(&env.pool)
                     .await
                     .unwrap();
                 match relay.round().await.unwrap().settled() {
                     Ok(settled) => assert!(settled > 0, "a round that settles nothing says so"),
                     // The whole suite shares this broker, and it may be slow to answer.
-                    Err(NotRelayed::Broker(fault)) if fault.is_of_the_broker() && began.elapsed() < PATIENCE => {
+                    Err(RelayError::Broker(fault)) if fault.is_of_the_broker() && began.elapsed() < TIMEOUT => {
                         continue;
                     }
                     Err(fault) => break fault,
                 }
                 rounds += 1;
             };
-            assert!(matches!(refused, NotRelayed::Broker(NotConfirmed::Unroutable(_))), "{refused}");
+            assert!(matches!(refused, RelayError::Broker(PublishError::Unroutable(_))), "{refused}");
             assert!(
                 rounds > 1,
                 "forty alarms in batches of thirty, the second batch goes past those refused: {refused}"
             );
-            assert!((1..40).contains(&stage.count(UNSENT).await), "only those of the lost shard are left");
+            assert!((1..40).contains(&env.count(UNSENT).await), "only those of the lost shard are left");
         },
     );
 }
@@ -174,30 +174,30 @@ fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
 /// stays, and hears nothing.
 #[test]
 fn an_inbox_that_is_deleted_under_alarms_on_their_way_to_it_is_heard_again() {
-    on_stage(
+    with_env(
         |settings| {
             // Each by itself, so that one of them misses the inbox as soon as it is gone, and the worker looks what is missing.
             settings.announce.batch_size = 1;
             settings.announce.poll = Duration::from_millis(1);
         },
-        async |stage| {
-            let inbox = stage.names().arm();
-            let worker = stage.worker().await;
+        async |env| {
+            let inbox = env.names().arm();
+            let worker = env.worker().await;
             let (mut times, mut turns) = (0, 0);
             while times < 10 {
                 turns += 1;
                 assert!(turns <= 60, "alarms were under way only {times} times: the relay is too fast for this test");
                 let alarms = "INSERT INTO alarm_outbox (order_id, deadline)
                               SELECT gen_random_uuid()::text, now() + interval '30 minutes' FROM generate_series(1, 50)";
-                sqlx::query(alarms).execute(&stage.pool).await.unwrap();
-                wait_for("some of them under way", async || stage.count(UNSENT).await < 49).await;
-                stage.channel.queue_delete(inbox.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+                sqlx::query(alarms).execute(&env.pool).await.unwrap();
+                wait_for("some of them under way", async || env.count(UNSENT).await < 49).await;
+                env.channel.queue_delete(inbox.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
                 // Else none was under way any more.
-                times += i32::from(stage.count(UNSENT).await > 0);
-                wait_for("the inbox", async || is_consumed(&stage, &inbox).await).await;
-                wait_for("all of them handed over", async || stage.count(UNSENT).await == 0).await;
+                times += i32::from(env.count(UNSENT).await > 0);
+                wait_for("the inbox", async || is_consumed(&env, &inbox).await).await;
+                wait_for("all of them handed over", async || env.count(UNSENT).await == 0).await;
                 let heard = format!("all of them heard after the inbox was deleted for the {times}. time");
-                wait_for(&heard, async || stage.depth(&inbox).await == 0).await;
+                wait_for(&heard, async || env.depth(&inbox).await == 0).await;
             }
             worker.stop().await;
         },
@@ -212,24 +212,24 @@ fn in_schema(settings: &DatabaseSettings, schema: &str) -> DatabaseSettings {
 
 #[test]
 fn each_schema_of_a_database_has_a_relay_of_its_own() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let mut locks = Vec::new();
             for schema in ["one", "two"] {
                 let create = format!("CREATE SCHEMA {schema} CREATE TABLE event_outbox ()");
-                sqlx::query(AssertSqlSafe(create)).execute(&stage.pool).await.unwrap();
-                let database = Database::connect(&in_schema(&stage.settings.database, schema), 2).await.unwrap();
-                let mut lock = RelayLock::new(database.clone());
+                sqlx::query(AssertSqlSafe(create)).execute(&env.pool).await.unwrap();
+                let database = Database::connect(&in_schema(&env.settings.database, schema), 2).await.unwrap();
+                let mut lock = LeaderLock::new(database.clone());
                 assert!(lock.is_ours().await.unwrap(), "nobody else relays schema {schema}");
-                let mut second = RelayLock::new(database);
+                let mut second = LeaderLock::new(database);
                 assert!(!second.is_ours().await.unwrap(), "a second relay of schema {schema} must wait");
                 locks.push((lock, second));
             }
             for (mut lock, mut second) in locks {
                 lock.resign().await;
                 let taken_over = async { while !second.is_ours().await.unwrap() {} };
-                tokio::time::timeout(PATIENCE, taken_over).await.expect("the lock that was let go");
+                tokio::time::timeout(TIMEOUT, taken_over).await.expect("the lock that was let go");
                 second.resign().await;
             }
         },

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use order_timeout::close::Closer;
 use order_timeout::database::Database;
-use order_timeout::order::{ClosedBy, Moment, OrderId, Outcome, Overdue, SweepPage};
+use order_timeout::order::{ClosedBy, OrderId, Outcome, Overdue, SweepPage, Timestamp};
 use order_timeout::sweep::Sweeper;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 use sqlx::AssertSqlSafe;
 
 use crate::support::process::{call_with, order_timeout, run};
-use crate::support::{Stage, on_stage, wait_for};
+use crate::support::{TestEnv, wait_for, with_env};
 
 const SCHEMA: &str = include_str!("../../examples/own_orders/schema.sql");
 
@@ -22,88 +22,87 @@ fn example(name: &str) -> String {
     path.to_str().expect("a path in plain letters").to_owned()
 }
 
-async fn states(stage: &Stage) -> Vec<(i64, String)> {
-    sqlx::query_as("SELECT id, state FROM public.purchases ORDER BY id").fetch_all(&stage.pool).await.unwrap()
+async fn states(env: &TestEnv) -> Vec<(i64, String)> {
+    sqlx::query_as("SELECT id, state FROM public.purchases ORDER BY id").fetch_all(&env.pool).await.unwrap()
 }
 
 #[test]
 fn a_table_of_the_shops_own_is_closed_by_alarm_and_sweep_and_its_events_are_announced() {
-    on_stage(
+    with_env(
         |settings| {
             settings.orders.close_sql = example("close.sql");
             settings.orders.overdue_sql = example("overdue.sql");
             // In which an alarm arrives on a busy machine, too.
             settings.sweep.grace = Duration::from_secs(4);
         },
-        async |stage| {
-            sqlx::raw_sql(SCHEMA).execute(&stage.pool).await.unwrap();
+        async |env| {
+            sqlx::raw_sql(SCHEMA).execute(&env.pool).await.unwrap();
             // First, or the sweep would be at the orders before their alarms are.
-            let worker = stage.worker().await;
-            let publisher = stage.publisher().await;
+            let worker = env.worker().await;
+            let publisher = env.publisher().await;
             sqlx::raw_sql(
                 "INSERT INTO public.purchases (id, pay_until, state) VALUES
                      (1, now() + interval '2 s', 'open'), (2, now() + interval '2 s', 'paid'),
                      (3, now() + interval '1 s', 'open'), (4, now() + interval '1 h', 'open')",
             )
-            .execute(&stage.pool)
+            .execute(&env.pool)
             .await
             .unwrap();
-            let deadline = Moment::now_by_local_clock() + Duration::from_secs(2);
+            let deadline = Timestamp::now_by_local_clock() + Duration::from_secs(2);
             // Nobody schedules the third; the last is not there, or not of the table's form.
             for id in ["1", "2", "none", "99"] {
                 publisher.schedule(id, deadline).await.unwrap();
             }
             let wanted = ["expired", "paid", "expired", "open"];
             let as_wanted = |states: Vec<(i64, String)>| states.iter().map(|(_, state)| state).eq(wanted);
-            wait_for("the closes", async || as_wanted(states(&stage).await)).await;
+            wait_for("the closes", async || as_wanted(states(&env).await)).await;
             let sent = "SELECT count(*) FROM event_outbox WHERE sent_at IS NOT NULL";
-            wait_for("the events", async || stage.count(sent).await == 2).await;
-            assert_eq!(
-                stage.count("SELECT count(*) FROM event_outbox WHERE payload ->> 'closed_by' = 'sweep'").await,
-                1
-            );
-            wait_for("the alarms of no order", async || stage.parked().await.len() == 2).await;
+            wait_for("the events", async || env.count(sent).await == 2).await;
+            assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE payload ->> 'closed_by' = 'sweep'").await, 1);
+            wait_for("the alarms of no order", async || env.parked().await.len() == 2).await;
             worker.stop().await;
-            assert!(as_wanted(states(&stage).await));
+            assert!(as_wanted(states(&env).await));
         },
     );
 }
 
 #[test]
 fn one_of_the_two_statements_alone_is_refused() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             for (given, missing) in [("close_sql", "overdue_sql"), ("overdue_sql", "close_sql")] {
                 let one = format!("orders.{given}=own.sql");
-                let (code, _, error) = run(order_timeout(&stage.settings).args(["worker", "--set", &one]));
+                let (code, _, error) = run(order_timeout(&env.settings).args(["worker", "--set", &one]));
                 assert!(code == 2 && error.contains(&format!("without orders.{missing}")), "{error}");
             }
         },
     );
 }
 
-/// A stage with the example's tables and statements.
-fn on_example<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(std::sync::Arc<Stage>) -> F + Send + 'static) {
-    on_stage(
+/// A env with the example's tables and statements.
+fn on_example<F: Future<Output = ()> + Send + 'static>(
+    test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
+) {
+    with_env(
         |settings| {
             settings.orders.close_sql = example("close.sql");
             settings.orders.overdue_sql = example("overdue.sql");
         },
-        async move |stage| {
-            execute(&stage, SCHEMA).await;
-            test(stage).await;
+        async move |env| {
+            execute(&env, SCHEMA).await;
+            test(env).await;
         },
     );
 }
 
-async fn execute(stage: &Stage, sql: &str) {
-    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&stage.pool).await.unwrap();
+async fn execute(env: &TestEnv, sql: &str) {
+    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&env.pool).await.unwrap();
 }
 
-async fn closer(stage: &Stage) -> Closer {
-    let database = Database::connect(&stage.settings.database, 1).await.unwrap();
-    Closer::prepare(database, &stage.settings.orders.close_sql).await.unwrap()
+async fn closer(env: &TestEnv) -> Closer {
+    let database = Database::connect(&env.settings.database, 1).await.unwrap();
+    Closer::prepare(database, &env.settings.orders.close_sql).await.unwrap()
 }
 
 /// What one statement says of all these ids.
@@ -114,9 +113,9 @@ async fn close(closer: &Closer, ids: &[String]) -> Vec<Outcome> {
 }
 
 /// Every overdue order, page by page.
-async fn swept(stage: &Stage, limit: usize) -> Vec<Overdue> {
-    let database = Database::connect(&stage.settings.database, 1).await.unwrap();
-    let sweeper = Sweeper::prepare(database, &stage.settings.orders.overdue_sql).await.unwrap();
+async fn swept(env: &TestEnv, limit: usize) -> Vec<Overdue> {
+    let database = Database::connect(&env.settings.database, 1).await.unwrap();
+    let sweeper = Sweeper::prepare(database, &env.settings.orders.overdue_sql).await.unwrap();
     let (mut all, mut after) = (Vec::new(), None);
     loop {
         let page = sweeper.overdue(&SweepPage { grace: Duration::ZERO, after, limit }).await.unwrap();
@@ -143,32 +142,32 @@ fn bigints() -> Vec<i64> {
 
 #[test]
 fn example_closes_every_bigint() {
-    on_example(async |stage| {
+    on_example(async |env| {
         let ids = bigints();
         let insert = "INSERT INTO public.purchases (id, pay_until)
                       SELECT id, CASE WHEN id % 3 = 0 OR id < -9223372036854775807 THEN '-infinity' ELSE now() - interval '1 min' END
                       FROM unnest($1::bigint[]) AS id";
-        sqlx::query(insert).bind(&ids).execute(&stage.pool).await.unwrap();
+        sqlx::query(insert).bind(&ids).execute(&env.pool).await.unwrap();
         for limit in [1, 7, 1_000] {
             let mut found: Vec<i64> =
-                swept(&stage, limit).await.iter().map(|order| order.order_id.as_str().parse().unwrap()).collect();
+                swept(&env, limit).await.iter().map(|order| order.order_id.as_str().parse().unwrap()).collect();
             found.sort_unstable();
             assert_eq!(found, ids, "the sweep finds each once, in pages of {limit}");
         }
-        let closer = closer(&stage).await;
+        let closer = closer(&env).await;
         let texts: Vec<String> = ids.iter().map(i64::to_string).collect();
         let outcomes = close(&closer, &texts).await;
         let left: Vec<_> = texts.iter().zip(&outcomes).filter(|(_, outcome)| **outcome != Outcome::Closed).collect();
         assert!(left.is_empty(), "{left:?}");
-        assert_eq!(stage.count("SELECT count(*) FROM public.purchases WHERE state <> 'expired'").await, 0);
-        assert!(swept(&stage, 1_000).await.is_empty());
+        assert_eq!(env.count("SELECT count(*) FROM public.purchases WHERE state <> 'expired'").await, 0);
+        assert!(swept(&env, 1_000).await.is_empty());
     });
 }
 
 #[test]
 fn example_calls_other_texts_malformed() {
-    on_example(async |stage| {
-        let closer = closer(&stage).await;
+    on_example(async |env| {
+        let closer = closer(&env).await;
         let of_another_form = [
             "9223372036854775808",
             "-9223372036854775809",
@@ -198,9 +197,9 @@ fn example_calls_other_texts_malformed() {
 
 #[test]
 fn example_gives_back_sums_per_article() {
-    on_example(async |stage| {
+    on_example(async |env| {
         execute(
-            &stage,
+            &env,
             "INSERT INTO public.inventory VALUES ('mug', 0, 100), ('hat', 5, 50);
              INSERT INTO public.purchases (id, pay_until) SELECT n, now() - interval '1 s' FROM generate_series(1, 50) n;
              INSERT INTO public.purchase_lines
@@ -208,16 +207,16 @@ fn example_gives_back_sums_per_article() {
         )
         .await;
         let ids: Vec<String> = (1..=50).map(|id: i64| id.to_string()).collect();
-        assert_eq!(close(&closer(&stage).await, &ids).await, vec![Outcome::Closed; 50]);
+        assert_eq!(close(&closer(&env).await, &ids).await, vec![Outcome::Closed; 50]);
         let stock: Vec<(String, i64, i64)> =
-            sqlx::query_as("SELECT * FROM public.inventory ORDER BY article").fetch_all(&stage.pool).await.unwrap();
+            sqlx::query_as("SELECT * FROM public.inventory ORDER BY article").fetch_all(&env.pool).await.unwrap();
         assert_eq!(stock, [("hat".to_owned(), 55, 0), ("mug".to_owned(), 100, 0)]);
     });
 }
 
 /// Pays as schema.sql says, but leaves the state to another service. Whether it was still open.
-async fn pay(stage: &Stage, id: i64, before_commit: Duration) -> bool {
-    let mut payment = stage.pool.begin().await.unwrap();
+async fn pay(env: &TestEnv, id: i64, before_commit: Duration) -> bool {
+    let mut payment = env.pool.begin().await.unwrap();
     let state: String = sqlx::query_scalar("SELECT state FROM public.purchases WHERE id = $1 FOR NO KEY UPDATE")
         .bind(id)
         .fetch_one(&mut *payment)
@@ -235,48 +234,48 @@ async fn pay(stage: &Stage, id: i64, before_commit: Duration) -> bool {
 #[test]
 fn example_never_closes_what_is_paid() {
     const ORDERS: i64 = 60;
-    on_example(async |stage| {
+    on_example(async |env| {
         let insert = "INSERT INTO public.purchases (id, pay_until)
                       SELECT n, now() + make_interval(secs => 1.5 + n * 0.005) FROM generate_series(1, $1) n";
-        sqlx::query(insert).bind(ORDERS).execute(&stage.pool).await.unwrap();
-        let worker = stage.worker().await;
-        let publisher = stage.publisher().await;
+        sqlx::query(insert).bind(ORDERS).execute(&env.pool).await.unwrap();
+        let worker = env.worker().await;
+        let publisher = env.publisher().await;
         let due: Vec<(i64, i64)> =
             sqlx::query_as("SELECT id, (extract(epoch FROM pay_until) * 1000000)::bigint FROM public.purchases")
-                .fetch_all(&stage.pool)
+                .fetch_all(&env.pool)
                 .await
                 .unwrap();
         let mut payments = tokio::task::JoinSet::new();
         for (id, micros) in due {
-            let deadline = Moment::from_unix_micros(micros);
+            let deadline = Timestamp::from_unix_micros(micros);
             publisher.schedule(id.to_string(), deadline).await.unwrap();
             // From well before the deadline to well behind it.
             let around = deadline - Duration::from_millis(150) + Duration::from_millis(5) * u32::try_from(id).unwrap();
-            let stage = stage.clone();
+            let env = env.clone();
             payments.spawn(async move {
-                tokio::time::sleep(around.since(Moment::now_by_local_clock())).await;
-                pay(&stage, id, Duration::from_millis(50)).await
+                tokio::time::sleep(around.since(Timestamp::now_by_local_clock())).await;
+                pay(&env, id, Duration::from_millis(50)).await
             });
         }
         let paid = payments.join_all().await.into_iter().filter(|paid| *paid).count();
         let settled = "SELECT count(*) FROM public.purchases p
                        WHERE state = 'expired' OR EXISTS (SELECT FROM public.payments y WHERE y.purchase_id = p.id)";
-        wait_for("every order", async || stage.count(settled).await == ORDERS).await;
+        wait_for("every order", async || env.count(settled).await == ORDERS).await;
         worker.stop().await;
         let both = "SELECT count(*) FROM public.purchases p JOIN public.payments y ON y.purchase_id = p.id WHERE state = 'expired'";
-        assert_eq!(stage.count(both).await, 0, "paid and closed");
-        let payments = stage.count("SELECT count(*) FROM public.payments").await;
+        assert_eq!(env.count(both).await, 0, "paid and closed");
+        let payments = env.count("SELECT count(*) FROM public.payments").await;
         assert_eq!(payments, i64::try_from(paid).unwrap(), "each payment that was accepted is there");
         assert!(payments > 0 && payments < ORDERS, "{payments} of {ORDERS} were paid: the race was none");
-        assert!(swept(&stage, 100).await.is_empty(), "what is paid is not found again and again");
+        assert!(swept(&env, 100).await.is_empty(), "what is paid is not found again and again");
     });
 }
 
 #[test]
 fn payment_after_the_statement_began_counts() {
-    on_example(async |stage| {
+    on_example(async |env| {
         execute(
-            &stage,
+            &env,
             // Between the snapshot of the close statement and its lock: the sleep is evaluated when the row is locked.
             "CREATE FUNCTION public.slowly(id bigint) RETURNS bigint LANGUAGE plpgsql VOLATILE AS $$
              BEGIN PERFORM pg_sleep(1); RETURN id; END $$;
@@ -285,15 +284,15 @@ fn payment_after_the_statement_began_counts() {
         .await;
         let slow = include_str!("../../examples/own_orders/close.sql")
             .replace("SELECT t.id FROM there t))", "SELECT public.slowly(t.id) FROM there t))");
-        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-slow.sql", stage.settings.namespace));
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-slow.sql", env.settings.namespace));
         std::fs::write(&file, slow).unwrap();
-        let mut settings = stage.settings.clone();
+        let mut settings = env.settings.clone();
         settings.orders.close_sql = file.to_str().unwrap().to_owned();
         let closing = tokio::spawn(async move { call_with(&settings, &["close", "7"]).await });
         let begun =
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'";
-        wait_for("the statement", async || stage.count(begun).await == 1).await;
-        assert!(pay(&stage, 7, Duration::ZERO).await);
+        wait_for("the statement", async || env.count(begun).await == 1).await;
+        assert!(pay(&env, 7, Duration::ZERO).await);
         let (_, said, error) = closing.await.unwrap();
         assert_eq!(said, "7: paid\n", "{error}");
     });
@@ -301,29 +300,29 @@ fn payment_after_the_statement_began_counts() {
 
 #[test]
 fn orders_without_a_finite_deadline_stay() {
-    on_example(async |stage| {
+    on_example(async |env| {
         execute(
-            &stage,
+            &env,
             "ALTER TABLE public.purchases ALTER COLUMN pay_until DROP NOT NULL;
              INSERT INTO public.purchases (id, pay_until) VALUES (1, 'infinity'), (2, NULL), (3, '-infinity')",
         )
         .await;
-        let found: Vec<String> = swept(&stage, 1).await.iter().map(|order| order.order_id.to_string()).collect();
+        let found: Vec<String> = swept(&env, 1).await.iter().map(|order| order.order_id.to_string()).collect();
         assert_eq!(found, ["3"], "only -infinity is overdue");
         let ids = ["1", "2", "3"].map(str::to_owned);
-        assert_eq!(close(&closer(&stage).await, &ids).await, [Outcome::NotDue, Outcome::NotDue, Outcome::Closed]);
+        assert_eq!(close(&closer(&env).await, &ids).await, [Outcome::NotDue, Outcome::NotDue, Outcome::Closed]);
     });
 }
 
 #[test]
 fn overdue_rows_without_deadline_are_named() {
-    on_example(async |stage| {
-        execute(&stage, "INSERT INTO public.purchases (id, pay_until) VALUES (-5, now() - interval '1 h')").await;
+    on_example(async |env| {
+        execute(&env, "INSERT INTO public.purchases (id, pay_until) VALUES (-5, now() - interval '1 h')").await;
         let sql = include_str!("../../examples/own_orders/overdue.sql")
             .replace("p.pay_until AS deadline", "nullif(p.pay_until, p.pay_until) AS deadline");
-        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-null.sql", stage.settings.namespace));
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-null.sql", env.settings.namespace));
         std::fs::write(&file, sql).unwrap();
-        let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+        let database = Database::connect(&env.settings.database, 1).await.unwrap();
         let sweeper = Sweeper::prepare(database, file.to_str().unwrap()).await.unwrap();
         let page = SweepPage { grace: Duration::ZERO, after: None, limit: 10 };
         let why = sweeper.overdue(&page).await.unwrap_err().to_string();
@@ -333,9 +332,9 @@ fn overdue_rows_without_deadline_are_named() {
 
 #[test]
 fn plpgsql_function_serves_as_statement() {
-    on_example(async |stage| {
+    on_example(async |env| {
         execute(
-            &stage,
+            &env,
             "CREATE FUNCTION public.close_purchases(ids text[]) RETURNS TABLE (order_id text, outcome text, deadline timestamptz)
              LANGUAGE plpgsql VOLATILE AS $$
              DECLARE found record;
@@ -355,11 +354,11 @@ fn plpgsql_function_serves_as_statement() {
              INSERT INTO public.purchases (id, pay_until) VALUES (1, now() - interval '1 s'), (2, now() + interval '1 h')",
         )
         .await;
-        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-function.sql", stage.settings.namespace));
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-function.sql", env.settings.namespace));
         // With the byte order mark that some editors write.
         std::fs::write(&file, "\u{feff}SELECT order_id, outcome, deadline FROM public.close_purchases($1::text[])\n")
             .unwrap();
-        let mut settings = stage.settings.clone();
+        let mut settings = env.settings.clone();
         settings.orders.close_sql = file.to_str().unwrap().to_owned();
         let (code, said, error) = call_with(&settings, &["close", "1", "2", "3"]).await;
         assert_eq!((code, said.as_str()), (1, "1: closed\n2: not_due\n3: unknown\n"), "{error}");
@@ -370,20 +369,20 @@ fn plpgsql_function_serves_as_statement() {
 
 #[test]
 fn faulty_statements_name_the_cause() {
-    on_example(async |stage| {
-        let role = format!("r{}", stage.settings.namespace);
+    on_example(async |env| {
+        let role = format!("r{}", env.settings.namespace);
         execute(
-            &stage,
+            &env,
             &format!(
                 "CREATE SCHEMA closed_off; CREATE TABLE closed_off.orders (id text);
                  CREATE ROLE {role} LOGIN PASSWORD 'secret'; GRANT SELECT ON ALL TABLES IN SCHEMA public TO {role}"
             ),
         )
         .await;
-        let mut settings = stage.settings.clone();
+        let mut settings = env.settings.clone();
         settings.database.url =
             crate::support::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
-        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-faulty.sql", stage.settings.namespace));
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-faulty.sql", env.settings.namespace));
         let cases: [(&[u8], &[&str]); 8] = [
             (b" \n\t", &["is empty", "orders.close_sql"]),
             (b"-- nothing but a comment", &["holds no statement that returns rows"]),
@@ -403,6 +402,6 @@ fn faulty_statements_name_the_cause() {
                 assert!(error.contains(part), "{error:?} lacks {part:?}");
             }
         }
-        execute(&stage, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
+        execute(&env, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
     });
 }

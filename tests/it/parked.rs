@@ -6,12 +6,12 @@ use std::time::Duration;
 use lapin::BasicProperties;
 use lapin::options::{BasicGetOptions, BasicPublishOptions, BasicRejectOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use order_timeout::alarm::{Parcel, ParkReason};
+use order_timeout::alarm::{DeadLetter, ParkReason};
 use order_timeout::config::Listen;
 use order_timeout::database::Database;
 use order_timeout::http::{self, METRICS};
 use order_timeout::message::write_rfc3339;
-use order_timeout::order::Moment;
+use order_timeout::order::Timestamp;
 use order_timeout::park::{self, Selection};
 use order_timeout::topology::DUE_KEY;
 use serde_json::Value;
@@ -21,7 +21,7 @@ use uuid::Uuid;
 use crate::health::free_address;
 use crate::support::process::{WorkerProcess, order_timeout, run};
 use crate::support::witness::Witness;
-use crate::support::{Order, PATIENCE, Stage, on_stage, wait_for, wait_within};
+use crate::support::{Order, TIMEOUT, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -95,16 +95,16 @@ fn faults() -> Vec<Fault> {
 }
 
 /// Publishes every fault by this exchange and key; each is parked with its name, and the worker goes on.
-fn assert_parked_from(exchange: fn(&Stage) -> String, routing_key: &'static str) {
-    on_stage(
+fn assert_parked_from(exchange: fn(&TestEnv) -> String, routing_key: &'static str) {
+    with_env(
         |_| {},
-        async move |stage| {
-            let worker = stage.worker().await;
-            let exchange = exchange(&stage);
+        async move |env| {
+            let worker = env.worker().await;
+            let exchange = exchange(&env);
             for (parked_before, fault) in faults().into_iter().enumerate() {
-                stage.publish_raw(&exchange, routing_key, &fault.body, fault.properties()).await;
-                wait_for(fault.names, async || stage.parked().await.len() > parked_before).await;
-                let parked = stage.parked().await;
+                env.publish_raw(&exchange, routing_key, &fault.body, fault.properties()).await;
+                wait_for(fault.names, async || env.parked().await.len() > parked_before).await;
+                let parked = env.parked().await;
                 assert_eq!(parked.len(), parked_before + 1);
                 let (reason, detail, order_id) = &parked[parked_before];
                 assert_eq!(reason, fault.reason, "{detail}");
@@ -112,50 +112,50 @@ fn assert_parked_from(exchange: fn(&Stage) -> String, routing_key: &'static str)
                 assert_eq!(order_id.is_some(), fault.reason != "unreadable");
                 let kept: Vec<u8> =
                     sqlx::query_scalar("SELECT body FROM parked_alarms ORDER BY parked_at DESC, id DESC LIMIT 1")
-                        .fetch_one(&stage.pool)
+                        .fetch_one(&env.pool)
                         .await
                         .unwrap();
                 if fault.reason == "unreadable" {
                     assert_eq!(kept, fault.body[..fault.body.len().min(16 * 1024)], "the body as it came");
                 }
             }
-            let good = stage.order(SECOND).await;
-            stage.deliver([&good]).await;
-            wait_for("the good order's close", async || stage.status(&good).await == "closed").await;
+            let good = env.order(SECOND).await;
+            env.deliver([&good]).await;
+            wait_for("the good order's close", async || env.status(&good).await == "closed").await;
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn what_is_no_alarm_in_the_processing_queue_is_parked_by_its_fault() {
-    assert_parked_from(|stage| stage.names().due(), "due");
+    assert_parked_from(|env| env.names().due(), "due");
 }
 
 #[test]
 fn what_is_no_alarm_in_the_inbox_is_parked_by_its_fault() {
-    assert_parked_from(|stage| stage.names().arm(), "any key");
+    assert_parked_from(|env| env.names().arm(), "any key");
 }
 
 #[test]
 fn many_faults_among_good_alarms_stop_nobody() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let worker = stage.worker().await;
-            let orders = stage.orders(20, 2 * SECOND).await;
+        async |env| {
+            let worker = env.worker().await;
+            let orders = env.orders(20, 2 * SECOND).await;
             let faults = faults();
             for (order, fault) in orders.iter().zip(faults.iter().cycle()) {
-                stage.publish_raw(&stage.names().due(), "due", &fault.body, fault.properties()).await;
-                stage.deliver([order]).await;
+                env.publish_raw(&env.names().due(), "due", &fault.body, fault.properties()).await;
+                env.deliver([order]).await;
             }
-            wait_for("the good orders' close", async || stage.closed().await == 20).await;
-            wait_for("the parking", async || stage.parked().await.len() == 20).await;
+            wait_for("the good orders' close", async || env.closed().await == 20).await;
+            wait_for("the parking", async || env.parked().await.len() == 20).await;
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
@@ -183,12 +183,12 @@ fn headers_and_timestamps_of_odd_types_stop_nobody() {
             AMQPValue::FieldTable(FieldTable::default()),
         ]
     };
-    on_stage(
+    with_env(
         // What claims to have been tried often waits 32 times as long.
         |settings| settings.retry.longest = Duration::from_millis(200),
-        async move |stage| {
-            let worker = stage.worker().await;
-            let due = stage.names().due();
+        async move |env| {
+            let worker = env.worker().await;
+            let due = env.names().due();
             let mut properties: Vec<BasicProperties> =
                 odd_attempts().into_iter().map(|value| header("attempt", value)).collect();
             properties.push(header("traceparent", AMQPValue::LongLongInt(7)));
@@ -198,22 +198,22 @@ fn headers_and_timestamps_of_odd_types_stop_nobody() {
                 properties.push(BasicProperties::default().with_timestamp(timestamp));
             }
             // Each once for an order that is closed, and once for one that is not there, which is retried or parked.
-            let orders = stage.orders(properties.len(), SECOND).await;
+            let orders = env.orders(properties.len(), SECOND).await;
             for (order, properties) in orders.iter().zip(properties) {
                 let unknown = Order { id: Uuid::now_v7(), ..*order };
-                stage.publish_raw(&due, "due", &order.body(), properties.clone()).await;
-                stage.publish_raw(&due, "due", &unknown.body(), properties).await;
+                env.publish_raw(&due, "due", &order.body(), properties.clone()).await;
+                env.publish_raw(&due, "due", &unknown.body(), properties).await;
             }
             let all = i64::try_from(orders.len()).unwrap();
-            wait_for("the orders' close", async || stage.closed().await == all).await;
-            wait_for("the parking of the others", async || stage.parked().await.len() == orders.len()).await;
-            assert!(stage.parked().await.iter().all(|(reason, ..)| reason == "unknown_order"));
-            let good = stage.order(Duration::ZERO).await;
-            stage.deliver([&good]).await;
-            wait_for("the good order's close", async || stage.status(&good).await == "closed").await;
+            wait_for("the orders' close", async || env.closed().await == all).await;
+            wait_for("the parking of the others", async || env.parked().await.len() == orders.len()).await;
+            assert!(env.parked().await.iter().all(|(reason, ..)| reason == "unknown_order"));
+            let good = env.order(Duration::ZERO).await;
+            env.deliver([&good]).await;
+            wait_for("the good order's close", async || env.status(&good).await == "closed").await;
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
@@ -230,81 +230,81 @@ fn foreign_body(order: &Order) -> Vec<u8> {
 
 #[test]
 fn another_program_publishes_into_a_lane_by_its_plain_name() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let witness = Witness::open(&stage).await;
-            let worker = stage.worker().await;
-            let order = stage.order(2 * SECOND).await;
+        async |env| {
+            let witness = Witness::open(&env).await;
+            let worker = env.worker().await;
+            let order = env.order(2 * SECOND).await;
             let properties =
                 BasicProperties::default().with_content_type("application/json".into()).with_expiration("1500".into());
-            stage.publish_raw(&stage.names().delay(), "2s", &foreign_body(&order), properties).await;
-            wait_for("the close", async || stage.status(&order).await == "closed").await;
-            witness.assert_on_time(&stage).await;
+            env.publish_raw(&env.names().delay(), "2s", &foreign_body(&order), properties).await;
+            wait_for("the close", async || env.status(&order).await == "closed").await;
+            witness.assert_on_time(&env).await;
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn another_program_publishes_into_the_inbox_by_any_key_and_without_a_ttl() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let witness = Witness::open(&stage).await;
-            let worker = stage.worker().await;
+        async |env| {
+            let witness = Witness::open(&env).await;
+            let worker = env.worker().await;
             // One for the next slots, one for those further on.
-            let orders = [stage.order(2 * SECOND).await, stage.order(7 * SECOND).await];
+            let orders = [env.order(2 * SECOND).await, env.order(7 * SECOND).await];
             for (order, key) in orders.iter().zip(["", "shop.checkout"]) {
                 let properties = BasicProperties::default().with_content_type("application/json".into());
-                stage.publish_raw(&stage.names().arm(), key, &foreign_body(order), properties).await;
+                env.publish_raw(&env.names().arm(), key, &foreign_body(order), properties).await;
             }
-            wait_for("the close", async || stage.closed().await == 2).await;
-            witness.assert_on_time(&stage).await;
+            wait_for("the close", async || env.closed().await == 2).await;
+            witness.assert_on_time(&env).await;
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn what_the_broker_gave_up_on_is_taken_into_the_table() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let order = stage.order(3_600 * SECOND).await;
+        async |env| {
+            let order = env.order(3_600 * SECOND).await;
             let fault = b"not even JSON";
-            stage.deliver([&order]).await;
-            stage.publish_raw(&stage.names().due(), "due", fault, BasicProperties::default()).await;
+            env.deliver([&order]).await;
+            env.publish_raw(&env.names().due(), "due", fault, BasicProperties::default()).await;
             // Dead-lettered by the broker itself, with the headers that it adds.
             for _ in 0..2 {
                 let got =
-                    stage.channel.basic_get(stage.names().timeout().as_str().into(), BasicGetOptions::default()).await;
+                    env.channel.basic_get(env.names().timeout().as_str().into(), BasicGetOptions::default()).await;
                 let message = got.unwrap().expect("an alarm in the processing queue");
                 message.reject(BasicRejectOptions { requeue: false }).await.unwrap();
             }
-            wait_for("the dead letters", async || stage.depth(&stage.names().parked()).await == 2).await;
-            let worker = stage.worker().await;
-            wait_for("the parking", async || stage.parked().await.len() == 2).await;
-            let mut parked = stage.parked().await;
+            wait_for("the dead letters", async || env.depth(&env.names().parked()).await == 2).await;
+            let worker = env.worker().await;
+            wait_for("the parking", async || env.parked().await.len() == 2).await;
+            let mut parked = env.parked().await;
             parked.sort();
             assert_eq!((parked[0].0.as_str(), parked[0].2.clone()), ("broker_gave_up", Some(order.id.to_string())));
             assert!(parked[0].1.contains("dead-lettered"), "{}", parked[0].1);
             assert_eq!(parked[1].0, "unreadable");
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 /// `order-timeout parked …` as (exit code, standard output).
-fn parked_command(stage: &Stage, arguments: &[&str]) -> (i32, String) {
+fn parked_command(env: &TestEnv, arguments: &[&str]) -> (i32, String) {
     let (code, stdout, stderr) =
-        tokio::task::block_in_place(|| run(order_timeout(&stage.settings).arg("parked").args(arguments)));
+        tokio::task::block_in_place(|| run(order_timeout(&env.settings).arg("parked").args(arguments)));
     assert!(matches!(code, 0 | 1), "{arguments:?} ended with {code}: {stderr}");
     (code, stdout)
 }
@@ -315,23 +315,23 @@ fn json_lines(text: &str) -> Vec<Value> {
 
 #[test]
 fn an_alarm_that_cannot_be_parked_does_not_keep_others_out() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            sqlx::query("ALTER TABLE parked_alarms ADD CHECK (body <> 'bad')").execute(&stage.pool).await.unwrap();
+        async |env| {
+            sqlx::query("ALTER TABLE parked_alarms ADD CHECK (body <> 'bad')").execute(&env.pool).await.unwrap();
             for body in ["bad", "first", "second"] {
-                stage.publish_raw(&stage.names().due(), DUE_KEY, body.as_bytes(), BasicProperties::default()).await;
+                env.publish_raw(&env.names().due(), DUE_KEY, body.as_bytes(), BasicProperties::default()).await;
             }
-            let worker = stage.worker().await;
-            let parked = async || stage.count("SELECT count(*) FROM parked_alarms").await;
+            let worker = env.worker().await;
+            let parked = async || env.count("SELECT count(*) FROM parked_alarms").await;
             wait_for("the two that can be parked", async || parked().await == 2).await;
             sqlx::query("ALTER TABLE parked_alarms DROP CONSTRAINT parked_alarms_body_check")
-                .execute(&stage.pool)
+                .execute(&env.pool)
                 .await
                 .unwrap();
             wait_for("the third, once it can be parked", async || parked().await == 3).await;
             worker.stop().await;
-            stage.assert_drained().await;
+            env.assert_drained().await;
         },
     );
 }
@@ -348,20 +348,20 @@ async fn insert_parked(pool: &PgPool, reason: &str, body: &[u8]) -> Uuid {
 
 #[test]
 fn parked_list_shows_what_why_and_since_when() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            assert_eq!(parked_command(&stage, &["list"]), (0, "nothing is parked\n".into()));
-            assert_eq!(parked_command(&stage, &["list", "--json"]), (0, String::new()));
-            let worker = stage.worker().await;
-            stage.publish_raw(&stage.names().due(), "due", b"\x1b[2J{", BasicProperties::default()).await;
-            wait_for("the first", async || stage.parked().await.len() == 1).await;
+        async |env| {
+            assert_eq!(parked_command(&env, &["list"]), (0, "nothing is parked\n".into()));
+            assert_eq!(parked_command(&env, &["list", "--json"]), (0, String::new()));
+            let worker = env.worker().await;
+            env.publish_raw(&env.names().due(), "due", b"\x1b[2J{", BasicProperties::default()).await;
+            wait_for("the first", async || env.parked().await.len() == 1).await;
             let body = alarm_json("no-uuid", "2020-01-01T00:00:00Z");
-            stage.publish_raw(&stage.names().due(), "due", &body, BasicProperties::default()).await;
-            wait_for("the second", async || stage.parked().await.len() == 2).await;
+            env.publish_raw(&env.names().due(), "due", &body, BasicProperties::default()).await;
+            wait_for("the second", async || env.parked().await.len() == 2).await;
             worker.stop().await;
 
-            let (code, output) = parked_command(&stage, &["list", "--json"]);
+            let (code, output) = parked_command(&env, &["list", "--json"]);
             let rows = json_lines(&output);
             assert_eq!((code, rows.len()), (0, 2));
             assert_eq!((&rows[0]["reason"], &rows[0]["order_id"]), (&"unreadable".into(), &Value::Null));
@@ -372,72 +372,72 @@ fn parked_list_shows_what_why_and_since_when() {
             assert!(rows[0]["detail"].as_str().unwrap().contains("not valid JSON"));
 
             let ids = |arguments: &[&str]| -> Vec<Value> {
-                json_lines(&parked_command(&stage, arguments).1).iter().map(|row| row["id"].clone()).collect()
+                json_lines(&parked_command(&env, arguments).1).iter().map(|row| row["id"].clone()).collect()
             };
             assert_eq!(ids(&["list", "--json", "--reason", "malformed_id"]), [rows[1]["id"].clone()]);
             assert_eq!(ids(&["list", "--json", "--limit", "1"]), [rows[0]["id"].clone()]);
 
-            let (code, table) = parked_command(&stage, &["list"]);
+            let (code, table) = parked_command(&env, &["list"]);
             assert_eq!((code, table.lines().count()), (0, 3));
             assert!(!table.contains('\x1b'), "what came from a message does not steer the terminal");
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn parked_retry_closes_an_order_that_was_unknown_and_is_there_now() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let worker = stage.worker().await;
-            let order = Order { id: Uuid::now_v7(), deadline: Moment::now_by_local_clock() };
-            stage.deliver([&order]).await;
-            wait_for("the parking", async || stage.parked().await.len() == 1).await;
+        async |env| {
+            let worker = env.worker().await;
+            let order = Order { id: Uuid::now_v7(), deadline: Timestamp::now_by_local_clock() };
+            env.deliver([&order]).await;
+            wait_for("the parking", async || env.parked().await.len() == 1).await;
             let insert = "INSERT INTO orders (id, expires_at) VALUES ($1, clock_timestamp())";
-            sqlx::query(insert).bind(order.id).execute(&stage.pool).await.unwrap();
+            sqlx::query(insert).bind(order.id).execute(&env.pool).await.unwrap();
 
-            let (code, output) = parked_command(&stage, &["retry", "--all"]);
+            let (code, output) = parked_command(&env, &["retry", "--all"]);
             assert_eq!(code, 0);
             assert!(output.contains("1 alarm(s) selected, nothing done; add --yes"), "{output}");
-            let (code, output) = parked_command(&stage, &["retry", "--all", "--json"]);
+            let (code, output) = parked_command(&env, &["retry", "--all", "--json"]);
             assert_eq!(
                 (code, json_lines(&output)),
                 (0, vec![serde_json::json!({ "selected": 1, "done": 0, "missing": [] })])
             );
-            assert_eq!((stage.parked().await.len(), stage.status(&order).await), (1, "unpaid".into()));
+            assert_eq!((env.parked().await.len(), env.status(&order).await), (1, "unpaid".into()));
 
-            let (code, output) = parked_command(&stage, &["retry", "--all", "--yes", "--json"]);
+            let (code, output) = parked_command(&env, &["retry", "--all", "--yes", "--json"]);
             assert_eq!(
                 (code, json_lines(&output)),
                 (0, vec![serde_json::json!({ "retried": 1, "kept": [], "missing": [] })])
             );
-            wait_for("the close", async || stage.status(&order).await == "closed").await;
-            assert_eq!(stage.parked().await, []);
+            wait_for("the close", async || env.status(&order).await == "closed").await;
+            assert_eq!(env.parked().await, []);
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn parked_retry_does_not_drop_what_the_worker_parks_again_at_once() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let worker = stage.worker().await;
-            let far = Moment::now_by_local_clock() + 20_000 * 86_400 * SECOND;
+        async |env| {
+            let worker = env.worker().await;
+            let far = Timestamp::now_by_local_clock() + 20_000 * 86_400 * SECOND;
             let orders: Vec<Order> = (0..50).map(|_| Order { id: Uuid::now_v7(), deadline: far }).collect();
-            stage.deliver(&orders).await;
-            wait_for("the parking", async || stage.parked().await.len() == 50).await;
-            let (code, output) = parked_command(&stage, &["retry", "--reason", "too_far", "--yes"]);
+            env.deliver(&orders).await;
+            wait_for("the parking", async || env.parked().await.len() == 50).await;
+            let (code, output) = parked_command(&env, &["retry", "--reason", "too_far", "--yes"]);
             assert_eq!(code, 0, "{output}");
-            wait_for("them parked again", async || stage.parked().await.len() == 50).await;
+            wait_for("them parked again", async || env.parked().await.len() == 50).await;
             worker.stop().await;
-            stage.assert_drained().await;
-            assert_eq!(stage.parked().await.len(), 50);
+            env.assert_drained().await;
+            assert_eq!(env.parked().await.len(), 50);
         },
     );
 }
@@ -445,28 +445,29 @@ fn parked_retry_does_not_drop_what_the_worker_parks_again_at_once() {
 /// Both lock many rows of the table, and the operator's statement is the one that must not be the deadlock's victim.
 #[test]
 fn what_is_retried_or_dropped_is_deleted_while_the_worker_parks_it_again() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let database = Database::connect(&stage.settings.database, 2).await.unwrap();
-            let parcel =
-                |n: usize| Parcel::unread(ParkReason::MalformedId, "nonsense", format!("no alarm {n}").as_bytes());
-            let parcels: Vec<Parcel> = (0..300).map(parcel).collect();
-            let parcels: Vec<&Parcel> = parcels.iter().collect();
-            park::park(&database, &parcels).await.unwrap();
+        async |env| {
+            let database = Database::connect(&env.settings.database, 2).await.unwrap();
+            let dead_letter =
+                |n: usize| DeadLetter::unread(ParkReason::MalformedId, "nonsense", format!("no alarm {n}").as_bytes());
+            let dead_letters: Vec<DeadLetter> = (0..300).map(dead_letter).collect();
+            let dead_letters: Vec<&DeadLetter> = dead_letters.iter().collect();
+            park::park(&database, &dead_letters).await.unwrap();
             for _ in 0..50 {
                 let mut rows = park::list(&database, &Selection::All, i64::MAX).await.unwrap();
                 rows.sort_by_key(|row| std::cmp::Reverse(row.id));
                 let listed: Vec<_> = rows.iter().map(|row| (row.id, row.since)).collect();
                 let ids: Vec<_> = rows.iter().map(|row| row.id).collect();
                 let (parked, retried) =
-                    tokio::join!(park::park(&database, &parcels), park::drop_retried(&database, &listed));
+                    tokio::join!(park::park(&database, &dead_letters), park::drop_retried(&database, &listed));
                 parked.unwrap();
                 retried.unwrap();
-                let (parked, dropped) = tokio::join!(park::park(&database, &parcels), park::drop_rows(&database, &ids));
+                let (parked, dropped) =
+                    tokio::join!(park::park(&database, &dead_letters), park::drop_rows(&database, &ids));
                 parked.unwrap();
                 dropped.unwrap();
-                park::park(&database, &parcels).await.unwrap();
+                park::park(&database, &dead_letters).await.unwrap();
             }
         },
     );
@@ -474,76 +475,76 @@ fn what_is_retried_or_dropped_is_deleted_while_the_worker_parks_it_again() {
 
 #[test]
 fn parked_retry_keeps_what_is_still_unreadable_and_says_why() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let order = stage.order(SECOND).await;
-            let readable = insert_parked(&stage.pool, "unknown_order", &order.body()).await;
-            let unreadable = insert_parked(&stage.pool, "unreadable", b"{").await;
+        async |env| {
+            let order = env.order(SECOND).await;
+            let readable = insert_parked(&env.pool, "unknown_order", &order.body()).await;
+            let unreadable = insert_parked(&env.pool, "unreadable", b"{").await;
 
-            let (code, output) = parked_command(&stage, &["retry", "--all", "--yes", "--json"]);
+            let (code, output) = parked_command(&env, &["retry", "--all", "--yes", "--json"]);
             let answer = &json_lines(&output)[0];
             assert_eq!((code, &answer["retried"]), (1, &1.into()));
             assert_eq!(answer["kept"][0]["id"], unreadable.to_string());
             assert!(answer["kept"][0]["why"].as_str().unwrap().contains("not valid JSON"), "{answer}");
             let left: Vec<Uuid> =
-                sqlx::query_scalar("SELECT id FROM parked_alarms").fetch_all(&stage.pool).await.unwrap();
+                sqlx::query_scalar("SELECT id FROM parked_alarms").fetch_all(&env.pool).await.unwrap();
             assert_eq!(left, [unreadable]);
             assert_ne!(readable, unreadable);
 
-            let (code, output) = parked_command(&stage, &["retry", &unreadable.to_string(), "--yes"]);
+            let (code, output) = parked_command(&env, &["retry", &unreadable.to_string(), "--yes"]);
             assert_eq!(code, 1);
             assert!(
                 output.contains("0 alarm(s) sent back") && output.contains(&format!("kept {unreadable}")),
                 "{output}"
             );
             // Of one that was too large only the beginning was kept, of which there is nothing to say.
-            let cut = insert_parked(&stage.pool, "unreadable", &[b'['; 16 * 1024]).await;
-            let (_, output) = parked_command(&stage, &["retry", &cut.to_string(), "--yes"]);
+            let cut = insert_parked(&env.pool, "unreadable", &[b'['; 16 * 1024]).await;
+            let (_, output) = parked_command(&env, &["retry", &cut.to_string(), "--yes"]);
             assert!(output.contains(&format!("kept {cut}: for the test")), "{output}");
 
-            let worker = stage.worker().await;
-            wait_for("the close of the one that was sent", async || stage.status(&order).await == "closed").await;
+            let worker = env.worker().await;
+            wait_for("the close of the one that was sent", async || env.status(&order).await == "closed").await;
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn parked_drop_deletes_what_was_selected_and_nothing_else() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let mut ids = Vec::new();
             for reason in ["unreadable", "unreadable", "too_far", "close_failed", "close_failed"] {
-                ids.push(insert_parked(&stage.pool, reason, b"{").await);
+                ids.push(insert_parked(&env.pool, reason, b"{").await);
             }
-            let left = async || stage.count("SELECT count(*) FROM parked_alarms").await;
+            let left = async || env.count("SELECT count(*) FROM parked_alarms").await;
             let done = |(code, output): (i32, String)| {
                 assert_eq!(code, 0);
                 json_lines(&output)[0]["dropped"].as_i64().expect("a count")
             };
-            let (code, output) = parked_command(&stage, &["drop", "--all"]);
+            let (code, output) = parked_command(&env, &["drop", "--all"]);
             assert_eq!((code, left().await), (0, 5), "a preview drops nothing: {output}");
             assert!(output.contains("5 alarm(s) selected, nothing done"), "{output}");
 
             let id = ids[0].to_string();
-            assert_eq!(done(parked_command(&stage, &["drop", &id, "--yes", "--json"])), 1);
+            assert_eq!(done(parked_command(&env, &["drop", &id, "--yes", "--json"])), 1);
             for action in [&["drop"][..], &["drop", "--yes"], &["retry", "--yes"]] {
-                let (code, output) = parked_command(&stage, &[action, &[&id]].concat());
+                let (code, output) = parked_command(&env, &[action, &[&id]].concat());
                 assert!(code == 1 && output.contains(&format!("no alarm {id} is parked")), "it is gone: {output}");
-                let (code, output) = parked_command(&stage, &[action, &[&id, "--json"]].concat());
+                let (code, output) = parked_command(&env, &[action, &[&id, "--json"]].concat());
                 assert_eq!((code, &json_lines(&output)[0]["missing"][0]), (1, &id.as_str().into()));
             }
-            assert_eq!(done(parked_command(&stage, &["drop", "--reason", "close_failed", "--yes", "--json"])), 2);
+            assert_eq!(done(parked_command(&env, &["drop", "--reason", "close_failed", "--yes", "--json"])), 2);
             let reasons: Vec<String> =
-                sqlx::query_scalar("SELECT reason FROM parked_alarms ORDER BY 1").fetch_all(&stage.pool).await.unwrap();
+                sqlx::query_scalar("SELECT reason FROM parked_alarms ORDER BY 1").fetch_all(&env.pool).await.unwrap();
             assert_eq!(reasons, ["too_far", "unreadable"]);
-            assert_eq!(done(parked_command(&stage, &["drop", "--all", "--yes", "--json"])), 2);
+            assert_eq!(done(parked_command(&env, &["drop", "--all", "--yes", "--json"])), 2);
             assert_eq!(left().await, 0);
-            stage.assert_ledger().await;
+            env.assert_ledger().await;
         },
     );
 }
@@ -556,29 +557,29 @@ fn unknown_alarm() -> (Vec<u8>, BasicProperties) {
 #[test]
 fn parked_flood_is_counted_not_listed() {
     const ALARMS: usize = 20_000;
-    on_stage(
+    with_env(
         |settings| settings.http.listen = Listen(Some(free_address())),
-        async |stage| {
+        async |env| {
             let folder = tempfile::tempdir().unwrap();
             let log = folder.path().join("log");
-            let worker = WorkerProcess::start_with_log(&stage.settings, &log);
-            let (mut confirms, due) = (Vec::new(), stage.names().due());
+            let worker = WorkerProcess::start_with_log(&env.settings, &log);
+            let (mut confirms, due) = (Vec::new(), env.names().due());
             for _ in 0..ALARMS {
                 let (body, properties) = unknown_alarm();
                 let options = BasicPublishOptions::default();
-                let sent = stage.channel.basic_publish(due.as_str().into(), DUE_KEY.into(), options, &body, properties);
+                let sent = env.channel.basic_publish(due.as_str().into(), DUE_KEY.into(), options, &body, properties);
                 confirms.push(sent.await.unwrap());
             }
             for confirm in confirms {
                 assert!(confirm.await.unwrap().is_ack());
             }
-            let parked = async || stage.count("SELECT count(*) FROM parked_alarms").await;
+            let parked = async || env.count("SELECT count(*) FROM parked_alarms").await;
             wait_within(90 * SECOND, "the parking", async || parked().await == ALARMS as i64).await;
-            let address = stage.settings.http.listen.0.unwrap();
-            let (_, metrics) = http::get(address, METRICS, PATIENCE).await.unwrap();
+            let address = env.settings.http.listen.0.unwrap();
+            let (_, metrics) = http::get(address, METRICS, TIMEOUT).await.unwrap();
             let counted = format!("order_timeout_alarms_parked_total{{reason=\"unknown_order\"}} {ALARMS}");
             assert!(metrics.contains(&counted), "the metric counts all");
-            assert_eq!(worker.terminate(PATIENCE), 0);
+            assert_eq!(worker.terminate(TIMEOUT), 0);
             let text = std::fs::read_to_string(&log).unwrap();
             let lines = text.lines().filter(|line| line.contains("alarms parked")).count();
             println!("{ALARMS} parked alarms: {} bytes of log, {lines} lines about them", text.len());
@@ -590,24 +591,24 @@ fn parked_flood_is_counted_not_listed() {
 
 #[test]
 fn old_parked_alarms_are_deleted() {
-    on_stage(
+    with_env(
         |settings| settings.parked.keep = 3_600 * SECOND,
-        async |stage| {
+        async |env| {
             let park = "INSERT INTO parked_alarms (reason, detail, body, parked_at)
                         SELECT 'unreadable', 'for the test', '{', now() - make_interval(mins => age)
                         FROM generate_series(1, 120) AS age, generate_series(1, 40)";
-            sqlx::query(park).execute(&stage.pool).await.unwrap();
-            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
+            sqlx::query(park).execute(&env.pool).await.unwrap();
+            let database = Database::connect(&env.settings.database, 1).await.unwrap();
             let (mut deleted, mut more) = (0, true);
             while more {
-                let page = park::forget_old(&database, stage.settings.parked.keep).await.unwrap();
+                let page = park::forget_old(&database, env.settings.parked.keep).await.unwrap();
                 assert!(page.0 <= 1_000, "{} at once", page.0);
                 deleted += page.0;
                 more = page.1;
             }
-            let left = stage.count("SELECT count(*) FROM parked_alarms").await;
+            let left = env.count("SELECT count(*) FROM parked_alarms").await;
             let young =
-                stage.count("SELECT count(*) FROM parked_alarms WHERE parked_at > now() - interval '1 hour'").await;
+                env.count("SELECT count(*) FROM parked_alarms WHERE parked_at > now() - interval '1 hour'").await;
             assert_eq!((left, left + deleted as i64), (young, 4_800));
             assert!((2_300..=2_400).contains(&left), "{left}");
         },
@@ -616,28 +617,28 @@ fn old_parked_alarms_are_deleted() {
 
 #[test]
 fn parked_list_is_paged_and_shows_bodies() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let mut ids = Vec::new();
             for body in [&b"{\"order_id\": \"1\"}"[..], b"\xff\x1b[2J", "a\u{202e}b".as_bytes(), b"4", b"5"] {
-                ids.push(insert_parked(&stage.pool, "unreadable", body).await.to_string());
+                ids.push(insert_parked(&env.pool, "unreadable", body).await.to_string());
             }
-            let (code, page) = parked_command(&stage, &["list", "--limit", "2"]);
+            let (code, page) = parked_command(&env, &["list", "--limit", "2"]);
             assert_eq!((code, page.lines().count()), (0, 4), "{page}");
             assert!(page.contains("{\"order_id\": \"1\"}") && page.contains("\\xff\\u001b[2J"), "{page}");
             assert!(page.contains(&format!("2 of 5 shown; the next: add --after {}", ids[1])), "{page}");
-            let (_, page) = parked_command(&stage, &["list", "--limit", "2", "--after", &ids[1], "--json"]);
+            let (_, page) = parked_command(&env, &["list", "--limit", "2", "--after", &ids[1], "--json"]);
             let rows = json_lines(&page);
             assert_eq!((&rows[0]["id"], &rows[1]["id"]), (&ids[2].as_str().into(), &ids[3].as_str().into()));
             assert_eq!(rows[0]["body"], "a\u{202e}b");
             assert!(!page.contains('\u{202e}'), "as an escape");
-            let (_, page) = parked_command(&stage, &["list", "--json"]);
+            let (_, page) = parked_command(&env, &["list", "--json"]);
             let rows = json_lines(&page);
             assert_eq!((&rows[1]["body"], &rows[1]["body_hex"]), (&Value::Null, &"ff1b5b324a".into()));
-            let (_, page) = parked_command(&stage, &["list", "--after", &ids[4]]);
+            let (_, page) = parked_command(&env, &["list", "--after", &ids[4]]);
             assert_eq!(page, "nothing more is parked\n");
-            let (code, _) = parked_command(&stage, &["list", "--after", &Uuid::now_v7().to_string()]);
+            let (code, _) = parked_command(&env, &["list", "--after", &Uuid::now_v7().to_string()]);
             assert_eq!(code, 1);
         },
     );

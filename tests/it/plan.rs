@@ -8,7 +8,7 @@ use order_timeout::database::Database;
 use serde_json::Value;
 use sqlx::{AssertSqlSafe, PgConnection};
 
-use crate::support::{Stage, on_stage};
+use crate::support::{TestEnv, with_env};
 
 const OVERDUE_SQL: &str = include_str!("../../sql/overdue.sql");
 const CLOSE_TYPES: &str = "text[], text, boolean";
@@ -20,10 +20,10 @@ const BATCH: usize = 800;
 const MOST_ROWS: f64 = 10.0 * BATCH as f64;
 
 /// Overdue orders of one article each, among many that are paid.
-async fn fill(stage: &Stage) {
+async fn fill(env: &TestEnv) {
     for table in ["orders", "order_items", "stock"] {
         let keep = format!("ALTER TABLE {table} SET (autovacuum_enabled = false)");
-        sqlx::query(AssertSqlSafe(keep)).execute(&stage.pool).await.unwrap();
+        sqlx::query(AssertSqlSafe(keep)).execute(&env.pool).await.unwrap();
     }
     let fill = format!(
         "INSERT INTO stock SELECT 'a' || n, 0, 1000 FROM generate_series(1, {ARTICLES}) n;
@@ -35,7 +35,7 @@ async fn fill(stage: &Stage) {
          INSERT INTO order_items
          SELECT id, 'a' || (1 + row_number() OVER () * 7 % {ARTICLES}), 1 FROM orders"
     );
-    sqlx::raw_sql(AssertSqlSafe(fill)).execute(&stage.pool).await.unwrap();
+    sqlx::raw_sql(AssertSqlSafe(fill)).execute(&env.pool).await.unwrap();
 }
 
 /// One part of a plan, and what it did.
@@ -102,10 +102,10 @@ fn assert_by_primary_key(plan: &[Part], what: &str) {
 }
 
 /// As many unpaid orders as a batch holds, as an array in SQL.
-async fn a_batch_of_them(stage: &Stage) -> String {
+async fn a_batch_of_them(env: &TestEnv) -> String {
     let ids: Vec<String> = sqlx::query_scalar("SELECT id::text FROM orders WHERE status = 'unpaid' LIMIT $1")
         .bind(BATCH as i64)
-        .fetch_all(&stage.pool)
+        .fetch_all(&env.pool)
         .await
         .unwrap();
     format!("ARRAY['{}']", ids.join("','"))
@@ -113,15 +113,15 @@ async fn a_batch_of_them(stage: &Stage) -> String {
 
 #[test]
 fn a_batch_goes_by_primary_key_whether_the_tables_were_analysed_or_not() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            fill(&stage).await;
-            let mut connection = stage.pool.acquire().await.unwrap();
-            let ids = a_batch_of_them(&stage).await;
+        async |env| {
+            fill(&env).await;
+            let mut connection = env.pool.acquire().await.unwrap();
+            let ids = a_batch_of_them(&env).await;
             for analysed in [false, true] {
                 if analysed {
-                    sqlx::raw_sql("ANALYZE").execute(&stage.pool).await.unwrap();
+                    sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
                 }
                 for mode in ["force_custom_plan", "force_generic_plan"] {
                     for patient in [true, false] {
@@ -138,18 +138,18 @@ fn a_batch_goes_by_primary_key_whether_the_tables_were_analysed_or_not() {
 /// A worker has been there for long when the flash sale begins: its plan is the one for the small tables of before.
 #[test]
 fn a_plan_made_for_empty_tables_goes_by_primary_key_once_they_are_full() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
-            sqlx::raw_sql("ANALYZE").execute(&stage.pool).await.unwrap();
+        async |env| {
+            let database = Database::connect(&env.settings.database, 1).await.unwrap();
+            sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
             let plan_is_made = async |connection: &mut PgConnection| {
                 prepare(connection, "force_generic_plan", CLOSE_SQL, CLOSE_TYPES).await;
                 Ok(explain(connection, "ARRAY[]::text[], 'alarm', true").await)
             };
             database.run(plan_is_made).await.unwrap();
-            fill(&stage).await;
-            let ids = a_batch_of_them(&stage).await;
+            fill(&env).await;
+            let ids = a_batch_of_them(&env).await;
             let plan_is_used =
                 async |connection: &mut PgConnection| Ok(explain(connection, &format!("{ids}, 'alarm', true")).await);
             assert_by_primary_key(&database.run(plan_is_used).await.unwrap(), "a plan made for empty tables");
@@ -159,14 +159,14 @@ fn a_plan_made_for_empty_tables_goes_by_primary_key_once_they_are_full() {
 
 #[test]
 fn the_sweep_walks_the_deadline_index_and_reads_no_more_than_a_page() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            fill(&stage).await;
-            let mut connection = stage.pool.acquire().await.unwrap();
+        async |env| {
+            fill(&env).await;
+            let mut connection = env.pool.acquire().await.unwrap();
             for analysed in [false, true] {
                 if analysed {
-                    sqlx::raw_sql("ANALYZE").execute(&stage.pool).await.unwrap();
+                    sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
                 }
                 for mode in ["force_custom_plan", "force_generic_plan"] {
                     let types = "float8, timestamptz, text, bigint";

@@ -12,34 +12,34 @@ use sqlx::{AssertSqlSafe, Row};
 
 use crate::support::process::call_with;
 use crate::support::skip::skipped;
-use crate::support::{Stage, on_stage, wait_for};
+use crate::support::{TestEnv, wait_for, with_env};
 use pgbouncer::Pooler;
 
 /// Runs a test behind a PgBouncer of this configuration, or says that there is none.
 fn behind<F: Future<Output = ()> + Send + 'static>(
     name: &str,
     configuration: &'static str,
-    test: impl FnOnce(std::sync::Arc<Stage>, Pooler) -> F + Send + 'static,
+    test: impl FnOnce(std::sync::Arc<TestEnv>, Pooler) -> F + Send + 'static,
 ) {
     let name = format!("poolers::{name}");
-    on_stage(
+    with_env(
         |_| {},
-        async move |stage| match Pooler::start(&stage.settings.database.url, configuration) {
-            Some(pooler) => test(stage, pooler).await,
+        async move |env| match Pooler::start(&env.settings.database.url, configuration) {
+            Some(pooler) => test(env, pooler).await,
             None => skipped(&name, "pgbouncer is not installed; install it with: apt-get install pgbouncer"),
         },
     );
 }
 
-fn with_url(stage: &Stage, url: SecretString) -> Settings {
-    let mut settings = stage.settings.clone();
+fn with_url(env: &TestEnv, url: SecretString) -> Settings {
+    let mut settings = env.settings.clone();
     settings.database.url = url;
     settings
 }
 
 /// The address by way of the pooler, with a schema of the worker's own on the search path.
-fn with_schema(pooler: &Pooler, stage: &Stage) -> SecretString {
-    let url = pooler.url_of(&stage.settings.database.url);
+fn with_schema(pooler: &Pooler, env: &TestEnv) -> SecretString {
+    let url = pooler.url_of(&env.settings.database.url);
     format!("{}?options=-csearch_path%3Downers_schema", url.expose_secret()).into()
 }
 
@@ -54,29 +54,29 @@ async fn session_settings(settings: &Settings) -> Vec<String> {
 }
 
 /// Closes an order by its alarm while an article of another is locked.
-async fn assert_closes(stage: &Stage, settings: Settings) {
+async fn assert_closes(env: &TestEnv, settings: Settings) {
     let worker = crate::support::RunningWorker::start(settings).await;
-    let publisher = stage.publisher().await;
-    stage.stock("locked", 10).await;
-    let held_up = stage.orders_of("locked", 1, Duration::from_secs(1)).await.remove(0);
-    let order = stage.order(Duration::from_secs(1)).await;
-    let mut payment = stage.pool.begin().await.unwrap();
+    let publisher = env.publisher().await;
+    env.stock("locked", 10).await;
+    let held_up = env.orders_of("locked", 1, Duration::from_secs(1)).await.remove(0);
+    let order = env.order(Duration::from_secs(1)).await;
+    let mut payment = env.pool.begin().await.unwrap();
     sqlx::query("SELECT FROM stock WHERE article_id = 'locked' FOR UPDATE").execute(&mut *payment).await.unwrap();
     for order in [&held_up, &order] {
         publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
     }
-    wait_for("the close", async || stage.status(&order).await == "closed").await;
-    assert_eq!(stage.status(&held_up).await, "unpaid");
+    wait_for("the close", async || env.status(&order).await == "closed").await;
+    assert_eq!(env.status(&held_up).await, "unpaid");
     payment.rollback().await.unwrap();
-    wait_for("the close of the other", async || stage.status(&held_up).await == "closed").await;
+    wait_for("the close of the other", async || env.status(&held_up).await == "closed").await;
     worker.stop().await;
-    stage.assert_ledger().await;
+    env.assert_ledger().await;
 }
 
 #[test]
 fn session_mode_needs_no_configuration() {
-    behind("session_mode_needs_no_configuration", "pool_mode = session", async |stage, pooler| {
-        let settings = with_url(&stage, pooler.url_of(&stage.settings.database.url));
+    behind("session_mode_needs_no_configuration", "pool_mode = session", async |env, pooler| {
+        let settings = with_url(&env, pooler.url_of(&env.settings.database.url));
         let (code, said, error) = call_with(&settings, &["setup"]).await;
         assert!(code == 0 && said.contains("up to date"), "{said}{error}");
         assert_eq!(
@@ -84,30 +84,30 @@ fn session_mode_needs_no_configuration() {
             ["5s", "200ms", "5s", "off", "force_generic_plan", "off"],
             "as without a pooler"
         );
-        assert_closes(&stage, settings).await;
+        assert_closes(&env, settings).await;
     });
 }
 
 #[test]
 fn dropped_options_are_set_again() {
     let configuration = "pool_mode = session\nignore_startup_parameters = extra_float_digits,options";
-    behind("dropped_options_are_set_again", configuration, async |stage, pooler| {
-        sqlx::raw_sql("CREATE SCHEMA owners_schema").execute(&stage.pool).await.unwrap();
-        let settings = with_url(&stage, with_schema(&pooler, &stage));
+    behind("dropped_options_are_set_again", configuration, async |env, pooler| {
+        sqlx::raw_sql("CREATE SCHEMA owners_schema").execute(&env.pool).await.unwrap();
+        let settings = with_url(&env, with_schema(&pooler, &env));
         let (code, said, error) = call_with(&settings, &["setup"]).await;
         assert!(code == 0 && said.contains("applied"), "{said}{error}");
         let there = "SELECT count(*) FROM pg_tables WHERE schemaname = 'owners_schema' AND tablename = 'orders'";
-        assert_eq!(stage.count(there).await, 1, "the tables are in the schema that the address names");
+        assert_eq!(env.count(there).await, 1, "the tables are in the schema that the address names");
         let found = session_settings(&settings).await;
         assert_eq!((found[0].as_str(), found[6].as_str()), ("5s", "owners_schema"));
-        assert_closes(&stage, with_url(&stage, pooler.url_of(&stage.settings.database.url))).await;
+        assert_closes(&env, with_url(&env, pooler.url_of(&env.settings.database.url))).await;
     });
 }
 
 #[test]
 fn refused_options_name_the_pooler() {
-    behind("refused_options_name_the_pooler", "pool_mode = session", async |stage, pooler| {
-        let settings = with_url(&stage, with_schema(&pooler, &stage));
+    behind("refused_options_name_the_pooler", "pool_mode = session", async |env, pooler| {
+        let settings = with_url(&env, with_schema(&pooler, &env));
         assert_refused(&settings, &["PgBouncer", "to ignore_startup_parameters"]).await;
     });
 }
@@ -124,10 +124,10 @@ async fn assert_refused(settings: &Settings, parts: &[&str]) {
 }
 
 fn assert_shared_sessions_are_refused(name: &'static str, configuration: &'static str) {
-    behind(name, configuration, async |stage, pooler| {
+    behind(name, configuration, async |env, pooler| {
         // One server connection that the pooler has kept, so that what is set there would be found.
-        let url = pooler.url_of(&stage.settings.database.url);
-        assert_refused(&with_url(&stage, url.clone()), &["PgBouncer", "pool_mode = session"]).await;
+        let url = pooler.url_of(&env.settings.database.url);
+        assert_refused(&with_url(&env, url.clone()), &["PgBouncer", "pool_mode = session"]).await;
         let pool = sqlx::postgres::PgPoolOptions::new().max_connections(1);
         let options: sqlx::postgres::PgConnectOptions = url.expose_secret().parse().unwrap();
         let pool = pool.connect_with(options.extra_float_digits(None)).await.unwrap();

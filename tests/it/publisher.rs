@@ -9,15 +9,15 @@ use lapin::options::QueueDeleteOptions;
 use lapin::types::FieldTable;
 use order_timeout::config::Lane;
 use order_timeout::confirm::{ConfirmedPublisher, Outgoing};
-use order_timeout::order::{Moment, OrderId};
+use order_timeout::order::{OrderId, Timestamp};
 use order_timeout::topology::{Binding, Topology};
-use order_timeout::{BadSettings, BrokerFault, NotAllScheduled, NotConfirmed, NotScheduled, Publisher, Settings};
+use order_timeout::{BrokerError, PublishError, Publisher, ScheduleError, ScheduleManyError, Settings, SettingsError};
 use sqlx::AssertSqlSafe;
 use uuid::Uuid;
 
 use crate::support::frames::FrameProxy;
 use crate::support::private::Private;
-use crate::support::{Stage, on_stage, wait_for};
+use crate::support::{TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// What a busy machine may add to a bound.
@@ -27,29 +27,29 @@ fn fresh_id() -> OrderId {
     OrderId::new(Uuid::now_v7().to_string()).unwrap()
 }
 
-fn ahead(delay: Duration) -> Moment {
-    Moment::now_by_local_clock() + delay
+fn ahead(delay: Duration) -> Timestamp {
+    Timestamp::now_by_local_clock() + delay
 }
 
 /// The bindings of one lane.
-fn bindings_of(stage: &Stage, lane: &str) -> Vec<Binding> {
-    let (delay, prefix) = (stage.names().delay(), format!("{lane}."));
-    let topology = Topology::new(&stage.settings);
+fn bindings_of(env: &TestEnv, lane: &str) -> Vec<Binding> {
+    let (delay, prefix) = (env.names().delay(), format!("{lane}."));
+    let topology = Topology::new(&env.settings);
     topology.bindings.into_iter().filter(|b| b.exchange == delay && b.routing_key.starts_with(&prefix)).collect()
 }
 
 /// Messages in all queues of a lane.
-async fn lane_depth(stage: &Stage, lane: &str) -> usize {
+async fn lane_depth(env: &TestEnv, lane: &str) -> usize {
     let mut depth = 0;
-    for binding in bindings_of(stage, lane) {
-        depth += stage.depth(binding.destination.name()).await as usize;
+    for binding in bindings_of(env, lane) {
+        depth += env.depth(binding.destination.name()).await as usize;
     }
     depth
 }
 
-async fn unbind(stage: &Stage, binding: &Binding) {
+async fn unbind(env: &TestEnv, binding: &Binding) {
     let (queue, exchange, key) = (binding.destination.name(), binding.exchange.as_str(), binding.routing_key.as_str());
-    stage.channel.queue_unbind(queue.into(), exchange.into(), key.into(), FieldTable::default()).await.unwrap();
+    env.channel.queue_unbind(queue.into(), exchange.into(), key.into(), FieldTable::default()).await.unwrap();
 }
 
 fn lane(name: &str) -> Lane {
@@ -57,7 +57,7 @@ fn lane(name: &str) -> Lane {
 }
 
 /// Insists that an error says that nothing was scheduled, and why.
-fn assert_says(error: &NotScheduled, why: &str) {
+fn assert_says(error: &ScheduleError, why: &str) {
     let text = error.to_string();
     assert!(text.starts_with("not scheduled: ") && text.contains(why), "{text:?} does not say {why:?}");
 }
@@ -65,68 +65,68 @@ fn assert_says(error: &NotScheduled, why: &str) {
 /// Whatever a publisher must write into its signatures has a name at the front door; that this compiles is the test.
 #[allow(dead_code)]
 struct Signatures {
-    load: fn(Option<&std::path::Path>, &[String]) -> Result<Settings, BadSettings>,
-    connected: Result<Publisher, BrokerFault>,
-    scheduled: Result<(), NotScheduled>,
-    all_scheduled: Result<usize, NotAllScheduled>,
-    why: NotConfirmed,
+    load: fn(Option<&std::path::Path>, &[String]) -> Result<Settings, SettingsError>,
+    connected: Result<Publisher, BrokerError>,
+    scheduled: Result<(), ScheduleError>,
+    all_scheduled: Result<usize, ScheduleManyError>,
+    why: PublishError,
 }
 
 #[test]
 fn an_alarm_that_reaches_no_queue_is_not_scheduled() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let publisher = stage.publisher().await;
-            let arm = stage.names().arm();
-            stage.channel.queue_delete(arm.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        async |env| {
+            let publisher = env.publisher().await;
+            let arm = env.names().arm();
+            env.channel.queue_delete(arm.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
             let error = publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap_err();
             assert_says(&error, "no queue is bound");
             assert_says(&error, "run `order-timeout setup`");
             // The connection is still good: what reaches a queue is scheduled.
             publisher.schedule(fresh_id().as_str(), ahead(2 * SECOND)).await.unwrap();
-            assert_eq!(lane_depth(&stage, "2s").await + stage.depth(&stage.names().timeout()).await as usize, 1);
-            stage.assert_ledger().await;
+            assert_eq!(lane_depth(&env, "2s").await + env.depth(&env.names().timeout()).await as usize, 1);
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn an_exchange_that_is_not_there_is_an_error_and_not_the_end_of_the_publisher() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let publisher = stage.publisher().await;
-            let delay = stage.names().delay();
-            stage.channel.exchange_delete(delay.as_str().into(), Default::default()).await.unwrap();
+        async |env| {
+            let publisher = env.publisher().await;
+            let delay = env.names().delay();
+            env.channel.exchange_delete(delay.as_str().into(), Default::default()).await.unwrap();
             let error = publisher.schedule(fresh_id().as_str(), ahead(2 * SECOND)).await.unwrap_err();
             assert_says(&error, "NOT_FOUND");
             publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap();
-            assert_eq!(stage.depth(&stage.names().arm()).await, 1);
-            stage.assert_ledger().await;
+            assert_eq!(env.depth(&env.names().arm()).await, 1);
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn connecting_to_a_namespace_that_was_never_set_up_says_so() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let mut settings = stage.settings.clone();
+        async |env| {
+            let mut settings = env.settings.clone();
             settings.namespace.push_str("-elsewhere");
             let fault = Publisher::connect(&settings).await.unwrap_err();
-            assert!(matches!(fault, BrokerFault::Refused(_)), "{fault:?}");
+            assert!(matches!(fault, BrokerError::Refused(_)), "{fault:?}");
             let text = fault.to_string();
             assert!(text.contains(&settings.namespace) && text.contains("order-timeout setup"), "{text}");
-            stage.assert_ledger().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn of_many_pipelined_alarms_exactly_those_without_a_queue_are_not_scheduled() {
-    on_stage(
+    with_env(
         |settings| {
             // A tolerance of a second, so that what is published last still belongs to its lane.
             settings.delay.lead = 2 * SECOND;
@@ -134,15 +134,15 @@ fn of_many_pipelined_alarms_exactly_those_without_a_queue_are_not_scheduled() {
             settings.delay.lanes = vec![lane("40s"), lane("90s")];
             settings.delay.rings[1].early = Some(SECOND);
         },
-        async |stage| {
-            for binding in bindings_of(&stage, "90s") {
-                unbind(&stage, &binding).await;
+        async |env| {
+            for binding in bindings_of(&env, "90s") {
+                unbind(&env, &binding).await;
             }
-            let publisher = stage.publisher().await;
+            let publisher = env.publisher().await;
             let mut scheduled_before = 0;
             for round in 0..6_usize {
-                let now = Moment::now_by_local_clock();
-                let alarms: Vec<(OrderId, Moment, bool)> = (0..2_000)
+                let now = Timestamp::now_by_local_clock();
+                let alarms: Vec<(OrderId, Timestamp, bool)> = (0..2_000)
                     .map(|index| {
                         // Rare, then half, then most; scattered, so that neighbours differ.
                         let bound = fastrand::usize(0..100) < [98, 50, 2][round % 3] || index == 0;
@@ -160,70 +160,70 @@ fn of_many_pipelined_alarms_exactly_those_without_a_queue_are_not_scheduled() {
                 assert_eq!(error.failed.len(), unroutable.len(), "each of them once");
                 assert_eq!(error.scheduled, 2_000 - unroutable.len());
                 for (_, why) in &error.failed {
-                    assert!(matches!(why, NotScheduled::NotConfirmed(NotConfirmed::Unroutable(_))), "{why}");
+                    assert!(matches!(why, ScheduleError::PublishError(PublishError::Unroutable(_))), "{why}");
                 }
                 let text = error.to_string();
                 assert!(text.starts_with(&format!("{} of 2000 alarms not scheduled", unroutable.len())), "{text}");
                 scheduled_before += error.scheduled;
-                let all_there = async || lane_depth(&stage, "40s").await == scheduled_before;
+                let all_there = async || lane_depth(&env, "40s").await == scheduled_before;
                 wait_for("what is said to be scheduled is in the queues", all_there).await;
             }
-            stage.assert_ledger().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn a_bad_order_id_or_deadline_is_refused_before_it_travels() {
-    on_stage(
+    with_env(
         |settings| settings.delay.max_delay = 3_600 * SECOND,
-        async |stage| {
-            let publisher = stage.publisher().await;
+        async |env| {
+            let publisher = env.publisher().await;
             let minute = ahead(60 * SECOND);
             assert_says(&publisher.schedule("", minute).await.unwrap_err(), "the order id is empty");
             assert_says(&publisher.schedule("x".repeat(201), minute).await.unwrap_err(), "201 bytes");
             assert_says(&publisher.schedule("a\nb", minute).await.unwrap_err(), "control character");
             let error = publisher.schedule("1", ahead(3_601 * SECOND)).await.unwrap_err();
-            assert_eq!(error, NotScheduled::TooFar);
+            assert_eq!(error, ScheduleError::TooFar);
             assert_says(&error, "delay.max_delay");
-            let far = publisher.schedule("1", Moment::from_unix_micros(i64::MAX)).await.unwrap_err();
-            assert_eq!(far, NotScheduled::TooFar);
+            let far = publisher.schedule("1", Timestamp::from_unix_micros(i64::MAX)).await.unwrap_err();
+            assert_eq!(far, ScheduleError::TooFar);
 
             // Among others it is the only one that fails.
             let (bad, good) = (fresh_id(), fresh_id());
             let alarms = [(good, minute), (bad.clone(), ahead(7_200 * SECOND))];
             let error = publisher.schedule_all(alarms).await.unwrap_err();
-            assert_eq!((error.scheduled, error.failed), (1, vec![(bad, NotScheduled::TooFar)]));
-            assert_eq!(stage.depth(&stage.names().arm()).await, 1);
-            assert_eq!(publisher.schedule_all(Vec::<(OrderId, Moment)>::new()).await, Ok(0));
-            stage.assert_ledger().await;
+            assert_eq!((error.scheduled, error.failed), (1, vec![(bad, ScheduleError::TooFar)]));
+            assert_eq!(env.depth(&env.names().arm()).await, 1);
+            assert_eq!(publisher.schedule_all(Vec::<(OrderId, Timestamp)>::new()).await, Ok(0));
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn a_deadline_in_the_past_is_scheduled_and_closed_at_once() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let publisher = stage.publisher().await;
-            let order = stage.order(Duration::ZERO).await;
+        async |env| {
+            let publisher = env.publisher().await;
+            let order = env.order(Duration::ZERO).await;
             publisher.schedule(order.id.to_string(), order.deadline - 60 * SECOND).await.unwrap();
-            let worker = stage.worker().await;
-            wait_for("the close", async || stage.status(&order).await == "closed").await;
+            let worker = env.worker().await;
+            wait_for("the close", async || env.status(&order).await == "closed").await;
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn a_hundred_tasks_schedule_at_once_and_every_alarm_is_in_a_queue() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let publisher = stage.publisher().await;
+        async |env| {
+            let publisher = env.publisher().await;
             let tasks: Vec<_> = (0..100)
                 .map(|_| {
                     let publisher = publisher.clone();
@@ -233,48 +233,48 @@ fn a_hundred_tasks_schedule_at_once_and_every_alarm_is_in_a_queue() {
             for task in tasks {
                 task.await.unwrap().unwrap();
             }
-            wait_for("all in the inbox", async || stage.depth(&stage.names().arm()).await == 100).await;
-            stage.assert_ledger().await;
+            wait_for("all in the inbox", async || env.depth(&env.names().arm()).await == 100).await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn a_lane_never_copies() {
-    on_stage(
+    with_env(
         |settings| {
             settings.delay.lanes = vec![lane("40s")];
             settings.delay.lane_shards = 4;
             settings.delay.lead = 2 * SECOND;
             settings.worker.hold_max = 5 * SECOND;
         },
-        async |stage| {
-            let publisher = stage.publisher().await;
+        async |env| {
+            let publisher = env.publisher().await;
             let deadline = ahead(40 * SECOND);
             let count = publisher.schedule_all((0..1_000).map(|_| (fresh_id(), deadline))).await.unwrap();
             assert_eq!(count, 1_000);
-            wait_for("all in the lane", async || lane_depth(&stage, "40s").await == 1_000).await;
-            for binding in bindings_of(&stage, "40s") {
-                let depth = stage.depth(binding.destination.name()).await;
+            wait_for("all in the lane", async || lane_depth(&env, "40s").await == 1_000).await;
+            for binding in bindings_of(&env, "40s") {
+                let depth = env.depth(binding.destination.name()).await;
                 assert!((150..350).contains(&depth), "{depth} of 1 000 in {}, one of four", binding.destination.name());
             }
-            stage.assert_ledger().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 /// How long a publisher may take to say that something was not scheduled.
-fn bound(stage: &Stage) -> Duration {
-    stage.settings.amqp.connect_timeout + stage.settings.amqp.confirm_timeout + 2 * SECOND
+fn bound(env: &TestEnv) -> Duration {
+    env.settings.amqp.connect_timeout + env.settings.amqp.confirm_timeout + 2 * SECOND
 }
 
 #[test]
 fn a_broker_that_refuses_or_blocks_is_an_error_that_nothing_was_scheduled() {
     let broker = Arc::new(Private::broker(&[]));
     let url = broker.url.clone();
-    // The stage is cleared away before this one ends.
+    // The env is cleared away before this one ends.
     let _outlives = broker.clone();
-    on_stage(
+    with_env(
         |settings| {
             settings.amqp.url = url.into();
             settings.amqp.connect_timeout = 2 * SECOND;
@@ -284,19 +284,19 @@ fn a_broker_that_refuses_or_blocks_is_an_error_that_nothing_was_scheduled() {
             settings.delay.lead = 2 * SECOND;
             settings.worker.hold_max = 5 * SECOND;
         },
-        async move |stage| {
+        async move |env| {
             let ctl = |arguments: &[&str]| tokio::task::block_in_place(|| broker.ctl(arguments));
-            let publisher = stage.publisher().await;
-            refuse(&stage, &publisher, &ctl).await;
-            block(&stage, &publisher, &ctl).await;
-            stage.assert_ledger().await;
+            let publisher = env.publisher().await;
+            refuse(&env, &publisher, &ctl).await;
+            block(&env, &publisher, &ctl).await;
+            env.assert_ledger().await;
         },
     );
 }
 
 /// A full lane answers with a nack; what was not nacked is in it.
-async fn refuse(stage: &Stage, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> String) {
-    let pattern = format!("^{}\\.delay\\.", stage.settings.namespace);
+async fn refuse(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> String) {
+    let pattern = format!("^{}\\.delay\\.", env.settings.namespace);
     ctl(&["set_policy", "full", &pattern, r#"{"max-length": 20}"#, "--apply-to", "queues"]);
     let mut scheduled = 0;
     let mut refused = 0;
@@ -306,7 +306,7 @@ async fn refuse(stage: &Stage, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> 
         match publisher.schedule(fresh_id().as_str(), ahead(40 * SECOND)).await {
             Ok(()) => scheduled += 1,
             Err(error) => {
-                assert_eq!(error, NotScheduled::NotConfirmed(NotConfirmed::Nacked));
+                assert_eq!(error, ScheduleError::PublishError(PublishError::Nacked));
                 assert_says(&error, "refused the message (nack)");
                 refused += 1;
             }
@@ -316,27 +316,27 @@ async fn refuse(stage: &Stage, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> 
     let deadline = ahead(40 * SECOND);
     let more = publisher.schedule_all((0..200).map(|_| (fresh_id(), deadline))).await;
     let error = more.expect_err("the lane is full");
-    assert!(error.failed.iter().all(|(_, why)| *why == NotScheduled::NotConfirmed(NotConfirmed::Nacked)), "{error}");
+    assert!(error.failed.iter().all(|(_, why)| *why == ScheduleError::PublishError(PublishError::Nacked)), "{error}");
     let safe = scheduled + error.scheduled;
-    wait_for("what was confirmed, and nothing else", async || lane_depth(stage, "40s").await == safe).await;
+    wait_for("what was confirmed, and nothing else", async || lane_depth(env, "40s").await == safe).await;
     // As soon as the lane runs empty it takes alarms again, on the same connection.
-    for binding in bindings_of(stage, "40s") {
-        stage.channel.queue_purge(binding.destination.name().into(), Default::default()).await.unwrap();
+    for binding in bindings_of(env, "40s") {
+        env.channel.queue_purge(binding.destination.name().into(), Default::default()).await.unwrap();
     }
     let works_again = async || publisher.schedule(fresh_id().as_str(), ahead(40 * SECOND)).await.is_ok();
     wait_for("the lane taking alarms again", works_again).await;
 }
 
 /// A broker short of memory stops reading from publishers.
-async fn block(stage: &Stage, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> String) {
-    let before = stage.depth(&stage.names().arm()).await;
+async fn block(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> String) {
+    let before = env.depth(&env.names().arm()).await;
     ctl(&["set_vm_memory_high_watermark", "0.000001"]);
     // The command is answered before every connection has heard of the alarm.
     let blocked = async || publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.is_err();
     wait_for("the broker blocking publishers", blocked).await;
     // One alone, one after the other, many at once, many in one call: all in bounded time.
     for _ in 0..3 {
-        assert_fails_in_time(stage, publisher).await;
+        assert_fails_in_time(env, publisher).await;
     }
     let together = Instant::now();
     let tasks: Vec<_> = (0..50)
@@ -348,42 +348,42 @@ async fn block(stage: &Stage, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> S
     for task in tasks {
         assert_says(&task.await.unwrap().unwrap_err(), "");
     }
-    assert!(together.elapsed() <= bound(stage), "fifty took {:?}", together.elapsed());
+    assert!(together.elapsed() <= bound(env), "fifty took {:?}", together.elapsed());
     let deadline = ahead(600 * SECOND);
     let began = Instant::now();
     let error = publisher.schedule_all((0..500).map(|_| (fresh_id(), deadline))).await.unwrap_err();
-    assert!(began.elapsed() <= bound(stage), "schedule_all took {:?}", began.elapsed());
+    assert!(began.elapsed() <= bound(env), "schedule_all took {:?}", began.elapsed());
     assert_eq!((error.scheduled, error.failed.len()), (0, 500));
     // A publisher that starts now is no better off, and hangs no more than the others.
     let began = Instant::now();
-    if let Ok(late) = Publisher::connect(&stage.settings).await {
+    if let Ok(late) = Publisher::connect(&env.settings).await {
         assert_says(&late.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.unwrap_err(), "");
     }
-    assert!(began.elapsed() <= 2 * bound(stage), "a new publisher took {:?}", began.elapsed());
+    assert!(began.elapsed() <= 2 * bound(env), "a new publisher took {:?}", began.elapsed());
 
     ctl(&["set_vm_memory_high_watermark", "0.6"]);
     wait_for("scheduling again", async || publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.is_ok())
         .await;
-    assert!(stage.depth(&stage.names().arm()).await > before);
+    assert!(env.depth(&env.names().arm()).await > before);
 }
 
-async fn assert_fails_in_time(stage: &Stage, publisher: &Publisher) {
+async fn assert_fails_in_time(env: &TestEnv, publisher: &Publisher) {
     let began = Instant::now();
     let answer = tokio::time::timeout(60 * SECOND, publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND))).await;
     let error = answer.expect("an answer at all").expect_err("a blocked broker confirms nothing");
-    assert!(began.elapsed() <= bound(stage), "took {:?}: {error}", began.elapsed());
-    assert!(matches!(error, NotScheduled::NotConfirmed(NotConfirmed::Blocked | NotConfirmed::TimedOut(_))), "{error}");
+    assert!(began.elapsed() <= bound(env), "took {:?}: {error}", began.elapsed());
+    assert!(matches!(error, ScheduleError::PublishError(PublishError::Blocked | PublishError::TimedOut(_))), "{error}");
     assert_says(&error, "");
 }
 
 #[test]
 fn what_amqp_cannot_carry_is_refused_and_its_neighbours_are_not() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let confirmed = ConfirmedPublisher::connect(&stage.settings.amqp, "test").await.unwrap();
+        async |env| {
+            let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
             let to_the_inbox = || Outgoing {
-                exchange: stage.names().arm(),
+                exchange: env.names().arm(),
                 routing_key: "any".into(),
                 body: b"{}".to_vec(),
                 message_id: Uuid::now_v7().to_string(),
@@ -410,20 +410,20 @@ fn what_amqp_cannot_carry_is_refused_and_its_neighbours_are_not() {
                 .iter()
                 .map(|answer| match answer {
                     Ok(()) => "",
-                    Err(NotConfirmed::Unsendable { what, .. }) => what,
+                    Err(PublishError::Unsendable { what, .. }) => what,
                     Err(other) => panic!("{other}"),
                 })
                 .collect();
             assert_eq!(refused, ["", "exchange", "routing key", "message id", "type", "expiration", ""]);
-            let arm = stage.names().arm();
-            wait_for("the two that could be sent", async || stage.depth(&arm).await == 2).await;
+            let arm = env.names().arm();
+            wait_for("the two that could be sent", async || env.depth(&arm).await == 2).await;
 
             // Nor does the outbox take an event that could never be sent.
             for (column, other) in [("routing_key", "type"), ("type", "routing_key")] {
                 let insert =
                     format!("INSERT INTO event_outbox ({column}, {other}, payload) VALUES ($1, 'other', '{{}}')");
                 for (text, fits) in [("x".repeat(255), true), ("ü".repeat(128), false)] {
-                    let inserted = sqlx::query(AssertSqlSafe(insert.clone())).bind(text).execute(&stage.pool).await;
+                    let inserted = sqlx::query(AssertSqlSafe(insert.clone())).bind(text).execute(&env.pool).await;
                     assert_eq!(inserted.is_ok(), fits, "{column}: {inserted:?}");
                 }
             }
@@ -433,39 +433,38 @@ fn what_amqp_cannot_carry_is_refused_and_its_neighbours_are_not() {
 
 #[test]
 fn connecting_asks_for_every_exchange_that_an_alarm_enters_by() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            for exchange in [stage.names().delay(), stage.names().arm()] {
-                stage.channel.exchange_delete(exchange.as_str().into(), Default::default()).await.unwrap();
-                let fault = Publisher::connect(&stage.settings).await.unwrap_err();
-                assert!(matches!(fault, BrokerFault::Refused(_)), "{fault:?}");
+        async |env| {
+            for exchange in [env.names().delay(), env.names().arm()] {
+                env.channel.exchange_delete(exchange.as_str().into(), Default::default()).await.unwrap();
+                let fault = Publisher::connect(&env.settings).await.unwrap_err();
+                assert!(matches!(fault, BrokerError::Refused(_)), "{fault:?}");
                 let text = fault.to_string();
                 assert!(text.contains(&format!("{exchange:?} is not there")) && text.contains("setup"), "{text}");
-                Topology::new(&stage.settings).declare(&stage.broker).await.unwrap();
+                Topology::new(&env.settings).declare(&env.broker).await.unwrap();
             }
             // Another type is for the topology to complain of; that an alarm can enter is enough here.
-            let arm = stage.names().arm();
-            stage.channel.exchange_delete(arm.as_str().into(), Default::default()).await.unwrap();
+            let arm = env.names().arm();
+            env.channel.exchange_delete(arm.as_str().into(), Default::default()).await.unwrap();
             let kind = lapin::ExchangeKind::Topic;
-            stage
-                .channel
+            env.channel
                 .exchange_declare(arm.as_str().into(), kind, Default::default(), Default::default())
                 .await
                 .unwrap();
-            Publisher::connect(&stage.settings).await.unwrap();
+            Publisher::connect(&env.settings).await.unwrap();
         },
     );
 }
 
 #[test]
 fn a_broker_that_falls_silent_while_one_connects_counts_as_away() {
-    on_stage(
+    with_env(
         |settings| settings.amqp.connect_timeout = SECOND,
-        async |stage| {
+        async |env| {
             let mut silences = 0;
             for frames in 0..40 {
-                let proxy = FrameProxy::start(&stage.settings, frames).await;
+                let proxy = FrameProxy::start(&env.settings, frames).await;
                 let began = Instant::now();
                 let connected = tokio::time::timeout(30 * SECOND, Publisher::connect(&proxy.settings)).await;
                 let took = began.elapsed();
@@ -473,7 +472,7 @@ fn a_broker_that_falls_silent_while_one_connects_counts_as_away() {
                 match connected.expect("an answer at all") {
                     Ok(_) => break,
                     Err(fault) => {
-                        assert!(matches!(fault, BrokerFault::Away(_)), "after {frames} frames: {fault:?}");
+                        assert!(matches!(fault, BrokerError::Away(_)), "after {frames} frames: {fault:?}");
                         assert!(fault.to_string().contains("did not answer within 1s"), "{fault}");
                         silences += 1;
                     }
@@ -487,14 +486,14 @@ fn a_broker_that_falls_silent_while_one_connects_counts_as_away() {
 
 #[test]
 fn nobody_waits_longer_than_promised_for_a_broker_that_falls_silent() {
-    on_stage(
+    with_env(
         |settings| {
             settings.amqp.connect_timeout = 2 * SECOND;
             settings.amqp.confirm_timeout = SECOND;
         },
-        async |stage| {
-            let bound = stage.settings.amqp.connect_timeout + stage.settings.amqp.confirm_timeout;
-            let proxy = FrameProxy::start(&stage.settings, 1_000_000).await;
+        async |env| {
+            let bound = env.settings.amqp.connect_timeout + env.settings.amqp.confirm_timeout;
+            let proxy = FrameProxy::start(&env.settings, 1_000_000).await;
             let publisher = Publisher::connect(&proxy.settings).await.unwrap();
             publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.unwrap();
             proxy.fall_silent();

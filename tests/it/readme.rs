@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use sqlx::{AssertSqlSafe, PgConnection};
 use uuid::Uuid;
 
-use crate::support::{Stage, on_stage};
+use crate::support::{TestEnv, with_env};
 
 const README: &str = include_str!("../../README.md");
 const OPERATING: &str = include_str!("../../docs/OPERATING.md");
@@ -37,72 +37,72 @@ async fn run_on(connection: &mut PgConnection, sql: &str) -> Result<u64, sqlx::E
     Ok(sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await?.rows_affected())
 }
 
-async fn run(stage: &Stage, sql: &str) -> u64 {
-    run_on(&mut stage.pool.acquire().await.unwrap(), sql).await.unwrap()
+async fn run(env: &TestEnv, sql: &str) -> u64 {
+    run_on(&mut env.pool.acquire().await.unwrap(), sql).await.unwrap()
 }
 
 /// What is available of the article, and what is reserved.
-async fn mugs(stage: &Stage) -> (i64, i64) {
+async fn mugs(env: &TestEnv) -> (i64, i64) {
     let sql = "SELECT available, reserved FROM stock WHERE article_id = 'mug'";
-    sqlx::query_as(sql).fetch_one(&stage.pool).await.unwrap()
+    sqlx::query_as(sql).fetch_one(&env.pool).await.unwrap()
 }
 
 #[test]
 fn an_order_is_created_and_paid_as_the_readme_says() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let Statements { stock, create, pay, .. } = statements();
-            run(&stage, stock).await;
-            run(&stage, create).await;
-            assert_eq!(mugs(&stage).await, (8, 2));
-            assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox a JOIN orders o ON o.id::text = a.order_id AND o.expires_at = a.deadline").await, 1);
-            stage.assert_ledger().await;
+            run(&env, stock).await;
+            run(&env, create).await;
+            assert_eq!(mugs(&env).await, (8, 2));
+            assert_eq!(env.count("SELECT count(*) FROM alarm_outbox a JOIN orders o ON o.id::text = a.order_id AND o.expires_at = a.deadline").await, 1);
+            env.assert_ledger().await;
 
-            assert_eq!(run(&stage, pay).await, 1);
-            assert_eq!(mugs(&stage).await, (8, 0));
-            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE status = 'paid'").await, 1);
-            assert_eq!(run(&stage, pay).await, 0, "a second payment changes nothing");
-            assert_eq!(mugs(&stage).await, (8, 0));
-            stage.assert_ledger().await;
+            assert_eq!(run(&env, pay).await, 1);
+            assert_eq!(mugs(&env).await, (8, 0));
+            assert_eq!(env.count("SELECT count(*) FROM orders WHERE status = 'paid'").await, 1);
+            assert_eq!(run(&env, pay).await, 0, "a second payment changes nothing");
+            assert_eq!(mugs(&env).await, (8, 0));
+            env.assert_ledger().await;
             // One that reserves nothing, such as the quickstart's.
-            sqlx::query("UPDATE orders SET status = 'unpaid', paid_at = NULL").execute(&stage.pool).await.unwrap();
-            sqlx::query("DELETE FROM order_items").execute(&stage.pool).await.unwrap();
-            assert_eq!(run(&stage, pay).await, 1, "paid is paid, with or without articles");
+            sqlx::query("UPDATE orders SET status = 'unpaid', paid_at = NULL").execute(&env.pool).await.unwrap();
+            sqlx::query("DELETE FROM order_items").execute(&env.pool).await.unwrap();
+            assert_eq!(run(&env, pay).await, 1, "paid is paid, with or without articles");
         },
     );
 }
 
 #[test]
 fn an_order_is_cancelled_as_the_readme_says() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let Statements { stock, create, pay, cancel } = statements();
-            run(&stage, stock).await;
-            assert_eq!(run(&stage, stock).await, 0, "what is there stays as it is");
-            run(&stage, create).await;
-            assert_eq!(run(&stage, cancel).await, 1);
-            assert_eq!(mugs(&stage).await, (10, 0));
-            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE status = 'cancelled'").await, 1);
-            assert_eq!(run(&stage, cancel).await, 0, "a second time changes nothing");
-            assert_eq!(run(&stage, pay).await, 0, "who has cancelled does not pay");
-            assert_eq!(mugs(&stage).await, (10, 0));
-            stage.assert_ledger().await;
+            run(&env, stock).await;
+            assert_eq!(run(&env, stock).await, 0, "what is there stays as it is");
+            run(&env, create).await;
+            assert_eq!(run(&env, cancel).await, 1);
+            assert_eq!(mugs(&env).await, (10, 0));
+            assert_eq!(env.count("SELECT count(*) FROM orders WHERE status = 'cancelled'").await, 1);
+            assert_eq!(run(&env, cancel).await, 0, "a second time changes nothing");
+            assert_eq!(run(&env, pay).await, 0, "who has cancelled does not pay");
+            assert_eq!(mugs(&env).await, (10, 0));
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn what_is_sold_out_is_refused_by_the_constraint_that_the_readme_names() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let Statements { stock, create, .. } = statements();
-            run(&stage, stock).await;
-            sqlx::query("UPDATE stock SET available = 1 WHERE article_id = 'mug'").execute(&stage.pool).await.unwrap();
+            run(&env, stock).await;
+            sqlx::query("UPDATE stock SET available = 1 WHERE article_id = 'mug'").execute(&env.pool).await.unwrap();
             // Out of the pool: the transaction that failed is still open on it.
-            let mut connection = stage.pool.acquire().await.unwrap().detach();
+            let mut connection = env.pool.acquire().await.unwrap().detach();
             let refused = run_on(&mut connection, create).await.unwrap_err().to_string();
             let constraint = "available_is_never_negative";
             assert!(refused.contains(constraint) && README.contains(constraint), "{refused}");
@@ -112,9 +112,9 @@ fn what_is_sold_out_is_refused_by_the_constraint_that_the_readme_names() {
 
 #[test]
 fn the_rights_of_the_handbook_suffice_for_the_readme_and_open_nothing_else_of_ours() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let Statements { stock, create, pay, cancel } = statements();
             let [grants] =
                 blocks(OPERATING, "sql").into_iter().filter(|sql| sql.starts_with("GRANT ")).collect::<Vec<_>>()[..]
@@ -122,10 +122,10 @@ fn the_rights_of_the_handbook_suffice_for_the_readme_and_open_nothing_else_of_ou
                 panic!("docs/OPERATING.md has not one block of grants")
             };
             // Roles are the server's, not the database's: no two tests may share one.
-            let role = format!("shop_{}", stage.settings.namespace);
-            run(&stage, &format!("CREATE ROLE {role}")).await;
-            run(&stage, &grants.replace("TO shop;", &format!("TO {role};"))).await;
-            let mut service = stage.pool.acquire().await.unwrap().detach();
+            let role = format!("shop_{}", env.settings.namespace);
+            run(&env, &format!("CREATE ROLE {role}")).await;
+            run(&env, &grants.replace("TO shop;", &format!("TO {role};"))).await;
+            let mut service = env.pool.acquire().await.unwrap().detach();
             run_on(&mut service, &format!("SET ROLE {role}")).await.unwrap();
             let mut outcomes = Vec::new();
             for sql in
@@ -133,12 +133,12 @@ fn the_rights_of_the_handbook_suffice_for_the_readme_and_open_nothing_else_of_ou
             {
                 outcomes.push(run_on(&mut service, sql).await.map(drop));
             }
-            run(&stage, "DELETE FROM orders").await;
+            run(&env, "DELETE FROM orders").await;
             for sql in [create, include_str!("../../sql/deadline.sql"), pay] {
                 let sql = sql.replace("$1", "'01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4c'").replace("$2", "now()");
                 outcomes.push(run_on(&mut service, &sql).await.map(drop));
             }
-            let paid = stage.count("SELECT count(*) FROM orders WHERE status = 'paid'").await;
+            let paid = env.count("SELECT count(*) FROM orders WHERE status = 'paid'").await;
             let mut allowed = Vec::new();
             for sql in [
                 "SELECT FROM alarm_outbox",
@@ -153,8 +153,8 @@ fn the_rights_of_the_handbook_suffice_for_the_readme_and_open_nothing_else_of_ou
                 allowed.extend(run_on(&mut service, sql).await.ok().map(|_| sql));
             }
             drop(service);
-            // Before anything is asserted: a role outlives the stage's database.
-            run(&stage, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
+            // Before anything is asserted: a role outlives the env's database.
+            run(&env, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
             let outcomes: Result<Vec<()>, _> = outcomes.into_iter().collect();
             outcomes.expect("the service can do all that README tells it to");
             assert_eq!((paid, allowed), (1, Vec::<&str>::new()));
@@ -164,12 +164,12 @@ fn the_rights_of_the_handbook_suffice_for_the_readme_and_open_nothing_else_of_ou
 
 #[test]
 fn the_rust_of_the_readme_schedules_an_order() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let order = stage.order(10 * MINUTE).await;
-            in_a_transaction(&stage, order.id, SystemTime::now() + 10 * MINUTE).await.unwrap();
-            assert_eq!(stage.count("SELECT count(*) FROM alarm_outbox").await, 2, "the first, and the earlier one");
+        async |env| {
+            let order = env.order(10 * MINUTE).await;
+            in_a_transaction(&env, order.id, SystemTime::now() + 10 * MINUTE).await.unwrap();
+            assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 2, "the first, and the earlier one");
         },
     );
 }
@@ -187,11 +187,11 @@ fn all_rust_of_the_readme_stands_in_code_that_compiles() {
 
 /// README's lines of Rust for an order's own transaction.
 async fn in_a_transaction(
-    stage: &Stage,
+    env: &TestEnv,
     order_id: Uuid,
     deadline: SystemTime,
 ) -> Result<(), Box<dyn std::error::Error>> {
-    let mut transaction = stage.pool.begin().await?;
+    let mut transaction = env.pool.begin().await?;
     order_timeout::schedule_in(&mut *transaction, order_id.to_string(), deadline).await?;
     let deadline = SystemTime::now() + MINUTE;
     order_timeout::move_deadline_in(&mut *transaction, order_id.to_string(), deadline).await?;
@@ -199,7 +199,7 @@ async fn in_a_transaction(
     Ok(())
 }
 
-/// README's other lines. Not run: they are for the deployment that the environment names, not for a stage of our own.
+/// README's other lines. Not run: they are for the deployment that the environment names, not for a env of our own.
 #[expect(dead_code)]
 async fn straight_to_the_broker(order_id: Uuid, deadline: SystemTime) -> Result<(), Box<dyn std::error::Error>> {
     let settings = order_timeout::Settings::load(None, &[])?;

@@ -12,103 +12,103 @@ use order_timeout::topology::{DUE_KEY, Topology};
 
 use crate::support::away::for_a_while;
 use crate::support::figures::{Figures, shown, wait_for_figure};
-use crate::support::{Stage, on_stage, wait_for};
+use crate::support::{TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// After so many returns RabbitMQ 4 gives a message up, if its queue does not say otherwise.
 const USUAL_DELIVERY_LIMIT: usize = 20;
 
 /// The one message of a queue, which may just be on its way there.
-async fn take(stage: &Stage, channel: &Channel, queue: &str) -> BasicGetMessage {
-    wait_for("the message in its queue", async || stage.depth(queue).await == 1).await;
+async fn take(env: &TestEnv, channel: &Channel, queue: &str) -> BasicGetMessage {
+    wait_for("the message in its queue", async || env.depth(queue).await == 1).await;
     channel.basic_get(queue.into(), BasicGetOptions { no_ack: false }).await.unwrap().expect("nobody else takes it")
 }
 
 /// What a worker does that crashes over the message.
-async fn take_and_crash(stage: &Stage, queue: &str) {
-    let connection = broker::connect(&stage.settings.amqp, "crashing").await.unwrap();
+async fn take_and_crash(env: &TestEnv, queue: &str) {
+    let connection = broker::connect(&env.settings.amqp, "crashing").await.unwrap();
     let channel = connection.create_channel().await.unwrap();
-    take(stage, &channel, queue).await;
+    take(env, &channel, queue).await;
     connection.close(200, "crashed".into()).await.unwrap();
 }
 
 /// A queue beside ours, with these arguments, and this message in it.
-async fn declare_with_a_message(stage: &Stage, arguments: &[(&str, AMQPValue)], body: &[u8]) -> String {
-    let queue = format!("{}.beside", stage.names().timeout());
+async fn declare_with_a_message(env: &TestEnv, arguments: &[(&str, AMQPValue)], body: &[u8]) -> String {
+    let queue = format!("{}.beside", env.names().timeout());
     let mut table = for_a_while();
     for (key, value) in arguments {
         table.insert((*key).into(), value.clone());
     }
     let options = QueueDeclareOptions { durable: true, ..Default::default() };
-    stage.channel.queue_declare(queue.as_str().into(), options, table).await.unwrap();
-    stage.publish_raw("", &queue, body, BasicProperties::default()).await;
+    env.channel.queue_declare(queue.as_str().into(), options, table).await.unwrap();
+    env.publish_raw("", &queue, body, BasicProperties::default()).await;
     queue
 }
 
-async fn delete(stage: &Stage, queue: &str) {
-    stage.channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
+async fn delete(env: &TestEnv, queue: &str) {
+    env.channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
 }
 
 #[test]
 fn an_alarm_that_workers_have_crashed_over_many_times_still_closes_its_order() {
-    on_stage(
+    with_env(
         |settings| settings.worker.hold_max = 60 * SECOND,
-        async |stage| {
-            let order = stage.order(15 * SECOND).await;
-            stage.deliver([&order]).await;
+        async |env| {
+            let order = env.order(15 * SECOND).await;
+            env.deliver([&order]).await;
             let limit = AMQPValue::LongInt(i32::try_from(USUAL_DELIVERY_LIMIT).unwrap());
-            let beside = declare_with_a_message(&stage, &[("x-delivery-limit", limit)], b"given up").await;
+            let beside = declare_with_a_message(&env, &[("x-delivery-limit", limit)], b"given up").await;
             for _ in 0..=USUAL_DELIVERY_LIMIT {
-                take_and_crash(&stage, &stage.names().timeout()).await;
-                take_and_crash(&stage, &beside).await;
+                take_and_crash(&env, &env.names().timeout()).await;
+                take_and_crash(&env, &beside).await;
             }
-            assert_eq!(stage.take_out(&beside).await.len(), 0, "the crashes are counted");
-            let worker = stage.worker().await;
-            wait_for("the close", async || stage.status(&order).await == "closed").await;
-            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
+            assert_eq!(env.take_out(&beside).await.len(), 0, "the crashes are counted");
+            let worker = env.worker().await;
+            wait_for("the close", async || env.status(&order).await == "closed").await;
+            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
             worker.stop().await;
-            delete(&stage, &beside).await;
-            stage.assert_drained().await;
-            assert_eq!(stage.parked().await, []);
+            delete(&env, &beside).await;
+            env.assert_drained().await;
+            assert_eq!(env.parked().await, []);
         },
     );
 }
 
 /// Closing an order of this article takes three seconds, in which its closer is at work.
-async fn close_slowly(stage: &Stage, article: &'static str) {
-    stage.stock(article, 10).await;
+async fn close_slowly(env: &TestEnv, article: &'static str) {
+    env.stock(article, 10).await;
     let trigger = format!(
         "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
              PERFORM pg_sleep(3) FROM order_items WHERE order_id = NEW.id AND article_id = '{article}';
              RETURN NEW; END $$;
          CREATE TRIGGER slow BEFORE UPDATE ON orders FOR EACH ROW EXECUTE FUNCTION slow()"
     );
-    sqlx::raw_sql(sqlx::AssertSqlSafe(trigger)).execute(&stage.pool).await.unwrap();
+    sqlx::raw_sql(sqlx::AssertSqlSafe(trigger)).execute(&env.pool).await.unwrap();
 }
 
 #[test]
 fn what_has_been_closed_is_not_delivered_again_because_another_queue_was_lost() {
-    on_stage(shown, async |stage| {
-        close_slowly(&stage, "slow").await;
-        let worker = stage.worker().await;
+    with_env(shown, async |env| {
+        close_slowly(&env, "slow").await;
+        let worker = env.worker().await;
         // Delivered first and due later, so that one frame acknowledges all of them: of single ones a channel that is closed
         // does not pass on the last.
-        let orders = stage.orders(100, 5 * SECOND / 2).await;
-        stage.deliver(&orders).await;
-        let slow = stage.orders_of("slow", 1, SECOND).await;
-        stage.deliver(&slow).await;
+        let orders = env.orders(100, 5 * SECOND / 2).await;
+        env.deliver(&orders).await;
+        let slow = env.orders_of("slow", 1, SECOND).await;
+        env.deliver(&slow).await;
         // Their acknowledgements give way to the closer that is still at work.
         wait_for_figure(&worker, "orders_closed_total{by=\"alarm\"}", |closed| closed >= 100.0).await;
-        delete(&stage, &stage.names().arm()).await;
+        delete(&env, &env.names().arm()).await;
         wait_for_figure(&worker, "sessions_opened_total", |opened| opened >= 2.0).await;
         // Behind whatever is delivered again.
-        let last = stage.orders(1, SECOND).await;
-        stage.deliver(&last).await;
-        wait_for("every order's close", async || stage.closed().await == 102).await;
-        let again = Figures::of(&worker).await.get("orders_looked_at_total{outcome=\"already_closed\"}");
+        let last = env.orders(1, SECOND).await;
+        env.deliver(&last).await;
+        wait_for("every order's close", async || env.closed().await == 102).await;
+        let again = Figures::of(&worker).await.get("close_results_total{outcome=\"already_closed\"}");
         assert!(again <= 1.0, "{again} of them were delivered again; only the slow one may be");
         worker.stop().await;
-        stage.assert_nothing_left_undone().await;
+        env.assert_nothing_left_undone().await;
     });
 }
 
@@ -119,10 +119,10 @@ fn deaths(message: &BasicGetMessage) -> Vec<String> {
 }
 
 /// The slot of the wheel in which an alarm waits.
-async fn occupied_slot(stage: &Stage) -> Option<String> {
-    let wheel = stage.names().wheel();
-    for queue in Topology::new(&stage.settings).queues {
-        if queue.name.starts_with(&wheel) && stage.depth(&queue.name).await == 1 {
+async fn occupied_slot(env: &TestEnv) -> Option<String> {
+    let wheel = env.names().wheel();
+    for queue in Topology::new(&env.settings).queues {
+        if queue.name.starts_with(&wheel) && env.depth(&queue.name).await == 1 {
             return Some(queue.name);
         }
     }
@@ -131,32 +131,32 @@ async fn occupied_slot(stage: &Stage) -> Option<String> {
 
 #[test]
 fn an_alarm_that_is_armed_anew_does_not_carry_the_dead_letterings_of_the_old_one() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             // Out of a queue with a TTL, as from a lane, but much too early: as the alarm of an extended order.
-            let order = stage.order(9 * SECOND).await;
+            let order = env.order(9 * SECOND).await;
             let dead_letter = [
                 ("x-message-ttl", AMQPValue::LongInt(1)),
-                ("x-dead-letter-exchange", AMQPValue::LongString(stage.names().due().into())),
+                ("x-dead-letter-exchange", AMQPValue::LongString(env.names().due().into())),
                 ("x-dead-letter-routing-key", AMQPValue::LongString(DUE_KEY.into())),
             ];
-            let beside = declare_with_a_message(&stage, &dead_letter, &order.body()).await;
-            let early = take(&stage, &stage.channel, &stage.names().timeout()).await;
+            let beside = declare_with_a_message(&env, &dead_letter, &order.body()).await;
+            let early = take(&env, &env.channel, &env.names().timeout()).await;
             assert!(deaths(&early).contains(&"x-death".to_owned()), "{:?}", early.delivery.properties);
             early.delivery.acker.reject(BasicRejectOptions { requeue: true }).await.unwrap();
 
-            let worker = stage.worker().await;
-            wait_for("the alarm in a slot", async || occupied_slot(&stage).await.is_some()).await;
-            let slot = occupied_slot(&stage).await.unwrap();
-            let armed = take(&stage, &stage.channel, &slot).await;
+            let worker = env.worker().await;
+            wait_for("the alarm in a slot", async || occupied_slot(&env).await.is_some()).await;
+            let slot = occupied_slot(&env).await.unwrap();
+            let armed = take(&env, &env.channel, &slot).await;
             assert_eq!(deaths(&armed), Vec::<String>::new());
             assert_eq!(armed.delivery.data, order.body(), "the same alarm");
             armed.delivery.acker.reject(BasicRejectOptions { requeue: true }).await.unwrap();
-            wait_for("the close", async || stage.status(&order).await == "closed").await;
+            wait_for("the close", async || env.status(&order).await == "closed").await;
             worker.stop().await;
-            delete(&stage, &beside).await;
-            stage.assert_drained().await;
+            delete(&env, &beside).await;
+            env.assert_drained().await;
         },
     );
 }

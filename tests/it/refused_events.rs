@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use lapin::options::{BasicGetOptions, QueueBindOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use order_timeout::announce::Announcer;
+use order_timeout::announce::EventRelay;
 use order_timeout::confirm::ConfirmedPublisher;
 use order_timeout::database::Database;
 use order_timeout::http::READYZ;
 
 use crate::support::figures::{Figures, get, shown};
-use crate::support::{Order, RunningWorker, Stage, on_stage, wait_for, wait_within};
+use crate::support::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How soon a cause is to be shown, and to be taken back.
@@ -20,30 +20,30 @@ const NOTICED_WITHIN: Duration = Duration::from_secs(15);
 const UNSENT: &str = "SELECT count(*) FROM event_outbox WHERE sent_at IS NULL";
 
 /// A queue bound for every event; with a length, it refuses what is more.
-async fn bound_queue(stage: &Stage, name: &str, length: Option<i32>) -> String {
-    let queue = format!("{}.{name}", stage.settings.namespace);
+async fn bound_queue(env: &TestEnv, name: &str, length: Option<i32>) -> String {
+    let queue = format!("{}.{name}", env.settings.namespace);
     let mut arguments = FieldTable::default();
     if let Some(length) = length {
         arguments.insert("x-max-length".into(), length.into());
         arguments.insert("x-overflow".into(), AMQPValue::LongString("reject-publish".into()));
     }
     let exclusive = QueueDeclareOptions { exclusive: true, ..Default::default() };
-    stage.channel.queue_declare(queue.as_str().into(), exclusive, arguments).await.unwrap();
-    let (events, options) = (stage.names().events(), QueueBindOptions::default());
+    env.channel.queue_declare(queue.as_str().into(), exclusive, arguments).await.unwrap();
+    let (events, options) = (env.names().events(), QueueBindOptions::default());
     let (to, from) = (queue.as_str().into(), events.as_str().into());
-    stage.channel.queue_bind(to, from, "#".into(), options, FieldTable::default()).await.unwrap();
+    env.channel.queue_bind(to, from, "#".into(), options, FieldTable::default()).await.unwrap();
     queue
 }
 
 /// Takes one event out of a queue; its message id.
-async fn take(stage: &Stage, queue: &str) -> Option<String> {
-    let got = stage.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.unwrap();
+async fn take(env: &TestEnv, queue: &str) -> Option<String> {
+    let got = env.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.unwrap();
     got.map(|event| event.delivery.properties.message_id().as_ref().expect("a message id").to_string())
 }
 
-async fn copies(stage: &Stage, queue: &str) -> HashMap<String, usize> {
+async fn copies(env: &TestEnv, queue: &str) -> HashMap<String, usize> {
     let mut copies = HashMap::new();
-    while let Some(id) = take(stage, queue).await {
+    while let Some(id) = take(env, queue).await {
         *copies.entry(id).or_default() += 1;
     }
     copies
@@ -54,35 +54,34 @@ async fn is_degraded(worker: &RunningWorker, cause: &str) -> bool {
     status == 200 && page.contains(&format!("degraded: {cause}: "))
 }
 
-async fn close(stage: &Stage, count: usize) -> Vec<Order> {
-    let (before, orders) = (stage.closed().await, stage.orders(count, Duration::ZERO).await);
-    stage.deliver(&orders).await;
+async fn close(env: &TestEnv, count: usize) -> Vec<Order> {
+    let (before, orders) = (env.closed().await, env.orders(count, Duration::ZERO).await);
+    env.deliver(&orders).await;
     let all = before + i64::try_from(count).unwrap();
-    wait_for("the close", async || stage.closed().await == all).await;
+    wait_for("the close", async || env.closed().await == all).await;
     orders
 }
 
 /// One queue holds so many events and its consumer takes so many in a second; the other takes everything.
 fn assert_few_copies(length: i32, per_second: u32, closes: usize) {
-    on_stage(shown, async move |stage: Arc<Stage>| {
-        let slow = bound_queue(&stage, "slow", Some(length)).await;
-        let endless = bound_queue(&stage, "endless", None).await;
-        let worker = stage.worker().await;
-        close(&stage, closes).await;
+    with_env(shown, async move |env: Arc<TestEnv>| {
+        let slow = bound_queue(&env, "slow", Some(length)).await;
+        let endless = bound_queue(&env, "endless", None).await;
+        let worker = env.worker().await;
+        close(&env, closes).await;
         let mut ticks = tokio::time::interval(SECOND / per_second);
         let (began, mut slow_has, mut was_degraded) = (Instant::now(), HashMap::new(), false);
         while slow_has.len() < closes {
             ticks.tick().await;
-            if let Some(id) = take(&stage, &slow).await {
+            if let Some(id) = take(&env, &slow).await {
                 *slow_has.entry(id).or_insert(0) += 1;
             }
             was_degraded = was_degraded || is_degraded(&worker, "events_refused").await;
             assert!(began.elapsed() < 150 * SECOND, "the slow queue has {} of {closes}", slow_has.len());
         }
         assert!(was_degraded);
-        wait_for("every event marked as sent", async || stage.count(UNSENT).await == 0).await;
-        let (copies, refused) =
-            (copies(&stage, &endless).await, Figures::of(&worker).await.get("events_refused_total"));
+        wait_for("every event marked as sent", async || env.count(UNSENT).await == 0).await;
+        let (copies, refused) = (copies(&env, &endless).await, Figures::of(&worker).await.get("events_refused_total"));
         let (most, all) = (copies.values().max().copied().unwrap_or(0), copies.values().sum::<usize>());
         println!("{closes} closes: {all} copies, {most} of one at most, {refused} refusals, {:?}", began.elapsed());
         assert_eq!(copies.len(), closes);
@@ -106,15 +105,15 @@ fn event_storm_costs_few_copies() {
 
 #[test]
 fn refusal_is_named_until_events_are_taken() {
-    on_stage(shown, async |stage| {
-        let full = bound_queue(&stage, "full", Some(0)).await;
-        let worker = stage.worker().await;
-        close(&stage, 3).await;
+    with_env(shown, async |env| {
+        let full = bound_queue(&env, "full", Some(0)).await;
+        let worker = env.worker().await;
+        close(&env, 3).await;
         wait_within(NOTICED_WITHIN, "the cause", async || is_degraded(&worker, "events_refused").await).await;
         let (_, page) = get(&worker, READYZ).await;
-        assert!(page.contains(&stage.names().events()) && page.contains("reject-publish"), "{page}");
-        stage.channel.queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-        close(&stage, 1).await;
+        assert!(page.contains(&env.names().events()) && page.contains("reject-publish"), "{page}");
+        env.channel.queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        close(&env, 1).await;
         wait_within(NOTICED_WITHIN, "no cause any more", async || !is_degraded(&worker, "events_refused").await).await;
         worker.stop().await;
     });
@@ -122,25 +121,25 @@ fn refusal_is_named_until_events_are_taken() {
 
 #[test]
 fn next_relay_keeps_the_pauses() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            bound_queue(&stage, "full", Some(0)).await;
-            let endless = bound_queue(&stage, "endless", None).await;
-            let worker = stage.worker().await;
-            close(&stage, 3).await;
+        async |env| {
+            bound_queue(&env, "full", Some(0)).await;
+            let endless = bound_queue(&env, "endless", None).await;
+            let worker = env.worker().await;
+            close(&env, 3).await;
             let refused_twice = "SELECT count(*) FROM event_outbox WHERE refusals = 2";
-            wait_for("second refusals", async || stage.count(refused_twice).await == 3).await;
+            wait_for("second refusals", async || env.count(refused_twice).await == 3).await;
             worker.stop().await;
-            let worker = stage.worker().await;
-            close(&stage, 1).await;
+            let worker = env.worker().await;
+            close(&env, 1).await;
             wait_for("the fourth tried", async || {
-                stage.count("SELECT count(*) FROM event_outbox WHERE refusals BETWEEN 1 AND 2").await == 4
+                env.count("SELECT count(*) FROM event_outbox WHERE refusals BETWEEN 1 AND 2").await == 4
             })
             .await;
-            assert_eq!(stage.count(refused_twice).await, 3, "the pause is not over");
+            assert_eq!(env.count(refused_twice).await, 3, "the pause is not over");
             worker.stop().await;
-            let copies = copies(&stage, &endless).await;
+            let copies = copies(&env, &endless).await;
             // A worker that stops makes a last round, which is no try of what has a pause.
             assert!(copies.values().all(|times| *times <= 2), "{copies:?}");
         },
@@ -149,16 +148,16 @@ fn next_relay_keeps_the_pauses() {
 
 #[test]
 fn pause_beyond_any_is_ended() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             // As a row looks that was refused while the server's clock was a year ahead.
             let refused = "INSERT INTO event_outbox (routing_key, type, payload, refusals, next_attempt_at)
                            VALUES ('order.closed', 'order.closed.v1', '{}', 1, now() + interval '1 year')";
-            sqlx::query(refused).execute(&stage.pool).await.unwrap();
-            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
-            let confirmed = ConfirmedPublisher::connect(&stage.settings.amqp, "test").await.unwrap();
-            let mut announcer = Announcer::new(database, confirmed, &stage.names(), 500, 60 * SECOND);
+            sqlx::query(refused).execute(&env.pool).await.unwrap();
+            let database = Database::connect(&env.settings.database, 1).await.unwrap();
+            let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
+            let mut announcer = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
             assert_eq!(announcer.round().await.unwrap().sent, 0);
             announcer.forget_old().await.unwrap();
             assert_eq!(announcer.round().await.unwrap().sent, 1);
@@ -168,20 +167,20 @@ fn pause_beyond_any_is_ended() {
 
 #[test]
 fn many_refused_events_delay_no_others() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let refused = "INSERT INTO event_outbox (routing_key, type, payload, refusals, next_attempt_at, created_at)
                            SELECT 'order.closed', 'order.closed.v1', '{}', 3, now() + interval '1 hour', now() - interval '1 hour'
                            FROM generate_series(1, 100000)";
-            sqlx::query(refused).execute(&stage.pool).await.unwrap();
-            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
-            let confirmed = ConfirmedPublisher::connect(&stage.settings.amqp, "test").await.unwrap();
-            let mut announcer = Announcer::new(database, confirmed, &stage.names(), 500, 60 * SECOND);
+            sqlx::query(refused).execute(&env.pool).await.unwrap();
+            let database = Database::connect(&env.settings.database, 1).await.unwrap();
+            let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
+            let mut announcer = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
             assert_eq!(announcer.count_refused().await.unwrap(), 100_000);
             let insert = "INSERT INTO event_outbox (routing_key, type, payload) VALUES ('order.closed', 'order.closed.v1', '{}')";
             for _ in 0..20 {
-                sqlx::query(insert).execute(&stage.pool).await.unwrap();
+                sqlx::query(insert).execute(&env.pool).await.unwrap();
                 assert_eq!(announcer.round().await.unwrap().sent, 1);
             }
             let age = announcer.backlog().await.unwrap().age;

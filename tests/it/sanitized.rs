@@ -9,16 +9,16 @@ use order_timeout::sanitize::is_hidden;
 use sqlx::AssertSqlSafe;
 
 use crate::support::process::{WorkerProcess, call_with, order_timeout};
-use crate::support::{PATIENCE, Stage, on_stage, wait_for};
+use crate::support::{TIMEOUT, TestEnv, wait_for, with_env};
 
 /// A trigger that refuses every close with an escape sequence, a change of direction and the order's id.
-async fn refuse_with_hidden_characters(stage: &Stage, sqlstate: &str) {
+async fn refuse_with_hidden_characters(env: &TestEnv, sqlstate: &str) {
     let trigger = format!(
         "CREATE OR REPLACE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
              RAISE E'\\x1b[31m\\u202E%\\n\\u2028second \\u009b line', NEW.id USING ERRCODE = '{sqlstate}'; END $$;
          CREATE OR REPLACE TRIGGER refuse BEFORE UPDATE ON orders FOR EACH ROW EXECUTE FUNCTION refuse()"
     );
-    sqlx::raw_sql(AssertSqlSafe(trigger)).execute(&stage.pool).await.unwrap();
+    sqlx::raw_sql(AssertSqlSafe(trigger)).execute(&env.pool).await.unwrap();
 }
 
 fn assert_visible(text: &str) {
@@ -36,14 +36,14 @@ fn a_triggers_text_is_visible_everywhere() {
         settings.http.listen = Listen(Some(free));
         settings.sweep.grace = Duration::ZERO;
     };
-    on_stage(adjust, async move |stage| {
+    with_env(adjust, async move |env| {
         for format in [LogFormat::Human, LogFormat::Json] {
-            let order = stage.order(Duration::ZERO).await;
+            let order = env.order(Duration::ZERO).await;
             let id = order.id.to_string();
-            refuse_with_hidden_characters(&stage, "25006").await;
+            refuse_with_hidden_characters(&env, "25006").await;
 
             for arguments in [&["close", &id][..], &["close", "--json", &id]] {
-                let (code, stdout, stderr) = call_with(&stage.settings, arguments).await;
+                let (code, stdout, stderr) = call_with(&env.settings, arguments).await;
                 assert_eq!((code, stderr.as_str(), stdout.lines().count()), (1, "", 1), "{stdout}");
                 assert_visible(&stdout);
                 let text = if arguments.len() == 3 { r"\u202e" } else { SHOWN };
@@ -51,12 +51,12 @@ fn a_triggers_text_is_visible_everywhere() {
             }
 
             let log = tempfile::NamedTempFile::new().unwrap();
-            let mut command = order_timeout(&stage.settings);
+            let mut command = order_timeout(&env.settings);
             let word = if format == LogFormat::Json { "json" } else { "human" };
             command.env("ORDER_TIMEOUT__LOG__FORMAT", word).env("ORDER_TIMEOUT__LOG__FILTER", "info");
             let worker = WorkerProcess::of(command.arg("worker").stderr(File::create(log.path()).unwrap()));
             let shown =
-                async || http::get(free, READYZ, PATIENCE).await.map_or_else(|_| String::new(), |(_, text)| text);
+                async || http::get(free, READYZ, TIMEOUT).await.map_or_else(|_| String::new(), |(_, text)| text);
             wait_for("a page that says so", async || shown().await.contains("(SQLSTATE 25006)")).await;
             let page = shown().await;
             assert_visible(&page);
@@ -66,12 +66,12 @@ fn a_triggers_text_is_visible_everywhere() {
                 text.contains(&id) && text.contains("(SQLSTATE 25006)")
             };
             wait_for("a log that says so", said).await;
-            assert_eq!(worker.terminate(PATIENCE), 0);
+            assert_eq!(worker.terminate(TIMEOUT), 0);
             let log = std::fs::read_to_string(log.path()).unwrap();
             assert_visible(&log);
             assert!(log.contains(r"\u202e"), "{log}");
-            sqlx::query("DROP TRIGGER refuse ON orders").execute(&stage.pool).await.unwrap();
-            let (code, stdout, _) = call_with(&stage.settings, &["close", &id]).await;
+            sqlx::query("DROP TRIGGER refuse ON orders").execute(&env.pool).await.unwrap();
+            let (code, stdout, _) = call_with(&env.settings, &["close", &id]).await;
             assert_eq!(code, 0, "{stdout}");
         }
     });
@@ -79,23 +79,23 @@ fn a_triggers_text_is_visible_everywhere() {
 
 #[test]
 fn parked_text_is_visible_in_the_table() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             sqlx::query(
                 "INSERT INTO parked_alarms (id, reason, detail, order_id, body)
                  VALUES (gen_random_uuid(), 'unreadable', E'\\x1b[2J\\u202Edetail\\nsecond line', E'17\\u200b', '{}')",
             )
-            .execute(&stage.pool)
+            .execute(&env.pool)
             .await
             .unwrap();
             for arguments in [&["parked", "list"][..], &["parked", "list", "--json"]] {
-                let (code, stdout, stderr) = call_with(&stage.settings, arguments).await;
+                let (code, stdout, stderr) = call_with(&env.settings, arguments).await;
                 assert_eq!((code, stderr.as_str()), (0, ""));
                 assert_visible(&stdout);
                 assert!(stdout.contains(r"\u200b") && stdout.contains(r"\u202edetail"), "{stdout}");
             }
-            let (_, stdout, _) = call_with(&stage.settings, &["parked", "list"]).await;
+            let (_, stdout, _) = call_with(&env.settings, &["parked", "list"]).await;
             assert_eq!(stdout.lines().count(), 2, "{stdout}");
         },
     );

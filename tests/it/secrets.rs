@@ -16,7 +16,7 @@ use crate::support::figures::{get, shown};
 use crate::support::private::Private;
 use crate::support::process::{WorkerProcess, bare, order_timeout, run};
 use crate::support::proxy::Proxy;
-use crate::support::{PATIENCE, RunningWorker, Stage, on_stage, wait_for, wait_within, with_parts};
+use crate::support::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within, with_env, with_parts};
 
 /// A password, its beginning a word that nothing else contains.
 struct Secret {
@@ -97,16 +97,16 @@ fn no_password_is_ever_shown() {
     broker.ctl(&["set_permissions", "-p", "/", "shop", ".*", ".*", ".*"]);
     let user = format!("shop:{}", secret.encoded());
     let address = with_parts(&broker.url.clone().into(), Some(&user), None, None);
-    on_stage(
+    with_env(
         |settings| settings.amqp.url = address,
-        async move |stage| {
-            let role = format!("shop_{}", stage.settings.namespace);
+        async move |env| {
+            let role = format!("shop_{}", env.settings.namespace);
             let create = format!("CREATE ROLE {role} LOGIN SUPERUSER PASSWORD '{}'", secret.password);
-            sqlx::query(AssertSqlSafe(create)).execute(&stage.pool).await.unwrap();
+            sqlx::query(AssertSqlSafe(create)).execute(&env.pool).await.unwrap();
             let user = format!("{role}:{}", secret.encoded());
-            let mut settings = stage.settings.clone();
+            let mut settings = env.settings.clone();
             settings.database.url = with_parts(&settings.database.url, Some(&user), None, None);
-            let (of_the_test, pool) = (stage.clone(), stage.pool.clone());
+            let (of_the_test, pool) = (env.clone(), env.pool.clone());
             let outcome = tokio::spawn(async move {
                 where_all_is_well(&secret, &settings, &of_the_test).await;
                 what_is_printed_for_debugging(&secret, &settings).await;
@@ -144,8 +144,8 @@ async fn say(secret: &Secret, mut command: Command, code: i32) -> String {
     said
 }
 
-async fn where_all_is_well(secret: &Secret, settings: &Settings, stage: &Stage) {
-    let (held, closed) = (stage.order(Duration::from_secs(6)).await, stage.order(Duration::ZERO).await);
+async fn where_all_is_well(secret: &Secret, settings: &Settings, env: &TestEnv) {
+    let (held, closed) = (env.order(Duration::from_secs(6)).await, env.order(Duration::ZERO).await);
     let (held_id, closed_id) = (held.id.to_string(), closed.id.to_string());
     for format in ["human", "json"] {
         for arguments in [
@@ -169,7 +169,7 @@ async fn where_all_is_well(secret: &Secret, settings: &Settings, stage: &Stage) 
     }
     let mut logs = Vec::new();
     for format in ["human", "json"] {
-        logs.push(what_a_worker_logs(secret, settings, stage, format).await);
+        logs.push(what_a_worker_logs(secret, settings, env, format).await);
     }
     let said = logs.concat();
     // Otherwise it proves nothing.
@@ -181,15 +181,15 @@ async fn where_all_is_well(secret: &Secret, settings: &Settings, stage: &Stage) 
 }
 
 /// Starts a worker, lets it close an order, and stops it.
-async fn what_a_worker_logs(secret: &Secret, settings: &Settings, stage: &Stage, format: &str) -> String {
+async fn what_a_worker_logs(secret: &Secret, settings: &Settings, env: &TestEnv, format: &str) -> String {
     let log = tempfile::NamedTempFile::new().unwrap();
     let mut command = loudest(settings, format);
     command.arg("worker").stdout(log.reopen().unwrap()).stderr(log.reopen().unwrap()).stdin(Stdio::null());
     let worker = WorkerProcess::of(&mut command);
-    let order = stage.order(Duration::from_secs(1)).await;
-    stage.deliver([&order]).await;
-    wait_for("the close", async || stage.status(&order).await == "closed").await;
-    let ended = tokio::task::spawn_blocking(move || worker.terminate(PATIENCE)).await.unwrap();
+    let order = env.order(Duration::from_secs(1)).await;
+    env.deliver([&order]).await;
+    wait_for("the close", async || env.status(&order).await == "closed").await;
+    let ended = tokio::task::spawn_blocking(move || worker.terminate(TIMEOUT)).await.unwrap();
     assert_eq!(ended, 0);
     let said = String::from_utf8_lossy(&std::fs::read(log.path()).unwrap()).into_owned();
     secret.assert_not_in("the worker", &said);
@@ -322,20 +322,20 @@ async fn where_something_is_wrong(secret: &Secret, settings: &Settings) {
 
 #[test]
 fn every_address_can_come_from_a_file() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             let folder = tempfile::tempdir().unwrap();
             let file = |name: &str, contents: &str| {
                 std::fs::write(folder.path().join(name), contents).unwrap();
                 folder.path().join(name).display().to_string()
             };
             // With the newline that `echo` writes, and without.
-            let amqp = file("amqp", &format!("{}\n", stage.settings.amqp.url.expose_secret()));
-            let database = file("database", stage.settings.database.url.expose_secret());
-            let order = stage.order(Duration::from_secs(60)).await.id.to_string();
+            let amqp = file("amqp", &format!("{}\n", env.settings.amqp.url.expose_secret()));
+            let database = file("database", env.settings.database.url.expose_secret());
+            let order = env.order(Duration::from_secs(60)).await.id.to_string();
             for arguments in [&["setup"][..], &["parked", "list"], &["schedule", "--order-id", &order, "--in", "60s"]] {
-                let mut command = order_timeout(&stage.settings);
+                let mut command = order_timeout(&env.settings);
                 command.env_remove("ORDER_TIMEOUT__AMQP__URL").env_remove("ORDER_TIMEOUT__DATABASE__URL");
                 command.env("ORDER_TIMEOUT__AMQP__URL_FILE", &amqp).env("ORDER_TIMEOUT__DATABASE__URL_FILE", &database);
                 // Somebody else's, where we have a name of our own.
@@ -346,8 +346,8 @@ fn every_address_can_come_from_a_file() {
             // The library reads the same settings.
             let overrides = [format!("amqp.url_file={amqp}")];
             let mut settings = Settings::load_with_environment(None, Default::default(), &overrides).unwrap();
-            settings.namespace = stage.settings.namespace.clone();
-            settings.delay = stage.settings.delay.clone();
+            settings.namespace = env.settings.namespace.clone();
+            settings.delay = env.settings.delay.clone();
             let publisher = order_timeout::Publisher::connect(&settings).await.unwrap();
             publisher.schedule("1", std::time::SystemTime::now() + Duration::from_secs(60)).await.unwrap();
         },

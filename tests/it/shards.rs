@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use lapin::BasicProperties;
 use order_timeout::Settings;
-use order_timeout::topology::{DUE_KEY, Topology, TopologyFault};
+use order_timeout::topology::{DUE_KEY, Topology, TopologyError};
 use uuid::Uuid;
 
 use crate::support::away::on_private_broker_with;
-use crate::support::{Order, RunningWorker, Stage, wait_for};
+use crate::support::{Order, RunningWorker, TestEnv, wait_for};
 
 /// The exchange type comes with RabbitMQ and is not enabled by itself.
 const WITH_THE_TYPE: [&str; 2] = ["--plugin", "rabbitmq_consistent_hash_exchange"];
@@ -19,78 +19,80 @@ fn sharded(settings: &mut Settings) {
     settings.worker.shards = SHARDS;
 }
 
-fn on_shards<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(std::sync::Arc<Stage>) -> F + Send + 'static) {
-    on_private_broker_with(&WITH_THE_TYPE, sharded, |stage, _| test(stage));
+fn on_shards<F: Future<Output = ()> + Send + 'static>(
+    test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
+) {
+    on_private_broker_with(&WITH_THE_TYPE, sharded, |env, _| test(env));
 }
 
 /// As a dead letter comes: with the message id that its publisher gave it.
-async fn deliver(stage: &Stage, orders: &[Order]) {
-    let due = stage.names().due();
+async fn deliver(env: &TestEnv, orders: &[Order]) {
+    let due = env.names().due();
     for order in orders {
         let id = Uuid::now_v7().to_string();
         let properties = BasicProperties::default().with_delivery_mode(2).with_message_id(id.as_str().into());
-        stage.publish_raw(&due, DUE_KEY, &order.body(), properties).await;
+        env.publish_raw(&due, DUE_KEY, &order.body(), properties).await;
     }
 }
 
-async fn depths(stage: &Stage) -> Vec<u32> {
+async fn depths(env: &TestEnv) -> Vec<u32> {
     let mut depths = Vec::new();
     for shard in 0..SHARDS {
-        depths.push(stage.depth(&stage.names().shard(shard)).await);
+        depths.push(env.depth(&env.names().shard(shard)).await);
     }
     depths
 }
 
-async fn worker_taking(stage: &Stage, shards: &[u8]) -> RunningWorker {
-    let mut settings = stage.settings.clone();
+async fn worker_taking(env: &TestEnv, shards: &[u8]) -> RunningWorker {
+    let mut settings = env.settings.clone();
     settings.worker.take_shards = shards.to_vec();
     RunningWorker::start(settings).await
 }
 
-async fn declare(stage: &Stage, shards: u8) {
-    let mut settings = stage.settings.clone();
+async fn declare(env: &TestEnv, shards: u8) {
+    let mut settings = env.settings.clone();
     settings.worker.shards = shards;
-    Topology::new(&settings).declare(&stage.broker).await.unwrap();
+    Topology::new(&settings).declare(&env.broker).await.unwrap();
 }
 
 #[test]
 fn each_alarm_goes_to_one_shard_and_every_shard_has_its_part() {
-    on_shards(async |stage| {
-        let orders = stage.orders(300, Duration::from_secs(2)).await;
-        let publisher = stage.publisher().await;
+    on_shards(async |env| {
+        let orders = env.orders(300, Duration::from_secs(2)).await;
+        let publisher = env.publisher().await;
         let alarms = orders.iter().map(|order| (order.order_id(), order.deadline));
         assert_eq!(publisher.schedule_all(alarms).await, Ok(300));
-        wait_for("all alarms handed over", async || depths(&stage).await.iter().sum::<u32>() == 300).await;
-        let depths = depths(&stage).await;
+        wait_for("all alarms handed over", async || depths(&env).await.iter().sum::<u32>() == 300).await;
+        let depths = depths(&env).await;
         assert!(depths.iter().all(|depth| (60..140).contains(depth)), "shared out unevenly: {depths:?}");
-        let worker = stage.worker().await;
-        wait_for("every order's close", async || stage.closed().await == 300).await;
+        let worker = env.worker().await;
+        wait_for("every order's close", async || env.closed().await == 300).await;
         worker.stop().await;
-        stage.assert_drained().await;
-        stage.assert_ledger().await;
-        let by_alarm = stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await;
+        env.assert_drained().await;
+        env.assert_ledger().await;
+        let by_alarm = env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await;
         assert_eq!(by_alarm, 300);
     });
 }
 
 #[test]
 fn workers_that_take_different_shards_close_everything_between_them() {
-    on_shards(async |stage| {
-        let publisher = stage.publisher().await;
-        let (one, others) = (worker_taking(&stage, &[0]).await, worker_taking(&stage, &[2, 1]).await);
-        let orders = stage.orders(100, Duration::from_secs(2)).await;
+    on_shards(async |env| {
+        let publisher = env.publisher().await;
+        let (one, others) = (worker_taking(&env, &[0]).await, worker_taking(&env, &[2, 1]).await);
+        let orders = env.orders(100, Duration::from_secs(2)).await;
         let alarms = orders.iter().map(|order| (order.order_id(), order.deadline));
         assert_eq!(publisher.schedule_all(alarms).await, Ok(100));
         // By way of the inbox and the wheel, which each of them serves.
-        let later = stage.orders(100, Duration::from_millis(4_500)).await;
+        let later = env.orders(100, Duration::from_millis(4_500)).await;
         let alarms = later.iter().map(|order| (order.order_id(), order.deadline));
         assert_eq!(publisher.schedule_all(alarms).await, Ok(100));
-        wait_for("every order's close", async || stage.closed().await == 200).await;
+        wait_for("every order's close", async || env.closed().await == 200).await;
         others.stop().await;
         one.stop().await;
-        stage.assert_drained().await;
-        stage.assert_ledger().await;
-        assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 200);
+        env.assert_drained().await;
+        env.assert_ledger().await;
+        assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 200);
     });
 }
 
@@ -100,39 +102,39 @@ fn a_shard_that_nobody_takes_makes_its_orders_late_and_loses_none() {
         sharded(settings);
         settings.sweep.grace = Duration::from_millis(500);
     };
-    on_private_broker_with(&WITH_THE_TYPE, settings, async |stage, _| {
-        let worker = worker_taking(&stage, &[1]).await;
-        let orders = stage.orders(60, Duration::from_secs(1)).await;
-        deliver(&stage, &orders).await;
-        wait_for("every order's close", async || stage.closed().await == 60).await;
+    on_private_broker_with(&WITH_THE_TYPE, settings, async |env, _| {
+        let worker = worker_taking(&env, &[1]).await;
+        let orders = env.orders(60, Duration::from_secs(1)).await;
+        deliver(&env, &orders).await;
+        wait_for("every order's close", async || env.closed().await == 60).await;
         worker.stop().await;
-        stage.assert_ledger().await;
-        let swept = stage.count("SELECT count(*) FROM orders WHERE closed_by = 'sweep'").await;
+        env.assert_ledger().await;
+        let swept = env.count("SELECT count(*) FROM orders WHERE closed_by = 'sweep'").await;
         assert!((1..60).contains(&swept), "{swept} of 60 by the sweep, which takes two of three shards");
-        stage.assert_nothing_left_undone().await;
+        env.assert_nothing_left_undone().await;
     });
 }
 
 #[test]
 fn from_one_queue_to_several_to_fewer_and_back_each_alarm_has_one_way() {
-    on_shards(async |stage| {
+    on_shards(async |env| {
         for shards in [1, SHARDS, 2, SHARDS, 1] {
-            declare(&stage, shards).await;
-            let orders = stage.orders(90, Duration::ZERO).await;
-            deliver(&stage, &orders).await;
-            let depths = depths(&stage).await;
+            declare(&env, shards).await;
+            let orders = env.orders(90, Duration::ZERO).await;
+            deliver(&env, &orders).await;
+            let depths = depths(&env).await;
             assert_eq!(depths.iter().sum::<u32>(), 90, "each once with {shards} shards: {depths:?}");
             let filled = depths.iter().filter(|depth| **depth > 0).count();
             assert_eq!(filled, usize::from(shards), "{depths:?}");
-            let worker = stage.worker().await;
+            let worker = env.worker().await;
             wait_for("every order's close", async || {
-                stage.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await == 0
+                env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await == 0
             })
             .await;
             worker.stop().await;
-            stage.assert_drained().await;
+            env.assert_drained().await;
         }
-        stage.assert_ledger().await;
+        env.assert_ledger().await;
     });
 }
 
@@ -141,11 +143,11 @@ fn without_the_exchange_type_it_says_which_plugin_to_enable() {
     on_private_broker_with(
         &[],
         |_| {},
-        async |stage, _| {
-            let mut settings = stage.settings.clone();
+        async |env, _| {
+            let mut settings = env.settings.clone();
             sharded(&mut settings);
-            let fault = Topology::new(&settings).declare(&stage.broker).await.unwrap_err();
-            assert!(matches!(fault, TopologyFault::NoHashExchange { .. }), "{fault:?}");
+            let fault = Topology::new(&settings).declare(&env.broker).await.unwrap_err();
+            assert!(matches!(fault, TopologyError::NoHashExchange { .. }), "{fault:?}");
             let sentence = fault.to_string();
             assert!(sentence.contains("rabbitmq-plugins enable rabbitmq_consistent_hash_exchange"), "{sentence}");
             assert!(!sentence.contains('\n'), "{sentence}");

@@ -5,7 +5,7 @@ use std::time::Duration;
 use order_timeout::Settings;
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{Stage, on_stage, wait_for};
+use crate::support::{TestEnv, wait_for, with_env};
 
 /// The promise is a second. A machine that is busy with other tests may take longer; a sweep that looks every ten seconds
 /// instead of four times a second, or that waits for alarms where it should not, takes longer than this anywhere.
@@ -18,39 +18,39 @@ fn usual_grace(settings: &mut Settings) {
 }
 
 /// By the database's own columns.
-async fn assert_none_was_late(stage: &Stage) {
-    let latest = stage.lateness_ms().await.pop().expect("an order that is closed");
+async fn assert_none_was_late(env: &TestEnv) {
+    let latest = env.lateness_ms().await.pop().expect("an order that is closed");
     assert!(latest < LATEST.as_secs_f64() * 1e3, "closed {latest:.0} ms after its deadline");
 }
 
 #[test]
 fn an_order_without_an_alarm_is_closed_by_the_sweep() {
-    on_stage(usual_grace, async |stage| {
-        let worker = stage.worker().await;
-        stage.orders(20, Duration::from_millis(300)).await;
-        let paid = stage.order(Duration::from_millis(300)).await;
-        assert!(stage.pay(&paid).await);
-        wait_for("the closes", async || stage.closed().await == 20).await;
-        assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'sweep'").await, 20);
-        assert_eq!(stage.count("SELECT count(*) FROM order_events WHERE by = 'sweep'").await, 20);
-        assert_eq!(stage.status(&paid).await, "paid");
-        assert_none_was_late(&stage).await;
-        stage.assert_ledger().await;
+    with_env(usual_grace, async |env| {
+        let worker = env.worker().await;
+        env.orders(20, Duration::from_millis(300)).await;
+        let paid = env.order(Duration::from_millis(300)).await;
+        assert!(env.pay(&paid).await);
+        wait_for("the closes", async || env.closed().await == 20).await;
+        assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'sweep'").await, 20);
+        assert_eq!(env.count("SELECT count(*) FROM order_events WHERE by = 'sweep'").await, 20);
+        assert_eq!(env.status(&paid).await, "paid");
+        assert_none_was_late(&env).await;
+        env.assert_ledger().await;
         worker.stop().await;
     });
 }
 
 #[test]
 fn while_the_broker_is_away_the_sweep_does_not_wait_for_alarms() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
+        async |env| {
             // The grace of the other tests, a minute: it must not count here.
-            let worker = stage.worker_without_broker().await;
-            stage.orders(20, Duration::from_millis(300)).await;
-            wait_for("the closes", async || stage.closed().await == 20).await;
-            assert_none_was_late(&stage).await;
-            stage.assert_ledger().await;
+            let worker = env.worker_without_broker().await;
+            env.orders(20, Duration::from_millis(300)).await;
+            wait_for("the closes", async || env.closed().await == 20).await;
+            assert_none_was_late(&env).await;
+            env.assert_ledger().await;
             worker.stop().await;
         },
     );
@@ -58,41 +58,41 @@ fn while_the_broker_is_away_the_sweep_does_not_wait_for_alarms() {
 
 #[test]
 fn an_order_extended_while_it_is_overdue_is_not_closed_early() {
-    on_stage(usual_grace, async |stage| {
-        let order = stage.order(Duration::ZERO).await;
-        let mut extending = stage.pool.begin().await.unwrap();
+    with_env(usual_grace, async |env| {
+        let order = env.order(Duration::ZERO).await;
+        let mut extending = env.pool.begin().await.unwrap();
         sqlx::query("UPDATE orders SET expires_at = clock_timestamp() + interval '5 seconds' WHERE id = $1")
             .bind(order.id)
             .execute(&mut *extending)
             .await
             .unwrap();
-        let worker = stage.worker().await;
+        let worker = env.worker().await;
         // Another overdue order is closed: so the sweep has met this one, which is older, at its old deadline.
-        stage.order(Duration::ZERO).await;
-        wait_for("a pass of the sweep", async || stage.closed().await == 1).await;
+        env.order(Duration::ZERO).await;
+        wait_for("a pass of the sweep", async || env.closed().await == 1).await;
         extending.commit().await.unwrap();
-        stage.order(Duration::ZERO).await;
-        wait_for("a further pass", async || stage.closed().await == 2).await;
-        assert_eq!(stage.status(&order).await, "unpaid", "it has been given more time");
-        wait_for("the close", async || stage.closed().await == 3).await;
-        stage.assert_ledger().await;
+        env.order(Duration::ZERO).await;
+        wait_for("a further pass", async || env.closed().await == 2).await;
+        assert_eq!(env.status(&order).await, "unpaid", "it has been given more time");
+        wait_for("the close", async || env.closed().await == 3).await;
+        env.assert_ledger().await;
         worker.stop().await;
     });
 }
 
 #[test]
 fn orders_that_cannot_be_closed_do_not_hide_those_behind_them() {
-    on_stage(usual_grace, async |stage| {
-        stage.stock("unclosable", 1_000_000).await;
-        stage.refuse_to_close("unclosable").await;
-        stage.orders_of("unclosable", 2_000, Duration::ZERO).await;
-        stage.orders(100, Duration::from_millis(700)).await;
-        let worker = stage.worker().await;
-        wait_for("the good ones", async || stage.closed().await == 100).await;
-        let open = stage.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
+    with_env(usual_grace, async |env| {
+        env.stock("unclosable", 1_000_000).await;
+        env.refuse_to_close("unclosable").await;
+        env.orders_of("unclosable", 2_000, Duration::ZERO).await;
+        env.orders(100, Duration::from_millis(700)).await;
+        let worker = env.worker().await;
+        wait_for("the good ones", async || env.closed().await == 100).await;
+        let open = env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
         assert_eq!(open, 2_000, "nothing is forced");
-        stage.assert_ledger().await;
-        assert_eq!(stage.parked().await, vec![], "no alarm, nothing to park");
+        env.assert_ledger().await;
+        assert_eq!(env.parked().await, vec![], "no alarm, nothing to park");
         worker.stop().await;
     });
 }
@@ -112,46 +112,46 @@ fn an_order_whose_close_finds_a_full_disk_or_a_bad_one_holds_up_nobody() {
 }
 
 fn holds_up_nobody_whose_close_fails_by(error: &'static str) {
-    on_stage(usual_grace, async move |stage| {
-        stage.stock("unclosable", 1_000).await;
-        stage.refuse_to_close_by("unclosable", error).await;
-        let unclosable = stage.orders_of("unclosable", 10, Duration::ZERO).await;
-        let worker = stage.worker().await;
+    with_env(usual_grace, async move |env| {
+        env.stock("unclosable", 1_000).await;
+        env.refuse_to_close_by("unclosable", error).await;
+        let unclosable = env.orders_of("unclosable", 10, Duration::ZERO).await;
+        let worker = env.worker().await;
         // With alarms and without.
-        stage.deliver(&unclosable[..5]).await;
+        env.deliver(&unclosable[..5]).await;
         for orders in 1..=5 {
-            stage.orders(10, Duration::from_millis(50)).await;
-            wait_for("the good ones", async || stage.closed().await == 10 * orders).await;
+            env.orders(10, Duration::from_millis(50)).await;
+            wait_for("the good ones", async || env.closed().await == 10 * orders).await;
         }
-        assert_none_was_late(&stage).await;
+        assert_none_was_late(&env).await;
         worker.stop().await;
-        stage.assert_ledger().await;
+        env.assert_ledger().await;
     });
 }
 
 #[test]
 fn an_order_that_could_not_be_closed_is_once_it_can_be() {
-    on_stage(usual_grace, async |stage| {
-        stage.stock("unclosable", 1_000).await;
-        stage.refuse_to_close("unclosable").await;
-        stage.orders_of("unclosable", 10, Duration::ZERO).await;
-        let worker = stage.worker().await;
-        stage.order(Duration::ZERO).await;
-        wait_for("a pass of the sweep", async || stage.closed().await == 1).await;
-        sqlx::raw_sql("DROP TRIGGER refuse ON orders").execute(&stage.pool).await.unwrap();
-        wait_for("the others", async || stage.closed().await == 11).await;
-        stage.assert_ledger().await;
+    with_env(usual_grace, async |env| {
+        env.stock("unclosable", 1_000).await;
+        env.refuse_to_close("unclosable").await;
+        env.orders_of("unclosable", 10, Duration::ZERO).await;
+        let worker = env.worker().await;
+        env.order(Duration::ZERO).await;
+        wait_for("a pass of the sweep", async || env.closed().await == 1).await;
+        sqlx::raw_sql("DROP TRIGGER refuse ON orders").execute(&env.pool).await.unwrap();
+        wait_for("the others", async || env.closed().await == 11).await;
+        env.assert_ledger().await;
         worker.stop().await;
     });
 }
 
 #[test]
 fn several_workers_sweep_without_closing_anything_twice() {
-    on_stage(usual_grace, async |stage| {
-        stage.orders(5_000, Duration::ZERO).await;
-        let workers = [stage.worker().await, stage.worker().await, stage.worker_without_broker().await];
-        wait_for("every close", async || stage.closed().await == 5_000).await;
-        stage.assert_ledger().await;
+    with_env(usual_grace, async |env| {
+        env.orders(5_000, Duration::ZERO).await;
+        let workers = [env.worker().await, env.worker().await, env.worker_without_broker().await];
+        wait_for("every close", async || env.closed().await == 5_000).await;
+        env.assert_ledger().await;
         for worker in workers {
             worker.stop().await;
         }
@@ -160,14 +160,14 @@ fn several_workers_sweep_without_closing_anything_twice() {
 
 #[test]
 fn an_order_whose_row_is_locked_is_left_to_its_payment() {
-    on_stage(usual_grace, async |stage| {
-        let order = stage.order(Duration::ZERO).await;
-        let mut payment = stage.pool.begin().await.unwrap();
+    with_env(usual_grace, async |env| {
+        let order = env.order(Duration::ZERO).await;
+        let mut payment = env.pool.begin().await.unwrap();
         sqlx::query("SELECT FROM orders WHERE id = $1 FOR UPDATE").bind(order.id).execute(&mut *payment).await.unwrap();
-        let worker = stage.worker().await;
+        let worker = env.worker().await;
         // Another overdue order is closed: so the sweep has met the locked one, which is older.
-        stage.order(Duration::ZERO).await;
-        wait_for("a pass of the sweep", async || stage.closed().await == 1).await;
+        env.order(Duration::ZERO).await;
+        wait_for("a pass of the sweep", async || env.closed().await == 1).await;
         sqlx::query("UPDATE orders SET status = 'paid', paid_at = clock_timestamp() WHERE id = $1")
             .bind(order.id)
             .execute(&mut *payment)
@@ -175,20 +175,20 @@ fn an_order_whose_row_is_locked_is_left_to_its_payment() {
             .unwrap();
         sqlx::query("UPDATE stock SET reserved = reserved - 1").execute(&mut *payment).await.unwrap();
         payment.commit().await.unwrap();
-        stage.order(Duration::ZERO).await;
-        wait_for("a further pass", async || stage.closed().await == 2).await;
-        assert_eq!(stage.status(&order).await, "paid");
-        stage.assert_ledger().await;
+        env.order(Duration::ZERO).await;
+        wait_for("a further pass", async || env.closed().await == 2).await;
+        assert_eq!(env.status(&order).await, "paid");
+        env.assert_ledger().await;
         worker.stop().await;
     });
 }
 
 /// Keeps the article's stock row locked for `stop` to come, in short transactions one behind the other: whoever waits for
 /// it has it soon, whoever does not wait never.
-async fn keep_locked_by_turns(stage: &Stage, stop: &CancellationToken) {
+async fn keep_locked_by_turns(env: &TestEnv, stop: &CancellationToken) {
     let take_turns = async || {
         while !stop.is_cancelled() {
-            let mut buying = stage.pool.begin().await.unwrap();
+            let mut buying = env.pool.begin().await.unwrap();
             let lock = "SELECT FROM stock WHERE article_id = 'popular' FOR UPDATE";
             sqlx::query(lock).execute(&mut *buying).await.unwrap();
             sqlx::query("SELECT pg_sleep(0.02)").execute(&mut *buying).await.unwrap();
@@ -200,44 +200,44 @@ async fn keep_locked_by_turns(stage: &Stage, stop: &CancellationToken) {
 
 #[test]
 fn an_article_that_is_always_being_bought_is_no_reason_to_leave_an_order_open() {
-    on_stage(usual_grace, async |stage| {
-        stage.stock("popular", 1_000).await;
-        let worker = stage.worker().await;
-        stage.orders_of("popular", 50, Duration::from_millis(300)).await;
+    with_env(usual_grace, async |env| {
+        env.stock("popular", 1_000).await;
+        let worker = env.worker().await;
+        env.orders_of("popular", 50, Duration::from_millis(300)).await;
         let stop = CancellationToken::new();
         let closes = async {
-            wait_for("the closes", async || stage.closed().await == 50).await;
+            wait_for("the closes", async || env.closed().await == 50).await;
             stop.cancel();
         };
-        tokio::join!(keep_locked_by_turns(&stage, &stop), closes);
-        assert_none_was_late(&stage).await;
-        stage.assert_ledger().await;
+        tokio::join!(keep_locked_by_turns(&env, &stop), closes);
+        assert_none_was_late(&env).await;
+        env.assert_ledger().await;
         worker.stop().await;
     });
 }
 
 #[test]
 fn orders_of_an_article_that_is_always_being_bought_close_though_another_article_stays_locked() {
-    on_stage(usual_grace, async |stage| {
-        stage.stock("popular", 1_000).await;
-        let worker = stage.worker().await;
+    with_env(usual_grace, async |env| {
+        env.stock("popular", 1_000).await;
+        let worker = env.worker().await;
         let in_a_moment = Duration::from_millis(500);
-        let held = stage.orders(4, in_a_moment).await;
-        let popular = stage.orders_of("popular", 40, in_a_moment).await;
-        let mut payment = stage.pool.begin().await.unwrap();
+        let held = env.orders(4, in_a_moment).await;
+        let popular = env.orders_of("popular", 40, in_a_moment).await;
+        let mut payment = env.pool.begin().await.unwrap();
         sqlx::query("SELECT FROM stock WHERE article_id = 'article' FOR UPDATE").execute(&mut *payment).await.unwrap();
         // Of each article half have an alarm; the sweep finds the others.
-        stage.deliver(&held[..2]).await;
-        stage.deliver(&popular[..20]).await;
+        env.deliver(&held[..2]).await;
+        env.deliver(&popular[..20]).await;
         let stop = CancellationToken::new();
         let closes = async {
-            wait_for("the closes", async || stage.closed().await == 40).await;
+            wait_for("the closes", async || env.closed().await == 40).await;
             stop.cancel();
         };
-        tokio::join!(keep_locked_by_turns(&stage, &stop), closes);
+        tokio::join!(keep_locked_by_turns(&env, &stop), closes);
         payment.rollback().await.unwrap();
-        wait_for("the others", async || stage.closed().await == 44).await;
-        stage.assert_ledger().await;
+        wait_for("the others", async || env.closed().await == 44).await;
+        env.assert_ledger().await;
         worker.stop().await;
     });
 }

@@ -59,7 +59,7 @@ fn set(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
 }
 
-/// Rooms whose decisions and arithmetic must be testable without a server and without waiting; so is the whole desk.
+/// Rooms whose decisions and arithmetic must be testable without a server and without waiting; so is the whole engine.
 const PURE: [&str; 8] =
     ["canary.rs", "order.rs", "message.rs", "alarm.rs", "wheel.rs", "hold.rs", "clock.rs", "schedule/lane.rs"];
 
@@ -156,19 +156,19 @@ fn what_is_measured_stays_out_of_what_is_done() {
     rooms(r"\bprometheus::", &["metrics.rs"]);
     rooms(r"\bhyper(?:_util)?::", &["http.rs"]);
     // The composition root counts what the steps report; no step does.
-    rooms(r"\bcrate::metrics\b", &["http.rs", "worker/outboxes.rs", "worker/signs.rs"]);
+    rooms(r"\bcrate::metrics\b", &["http.rs", "worker/outboxes.rs", "worker/recorder.rs"]);
     rooms(
         r"\bcrate::health\b",
         &[
             "http.rs",
-            "worker/floor.rs",
+            "worker/event_loop.rs",
             "worker/outboxes.rs",
             "worker/quarantine.rs",
-            "worker/signs.rs",
+            "worker/recorder.rs",
             "worker/supervisor.rs",
         ],
     );
-    rooms(r"\bcrate::http\b", &["cli/health.rs", "worker/mod.rs", "worker/signs.rs"]);
+    rooms(r"\bcrate::http\b", &["cli/health.rs", "worker/mod.rs", "worker/recorder.rs"]);
 }
 
 #[test]
@@ -187,7 +187,7 @@ fn pure_rooms_do_no_io() {
     let forbidden = users_of(
         r"\b(?:lapin|sqlx|tokio|tokio_util|tracing)::|\bstd::(?:fs|net|io|env|process|thread)\b|\basync\b|\.await\b|\be?print(?:ln)?!",
     );
-    let is_pure = |room: &&String| PURE.contains(&room.as_str()) || room.starts_with("desk/");
+    let is_pure = |room: &&String| PURE.contains(&room.as_str()) || room.starts_with("engine/");
     let impure: Vec<_> = forbidden.iter().filter(is_pure).collect();
     assert_eq!(impure, Vec::<&String>::new(), "these rooms do no I/O; see docs/ARCHITECTURE.md, \"Invariants\"");
     let reads_a_clock = users_of(r"\bInstant::now\b");
@@ -196,7 +196,7 @@ fn pure_rooms_do_no_io() {
     for room in PURE {
         assert!(root().join("src").join(room).is_file(), "src/{room} is no more");
     }
-    assert!(root().join("src/desk").is_dir(), "the desk is no more");
+    assert!(root().join("src/engine").is_dir(), "the engine is no more");
 }
 
 #[test]
@@ -214,7 +214,7 @@ fn the_local_wall_clock_is_read_by_publishers_alone() {
             "cli/parked.rs",
             "cli/schedule.rs",
             "cli/schedule_check.rs",
-            "worker/signs.rs"
+            "worker/recorder.rs"
         ]),
         "the worker goes by the database's clock: its own may be wrong, and would close orders early"
     );
@@ -271,7 +271,7 @@ fn outermost(list: &str) -> String {
 
 #[test]
 fn a_list_is_read_without_its_inner_lists() {
-    assert_eq!(outermost("alarm::{Alarm, Parcel}, close, order::{self}"), "alarm::}, close, order::}");
+    assert_eq!(outermost("alarm::{DeliveredAlarm, DeadLetter}, close, order::{self}"), "alarm::}, close, order::}");
 }
 
 /// Every key of a table that holds a value rather than a section.
@@ -447,7 +447,7 @@ fn every_file_that_is_mentioned_is_there() {
         r"(?m)(?:^|[\s`(\x22\[])((?:docs|src|tests|examples|benches|scripts|config|migrations|sql|deploy)/[\w./-]*\w)",
     )
     .unwrap();
-    // In documents, in backticks, by its last parts: `desk/tests.rs`.
+    // In documents, in backticks, by its last parts: `engine/tests.rs`.
     let by_name = Regex::new(r"`([\w./-]+\.(?:rs|sql|toml|md|yml|conf|config))`").unwrap();
     for (path, text) in &files {
         // Tests speak of files that are not there, on purpose.

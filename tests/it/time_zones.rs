@@ -7,13 +7,13 @@ use std::time::Duration;
 use order_timeout::Settings;
 use order_timeout::database::Database;
 use order_timeout::http::READYZ;
-use order_timeout::order::{Moment, Overdue, SweepPage};
+use order_timeout::order::{Overdue, SweepPage, Timestamp};
 use order_timeout::sweep::Sweeper;
 use sqlx::AssertSqlSafe;
 
 use crate::support::figures::{get, shown};
 use crate::support::process::call_with;
-use crate::support::{RunningWorker, Stage, on_stage, wait_for, wait_within};
+use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 /// What a cause may take to be shown.
 const SHOWN_WITHIN: Duration = Duration::from_secs(15);
@@ -72,70 +72,70 @@ fn name_statements(settings: &mut Settings, deadline: &str) {
     settings.orders.overdue_sql = overdue;
 }
 
-async fn run(stage: &Stage, sql: String) {
-    sqlx::raw_sql(AssertSqlSafe(sql)).execute(&stage.pool).await.unwrap();
+async fn run(env: &TestEnv, sql: String) {
+    sqlx::raw_sql(AssertSqlSafe(sql)).execute(&env.pool).await.unwrap();
 }
 
-/// The stage's database is of this zone from now on.
-async fn set_zone(stage: &Stage, zone: &str) {
-    run(stage, format!("ALTER DATABASE order_timeout_{} SET timezone = '{zone}'", stage.settings.namespace)).await;
+/// The env's database is of this zone from now on.
+async fn set_zone(env: &TestEnv, zone: &str) {
+    run(env, format!("ALTER DATABASE order_timeout_{} SET timezone = '{zone}'", env.settings.namespace)).await;
 }
 
 /// An order for each way to read its deadline, which is so many seconds ahead on the clock of this zone. Returns the
 /// deadline as a moment.
-async fn insert(stage: &Stage, first_id: i64, seconds: f64, zone: &str) -> Moment {
+async fn insert(env: &TestEnv, first_id: i64, seconds: f64, zone: &str) -> Timestamp {
     let sql = "INSERT INTO public.tickets (id, reading, until, local_until)
                SELECT $1 + n, reading, until, until AT TIME ZONE $3
                FROM unnest(ARRAY['named', 'cast', 'moment']) WITH ORDINALITY AS r (reading, n),
                     (SELECT clock_timestamp() + make_interval(secs => $2) AS until) AS deadline
                RETURNING (extract(epoch FROM until) * 1000000)::bigint";
     let micros: Vec<i64> =
-        sqlx::query_scalar(sql).bind(first_id - 1).bind(seconds).bind(zone).fetch_all(&stage.pool).await.unwrap();
-    Moment::from_unix_micros(micros[0])
+        sqlx::query_scalar(sql).bind(first_id - 1).bind(seconds).bind(zone).fetch_all(&env.pool).await.unwrap();
+    Timestamp::from_unix_micros(micros[0])
 }
 
-async fn schedule(stage: &Stage, ids: impl IntoIterator<Item = i64>, deadline: Moment) {
-    let publisher = stage.publisher().await;
+async fn schedule(env: &TestEnv, ids: impl IntoIterator<Item = i64>, deadline: Timestamp) {
+    let publisher = env.publisher().await;
     for id in ids {
         publisher.schedule(id.to_string(), deadline).await.unwrap();
     }
 }
 
-async fn closed(stage: &Stage) -> i64 {
-    stage.count("SELECT count(*) FROM public.tickets WHERE state = 'closed'").await
+async fn closed(env: &TestEnv) -> i64 {
+    env.count("SELECT count(*) FROM public.tickets WHERE state = 'closed'").await
 }
 
 /// How early and how late the closes were at most, in seconds.
-async fn lateness(stage: &Stage) -> (f64, f64) {
+async fn lateness(env: &TestEnv) -> (f64, f64) {
     let lateness =
         "SELECT min(extract(epoch FROM closed_at - until))::float8, max(extract(epoch FROM closed_at - until))::float8
                     FROM public.tickets WHERE state = 'closed'";
-    sqlx::query_as(lateness).fetch_one(&stage.pool).await.unwrap()
+    sqlx::query_as(lateness).fetch_one(&env.pool).await.unwrap()
 }
 
 /// Orders due in two seconds are closed then and those due in an hour are not, however the deadline is read, and by alarm
 /// as by sweep.
 fn assert_closes_on_time(zone: &'static str, grace: Duration) {
-    on_stage(
+    with_env(
         |settings| {
             name_statements(settings, &deadline(zone));
             settings.sweep.grace = grace;
         },
-        async move |stage| {
-            run(&stage, SCHEMA.to_owned()).await;
-            set_zone(&stage, zone).await;
-            let worker = stage.worker().await;
-            let soon = insert(&stage, 1, 2.0, zone).await;
-            let later = insert(&stage, 11, 3_600.0, zone).await;
+        async move |env| {
+            run(&env, SCHEMA.to_owned()).await;
+            set_zone(&env, zone).await;
+            let worker = env.worker().await;
+            let soon = insert(&env, 1, 2.0, zone).await;
+            let later = insert(&env, 11, 3_600.0, zone).await;
             if grace > Duration::from_secs(10) {
-                schedule(&stage, 1..=3, soon).await;
-                schedule(&stage, 11..=13, later).await;
+                schedule(&env, 1..=3, soon).await;
+                schedule(&env, 11..=13, later).await;
             }
-            wait_for("the closes", async || closed(&stage).await >= 3).await;
-            let (earliest, latest) = lateness(&stage).await;
+            wait_for("the closes", async || closed(&env).await >= 3).await;
+            let (earliest, latest) = lateness(&env).await;
             assert!(earliest >= 0.0 && latest < LATE + grace.as_secs_f64() % 60.0, "{zone}: {earliest} to {latest} s");
             worker.stop().await;
-            assert_eq!(closed(&stage).await, 3, "{zone}: an order that has an hour left is open");
+            assert_eq!(closed(&env).await, 3, "{zone}: an order that has an hour left is open");
         },
     );
 }
@@ -174,31 +174,31 @@ async fn session_zone(settings: &Settings) -> String {
 
 #[test]
 fn sessions_take_the_most_specific_zone() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let plain = session_zone(&stage.settings).await;
+        async |env| {
+            let plain = session_zone(&env.settings).await;
             let configured = "SELECT boot_val <> '' FROM pg_settings WHERE name = 'TimeZone'";
-            assert!(sqlx::query_scalar::<_, bool>(configured).fetch_one(&stage.pool).await.unwrap());
+            assert!(sqlx::query_scalar::<_, bool>(configured).fetch_one(&env.pool).await.unwrap());
             let server =
                 "SELECT coalesce((SELECT setting FROM pg_file_settings WHERE lower(name) = 'timezone' AND applied
                           ORDER BY seqno DESC LIMIT 1), 'GMT')";
-            assert_eq!(plain, sqlx::query_scalar::<_, String>(server).fetch_one(&stage.pool).await.unwrap());
-            set_zone(&stage, "Asia/Shanghai").await;
-            assert_eq!(session_zone(&stage.settings).await, "Asia/Shanghai", "the database's");
+            assert_eq!(plain, sqlx::query_scalar::<_, String>(server).fetch_one(&env.pool).await.unwrap());
+            set_zone(&env, "Asia/Shanghai").await;
+            assert_eq!(session_zone(&env.settings).await, "Asia/Shanghai", "the database's");
 
             // A role of its own, which may not read the server's configuration.
-            let (role, database) = (format!("r{}", stage.settings.namespace), stage.settings.namespace.clone());
-            run(&stage, format!("CREATE ROLE {role} LOGIN PASSWORD 'secret'; GRANT ALL ON SCHEMA public TO {role}"))
+            let (role, database) = (format!("r{}", env.settings.namespace), env.settings.namespace.clone());
+            run(&env, format!("CREATE ROLE {role} LOGIN PASSWORD 'secret'; GRANT ALL ON SCHEMA public TO {role}"))
                 .await;
-            let mut settings = stage.settings.clone();
+            let mut settings = env.settings.clone();
             settings.database.url =
                 crate::support::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
             assert_eq!(session_zone(&settings).await, "Asia/Shanghai", "the database's, for any role");
-            run(&stage, format!("ALTER ROLE {role} SET timezone = 'Asia/Kathmandu'")).await;
+            run(&env, format!("ALTER ROLE {role} SET timezone = 'Asia/Kathmandu'")).await;
             assert_eq!(session_zone(&settings).await, "Asia/Kathmandu", "the role's");
             let both = format!("ALTER ROLE {role} IN DATABASE order_timeout_{database} SET timezone = 'Asia/Tokyo'");
-            run(&stage, both).await;
+            run(&env, both).await;
             assert_eq!(session_zone(&settings).await, "Asia/Tokyo", "the role's in this database");
 
             use secrecy::ExposeSecret;
@@ -212,69 +212,69 @@ fn sessions_take_the_most_specific_zone() {
             let fault = Database::connect(&settings.database, 1).await.unwrap_err().to_string();
             assert!(fault.contains("Europe/Atlantis") && fault.contains("database.time_zone"), "{fault}");
 
-            run(&stage, format!("DROP OWNED BY {role}; ALTER DATABASE order_timeout_{database} RESET timezone")).await;
+            run(&env, format!("DROP OWNED BY {role}; ALTER DATABASE order_timeout_{database} RESET timezone")).await;
             run(
-                &stage,
+                &env,
                 format!(
                     "ALTER ROLE {role} RESET ALL; ALTER ROLE {role} IN DATABASE order_timeout_{database} RESET ALL"
                 ),
             )
             .await;
-            settings = stage.settings.clone();
+            settings = env.settings.clone();
             settings.database.url =
                 crate::support::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
             let assumed: String =
-                sqlx::query_scalar("SELECT current_setting('log_timezone')").fetch_one(&stage.pool).await.unwrap();
+                sqlx::query_scalar("SELECT current_setting('log_timezone')").fetch_one(&env.pool).await.unwrap();
             assert_eq!(session_zone(&settings).await, assumed, "the server's, as far as this role can know");
-            run(&stage, format!("DROP ROLE {role}")).await;
+            run(&env, format!("DROP ROLE {role}")).await;
         },
     );
 }
 
 /// A zone whose clock is set back by an hour so many seconds from now, from UTC-4 to UTC-5 (POSIX; PostgreSQL
 /// documentation, appendix B.5).
-async fn zone_set_back_in(stage: &Stage, seconds: i32) -> String {
+async fn zone_set_back_in(env: &TestEnv, seconds: i32) -> String {
     let rule = "SELECT 'XST5XDT4,' || (day + 180) % 365 || '/0,' || day || '/' || to_char(at, 'HH24:MI:SS')
                 FROM (SELECT clock_timestamp() AT TIME ZONE 'UTC' - interval '4 hours' + make_interval(secs => $1) AS at) AS t,
                      LATERAL (SELECT extract(doy FROM at)::int - 1 AS day) AS d";
-    sqlx::query_scalar(rule).bind(f64::from(seconds)).fetch_one(&stage.pool).await.unwrap()
+    sqlx::query_scalar(rule).bind(f64::from(seconds)).fetch_one(&env.pool).await.unwrap()
 }
 
 /// By how much the reading of a local time differs from the moment that was meant.
-async fn reads_later_by(stage: &Stage, zone: &str) -> f64 {
+async fn reads_later_by(env: &TestEnv, zone: &str) -> f64 {
     let differ = "SELECT extract(epoch FROM (now() AT TIME ZONE $1) AT TIME ZONE $1 - now())::float8";
-    sqlx::query_scalar(differ).bind(zone).fetch_one(&stage.pool).await.unwrap()
+    sqlx::query_scalar(differ).bind(zone).fetch_one(&env.pool).await.unwrap()
 }
 
 #[test]
 fn repeated_hour_is_read_as_its_second() {
-    on_stage(
-        // The zone is known when the stage is there; the statements are named below.
+    with_env(
+        // The zone is known when the env is there; the statements are named below.
         |settings| settings.sweep.grace = Duration::from_secs(60),
-        async |stage| {
-            run(&stage, SCHEMA.to_owned()).await;
-            let zone = zone_set_back_in(&stage, 1_800).await;
-            assert!((reads_later_by(&stage, &zone).await - 3_600.0).abs() < 0.1, "{zone}: the first of the two hours");
-            set_zone(&stage, &zone).await;
-            let mut settings = stage.settings.clone();
+        async |env| {
+            run(&env, SCHEMA.to_owned()).await;
+            let zone = zone_set_back_in(&env, 1_800).await;
+            assert!((reads_later_by(&env, &zone).await - 3_600.0).abs() < 0.1, "{zone}: the first of the two hours");
+            set_zone(&env, &zone).await;
+            let mut settings = env.settings.clone();
             name_statements(&mut settings, &deadline(&zone));
             // Five seconds ago by the moment; in an hour by the local time, for it comes again.
-            insert(&stage, 1, -5.0, &zone).await;
+            insert(&env, 1, -5.0, &zone).await;
             let (_, said, error) = call_with(&settings, &["close", "1", "2", "3"]).await;
             assert_eq!(said, "1: not_due\n2: not_due\n3: closed\n", "never early: {error}");
 
             // The second of the two hours: what is read is what was meant.
-            let zone = zone_set_back_in(&stage, -600).await;
-            assert!(reads_later_by(&stage, &zone).await.abs() < 0.1, "{zone}: the second of the two hours");
-            set_zone(&stage, &zone).await;
-            run(&stage, "DELETE FROM public.tickets".to_owned()).await;
+            let zone = zone_set_back_in(&env, -600).await;
+            assert!(reads_later_by(&env, &zone).await.abs() < 0.1, "{zone}: the second of the two hours");
+            set_zone(&env, &zone).await;
+            run(&env, "DELETE FROM public.tickets".to_owned()).await;
             name_statements(&mut settings, &deadline(&zone));
             let worker = RunningWorker::start(settings).await;
-            let soon = insert(&stage, 1, 2.0, &zone).await;
-            schedule(&stage, 1..=3, soon).await;
-            wait_for("the closes", async || closed(&stage).await == 3).await;
+            let soon = insert(&env, 1, 2.0, &zone).await;
+            schedule(&env, 1..=3, soon).await;
+            wait_for("the closes", async || closed(&env).await == 3).await;
             worker.stop().await;
-            let (earliest, latest) = lateness(&stage).await;
+            let (earliest, latest) = lateness(&env).await;
             assert!(earliest >= 0.0 && latest < LATE, "{earliest} to {latest} s");
         },
     );
@@ -295,14 +295,14 @@ async fn swept(sweeper: &Sweeper) -> Vec<Overdue> {
 
 #[test]
 fn pages_lose_nothing_around_clock_changes() {
-    on_stage(
+    with_env(
         |settings| name_statements(settings, &deadline("America/New_York")),
-        async |stage| {
-            run(&stage, SCHEMA.to_owned()).await;
-            set_zone(&stage, "America/New_York").await;
+        async |env| {
+            run(&env, SCHEMA.to_owned()).await;
+            set_zone(&env, "America/New_York").await;
             // Also of the hour that the clock leaves out, which arithmetic with local times arrives at.
             run(
-                &stage,
+                &env,
                 "INSERT INTO public.tickets (id, reading, local_until, until)
                  SELECT row_number() OVER (ORDER BY md5(at::text || reading)), reading, at, at AT TIME ZONE 'America/New_York'
                  FROM unnest(ARRAY['named', 'cast', 'moment']) AS reading,
@@ -311,8 +311,8 @@ fn pages_lose_nothing_around_clock_changes() {
                     .to_owned(),
             )
             .await;
-            let database = Database::connect(&stage.settings.database, 1).await.unwrap();
-            let sweeper = Sweeper::prepare(database, &stage.settings.orders.overdue_sql).await.unwrap();
+            let database = Database::connect(&env.settings.database, 1).await.unwrap();
+            let sweeper = Sweeper::prepare(database, &env.settings.orders.overdue_sql).await.unwrap();
             let all = swept(&sweeper).await;
             let mut ids: Vec<i64> = all.iter().map(|order| order.order_id.as_str().parse().unwrap()).collect();
             assert!(all.is_sorted_by_key(|order| order.deadline), "by deadline");
@@ -330,26 +330,26 @@ async fn ready_page(worker: &RunningWorker) -> String {
 
 /// Orders of a shop in this zone whose statements read the zone as UTC: the page says so, until orders agree.
 fn assert_wrong_zone_is_shown(zone: &'static str, orders: i64, words: &'static str) {
-    on_stage(
+    with_env(
         |settings| {
             shown(settings);
             name_statements(settings, "t.local_until AT TIME ZONE 'UTC'");
         },
-        async move |stage| {
-            run(&stage, SCHEMA.to_owned()).await;
-            set_zone(&stage, zone).await;
-            let worker = stage.worker().await;
+        async move |env| {
+            run(&env, SCHEMA.to_owned()).await;
+            set_zone(&env, zone).await;
+            let worker = env.worker().await;
             for first in (1..=orders).step_by(3) {
-                let soon = insert(&stage, first, 1.0, zone).await;
-                schedule(&stage, first..first + 3, soon).await;
+                let soon = insert(&env, first, 1.0, zone).await;
+                schedule(&env, first..first + 3, soon).await;
             }
             wait_within(SHOWN_WITHIN, "the cause", async || {
                 let page = ready_page(&worker).await;
                 page.contains("degraded: time_zone: ") && page.contains(words) && page.contains("AT TIME ZONE")
             })
             .await;
-            let soon = insert(&stage, 1_001, 1.0, "UTC").await;
-            schedule(&stage, 1_001..=1_003, soon).await;
+            let soon = insert(&env, 1_001, 1.0, "UTC").await;
+            schedule(&env, 1_001..=1_003, soon).await;
             wait_within(SHOWN_WITHIN, "its end", async || !ready_page(&worker).await.contains("time_zone")).await;
             worker.stop().await;
         },
@@ -368,11 +368,11 @@ fn rows_hours_later_degrade_the_worker() {
 
 #[test]
 fn timestamp_columns_are_refused_with_the_remedy() {
-    on_stage(
+    with_env(
         |settings| name_statements(settings, "t.local_until"),
-        async |stage| {
-            run(&stage, SCHEMA.to_owned()).await;
-            let (code, _, error) = call_with(&stage.settings, &["--set", "log.filter=off", "worker"]).await;
+        async |env| {
+            run(&env, SCHEMA.to_owned()).await;
+            let (code, _, error) = call_with(&env.settings, &["--set", "log.filter=off", "worker"]).await;
             assert_eq!(code, 1, "{error}");
             assert!(error.contains("column deadline as TIMESTAMP"), "{error}");
             assert!(error.contains("AT TIME ZONE 'the zone that the column is written in'"), "{error}");

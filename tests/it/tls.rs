@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use order_timeout::broker::{self, BrokerFault};
+use order_timeout::broker::{self, BrokerError};
 use order_timeout::config::{AmqpSettings, DatabaseSettings};
 use order_timeout::database::Database;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, IsCa, KeyPair};
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use crate::support::away::held_by_the_worker;
 use crate::support::private::Private;
 use crate::support::raw::{self, Properties};
-use crate::support::{Stage, on_stage, place_of, small_settings, wait_for, with_parts};
+use crate::support::{TestEnv, place_of, small_settings, wait_for, with_env, with_parts};
 
 /// The host name in the servers' certificates; by its address they are somebody else.
 const NAME: &str = "localhost";
@@ -95,10 +95,10 @@ fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be(
     let database = database_settings(&postgres, &certificates);
     let plain = broker.url.clone();
 
-    on_stage(
+    with_env(
         |settings| {
             settings.amqp = amqp.clone();
-            // In the address, since a stage's own pool knows nothing of our settings.
+            // In the address, since a env's own pool knows nothing of our settings.
             let database_name = format!("order_timeout_{}", settings.namespace);
             settings.database = database.clone();
             for (parameter, file) in [("sslrootcert", "ca.pem"), ("sslcert", "client.pem"), ("sslkey", "client.key")] {
@@ -117,26 +117,26 @@ fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be(
             settings.validate_database().unwrap();
             in_a_runtime(demand_client_certificates(&postgres, &settings.database));
         },
-        async move |stage| {
+        async move |env| {
             let encrypted = "SELECT count(*) FROM pg_stat_ssl WHERE pid = pg_backend_pid() AND ssl";
-            assert_eq!(stage.count(encrypted).await, 1, "over TLS");
-            let worker = stage.worker().await;
-            let (held, armed) = (stage.order(Duration::from_secs(2)).await, stage.order(Duration::from_secs(6)).await);
-            let publisher = stage.publisher().await;
+            assert_eq!(env.count(encrypted).await, 1, "over TLS");
+            let worker = env.worker().await;
+            let (held, armed) = (env.order(Duration::from_secs(2)).await, env.order(Duration::from_secs(6)).await);
+            let publisher = env.publisher().await;
             for order in [&held, &armed] {
                 publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
             }
             for order in [&held, &armed] {
-                wait_for("the close", async || stage.status(order).await == "closed").await;
+                wait_for("the close", async || env.status(order).await == "closed").await;
             }
-            assert_eq!(stage.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 2);
+            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 2);
             wait_for("the events", async || {
-                stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await == 0
+                env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await == 0
             })
             .await;
-            at_once_go_only_as_many_as_fit_into_a_record(&stage).await;
-            stage.assert_ledger().await;
-            unreadable_message_is_found_over_tls(&stage, &plain).await;
+            at_once_go_only_as_many_as_fit_into_a_record(&env).await;
+            env.assert_ledger().await;
+            unreadable_message_is_found_over_tls(&env, &plain).await;
             worker.stop().await;
         },
     );
@@ -148,27 +148,27 @@ fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be(
 }
 
 /// What goes in two may wait for the first to be acknowledged.
-async fn at_once_go_only_as_many_as_fit_into_a_record(stage: &Stage) {
-    let orders = stage.settings.worker.batch_size;
+async fn at_once_go_only_as_many_as_fit_into_a_record(env: &TestEnv) {
+    let orders = env.settings.worker.batch_size;
     assert!(orders > 400, "where nothing is encrypted, more are closed at once");
-    held_by_the_worker(stage, orders, Duration::from_secs(3)).await;
+    held_by_the_worker(env, orders, Duration::from_secs(3)).await;
     let by_alarm = "SELECT count(*) FROM orders WHERE closed_by = 'alarm'";
-    wait_for("the crowd", async || usize::try_from(stage.count(by_alarm).await).unwrap() == orders + 2).await;
+    wait_for("the crowd", async || usize::try_from(env.count(by_alarm).await).unwrap() == orders + 2).await;
     // The row's xmin is the transaction that closed it.
     let together = "SELECT max(orders) FROM (SELECT count(*) FROM orders GROUP BY xmin::text) AS transaction (orders)";
-    let together = stage.count(together).await;
+    let together = env.count(together).await;
     assert!(together <= 400, "{together} were closed by one statement");
 }
 
 /// The reader of `quarantine/` uses the same certificates as the AMQP client.
-async fn unreadable_message_is_found_over_tls(stage: &Stage, plain: &str) {
+async fn unreadable_message_is_found_over_tls(env: &TestEnv, plain: &str) {
     const TYPE: u16 = 1 << 5;
-    let mut in_the_clear = stage.settings.clone();
+    let mut in_the_clear = env.settings.clone();
     in_the_clear.amqp.url = plain.to_owned().into();
-    raw::publish_with(&in_the_clear, &stage.names().arm(), b"", &Properties::text(TYPE, b"\xff"), b"{}");
-    wait_for("the message aside", async || stage.parked().await.len() == 1).await;
-    let detail = stage.parked().await.remove(0).1;
-    assert!(detail.contains(&stage.names().arm()) && detail.contains("property type is not UTF-8"), "{detail}");
+    raw::publish_with(&in_the_clear, &env.names().arm(), b"", &Properties::text(TYPE, b"\xff"), b"{}");
+    wait_for("the message aside", async || env.parked().await.len() == 1).await;
+    let detail = env.parked().await.remove(0).1;
+    assert!(detail.contains(&env.names().arm()) && detail.contains("property type is not UTF-8"), "{detail}");
 }
 
 fn in_a_runtime(work: impl Future<Output = ()>) {
@@ -224,9 +224,9 @@ fn assert_says(what: &str, said: &str, parts: &[&str]) {
 
 async fn refused_by_broker(what: &str, settings: &AmqpSettings, parts: &[&str]) {
     match broker::connect(settings, "test").await {
-        Err(BrokerFault::Refused(said)) => assert_says(what, &said, parts),
+        Err(BrokerError::Refused(said)) => assert_says(what, &said, parts),
         // It may only be guessed: then the worker tries again, for the broker may be on its way down.
-        Err(BrokerFault::Away(said)) if said.contains("is it running") || said.contains("if it is running") => {
+        Err(BrokerError::Away(said)) if said.contains("is it running") || said.contains("if it is running") => {
             assert_says(what, &said, parts);
         }
         other => panic!("{what}: {other:?}"),

@@ -8,12 +8,12 @@ use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions, QueueDeclare
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::config::{Lane, RingSettings};
-use order_timeout::order::{Moment, OrderId};
-use order_timeout::topology::{Argument, Queue, Topology, TopologyFault};
+use order_timeout::order::{OrderId, Timestamp};
+use order_timeout::topology::{Argument, Queue, Topology, TopologyError};
 use order_timeout::worker::Worker;
 use uuid::Uuid;
 
-use crate::support::{Stage, on_stage, process, wait_for};
+use crate::support::{TestEnv, process, wait_for, with_env};
 
 /// A lane so long that nothing in it expires while a test looks.
 fn with_a_long_lane(settings: &mut order_timeout::Settings) {
@@ -22,17 +22,17 @@ fn with_a_long_lane(settings: &mut order_timeout::Settings) {
 }
 
 /// The queues whose names go on like this after the namespace.
-fn queues(stage: &Stage, beginning: &str) -> Vec<Queue> {
-    let beginning = format!("{}.{beginning}", stage.settings.namespace);
-    let all = Topology::new(&stage.settings).queues;
+fn queues(env: &TestEnv, beginning: &str) -> Vec<Queue> {
+    let beginning = format!("{}.{beginning}", env.settings.namespace);
+    let all = Topology::new(&env.settings).queues;
     all.into_iter().filter(|queue| queue.name.starts_with(&beginning)).collect()
 }
 
-async fn delete_queue(stage: &Stage, name: &str) {
-    stage.channel.queue_delete(name.into(), QueueDeleteOptions::default()).await.unwrap();
+async fn delete_queue(env: &TestEnv, name: &str) {
+    env.channel.queue_delete(name.into(), QueueDeleteOptions::default()).await.unwrap();
 }
 
-async fn declare_queue(stage: &Stage, name: &str, arguments: &BTreeMap<&'static str, Argument>) {
+async fn declare_queue(env: &TestEnv, name: &str, arguments: &BTreeMap<&'static str, Argument>) {
     let mut table = FieldTable::default();
     for (key, value) in arguments {
         let value = match value {
@@ -42,18 +42,18 @@ async fn declare_queue(stage: &Stage, name: &str, arguments: &BTreeMap<&'static 
         table.insert((*key).into(), value);
     }
     let options = QueueDeclareOptions { durable: true, ..Default::default() };
-    stage.channel.queue_declare(name.into(), options, table).await.unwrap();
+    env.channel.queue_declare(name.into(), options, table).await.unwrap();
 }
 
-async fn declare(stage: &Stage) -> Result<(), TopologyFault> {
-    Topology::new(&stage.settings).declare(&stage.broker).await
+async fn declare(env: &TestEnv) -> Result<(), TopologyError> {
+    Topology::new(&env.settings).declare(&env.broker).await
 }
 
 /// A message that waits in this queue.
-async fn leave_a_message_in(stage: &Stage, queue: &str) {
+async fn leave_a_message_in(env: &TestEnv, queue: &str) {
     // The default exchange knows every queue by its name.
-    stage.publish_raw("", queue, b"kept", BasicProperties::default().with_delivery_mode(2)).await;
-    wait_for("the message in its queue", async || stage.depth(queue).await == 1).await;
+    env.publish_raw("", queue, b"kept", BasicProperties::default().with_delivery_mode(2)).await;
+    wait_for("the message in its queue", async || env.depth(queue).await == 1).await;
 }
 
 /// The fault says what differs and how to move over.
@@ -71,20 +71,20 @@ fn assert_tells_how_to_move_over(sentence: &str, object: &str, difference: &str)
 
 #[test]
 fn declaring_twice_changes_nothing() {
-    on_stage(with_a_long_lane, async |stage| {
-        let lane = &queues(&stage, "delay.")[0].name;
-        leave_a_message_in(&stage, lane).await;
-        declare(&stage).await.unwrap();
-        declare(&stage).await.unwrap();
-        assert_eq!(stage.depth(lane).await, 1, "what waited still waits");
+    with_env(with_a_long_lane, async |env| {
+        let lane = &queues(&env, "delay.")[0].name;
+        leave_a_message_in(&env, lane).await;
+        declare(&env).await.unwrap();
+        declare(&env).await.unwrap();
+        assert_eq!(env.depth(lane).await, 1, "what waited still waits");
     });
 }
 
 #[test]
 fn a_queue_with_another_argument_is_named_with_it_and_left_alone() {
-    on_stage(with_a_long_lane, async |stage| {
-        let everything = Topology::new(&stage.settings).queues;
-        let one_of = |beginning: &str| queues(&stage, beginning).remove(0);
+    with_env(with_a_long_lane, async |env| {
+        let everything = Topology::new(&env.settings).queues;
+        let one_of = |beginning: &str| queues(&env, beginning).remove(0);
         let mut checked = Vec::new();
         for queue in [
             one_of("delay."),
@@ -109,18 +109,18 @@ fn a_queue_with_another_argument_is_named_with_it_and_left_alone() {
                     "x-dead-letter-strategy" => drop(arguments.insert(key, Argument::Text("at-most-once".into()))),
                     _ => drop(arguments.insert(key, Argument::Text("elsewhere".into()))),
                 }
-                delete_queue(&stage, &queue.name).await;
-                declare_queue(&stage, &queue.name, &arguments).await;
-                leave_a_message_in(&stage, &queue.name).await;
+                delete_queue(&env, &queue.name).await;
+                declare_queue(&env, &queue.name, &arguments).await;
+                leave_a_message_in(&env, &queue.name).await;
 
-                let fault = declare(&stage).await.expect_err(&format!("{} differs in {key}", queue.name));
-                assert!(matches!(fault, TopologyFault::Differs { .. }), "{} with another {key}: {fault:?}", queue.name);
+                let fault = declare(&env).await.expect_err(&format!("{} differs in {key}", queue.name));
+                assert!(matches!(fault, TopologyError::Differs { .. }), "{} with another {key}: {fault:?}", queue.name);
                 assert_tells_how_to_move_over(&fault.to_string(), &format!("{:?}", queue.name), key);
-                assert_eq!(stage.depth(&queue.name).await, 1, "{} and its message are still there", queue.name);
+                assert_eq!(env.depth(&queue.name).await, 1, "{} and its message are still there", queue.name);
                 checked.push(*key);
             }
-            delete_queue(&stage, &queue.name).await;
-            declare(&stage).await.unwrap();
+            delete_queue(&env, &queue.name).await;
+            declare(&env).await.unwrap();
         }
         checked.sort_unstable();
         checked.dedup();
@@ -133,42 +133,33 @@ fn a_queue_with_another_argument_is_named_with_it_and_left_alone() {
 
 #[test]
 fn an_exchange_of_another_type_is_named_with_it_and_left_alone() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let (name, events) = (stage.names().due(), stage.names().events());
+        async |env| {
+            let (name, events) = (env.names().due(), env.names().events());
             for (exchange, other, now) in
                 [(&name, ExchangeKind::Fanout, "'fanout'"), (&events, ExchangeKind::Direct, "'direct'")]
             {
-                stage
-                    .channel
-                    .exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default())
-                    .await
-                    .unwrap();
+                env.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
                 let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
-                stage
-                    .channel
+                env.channel
                     .exchange_declare(exchange.as_str().into(), other.clone(), options, FieldTable::default())
                     .await
                     .unwrap();
 
-                let fault = declare(&stage).await.expect_err("the exchange is of another type");
-                assert!(matches!(fault, TopologyFault::Differs { .. }), "{fault:?}");
+                let fault = declare(&env).await.expect_err("the exchange is of another type");
+                assert!(matches!(fault, TopologyError::Differs { .. }), "{fault:?}");
                 assert_tells_how_to_move_over(&fault.to_string(), &format!("exchange {exchange:?}"), "'type'");
                 assert!(fault.to_string().contains(now), "{fault} does not say what the type is");
                 // Declared as what it was made, it is accepted: it is still that.
-                let channel = stage.broker.create_channel().await.unwrap();
+                let channel = env.broker.create_channel().await.unwrap();
                 channel
                     .exchange_declare(exchange.as_str().into(), other, options, FieldTable::default())
                     .await
                     .unwrap();
 
-                stage
-                    .channel
-                    .exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default())
-                    .await
-                    .unwrap();
-                declare(&stage).await.unwrap();
+                env.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
+                declare(&env).await.unwrap();
             }
         },
     );
@@ -176,86 +167,84 @@ fn an_exchange_of_another_type_is_named_with_it_and_left_alone() {
 
 #[test]
 fn a_worker_does_not_start_on_queues_that_differ() {
-    on_stage(with_a_long_lane, async |stage| {
-        let lane = queues(&stage, "delay.").remove(0);
+    with_env(with_a_long_lane, async |env| {
+        let lane = queues(&env, "delay.").remove(0);
         let mut arguments = lane.arguments.clone();
         arguments.insert("x-dead-letter-exchange", Argument::Text("elsewhere".into()));
-        delete_queue(&stage, &lane.name).await;
-        declare_queue(&stage, &lane.name, &arguments).await;
-        leave_a_message_in(&stage, &lane.name).await;
+        delete_queue(&env, &lane.name).await;
+        declare_queue(&env, &lane.name, &arguments).await;
+        leave_a_message_in(&env, &lane.name).await;
 
-        let mut worker = process::order_timeout(&stage.settings);
+        let mut worker = process::order_timeout(&env.settings);
         // Its log goes to standard error too; this is about what it says at the end.
         worker.args(["--set", "log.filter=off", "worker"]);
         let (code, stdout, stderr) = tokio::task::spawn_blocking(move || process::run(&mut worker)).await.unwrap();
         assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
         assert_eq!(stderr.lines().count(), 1, "{stderr}");
         assert_tells_how_to_move_over(&stderr.replace('\n', ""), &format!("{:?}", lane.name), "x-dead-letter-exchange");
-        assert_eq!(stage.depth(&lane.name).await, 1, "the message is still there");
+        assert_eq!(env.depth(&lane.name).await, 1, "the message is still there");
     });
 }
 
 #[test]
 fn a_thousand_alarms_in_a_lane_are_a_thousand_messages() {
-    on_stage(with_a_long_lane, async |stage| {
-        let publisher = stage.publisher().await;
-        let deadline = Moment::now_by_local_clock() + Duration::from_secs(30 * 60);
+    with_env(with_a_long_lane, async |env| {
+        let publisher = env.publisher().await;
+        let deadline = Timestamp::now_by_local_clock() + Duration::from_secs(30 * 60);
         let alarms = (0..1_000).map(|_| (OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline));
         assert_eq!(publisher.schedule_all(alarms).await, Ok(1_000));
 
-        let shards = queues(&stage, "delay.30m.");
+        let shards = queues(&env, "delay.30m.");
         assert_eq!(shards.len(), 4);
-        wait_for("a thousand messages in the lane", async || {
-            depths(&stage, &shards).await.iter().sum::<u32>() == 1_000
-        })
-        .await;
-        let depths = depths(&stage, &shards).await;
+        wait_for("a thousand messages in the lane", async || depths(&env, &shards).await.iter().sum::<u32>() == 1_000)
+            .await;
+        let depths = depths(&env, &shards).await;
         // A fair spread of a thousand over four strays from 250 by more than 80 less than once in ten million runs.
         assert!(depths.iter().all(|depth| (170..=330).contains(depth)), "unevenly spread: {depths:?}");
-        assert_eq!(stage.depth(&stage.names().arm()).await, 0, "none took the other way");
-        assert_eq!(stage.depth(&stage.names().timeout()).await, 0, "none is due");
+        assert_eq!(env.depth(&env.names().arm()).await, 0, "none took the other way");
+        assert_eq!(env.depth(&env.names().timeout()).await, 0, "none is due");
     });
 }
 
-async fn depths(stage: &Stage, queues: &[Queue]) -> Vec<u32> {
+async fn depths(env: &TestEnv, queues: &[Queue]) -> Vec<u32> {
     let mut depths = Vec::new();
     for queue in queues {
-        depths.push(stage.depth(&queue.name).await);
+        depths.push(env.depth(&queue.name).await);
     }
     depths
 }
 
 #[test]
 fn the_plain_key_of_a_lane_reaches_exactly_one_queue() {
-    on_stage(with_a_long_lane, async |stage| {
+    with_env(with_a_long_lane, async |env| {
         let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("1790000".into());
-        stage.publish_raw(&stage.names().delay(), "30m", b"from a publisher that does not shard", properties).await;
-        let all = Topology::new(&stage.settings).queues;
-        wait_for("the message somewhere", async || depths(&stage, &all).await.iter().sum::<u32>() > 0).await;
-        let holding: Vec<_> = all.iter().zip(depths(&stage, &all).await).filter(|(_, depth)| *depth > 0).collect();
-        let shard = &queues(&stage, "delay.30m.0")[0];
+        env.publish_raw(&env.names().delay(), "30m", b"from a publisher that does not shard", properties).await;
+        let all = Topology::new(&env.settings).queues;
+        wait_for("the message somewhere", async || depths(&env, &all).await.iter().sum::<u32>() > 0).await;
+        let holding: Vec<_> = all.iter().zip(depths(&env, &all).await).filter(|(_, depth)| *depth > 0).collect();
+        let shard = &queues(&env, "delay.30m.0")[0];
         assert_eq!(holding, [(shard, 1)]);
     });
 }
 
 #[test]
 fn a_starting_worker_makes_the_queues_that_are_missing() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let lost = [queues(&stage, "delay.2s.1").remove(0), queues(&stage, "wheel.1s.03").remove(0)];
+        async |env| {
+            let lost = [queues(&env, "delay.2s.1").remove(0), queues(&env, "wheel.1s.03").remove(0)];
             for queue in &lost {
-                delete_queue(&stage, &queue.name).await;
+                delete_queue(&env, &queue.name).await;
             }
-            let worker = stage.worker().await;
+            let worker = env.worker().await;
             for (queue, exchange, key) in
-                [(&lost[0], stage.names().delay(), "2s.1"), (&lost[1], stage.names().wheel(), "1s.03")]
+                [(&lost[0], env.names().delay(), "2s.1"), (&lost[1], env.names().wheel(), "1s.03")]
             {
-                assert_eq!(stage.depth(&queue.name).await, 0, "{} is there", queue.name);
+                assert_eq!(env.depth(&queue.name).await, 0, "{} is there", queue.name);
                 // Mandatory: it would come back if the queue were not bound.
                 let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("600000".into());
-                stage.publish_raw(&exchange, key, b"bound", properties).await;
-                wait_for("the message in the new queue", async || stage.depth(&queue.name).await == 1).await;
+                env.publish_raw(&exchange, key, b"bound", properties).await;
+                wait_for("the message in the new queue", async || env.depth(&queue.name).await == 1).await;
             }
             worker.stop().await;
         },
@@ -264,23 +253,23 @@ fn a_starting_worker_makes_the_queues_that_are_missing() {
 
 #[test]
 fn a_message_without_expiration_holds_up_nobody() {
-    on_stage(
+    with_env(
         |settings| {
             // The finest ring as short as it may be, for the whole of it is waited out.
             settings.delay.rings[0] = RingSettings { unit: Duration::from_millis(500), slots: 16, early: None };
         },
-        async |stage| {
-            let names = stage.names();
+        async |env| {
+            let names = env.names();
             let ways = [(names.delay(), "2s.1"), (names.wheel(), "500ms.03")];
             for (exchange, key) in &ways {
                 let foreign = BasicProperties::default().with_delivery_mode(2);
-                stage.publish_raw(exchange, key, b"from a publisher that knows no better", foreign).await;
+                env.publish_raw(exchange, key, b"from a publisher that knows no better", foreign).await;
                 let ours = BasicProperties::default().with_delivery_mode(2).with_expiration("100".into());
-                stage.publish_raw(exchange, key, b"ours, behind it", ours).await;
+                env.publish_raw(exchange, key, b"ours, behind it", ours).await;
             }
-            wait_for("all of them handed on", async || stage.depth(&names.timeout()).await == 4).await;
+            wait_for("all of them handed on", async || env.depth(&names.timeout()).await == 4).await;
             for queue in ["delay.2s.1", "wheel.500ms.03"] {
-                assert_eq!(depths(&stage, &queues(&stage, queue)).await, [0], "{queue}");
+                assert_eq!(depths(&env, &queues(&env, queue)).await, [0], "{queue}");
             }
         },
     );
@@ -288,10 +277,10 @@ fn a_message_without_expiration_holds_up_nobody() {
 
 #[test]
 fn worker_refuses_namespace_never_set_up() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let mut settings = stage.settings.clone();
+        async |env| {
+            let mut settings = env.settings.clone();
             settings.namespace.push_str("typo");
             let fault = Worker::start(settings.clone()).await.map(drop).expect_err("nothing is there").to_string();
             for part in [&format!("{:?}", settings.namespace), "order-timeout setup", "correct `namespace`"] {
@@ -300,7 +289,7 @@ fn worker_refuses_namespace_never_set_up() {
             // And declared none.
             let topology = Topology::new(&settings);
             for name in topology.queues.iter().map(|queue| queue.name.as_str()) {
-                let channel = stage.broker.create_channel().await.unwrap();
+                let channel = env.broker.create_channel().await.unwrap();
                 let options = QueueDeclareOptions { passive: true, ..Default::default() };
                 let there = channel.queue_declare(name.into(), options, FieldTable::default()).await;
                 assert!(there.is_err(), "{name} is there");
@@ -311,16 +300,16 @@ fn worker_refuses_namespace_never_set_up() {
 
 #[test]
 fn worker_restores_all_but_one_queue() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let topology = Topology::new(&stage.settings);
-            for queue in topology.queues.iter().filter(|queue| queue.name != stage.names().parked()) {
-                delete_queue(&stage, &queue.name).await;
+        async |env| {
+            let topology = Topology::new(&env.settings);
+            for queue in topology.queues.iter().filter(|queue| queue.name != env.names().parked()) {
+                delete_queue(&env, &queue.name).await;
             }
-            let worker = stage.worker().await;
+            let worker = env.worker().await;
             for queue in &topology.queues {
-                assert_eq!(stage.depth(&queue.name).await, 0, "{} is there", queue.name);
+                assert_eq!(env.depth(&queue.name).await, 0, "{} is there", queue.name);
             }
             worker.stop().await;
         },

@@ -13,7 +13,7 @@ use crate::support::figures::{Figures, get, shown, wait_for_figure};
 use crate::support::private::Private;
 use crate::support::process::{order_timeout, run};
 use crate::support::raw::{self, Properties};
-use crate::support::{Order, RunningWorker, Stage, on_stage, wait_for, wait_within};
+use crate::support::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// Flags of properties (AMQP 0-9-1, class "basic").
@@ -52,8 +52,8 @@ impl Sort {
     ];
 
     /// Publishes one, and waits until the broker would deliver it. Returns the queue that it lies in.
-    async fn publish(self, stage: &Stage, body: &[u8]) -> String {
-        let (names, settings) = (stage.names(), &stage.settings);
+    async fn publish(self, env: &TestEnv, body: &[u8]) -> String {
+        let (names, settings) = (env.names(), &env.settings);
         let to_arm = |key: &[u8], properties: &Properties| {
             raw::publish_with(settings, &names.arm(), key, properties, body);
             names.arm()
@@ -96,38 +96,38 @@ impl Sort {
 
 /// A worker takes what lies in its queues when it starts, between the alarms of orders, and what comes while it works.
 fn worker_closes_beside(sorts: &'static [Sort], orders: usize) {
-    on_stage(
+    with_env(
         |settings| {
             settings.worker.hold_max = 60 * SECOND;
             shown(settings);
         },
-        async move |stage| {
-            let others = stage.orders(orders, 20 * SECOND).await;
-            let named = stage.orders(sorts.len(), 60 * SECOND).await;
+        async move |env| {
+            let others = env.orders(orders, 20 * SECOND).await;
+            let named = env.orders(sorts.len(), 60 * SECOND).await;
             let (before, after) = others.split_at(orders / 2);
-            stage.deliver(before).await;
+            env.deliver(before).await;
             let mut expected = Vec::new();
             for (sort, order) in sorts.iter().zip(&named) {
-                expected.push((sort.publish(&stage, &order.body()).await, sort.why(), order.id.to_string()));
+                expected.push((sort.publish(&env, &order.body()).await, sort.why(), order.id.to_string()));
             }
-            stage.deliver(after).await;
-            let worker = stage.worker().await;
+            env.deliver(after).await;
+            let worker = env.worker().await;
             assert_degraded(&worker).await;
             let closed = "SELECT count(*) FROM orders WHERE closed_by = 'alarm'";
-            wait_for("the closes", async || stage.count(closed).await == i64::try_from(orders).unwrap()).await;
-            stage.assert_closed_by_alarms().await;
-            assert_named(&stage, &expected, &[]).await;
+            wait_for("the closes", async || env.count(closed).await == i64::try_from(orders).unwrap()).await;
+            env.assert_closed_by_alarms().await;
+            assert_named(&env, &expected, &[]).await;
             assert_degraded_ends(&worker).await;
             worker.stop().await;
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 /// Each is parked once, with its queue, its position and the reason: alarms by their order, others by the queue alone.
-async fn assert_named(stage: &Stage, alarms: &[(String, &str, String)], others: &[(String, &str)]) {
-    let parked = stage.parked().await;
+async fn assert_named(env: &TestEnv, alarms: &[(String, &str, String)], others: &[(String, &str)]) {
+    let parked = env.parked().await;
     assert_eq!(parked.len(), alarms.len() + others.len(), "{parked:#?}");
     let alarms = alarms.iter().map(|(queue, why, order_id)| (queue, why, Some(order_id.as_str())));
     for (queue, why, order_id) in alarms.chain(others.iter().map(|(queue, why)| (queue, why, None))) {
@@ -190,56 +190,56 @@ fn all_sorts_at_once_are_moved_aside() {
 
 #[test]
 fn two_workers_search_at_once() {
-    on_stage(
+    with_env(
         |settings| settings.worker.hold_max = 60 * SECOND,
-        async |stage| {
-            let orders = stage.orders(100, 20 * SECOND).await;
-            stage.deliver(&orders).await;
+        async |env| {
+            let orders = env.orders(100, 20 * SECOND).await;
+            env.deliver(&orders).await;
             let mut expected = Vec::new();
-            for (sort, order) in Sort::ALL.iter().zip(stage.orders(Sort::ALL.len(), 60 * SECOND).await) {
-                expected.push((sort.publish(&stage, &order.body()).await, sort.why(), order.id.to_string()));
+            for (sort, order) in Sort::ALL.iter().zip(env.orders(Sort::ALL.len(), 60 * SECOND).await) {
+                expected.push((sort.publish(&env, &order.body()).await, sort.why(), order.id.to_string()));
             }
-            let workers = [stage.worker().await, stage.worker().await];
-            wait_for("the closes", async || stage.closed().await == 100).await;
-            stage.assert_closed_by_alarms().await;
-            assert_named(&stage, &expected, &[]).await;
+            let workers = [env.worker().await, env.worker().await];
+            wait_for("the closes", async || env.closed().await == 100).await;
+            env.assert_closed_by_alarms().await;
+            assert_named(&env, &expected, &[]).await;
             for worker in workers {
                 worker.stop().await;
             }
-            stage.assert_drained().await;
-            stage.assert_ledger().await;
+            env.assert_drained().await;
+            env.assert_ledger().await;
         },
     );
 }
 
 #[test]
 fn command_lists_then_moves() {
-    on_stage(
+    with_env(
         |_| {},
-        async |stage| {
-            let orders = stage.orders(4, 60 * SECOND).await;
-            stage.deliver(&orders[..2]).await;
-            let due = Sort::HeaderKey.publish(&stage, &orders[3].body()).await;
-            stage.deliver(&orders[2..3]).await;
-            let arm = Sort::RoutingKey.publish(&stage, b"not even JSON").await;
+        async |env| {
+            let orders = env.orders(4, 60 * SECOND).await;
+            env.deliver(&orders[..2]).await;
+            let due = Sort::HeaderKey.publish(&env, &orders[3].body()).await;
+            env.deliver(&orders[2..3]).await;
+            let arm = Sort::RoutingKey.publish(&env, b"not even JSON").await;
 
-            let (code, out, err) = run(order_timeout(&stage.settings).arg("quarantine"));
+            let (code, out, err) = run(order_timeout(&env.settings).arg("quarantine"));
             assert_eq!((code, err.as_str()), (0, ""));
             assert!(out.contains(&format!("{due}: 4 message(s) looked at, 1 that")), "{out}");
             assert!(out.contains("position 3, ") && out.contains(Sort::HeaderKey.why()), "{out}");
             assert!(out.contains(&orders[3].id.to_string()), "{out}");
             assert!(out.contains(&format!("{arm}: 1 message(s) looked at, 1 that")), "{out}");
             assert!(out.ends_with("2 message(s) found, nothing moved; add --move to move them into parked_alarms\n"));
-            assert_eq!(stage.parked().await, []);
+            assert_eq!(env.parked().await, []);
 
-            let (code, out, err) = run(order_timeout(&stage.settings).args(["quarantine", "--move", "--json"]));
+            let (code, out, err) = run(order_timeout(&env.settings).args(["quarantine", "--move", "--json"]));
             assert_eq!((code, err.as_str()), (0, ""));
             let reports: Vec<serde_json::Value> = out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
             let of = |queue: &str| reports.iter().find(|report| report["queue"] == queue).unwrap();
             assert_eq!((&of(&due)["searched"], &of(&due)["unreadable"]), (&4.into(), &1.into()));
             assert_eq!(of(&arm)["found"][0]["moved"], true);
             assert_named(
-                &stage,
+                &env,
                 &[(due.clone(), Sort::HeaderKey.why(), orders[3].id.to_string())],
                 &[(arm.clone(), Sort::RoutingKey.why())],
             )
@@ -247,20 +247,20 @@ fn command_lists_then_moves() {
 
             // The rest is where it was, in its order, and the alarm can be tried again.
             let bodies: Vec<_> = orders[..3].iter().map(Order::body).collect();
-            assert_eq!(stage.take_out(&due).await, bodies);
-            let (code, out, _) = run(order_timeout(&stage.settings).args(["parked", "retry", "--all", "--yes"]));
+            assert_eq!(env.take_out(&due).await, bodies);
+            let (code, out, _) = run(order_timeout(&env.settings).args(["parked", "retry", "--all", "--yes"]));
             assert_eq!(code, 1, "one of the two is no alarm: {out}");
             assert!(out.starts_with("1 alarm(s) sent back to the worker\n"), "{out}");
-            assert_eq!(stage.take_out(&arm).await, [orders[3].body()]);
+            assert_eq!(env.take_out(&arm).await, [orders[3].body()]);
         },
     );
 }
 
 #[test]
 fn lost_queue_starts_no_search() {
-    on_stage(shown, async |stage| {
-        let worker = stage.worker().await;
-        stage.channel.queue_delete(stage.names().parked().into(), QueueDeleteOptions::default()).await.unwrap();
+    with_env(shown, async |env| {
+        let worker = env.worker().await;
+        env.channel.queue_delete(env.names().parked().into(), QueueDeleteOptions::default()).await.unwrap();
         wait_for_figure(&worker, "sessions_opened_total", |sessions| sessions >= 2.0).await;
         // It would stay for five seconds.
         assert_eq!(Figures::of(&worker).await.get(CAUSE), 0.0);
@@ -272,28 +272,28 @@ fn lost_queue_starts_no_search() {
 fn failing_broker_is_named_with_the_cure() {
     // AMQP 1.0 is a plugin there, and in it a number may be the id of a message, which AMQP 0-9-1 has no form for.
     let broker = Arc::new(Private::broker(&["--rabbitmq", "3.10", "--plugin", "rabbitmq_amqp1_0"]));
-    // Kept until the stage is cleared away.
+    // Kept until the env is cleared away.
     let (url, in_the_test) = (broker.url.clone(), broker.clone());
-    on_stage(
+    with_env(
         move |settings| {
             settings.amqp.url = url.into();
             shown(settings);
         },
-        async move |stage| {
+        async move |env| {
             let broker = in_the_test;
-            let (queue, order) = (stage.names().arm(), stage.order(60 * SECOND).await);
-            stage.publish_raw(&queue, "", &order.body(), BasicProperties::default()).await;
+            let (queue, order) = (env.names().arm(), env.order(60 * SECOND).await);
+            env.publish_raw(&queue, "", &order.body(), BasicProperties::default()).await;
             broker.ctl(&["eval", &publish_with_number_as_id(&queue)]);
-            let (code, out, _) = run(order_timeout(&stage.settings).arg("quarantine"));
+            let (code, out, _) = run(order_timeout(&env.settings).arg("quarantine"));
             assert_eq!(code, 1);
             let sentence = format!("fails over the message at position 2 of {queue} (541 INTERNAL_ERROR)");
             assert!(out.contains(&sentence) && out.contains("A message that the broker cannot deliver"), "{out}");
 
-            let worker = stage.worker().await;
+            let worker = env.worker().await;
             let line = async || get(&worker, READYZ).await.1.contains("the broker itself failed");
             wait_within(15 * SECOND, "the cause on the page", line).await;
             assert_eq!(Figures::of(&worker).await.get(CAUSE), 1.0);
-            assert_eq!(stage.parked().await, [], "it could not be read");
+            assert_eq!(env.parked().await, [], "it could not be read");
             broker.ctl(&["purge_queue", &queue]);
             assert_degraded_ends(&worker).await;
             worker.stop().await;

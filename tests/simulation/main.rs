@@ -1,6 +1,6 @@
-//! The protocol without I/O: the production desk, hold and wheel driven through arbitrary interleavings of crash,
+//! The protocol without I/O: the production engine, hold and wheel driven through arbitrary interleavings of crash,
 //! duplicate, delay, clock skew, payment and extension, with a ledger and a clock as the oracle. Known bugs stand beside
-//! it, some of the steps around the desk and some of its own rules, and the oracle must find each of them.
+//! it, some of the steps around the engine and some of its own rules, and the oracle must find each of them.
 //!
 //! `SIMULATED_HISTORIES=1000000 cargo test --release --test simulation -- --nocapture` runs longer and prints counts.
 

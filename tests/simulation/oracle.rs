@@ -3,13 +3,13 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use order_timeout::order::{ClosedBy, Moment, OrderId};
+use order_timeout::order::{ClosedBy, OrderId, Timestamp};
 
 use crate::events::Event;
 use crate::steps::MOST_SKEW_MS;
 use crate::world::{Row, Status, WORKERS, World, policy};
 
-/// How long workers may need to find out that a fault is over. Pauses of up to a second end by themselves. Where somebody
+/// How long workers may need to find out that a fault is over. Backoff of up to a second end by themselves. Where somebody
 /// sets the clock back by two seconds, a worker that next looks around a second later sees it a second behind, and takes
 /// that for jitter: what it planned then comes two seconds late.
 const RECOVERY: Duration = Duration::from_secs(2);
@@ -55,9 +55,9 @@ pub fn check(world: &World) -> Result<(), String> {
 
 /// A stretch in which nothing disturbs the world, so that whatever falls due in it is closed on time.
 struct Calm {
-    began: Moment,
+    began: Timestamp,
     /// Whether anybody can close anything in it.
-    is_well: bool,
+    is_healthy: bool,
     /// How long the sweep leaves an order to its alarm: not at all where none can come.
     grace: Duration,
     /// By how much the workers believe that it is earlier than it is. They hold an alarm for longer by that, and the sweep
@@ -71,23 +71,23 @@ struct Calm {
 
 impl Calm {
     fn begin(world: &World) -> Self {
-        let is_well = !world.database_is_away() && world.somebody_works();
+        let is_healthy = !world.database_is_away() && world.somebody_works();
         let grace = if world.broker_is_away() { Duration::ZERO } else { policy().sweep_grace };
         let closed = world.rows.iter().filter(|(_, row)| row.status == Status::Closed);
         let closed_before = closed.map(|(order_id, _)| order_id.clone()).collect();
         let (began, behind, on_course) = (world.database_time(), world.workers_are_behind(), world.on_course());
-        Self { began, is_well, grace, behind, closed_before, on_course }
+        Self { began, is_healthy, grace, behind, closed_before, on_course }
     }
 
     /// When an order must be closed, and by what at the latest; `None` if it was in trouble before, or is not to be closed.
-    fn must_be_closed_by(&self, order_id: &OrderId, row: &Row) -> Option<(Moment, ClosedBy)> {
+    fn must_be_closed_by(&self, order_id: &OrderId, row: &Row) -> Option<(Timestamp, ClosedBy)> {
         let is_new = row.deadline > self.began + RECOVERY;
         let is_no_matter = row.status == Status::Paid || self.closed_before.contains(order_id);
         let is_in_trouble = row.paying || row.refuses || (row.has_failed && !is_new);
-        if !self.is_well || is_no_matter || is_in_trouble {
+        if !self.is_healthy || is_no_matter || is_in_trouble {
             return None;
         }
-        // A close takes no time here, and a worker wakes when it wants to: so these are what the desk promises, and no more.
+        // A close takes no time here, and a worker wakes when it wants to: so these are what the engine promises, and no more.
         if self.on_course.contains(order_id) && row.deadline >= self.began + BACK_ON_COURSE {
             return Some((row.deadline + policy().linger, ClosedBy::Alarm));
         }
@@ -154,7 +154,7 @@ pub fn calm_until_a_close(world: &mut World, time: Duration) -> Result<(), Strin
     Ok(())
 }
 
-fn go_on(world: &mut World, calm: &Calm, end: Moment) -> Result<(), String> {
+fn go_on(world: &mut World, calm: &Calm, end: Timestamp) -> Result<(), String> {
     if world.go_on(end)? {
         check(world)?;
     }

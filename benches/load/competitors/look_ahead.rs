@@ -8,7 +8,7 @@ use std::time::Duration;
 use order_timeout::close::CLOSE_SQL;
 use order_timeout::config::WorkerSettings;
 use order_timeout::database::{self, Database};
-use order_timeout::{Moment, Settings};
+use order_timeout::{Settings, Timestamp};
 use sqlx::PgConnection;
 use time::OffsetDateTime;
 use tokio::sync::Notify;
@@ -37,7 +37,7 @@ pub async fn run(database: Database, closers: u32) -> anyhow::Result<()> {
 
 /// Deadlines in their order.
 struct Timer {
-    waiting: Mutex<BTreeSet<(Moment, Uuid)>>,
+    waiting: Mutex<BTreeSet<(Timestamp, Uuid)>>,
     loaded: Notify,
     /// The worker's, for here as there ids are sent to the same statement: what is a good batch for one is for the other.
     batch_size: usize,
@@ -52,7 +52,7 @@ impl Timer {
     }
 
     /// Orders that are due, or else when to look again.
-    fn take_due(&self, now: Moment) -> Result<Vec<Uuid>, Option<Moment>> {
+    fn take_due(&self, now: Timestamp) -> Result<Vec<Uuid>, Option<Timestamp>> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let mut due = Vec::new();
         while due.len() < self.batch_size && waiting.first().is_some_and(|(deadline, _)| *deadline <= now) {
@@ -62,7 +62,7 @@ impl Timer {
     }
 
     /// When the last falls due of those that go together: as the worker's, an order that stands alone waits for nobody.
-    fn next_batch_at(&self, waiting: &BTreeSet<(Moment, Uuid)>) -> Option<Moment> {
+    fn next_batch_at(&self, waiting: &BTreeSet<(Timestamp, Uuid)>) -> Option<Timestamp> {
         let (first, _) = waiting.first()?;
         let together = waiting.range(..=(*first + self.linger, Uuid::max()));
         together.take(self.batch_size).last().map(|(deadline, _)| *deadline)
@@ -92,10 +92,10 @@ async fn close(database: Database, timer: Arc<Timer>) -> anyhow::Result<()> {
     loop {
         // Asked for before looking, so that no load is missed.
         let loaded = timer.loaded.notified();
-        match timer.take_due(Moment::now_by_local_clock()) {
+        match timer.take_due(Timestamp::now_by_local_clock()) {
             Ok(due) => close_batch(&mut connection, &due).await?,
             Err(next) => {
-                let wait = next.map_or(EVERY, |next| next.since(Moment::now_by_local_clock()));
+                let wait = next.map_or(EVERY, |next| next.since(Timestamp::now_by_local_clock()));
                 let _loaded_or_due = tokio::time::timeout(wait, loaded).await;
             }
         }

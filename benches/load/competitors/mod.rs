@@ -12,7 +12,7 @@ use anyhow::ensure;
 use clap::{Args, ValueEnum};
 use order_timeout::Settings;
 use order_timeout::config::DatabaseSettings;
-use order_timeout::database::{Database, Trouble, trouble};
+use order_timeout::database::{Database, ErrorClass, classify};
 use sqlx::PgPool;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -66,7 +66,7 @@ async fn compete(competitor: Competitor) -> anyhow::Result<()> {
 /// Whether a time limit of the session, or a deadlock, has cut a close short. Then it is tried again at once: the worker,
 /// whose limits these are, does not give up either.
 fn is_cut_short(error: &sqlx::Error) -> bool {
-    matches!(trouble(error), Trouble::Locked | Trouble::Transient)
+    matches!(classify(error), ErrorClass::Locked | ErrorClass::Transient)
 }
 
 /// Starts one and waits until its loops are connected.

@@ -17,10 +17,10 @@ use lapin::{Channel, Connection, Consumer, PublisherConfirm};
 use order_timeout::alarm::Returns;
 use order_timeout::config::Strategy;
 use order_timeout::confirm::{self, Outgoing, WINDOW};
-use order_timeout::envelope::{self, Entry, Stamp, Wait};
-use order_timeout::message::TimeoutDue;
+use order_timeout::envelope::{self, AlarmHeaders, Delay, Route};
+use order_timeout::message::Alarm;
 use order_timeout::topology::{DUE_KEY, Names};
-use order_timeout::{Moment, OrderId};
+use order_timeout::{OrderId, Timestamp};
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
@@ -33,7 +33,7 @@ const SLOWEST_PUBLISHING_PER_S: f64 = 8_000.0;
 /// Deliveries that are acknowledged by one frame.
 const ACK_EVERY: usize = 200;
 /// After this long without a delivery something is wrong.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Messages per second.
 pub struct BrokerLimit {
@@ -66,12 +66,12 @@ async fn hand_over(
     way: Way,
 ) -> anyhow::Result<BrokerLimit> {
     let publishing = Duration::from_secs_f64(messages as f64 / SLOWEST_PUBLISHING_PER_S);
-    let expiry = Moment::now_by_local_clock() + publishing + Duration::from_secs(2);
+    let expiry = Timestamp::now_by_local_clock() + publishing + Duration::from_secs(2);
     let published = publish(connection, Confirms::AS_OURS, waiting(stage, way, messages, expiry)).await?;
     let published_per_s = messages as f64 / published.as_secs_f64();
-    ensure!(Moment::now_by_local_clock() < expiry, "publishing took longer than planned; is the machine busy?");
+    ensure!(Timestamp::now_by_local_clock() < expiry, "publishing took longer than planned; is the machine busy?");
     consume(stage, connection, messages).await?;
-    let took = Moment::now_by_local_clock().since(expiry);
+    let took = Timestamp::now_by_local_clock().since(expiry);
     Ok(BrokerLimit { published_per_s, handed_over_per_s: messages as f64 / took.as_secs_f64() })
 }
 
@@ -80,18 +80,18 @@ fn waiting(
     stage: &Stage<'_>,
     way: Way,
     messages: usize,
-    expiry: Moment,
+    expiry: Timestamp,
 ) -> impl Iterator<Item = Outgoing> + Send + use<> {
     let places = places(stage, way).into_iter().cycle();
     let by_the_plugin = stage.settings.delay.strategy == Strategy::DelayedExchange;
     // Made before the clock starts: whoever schedules an alarm has an order.
-    let alarms: Vec<TimeoutDue> = (0..messages).map(|_| alarm(expiry)).collect();
+    let alarms: Vec<Alarm> = (0..messages).map(|_| alarm(expiry)).collect();
     alarms.into_iter().zip(places).map(move |(alarm, (exchange, routing_key))| {
-        let now = Moment::now_by_local_clock();
+        let now = Timestamp::now_by_local_clock();
         let left = expiry.since(now);
         let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
-        let wait = if by_the_plugin { Wait::XDelayMs(left_ms) } else { Wait::Ttl(left) };
-        fresh(&alarm, Entry { exchange, routing_key, wait }, now)
+        let wait = if by_the_plugin { Delay::XDelayMs(left_ms) } else { Delay::Ttl(left) };
+        fresh(&alarm, Route { exchange, routing_key, wait }, now)
     })
 }
 
@@ -113,13 +113,17 @@ fn places(stage: &Stage<'_>, way: Way) -> Vec<(String, String)> {
 }
 
 /// An alarm for an order of its own.
-pub fn alarm(deadline: Moment) -> TimeoutDue {
-    TimeoutDue { order_id: OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id"), deadline }
+pub fn alarm(deadline: Timestamp) -> Alarm {
+    Alarm { order_id: OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id"), deadline }
 }
 
 /// The message that an alarm is on its first way into the broker: the very one that ours is.
-pub fn fresh(alarm: &TimeoutDue, entry: Entry, now: Moment) -> Outgoing {
-    envelope::address(alarm, entry, Stamp { attempt: 0, born: now, traceparent: None, returns: Returns::default() })
+pub fn fresh(alarm: &Alarm, entry: Route, now: Timestamp) -> Outgoing {
+    envelope::address(
+        alarm,
+        entry,
+        AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() },
+    )
 }
 
 /// How many confirms may be outstanding.
@@ -201,7 +205,7 @@ async fn consume(stage: &Stage<'_>, connection: &Connection, messages: usize) ->
     let mut deliveries = select_all(consumers);
     let mut unacknowledged: Vec<(usize, Option<Delivery>)> = queues(stage).iter().map(|_| (0, None)).collect();
     for number in 0..messages {
-        let next = tokio::time::timeout(PATIENCE, deliveries.next()).await;
+        let next = tokio::time::timeout(TIMEOUT, deliveries.next()).await;
         let next = next.with_context(|| format!("only {number} of {messages} messages were handed over"))?;
         let (channel, delivery) = next.context("the broker cancelled the consumer")?;
         let (count, last) = &mut unacknowledged[channel];

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
-use order_timeout::Moment;
+use order_timeout::Timestamp;
 use order_timeout::close::CLOSE_SQL;
 use order_timeout::config::DatabaseSettings;
 use order_timeout::database::Database;
@@ -40,7 +40,7 @@ pub async fn measure(
     let mut by_connections = BTreeMap::new();
     for connections in CONNECTIONS {
         let stage = Stage::without_broker(servers, true).await?;
-        let overdue = vec![Moment::now_by_local_clock() - Duration::from_secs(60); orders];
+        let overdue = vec![Timestamp::now_by_local_clock() - Duration::from_secs(60); orders];
         let ids: Vec<String> =
             stage.fill(&overdue, articles).await?.iter().map(|(id, _)| id.as_str().to_owned()).collect();
         let batches = ids.chunks(batch_size).rev().map(<[String]>::to_vec).collect();

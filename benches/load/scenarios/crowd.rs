@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use order_timeout::{Moment, OrderId};
+use order_timeout::{OrderId, Timestamp};
 use serde_json::{Map, json};
 use uuid::Uuid;
 
@@ -10,7 +10,7 @@ use crate::Options;
 use crate::report;
 use crate::stage::ledger::Ledger;
 use crate::stage::servers::Servers;
-use crate::stage::{Alarm, MANY_ARTICLES, Stage};
+use crate::stage::{DeliveredAlarm, MANY_ARTICLES, Stage};
 
 /// The orders whose lateness counts.
 const GOOD_ORDERS: u32 = 200;
@@ -38,9 +38,10 @@ pub async fn run(servers: &Servers, options: &Options, crowd: Crowd, size: usize
 async fn play(stage: &Stage<'_>, servers: &Servers, crowd: Crowd, size: usize) -> anyhow::Result<Ledger> {
     let mut worker = stage.start_worker(&servers.output.join("worker.log")).await?;
     let publisher = stage.publisher().await?;
-    let first = Moment::now_by_local_clock() + Duration::from_secs(8);
+    let first = Timestamp::now_by_local_clock() + Duration::from_secs(8);
     // Spread over the retries of the unknown and beyond their parking.
-    let deadlines: Vec<Moment> = (0..GOOD_ORDERS).map(|n| first + Duration::from_secs(40) * n / GOOD_ORDERS).collect();
+    let deadlines: Vec<Timestamp> =
+        (0..GOOD_ORDERS).map(|n| first + Duration::from_secs(40) * n / GOOD_ORDERS).collect();
     let alarms = stage.fill(&deadlines, MANY_ARTICLES).await?;
     let last = deadlines[deadlines.len() - 1];
     let crowd_due = match crowd {
@@ -54,6 +55,6 @@ async fn play(stage: &Stage<'_>, servers: &Servers, crowd: Crowd, size: usize) -
     stage.ledger(last).await
 }
 
-fn crowd_of(size: usize, deadline: Moment) -> Vec<Alarm> {
+fn crowd_of(size: usize, deadline: Timestamp) -> Vec<DeliveredAlarm> {
     (0..size).map(|_| (OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id"), deadline)).collect()
 }

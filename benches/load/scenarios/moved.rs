@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use anyhow::ensure;
-use order_timeout::{Moment, Moved, move_deadline_in};
+use order_timeout::{Moved, Timestamp, move_deadline_in};
 use serde_json::Map;
 
 use crate::Options;
 use crate::report;
 use crate::stage::ledger::Ledger;
 use crate::stage::servers::Servers;
-use crate::stage::{Alarm, MANY_ARTICLES, Stage};
+use crate::stage::{DeliveredAlarm, MANY_ARTICLES, Stage};
 
 /// From now to the first of the last deadlines: all are moved before.
 const LAST: Duration = Duration::from_secs(15);
@@ -36,20 +36,25 @@ pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow:
 
 async fn play(stage: &Stage<'_>, servers: &Servers, orders: usize) -> anyhow::Result<Ledger> {
     let mut worker = stage.start_worker(&servers.output.join("worker.log")).await?;
-    let last = Moment::now_by_local_clock() + LAST;
-    let firsts: Vec<Moment> = (0..orders).map(|n| last + FIRST + SPREAD.mul_f64(n as f64 / orders as f64)).collect();
+    let last = Timestamp::now_by_local_clock() + LAST;
+    let firsts: Vec<Timestamp> = (0..orders).map(|n| last + FIRST + SPREAD.mul_f64(n as f64 / orders as f64)).collect();
     let alarms = stage.fill(&firsts, MANY_ARTICLES).await?;
     stage.publisher().await?.schedule_all(alarms.clone()).await?;
     for (after_last, expected) in MOVES {
         move_all(stage, &alarms, after_last, &expected).await?;
     }
-    ensure!(Moment::now_by_local_clock() < last, "moving {orders} orders took longer than planned");
+    ensure!(Timestamp::now_by_local_clock() < last, "moving {orders} orders took longer than planned");
     stage.wait_until_closed(last + SPREAD, &mut worker).await?;
     worker.stop().await?;
     stage.ledger(last + SPREAD).await
 }
 
-async fn move_all(stage: &Stage<'_>, alarms: &[Alarm], after_last: Duration, expected: &Moved) -> anyhow::Result<()> {
+async fn move_all(
+    stage: &Stage<'_>,
+    alarms: &[DeliveredAlarm],
+    after_last: Duration,
+    expected: &Moved,
+) -> anyhow::Result<()> {
     for (order_id, first) in alarms {
         let moved = move_deadline_in(&stage.pool, order_id, *first - FIRST + after_last).await?;
         ensure!(moved == *expected, "moved to {after_last:?} after the last deadline: {moved:?}");

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use order_timeout::topology::Names;
-use order_timeout::{Moment, OrderId};
+use order_timeout::{OrderId, Timestamp};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -13,13 +13,13 @@ use crate::Options;
 use crate::report::{self, round, whole};
 use crate::stage::process::{self, Program};
 use crate::stage::servers::Servers;
-use crate::stage::{Alarm, IDLE_WATCH, SETTLING, Stage};
+use crate::stage::{DeliveredAlarm, IDLE_WATCH, SETTLING, Stage};
 
 /// Nobody falls due while it is measured, nor comes back from a coarse ring.
 const SOONEST_S: u64 = 30 * 60;
 const LATEST_S: u64 = 24 * 3_600;
 /// After this long without all alarms in the wheel something is wrong.
-const PATIENCE: Duration = Duration::from_secs(180);
+const TIMEOUT: Duration = Duration::from_secs(180);
 /// Quorum queues keep what they were given last in a write-ahead log in memory, up to half a gigabyte of it for all
 /// queues together; on a broker that has other work it rolls over by itself.
 const ROLL_OVER: &str = "#{names := #{wal := Wal}} = ra_system:fetch(quorum_queues), ra_log_wal:force_roll_over(Wal).";
@@ -69,9 +69,9 @@ async fn measure(stage: &Stage<'_>, servers: &Servers, options: &Options, alarms
 const MIB: f64 = 1024.0 * 1024.0;
 
 /// No orders belong to them: none is looked at before its alarm is due.
-fn random_alarms(alarms: usize) -> Vec<Alarm> {
+fn random_alarms(alarms: usize) -> Vec<DeliveredAlarm> {
     let mut random = fastrand::Rng::with_seed(1);
-    let now = Moment::now_by_local_clock();
+    let now = Timestamp::now_by_local_clock();
     let mut alarm = || {
         let deadline = now + Duration::from_secs(random.u64(SOONEST_S..LATEST_S));
         (OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id"), deadline)
@@ -98,8 +98,8 @@ async fn wait_until_armed(
             return Ok(());
         }
         ensure!(
-            began.elapsed() < PATIENCE,
-            "after {PATIENCE:?} {in_inbox} alarms are in the inbox and {waiting} of {alarms} wait in the broker"
+            began.elapsed() < TIMEOUT,
+            "after {TIMEOUT:?} {in_inbox} alarms are in the inbox and {waiting} of {alarms} wait in the broker"
         );
         tokio::time::sleep(Duration::from_millis(500)).await;
     }

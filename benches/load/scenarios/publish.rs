@@ -8,10 +8,10 @@ use futures_util::stream::FuturesUnordered;
 use lapin::Connection;
 use lapin::options::QueuePurgeOptions;
 use order_timeout::confirm::Outgoing;
-use order_timeout::message::TimeoutDue;
+use order_timeout::message::Alarm;
 use order_timeout::schedule::lane::Lanes;
 use order_timeout::topology::Names;
-use order_timeout::{Moment, OrderId, Publisher, broker};
+use order_timeout::{OrderId, Publisher, Timestamp, broker};
 use serde_json::{Map, json};
 use uuid::Uuid;
 
@@ -19,7 +19,7 @@ use crate::Options;
 use crate::limits::broker::{Confirms, fresh, publish};
 use crate::report::{self, round, whole};
 use crate::stage::servers::Servers;
-use crate::stage::{Alarm, SETTLING, Stage};
+use crate::stage::{DeliveredAlarm, SETTLING, Stage};
 use crate::transactions;
 
 /// Each way is measured this often, in turn, and the median counts: the machine's speed drifts.
@@ -90,7 +90,7 @@ pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow:
 
 /// Orders created per second: without an alarm, with `schedule_in`, and with the alarm in the order's statement.
 async fn in_transactions(stage: &Stage<'_>, orders: usize) -> anyhow::Result<[f64; 3]> {
-    use transactions::Alarm::{InTheSameStatement, None, ScheduleIn};
+    use transactions::DeliveredAlarm::{InTheSameStatement, None, ScheduleIn};
     let mut rates: [Vec<f64>; 3] = Default::default();
     for _ in 0..ROUNDS {
         for (alarm, rates) in [None, ScheduleIn, InTheSameStatement].into_iter().zip(&mut rates) {
@@ -129,9 +129,9 @@ fn median(mut rates: Vec<f64>) -> f64 {
 fn messages(stage: &Stage<'_>, orders: usize) -> impl Iterator<Item = Outgoing> + Send + use<> {
     let lanes = Lanes::new(&stage.settings);
     alarms(orders).into_iter().map(move |(order_id, deadline)| {
-        let now = Moment::now_by_local_clock();
-        let entry = lanes.entry(&order_id, deadline, now);
-        fresh(&TimeoutDue { order_id, deadline }, entry, now)
+        let now = Timestamp::now_by_local_clock();
+        let entry = lanes.route(&order_id, deadline, now);
+        fresh(&Alarm { order_id, deadline }, entry, now)
     })
 }
 
@@ -157,19 +157,19 @@ impl Way {
     }
 }
 
-fn alarms(orders: usize) -> Vec<Alarm> {
-    let deadline = Moment::now_by_local_clock() + Duration::from_secs(3_600);
+fn alarms(orders: usize) -> Vec<DeliveredAlarm> {
+    let deadline = Timestamp::now_by_local_clock() + Duration::from_secs(3_600);
     (0..orders).map(|_| (OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id"), deadline)).collect()
 }
 
-async fn one_by_one(publisher: &Publisher, alarms: Vec<Alarm>) -> anyhow::Result<()> {
+async fn one_by_one(publisher: &Publisher, alarms: Vec<DeliveredAlarm>) -> anyhow::Result<()> {
     for (order_id, deadline) in alarms {
         publisher.schedule(order_id, deadline).await?;
     }
     Ok(())
 }
 
-async fn concurrently(publisher: &Publisher, alarms: Vec<Alarm>) -> anyhow::Result<()> {
+async fn concurrently(publisher: &Publisher, alarms: Vec<DeliveredAlarm>) -> anyhow::Result<()> {
     let mut calls = FuturesUnordered::new();
     for (order_id, deadline) in alarms {
         if calls.len() == CALLERS {

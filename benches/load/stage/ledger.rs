@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, ensure};
 use hdrhistogram::Histogram;
-use order_timeout::{Moment, database};
+use order_timeout::{Timestamp, database};
 use serde_json::{Value, json};
 use sqlx::PgPool;
 use time::OffsetDateTime;
@@ -69,7 +69,7 @@ pub fn millis(micros: u64) -> f64 {
     (micros as f64 / 10.0).round() / 100.0
 }
 
-pub async fn read(pool: &PgPool, last: Moment) -> anyhow::Result<Ledger> {
+pub async fn read(pool: &PgPool, last: Timestamp) -> anyhow::Result<Ledger> {
     let last = database::timestamp(last).context("a deadline within the calendar")?;
     let mut lateness_us = histogram();
     let mut early = 0;

@@ -14,7 +14,7 @@ use lapin::Connection;
 use lapin::options::{ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
 use order_timeout::topology::{Names, Topology};
-use order_timeout::{Moment, OrderId, Publisher, Settings, broker, database};
+use order_timeout::{OrderId, Publisher, Settings, Timestamp, broker, database};
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::{AssertSqlSafe, PgPool};
 use uuid::Uuid;
@@ -25,7 +25,7 @@ use process::Program;
 use servers::Servers;
 
 /// After this long an order that is still unpaid counts as lost, and a server that has not answered as stuck.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a broker is given to come to rest when queues have been declared or messages have come, with its caches and
 /// garbage: until then it is busy with what is not to be measured.
 pub const SETTLING: Duration = Duration::from_secs(5);
@@ -37,7 +37,7 @@ pub const MANY_ARTICLES: usize = 1_000;
 const ROWS_AT_ONCE: usize = 10_000;
 
 /// An order and when it is due: what a publisher is told.
-pub type Alarm = (OrderId, Moment);
+pub type DeliveredAlarm = (OrderId, Timestamp);
 
 /// Where one contestant plays.
 #[derive(Debug)]
@@ -130,7 +130,7 @@ impl<'a> Stage<'a> {
         let began = tokio::time::Instant::now();
         while queue_state(&connection, &timeout).await?.consumers == 0 {
             worker.ensure_runs()?;
-            ensure!(began.elapsed() < PATIENCE, "the worker does not consume; its log lies in target/load");
+            ensure!(began.elapsed() < TIMEOUT, "the worker does not consume; its log lies in target/load");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         broker::close(&connection, Duration::from_secs(1)).await;
@@ -139,7 +139,7 @@ impl<'a> Stage<'a> {
 
     /// Creates unpaid orders with these deadlines, each of one of so many articles, and leaves the tables as a busy
     /// shop has them: analysed, and written to disk.
-    pub async fn fill(&self, deadlines: &[Moment], articles: usize) -> anyhow::Result<Vec<Alarm>> {
+    pub async fn fill(&self, deadlines: &[Timestamp], articles: usize) -> anyhow::Result<Vec<DeliveredAlarm>> {
         let mut random = fastrand::Rng::with_seed(1);
         let mut alarms = Vec::with_capacity(deadlines.len());
         for deadlines in deadlines.chunks(ROWS_AT_ONCE) {
@@ -156,7 +156,7 @@ impl<'a> Stage<'a> {
         Ok(alarms)
     }
 
-    async fn insert(&self, ids: &[Uuid], deadlines: &[Moment], articles: &[String]) -> anyhow::Result<()> {
+    async fn insert(&self, ids: &[Uuid], deadlines: &[Timestamp], articles: &[String]) -> anyhow::Result<()> {
         let deadlines: Option<Vec<_>> = deadlines.iter().map(|moment| database::timestamp(*moment)).collect();
         let mut transaction = self.pool.begin().await?;
         sqlx::query(
@@ -183,11 +183,11 @@ impl<'a> Stage<'a> {
         Ok(transaction.commit().await?)
     }
 
-    /// Waits until no order that is due by `last` is unpaid, or patience runs out.
-    pub async fn wait_until_closed(&self, last: Moment, closing: &mut Program) -> anyhow::Result<()> {
+    /// Waits until no order that is due by `last` is unpaid, or timeout runs out.
+    pub async fn wait_until_closed(&self, last: Timestamp, closing: &mut Program) -> anyhow::Result<()> {
         sleep_until(last).await;
         let timestamp = database::timestamp(last).context("a deadline within the calendar")?;
-        while Moment::now_by_local_clock() < last + PATIENCE {
+        while Timestamp::now_by_local_clock() < last + TIMEOUT {
             closing.ensure_runs()?;
             // From the end of the deadline index, where the last to be closed stand: the cheapest way to look.
             let open: Option<i32> = sqlx::query_scalar(
@@ -215,13 +215,13 @@ impl<'a> Stage<'a> {
             if !unsent {
                 return Ok(());
             }
-            ensure!(began.elapsed() < PATIENCE, "events are still unsent {PATIENCE:?} after the last close");
+            ensure!(began.elapsed() < TIMEOUT, "events are still unsent {TIMEOUT:?} after the last close");
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
 
     /// What the database says of the orders due by `last`.
-    pub async fn ledger(&self, last: Moment) -> anyhow::Result<Ledger> {
+    pub async fn ledger(&self, last: Timestamp) -> anyhow::Result<Ledger> {
         ledger::read(&self.pool, last).await
     }
 }
@@ -253,6 +253,6 @@ pub async fn queue_state(connection: &Connection, queue: &str) -> anyhow::Result
 }
 
 /// By the machine's clock, which here is the database's as well.
-pub async fn sleep_until(moment: Moment) {
-    tokio::time::sleep(moment.since(Moment::now_by_local_clock())).await;
+pub async fn sleep_until(moment: Timestamp) {
+    tokio::time::sleep(moment.since(Timestamp::now_by_local_clock())).await;
 }

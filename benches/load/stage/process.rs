@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 
 /// How long a program may take to end when it is asked to.
-const STOP_PATIENCE: Duration = Duration::from_secs(40);
+const STOP_TIMEOUT: Duration = Duration::from_secs(40);
 /// For whoever wonders why one has failed.
 const LOG: &str = "its log lies in target/load";
 
@@ -48,14 +48,14 @@ impl Program {
         // SAFETY: kill has no memory effects; the child is not reaped yet, so the number still means it.
         unsafe { libc::kill(pid, libc::SIGTERM) };
         let asked = Instant::now();
-        while asked.elapsed() < STOP_PATIENCE {
+        while asked.elapsed() < STOP_TIMEOUT {
             if let Some(status) = self.child.try_wait()? {
                 ensure!(status.success(), "{} was told to end and failed ({status}); {LOG}", self.name);
                 return Ok(());
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        bail!("{} did not end within {STOP_PATIENCE:?} of SIGTERM; {LOG}", self.name)
+        bail!("{} did not end within {STOP_TIMEOUT:?} of SIGTERM; {LOG}", self.name)
     }
 }
 

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use lapin::options::{BasicGetOptions, QueueBindOptions, QueueDeclareOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use order_timeout::order::{Moment, OrderId};
+use order_timeout::order::{OrderId, Timestamp};
 use order_timeout::{Publisher, Settings};
 use secrecy::{ExposeSecret, SecretString};
 use uuid::Uuid;
 
 use super::private::Private;
 use super::proxy::Proxy;
-use super::{Order, RunningWorker, Stage, on_stage, wait_for, wait_within};
+use super::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// Long enough for the longest pause between two tries, and for alarms that wait in the wheel.
@@ -39,9 +39,9 @@ pub fn hold_long(settings: &mut Settings) {
     settings.worker.hold_max = HELD_LONG + SECOND;
 }
 
-/// Runs a test on a stage whose broker it may take away.
+/// Runs a test on a env whose broker it may take away.
 pub fn on_private_broker<F: Future<Output = ()> + Send + 'static>(
-    test: impl FnOnce(Arc<Stage>, Arc<Private>) -> F + Send + 'static,
+    test: impl FnOnce(Arc<TestEnv>, Arc<Private>) -> F + Send + 'static,
 ) {
     on_private_broker_with(&[], |_| {}, test);
 }
@@ -50,7 +50,7 @@ pub fn on_private_broker<F: Future<Output = ()> + Send + 'static>(
 pub fn on_private_broker_with<F: Future<Output = ()> + Send + 'static>(
     options: &[&str],
     adjust: impl FnOnce(&mut Settings),
-    test: impl FnOnce(Arc<Stage>, Arc<Private>) -> F + Send + 'static,
+    test: impl FnOnce(Arc<TestEnv>, Arc<Private>) -> F + Send + 'static,
 ) {
     let broker = Arc::new(Private::broker(options));
     let adjust_all = |settings: &mut Settings| {
@@ -60,13 +60,13 @@ pub fn on_private_broker_with<F: Future<Output = ()> + Send + 'static>(
         adjust(settings);
     };
     let for_test = broker.clone();
-    on_stage(adjust_all, move |stage| test(stage, for_test));
+    with_env(adjust_all, move |env| test(env, for_test));
 }
 
-/// Runs a test on a stage whose database it may take away. The broker is the usual one.
+/// Runs a test on a env whose database it may take away. The broker is the usual one.
 pub fn on_private_database<F: Future<Output = ()> + Send + 'static>(
     options: &[&str],
-    test: impl FnOnce(Arc<Stage>, Arc<Private>) -> F + Send + 'static,
+    test: impl FnOnce(Arc<TestEnv>, Arc<Private>) -> F + Send + 'static,
 ) {
     let database = Arc::new(Private::postgres(options));
     let adjust = |settings: &mut Settings| {
@@ -76,34 +76,34 @@ pub fn on_private_database<F: Future<Output = ()> + Send + 'static>(
         be_impatient(settings);
     };
     let for_test = database.clone();
-    on_stage(adjust, move |stage| test(stage, for_test));
+    with_env(adjust, move |env| test(env, for_test));
 }
 
 /// Everything that a worker waits for is given up soon, so that a test sees the end of it.
 pub fn be_impatient(settings: &mut Settings) {
     settings.database.acquire_timeout = SECOND;
     settings.database.statement_timeout = SECOND;
-    settings.worker.away_patience = 2 * SECOND;
+    settings.worker.requeue_after = 2 * SECOND;
     settings.amqp.heartbeat = SECOND;
     settings.amqp.connect_timeout = 2 * SECOND;
     settings.amqp.confirm_timeout = 2 * SECOND;
 }
 
 /// A worker that reaches the database through this network.
-pub async fn worker_through(stage: &Stage, to_database: &Proxy) -> RunningWorker {
-    RunningWorker::start(with_database_behind(stage, to_database)).await
+pub async fn worker_through(env: &TestEnv, to_database: &Proxy) -> RunningWorker {
+    RunningWorker::start(with_database_behind(env, to_database)).await
 }
 
-/// The stage's settings with the database behind this network.
-pub fn with_database_behind(stage: &Stage, to_database: &Proxy) -> Settings {
-    let mut settings = stage.settings.clone();
+/// The env's settings with the database behind this network.
+pub fn with_database_behind(env: &TestEnv, to_database: &Proxy) -> Settings {
+    let mut settings = env.settings.clone();
     settings.database.url = to_database.address(&settings.database.url);
     settings
 }
 
-/// The stage's settings with the broker behind this network.
-pub fn behind(stage: &Stage, to_broker: &Proxy) -> Settings {
-    let mut settings = stage.settings.clone();
+/// The env's settings with the broker behind this network.
+pub fn behind(env: &TestEnv, to_broker: &Proxy) -> Settings {
+    let mut settings = env.settings.clone();
     settings.amqp.url = to_broker.address(&settings.amqp.url);
     settings
 }
@@ -114,27 +114,27 @@ pub fn meanwhile<T>(slow: impl FnOnce() -> T) -> T {
 }
 
 /// Orders that are due after this delay, and scheduled.
-pub async fn schedule(stage: &Stage, publisher: &Publisher, count: usize, delay: Duration) -> Vec<Order> {
-    let orders = stage.orders(count, delay).await;
+pub async fn schedule(env: &TestEnv, publisher: &Publisher, count: usize, delay: Duration) -> Vec<Order> {
+    let orders = env.orders(count, delay).await;
     let alarms = orders.iter().map(|order| (order.order_id(), order.deadline));
     assert_eq!(publisher.schedule_all(alarms).await, Ok(count));
     orders
 }
 
 /// Orders whose alarms the worker holds unacknowledged.
-pub async fn held_by_the_worker(stage: &Stage, count: usize, delay: Duration) -> Vec<Order> {
-    let orders = stage.orders(count, delay).await;
-    stage.deliver(&orders).await;
-    let waiting = async || stage.depth(&stage.names().timeout()).await;
+pub async fn held_by_the_worker(env: &TestEnv, count: usize, delay: Duration) -> Vec<Order> {
+    let orders = env.orders(count, delay).await;
+    env.deliver(&orders).await;
+    let waiting = async || env.depth(&env.names().timeout()).await;
     wait_for("the alarms in the worker's hands", async || waiting().await == 0).await;
     orders
 }
 
 /// With the broker away, scheduling is an error in bounded time, alone and in a crowd.
-pub async fn assert_nothing_is_scheduled(stage: &Stage, publisher: &Publisher) {
-    let bound = stage.settings.amqp.connect_timeout + stage.settings.amqp.confirm_timeout + 2 * SECOND;
+pub async fn assert_nothing_is_scheduled(env: &TestEnv, publisher: &Publisher) {
+    let bound = env.settings.amqp.connect_timeout + env.settings.amqp.confirm_timeout + 2 * SECOND;
     // So far ahead that one which arrives all the same, unheard, does not come back during the test.
-    let deadline = Moment::now_by_local_clock() + 3600 * SECOND;
+    let deadline = Timestamp::now_by_local_clock() + 3600 * SECOND;
     for _ in 0..3 {
         let began = Instant::now();
         let error = publisher.schedule(Uuid::now_v7().to_string(), deadline).await.expect_err("there is no broker");
@@ -148,19 +148,19 @@ pub async fn assert_nothing_is_scheduled(stage: &Stage, publisher: &Publisher) {
     assert_eq!((error.scheduled, error.failed.len()), (0, 100));
 }
 
-pub async fn wait_until_scheduling_works(stage: &Stage, publisher: &Publisher) {
-    let order = stage.order(2 * SECOND).await;
+pub async fn wait_until_scheduling_works(env: &TestEnv, publisher: &Publisher) {
+    let order = env.order(2 * SECOND).await;
     let scheduled = async || publisher.schedule(order.id.to_string(), order.deadline).await.is_ok();
     wait_within(COMING_BACK, "scheduling again", scheduled).await;
 }
 
 /// A queue that hears every event and outlives the broker.
-pub async fn keep_events(stage: &Stage) -> String {
-    let (queue, events) = (format!("{}.heard", stage.settings.namespace), stage.names().events());
+pub async fn keep_events(env: &TestEnv) -> String {
+    let (queue, events) = (format!("{}.heard", env.settings.namespace), env.names().events());
     let durable = QueueDeclareOptions { durable: true, ..Default::default() };
-    stage.channel.queue_declare(queue.as_str().into(), durable, for_a_while()).await.unwrap();
+    env.channel.queue_declare(queue.as_str().into(), durable, for_a_while()).await.unwrap();
     let options = QueueBindOptions::default();
-    let bound = stage.channel.queue_bind(
+    let bound = env.channel.queue_bind(
         queue.as_str().into(),
         events.as_str().into(),
         "#".into(),
@@ -172,28 +172,28 @@ pub async fn keep_events(stage: &Stage) -> String {
 }
 
 /// Insists that every order was closed once and that every close was heard of, and of nothing else.
-pub async fn assert_all_closed_and_heard(stage: &Stage, kept_events: &str) {
-    let unpaid = async || stage.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
+pub async fn assert_all_closed_and_heard(env: &TestEnv, kept_events: &str) {
+    let unpaid = async || env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
     wait_within(COMING_BACK, "every order's close", async || unpaid().await == 0).await;
-    assert_every_event_was_heard(stage, kept_events).await;
-    assert_eq!(stage.count("SELECT count(*) FROM event_outbox").await, stage.closed().await);
-    assert_eq!(stage.parked().await, []);
-    stage.assert_ledger().await;
+    assert_every_event_was_heard(env, kept_events).await;
+    assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, env.closed().await);
+    assert_eq!(env.parked().await, []);
+    env.assert_ledger().await;
 }
 
 /// Insists that what was kept is what stands in the outbox, each under its id, once it is sent.
-pub async fn assert_every_event_was_heard(stage: &Stage, kept_events: &str) {
-    let unsent = async || stage.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;
+pub async fn assert_every_event_was_heard(env: &TestEnv, kept_events: &str) {
+    let unsent = async || env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;
     wait_within(COMING_BACK, "every event sent", async || unsent().await == 0).await;
-    let stage = stage.reconnected().await;
+    let env = env.reconnected().await;
     let mut heard = BTreeSet::new();
     let no_ack = BasicGetOptions { no_ack: true };
-    while let Some(event) = stage.channel.basic_get(kept_events.into(), no_ack).await.unwrap() {
+    while let Some(event) = env.channel.basic_get(kept_events.into(), no_ack).await.unwrap() {
         // Twice is allowed where a confirm was lost; then under the same id.
         heard.insert(Uuid::parse_str(event.properties.message_id().as_ref().unwrap().as_str()).unwrap());
     }
     let rows: Vec<Uuid> =
-        sqlx::query_scalar("SELECT id FROM event_outbox ORDER BY 1").fetch_all(&stage.pool).await.unwrap();
+        sqlx::query_scalar("SELECT id FROM event_outbox ORDER BY 1").fetch_all(&env.pool).await.unwrap();
     let (unheard, unknown): (Vec<_>, Vec<_>) = (
         rows.iter().filter(|id| !heard.contains(id)).collect(),
         heard.iter().filter(|id| rows.binary_search(id).is_err()).collect(),
@@ -202,13 +202,13 @@ pub async fn assert_every_event_was_heard(stage: &Stage, kept_events: &str) {
 }
 
 /// Whether somebody consumes this queue.
-pub async fn is_consumed(stage: &Stage, queue: &str) -> bool {
-    consumers(stage, queue).await > 0
+pub async fn is_consumed(env: &TestEnv, queue: &str) -> bool {
+    consumers(env, queue).await > 0
 }
 
 /// How many consume this queue; none if it is not there.
-pub async fn consumers(stage: &Stage, queue: &str) -> u32 {
-    let channel = stage.broker.create_channel().await.unwrap();
+pub async fn consumers(env: &TestEnv, queue: &str) -> u32 {
+    let channel = env.broker.create_channel().await.unwrap();
     let passive = QueueDeclareOptions { passive: true, ..Default::default() };
     let queue = channel.queue_declare(queue.into(), passive, FieldTable::default()).await;
     queue.map_or(0, |queue| queue.consumer_count())

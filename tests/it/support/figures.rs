@@ -6,7 +6,7 @@ use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout::http::{self, METRICS};
 
-use super::{PATIENCE, RunningWorker, wait_for};
+use super::{RunningWorker, TIMEOUT, wait_for};
 
 /// Shown at a port that is free.
 pub fn shown(settings: &mut Settings) {
@@ -14,7 +14,7 @@ pub fn shown(settings: &mut Settings) {
 }
 
 pub async fn get(worker: &RunningWorker, path: &str) -> (u16, String) {
-    http::get(worker.http.expect("it is shown"), path, PATIENCE).await.unwrap()
+    http::get(worker.http.expect("it is shown"), path, TIMEOUT).await.unwrap()
 }
 
 /// What `/metrics` says, series by series.

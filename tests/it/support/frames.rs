@@ -17,7 +17,7 @@ const FRAME_HEADER_BYTES: usize = 7;
 
 /// Lives as long as the test's runtime.
 pub struct FrameProxy {
-    /// The stage's settings, by way of the proxy.
+    /// The env's settings, by way of the proxy.
     pub settings: Settings,
     /// One for each frame that the broker may still say.
     frames: Arc<Semaphore>,

@@ -1,7 +1,7 @@
-//! What every test stands on: a stage of its own (database and namespace, removed afterwards), orders on it, workers
+//! What every test stands on: a env of its own (database and namespace, removed afterwards), orders on it, workers
 //! that run in this process or as real ones, and waiting for a condition with a deadline.
 //!
-//! No mocks, no sleeping and hoping. A stage is removed even if its test panics.
+//! No mocks, no sleeping and hoping. A env is removed even if its test panics.
 
 pub mod away;
 pub mod figures;
@@ -31,8 +31,8 @@ use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection};
 use order_timeout::canary::CANARY_TYPE;
 use order_timeout::config::{Lane, Listen, RingSettings, Strategy};
-use order_timeout::message::TimeoutDue;
-use order_timeout::order::{Moment, OrderId};
+use order_timeout::message::Alarm;
+use order_timeout::order::{OrderId, Timestamp};
 use order_timeout::topology::{DUE_KEY, Names, Topology};
 use order_timeout::worker::Worker;
 use order_timeout::{Publisher, Settings, broker, database};
@@ -46,39 +46,38 @@ use uuid::Uuid;
 use ledger::Ledger;
 
 /// Long enough for the slowest machine; a test that waits this long has failed.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A database, a namespace, and the settings that name them.
-pub struct Stage {
+pub struct TestEnv {
     pub settings: Settings,
     pub pool: PgPool,
     pub broker: Connection,
     pub channel: Channel,
 }
 
-/// Runs a test on a stage of its own. `adjust` changes the settings before anything is created.
-pub fn on_stage<T, F>(adjust: impl FnOnce(&mut Settings), test: T)
+/// Runs a test on a env of its own. `adjust` changes the settings before anything is created.
+pub fn with_env<T, F>(adjust: impl FnOnce(&mut Settings), test: T)
 where
-    T: FnOnce(Arc<Stage>) -> F,
+    T: FnOnce(Arc<TestEnv>) -> F,
     F: Future<Output = ()> + Send + 'static,
 {
     let mut settings = small_settings();
     adjust(&mut settings);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
-        let stage = match AssertUnwindSafe(Stage::build(settings.clone())).catch_unwind().await {
-            Ok(stage) => Arc::new(stage),
+        let env = match AssertUnwindSafe(TestEnv::build(settings.clone())).catch_unwind().await {
+            Ok(env) => Arc::new(env),
             Err(panic) => {
                 // What there was of it. Whether that works is no news any more.
-                let _ = tokio::spawn(tokio::time::timeout(PATIENCE, clear_away(settings))).await;
+                let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, clear_away(settings))).await;
                 std::panic::resume_unwind(panic);
             }
         };
         // In a task of its own, so that a panic ends the test and not the clearing away.
-        let outcome = tokio::spawn(test(stage.clone())).await;
+        let outcome = tokio::spawn(test(env.clone())).await;
         // The same for the clearing away: a server that the test left broken must not hide why the test failed.
-        let clearing =
-            async move { tokio::time::timeout(2 * PATIENCE, stage.clear_away()).await.expect("cleared away") };
+        let clearing = async move { tokio::time::timeout(2 * TIMEOUT, env.clear_away()).await.expect("cleared away") };
         let cleared = tokio::spawn(clearing).await;
         if let Err(error) = outcome.and(cleared) {
             std::panic::resume_unwind(error.into_panic());
@@ -152,14 +151,14 @@ async fn server_pool(settings: &Settings) -> PgPool {
     PgPool::connect(url.expose_secret()).await.expect("the database answers; run scripts/services")
 }
 
-/// Whatever a stage with these settings has made.
+/// Whatever a env with these settings has made.
 async fn clear_away(settings: Settings) {
     // There is one only where a worker was a process of its own.
     let _ = std::fs::remove_file(process::rings_file(&settings));
     let server = server_pool(&settings).await;
     let drop = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", database_name(&settings));
     sqlx::query(AssertSqlSafe(drop)).execute(&server).await.unwrap();
-    // On a connection of its own: the test may have lost the stage's.
+    // On a connection of its own: the test may have lost the env's.
     let connection = broker::connect(&settings.amqp, "test clearing away").await.unwrap();
     let channel = connection.create_channel().await.unwrap();
     let topology = Topology::new(&settings);
@@ -172,7 +171,7 @@ async fn clear_away(settings: Settings) {
     broker::close(&connection, Duration::from_secs(2)).await;
 }
 
-impl Stage {
+impl TestEnv {
     async fn build(settings: Settings) -> Self {
         // First, so that a broker that does not answer leaves no database behind.
         let broker = broker::connect(&settings.amqp, "test").await.expect("the broker answers; run scripts/services");
@@ -186,9 +185,9 @@ impl Stage {
         }
         let channel = broker.create_channel().await.unwrap();
         channel.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
-        let stage = Self { settings, pool, broker, channel };
-        stage.stock("article", 1_000_000).await;
-        stage
+        let env = Self { settings, pool, broker, channel };
+        env.stock("article", 1_000_000).await;
+        env
     }
 
     async fn clear_away(&self) {
@@ -196,7 +195,7 @@ impl Stage {
         clear_away(self.settings.clone()).await;
     }
 
-    /// The same stage over a connection that is new: for tests that take the broker away.
+    /// The same env over a connection that is new: for tests that take the broker away.
     pub async fn reconnected(&self) -> Self {
         let broker = broker::connect(&self.settings.amqp, "test").await.unwrap();
         let channel = broker.create_channel().await.unwrap();
@@ -305,7 +304,7 @@ impl Stage {
         sqlx::query_scalar(sql).fetch_one(&self.pool).await.unwrap()
     }
 
-    /// Waits until somebody in the stage's database waits for a lock.
+    /// Waits until somebody in the env's database waits for a lock.
     #[allow(dead_code)] // used by the tests of deadlines
     pub async fn wait_for_a_wait(&self) {
         let waits = "SELECT count(*) FROM pg_stat_activity
@@ -390,7 +389,7 @@ impl Stage {
     pub async fn assert_nothing_left_undone(&self) {
         for queue in self.consumed_queues() {
             for body in self.take_out(&queue).await {
-                let due = TimeoutDue::read(&body, None).unwrap_or_else(|fault| panic!("left in {queue}: {fault}"));
+                let due = Alarm::read(&body, None).unwrap_or_else(|fault| panic!("left in {queue}: {fault}"));
                 let unpaid: bool = sqlx::query_scalar("SELECT status = 'unpaid' FROM orders WHERE id::text = $1")
                     .bind(due.order_id.as_str())
                     .fetch_one(&self.pool)
@@ -446,7 +445,7 @@ fn is_canary(properties: &BasicProperties) -> bool {
 #[derive(Debug, Clone, Copy)]
 pub struct Order {
     pub id: Uuid,
-    pub deadline: Moment,
+    pub deadline: Timestamp,
 }
 
 impl Order {
@@ -456,7 +455,7 @@ impl Order {
 
     /// The body of its alarm.
     pub fn body(&self) -> Vec<u8> {
-        TimeoutDue { order_id: self.order_id(), deadline: self.deadline }.to_bytes()
+        Alarm { order_id: self.order_id(), deadline: self.deadline }.to_bytes()
     }
 }
 
@@ -488,16 +487,16 @@ impl RunningWorker {
     }
 }
 
-/// Waits until `condition` holds, asking again and again; panics with `what` when patience runs out.
+/// Waits until `condition` holds, asking again and again; panics with `what` when timeout runs out.
 pub async fn wait_for<F: Future<Output = bool>>(what: &str, condition: impl FnMut() -> F) {
-    wait_within(PATIENCE, what, condition).await;
+    wait_within(TIMEOUT, what, condition).await;
 }
 
-/// [`wait_for`] with a patience of its own.
-pub async fn wait_within<F: Future<Output = bool>>(patience: Duration, what: &str, mut condition: impl FnMut() -> F) {
+/// [`wait_for`] with a timeout of its own.
+pub async fn wait_within<F: Future<Output = bool>>(timeout: Duration, what: &str, mut condition: impl FnMut() -> F) {
     let began = Instant::now();
     while !condition().await {
-        assert!(began.elapsed() < patience, "waited {patience:?} in vain for: {what}");
+        assert!(began.elapsed() < timeout, "waited {timeout:?} in vain for: {what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }

@@ -12,7 +12,7 @@ use secrecy::ExposeSecret;
 /// A signal reaches a thread within a moment, unless the machine is very busy.
 const STANDS_STILL_WITHIN: Duration = Duration::from_secs(10);
 
-/// The binary with a clean environment: nothing but what the settings of a stage say.
+/// The binary with a clean environment: nothing but what the settings of a env say.
 pub fn order_timeout(settings: &Settings) -> Command {
     let mut command = bare();
     command.args(stage_arguments(settings));
@@ -33,12 +33,12 @@ pub fn bare() -> Command {
     command
 }
 
-/// Where a stage's rings stand for its processes to read.
+/// Where a env's rings stand for its processes to read.
 pub fn rings_file(settings: &Settings) -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}.toml", settings.namespace))
 }
 
-/// The settings of a test's stage as `--set` arguments; its rings cannot be said on a command line, so they go into a
+/// The settings of a test's env as `--set` arguments; its rings cannot be said on a command line, so they go into a
 /// file beneath the build directory, with the lead: neither is accepted without the other.
 fn stage_arguments(settings: &Settings) -> Vec<String> {
     let millis = |duration: Duration| format!("{}ms", duration.as_millis());
@@ -69,7 +69,7 @@ fn stage_arguments(settings: &Settings) -> Vec<String> {
         ("database.statement_timeout", millis(settings.database.statement_timeout)),
         ("database.lock_timeout", millis(settings.database.lock_timeout)),
         ("worker.hold_max", millis(settings.worker.hold_max)),
-        ("worker.away_patience", millis(settings.worker.away_patience)),
+        ("worker.requeue_after", millis(settings.worker.requeue_after)),
         ("worker.shutdown_grace", millis(settings.worker.shutdown_grace)),
         ("sweep.grace", millis(settings.sweep.grace)),
         ("orders.close_sql", settings.orders.close_sql.clone()),
@@ -93,7 +93,7 @@ pub fn run(command: &mut Command) -> (i32, String, String) {
     )
 }
 
-/// Runs the binary with the settings of a stage, without holding up the test's runtime.
+/// Runs the binary with the settings of a env, without holding up the test's runtime.
 #[allow(dead_code)] // used by the tests of the command line
 pub async fn call_with(settings: &Settings, arguments: &[&str]) -> (i32, String, String) {
     let mut command = order_timeout(settings);
@@ -178,14 +178,14 @@ impl WorkerProcess {
     }
 
     /// SIGTERM; returns the exit code.
-    pub fn terminate(mut self, patience: Duration) -> i32 {
+    pub fn terminate(mut self, timeout: Duration) -> i32 {
         self.signal(libc::SIGTERM);
         let began = Instant::now();
         loop {
             if let Some(code) = self.ended() {
                 return code;
             }
-            assert!(began.elapsed() < patience, "the worker did not end within {patience:?} of SIGTERM");
+            assert!(began.elapsed() < timeout, "the worker did not end within {timeout:?} of SIGTERM");
             std::thread::sleep(Duration::from_millis(20));
         }
     }

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use order_timeout::database;
-use order_timeout::order::Moment;
+use order_timeout::order::Timestamp;
 use sqlx::PgConnection;
 use time::OffsetDateTime;
 use uuid::Uuid;
@@ -17,7 +17,7 @@ pub async fn take_orders(
     ids: &[Uuid],
     article: &str,
     delay: Duration,
-) -> Result<Vec<(Uuid, Moment)>, sqlx::Error> {
+) -> Result<Vec<(Uuid, Timestamp)>, sqlx::Error> {
     sqlx::query(
         "WITH new AS (
              INSERT INTO orders (id, expires_at)

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use order_timeout::database;
-use order_timeout::order::Moment;
+use order_timeout::order::Timestamp;
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::PgPool;
 use sqlx::postgres::PgPoolOptions;
@@ -18,7 +18,7 @@ use time::OffsetDateTime;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use uuid::Uuid;
 
-use super::Stage;
+use super::TestEnv;
 
 /// Far above what is usual, which is milliseconds: a machine that runs all tests at once may be slow.
 const LATEST_MS: f64 = 1_000.0;
@@ -31,8 +31,8 @@ const NOW_AND_THEN: usize = 10;
 /// A commit that took long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Standstill {
-    pub from: Moment,
-    pub until: Moment,
+    pub from: Timestamp,
+    pub until: Timestamp,
 }
 
 /// What has been seen so far.
@@ -55,11 +55,11 @@ pub struct Witness {
 }
 
 impl Witness {
-    pub async fn open(stage: &Stage) -> Self {
-        sqlx::query("CREATE TABLE witness AS SELECT 0::bigint AS commits").execute(&stage.pool).await.unwrap();
+    pub async fn open(env: &TestEnv) -> Self {
+        sqlx::query("CREATE TABLE witness AS SELECT 0::bigint AS commits").execute(&env.pool).await.unwrap();
         let (seen, stop) = (Arc::<Mutex<Seen>>::default(), CancellationToken::new());
         let (noted, stopped) = (seen.clone(), stop.clone());
-        let url = stage.settings.database.url.clone();
+        let url = env.settings.database.url.clone();
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(stopped.run_until_cancelled(watch(url, noted)));
@@ -73,13 +73,13 @@ impl Witness {
 
     /// Of every closed order, the earliest first; without what the disk added by standing still. By the commit, where the
     /// server keeps when that was.
-    pub async fn lateness_ms(&self, stage: &Stage) -> Vec<(Uuid, f64)> {
+    pub async fn lateness_ms(&self, env: &TestEnv) -> Vec<(Uuid, f64)> {
         let closed = sqlx::query_as(
             "SELECT id, expires_at, CASE WHEN current_setting('track_commit_timestamp')::boolean
                                          THEN pg_xact_commit_timestamp(xmin) ELSE closed_at END
              FROM orders WHERE status = 'closed'",
         );
-        let closed: Vec<(Uuid, OffsetDateTime, OffsetDateTime)> = closed.fetch_all(&stage.pool).await.unwrap();
+        let closed: Vec<(Uuid, OffsetDateTime, OffsetDateTime)> = closed.fetch_all(&env.pool).await.unwrap();
         let standstills = self.standstills();
         let lateness_ms = |(id, deadline, closed_at)| {
             let (deadline, closed_at) = (database::moment(deadline), database::moment(closed_at));
@@ -91,9 +91,9 @@ impl Witness {
         late
     }
 
-    pub async fn assert_on_time(&self, stage: &Stage) {
-        let early = stage.count("SELECT count(*) FROM orders WHERE closed_at < expires_at").await;
-        let late: Vec<_> = self.lateness_ms(stage).await.into_iter().filter(|(_, late)| *late >= LATEST_MS).collect();
+    pub async fn assert_on_time(&self, env: &TestEnv) {
+        let early = env.count("SELECT count(*) FROM orders WHERE closed_at < expires_at").await;
+        let late: Vec<_> = self.lateness_ms(env).await.into_iter().filter(|(_, late)| *late >= LATEST_MS).collect();
         let still = in_all(&self.standstills());
         assert!(
             early == 0 && late.is_empty(),
@@ -121,9 +121,9 @@ async fn watch(url: SecretString, seen: Arc<Mutex<Seen>>) {
 /// From when until when one commit took, if there was one.
 async fn commit(pool: &PgPool) -> Option<Standstill> {
     let mut connection = pool.acquire().await.ok()?;
-    let from = Moment::now_by_local_clock();
+    let from = Timestamp::now_by_local_clock();
     sqlx::query("UPDATE witness SET commits = commits + 1").execute(&mut *connection).await.ok()?;
-    Some(Standstill { from, until: Moment::now_by_local_clock() })
+    Some(Standstill { from, until: Timestamp::now_by_local_clock() })
 }
 
 /// How long the disk stood still.
@@ -132,7 +132,7 @@ pub fn in_all(standstills: &[Standstill]) -> Duration {
 }
 
 /// For how much of this time the disk stood still.
-pub fn stood_still(standstills: &[Standstill], from: Moment, until: Moment) -> Duration {
+pub fn stood_still(standstills: &[Standstill], from: Timestamp, until: Timestamp) -> Duration {
     standstills.iter().map(|one| one.until.min(until).since(one.from.max(from))).sum()
 }
 
@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn only_what_lies_within_the_time_counts() {
-        let at = |ms| Moment::from_unix_micros(0) + Duration::from_millis(ms);
+        let at = |ms| Timestamp::from_unix_micros(0) + Duration::from_millis(ms);
         let standstills =
             [(1_000, 1_500), (3_000, 4_000)].map(|(from, until)| Standstill { from: at(from), until: at(until) });
         let ms = |from, until| stood_still(&standstills, at(from), at(until)).as_millis();
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn a_database_that_is_slow_all_the_while_is_not_taken_for_a_disk_that_stands_still() {
-        let at = |ms| Moment::from_unix_micros(0) + Duration::from_millis(ms);
+        let at = |ms| Timestamp::from_unix_micros(0) + Duration::from_millis(ms);
         let slow = vec![Standstill { from: at(0), until: at(150) }, Standstill { from: at(1_000), until: at(1_150) }];
         assert_eq!(Seen { commits: 20, slow: slow.clone() }.standstills(), slow);
         assert_eq!(Seen { commits: 19, slow }.standstills(), []);

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use order_timeout::alarm::{Alarm, ArmJob, Inlet, Receipt, Settlement, Wanted};
-use order_timeout::order::Moment;
+use order_timeout::alarm::{DeliveredAlarm, Rearm, Receipt, Settlement, SourceQueue, Wanted};
+use order_timeout::order::Timestamp;
 use order_timeout::wheel::Place;
 
 use super::worker::WORKERS;
@@ -16,8 +16,8 @@ const DOUBLINGS: u32 = 32;
 /// An alarm in a slot.
 #[derive(Debug, Clone)]
 pub struct Waiting {
-    pub alarm: Alarm,
-    pub fires_at: Moment,
+    pub alarm: DeliveredAlarm,
+    pub fires_at: Timestamp,
     /// It waits after a failure.
     pub is_retry: bool,
 }
@@ -50,14 +50,14 @@ impl World {
     }
 
     /// When the next slot lets go.
-    pub(super) fn next_let_go(&self) -> Option<Moment> {
+    pub(super) fn next_let_go(&self) -> Option<Timestamp> {
         let heads = self.slots.values().filter_map(|slot| slot.front()).map(|head| head.fires_at);
         heads.filter(|_| !self.broker_is_away).min()
     }
 
-    pub(super) fn write_alarm(&mut self, job: &ArmJob) {
+    pub(super) fn write_alarm(&mut self, job: &Rearm) {
         let now = self.worker_time();
-        // As `arm.rs` does.
+        // As `rearm.rs` does.
         let (place, is_retry) = match job.wanted {
             Wanted::AtOnce => (Place::Due, false),
             Wanted::BeforeDeadline => (self.wheel.place(job.alarm.deadline(), now), false),
@@ -116,7 +116,7 @@ impl World {
 
     /// The broker delivers again what a lost acknowledgement had settled.
     pub fn duplicate(&mut self, n: usize) {
-        let messages: Vec<Alarm> =
+        let messages: Vec<DeliveredAlarm> =
             self.timeout.iter().chain(self.unacknowledged.values().map(|(_, alarm)| alarm)).cloned().collect();
         if let Some(which) = n.checked_rem(messages.len()) {
             self.timeout.push_back(messages[which].clone());
@@ -135,23 +135,23 @@ impl World {
             stays
         });
         self.note_if(!ended.is_empty(), Event::DeliveredAgain);
-        for (inlet, alarm) in ended.into_iter().rev() {
-            self.put_back(inlet, alarm);
+        for (source, alarm) in ended.into_iter().rev() {
+            self.put_back(source, alarm);
         }
     }
 
     pub(super) fn settle(&mut self, settlements: Vec<(Receipt, Settlement)>) {
         for (receipt, settlement) in settlements {
-            let Some((inlet, alarm)) = self.unacknowledged.remove(&receipt) else { continue };
+            let Some((source, alarm)) = self.unacknowledged.remove(&receipt) else { continue };
             self.is_stirred = true;
             if settlement == Settlement::Requeue {
-                self.put_back(inlet, alarm);
+                self.put_back(source, alarm);
                 self.note(Event::GivenBack);
             }
         }
     }
 
-    fn put_back(&mut self, inlet: Inlet, alarm: Alarm) {
-        if inlet == Inlet::Arm { self.arm.push_front(alarm) } else { self.timeout.push_front(alarm) }
+    fn put_back(&mut self, source: SourceQueue, alarm: DeliveredAlarm) {
+        if source == SourceQueue::Inbox { self.arm.push_front(alarm) } else { self.timeout.push_front(alarm) }
     }
 }

@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 
-use order_timeout::desk::{Answer, Batch};
+use order_timeout::engine::{Batch, BatchResult};
 use order_timeout::order::{
-    CloseFault, ClosedBy, Deadline, Finding, Found, Moment, OrderId, Outcome, Overdue, SweepPage, SweepPlace, SweptPage,
+    CloseError, CloseOutcome, CloseResult, ClosedBy, Deadline, OrderId, Outcome, Overdue, SweepPage, SweepPlace,
+    SweptPage, Timestamp,
 };
 
 use super::worker::Fate;
@@ -28,7 +29,7 @@ pub struct Row {
     pub stock_returned: u32,
     pub events: u32,
     /// When it was last closed, by the database's clock, and by whom.
-    pub closed: Option<(Moment, ClosedBy)>,
+    pub closed: Option<(Timestamp, ClosedBy)>,
     pub closed_early: bool,
     /// Whether its alarm reached the broker or the outbox, so that it must never be without one.
     pub has_alarm: bool,
@@ -84,15 +85,20 @@ impl World {
     }
 
     /// What the database answers to a batch.
-    pub(super) fn answer(&mut self, batch: &Batch, read: Option<HashMap<OrderId, Finding>>, fate: Fate) -> Answer {
-        let away = || CloseFault::Away("the connection is gone".into());
+    pub(super) fn answer(
+        &mut self,
+        batch: &Batch,
+        read: Option<HashMap<OrderId, CloseResult>>,
+        fate: Fate,
+    ) -> BatchResult {
+        let away = || CloseError::Unavailable("the connection is gone".into());
         if self.database_is_away {
             self.note(Event::CloseFoundDatabaseAway);
             return Err(away());
         }
         if let Some(fault) = self.fault(batch, fate) {
-            for case in &batch.cases {
-                if let Some(row) = self.rows.get_mut(case.alarm.order_id()) {
+            for item in &batch.items {
+                if let Some(row) = self.rows.get_mut(item.alarm.order_id()) {
                     row.has_failed = true;
                 }
             }
@@ -107,25 +113,25 @@ impl World {
         Err(away())
     }
 
-    fn fault(&mut self, batch: &Batch, fate: Fate) -> Option<CloseFault> {
+    fn fault(&mut self, batch: &Batch, fate: Fate) -> Option<CloseError> {
         if fate == Fate::Transient {
-            self.note_if(!batch.cases.is_empty(), Event::CloseDeadlocked);
+            self.note_if(!batch.items.is_empty(), Event::CloseDeadlocked);
             // Who waits for locks may wait in vain; who does not may still deadlock.
-            return Some(match batch.is_patient() {
-                true => CloseFault::Locked("canceling statement due to lock timeout".into()),
-                false => CloseFault::Transient("deadlock detected".into()),
+            return Some(match batch.waits_for_locks() {
+                true => CloseError::Locked("canceling statement due to lock timeout".into()),
+                false => CloseError::Transient("deadlock detected".into()),
             });
         }
         let is_refused =
             |id: &OrderId| self.rows.get(id).is_some_and(|row| row.refuses && row.status == Status::Unpaid);
-        if batch.cases.iter().any(|case| is_refused(case.alarm.order_id())) {
+        if batch.items.iter().any(|item| is_refused(item.alarm.order_id())) {
             self.note(Event::CloseRefused);
-            return Some(CloseFault::OfTheOrder("a trigger says no".into()));
+            return Some(CloseError::Rejected("a trigger says no".into()));
         }
         None
     }
 
-    pub(super) fn look_at(&self, order_id: &OrderId) -> Option<(OrderId, Finding)> {
+    pub(super) fn look_at(&self, order_id: &OrderId) -> Option<(OrderId, CloseResult)> {
         let row = self.rows.get(order_id)?;
         let outcome = match row.status {
             _ if row.paying => Outcome::Busy,
@@ -134,15 +140,15 @@ impl World {
             Status::Unpaid if row.deadline > self.database_time() => Outcome::NotDue,
             Status::Unpaid => Outcome::Closed,
         };
-        Some((order_id.clone(), Ok(Found { outcome, deadline: Some(row.deadline) })))
+        Some((order_id.clone(), Ok(CloseOutcome { outcome, deadline: Some(row.deadline) })))
     }
 
     /// What `sql/close.sql` does, or what was read before is acted on whatever has happened since.
-    fn close(&mut self, batch: &Batch, read: Option<HashMap<OrderId, Finding>>) -> HashMap<OrderId, Finding> {
+    fn close(&mut self, batch: &Batch, read: Option<HashMap<OrderId, CloseResult>>) -> HashMap<OrderId, CloseResult> {
         let (now, mut findings) = (self.database_time(), HashMap::new());
-        self.is_stirred |= !batch.cases.is_empty();
+        self.is_stirred |= !batch.items.is_empty();
         let mut closed = 0;
-        for order_id in batch.cases.iter().map(|case| &case.alarm.due.order_id) {
+        for order_id in batch.items.iter().map(|item| &item.alarm.due.order_id) {
             if findings.contains_key(order_id) {
                 continue;
             }

@@ -1,23 +1,23 @@
-//! A world without I/O for the production desk, hold and wheel: orders, a broker, a database, and time, all in memory.
+//! A world without I/O for the production engine, hold and wheel: orders, a broker, a database, and time, all in memory.
 //!
 //! Keeps to what the real ones do, as far as an order's life can tell: rows are closed by one atomic statement that
 //! skips locked rows, queues are first in first out, an unacknowledged message is delivered again when its session ends,
 //! a slot lets go of its head only. Decides nothing about an alarm; known bugs can be switched on ([`Mutant`]). Notes
 //! whatever takes effect ([`Event`]).
 
-mod bent_desk;
 mod broker;
 mod database;
+mod mutant_engine;
 mod shop;
 mod worker;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use order_timeout::alarm::{Alarm, Inlet, Receipt, Returns};
-use order_timeout::desk::Policy;
-use order_timeout::message::TimeoutDue;
-use order_timeout::order::{Deadline, Moment, OrderId};
+use order_timeout::alarm::{DeliveredAlarm, Receipt, Returns, SourceQueue};
+use order_timeout::engine::Policy;
+use order_timeout::message::Alarm;
+use order_timeout::order::{Deadline, OrderId, Timestamp};
 use order_timeout::wheel::{Ring, Wheel};
 
 use crate::events::Event;
@@ -33,7 +33,7 @@ pub enum Mutant {
     /// None: the production code in a correct world.
     Sound,
 
-    // Of the steps around the desk.
+    // Of the steps around the engine.
     AckBeforeCommit,
     /// Select, then update by id alone.
     NoStatusGuard,
@@ -48,7 +48,7 @@ pub enum Mutant {
     /// What fails comes back at once, however long it should wait at the broker.
     RetriesAtOnce,
 
-    // Of the desk's own rules.
+    // Of the engine's own rules.
     /// An alarm that is held and delivered again in a newer session is acknowledged as a duplicate of itself.
     AcknowledgesRedelivery,
     /// An order that is not due yet is taken for one that is done with.
@@ -73,7 +73,7 @@ pub struct World {
     first_to_work: usize,
     stops_at_a_close: bool,
     /// The broker's time, which only goes forward.
-    now: Moment,
+    now: Timestamp,
     /// How far the database's clock was set ahead of it, or back.
     clock_set_ms: i64,
     clock_was_set: bool,
@@ -90,10 +90,10 @@ pub struct World {
     broker_refuses: bool,
     broker_is_silent: bool,
     wheel: Wheel,
-    timeout: VecDeque<Alarm>,
-    arm: VecDeque<Alarm>,
+    timeout: VecDeque<DeliveredAlarm>,
+    arm: VecDeque<DeliveredAlarm>,
     slots: BTreeMap<(usize, u16), VecDeque<Waiting>>,
-    unacknowledged: BTreeMap<Receipt, (Inlet, Alarm)>,
+    unacknowledged: BTreeMap<Receipt, (SourceQueue, DeliveredAlarm)>,
     sessions: u64,
     workers: [Option<worker::Worker>; WORKERS],
     /// How many alarms there were for orders that are not there.
@@ -112,7 +112,7 @@ fn ring(name: &str, unit_s: u64, early_ms: u64) -> Ring {
 /// A worker looks around so often even if nothing wakes it (`worker/floor.rs`).
 const BEAT: Duration = Duration::from_secs(1);
 
-/// How every worker decides. `missing_for`, `max_attempts` and `away_patience` are small, so that what is given up is so
+/// How every worker decides. `missing_for`, `max_attempts` and `requeue_after` are small, so that what is given up is so
 /// within a history.
 pub fn policy() -> Policy {
     Policy {
@@ -125,7 +125,7 @@ pub fn policy() -> Policy {
         retry_longest: Duration::from_secs(1),
         missing_for: Duration::from_secs(5),
         max_attempts: 2,
-        away_patience: Duration::from_secs(4),
+        requeue_after: Duration::from_secs(4),
         held_back_most: 1_000,
         longest_try: Duration::from_secs(8),
         sweep_every: Duration::from_millis(250),
@@ -143,7 +143,7 @@ impl World {
             is_stirred: false,
             first_to_work: 0,
             stops_at_a_close: false,
-            now: Moment::from_unix_micros(1_000_000_000_000),
+            now: Timestamp::from_unix_micros(1_000_000_000_000),
             clock_set_ms: 0,
             clock_was_set: false,
             skew_ms: 0,
@@ -185,11 +185,11 @@ impl World {
 
     // -------------------------------------------------------------------------------------------------- clocks
 
-    pub fn database_time(&self) -> Moment {
+    pub fn database_time(&self) -> Timestamp {
         shifted(self.now, self.clock_set_ms)
     }
 
-    fn worker_time(&self) -> Moment {
+    fn worker_time(&self) -> Timestamp {
         shifted(self.database_time(), self.skew_ms)
     }
 
@@ -225,7 +225,7 @@ impl World {
     ///
     /// # Errors
     /// If a worker does not come to rest, or would be woken at once again.
-    pub fn go_on(&mut self, end: Moment) -> Result<bool, String> {
+    pub fn go_on(&mut self, end: Timestamp) -> Result<bool, String> {
         let beat = self.now + BEAT;
         let next = [self.next_wake(), self.next_let_go()].into_iter().flatten().chain([beat, end]).min();
         self.is_stirred = false;
@@ -240,7 +240,7 @@ impl World {
     ///
     /// # Errors
     /// As above.
-    pub fn go_on_until_a_close(&mut self, end: Moment) -> Result<bool, String> {
+    pub fn go_on_until_a_close(&mut self, end: Timestamp) -> Result<bool, String> {
         self.stops_at_a_close = true;
         let outcome = self.go_on(end);
         self.stops_at_a_close = false;
@@ -257,7 +257,7 @@ impl World {
     }
 
     /// The broker's time.
-    pub fn now(&self) -> Moment {
+    pub fn now(&self) -> Timestamp {
         self.now
     }
 
@@ -297,19 +297,25 @@ impl World {
     }
 
     /// Everything at the broker, acknowledged by nobody; and whether it waits there after a failure.
-    fn messages(&self) -> impl Iterator<Item = (&Alarm, bool)> {
+    fn messages(&self) -> impl Iterator<Item = (&DeliveredAlarm, bool)> {
         let slots = self.slots.values().flatten().map(|waiting| (&waiting.alarm, waiting.is_retry));
         let queues = self.timeout.iter().chain(&self.arm).map(|alarm| (alarm, false));
         slots.chain(queues).chain(self.unacknowledged.values().map(|(_, alarm)| (alarm, false)))
     }
 }
 
-fn shifted(moment: Moment, ms: i64) -> Moment {
+fn shifted(moment: Timestamp, ms: i64) -> Timestamp {
     let by = Duration::from_millis(ms.unsigned_abs());
     if ms < 0 { moment - by } else { moment + by }
 }
 
-fn alarm(order_id: &OrderId, deadline: Deadline, born: Moment) -> Alarm {
-    let due = TimeoutDue { order_id: order_id.clone(), deadline };
-    Alarm { due, attempt: 0, born: Some(born), traceparent: None, returns: Returns::default() }
+fn alarm(order_id: &OrderId, deadline: Deadline, first_published_at: Timestamp) -> DeliveredAlarm {
+    let due = Alarm { order_id: order_id.clone(), deadline };
+    DeliveredAlarm {
+        due,
+        attempt: 0,
+        first_published_at: Some(first_published_at),
+        traceparent: None,
+        returns: Returns::default(),
+    }
 }

@@ -1,12 +1,12 @@
-//! The workers of the world: what stands around the desk in production, step by step.
+//! The workers of the world: what stands around the engine in production, step by step.
 
 use std::collections::HashMap;
 
-use order_timeout::alarm::{ArmJob, Delivered, Inlet, Parcel, Receipt, Settlement, Wanted};
-use order_timeout::desk::{Answer, Batch, Errand, News, Origin};
-use order_timeout::order::{Finding, Moment, OrderId, SweepPage, SweptPage};
+use order_timeout::alarm::{DeadLetter, Delivered, Rearm, Receipt, Settlement, SourceQueue, Wanted};
+use order_timeout::engine::{Action, Batch, BatchResult, Input, Origin};
+use order_timeout::order::{CloseResult, OrderId, SweepPage, SweptPage, Timestamp};
 
-use super::bent_desk::BentDesk;
+use super::mutant_engine::MutantEngine;
 use super::{Mutant, World, shifted};
 use crate::events::Event;
 
@@ -19,9 +19,9 @@ const MOST_ROUNDS: u32 = 200;
 /// An errand between its hand-out and its report.
 #[derive(Debug)]
 enum Underway {
-    Close { batch: Batch, read: Option<HashMap<OrderId, Finding>>, answer: Option<Answer> },
-    Arm { jobs: Vec<ArmJob>, written: bool },
-    Park { parcels: Vec<(Parcel, Receipt)>, written: bool },
+    Close { batch: Batch, read: Option<HashMap<OrderId, CloseResult>>, answer: Option<BatchResult> },
+    Arm { jobs: Vec<Rearm>, written: bool },
+    Park { dead_letters: Vec<(DeadLetter, Receipt)>, written: bool },
     Sweep { page: SweepPage, found: Option<SweptPage> },
 }
 
@@ -48,8 +48,8 @@ impl Underway {
 
 /// A running worker.
 pub struct Worker {
-    desk: BentDesk,
-    /// `None` while the broker is away, or while the desk wants no deliveries.
+    engine: MutantEngine,
+    /// `None` while the broker is away, or while the engine wants no deliveries.
     session: Option<u64>,
     next_tag: u64,
     underway: Vec<Underway>,
@@ -60,7 +60,7 @@ impl World {
     pub fn start(&mut self, worker: usize) {
         self.note_if(self.workers[worker].is_none() && self.sessions > 0, Event::StartedAgain);
         self.workers[worker].get_or_insert_with(|| Worker {
-            desk: BentDesk::new(self.mutant),
+            engine: MutantEngine::new(self.mutant),
             session: None,
             next_tag: 1,
             underway: Vec::new(),
@@ -81,12 +81,12 @@ impl World {
         let is_at_work = self.is_at_work(worker);
         if let Some(worker) = self.workers[worker].as_mut().filter(|worker| !worker.stopping) {
             worker.stopping = true;
-            worker.desk.drain();
+            worker.engine.drain();
             self.note_if(is_at_work, Event::StoppedAtWork);
         }
     }
 
-    /// Whether a worker has errands under way or alarms that it has not acknowledged.
+    /// Whether a worker has actions under way or alarms that it has not acknowledged.
     fn is_at_work(&self, worker: usize) -> bool {
         self.workers[worker].as_ref().is_some_and(|worker| {
             let is_its_own = |receipt: &Receipt| worker.session == Some(receipt.session);
@@ -97,7 +97,7 @@ impl World {
     /// Whether a worker has a close under way that has not reached the database.
     pub(super) fn closes_something(&self, worker: usize) -> bool {
         let is_such = |errand: &Underway| match errand {
-            Underway::Close { batch, answer: None, .. } => !batch.cases.is_empty(),
+            Underway::Close { batch, answer: None, .. } => !batch.items.is_empty(),
             _ => false,
         };
         self.workers[worker].as_ref().is_some_and(|worker| worker.underway.iter().any(is_such))
@@ -117,19 +117,19 @@ impl World {
         let now = self.worker_time();
         let Some(worker) = &mut self.workers[worker] else { return };
         if let Some(session) = worker.session.take() {
-            worker.desk.hear(News::SessionEnded, now);
+            worker.engine.handle(Input::SessionEnded, now);
             self.end_session(session);
             self.note(Event::SessionLost);
         }
     }
 
-    /// Opens and closes the session as the desk wants it, and as the broker lets it. Returns whether it is open just now.
-    fn supervise(&mut self, worker: &mut Worker, now: Moment) -> bool {
-        match (worker.session, worker.desk.wants_deliveries(now)) {
+    /// Opens and closes the session as the engine wants it, and as the broker lets it. Returns whether it is open just now.
+    fn supervise(&mut self, worker: &mut Worker, now: Timestamp) -> bool {
+        match (worker.session, worker.engine.wants_deliveries(now)) {
             _ if worker.stopping => {}
             (Some(session), false) => {
                 worker.session = None;
-                worker.desk.hear(News::SessionEnded, now);
+                worker.engine.handle(Input::SessionEnded, now);
                 self.end_session(session);
                 self.note(Event::SessionGivenUp);
             }
@@ -148,19 +148,19 @@ impl World {
         let now = self.worker_time();
         let Some(mut worker) = self.workers[n].take() else { return };
         let has_opened = self.supervise(&mut worker, now);
-        // News of a session and its deliveries come by ways of their own: every other session is heard of after its first.
+        // Input of a session and its deliveries come by ways of their own: every other session is heard of after its first.
         let is_heard_of_late = self.sessions % 2 == 1;
         if has_opened && !is_heard_of_late {
-            worker.desk.hear(News::SessionOpened(self.sessions), now);
+            worker.engine.handle(Input::SessionOpened(self.sessions), now);
         }
         if let Some(session) = worker.session.filter(|_| !worker.stopping) {
             self.deliver(&mut worker, session, now);
         }
         self.hand_out(&mut worker, now);
         if has_opened && is_heard_of_late {
-            worker.desk.hear(News::SessionOpened(self.sessions), now);
+            worker.engine.handle(Input::SessionOpened(self.sessions), now);
         }
-        if worker.stopping && worker.underway.is_empty() && worker.desk.closers_are_idle() {
+        if worker.stopping && worker.underway.is_empty() && worker.engine.closers_are_idle() {
             if let Some(session) = worker.session {
                 self.end_session(session);
             }
@@ -203,8 +203,8 @@ impl World {
     }
 
     /// When the next worker wants to be woken, in the broker's time.
-    pub(super) fn next_wake(&self) -> Option<Moment> {
-        let wakes = self.workers.iter().flatten().filter_map(|worker| worker.desk.wake_at());
+    pub(super) fn next_wake(&self) -> Option<Timestamp> {
+        let wakes = self.workers.iter().flatten().filter_map(|worker| worker.engine.next_wakeup());
         wakes.map(|wake_at| shifted(wake_at, -self.clock_set_ms - self.skew_ms)).min()
     }
 
@@ -212,8 +212,8 @@ impl World {
     fn work_until_at_rest(&mut self, n: usize) -> Result<(), String> {
         for _ in 0..MOST_ROUNDS {
             self.turn(n);
-            let errands = self.workers[n].as_ref().map_or(0, |worker| worker.underway.len());
-            if errands == 0 || self.stops_at_a_close && self.closes_something(n) {
+            let actions = self.workers[n].as_ref().map_or(0, |worker| worker.underway.len());
+            if actions == 0 || self.stops_at_a_close && self.closes_something(n) {
                 return Ok(());
             }
             while self.workers[n].as_ref().is_some_and(|worker| !worker.underway.is_empty()) {
@@ -223,43 +223,45 @@ impl World {
         Err(format!("worker {n} does not come to rest"))
     }
 
-    fn deliver(&mut self, worker: &mut Worker, session: u64, now: Moment) {
-        for inlet in [Inlet::Timeout, Inlet::Arm] {
-            let queue = if inlet == Inlet::Arm { &mut self.arm } else { &mut self.timeout };
+    fn deliver(&mut self, worker: &mut Worker, session: u64, now: Timestamp) {
+        for source in [SourceQueue::Timeout, SourceQueue::Inbox] {
+            let queue = if source == SourceQueue::Inbox { &mut self.arm } else { &mut self.timeout };
             for alarm in std::mem::take(queue) {
                 self.is_stirred = true;
                 let receipt = Receipt { session, channel: 0, tag: worker.next_tag };
                 worker.next_tag += 1;
-                if inlet == Inlet::Timeout {
+                if source == SourceQueue::Timeout {
                     self.note(if alarm.deadline() > now { Event::DeliveredEarly } else { Event::DeliveredLate });
                 }
-                let in_hand = worker.desk.session_of(&alarm);
-                self.note_if(in_hand.is_some_and(|old| old < session), Event::RedeliveredWhileInHand);
-                self.note_if(in_hand == Some(session), Event::DuplicateWhileInHand);
-                self.unacknowledged.insert(receipt, (inlet, alarm.clone()));
-                worker.desk.hear(News::Delivered(Delivered { receipt, inlet, content: Ok(alarm), death: None }), now);
+                let in_flight = worker.engine.session_of(&alarm);
+                self.note_if(in_flight.is_some_and(|old| old < session), Event::RedeliveredWhileInHand);
+                self.note_if(in_flight == Some(session), Event::DuplicateWhileInHand);
+                self.unacknowledged.insert(receipt, (source, alarm.clone()));
+                worker
+                    .engine
+                    .handle(Input::Delivered(Delivered { receipt, source, content: Ok(alarm), death: None }), now);
             }
         }
     }
 
-    fn hand_out(&mut self, worker: &mut Worker, now: Moment) {
-        for errand in worker.desk.errands(now) {
+    fn hand_out(&mut self, worker: &mut Worker, now: Timestamp) {
+        for errand in worker.engine.poll_actions(now) {
             match errand {
-                Errand::Settle(settlements) => self.settle(settlements),
-                Errand::Close(batch) => {
+                Action::Settle(settlements) => self.settle(settlements),
+                Action::Close(batch) => {
                     if self.mutant == Mutant::AckBeforeCommit {
                         self.settle(receipts(&batch).map(|receipt| (receipt, Settlement::Ack)).collect());
                     }
                     worker.underway.push(Underway::Close { batch, read: None, answer: None });
                 }
-                Errand::Arm(jobs) => {
+                Action::Rearm(jobs) => {
                     if self.mutant == Mutant::AckBeforeConfirm {
                         self.settle(jobs.iter().map(|job| (job.receipt, Settlement::Ack)).collect());
                     }
                     worker.underway.push(Underway::Arm { jobs, written: false });
                 }
-                Errand::Park(parcels) => worker.underway.push(Underway::Park { parcels, written: false }),
-                Errand::Sweep(page) => worker.underway.push(Underway::Sweep { page, found: None }),
+                Action::Park(dead_letters) => worker.underway.push(Underway::Park { dead_letters, written: false }),
+                Action::Sweep(page) => worker.underway.push(Underway::Sweep { page, found: None }),
             }
         }
     }
@@ -273,7 +275,7 @@ impl World {
             let now = self.worker_time();
             match self.next_stage(errand, fate) {
                 Ok(underway) => running.underway.push(underway),
-                Err(news) => running.desk.hear(news, now),
+                Err(news) => running.engine.handle(news, now),
             }
         }
         self.workers[worker] = Some(running);
@@ -291,11 +293,11 @@ impl World {
 
     /// The errand one stage further, or the news of its end.
     #[allow(clippy::result_large_err)] // it is no error, and few are on their way
-    fn next_stage(&mut self, errand: Underway, fate: Fate) -> Result<Underway, News> {
+    fn next_stage(&mut self, errand: Underway, fate: Fate) -> Result<Underway, Input> {
         match errand {
-            Underway::Close { batch, answer: Some(answer), .. } => Err(News::Closed(batch, answer)),
+            Underway::Close { batch, answer: Some(answer), .. } => Err(Input::Closed(batch, answer)),
             Underway::Close { batch, read: None, .. } if self.mutant == Mutant::NoStatusGuard => {
-                let read = Some(batch.cases.iter().filter_map(|case| self.look_at(&case.alarm.due.order_id)).collect());
+                let read = Some(batch.items.iter().filter_map(|item| self.look_at(&item.alarm.due.order_id)).collect());
                 Ok(Underway::Close { batch, read, answer: None })
             }
             Underway::Close { batch, read, .. } => {
@@ -304,11 +306,11 @@ impl World {
             }
             Underway::Arm { jobs, written: false } if self.broker_is_away || self.broker_is_silent => {
                 self.note(Event::NotArmed);
-                Err(News::NotArmed(jobs))
+                Err(Input::NotRearmed(jobs))
             }
             Underway::Arm { jobs, written: false } if self.broker_refuses => {
                 self.note(Event::ArmRefused);
-                Err(News::ArmRefused(jobs))
+                Err(Input::RearmRefused(jobs))
             }
             Underway::Arm { jobs, written: false } => {
                 for job in &jobs {
@@ -318,55 +320,57 @@ impl World {
                 self.confirmed(jobs, fate)
             }
             Underway::Arm { jobs, .. } if fate == Fate::AnswerIsLost => self.confirmed(jobs, fate),
-            Underway::Arm { jobs, .. } => Err(News::Armed(jobs.into_iter().map(|job| job.receipt).collect())),
-            Underway::Park { parcels, written: false } if self.database_is_away => Err(News::NotParked(parcels)),
-            Underway::Park { parcels, written: false } => {
-                self.parked.extend(parcels.iter().filter_map(|(parcel, _)| parcel.order_id.clone()));
+            Underway::Arm { jobs, .. } => Err(Input::Rearmed(jobs.into_iter().map(|job| job.receipt).collect())),
+            Underway::Park { dead_letters, written: false } if self.database_is_away => {
+                Err(Input::NotParked(dead_letters))
+            }
+            Underway::Park { dead_letters, written: false } => {
+                self.parked.extend(dead_letters.iter().filter_map(|(dead_letter, _)| dead_letter.order_id.clone()));
                 self.note(Event::Parked);
                 if fate == Fate::AnswerIsLost {
-                    Err(News::NotParked(parcels))
+                    Err(Input::NotParked(dead_letters))
                 } else {
-                    Ok(Underway::Park { parcels, written: true })
+                    Ok(Underway::Park { dead_letters, written: true })
                 }
             }
-            Underway::Park { parcels, .. } if fate == Fate::AnswerIsLost => Err(News::NotParked(parcels)),
-            Underway::Park { parcels, .. } => {
-                Err(News::Parked(parcels.into_iter().map(|(_, receipt)| receipt).collect()))
+            Underway::Park { dead_letters, .. } if fate == Fate::AnswerIsLost => Err(Input::NotParked(dead_letters)),
+            Underway::Park { dead_letters, .. } => {
+                Err(Input::Parked(dead_letters.into_iter().map(|(_, receipt)| receipt).collect()))
             }
             Underway::Sweep { found: None, .. } if self.database_is_away => {
                 self.note(Event::SweepFoundDatabaseAway);
-                Err(News::NotSwept)
+                Err(Input::NotSwept)
             }
             Underway::Sweep { page, found: None } => {
                 let found = Some(self.overdue(&page));
                 Ok(Underway::Sweep { page, found })
             }
-            Underway::Sweep { found: Some(found), .. } => Err(News::Swept(found)),
+            Underway::Sweep { found: Some(found), .. } => Err(Input::Swept(found)),
         }
     }
 
     /// What was written is about to be reported, or its confirm is lost.
     #[allow(clippy::result_large_err)] // it is no error, and few are on their way
-    fn confirmed(&mut self, jobs: Vec<ArmJob>, fate: Fate) -> Result<Underway, News> {
+    fn confirmed(&mut self, jobs: Vec<Rearm>, fate: Fate) -> Result<Underway, Input> {
         if fate != Fate::AnswerIsLost {
             return Ok(Underway::Arm { jobs, written: true });
         }
         self.note(Event::ConfirmLost);
-        Err(News::NotArmed(jobs))
+        Err(Input::NotRearmed(jobs))
     }
 
-    fn kind_of(&self, job: &ArmJob) -> Event {
+    fn kind_of(&self, job: &Rearm) -> Event {
         match (job.wanted, self.unacknowledged.get(&job.receipt)) {
             (Wanted::AtOnce, _) => Event::Rearmed,
             (Wanted::NotBefore(_), _) => Event::RetriedThroughTheBroker,
-            (Wanted::BeforeDeadline, Some((Inlet::Timeout, _))) => Event::Rearmed,
+            (Wanted::BeforeDeadline, Some((SourceQueue::Timeout, _))) => Event::Rearmed,
             (Wanted::BeforeDeadline, _) => Event::ArmedFromTheInbox,
         }
     }
 }
 
 fn receipts(batch: &Batch) -> impl Iterator<Item = Receipt> {
-    batch.cases.iter().filter_map(|case| match case.origin {
+    batch.items.iter().filter_map(|item| match item.origin {
         Origin::Delivered(receipt) => Some(receipt),
         Origin::Swept => None,
     })

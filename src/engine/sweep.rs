@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::Policy;
-use crate::order::{Deadline, Moment, OrderId, Overdue, SweepPage, SweepPlace, SweptPage};
+use crate::order::{Deadline, OrderId, Overdue, SweepPage, SweepPlace, SweptPage, Timestamp};
 
 /// How long an order is left alone after its first failure; it doubles up to [`LONGEST_REST`] where the order is to blame.
 /// A moment, for the first may have been a deadlock.
@@ -32,8 +32,8 @@ const LONGEST_REST_OF_A_PASS: Duration = Duration::from_secs(4);
 /// The state of the sweep.
 #[derive(Debug)]
 pub(super) struct Sweep {
-    next_at: Option<Moment>,
-    pass_began: Moment,
+    next_at: Option<Timestamp>,
+    pass_began: Timestamp,
     asking: bool,
     after: Option<SweepPlace>,
     /// Whether this pass began behind those that the last whole one left alone.
@@ -42,20 +42,20 @@ pub(super) struct Sweep {
     found: usize,
     to_try: usize,
     /// Where a short pass begins, and until when passes are short.
-    behind: Option<(SweepPlace, Moment)>,
+    behind: Option<(SweepPlace, Timestamp)>,
     /// Where a whole pass goes on that gave way to a short one.
     paused: Option<SweepPlace>,
     /// When a pass that reaches the newest overdue orders last began or ended.
-    looked_behind_at: Moment,
+    looked_behind_at: Timestamp,
     cut_short: u32,
     failures: u32,
-    troubled: HashMap<OrderId, Troubled>,
+    backed_off: HashMap<OrderId, BackedOff>,
     /// Whom somebody else had when they were tried, and when each was last seen overdue.
-    busy: HashMap<OrderId, Moment>,
+    busy: HashMap<OrderId, Timestamp>,
     /// Orders that needed no close when they were tried.
     settled: HashMap<OrderId, Settled>,
     /// When nobody was left alone any longer.
-    looked_again_at: Option<Moment>,
+    looked_again_at: Option<Timestamp>,
     /// The deadline of the first order of the last pass.
     oldest: Option<Deadline>,
 }
@@ -71,26 +71,26 @@ pub(super) enum LastTry {
 
 /// An order that could not be closed.
 #[derive(Debug, Clone, Copy)]
-struct Troubled {
-    until: Moment,
+struct BackedOff {
+    until: Timestamp,
     failures: u32,
     /// When it was last seen overdue. One that is not seen for a whole pass is forgotten.
-    seen: Moment,
+    seen: Timestamp,
 }
 
 /// An order that was overdue and needed no close. Not seen for a whole pass, as is usual, it is forgotten.
 #[derive(Debug, Clone, Copy)]
 struct Settled {
     deadline: Deadline,
-    until: Moment,
+    until: Timestamp,
     times: u32,
-    tried: Moment,
-    seen: Moment,
+    tried: Timestamp,
+    seen: Timestamp,
 }
 
 impl Sweep {
     pub fn new() -> Self {
-        let never = Moment::from_unix_micros(0);
+        let never = Timestamp::from_unix_micros(0);
         Self {
             next_at: None,
             pass_began: never,
@@ -104,7 +104,7 @@ impl Sweep {
             looked_behind_at: never,
             cut_short: 0,
             failures: 0,
-            troubled: HashMap::new(),
+            backed_off: HashMap::new(),
             busy: HashMap::new(),
             settled: HashMap::new(),
             looked_again_at: None,
@@ -113,13 +113,13 @@ impl Sweep {
     }
 
     /// When the next page is wanted; `None` while one is being fetched.
-    pub fn ready_at(&self) -> Option<Moment> {
+    pub fn ready_at(&self) -> Option<Timestamp> {
         self.next_at.filter(|_| !self.asking)
     }
 
     /// The page that is wanted now, if one is. `broker_is_here`: without the broker no alarm can come, so there is
     /// nothing to wait for.
-    pub fn page(&mut self, policy: &Policy, broker_is_here: bool, now: Moment) -> Option<SweepPage> {
+    pub fn page(&mut self, policy: &Policy, broker_is_here: bool, now: Timestamp) -> Option<SweepPage> {
         let Some(next_at) = self.next_at else {
             // The first pass gives the alarms that waited for this worker a moment to be delivered.
             self.next_at = Some(now + policy.sweep_every);
@@ -137,7 +137,7 @@ impl Sweep {
     }
 
     /// At the front, or behind those that a whole pass has just left alone.
-    fn begin_pass(&mut self, now: Moment) {
+    fn begin_pass(&mut self, now: Timestamp) {
         (self.pass_began, self.looked_behind_at) = (now, now);
         (self.found, self.to_try) = (0, 0);
         self.paused = None;
@@ -147,7 +147,7 @@ impl Sweep {
     }
 
     /// A long whole pass pauses for a short one: orders that fall due meanwhile do not wait for its end.
-    fn give_way(&mut self, policy: &Policy, now: Moment) {
+    fn give_way(&mut self, policy: &Policy, now: Timestamp) {
         if let Some((place, _)) = &self.behind
             && !self.is_short
             && now.since(self.looked_behind_at) >= policy.sweep_every
@@ -158,7 +158,7 @@ impl Sweep {
     }
 
     /// And goes on where it was. Returns whether there was one.
-    fn go_on_where_it_was(&mut self, now: Moment) -> bool {
+    fn go_on_where_it_was(&mut self, now: Timestamp) -> bool {
         self.after = self.paused.take();
         self.is_short &= self.after.is_none();
         self.looked_behind_at = now;
@@ -166,7 +166,7 @@ impl Sweep {
     }
 
     /// Takes note of a page. Returns those of it that are not being left alone.
-    pub fn found(&mut self, page: SweptPage, policy: &Policy, now: Moment) -> Vec<Overdue> {
+    pub fn found(&mut self, page: SweptPage, policy: &Policy, now: Timestamp) -> Vec<Overdue> {
         self.asking = false;
         self.failures = 0;
         if self.after.is_none() {
@@ -195,9 +195,9 @@ impl Sweep {
         wanted
     }
 
-    fn end_whole_pass(&mut self, last: Option<SweepPlace>, policy: &Policy, now: Moment) {
+    fn end_whole_pass(&mut self, last: Option<SweepPlace>, policy: &Policy, now: Timestamp) {
         let began = self.pass_began;
-        self.troubled.retain(|_, troubled| troubled.seen >= began);
+        self.backed_off.retain(|_, backed_off| backed_off.seen >= began);
         self.busy.retain(|_, seen| *seen >= began);
         self.settled.retain(|_, settled| settled.seen >= began);
         let rest = (now.since(began) * REST_OF_A_PASS).min(LONGEST_REST_OF_A_PASS);
@@ -209,7 +209,7 @@ impl Sweep {
     }
 
     /// Takes note that this order is overdue still. Returns whether it is not being left alone.
-    fn wants(&mut self, overdue: &Overdue, now: Moment) -> bool {
+    fn wants(&mut self, overdue: &Overdue, now: Timestamp) -> bool {
         let order_id = &overdue.order_id;
         if let Some(seen) = self.busy.get_mut(order_id) {
             *seen = now;
@@ -221,13 +221,13 @@ impl Sweep {
                 return false;
             }
         }
-        let Some(troubled) = self.troubled.get_mut(order_id) else { return true };
-        troubled.seen = now;
-        troubled.until <= now
+        let Some(backed_off) = self.backed_off.get_mut(order_id) else { return true };
+        backed_off.seen = now;
+        backed_off.until <= now
     }
 
     /// What lies behind this page can wait.
-    pub fn cut_short(&mut self, policy: &Policy, now: Moment) {
+    pub fn cut_short(&mut self, policy: &Policy, now: Timestamp) {
         if self.after.is_some() && self.cut_short < PASSES_CUT_SHORT {
             self.cut_short += 1;
             self.end_pass(policy, now);
@@ -235,14 +235,14 @@ impl Sweep {
     }
 
     /// The next begins at the front, when it is due.
-    fn end_pass(&mut self, policy: &Policy, now: Moment) {
+    fn end_pass(&mut self, policy: &Policy, now: Timestamp) {
         self.after = None;
         self.next_at = Some((self.pass_began + policy.sweep_every).max(now));
     }
 
     /// The database did not answer: the pass begins anew after a pause. A short one, for the sweep may be all there is,
     /// and what fell due meanwhile is to be closed within a second of the database's return.
-    pub fn not_found(&mut self, policy: &Policy, now: Moment) {
+    pub fn not_found(&mut self, policy: &Policy, now: Timestamp) {
         self.asking = false;
         self.after = None;
         let pause = policy.doubling(self.failures).clamp(policy.sweep_every, 2 * policy.sweep_every);
@@ -252,22 +252,22 @@ impl Sweep {
 
     /// This order could not be closed: leave it alone for a while, for `longest` at most. A failure that may not make it
     /// rest for longer does not count for those that may.
-    pub fn leave_alone(&mut self, order_id: OrderId, longest: Duration, now: Moment) {
-        let failures = self.troubled.get(&order_id).map_or(0, |troubled| troubled.failures);
+    pub fn leave_alone(&mut self, order_id: OrderId, longest: Duration, now: Timestamp) {
+        let failures = self.backed_off.get(&order_id).map_or(0, |backed_off| backed_off.failures);
         let rest = FIRST_REST * 2_u32.saturating_pow(failures.min(11));
         let failures = if rest < longest { failures + 1 } else { failures };
-        self.troubled.insert(order_id, Troubled { until: now + rest.min(longest), failures, seen: now });
+        self.backed_off.insert(order_id, BackedOff { until: now + rest.min(longest), failures, seen: now });
     }
 
     /// Somebody else has this order, or its article. That one may be a worker that cannot close it either.
-    pub fn note_busy(&mut self, order_id: OrderId, now: Moment) {
+    pub fn note_busy(&mut self, order_id: OrderId, now: Timestamp) {
         self.busy.insert(order_id, now);
     }
 
     /// This order needs no close. The first two times it may be a row that was changed meanwhile; found overdue ever again,
     /// with this deadline, it is left alone for a while that grows up to `longest`.
-    pub fn settle(&mut self, order_id: OrderId, deadline: Deadline, longest: Duration, now: Moment) {
-        self.troubled.remove(&order_id);
+    pub fn settle(&mut self, order_id: OrderId, deadline: Deadline, longest: Duration, now: Timestamp) {
+        self.backed_off.remove(&order_id);
         self.busy.remove(&order_id);
         if self.settled.len() >= MOST_SETTLED && !self.settled.contains_key(&order_id) {
             return;
@@ -287,22 +287,22 @@ impl Sweep {
 
     /// Nobody is left alone any longer. Not more often than each would be tried anyhow: that some are closed need not mean
     /// that all can be.
-    pub fn look_again_at_all(&mut self, now: Moment) {
+    pub fn look_again_at_all(&mut self, now: Timestamp) {
         if self.looked_again_at.is_none_or(|at| now.since(at) >= LONGEST_REST) {
             self.looked_again_at = Some(now);
             self.leave_nobody_alone(now);
         }
     }
 
-    fn leave_nobody_alone(&mut self, now: Moment) {
-        for troubled in self.troubled.values_mut() {
-            troubled.until = now.min(troubled.until);
+    fn leave_nobody_alone(&mut self, now: Timestamp) {
+        for backed_off in self.backed_off.values_mut() {
+            backed_off.until = now.min(backed_off.until);
         }
     }
 
     /// A failure stands until the order is closed, whoever has had it since.
     pub fn last_try(&self, order_id: &OrderId) -> LastTry {
-        if self.is_troubled(order_id) {
+        if self.is_backed_off(order_id) {
             LastTry::Failed
         } else if self.busy.contains_key(order_id) {
             LastTry::Busy
@@ -312,18 +312,18 @@ impl Sweep {
     }
 
     /// Whether this order could not be closed when it was last tried.
-    pub fn is_troubled(&self, order_id: &OrderId) -> bool {
-        self.troubled.contains_key(order_id)
+    pub fn is_backed_off(&self, order_id: &OrderId) -> bool {
+        self.backed_off.contains_key(order_id)
     }
 
     /// The next page is wanted now, and nobody is left alone any longer.
-    pub fn clock_was_set_back(&mut self, now: Moment) {
+    pub fn clock_was_set_back(&mut self, now: Timestamp) {
         self.next_at = self.next_at.map(|at| now.min(at));
         self.pass_began = now.min(self.pass_began);
         self.looked_again_at = None;
         self.leave_nobody_alone(now);
-        for troubled in self.troubled.values_mut() {
-            troubled.seen = now.min(troubled.seen);
+        for backed_off in self.backed_off.values_mut() {
+            backed_off.seen = now.min(backed_off.seen);
         }
         for seen in self.busy.values_mut() {
             *seen = now.min(*seen);
@@ -342,8 +342,8 @@ impl Sweep {
     }
 
     /// How many orders are overdue and could not be closed.
-    pub fn troubled(&self) -> usize {
-        self.troubled.len()
+    pub fn backed_off(&self) -> usize {
+        self.backed_off.len()
     }
 }
 

@@ -1,6 +1,6 @@
-//! What the worker shows of itself: its health, and its figures as the loops and steps report them.
+//! What the worker shows of itself: its health, and its figures as the loops and effects report them.
 //!
-//! Translates the words of desk and steps into counts; decides nothing, and nothing depends on what it holds.
+//! Translates the words of engine and effects into counts; decides nothing, and nothing depends on what it holds.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,18 +9,18 @@ use std::time::Duration;
 use tracing::{info, warn};
 
 use super::zones::ZoneComparison;
-use crate::alarm::{Delivered, Inlet, ParkReason};
+use crate::alarm::{Delivered, ParkReason, SourceQueue};
 use crate::clock::DatabaseClock;
 use crate::degraded::{Cause, Change};
-use crate::desk::{Answer, Batch};
+use crate::engine::{Batch, BatchResult};
 use crate::health::Health;
 use crate::http::Pages;
 use crate::metrics::Metrics;
-use crate::order::{ClosedBy, Finding, Found, Moment, OrderId, Outcome};
+use crate::order::{CloseOutcome, CloseResult, ClosedBy, OrderId, Outcome, Timestamp};
 
 /// Cheap to clone: everybody counts in the same place.
 #[derive(Debug, Clone)]
-pub(super) struct Signs {
+pub(super) struct Recorder {
     pub health: Arc<Health>,
     pub metrics: Arc<Metrics>,
     zones: Arc<Mutex<Zones>>,
@@ -33,7 +33,7 @@ struct Zones {
     differ: bool,
 }
 
-impl Signs {
+impl Recorder {
     pub fn new(longest_turn: Duration) -> Self {
         Self { health: Arc::new(Health::new(longest_turn)), metrics: Arc::default(), zones: Arc::default() }
     }
@@ -69,21 +69,21 @@ impl Signs {
     }
 
     /// `now` is the database's time.
-    pub fn delivered(&self, delivered: &Delivered, now: Moment) {
-        self.metrics.alarms_delivered.with_label_values(&[delivered.inlet.as_str()]).inc();
-        if let (Inlet::Timeout, Ok(alarm)) = (delivered.inlet, &delivered.content) {
+    pub fn delivered(&self, delivered: &Delivered, now: Timestamp) {
+        self.metrics.alarms_delivered.with_label_values(&[delivered.source.as_str()]).inc();
+        if let (SourceQueue::Timeout, Ok(alarm)) = (delivered.source, &delivered.content) {
             self.metrics.alarm_earliness.observe(alarm.deadline().since(now).as_secs_f64());
         }
     }
 
     /// A batch's statement came to an answer at `now`, which is just after its commit, by the database's clock.
-    pub fn looked_at(&self, batch: &Batch, answer: &Answer, took: Duration, now: Moment) {
+    pub fn looked_at(&self, batch: &Batch, answer: &BatchResult, took: Duration, now: Timestamp) {
         self.metrics.batch_duration.with_label_values(&[batch.by.as_str()]).observe(took.as_secs_f64());
         let count = |outcome: &str, orders: usize| {
-            self.metrics.orders_looked_at.with_label_values(&[outcome]).inc_by(orders as u64);
+            self.metrics.close_results.with_label_values(&[outcome]).inc_by(orders as u64);
         };
         match answer {
-            Err(fault) => count(fault.as_str(), batch.cases.len()),
+            Err(fault) => count(fault.as_str(), batch.items.len()),
             Ok(findings) => {
                 for finding in findings.values() {
                     count(word(finding), 1);
@@ -93,7 +93,7 @@ impl Signs {
                         self.metrics.closed(batch.by, found.deadline.map(|deadline| now.since(deadline)));
                     }
                 }
-                let without_row = batch.cases.iter().filter(|case| !findings.contains_key(case.alarm.order_id()));
+                let without_row = batch.items.iter().filter(|item| !findings.contains_key(item.alarm.order_id()));
                 count(Outcome::Unknown.as_str(), without_row.count());
                 self.compare_zones(batch, findings);
             }
@@ -101,15 +101,15 @@ impl Signs {
     }
 
     /// Compares each alarm's deadline with its row's. What the sweep found has no alarm.
-    fn compare_zones(&self, batch: &Batch, findings: &HashMap<OrderId, Finding>) {
+    fn compare_zones(&self, batch: &Batch, findings: &HashMap<OrderId, CloseResult>) {
         if batch.by != ClosedBy::Alarm {
             return;
         }
         let mut zones = self.zones.lock().unwrap_or_else(PoisonError::into_inner);
-        for case in &batch.cases {
-            let order_id = case.alarm.order_id();
-            if let Some(Ok(Found { deadline: Some(by_row), .. })) = findings.get(order_id) {
-                zones.comparison.note(order_id, case.alarm.deadline(), *by_row);
+        for item in &batch.items {
+            let order_id = item.alarm.order_id();
+            if let Some(Ok(CloseOutcome { deadline: Some(by_row), .. })) = findings.get(order_id) {
+                zones.comparison.note(order_id, item.alarm.deadline(), *by_row);
             }
         }
         let why = zones.comparison.why();
@@ -121,7 +121,7 @@ impl Signs {
 
     /// How far the database's clock is from the wall clock, which is read for this alone: nothing goes by it.
     pub fn clock(&self, clock: &DatabaseClock) {
-        let (database, local) = (clock.now(), Moment::now_by_local_clock());
+        let (database, local) = (clock.now(), Timestamp::now_by_local_clock());
         let offset_micros = database.unix_micros().saturating_sub(local.unix_micros());
         self.metrics.clock_offset.show(Some(offset_micros as f64 / 1e6));
         self.metrics.clock_uncertainty.show(Some(clock.uncertainty().as_secs_f64()));
@@ -134,7 +134,7 @@ impl Signs {
     }
 }
 
-fn word(finding: &Finding) -> &'static str {
+fn word(finding: &CloseResult) -> &'static str {
     match finding {
         Ok(found) => found.outcome.as_str(),
         Err(fault) => fault.as_str(),

@@ -1,67 +1,67 @@
-//! Where cases wait on the desk: for a batch to fill, or for a pause to end.
+//! Where items wait on the engine: for a batch to fill, or for a pause to end.
 //!
-//! Pure bookkeeping: who waits since when. Who goes first is decided by the desk.
+//! Pure bookkeeping: who waits since when. Who goes first is decided by the engine.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
-use super::{Case, Policy};
-use crate::alarm::{ArmJob, Parcel, Receipt};
-use crate::order::Moment;
+use super::{Policy, WorkItem};
+use crate::alarm::{DeadLetter, Rearm, Receipt};
+use crate::order::Timestamp;
 
 /// Those who are due and wait for a batch to fill.
 #[derive(Debug, Default)]
-pub(super) struct Lingering {
-    cases: VecDeque<(Case, Moment)>,
+pub(super) struct ReadyQueue {
+    items: VecDeque<(WorkItem, Timestamp)>,
 }
 
-impl Lingering {
-    pub fn push(&mut self, case: Case, now: Moment) {
-        self.cases.push_back((case, now));
+impl ReadyQueue {
+    pub fn push(&mut self, item: WorkItem, now: Timestamp) {
+        self.items.push_back((item, now));
     }
 
     pub fn len(&self) -> usize {
-        self.cases.len()
+        self.items.len()
     }
 
     /// Nobody has come later than now.
-    pub fn clock_was_set_back(&mut self, now: Moment) {
-        for (_, came) in &mut self.cases {
+    pub fn clock_was_set_back(&mut self, now: Timestamp) {
+        for (_, came) in &mut self.items {
             *came = now.min(*came);
         }
     }
 
     /// When the longest-waiting of them came.
-    pub fn since(&self) -> Option<Moment> {
-        self.cases.front().map(|(_, came)| *came)
+    pub fn since(&self) -> Option<Timestamp> {
+        self.items.front().map(|(_, came)| *came)
     }
 
     /// A full batch at once, a smaller one after `linger`.
-    pub fn ready_at(&self, batch_size: usize, linger: Duration) -> Option<Moment> {
-        let linger = if self.cases.len() >= batch_size { Duration::ZERO } else { linger };
+    pub fn ready_at(&self, batch_size: usize, linger: Duration) -> Option<Timestamp> {
+        let linger = if self.items.len() >= batch_size { Duration::ZERO } else { linger };
         Some(self.since()? + linger)
     }
 
-    pub fn take(&mut self, batch_size: usize) -> Vec<Case> {
-        let size = self.cases.len().min(batch_size);
-        self.cases.drain(..size).map(|(case, _)| case).collect()
+    pub fn take(&mut self, batch_size: usize) -> Vec<WorkItem> {
+        let size = self.items.len().min(batch_size);
+        self.items.drain(..size).map(|(item, _)| item).collect()
     }
 
     /// To the front again, where they have been since then.
-    pub fn put_back(&mut self, cases: Vec<Case>, since: Moment) {
-        for case in cases.into_iter().rev() {
-            self.cases.push_front((case, since));
+    pub fn put_back(&mut self, items: Vec<WorkItem>, since: Timestamp) {
+        for item in items.into_iter().rev() {
+            self.items.push_front((item, since));
         }
     }
 }
 
 /// Why something could not be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Cause {
+pub(super) enum FailureScope {
     /// Nothing of the kind can be done: a server is away.
-    Everybodys,
+    Shared,
     /// Others could be.
-    Its,
+    Individual,
 }
 
 /// What speaks for a delivery.
@@ -69,13 +69,13 @@ pub(super) trait OfDelivery {
     fn receipt(&self) -> Receipt;
 }
 
-impl OfDelivery for ArmJob {
+impl OfDelivery for Rearm {
     fn receipt(&self) -> Receipt {
         self.receipt
     }
 }
 
-impl OfDelivery for (Parcel, Receipt) {
+impl OfDelivery for (DeadLetter, Receipt) {
     fn receipt(&self) -> Receipt {
         self.1
     }
@@ -83,25 +83,25 @@ impl OfDelivery for (Parcel, Receipt) {
 
 /// What failed for a reason of ours, and is tried again all together after a pause that doubles.
 #[derive(Debug)]
-pub(super) struct Later<T> {
+pub(super) struct RetryList<T> {
     items: Vec<T>,
-    at: Moment,
+    at: Timestamp,
     failures: u32,
     /// Since when nothing can be done; `None` as soon as something was, or something failed for a reason of its own.
-    failing_since: Option<Moment>,
+    failing_since: Option<Timestamp>,
     /// When each was first found to fail. Also of those that are just being tried again.
-    waiting_since: HashMap<Receipt, Moment>,
+    waiting_since: HashMap<Receipt, Timestamp>,
 }
 
-impl<T> Default for Later<T> {
+impl<T> Default for RetryList<T> {
     fn default() -> Self {
-        let never = Moment::from_unix_micros(0);
+        let never = Timestamp::from_unix_micros(0);
         Self { items: Vec::new(), at: never, failures: 0, failing_since: None, waiting_since: HashMap::new() }
     }
 }
 
-impl<T: OfDelivery> Later<T> {
-    pub fn put(&mut self, items: Vec<T>, cause: Cause, now: Moment, policy: &Policy) {
+impl<T: OfDelivery> RetryList<T> {
+    pub fn put(&mut self, items: Vec<T>, cause: FailureScope, now: Timestamp, policy: &Policy) {
         if items.is_empty() {
             return;
         }
@@ -111,8 +111,8 @@ impl<T: OfDelivery> Later<T> {
             self.failures = self.failures.saturating_add(1);
         }
         match cause {
-            Cause::Everybodys => _ = self.failing_since.get_or_insert(now),
-            Cause::Its => self.failing_since = None,
+            FailureScope::Shared => _ = self.failing_since.get_or_insert(now),
+            FailureScope::Individual => self.failing_since = None,
         }
         for item in &items {
             self.waiting_since.entry(item.receipt()).or_insert(now);
@@ -133,12 +133,12 @@ impl<T: OfDelivery> Later<T> {
 
     /// Those that have waited for so long while others fared better: the broker does not wait for an acknowledgement for
     /// ever. Where nobody has fared better for so long the session is to end, and with it everybody's wait.
-    pub fn take_impatient(&mut self, now: Moment, patience: Duration) -> Vec<T> {
-        if self.failing_for(now).is_some_and(|failing_for| failing_for >= patience) {
+    pub fn take_expired(&mut self, now: Timestamp, timeout: Duration) -> Vec<T> {
+        if self.failing_for(now).is_some_and(|failing_for| failing_for >= timeout) {
             return Vec::new();
         }
         let since = &self.waiting_since;
-        let is_over = |item: &mut T| since.get(&item.receipt()).is_some_and(|since| now.since(*since) >= patience);
+        let is_over = |item: &mut T| since.get(&item.receipt()).is_some_and(|since| now.since(*since) >= timeout);
         let taken: Vec<T> = self.items.extract_if(.., is_over).collect();
         for item in &taken {
             self.waiting_since.remove(&item.receipt());
@@ -151,7 +151,7 @@ impl<T: OfDelivery> Later<T> {
     }
 
     /// The pause ends now, and nothing has begun to fail later than now.
-    pub fn clock_was_set_back(&mut self, now: Moment) {
+    pub fn clock_was_set_back(&mut self, now: Timestamp) {
         self.at = now.min(self.at);
         self.failing_since = self.failing_since.map(|since| now.min(since));
         for since in self.waiting_since.values_mut() {
@@ -160,7 +160,7 @@ impl<T: OfDelivery> Later<T> {
     }
 
     /// How long nothing could be done.
-    pub fn failing_for(&self, now: Moment) -> Option<Duration> {
+    pub fn failing_for(&self, now: Timestamp) -> Option<Duration> {
         self.failing_since.map(|since| now.since(since))
     }
 
@@ -180,11 +180,11 @@ impl<T: OfDelivery> Later<T> {
         }
     }
 
-    pub fn ready_at(&self) -> Option<Moment> {
+    pub fn ready_at(&self) -> Option<Timestamp> {
         (!self.items.is_empty()).then_some(self.at)
     }
 
-    pub fn take_ready(&mut self, now: Moment) -> Vec<T> {
+    pub fn take_ready(&mut self, now: Timestamp) -> Vec<T> {
         if self.at <= now { self.drain() } else { Vec::new() }
     }
 

@@ -1,27 +1,27 @@
-//! What the desk hears and what it wants done, and the cases and batches that go between it and the closers.
+//! What the engine hears and what it wants done, and the items and batches that go between it and the closers.
 //!
 //! Words only: nothing is decided here.
 
 use std::collections::HashMap;
 
-use crate::alarm::{Alarm, ArmJob, Delivered, Parcel, Receipt, Settlement};
-use crate::order::{CloseFault, ClosedBy, Finding, Moment, OrderId, SweepPage, SweptPage};
+use crate::alarm::{DeadLetter, Delivered, DeliveredAlarm, Rearm, Receipt, Settlement};
+use crate::order::{CloseError, CloseResult, ClosedBy, OrderId, SweepPage, SweptPage, Timestamp};
 
 /// An order under way through the worker, with the alarm that speaks for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Case {
-    pub alarm: Alarm,
+pub struct WorkItem {
+    pub alarm: DeliveredAlarm,
     pub origin: Origin,
     /// How often it was put back for a moment without going through the broker.
     pub pauses: u32,
     /// How often the database found it not due when it was, by our reckoning.
     pub disagreements: u32,
     /// Since when it is put back again and again.
-    pub paused_since: Option<Moment>,
+    pub paused_since: Option<Timestamp>,
 }
 
-impl Case {
-    pub(super) fn new(alarm: Alarm, origin: Origin) -> Self {
+impl WorkItem {
+    pub(super) fn new(alarm: DeliveredAlarm, origin: Origin) -> Self {
         Self { alarm, origin, pauses: 0, disagreements: 0, paused_since: None }
     }
 
@@ -32,7 +32,7 @@ impl Case {
     }
 }
 
-/// What brought a case here.
+/// What brought a item here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
     /// A message; the receipt settles it.
@@ -45,49 +45,49 @@ pub enum Origin {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     pub by: ClosedBy,
-    pub cases: Vec<Case>,
-    pub wait: Wait,
+    pub items: Vec<WorkItem>,
+    pub wait: LockMode,
 }
 
 impl Batch {
     /// Whether its statement may wait for a lock on stock.
     #[must_use]
-    pub fn is_patient(&self) -> bool {
-        self.wait != Wait::Not
+    pub fn waits_for_locks(&self) -> bool {
+        self.wait != LockMode::NoWait
     }
 }
 
 /// On whose behalf a batch's statement waits for a lock on stock, if it does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wait {
-    Not,
+pub enum LockMode {
+    NoWait,
     /// Of those that were never tried.
-    Fresh,
+    WaitFresh,
     /// Of those who come again and again.
-    Again,
+    WaitRetried,
 }
 
 /// What a batch's statement said of each order, or why it failed. An order without an entry is unknown.
-pub type Answer = Result<HashMap<OrderId, Finding>, CloseFault>;
+pub type BatchResult = Result<HashMap<OrderId, CloseResult>, CloseError>;
 
-/// What the desk hears.
+/// What the engine hears.
 #[derive(Debug)]
-pub enum News {
+pub enum Input {
     Delivered(Delivered),
     /// A batch came back from a closer.
-    Closed(Batch, Answer),
+    Closed(Batch, BatchResult),
     /// These alarms stand confirmed in the broker under a new message.
-    Armed(Vec<Receipt>),
+    Rearmed(Vec<Receipt>),
     /// These do not, and no other would: the broker is away, or does not answer.
-    NotArmed(Vec<ArmJob>),
+    NotRearmed(Vec<Rearm>),
     /// These do not, for a reason of their own: their queue is not there, or takes nothing.
-    ArmRefused(Vec<ArmJob>),
+    RearmRefused(Vec<Rearm>),
     /// These stand committed in `parked_alarms`.
     Parked(Vec<Receipt>),
     /// These do not, and no other would: the database is away.
-    NotParked(Vec<(Parcel, Receipt)>),
+    NotParked(Vec<(DeadLetter, Receipt)>),
     /// These do not, for a reason of their own: the database refuses their row.
-    ParkRefused(Vec<(Parcel, Receipt)>),
+    ParkRefused(Vec<(DeadLetter, Receipt)>),
     Swept(SweptPage),
     /// The database could not be asked for overdue orders.
     NotSwept,
@@ -97,18 +97,18 @@ pub enum News {
     SessionEnded,
 }
 
-/// What the desk wants done.
+/// What the engine wants done.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Errand {
-    /// Then report [`News::Closed`].
+pub enum Action {
+    /// Then report [`Input::Closed`].
     Close(Batch),
-    /// Publish a fresh alarm each, then report [`News::Armed`] for what is confirmed, and [`News::NotArmed`] or
-    /// [`News::ArmRefused`] for the rest.
-    Arm(Vec<ArmJob>),
-    /// Then report [`News::Parked`] once committed, and [`News::NotParked`] or [`News::ParkRefused`] for the rest. No
+    /// Publish a fresh alarm each, then report [`Input::Rearmed`] for what is confirmed, and [`Input::NotRearmed`] or
+    /// [`Input::RearmRefused`] for the rest.
+    Rearm(Vec<Rearm>),
+    /// Then report [`Input::Parked`] once committed, and [`Input::NotParked`] or [`Input::ParkRefused`] for the rest. No
     /// other is given out before all of it is reported.
-    Park(Vec<(Parcel, Receipt)>),
+    Park(Vec<(DeadLetter, Receipt)>),
     Settle(Vec<(Receipt, Settlement)>),
-    /// Then report [`News::Swept`] or [`News::NotSwept`].
+    /// Then report [`Input::Swept`] or [`Input::NotSwept`].
     Sweep(SweepPage),
 }

@@ -7,27 +7,27 @@ use std::time::Duration;
 
 use tracing::{debug, warn};
 
-use crate::alarm::{ArmJob, Receipt, Returns, Wanted};
+use crate::alarm::{Rearm, Receipt, Returns, Wanted};
 use crate::clock::DatabaseClock;
 use crate::config::{Settings, Strategy};
-use crate::confirm::{ConfirmedPublisher, NotConfirmed, Outgoing};
-use crate::envelope::{self, Entry, Stamp, Wait};
-use crate::order::{Deadline, Moment};
-use crate::telemetry::Seldom;
+use crate::confirm::{ConfirmedPublisher, Outgoing, PublishError};
+use crate::envelope::{self, AlarmHeaders, Delay, Route};
+use crate::logging::LogThrottle;
+use crate::order::{Deadline, Timestamp};
 use crate::topology::Names;
 use crate::wheel::{Place, Wheel};
 
 /// Writes alarms into the wheel, or into the delayed exchange where that is the strategy.
 #[derive(Debug, Clone)]
-pub struct Armer {
-    ways: Ways,
+pub struct Rearmer {
+    router: Router,
     confirmed: ConfirmedPublisher,
-    not_written: Arc<Mutex<Seldom>>,
+    not_written: Arc<Mutex<LogThrottle>>,
 }
 
 /// By which way into the broker an alarm goes. Pure.
 #[derive(Debug, Clone)]
-struct Ways {
+struct Router {
     names: Names,
     delays: Delays,
     lead: Duration,
@@ -39,9 +39,9 @@ struct Ways {
 pub struct Written {
     pub confirmed: Vec<Receipt>,
     /// For a reason of their own: their queue is not there, or takes nothing.
-    pub refused: Vec<ArmJob>,
+    pub refused: Vec<Rearm>,
     /// The broker is away, or does not answer.
-    pub failed: Vec<ArmJob>,
+    pub failed: Vec<Rearm>,
 }
 
 #[derive(Debug, Clone)]
@@ -50,16 +50,16 @@ enum Delays {
     DelayedExchange,
 }
 
-impl Armer {
+impl Rearmer {
     /// # Panics
     /// If the rings of `settings` do not mesh, which `Settings::validate` refuses.
     #[must_use]
     pub fn new(settings: &Settings, confirmed: ConfirmedPublisher) -> Self {
-        Self { ways: Ways::new(settings), confirmed, not_written: Arc::default() }
+        Self { router: Router::new(settings), confirmed, not_written: Arc::default() }
     }
 
     /// Writes all jobs.
-    pub async fn write(&self, jobs: Vec<ArmJob>, clock: DatabaseClock) -> Written {
+    pub async fn write(&self, jobs: Vec<Rearm>, clock: DatabaseClock) -> Written {
         // One by one, for each waits from when it is sent: a slot's alarms leave together, however long they took to write.
         // By number: with a closure that takes a reference, callers could not spawn this future.
         let messages = (0..jobs.len()).map(|number| self.message(&jobs[number], clock.now()));
@@ -81,7 +81,7 @@ impl Armer {
         written
     }
 
-    fn say_why_not(&self, alarms: usize, fault: &NotConfirmed) {
+    fn say_why_not(&self, alarms: usize, fault: &PublishError) {
         if self.not_written.lock().expect("nobody panics holding it").is_due() {
             warn!(alarms, %fault, "alarms could not be written into the wheel; they stay unacknowledged and are tried again");
         } else {
@@ -89,21 +89,25 @@ impl Armer {
         }
     }
 
-    fn message(&self, job: &ArmJob, now: Moment) -> Outgoing {
+    fn message(&self, job: &Rearm, now: Timestamp) -> Outgoing {
         let alarm = &job.alarm;
-        let entry = self.ways.entry(alarm.deadline(), job.wanted, now);
-        let due_at = match entry.wait {
-            Wait::None => None,
-            Wait::Ttl(wait) => Some(now + wait),
-            Wait::XDelayMs(wait_ms) => Some(now + Duration::from_millis(wait_ms)),
+        let route = self.router.route(alarm.deadline(), job.wanted, now);
+        let due_at = match route.wait {
+            Delay::None => None,
+            Delay::Ttl(wait) => Some(now + wait),
+            Delay::XDelayMs(wait_ms) => Some(now + Duration::from_millis(wait_ms)),
         };
         let returns = Returns { due_at, ..alarm.returns };
-        let (born, traceparent) = (alarm.born.unwrap_or(now), alarm.traceparent.clone());
-        envelope::address(&alarm.due, entry, Stamp { attempt: alarm.attempt, born, traceparent, returns })
+        let (first_published_at, traceparent) = (alarm.first_published_at.unwrap_or(now), alarm.traceparent.clone());
+        envelope::address(
+            &alarm.due,
+            route,
+            AlarmHeaders { attempt: alarm.attempt, first_published_at, traceparent, returns },
+        )
     }
 }
 
-impl Ways {
+impl Router {
     fn new(settings: &Settings) -> Self {
         let delays = match settings.delay.strategy {
             Strategy::DeadLetter => Delays::Wheel(settings.wheel().expect("validated settings have rings that mesh")),
@@ -113,13 +117,13 @@ impl Ways {
         Self { names, delays, lead: settings.delay.lead, longest_retry: settings.retry.longest_wait() }
     }
 
-    fn entry(&self, deadline: Deadline, wanted: Wanted, now: Moment) -> Entry {
+    fn route(&self, deadline: Deadline, wanted: Wanted, now: Timestamp) -> Route {
         // A retry's moment was named a while ago. If somebody has set the clock back since, that is no reason to wait for
         // longer than any retry does, nor for longer than the wheel can keep.
         let wanted = match wanted {
             Wanted::NotBefore(moment) => Wanted::NotBefore(moment.min(now + self.longest_retry)),
             Wanted::BeforeDeadline => wanted,
-            Wanted::AtOnce => return Entry::due(&self.names),
+            Wanted::AtOnce => return Route::due(&self.names),
         };
         match &self.delays {
             Delays::Wheel(wheel) => self.slot(wheel, deadline, wanted, now),
@@ -131,23 +135,23 @@ impl Ways {
                     // The header takes whole milliseconds, and what is more than those is cut off.
                     Wanted::NotBefore(moment) => moment.since(now) + Duration::from_micros(999),
                 };
-                Entry::delayed(&self.names, wait)
+                Route::delayed(&self.names, wait)
             }
         }
     }
 
-    fn slot(&self, wheel: &Wheel, deadline: Deadline, wanted: Wanted, now: Moment) -> Entry {
+    fn slot(&self, wheel: &Wheel, deadline: Deadline, wanted: Wanted, now: Timestamp) -> Route {
         let place = match wanted {
             Wanted::AtOnce => Place::Due,
             Wanted::BeforeDeadline => wheel.place(deadline, now),
             Wanted::NotBefore(moment) => wheel.place_retry(moment, now),
         };
         match place {
-            Place::Due => Entry::due(&self.names),
-            Place::Slot { ring, slot, ttl } => Entry {
+            Place::Due => Route::due(&self.names),
+            Place::Slot { ring, slot, ttl } => Route {
                 exchange: self.names.wheel(),
                 routing_key: Names::slot_key(&wheel.rings()[ring].name, slot),
-                wait: Wait::Ttl(ttl),
+                wait: Delay::Ttl(ttl),
             },
         }
     }
@@ -157,28 +161,28 @@ impl Ways {
 mod tests {
     use super::*;
 
-    const NOW: Moment = Moment::from_unix_micros(1_000_000_000_500);
+    const NOW: Timestamp = Timestamp::from_unix_micros(1_000_000_000_500);
 
-    fn wait(setting: &str, wanted: Wanted) -> Wait {
+    fn wait(setting: &str, wanted: Wanted) -> Delay {
         let settings = Settings::load_with_environment(None, Default::default(), &[setting.to_owned()]).unwrap();
-        Ways::new(&settings).entry(NOW - Duration::from_secs(1), wanted, NOW).wait
+        Router::new(&settings).route(NOW - Duration::from_secs(1), wanted, NOW).wait
     }
 
     #[test]
     fn a_retry_never_comes_back_before_its_moment() {
         let moment = NOW + Duration::from_micros(2_000_001);
-        let Wait::Ttl(ttl) = wait("delay.lead=5s", Wanted::NotBefore(moment)) else { panic!("it waits in no slot") };
+        let Delay::Ttl(ttl) = wait("delay.lead=5s", Wanted::NotBefore(moment)) else { panic!("it waits in no slot") };
         assert!((moment..moment + Duration::from_secs(5)).contains(&(NOW + ttl)), "{ttl:?}");
         let delayed = wait("delay.strategy=delayed-exchange", Wanted::NotBefore(moment));
-        assert_eq!(delayed, Wait::XDelayMs(2_001));
+        assert_eq!(delayed, Delay::XDelayMs(2_001));
     }
 
     #[test]
     fn a_clock_that_was_set_back_makes_no_retry_wait_for_longer_than_any_does() {
         let an_hour_ahead = Wanted::NotBefore(NOW + Duration::from_secs(3_600));
-        let Wait::Ttl(ttl) = wait("delay.lead=5s", an_hour_ahead) else { panic!("it waits in no slot") };
+        let Delay::Ttl(ttl) = wait("delay.lead=5s", an_hour_ahead) else { panic!("it waits in no slot") };
         assert!((Duration::from_secs(32)..Duration::from_secs(37)).contains(&ttl), "{ttl:?}");
-        assert_eq!(wait("delay.strategy=delayed-exchange", an_hour_ahead), Wait::XDelayMs(32_000));
-        assert_eq!(wait("delay.lead=5s", Wanted::NotBefore(NOW)), Wait::None);
+        assert_eq!(wait("delay.strategy=delayed-exchange", an_hour_ahead), Delay::XDelayMs(32_000));
+        assert_eq!(wait("delay.lead=5s", Wanted::NotBefore(NOW)), Delay::None);
     }
 }

@@ -1,13 +1,13 @@
 //! Whether a batch waits for a lock that somebody else has on stock, and who waits together.
 //!
-//! Pure, like the whole desk. Some articles are locked for milliseconds again and again, and whoever does not wait never
+//! Pure, like the whole engine. Some articles are locked for milliseconds again and again, and whoever does not wait never
 //! has them; others are locked for minutes, and whoever waits holds up a closer. Only trying tells them apart.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
-use super::{Answer, Batch, Case, Wait};
-use crate::order::{CloseFault, Moment, OrderId};
+use super::{Batch, BatchResult, LockMode, WorkItem};
+use crate::order::{CloseError, OrderId, Timestamp};
 
 /// For so long after fresh alarms waited in vain none of them waits: the lock's holder may keep it, and each batch with an
 /// order that needs it would hold up a closer for as long again.
@@ -23,20 +23,20 @@ const NO_WAITING_OF_ONE: Duration = Duration::from_secs(30);
 const MORE: usize = 8;
 
 #[derive(Debug)]
-pub(super) struct Patience {
+pub(super) struct LockWaitBudget {
     /// Until when no fresh alarm waits.
-    fresh_lost_until: Option<Moment>,
+    fresh_lost_until: Option<Timestamp>,
     /// The same for everybody else. They must not keep the fresh ones from waiting.
-    others_lost_until: Option<Moment>,
+    others_lost_until: Option<Timestamp>,
     /// How many of everybody else wait together.
     together: usize,
-    /// Who of them has waited alone in vain, and when. Few: one every [`NO_WAITING_OF_OTHERS`].
-    in_vain: HashMap<OrderId, Moment>,
+    /// Who of them has waited alone in vain, and when. SampledIds: one every [`NO_WAITING_OF_OTHERS`].
+    in_vain: HashMap<OrderId, Timestamp>,
     /// Until when none of these waits.
-    in_vain_lost_until: Option<Moment>,
+    in_vain_lost_until: Option<Timestamp>,
 }
 
-impl Default for Patience {
+impl Default for LockWaitBudget {
     fn default() -> Self {
         Self {
             fresh_lost_until: None,
@@ -48,60 +48,62 @@ impl Default for Patience {
     }
 }
 
-impl Patience {
-    pub fn is_with_fresh(&self, now: Moment) -> bool {
+impl LockWaitBudget {
+    pub fn is_with_fresh(&self, now: Timestamp) -> bool {
         has_passed(self.fresh_lost_until, now)
     }
 
-    pub fn is_with_others(&self, now: Moment) -> bool {
+    pub fn is_with_others(&self, now: Timestamp) -> bool {
         has_passed(self.others_lost_until, now)
     }
 
-    /// Takes out of `cases` those who wait together now, if any. Whoever has waited in vain does so again by himself, now
+    /// Takes out of `items` those who wait together now, if any. Whoever has waited in vain does so again by himself, now
     /// and then, where there is nobody else.
-    pub fn take_from(&self, cases: &mut Vec<Case>, now: Moment) -> Vec<Case> {
-        let may_wait = |case: &mut Case| !self.has_just_failed(case.alarm.order_id(), now);
-        let waiting: Vec<Case> = cases.extract_if(.., may_wait).take(self.together).collect();
+    pub fn take_from(&self, items: &mut Vec<WorkItem>, now: Timestamp) -> Vec<WorkItem> {
+        let may_wait = |item: &mut WorkItem| !self.has_just_failed(item.alarm.order_id(), now);
+        let waiting: Vec<WorkItem> = items.extract_if(.., may_wait).take(self.together).collect();
         if !waiting.is_empty() || !has_passed(self.in_vain_lost_until, now) {
             return waiting;
         }
-        let longest_ago = (0..cases.len()).min_by_key(|index| self.in_vain.get(cases[*index].alarm.order_id()));
-        longest_ago.map(|index| cases.remove(index)).into_iter().collect()
+        let longest_ago = (0..items.len()).min_by_key(|index| self.in_vain.get(items[*index].alarm.order_id()));
+        longest_ago.map(|index| items.remove(index)).into_iter().collect()
     }
 
     /// Whether this one has waited alone in vain not long ago.
-    pub fn has_just_failed(&self, order_id: &OrderId, now: Moment) -> bool {
+    pub fn has_just_failed(&self, order_id: &OrderId, now: Timestamp) -> bool {
         self.in_vain.get(order_id).is_some_and(|failed| now.since(*failed) < NO_WAITING_OF_ONE)
     }
 
     /// Takes note of whether this batch has waited in vain. A timeout counts, too: whoever waited with the one to blame
     /// finds his article locked when he is tried without waiting, and would wait with him again.
-    pub fn note(&mut self, batch: &Batch, answer: &Answer, now: Moment) {
+    pub fn note(&mut self, batch: &Batch, answer: &BatchResult, now: Timestamp) {
         match (batch.wait, answer) {
-            (Wait::Fresh, Err(CloseFault::Locked(_))) => {
+            (LockMode::WaitFresh, Err(CloseError::Locked(_))) => {
                 self.fresh_lost_until = Some(now + NO_WAITING_AFTER_A_LOCK);
                 self.others_wait_one_by_one(now + NO_WAITING_OF_OTHERS);
             }
-            (Wait::Again, Err(CloseFault::Locked(_) | CloseFault::Transient(_))) => match &batch.cases[..] {
-                [case] => self.note_in_vain(case, now),
+            (LockMode::WaitRetried, Err(CloseError::Locked(_) | CloseError::Transient(_))) => match &batch.items[..] {
+                [item] => self.note_in_vain(item, now),
                 _ => self.others_wait_one_by_one(now + NO_WAITING_OF_OTHERS),
             },
-            // Refused by something else: not for a lock.
-            (Wait::Again, Ok(_) | Err(CloseFault::OfTheOrder(_))) => self.together = self.together.saturating_mul(MORE),
-            (Wait::Not | Wait::Fresh | Wait::Again, _) => {}
+            // Rejected by something else: not for a lock.
+            (LockMode::WaitRetried, Ok(_) | Err(CloseError::Rejected(_))) => {
+                self.together = self.together.saturating_mul(MORE)
+            }
+            (LockMode::NoWait | LockMode::WaitFresh | LockMode::WaitRetried, _) => {}
         }
     }
 
-    fn note_in_vain(&mut self, case: &Case, now: Moment) {
+    fn note_in_vain(&mut self, item: &WorkItem, now: Timestamp) {
         self.in_vain.retain(|_, failed| now.since(*failed) < NO_WAITING_OF_ONE);
         self.in_vain_lost_until = Some(now + NO_WAITING_AFTER_A_LOCK);
-        let known = self.in_vain.insert(case.alarm.order_id().clone(), now);
+        let known = self.in_vain.insert(item.alarm.order_id().clone(), now);
         if known.is_none() {
             self.others_wait_one_by_one(now + NO_WAITING_OF_OTHERS);
         }
     }
 
-    fn others_wait_one_by_one(&mut self, from: Moment) {
+    fn others_wait_one_by_one(&mut self, from: Timestamp) {
         self.others_lost_until = Some(from);
         self.together = 1;
     }
@@ -111,6 +113,6 @@ impl Patience {
     }
 }
 
-fn has_passed(until: Option<Moment>, now: Moment) -> bool {
+fn has_passed(until: Option<Timestamp>, now: Timestamp) -> bool {
     until.is_none_or(|until| until <= now)
 }

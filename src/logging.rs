@@ -33,9 +33,9 @@ const SAME_WARNING_EVERY: Duration = Duration::from_secs(60);
 
 /// A warning that comes again and again while something lasts, and is said at once and then seldom.
 #[derive(Debug, Default)]
-pub struct Seldom(Option<Instant>);
+pub struct LogThrottle(Option<Instant>);
 
-impl Seldom {
+impl LogThrottle {
     /// Whether to say it now; then it counts as said.
     pub fn is_due(&mut self) -> bool {
         let is_due = self.0.is_none_or(|said| said.elapsed() >= SAME_WARNING_EVERY);

@@ -1,4 +1,4 @@
-//! Where news comes in and errands go out: the loop around the desk.
+//! Where news comes in and actions go out: the loop around the engine.
 //!
 //! Carries, times and logs; decides nothing about an alarm.
 
@@ -10,22 +10,22 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::broker_inspections::BrokerNews;
-use super::steps::{Note, Steps};
+use super::effects::{Effects, Note};
 use super::supervisor::Phase;
-use super::{GiveUp, Signs, inspections, policy};
+use super::{GiveUp, Recorder, inspections, policy};
 use crate::alarm::{Delivered, Receipt, Settlement};
 use crate::clock::DatabaseClock;
 use crate::config::Settings;
 use crate::database;
 use crate::degraded::Cause;
-use crate::desk::{Batch, Desk, Errand, News};
-use crate::health::{BEAT_EVERY, Loop, Stage};
+use crate::engine::{Action, Batch, Engine, Input};
+use crate::health::{BEAT_EVERY, Lifecycle, Loop};
 use crate::inspect::contract_watch::ContractWatch;
-use crate::order::{CloseFault, ClosedBy, Moment, OrderId};
-use crate::telemetry::Seldom;
+use crate::logging::LogThrottle;
+use crate::order::{CloseError, ClosedBy, OrderId, Timestamp};
 
-/// News taken in at once before errands are looked at: enough to amortise, short enough not to hold up a batch.
-const NEWS_AT_ONCE: usize = 256;
+/// Input taken in at once before actions are looked at: enough to amortise, short enough not to hold up a batch.
+const INPUTS_AT_ONCE: usize = 256;
 /// How long the database may refuse to say who is overdue before it is said to be of no use.
 const LONGEST_UNSWEPT: Duration = Duration::from_secs(5);
 
@@ -38,10 +38,10 @@ pub(super) struct Outputs {
     pub closing: watch::Sender<bool>,
 }
 
-pub(super) struct Floor {
-    desk: Desk,
+pub(super) struct EventLoop {
+    engine: Engine,
     clock: DatabaseClock,
-    steps: Steps,
+    effects: Effects,
     outputs: Outputs,
     closes_nothing: bool,
     /// Why the database's clock could not be read the last time.
@@ -55,7 +55,7 @@ pub(super) struct Floor {
     swept: Warning<usize>,
     /// An overdue order that the sweep could not close, and why.
     stuck: Warning<Option<(OrderId, String)>>,
-    signs: Signs,
+    recorder: Recorder,
 }
 
 /// The database has refused to say who is overdue, time after time: first when, last when, and why.
@@ -70,7 +70,7 @@ struct Unswept {
 #[derive(Debug, Default)]
 struct Warning<T> {
     about: T,
-    said: Seldom,
+    said: LogThrottle,
 }
 
 impl<T: Default + PartialEq> Warning<T> {
@@ -81,14 +81,20 @@ impl<T: Default + PartialEq> Warning<T> {
     }
 }
 
-impl Floor {
-    pub fn new(settings: &Settings, clock: DatabaseClock, steps: Steps, outputs: Outputs, signs: Signs) -> Self {
+impl EventLoop {
+    pub fn new(
+        settings: &Settings,
+        clock: DatabaseClock,
+        effects: Effects,
+        outputs: Outputs,
+        recorder: Recorder,
+    ) -> Self {
         let (close_name, overdue_name) = inspections::names(settings);
         let contract = ContractWatch::new(close_name, overdue_name, std::time::Instant::now());
         Self {
-            desk: Desk::new(policy(settings)),
+            engine: Engine::new(policy(settings)),
             clock,
-            steps,
+            effects,
             outputs,
             closes_nothing: false,
             why_unanswered: None,
@@ -98,7 +104,7 @@ impl Floor {
             not_swept: Warning::default(),
             swept: Warning::default(),
             stuck: Warning::default(),
-            signs,
+            recorder,
         }
     }
 
@@ -110,24 +116,24 @@ impl Floor {
         stop: CancellationToken,
         give_up: GiveUp,
     ) {
-        let mut delivered = Vec::with_capacity(NEWS_AT_ONCE);
+        let mut delivered = Vec::with_capacity(INPUTS_AT_ONCE);
         let mut stopping = false;
         let mut inbox_is_open = true;
-        self.signs.clock(&self.clock);
+        self.recorder.clock(&self.clock);
         loop {
-            self.signs.health.beat(Loop::Floor);
+            self.recorder.health.beat(Loop::EventLoop);
             if self.run_errands() || self.has_more_to_do() {
-                // What was begun goes on first. Of a burst the desk has more to wake for many rounds, none of which waits for
+                // What was begun goes on first. Of a burst the engine has more to wake for many rounds, none of which waits for
                 // anything: the first batches would not be sent, and their answers not be read, before the last of them.
                 tokio::task::yield_now().await;
             }
             // The notes last: a task ends only after it has sent its own.
-            if stopping && self.desk.closers_are_idle() && self.steps.tasks.is_empty() && notes.is_empty() {
+            if stopping && self.engine.closers_are_idle() && self.effects.tasks.is_empty() && notes.is_empty() {
                 break;
             }
             let beat_at = Instant::now() + BEAT_EVERY;
             let wake_at =
-                self.desk.wake_at().map_or(beat_at, |moment| beat_at.min(self.clock.instant_of(moment).into()));
+                self.engine.next_wakeup().map_or(beat_at, |moment| beat_at.min(self.clock.instant_of(moment).into()));
             tokio::select! {
                 biased;
                 () = stop.cancelled(), if !stopping => {
@@ -136,17 +142,17 @@ impl Floor {
                 }
                 () = give_up.moment() => break,
                 Some(note) = notes.recv() => self.take(note),
-                count = inbox.recv_many(&mut delivered, NEWS_AT_ONCE), if inbox_is_open => {
+                count = inbox.recv_many(&mut delivered, INPUTS_AT_ONCE), if inbox_is_open => {
                     // Closed once the supervisor has ended, which on the way out it may do before the rest has.
                     inbox_is_open = count > 0;
                     let now = self.clock.now();
                     for one in delivered.drain(..) {
-                        self.signs.delivered(&one, now);
-                        self.desk.hear(News::Delivered(one), now);
+                        self.recorder.delivered(&one, now);
+                        self.engine.handle(Input::Delivered(one), now);
                     }
                 }
                 // The last to end may have had nothing to say.
-                () = self.steps.tasks.wait(), if stopping && !self.steps.tasks.is_empty() => {}
+                () = self.effects.tasks.wait(), if stopping && !self.effects.tasks.is_empty() => {}
                 () = tokio::time::sleep_until(wake_at) => {}
             }
         }
@@ -154,59 +160,59 @@ impl Floor {
     }
 
     fn has_more_to_do(&self) -> bool {
-        self.desk.wake_at().is_some_and(|at| at <= self.clock.now())
+        self.engine.next_wakeup().is_some_and(|at| at <= self.clock.now())
     }
 
     fn begin_draining(&mut self) {
-        info!(held = self.desk.held(), "stopping: taking nothing new, finishing what is begun");
-        self.signs.health.note_stage(Stage::Stopping);
+        info!(held = self.engine.held(), "stopping: taking nothing new, finishing what is begun");
+        self.recorder.health.note_lifecycle(Lifecycle::Stopping);
         self.outputs.phase.send_replace(Phase::Drain);
-        self.desk.drain();
-        self.steps.tasks.close();
+        self.engine.drain();
+        self.effects.tasks.close();
     }
 
     fn take(&mut self, note: Note) {
         match note {
-            Note::News(news) => {
+            Note::Input(news) => {
                 match &news {
-                    News::Closed(batch, Err(fault)) => self.note_who_is_stuck(batch, fault),
-                    News::Closed(batch, answer) => self.contract.answered(batch, answer, std::time::Instant::now()),
-                    News::Armed(receipts) => self.signs.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
-                    News::Swept(page) => {
+                    Input::Closed(batch, Err(fault)) => self.note_who_is_stuck(batch, fault),
+                    Input::Closed(batch, answer) => self.contract.answered(batch, answer, std::time::Instant::now()),
+                    Input::Rearmed(receipts) => self.recorder.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
+                    Input::Swept(page) => {
                         self.unswept = None;
                         self.has_swept = true;
                         self.contract.page_found(page, std::time::Instant::now());
                     }
                     _ => {}
                 }
-                self.desk.hear(news, self.clock.now());
+                self.engine.handle(news, self.clock.now());
             }
             Note::Clock(sample) => {
                 self.clock.learn(sample);
                 self.why_unanswered = None;
-                self.signs.clock(&self.clock);
+                self.recorder.clock(&self.clock);
                 // Comes each second, so that what was counted is said even if nothing more is.
                 self.say_what_was_swept();
                 self.say_who_is_stuck();
-                self.steps.parked.lock().expect("no holder panics").say_what_is_due();
+                self.effects.parked.lock().expect("no holder panics").say_what_is_due();
                 self.say_what_the_broker_does();
                 let why = self.contract.why(std::time::Instant::now());
-                self.signs.degraded(Cause::OrdersContract, why.as_deref());
+                self.recorder.degraded(Cause::OrdersContract, why.as_deref());
             }
             Note::NoClock(why) => {
                 self.why_unanswered = Some(why);
-                self.signs.no_clock();
+                self.recorder.no_clock();
                 self.say_what_the_broker_does();
             }
             Note::OddAnswer(odd) => self.contract.odd_answer(&odd, std::time::Instant::now()),
             Note::NotSwept(why) => {
                 self.has_swept = false;
-                self.signs.metrics.sweep_failures.inc();
+                self.recorder.metrics.sweep_failures.inc();
                 self.note_not_swept(why);
-                self.desk.hear(News::NotSwept, self.clock.now());
+                self.engine.handle(Input::NotSwept, self.clock.now());
             }
             // Without the broker nobody expects an alarm.
-            Note::ClosedBySweep(orders) if self.desk.broker_is_here() => {
+            Note::ClosedBySweep(orders) if self.engine.broker_is_here() => {
                 self.swept.about += orders;
                 // They end with the worker's stop.
                 let _ = self.outputs.inspections.send(BrokerNews::Swept);
@@ -216,12 +222,12 @@ impl Floor {
         }
     }
 
-    fn note_who_is_stuck(&mut self, batch: &Batch, fault: &CloseFault) {
-        match (fault, batch.by, &batch.cases[..]) {
-            (CloseFault::Away(_), ..) => {}
+    fn note_who_is_stuck(&mut self, batch: &Batch, fault: &CloseError) {
+        match (fault, batch.by, &batch.items[..]) {
+            (CloseError::Unavailable(_), ..) => {}
             // The fault of one order only where it stood alone.
-            (fault, ClosedBy::Sweep, [case]) => {
-                self.stuck.about = Some((case.alarm.order_id().clone(), fault.to_string()));
+            (fault, ClosedBy::Sweep, [item]) => {
+                self.stuck.about = Some((item.alarm.order_id().clone(), fault.to_string()));
             }
             _ => {}
         }
@@ -251,67 +257,67 @@ impl Floor {
     /// The same for orders that the sweep cannot close: nothing is parked of them, unless an alarm spoke for them before.
     fn say_who_is_stuck(&mut self) {
         // Most of what fails once is closed a moment later.
-        self.stuck.about.take_if(|(order_id, _)| !self.desk.is_troubled(order_id));
+        self.stuck.about.take_if(|(order_id, _)| !self.engine.is_backed_off(order_id));
         if let Some((order_id, why)) = self.stuck.take_due().flatten() {
-            let orders = self.desk.troubled();
+            let orders = self.engine.backed_off();
             warn!(orders, %order_id, %why, "overdue orders cannot be closed, this one among them; they are tried again, at most five minutes apart");
         }
     }
 
     fn say_what_the_broker_does(&self) {
         let now = self.clock.now();
-        self.signs.degraded(Cause::AlarmsCirculate, self.desk.why_alarms_circulate(now).as_deref());
-        self.signs.degraded(Cause::BrokerPolicy, self.desk.why_broker_policy(now));
+        self.recorder.degraded(Cause::AlarmsCirculate, self.engine.why_alarms_circulate(now).as_deref());
+        self.recorder.degraded(Cause::BrokerPolicy, self.engine.why_broker_policy(now));
     }
 
     /// Returns whether there were any.
     fn run_errands(&mut self) -> bool {
         let now = self.clock.now();
-        let errands = self.desk.errands(now);
-        let were_any = !errands.is_empty();
-        for errand in errands {
+        let actions = self.engine.poll_actions(now);
+        let were_any = !actions.is_empty();
+        for errand in actions {
             match errand {
-                Errand::Close(batch) => self.steps.close(batch, self.clock),
-                Errand::Arm(jobs) => self.steps.arm(jobs, self.clock),
-                Errand::Park(parcels) => self.steps.park(parcels),
-                Errand::Sweep(page) => {
+                Action::Close(batch) => self.effects.close(batch, self.clock),
+                Action::Rearm(jobs) => self.effects.arm(jobs, self.clock),
+                Action::Park(dead_letters) => self.effects.park(dead_letters),
+                Action::Sweep(page) => {
                     self.contract.page_asked(&page, std::time::Instant::now());
-                    self.steps.sweep(page);
+                    self.effects.sweep(page);
                 }
                 // With the supervisor gone there is no session, and every receipt is void.
-                Errand::Settle(settlements) => drop(self.outputs.settlements.send(settlements)),
+                Action::Settle(settlements) => drop(self.outputs.settlements.send(settlements)),
             }
         }
-        let closing = !self.desk.closers_are_idle();
+        let closing = !self.engine.closers_are_idle();
         self.outputs.closing.send_if_modified(|known| std::mem::replace(known, closing) != closing);
         self.note_whether_it_closes_nothing(now);
-        self.note_whether_to_consume(self.desk.wants_deliveries(now));
+        self.note_whether_to_consume(self.engine.wants_deliveries(now));
         self.show(now);
         were_any
     }
 
-    /// What the desk holds, and whether the database is of use.
-    fn show(&self, now: Moment) {
-        let metrics = &self.signs.metrics;
-        metrics.alarms_held.set(self.desk.held() as i64);
-        metrics.alarms_held_back.set(self.desk.held_back() as i64);
-        metrics.early_returns.inc_by(self.desk.early_returns() - metrics.early_returns.get());
-        metrics.orders_swept.inc_by(self.desk.swept() - metrics.orders_swept.get());
-        metrics.orders_troubled.set(self.desk.troubled() as i64);
+    /// What the engine holds, and whether the database is of use.
+    fn show(&self, now: Timestamp) {
+        let metrics = &self.recorder.metrics;
+        metrics.alarms_held.set(self.engine.held() as i64);
+        metrics.alarms_held_back.set(self.engine.held_back() as i64);
+        metrics.early_returns.inc_by(self.engine.early_returns() - metrics.early_returns.get());
+        metrics.orders_swept.inc_by(self.engine.swept() - metrics.orders_swept.get());
+        metrics.orders_backed_off.set(self.engine.backed_off() as i64);
         // An absent database is not asked.
-        let is_known = self.has_swept && !self.desk.database_is_away();
-        let overdue_for = self.desk.oldest_overdue().map_or(Duration::ZERO, |deadline| now.since(deadline));
+        let is_known = self.has_swept && !self.engine.database_is_away();
+        let overdue_for = self.engine.oldest_overdue().map_or(Duration::ZERO, |deadline| now.since(deadline));
         metrics.oldest_overdue.show(is_known.then_some(overdue_for.as_secs_f64()));
         // Asked no more often than `sweep.every`, it may have been one refusal, long ago.
         let unswept = self.unswept.as_ref().filter(|unswept| unswept.last - unswept.first >= LONGEST_UNSWEPT);
-        let why_nothing = self.desk.why_it_closes_nothing(now).or(self.why_unanswered.as_deref());
+        let why_nothing = self.engine.unavailable_reason(now).or(self.why_unanswered.as_deref());
         let why = why_nothing.or(unswept.map(|unswept| unswept.why.as_str()));
-        metrics.database_away.set(i64::from(why.is_some()));
-        self.signs.health.note_database(why.map(database::without_the_servers_words).as_deref());
+        metrics.database_unavailable.set(i64::from(why.is_some()));
+        self.recorder.health.note_database(why.map(database::without_the_servers_words).as_deref());
     }
 
-    fn note_whether_it_closes_nothing(&mut self, now: Moment) {
-        let why_nothing = self.desk.why_it_closes_nothing(now);
+    fn note_whether_it_closes_nothing(&mut self, now: Timestamp) {
+        let why_nothing = self.engine.unavailable_reason(now);
         match why_nothing {
             Some(why) if !self.closes_nothing => warn!(why, "the database closes nothing; it is asked again"),
             None if self.closes_nothing => info!("the database closes orders again"),
@@ -324,12 +330,12 @@ impl Floor {
         self.outputs.phase.send_if_modified(|phase| {
             let next = match (*phase, wanted) {
                 (Phase::Consume, false) => {
-                    warn!("nothing could be closed, armed or parked for worker.away_patience, as the warnings before this one say; alarms are given back to the broker until that changes");
-                    self.signs.health.note_stage(Stage::Resting);
+                    warn!("nothing could be closed, armed or parked for worker.requeue_after, as the warnings before this one say; alarms are given back to the broker until that changes");
+                    self.recorder.health.note_lifecycle(Lifecycle::Resting);
                     Phase::Rest
                 }
                 (Phase::Rest, true) => {
-                    self.signs.health.note_stage(Stage::Working);
+                    self.recorder.health.note_lifecycle(Lifecycle::Working);
                     Phase::Consume
                 }
                 (unchanged, _) => unchanged,

@@ -20,7 +20,7 @@ const LONGEST_WAY: Duration = Duration::from_secs(5);
 /// A delivery, and how it is settled.
 type Settled = (Receipt, Settlement);
 
-pub(super) struct Settling {
+pub(super) struct AckBatcher {
     from: mpsc::UnboundedReceiver<Vec<Settled>>,
     closing: watch::Receiver<bool>,
     /// So many of one channel give way at most: nine in ten of those that the broker may have delivered on it, so that it
@@ -33,7 +33,7 @@ pub(super) struct Settling {
     next_at: Instant,
 }
 
-impl Settling {
+impl AckBatcher {
     /// `prefetch`: of each channel.
     pub fn new(from: mpsc::UnboundedReceiver<Vec<Settled>>, closing: watch::Receiver<bool>, prefetch: usize) -> Self {
         let now = Instant::now();
@@ -71,14 +71,14 @@ impl Settling {
             if !self.gives_way(now) || self.waiting[looked_at..].iter().any(is_given_back) {
                 return self.take();
             }
-            let hurried: Vec<Settled> =
+            let retry_nowait: Vec<Settled> =
                 self.waiting.extract_if(looked_at.., |(receipt, _)| !may_give_way(*receipt)).collect();
-            if !hurried.is_empty() {
-                for (receipt, _) in &hurried {
+            if !retry_nowait.is_empty() {
+                for (receipt, _) in &retry_nowait {
                     *self.waiting_by_channel.entry(receipt.channel).or_default() -= 1;
                 }
                 self.next_at = now + EVERY;
-                return hurried;
+                return retry_nowait;
             }
             looked_at = self.waiting.len();
             let closers_rest = self.closing.wait_for(|closing| !closing);
@@ -141,74 +141,74 @@ mod tests {
         receipt.tag % 2 == 1
     }
 
-    struct Floor {
+    struct EventLoop {
         settlements: mpsc::UnboundedSender<Vec<Settled>>,
         closing: watch::Sender<bool>,
     }
 
-    fn while_closing() -> (Floor, Settling) {
+    fn while_closing() -> (EventLoop, AckBatcher) {
         let (settlements, from) = mpsc::unbounded_channel();
         let (closing, seen) = watch::channel(true);
-        (Floor { settlements, closing }, Settling::new(from, seen, PREFETCH))
+        (EventLoop { settlements, closing }, AckBatcher::new(from, seen, PREFETCH))
     }
 
     #[test]
     fn settlements_give_way_to_closing_neither_for_ever_nor_in_any_number() {
-        let (floor, mut settling) = while_closing();
-        settling.take_in(vec![ack(1), ack(2)]);
-        let begin = settling.waiting_since;
-        assert!(settling.gives_way(begin + LONGEST_WAY - EVERY));
-        assert!(!settling.gives_way(begin + LONGEST_WAY));
+        let (floor, mut ack_batcher) = while_closing();
+        ack_batcher.take_in(vec![ack(1), ack(2)]);
+        let begin = ack_batcher.waiting_since;
+        assert!(ack_batcher.gives_way(begin + LONGEST_WAY - EVERY));
+        assert!(!ack_batcher.gives_way(begin + LONGEST_WAY));
         floor.closing.send_replace(false);
-        assert!(!settling.gives_way(begin), "closers rest");
+        assert!(!ack_batcher.gives_way(begin), "closers rest");
         floor.closing.send_replace(true);
-        assert!(settling.gives_way(begin));
-        settling.take_in(vec![ack_on(1, 1), ack_on(1, 2)]);
-        assert!(settling.gives_way(begin), "of each channel some may be delivered");
-        settling.take_in(vec![ack(3)]);
-        assert!(!settling.gives_way(begin), "hardly any may be delivered on the first channel");
-        settling.take();
-        settling.take_in(vec![ack(4), ack(5)]);
-        assert!(settling.gives_way(begin), "what was settled counts no more");
+        assert!(ack_batcher.gives_way(begin));
+        ack_batcher.take_in(vec![ack_on(1, 1), ack_on(1, 2)]);
+        assert!(ack_batcher.gives_way(begin), "of each channel some may be delivered");
+        ack_batcher.take_in(vec![ack(3)]);
+        assert!(!ack_batcher.gives_way(begin), "hardly any may be delivered on the first channel");
+        ack_batcher.take();
+        ack_batcher.take_in(vec![ack(4), ack(5)]);
+        assert!(ack_batcher.gives_way(begin), "what was settled counts no more");
         drop(floor);
-        assert!(!settling.gives_way(begin), "the floor is gone");
+        assert!(!ack_batcher.gives_way(begin), "the floor is gone");
     }
 
     #[tokio::test]
     async fn what_did_not_give_way_counts_no_more() {
-        let (floor, mut settling) = while_closing();
+        let (floor, mut ack_batcher) = while_closing();
         floor.settlements.send(vec![ack(1), ack(2), ack(4)]).unwrap();
-        assert_eq!(settling.next(|receipt| receipt.tag == 1).await, [ack(1), ack(2), ack(4)], "three are too many");
+        assert_eq!(ack_batcher.next(|receipt| receipt.tag == 1).await, [ack(1), ack(2), ack(4)], "three are too many");
         floor.settlements.send(vec![ack(5), ack(6)]).unwrap();
-        assert_eq!(settling.next(is_odd).await, [ack(6)]);
-        settling.take_in(vec![ack(7)]);
-        assert!(settling.gives_way(settling.waiting_since));
+        assert_eq!(ack_batcher.next(is_odd).await, [ack(6)]);
+        ack_batcher.take_in(vec![ack(7)]);
+        assert!(ack_batcher.gives_way(ack_batcher.waiting_since));
     }
 
     #[tokio::test]
     async fn who_may_not_give_way_goes_alone() {
-        let (floor, mut settling) = while_closing();
+        let (floor, mut ack_batcher) = while_closing();
         floor.settlements.send(vec![ack(1), ack(2)]).unwrap();
-        assert_eq!(settling.next(is_odd).await, [ack(2)]);
+        assert_eq!(ack_batcher.next(is_odd).await, [ack(2)]);
         floor.closing.send_replace(false);
-        assert_eq!(settling.next(is_odd).await, [ack(1)]);
+        assert_eq!(ack_batcher.next(is_odd).await, [ack(1)]);
     }
 
     #[tokio::test]
     async fn what_is_given_back_goes_at_once_and_with_all_that_is_done() {
-        let (floor, mut settling) = while_closing();
+        let (floor, mut ack_batcher) = while_closing();
         floor.settlements.send(vec![ack(1), requeue(3)]).unwrap();
-        assert_eq!(settling.next(is_odd).await, [ack(1), requeue(3)]);
+        assert_eq!(ack_batcher.next(is_odd).await, [ack(1), requeue(3)]);
     }
 
     #[tokio::test]
     async fn what_gives_way_when_waiting_is_given_up_is_not_lost() {
-        let (floor, mut settling) = while_closing();
+        let (floor, mut ack_batcher) = while_closing();
         floor.settlements.send(vec![ack(1)]).unwrap();
-        assert!(timeout(3 * EVERY, settling.next(is_odd)).await.is_err());
-        assert_eq!(settling.waiting, [ack(1)]);
+        assert!(timeout(3 * EVERY, ack_batcher.next(is_odd)).await.is_err());
+        assert_eq!(ack_batcher.waiting, [ack(1)]);
         floor.settlements.send(vec![ack(3)]).unwrap();
         floor.closing.send_replace(false);
-        assert_eq!(settling.next(is_odd).await, [ack(1), ack(3)]);
+        assert_eq!(ack_batcher.next(is_odd).await, [ack(1), ack(3)]);
     }
 }

@@ -1,12 +1,12 @@
 //! Whether the database closes anything: it is away, or batch after batch fails for reasons that are hardly its orders'.
 //!
-//! Pure, like the whole desk. Only takes note; who is asked meanwhile is decided in `batches.rs`.
+//! Pure, like the whole engine. Only takes note; who is asked meanwhile is decided in `batching.rs`.
 
 use std::collections::HashSet;
 use std::time::Duration;
 
-use super::{Answer, Batch, Policy};
-use crate::order::{CloseFault, Finding, Moment, OrderId, Outcome};
+use super::{Batch, BatchResult, Policy};
+use crate::order::{CloseError, CloseResult, OrderId, Outcome, Timestamp};
 
 /// How long batch after batch may fail, and none be closed, before the database is said to close nothing.
 const LONGEST_STALL: Duration = Duration::from_secs(5);
@@ -21,46 +21,46 @@ const SEVERAL: usize = 2;
 const MANY: usize = 10;
 
 #[derive(Debug, Default)]
-pub(super) struct Outage {
+pub(super) struct Availability {
     away: Option<Away>,
-    held_up: Option<HeldUp>,
-    refused: Option<Refused>,
+    held_up: Option<Stalled>,
+    refused: Option<Rejected>,
 }
 
 /// The database does not answer: since when, and when it is asked next.
 #[derive(Debug)]
 struct Away {
-    since: Moment,
-    ask_again_at: Moment,
+    since: Timestamp,
+    ask_again_at: Timestamp,
     asked: u32,
     why: String,
 }
 
 /// Locks or timeouts befall orders and none is closed: since when, when one did last, and which.
 #[derive(Debug)]
-struct HeldUp {
-    since: Moment,
-    last: Moment,
+struct Stalled {
+    since: Timestamp,
+    last: Timestamp,
     why: String,
-    orders: Few,
+    orders: SampledIds,
 }
 
-/// Orders are refused, each for itself, and none is closed. No outage, and nobody is less ready for it: of a quiet shop's
+/// Orders are refused, each for itself, and none is closed. No availability, and nobody is less ready for it: of a quiet shop's
 /// orders it may be all that are overdue, and a worker that starts beside them is as good as any.
 #[derive(Debug)]
-struct Refused {
-    since: Moment,
-    orders: Few,
+struct Rejected {
+    since: Timestamp,
+    orders: SampledIds,
 }
 
 /// Which orders, up to [`MANY`].
 #[derive(Debug, Default)]
-struct Few(HashSet<OrderId>);
+struct SampledIds(HashSet<OrderId>);
 
-impl Few {
+impl SampledIds {
     fn add(&mut self, batch: &Batch) {
-        for case in batch.cases.iter().take(MANY - self.0.len()) {
-            self.0.insert(case.alarm.order_id().clone());
+        for item in batch.items.iter().take(MANY - self.0.len()) {
+            self.0.insert(item.alarm.order_id().clone());
         }
     }
 
@@ -69,19 +69,19 @@ impl Few {
     }
 }
 
-impl HeldUp {
-    fn goes_on(&self, policy: &Policy, now: Moment) -> bool {
+impl Stalled {
+    fn goes_on(&self, policy: &Policy, now: Timestamp) -> bool {
         now.since(self.last) < FORGETS_A_STALL_AFTER.max(2 * policy.longest_try)
     }
 
-    fn is_an_outage(&self, policy: &Policy, now: Moment) -> bool {
+    fn is_an_outage(&self, policy: &Policy, now: Timestamp) -> bool {
         self.orders.are(SEVERAL) && self.last.since(self.since) >= LONGEST_STALL && self.goes_on(policy, now)
     }
 }
 
-impl Outage {
+impl Availability {
     /// Returns whether this ends a time in which everybody was refused.
-    pub fn note(&mut self, batch: &Batch, answer: &Answer, policy: &Policy, now: Moment) -> bool {
+    pub fn note(&mut self, batch: &Batch, answer: &BatchResult, policy: &Policy, now: Timestamp) -> bool {
         self.note_whether_away(answer, policy, now);
         match answer {
             // Only a close ends it. Whoever just looks, at a batch without orders or at orders that are paid or busy, is
@@ -92,15 +92,18 @@ impl Outage {
                 return ended.is_some_and(|ended| ended.orders.are(MANY) && now.since(ended.since) >= LONGEST_STALL);
             }
             // Tried again at once without waiting: only then it is known whether it was one article's lock.
-            Err(CloseFault::Locked(_)) if batch.is_patient() => {}
-            Err(CloseFault::Locked(why) | CloseFault::Transient(why) | CloseFault::Away(why)) => {
+            Err(CloseError::Locked(_)) if batch.waits_for_locks() => {}
+            Err(CloseError::Locked(why) | CloseError::Transient(why) | CloseError::Unavailable(why)) => {
                 self.note_held_up(batch, why, policy, now);
             }
             // Of several together, nobody knows yet which of them is to blame.
-            Err(CloseFault::OfTheOrder(_)) if batch.cases.len() == 1 => {
-                self.refused.get_or_insert_with(|| Refused { since: now, orders: Few::default() }).orders.add(batch);
+            Err(CloseError::Rejected(_)) if batch.items.len() == 1 => {
+                self.refused
+                    .get_or_insert_with(|| Rejected { since: now, orders: SampledIds::default() })
+                    .orders
+                    .add(batch);
             }
-            Ok(_) | Err(CloseFault::OfTheOrder(_)) => {}
+            Ok(_) | Err(CloseError::Rejected(_)) => {}
         }
         false
     }
@@ -110,12 +113,12 @@ impl Outage {
     }
 
     /// When an absent database is asked whether it is back; `None` while it is here.
-    pub fn ask_again_at(&self) -> Option<Moment> {
+    pub fn ask_again_at(&self) -> Option<Timestamp> {
         self.away.as_ref().map(|away| away.ask_again_at)
     }
 
     /// How long the database has been away; `None` while it is not.
-    pub fn away_for(&self, now: Moment) -> Option<Duration> {
+    pub fn away_for(&self, now: Timestamp) -> Option<Duration> {
         self.away.as_ref().map(|away| now.since(away.since))
     }
 
@@ -126,12 +129,12 @@ impl Outage {
 
     /// Why nothing that is due is closed, if that is so: the database is away, or locks or timeouts befall too many to be
     /// their own.
-    pub fn why_nothing(&self, policy: &Policy, now: Moment) -> Option<&str> {
+    pub fn why_nothing(&self, policy: &Policy, now: Timestamp) -> Option<&str> {
         let held_up = || self.held_up.as_ref().filter(|held_up| held_up.is_an_outage(policy, now));
         self.away.as_ref().map(|away| away.why.as_str()).or_else(|| held_up().map(|held_up| held_up.why.as_str()))
     }
 
-    pub fn clock_was_set_back(&mut self, now: Moment) {
+    pub fn clock_was_set_back(&mut self, now: Timestamp) {
         self.held_up = None;
         self.refused = None;
         if let Some(away) = &mut self.away {
@@ -140,8 +143,8 @@ impl Outage {
         }
     }
 
-    fn note_whether_away(&mut self, answer: &Answer, policy: &Policy, now: Moment) {
-        let Err(CloseFault::Away(why)) = answer else {
+    fn note_whether_away(&mut self, answer: &BatchResult, policy: &Policy, now: Timestamp) {
+        let Err(CloseError::Unavailable(why)) = answer else {
             self.away = None;
             return;
         };
@@ -150,17 +153,18 @@ impl Outage {
         self.away = Some(Away { since, ask_again_at: now + pause, asked, why: why.clone() });
     }
 
-    fn note_held_up(&mut self, batch: &Batch, why: &str, policy: &Policy, now: Moment) {
-        if batch.cases.is_empty() {
+    fn note_held_up(&mut self, batch: &Batch, why: &str, policy: &Policy, now: Timestamp) {
+        if batch.items.is_empty() {
             return;
         }
         let known = self.held_up.take().filter(|known| known.goes_on(policy, now));
-        let (since, mut orders) = known.map_or_else(|| (now, Few::default()), |known| (known.since, known.orders));
+        let (since, mut orders) =
+            known.map_or_else(|| (now, SampledIds::default()), |known| (known.since, known.orders));
         orders.add(batch);
-        self.held_up = Some(HeldUp { since, last: now, why: why.to_owned(), orders });
+        self.held_up = Some(Stalled { since, last: now, why: why.to_owned(), orders });
     }
 }
 
-fn is_a_close(finding: &Finding) -> bool {
+fn is_a_close(finding: &CloseResult) -> bool {
     finding.as_ref().is_ok_and(|found| found.outcome == Outcome::Closed)
 }

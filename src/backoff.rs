@@ -10,11 +10,11 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// Jitter included.
 pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Pauses that double up to the longest and never end: jittered, so that workers do not come back in step.
+/// Backoff that double up to the longest and never end: jittered, so that workers do not come back in step.
 #[derive(Debug)]
-pub struct Pauses(backon::ExponentialBackoff);
+pub struct Backoff(backon::ExponentialBackoff);
 
-impl Pauses {
+impl Backoff {
     #[must_use]
     pub fn new() -> Self {
         // backon's jitter comes on top and is as long as the delay at most.
@@ -28,7 +28,7 @@ impl Pauses {
     }
 }
 
-impl Default for Pauses {
+impl Default for Backoff {
     fn default() -> Self {
         Self::new()
     }
@@ -40,9 +40,9 @@ mod tests {
 
     #[test]
     fn pauses_grow_up_to_the_longest_and_never_end() {
-        let mut pauses = Pauses::new();
-        assert!((FIRST_PAUSE..=2 * FIRST_PAUSE).contains(&pauses.next_pause()));
-        let later: Vec<Duration> = (0..1_000).map(|_| pauses.next_pause()).skip(10).collect();
+        let mut backoff = Backoff::new();
+        assert!((FIRST_PAUSE..=2 * FIRST_PAUSE).contains(&backoff.next_pause()));
+        let later: Vec<Duration> = (0..1_000).map(|_| backoff.next_pause()).skip(10).collect();
         assert!(later.iter().all(|pause| (LONGEST_PAUSE / 2..=LONGEST_PAUSE).contains(pause)), "{later:?}");
         assert!(later.windows(2).any(|two| two[0] != two[1]), "not in step");
     }

@@ -1,4 +1,4 @@
-//! The bounds within which the desk decides.
+//! The bounds within which the engine decides.
 //!
 //! Pure. Only holds them and the pauses that follow from them; what is done within them is decided in the other files.
 
@@ -16,7 +16,7 @@ pub struct Policy {
     pub retry_longest: Duration,
     pub missing_for: Duration,
     pub max_attempts: u32,
-    pub away_patience: Duration,
+    pub requeue_after: Duration,
     /// How many alarms are held back at a time because the broker returns them before their time.
     pub held_back_most: usize,
     /// How long a batch may take to fail, about: the wait for a connection, and the statement.

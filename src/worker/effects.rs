@@ -1,6 +1,6 @@
-//! Runs the desk's errands, each as a task of its own, and sends back what came of it.
+//! Runs the engine's actions, each as a task of its own, and sends back what came of it.
 //!
-//! One try each: whether and when to try again is the desk's to say.
+//! One try each: whether and when to try again is the engine's to say.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -10,17 +10,17 @@ use tokio::sync::mpsc;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
-use super::Signs;
-use crate::alarm::{ArmJob, Parcel, ParkReason, Receipt};
-use crate::arm::{Armer, Written};
+use super::Recorder;
+use crate::alarm::{DeadLetter, ParkReason, Rearm, Receipt};
 use crate::clock::{ClockSample, DatabaseClock};
 use crate::close::Closer;
-use crate::database::{Database, Trouble, trouble, why};
-use crate::desk::{Answer, Batch, News};
-use crate::order::{ClosedBy, Moment, OddAnswer, OrderId, Outcome, SweepPage};
+use crate::database::{Database, ErrorClass, classify, one_line};
+use crate::engine::{Batch, BatchResult, Input};
+use crate::logging::LogThrottle;
+use crate::order::{ClosedBy, OddAnswer, OrderId, Outcome, SweepPage, Timestamp};
 use crate::park;
+use crate::rearm::{Rearmer, Written};
 use crate::sweep::Sweeper;
-use crate::telemetry::Seldom;
 
 /// How often the database's clock is read.
 const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
@@ -31,7 +31,7 @@ const UNREADY_REST: Duration = Duration::from_secs(10);
 /// What the floor hears from its own tasks.
 #[derive(Debug)]
 pub(super) enum Note {
-    News(News),
+    Input(Input),
     Clock(ClockSample),
     /// It could not be read: why.
     NoClock(String),
@@ -43,32 +43,32 @@ pub(super) enum Note {
     OddAnswer(OddAnswer),
 }
 
-/// A parcel, and the delivery it came in.
-type Addressed = (Parcel, Receipt);
+/// A dead_letter, and the delivery it came in.
+type Addressed = (DeadLetter, Receipt);
 
-/// The steps, and the way back for what they found.
-pub(super) struct Steps {
+/// The effects, and the way back for what they found.
+pub(super) struct Effects {
     closer: Closer,
     sweeper: Sweeper,
     database: Database,
-    armer: Armer,
+    rearmer: Rearmer,
     notes: mpsc::UnboundedSender<Note>,
-    signs: Signs,
+    recorder: Recorder,
     pub parked: Arc<Mutex<ParkedWarnings>>,
     pub tasks: TaskTracker,
 }
 
-impl Steps {
+impl Effects {
     pub fn new(
         closer: Closer,
         sweeper: Sweeper,
         database: Database,
-        armer: Armer,
+        rearmer: Rearmer,
         notes: mpsc::UnboundedSender<Note>,
-        signs: Signs,
+        recorder: Recorder,
     ) -> Self {
         let parked = Arc::default();
-        Self { closer, sweeper, database, armer, notes, signs, parked, tasks: TaskTracker::new() }
+        Self { closer, sweeper, database, rearmer, notes, recorder, parked, tasks: TaskTracker::new() }
     }
 
     fn spawn(&self, errand: impl Future<Output = Vec<Note>> + Send + 'static) {
@@ -82,39 +82,39 @@ impl Steps {
     }
 
     pub fn close(&self, batch: Batch, clock: DatabaseClock) {
-        let (closer, signs) = (self.closer.clone(), self.signs.clone());
+        let (closer, recorder) = (self.closer.clone(), self.recorder.clone());
         self.spawn(async move {
-            let ids: Vec<OrderId> = batch.cases.iter().map(|case| case.alarm.order_id().clone()).collect();
+            let ids: Vec<OrderId> = batch.items.iter().map(|item| item.alarm.order_id().clone()).collect();
             let began = clock.now();
-            let answer = closer.close(&ids, batch.by, batch.is_patient()).await;
+            let answer = closer.close(&ids, batch.by, batch.waits_for_locks()).await;
             let now = clock.now();
             let took = now.since(began);
             debug!(orders = ids.len(), took_ms = took.as_secs_f64() * 1e3, "batch looked at");
-            signs.looked_at(&batch, &answer, took, now);
+            recorder.looked_at(&batch, &answer, took, now);
             let closed = log_answer(&batch, &answer, now);
             let by_sweep = (batch.by == ClosedBy::Sweep && closed > 0).then_some(Note::ClosedBySweep(closed));
             let odd = closer.take_odd_answer().map(Note::OddAnswer);
-            by_sweep.into_iter().chain(odd).chain([Note::News(News::Closed(batch, answer))]).collect()
+            by_sweep.into_iter().chain(odd).chain([Note::Input(Input::Closed(batch, answer))]).collect()
         });
     }
 
-    pub fn arm(&self, jobs: Vec<ArmJob>, clock: DatabaseClock) {
-        let armer = self.armer.clone();
+    pub fn arm(&self, jobs: Vec<Rearm>, clock: DatabaseClock) {
+        let rearmer = self.rearmer.clone();
         self.spawn(async move {
-            let Written { confirmed, refused, failed } = armer.write(jobs, clock).await;
-            [news(confirmed, News::Armed), news(refused, News::ArmRefused), news(failed, News::NotArmed)]
+            let Written { confirmed, refused, failed } = rearmer.write(jobs, clock).await;
+            [news(confirmed, Input::Rearmed), news(refused, Input::RearmRefused), news(failed, Input::NotRearmed)]
                 .into_iter()
                 .flatten()
                 .collect()
         });
     }
 
-    pub fn park(&self, parcels: Vec<Addressed>) {
-        let (database, signs, said) = (self.database.clone(), self.signs.clone(), self.parked.clone());
+    pub fn park(&self, dead_letters: Vec<Addressed>) {
+        let (database, recorder, said) = (self.database.clone(), self.recorder.clone(), self.parked.clone());
         self.spawn(async move {
-            let to = Shelf { database, signs, said };
-            let Shelved { parked, refused, failed } = park_all(&to, parcels).await;
-            [news(parked, News::Parked), news(refused, News::ParkRefused), news(failed, News::NotParked)]
+            let to = Parking { database, recorder, said };
+            let ParkResult { parked, refused, failed } = park_all(&to, dead_letters).await;
+            [news(parked, Input::Parked), news(refused, Input::ParkRefused), news(failed, Input::NotParked)]
                 .into_iter()
                 .flatten()
                 .collect()
@@ -125,26 +125,26 @@ impl Steps {
         let sweeper = self.sweeper.clone();
         self.spawn(async move {
             vec![match sweeper.overdue(&page).await {
-                Ok(overdue) => Note::News(News::Swept(overdue)),
-                Err(error) => Note::NotSwept(why(&error)),
+                Ok(overdue) => Note::Input(Input::Swept(overdue)),
+                Err(error) => Note::NotSwept(one_line(&error)),
             }]
         });
     }
 }
 
 /// Returns how many orders were closed.
-fn log_answer(batch: &Batch, answer: &Answer, now: Moment) -> usize {
+fn log_answer(batch: &Batch, answer: &BatchResult, now: Timestamp) -> usize {
     let findings = match answer {
         Ok(findings) => findings,
         Err(fault) => {
             let (orders, first) =
-                (batch.cases.len(), batch.cases.first().map_or("", |case| case.alarm.order_id().as_str()));
+                (batch.items.len(), batch.items.first().map_or("", |item| item.alarm.order_id().as_str()));
             debug!(orders, first, ?fault, "a batch could not be closed; it is tried again");
             return 0;
         }
     };
     let closed_by = batch.by.as_str();
-    for unknown in batch.cases.iter().map(|case| case.alarm.order_id()).filter(|id| !findings.contains_key(*id)) {
+    for unknown in batch.items.iter().map(|item| item.alarm.order_id()).filter(|id| !findings.contains_key(*id)) {
         let outcome = Outcome::Unknown.as_str();
         debug!(order_id = %unknown, outcome, asked_by = closed_by, "order {unknown} stays as it is: {outcome}");
     }
@@ -166,9 +166,9 @@ fn log_answer(batch: &Batch, answer: &Answer, now: Moment) -> usize {
     closed
 }
 
-/// What became of parcels.
+/// What became of dead_letters.
 #[derive(Default)]
-struct Shelved {
+struct ParkResult {
     parked: Vec<Receipt>,
     /// The database refuses their rows.
     refused: Vec<Addressed>,
@@ -177,14 +177,14 @@ struct Shelved {
 }
 
 /// Together, or one by one where the database refuses a row, so that it does not keep the others out.
-async fn park_all(to: &Shelf, parcels: Vec<Addressed>) -> Shelved {
-    let mut shelved = Shelved::default();
-    let mut alone = match park_together(to, parcels, &mut shelved).await {
+async fn park_all(to: &Parking, dead_letters: Vec<Addressed>) -> ParkResult {
+    let mut shelved = ParkResult::default();
+    let mut alone = match park_together(to, dead_letters, &mut shelved).await {
         Ok(()) => return shelved,
-        Err(parcels) => parcels.into_iter(),
+        Err(dead_letters) => dead_letters.into_iter(),
     };
-    while let Some(parcel) = alone.next() {
-        if let Err(refused) = park_together(to, vec![parcel], &mut shelved).await {
+    while let Some(dead_letter) = alone.next() {
+        if let Err(refused) = park_together(to, vec![dead_letter], &mut shelved).await {
             shelved.refused.extend(refused);
         } else if !shelved.failed.is_empty() {
             shelved.failed.extend(alone);
@@ -197,45 +197,52 @@ async fn park_all(to: &Shelf, parcels: Vec<Addressed>) -> Shelved {
 /// By one statement.
 ///
 /// # Errors
-/// The parcels, one of which at least is refused.
-async fn park_together(to: &Shelf, parcels: Vec<Addressed>, shelved: &mut Shelved) -> Result<(), Vec<Addressed>> {
-    let contents: Vec<&Parcel> = parcels.iter().map(|(parcel, _)| parcel).collect();
+/// The dead_letters, one of which at least is refused.
+async fn park_together(
+    to: &Parking,
+    dead_letters: Vec<Addressed>,
+    shelved: &mut ParkResult,
+) -> Result<(), Vec<Addressed>> {
+    let contents: Vec<&DeadLetter> = dead_letters.iter().map(|(dead_letter, _)| dead_letter).collect();
     let Err(error) = park::park(&to.database, &contents).await else {
         to.note_parked(&contents);
-        shelved.parked.extend(parcels.into_iter().map(|(_, receipt)| receipt));
+        shelved.parked.extend(dead_letters.into_iter().map(|(_, receipt)| receipt));
         return Ok(());
     };
-    let alarms = parcels.len();
-    if trouble(&error) != Trouble::Data || alarms == 1 {
-        warn!(error = why(&error), alarms, "alarms could not be parked; they stay unacknowledged and are tried again");
+    let alarms = dead_letters.len();
+    if classify(&error) != ErrorClass::Data || alarms == 1 {
+        warn!(
+            error = one_line(&error),
+            alarms, "alarms could not be parked; they stay unacknowledged and are tried again"
+        );
     }
-    if trouble(&error) == Trouble::Data {
-        return Err(parcels);
+    if classify(&error) == ErrorClass::Data {
+        return Err(dead_letters);
     }
-    shelved.failed.extend(parcels);
+    shelved.failed.extend(dead_letters);
     Ok(())
 }
 
 /// Nothing to say of nobody.
-fn news<T>(about: Vec<T>, news: impl FnOnce(Vec<T>) -> News) -> Option<Note> {
-    (!about.is_empty()).then(|| Note::News(news(about)))
+fn news<T>(about: Vec<T>, news: impl FnOnce(Vec<T>) -> Input) -> Option<Note> {
+    (!about.is_empty()).then(|| Note::Input(news(about)))
 }
 
-/// Where parcels are put, and where that is counted and said.
-struct Shelf {
+/// Where dead_letters are put, and where that is counted and said.
+struct Parking {
     database: Database,
-    signs: Signs,
+    recorder: Recorder,
     said: Arc<Mutex<ParkedWarnings>>,
 }
 
-impl Shelf {
-    fn note_parked(&self, parcels: &[&Parcel]) {
+impl Parking {
+    fn note_parked(&self, dead_letters: &[&DeadLetter]) {
         let mut said = self.said.lock().expect("no holder panics");
-        for parcel in parcels {
-            self.signs.metrics.alarms_parked.with_label_values(&[parcel.reason.as_str()]).inc();
-            let order_id = parcel.order_id.as_ref().map_or("", OrderId::as_str);
-            debug!(order_id, reason = parcel.reason.as_str(), detail = %parcel.detail, "alarm parked");
-            said.note(parcel);
+        for dead_letter in dead_letters {
+            self.recorder.metrics.alarms_parked.with_label_values(&[dead_letter.reason.as_str()]).inc();
+            let order_id = dead_letter.order_id.as_ref().map_or("", OrderId::as_str);
+            debug!(order_id, reason = dead_letter.reason.as_str(), detail = %dead_letter.detail, "alarm parked");
+            said.note(dead_letter);
         }
         said.say_what_is_due();
     }
@@ -252,15 +259,15 @@ struct ParkedWarning {
     alarms: u64,
     /// One of them: the order's id and the detail.
     example: (String, String),
-    said: Seldom,
+    said: LogThrottle,
 }
 
 impl ParkedWarnings {
-    fn note(&mut self, parcel: &Parcel) {
-        let warning = self.by_reason.entry(parcel.reason).or_default();
+    fn note(&mut self, dead_letter: &DeadLetter) {
+        let warning = self.by_reason.entry(dead_letter.reason).or_default();
         if warning.alarms == 0 {
-            let order_id = parcel.order_id.as_ref().map_or("", OrderId::as_str);
-            warning.example = (order_id.to_owned(), parcel.detail.clone());
+            let order_id = dead_letter.order_id.as_ref().map_or("", OrderId::as_str);
+            warning.example = (order_id.to_owned(), dead_letter.detail.clone());
         }
         warning.alarms += 1;
     }
@@ -288,8 +295,8 @@ impl Readiness {
             return;
         }
         self.rests_until = None;
-        if let Err(error) = closer.make_ready().await {
-            debug!(error = why(&error), "connections for closers could not be made ready");
+        if let Err(error) = closer.warm_up().await {
+            debug!(error = one_line(&error), "connections for closers could not be made ready");
             self.rests_until = Some(Instant::now() + UNREADY_REST);
         }
     }
@@ -306,7 +313,7 @@ pub(super) async fn sample_clock(closer: Closer, notes: mpsc::UnboundedSender<No
             Ok(sample) if notes.send(Note::Clock(sample)).is_err() => return,
             Ok(_) => readiness.see_to(&closer).await,
             Err(error) => {
-                let why = why(&error);
+                let why = one_line(&error);
                 debug!(error = why, "the database's clock could not be read; the last reading is carried on");
                 // With the floor gone nobody needs the news; the next reading ends this.
                 let _ = notes.send(Note::NoClock(format!("it does not say what time it is: {why}")));

@@ -2,14 +2,14 @@
 //! that a policy on our queues does not have all of them go round as fast as the broker can. And what the broker says of
 //! messages that it took out of the inbox or the processing queue by itself.
 //!
-//! Pure, like the whole desk. Each alarm that waits here is still unacknowledged, and leaves in time for its deadline.
+//! Pure, like the whole engine. Each alarm that waits here is still unacknowledged, and leaves in time for its deadline.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::Policy;
-use crate::alarm::{Alarm, Death, DeathReason, Receipt};
-use crate::order::Moment;
+use crate::alarm::{Death, DeathReason, DeliveredAlarm, Receipt};
+use crate::order::Timestamp;
 
 /// How long before its time an alarm must come back to count as early: clocks that agree differ by less.
 const EARLY: Duration = Duration::from_millis(500);
@@ -31,21 +31,21 @@ const LONGEST_GAP: Duration = Duration::from_secs(300);
 /// An alarm that waits to be armed.
 #[derive(Debug)]
 struct Waiting {
-    alarm: Alarm,
+    alarm: DeliveredAlarm,
     receipt: Receipt,
-    leaves_at: Moment,
+    leaves_at: Timestamp,
 }
 
 /// Something that is seen again and again while it goes on.
 #[derive(Debug, Default)]
 struct Sightings {
-    last: Option<Moment>,
+    last: Option<Timestamp>,
     /// The longest time between two, so that what is seen seldom is not said to be over each time.
     longest_gap: Duration,
 }
 
 impl Sightings {
-    fn note(&mut self, now: Moment) {
+    fn note(&mut self, now: Timestamp) {
         if let Some(last) = self.last {
             let gap = now.since(last);
             self.longest_gap = if gap > LONGEST_GAP { Duration::ZERO } else { self.longest_gap.max(gap) };
@@ -53,11 +53,11 @@ impl Sightings {
         self.last = Some(now);
     }
 
-    fn go_on(&self, now: Moment) -> bool {
+    fn go_on(&self, now: Timestamp) -> bool {
         self.last.is_some_and(|last| now.since(last) < SEEN_RECENTLY.max(2 * self.longest_gap))
     }
 
-    fn clock_was_set_back(&mut self, now: Moment) {
+    fn clock_was_set_back(&mut self, now: Timestamp) {
         self.last = self.last.map(|last| now.min(last));
     }
 }
@@ -67,9 +67,9 @@ impl Sightings {
 pub(super) struct Circulation {
     /// In the order in which they came.
     waiting: BTreeMap<u64, Waiting>,
-    by_leaving: BTreeSet<(Moment, u64)>,
+    by_leaving: BTreeSet<(Timestamp, u64)>,
     arrivals: u64,
-    arms_next_at: Moment,
+    arms_next_at: Timestamp,
     at_once: usize,
     early_returns: Sightings,
     /// The last of those: how much too early, and by which death.
@@ -86,7 +86,7 @@ impl Default for Circulation {
             waiting: BTreeMap::new(),
             by_leaving: BTreeSet::new(),
             arrivals: 0,
-            arms_next_at: Moment::from_unix_micros(0),
+            arms_next_at: Timestamp::from_unix_micros(0),
             at_once: 1,
             early_returns: Sightings::default(),
             last_early: None,
@@ -98,13 +98,13 @@ impl Default for Circulation {
 }
 
 /// Whether an alarm has come back early too often to be armed at once.
-pub(super) fn circulates(alarm: &Alarm) -> bool {
+pub(super) fn circulates(alarm: &DeliveredAlarm) -> bool {
     alarm.returns.early > EARLY_RETURNS_LET_PASS
 }
 
 impl Circulation {
     /// An alarm has come out of the broker: counts whether it was early.
-    pub fn note_return(&mut self, alarm: &mut Alarm, death: Option<&Death>, now: Moment) {
+    pub fn note_return(&mut self, alarm: &mut DeliveredAlarm, death: Option<&Death>, now: Timestamp) {
         match alarm.returns.due_at.take() {
             Some(due_at) if now + EARLY < due_at => self.note_early(alarm, due_at.since(now), death, now),
             Some(_) => alarm.returns.early = 0,
@@ -113,7 +113,7 @@ impl Circulation {
         }
     }
 
-    fn note_early(&mut self, alarm: &mut Alarm, by: Duration, death: Option<&Death>, now: Moment) {
+    fn note_early(&mut self, alarm: &mut DeliveredAlarm, by: Duration, death: Option<&Death>, now: Timestamp) {
         alarm.returns.early = alarm.returns.early.saturating_add(1);
         self.counted += 1;
         if circulates(alarm) {
@@ -123,7 +123,7 @@ impl Circulation {
     }
 
     /// The broker took an alarm out of the inbox or the processing queue by itself, and it is not to be parked for that.
-    pub fn note_rescued(&mut self, alarm: &mut Alarm, early_before: u32, death: &Death, now: Moment) {
+    pub fn note_rescued(&mut self, alarm: &mut DeliveredAlarm, early_before: u32, death: &Death, now: Timestamp) {
         if alarm.returns.early <= early_before {
             alarm.returns.early = early_before.saturating_add(1);
         }
@@ -131,7 +131,7 @@ impl Circulation {
     }
 
     /// The broker took a message out of the inbox or the processing queue by itself.
-    pub fn note_policy(&mut self, death: &Death, now: Moment) {
+    pub fn note_policy(&mut self, death: &Death, now: Timestamp) {
         self.policies.note(now);
         self.last_policy = given_up(death);
     }
@@ -139,11 +139,11 @@ impl Circulation {
     /// Holds an alarm back. Where there is no room for more, the one that waits longest is handed out at once.
     pub fn hold_back(
         &mut self,
-        alarm: Alarm,
+        alarm: DeliveredAlarm,
         receipt: Receipt,
         policy: &Policy,
-        now: Moment,
-    ) -> Option<(Alarm, Receipt)> {
+        now: Timestamp,
+    ) -> Option<(DeliveredAlarm, Receipt)> {
         let leaves_at = (alarm.deadline() - policy.hold_max).min(now + LONGEST_WAIT);
         self.arrivals += 1;
         self.by_leaving.insert((leaves_at, self.arrivals));
@@ -151,14 +151,14 @@ impl Circulation {
         if self.waiting.len() > policy.held_back_most { self.take_oldest() } else { None }
     }
 
-    fn take_oldest(&mut self) -> Option<(Alarm, Receipt)> {
+    fn take_oldest(&mut self) -> Option<(DeliveredAlarm, Receipt)> {
         let (number, Waiting { alarm, receipt, leaves_at }) = self.waiting.pop_first()?;
         self.by_leaving.remove(&(leaves_at, number));
         Some((alarm, receipt))
     }
 
     /// Those that are to be armed now.
-    pub fn take_ready(&mut self, now: Moment) -> Vec<(Alarm, Receipt)> {
+    pub fn take_ready(&mut self, now: Timestamp) -> Vec<(DeliveredAlarm, Receipt)> {
         if self.waiting.is_empty() || now < self.arms_next_at {
             return Vec::new();
         }
@@ -169,7 +169,7 @@ impl Circulation {
     }
 
     /// Those whose deadline is near, or that have waited for as long as any may.
-    pub fn take_leaving(&mut self, now: Moment) -> Vec<(Alarm, Receipt)> {
+    pub fn take_leaving(&mut self, now: Timestamp) -> Vec<(DeliveredAlarm, Receipt)> {
         let mut leaving = Vec::new();
         while let Some((_, number)) = self.by_leaving.first().copied().filter(|(leaves_at, _)| *leaves_at <= now) {
             self.by_leaving.pop_first();
@@ -178,7 +178,7 @@ impl Circulation {
         leaving
     }
 
-    pub fn ready_at(&self) -> Option<Moment> {
+    pub fn ready_at(&self) -> Option<Timestamp> {
         let leaves_at = self.by_leaving.first().map(|(leaves_at, _)| *leaves_at)?;
         Some(leaves_at.min(self.arms_next_at))
     }
@@ -211,7 +211,7 @@ impl Circulation {
     }
 
     /// No wait becomes longer by it. What seems to come back early now is let pass the first time.
-    pub fn clock_was_set_back(&mut self, now: Moment) {
+    pub fn clock_was_set_back(&mut self, now: Timestamp) {
         self.arms_next_at = now.min(self.arms_next_at);
         self.early_returns.clock_was_set_back(now);
         self.policies.clock_was_set_back(now);
@@ -223,7 +223,7 @@ impl Circulation {
     }
 
     /// Why alarms go round, if they do.
-    pub fn why_alarms_circulate(&self, now: Moment) -> Option<String> {
+    pub fn why_alarms_circulate(&self, now: Timestamp) -> Option<String> {
         if self.waiting.is_empty() && !self.early_returns.go_on(now) {
             return None;
         }
@@ -244,7 +244,7 @@ impl Circulation {
     }
 
     /// What the broker does with messages of the inbox and the processing queue that it should not, if it does.
-    pub fn why_broker_policy(&self, now: Moment) -> Option<&str> {
+    pub fn why_broker_policy(&self, now: Timestamp) -> Option<&str> {
         self.policies.go_on(now).then_some(self.last_policy.as_str())
     }
 }
