@@ -12,6 +12,8 @@ WORKDIR /build
 # Everything at once, tests and examples included: Cargo refuses a manifest that names a file which is
 # not there, and the crate embeds config/default.toml, sql/ and migrations/ when it is compiled.
 COPY . .
+# For --version; the build context has no git history: --build-arg ORDER_TIMEOUT_COMMIT="$(git log -1 --format="%h %cs")"
+ARG ORDER_TIMEOUT_COMMIT
 
 # Dependencies are cached in cache mounts, not in a layer built from empty stub sources: stubs have to
 # repeat every [[bin]], [[example]] and [[bench]] of Cargo.toml and break when one is added, and such a

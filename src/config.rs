@@ -18,9 +18,11 @@ use address::AddressError;
 
 pub(crate) mod address;
 pub(crate) mod duration;
+mod effective;
 mod load;
 mod validate;
 
+pub use effective::EffectiveSetting;
 pub(crate) use validate::MAX_SHARDS;
 
 /// The documented defaults, embedded so that a worker runs without any file.

@@ -38,7 +38,7 @@ fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("the runtime cannot start: {error}"), FAILED),
     };
-    let outcome = runtime.block_on(cli.command.run(settings));
+    let outcome = runtime.block_on(cli.command.run(&cli.settings, settings));
     // Dropped, it would wait for whatever still runs, such as the resolution of a host's name.
     runtime.shutdown_background();
     match outcome {

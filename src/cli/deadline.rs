@@ -13,6 +13,7 @@ use crate::schedule::deadline::{MoveDeadlineError, Moved, move_deadline};
 
 /// Arguments of `deadline`.
 #[derive(Debug, Args)]
+#[command(mut_group(When::GROUP, |group| group.required(true)))]
 pub struct DeadlineArgs {
     #[command(flatten)]
     order: Order,

@@ -1,7 +1,9 @@
 //! The command line: one file per subcommand. Reads arguments, calls the library, prints; decides nothing itself.
 
 pub mod close;
+pub mod config;
 pub mod deadline;
+pub mod generate;
 pub mod health;
 pub mod parked;
 pub mod quarantine;
@@ -25,7 +27,7 @@ use crate::sanitize;
 
 /// Closes unpaid orders in Postgres exactly when their time is up, woken by RabbitMQ delayed messages.
 #[derive(Debug, Parser)]
-#[command(name = "order-timeout", version, about, after_help = SETTINGS_HELP)]
+#[command(name = "order-timeout", version = env!("ORDER_TIMEOUT_VERSION"), about, after_help = SETTINGS_HELP)]
 pub struct Cli {
     #[command(flatten)]
     pub settings: SettingsArgs,
@@ -76,7 +78,9 @@ impl Cli {
         match self.command {
             Command::Quarantine(quarantine::QuarantineArgs { moves: false, .. })
             | Command::Topology(_)
+            | Command::Config(_)
             | Command::Health(_) => Settings::load(file, overrides),
+            Command::Completions(_) | Command::Man => Ok(Settings::defaults()),
             Command::Schedule(_) => Settings::load_with_database_if_given(file, overrides),
             Command::Setup(_) => Settings::load_with_named_database(file, overrides),
             Command::Worker
@@ -88,9 +92,9 @@ impl Cli {
     }
 }
 
-/// A deadline on the command line.
+/// A deadline on the command line. A command that needs one asks for the group [`When::GROUP`].
 #[derive(Debug, Args)]
-#[group(required = true, multiple = false)]
+#[group(id = When::GROUP, multiple = false)]
 pub struct When {
     /// The deadline, counted from now, with its unit: 90s, 30m, 2h
     #[arg(long, value_name = "DURATION", value_parser = parse_duration, allow_hyphen_values = true)]
@@ -101,6 +105,8 @@ pub struct When {
 }
 
 impl When {
+    const GROUP: &str = "when";
+
     /// Whether it says how far ahead, so that it matters which clock is asked.
     const fn is_counted_from_now(&self) -> bool {
         self.r#in.is_some()
@@ -166,6 +172,11 @@ impl CommandOutcome {
         &self.remarks
     }
 
+    /// Text of our own that holds nothing from outside.
+    fn verbatim(text: String) -> Self {
+        Self { text, ..Self::default() }
+    }
+
     fn line(&mut self, line: impl std::fmt::Display) {
         self.text.push_str(&sanitize::one_line(&line.to_string()));
         self.text.push('\n');
@@ -220,6 +231,12 @@ pub enum Command {
     Parked(parked::ParkedCommand),
     /// Find messages that the AMQP client cannot read, and move them aside; shows them unless --move is given
     Quarantine(quarantine::QuarantineArgs),
+    /// Print every setting that is in effect, with its origin and without secrets
+    Config(config::ConfigArgs),
+    /// Print a completion script for a shell
+    Completions(generate::CompletionsArgs),
+    /// Print the manual page
+    Man,
 }
 
 impl Command {
@@ -227,7 +244,7 @@ impl Command {
     ///
     /// # Errors
     /// Anything that is one sentence on standard error and exit code 1.
-    pub async fn run(self, settings: Settings) -> anyhow::Result<CommandOutcome> {
+    pub async fn run(self, given: &SettingsArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
         match self {
             Self::Setup(args) => setup::run(args, settings).await,
             Self::Worker => worker::run(settings).await,
@@ -238,6 +255,9 @@ impl Command {
             Self::Topology(args) => topology::run(&args, settings),
             Self::Parked(command) => parked::run(command, settings).await,
             Self::Quarantine(args) => quarantine::run(args, settings).await,
+            Self::Config(args) => config::run(&args, given),
+            Self::Completions(args) => generate::completions(&args),
+            Self::Man => generate::man(),
         }
     }
 }

@@ -21,7 +21,7 @@ pub struct ScheduleArgs {
     #[command(flatten)]
     order: Order,
     #[command(flatten)]
-    when: When,
+    when: Option<When>,
     /// Print what was scheduled as JSON
     #[arg(long)]
     json: bool,
@@ -30,9 +30,12 @@ pub struct ScheduleArgs {
 /// # Errors
 /// If the broker cannot be reached or does not confirm.
 pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    let publisher = Publisher::connect(&settings).await?;
-    let deadline = args.when.moment(now(&args.when, &settings.database).await);
     let order_id = args.order.id();
+    let deadline = match &args.when {
+        Some(when) => when.moment(now(when, &settings.database).await),
+        None => schedule_check::deadline_of(order_id, &settings).await?,
+    };
+    let publisher = Publisher::connect(&settings).await?;
     publisher.schedule(order_id, deadline).await?;
     let mut answer = CommandOutcome::default();
     // The alarm is sent, whatever is odd about it.

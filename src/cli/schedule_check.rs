@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use anyhow::bail;
 use sqlx::{PgConnection, Row};
 
 use crate::config::Settings;
@@ -27,7 +28,7 @@ struct OrderRow {
 
 /// What the database says: its time, and the order's row if there is one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct CloseOutcome {
+struct OrderFacts {
     now: Timestamp,
     row: Option<OrderRow>,
 }
@@ -54,6 +55,30 @@ pub(super) async fn remarks(order_id: &str, deadline: Timestamp, settings: &Sett
     }
 }
 
+/// The deadline that the order's row has, for a command line without one.
+///
+/// # Errors
+/// One sentence that says why there is none, and to give it.
+pub(super) async fn deadline_of(order_id: &str, settings: &Settings) -> anyhow::Result<Timestamp> {
+    const GIVE_IT: &str = "give the deadline with --in 30m or --deadline TIME";
+    if !settings.orders.close_sql.is_empty() {
+        bail!("the deadline of an order in a table of your own (orders.close_sql) is not read from there; {GIVE_IT}");
+    }
+    if !settings.database.is_given() {
+        bail!("no database is named, so the order's deadline cannot be read; set database.url, or {GIVE_IT}");
+    }
+    if !is_uuid(order_id) {
+        bail!("{order_id:?} is no UUID, which the ids of the table orders are; correct it, or {GIVE_IT}");
+    }
+    match look(order_id, settings).await {
+        Ok(OrderFacts { row: Some(row), .. }) => Ok(row.deadline),
+        Ok(OrderFacts { row: None, .. }) => {
+            bail!("there is no order {order_id} in the table orders; create it first, or {GIVE_IT}")
+        }
+        Err(fault) => bail!("the order's deadline cannot be read: {fault}; {GIVE_IT}"),
+    }
+}
+
 fn passed(deadline: Timestamp, now: Timestamp) -> Vec<String> {
     let sentence = || {
         let deadline = write_rfc3339(deadline);
@@ -62,7 +87,7 @@ fn passed(deadline: Timestamp, now: Timestamp) -> Vec<String> {
     (deadline <= now).then(sentence).into_iter().collect()
 }
 
-fn odd(deadline: Timestamp, CloseOutcome { now, row }: &CloseOutcome) -> Vec<String> {
+fn odd(deadline: Timestamp, OrderFacts { now, row }: &OrderFacts) -> Vec<String> {
     let mut odd = passed(deadline, *now);
     match row {
         None => odd.push("there is no such order in the table orders; without one a worker parks this alarm when retry.missing_for has passed".to_owned()),
@@ -86,7 +111,7 @@ fn is_uuid(text: &str) -> bool {
     text.len() == 36 && text.bytes().enumerate().all(is_in_place)
 }
 
-async fn look(order_id: &str, settings: &Settings) -> Result<CloseOutcome, String> {
+async fn look(order_id: &str, settings: &Settings) -> Result<OrderFacts, String> {
     let mut settings = settings.database.clone();
     settings.acquire_timeout = settings.acquire_timeout.min(TIME_LIMIT);
     settings.statement_timeout = settings.statement_timeout.min(TIME_LIMIT);
@@ -95,7 +120,7 @@ async fn look(order_id: &str, settings: &Settings) -> Result<CloseOutcome, Strin
     database.run(async |connection| read(connection, order_id).await).await.map_err(|error| one_line(&error))
 }
 
-async fn read(connection: &mut PgConnection, order_id: &str) -> Result<CloseOutcome, sqlx::Error> {
+async fn read(connection: &mut PgConnection, order_id: &str) -> Result<OrderFacts, sqlx::Error> {
     let now = database::now(connection).await?;
     let row = sqlx::query("SELECT status::text AS status, expires_at FROM orders WHERE id = $1::uuid")
         .bind(order_id)
@@ -105,7 +130,7 @@ async fn read(connection: &mut PgConnection, order_id: &str) -> Result<CloseOutc
         let Timestamptz(deadline) = row.try_get("expires_at")?;
         Ok::<_, sqlx::Error>(OrderRow { status: row.try_get("status")?, deadline })
     });
-    Ok(CloseOutcome { now, row: row.transpose()? })
+    Ok(OrderFacts { now, row: row.transpose()? })
 }
 
 #[cfg(test)]
@@ -118,7 +143,7 @@ mod tests {
 
     fn odd_of(status: &str, row_deadline: i64, deadline: i64, now: i64) -> String {
         let row = Some(OrderRow { status: status.to_owned(), deadline: at(row_deadline) });
-        odd(at(deadline), &CloseOutcome { now: at(now), row }).join("\n")
+        odd(at(deadline), &OrderFacts { now: at(now), row }).join("\n")
     }
 
     #[test]
@@ -129,7 +154,7 @@ mod tests {
         assert!(odd_of("unpaid", 100, 102, 50).contains("closed when the row says"));
         assert!(odd_of("paid", 100, 100, 50).contains("the order is paid"));
         assert!(odd_of("unpaid", 100, 100, 100).contains("has passed"));
-        assert!(odd(at(9), &CloseOutcome { now: at(1), row: None }).concat().contains("no such order"));
+        assert!(odd(at(9), &OrderFacts { now: at(1), row: None }).concat().contains("no such order"));
     }
 
     #[test]

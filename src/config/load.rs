@@ -148,7 +148,7 @@ fn is_database_given(origins: &Origins) -> bool {
 }
 
 /// This process' environment.
-fn environment() -> Result<Map<String, String>, SettingsError> {
+pub(super) fn environment() -> Result<Map<String, String>, SettingsError> {
     texts(std::env::vars_os())
 }
 
@@ -171,7 +171,7 @@ pub(super) fn texts(
     Ok(texts)
 }
 
-fn load(
+pub(super) fn load(
     file: Option<&Path>,
     environment: Map<String, String>,
     overrides: &[String],
@@ -240,7 +240,11 @@ impl SettingsError {
     }
 }
 
-fn merge(file: Option<&Path>, environment: Map<String, String>, overrides: &[String]) -> Result<Config, SettingsError> {
+pub(super) fn merge(
+    file: Option<&Path>,
+    environment: Map<String, String>,
+    overrides: &[String],
+) -> Result<Config, SettingsError> {
     let mut builder = Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml));
     if let Some(path) = file {
         builder = builder.add_source(SettingsFile::read(path)?);
@@ -407,7 +411,7 @@ fn leaf_keys(root: &Value) -> Origins {
 }
 
 /// What stands beneath `key` and is no section, by its key, in the keys' order; a list counts as one.
-fn leaves<'a>(key: &str, value: &'a Value) -> Vec<(String, &'a Value)> {
+pub(super) fn leaves<'a>(key: &str, value: &'a Value) -> Vec<(String, &'a Value)> {
     let ValueKind::Table(table) = &value.kind else { return vec![(key.to_owned(), value)] };
     let dot = if key.is_empty() { "" } else { "." };
     let mut leaves: Vec<_> =
