@@ -9,7 +9,8 @@ fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-env-changed=ORDER_TIMEOUT_COMMIT");
     let is_release = std::env::var("PROFILE").is_ok_and(|profile| profile == "release");
-    let built_from = std::env::var("ORDER_TIMEOUT_COMMIT").ok().or_else(|| is_release.then(last_commit).flatten());
+    let given = std::env::var("ORDER_TIMEOUT_COMMIT").ok().filter(|commit| !commit.is_empty());
+    let built_from = given.or_else(|| is_release.then(last_commit).flatten());
     let version = env!("CARGO_PKG_VERSION");
     let version = built_from.map_or_else(|| version.to_owned(), |commit| format!("{version} ({commit})"));
     println!("cargo::rustc-env=ORDER_TIMEOUT_VERSION={version}");

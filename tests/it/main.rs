@@ -29,6 +29,7 @@ mod own_orders;
 mod parked;
 mod plan;
 mod poolers;
+mod printed;
 mod publisher;
 mod readme;
 mod redelivery;

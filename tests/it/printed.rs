@@ -1,0 +1,99 @@
+//! What commands print for people and shells: settings with their origins, completions, the manual page, the version; and a
+//! deadline that is read from the order's row.
+
+use clap::CommandFactory;
+use order_timeout::cli::Cli;
+use order_timeout::message::write_rfc3339;
+use serde_json::Value;
+use std::time::Duration;
+
+use crate::support::process::{bare, call_with, run};
+use crate::support::with_env;
+
+const PASSWORD: &str = "sesame-4711";
+
+fn printed(arguments: &[&str]) -> String {
+    let (code, stdout, stderr) = run(bare().args(arguments));
+    assert_eq!((code, stderr.as_str()), (0, ""), "{arguments:?}");
+    stdout
+}
+
+#[test]
+fn config_names_origins_and_hides_passwords() {
+    let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+    std::fs::write(file.path(), "[delay]\nlanes = [\"15m\", \"24h\"]\n").unwrap();
+    let path = file.path().to_str().unwrap();
+    let url = format!("amqp://user:{PASSWORD}@rabbit.example/orders");
+    let mut command = bare();
+    command.env("ORDER_TIMEOUT__AMQP__URL", &url).args(["--config", path, "--set", "delay.lead=3s", "config"]);
+    let (code, stdout, stderr) = run(&mut command);
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    assert!(!stdout.contains(PASSWORD), "{stdout}");
+    let origin = |setting: &str| {
+        let line =
+            stdout.lines().find(|line| line.starts_with(setting)).unwrap_or_else(|| panic!("{setting}: {stdout}"));
+        line.split_once(" # ").unwrap().1.to_owned()
+    };
+    assert_eq!(origin("delay.lead = \"3s\" "), "--set");
+    assert_eq!(origin("delay.lanes = [\"15m\", \"24h\"] "), path);
+    assert_eq!(origin("amqp.url = <redacted, server rabbit.example:5672"), "the environment");
+    assert_eq!(origin("namespace = \"order\" "), "default");
+
+    let lines = run(command.arg("--json")).1;
+    let settings: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(settings.iter().any(|setting| setting["key"] == "delay.lead" && setting["origin"] == "--set"), "{lines}");
+    assert_eq!(settings.len(), stdout.lines().count());
+}
+
+#[test]
+fn wrong_settings_are_refused_by_config() {
+    let (code, stdout, stderr) = run(bare().args(["config", "--set", "delay.lead=soon"]));
+    assert_eq!((code, stdout.as_str()), (2, ""));
+    assert!(stderr.contains("delay.lead"), "{stderr}");
+}
+
+#[test]
+fn completions_and_manual_cover_every_command() {
+    let (bash, page) = (printed(&["completions", "bash"]), printed(&["man"]));
+    for command in Cli::command().get_subcommands() {
+        assert!(bash.contains(command.get_name()), "bash does not complete {}", command.get_name());
+        assert!(page.contains(command.get_name()), "the manual lacks {}", command.get_name());
+    }
+    // Nothing of the deployment is needed for either.
+    let (code, ..) = run(bare().env("ORDER_TIMEOUT__AMQP__URL", "nonsense").args(["completions", "zsh"]));
+    assert_eq!(code, 0);
+}
+
+#[test]
+fn version_begins_with_the_crates() {
+    let version = printed(&["--version"]);
+    assert!(version.starts_with(concat!("order-timeout ", env!("CARGO_PKG_VERSION"))), "{version}");
+}
+
+#[test]
+fn schedule_takes_deadline_from_row() {
+    with_env(
+        |_| {},
+        async |env| {
+            let order = env.order(Duration::from_secs(1_800)).await;
+            let id = order.id.to_string();
+            let (code, stdout, stderr) = call_with(&env.settings, &["schedule", "--json", &id]).await;
+            assert_eq!((code, stderr.as_str()), (0, ""));
+            let scheduled: Value = serde_json::from_str(&stdout).unwrap();
+            assert_eq!(scheduled["deadline"], write_rfc3339(order.deadline));
+
+            let unknown = uuid::Uuid::now_v7().to_string();
+            let mut own = env.settings.clone();
+            (own.orders.close_sql, own.orders.overdue_sql) = ("a".into(), "b".into());
+            for (settings, id, part) in [
+                (&env.settings, unknown.as_str(), "there is no order"),
+                (&env.settings, "17", "is no UUID"),
+                (&own, "17", "orders.close_sql"),
+            ] {
+                let (code, stdout, stderr) = call_with(settings, &["schedule", id]).await;
+                assert_eq!((code, stdout.as_str()), (1, ""), "{id}");
+                assert!(stderr.contains(part) && stderr.contains("--in 30m"), "{stderr}");
+            }
+        },
+    );
+}
