@@ -56,7 +56,7 @@ struct BrokerAway {
 
 #[test]
 #[ignore = "takes three minutes; run by scripts/chaos --case broker-away"]
-fn a_broker_away_for_two_minutes_makes_nobody_late() {
+fn two_minute_broker_outage_delays_no_order() {
     on_premises(
         "broker-away",
         |_| {},
@@ -232,7 +232,7 @@ struct Unclosable {
 
 #[test]
 #[ignore = "is about figures; run by scripts/chaos --case unclosable"]
-fn orders_that_cannot_be_closed_make_nobody_late() {
+fn failing_orders_delay_no_others() {
     on_premises(
         "unclosable",
         |_| {},

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn orders_are_drawn_again_and_every_sort_is_among_them() {
+    fn histories_are_reproducible_and_cover_every_kind() {
         let fates: Vec<Fate> = (0..10_000).map(|order| Fate::of(1, order)).collect();
         assert_eq!(fates, (0..10_000).map(|order| Fate::of(1, order)).collect::<Vec<_>>());
         let share = |holds: fn(&Fate) -> bool| fates.iter().filter(|fate| holds(fate)).count() / 100;

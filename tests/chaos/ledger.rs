@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn without_an_excuse_lateness_counts_from_the_deadline() {
+    fn without_faults_lateness_counts_from_deadline() {
         assert_eq!(late_ms(10_400, &[]), 400);
         assert_eq!(late_ms(14_000, &[fault(9_000, 13_000, Whom::Nobody)]), 4_000);
         assert_eq!(late_ms(14_000, &[fault(9_000, 13_000, Whom::Article("article-4".into()))]), 4_000);
@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_puts_off_what_was_due_in_it_to_its_end() {
+    fn fault_extends_deadlines_within_it() {
         for whom in [Whom::Everybody, Whom::Article("article-3".into()), Whom::Orders(vec![Uuid::from_u128(7)])] {
             assert_eq!(late_ms(14_000, &[fault(9_000, 13_000, whom.clone())]), 1_000);
             // Begun when the order ought to have been closed already.
@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_that_follow_at_once_put_off_further() {
+    fn consecutive_faults_extend_deadlines_further() {
         let faults = [fault(15_500, 16_000, Whom::Everybody), fault(10_500, 12_000, Whom::Everybody)];
         assert_eq!(late_ms(16_500, &faults), 4_500, "between them it had its second");
         let faults = [fault(12_500, 16_000, Whom::Everybody), fault(10_500, 12_000, Whom::Everybody)];
@@ -461,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn a_declined_payment_puts_off_the_orders_of_its_article_while_it_lasts() {
+    fn declined_payment_extends_deadlines_of_its_article() {
         let kept =
             |article: &str, from, until| Declined { article: article.to_owned(), from: at(from), until: at(until) };
         let late_ms = |declined: &[Declined], faults: &[Carried]| {
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn an_alarm_is_owed_to_who_falls_due_in_a_rest_and_to_nobody_else() {
+    fn alarm_is_required_only_during_quiet_periods() {
         let rest = |from, until| Rest { from: at(from), until: at(until) };
         let owed =
             |life: &Life, rest: Rest, faults: &[Carried]| is_owed_its_alarm(life, &Expired::new(), faults, &[rest]);
@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_thrown_away_is_what_was_under_way_at_that_time() {
+    fn purges_discard_only_alarms_in_flight() {
         let deleted = Carried { kind: Kind::QueueDeleted, ..fault(20_000, 21_000, Whom::Nobody) };
         let thrown = |fault: &Carried, from, until| were_thrown_away(std::slice::from_ref(fault), at(from), at(until));
         assert!(thrown(&deleted, 10_000, 20_000) && thrown(&deleted, 21_000, 30_000));
@@ -509,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_late_for_a_deadline_that_was_not_committed_yet() {
+    fn lateness_never_counts_from_uncommitted_deadline() {
         let mut life = order();
         life.known_at = at(12_000);
         assert_eq!(put_off_to(&life, at(DEADLINE_MS), at(12_300), &[], &[]), at(12_000));
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_stands_still_is_no_news_while_the_database_is_broken() {
+    fn disk_stalls_during_database_faults_are_ignored() {
         let standstill = |from, until| Standstill { from: at(from), until: at(until) };
         let (within, after) = (standstill(12_900, 13_100), standstill(13_101, 14_000));
         let broken = |whom| but_for_faults(&[within, after], &[fault(9_000, 13_000, whom)]);

@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn the_seed_makes_the_plan() {
+    fn seed_determines_plan() {
         assert_eq!(first(7, 200), first(7, 200));
         assert_ne!(first(7, 200), first(8, 200));
         // Written down, so that a seed of last year still means what it meant.
@@ -331,7 +331,7 @@ mod tests {
         ["orders_locked", "queue_deleted", "broker_out_of_memory", "database_read_only", "broker_killed"];
 
     #[test]
-    fn every_kind_comes_once_before_any_comes_again() {
+    fn every_kind_occurs_before_any_repeats() {
         for seed in 0..50 {
             let faults: Vec<Kind> =
                 first(seed, 200).iter().flat_map(|step| &step.faults).map(|fault| fault.kind).collect();
@@ -342,14 +342,14 @@ mod tests {
     }
 
     #[test]
-    fn kinds_are_listed_once_and_named_apart() {
+    fn kinds_are_listed_once_with_distinct_names() {
         assert_eq!(Kind::ALL.iter().collect::<BTreeSet<_>>().len(), Kind::ALL.len());
         assert_eq!(Kind::ALL.map(Kind::name).iter().collect::<BTreeSet<_>>().len(), Kind::ALL.len());
         assert_eq!(Kind::BrokerOutOfMemory.name(), "broker_out_of_memory");
     }
 
     #[test]
-    fn two_faults_at_once_touch_different_things_and_do_overlap() {
+    fn simultaneous_faults_have_different_targets() {
         let steps: Vec<Step> = (0..50).flat_map(|seed| first(seed, 100)).collect();
         let pairs: Vec<&Step> = steps.iter().filter(|step| step.faults.len() == 2).collect();
         assert!(pairs.len() * 10 > steps.len(), "{} of {} steps", pairs.len(), steps.len());
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_about_the_broker_excuses_a_late_close() {
+    fn broker_faults_excuse_no_late_close() {
         for kind in Kind::ALL {
             if matches!(kind.subject(), Subject::Broker | Subject::Messages) {
                 assert_eq!(kind.excuses(), Excuses::Nobody, "{kind:?}");
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn twenty_minutes_are_more_than_a_hundred_faults() {
+    fn twenty_minutes_contain_hundred_faults() {
         for seed in 0..20 {
             let steps = first(seed, 100);
             let planned: Duration = steps.iter().map(|step| step.calm + step.faults[0].hold).sum();

@@ -66,7 +66,7 @@ const REST: Duration = Duration::from_secs(6);
 const SEED_OF_THE_SHORT_RUN: u64 = 4;
 
 #[test]
-fn a_short_run_of_faults_at_random_loses_and_doubles_nothing() {
+fn short_random_run_keeps_invariants() {
     let length = Duration::from_secs(30);
     run(
         "short",
@@ -84,7 +84,7 @@ fn a_short_run_of_faults_at_random_loses_and_doubles_nothing() {
 /// As long as `scripts/chaos` says.
 #[test]
 #[ignore = "takes as long as it is told to; run by scripts/chaos"]
-fn a_long_run_of_faults_at_random_loses_and_doubles_nothing() {
+fn long_random_run_keeps_invariants() {
     let seed = asked_for("SEED", 1);
     let length = Duration::from_secs_f64(60.0 * asked_for("MINUTES", 20.0));
     let orders_per_second = asked_for("RATE", 25.0);

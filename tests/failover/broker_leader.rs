@@ -46,12 +46,12 @@ enum Sweep {
 }
 
 #[test]
-fn a_cluster_that_loses_the_leader_of_a_queue_loses_no_alarm() {
+fn lost_queue_leader_loses_no_alarm() {
     on_a_cluster(Sweep::Away);
 }
 
 #[test]
-fn a_cluster_that_loses_the_leader_of_a_queue_closes_each_order_once() {
+fn lost_queue_leader_closes_orders_once() {
     on_a_cluster(Sweep::AsDeployed);
 }
 

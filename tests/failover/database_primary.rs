@@ -24,7 +24,7 @@ fn port(server: &Private) -> u16 {
 }
 
 #[test]
-fn a_standby_that_takes_over_closes_every_order_once() {
+fn promoted_standby_closes_orders_once() {
     let primary = Arc::new(Private::postgres(&[]));
     let standby = Arc::new(primary.standby());
     // What a virtual address or a proxy does: the client library knows one address only.

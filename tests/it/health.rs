@@ -35,7 +35,7 @@ async fn is_ready(worker: &RunningWorker) -> bool {
 }
 
 #[test]
-fn the_metrics_are_those_that_are_listed_and_no_others() {
+fn exposes_exactly_listed_metrics() {
     with_env(shown, async |env| {
         let worker = env.worker().await;
         // Readings appear with the first of each.
@@ -73,7 +73,7 @@ fn assert_labels_are_listed(text: &str) {
 }
 
 #[test]
-fn every_metric_is_documented_and_every_documented_one_is_there() {
+fn documented_metrics_match_listed_metrics() {
     let document = include_str!("../../docs/OPERATING.md");
     let documented: Vec<&str> = document
         .lines()
@@ -103,15 +103,15 @@ fn every_metric_is_documented_and_every_documented_one_is_there() {
 }
 
 #[test]
-fn promtool_finds_no_fault_with_the_metrics() {
+fn promtool_accepts_metrics() {
     let Some((succeeded, said)) = promtool(&["check", "metrics"], &Metrics::new().render().unwrap()) else {
-        return skipped("health::promtool_finds_no_fault_with_the_metrics", NO_PROMTOOL);
+        return skipped("health::promtool_accepts_metrics", NO_PROMTOOL);
     };
     assert!(succeeded && said.is_empty(), "promtool check metrics: {said}");
 }
 
 #[test]
-fn promtool_understands_the_alerts() {
+fn promtool_accepts_alerts() {
     let document = include_str!("../../docs/OPERATING.md");
     let rules = document.split("```yaml\n").find(|block| block.starts_with("groups:")).expect("the alerts");
     let rules = rules.split("```").next().unwrap();
@@ -127,7 +127,7 @@ fn promtool_understands_the_alerts() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), rules).unwrap();
     let Some((succeeded, said)) = promtool(&["check", "rules", file.path().to_str().unwrap()], "") else {
-        return skipped("health::promtool_understands_the_alerts", NO_PROMTOOL);
+        return skipped("health::promtool_accepts_alerts", NO_PROMTOOL);
     };
     assert!(succeeded && said.contains(&format!("{} rules found", alerts.len())), "promtool check rules: {said}");
 }
@@ -146,7 +146,7 @@ fn promtool(arguments: &[&str], input: &str) -> Option<(bool, String)> {
 }
 
 #[test]
-fn a_worker_that_has_lost_broker_or_database_says_which() {
+fn readyz_names_lost_server() {
     let adjust = |settings: &mut Settings| {
         shown(settings);
         be_impatient(settings);
@@ -200,7 +200,7 @@ fn a_worker_that_has_lost_broker_or_database_says_which() {
 }
 
 #[test]
-fn a_worker_that_starts_without_its_broker_says_so() {
+fn readyz_reports_broker_missing_at_start() {
     with_env(shown, async |env| {
         let worker = env.worker_without_broker().await;
         let missed = "broker: no consumer session is open: the broker at 127.0.0.1:9, ";
@@ -211,7 +211,7 @@ fn a_worker_that_starts_without_its_broker_says_so() {
 }
 
 #[test]
-fn a_worker_that_can_close_nothing_is_not_ready_and_takes_no_alarms() {
+fn readonly_database_requeues_alarms_and_ends_readiness() {
     let adjust = |settings: &mut Settings| {
         shown(settings);
         be_impatient(settings);
@@ -248,7 +248,7 @@ fn a_worker_that_can_close_nothing_is_not_ready_and_takes_no_alarms() {
 }
 
 #[test]
-fn a_worker_whose_batches_all_fail_for_a_lock_is_not_ready_and_shows_who_is_overdue() {
+fn table_lock_ends_readiness_and_shows_overdue() {
     let adjust = |settings: &mut Settings| {
         shown(settings);
         settings.sweep.grace = Settings::defaults().sweep.grace;
@@ -278,7 +278,7 @@ fn a_worker_whose_batches_all_fail_for_a_lock_is_not_ready_and_shows_who_is_over
 }
 
 #[test]
-fn a_worker_that_stops_is_alive_but_not_ready() {
+fn stopping_worker_is_alive_but_not_ready() {
     let adjust = |settings: &mut Settings| {
         shown(settings);
         settings.database.lock_timeout = 5 * SECOND;
@@ -302,7 +302,7 @@ fn a_worker_that_stops_is_alive_but_not_ready() {
 }
 
 #[test]
-fn a_loop_that_stands_still_is_seen() {
+fn stalled_event_loop_is_reported() {
     with_env(
         |_| {},
         async |_| {
@@ -320,7 +320,7 @@ fn a_loop_that_stands_still_is_seen() {
 }
 
 #[test]
-fn figures_move_with_what_becomes_of_alarms_and_orders() {
+fn metrics_follow_alarms_and_orders() {
     let adjust = |settings: &mut Settings| {
         shown(settings);
         settings.sweep.grace = Duration::from_millis(500);
@@ -452,7 +452,7 @@ async fn assert_lateness_is_the_ledgers(env: &TestEnv, figures: &Figures) {
 }
 
 #[test]
-fn two_workers_do_not_show_themselves_at_one_address() {
+fn second_worker_on_same_address_fails() {
     with_env(shown, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
@@ -466,7 +466,7 @@ fn two_workers_do_not_show_themselves_at_one_address() {
 }
 
 #[test]
-fn nobody_keeps_others_from_asking() {
+fn silent_clients_do_not_block_probes() {
     with_env(shown, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
@@ -483,7 +483,7 @@ fn nobody_keeps_others_from_asking() {
 }
 
 #[test]
-fn idle_connections_do_not_starve_a_probe() {
+fn idle_connections_do_not_starve_probes() {
     with_env(shown, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
@@ -507,7 +507,7 @@ pub fn free_address() -> SocketAddr {
 }
 
 #[test]
-fn the_command_line_asks_a_worker_how_it_is() {
+fn health_command_reports_worker_state() {
     let listen = free_address();
     with_env(
         move |settings| settings.http.listen = Listen(Some(listen)),
@@ -534,7 +534,7 @@ fn the_command_line_asks_a_worker_how_it_is() {
 }
 
 #[test]
-fn a_worker_that_is_shown_nowhere_cannot_be_asked() {
+fn health_command_needs_listen_address() {
     let settings = small_settings();
     for (listen, what) in [("", "http.listen is empty"), ("127.0.0.1:0", "http.listen leaves the port open")] {
         let set = format!("http.listen={listen}");

@@ -6,7 +6,7 @@ use crate::support::process::WorkerProcess;
 use crate::support::{raw, wait_for, with_env};
 
 #[test]
-fn a_message_of_tables_in_tables_is_an_alarm_like_any_other() {
+fn alarm_with_nested_header_tables_closes_order() {
     with_env(
         |_| {},
         async |env| {

@@ -33,7 +33,7 @@ fn definitions() -> String {
 }
 
 #[test]
-fn definitions_know_two_users_without_tags_and_no_guest() {
+fn definitions_have_two_untagged_users() {
     let definitions: Value = serde_json::from_str(&definitions()).unwrap();
     let users = definitions["users"].as_array().unwrap();
     let names: Vec<_> = users.iter().map(|user| user["name"].as_str().unwrap()).collect();
@@ -51,7 +51,7 @@ fn definitions_know_two_users_without_tags_and_no_guest() {
 
 /// One broker for all of it, because a broker takes seconds to start.
 #[test]
-fn the_imported_users_can_do_their_work_and_no_more() {
+fn imported_users_have_least_privilege() {
     with_env(
         |_| {},
         async |env| {

@@ -99,7 +99,7 @@ async fn scheduled_ahead(settings: &Settings) -> Duration {
 }
 
 #[test]
-fn scheduling_counts_by_the_database_clock() {
+fn scheduling_uses_database_clock() {
     with_env(
         |_| {},
         async |env| {

@@ -19,7 +19,7 @@ use crate::support::{TIMEOUT, wait_for, with_env};
 const UNSENT: &str = "SELECT count(*) FROM alarm_outbox WHERE sent_at IS NULL";
 
 #[test]
-fn an_alarm_scheduled_in_the_transaction_closes_its_order() {
+fn alarm_scheduled_in_transaction_closes_order() {
     with_env(
         |_| {},
         async |env| {
@@ -41,7 +41,7 @@ fn an_alarm_scheduled_in_the_transaction_closes_its_order() {
 }
 
 #[test]
-fn the_documented_insert_does_the_same() {
+fn documented_insert_schedules_alarm() {
     with_env(
         |_| {},
         async |env| {
@@ -62,7 +62,7 @@ fn the_documented_insert_does_the_same() {
 }
 
 #[test]
-fn an_alarm_goes_with_its_transaction() {
+fn rollback_discards_alarm() {
     with_env(
         |_| {},
         async |env| {
@@ -76,7 +76,7 @@ fn an_alarm_goes_with_its_transaction() {
 }
 
 #[test]
-fn orders_created_while_the_broker_is_away_are_closed_and_their_alarms_follow_when_it_is_back() {
+fn outbox_bridges_broker_outage() {
     with_env(
         |_| {},
         async |env| {
@@ -106,7 +106,7 @@ fn orders_created_while_the_broker_is_away_are_closed_and_their_alarms_follow_wh
 }
 
 #[test]
-fn an_order_id_that_no_message_could_carry_is_refused_in_the_transaction() {
+fn outbox_rejects_invalid_order_ids() {
     with_env(
         |_| {},
         async |env| {
@@ -126,7 +126,7 @@ fn an_order_id_that_no_message_could_carry_is_refused_in_the_transaction() {
 }
 
 #[test]
-fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
+fn unroutable_alarms_do_not_block_outbox() {
     const LANE: Duration = Duration::from_secs(30);
     with_env(
         |settings| settings.delay.lanes = vec![Lane::try_from("30s".to_owned()).unwrap()],
@@ -173,7 +173,7 @@ fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
 /// RabbitMQ 3 forgets to tell a consumer that his queue is gone if it is back too soon (`Topology::but_for_consumed`): he
 /// stays, and hears nothing.
 #[test]
-fn an_inbox_that_is_deleted_under_alarms_on_their_way_to_it_is_heard_again() {
+fn inbox_deleted_in_use_is_consumed_again() {
     with_env(
         |settings| {
             // Each by itself, so that one of them misses the inbox as soon as it is gone, and the worker looks what is missing.
@@ -211,7 +211,7 @@ fn in_schema(settings: &DatabaseSettings, schema: &str) -> DatabaseSettings {
 }
 
 #[test]
-fn each_schema_of_a_database_has_a_relay_of_its_own() {
+fn each_schema_has_its_own_relay() {
     with_env(
         |_| {},
         async |env| {

@@ -89,7 +89,7 @@ fn assert_untouched(prepare: &'static str) {
 }
 
 #[test]
-fn the_alarm_of_a_paid_order_is_acknowledged_and_nothing_else() {
+fn paid_order_stays_untouched() {
     assert_untouched(
         "UPDATE orders SET status = 'paid', paid_at = clock_timestamp();
          UPDATE stock SET reserved = 0",
@@ -97,7 +97,7 @@ fn the_alarm_of_a_paid_order_is_acknowledged_and_nothing_else() {
 }
 
 #[test]
-fn the_alarm_of_an_order_that_was_closed_before_is_acknowledged_and_nothing_else() {
+fn closed_order_stays_untouched() {
     assert_untouched(
         "UPDATE orders SET status = 'closed', closed_at = clock_timestamp(), closed_by = 'manual', close_reason = 'unpaid';
          INSERT INTO order_events (order_id, event, by, reason) SELECT id, 'closed', 'manual', 'unpaid' FROM orders;
@@ -106,7 +106,7 @@ fn the_alarm_of_an_order_that_was_closed_before_is_acknowledged_and_nothing_else
 }
 
 #[test]
-fn the_alarm_of_a_cancelled_order_is_acknowledged_and_nothing_else() {
+fn cancelled_order_stays_untouched() {
     assert_untouched(
         "UPDATE orders SET status = 'cancelled';
          INSERT INTO order_events (order_id, event) SELECT id, 'cancelled' FROM orders;
@@ -115,13 +115,13 @@ fn the_alarm_of_a_cancelled_order_is_acknowledged_and_nothing_else() {
 }
 
 #[test]
-fn the_alarm_of_an_order_whose_provider_is_being_asked_is_acknowledged_and_nothing_else() {
+fn order_in_closing_stays_untouched() {
     assert_untouched("UPDATE orders SET status = 'closing', next_attempt_at = clock_timestamp()");
 }
 
 /// The constraints are what is left should a statement be wrong, ours or a shop's own.
 #[test]
-fn the_tables_refuse_a_second_close_and_an_early_one() {
+fn constraints_reject_early_and_second_close() {
     with_env(
         |_| {},
         async |env| {
@@ -142,7 +142,7 @@ fn the_tables_refuse_a_second_close_and_an_early_one() {
 }
 
 #[test]
-fn an_alarm_that_comes_early_is_held_until_the_deadline() {
+fn early_alarm_is_held_until_deadline() {
     with_env(
         |_| {},
         async |env| {
@@ -161,7 +161,7 @@ fn an_alarm_that_comes_early_is_held_until_the_deadline() {
 }
 
 #[test]
-fn an_extended_order_is_closed_at_its_new_deadline_only() {
+fn extended_order_closes_at_new_deadline() {
     with_env(
         |_| {},
         async |env| {
@@ -188,7 +188,7 @@ fn an_extended_order_is_closed_at_its_new_deadline_only() {
 }
 
 #[test]
-fn two_alarms_for_one_order_close_it_once_and_are_both_acknowledged() {
+fn two_alarms_close_order_once() {
     with_env(
         |_| {},
         async |env| {
@@ -210,7 +210,7 @@ fn two_alarms_for_one_order_close_it_once_and_are_both_acknowledged() {
 }
 
 #[test]
-fn of_five_alarms_that_come_while_the_order_waits_one_is_held() {
+fn duplicate_alarms_of_waiting_order_are_dropped() {
     with_env(
         |settings| settings.worker.hold_max = 60 * SECOND,
         async |env| {
@@ -228,7 +228,7 @@ fn of_five_alarms_that_come_while_the_order_waits_one_is_held() {
 }
 
 #[test]
-fn doubles_that_come_while_the_order_waits_do_not_close_it_twice() {
+fn duplicate_alarms_do_not_close_twice() {
     with_env(
         |_| {},
         async |env| {
@@ -246,7 +246,7 @@ fn doubles_that_come_while_the_order_waits_do_not_close_it_twice() {
 }
 
 #[test]
-fn a_locked_order_waits_for_its_lock_and_its_neighbours_do_not() {
+fn locked_order_does_not_delay_its_batch() {
     with_env(
         // A failure that counted as an attempt would be parked at once.
         |settings| settings.retry.max_attempts = 0,
@@ -270,7 +270,7 @@ fn a_locked_order_waits_for_its_lock_and_its_neighbours_do_not() {
 }
 
 #[test]
-fn a_payment_in_flight_at_the_deadline_wins() {
+fn payment_in_flight_at_deadline_wins() {
     with_env(
         |_| {},
         async |env| {
@@ -299,7 +299,7 @@ fn a_payment_in_flight_at_the_deadline_wins() {
 }
 
 #[test]
-fn a_locked_stock_row_delays_the_orders_of_its_article_alone() {
+fn locked_stock_row_delays_only_its_article() {
     with_env(
         |settings| settings.retry.max_attempts = 0,
         async |env| {
@@ -330,7 +330,7 @@ fn a_locked_stock_row_delays_the_orders_of_its_article_alone() {
 }
 
 #[test]
-fn an_order_that_commits_after_its_alarm_fell_due_is_closed() {
+fn order_committed_after_its_alarm_is_closed() {
     with_env(
         |_| {},
         async |env| {
@@ -358,7 +358,7 @@ fn an_order_that_commits_after_its_alarm_fell_due_is_closed() {
 }
 
 #[test]
-fn the_alarm_of_an_order_that_never_appears_is_parked_after_missing_for() {
+fn unknown_order_is_parked_after_missing_for() {
     with_env(
         |_| {},
         async |env| {
@@ -418,7 +418,7 @@ fn assert_isolated(trigger: &'static str, statement: &'static str, words: &'stat
 }
 
 #[test]
-fn an_order_that_a_trigger_refuses_is_isolated_retried_and_parked() {
+fn order_rejected_by_trigger_is_parked() {
     assert_isolated(
         "TRIGGER refuse BEFORE UPDATE ON orders",
         "RAISE EXCEPTION 'order % is under investigation', NEW.id",
@@ -427,7 +427,7 @@ fn an_order_that_a_trigger_refuses_is_isolated_retried_and_parked() {
 }
 
 #[test]
-fn an_order_that_fails_at_commit_is_not_taken_for_closed() {
+fn failure_at_commit_is_no_close() {
     assert_isolated(
         "CONSTRAINT TRIGGER refuse AFTER UPDATE ON orders DEFERRABLE INITIALLY DEFERRED",
         "RAISE EXCEPTION 'the ledger of % does not balance', NEW.id",
@@ -437,12 +437,12 @@ fn an_order_that_fails_at_commit_is_not_taken_for_closed() {
 
 /// SQLSTATE class 42, which for the close statement as a whole means that nothing can be closed.
 #[test]
-fn an_order_whose_trigger_is_broken_does_not_stop_the_others() {
+fn broken_trigger_does_not_stop_other_orders() {
     assert_isolated("TRIGGER refuse BEFORE UPDATE ON orders", "PERFORM no_such_function()", "no_such_function");
 }
 
 #[test]
-fn an_order_paid_at_its_deadline_is_either_paid_or_closed() {
+fn order_is_never_paid_and_closed() {
     with_env(
         |_| {},
         async |env| {
@@ -495,7 +495,7 @@ async fn wheel_depth(env: &TestEnv, ring: &str) -> u32 {
 }
 
 #[test]
-fn an_order_some_seconds_ahead_waits_in_the_slot_of_its_second() {
+fn near_alarm_waits_in_fine_ring() {
     with_env(
         |_| {},
         async |env| {
@@ -520,7 +520,7 @@ fn an_order_some_seconds_ahead_waits_in_the_slot_of_its_second() {
 }
 
 #[test]
-fn an_order_beyond_the_fine_ring_passes_the_coarse_one_first() {
+fn far_alarm_passes_coarse_ring_first() {
     with_env(
         |_| {},
         async |env| {

@@ -27,7 +27,7 @@ async fn states(env: &TestEnv) -> Vec<(i64, String)> {
 }
 
 #[test]
-fn a_table_of_the_shops_own_is_closed_by_alarm_and_sweep_and_its_events_are_announced() {
+fn own_table_is_closed_and_announced() {
     with_env(
         |settings| {
             settings.orders.close_sql = example("close.sql");
@@ -67,7 +67,7 @@ fn a_table_of_the_shops_own_is_closed_by_alarm_and_sweep_and_its_events_are_anno
 }
 
 #[test]
-fn one_of_the_two_statements_alone_is_refused() {
+fn single_statement_is_refused() {
     with_env(
         |_| {},
         async |env| {
@@ -272,7 +272,7 @@ fn example_never_closes_what_is_paid() {
 }
 
 #[test]
-fn payment_after_the_statement_began_counts() {
+fn payment_after_statement_start_counts() {
     on_example(async |env| {
         execute(
             &env,

@@ -130,17 +130,17 @@ fn assert_parked_from(exchange: fn(&TestEnv) -> String, routing_key: &'static st
 }
 
 #[test]
-fn what_is_no_alarm_in_the_processing_queue_is_parked_by_its_fault() {
+fn invalid_messages_in_timeout_queue_are_parked() {
     assert_parked_from(|env| env.names().due(), "due");
 }
 
 #[test]
-fn what_is_no_alarm_in_the_inbox_is_parked_by_its_fault() {
+fn invalid_messages_in_inbox_are_parked() {
     assert_parked_from(|env| env.names().arm(), "any key");
 }
 
 #[test]
-fn many_faults_among_good_alarms_stop_nobody() {
+fn invalid_messages_do_not_delay_alarms() {
     with_env(
         |_| {},
         async |env| {
@@ -167,7 +167,7 @@ fn header(key: &str, value: AMQPValue) -> BasicProperties {
 }
 
 #[test]
-fn headers_and_timestamps_of_odd_types_stop_nobody() {
+fn odd_header_types_do_not_delay_alarms() {
     let odd_attempts = || {
         [
             AMQPValue::LongString("three".into()),
@@ -229,7 +229,7 @@ fn foreign_body(order: &Order) -> Vec<u8> {
 }
 
 #[test]
-fn another_program_publishes_into_a_lane_by_its_plain_name() {
+fn foreign_publisher_uses_plain_lane_key() {
     with_env(
         |_| {},
         async |env| {
@@ -249,7 +249,7 @@ fn another_program_publishes_into_a_lane_by_its_plain_name() {
 }
 
 #[test]
-fn another_program_publishes_into_the_inbox_by_any_key_and_without_a_ttl() {
+fn foreign_publisher_uses_inbox_without_ttl() {
     with_env(
         |_| {},
         async |env| {
@@ -271,7 +271,7 @@ fn another_program_publishes_into_the_inbox_by_any_key_and_without_a_ttl() {
 }
 
 #[test]
-fn what_the_broker_gave_up_on_is_taken_into_the_table() {
+fn dead_lettered_messages_move_into_table() {
     with_env(
         |_| {},
         async |env| {
@@ -314,7 +314,7 @@ fn json_lines(text: &str) -> Vec<Value> {
 }
 
 #[test]
-fn an_alarm_that_cannot_be_parked_does_not_keep_others_out() {
+fn failed_parking_does_not_block_others() {
     with_env(
         |_| {},
         async |env| {
@@ -347,7 +347,7 @@ async fn insert_parked(pool: &PgPool, reason: &str, body: &[u8]) -> Uuid {
 }
 
 #[test]
-fn parked_list_shows_what_why_and_since_when() {
+fn parked_list_shows_reason_and_age() {
     with_env(
         |_| {},
         async |env| {
@@ -387,7 +387,7 @@ fn parked_list_shows_what_why_and_since_when() {
 }
 
 #[test]
-fn parked_retry_closes_an_order_that_was_unknown_and_is_there_now() {
+fn parked_retry_closes_order_that_appeared() {
     with_env(
         |_| {},
         async |env| {
@@ -423,7 +423,7 @@ fn parked_retry_closes_an_order_that_was_unknown_and_is_there_now() {
 }
 
 #[test]
-fn parked_retry_does_not_drop_what_the_worker_parks_again_at_once() {
+fn parked_retry_keeps_alarm_parked_again() {
     with_env(
         |_| {},
         async |env| {
@@ -444,7 +444,7 @@ fn parked_retry_does_not_drop_what_the_worker_parks_again_at_once() {
 
 /// Both lock many rows of the table, and the operator's statement is the one that must not be the deadlock's victim.
 #[test]
-fn what_is_retried_or_dropped_is_deleted_while_the_worker_parks_it_again() {
+fn retry_and_drop_delete_while_worker_parks() {
     with_env(
         |_| {},
         async |env| {
@@ -474,7 +474,7 @@ fn what_is_retried_or_dropped_is_deleted_while_the_worker_parks_it_again() {
 }
 
 #[test]
-fn parked_retry_keeps_what_is_still_unreadable_and_says_why() {
+fn parked_retry_keeps_unreadable_alarms() {
     with_env(
         |_| {},
         async |env| {
@@ -513,7 +513,7 @@ fn parked_retry_keeps_what_is_still_unreadable_and_says_why() {
 }
 
 #[test]
-fn parked_drop_deletes_what_was_selected_and_nothing_else() {
+fn parked_drop_deletes_only_selected_alarms() {
     with_env(
         |_| {},
         async |env| {

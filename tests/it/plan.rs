@@ -112,7 +112,7 @@ async fn a_batch_of_them(env: &TestEnv) -> String {
 }
 
 #[test]
-fn a_batch_goes_by_primary_key_whether_the_tables_were_analysed_or_not() {
+fn batch_uses_primary_keys_analysed_or_not() {
     with_env(
         |_| {},
         async |env| {
@@ -137,7 +137,7 @@ fn a_batch_goes_by_primary_key_whether_the_tables_were_analysed_or_not() {
 
 /// A worker has been there for long when the flash sale begins: its plan is the one for the small tables of before.
 #[test]
-fn a_plan_made_for_empty_tables_goes_by_primary_key_once_they_are_full() {
+fn plan_for_empty_tables_uses_primary_keys() {
     with_env(
         |_| {},
         async |env| {
@@ -158,7 +158,7 @@ fn a_plan_made_for_empty_tables_goes_by_primary_key_once_they_are_full() {
 }
 
 #[test]
-fn the_sweep_walks_the_deadline_index_and_reads_no_more_than_a_page() {
+fn sweep_reads_one_page_of_deadline_index() {
     with_env(
         |_| {},
         async |env| {

@@ -73,7 +73,7 @@ struct Signatures {
 }
 
 #[test]
-fn an_alarm_that_reaches_no_queue_is_not_scheduled() {
+fn unroutable_alarm_is_not_scheduled() {
     with_env(
         |_| {},
         async |env| {
@@ -92,7 +92,7 @@ fn an_alarm_that_reaches_no_queue_is_not_scheduled() {
 }
 
 #[test]
-fn an_exchange_that_is_not_there_is_an_error_and_not_the_end_of_the_publisher() {
+fn publisher_survives_missing_exchange() {
     with_env(
         |_| {},
         async |env| {
@@ -109,7 +109,7 @@ fn an_exchange_that_is_not_there_is_an_error_and_not_the_end_of_the_publisher() 
 }
 
 #[test]
-fn connecting_to_a_namespace_that_was_never_set_up_says_so() {
+fn connecting_reports_namespace_never_set_up() {
     with_env(
         |_| {},
         async |env| {
@@ -125,7 +125,7 @@ fn connecting_to_a_namespace_that_was_never_set_up_says_so() {
 }
 
 #[test]
-fn of_many_pipelined_alarms_exactly_those_without_a_queue_are_not_scheduled() {
+fn pipelined_publishing_reports_exactly_unroutable_alarms() {
     with_env(
         |settings| {
             // A tolerance of a second, so that what is published last still belongs to its lane.
@@ -174,7 +174,7 @@ fn of_many_pipelined_alarms_exactly_those_without_a_queue_are_not_scheduled() {
 }
 
 #[test]
-fn a_bad_order_id_or_deadline_is_refused_before_it_travels() {
+fn invalid_order_ids_and_deadlines_are_rejected() {
     with_env(
         |settings| settings.delay.max_delay = 3_600 * SECOND,
         async |env| {
@@ -202,7 +202,7 @@ fn a_bad_order_id_or_deadline_is_refused_before_it_travels() {
 }
 
 #[test]
-fn a_deadline_in_the_past_is_scheduled_and_closed_at_once() {
+fn past_deadline_is_scheduled_and_closed() {
     with_env(
         |_| {},
         async |env| {
@@ -219,7 +219,7 @@ fn a_deadline_in_the_past_is_scheduled_and_closed_at_once() {
 }
 
 #[test]
-fn a_hundred_tasks_schedule_at_once_and_every_alarm_is_in_a_queue() {
+fn hundred_concurrent_tasks_schedule_all_alarms() {
     with_env(
         |_| {},
         async |env| {
@@ -240,7 +240,7 @@ fn a_hundred_tasks_schedule_at_once_and_every_alarm_is_in_a_queue() {
 }
 
 #[test]
-fn a_lane_never_copies() {
+fn lane_never_duplicates_messages() {
     with_env(
         |settings| {
             settings.delay.lanes = vec![lane("40s")];
@@ -269,7 +269,7 @@ fn bound(env: &TestEnv) -> Duration {
 }
 
 #[test]
-fn a_broker_that_refuses_or_blocks_is_an_error_that_nothing_was_scheduled() {
+fn refusing_or_blocking_broker_is_an_error() {
     let broker = Arc::new(Private::broker(&[]));
     let url = broker.url.clone();
     // The env is cleared away before this one ends.
@@ -377,7 +377,7 @@ async fn assert_fails_in_time(env: &TestEnv, publisher: &Publisher) {
 }
 
 #[test]
-fn what_amqp_cannot_carry_is_refused_and_its_neighbours_are_not() {
+fn oversized_amqp_messages_are_refused_alone() {
     with_env(
         |_| {},
         async |env| {
@@ -432,7 +432,7 @@ fn what_amqp_cannot_carry_is_refused_and_its_neighbours_are_not() {
 }
 
 #[test]
-fn connecting_asks_for_every_exchange_that_an_alarm_enters_by() {
+fn connecting_checks_every_entry_exchange() {
     with_env(
         |_| {},
         async |env| {
@@ -458,7 +458,7 @@ fn connecting_asks_for_every_exchange_that_an_alarm_enters_by() {
 }
 
 #[test]
-fn a_broker_that_falls_silent_while_one_connects_counts_as_away() {
+fn silent_broker_while_connecting_is_unavailable() {
     with_env(
         |settings| settings.amqp.connect_timeout = SECOND,
         async |env| {
@@ -485,7 +485,7 @@ fn a_broker_that_falls_silent_while_one_connects_counts_as_away() {
 }
 
 #[test]
-fn nobody_waits_longer_than_promised_for_a_broker_that_falls_silent() {
+fn silent_broker_fails_within_confirm_timeout() {
     with_env(
         |settings| {
             settings.amqp.connect_timeout = 2 * SECOND;

@@ -48,7 +48,7 @@ async fn mugs(env: &TestEnv) -> (i64, i64) {
 }
 
 #[test]
-fn an_order_is_created_and_paid_as_the_readme_says() {
+fn readme_creates_and_pays_order() {
     with_env(
         |_| {},
         async |env| {
@@ -74,7 +74,7 @@ fn an_order_is_created_and_paid_as_the_readme_says() {
 }
 
 #[test]
-fn an_order_is_cancelled_as_the_readme_says() {
+fn readme_cancels_order() {
     with_env(
         |_| {},
         async |env| {
@@ -94,7 +94,7 @@ fn an_order_is_cancelled_as_the_readme_says() {
 }
 
 #[test]
-fn what_is_sold_out_is_refused_by_the_constraint_that_the_readme_names() {
+fn readme_names_constraint_for_sold_out() {
     with_env(
         |_| {},
         async |env| {
@@ -111,7 +111,7 @@ fn what_is_sold_out_is_refused_by_the_constraint_that_the_readme_names() {
 }
 
 #[test]
-fn the_rights_of_the_handbook_suffice_for_the_readme_and_open_nothing_else_of_ours() {
+fn documented_grants_suffice_and_open_nothing_else() {
     with_env(
         |_| {},
         async |env| {
@@ -163,7 +163,7 @@ fn the_rights_of_the_handbook_suffice_for_the_readme_and_open_nothing_else_of_ou
 }
 
 #[test]
-fn the_rust_of_the_readme_schedules_an_order() {
+fn readme_rust_schedules_order() {
     with_env(
         |_| {},
         async |env| {
@@ -175,7 +175,7 @@ fn the_rust_of_the_readme_schedules_an_order() {
 }
 
 #[test]
-fn all_rust_of_the_readme_stands_in_code_that_compiles() {
+fn readme_rust_is_compiled_code() {
     let compiled = include_str!("readme.rs");
     let snippets = blocks(README, "rust");
     assert!(!snippets.is_empty());

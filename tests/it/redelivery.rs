@@ -50,7 +50,7 @@ async fn delete(env: &TestEnv, queue: &str) {
 }
 
 #[test]
-fn an_alarm_that_workers_have_crashed_over_many_times_still_closes_its_order() {
+fn often_redelivered_alarm_still_closes_order() {
     with_env(
         |settings| settings.worker.hold_max = 60 * SECOND,
         async |env| {
@@ -87,7 +87,7 @@ async fn close_slowly(env: &TestEnv, article: &'static str) {
 }
 
 #[test]
-fn what_has_been_closed_is_not_delivered_again_because_another_queue_was_lost() {
+fn lost_queue_redelivers_no_closed_alarm() {
     with_env(shown, async |env| {
         close_slowly(&env, "slow").await;
         let worker = env.worker().await;
@@ -130,7 +130,7 @@ async fn occupied_slot(env: &TestEnv) -> Option<String> {
 }
 
 #[test]
-fn an_alarm_that_is_armed_anew_does_not_carry_the_dead_letterings_of_the_old_one() {
+fn rearmed_alarm_has_no_death_headers() {
     with_env(
         |_| {},
         async |env| {

@@ -120,7 +120,7 @@ fn refusal_is_named_until_events_are_taken() {
 }
 
 #[test]
-fn next_relay_keeps_the_pauses() {
+fn next_relay_keeps_backoff() {
     with_env(
         |_| {},
         async |env| {
@@ -147,7 +147,7 @@ fn next_relay_keeps_the_pauses() {
 }
 
 #[test]
-fn pause_beyond_any_is_ended() {
+fn backoff_beyond_maximum_is_reset() {
     with_env(
         |_| {},
         async |env| {

@@ -75,7 +75,7 @@ fn base64(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn the_forms_are_those_of_the_word() {
+fn secret_is_recognised_in_every_encoding() {
     let secret = Secret { word: "Many hands make light work".into(), password: String::new() };
     assert_eq!(base64(b"Many hands "), "TWFueSBoYW5kcyAA");
     for said in [
@@ -321,7 +321,7 @@ async fn where_something_is_wrong(secret: &Secret, settings: &Settings) {
 }
 
 #[test]
-fn every_address_can_come_from_a_file() {
+fn addresses_can_come_from_files() {
     with_env(
         |_| {},
         async |env| {
@@ -355,7 +355,7 @@ fn every_address_can_come_from_a_file() {
 }
 
 #[test]
-fn a_secrets_file_that_is_none_is_named() {
+fn invalid_secrets_file_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str, contents: &[u8]| {
         std::fs::write(folder.path().join(name), contents).unwrap();

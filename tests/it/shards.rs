@@ -56,7 +56,7 @@ async fn declare(env: &TestEnv, shards: u8) {
 }
 
 #[test]
-fn each_alarm_goes_to_one_shard_and_every_shard_has_its_part() {
+fn alarms_spread_over_all_shards() {
     on_shards(async |env| {
         let orders = env.orders(300, Duration::from_secs(2)).await;
         let publisher = env.publisher().await;
@@ -76,7 +76,7 @@ fn each_alarm_goes_to_one_shard_and_every_shard_has_its_part() {
 }
 
 #[test]
-fn workers_that_take_different_shards_close_everything_between_them() {
+fn workers_on_different_shards_close_everything() {
     on_shards(async |env| {
         let publisher = env.publisher().await;
         let (one, others) = (worker_taking(&env, &[0]).await, worker_taking(&env, &[2, 1]).await);
@@ -97,7 +97,7 @@ fn workers_that_take_different_shards_close_everything_between_them() {
 }
 
 #[test]
-fn a_shard_that_nobody_takes_makes_its_orders_late_and_loses_none() {
+fn unconsumed_shard_delays_but_loses_nothing() {
     let settings = |settings: &mut Settings| {
         sharded(settings);
         settings.sweep.grace = Duration::from_millis(500);
@@ -116,7 +116,7 @@ fn a_shard_that_nobody_takes_makes_its_orders_late_and_loses_none() {
 }
 
 #[test]
-fn from_one_queue_to_several_to_fewer_and_back_each_alarm_has_one_way() {
+fn changing_shard_count_keeps_single_route() {
     on_shards(async |env| {
         for shards in [1, SHARDS, 2, SHARDS, 1] {
             declare(&env, shards).await;
@@ -139,7 +139,7 @@ fn from_one_queue_to_several_to_fewer_and_back_each_alarm_has_one_way() {
 }
 
 #[test]
-fn without_the_exchange_type_it_says_which_plugin_to_enable() {
+fn missing_exchange_type_names_plugin() {
     on_private_broker_with(
         &[],
         |_| {},

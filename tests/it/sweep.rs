@@ -24,7 +24,7 @@ async fn assert_none_was_late(env: &TestEnv) {
 }
 
 #[test]
-fn an_order_without_an_alarm_is_closed_by_the_sweep() {
+fn order_without_alarm_is_swept() {
     with_env(usual_grace, async |env| {
         let worker = env.worker().await;
         env.orders(20, Duration::from_millis(300)).await;
@@ -41,7 +41,7 @@ fn an_order_without_an_alarm_is_closed_by_the_sweep() {
 }
 
 #[test]
-fn while_the_broker_is_away_the_sweep_does_not_wait_for_alarms() {
+fn sweep_skips_grace_during_broker_outage() {
     with_env(
         |_| {},
         async |env| {
@@ -57,7 +57,7 @@ fn while_the_broker_is_away_the_sweep_does_not_wait_for_alarms() {
 }
 
 #[test]
-fn an_order_extended_while_it_is_overdue_is_not_closed_early() {
+fn overdue_order_extended_is_not_closed() {
     with_env(usual_grace, async |env| {
         let order = env.order(Duration::ZERO).await;
         let mut extending = env.pool.begin().await.unwrap();
@@ -81,7 +81,7 @@ fn an_order_extended_while_it_is_overdue_is_not_closed_early() {
 }
 
 #[test]
-fn orders_that_cannot_be_closed_do_not_hide_those_behind_them() {
+fn failing_orders_do_not_block_sweep() {
     with_env(usual_grace, async |env| {
         env.stock("unclosable", 1_000_000).await;
         env.refuse_to_close("unclosable").await;
@@ -99,13 +99,13 @@ fn orders_that_cannot_be_closed_do_not_hide_those_behind_them() {
 
 /// As one does that asks another server and cannot reach it: an error of the kind that the database's own end has.
 #[test]
-fn an_order_whose_trigger_cannot_connect_is_not_taken_for_a_database_that_is_away() {
+fn trigger_connection_error_is_no_database_outage() {
     holds_up_nobody_whose_close_fails_by("sqlclient_unable_to_establish_sqlconnection");
 }
 
 /// As that of another server does, passed on by a trigger; or a page of the one order that cannot be read.
 #[test]
-fn an_order_whose_close_finds_a_full_disk_or_a_bad_one_holds_up_nobody() {
+fn disk_error_of_one_order_delays_none() {
     for error in ["disk_full", "io_error"] {
         holds_up_nobody_whose_close_fails_by(error);
     }
@@ -130,7 +130,7 @@ fn holds_up_nobody_whose_close_fails_by(error: &'static str) {
 }
 
 #[test]
-fn an_order_that_could_not_be_closed_is_once_it_can_be() {
+fn backed_off_order_closes_after_fix() {
     with_env(usual_grace, async |env| {
         env.stock("unclosable", 1_000).await;
         env.refuse_to_close("unclosable").await;
@@ -159,7 +159,7 @@ fn several_workers_sweep_without_closing_anything_twice() {
 }
 
 #[test]
-fn an_order_whose_row_is_locked_is_left_to_its_payment() {
+fn sweep_leaves_locked_order_to_payment() {
     with_env(usual_grace, async |env| {
         let order = env.order(Duration::ZERO).await;
         let mut payment = env.pool.begin().await.unwrap();
@@ -199,7 +199,7 @@ async fn keep_locked_by_turns(env: &TestEnv, stop: &CancellationToken) {
 }
 
 #[test]
-fn an_article_that_is_always_being_bought_is_no_reason_to_leave_an_order_open() {
+fn orders_of_hot_article_still_close() {
     with_env(usual_grace, async |env| {
         env.stock("popular", 1_000).await;
         let worker = env.worker().await;
@@ -217,7 +217,7 @@ fn an_article_that_is_always_being_bought_is_no_reason_to_leave_an_order_open() 
 }
 
 #[test]
-fn orders_of_an_article_that_is_always_being_bought_close_though_another_article_stays_locked() {
+fn hot_article_closes_despite_locked_one() {
     with_env(usual_grace, async |env| {
         env.stock("popular", 1_000).await;
         let worker = env.worker().await;

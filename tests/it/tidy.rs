@@ -64,7 +64,7 @@ const PURE: [&str; 8] =
     ["canary.rs", "order.rs", "message.rs", "alarm.rs", "wheel.rs", "hold.rs", "clock.rs", "schedule/lane.rs"];
 
 #[test]
-fn every_rust_file_says_first_what_it_is_for() {
+fn every_rust_file_states_its_purpose() {
     for (path, text) in sources(&["src", "tests", "examples", "benches", "scripts"], ".rs") {
         let first = text.lines().next().unwrap_or_default();
         assert!(
@@ -75,7 +75,7 @@ fn every_rust_file_says_first_what_it_is_for() {
 }
 
 #[test]
-fn every_other_file_with_comments_opens_with_one() {
+fn other_files_open_with_comment() {
     let mut checked = 0;
     for (path, text) in files() {
         let comment = match path.rsplit(['.', '/']).next().unwrap() {
@@ -94,7 +94,7 @@ fn every_other_file_with_comments_opens_with_one() {
 }
 
 #[test]
-fn lapin_stays_in_its_rooms() {
+fn lapin_stays_in_its_modules() {
     let rooms = [
         "broker.rs",
         "confirm.rs",
@@ -122,7 +122,7 @@ fn frames_are_parsed_in_quarantine_alone() {
 }
 
 #[test]
-fn sqlx_stays_in_its_rooms() {
+fn sqlx_stays_in_its_modules() {
     let rooms = [
         "announce.rs",
         "canary/store.rs",
@@ -151,7 +151,7 @@ fn sqlx_stays_in_its_rooms() {
 }
 
 #[test]
-fn what_is_measured_stays_out_of_what_is_done() {
+fn measuring_stays_out_of_business_modules() {
     let rooms = |pattern: &str, rooms: &[&str]| assert_eq!(users_of(pattern), set(rooms), "{pattern}");
     rooms(r"\bprometheus::", &["metrics.rs"]);
     rooms(r"\bhyper(?:_util)?::", &["http.rs"]);
@@ -172,7 +172,7 @@ fn what_is_measured_stays_out_of_what_is_done() {
 }
 
 #[test]
-fn settings_use_a_client_for_an_address_alone() {
+fn settings_use_clients_only_for_addresses() {
     let text = code(&files()["src/config/validate.rs"]);
     let used: BTreeSet<_> = Regex::new(r"\b(?:lapin|sqlx)::[\w:]+")
         .unwrap()
@@ -183,7 +183,7 @@ fn settings_use_a_client_for_an_address_alone() {
 }
 
 #[test]
-fn pure_rooms_do_no_io() {
+fn pure_modules_do_no_io() {
     let forbidden = users_of(
         r"\b(?:lapin|sqlx|tokio|tokio_util|tracing)::|\bstd::(?:fs|net|io|env|process|thread)\b|\basync\b|\.await\b|\be?print(?:ln)?!",
     );
@@ -200,7 +200,7 @@ fn pure_rooms_do_no_io() {
 }
 
 #[test]
-fn the_local_wall_clock_is_read_by_publishers_alone() {
+fn only_publishers_read_local_wall_clock() {
     assert_eq!(
         users_of(r"\bSystemTime::now\b|\bnow_utc\b|\bnow_local\b"),
         set(&["order.rs"]),
@@ -270,7 +270,7 @@ fn outermost(list: &str) -> String {
 }
 
 #[test]
-fn a_list_is_read_without_its_inner_lists() {
+fn import_lists_are_read_without_inner_lists() {
     assert_eq!(outermost("alarm::{DeliveredAlarm, DeadLetter}, close, order::{self}"), "alarm::}, close, order::}");
 }
 
@@ -287,7 +287,7 @@ fn leaf_keys(table: &toml::Table) -> BTreeSet<String> {
 }
 
 #[test]
-fn every_setting_has_a_default_and_every_default_is_a_setting() {
+fn settings_and_defaults_match() {
     let defaults: toml::Table = DEFAULTS.parse().unwrap();
     let keys = leaf_keys(&defaults);
     assert!(keys.contains("namespace") && keys.contains("worker.hold_max"), "{keys:?}");
@@ -313,7 +313,7 @@ fn every_setting_has_a_default_and_every_default_is_a_setting() {
 }
 
 #[test]
-fn no_setting_has_a_default_besides_config_default_toml() {
+fn only_config_default_toml_has_defaults() {
     let defaults: toml::Table = DEFAULTS.parse().unwrap();
     for key in leaf_keys(&defaults) {
         let mut without = defaults.clone();
@@ -352,7 +352,7 @@ fn every_default_is_explained_directly_above() {
 }
 
 #[test]
-fn migrations_are_named_for_what_they_bring_and_run_in_order() {
+fn migrations_have_telling_names_in_order() {
     let name = Regex::new(r"^migrations/(\d{14})_([a-z]+(?:_[a-z]+)*)\.sql$").unwrap();
     let says_nothing =
         Regex::new(r"^(?:update|change|alter|fix|misc|migration|schema|tables?|new|initial|init)(?:_|$)").unwrap();
@@ -372,7 +372,7 @@ fn migrations_are_named_for_what_they_bring_and_run_in_order() {
 }
 
 #[test]
-fn nothing_is_left_to_be_done() {
+fn no_unfinished_work_markers() {
     // Put together, so that this file does not say them.
     let words = [["TO", "DO"], ["FIX", "ME"], ["todo", "!("], ["unimplemented", "!("], ["dbg", "!("]]
         .map(|parts| parts.concat());
@@ -396,7 +396,7 @@ fn headings(markdown: &str) -> Vec<&str> {
 }
 
 #[test]
-fn every_link_in_a_document_leads_somewhere() {
+fn document_links_resolve() {
     let files = files();
     let link = Regex::new(r"\]\(([^)\s]+)\)").unwrap();
     let mut followed = 0;
@@ -424,7 +424,7 @@ fn every_link_in_a_document_leads_somewhere() {
 }
 
 #[test]
-fn every_guarantee_names_tests_that_are_there() {
+fn guarantees_name_existing_tests() {
     let readme = &files()["README.md"];
     let guarantees = readme.split("\n## ").find(|section| section.starts_with("What it guarantees")).unwrap();
     let name = Regex::new(r"`(\w+)::(\w+)`").unwrap();
@@ -440,7 +440,7 @@ fn every_guarantee_names_tests_that_are_there() {
 }
 
 #[test]
-fn every_file_that_is_mentioned_is_there() {
+fn mentioned_files_exist() {
     let files = files();
     // From the root, wherever it is said: `scripts/services`, docs/WIRE.md, src/schedule/.
     let from_root = Regex::new(
@@ -476,7 +476,7 @@ fn is_denied(text: &str, at: usize) -> bool {
 }
 
 #[test]
-fn every_section_that_is_mentioned_is_there() {
+fn mentioned_sections_exist() {
     let files = files();
     // docs/ARCHITECTURE.md, "The orders contract"
     let mention = Regex::new(r#"\b((?:docs/)?[A-Z]+\.md), "([^"]+)""#).unwrap();

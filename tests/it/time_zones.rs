@@ -294,7 +294,7 @@ async fn swept(sweeper: &Sweeper) -> Vec<Overdue> {
 }
 
 #[test]
-fn pages_lose_nothing_around_clock_changes() {
+fn sweep_pages_survive_clock_changes() {
     with_env(
         |settings| name_statements(settings, &deadline("America/New_York")),
         async |env| {
@@ -367,7 +367,7 @@ fn rows_hours_later_degrade_the_worker() {
 }
 
 #[test]
-fn timestamp_columns_are_refused_with_the_remedy() {
+fn timestamp_columns_are_refused_with_remedy() {
     with_env(
         |settings| name_statements(settings, "t.local_until"),
         async |env| {

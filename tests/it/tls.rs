@@ -86,7 +86,7 @@ fn named(name: &str) -> CertificateParams {
 
 /// Both servers with their certificates. One test for all of it, because servers take seconds to start.
 #[test]
-fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be() {
+fn rejects_invalid_server_certificates() {
     let certificates = Certificates::make();
     let folder = certificates.folder.path().to_str().unwrap();
     let broker = Private::broker(&["--tls", folder]);
@@ -369,7 +369,7 @@ async fn a_database_without_tls(good: &DatabaseSettings) {
 }
 
 #[test]
-fn certificates_that_would_not_be_used_are_refused() {
+fn unused_certificate_settings_are_refused() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml").display().to_string();
     let check = |overrides: &[String], parts: &[&str]| {
         let mut settings = order_timeout::Settings::load_with_environment(None, Default::default(), overrides);

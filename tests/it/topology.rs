@@ -81,7 +81,7 @@ fn declaring_twice_changes_nothing() {
 }
 
 #[test]
-fn a_queue_with_another_argument_is_named_with_it_and_left_alone() {
+fn differing_queue_argument_is_named() {
     with_env(with_a_long_lane, async |env| {
         let everything = Topology::new(&env.settings).queues;
         let one_of = |beginning: &str| queues(&env, beginning).remove(0);
@@ -132,7 +132,7 @@ fn a_queue_with_another_argument_is_named_with_it_and_left_alone() {
 }
 
 #[test]
-fn an_exchange_of_another_type_is_named_with_it_and_left_alone() {
+fn differing_exchange_type_is_named() {
     with_env(
         |_| {},
         async |env| {
@@ -166,7 +166,7 @@ fn an_exchange_of_another_type_is_named_with_it_and_left_alone() {
 }
 
 #[test]
-fn a_worker_does_not_start_on_queues_that_differ() {
+fn worker_refuses_differing_queues() {
     with_env(with_a_long_lane, async |env| {
         let lane = queues(&env, "delay.").remove(0);
         let mut arguments = lane.arguments.clone();
@@ -187,7 +187,7 @@ fn a_worker_does_not_start_on_queues_that_differ() {
 }
 
 #[test]
-fn a_thousand_alarms_in_a_lane_are_a_thousand_messages() {
+fn lane_duplicates_none_of_thousand_alarms() {
     with_env(with_a_long_lane, async |env| {
         let publisher = env.publisher().await;
         let deadline = Timestamp::now_by_local_clock() + Duration::from_secs(30 * 60);
@@ -215,7 +215,7 @@ async fn depths(env: &TestEnv, queues: &[Queue]) -> Vec<u32> {
 }
 
 #[test]
-fn the_plain_key_of_a_lane_reaches_exactly_one_queue() {
+fn plain_lane_key_reaches_one_queue() {
     with_env(with_a_long_lane, async |env| {
         let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("1790000".into());
         env.publish_raw(&env.names().delay(), "30m", b"from a publisher that does not shard", properties).await;
@@ -228,7 +228,7 @@ fn the_plain_key_of_a_lane_reaches_exactly_one_queue() {
 }
 
 #[test]
-fn a_starting_worker_makes_the_queues_that_are_missing() {
+fn starting_worker_declares_missing_queues() {
     with_env(
         |_| {},
         async |env| {
@@ -252,7 +252,7 @@ fn a_starting_worker_makes_the_queues_that_are_missing() {
 }
 
 #[test]
-fn a_message_without_expiration_holds_up_nobody() {
+fn message_without_expiration_delays_none() {
     with_env(
         |settings| {
             // The finest ring as short as it may be, for the whole of it is waited out.

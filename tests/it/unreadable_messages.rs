@@ -159,17 +159,17 @@ fn type_outside_utf8_is_moved_aside() {
 }
 
 #[test]
-fn message_id_of_raw_bytes_is_moved_aside() {
+fn raw_message_id_is_moved_aside() {
     worker_closes_beside(&[Sort::MessageId, Sort::CorrelationId], 50);
 }
 
 #[test]
-fn header_key_outside_utf8_is_moved_aside() {
+fn invalid_header_key_is_moved_aside() {
     worker_closes_beside(&[Sort::HeaderKey], 50);
 }
 
 #[test]
-fn routing_key_outside_utf8_is_moved_aside() {
+fn invalid_routing_key_is_moved_aside() {
     worker_closes_beside(&[Sort::RoutingKey], 50);
 }
 
@@ -269,7 +269,7 @@ fn lost_queue_starts_no_search() {
 }
 
 #[test]
-fn failing_broker_is_named_with_the_cure() {
+fn failing_broker_is_named_with_remedy() {
     // AMQP 1.0 is a plugin there, and in it a number may be the id of a message, which AMQP 0-9-1 has no form for.
     let broker = Arc::new(Private::broker(&["--rabbitmq", "3.10", "--plugin", "rabbitmq_amqp1_0"]));
     // Kept until the env is cleared away.
