@@ -1,5 +1,5 @@
-//! A fault can be seen: whether the worker is alive and ready, and if not, why not; and figures that move with what
-//! happens, each of them documented.
+//! Faults are visible: the pages tell whether the worker is alive and ready, and why not; the metrics follow what
+//! happens, and each of them is documented.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -38,7 +38,7 @@ async fn is_ready(worker: &RunningWorker) -> bool {
 fn exposes_exactly_listed_metrics() {
     with_env(shown, async |env| {
         let worker = env.worker().await;
-        // Readings appear with the first of each.
+        // Gauges appear with their first reading.
         for reading in ["oldest_overdue_seconds", "outbox_age_seconds{outbox=\"alarm\"}", "clock_offset_seconds"] {
             wait_for_figure(&worker, reading, |_| true).await;
         }
@@ -81,7 +81,7 @@ fn documented_metrics_match_listed_metrics() {
         .collect();
     let row = |one: &Listed| {
         let label = one.label.map_or_else(String::new, |label| {
-            // The version is another one every time.
+            // The version changes with each release.
             let values = if label.name == "version" { String::new() } else { format!(": {}", label.values.join(", ")) };
             format!("`{}`{values}", label.name)
         });
@@ -92,7 +92,7 @@ fn documented_metrics_match_listed_metrics() {
     let name = Regex::new(r"\border_timeout_\w+").unwrap();
     for found in name.find_iter(document) {
         let family = ["_bucket", "_sum", "_count"].into_iter().find_map(|end| found.as_str().strip_suffix(end));
-        // And of one table.
+        // `order_timeout_workers` is a table.
         let known = |name: &str| name == "order_timeout_workers" || LISTED.iter().any(|one| one.name == name);
         assert!(
             known(found.as_str()) || family.is_some_and(known),
@@ -134,7 +134,7 @@ fn promtool_accepts_alerts() {
 
 const NO_PROMTOOL: &str = "promtool is not installed; Debian's package prometheus has it";
 
-/// Whether it succeeds, and what it says; `None` if it is not installed.
+/// Whether promtool succeeds, and its output; `None` if it is not installed.
 fn promtool(arguments: &[&str], input: &str) -> Option<(bool, String)> {
     let mut promtool = Command::new("promtool");
     promtool.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -165,7 +165,7 @@ fn readyz_names_lost_server() {
         assert_eq!((status, why.lines().count()), (503, 1), "{why}");
         assert!(why.starts_with("broker: no consumer session is open: "), "{why}");
         wait_for_figure(&worker, "session_open", |open| open == 0.0).await;
-        // In the meantime an alarm waits in its outbox.
+        // Meanwhile an alarm waits in its outbox.
         let order = env.order(600 * SECOND).await;
         schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
         wait_for_figure(&worker, "alarms_refused_total", |refused| refused > 0.0).await;
@@ -190,7 +190,7 @@ fn readyz_names_lost_server() {
         wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
         wait_for_figure(&worker, "database_unavailable", |away| away == 0.0).await;
 
-        // Its host vanishes: nobody is told, and no call is answered.
+        // The database's host vanishes: no connection is closed, and no call is answered.
         to_database.stall();
         wait_for("the database missed", async || get(&worker, READYZ).await.1.starts_with("database: ")).await;
         to_database.restore();
@@ -219,7 +219,7 @@ fn readonly_database_requeues_alarms_and_ends_readiness() {
     with_env(adjust, async |env| {
         let worker = env.worker().await;
         wait_for("a worker that is ready", async || is_ready(&worker).await).await;
-        // As a standby is, or a primary that was demoted: it answers, and takes no writes.
+        // Like a standby or a demoted primary: the database answers but accepts no writes.
         let database: String = sqlx::query_scalar("SELECT current_database()").fetch_one(&env.pool).await.unwrap();
         let read_only = |to: &str| {
             format!(
@@ -235,12 +235,14 @@ fn readonly_database_requeues_alarms_and_ends_readiness() {
         let (status, why) = get(&worker, READYZ).await;
         assert!(status == 503 && why.contains("\ndatabase: ") && why.contains("read-only"), "{why}");
         assert!(Figures::of(&worker).await.get("close_results_total{outcome=\"away\"}") > 0.0);
-        let mend = format!("SET default_transaction_read_only = off; {}", read_only("off"));
-        // The pool may hand out a connection that was ended.
-        wait_for("mending", async || sqlx::raw_sql(sqlx::AssertSqlSafe(mend.clone())).execute(&env.pool).await.is_ok())
-            .await;
+        let reset = format!("SET default_transaction_read_only = off; {}", read_only("off"));
+        // The pool may hand out a connection that was terminated.
+        wait_for("the reset", async || {
+            sqlx::raw_sql(sqlx::AssertSqlSafe(reset.clone())).execute(&env.pool).await.is_ok()
+        })
+        .await;
         wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
-        // By its alarm, delivered again, or by the sweep, which does not wait for alarms while none can come.
+        // Either by its redelivered alarm or by the sweep, which does not wait for alarms while none can arrive.
         wait_for("the close", async || env.closed().await == 1).await;
         worker.stop().await;
         env.assert_ledger().await;
@@ -257,8 +259,8 @@ fn table_lock_ends_readiness_and_shows_overdue() {
         let worker = env.worker().await;
         wait_for("a worker that is ready", async || is_ready(&worker).await).await;
         wait_for_figure(&worker, "oldest_overdue_seconds", |seconds| seconds.abs() < f64::EPSILON).await;
-        let mut somebody = env.pool.begin().await.unwrap();
-        sqlx::query("LOCK TABLE order_events").execute(&mut *somebody).await.unwrap();
+        let mut locker = env.pool.begin().await.unwrap();
+        sqlx::query("LOCK TABLE order_events").execute(&mut *locker).await.unwrap();
         let orders = env.orders(3, Duration::ZERO).await;
         env.deliver(&orders[..2]).await;
         wait_for("a worker that says so", async || {
@@ -268,7 +270,7 @@ fn table_lock_ends_readiness_and_shows_overdue() {
         .await;
         wait_for_figure(&worker, "oldest_overdue_seconds", |seconds| seconds > 1.0).await;
         assert!(Figures::of(&worker).await.get("close_results_total{outcome=\"locked\"}") > 0.0);
-        somebody.rollback().await.unwrap();
+        locker.rollback().await.unwrap();
         wait_for("the closes", async || env.closed().await == 3).await;
         wait_for("ready again", async || is_ready(&worker).await).await;
         wait_for_figure(&worker, "oldest_overdue_seconds", |seconds| seconds.abs() < f64::EPSILON).await;
@@ -296,7 +298,7 @@ fn stopping_worker_is_alive_but_not_ready() {
         other.rollback().await.unwrap();
         let address = worker.http.unwrap();
         worker.stop().await;
-        http::get(address, READYZ, TIMEOUT).await.expect_err("nobody is there any more");
+        http::get(address, READYZ, TIMEOUT).await.expect_err("no listener is left");
         assert_eq!(env.closed().await, 1);
     });
 }
@@ -328,7 +330,7 @@ fn metrics_follow_alarms_and_orders() {
     with_env(adjust, async |env| {
         let worker = env.worker().await;
         let publisher = env.publisher().await;
-        // Through the inbox and the wheel, the last of all.
+        // It passes the inbox and the wheel, and closes last.
         let far = env.order(9 * SECOND).await;
         publisher.schedule(far.id.to_string(), far.deadline).await.unwrap();
         let orders = env.orders(20, 2 * SECOND).await;
@@ -336,8 +338,8 @@ fn metrics_follow_alarms_and_orders() {
         for order in &orders[..5] {
             assert!(env.pay(order).await);
         }
-        bring_up_trouble(&env).await;
-        // Three that nobody has scheduled, and four by way of the outbox, one of them too late.
+        cause_failures(&env).await;
+        // Three orders without an alarm, and four through the outbox, one of them overdue by then.
         env.orders(3, SECOND).await;
         for order in env.orders(3, 2 * SECOND).await {
             schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
@@ -348,10 +350,10 @@ fn metrics_follow_alarms_and_orders() {
         let unpaid = async || env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
         wait_for("every close but one", async || unpaid().await == 1).await;
         wait_for("all that is parked", async || env.parked().await.len() == 4).await;
-        // Once more for an order that is closed.
+        // One more alarm for a closed order.
         env.deliver([&far]).await;
         wait_for_figure(&worker, "close_results_total{outcome=\"already_closed\"}", |count| count >= 1.0).await;
-        // One event for each close, and the figure follows the row.
+        // One event for each close, and the metric follows the row.
         wait_for("every event announced", async || {
             let closed = env.closed().await as f64;
             Figures::of(&worker).await.get("events_announced_total") == closed
@@ -363,9 +365,9 @@ fn metrics_follow_alarms_and_orders() {
     });
 }
 
-/// An alarm that is none, two for orders that are not there, one for an order that a trigger keeps from being closed,
-/// and one for an order whose row is locked for a while.
-async fn bring_up_trouble(env: &TestEnv) {
+/// One invalid message, two alarms for orders that do not exist, one for an order that a trigger keeps from being
+/// closed, and one for an order whose row is locked for a while.
+async fn cause_failures(env: &TestEnv) {
     let (due, now) = (env.names().due(), Timestamp::now_by_local_clock());
     let properties = || BasicProperties::default().with_delivery_mode(2);
     let alarm = |id: &str| format!("{{\"order_id\": \"{id}\", \"deadline\": \"2026-01-01T00:00:00Z\"}}");
@@ -388,7 +390,7 @@ async fn bring_up_trouble(env: &TestEnv) {
     let mut payment = env.pool.begin().await.unwrap();
     sqlx::query("SELECT FROM orders WHERE id = $1 FOR UPDATE").bind(locked.id).execute(&mut *payment).await.unwrap();
     env.deliver([&locked]).await;
-    // Behind it in the queue: once this one is closed, the locked one was looked at.
+    // This order is behind the locked one in the queue: once it is closed, the locked one has been tried.
     let next = env.order(Duration::ZERO).await;
     env.deliver([&next]).await;
     wait_for("the order behind it", async || env.status(&next).await == "closed").await;
@@ -435,18 +437,19 @@ async fn assert_figures(env: &TestEnv, figures: &Figures) {
     for (series, expected) in [("relaying", 1.0), ("database_unavailable", 0.0), ("sweep_failures_total", 0.0)] {
         is(series, expected);
     }
-    // Both clocks are this machine's here.
+    // Worker and database share this machine's clock.
     assert!(figures.get("clock_offset_seconds").abs() < 1.0, "{}", figures.text);
     assert!((1e-6..1.0).contains(&figures.get("clock_uncertainty_seconds")), "{}", figures.text);
     assert_labels_are_listed(&figures.text);
 }
 
-/// The worker measures until its commit is answered, the row until the statement: nearly the same, and never less.
+/// The worker measures until its commit is answered, the row only until the statement: the worker's value is slightly
+/// higher, never lower.
 async fn assert_lateness_is_the_ledgers(env: &TestEnv, figures: &Figures) {
     let ledger_s = env.lateness_ms().await.iter().sum::<f64>() / 1e3;
     let shown_s = ["alarm", "sweep"].map(|by| figures.get(&format!("close_lateness_seconds_sum{{by=\"{by}\"}}")));
     let shown_s: f64 = shown_s.iter().sum();
-    // The clocks differ by less than a round trip each time.
+    // The clocks differ by less than one round trip each time.
     let orders = env.closed().await as f64;
     assert!((ledger_s - 0.01 * orders..ledger_s + 0.5 * orders).contains(&shown_s), "{shown_s} s, {ledger_s} s");
 }
@@ -470,7 +473,7 @@ fn silent_clients_do_not_block_probes() {
     with_env(shown, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
-        // More than are attended to at once, and none of them says anything.
+        // More connections than are served at once, all of them silent.
         let mut silent = Vec::new();
         for _ in 0..160 {
             silent.push(TcpStream::connect(address).await.unwrap());
@@ -488,7 +491,8 @@ fn idle_connections_do_not_starve_probes() {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
         for _ in 0..3 {
-            // All at once; each is kept until the round ends. Far more than are attended to are there before the probe.
+            // All connect at once and stay open until the round ends, far more of them than are served before the probe
+            // arrives.
             let idle: Vec<_> = (0..600).map(|_| tokio::spawn(TcpStream::connect(address))).collect();
             let connected = || idle.iter().filter(|one| one.is_finished()).count();
             wait_for("idle connections", async || connected() >= 300).await;
@@ -501,7 +505,7 @@ fn idle_connections_do_not_starve_probes() {
     });
 }
 
-/// An address that nobody listens at; somebody might before we do, which is unlikely.
+/// An address that is free now. Another process could take it before the worker does, which is unlikely.
 pub fn free_address() -> SocketAddr {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }

@@ -1,4 +1,4 @@
-//! Text from outside steers no terminal and reorders no line, in the log, on a page or on the command line.
+//! Text from outside controls no terminal and reorders no line, in the log, on a page or on the command line.
 
 use std::fs::File;
 use std::time::Duration;
@@ -26,7 +26,7 @@ fn assert_visible(text: &str) {
     assert_eq!(hidden, None, "{text:?}");
 }
 
-/// The text of an error where it may be shown in full.
+/// An error's text where it may be shown in full.
 const SHOWN: &str = r"\u001b[31m\u202e";
 
 #[test]

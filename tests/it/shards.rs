@@ -1,5 +1,5 @@
-//! Several processing queues: what is due is shared out among them, each alarm to one; workers take some or all; and
-//! from one to several, to fewer and back nothing is lost.
+//! Several processing queues: due alarms are distributed over them, each to one; workers consume some or all of them;
+//! changing their number in any direction loses nothing.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use uuid::Uuid;
 use crate::support::away::on_private_broker_with;
 use crate::support::{Order, RunningWorker, TestEnv, wait_for};
 
-/// The exchange type comes with RabbitMQ and is not enabled by itself.
+/// The exchange type ships with RabbitMQ but is not enabled by default.
 const WITH_THE_TYPE: [&str; 2] = ["--plugin", "rabbitmq_consistent_hash_exchange"];
 const SHARDS: u8 = 3;
 
@@ -25,7 +25,7 @@ fn on_shards<F: Future<Output = ()> + Send + 'static>(
     on_private_broker_with(&WITH_THE_TYPE, sharded, |env, _| test(env));
 }
 
-/// As a dead letter comes: with the message id that its publisher gave it.
+/// Publishes like a dead letter, with the message id that its publisher gave it.
 async fn deliver(env: &TestEnv, orders: &[Order]) {
     let due = env.names().due();
     for order in orders {
@@ -83,7 +83,7 @@ fn workers_on_different_shards_close_everything() {
         let orders = env.orders(100, Duration::from_secs(2)).await;
         let alarms = orders.iter().map(|order| (order.order_id(), order.deadline));
         assert_eq!(publisher.schedule_all(alarms).await, Ok(100));
-        // By way of the inbox and the wheel, which each of them serves.
+        // Through the inbox and the wheel, which each worker serves.
         let later = env.orders(100, Duration::from_millis(4_500)).await;
         let alarms = later.iter().map(|order| (order.order_id(), order.deadline));
         assert_eq!(publisher.schedule_all(alarms).await, Ok(100));

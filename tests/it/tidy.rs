@@ -1,5 +1,5 @@
-//! The code is as docs/ARCHITECTURE.md says: rooms with doors where the doors are, files that say what they are for,
-//! settings that are all documented, and references that lead somewhere.
+//! The code matches docs/ARCHITECTURE.md: modules keep their boundaries, files state their purpose, every setting is
+//! documented, and every reference resolves.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -12,7 +12,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Every file of the repository that is text, as (path from the root, contents), by path.
+/// Every text file of the repository as (path from the root, contents), by path.
 fn files() -> BTreeMap<String, String> {
     let mut files = BTreeMap::new();
     let mut directories = vec![root().to_path_buf()];
@@ -21,7 +21,7 @@ fn files() -> BTreeMap<String, String> {
             let path = entry.unwrap().path();
             let name = path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned();
             if path.is_dir() {
-                // Built, or git's own.
+                // Build output, or git's own files.
                 if !["target", ".git"].contains(&name.as_str()) {
                     directories.push(path);
                 }
@@ -43,12 +43,13 @@ fn sources(folders: &[&str], ending: &str) -> BTreeMap<String, String> {
     found
 }
 
-/// Rust without its comments. Cuts a line at `//` even inside a string, so what follows an address is not looked at.
+/// Rust without its comments. Cuts a line at `//` even inside a string, so the rest of a line with a URL is not
+/// checked.
 fn code(text: &str) -> String {
     text.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n")
 }
 
-/// Where a name stands in the code of src/: the paths, without "src/".
+/// The paths, without "src/", of the files in src/ with code that matches a pattern.
 fn users_of(pattern: &str) -> BTreeSet<String> {
     let pattern = Regex::new(pattern).unwrap();
     let users = sources(&["src"], ".rs").into_iter().filter(|(_, text)| pattern.is_match(&code(text)));
@@ -59,7 +60,8 @@ fn set(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
 }
 
-/// Rooms whose decisions and arithmetic must be testable without a server and without waiting; so is the whole engine.
+/// Modules whose decisions and arithmetic must be testable without a server and without waiting; the whole engine is
+/// too.
 const PURE: [&str; 8] =
     ["canary.rs", "order.rs", "message.rs", "alarm.rs", "wheel.rs", "hold.rs", "clock.rs", "schedule/lane.rs"];
 
@@ -152,12 +154,12 @@ fn sqlx_stays_in_its_modules() {
 
 #[test]
 fn measuring_stays_out_of_business_modules() {
-    let rooms = |pattern: &str, rooms: &[&str]| assert_eq!(users_of(pattern), set(rooms), "{pattern}");
-    rooms(r"\bprometheus::", &["metrics.rs"]);
-    rooms(r"\bhyper(?:_util)?::", &["http.rs"]);
-    // The composition root counts what the steps report; no step does.
-    rooms(r"\bcrate::metrics\b", &["http.rs", "worker/outboxes.rs", "worker/recorder.rs"]);
-    rooms(
+    let used_in = |pattern: &str, modules: &[&str]| assert_eq!(users_of(pattern), set(modules), "{pattern}");
+    used_in(r"\bprometheus::", &["metrics.rs"]);
+    used_in(r"\bhyper(?:_util)?::", &["http.rs"]);
+    // The composition root counts what the steps report; steps count nothing themselves.
+    used_in(r"\bcrate::metrics\b", &["http.rs", "worker/outboxes.rs", "worker/recorder.rs"]);
+    used_in(
         r"\bcrate::health\b",
         &[
             "http.rs",
@@ -168,7 +170,7 @@ fn measuring_stays_out_of_business_modules() {
             "worker/supervisor.rs",
         ],
     );
-    rooms(r"\bcrate::http\b", &["cli/health.rs", "worker/mod.rs", "worker/recorder.rs"]);
+    used_in(r"\bcrate::http\b", &["cli/health.rs", "worker/mod.rs", "worker/recorder.rs"]);
 }
 
 #[test]
@@ -191,8 +193,8 @@ fn pure_modules_do_no_io() {
     let impure: Vec<_> = forbidden.iter().filter(is_pure).collect();
     assert_eq!(impure, Vec::<&String>::new(), "these rooms do no I/O; see docs/ARCHITECTURE.md, \"Invariants\"");
     let reads_a_clock = users_of(r"\bInstant::now\b");
-    let told_what_time_it_is = |room: &&String| is_pure(room) && room.as_str() != "clock.rs";
-    assert_eq!(reads_a_clock.iter().find(told_what_time_it_is), None, "it is told what time it is");
+    let takes_time_as_argument = |room: &&String| is_pure(room) && room.as_str() != "clock.rs";
+    assert_eq!(reads_a_clock.iter().find(takes_time_as_argument), None, "it is told what time it is");
     for room in PURE {
         assert!(root().join("src").join(room).is_file(), "src/{room} is no more");
     }
@@ -244,7 +246,7 @@ fn steps_do_not_import_one_another() {
                 "{path} uses {other}: steps do not import one another, worker/ joins them"
             );
         }
-        // From a file directly in src/, `super` is the crate.
+        // In a file directly in src/, `super` is the crate.
         if path.matches('/').count() == 1 {
             for step in steps.iter().filter(|step| **step != own) {
                 assert!(
@@ -258,7 +260,7 @@ fn steps_do_not_import_one_another() {
     assert_eq!(looked_at, set(&steps), "a step has moved");
 }
 
-/// A list without what stands in inner braces.
+/// A list without the parts in inner braces.
 fn outermost(list: &str) -> String {
     let mut depth = 0;
     list.chars()
@@ -292,7 +294,7 @@ fn settings_and_defaults_match() {
     let keys = leaf_keys(&defaults);
     assert!(keys.contains("namespace") && keys.contains("worker.hold_max"), "{keys:?}");
 
-    // As the program has them: the fields of Settings and of its sections.
+    // The keys as the program defines them: the fields of Settings and of its sections.
     let text = code(&files()["src/config.rs"]);
     let structure = Regex::new(r"(?s)pub struct (\w*Settings) \{(.*?)\n\}").unwrap();
     let field = Regex::new(r"pub (?:r#)?(\w+): ([\w<>]+)").unwrap();
@@ -373,7 +375,7 @@ fn migrations_have_telling_names_in_order() {
 
 #[test]
 fn no_unfinished_work_markers() {
-    // Put together, so that this file does not say them.
+    // Concatenated, so that this file does not contain them.
     let words = [["TO", "DO"], ["FIX", "ME"], ["todo", "!("], ["unimplemented", "!("], ["dbg", "!("]]
         .map(|parts| parts.concat());
     for (path, text) in files() {
@@ -385,7 +387,7 @@ fn no_unfinished_work_markers() {
     }
 }
 
-/// A heading as GitHub names it in an address.
+/// A heading's anchor as GitHub writes it.
 fn anchor(heading: &str) -> String {
     let kept = heading.to_lowercase().chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c)).collect::<String>();
     kept.replace(' ', "-")
@@ -442,7 +444,7 @@ fn guarantees_name_existing_tests() {
 #[test]
 fn mentioned_files_exist() {
     let files = files();
-    // From the root, wherever it is said: `scripts/services`, docs/WIRE.md, src/schedule/.
+    // From the root, in any file: `scripts/services`, docs/WIRE.md, src/schedule/.
     let from_root = Regex::new(
         r"(?m)(?:^|[\s`(\x22\[])((?:docs|src|tests|examples|benches|scripts|config|migrations|sql|deploy)/[\w./-]*\w)",
     )
@@ -450,12 +452,12 @@ fn mentioned_files_exist() {
     // In documents, in backticks, by its last parts: `engine/tests.rs`.
     let by_name = Regex::new(r"`([\w./-]+\.(?:rs|sql|toml|md|yml|conf|config))`").unwrap();
     for (path, text) in &files {
-        // Tests speak of files that are not there, on purpose.
+        // Tests mention nonexistent files on purpose.
         if path.starts_with("tests/") || path == "Cargo.lock" {
             continue;
         }
         for found in from_root.captures_iter(text) {
-            // Whoever wants the plugin fetches it; and "not `that/path.rs`" says that it is not there.
+            // Plugins are downloaded on request; and "not `that/path.rs`" says that a file does not exist.
             let is_absent = found[1].ends_with(".ez") || is_denied(text, found.get(1).unwrap().start());
             assert!(is_absent || root().join(&found[1]).exists(), "{path} speaks of {}, which is not there", &found[1]);
         }
@@ -470,7 +472,7 @@ fn mentioned_files_exist() {
     }
 }
 
-/// Whether the words before this place say that what follows is not so.
+/// Whether the words before this position negate what follows.
 fn is_denied(text: &str, at: usize) -> bool {
     text[..at].trim_end_matches('`').to_lowercase().ends_with("not ")
 }
