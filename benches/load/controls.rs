@@ -18,10 +18,10 @@ use order_timeout::message::Alarm;
 use order_timeout::{Timestamp, broker};
 use serde_json::{Value, json};
 
+use crate::bench_env::servers::Servers;
+use crate::bench_env::{IDLE_WATCH, SETTLING, ledger, process};
 use crate::limits::broker::{Confirms, alarm, fresh, publish};
 use crate::report::round;
-use crate::stage::servers::Servers;
-use crate::stage::{IDLE_WATCH, SETTLING, ledger, process};
 
 /// The ladder's finest rung; each further one doubles it.
 const FINEST_RUNG: Duration = Duration::from_millis(125);
@@ -32,9 +32,9 @@ const TTL_QUEUE: &str = "control.ttl";
 /// How long after the last deadline deliveries still count.
 const GRACE: Duration = Duration::from_secs(5);
 /// On one channel, or the long delays would not all stand ahead of the others.
-const IN_THEIR_ORDER: Confirms = Confirms { channels: 1, window: WINDOW };
+const IN_ORDER: Confirms = Confirms { channels: 1, window: WINDOW };
 
-/// A way to delay messages.
+/// A route to delay messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Control {
     /// One quorum queue with per-message TTLs.
@@ -81,7 +81,7 @@ async fn watch(
     let begin_cpu_s = broker_cpu_s()?;
     let begin = Timestamp::now_by_local_clock();
     let deadlines: Vec<Timestamp> = delays.iter().map(|delay| begin + *delay).collect();
-    publish(connection, IN_THEIR_ORDER, deadlines.into_iter().map(move |due| control.message(due))).await?;
+    publish(connection, IN_ORDER, deadlines.into_iter().map(move |due| control.message(due))).await?;
     let waited_for = delays.iter().filter(|delay| **delay <= horizon).count();
     let last = delays.iter().filter(|delay| **delay <= horizon).max().copied().unwrap_or_default();
     let late_us = deliveries(consumer, waited_for, begin + last + GRACE).await?;

@@ -5,23 +5,23 @@
 //! is a process of its own. Prints ratios, because machines differ. Judges no figure; but an order that was lost, closed
 //! twice or closed early ends it with exit code 1.
 
+mod bench_env;
 mod competitors;
-mod contest;
 mod controls;
 mod limits;
+mod measurement;
 mod report;
 mod scenarios;
-mod stage;
 mod transactions;
 
 use std::process::ExitCode;
 use std::time::Duration;
 
+use bench_env::servers::Servers;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use competitors::Competitor;
 use scenarios::crowd::Crowd;
 use scenarios::{burst, crowd, mixed, moved, pending, publish, shards, steady};
-use stage::servers::Servers;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Load scenarios of order-timeout.
@@ -67,13 +67,13 @@ pub struct Options {
 enum Scenario {
     /// Orders due at one instant, but for a lane also with delay.lead = 0, against pollers (20 000)
     Burst {
-        #[arg(long, value_enum, default_value = "wheel")]
-        way: Way,
+        #[arg(long = "route", alias = "way", value_enum, default_value = "wheel")]
+        route: AlarmRoute,
     },
     /// The same, all of one article, against a burst of many articles (20 000)
     Flash {
-        #[arg(long, value_enum, default_value = "wheel")]
-        way: Way,
+        #[arg(long = "route", alias = "way", value_enum, default_value = "wheel")]
+        route: AlarmRoute,
     },
     /// So many orders a second, all with one delay, against pollers
     Steady {
@@ -86,8 +86,8 @@ enum Scenario {
         /// The one delay
         #[arg(long, default_value = "30s", value_parser = humantime::parse_duration)]
         delay: Duration,
-        #[arg(long, value_enum, default_value = "lane")]
-        way: Way,
+        #[arg(long = "route", alias = "way", value_enum, default_value = "lane")]
+        route: AlarmRoute,
     },
     /// Random delays of 1 to 120 s behind long ones, against other ways of delaying (2 000)
     Mixed,
@@ -113,7 +113,7 @@ enum Scenario {
 
 /// By which queues an alarm waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Way {
+pub enum AlarmRoute {
     /// Its delay is a standard delay: one of the queues of its lane, for what is published within a second and a half
     Lane,
     /// Its delay is any other: the inbox, then a slot of the wheel
@@ -148,19 +148,19 @@ async fn run(Arguments { scenario, options }: Arguments) -> anyhow::Result<()> {
     let servers = Servers::start(&options)?;
     // Told to end, it returns rather than dies, so that the private servers are removed.
     tokio::select! {
-        outcome = play(scenario, &servers, &options) => outcome,
+        outcome = run_scenario(scenario, &servers, &options) => outcome,
         _ = interrupt.recv() => anyhow::bail!("interrupted"),
         _ = terminate.recv() => anyhow::bail!("terminated"),
     }
 }
 
-async fn play(scenario: Scenario, servers: &Servers, options: &Options) -> anyhow::Result<()> {
+async fn run_scenario(scenario: Scenario, servers: &Servers, options: &Options) -> anyhow::Result<()> {
     let orders = |default| options.orders.unwrap_or(default);
     match scenario {
-        Scenario::Burst { way } => burst::burst(servers, options, orders(20_000), way).await,
-        Scenario::Flash { way } => burst::flash(servers, options, orders(20_000), way).await,
-        Scenario::Steady { rate, seconds, delay, way } => {
-            steady::run(servers, options, steady::Load { rate, seconds, delay, way }).await
+        Scenario::Burst { route } => burst::burst(servers, options, orders(20_000), route).await,
+        Scenario::Flash { route } => burst::flash(servers, options, orders(20_000), route).await,
+        Scenario::Steady { rate, seconds, delay, route } => {
+            steady::run(servers, options, steady::Load { rate, seconds, delay, route }).await
         }
         Scenario::Mixed => mixed::run(servers, options, orders(2_000)).await,
         Scenario::Moved => moved::run(servers, options, orders(1_000)).await,

@@ -13,7 +13,7 @@ const ARTICLES: [&str; 10] =
     ["candle", "chair", "kettle", "lamp", "mug", "notebook", "pillow", "scarf", "teapot", "vase"];
 const MOST_OF_ONE_ARTICLE: i64 = 3;
 /// "The last moment" and "while the close is running" are this near to the deadline.
-const PHOTO_FINISH_US: u64 = 5_000;
+const NEAR_DEADLINE_US: u64 = 5_000;
 /// A payment in good time comes at least this long before the deadline.
 const GOOD_TIME: Duration = Duration::from_millis(50);
 
@@ -85,7 +85,7 @@ impl Payment {
     /// `count` payments: a tenth at the last moment, a tenth while the close is running.
     fn draw(count: usize) -> impl Iterator<Item = Self> {
         let tenth = share_of(count, 0.1);
-        let close_to_the_deadline = || Duration::from_micros(fastrand::u64(0..=PHOTO_FINISH_US));
+        let close_to_the_deadline = || Duration::from_micros(fastrand::u64(0..=NEAR_DEADLINE_US));
         (0..count).map(move |index| match index {
             i if i < tenth => Self::AtTheLastMoment { before: close_to_the_deadline() },
             i if i < 2 * tenth => Self::WhileClosing { after: close_to_the_deadline() },

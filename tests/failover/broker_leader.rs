@@ -27,7 +27,7 @@ const DELAYS: [Duration; 10] = {
 const AFTERMATH: Duration = Duration::from_secs(15);
 
 /// Twice as long as a queue's client waits at most before it asks for an answer again.
-const GIVEN_TO_THE_BROKER: Duration = Duration::from_secs(20);
+const BROKER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Alarms wait in the lane for eight seconds, so that thousands are in it at any moment.
 fn one_busy_lane(settings: &mut Settings) {
@@ -40,22 +40,22 @@ fn one_busy_lane(settings: &mut Settings) {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Sweep {
     /// Whatever alarm is lost, its order is never closed.
-    Away,
+    Off,
     /// It keeps a broker in trouble from making orders late.
     AsDeployed,
 }
 
 #[test]
 fn lost_queue_leader_loses_no_alarm() {
-    on_a_cluster(Sweep::Away);
+    with_cluster(Sweep::Off);
 }
 
 #[test]
 fn lost_queue_leader_closes_orders_once() {
-    on_a_cluster(Sweep::AsDeployed);
+    with_cluster(Sweep::AsDeployed);
 }
 
-fn on_a_cluster(sweep: Sweep) {
+fn with_cluster(sweep: Sweep) {
     let cluster = Arc::new(Cluster::start());
     // The queues are declared through node 1, which thereby leads them.
     let front = Arc::new(Forwarder::start(cluster.ports_from(1)));
@@ -67,7 +67,7 @@ fn on_a_cluster(sweep: Sweep) {
             settings.amqp.url = with_parts(&url, None, Some(&format!("127.0.0.1:{port}")), None);
             one_busy_lane(settings);
             match sweep {
-                Sweep::Away => alarms_alone(settings),
+                Sweep::Off => alarms_alone(settings),
                 Sweep::AsDeployed => settings.sweep = Settings::defaults().sweep,
             }
         },
@@ -104,7 +104,7 @@ async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) 
 
     let taken = traffic.stop().await;
     tokio::task::block_in_place(|| cluster.bring_back(leader));
-    release_what_is_stuck(env, cluster).await;
+    release_stuck_dead_letters(env, cluster).await;
     assert_each_closed_once(env, &taken, &kept_events).await;
     print(env, cluster, &taken, &[first, second]).await;
     for worker in workers {
@@ -115,9 +115,9 @@ async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) 
 
 /// A broker may leave alone what it was handing over when the target lost its leader (docs/OPERATING.md, "A cluster of brokers"):
 /// it is safe, but nothing moves it until the source queue's leader changes.
-async fn release_what_is_stuck(env: &TestEnv, cluster: &Cluster) {
+async fn release_stuck_dead_letters(env: &TestEnv, cluster: &Cluster) {
     let began = Instant::now();
-    while unpaid(env).await != Some(0) && began.elapsed() < GIVEN_TO_THE_BROKER {
+    while unpaid(env).await != Some(0) && began.elapsed() < BROKER_TIMEOUT {
         tokio::time::sleep(SECOND).await;
     }
     for (queue, dead_letters) in tokio::task::block_in_place(|| cluster.stuck()) {
@@ -128,23 +128,23 @@ async fn release_what_is_stuck(env: &TestEnv, cluster: &Cluster) {
     }
     let processing = env.names().timeout();
     let env = env.reconnected().await;
-    wait_within(GIVEN_TO_THE_BROKER, "every dead letter handed over and taken", async || {
+    wait_within(BROKER_TIMEOUT, "every dead letter handed over and taken", async || {
         tokio::task::block_in_place(|| cluster.stuck()).is_empty() && env.depth(&processing).await == 0
     })
     .await;
 }
 
 struct Kill {
-    whose: &'static str,
+    what: &'static str,
     node: usize,
     at: OffsetDateTime,
 }
 
-async fn kill_leader(env: &TestEnv, cluster: &Cluster, queue: &str, whose: &'static str) -> Kill {
+async fn kill_leader(env: &TestEnv, cluster: &Cluster, queue: &str, what: &'static str) -> Kill {
     let node = tokio::task::block_in_place(|| cluster.leader(queue));
     let at = database_time(env).await;
     tokio::task::block_in_place(|| cluster.kill(node));
-    Kill { whose, node, at }
+    Kill { what, node, at }
 }
 
 async fn print(env: &TestEnv, cluster: &Cluster, taken: &Taken, kills: &[Kill]) {
@@ -156,7 +156,7 @@ async fn print(env: &TestEnv, cluster: &Cluster, taken: &Taken, kills: &[Kill]) 
         by_sweep(env).await
     );
     for kill in kills {
-        print_lateness(env, &format!("before the leader of {} died", kill.whose), kill.at - AFTERMATH, kill.at).await;
+        print_lateness(env, &format!("before the leader of {} died", kill.what), kill.at - AFTERMATH, kill.at).await;
         let what = format!("{AFTERMATH:?} after (node {})", kill.node);
         print_lateness(env, &what, kill.at, kill.at + AFTERMATH).await;
     }

@@ -15,7 +15,7 @@ use crate::support::away::{COMING_BACK, assert_every_event_was_heard};
 use crate::support::{TestEnv, till, wait_within};
 
 /// Ten batches a second.
-const BEAT: Duration = Duration::from_millis(100);
+const INTERVAL: Duration = Duration::from_millis(100);
 /// Between two tries of the shop.
 const PAUSE: Duration = Duration::from_millis(200);
 /// So that closes do not wait for one another's stock alone.
@@ -74,11 +74,11 @@ async fn take_orders(
     stop: CancellationToken,
 ) -> Taken {
     let mut batches = JoinSet::new();
-    let mut beat = tokio::time::interval(BEAT);
+    let mut ticks = tokio::time::interval(INTERVAL);
     for number in 0_usize.. {
         tokio::select! {
             () = stop.cancelled() => break,
-            _ = beat.tick() => {}
+            _ = ticks.tick() => {}
         }
         let (article, delay) = (article_name(number % ARTICLES), delays[number % delays.len()]);
         batches.spawn(take_batch(pool.clone(), publisher.clone(), article, size, delay));

@@ -16,7 +16,7 @@ use order_timeout::database::{Database, ErrorClass, classify};
 use sqlx::PgPool;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::stage::process::Program;
+use crate::bench_env::process::Program;
 
 /// What [`Database`] calls its sessions in `pg_stat_activity`. Nobody else's are in a competitor's database.
 const APPLICATION_NAME: &str = "order-timeout";

@@ -14,8 +14,8 @@ use sqlx::PgPool;
 use tokio::task::JoinSet;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::stage::servers::Servers;
-use crate::stage::{Stage, ledger};
+use crate::bench_env::servers::Servers;
+use crate::bench_env::{BenchEnv, ledger};
 
 /// The best of these counts: how many connections a machine's Postgres likes is not ours to guess.
 const CONNECTIONS: [usize; 3] = [1, 2, 4];
@@ -39,15 +39,15 @@ pub async fn measure(
 ) -> anyhow::Result<PostgresLimit> {
     let mut by_connections = BTreeMap::new();
     for connections in CONNECTIONS {
-        let stage = Stage::without_broker(servers, true).await?;
+        let env = BenchEnv::without_broker(servers, true).await?;
         let overdue = vec![Timestamp::now_by_local_clock() - Duration::from_secs(60); orders];
         let ids: Vec<String> =
-            stage.fill(&overdue, articles).await?.iter().map(|(id, _)| id.as_str().to_owned()).collect();
+            env.fill(&overdue, articles).await?.iter().map(|(id, _)| id.as_str().to_owned()).collect();
         let batches = ids.chunks(batch_size).rev().map(<[String]>::to_vec).collect();
-        let took = close_all(&stage.settings.database, batches, connections).await?;
-        stage.ledger(overdue[0]).await?.ensure_kept("Postgres alone")?;
+        let took = close_all(&env.settings.database, batches, connections).await?;
+        env.ledger(overdue[0]).await?.ensure_kept("Postgres alone")?;
         by_connections.insert(connections, orders as f64 / took.as_secs_f64());
-        stage.clear_away().await?;
+        env.clean_up().await?;
     }
     Ok(PostgresLimit { by_connections })
 }

@@ -1,4 +1,4 @@
-//! Lateness as a chart: one panel per contestant, all with the same logarithmic axis, so that they can be compared at a
+//! Lateness as a chart: one panel per candidate, all with the same logarithmic axis, so that they can be compared at a
 //! glance.
 
 use std::path::Path;

@@ -7,16 +7,16 @@ use anyhow::ensure;
 use serde_json::{Map, Value, json};
 
 use crate::Options;
-use crate::contest::Figures;
+use crate::bench_env::ledger::{self, Ledger};
+use crate::bench_env::servers::Servers;
 use crate::limits::broker::BrokerLimit;
 use crate::limits::postgres::PostgresLimit;
-use crate::stage::ledger::{self, Ledger};
-use crate::stage::servers::Servers;
+use crate::measurement::Figures;
 
 /// A scenario's outcome: the worker's figures first, then everybody else's.
 pub struct Report<'a> {
     scenario: &'static str,
-    contestants: Vec<Figures>,
+    candidates: Vec<Figures>,
     pub postgres: Option<PostgresLimit>,
     pub broker: Option<BrokerLimit>,
     /// Further keys of the JSON line.
@@ -27,11 +27,11 @@ pub struct Report<'a> {
 
 impl<'a> Report<'a> {
     pub fn begin(scenario: &'static str, servers: &'a Servers, options: &'a Options) -> Self {
-        Self { scenario, contestants: Vec::new(), postgres: None, broker: None, notes: Map::new(), servers, options }
+        Self { scenario, candidates: Vec::new(), postgres: None, broker: None, notes: Map::new(), servers, options }
     }
 
     pub fn add(&mut self, figures: Figures) {
-        self.contestants.push(figures);
+        self.candidates.push(figures);
     }
 
     pub fn note(&mut self, key: &str, value: Value) {
@@ -40,8 +40,8 @@ impl<'a> Report<'a> {
 
     /// Notes the worker's figure as a share of somebody else's.
     pub fn note_ratio(&mut self, key: &str, other: &str, figure: impl Fn(&Figures) -> f64) {
-        let other = self.contestants.iter().find(|figures| figures.name == other).expect("it has played");
-        let ratio = round(figure(&self.contestants[0]) / figure(other), 3);
+        let other = self.candidates.iter().find(|figures| figures.name == other).expect("it has played");
+        let ratio = round(figure(&self.candidates[0]) / figure(other), 3);
         self.note(key, json!(ratio));
     }
 
@@ -49,7 +49,7 @@ impl<'a> Report<'a> {
     /// competitor, whose figures would be worth nothing then.
     pub fn print(&self) -> anyhow::Result<()> {
         let chart = self.servers.output.join(format!("{}.svg", self.scenario));
-        let series = self.contestants.iter().map(|figures| (figures.name.as_str(), &figures.ledger.lateness_us));
+        let series = self.candidates.iter().map(|figures| (figures.name.as_str(), &figures.ledger.lateness_us));
         histogram::draw(&chart, self.scenario, &series.collect::<Vec<_>>())?;
         let line = self.json()?;
         if !self.options.json {
@@ -57,7 +57,7 @@ impl<'a> Report<'a> {
             println!("\nlateness: {}\n", chart.display());
         }
         println!("{}", Value::Object(line));
-        for figures in &self.contestants {
+        for figures in &self.candidates {
             ensure!(figures.ledger.orders > 0, "{}: no order was due", figures.name);
             figures.ledger.ensure_kept(&figures.name)?;
         }
@@ -65,7 +65,7 @@ impl<'a> Report<'a> {
     }
 
     fn print_table(&self, line: &Map<String, Value>) {
-        table::print_contestants(&self.contestants);
+        table::print_contestants(&self.candidates);
         println!();
         let skipped = ["scenario", "strategy", "competitors", "lateness_ms"];
         let rows = line.iter().filter(|(key, _)| !skipped.contains(&key.as_str()));
@@ -73,7 +73,7 @@ impl<'a> Report<'a> {
     }
 
     fn json(&self) -> anyhow::Result<Map<String, Value>> {
-        let (worker, others) = self.contestants.split_first().expect("the worker has played");
+        let (worker, others) = self.candidates.split_first().expect("the worker has played");
         let mut line = facts(worker);
         line.insert("scenario".into(), json!(self.scenario));
         line.insert("strategy".into(), json!(self.options.strategy));

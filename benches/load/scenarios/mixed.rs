@@ -5,11 +5,11 @@ use std::time::Duration;
 use serde_json::json;
 
 use crate::Options;
-use crate::contest::{Entrant, Plan, play};
+use crate::bench_env::MANY_ARTICLES;
+use crate::bench_env::servers::Servers;
 use crate::controls::{self, Control};
+use crate::measurement::{Candidate, Plan, measure};
 use crate::report::{Report, round};
-use crate::stage::MANY_ARTICLES;
-use crate::stage::servers::Servers;
 
 const SHORTEST_MS: u64 = 1_000;
 const LONGEST_MS: u64 = 120_000;
@@ -31,7 +31,7 @@ pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow:
         articles: MANY_ARTICLES,
     };
     let mut report = Report::begin("mixed", servers, options);
-    let worker = play(servers, options, "worker", &Entrant::Worker(Vec::new()), &plan).await?;
+    let worker = measure(servers, options, "worker", &Candidate::Worker(Vec::new()), &plan).await?;
     let per_message = worker.broker_cpu_s.map(|cpu_s| round(cpu_s * 1e3 / orders as f64, 3));
     report.note("broker_cpu_ms_per_message", json!(per_message));
     report.add(worker);

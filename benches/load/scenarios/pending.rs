@@ -10,10 +10,10 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 use crate::Options;
+use crate::bench_env::process::{self, Program};
+use crate::bench_env::servers::Servers;
+use crate::bench_env::{BenchEnv, IDLE_WATCH, OrderDeadline, SETTLING};
 use crate::report::{self, round, whole};
-use crate::stage::process::{self, Program};
-use crate::stage::servers::Servers;
-use crate::stage::{DeliveredAlarm, IDLE_WATCH, SETTLING, Stage};
 
 /// Nobody falls due while it is measured, nor comes back from a coarse ring.
 const SOONEST_S: u64 = 30 * 60;
@@ -25,21 +25,21 @@ const TIMEOUT: Duration = Duration::from_secs(180);
 const ROLL_OVER: &str = "#{names := #{wal := Wal}} = ra_system:fetch(quorum_queues), ra_log_wal:force_roll_over(Wal).";
 
 pub async fn run(servers: &Servers, options: &Options, alarms: usize) -> anyhow::Result<()> {
-    let stage = Stage::with_broker(servers, options, &[]).await?;
-    let outcome = measure(&stage, servers, options, alarms).await;
-    stage.clear_away().await?;
+    let env = BenchEnv::with_broker(servers, options, &[]).await?;
+    let outcome = measure(&env, servers, options, alarms).await;
+    env.clean_up().await?;
     report::print_line(&outcome?, options.json);
     Ok(())
 }
 
-async fn measure(stage: &Stage<'_>, servers: &Servers, options: &Options, alarms: usize) -> anyhow::Result<Value> {
-    let mut worker = stage.start_worker(&servers.output.join("worker.log")).await?;
+async fn measure(env: &BenchEnv<'_>, servers: &Servers, options: &Options, alarms: usize) -> anyhow::Result<Value> {
+    let mut worker = env.start_worker(&servers.output.join("worker.log")).await?;
     tokio::time::sleep(SETTLING).await;
     let before = Memory::take(servers, &worker)?;
     let idle_before = Idle::watch(servers, &worker).await?;
     let began = tokio::time::Instant::now();
-    stage.publisher().await?.schedule_all(random_alarms(alarms)).await?;
-    wait_until_armed(stage, servers, &mut worker, alarms).await?;
+    env.publisher().await?.schedule_all(random_alarms(alarms)).await?;
+    wait_until_armed(env, servers, &mut worker, alarms).await?;
     let armed_in = began.elapsed();
     tokio::time::sleep(SETTLING).await;
     let fresh = Memory::take(servers, &worker)?;
@@ -69,7 +69,7 @@ async fn measure(stage: &Stage<'_>, servers: &Servers, options: &Options, alarms
 const MIB: f64 = 1024.0 * 1024.0;
 
 /// No orders belong to them: none is looked at before its alarm is due.
-fn random_alarms(alarms: usize) -> Vec<DeliveredAlarm> {
+fn random_alarms(alarms: usize) -> Vec<OrderDeadline> {
     let mut random = fastrand::Rng::with_seed(1);
     let now = Timestamp::now_by_local_clock();
     let mut alarm = || {
@@ -82,13 +82,13 @@ fn random_alarms(alarms: usize) -> Vec<DeliveredAlarm> {
 /// Until all stand where they wait, none in the inbox. What a quorum queue says of itself is up to five seconds old, and
 /// each says it at a time of its own: so the sum is right only once nothing moves any more.
 async fn wait_until_armed(
-    stage: &Stage<'_>,
+    env: &BenchEnv<'_>,
     servers: &Servers,
     worker: &mut Program,
     alarms: usize,
 ) -> anyhow::Result<()> {
     let began = tokio::time::Instant::now();
-    let names = Names::new(&stage.settings.namespace);
+    let names = Names::new(&env.settings.namespace);
     loop {
         worker.ensure_runs()?;
         let messages = messages_by_queue(servers)?;

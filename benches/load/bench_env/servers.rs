@@ -120,7 +120,7 @@ struct Private {
 impl Private {
     fn start(kind: &'static str, output: &Path, options: &[&str]) -> anyhow::Result<Self> {
         let dir = output.join(format!("{kind}-{}", std::process::id()));
-        // Complete before it starts, so that a server that fails half-way is removed as well.
+        // Complete before it starts, so that a server that fails half-route is removed as well.
         let mut private = Self { kind, dir, url: String::new(), pid: 0 };
         let printed = private.call("start", options)?;
         private.url = printed.lines().last().context("scripts/private printed no address")?.to_owned();

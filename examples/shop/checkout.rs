@@ -11,9 +11,9 @@ use uuid::Uuid;
 use crate::plan::{Article, Customer};
 use crate::progress::Progress;
 
-/// The till: the shop's database, and the way to the broker.
+/// The checkout: the shop's database, and the way to the broker.
 #[derive(Debug, Clone)]
-pub struct Till {
+pub struct Checkout {
     pool: PgPool,
     publisher: Publisher,
     clock: DatabaseClock,
@@ -41,7 +41,7 @@ pub struct Decided {
     pub closed: usize,
 }
 
-impl Till {
+impl Checkout {
     /// Fills the shelves and reads the database's clock.
     pub async fn open(pool: PgPool, publisher: Publisher, articles: &[Article]) -> anyhow::Result<Self> {
         let ids: Vec<&str> = articles.iter().map(|article| article.id.as_str()).collect();

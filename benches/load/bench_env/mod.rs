@@ -1,4 +1,4 @@
-//! A stage for one contestant: a database and, where alarms are needed, a namespace of its own on the run's servers;
+//! A env for one candidate: a database and, where alarms are needed, a namespace of its own on the run's servers;
 //! orders with chosen deadlines; the worker under test. Removed afterwards.
 
 pub mod ledger;
@@ -33,15 +33,15 @@ pub const SETTLING: Duration = Duration::from_secs(5);
 pub const IDLE_WATCH: Duration = Duration::from_secs(10);
 /// The articles of an ordinary shop; of a flash sale there is one.
 pub const MANY_ARTICLES: usize = 1_000;
-/// Rows per INSERT while a stage is filled.
+/// Rows per INSERT while a env is filled.
 const ROWS_AT_ONCE: usize = 10_000;
 
 /// An order and when it is due: what a publisher is told.
-pub type DeliveredAlarm = (OrderId, Timestamp);
+pub type OrderDeadline = (OrderId, Timestamp);
 
-/// Where one contestant plays.
+/// Where one candidate plays.
 #[derive(Debug)]
-pub struct Stage<'a> {
+pub struct BenchEnv<'a> {
     servers: &'a Servers,
     /// What publisher and worker go by: the defaults, but for the addresses and `overrides`.
     pub settings: Settings,
@@ -51,18 +51,18 @@ pub struct Stage<'a> {
     has_queues: bool,
 }
 
-impl<'a> Stage<'a> {
+impl<'a> BenchEnv<'a> {
     /// With exchanges and queues, for the worker.
     pub async fn with_broker(servers: &'a Servers, options: &Options, more: &[String]) -> anyhow::Result<Self> {
         let mut overrides = vec![format!("delay.strategy={}", options.strategy)];
-        // What makes the contestant comes last: it is not to be set otherwise.
+        // What makes the candidate comes last: it is not to be set otherwise.
         overrides.extend(options.overrides.iter().chain(more).cloned());
-        let mut stage = Self::build(servers, overrides, options.socket).await?;
-        let connection = stage.connect().await?;
-        Topology::new(&stage.settings).declare(&connection).await?;
+        let mut env = Self::build(servers, overrides, options.socket).await?;
+        let connection = env.connect().await?;
+        Topology::new(&env.settings).declare(&connection).await?;
         broker::close(&connection, Duration::from_secs(1)).await;
-        stage.has_queues = true;
-        Ok(stage)
+        env.has_queues = true;
+        Ok(env)
     }
 
     /// With a database alone, for those who need no broker; reached by its socket, or else by TCP.
@@ -88,7 +88,7 @@ impl<'a> Stage<'a> {
         Ok(Self { servers, settings, overrides, pool, database: name, has_queues: false })
     }
 
-    pub async fn clear_away(self) -> anyhow::Result<()> {
+    pub async fn clean_up(self) -> anyhow::Result<()> {
         if self.has_queues {
             let connection = self.connect().await?;
             remove(&connection, &Topology::new(&self.settings)).await?;
@@ -139,7 +139,7 @@ impl<'a> Stage<'a> {
 
     /// Creates unpaid orders with these deadlines, each of one of so many articles, and leaves the tables as a busy
     /// shop has them: analysed, and written to disk.
-    pub async fn fill(&self, deadlines: &[Timestamp], articles: usize) -> anyhow::Result<Vec<DeliveredAlarm>> {
+    pub async fn fill(&self, deadlines: &[Timestamp], articles: usize) -> anyhow::Result<Vec<OrderDeadline>> {
         let mut random = fastrand::Rng::with_seed(1);
         let mut alarms = Vec::with_capacity(deadlines.len());
         for deadlines in deadlines.chunks(ROWS_AT_ONCE) {
@@ -189,7 +189,7 @@ impl<'a> Stage<'a> {
         let timestamp = database::timestamp(last).context("a deadline within the calendar")?;
         while Timestamp::now_by_local_clock() < last + TIMEOUT {
             closing.ensure_runs()?;
-            // From the end of the deadline index, where the last to be closed stand: the cheapest way to look.
+            // From the end of the deadline index, where the last to be closed stand: the cheapest route to look.
             let open: Option<i32> = sqlx::query_scalar(
                 "SELECT 1 FROM orders WHERE status = 'unpaid' AND expires_at <= $1 ORDER BY expires_at DESC, id DESC LIMIT 1",
             )
@@ -226,7 +226,7 @@ impl<'a> Stage<'a> {
     }
 }
 
-/// Takes the objects of a stage off the broker.
+/// Takes the objects of a env off the broker.
 pub async fn remove(connection: &Connection, topology: &Topology) -> anyhow::Result<()> {
     let channel = connection.create_channel().await?;
     for queue in &topology.queues {

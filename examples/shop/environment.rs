@@ -30,8 +30,8 @@ const DEMO_OTHER_MS: std::ops::RangeInclusive<u64> = 4_000..=8_000;
 const SHARED_OTHER_MS: std::ops::RangeInclusive<u64> = 8_000..=40_000;
 /// The longest standard delay that a demo waits for.
 const LONGEST_LANE: Duration = Duration::from_secs(60);
-/// Customers at the till at the same time.
-const TILL_CONNECTIONS: u32 = 16;
+/// Customers at the checkout at the same time.
+const CHECKOUT_CONNECTIONS: u32 = 16;
 /// Creating or dropping a database copies files and waits for a checkpoint.
 const ADMINISTRATION_TIMEOUT: Duration = Duration::from_secs(60);
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(2);
@@ -40,7 +40,7 @@ const PUBLISHER_URL: &str = "SHOP_PUBLISHER_AMQP_URL";
 
 /// See the file's comment.
 #[derive(Debug)]
-pub struct Premises {
+pub struct Environment {
     pub settings: Settings,
     /// Eight hexadecimal digits that nothing else bears.
     pub mark: String,
@@ -69,8 +69,8 @@ struct RunningWorker {
     task: JoinHandle<bool>,
 }
 
-impl Premises {
-    /// Plans premises of the shop's own; nothing is made yet.
+impl Environment {
+    /// Plans environment of the shop's own; nothing is made yet.
     pub fn own(mut settings: Settings, args: &Args) -> anyhow::Result<Self> {
         let mark = draw_mark();
         let database = format!("order_timeout_shop_{mark}");
@@ -102,7 +102,7 @@ impl Premises {
         Ok(Self { settings, mark, pools: Vec::new(), ownership })
     }
 
-    /// The premises that the settings name, with a worker that runs elsewhere.
+    /// The environment that the settings name, with a worker that runs elsewhere.
     pub fn shared(mut settings: Settings, args: &Args) -> Self {
         settings.delay.strategy = args.strategy().unwrap_or(settings.delay.strategy);
         Self { settings, mark: draw_mark(), pools: Vec::new(), ownership: Ownership::Shared }
@@ -154,12 +154,12 @@ impl Premises {
 
     /// Connections for the customers. They wait for a locked stock row as long as it takes: a shop would too.
     pub async fn pool(&mut self) -> anyhow::Result<PgPool> {
-        let patient = DatabaseSettings {
+        let settings = DatabaseSettings {
             acquire_timeout: ADMINISTRATION_TIMEOUT,
             lock_timeout: self.settings.database.statement_timeout,
             ..self.settings.database.clone()
         };
-        self.connect_pool(&patient, TILL_CONNECTIONS).await
+        self.connect_pool(&settings, CHECKOUT_CONNECTIONS).await
     }
 
     /// A connection that nobody else waits for.
@@ -202,7 +202,7 @@ impl Premises {
 
     /// Stops the worker and removes what was made. May be called at any time; the event queue is exclusive to its
     /// connection and goes with it.
-    pub async fn clear_away(&mut self) -> anyhow::Result<()> {
+    pub async fn clean_up(&mut self) -> anyhow::Result<()> {
         for pool in self.pools.drain(..) {
             // What an interrupted customer had in hand is rolled back; DROP DATABASE ends what does not let go.
             let _closed_or_given_up = timeout(CLOSING_TIMEOUT, pool.close()).await;
