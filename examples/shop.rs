@@ -1,10 +1,12 @@
 //! The demo: a shop that takes orders, lets some customers pay (a few of them at the last moment), and watches
-//! order-timeout close the rest; then it checks from the database that every promise was kept. Run it by `scripts/demo`.
+//! order-timeout close the rest; then it checks from the database that every promise was kept. Run it with
+//! `scripts/demo`.
 //!
-//! This file is the story; each of the others is one thing the shop has. It is also how to use the library: `checkout.rs`
-//! schedules an alarm for an order, `environment.rs` runs a worker inside another program, `listener.rs` reads the events.
+//! This file is the overall flow; each of the others is one part of the shop. They also show how to use the library:
+//! `checkout.rs` schedules an alarm for an order, `environment.rs` runs a worker inside another program, `listener.rs`
+//! reads the events.
 
-// Not `examples/shop/main.rs`: this is the path people look for, and the one that the Dockerfile names.
+// Not `examples/shop/main.rs`: this is the usual path, and the one in the Dockerfile.
 #[path = "shop/args.rs"]
 mod args;
 #[path = "shop/audit.rs"]
@@ -46,19 +48,19 @@ use plan::Plan;
 use progress::Progress;
 use report::Report;
 
-/// What a shell expects of a program that was interrupted: 128 + SIGINT.
+/// The conventional exit code of an interrupted program: 128 + SIGINT.
 const INTERRUPTED: u8 = 130;
 const WRONG_SETTINGS: u8 = 2;
 const FAILED: u8 = 1;
-/// How long after the last deadline the run waits for what should have happened by then. Lateness is a finding; only
-/// what never comes ends here.
+/// How long after the last deadline the run waits for late closes and events. Lateness is a result; only what never
+/// happens is cut off here.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// How often the run looks whether everything has been decided.
+/// How often the run checks whether every order is decided.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    // Before anything opens a TLS connection: rustls wants to be told which cryptography to use.
+    // Before any TLS connection: rustls needs a cryptography provider.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let settings = match Settings::load_with_database(None, &[]) {
         Ok(settings) => settings,
@@ -79,14 +81,14 @@ fn fail(why: &dyn std::fmt::Display, code: u8) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Opens the shop, does business, reports, and clears everything away, whatever happened in between.
+/// Opens the shop, runs it, reports, and cleans up, whatever happened in between.
 async fn run(args: &Args, settings: Settings) -> anyhow::Result<u8> {
     let mut interrupt = signal(SignalKind::interrupt()).context("Ctrl-C cannot be watched for")?;
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM cannot be watched for")?;
     let _log = logging::install(&args.log(&settings));
     let mut environment =
         if args.no_worker { Environment::shared(settings, args) } else { Environment::own(settings, args)? };
-    // Not to be interrupted half-way: what a server is still busy making cannot be removed yet. Ctrl-C is remembered.
+    // Not interruptible: objects that a server is still creating cannot be removed yet. Ctrl-C is remembered.
     let outcome = match environment.open().await {
         Ok(()) => tokio::select! {
             () = either(&mut interrupt, &mut terminate) => {
@@ -99,7 +101,7 @@ async fn run(args: &Args, settings: Settings) -> anyhow::Result<u8> {
     };
     let cleared = environment.clean_up().await;
     if let (Err(_), Err(left_behind)) = (&outcome, &cleared) {
-        // The first error is the one to mend; this one must not hide it.
+        // The first error is the one to fix; this one must not hide it.
         eprintln!("shop: {left_behind:#}");
         return outcome;
     }
@@ -138,7 +140,7 @@ fn print(text: &str) -> anyhow::Result<()> {
 async fn do_business(environment: &mut Environment, plan: &Plan, progress: &Progress) -> anyhow::Result<Report> {
     let settings = environment.settings.clone();
     let pool = environment.pool().await?;
-    // Before the first order, or the first event could be missed.
+    // Before the first order, so that no event is missed.
     let listener = Listener::start(&settings, &environment.event_queue(), plan.ids(), progress.clone()).await?;
     let checkout = Checkout::open(pool.clone(), environment.publisher().await?, &plan.articles).await?;
     let probe = CommitProbe::start(environment.probe_pool().await?, environment.mark.clone(), plan.length());
@@ -161,7 +163,7 @@ async fn do_business(environment: &mut Environment, plan: &Plan, progress: &Prog
     ))
 }
 
-/// Every customer is a task of their own, so that one slow commit holds up nobody else.
+/// Every customer is a separate task, so that a slow commit delays no other customer.
 async fn serve_customers(plan: &Plan, checkout: &Checkout, progress: &Progress) -> anyhow::Result<Vec<Served>> {
     let opening = Instant::now();
     let mut customers = JoinSet::new();
@@ -180,8 +182,8 @@ async fn serve_customers(plan: &Plan, checkout: &Checkout, progress: &Progress) 
     Ok(all_served)
 }
 
-/// Waits until no order is open and every close has been announced, or until waiting longer is pointless: what is
-/// missing then is for the audit to say.
+/// Waits until no order is open and every close has been announced, or until waiting longer is pointless: the audit
+/// reports what is missing then.
 async fn wait_until_all_decided(
     plan: &Plan,
     checkout: &Checkout,

@@ -1,4 +1,4 @@
-//! One candidate closing one set of orders: who it is, when the orders fall due, and what it cost.
+//! Measures one candidate that closes one set of orders: which candidate, when the orders fall due, and what it cost.
 
 use std::time::Duration;
 
@@ -17,14 +17,14 @@ use crate::bench_env::{BenchEnv, IDLE_WATCH, OrderDeadline, SETTLING, queue_stat
 use crate::competitors::{self, Competitor, Kind};
 use crate::limits::postgres::CommitProbe;
 
-/// A slow machine's rate of inserting orders, from which the beginning is chosen.
+/// A slow machine's rate of inserting orders, used to choose the start.
 const SLOWEST_FILLING_PER_S: f64 = 8_000.0;
-/// For starting a worker or a competitor.
+/// The time for starting a worker or a competitor.
 const STARTING: Duration = Duration::from_secs(6);
-/// How often alarms are published where they are published as time goes by.
+/// The publishing interval of live plans.
 const LIVE_EVERY: Duration = Duration::from_millis(10);
 
-/// Who closes the orders.
+/// What closes the orders.
 #[derive(Debug, Clone)]
 pub enum Candidate {
     /// `order-timeout worker`, with these settings besides the defaults.
@@ -41,13 +41,13 @@ pub enum Candidate {
 /// When orders fall due, and when their alarms are published.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// From the beginning of publishing to the first deadline.
+    /// From the start of publishing to the first deadline.
     pub ahead: Duration,
-    /// Each order's deadline after the first deadline; in the order in which they are scheduled.
+    /// Each order's deadline after the first deadline, in the order of scheduling.
     pub after_first: Vec<Duration>,
-    /// Whether each alarm is published `ahead` of its own deadline, rather than all at the beginning.
+    /// Whether each alarm is published `ahead` of its own deadline, instead of all at the start.
     pub live: bool,
-    /// The lane by which all are to go, where they are published at the beginning.
+    /// The lane that all alarms must use, if they are published at the start.
     pub lane: Option<Duration>,
     /// The first deadline is a multiple of this.
     pub aligned_to: Option<Duration>,
@@ -56,28 +56,28 @@ pub struct Plan {
     pub articles: usize,
 }
 
-/// What came of it.
+/// The results.
 #[derive(Debug)]
 pub struct Figures {
     pub name: String,
     pub ledger: Ledger,
     /// Orders that were not waited for.
     pub pending: usize,
-    /// Processor time of whoever closed, from the beginning of publishing.
+    /// Processor time of the candidate, from the start of publishing.
     pub cpu_s: f64,
     pub peak_rss_mib: f64,
-    /// Processor time from the first deadline until all was done (by the worker: announced as well), and how long that
-    /// was.
+    /// Processor time from the first deadline until everything was done (for the worker: announced too), and that
+    /// duration.
     pub working_cpu_s: f64,
     pub postgres_cpu_s: f64,
     pub working_s: f64,
-    /// Processor time of the broker from the beginning of publishing, less what it uses idle.
+    /// Processor time of the broker from the start of publishing, minus its idle use.
     pub broker_cpu_s: Option<f64>,
-    /// From the first deadline until the last event was announced; the worker alone does that.
+    /// From the first deadline until the last event was announced; only the worker announces.
     pub announced_s: Option<f64>,
-    /// How far behind the plan alarms were published.
+    /// The longest delay of publishing behind the plan.
     pub published_late: Duration,
-    /// How long single-row commits took meanwhile.
+    /// The duration of single-row commits meanwhile.
     pub commit_us: Histogram<u64>,
 }
 
@@ -173,7 +173,7 @@ async fn watch_at(moment: Timestamp, servers: &Servers, program: &Program) -> an
     Readings::take(servers, program)
 }
 
-/// Publishes the alarms of a plan; returns how far behind it the last to be behind was.
+/// Publishes the alarms of a plan; returns the longest delay behind it.
 async fn publish(
     env: &BenchEnv<'_>,
     plan: &Plan,
@@ -205,7 +205,7 @@ async fn publish(
     Ok(behind)
 }
 
-/// Alarms whose delay is too far from the lane's, because they were published too early or too late for it, go another route.
+/// Alarms that are published too early or too late for the lane's delay take another route.
 fn ensure_by_lane(lane: Duration, tolerance: Duration, ahead: Duration, took: Duration) -> anyhow::Result<()> {
     let [first, last] = [ahead, ahead.saturating_sub(took)];
     let are_in_time = [first, last].iter().all(|delay| delay.abs_diff(lane) <= tolerance);
@@ -213,7 +213,8 @@ fn ensure_by_lane(lane: Duration, tolerance: Duration, ahead: Duration, took: Du
     Ok(())
 }
 
-/// Alarms of one instant must all be waiting when the first of them leaves the broker, or something else is measured.
+/// Alarms of one instant must all be waiting before the first of them leaves the broker; otherwise something else is
+/// measured.
 async fn ensure_all_waiting(env: &BenchEnv<'_>, plan: &Plan, begin: Timestamp) -> anyhow::Result<()> {
     if plan.ahead.is_zero() {
         return Ok(());
@@ -259,8 +260,8 @@ impl Readings {
         })
     }
 
-    /// What the broker has used since `beginning` beyond what it would have used idle, as it was, settled, between `before`
-    /// and `beginning`.
+    /// The broker's use since `beginning` beyond its idle use, which was measured between `before` and `beginning`,
+    /// after it had settled.
     fn broker_cpu_beyond_idle(&self, beginning: &Self, before: &Self) -> Option<f64> {
         let since = |now: &Self, then: &Self| Some((now.broker_cpu_s? - then.broker_cpu_s?, now.at.since(then.at)));
         Some(process::cpu_beyond_idle_s(since(beginning, before)?, since(self, beginning)?))

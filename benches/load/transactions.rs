@@ -13,13 +13,13 @@ const DELAY: Duration = Duration::from_secs(3_600);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AlarmWrite {
     None,
-    /// `schedule_in`: a statement of its own.
+    /// `schedule_in`: a separate statement.
     ScheduleIn,
     /// By the statement that inserts the order.
     InTheSameStatement,
 }
 
-/// Orders per second, each in a transaction of its own.
+/// Orders per second, each in its own transaction.
 pub async fn per_second(pool: &PgPool, orders: usize, alarm: AlarmWrite) -> anyhow::Result<f64> {
     let mut connection = pool.acquire().await?;
     // Prepared before the clock starts.

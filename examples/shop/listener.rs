@@ -1,5 +1,5 @@
-//! The rest of the shop: a consumer of `order.closed` that counts what it hears, by message id, because an event may
-//! come twice.
+//! The rest of the shop: a consumer of `order.closed` that counts events by message id, because an event may arrive
+//! twice.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -39,7 +39,7 @@ pub struct ReceivedEvents {
 }
 
 impl Listener {
-    /// Binds a queue of its own and listens from now on. Events of other orders than `orders` are not counted.
+    /// Binds its own queue and consumes it from now on. Events of other orders than `orders` are not counted.
     pub async fn start(
         settings: &Settings,
         queue: &str,
@@ -56,17 +56,17 @@ impl Listener {
         Ok(Self { received, connection, task: AbortOnDropHandle::new(task) })
     }
 
-    /// How many distinct events of this run have come.
+    /// How many distinct events of this run have arrived.
     pub fn count(&self) -> usize {
         locked(&self.received).events.len()
     }
 
-    /// Whether nothing more will come.
+    /// Whether no further events will arrive.
     pub fn has_ended(&self) -> bool {
         self.task.is_finished()
     }
 
-    /// Stops listening. The queue goes with the connection.
+    /// Stops consuming. The queue is removed with the connection.
     pub async fn close(self) -> ReceivedEvents {
         self.task.abort();
         broker::close(&self.connection, TIMEOUT).await;
@@ -79,7 +79,7 @@ fn locked(received: &Mutex<ReceivedEvents>) -> std::sync::MutexGuard<'_, Receive
 }
 
 async fn subscribe(channel: &Channel, exchange: &str, queue: &str) -> lapin::Result<Consumer> {
-    // Exclusive: it goes with this connection, however the program ends. A real consumer's queue would be durable.
+    // Exclusive: removed with this connection, however the program ends. A real consumer's queue would be durable.
     let options = QueueDeclareOptions { exclusive: true, ..Default::default() };
     channel.queue_declare(queue.into(), options, FieldTable::default()).await?;
     channel
@@ -91,7 +91,7 @@ async fn subscribe(channel: &Channel, exchange: &str, queue: &str) -> lapin::Res
             FieldTable::default(),
         )
         .await?;
-    // Acknowledged by being sent: if this program dies there is nobody left to count for.
+    // Acknowledged on delivery: if this program dies, the count is not needed any more.
     let options = BasicConsumeOptions { no_ack: true, ..Default::default() };
     channel.basic_consume(queue.into(), "shop".into(), options, FieldTable::default()).await
 }

@@ -1,4 +1,4 @@
-//! What the run says: a sentence before, and afterwards a line of JSON or a table, a histogram and the verdict.
+//! The run's output: a sentence before, and afterwards a line of JSON or a table, a histogram and the verdict.
 
 use std::collections::HashSet;
 use std::fmt::Write;
@@ -14,7 +14,7 @@ use crate::environment::Environment;
 use crate::listener::ReceivedEvents;
 use crate::plan::Plan;
 
-/// Upper ends of the histogram's rows, in milliseconds: each about twice the one before.
+/// Upper bounds of the histogram's rows, in milliseconds: each about twice the one before.
 const ROW_ENDS_MS: [u64; 13] = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, u64::MAX];
 const LONGEST_BAR: usize = 48;
 
@@ -30,7 +30,7 @@ pub struct Report {
     pub violations: Vec<String>,
 }
 
-/// The line of JSON; its keys are a promise.
+/// The line of JSON; its keys are stable.
 #[derive(Debug, Serialize)]
 struct Summary {
     strategy: &'static str,
@@ -172,7 +172,7 @@ impl Report {
         let last = counts.iter().rposition(|count| *count > 0).unwrap_or(0);
         for (row, count) in counts.iter().enumerate().take(last + 1).skip(first) {
             let name = row_name(row);
-            // Whatever is not nothing is seen.
+            // Every nonzero count is visible.
             let bar = "█".repeat((count * LONGEST_BAR).div_ceil(most));
             // Writing to a String cannot fail.
             let _ = writeln!(drawn, "  {name:>9} ms {count:>6}  {bar}");

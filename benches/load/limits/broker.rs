@@ -1,5 +1,5 @@
-//! The broker alone: the same queues and messages, with nobody closing anything: publish with a TTL, dead-letter,
-//! consume and acknowledge. And a bare client that publishes with as many confirms outstanding as ours.
+//! The broker alone, with the same queues and messages but without closing orders: publish with a TTL, dead-letter,
+//! consume and acknowledge. And a bare client that publishes with as many outstanding confirms as ours.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -28,11 +28,11 @@ use crate::bench_env::servers::Servers;
 use crate::bench_env::{BenchEnv, SETTLING};
 use crate::{AlarmRoute, Options};
 
-/// A slow machine's publishing rate, from which the instant is chosen at which all expire.
+/// A slow machine's publishing rate, used to choose the instant at which all messages expire.
 const SLOWEST_PUBLISHING_PER_S: f64 = 8_000.0;
 /// Deliveries that are acknowledged by one frame.
 const ACK_EVERY: usize = 200;
-/// After this long without a delivery something is wrong.
+/// After this time without a delivery the run has failed.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Messages per second.
@@ -75,7 +75,7 @@ async fn hand_over(
     Ok(BrokerLimit { published_per_s, handed_over_per_s: messages as f64 / took.as_secs_f64() })
 }
 
-/// As the worker (or, in a lane, the publisher) writes them, to be handed over all at once.
+/// As the worker (or, in a lane, the publisher) writes them, so that all are dead-lettered at once.
 fn waiting(
     env: &BenchEnv<'_>,
     route: AlarmRoute,
@@ -84,7 +84,7 @@ fn waiting(
 ) -> impl Iterator<Item = Outgoing> + Send + use<> {
     let places = places(env, route).into_iter().cycle();
     let by_the_plugin = env.settings.delay.strategy == Strategy::DelayedExchange;
-    // Made before the clock starts: whoever schedules an alarm has an order.
+    // Created before the clock starts: a publisher has its orders already.
     let alarms: Vec<Alarm> = (0..messages).map(|_| alarm(expiry)).collect();
     alarms.into_iter().zip(places).map(move |(alarm, (exchange, routing_key))| {
         let now = Timestamp::now_by_local_clock();
@@ -95,7 +95,7 @@ fn waiting(
     })
 }
 
-/// Where alarms wait that share a delay: exchange and routing key of each such place.
+/// The exchange and routing key of each place where alarms with the same delay wait.
 fn places(env: &BenchEnv<'_>, route: AlarmRoute) -> Vec<(String, String)> {
     let settings = &env.settings;
     let names = Names::new(&settings.namespace);
@@ -112,12 +112,12 @@ fn places(env: &BenchEnv<'_>, route: AlarmRoute) -> Vec<(String, String)> {
     }
 }
 
-/// An alarm for an order of its own.
+/// An alarm for a new order.
 pub fn alarm(deadline: Timestamp) -> Alarm {
     Alarm { order_id: OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id"), deadline }
 }
 
-/// The message that an alarm is on its first route into the broker: the very one that ours is.
+/// The message for an alarm that enters the broker for the first time, exactly as ours.
 pub fn fresh(alarm: &Alarm, entry: Route, now: Timestamp) -> Outgoing {
     envelope::address(
         alarm,
@@ -130,17 +130,17 @@ pub fn fresh(alarm: &Alarm, entry: Route, now: Timestamp) -> Outgoing {
 #[derive(Debug, Clone, Copy)]
 pub struct Confirms {
     pub channels: usize,
-    /// On each of them.
+    /// On each channel.
     pub window: usize,
 }
 
 impl Confirms {
-    /// As many as [`order_timeout::confirm`] has, whose two channels take turns.
+    /// As many as [`order_timeout::confirm`] has, which uses its two channels in turn.
     pub const AS_OURS: Self = Self { channels: 2, window: WINDOW };
 }
 
-/// Publishes messages with so many confirms outstanding: what a client without any of our care can do. Returns how long
-/// it took to make them, publish them and have them confirmed; the channels are open by then, as ours are.
+/// Publishes messages with this many outstanding confirms, as fast as a client without our safeguards can. Returns how
+/// long it took to create them, publish them and have them confirmed; the channels are open before, as ours are.
 pub async fn publish(
     connection: &Connection,
     confirms: Confirms,
@@ -164,7 +164,7 @@ pub async fn publish(
     Ok(began.elapsed())
 }
 
-/// One channel, which takes message after message from those that all channels share.
+/// One channel, which takes messages from the shared iterator.
 async fn publish_on(
     channel: Channel,
     window: usize,
@@ -220,7 +220,7 @@ async fn consume(env: &BenchEnv<'_>, connection: &Connection, messages: usize) -
     Ok(())
 }
 
-/// A channel each, as the worker has them.
+/// One channel each, as in the worker.
 fn queues(env: &BenchEnv<'_>) -> Vec<String> {
     let names = Names::new(&env.settings.namespace);
     env.settings.worker.shard_of_each_channel().into_iter().map(|shard| names.shard(shard)).collect()

@@ -1,4 +1,4 @@
-//! What a scenario prints: a table for a person, a chart of lateness, and one JSON line for a machine.
+//! The output of a scenario: a readable table, a chart of lateness, and one line of JSON.
 
 mod histogram;
 mod table;
@@ -13,7 +13,7 @@ use crate::limits::broker::BrokerLimit;
 use crate::limits::postgres::PostgresLimit;
 use crate::measurement::Figures;
 
-/// A scenario's outcome: the worker's figures first, then everybody else's.
+/// A scenario's outcome: the worker's figures first, then those of the others.
 pub struct Report<'a> {
     scenario: &'static str,
     candidates: Vec<Figures>,
@@ -38,15 +38,15 @@ impl<'a> Report<'a> {
         self.notes.insert(key.into(), value);
     }
 
-    /// Notes the worker's figure as a share of somebody else's.
+    /// Notes the ratio of the worker's figure to another candidate's.
     pub fn note_ratio(&mut self, key: &str, other: &str, figure: impl Fn(&Figures) -> f64) {
-        let other = self.candidates.iter().find(|figures| figures.name == other).expect("it has played");
+        let other = self.candidates.iter().find(|figures| figures.name == other).expect("it was measured");
         let ratio = round(figure(&self.candidates[0]) / figure(other), 3);
         self.note(key, json!(ratio));
     }
 
-    /// Prints everything, and fails if an order was lost, closed twice or closed early: by the worker, or by a
-    /// competitor, whose figures would be worth nothing then.
+    /// Prints everything, and fails if the worker or a competitor lost an order, or closed one twice or early: its
+    /// figures would be worthless then.
     pub fn print(&self) -> anyhow::Result<()> {
         let chart = self.servers.output.join(format!("{}.svg", self.scenario));
         let series = self.candidates.iter().map(|figures| (figures.name.as_str(), &figures.ledger.lateness_us));
@@ -105,7 +105,7 @@ fn competitor(figures: &Figures) -> Map<String, Value> {
     facts
 }
 
-/// What is said of the worker and of its competitors alike.
+/// Figures of the worker and its competitors.
 fn facts(figures: &Figures) -> Map<String, Value> {
     let Figures { ledger, .. } = figures;
     let share_of_a_core = |cpu_s: f64| round(cpu_s / figures.working_s, 3);
@@ -132,18 +132,18 @@ fn facts(figures: &Figures) -> Map<String, Value> {
     facts.into_iter().filter(|(_, value)| !value.is_null()).collect()
 }
 
-/// Rates have no digits behind the point.
+/// Rates have no decimals.
 pub fn whole(number: f64) -> u64 {
     number.round() as u64
 }
 
-/// To so many digits behind the point.
+/// To this many decimals.
 pub fn round(number: f64, digits: i32) -> f64 {
     let factor = 10_f64.powi(digits);
     (number * factor).round() / factor
 }
 
-/// What a scenario prints that looks at the worker's orders alone; `more` comes with it.
+/// The output of a scenario that only measures the worker's orders; `more` is added to it.
 ///
 /// # Errors
 /// If an order was lost, closed twice or closed early.
@@ -164,7 +164,7 @@ pub fn print_ledger(
     ledger.ensure_kept("worker")
 }
 
-/// Prints one JSON line, or its rows for a person: for scenarios that close no orders.
+/// Prints one JSON line, or its rows as a readable table: for scenarios that close no orders.
 pub fn print_line(line: &Value, as_json: bool) {
     if !as_json {
         table::print_rows(line.as_object().into_iter().flatten());

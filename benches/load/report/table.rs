@@ -1,4 +1,4 @@
-//! Figures as a table for a person.
+//! Figures as a readable table.
 
 use serde_json::Value;
 
@@ -27,7 +27,7 @@ pub fn print_contestants(candidates: &[Figures]) {
     }
 }
 
-/// A name and a value a line.
+/// A name and a value per line.
 pub fn print_rows<'a>(rows: impl Iterator<Item = (&'a String, &'a Value)>) {
     for (key, value) in rows {
         println!("{key:<34} {value}");

@@ -10,16 +10,16 @@ use crate::measurement::{Candidate, Figures, Plan, measure};
 use crate::report::Report;
 use crate::{AlarmRoute, Options, limits};
 
-/// A slow machine's rate of writing alarms into the wheel, from which the instant is chosen.
+/// A slow machine's rate of writing alarms into the wheel, used to choose the instant.
 const SLOWEST_ARMING_PER_S: f64 = 3_000.0;
-/// What is waited for besides that, before the alarms leave the broker.
+/// An additional margin before the alarms leave the broker.
 const SPARE: Duration = Duration::from_secs(2);
-/// The standard delay of a burst by lane: longer than `delay.lead`, or nothing would wait in the lane.
+/// The standard delay of a burst by lane: longer than `delay.lead`, so that alarms wait in the lane.
 const LANE: Duration = Duration::from_secs(30);
-/// Publishing begins so much sooner before the instant than the lane's delay: what is published up to a second sooner or
-/// later takes the lane as well.
+/// Publishing begins this much earlier than the lane's delay before the instant: alarms published up to a second
+/// earlier or later still take the lane.
 const SOONER: Duration = Duration::from_millis(500);
-/// Loops of each competitor, as the worker has closers.
+/// Loops of each competitor, as many as the worker has closers.
 const CONNECTIONS: u32 = 2;
 const LEAD_0: &str = "worker, lead 0";
 
@@ -33,7 +33,7 @@ pub async fn burst(servers: &Servers, options: &Options, orders: usize, route: A
     }
     report.add(measured("worker", Candidate::Worker(settings(route))).await?);
     if !options.alone {
-        // Without a lead a lane is hit only by what is published within a fifth of a second.
+        // Without a lead, only alarms published within a fifth of a second take the lane.
         if route != AlarmRoute::Lane {
             let without_lead = Candidate::Worker(vec!["delay.lead=0s".to_owned()]);
             report.add(measured(LEAD_0, without_lead).await?);
@@ -79,7 +79,7 @@ pub fn plan(orders: usize, articles: usize, route: AlarmRoute) -> Plan {
     let [finest, next, ..] = wheel.rings() else { panic!("the default wheel has coarser rings") };
     let arming = Duration::from_secs_f64(orders as f64 / SLOWEST_ARMING_PER_S);
     let by_the_finest = arming + SPARE + settings.delay.lead;
-    // Due at the beginning of a slot, which has no more than its `early` to be handed over.
+    // Due at the beginning of a slot, which has no more than its `early` for dead-lettering.
     let (ahead, lane, slot) = match route {
         AlarmRoute::Wheel => (by_the_finest, None, finest.unit),
         AlarmRoute::Far => (by_the_finest + finest.span(), None, next.unit),

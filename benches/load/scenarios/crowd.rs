@@ -1,4 +1,4 @@
-//! A few good orders in a crowd: of alarms for orders that do not exist, or of alarms for far deadlines.
+//! A few good orders among bulk alarms: for orders that do not exist, or for far deadlines.
 
 use std::time::Duration;
 
@@ -12,13 +12,13 @@ use crate::bench_env::servers::Servers;
 use crate::bench_env::{BenchEnv, MANY_ARTICLES, OrderDeadline};
 use crate::report;
 
-/// The orders whose lateness counts.
+/// The orders that are measured.
 const GOOD_ORDERS: u32 = 200;
 
-/// Who the crowd is.
+/// The kind of bulk alarms.
 #[derive(Debug, Clone, Copy)]
 pub enum Crowd {
-    /// Alarms for orders that do not exist, all due when the first good order is.
+    /// Alarms for orders that do not exist, all due with the first good order.
     Unknown,
     /// Alarms ten days ahead, on their route into the wheel.
     Far,
@@ -39,7 +39,7 @@ async fn run_scenario(env: &BenchEnv<'_>, servers: &Servers, crowd: Crowd, size:
     let mut worker = env.start_worker(&servers.output.join("worker.log")).await?;
     let publisher = env.publisher().await?;
     let first = Timestamp::now_by_local_clock() + Duration::from_secs(8);
-    // Spread over the retries of the unknown and beyond their parking.
+    // Spread over the retries of the unknown orders and beyond their parking.
     let deadlines: Vec<Timestamp> =
         (0..GOOD_ORDERS).map(|n| first + Duration::from_secs(40) * n / GOOD_ORDERS).collect();
     let alarms = env.fill(&deadlines, MANY_ARTICLES).await?;

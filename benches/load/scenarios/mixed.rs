@@ -1,4 +1,4 @@
-//! Random delays, and ahead of them long ones: nobody may wait behind anybody. Beside it, other ways of delaying.
+//! Random delays behind long ones: no alarm may wait behind another. For comparison, other designs for delaying.
 
 use std::time::Duration;
 
@@ -13,9 +13,9 @@ use crate::report::{Report, round};
 
 const SHORTEST_MS: u64 = 1_000;
 const LONGEST_MS: u64 = 120_000;
-/// What stands ahead of the others and is not waited for.
+/// The delay of those published first, which are not waited for.
 const LONG: Duration = Duration::from_secs(600);
-/// One in so many is a long one.
+/// One of this many is a long one.
 const LONG_ONE_IN: usize = 50;
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {

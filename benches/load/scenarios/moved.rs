@@ -1,4 +1,5 @@
-//! Orders whose deadline is moved later three times and then earlier than the first: how late after the last they close.
+//! Orders with deadlines moved later three times and then earlier than the first: how late after the last deadline they
+//! close.
 
 use std::time::Duration;
 
@@ -12,12 +13,12 @@ use crate::bench_env::servers::Servers;
 use crate::bench_env::{BenchEnv, MANY_ARTICLES, OrderDeadline};
 use crate::report;
 
-/// From now to the first of the last deadlines: all are moved before.
+/// From now to the earliest of the last deadlines: all orders are moved before.
 const LAST: Duration = Duration::from_secs(15);
-/// How long behind its last deadline each order's first one is: longer than `delay.lead` and a slot, so that the alarm
-/// scheduled for the first cannot close it.
+/// How much later than its last deadline each order's first one is: longer than `delay.lead` and a slot, so that the
+/// alarm scheduled for the first cannot close it.
 const FIRST: Duration = Duration::from_secs(40);
-/// Over so long the orders' deadlines are spread, or it were a burst.
+/// The orders' deadlines are spread over this time, so that there is no burst.
 const SPREAD: Duration = Duration::from_secs(20);
 /// Later three times and then earlier, each counted from the last deadline.
 const MOVES: [(Duration, Moved); 4] = [

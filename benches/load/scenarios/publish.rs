@@ -22,18 +22,18 @@ use crate::limits::broker::{Confirms, fresh, publish};
 use crate::report::{self, round, whole};
 use crate::transactions;
 
-/// Each method is measured this often, in turn, and the median counts: the machine's speed drifts.
+/// Each method is measured this often, in turn, and the median counts, because the machine's speed drifts.
 const ROUNDS: usize = 3;
-/// Callers of `schedule` at the same time.
+/// Concurrent callers of `schedule`.
 const CALLERS: usize = 100;
-/// One by one takes this many times as long, so that many times fewer are published.
+/// Scheduling one by one takes this many times as long, so that many times fewer are published.
 const FEWER_ONE_BY_ONE: usize = 10;
 
-/// A method to schedule alarms, and the bare client that it is held against.
+/// A method of scheduling alarms, and the bare client that it is compared with.
 struct Comparison {
     name: &'static str,
     method: ScheduleMethod,
-    /// Of the bare client.
+    /// Those of the bare client.
     confirms: Confirms,
 }
 
@@ -41,7 +41,7 @@ struct Comparison {
 enum ScheduleMethod {
     /// `schedule`, each after the last is confirmed.
     OneByOne,
-    /// `schedule` by many callers.
+    /// `schedule` by many concurrent callers.
     Concurrent,
     All,
 }
@@ -55,7 +55,7 @@ const CONTENDERS: [Comparison; 3] = [
     Comparison {
         name: "schedule_concurrent",
         method: ScheduleMethod::Concurrent,
-        // Ours shares its callers' alarms out among both channels.
+        // Our publisher distributes its callers' alarms over both channels.
         confirms: Confirms { channels: 2, window: CALLERS / 2 },
     },
     Comparison { name: "schedule_all", method: ScheduleMethod::All, confirms: Confirms::AS_OURS },
@@ -63,7 +63,7 @@ const CONTENDERS: [Comparison; 3] = [
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
     let env = BenchEnv::with_broker(servers, options, &[]).await?;
-    // Or the first round, and in it the bare client, would have a broker that is still busy with its queues.
+    // Otherwise the first round, including the bare client's, would meet a broker that is still busy with its queues.
     tokio::time::sleep(SETTLING).await;
     let connection = env.connect().await?;
     let measured = measure(&env, &connection, orders).await;
@@ -104,7 +104,7 @@ async fn in_transactions(env: &BenchEnv<'_>, orders: usize) -> anyhow::Result<[f
     Ok(rates.map(median))
 }
 
-/// Ours and the bare client's rate per comparison.
+/// The rates of our publisher and of the bare client, per comparison.
 async fn measure(env: &BenchEnv<'_>, connection: &Connection, orders: usize) -> anyhow::Result<Vec<(f64, f64)>> {
     let publisher = env.publisher().await?;
     let mut rates: Vec<(Vec<f64>, Vec<f64>)> = CONTENDERS.iter().map(|_| Default::default()).collect();
@@ -129,7 +129,8 @@ fn median(mut rates: Vec<f64>) -> f64 {
     rates[rates.len() / 2]
 }
 
-/// What `schedule` publishes, made as it makes it: one by one while the clock runs, from ids and deadlines that are there.
+/// The messages that `schedule` publishes, created like there: one by one while the clock runs, from existing ids and
+/// deadlines.
 fn messages(env: &BenchEnv<'_>, orders: usize) -> impl Iterator<Item = Outgoing> + Send + use<> {
     let lanes = Lanes::new(&env.settings);
     alarms(orders).into_iter().map(move |(order_id, deadline)| {
@@ -149,7 +150,7 @@ async fn purge(env: &BenchEnv<'_>, connection: &Connection) -> anyhow::Result<()
 
 impl ScheduleMethod {
     async fn schedule(self, publisher: &Publisher, orders: usize) -> anyhow::Result<Duration> {
-        // Made before the clock starts, as the bare client's are.
+        // Created before the clock starts, as for the bare client.
         let alarms = alarms(orders);
         let began = Instant::now();
         match self {

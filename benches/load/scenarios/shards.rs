@@ -1,4 +1,4 @@
-//! What several processing queues buy: the broker alone and the worker in a burst, with one queue and with more.
+//! The effect of several processing queues: the broker alone and the worker in a burst, with one queue and with more.
 
 use serde_json::json;
 
@@ -11,7 +11,7 @@ use crate::{AlarmRoute, Options, limits};
 
 const COUNTS: [u8; 4] = [1, 2, 4, 8];
 
-/// By lane, whose queues are several already: a single slot of the wheel would be the bottleneck of all of them.
+/// By lane, which has several queues: a single slot of the wheel would be the bottleneck.
 const ROUTE: AlarmRoute = AlarmRoute::Lane;
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {

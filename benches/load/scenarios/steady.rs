@@ -1,4 +1,5 @@
-//! So many orders a second, all with one delay, for some time: how late a quiet day's closes are and what they cost.
+//! A constant rate of orders, all with one delay, for some time: how late the closes of an ordinary day are and what
+//! they cost.
 
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use crate::measurement::{Candidate, Plan, measure};
 use crate::report::Report;
 use crate::{AlarmRoute, Options};
 
-/// What is asked for on the command line.
+/// The command line's options.
 #[derive(Debug, Clone, Copy)]
 pub struct Load {
     pub rate: u32,
@@ -22,7 +23,7 @@ pub struct Load {
 pub async fn run(servers: &Servers, options: &Options, load: Load) -> anyhow::Result<()> {
     let plan = plan(load);
     let measured = async |name: &str, candidate: Candidate| measure(servers, options, name, &candidate, &plan).await;
-    // One loop: at this rate a second one would only ask twice as often.
+    // One loop: at this rate a second one would only double the queries.
     let poller = |every_ms| Candidate::Poller { every: Duration::from_millis(every_ms), connections: 1 };
     let settings = match load.route {
         AlarmRoute::Lane => vec![format!("delay.lanes={}ms", load.delay.as_millis())],
