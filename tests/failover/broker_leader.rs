@@ -1,5 +1,5 @@
-//! A cluster of brokers that loses the leader of a queue, twice, under load: no alarm is lost, none closes an order
-//! twice or early. Once without a sweep, which would close whatever alarm was lost; and once as deployed, for the figures.
+//! A broker cluster that loses the leader of a queue, twice, under load: no alarm is lost, none closes an order twice
+//! or early. Once without a sweep, which would hide a lost alarm, and once as deployed, for the figures.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,10 +23,10 @@ const DELAYS: [Duration; 10] = {
     delays[9] = Duration::from_secs(8);
     delays
 };
-/// Orders that fall due within this time of a kill are those it may have made late.
+/// Orders that fall due within this time after a kill may be late because of it.
 const AFTERMATH: Duration = Duration::from_secs(15);
 
-/// Twice as long as a queue's client waits at most before it asks for an answer again.
+/// Twice the longest time after which a queue's client repeats a request.
 const BROKER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Alarms wait in the lane for eight seconds, so that thousands are in it at any moment.
@@ -36,12 +36,12 @@ fn one_busy_lane(settings: &mut Settings) {
     settings.worker.hold_max = 6 * SECOND;
 }
 
-/// Whether there is one.
+/// Whether the sweep is enabled.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Sweep {
-    /// Whatever alarm is lost, its order is never closed.
+    /// The order of a lost alarm is never closed.
     Off,
-    /// It keeps a broker in trouble from making orders late.
+    /// It keeps broker failures from making orders late.
     AsDeployed,
 }
 
@@ -57,10 +57,10 @@ fn lost_queue_leader_closes_orders_once() {
 
 fn with_cluster(sweep: Sweep) {
     let cluster = Arc::new(Cluster::start());
-    // The queues are declared through node 1, which thereby leads them.
+    // The queues are declared through node 1, which becomes their leader.
     let front = Arc::new(Forwarder::start(cluster.ports_from(1)));
     let (url, port) = (cluster.url.clone().into(), front.port);
-    // The env is cleared away before these end.
+    // Kept until the test environment is cleaned up.
     let _outlive = (cluster.clone(), front.clone());
     with_env(
         |settings| {
@@ -73,13 +73,13 @@ fn with_cluster(sweep: Sweep) {
         },
         async move |env| {
             lose_leaders(&env, &cluster, &front).await;
-            assert!(sweep == Sweep::AsDeployed || by_sweep(&env).await == 0, "there was none");
+            assert!(sweep == Sweep::AsDeployed || by_sweep(&env).await == 0, "the sweep was off");
         },
     );
 }
 
 async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) {
-    // Everybody works through node 2: the first kill is an election and nothing else.
+    // All connections use node 2: the first kill only causes an election.
     front.set_servers(cluster.ports_from(2));
     let workers = [WorkerProcess::start(&env.settings), WorkerProcess::start(&env.settings)];
     let kept_events = keep_events(env).await;
@@ -92,14 +92,14 @@ async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) 
     tokio::time::sleep(AFTERMATH).await;
     tokio::task::block_in_place(|| cluster.bring_back(first.node));
 
-    // Everybody moves to the leader of the processing queue: the second kill takes their connections, too.
+    // All connections move to the leader of the processing queue: the second kill ends them too.
     let processing = env.names().timeout();
     let leader = tokio::task::block_in_place(|| cluster.leader(&processing));
     front.set_servers(cluster.ports_from(leader));
     front.cut();
     tokio::time::sleep(15 * SECOND).await;
     let second = kill_leader(env, cluster, &processing, "the processing queue").await;
-    assert_eq!(second.node, leader, "the leader that everybody works through");
+    assert_eq!(second.node, leader, "the node with all connections");
     tokio::time::sleep(AFTERMATH).await;
 
     let taken = traffic.stop().await;
@@ -113,8 +113,8 @@ async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) 
     env.reconnected().await.assert_drained().await;
 }
 
-/// A broker may leave alone what it was handing over when the target lost its leader (docs/OPERATING.md, "A cluster of brokers"):
-/// it is safe, but nothing moves it until the source queue's leader changes.
+/// A broker may stop handing over dead letters when the target loses its leader (docs/OPERATING.md, "A cluster of
+/// brokers"): they are safe, but nothing moves them until the source queue's leader changes.
 async fn release_stuck_dead_letters(env: &TestEnv, cluster: &Cluster) {
     let began = Instant::now();
     while unpaid(env).await != Some(0) && began.elapsed() < BROKER_TIMEOUT {
