@@ -1,28 +1,30 @@
 //! The demo: a shop that takes orders, lets some customers pay (a few of them at the last moment), and watches
-//! order-timeout close the rest; then it checks from the database that every promise was kept. Run it by `scripts/demo`.
+//! order-timeout close the rest; then it checks from the database that every promise was kept. Run it with
+//! `scripts/demo`.
 //!
-//! This file is the story; each of the others is one thing the shop has. It is also how to use the library: `till.rs`
-//! schedules an alarm for an order, `premises.rs` runs a worker inside another program, `listener.rs` reads the events.
+//! This file is the overall flow; each of the others is one part of the shop. They also show how to use the library:
+//! `checkout.rs` schedules an alarm for an order, `environment.rs` runs a worker inside another program, `listener.rs`
+//! reads the events.
 
-// Not `examples/shop/main.rs`: this is the path people look for, and the one that the Dockerfile names.
+// Not `examples/shop/main.rs`: this is the usual path, and the one in the Dockerfile.
 #[path = "shop/args.rs"]
 mod args;
 #[path = "shop/audit.rs"]
 mod audit;
+#[path = "shop/checkout.rs"]
+mod checkout;
 #[path = "shop/commit_probe.rs"]
 mod commit_probe;
+#[path = "shop/environment.rs"]
+mod environment;
 #[path = "shop/listener.rs"]
 mod listener;
 #[path = "shop/plan.rs"]
 mod plan;
-#[path = "shop/premises.rs"]
-mod premises;
 #[path = "shop/progress.rs"]
 mod progress;
 #[path = "shop/report.rs"]
 mod report;
-#[path = "shop/till.rs"]
-mod till;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -38,27 +40,27 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use args::Args;
 use audit::Findings;
+use checkout::{Checkout, Served};
 use commit_probe::CommitProbe;
+use environment::Environment;
 use listener::Listener;
 use plan::Plan;
-use premises::Premises;
 use progress::Progress;
 use report::Report;
-use till::{Served, Till};
 
-/// What a shell expects of a program that was interrupted: 128 + SIGINT.
+/// The conventional exit code of an interrupted program: 128 + SIGINT.
 const INTERRUPTED: u8 = 130;
 const WRONG_SETTINGS: u8 = 2;
 const FAILED: u8 = 1;
-/// How long after the last deadline the run waits for what should have happened by then. Lateness is a finding; only
-/// what never comes ends here.
+/// How long after the last deadline the run waits for late closes and events. Lateness is a result; only what never
+/// happens is cut off here.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// How often the run looks whether everything has been decided.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// How often the run checks whether every order is decided.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    // Before anything opens a TLS connection: rustls wants to be told which cryptography to use.
+    // Before any TLS connection: rustls needs a cryptography provider.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let settings = match Settings::load_with_database(None, &[]) {
         Ok(settings) => settings,
@@ -79,26 +81,27 @@ fn fail(why: &dyn std::fmt::Display, code: u8) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Opens the shop, does business, reports, and clears everything away, whatever happened in between.
+/// Opens the shop, runs it, reports, and cleans up, whatever happened in between.
 async fn run(args: &Args, settings: Settings) -> anyhow::Result<u8> {
     let mut interrupt = signal(SignalKind::interrupt()).context("Ctrl-C cannot be watched for")?;
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM cannot be watched for")?;
     let _log = logging::install(&args.log(&settings));
-    let mut premises = if args.no_worker { Premises::shared(settings, args) } else { Premises::own(settings, args)? };
-    // Not to be interrupted half-way: what a server is still busy making cannot be removed yet. Ctrl-C is remembered.
-    let outcome = match premises.open().await {
+    let mut environment =
+        if args.no_worker { Environment::shared(settings, args) } else { Environment::own(settings, args)? };
+    // Not interruptible: objects that a server is still creating cannot be removed yet. Ctrl-C is remembered.
+    let outcome = match environment.open().await {
         Ok(()) => tokio::select! {
             () = either(&mut interrupt, &mut terminate) => {
                 eprintln!("shop: interrupted; clearing away");
                 Ok(INTERRUPTED)
             }
-            outcome = do_business_and_report(args, &mut premises) => outcome,
+            outcome = do_business_and_report(args, &mut environment) => outcome,
         },
         Err(error) => Err(error),
     };
-    let cleared = premises.clear_away().await;
+    let cleared = environment.clean_up().await;
     if let (Err(_), Err(left_behind)) = (&outcome, &cleared) {
-        // The first error is the one to mend; this one must not hide it.
+        // The first error is the one to fix; this one must not hide it.
         eprintln!("shop: {left_behind:#}");
         return outcome;
     }
@@ -112,12 +115,12 @@ async fn either(one: &mut Signal, other: &mut Signal) {
     }
 }
 
-async fn do_business_and_report(args: &Args, premises: &mut Premises) -> anyhow::Result<u8> {
-    let plan = Plan::draw(args.orders, args.duration(), &premises.terms());
+async fn do_business_and_report(args: &Args, environment: &mut Environment) -> anyhow::Result<u8> {
+    let plan = Plan::draw(args.orders, args.duration(), &environment.terms());
     if !args.json {
-        print(&report::introduction(args, premises, &plan))?;
+        print(&report::introduction(args, environment, &plan))?;
     }
-    let report = do_business(premises, &plan, &Progress::new(&plan, args.shows_progress())).await?;
+    let report = do_business(environment, &plan, &Progress::new(&plan, args.shows_progress())).await?;
     for violation in &report.violations {
         eprintln!("shop: {violation}");
     }
@@ -134,17 +137,17 @@ fn print(text: &str) -> anyhow::Result<()> {
     writeln!(out, "{text}").and_then(|()| out.flush()).context("standard output cannot be written")
 }
 
-async fn do_business(premises: &mut Premises, plan: &Plan, progress: &Progress) -> anyhow::Result<Report> {
-    let settings = premises.settings.clone();
-    let pool = premises.pool().await?;
-    // Before the first order, or the first event could be missed.
-    let listener = Listener::start(&settings, &premises.event_queue(), plan.ids(), progress.clone()).await?;
-    let till = Till::open(pool.clone(), premises.publisher().await?, &plan.articles).await?;
-    let probe = CommitProbe::start(premises.probe_pool().await?, premises.mark.clone(), plan.length());
+async fn do_business(environment: &mut Environment, plan: &Plan, progress: &Progress) -> anyhow::Result<Report> {
+    let settings = environment.settings.clone();
+    let pool = environment.pool().await?;
+    // Before the first order, so that no event is missed.
+    let listener = Listener::start(&settings, &environment.event_queue(), plan.ids(), progress.clone()).await?;
+    let checkout = Checkout::open(pool.clone(), environment.publisher().await?, &plan.articles).await?;
+    let probe = CommitProbe::start(environment.probe_pool().await?, environment.mark.clone(), plan.length());
 
-    let served = serve_customers(plan, &till, progress).await?;
+    let served = serve_customers(plan, &checkout, progress).await?;
     let last_deadline = served.iter().map(|served| served.deadline).max().context("there were no orders")?;
-    wait_until_all_is_decided(plan, &till, &listener, till.instant_of(last_deadline)).await?;
+    wait_until_all_decided(plan, &checkout, &listener, checkout.instant_of(last_deadline)).await?;
     progress.finish();
 
     let commit_p99_ms = probe.p99_ms().await?;
@@ -156,19 +159,19 @@ async fn do_business(premises: &mut Premises, plan: &Plan, progress: &Progress) 
         &served,
         &announced,
         commit_p99_ms,
-        premises.hint_if_left_unpaid(),
+        environment.hint_if_left_unpaid(),
     ))
 }
 
-/// Every customer is a task of their own, so that one slow commit holds up nobody else.
-async fn serve_customers(plan: &Plan, till: &Till, progress: &Progress) -> anyhow::Result<Vec<Served>> {
+/// Every customer is a separate task, so that a slow commit delays no other customer.
+async fn serve_customers(plan: &Plan, checkout: &Checkout, progress: &Progress) -> anyhow::Result<Vec<Served>> {
     let opening = Instant::now();
     let mut customers = JoinSet::new();
     for customer in &plan.customers {
-        let (customer, till, progress) = (Arc::clone(customer), till.clone(), progress.clone());
+        let (customer, checkout, progress) = (Arc::clone(customer), checkout.clone(), progress.clone());
         customers.spawn(async move {
             sleep_until(opening + customer.arrives_after).await;
-            till.serve(&customer, &progress).await
+            checkout.serve(&customer, &progress).await
         });
     }
     let mut all_served = Vec::with_capacity(plan.customers.len());
@@ -179,11 +182,11 @@ async fn serve_customers(plan: &Plan, till: &Till, progress: &Progress) -> anyho
     Ok(all_served)
 }
 
-/// Waits until no order is open and every close has been announced, or until waiting longer is pointless: what is
-/// missing then is for the audit to say.
-async fn wait_until_all_is_decided(
+/// Waits until no order is open and every close has been announced, or until waiting longer is pointless: the audit
+/// reports what is missing then.
+async fn wait_until_all_decided(
     plan: &Plan,
-    till: &Till,
+    checkout: &Checkout,
     listener: &Listener,
     last_deadline: Instant,
 ) -> anyhow::Result<()> {
@@ -194,11 +197,11 @@ async fn wait_until_all_is_decided(
                 "the event consumer lost its connection to the broker, so the events cannot be counted; run it again"
             );
         }
-        let so_far = till.count_decided(plan.uuids()).await?;
+        let so_far = checkout.count_decided(plan.uuids()).await?;
         if so_far.open == 0 && listener.count() >= so_far.closed {
             break;
         }
-        sleep(LOOK_EVERY).await;
+        sleep(POLL_INTERVAL).await;
     }
     Ok(())
 }

@@ -1,11 +1,12 @@
-//! Asks one broker or one database whether order-timeout could work with it: reachable, new enough, and rights enough.
+//! Checks whether order-timeout can work with a broker or a database: reachable, new enough, and with sufficient
+//! permissions.
 //!
-//! `scripts/services` calls it before choosing a server: `probe amqp URL`, `probe postgres URL`; `-` instead of the
-//! URL reads it from standard input, so that a password shows in no process list. It prints the server's version and
-//! exits 0, or prints one sentence and exits 1, within [`TIME_LIMIT`].
+//! `scripts/services` calls it before choosing a server: `probe amqp URL`, `probe postgres URL`; `-` instead of the URL
+//! reads it from standard input, so that a password is not visible in the process list. It prints the server's version
+//! and exits 0, or prints one sentence and exits 1, within [`TIME_LIMIT`].
 //!
-//! What it may not do: leave anything behind (its queue and its exchange have a name of their own, are deleted, and
-//! expire by themselves should it die in between), print a password, or need anything of the crate it lies in.
+//! It may not leave anything behind (its queue and its exchange have unique names, are deleted, and expire if it dies
+//! in between), print a password, or depend on the crate of this repository.
 
 use std::io::{Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -21,13 +22,13 @@ use lapin::{Channel, Connection, ConnectionProperties, ExchangeKind};
 use sqlx::postgres::{PgConnectOptions, PgConnection};
 use sqlx::{ConnectOptions, Connection as _};
 
-/// A server that has not answered after this long is as good as none.
+/// A server without an answer after this time counts as unreachable.
 const TIME_LIMIT: Duration = Duration::from_secs(5);
 
-/// The first `RabbitMQ` whose quorum queues know a message's time to live and dead-letter at least once.
+/// The first `RabbitMQ` release with quorum queues that support message TTLs and at-least-once dead-lettering.
 const OLDEST_BROKER: (u32, u32) = (3, 10);
 
-/// As `server_version_num` counts it.
+/// In the form of `server_version_num`.
 const OLDEST_DATABASE: i32 = 130_000;
 
 fn main() -> ExitCode {
@@ -48,11 +49,11 @@ fn main() -> ExitCode {
             1
         }
     };
-    // Not a return: a name lookup that still hangs in its own thread would hold the process past its time limit.
+    // Not a return: a name lookup that still blocks its own thread would keep the process beyond its time limit.
     std::process::exit(code)
 }
 
-/// The URL as given, or standard input's first line for `-`.
+/// The URL as given, or the first line of standard input for `-`.
 fn read_url(given: &str) -> Result<String> {
     if given != "-" {
         return Ok(given.to_owned());
@@ -62,13 +63,13 @@ fn read_url(given: &str) -> Result<String> {
     Ok(line.trim_end().to_owned())
 }
 
-/// Chooses the question by the kind of server, and bounds its time.
+/// Runs the check for this kind of server, within the time limit.
 fn probe(kind: &str, url: &str) -> Result<String> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
         .context("the probe's runtime did not start")?;
-    // Fails only where a provider is installed already, and then there is one.
+    // Fails only if a provider is installed already, which is fine.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let version = runtime.block_on(async {
         match kind {
@@ -81,7 +82,7 @@ fn probe(kind: &str, url: &str) -> Result<String> {
     version.unwrap_or_else(|_| bail!("no complete answer within {} s", TIME_LIMIT.as_secs()))
 }
 
-/// Logs in, and declares and deletes what the worker's topology consists of.
+/// Logs in, and declares and deletes the kinds of objects in the worker's topology.
 async fn probe_broker(url: &str) -> Result<String> {
     let uri = AMQPUri::from_str(url)
         .map_err(|fault| anyhow::anyhow!("this is no AMQP URL (amqp://user:password@host:port/vhost): {fault}"))?;
@@ -95,7 +96,8 @@ async fn probe_broker(url: &str) -> Result<String> {
             let greeting = tokio::task::spawn_blocking(move || broker_version(&host, port)).await?;
             Some(greeting.with_context(|| format!("{place} does not answer as an AMQP broker"))?)
         }
-        // Behind TLS the greeting is out of reach; the queue's arguments below still need a broker new enough.
+        // Behind TLS the greeting cannot be read; the queue's arguments below still require a broker that is new
+        // enough.
         AMQPScheme::AMQPS => None,
     };
     if let Some(version) = &version {
@@ -111,7 +113,7 @@ async fn probe_broker(url: &str) -> Result<String> {
     Ok(version.unwrap_or_else(|| "of at least 3.10 (TLS)".to_owned()))
 }
 
-/// A quorum queue with the arguments every lane has, and an exchange, under a name nobody else uses.
+/// A quorum queue with the arguments of a lane, and an exchange, under a unique name.
 async fn declare_and_delete(channel: &Channel) -> Result<()> {
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
     let name = format!("order-timeout-probe-{}-{nanos}", std::process::id());
@@ -122,7 +124,7 @@ async fn declare_and_delete(channel: &Channel) -> Result<()> {
         .await
         .context("an exchange could not be declared")?;
 
-    // A quorum queue can be neither exclusive nor auto-delete; `x-expires` takes it away if this program dies here.
+    // A quorum queue can be neither exclusive nor auto-delete; `x-expires` removes it if this program dies here.
     let mut arguments = FieldTable::default();
     for (argument, value) in [
         ("x-queue-type", AMQPValue::LongString("quorum".into())),
@@ -150,10 +152,10 @@ async fn declare_and_delete(channel: &Channel) -> Result<()> {
         .context("the probe's exchange could not be deleted")
 }
 
-/// The version out of the broker's greeting (`Connection.Start`), which lapin reads but does not hand on.
+/// The version from the broker's greeting (`Connection.Start`), which lapin reads but does not expose.
 fn broker_version(host: &str, port: u16) -> Result<String> {
     let mut last = None;
-    // `localhost` names ::1 too, where a broker need not listen.
+    // `localhost` also resolves to ::1, where the broker may not listen.
     for address in (host, port).to_socket_addrs().context("the host name does not resolve")? {
         match TcpStream::connect_timeout(&address, TIME_LIMIT) {
             Ok(stream) => return read_greeting(stream),
@@ -166,7 +168,7 @@ fn broker_version(host: &str, port: u16) -> Result<String> {
     }
 }
 
-/// Offers AMQP 0-9-1 and reads the one frame that answers it.
+/// Offers AMQP 0-9-1 and reads the frame that answers it.
 fn read_greeting(mut stream: TcpStream) -> Result<String> {
     stream.set_read_timeout(Some(TIME_LIMIT))?;
     stream.write_all(b"AMQP\x00\x00\x09\x01")?;
@@ -203,7 +205,7 @@ fn require_broker_version(version: &str, place: &str) -> Result<()> {
     Ok(())
 }
 
-/// Logs in, and asks for the version and the right to create databases (the demo and the tests create their own).
+/// Logs in, and checks the version and the right to create databases (the demo and the tests create their own).
 async fn probe_database(url: &str) -> Result<String> {
     let options = PgConnectOptions::from_str(url)
         .context("this is no Postgres URL (postgres://user:password@host:port/database)")?
@@ -230,13 +232,13 @@ async fn probe_database(url: &str) -> Result<String> {
         bail!("{place}: PostgreSQL {version}, and order-timeout needs {} or newer", OLDEST_DATABASE / 10_000);
     }
     if !may_create {
-        bail!("{place}: this user may not create databases; mend it with ALTER ROLE … CREATEDB");
+        bail!("{place}: this user may not create databases; fix it with ALTER ROLE … CREATEDB");
     }
-    // "15.14 (Debian 15.14-0+deb12u1)" says no more to the reader than "15.14".
+    // "15.14 (Debian 15.14-0+deb12u1)" is no more useful than "15.14".
     Ok(version.split_whitespace().next().unwrap_or(&version).to_owned())
 }
 
-/// The causes in one line, without those the cause before them quotes already.
+/// The error chain in one line, without causes that the cause before them already quotes.
 fn one_sentence(error: &anyhow::Error) -> String {
     let mut said = String::new();
     for cause in error.chain() {

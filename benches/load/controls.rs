@@ -1,6 +1,6 @@
-//! Other ways to delay messages in RabbitMQ, as controls beside ours: one queue for every TTL, and the binary ladder of
-//! queues that NServiceBus and Celery build. They delay the very messages that ours does. Nobody closes anything here:
-//! lateness is the delivery's.
+//! Other designs for delayed messages in RabbitMQ, as controls: one queue for every TTL, and the binary ladder of
+//! queues that NServiceBus and Celery build. They delay the same messages as ours. No orders are closed here: lateness
+//! is the delivery's.
 
 use std::time::Duration;
 
@@ -18,10 +18,10 @@ use order_timeout::message::Alarm;
 use order_timeout::{Timestamp, broker};
 use serde_json::{Value, json};
 
+use crate::bench_env::servers::Servers;
+use crate::bench_env::{IDLE_WATCH, SETTLING, ledger, process};
 use crate::limits::broker::{Confirms, alarm, fresh, publish};
 use crate::report::round;
-use crate::stage::servers::Servers;
-use crate::stage::{IDLE_WATCH, SETTLING, ledger, process};
 
 /// The ladder's finest rung; each further one doubles it.
 const FINEST_RUNG: Duration = Duration::from_millis(125);
@@ -31,19 +31,19 @@ const DUE: &str = "control.due";
 const TTL_QUEUE: &str = "control.ttl";
 /// How long after the last deadline deliveries still count.
 const GRACE: Duration = Duration::from_secs(5);
-/// On one channel, or the long delays would not all stand ahead of the others.
-const IN_THEIR_ORDER: Confirms = Confirms { channels: 1, window: WINDOW };
+/// On one channel, so that the long delays are ahead of the others.
+const IN_ORDER: Confirms = Confirms { channels: 1, window: WINDOW };
 
-/// A way to delay messages.
+/// A design for delaying messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Control {
     /// One quorum queue with per-message TTLs.
     OneQueue,
-    /// A quorum queue per power of two; a message hops down those that are in its delay.
+    /// A quorum queue per power of two; a message passes through those that make up its delay.
     BinaryLadder,
 }
 
-/// Publishes a message per delay, in this order, and watches until those due by `horizon` could have come.
+/// Publishes a message per delay, in this order, and waits until those due by `horizon` could have arrived.
 pub async fn measure(
     servers: &Servers,
     control: Control,
@@ -81,7 +81,7 @@ async fn watch(
     let begin_cpu_s = broker_cpu_s()?;
     let begin = Timestamp::now_by_local_clock();
     let deadlines: Vec<Timestamp> = delays.iter().map(|delay| begin + *delay).collect();
-    publish(connection, IN_THEIR_ORDER, deadlines.into_iter().map(move |due| control.message(due))).await?;
+    publish(connection, IN_ORDER, deadlines.into_iter().map(move |due| control.message(due))).await?;
     let waited_for = delays.iter().filter(|delay| **delay <= horizon).count();
     let last = delays.iter().filter(|delay| **delay <= horizon).max().copied().unwrap_or_default();
     let late_us = deliveries(consumer, waited_for, begin + last + GRACE).await?;
@@ -104,7 +104,7 @@ async fn watch(
     }))
 }
 
-/// Takes deliveries until all have come or it is `until`; returns how late they were.
+/// Takes deliveries until all have arrived or it is `until`; returns how late they were.
 async fn deliveries(mut consumer: Consumer, expected: usize, until: Timestamp) -> anyhow::Result<Histogram<u64>> {
     let mut late_us = ledger::histogram();
     while late_us.len() < expected as u64 {
@@ -153,7 +153,8 @@ async fn declare(channel: &Channel, control: Control) -> anyhow::Result<()> {
     }
 }
 
-/// On each rung's exchange a message either waits in the rung's queue or goes on to the next finer exchange, by its bit.
+/// On each rung's exchange, a bit decides whether a message waits in the rung's queue or passes to the next finer
+/// exchange.
 async fn declare_ladder(channel: &Channel) -> anyhow::Result<()> {
     exchange(channel, DUE).await?;
     channel.queue_bind(DUE.into(), DUE.into(), "#".into(), QueueBindOptions::default(), FieldTable::default()).await?;
@@ -189,7 +190,7 @@ async fn exchange(channel: &Channel, name: &str) -> anyhow::Result<()> {
     Ok(channel.exchange_declare(name.into(), ExchangeKind::Topic, options, FieldTable::default()).await?)
 }
 
-/// A quorum queue that dead-letters at least once, as ours do.
+/// A quorum queue that dead-letters at least once, like ours.
 async fn queue(channel: &Channel, name: &str, arguments: &[(&str, AMQPValue)]) -> anyhow::Result<()> {
     let mut table = FieldTable::default();
     table.insert("x-queue-type".into(), text("quorum"));

@@ -1,27 +1,27 @@
 //! Load scenarios, each with its limits and its competitors measured in the same run:
 //! `cargo bench --bench load -- SCENARIO [--orders N] [--strategy S] [--json]`.
 //!
-//! Everything runs on a private Postgres and a private RabbitMQ that are removed afterwards, and whoever closes orders
-//! is a process of its own. Prints ratios, because machines differ. Judges no figure; but an order that was lost, closed
-//! twice or closed early ends it with exit code 1.
+//! Everything runs on a private Postgres and a private RabbitMQ that are removed afterwards, and the program that
+//! closes orders has its own process. Prints ratios, because machines differ. Judges no figure; but a lost order, or
+//! one closed twice or early, ends it with exit code 1.
 
+mod bench_env;
 mod competitors;
-mod contest;
 mod controls;
 mod limits;
+mod measurement;
 mod report;
 mod scenarios;
-mod stage;
 mod transactions;
 
 use std::process::ExitCode;
 use std::time::Duration;
 
+use bench_env::servers::Servers;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use competitors::Competitor;
 use scenarios::crowd::Crowd;
 use scenarios::{burst, crowd, mixed, moved, pending, publish, shards, steady};
-use stage::servers::Servers;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Load scenarios of order-timeout.
@@ -33,10 +33,10 @@ struct Arguments {
     options: Options,
 }
 
-/// What every scenario understands.
+/// The options of every scenario.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
-    /// How many orders, or how large the crowd; each scenario has its own default
+    /// How many orders, or how many bulk alarms; each scenario has its own default
     #[arg(long, global = true)]
     orders: Option<usize>,
     /// How alarms are delayed
@@ -46,16 +46,16 @@ pub struct Options {
     #[arg(long, global = true)]
     json: bool,
     /// A setting of the worker that differs from the defaults, such as --set worker.closers=4. The broker's limit is
-    /// measured with it too, what Postgres and the competitors do without
+    /// measured with it too; Postgres and the competitors do not use it
     #[arg(long = "set", global = true, value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// A broker to use instead of a private one: newer, or with a plugin; nobody else may be using it
+    /// A broker to use instead of a private one: newer, or with a plugin; it must have no other users
     #[arg(long, global = true, value_name = "URL")]
     amqp: Option<String>,
-    /// Let worker and competitors reach Postgres by its socket, as the limits do, and not by TCP
+    /// Let worker and competitors connect to Postgres by its socket, like the limits, instead of TCP
     #[arg(long, global = true)]
     socket: bool,
-    /// The worker alone, without limits and competitors: to look at it, not to compare it
+    /// The worker alone, without limits and competitors: for analysis, not for comparison
     #[arg(long, global = true)]
     alone: bool,
     /// cargo passes it to every bench
@@ -67,15 +67,15 @@ pub struct Options {
 enum Scenario {
     /// Orders due at one instant, but for a lane also with delay.lead = 0, against pollers (20 000)
     Burst {
-        #[arg(long, value_enum, default_value = "wheel")]
-        way: Way,
+        #[arg(long = "route", alias = "way", value_enum, default_value = "wheel")]
+        route: AlarmRoute,
     },
-    /// The same, all of one article, against a burst of many articles (20 000)
+    /// The same with a single article, against a burst of many articles (20 000)
     Flash {
-        #[arg(long, value_enum, default_value = "wheel")]
-        way: Way,
+        #[arg(long = "route", alias = "way", value_enum, default_value = "wheel")]
+        route: AlarmRoute,
     },
-    /// So many orders a second, all with one delay, against pollers
+    /// A constant rate of orders, all with one delay, against pollers
     Steady {
         /// Orders per second
         #[arg(long, default_value_t = 1_000)]
@@ -86,10 +86,10 @@ enum Scenario {
         /// The one delay
         #[arg(long, default_value = "30s", value_parser = humantime::parse_duration)]
         delay: Duration,
-        #[arg(long, value_enum, default_value = "lane")]
-        way: Way,
+        #[arg(long = "route", alias = "way", value_enum, default_value = "lane")]
+        route: AlarmRoute,
     },
-    /// Random delays of 1 to 120 s behind long ones, against other ways of delaying (2 000)
+    /// Random delays of 1 to 120 s behind long ones, against other designs for delaying (2 000)
     Mixed,
     /// Deadlines moved later three times and then earlier than the first (1 000)
     Moved,
@@ -103,7 +103,7 @@ enum Scenario {
     CrowdUnknown,
     /// 200 good orders among alarms for far deadlines (50 000)
     CrowdFar,
-    /// What this program starts as a process of its own
+    /// What this program starts in a separate process
     #[command(hide = true)]
     Compete {
         #[command(flatten)]
@@ -111,9 +111,9 @@ enum Scenario {
     },
 }
 
-/// By which queues an alarm waits.
+/// The queues in which an alarm waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Way {
+pub enum AlarmRoute {
     /// Its delay is a standard delay: one of the queues of its lane, for what is published within a second and a half
     Lane,
     /// Its delay is any other: the inbox, then a slot of the wheel
@@ -126,14 +126,14 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     if matches!(arguments.scenario, Scenario::Compete { .. }) {
-        // As the worker has it, for whom it is faster and cheaper (docs/DECISIONS.md, "One thread for all tasks").
+        // As in the worker, where it is faster and cheaper (docs/DECISIONS.md, "One thread for all tasks").
         runtime.worker_threads(1);
     }
     let runtime = runtime.enable_all().build().expect("a runtime can start where this program could");
     match runtime.block_on(run(arguments)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Without a backtrace: it is a sentence for whoever measures.
+            // Without a backtrace: the error is a sentence for the user.
             eprintln!("{error:#}");
             ExitCode::FAILURE
         }
@@ -146,21 +146,21 @@ async fn run(Arguments { scenario, options }: Arguments) -> anyhow::Result<()> {
     }
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     let servers = Servers::start(&options)?;
-    // Told to end, it returns rather than dies, so that the private servers are removed.
+    // On a signal it returns instead of dying, so that the private servers are removed.
     tokio::select! {
-        outcome = play(scenario, &servers, &options) => outcome,
+        outcome = run_scenario(scenario, &servers, &options) => outcome,
         _ = interrupt.recv() => anyhow::bail!("interrupted"),
         _ = terminate.recv() => anyhow::bail!("terminated"),
     }
 }
 
-async fn play(scenario: Scenario, servers: &Servers, options: &Options) -> anyhow::Result<()> {
+async fn run_scenario(scenario: Scenario, servers: &Servers, options: &Options) -> anyhow::Result<()> {
     let orders = |default| options.orders.unwrap_or(default);
     match scenario {
-        Scenario::Burst { way } => burst::burst(servers, options, orders(20_000), way).await,
-        Scenario::Flash { way } => burst::flash(servers, options, orders(20_000), way).await,
-        Scenario::Steady { rate, seconds, delay, way } => {
-            steady::run(servers, options, steady::Load { rate, seconds, delay, way }).await
+        Scenario::Burst { route } => burst::burst(servers, options, orders(20_000), route).await,
+        Scenario::Flash { route } => burst::flash(servers, options, orders(20_000), route).await,
+        Scenario::Steady { rate, seconds, delay, route } => {
+            steady::run(servers, options, steady::Load { rate, seconds, delay, route }).await
         }
         Scenario::Mixed => mixed::run(servers, options, orders(2_000)).await,
         Scenario::Moved => moved::run(servers, options, orders(1_000)).await,

@@ -11,16 +11,16 @@ const DELAY: Duration = Duration::from_secs(3_600);
 
 /// How the alarm is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DeliveredAlarm {
+pub enum AlarmWrite {
     None,
-    /// `schedule_in`: a statement of its own.
+    /// `schedule_in`: a separate statement.
     ScheduleIn,
     /// By the statement that inserts the order.
     InTheSameStatement,
 }
 
-/// Orders per second, each in a transaction of its own.
-pub async fn per_second(pool: &PgPool, orders: usize, alarm: DeliveredAlarm) -> anyhow::Result<f64> {
+/// Orders per second, each in its own transaction.
+pub async fn per_second(pool: &PgPool, orders: usize, alarm: AlarmWrite) -> anyhow::Result<f64> {
     let mut connection = pool.acquire().await?;
     // Prepared before the clock starts.
     create(&mut connection, alarm).await?;
@@ -31,21 +31,21 @@ pub async fn per_second(pool: &PgPool, orders: usize, alarm: DeliveredAlarm) -> 
     Ok(orders as f64 / began.elapsed().as_secs_f64())
 }
 
-async fn create(connection: &mut PgConnection, alarm: DeliveredAlarm) -> anyhow::Result<()> {
+async fn create(connection: &mut PgConnection, alarm: AlarmWrite) -> anyhow::Result<()> {
     let (id, deadline) = (Uuid::now_v7(), Timestamp::now_by_local_clock() + DELAY);
     let expires_at = database::timestamp(deadline).expect("an hour from now is within the calendar");
     let mut transaction = sqlx::Connection::begin(connection).await?;
     match alarm {
-        DeliveredAlarm::None | DeliveredAlarm::ScheduleIn => {
+        AlarmWrite::None | AlarmWrite::ScheduleIn => {
             insert("INSERT INTO orders (id, expires_at) VALUES ($1, $2)", &mut transaction, id, expires_at).await?;
         }
-        DeliveredAlarm::InTheSameStatement => {
+        AlarmWrite::InTheSameStatement => {
             let both = "WITH created AS (INSERT INTO orders (id, expires_at) VALUES ($1, $2) RETURNING id, expires_at)
                         INSERT INTO alarm_outbox (order_id, deadline) SELECT id::text, expires_at FROM created";
             insert(both, &mut transaction, id, expires_at).await?;
         }
     }
-    if alarm == DeliveredAlarm::ScheduleIn {
+    if alarm == AlarmWrite::ScheduleIn {
         schedule_in(&mut *transaction, id.to_string(), deadline).await?;
     }
     Ok(transaction.commit().await?)

@@ -1,9 +1,10 @@
--- orders.close_sql for public.purchases. Tables of yours by schema and name: the worker's own search path is its own.
+-- orders.close_sql for public.purchases. Name your tables with their schema: the worker has its own search path.
 --
--- One call closes many orders, up to worker.batch_size (800): whatever you write for them must be right for several
--- orders of the same article.
+-- One call closes many orders, up to worker.batch_size (800): your statement must be correct for several orders of the
+-- same article.
 WITH asked AS (
-    -- An id of another form must not fail the whole batch on the cast. The whole of bigint, as the table prints it.
+    -- A malformed id must not fail the whole batch on the cast. Accepts all of bigint, in the form that the table
+    -- prints.
     SELECT text_id,
            CASE WHEN text_id ~ '^(0|-?[1-9][0-9]{0,18})$' THEN
                CASE WHEN text_id::numeric BETWEEN -9223372036854775808 AND 9223372036854775807 THEN text_id::bigint END
@@ -11,11 +12,11 @@ WITH asked AS (
     FROM (SELECT DISTINCT unnest($1::text[]) AS text_id) AS given
 ),
 there AS MATERIALIZED (
-    -- What is there and not locked below is held by another session.
+    -- Orders that exist here but are not locked below are held by another session.
     SELECT p.id FROM public.purchases p WHERE p.id = ANY (ARRAY(SELECT a.id FROM asked a WHERE a.id IS NOT NULL))
 ),
 locked AS MATERIALIZED (
-    -- By primary key, in its order, and past what another session holds, such as a payment.
+    -- By primary key and in its order, skipping orders that another session holds, such as a payment.
     SELECT p.id, p.state, p.pay_until
     FROM public.purchases p
     WHERE p.id = ANY (ARRAY(SELECT t.id FROM there t))
@@ -23,7 +24,7 @@ locked AS MATERIALIZED (
     FOR NO KEY UPDATE SKIP LOCKED
 ),
 decided AS MATERIALIZED (
-    -- What decides and is not in the locked row is read after the lock, by a function that sees what is committed by now.
+    -- Conditions outside the locked row are read after the lock, by a function that sees all commits so far.
     SELECT l.id, l.pay_until,
            CASE WHEN l.state = 'open' AND public.purchase_is_paid(l.id) THEN 'paid' ELSE l.state END AS state
     FROM locked l
@@ -36,7 +37,7 @@ closed AS (
     RETURNING p.id, p.pay_until, p.expired_at
 ),
 event AS (
-    -- Announced on order.events; leave it out if nothing listens. Times in UTC, whatever zone the session is in.
+    -- Announced on order.events; leave it out if nothing listens. Times are in UTC, whatever the session's zone.
     INSERT INTO event_outbox (routing_key, type, payload)
     SELECT 'order.closed', 'order.closed.v1',
            jsonb_build_object(
@@ -49,14 +50,16 @@ event AS (
     RETURNING 1
 ),
 given_back AS MATERIALIZED (
-    -- Summed: UPDATE … FROM changes each row once, so of several lines of one article it would take one and lose the rest.
+    -- Summed: UPDATE … FROM changes each row only once, so of several lines for one article it would apply one and lose
+    -- the others.
     SELECT i.article, sum(i.quantity)::bigint AS quantity
     FROM public.purchase_lines i
     WHERE i.purchase_id = ANY (ARRAY(SELECT c.id FROM closed c))
     GROUP BY i.article
 ),
 stock AS (
-    -- In the same statement: with the close or not at all. Last, and in article order, so that two workers cannot deadlock.
+    -- In the same statement: with the close or not at all. Last, and in article order, so that two workers cannot
+    -- deadlock.
     UPDATE public.inventory s
     SET available = s.available + g.quantity, reserved = s.reserved - g.quantity
     FROM (

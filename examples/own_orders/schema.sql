@@ -1,5 +1,5 @@
--- A shop's own tables, as this example's close.sql and overdue.sql know them: yours look different, and stay as they are
--- but for the index and the function.
+-- A shop's own tables, as this example's close.sql and overdue.sql use them: yours differ, and stay unchanged except
+-- for the index and the function.
 CREATE TABLE public.purchases (
     id         bigint PRIMARY KEY,
     state      text NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'paid', 'expired')),
@@ -20,7 +20,7 @@ CREATE TABLE public.purchase_lines (
     PRIMARY KEY (purchase_id, article)
 );
 
--- A payment is written in a transaction that locks its purchase first and goes on only if that is still open:
+-- A payment is written in a transaction that locks its purchase first and continues only if that is still open:
 --
 --   BEGIN;
 --   SELECT state FROM public.purchases WHERE id = 7 FOR NO KEY UPDATE;   -- 'expired': refuse the payment
@@ -28,20 +28,20 @@ CREATE TABLE public.purchase_lines (
 --   UPDATE public.purchases SET state = 'paid' WHERE id = 7;
 --   COMMIT;
 --
--- Without that lock a payment and a close at the same instant both succeed: the lock that a foreign key takes does not
--- keep the close out.
+-- Without that lock a payment and a close at the same instant both succeed: the lock taken for a foreign key does not
+-- block the close.
 CREATE TABLE public.payments (
     purchase_id bigint PRIMARY KEY REFERENCES public.purchases,
     paid_at     timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
--- Whether a purchase that the caller has locked is paid. VOLATILE and in plpgsql, so that it sees what is committed when
--- it is called. A subquery of the close statement sees what was committed when that statement began, which may be before
--- the lock.
+-- Whether a purchase that the caller has locked is paid. VOLATILE and in plpgsql, so that it sees everything committed
+-- before the call. A subquery of the close statement only sees what was committed when that statement began, possibly
+-- before the lock.
 CREATE FUNCTION public.purchase_is_paid(purchase bigint) RETURNS boolean LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     RETURN EXISTS (SELECT FROM public.payments y WHERE y.purchase_id = purchase);
 END $$;
 
--- The sweep reads it four times a second: only open orders stand in it, so it stays small.
+-- The sweep reads it four times a second: it contains only open orders, so it stays small.
 CREATE INDEX purchases_open_by_deadline ON public.purchases (pay_until, id) WHERE state = 'open';

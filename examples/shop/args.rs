@@ -1,4 +1,4 @@
-//! What the shop can be told on the command line.
+//! The shop's command line.
 
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -55,7 +55,7 @@ impl Args {
         })
     }
 
-    /// Bars are for a person who is watching, and would be torn apart by log lines.
+    /// Bars are for a terminal, and log lines would break them.
     pub fn shows_progress(&self) -> bool {
         !self.json && !self.verbose && std::io::stderr().is_terminal()
     }
@@ -63,8 +63,8 @@ impl Args {
     pub fn log(&self, settings: &Settings) -> LogSettings {
         let mut log = settings.log.clone();
         if !self.verbose {
-            // lapin logs every lost connection as an error of its own; what one means is said by whoever lost it. sqlx
-            // warns of slow statements; this program measures for itself what is slow.
+            // lapin logs every lost connection as an error, but the code that used the connection reports it too. sqlx
+            // warns of slow statements; this program measures them itself.
             "warn,lapin=off,sqlx=error".clone_into(&mut log.filter);
         }
         log

@@ -1,4 +1,4 @@
-//! The check: what the database says became of this run's orders. Believes nothing that the run remembers.
+//! The check: how this run's orders ended according to the database. It uses nothing that the run remembers.
 
 use std::collections::HashSet;
 
@@ -8,7 +8,7 @@ use uuid::Uuid;
 
 use crate::plan::Plan;
 
-/// What stands in the database at the end.
+/// The final state of the database.
 #[derive(Debug)]
 pub struct Findings {
     pub planned: usize,
@@ -16,18 +16,18 @@ pub struct Findings {
     pub paid: usize,
     pub closed: usize,
     pub left_unpaid: usize,
-    /// Orders that bear traces of both.
+    /// Orders with traces of both.
     pub paid_closed: usize,
     pub closed_twice: usize,
     pub early: usize,
     pub closed_by_alarm: usize,
     pub closed_by_sweep: usize,
     pub closed_by_manual: usize,
-    /// One sentence for each article whose numbers do not add up.
+    /// One sentence for each article with numbers that do not add up.
     pub stock_faults: Vec<String>,
     pub closed_orders: HashSet<String>,
     pub lateness_us: Vec<u64>,
-    /// What the end of a close was taken to be.
+    /// What was taken as the end of a close.
     pub lateness_until: &'static str,
 }
 
@@ -56,13 +56,13 @@ async fn check(pool: &PgPool, plan: &Plan) -> anyhow::Result<Findings> {
         closed_by_manual: count("by_manual")?,
         stock_faults: check_stock(pool, plan).await?,
         closed_orders: closes.iter().map(|(order_id, _)| order_id.to_string()).collect(),
-        // A close before its deadline is counted as early; here it would only flatter the others.
+        // An early close is counted separately; here it would only improve the figures.
         lateness_us: closes.iter().filter_map(|(_, lateness_us)| u64::try_from(*lateness_us).ok()).collect(),
         lateness_until,
     })
 }
 
-/// A trace of paying is the status, the time or the history; the same for closing.
+/// A trace of a payment is the status, the time or the history; the same for a close.
 const COUNTS: &str = "
     SELECT count(*) AS orders,
            count(*) FILTER (WHERE status = 'paid') AS paid,
@@ -82,7 +82,7 @@ const COUNTS: &str = "
                FROM order_events WHERE order_id = ANY ($1) GROUP BY order_id) AS history ON order_id = id
     WHERE id = ANY ($1)";
 
-/// Each closed order and how long after its deadline it was closed: committed, where the server keeps commit times.
+/// Each closed order and its lateness until the commit, if the server keeps commit times.
 async fn read_closes(pool: &PgPool, orders: &[Uuid]) -> anyhow::Result<(&'static str, Vec<(Uuid, i64)>)> {
     let keeps_commit_times =
         sqlx::query_scalar("SELECT current_setting('track_commit_timestamp')::boolean").fetch_one(pool).await?;
@@ -90,7 +90,7 @@ async fn read_closes(pool: &PgPool, orders: &[Uuid]) -> anyhow::Result<(&'static
     Ok((until, sqlx::query_as(sql).bind(orders).fetch_all(pool).await?))
 }
 
-/// `xmin` is the transaction that wrote the row last, and nothing is written to a closed order.
+/// `xmin` is the transaction that wrote the row last; a closed order is not written again.
 const BY_COMMIT: &str = "
     SELECT id, (extract(epoch FROM coalesce(pg_xact_commit_timestamp(xmin), closed_at) - expires_at) * 1000000)::bigint
     FROM orders WHERE id = ANY ($1) AND status = 'closed'";
@@ -99,7 +99,7 @@ const BY_CLOSED_AT: &str = "
     SELECT id, (extract(epoch FROM closed_at - expires_at) * 1000000)::bigint
     FROM orders WHERE id = ANY ($1) AND status = 'closed'";
 
-/// What is on the shelf, promised and sold is what there was; what is promised is what open orders hold.
+/// Available, reserved and sold stock add up to the initial stock; the reserved stock is what open orders hold.
 async fn check_stock(pool: &PgPool, plan: &Plan) -> anyhow::Result<Vec<String>> {
     let mut faults = Vec::new();
     for article in &plan.articles {

@@ -1,5 +1,5 @@
-//! How long one row takes to be committed on this machine while the run is going on: what a lateness has to be compared
-//! with, for no close can be faster than that.
+//! How long the commit of one row takes on this machine during the run: the reference for lateness, because no close
+//! can be faster.
 
 use std::time::Duration;
 
@@ -45,7 +45,7 @@ async fn probe(pool: &PgPool, mark: &str, every: Duration) -> anyhow::Result<His
         commit_one(&mut connection, mark, number).await?;
         commit_us.record(u64::try_from(began.elapsed().as_micros())?)?;
     }
-    // With a database that stays, nobody should find these.
+    // A shared database must not keep these.
     sqlx::query("DELETE FROM stock WHERE article_id LIKE 'commit-probe-' || $1 || '-%'")
         .bind(mark)
         .execute(&mut *connection)
@@ -53,7 +53,7 @@ async fn probe(pool: &PgPool, mark: &str, every: Duration) -> anyhow::Result<His
     Ok(commit_us)
 }
 
-/// An article that nobody orders: one row, one commit, no lock that anybody waits for.
+/// An article without orders: one row, one commit, no contended lock.
 async fn commit_one(connection: &mut PgConnection, mark: &str, number: u32) -> sqlx::Result<()> {
     sqlx::query("INSERT INTO stock (article_id, available) VALUES ('commit-probe-' || $1 || '-' || $2, 0)")
         .bind(mark)

@@ -1,5 +1,5 @@
-//! The rest of the shop: a consumer of `order.closed` that counts what it hears, by message id, because an event may
-//! come twice.
+//! The rest of the shop: a consumer of `order.closed` that counts events by message id, because an event may arrive
+//! twice.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,14 +24,14 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 /// A running consumer.
 #[derive(Debug)]
 pub struct Listener {
-    heard: Arc<Mutex<Heard>>,
+    received: Arc<Mutex<ReceivedEvents>>,
     connection: Connection,
     task: AbortOnDropHandle<()>,
 }
 
-/// What the consumer has heard of this run's orders.
+/// What the consumer has received of this run's orders.
 #[derive(Debug, Clone, Default)]
-pub struct Heard {
+pub struct ReceivedEvents {
     /// Message id → order id.
     pub events: HashMap<String, String>,
     /// Why an event could not be read.
@@ -39,7 +39,7 @@ pub struct Heard {
 }
 
 impl Listener {
-    /// Binds a queue of its own and listens from now on. Events of other orders than `orders` are not counted.
+    /// Binds its own queue and consumes it from now on. Events of other orders than `orders` are not counted.
     pub async fn start(
         settings: &Settings,
         queue: &str,
@@ -51,35 +51,35 @@ impl Listener {
         let consumer = subscribe(&channel, &Names::new(&settings.namespace).events(), queue)
             .await
             .with_context(|| format!("the event queue {queue:?} could not be set up"))?;
-        let heard = Arc::new(Mutex::new(Heard::default()));
-        let task = tokio::spawn(listen(channel, consumer, orders.collect(), heard.clone(), progress));
-        Ok(Self { heard, connection, task: AbortOnDropHandle::new(task) })
+        let received = Arc::new(Mutex::new(ReceivedEvents::default()));
+        let task = tokio::spawn(listen(channel, consumer, orders.collect(), received.clone(), progress));
+        Ok(Self { received, connection, task: AbortOnDropHandle::new(task) })
     }
 
-    /// How many distinct events of this run have come.
+    /// How many distinct events of this run have arrived.
     pub fn count(&self) -> usize {
-        locked(&self.heard).events.len()
+        locked(&self.received).events.len()
     }
 
-    /// Whether nothing more will come.
+    /// Whether no further events will arrive.
     pub fn has_ended(&self) -> bool {
         self.task.is_finished()
     }
 
-    /// Stops listening. The queue goes with the connection.
-    pub async fn close(self) -> Heard {
+    /// Stops consuming. The queue is removed with the connection.
+    pub async fn close(self) -> ReceivedEvents {
         self.task.abort();
         broker::close(&self.connection, TIMEOUT).await;
-        locked(&self.heard).clone()
+        locked(&self.received).clone()
     }
 }
 
-fn locked(heard: &Mutex<Heard>) -> std::sync::MutexGuard<'_, Heard> {
-    heard.lock().unwrap_or_else(PoisonError::into_inner)
+fn locked(received: &Mutex<ReceivedEvents>) -> std::sync::MutexGuard<'_, ReceivedEvents> {
+    received.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 async fn subscribe(channel: &Channel, exchange: &str, queue: &str) -> lapin::Result<Consumer> {
-    // Exclusive: it goes with this connection, however the program ends. A real consumer's queue would be durable.
+    // Exclusive: removed with this connection, however the program ends. A real consumer's queue would be durable.
     let options = QueueDeclareOptions { exclusive: true, ..Default::default() };
     channel.queue_declare(queue.into(), options, FieldTable::default()).await?;
     channel
@@ -91,7 +91,7 @@ async fn subscribe(channel: &Channel, exchange: &str, queue: &str) -> lapin::Res
             FieldTable::default(),
         )
         .await?;
-    // Acknowledged by being sent: if this program dies there is nobody left to count for.
+    // Acknowledged on delivery: if this program dies, the count is not needed any more.
     let options = BasicConsumeOptions { no_ack: true, ..Default::default() };
     channel.basic_consume(queue.into(), "shop".into(), options, FieldTable::default()).await
 }
@@ -101,19 +101,19 @@ async fn listen(
     _channel: Channel,
     mut consumer: Consumer,
     orders: HashSet<String>,
-    heard: Arc<Mutex<Heard>>,
+    received: Arc<Mutex<ReceivedEvents>>,
     progress: Progress,
 ) {
     while let Some(Ok(delivery)) = consumer.next().await {
         match read(&delivery) {
             Ok((message_id, event)) if orders.contains(event.order_id.as_str()) => {
-                let known = locked(&heard).events.insert(message_id, event.order_id.into());
+                let known = locked(&received).events.insert(message_id, event.order_id.into());
                 if known.is_none() {
                     progress.closed();
                 }
             }
-            Ok(_somebody_elses) => {}
-            Err(why) => locked(&heard).unreadable.push(why.to_string()),
+            Ok(_other_order) => {}
+            Err(why) => locked(&received).unreadable.push(why.to_string()),
         }
     }
 }

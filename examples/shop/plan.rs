@@ -1,6 +1,7 @@
-//! Who comes when, orders what, and pays when: drawn before the shop opens, so that the run only carries it out.
+//! Which customer comes when, orders what, and pays when: drawn before the shop opens, so that the run only carries it
+//! out.
 //!
-//! Pure: no I/O. The shares are exact, who gets them is random.
+//! Pure: no I/O. The shares are exact, their assignment is random.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -12,23 +13,23 @@ use uuid::Uuid;
 const ARTICLES: [&str; 10] =
     ["candle", "chair", "kettle", "lamp", "mug", "notebook", "pillow", "scarf", "teapot", "vase"];
 const MOST_OF_ONE_ARTICLE: i64 = 3;
-/// "The last moment" and "while the close is running" are this near to the deadline.
-const PHOTO_FINISH_US: u64 = 5_000;
-/// A payment in good time comes at least this long before the deadline.
+/// "The last moment" and "while the close is running" are this close to the deadline.
+const NEAR_DEADLINE_US: u64 = 5_000;
+/// A payment in good time arrives at least this long before the deadline.
 const GOOD_TIME: Duration = Duration::from_millis(50);
 
-/// What the shop offers: how long its customers have to pay.
+/// How long customers have to pay.
 #[derive(Debug, Clone)]
 pub struct Terms {
-    /// The standard delay, if there is one that a demo can wait for.
+    /// The standard delay, if it is short enough for a demo.
     pub lane: Option<Duration>,
-    /// Any other delay is somewhere in here.
+    /// Any other delay is in this range.
     pub other_ms: RangeInclusive<u64>,
     /// Appended to the names of articles, so that runs in one database do not share stock.
     pub mark: String,
 }
 
-/// Everything that will happen, were it not for the worker.
+/// The whole run, apart from the worker's actions.
 #[derive(Debug)]
 pub struct Plan {
     pub customers: Vec<Arc<Customer>>,
@@ -44,13 +45,13 @@ pub struct Article {
     pub initial: i64,
 }
 
-/// One order and what becomes of it.
+/// One order and its plan.
 #[derive(Debug)]
 pub struct Customer {
     pub order_id: Uuid,
     pub arrives_after: Duration,
     pub time_to_pay: Duration,
-    /// In article order: whoever locks several stock rows locks them in that order, or two customers could deadlock.
+    /// In article order: several stock rows must always be locked in that order, or two customers could deadlock.
     pub basket: Vec<Item>,
     pub payment: Option<Payment>,
 }
@@ -68,12 +69,12 @@ pub enum Payment {
     InGoodTime { share: f64 },
     /// So shortly before the deadline that it may be too late when it arrives.
     AtTheLastMoment { before: Duration },
-    /// After the deadline, while the worker is closing: whoever locks the row first wins.
+    /// After the deadline, while the worker is closing: the first lock on the row wins.
     WhileClosing { after: Duration },
 }
 
 impl Payment {
-    /// The moment to pay, by the clock that set the deadline.
+    /// The time of the payment, by the clock that set the deadline.
     pub fn moment(self, ordered: Timestamp, deadline: Timestamp) -> Timestamp {
         match self {
             Self::InGoodTime { share } => ordered + (deadline - GOOD_TIME).since(ordered).mul_f64(share),
@@ -85,7 +86,7 @@ impl Payment {
     /// `count` payments: a tenth at the last moment, a tenth while the close is running.
     fn draw(count: usize) -> impl Iterator<Item = Self> {
         let tenth = share_of(count, 0.1);
-        let close_to_the_deadline = || Duration::from_micros(fastrand::u64(0..=PHOTO_FINISH_US));
+        let close_to_the_deadline = || Duration::from_micros(fastrand::u64(0..=NEAR_DEADLINE_US));
         (0..count).map(move |index| match index {
             i if i < tenth => Self::AtTheLastMoment { before: close_to_the_deadline() },
             i if i < 2 * tenth => Self::WhileClosing { after: close_to_the_deadline() },
@@ -95,7 +96,7 @@ impl Payment {
 }
 
 impl Plan {
-    /// Forty of a hundred orders are paid, and ten of a hundred have another delay than the standard one.
+    /// Forty of a hundred orders are paid, and ten of a hundred have a delay other than the standard one.
     pub fn draw(orders: u32, opening_hours: Duration, terms: &Terms) -> Self {
         let count = orders as usize;
         let articles: Vec<Article> = ARTICLES
@@ -149,7 +150,7 @@ impl Plan {
 }
 
 fn draw_basket(articles: &[Article]) -> Vec<Item> {
-    // The articles stand in order of their ids, and `choose_multiple` would not keep that.
+    // The articles are in order of their ids, and `choose_multiple` would not keep that order.
     let mut chosen: Vec<usize> = (0..articles.len()).collect();
     fastrand::shuffle(&mut chosen);
     chosen.truncate(fastrand::usize(1..=3));

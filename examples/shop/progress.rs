@@ -1,4 +1,4 @@
-//! Three bars for whoever is watching: created, paid, closed. Decides nothing and is asked nothing.
+//! Three progress bars: created, paid, closed. They have no effect on the run.
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -46,7 +46,7 @@ impl Progress {
         self.closed.inc(1);
     }
 
-    /// Leaves the bars standing where they are.
+    /// Leaves the bars where they are.
     pub fn finish(&self) {
         for bar in [&self.created, &self.paid, &self.closed] {
             bar.abandon();

@@ -1,4 +1,4 @@
-//! What the run says: a sentence before, and afterwards a line of JSON or a table, a histogram and the verdict.
+//! The run's output: a sentence before, and afterwards a line of JSON or a table, a histogram and the verdict.
 
 use std::collections::HashSet;
 use std::fmt::Write;
@@ -9,12 +9,12 @@ use serde::Serialize;
 
 use crate::args::Args;
 use crate::audit::Findings;
-use crate::listener::Heard;
+use crate::checkout::{PaymentOutcome, Served};
+use crate::environment::Environment;
+use crate::listener::ReceivedEvents;
 use crate::plan::Plan;
-use crate::premises::Premises;
-use crate::till::{PaymentOutcome, Served};
 
-/// Upper ends of the histogram's rows, in milliseconds: each about twice the one before.
+/// Upper bounds of the histogram's rows, in milliseconds: each about twice the one before.
 const ROW_ENDS_MS: [u64; 13] = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, u64::MAX];
 const LONGEST_BAR: usize = 48;
 
@@ -30,7 +30,7 @@ pub struct Report {
     pub violations: Vec<String>,
 }
 
-/// The line of JSON; its keys are a promise.
+/// The line of JSON; its keys are stable.
 #[derive(Debug, Serialize)]
 struct Summary {
     strategy: &'static str,
@@ -62,10 +62,10 @@ struct Lateness {
 }
 
 /// What is about to happen.
-pub fn introduction(args: &Args, premises: &Premises, plan: &Plan) -> String {
-    let settings = &premises.settings;
+pub fn introduction(args: &Args, environment: &Environment, plan: &Plan) -> String {
+    let settings = &environment.settings;
     let seconds = args.duration().as_secs();
-    let terms = premises.terms();
+    let terms = environment.terms();
     let others = format!("{}s to {}s", terms.other_ms.start() / 1_000, terms.other_ms.end() / 1_000);
     let time_to_pay = match terms.lane {
         Some(lane) => format!("{} to pay, every tenth {others}", humantime::format_duration(lane)),
@@ -88,11 +88,11 @@ impl Report {
         strategy: Strategy,
         findings: Findings,
         served: &[Served],
-        heard: &Heard,
+        received: &ReceivedEvents,
         commit_p99_ms: f64,
         hint_if_left_unpaid: &str,
     ) -> Self {
-        let violations = violations(&findings, served, heard, hint_if_left_unpaid);
+        let violations = violations(&findings, served, received, hint_if_left_unpaid);
         let summary = Summary {
             strategy: strategy_name(strategy),
             orders: findings.orders,
@@ -103,7 +103,7 @@ impl Report {
             closed_twice: findings.closed_twice,
             early: findings.early,
             stock_balanced: findings.stock_faults.is_empty(),
-            events_announced: heard.events.len(),
+            events_announced: received.events.len(),
             closed_by: ClosedBy {
                 alarm: findings.closed_by_alarm,
                 sweep: findings.closed_by_sweep,
@@ -172,7 +172,7 @@ impl Report {
         let last = counts.iter().rposition(|count| *count > 0).unwrap_or(0);
         for (row, count) in counts.iter().enumerate().take(last + 1).skip(first) {
             let name = row_name(row);
-            // Whatever is not nothing is seen.
+            // Every nonzero count is visible.
             let bar = "█".repeat((count * LONGEST_BAR).div_ceil(most));
             // Writing to a String cannot fail.
             let _ = writeln!(drawn, "  {name:>9} ms {count:>6}  {bar}");
@@ -196,12 +196,17 @@ impl Lateness {
     }
 }
 
-fn violations(findings: &Findings, served: &[Served], heard: &Heard, hint_if_left_unpaid: &str) -> Vec<String> {
+fn violations(
+    findings: &Findings,
+    served: &[Served],
+    received: &ReceivedEvents,
+    hint_if_left_unpaid: &str,
+) -> Vec<String> {
     let f = findings;
     let told_paid = count(served, PaymentOutcome::Paid);
-    let announced = heard.events.len();
-    let heard_of: HashSet<&String> = heard.events.values().collect();
-    let unheard_of = f.closed_orders.iter().filter(|order_id| !heard_of.contains(order_id)).count();
+    let announced = received.events.len();
+    let announced_orders: HashSet<&String> = received.events.values().collect();
+    let unannounced = f.closed_orders.iter().filter(|order_id| !announced_orders.contains(order_id)).count();
     let rules = [
         (f.orders != f.planned, format!("of {} orders created, {} are there", f.planned, f.orders)),
         (
@@ -216,7 +221,7 @@ fn violations(findings: &Findings, served: &[Served], heard: &Heard, hint_if_lef
             format!("{told_paid} customers were told that they had paid, but {} orders are paid", f.paid),
         ),
         (announced != f.closed, format!("{announced} events were announced for {} closed orders", f.closed)),
-        (unheard_of > 0, format!("{unheard_of} closed orders were never announced")),
+        (unannounced > 0, format!("{unannounced} closed orders were never announced")),
         (
             f.closed_by_alarm != f.closed,
             format!("{} of {} closes were not woken by an alarm", f.closed - f.closed_by_alarm, f.closed),
@@ -224,11 +229,11 @@ fn violations(findings: &Findings, served: &[Served], heard: &Heard, hint_if_lef
     ];
     let broken = rules.into_iter().filter_map(|(is_broken, sentence)| is_broken.then_some(sentence));
     let stock = f.stock_faults.iter().cloned();
-    let unreadable = heard
+    let unreadable = received
         .unreadable
         .iter()
         .take(1)
-        .map(|first| format!("{} events could not be read, the first because {first}", heard.unreadable.len()));
+        .map(|first| format!("{} events could not be read, the first because {first}", received.unreadable.len()));
     broken.chain(stock).chain(unreadable).collect()
 }
 

@@ -1,14 +1,14 @@
-//! The small words from outside: an order's id, the length of a lane, a time. Each is refused, or is the same when it is
-//! written and read again.
+//! Short input strings: an order's id, the length of a lane, a time. Each is rejected, or survives formatting and
+//! parsing.
 #![no_main]
 
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use order_timeout::config::Lane;
-use order_timeout::message::{LONGEST_TTL, ALARM_TYPE, Alarm, read_rfc3339, write_rfc3339};
+use order_timeout::message::{ALARM_TYPE, Alarm, LONGEST_TTL, read_rfc3339, write_rfc3339};
 use order_timeout::order::MAX_ORDER_ID_BYTES;
-use order_timeout::{Timestamp, OrderId};
+use order_timeout::{OrderId, Timestamp};
 
 fuzz_target!(|text: &str| {
     order_id(text);
@@ -26,7 +26,7 @@ fn order_id(text: &str) {
 
 fn lane(text: &str) {
     let Ok(lane) = Lane::try_from(text.to_owned()) else { return };
-    // Parts of a millisecond, and what is longer than the broker keeps a message, are refused later, where the setting's
+    // Fractions of a millisecond, and delays longer than the broker's limit, are rejected later, where the setting's
     // name is known.
     let is_kept = lane.delay > Duration::ZERO && lane.longest_ttl() <= LONGEST_TTL;
     if is_kept && lane.delay.subsec_nanos().is_multiple_of(1_000_000) {

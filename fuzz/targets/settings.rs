@@ -1,5 +1,5 @@
-//! A settings file, and overrides behind a line of three dashes. Refused with one sentence, or accepted: then everything
-//! that is built from settings can be built, and the broker would take every name and number in it.
+//! A settings file, and overrides after a line of three dashes. They are rejected with one sentence, or accepted: then
+//! everything can be built from them, and the broker would accept every name and number.
 #![no_main]
 
 use std::cell::RefCell;
@@ -15,29 +15,30 @@ use order_timeout::message::LONGEST_TTL;
 use order_timeout::schedule::lane::Lanes;
 use order_timeout::topology::{Argument, Destination, Names, Topology};
 use order_timeout::wheel::{Place, Wheel};
-use order_timeout::{Timestamp, OrderId, Settings};
+use order_timeout::{OrderId, Settings, Timestamp};
 use secrecy::ExposeSecret;
 
-/// An AMQP short string.
+/// The limit of an AMQP short string.
 const LONGEST_NAME_BYTES: usize = 255;
-/// 64 lanes of 16 queues, 8 rings of 1 000 slots, 64 shards, the inbox, and the queue for what the broker gives up on.
+/// 64 lanes of 16 queues, 8 rings of 1 000 slots, 64 shards, the inbox, and the queue for messages that the broker
+/// drops.
 const MOST_QUEUES: usize = 64 * 16 + 8 * 1_000 + 64 + 2;
-/// The type of exchange that shares out.
+/// The type of the exchange that distributes alarms over shards.
 const CONSISTENT_HASH: &str = "x-consistent-hash";
 const LONGEST_SENTENCE_BYTES: usize = 8 * 1_024;
 
-/// What alarms and retries wait, whatever the settings say.
+/// The delays of alarms and retries, for all settings.
 const WAITS_MS: [u64; 8] = [0, 1, 50, 1_000, 59_999, 61 * 60_000, 32 * 86_400_000, 730 * 86_400_000];
 /// A TTL is in whole milliseconds.
 const ROUNDING: Duration = Duration::from_millis(1);
-/// No alarm is followed through more stays in the coarsest ring than this.
+/// An alarm is followed through at most this many stays in the coarsest ring.
 const MOST_STAYS: u32 = 100;
 
 thread_local! {
     static FILE: RefCell<(PathBuf, File)> = RefCell::new(scratch());
 }
 
-/// One file for all runs, in memory, and without a name, so that it goes with the process however that ends.
+/// One file for all runs, in memory and unlinked, so that it disappears with the process.
 fn scratch() -> (PathBuf, File) {
     let name = format!("/dev/shm/order-timeout-fuzz-{}", std::process::id());
     let file = File::create(&name).expect("a file in memory");
@@ -47,7 +48,7 @@ fn scratch() -> (PathBuf, File) {
 
 fuzz_target!(|input: &str| -> Corpus {
     let (toml, overrides) = input.split_once("\n---\n").unwrap_or((input, ""));
-    // A secret's file would be read, and whatever name the fuzzer thinks of is none of its business.
+    // A secret's file would be read, and the fuzzer must not read arbitrary files.
     if input.contains("_file") {
         return Corpus::Reject;
     }
@@ -58,7 +59,7 @@ fuzz_target!(|input: &str| -> Corpus {
         path.clone()
     });
     match Settings::load_with_environment(Some(&path), Default::default(), &overrides) {
-        Ok(settings) => can_be_used(&settings),
+        Ok(settings) => settings_are_usable(&settings),
         Err(fault) => {
             let sentence = fault.to_string();
             assert!(sentence.len() <= LONGEST_SENTENCE_BYTES, "a sentence of {} bytes", sentence.len());
@@ -67,11 +68,11 @@ fuzz_target!(|input: &str| -> Corpus {
     Corpus::Keep
 });
 
-fn can_be_used(settings: &Settings) {
+fn settings_are_usable(settings: &Settings) {
     settings.validate().expect("what was loaded is valid");
     let _ = settings.validate_database();
     assert!(!format!("{settings:?}").contains(settings.amqp.url.expose_secret()), "an address in the debug form");
-    the_broker_would_take(settings, &Topology::new(settings));
+    broker_accepts_topology(settings, &Topology::new(settings));
 
     let (wheel, lanes) = (settings.wheel().expect("accepted rings mesh"), Lanes::new(settings));
     let id = OrderId::new("1").expect("an id");
@@ -82,8 +83,8 @@ fn can_be_used(settings: &Settings) {
     }
     for now in [0, 1_800_000_000_000_000, 1_800_000_000_000_001].map(Timestamp::from_unix_micros) {
         for wait in WAITS_MS.map(Duration::from_millis).into_iter().chain([settings.retry.longest_wait()]) {
-            an_alarm_goes_round_nowhere(settings, &wheel, now + wait, now);
-            a_retry_is_neither_early_nor_much_later(settings, &wheel, wait, now);
+            alarm_never_circulates(settings, &wheel, now + wait, now);
+            retry_is_on_time(settings, &wheel, wait, now);
         }
     }
     let worker = &settings.worker;
@@ -92,8 +93,9 @@ fn can_be_used(settings: &Settings) {
     }
 }
 
-/// From slot to slot until the worker holds it: at most once in each ring, and before that once per stay in the coarsest.
-fn an_alarm_goes_round_nowhere(settings: &Settings, wheel: &Wheel, due: Timestamp, mut now: Timestamp) {
+/// From slot to slot until the worker holds it: at most once in each ring, and before that once per stay in the
+/// coarsest.
+fn alarm_never_circulates(settings: &Settings, wheel: &Wheel, due: Timestamp, mut now: Timestamp) {
     let rings = wheel.rings();
     let coarsest = rings.last().expect("one at least");
     let stay = coarsest.unit * (u32::from(coarsest.slots) * 5 / 6 - 1);
@@ -103,14 +105,14 @@ fn an_alarm_goes_round_nowhere(settings: &Settings, wheel: &Wheel, due: Timestam
     while let Place::Slot { ring, ttl, .. } = wheel.place(due, now) {
         hops += 1;
         assert!(hops <= most_hops, "more than {most_hops} slots for {:?}", due.since(now));
-        assert!(ttl < rings[ring].span(), "{ttl:?} in ring {ring}: its queue lets go before");
+        assert!(ttl < rings[ring].span(), "{ttl:?} in ring {ring}: its queue expires it before");
         now = now + ttl;
         assert!(now <= due + ROUNDING, "{:?} late", now.since(due));
     }
-    assert!(due.since(now) <= settings.worker.hold_max, "{:?} early: it goes back", due.since(now));
+    assert!(due.since(now) <= settings.worker.hold_max, "{:?} early: it is rearmed", due.since(now));
 }
 
-fn a_retry_is_neither_early_nor_much_later(settings: &Settings, wheel: &Wheel, wait: Duration, now: Timestamp) {
+fn retry_is_on_time(settings: &Settings, wheel: &Wheel, wait: Duration, now: Timestamp) {
     let wake_at = now + wait.min(settings.retry.longest_wait());
     match wheel.place_retry(wake_at, now) {
         Place::Due => assert!(wake_at <= now, "{:?} early, at once", wake_at.since(now)),
@@ -118,14 +120,14 @@ fn a_retry_is_neither_early_nor_much_later(settings: &Settings, wheel: &Wheel, w
             let (back, unit) = (now + ttl, wheel.rings()[ring].unit);
             assert!(back >= wake_at, "{:?} early", wake_at.since(back));
             assert!(back < wake_at + unit + ROUNDING, "{:?} late in units of {unit:?}", back.since(wake_at));
-            assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue lets go before");
-            // Out of a coarse slot it comes by way of the inbox, which must not write it again.
+            assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue expires it before");
+            // From a coarse slot it returns through the inbox, which must not rearm it.
             assert!(ring == 0 || wheel.place(now, back) == Place::Due);
         }
     }
 }
 
-fn the_broker_would_take(settings: &Settings, topology: &Topology) {
+fn broker_accepts_topology(settings: &Settings, topology: &Topology) {
     assert!(topology.queues.len() <= MOST_QUEUES, "{} queues", topology.queues.len());
     let exchanges: Exchanges<'_> =
         topology.exchanges.iter().map(|exchange| (exchange.name.as_str(), exchange.kind)).collect();
@@ -142,14 +144,14 @@ fn the_broker_would_take(settings: &Settings, topology: &Topology) {
             assert!(matches!(ttl, Argument::Number(ms) if (0..=longest).contains(ms)), "{queue:?}");
         }
     }
-    every_binding_leads_somewhere(topology, &exchanges, &queues);
-    is_shared_out_evenly(settings, topology, &exchanges);
+    bindings_have_targets(topology, &exchanges, &queues);
+    shards_are_bound_evenly(settings, topology, &exchanges);
 }
 
 /// The exchanges by name, with their type.
 type Exchanges<'a> = HashMap<&'a str, &'static str>;
 
-fn every_binding_leads_somewhere(topology: &Topology, exchanges: &Exchanges<'_>, queues: &HashSet<&str>) {
+fn bindings_have_targets(topology: &Topology, exchanges: &Exchanges<'_>, queues: &HashSet<&str>) {
     let (mut keys, mut bound) = (HashSet::new(), HashSet::new());
     for binding in &topology.bindings {
         assert!(binding.routing_key.len() <= LONGEST_NAME_BYTES, "{binding:?}");
@@ -159,24 +161,24 @@ fn every_binding_leads_somewhere(topology: &Topology, exchanges: &Exchanges<'_>,
                 assert!(queues.contains(queue.as_str()), "{binding:?}");
                 bound.insert(queue.as_str());
             }
-            // It alone stands behind another exchange, and nothing stands behind it but queues: nothing goes round.
+            // Only this exchange is bound to another one, and only queues are bound to it, so there are no cycles.
             Destination::Exchange(exchange) => {
                 assert!(exchanges.get(exchange.as_str()) == Some(&CONSISTENT_HASH), "{binding:?}");
                 assert!(*kind != CONSISTENT_HASH, "{binding:?}");
             }
         }
-        // A key of its own leads to one place, or everything would come twice. To a fanout all keys are the same; and to
-        // the exchange that shares out they are weights.
+        // Each key has one destination, or messages would be duplicated. A fanout ignores keys, and for the
+        // consistent-hash exchange they are weights.
         let key = if *kind == "fanout" { "" } else { binding.routing_key.as_str() };
         let is_alone = *kind == CONSISTENT_HASH || keys.insert((binding.exchange.as_str(), key));
         assert!(is_alone, "one key, two destinations: {binding:?}");
     }
-    assert_eq!(bound.len(), queues.len(), "a queue that nothing leads to");
+    assert_eq!(bound.len(), queues.len(), "a queue without a binding");
 }
 
-/// Where there are several shards, each is bound once to the exchange that shares out, and with the same weight: bound
-/// twice it would get a double share, left out it would get none.
-fn is_shared_out_evenly(settings: &Settings, topology: &Topology, exchanges: &Exchanges<'_>) {
+/// With several shards, each is bound once to the consistent-hash exchange, with the same weight: bound twice it would
+/// get a double share, not bound it would get none.
+fn shards_are_bound_evenly(settings: &Settings, topology: &Topology, exchanges: &Exchanges<'_>) {
     let shares = || topology.bindings.iter().filter(|share| exchanges[share.exchange.as_str()] == CONSISTENT_HASH);
     let names = Names::new(&settings.namespace);
     let shards = if settings.worker.shards > 1 { settings.worker.shards } else { 0 };
@@ -184,7 +186,7 @@ fn is_shared_out_evenly(settings: &Settings, topology: &Topology, exchanges: &Ex
     let bound: Vec<_> = shares().map(|share| (share.exchange.clone(), share.destination.clone())).collect();
     assert_eq!(bound, expected, "{shards} shards");
     for share in shares() {
-        // The broker takes whole numbers above 0 for weights, and nothing else.
+        // The broker accepts only whole numbers above 0 as weights.
         assert!(share.routing_key.parse::<u32>().is_ok_and(|weight| weight > 0), "{share:?}");
         assert!(shares().all(|other| other.routing_key == share.routing_key), "{share:?}");
     }

@@ -1,5 +1,5 @@
-//! Two cases with figures, instead of faults at random: a broker that is away for two minutes while orders fall due,
-//! and orders that cannot be closed in front of those that can.
+//! Two fixed cases with figures instead of random faults: a broker that is away for two minutes while orders fall due,
+//! and orders that cannot be closed ahead of those that can.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::ear::Ear;
+use crate::environment::{Environment, with_environment};
+use crate::event_listener::EventListener;
 use crate::ledger::ms;
-use crate::premises::{Premises, on_premises};
-use crate::run::{REPORT, come_to_rest, keep, overdue};
+use crate::run::{REPORT, overdue, settle, write_file};
 use crate::support::away::{meanwhile, schedule};
 use crate::support::witness::in_all;
 use crate::support::{TestEnv, till, wait_for};
@@ -24,20 +24,20 @@ use crate::support::{TestEnv, till, wait_for};
 const SECOND: Duration = Duration::from_secs(1);
 /// How long the broker is away.
 const AWAY: Duration = Duration::from_secs(120);
-/// How long it is looked at how much everybody asks, before the broker goes and after it has come back.
-const WATCHED: Duration = Duration::from_secs(20);
+/// How long the workers' load on the database is measured, before the broker goes and after it is back.
+const MEASURED: Duration = Duration::from_secs(20);
 /// Orders that fall due each second in addition to those scheduled before.
-const TAKEN_AT_ONCE: usize = 15;
+const CREATED_PER_SECOND: usize = 15;
 /// Orders scheduled before the broker goes, for each second that it is away.
-const SCHEDULED_AHEAD: usize = 10;
-/// A broker that is back may cost so many times the questions of a busy second before it went, for one second.
-const NO_STORM: usize = 3;
+const SCHEDULED_PER_SECOND: usize = 10;
+/// The workers' queries in one second after the broker is back, at most this many times those of a busy second before.
+const MOST_TIMES_BEFORE: usize = 3;
 
 #[derive(Debug, Serialize)]
 struct BrokerAway {
     case: &'static str,
     away_s: u64,
-    /// Due while the broker was away: those whose alarms were in it, and those created meanwhile with `schedule_in`.
+    /// Due while the broker was away: orders with alarms in the broker, and those created meanwhile with `schedule_in`.
     due_while_away: usize,
     created_while_away: usize,
     closed: usize,
@@ -47,45 +47,45 @@ struct BrokerAway {
     lateness_max_ms: f64,
     stood_still_ms: f64,
     created_while_away_p99_ms: f64,
-    /// Closed only after the broker came back, though due a second before.
+    /// Closed only after the broker came back, though due at least a second before.
     closed_after_return: usize,
-    /// What the workers ask the database in a second: the busiest before the broker went, and after it came back.
+    /// The workers' queries in the busiest second: before the broker went, and after it came back.
     asked_in_busiest_second_before: usize,
     asked_in_busiest_second_after: usize,
 }
 
 #[test]
 #[ignore = "takes three minutes; run by scripts/chaos --case broker-away"]
-fn a_broker_away_for_two_minutes_makes_nobody_late() {
-    on_premises(
+fn two_minute_broker_outage_delays_no_order() {
+    with_environment(
         "broker-away",
         |_| {},
-        async |premises: Arc<Premises>| {
-            let env = premises.env.clone();
-            let ear = Ear::open(&env).await;
-            premises.crew.start_all().await;
+        async |environment: Arc<Environment>| {
+            let env = environment.env.clone();
+            let listener = EventListener::open(&env).await;
+            environment.workers.start_all().await;
             let publisher = env.publisher().await;
-            let (stop, meter) = (CancellationToken::new(), Meter::start(premises.clone()));
-            let taking = tokio::spawn(take_orders_without_the_broker(premises.clone(), stop.clone()));
-            premises.wait(WATCHED).await;
+            let (stop, meter) = (CancellationToken::new(), Meter::start(environment.clone()));
+            let taking = tokio::spawn(create_orders_without_broker(environment.clone(), stop.clone()));
+            environment.wait(MEASURED).await;
             let before = meter.busiest_second();
-            let scheduled = fall_due_each_second(&premises, &publisher).await;
+            let scheduled = schedule_for_each_second(&environment, &publisher).await;
 
-            premises.say("the broker is stopped");
-            meanwhile(|| premises.broker.stop());
+            environment.print_line("the broker is stopped");
+            meanwhile(|| environment.broker.stop());
             let (gone, gone_at) = (Instant::now(), OffsetDateTime::now_utc());
-            premises.wait(AWAY).await;
+            environment.wait(AWAY).await;
             let away_s = gone.elapsed().as_secs();
             let (unclosed, due_meanwhile) = (overdue(&env, SECOND).await.unwrap(), ids_due_since(&env, gone_at).await);
             meter.reset();
-            meanwhile(|| premises.broker.restart());
-            premises.say("the broker is back");
-            wait_for("a consumer session", async || premises.to_broker.open() >= 2).await;
-            premises.wait(WATCHED).await;
+            meanwhile(|| environment.broker.restart());
+            environment.print_line("the broker is back");
+            wait_for("a consumer session", async || environment.to_broker.open() >= 2).await;
+            environment.wait(MEASURED).await;
             let after = meter.busiest_second();
             stop.cancel();
             let created = taking.await.unwrap();
-            come_to_rest(&premises, &ear).await;
+            settle(&environment, &listener).await;
 
             let due: Vec<Uuid> = scheduled.into_iter().filter(|id| due_meanwhile.contains(id)).collect();
             let created: Vec<Uuid> = created
@@ -94,7 +94,8 @@ fn a_broker_away_for_two_minutes_makes_nobody_late() {
                 .map(|(_, id)| id)
                 .collect();
             let all: Vec<Uuid> = due.iter().chain(&created).copied().collect();
-            let (late, late_created) = (lateness_ms(&premises, &all).await, lateness_ms(&premises, &created).await);
+            let (late, late_created) =
+                (lateness_ms(&environment, &all).await, lateness_ms(&environment, &created).await);
             let twice = "SELECT count(*) FROM (SELECT FROM order_events WHERE event = 'closed'
                      GROUP BY order_id HAVING count(*) > 1) AS twice";
             let figures = BrokerAway {
@@ -107,43 +108,43 @@ fn a_broker_away_for_two_minutes_makes_nobody_late() {
                 lateness_p50_ms: percentile(&late, 0.5),
                 lateness_p99_ms: percentile(&late, 0.99),
                 lateness_max_ms: percentile(&late, 1.0),
-                stood_still_ms: stood_still_ms(&premises),
+                stood_still_ms: stood_still_ms(&environment),
                 created_while_away_p99_ms: percentile(&late_created, 0.99),
                 closed_after_return: unclosed,
                 asked_in_busiest_second_before: before,
                 asked_in_busiest_second_after: after,
             };
-            hand_over(&premises, &figures);
-            assert!(!premises.interrupted.is_cancelled(), "interrupted before its time");
-            assert_eq!(premises.crew.dismiss(), [0, 0]);
+            write_report(&environment, &figures);
+            assert!(!environment.interrupted.is_cancelled(), "interrupted before its time");
+            assert_eq!(environment.workers.stop_all(), [0, 0]);
             env.assert_ledger().await;
             assert_eq!(figures.closed, figures.due_while_away, "every order closed");
-            assert_eq!(i64::try_from(ear.count()).unwrap(), env.closed().await, "each close announced once");
+            assert_eq!(i64::try_from(listener.count()).unwrap(), env.closed().await, "each close announced once");
             assert_eq!((figures.closed_twice, figures.closed_after_return), (0, 0));
             assert!(figures.lateness_p99_ms < 500.0 && figures.created_while_away_p99_ms < 500.0, "{figures:?}");
             assert!(figures.lateness_max_ms < 1_000.0, "{figures:?}");
-            assert!(after <= NO_STORM * before, "a storm: {figures:?}");
+            assert!(after <= MOST_TIMES_BEFORE * before, "a storm: {figures:?}");
         },
     );
 }
 
-/// Orders for each second of the time to come, in the books of the broker.
-async fn fall_due_each_second(premises: &Premises, publisher: &Publisher) -> Vec<Uuid> {
+/// Schedules orders for each second of the time to come through the broker.
+async fn schedule_for_each_second(environment: &Environment, publisher: &Publisher) -> Vec<Uuid> {
     let mut orders = Vec::new();
     for second in 0..AWAY.as_secs() {
         let delay = Duration::from_secs(6 + second);
-        orders.extend(schedule(&premises.env, publisher, SCHEDULED_AHEAD, delay).await);
+        orders.extend(schedule(&environment.env, publisher, SCHEDULED_PER_SECOND, delay).await);
     }
     orders.into_iter().map(|order| order.id).collect()
 }
 
-/// A shop that knows no broker. Returns its orders, and when each was committed.
-async fn take_orders_without_the_broker(premises: Arc<Premises>, stop: CancellationToken) -> Vec<(Instant, Uuid)> {
+/// A shop that uses no broker. Returns its orders, and when each was committed.
+async fn create_orders_without_broker(environment: Arc<Environment>, stop: CancellationToken) -> Vec<(Instant, Uuid)> {
     let (mut taken, mut beat) = (Vec::new(), tokio::time::interval(SECOND));
-    while !stop.is_cancelled() && !premises.interrupted.is_cancelled() {
+    while !stop.is_cancelled() && !environment.interrupted.is_cancelled() {
         beat.tick().await;
-        let ids: Vec<Uuid> = (0..TAKEN_AT_ONCE).map(|_| Uuid::now_v7()).collect();
-        let mut transaction = premises.env.pool.begin().await.unwrap();
+        let ids: Vec<Uuid> = (0..CREATED_PER_SECOND).map(|_| Uuid::now_v7()).collect();
+        let mut transaction = environment.env.pool.begin().await.unwrap();
         for (id, deadline) in till::take_orders(&mut transaction, &ids, "article", 4 * SECOND).await.unwrap() {
             schedule_in(&mut *transaction, id.to_string(), deadline).await.unwrap();
         }
@@ -153,22 +154,22 @@ async fn take_orders_without_the_broker(premises: Arc<Premises>, stop: Cancellat
     taken
 }
 
-/// How much the workers ask the database, second by second.
+/// Counts the workers' queries second by second.
 struct Meter {
     busiest: Arc<AtomicUsize>,
     running: JoinHandle<()>,
 }
 
 impl Meter {
-    fn start(premises: Arc<Premises>) -> Self {
+    fn start(environment: Arc<Environment>) -> Self {
         let busiest = Arc::<AtomicUsize>::default();
-        let noted = busiest.clone();
+        let shared = busiest.clone();
         let running = tokio::spawn(async move {
-            let (mut beat, mut before) = (tokio::time::interval(SECOND), premises.to_database.asked());
+            let (mut beat, mut before) = (tokio::time::interval(SECOND), environment.to_database.asked());
             loop {
                 beat.tick().await;
-                let asked = premises.to_database.asked();
-                noted.fetch_max(asked - before, Ordering::SeqCst);
+                let asked = environment.to_database.asked();
+                shared.fetch_max(asked - before, Ordering::SeqCst);
                 before = asked;
             }
         });
@@ -195,14 +196,14 @@ async fn ids_due_since(env: &TestEnv, since: OffsetDateTime) -> HashSet<Uuid> {
     due.fetch_all(&env.pool).await.unwrap().into_iter().collect()
 }
 
-/// Of those of these orders that are closed, sorted; without what the machine's disk added by standing still.
-async fn lateness_ms(premises: &Premises, ids: &[Uuid]) -> Vec<f64> {
-    let closed = premises.witness.lateness_ms(&premises.env).await;
+/// The lateness of those of these orders that are closed, sorted, without what stalls of the machine's disk added.
+async fn lateness_ms(environment: &Environment, ids: &[Uuid]) -> Vec<f64> {
+    let closed = environment.witness.lateness_ms(&environment.env).await;
     closed.into_iter().filter(|(id, _)| ids.contains(id)).map(|(_, late)| late).collect()
 }
 
-fn stood_still_ms(premises: &Premises) -> f64 {
-    ms(in_all(&premises.witness.standstills()))
+fn stood_still_ms(environment: &Environment) -> f64 {
+    ms(in_all(&environment.witness.standstills()))
 }
 
 fn percentile(sorted: &[f64], part: f64) -> f64 {
@@ -212,10 +213,10 @@ fn percentile(sorted: &[f64], part: f64) -> f64 {
     (found * 10.0).round() / 10.0
 }
 
-fn hand_over(premises: &Premises, figures: &impl Serialize) {
+fn write_report(environment: &Environment, figures: &impl Serialize) {
     let line = serde_json::to_string(figures).expect("plain numbers");
-    premises.say(&line);
-    keep(&premises.logs, REPORT, &format!("{line}\n"));
+    environment.print_line(&line);
+    write_file(&environment.logs, REPORT, &format!("{line}\n"));
 }
 
 #[derive(Debug, Serialize)]
@@ -232,18 +233,18 @@ struct Unclosable {
 
 #[test]
 #[ignore = "is about figures; run by scripts/chaos --case unclosable"]
-fn orders_that_cannot_be_closed_make_nobody_late() {
-    on_premises(
+fn failing_orders_delay_no_others() {
+    with_environment(
         "unclosable",
         |_| {},
-        async |premises: Arc<Premises>| {
-            let env = premises.env.clone();
+        async |environment: Arc<Environment>| {
+            let env = environment.env.clone();
             env.stock("unclosable", 1_000_000).await;
             env.refuse_to_close("unclosable").await;
             let unclosable = env.orders_of("unclosable", 2_000, Duration::ZERO).await.len();
-            // Nobody schedules anything: all of it is the sweep's. The first good ones are due while the workers meet all
-            // the bad ones for the first time.
-            premises.crew.start_all().await;
+            // Nothing is scheduled, so only the sweep closes orders. The first good ones are due while the workers meet
+            // all the failing ones for the first time.
+            environment.workers.start_all().await;
             let mut good = Vec::new();
             for tenth in 0..10 {
                 good.extend(env.orders(10, Duration::from_millis(50 + 500 * tenth)).await);
@@ -251,7 +252,7 @@ fn orders_that_cannot_be_closed_make_nobody_late() {
             wait_for("the good ones", async || env.closed().await == 100).await;
 
             let good: Vec<Uuid> = good.iter().map(|order| order.id).collect();
-            let late = lateness_ms(&premises, &good).await;
+            let late = lateness_ms(&environment, &good).await;
             let figures = Unclosable {
                 case: "unclosable",
                 unclosable,
@@ -260,10 +261,10 @@ fn orders_that_cannot_be_closed_make_nobody_late() {
                 lateness_p50_ms: percentile(&late, 0.5),
                 lateness_p99_ms: percentile(&late, 0.99),
                 lateness_max_ms: percentile(&late, 1.0),
-                stood_still_ms: stood_still_ms(&premises),
+                stood_still_ms: stood_still_ms(&environment),
             };
-            hand_over(&premises, &figures);
-            assert_eq!(premises.crew.dismiss(), [0, 0]);
+            write_report(&environment, &figures);
+            assert_eq!(environment.workers.stop_all(), [0, 0]);
             env.assert_ledger().await;
             assert_eq!(
                 env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await,

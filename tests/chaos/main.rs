@@ -1,18 +1,18 @@
-//! A shop in the middle of trouble: servers that are killed, halted and cut off at random while orders are taken, paid,
-//! extended and closed; and in the end the books must be right.
+//! A shop under faults: servers are killed, halted and cut off at random while orders are created, paid, extended and
+//! closed; at the end every invariant must hold.
 //!
 //! The short run is part of the normal suite. The long ones are run by name: `scripts/chaos`.
 
 mod cases;
-mod crew;
-mod ear;
-mod fate;
+mod environment;
+mod event_listener;
 mod faults;
+mod history;
 mod ledger;
 mod plan;
-mod premises;
 mod run;
 mod shop;
+mod workers;
 
 #[path = "../it/support/mod.rs"]
 #[allow(dead_code)] // the tests of one promise each need more of it

@@ -1,38 +1,38 @@
-//! Which fault comes when: a plan drawn from a seed, and for how long each fault excuses a late close.
+//! Which fault happens when: a plan drawn from a seed, and which late closes each fault excuses.
 //!
-//! Pure: the same seed gives the same plan on every machine. Carrying a fault out is `faults.rs`'s.
+//! Pure: the same seed gives the same plan on every machine. `faults.rs` carries the faults out.
 
 use std::time::Duration;
 
 use fastrand::Rng;
 
-/// Between two faults everybody may come to rest, for at least and at most so long.
+/// The pause between two faults, in which the system may recover.
 const CALM_MS: std::ops::Range<u64> = 800..2_800;
-/// One step in so many has two faults that overlap.
+/// One step of this many has two overlapping faults.
 const OVERLAP_ONE_IN: u32 = 4;
 
-/// Everything that is done to the servers, the network between, the workers, and the data.
+/// Everything that is done to the servers, the network, the workers and the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     /// kill -9, then started again.
     BrokerKilled,
-    /// Shut down in order, then started again.
+    /// Shut down cleanly, then started again.
     BrokerStopped,
-    /// SIGSTOP: its connections stand, and nobody answers.
+    /// SIGSTOP: its connections stay open, without answers.
     BrokerHalted,
-    /// Its memory alarm blocks whoever publishes.
+    /// Its memory alarm blocks publishers.
     BrokerOutOfMemory,
     /// `rabbitmqctl close_all_connections`
     BrokerClosesConnections,
-    /// Every connection is reset, and every further one.
+    /// Every existing and every new connection is reset.
     BrokerCutOff,
-    /// Nothing arrives at the broker; what it says does.
+    /// Nothing arrives at the broker, but its own output arrives.
     BrokerDeaf,
-    /// Nothing that the broker says arrives; what it is told does.
+    /// Nothing from the broker arrives, but it receives everything.
     BrokerMute,
-    /// Everything arrives late, both ways.
+    /// Everything arrives late, in both directions.
     BrokerFarAway,
-    /// Clients read the end of the stream, while what they write still arrives.
+    /// Clients read the end of the stream, but what they write still arrives.
     BrokerHalfClosed,
     /// kill -9 and crash recovery.
     DatabaseKilled,
@@ -40,44 +40,44 @@ pub enum Kind {
     DatabaseRestarted,
     /// SIGSTOP.
     DatabaseHalted,
-    /// It answers and refuses every write, as after a fail-over that left us with the old primary.
+    /// It answers but refuses every write, like the old primary after a failover.
     DatabaseReadOnly,
-    /// `pg_terminate_backend` for every session of a worker, again and again, whatever it was committing.
+    /// `pg_terminate_backend` for every session of a worker, repeatedly, even during a commit.
     DatabaseEndsSessions,
     DatabaseCutOff,
-    /// Nothing goes through in either direction, and nobody is told.
+    /// Nothing passes in either direction, and no connection is closed.
     DatabaseStalled,
-    /// A connection is cut when the answer to a close comes back: committed, and nobody knows.
+    /// A connection is cut when the answer to a close returns: committed, but unknown to the worker.
     DatabaseAnswersLost,
-    /// Everything arrives a little late, both ways.
+    /// Everything arrives slightly late, in both directions.
     DatabaseFarAway,
-    /// Somebody holds the rows of orders that fall due.
+    /// Another session locks the rows of orders that fall due.
     OrdersLocked,
-    /// Somebody holds an article's stock row, which their payments and closes need.
+    /// Another session locks an article's stock row, which its payments and closes need.
     StockLocked,
     /// kill -9 for one of the workers.
     WorkerKilled,
     /// SIGSTOP for one of the workers, with everything it holds.
     WorkerHalted,
-    /// SIGTERM for one of the workers, and another in its place at the same moment.
+    /// SIGTERM for one of the workers, and a replacement at the same moment.
     WorkerReplaced,
-    /// kill -9 for all of them: until one is started again there is nobody to close anything.
+    /// kill -9 for all of them: until one is started again, nothing can be closed.
     EveryWorkerKilled,
-    /// Alarms are thrown away where they wait.
+    /// Waiting alarms are purged from their queues.
     QueuePurged,
     /// The processing queue is deleted under its consumers.
     QueueDeleted,
     /// A delay queue is deleted with its alarms; `setup` declares it again.
     DelayQueueDeleted,
-    /// Every alarm that waits is sent a second and a third time.
+    /// The alarm of every unpaid order is sent two more times.
     AlarmsDoubled,
-    /// What is no alarm, or one for no order, or for an order paid or closed long ago.
+    /// Invalid messages, and alarms for no order or for orders paid or closed long ago.
     GarbageSent,
 }
 
-/// What a fault touches. Two that overlap touch different things.
+/// What a fault affects. Two overlapping faults have different targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Subject {
+pub enum Target {
     Broker,
     Database,
     Rows,
@@ -85,15 +85,15 @@ pub enum Subject {
     Messages,
 }
 
-/// Whose close may be late, until one second after the fault.
+/// Which closes may be late, until one second after the fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Excuses {
-    /// Whatever happens to the broker, to messages, or to one worker of two: the sweep closes within a second.
-    Nobody,
-    /// Without a database, or without any worker, nothing can be closed.
-    Everybody,
-    /// The orders whose rows, or whose article's row, somebody holds.
-    TheLocked,
+    /// Whatever happens to the broker, to messages, or to one of two workers: the sweep closes within a second.
+    None,
+    /// Without a database or without any worker, nothing can be closed.
+    All,
+    /// The orders with a row, or an article's row, locked by another session.
+    Locked,
 }
 
 impl Kind {
@@ -130,7 +130,7 @@ impl Kind {
         Self::GarbageSent,
     ];
 
-    pub fn subject(self) -> Subject {
+    pub fn target(self) -> Target {
         match self {
             Self::BrokerKilled
             | Self::BrokerStopped
@@ -141,7 +141,7 @@ impl Kind {
             | Self::BrokerDeaf
             | Self::BrokerMute
             | Self::BrokerFarAway
-            | Self::BrokerHalfClosed => Subject::Broker,
+            | Self::BrokerHalfClosed => Target::Broker,
             Self::DatabaseKilled
             | Self::DatabaseRestarted
             | Self::DatabaseHalted
@@ -150,20 +150,18 @@ impl Kind {
             | Self::DatabaseCutOff
             | Self::DatabaseStalled
             | Self::DatabaseAnswersLost
-            | Self::DatabaseFarAway => Subject::Database,
-            Self::OrdersLocked | Self::StockLocked => Subject::Rows,
-            Self::WorkerKilled | Self::WorkerHalted | Self::WorkerReplaced | Self::EveryWorkerKilled => {
-                Subject::Workers
-            }
+            | Self::DatabaseFarAway => Target::Database,
+            Self::OrdersLocked | Self::StockLocked => Target::Rows,
+            Self::WorkerKilled | Self::WorkerHalted | Self::WorkerReplaced | Self::EveryWorkerKilled => Target::Workers,
             Self::QueuePurged
             | Self::QueueDeleted
             | Self::DelayQueueDeleted
             | Self::AlarmsDoubled
-            | Self::GarbageSent => Subject::Messages,
+            | Self::GarbageSent => Target::Messages,
         }
     }
 
-    /// Strict on purpose. A database that is slow, or that loses one answer, is there: it excuses nobody.
+    /// Strict on purpose. A database that is slow or loses one answer is available: it excuses nothing.
     pub fn excuses(self) -> Excuses {
         match self {
             Self::DatabaseKilled
@@ -173,10 +171,10 @@ impl Kind {
             | Self::DatabaseEndsSessions
             | Self::DatabaseCutOff
             | Self::DatabaseStalled
-            | Self::EveryWorkerKilled => Excuses::Everybody,
-            Self::OrdersLocked | Self::StockLocked => Excuses::TheLocked,
-            Self::DatabaseAnswersLost | Self::DatabaseFarAway => Excuses::Nobody,
-            Self::WorkerKilled | Self::WorkerHalted | Self::WorkerReplaced => Excuses::Nobody,
+            | Self::EveryWorkerKilled => Excuses::All,
+            Self::OrdersLocked | Self::StockLocked => Excuses::Locked,
+            Self::DatabaseAnswersLost | Self::DatabaseFarAway => Excuses::None,
+            Self::WorkerKilled | Self::WorkerHalted | Self::WorkerReplaced => Excuses::None,
             Self::BrokerKilled
             | Self::BrokerStopped
             | Self::BrokerHalted
@@ -186,21 +184,21 @@ impl Kind {
             | Self::BrokerDeaf
             | Self::BrokerMute
             | Self::BrokerFarAway
-            | Self::BrokerHalfClosed => Excuses::Nobody,
+            | Self::BrokerHalfClosed => Excuses::None,
             Self::QueuePurged
             | Self::QueueDeleted
             | Self::DelayQueueDeleted
             | Self::AlarmsDoubled
-            | Self::GarbageSent => Excuses::Nobody,
+            | Self::GarbageSent => Excuses::None,
         }
     }
 
-    /// Whether alarms may be gone with it that were safe.
-    pub fn throws_alarms_away(self) -> bool {
+    /// Whether it may discard alarms that were safe.
+    pub fn discards_alarms(self) -> bool {
         matches!(self, Self::QueuePurged | Self::QueueDeleted | Self::DelayQueueDeleted)
     }
 
-    /// As it stands in the report: `broker_killed`.
+    /// The name in the report: `broker_killed`.
     pub fn name(self) -> String {
         let mut name = String::new();
         for letter in format!("{self:?}").chars() {
@@ -212,28 +210,28 @@ impl Kind {
         name
     }
 
-    /// How long it lasts at most, its undoing not counted.
+    /// The longest duration, without the time to undo it.
     fn longest(self) -> Duration {
         match self {
-            // Long enough for both workers to give up their sessions and try several times.
+            // Long enough for both workers to give up their sessions and retry several times.
             Self::BrokerHalted | Self::BrokerDeaf | Self::BrokerMute => Duration::from_secs(7),
-            // Longer than a worker's timeout with one statement.
+            // Longer than a worker's timeout for one statement.
             Self::DatabaseHalted | Self::DatabaseStalled => Duration::from_secs(7),
             _ => Duration::from_secs(4),
         }
     }
 
     fn may_overlap(self, other: Self) -> bool {
-        let subjects = [self.subject(), other.subject()];
-        let touches = |subject| subjects.contains(&subject);
-        // Without any worker everything else would go unseen.
+        let targets = [self.target(), other.target()];
+        let touches = |target| targets.contains(&target);
+        // Without any worker, the effect of the other fault would not be observed.
         let leaves_a_worker = self != Self::EveryWorkerKilled && other != Self::EveryWorkerKilled;
-        let needs = |what, whom| touches(what) && touches(whom);
+        let needs = |what, affected| touches(what) && touches(affected);
         leaves_a_worker
-            && self.subject() != other.subject()
-            && !needs(Subject::Rows, Subject::Database)
-            && !needs(Subject::Messages, Subject::Broker)
-            && !needs(Subject::Messages, Subject::Database)
+            && self.target() != other.target()
+            && !needs(Target::Rows, Target::Database)
+            && !needs(Target::Messages, Target::Broker)
+            && !needs(Target::Messages, Target::Database)
     }
 }
 
@@ -241,22 +239,22 @@ impl Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
     pub kind: Kind,
-    /// How long after the step begins.
+    /// The delay after the start of the step.
     pub after: Duration,
     /// How long it lasts before it is undone.
     pub hold: Duration,
-    /// Which worker, article, queue: reduced by whoever has so many of them.
+    /// Selects the worker, article or queue, modulo their number.
     pub choice: usize,
 }
 
-/// A calm, and then one fault or two.
+/// A calm period, followed by one fault or two.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Step {
     pub calm: Duration,
     pub faults: Vec<Fault>,
 }
 
-/// Effects without end. Kinds are dealt like cards, so that each comes once before any comes again.
+/// Steps without end. Kinds are dealt like cards, so that each occurs once before any repeats.
 #[derive(Debug)]
 pub struct Plan {
     rng: Rng,
@@ -276,7 +274,7 @@ impl Plan {
         self.deck.pop().expect("a deck just filled")
     }
 
-    /// The next card that goes with this one, if the deck still has one.
+    /// The next card that may overlap with this one, if the deck still has one.
     fn deal_beside(&mut self, first: Kind) -> Option<Kind> {
         let place = self.deck.iter().rposition(|kind| first.may_overlap(*kind))?;
         Some(self.deck.remove(place))
@@ -318,10 +316,10 @@ mod tests {
     }
 
     #[test]
-    fn the_seed_makes_the_plan() {
+    fn seed_determines_plan() {
         assert_eq!(first(7, 200), first(7, 200));
         assert_ne!(first(7, 200), first(8, 200));
-        // Written down, so that a seed of last year still means what it meant.
+        // Recorded, so that an old seed keeps its meaning.
         let kinds: Vec<String> =
             first(1, 4).iter().flat_map(|step| &step.faults).map(|fault| fault.kind.name()).collect();
         assert_eq!(kinds, FIRST_OF_SEED_1);
@@ -331,7 +329,7 @@ mod tests {
         ["orders_locked", "queue_deleted", "broker_out_of_memory", "database_read_only", "broker_killed"];
 
     #[test]
-    fn every_kind_comes_once_before_any_comes_again() {
+    fn every_kind_occurs_before_any_repeats() {
         for seed in 0..50 {
             let faults: Vec<Kind> =
                 first(seed, 200).iter().flat_map(|step| &step.faults).map(|fault| fault.kind).collect();
@@ -342,39 +340,39 @@ mod tests {
     }
 
     #[test]
-    fn kinds_are_listed_once_and_named_apart() {
+    fn kinds_are_listed_once_with_distinct_names() {
         assert_eq!(Kind::ALL.iter().collect::<BTreeSet<_>>().len(), Kind::ALL.len());
         assert_eq!(Kind::ALL.map(Kind::name).iter().collect::<BTreeSet<_>>().len(), Kind::ALL.len());
         assert_eq!(Kind::BrokerOutOfMemory.name(), "broker_out_of_memory");
     }
 
     #[test]
-    fn two_faults_at_once_touch_different_things_and_do_overlap() {
+    fn simultaneous_faults_have_different_targets() {
         let steps: Vec<Step> = (0..50).flat_map(|seed| first(seed, 100)).collect();
         let pairs: Vec<&Step> = steps.iter().filter(|step| step.faults.len() == 2).collect();
         assert!(pairs.len() * 10 > steps.len(), "{} of {} steps", pairs.len(), steps.len());
         for pair in pairs {
             let [one, other] = [pair.faults[0], pair.faults[1]];
-            assert_ne!(one.kind.subject(), other.kind.subject());
+            assert_ne!(one.kind.target(), other.kind.target());
             assert!(other.after <= one.hold);
         }
     }
 
     #[test]
-    fn nothing_about_the_broker_excuses_a_late_close() {
+    fn broker_faults_excuse_no_late_close() {
         for kind in Kind::ALL {
-            if matches!(kind.subject(), Subject::Broker | Subject::Messages) {
-                assert_eq!(kind.excuses(), Excuses::Nobody, "{kind:?}");
+            if matches!(kind.target(), Target::Broker | Target::Messages) {
+                assert_eq!(kind.excuses(), Excuses::None, "{kind:?}");
             }
         }
     }
 
     #[test]
-    fn twenty_minutes_are_more_than_a_hundred_faults() {
+    fn twenty_minutes_contain_hundred_faults() {
         for seed in 0..20 {
             let steps = first(seed, 100);
             let planned: Duration = steps.iter().map(|step| step.calm + step.faults[0].hold).sum();
-            // What is left goes to starting servers again.
+            // The remaining time is for restarting servers.
             assert!(planned < Duration::from_secs(10 * 60), "{planned:?}");
         }
     }

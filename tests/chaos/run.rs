@@ -1,5 +1,5 @@
-//! A run: the shop opens, the plan's faults come one after the other, everything comes to rest, and the books are
-//! compared.
+//! A run: the shop opens, the plan's faults follow one another, everything settles, and the shop's records are compared
+//! with the tables.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -12,71 +12,71 @@ use order_timeout::order::Timestamp;
 use order_timeout::{Publisher, Settings};
 use tokio::task::JoinSet;
 
-use crate::crew::WORKERS;
-use crate::ear::Ear;
-use crate::faults::{Carried, carry_out};
-use crate::ledger::{Evidence, PROMISED, Report, Verdict, but_for_faults, judge};
+use crate::environment::{Environment, with_environment};
+use crate::event_listener::EventListener;
+use crate::faults::{CompletedFault, carry_out};
+use crate::ledger::{CheckResult, Observations, PROMISED, Report, check_run, outside_faults};
 use crate::plan::{Plan, Step};
-use crate::premises::{Premises, on_premises};
-use crate::shop::{Books, Shop};
+use crate::shop::{Shop, ShopRecords};
 use crate::support::TestEnv;
 use crate::support::away::{COMING_BACK, consumers, meanwhile};
+use crate::workers::WORKERS;
 
-/// What a run is asked for.
+/// The parameters of a run.
 #[derive(Debug, Clone, Copy)]
-struct Wanted {
+struct RunOptions {
     seed: u64,
     length: Duration,
     orders_per_second: f64,
-    /// How much later than excused a close may be.
+    /// How late a close may be beyond its excuse.
     lateness: Duration,
-    /// How long the disk may stand still in all.
+    /// How long the disk may stall in total.
     standing_still: Duration,
-    /// How long the sweep leaves an alarm to come.
+    /// How long the sweep waits for an alarm.
     grace: Duration,
 }
 
-/// A while in which nothing is broken, and everybody had come back to work before it began.
+/// A period without faults that began when every worker was working again.
 #[derive(Debug, Clone, Copy)]
-pub struct Rest {
+pub struct QuietPeriod {
     pub from: Timestamp,
     pub until: Timestamp,
 }
 
-/// Where the report goes, beside the logs.
+/// The file of the report, beside the logs.
 pub const REPORT: &str = "report.json";
-/// How long after the sweep's grace an order may still be open without anybody being amiss.
+/// How long after the sweep's grace an order may still be open in normal operation.
 const SWEPT_WITHIN: Duration = Duration::from_millis(500);
-/// How often it is asked whether everybody works.
-const ASK_EVERY: Duration = Duration::from_millis(20);
-/// How often a run says how far it is.
-const SAY_EVERY: Duration = Duration::from_secs(15);
-/// One in so many alarms may come late in a rest, or not be known to have come, by what was broken around it.
-const FEW: usize = 20;
-/// The disk may stand still for one part in so many.
-const STANDSTILL_SHARE: u32 = 100;
-/// For a machine that is busy with other things: the short run is about what is right, the long ones about when.
-const GENEROUS: Duration = Duration::from_secs(15);
-/// Nor is an alarm lost on such a machine that is a little late.
-const GENEROUS_GRACE: Duration = Duration::from_secs(5);
-/// After so many steps there is a rest, so that it is seen what became of the alarms.
-const STEPS_BETWEEN_RESTS: usize = 4;
-const REST: Duration = Duration::from_secs(6);
-/// A seed whose first faults are a mixed lot that takes the machine little time.
-const SEED_OF_THE_SHORT_RUN: u64 = 4;
+/// How often the state is polled.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// How often a run prints its progress.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(15);
+/// In quiet periods, one of this many alarms may be late or undecided because of earlier faults.
+const FEW_ONE_IN: usize = 20;
+/// The disk may stall for one part of this many of a run.
+const STANDSTILL_ONE_IN: u32 = 100;
+/// For a busy machine: the short run checks correctness, the long ones also lateness.
+const LENIENT_BOUND: Duration = Duration::from_secs(15);
+/// On such a machine, a slightly late alarm is not lost either.
+const LENIENT_GRACE: Duration = Duration::from_secs(5);
+/// The number of steps before a quiet period, which shows what happened to the alarms.
+const STEPS_BETWEEN_QUIET_PERIODS: usize = 4;
+const QUIET_PERIOD: Duration = Duration::from_secs(6);
+/// A seed with varied and quick first faults.
+const SHORT_RUN_SEED: u64 = 4;
 
 #[test]
-fn a_short_run_of_faults_at_random_loses_and_doubles_nothing() {
+fn short_random_run_keeps_invariants() {
     let length = Duration::from_secs(30);
     run(
         "short",
-        Wanted {
-            seed: SEED_OF_THE_SHORT_RUN,
+        RunOptions {
+            seed: SHORT_RUN_SEED,
             length,
             orders_per_second: 20.0,
-            lateness: GENEROUS,
-            standing_still: GENEROUS,
-            grace: GENEROUS_GRACE,
+            lateness: LENIENT_BOUND,
+            standing_still: LENIENT_BOUND,
+            grace: LENIENT_GRACE,
         },
     );
 }
@@ -84,167 +84,168 @@ fn a_short_run_of_faults_at_random_loses_and_doubles_nothing() {
 /// As long as `scripts/chaos` says.
 #[test]
 #[ignore = "takes as long as it is told to; run by scripts/chaos"]
-fn a_long_run_of_faults_at_random_loses_and_doubles_nothing() {
-    let seed = asked_for("SEED", 1);
-    let length = Duration::from_secs_f64(60.0 * asked_for("MINUTES", 20.0));
-    let orders_per_second = asked_for("RATE", 25.0);
-    let (standing_still, grace) = (length / STANDSTILL_SHARE, Settings::defaults().sweep.grace);
-    let wanted = Wanted { seed, length, orders_per_second, lateness: PROMISED, standing_still, grace };
-    run(&format!("seed-{seed}"), wanted);
+fn long_random_run_keeps_invariants() {
+    let seed = variable_or("SEED", 1);
+    let length = Duration::from_secs_f64(60.0 * variable_or("MINUTES", 20.0));
+    let orders_per_second = variable_or("RATE", 25.0);
+    let (standing_still, grace) = (length / STANDSTILL_ONE_IN, Settings::defaults().sweep.grace);
+    let options = RunOptions { seed, length, orders_per_second, lateness: PROMISED, standing_still, grace };
+    run(&format!("seed-{seed}"), options);
 }
 
-fn asked_for<T: std::str::FromStr>(what: &str, otherwise: T) -> T {
+fn variable_or<T: std::str::FromStr>(what: &str, default: T) -> T {
     let name = format!("ORDER_TIMEOUT_CHAOS_{what}");
     match std::env::var(&name) {
         Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name} is {text:?}, which is no number")),
-        Err(_) => otherwise,
+        Err(_) => default,
     }
 }
 
-fn run(name: &str, wanted: Wanted) {
-    on_premises(
+fn run(name: &str, options: RunOptions) {
+    with_environment(
         name,
-        |settings| settings.sweep.grace = wanted.grace,
-        move |premises| async move {
-            let broken = attend(&premises, wanted).await;
-            assert!(broken.is_empty(), "{} promises broken; read {}", broken.len(), premises.logs.display());
-            assert!(!premises.interrupted.is_cancelled(), "interrupted before its time");
+        |settings| settings.sweep.grace = options.grace,
+        move |environment| async move {
+            let broken = run_and_check(&environment, options).await;
+            assert!(broken.is_empty(), "{} promises broken; read {}", broken.len(), environment.logs.display());
+            assert!(!environment.interrupted.is_cancelled(), "interrupted before its time");
         },
     );
 }
 
 /// Returns the broken promises.
-async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
-    premises.say(&format!("{wanted:?}"));
-    let ear = Ear::open(&premises.env).await;
-    meanwhile(|| premises.broker.write_down_declarations());
-    premises.crew.start_all().await;
-    let publisher = Publisher::connect(&premises.behind_the_network()).await.expect("a broker in order");
-    let shop = Shop::open(&premises.env, publisher, wanted.seed, wanted.orders_per_second).await;
+async fn run_and_check(environment: &Arc<Environment>, options: RunOptions) -> Vec<String> {
+    environment.print_line(&format!("{options:?}"));
+    let listener = EventListener::open(&environment.env).await;
+    meanwhile(|| environment.broker.write_down_declarations());
+    environment.workers.start_all().await;
+    let publisher = Publisher::connect(&environment.settings_through_proxy()).await.expect("a broker in order");
+    let shop = Shop::open(&environment.env, publisher, options.seed, options.orders_per_second).await;
 
-    let Trouble { carried, rests } = make_trouble(premises, &shop, wanted).await;
-    if premises.interrupted.is_cancelled() {
+    let FaultLog { completed, quiet_periods } = run_plan(environment, &shop, options).await;
+    if environment.interrupted.is_cancelled() {
         return Vec::new();
     }
-    premises.say("no more faults: waiting until everything is closed and heard of");
-    let books = shop.shut().await;
-    come_to_rest(premises, &ear).await;
-    let codes = premises.crew.dismiss();
+    environment.print_line("no more faults: waiting until every order is closed and every event received");
+    let shop_records = shop.shut().await;
+    settle(environment, &listener).await;
+    let codes = environment.workers.stop_all();
 
-    let heard = ear.heard();
-    let late = premises.crew.alarmed_too_late();
-    let (Books { lives, declined }, carried) = (&books, &carried[..]);
-    let standstills = but_for_faults(&premises.witness.standstills(), carried);
-    keep(&premises.logs, "standstills.log", &format!("{standstills:#?}\n"));
-    let (rests, standstills) = (&rests[..], &standstills[..]);
-    let (seed, heard, late) = (wanted.seed, &heard, &late);
-    let evidence = Evidence { seed, lives, carried, declined, rests, standstills, heard, late };
-    let mut verdict = judge(&premises.env.pool, evidence).await;
+    let received = listener.received();
+    let late = environment.workers.orders_alarmed_after_close();
+    let (ShopRecords { records, declined }, completed) = (&shop_records, &completed[..]);
+    let standstills = outside_faults(&environment.witness.standstills(), completed);
+    write_file(&environment.logs, "standstills.log", &format!("{standstills:#?}\n"));
+    let (quiet_periods, standstills) = (&quiet_periods[..], &standstills[..]);
+    let (seed, received, late) = (options.seed, &received, &late);
+    let observations = Observations { seed, records, completed, declined, quiet_periods, standstills, received, late };
+    let mut result = check_run(&environment.env.pool, observations).await;
     if codes.iter().any(|code| *code != 0) {
-        verdict.violations.push(format!("workers asked to stop ended with {codes:?}"));
+        result.violations.push(format!("workers asked to stop ended with {codes:?}"));
     }
-    verdict.violations.extend(premises.crew.deserted());
-    let bound_ms = wanted.lateness.as_secs_f64() * 1e3;
-    if verdict.report.max_lateness_beyond_fault_ms >= bound_ms {
-        let latest = verdict.latest.first().cloned().unwrap_or_default();
-        verdict.violations.push(format!("late by more than {bound_ms} ms: {latest}"));
+    result.violations.extend(environment.workers.unexpected_exits());
+    let bound_ms = options.lateness.as_secs_f64() * 1e3;
+    if result.report.max_lateness_beyond_fault_ms >= bound_ms {
+        let latest = result.latest.first().cloned().unwrap_or_default();
+        result.violations.push(format!("late by more than {bound_ms} ms: {latest}"));
     }
-    let stood_still_ms = verdict.report.stood_still_ms;
-    if stood_still_ms > wanted.standing_still.as_secs_f64() * 1e3 {
-        let what = "the machine's disk stood still for too much of this run; run it where nothing else is at work";
-        verdict.violations.push(format!("{what}: {stood_still_ms} ms"));
+    let stood_still_ms = result.report.stood_still_ms;
+    if stood_still_ms > options.standing_still.as_secs_f64() * 1e3 {
+        let what = "the machine's disk stalled for too much of this run; run it on an idle machine";
+        result.violations.push(format!("{what}: {stood_still_ms} ms"));
     }
-    let Report { alarms_owed, alarms_late, alarms_undecided, .. } = verdict.report;
-    if (alarms_late + alarms_undecided) * FEW > alarms_owed {
+    let Report { alarms_owed, alarms_late, alarms_undecided, .. } = result.report;
+    if (alarms_late + alarms_undecided) * FEW_ONE_IN > alarms_owed {
         let which = format!("{alarms_late} late and {alarms_undecided} undecided");
-        verdict.violations.push(format!("of {alarms_owed} alarms owed {which}, which is more than a few"));
+        result.violations.push(format!("of {alarms_owed} alarms owed {which}, which is more than a few"));
     }
-    if verdict.report.alarms_lost > 0 {
-        verdict.violations.push(format!("alarms lost: {}", verdict.alarms_lost.join("; ")));
+    if result.report.alarms_lost > 0 {
+        result.violations.push(format!("alarms lost: {}", result.alarms_lost.join("; ")));
     }
-    verdict.violations.extend(too_little(wanted, &verdict.report, carried));
-    hand_over(premises, &verdict, carried, &books);
-    verdict.violations
+    result.violations.extend(coverage_gaps(options, &result.report, completed));
+    write_report(environment, &result, completed, &shop_records);
+    result.violations
 }
 
-/// Why a run says less than it seems to: hardly any orders or faults, or faults that had nothing to hit.
-fn too_little(wanted: Wanted, report: &Report, carried: &[Carried]) -> Vec<String> {
-    let seconds = wanted.length.as_secs_f64();
+/// Why a run proves less than it seems to: too few orders or faults, or faults without a target.
+fn coverage_gaps(options: RunOptions, report: &Report, completed: &[CompletedFault]) -> Vec<String> {
+    let seconds = options.length.as_secs_f64();
     #[allow(clippy::cast_precision_loss)] // some thousands
     let (orders, faults) = (report.orders as f64, report.faults as f64);
-    let mut too_little = Vec::new();
-    if orders < seconds * wanted.orders_per_second * 2.0 / 3.0 {
-        too_little.push(format!("only {orders} orders in {seconds} s"));
+    let mut coverage_gaps = Vec::new();
+    if orders < seconds * options.orders_per_second * 2.0 / 3.0 {
+        coverage_gaps.push(format!("only {orders} orders in {seconds} s"));
     }
     if faults < seconds / 12.0 {
-        too_little.push(format!("only {faults} faults in {seconds} s"));
+        coverage_gaps.push(format!("only {faults} faults in {seconds} s"));
     }
     if report.alarms_owed == 0 {
-        too_little.push("no order fell due in a rest, so nothing is known of alarms".to_owned());
+        coverage_gaps.push("no order fell due in a quiet period, so alarms were not checked".to_owned());
     }
     let mut hits = BTreeMap::<String, usize>::new();
-    for fault in carried {
+    for fault in completed {
         if let Some(some) = fault.hits {
             *hits.entry(fault.kind.name()).or_default() += some;
         }
     }
-    too_little.extend(hits.into_iter().filter(|(_, hits)| *hits == 0).map(|(kind, _)| format!("{kind} hit nobody")));
-    too_little
+    coverage_gaps
+        .extend(hits.into_iter().filter(|(_, hits)| *hits == 0).map(|(kind, _)| format!("{kind} hit no target")));
+    coverage_gaps
 }
 
-/// What was done, and when nothing was.
+/// The faults carried out, and the quiet periods.
 #[derive(Default)]
-struct Trouble {
-    carried: Vec<Carried>,
-    rests: Vec<Rest>,
+struct FaultLog {
+    completed: Vec<CompletedFault>,
+    quiet_periods: Vec<QuietPeriod>,
 }
 
-/// The plan, until the time is up.
-async fn make_trouble(premises: &Arc<Premises>, shop: &Shop, wanted: Wanted) -> Trouble {
-    let (began, mut said, mut trouble) = (Instant::now(), Instant::now(), Trouble::default());
-    for (number, step) in Plan::of(wanted.seed).enumerate() {
-        if number % STEPS_BETWEEN_RESTS == STEPS_BETWEEN_RESTS - 1 {
-            trouble.rests.push(rest(premises).await);
+/// Runs the plan until the time is up.
+async fn run_plan(environment: &Arc<Environment>, shop: &Shop, options: RunOptions) -> FaultLog {
+    let (began, mut printed_at, mut fault_log) = (Instant::now(), Instant::now(), FaultLog::default());
+    for (number, step) in Plan::of(options.seed).enumerate() {
+        if number % STEPS_BETWEEN_QUIET_PERIODS == STEPS_BETWEEN_QUIET_PERIODS - 1 {
+            fault_log.quiet_periods.push(quiet_period(environment).await);
         }
-        let left = wanted.length.saturating_sub(began.elapsed());
-        premises.wait(step.calm.min(left)).await;
-        if began.elapsed() >= wanted.length || premises.interrupted.is_cancelled() {
+        let left = options.length.saturating_sub(began.elapsed());
+        environment.wait(step.calm.min(left)).await;
+        if began.elapsed() >= options.length || environment.interrupted.is_cancelled() {
             break;
         }
-        let done = carry_out_step(premises, &step).await;
-        let what: Vec<String> = done.iter().map(Carried::to_string).collect();
-        premises.say(&format!("{:7.1} s  {}", began.elapsed().as_secs_f64(), what.join(", beside ")));
-        trouble.carried.extend(done);
-        if said.elapsed() > SAY_EVERY {
-            said = Instant::now();
-            premises.say(&progress(shop, trouble.carried.len()));
+        let done = carry_out_step(environment, &step).await;
+        let what: Vec<String> = done.iter().map(CompletedFault::to_string).collect();
+        environment.print_line(&format!("{:7.1} s  {}", began.elapsed().as_secs_f64(), what.join(", beside ")));
+        fault_log.completed.extend(done);
+        if printed_at.elapsed() > PROGRESS_INTERVAL {
+            printed_at = Instant::now();
+            environment.print_line(&progress(shop, fault_log.completed.len()));
         }
     }
-    premises.say(&progress(shop, trouble.carried.len()));
-    trouble
+    environment.print_line(&progress(shop, fault_log.completed.len()));
+    fault_log
 }
 
-/// Waits until everybody works again, and then leaves them alone for a while.
-async fn rest(premises: &Premises) -> Rest {
+/// Waits until every worker is working again, and then makes no fault for a while.
+async fn quiet_period(environment: &Environment) -> QuietPeriod {
     let began = Instant::now();
-    // Whoever is interrupted asks nobody any more: the servers may be gone.
-    while !premises.interrupted.is_cancelled()
-        && let Some(amiss) = what_is_amiss(premises).await
+    // An interrupted run does not poll, because the servers may be gone.
+    while !environment.interrupted.is_cancelled()
+        && let Some(unsettled) = unsettled_reason(environment).await
     {
-        assert!(began.elapsed() < COMING_BACK, "not everybody is back at work after {COMING_BACK:?}: {amiss}");
-        tokio::time::sleep(ASK_EVERY).await;
+        assert!(began.elapsed() < COMING_BACK, "not all workers recovered within {COMING_BACK:?}: {unsettled}");
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
     let from = Timestamp::now_by_local_clock();
-    premises.wait(REST).await;
-    Rest { from, until: Timestamp::now_by_local_clock() }
+    environment.wait(QUIET_PERIOD).await;
+    QuietPeriod { from, until: Timestamp::now_by_local_clock() }
 }
 
-/// Which worker does not consume, or which order or alarm has been waiting for one; `None` if everybody works.
-async fn what_is_amiss(premises: &Premises) -> Option<String> {
-    let (env, names) = (premises.at_the_broker().await, premises.env.names());
+/// Which worker does not consume, or which orders or alarms are waiting; `None` if all work.
+async fn unsettled_reason(environment: &Environment) -> Option<String> {
+    let (env, names) = (environment.with_broker_channel().await, environment.env.names());
     // A session is open when the last of its queues is consumed.
     let open_sessions = consumers(&env, &names.parked()).await;
-    // An order that lost its alarm is the sweep's, which leaves the alarm its grace first.
+    // An order without an alarm is left to the sweep, which waits for its grace first.
     let overdue = overdue(&env, env.settings.sweep.grace + SWEPT_WITHIN).await;
     let unsent = "SELECT count(*) FROM alarm_outbox
                   WHERE sent_at IS NULL AND created_at < clock_timestamp() - interval '1 s'";
@@ -253,7 +254,7 @@ async fn what_is_amiss(premises: &Premises) -> Option<String> {
     (!all_works).then(|| format!("{open_sessions} sessions, {overdue:?} orders overdue, {unsent:?} alarms unsent"))
 }
 
-/// Orders that are still open so long after they fell due, if the database answers.
+/// Orders still open this long after they fell due, if the database answers.
 pub async fn overdue(env: &TestEnv, by: Duration) -> Option<usize> {
     let sql = "SELECT count(*) FROM orders
                WHERE status = 'unpaid' AND expires_at < clock_timestamp() - make_interval(secs => $1)";
@@ -261,16 +262,16 @@ pub async fn overdue(env: &TestEnv, by: Duration) -> Option<usize> {
     usize::try_from(counted).ok()
 }
 
-/// What such a statement counts, if the database answers.
+/// The count that this statement returns, if the database answers.
 pub async fn count(env: &TestEnv, sql: &'static str) -> Option<usize> {
     let counted: i64 = sqlx::query_scalar(sql).fetch_one(&env.pool).await.ok()?;
     usize::try_from(counted).ok()
 }
 
-async fn carry_out_step(premises: &Arc<Premises>, step: &Step) -> Vec<Carried> {
+async fn carry_out_step(environment: &Arc<Environment>, step: &Step) -> Vec<CompletedFault> {
     let mut faults = JoinSet::new();
     for fault in &step.faults {
-        faults.spawn(carry_out(premises.clone(), *fault));
+        faults.spawn(carry_out(environment.clone(), *fault));
     }
     faults.join_all().await
 }
@@ -279,49 +280,59 @@ fn progress(shop: &Shop, faults: usize) -> String {
     let of = |counter: &std::sync::atomic::AtomicUsize| counter.load(Ordering::Relaxed);
     let counters = &shop.counters;
     format!(
-        "           {faults} faults, {} orders, {} paid ({} in the nick of time, {} too late), {} things said again",
+        "           {faults} faults, {} orders, {} paid ({} at the deadline, {} too late), {} operations repeated",
         of(&counters.taken),
         of(&counters.paid),
-        of(&counters.paid_in_the_nick_of_time),
+        of(&counters.paid_at_deadline),
         of(&counters.paid_too_late),
-        of(&counters.said_again)
+        of(&counters.repeated)
     )
 }
 
-/// Until nothing is unpaid, every event is sent, and each was heard. What has not happened by then is for the judge.
-pub async fn come_to_rest(premises: &Premises, ear: &Ear) {
+/// Waits until nothing is unpaid, every event is sent, and each was received. The checks report what is still missing
+/// after a time limit.
+pub async fn settle(environment: &Environment, listener: &EventListener) {
     let began = Instant::now();
-    let count = async |sql| count(&premises.env, sql).await;
-    while began.elapsed() < COMING_BACK && !premises.interrupted.is_cancelled() {
+    let count = async |sql| count(&environment.env, sql).await;
+    while began.elapsed() < COMING_BACK && !environment.interrupted.is_cancelled() {
         let unpaid = count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
         let unsent = count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await;
         let events = count("SELECT count(*) FROM event_outbox").await;
-        if (unpaid, unsent, events) == (Some(0), Some(0), Some(ear.count())) {
+        if (unpaid, unsent, events) == (Some(0), Some(0), Some(listener.count())) {
             return;
         }
-        premises.wait(Duration::from_millis(200)).await;
+        environment.wait(Duration::from_millis(200)).await;
     }
 }
 
-/// Everything for whoever reads it later, and the report's line.
-fn hand_over(premises: &Premises, verdict: &Verdict, carried: &[Carried], books: &Books) {
+/// Writes all logs and the report.
+fn write_report(
+    environment: &Environment,
+    result: &CheckResult,
+    completed: &[CompletedFault],
+    shop_records: &ShopRecords,
+) {
     let mut faults = String::new();
-    for fault in carried {
+    for fault in completed {
         let _ = writeln!(faults, "{fault:?}");
     }
-    keep(&premises.logs, "faults.log", &faults);
-    keep(&premises.logs, "latest.log", &verdict.latest.join("\n"));
-    keep(&premises.logs, "violations.log", &verdict.violations.join("\n"));
-    keep(&premises.logs, "books.log", &books.lives.iter().map(|life| format!("{life:?}\n")).collect::<String>());
-    keep(&premises.logs, "declined.log", &format!("{:#?}\n", books.declined));
-    for violation in verdict.violations.iter().take(10) {
-        premises.say(&format!("BROKEN  {violation}"));
+    write_file(&environment.logs, "faults.log", &faults);
+    write_file(&environment.logs, "latest.log", &result.latest.join("\n"));
+    write_file(&environment.logs, "violations.log", &result.violations.join("\n"));
+    write_file(
+        &environment.logs,
+        "orders.log",
+        &shop_records.records.iter().map(|record| format!("{record:?}\n")).collect::<String>(),
+    );
+    write_file(&environment.logs, "declined.log", &format!("{:#?}\n", shop_records.declined));
+    for violation in result.violations.iter().take(10) {
+        environment.print_line(&format!("BROKEN  {violation}"));
     }
-    let line = serde_json::to_string(&verdict.report).expect("plain numbers");
-    premises.say(&line);
-    keep(&premises.logs, REPORT, &format!("{line}\n"));
+    let line = serde_json::to_string(&result.report).expect("plain numbers");
+    environment.print_line(&line);
+    write_file(&environment.logs, REPORT, &format!("{line}\n"));
 }
 
-pub fn keep(logs: &Path, name: &str, text: &str) {
+pub fn write_file(logs: &Path, name: &str, text: &str) {
     std::fs::write(logs.join(name), text).expect("a file beside the logs");
 }

@@ -1,7 +1,8 @@
-//! A careful shop: it takes orders all the while, moves deadlines, pays, and says again whatever it does not know to
-//! have been done. It keeps books of its own, of what it was told is committed; against those the tables are held.
+//! A careful shop: it creates orders continuously, moves deadlines, takes payments, and repeats every operation that it
+//! does not know to have succeeded. It keeps records of what it was told is committed, and the tables are checked
+//! against those.
 //!
-//! It reaches the database by itself and the broker by the same network as the workers.
+//! It reaches the database directly and the broker through the same proxy as the workers.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -18,35 +19,36 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::fate::{ARTICLES, Change, Fate, Payment, Way};
+use crate::history::{ARTICLES, Change, History, Payment, ScheduleMethod};
 use crate::support::{TestEnv, till};
 
-/// What each article starts with.
+/// The initial stock of each article.
 pub const IN_STOCK: i64 = 1_000_000;
-/// How long before its moment a payment stands ready, its transaction open.
-const READY: Duration = Duration::from_millis(4);
-/// More than are at work at once while the database is well; few enough not to fall upon one that has just come back.
+/// How long before its time a payment opens its transaction.
+const OPEN_BEFORE: Duration = Duration::from_millis(4);
+/// More than are busy at once on a healthy database; few enough not to overload one that has just come back.
 const CONNECTIONS: u32 = 16;
 
 /// What the shop knows of an order.
 #[derive(Debug, Clone)]
-pub struct Life {
+pub struct OrderRecord {
     pub id: Uuid,
     pub article: String,
     pub created_at: Timestamp,
     /// The deadline last committed.
     pub deadline: Timestamp,
-    /// When the shop heard of the last commit that set the deadline. Nobody can close before a deadline is there.
-    pub known_at: Timestamp,
-    /// Since when an alarm that leads to this deadline is known to be safe: confirmed by the broker, or committed beside
-    /// the order. `None` where the shop gave up.
+    /// When the shop learned of the last commit that set the deadline. An order cannot be closed before its deadline
+    /// exists.
+    pub confirmed_at: Timestamp,
+    /// Since when an alarm for this deadline is known to be safe: confirmed by the broker, or committed with the order.
+    /// `None` if the shop gave up.
     pub alarmed_at: Option<Timestamp>,
-    /// Somebody locks its row around the deadline, to pay.
+    /// A payment locks its row around the deadline.
     pub contested: bool,
     pub paid: bool,
 }
 
-/// While a payment that was declined in the end kept its article's stock locked: for every order of this article.
+/// The time in which a finally declined payment locked its article's stock, for every order of this article.
 #[derive(Debug, Clone)]
 pub struct Declined {
     pub article: String,
@@ -54,9 +56,9 @@ pub struct Declined {
     pub until: Timestamp,
 }
 
-/// All that the shop knows in the end.
-pub struct Books {
-    pub lives: Vec<Life>,
+/// All that the shop knows at the end.
+pub struct ShopRecords {
+    pub records: Vec<OrderRecord>,
     pub declined: Vec<Declined>,
 }
 
@@ -65,22 +67,22 @@ pub struct Books {
 pub struct Counters {
     pub taken: AtomicUsize,
     pub paid: AtomicUsize,
-    /// Payments within the last millisecond or during the close that came in time.
-    pub paid_in_the_nick_of_time: AtomicUsize,
+    /// Payments within the last millisecond or during the close that succeeded.
+    pub paid_at_deadline: AtomicUsize,
     pub paid_too_late: AtomicUsize,
-    /// Whatever failed, or was not known to have succeeded, and was said again.
-    pub said_again: AtomicUsize,
+    /// Operations that failed, or were not known to have succeeded, and were repeated.
+    pub repeated: AtomicUsize,
 }
 
 /// An open shop.
 pub struct Shop {
     pub counters: Arc<Counters>,
     stop: CancellationToken,
-    running: JoinHandle<Books>,
+    running: JoinHandle<ShopRecords>,
 }
 
 /// What all orders of a shop share.
-struct Counter {
+struct Shared {
     pool: PgPool,
     publisher: Publisher,
     counters: Arc<Counters>,
@@ -92,7 +94,7 @@ pub fn article_name(number: usize) -> String {
 }
 
 impl Shop {
-    /// Takes so many orders a second. The publisher may be behind a network that breaks.
+    /// Creates this many orders a second. The publisher may be behind a failing proxy.
     pub async fn open(env: &TestEnv, publisher: Publisher, seed: u64, orders_per_second: f64) -> Self {
         for article in 0..ARTICLES {
             env.stock(&article_name(article), IN_STOCK).await;
@@ -100,115 +102,133 @@ impl Shop {
         let pool = PgPoolOptions::new().max_connections(CONNECTIONS).acquire_timeout(Duration::from_secs(5));
         let pool = pool.connect(env.settings.database.url.expose_secret()).await.unwrap();
         let (counters, stop) = (Arc::<Counters>::default(), CancellationToken::new());
-        let counter = Arc::new(Counter { pool, publisher, counters: counters.clone(), declined: Mutex::default() });
+        let counter = Arc::new(Shared { pool, publisher, counters: counters.clone(), declined: Mutex::default() });
         let running = tokio::spawn(take_orders(counter, seed, orders_per_second, stop.clone()));
         Self { counters, stop, running }
     }
 
-    /// Takes no more orders, and waits for the end of each that was taken.
-    pub async fn shut(self) -> Books {
+    /// Creates no more orders, and waits for the end of those that exist.
+    pub async fn shut(self) -> ShopRecords {
         self.stop.cancel();
         self.running.await.unwrap()
     }
 }
 
-async fn take_orders(shop: Arc<Counter>, seed: u64, orders_per_second: f64, stop: CancellationToken) -> Books {
-    let mut lives = JoinSet::new();
+async fn take_orders(shop: Arc<Shared>, seed: u64, orders_per_second: f64, stop: CancellationToken) -> ShopRecords {
+    let mut records = JoinSet::new();
     let mut beat = tokio::time::interval(Duration::from_secs_f64(1.0 / orders_per_second));
     for number in 0_u64.. {
         tokio::select! {
             () = stop.cancelled() => break,
             _ = beat.tick() => {}
         }
-        let at_the_counter = shop.clone();
-        lives.spawn(async move { at_the_counter.live(Fate::of(seed, number)).await });
+        let shared = shop.clone();
+        records.spawn(async move { shared.run_order(History::of(seed, number)).await });
     }
-    let lives = lives.join_all().await;
+    let records = records.join_all().await;
     let declined = std::mem::take(&mut *shop.declined.lock().unwrap());
-    Books { lives, declined }
+    ShopRecords { records, declined }
 }
 
-impl Counter {
-    async fn live(&self, fate: Fate) -> Life {
-        let mut life = self.create(&fate).await;
+impl Shared {
+    async fn run_order(&self, history: History) -> OrderRecord {
+        let mut record = self.create(&history).await;
         self.counters.taken.fetch_add(1, Ordering::Relaxed);
-        life.alarmed_at = self.alarmed(&life, fate.way).await;
-        self.change(&fate, &mut life).await;
-        self.settle(&fate, &mut life).await;
-        life
+        record.alarmed_at = self.alarmed(&record, history.method).await;
+        self.change(&history, &mut record).await;
+        self.pay_as_planned(&history, &mut record).await;
+        record
     }
 
-    /// Says it until it is known to be done.
-    async fn insist<T, F: Future<Output = Result<T, sqlx::Error>>>(&self, mut attempt: impl FnMut() -> F) -> T {
-        let mut pauses = Backoff::new();
+    /// Repeats an operation until it is known to have succeeded.
+    async fn retry_until_done<T, F: Future<Output = Result<T, sqlx::Error>>>(
+        &self,
+        mut attempt: impl FnMut() -> F,
+    ) -> T {
+        let mut backoff = Backoff::new();
         loop {
             match attempt().await {
                 Ok(done) => return done,
-                Err(_) => _ = self.counters.said_again.fetch_add(1, Ordering::Relaxed),
+                Err(_) => _ = self.counters.repeated.fetch_add(1, Ordering::Relaxed),
             }
-            tokio::time::sleep(pauses.next_pause()).await;
+            tokio::time::sleep(backoff.next_pause()).await;
         }
     }
 
-    async fn create(&self, fate: &Fate) -> Life {
-        let (id, article) = (Uuid::now_v7(), article_name(fate.article));
-        let deadline = self.insist(|| self.commit_order(id, &article, fate)).await;
-        let contested = fate.payment.is_at_the_deadline();
-        let known_at = Timestamp::now_by_local_clock();
-        Life { id, article, created_at: known_at, deadline, known_at, alarmed_at: None, contested, paid: false }
+    async fn create(&self, history: &History) -> OrderRecord {
+        let (id, article) = (Uuid::now_v7(), article_name(history.article));
+        let deadline = self.retry_until_done(|| self.commit_order(id, &article, history)).await;
+        let contested = history.payment.is_at_the_deadline();
+        let confirmed_at = Timestamp::now_by_local_clock();
+        OrderRecord {
+            id,
+            article,
+            created_at: confirmed_at,
+            deadline,
+            confirmed_at,
+            alarmed_at: None,
+            contested,
+            paid: false,
+        }
     }
 
     /// Since when an alarm for the deadline just committed is safe.
-    async fn alarmed(&self, life: &Life, way: Way) -> Option<Timestamp> {
-        match way {
-            Way::Publisher => self.schedule(life).await,
-            Way::ScheduleIn | Way::PlainInsert => Some(life.known_at),
+    async fn alarmed(&self, record: &OrderRecord, method: ScheduleMethod) -> Option<Timestamp> {
+        match method {
+            ScheduleMethod::Publisher => self.schedule(record).await,
+            ScheduleMethod::ScheduleIn | ScheduleMethod::PlainInsert => Some(record.confirmed_at),
         }
     }
 
-    async fn commit_order(&self, id: Uuid, article: &str, fate: &Fate) -> Result<Timestamp, sqlx::Error> {
+    async fn commit_order(&self, id: Uuid, article: &str, history: &History) -> Result<Timestamp, sqlx::Error> {
         let mut transaction = self.pool.begin().await?;
-        let taken = till::take_orders(&mut transaction, &[id], article, fate.delay).await?;
+        let taken = till::take_orders(&mut transaction, &[id], article, history.delay).await?;
         let deadline = taken.first().ok_or(sqlx::Error::RowNotFound)?.1;
-        write_alarm(&mut transaction, fate.way, id, deadline).await?;
+        write_alarm(&mut transaction, history.method, id, deadline).await?;
         transaction.commit().await?;
         Ok(deadline)
     }
 
-    /// Until it succeeds or is of no use any more: then the sweep must do without the alarm.
-    async fn schedule(&self, life: &Life) -> Option<Timestamp> {
-        let mut pauses = Backoff::new();
-        while Timestamp::now_by_local_clock() < life.deadline {
-            if self.publisher.schedule(life.id.to_string(), life.deadline).await.is_ok() {
+    /// Until it succeeds or the deadline has passed: then the sweep must close the order without the alarm.
+    async fn schedule(&self, record: &OrderRecord) -> Option<Timestamp> {
+        let mut backoff = Backoff::new();
+        while Timestamp::now_by_local_clock() < record.deadline {
+            if self.publisher.schedule(record.id.to_string(), record.deadline).await.is_ok() {
                 return Some(Timestamp::now_by_local_clock());
             }
-            self.counters.said_again.fetch_add(1, Ordering::Relaxed);
-            tokio::time::sleep(pauses.next_pause()).await;
+            self.counters.repeated.fetch_add(1, Ordering::Relaxed);
+            tokio::time::sleep(backoff.next_pause()).await;
         }
         None
     }
 
-    async fn change(&self, fate: &Fate, life: &mut Life) {
-        let (after, shift) = match fate.change {
+    async fn change(&self, history: &History, record: &mut OrderRecord) {
+        let (after, shift) = match history.change {
             Change::None => return,
-            Change::Extended { after, by } => (after, fate.delay.mul_f64(1.0 - after) + by),
+            Change::Extended { after, by } => (after, history.delay.mul_f64(1.0 - after) + by),
             Change::Shortened { after, left } => (after, left),
         };
-        wait_until(life.deadline - fate.delay.mul_f64(1.0 - after)).await;
-        let (id, schedules) = (life.id, matches!(fate.change, Change::Shortened { .. }));
-        let deadline = self.insist(|| self.commit_change(id, shift, schedules.then_some(fate.way))).await;
-        if deadline == life.deadline {
+        wait_until(record.deadline - history.delay.mul_f64(1.0 - after)).await;
+        let (id, schedules) = (record.id, matches!(history.change, Change::Shortened { .. }));
+        let deadline =
+            self.retry_until_done(|| self.commit_change(id, shift, schedules.then_some(history.method))).await;
+        if deadline == record.deadline {
             return;
         }
-        (life.deadline, life.known_at) = (deadline, Timestamp::now_by_local_clock());
+        (record.deadline, record.confirmed_at) = (deadline, Timestamp::now_by_local_clock());
         if schedules {
-            life.alarmed_at = self.alarmed(life, fate.way).await;
+            record.alarmed_at = self.alarmed(record, history.method).await;
         }
     }
 
-    /// The deadline that the order has now: the new one, or, where it was closed before, whichever was in force. That may
-    /// be the new one as well, of an earlier try whose answer was lost.
-    async fn commit_change(&self, id: Uuid, left: Duration, schedule: Option<Way>) -> Result<Timestamp, sqlx::Error> {
+    /// The deadline that the order has now: the new one or, if the order was closed before, the one in force. That may
+    /// be the new one too, if an earlier attempt was committed without an answer.
+    async fn commit_change(
+        &self,
+        id: Uuid,
+        left: Duration,
+        schedule: Option<ScheduleMethod>,
+    ) -> Result<Timestamp, sqlx::Error> {
         let mut transaction = self.pool.begin().await?;
         let moved: Option<Timestamptz> = sqlx::query_scalar(
             "UPDATE orders SET expires_at = clock_timestamp() + make_interval(secs => $2)
@@ -218,8 +238,8 @@ impl Counter {
         .bind(left.as_secs_f64())
         .fetch_optional(&mut *transaction)
         .await?;
-        if let (Some(Timestamptz(deadline)), Some(way)) = (moved, schedule) {
-            write_alarm(&mut transaction, way, id, deadline).await?;
+        if let (Some(Timestamptz(deadline)), Some(method)) = (moved, schedule) {
+            write_alarm(&mut transaction, method, id, deadline).await?;
         }
         transaction.commit().await?;
         let Timestamptz(deadline) = match moved {
@@ -232,44 +252,44 @@ impl Counter {
         Ok(deadline)
     }
 
-    async fn settle(&self, fate: &Fate, life: &mut Life) {
-        let at = match fate.payment {
+    async fn pay_as_planned(&self, history: &History, record: &mut OrderRecord) {
+        let at = match history.payment {
             Payment::Never => return,
             Payment::Early(part) => {
-                let left = life.deadline.since(Timestamp::now_by_local_clock());
-                life.deadline - left.mul_f64(1.0 - part)
+                let left = record.deadline.since(Timestamp::now_by_local_clock());
+                record.deadline - left.mul_f64(1.0 - part)
             }
-            Payment::LastMillisecond(before) => life.deadline - before,
-            Payment::DuringTheClose(after) => life.deadline + after,
+            Payment::LastMillisecond(before) => record.deadline - before,
+            Payment::DuringTheClose(after) => record.deadline + after,
             Payment::Declined(held) => {
-                // Nothing is known by it, so nothing need be said again.
-                let _ = self.decline(life, life.deadline - held / 2, held).await;
+                // The result is not used, so a failure need not be repeated.
+                let _ = self.decline(record, record.deadline - held / 2, held).await;
                 return;
             }
         };
-        life.paid = self.pay(life.id, at, fate.pays_for).await;
-        if life.paid && fate.pays_again {
-            let again = self.pay(life.id, at, Duration::ZERO).await;
-            assert!(again, "a payment said again finds the order paid");
+        record.paid = self.pay(record.id, at, history.pays_for).await;
+        if record.paid && history.pays_again {
+            let again = self.pay(record.id, at, Duration::ZERO).await;
+            assert!(again, "a repeated payment finds the order paid");
         }
-        self.count_payment(fate.payment, life.paid);
+        self.count_payment(history.payment, record.paid);
     }
 
     fn count_payment(&self, payment: Payment, paid: bool) {
         let counters = &self.counters;
         counters.paid.fetch_add(usize::from(paid), Ordering::Relaxed);
         if matches!(payment, Payment::LastMillisecond(_) | Payment::DuringTheClose(_)) {
-            let which = if paid { &counters.paid_in_the_nick_of_time } else { &counters.paid_too_late };
+            let which = if paid { &counters.paid_at_deadline } else { &counters.paid_too_late };
             which.fetch_add(1, Ordering::Relaxed);
         }
     }
 
     /// Returns whether the order is paid.
     async fn pay(&self, id: Uuid, at: Timestamp, takes: Duration) -> bool {
-        self.insist(|| self.try_to_pay(id, at, takes)).await
+        self.retry_until_done(|| self.try_to_pay(id, at, takes)).await
     }
 
-    /// If an earlier answer was lost, this finds what became of it.
+    /// If the answer of an earlier attempt was lost, this finds its result.
     async fn try_to_pay(&self, id: Uuid, at: Timestamp, takes: Duration) -> Result<bool, sqlx::Error> {
         let mut transaction = self.begin_for(at).await?;
         let paid = till::pay(&mut transaction, id).await?;
@@ -281,22 +301,22 @@ impl Counter {
         sqlx::query_scalar("SELECT status = 'paid' FROM orders WHERE id = $1").bind(id).fetch_one(&self.pool).await
     }
 
-    async fn decline(&self, life: &Life, at: Timestamp, held: Duration) -> Result<(), sqlx::Error> {
+    async fn decline(&self, record: &OrderRecord, at: Timestamp, held: Duration) -> Result<(), sqlx::Error> {
         let mut transaction = self.begin_for(at).await?;
-        if !till::pay(&mut transaction, life.id).await? {
+        if !till::pay(&mut transaction, record.id).await? {
             return Ok(());
         }
         let from = Timestamp::now_by_local_clock();
         tokio::time::sleep(held).await;
         let ended = transaction.rollback().await;
-        let (article, until) = (life.article.clone(), Timestamp::now_by_local_clock());
+        let (article, until) = (record.article.clone(), Timestamp::now_by_local_clock());
         self.declined.lock().unwrap().push(Declined { article, from, until });
         ended
     }
 
-    /// A transaction that is open when this moment comes, so that only one statement stands between it and the row.
+    /// A transaction that is open at this time, so that only one statement is left before the row is locked.
     async fn begin_for(&self, at: Timestamp) -> Result<sqlx::Transaction<'static, sqlx::Postgres>, sqlx::Error> {
-        wait_until(at - READY).await;
+        wait_until(at - OPEN_BEFORE).await;
         let transaction = self.pool.begin().await?;
         wait_until(at).await;
         Ok(transaction)
@@ -305,18 +325,18 @@ impl Counter {
 
 async fn write_alarm(
     transaction: &mut PgConnection,
-    way: Way,
+    method: ScheduleMethod,
     id: Uuid,
     deadline: Timestamp,
 ) -> Result<(), sqlx::Error> {
-    match way {
-        Way::Publisher => Ok(()),
-        Way::ScheduleIn => match schedule_in(transaction, id.to_string(), deadline).await {
+    match method {
+        ScheduleMethod::Publisher => Ok(()),
+        ScheduleMethod::ScheduleIn => match schedule_in(transaction, id.to_string(), deadline).await {
             Ok(()) => Ok(()),
             Err(order_timeout::OutboxError::Database(error)) => Err(error),
             Err(fault) => panic!("{fault}"),
         },
-        Way::PlainInsert => {
+        ScheduleMethod::PlainInsert => {
             let insert =
                 "INSERT INTO alarm_outbox (order_id, deadline) SELECT id::text, expires_at FROM orders WHERE id = $1";
             sqlx::query(insert).bind(id).execute(transaction).await.map(drop)
@@ -324,14 +344,14 @@ async fn write_alarm(
     }
 }
 
-/// To the microsecond, where a timer goes by milliseconds: the last of them is spent asking.
-async fn wait_until(moment: Timestamp) {
-    let left = moment.since(Timestamp::now_by_local_clock());
+/// Precise to the microsecond, while a timer is precise to milliseconds: the last of them are spent polling.
+async fn wait_until(time: Timestamp) {
+    let left = time.since(Timestamp::now_by_local_clock());
     if let Some(asleep) = left.checked_sub(Duration::from_millis(2)) {
         tokio::time::sleep(asleep).await;
     }
     let began = Instant::now();
-    while Timestamp::now_by_local_clock() < moment && began.elapsed() < Duration::from_millis(5) {
+    while Timestamp::now_by_local_clock() < time && began.elapsed() < Duration::from_millis(5) {
         tokio::task::yield_now().await;
     }
 }

@@ -1,5 +1,5 @@
-//! A cluster of brokers that loses the leader of a queue, twice, under load: no alarm is lost, none closes an order
-//! twice or early. Once without a sweep, which would close whatever alarm was lost; and once as deployed, for the figures.
+//! A broker cluster that loses the leader of a queue, twice, under load: no alarm is lost, none closes an order twice
+//! or early. Once without a sweep, which would hide a lost alarm, and once as deployed, for the figures.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,11 +23,11 @@ const DELAYS: [Duration; 10] = {
     delays[9] = Duration::from_secs(8);
     delays
 };
-/// Orders that fall due within this time of a kill are those it may have made late.
+/// Orders that fall due within this time after a kill may be late because of it.
 const AFTERMATH: Duration = Duration::from_secs(15);
 
-/// Twice as long as a queue's client waits at most before it asks for an answer again.
-const GIVEN_TO_THE_BROKER: Duration = Duration::from_secs(20);
+/// Twice the longest time after which a queue's client repeats a request.
+const BROKER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Alarms wait in the lane for eight seconds, so that thousands are in it at any moment.
 fn one_busy_lane(settings: &mut Settings) {
@@ -36,50 +36,50 @@ fn one_busy_lane(settings: &mut Settings) {
     settings.worker.hold_max = 6 * SECOND;
 }
 
-/// Whether there is one.
+/// Whether the sweep is enabled.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Sweep {
-    /// Whatever alarm is lost, its order is never closed.
-    Away,
-    /// It keeps a broker in trouble from making orders late.
+    /// The order of a lost alarm is never closed.
+    Off,
+    /// It keeps broker failures from making orders late.
     AsDeployed,
 }
 
 #[test]
-fn a_cluster_that_loses_the_leader_of_a_queue_loses_no_alarm() {
-    on_a_cluster(Sweep::Away);
+fn lost_queue_leader_loses_no_alarm() {
+    with_cluster(Sweep::Off);
 }
 
 #[test]
-fn a_cluster_that_loses_the_leader_of_a_queue_closes_each_order_once() {
-    on_a_cluster(Sweep::AsDeployed);
+fn lost_queue_leader_closes_orders_once() {
+    with_cluster(Sweep::AsDeployed);
 }
 
-fn on_a_cluster(sweep: Sweep) {
+fn with_cluster(sweep: Sweep) {
     let cluster = Arc::new(Cluster::start());
-    // The queues are declared through node 1, which thereby leads them.
+    // The queues are declared through node 1, which becomes their leader.
     let front = Arc::new(Forwarder::start(cluster.ports_from(1)));
     let (url, port) = (cluster.url.clone().into(), front.port);
-    // The env is cleared away before these end.
+    // Kept until the test environment is cleaned up.
     let _outlive = (cluster.clone(), front.clone());
     with_env(
         |settings| {
             settings.amqp.url = with_parts(&url, None, Some(&format!("127.0.0.1:{port}")), None);
             one_busy_lane(settings);
             match sweep {
-                Sweep::Away => alarms_alone(settings),
+                Sweep::Off => alarms_alone(settings),
                 Sweep::AsDeployed => settings.sweep = Settings::defaults().sweep,
             }
         },
         async move |env| {
             lose_leaders(&env, &cluster, &front).await;
-            assert!(sweep == Sweep::AsDeployed || by_sweep(&env).await == 0, "there was none");
+            assert!(sweep == Sweep::AsDeployed || by_sweep(&env).await == 0, "the sweep was off");
         },
     );
 }
 
 async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) {
-    // Everybody works through node 2: the first kill is an election and nothing else.
+    // All connections use node 2: the first kill only causes an election.
     front.set_servers(cluster.ports_from(2));
     let workers = [WorkerProcess::start(&env.settings), WorkerProcess::start(&env.settings)];
     let kept_events = keep_events(env).await;
@@ -92,19 +92,19 @@ async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) 
     tokio::time::sleep(AFTERMATH).await;
     tokio::task::block_in_place(|| cluster.bring_back(first.node));
 
-    // Everybody moves to the leader of the processing queue: the second kill takes their connections, too.
+    // All connections move to the leader of the processing queue: the second kill ends them too.
     let processing = env.names().timeout();
     let leader = tokio::task::block_in_place(|| cluster.leader(&processing));
     front.set_servers(cluster.ports_from(leader));
     front.cut();
     tokio::time::sleep(15 * SECOND).await;
     let second = kill_leader(env, cluster, &processing, "the processing queue").await;
-    assert_eq!(second.node, leader, "the leader that everybody works through");
+    assert_eq!(second.node, leader, "the node with all connections");
     tokio::time::sleep(AFTERMATH).await;
 
     let taken = traffic.stop().await;
     tokio::task::block_in_place(|| cluster.bring_back(leader));
-    release_what_is_stuck(env, cluster).await;
+    release_stuck_dead_letters(env, cluster).await;
     assert_each_closed_once(env, &taken, &kept_events).await;
     print(env, cluster, &taken, &[first, second]).await;
     for worker in workers {
@@ -113,11 +113,11 @@ async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) 
     env.reconnected().await.assert_drained().await;
 }
 
-/// A broker may leave alone what it was handing over when the target lost its leader (docs/OPERATING.md, "A cluster of brokers"):
-/// it is safe, but nothing moves it until the source queue's leader changes.
-async fn release_what_is_stuck(env: &TestEnv, cluster: &Cluster) {
+/// A broker may stop handing over dead letters when the target loses its leader (docs/OPERATING.md, "A cluster of
+/// brokers"): they are safe, but nothing moves them until the source queue's leader changes.
+async fn release_stuck_dead_letters(env: &TestEnv, cluster: &Cluster) {
     let began = Instant::now();
-    while unpaid(env).await != Some(0) && began.elapsed() < GIVEN_TO_THE_BROKER {
+    while unpaid(env).await != Some(0) && began.elapsed() < BROKER_TIMEOUT {
         tokio::time::sleep(SECOND).await;
     }
     for (queue, dead_letters) in tokio::task::block_in_place(|| cluster.stuck()) {
@@ -128,23 +128,23 @@ async fn release_what_is_stuck(env: &TestEnv, cluster: &Cluster) {
     }
     let processing = env.names().timeout();
     let env = env.reconnected().await;
-    wait_within(GIVEN_TO_THE_BROKER, "every dead letter handed over and taken", async || {
+    wait_within(BROKER_TIMEOUT, "every dead letter handed over and taken", async || {
         tokio::task::block_in_place(|| cluster.stuck()).is_empty() && env.depth(&processing).await == 0
     })
     .await;
 }
 
 struct Kill {
-    whose: &'static str,
+    what: &'static str,
     node: usize,
     at: OffsetDateTime,
 }
 
-async fn kill_leader(env: &TestEnv, cluster: &Cluster, queue: &str, whose: &'static str) -> Kill {
+async fn kill_leader(env: &TestEnv, cluster: &Cluster, queue: &str, what: &'static str) -> Kill {
     let node = tokio::task::block_in_place(|| cluster.leader(queue));
     let at = database_time(env).await;
     tokio::task::block_in_place(|| cluster.kill(node));
-    Kill { whose, node, at }
+    Kill { what, node, at }
 }
 
 async fn print(env: &TestEnv, cluster: &Cluster, taken: &Taken, kills: &[Kill]) {
@@ -156,7 +156,7 @@ async fn print(env: &TestEnv, cluster: &Cluster, taken: &Taken, kills: &[Kill]) 
         by_sweep(env).await
     );
     for kill in kills {
-        print_lateness(env, &format!("before the leader of {} died", kill.whose), kill.at - AFTERMATH, kill.at).await;
+        print_lateness(env, &format!("before the leader of {} died", kill.what), kill.at - AFTERMATH, kill.at).await;
         let what = format!("{AFTERMATH:?} after (node {})", kill.node);
         print_lateness(env, &what, kill.at, kill.at + AFTERMATH).await;
     }

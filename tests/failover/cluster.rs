@@ -1,4 +1,4 @@
-//! Three RabbitMQ nodes that form a cluster, made and removed by `scripts/cluster`.
+//! Three RabbitMQ nodes that form a cluster, created and removed by `scripts/cluster`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,9 +8,9 @@ use uuid::Uuid;
 /// Removed when dropped.
 pub struct Cluster {
     dir: PathBuf,
-    /// Where the nodes 1, 2 and 3 listen.
+    /// The ports of the nodes 1, 2 and 3.
     pub ports: Vec<u16>,
-    /// Of the first node; the account is the same at the others.
+    /// The first node's; the account is the same on the others.
     pub url: String,
 }
 
@@ -26,7 +26,7 @@ impl Cluster {
         cluster
     }
 
-    /// The release that its living nodes run.
+    /// The release of the running nodes.
     pub fn version(&self) -> String {
         self.call("version", &[]).trim().to_owned()
     }
@@ -41,7 +41,7 @@ impl Cluster {
         self.call("kill", &[&node.to_string()]);
     }
 
-    /// The queues with dead letters that are not handed over, each with their number.
+    /// The queues with dead letters that are not handed over, and their counts.
     pub fn stuck(&self) -> Vec<(String, usize)> {
         let printed = self.call("stuck", &[]);
         let queue = |line: &str| line.split_once(' ').map(|(name, count)| (name.to_owned(), count.parse().unwrap()));
@@ -53,13 +53,13 @@ impl Cluster {
         self.call("move-leader", &[queue]);
     }
 
-    /// Brings a node back, and waits until every queue has all its members again.
+    /// Restarts a node, and waits until every queue has all its members again.
     pub fn bring_back(&self, node: usize) {
         self.call("restart", &[&node.to_string()]);
         self.call("await-whole", &[]);
     }
 
-    /// The ports with this node's first.
+    /// The ports, with this node's first.
     pub fn ports_from(&self, node: usize) -> Vec<u16> {
         let mut ports = self.ports.clone();
         ports.rotate_left(node - 1);

@@ -1,4 +1,4 @@
-//! A Postgres whose primary dies under load, and whose standby takes over: what was committed stays, every order is
+//! A Postgres primary that dies under load and is replaced by its standby: committed data stays, and every order is
 //! closed once.
 
 use std::sync::Arc;
@@ -24,13 +24,13 @@ fn port(server: &Private) -> u16 {
 }
 
 #[test]
-fn a_standby_that_takes_over_closes_every_order_once() {
+fn promoted_standby_closes_orders_once() {
     let primary = Arc::new(Private::postgres(&[]));
     let standby = Arc::new(primary.standby());
-    // What a virtual address or a proxy does: the client library knows one address only.
+    // Like a virtual address or a proxy: the client library supports only one address.
     let front = Arc::new(Forwarder::start(vec![port(&primary)]));
     let url = with_parts(&primary.url.clone().into(), None, Some(&format!("127.0.0.1:{}", front.port)), None);
-    // The env is cleared away before these end.
+    // Kept until the test environment is cleaned up.
     let _outlive = (primary.clone(), standby.clone(), front.clone());
     with_env(
         |settings| {
@@ -42,9 +42,9 @@ fn a_standby_that_takes_over_closes_every_order_once() {
     );
 }
 
-/// From now on a commit is answered when the standby has it.
+/// From now on a commit is answered only after the standby has it.
 async fn commit_on_both(env: &TestEnv) {
-    // Each a statement of its own: ALTER SYSTEM refuses a transaction.
+    // Separate statements: ALTER SYSTEM cannot run in a transaction.
     for statement in ["ALTER SYSTEM SET synchronous_standby_names = '*'", "SELECT pg_reload_conf()"] {
         sqlx::query(statement).execute(&env.pool).await.unwrap();
     }

@@ -1,4 +1,4 @@
-//! What a load balancer or a virtual address does in a deployment: one address in front of several servers.
+//! Acts as a load balancer or a virtual address: one address in front of several servers.
 
 use std::sync::{Arc, Mutex};
 
@@ -6,8 +6,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
-/// Passes connections on to the first server of its list that accepts. It lives outside the test's runtime, so that it
-/// can stand before the env is built and after it is cleared away.
+/// Forwards connections to the first server of its list that accepts. It runs outside the test's runtime, so that it
+/// exists before the test environment is built and after it is cleaned up.
 pub struct Forwarder {
     pub port: u16,
     servers: Arc<Mutex<Vec<u16>>>,
@@ -16,7 +16,7 @@ pub struct Forwarder {
 }
 
 impl Forwarder {
-    /// On a port of its own, in front of servers on these ports.
+    /// On its own port, in front of servers on these ports.
     pub fn start(servers: Vec<u16>) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).unwrap();
@@ -26,12 +26,12 @@ impl Forwarder {
         Self { port, servers, cut, runtime: Some(runtime) }
     }
 
-    /// From now on new connections go to these, the first that accepts.
+    /// From now on new connections go to the first of these that accepts.
     pub fn set_servers(&self, servers: Vec<u16>) {
         *self.servers.lock().unwrap() = servers;
     }
 
-    /// Ends every connection there is.
+    /// Ends every connection.
     pub fn cut(&self) {
         self.cut.send_replace(());
     }
@@ -39,7 +39,7 @@ impl Forwarder {
 
 impl Drop for Forwarder {
     fn drop(&mut self) {
-        // Not waiting: it may be dropped within the test's own runtime.
+        // Without waiting: it may be dropped within the test's own runtime.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -59,7 +59,7 @@ async fn pass_on(mut client: TcpStream, candidates: Vec<u16>, mut cut: watch::Re
         let Ok(mut server) = TcpStream::connect(("127.0.0.1", port)).await else { continue };
         let _ = (client.set_nodelay(true), server.set_nodelay(true));
         tokio::select! {
-            // Ended by one side or the other: both see it.
+            // When one side ends the connection, the other sees it.
             _ = tokio::io::copy_bidirectional(&mut client, &mut server) => {}
             _ = cut.changed() => {}
         }

@@ -1,4 +1,4 @@
-//! A shop that takes orders all the while, as a careful shop does: what is not known to have succeeded is tried again.
+//! A careful shop that creates orders continuously: every operation that is not known to have succeeded is repeated.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,13 +15,13 @@ use crate::support::away::{COMING_BACK, assert_every_event_was_heard};
 use crate::support::{TestEnv, till, wait_within};
 
 /// Ten batches a second.
-const BEAT: Duration = Duration::from_millis(100);
-/// Between two tries of the shop.
+const INTERVAL: Duration = Duration::from_millis(100);
+/// The pause before a retry.
 const PAUSE: Duration = Duration::from_millis(200);
-/// So that closes do not wait for one another's stock alone.
+/// Several, so that closes do not all wait for the same stock row.
 const ARTICLES: usize = 20;
 
-/// Orders being taken.
+/// A running stream of orders.
 pub struct Traffic {
     stop: CancellationToken,
     running: JoinHandle<Taken>,
@@ -31,14 +31,14 @@ pub struct Traffic {
 #[derive(Debug, Default)]
 pub struct Taken {
     pub orders: Vec<Uuid>,
-    /// Alarms that `schedule_all` said were not scheduled, and that were scheduled again.
+    /// Alarms that `schedule_all` reported as not scheduled, and that were scheduled again.
     pub scheduled_again: usize,
-    /// Commits that failed or went unanswered, and were tried again.
+    /// Commits that failed or went unanswered, and were repeated.
     pub committed_again: usize,
 }
 
 impl Traffic {
-    /// Takes orders, each batch with one of these times to pay in turn.
+    /// Creates orders; the batches use these delays in turn.
     pub async fn start(env: Arc<TestEnv>, delays: &'static [Duration]) -> Self {
         for article in 0..ARTICLES {
             env.stock(&article_name(article), 1_000_000).await;
@@ -49,15 +49,15 @@ impl Traffic {
         Self { running: tokio::spawn(take_orders(pool, publisher, size, delays, stop.clone())), stop }
     }
 
-    /// Takes no more orders, and waits until those taken are committed and scheduled.
+    /// Creates no more orders, and waits until the existing ones are committed and scheduled.
     pub async fn stop(self) -> Taken {
         self.stop.cancel();
         self.running.await.unwrap()
     }
 }
 
-/// 500, unless `scripts/test-failover --rate` says otherwise: to a machine that is busy with other things, 500 a second
-/// through three nodes is more than it can do, and lateness then tells of nothing else.
+/// 500, unless `scripts/test-failover --rate` says otherwise: a busy machine cannot pass 500 a second through three
+/// nodes, and lateness would then only show that.
 fn orders_per_second() -> usize {
     std::env::var("ORDER_TIMEOUT_FAILOVER_RATE").map_or(500, |rate| rate.parse().expect("a number of orders"))
 }
@@ -74,11 +74,11 @@ async fn take_orders(
     stop: CancellationToken,
 ) -> Taken {
     let mut batches = JoinSet::new();
-    let mut beat = tokio::time::interval(BEAT);
+    let mut ticks = tokio::time::interval(INTERVAL);
     for number in 0_usize.. {
         tokio::select! {
             () = stop.cancelled() => break,
-            _ = beat.tick() => {}
+            _ = ticks.tick() => {}
         }
         let (article, delay) = (article_name(number % ARTICLES), delays[number % delays.len()]);
         batches.spawn(take_batch(pool.clone(), publisher.clone(), article, size, delay));
@@ -112,7 +112,8 @@ async fn take_batch(pool: PgPool, publisher: Publisher, article: String, size: u
     taken
 }
 
-/// Orders and their alarms. An answer that was lost does not tell whether the commit was, so it may be said again.
+/// Commits orders and their alarms. A lost answer does not tell whether the commit succeeded, so this may be called
+/// again.
 async fn commit(
     pool: &PgPool,
     ids: &[Uuid],
@@ -123,7 +124,7 @@ async fn commit(
     Ok(taken.into_iter().map(|(id, deadline)| (OrderId::new(id.to_string()).unwrap(), deadline)).collect())
 }
 
-/// The database's time: what lateness is measured by.
+/// The database's time, which lateness is measured by.
 pub async fn database_time(env: &TestEnv) -> OffsetDateTime {
     sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(&env.pool).await.unwrap()
 }
@@ -133,7 +134,7 @@ pub async fn unpaid(env: &TestEnv) -> Option<i64> {
     sqlx::query_scalar("SELECT count(*) FROM orders WHERE status = 'unpaid'").fetch_one(&env.pool).await.ok()
 }
 
-/// Insists that every order taken was closed, once, not early, and that every close was heard of.
+/// Asserts that every created order was closed once and not early, and that every close was announced.
 pub async fn assert_each_closed_once(env: &TestEnv, taken: &Taken, kept_events: &str) {
     wait_within(COMING_BACK, "every order's close", async || unpaid(env).await == Some(0)).await;
     assert_every_event_was_heard(env, kept_events).await;
@@ -152,12 +153,12 @@ pub async fn assert_each_closed_once(env: &TestEnv, taken: &Taken, kept_events: 
     env.assert_ledger().await;
 }
 
-/// Orders that no alarm closed in time.
+/// Orders that were not closed by their alarm in time.
 pub async fn by_sweep(env: &TestEnv) -> i64 {
     env.count("SELECT count(*) FROM orders WHERE closed_by = 'sweep'").await
 }
 
-/// Prints how late the orders were that fell due in this span, and the longest time without any close in it.
+/// Prints the lateness of the orders that fell due in this span, and its longest time without a close.
 pub async fn print_lateness(env: &TestEnv, what: &str, from: OffsetDateTime, until: OffsetDateTime) {
     let (count, very_late, p50, p99, max): (i64, i64, f64, f64, f64) = sqlx::query_as(
         "SELECT count(*), count(*) FILTER (WHERE late > 1000),

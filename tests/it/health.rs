@@ -1,5 +1,5 @@
-//! A fault can be seen: whether the worker is alive and ready, and if not, why not; and figures that move with what
-//! happens, each of them documented.
+//! Faults are visible: the pages tell whether the worker is alive and ready, and why not; the metrics follow what
+//! happens, and each of them is documented.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -35,10 +35,10 @@ async fn is_ready(worker: &RunningWorker) -> bool {
 }
 
 #[test]
-fn the_metrics_are_those_that_are_listed_and_no_others() {
+fn exposes_exactly_listed_metrics() {
     with_env(shown, async |env| {
         let worker = env.worker().await;
-        // Readings appear with the first of each.
+        // Gauges appear with their first reading.
         for reading in ["oldest_overdue_seconds", "outbox_age_seconds{outbox=\"alarm\"}", "clock_offset_seconds"] {
             wait_for_figure(&worker, reading, |_| true).await;
         }
@@ -73,7 +73,7 @@ fn assert_labels_are_listed(text: &str) {
 }
 
 #[test]
-fn every_metric_is_documented_and_every_documented_one_is_there() {
+fn documented_metrics_match_listed_metrics() {
     let document = include_str!("../../docs/OPERATING.md");
     let documented: Vec<&str> = document
         .lines()
@@ -81,7 +81,7 @@ fn every_metric_is_documented_and_every_documented_one_is_there() {
         .collect();
     let row = |one: &Listed| {
         let label = one.label.map_or_else(String::new, |label| {
-            // The version is another one every time.
+            // The version changes with each release.
             let values = if label.name == "version" { String::new() } else { format!(": {}", label.values.join(", ")) };
             format!("`{}`{values}", label.name)
         });
@@ -92,7 +92,7 @@ fn every_metric_is_documented_and_every_documented_one_is_there() {
     let name = Regex::new(r"\border_timeout_\w+").unwrap();
     for found in name.find_iter(document) {
         let family = ["_bucket", "_sum", "_count"].into_iter().find_map(|end| found.as_str().strip_suffix(end));
-        // And of one table.
+        // `order_timeout_workers` is a table.
         let known = |name: &str| name == "order_timeout_workers" || LISTED.iter().any(|one| one.name == name);
         assert!(
             known(found.as_str()) || family.is_some_and(known),
@@ -103,15 +103,15 @@ fn every_metric_is_documented_and_every_documented_one_is_there() {
 }
 
 #[test]
-fn promtool_finds_no_fault_with_the_metrics() {
+fn promtool_accepts_metrics() {
     let Some((succeeded, said)) = promtool(&["check", "metrics"], &Metrics::new().render().unwrap()) else {
-        return skipped("health::promtool_finds_no_fault_with_the_metrics", NO_PROMTOOL);
+        return skipped("health::promtool_accepts_metrics", NO_PROMTOOL);
     };
     assert!(succeeded && said.is_empty(), "promtool check metrics: {said}");
 }
 
 #[test]
-fn promtool_understands_the_alerts() {
+fn promtool_accepts_alerts() {
     let document = include_str!("../../docs/OPERATING.md");
     let rules = document.split("```yaml\n").find(|block| block.starts_with("groups:")).expect("the alerts");
     let rules = rules.split("```").next().unwrap();
@@ -127,14 +127,14 @@ fn promtool_understands_the_alerts() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), rules).unwrap();
     let Some((succeeded, said)) = promtool(&["check", "rules", file.path().to_str().unwrap()], "") else {
-        return skipped("health::promtool_understands_the_alerts", NO_PROMTOOL);
+        return skipped("health::promtool_accepts_alerts", NO_PROMTOOL);
     };
     assert!(succeeded && said.contains(&format!("{} rules found", alerts.len())), "promtool check rules: {said}");
 }
 
 const NO_PROMTOOL: &str = "promtool is not installed; Debian's package prometheus has it";
 
-/// Whether it succeeds, and what it says; `None` if it is not installed.
+/// Whether promtool succeeds, and its output; `None` if it is not installed.
 fn promtool(arguments: &[&str], input: &str) -> Option<(bool, String)> {
     let mut promtool = Command::new("promtool");
     promtool.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -146,7 +146,7 @@ fn promtool(arguments: &[&str], input: &str) -> Option<(bool, String)> {
 }
 
 #[test]
-fn a_worker_that_has_lost_broker_or_database_says_which() {
+fn readyz_names_lost_server() {
     let adjust = |settings: &mut Settings| {
         shown(settings);
         be_impatient(settings);
@@ -165,7 +165,7 @@ fn a_worker_that_has_lost_broker_or_database_says_which() {
         assert_eq!((status, why.lines().count()), (503, 1), "{why}");
         assert!(why.starts_with("broker: no consumer session is open: "), "{why}");
         wait_for_figure(&worker, "session_open", |open| open == 0.0).await;
-        // In the meantime an alarm waits in its outbox.
+        // Meanwhile an alarm waits in its outbox.
         let order = env.order(600 * SECOND).await;
         schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
         wait_for_figure(&worker, "alarms_refused_total", |refused| refused > 0.0).await;
@@ -190,7 +190,7 @@ fn a_worker_that_has_lost_broker_or_database_says_which() {
         wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
         wait_for_figure(&worker, "database_unavailable", |away| away == 0.0).await;
 
-        // Its host vanishes: nobody is told, and no call is answered.
+        // The database's host vanishes: no connection is closed, and no call is answered.
         to_database.stall();
         wait_for("the database missed", async || get(&worker, READYZ).await.1.starts_with("database: ")).await;
         to_database.restore();
@@ -200,7 +200,7 @@ fn a_worker_that_has_lost_broker_or_database_says_which() {
 }
 
 #[test]
-fn a_worker_that_starts_without_its_broker_says_so() {
+fn readyz_reports_broker_missing_at_start() {
     with_env(shown, async |env| {
         let worker = env.worker_without_broker().await;
         let missed = "broker: no consumer session is open: the broker at 127.0.0.1:9, ";
@@ -211,7 +211,7 @@ fn a_worker_that_starts_without_its_broker_says_so() {
 }
 
 #[test]
-fn a_worker_that_can_close_nothing_is_not_ready_and_takes_no_alarms() {
+fn readonly_database_requeues_alarms_and_ends_readiness() {
     let adjust = |settings: &mut Settings| {
         shown(settings);
         be_impatient(settings);
@@ -219,7 +219,7 @@ fn a_worker_that_can_close_nothing_is_not_ready_and_takes_no_alarms() {
     with_env(adjust, async |env| {
         let worker = env.worker().await;
         wait_for("a worker that is ready", async || is_ready(&worker).await).await;
-        // As a standby is, or a primary that was demoted: it answers, and takes no writes.
+        // Like a standby or a demoted primary: the database answers but accepts no writes.
         let database: String = sqlx::query_scalar("SELECT current_database()").fetch_one(&env.pool).await.unwrap();
         let read_only = |to: &str| {
             format!(
@@ -235,12 +235,14 @@ fn a_worker_that_can_close_nothing_is_not_ready_and_takes_no_alarms() {
         let (status, why) = get(&worker, READYZ).await;
         assert!(status == 503 && why.contains("\ndatabase: ") && why.contains("read-only"), "{why}");
         assert!(Figures::of(&worker).await.get("close_results_total{outcome=\"away\"}") > 0.0);
-        let mend = format!("SET default_transaction_read_only = off; {}", read_only("off"));
-        // The pool may hand out a connection that was ended.
-        wait_for("mending", async || sqlx::raw_sql(sqlx::AssertSqlSafe(mend.clone())).execute(&env.pool).await.is_ok())
-            .await;
+        let reset = format!("SET default_transaction_read_only = off; {}", read_only("off"));
+        // The pool may hand out a connection that was terminated.
+        wait_for("the reset", async || {
+            sqlx::raw_sql(sqlx::AssertSqlSafe(reset.clone())).execute(&env.pool).await.is_ok()
+        })
+        .await;
         wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
-        // By its alarm, delivered again, or by the sweep, which does not wait for alarms while none can come.
+        // Either by its redelivered alarm or by the sweep, which does not wait for alarms while none can arrive.
         wait_for("the close", async || env.closed().await == 1).await;
         worker.stop().await;
         env.assert_ledger().await;
@@ -248,7 +250,7 @@ fn a_worker_that_can_close_nothing_is_not_ready_and_takes_no_alarms() {
 }
 
 #[test]
-fn a_worker_whose_batches_all_fail_for_a_lock_is_not_ready_and_shows_who_is_overdue() {
+fn table_lock_ends_readiness_and_shows_overdue() {
     let adjust = |settings: &mut Settings| {
         shown(settings);
         settings.sweep.grace = Settings::defaults().sweep.grace;
@@ -257,8 +259,8 @@ fn a_worker_whose_batches_all_fail_for_a_lock_is_not_ready_and_shows_who_is_over
         let worker = env.worker().await;
         wait_for("a worker that is ready", async || is_ready(&worker).await).await;
         wait_for_figure(&worker, "oldest_overdue_seconds", |seconds| seconds.abs() < f64::EPSILON).await;
-        let mut somebody = env.pool.begin().await.unwrap();
-        sqlx::query("LOCK TABLE order_events").execute(&mut *somebody).await.unwrap();
+        let mut locker = env.pool.begin().await.unwrap();
+        sqlx::query("LOCK TABLE order_events").execute(&mut *locker).await.unwrap();
         let orders = env.orders(3, Duration::ZERO).await;
         env.deliver(&orders[..2]).await;
         wait_for("a worker that says so", async || {
@@ -268,7 +270,7 @@ fn a_worker_whose_batches_all_fail_for_a_lock_is_not_ready_and_shows_who_is_over
         .await;
         wait_for_figure(&worker, "oldest_overdue_seconds", |seconds| seconds > 1.0).await;
         assert!(Figures::of(&worker).await.get("close_results_total{outcome=\"locked\"}") > 0.0);
-        somebody.rollback().await.unwrap();
+        locker.rollback().await.unwrap();
         wait_for("the closes", async || env.closed().await == 3).await;
         wait_for("ready again", async || is_ready(&worker).await).await;
         wait_for_figure(&worker, "oldest_overdue_seconds", |seconds| seconds.abs() < f64::EPSILON).await;
@@ -278,7 +280,7 @@ fn a_worker_whose_batches_all_fail_for_a_lock_is_not_ready_and_shows_who_is_over
 }
 
 #[test]
-fn a_worker_that_stops_is_alive_but_not_ready() {
+fn stopping_worker_is_alive_but_not_ready() {
     let adjust = |settings: &mut Settings| {
         shown(settings);
         settings.database.lock_timeout = 5 * SECOND;
@@ -296,13 +298,13 @@ fn a_worker_that_stops_is_alive_but_not_ready() {
         other.rollback().await.unwrap();
         let address = worker.http.unwrap();
         worker.stop().await;
-        http::get(address, READYZ, TIMEOUT).await.expect_err("nobody is there any more");
+        http::get(address, READYZ, TIMEOUT).await.expect_err("no listener is left");
         assert_eq!(env.closed().await, 1);
     });
 }
 
 #[test]
-fn a_loop_that_stands_still_is_seen() {
+fn stalled_event_loop_is_reported() {
     with_env(
         |_| {},
         async |_| {
@@ -320,7 +322,7 @@ fn a_loop_that_stands_still_is_seen() {
 }
 
 #[test]
-fn figures_move_with_what_becomes_of_alarms_and_orders() {
+fn metrics_follow_alarms_and_orders() {
     let adjust = |settings: &mut Settings| {
         shown(settings);
         settings.sweep.grace = Duration::from_millis(500);
@@ -328,7 +330,7 @@ fn figures_move_with_what_becomes_of_alarms_and_orders() {
     with_env(adjust, async |env| {
         let worker = env.worker().await;
         let publisher = env.publisher().await;
-        // Through the inbox and the wheel, the last of all.
+        // It passes the inbox and the wheel, and closes last.
         let far = env.order(9 * SECOND).await;
         publisher.schedule(far.id.to_string(), far.deadline).await.unwrap();
         let orders = env.orders(20, 2 * SECOND).await;
@@ -336,8 +338,8 @@ fn figures_move_with_what_becomes_of_alarms_and_orders() {
         for order in &orders[..5] {
             assert!(env.pay(order).await);
         }
-        bring_up_trouble(&env).await;
-        // Three that nobody has scheduled, and four by way of the outbox, one of them too late.
+        cause_failures(&env).await;
+        // Three orders without an alarm, and four through the outbox, one of them overdue by then.
         env.orders(3, SECOND).await;
         for order in env.orders(3, 2 * SECOND).await {
             schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
@@ -348,10 +350,10 @@ fn figures_move_with_what_becomes_of_alarms_and_orders() {
         let unpaid = async || env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
         wait_for("every close but one", async || unpaid().await == 1).await;
         wait_for("all that is parked", async || env.parked().await.len() == 4).await;
-        // Once more for an order that is closed.
+        // One more alarm for a closed order.
         env.deliver([&far]).await;
         wait_for_figure(&worker, "close_results_total{outcome=\"already_closed\"}", |count| count >= 1.0).await;
-        // One event for each close, and the figure follows the row.
+        // One event for each close, and the metric follows the row.
         wait_for("every event announced", async || {
             let closed = env.closed().await as f64;
             Figures::of(&worker).await.get("events_announced_total") == closed
@@ -363,9 +365,9 @@ fn figures_move_with_what_becomes_of_alarms_and_orders() {
     });
 }
 
-/// An alarm that is none, two for orders that are not there, one for an order that a trigger keeps from being closed,
-/// and one for an order whose row is locked for a while.
-async fn bring_up_trouble(env: &TestEnv) {
+/// One invalid message, two alarms for orders that do not exist, one for an order that a trigger keeps from being
+/// closed, and one for an order whose row is locked for a while.
+async fn cause_failures(env: &TestEnv) {
     let (due, now) = (env.names().due(), Timestamp::now_by_local_clock());
     let properties = || BasicProperties::default().with_delivery_mode(2);
     let alarm = |id: &str| format!("{{\"order_id\": \"{id}\", \"deadline\": \"2026-01-01T00:00:00Z\"}}");
@@ -388,7 +390,7 @@ async fn bring_up_trouble(env: &TestEnv) {
     let mut payment = env.pool.begin().await.unwrap();
     sqlx::query("SELECT FROM orders WHERE id = $1 FOR UPDATE").bind(locked.id).execute(&mut *payment).await.unwrap();
     env.deliver([&locked]).await;
-    // Behind it in the queue: once this one is closed, the locked one was looked at.
+    // This order is behind the locked one in the queue: once it is closed, the locked one has been tried.
     let next = env.order(Duration::ZERO).await;
     env.deliver([&next]).await;
     wait_for("the order behind it", async || env.status(&next).await == "closed").await;
@@ -435,24 +437,25 @@ async fn assert_figures(env: &TestEnv, figures: &Figures) {
     for (series, expected) in [("relaying", 1.0), ("database_unavailable", 0.0), ("sweep_failures_total", 0.0)] {
         is(series, expected);
     }
-    // Both clocks are this machine's here.
+    // Worker and database share this machine's clock.
     assert!(figures.get("clock_offset_seconds").abs() < 1.0, "{}", figures.text);
     assert!((1e-6..1.0).contains(&figures.get("clock_uncertainty_seconds")), "{}", figures.text);
     assert_labels_are_listed(&figures.text);
 }
 
-/// The worker measures until its commit is answered, the row until the statement: nearly the same, and never less.
+/// The worker measures until its commit is answered, the row only until the statement: the worker's value is slightly
+/// higher, never lower.
 async fn assert_lateness_is_the_ledgers(env: &TestEnv, figures: &Figures) {
     let ledger_s = env.lateness_ms().await.iter().sum::<f64>() / 1e3;
     let shown_s = ["alarm", "sweep"].map(|by| figures.get(&format!("close_lateness_seconds_sum{{by=\"{by}\"}}")));
     let shown_s: f64 = shown_s.iter().sum();
-    // The clocks differ by less than a round trip each time.
+    // The clocks differ by less than one round trip each time.
     let orders = env.closed().await as f64;
     assert!((ledger_s - 0.01 * orders..ledger_s + 0.5 * orders).contains(&shown_s), "{shown_s} s, {ledger_s} s");
 }
 
 #[test]
-fn two_workers_do_not_show_themselves_at_one_address() {
+fn second_worker_on_same_address_fails() {
     with_env(shown, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
@@ -466,11 +469,11 @@ fn two_workers_do_not_show_themselves_at_one_address() {
 }
 
 #[test]
-fn nobody_keeps_others_from_asking() {
+fn silent_clients_do_not_block_probes() {
     with_env(shown, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
-        // More than are attended to at once, and none of them says anything.
+        // More connections than are served at once, all of them silent.
         let mut silent = Vec::new();
         for _ in 0..160 {
             silent.push(TcpStream::connect(address).await.unwrap());
@@ -483,12 +486,13 @@ fn nobody_keeps_others_from_asking() {
 }
 
 #[test]
-fn idle_connections_do_not_starve_a_probe() {
+fn idle_connections_do_not_starve_probes() {
     with_env(shown, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
         for _ in 0..3 {
-            // All at once; each is kept until the round ends. Far more than are attended to are there before the probe.
+            // All connect at once and stay open until the round ends, far more of them than are served before the probe
+            // arrives.
             let idle: Vec<_> = (0..600).map(|_| tokio::spawn(TcpStream::connect(address))).collect();
             let connected = || idle.iter().filter(|one| one.is_finished()).count();
             wait_for("idle connections", async || connected() >= 300).await;
@@ -501,13 +505,13 @@ fn idle_connections_do_not_starve_a_probe() {
     });
 }
 
-/// An address that nobody listens at; somebody might before we do, which is unlikely.
+/// An address that is free now. Another process could take it before the worker does, which is unlikely.
 pub fn free_address() -> SocketAddr {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
 #[test]
-fn the_command_line_asks_a_worker_how_it_is() {
+fn health_command_reports_worker_state() {
     let listen = free_address();
     with_env(
         move |settings| settings.http.listen = Listen(Some(listen)),
@@ -534,7 +538,7 @@ fn the_command_line_asks_a_worker_how_it_is() {
 }
 
 #[test]
-fn a_worker_that_is_shown_nowhere_cannot_be_asked() {
+fn health_command_needs_listen_address() {
     let settings = small_settings();
     for (listen, what) in [("", "http.listen is empty"), ("127.0.0.1:0", "http.listen leaves the port open")] {
         let set = format!("http.listen={listen}");

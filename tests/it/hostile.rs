@@ -1,4 +1,4 @@
-//! Messages that are meant to hurt, from somebody who may publish.
+//! Malicious messages from a publisher with valid credentials.
 
 use std::time::Duration;
 
@@ -6,13 +6,13 @@ use crate::support::process::WorkerProcess;
 use crate::support::{raw, wait_for, with_env};
 
 #[test]
-fn a_message_of_tables_in_tables_is_an_alarm_like_any_other() {
+fn alarm_with_nested_header_tables_closes_order() {
     with_env(
         |_| {},
         async |env| {
             let orders = env.orders(2, Duration::from_millis(500)).await;
-            // The AMQP client reads tables by recursion: on a usual stack the worker would die of this one, and so would
-            // every worker that it is delivered to next.
+            // The AMQP client parses tables recursively: on a stack of the usual size this message would crash the
+            // worker, and every worker that it is redelivered to.
             let (due, headers) = (env.names().due(), raw::nested_table());
             raw::publish(&env.settings, &due, "due", &headers, &orders[0].body());
             env.deliver(&orders[1..]).await;

@@ -1,5 +1,5 @@
-//! definitions.json makes a broker on which a publisher can schedule and nothing else, and a worker can do its work on
-//! our objects and touch no others.
+//! With definitions.json imported, a publisher can schedule and do nothing else, and a worker can do its work on our
+//! objects and touch no others.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -22,7 +22,7 @@ use serde_json::Value;
 use crate::support::private::Private;
 use crate::support::{RunningWorker, TestEnv, wait_for, with_env};
 
-/// The users of definitions.json with their development passwords, as they stand in an address.
+/// The users of definitions.json with their development passwords, encoded as in a URL.
 pub const PUBLISHER: &str = "order-publisher:publisher-dev";
 pub const WORKER: &str = "order-worker:worker-dev";
 /// The virtual host of definitions.json.
@@ -33,37 +33,37 @@ fn definitions() -> String {
 }
 
 #[test]
-fn definitions_know_two_users_without_tags_and_no_guest() {
+fn definitions_have_two_untagged_users() {
     let definitions: Value = serde_json::from_str(&definitions()).unwrap();
     let users = definitions["users"].as_array().unwrap();
     let names: Vec<_> = users.iter().map(|user| user["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["order-publisher", "order-worker"]);
     for user in users {
-        // A tag would open the management interface, or everything.
+        // A tag would grant access to the management interface, or to everything.
         assert_eq!(user["tags"], Value::Array(Vec::new()), "{user}");
         assert!(user.get("password").is_none(), "{user} says its password");
     }
     let mut permitted: Vec<_> =
         definitions["permissions"].as_array().unwrap().iter().map(|p| p["user"].as_str().unwrap()).collect();
     permitted.sort_unstable();
-    assert_eq!(permitted, names, "each has the rights of one line, and nobody else has any");
+    assert_eq!(permitted, names, "each has the permissions of one line, and no other user has any");
 }
 
-/// One broker for all of it, because a broker takes seconds to start.
+/// One broker for all checks, because starting one takes seconds.
 #[test]
-fn the_imported_users_can_do_their_work_and_no_more() {
+fn imported_users_have_least_privilege() {
     with_env(
         |_| {},
         async |env| {
             let broker = tokio::task::spawn_blocking(import).await.unwrap();
             refuses_wrong_passwords(&broker).await;
-            nobody_gets_into_another_virtual_host(&broker).await;
+            users_cannot_enter_another_virtual_host(&broker).await;
             a_publisher_can_schedule(&broker).await;
             a_publisher_can_do_nothing_else(&broker).await;
             a_worker_cannot_touch_what_is_not_ours(&broker).await;
-            a_worker_can_run_the_whole_flow(&broker, &env).await;
-            a_listener_can_hear_of_closed_orders_and_no_more(&broker).await;
-            without_write_rights_a_publisher_says_which_right_it_lacks(&broker).await;
+            worker_runs_whole_flow(&broker, &env).await;
+            listener_receives_events_and_no_more(&broker).await;
+            publisher_names_missing_write_permission(&broker).await;
             limits_are_told_from_objects_that_differ_and_from_missing_rights(&broker).await;
         },
     );
@@ -72,7 +72,7 @@ fn the_imported_users_can_do_their_work_and_no_more() {
 /// A fresh broker with the definitions of the repository.
 fn import() -> Private {
     let broker = Private::broker(&[]);
-    // A copy where the broker's own user can read it.
+    // A copy that the broker's operating system user can read.
     let mut file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
     std::io::Write::write_all(&mut file, definitions().as_bytes()).unwrap();
     std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o644)).unwrap();
@@ -80,7 +80,7 @@ fn import() -> Private {
     broker
 }
 
-/// The defaults, for which definitions.json is printed, with this user at this broker.
+/// The default settings, which definitions.json is generated from, with this user at this broker.
 fn settings(broker: &Private, user: &str) -> Settings {
     settings_for(broker, user, VHOST)
 }
@@ -105,7 +105,7 @@ async fn refuses_wrong_passwords(broker: &Private) {
     }
 }
 
-async fn nobody_gets_into_another_virtual_host(broker: &Private) {
+async fn users_cannot_enter_another_virtual_host(broker: &Private) {
     let of_another_application = "stock-taking";
     broker.ctl(&["add_vhost", of_another_application]);
     for vhost in ["%2f", of_another_application] {
@@ -113,15 +113,15 @@ async fn nobody_gets_into_another_virtual_host(broker: &Private) {
             let refused = broker::connect(&settings_for(broker, user, vhost).amqp, "test").await.map(drop);
             assert!(matches!(refused, Err(BrokerError::Refused(_))), "{user} at {vhost}: {refused:?}");
         }
-        // Whoever has the right does get in: the virtual host is there.
+        // A user with the permission gets in, so the virtual host exists.
         let owner = settings_for(broker, &broker.account(), vhost);
         broker.ctl(&["set_permissions", "-p", &vhost.replace("%2f", "/"), "guest", ".*", ".*", ".*"]);
         broker::connect(&owner.amqp, "test").await.unwrap();
     }
 }
 
-/// With the rights that the handbook gives him.
-async fn a_listener_can_hear_of_closed_orders_and_no_more(broker: &Private) {
+/// A listener with the permissions that the handbook gives it.
+async fn listener_receives_events_and_no_more(broker: &Private) {
     let handbook = include_str!("../../docs/OPERATING.md");
     let line = handbook.lines().find(|line| line.starts_with("rabbitmqctl set_permissions -p orders shop-listener"));
     let rights: Vec<&str> = line.expect("the listener's rights").split('\'').skip(1).step_by(2).collect();
@@ -136,9 +136,9 @@ async fn a_listener_can_hear_of_closed_orders_and_no_more(broker: &Private) {
     channel.queue_bind(closed, events, key, QueueBindOptions::default(), FieldTable::default()).await.unwrap();
     let worker = confirming(&connect(broker, WORKER).await).await;
     publish(&worker, "order.events", "order.closed", b"{}", None).await.unwrap();
-    let heard =
+    let received =
         async || channel.basic_get("shop.closed".into(), BasicGetOptions { no_ack: true }).await.unwrap().is_some();
-    wait_for("the event", heard).await;
+    wait_for("the event", received).await;
 
     let channel = connection.create_channel().await.unwrap();
     let timeouts = channel.basic_get("order.timeout".into(), BasicGetOptions::default()).await;
@@ -164,11 +164,12 @@ async fn limits_are_told_from_objects_that_differ_and_from_missing_rights(broker
     Topology::new(&Settings::defaults()).declare(&connection).await.unwrap();
 }
 
-/// Who has lost the right to publish is told which right that is.
-async fn without_write_rights_a_publisher_says_which_right_it_lacks(broker: &Private) {
+/// A publisher that has lost its write permission names the missing permission.
+async fn publisher_names_missing_write_permission(broker: &Private) {
     let publisher = Publisher::connect(&settings(broker, PUBLISHER)).await.unwrap();
     let rights = |write: &str| broker.ctl(&["set_permissions", "-p", VHOST, "order-publisher", "^$", write, "^$"]);
-    // From a folder that only we may enter, as in a checkout under /root: rabbitmqctl is to complain of nothing.
+    // From a folder that only the current user may enter, such as a checkout under /root: rabbitmqctl must not
+    // complain.
     let ours_alone = tempfile::tempdir().unwrap();
     let listed = broker.ctl_from(ours_alone.path(), &["-q", "--formatter=json", "list_permissions", "-p", VHOST]);
     let permissions: Value = serde_json::from_str(&listed).unwrap();
@@ -181,7 +182,7 @@ async fn without_write_rights_a_publisher_says_which_right_it_lacks(broker: &Pri
     publisher.schedule("order-with-rights", soon).await.unwrap();
 }
 
-/// Messages in the queues whose names begin like this.
+/// Messages in all queues whose names have this prefix.
 async fn depth(connection: &Connection, beginning: &str) -> u32 {
     let channel = connection.create_channel().await.unwrap();
     let mut sum = 0;
@@ -205,7 +206,7 @@ async fn a_publisher_can_schedule(broker: &Private) {
     wait_for("one alarm in a lane", async || depth(&watcher, "order.delay.30m.").await == 1).await;
     wait_for("one alarm in the inbox", async || depth(&watcher, "order.arm").await == 1).await;
 
-    // For publishers in other languages the plain key and the inbox are open as well.
+    // Publishers in other languages may also use the plain key and the inbox.
     let channel = connect(broker, PUBLISHER).await;
     let channel = confirming(&channel).await;
     for (exchange, key) in [("order.delay", "30m"), ("order.arm", "")] {
@@ -224,7 +225,7 @@ async fn confirming(connection: &Connection) -> Channel {
     channel
 }
 
-/// Publishes and waits for the confirm; a returned message is a panic, a refusal the error.
+/// Publishes and waits for the confirm. A returned message panics; a refusal is the error.
 async fn publish(channel: &Channel, exchange: &str, key: &str, body: &[u8], ttl_ms: Option<u32>) -> lapin::Result<()> {
     let options = BasicPublishOptions { mandatory: true, ..Default::default() };
     let mut properties = BasicProperties::default().with_delivery_mode(2);
@@ -236,7 +237,7 @@ async fn publish(channel: &Channel, exchange: &str, key: &str, body: &[u8], ttl_
     Ok(())
 }
 
-/// The broker answered 403, and nothing else.
+/// The broker answered 403 and nothing else.
 fn assert_refused<T>(what: &str, result: lapin::Result<T>) {
     match result {
         Ok(_) => panic!("allowed: {what}"),
@@ -253,7 +254,7 @@ async fn a_publisher_can_do_nothing_else(broker: &Private) {
         ("order.wheel", "5s.00"),
         ("order.parked", "parked"),
         ("order.events", "order.closed"),
-        // The default exchange: by it every queue could be written.
+        // The default exchange: with it, a user could write to every queue.
         ("", "order.timeout"),
         ("amq.direct", "due"),
     ] {
@@ -283,7 +284,7 @@ async fn a_publisher_can_do_nothing_else(broker: &Private) {
     assert_cannot_declare(&connection, &["order.spy", "spy", ""]).await;
 }
 
-/// Queues and exchanges of these names; the empty one asks the broker for a name of its choice.
+/// Queues and exchanges of these names; with the empty name the broker chooses one.
 async fn assert_cannot_declare(connection: &Connection, names: &[&str]) {
     for name in names {
         let channel = connection.create_channel().await.unwrap();
@@ -302,7 +303,7 @@ async fn assert_cannot_declare(connection: &Connection, names: &[&str]) {
 }
 
 async fn a_worker_cannot_touch_what_is_not_ours(broker: &Private) {
-    // Somebody else's, on the same virtual host.
+    // A queue of another application on the same virtual host.
     let foreign = "payments.inbox";
     let administrator = "administrator:sesame";
     let (name, password) = administrator.split_once(':').unwrap();
@@ -314,7 +315,7 @@ async fn a_worker_cannot_touch_what_is_not_ours(broker: &Private) {
     confirming(&owner).await.queue_declare(foreign.into(), options, FieldTable::default()).await.unwrap();
 
     let connection = connect(broker, WORKER).await;
-    // "orders.…" begins with our namespace, but not with its dot.
+    // "orders.…" begins with our namespace but not with its dot.
     assert_cannot_declare(&connection, &["payments.outbox", "orders.spy", "ordering", ""]).await;
     let channel = || async { connection.create_channel().await.unwrap() };
     let consumed = channel()
@@ -349,11 +350,11 @@ async fn a_worker_cannot_touch_what_is_not_ours(broker: &Private) {
     );
 }
 
-/// Every way an alarm can take, with the rights of definitions.json and nothing declared by anybody else.
-async fn a_worker_can_run_the_whole_flow(broker: &Private, env: &TestEnv) {
+/// Every route that an alarm can take, with the permissions of definitions.json and no objects declared by other users.
+async fn worker_runs_whole_flow(broker: &Private, env: &TestEnv) {
     let mut settings = settings(broker, WORKER);
     settings.database.url = env.settings.database.url.expose_secret().to_owned().into();
-    // Short, so that an alarm some seconds ahead already takes the way over the wheel.
+    // Short, so that an alarm a few seconds ahead already passes the wheel.
     settings.delay.lead = Duration::from_millis(500);
     settings.worker.hold_max = Duration::from_millis(7_500);
     settings.validate().unwrap();
@@ -372,7 +373,8 @@ async fn a_worker_can_run_the_whole_flow(broker: &Private, env: &TestEnv) {
     for order in [&held, &armed] {
         publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
     }
-    // As a foreign publisher does, and with a TTL shorter than the lane's, so that the test need not last half an hour.
+    // Like a foreign publisher's message, with a TTL shorter than the lane's, so that the test need not take half an
+    // hour.
     let body =
         order_timeout::message::Alarm { order_id: in_a_lane.order_id(), deadline: in_a_lane.deadline }.to_bytes();
     publish(&confirming(&connect(broker, PUBLISHER).await).await, "order.delay", "30m", &body, Some(1_000))

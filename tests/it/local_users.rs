@@ -1,5 +1,5 @@
-//! Other users of the machine cannot log in to the private servers that scripts and tests start, nor read what would let
-//! them in.
+//! Other users of the machine cannot log in to the private servers that scripts and tests start, nor read the
+//! credentials.
 //!
 //! What it may not do: touch a server that it did not start. It needs root, because only root can act as another user.
 
@@ -25,7 +25,7 @@ use secrecy::ExposeSecret;
 /// `nobody` on every Linux.
 const OTHER_USER: u32 = 65_534;
 
-/// Accounts and passwords that a stranger would try: those of other servers, of this repository, and none.
+/// Accounts and passwords that an intruder would try: those of other servers, of this repository, and none.
 const DATABASE_ACCOUNTS: [&str; 6] = [
     "postgres",
     "postgres:postgres",
@@ -37,7 +37,7 @@ const DATABASE_ACCOUNTS: [&str; 6] = [
 const BROKER_ACCOUNTS: [&str; 5] =
     ["guest:guest", "guest:", "order-timeout:services-dev", "order-worker:worker-dev", "order-publisher:publisher-dev"];
 
-/// Our program where another user can run it: the build directory may be closed to that user.
+/// The program in a place where another user can run it: the build directory may be closed to that user.
 struct Program {
     folder: TempDir,
 }
@@ -51,7 +51,8 @@ impl Program {
         Self { folder }
     }
 
-    /// Standard error of a call by the other user. The address is in the environment, as users give it.
+    /// Runs the program as the other user and returns its standard error. The address is in the environment, as in real
+    /// use.
     fn called_by_other_user(&self, setting: &str, url: &str, arguments: &[&str]) -> String {
         let mut command = Command::new(self.folder.path().join("order-timeout"));
         command.env_clear().env(setting, url).args(["--set", "log.filter=off"]).args(arguments);
@@ -80,7 +81,7 @@ fn as_other_user(mut command: Command, folder: &Path) -> Output {
     command.uid(OTHER_USER).gid(OTHER_USER).current_dir(folder).output().unwrap()
 }
 
-/// Whether this process may act as another user; says so where not.
+/// Whether this process may act as another user; prints why not.
 fn is_root(test: &str) -> bool {
     // SAFETY: a plain system call that cannot fail.
     let root = unsafe { libc::geteuid() } == 0;
@@ -134,14 +135,14 @@ fn folder_of(server: &Private) -> PathBuf {
     server.state().parent().unwrap().to_owned()
 }
 
-/// `scripts/private` with these arguments; whether it succeeded, and its standard error.
+/// Runs `scripts/private` with these arguments. Returns whether it succeeded, and its standard error.
 fn private_script(arguments: &[&str]) -> (bool, String) {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/private");
     let output = Command::new(script).args(arguments).process_group(0).output().unwrap();
     (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-/// Nothing below the server's folders, but for the empty file that marks them, can be read by the other user.
+/// The other user can read nothing below the server's folders except the empty marker file.
 fn assert_files_are_closed(server: &Private) {
     let folder = folder_of(server);
     let state = server.state().canonicalize().unwrap();
@@ -155,7 +156,7 @@ fn assert_files_are_closed(server: &Private) {
     }
 }
 
-/// The server does not run as root, nor as the account that owns the machine's own servers.
+/// The server runs neither as root nor as the account that owns the machine's own servers.
 fn assert_runs_as_an_account_of_its_own(server: &Private) {
     let account = std::fs::metadata(format!("/proc/{}", server.recorded("PID"))).unwrap().uid();
     let accounts = std::fs::read_to_string("/etc/passwd").unwrap();
@@ -188,7 +189,7 @@ fn other_users_cannot_use_private_postgres() {
             assert!(said.contains("check the user and password"), "{tried}: {said}");
         }
     }
-    // The same calls with the password get in, so that was what kept them out.
+    // The same calls succeed with the password, so the password was what kept the other user out.
     for address in [postgres.url.clone(), socket(&postgres.url), standby.url.clone()] {
         let said = program.asks_database(&address);
         assert!(said.contains("migration"), "{said}");

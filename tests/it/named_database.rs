@@ -1,5 +1,5 @@
-//! A command says which database it means: before it writes tables, when something is missing there, and whose clock it
-//! goes by.
+//! Commands name the database that they use: before writing tables, when something is missing there, and when they take
+//! the time from it.
 
 use std::time::Duration;
 
@@ -89,7 +89,7 @@ fn missing_schema_says_create_schema() {
     );
 }
 
-/// How far ahead of this machine's clock an alarm is that is scheduled in ten minutes.
+/// How far an alarm scheduled in ten minutes is ahead of this machine's clock.
 async fn scheduled_ahead(settings: &Settings) -> Duration {
     let arguments = ["schedule", "--order-id", "018f2d3e-0000-7000-8000-000000000000", "--in", "10m", "--json"];
     let (code, said, error) = call_with(settings, &arguments).await;
@@ -99,11 +99,11 @@ async fn scheduled_ahead(settings: &Settings) -> Duration {
 }
 
 #[test]
-fn scheduling_counts_by_the_database_clock() {
+fn scheduling_uses_database_clock() {
     with_env(
         |_| {},
         async |env| {
-            // A database whose clock is an hour ahead.
+            // The database's clock is an hour ahead.
             let ahead = format!(
                 "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
                  AS $$ SELECT pg_catalog.clock_timestamp() + interval '1 hour' $$;
@@ -115,7 +115,7 @@ fn scheduling_counts_by_the_database_clock() {
             assert!(ahead > Duration::from_secs(3_600) && ahead <= Duration::from_secs(4_200), "{ahead:?}");
 
             let mut settings = env.settings.clone();
-            // No server listens on the port for discarding.
+            // No server listens on port 9 (discard).
             settings.database.url = with_parts(&settings.database.url, None, Some("127.0.0.1:9"), None);
             let ahead = scheduled_ahead(&settings).await;
             assert!(ahead <= Duration::from_secs(600), "by the clock here where no database answers: {ahead:?}");

@@ -1,4 +1,5 @@
-//! An alarm written in the order's own transaction: committed with it or not at all, broker or no broker.
+//! Alarms written in the order's own transaction: committed with it or not at all, whether or not the broker is
+//! available.
 
 use std::time::{Duration, Instant};
 
@@ -19,12 +20,12 @@ use crate::support::{TIMEOUT, wait_for, with_env};
 const UNSENT: &str = "SELECT count(*) FROM alarm_outbox WHERE sent_at IS NULL";
 
 #[test]
-fn an_alarm_scheduled_in_the_transaction_closes_its_order() {
+fn alarm_scheduled_in_transaction_closes_order() {
     with_env(
         |_| {},
         async |env| {
             let worker = env.worker().await;
-            // One for the lane, one for the wheel; the sweep is out of the way.
+            // One for the lane, one for the wheel; the sweep's grace is too long to interfere.
             for delay_ms in [2_000, 1_300] {
                 let order = env.order(Duration::from_millis(delay_ms)).await;
                 let mut transaction = env.pool.begin().await.unwrap();
@@ -41,7 +42,7 @@ fn an_alarm_scheduled_in_the_transaction_closes_its_order() {
 }
 
 #[test]
-fn the_documented_insert_does_the_same() {
+fn documented_insert_schedules_alarm() {
     with_env(
         |_| {},
         async |env| {
@@ -62,7 +63,7 @@ fn the_documented_insert_does_the_same() {
 }
 
 #[test]
-fn an_alarm_goes_with_its_transaction() {
+fn rollback_discards_alarm() {
     with_env(
         |_| {},
         async |env| {
@@ -76,15 +77,15 @@ fn an_alarm_goes_with_its_transaction() {
 }
 
 #[test]
-fn orders_created_while_the_broker_is_away_are_closed_and_their_alarms_follow_when_it_is_back() {
+fn outbox_bridges_broker_outage() {
     with_env(
         |_| {},
         async |env| {
-            let lonely = env.worker_without_broker().await;
+            let without_broker = env.worker_without_broker().await;
             for order in env.orders(5, Duration::from_millis(300)).await {
                 schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
             }
-            // Far enough away for a busy machine to come to it: the relay leaves to the sweep what is overdue.
+            // Far enough ahead for a busy machine: the relay leaves overdue orders to the sweep.
             let later = env.order(Duration::from_secs(12)).await;
             schedule_in(&env.pool, later.id.to_string(), later.deadline).await.unwrap();
             wait_for("the closes", async || env.closed().await == 5).await;
@@ -92,7 +93,7 @@ fn orders_created_while_the_broker_is_away_are_closed_and_their_alarms_follow_wh
                 env.count("SELECT count(*) FROM alarm_outbox WHERE sent_at IS NULL AND deadline > now()").await,
                 1
             );
-            lonely.stop().await;
+            without_broker.stop().await;
 
             let worker = env.worker().await;
             wait_for("the last close", async || env.closed().await == 6).await;
@@ -106,7 +107,7 @@ fn orders_created_while_the_broker_is_away_are_closed_and_their_alarms_follow_wh
 }
 
 #[test]
-fn an_order_id_that_no_message_could_carry_is_refused_in_the_transaction() {
+fn outbox_rejects_invalid_order_ids() {
     with_env(
         |_| {},
         async |env| {
@@ -126,12 +127,12 @@ fn an_order_id_that_no_message_could_carry_is_refused_in_the_transaction() {
 }
 
 #[test]
-fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
+fn unroutable_alarms_do_not_block_outbox() {
     const LANE: Duration = Duration::from_secs(30);
     with_env(
         |settings| settings.delay.lanes = vec![Lane::try_from("30s".to_owned()).unwrap()],
         async |env| {
-            // The queue of one shard is gone: whatever belongs there comes back as unroutable.
+            // The queue of one shard is deleted: alarms for it are returned as unroutable.
             let topology = Topology::new(&env.settings);
             let lost =
                 topology.queues.iter().find(|queue| queue.name.ends_with("delay.30s.0")).expect("a lane's queue");
@@ -144,7 +145,7 @@ fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
             let mut relay = AlarmRelay::new(database, confirmed, &env.settings, 30, Duration::from_secs(60));
             let (mut rounds, began) = (0, Instant::now());
             let refused = loop {
-                // However slow the machine: each round sees alarms that belong in the lane.
+                // Every round sees alarms that belong in the lane, however slow the machine is.
                 sqlx::query("UPDATE alarm_outbox SET deadline = clock_timestamp() + make_interval(secs => $1)")
                     .bind(LANE.as_secs_f64())
                     .execute(&env.pool)
@@ -152,7 +153,7 @@ fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
                     .unwrap();
                 match relay.round().await.unwrap().settled() {
                     Ok(settled) => assert!(settled > 0, "a round that settles nothing says so"),
-                    // The whole suite shares this broker, and it may be slow to answer.
+                    // The whole suite shares this broker, so it may answer slowly.
                     Err(RelayError::Broker(fault)) if fault.is_of_the_broker() && began.elapsed() < TIMEOUT => {
                         continue;
                     }
@@ -170,13 +171,14 @@ fn alarms_that_the_broker_refuses_do_not_hold_up_those_behind_them() {
     );
 }
 
-/// RabbitMQ 3 forgets to tell a consumer that his queue is gone if it is back too soon (`Topology::but_for_consumed`): he
-/// stays, and hears nothing.
+/// RabbitMQ 3 does not tell a consumer that its queue was deleted if the queue is re-declared too soon
+/// (`Topology::but_for_consumed`): the consumer stays and receives nothing.
 #[test]
-fn an_inbox_that_is_deleted_under_alarms_on_their_way_to_it_is_heard_again() {
+fn inbox_deleted_in_use_is_consumed_again() {
     with_env(
         |settings| {
-            // Each by itself, so that one of them misses the inbox as soon as it is gone, and the worker looks what is missing.
+            // One at a time, so that one of them misses the inbox as soon as it is deleted, and the worker checks what
+            // is missing.
             settings.announce.batch_size = 1;
             settings.announce.poll = Duration::from_millis(1);
         },
@@ -186,32 +188,32 @@ fn an_inbox_that_is_deleted_under_alarms_on_their_way_to_it_is_heard_again() {
             let (mut times, mut turns) = (0, 0);
             while times < 10 {
                 turns += 1;
-                assert!(turns <= 60, "alarms were under way only {times} times: the relay is too fast for this test");
+                assert!(turns <= 60, "alarms were in flight only {times} times: the relay is too fast for this test");
                 let alarms = "INSERT INTO alarm_outbox (order_id, deadline)
                               SELECT gen_random_uuid()::text, now() + interval '30 minutes' FROM generate_series(1, 50)";
                 sqlx::query(alarms).execute(&env.pool).await.unwrap();
-                wait_for("some of them under way", async || env.count(UNSENT).await < 49).await;
+                wait_for("some of them in flight", async || env.count(UNSENT).await < 49).await;
                 env.channel.queue_delete(inbox.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-                // Else none was under way any more.
+                // Otherwise none was in flight any more.
                 times += i32::from(env.count(UNSENT).await > 0);
                 wait_for("the inbox", async || is_consumed(&env, &inbox).await).await;
                 wait_for("all of them handed over", async || env.count(UNSENT).await == 0).await;
-                let heard = format!("all of them heard after the inbox was deleted for the {times}. time");
-                wait_for(&heard, async || env.depth(&inbox).await == 0).await;
+                let consumed = format!("all of them consumed after deletion {times} of the inbox");
+                wait_for(&consumed, async || env.depth(&inbox).await == 0).await;
             }
             worker.stop().await;
         },
     );
 }
 
-/// The settings of a deployment in a schema of its own.
+/// The settings of a deployment in its own schema.
 fn in_schema(settings: &DatabaseSettings, schema: &str) -> DatabaseSettings {
     let url = format!("{}?options=-csearch_path%3D{schema}", settings.url.expose_secret());
     DatabaseSettings { url: url.into(), ..settings.clone() }
 }
 
 #[test]
-fn each_schema_of_a_database_has_a_relay_of_its_own() {
+fn each_schema_has_its_own_relay() {
     with_env(
         |_| {},
         async |env| {
@@ -221,7 +223,7 @@ fn each_schema_of_a_database_has_a_relay_of_its_own() {
                 sqlx::query(AssertSqlSafe(create)).execute(&env.pool).await.unwrap();
                 let database = Database::connect(&in_schema(&env.settings.database, schema), 2).await.unwrap();
                 let mut lock = LeaderLock::new(database.clone());
-                assert!(lock.is_ours().await.unwrap(), "nobody else relays schema {schema}");
+                assert!(lock.is_ours().await.unwrap(), "schema {schema} has no other relay");
                 let mut second = LeaderLock::new(database);
                 assert!(!second.is_ours().await.unwrap(), "a second relay of schema {schema} must wait");
                 locks.push((lock, second));

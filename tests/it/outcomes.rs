@@ -55,18 +55,18 @@ async fn wait_until(moment: Timestamp) {
     tokio::time::sleep(moment.since(Timestamp::now_by_local_clock())).await;
 }
 
-/// Waits until the worker has heard every alarm that was delivered so far. It hears of them in their order on each of its
-/// two channels, among which the broker shares them out in turn, and these behind them are for orders that are due. An
-/// empty queue would say too little, for what has left it may be on its way.
-async fn wait_until_heard(env: &TestEnv) {
-    let witnesses = env.orders(8, Duration::ZERO).await;
-    env.deliver(&witnesses).await;
-    for witness in &witnesses {
-        wait_until_closed(env, witness).await;
+/// Waits until the worker has received every alarm that was delivered so far. The broker distributes alarms over the
+/// worker's two channels in turn, each in order, and the alarms sent here are the last ones, for orders that are due.
+/// An empty queue would prove less, because messages that left it may still be in flight.
+async fn wait_until_received(env: &TestEnv) {
+    let sentinels = env.orders(8, Duration::ZERO).await;
+    env.deliver(&sentinels).await;
+    for sentinel in &sentinels {
+        wait_until_closed(env, sentinel).await;
     }
 }
 
-/// Delivers the alarm of an order that is due but not the worker's to close, and insists that it changes nothing.
+/// Delivers the alarm of an order that is due but that the worker must not close, and asserts that nothing changes.
 fn assert_untouched(prepare: &'static str) {
     with_env(
         |_| {},
@@ -74,13 +74,13 @@ fn assert_untouched(prepare: &'static str) {
             let order = env.order(Duration::ZERO).await;
             sqlx::raw_sql(prepare).execute(&env.pool).await.unwrap();
             let before = row(&env, &order).await;
-            let witness = env.order(SECOND).await;
-            env.deliver([&order, &witness]).await;
+            let sentinel = env.order(SECOND).await;
+            env.deliver([&order, &sentinel]).await;
             let worker = env.worker().await;
-            wait_until_closed(&env, &witness).await;
+            wait_until_closed(&env, &sentinel).await;
             worker.stop().await;
             assert_eq!(row(&env, &order).await, before);
-            assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 1, "the witness' event alone");
+            assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 1, "only the sentinel's event");
             assert_eq!(env.parked().await, []);
             env.assert_drained().await;
             env.assert_ledger().await;
@@ -89,7 +89,7 @@ fn assert_untouched(prepare: &'static str) {
 }
 
 #[test]
-fn the_alarm_of_a_paid_order_is_acknowledged_and_nothing_else() {
+fn paid_order_stays_untouched() {
     assert_untouched(
         "UPDATE orders SET status = 'paid', paid_at = clock_timestamp();
          UPDATE stock SET reserved = 0",
@@ -97,7 +97,7 @@ fn the_alarm_of_a_paid_order_is_acknowledged_and_nothing_else() {
 }
 
 #[test]
-fn the_alarm_of_an_order_that_was_closed_before_is_acknowledged_and_nothing_else() {
+fn closed_order_stays_untouched() {
     assert_untouched(
         "UPDATE orders SET status = 'closed', closed_at = clock_timestamp(), closed_by = 'manual', close_reason = 'unpaid';
          INSERT INTO order_events (order_id, event, by, reason) SELECT id, 'closed', 'manual', 'unpaid' FROM orders;
@@ -106,7 +106,7 @@ fn the_alarm_of_an_order_that_was_closed_before_is_acknowledged_and_nothing_else
 }
 
 #[test]
-fn the_alarm_of_a_cancelled_order_is_acknowledged_and_nothing_else() {
+fn cancelled_order_stays_untouched() {
     assert_untouched(
         "UPDATE orders SET status = 'cancelled';
          INSERT INTO order_events (order_id, event) SELECT id, 'cancelled' FROM orders;
@@ -115,13 +115,13 @@ fn the_alarm_of_a_cancelled_order_is_acknowledged_and_nothing_else() {
 }
 
 #[test]
-fn the_alarm_of_an_order_whose_provider_is_being_asked_is_acknowledged_and_nothing_else() {
+fn order_in_closing_stays_untouched() {
     assert_untouched("UPDATE orders SET status = 'closing', next_attempt_at = clock_timestamp()");
 }
 
-/// The constraints are what is left should a statement be wrong, ours or a shop's own.
+/// The constraints are the last protection if a close statement is wrong, ours or the shop's.
 #[test]
-fn the_tables_refuse_a_second_close_and_an_early_one() {
+fn constraints_reject_early_and_second_close() {
     with_env(
         |_| {},
         async |env| {
@@ -142,14 +142,14 @@ fn the_tables_refuse_a_second_close_and_an_early_one() {
 }
 
 #[test]
-fn an_alarm_that_comes_early_is_held_until_the_deadline() {
+fn early_alarm_is_held_until_deadline() {
     with_env(
         |_| {},
         async |env| {
             let worker = env.worker().await;
             let order = env.order(3 * SECOND).await;
             env.deliver([&order]).await;
-            wait_until_heard(&env).await;
+            wait_until_received(&env).await;
             assert_eq!(env.status(&order).await, "unpaid");
             assert_eq!(wheel_depth(&env, "1s").await, 0, "held, not armed");
             wait_until_closed(&env, &order).await;
@@ -161,13 +161,14 @@ fn an_alarm_that_comes_early_is_held_until_the_deadline() {
 }
 
 #[test]
-fn an_extended_order_is_closed_at_its_new_deadline_only() {
+fn extended_order_closes_at_new_deadline() {
     with_env(
         |_| {},
         async |env| {
             let worker = env.worker().await;
             let publisher = env.publisher().await;
-            // Before its alarm falls due; the second beyond what the worker holds, so that it goes back to the wheel.
+            // Before its alarm is due. The second moves beyond what the worker holds, so that its alarm returns to the
+            // wheel.
             let near = env.order(2 * SECOND).await;
             let far = env.order(2 * SECOND).await;
             for order in [&near, &far] {
@@ -181,25 +182,25 @@ fn an_extended_order_is_closed_at_its_new_deadline_only() {
             wait_until_closed(&env, &far).await;
             worker.stop().await;
             env.assert_drained().await;
-            // `closed_at < expires_at` is looked for there, and expires_at is the new deadline.
+            // The check includes `closed_at < expires_at`, where expires_at is the new deadline.
             env.assert_ledger().await;
         },
     );
 }
 
 #[test]
-fn two_alarms_for_one_order_close_it_once_and_are_both_acknowledged() {
+fn two_alarms_close_order_once() {
     with_env(
         |_| {},
         async |env| {
             let worker = env.worker().await;
-            // Due already: both may be in a closer's hands at once, or one after the other.
+            // Due already: both may be in one batch, or one after the other.
             let order = env.order(Duration::ZERO).await;
             env.deliver([&order, &order]).await;
             wait_until_closed(&env, &order).await;
-            let witness = env.order(SECOND).await;
-            env.deliver([&order, &witness]).await;
-            wait_until_closed(&env, &witness).await;
+            let sentinel = env.order(SECOND).await;
+            env.deliver([&order, &sentinel]).await;
+            wait_until_closed(&env, &sentinel).await;
             worker.stop().await;
             assert_eq!(env.count("SELECT count(*) FROM order_events WHERE event = 'closed'").await, 2);
             assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 2);
@@ -210,15 +211,15 @@ fn two_alarms_for_one_order_close_it_once_and_are_both_acknowledged() {
 }
 
 #[test]
-fn of_five_alarms_that_come_while_the_order_waits_one_is_held() {
+fn duplicate_alarms_of_waiting_order_are_dropped() {
     with_env(
         |settings| settings.worker.hold_max = 60 * SECOND,
         async |env| {
             let order = env.order(30 * SECOND).await;
             let worker = env.worker().await;
             env.deliver([&order; 5]).await;
-            wait_until_heard(&env).await;
-            // What is held is given back; what was acknowledged as a double is not.
+            wait_until_received(&env).await;
+            // Held alarms are requeued; acknowledged duplicates are not.
             worker.stop().await;
             assert_eq!(env.take_out(&env.names().timeout()).await.len(), 1);
             assert_eq!(env.status(&order).await, "unpaid");
@@ -228,7 +229,7 @@ fn of_five_alarms_that_come_while_the_order_waits_one_is_held() {
 }
 
 #[test]
-fn doubles_that_come_while_the_order_waits_do_not_close_it_twice() {
+fn duplicate_alarms_do_not_close_twice() {
     with_env(
         |_| {},
         async |env| {
@@ -246,9 +247,9 @@ fn doubles_that_come_while_the_order_waits_do_not_close_it_twice() {
 }
 
 #[test]
-fn a_locked_order_waits_for_its_lock_and_its_neighbours_do_not() {
+fn locked_order_does_not_delay_its_batch() {
     with_env(
-        // A failure that counted as an attempt would be parked at once.
+        // If a lock counted as a failed attempt, the alarm would be parked at once.
         |settings| settings.retry.max_attempts = 0,
         async |env| {
             let worker = env.worker().await;
@@ -256,7 +257,7 @@ fn a_locked_order_waits_for_its_lock_and_its_neighbours_do_not() {
             let held = lock_order(&env, &orders[4]).await;
             env.deliver(&orders).await;
             wait_for("the neighbours' close", async || env.closed().await == 9).await;
-            // Past the longest pause, so that pausing again and again is seen too.
+            // Longer than the longest backoff, so that repeated backoff is covered too.
             wait_until(orders[4].deadline + 3 * SECOND).await;
             assert_eq!((env.status(&orders[4]).await, env.closed().await), ("unpaid".into(), 9));
             held.rollback().await.unwrap();
@@ -270,7 +271,7 @@ fn a_locked_order_waits_for_its_lock_and_its_neighbours_do_not() {
 }
 
 #[test]
-fn a_payment_in_flight_at_the_deadline_wins() {
+fn payment_in_flight_at_deadline_wins() {
     with_env(
         |_| {},
         async |env| {
@@ -286,10 +287,10 @@ fn a_payment_in_flight_at_the_deadline_wins() {
                 sqlx::query(sql).execute(&mut *payment).await.unwrap();
             }
             payment.commit().await.unwrap();
-            // Its alarm is acknowledged: stopping gives nothing back.
-            let witness = env.order(2 * SECOND).await;
-            env.deliver([&witness]).await;
-            wait_until_closed(&env, &witness).await;
+            // Its alarm is acknowledged: stopping requeues nothing.
+            let sentinel = env.order(2 * SECOND).await;
+            env.deliver([&sentinel]).await;
+            wait_until_closed(&env, &sentinel).await;
             worker.stop().await;
             assert_eq!(env.status(&order).await, "paid");
             env.assert_drained().await;
@@ -299,7 +300,7 @@ fn a_payment_in_flight_at_the_deadline_wins() {
 }
 
 #[test]
-fn a_locked_stock_row_delays_the_orders_of_its_article_alone() {
+fn locked_stock_row_delays_only_its_article() {
     with_env(
         |settings| settings.retry.max_attempts = 0,
         async |env| {
@@ -315,7 +316,7 @@ fn a_locked_stock_row_delays_the_orders_of_its_article_alone() {
             // Many times lock_timeout.
             wait_until(deadline + 4 * SECOND).await;
             assert_eq!(env.closed().await, 15, "no order is closed without its stock");
-            // New orders of the other article are not held up by those that wait.
+            // New orders of the other article are not delayed by the waiting ones.
             let later = env.order(SECOND).await;
             env.deliver([&later]).await;
             wait_until_closed(&env, &later).await;
@@ -330,7 +331,7 @@ fn a_locked_stock_row_delays_the_orders_of_its_article_alone() {
 }
 
 #[test]
-fn an_order_that_commits_after_its_alarm_fell_due_is_closed() {
+fn order_committed_after_its_alarm_is_closed() {
     with_env(
         |_| {},
         async |env| {
@@ -358,7 +359,7 @@ fn an_order_that_commits_after_its_alarm_fell_due_is_closed() {
 }
 
 #[test]
-fn the_alarm_of_an_order_that_never_appears_is_parked_after_missing_for() {
+fn unknown_order_is_parked_after_missing_for() {
     with_env(
         |_| {},
         async |env| {
@@ -391,7 +392,8 @@ async fn make_fail(env: &TestEnv, order: &Order, trigger: &str, statement: &str)
     sqlx::raw_sql(AssertSqlSafe(sql)).execute(&env.pool).await.unwrap();
 }
 
-/// One order of fifty cannot be closed: the others are, and it is tried again and parked with the database's words.
+/// One order of fifty cannot be closed: the others are closed, and it is retried and parked with the database's
+/// message.
 fn assert_isolated(trigger: &'static str, statement: &'static str, words: &'static str) {
     with_env(
         |_| {},
@@ -418,7 +420,7 @@ fn assert_isolated(trigger: &'static str, statement: &'static str, words: &'stat
 }
 
 #[test]
-fn an_order_that_a_trigger_refuses_is_isolated_retried_and_parked() {
+fn order_rejected_by_trigger_is_parked() {
     assert_isolated(
         "TRIGGER refuse BEFORE UPDATE ON orders",
         "RAISE EXCEPTION 'order % is under investigation', NEW.id",
@@ -427,7 +429,7 @@ fn an_order_that_a_trigger_refuses_is_isolated_retried_and_parked() {
 }
 
 #[test]
-fn an_order_that_fails_at_commit_is_not_taken_for_closed() {
+fn failure_at_commit_is_no_close() {
     assert_isolated(
         "CONSTRAINT TRIGGER refuse AFTER UPDATE ON orders DEFERRABLE INITIALLY DEFERRED",
         "RAISE EXCEPTION 'the ledger of % does not balance', NEW.id",
@@ -435,14 +437,14 @@ fn an_order_that_fails_at_commit_is_not_taken_for_closed() {
     );
 }
 
-/// SQLSTATE class 42, which for the close statement as a whole means that nothing can be closed.
+/// SQLSTATE class 42, which for the close statement itself means that no order can be closed.
 #[test]
-fn an_order_whose_trigger_is_broken_does_not_stop_the_others() {
+fn broken_trigger_does_not_stop_other_orders() {
     assert_isolated("TRIGGER refuse BEFORE UPDATE ON orders", "PERFORM no_such_function()", "no_such_function");
 }
 
 #[test]
-fn an_order_paid_at_its_deadline_is_either_paid_or_closed() {
+fn order_is_never_paid_and_closed() {
     with_env(
         |_| {},
         async |env| {
@@ -473,10 +475,10 @@ fn an_order_paid_at_its_deadline_is_either_paid_or_closed() {
             }
             let paid = env.count("SELECT count(*) FROM orders WHERE status = 'paid'").await;
             assert!((1..600).contains(&paid), "{paid} paid: there was no race");
-            // Longer than the longest pause of an alarm that met a payment's lock.
-            let witness = env.order(2 * SECOND).await;
-            env.deliver([&witness]).await;
-            wait_until_closed(&env, &witness).await;
+            // Longer than the longest backoff of an alarm that met a payment's lock.
+            let sentinel = env.order(2 * SECOND).await;
+            env.deliver([&sentinel]).await;
+            wait_until_closed(&env, &sentinel).await;
             worker.stop().await;
             env.assert_drained().await;
             env.assert_ledger().await;
@@ -495,7 +497,7 @@ async fn wheel_depth(env: &TestEnv, ring: &str) -> u32 {
 }
 
 #[test]
-fn an_order_some_seconds_ahead_waits_in_the_slot_of_its_second() {
+fn near_alarm_waits_in_fine_ring() {
     with_env(
         |_| {},
         async |env| {
@@ -520,14 +522,14 @@ fn an_order_some_seconds_ahead_waits_in_the_slot_of_its_second() {
 }
 
 #[test]
-fn an_order_beyond_the_fine_ring_passes_the_coarse_one_first() {
+fn far_alarm_passes_coarse_ring_first() {
     with_env(
         |_| {},
         async |env| {
             let witness = Witness::open(&env).await;
             let worker = env.worker().await;
             let publisher = env.publisher().await;
-            // Late in its coarse unit of five seconds, so that it stays in the fine ring for long enough to be seen.
+            // Late in its coarse unit of five seconds, so that the alarm stays in the fine ring long enough to be seen.
             let earliest = Timestamp::now_by_local_clock() + 20 * SECOND;
             let into_unit = Duration::from_micros(earliest.unix_micros().rem_euclid(5_000_000).unsigned_abs());
             let order = env.order(20 * SECOND + (5 * SECOND - into_unit) + 4 * SECOND).await;

@@ -1,4 +1,4 @@
-//! A shop that keeps its own table of orders: the example's two statements are all it takes.
+//! A shop with its own orders table: the example's two statements are all that it needs.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -27,17 +27,17 @@ async fn states(env: &TestEnv) -> Vec<(i64, String)> {
 }
 
 #[test]
-fn a_table_of_the_shops_own_is_closed_by_alarm_and_sweep_and_its_events_are_announced() {
+fn own_table_is_closed_and_announced() {
     with_env(
         |settings| {
             settings.orders.close_sql = example("close.sql");
             settings.orders.overdue_sql = example("overdue.sql");
-            // In which an alarm arrives on a busy machine, too.
+            // Long enough for an alarm to arrive on a busy machine.
             settings.sweep.grace = Duration::from_secs(4);
         },
         async |env| {
             sqlx::raw_sql(SCHEMA).execute(&env.pool).await.unwrap();
-            // First, or the sweep would be at the orders before their alarms are.
+            // The worker starts first; otherwise the sweep would reach the orders before their alarms.
             let worker = env.worker().await;
             let publisher = env.publisher().await;
             sqlx::raw_sql(
@@ -49,7 +49,7 @@ fn a_table_of_the_shops_own_is_closed_by_alarm_and_sweep_and_its_events_are_anno
             .await
             .unwrap();
             let deadline = Timestamp::now_by_local_clock() + Duration::from_secs(2);
-            // Nobody schedules the third; the last is not there, or not of the table's form.
+            // The third order gets no alarm; the last id does not exist, or does not have the table's format.
             for id in ["1", "2", "none", "99"] {
                 publisher.schedule(id, deadline).await.unwrap();
             }
@@ -67,7 +67,7 @@ fn a_table_of_the_shops_own_is_closed_by_alarm_and_sweep_and_its_events_are_anno
 }
 
 #[test]
-fn one_of_the_two_statements_alone_is_refused() {
+fn single_statement_is_refused() {
     with_env(
         |_| {},
         async |env| {
@@ -80,7 +80,7 @@ fn one_of_the_two_statements_alone_is_refused() {
     );
 }
 
-/// A env with the example's tables and statements.
+/// A test environment with the example's tables and statements.
 fn on_example<F: Future<Output = ()> + Send + 'static>(
     test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
 ) {
@@ -105,7 +105,7 @@ async fn closer(env: &TestEnv) -> Closer {
     Closer::prepare(database, &env.settings.orders.close_sql).await.unwrap()
 }
 
-/// What one statement says of all these ids.
+/// The outcomes of one statement for all these ids.
 async fn close(closer: &Closer, ids: &[String]) -> Vec<Outcome> {
     let ids: Vec<OrderId> = ids.iter().map(|id| OrderId::new(id).unwrap()).collect();
     let findings = closer.close(&ids, ClosedBy::Manual, true).await.unwrap();
@@ -127,7 +127,7 @@ async fn swept(env: &TestEnv, limit: usize) -> Vec<Overdue> {
     }
 }
 
-/// Numbers of every length and sign, and those at the ends.
+/// Numbers of every length and sign, and the limits.
 fn bigints() -> Vec<i64> {
     let mut runner = TestRunner::deterministic();
     let of_any_length = (proptest::num::i64::ANY, 0_u32..63).prop_map(|(number, shift)| number >> shift);
@@ -214,7 +214,7 @@ fn example_gives_back_sums_per_article() {
     });
 }
 
-/// Pays as schema.sql says, but leaves the state to another service. Whether it was still open.
+/// Pays as schema.sql says, but leaves the state to another service. Returns whether the order was still open.
 async fn pay(env: &TestEnv, id: i64, before_commit: Duration) -> bool {
     let mut payment = env.pool.begin().await.unwrap();
     let state: String = sqlx::query_scalar("SELECT state FROM public.purchases WHERE id = $1 FOR NO KEY UPDATE")
@@ -249,7 +249,7 @@ fn example_never_closes_what_is_paid() {
         for (id, micros) in due {
             let deadline = Timestamp::from_unix_micros(micros);
             publisher.schedule(id.to_string(), deadline).await.unwrap();
-            // From well before the deadline to well behind it.
+            // From well before the deadline to well after it.
             let around = deadline - Duration::from_millis(150) + Duration::from_millis(5) * u32::try_from(id).unwrap();
             let env = env.clone();
             payments.spawn(async move {
@@ -272,7 +272,7 @@ fn example_never_closes_what_is_paid() {
 }
 
 #[test]
-fn payment_after_the_statement_began_counts() {
+fn payment_after_statement_start_counts() {
     on_example(async |env| {
         execute(
             &env,

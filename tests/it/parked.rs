@@ -1,5 +1,6 @@
-//! What cannot be handled is parked with a reason that names the fault, and the worker goes on; a person lists,
-//! retries and drops it. What another program publishes by the documented contract is handled like our own.
+//! Messages that cannot be handled are parked with a reason that names the fault, and the worker continues; an operator
+//! lists, retries and drops them. Messages that other programs publish by the documented contract are handled like our
+//! own.
 
 use std::time::Duration;
 
@@ -25,7 +26,7 @@ use crate::support::{Order, TIMEOUT, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// One message that is not an alarm the worker can handle, and what is said of it.
+/// A message that is not an alarm the worker can handle, and what is recorded about it.
 struct Fault {
     body: Vec<u8>,
     message_type: Option<&'static str>,
@@ -87,14 +88,14 @@ fn faults() -> Vec<Fault> {
         Fault::of(alarm_json("'; DROP TABLE orders; --", PAST), "malformed_id", "not of the form"),
         Fault::of(alarm_json("\"order\" 'ü' \\ %s $1 {0}", PAST), "malformed_id", "not of the form"),
         Fault::of(alarm_json(&format!("{ID}0"), PAST), "malformed_id", "not of the form"),
-        // Of the right length: a hyphen too many, a digit that is none, a letter of two bytes.
+        // Of the right length, but with one hyphen too many, an invalid digit, or a letter of two bytes.
         Fault::of(alarm_json(&format!("{}-", &ID[..35]), PAST), "malformed_id", "not of the form"),
         Fault::of(alarm_json(&format!("{}g", &ID[..35]), PAST), "malformed_id", "not of the form"),
         Fault::of(alarm_json(&format!("{}ü", &ID[..35]), PAST), "malformed_id", "not of the form"),
     ]
 }
 
-/// Publishes every fault by this exchange and key; each is parked with its name, and the worker goes on.
+/// Publishes every fault through this exchange and key; each is parked with its reason, and the worker continues.
 fn assert_parked_from(exchange: fn(&TestEnv) -> String, routing_key: &'static str) {
     with_env(
         |_| {},
@@ -130,17 +131,17 @@ fn assert_parked_from(exchange: fn(&TestEnv) -> String, routing_key: &'static st
 }
 
 #[test]
-fn what_is_no_alarm_in_the_processing_queue_is_parked_by_its_fault() {
+fn invalid_messages_in_timeout_queue_are_parked() {
     assert_parked_from(|env| env.names().due(), "due");
 }
 
 #[test]
-fn what_is_no_alarm_in_the_inbox_is_parked_by_its_fault() {
+fn invalid_messages_in_inbox_are_parked() {
     assert_parked_from(|env| env.names().arm(), "any key");
 }
 
 #[test]
-fn many_faults_among_good_alarms_stop_nobody() {
+fn invalid_messages_do_not_delay_alarms() {
     with_env(
         |_| {},
         async |env| {
@@ -167,7 +168,7 @@ fn header(key: &str, value: AMQPValue) -> BasicProperties {
 }
 
 #[test]
-fn headers_and_timestamps_of_odd_types_stop_nobody() {
+fn odd_header_types_do_not_delay_alarms() {
     let odd_attempts = || {
         [
             AMQPValue::LongString("three".into()),
@@ -184,7 +185,7 @@ fn headers_and_timestamps_of_odd_types_stop_nobody() {
         ]
     };
     with_env(
-        // What claims to have been tried often waits 32 times as long.
+        // An alarm that claims many attempts waits 32 times as long.
         |settings| settings.retry.longest = Duration::from_millis(200),
         async move |env| {
             let worker = env.worker().await;
@@ -197,7 +198,7 @@ fn headers_and_timestamps_of_odd_types_stop_nobody() {
             for timestamp in [0, 1, 253_402_300_800, 9_223_372_036_854_775_807, u64::MAX] {
                 properties.push(BasicProperties::default().with_timestamp(timestamp));
             }
-            // Each once for an order that is closed, and once for one that is not there, which is retried or parked.
+            // Each once for an order that gets closed, and once for one that does not exist and is retried or parked.
             let orders = env.orders(properties.len(), SECOND).await;
             for (order, properties) in orders.iter().zip(properties) {
                 let unknown = Order { id: Uuid::now_v7(), ..*order };
@@ -218,7 +219,7 @@ fn headers_and_timestamps_of_odd_types_stop_nobody() {
     );
 }
 
-/// The body of the contract's golden file, for this order, as a program of another language writes it.
+/// The body of the contract's golden file for this order, as a program in another language writes it.
 fn foreign_body(order: &Order) -> Vec<u8> {
     let golden = include_str!("../fixtures/timeout_due.v1.json").trim_ascii();
     let body = golden
@@ -229,7 +230,7 @@ fn foreign_body(order: &Order) -> Vec<u8> {
 }
 
 #[test]
-fn another_program_publishes_into_a_lane_by_its_plain_name() {
+fn foreign_publisher_uses_plain_lane_key() {
     with_env(
         |_| {},
         async |env| {
@@ -249,13 +250,13 @@ fn another_program_publishes_into_a_lane_by_its_plain_name() {
 }
 
 #[test]
-fn another_program_publishes_into_the_inbox_by_any_key_and_without_a_ttl() {
+fn foreign_publisher_uses_inbox_without_ttl() {
     with_env(
         |_| {},
         async |env| {
             let witness = Witness::open(&env).await;
             let worker = env.worker().await;
-            // One for the next slots, one for those further on.
+            // One for the next slots, one for later ones.
             let orders = [env.order(2 * SECOND).await, env.order(7 * SECOND).await];
             for (order, key) in orders.iter().zip(["", "shop.checkout"]) {
                 let properties = BasicProperties::default().with_content_type("application/json".into());
@@ -271,7 +272,7 @@ fn another_program_publishes_into_the_inbox_by_any_key_and_without_a_ttl() {
 }
 
 #[test]
-fn what_the_broker_gave_up_on_is_taken_into_the_table() {
+fn dead_lettered_messages_move_into_table() {
     with_env(
         |_| {},
         async |env| {
@@ -314,7 +315,7 @@ fn json_lines(text: &str) -> Vec<Value> {
 }
 
 #[test]
-fn an_alarm_that_cannot_be_parked_does_not_keep_others_out() {
+fn failed_parking_does_not_block_others() {
     with_env(
         |_| {},
         async |env| {
@@ -347,7 +348,7 @@ async fn insert_parked(pool: &PgPool, reason: &str, body: &[u8]) -> Uuid {
 }
 
 #[test]
-fn parked_list_shows_what_why_and_since_when() {
+fn parked_list_shows_reason_and_age() {
     with_env(
         |_| {},
         async |env| {
@@ -387,7 +388,7 @@ fn parked_list_shows_what_why_and_since_when() {
 }
 
 #[test]
-fn parked_retry_closes_an_order_that_was_unknown_and_is_there_now() {
+fn parked_retry_closes_order_that_appeared() {
     with_env(
         |_| {},
         async |env| {
@@ -423,7 +424,7 @@ fn parked_retry_closes_an_order_that_was_unknown_and_is_there_now() {
 }
 
 #[test]
-fn parked_retry_does_not_drop_what_the_worker_parks_again_at_once() {
+fn parked_retry_keeps_alarm_parked_again() {
     with_env(
         |_| {},
         async |env| {
@@ -442,9 +443,9 @@ fn parked_retry_does_not_drop_what_the_worker_parks_again_at_once() {
     );
 }
 
-/// Both lock many rows of the table, and the operator's statement is the one that must not be the deadlock's victim.
+/// Both lock many rows of the table, and the operator's statement must not be chosen as the deadlock's victim.
 #[test]
-fn what_is_retried_or_dropped_is_deleted_while_the_worker_parks_it_again() {
+fn retry_and_drop_delete_while_worker_parks() {
     with_env(
         |_| {},
         async |env| {
@@ -474,7 +475,7 @@ fn what_is_retried_or_dropped_is_deleted_while_the_worker_parks_it_again() {
 }
 
 #[test]
-fn parked_retry_keeps_what_is_still_unreadable_and_says_why() {
+fn parked_retry_keeps_unreadable_alarms() {
     with_env(
         |_| {},
         async |env| {
@@ -498,7 +499,7 @@ fn parked_retry_keeps_what_is_still_unreadable_and_says_why() {
                 output.contains("0 alarm(s) sent back") && output.contains(&format!("kept {unreadable}")),
                 "{output}"
             );
-            // Of one that was too large only the beginning was kept, of which there is nothing to say.
+            // Only the beginning of an oversized message was kept, which tells nothing about the rest.
             let cut = insert_parked(&env.pool, "unreadable", &[b'['; 16 * 1024]).await;
             let (_, output) = parked_command(&env, &["retry", &cut.to_string(), "--yes"]);
             assert!(output.contains(&format!("kept {cut}: for the test")), "{output}");
@@ -513,7 +514,7 @@ fn parked_retry_keeps_what_is_still_unreadable_and_says_why() {
 }
 
 #[test]
-fn parked_drop_deletes_what_was_selected_and_nothing_else() {
+fn parked_drop_deletes_only_selected_alarms() {
     with_env(
         |_| {},
         async |env| {
@@ -549,7 +550,7 @@ fn parked_drop_deletes_what_was_selected_and_nothing_else() {
     );
 }
 
-/// An alarm of an order that is not there, so old that it is parked at once.
+/// An alarm of a nonexistent order, so old that it is parked at once.
 fn unknown_alarm() -> (Vec<u8>, BasicProperties) {
     (alarm_json(&Uuid::now_v7().to_string(), "2020-01-01T00:00:00Z"), BasicProperties::default().with_timestamp(1))
 }

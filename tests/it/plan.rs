@@ -1,5 +1,5 @@
-//! The statements stay cheap on tables that were never analysed, and on tables that were: by primary key, along the
-//! deadline index, and no row of a batch compared with every other.
+//! The statements stay cheap on tables with and without statistics: they use primary keys and the deadline index, and
+//! never compare each row of a batch with every other.
 
 use std::collections::BTreeSet;
 
@@ -15,11 +15,11 @@ const CLOSE_TYPES: &str = "text[], text, boolean";
 const ORDERS: usize = 20_000;
 const ARTICLES: usize = 20_000;
 const BATCH: usize = 800;
-/// Rows that any part of a batch's plan may look at, thrown away or not. Ten for each order is plenty; comparing every
-/// order with every other would be 640 000.
+/// Rows that any node of a batch's plan may read, including those it discards. Ten for each order is plenty; comparing
+/// every order with every other would be 640 000.
 const MOST_ROWS: f64 = 10.0 * BATCH as f64;
 
-/// Overdue orders of one article each, among many that are paid.
+/// Overdue orders of one article each, among many paid ones.
 async fn fill(env: &TestEnv) {
     for table in ["orders", "order_items", "stock"] {
         let keep = format!("ALTER TABLE {table} SET (autovacuum_enabled = false)");
@@ -38,29 +38,29 @@ async fn fill(env: &TestEnv) {
     sqlx::raw_sql(AssertSqlSafe(fill)).execute(&env.pool).await.unwrap();
 }
 
-/// One part of a plan, and what it did.
+/// One node of a plan, and what it did.
 #[derive(Debug)]
-struct Part {
+struct Node {
     relation: String,
-    /// The index it went by, or the kind of scan.
+    /// The index it used, or the kind of scan.
     by: String,
     rows: f64,
 }
 
-fn parts(plan: &Value, into: &mut Vec<Part>) {
+fn nodes(plan: &Value, into: &mut Vec<Node>) {
     let number = |key: &str| plan[key].as_f64().unwrap_or(0.0);
     let removed = ["Rows Removed by Filter", "Rows Removed by Join Filter", "Rows Removed by Index Recheck"];
     let rows = (number("Actual Rows") + removed.map(number).iter().sum::<f64>()) * number("Actual Loops").max(1.0);
     let text = |key: &str| plan[key].as_str().unwrap_or_default().to_owned();
     let by = if plan["Index Name"].is_string() { text("Index Name") } else { text("Node Type") };
-    into.push(Part { relation: text("Relation Name"), by, rows });
+    into.push(Node { relation: text("Relation Name"), by, rows });
     for child in plan["Plans"].as_array().into_iter().flatten() {
-        parts(child, into);
+        nodes(child, into);
     }
 }
 
-/// Runs a statement with these arguments as a prepared one, as the worker does, and undoes it.
-async fn plan_of(connection: &mut PgConnection, mode: &str, sql: &str, types: &str, arguments: &str) -> Vec<Part> {
+/// Runs a statement with these arguments as a prepared statement, like the worker, and rolls it back.
+async fn plan_of(connection: &mut PgConnection, mode: &str, sql: &str, types: &str, arguments: &str) -> Vec<Node> {
     prepare(connection, mode, sql, types).await;
     let plan = explain(connection, arguments).await;
     sqlx::raw_sql("DEALLOCATE statement; RESET plan_cache_mode").execute(connection).await.unwrap();
@@ -72,37 +72,37 @@ async fn prepare(connection: &mut PgConnection, mode: &str, sql: &str, types: &s
     sqlx::raw_sql(AssertSqlSafe(prepare)).execute(connection).await.unwrap();
 }
 
-/// The plan of what is prepared, with these arguments; what it does is undone.
-async fn explain(connection: &mut PgConnection, arguments: &str) -> Vec<Part> {
+/// The plan of the prepared statement with these arguments; its effects are rolled back.
+async fn explain(connection: &mut PgConnection, arguments: &str) -> Vec<Node> {
     let mut transaction = sqlx::Connection::begin(connection).await.unwrap();
     let explain = format!("EXPLAIN (ANALYZE, FORMAT JSON) EXECUTE statement ({arguments})");
     let explained: Value = sqlx::query_scalar(AssertSqlSafe(explain)).fetch_one(&mut *transaction).await.unwrap();
     transaction.rollback().await.unwrap();
     let mut found = Vec::new();
-    parts(&explained[0]["Plan"], &mut found);
+    nodes(&explained[0]["Plan"], &mut found);
     found
 }
 
-/// How a relation is read in a plan; where it is written, nothing is said of the way.
-fn ways_to(relation: &str, plan: &[Part]) -> BTreeSet<String> {
-    let read = plan.iter().filter(|part| part.relation == relation && part.by != "ModifyTable");
-    read.map(|part| part.by.clone()).collect()
+/// How a relation is read in a plan; nodes that write it do not say how.
+fn access_paths(relation: &str, plan: &[Node]) -> BTreeSet<String> {
+    let read = plan.iter().filter(|node| node.relation == relation && node.by != "ModifyTable");
+    read.map(|node| node.by.clone()).collect()
 }
 
-fn assert_by_primary_key(plan: &[Part], what: &str) {
+fn assert_by_primary_key(plan: &[Node], what: &str) {
     for (relation, key) in [("orders", "orders_pkey"), ("order_items", "order_items_pkey"), ("stock", "stock_pkey")] {
-        let by = ways_to(relation, plan);
+        let by = access_paths(relation, plan);
         assert!(
-            by.iter().all(|way| way == key || way == "Bitmap Heap Scan"),
+            by.iter().all(|path| path == key || path == "Bitmap Heap Scan"),
             "{relation} by {by:?}; {what}: {plan:#?}"
         );
     }
-    let most = plan.iter().map(|part| part.rows).fold(0.0, f64::max);
-    assert!(most >= BATCH as f64 && most <= MOST_ROWS, "{most} rows in one part; {what}: {plan:#?}");
+    let most = plan.iter().map(|node| node.rows).fold(0.0, f64::max);
+    assert!(most >= BATCH as f64 && most <= MOST_ROWS, "{most} rows in one node; {what}: {plan:#?}");
 }
 
-/// As many unpaid orders as a batch holds, as an array in SQL.
-async fn a_batch_of_them(env: &TestEnv) -> String {
+/// As many unpaid orders as a batch holds, as an SQL array.
+async fn batch_of_unpaid(env: &TestEnv) -> String {
     let ids: Vec<String> = sqlx::query_scalar("SELECT id::text FROM orders WHERE status = 'unpaid' LIMIT $1")
         .bind(BATCH as i64)
         .fetch_all(&env.pool)
@@ -112,22 +112,22 @@ async fn a_batch_of_them(env: &TestEnv) -> String {
 }
 
 #[test]
-fn a_batch_goes_by_primary_key_whether_the_tables_were_analysed_or_not() {
+fn batch_uses_primary_keys_analysed_or_not() {
     with_env(
         |_| {},
         async |env| {
             fill(&env).await;
             let mut connection = env.pool.acquire().await.unwrap();
-            let ids = a_batch_of_them(&env).await;
+            let ids = batch_of_unpaid(&env).await;
             for analysed in [false, true] {
                 if analysed {
                     sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
                 }
                 for mode in ["force_custom_plan", "force_generic_plan"] {
-                    for patient in [true, false] {
-                        let arguments = format!("{ids}, 'alarm', {patient}");
+                    for wait in [true, false] {
+                        let arguments = format!("{ids}, 'alarm', {wait}");
                         let plan = plan_of(&mut connection, mode, CLOSE_SQL, CLOSE_TYPES, &arguments).await;
-                        assert_by_primary_key(&plan, &format!("analysed {analysed}, {mode}, patient {patient}"));
+                        assert_by_primary_key(&plan, &format!("analysed {analysed}, {mode}, wait {wait}"));
                     }
                 }
             }
@@ -135,9 +135,9 @@ fn a_batch_goes_by_primary_key_whether_the_tables_were_analysed_or_not() {
     );
 }
 
-/// A worker has been there for long when the flash sale begins: its plan is the one for the small tables of before.
+/// A worker has been running for long when the flash sale begins: its plan was made for small tables.
 #[test]
-fn a_plan_made_for_empty_tables_goes_by_primary_key_once_they_are_full() {
+fn plan_for_empty_tables_uses_primary_keys() {
     with_env(
         |_| {},
         async |env| {
@@ -149,7 +149,7 @@ fn a_plan_made_for_empty_tables_goes_by_primary_key_once_they_are_full() {
             };
             database.run(plan_is_made).await.unwrap();
             fill(&env).await;
-            let ids = a_batch_of_them(&env).await;
+            let ids = batch_of_unpaid(&env).await;
             let plan_is_used =
                 async |connection: &mut PgConnection| Ok(explain(connection, &format!("{ids}, 'alarm', true")).await);
             assert_by_primary_key(&database.run(plan_is_used).await.unwrap(), "a plan made for empty tables");
@@ -158,7 +158,7 @@ fn a_plan_made_for_empty_tables_goes_by_primary_key_once_they_are_full() {
 }
 
 #[test]
-fn the_sweep_walks_the_deadline_index_and_reads_no_more_than_a_page() {
+fn sweep_reads_one_page_of_deadline_index() {
     with_env(
         |_| {},
         async |env| {
@@ -171,7 +171,7 @@ fn the_sweep_walks_the_deadline_index_and_reads_no_more_than_a_page() {
                 for mode in ["force_custom_plan", "force_generic_plan"] {
                     let types = "float8, timestamptz, text, bigint";
                     let plan = plan_of(&mut connection, mode, OVERDUE_SQL, types, "0.5, '-infinity', '', 100").await;
-                    let index = plan.iter().find(|part| part.by == "orders_unpaid_by_deadline");
+                    let index = plan.iter().find(|node| node.by == "orders_unpaid_by_deadline");
                     let read = index.unwrap_or_else(|| panic!("not by the deadline index: {plan:#?}")).rows;
                     // Without statistics the planner expects few overdue orders, and sorts them all for one page.
                     let most = if analysed { 100.0 } else { (ORDERS / 4) as f64 };

@@ -1,5 +1,5 @@
-//! A pooler between the worker and Postgres: with sessions of its own the worker runs as without it; any other pooler is
-//! refused at the start, by a sentence that names it, and nothing is written.
+//! A pooler between the worker and Postgres: with session pooling the worker runs as without it; any other mode is
+//! refused at startup by an error that names the pooler, and nothing is written.
 
 mod pgbouncer;
 
@@ -15,7 +15,7 @@ use crate::support::skip::skipped;
 use crate::support::{TestEnv, wait_for, with_env};
 use pgbouncer::Pooler;
 
-/// Runs a test behind a PgBouncer of this configuration, or says that there is none.
+/// Runs a test behind a PgBouncer with this configuration, or skips it if none is installed.
 fn behind<F: Future<Output = ()> + Send + 'static>(
     name: &str,
     configuration: &'static str,
@@ -37,13 +37,13 @@ fn with_url(env: &TestEnv, url: SecretString) -> Settings {
     settings
 }
 
-/// The address by way of the pooler, with a schema of the worker's own on the search path.
+/// The address of the pooler, with the worker's own schema on the search path.
 fn with_schema(pooler: &Pooler, env: &TestEnv) -> SecretString {
     let url = pooler.url_of(&env.settings.database.url);
     format!("{}?options=-csearch_path%3Downers_schema", url.expose_secret()).into()
 }
 
-/// What sessions of a worker's pool are set to.
+/// The settings of the sessions in a worker's pool.
 async fn session_settings(settings: &Settings) -> Vec<String> {
     let database = Database::connect(&settings.database, 2).await.unwrap();
     let read = "SELECT current_setting('statement_timeout'), current_setting('lock_timeout'),
@@ -53,7 +53,7 @@ async fn session_settings(settings: &Settings) -> Vec<String> {
     (0..row.len()).map(|at| row.get(at)).collect()
 }
 
-/// Closes an order by its alarm while an article of another is locked.
+/// Closes an order by its alarm while another article is locked.
 async fn assert_closes(env: &TestEnv, settings: Settings) {
     let worker = crate::support::RunningWorker::start(settings).await;
     let publisher = env.publisher().await;
@@ -112,7 +112,7 @@ fn refused_options_name_the_pooler() {
     });
 }
 
-/// Whatever uses the database is refused with these words.
+/// Every command that uses the database is refused with these words.
 async fn assert_refused(settings: &Settings, parts: &[&str]) {
     for command in [&["setup"][..], &["--set", "log.filter=off", "worker"], &["close", "x"]] {
         let (code, said, error) = call_with(settings, command).await;
@@ -125,7 +125,7 @@ async fn assert_refused(settings: &Settings, parts: &[&str]) {
 
 fn assert_shared_sessions_are_refused(name: &'static str, configuration: &'static str) {
     behind(name, configuration, async |env, pooler| {
-        // One server connection that the pooler has kept, so that what is set there would be found.
+        // One server connection that the pooler keeps, so that settings left behind on it would be found.
         let url = pooler.url_of(&env.settings.database.url);
         assert_refused(&with_url(&env, url.clone()), &["PgBouncer", "pool_mode = session"]).await;
         let pool = sqlx::postgres::PgPoolOptions::new().max_connections(1);

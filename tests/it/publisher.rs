@@ -1,5 +1,5 @@
-//! The publisher function: what resolves is confirmed and in a queue, whatever else happens is an error that says
-//! "not scheduled" in bounded time.
+//! The publisher: an alarm that resolves is confirmed and in a queue; everything else is an error that says "not
+//! scheduled" within bounded time.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::support::private::Private;
 use crate::support::{TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
-/// What a busy machine may add to a bound.
+/// The time that a busy machine may add to a bound.
 const SLACK: Duration = Duration::from_secs(3);
 
 fn fresh_id() -> OrderId {
@@ -56,13 +56,13 @@ fn lane(name: &str) -> Lane {
     Lane::try_from(name.to_owned()).unwrap()
 }
 
-/// Insists that an error says that nothing was scheduled, and why.
+/// Asserts that an error says that nothing was scheduled, and why.
 fn assert_says(error: &ScheduleError, why: &str) {
     let text = error.to_string();
     assert!(text.starts_with("not scheduled: ") && text.contains(why), "{text:?} does not say {why:?}");
 }
 
-/// Whatever a publisher must write into its signatures has a name at the front door; that this compiles is the test.
+/// Every type that a publisher needs in its signatures is exported at the crate root; compiling this is the test.
 #[allow(dead_code)]
 struct Signatures {
     load: fn(Option<&std::path::Path>, &[String]) -> Result<Settings, SettingsError>,
@@ -73,7 +73,7 @@ struct Signatures {
 }
 
 #[test]
-fn an_alarm_that_reaches_no_queue_is_not_scheduled() {
+fn unroutable_alarm_is_not_scheduled() {
     with_env(
         |_| {},
         async |env| {
@@ -83,7 +83,7 @@ fn an_alarm_that_reaches_no_queue_is_not_scheduled() {
             let error = publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap_err();
             assert_says(&error, "no queue is bound");
             assert_says(&error, "run `order-timeout setup`");
-            // The connection is still good: what reaches a queue is scheduled.
+            // The connection still works: an alarm that reaches a queue is scheduled.
             publisher.schedule(fresh_id().as_str(), ahead(2 * SECOND)).await.unwrap();
             assert_eq!(lane_depth(&env, "2s").await + env.depth(&env.names().timeout()).await as usize, 1);
             env.assert_ledger().await;
@@ -92,7 +92,7 @@ fn an_alarm_that_reaches_no_queue_is_not_scheduled() {
 }
 
 #[test]
-fn an_exchange_that_is_not_there_is_an_error_and_not_the_end_of_the_publisher() {
+fn publisher_survives_missing_exchange() {
     with_env(
         |_| {},
         async |env| {
@@ -109,7 +109,7 @@ fn an_exchange_that_is_not_there_is_an_error_and_not_the_end_of_the_publisher() 
 }
 
 #[test]
-fn connecting_to_a_namespace_that_was_never_set_up_says_so() {
+fn connecting_reports_namespace_never_set_up() {
     with_env(
         |_| {},
         async |env| {
@@ -125,10 +125,10 @@ fn connecting_to_a_namespace_that_was_never_set_up_says_so() {
 }
 
 #[test]
-fn of_many_pipelined_alarms_exactly_those_without_a_queue_are_not_scheduled() {
+fn pipelined_publishing_reports_exactly_unroutable_alarms() {
     with_env(
         |settings| {
-            // A tolerance of a second, so that what is published last still belongs to its lane.
+            // A tolerance of a second, so that the last alarm still belongs to the lane.
             settings.delay.lead = 2 * SECOND;
             settings.worker.hold_max = 5 * SECOND;
             settings.delay.lanes = vec![lane("40s"), lane("90s")];
@@ -144,7 +144,7 @@ fn of_many_pipelined_alarms_exactly_those_without_a_queue_are_not_scheduled() {
                 let now = Timestamp::now_by_local_clock();
                 let alarms: Vec<(OrderId, Timestamp, bool)> = (0..2_000)
                     .map(|index| {
-                        // Rare, then half, then most; scattered, so that neighbours differ.
+                        // Few, then half, then most of them; at random, so that neighbours differ.
                         let bound = fastrand::usize(0..100) < [98, 50, 2][round % 3] || index == 0;
                         let bound = bound && index != 1;
                         (fresh_id(), now + if bound { 40 * SECOND } else { 90 * SECOND }, bound)
@@ -174,7 +174,7 @@ fn of_many_pipelined_alarms_exactly_those_without_a_queue_are_not_scheduled() {
 }
 
 #[test]
-fn a_bad_order_id_or_deadline_is_refused_before_it_travels() {
+fn invalid_order_ids_and_deadlines_are_rejected() {
     with_env(
         |settings| settings.delay.max_delay = 3_600 * SECOND,
         async |env| {
@@ -202,7 +202,7 @@ fn a_bad_order_id_or_deadline_is_refused_before_it_travels() {
 }
 
 #[test]
-fn a_deadline_in_the_past_is_scheduled_and_closed_at_once() {
+fn past_deadline_is_scheduled_and_closed() {
     with_env(
         |_| {},
         async |env| {
@@ -219,7 +219,7 @@ fn a_deadline_in_the_past_is_scheduled_and_closed_at_once() {
 }
 
 #[test]
-fn a_hundred_tasks_schedule_at_once_and_every_alarm_is_in_a_queue() {
+fn hundred_concurrent_tasks_schedule_all_alarms() {
     with_env(
         |_| {},
         async |env| {
@@ -240,7 +240,7 @@ fn a_hundred_tasks_schedule_at_once_and_every_alarm_is_in_a_queue() {
 }
 
 #[test]
-fn a_lane_never_copies() {
+fn lane_never_duplicates_messages() {
     with_env(
         |settings| {
             settings.delay.lanes = vec![lane("40s")];
@@ -263,16 +263,16 @@ fn a_lane_never_copies() {
     );
 }
 
-/// How long a publisher may take to say that something was not scheduled.
+/// The longest time a publisher may take to say that an alarm was not scheduled.
 fn bound(env: &TestEnv) -> Duration {
     env.settings.amqp.connect_timeout + env.settings.amqp.confirm_timeout + 2 * SECOND
 }
 
 #[test]
-fn a_broker_that_refuses_or_blocks_is_an_error_that_nothing_was_scheduled() {
+fn refusing_or_blocking_broker_is_an_error() {
     let broker = Arc::new(Private::broker(&[]));
     let url = broker.url.clone();
-    // The env is cleared away before this one ends.
+    // Keeps the broker until the test environment is cleaned up.
     let _outlives = broker.clone();
     with_env(
         |settings| {
@@ -294,7 +294,7 @@ fn a_broker_that_refuses_or_blocks_is_an_error_that_nothing_was_scheduled() {
     );
 }
 
-/// A full lane answers with a nack; what was not nacked is in it.
+/// A full lane answers with a nack; alarms that were not nacked are in it.
 async fn refuse(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> String) {
     let pattern = format!("^{}\\.delay\\.", env.settings.namespace);
     ctl(&["set_policy", "full", &pattern, r#"{"max-length": 20}"#, "--apply-to", "queues"]);
@@ -319,7 +319,7 @@ async fn refuse(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> 
     assert!(error.failed.iter().all(|(_, why)| *why == ScheduleError::PublishError(PublishError::Nacked)), "{error}");
     let safe = scheduled + error.scheduled;
     wait_for("what was confirmed, and nothing else", async || lane_depth(env, "40s").await == safe).await;
-    // As soon as the lane runs empty it takes alarms again, on the same connection.
+    // As soon as the lane is empty it accepts alarms again, on the same connection.
     for binding in bindings_of(env, "40s") {
         env.channel.queue_purge(binding.destination.name().into(), Default::default()).await.unwrap();
     }
@@ -331,10 +331,10 @@ async fn refuse(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> 
 async fn block(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> String) {
     let before = env.depth(&env.names().arm()).await;
     ctl(&["set_vm_memory_high_watermark", "0.000001"]);
-    // The command is answered before every connection has heard of the alarm.
+    // The command returns before every connection has received the memory alarm.
     let blocked = async || publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.is_err();
     wait_for("the broker blocking publishers", blocked).await;
-    // One alone, one after the other, many at once, many in one call: all in bounded time.
+    // One alone, several in sequence, many at once, many in one call: all in bounded time.
     for _ in 0..3 {
         assert_fails_in_time(env, publisher).await;
     }
@@ -354,7 +354,7 @@ async fn block(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> S
     let error = publisher.schedule_all((0..500).map(|_| (fresh_id(), deadline))).await.unwrap_err();
     assert!(began.elapsed() <= bound(env), "schedule_all took {:?}", began.elapsed());
     assert_eq!((error.scheduled, error.failed.len()), (0, 500));
-    // A publisher that starts now is no better off, and hangs no more than the others.
+    // A publisher that starts now fails too, and also within the bound.
     let began = Instant::now();
     if let Ok(late) = Publisher::connect(&env.settings).await {
         assert_says(&late.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.unwrap_err(), "");
@@ -377,7 +377,7 @@ async fn assert_fails_in_time(env: &TestEnv, publisher: &Publisher) {
 }
 
 #[test]
-fn what_amqp_cannot_carry_is_refused_and_its_neighbours_are_not() {
+fn oversized_amqp_messages_are_refused_alone() {
     with_env(
         |_| {},
         async |env| {
@@ -418,7 +418,7 @@ fn what_amqp_cannot_carry_is_refused_and_its_neighbours_are_not() {
             let arm = env.names().arm();
             wait_for("the two that could be sent", async || env.depth(&arm).await == 2).await;
 
-            // Nor does the outbox take an event that could never be sent.
+            // The outbox also rejects an event that could never be sent.
             for (column, other) in [("routing_key", "type"), ("type", "routing_key")] {
                 let insert =
                     format!("INSERT INTO event_outbox ({column}, {other}, payload) VALUES ($1, 'other', '{{}}')");
@@ -432,7 +432,7 @@ fn what_amqp_cannot_carry_is_refused_and_its_neighbours_are_not() {
 }
 
 #[test]
-fn connecting_asks_for_every_exchange_that_an_alarm_enters_by() {
+fn connecting_checks_every_entry_exchange() {
     with_env(
         |_| {},
         async |env| {
@@ -444,7 +444,7 @@ fn connecting_asks_for_every_exchange_that_an_alarm_enters_by() {
                 assert!(text.contains(&format!("{exchange:?} is not there")) && text.contains("setup"), "{text}");
                 Topology::new(&env.settings).declare(&env.broker).await.unwrap();
             }
-            // Another type is for the topology to complain of; that an alarm can enter is enough here.
+            // A wrong type is the topology check's concern; here it is enough that an alarm can enter.
             let arm = env.names().arm();
             env.channel.exchange_delete(arm.as_str().into(), Default::default()).await.unwrap();
             let kind = lapin::ExchangeKind::Topic;
@@ -458,7 +458,7 @@ fn connecting_asks_for_every_exchange_that_an_alarm_enters_by() {
 }
 
 #[test]
-fn a_broker_that_falls_silent_while_one_connects_counts_as_away() {
+fn silent_broker_while_connecting_is_unavailable() {
     with_env(
         |settings| settings.amqp.connect_timeout = SECOND,
         async |env| {
@@ -478,14 +478,15 @@ fn a_broker_that_falls_silent_while_one_connects_counts_as_away() {
                     }
                 }
             }
-            // start, tune, open; for each exchange a channel and an answer; close; and again for the publisher's own.
+            // start, tune, open; for each exchange a channel and an answer; close; and the same for the publisher's own
+            // connection.
             assert!((8..40).contains(&silences), "{silences} silences before it was connected");
         },
     );
 }
 
 #[test]
-fn nobody_waits_longer_than_promised_for_a_broker_that_falls_silent() {
+fn silent_broker_fails_within_confirm_timeout() {
     with_env(
         |settings| {
             settings.amqp.connect_timeout = 2 * SECOND;
@@ -497,7 +498,7 @@ fn nobody_waits_longer_than_promised_for_a_broker_that_falls_silent() {
             let publisher = Publisher::connect(&proxy.settings).await.unwrap();
             publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.unwrap();
             proxy.fall_silent();
-            // More than fit into the windows, and more than fit into the queue behind them.
+            // More than fit into the windows and the queue behind them.
             let tasks: Vec<_> = (0..10_000)
                 .map(|_| {
                     let publisher = publisher.clone();
@@ -513,7 +514,7 @@ fn nobody_waits_longer_than_promised_for_a_broker_that_falls_silent() {
                 assert_says(&answer.unwrap_err(), "");
                 assert!(took <= bound + SLACK, "a caller waited {took:?}");
             }
-            // In one call it is no different.
+            // The same holds for one call.
             let publisher = publisher.clone();
             let (deadline, began) = (ahead(600 * SECOND), Instant::now());
             let fault = publisher.schedule_all((0..20_000).map(|_| (fresh_id(), deadline))).await.unwrap_err();

@@ -1,4 +1,5 @@
-//! What README tells an order service to run, and docs/OPERATING.md to grant it: run here as it stands there.
+//! Runs what README tells an order service to run, and what docs/OPERATING.md tells it to grant, exactly as written
+//! there.
 
 use std::time::{Duration, SystemTime};
 
@@ -12,13 +13,13 @@ const OPERATING: &str = include_str!("../../docs/OPERATING.md");
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// The blocks of this language, in their order.
+/// The code blocks of this language, in order.
 fn blocks(document: &'static str, language: &str) -> Vec<&'static str> {
     let blocks = document.split("```").skip(1).step_by(2);
     blocks.filter_map(|block| block.strip_prefix(language)?.strip_prefix('\n')).collect()
 }
 
-/// What README has of SQL.
+/// README's SQL statements.
 struct Statements {
     stock: &'static str,
     create: &'static str,
@@ -28,7 +29,7 @@ struct Statements {
 
 fn statements() -> Statements {
     let [stock, create, pay, cancel] = blocks(README, "sql")[..] else {
-        panic!("README has blocks of SQL that nobody tries: {:?}", blocks(README, "sql"))
+        panic!("README has SQL blocks that no test runs: {:?}", blocks(README, "sql"))
     };
     Statements { stock, create, pay, cancel }
 }
@@ -41,14 +42,14 @@ async fn run(env: &TestEnv, sql: &str) -> u64 {
     run_on(&mut env.pool.acquire().await.unwrap(), sql).await.unwrap()
 }
 
-/// What is available of the article, and what is reserved.
+/// The available and the reserved stock of the article.
 async fn mugs(env: &TestEnv) -> (i64, i64) {
     let sql = "SELECT available, reserved FROM stock WHERE article_id = 'mug'";
     sqlx::query_as(sql).fetch_one(&env.pool).await.unwrap()
 }
 
 #[test]
-fn an_order_is_created_and_paid_as_the_readme_says() {
+fn readme_creates_and_pays_order() {
     with_env(
         |_| {},
         async |env| {
@@ -65,7 +66,7 @@ fn an_order_is_created_and_paid_as_the_readme_says() {
             assert_eq!(run(&env, pay).await, 0, "a second payment changes nothing");
             assert_eq!(mugs(&env).await, (8, 0));
             env.assert_ledger().await;
-            // One that reserves nothing, such as the quickstart's.
+            // An order that reserves nothing, such as the quickstart's.
             sqlx::query("UPDATE orders SET status = 'unpaid', paid_at = NULL").execute(&env.pool).await.unwrap();
             sqlx::query("DELETE FROM order_items").execute(&env.pool).await.unwrap();
             assert_eq!(run(&env, pay).await, 1, "paid is paid, with or without articles");
@@ -74,7 +75,7 @@ fn an_order_is_created_and_paid_as_the_readme_says() {
 }
 
 #[test]
-fn an_order_is_cancelled_as_the_readme_says() {
+fn readme_cancels_order() {
     with_env(
         |_| {},
         async |env| {
@@ -86,7 +87,7 @@ fn an_order_is_cancelled_as_the_readme_says() {
             assert_eq!(mugs(&env).await, (10, 0));
             assert_eq!(env.count("SELECT count(*) FROM orders WHERE status = 'cancelled'").await, 1);
             assert_eq!(run(&env, cancel).await, 0, "a second time changes nothing");
-            assert_eq!(run(&env, pay).await, 0, "who has cancelled does not pay");
+            assert_eq!(run(&env, pay).await, 0, "a cancelled order cannot be paid");
             assert_eq!(mugs(&env).await, (10, 0));
             env.assert_ledger().await;
         },
@@ -94,14 +95,14 @@ fn an_order_is_cancelled_as_the_readme_says() {
 }
 
 #[test]
-fn what_is_sold_out_is_refused_by_the_constraint_that_the_readme_names() {
+fn readme_names_constraint_for_sold_out() {
     with_env(
         |_| {},
         async |env| {
             let Statements { stock, create, .. } = statements();
             run(&env, stock).await;
             sqlx::query("UPDATE stock SET available = 1 WHERE article_id = 'mug'").execute(&env.pool).await.unwrap();
-            // Out of the pool: the transaction that failed is still open on it.
+            // Detached from the pool, because the failed transaction is still open on it.
             let mut connection = env.pool.acquire().await.unwrap().detach();
             let refused = run_on(&mut connection, create).await.unwrap_err().to_string();
             let constraint = "available_is_never_negative";
@@ -111,7 +112,7 @@ fn what_is_sold_out_is_refused_by_the_constraint_that_the_readme_names() {
 }
 
 #[test]
-fn the_rights_of_the_handbook_suffice_for_the_readme_and_open_nothing_else_of_ours() {
+fn documented_grants_suffice_and_open_nothing_else() {
     with_env(
         |_| {},
         async |env| {
@@ -121,7 +122,7 @@ fn the_rights_of_the_handbook_suffice_for_the_readme_and_open_nothing_else_of_ou
             else {
                 panic!("docs/OPERATING.md has not one block of grants")
             };
-            // Roles are the server's, not the database's: no two tests may share one.
+            // Roles belong to the server, not the database, so each test needs its own.
             let role = format!("shop_{}", env.settings.namespace);
             run(&env, &format!("CREATE ROLE {role}")).await;
             run(&env, &grants.replace("TO shop;", &format!("TO {role};"))).await;
@@ -153,7 +154,7 @@ fn the_rights_of_the_handbook_suffice_for_the_readme_and_open_nothing_else_of_ou
                 allowed.extend(run_on(&mut service, sql).await.ok().map(|_| sql));
             }
             drop(service);
-            // Before anything is asserted: a role outlives the env's database.
+            // Before any assertion: a role outlives the test environment's database.
             run(&env, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
             let outcomes: Result<Vec<()>, _> = outcomes.into_iter().collect();
             outcomes.expect("the service can do all that README tells it to");
@@ -163,7 +164,7 @@ fn the_rights_of_the_handbook_suffice_for_the_readme_and_open_nothing_else_of_ou
 }
 
 #[test]
-fn the_rust_of_the_readme_schedules_an_order() {
+fn readme_rust_schedules_order() {
     with_env(
         |_| {},
         async |env| {
@@ -175,13 +176,13 @@ fn the_rust_of_the_readme_schedules_an_order() {
 }
 
 #[test]
-fn all_rust_of_the_readme_stands_in_code_that_compiles() {
+fn readme_rust_is_compiled_code() {
     let compiled = include_str!("readme.rs");
     let snippets = blocks(README, "rust");
     assert!(!snippets.is_empty());
     for line in snippets.iter().flat_map(|snippet| snippet.lines()) {
         let line = line.split("   //").next().unwrap();
-        assert!(compiled.contains(&format!("\n    {line}\n")), "nobody compiles README's {line:?}");
+        assert!(compiled.contains(&format!("\n    {line}\n")), "README's {line:?} is not compiled anywhere");
     }
 }
 
@@ -199,7 +200,8 @@ async fn in_a_transaction(
     Ok(())
 }
 
-/// README's other lines. Not run: they are for the deployment that the environment names, not for a env of our own.
+/// README's other lines. They are not run, because they use the deployment of the environment variables instead of a
+/// test environment.
 #[expect(dead_code)]
 async fn straight_to_the_broker(order_id: Uuid, deadline: SystemTime) -> Result<(), Box<dyn std::error::Error>> {
     let settings = order_timeout::Settings::load(None, &[])?;

@@ -1,5 +1,5 @@
-//! What the broker counts and remembers of a message does it no harm: an alarm that was returned many times is not
-//! discarded, and an alarm that is armed anew carries nothing of what became of the old one.
+//! The broker's delivery counts and death headers do no harm: an alarm that was returned many times is not discarded,
+//! and a rearmed alarm carries no headers of the previous one.
 
 use std::time::Duration;
 
@@ -15,16 +15,16 @@ use crate::support::figures::{Figures, shown, wait_for_figure};
 use crate::support::{TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
-/// After so many returns RabbitMQ 4 gives a message up, if its queue does not say otherwise.
+/// RabbitMQ 4 drops a message after this many returns, unless its queue says otherwise.
 const USUAL_DELIVERY_LIMIT: usize = 20;
 
-/// The one message of a queue, which may just be on its way there.
+/// The only message of a queue; it may still be in flight to it.
 async fn take(env: &TestEnv, channel: &Channel, queue: &str) -> BasicGetMessage {
     wait_for("the message in its queue", async || env.depth(queue).await == 1).await;
-    channel.basic_get(queue.into(), BasicGetOptions { no_ack: false }).await.unwrap().expect("nobody else takes it")
+    channel.basic_get(queue.into(), BasicGetOptions { no_ack: false }).await.unwrap().expect("it has no other consumer")
 }
 
-/// What a worker does that crashes over the message.
+/// Behaves like a worker that crashes over the message.
 async fn take_and_crash(env: &TestEnv, queue: &str) {
     let connection = broker::connect(&env.settings.amqp, "crashing").await.unwrap();
     let channel = connection.create_channel().await.unwrap();
@@ -50,7 +50,7 @@ async fn delete(env: &TestEnv, queue: &str) {
 }
 
 #[test]
-fn an_alarm_that_workers_have_crashed_over_many_times_still_closes_its_order() {
+fn often_redelivered_alarm_still_closes_order() {
     with_env(
         |settings| settings.worker.hold_max = 60 * SECOND,
         async |env| {
@@ -74,7 +74,7 @@ fn an_alarm_that_workers_have_crashed_over_many_times_still_closes_its_order() {
     );
 }
 
-/// Closing an order of this article takes three seconds, in which its closer is at work.
+/// Closing an order of this article takes three seconds, during which a closer is busy.
 async fn close_slowly(env: &TestEnv, article: &'static str) {
     env.stock(article, 10).await;
     let trigger = format!(
@@ -87,21 +87,21 @@ async fn close_slowly(env: &TestEnv, article: &'static str) {
 }
 
 #[test]
-fn what_has_been_closed_is_not_delivered_again_because_another_queue_was_lost() {
+fn lost_queue_redelivers_no_closed_alarm() {
     with_env(shown, async |env| {
         close_slowly(&env, "slow").await;
         let worker = env.worker().await;
-        // Delivered first and due later, so that one frame acknowledges all of them: of single ones a channel that is closed
-        // does not pass on the last.
+        // Delivered first and due later, so that one frame acknowledges all of them: a closed channel may drop the last
+        // of several single acknowledgements.
         let orders = env.orders(100, 5 * SECOND / 2).await;
         env.deliver(&orders).await;
         let slow = env.orders_of("slow", 1, SECOND).await;
         env.deliver(&slow).await;
-        // Their acknowledgements give way to the closer that is still at work.
+        // Their acknowledgements wait for the closer that is still busy.
         wait_for_figure(&worker, "orders_closed_total{by=\"alarm\"}", |closed| closed >= 100.0).await;
         delete(&env, &env.names().arm()).await;
         wait_for_figure(&worker, "sessions_opened_total", |opened| opened >= 2.0).await;
-        // Behind whatever is delivered again.
+        // Behind everything that is redelivered.
         let last = env.orders(1, SECOND).await;
         env.deliver(&last).await;
         wait_for("every order's close", async || env.closed().await == 102).await;
@@ -112,13 +112,13 @@ fn what_has_been_closed_is_not_delivered_again_because_another_queue_was_lost() 
     });
 }
 
-/// The names of the headers that tell of a message's dead-letterings.
+/// The names of the headers that record dead-lettering.
 fn deaths(message: &BasicGetMessage) -> Vec<String> {
     let headers = message.delivery.properties.headers().clone().unwrap_or_default();
     headers.inner().keys().map(ToString::to_string).filter(|name| name.contains("-death")).collect()
 }
 
-/// The slot of the wheel in which an alarm waits.
+/// The wheel's slot that holds an alarm.
 async fn occupied_slot(env: &TestEnv) -> Option<String> {
     let wheel = env.names().wheel();
     for queue in Topology::new(&env.settings).queues {
@@ -130,11 +130,11 @@ async fn occupied_slot(env: &TestEnv) -> Option<String> {
 }
 
 #[test]
-fn an_alarm_that_is_armed_anew_does_not_carry_the_dead_letterings_of_the_old_one() {
+fn rearmed_alarm_has_no_death_headers() {
     with_env(
         |_| {},
         async |env| {
-            // Out of a queue with a TTL, as from a lane, but much too early: as the alarm of an extended order.
+            // From a queue with a TTL, like a lane, but much too early, like the alarm of an extended order.
             let order = env.order(9 * SECOND).await;
             let dead_letter = [
                 ("x-message-ttl", AMQPValue::LongInt(1)),

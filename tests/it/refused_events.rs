@@ -1,4 +1,4 @@
-//! A queue that refuses events gets all of them in the end, others get few copies, and new events do not wait.
+//! A queue that refuses events gets all of them eventually, other queues get few copies, and new events do not wait.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use crate::support::figures::{Figures, get, shown};
 use crate::support::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
-/// How soon a cause is to be shown, and to be taken back.
+/// How soon a cause must be shown, and withdrawn.
 const NOTICED_WITHIN: Duration = Duration::from_secs(15);
 const UNSENT: &str = "SELECT count(*) FROM event_outbox WHERE sent_at IS NULL";
 
-/// A queue bound for every event; with a length, it refuses what is more.
+/// A queue bound for every event; with a length limit it refuses the rest.
 async fn bound_queue(env: &TestEnv, name: &str, length: Option<i32>) -> String {
     let queue = format!("{}.{name}", env.settings.namespace);
     let mut arguments = FieldTable::default();
@@ -35,7 +35,7 @@ async fn bound_queue(env: &TestEnv, name: &str, length: Option<i32>) -> String {
     queue
 }
 
-/// Takes one event out of a queue; its message id.
+/// Takes one event out of a queue and returns its message id.
 async fn take(env: &TestEnv, queue: &str) -> Option<String> {
     let got = env.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.unwrap();
     got.map(|event| event.delivery.properties.message_id().as_ref().expect("a message id").to_string())
@@ -62,7 +62,7 @@ async fn close(env: &TestEnv, count: usize) -> Vec<Order> {
     orders
 }
 
-/// One queue holds so many events and its consumer takes so many in a second; the other takes everything.
+/// One queue holds `length` events and its consumer takes `per_second` of them; the other queue takes everything.
 fn assert_few_copies(length: i32, per_second: u32, closes: usize) {
     with_env(shown, async move |env: Arc<TestEnv>| {
         let slow = bound_queue(&env, "slow", Some(length)).await;
@@ -120,7 +120,7 @@ fn refusal_is_named_until_events_are_taken() {
 }
 
 #[test]
-fn next_relay_keeps_the_pauses() {
+fn next_relay_keeps_backoff() {
     with_env(
         |_| {},
         async |env| {
@@ -137,30 +137,30 @@ fn next_relay_keeps_the_pauses() {
                 env.count("SELECT count(*) FROM event_outbox WHERE refusals BETWEEN 1 AND 2").await == 4
             })
             .await;
-            assert_eq!(env.count(refused_twice).await, 3, "the pause is not over");
+            assert_eq!(env.count(refused_twice).await, 3, "the backoff is not over");
             worker.stop().await;
             let copies = copies(&env, &endless).await;
-            // A worker that stops makes a last round, which is no try of what has a pause.
+            // A stopping worker makes a last round, which does not retry events in backoff.
             assert!(copies.values().all(|times| *times <= 2), "{copies:?}");
         },
     );
 }
 
 #[test]
-fn pause_beyond_any_is_ended() {
+fn backoff_beyond_maximum_is_reset() {
     with_env(
         |_| {},
         async |env| {
-            // As a row looks that was refused while the server's clock was a year ahead.
+            // A row that was refused while the server's clock was a year ahead.
             let refused = "INSERT INTO event_outbox (routing_key, type, payload, refusals, next_attempt_at)
                            VALUES ('order.closed', 'order.closed.v1', '{}', 1, now() + interval '1 year')";
             sqlx::query(refused).execute(&env.pool).await.unwrap();
             let database = Database::connect(&env.settings.database, 1).await.unwrap();
             let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
-            let mut announcer = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
-            assert_eq!(announcer.round().await.unwrap().sent, 0);
-            announcer.forget_old().await.unwrap();
-            assert_eq!(announcer.round().await.unwrap().sent, 1);
+            let mut relay = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
+            assert_eq!(relay.round().await.unwrap().sent, 0);
+            relay.forget_old().await.unwrap();
+            assert_eq!(relay.round().await.unwrap().sent, 1);
         },
     );
 }
@@ -176,14 +176,14 @@ fn many_refused_events_delay_no_others() {
             sqlx::query(refused).execute(&env.pool).await.unwrap();
             let database = Database::connect(&env.settings.database, 1).await.unwrap();
             let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
-            let mut announcer = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
-            assert_eq!(announcer.count_refused().await.unwrap(), 100_000);
+            let mut relay = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
+            assert_eq!(relay.count_refused().await.unwrap(), 100_000);
             let insert = "INSERT INTO event_outbox (routing_key, type, payload) VALUES ('order.closed', 'order.closed.v1', '{}')";
             for _ in 0..20 {
                 sqlx::query(insert).execute(&env.pool).await.unwrap();
-                assert_eq!(announcer.round().await.unwrap().sent, 1);
+                assert_eq!(relay.round().await.unwrap().sent, 1);
             }
-            let age = announcer.backlog().await.unwrap().age;
+            let age = relay.backlog().await.unwrap().age;
             assert!(age >= 3_600 * SECOND, "the oldest unsent event is a refused one: {age:?}");
         },
     );

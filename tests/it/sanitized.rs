@@ -1,4 +1,4 @@
-//! Text from outside steers no terminal and reorders no line, in the log, on a page or on the command line.
+//! Text from outside controls no terminal and reorders no line, in the log, on a page or on the command line.
 
 use std::fs::File;
 use std::time::Duration;
@@ -26,11 +26,11 @@ fn assert_visible(text: &str) {
     assert_eq!(hidden, None, "{text:?}");
 }
 
-/// The text of an error where it may be shown in full.
+/// An error's text where it may be shown in full.
 const SHOWN: &str = r"\u001b[31m\u202e";
 
 #[test]
-fn a_triggers_text_is_visible_everywhere() {
+fn trigger_text_is_escaped_everywhere() {
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let adjust = move |settings: &mut order_timeout::Settings| {
         settings.http.listen = Listen(Some(free));
@@ -78,7 +78,7 @@ fn a_triggers_text_is_visible_everywhere() {
 }
 
 #[test]
-fn parked_text_is_visible_in_the_table() {
+fn parked_text_is_escaped_in_table() {
     with_env(
         |_| {},
         async |env| {

@@ -1,4 +1,4 @@
-//! A secret comes from a file, and is never shown: not in a log at any level, not in an error, not in an answer.
+//! Secrets come from files and are never shown: not in a log at any level, not in an error, not on a page.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -18,7 +18,7 @@ use crate::support::process::{WorkerProcess, bare, order_timeout, run};
 use crate::support::proxy::Proxy;
 use crate::support::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within, with_env, with_parts};
 
-/// A password, its beginning a word that nothing else contains.
+/// A password that begins with a word found nowhere else.
 struct Secret {
     word: String,
     password: String,
@@ -27,17 +27,17 @@ struct Secret {
 impl Secret {
     fn new() -> Self {
         let word = format!("hunter{}", Uuid::now_v7().simple());
-        // So that it is another in an address than in itself.
+        // Its URL encoding differs from the plain password.
         Self { password: format!("{word}/ä+%"), word }
     }
 
-    /// As it stands in an address.
+    /// As encoded in a URL.
     fn encoded(&self) -> String {
         self.password.replace('%', "%25").replace('/', "%2F").replace('ä', "%C3%A4").replace('+', "%2B")
     }
 
-    /// The word as it is (percent-encoding leaves it so), in base64 wherever it begins, in hexadecimal, and as a list of
-    /// bytes.
+    /// The word as it is (percent-encoding does not change it), in base64 at each of the three alignments, in
+    /// hexadecimal, and as a list of bytes.
     fn forms(&self) -> Vec<String> {
         let bytes = self.word.as_bytes();
         let hexadecimal: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -45,7 +45,7 @@ impl Secret {
         let in_base64 = (0..3).map(|before| {
             let shifted = [&b"xxx"[..before], bytes].concat();
             let text = base64(&shifted);
-            // Without the groups that hold something else besides.
+            // Without the groups that mix in other bytes.
             text[if before == 0 { 0 } else { 4 }..text.len() / 4 * 4 - 4].to_owned()
         });
         [self.word.clone(), hexadecimal.to_uppercase(), hexadecimal, list.join(", ")]
@@ -75,7 +75,7 @@ fn base64(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn the_forms_are_those_of_the_word() {
+fn secret_is_recognised_in_every_encoding() {
     let secret = Secret { word: "Many hands make light work".into(), password: String::new() };
     assert_eq!(base64(b"Many hands "), "TWFueSBoYW5kcyAA");
     for said in [
@@ -88,7 +88,7 @@ fn the_forms_are_those_of_the_word() {
     }
 }
 
-/// Every command with everything logged, where all is well and where something is wrong.
+/// Runs every command with everything logged, both when all is well and when something fails.
 #[test]
 fn no_password_is_ever_shown() {
     let secret = Secret::new();
@@ -108,10 +108,10 @@ fn no_password_is_ever_shown() {
             settings.database.url = with_parts(&settings.database.url, Some(&user), None, None);
             let (of_the_test, pool) = (env.clone(), env.pool.clone());
             let outcome = tokio::spawn(async move {
-                where_all_is_well(&secret, &settings, &of_the_test).await;
-                what_is_printed_for_debugging(&secret, &settings).await;
-                what_a_worker_shows(&secret, &settings).await;
-                where_something_is_wrong(&secret, &settings).await;
+                run_all_successfully(&secret, &settings, &of_the_test).await;
+                debug_output(&secret, &settings).await;
+                pages_and_health_command(&secret, &settings).await;
+                run_with_failures(&secret, &settings).await;
             });
             let outcome = outcome.await;
             sqlx::query(AssertSqlSafe(format!("DROP ROLE {role}"))).execute(&pool).await.unwrap();
@@ -122,16 +122,16 @@ fn no_password_is_ever_shown() {
     );
 }
 
-/// Everything that our filters and formats let through.
-fn loudest(settings: &Settings, format: &str) -> Command {
+/// The most verbose output that our filters and formats allow.
+fn most_verbose(settings: &Settings, format: &str) -> Command {
     let mut command = order_timeout(settings);
     command.env("RUST_LOG", "trace").env("RUST_BACKTRACE", "full");
     command.args(["--set", "log.filter=trace", "--set", &format!("log.format={format}")]);
     command
 }
 
-/// Runs it and looks for the secret; returns what it said.
-async fn say(secret: &Secret, mut command: Command, code: i32) -> String {
+/// Runs the command, checks its output for the secret, and returns the output.
+async fn output_of(secret: &Secret, mut command: Command, code: i32) -> String {
     let (what, (found, stdout, stderr)) = tokio::task::spawn_blocking(move || {
         let said = run(&mut command);
         (format!("{:?}", command.get_args().collect::<Vec<_>>()), said)
@@ -144,7 +144,7 @@ async fn say(secret: &Secret, mut command: Command, code: i32) -> String {
     said
 }
 
-async fn where_all_is_well(secret: &Secret, settings: &Settings, env: &TestEnv) {
+async fn run_all_successfully(secret: &Secret, settings: &Settings, env: &TestEnv) {
     let (held, closed) = (env.order(Duration::from_secs(6)).await, env.order(Duration::ZERO).await);
     let (held_id, closed_id) = (held.id.to_string(), closed.id.to_string());
     for format in ["human", "json"] {
@@ -162,17 +162,17 @@ async fn where_all_is_well(secret: &Secret, settings: &Settings, env: &TestEnv) 
             &["parked", "retry", "--all", "--yes", "--json"],
             &["parked", "drop", "--all", "--yes", "--json"],
         ] {
-            let mut command = loudest(settings, format);
+            let mut command = most_verbose(settings, format);
             command.args(arguments);
-            say(secret, command, 0).await;
+            output_of(secret, command, 0).await;
         }
     }
     let mut logs = Vec::new();
     for format in ["human", "json"] {
-        logs.push(what_a_worker_logs(secret, settings, env, format).await);
+        logs.push(worker_log(secret, settings, env, format).await);
     }
     let said = logs.concat();
-    // Otherwise it proves nothing.
+    // Otherwise the test proves nothing.
     assert!(said.contains("worker started") && said.contains("\"level\":\"DEBUG\""), "{said}");
     assert!(
         !said.contains("TRACE lapin") && !said.contains("\"level\":\"TRACE\",\"fields\":{\"message\":\"send_frame"),
@@ -181,9 +181,9 @@ async fn where_all_is_well(secret: &Secret, settings: &Settings, env: &TestEnv) 
 }
 
 /// Starts a worker, lets it close an order, and stops it.
-async fn what_a_worker_logs(secret: &Secret, settings: &Settings, env: &TestEnv, format: &str) -> String {
+async fn worker_log(secret: &Secret, settings: &Settings, env: &TestEnv, format: &str) -> String {
     let log = tempfile::NamedTempFile::new().unwrap();
-    let mut command = loudest(settings, format);
+    let mut command = most_verbose(settings, format);
     command.arg("worker").stdout(log.reopen().unwrap()).stderr(log.reopen().unwrap()).stdin(Stdio::null());
     let worker = WorkerProcess::of(&mut command);
     let order = env.order(Duration::from_secs(1)).await;
@@ -196,8 +196,8 @@ async fn what_a_worker_logs(secret: &Secret, settings: &Settings, env: &TestEnv,
     said
 }
 
-/// As `dbg!` and an `unwrap` print it in whatever program embeds the library.
-async fn what_is_printed_for_debugging(secret: &Secret, settings: &Settings) {
+/// As `dbg!` and `unwrap` print it in a program that embeds the library.
+async fn debug_output(secret: &Secret, settings: &Settings) {
     let worker = Worker::start(settings.clone()).await.unwrap();
     let publisher = Publisher::connect(settings).await.unwrap();
     for (what, said) in [("Settings", format!("{settings:?}")), ("Publisher", format!("{publisher:?}"))] {
@@ -206,8 +206,8 @@ async fn what_is_printed_for_debugging(secret: &Secret, settings: &Settings) {
     secret.assert_not_in("Worker", &format!("{worker:?}"));
 }
 
-/// Its pages, and the command that asks for them, while it is told by one server after the other why it is refused.
-async fn what_a_worker_shows(secret: &Secret, settings: &Settings) {
+/// The worker's pages and the health command, while both servers are unreachable.
+async fn pages_and_health_command(secret: &Secret, settings: &Settings) {
     let (to_broker, to_database) =
         (Proxy::before(&settings.amqp.url).await, Proxy::before(&settings.database.url).await);
     let mut settings = settings.clone();
@@ -224,9 +224,9 @@ async fn what_a_worker_shows(secret: &Secret, settings: &Settings) {
     }
     let listen = format!("http.listen={}", worker.http.expect("it is shown"));
     for (arguments, code) in [(&["health"][..], 1), (&["health", "--live"], 0)] {
-        let mut command = loudest(&settings, "human");
+        let mut command = most_verbose(&settings, "human");
         command.args(["--set", &listen]).args(arguments);
-        say(secret, command, code).await;
+        output_of(secret, command, code).await;
     }
     to_broker.restore();
     to_database.restore();
@@ -234,9 +234,9 @@ async fn what_a_worker_shows(secret: &Secret, settings: &Settings) {
     worker.stop().await;
 }
 
-/// The binary with addresses that lead nowhere, in the sections that this key is not of: should it take a wrong setting
-/// after all, it reaches no server of somebody else's.
-fn with_nobody_there(key: &str) -> Command {
+/// The binary with unreachable addresses in all sections other than this key's: should it accept a wrong setting, it
+/// still reaches no real server.
+fn with_unreachable_servers(key: &str) -> Command {
     let mut command = bare();
     for (section, variable, address) in [
         ("amqp", "ORDER_TIMEOUT__AMQP__URL", "amqp://127.0.0.1:1"),
@@ -249,7 +249,7 @@ fn with_nobody_there(key: &str) -> Command {
     command
 }
 
-async fn where_something_is_wrong(secret: &Secret, settings: &Settings) {
+async fn run_with_failures(secret: &Secret, settings: &Settings) {
     let amqp = |user: &str, place: Option<&str>| {
         let mut settings = settings.clone();
         settings.amqp.url = with_parts(&settings.amqp.url, Some(user), place, None);
@@ -257,23 +257,23 @@ async fn where_something_is_wrong(secret: &Secret, settings: &Settings) {
     };
     let user = format!("shop:{}", secret.encoded());
     let schedule = &["schedule", "--order-id", "1", "--in", "6s"][..];
-    let nobody_there = Some("127.0.0.1:1");
-    let (wrong_password, no_broker) = (amqp(&format!("{user}x"), None), amqp(&user, nobody_there));
+    let unreachable = Some("127.0.0.1:1");
+    let (wrong_password, no_broker) = (amqp(&format!("{user}x"), None), amqp(&user, unreachable));
     let mut no_database = settings.clone();
     let role = format!("nobody:{}", secret.encoded());
-    no_database.database.url = with_parts(&no_database.database.url, Some(&role), nobody_there, None);
-    let mut nobody = no_database.clone();
-    nobody.database.url = with_parts(&settings.database.url, Some(&role), None, None);
+    no_database.database.url = with_parts(&no_database.database.url, Some(&role), unreachable, None);
+    let mut unknown_role = no_database.clone();
+    unknown_role.database.url = with_parts(&settings.database.url, Some(&role), None, None);
     for (settings, commands) in [
         (wrong_password, [&["setup"][..], &["worker"], schedule]),
         (no_broker, [&["setup"], &["parked", "retry", "--all", "--yes"], schedule]),
         (no_database, [&["setup"], &["worker"], &["parked", "list", "--json"]]),
-        (nobody, [&["setup"], &["worker"], &["close", "1"]]),
+        (unknown_role, [&["setup"], &["worker"], &["close", "1"]]),
     ] {
         for arguments in commands {
-            let mut command = loudest(&settings, "human");
+            let mut command = most_verbose(&settings, "human");
             command.args(arguments);
-            say(secret, command, 1).await;
+            output_of(secret, command, 1).await;
         }
     }
 
@@ -281,7 +281,7 @@ async fn where_something_is_wrong(secret: &Secret, settings: &Settings) {
     for (key, address) in [
         ("amqp.url", format!("amqp://shop:{word}@host:port/")),
         ("amqp.url", format!("amqps:/shop:{word}@host")),
-        // Pieces of it would be host, virtual host and database.
+        // Parts of it would be parsed as host, virtual host and database.
         ("amqp.url", format!("amqp://shop:a@{word}/b@host/")),
         ("amqp.url", format!("amqps://shop:a@{word}?b@host/")),
         ("database.url", format!("postgres://shop:a@{word}#b@host/shop")),
@@ -295,9 +295,9 @@ async fn where_something_is_wrong(secret: &Secret, settings: &Settings) {
         ("namespace", format!("amqp://shop:{word}@host")),
     ] {
         for command in ["setup", "worker"] {
-            let mut wrong = with_nobody_there(key);
+            let mut wrong = with_unreachable_servers(key);
             wrong.args(["--set", &format!("{key}={address}"), command]);
-            say(secret, wrong, 2).await;
+            output_of(secret, wrong, 2).await;
         }
     }
     let file = |contents: &str| {
@@ -313,15 +313,15 @@ async fn where_something_is_wrong(secret: &Secret, settings: &Settings) {
             ["--set", &format!("amqp.url_file={}", held.path().display())],
             ["--config", held.path().to_str().unwrap()],
         ] {
-            let mut wrong = with_nobody_there("amqp.url");
+            let mut wrong = with_unreachable_servers("amqp.url");
             wrong.args(arguments).arg("worker");
-            say(secret, wrong, 2).await;
+            output_of(secret, wrong, 2).await;
         }
     }
 }
 
 #[test]
-fn every_address_can_come_from_a_file() {
+fn addresses_can_come_from_files() {
     with_env(
         |_| {},
         async |env| {
@@ -338,7 +338,7 @@ fn every_address_can_come_from_a_file() {
                 let mut command = order_timeout(&env.settings);
                 command.env_remove("ORDER_TIMEOUT__AMQP__URL").env_remove("ORDER_TIMEOUT__DATABASE__URL");
                 command.env("ORDER_TIMEOUT__AMQP__URL_FILE", &amqp).env("ORDER_TIMEOUT__DATABASE__URL_FILE", &database);
-                // Somebody else's, where we have a name of our own.
+                // A common variable of other programs, which must be ignored in favour of our own.
                 command.env("DATABASE_URL", "mysql://shop@host/shop").args(arguments);
                 let (code, stdout, stderr) = tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap();
                 assert_eq!(code, 0, "{arguments:?}: {stdout}{stderr}");
@@ -355,7 +355,7 @@ fn every_address_can_come_from_a_file() {
 }
 
 #[test]
-fn a_secrets_file_that_is_none_is_named() {
+fn invalid_secrets_file_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str, contents: &[u8]| {
         std::fs::write(folder.path().join(name), contents).unwrap();

@@ -1,5 +1,5 @@
-//! Several processing queues: what is due is shared out among them, each alarm to one; workers take some or all; and
-//! from one to several, to fewer and back nothing is lost.
+//! Several processing queues: due alarms are distributed over them, each to one; workers consume some or all of them;
+//! changing their number in any direction loses nothing.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use uuid::Uuid;
 use crate::support::away::on_private_broker_with;
 use crate::support::{Order, RunningWorker, TestEnv, wait_for};
 
-/// The exchange type comes with RabbitMQ and is not enabled by itself.
+/// The exchange type ships with RabbitMQ but is not enabled by default.
 const WITH_THE_TYPE: [&str; 2] = ["--plugin", "rabbitmq_consistent_hash_exchange"];
 const SHARDS: u8 = 3;
 
@@ -25,7 +25,7 @@ fn on_shards<F: Future<Output = ()> + Send + 'static>(
     on_private_broker_with(&WITH_THE_TYPE, sharded, |env, _| test(env));
 }
 
-/// As a dead letter comes: with the message id that its publisher gave it.
+/// Publishes like a dead letter, with the message id that its publisher gave it.
 async fn deliver(env: &TestEnv, orders: &[Order]) {
     let due = env.names().due();
     for order in orders {
@@ -56,7 +56,7 @@ async fn declare(env: &TestEnv, shards: u8) {
 }
 
 #[test]
-fn each_alarm_goes_to_one_shard_and_every_shard_has_its_part() {
+fn alarms_spread_over_all_shards() {
     on_shards(async |env| {
         let orders = env.orders(300, Duration::from_secs(2)).await;
         let publisher = env.publisher().await;
@@ -76,14 +76,14 @@ fn each_alarm_goes_to_one_shard_and_every_shard_has_its_part() {
 }
 
 #[test]
-fn workers_that_take_different_shards_close_everything_between_them() {
+fn workers_on_different_shards_close_everything() {
     on_shards(async |env| {
         let publisher = env.publisher().await;
         let (one, others) = (worker_taking(&env, &[0]).await, worker_taking(&env, &[2, 1]).await);
         let orders = env.orders(100, Duration::from_secs(2)).await;
         let alarms = orders.iter().map(|order| (order.order_id(), order.deadline));
         assert_eq!(publisher.schedule_all(alarms).await, Ok(100));
-        // By way of the inbox and the wheel, which each of them serves.
+        // Through the inbox and the wheel, which each worker serves.
         let later = env.orders(100, Duration::from_millis(4_500)).await;
         let alarms = later.iter().map(|order| (order.order_id(), order.deadline));
         assert_eq!(publisher.schedule_all(alarms).await, Ok(100));
@@ -97,7 +97,7 @@ fn workers_that_take_different_shards_close_everything_between_them() {
 }
 
 #[test]
-fn a_shard_that_nobody_takes_makes_its_orders_late_and_loses_none() {
+fn unconsumed_shard_delays_but_loses_nothing() {
     let settings = |settings: &mut Settings| {
         sharded(settings);
         settings.sweep.grace = Duration::from_millis(500);
@@ -116,7 +116,7 @@ fn a_shard_that_nobody_takes_makes_its_orders_late_and_loses_none() {
 }
 
 #[test]
-fn from_one_queue_to_several_to_fewer_and_back_each_alarm_has_one_way() {
+fn changing_shard_count_keeps_single_route() {
     on_shards(async |env| {
         for shards in [1, SHARDS, 2, SHARDS, 1] {
             declare(&env, shards).await;
@@ -139,7 +139,7 @@ fn from_one_queue_to_several_to_fewer_and_back_each_alarm_has_one_way() {
 }
 
 #[test]
-fn without_the_exchange_type_it_says_which_plugin_to_enable() {
+fn missing_exchange_type_names_plugin() {
     on_private_broker_with(
         &[],
         |_| {},

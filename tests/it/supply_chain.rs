@@ -1,7 +1,7 @@
-//! What the program is made of: permitted licences, packages of the registry alone, one crypto provider, and lists of the
-//! contents that are complete. The rules are those of deny.toml, which `cargo deny` reads as well where it is installed.
+//! The program's dependencies: permitted licences, only packages of the registry, one crypto provider, and complete
+//! lists of contents. The rules are those of deny.toml, which `cargo deny` reads as well where it is installed.
 //!
-//! What it may not do: reach the network. The packages are here, or these tests would not be compiled.
+//! It may not reach the network. The packages are present, otherwise these tests would not compile.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::PermissionsExt;
@@ -11,7 +11,8 @@ use std::process::Command;
 use regex::Regex;
 use serde_json::Value;
 
-// Compiled in: a `cargo run` beneath `cargo test` has another environment, for which half of the packages are compiled anew.
+// Compiled in: a `cargo run` inside `cargo test` has a different environment, for which half of the packages would be
+// recompiled.
 #[path = "../../scripts/sbom.rs"]
 #[allow(dead_code)] // its `main`
 mod sbom;
@@ -24,7 +25,7 @@ fn rules() -> toml::Table {
     std::fs::read_to_string(root().join("deny.toml")).unwrap().parse().unwrap()
 }
 
-/// A list of texts in deny.toml; of a list of tables their `key`.
+/// A list of texts in deny.toml; for a list of tables, their `key`.
 fn listed(section: &str, name: &str, key: &str) -> BTreeSet<String> {
     let rules = rules();
     let list = rules[section][name].as_array().unwrap().iter();
@@ -40,7 +41,7 @@ fn packages() -> Vec<Value> {
         let metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
         return metadata["packages"].as_array().unwrap().clone();
     }
-    // Packages for other platforms have not been fetched; those for this one have been.
+    // Packages for other platforms have not been fetched, only those for this one.
     let host = Command::new("rustc").arg("-vV").output().unwrap().stdout;
     let host = String::from_utf8(host).unwrap();
     let host = host.lines().find_map(|line| line.strip_prefix("host: ")).unwrap();
@@ -54,8 +55,8 @@ fn name(package: &Value) -> String {
     format!("{} {}", package["name"].as_str().unwrap(), package["version"].as_str().unwrap())
 }
 
-/// Whether an SPDX expression can be satisfied with these licences. Knows `AND`, `OR`, `WITH` and brackets, and the
-/// slash that older packages write for `OR`.
+/// Whether an SPDX expression can be satisfied with these licences. Supports `AND`, `OR`, `WITH` and parentheses, and
+/// the slash that older packages write for `OR`.
 fn is_permitted(expression: &str, permitted: &BTreeSet<String>) -> bool {
     let spaced = expression.replace('/', " OR ").replace('(', " ( ").replace(')', " ) ").replace(" WITH ", "+WITH+");
     let mut words = spaced.split_whitespace().peekable();
@@ -127,7 +128,7 @@ fn every_package_has_a_permitted_licence() {
 fn every_package_comes_from_the_registry() {
     let registries = listed("sources", "allow-registry", "registry");
     for package in packages() {
-        // Without a source it is our own.
+        // A package without a source is our own.
         if let Some(source) = package["source"].as_str() {
             let is_known = source.strip_prefix("registry+").is_some_and(|registry| registries.contains(registry));
             assert!(is_known, "{} comes from {source}", name(&package));
@@ -160,7 +161,7 @@ fn lists_of_contents_are_complete() {
     sbom::write_to(folder.path()).unwrap();
     let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
     let (sbom, notices) = (read("sbom.cdx.json"), read("THIRD-PARTY-NOTICES.txt"));
-    // Neither tells where it was made.
+    // Neither list contains the path where it was generated.
     let home = std::env::var("HOME").unwrap_or_else(|_| "/root".to_owned());
     for place in [root().to_str().unwrap(), home.as_str()].into_iter().filter(|place| place.len() > 1) {
         assert!(!sbom.contains(place) && !notices.contains(place), "{place}");
@@ -177,7 +178,7 @@ fn lists_of_contents_are_complete() {
             assert!(references.contains(on.as_str().unwrap()), "{on} is not described");
         }
     }
-    // What a manifest asks for is a part of what the lists hold.
+    // The manifest's dependencies are a subset of the lists.
     let manifest: toml::Table = std::fs::read_to_string(root().join("Cargo.toml")).unwrap().parse().unwrap();
     for (table, scope) in [("dependencies", "required"), ("dev-dependencies", "optional")] {
         for package in manifest[table].as_table().unwrap().keys() {
@@ -198,7 +199,7 @@ fn lists_of_contents_are_complete() {
     }
 }
 
-/// A copy of the files that name images, beside the script, and a `docker` that knows one digest.
+/// A copy of the files that name images, beside the script, and a fake `docker` that knows one digest.
 fn pinned_by(docker: &str) -> (bool, String, BTreeMap<&'static str, String>) {
     const FILES: [&str; 4] = ["Dockerfile", "docker-compose.yml", "deploy/services.yml", "scripts/pin-images"];
     let folder = tempfile::tempdir().unwrap();
@@ -213,7 +214,7 @@ fn pinned_by(docker: &str) -> (bool, String, BTreeMap<&'static str, String>) {
     let path = format!("{}:{}", folder.path().display(), std::env::var("PATH").unwrap());
     let call = || Command::new(folder.path().join("scripts/pin-images")).env("PATH", &path).output().unwrap();
     let output = call();
-    // A second time, for what is pinned already.
+    // A second run, with images that are pinned already.
     let again = call();
     assert_eq!(output.status, again.status);
     let files = FILES.map(|file| (file, std::fs::read_to_string(folder.path().join(file)).unwrap()));

@@ -1,4 +1,4 @@
-//! Whatever becomes of its alarm, an unpaid order is closed: the sweep over the deadline index finds it.
+//! An unpaid order is closed whatever happens to its alarm: the sweep over the deadline index finds it.
 
 use std::time::Duration;
 
@@ -7,24 +7,25 @@ use tokio_util::sync::CancellationToken;
 
 use crate::support::{TestEnv, wait_for, with_env};
 
-/// The promise is a second. A machine that is busy with other tests may take longer; a sweep that looks every ten seconds
-/// instead of four times a second, or that waits for alarms where it should not, takes longer than this anywhere.
-/// `src/config/tests.rs` holds the settings that the second follows from, and `scripts/chaos` the second.
+/// The promise is one second. A machine that is busy with other tests may take longer. A sweep that runs every ten
+/// seconds instead of four times a second, or that waits for alarms where it should not, exceeds this bound on any
+/// machine. `src/config/tests.rs` checks the settings that the second follows from, and `scripts/chaos` the second
+/// itself.
 const LATEST: Duration = Duration::from_secs(5);
 
-/// As in the defaults; other tests keep the sweep out of the way.
+/// As in the defaults; other tests use a grace so long that the sweep does not interfere.
 fn usual_grace(settings: &mut Settings) {
     settings.sweep.grace = Settings::defaults().sweep.grace;
 }
 
-/// By the database's own columns.
-async fn assert_none_was_late(env: &TestEnv) {
+/// According to the database's own columns.
+async fn assert_none_late(env: &TestEnv) {
     let latest = env.lateness_ms().await.pop().expect("an order that is closed");
     assert!(latest < LATEST.as_secs_f64() * 1e3, "closed {latest:.0} ms after its deadline");
 }
 
 #[test]
-fn an_order_without_an_alarm_is_closed_by_the_sweep() {
+fn order_without_alarm_is_swept() {
     with_env(usual_grace, async |env| {
         let worker = env.worker().await;
         env.orders(20, Duration::from_millis(300)).await;
@@ -34,22 +35,22 @@ fn an_order_without_an_alarm_is_closed_by_the_sweep() {
         assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'sweep'").await, 20);
         assert_eq!(env.count("SELECT count(*) FROM order_events WHERE by = 'sweep'").await, 20);
         assert_eq!(env.status(&paid).await, "paid");
-        assert_none_was_late(&env).await;
+        assert_none_late(&env).await;
         env.assert_ledger().await;
         worker.stop().await;
     });
 }
 
 #[test]
-fn while_the_broker_is_away_the_sweep_does_not_wait_for_alarms() {
+fn sweep_skips_grace_during_broker_outage() {
     with_env(
         |_| {},
         async |env| {
-            // The grace of the other tests, a minute: it must not count here.
+            // The grace of the other tests, a minute: it must not apply here.
             let worker = env.worker_without_broker().await;
             env.orders(20, Duration::from_millis(300)).await;
             wait_for("the closes", async || env.closed().await == 20).await;
-            assert_none_was_late(&env).await;
+            assert_none_late(&env).await;
             env.assert_ledger().await;
             worker.stop().await;
         },
@@ -57,7 +58,7 @@ fn while_the_broker_is_away_the_sweep_does_not_wait_for_alarms() {
 }
 
 #[test]
-fn an_order_extended_while_it_is_overdue_is_not_closed_early() {
+fn overdue_order_extended_is_not_closed() {
     with_env(usual_grace, async |env| {
         let order = env.order(Duration::ZERO).await;
         let mut extending = env.pool.begin().await.unwrap();
@@ -67,7 +68,7 @@ fn an_order_extended_while_it_is_overdue_is_not_closed_early() {
             .await
             .unwrap();
         let worker = env.worker().await;
-        // Another overdue order is closed: so the sweep has met this one, which is older, at its old deadline.
+        // Another overdue order is closed, so the sweep has met this older one at its old deadline.
         env.order(Duration::ZERO).await;
         wait_for("a pass of the sweep", async || env.closed().await == 1).await;
         extending.commit().await.unwrap();
@@ -81,7 +82,7 @@ fn an_order_extended_while_it_is_overdue_is_not_closed_early() {
 }
 
 #[test]
-fn orders_that_cannot_be_closed_do_not_hide_those_behind_them() {
+fn failing_orders_do_not_block_sweep() {
     with_env(usual_grace, async |env| {
         env.stock("unclosable", 1_000_000).await;
         env.refuse_to_close("unclosable").await;
@@ -97,21 +98,22 @@ fn orders_that_cannot_be_closed_do_not_hide_those_behind_them() {
     });
 }
 
-/// As one does that asks another server and cannot reach it: an error of the kind that the database's own end has.
+/// Like the error of a trigger that cannot reach another server: of the same class as errors when the database itself
+/// goes away.
 #[test]
-fn an_order_whose_trigger_cannot_connect_is_not_taken_for_a_database_that_is_away() {
-    holds_up_nobody_whose_close_fails_by("sqlclient_unable_to_establish_sqlconnection");
+fn trigger_connection_error_is_no_database_outage() {
+    assert_error_delays_no_order("sqlclient_unable_to_establish_sqlconnection");
 }
 
-/// As that of another server does, passed on by a trigger; or a page of the one order that cannot be read.
+/// Like another server's error passed on by a trigger, or an unreadable page that only this order needs.
 #[test]
-fn an_order_whose_close_finds_a_full_disk_or_a_bad_one_holds_up_nobody() {
+fn disk_error_of_one_order_delays_none() {
     for error in ["disk_full", "io_error"] {
-        holds_up_nobody_whose_close_fails_by(error);
+        assert_error_delays_no_order(error);
     }
 }
 
-fn holds_up_nobody_whose_close_fails_by(error: &'static str) {
+fn assert_error_delays_no_order(error: &'static str) {
     with_env(usual_grace, async move |env| {
         env.stock("unclosable", 1_000).await;
         env.refuse_to_close_by("unclosable", error).await;
@@ -123,14 +125,14 @@ fn holds_up_nobody_whose_close_fails_by(error: &'static str) {
             env.orders(10, Duration::from_millis(50)).await;
             wait_for("the good ones", async || env.closed().await == 10 * orders).await;
         }
-        assert_none_was_late(&env).await;
+        assert_none_late(&env).await;
         worker.stop().await;
         env.assert_ledger().await;
     });
 }
 
 #[test]
-fn an_order_that_could_not_be_closed_is_once_it_can_be() {
+fn backed_off_order_closes_after_fix() {
     with_env(usual_grace, async |env| {
         env.stock("unclosable", 1_000).await;
         env.refuse_to_close("unclosable").await;
@@ -159,13 +161,13 @@ fn several_workers_sweep_without_closing_anything_twice() {
 }
 
 #[test]
-fn an_order_whose_row_is_locked_is_left_to_its_payment() {
+fn sweep_leaves_locked_order_to_payment() {
     with_env(usual_grace, async |env| {
         let order = env.order(Duration::ZERO).await;
         let mut payment = env.pool.begin().await.unwrap();
         sqlx::query("SELECT FROM orders WHERE id = $1 FOR UPDATE").bind(order.id).execute(&mut *payment).await.unwrap();
         let worker = env.worker().await;
-        // Another overdue order is closed: so the sweep has met the locked one, which is older.
+        // Another overdue order is closed, so the sweep has met the locked one, which is older.
         env.order(Duration::ZERO).await;
         wait_for("a pass of the sweep", async || env.closed().await == 1).await;
         sqlx::query("UPDATE orders SET status = 'paid', paid_at = clock_timestamp() WHERE id = $1")
@@ -183,9 +185,9 @@ fn an_order_whose_row_is_locked_is_left_to_its_payment() {
     });
 }
 
-/// Keeps the article's stock row locked for `stop` to come, in short transactions one behind the other: whoever waits for
-/// it has it soon, whoever does not wait never.
-async fn keep_locked_by_turns(env: &TestEnv, stop: &CancellationToken) {
+/// Keeps the article's stock row locked until `stop`, in short consecutive transactions: a session that waits for the
+/// lock gets it soon, one that does not wait never gets it.
+async fn keep_locked_in_turns(env: &TestEnv, stop: &CancellationToken) {
     let take_turns = async || {
         while !stop.is_cancelled() {
             let mut buying = env.pool.begin().await.unwrap();
@@ -199,7 +201,7 @@ async fn keep_locked_by_turns(env: &TestEnv, stop: &CancellationToken) {
 }
 
 #[test]
-fn an_article_that_is_always_being_bought_is_no_reason_to_leave_an_order_open() {
+fn orders_of_hot_article_still_close() {
     with_env(usual_grace, async |env| {
         env.stock("popular", 1_000).await;
         let worker = env.worker().await;
@@ -209,15 +211,15 @@ fn an_article_that_is_always_being_bought_is_no_reason_to_leave_an_order_open() 
             wait_for("the closes", async || env.closed().await == 50).await;
             stop.cancel();
         };
-        tokio::join!(keep_locked_by_turns(&env, &stop), closes);
-        assert_none_was_late(&env).await;
+        tokio::join!(keep_locked_in_turns(&env, &stop), closes);
+        assert_none_late(&env).await;
         env.assert_ledger().await;
         worker.stop().await;
     });
 }
 
 #[test]
-fn orders_of_an_article_that_is_always_being_bought_close_though_another_article_stays_locked() {
+fn hot_article_closes_despite_locked_one() {
     with_env(usual_grace, async |env| {
         env.stock("popular", 1_000).await;
         let worker = env.worker().await;
@@ -226,7 +228,7 @@ fn orders_of_an_article_that_is_always_being_bought_close_though_another_article
         let popular = env.orders_of("popular", 40, in_a_moment).await;
         let mut payment = env.pool.begin().await.unwrap();
         sqlx::query("SELECT FROM stock WHERE article_id = 'article' FOR UPDATE").execute(&mut *payment).await.unwrap();
-        // Of each article half have an alarm; the sweep finds the others.
+        // Half of the orders of each article have an alarm; the sweep finds the others.
         env.deliver(&held[..2]).await;
         env.deliver(&popular[..20]).await;
         let stop = CancellationToken::new();
@@ -234,7 +236,7 @@ fn orders_of_an_article_that_is_always_being_bought_close_though_another_article
             wait_for("the closes", async || env.closed().await == 40).await;
             stop.cancel();
         };
-        tokio::join!(keep_locked_by_turns(&env, &stop), closes);
+        tokio::join!(keep_locked_in_turns(&env, &stop), closes);
         payment.rollback().await.unwrap();
         wait_for("the others", async || env.closed().await == 44).await;
         env.assert_ledger().await;

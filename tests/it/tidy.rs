@@ -1,5 +1,5 @@
-//! The code is as docs/ARCHITECTURE.md says: rooms with doors where the doors are, files that say what they are for,
-//! settings that are all documented, and references that lead somewhere.
+//! The code matches docs/ARCHITECTURE.md: modules keep their boundaries, files state their purpose, every setting is
+//! documented, and every reference resolves.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -12,7 +12,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Every file of the repository that is text, as (path from the root, contents), by path.
+/// Every text file of the repository as (path from the root, contents), by path.
 fn files() -> BTreeMap<String, String> {
     let mut files = BTreeMap::new();
     let mut directories = vec![root().to_path_buf()];
@@ -21,7 +21,7 @@ fn files() -> BTreeMap<String, String> {
             let path = entry.unwrap().path();
             let name = path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned();
             if path.is_dir() {
-                // Built, or git's own.
+                // Build output, or git's own files.
                 if !["target", ".git"].contains(&name.as_str()) {
                     directories.push(path);
                 }
@@ -43,12 +43,13 @@ fn sources(folders: &[&str], ending: &str) -> BTreeMap<String, String> {
     found
 }
 
-/// Rust without its comments. Cuts a line at `//` even inside a string, so what follows an address is not looked at.
+/// Rust without its comments. Cuts a line at `//` even inside a string, so the rest of a line with a URL is not
+/// checked.
 fn code(text: &str) -> String {
     text.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n")
 }
 
-/// Where a name stands in the code of src/: the paths, without "src/".
+/// The paths, without "src/", of the files in src/ with code that matches a pattern.
 fn users_of(pattern: &str) -> BTreeSet<String> {
     let pattern = Regex::new(pattern).unwrap();
     let users = sources(&["src"], ".rs").into_iter().filter(|(_, text)| pattern.is_match(&code(text)));
@@ -59,12 +60,13 @@ fn set(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
 }
 
-/// Rooms whose decisions and arithmetic must be testable without a server and without waiting; so is the whole engine.
+/// Modules whose decisions and arithmetic must be testable without a server and without waiting; the whole engine is
+/// too.
 const PURE: [&str; 8] =
     ["canary.rs", "order.rs", "message.rs", "alarm.rs", "wheel.rs", "hold.rs", "clock.rs", "schedule/lane.rs"];
 
 #[test]
-fn every_rust_file_says_first_what_it_is_for() {
+fn every_rust_file_states_its_purpose() {
     for (path, text) in sources(&["src", "tests", "examples", "benches", "scripts"], ".rs") {
         let first = text.lines().next().unwrap_or_default();
         assert!(
@@ -75,7 +77,7 @@ fn every_rust_file_says_first_what_it_is_for() {
 }
 
 #[test]
-fn every_other_file_with_comments_opens_with_one() {
+fn other_files_open_with_comment() {
     let mut checked = 0;
     for (path, text) in files() {
         let comment = match path.rsplit(['.', '/']).next().unwrap() {
@@ -94,7 +96,7 @@ fn every_other_file_with_comments_opens_with_one() {
 }
 
 #[test]
-fn lapin_stays_in_its_rooms() {
+fn lapin_stays_in_its_modules() {
     let rooms = [
         "broker.rs",
         "confirm.rs",
@@ -122,7 +124,7 @@ fn frames_are_parsed_in_quarantine_alone() {
 }
 
 #[test]
-fn sqlx_stays_in_its_rooms() {
+fn sqlx_stays_in_its_modules() {
     let rooms = [
         "announce.rs",
         "canary/store.rs",
@@ -151,13 +153,13 @@ fn sqlx_stays_in_its_rooms() {
 }
 
 #[test]
-fn what_is_measured_stays_out_of_what_is_done() {
-    let rooms = |pattern: &str, rooms: &[&str]| assert_eq!(users_of(pattern), set(rooms), "{pattern}");
-    rooms(r"\bprometheus::", &["metrics.rs"]);
-    rooms(r"\bhyper(?:_util)?::", &["http.rs"]);
-    // The composition root counts what the steps report; no step does.
-    rooms(r"\bcrate::metrics\b", &["http.rs", "worker/outboxes.rs", "worker/recorder.rs"]);
-    rooms(
+fn measuring_stays_out_of_business_modules() {
+    let used_in = |pattern: &str, modules: &[&str]| assert_eq!(users_of(pattern), set(modules), "{pattern}");
+    used_in(r"\bprometheus::", &["metrics.rs"]);
+    used_in(r"\bhyper(?:_util)?::", &["http.rs"]);
+    // The composition root counts what the steps report; steps count nothing themselves.
+    used_in(r"\bcrate::metrics\b", &["http.rs", "worker/outboxes.rs", "worker/recorder.rs"]);
+    used_in(
         r"\bcrate::health\b",
         &[
             "http.rs",
@@ -168,11 +170,11 @@ fn what_is_measured_stays_out_of_what_is_done() {
             "worker/supervisor.rs",
         ],
     );
-    rooms(r"\bcrate::http\b", &["cli/health.rs", "worker/mod.rs", "worker/recorder.rs"]);
+    used_in(r"\bcrate::http\b", &["cli/health.rs", "worker/mod.rs", "worker/recorder.rs"]);
 }
 
 #[test]
-fn settings_use_a_client_for_an_address_alone() {
+fn settings_use_clients_only_for_addresses() {
     let text = code(&files()["src/config/validate.rs"]);
     let used: BTreeSet<_> = Regex::new(r"\b(?:lapin|sqlx)::[\w:]+")
         .unwrap()
@@ -183,7 +185,7 @@ fn settings_use_a_client_for_an_address_alone() {
 }
 
 #[test]
-fn pure_rooms_do_no_io() {
+fn pure_modules_do_no_io() {
     let forbidden = users_of(
         r"\b(?:lapin|sqlx|tokio|tokio_util|tracing)::|\bstd::(?:fs|net|io|env|process|thread)\b|\basync\b|\.await\b|\be?print(?:ln)?!",
     );
@@ -191,8 +193,8 @@ fn pure_rooms_do_no_io() {
     let impure: Vec<_> = forbidden.iter().filter(is_pure).collect();
     assert_eq!(impure, Vec::<&String>::new(), "these rooms do no I/O; see docs/ARCHITECTURE.md, \"Invariants\"");
     let reads_a_clock = users_of(r"\bInstant::now\b");
-    let told_what_time_it_is = |room: &&String| is_pure(room) && room.as_str() != "clock.rs";
-    assert_eq!(reads_a_clock.iter().find(told_what_time_it_is), None, "it is told what time it is");
+    let takes_time_as_argument = |room: &&String| is_pure(room) && room.as_str() != "clock.rs";
+    assert_eq!(reads_a_clock.iter().find(takes_time_as_argument), None, "it is told what time it is");
     for room in PURE {
         assert!(root().join("src").join(room).is_file(), "src/{room} is no more");
     }
@@ -200,7 +202,7 @@ fn pure_rooms_do_no_io() {
 }
 
 #[test]
-fn the_local_wall_clock_is_read_by_publishers_alone() {
+fn only_publishers_read_local_wall_clock() {
     assert_eq!(
         users_of(r"\bSystemTime::now\b|\bnow_utc\b|\bnow_local\b"),
         set(&["order.rs"]),
@@ -244,7 +246,7 @@ fn steps_do_not_import_one_another() {
                 "{path} uses {other}: steps do not import one another, worker/ joins them"
             );
         }
-        // From a file directly in src/, `super` is the crate.
+        // In a file directly in src/, `super` is the crate.
         if path.matches('/').count() == 1 {
             for step in steps.iter().filter(|step| **step != own) {
                 assert!(
@@ -258,7 +260,7 @@ fn steps_do_not_import_one_another() {
     assert_eq!(looked_at, set(&steps), "a step has moved");
 }
 
-/// A list without what stands in inner braces.
+/// A list without the parts in inner braces.
 fn outermost(list: &str) -> String {
     let mut depth = 0;
     list.chars()
@@ -270,7 +272,7 @@ fn outermost(list: &str) -> String {
 }
 
 #[test]
-fn a_list_is_read_without_its_inner_lists() {
+fn import_lists_are_read_without_inner_lists() {
     assert_eq!(outermost("alarm::{DeliveredAlarm, DeadLetter}, close, order::{self}"), "alarm::}, close, order::}");
 }
 
@@ -287,12 +289,12 @@ fn leaf_keys(table: &toml::Table) -> BTreeSet<String> {
 }
 
 #[test]
-fn every_setting_has_a_default_and_every_default_is_a_setting() {
+fn settings_and_defaults_match() {
     let defaults: toml::Table = DEFAULTS.parse().unwrap();
     let keys = leaf_keys(&defaults);
     assert!(keys.contains("namespace") && keys.contains("worker.hold_max"), "{keys:?}");
 
-    // As the program has them: the fields of Settings and of its sections.
+    // The keys as the program defines them: the fields of Settings and of its sections.
     let text = code(&files()["src/config.rs"]);
     let structure = Regex::new(r"(?s)pub struct (\w*Settings) \{(.*?)\n\}").unwrap();
     let field = Regex::new(r"pub (?:r#)?(\w+): ([\w<>]+)").unwrap();
@@ -313,7 +315,7 @@ fn every_setting_has_a_default_and_every_default_is_a_setting() {
 }
 
 #[test]
-fn no_setting_has_a_default_besides_config_default_toml() {
+fn only_config_default_toml_has_defaults() {
     let defaults: toml::Table = DEFAULTS.parse().unwrap();
     for key in leaf_keys(&defaults) {
         let mut without = defaults.clone();
@@ -352,7 +354,7 @@ fn every_default_is_explained_directly_above() {
 }
 
 #[test]
-fn migrations_are_named_for_what_they_bring_and_run_in_order() {
+fn migrations_have_telling_names_in_order() {
     let name = Regex::new(r"^migrations/(\d{14})_([a-z]+(?:_[a-z]+)*)\.sql$").unwrap();
     let says_nothing =
         Regex::new(r"^(?:update|change|alter|fix|misc|migration|schema|tables?|new|initial|init)(?:_|$)").unwrap();
@@ -372,8 +374,8 @@ fn migrations_are_named_for_what_they_bring_and_run_in_order() {
 }
 
 #[test]
-fn nothing_is_left_to_be_done() {
-    // Put together, so that this file does not say them.
+fn no_unfinished_work_markers() {
+    // Concatenated, so that this file does not contain them.
     let words = [["TO", "DO"], ["FIX", "ME"], ["todo", "!("], ["unimplemented", "!("], ["dbg", "!("]]
         .map(|parts| parts.concat());
     for (path, text) in files() {
@@ -385,7 +387,7 @@ fn nothing_is_left_to_be_done() {
     }
 }
 
-/// A heading as GitHub names it in an address.
+/// A heading's anchor as GitHub writes it.
 fn anchor(heading: &str) -> String {
     let kept = heading.to_lowercase().chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c)).collect::<String>();
     kept.replace(' ', "-")
@@ -396,7 +398,7 @@ fn headings(markdown: &str) -> Vec<&str> {
 }
 
 #[test]
-fn every_link_in_a_document_leads_somewhere() {
+fn document_links_resolve() {
     let files = files();
     let link = Regex::new(r"\]\(([^)\s]+)\)").unwrap();
     let mut followed = 0;
@@ -424,7 +426,7 @@ fn every_link_in_a_document_leads_somewhere() {
 }
 
 #[test]
-fn every_guarantee_names_tests_that_are_there() {
+fn guarantees_name_existing_tests() {
     let readme = &files()["README.md"];
     let guarantees = readme.split("\n## ").find(|section| section.starts_with("What it guarantees")).unwrap();
     let name = Regex::new(r"`(\w+)::(\w+)`").unwrap();
@@ -440,9 +442,9 @@ fn every_guarantee_names_tests_that_are_there() {
 }
 
 #[test]
-fn every_file_that_is_mentioned_is_there() {
+fn mentioned_files_exist() {
     let files = files();
-    // From the root, wherever it is said: `scripts/services`, docs/WIRE.md, src/schedule/.
+    // From the root, in any file: `scripts/services`, docs/WIRE.md, src/schedule/.
     let from_root = Regex::new(
         r"(?m)(?:^|[\s`(\x22\[])((?:docs|src|tests|examples|benches|scripts|config|migrations|sql|deploy)/[\w./-]*\w)",
     )
@@ -450,12 +452,12 @@ fn every_file_that_is_mentioned_is_there() {
     // In documents, in backticks, by its last parts: `engine/tests.rs`.
     let by_name = Regex::new(r"`([\w./-]+\.(?:rs|sql|toml|md|yml|conf|config))`").unwrap();
     for (path, text) in &files {
-        // Tests speak of files that are not there, on purpose.
+        // Tests mention nonexistent files on purpose.
         if path.starts_with("tests/") || path == "Cargo.lock" {
             continue;
         }
         for found in from_root.captures_iter(text) {
-            // Whoever wants the plugin fetches it; and "not `that/path.rs`" says that it is not there.
+            // Plugins are downloaded on request; and "not `that/path.rs`" says that a file does not exist.
             let is_absent = found[1].ends_with(".ez") || is_denied(text, found.get(1).unwrap().start());
             assert!(is_absent || root().join(&found[1]).exists(), "{path} speaks of {}, which is not there", &found[1]);
         }
@@ -470,13 +472,13 @@ fn every_file_that_is_mentioned_is_there() {
     }
 }
 
-/// Whether the words before this place say that what follows is not so.
+/// Whether the words before this position negate what follows.
 fn is_denied(text: &str, at: usize) -> bool {
     text[..at].trim_end_matches('`').to_lowercase().ends_with("not ")
 }
 
 #[test]
-fn every_section_that_is_mentioned_is_there() {
+fn mentioned_sections_exist() {
     let files = files();
     // docs/ARCHITECTURE.md, "The orders contract"
     let mention = Regex::new(r#"\b((?:docs/)?[A-Z]+\.md), "([^"]+)""#).unwrap();

@@ -1,5 +1,5 @@
-//! Orders whose table keeps deadlines without a zone are closed at the moment that the shop means, whatever the zone of
-//! the database, and never before it.
+//! Orders whose table keeps deadlines without a time zone are closed at the time that the shop means, whatever the zone
+//! of the database, and never earlier.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,18 +15,19 @@ use crate::support::figures::{get, shown};
 use crate::support::process::call_with;
 use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
-/// What a cause may take to be shown.
+/// The longest time until a cause is shown.
 const SHOWN_WITHIN: Duration = Duration::from_secs(15);
 
-/// How late a close may be here, with several other tests on the machine.
+/// The latest that a close may be in seconds, with several other tests on the machine.
 const LATE: f64 = 1.0;
 
-/// A shop's table. Its deadline as the time on the shop's clock and as a moment, and how the statements read it.
+/// A shop's table: its deadline as a local time and as an absolute time, and how the statements read it.
 const SCHEMA: &str = "CREATE TABLE public.tickets (
     id bigint PRIMARY KEY, state text NOT NULL DEFAULT 'open', reading text NOT NULL,
     local_until timestamp NOT NULL, until timestamptz NOT NULL, closed_at timestamptz)";
 
-/// The deadline as the statements read it: by name of the zone, as the contract asks for; by a cast; or a moment.
+/// The deadline as the statements read it: by the zone's name, as the contract requires; by a cast; or as an absolute
+/// time.
 fn deadline(zone: &str) -> String {
     format!(
         "CASE t.reading WHEN 'named' THEN t.local_until AT TIME ZONE '{zone}' WHEN 'cast' THEN t.local_until::timestamptz
@@ -60,7 +61,7 @@ fn overdue_sql(deadline: &str) -> String {
     )
 }
 
-/// Writes both statements for this reading of the deadline, and has the settings name them.
+/// Writes both statements for this reading of the deadline, and sets them in the settings.
 fn name_statements(settings: &mut Settings, deadline: &str) {
     let write = |name: &str, sql: String| {
         let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}.sql", settings.namespace));
@@ -76,13 +77,13 @@ async fn run(env: &TestEnv, sql: String) {
     sqlx::raw_sql(AssertSqlSafe(sql)).execute(&env.pool).await.unwrap();
 }
 
-/// The env's database is of this zone from now on.
+/// The test environment's database has this zone from now on.
 async fn set_zone(env: &TestEnv, zone: &str) {
     run(env, format!("ALTER DATABASE order_timeout_{} SET timezone = '{zone}'", env.settings.namespace)).await;
 }
 
-/// An order for each way to read its deadline, which is so many seconds ahead on the clock of this zone. Returns the
-/// deadline as a moment.
+/// Inserts an order for each way to read its deadline, which is this many seconds ahead by the clock of this zone.
+/// Returns the deadline as an absolute time.
 async fn insert(env: &TestEnv, first_id: i64, seconds: f64, zone: &str) -> Timestamp {
     let sql = "INSERT INTO public.tickets (id, reading, until, local_until)
                SELECT $1 + n, reading, until, until AT TIME ZONE $3
@@ -105,7 +106,7 @@ async fn closed(env: &TestEnv) -> i64 {
     env.count("SELECT count(*) FROM public.tickets WHERE state = 'closed'").await
 }
 
-/// How early and how late the closes were at most, in seconds.
+/// The earliest and the latest close, in seconds relative to the deadline.
 async fn lateness(env: &TestEnv) -> (f64, f64) {
     let lateness =
         "SELECT min(extract(epoch FROM closed_at - until))::float8, max(extract(epoch FROM closed_at - until))::float8
@@ -113,8 +114,8 @@ async fn lateness(env: &TestEnv) -> (f64, f64) {
     sqlx::query_as(lateness).fetch_one(&env.pool).await.unwrap()
 }
 
-/// Orders due in two seconds are closed then and those due in an hour are not, however the deadline is read, and by alarm
-/// as by sweep.
+/// Orders due in two seconds are closed then and those due in an hour are not, however the deadline is read, both by
+/// alarm and by sweep.
 fn assert_closes_on_time(zone: &'static str, grace: Duration) {
     with_env(
         |settings| {
@@ -187,7 +188,7 @@ fn sessions_take_the_most_specific_zone() {
             set_zone(&env, "Asia/Shanghai").await;
             assert_eq!(session_zone(&env.settings).await, "Asia/Shanghai", "the database's");
 
-            // A role of its own, which may not read the server's configuration.
+            // A separate role that may not read the server's configuration.
             let (role, database) = (format!("r{}", env.settings.namespace), env.settings.namespace.clone());
             run(&env, format!("CREATE ROLE {role} LOGIN PASSWORD 'secret'; GRANT ALL ON SCHEMA public TO {role}"))
                 .await;
@@ -231,7 +232,7 @@ fn sessions_take_the_most_specific_zone() {
     );
 }
 
-/// A zone whose clock is set back by an hour so many seconds from now, from UTC-4 to UTC-5 (POSIX; PostgreSQL
+/// A zone whose clock is set back by an hour this many seconds from now, from UTC-4 to UTC-5 (POSIX; PostgreSQL
 /// documentation, appendix B.5).
 async fn zone_set_back_in(env: &TestEnv, seconds: i32) -> String {
     let rule = "SELECT 'XST5XDT4,' || (day + 180) % 365 || '/0,' || day || '/' || to_char(at, 'HH24:MI:SS')
@@ -240,7 +241,7 @@ async fn zone_set_back_in(env: &TestEnv, seconds: i32) -> String {
     sqlx::query_scalar(rule).bind(f64::from(seconds)).fetch_one(&env.pool).await.unwrap()
 }
 
-/// By how much the reading of a local time differs from the moment that was meant.
+/// The difference in seconds between the reading of a local time and the time that was meant.
 async fn reads_later_by(env: &TestEnv, zone: &str) -> f64 {
     let differ = "SELECT extract(epoch FROM (now() AT TIME ZONE $1) AT TIME ZONE $1 - now())::float8";
     sqlx::query_scalar(differ).bind(zone).fetch_one(&env.pool).await.unwrap()
@@ -249,7 +250,7 @@ async fn reads_later_by(env: &TestEnv, zone: &str) -> f64 {
 #[test]
 fn repeated_hour_is_read_as_its_second() {
     with_env(
-        // The zone is known when the env is there; the statements are named below.
+        // The zone is known only after the test environment exists; the statements are set below.
         |settings| settings.sweep.grace = Duration::from_secs(60),
         async |env| {
             run(&env, SCHEMA.to_owned()).await;
@@ -258,12 +259,12 @@ fn repeated_hour_is_read_as_its_second() {
             set_zone(&env, &zone).await;
             let mut settings = env.settings.clone();
             name_statements(&mut settings, &deadline(&zone));
-            // Five seconds ago by the moment; in an hour by the local time, for it comes again.
+            // Five seconds ago by the absolute time; in an hour by the local time, because that occurs twice.
             insert(&env, 1, -5.0, &zone).await;
             let (_, said, error) = call_with(&settings, &["close", "1", "2", "3"]).await;
             assert_eq!(said, "1: not_due\n2: not_due\n3: closed\n", "never early: {error}");
 
-            // The second of the two hours: what is read is what was meant.
+            // The second of the two hours: the reading is what was meant.
             let zone = zone_set_back_in(&env, -600).await;
             assert!(reads_later_by(&env, &zone).await.abs() < 0.1, "{zone}: the second of the two hours");
             set_zone(&env, &zone).await;
@@ -294,13 +295,13 @@ async fn swept(sweeper: &Sweeper) -> Vec<Overdue> {
 }
 
 #[test]
-fn pages_lose_nothing_around_clock_changes() {
+fn sweep_pages_survive_clock_changes() {
     with_env(
         |settings| name_statements(settings, &deadline("America/New_York")),
         async |env| {
             run(&env, SCHEMA.to_owned()).await;
             set_zone(&env, "America/New_York").await;
-            // Also of the hour that the clock leaves out, which arithmetic with local times arrives at.
+            // Includes the hour that the clock skips, which arithmetic with local times can produce.
             run(
                 &env,
                 "INSERT INTO public.tickets (id, reading, local_until, until)
@@ -328,7 +329,7 @@ async fn ready_page(worker: &RunningWorker) -> String {
     page
 }
 
-/// Orders of a shop in this zone whose statements read the zone as UTC: the page says so, until orders agree.
+/// Orders of a shop in this zone whose statements read the zone as UTC: the page shows this until the orders agree.
 fn assert_wrong_zone_is_shown(zone: &'static str, orders: i64, words: &'static str) {
     with_env(
         |settings| {
@@ -367,7 +368,7 @@ fn rows_hours_later_degrade_the_worker() {
 }
 
 #[test]
-fn timestamp_columns_are_refused_with_the_remedy() {
+fn timestamp_columns_are_refused_with_remedy() {
     with_env(
         |settings| name_statements(settings, "t.local_until"),
         async |env| {

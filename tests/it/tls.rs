@@ -1,5 +1,5 @@
-//! TLS to both servers: an order closes over it, and whatever is wrong with a certificate is said in one sentence that
-//! says how to mend it.
+//! TLS to both servers: an order closes over it, and every certificate fault is reported in one sentence that says how
+//! to fix it.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::support::private::Private;
 use crate::support::raw::{self, Properties};
 use crate::support::{TestEnv, place_of, small_settings, wait_for, with_env, with_parts};
 
-/// The host name in the servers' certificates; by its address they are somebody else.
+/// The host name in the servers' certificates, which do not include the address.
 const NAME: &str = "localhost";
 
 /// Certificates of all kinds, in one folder.
@@ -60,10 +60,10 @@ impl Certificates {
         self.path(file).to_str().unwrap().to_owned()
     }
 
-    /// Puts this server certificate in the place of the one that a private server started with.
+    /// Replaces the server certificate that a private server started with.
     fn replace(&self, server: &Private, with: &str) {
         for ending in ["pem", "key"] {
-            // Written into the file that is there, which keeps its owner and its rights.
+            // Written into the existing file, which keeps its owner and its permissions.
             let contents = std::fs::read(self.path(&format!("{with}.{ending}"))).unwrap();
             std::fs::write(server.state().join(format!("tls/server.{ending}")), contents).unwrap();
         }
@@ -84,9 +84,9 @@ fn named(name: &str) -> CertificateParams {
     parameters
 }
 
-/// Both servers with their certificates. One test for all of it, because servers take seconds to start.
+/// Both servers with their certificates. One test for all checks, because servers take seconds to start.
 #[test]
-fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be() {
+fn rejects_invalid_server_certificates() {
     let certificates = Certificates::make();
     let folder = certificates.folder.path().to_str().unwrap();
     let broker = Private::broker(&["--tls", folder]);
@@ -98,7 +98,7 @@ fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be(
     with_env(
         |settings| {
             settings.amqp = amqp.clone();
-            // In the address, since a env's own pool knows nothing of our settings.
+            // In the address, because a test environment's pool does not use our settings.
             let database_name = format!("order_timeout_{}", settings.namespace);
             settings.database = database.clone();
             for (parameter, file) in [("sslrootcert", "ca.pem"), ("sslcert", "client.pem"), ("sslkey", "client.key")] {
@@ -134,7 +134,7 @@ fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be(
                 env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await == 0
             })
             .await;
-            at_once_go_only_as_many_as_fit_into_a_record(&env).await;
+            batches_fit_into_one_record(&env).await;
             env.assert_ledger().await;
             unreadable_message_is_found_over_tls(&env, &plain).await;
             worker.stop().await;
@@ -142,18 +142,18 @@ fn an_order_closes_over_tls_and_nobody_is_talked_to_who_is_not_who_he_should_be(
     );
 
     in_a_runtime(async {
-        a_broker_that_is_not_who_it_should_be(&broker, &amqp, &certificates).await;
-        a_database_that_is_not_who_it_should_be(&postgres, &database, &certificates).await;
+        invalid_brokers_are_rejected(&broker, &amqp, &certificates).await;
+        invalid_databases_are_rejected(&postgres, &database, &certificates).await;
     });
 }
 
-/// What goes in two may wait for the first to be acknowledged.
-async fn at_once_go_only_as_many_as_fit_into_a_record(env: &TestEnv) {
+/// A batch that needs two records may wait for the first to be acknowledged.
+async fn batches_fit_into_one_record(env: &TestEnv) {
     let orders = env.settings.worker.batch_size;
     assert!(orders > 400, "where nothing is encrypted, more are closed at once");
     held_by_the_worker(env, orders, Duration::from_secs(3)).await;
     let by_alarm = "SELECT count(*) FROM orders WHERE closed_by = 'alarm'";
-    wait_for("the crowd", async || usize::try_from(env.count(by_alarm).await).unwrap() == orders + 2).await;
+    wait_for("all closes", async || usize::try_from(env.count(by_alarm).await).unwrap() == orders + 2).await;
     // The row's xmin is the transaction that closed it.
     let together = "SELECT max(orders) FROM (SELECT count(*) FROM orders GROUP BY xmin::text) AS transaction (orders)";
     let together = env.count(together).await;
@@ -202,7 +202,7 @@ fn append(settings: &mut DatabaseSettings, parameter: &str, value: &str) {
     settings.url = String::from(url).into();
 }
 
-/// From now on the server talks to nobody in the clear, and to nobody without a certificate of its CA.
+/// From now on the server accepts neither plain connections nor clients without a certificate of its CA.
 async fn demand_client_certificates(postgres: &Private, with_certificate: &DatabaseSettings) {
     let rules = postgres.state().join("data/pg_hba.conf");
     std::fs::write(rules, "hostssl all all 127.0.0.1/32 scram-sha-256 clientcert=verify-ca\n").unwrap();
@@ -213,7 +213,7 @@ async fn demand_client_certificates(postgres: &Private, with_certificate: &Datab
     wait_for("the new rules", async || PgPool::connect(&in_the_clear).await.is_err()).await;
 }
 
-/// Our sentence, one of them, and it has all these parts.
+/// The output is one of our sentences and contains all these parts.
 fn assert_says(what: &str, said: &str, parts: &[&str]) {
     assert!(!said.contains('\n'), "{what}: {said}");
     for part in parts {
@@ -225,7 +225,7 @@ fn assert_says(what: &str, said: &str, parts: &[&str]) {
 async fn refused_by_broker(what: &str, settings: &AmqpSettings, parts: &[&str]) {
     match broker::connect(settings, "test").await {
         Err(BrokerError::Refused(said)) => assert_says(what, &said, parts),
-        // It may only be guessed: then the worker tries again, for the broker may be on its way down.
+        // The cause may only be guessed: then the worker retries, because the broker may be shutting down.
         Err(BrokerError::Away(said)) if said.contains("is it running") || said.contains("if it is running") => {
             assert_says(what, &said, parts);
         }
@@ -233,7 +233,7 @@ async fn refused_by_broker(what: &str, settings: &AmqpSettings, parts: &[&str]) 
     }
 }
 
-async fn a_broker_that_is_not_who_it_should_be(broker: &Private, good: &AmqpSettings, certificates: &Certificates) {
+async fn invalid_brokers_are_rejected(broker: &Private, good: &AmqpSettings, certificates: &Certificates) {
     let with = |change: &dyn Fn(&mut AmqpSettings)| {
         let mut settings = good.clone();
         change(&mut settings);
@@ -247,12 +247,12 @@ async fn a_broker_that_is_not_who_it_should_be(broker: &Private, good: &AmqpSett
     let wrong_name = with(&|settings| settings.url = at(&format!("127.0.0.1:{}", broker.recorded("TLS_PORT"))));
     refused_by_broker("another host name", &wrong_name, &[NAME, "not for this host name", "amqp.url"]).await;
 
-    let nobody = with(&|settings| {
+    let no_certificate = with(&|settings| {
         settings.client_cert_file.clear();
         settings.client_key_file.clear();
     });
     let parts = ["demands a client certificate", "amqp.client_cert_file", "amqp.client_key_file"];
-    refused_by_broker("no client certificate", &nobody, &parts).await;
+    refused_by_broker("no client certificate", &no_certificate, &parts).await;
 
     let stranger = with(&|settings| {
         settings.client_cert_file = certificates.named("stranger.pem");
@@ -289,11 +289,7 @@ async fn refused_by_database(what: &str, settings: &DatabaseSettings, parts: &[&
     assert_says(what, &said, parts);
 }
 
-async fn a_database_that_is_not_who_it_should_be(
-    postgres: &Private,
-    good: &DatabaseSettings,
-    certificates: &Certificates,
-) {
+async fn invalid_databases_are_rejected(postgres: &Private, good: &DatabaseSettings, certificates: &Certificates) {
     let with = |change: &dyn Fn(&mut DatabaseSettings)| {
         let mut settings = good.clone();
         change(&mut settings);
@@ -308,12 +304,12 @@ async fn a_database_that_is_not_who_it_should_be(
     });
     refused_by_database("another host name", &wrong_name, &[NAME, "not for this host name", "database.url"]).await;
 
-    let nobody = with(&|settings| {
+    let no_certificate = with(&|settings| {
         settings.client_cert_file.clear();
         settings.client_key_file.clear();
     });
     let parts = ["client certificate", "database.client_cert_file", "database.client_key_file"];
-    refused_by_database("no client certificate", &nobody, &parts).await;
+    refused_by_database("no client certificate", &no_certificate, &parts).await;
 
     let stranger = with(&|settings| {
         settings.client_cert_file = certificates.named("stranger.pem");
@@ -325,13 +321,13 @@ async fn a_database_that_is_not_who_it_should_be(
     let wrong_key = with(&|settings| settings.client_key_file = certificates.named("stranger.key"));
     refused_by_database("another's key", &wrong_key, &["database.client_key_file is not the key"]).await;
 
-    let mut in_the_clear = nobody.clone();
+    let mut in_the_clear = no_certificate.clone();
     in_the_clear.ca_file.clear();
     append(&mut in_the_clear, "sslmode", "disable");
     refused_by_database("plain to a server that wants TLS", &in_the_clear, &["no encryption", "sslmode=verify-full"])
         .await;
 
-    a_database_without_tls(good).await;
+    database_without_tls(good).await;
 
     Database::connect(good, 1).await.expect("with everything right it lets us in");
     certificates.replace(postgres, "expired");
@@ -349,8 +345,8 @@ async fn a_database_that_is_not_who_it_should_be(
     pool.close().await;
 }
 
-/// The server of the other tests, if it is one without TLS.
-async fn a_database_without_tls(good: &DatabaseSettings) {
+/// The other tests' server, if it does not use TLS.
+async fn database_without_tls(good: &DatabaseSettings) {
     let usual = small_settings().database.url_of("postgres");
     let pool = PgPool::connect(usual.expose_secret()).await.unwrap();
     let has_tls: bool = sqlx::query_scalar("SELECT current_setting('ssl')::bool").fetch_one(&pool).await.unwrap();
@@ -369,7 +365,7 @@ async fn a_database_without_tls(good: &DatabaseSettings) {
 }
 
 #[test]
-fn certificates_that_would_not_be_used_are_refused() {
+fn unused_certificate_settings_are_refused() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml").display().to_string();
     let check = |overrides: &[String], parts: &[&str]| {
         let mut settings = order_timeout::Settings::load_with_environment(None, Default::default(), overrides);

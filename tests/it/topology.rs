@@ -1,5 +1,5 @@
-//! The broker's objects are declared once and for all: what is missing is made, what differs is named and left alone,
-//! and an alarm in a lane is in exactly one queue.
+//! The broker's objects are declared once: missing ones are created, differing ones are named and left alone, and an
+//! alarm in a lane is in exactly one queue.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,13 +15,13 @@ use uuid::Uuid;
 
 use crate::support::{TestEnv, process, wait_for, with_env};
 
-/// A lane so long that nothing in it expires while a test looks.
+/// A lane so long that nothing in it expires during a test.
 fn with_a_long_lane(settings: &mut order_timeout::Settings) {
     settings.delay.lanes = vec![Lane::try_from("30m".to_owned()).unwrap()];
     settings.delay.lane_shards = 4;
 }
 
-/// The queues whose names go on like this after the namespace.
+/// The queues with this prefix after the namespace.
 fn queues(env: &TestEnv, beginning: &str) -> Vec<Queue> {
     let beginning = format!("{}.{beginning}", env.settings.namespace);
     let all = Topology::new(&env.settings).queues;
@@ -49,14 +49,14 @@ async fn declare(env: &TestEnv) -> Result<(), TopologyError> {
     Topology::new(&env.settings).declare(&env.broker).await
 }
 
-/// A message that waits in this queue.
+/// Leaves a message in this queue.
 async fn leave_a_message_in(env: &TestEnv, queue: &str) {
-    // The default exchange knows every queue by its name.
+    // The default exchange routes to every queue by its name.
     env.publish_raw("", queue, b"kept", BasicProperties::default().with_delivery_mode(2)).await;
     wait_for("the message in its queue", async || env.depth(queue).await == 1).await;
 }
 
-/// The fault says what differs and how to move over.
+/// The error says what differs and how to migrate.
 fn assert_tells_how_to_move_over(sentence: &str, object: &str, difference: &str) {
     let removal = if object.starts_with("exchange") {
         "`rabbitmqadmin delete exchange`"
@@ -81,7 +81,7 @@ fn declaring_twice_changes_nothing() {
 }
 
 #[test]
-fn a_queue_with_another_argument_is_named_with_it_and_left_alone() {
+fn differing_queue_argument_is_named() {
     with_env(with_a_long_lane, async |env| {
         let everything = Topology::new(&env.settings).queues;
         let one_of = |beginning: &str| queues(&env, beginning).remove(0);
@@ -94,13 +94,13 @@ fn a_queue_with_another_argument_is_named_with_it_and_left_alone() {
             one_of("arm"),
             one_of("parked"),
         ] {
-            // Each argument in turn is other than it should be.
+            // Each argument in turn is changed.
             for key in queue.arguments.keys() {
                 let mut arguments = queue.arguments.clone();
                 match *key {
                     "x-queue-type" => {
                         arguments.insert(key, Argument::Text("classic".into()));
-                        // What a classic queue does not know.
+                        // Arguments that a classic queue does not support.
                         arguments.retain(|key, _| !["x-dead-letter-strategy", "x-delivery-limit"].contains(key));
                     }
                     "x-delivery-limit" => drop(arguments.insert(key, Argument::Number(7))),
@@ -132,7 +132,7 @@ fn a_queue_with_another_argument_is_named_with_it_and_left_alone() {
 }
 
 #[test]
-fn an_exchange_of_another_type_is_named_with_it_and_left_alone() {
+fn differing_exchange_type_is_named() {
     with_env(
         |_| {},
         async |env| {
@@ -151,7 +151,7 @@ fn an_exchange_of_another_type_is_named_with_it_and_left_alone() {
                 assert!(matches!(fault, TopologyError::Differs { .. }), "{fault:?}");
                 assert_tells_how_to_move_over(&fault.to_string(), &format!("exchange {exchange:?}"), "'type'");
                 assert!(fault.to_string().contains(now), "{fault} does not say what the type is");
-                // Declared as what it was made, it is accepted: it is still that.
+                // Re-declaring it with its old arguments succeeds, so it is unchanged.
                 let channel = env.broker.create_channel().await.unwrap();
                 channel
                     .exchange_declare(exchange.as_str().into(), other, options, FieldTable::default())
@@ -166,7 +166,7 @@ fn an_exchange_of_another_type_is_named_with_it_and_left_alone() {
 }
 
 #[test]
-fn a_worker_does_not_start_on_queues_that_differ() {
+fn worker_refuses_differing_queues() {
     with_env(with_a_long_lane, async |env| {
         let lane = queues(&env, "delay.").remove(0);
         let mut arguments = lane.arguments.clone();
@@ -176,7 +176,7 @@ fn a_worker_does_not_start_on_queues_that_differ() {
         leave_a_message_in(&env, &lane.name).await;
 
         let mut worker = process::order_timeout(&env.settings);
-        // Its log goes to standard error too; this is about what it says at the end.
+        // The log also goes to standard error; this test is about the final error.
         worker.args(["--set", "log.filter=off", "worker"]);
         let (code, stdout, stderr) = tokio::task::spawn_blocking(move || process::run(&mut worker)).await.unwrap();
         assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
@@ -187,7 +187,7 @@ fn a_worker_does_not_start_on_queues_that_differ() {
 }
 
 #[test]
-fn a_thousand_alarms_in_a_lane_are_a_thousand_messages() {
+fn lane_duplicates_none_of_thousand_alarms() {
     with_env(with_a_long_lane, async |env| {
         let publisher = env.publisher().await;
         let deadline = Timestamp::now_by_local_clock() + Duration::from_secs(30 * 60);
@@ -199,9 +199,10 @@ fn a_thousand_alarms_in_a_lane_are_a_thousand_messages() {
         wait_for("a thousand messages in the lane", async || depths(&env, &shards).await.iter().sum::<u32>() == 1_000)
             .await;
         let depths = depths(&env, &shards).await;
-        // A fair spread of a thousand over four strays from 250 by more than 80 less than once in ten million runs.
+        // A uniform distribution of a thousand over four deviates from 250 by more than 80 less than once in ten
+        // million runs.
         assert!(depths.iter().all(|depth| (170..=330).contains(depth)), "unevenly spread: {depths:?}");
-        assert_eq!(env.depth(&env.names().arm()).await, 0, "none took the other way");
+        assert_eq!(env.depth(&env.names().arm()).await, 0, "none took the other route");
         assert_eq!(env.depth(&env.names().timeout()).await, 0, "none is due");
     });
 }
@@ -215,7 +216,7 @@ async fn depths(env: &TestEnv, queues: &[Queue]) -> Vec<u32> {
 }
 
 #[test]
-fn the_plain_key_of_a_lane_reaches_exactly_one_queue() {
+fn plain_lane_key_reaches_one_queue() {
     with_env(with_a_long_lane, async |env| {
         let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("1790000".into());
         env.publish_raw(&env.names().delay(), "30m", b"from a publisher that does not shard", properties).await;
@@ -228,7 +229,7 @@ fn the_plain_key_of_a_lane_reaches_exactly_one_queue() {
 }
 
 #[test]
-fn a_starting_worker_makes_the_queues_that_are_missing() {
+fn starting_worker_declares_missing_queues() {
     with_env(
         |_| {},
         async |env| {
@@ -241,7 +242,7 @@ fn a_starting_worker_makes_the_queues_that_are_missing() {
                 [(&lost[0], env.names().delay(), "2s.1"), (&lost[1], env.names().wheel(), "1s.03")]
             {
                 assert_eq!(env.depth(&queue.name).await, 0, "{} is there", queue.name);
-                // Mandatory: it would come back if the queue were not bound.
+                // Mandatory: it would be returned if the queue were not bound.
                 let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("600000".into());
                 env.publish_raw(&exchange, key, b"bound", properties).await;
                 wait_for("the message in the new queue", async || env.depth(&queue.name).await == 1).await;
@@ -252,16 +253,16 @@ fn a_starting_worker_makes_the_queues_that_are_missing() {
 }
 
 #[test]
-fn a_message_without_expiration_holds_up_nobody() {
+fn message_without_expiration_delays_none() {
     with_env(
         |settings| {
-            // The finest ring as short as it may be, for the whole of it is waited out.
+            // The finest ring is as short as allowed, because the test waits for all of it.
             settings.delay.rings[0] = RingSettings { unit: Duration::from_millis(500), slots: 16, early: None };
         },
         async |env| {
             let names = env.names();
-            let ways = [(names.delay(), "2s.1"), (names.wheel(), "500ms.03")];
-            for (exchange, key) in &ways {
+            let routes = [(names.delay(), "2s.1"), (names.wheel(), "500ms.03")];
+            for (exchange, key) in &routes {
                 let foreign = BasicProperties::default().with_delivery_mode(2);
                 env.publish_raw(exchange, key, b"from a publisher that knows no better", foreign).await;
                 let ours = BasicProperties::default().with_delivery_mode(2).with_expiration("100".into());
@@ -286,7 +287,7 @@ fn worker_refuses_namespace_never_set_up() {
             for part in [&format!("{:?}", settings.namespace), "order-timeout setup", "correct `namespace`"] {
                 assert!(fault.contains(part), "{fault:?} lacks {part:?}");
             }
-            // And declared none.
+            // The worker declared none.
             let topology = Topology::new(&settings);
             for name in topology.queues.iter().map(|queue| queue.name.as_str()) {
                 let channel = env.broker.create_channel().await.unwrap();

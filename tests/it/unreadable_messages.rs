@@ -1,5 +1,5 @@
-//! A message that the AMQP client cannot read ends no second session: it is found, named and moved aside, and the orders
-//! beside it are closed by their alarms.
+//! A message that the AMQP client cannot read ends at most one session: it is found, named and moved aside, and the
+//! orders beside it are closed by their alarms.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,27 +20,27 @@ const SECOND: Duration = Duration::from_secs(1);
 const CORRELATION_ID: u16 = 1 << 10;
 const MESSAGE_ID: u16 = 1 << 7;
 const TYPE: u16 = 1 << 5;
-/// What a header frame has besides the text of its only header "stack": its own 8 bytes and 14 of fixed fields, the sizes of
-/// table and text, the key, the type.
+/// The size of a header frame without the text of its only header "stack": its own 8 bytes and 14 of fixed fields, the
+/// sizes of table and text, the key, the type.
 const AROUND_THE_TEXT: usize = 8 + 14 + 4 + 6 + 1 + 4;
-/// The largest frame that RabbitMQ agrees to by default.
+/// The largest frame that RabbitMQ accepts by default.
 const FRAME_MAX: usize = 131_072;
 
-/// A message of which one thing is wrong.
+/// A message with one fault.
 #[derive(Clone, Copy)]
-enum Sort {
+enum Defect {
     Type,
     MessageId,
     CorrelationId,
     HeaderKey,
     RoutingKey,
-    /// Grows too large for a frame as it leaves its lane.
+    /// Grows too large for a frame when it leaves its lane.
     LaneHeaders,
-    /// Grows too large for a frame as it is returned.
+    /// Grows too large for a frame when it is returned.
     ReturnedHeaders,
 }
 
-impl Sort {
+impl Defect {
     const ALL: [Self; 7] = [
         Self::Type,
         Self::MessageId,
@@ -51,7 +51,7 @@ impl Sort {
         Self::ReturnedHeaders,
     ];
 
-    /// Publishes one, and waits until the broker would deliver it. Returns the queue that it lies in.
+    /// Publishes one, and waits until the broker would deliver it. Returns its queue.
     async fn publish(self, env: &TestEnv, body: &[u8]) -> String {
         let (names, settings) = (env.names(), &env.settings);
         let to_arm = |key: &[u8], properties: &Properties| {
@@ -82,7 +82,7 @@ impl Sort {
         }
     }
 
-    fn why(self) -> &'static str {
+    fn reason(self) -> &'static str {
         match self {
             Self::Type => "its property type is not UTF-8",
             Self::MessageId => "its property message_id is not UTF-8",
@@ -94,8 +94,9 @@ impl Sort {
     }
 }
 
-/// A worker takes what lies in its queues when it starts, between the alarms of orders, and what comes while it works.
-fn worker_closes_beside(sorts: &'static [Sort], orders: usize) {
+/// A worker handles both the messages in its queues at startup, between the alarms of orders, and those that arrive
+/// later.
+fn worker_closes_beside(defects: &'static [Defect], orders: usize) {
     with_env(
         |settings| {
             settings.worker.hold_max = 60 * SECOND;
@@ -103,12 +104,12 @@ fn worker_closes_beside(sorts: &'static [Sort], orders: usize) {
         },
         async move |env| {
             let others = env.orders(orders, 20 * SECOND).await;
-            let named = env.orders(sorts.len(), 60 * SECOND).await;
+            let named = env.orders(defects.len(), 60 * SECOND).await;
             let (before, after) = others.split_at(orders / 2);
             env.deliver(before).await;
             let mut expected = Vec::new();
-            for (sort, order) in sorts.iter().zip(&named) {
-                expected.push((sort.publish(&env, &order.body()).await, sort.why(), order.id.to_string()));
+            for (defect, order) in defects.iter().zip(&named) {
+                expected.push((defect.publish(&env, &order.body()).await, defect.reason(), order.id.to_string()));
             }
             env.deliver(after).await;
             let worker = env.worker().await;
@@ -155,37 +156,37 @@ async fn assert_degraded_ends(worker: &RunningWorker) {
 
 #[test]
 fn type_outside_utf8_is_moved_aside() {
-    worker_closes_beside(&[Sort::Type], 50);
+    worker_closes_beside(&[Defect::Type], 50);
 }
 
 #[test]
-fn message_id_of_raw_bytes_is_moved_aside() {
-    worker_closes_beside(&[Sort::MessageId, Sort::CorrelationId], 50);
+fn raw_message_id_is_moved_aside() {
+    worker_closes_beside(&[Defect::MessageId, Defect::CorrelationId], 50);
 }
 
 #[test]
-fn header_key_outside_utf8_is_moved_aside() {
-    worker_closes_beside(&[Sort::HeaderKey], 50);
+fn invalid_header_key_is_moved_aside() {
+    worker_closes_beside(&[Defect::HeaderKey], 50);
 }
 
 #[test]
-fn routing_key_outside_utf8_is_moved_aside() {
-    worker_closes_beside(&[Sort::RoutingKey], 50);
+fn invalid_routing_key_is_moved_aside() {
+    worker_closes_beside(&[Defect::RoutingKey], 50);
 }
 
 #[test]
 fn headers_grown_beyond_frame_are_moved_aside() {
-    worker_closes_beside(&[Sort::LaneHeaders], 50);
+    worker_closes_beside(&[Defect::LaneHeaders], 50);
 }
 
 #[test]
 fn returned_headers_beyond_frame_are_moved_aside() {
-    worker_closes_beside(&[Sort::ReturnedHeaders], 50);
+    worker_closes_beside(&[Defect::ReturnedHeaders], 50);
 }
 
 #[test]
 fn all_sorts_at_once_are_moved_aside() {
-    worker_closes_beside(&Sort::ALL, 500);
+    worker_closes_beside(&Defect::ALL, 500);
 }
 
 #[test]
@@ -196,8 +197,8 @@ fn two_workers_search_at_once() {
             let orders = env.orders(100, 20 * SECOND).await;
             env.deliver(&orders).await;
             let mut expected = Vec::new();
-            for (sort, order) in Sort::ALL.iter().zip(env.orders(Sort::ALL.len(), 60 * SECOND).await) {
-                expected.push((sort.publish(&env, &order.body()).await, sort.why(), order.id.to_string()));
+            for (defect, order) in Defect::ALL.iter().zip(env.orders(Defect::ALL.len(), 60 * SECOND).await) {
+                expected.push((defect.publish(&env, &order.body()).await, defect.reason(), order.id.to_string()));
             }
             let workers = [env.worker().await, env.worker().await];
             wait_for("the closes", async || env.closed().await == 100).await;
@@ -219,14 +220,14 @@ fn command_lists_then_moves() {
         async |env| {
             let orders = env.orders(4, 60 * SECOND).await;
             env.deliver(&orders[..2]).await;
-            let due = Sort::HeaderKey.publish(&env, &orders[3].body()).await;
+            let due = Defect::HeaderKey.publish(&env, &orders[3].body()).await;
             env.deliver(&orders[2..3]).await;
-            let arm = Sort::RoutingKey.publish(&env, b"not even JSON").await;
+            let arm = Defect::RoutingKey.publish(&env, b"not even JSON").await;
 
             let (code, out, err) = run(order_timeout(&env.settings).arg("quarantine"));
             assert_eq!((code, err.as_str()), (0, ""));
             assert!(out.contains(&format!("{due}: 4 message(s) looked at, 1 that")), "{out}");
-            assert!(out.contains("position 3, ") && out.contains(Sort::HeaderKey.why()), "{out}");
+            assert!(out.contains("position 3, ") && out.contains(Defect::HeaderKey.reason()), "{out}");
             assert!(out.contains(&orders[3].id.to_string()), "{out}");
             assert!(out.contains(&format!("{arm}: 1 message(s) looked at, 1 that")), "{out}");
             assert!(out.ends_with("2 message(s) found, nothing moved; add --move to move them into parked_alarms\n"));
@@ -240,12 +241,12 @@ fn command_lists_then_moves() {
             assert_eq!(of(&arm)["found"][0]["moved"], true);
             assert_named(
                 &env,
-                &[(due.clone(), Sort::HeaderKey.why(), orders[3].id.to_string())],
-                &[(arm.clone(), Sort::RoutingKey.why())],
+                &[(due.clone(), Defect::HeaderKey.reason(), orders[3].id.to_string())],
+                &[(arm.clone(), Defect::RoutingKey.reason())],
             )
             .await;
 
-            // The rest is where it was, in its order, and the alarm can be tried again.
+            // The other messages are where they were, in order, and the alarm can be retried.
             let bodies: Vec<_> = orders[..3].iter().map(Order::body).collect();
             assert_eq!(env.take_out(&due).await, bodies);
             let (code, out, _) = run(order_timeout(&env.settings).args(["parked", "retry", "--all", "--yes"]));
@@ -262,17 +263,17 @@ fn lost_queue_starts_no_search() {
         let worker = env.worker().await;
         env.channel.queue_delete(env.names().parked().into(), QueueDeleteOptions::default()).await.unwrap();
         wait_for_figure(&worker, "sessions_opened_total", |sessions| sessions >= 2.0).await;
-        // It would stay for five seconds.
+        // A search would show the cause for five seconds.
         assert_eq!(Figures::of(&worker).await.get(CAUSE), 0.0);
         worker.stop().await;
     });
 }
 
 #[test]
-fn failing_broker_is_named_with_the_cure() {
-    // AMQP 1.0 is a plugin there, and in it a number may be the id of a message, which AMQP 0-9-1 has no form for.
+fn failing_broker_is_named_with_remedy() {
+    // In this version AMQP 1.0 is a plugin, with which a message id may be a number, which AMQP 0-9-1 cannot represent.
     let broker = Arc::new(Private::broker(&["--rabbitmq", "3.10", "--plugin", "rabbitmq_amqp1_0"]));
-    // Kept until the env is cleared away.
+    // Kept until the test environment is cleaned up.
     let (url, in_the_test) = (broker.url.clone(), broker.clone());
     with_env(
         move |settings| {
@@ -301,7 +302,7 @@ fn failing_broker_is_named_with_the_cure() {
     );
 }
 
-/// What the plugin does for a publisher whose message has the correlation id 7.
+/// Does what the plugin does for a publisher whose message has the correlation id 7.
 fn publish_with_number_as_id(queue: &str) -> String {
     format!(
         "{{ok, C}} = amqp_connection:start({{amqp_params_direct, <<\"guest\">>, none, <<\"/\">>, node(), none, []}}),

@@ -1,5 +1,5 @@
 //! A look-ahead poller: loads the deadlines of the next seconds into a timer and closes each order on time with the
-//! worker's own statement, in batches as the worker's. No broker at all.
+//! worker's own statement, in the worker's batch size. No broker at all.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,7 +19,7 @@ use super::is_cut_short;
 
 /// How often deadlines are loaded.
 const EVERY: Duration = Duration::from_secs(5);
-/// The deadlines of how long ahead: twice as long, so that a load may come late.
+/// How far ahead deadlines are loaded: twice the interval, so that a load may be late.
 const AHEAD: Duration = Duration::from_secs(10);
 
 pub async fn run(database: Database, closers: u32) -> anyhow::Result<()> {
@@ -35,13 +35,13 @@ pub async fn run(database: Database, closers: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Deadlines in their order.
+/// Deadlines in order.
 struct Timer {
     waiting: Mutex<BTreeSet<(Timestamp, Uuid)>>,
     loaded: Notify,
-    /// The worker's, for here as there ids are sent to the same statement: what is a good batch for one is for the other.
+    /// The worker's: both send ids to the same statement, so a good batch for one is good for the other.
     batch_size: usize,
-    /// The worker's too. Both know beforehand who falls due next.
+    /// The worker's too. Both know in advance which order is due next.
     linger: Duration,
 }
 
@@ -51,7 +51,7 @@ impl Timer {
         Self { waiting, loaded, batch_size: worker.batch_size, linger: worker.linger }
     }
 
-    /// Orders that are due, or else when to look again.
+    /// Orders that are due, or else when to check again.
     fn take_due(&self, now: Timestamp) -> Result<Vec<Uuid>, Option<Timestamp>> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let mut due = Vec::new();
@@ -61,7 +61,7 @@ impl Timer {
         if due.is_empty() { Err(self.next_batch_at(&waiting)) } else { Ok(due) }
     }
 
-    /// When the last falls due of those that go together: as the worker's, an order that stands alone waits for nobody.
+    /// The last deadline of the next batch: as in the worker, a single order does not wait for others.
     fn next_batch_at(&self, waiting: &BTreeSet<(Timestamp, Uuid)>) -> Option<Timestamp> {
         let (first, _) = waiting.first()?;
         let together = waiting.range(..=(*first + self.linger, Uuid::max()));
@@ -74,7 +74,7 @@ async fn load(database: Database, timer: Arc<Timer>) -> anyhow::Result<()> {
     let mut ticks = tokio::time::interval(EVERY);
     loop {
         ticks.tick().await;
-        // What is just being closed may be loaded again: the statement finds it closed.
+        // Orders being closed may be loaded again: the statement finds them closed.
         let rows: Vec<(Uuid, OffsetDateTime)> = sqlx::query_as(
             "SELECT id, expires_at FROM orders WHERE status = 'unpaid' AND expires_at <= now() + make_interval(secs => $1)",
         )
@@ -90,7 +90,7 @@ async fn load(database: Database, timer: Arc<Timer>) -> anyhow::Result<()> {
 async fn close(database: Database, timer: Arc<Timer>) -> anyhow::Result<()> {
     let mut connection = database.connection().await?;
     loop {
-        // Asked for before looking, so that no load is missed.
+        // Registered before the check, so that no load is missed.
         let loaded = timer.loaded.notified();
         match timer.take_due(Timestamp::now_by_local_clock()) {
             Ok(due) => close_batch(&mut connection, &due).await?,

@@ -1,5 +1,5 @@
-//! Who closes orders without a broker: the simplest programs that do the same work, on sessions set up as the worker's.
-//! Each runs as a process of its own (this program, called with `compete`), so that what it costs is its own.
+//! Programs that close orders without a broker: the simplest ones that do the same work, on sessions set up like the
+//! worker's. Each runs in its own process (this program, called with `compete`), so that its costs can be measured.
 
 mod look_ahead;
 mod poller;
@@ -16,22 +16,22 @@ use order_timeout::database::{Database, ErrorClass, classify};
 use sqlx::PgPool;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::stage::process::Program;
+use crate::bench_env::process::Program;
 
-/// What [`Database`] calls its sessions in `pg_stat_activity`. Nobody else's are in a competitor's database.
+/// The name that [`Database`] gives its sessions in `pg_stat_activity`. A competitor's database has no other sessions.
 const APPLICATION_NAME: &str = "order-timeout";
 
-/// Which one, and how it is set up.
+/// Which competitor, and its settings.
 #[derive(Debug, Clone, Args)]
 pub struct Competitor {
     #[arg(value_enum)]
     pub kind: Kind,
     #[arg(long)]
     pub database: String,
-    /// Loops side by side, each with a connection
+    /// Number of concurrent loops, each with its own connection
     #[arg(long)]
     pub connections: u32,
-    /// How often a poller looks
+    /// The polling interval
     #[arg(long, default_value = "100ms", value_parser = humantime::parse_duration)]
     pub every: Duration,
 }
@@ -42,7 +42,7 @@ pub enum Kind {
     LookAhead,
 }
 
-/// Runs until it is told to end, which is no failure then.
+/// Runs until it is terminated, which is not an error.
 pub async fn run(competitor: Competitor) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     tokio::select! {
@@ -53,9 +53,9 @@ pub async fn run(competitor: Competitor) -> anyhow::Result<()> {
 
 async fn compete(competitor: Competitor) -> anyhow::Result<()> {
     let Competitor { kind, database, connections, every } = competitor;
-    // As the worker and the limits: a plan that is kept, or an index that is used, is no merit of a design.
+    // As for the worker and the limits: plan caching and index use must not distinguish the designs.
     let settings = DatabaseSettings { url: database.into(), ..Settings::defaults().database };
-    // One more, for what is not closing.
+    // One more, for work other than closing.
     let database = Database::connect(&settings, connections + 1).await?;
     match kind {
         Kind::Poller => poller::run(database, connections, every).await,
@@ -63,8 +63,8 @@ async fn compete(competitor: Competitor) -> anyhow::Result<()> {
     }
 }
 
-/// Whether a time limit of the session, or a deadlock, has cut a close short. Then it is tried again at once: the worker,
-/// whose limits these are, does not give up either.
+/// Whether a time limit of the session, or a deadlock, has interrupted a close. It is retried at once then, as the
+/// worker with the same limits does.
 fn is_cut_short(error: &sqlx::Error) -> bool {
     matches!(classify(error), ErrorClass::Locked | ErrorClass::Transient)
 }

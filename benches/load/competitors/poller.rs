@@ -1,4 +1,4 @@
-//! A plain poller: asks Postgres again and again which orders are overdue, and closes them in the same statement.
+//! A plain poller: queries Postgres repeatedly for overdue orders, and closes them in the same statement.
 
 use std::time::Duration;
 
@@ -9,9 +9,9 @@ use tokio::time::MissedTickBehavior;
 
 use super::is_cut_short;
 
-/// The close of `sql/close.sql`, but for how the orders are found.
+/// The close of `sql/close.sql`, except for how the orders are found.
 const CLOSE_OVERDUE: &str = include_str!("poller.sql");
-/// Orders closed by one statement: a size that is usual for a poller, not tuned as the worker's was.
+/// Orders closed by one statement: a common size for a poller, not tuned like the worker's.
 const BATCH_SIZE: i64 = 500;
 
 pub async fn run(database: Database, loops: u32, every: Duration) -> anyhow::Result<()> {
@@ -31,7 +31,7 @@ async fn poll(database: Database, every: Duration) -> anyhow::Result<()> {
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        // While batches are full there is more: no sleep.
+        // A full batch means that there is more: no sleep.
         while close_overdue(&mut connection).await? == BATCH_SIZE {}
     }
 }

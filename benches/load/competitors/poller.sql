@@ -1,20 +1,20 @@
--- What a plain poller runs: finds overdue orders by the deadline index and closes them, with the same work as
+-- The statement of a plain poller: finds overdue orders by the deadline index and closes them, with the same work as
 -- sql/close.sql: status, stock, history and event in one transaction. Takes the limit, returns how many it closed.
 --
--- What that statement does for ids that it is given is not needed here: it reads no ids, looks for no order of theirs,
--- never leaves out an article that somebody holds ($3 is always true), and answers with a number.
+-- Everything in that statement that concerns given ids is not needed here: it reads no ids, does not look up their
+-- orders, never skips a locked article ($3 is always true), and returns a number.
 WITH due AS MATERIALIZED (
-    -- Found and locked in one go, in the order of the index: what another loop has locked is skipped.
+    -- Found and locked in one step, in the order of the index, skipping orders that another loop has locked.
     SELECT o.id
     FROM orders o
-    -- now(), not clock_timestamp(): only a stable function can be looked up in an index.
+    -- now(), not clock_timestamp(): only a stable function can be used for an index lookup.
     WHERE o.status = 'unpaid' AND o.expires_at <= now()
     ORDER BY o.expires_at, o.id
     LIMIT $1
     FOR NO KEY UPDATE SKIP LOCKED
 ),
 moment AS MATERIALIZED (
-    -- One for all of them, read when the rows are ours.
+    -- One time for all of them, read after the rows are locked.
     SELECT clock_timestamp() AS now WHERE (SELECT count(*) FROM due) >= 0
 ),
 items AS MATERIALIZED (
@@ -26,7 +26,7 @@ closed AS (
     UPDATE orders o
     SET status = 'closed', closed_at = (SELECT m.now FROM moment m), closed_by = 'sweep', close_reason = 'unpaid'
     WHERE o.id = ANY (ARRAY(SELECT d.id FROM due d))
-      -- As text so that it cannot pull in the deadline index.
+      -- Compared as text, so that the deadline index is not used.
       AND o.status::text = 'unpaid'
     RETURNING o.id, o.expires_at, o.closed_at
 ),
@@ -41,7 +41,7 @@ event AS (
            jsonb_build_object(
                'order_id', c.id,
                'deadline', to_char(c.expires_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-               -- Written out once for all of them.
+               -- Formatted once for all of them.
                'closed_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') FROM moment m),
                'closed_by', 'sweep',
                'reason', 'unpaid')
@@ -55,8 +55,8 @@ given_back AS MATERIALIZED (
     GROUP BY i.article_id
 ),
 stock_given_back AS (
-    -- Last, when all the rest is written: whoever else gives back the same articles waits for this commit. In article
-    -- order, so that two loops cannot deadlock, each looked up by its key.
+    -- Last, after everything else is written: other sessions that give back the same articles wait for this commit. In
+    -- article order, so that two loops cannot deadlock, each looked up by its key.
     UPDATE stock s
     SET available = s.available + g.quantity, reserved = s.reserved - g.quantity
     FROM (

@@ -1,5 +1,5 @@
-//! The broker alone: the same queues and messages, with nobody closing anything: publish with a TTL, dead-letter,
-//! consume and acknowledge. And a bare client that publishes with as many confirms outstanding as ours.
+//! The broker alone, with the same queues and messages but without closing orders: publish with a TTL, dead-letter,
+//! consume and acknowledge. And a bare client that publishes with as many outstanding confirms as ours.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,15 +24,15 @@ use order_timeout::{OrderId, Timestamp};
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
-use crate::stage::servers::Servers;
-use crate::stage::{SETTLING, Stage};
-use crate::{Options, Way};
+use crate::bench_env::servers::Servers;
+use crate::bench_env::{BenchEnv, SETTLING};
+use crate::{AlarmRoute, Options};
 
-/// A slow machine's publishing rate, from which the instant is chosen at which all expire.
+/// A slow machine's publishing rate, used to choose the instant at which all messages expire.
 const SLOWEST_PUBLISHING_PER_S: f64 = 8_000.0;
 /// Deliveries that are acknowledged by one frame.
 const ACK_EVERY: usize = 200;
-/// After this long without a delivery something is wrong.
+/// After this time without a delivery the run has failed.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Messages per second.
@@ -48,43 +48,43 @@ pub async fn measure(
     options: &Options,
     settings: &[String],
     messages: usize,
-    way: Way,
+    route: AlarmRoute,
 ) -> anyhow::Result<BrokerLimit> {
-    let stage = Stage::with_broker(servers, options, settings).await?;
+    let env = BenchEnv::with_broker(servers, options, settings).await?;
     tokio::time::sleep(SETTLING).await;
-    let connection = stage.connect().await?;
-    let limit = hand_over(&stage, &connection, messages, way).await;
+    let connection = env.connect().await?;
+    let limit = hand_over(&env, &connection, messages, route).await;
     order_timeout::broker::close(&connection, Duration::from_secs(1)).await;
-    stage.clear_away().await?;
+    env.clean_up().await?;
     limit
 }
 
 async fn hand_over(
-    stage: &Stage<'_>,
+    env: &BenchEnv<'_>,
     connection: &Connection,
     messages: usize,
-    way: Way,
+    route: AlarmRoute,
 ) -> anyhow::Result<BrokerLimit> {
     let publishing = Duration::from_secs_f64(messages as f64 / SLOWEST_PUBLISHING_PER_S);
     let expiry = Timestamp::now_by_local_clock() + publishing + Duration::from_secs(2);
-    let published = publish(connection, Confirms::AS_OURS, waiting(stage, way, messages, expiry)).await?;
+    let published = publish(connection, Confirms::AS_OURS, waiting(env, route, messages, expiry)).await?;
     let published_per_s = messages as f64 / published.as_secs_f64();
     ensure!(Timestamp::now_by_local_clock() < expiry, "publishing took longer than planned; is the machine busy?");
-    consume(stage, connection, messages).await?;
+    consume(env, connection, messages).await?;
     let took = Timestamp::now_by_local_clock().since(expiry);
     Ok(BrokerLimit { published_per_s, handed_over_per_s: messages as f64 / took.as_secs_f64() })
 }
 
-/// As the worker (or, in a lane, the publisher) writes them, to be handed over all at once.
+/// As the worker (or, in a lane, the publisher) writes them, so that all are dead-lettered at once.
 fn waiting(
-    stage: &Stage<'_>,
-    way: Way,
+    env: &BenchEnv<'_>,
+    route: AlarmRoute,
     messages: usize,
     expiry: Timestamp,
 ) -> impl Iterator<Item = Outgoing> + Send + use<> {
-    let places = places(stage, way).into_iter().cycle();
-    let by_the_plugin = stage.settings.delay.strategy == Strategy::DelayedExchange;
-    // Made before the clock starts: whoever schedules an alarm has an order.
+    let places = places(env, route).into_iter().cycle();
+    let by_the_plugin = env.settings.delay.strategy == Strategy::DelayedExchange;
+    // Created before the clock starts: a publisher has its orders already.
     let alarms: Vec<Alarm> = (0..messages).map(|_| alarm(expiry)).collect();
     alarms.into_iter().zip(places).map(move |(alarm, (exchange, routing_key))| {
         let now = Timestamp::now_by_local_clock();
@@ -95,29 +95,29 @@ fn waiting(
     })
 }
 
-/// Where alarms wait that share a delay: exchange and routing key of each such place.
-fn places(stage: &Stage<'_>, way: Way) -> Vec<(String, String)> {
-    let settings = &stage.settings;
+/// The exchange and routing key of each place where alarms with the same delay wait.
+fn places(env: &BenchEnv<'_>, route: AlarmRoute) -> Vec<(String, String)> {
+    let settings = &env.settings;
     let names = Names::new(&settings.namespace);
-    match (settings.delay.strategy, way) {
+    match (settings.delay.strategy, route) {
         (Strategy::DelayedExchange, _) => vec![(names.delayed(), DUE_KEY.into())],
-        (Strategy::DeadLetter, Way::Lane) => {
+        (Strategy::DeadLetter, AlarmRoute::Lane) => {
             let lane = &settings.delay.lanes[0].name;
             (0..settings.delay.lane_shards).map(|shard| (names.delay(), Names::lane_key(lane, shard))).collect()
         }
-        (Strategy::DeadLetter, Way::Wheel | Way::Far) => {
+        (Strategy::DeadLetter, AlarmRoute::Wheel | AlarmRoute::Far) => {
             let wheel = settings.wheel().expect("validated settings have rings that mesh");
             vec![(names.wheel(), Names::slot_key(&wheel.rings()[0].name, 0))]
         }
     }
 }
 
-/// An alarm for an order of its own.
+/// An alarm for a new order.
 pub fn alarm(deadline: Timestamp) -> Alarm {
     Alarm { order_id: OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id"), deadline }
 }
 
-/// The message that an alarm is on its first way into the broker: the very one that ours is.
+/// The message for an alarm that enters the broker for the first time, exactly as ours.
 pub fn fresh(alarm: &Alarm, entry: Route, now: Timestamp) -> Outgoing {
     envelope::address(
         alarm,
@@ -130,17 +130,17 @@ pub fn fresh(alarm: &Alarm, entry: Route, now: Timestamp) -> Outgoing {
 #[derive(Debug, Clone, Copy)]
 pub struct Confirms {
     pub channels: usize,
-    /// On each of them.
+    /// On each channel.
     pub window: usize,
 }
 
 impl Confirms {
-    /// As many as [`order_timeout::confirm`] has, whose two channels take turns.
+    /// As many as [`order_timeout::confirm`] has, which uses its two channels in turn.
     pub const AS_OURS: Self = Self { channels: 2, window: WINDOW };
 }
 
-/// Publishes messages with so many confirms outstanding: what a client without any of our care can do. Returns how long
-/// it took to make them, publish them and have them confirmed; the channels are open by then, as ours are.
+/// Publishes messages with this many outstanding confirms, as fast as a client without our safeguards can. Returns how
+/// long it took to create them, publish them and have them confirmed; the channels are open before, as ours are.
 pub async fn publish(
     connection: &Connection,
     confirms: Confirms,
@@ -164,7 +164,7 @@ pub async fn publish(
     Ok(began.elapsed())
 }
 
-/// One channel, which takes message after message from those that all channels share.
+/// One channel, which takes messages from the shared iterator.
 async fn publish_on(
     channel: Channel,
     window: usize,
@@ -196,14 +196,14 @@ async fn confirmed(confirm: PublisherConfirm) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn consume(stage: &Stage<'_>, connection: &Connection, messages: usize) -> anyhow::Result<()> {
+async fn consume(env: &BenchEnv<'_>, connection: &Connection, messages: usize) -> anyhow::Result<()> {
     let mut consumers = Vec::new();
-    for (channel, queue) in queues(stage).into_iter().enumerate() {
-        let consumer = start_consuming(stage, connection, &queue).await?;
+    for (channel, queue) in queues(env).into_iter().enumerate() {
+        let consumer = start_consuming(env, connection, &queue).await?;
         consumers.push(consumer.map(move |delivery| (channel, delivery)));
     }
     let mut deliveries = select_all(consumers);
-    let mut unacknowledged: Vec<(usize, Option<Delivery>)> = queues(stage).iter().map(|_| (0, None)).collect();
+    let mut unacknowledged: Vec<(usize, Option<Delivery>)> = queues(env).iter().map(|_| (0, None)).collect();
     for number in 0..messages {
         let next = tokio::time::timeout(TIMEOUT, deliveries.next()).await;
         let next = next.with_context(|| format!("only {number} of {messages} messages were handed over"))?;
@@ -220,15 +220,15 @@ async fn consume(stage: &Stage<'_>, connection: &Connection, messages: usize) ->
     Ok(())
 }
 
-/// A channel each, as the worker has them.
-fn queues(stage: &Stage<'_>) -> Vec<String> {
-    let names = Names::new(&stage.settings.namespace);
-    stage.settings.worker.shard_of_each_channel().into_iter().map(|shard| names.shard(shard)).collect()
+/// One channel each, as in the worker.
+fn queues(env: &BenchEnv<'_>) -> Vec<String> {
+    let names = Names::new(&env.settings.namespace);
+    env.settings.worker.shard_of_each_channel().into_iter().map(|shard| names.shard(shard)).collect()
 }
 
-async fn start_consuming(stage: &Stage<'_>, connection: &Connection, queue: &str) -> anyhow::Result<Consumer> {
+async fn start_consuming(env: &BenchEnv<'_>, connection: &Connection, queue: &str) -> anyhow::Result<Consumer> {
     let channel = connection.create_channel().await?;
-    channel.basic_qos(stage.settings.worker.prefetch, BasicQosOptions::default()).await?;
+    channel.basic_qos(env.settings.worker.prefetch, BasicQosOptions::default()).await?;
     let options = BasicConsumeOptions::default();
     Ok(channel.basic_consume(queue.into(), "".into(), options, FieldTable::default()).await?)
 }

@@ -1,5 +1,5 @@
-//! Postgres alone: the worker's close statement in batches of the worker's size, on sessions set up as the worker's, over
-//! orders that are long overdue, by the socket; and how long a single small commit takes.
+//! Postgres alone: the worker's close statement in batches of the worker's size, on sessions set up like the worker's,
+//! over long overdue orders, through the socket; and how long a single small commit takes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,10 +14,10 @@ use sqlx::PgPool;
 use tokio::task::JoinSet;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::stage::servers::Servers;
-use crate::stage::{Stage, ledger};
+use crate::bench_env::servers::Servers;
+use crate::bench_env::{BenchEnv, ledger};
 
-/// The best of these counts: how many connections a machine's Postgres likes is not ours to guess.
+/// The best of these counts is used, because the best number of connections depends on the machine.
 const CONNECTIONS: [usize; 3] = [1, 2, 4];
 
 /// Orders closed per second.
@@ -39,15 +39,15 @@ pub async fn measure(
 ) -> anyhow::Result<PostgresLimit> {
     let mut by_connections = BTreeMap::new();
     for connections in CONNECTIONS {
-        let stage = Stage::without_broker(servers, true).await?;
+        let env = BenchEnv::without_broker(servers, true).await?;
         let overdue = vec![Timestamp::now_by_local_clock() - Duration::from_secs(60); orders];
         let ids: Vec<String> =
-            stage.fill(&overdue, articles).await?.iter().map(|(id, _)| id.as_str().to_owned()).collect();
+            env.fill(&overdue, articles).await?.iter().map(|(id, _)| id.as_str().to_owned()).collect();
         let batches = ids.chunks(batch_size).rev().map(<[String]>::to_vec).collect();
-        let took = close_all(&stage.settings.database, batches, connections).await?;
-        stage.ledger(overdue[0]).await?.ensure_kept("Postgres alone")?;
+        let took = close_all(&env.settings.database, batches, connections).await?;
+        env.ledger(overdue[0]).await?.ensure_kept("Postgres alone")?;
         by_connections.insert(connections, orders as f64 / took.as_secs_f64());
-        stage.clear_away().await?;
+        env.clean_up().await?;
     }
     Ok(PostgresLimit { by_connections })
 }
@@ -63,7 +63,7 @@ async fn close_all(
     let mut open = Vec::new();
     for _ in 0..connections {
         let mut connection = database.connection().await?;
-        // Prepared before the clock starts, as it is in a worker.
+        // Prepared before the clock starts, as in a worker.
         sqlx::query(CLOSE_SQL).bind(Vec::<String>::new()).bind("alarm").bind(true).fetch_all(&mut *connection).await?;
         open.push(connection);
     }
@@ -85,9 +85,9 @@ async fn close_all(
     Ok(took)
 }
 
-/// Commits one row again and again beside a contest: what any commit takes on this machine at that moment.
+/// Commits one row repeatedly during a measurement: the cost of any commit on this machine at that time.
 ///
-/// Ends when it is dropped, so that a contest that fails can put its database away.
+/// Ends when it is dropped, so that a failing measurement can drop its database.
 pub struct CommitProbe {
     probing: AbortOnDropHandle<anyhow::Result<()>>,
     took_us: Arc<Mutex<Histogram<u64>>>,
@@ -117,7 +117,7 @@ impl CommitProbe {
     }
 
     /// # Errors
-    /// Why it ended by itself, if it did: what it has measured then says nothing of the rest.
+    /// The reason, if it ended early: its values do not cover the rest of the run then.
     pub async fn stop(self) -> anyhow::Result<Histogram<u64>> {
         if self.probing.is_finished() {
             self.probing.await??;

@@ -1,12 +1,11 @@
-//! Lateness as a chart: one panel per contestant, all with the same logarithmic axis, so that they can be compared at a
-//! glance.
+//! Lateness as a chart: one panel per candidate, all with the same logarithmic axis, so that they can be compared.
 
 use std::path::Path;
 
 use hdrhistogram::Histogram;
 use plotters::prelude::*;
 
-/// Who, and how late in microseconds.
+/// A name, and its lateness in microseconds.
 pub type Series<'a> = (&'a str, &'a Histogram<u64>);
 
 /// Bars per tenfold of lateness.
@@ -49,7 +48,7 @@ fn draw_panel(
     Ok(())
 }
 
-/// From, to (in milliseconds) and how many; what is shorter than the axis stands in the first.
+/// From, to (in milliseconds) and count; values below the axis are in the first bar.
 fn bars(late: &Histogram<u64>, shortest_ms: f64) -> Vec<(f64, f64, u64)> {
     let edge_ms = |index: f64| shortest_ms * 10_f64.powf(index / BARS_PER_DECADE);
     let mut counts: Vec<u64> = Vec::new();

@@ -1,4 +1,4 @@
-//! What a scenario prints: a table for a person, a chart of lateness, and one JSON line for a machine.
+//! The output of a scenario: a readable table, a chart of lateness, and one line of JSON.
 
 mod histogram;
 mod table;
@@ -7,16 +7,16 @@ use anyhow::ensure;
 use serde_json::{Map, Value, json};
 
 use crate::Options;
-use crate::contest::Figures;
+use crate::bench_env::ledger::{self, Ledger};
+use crate::bench_env::servers::Servers;
 use crate::limits::broker::BrokerLimit;
 use crate::limits::postgres::PostgresLimit;
-use crate::stage::ledger::{self, Ledger};
-use crate::stage::servers::Servers;
+use crate::measurement::Figures;
 
-/// A scenario's outcome: the worker's figures first, then everybody else's.
+/// A scenario's outcome: the worker's figures first, then those of the others.
 pub struct Report<'a> {
     scenario: &'static str,
-    contestants: Vec<Figures>,
+    candidates: Vec<Figures>,
     pub postgres: Option<PostgresLimit>,
     pub broker: Option<BrokerLimit>,
     /// Further keys of the JSON line.
@@ -27,29 +27,29 @@ pub struct Report<'a> {
 
 impl<'a> Report<'a> {
     pub fn begin(scenario: &'static str, servers: &'a Servers, options: &'a Options) -> Self {
-        Self { scenario, contestants: Vec::new(), postgres: None, broker: None, notes: Map::new(), servers, options }
+        Self { scenario, candidates: Vec::new(), postgres: None, broker: None, notes: Map::new(), servers, options }
     }
 
     pub fn add(&mut self, figures: Figures) {
-        self.contestants.push(figures);
+        self.candidates.push(figures);
     }
 
     pub fn note(&mut self, key: &str, value: Value) {
         self.notes.insert(key.into(), value);
     }
 
-    /// Notes the worker's figure as a share of somebody else's.
+    /// Notes the ratio of the worker's figure to another candidate's.
     pub fn note_ratio(&mut self, key: &str, other: &str, figure: impl Fn(&Figures) -> f64) {
-        let other = self.contestants.iter().find(|figures| figures.name == other).expect("it has played");
-        let ratio = round(figure(&self.contestants[0]) / figure(other), 3);
+        let other = self.candidates.iter().find(|figures| figures.name == other).expect("it was measured");
+        let ratio = round(figure(&self.candidates[0]) / figure(other), 3);
         self.note(key, json!(ratio));
     }
 
-    /// Prints everything, and fails if an order was lost, closed twice or closed early: by the worker, or by a
-    /// competitor, whose figures would be worth nothing then.
+    /// Prints everything, and fails if the worker or a competitor lost an order, or closed one twice or early: its
+    /// figures would be worthless then.
     pub fn print(&self) -> anyhow::Result<()> {
         let chart = self.servers.output.join(format!("{}.svg", self.scenario));
-        let series = self.contestants.iter().map(|figures| (figures.name.as_str(), &figures.ledger.lateness_us));
+        let series = self.candidates.iter().map(|figures| (figures.name.as_str(), &figures.ledger.lateness_us));
         histogram::draw(&chart, self.scenario, &series.collect::<Vec<_>>())?;
         let line = self.json()?;
         if !self.options.json {
@@ -57,7 +57,7 @@ impl<'a> Report<'a> {
             println!("\nlateness: {}\n", chart.display());
         }
         println!("{}", Value::Object(line));
-        for figures in &self.contestants {
+        for figures in &self.candidates {
             ensure!(figures.ledger.orders > 0, "{}: no order was due", figures.name);
             figures.ledger.ensure_kept(&figures.name)?;
         }
@@ -65,7 +65,7 @@ impl<'a> Report<'a> {
     }
 
     fn print_table(&self, line: &Map<String, Value>) {
-        table::print_contestants(&self.contestants);
+        table::print_contestants(&self.candidates);
         println!();
         let skipped = ["scenario", "strategy", "competitors", "lateness_ms"];
         let rows = line.iter().filter(|(key, _)| !skipped.contains(&key.as_str()));
@@ -73,7 +73,7 @@ impl<'a> Report<'a> {
     }
 
     fn json(&self) -> anyhow::Result<Map<String, Value>> {
-        let (worker, others) = self.contestants.split_first().expect("the worker has played");
+        let (worker, others) = self.candidates.split_first().expect("the worker has played");
         let mut line = facts(worker);
         line.insert("scenario".into(), json!(self.scenario));
         line.insert("strategy".into(), json!(self.options.strategy));
@@ -105,7 +105,7 @@ fn competitor(figures: &Figures) -> Map<String, Value> {
     facts
 }
 
-/// What is said of the worker and of its competitors alike.
+/// Figures of the worker and its competitors.
 fn facts(figures: &Figures) -> Map<String, Value> {
     let Figures { ledger, .. } = figures;
     let share_of_a_core = |cpu_s: f64| round(cpu_s / figures.working_s, 3);
@@ -132,18 +132,18 @@ fn facts(figures: &Figures) -> Map<String, Value> {
     facts.into_iter().filter(|(_, value)| !value.is_null()).collect()
 }
 
-/// Rates have no digits behind the point.
+/// Rates have no decimals.
 pub fn whole(number: f64) -> u64 {
     number.round() as u64
 }
 
-/// To so many digits behind the point.
+/// To this many decimals.
 pub fn round(number: f64, digits: i32) -> f64 {
     let factor = 10_f64.powi(digits);
     (number * factor).round() / factor
 }
 
-/// What a scenario prints that looks at the worker's orders alone; `more` comes with it.
+/// The output of a scenario that only measures the worker's orders; `more` is added to it.
 ///
 /// # Errors
 /// If an order was lost, closed twice or closed early.
@@ -164,7 +164,7 @@ pub fn print_ledger(
     ledger.ensure_kept("worker")
 }
 
-/// Prints one JSON line, or its rows for a person: for scenarios that close no orders.
+/// Prints one JSON line, or its rows as a readable table: for scenarios that close no orders.
 pub fn print_line(line: &Value, as_json: bool) {
     if !as_json {
         table::print_rows(line.as_object().into_iter().flatten());

@@ -1,17 +1,17 @@
-//! Figures as a table for a person.
+//! Figures as a readable table.
 
 use serde_json::Value;
 
-use crate::contest::Figures;
-use crate::stage::ledger::millis;
+use crate::bench_env::ledger::millis;
+use crate::measurement::Figures;
 
-pub fn print_contestants(contestants: &[Figures]) {
-    let width = contestants.iter().map(|figures| figures.name.len()).max().unwrap_or(0);
+pub fn print_contestants(candidates: &[Figures]) {
+    let width = candidates.iter().map(|figures| figures.name.len()).max().unwrap_or(0);
     println!(
         "{:width$} {:>8} {:>9} {:>9} {:>9} {:>9} {:>9} {:>7} {:>9} {:>9}",
         "", "closed", "p50 ms", "p99 ms", "p99.9 ms", "max ms", "closed/s", "CPU s", "PG CPU s", "peak MiB"
     );
-    for figures in contestants {
+    for figures in candidates {
         let late = &figures.ledger.lateness_us;
         let [p50, p99, p999] = [0.5, 0.99, 0.999].map(|quantile| millis(late.value_at_quantile(quantile)));
         println!(
@@ -27,7 +27,7 @@ pub fn print_contestants(contestants: &[Figures]) {
     }
 }
 
-/// A name and a value a line.
+/// A name and a value per line.
 pub fn print_rows<'a>(rows: impl Iterator<Item = (&'a String, &'a Value)>) {
     for (key, value) in rows {
         println!("{key:<34} {value}");

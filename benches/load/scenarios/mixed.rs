@@ -1,21 +1,21 @@
-//! Random delays, and ahead of them long ones: nobody may wait behind anybody. Beside it, other ways of delaying.
+//! Random delays behind long ones: no alarm may wait behind another. For comparison, other designs for delaying.
 
 use std::time::Duration;
 
 use serde_json::json;
 
 use crate::Options;
-use crate::contest::{Entrant, Plan, play};
+use crate::bench_env::MANY_ARTICLES;
+use crate::bench_env::servers::Servers;
 use crate::controls::{self, Control};
+use crate::measurement::{Candidate, Plan, measure};
 use crate::report::{Report, round};
-use crate::stage::MANY_ARTICLES;
-use crate::stage::servers::Servers;
 
 const SHORTEST_MS: u64 = 1_000;
 const LONGEST_MS: u64 = 120_000;
-/// What stands ahead of the others and is not waited for.
+/// The delay of those published first, which are not waited for.
 const LONG: Duration = Duration::from_secs(600);
-/// One in so many is a long one.
+/// One of this many is a long one.
 const LONG_ONE_IN: usize = 50;
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
@@ -31,7 +31,7 @@ pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow:
         articles: MANY_ARTICLES,
     };
     let mut report = Report::begin("mixed", servers, options);
-    let worker = play(servers, options, "worker", &Entrant::Worker(Vec::new()), &plan).await?;
+    let worker = measure(servers, options, "worker", &Candidate::Worker(Vec::new()), &plan).await?;
     let per_message = worker.broker_cpu_s.map(|cpu_s| round(cpu_s * 1e3 / orders as f64, 3));
     report.note("broker_cpu_ms_per_message", json!(per_message));
     report.add(worker);

@@ -1,4 +1,4 @@
-//! One scenario per file: what it lets happen, and which figures it prints.
+//! One scenario per file: what happens in it, and which figures it prints.
 
 pub mod burst;
 pub mod crowd;

@@ -1,4 +1,5 @@
-//! Orders whose deadline is moved later three times and then earlier than the first: how late after the last they close.
+//! Orders with deadlines moved later three times and then earlier than the first: how late after the last deadline they
+//! close.
 
 use std::time::Duration;
 
@@ -7,17 +8,17 @@ use order_timeout::{Moved, Timestamp, move_deadline_in};
 use serde_json::Map;
 
 use crate::Options;
+use crate::bench_env::ledger::Ledger;
+use crate::bench_env::servers::Servers;
+use crate::bench_env::{BenchEnv, MANY_ARTICLES, OrderDeadline};
 use crate::report;
-use crate::stage::ledger::Ledger;
-use crate::stage::servers::Servers;
-use crate::stage::{DeliveredAlarm, MANY_ARTICLES, Stage};
 
-/// From now to the first of the last deadlines: all are moved before.
+/// From now to the earliest of the last deadlines: all orders are moved before.
 const LAST: Duration = Duration::from_secs(15);
-/// How long behind its last deadline each order's first one is: longer than `delay.lead` and a slot, so that the alarm
-/// scheduled for the first cannot close it.
+/// How much later than its last deadline each order's first one is: longer than `delay.lead` and a slot, so that the
+/// alarm scheduled for the first cannot close it.
 const FIRST: Duration = Duration::from_secs(40);
-/// Over so long the orders' deadlines are spread, or it were a burst.
+/// The orders' deadlines are spread over this time, so that there is no burst.
 const SPREAD: Duration = Duration::from_secs(20);
 /// Later three times and then earlier, each counted from the last deadline.
 const MOVES: [(Duration, Moved); 4] = [
@@ -28,35 +29,35 @@ const MOVES: [(Duration, Moved); 4] = [
 ];
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
-    let stage = Stage::with_broker(servers, options, &[]).await?;
-    let outcome = play(&stage, servers, orders).await;
-    stage.clear_away().await?;
+    let env = BenchEnv::with_broker(servers, options, &[]).await?;
+    let outcome = run_scenario(&env, servers, orders).await;
+    env.clean_up().await?;
     report::print_ledger("moved", servers, options, &outcome?, Map::new())
 }
 
-async fn play(stage: &Stage<'_>, servers: &Servers, orders: usize) -> anyhow::Result<Ledger> {
-    let mut worker = stage.start_worker(&servers.output.join("worker.log")).await?;
+async fn run_scenario(env: &BenchEnv<'_>, servers: &Servers, orders: usize) -> anyhow::Result<Ledger> {
+    let mut worker = env.start_worker(&servers.output.join("worker.log")).await?;
     let last = Timestamp::now_by_local_clock() + LAST;
     let firsts: Vec<Timestamp> = (0..orders).map(|n| last + FIRST + SPREAD.mul_f64(n as f64 / orders as f64)).collect();
-    let alarms = stage.fill(&firsts, MANY_ARTICLES).await?;
-    stage.publisher().await?.schedule_all(alarms.clone()).await?;
+    let alarms = env.fill(&firsts, MANY_ARTICLES).await?;
+    env.publisher().await?.schedule_all(alarms.clone()).await?;
     for (after_last, expected) in MOVES {
-        move_all(stage, &alarms, after_last, &expected).await?;
+        move_all(env, &alarms, after_last, &expected).await?;
     }
     ensure!(Timestamp::now_by_local_clock() < last, "moving {orders} orders took longer than planned");
-    stage.wait_until_closed(last + SPREAD, &mut worker).await?;
+    env.wait_until_closed(last + SPREAD, &mut worker).await?;
     worker.stop().await?;
-    stage.ledger(last + SPREAD).await
+    env.ledger(last + SPREAD).await
 }
 
 async fn move_all(
-    stage: &Stage<'_>,
-    alarms: &[DeliveredAlarm],
+    env: &BenchEnv<'_>,
+    alarms: &[OrderDeadline],
     after_last: Duration,
     expected: &Moved,
 ) -> anyhow::Result<()> {
     for (order_id, first) in alarms {
-        let moved = move_deadline_in(&stage.pool, order_id, *first - FIRST + after_last).await?;
+        let moved = move_deadline_in(&env.pool, order_id, *first - FIRST + after_last).await?;
         ensure!(moved == *expected, "moved to {after_last:?} after the last deadline: {moved:?}");
     }
     Ok(())

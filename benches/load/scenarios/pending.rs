@@ -1,4 +1,5 @@
-//! Many alarms that are not due for long: what each costs in memory, and what broker and worker cost while they wait.
+//! Many alarms that are not due for a long time: the memory of each, and the costs of broker and worker while they
+//! wait.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,36 +11,36 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 use crate::Options;
+use crate::bench_env::process::{self, Program};
+use crate::bench_env::servers::Servers;
+use crate::bench_env::{BenchEnv, IDLE_WATCH, OrderDeadline, SETTLING};
 use crate::report::{self, round, whole};
-use crate::stage::process::{self, Program};
-use crate::stage::servers::Servers;
-use crate::stage::{DeliveredAlarm, IDLE_WATCH, SETTLING, Stage};
 
-/// Nobody falls due while it is measured, nor comes back from a coarse ring.
+/// No alarm falls due during the measurement, nor returns from a coarse ring.
 const SOONEST_S: u64 = 30 * 60;
 const LATEST_S: u64 = 24 * 3_600;
-/// After this long without all alarms in the wheel something is wrong.
+/// After this time without all alarms in the wheel the run has failed.
 const TIMEOUT: Duration = Duration::from_secs(180);
-/// Quorum queues keep what they were given last in a write-ahead log in memory, up to half a gigabyte of it for all
-/// queues together; on a broker that has other work it rolls over by itself.
+/// Quorum queues keep recent messages in a write-ahead log in memory, up to half a gigabyte for all queues together; on
+/// a busy broker it rolls over by itself.
 const ROLL_OVER: &str = "#{names := #{wal := Wal}} = ra_system:fetch(quorum_queues), ra_log_wal:force_roll_over(Wal).";
 
 pub async fn run(servers: &Servers, options: &Options, alarms: usize) -> anyhow::Result<()> {
-    let stage = Stage::with_broker(servers, options, &[]).await?;
-    let outcome = measure(&stage, servers, options, alarms).await;
-    stage.clear_away().await?;
+    let env = BenchEnv::with_broker(servers, options, &[]).await?;
+    let outcome = measure(&env, servers, options, alarms).await;
+    env.clean_up().await?;
     report::print_line(&outcome?, options.json);
     Ok(())
 }
 
-async fn measure(stage: &Stage<'_>, servers: &Servers, options: &Options, alarms: usize) -> anyhow::Result<Value> {
-    let mut worker = stage.start_worker(&servers.output.join("worker.log")).await?;
+async fn measure(env: &BenchEnv<'_>, servers: &Servers, options: &Options, alarms: usize) -> anyhow::Result<Value> {
+    let mut worker = env.start_worker(&servers.output.join("worker.log")).await?;
     tokio::time::sleep(SETTLING).await;
     let before = Memory::take(servers, &worker)?;
     let idle_before = Idle::watch(servers, &worker).await?;
     let began = tokio::time::Instant::now();
-    stage.publisher().await?.schedule_all(random_alarms(alarms)).await?;
-    wait_until_armed(stage, servers, &mut worker, alarms).await?;
+    env.publisher().await?.schedule_all(random_alarms(alarms)).await?;
+    wait_until_armed(env, servers, &mut worker, alarms).await?;
     let armed_in = began.elapsed();
     tokio::time::sleep(SETTLING).await;
     let fresh = Memory::take(servers, &worker)?;
@@ -68,8 +69,8 @@ async fn measure(stage: &Stage<'_>, servers: &Servers, options: &Options, alarms
 
 const MIB: f64 = 1024.0 * 1024.0;
 
-/// No orders belong to them: none is looked at before its alarm is due.
-fn random_alarms(alarms: usize) -> Vec<DeliveredAlarm> {
+/// They have no orders: none is read before its alarm is due.
+fn random_alarms(alarms: usize) -> Vec<OrderDeadline> {
     let mut random = fastrand::Rng::with_seed(1);
     let now = Timestamp::now_by_local_clock();
     let mut alarm = || {
@@ -79,16 +80,16 @@ fn random_alarms(alarms: usize) -> Vec<DeliveredAlarm> {
     (0..alarms).map(|_| alarm()).collect()
 }
 
-/// Until all stand where they wait, none in the inbox. What a quorum queue says of itself is up to five seconds old, and
-/// each says it at a time of its own: so the sum is right only once nothing moves any more.
+/// Waits until all alarms are in their slots and none in the inbox. A quorum queue's own count is up to five seconds
+/// old, and each queue updates it at a different time, so the sum is right only once nothing changes any more.
 async fn wait_until_armed(
-    stage: &Stage<'_>,
+    env: &BenchEnv<'_>,
     servers: &Servers,
     worker: &mut Program,
     alarms: usize,
 ) -> anyhow::Result<()> {
     let began = tokio::time::Instant::now();
-    let names = Names::new(&stage.settings.namespace);
+    let names = Names::new(&env.settings.namespace);
     loop {
         worker.ensure_runs()?;
         let messages = messages_by_queue(servers)?;
@@ -111,9 +112,9 @@ fn messages_by_queue(servers: &Servers) -> anyhow::Result<BTreeMap<String, usize
     rows.map(|(name, messages)| Ok((name.to_owned(), messages.trim().parse()?))).collect()
 }
 
-/// What broker and worker hold.
+/// The memory of broker and worker.
 struct Memory {
-    /// As the broker's runtime counts it: what its process has not given back to the system is left out.
+    /// As counted by the broker's runtime, without memory that its process has not returned to the system.
     broker_bytes: f64,
     broker_rss_mib: f64,
     worker_mib: f64,

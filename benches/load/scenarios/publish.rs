@@ -16,62 +16,66 @@ use serde_json::{Map, json};
 use uuid::Uuid;
 
 use crate::Options;
+use crate::bench_env::servers::Servers;
+use crate::bench_env::{BenchEnv, OrderDeadline, SETTLING};
 use crate::limits::broker::{Confirms, fresh, publish};
 use crate::report::{self, round, whole};
-use crate::stage::servers::Servers;
-use crate::stage::{DeliveredAlarm, SETTLING, Stage};
 use crate::transactions;
 
-/// Each way is measured this often, in turn, and the median counts: the machine's speed drifts.
+/// Each method is measured this often, in turn, and the median counts, because the machine's speed drifts.
 const ROUNDS: usize = 3;
-/// Callers of `schedule` at the same time.
+/// Concurrent callers of `schedule`.
 const CALLERS: usize = 100;
-/// One by one takes this many times as long, so that many times fewer are published.
+/// Scheduling one by one takes this many times as long, so that many times fewer are published.
 const FEWER_ONE_BY_ONE: usize = 10;
 
-/// A way to schedule alarms, and the bare client that it is held against.
-struct Contender {
+/// A method of scheduling alarms, and the bare client that it is compared with.
+struct Comparison {
     name: &'static str,
-    way: Way,
-    /// Of the bare client.
+    method: ScheduleMethod,
+    /// Those of the bare client.
     confirms: Confirms,
 }
 
 #[derive(Clone, Copy)]
-enum Way {
+enum ScheduleMethod {
     /// `schedule`, each after the last is confirmed.
     OneByOne,
-    /// `schedule` by many callers.
+    /// `schedule` by many concurrent callers.
     Concurrent,
     All,
 }
 
-const CONTENDERS: [Contender; 3] = [
-    Contender { name: "schedule_one_by_one", way: Way::OneByOne, confirms: Confirms { channels: 1, window: 1 } },
-    Contender {
+const CONTENDERS: [Comparison; 3] = [
+    Comparison {
+        name: "schedule_one_by_one",
+        method: ScheduleMethod::OneByOne,
+        confirms: Confirms { channels: 1, window: 1 },
+    },
+    Comparison {
         name: "schedule_concurrent",
-        way: Way::Concurrent,
-        // Ours shares its callers' alarms out among both channels.
+        method: ScheduleMethod::Concurrent,
+        // Our publisher distributes its callers' alarms over both channels.
         confirms: Confirms { channels: 2, window: CALLERS / 2 },
     },
-    Contender { name: "schedule_all", way: Way::All, confirms: Confirms::AS_OURS },
+    Comparison { name: "schedule_all", method: ScheduleMethod::All, confirms: Confirms::AS_OURS },
 ];
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
-    let stage = Stage::with_broker(servers, options, &[]).await?;
-    // Or the first round, and in it the bare client, would have a broker that is still busy with its queues.
+    let env = BenchEnv::with_broker(servers, options, &[]).await?;
+    // Otherwise the first round, including the bare client's, would meet a broker that is still busy with its queues.
     tokio::time::sleep(SETTLING).await;
-    let connection = stage.connect().await?;
-    let measured = measure(&stage, &connection, orders).await;
-    let created = in_transactions(&stage, orders.div_ceil(FEWER_ONE_BY_ONE)).await;
+    let connection = env.connect().await?;
+    let measured = measure(&env, &connection, orders).await;
+    let created = in_transactions(&env, orders.div_ceil(FEWER_ONE_BY_ONE)).await;
     broker::close(&connection, Duration::from_secs(1)).await;
-    stage.clear_away().await?;
+    env.clean_up().await?;
     let mut line = Map::new();
     line.insert("scenario".into(), json!("publish"));
     line.insert("strategy".into(), json!(options.strategy));
     line.insert("broker".into(), json!(servers.broker.version()?));
     line.insert("orders".into(), json!(orders));
-    for (Contender { name, confirms, .. }, (ours, bare)) in CONTENDERS.iter().zip(measured?) {
+    for (Comparison { name, confirms, .. }, (ours, bare)) in CONTENDERS.iter().zip(measured?) {
         let figures = json!({
             "per_s": whole(ours), "bare_per_s": whole(bare), "ratio": round(ours / bare, 3),
             "bare_channels": confirms.channels, "bare_window": confirms.window,
@@ -89,32 +93,32 @@ pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow:
 }
 
 /// Orders created per second: without an alarm, with `schedule_in`, and with the alarm in the order's statement.
-async fn in_transactions(stage: &Stage<'_>, orders: usize) -> anyhow::Result<[f64; 3]> {
-    use transactions::DeliveredAlarm::{InTheSameStatement, None, ScheduleIn};
+async fn in_transactions(env: &BenchEnv<'_>, orders: usize) -> anyhow::Result<[f64; 3]> {
+    use transactions::AlarmWrite::{InTheSameStatement, None, ScheduleIn};
     let mut rates: [Vec<f64>; 3] = Default::default();
     for _ in 0..ROUNDS {
         for (alarm, rates) in [None, ScheduleIn, InTheSameStatement].into_iter().zip(&mut rates) {
-            rates.push(transactions::per_second(&stage.pool, orders, alarm).await?);
+            rates.push(transactions::per_second(&env.pool, orders, alarm).await?);
         }
     }
     Ok(rates.map(median))
 }
 
-/// Ours and the bare client's rate per contender.
-async fn measure(stage: &Stage<'_>, connection: &Connection, orders: usize) -> anyhow::Result<Vec<(f64, f64)>> {
-    let publisher = stage.publisher().await?;
+/// The rates of our publisher and of the bare client, per comparison.
+async fn measure(env: &BenchEnv<'_>, connection: &Connection, orders: usize) -> anyhow::Result<Vec<(f64, f64)>> {
+    let publisher = env.publisher().await?;
     let mut rates: Vec<(Vec<f64>, Vec<f64>)> = CONTENDERS.iter().map(|_| Default::default()).collect();
     for _ in 0..ROUNDS {
-        for (contender, (ours, bare)) in CONTENDERS.iter().zip(&mut rates) {
-            let orders = match contender.way {
-                Way::OneByOne => orders.div_ceil(FEWER_ONE_BY_ONE),
-                Way::Concurrent | Way::All => orders,
+        for (comparison, (ours, bare)) in CONTENDERS.iter().zip(&mut rates) {
+            let orders = match comparison.method {
+                ScheduleMethod::OneByOne => orders.div_ceil(FEWER_ONE_BY_ONE),
+                ScheduleMethod::Concurrent | ScheduleMethod::All => orders,
             };
             let rate = |took: Duration| orders as f64 / took.as_secs_f64();
-            bare.push(rate(publish(connection, contender.confirms, messages(stage, orders)).await?));
-            purge(stage, connection).await?;
-            ours.push(rate(contender.way.schedule(&publisher, orders).await?));
-            purge(stage, connection).await?;
+            bare.push(rate(publish(connection, comparison.confirms, messages(env, orders)).await?));
+            purge(env, connection).await?;
+            ours.push(rate(comparison.method.schedule(&publisher, orders).await?));
+            purge(env, connection).await?;
         }
     }
     Ok(rates.into_iter().map(|(ours, bare)| (median(ours), median(bare))).collect())
@@ -125,9 +129,10 @@ fn median(mut rates: Vec<f64>) -> f64 {
     rates[rates.len() / 2]
 }
 
-/// What `schedule` publishes, made as it makes it: one by one while the clock runs, from ids and deadlines that are there.
-fn messages(stage: &Stage<'_>, orders: usize) -> impl Iterator<Item = Outgoing> + Send + use<> {
-    let lanes = Lanes::new(&stage.settings);
+/// The messages that `schedule` publishes, created like there: one by one while the clock runs, from existing ids and
+/// deadlines.
+fn messages(env: &BenchEnv<'_>, orders: usize) -> impl Iterator<Item = Outgoing> + Send + use<> {
+    let lanes = Lanes::new(&env.settings);
     alarms(orders).into_iter().map(move |(order_id, deadline)| {
         let now = Timestamp::now_by_local_clock();
         let entry = lanes.route(&order_id, deadline, now);
@@ -135,17 +140,17 @@ fn messages(stage: &Stage<'_>, orders: usize) -> impl Iterator<Item = Outgoing> 
     })
 }
 
-async fn purge(stage: &Stage<'_>, connection: &Connection) -> anyhow::Result<()> {
+async fn purge(env: &BenchEnv<'_>, connection: &Connection) -> anyhow::Result<()> {
     let channel = connection.create_channel().await?;
-    let queue = Names::new(&stage.settings.namespace).arm();
+    let queue = Names::new(&env.settings.namespace).arm();
     channel.queue_purge(queue.as_str().into(), QueuePurgeOptions::default()).await?;
     channel.close(broker::reply_code::CONTENT_OK, "purged".into()).await?;
     Ok(())
 }
 
-impl Way {
+impl ScheduleMethod {
     async fn schedule(self, publisher: &Publisher, orders: usize) -> anyhow::Result<Duration> {
-        // Made before the clock starts, as the bare client's are.
+        // Created before the clock starts, as for the bare client.
         let alarms = alarms(orders);
         let began = Instant::now();
         match self {
@@ -157,19 +162,19 @@ impl Way {
     }
 }
 
-fn alarms(orders: usize) -> Vec<DeliveredAlarm> {
+fn alarms(orders: usize) -> Vec<OrderDeadline> {
     let deadline = Timestamp::now_by_local_clock() + Duration::from_secs(3_600);
     (0..orders).map(|_| (OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id"), deadline)).collect()
 }
 
-async fn one_by_one(publisher: &Publisher, alarms: Vec<DeliveredAlarm>) -> anyhow::Result<()> {
+async fn one_by_one(publisher: &Publisher, alarms: Vec<OrderDeadline>) -> anyhow::Result<()> {
     for (order_id, deadline) in alarms {
         publisher.schedule(order_id, deadline).await?;
     }
     Ok(())
 }
 
-async fn concurrently(publisher: &Publisher, alarms: Vec<DeliveredAlarm>) -> anyhow::Result<()> {
+async fn concurrently(publisher: &Publisher, alarms: Vec<OrderDeadline>) -> anyhow::Result<()> {
     let mut calls = FuturesUnordered::new();
     for (order_id, deadline) in alarms {
         if calls.len() == CALLERS {

@@ -1,26 +1,26 @@
-//! What several processing queues buy: the broker alone and the worker in a burst, with one queue and with more.
+//! The effect of several processing queues: the broker alone and the worker in a burst, with one queue and with more.
 
 use serde_json::json;
 
 use super::burst;
-use crate::contest::{Entrant, play};
+use crate::bench_env::MANY_ARTICLES;
+use crate::bench_env::servers::Servers;
+use crate::measurement::{Candidate, measure};
 use crate::report::{print_line, round, whole};
-use crate::stage::MANY_ARTICLES;
-use crate::stage::servers::Servers;
-use crate::{Options, Way, limits};
+use crate::{AlarmRoute, Options, limits};
 
 const COUNTS: [u8; 4] = [1, 2, 4, 8];
 
-/// By lane, whose queues are several already: a single slot of the wheel would be the bottleneck of all of them.
-const WAY: Way = Way::Lane;
+/// By lane, which has several queues: a single slot of the wheel would be the bottleneck.
+const ROUTE: AlarmRoute = AlarmRoute::Lane;
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
-    let plan = burst::plan(orders, MANY_ARTICLES, WAY);
+    let plan = burst::plan(orders, MANY_ARTICLES, ROUTE);
     let mut by_shards = Vec::new();
     for shards in COUNTS {
-        let settings = [burst::settings(WAY), vec![format!("worker.shards={shards}")]].concat();
-        let broker = limits::broker::measure(servers, options, &settings, orders, WAY).await?;
-        let worker = play(servers, options, "worker", &Entrant::Worker(settings), &plan).await?;
+        let settings = [burst::settings(ROUTE), vec![format!("worker.shards={shards}")]].concat();
+        let broker = limits::broker::measure(servers, options, &settings, orders, ROUTE).await?;
+        let worker = measure(servers, options, "worker", &Candidate::Worker(settings), &plan).await?;
         worker.ledger.ensure_kept("worker")?;
         by_shards.push(json!({
             "shards": shards,

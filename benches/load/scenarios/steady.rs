@@ -1,43 +1,46 @@
-//! So many orders a second, all with one delay, for some time: how late a quiet day's closes are and what they cost.
+//! A constant rate of orders, all with one delay, for some time: how late the closes of an ordinary day are and what
+//! they cost.
 
 use std::time::Duration;
 
 use serde_json::json;
 
-use crate::contest::{Entrant, Plan, play};
+use crate::bench_env::MANY_ARTICLES;
+use crate::bench_env::servers::Servers;
+use crate::measurement::{Candidate, Plan, measure};
 use crate::report::Report;
-use crate::stage::MANY_ARTICLES;
-use crate::stage::servers::Servers;
-use crate::{Options, Way};
+use crate::{AlarmRoute, Options};
 
-/// What is asked for on the command line.
+/// The command line's options.
 #[derive(Debug, Clone, Copy)]
 pub struct Load {
     pub rate: u32,
     pub seconds: u32,
     pub delay: Duration,
-    pub way: Way,
+    pub route: AlarmRoute,
 }
 
 pub async fn run(servers: &Servers, options: &Options, load: Load) -> anyhow::Result<()> {
     let plan = plan(load);
-    let contest = async |name: &str, entrant: Entrant| play(servers, options, name, &entrant, &plan).await;
-    // One loop: at this rate a second one would only ask twice as often.
-    let poller = |every_ms| Entrant::Poller { every: Duration::from_millis(every_ms), connections: 1 };
-    let settings = match load.way {
-        Way::Lane => vec![format!("delay.lanes={}ms", load.delay.as_millis())],
-        Way::Wheel => Vec::new(),
-        Way::Far => anyhow::bail!("steady waits for as long as --delay says; choose --way wheel and a longer --delay"),
+    let measured = async |name: &str, candidate: Candidate| measure(servers, options, name, &candidate, &plan).await;
+    // One loop: at this rate a second one would only double the queries.
+    let poller = |every_ms| Candidate::Poller { every: Duration::from_millis(every_ms), connections: 1 };
+    let settings = match load.route {
+        AlarmRoute::Lane => vec![format!("delay.lanes={}ms", load.delay.as_millis())],
+        AlarmRoute::Wheel => Vec::new(),
+        AlarmRoute::Far => {
+            anyhow::bail!("steady waits for as long as --delay says; choose --route wheel and a longer --delay")
+        }
     };
     let mut report = Report::begin("steady", servers, options);
     report.note("rate_per_s", json!(load.rate));
     report.note("seconds", json!(load.seconds));
     report.note("delay_s", json!(load.delay.as_secs_f64()));
-    report.add(contest("worker", Entrant::Worker(settings)).await?);
+    report.add(measured("worker", Candidate::Worker(settings)).await?);
     if !options.alone {
-        report.add(contest("poller, 10 ms", poller(10)).await?);
-        report.add(contest("poller, 100 ms", poller(100)).await?);
-        report.add(contest("look-ahead poller", Entrant::LookAhead { connections: 2 }).await?);
+        report.add(measured("poller, 10 ms", poller(10)).await?);
+        report.add(measured("poller, 100 ms", poller(100)).await?);
+        report.add(measured("look-ahead poller", Candidate::LookAhead { connections: 2 }).await?);
     }
     report.print()
 }

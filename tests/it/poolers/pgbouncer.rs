@@ -1,4 +1,4 @@
-//! A private PgBouncer in front of the tests' Postgres: its own port and directory, ended and removed afterwards.
+//! A private PgBouncer in front of the tests' Postgres: its own port and directory, stopped and removed afterwards.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -22,7 +22,7 @@ pub struct Pooler {
     _dir: TempDir,
 }
 
-/// Whether there is a PgBouncer to start. Debian keeps it off the path of ordinary users.
+/// The installed PgBouncer, if any. Debian keeps it off the path of ordinary users.
 fn program() -> Option<&'static Path> {
     ["/usr/sbin/pgbouncer", "/usr/bin/pgbouncer", "/usr/local/bin/pgbouncer"]
         .map(Path::new)
@@ -31,12 +31,12 @@ fn program() -> Option<&'static Path> {
 }
 
 impl Pooler {
-    /// Starts one before the server of this address, with these further lines of configuration; `None` if PgBouncer is
-    /// not installed.
+    /// Starts a PgBouncer in front of the server of this address, with these additional configuration lines; `None` if
+    /// it is not installed.
     pub fn start(server: &SecretString, configuration: &str) -> Option<Self> {
         let program = program()?;
         let dir = tempfile::Builder::new().prefix("order-timeout-pgbouncer-").tempdir().unwrap();
-        // It runs as another user than root.
+        // PgBouncer does not run as root.
         std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
         let url = Url::parse(server.expose_secret()).unwrap();
         let (host, port) = (url.host_str().expect("a host"), url.port().unwrap_or(5432));
@@ -72,7 +72,7 @@ impl Pooler {
         Some(pooler)
     }
 
-    /// The same database by way of the pooler.
+    /// The same database through the pooler.
     pub fn url_of(&self, url: &SecretString) -> SecretString {
         with_parts(url, None, Some(&self.place), None)
     }

@@ -1,5 +1,5 @@
-//! Where the shop does business: a namespace on the broker, a database, and a worker; its own, made for this run and
-//! removed afterwards, or with `--no-worker` the ones that somebody else runs.
+//! Where the shop runs: a namespace on the broker, a database, and a worker; its own, created for this run and removed
+//! afterwards, or with `--no-worker` existing ones.
 
 use std::time::Duration;
 
@@ -20,29 +20,29 @@ use tokio_util::sync::CancellationToken;
 use crate::args::Args;
 use crate::plan::Terms;
 
-/// The standard delay of a shop whose customers nobody wants to wait half an hour for.
+/// A short standard delay, because a demo cannot wait half an hour.
 const DEMO_LANE: &str = "3s";
 /// So short that every alarm of the demo lane waits in the broker for 2.5 s and is dead-lettered by it.
 const DEMO_LEAD: Duration = Duration::from_millis(500);
 /// The other delays of the demo: longer than `hold_max`, so that each waits in a slot of the wheel.
 const DEMO_OTHER_MS: std::ops::RangeInclusive<u64> = 4_000..=8_000;
-/// The other delays with a foreign worker, whose settings may hold up to 30 s in memory.
+/// The other delays with an external worker, which may be configured to hold alarms for up to 30 s in memory.
 const SHARED_OTHER_MS: std::ops::RangeInclusive<u64> = 8_000..=40_000;
 /// The longest standard delay that a demo waits for.
 const LONGEST_LANE: Duration = Duration::from_secs(60);
-/// Customers at the till at the same time.
-const TILL_CONNECTIONS: u32 = 16;
+/// Concurrent customers at the checkout.
+const CHECKOUT_CONNECTIONS: u32 = 16;
 /// Creating or dropping a database copies files and waits for a checkpoint.
 const ADMINISTRATION_TIMEOUT: Duration = Duration::from_secs(60);
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(2);
-/// The broker user that only publishes, as a real shop would have one.
+/// The broker user that may only publish, as in a real shop.
 const PUBLISHER_URL: &str = "SHOP_PUBLISHER_AMQP_URL";
 
-/// See the file's comment.
+/// See the module's comment.
 #[derive(Debug)]
-pub struct Premises {
+pub struct Environment {
     pub settings: Settings,
-    /// Eight hexadecimal digits that nothing else bears.
+    /// Eight unique hexadecimal digits.
     pub mark: String,
     pools: Vec<PgPool>,
     ownership: Ownership,
@@ -50,8 +50,8 @@ pub struct Premises {
 
 #[derive(Debug)]
 enum Ownership {
-    /// Made and removed by us. The flags say what may have to be removed; they are set before it is made, so that
-    /// failing half-way leaves nothing behind.
+    /// Created and removed by the demo. The flags say what may have to be removed; they are set before the creation, so
+    /// that a failure halfway leaves nothing behind.
     Own {
         server: Box<DatabaseSettings>,
         database: String,
@@ -59,7 +59,7 @@ enum Ownership {
         database_made: bool,
         worker: Option<RunningWorker>,
     },
-    /// Somebody else's.
+    /// Existing ones.
     Shared,
 }
 
@@ -69,8 +69,8 @@ struct RunningWorker {
     task: JoinHandle<bool>,
 }
 
-impl Premises {
-    /// Plans premises of the shop's own; nothing is made yet.
+impl Environment {
+    /// Prepares the shop's own environment; nothing is created yet.
     pub fn own(mut settings: Settings, args: &Args) -> anyhow::Result<Self> {
         let mark = draw_mark();
         let database = format!("order_timeout_shop_{mark}");
@@ -102,7 +102,7 @@ impl Premises {
         Ok(Self { settings, mark, pools: Vec::new(), ownership })
     }
 
-    /// The premises that the settings name, with a worker that runs elsewhere.
+    /// The environment that the settings name, with a worker that runs elsewhere.
     pub fn shared(mut settings: Settings, args: &Args) -> Self {
         settings.delay.strategy = args.strategy().unwrap_or(settings.delay.strategy);
         Self { settings, mark: draw_mark(), pools: Vec::new(), ownership: Ownership::Shared }
@@ -118,7 +118,7 @@ impl Premises {
         Terms { lane, other_ms, mark: self.mark.clone() }
     }
 
-    /// Makes what is ours, and checks what is not.
+    /// Creates the own environment, or checks the shared one.
     pub async fn open(&mut self) -> anyhow::Result<()> {
         let Ownership::Own { server, database, topology_made, database_made, worker } = &mut self.ownership else {
             return self.check_shared().await;
@@ -138,7 +138,7 @@ impl Premises {
         administration.close().await;
         database::migrate(&self.settings.database).await?;
 
-        // Nobody asks how it is, and another worker may be running on this machine.
+        // The pages are not needed, and another worker may be running on this machine.
         let mut settings = self.settings.clone();
         settings.http.listen = Listen(None);
         let ready = Worker::start(settings).await?;
@@ -152,17 +152,17 @@ impl Premises {
         Ok(database::require_migrated(&database).await?)
     }
 
-    /// Connections for the customers. They wait for a locked stock row as long as it takes: a shop would too.
+    /// Connections for the customers. They wait for a locked stock row as long as necessary, as in a real shop.
     pub async fn pool(&mut self) -> anyhow::Result<PgPool> {
-        let patient = DatabaseSettings {
+        let settings = DatabaseSettings {
             acquire_timeout: ADMINISTRATION_TIMEOUT,
             lock_timeout: self.settings.database.statement_timeout,
             ..self.settings.database.clone()
         };
-        self.connect_pool(&patient, TILL_CONNECTIONS).await
+        self.connect_pool(&settings, CHECKOUT_CONNECTIONS).await
     }
 
-    /// A connection that nobody else waits for.
+    /// A connection that is not shared.
     pub async fn probe_pool(&mut self) -> anyhow::Result<PgPool> {
         let settings = self.settings.database.clone();
         self.connect_pool(&settings, 1).await
@@ -188,7 +188,7 @@ impl Premises {
         connect.await.with_context(|| format!("amqp.url was taken from {PUBLISHER_URL}"))
     }
 
-    /// Under the namespace, for that is where the worker's broker user has rights.
+    /// Within the namespace, because the worker's broker user has permissions there.
     pub fn event_queue(&self) -> String {
         format!("{}.shop-events-{}", self.settings.namespace, self.mark)
     }
@@ -200,11 +200,11 @@ impl Premises {
         }
     }
 
-    /// Stops the worker and removes what was made. May be called at any time; the event queue is exclusive to its
-    /// connection and goes with it.
-    pub async fn clear_away(&mut self) -> anyhow::Result<()> {
+    /// Stops the worker and removes what was created. May be called at any time; the event queue is exclusive to its
+    /// connection and removed with it.
+    pub async fn clean_up(&mut self) -> anyhow::Result<()> {
         for pool in self.pools.drain(..) {
-            // What an interrupted customer had in hand is rolled back; DROP DATABASE ends what does not let go.
+            // An interrupted customer's transaction is rolled back; DROP DATABASE terminates the remaining connections.
             let _closed_or_given_up = timeout(CLOSING_TIMEOUT, pool.close()).await;
         }
         let Ownership::Own { server, database, topology_made, database_made, worker } = &mut self.ownership else {
@@ -216,7 +216,7 @@ impl Premises {
                 eprintln!("shop: the worker could not finish everything before it was stopped");
             }
         }
-        // Each is tried even if the other fails.
+        // Each is attempted even if the other fails.
         let queues = if *topology_made { remove_topology(&self.settings).await } else { Ok(()) };
         let tables = if *database_made { drop_database(server, database).await } else { Ok(()) };
         queues.with_context(|| {
@@ -231,8 +231,8 @@ fn draw_mark() -> String {
 }
 
 async fn create_database(administration: &PgPool, database: &str) -> anyhow::Result<()> {
-    // template0, because nobody can be connected to it, which would make copying template1 fail. The name consists of
-    // our own prefix and hexadecimal digits.
+    // template0, because it accepts no connections, while a connection to template1 would make the copy fail. The name
+    // consists of our own prefix and hexadecimal digits.
     let create = format!("CREATE DATABASE {database} TEMPLATE template0");
     sqlx::query(AssertSqlSafe(create)).execute(administration).await.context(
         "the demo could not make a database of its own (the user in database.url needs the right CREATEDB, or use --no-worker)",
@@ -258,13 +258,13 @@ async fn remove_topology(settings: &Settings) -> anyhow::Result<()> {
 
 async fn delete_all(connection: &Connection, topology: Topology) -> lapin::Result<()> {
     let channel = connection.create_channel().await?;
-    // The broker takes no offence at names that are not there.
+    // Deleting a nonexistent object is not an error.
     for queue in topology.queues {
         channel.queue_delete(queue.name.into(), QueueDeleteOptions::default()).await?;
     }
     for exchange in topology.exchanges {
         channel.exchange_delete(exchange.name.into(), ExchangeDeleteOptions::default()).await?;
     }
-    // Said properly: dropping a channel just before its connection is closed leaves the two to race.
+    // Closed explicitly: a channel dropped just before its connection is closed would race with it.
     channel.close(reply_code::CONTENT_OK, "done".into()).await
 }

@@ -1,6 +1,6 @@
 //! The Postgres and the RabbitMQ of one run: private ones, started by `scripts/private` and removed when dropped.
 //!
-//! Default settings, but for Postgres' commit timestamps, without which lateness cannot be measured honestly.
+//! Default settings, except for Postgres' commit timestamps, which lateness is measured by.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -39,8 +39,8 @@ impl Servers {
 #[derive(Debug)]
 pub struct Postgres {
     private: Private,
-    /// In a short path, because a socket's name must be short. Writable for the user that the server runs as; sticky, so
-    /// that no other user can put a socket of its own in the place of the server's.
+    /// A short path, because a socket's name must be short. Writable for the user that the server runs as; sticky, so
+    /// that no other user can replace the server's socket.
     sockets: TempDir,
 }
 
@@ -72,7 +72,7 @@ impl Postgres {
 #[derive(Debug)]
 pub struct Broker {
     pub url: String,
-    /// `None` where the broker was given: what it costs is not known then.
+    /// `None` for a given broker: its costs are unknown then.
     private: Option<Private>,
 }
 
@@ -91,7 +91,7 @@ impl Broker {
         self.private.as_ref().context("only a private broker can be asked with rabbitmqctl")?.call("ctl", arguments)
     }
 
-    /// The version out of the broker's greeting, which lapin reads but does not hand on.
+    /// The version from the broker's greeting, which lapin reads but does not expose.
     pub fn version(&self) -> anyhow::Result<String> {
         const ENTRY: &[u8] = b"\x07versionS";
         let url = url::Url::parse(&self.url)?;
@@ -120,7 +120,7 @@ struct Private {
 impl Private {
     fn start(kind: &'static str, output: &Path, options: &[&str]) -> anyhow::Result<Self> {
         let dir = output.join(format!("{kind}-{}", std::process::id()));
-        // Complete before it starts, so that a server that fails half-way is removed as well.
+        // Complete before it starts, so that a server that fails halfway is removed as well.
         let mut private = Self { kind, dir, url: String::new(), pid: 0 };
         let printed = private.call("start", options)?;
         private.url = printed.lines().last().context("scripts/private printed no address")?.to_owned();

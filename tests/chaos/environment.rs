@@ -1,5 +1,5 @@
-//! Where it all happens: a private broker and a private database, networks before them that break, and the workers.
-//! Everything is removed at the end, also after a Ctrl-C; the logs stay.
+//! The environment of a run: a private broker and a private database, proxies in front of them that can fail, and the
+//! workers. Everything is removed at the end, also after a Ctrl-C; the logs stay.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,37 +9,38 @@ use order_timeout::{Settings, broker};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::crew::Crew;
 use crate::support::private::Private;
 use crate::support::proxy::Proxy;
 use crate::support::witness::Witness;
 use crate::support::{TestEnv, wait_for, with_env};
+use crate::workers::Workers;
 
-pub struct Premises {
-    /// Reaches the servers without a detour.
+pub struct Environment {
+    /// Reaches the servers directly.
     pub env: Arc<TestEnv>,
     pub broker: Arc<Private>,
     pub database: Arc<Private>,
-    /// What workers and publisher reach them by.
+    /// The proxies through which workers and publisher reach the servers.
     pub to_broker: Proxy,
     pub to_database: Proxy,
-    pub crew: Arc<Crew>,
+    pub workers: Arc<Workers>,
     pub witness: Witness,
     pub logs: PathBuf,
-    /// Somebody wants us to end.
+    /// Cancelled by SIGINT or SIGTERM.
     pub interrupted: CancellationToken,
 }
 
-/// Runs `work` on premises of its own; `adjust` changes the settings before anything is created. Logs, and whatever else is written there, go to a folder of this name.
-pub fn on_premises<F: Future<Output = ()> + Send + 'static>(
+/// Runs `work` in its own environment; `adjust` changes the settings before anything is created. Logs and other output
+/// go to a folder of this name.
+pub fn with_environment<F: Future<Output = ()> + Send + 'static>(
     name: &str,
     adjust: impl FnOnce(&mut Settings),
-    work: impl FnOnce(Arc<Premises>) -> F + Send + 'static,
+    work: impl FnOnce(Arc<Environment>) -> F + Send + 'static,
 ) {
     let logs = empty_folder(name);
-    // Before anything is started: whoever ends us while the servers start leaves none of them behind.
+    // Registered before the servers start, so that a signal during their start leaves none of them behind.
     let interrupted = CancellationToken::new();
-    watch_for_the_end(interrupted.clone());
+    watch_for_signals(interrupted.clone());
     let (broker, database) = std::thread::scope(|scope| {
         let broker = scope.spawn(|| Private::broker(&[]));
         let database = Private::postgres(&["-c", "track_commit_timestamp=on"]);
@@ -55,17 +56,17 @@ pub fn on_premises<F: Future<Output = ()> + Send + 'static>(
     };
     let servers = (broker.clone(), database.clone());
     with_env(adjust_all, move |env| async move {
-        let premises = Arc::new(Premises::open(env, servers, logs, interrupted).await);
-        let outcome = tokio::spawn(work(premises.clone())).await;
-        premises.close();
+        let environment = Arc::new(Environment::open(env, servers, logs, interrupted).await);
+        let outcome = tokio::spawn(work(environment.clone())).await;
+        environment.close();
         if let Err(error) = outcome {
             std::panic::resume_unwind(error.into_panic());
         }
     });
 }
 
-/// Small lanes and rings, so that every way through the broker is taken within seconds; every timeout as a deployment
-/// has it.
+/// Small lanes and rings, so that every route through the broker is used within seconds; every timeout as in a
+/// deployment.
 fn as_deployed(settings: &mut Settings) {
     let defaults = Settings::defaults();
     settings.sweep = defaults.sweep;
@@ -73,37 +74,38 @@ fn as_deployed(settings: &mut Settings) {
     settings.log.filter = "info,order_timeout=debug,lapin=off".to_owned();
 }
 
-/// Beside the build, so that it is found and goes with it.
+/// In the build folder, so that it is easy to find and removed with the build.
 fn empty_folder(name: &str) -> PathBuf {
     let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("the build's folder");
     let folder = target.join("chaos").join(name);
-    // There may have been none.
+    // The folder may not exist.
     let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir_all(&folder).expect("a folder for the logs");
     folder
 }
 
-/// Returns when a signal would be heard. Then it is listened for until this program ends, by nobody who may be held up.
-fn watch_for_the_end(interrupted: CancellationToken) {
+/// Returns once the signal handlers are installed. A separate thread waits for signals until the program ends, so that
+/// a blocked runtime does not delay it.
+fn watch_for_signals(interrupted: CancellationToken) {
     let (listening, listens) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         runtime.block_on(async {
             let mut terminate = signal(SignalKind::terminate()).expect("a handler for SIGTERM");
             let mut interrupt = signal(SignalKind::interrupt()).expect("a handler for SIGINT");
-            listening.send(()).expect("somebody who waits for it");
+            listening.send(()).expect("a receiver");
             tokio::select! {
                 _ = interrupt.recv() => {}
                 _ = terminate.recv() => {}
             }
-            eprintln!("ending: mending what is broken, and clearing away");
+            eprintln!("interrupted: undoing faults and cleaning up");
             interrupted.cancel();
         });
     });
     listens.recv().expect("handlers for signals");
 }
 
-impl Premises {
+impl Environment {
     async fn open(
         env: Arc<TestEnv>,
         (broker, database): (Arc<Private>, Arc<Private>),
@@ -115,32 +117,32 @@ impl Premises {
         let mut settings = env.settings.clone();
         settings.amqp.url = to_broker.address(&settings.amqp.url);
         settings.database.url = to_database.address(&settings.database.url);
-        let crew = Arc::new(Crew::new(settings, &logs));
+        let workers = Arc::new(Workers::new(settings, &logs));
         let witness = Witness::open(&env).await;
-        Self { env, broker, database, to_broker, to_database, crew, witness, logs, interrupted }
+        Self { env, broker, database, to_broker, to_database, workers, witness, logs, interrupted }
     }
 
-    /// The env's settings with the broker behind the network that breaks.
-    pub fn behind_the_network(&self) -> Settings {
+    /// The test environment's settings with the broker behind the proxy.
+    pub fn settings_through_proxy(&self) -> Settings {
         let mut settings = self.env.settings.clone();
         settings.amqp.url = self.to_broker.address(&settings.amqp.url);
         settings
     }
 
-    /// The env with a channel that works: its first one is lost with the first fault.
-    pub async fn at_the_broker(&self) -> TestEnv {
+    /// The test environment with a working channel: its first one is lost with the first fault.
+    pub async fn with_broker_channel(&self) -> TestEnv {
         let amqp = &self.env.settings.amqp;
         wait_for("the broker", async || broker::connect(amqp, "chaos").await.is_ok()).await;
         self.env.reconnected().await
     }
 
-    /// Waits; not for somebody who wants us to end.
+    /// Waits, but ends early when the run is interrupted.
     pub async fn wait(&self, time: Duration) {
         let _waited_or_interrupted = tokio::time::timeout(time, self.interrupted.cancelled()).await;
     }
 
-    /// A line for whoever watches, and for whoever reads the logs afterwards.
-    pub fn say(&self, line: &str) {
+    /// Prints a line, and appends it to the run's log.
+    pub fn print_line(&self, line: &str) {
         use std::io::Write;
         eprintln!("{line}");
         let log = std::fs::OpenOptions::new().append(true).create(true).open(self.logs.join("run.log"));
@@ -148,7 +150,7 @@ impl Premises {
     }
 
     fn close(&self) {
-        self.crew.clear();
+        self.workers.kill_all();
         for (name, server) in [("broker.log", &self.broker), ("database.log", &self.database)] {
             std::fs::write(self.logs.join(name), server.log()).expect("the server's log, kept");
         }

@@ -1,4 +1,4 @@
-//! A consumer of the shop's events that counts what it hears, by id, whatever happens to the broker.
+//! A consumer of the shop's events that counts the received ones by id, whatever happens to the broker.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -17,27 +17,27 @@ use uuid::Uuid;
 use crate::support::TestEnv;
 use crate::support::away::keep_events;
 
-/// Before the next try to reach the broker.
+/// Pause before the next attempt to reach the broker.
 const PAUSE: Duration = Duration::from_millis(500);
-const AT_ONCE: u16 = 200;
+const PREFETCH: u16 = 200;
 
 /// One event, by its id.
 #[derive(Debug, Clone)]
-pub struct Heard {
+pub struct ReceivedEvent {
     pub order_id: String,
-    /// How often it was sent; what the broker delivered again because our acknowledgement was lost does not count.
+    /// How often it was sent; redeliveries because our acknowledgement was lost do not count.
     pub times: usize,
 }
 
-type Events = Arc<Mutex<HashMap<Uuid, Heard>>>;
+type Events = Arc<Mutex<HashMap<Uuid, ReceivedEvent>>>;
 
-pub struct Ear {
+pub struct EventListener {
     events: Events,
     _listening: AbortOnDropHandle<()>,
 }
 
-impl Ear {
-    /// Hears every event from now on: the queue outlives the broker and our connections.
+impl EventListener {
+    /// Receives every event from now on: the queue outlives the broker and our connections.
     pub async fn open(env: &TestEnv) -> Self {
         let queue = keep_events(env).await;
         let events = Events::default();
@@ -49,14 +49,14 @@ impl Ear {
         self.events.lock().unwrap().len()
     }
 
-    pub fn heard(&self) -> HashMap<Uuid, Heard> {
+    pub fn received(&self) -> HashMap<Uuid, ReceivedEvent> {
         self.events.lock().unwrap().clone()
     }
 }
 
 async fn listen(settings: AmqpSettings, queue: String, events: Events) {
     loop {
-        // Whatever went wrong: what was not acknowledged comes again.
+        // Errors are ignored: unacknowledged events are redelivered.
         let _ = listen_once(&settings, &queue, &events).await;
         tokio::time::sleep(PAUSE).await;
     }
@@ -69,25 +69,26 @@ async fn listen_once(
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let connection = broker::connect(settings, "chaos events").await?;
     let channel = connection.create_channel().await?;
-    channel.basic_qos(AT_ONCE, BasicQosOptions::default()).await?;
+    channel.basic_qos(PREFETCH, BasicQosOptions::default()).await?;
     let options = BasicConsumeOptions::default();
-    let mut deliveries = channel.basic_consume(queue.into(), "ear".into(), options, FieldTable::default()).await?;
+    let mut deliveries =
+        channel.basic_consume(queue.into(), "chaos-listener".into(), options, FieldTable::default()).await?;
     while let Some(delivery) = deliveries.next().await {
         let delivery = delivery?;
-        take_down(&delivery, events);
+        record(&delivery, events);
         delivery.ack(BasicAckOptions::default()).await?;
     }
     Ok(())
 }
 
-fn take_down(delivery: &Delivery, events: &Events) {
+fn record(delivery: &Delivery, events: &Events) {
     let id = delivery.properties.message_id().as_ref().expect("an event has an id");
     let id = Uuid::parse_str(id.as_str()).expect("an event's id is a uuid");
     let closed: OrderClosed = serde_json::from_slice(&delivery.data).expect("an event says which order was closed");
     let mut events = events.lock().unwrap();
-    let heard = events.entry(id).or_insert(Heard { order_id: closed.order_id.to_string(), times: 0 });
-    assert_eq!(heard.order_id, closed.order_id.to_string(), "one id, one order");
-    if !delivery.redelivered || heard.times == 0 {
-        heard.times += 1;
+    let received = events.entry(id).or_insert(ReceivedEvent { order_id: closed.order_id.to_string(), times: 0 });
+    assert_eq!(received.order_id, closed.order_id.to_string(), "one id, one order");
+    if !delivery.redelivered || received.times == 0 {
+        received.times += 1;
     }
 }

@@ -1,4 +1,4 @@
-//! One contestant closing one set of orders: who it is, when the orders fall due, and what it cost.
+//! Measures one candidate that closes one set of orders: which candidate, when the orders fall due, and what it cost.
 
 use std::time::Duration;
 
@@ -10,23 +10,23 @@ use order_timeout::{Timestamp, broker};
 use secrecy::ExposeSecret;
 
 use crate::Options;
+use crate::bench_env::ledger::Ledger;
+use crate::bench_env::process::{self, Program};
+use crate::bench_env::servers::Servers;
+use crate::bench_env::{BenchEnv, IDLE_WATCH, OrderDeadline, SETTLING, queue_state, sleep_until};
 use crate::competitors::{self, Competitor, Kind};
 use crate::limits::postgres::CommitProbe;
-use crate::stage::ledger::Ledger;
-use crate::stage::process::{self, Program};
-use crate::stage::servers::Servers;
-use crate::stage::{DeliveredAlarm, IDLE_WATCH, SETTLING, Stage, queue_state, sleep_until};
 
-/// A slow machine's rate of inserting orders, from which the beginning is chosen.
+/// A slow machine's rate of inserting orders, used to choose the start.
 const SLOWEST_FILLING_PER_S: f64 = 8_000.0;
-/// For starting a worker or a competitor.
+/// The time for starting a worker or a competitor.
 const STARTING: Duration = Duration::from_secs(6);
-/// How often alarms are published where they are published as time goes by.
+/// The publishing interval of live plans.
 const LIVE_EVERY: Duration = Duration::from_millis(10);
 
-/// Who closes the orders.
+/// What closes the orders.
 #[derive(Debug, Clone)]
-pub enum Entrant {
+pub enum Candidate {
     /// `order-timeout worker`, with these settings besides the defaults.
     Worker(Vec<String>),
     Poller {
@@ -41,13 +41,13 @@ pub enum Entrant {
 /// When orders fall due, and when their alarms are published.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// From the beginning of publishing to the first deadline.
+    /// From the start of publishing to the first deadline.
     pub ahead: Duration,
-    /// Each order's deadline after the first deadline; in the order in which they are scheduled.
+    /// Each order's deadline after the first deadline, in the order of scheduling.
     pub after_first: Vec<Duration>,
-    /// Whether each alarm is published `ahead` of its own deadline, rather than all at the beginning.
+    /// Whether each alarm is published `ahead` of its own deadline, instead of all at the start.
     pub live: bool,
-    /// The lane by which all are to go, where they are published at the beginning.
+    /// The lane that all alarms must use, if they are published at the start.
     pub lane: Option<Duration>,
     /// The first deadline is a multiple of this.
     pub aligned_to: Option<Duration>,
@@ -56,53 +56,55 @@ pub struct Plan {
     pub articles: usize,
 }
 
-/// What came of it.
+/// The results.
 #[derive(Debug)]
 pub struct Figures {
     pub name: String,
     pub ledger: Ledger,
     /// Orders that were not waited for.
     pub pending: usize,
-    /// Processor time of whoever closed, from the beginning of publishing.
+    /// Processor time of the candidate, from the start of publishing.
     pub cpu_s: f64,
     pub peak_rss_mib: f64,
-    /// Processor time from the first deadline until all was done (by the worker: announced as well), and how long that
-    /// was.
+    /// Processor time from the first deadline until everything was done (for the worker: announced too), and that
+    /// duration.
     pub working_cpu_s: f64,
     pub postgres_cpu_s: f64,
     pub working_s: f64,
-    /// Processor time of the broker from the beginning of publishing, less what it uses idle.
+    /// Processor time of the broker from the start of publishing, minus its idle use.
     pub broker_cpu_s: Option<f64>,
-    /// From the first deadline until the last event was announced; the worker alone does that.
+    /// From the first deadline until the last event was announced; only the worker announces.
     pub announced_s: Option<f64>,
-    /// How far behind the plan alarms were published.
+    /// The longest delay of publishing behind the plan.
     pub published_late: Duration,
-    /// How long single-row commits took meanwhile.
+    /// The duration of single-row commits meanwhile.
     pub commit_us: Histogram<u64>,
 }
 
-/// Lets one contestant close the orders of a plan.
-pub async fn play(
+/// Lets one candidate close the orders of a plan.
+pub async fn measure(
     servers: &Servers,
     options: &Options,
     name: &str,
-    entrant: &Entrant,
+    candidate: &Candidate,
     plan: &Plan,
 ) -> anyhow::Result<Figures> {
-    let stage = match entrant {
-        Entrant::Worker(overrides) => Stage::with_broker(servers, options, overrides).await?,
-        Entrant::Poller { .. } | Entrant::LookAhead { .. } => Stage::without_broker(servers, options.socket).await?,
+    let env = match candidate {
+        Candidate::Worker(overrides) => BenchEnv::with_broker(servers, options, overrides).await?,
+        Candidate::Poller { .. } | Candidate::LookAhead { .. } => {
+            BenchEnv::without_broker(servers, options.socket).await?
+        }
     };
-    let figures = play_on(&stage, servers, name, entrant, plan).await;
-    stage.clear_away().await?;
+    let figures = measure_in(&env, servers, name, candidate, plan).await;
+    env.clean_up().await?;
     figures
 }
 
-async fn play_on(
-    stage: &Stage<'_>,
+async fn measure_in(
+    env: &BenchEnv<'_>,
     servers: &Servers,
     name: &str,
-    entrant: &Entrant,
+    candidate: &Candidate,
     plan: &Plan,
 ) -> anyhow::Result<Figures> {
     let first = plan.first_deadline();
@@ -110,9 +112,9 @@ async fn play_on(
     let deadlines: Vec<Timestamp> = plan.after_first.iter().map(|after| first + *after).collect();
     let last = *deadlines.iter().filter(|due| **due <= first + plan.horizon).max().expect("a plan has orders");
     let pending = deadlines.iter().filter(|due| **due > last).count();
-    let alarms = stage.fill(&deadlines, plan.articles).await?;
-    let probe = CommitProbe::start(stage.pool.clone()).await?;
-    let mut program = start(stage, servers, name, entrant).await?;
+    let alarms = env.fill(&deadlines, plan.articles).await?;
+    let probe = CommitProbe::start(env.pool.clone()).await?;
+    let mut program = start(env, servers, name, candidate).await?;
 
     let settled = begin - IDLE_WATCH;
     let in_time = Timestamp::now_by_local_clock() + SETTLING <= settled;
@@ -123,16 +125,16 @@ async fn play_on(
     let beginning = Readings::take(servers, &program)?;
     let watch = watch_at(first, servers, &program);
     let publish = async {
-        match entrant {
-            Entrant::Worker(_) => publish(stage, plan, begin, alarms).await,
-            Entrant::Poller { .. } | Entrant::LookAhead { .. } => Ok(Duration::ZERO),
+        match candidate {
+            Candidate::Worker(_) => publish(env, plan, begin, alarms).await,
+            Candidate::Poller { .. } | Candidate::LookAhead { .. } => Ok(Duration::ZERO),
         }
     };
     let (published_late, due) = tokio::try_join!(publish, watch)?;
-    stage.wait_until_closed(last, &mut program).await?;
-    let is_worker = matches!(entrant, Entrant::Worker(_));
+    env.wait_until_closed(last, &mut program).await?;
+    let is_worker = matches!(candidate, Candidate::Worker(_));
     if is_worker {
-        stage.wait_until_announced(&mut program).await?;
+        env.wait_until_announced(&mut program).await?;
     }
     let end = Readings::take(servers, &program)?;
     let commit_us = probe.stop().await?;
@@ -140,7 +142,7 @@ async fn play_on(
     program.stop().await?;
     Ok(Figures {
         name: name.to_owned(),
-        ledger: stage.ledger(last).await?,
+        ledger: env.ledger(last).await?,
         pending,
         cpu_s: end.own_cpu_s - beginning.own_cpu_s,
         peak_rss_mib,
@@ -154,16 +156,16 @@ async fn play_on(
     })
 }
 
-async fn start(stage: &Stage<'_>, servers: &Servers, name: &str, entrant: &Entrant) -> anyhow::Result<Program> {
+async fn start(env: &BenchEnv<'_>, servers: &Servers, name: &str, candidate: &Candidate) -> anyhow::Result<Program> {
     let log = servers.output.join(format!("{}.log", name.replace([',', ' '], "")));
-    let (kind, connections, every) = match entrant {
-        Entrant::Worker(_) => return stage.start_worker(&log).await,
-        Entrant::Poller { every, connections } => (Kind::Poller, *connections, *every),
-        Entrant::LookAhead { connections } => (Kind::LookAhead, *connections, Duration::ZERO),
+    let (kind, connections, every) = match candidate {
+        Candidate::Worker(_) => return env.start_worker(&log).await,
+        Candidate::Poller { every, connections } => (Kind::Poller, *connections, *every),
+        Candidate::LookAhead { connections } => (Kind::LookAhead, *connections, Duration::ZERO),
     };
     let competitor =
-        Competitor { kind, database: stage.settings.database.url.expose_secret().to_owned(), connections, every };
-    competitors::start(&competitor, &log, &stage.pool).await
+        Competitor { kind, database: env.settings.database.url.expose_secret().to_owned(), connections, every };
+    competitors::start(&competitor, &log, &env.pool).await
 }
 
 async fn watch_at(moment: Timestamp, servers: &Servers, program: &Program) -> anyhow::Result<Readings> {
@@ -171,21 +173,21 @@ async fn watch_at(moment: Timestamp, servers: &Servers, program: &Program) -> an
     Readings::take(servers, program)
 }
 
-/// Publishes the alarms of a plan; returns how far behind it the last to be behind was.
+/// Publishes the alarms of a plan; returns the longest delay behind it.
 async fn publish(
-    stage: &Stage<'_>,
+    env: &BenchEnv<'_>,
     plan: &Plan,
     begin: Timestamp,
-    alarms: Vec<DeliveredAlarm>,
+    alarms: Vec<OrderDeadline>,
 ) -> anyhow::Result<Duration> {
-    let publisher = stage.publisher().await?;
+    let publisher = env.publisher().await?;
     if !plan.live {
         publisher.schedule_all(alarms).await?;
         let took = Timestamp::now_by_local_clock().since(begin);
-        if let Some(lane) = plan.lane.filter(|_| stage.settings.delay.strategy == Strategy::DeadLetter) {
-            ensure_by_lane(lane, stage.settings.delay.lane_tolerance(), plan.ahead, took)?;
+        if let Some(lane) = plan.lane.filter(|_| env.settings.delay.strategy == Strategy::DeadLetter) {
+            ensure_by_lane(lane, env.settings.delay.lane_tolerance(), plan.ahead, took)?;
         }
-        ensure_on_their_way(stage, plan, begin).await?;
+        ensure_all_waiting(env, plan, begin).await?;
         return Ok(Duration::ZERO);
     }
     let mut behind = Duration::ZERO;
@@ -203,7 +205,7 @@ async fn publish(
     Ok(behind)
 }
 
-/// Alarms whose delay is too far from the lane's, because they were published too early or too late for it, go another way.
+/// Alarms that are published too early or too late for the lane's delay take another route.
 fn ensure_by_lane(lane: Duration, tolerance: Duration, ahead: Duration, took: Duration) -> anyhow::Result<()> {
     let [first, last] = [ahead, ahead.saturating_sub(took)];
     let are_in_time = [first, last].iter().all(|delay| delay.abs_diff(lane) <= tolerance);
@@ -211,18 +213,19 @@ fn ensure_by_lane(lane: Duration, tolerance: Duration, ahead: Duration, took: Du
     Ok(())
 }
 
-/// Alarms of one instant must all be waiting when the first of them leaves the broker, or something else is measured.
-async fn ensure_on_their_way(stage: &Stage<'_>, plan: &Plan, begin: Timestamp) -> anyhow::Result<()> {
+/// Alarms of one instant must all be waiting before the first of them leaves the broker; otherwise something else is
+/// measured.
+async fn ensure_all_waiting(env: &BenchEnv<'_>, plan: &Plan, begin: Timestamp) -> anyhow::Result<()> {
     if plan.ahead.is_zero() {
         return Ok(());
     }
-    let connection = stage.connect().await?;
-    let inbox = Names::new(&stage.settings.namespace).arm();
+    let connection = env.connect().await?;
+    let inbox = Names::new(&env.settings.namespace).arm();
     while queue_state(&connection, &inbox).await?.ready > 0 {
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
     broker::close(&connection, Duration::from_secs(1)).await;
-    let leave_at = begin + plan.ahead - stage.settings.delay.lead;
+    let leave_at = begin + plan.ahead - env.settings.delay.lead;
     ensure!(Timestamp::now_by_local_clock() < leave_at, "scheduling took longer than planned; is the machine busy?");
     Ok(())
 }
@@ -257,8 +260,8 @@ impl Readings {
         })
     }
 
-    /// What the broker has used since `beginning` beyond what it would have used idle, as it was, settled, between `before`
-    /// and `beginning`.
+    /// The broker's use since `beginning` beyond its idle use, which was measured between `before` and `beginning`,
+    /// after it had settled.
     fn broker_cpu_beyond_idle(&self, beginning: &Self, before: &Self) -> Option<f64> {
         let since = |now: &Self, then: &Self| Some((now.broker_cpu_s? - then.broker_cpu_s?, now.at.since(then.at)));
         Some(process::cpu_beyond_idle_s(since(beginning, before)?, since(self, beginning)?))

@@ -1,4 +1,4 @@
-//! What the database says at the end: how late each order was closed, by which path, and what must not have happened.
+//! The final state of the database: how late each order was closed, by which path, and which invariants were broken.
 //!
 //! Lateness is the commit's time minus the deadline. `closed_at` is written before the commit and would hide a slow one.
 
@@ -11,16 +11,16 @@ use serde_json::{Value, json};
 use sqlx::PgPool;
 use time::OffsetDateTime;
 
-/// The orders that were due, and what became of them.
+/// The orders that were due, and how they ended.
 #[derive(Debug)]
 pub struct Ledger {
     pub orders: u64,
     pub closed: u64,
     /// Still unpaid.
     pub lost: u64,
-    /// By history, which the tables refuse, or by stock given back more than once.
+    /// According to the history, which the tables protect, or to stock given back more than once.
     pub closed_twice: u64,
-    /// By the commit's time or `closed_at`; the latter the tables refuse.
+    /// According to the commit's time or `closed_at`; the tables protect the latter.
     pub early: u64,
     pub closed_by: BTreeMap<String, u64>,
     pub lateness_us: Histogram<u64>,
@@ -43,11 +43,11 @@ impl Ledger {
 
     /// # Errors
     /// If an order was lost, closed twice or closed early.
-    pub fn ensure_kept(&self, who: &str) -> anyhow::Result<()> {
+    pub fn ensure_kept(&self, name: &str) -> anyhow::Result<()> {
         let Self { lost, closed_twice, early, .. } = self;
         ensure!(
             *lost == 0 && *closed_twice == 0 && *early == 0,
-            "{who}: {lost} lost, {closed_twice} closed twice, {early} closed early"
+            "{name}: {lost} lost, {closed_twice} closed twice, {early} closed early"
         );
         Ok(())
     }
@@ -58,13 +58,13 @@ pub fn histogram() -> Histogram<u64> {
     Histogram::new(3).expect("three digits are within bounds")
 }
 
-/// The percentiles that are printed everywhere.
+/// The percentiles that every report prints.
 pub fn lateness_ms(lateness_us: &Histogram<u64>) -> Value {
     let at = |quantile| millis(lateness_us.value_at_quantile(quantile));
     json!({ "p50": at(0.5), "p99": at(0.99), "p999": at(0.999), "max": millis(lateness_us.max()) })
 }
 
-/// With two digits behind the point.
+/// With two decimals.
 pub fn millis(micros: u64) -> f64 {
     (micros as f64 / 10.0).round() / 100.0
 }
@@ -110,7 +110,7 @@ async fn lateness(pool: &PgPool, last: OffsetDateTime) -> anyhow::Result<Vec<i64
     Ok(query.bind(last).fetch_all(pool).await?)
 }
 
-/// An order with two closes in its history, or an article of which more was given back than was ordered and closed.
+/// An order with two closes in its history, or an article with more stock given back than was ordered and closed.
 async fn closed_twice(pool: &PgPool) -> anyhow::Result<u64> {
     let (in_history, in_stock): (i64, i64) = sqlx::query_as(
         "SELECT (SELECT count(*) - count(DISTINCT order_id) FROM order_events WHERE event = 'closed'),

@@ -11,15 +11,15 @@ use uuid::Uuid;
 use crate::plan::{Article, Customer};
 use crate::progress::Progress;
 
-/// The till: the shop's database, and the way to the broker.
+/// The checkout: the shop's database and publisher.
 #[derive(Debug, Clone)]
-pub struct Till {
+pub struct Checkout {
     pool: PgPool,
     publisher: Publisher,
     clock: DatabaseClock,
 }
 
-/// What became of one customer.
+/// The result of one customer.
 #[derive(Debug, Clone, Copy)]
 pub struct Served {
     pub deadline: Timestamp,
@@ -30,7 +30,7 @@ pub struct Served {
 pub enum PaymentOutcome {
     NotTried,
     Paid,
-    /// The order had been closed: the customer hears so and is charged nothing.
+    /// The order had been closed: the customer is told so and is not charged.
     TooLate,
 }
 
@@ -41,8 +41,8 @@ pub struct Decided {
     pub closed: usize,
 }
 
-impl Till {
-    /// Fills the shelves and reads the database's clock.
+impl Checkout {
+    /// Fills the stock and reads the database's clock.
     pub async fn open(pool: PgPool, publisher: Publisher, articles: &[Article]) -> anyhow::Result<Self> {
         let ids: Vec<&str> = articles.iter().map(|article| article.id.as_str()).collect();
         let available: Vec<i64> = articles.iter().map(|article| article.initial).collect();
@@ -101,7 +101,7 @@ impl Till {
                 .execute(&mut *transaction)
                 .await?;
         }
-        // Last, and in article order: every customer wants these rows, so they are locked briefly and without deadlock.
+        // Last, and in article order: every customer needs these rows, so they are locked briefly and without deadlock.
         for item in &customer.basket {
             sqlx::query("UPDATE stock SET available = available - $2, reserved = reserved + $2 WHERE article_id = $1")
                 .bind(&item.article_id)
@@ -113,7 +113,7 @@ impl Till {
         Ok(database::moment(expires_at))
     }
 
-    /// The other half of the race. `status = 'unpaid'` in the WHERE decides it: Postgres waits for a close that holds
+    /// The other side of the race. `status = 'unpaid'` in the WHERE decides it: Postgres waits for a close that holds
     /// the row and then tests again.
     async fn pay(&self, customer: &Customer) -> sqlx::Result<PaymentOutcome> {
         let mut transaction = self.pool.begin().await?;
@@ -125,7 +125,7 @@ impl Till {
         .fetch_optional(&mut *transaction)
         .await?;
         if won.is_none() {
-            // The close has given the stock back; there is nothing to sell.
+            // The close has given the stock back, so it cannot be sold.
             transaction.rollback().await?;
             return Ok(PaymentOutcome::TooLate);
         }
@@ -158,13 +158,13 @@ impl Till {
         Ok(Decided { open: count("open")?, closed: count("closed")? })
     }
 
-    /// The instant at which the database's clock will show this moment.
+    /// The instant at which the database's clock will show this time.
     pub fn instant_of(&self, moment: Timestamp) -> Instant {
         Instant::from_std(self.clock.instant_of(moment))
     }
 }
 
-/// Several readings, the finest of which counts: payments aim at milliseconds.
+/// Takes several readings and uses the most precise one, because payments need milliseconds.
 async fn read_clock(pool: &PgPool) -> sqlx::Result<DatabaseClock> {
     let mut clock = DatabaseClock::new(sample_clock(pool).await?);
     for _ in 0..4 {

@@ -1,4 +1,4 @@
-//! A stage for one contestant: a database and, where alarms are needed, a namespace of its own on the run's servers;
+//! The environment of one candidate: a database and, where alarms are needed, its own namespace on the run's servers;
 //! orders with chosen deadlines; the worker under test. Removed afterwards.
 
 pub mod ledger;
@@ -24,26 +24,26 @@ use ledger::Ledger;
 use process::Program;
 use servers::Servers;
 
-/// After this long an order that is still unpaid counts as lost, and a server that has not answered as stuck.
+/// After this time an order that is still unpaid counts as lost, and a server without an answer as stuck.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a broker is given to come to rest when queues have been declared or messages have come, with its caches and
-/// garbage: until then it is busy with what is not to be measured.
+/// The time for a broker to settle after queues have been declared or messages have arrived: until then it is busy with
+/// work that must not be measured, such as garbage collection.
 pub const SETTLING: Duration = Duration::from_secs(5);
-/// How long its idleness is watched: /proc counts in hundredths of a second, of which an idle broker uses few.
+/// How long the idle broker is measured: /proc counts in hundredths of a second, of which an idle broker uses few.
 pub const IDLE_WATCH: Duration = Duration::from_secs(10);
-/// The articles of an ordinary shop; of a flash sale there is one.
+/// The articles of an ordinary shop; a flash sale has one.
 pub const MANY_ARTICLES: usize = 1_000;
-/// Rows per INSERT while a stage is filled.
+/// Rows per INSERT when the tables are filled.
 const ROWS_AT_ONCE: usize = 10_000;
 
-/// An order and when it is due: what a publisher is told.
-pub type DeliveredAlarm = (OrderId, Timestamp);
+/// An order and its deadline, as passed to a publisher.
+pub type OrderDeadline = (OrderId, Timestamp);
 
-/// Where one contestant plays.
+/// Where one candidate runs.
 #[derive(Debug)]
-pub struct Stage<'a> {
+pub struct BenchEnv<'a> {
     servers: &'a Servers,
-    /// What publisher and worker go by: the defaults, but for the addresses and `overrides`.
+    /// The settings of publisher and worker: the defaults, except for the addresses and `overrides`.
     pub settings: Settings,
     overrides: Vec<String>,
     pub pool: PgPool,
@@ -51,21 +51,21 @@ pub struct Stage<'a> {
     has_queues: bool,
 }
 
-impl<'a> Stage<'a> {
+impl<'a> BenchEnv<'a> {
     /// With exchanges and queues, for the worker.
     pub async fn with_broker(servers: &'a Servers, options: &Options, more: &[String]) -> anyhow::Result<Self> {
         let mut overrides = vec![format!("delay.strategy={}", options.strategy)];
-        // What makes the contestant comes last: it is not to be set otherwise.
+        // The candidate's own settings come last, so that options cannot override them.
         overrides.extend(options.overrides.iter().chain(more).cloned());
-        let mut stage = Self::build(servers, overrides, options.socket).await?;
-        let connection = stage.connect().await?;
-        Topology::new(&stage.settings).declare(&connection).await?;
+        let mut env = Self::build(servers, overrides, options.socket).await?;
+        let connection = env.connect().await?;
+        Topology::new(&env.settings).declare(&connection).await?;
         broker::close(&connection, Duration::from_secs(1)).await;
-        stage.has_queues = true;
-        Ok(stage)
+        env.has_queues = true;
+        Ok(env)
     }
 
-    /// With a database alone, for those who need no broker; reached by its socket, or else by TCP.
+    /// With only a database, for candidates that need no broker; reached by its socket, or else by TCP.
     pub async fn without_broker(servers: &'a Servers, by_socket: bool) -> anyhow::Result<Self> {
         Self::build(servers, Vec::new(), by_socket).await
     }
@@ -88,7 +88,7 @@ impl<'a> Stage<'a> {
         Ok(Self { servers, settings, overrides, pool, database: name, has_queues: false })
     }
 
-    pub async fn clear_away(self) -> anyhow::Result<()> {
+    pub async fn clean_up(self) -> anyhow::Result<()> {
         if self.has_queues {
             let connection = self.connect().await?;
             remove(&connection, &Topology::new(&self.settings)).await?;
@@ -113,12 +113,12 @@ impl<'a> Stage<'a> {
     pub async fn start_worker(&self, log: &Path) -> anyhow::Result<Program> {
         let mut command = Command::new(env!("CARGO_BIN_EXE_order-timeout"));
         command.arg("worker").args(["--set", &format!("namespace={}", self.settings.namespace)]);
-        // It shows what it always shows, at a port that no other worker has.
+        // It serves its pages as usual, on a port that no other worker uses.
         command.args(["--set", "http.listen=127.0.0.1:0"]);
         for setting in &self.overrides {
             command.args(["--set", setting]);
         }
-        // What the caller has set for other programs is not to be measured.
+        // Settings in the caller's environment must not be measured.
         for (key, _) in std::env::vars().filter(|(key, _)| key.starts_with("ORDER_TIMEOUT__")) {
             command.env_remove(key);
         }
@@ -137,9 +137,9 @@ impl<'a> Stage<'a> {
         Ok(worker)
     }
 
-    /// Creates unpaid orders with these deadlines, each of one of so many articles, and leaves the tables as a busy
-    /// shop has them: analysed, and written to disk.
-    pub async fn fill(&self, deadlines: &[Timestamp], articles: usize) -> anyhow::Result<Vec<DeliveredAlarm>> {
+    /// Creates unpaid orders with these deadlines over this many articles, and leaves the tables as a busy shop has
+    /// them: analysed, and written to disk.
+    pub async fn fill(&self, deadlines: &[Timestamp], articles: usize) -> anyhow::Result<Vec<OrderDeadline>> {
         let mut random = fastrand::Rng::with_seed(1);
         let mut alarms = Vec::with_capacity(deadlines.len());
         for deadlines in deadlines.chunks(ROWS_AT_ONCE) {
@@ -183,13 +183,13 @@ impl<'a> Stage<'a> {
         Ok(transaction.commit().await?)
     }
 
-    /// Waits until no order that is due by `last` is unpaid, or timeout runs out.
+    /// Waits until no order that is due by `last` is unpaid, or the time is up.
     pub async fn wait_until_closed(&self, last: Timestamp, closing: &mut Program) -> anyhow::Result<()> {
         sleep_until(last).await;
         let timestamp = database::timestamp(last).context("a deadline within the calendar")?;
         while Timestamp::now_by_local_clock() < last + TIMEOUT {
             closing.ensure_runs()?;
-            // From the end of the deadline index, where the last to be closed stand: the cheapest way to look.
+            // From the end of the deadline index, which holds the last orders to be closed: the cheapest query.
             let open: Option<i32> = sqlx::query_scalar(
                 "SELECT 1 FROM orders WHERE status = 'unpaid' AND expires_at <= $1 ORDER BY expires_at DESC, id DESC LIMIT 1",
             )
@@ -220,13 +220,13 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// What the database says of the orders due by `last`.
+    /// The final state of the orders due by `last`.
     pub async fn ledger(&self, last: Timestamp) -> anyhow::Result<Ledger> {
         ledger::read(&self.pool, last).await
     }
 }
 
-/// Takes the objects of a stage off the broker.
+/// Removes the environment's objects from the broker.
 pub async fn remove(connection: &Connection, topology: &Topology) -> anyhow::Result<()> {
     let channel = connection.create_channel().await?;
     for queue in &topology.queues {
@@ -238,7 +238,7 @@ pub async fn remove(connection: &Connection, topology: &Topology) -> anyhow::Res
     Ok(())
 }
 
-/// What a queue says of itself.
+/// What a queue reports about itself.
 pub struct QueueState {
     pub ready: u32,
     pub consumers: u32,
@@ -252,7 +252,7 @@ pub async fn queue_state(connection: &Connection, queue: &str) -> anyhow::Result
     Ok(QueueState { ready: state.message_count(), consumers: state.consumer_count() })
 }
 
-/// By the machine's clock, which here is the database's as well.
+/// By the machine's clock, which here is the database's too.
 pub async fn sleep_until(moment: Timestamp) {
     tokio::time::sleep(moment.since(Timestamp::now_by_local_clock())).await;
 }

@@ -1,4 +1,4 @@
-//! A program that runs as a process of its own, and what processes cost, read from /proc.
+//! A program in its own process, and the costs of processes, read from /proc.
 
 use std::fs::File;
 use std::path::Path;
@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 
-/// How long a program may take to end when it is asked to.
+/// How long a program may take to end after SIGTERM.
 const STOP_TIMEOUT: Duration = Duration::from_secs(40);
-/// For whoever wonders why one has failed.
+/// A hint for errors.
 const LOG: &str = "its log lies in target/load";
 
 /// A child process; killed when dropped.
@@ -41,11 +41,11 @@ impl Program {
     /// SIGTERM, and waits until it has ended.
     ///
     /// # Errors
-    /// If it does not end, or not well: what it has done until then is not to be relied on.
+    /// If it does not end, or ends with an error: its results are not reliable then.
     pub async fn stop(mut self) -> anyhow::Result<()> {
         self.ensure_runs()?;
         let pid = i32::try_from(self.pid())?;
-        // SAFETY: kill has no memory effects; the child is not reaped yet, so the number still means it.
+        // SAFETY: kill has no memory effects; the child is not reaped yet, so the pid is still its own.
         unsafe { libc::kill(pid, libc::SIGTERM) };
         let asked = Instant::now();
         while asked.elapsed() < STOP_TIMEOUT {
@@ -61,7 +61,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // Ended already, most of the time.
+        // It has usually ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -73,19 +73,19 @@ pub fn cpu_s(pid: u32) -> anyhow::Result<f64> {
     Ok((fields.user + fields.system) / ticks_per_s())
 }
 
-/// What was used while busy, beyond what would have been used idle: processor seconds, and in how long, of each.
+/// The additional use while busy over what would have been used idle, each given as processor seconds and duration.
 pub fn cpu_beyond_idle_s(idle: (f64, Duration), busy: (f64, Duration)) -> f64 {
     let idle_share = idle.0 / idle.1.as_secs_f64();
     (busy.0 - idle_share * busy.1.as_secs_f64()).max(0.0)
 }
 
-/// Processor seconds that a process and its children have used so far, those that have ended included.
+/// Processor seconds that a process and its children have used so far, including ended ones.
 pub fn tree_cpu_s(parent: u32) -> anyhow::Result<f64> {
     let own = stat(parent)?;
     let mut ticks = own.user + own.system + own.ended_children;
     for entry in std::fs::read_dir("/proc")? {
         let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        // One that has just ended is no longer there to be read.
+        // A child that has just ended cannot be read any more.
         if let Ok(child) = stat(pid)
             && child.parent == parent
         {
@@ -95,12 +95,12 @@ pub fn tree_cpu_s(parent: u32) -> anyhow::Result<f64> {
     Ok(ticks / ticks_per_s())
 }
 
-/// The most memory a process has had so far.
+/// The largest memory use of a process so far.
 pub fn peak_rss_mib(pid: u32) -> anyhow::Result<f64> {
     status_mib(pid, "VmHWM:")
 }
 
-/// The memory a process has now.
+/// The current memory use of a process.
 pub fn rss_mib(pid: u32) -> anyhow::Result<f64> {
     status_mib(pid, "VmRSS:")
 }
@@ -121,7 +121,7 @@ struct Stat {
 
 fn stat(pid: u32) -> anyhow::Result<Stat> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // The name in the second field may hold spaces and brackets: count from behind its last bracket.
+    // The name in the second field may contain spaces and parentheses: count from its last parenthesis.
     let (_, behind) = text.rsplit_once(") ").context("/proc/PID/stat has no name")?;
     let fields: Vec<&str> = behind.split_whitespace().collect();
     let number = |index: usize| fields.get(index).and_then(|field| field.parse::<f64>().ok()).context("short stat");

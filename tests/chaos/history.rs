@@ -1,22 +1,22 @@
-//! What becomes of an order: how it is scheduled, whether its deadline moves, whether and when it is paid.
+//! What happens to an order: how it is scheduled, whether its deadline moves, whether and when it is paid.
 //!
-//! Pure: drawn from the run's seed and the order's number, so that a seed gives the same orders again.
+//! Pure: drawn from the run's seed and the order's number, so that a seed reproduces the same orders.
 
 use std::time::Duration;
 
 use fastrand::Rng;
 
-/// So that closes do not wait for one another's stock alone.
+/// Several, so that closes do not all wait for the same stock row.
 pub const ARTICLES: usize = 20;
 
 /// How an alarm is scheduled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
+pub enum ScheduleMethod {
     /// `Publisher::schedule`, after the commit.
     Publisher,
     /// `schedule_in`, within the order's transaction.
     ScheduleIn,
-    /// What a shop in another language does: a plain INSERT into `alarm_outbox`, within the order's transaction.
+    /// Like a shop in another language: a plain INSERT into `alarm_outbox`, within the order's transaction.
     PlainInsert,
 }
 
@@ -24,7 +24,7 @@ pub enum Way {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Change {
     None,
-    /// Later: an update of the row and nothing else.
+    /// Later: only the row is updated.
     Extended {
         after: f64,
         by: Duration,
@@ -36,23 +36,23 @@ pub enum Change {
     },
 }
 
-/// When, and whether, somebody tries to pay.
+/// Whether and when a payment is attempted.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Payment {
     Never,
-    /// After this part of the time that is left.
+    /// After this part of the remaining time.
     Early(f64),
-    /// So long before the deadline, less than a millisecond.
+    /// This long before the deadline, less than a millisecond.
     LastMillisecond(Duration),
-    /// So long after the deadline, while it is being closed. It may come too late.
+    /// This long after the deadline, while the order is being closed. It may be too late.
     DuringTheClose(Duration),
-    /// Holds the order's row, and its article's stock, for so long around the deadline, and is declined: the order is to
-    /// be closed after all.
+    /// Holds the order's row and its article's stock row for this long around the deadline, and is declined: the order
+    /// must still be closed.
     Declined(Duration),
 }
 
 impl Payment {
-    /// Whether its transaction holds the order's row while the order is to be closed.
+    /// Whether its transaction holds the order's row at the deadline.
     pub fn is_at_the_deadline(self) -> bool {
         match self {
             Self::Never | Self::Early(_) => false,
@@ -61,21 +61,21 @@ impl Payment {
     }
 }
 
-/// One order's.
+/// The history of one order.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Fate {
+pub struct History {
     pub article: usize,
     pub delay: Duration,
-    pub way: Way,
+    pub method: ScheduleMethod,
     pub change: Change,
     pub payment: Payment,
-    /// How long the transaction that pays stays open.
+    /// How long the paying transaction stays open.
     pub pays_for: Duration,
-    /// Whether the payment is said again though it succeeded.
+    /// Whether the payment is repeated after it succeeded.
     pub pays_again: bool,
 }
 
-impl Fate {
+impl History {
     pub fn of(seed: u64, order: u64) -> Self {
         let mut rng = Rng::with_seed(seed ^ order.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let millis = |rng: &mut Rng, range: std::ops::Range<u64>| Duration::from_millis(rng.u64(range));
@@ -83,7 +83,7 @@ impl Fate {
         let delay = match rng.u32(0..100) {
             // The lane.
             0..40 => Duration::from_secs(2),
-            // Due before its alarm can be anywhere.
+            // Due before its alarm can have arrived anywhere.
             40..45 => millis(&mut rng, 1..500),
             45..85 => millis(&mut rng, 2_500..10_000),
             _ => millis(&mut rng, 10_000..18_000),
@@ -100,10 +100,11 @@ impl Fate {
             46..48 => Payment::Declined(millis(&mut rng, 5..300)),
             _ => Payment::Never,
         };
-        let way = [Way::Publisher, Way::ScheduleIn, Way::PlainInsert][rng.usize(0..3)];
+        let method =
+            [ScheduleMethod::Publisher, ScheduleMethod::ScheduleIn, ScheduleMethod::PlainInsert][rng.usize(0..3)];
         let pays_for = if rng.u32(0..10) == 0 { millis(&mut rng, 1..60) } else { Duration::ZERO };
         let (article, pays_again) = (rng.usize(0..ARTICLES), rng.u32(0..10) == 0);
-        Self { article, delay, way, change, payment, pays_for, pays_again }
+        Self { article, delay, method, change, payment, pays_for, pays_again }
     }
 }
 
@@ -112,18 +113,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn orders_are_drawn_again_and_every_sort_is_among_them() {
-        let fates: Vec<Fate> = (0..10_000).map(|order| Fate::of(1, order)).collect();
-        assert_eq!(fates, (0..10_000).map(|order| Fate::of(1, order)).collect::<Vec<_>>());
-        let share = |holds: fn(&Fate) -> bool| fates.iter().filter(|fate| holds(fate)).count() / 100;
-        for way in [Way::Publisher, Way::ScheduleIn, Way::PlainInsert] {
-            let of_this_way = fates.iter().filter(|fate| fate.way == way).count() / 100;
-            assert!((30..37).contains(&of_this_way), "{way:?}: {of_this_way} %");
+    fn histories_are_reproducible_and_cover_every_kind() {
+        let histories: Vec<History> = (0..10_000).map(|order| History::of(1, order)).collect();
+        assert_eq!(histories, (0..10_000).map(|order| History::of(1, order)).collect::<Vec<_>>());
+        let share = |holds: fn(&History) -> bool| histories.iter().filter(|history| holds(history)).count() / 100;
+        for method in [ScheduleMethod::Publisher, ScheduleMethod::ScheduleIn, ScheduleMethod::PlainInsert] {
+            let of_this_method = histories.iter().filter(|history| history.method == method).count() / 100;
+            assert!((30..37).contains(&of_this_method), "{method:?}: {of_this_method} %");
         }
-        assert!((40..50).contains(&share(|fate| !matches!(fate.payment, Payment::Never | Payment::Declined(_)))));
-        assert!(share(|fate| matches!(fate.payment, Payment::LastMillisecond(_))) >= 6);
-        assert!(share(|fate| matches!(fate.payment, Payment::DuringTheClose(_))) >= 8);
-        assert!(share(|fate| matches!(fate.change, Change::Extended { .. })) >= 8);
-        assert!(share(|fate| matches!(fate.change, Change::Shortened { .. })) >= 6);
+        assert!((40..50).contains(&share(|history| !matches!(history.payment, Payment::Never | Payment::Declined(_)))));
+        assert!(share(|history| matches!(history.payment, Payment::LastMillisecond(_))) >= 6);
+        assert!(share(|history| matches!(history.payment, Payment::DuringTheClose(_))) >= 8);
+        assert!(share(|history| matches!(history.change, Change::Extended { .. })) >= 8);
+        assert!(share(|history| matches!(history.change, Change::Shortened { .. })) >= 6);
     }
 }
