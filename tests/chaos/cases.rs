@@ -18,8 +18,8 @@ use crate::ledger::ms;
 use crate::premises::{Premises, on_premises};
 use crate::run::{REPORT, come_to_rest, keep, overdue};
 use crate::support::away::{meanwhile, schedule};
-use crate::support::witness::in_all;
-use crate::support::{TestEnv, till, wait_for};
+use crate::support::disk_stall_probe::total_duration;
+use crate::support::{TestEnv, checkout, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How long the broker is away.
@@ -144,7 +144,7 @@ async fn take_orders_without_the_broker(premises: Arc<Premises>, stop: Cancellat
         beat.tick().await;
         let ids: Vec<Uuid> = (0..TAKEN_AT_ONCE).map(|_| Uuid::now_v7()).collect();
         let mut transaction = premises.env.pool.begin().await.unwrap();
-        for (id, deadline) in till::take_orders(&mut transaction, &ids, "article", 4 * SECOND).await.unwrap() {
+        for (id, deadline) in checkout::take_orders(&mut transaction, &ids, "article", 4 * SECOND).await.unwrap() {
             schedule_in(&mut *transaction, id.to_string(), deadline).await.unwrap();
         }
         transaction.commit().await.unwrap();
@@ -202,7 +202,7 @@ async fn lateness_ms(premises: &Premises, ids: &[Uuid]) -> Vec<f64> {
 }
 
 fn stood_still_ms(premises: &Premises) -> f64 {
-    ms(in_all(&premises.witness.standstills()))
+    ms(total_duration(&premises.witness.stalls()))
 }
 
 fn percentile(sorted: &[f64], part: f64) -> f64 {

@@ -216,7 +216,7 @@ impl Trouble<'_> {
             let next: Option<String> = sqlx::query_scalar(next).fetch_optional(&self.env().pool).await.unwrap();
             if let Some(id) = next {
                 // Whether it is closed or paid first is all the same.
-                traps.push(self.premises.to_database.cut_at(&id, Then::CutAtTheAnswer));
+                traps.push(self.premises.to_database.cut_at(&id, Then::CutAtAnswer));
             }
         }
         self.premises.to_database.restore();

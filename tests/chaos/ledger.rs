@@ -14,7 +14,7 @@
 //! recovery is part of its restart, a worker's pause before its next try is not. All of it runs on one machine, so the
 //! runner's clock and the database's are one.
 //!
-//! A disk that stands still is a fault that nobody drew (`witness.rs`). It excuses nobody for longer than it lasted, and
+//! A disk that stands still is a fault that nobody drew (`disk_stall_probe.rs`). It excuses nobody for longer than it lasted, and
 //! the report says how late they were with it, too. Where a machine stands still for much of a run, the run says nothing.
 //!
 //! So it is while a payment that is declined in the end keeps its article: no order of that article can be closed then,
@@ -43,8 +43,8 @@ use crate::ear::Heard;
 use crate::faults::{Carried, Whom};
 use crate::run::Rest;
 use crate::shop::{Declined, IN_STOCK, Life};
+use crate::support::disk_stall_probe::{DiskStall, stalled_time, total_duration};
 use crate::support::ledger::Ledger;
-use crate::support::witness::{Standstill, in_all, stood_still};
 
 /// How late a close may be that nothing excuses.
 pub const PROMISED: Duration = Duration::from_secs(1);
@@ -102,7 +102,7 @@ pub struct Evidence<'a> {
     pub carried: &'a [Carried],
     pub declined: &'a [Declined],
     pub rests: &'a [Rest],
-    pub standstills: &'a [Standstill],
+    pub standstills: &'a [DiskStall],
     pub heard: &'a HashMap<Uuid, Heard>,
     /// Whose alarm came when they had been closed already.
     pub late: &'a HashSet<Uuid>,
@@ -178,8 +178,8 @@ fn put_off_to(
 }
 
 /// The standstills that are not a fault's own.
-pub fn but_for_faults(standstills: &[Standstill], carried: &[Carried]) -> Vec<Standstill> {
-    let is_a_faults = |one: &Standstill| {
+pub fn but_for_faults(standstills: &[DiskStall], carried: &[Carried]) -> Vec<DiskStall> {
+    let is_a_faults = |one: &DiskStall| {
         let meets = |fault: &&Carried| fault.from <= one.until && fault.until >= one.from;
         carried.iter().filter(meets).any(|fault| fault.whom == Whom::Everybody)
     };
@@ -289,7 +289,7 @@ fn judge_close(tally: &mut Tally, life: &Life, row: &Row, events: usize, evidenc
     }
     let put_off_to = put_off_to(life, deadline, closed_at, evidence.carried, evidence.declined);
     let late = closed_at.since(put_off_to);
-    let beyond = late.saturating_sub(stood_still(evidence.standstills, put_off_to, closed_at));
+    let beyond = late.saturating_sub(stalled_time(evidence.standstills, put_off_to, closed_at));
     tally.max_lateness_with_standstills = late.max(tally.max_lateness_with_standstills);
     let plainly = closed_at.since(deadline).as_secs_f64() * 1e3;
     let beyond_ms = beyond.as_secs_f64() * 1e3;
@@ -340,7 +340,7 @@ fn report(evidence: &Evidence<'_>, tally: &Tally, stock_balanced: bool) -> Repor
         alarms_lost: tally.alarms_lost.len(),
         max_lateness_beyond_fault_ms: ms(latest),
         max_lateness_with_standstills_ms: ms(tally.max_lateness_with_standstills),
-        stood_still_ms: ms(in_all(evidence.standstills)),
+        stood_still_ms: ms(total_duration(evidence.standstills)),
     }
 }
 
@@ -519,7 +519,7 @@ mod tests {
 
     #[test]
     fn a_disk_that_stands_still_is_no_news_while_the_database_is_broken() {
-        let standstill = |from, until| Standstill { from: at(from), until: at(until) };
+        let standstill = |from, until| DiskStall { from: at(from), until: at(until) };
         let (within, after) = (standstill(12_900, 13_100), standstill(13_101, 14_000));
         let broken = |whom| but_for_faults(&[within, after], &[fault(9_000, 13_000, whom)]);
         assert_eq!(broken(Whom::Everybody), [after]);

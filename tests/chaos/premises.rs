@@ -10,9 +10,9 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::crew::Crew;
+use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::private::Private;
 use crate::support::proxy::Proxy;
-use crate::support::witness::Witness;
 use crate::support::{TestEnv, wait_for, with_env};
 
 pub struct Premises {
@@ -24,7 +24,7 @@ pub struct Premises {
     pub to_broker: Proxy,
     pub to_database: Proxy,
     pub crew: Arc<Crew>,
-    pub witness: Witness,
+    pub witness: DiskStallProbe,
     pub logs: PathBuf,
     /// Somebody wants us to end.
     pub interrupted: CancellationToken,
@@ -116,7 +116,7 @@ impl Premises {
         settings.amqp.url = to_broker.address(&settings.amqp.url);
         settings.database.url = to_database.address(&settings.database.url);
         let crew = Arc::new(Crew::new(settings, &logs));
-        let witness = Witness::open(&env).await;
+        let witness = DiskStallProbe::open(&env).await;
         Self { env, broker, database, to_broker, to_database, crew, witness, logs, interrupted }
     }
 

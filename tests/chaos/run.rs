@@ -117,7 +117,7 @@ fn run(name: &str, wanted: Wanted) {
 async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
     premises.say(&format!("{wanted:?}"));
     let ear = Ear::open(&premises.env).await;
-    meanwhile(|| premises.broker.write_down_declarations());
+    meanwhile(|| premises.broker.flush_declarations());
     premises.crew.start_all().await;
     let publisher = Publisher::connect(&premises.behind_the_network()).await.expect("a broker in order");
     let shop = Shop::open(&premises.env, publisher, wanted.seed, wanted.orders_per_second).await;
@@ -134,7 +134,7 @@ async fn attend(premises: &Arc<Premises>, wanted: Wanted) -> Vec<String> {
     let heard = ear.heard();
     let late = premises.crew.alarmed_too_late();
     let (Books { lives, declined }, carried) = (&books, &carried[..]);
-    let standstills = but_for_faults(&premises.witness.standstills(), carried);
+    let standstills = but_for_faults(&premises.witness.stalls(), carried);
     keep(&premises.logs, "standstills.log", &format!("{standstills:#?}\n"));
     let (rests, standstills) = (&rests[..], &standstills[..]);
     let (seed, heard, late) = (wanted.seed, &heard, &late);

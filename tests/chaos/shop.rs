@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::fate::{ARTICLES, Change, Fate, Payment, Way};
-use crate::support::{TestEnv, till};
+use crate::support::{TestEnv, checkout};
 
 /// What each article starts with.
 pub const IN_STOCK: i64 = 1_000_000;
@@ -168,7 +168,7 @@ impl Counter {
 
     async fn commit_order(&self, id: Uuid, article: &str, fate: &Fate) -> Result<Timestamp, sqlx::Error> {
         let mut transaction = self.pool.begin().await?;
-        let taken = till::take_orders(&mut transaction, &[id], article, fate.delay).await?;
+        let taken = checkout::take_orders(&mut transaction, &[id], article, fate.delay).await?;
         let deadline = taken.first().ok_or(sqlx::Error::RowNotFound)?.1;
         write_alarm(&mut transaction, fate.way, id, deadline).await?;
         transaction.commit().await?;
@@ -272,7 +272,7 @@ impl Counter {
     /// If an earlier answer was lost, this finds what became of it.
     async fn try_to_pay(&self, id: Uuid, at: Timestamp, takes: Duration) -> Result<bool, sqlx::Error> {
         let mut transaction = self.begin_for(at).await?;
-        let paid = till::pay(&mut transaction, id).await?;
+        let paid = checkout::pay(&mut transaction, id).await?;
         tokio::time::sleep(takes).await;
         transaction.commit().await?;
         if paid {
@@ -283,7 +283,7 @@ impl Counter {
 
     async fn decline(&self, life: &Life, at: Timestamp, held: Duration) -> Result<(), sqlx::Error> {
         let mut transaction = self.begin_for(at).await?;
-        if !till::pay(&mut transaction, life.id).await? {
+        if !checkout::pay(&mut transaction, life.id).await? {
             return Ok(());
         }
         let from = Timestamp::now_by_local_clock();

@@ -15,7 +15,8 @@ use secrecy::SecretString;
 use tokio::time::timeout;
 
 use crate::support::away::{
-    COMING_BACK, assert_all_closed_and_heard, be_impatient, behind, for_a_while, keep_events, meanwhile,
+    COMING_BACK, assert_all_closed_and_announced, expiring_queue_arguments, keep_events, meanwhile, shorten_timeouts,
+    with_broker_behind,
 };
 use crate::support::private::Private;
 use crate::support::proxy::{Count, Direction, Proxy};
@@ -35,7 +36,7 @@ fn on_impatient_broker<F: Future<Output = ()> + Send + 'static>(
     std::fs::write(&file, terms).unwrap();
     let broker = Arc::new(Private::broker(&["--config", name(&file)]));
     let adjust = |settings: &mut Settings| {
-        be_impatient(settings);
+        shorten_timeouts(settings);
         settings.amqp.url = broker.url.clone().into();
     };
     let for_test = broker.clone();
@@ -78,10 +79,11 @@ impl LeftLying {
     async fn prepare(env: &TestEnv) -> Self {
         let queue = format!("{}.timeout", env.settings.namespace);
         let options = QueueDeclareOptions { durable: true, ..Default::default() };
-        env.channel.queue_declare(queue.as_str().into(), options, for_a_while()).await.unwrap();
+        env.channel.queue_declare(queue.as_str().into(), options, expiring_queue_arguments()).await.unwrap();
         env.publish_raw("", &queue, b"left lying", BasicProperties::default()).await;
         let network = Proxy::before(&env.settings.amqp.url).await;
-        let broker = order_timeout::broker::connect(&behind(env, &network).amqp, "left lying").await.unwrap();
+        let broker =
+            order_timeout::broker::connect(&with_broker_behind(env, &network).amqp, "left lying").await.unwrap();
         Self { queue, broker, endings: Endings::on(&network), _network: network }
     }
 
@@ -115,7 +117,7 @@ impl Watched {
     async fn with_database_at(env: &TestEnv, url: SecretString) -> Self {
         let network = Proxy::before(&env.settings.amqp.url).await;
         let endings = Endings::on(&network);
-        let mut settings = behind(env, &network);
+        let mut settings = with_broker_behind(env, &network);
         settings.database.url = url;
         Self { worker: RunningWorker::start(settings).await, endings, _network: network }
     }
@@ -128,7 +130,7 @@ impl Watched {
 }
 
 #[test]
-fn alarms_go_back_in_time_while_the_database_is_away() {
+fn unavailable_database_returns_alarms_before_ack_timeout() {
     on_impatient_broker(async |env: Arc<TestEnv>, _broker: Arc<Private>| {
         let left_lying = LeftLying::prepare(&env).await;
         let kept_events = keep_events(&env).await;
@@ -141,14 +143,14 @@ fn alarms_go_back_in_time_while_the_database_is_away() {
         network.cut();
         left_lying.outwait_the_broker().await;
         network.restore();
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         worker.stop_never_having_kept_it_waiting().await;
         env.assert_nothing_left_undone().await;
     });
 }
 
 #[test]
-fn alarms_of_an_order_that_somebody_keeps_locked_go_back_in_time() {
+fn locked_order_returns_alarms_before_ack_timeout() {
     on_impatient_broker(async |env: Arc<TestEnv>, _broker: Arc<Private>| {
         let left_lying = LeftLying::prepare(&env).await;
         let kept_events = keep_events(&env).await;
@@ -160,14 +162,14 @@ fn alarms_of_an_order_that_somebody_keeps_locked_go_back_in_time() {
         env.deliver([&locked]).await;
         left_lying.outwait_the_broker().await;
         transaction.rollback().await.unwrap();
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         worker.stop_never_having_kept_it_waiting().await;
         env.assert_nothing_left_undone().await;
     });
 }
 
 #[test]
-fn alarms_that_cannot_be_parked_go_back_in_time() {
+fn unparkable_alarms_return_before_ack_timeout() {
     on_impatient_broker(async |env: Arc<TestEnv>, _broker: Arc<Private>| {
         let left_lying = LeftLying::prepare(&env).await;
         let network = Proxy::before(&env.settings.database.url).await;
@@ -187,7 +189,7 @@ fn alarms_that_cannot_be_parked_go_back_in_time() {
 }
 
 #[test]
-fn alarms_on_their_way_into_the_wheel_go_back_in_time_while_the_broker_blocks_publishers() {
+fn blocked_publishing_returns_alarms_before_ack_timeout() {
     on_impatient_broker(async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let left_lying = LeftLying::prepare(&env).await;
         let kept_events = keep_events(&env).await;
@@ -198,7 +200,7 @@ fn alarms_on_their_way_into_the_wheel_go_back_in_time_while_the_broker_blocks_pu
         wait_for("the alarm taken", async || env.depth(&env.names().arm()).await == 0).await;
         left_lying.outwait_the_broker().await;
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.6"]));
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         worker.stop_never_having_kept_it_waiting().await;
     });
 }

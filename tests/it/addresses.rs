@@ -12,7 +12,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 
 use crate::support::skip::skipped;
-use crate::support::{place_of, wait_for, with_env, with_parts};
+use crate::support::{host_and_port, wait_for, with_env, with_parts};
 
 /// Listens at [::1] and 127.0.0.1 with the same port; hands on what comes to the former.
 struct Forwarder {
@@ -28,7 +28,7 @@ impl Forwarder {
         let listener = TcpListener::bind("[::1]:0").await.ok()?;
         let port = listener.local_addr().unwrap().port();
         let other = TcpListener::bind(("127.0.0.1", port)).await.expect("the same port is free");
-        let server = tokio::net::lookup_host(place_of(url)).await.unwrap().next().unwrap();
+        let server = tokio::net::lookup_host(host_and_port(url)).await.unwrap().next().unwrap();
         let (by_ipv6, by_ipv4) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let tasks = [
             tokio::spawn(hand_on(listener, server, by_ipv6.clone())),
@@ -59,12 +59,12 @@ async fn hand_on(listener: TcpListener, server: SocketAddr, accepted: Arc<Atomic
 }
 
 #[test]
-fn connects_to_the_ipv6_address_it_is_given() {
+fn connects_to_given_ipv6_address() {
     with_env(
         |_| {},
         async |env| {
             let Some(to_broker) = Forwarder::before(&env.settings.amqp.url).await else {
-                return skipped("connects_to_the_ipv6_address_it_is_given", "there is no IPv6 on this machine");
+                return skipped("connects_to_given_ipv6_address", "there is no IPv6 on this machine");
             };
             let to_database = Forwarder::before(&env.settings.database.url).await.unwrap();
             let mut settings = env.settings.clone();
@@ -88,7 +88,7 @@ fn connects_to_the_ipv6_address_it_is_given() {
 }
 
 #[test]
-fn an_absent_ipv6_server_is_not_replaced() {
+fn absent_ipv6_server_is_not_replaced() {
     with_env(
         |_| {},
         async |env| {
@@ -96,7 +96,7 @@ fn an_absent_ipv6_server_is_not_replaced() {
             let mut settings = env.settings.clone();
             settings.amqp.connect_timeout = Duration::from_millis(500);
             settings.database.acquire_timeout = Duration::from_millis(500);
-            let port = |url: &SecretString| place_of(url).rsplit_once(':').unwrap().1.to_owned();
+            let port = |url: &SecretString| host_and_port(url).rsplit_once(':').unwrap().1.to_owned();
             let elsewhere = |url: &SecretString| with_parts(url, None, Some(&format!("[100::1]:{}", port(url))), None);
             settings.amqp.url = elsewhere(&settings.amqp.url);
             settings.database.url = elsewhere(&settings.database.url);

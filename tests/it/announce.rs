@@ -108,7 +108,7 @@ async fn wait_until_marked(env: &TestEnv) {
 
 /// Of events as large as the table lets them be, a batch would otherwise be half a gigabyte.
 #[test]
-fn events_too_large_to_go_together_go_one_after_the_other() {
+fn large_events_are_sent_one_by_one() {
     with_env(
         |_| {},
         async |env| {
@@ -134,7 +134,7 @@ fn events_too_large_to_go_together_go_one_after_the_other() {
 }
 
 #[test]
-fn every_close_is_announced_and_nothing_else() {
+fn announces_every_close_and_nothing_else() {
     with_env(
         |_| {},
         async |env| {
@@ -158,7 +158,7 @@ fn every_close_is_announced_and_nothing_else() {
 }
 
 #[test]
-fn a_worker_that_stops_announces_what_it_closed_first() {
+fn stopping_worker_announces_its_closes() {
     with_env(
         // The poll is no help here.
         |settings| settings.announce.poll = 60 * SECOND,
@@ -179,7 +179,7 @@ fn a_worker_that_stops_announces_what_it_closed_first() {
 }
 
 #[test]
-fn events_that_the_broker_does_not_take_stay_in_the_outbox_and_go_out_later_once_each() {
+fn refused_events_stay_and_are_sent_later() {
     with_env(
         |_| {},
         async |env| {
@@ -209,7 +209,7 @@ fn events_that_the_broker_does_not_take_stay_in_the_outbox_and_go_out_later_once
 }
 
 #[test]
-fn an_exchange_deleted_under_a_running_worker_is_declared_again_for_the_first_event_that_needs_it() {
+fn deleted_events_exchange_is_declared_again() {
     with_env(
         |_| {},
         async |env| {
@@ -229,7 +229,7 @@ fn an_exchange_deleted_under_a_running_worker_is_declared_again_for_the_first_ev
 }
 
 #[test]
-fn an_event_whose_row_somebody_keeps_locked_has_nothing_sent_again_and_again() {
+fn locked_outbox_row_is_not_resent() {
     with_env(
         |_| {},
         async |env| {
@@ -254,7 +254,7 @@ fn an_event_whose_row_somebody_keeps_locked_has_nothing_sent_again_and_again() {
 }
 
 #[test]
-fn an_event_that_no_message_could_carry_is_refused_in_the_transaction() {
+fn oversized_event_is_refused_in_transaction() {
     with_env(
         |_| {},
         async |env| {
@@ -268,7 +268,7 @@ fn an_event_that_no_message_could_carry_is_refused_in_the_transaction() {
 }
 
 #[test]
-fn two_workers_announce_each_event_once_and_one_takes_over_from_the_other() {
+fn standby_relay_takes_over_without_duplicates() {
     with_env(
         |_| {},
         async |env| {

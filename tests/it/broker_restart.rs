@@ -7,7 +7,7 @@ use std::time::Duration;
 use lapin::options::{ExchangeDeleteOptions, QueueDeleteOptions};
 
 use crate::support::away::{
-    COMING_BACK, HELD_LONG, assert_all_closed_and_heard, assert_nothing_is_scheduled, hold_long, is_consumed,
+    COMING_BACK, HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, hold_long, is_consumed,
     keep_events, meanwhile, on_private_broker, on_private_broker_with, schedule, wait_until_scheduling_works,
 };
 use crate::support::private::Private;
@@ -22,7 +22,7 @@ async fn survive(env: &TestEnv, broker: &Private, go_away: fn(&Private)) {
     let kept_events = keep_events(&env.reconnected().await).await;
     // The test's own queue of events: the worker declares what it needs again, but not that. Before anything is
     // scheduled, for it may take seconds.
-    meanwhile(|| broker.write_down_declarations());
+    meanwhile(|| broker.flush_declarations());
     schedule(env, &publisher, 20, 2 * SECOND).await;
     schedule(env, &publisher, 20, 14 * SECOND).await;
     schedule(env, &publisher, 20, 25 * SECOND).await;
@@ -44,27 +44,27 @@ async fn survive(env: &TestEnv, broker: &Private, go_away: fn(&Private)) {
     meanwhile(|| broker.restart());
     wait_until_scheduling_works(env, &publisher).await;
     schedule(env, &publisher, 20, 6 * SECOND).await;
-    assert_all_closed_and_heard(env, &kept_events).await;
+    assert_all_closed_and_announced(env, &kept_events).await;
     worker.stop().await;
     env.reconnected().await.assert_nothing_left_undone().await;
 }
 
 #[test]
-fn a_broker_that_is_restarted_loses_nothing_and_everybody_comes_back() {
+fn restarted_broker_loses_nothing() {
     on_private_broker_with(&[], hold_long, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         survive(&env, &broker, Private::stop).await;
     });
 }
 
 #[test]
-fn a_broker_that_is_killed_loses_nothing_and_everybody_comes_back() {
+fn killed_broker_loses_nothing() {
     on_private_broker_with(&[], hold_long, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         survive(&env, &broker, Private::kill).await;
     });
 }
 
 #[test]
-fn a_worker_that_starts_while_the_broker_is_away_works_when_it_comes() {
+fn worker_starts_before_broker() {
     on_private_broker(async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let kept_events = keep_events(&env).await;
         let publisher = env.publisher().await;
@@ -79,7 +79,7 @@ fn a_worker_that_starts_while_the_broker_is_away_works_when_it_comes() {
         env.reconnected().await.deliver(&held).await;
         meanwhile(|| broker.ctl(&["close_all_connections", "for the test"]));
         wait_until_scheduling_works(&env, &publisher).await;
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         assert_eq!(env.status(&held[0]).await, "closed");
         worker.stop().await;
         env.reconnected().await.assert_nothing_left_undone().await;
@@ -87,7 +87,7 @@ fn a_worker_that_starts_while_the_broker_is_away_works_when_it_comes() {
 }
 
 #[test]
-fn a_wheel_deleted_under_a_running_worker_is_declared_again_for_the_first_alarm_that_needs_it() {
+fn deleted_wheel_is_declared_again() {
     with_env(
         |_| {},
         async |env| {
@@ -112,7 +112,7 @@ fn a_wheel_deleted_under_a_running_worker_is_declared_again_for_the_first_alarm_
 }
 
 #[test]
-fn a_queue_deleted_under_a_running_worker_is_declared_again_and_consumed() {
+fn deleted_queue_is_declared_again_and_consumed() {
     with_env(
         |_| {},
         async |env| {

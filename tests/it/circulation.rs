@@ -10,7 +10,7 @@ use order_timeout::http::READYZ;
 use order_timeout::message::Alarm;
 
 use crate::support::away::{meanwhile, on_private_broker_with, schedule};
-use crate::support::figures::{Figures, get, shown};
+use crate::support::figures::{Figures, get, serve_http};
 use crate::support::private::Private;
 use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 use order_timeout::Settings;
@@ -23,7 +23,7 @@ const DELAY_QUEUES: &str = "wheel|delay";
 
 /// As in production: what no alarm wakes is closed half a second late.
 fn with_sweep(settings: &mut Settings) {
-    shown(settings);
+    serve_http(settings);
     settings.sweep.grace = SECOND / 2;
 }
 
@@ -190,7 +190,7 @@ fn alarm_expired_after_its_deadline_closes() {
 }
 
 fn with_sweep_late(settings: &mut Settings) {
-    shown(settings);
+    serve_http(settings);
     settings.sweep.grace = 60 * SECOND;
 }
 

@@ -82,7 +82,7 @@ fn settings_file(contents: &str) -> tempfile::NamedTempFile {
 }
 
 #[test]
-fn a_wrong_setting_is_named_with_its_origin() {
+fn names_wrong_setting_and_its_origin() {
     for (setting, parts) in [
         ("delay.leed=3s", &["delay.leed", "--set", "did you mean delay.lead?"][..]),
         ("delay=3s", &["delay", "--set"]),
@@ -114,7 +114,7 @@ fn a_wrong_setting_is_named_with_its_origin() {
 }
 
 #[test]
-fn a_wrong_setting_from_the_environment_is_named_with_its_origin() {
+fn names_wrong_environment_setting_and_its_origin() {
     for (variable, value, parts) in [
         ("ORDER_TIMEOUT__DELAY__LEED", "3s", &["delay.leed", "environment", "did you mean delay.lead?"][..]),
         ("ORDER_TIMEOUT__DELAY__LEAD", "3", &["delay.lead", "environment", "duration"]),
@@ -138,7 +138,7 @@ fn commands_with_a_database() -> Vec<Vec<&'static str>> {
 }
 
 #[test]
-fn only_what_needs_the_database_minds_an_address_that_is_none() {
+fn only_database_commands_reject_invalid_address() {
     for address in [format!("mysql://shop:{PASSWORD}@host/shop"), format!("postgres://shop:{PASSWORD}@host:port/shop")]
     {
         for command in commands_with_a_database() {
@@ -155,7 +155,7 @@ fn only_what_needs_the_database_minds_an_address_that_is_none() {
 }
 
 #[test]
-fn a_shop_with_a_database_of_another_kind_can_schedule() {
+fn can_schedule_with_foreign_database_address() {
     with_env(
         |_| {},
         async |env| {
@@ -169,7 +169,7 @@ fn a_shop_with_a_database_of_another_kind_can_schedule() {
 }
 
 #[test]
-fn a_wrong_setting_in_a_file_is_named_with_the_file() {
+fn names_wrong_setting_and_its_file() {
     for (contents, parts) in [
         ("[delay]\nleed = \"3s\"\n", &["delay.leed", "did you mean delay.lead?"][..]),
         ("[delay]\nlead = \"3\"\n", &["delay.lead", "write a number and its unit, such as 3s"]),
@@ -192,7 +192,7 @@ fn a_wrong_setting_in_a_file_is_named_with_the_file() {
 }
 
 #[test]
-fn a_settings_file_that_cannot_be_read_is_named_as_it_was_typed() {
+fn names_unreadable_settings_file_as_typed() {
     let not_text = settings_file("");
     std::fs::write(not_text.path(), b"\xff").unwrap();
     let (directory, not_text) = (env!("CARGO_TARGET_TMPDIR"), not_text.path().to_str().unwrap());
@@ -203,7 +203,7 @@ fn a_settings_file_that_cannot_be_read_is_named_as_it_was_typed() {
 }
 
 #[test]
-fn an_environment_that_is_not_text_does_no_harm() {
+fn ignores_environment_that_is_not_text() {
     use std::os::unix::ffi::OsStrExt;
     let not_text = std::ffi::OsStr::from_bytes(b"\xff");
     let (code, stdout, stderr) = run(bare().env("SOMEBODY_ELSES", not_text).arg("topology"));
@@ -212,7 +212,7 @@ fn an_environment_that_is_not_text_does_no_harm() {
 }
 
 #[test]
-fn the_environment_says_the_same_as_set() {
+fn environment_and_set_are_equivalent() {
     for (key, variable, value) in [
         ("namespace", "ORDER_TIMEOUT__NAMESPACE", "007"),
         ("namespace", "ORDER_TIMEOUT__NAMESPACE", "1e3"),
@@ -229,7 +229,7 @@ fn the_environment_says_the_same_as_set() {
 }
 
 #[test]
-fn wrong_usage_exits_with_2_and_says_where_help_is() {
+fn wrong_usage_exits_with_2_naming_help() {
     let when = ["schedule", "--order-id", "order-1"];
     for (arguments, part) in [
         (&["frobnicate"][..], "frobnicate"),
@@ -274,7 +274,7 @@ fn settings_count_on_both_sides_of_subcommand() {
 }
 
 #[test]
-fn an_address_among_the_arguments_is_not_repeated() {
+fn address_in_arguments_is_not_repeated() {
     let address = format!("postgres://shop:{PASSWORD}@host/shop");
     let (after_in, after_deadline) = (format!("--in={address}"), format!("--deadline={address}"));
     for arguments in [
@@ -299,7 +299,7 @@ fn an_address_among_the_arguments_is_not_repeated() {
 }
 
 #[test]
-fn every_command_explains_itself_and_its_arguments() {
+fn every_command_and_argument_has_help() {
     fn check(command: &clap::Command, path: &[&str]) -> usize {
         let (code, stdout, stderr) = run(bare().args(path).arg("--help"));
         assert_eq!((code, stderr.as_str()), (0, ""), "{path:?} --help");
@@ -337,7 +337,7 @@ fn every_command_explains_itself_and_its_arguments() {
 }
 
 #[test]
-fn a_broker_that_cannot_be_used_is_named_and_the_password_is_not() {
+fn names_unusable_broker_without_password() {
     with_env(
         |_| {},
         async |env| {
@@ -386,7 +386,7 @@ fn a_broker_that_cannot_be_used_is_named_and_the_password_is_not() {
 }
 
 #[test]
-fn a_broker_without_our_queues_is_told_apart_from_one_that_is_away() {
+fn distinguishes_missing_queues_from_unreachable_broker() {
     with_env(
         |_| {},
         async |env| {
@@ -404,7 +404,7 @@ fn a_broker_without_our_queues_is_told_apart_from_one_that_is_away() {
 }
 
 #[test]
-fn a_database_that_cannot_be_used_is_named_and_the_password_is_not() {
+fn names_unusable_database_without_password() {
     with_env(
         |_| {},
         async |env| {
@@ -443,7 +443,7 @@ fn a_database_that_cannot_be_used_is_named_and_the_password_is_not() {
 }
 
 #[test]
-fn what_a_failing_worker_logs_holds_the_sentence_once_and_no_password() {
+fn failing_worker_logs_error_once_without_password() {
     with_env(
         |_| {},
         async |env| {
@@ -465,7 +465,7 @@ fn what_a_failing_worker_logs_holds_the_sentence_once_and_no_password() {
 }
 
 #[test]
-fn migrations_that_are_missing_are_named() {
+fn names_missing_migrations() {
     with_env(
         |_| {},
         async |env| {
@@ -484,7 +484,7 @@ fn migrations_that_are_missing_are_named() {
 }
 
 #[test]
-fn what_the_database_complains_of_is_told_without_its_own_source() {
+fn database_error_omits_its_source_location() {
     with_env(
         |_| {},
         async |env| {
@@ -510,7 +510,7 @@ fn migration_files() -> usize {
 }
 
 #[test]
-fn setup_does_what_is_missing_and_then_nothing() {
+fn setup_is_idempotent() {
     with_env(
         |_| {},
         async |env| {
@@ -550,7 +550,7 @@ fn setup_does_what_is_missing_and_then_nothing() {
 }
 
 #[test]
-fn schedule_puts_the_alarm_into_the_broker_and_says_so() {
+fn schedule_reports_the_published_alarm() {
     with_env(
         |_| {},
         async |env| {
@@ -593,7 +593,7 @@ async fn remarks(settings: &Settings, id: &str, when: &[&str]) -> String {
 }
 
 #[test]
-fn schedule_says_what_the_row_says_otherwise() {
+fn schedule_reports_differing_row() {
     with_env(
         |_| {},
         async |env| {
@@ -628,8 +628,8 @@ fn schedule_says_what_the_row_says_otherwise() {
 }
 
 #[test]
-fn a_worker_that_cannot_start_names_no_page() {
-    with_env(figures::shown, async |env| {
+fn failing_worker_names_no_page() {
+    with_env(figures::serve_http, async |env| {
         let mut settings = env.settings.clone();
         settings.amqp.url = with_parts(&settings.amqp.url, None, None, Some("no-such-vhost"));
         let mut command = order_timeout(&settings);
@@ -641,7 +641,7 @@ fn a_worker_that_cannot_start_names_no_page() {
 }
 
 #[test]
-fn what_cannot_be_scheduled_is_refused_with_the_reason() {
+fn schedule_refuses_with_reason() {
     with_env(
         |_| {},
         async |env| {
@@ -670,7 +670,7 @@ async fn close(env: &TestEnv, ids: &[&str]) -> (i32, Vec<(String, String)>) {
 }
 
 #[test]
-fn close_closes_what_is_overdue_and_nothing_else() {
+fn close_closes_only_overdue_orders() {
     with_env(
         |_| {},
         async |env| {
@@ -738,7 +738,7 @@ fn topology_prints_definitions_json() {
 }
 
 #[test]
-fn topology_of_the_plugin_has_the_delayed_exchange_and_no_delay_queues() {
+fn plugin_topology_has_no_delay_queues() {
     let (code, stdout, stderr) = run(bare().args(["topology", "--plugin"]));
     assert_eq!((code, stderr.as_str()), (0, ""));
     let definitions: Value = serde_json::from_str(&stdout).unwrap();
@@ -758,7 +758,7 @@ fn topology_of_the_plugin_has_the_delayed_exchange_and_no_delay_queues() {
 }
 
 #[test]
-fn a_reader_that_has_seen_enough_is_no_crash() {
+fn closed_stdout_is_no_crash() {
     let mut child = bare().arg("topology").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     // As `order-timeout topology | head -1` does.
     drop(child.stdout.take());
@@ -781,7 +781,7 @@ async fn consumers(env: &TestEnv, queue: &str) -> u32 {
 }
 
 #[test]
-fn a_worker_gives_back_what_it_holds_when_it_is_told_to_stop() {
+fn sigterm_returns_held_alarms() {
     let far_enough = Duration::from_secs(60);
     with_env(
         |settings| settings.worker.hold_max = Duration::from_secs(120),
@@ -814,7 +814,7 @@ fn a_worker_gives_back_what_it_holds_when_it_is_told_to_stop() {
 }
 
 #[test]
-fn a_worker_without_a_broker_waits_for_it_and_still_stops_when_told() {
+fn worker_waiting_for_broker_can_be_stopped() {
     with_env(
         |_| {},
         async |env| {
@@ -832,7 +832,7 @@ fn a_worker_without_a_broker_waits_for_it_and_still_stops_when_told() {
 }
 
 #[test]
-fn a_worker_that_is_told_twice_to_stop_ends_at_once() {
+fn second_stop_signal_ends_worker_at_once() {
     with_env(
         |settings| {
             settings.worker.shutdown_grace = Duration::from_secs(300);

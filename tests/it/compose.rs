@@ -135,10 +135,10 @@ fn superuser_has_no_public_password() {
 }
 
 #[test]
-fn compose_accepts_the_stack_with_every_profile() {
+fn compose_accepts_stack_with_every_profile() {
     let Some(compose) = compose() else {
         return skipped(
-            "compose::compose_accepts_the_stack_with_every_profile",
+            "compose::compose_accepts_stack_with_every_profile",
             "neither docker compose nor docker-compose works here",
         );
     };
@@ -183,7 +183,7 @@ fn compose_accepts_the_stack_with_every_profile() {
 }
 
 #[test]
-fn the_stack_runs_the_servers_it_is_made_for() {
+fn stack_runs_supported_server_versions() {
     let stack = Yaml::read("docker-compose.yml");
     for (service, image) in
         [("rabbitmq", "rabbitmq:4.3"), ("rabbitmq-plugin", "rabbitmq:4.2"), ("postgres", "postgres:18")]
@@ -201,7 +201,7 @@ fn the_stack_runs_the_servers_it_is_made_for() {
 }
 
 #[test]
-fn every_port_is_published_on_this_machine_alone() {
+fn ports_are_published_on_localhost_only() {
     for path in ["docker-compose.yml", "deploy/services.yml"] {
         if !root().join(path).exists() {
             continue;
@@ -268,7 +268,7 @@ fn every_mounted_file_is_there() {
 }
 
 #[test]
-fn a_worker_is_given_longer_to_stop_than_it_takes() {
+fn stop_grace_exceeds_worker_shutdown() {
     let stack = Yaml::read("docker-compose.yml");
     for service in ["worker", "worker-plugin"] {
         let timeout = humantime::parse_duration(&stack.value(service, "stop_grace_period").unwrap()).unwrap();
@@ -283,7 +283,7 @@ fn a_worker_is_given_longer_to_stop_than_it_takes() {
 }
 
 #[test]
-fn a_worker_is_asked_how_it_is_where_it_listens() {
+fn health_check_uses_worker_address() {
     let stack = Yaml::read("docker-compose.yml");
     for (service, waiting) in [("worker", "shop"), ("worker-plugin", "shop-plugin")] {
         let check = stack.value(service, "test").expect("a health check");
@@ -304,7 +304,7 @@ fn settings_of(stack: &Yaml, service: &str) -> Settings {
 }
 
 #[test]
-fn every_address_names_a_user_that_is_there() {
+fn every_address_names_existing_user() {
     let stack = Yaml::read("docker-compose.yml");
     let databases = read("deploy/postgres/10-databases.sql");
     let role = Regex::new(r"CREATE ROLE (\w+) LOGIN PASSWORD :'password'").unwrap().captures(&databases).unwrap();
@@ -386,7 +386,7 @@ fn leaves_out(pattern: &str, path: &str) -> bool {
 }
 
 #[test]
-fn the_image_is_built_from_everything_the_crate_embeds() {
+fn image_contains_every_embedded_file() {
     let embedded = embedded();
     assert!(embedded.len() >= 4, "the defaults, the definitions, a statement and the migrations: {embedded:?}");
     let dockerfile = read("Dockerfile");
@@ -424,7 +424,7 @@ fn the_image_is_built_from_everything_the_crate_embeds() {
 }
 
 #[test]
-fn the_image_is_built_from_programs_that_are_there() {
+fn image_is_built_from_existing_targets() {
     let dockerfile = read("Dockerfile");
     let manifest: toml::Table = read("Cargo.toml").parse().unwrap();
     let touched = Regex::new(r"touch ([^&\\]+)").unwrap();
@@ -451,7 +451,7 @@ fn the_image_is_built_from_programs_that_are_there() {
 }
 
 #[test]
-fn what_dockerignore_leaves_out_is_understood() {
+fn dockerignore_patterns_are_understood() {
     for (pattern, path, expected) in [
         ("target", "target/debug/x", true),
         ("target", "src/target", false),

@@ -29,7 +29,7 @@ async fn assert_each_closed_once(env: &TestEnv, orders: usize) {
 }
 
 #[test]
-fn alarms_held_by_a_killed_worker_are_closed_by_the_next() {
+fn next_worker_closes_killed_workers_alarms() {
     with_env(
         |settings| settings.worker.hold_max = 60 * SECOND,
         async |env| {
@@ -49,7 +49,7 @@ fn alarms_held_by_a_killed_worker_are_closed_by_the_next() {
 }
 
 #[test]
-fn a_worker_killed_again_and_again_while_it_closes_closes_each_order_once() {
+fn repeatedly_killed_worker_closes_orders_once() {
     with_env(
         |_| {},
         async |env| {
@@ -77,7 +77,7 @@ fn a_worker_killed_again_and_again_while_it_closes_closes_each_order_once() {
 }
 
 #[test]
-fn a_worker_that_is_asked_to_stop_gives_back_what_it_holds() {
+fn stopping_worker_returns_held_alarms() {
     with_env(
         |settings| settings.worker.hold_max = 60 * SECOND,
         async |env| {
@@ -101,7 +101,7 @@ fn a_worker_that_is_asked_to_stop_gives_back_what_it_holds() {
 }
 
 #[test]
-fn two_workers_at_once_close_each_order_once() {
+fn two_workers_close_each_order_once() {
     with_env(
         |_| {},
         async |env| {
@@ -123,7 +123,7 @@ fn two_workers_at_once_close_each_order_once() {
 }
 
 #[test]
-fn a_worker_that_stands_still_loses_its_alarms_to_the_others_and_goes_on_later() {
+fn frozen_worker_loses_alarms_and_recovers() {
     with_env(
         |settings| {
             settings.worker.hold_max = 60 * SECOND;
@@ -153,13 +153,13 @@ fn a_worker_that_stands_still_loses_its_alarms_to_the_others_and_goes_on_later()
 const PIPE_BYTES: usize = 65_536;
 
 #[test]
-fn a_worker_whose_log_nobody_reads_closes_orders_and_stops_when_it_is_told_to() {
+fn unread_log_blocks_neither_closing_nor_stopping() {
     with_env(
         |settings| settings.log.filter = "trace,lapin=off".into(),
         async |env| {
             let (unread, mut log) = std::io::pipe().unwrap();
             log.write_all(&[b'\n'; PIPE_BYTES]).unwrap();
-            let worker = WorkerProcess::start_saying(&env.settings, log.into());
+            let worker = WorkerProcess::start_with_stderr(&env.settings, log.into());
             let orders = env.orders(500, SECOND).await;
             env.deliver(&orders).await;
             wait_for("all closed", async || env.closed().await == 500).await;
@@ -171,7 +171,7 @@ fn a_worker_whose_log_nobody_reads_closes_orders_and_stops_when_it_is_told_to() 
 }
 
 #[test]
-fn a_worker_that_loses_its_broker_when_it_has_no_file_handle_left_goes_on_once_it_has() {
+fn worker_without_file_handles_reconnects_later() {
     with_env(
         |_| {},
         async |env| {

@@ -10,11 +10,11 @@ use secrecy::ExposeSecret;
 use sqlx::{Connection, PgConnection};
 
 use crate::support::away::{
-    COMING_BACK, be_impatient, held_by_the_worker, meanwhile, on_private_database, worker_through,
+    COMING_BACK, held_by_the_worker, meanwhile, on_private_database, shorten_timeouts, worker_through,
 };
+use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::private::Private;
 use crate::support::proxy::{Direction, Proxy, Then};
-use crate::support::witness::Witness;
 use crate::support::{TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -94,21 +94,21 @@ async fn survive(env: &TestEnv, go_away: impl AsyncFnOnce(&Proxy), come_back: im
 }
 
 #[test]
-fn a_database_that_is_stopped_costs_no_alarm() {
+fn stopped_database_loses_no_alarm() {
     on_private_database(&[], async |env: Arc<TestEnv>, database: Arc<Private>| {
         survive(&env, async |_| meanwhile(|| database.stop()), async |_| meanwhile(|| database.restart())).await;
     });
 }
 
 #[test]
-fn a_database_that_is_killed_costs_no_alarm() {
+fn killed_database_loses_no_alarm() {
     on_private_database(&[], async |env: Arc<TestEnv>, database: Arc<Private>| {
         survive(&env, async |_| meanwhile(|| database.kill()), async |_| meanwhile(|| database.restart())).await;
     });
 }
 
 #[test]
-fn a_database_that_has_become_read_only_costs_no_alarm() {
+fn read_only_database_loses_no_alarm() {
     on_private_database(&[], async |env: Arc<TestEnv>, _| {
         // As after a failover that left the worker with the old primary. In force for open connections too.
         let turn = async |sql: &'static str| {
@@ -125,36 +125,36 @@ fn a_database_that_has_become_read_only_costs_no_alarm() {
 }
 
 #[test]
-fn a_network_that_resets_every_connection_costs_no_alarm() {
-    with_env(be_impatient, async |env| {
+fn reset_connections_lose_no_alarm() {
+    with_env(shorten_timeouts, async |env| {
         survive(&env, async |network| network.cut(), async |network| network.restore()).await;
     });
 }
 
 #[test]
-fn a_database_host_that_has_vanished_costs_no_alarm() {
-    with_env(be_impatient, async |env| {
+fn vanished_database_host_loses_no_alarm() {
+    with_env(shorten_timeouts, async |env| {
         survive(&env, async |network| network.stall(), async |network| network.restore()).await;
     });
 }
 
 #[test]
-fn a_database_whose_answers_are_lost_costs_no_alarm() {
-    with_env(be_impatient, async |env| {
+fn lost_database_answers_lose_no_alarm() {
+    with_env(shorten_timeouts, async |env| {
         survive(&env, async |network| network.stall_one_way(Direction::ToClient), async |network| network.restore())
             .await;
     });
 }
 
 #[test]
-fn a_database_that_stands_still_costs_no_alarm() {
+fn frozen_database_loses_no_alarm() {
     on_private_database(&[], async |env: Arc<TestEnv>, database: Arc<Private>| {
         survive(&env, async |_| database.halt(), async |_| database.go_on()).await;
     });
 }
 
 #[test]
-fn a_database_without_a_connection_to_spare_costs_no_alarm() {
+fn exhausted_connections_lose_no_alarm() {
     on_private_database(
         &["-c", "max_connections=20", "-c", "superuser_reserved_connections=0"],
         async |env: Arc<TestEnv>, _| {
@@ -178,8 +178,8 @@ fn a_database_without_a_connection_to_spare_costs_no_alarm() {
 }
 
 #[test]
-fn a_close_cut_off_before_the_server_heard_of_it_is_tried_again() {
-    with_env(be_impatient, async |env| {
+fn close_cut_before_server_is_retried() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 20, 2 * SECOND).await;
@@ -192,12 +192,12 @@ fn a_close_cut_off_before_the_server_heard_of_it_is_tried_again() {
 }
 
 #[test]
-fn a_close_whose_answer_is_lost_after_its_commit_is_found_closed() {
-    with_env(be_impatient, async |env| {
+fn close_with_lost_answer_counts_once() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 20, 2 * SECOND).await;
-        let is_cut = network.cut_at(&orders[7].id.to_string(), Then::CutAtTheAnswer);
+        let is_cut = network.cut_at(&orders[7].id.to_string(), Then::CutAtAnswer);
         wait_for("the cut", async || is_cut()).await;
         assert_each_closed_by_its_alarm(&env, 20).await;
         worker.stop().await;
@@ -206,8 +206,8 @@ fn a_close_whose_answer_is_lost_after_its_commit_is_found_closed() {
 }
 
 #[test]
-fn a_database_that_vanishes_in_the_middle_of_a_close_costs_no_alarm() {
-    with_env(be_impatient, async |env| {
+fn database_vanishing_during_close_loses_no_alarm() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 20, 2 * SECOND).await;
@@ -226,8 +226,8 @@ fn a_database_that_vanishes_in_the_middle_of_a_close_costs_no_alarm() {
 }
 
 #[test]
-fn a_table_that_is_locked_for_a_while_costs_no_alarm() {
-    with_env(be_impatient, async |env| {
+fn locked_table_loses_no_alarm() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let refusals = network.count(Direction::ToClient, "lock timeout");
         let worker = worker_through(&env, &network).await;
@@ -243,8 +243,8 @@ fn a_table_that_is_locked_for_a_while_costs_no_alarm() {
 }
 
 #[test]
-fn a_column_that_changes_its_type_costs_no_alarm() {
-    with_env(be_impatient, async |env| {
+fn changed_column_type_loses_no_alarm() {
+    with_env(shorten_timeouts, async |env| {
         let worker = env.worker().await;
         let before = env.orders(20, Duration::ZERO).await;
         env.deliver(&before).await;
@@ -265,7 +265,7 @@ fn a_column_that_changes_its_type_costs_no_alarm() {
 
 /// A commit that waits for a standby is under no time limit at the server, whoever may still be waiting for it.
 #[test]
-fn commits_that_hang_do_not_take_one_connection_after_the_other() {
+fn hanging_commits_do_not_exhaust_connections() {
     on_private_database(&[], async |env, _| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
@@ -290,8 +290,8 @@ fn commits_that_hang_do_not_take_one_connection_after_the_other() {
 }
 
 #[test]
-fn an_order_that_exceeds_the_statement_timeout_holds_up_nobody_else_and_is_not_parked() {
-    with_env(be_impatient, async |env| {
+fn statement_timeout_affects_only_its_order() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let refusals = network.count(Direction::ToClient, "statement timeout");
         let worker = worker_through(&env, &network).await;
@@ -320,7 +320,7 @@ fn an_order_that_exceeds_the_statement_timeout_holds_up_nobody_else_and_is_not_p
 }
 
 #[test]
-fn idle_connections_that_the_server_ends_blame_no_order() {
+fn ended_idle_connections_blame_no_order() {
     on_private_database(&["-c", "idle_session_timeout=300"], async |env: Arc<TestEnv>, _| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
@@ -335,8 +335,8 @@ fn idle_connections_that_the_server_ends_blame_no_order() {
 }
 
 #[test]
-fn a_worker_asked_to_stop_while_the_database_is_away_gives_everything_back() {
-    with_env(be_impatient, async |env| {
+fn stopping_without_database_returns_all_alarms() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         held_by_the_worker(&env, 30, 2 * SECOND).await;
@@ -355,8 +355,8 @@ fn a_worker_asked_to_stop_while_the_database_is_away_gives_everything_back() {
 }
 
 #[test]
-fn what_cannot_be_parked_is_given_back_as_well() {
-    with_env(be_impatient, async |env| {
+fn stopping_returns_unparkable_alarms() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         network.cut();
@@ -375,8 +375,8 @@ fn what_cannot_be_parked_is_given_back_as_well() {
 }
 
 #[test]
-fn a_locked_article_holds_up_nobody_elses_orders() {
-    with_env(be_impatient, async |env| {
+fn locked_article_delays_no_other_order() {
+    with_env(shorten_timeouts, async |env| {
         env.stock("another", 1_000).await;
         let network = Proxy::before(&env.settings.database.url).await;
         let refusals = network.count(Direction::ToClient, "lock timeout");
@@ -404,11 +404,11 @@ fn a_locked_article_holds_up_nobody_elses_orders() {
 }
 
 #[test]
-fn an_article_that_stays_locked_makes_no_order_of_another_late() {
+fn permanently_locked_article_delays_no_other() {
     with_env(
         |_| {},
         async |env| {
-            let witness = Witness::open(&env).await;
+            let witness = DiskStallProbe::open(&env).await;
             env.stock("another", 1_000).await;
             let worker = env.worker().await;
             // Orders of both fall due all the time, for as long as it takes to see a backlog grow.
@@ -435,8 +435,8 @@ fn an_article_that_stays_locked_makes_no_order_of_another_late() {
 }
 
 #[test]
-fn an_order_in_a_status_of_the_shops_own_does_not_make_the_worker_spin() {
-    with_env(be_impatient, async |env| {
+fn foreign_order_status_causes_no_spinning() {
+    with_env(shorten_timeouts, async |env| {
         sqlx::query("ALTER TYPE order_status ADD VALUE 'refunded'").execute(&env.pool).await.unwrap();
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
@@ -493,7 +493,7 @@ async fn backends_that_told_the_time(env: &TestEnv) -> Vec<i32> {
 }
 
 #[test]
-fn kept_connections_that_nobody_answers_make_room_for_others_at_once() {
+fn unresponsive_warm_connections_are_replaced_at_once() {
     on_private_database(&[], async |env, _| {
         let closer = closer_with(&env, 3).await;
         let ask_all = || async { tokio::join!(closer.sample_clock(), closer.sample_clock(), closer.sample_clock()) };
@@ -509,7 +509,7 @@ fn kept_connections_that_nobody_answers_make_room_for_others_at_once() {
 }
 
 #[test]
-fn closers_find_every_connection_open_and_the_statement_planned() {
+fn closers_get_warm_connections() {
     with_env(
         |_| {},
         async |env| {
@@ -536,7 +536,7 @@ fn closers_find_every_connection_open_and_the_statement_planned() {
 }
 
 #[test]
-fn a_clock_that_is_read_on_a_connection_which_the_server_has_ended_is_read_on_another() {
+fn clock_reading_survives_ended_connection() {
     with_env(
         |_| {},
         async |env| {

@@ -10,7 +10,7 @@ use order_timeout::{Moved, Timestamp, move_deadline_in};
 use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 
-use crate::support::away::{be_impatient, with_database_behind};
+use crate::support::away::{shorten_timeouts, with_database_behind};
 use crate::support::process::{call_with, order_timeout, run};
 use crate::support::proxy::{Proxy, Then};
 use crate::support::{Order, TIMEOUT, TestEnv, wait_for, with_env};
@@ -30,7 +30,7 @@ async fn alarms_at_the_broker(env: &TestEnv) -> u32 {
 }
 
 #[test]
-fn an_order_extended_a_thousand_times_keeps_one_alarm_and_is_closed_at_the_last_deadline() {
+fn repeated_extension_keeps_one_alarm() {
     with_env(
         |_| {},
         async |env| {
@@ -59,7 +59,7 @@ fn an_order_extended_a_thousand_times_keeps_one_alarm_and_is_closed_at_the_last_
 }
 
 #[test]
-fn a_shortened_order_is_closed_at_the_earlier_deadline_by_an_alarm() {
+fn alarm_closes_shortened_order() {
     with_env(
         |_| {},
         async |env| {
@@ -77,7 +77,7 @@ fn a_shortened_order_is_closed_at_the_earlier_deadline_by_an_alarm() {
 }
 
 #[test]
-fn the_deadline_of_an_order_that_is_not_unpaid_stands() {
+fn only_unpaid_order_gets_new_deadline() {
     with_env(
         |_| {},
         async |env| {
@@ -94,7 +94,7 @@ fn the_deadline_of_an_order_that_is_not_unpaid_stands() {
 }
 
 #[test]
-fn who_waits_for_somebody_who_makes_the_order_unpaid_moves_its_deadline() {
+fn move_waits_for_concurrent_status_change() {
     with_env(
         |_| {},
         async |env| {
@@ -107,7 +107,7 @@ fn who_waits_for_somebody_who_makes_the_order_unpaid_moves_its_deadline() {
                 sqlx::query(make_unpaid).bind(order.id).execute(&mut *other).await.unwrap();
                 let wanted = order.deadline - Duration::from_secs(3_600) + wanted_in;
                 let commit_when_somebody_waits = async {
-                    env.wait_for_a_wait().await;
+                    env.wait_for_lock_waiter().await;
                     other.commit().await.unwrap();
                 };
                 let (moved, ()) = tokio::join!(move_to(&env, &order, wanted), commit_when_somebody_waits);
@@ -126,7 +126,7 @@ async fn deadline_of(env: &TestEnv, order: &Order) -> Timestamp {
 }
 
 #[test]
-fn a_deadline_that_a_trigger_keeps_is_not_said_to_have_moved() {
+fn deadline_kept_by_trigger_is_reported() {
     with_env(
         |_| {},
         async |env| {
@@ -152,7 +152,7 @@ fn a_deadline_that_a_trigger_keeps_is_not_said_to_have_moved() {
 }
 
 #[test]
-fn by_hand_it_counts_from_the_time_that_the_database_has() {
+fn command_counts_from_database_time() {
     with_env(
         |_| {},
         async |env| {
@@ -180,7 +180,7 @@ fn by_hand_it_counts_from_the_time_that_the_database_has() {
 }
 
 #[test]
-fn by_hand_it_says_what_became_of_the_deadline() {
+fn command_reports_deadline_outcome() {
     with_env(
         |_| {},
         async |env| {
@@ -241,7 +241,7 @@ async fn by_way_of(network: &Proxy, env: &TestEnv, arguments: &[&str]) -> (i32, 
 }
 
 #[test]
-fn where_the_answer_is_lost_nobody_claims_that_the_deadline_stands() {
+fn lost_answer_leaves_outcome_unknown() {
     with_env(
         |_| {},
         async |env| {
@@ -249,7 +249,7 @@ fn where_the_answer_is_lost_nobody_claims_that_the_deadline_stands() {
             let network = Proxy::before(&env.settings.database.url).await;
             // It goes by when the statement is prepared and is to be run.
             let id = order.id.to_string();
-            let is_cut = network.cut_at(&id, Then::CutAtTheAnswer);
+            let is_cut = network.cut_at(&id, Then::CutAtAnswer);
             let (code, _, error) = by_way_of(&network, &env, &["deadline", "--order-id", &id, "--in", "1h"]).await;
             assert!(is_cut());
             assert!(code == 1 && error.contains("not known to have moved; try again"), "{error}");
@@ -262,8 +262,8 @@ fn where_the_answer_is_lost_nobody_claims_that_the_deadline_stands() {
 }
 
 #[test]
-fn a_database_that_falls_silent_keeps_nobody_for_ever() {
-    with_env(be_impatient, async |env| {
+fn silent_database_does_not_block_forever() {
+    with_env(shorten_timeouts, async |env| {
         let id = env.order(Duration::from_secs(60)).await.id.to_string();
         let deadline = &["deadline", "--order-id", &id, "--in", "1h"][..];
         let close = &["close", &id][..];

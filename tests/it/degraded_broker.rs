@@ -14,7 +14,7 @@ use order_timeout::http::READYZ;
 use order_timeout::topology::DUE_KEY;
 use tokio::task::JoinHandle;
 
-use crate::support::figures::{Figures, get, shown};
+use crate::support::figures::{Figures, get, serve_http};
 use crate::support::private::Private;
 use crate::support::skip::skipped;
 use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
@@ -26,7 +26,7 @@ const STOPPED_NAMED_WITHIN: Duration = Duration::from_secs(10);
 
 /// A worker that shows its pages, with the sweep as it is by default.
 fn watched(settings: &mut Settings) {
-    shown(settings);
+    serve_http(settings);
     settings.sweep.grace = Duration::from_millis(500);
 }
 
@@ -151,7 +151,7 @@ fn either_of_two_workers_receives_canaries() {
 }
 
 #[test]
-fn canaries_spare_readers_that_do_not_know_them() {
+fn canaries_do_not_reach_foreign_readers() {
     with_env(watched, async |env| {
         // As a worker of an older version, which would park what it does not know.
         let queue = env.names().timeout();

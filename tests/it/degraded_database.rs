@@ -13,7 +13,7 @@ use secrecy::ExposeSecret;
 use sqlx::{AssertSqlSafe, PgPool};
 
 use crate::support::away::{meanwhile, on_private_broker_with, on_private_database};
-use crate::support::figures::{Figures, get, shown};
+use crate::support::figures::{Figures, get, serve_http};
 use crate::support::process::{order_timeout, run};
 use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
@@ -77,7 +77,7 @@ async fn insist_on(worker: &RunningWorker, pool: &PgPool, faults: Vec<Fault>) {
 
 #[test]
 fn missing_objects_are_named() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         let faults = vec![
             fault(
@@ -153,7 +153,7 @@ async fn as_a_role<F: Future<Output = ()>>(
 fn with_a_role<F: Future<Output = ()> + Send + 'static>(
     test: impl FnOnce(Arc<TestEnv>, RunningWorker, String) -> F + Send + 'static,
 ) {
-    with_env(shown, async move |env| as_a_role(env, |_| {}, test).await);
+    with_env(serve_http, async move |env| as_a_role(env, |_| {}, test).await);
 }
 
 #[test]
@@ -207,7 +207,7 @@ fn unreadable_outbox_has_no_age() {
 
 #[test]
 fn read_only_database_is_named() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         wait_until_ready(&worker).await;
         wait_for("the relay", async || Figures::of(&worker).await.get("relaying") == 1.0).await;
@@ -243,7 +243,7 @@ fn standby_is_named_and_never_relays() {
         let relay = env.worker().await;
         let standby = Arc::new(meanwhile(|| primary.standby()));
         let mut settings = env.settings.clone();
-        shown(&mut settings);
+        serve_http(&mut settings);
         let name = settings.database.url.expose_secret().rsplit('/').next().unwrap().to_owned();
         settings.database.url = standby.url.clone().into();
         settings.database.url = settings.database.url_of(&name);
@@ -265,7 +265,7 @@ fn standby_is_named_and_never_relays() {
 
 #[test]
 fn disagreeing_workers_are_named() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         let equal = env.worker().await;
         wait_until_ready(&worker).await;
@@ -351,7 +351,7 @@ fn with_purchases<F: Future<Output = ()> + Send + 'static>(
     }
     let (close_sql, overdue_sql) = (path("close_sql"), path("overdue_sql"));
     let adjust = |settings: &mut Settings| {
-        shown(settings);
+        serve_http(settings);
         settings.sweep.grace = Settings::defaults().sweep.grace;
         (settings.orders.close_sql, settings.orders.overdue_sql) = (close_sql, overdue_sql);
     };
@@ -424,7 +424,7 @@ const EXAMPLE_SCHEMA: &str = include_str!("../../examples/own_orders/schema.sql"
 
 #[test]
 fn missing_rights_to_own_tables_are_named() {
-    with_env(shown, async move |env| {
+    with_env(serve_http, async move |env| {
         execute(&env.pool, EXAMPLE_SCHEMA).await;
         as_a_role(env, with_example_statements, async |env, worker, role| {
             let faults = vec![
@@ -451,7 +451,7 @@ fn missing_rights_to_own_tables_are_named() {
 #[test]
 fn slow_overdue_query_is_named() {
     let adjust = |settings: &mut Settings| {
-        shown(settings);
+        serve_http(settings);
         with_example_statements(settings);
     };
     with_env(adjust, async |env| {
@@ -521,7 +521,7 @@ fn paid_orders_found_overdue_are_left_alone() {
 
 #[test]
 fn stalled_relay_is_named() {
-    let adjust = |settings: &mut Settings| shown(settings);
+    let adjust = |settings: &mut Settings| serve_http(settings);
     on_private_broker_with(&[], adjust, async |env, broker| {
         let (one, other) = (env.worker().await, env.worker().await);
         wait_until_ready(&one).await;

@@ -23,8 +23,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use uuid::Uuid;
 
+use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::skip::skipped;
-use crate::support::witness::Witness;
 use crate::support::{Order, TestEnv, process, wait_for, with_env, with_parts};
 
 const DAY: Duration = Duration::from_secs(86_400);
@@ -88,9 +88,9 @@ fn without_the_type<F: Future<Output = ()> + Send + 'static>(
 }
 
 #[test]
-fn an_order_is_closed_on_time_through_the_delayed_exchange() {
-    with_the_type("an_order_is_closed_on_time_through_the_delayed_exchange", async |env| {
-        let witness = Witness::open(&env).await;
+fn delayed_exchange_closes_order_on_time() {
+    with_the_type("delayed_exchange_closes_order_on_time", async |env| {
+        let witness = DiskStallProbe::open(&env).await;
         let publisher = env.publisher().await;
         // Longest first: in one plain queue with TTLs it would hold up all the others.
         let delays = [6_000, 4_500, 700, 3_000, 1_500, 2_000].map(Duration::from_millis);
@@ -115,8 +115,8 @@ fn an_order_is_closed_on_time_through_the_delayed_exchange() {
 }
 
 #[test]
-fn an_alarm_in_the_inbox_takes_the_delayed_exchange_too() {
-    with_the_type("an_alarm_in_the_inbox_takes_the_delayed_exchange_too", async |env| {
+fn inbox_alarm_uses_delayed_exchange() {
+    with_the_type("inbox_alarm_uses_delayed_exchange", async |env| {
         // Further ahead than the worker holds, so it must wait in the exchange.
         let order = env.order(Duration::from_secs(6)).await;
         env.publish_raw(&env.names().arm(), "", &body(&order), BasicProperties::default().with_delivery_mode(2)).await;
@@ -125,8 +125,8 @@ fn an_alarm_in_the_inbox_takes_the_delayed_exchange_too() {
 }
 
 #[test]
-fn an_alarm_that_comes_back_early_is_armed_again() {
-    with_the_type("an_alarm_that_comes_back_early_is_armed_again", async |env| {
+fn early_alarm_is_rearmed() {
+    with_the_type("early_alarm_is_rearmed", async |env| {
         // As the first chunk of a delay does that is longer than the plugin can hold.
         let order = env.order(Duration::from_secs(6)).await;
         env.publish_raw(&env.names().due(), DUE_KEY, &body(&order), BasicProperties::default().with_delivery_mode(2))
@@ -156,8 +156,8 @@ async fn assert_waits_in_the_exchange(env: &TestEnv, order: &Order) {
 }
 
 #[test]
-fn the_longest_delay_does_not_fire_at_once() {
-    with_the_type("the_longest_delay_does_not_fire_at_once", async |env| {
+fn longest_delay_does_not_fire_immediately() {
+    with_the_type("longest_delay_does_not_fire_immediately", async |env| {
         let publisher = env.publisher().await;
         let now = Timestamp::now_by_local_clock();
         // Both beyond what the plugin can hold. One more, and it would deliver at once.
@@ -174,7 +174,7 @@ fn the_longest_delay_does_not_fire_at_once() {
 
 /// Needs no broker: a far alarm is given to the plugin in chunks that it can hold.
 #[test]
-fn a_delay_beyond_what_the_plugin_can_hold_is_cut() {
+fn delay_beyond_plugin_limit_is_capped() {
     let mut settings = Settings::defaults();
     settings.delay.strategy = Strategy::DelayedExchange;
     let lanes = Lanes::new(&settings);
@@ -214,8 +214,8 @@ fn assert_names_the_plugin(sentence: &str) {
 }
 
 #[test]
-fn the_strategy_is_refused_where_the_type_is_missing() {
-    without_the_type("the_strategy_is_refused_where_the_type_is_missing", async |env| {
+fn publisher_refuses_strategy_without_plugin() {
+    without_the_type("publisher_refuses_strategy_without_plugin", async |env| {
         let declared = Topology::new(&env.settings).declare(&env.broker).await;
         assert!(matches!(declared, Err(TopologyError::NoDelayedExchange { .. })), "{declared:?}");
         assert_names_the_plugin(&declared.unwrap_err().to_string());
@@ -237,8 +237,8 @@ fn the_strategy_is_refused_where_the_type_is_missing() {
 }
 
 #[test]
-fn every_command_refuses_the_strategy_where_the_type_is_missing() {
-    without_the_type("every_command_refuses_the_strategy_where_the_type_is_missing", async |env| {
+fn every_command_refuses_strategy_without_plugin() {
+    without_the_type("every_command_refuses_strategy_without_plugin", async |env| {
         for arguments in [&["setup"][..], &["schedule", "--order-id", "order-1", "--in", "30m"], &["worker"]] {
             let (code, stdout, stderr) = command(&env.settings, arguments).await;
             assert_eq!((code, stdout.as_str(), stderr.lines().count()), (1, "", 1), "{arguments:?}: {stderr}");
@@ -265,7 +265,7 @@ async fn command(settings: &Settings, arguments: &[&str]) -> (i32, String, Strin
 }
 
 #[test]
-fn a_broker_that_is_away_is_not_taken_for_a_missing_plugin() {
+fn unreachable_broker_is_not_missing_plugin() {
     with_env(delayed_exchange, async |env| {
         let mut settings = env.settings.clone();
         // Nobody listens there (tcpmux).
@@ -280,11 +280,11 @@ fn a_broker_that_is_away_is_not_taken_for_a_missing_plugin() {
 
 /// A connection that breaks just when the delayed exchange is asked for, whether or not the broker has the type.
 #[test]
-fn a_connection_that_is_lost_is_not_taken_for_a_missing_plugin() {
+fn lost_connection_is_not_missing_plugin() {
     with_env(delayed_exchange, async |env| {
         let url = &env.settings.amqp.url;
         if url.expose_secret().starts_with("amqps://") {
-            let test = "delayed_exchange::a_connection_that_is_lost_is_not_taken_for_a_missing_plugin";
+            let test = "delayed_exchange::lost_connection_is_not_missing_plugin";
             return skipped(test, "this broker is spoken to by TLS, and there is nothing to be read in that");
         }
         let address = url.expose_secret().parse::<lapin::uri::AMQPUri>().unwrap().authority;

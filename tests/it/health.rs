@@ -21,12 +21,12 @@ use regex::Regex;
 use tokio::net::TcpStream;
 use uuid::Uuid;
 
-use crate::support::away::{COMING_BACK, be_impatient, behind};
-use crate::support::figures::{Figures, get, shown, wait_for_figure};
+use crate::support::away::{COMING_BACK, shorten_timeouts, with_broker_behind};
+use crate::support::figures::{Figures, get, serve_http, wait_for_figure};
 use crate::support::process::{WorkerProcess, order_timeout, run};
 use crate::support::proxy::Proxy;
 use crate::support::skip::skipped;
-use crate::support::{RunningWorker, TIMEOUT, TestEnv, place_of, small_settings, wait_for, wait_within, with_env};
+use crate::support::{RunningWorker, TIMEOUT, TestEnv, host_and_port, small_settings, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -36,7 +36,7 @@ async fn is_ready(worker: &RunningWorker) -> bool {
 
 #[test]
 fn the_metrics_are_those_that_are_listed_and_no_others() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         // Readings appear with the first of each.
         for reading in ["oldest_overdue_seconds", "outbox_age_seconds{outbox=\"alarm\"}", "clock_offset_seconds"] {
@@ -148,13 +148,13 @@ fn promtool(arguments: &[&str], input: &str) -> Option<(bool, String)> {
 #[test]
 fn a_worker_that_has_lost_broker_or_database_says_which() {
     let adjust = |settings: &mut Settings| {
-        shown(settings);
-        be_impatient(settings);
+        serve_http(settings);
+        shorten_timeouts(settings);
     };
     with_env(adjust, async |env| {
         let to_broker = Proxy::before(&env.settings.amqp.url).await;
         let to_database = Proxy::before(&env.settings.database.url).await;
-        let mut settings = behind(&env, &to_broker);
+        let mut settings = with_broker_behind(&env, &to_broker);
         settings.database.url = to_database.address(&settings.database.url);
         let worker = RunningWorker::start(settings).await;
         wait_for("a worker that is ready", async || is_ready(&worker).await).await;
@@ -180,7 +180,7 @@ fn a_worker_that_has_lost_broker_or_database_says_which() {
         wait_for("the database missed", async || !is_ready(&worker).await).await;
         let (status, why) = get(&worker, READYZ).await;
         assert!(status == 503 && why.starts_with("database: ") && why.lines().count() == 1, "{why}");
-        let place = place_of(&to_database.address(&env.settings.database.url));
+        let place = host_and_port(&to_database.address(&env.settings.database.url));
         let (_, why) = get(&worker, READYZ).await;
         assert!(why.contains(&place), "{why}");
         wait_for_figure(&worker, "database_unavailable", |away| away == 1.0).await;
@@ -201,7 +201,7 @@ fn a_worker_that_has_lost_broker_or_database_says_which() {
 
 #[test]
 fn a_worker_that_starts_without_its_broker_says_so() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker_without_broker().await;
         let missed = "broker: no consumer session is open: the broker at 127.0.0.1:9, ";
         wait_for("the broker missed", async || get(&worker, READYZ).await.1.starts_with(missed)).await;
@@ -213,8 +213,8 @@ fn a_worker_that_starts_without_its_broker_says_so() {
 #[test]
 fn a_worker_that_can_close_nothing_is_not_ready_and_takes_no_alarms() {
     let adjust = |settings: &mut Settings| {
-        shown(settings);
-        be_impatient(settings);
+        serve_http(settings);
+        shorten_timeouts(settings);
     };
     with_env(adjust, async |env| {
         let worker = env.worker().await;
@@ -250,7 +250,7 @@ fn a_worker_that_can_close_nothing_is_not_ready_and_takes_no_alarms() {
 #[test]
 fn a_worker_whose_batches_all_fail_for_a_lock_is_not_ready_and_shows_who_is_overdue() {
     let adjust = |settings: &mut Settings| {
-        shown(settings);
+        serve_http(settings);
         settings.sweep.grace = Settings::defaults().sweep.grace;
     };
     with_env(adjust, async |env| {
@@ -280,7 +280,7 @@ fn a_worker_whose_batches_all_fail_for_a_lock_is_not_ready_and_shows_who_is_over
 #[test]
 fn a_worker_that_stops_is_alive_but_not_ready() {
     let adjust = |settings: &mut Settings| {
-        shown(settings);
+        serve_http(settings);
         settings.database.lock_timeout = 5 * SECOND;
     };
     with_env(adjust, async |env| {
@@ -289,7 +289,7 @@ fn a_worker_that_stops_is_alive_but_not_ready() {
         sqlx::query("LOCK TABLE order_events").execute(&mut *other).await.unwrap();
         let order = env.order(Duration::from_millis(1)).await;
         env.deliver([&order]).await;
-        env.wait_for_a_wait().await;
+        env.wait_for_lock_waiter().await;
         worker.begin_to_stop();
         wait_for("not ready", async || get(&worker, READYZ).await == (503, "worker: it is stopping\n".into())).await;
         assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()));
@@ -322,7 +322,7 @@ fn a_loop_that_stands_still_is_seen() {
 #[test]
 fn figures_move_with_what_becomes_of_alarms_and_orders() {
     let adjust = |settings: &mut Settings| {
-        shown(settings);
+        serve_http(settings);
         settings.sweep.grace = Duration::from_millis(500);
     };
     with_env(adjust, async |env| {
@@ -453,7 +453,7 @@ async fn assert_lateness_is_the_ledgers(env: &TestEnv, figures: &Figures) {
 
 #[test]
 fn two_workers_do_not_show_themselves_at_one_address() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
         let mut settings = env.settings.clone();
@@ -467,7 +467,7 @@ fn two_workers_do_not_show_themselves_at_one_address() {
 
 #[test]
 fn nobody_keeps_others_from_asking() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
         // More than are attended to at once, and none of them says anything.
@@ -484,7 +484,7 @@ fn nobody_keeps_others_from_asking() {
 
 #[test]
 fn idle_connections_do_not_starve_a_probe() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
         for _ in 0..3 {
@@ -520,7 +520,7 @@ fn the_command_line_asks_a_worker_how_it_is() {
             assert!(stderr.contains("no worker answers at ") && stderr.lines().count() == 1, "{stderr}");
 
             let to_broker = Proxy::before(&env.settings.amqp.url).await;
-            let worker = WorkerProcess::start(&behind(&env, &to_broker));
+            let worker = WorkerProcess::start(&with_broker_behind(&env, &to_broker));
             wait_for("a worker that is ready", async || health(&[]) == (0, "ready\n".into(), String::new())).await;
             assert_eq!(health(&["--live"]), (0, "alive\n".into(), String::new()));
             to_broker.cut();

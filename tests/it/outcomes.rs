@@ -8,7 +8,7 @@ use sqlx::{AssertSqlSafe, PgPool, Postgres, Transaction};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use crate::support::witness::Witness;
+use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::{Order, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -499,7 +499,7 @@ fn an_order_some_seconds_ahead_waits_in_the_slot_of_its_second() {
     with_env(
         |_| {},
         async |env| {
-            let witness = Witness::open(&env).await;
+            let witness = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let publisher = env.publisher().await;
             let order = env.order(8 * SECOND).await;
@@ -524,7 +524,7 @@ fn an_order_beyond_the_fine_ring_passes_the_coarse_one_first() {
     with_env(
         |_| {},
         async |env| {
-            let witness = Witness::open(&env).await;
+            let witness = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let publisher = env.publisher().await;
             // Late in its coarse unit of five seconds, so that it stays in the fine ring for long enough to be seen.

@@ -19,8 +19,8 @@ use sqlx::PgPool;
 use uuid::Uuid;
 
 use crate::health::free_address;
+use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::process::{WorkerProcess, order_timeout, run};
-use crate::support::witness::Witness;
 use crate::support::{Order, TIMEOUT, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -233,7 +233,7 @@ fn another_program_publishes_into_a_lane_by_its_plain_name() {
     with_env(
         |_| {},
         async |env| {
-            let witness = Witness::open(&env).await;
+            let witness = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let order = env.order(2 * SECOND).await;
             let properties =
@@ -253,7 +253,7 @@ fn another_program_publishes_into_the_inbox_by_any_key_and_without_a_ttl() {
     with_env(
         |_| {},
         async |env| {
-            let witness = Witness::open(&env).await;
+            let witness = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             // One for the next slots, one for those further on.
             let orders = [env.order(2 * SECOND).await, env.order(7 * SECOND).await];

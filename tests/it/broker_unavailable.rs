@@ -9,9 +9,9 @@ use lapin::types::FieldTable;
 use order_timeout::{Publisher, Settings};
 
 use crate::support::away::{
-    COMING_BACK, HELD_LONG, assert_all_closed_and_heard, assert_nothing_is_scheduled, be_impatient, behind,
-    held_by_the_worker, hold_long, is_consumed, keep_events, meanwhile, on_private_broker_with, schedule,
-    wait_until_scheduling_works,
+    COMING_BACK, HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, held_by_the_worker,
+    hold_long, is_consumed, keep_events, meanwhile, on_private_broker_with, schedule, shorten_timeouts,
+    wait_until_scheduling_works, with_broker_behind,
 };
 use crate::support::private::Private;
 use crate::support::proxy::{Direction, Proxy};
@@ -20,7 +20,7 @@ use crate::support::{Order, RunningWorker, TestEnv, alarms_alone, wait_for, wait
 const SECOND: Duration = Duration::from_secs(1);
 
 fn impatient_and_without_the_sweep(settings: &mut Settings) {
-    be_impatient(settings);
+    shorten_timeouts(settings);
     alarms_alone(settings);
 }
 
@@ -43,7 +43,7 @@ async fn assert_all_closed_by_alarms(env: &TestEnv) {
 }
 
 #[test]
-fn a_broker_that_blocks_publishers_for_want_of_memory_costs_no_alarm() {
+fn blocked_publishers_lose_no_alarm() {
     let held_long_and_without_the_sweep = |settings: &mut Settings| {
         alarms_alone(settings);
         hold_long(settings);
@@ -65,7 +65,7 @@ fn a_broker_that_blocks_publishers_for_want_of_memory_costs_no_alarm() {
         .await;
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.6"]));
         wait_until_scheduling_works(&env, &publisher).await;
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         env.assert_closed_by_alarms().await;
         worker.stop().await;
         env.reconnected().await.assert_nothing_left_undone().await;
@@ -73,7 +73,7 @@ fn a_broker_that_blocks_publishers_for_want_of_memory_costs_no_alarm() {
 }
 
 #[test]
-fn a_broker_that_stands_still_costs_no_alarm() {
+fn frozen_broker_loses_no_alarm() {
     on_private_broker_with(&[], alarms_alone, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let publisher = env.publisher().await;
         let worker = env.worker().await;
@@ -85,7 +85,7 @@ fn a_broker_that_stands_still_costs_no_alarm() {
         assert_closed(&env, &held).await;
         broker.go_on();
         wait_until_scheduling_works(&env, &publisher).await;
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         env.assert_closed_by_alarms().await;
         worker.stop().await;
         env.reconnected().await.assert_nothing_left_undone().await;
@@ -93,7 +93,7 @@ fn a_broker_that_stands_still_costs_no_alarm() {
 }
 
 #[test]
-fn channels_that_die_in_the_broker_are_opened_again() {
+fn dead_channels_are_reopened() {
     on_private_broker_with(&[], alarms_alone, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let publisher = env.publisher().await;
         let worker = env.worker().await;
@@ -106,7 +106,7 @@ fn channels_that_die_in_the_broker_are_opened_again() {
             wait_until_scheduling_works(&env, &publisher).await;
             assert_closed(&env, &held).await;
         }
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         env.assert_closed_by_alarms().await;
         worker.stop().await;
         env.reconnected().await.assert_nothing_left_undone().await;
@@ -114,7 +114,7 @@ fn channels_that_die_in_the_broker_are_opened_again() {
 }
 
 #[test]
-fn rights_that_are_taken_away_and_given_back_cost_no_alarm() {
+fn revoked_rights_lose_no_alarm() {
     on_private_broker_with(&[], alarms_alone, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let kept_events = keep_events(&env).await;
         let publisher = env.publisher().await;
@@ -137,7 +137,7 @@ fn rights_that_are_taken_away_and_given_back_cost_no_alarm() {
             broker.ctl(&["set_permissions", "guest", ".*", ".*", ".*"]);
         });
         wait_until_scheduling_works(&env, &publisher).await;
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         env.assert_closed_by_alarms().await;
         worker.stop().await;
         env.reconnected().await.assert_nothing_left_undone().await;
@@ -147,7 +147,7 @@ fn rights_that_are_taken_away_and_given_back_cost_no_alarm() {
 /// Worker and publisher behind a network that breaks and is mended; the broker is well all the time.
 async fn survive(env: &TestEnv, go_wrong: impl FnOnce(&Proxy)) {
     let network = Proxy::before(&env.settings.amqp.url).await;
-    let settings = behind(env, &network);
+    let settings = with_broker_behind(env, &network);
     let publisher = Publisher::connect(&settings).await.unwrap();
     let worker = RunningWorker::start(settings).await;
     schedule(env, &publisher, 20, 2 * SECOND).await;
@@ -175,34 +175,34 @@ async fn survive(env: &TestEnv, go_wrong: impl FnOnce(&Proxy)) {
 }
 
 #[test]
-fn a_network_that_is_cut_costs_no_alarm() {
+fn cut_network_loses_no_alarm() {
     with_env(impatient_and_without_the_sweep, async |env| survive(&env, Proxy::cut).await);
 }
 
 #[test]
-fn a_broker_host_that_has_vanished_costs_no_alarm() {
+fn vanished_broker_host_loses_no_alarm() {
     with_env(impatient_and_without_the_sweep, async |env| survive(&env, Proxy::stall).await);
 }
 
 #[test]
-fn a_network_that_carries_nothing_to_the_broker_costs_no_alarm() {
+fn stall_towards_broker_loses_no_alarm() {
     with_env(impatient_and_without_the_sweep, async |env| {
         survive(&env, |network| network.stall_one_way(Direction::ToServer)).await;
     });
 }
 
 #[test]
-fn a_network_that_carries_nothing_from_the_broker_costs_no_alarm() {
+fn stall_from_broker_loses_no_alarm() {
     with_env(impatient_and_without_the_sweep, async |env| {
         survive(&env, |network| network.stall_one_way(Direction::ToClient)).await;
     });
 }
 
 #[test]
-fn connections_that_are_reset_or_half_closed_again_and_again_cost_no_alarm() {
+fn repeatedly_broken_connections_lose_no_alarm() {
     with_env(impatient_and_without_the_sweep, async |env| {
         let network = Proxy::before(&env.settings.amqp.url).await;
-        let settings = behind(&env, &network);
+        let settings = with_broker_behind(&env, &network);
         let publisher = Publisher::connect(&settings).await.unwrap();
         let worker = RunningWorker::start(settings).await;
         for round in 0..6 {
@@ -224,10 +224,10 @@ fn connections_that_are_reset_or_half_closed_again_and_again_cost_no_alarm() {
 }
 
 #[test]
-fn a_slow_network_costs_no_alarm() {
+fn slow_network_loses_no_alarm() {
     with_env(impatient_and_without_the_sweep, async |env| {
         let network = Proxy::before(&env.settings.amqp.url).await;
-        let settings = behind(&env, &network);
+        let settings = with_broker_behind(&env, &network);
         let publisher = Publisher::connect(&settings).await.unwrap();
         network.delay(Direction::ToServer, SECOND / 20);
         network.delay(Direction::ToClient, SECOND / 20);
@@ -244,7 +244,7 @@ fn a_slow_network_costs_no_alarm() {
 }
 
 #[test]
-fn a_queue_recreated_as_something_else_is_refused_until_it_is_mended() {
+fn incompatible_queue_is_refused_until_fixed() {
     with_env(impatient_and_without_the_sweep, async |env| {
         let worker = env.worker().await;
         let held = held_by_the_worker(&env, 10, 3 * SECOND).await;

@@ -13,7 +13,7 @@ use order_timeout::topology::{Names, Topology};
 use order_timeout::wheel::Place;
 use uuid::Uuid;
 
-use crate::support::away::behind;
+use crate::support::away::with_broker_behind;
 use crate::support::proxy::{Direction, Proxy};
 use crate::support::with_env;
 
@@ -27,12 +27,12 @@ fn job(deadline: Deadline) -> Rearm {
 }
 
 #[test]
-fn an_alarm_waits_from_when_it_is_sent_however_many_are_written_before_it() {
+fn alarm_delay_counts_from_sending() {
     with_env(
         |_| {},
         async |env| {
             let network = Proxy::before(&env.settings.amqp.url).await;
-            let confirmed = ConfirmedPublisher::connect_lazily(&behind(&env, &network).amqp, "rearmer");
+            let confirmed = ConfirmedPublisher::connect_lazily(&with_broker_behind(&env, &network).amqp, "rearmer");
             let rearmer = Rearmer::new(&env.settings, confirmed);
             let (asked, database) = (Instant::now(), Timestamp::now_by_local_clock());
             let clock = DatabaseClock::new(ClockSample { asked, answered: asked, database });
