@@ -1,4 +1,4 @@
-//! An unpaid order is closed at its deadline, not before; a paid one never.
+//! An unpaid order is closed at its deadline, not before it; a paid order is never closed.
 
 use std::time::Duration;
 
@@ -105,7 +105,7 @@ fn paid_order_is_never_closed() {
     with_env(
         |_| {},
         async |env| {
-            let witness = DiskStallProbe::open(&env).await;
+            let disk_probe = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let orders = env.orders(30, 2 * SECOND).await;
             env.publisher().await.schedule_all(alarms(&orders)).await.unwrap();
@@ -117,7 +117,7 @@ fn paid_order_is_never_closed() {
             for order in &orders[..12] {
                 assert_eq!(env.status(order).await, "paid");
             }
-            witness.assert_on_time(&env).await;
+            disk_probe.assert_on_time(&env).await;
             env.assert_drained().await;
             env.assert_ledger().await;
         },
@@ -129,7 +129,7 @@ fn far_deadline_delays_no_other_order() {
     with_env(
         |_| {},
         async |env| {
-            let witness = DiskStallProbe::open(&env).await;
+            let disk_probe = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let publisher = env.publisher().await;
             let far = env.order(600 * SECOND).await;
@@ -142,7 +142,7 @@ fn far_deadline_delays_no_other_order() {
                 publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
             }
             wait_until_closed(&env, 200).await;
-            witness.assert_on_time(&env).await;
+            disk_probe.assert_on_time(&env).await;
             assert_eq!(env.status(&far).await, "unpaid");
             worker.stop().await;
             env.assert_drained().await;
@@ -157,7 +157,7 @@ fn unknown_and_far_alarms_delay_no_order() {
         // Longer than the test, so that the unknown ones are retried throughout.
         |settings| settings.retry.missing_for = 60 * SECOND,
         async |env| {
-            let witness = DiskStallProbe::open(&env).await;
+            let disk_probe = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let publisher = env.publisher().await;
             let now = Timestamp::now_by_local_clock();
@@ -169,7 +169,7 @@ fn unknown_and_far_alarms_delay_no_order() {
             let later = env.orders(100, 6 * SECOND).await;
             publisher.schedule_all(alarms(&later)).await.unwrap();
             wait_until_closed(&env, 200).await;
-            witness.assert_on_time(&env).await;
+            disk_probe.assert_on_time(&env).await;
             assert_eq!(env.parked().await, []);
             worker.stop().await;
             env.assert_ledger().await;

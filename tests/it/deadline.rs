@@ -1,5 +1,5 @@
-//! Another deadline for an order: the row is the truth, an alarm that comes early waits, an earlier deadline has an alarm
-//! of its own.
+//! Moving an order's deadline: the row decides, an early alarm waits again, and an earlier deadline gets an alarm of its
+//! own.
 
 use std::time::Duration;
 
@@ -15,12 +15,12 @@ use crate::support::process::{call_with, order_timeout, run};
 use crate::support::proxy::{Proxy, Then};
 use crate::support::{Order, TIMEOUT, TestEnv, wait_for, with_env};
 
-/// Moves the order's deadline there and says what became of the wish.
+/// Moves the order's deadline and returns the outcome.
 async fn move_to(env: &TestEnv, order: &Order, deadline: Timestamp) -> Moved {
     move_deadline_in(&env.pool, order.id.to_string(), deadline).await.unwrap()
 }
 
-/// Messages in all queues of the env.
+/// Messages in all queues of the environment.
 async fn alarms_at_the_broker(env: &TestEnv) -> u32 {
     let mut alarms = 0;
     for queue in Topology::new(&env.settings).queues {
@@ -45,7 +45,7 @@ fn repeated_extension_keeps_one_alarm() {
             }
             transaction.commit().await.unwrap();
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
-            // It may be on its way from one queue to the next.
+            // The alarm may be between two queues.
             wait_for("one alarm", async || alarms_at_the_broker(&env).await == 1).await;
 
             let worker = env.worker().await;
@@ -86,8 +86,8 @@ fn only_unpaid_order_gets_new_deadline() {
             let sooner = order.deadline - Duration::from_secs(1);
             let stands = Moved::Stands { status: "paid".into(), deadline: order.deadline };
             assert_eq!(move_to(&env, &order, sooner).await, stands);
-            let stranger = Order { id: uuid::Uuid::now_v7(), deadline: order.deadline };
-            assert_eq!(move_to(&env, &stranger, order.deadline).await, Moved::Unknown);
+            let unknown_order = Order { id: uuid::Uuid::now_v7(), deadline: order.deadline };
+            assert_eq!(move_to(&env, &unknown_order, order.deadline).await, Moved::Unknown);
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
         },
     );
@@ -106,13 +106,13 @@ fn move_waits_for_concurrent_status_change() {
                 let make_unpaid = "UPDATE orders SET status = 'unpaid', next_attempt_at = NULL WHERE id = $1";
                 sqlx::query(make_unpaid).bind(order.id).execute(&mut *other).await.unwrap();
                 let wanted = order.deadline - Duration::from_secs(3_600) + wanted_in;
-                let commit_when_somebody_waits = async {
+                let commit_when_blocked = async {
                     env.wait_for_lock_waiter().await;
                     other.commit().await.unwrap();
                 };
-                let (moved, ()) = tokio::join!(move_to(&env, &order, wanted), commit_when_somebody_waits);
+                let (moved, ()) = tokio::join!(move_to(&env, &order, wanted), commit_when_blocked);
                 assert_eq!(moved, if wanted > order.deadline { Moved::Later } else { Moved::Earlier });
-                assert_eq!(deadline_of(&env, &order).await, wanted, "what is said is what stands there");
+                assert_eq!(deadline_of(&env, &order).await, wanted, "the outcome matches the row");
             }
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 1, "of the earlier one");
         },
@@ -145,8 +145,9 @@ fn deadline_kept_by_trigger_is_reported() {
             }
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
             let id = order.id.to_string();
-            let (code, said, _) = run(order_timeout(&env.settings).args(["deadline", "--order-id", &id, "--in", "1h"]));
-            assert!(code == 1 && said.contains("a trigger of the database keeps its deadline"), "{said}");
+            let (code, output, _) =
+                run(order_timeout(&env.settings).args(["deadline", "--order-id", &id, "--in", "1h"]));
+            assert!(code == 1 && output.contains("a trigger of the database keeps its deadline"), "{output}");
         },
     );
 }
@@ -157,7 +158,7 @@ fn command_counts_from_database_time() {
         |_| {},
         async |env| {
             let order = env.order(Duration::from_secs(7_200)).await;
-            // A database whose clock is an hour ahead of everybody else's.
+            // A database with a clock that is an hour ahead of all others.
             let name = env.settings.database.url.expose_secret().rsplit('/').next().unwrap();
             let ahead = format!(
                 "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
@@ -171,10 +172,10 @@ fn command_counts_from_database_time() {
                 |when: [&str; 2]| run(order_timeout(&env.settings).args(["deadline", "--order-id", &id]).args(when));
             let (code, _, error) = deadline(["--deadline", &half_an_hour_ahead]);
             assert!(code == 1 && error.contains("has passed"), "{error}");
-            let (code, said, error) = deadline(["--in", "10m"]);
-            assert!(code == 0 && said.contains("an alarm for it is written"), "{said}{error}");
+            let (code, output, error) = deadline(["--in", "10m"]);
+            assert!(code == 0 && output.contains("an alarm for it is written"), "{output}{error}");
             let ahead = deadline_of(&env, &order).await.since(Timestamp::now_by_local_clock());
-            assert!(ahead > Duration::from_secs(3_600), "{ahead:?} ahead of those whose clock is behind");
+            assert!(ahead > Duration::from_secs(3_600), "{ahead:?} ahead of the local clock");
         },
     );
 }
@@ -190,35 +191,31 @@ fn command_reports_deadline_outcome() {
             };
             let id = order.id.to_string();
             let json = |arguments: &[&str]| -> (i32, Value) {
-                let (code, said, _) = deadline(&env, &[arguments, &["--json"]].concat());
-                (code, serde_json::from_str(&said).unwrap())
+                let (code, output, _) = deadline(&env, &[arguments, &["--json"]].concat());
+                (code, serde_json::from_str(&output).unwrap())
             };
-            let (code, said) = json(&[&id, "--in", "1h"]);
-            assert_eq!((code, &said["outcome"], &said["order_id"]), (0, &"later".into(), &id.as_str().into()));
-            let (code, said, _) = deadline(&env, &[&id, "--in", "1h"]);
-            assert!(code == 0 && said.contains("an alarm scheduled before follows"), "{said}");
+            let (code, output) = json(&[&id, "--in", "1h"]);
+            assert_eq!((code, &output["outcome"], &output["order_id"]), (0, &"later".into(), &id.as_str().into()));
+            let (code, output, _) = deadline(&env, &[&id, "--in", "1h"]);
+            assert!(code == 0 && output.contains("an alarm scheduled before follows"), "{output}");
             for passed in [["--deadline", "2020-01-01T00:00:00Z"], ["--in", "0s"]] {
                 let (code, _, error) = deadline(&env, &[&[id.as_str()][..], &passed].concat());
                 assert!(code == 1 && error.contains("has passed") && error.contains("order-timeout close"), "{error}");
             }
-            let (code, said, _) = deadline(&env, &[&id, "--in", "30s"]);
-            assert!(code == 0 && said.contains("an alarm for it is written"), "{said}");
+            let (code, output, _) = deadline(&env, &[&id, "--in", "30s"]);
+            assert!(code == 0 && output.contains("an alarm for it is written"), "{output}");
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 1);
-            let (_, said) = json(&[&id, "--in", "2h"]);
-            let last = &said["deadline"];
+            let (_, output) = json(&[&id, "--in", "2h"]);
+            let last = &output["deadline"];
 
             assert!(env.pay(&order).await);
-            let (code, said, _) = deadline(&env, &[&id, "--in", "1h"]);
-            assert!(code == 1 && said.contains("is paid; its deadline stands"), "{said}");
+            let (code, output, _) = deadline(&env, &[&id, "--in", "1h"]);
+            assert!(code == 1 && output.contains("is paid; its deadline stands"), "{output}");
             let stands = json!({ "order_id": id, "status": "paid", "deadline": last, "outcome": "stands" });
-            assert_eq!(
-                json(&[&id, "--in", "1h"]),
-                (1, stands),
-                "the deadline that the order has, not the one wished for"
-            );
-            let stranger = uuid::Uuid::now_v7().to_string();
-            let unknown = json!({ "order_id": stranger, "status": null, "deadline": null, "outcome": "unknown" });
-            assert_eq!(json(&[&stranger, "--in", "1h"]), (1, unknown));
+            assert_eq!(json(&[&id, "--in", "1h"]), (1, stands), "the order's deadline, not the requested one");
+            let unknown_order = uuid::Uuid::now_v7().to_string();
+            let unknown = json!({ "order_id": unknown_order, "status": null, "deadline": null, "outcome": "unknown" });
+            assert_eq!(json(&[&unknown_order, "--in", "1h"]), (1, unknown));
             let (code, _, error) = deadline(&env, &["no-such-order", "--in", "1h"]);
             assert!(code == 1 && error.contains("no-such-order") && error.contains("a UUID"), "{error}");
             let (code, _, error) = deadline(&env, &[&id, "--in", "4000d"]);
@@ -232,12 +229,12 @@ fn command_reports_deadline_outcome() {
     );
 }
 
-/// The program's answer, by this way to the database.
-async fn by_way_of(network: &Proxy, env: &TestEnv, arguments: &[&str]) -> (i32, String, String) {
+/// The program's result, with the database behind this proxy.
+async fn call_through(network: &Proxy, env: &TestEnv, arguments: &[&str]) -> (i32, String, String) {
     let settings = with_database_behind(env, network);
-    // The program ends with the network that the panic takes along.
-    let said = tokio::time::timeout(TIMEOUT, call_with(&settings, arguments));
-    said.await.expect("an answer within the test's timeout")
+    // A panic drops the proxy, which ends the program.
+    let result = tokio::time::timeout(TIMEOUT, call_with(&settings, arguments));
+    result.await.expect("an answer within the test's timeout")
 }
 
 #[test]
@@ -247,14 +244,14 @@ fn lost_answer_leaves_outcome_unknown() {
         async |env| {
             let order = env.order(Duration::from_secs(60)).await;
             let network = Proxy::before(&env.settings.database.url).await;
-            // It goes by when the statement is prepared and is to be run.
+            // The id is sent when the statement has been prepared and is executed.
             let id = order.id.to_string();
             let is_cut = network.cut_at(&id, Then::CutAtAnswer);
-            let (code, _, error) = by_way_of(&network, &env, &["deadline", "--order-id", &id, "--in", "1h"]).await;
+            let (code, _, error) = call_through(&network, &env, &["deadline", "--order-id", &id, "--in", "1h"]).await;
             assert!(is_cut());
             assert!(code == 1 && error.contains("not known to have moved; try again"), "{error}");
             assert!(!error.contains("stands"), "{error}");
-            // It reached the database, which may be a moment behind.
+            // The statement reached the database, which may still be executing it.
             let has_moved = "SELECT count(*) FROM orders WHERE expires_at > clock_timestamp() + interval '50 minutes'";
             wait_for("the deadline moved", async || env.count(has_moved).await == 1).await;
         },
@@ -270,7 +267,7 @@ fn silent_database_does_not_block_forever() {
         for (at, arguments) in [("to_regclass", deadline), (&id, deadline), ("Closes those of the asked", close)] {
             let network = Proxy::before(&env.settings.database.url).await;
             let has_vanished = network.cut_at(at, Then::Vanish);
-            let (code, _, error) = by_way_of(&network, &env, arguments).await;
+            let (code, _, error) = call_through(&network, &env, arguments).await;
             assert!(has_vanished(), "{arguments:?} never says {at}");
             assert!(code == 1 && error.contains("did not answer within"), "{arguments:?} at {at}: {error}");
         }

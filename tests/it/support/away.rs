@@ -122,7 +122,7 @@ pub async fn schedule(env: &TestEnv, publisher: &Publisher, count: usize, delay:
     orders
 }
 
-/// Creates orders whose alarms the worker then holds unacknowledged.
+/// Creates orders, and waits until the worker holds their alarms unacknowledged.
 pub async fn held_by_the_worker(env: &TestEnv, count: usize, delay: Duration) -> Vec<Order> {
     let orders = env.orders(count, delay).await;
     env.deliver(&orders).await;
