@@ -18,8 +18,8 @@ use crate::event_listener::EventListener;
 use crate::ledger::ms;
 use crate::run::{REPORT, overdue, settle, write_file};
 use crate::support::away::{meanwhile, schedule};
-use crate::support::witness::in_all;
-use crate::support::{TestEnv, till, wait_for};
+use crate::support::disk_stall_probe::total_duration;
+use crate::support::{TestEnv, checkout, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How long the broker is away.
@@ -145,7 +145,7 @@ async fn create_orders_without_broker(environment: Arc<Environment>, stop: Cance
         beat.tick().await;
         let ids: Vec<Uuid> = (0..CREATED_PER_SECOND).map(|_| Uuid::now_v7()).collect();
         let mut transaction = environment.env.pool.begin().await.unwrap();
-        for (id, deadline) in till::take_orders(&mut transaction, &ids, "article", 4 * SECOND).await.unwrap() {
+        for (id, deadline) in checkout::take_orders(&mut transaction, &ids, "article", 4 * SECOND).await.unwrap() {
             schedule_in(&mut *transaction, id.to_string(), deadline).await.unwrap();
         }
         transaction.commit().await.unwrap();
@@ -203,7 +203,7 @@ async fn lateness_ms(environment: &Environment, ids: &[Uuid]) -> Vec<f64> {
 }
 
 fn stood_still_ms(environment: &Environment) -> f64 {
-    ms(in_all(&environment.witness.standstills()))
+    ms(total_duration(&environment.witness.stalls()))
 }
 
 fn percentile(sorted: &[f64], part: f64) -> f64 {

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::support::private::Private;
 use crate::support::proxy::Proxy;
-use crate::support::witness::Witness;
+use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::{TestEnv, wait_for, with_env};
 use crate::workers::Workers;
 
@@ -24,7 +24,7 @@ pub struct Environment {
     pub to_broker: Proxy,
     pub to_database: Proxy,
     pub workers: Arc<Workers>,
-    pub witness: Witness,
+    pub witness: DiskStallProbe,
     pub logs: PathBuf,
     /// Cancelled by SIGINT or SIGTERM.
     pub interrupted: CancellationToken,
@@ -118,7 +118,7 @@ impl Environment {
         settings.amqp.url = to_broker.address(&settings.amqp.url);
         settings.database.url = to_database.address(&settings.database.url);
         let workers = Arc::new(Workers::new(settings, &logs));
-        let witness = Witness::open(&env).await;
+        let witness = DiskStallProbe::open(&env).await;
         Self { env, broker, database, to_broker, to_database, workers, witness, logs, interrupted }
     }
 

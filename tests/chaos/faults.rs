@@ -216,7 +216,7 @@ impl FaultRun<'_> {
             let next: Option<String> = sqlx::query_scalar(next).fetch_optional(&self.env().pool).await.unwrap();
             if let Some(id) = next {
                 // It does not matter whether it is closed or paid first.
-                traps.push(self.environment.to_database.cut_at(&id, Then::CutAtTheAnswer));
+                traps.push(self.environment.to_database.cut_at(&id, Then::CutAtAnswer));
             }
         }
         self.environment.to_database.restore();

@@ -13,7 +13,7 @@
 //! nothing. The aftermath of a fault is no excuse: the database's recovery is part of its restart, a worker's backoff
 //! is not. Everything runs on one machine, so the runner's clock is the database's.
 //!
-//! A disk stall is a fault outside the plan (`witness.rs`). It excuses a close for no longer than it lasted, and the
+//! A disk stall is a fault outside the plan (`disk_stall_probe.rs`). It excuses a close for no longer than it lasted, and the
 //! report also gives the lateness that includes it. If the disk stalls for much of a run, the run proves nothing.
 //!
 //! A payment that is declined in the end excuses the orders of its article while it holds the stock row, because none
@@ -44,7 +44,7 @@ use crate::faults::{Affected, CompletedFault};
 use crate::run::QuietPeriod;
 use crate::shop::{Declined, IN_STOCK, OrderRecord};
 use crate::support::ledger::Ledger;
-use crate::support::witness::{Standstill, in_all, stood_still};
+use crate::support::disk_stall_probe::{DiskStall, total_duration, stalled_time};
 
 /// How late a close may be without an excuse.
 pub const PROMISED: Duration = Duration::from_secs(1);
@@ -102,7 +102,7 @@ pub struct Observations<'a> {
     pub completed: &'a [CompletedFault],
     pub declined: &'a [Declined],
     pub quiet_periods: &'a [QuietPeriod],
-    pub standstills: &'a [Standstill],
+    pub standstills: &'a [DiskStall],
     pub received: &'a HashMap<Uuid, ReceivedEvent>,
     /// Orders that got their alarm after they had been closed.
     pub late: &'a HashSet<Uuid>,
@@ -179,8 +179,8 @@ fn excused_until(
 }
 
 /// The disk stalls outside faults that affect all orders.
-pub fn outside_faults(standstills: &[Standstill], completed: &[CompletedFault]) -> Vec<Standstill> {
-    let within_fault = |one: &Standstill| {
+pub fn outside_faults(standstills: &[DiskStall], completed: &[CompletedFault]) -> Vec<DiskStall> {
+    let within_fault = |one: &DiskStall| {
         let meets = |fault: &&CompletedFault| fault.from <= one.until && fault.until >= one.from;
         completed.iter().filter(meets).any(|fault| fault.affected == Affected::All)
     };
@@ -306,7 +306,7 @@ fn check_close(tally: &mut Tally, record: &OrderRecord, row: &Row, events: usize
     }
     let excused_until = excused_until(record, deadline, closed_at, observations.completed, observations.declined);
     let late = closed_at.since(excused_until);
-    let beyond = late.saturating_sub(stood_still(observations.standstills, excused_until, closed_at));
+    let beyond = late.saturating_sub(stalled_time(observations.standstills, excused_until, closed_at));
     tally.max_lateness_with_standstills = late.max(tally.max_lateness_with_standstills);
     let plainly = closed_at.since(deadline).as_secs_f64() * 1e3;
     let beyond_ms = beyond.as_secs_f64() * 1e3;
@@ -363,7 +363,7 @@ fn report(observations: &Observations<'_>, tally: &Tally, stock_balanced: bool) 
         alarms_lost: tally.alarms_lost.len(),
         max_lateness_beyond_fault_ms: ms(latest),
         max_lateness_with_standstills_ms: ms(tally.max_lateness_with_standstills),
-        stood_still_ms: ms(in_all(observations.standstills)),
+        stood_still_ms: ms(total_duration(observations.standstills)),
     }
 }
 
@@ -559,7 +559,7 @@ mod tests {
 
     #[test]
     fn disk_stalls_during_database_faults_are_ignored() {
-        let standstill = |from, until| Standstill { from: at(from), until: at(until) };
+        let standstill = |from, until| DiskStall { from: at(from), until: at(until) };
         let (within, after) = (standstill(12_900, 13_100), standstill(13_101, 14_000));
         let broken = |affected| outside_faults(&[within, after], &[fault(9_000, 13_000, affected)]);
         assert_eq!(broken(Affected::All), [after]);

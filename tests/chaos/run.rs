@@ -117,7 +117,7 @@ fn run(name: &str, options: RunOptions) {
 async fn run_and_check(environment: &Arc<Environment>, options: RunOptions) -> Vec<String> {
     environment.print_line(&format!("{options:?}"));
     let listener = EventListener::open(&environment.env).await;
-    meanwhile(|| environment.broker.write_down_declarations());
+    meanwhile(|| environment.broker.flush_declarations());
     environment.workers.start_all().await;
     let publisher = Publisher::connect(&environment.settings_through_proxy()).await.expect("a broker in order");
     let shop = Shop::open(&environment.env, publisher, options.seed, options.orders_per_second).await;
@@ -134,7 +134,7 @@ async fn run_and_check(environment: &Arc<Environment>, options: RunOptions) -> V
     let received = listener.received();
     let late = environment.workers.orders_alarmed_after_close();
     let (ShopRecords { records, declined }, completed) = (&shop_records, &completed[..]);
-    let standstills = outside_faults(&environment.witness.standstills(), completed);
+    let standstills = outside_faults(&environment.witness.stalls(), completed);
     write_file(&environment.logs, "standstills.log", &format!("{standstills:#?}\n"));
     let (quiet_periods, standstills) = (&quiet_periods[..], &standstills[..]);
     let (seed, received, late) = (options.seed, &received, &late);

@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::history::{ARTICLES, Change, History, Payment, ScheduleMethod};
-use crate::support::{TestEnv, till};
+use crate::support::{TestEnv, checkout};
 
 /// The initial stock of each article.
 pub const IN_STOCK: i64 = 1_000_000;
@@ -182,7 +182,7 @@ impl Shared {
 
     async fn commit_order(&self, id: Uuid, article: &str, history: &History) -> Result<Timestamp, sqlx::Error> {
         let mut transaction = self.pool.begin().await?;
-        let taken = till::take_orders(&mut transaction, &[id], article, history.delay).await?;
+        let taken = checkout::take_orders(&mut transaction, &[id], article, history.delay).await?;
         let deadline = taken.first().ok_or(sqlx::Error::RowNotFound)?.1;
         write_alarm(&mut transaction, history.method, id, deadline).await?;
         transaction.commit().await?;
@@ -292,7 +292,7 @@ impl Shared {
     /// If the answer of an earlier attempt was lost, this finds its result.
     async fn try_to_pay(&self, id: Uuid, at: Timestamp, takes: Duration) -> Result<bool, sqlx::Error> {
         let mut transaction = self.begin_for(at).await?;
-        let paid = till::pay(&mut transaction, id).await?;
+        let paid = checkout::pay(&mut transaction, id).await?;
         tokio::time::sleep(takes).await;
         transaction.commit().await?;
         if paid {
@@ -303,7 +303,7 @@ impl Shared {
 
     async fn decline(&self, record: &OrderRecord, at: Timestamp, held: Duration) -> Result<(), sqlx::Error> {
         let mut transaction = self.begin_for(at).await?;
-        if !till::pay(&mut transaction, record.id).await? {
+        if !checkout::pay(&mut transaction, record.id).await? {
             return Ok(());
         }
         let from = Timestamp::now_by_local_clock();

@@ -11,8 +11,8 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::support::away::{COMING_BACK, assert_every_event_was_heard};
-use crate::support::{TestEnv, till, wait_within};
+use crate::support::away::{COMING_BACK, assert_every_event_received};
+use crate::support::{TestEnv, checkout, wait_within};
 
 /// Ten batches a second.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -120,7 +120,7 @@ async fn commit(
     article: &str,
     delay: Duration,
 ) -> Result<Vec<(OrderId, Timestamp)>, sqlx::Error> {
-    let taken = till::take_orders(&mut *pool.acquire().await?, ids, article, delay).await?;
+    let taken = checkout::take_orders(&mut *pool.acquire().await?, ids, article, delay).await?;
     Ok(taken.into_iter().map(|(id, deadline)| (OrderId::new(id.to_string()).unwrap(), deadline)).collect())
 }
 
@@ -137,7 +137,7 @@ pub async fn unpaid(env: &TestEnv) -> Option<i64> {
 /// Asserts that every created order was closed once and not early, and that every close was announced.
 pub async fn assert_each_closed_once(env: &TestEnv, taken: &Taken, kept_events: &str) {
     wait_within(COMING_BACK, "every order's close", async || unpaid(env).await == Some(0)).await;
-    assert_every_event_was_heard(env, kept_events).await;
+    assert_every_event_received(env, kept_events).await;
     let closed: i64 = sqlx::query_scalar("SELECT count(*) FROM orders WHERE id = ANY ($1) AND status = 'closed'")
         .bind(&taken.orders)
         .fetch_one(&env.pool)

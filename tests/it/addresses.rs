@@ -1,4 +1,4 @@
-//! The host in an address is the host that is connected to, and no other.
+//! Connections go to the host in the address and to no other.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,9 +12,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 
 use crate::support::skip::skipped;
-use crate::support::{place_of, wait_for, with_env, with_parts};
+use crate::support::{host_and_port, wait_for, with_env, with_parts};
 
-/// Listens at [::1] and 127.0.0.1 with the same port; hands on what comes to the former.
+/// Listens at [::1] and 127.0.0.1 on the same port; forwards what arrives at the former.
 struct Forwarder {
     port: u16,
     by_ipv6: Arc<AtomicUsize>,
@@ -28,11 +28,11 @@ impl Forwarder {
         let listener = TcpListener::bind("[::1]:0").await.ok()?;
         let port = listener.local_addr().unwrap().port();
         let other = TcpListener::bind(("127.0.0.1", port)).await.expect("the same port is free");
-        let server = tokio::net::lookup_host(place_of(url)).await.unwrap().next().unwrap();
+        let server = tokio::net::lookup_host(host_and_port(url)).await.unwrap().next().unwrap();
         let (by_ipv6, by_ipv4) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let tasks = [
-            tokio::spawn(hand_on(listener, server, by_ipv6.clone())),
-            tokio::spawn(hand_on(other, server, by_ipv4.clone())),
+            tokio::spawn(forward(listener, server, by_ipv6.clone())),
+            tokio::spawn(forward(other, server, by_ipv4.clone())),
         ];
         Some(Self { port, by_ipv6, by_ipv4, tasks })
     }
@@ -48,7 +48,7 @@ impl Drop for Forwarder {
     }
 }
 
-async fn hand_on(listener: TcpListener, server: SocketAddr, accepted: Arc<AtomicUsize>) {
+async fn forward(listener: TcpListener, server: SocketAddr, accepted: Arc<AtomicUsize>) {
     while let Ok((mut client, _)) = listener.accept().await {
         accepted.fetch_add(1, Ordering::SeqCst);
         tokio::spawn(async move {
@@ -59,18 +59,18 @@ async fn hand_on(listener: TcpListener, server: SocketAddr, accepted: Arc<Atomic
 }
 
 #[test]
-fn connects_to_the_ipv6_address_it_is_given() {
+fn connects_to_given_ipv6_address() {
     with_env(
         |_| {},
         async |env| {
             let Some(to_broker) = Forwarder::before(&env.settings.amqp.url).await else {
-                return skipped("connects_to_the_ipv6_address_it_is_given", "there is no IPv6 on this machine");
+                return skipped("connects_to_given_ipv6_address", "there is no IPv6 on this machine");
             };
             let to_database = Forwarder::before(&env.settings.database.url).await.unwrap();
             let mut settings = env.settings.clone();
-            let place = |forwarder: &Forwarder| format!("[::1]:{}", forwarder.port);
-            settings.amqp.url = with_parts(&settings.amqp.url, None, Some(&place(&to_broker)), None);
-            settings.database.url = with_parts(&settings.database.url, None, Some(&place(&to_database)), None);
+            let address_of = |forwarder: &Forwarder| format!("[::1]:{}", forwarder.port);
+            settings.amqp.url = with_parts(&settings.amqp.url, None, Some(&address_of(&to_broker)), None);
+            settings.database.url = with_parts(&settings.database.url, None, Some(&address_of(&to_database)), None);
             settings.validate().unwrap();
             settings.validate_database().unwrap();
 
@@ -79,7 +79,7 @@ fn connects_to_the_ipv6_address_it_is_given() {
             publisher.schedule(order.order_id().as_str(), order.deadline).await.unwrap();
             wait_for("the alarm", async || env.depth(&env.names().arm()).await == 1).await;
             assert!(matches!(to_broker.counts(), (1.., 0)), "{:?}", to_broker.counts());
-            assert!(broker::place(&settings.amqp).unwrap().starts_with(&place(&to_broker)));
+            assert!(broker::place(&settings.amqp).unwrap().starts_with(&address_of(&to_broker)));
 
             Database::connect(&settings.database, 1).await.unwrap();
             assert!(matches!(to_database.counts(), (1.., 0)), "{:?}", to_database.counts());
@@ -88,7 +88,7 @@ fn connects_to_the_ipv6_address_it_is_given() {
 }
 
 #[test]
-fn an_absent_ipv6_server_is_not_replaced() {
+fn absent_ipv6_server_is_not_replaced() {
     with_env(
         |_| {},
         async |env| {
@@ -96,15 +96,15 @@ fn an_absent_ipv6_server_is_not_replaced() {
             let mut settings = env.settings.clone();
             settings.amqp.connect_timeout = Duration::from_millis(500);
             settings.database.acquire_timeout = Duration::from_millis(500);
-            let port = |url: &SecretString| place_of(url).rsplit_once(':').unwrap().1.to_owned();
+            let port = |url: &SecretString| host_and_port(url).rsplit_once(':').unwrap().1.to_owned();
             let elsewhere = |url: &SecretString| with_parts(url, None, Some(&format!("[100::1]:{}", port(url))), None);
             settings.amqp.url = elsewhere(&settings.amqp.url);
             settings.database.url = elsewhere(&settings.database.url);
-            let fault = broker::connect(&settings.amqp, "test").await.map(drop).unwrap_err().to_string();
-            assert!(fault.contains("the broker at [100::1]:"), "{fault}");
-            let fault = Database::connect(&settings.database, 1).await.map(drop).unwrap_err().to_string();
-            assert!(fault.contains("the database at [100::1]:"), "{fault}");
-            assert!(!fault.contains(settings.database.url.expose_secret()));
+            let error = broker::connect(&settings.amqp, "test").await.map(drop).unwrap_err().to_string();
+            assert!(error.contains("the broker at [100::1]:"), "{error}");
+            let error = Database::connect(&settings.database, 1).await.map(drop).unwrap_err().to_string();
+            assert!(error.contains("the database at [100::1]:"), "{error}");
+            assert!(!error.contains(settings.database.url.expose_secret()));
         },
     );
 }

@@ -1,4 +1,5 @@
-//! Every close is announced: at a real consumer, under its own id, and not lost while the broker does not take it.
+//! Every close is announced: a real consumer receives it, under its own id, and it is not lost while the broker refuses
+//! it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -21,8 +22,8 @@ use crate::support::{Order, TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Somebody in the shop who listens for everything.
-async fn listen(env: &TestEnv) -> Consumer {
+/// Consumes all events, as a program of the shop would.
+async fn consume_events(env: &TestEnv) -> Consumer {
     let exclusive = QueueDeclareOptions { exclusive: true, ..Default::default() };
     let queue = env.channel.queue_declare("".into(), exclusive, FieldTable::default()).await.unwrap();
     bind(env, queue.name().as_str()).await;
@@ -30,7 +31,7 @@ async fn listen(env: &TestEnv) -> Consumer {
     env.channel.basic_consume(queue.name().clone(), "".into(), options, FieldTable::default()).await.unwrap()
 }
 
-/// From now on the broker answers each event with a nack: a queue is bound that takes none. Returns its name.
+/// Makes the broker nack each event from now on: binds a queue that accepts no message. Returns its name.
 async fn refuse_events(env: &TestEnv) -> String {
     let queue = format!("{}.full", env.settings.namespace);
     let options = QueueDeclareOptions { exclusive: true, ..Default::default() };
@@ -49,14 +50,15 @@ async fn bind(env: &TestEnv, queue: &str) {
     bound.await.unwrap();
 }
 
-/// Takes exactly so many events, and insists that none follows.
-async fn hear(consumer: &mut Consumer, count: usize) -> Vec<Delivery> {
-    let mut heard = Vec::new();
-    while heard.len() < count {
+/// Receives this many events.
+async fn receive(consumer: &mut Consumer, count: usize) -> Vec<Delivery> {
+    let mut received = Vec::new();
+    while received.len() < count {
         let next = tokio::time::timeout(30 * SECOND, consumer.next()).await;
-        heard.push(next.unwrap_or_else(|_| panic!("heard {} of {count} events", heard.len())).unwrap().unwrap());
+        received
+            .push(next.unwrap_or_else(|_| panic!("received {} of {count} events", received.len())).unwrap().unwrap());
     }
-    heard
+    received
 }
 
 async fn assert_silent(consumer: &mut Consumer) {
@@ -68,10 +70,10 @@ fn message_id(event: &Delivery) -> Uuid {
     Uuid::parse_str(event.properties.message_id().as_ref().expect("a message id").as_str()).unwrap()
 }
 
-/// Insists that these are the events of these orders' closes and of nothing else, one for each.
-async fn assert_events_of(env: &TestEnv, heard: &[Delivery], orders: &[Order]) {
-    let ids: BTreeSet<Uuid> = heard.iter().map(message_id).collect();
-    assert_eq!(ids.len(), heard.len(), "one message id for each event");
+/// Asserts that these are the events of these orders' closes and of nothing else, one for each.
+async fn assert_events_of(env: &TestEnv, received: &[Delivery], orders: &[Order]) {
+    let ids: BTreeSet<Uuid> = received.iter().map(message_id).collect();
+    assert_eq!(ids.len(), received.len(), "one message id for each event");
     let rows: Vec<Uuid> =
         sqlx::query_scalar("SELECT id FROM event_outbox ORDER BY 1").fetch_all(&env.pool).await.unwrap();
     assert_eq!(ids.into_iter().collect::<Vec<_>>(), rows, "the id in the outbox");
@@ -83,13 +85,13 @@ async fn assert_events_of(env: &TestEnv, heard: &[Delivery], orders: &[Order]) {
             .into_iter()
             .collect();
     let mut expected: BTreeMap<OrderId, &Order> = orders.iter().map(|order| (order.order_id(), order)).collect();
-    for event in heard {
+    for event in received {
         assert_eq!(event.routing_key.as_str(), "order.closed");
         assert_eq!(event.properties.kind().as_ref().unwrap().as_str(), "order.closed.v1");
         assert_eq!(event.properties.content_type().as_ref().unwrap().as_str(), "application/json");
         assert_eq!(*event.properties.delivery_mode(), Some(2), "persistent");
         let closed: OrderClosed = serde_json::from_slice(&event.data).expect("the documented form");
-        let order = expected.remove(&closed.order_id).expect("an order that was closed, heard of for the first time");
+        let order = expected.remove(&closed.order_id).expect("the first event of a closed order");
         assert_eq!(
             (closed.deadline, closed.closed_by, closed.reason.as_str()),
             (order.deadline, ClosedBy::Alarm, "unpaid")
@@ -106,13 +108,13 @@ async fn wait_until_marked(env: &TestEnv) {
     .await;
 }
 
-/// Of events as large as the table lets them be, a batch would otherwise be half a gigabyte.
+/// Otherwise a batch of the largest events that the table accepts would be half a gigabyte.
 #[test]
-fn events_too_large_to_go_together_go_one_after_the_other() {
+fn large_events_are_sent_one_by_one() {
     with_env(
         |_| {},
         async |env| {
-            // Of words that cannot be compressed.
+            // Hashes, because they cannot be compressed.
             let write = "INSERT INTO event_outbox (routing_key, type, payload)
                          SELECT 'large', 'large', (SELECT to_jsonb(string_agg(md5(word::text || number), ''))
                                                    FROM generate_series(1, $1) AS word)
@@ -122,10 +124,10 @@ fn events_too_large_to_go_together_go_one_after_the_other() {
             }
             let database = Database::connect(&env.settings.database, 1).await.unwrap();
             let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
-            let mut announcer = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
+            let mut relay = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
             let mut rounds = Vec::new();
             for _ in 0..5 {
-                let relayed = announcer.round().await.unwrap();
+                let relayed = relay.round().await.unwrap();
                 rounds.push((relayed.sent, relayed.more));
             }
             assert_eq!(rounds, [(1, true), (1, true), (1, true), (1, true), (4, false)]);
@@ -134,11 +136,11 @@ fn events_too_large_to_go_together_go_one_after_the_other() {
 }
 
 #[test]
-fn every_close_is_announced_and_nothing_else() {
+fn announces_every_close_and_nothing_else() {
     with_env(
         |_| {},
         async |env| {
-            let mut consumer = listen(&env).await;
+            let mut consumer = consume_events(&env).await;
             let worker = env.worker().await;
             let orders = env.orders(100, SECOND).await;
             let (paid, unpaid) = orders.split_at(30);
@@ -146,9 +148,9 @@ fn every_close_is_announced_and_nothing_else() {
                 assert!(env.pay(order).await);
             }
             env.deliver(&orders).await;
-            let heard = hear(&mut consumer, 70).await;
+            let received = receive(&mut consumer, 70).await;
             assert_silent(&mut consumer).await;
-            assert_events_of(&env, &heard, unpaid).await;
+            assert_events_of(&env, &received, unpaid).await;
             wait_until_marked(&env).await;
             worker.stop().await;
             env.assert_drained().await;
@@ -158,20 +160,20 @@ fn every_close_is_announced_and_nothing_else() {
 }
 
 #[test]
-fn a_worker_that_stops_announces_what_it_closed_first() {
+fn stopping_worker_announces_its_closes() {
     with_env(
-        // The poll is no help here.
+        // Too rare to send anything during the test.
         |settings| settings.announce.poll = 60 * SECOND,
         async |env| {
-            let mut consumer = listen(&env).await;
+            let mut consumer = consume_events(&env).await;
             let worker = env.worker().await;
             let orders = env.orders(200, SECOND).await;
             env.deliver(&orders).await;
             wait_for("the close", async || env.closed().await == 200).await;
             worker.stop().await;
             assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 0);
-            let heard = hear(&mut consumer, 200).await;
-            assert_events_of(&env, &heard, &orders).await;
+            let received = receive(&mut consumer, 200).await;
+            assert_events_of(&env, &received, &orders).await;
             env.assert_drained().await;
             env.assert_ledger().await;
         },
@@ -179,13 +181,13 @@ fn a_worker_that_stops_announces_what_it_closed_first() {
 }
 
 #[test]
-fn events_that_the_broker_does_not_take_stay_in_the_outbox_and_go_out_later_once_each() {
+fn refused_events_stay_and_are_sent_later() {
     with_env(
         |_| {},
         async |env| {
             let worker = env.worker().await;
             let full = refuse_events(&env).await;
-            // One goes through the wheel: closing and arming do not wait for announcing.
+            // One goes through the wheel: closing and re-arming do not wait for announcing.
             let mut orders = env.orders(40, SECOND).await;
             env.deliver(&orders).await;
             orders.push(env.order(5 * SECOND).await);
@@ -195,11 +197,11 @@ fn events_that_the_broker_does_not_take_stay_in_the_outbox_and_go_out_later_once
             assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 41);
 
             env.channel.queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-            let mut consumer = listen(&env).await;
+            let mut consumer = consume_events(&env).await;
             let worker = env.worker().await;
-            let heard = hear(&mut consumer, 41).await;
+            let received = receive(&mut consumer, 41).await;
             assert_silent(&mut consumer).await;
-            assert_events_of(&env, &heard, &orders).await;
+            assert_events_of(&env, &received, &orders).await;
             wait_until_marked(&env).await;
             worker.stop().await;
             env.assert_drained().await;
@@ -209,7 +211,7 @@ fn events_that_the_broker_does_not_take_stay_in_the_outbox_and_go_out_later_once
 }
 
 #[test]
-fn an_exchange_deleted_under_a_running_worker_is_declared_again_for_the_first_event_that_needs_it() {
+fn deleted_events_exchange_is_declared_again() {
     with_env(
         |_| {},
         async |env| {
@@ -229,63 +231,63 @@ fn an_exchange_deleted_under_a_running_worker_is_declared_again_for_the_first_ev
 }
 
 #[test]
-fn an_event_whose_row_somebody_keeps_locked_has_nothing_sent_again_and_again() {
+fn locked_outbox_row_is_not_resent() {
     with_env(
         |_| {},
         async |env| {
-            let mut consumer = listen(&env).await;
-            let tell = "INSERT INTO event_outbox (routing_key, type, payload)
+            let mut consumer = consume_events(&env).await;
+            let insert = "INSERT INTO event_outbox (routing_key, type, payload)
                         SELECT 'order.closed', 'order.closed.v1', '{}' FROM generate_series(1, $1)";
-            sqlx::query(tell).bind(5).execute(&env.pool).await.unwrap();
-            let mut somebody = env.pool.begin().await.unwrap();
-            sqlx::query("SELECT FROM event_outbox LIMIT 1 FOR UPDATE").execute(&mut *somebody).await.unwrap();
+            sqlx::query(insert).bind(5).execute(&env.pool).await.unwrap();
+            let mut other_session = env.pool.begin().await.unwrap();
+            sqlx::query("SELECT FROM event_outbox LIMIT 1 FOR UPDATE").execute(&mut *other_session).await.unwrap();
             let worker = env.worker().await;
-            hear(&mut consumer, 5).await;
+            receive(&mut consumer, 5).await;
             let unsent = "SELECT count(*) FROM event_outbox WHERE sent_at IS NULL";
             wait_for("the others to be marked", async || env.count(unsent).await == 1).await;
-            sqlx::query(tell).bind(3).execute(&env.pool).await.unwrap();
-            hear(&mut consumer, 3).await;
+            sqlx::query(insert).bind(3).execute(&env.pool).await.unwrap();
+            receive(&mut consumer, 3).await;
             wait_for("these to be marked", async || env.count(unsent).await == 1).await;
             assert_silent(&mut consumer).await;
-            somebody.rollback().await.unwrap();
+            other_session.rollback().await.unwrap();
             worker.stop().await;
         },
     );
 }
 
 #[test]
-fn an_event_that_no_message_could_carry_is_refused_in_the_transaction() {
+fn oversized_event_is_refused_in_transaction() {
     with_env(
         |_| {},
         async |env| {
-            let tell = "INSERT INTO event_outbox (routing_key, type, payload)
+            let insert = "INSERT INTO event_outbox (routing_key, type, payload)
                         SELECT 'order.closed', 'order.closed.v1', to_jsonb(repeat(gen_random_uuid()::text, $1))";
-            sqlx::query(tell).bind(1_000).execute(&env.pool).await.unwrap();
-            let refused = sqlx::query(tell).bind(1_000_000).execute(&env.pool).await.unwrap_err().to_string();
+            sqlx::query(insert).bind(1_000).execute(&env.pool).await.unwrap();
+            let refused = sqlx::query(insert).bind(1_000_000).execute(&env.pool).await.unwrap_err().to_string();
             assert!(refused.contains("the_payload_fits_into_a_message"), "{refused}");
         },
     );
 }
 
 #[test]
-fn two_workers_announce_each_event_once_and_one_takes_over_from_the_other() {
+fn standby_relay_takes_over_without_duplicates() {
     with_env(
         |_| {},
         async |env| {
-            let mut consumer = listen(&env).await;
+            let mut consumer = consume_events(&env).await;
             let (first, second) = (env.worker().await, env.worker().await);
             let mut orders = env.orders(300, SECOND).await;
             env.deliver(&orders).await;
-            let mut heard = hear(&mut consumer, 300).await;
+            let mut received = receive(&mut consumer, 300).await;
             assert_silent(&mut consumer).await;
-            assert_events_of(&env, &heard, &orders).await;
+            assert_events_of(&env, &received, &orders).await;
             first.stop().await;
             let more = env.orders(20, SECOND).await;
             env.deliver(&more).await;
-            heard.extend(hear(&mut consumer, 20).await);
+            received.extend(receive(&mut consumer, 20).await);
             assert_silent(&mut consumer).await;
             orders.extend(more);
-            assert_events_of(&env, &heard, &orders).await;
+            assert_events_of(&env, &received, &orders).await;
             wait_until_marked(&env).await;
             second.stop().await;
             env.assert_drained().await;

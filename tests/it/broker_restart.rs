@@ -1,5 +1,5 @@
-//! A broker that goes away, in whatever manner: nothing that was confirmed is lost, nothing that was not is taken for
-//! scheduled, and worker and publisher come back by themselves.
+//! A broker that stops, for any reason: confirmed alarms are not lost, unconfirmed ones are not reported as scheduled,
+//! and worker and publisher recover by themselves.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use lapin::options::{ExchangeDeleteOptions, QueueDeleteOptions};
 
 use crate::support::away::{
-    COMING_BACK, HELD_LONG, assert_all_closed_and_heard, assert_nothing_is_scheduled, hold_long, is_consumed,
+    COMING_BACK, HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, hold_long, is_consumed,
     keep_events, meanwhile, on_private_broker, on_private_broker_with, schedule, wait_until_scheduling_works,
 };
 use crate::support::private::Private;
@@ -15,14 +15,14 @@ use crate::support::{TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Alarms everywhere, then the broker goes, then it comes back.
-async fn survive(env: &TestEnv, broker: &Private, go_away: fn(&Private)) {
+/// Stops and restarts the broker while alarms wait in every place.
+async fn survive(env: &TestEnv, broker: &Private, stop: fn(&Private)) {
     let publisher = env.publisher().await;
     let worker = env.worker().await;
     let kept_events = keep_events(&env.reconnected().await).await;
-    // The test's own queue of events: the worker declares what it needs again, but not that. Before anything is
-    // scheduled, for it may take seconds.
-    meanwhile(|| broker.write_down_declarations());
+    // For the test's own queue of events: the worker re-declares its own objects, but not that queue. Before anything is
+    // scheduled, because it may take seconds.
+    meanwhile(|| broker.flush_declarations());
     schedule(env, &publisher, 20, 2 * SECOND).await;
     schedule(env, &publisher, 20, 14 * SECOND).await;
     schedule(env, &publisher, 20, 25 * SECOND).await;
@@ -30,12 +30,12 @@ async fn survive(env: &TestEnv, broker: &Private, go_away: fn(&Private)) {
     let connected = env.reconnected().await;
     connected.deliver(&held).await;
     for queue in [env.names().arm(), env.names().timeout()] {
-        wait_for("everything where it waits", async || connected.depth(&queue).await == 0).await;
+        wait_for("every alarm taken in", async || connected.depth(&queue).await == 0).await;
     }
-    meanwhile(|| go_away(broker));
+    meanwhile(|| stop(broker));
 
     assert_nothing_is_scheduled(env, &publisher).await;
-    // What the worker holds it closes: that takes no broker. Only the event of it does.
+    // The worker closes the orders it holds, which needs no broker. Only their events do.
     for order in &held {
         wait_for("a held order's close", async || env.status(order).await == "closed").await;
     }
@@ -44,27 +44,27 @@ async fn survive(env: &TestEnv, broker: &Private, go_away: fn(&Private)) {
     meanwhile(|| broker.restart());
     wait_until_scheduling_works(env, &publisher).await;
     schedule(env, &publisher, 20, 6 * SECOND).await;
-    assert_all_closed_and_heard(env, &kept_events).await;
+    assert_all_closed_and_announced(env, &kept_events).await;
     worker.stop().await;
     env.reconnected().await.assert_nothing_left_undone().await;
 }
 
 #[test]
-fn a_broker_that_is_restarted_loses_nothing_and_everybody_comes_back() {
+fn restarted_broker_loses_nothing() {
     on_private_broker_with(&[], hold_long, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         survive(&env, &broker, Private::stop).await;
     });
 }
 
 #[test]
-fn a_broker_that_is_killed_loses_nothing_and_everybody_comes_back() {
+fn killed_broker_loses_nothing() {
     on_private_broker_with(&[], hold_long, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         survive(&env, &broker, Private::kill).await;
     });
 }
 
 #[test]
-fn a_worker_that_starts_while_the_broker_is_away_works_when_it_comes() {
+fn worker_starts_before_broker() {
     on_private_broker(async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let kept_events = keep_events(&env).await;
         let publisher = env.publisher().await;
@@ -73,13 +73,13 @@ fn a_worker_that_starts_while_the_broker_is_away_works_when_it_comes() {
         let worker = env.worker().await;
         meanwhile(|| broker.restart());
         wait_within(COMING_BACK, "the close", async || env.closed().await == 20).await;
-        // Connections that the server closes are one more way of going away.
+        // The broker is also unavailable when it closes the connections.
         schedule(&env, &env.publisher().await, 20, 6 * SECOND).await;
         let held = env.orders(20, 3 * SECOND).await;
         env.reconnected().await.deliver(&held).await;
         meanwhile(|| broker.ctl(&["close_all_connections", "for the test"]));
         wait_until_scheduling_works(&env, &publisher).await;
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         assert_eq!(env.status(&held[0]).await, "closed");
         worker.stop().await;
         env.reconnected().await.assert_nothing_left_undone().await;
@@ -87,7 +87,7 @@ fn a_worker_that_starts_while_the_broker_is_away_works_when_it_comes() {
 }
 
 #[test]
-fn a_wheel_deleted_under_a_running_worker_is_declared_again_for_the_first_alarm_that_needs_it() {
+fn deleted_wheel_is_declared_again() {
     with_env(
         |_| {},
         async |env| {
@@ -99,7 +99,7 @@ fn a_wheel_deleted_under_a_running_worker_is_declared_again_for_the_first_alarm_
             let publisher = env.publisher().await;
             schedule(&env, &publisher, 10, 8 * SECOND).await;
             wait_for("every close", async || env.closed().await == 10).await;
-            // And the exchange through which they are written.
+            // Also the exchange through which they are written.
             let (wheel, options) = (env.names().wheel(), ExchangeDeleteOptions::default());
             env.channel.exchange_delete(wheel.as_str().into(), options).await.unwrap();
             schedule(&env, &publisher, 10, 8 * SECOND).await;
@@ -112,7 +112,7 @@ fn a_wheel_deleted_under_a_running_worker_is_declared_again_for_the_first_alarm_
 }
 
 #[test]
-fn a_queue_deleted_under_a_running_worker_is_declared_again_and_consumed() {
+fn deleted_queue_is_declared_again_and_consumed() {
     with_env(
         |_| {},
         async |env| {
@@ -120,7 +120,7 @@ fn a_queue_deleted_under_a_running_worker_is_declared_again_and_consumed() {
             let publisher = env.publisher().await;
             for queue in [env.names().timeout(), env.names().arm(), env.names().parked()] {
                 let closed_before = env.closed().await;
-                // One that is held and loses its alarm with the queue, one in the wheel.
+                // One is held and loses its alarm with the queue; one is in the wheel.
                 let held = env.order(3 * SECOND).await;
                 env.deliver([&held]).await;
                 schedule(&env, &publisher, 1, 7 * SECOND).await;

@@ -1,5 +1,5 @@
-//! Policies on our queues that make the broker return alarms before their time, drop them or give them up: orders close on
-//! time, the alarms do not go round as fast as they can, and the worker names the policy.
+//! Policies on our queues that make the broker return alarms early, drop them or dead-letter them: orders are closed on
+//! time, the alarms do not circulate at full speed, and the worker names the policy.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,20 +10,20 @@ use order_timeout::http::READYZ;
 use order_timeout::message::Alarm;
 
 use crate::support::away::{meanwhile, on_private_broker_with, schedule};
-use crate::support::figures::{Figures, get, shown};
+use crate::support::figures::{Figures, get, serve_http};
 use crate::support::private::Private;
 use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 use order_timeout::Settings;
 
 const SECOND: Duration = Duration::from_secs(1);
-/// How soon a cause is to be shown, and to be taken back.
+/// How soon a cause must be named, and no longer named after its cure.
 const NOTICED_WITHIN: Duration = Duration::from_secs(15);
 /// A pattern for the names of all delay queues.
 const DELAY_QUEUES: &str = "wheel|delay";
 
-/// As in production: what no alarm wakes is closed half a second late.
+/// As in production: an order without an alarm is closed half a second late.
 fn with_sweep(settings: &mut Settings) {
-    shown(settings);
+    serve_http(settings);
     settings.sweep.grace = SECOND / 2;
 }
 
@@ -38,10 +38,10 @@ async fn wait_until_named(worker: &RunningWorker, cause: &str) -> String {
     why_degraded(worker, cause).await.unwrap_or_default()
 }
 
-async fn wait_until_taken_back(worker: &RunningWorker, cause: &str) {
+async fn wait_until_cured(worker: &RunningWorker, cause: &str) {
     let began = Instant::now();
     wait_within(NOTICED_WITHIN, "no cause any more", async || why_degraded(worker, cause).await.is_none()).await;
-    println!("{cause} was taken back after {:?}", began.elapsed());
+    println!("{cause} was cured after {:?}", began.elapsed());
 }
 
 /// Re-arms in a second while the policy lasts, once all alarms have come back early twice.
@@ -59,8 +59,8 @@ async fn latest_ms(env: &TestEnv, closed_by: &str) -> f64 {
     sqlx::query_scalar(latest).bind(closed_by).fetch_one(&env.pool).await.unwrap()
 }
 
-/// By their alarms on time. What the broker lost is closed by the sweep, half a second later on a machine that has
-/// time for it.
+/// Asserts that alarms closed their orders on time, and that the sweep closed the orders of lost alarms half a second
+/// later, or somewhat more on a busy machine.
 async fn assert_closed_on_time(env: &TestEnv, orders: usize) {
     let all = i64::try_from(orders).unwrap();
     wait_within(90 * SECOND, "every close", async || env.closed().await == all).await;
@@ -70,7 +70,8 @@ async fn assert_closed_on_time(env: &TestEnv, orders: usize) {
     assert!(by_alarm_ms < 1_000.0 && by_sweep_ms < 3_000.0, "{by_alarm_ms} ms, by the sweep {by_sweep_ms} ms late");
 }
 
-/// With this policy on these queues, so many alarms wait; the policy goes, and all orders close on time.
+/// Sets a policy while alarms wait, asserts that it is named and re-arming slowed, removes it, and asserts that all
+/// orders close on time.
 fn assert_slowed_down(
     (queues, definition): (&'static str, &'static str),
     names: &'static str,
@@ -78,7 +79,7 @@ fn assert_slowed_down(
     delay: Duration,
 ) {
     on_private_broker_with(&[], with_sweep, async move |env: Arc<TestEnv>, broker: Arc<Private>| {
-        meanwhile(|| broker.ctl(&["set_policy", "spoils", queues, definition, "--apply-to", "queues"]));
+        meanwhile(|| broker.ctl(&["set_policy", "harmful", queues, definition, "--apply-to", "queues"]));
         let worker = env.worker().await;
         let publisher = env.publisher().await;
         schedule(&env, &publisher, alarms, delay).await;
@@ -92,8 +93,8 @@ fn assert_slowed_down(
         let held_back = Figures::of(&worker).await.get("alarms_held_back");
         println!("{alarms} alarms, {definition}: {per_second} re-arms a second, {held_back} held back");
         assert!(per_second <= 10.0 * f64::max(1.0, alarms as f64 / 100.0), "{per_second} re-arms a second");
-        meanwhile(|| broker.ctl(&["clear_policy", "spoils"]));
-        wait_until_taken_back(&worker, "alarms_circulate").await;
+        meanwhile(|| broker.ctl(&["clear_policy", "harmful"]));
+        wait_until_cured(&worker, "alarms_circulate").await;
         assert_eq!(env.closed().await, 0, "they still wait");
         assert_closed_on_time(&env, alarms).await;
         worker.stop().await;
@@ -101,7 +102,7 @@ fn assert_slowed_down(
     });
 }
 
-/// Not on the inbox and the parked queue: what both drop comes back to no worker, and is the sweep's.
+/// Not on the inbox and the parked queue: an alarm that both drop returns to no worker, so the sweep closes its order.
 #[test]
 fn drop_head_policy_is_named_and_slowed() {
     let on_delay_queues = (DELAY_QUEUES, r#"{"max-length":3,"overflow":"drop-head"}"#);
@@ -113,15 +114,15 @@ fn message_ttl_policy_is_named_and_slowed() {
     assert_slowed_down((".*", r#"{"message-ttl":1000}"#), "message-ttl", 30, 45 * SECOND);
 }
 
-/// The policy on all delay queues stays to the end. Not on the inbox: what is dropped there, and then out of the parked
-/// queue as well, is the sweep's.
+/// Keeps the policy on all delay queues to the end. Not on the inbox: if an alarm is dropped there and then from the
+/// parked queue too, the sweep closes its order.
 fn assert_on_time_under(definition: &'static str, alarms: usize, delay: Duration) {
     on_private_broker_with(&[], with_sweep, async move |env: Arc<TestEnv>, broker: Arc<Private>| {
-        meanwhile(|| broker.ctl(&["set_policy", "spoils", DELAY_QUEUES, definition, "--apply-to", "queues"]));
+        meanwhile(|| broker.ctl(&["set_policy", "harmful", DELAY_QUEUES, definition, "--apply-to", "queues"]));
         let worker = env.worker().await;
         let publisher = env.publisher().await;
         schedule(&env, &publisher, alarms, delay).await;
-        // Each makes two rounds before it is held back, which takes a busy machine its time.
+        // Each alarm returns twice before it is held back, which takes long on a busy machine.
         let named = async || why_degraded(&worker, "alarms_circulate").await.is_some();
         wait_within(45 * SECOND, "the cause", named).await;
         let few = async || rearms_per_second(&worker).await <= 100.0;
@@ -155,7 +156,7 @@ async fn wait_for_dead_letters(env: &TestEnv, count: u32) {
 #[test]
 fn expired_alarm_still_closes_its_order() {
     with_env(with_sweep, async |env| {
-        // Later than a worker needs to start, so that its order is closed by this alarm or by the sweep half a second late.
+        // Due after the worker has started, so that this alarm or, half a second late, the sweep closes the order.
         let orders = [env.order(8 * SECOND).await, env.order(12 * SECOND).await];
         for order in &orders {
             let properties = BasicProperties::default().with_expiration("200".into());
@@ -168,7 +169,7 @@ fn expired_alarm_still_closes_its_order() {
         wait_for("the closes", async || env.closed().await == 2).await;
         env.assert_closed_by_alarms().await;
         assert_eq!(env.parked().await, []);
-        wait_until_taken_back(&worker, "broker_policy").await;
+        wait_until_cured(&worker, "broker_policy").await;
         worker.stop().await;
         env.assert_drained().await;
     });
@@ -190,7 +191,7 @@ fn alarm_expired_after_its_deadline_closes() {
 }
 
 fn with_sweep_late(settings: &mut Settings) {
-    shown(settings);
+    serve_http(settings);
     settings.sweep.grace = 60 * SECOND;
 }
 
@@ -258,7 +259,7 @@ fn alarm_rejected_by_another_consumer_is_parked() {
     });
 }
 
-/// An alarm that comes back on time is armed as before: what its headers say is not what a publisher may say.
+/// An alarm that returns on time is re-armed as before: the worker does not trust a publisher's headers.
 #[test]
 fn forged_early_returns_delay_no_close() {
     with_env(with_sweep_late, async |env| {

@@ -1,11 +1,11 @@
-//! An unpaid order is closed at its deadline, not before; a paid one never.
+//! An unpaid order is closed at its deadline, not before it; a paid order is never closed.
 
 use std::time::Duration;
 
 use order_timeout::order::{OrderId, Timestamp};
 use uuid::Uuid;
 
-use crate::support::witness::Witness;
+use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::{Order, TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -20,7 +20,7 @@ async fn wait_until_closed(env: &TestEnv, orders: i64) {
 }
 
 #[test]
-fn an_unpaid_order_in_a_lane_is_closed_by_its_alarm() {
+fn alarm_in_lane_closes_unpaid_order() {
     with_env(
         |_| {},
         async |env| {
@@ -38,7 +38,7 @@ fn an_unpaid_order_in_a_lane_is_closed_by_its_alarm() {
 }
 
 #[test]
-fn a_close_is_written_down_with_path_reason_history_and_event() {
+fn close_records_path_reason_history_and_event() {
     with_env(
         |_| {},
         async |env| {
@@ -67,7 +67,7 @@ fn a_close_is_written_down_with_path_reason_history_and_event() {
 }
 
 #[test]
-fn every_article_of_an_order_goes_back_into_stock() {
+fn close_returns_every_article_to_stock() {
     with_env(
         |_| {},
         async |env| {
@@ -101,11 +101,11 @@ fn every_article_of_an_order_goes_back_into_stock() {
 }
 
 #[test]
-fn a_paid_order_is_never_closed() {
+fn paid_order_is_never_closed() {
     with_env(
         |_| {},
         async |env| {
-            let witness = Witness::open(&env).await;
+            let disk_probe = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let orders = env.orders(30, 2 * SECOND).await;
             env.publisher().await.schedule_all(alarms(&orders)).await.unwrap();
@@ -117,7 +117,7 @@ fn a_paid_order_is_never_closed() {
             for order in &orders[..12] {
                 assert_eq!(env.status(order).await, "paid");
             }
-            witness.assert_on_time(&env).await;
+            disk_probe.assert_on_time(&env).await;
             env.assert_drained().await;
             env.assert_ledger().await;
         },
@@ -125,11 +125,11 @@ fn a_paid_order_is_never_closed() {
 }
 
 #[test]
-fn orders_of_all_delays_are_closed_on_time_behind_one_that_is_far_ahead() {
+fn far_deadline_delays_no_other_order() {
     with_env(
         |_| {},
         async |env| {
-            let witness = Witness::open(&env).await;
+            let disk_probe = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let publisher = env.publisher().await;
             let far = env.order(600 * SECOND).await;
@@ -142,7 +142,7 @@ fn orders_of_all_delays_are_closed_on_time_behind_one_that_is_far_ahead() {
                 publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
             }
             wait_until_closed(&env, 200).await;
-            witness.assert_on_time(&env).await;
+            disk_probe.assert_on_time(&env).await;
             assert_eq!(env.status(&far).await, "unpaid");
             worker.stop().await;
             env.assert_drained().await;
@@ -152,12 +152,12 @@ fn orders_of_all_delays_are_closed_on_time_behind_one_that_is_far_ahead() {
 }
 
 #[test]
-fn alarms_for_unknown_orders_and_far_ones_do_not_delay_the_good() {
+fn unknown_and_far_alarms_delay_no_order() {
     with_env(
         // Longer than the test, so that the unknown ones are retried throughout.
         |settings| settings.retry.missing_for = 60 * SECOND,
         async |env| {
-            let witness = Witness::open(&env).await;
+            let disk_probe = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let publisher = env.publisher().await;
             let now = Timestamp::now_by_local_clock();
@@ -169,7 +169,7 @@ fn alarms_for_unknown_orders_and_far_ones_do_not_delay_the_good() {
             let later = env.orders(100, 6 * SECOND).await;
             publisher.schedule_all(alarms(&later)).await.unwrap();
             wait_until_closed(&env, 200).await;
-            witness.assert_on_time(&env).await;
+            disk_probe.assert_on_time(&env).await;
             assert_eq!(env.parked().await, []);
             worker.stop().await;
             env.assert_ledger().await;

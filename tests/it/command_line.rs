@@ -1,5 +1,5 @@
-//! The command line says in one sentence what is wrong and how to mend it, keeps passwords to itself, and exits with a
-//! code that scripts can trust: 0 done, 1 failed, 2 wrong usage or settings.
+//! The command line states in one sentence what is wrong and how to fix it, never prints passwords, and exits with a code
+//! for scripts: 0 done, 1 failed, 2 wrong usage or settings.
 
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -22,33 +22,33 @@ use crate::support::process::{WorkerProcess, bare, call_with, order_timeout, run
 use crate::support::proxy::Proxy;
 use crate::support::{Order, TestEnv, wait_for, wait_within, with_env, with_parts};
 
-/// A password that is nothing else, so that it is found wherever it gets out.
+/// A password that equals no other text, so that it is found wherever it leaks.
 const PASSWORD: &str = "sesame-4711";
-/// The port of a service that nobody runs any more (tcpmux).
-const NOBODY_LISTENS: u16 = 1;
+/// The port of an obsolete service (tcpmux), on which no process listens.
+const UNUSED_PORT: u16 = 1;
 
-/// Runs a command of the env's, without holding up the test's runtime.
+/// Runs a command with the environment's settings, without blocking the test's runtime.
 async fn call(env: &TestEnv, arguments: &[&str]) -> (i32, String, String) {
     call_with(&env.settings, arguments).await
 }
 
-/// What stands on standard error: one sentence in one line, said once.
+/// The sentence on standard error: one line, without repetition.
 fn sentence(stderr: &str) -> &str {
     let line = stderr.strip_suffix('\n').expect("a line");
-    assert!(!line.contains('\n'), "more than a line: {stderr}");
+    assert!(!line.contains('\n'), "more than one line: {stderr}");
     let sentence = line.strip_prefix("order-timeout: ").unwrap_or_else(|| panic!("not ours: {stderr}"));
     let characters: Vec<char> = sentence.chars().collect();
     for piece in characters.windows(60) {
         let piece: String = piece.iter().collect();
-        assert_eq!(sentence.matches(&piece).count(), 1, "says {piece:?} more than once: {sentence}");
+        assert_eq!(sentence.matches(&piece).count(), 1, "repeats {piece:?}: {sentence}");
     }
     sentence
 }
 
-/// The command fails with this code and one sentence that has all these parts, and prints nothing else.
+/// Asserts that the command fails with this code, and prints one sentence with all these parts and nothing else.
 fn assert_fails(command: &mut Command, code: i32, parts: &[&str]) {
     let (found, stdout, stderr) = run(command);
-    assert!(!format!("{stdout}{stderr}").contains(PASSWORD), "{command:?} gives the password away: {stdout}{stderr}");
+    assert!(!format!("{stdout}{stderr}").contains(PASSWORD), "{command:?} prints the password: {stdout}{stderr}");
     assert_eq!((found, stdout.as_str()), (code, ""), "{command:?}: {stderr}");
     let sentence = sentence(&stderr);
     for part in parts {
@@ -58,7 +58,7 @@ fn assert_fails(command: &mut Command, code: i32, parts: &[&str]) {
 
 async fn assert_call_fails(settings: &Settings, arguments: &[&str], parts: &[&str]) {
     let mut command = order_timeout(settings);
-    // What the worker logs goes to standard error too; here it is about its last word.
+    // The worker also logs to standard error; this is about its final sentence.
     command.args(["--set", "log.filter=off"]).args(arguments);
     let parts: Vec<String> = parts.iter().map(|part| (*part).to_owned()).collect();
     let checked = tokio::task::spawn_blocking(move || {
@@ -74,7 +74,7 @@ fn user_of(url: &SecretString) -> String {
     authority.split_once('@').map_or("guest", |(user, _)| user.split(':').next().unwrap()).to_owned()
 }
 
-/// A settings file that goes away by itself.
+/// A settings file that is deleted when dropped.
 fn settings_file(contents: &str) -> tempfile::NamedTempFile {
     let file = tempfile::Builder::new().prefix("shop-").suffix(".toml").tempfile().unwrap();
     std::fs::write(file.path(), contents).unwrap();
@@ -82,7 +82,7 @@ fn settings_file(contents: &str) -> tempfile::NamedTempFile {
 }
 
 #[test]
-fn a_wrong_setting_is_named_with_its_origin() {
+fn names_wrong_setting_and_its_origin() {
     for (setting, parts) in [
         ("delay.leed=3s", &["delay.leed", "--set", "did you mean delay.lead?"][..]),
         ("delay=3s", &["delay", "--set"]),
@@ -108,13 +108,13 @@ fn a_wrong_setting_is_named_with_its_origin() {
         (&format!("amqp.url=amqp://shop:{PASSWORD}@host:port/"), &["amqp.url", "--set", "amqp://"]),
     ] {
         assert_fails(bare().args(["--set", setting, "topology"]), 2, parts);
-        // The place of an option is free.
+        // An option may come before or after the command.
         assert_fails(bare().args(["topology", "--set", setting]), 2, parts);
     }
 }
 
 #[test]
-fn a_wrong_setting_from_the_environment_is_named_with_its_origin() {
+fn names_wrong_environment_setting_and_its_origin() {
     for (variable, value, parts) in [
         ("ORDER_TIMEOUT__DELAY__LEED", "3s", &["delay.leed", "environment", "did you mean delay.lead?"][..]),
         ("ORDER_TIMEOUT__DELAY__LEAD", "3", &["delay.lead", "environment", "duration"]),
@@ -131,14 +131,14 @@ fn a_wrong_setting_from_the_environment_is_named_with_its_origin() {
     }
 }
 
-/// What needs the database, as it is typed.
+/// The arguments of the commands that need the database.
 fn commands_with_a_database() -> Vec<Vec<&'static str>> {
     let commands = ["setup", "worker", "close 1", "parked list", "parked retry --all", "parked drop --all"];
     commands.iter().map(|command| command.split(' ').collect()).collect()
 }
 
 #[test]
-fn only_what_needs_the_database_minds_an_address_that_is_none() {
+fn only_database_commands_reject_invalid_address() {
     for address in [format!("mysql://shop:{PASSWORD}@host/shop"), format!("postgres://shop:{PASSWORD}@host:port/shop")]
     {
         for command in commands_with_a_database() {
@@ -155,7 +155,7 @@ fn only_what_needs_the_database_minds_an_address_that_is_none() {
 }
 
 #[test]
-fn a_shop_with_a_database_of_another_kind_can_schedule() {
+fn can_schedule_with_foreign_database_address() {
     with_env(
         |_| {},
         async |env| {
@@ -169,7 +169,7 @@ fn a_shop_with_a_database_of_another_kind_can_schedule() {
 }
 
 #[test]
-fn a_wrong_setting_in_a_file_is_named_with_the_file() {
+fn names_wrong_setting_and_its_file() {
     for (contents, parts) in [
         ("[delay]\nleed = \"3s\"\n", &["delay.leed", "did you mean delay.lead?"][..]),
         ("[delay]\nlead = \"3\"\n", &["delay.lead", "write a number and its unit, such as 3s"]),
@@ -180,7 +180,7 @@ fn a_wrong_setting_in_a_file_is_named_with_the_file() {
         ("[worker]\nclosers = 0\n", &["worker.closers", "between 1 and 32"]),
         (&format!("[amqp]\nurl = \"http://shop:{PASSWORD}@host\"\n"), &["amqp.url", "amqp://"]),
         (&format!("[database]\nurl = [\"postgres://shop:{PASSWORD}@host/shop\"]\n"), &["database.url"]),
-        // Not TOML, and the line that is wrong holds the password.
+        // Not TOML, and the wrong line contains the password.
         (&format!("[amqp]\nurl = \"amqp://shop:{PASSWORD}@host/shop\n"), &["TOML", "line 2"]),
         (&format!("[amqp]\nurl = amqp://shop:{PASSWORD}@host/shop\n"), &["TOML", "line 2"]),
     ] {
@@ -192,7 +192,7 @@ fn a_wrong_setting_in_a_file_is_named_with_the_file() {
 }
 
 #[test]
-fn a_settings_file_that_cannot_be_read_is_named_as_it_was_typed() {
+fn names_unreadable_settings_file_as_typed() {
     let not_text = settings_file("");
     std::fs::write(not_text.path(), b"\xff").unwrap();
     let (directory, not_text) = (env!("CARGO_TARGET_TMPDIR"), not_text.path().to_str().unwrap());
@@ -203,16 +203,16 @@ fn a_settings_file_that_cannot_be_read_is_named_as_it_was_typed() {
 }
 
 #[test]
-fn an_environment_that_is_not_text_does_no_harm() {
+fn ignores_environment_that_is_not_text() {
     use std::os::unix::ffi::OsStrExt;
     let not_text = std::ffi::OsStr::from_bytes(b"\xff");
-    let (code, stdout, stderr) = run(bare().env("SOMEBODY_ELSES", not_text).arg("topology"));
+    let (code, stdout, stderr) = run(bare().env("FOREIGN_VARIABLE", not_text).arg("topology"));
     assert_eq!((code, stderr.as_str()), (0, ""));
     assert_eq!(stdout, run(bare().arg("topology")).1);
 }
 
 #[test]
-fn the_environment_says_the_same_as_set() {
+fn environment_and_set_are_equivalent() {
     for (key, variable, value) in [
         ("namespace", "ORDER_TIMEOUT__NAMESPACE", "007"),
         ("namespace", "ORDER_TIMEOUT__NAMESPACE", "1e3"),
@@ -229,7 +229,7 @@ fn the_environment_says_the_same_as_set() {
 }
 
 #[test]
-fn wrong_usage_exits_with_2_and_says_where_help_is() {
+fn wrong_usage_exits_with_2_naming_help() {
     let when = ["schedule", "--order-id", "order-1"];
     for (arguments, part) in [
         (&["frobnicate"][..], "frobnicate"),
@@ -237,7 +237,7 @@ fn wrong_usage_exits_with_2_and_says_where_help_is() {
         (&["schedule", "--in", "30m"], "--order-id"),
         (&["deadline", "--order-id", "order-1"], "--in <DURATION>|--deadline <TIME>"),
         (&[&when[..], &["--in", "30m", "--deadline", "2026-11-20T10:30:00Z"]].concat(), "cannot be used with"),
-        // What is missing is a unit, and that is what it says.
+        // The error names the missing unit.
         (&[&when[..], &["--in", "5"]].concat(), "time unit needed, for example 5sec"),
         (&[&when[..], &["--in=-5s"]].concat(), "write a number and its unit, such as 90s"),
         (&[&when[..], &["--in", "-5s"]].concat(), "a deadline lies ahead; write a number and its unit"),
@@ -259,7 +259,7 @@ fn wrong_usage_exits_with_2_and_says_where_help_is() {
             assert!(stderr.contains(part), "{arguments:?}: {stderr:?} lacks {part:?}");
         }
     }
-    // Without a command, the help itself.
+    // Without a command it prints the help.
     let (code, stdout, stderr) = run(&mut bare());
     assert_eq!((code, stdout.as_str()), (2, ""));
     assert!(stderr.contains("Usage: order-timeout") && stderr.contains("worker"), "{stderr}");
@@ -274,7 +274,7 @@ fn settings_count_on_both_sides_of_subcommand() {
 }
 
 #[test]
-fn an_address_among_the_arguments_is_not_repeated() {
+fn address_in_arguments_is_not_repeated() {
     let address = format!("postgres://shop:{PASSWORD}@host/shop");
     let (after_in, after_deadline) = (format!("--in={address}"), format!("--deadline={address}"));
     for arguments in [
@@ -299,7 +299,7 @@ fn an_address_among_the_arguments_is_not_repeated() {
 }
 
 #[test]
-fn every_command_explains_itself_and_its_arguments() {
+fn every_command_and_argument_has_help() {
     fn check(command: &clap::Command, path: &[&str]) -> usize {
         let (code, stdout, stderr) = run(bare().args(path).arg("--help"));
         assert_eq!((code, stderr.as_str()), (0, ""), "{path:?} --help");
@@ -329,7 +329,7 @@ fn every_command_explains_itself_and_its_arguments() {
         }
         checked
     }
-    // Built, so that it has the arguments that hold for every command.
+    // Built, so that it has the global arguments.
     let mut cli = Cli::command();
     cli.build();
     // The program, setup, worker, health, schedule, deadline, close, topology, quarantine, config, completions, man, parked with its three.
@@ -337,7 +337,7 @@ fn every_command_explains_itself_and_its_arguments() {
 }
 
 #[test]
-fn a_broker_that_cannot_be_used_is_named_and_the_password_is_not() {
+fn names_unusable_broker_without_password() {
     with_env(
         |_| {},
         async |env| {
@@ -354,10 +354,10 @@ fn a_broker_that_cannot_be_used_is_named_and_the_password_is_not() {
             };
 
             let wrong_password = with(with_parts(good, Some(&format!("{name}:{PASSWORD}")), None, None));
-            let nobody = with(with_parts(good, Some(&format!("nobody:{PASSWORD}")), None, None));
+            let unknown_user = with(with_parts(good, Some(&format!("unknown:{PASSWORD}")), None, None));
             for arguments in [&schedule[..], &retry, &["setup"], &["worker"]] {
                 assert_call_fails(&wrong_password, arguments, &["refuses user", &name, "password", "amqp.url"]).await;
-                assert_call_fails(&nobody, arguments, &["refuses user", "\"nobody\"", "amqp.url"]).await;
+                assert_call_fails(&unknown_user, arguments, &["refuses user", "\"unknown\"", "amqp.url"]).await;
             }
 
             let missing_vhost = with(with_parts(good, None, None, Some("no-such-vhost")));
@@ -366,9 +366,9 @@ fn a_broker_that_cannot_be_used_is_named_and_the_password_is_not() {
                     .await;
             }
 
-            // A worker would wait for the broker; all others give up.
+            // A worker would wait for the broker; all other commands give up.
             let user = format!("shop:{PASSWORD}");
-            let place = format!("127.0.0.1:{NOBODY_LISTENS}");
+            let place = format!("127.0.0.1:{UNUSED_PORT}");
             let nothing_there = with(with_parts(good, Some(&user), Some(&place), None));
             let no_such_host = with(with_parts(good, Some(&user), Some("no-such-host.invalid:5672"), None));
             for arguments in [&schedule[..], &retry, &["setup"]] {
@@ -386,7 +386,7 @@ fn a_broker_that_cannot_be_used_is_named_and_the_password_is_not() {
 }
 
 #[test]
-fn a_broker_without_our_queues_is_told_apart_from_one_that_is_away() {
+fn distinguishes_missing_queues_from_unreachable_broker() {
     with_env(
         |_| {},
         async |env| {
@@ -404,7 +404,7 @@ fn a_broker_without_our_queues_is_told_apart_from_one_that_is_away() {
 }
 
 #[test]
-fn a_database_that_cannot_be_used_is_named_and_the_password_is_not() {
+fn names_unusable_database_without_password() {
     with_env(
         |_| {},
         async |env| {
@@ -414,15 +414,15 @@ fn a_database_that_cannot_be_used_is_named_and_the_password_is_not() {
                 settings.database.url = url;
                 settings
             };
-            let user = format!("nobody:{PASSWORD}");
+            let user = format!("unknown:{PASSWORD}");
             let unknown_user = with(with_parts(good, Some(&user), None, None));
             let missing = with(env.settings.database.url_of("no_such_database"));
-            let place = format!("127.0.0.1:{NOBODY_LISTENS}");
+            let place = format!("127.0.0.1:{UNUSED_PORT}");
             let nothing_there = with(with_parts(good, Some(&user), Some(&place), None));
             let no_such_host = with(with_parts(good, Some(&user), Some("no-such-host.invalid:5432"), None));
             let id = Uuid::now_v7().to_string();
             for arguments in [&["setup"][..], &["worker"], &["close", &id], &["parked", "list"]] {
-                assert_call_fails(&unknown_user, arguments, &["database", "refuses", "\"nobody\"", "database.url"])
+                assert_call_fails(&unknown_user, arguments, &["database", "refuses", "\"unknown\"", "database.url"])
                     .await;
                 assert_call_fails(
                     &missing,
@@ -443,7 +443,7 @@ fn a_database_that_cannot_be_used_is_named_and_the_password_is_not() {
 }
 
 #[test]
-fn what_a_failing_worker_logs_holds_the_sentence_once_and_no_password() {
+fn failing_worker_logs_error_once_without_password() {
     with_env(
         |_| {},
         async |env| {
@@ -465,7 +465,7 @@ fn what_a_failing_worker_logs_holds_the_sentence_once_and_no_password() {
 }
 
 #[test]
-fn migrations_that_are_missing_are_named() {
+fn names_missing_migrations() {
     with_env(
         |_| {},
         async |env| {
@@ -484,7 +484,7 @@ fn migrations_that_are_missing_are_named() {
 }
 
 #[test]
-fn what_the_database_complains_of_is_told_without_its_own_source() {
+fn database_error_omits_its_source_location() {
     with_env(
         |_| {},
         async |env| {
@@ -495,7 +495,7 @@ fn what_the_database_complains_of_is_told_without_its_own_source() {
                 &["parked", "drop", "--all", "--yes"],
                 &["parked", "retry", "--all", "--yes"],
             ] {
-                // To the letter: sqlx would add a line number of Postgres' own code.
+                // The exact text: sqlx would add a line number of Postgres' source code.
                 let whole = "column \"parked_at\" does not exist (SQLSTATE 42703); mend the database";
                 assert_call_fails(&env.settings, arguments, &["parked alarms", whole]).await;
             }
@@ -510,12 +510,12 @@ fn migration_files() -> usize {
 }
 
 #[test]
-fn setup_does_what_is_missing_and_then_nothing() {
+fn setup_is_idempotent() {
     with_env(
         |_| {},
         async |env| {
             let topology = Topology::new(&env.settings);
-            // As on the first day: no tables, and one queue is not there.
+            // As at the first setup: no tables, and one queue is missing.
             env.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
             let lost = &topology.queues.last().unwrap().name;
             env.channel.queue_delete(lost.as_str().into(), Default::default()).await.unwrap();
@@ -550,7 +550,7 @@ fn setup_does_what_is_missing_and_then_nothing() {
 }
 
 #[test]
-fn schedule_puts_the_alarm_into_the_broker_and_says_so() {
+fn schedule_reports_the_published_alarm() {
     with_env(
         |_| {},
         async |env| {
@@ -569,23 +569,23 @@ fn schedule_puts_the_alarm_into_the_broker_and_says_so() {
             assert_eq!(
                 serde_json::from_slice::<Value>(&got.delivery.data).unwrap(),
                 expected,
-                "what was said is what was sent"
+                "it reports what it sent"
             );
 
             let before = env.order(Duration::from_secs(90)).await.deadline;
             let (code, stdout, stderr) = call(&env, &["schedule", "order-2", "--in", "90s"]).await;
             assert!(code == 0 && sentence(&stderr).contains("is no UUID"), "{stderr}");
-            let said =
+            let reported =
                 stdout.strip_prefix("scheduled: order order-2 at ").unwrap_or_else(|| panic!("{stdout}")).trim_end();
-            let said = order_timeout::message::read_rfc3339(said).unwrap();
-            let drift = said.since(before).max(before.since(said));
+            let reported = order_timeout::message::read_rfc3339(reported).unwrap();
+            let drift = reported.since(before).max(before.since(reported));
             assert!(drift < Duration::from_secs(10), "{drift:?} from 90 s ahead");
             wait_for("the second alarm", async || env.depth(&arm).await == 1).await;
         },
     );
 }
 
-/// What `schedule` says on standard error of an alarm that it has sent.
+/// The remarks of `schedule` on standard error about an alarm that it has sent.
 async fn remarks(settings: &Settings, id: &str, when: &[&str]) -> String {
     let (code, stdout, stderr) = call_with(settings, &[&["schedule", id], when].concat()).await;
     assert!(code == 0 && stdout.starts_with("scheduled: order "), "{stdout}{stderr}");
@@ -593,7 +593,7 @@ async fn remarks(settings: &Settings, id: &str, when: &[&str]) -> String {
 }
 
 #[test]
-fn schedule_says_what_the_row_says_otherwise() {
+fn schedule_reports_differing_row() {
     with_env(
         |_| {},
         async |env| {
@@ -610,16 +610,16 @@ fn schedule_says_what_the_row_says_otherwise() {
             let late = remarks(settings, "17", &["--deadline", "2020-01-01T00:00:00Z"]).await;
             assert!(late.contains("is no UUID") && late.contains("2020-01-01T00:00:00.000Z has passed"), "{late}");
 
-            // A database that is not there takes nothing from what was done.
-            let mut away = settings.clone();
-            away.database.url = format!("postgres://u:{PASSWORD}@127.0.0.1:{NOBODY_LISTENS}/d").into();
-            let unread = remarks(&away, &id, &["--in", "5s"]).await;
+            // The alarm is sent even if the database is unavailable.
+            let mut unreachable = settings.clone();
+            unreachable.database.url = format!("postgres://u:{PASSWORD}@127.0.0.1:{UNUSED_PORT}/d").into();
+            let unread = remarks(&unreachable, &id, &["--in", "5s"]).await;
             assert!(sentence(&unread).contains("not compared") && !unread.contains(PASSWORD), "{unread}");
             let mut command = order_timeout(settings);
             command.env_remove("ORDER_TIMEOUT__DATABASE__URL").args(["schedule", &unknown, "--in", "60s"]);
             let (code, _, stderr) = tokio::task::block_in_place(|| run(&mut command));
             assert_eq!((code, stderr.as_str()), (0, ""));
-            // Another table's ids are the shop's to know.
+            // The ids of the shop's own table need not be UUIDs.
             let mut own = settings.clone();
             (own.orders.close_sql, own.orders.overdue_sql) = ("a".into(), "b".into());
             assert_eq!(remarks(&own, "17", &["--in", "60s"]).await, "");
@@ -628,8 +628,8 @@ fn schedule_says_what_the_row_says_otherwise() {
 }
 
 #[test]
-fn a_worker_that_cannot_start_names_no_page() {
-    with_env(figures::shown, async |env| {
+fn failing_worker_names_no_page() {
+    with_env(figures::serve_http, async |env| {
         let mut settings = env.settings.clone();
         settings.amqp.url = with_parts(&settings.amqp.url, None, None, Some("no-such-vhost"));
         let mut command = order_timeout(&settings);
@@ -641,7 +641,7 @@ fn a_worker_that_cannot_start_names_no_page() {
 }
 
 #[test]
-fn what_cannot_be_scheduled_is_refused_with_the_reason() {
+fn schedule_refuses_with_reason() {
     with_env(
         |_| {},
         async |env| {
@@ -670,7 +670,7 @@ async fn close(env: &TestEnv, ids: &[&str]) -> (i32, Vec<(String, String)>) {
 }
 
 #[test]
-fn close_closes_what_is_overdue_and_nothing_else() {
+fn close_closes_only_overdue_orders() {
     with_env(
         |_| {},
         async |env| {
@@ -679,39 +679,47 @@ fn close_closes_what_is_overdue_and_nothing_else() {
             let not_due = env.order(Duration::from_secs(3_600)).await;
             assert!(env.pay(&paid).await);
             let id = |order: &Order| order.id.to_string();
-            let answer = |order: &str, outcome: &str| (order.to_owned(), outcome.to_owned());
+            let outcome_of = |order: &str, outcome: &str| (order.to_owned(), outcome.to_owned());
 
-            assert_eq!(close(&env, &[&id(&overdue)]).await, (0, vec![answer(&id(&overdue), "closed")]));
+            assert_eq!(close(&env, &[&id(&overdue)]).await, (0, vec![outcome_of(&id(&overdue), "closed")]));
             assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'manual'").await, 1);
             assert_eq!(
                 env.count("SELECT count(*) FROM order_events WHERE event = 'closed' AND by = 'manual'").await,
                 1
             );
-            assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 1, "and it will be announced");
-            assert_eq!(close(&env, &[&id(&overdue)]).await, (0, vec![answer(&id(&overdue), "already_closed")]));
-            assert_eq!(close(&env, &[&id(&paid)]).await, (0, vec![answer(&id(&paid), "paid")]));
+            assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 1, "its event will be sent");
+            assert_eq!(close(&env, &[&id(&overdue)]).await, (0, vec![outcome_of(&id(&overdue), "already_closed")]));
+            assert_eq!(close(&env, &[&id(&paid)]).await, (0, vec![outcome_of(&id(&paid), "paid")]));
 
             let unknown = Uuid::now_v7().to_string();
-            assert_eq!(close(&env, &[&id(&not_due)]).await, (1, vec![answer(&id(&not_due), "not_due")]));
-            assert_eq!(close(&env, &[&unknown]).await, (1, vec![answer(&unknown, "unknown")]));
+            assert_eq!(close(&env, &[&id(&not_due)]).await, (1, vec![outcome_of(&id(&not_due), "not_due")]));
+            assert_eq!(close(&env, &[&unknown]).await, (1, vec![outcome_of(&unknown, "unknown")]));
             assert_eq!(
                 close(&env, &["'; DROP TABLE orders; --"]).await,
-                (1, vec![answer("'; DROP TABLE orders; --", "malformed")])
+                (1, vec![outcome_of("'; DROP TABLE orders; --", "malformed")])
             );
             assert_eq!(env.status(&not_due).await, "unpaid");
             assert_eq!(env.status(&paid).await, "paid");
 
-            // Together: each is answered, in the order they were asked, and what can be closed is.
+            // Several at once: each has an outcome, in the order of the arguments, and those that can be closed are
+            // closed.
             let another = env.order(Duration::ZERO).await;
             let asked = [&unknown, &id(&another), &id(&not_due)];
             let (code, answers) = close(&env, &asked.map(String::as_str)).await;
             assert_eq!(
                 (code, answers),
-                (1, vec![answer(asked[0], "unknown"), answer(asked[1], "closed"), answer(asked[2], "not_due")])
+                (
+                    1,
+                    vec![
+                        outcome_of(asked[0], "unknown"),
+                        outcome_of(asked[1], "closed"),
+                        outcome_of(asked[2], "not_due")
+                    ]
+                )
             );
             assert_eq!(env.closed().await, 2);
 
-            // For people.
+            // As text.
             let (code, stdout, stderr) = call(&env, &["close", &id(&not_due)]).await;
             assert_eq!((code, stdout, stderr), (1, format!("{}: not_due\n", not_due.id), String::new()));
             env.assert_ledger().await;
@@ -738,7 +746,7 @@ fn topology_prints_definitions_json() {
 }
 
 #[test]
-fn topology_of_the_plugin_has_the_delayed_exchange_and_no_delay_queues() {
+fn plugin_topology_has_no_delay_queues() {
     let (code, stdout, stderr) = run(bare().args(["topology", "--plugin"]));
     assert_eq!((code, stderr.as_str()), (0, ""));
     let definitions: Value = serde_json::from_str(&stdout).unwrap();
@@ -758,7 +766,7 @@ fn topology_of_the_plugin_has_the_delayed_exchange_and_no_delay_queues() {
 }
 
 #[test]
-fn a_reader_that_has_seen_enough_is_no_crash() {
+fn closed_stdout_is_no_crash() {
     let mut child = bare().arg("topology").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     // As `order-timeout topology | head -1` does.
     drop(child.stdout.take());
@@ -767,7 +775,7 @@ fn a_reader_that_has_seen_enough_is_no_crash() {
     assert!(!stderr.contains("panicked"), "{stderr}");
 }
 
-/// Until both inboxes have a consumer: then the worker works.
+/// Waits until both queues have a consumer: then the worker is running.
 async fn wait_for_consumers(env: &TestEnv) {
     for queue in [env.names().timeout(), env.names().arm()] {
         wait_for("a consumer", async || consumers(env, &queue).await > 0).await;
@@ -781,7 +789,7 @@ async fn consumers(env: &TestEnv, queue: &str) -> u32 {
 }
 
 #[test]
-fn a_worker_gives_back_what_it_holds_when_it_is_told_to_stop() {
+fn sigterm_returns_held_alarms() {
     let far_enough = Duration::from_secs(60);
     with_env(
         |settings| settings.worker.hold_max = Duration::from_secs(120),
@@ -789,7 +797,7 @@ fn a_worker_gives_back_what_it_holds_when_it_is_told_to_stop() {
             let worker = WorkerProcess::start(&env.settings);
             wait_for_consumers(&env).await;
             let (soon, later) = (env.order(Duration::from_secs(1)).await, env.order(far_enough).await);
-            // As if both had just come out of their delay.
+            // As if the delays of both had just ended.
             for order in [&later, &soon] {
                 let body = Alarm { order_id: order.order_id(), deadline: order.deadline }.to_bytes();
                 let properties = BasicProperties::default().with_delivery_mode(2);
@@ -797,7 +805,7 @@ fn a_worker_gives_back_what_it_holds_when_it_is_told_to_stop() {
             }
             wait_for("the first order's close", async || env.status(&soon).await == "closed").await;
             let timeout = env.names().timeout();
-            wait_for("the other alarm in the worker's hands", async || env.depth(&timeout).await == 0).await;
+            wait_for("the worker holding the other alarm", async || env.depth(&timeout).await == 0).await;
 
             let code = tokio::task::spawn_blocking(|| worker.terminate(Duration::from_secs(12))).await.unwrap();
             assert_eq!(code, 0, "drained within its grace");
@@ -806,7 +814,7 @@ fn a_worker_gives_back_what_it_holds_when_it_is_told_to_stop() {
             assert_eq!(
                 env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await,
                 0,
-                "and announced what it closed"
+                "the close was announced"
             );
             env.assert_ledger().await;
         },
@@ -814,15 +822,14 @@ fn a_worker_gives_back_what_it_holds_when_it_is_told_to_stop() {
 }
 
 #[test]
-fn a_worker_without_a_broker_waits_for_it_and_still_stops_when_told() {
+fn worker_waiting_for_broker_can_be_stopped() {
     with_env(
         |_| {},
         async |env| {
             let mut settings = env.settings.clone();
-            settings.amqp.url =
-                with_parts(&settings.amqp.url, None, Some(&format!("127.0.0.1:{NOBODY_LISTENS}")), None);
+            settings.amqp.url = with_parts(&settings.amqp.url, None, Some(&format!("127.0.0.1:{UNUSED_PORT}")), None);
             let worker = WorkerProcess::start(&settings);
-            // It listens to signals before it opens its first connection.
+            // It handles signals before it opens its first connection.
             let connected = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'order-timeout'";
             wait_for("the worker at the database", async || env.count(connected).await > 0).await;
             let code = tokio::task::spawn_blocking(|| worker.terminate(Duration::from_secs(12))).await.unwrap();
@@ -832,7 +839,7 @@ fn a_worker_without_a_broker_waits_for_it_and_still_stops_when_told() {
 }
 
 #[test]
-fn a_worker_that_is_told_twice_to_stop_ends_at_once() {
+fn second_stop_signal_ends_worker_at_once() {
     with_env(
         |settings| {
             settings.worker.shutdown_grace = Duration::from_secs(300);
@@ -840,38 +847,38 @@ fn a_worker_that_is_told_twice_to_stop_ends_at_once() {
             settings.database.lock_timeout = Duration::from_secs(299);
         },
         async |env| {
-            let worker = Watched::start(&env.settings);
-            wait_for("the worker's start", async || worker.says("worker started")).await;
-            // While nobody can write there, parking what is not an alarm is never finished.
+            let worker = LoggedWorker::start(&env.settings);
+            wait_for("the worker's start", async || worker.has_logged("worker started")).await;
+            // While the table is locked, parking a message that is no alarm never finishes.
             let mut lock = env.pool.begin().await.unwrap();
             sqlx::query("LOCK TABLE parked_alarms").execute(&mut *lock).await.unwrap();
             env.publish_raw(&env.names().due(), DUE_KEY, b"no alarm", BasicProperties::default()).await;
             let waiting = "SELECT count(*) FROM pg_locks WHERE relation = 'parked_alarms'::regclass AND NOT granted";
-            wait_for("something that it cannot finish", async || env.count(waiting).await == 1).await;
+            wait_for("parking that waits for the lock", async || env.count(waiting).await == 1).await;
 
             worker.signal(libc::SIGTERM);
-            wait_for("its draining", async || worker.says("stopping: taking nothing new")).await;
+            wait_for("the draining", async || worker.has_logged("stopping: taking nothing new")).await;
             assert_eq!(worker.exit_code(), None, "there is something left to finish");
             worker.signal(libc::SIGINT);
-            wait_within(Duration::from_secs(20), "its end", async || worker.exit_code().is_some()).await;
+            wait_within(Duration::from_secs(20), "the exit", async || worker.exit_code().is_some()).await;
             assert_eq!(worker.exit_code(), Some(1));
-            let said = worker.said();
-            let last = said.lines().last().unwrap();
-            assert!(last.starts_with("order-timeout: ") && last.contains("second time"), "{said}");
+            let log = worker.log();
+            let last = log.lines().last().unwrap();
+            assert!(last.starts_with("order-timeout: ") && last.contains("second time"), "{log}");
             lock.rollback().await.unwrap();
-            // Neither finished nor lost.
-            wait_for("it back in its queue", async || env.depth(&env.names().timeout()).await == 1).await;
+            // It is not parked, and not lost.
+            wait_for("the message back in its queue", async || env.depth(&env.names().timeout()).await == 1).await;
         },
     );
 }
 
-/// A worker whose words are listened to. Killed when dropped.
-struct Watched {
+/// A worker with a log that the test reads. Killed when dropped.
+struct LoggedWorker {
     child: std::sync::Mutex<Child>,
     stderr: tempfile::NamedTempFile,
 }
 
-impl Watched {
+impl LoggedWorker {
     fn start(settings: &Settings) -> Self {
         let stderr = tempfile::NamedTempFile::new().unwrap();
         let mut command = order_timeout(settings);
@@ -880,12 +887,12 @@ impl Watched {
         Self { child: child.into(), stderr }
     }
 
-    fn said(&self) -> String {
+    fn log(&self) -> String {
         std::fs::read_to_string(self.stderr.path()).unwrap()
     }
 
-    fn says(&self, words: &str) -> bool {
-        self.said().contains(words)
+    fn has_logged(&self, text: &str) -> bool {
+        self.log().contains(text)
     }
 
     fn exit_code(&self) -> Option<i32> {
@@ -899,9 +906,9 @@ impl Watched {
     }
 }
 
-impl Drop for Watched {
+impl Drop for LoggedWorker {
     fn drop(&mut self) {
-        // Gone already unless the test has failed.
+        // It has ended already, unless the test has failed.
         if let Ok(child) = self.child.get_mut() {
             let _ = child.kill();
             let _ = child.wait();

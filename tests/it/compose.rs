@@ -1,5 +1,5 @@
-//! `docker compose up` brings up what the crate is made for: the right servers with our definitions, reachable from this
-//! machine alone, with the users of least privilege, and an image that holds everything the crate embeds.
+//! `docker compose up` starts the supported servers with our definitions, reachable from this machine only, with the
+//! users of least privilege, and an image that contains everything the crate embeds.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -19,8 +19,8 @@ fn read(path: &str) -> String {
     std::fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// A file in YAML as blocks: what stands below a key, by the keys above it. Knows just what our compose files use: two
-/// spaces for each level, comments on lines of their own, `<<: *name` and `*name` for what was defined with `&name`.
+/// A YAML file as blocks, found by their keys. Supports only the syntax of our compose files: two spaces per level,
+/// comments on lines of their own, and `<<: *name` and `*name` for a block defined with `&name`.
 struct Yaml {
     lines: Vec<String>,
 }
@@ -32,7 +32,7 @@ impl Yaml {
         Self { lines: lines.map(str::to_owned).collect() }
     }
 
-    /// The lines below `key` at this depth, without what they merge in.
+    /// The lines below these keys, without those they merge in.
     fn below(&self, keys: &[&str]) -> Vec<&str> {
         let mut lines: Vec<&str> = self.lines.iter().map(String::as_str).collect();
         for (depth, key) in keys.iter().enumerate() {
@@ -56,7 +56,7 @@ impl Yaml {
             .collect()
     }
 
-    /// Everything that belongs to a service, with what it merges in.
+    /// All lines of a service, with those it merges in.
     fn service(&self, name: &str) -> Vec<&str> {
         let mut lines = self.below(&["services", name]);
         assert!(!lines.is_empty(), "there is no service {name}");
@@ -80,7 +80,7 @@ impl Yaml {
         lines
     }
 
-    /// What stands behind `key:` in a service.
+    /// The value after `key:` in a service.
     fn value(&self, service: &str, key: &str) -> Option<String> {
         let start = format!("{key}: ");
         let found =
@@ -88,7 +88,7 @@ impl Yaml {
         found.map(|value| with_defaults(value.trim_matches('"')))
     }
 
-    /// The settings that a service gets through its environment.
+    /// The settings in a service's environment.
     fn settings(&self, service: &str) -> BTreeMap<String, String> {
         let is_ours = |line: &&str| line.starts_with("ORDER_TIMEOUT__");
         let lines = self.service(service).into_iter().map(str::trim).filter(is_ours);
@@ -99,7 +99,7 @@ impl Yaml {
     }
 }
 
-/// What compose makes of a value where the environment sets none of its variables: `${NAME:-default}`.
+/// The value that compose uses if none of its variables is set: `${NAME:-default}`.
 fn with_defaults(value: &str) -> String {
     Regex::new(r"\$\{\w+:-([^}]*)\}").unwrap().replace_all(value, "$1").into_owned()
 }
@@ -129,16 +129,16 @@ fn superuser_has_no_public_password() {
     for value in given {
         assert!(value.starts_with("${ORDER_TIMEOUT_SERVICES_PASSWORD:?"), "{value} is public, or a default");
     }
-    // In the stack the programs use a role that is no superuser, and the superuser's password goes.
+    // In the stack the programs use a role that is no superuser, and the superuser's password is removed.
     let databases = read("deploy/postgres/10-databases.sql");
     assert!(databases.contains("\nALTER ROLE CURRENT_USER PASSWORD NULL;\n") && !databases.contains("SUPERUSER"));
 }
 
 #[test]
-fn compose_accepts_the_stack_with_every_profile() {
+fn compose_accepts_stack_with_every_profile() {
     let Some(compose) = compose() else {
         return skipped(
-            "compose::compose_accepts_the_stack_with_every_profile",
+            "compose::compose_accepts_stack_with_every_profile",
             "neither docker compose nor docker-compose works here",
         );
     };
@@ -155,7 +155,7 @@ fn compose_accepts_the_stack_with_every_profile() {
         checks.push((vec!["-f", "deploy/services.yml"], vec!["postgres", "rabbitmq"]));
     }
     for (options, expected) in checks {
-        // Without a password the bare servers are refused: it has no default.
+        // The plain servers do not start without a password: it has no default.
         if options.contains(&"deploy/services.yml") {
             let mut command = run(&compose, &[&options[..], &["config"]].concat());
             let output = command.env_remove("ORDER_TIMEOUT_SERVICES_PASSWORD").output().unwrap();
@@ -168,7 +168,7 @@ fn compose_accepts_the_stack_with_every_profile() {
         let output = run(&compose, &[&options[..], &["config"]].concat()).output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{compose:?} {options:?} config: {stderr}");
-        // A variable without a value, a key that is ignored: it would say so here.
+        // It would warn of a variable without a value or an ignored key.
         assert_eq!(stderr, "", "{compose:?} {options:?} config warns");
         let output = run(&compose, &[&options[..], &["config", "--services"]].concat()).output().unwrap();
         let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -183,7 +183,7 @@ fn compose_accepts_the_stack_with_every_profile() {
 }
 
 #[test]
-fn the_stack_runs_the_servers_it_is_made_for() {
+fn stack_runs_supported_server_versions() {
     let stack = Yaml::read("docker-compose.yml");
     for (service, image) in
         [("rabbitmq", "rabbitmq:4.3"), ("rabbitmq-plugin", "rabbitmq:4.2"), ("postgres", "postgres:18")]
@@ -201,7 +201,7 @@ fn the_stack_runs_the_servers_it_is_made_for() {
 }
 
 #[test]
-fn every_port_is_published_on_this_machine_alone() {
+fn ports_are_published_on_localhost_only() {
     for path in ["docker-compose.yml", "deploy/services.yml"] {
         if !root().join(path).exists() {
             continue;
@@ -215,13 +215,13 @@ fn every_port_is_published_on_this_machine_alone() {
             }
             assert_eq!(stack.value(service, "network_mode"), None, "{path}, {service}");
         }
-        // Counted another way, so that a port written in another form is not passed by.
+        // Counted in a second way, so that a port in another notation is not missed.
         let all = stack
             .lines
             .iter()
             .filter(|line| line.contains(":5672\"") || line.contains(":15672\"") || line.contains(":5432\""))
             .count();
-        assert!(published >= 2 && published == all, "{path}: {published} ports looked at, {all} there");
+        assert!(published >= 2 && published == all, "{path}: {published} ports checked of {all}");
     }
 }
 
@@ -251,7 +251,7 @@ fn brokers_get_our_definitions_and_configuration() {
 
 #[test]
 fn every_mounted_file_is_there() {
-    // Relative to the file that says it. Long syntax, and short.
+    // Relative to the compose file. Long syntax, and short.
     let sources = Regex::new(r"(?m)(?:source: |^\s*- )(\./[^:\s]+)").unwrap();
     for path in ["docker-compose.yml", "deploy/services.yml"] {
         if !root().join(path).exists() {
@@ -262,13 +262,13 @@ fn every_mounted_file_is_there() {
         let found: Vec<&str> = sources.captures_iter(&text).map(|found| found.get(1).unwrap().as_str()).collect();
         assert!(!found.is_empty(), "{path} mounts nothing");
         for source in found {
-            assert!(from.join(source).exists(), "{path} mounts {source}, which is not there");
+            assert!(from.join(source).exists(), "{path} mounts {source}, which does not exist");
         }
     }
 }
 
 #[test]
-fn a_worker_is_given_longer_to_stop_than_it_takes() {
+fn stop_grace_exceeds_worker_shutdown() {
     let stack = Yaml::read("docker-compose.yml");
     for service in ["worker", "worker-plugin"] {
         let timeout = humantime::parse_duration(&stack.value(service, "stop_grace_period").unwrap()).unwrap();
@@ -283,28 +283,28 @@ fn a_worker_is_given_longer_to_stop_than_it_takes() {
 }
 
 #[test]
-fn a_worker_is_asked_how_it_is_where_it_listens() {
+fn health_check_uses_worker_address() {
     let stack = Yaml::read("docker-compose.yml");
     for (service, waiting) in [("worker", "shop"), ("worker-plugin", "shop-plugin")] {
         let check = stack.value(service, "test").expect("a health check");
         assert_eq!(check, r#"["CMD", "order-timeout", "health"]"#, "{service}");
-        let listen = settings_of(&stack, service).http.listen.0.expect("it listens");
-        // From the other containers; `health` asks at the container's own address.
+        let listen = settings_of(&stack, service).http.listen.0.expect("the worker listens");
+        // Other containers connect to it; `health` uses the container's own address.
         assert!(listen.ip().is_unspecified() && listen.port() != 0, "{service} listens at {listen}");
         assert_eq!(stack.value(waiting, service).as_deref(), Some("{condition: service_healthy}"), "{waiting}");
     }
 }
 
-/// The settings a service runs with, as its program would load them.
+/// The settings of a service, as its program would load them.
 fn settings_of(stack: &Yaml, service: &str) -> Settings {
     let environment = stack.settings(service).into_iter().collect();
     let loaded = Settings::load_with_environment(None, environment, &[]);
     let checked = loaded.and_then(|settings| settings.validate_database().map(|()| settings));
-    checked.unwrap_or_else(|fault| panic!("{service}: {fault}"))
+    checked.unwrap_or_else(|error| panic!("{service}: {error}"))
 }
 
 #[test]
-fn every_address_names_a_user_that_is_there() {
+fn every_address_names_existing_user() {
     let stack = Yaml::read("docker-compose.yml");
     let databases = read("deploy/postgres/10-databases.sql");
     let role = Regex::new(r"CREATE ROLE (\w+) LOGIN PASSWORD :'password'").unwrap().captures(&databases).unwrap();
@@ -321,7 +321,7 @@ fn every_address_names_a_user_that_is_there() {
         ("worker-plugin", "rabbitmq-plugin", "orders_plugin"),
         ("shop-plugin", "rabbitmq-plugin", "orders_plugin"),
     ] {
-        // Accepted by the program, too: no unknown key, no address in a wrong form.
+        // The program accepts them too: no unknown key, no malformed address.
         let _ = settings_of(&stack, service);
         let environment = stack.settings(service);
         assert_eq!(
@@ -342,17 +342,17 @@ fn every_address_names_a_user_that_is_there() {
         let address = format!("amqp://{PUBLISHER}@{broker}:5672/{VHOST}");
         assert_eq!(stack.value(service, "SHOP_PUBLISHER_AMQP_URL"), Some(address), "{service}");
     }
-    // No other address slipped past the checks above.
+    // The checks above missed no other address.
     let text = with_defaults(&stack.lines.join("\n"));
     let users = Regex::new(r"\w+://([^@\s]+)@").unwrap();
     let users: BTreeSet<String> = users.captures_iter(&text).map(|found| found[1].to_owned()).collect();
     assert_eq!(users, BTreeSet::from([PUBLISHER.to_owned(), WORKER.to_owned(), account]));
-    // Postgres is told the same password as the programs.
-    let told = stack.value("postgres", "ORDER_DATABASE_PASSWORD");
-    assert_eq!(told.as_deref(), Some(&password[1]));
+    // Postgres gets the same password as the programs.
+    let given = stack.value("postgres", "ORDER_DATABASE_PASSWORD");
+    assert_eq!(given.as_deref(), Some(&password[1]));
 }
 
-/// The files that the crate is compiled from besides its sources: (where it says so, what).
+/// The files that the crate embeds: (the source file that names it, the embedded file).
 fn embedded() -> Vec<(PathBuf, PathBuf)> {
     let included = Regex::new(r#"include_(?:str|bytes)!\("([^"]+)"\)"#).unwrap();
     let migrations = Regex::new(r#"sqlx::migrate!\((?:"([^"]+)")?\)"#).unwrap();
@@ -366,7 +366,7 @@ fn embedded() -> Vec<(PathBuf, PathBuf)> {
                 continue;
             }
             let text = std::fs::read_to_string(&path).unwrap();
-            // Relative to the source file; migrations to the crate, "migrations" if nothing is said.
+            // Relative to the source file; migrations relative to the crate, by default "migrations".
             let from = path.parent().unwrap();
             found.extend(included.captures_iter(&text).map(|c| (path.clone(), from.join(&c[1]))));
             found.extend(
@@ -379,18 +379,19 @@ fn embedded() -> Vec<(PathBuf, PathBuf)> {
     found
 }
 
-/// Whether a pattern of .dockerignore leaves this path (relative to the root) out.
-fn leaves_out(pattern: &str, path: &str) -> bool {
+/// Whether a pattern of .dockerignore excludes this path (relative to the root).
+fn excludes(pattern: &str, path: &str) -> bool {
     let pattern = regex::escape(pattern.trim_matches('/')).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*");
     Regex::new(&format!("^{pattern}(?:/.*)?$")).unwrap().is_match(path)
 }
 
 #[test]
-fn the_image_is_built_from_everything_the_crate_embeds() {
+fn image_contains_every_embedded_file() {
     let embedded = embedded();
     assert!(embedded.len() >= 4, "the defaults, the definitions, a statement and the migrations: {embedded:?}");
     let dockerfile = read("Dockerfile");
-    let builder = dockerfile.split("\nFROM ").find(|env| env.lines().next().unwrap().ends_with(" AS builder")).unwrap();
+    let builder =
+        dockerfile.split("\nFROM ").find(|stage| stage.lines().next().unwrap().ends_with(" AS builder")).unwrap();
     let copied: Vec<&str> = builder
         .lines()
         .filter_map(|line| line.strip_prefix("COPY "))
@@ -408,30 +409,30 @@ fn the_image_is_built_from_everything_the_crate_embeds() {
         let is_copied = |from: &&str| *from == "." || Path::new(&path).starts_with(from.trim_end_matches('/'));
         assert!(
             copied.iter().any(is_copied),
-            "{} embeds {path}, and the Dockerfile copies only {copied:?}",
+            "{} embeds {path}, but the Dockerfile copies only {copied:?}",
             source.display()
         );
-        let mut left_out = None;
+        let mut excluded_by = None;
         for pattern in &ignored {
             match pattern.strip_prefix('!') {
-                Some(taken) if leaves_out(taken, &path) => left_out = None,
-                None if leaves_out(pattern, &path) => left_out = Some(*pattern),
+                Some(included) if excludes(included, &path) => excluded_by = None,
+                None if excludes(pattern, &path) => excluded_by = Some(*pattern),
                 _ => {}
             }
         }
-        assert_eq!(left_out, None, "{} embeds {path}, and .dockerignore leaves it out", source.display());
+        assert_eq!(excluded_by, None, "{} embeds {path}, but .dockerignore excludes it", source.display());
     }
 }
 
 #[test]
-fn the_image_is_built_from_programs_that_are_there() {
+fn image_is_built_from_existing_targets() {
     let dockerfile = read("Dockerfile");
     let manifest: toml::Table = read("Cargo.toml").parse().unwrap();
     let touched = Regex::new(r"touch ([^&\\]+)").unwrap();
     let touched: Vec<&str> =
         touched.captures(&dockerfile).unwrap().get(1).unwrap().as_str().split_whitespace().collect();
     let examples = Regex::new(r"--example (\w+)").unwrap();
-    // Where the manifest says, or else where cargo looks.
+    // The path in the manifest, or else cargo's default.
     let path_of = |name: &str| {
         let listed =
             manifest["example"].as_array().unwrap().iter().find(|listed| listed["name"].as_str() == Some(name));
@@ -440,18 +441,18 @@ fn the_image_is_built_from_programs_that_are_there() {
     let examples: Vec<String> = examples.captures_iter(&dockerfile).map(|c| path_of(&c[1])).collect();
     assert!(touched.contains(&"src/lib.rs") && !examples.is_empty());
     for path in touched.iter().copied().chain(examples.iter().map(String::as_str)) {
-        assert!(root().join(path).is_file(), "the Dockerfile names {path}, which is not there");
+        assert!(root().join(path).is_file(), "the Dockerfile names {path}, which does not exist");
     }
-    // A builder older than the crate's `rust-version` refuses to compile it.
+    // A builder older than the crate's `rust-version` cannot compile it.
     let version = |text: &str| text.split('.').map(|part| part.parse().unwrap()).collect::<Vec<u32>>();
     let builder = Regex::new(r"(?m)^FROM rust:([\d.]+)").unwrap();
     let builder = version(&builder.captures(&dockerfile).expect("a builder with its version")[1]);
     let needed = version(manifest["package"]["rust-version"].as_str().unwrap());
-    assert!(builder >= needed, "the Dockerfile builds with {builder:?}, and the crate needs {needed:?}");
+    assert!(builder >= needed, "the Dockerfile builds with {builder:?}, but the crate needs {needed:?}");
 }
 
 #[test]
-fn what_dockerignore_leaves_out_is_understood() {
+fn dockerignore_patterns_are_understood() {
     for (pattern, path, expected) in [
         ("target", "target/debug/x", true),
         ("target", "src/target", false),
@@ -462,6 +463,6 @@ fn what_dockerignore_leaves_out_is_understood() {
         ("deploy", "deployment.md", false),
         ("*.md", "docs/x.md", false),
     ] {
-        assert_eq!(leaves_out(pattern, path), expected, "{pattern} {path}");
+        assert_eq!(excludes(pattern, path), expected, "{pattern} {path}");
     }
 }

@@ -1,4 +1,4 @@
-//! A worker that is killed, stopped, doubled or not listened to: every order is closed, once.
+//! Workers that are killed, stopped, frozen or duplicated, or that cannot write their log: every order is closed once.
 
 use std::io::Write;
 use std::time::Duration;
@@ -15,7 +15,7 @@ async fn waiting(env: &TestEnv) -> usize {
     env.depth(&env.names().timeout()).await as usize
 }
 
-/// Insists that each of the orders was closed once, by its alarm, and that no alarm is left.
+/// Asserts that each of the orders was closed once, by its alarm, and that no alarm is left.
 async fn assert_each_closed_once(env: &TestEnv, orders: usize) {
     let orders = i64::try_from(orders).unwrap();
     assert_eq!(env.closed().await, orders);
@@ -29,7 +29,7 @@ async fn assert_each_closed_once(env: &TestEnv, orders: usize) {
 }
 
 #[test]
-fn alarms_held_by_a_killed_worker_are_closed_by_the_next() {
+fn next_worker_closes_killed_workers_alarms() {
     with_env(
         |settings| settings.worker.hold_max = 60 * SECOND,
         async |env| {
@@ -49,11 +49,11 @@ fn alarms_held_by_a_killed_worker_are_closed_by_the_next() {
 }
 
 #[test]
-fn a_worker_killed_again_and_again_while_it_closes_closes_each_order_once() {
+fn repeatedly_killed_worker_closes_orders_once() {
     with_env(
         |_| {},
         async |env| {
-            // One deadline after the other over some seconds, so that every kill meets work in hand.
+            // Deadlines spread over some seconds, so that every kill interrupts work in flight.
             let mut orders = Vec::new();
             for step in 0..60 {
                 orders.extend(env.orders(10, Duration::from_millis(100 * step)).await);
@@ -67,9 +67,9 @@ fn a_worker_killed_again_and_again_while_it_closes_closes_each_order_once() {
             }
             let worker = WorkerProcess::start(&env.settings);
             wait_for("all closed", async || env.closed().await == 600).await;
-            let witness = env.order(SECOND).await;
-            env.deliver([&witness]).await;
-            wait_for("the witness' close", async || env.status(&witness).await == "closed").await;
+            let sentinel = env.order(SECOND).await;
+            env.deliver([&sentinel]).await;
+            wait_for("the sentinel's close", async || env.status(&sentinel).await == "closed").await;
             assert_eq!(worker.terminate(10 * SECOND), 0);
             assert_each_closed_once(&env, 601).await;
         },
@@ -77,7 +77,7 @@ fn a_worker_killed_again_and_again_while_it_closes_closes_each_order_once() {
 }
 
 #[test]
-fn a_worker_that_is_asked_to_stop_gives_back_what_it_holds() {
+fn stopping_worker_returns_held_alarms() {
     with_env(
         |settings| settings.worker.hold_max = 60 * SECOND,
         async |env| {
@@ -85,7 +85,8 @@ fn a_worker_that_is_asked_to_stop_gives_back_what_it_holds() {
             env.deliver(&due).await;
             let worker = WorkerProcess::start(&env.settings);
             wait_for("the due ones' close", async || env.closed().await == 50).await;
-            // Only now: on a busy machine a worker takes seconds to start, and must be stopped before they are due.
+            // Created now, because on a busy machine a worker takes seconds to start and must be stopped before they
+            // are due.
             let held = env.orders(300, 10 * SECOND).await;
             env.deliver(&held).await;
             wait_for("300 held alarms", async || waiting(&env).await == 0).await;
@@ -101,19 +102,19 @@ fn a_worker_that_is_asked_to_stop_gives_back_what_it_holds() {
 }
 
 #[test]
-fn two_workers_at_once_close_each_order_once() {
+fn two_workers_close_each_order_once() {
     with_env(
         |_| {},
         async |env| {
             let workers = [WorkerProcess::start(&env.settings), WorkerProcess::start(&env.settings)];
             let orders = env.orders(2_000, 3 * SECOND).await;
-            // Some alarms twice: the two may then close one order at the same moment.
+            // Some alarms twice, so that both workers may close an order at the same time.
             env.deliver(&orders).await;
             env.deliver(&orders[..500]).await;
             wait_for("all closed", async || env.closed().await == 2_000).await;
-            let witness = env.order(2 * SECOND).await;
-            env.deliver([&witness]).await;
-            wait_for("the witness' close", async || env.status(&witness).await == "closed").await;
+            let sentinel = env.order(2 * SECOND).await;
+            env.deliver([&sentinel]).await;
+            wait_for("the sentinel's close", async || env.status(&sentinel).await == "closed").await;
             for worker in workers {
                 assert_eq!(worker.terminate(10 * SECOND), 0);
             }
@@ -123,43 +124,43 @@ fn two_workers_at_once_close_each_order_once() {
 }
 
 #[test]
-fn a_worker_that_stands_still_loses_its_alarms_to_the_others_and_goes_on_later() {
+fn frozen_worker_loses_alarms_and_recovers() {
     with_env(
         |settings| {
             settings.worker.hold_max = 60 * SECOND;
             settings.amqp.heartbeat = SECOND;
         },
         async |env| {
-            let halted = WorkerProcess::start(&env.settings);
+            let frozen = WorkerProcess::start(&env.settings);
             let orders = env.orders(200, 6 * SECOND).await;
             env.deliver(&orders).await;
             wait_for("200 held alarms", async || waiting(&env).await == 0).await;
-            halted.halt();
+            frozen.halt();
             let other = WorkerProcess::start(&env.settings);
             wait_for("all closed by the other", async || env.closed().await == 200).await;
-            // It still has every alarm in its memory, all of them due and every receipt void.
-            halted.go_on();
+            // It still has every alarm in memory; all are due, and every receipt is void.
+            frozen.go_on();
             let later = env.orders(200, SECOND).await;
             env.deliver(&later).await;
             wait_for("all closed", async || env.closed().await == 400).await;
-            assert_eq!(halted.terminate(10 * SECOND), 0);
+            assert_eq!(frozen.terminate(10 * SECOND), 0);
             assert_eq!(other.terminate(10 * SECOND), 0);
             assert_each_closed_once(&env, 400).await;
         },
     );
 }
 
-/// Room in a pipe (pipe(7) on Linux).
+/// The capacity of a pipe (pipe(7) on Linux).
 const PIPE_BYTES: usize = 65_536;
 
 #[test]
-fn a_worker_whose_log_nobody_reads_closes_orders_and_stops_when_it_is_told_to() {
+fn unread_log_blocks_neither_closing_nor_stopping() {
     with_env(
         |settings| settings.log.filter = "trace,lapin=off".into(),
         async |env| {
             let (unread, mut log) = std::io::pipe().unwrap();
             log.write_all(&[b'\n'; PIPE_BYTES]).unwrap();
-            let worker = WorkerProcess::start_saying(&env.settings, log.into());
+            let worker = WorkerProcess::start_with_stderr(&env.settings, log.into());
             let orders = env.orders(500, SECOND).await;
             env.deliver(&orders).await;
             wait_for("all closed", async || env.closed().await == 500).await;
@@ -171,7 +172,7 @@ fn a_worker_whose_log_nobody_reads_closes_orders_and_stops_when_it_is_told_to() 
 }
 
 #[test]
-fn a_worker_that_loses_its_broker_when_it_has_no_file_handle_left_goes_on_once_it_has() {
+fn worker_without_file_handles_reconnects_later() {
     with_env(
         |_| {},
         async |env| {

@@ -1,5 +1,5 @@
-//! A database that goes away, in whatever manner: no alarm is acknowledged, parked or blamed for it, nothing spins, and
-//! when it is back every order is closed once.
+//! A database that becomes unavailable, for any reason: no alarm is acknowledged, parked or blamed for it, nothing spins,
+//! and every order is closed once when it is back.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,11 +10,11 @@ use secrecy::ExposeSecret;
 use sqlx::{Connection, PgConnection};
 
 use crate::support::away::{
-    COMING_BACK, be_impatient, held_by_the_worker, meanwhile, on_private_database, worker_through,
+    COMING_BACK, held_by_the_worker, meanwhile, on_private_database, shorten_timeouts, worker_through,
 };
+use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::private::Private;
 use crate::support::proxy::{Direction, Proxy, Then};
-use crate::support::witness::Witness;
 use crate::support::{TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -24,39 +24,38 @@ async fn waiting(env: &TestEnv) -> usize {
     env.depth(&env.names().timeout()).await as usize
 }
 
-/// The worker has asked neither much nor often since then: it does not spin.
-struct Bound<'a> {
+/// Limits the requests of a worker from a certain time on: it must not spin.
+struct RequestLimit<'a> {
     network: &'a Proxy,
-    asked_before: usize,
+    requests_before: usize,
     began: Instant,
 }
 
-impl<'a> Bound<'a> {
+impl<'a> RequestLimit<'a> {
     fn from_now(network: &'a Proxy) -> Self {
-        Self { network, asked_before: network.asked(), began: Instant::now() }
+        Self { network, requests_before: network.asked(), began: Instant::now() }
     }
 
-    /// The relay looks into two outboxes ten times a second, the sweep four times and the clock once, each of them with
-    /// a question or two, and as many to see whether the connection still lives: eighty a second where nothing else is
-    /// done. Whoever spins asks a thousand times a second.
+    /// In each second, the relay polls two outboxes ten times, the sweep runs four times and the clock is read once.
+    /// Each needs one or two requests, and as many to check the connection: eighty requests a second at rest. A
+    /// spinning worker sends a thousand.
     fn assert_kept(&self) {
-        let asked = self.network.asked() - self.asked_before;
+        let requests = self.network.asked() - self.requests_before;
         let allowed = 200.0 + 120.0 * self.began.elapsed().as_secs_f64();
         #[allow(clippy::cast_precision_loss)]
-        let is_kept = (asked as f64) < allowed;
-        assert!(is_kept, "asked {asked} times within {:?}", self.began.elapsed());
+        let is_kept = (requests as f64) < allowed;
+        assert!(is_kept, "{requests} requests within {:?}", self.began.elapsed());
     }
 }
 
-/// Insists that each of so many orders was closed once by its alarm, and all the rest of [`assert_each_closed_once`].
+/// [`assert_each_closed_once`], and asserts that each order was closed by its alarm.
 async fn assert_each_closed_by_its_alarm(env: &TestEnv, orders: usize) {
     assert_each_closed_once(env, orders).await;
     let orders = i64::try_from(orders).unwrap();
     assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, orders);
 }
 
-/// Insists that each of so many orders was closed once, that its event was sent, and that no alarm was blamed or is
-/// left.
+/// Asserts that each of this many orders was closed once, that its event was sent, and that no alarm was parked.
 async fn assert_each_closed_once(env: &TestEnv, orders: usize) {
     let orders = i64::try_from(orders).unwrap();
     wait_within(COMING_BACK, "every close", async || env.closed().await == orders).await;
@@ -68,9 +67,9 @@ async fn assert_each_closed_once(env: &TestEnv, orders: usize) {
     env.assert_ledger().await;
 }
 
-/// Alarms in the worker's hands fall due while the database is away: they go back to the broker, and are closed when
-/// it is there again.
-async fn survive(env: &TestEnv, go_away: impl AsyncFnOnce(&Proxy), come_back: impl AsyncFnOnce(&Proxy)) {
+/// Makes the database unavailable while the worker holds alarms that become due: they return to the broker, and their
+/// orders are closed when the database is back.
+async fn survive(env: &TestEnv, take_down: impl AsyncFnOnce(&Proxy), bring_back: impl AsyncFnOnce(&Proxy)) {
     let network = Proxy::before(&env.settings.database.url).await;
     let publisher = env.publisher().await;
     let worker = worker_through(env, &network).await;
@@ -78,83 +77,84 @@ async fn survive(env: &TestEnv, go_away: impl AsyncFnOnce(&Proxy), come_back: im
     let by_lane = env.orders(10, 4 * SECOND).await;
     let by_wheel = env.orders(10, 12 * SECOND).await;
 
-    go_away(&network).await;
-    let bound = Bound::from_now(&network);
-    // Scheduling takes no database.
+    take_down(&network).await;
+    let limit = RequestLimit::from_now(&network);
+    // Scheduling needs no database.
     let alarms = by_lane.iter().chain(&by_wheel).map(|order| (order.order_id(), order.deadline));
     assert_eq!(publisher.schedule_all(alarms).await, Ok(20));
-    wait_within(COMING_BACK, "the alarms given back", async || waiting(env).await >= 30).await;
-    bound.assert_kept();
+    wait_within(COMING_BACK, "the alarms returned", async || waiting(env).await >= 30).await;
+    limit.assert_kept();
 
-    come_back(&network).await;
-    // By alarm or sweep: a worker that had closed its session does not wait for alarms, and may find the orders first.
+    bring_back(&network).await;
+    // By alarm or sweep: a worker that has closed its session does not wait for alarms, so the sweep may close them
+    // first.
     assert_each_closed_once(env, 50).await;
     worker.stop().await;
     env.assert_nothing_left_undone().await;
 }
 
 #[test]
-fn a_database_that_is_stopped_costs_no_alarm() {
+fn stopped_database_loses_no_alarm() {
     on_private_database(&[], async |env: Arc<TestEnv>, database: Arc<Private>| {
         survive(&env, async |_| meanwhile(|| database.stop()), async |_| meanwhile(|| database.restart())).await;
     });
 }
 
 #[test]
-fn a_database_that_is_killed_costs_no_alarm() {
+fn killed_database_loses_no_alarm() {
     on_private_database(&[], async |env: Arc<TestEnv>, database: Arc<Private>| {
         survive(&env, async |_| meanwhile(|| database.kill()), async |_| meanwhile(|| database.restart())).await;
     });
 }
 
 #[test]
-fn a_database_that_has_become_read_only_costs_no_alarm() {
+fn read_only_database_loses_no_alarm() {
     on_private_database(&[], async |env: Arc<TestEnv>, _| {
-        // As after a failover that left the worker with the old primary. In force for open connections too.
-        let turn = async |sql: &'static str| {
+        // As after a failover that left the worker connected to the old primary. Applies to open connections too.
+        let set = async |sql: &'static str| {
             sqlx::query(sql).execute(&env.pool).await.unwrap();
             sqlx::query("SELECT pg_reload_conf()").execute(&env.pool).await.unwrap();
         };
         survive(
             &env,
-            async |_| turn("ALTER SYSTEM SET default_transaction_read_only = on").await,
-            async |_| turn("ALTER SYSTEM RESET default_transaction_read_only").await,
+            async |_| set("ALTER SYSTEM SET default_transaction_read_only = on").await,
+            async |_| set("ALTER SYSTEM RESET default_transaction_read_only").await,
         )
         .await;
     });
 }
 
 #[test]
-fn a_network_that_resets_every_connection_costs_no_alarm() {
-    with_env(be_impatient, async |env| {
+fn reset_connections_lose_no_alarm() {
+    with_env(shorten_timeouts, async |env| {
         survive(&env, async |network| network.cut(), async |network| network.restore()).await;
     });
 }
 
 #[test]
-fn a_database_host_that_has_vanished_costs_no_alarm() {
-    with_env(be_impatient, async |env| {
+fn vanished_database_host_loses_no_alarm() {
+    with_env(shorten_timeouts, async |env| {
         survive(&env, async |network| network.stall(), async |network| network.restore()).await;
     });
 }
 
 #[test]
-fn a_database_whose_answers_are_lost_costs_no_alarm() {
-    with_env(be_impatient, async |env| {
+fn lost_database_answers_lose_no_alarm() {
+    with_env(shorten_timeouts, async |env| {
         survive(&env, async |network| network.stall_one_way(Direction::ToClient), async |network| network.restore())
             .await;
     });
 }
 
 #[test]
-fn a_database_that_stands_still_costs_no_alarm() {
+fn frozen_database_loses_no_alarm() {
     on_private_database(&[], async |env: Arc<TestEnv>, database: Arc<Private>| {
         survive(&env, async |_| database.halt(), async |_| database.go_on()).await;
     });
 }
 
 #[test]
-fn a_database_without_a_connection_to_spare_costs_no_alarm() {
+fn exhausted_connections_lose_no_alarm() {
     on_private_database(
         &["-c", "max_connections=20", "-c", "superuser_reserved_connections=0"],
         async |env: Arc<TestEnv>, _| {
@@ -178,8 +178,8 @@ fn a_database_without_a_connection_to_spare_costs_no_alarm() {
 }
 
 #[test]
-fn a_close_cut_off_before_the_server_heard_of_it_is_tried_again() {
-    with_env(be_impatient, async |env| {
+fn close_cut_before_server_is_retried() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 20, 2 * SECOND).await;
@@ -192,12 +192,12 @@ fn a_close_cut_off_before_the_server_heard_of_it_is_tried_again() {
 }
 
 #[test]
-fn a_close_whose_answer_is_lost_after_its_commit_is_found_closed() {
-    with_env(be_impatient, async |env| {
+fn close_with_lost_answer_counts_once() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 20, 2 * SECOND).await;
-        let is_cut = network.cut_at(&orders[7].id.to_string(), Then::CutAtTheAnswer);
+        let is_cut = network.cut_at(&orders[7].id.to_string(), Then::CutAtAnswer);
         wait_for("the cut", async || is_cut()).await;
         assert_each_closed_by_its_alarm(&env, 20).await;
         worker.stop().await;
@@ -206,17 +206,17 @@ fn a_close_whose_answer_is_lost_after_its_commit_is_found_closed() {
 }
 
 #[test]
-fn a_database_that_vanishes_in_the_middle_of_a_close_costs_no_alarm() {
-    with_env(be_impatient, async |env| {
+fn database_vanishing_during_close_loses_no_alarm() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 20, 2 * SECOND).await;
         let has_vanished = network.cut_at(&orders[7].id.to_string(), Then::Vanish);
         wait_for("the close under way", async || has_vanished()).await;
-        // On a busy machine some were closed before it, in a batch of their own.
+        // On a busy machine an earlier batch may have closed some of them.
         let closed = async || usize::try_from(env.closed().await).unwrap();
         let given_back = async || waiting(&env).await + closed().await == 20;
-        wait_within(COMING_BACK, "the alarms given back", given_back).await;
+        wait_within(COMING_BACK, "the alarms returned", given_back).await;
         assert_eq!(env.status(&orders[7]).await, "unpaid");
         network.restore();
         assert_each_closed_by_its_alarm(&env, 20).await;
@@ -226,8 +226,8 @@ fn a_database_that_vanishes_in_the_middle_of_a_close_costs_no_alarm() {
 }
 
 #[test]
-fn a_table_that_is_locked_for_a_while_costs_no_alarm() {
-    with_env(be_impatient, async |env| {
+fn locked_table_loses_no_alarm() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let refusals = network.count(Direction::ToClient, "lock timeout");
         let worker = worker_through(&env, &network).await;
@@ -243,12 +243,12 @@ fn a_table_that_is_locked_for_a_while_costs_no_alarm() {
 }
 
 #[test]
-fn a_column_that_changes_its_type_costs_no_alarm() {
-    with_env(be_impatient, async |env| {
+fn changed_column_type_loses_no_alarm() {
+    with_env(shorten_timeouts, async |env| {
         let worker = env.worker().await;
         let before = env.orders(20, Duration::ZERO).await;
         env.deliver(&before).await;
-        wait_for("closes by statements that are prepared by now", async || env.closed().await == 20).await;
+        wait_for("closes, so that the statements are prepared", async || env.closed().await == 20).await;
         for sql in [
             "ALTER TABLE orders ALTER expires_at TYPE timestamptz(3)",
             "ALTER TABLE event_outbox ALTER routing_key TYPE varchar(200)",
@@ -263,24 +263,24 @@ fn a_column_that_changes_its_type_costs_no_alarm() {
     });
 }
 
-/// A commit that waits for a standby is under no time limit at the server, whoever may still be waiting for it.
+/// The server sets no time limit for a commit that waits for a standby, even if the client has given up.
 #[test]
-fn commits_that_hang_do_not_take_one_connection_after_the_other() {
+fn hanging_commits_do_not_exhaust_connections() {
     on_private_database(&[], async |env, _| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 50, 3 * SECOND).await;
-        let wait_for_a_standby = |whom: &str| format!("ALTER SYSTEM SET synchronous_standby_names = '{whom}'");
-        for sql in [wait_for_a_standby("nobody"), "SELECT pg_reload_conf()".into()] {
+        let wait_for_standby = |name: &str| format!("ALTER SYSTEM SET synchronous_standby_names = '{name}'");
+        for sql in [wait_for_standby("missing"), "SELECT pg_reload_conf()".into()] {
             sqlx::query(sqlx::AssertSqlSafe(sql)).execute(&env.pool).await.unwrap();
         }
         let before = network.accepted();
         wait_within(COMING_BACK, "commits given up", async || network.accepted() >= before + 15).await;
         let connections = env.count("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'order-timeout'");
         let (connections, closers) = (connections.await, env.settings.worker.closers);
-        // Its own, and those that are just being replaced.
+        // The worker's connections, and those being replaced.
         assert!(connections <= 2 * (i64::try_from(closers).unwrap() + 5), "{connections} connections");
-        for sql in [wait_for_a_standby(""), "SELECT pg_reload_conf()".into()] {
+        for sql in [wait_for_standby(""), "SELECT pg_reload_conf()".into()] {
             sqlx::query(sqlx::AssertSqlSafe(sql)).execute(&env.pool).await.unwrap();
         }
         assert_each_closed_once(&env, orders.len()).await;
@@ -290,8 +290,8 @@ fn commits_that_hang_do_not_take_one_connection_after_the_other() {
 }
 
 #[test]
-fn an_order_that_exceeds_the_statement_timeout_holds_up_nobody_else_and_is_not_parked() {
-    with_env(be_impatient, async |env| {
+fn statement_timeout_affects_only_its_order() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let refusals = network.count(Direction::ToClient, "statement timeout");
         let worker = worker_through(&env, &network).await;
@@ -305,13 +305,13 @@ fn an_order_that_exceeds_the_statement_timeout_holds_up_nobody_else_and_is_not_p
             sqlx::query(sql).execute(&env.pool).await.unwrap();
         }
         sqlx::query("INSERT INTO slow_orders VALUES ($1)").bind(slow.id).execute(&env.pool).await.unwrap();
-        wait_for("everybody else's close", async || env.closed().await == 29).await;
+        wait_for("every other close", async || env.closed().await == 29).await;
         let before = refusals.get();
         wait_for("two more tries", async || refusals.get() >= before + 2).await;
-        // Others that fall due meanwhile are not held up: what was tried before leaves a closer to the rest.
+        // Orders that become due meanwhile are not delayed: retries leave a closer free for the others.
         let fresh = env.order(SECOND).await;
         env.deliver([&fresh]).await;
-        wait_for("a fresh one's close", async || env.status(&fresh).await == "closed").await;
+        wait_for("the fresh order's close", async || env.status(&fresh).await == "closed").await;
         sqlx::query("TRUNCATE slow_orders").execute(&env.pool).await.unwrap();
         assert_each_closed_by_its_alarm(&env, 31).await;
         worker.stop().await;
@@ -320,13 +320,13 @@ fn an_order_that_exceeds_the_statement_timeout_holds_up_nobody_else_and_is_not_p
 }
 
 #[test]
-fn idle_connections_that_the_server_ends_blame_no_order() {
+fn ended_idle_connections_blame_no_order() {
     on_private_database(&["-c", "idle_session_timeout=300"], async |env: Arc<TestEnv>, _| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         for round in 1..=5 {
             held_by_the_worker(&env, 5, SECOND).await;
-            wait_for("their close", async || env.closed().await == 5 * round).await;
+            wait_for("their closes", async || env.closed().await == 5 * round).await;
         }
         assert_each_closed_by_its_alarm(&env, 25).await;
         worker.stop().await;
@@ -335,17 +335,17 @@ fn idle_connections_that_the_server_ends_blame_no_order() {
 }
 
 #[test]
-fn a_worker_asked_to_stop_while_the_database_is_away_gives_everything_back() {
-    with_env(be_impatient, async |env| {
+fn stopping_without_database_returns_all_alarms() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         held_by_the_worker(&env, 30, 2 * SECOND).await;
         network.cut();
         let refused = network.accepted();
-        wait_for("a try in vain", async || network.accepted() > refused + 3).await;
+        wait_for("failed attempts", async || network.accepted() > refused + 3).await;
         worker.stop().await;
         assert_eq!(env.closed().await, 0);
-        wait_for("the alarms given back", async || waiting(&env).await == 30).await;
+        wait_for("the alarms returned", async || waiting(&env).await == 30).await;
         network.restore();
         let worker = worker_through(&env, &network).await;
         assert_each_closed_by_its_alarm(&env, 30).await;
@@ -355,8 +355,8 @@ fn a_worker_asked_to_stop_while_the_database_is_away_gives_everything_back() {
 }
 
 #[test]
-fn what_cannot_be_parked_is_given_back_as_well() {
-    with_env(be_impatient, async |env| {
+fn stopping_returns_unparkable_alarms() {
+    with_env(shorten_timeouts, async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         network.cut();
@@ -365,18 +365,18 @@ fn what_cannot_be_parked_is_given_back_as_well() {
             let body = format!("no alarm {n}");
             env.publish_raw(&due, order_timeout::topology::DUE_KEY, body.as_bytes(), Default::default()).await;
         }
-        wait_within(COMING_BACK, "the three given back", async || waiting(&env).await == 3).await;
+        wait_within(COMING_BACK, "the three returned", async || waiting(&env).await == 3).await;
         network.restore();
         wait_within(COMING_BACK, "the three parked", async || env.parked().await.len() >= 3).await;
-        wait_within(COMING_BACK, "the three taken again", async || waiting(&env).await == 0).await;
+        wait_within(COMING_BACK, "the three consumed again", async || waiting(&env).await == 0).await;
         worker.stop().await;
         assert_eq!(env.parked().await.len(), 3, "each of them once");
     });
 }
 
 #[test]
-fn a_locked_article_holds_up_nobody_elses_orders() {
-    with_env(be_impatient, async |env| {
+fn locked_article_delays_no_other_order() {
+    with_env(shorten_timeouts, async |env| {
         env.stock("another", 1_000).await;
         let network = Proxy::before(&env.settings.database.url).await;
         let refusals = network.count(Direction::ToClient, "lock timeout");
@@ -384,36 +384,36 @@ fn a_locked_article_holds_up_nobody_elses_orders() {
         let mut transaction = env.pool.begin().await.unwrap();
         let lock = sqlx::query("SELECT FROM stock WHERE article_id = 'article' FOR UPDATE");
         let orders = env.orders(300, 3 * SECOND).await;
-        let innocent = env.orders_of("another", 20, 3 * SECOND).await;
-        // All of them at the same moment, so that they are closed in one batch.
+        let unaffected = env.orders_of("another", 20, 3 * SECOND).await;
+        // All at the same deadline, so that they are closed in one batch.
         let together = "UPDATE orders SET expires_at = (SELECT max(expires_at) FROM orders)";
         sqlx::query(together).execute(&env.pool).await.unwrap();
         lock.execute(&mut *transaction).await.unwrap();
         env.deliver(&orders).await;
-        env.deliver(&innocent).await;
-        for order in &innocent {
-            wait_for("an innocent order's close", async || env.status(order).await == "closed").await;
+        env.deliver(&unaffected).await;
+        for order in &unaffected {
+            wait_for("an unaffected order's close", async || env.status(order).await == "closed").await;
         }
         let refused = refusals.get();
         transaction.rollback().await.unwrap();
         assert_each_closed_by_its_alarm(&env, 320).await;
         worker.stop().await;
         env.assert_nothing_left_undone().await;
-        assert!(refused <= 40, "the innocent waited for {refused} refusals");
+        assert!(refused <= 40, "the unaffected orders waited for {refused} refusals");
     });
 }
 
 #[test]
-fn an_article_that_stays_locked_makes_no_order_of_another_late() {
+fn permanently_locked_article_delays_no_other() {
     with_env(
         |_| {},
         async |env| {
-            let witness = Witness::open(&env).await;
+            let disk_probe = DiskStallProbe::open(&env).await;
             env.stock("another", 1_000).await;
             let worker = env.worker().await;
-            // Orders of both fall due all the time, for as long as it takes to see a backlog grow.
+            // Orders of both articles become due continuously, for long enough to see a backlog grow.
             let locked = env.orders(300, SECOND).await;
-            let innocent = env.orders_of("another", 150, SECOND).await;
+            let unaffected = env.orders_of("another", 150, SECOND).await;
             let spread = "UPDATE orders o SET expires_at = o.expires_at + n.n * interval '40 ms'
                           FROM (SELECT order_id, (row_number() OVER (PARTITION BY article_id ORDER BY order_id) - 1)
                                        / CASE article_id WHEN 'another' THEN 1 ELSE 2 END AS n FROM order_items) n
@@ -423,10 +423,10 @@ fn an_article_that_stays_locked_makes_no_order_of_another_late() {
             let lock = sqlx::query("SELECT FROM stock WHERE article_id = 'article' FOR UPDATE");
             lock.execute(&mut *transaction).await.unwrap();
             env.deliver(&locked).await;
-            env.deliver(&innocent).await;
-            wait_for("every innocent order's close", async || env.closed().await == 150).await;
-            // Whoever waits for the lock is not closed yet.
-            witness.assert_on_time(&env).await;
+            env.deliver(&unaffected).await;
+            wait_for("every unaffected order's close", async || env.closed().await == 150).await;
+            // Orders that wait for the lock are not closed yet, so they do not count.
+            disk_probe.assert_on_time(&env).await;
             transaction.rollback().await.unwrap();
             assert_each_closed_by_its_alarm(&env, 450).await;
             worker.stop().await;
@@ -435,8 +435,8 @@ fn an_article_that_stays_locked_makes_no_order_of_another_late() {
 }
 
 #[test]
-fn an_order_in_a_status_of_the_shops_own_does_not_make_the_worker_spin() {
-    with_env(be_impatient, async |env| {
+fn foreign_order_status_causes_no_spinning() {
+    with_env(shorten_timeouts, async |env| {
         sqlx::query("ALTER TYPE order_status ADD VALUE 'refunded'").execute(&env.pool).await.unwrap();
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
@@ -444,23 +444,23 @@ fn an_order_in_a_status_of_the_shops_own_does_not_make_the_worker_spin() {
         let ids: Vec<_> = orders.iter().map(|order| order.id).collect();
         let refund = sqlx::query("UPDATE orders SET status = 'refunded' WHERE id = ANY ($1)").bind(ids);
         refund.execute(&env.pool).await.unwrap();
-        // Whoever is due later is the clock: the others have been due for long when it is closed.
-        let witness = env.order(9 * SECOND).await;
-        let bound = Bound::from_now(&network);
-        env.publisher().await.schedule(witness.id.to_string(), witness.deadline).await.unwrap();
-        wait_for("the witness' close", async || env.status(&witness).await == "closed").await;
-        bound.assert_kept();
+        // A later order is the clock: when it is closed, the others have been due for seconds.
+        let sentinel = env.order(9 * SECOND).await;
+        let limit = RequestLimit::from_now(&network);
+        env.publisher().await.schedule(sentinel.id.to_string(), sentinel.deadline).await.unwrap();
+        wait_for("the sentinel's close", async || env.status(&sentinel).await == "closed").await;
+        limit.assert_kept();
         worker.stop().await;
     });
 }
 
-/// The server's processes that kept connections lead to, halted: they do not answer, while whoever connects anew is served.
-/// They go on when this is dropped.
+/// Halts the server's processes behind open connections: these get no answer, while new connections are served. Resumes
+/// the processes when dropped.
 struct HaltedBackends(Vec<i32>);
 
 impl HaltedBackends {
     async fn of(env: &TestEnv, closer_connections: usize) -> Self {
-        let pids = backends_that_told_the_time(env).await;
+        let pids = backends_that_read_the_clock(env).await;
         assert_eq!(pids.len(), closer_connections);
         let halted = Self(pids);
         halted.signal(libc::SIGSTOP);
@@ -469,7 +469,7 @@ impl HaltedBackends {
 
     fn signal(&self, signal: i32) {
         for pid in &self.0 {
-            // SAFETY: no memory is involved; the processes are of the test's own server.
+            // SAFETY: no memory is involved; the processes belong to the test's own server.
             assert_eq!(unsafe { libc::kill(*pid, signal) }, 0);
         }
     }
@@ -486,19 +486,19 @@ async fn closer_with(env: &TestEnv, connections: u32) -> Closer {
     Closer::prepare(database, "").await.unwrap()
 }
 
-async fn backends_that_told_the_time(env: &TestEnv) -> Vec<i32> {
+async fn backends_that_read_the_clock(env: &TestEnv) -> Vec<i32> {
     let backends = "SELECT pid FROM pg_stat_activity
                     WHERE datname = current_database() AND state = 'idle' AND query = 'SELECT clock_timestamp()'";
     sqlx::query_scalar(backends).fetch_all(&env.pool).await.unwrap()
 }
 
 #[test]
-fn kept_connections_that_nobody_answers_make_room_for_others_at_once() {
+fn unresponsive_warm_connections_are_replaced_at_once() {
     on_private_database(&[], async |env, _| {
         let closer = closer_with(&env, 3).await;
         let ask_all = || async { tokio::join!(closer.sample_clock(), closer.sample_clock(), closer.sample_clock()) };
-        let kept = ask_all().await;
-        assert!(matches!(kept, (Ok(_), Ok(_), Ok(_))), "{kept:?}");
+        let warm = ask_all().await;
+        assert!(matches!(warm, (Ok(_), Ok(_), Ok(_))), "{warm:?}");
 
         let _halted = HaltedBackends::of(&env, 3).await;
         let unanswered = closer.sample_clock().await.unwrap_err().to_string();
@@ -509,7 +509,7 @@ fn kept_connections_that_nobody_answers_make_room_for_others_at_once() {
 }
 
 #[test]
-fn closers_find_every_connection_open_and_the_statement_planned() {
+fn closers_get_warm_connections() {
     with_env(
         |_| {},
         async |env| {
@@ -527,7 +527,7 @@ fn closers_find_every_connection_open_and_the_statement_planned() {
                        WHERE datname = current_database() AND query LIKE '-- Closes those%'";
             env.count(end).await;
             wait_for("their end", async || ready().await == 0).await;
-            // Opened to read the clock, it has planned nothing.
+            // A connection opened to read the clock has planned no statement.
             closer.sample_clock().await.unwrap();
             closer.warm_up().await.unwrap();
             assert_eq!(ready().await, 3);
@@ -536,17 +536,17 @@ fn closers_find_every_connection_open_and_the_statement_planned() {
 }
 
 #[test]
-fn a_clock_that_is_read_on_a_connection_which_the_server_has_ended_is_read_on_another() {
+fn clock_reading_survives_ended_connection() {
     with_env(
         |_| {},
         async |env| {
             let closer = closer_with(&env, 1).await;
             closer.sample_clock().await.unwrap();
-            let pids = backends_that_told_the_time(&env).await;
+            let pids = backends_that_read_the_clock(&env).await;
             assert_eq!(pids.len(), 1);
             let end = "SELECT pg_terminate_backend($1)";
             assert!(sqlx::query_scalar::<_, bool>(end).bind(pids[0]).fetch_one(&env.pool).await.unwrap());
-            wait_for("its end", async || backends_that_told_the_time(&env).await.is_empty()).await;
+            wait_for("its end", async || backends_that_read_the_clock(&env).await.is_empty()).await;
             closer.sample_clock().await.unwrap();
         },
     );

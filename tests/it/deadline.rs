@@ -1,5 +1,5 @@
-//! Another deadline for an order: the row is the truth, an alarm that comes early waits, an earlier deadline has an alarm
-//! of its own.
+//! Moving an order's deadline: the row decides, an early alarm waits again, and an earlier deadline gets an alarm of its
+//! own.
 
 use std::time::Duration;
 
@@ -10,17 +10,17 @@ use order_timeout::{Moved, Timestamp, move_deadline_in};
 use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 
-use crate::support::away::{be_impatient, with_database_behind};
+use crate::support::away::{shorten_timeouts, with_database_behind};
 use crate::support::process::{call_with, order_timeout, run};
 use crate::support::proxy::{Proxy, Then};
 use crate::support::{Order, TIMEOUT, TestEnv, wait_for, with_env};
 
-/// Moves the order's deadline there and says what became of the wish.
+/// Moves the order's deadline and returns the outcome.
 async fn move_to(env: &TestEnv, order: &Order, deadline: Timestamp) -> Moved {
     move_deadline_in(&env.pool, order.id.to_string(), deadline).await.unwrap()
 }
 
-/// Messages in all queues of the env.
+/// Messages in all queues of the environment.
 async fn alarms_at_the_broker(env: &TestEnv) -> u32 {
     let mut alarms = 0;
     for queue in Topology::new(&env.settings).queues {
@@ -30,7 +30,7 @@ async fn alarms_at_the_broker(env: &TestEnv) -> u32 {
 }
 
 #[test]
-fn an_order_extended_a_thousand_times_keeps_one_alarm_and_is_closed_at_the_last_deadline() {
+fn repeated_extension_keeps_one_alarm() {
     with_env(
         |_| {},
         async |env| {
@@ -45,7 +45,7 @@ fn an_order_extended_a_thousand_times_keeps_one_alarm_and_is_closed_at_the_last_
             }
             transaction.commit().await.unwrap();
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
-            // It may be on its way from one queue to the next.
+            // The alarm may be between two queues.
             wait_for("one alarm", async || alarms_at_the_broker(&env).await == 1).await;
 
             let worker = env.worker().await;
@@ -59,7 +59,7 @@ fn an_order_extended_a_thousand_times_keeps_one_alarm_and_is_closed_at_the_last_
 }
 
 #[test]
-fn a_shortened_order_is_closed_at_the_earlier_deadline_by_an_alarm() {
+fn alarm_closes_shortened_order() {
     with_env(
         |_| {},
         async |env| {
@@ -77,7 +77,7 @@ fn a_shortened_order_is_closed_at_the_earlier_deadline_by_an_alarm() {
 }
 
 #[test]
-fn the_deadline_of_an_order_that_is_not_unpaid_stands() {
+fn only_unpaid_order_gets_new_deadline() {
     with_env(
         |_| {},
         async |env| {
@@ -86,15 +86,15 @@ fn the_deadline_of_an_order_that_is_not_unpaid_stands() {
             let sooner = order.deadline - Duration::from_secs(1);
             let stands = Moved::Stands { status: "paid".into(), deadline: order.deadline };
             assert_eq!(move_to(&env, &order, sooner).await, stands);
-            let stranger = Order { id: uuid::Uuid::now_v7(), deadline: order.deadline };
-            assert_eq!(move_to(&env, &stranger, order.deadline).await, Moved::Unknown);
+            let unknown_order = Order { id: uuid::Uuid::now_v7(), deadline: order.deadline };
+            assert_eq!(move_to(&env, &unknown_order, order.deadline).await, Moved::Unknown);
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
         },
     );
 }
 
 #[test]
-fn who_waits_for_somebody_who_makes_the_order_unpaid_moves_its_deadline() {
+fn move_waits_for_concurrent_status_change() {
     with_env(
         |_| {},
         async |env| {
@@ -106,13 +106,13 @@ fn who_waits_for_somebody_who_makes_the_order_unpaid_moves_its_deadline() {
                 let make_unpaid = "UPDATE orders SET status = 'unpaid', next_attempt_at = NULL WHERE id = $1";
                 sqlx::query(make_unpaid).bind(order.id).execute(&mut *other).await.unwrap();
                 let wanted = order.deadline - Duration::from_secs(3_600) + wanted_in;
-                let commit_when_somebody_waits = async {
-                    env.wait_for_a_wait().await;
+                let commit_when_blocked = async {
+                    env.wait_for_lock_waiter().await;
                     other.commit().await.unwrap();
                 };
-                let (moved, ()) = tokio::join!(move_to(&env, &order, wanted), commit_when_somebody_waits);
+                let (moved, ()) = tokio::join!(move_to(&env, &order, wanted), commit_when_blocked);
                 assert_eq!(moved, if wanted > order.deadline { Moved::Later } else { Moved::Earlier });
-                assert_eq!(deadline_of(&env, &order).await, wanted, "what is said is what stands there");
+                assert_eq!(deadline_of(&env, &order).await, wanted, "the outcome matches the row");
             }
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 1, "of the earlier one");
         },
@@ -126,7 +126,7 @@ async fn deadline_of(env: &TestEnv, order: &Order) -> Timestamp {
 }
 
 #[test]
-fn a_deadline_that_a_trigger_keeps_is_not_said_to_have_moved() {
+fn deadline_kept_by_trigger_is_reported() {
     with_env(
         |_| {},
         async |env| {
@@ -145,19 +145,20 @@ fn a_deadline_that_a_trigger_keeps_is_not_said_to_have_moved() {
             }
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
             let id = order.id.to_string();
-            let (code, said, _) = run(order_timeout(&env.settings).args(["deadline", "--order-id", &id, "--in", "1h"]));
-            assert!(code == 1 && said.contains("a trigger of the database keeps its deadline"), "{said}");
+            let (code, output, _) =
+                run(order_timeout(&env.settings).args(["deadline", "--order-id", &id, "--in", "1h"]));
+            assert!(code == 1 && output.contains("a trigger of the database keeps its deadline"), "{output}");
         },
     );
 }
 
 #[test]
-fn by_hand_it_counts_from_the_time_that_the_database_has() {
+fn command_counts_from_database_time() {
     with_env(
         |_| {},
         async |env| {
             let order = env.order(Duration::from_secs(7_200)).await;
-            // A database whose clock is an hour ahead of everybody else's.
+            // A database with a clock that is an hour ahead of all others.
             let name = env.settings.database.url.expose_secret().rsplit('/').next().unwrap();
             let ahead = format!(
                 "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
@@ -171,16 +172,16 @@ fn by_hand_it_counts_from_the_time_that_the_database_has() {
                 |when: [&str; 2]| run(order_timeout(&env.settings).args(["deadline", "--order-id", &id]).args(when));
             let (code, _, error) = deadline(["--deadline", &half_an_hour_ahead]);
             assert!(code == 1 && error.contains("has passed"), "{error}");
-            let (code, said, error) = deadline(["--in", "10m"]);
-            assert!(code == 0 && said.contains("an alarm for it is written"), "{said}{error}");
+            let (code, output, error) = deadline(["--in", "10m"]);
+            assert!(code == 0 && output.contains("an alarm for it is written"), "{output}{error}");
             let ahead = deadline_of(&env, &order).await.since(Timestamp::now_by_local_clock());
-            assert!(ahead > Duration::from_secs(3_600), "{ahead:?} ahead of those whose clock is behind");
+            assert!(ahead > Duration::from_secs(3_600), "{ahead:?} ahead of the local clock");
         },
     );
 }
 
 #[test]
-fn by_hand_it_says_what_became_of_the_deadline() {
+fn command_reports_deadline_outcome() {
     with_env(
         |_| {},
         async |env| {
@@ -190,35 +191,31 @@ fn by_hand_it_says_what_became_of_the_deadline() {
             };
             let id = order.id.to_string();
             let json = |arguments: &[&str]| -> (i32, Value) {
-                let (code, said, _) = deadline(&env, &[arguments, &["--json"]].concat());
-                (code, serde_json::from_str(&said).unwrap())
+                let (code, output, _) = deadline(&env, &[arguments, &["--json"]].concat());
+                (code, serde_json::from_str(&output).unwrap())
             };
-            let (code, said) = json(&[&id, "--in", "1h"]);
-            assert_eq!((code, &said["outcome"], &said["order_id"]), (0, &"later".into(), &id.as_str().into()));
-            let (code, said, _) = deadline(&env, &[&id, "--in", "1h"]);
-            assert!(code == 0 && said.contains("an alarm scheduled before follows"), "{said}");
+            let (code, output) = json(&[&id, "--in", "1h"]);
+            assert_eq!((code, &output["outcome"], &output["order_id"]), (0, &"later".into(), &id.as_str().into()));
+            let (code, output, _) = deadline(&env, &[&id, "--in", "1h"]);
+            assert!(code == 0 && output.contains("an alarm scheduled before follows"), "{output}");
             for passed in [["--deadline", "2020-01-01T00:00:00Z"], ["--in", "0s"]] {
                 let (code, _, error) = deadline(&env, &[&[id.as_str()][..], &passed].concat());
                 assert!(code == 1 && error.contains("has passed") && error.contains("order-timeout close"), "{error}");
             }
-            let (code, said, _) = deadline(&env, &[&id, "--in", "30s"]);
-            assert!(code == 0 && said.contains("an alarm for it is written"), "{said}");
+            let (code, output, _) = deadline(&env, &[&id, "--in", "30s"]);
+            assert!(code == 0 && output.contains("an alarm for it is written"), "{output}");
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 1);
-            let (_, said) = json(&[&id, "--in", "2h"]);
-            let last = &said["deadline"];
+            let (_, output) = json(&[&id, "--in", "2h"]);
+            let last = &output["deadline"];
 
             assert!(env.pay(&order).await);
-            let (code, said, _) = deadline(&env, &[&id, "--in", "1h"]);
-            assert!(code == 1 && said.contains("is paid; its deadline stands"), "{said}");
+            let (code, output, _) = deadline(&env, &[&id, "--in", "1h"]);
+            assert!(code == 1 && output.contains("is paid; its deadline stands"), "{output}");
             let stands = json!({ "order_id": id, "status": "paid", "deadline": last, "outcome": "stands" });
-            assert_eq!(
-                json(&[&id, "--in", "1h"]),
-                (1, stands),
-                "the deadline that the order has, not the one wished for"
-            );
-            let stranger = uuid::Uuid::now_v7().to_string();
-            let unknown = json!({ "order_id": stranger, "status": null, "deadline": null, "outcome": "unknown" });
-            assert_eq!(json(&[&stranger, "--in", "1h"]), (1, unknown));
+            assert_eq!(json(&[&id, "--in", "1h"]), (1, stands), "the order's deadline, not the requested one");
+            let unknown_order = uuid::Uuid::now_v7().to_string();
+            let unknown = json!({ "order_id": unknown_order, "status": null, "deadline": null, "outcome": "unknown" });
+            assert_eq!(json(&[&unknown_order, "--in", "1h"]), (1, unknown));
             let (code, _, error) = deadline(&env, &["no-such-order", "--in", "1h"]);
             assert!(code == 1 && error.contains("no-such-order") && error.contains("a UUID"), "{error}");
             let (code, _, error) = deadline(&env, &[&id, "--in", "4000d"]);
@@ -232,29 +229,29 @@ fn by_hand_it_says_what_became_of_the_deadline() {
     );
 }
 
-/// The program's answer, by this way to the database.
-async fn by_way_of(network: &Proxy, env: &TestEnv, arguments: &[&str]) -> (i32, String, String) {
+/// The program's result, with the database behind this proxy.
+async fn call_through(network: &Proxy, env: &TestEnv, arguments: &[&str]) -> (i32, String, String) {
     let settings = with_database_behind(env, network);
-    // The program ends with the network that the panic takes along.
-    let said = tokio::time::timeout(TIMEOUT, call_with(&settings, arguments));
-    said.await.expect("an answer within the test's timeout")
+    // A panic drops the proxy, which ends the program.
+    let result = tokio::time::timeout(TIMEOUT, call_with(&settings, arguments));
+    result.await.expect("an answer within the test's timeout")
 }
 
 #[test]
-fn where_the_answer_is_lost_nobody_claims_that_the_deadline_stands() {
+fn lost_answer_leaves_outcome_unknown() {
     with_env(
         |_| {},
         async |env| {
             let order = env.order(Duration::from_secs(60)).await;
             let network = Proxy::before(&env.settings.database.url).await;
-            // It goes by when the statement is prepared and is to be run.
+            // The id is sent when the statement has been prepared and is executed.
             let id = order.id.to_string();
-            let is_cut = network.cut_at(&id, Then::CutAtTheAnswer);
-            let (code, _, error) = by_way_of(&network, &env, &["deadline", "--order-id", &id, "--in", "1h"]).await;
+            let is_cut = network.cut_at(&id, Then::CutAtAnswer);
+            let (code, _, error) = call_through(&network, &env, &["deadline", "--order-id", &id, "--in", "1h"]).await;
             assert!(is_cut());
             assert!(code == 1 && error.contains("not known to have moved; try again"), "{error}");
             assert!(!error.contains("stands"), "{error}");
-            // It reached the database, which may be a moment behind.
+            // The statement reached the database, which may still be executing it.
             let has_moved = "SELECT count(*) FROM orders WHERE expires_at > clock_timestamp() + interval '50 minutes'";
             wait_for("the deadline moved", async || env.count(has_moved).await == 1).await;
         },
@@ -262,15 +259,15 @@ fn where_the_answer_is_lost_nobody_claims_that_the_deadline_stands() {
 }
 
 #[test]
-fn a_database_that_falls_silent_keeps_nobody_for_ever() {
-    with_env(be_impatient, async |env| {
+fn silent_database_does_not_block_forever() {
+    with_env(shorten_timeouts, async |env| {
         let id = env.order(Duration::from_secs(60)).await.id.to_string();
         let deadline = &["deadline", "--order-id", &id, "--in", "1h"][..];
         let close = &["close", &id][..];
         for (at, arguments) in [("to_regclass", deadline), (&id, deadline), ("Closes those of the asked", close)] {
             let network = Proxy::before(&env.settings.database.url).await;
             let has_vanished = network.cut_at(at, Then::Vanish);
-            let (code, _, error) = by_way_of(&network, &env, arguments).await;
+            let (code, _, error) = call_through(&network, &env, arguments).await;
             assert!(has_vanished(), "{arguments:?} never says {at}");
             assert!(code == 1 && error.contains("did not answer within"), "{arguments:?} at {at}: {error}");
         }

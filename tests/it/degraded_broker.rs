@@ -1,7 +1,7 @@
-//! What keeps alarms from arriving is named while orders are still closed, and taken back when it is cured.
+//! A cause that keeps alarms from arriving is named while orders are still closed, and no longer named after its cure.
 //!
-//! Each case: a worker that closes orders, a break, the cause in `/readyz` within fifteen seconds, the cure, and the
-//! cause gone within fifteen seconds.
+//! Each test: a worker closes orders, something breaks, `/readyz` names the cause within fifteen seconds, it is cured,
+//! and the cause is gone within fifteen seconds.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,23 +14,23 @@ use order_timeout::http::READYZ;
 use order_timeout::topology::DUE_KEY;
 use tokio::task::JoinHandle;
 
-use crate::support::figures::{Figures, get, shown};
+use crate::support::figures::{Figures, get, serve_http};
 use crate::support::private::Private;
 use crate::support::skip::skipped;
 use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
-/// How long a worker may take to name a cause, and to take it back.
+/// How soon a worker must name a cause, and stop naming it after the cure.
 const NAMED_WITHIN: Duration = Duration::from_secs(15);
-/// How long after alarms should have come stopped dead-lettering may stay unnamed.
+/// How soon after the first missing alarm a worker must name stopped dead-lettering.
 const STOPPED_NAMED_WITHIN: Duration = Duration::from_secs(10);
 
-/// A worker that shows its pages, with the sweep as it is by default.
-fn watched(settings: &mut Settings) {
-    shown(settings);
+/// Serves the worker's pages, and uses the default grace of the sweep.
+fn pages_and_sweep(settings: &mut Settings) {
+    serve_http(settings);
     settings.sweep.grace = Duration::from_millis(500);
 }
 
-/// The sentence of this cause, if `/readyz` has it. Whatever is degraded, the worker must be ready.
+/// The sentence of this cause, if `/readyz` names it. Asserts that the worker is ready, even if degraded.
 async fn why(worker: &RunningWorker, cause: &str) -> Option<String> {
     let (status, text) = get(worker, READYZ).await;
     assert_eq!(status, 200, "{text}");
@@ -48,19 +48,19 @@ async fn wait_until_named(worker: &RunningWorker, cause: &str, within: Duration,
     began.elapsed()
 }
 
-async fn wait_until_taken_back(worker: &RunningWorker, cause: &str) {
+async fn wait_until_cured(worker: &RunningWorker, cause: &str) {
     wait_within(NAMED_WITHIN, &format!("no {cause}"), async || why(worker, cause).await.is_none()).await;
     assert_eq!(Figures::of(worker).await.get(&format!("degraded{{cause=\"{cause}\"}}")), 0.0);
 }
 
-/// Orders with alarms, some each second, until the task is ended.
+/// Creates and schedules some orders each second, until the task is aborted.
 fn keep_ordering(env: &Arc<TestEnv>, due_in: Duration) -> JoinHandle<()> {
     let env = env.clone();
     tokio::spawn(async move {
         let publisher = env.publisher().await;
         loop {
             for order in env.orders(2, due_in).await {
-                // A broker out of order may refuse it; then the sweep closes it.
+                // A broken broker may refuse the alarm; then the sweep closes the order.
                 let _ = publisher.schedule(order.id.to_string(), order.deadline).await;
             }
             tokio::time::sleep(Duration::from_millis(300)).await;
@@ -84,7 +84,7 @@ async fn closed_by(env: &TestEnv, by: &'static str) -> i64 {
 
 #[test]
 fn unbound_processing_queue_is_named_and_bound() {
-    with_env(watched, async |env| {
+    with_env(pages_and_sweep, async |env| {
         let worker = env.worker().await;
         // Long enough for a slot of the wheel, so that no alarm goes straight to the processing queue.
         let ordering = keep_ordering(&env, Duration::from_secs(3));
@@ -92,7 +92,7 @@ fn unbound_processing_queue_is_named_and_bound() {
         unbind_due(&env).await;
         let due = format!("{:?}", env.names().due());
         wait_until_named(&worker, "topology", NAMED_WITHIN, &due).await;
-        wait_until_taken_back(&worker, "topology").await;
+        wait_until_cured(&worker, "topology").await;
         let before = closed_by(&env, "alarm").await;
         wait_for("closes by alarm again", async || closed_by(&env, "alarm").await > before + 5).await;
         wait_within(NAMED_WITHIN, "nothing degraded", async || get(&worker, READYZ).await.1 == "ready\n").await;
@@ -103,18 +103,18 @@ fn unbound_processing_queue_is_named_and_bound() {
 
 #[test]
 fn deleted_delay_queue_is_named_and_declared() {
-    with_env(watched, async |env| {
+    with_env(pages_and_sweep, async |env| {
         let worker = env.worker().await;
         let lane = format!("{}.delay.2s.1", env.settings.namespace);
         env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         wait_until_named(&worker, "topology", NAMED_WITHIN, &format!("{lane:?}")).await;
-        wait_until_taken_back(&worker, "topology").await;
-        assert_eq!(env.depth(&lane).await, 0, "it is there");
+        wait_until_cured(&worker, "topology").await;
+        assert_eq!(env.depth(&lane).await, 0, "it exists");
         worker.stop().await;
     });
 }
 
-/// Orders without alarms, which the sweep closes.
+/// Creates orders without alarms, and waits until the sweep has closed them.
 async fn have_orders_swept(env: &TestEnv) {
     let before = closed_by(env, "sweep").await;
     env.orders(3, Duration::ZERO).await;
@@ -125,10 +125,10 @@ const ARRIVED: &str = "SELECT count(*) FROM canaries WHERE arrived_at IS NOT NUL
 
 #[test]
 fn either_of_two_workers_receives_canaries() {
-    with_env(watched, async |env| {
+    with_env(pages_and_sweep, async |env| {
         let workers = [env.worker().await, env.worker().await];
         have_orders_swept(&env).await;
-        // Straight, through each of the two rings, and through each queue of the lane.
+        // One directly, one through each of the two rings, and one through each queue of the lane.
         wait_for("the canaries back", async || {
             have_orders_swept(&env).await;
             env.count(ARRIVED).await == 5
@@ -151,9 +151,9 @@ fn either_of_two_workers_receives_canaries() {
 }
 
 #[test]
-fn canaries_spare_readers_that_do_not_know_them() {
-    with_env(watched, async |env| {
-        // As a worker of an older version, which would park what it does not know.
+fn canaries_do_not_reach_foreign_readers() {
+    with_env(pages_and_sweep, async |env| {
+        // Like a worker of an older version, which would park unknown messages.
         let queue = env.names().timeout();
         let foreign = env.broker.create_channel().await.unwrap();
         let consume =
@@ -164,7 +164,7 @@ fn canaries_spare_readers_that_do_not_know_them() {
         wait_for("a worker that knows canaries", async || env.count(noted).await == 1).await;
         have_orders_swept(&env).await;
         assert_eq!(env.count("SELECT count(*) FROM canaries").await, 0);
-        // Not at once, for an upgrade has older workers as well.
+        // Not at once, because older workers also run during an upgrade.
         wait_within(Duration::from_secs(90), "the consumer named", async || {
             have_orders_swept(&env).await;
             let why = why(&worker, "alarms_not_arriving").await;
@@ -178,7 +178,7 @@ fn canaries_spare_readers_that_do_not_know_them() {
             env.count(ARRIVED).await > 0
         })
         .await;
-        wait_until_taken_back(&worker, "alarms_not_arriving").await;
+        wait_until_cured(&worker, "alarms_not_arriving").await;
         drop(consumer);
         foreign.close(200, "done".into()).await.unwrap();
         worker.stop().await;
@@ -189,7 +189,7 @@ fn canaries_spare_readers_that_do_not_know_them() {
 
 #[test]
 fn arrivals_that_cannot_be_noted_are_kept() {
-    with_env(watched, async |env| {
+    with_env(pages_and_sweep, async |env| {
         let refuse = "CREATE FUNCTION refuse_arrival() RETURNS trigger LANGUAGE plpgsql AS
                       $$ BEGIN RAISE EXCEPTION 'not now'; END $$";
         sqlx::query(refuse).execute(&env.pool).await.unwrap();
@@ -215,11 +215,11 @@ fn arrivals_that_cannot_be_noted_are_kept() {
     });
 }
 
-/// A env on a broker of its own, on which a test may set policies and do harm.
+/// Runs a test on an environment with a private broker, on which it may set policies and cause faults.
 fn on_private_broker<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(Arc<TestEnv>, Arc<Private>) -> F) {
     let broker = Arc::new(Private::broker(&[]));
     let adjust = |settings: &mut Settings| {
-        watched(settings);
+        pages_and_sweep(settings);
         settings.amqp.url = broker.url.clone().into();
     };
     let for_test = broker.clone();
@@ -236,7 +236,7 @@ fn alternate_exchange_policy_is_named() {
     on_private_broker(async |env, broker| {
         let worker = env.worker().await;
         let lane = env.names().lane_queue("2s", 0);
-        // Somebody else's, where what is lost would be found.
+        // A foreign exchange, which receives the messages that would be lost otherwise.
         let declared = env.channel.exchange_declare(
             "lost".into(),
             ExchangeKind::Fanout,
@@ -254,10 +254,10 @@ fn alternate_exchange_policy_is_named() {
 
         wait_until_named(&worker, "topology", NAMED_WITHIN, &format!("{lane:?}")).await;
         wait_until_named(&worker, "alternate_exchange", Duration::from_secs(2), "alternate-exchange").await;
-        wait_until_taken_back(&worker, "topology").await;
-        assert_eq!(env.depth(&lane).await, 0, "it is there");
+        wait_until_cured(&worker, "topology").await;
+        assert_eq!(env.depth(&lane).await, 0, "it exists");
         ctl(&broker, &["clear_policy", "lost"]).await;
-        wait_until_taken_back(&worker, "alternate_exchange").await;
+        wait_until_cured(&worker, "alternate_exchange").await;
         worker.stop().await;
     });
 }
@@ -271,12 +271,12 @@ fn refused_canary_is_named_as_refused() {
         let wheel = format!("could not be published to exchange {:?}", env.names().wheel());
         wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, &wheel).await;
         ctl(&broker, &["set_permissions", "guest", ".*", ".*", ".*"]).await;
-        wait_until_taken_back(&worker, "alarms_not_arriving").await;
+        wait_until_cured(&worker, "alarms_not_arriving").await;
         worker.stop().await;
     });
 }
 
-/// A message whose dead-lettering RabbitMQ 3.10 does not survive.
+/// Publishes a message that crashes the dead-letter worker of RabbitMQ 3.10.
 async fn publish_malformed_death(env: &TestEnv) {
     let mut deaths = FieldArray::default();
     deaths.push(AMQPValue::LongString(LongString::from("foo")));
@@ -310,7 +310,7 @@ fn stopped_dead_lettering_is_named_and_cured() {
         ctl(&broker, &["stop_app"]).await;
         ctl(&broker, &["start_app"]).await;
         wait_for("a session", async || get(&worker, READYZ).await.0 == 200).await;
-        wait_until_taken_back(&worker, "alarms_not_arriving").await;
+        wait_until_cured(&worker, "alarms_not_arriving").await;
         ordering.abort();
         let env = env.reconnected().await;
         let before = closed_by(&env, "alarm").await;
@@ -318,7 +318,7 @@ fn stopped_dead_lettering_is_named_and_cured() {
             env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
         }
         wait_for("closes by alarm again", async || closed_by(&env, "alarm").await >= before + 10).await;
-        wait_until_taken_back(&worker, "topology").await;
+        wait_until_cured(&worker, "topology").await;
         worker.stop().await;
     });
 }

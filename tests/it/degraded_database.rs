@@ -1,5 +1,5 @@
-//! Whatever is wrong with the database while orders are closed is named within seconds, with its cause and its cure, and
-//! no longer named within seconds of the cure.
+//! A fault of the database is named within seconds while orders are closed, with its cause and its cure, and is no longer
+//! named within seconds of the cure.
 
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
@@ -13,15 +13,15 @@ use secrecy::ExposeSecret;
 use sqlx::{AssertSqlSafe, PgPool};
 
 use crate::support::away::{meanwhile, on_private_broker_with, on_private_database};
-use crate::support::figures::{Figures, get, shown};
+use crate::support::figures::{Figures, get, serve_http};
 use crate::support::process::{order_timeout, run};
 use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
-/// How soon a cause is shown, and is no longer shown after its cure.
+/// How soon a cause must be named, and no longer named after its cure.
 const SOON: Duration = Duration::from_secs(15);
 const SECOND: Duration = Duration::from_secs(1);
 
-/// One row of a table of faults: what is done, what is said of it, and what ends it.
+/// One row of a table of faults: the SQL that breaks, a part of the sentence that names it, and the SQL that cures.
 struct Fault {
     cause: &'static str,
     breaks: String,
@@ -37,8 +37,8 @@ async fn execute(pool: &PgPool, sql: &str) {
     sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(pool).await.unwrap_or_else(|error| panic!("{sql}: {error}"));
 }
 
-/// What `/readyz` says of this cause, if it does; the worker must be ready whatever it says.
-async fn said(worker: &RunningWorker, cause: &str) -> Option<String> {
+/// The sentence of this cause, if `/readyz` names it. Asserts that the worker is ready, even if degraded.
+async fn why(worker: &RunningWorker, cause: &str) -> Option<String> {
     let (status, text) = get(worker, READYZ).await;
     assert_eq!(status, 200, "{text}");
     text.lines().find_map(|line| line.strip_prefix(&format!("degraded: {cause}: ")).map(str::to_owned))
@@ -52,32 +52,32 @@ async fn wait_until_ready(worker: &RunningWorker) {
     wait_for("a worker that is ready", async || get(worker, READYZ).await == (200, "ready\n".into())).await;
 }
 
-async fn wait_until_said(worker: &RunningWorker, cause: &str, says: &str) {
+async fn wait_until_named(worker: &RunningWorker, cause: &str, says: &str) {
     let what = format!("{cause}, which says {says:?}");
-    wait_within(SOON, &what, async || said(worker, cause).await.is_some_and(|why| why.contains(says))).await;
+    wait_within(SOON, &what, async || why(worker, cause).await.is_some_and(|why| why.contains(says))).await;
     assert!(is_degraded(worker, cause).await, "{cause}: the metric");
 }
 
-async fn wait_until_gone(worker: &RunningWorker, cause: &str) {
-    wait_within(SOON, &format!("no {cause}"), async || said(worker, cause).await.is_none()).await;
+async fn wait_until_cured(worker: &RunningWorker, cause: &str) {
+    wait_within(SOON, &format!("no {cause}"), async || why(worker, cause).await.is_none()).await;
     assert!(!is_degraded(worker, cause).await, "{cause}: the metric");
 }
 
-/// Breaks, sees it named, cures, sees it gone; one fault after the other.
-async fn insist_on(worker: &RunningWorker, pool: &PgPool, faults: Vec<Fault>) {
+/// Breaks, waits until the cause is named, cures, and waits until it is gone; one fault after the other.
+async fn assert_named_until_cured(worker: &RunningWorker, pool: &PgPool, faults: Vec<Fault>) {
     wait_until_ready(worker).await;
     for Fault { cause, breaks, says, cures } in faults {
         execute(pool, &breaks).await;
-        wait_until_said(worker, cause, says).await;
+        wait_until_named(worker, cause, says).await;
         execute(pool, &cures).await;
-        wait_until_gone(worker, cause).await;
+        wait_until_cured(worker, cause).await;
     }
     wait_until_ready(worker).await;
 }
 
 #[test]
 fn missing_objects_are_named() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         let faults = vec![
             fault(
@@ -117,13 +117,13 @@ fn missing_objects_are_named() {
                 "ALTER TABLE elsewhere RENAME TO alarm_outbox",
             ),
         ];
-        insist_on(&worker, &env.pool, faults).await;
+        assert_named_until_cured(&worker, &env.pool, faults).await;
         worker.stop().await;
     });
 }
 
-/// Runs a test with a worker whose role has the rights of a worker and no more.
-async fn as_a_role<F: Future<Output = ()>>(
+/// Runs a test with a worker in a role that has only a worker's rights.
+async fn with_worker_role<F: Future<Output = ()>>(
     env: Arc<TestEnv>,
     adjust: impl FnOnce(&mut Settings),
     test: impl FnOnce(Arc<TestEnv>, RunningWorker, String) -> F,
@@ -142,23 +142,23 @@ async fn as_a_role<F: Future<Output = ()>>(
     settings.database.url = format!("{}?options=-crole%3D{role}", settings.database.url.expose_secret()).into();
     let worker = RunningWorker::start(settings).await;
     let outcome = AssertUnwindSafe(test(env.clone(), worker, role.clone())).catch_unwind().await;
-    // Roles are the whole server's: it must not outlive its database.
+    // Roles belong to the whole server: this one must not outlive its database.
     execute(&env.pool, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
     if let Err(panic) = outcome {
         std::panic::resume_unwind(panic);
     }
 }
 
-/// The same on a env of its own.
-fn with_a_role<F: Future<Output = ()> + Send + 'static>(
+/// Like [`with_worker_role`], on an environment of its own.
+fn with_env_and_worker_role<F: Future<Output = ()> + Send + 'static>(
     test: impl FnOnce(Arc<TestEnv>, RunningWorker, String) -> F + Send + 'static,
 ) {
-    with_env(shown, async move |env| as_a_role(env, |_| {}, test).await);
+    with_env(serve_http, async move |env| with_worker_role(env, |_| {}, test).await);
 }
 
 #[test]
 fn missing_rights_are_named() {
-    with_a_role(async |env, worker, role| {
+    with_env_and_worker_role(async |env, worker, role| {
         let faults = vec![
             fault(
                 "database_rights",
@@ -185,14 +185,14 @@ fn missing_rights_are_named() {
                 &format!("GRANT SELECT, UPDATE, DELETE ON alarm_outbox TO {role}"),
             ),
         ];
-        insist_on(&worker, &env.pool, faults).await;
+        assert_named_until_cured(&worker, &env.pool, faults).await;
         worker.stop().await;
     });
 }
 
 #[test]
 fn unreadable_outbox_has_no_age() {
-    with_a_role(async |env, worker, role| {
+    with_env_and_worker_role(async |env, worker, role| {
         let age =
             async |outbox: &str| Figures::of(&worker).await.find(&format!("outbox_age_seconds{{outbox=\"{outbox}\"}}"));
         wait_for("both ages", async || age("alarm").await.is_some() && age("event").await.is_some()).await;
@@ -207,12 +207,12 @@ fn unreadable_outbox_has_no_age() {
 
 #[test]
 fn read_only_database_is_named() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         wait_until_ready(&worker).await;
         wait_for("the relay", async || Figures::of(&worker).await.get("relaying") == 1.0).await;
         let database: String = sqlx::query_scalar("SELECT current_database()").fetch_one(&env.pool).await.unwrap();
-        // Committed first, or a connection that is made anew at once would still be as before.
+        // Committed first, otherwise a new connection might still get the old value.
         let read_only = |to: &str| {
             format!(
                 "BEGIN READ WRITE; ALTER DATABASE {database} SET default_transaction_read_only = {to}; COMMIT;
@@ -221,17 +221,17 @@ fn read_only_database_is_named() {
             )
         };
         execute(&env.pool, &read_only("on")).await;
-        let why = async || get(&worker, READYZ).await.1;
+        let page = async || get(&worker, READYZ).await.1;
         wait_within(SOON, "read_only", async || {
-            why().await.contains("degraded: read_only: the database accepts no writes")
+            page().await.contains("degraded: read_only: the database accepts no writes")
         })
         .await;
-        wait_until_said(&worker, "read_only", "default_transaction_read_only").await;
+        wait_until_named(&worker, "read_only", "default_transaction_read_only").await;
         wait_for("no relay", async || Figures::of(&worker).await.get("relaying") == 0.0).await;
-        // The pool may hand out a connection that was ended.
+        // The pool may return a connection that was terminated.
         let cured = async || sqlx::raw_sql(AssertSqlSafe(read_only("off"))).execute(&env.pool).await.is_ok();
         wait_for("the cure", cured).await;
-        wait_within(SOON, "no read_only", async || !why().await.contains("read_only")).await;
+        wait_within(SOON, "no read_only", async || !page().await.contains("read_only")).await;
         wait_until_ready(&worker).await;
         worker.stop().await;
     });
@@ -243,13 +243,13 @@ fn standby_is_named_and_never_relays() {
         let relay = env.worker().await;
         let standby = Arc::new(meanwhile(|| primary.standby()));
         let mut settings = env.settings.clone();
-        shown(&mut settings);
+        serve_http(&mut settings);
         let name = settings.database.url.expose_secret().rsplit('/').next().unwrap().to_owned();
         settings.database.url = standby.url.clone().into();
         settings.database.url = settings.database.url_of(&name);
         let worker = RunningWorker::start(settings).await;
         wait_for("a session", async || get(&worker, READYZ).await.0 == 200).await;
-        wait_until_said(&worker, "read_only", "the database is a standby").await;
+        wait_until_named(&worker, "read_only", "the database is a standby").await;
         let began = Instant::now();
         while began.elapsed() < 3 * SECOND {
             assert_eq!(Figures::of(&worker).await.get("relaying"), 0.0);
@@ -265,7 +265,7 @@ fn standby_is_named_and_never_relays() {
 
 #[test]
 fn disagreeing_workers_are_named() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         let equal = env.worker().await;
         wait_until_ready(&worker).await;
@@ -273,19 +273,19 @@ fn disagreeing_workers_are_named() {
         settings.delay.lead += Duration::from_millis(100);
         let other = RunningWorker::start(settings).await;
         for one in [&worker, &equal, &other] {
-            wait_until_said(one, "workers_disagree", "delay.lead").await;
+            wait_until_named(one, "workers_disagree", "delay.lead").await;
         }
         let pid = format!("(pid {})", std::process::id());
-        assert!(said(&worker, "workers_disagree").await.unwrap().contains(&pid));
+        assert!(why(&worker, "workers_disagree").await.unwrap().contains(&pid));
         other.stop().await;
-        wait_until_gone(&worker, "workers_disagree").await;
+        wait_until_cured(&worker, "workers_disagree").await;
 
-        // One that was killed leaves its row behind.
+        // A killed worker leaves its row behind.
         let killed = "INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays)
                       VALUES (gen_random_uuid(), 'shop-9', 4711, '0', 'another', '{}')";
         execute(&env.pool, killed).await;
-        wait_until_said(&worker, "workers_disagree", "host shop-9 (pid 4711) has namespace \"another\"").await;
-        wait_until_gone(&worker, "workers_disagree").await;
+        wait_until_named(&worker, "workers_disagree", "host shop-9 (pid 4711) has namespace \"another\"").await;
+        wait_until_cured(&worker, "workers_disagree").await;
         worker.stop().await;
         equal.stop().await;
         let left = "SELECT count(*) FROM order_timeout_workers WHERE host <> 'shop-9'";
@@ -293,7 +293,7 @@ fn disagreeing_workers_are_named() {
     });
 }
 
-/// The statements of a shop as functions in its database, so that a test can replace them under a worker.
+/// A shop's statements as functions in its database, so that a test can replace them while a worker runs.
 const FUNCTIONS: [(&str, &str); 2] = [
     ("close_sql", "SELECT order_id, outcome, deadline FROM public.close_purchases($1)"),
     ("overdue_sql", "SELECT order_id, deadline FROM public.overdue_purchases($1, $2, $3, $4)"),
@@ -333,14 +333,14 @@ fn good() -> String {
     close_by(CLOSES) + &overdue_by("p.state IN ('open', 'held')", "p.pay_until, p.id")
 }
 
-/// One that is overdue by a minute.
+/// Inserts a purchase that is overdue by a minute.
 fn purchase(id: u32, state: &str) -> String {
     format!(
         "INSERT INTO public.purchases VALUES ({id}, '{state}', now() - interval '1 minute' + {id} * interval '1 ms');"
     )
 }
 
-/// Runs a test on a env with a table of the shop's own.
+/// Runs a test on an environment with the shop's own table.
 fn with_purchases<F: Future<Output = ()> + Send + 'static>(
     test: impl FnOnce(Arc<TestEnv>, RunningWorker) -> F + Send + 'static,
 ) {
@@ -351,7 +351,7 @@ fn with_purchases<F: Future<Output = ()> + Send + 'static>(
     }
     let (close_sql, overdue_sql) = (path("close_sql"), path("overdue_sql"));
     let adjust = |settings: &mut Settings| {
-        shown(settings);
+        serve_http(settings);
         settings.sweep.grace = Settings::defaults().sweep.grace;
         (settings.orders.close_sql, settings.orders.overdue_sql) = (close_sql, overdue_sql);
     };
@@ -382,7 +382,7 @@ fn contradicting_statements_are_named() {
                     + &purchase(8, "held"),
                 "returns order 8 before order 7",
             ),
-            // Without the two of before.
+            // Without the two purchases of the previous fault.
             (
                 format!(
                     "DELETE FROM public.purchases WHERE state = 'held'; {}{}",
@@ -402,19 +402,19 @@ fn contradicting_statements_are_named() {
                 "returns two rows for order 13",
             ),
         ];
-        // Something to be answered well comes along after each cure.
+        // Each cure adds a purchase that the statements answer correctly.
         let faults = (100..).zip(faults).map(|(id, (breaks, says))| {
             let cures = good() + &purchase(id, "open");
             Fault { cause: "orders_contract", breaks, says, cures }
         });
-        insist_on(&worker, &env.pool, faults.collect()).await;
+        assert_named_until_cured(&worker, &env.pool, faults.collect()).await;
         let open = "SELECT count(*) FROM public.purchases WHERE state = 'open'";
         wait_for("every close", async || env.count(open).await == 0).await;
         worker.stop().await;
     });
 }
 
-/// The example's statements: a plan shows what a statement reads, and hides what a function does.
+/// Uses the example's statements, because a plan shows the tables that a statement reads, but not those in a function.
 fn with_example_statements(settings: &mut Settings) {
     let example = |name: &str| format!("{}/examples/own_orders/{name}.sql", env!("CARGO_MANIFEST_DIR"));
     (settings.orders.close_sql, settings.orders.overdue_sql) = (example("close"), example("overdue"));
@@ -424,9 +424,9 @@ const EXAMPLE_SCHEMA: &str = include_str!("../../examples/own_orders/schema.sql"
 
 #[test]
 fn missing_rights_to_own_tables_are_named() {
-    with_env(shown, async move |env| {
+    with_env(serve_http, async move |env| {
         execute(&env.pool, EXAMPLE_SCHEMA).await;
-        as_a_role(env, with_example_statements, async |env, worker, role| {
+        with_worker_role(env, with_example_statements, async |env, worker, role| {
             let faults = vec![
                 fault(
                     "database_rights",
@@ -441,7 +441,7 @@ fn missing_rights_to_own_tables_are_named() {
                     &format!("GRANT UPDATE ON public.purchases TO {role}"),
                 ),
             ];
-            insist_on(&worker, &env.pool, faults).await;
+            assert_named_until_cured(&worker, &env.pool, faults).await;
             worker.stop().await;
         })
         .await;
@@ -451,7 +451,7 @@ fn missing_rights_to_own_tables_are_named() {
 #[test]
 fn slow_overdue_query_is_named() {
     let adjust = |settings: &mut Settings| {
-        shown(settings);
+        serve_http(settings);
         with_example_statements(settings);
     };
     with_env(adjust, async |env| {
@@ -462,13 +462,13 @@ fn slow_overdue_query_is_named() {
         let worker = env.worker().await;
         let index = "CREATE INDEX CONCURRENTLY ON public.purchases (pay_until, id) WHERE state = 'open'";
         let drop = "DROP INDEX public.purchases_open_by_deadline";
-        // The very statement that it shows is the cure.
-        insist_on(&worker, &env.pool, vec![fault("slow_overdue_query", drop, index, index)]).await;
+        // The statement in the sentence is the cure.
+        assert_named_until_cured(&worker, &env.pool, vec![fault("slow_overdue_query", drop, index, index)]).await;
         worker.stop().await;
     });
 }
 
-/// Sixty thousand orders that are paid, and an overdue statement that does not ask.
+/// Sixty thousand paid orders, and an overdue statement that does not check their state.
 #[test]
 fn paid_orders_found_overdue_are_left_alone() {
     with_purchases(async |env, worker| {
@@ -483,11 +483,11 @@ fn paid_orders_found_overdue_are_left_alone() {
             + &overdue_by("p.state <> 'expired'", "p.pay_until, p.id")
                 .replace("AS $$", "AS $$ SELECT nextval('public.looks');");
         execute(&env.pool, &counting).await;
-        // A pass through so many takes its time.
-        wait_for("the contradiction", async || said(&worker, "orders_contract").await.is_some()).await;
+        // A pass through this many orders takes long.
+        wait_for("the contradiction", async || why(&worker, "orders_contract").await.is_some()).await;
         let closes = "SELECT last_value FROM public.closes";
         let looks = "SELECT last_value FROM public.looks";
-        // They rest for longer each time.
+        // They back off for longer each time.
         wait_within(240 * SECOND, "fewer closes", async || {
             let before = env.count(closes).await;
             tokio::time::sleep(2 * SECOND).await;
@@ -497,7 +497,7 @@ fn paid_orders_found_overdue_are_left_alone() {
         let (closes_before, looks_before, began) = (env.count(closes).await, env.count(looks).await, Instant::now());
         let open = env.count("SELECT count(*) FROM public.purchases WHERE state = 'open'").await;
         assert_eq!(open, 0);
-        // Whatever can be closed is closed as soon as ever.
+        // Orders that can be closed are closed as soon as before.
         for id in 70_001..70_006 {
             let due = format!("INSERT INTO public.purchases VALUES ({id}, 'open', clock_timestamp())");
             execute(&env.pool, &due).await;
@@ -521,7 +521,7 @@ fn paid_orders_found_overdue_are_left_alone() {
 
 #[test]
 fn stalled_relay_is_named() {
-    let adjust = |settings: &mut Settings| shown(settings);
+    let adjust = |settings: &mut Settings| serve_http(settings);
     on_private_broker_with(&[], adjust, async |env, broker| {
         let (one, other) = (env.worker().await, env.worker().await);
         wait_until_ready(&one).await;
@@ -531,13 +531,13 @@ fn stalled_relay_is_named() {
         order_timeout::schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
         let relays = async |worker: &RunningWorker| Figures::of(worker).await.get("relaying") == 1.0;
         for worker in [&one, &other] {
-            wait_until_said(worker, "relay_stalled", "rows of alarm_outbox have waited").await;
+            wait_until_named(worker, "relay_stalled", "rows of alarm_outbox have waited").await;
             let says = if relays(worker).await { "the broker" } else { "another worker is the relay" };
-            wait_until_said(worker, "relay_stalled", says).await;
+            wait_until_named(worker, "relay_stalled", says).await;
         }
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.6"]));
         for worker in [one, other] {
-            wait_until_gone(&worker, "relay_stalled").await;
+            wait_until_cured(&worker, "relay_stalled").await;
             worker.stop().await;
         }
     });
@@ -558,7 +558,7 @@ fn setup_names_what_is_missing() {
             {
                 assert!(stderr.contains(missing), "{stderr}");
             }
-            // A shop with a table of its own does not need ours.
+            // A shop with its own table does not need ours.
             let root = env!("CARGO_MANIFEST_DIR");
             let own =
                 ["close", "overdue"].map(|name| format!("orders.{name}_sql={root}/examples/own_orders/{name}.sql"));

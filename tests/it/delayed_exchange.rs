@@ -1,5 +1,5 @@
-//! The strategy `delayed-exchange` closes orders on time where the broker has the exchange type, and is refused in one
-//! sentence where it has not; a lost connection is never taken for a missing plugin.
+//! The strategy `delayed-exchange` closes orders on time if the broker has the exchange type, and is refused in one
+//! sentence if it has not. A lost connection is never reported as a missing plugin.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -23,16 +23,16 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use uuid::Uuid;
 
+use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::skip::skipped;
-use crate::support::witness::Witness;
 use crate::support::{Order, TestEnv, process, wait_for, with_env, with_parts};
 
 const DAY: Duration = Duration::from_secs(86_400);
 
-/// Whether the tests' broker has the exchange type. Asked once, on a connection that may be lost to the answer.
-fn broker_has_the_type() -> bool {
-    static ANSWER: OnceLock<bool> = OnceLock::new();
-    *ANSWER.get_or_init(|| {
+/// Whether the tests' broker has the exchange type. Asked once, on a connection that the broker may close in reply.
+fn broker_has_type() -> bool {
+    static HAS_TYPE: OnceLock<bool> = OnceLock::new();
+    *HAS_TYPE.get_or_init(|| {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let settings = Settings::load(None, &[]).unwrap();
@@ -50,7 +50,7 @@ fn broker_has_the_type() -> bool {
                     true
                 }
                 Err(error) => {
-                    assert!(error.to_string().contains("exchange type"), "no answer to the question: {error}");
+                    assert!(error.to_string().contains("exchange type"), "unexpected error: {error}");
                     false
                 }
             }
@@ -62,12 +62,12 @@ fn delayed_exchange(settings: &mut Settings) {
     settings.delay.strategy = Strategy::DelayedExchange;
 }
 
-/// Runs a test where the broker has the type, on a env with the strategy's objects; elsewhere says that it did not.
-fn with_the_type<F: Future<Output = ()> + Send + 'static>(
+/// Runs a test on an environment with the strategy's objects if the broker has the type, else reports it as skipped.
+fn with_type<F: Future<Output = ()> + Send + 'static>(
     name: &str,
     test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
 ) {
-    if !broker_has_the_type() {
+    if !broker_has_type() {
         return skipped(&format!("delayed_exchange::{name}"), "this broker has no exchange type x-delayed-message");
     }
     with_env(delayed_exchange, |env| async move {
@@ -76,23 +76,23 @@ fn with_the_type<F: Future<Output = ()> + Send + 'static>(
     });
 }
 
-/// Runs a test where the broker lacks the type.
-fn without_the_type<F: Future<Output = ()> + Send + 'static>(
+/// Runs a test if the broker lacks the type, else reports it as skipped.
+fn without_type<F: Future<Output = ()> + Send + 'static>(
     name: &str,
     test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
 ) {
-    if broker_has_the_type() {
+    if broker_has_type() {
         return skipped(&format!("delayed_exchange::{name}"), "this broker has the exchange type x-delayed-message");
     }
     with_env(delayed_exchange, test);
 }
 
 #[test]
-fn an_order_is_closed_on_time_through_the_delayed_exchange() {
-    with_the_type("an_order_is_closed_on_time_through_the_delayed_exchange", async |env| {
-        let witness = Witness::open(&env).await;
+fn delayed_exchange_closes_order_on_time() {
+    with_type("delayed_exchange_closes_order_on_time", async |env| {
+        let disk_probe = DiskStallProbe::open(&env).await;
         let publisher = env.publisher().await;
-        // Longest first: in one plain queue with TTLs it would hold up all the others.
+        // Longest first: in a plain queue with TTLs it would delay all the others.
         let delays = [6_000, 4_500, 700, 3_000, 1_500, 2_000].map(Duration::from_millis);
         let mut orders = Vec::new();
         for delay in delays {
@@ -108,30 +108,30 @@ fn an_order_is_closed_on_time_through_the_delayed_exchange() {
         wait_for("all closes", async || env.closed().await == 6).await;
         assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 6);
         assert_eq!(env.status(&paid).await, "paid");
-        witness.assert_on_time(&env).await;
+        disk_probe.assert_on_time(&env).await;
         env.assert_ledger().await;
         worker.stop().await;
     });
 }
 
 #[test]
-fn an_alarm_in_the_inbox_takes_the_delayed_exchange_too() {
-    with_the_type("an_alarm_in_the_inbox_takes_the_delayed_exchange_too", async |env| {
-        // Further ahead than the worker holds, so it must wait in the exchange.
+fn inbox_alarm_uses_delayed_exchange() {
+    with_type("inbox_alarm_uses_delayed_exchange", async |env| {
+        // Later than the worker holds alarms, so it must wait in the exchange.
         let order = env.order(Duration::from_secs(6)).await;
         env.publish_raw(&env.names().arm(), "", &body(&order), BasicProperties::default().with_delivery_mode(2)).await;
-        assert_waits_in_the_exchange(&env, &order).await;
+        assert_waits_in_exchange(&env, &order).await;
     });
 }
 
 #[test]
-fn an_alarm_that_comes_back_early_is_armed_again() {
-    with_the_type("an_alarm_that_comes_back_early_is_armed_again", async |env| {
-        // As the first chunk of a delay does that is longer than the plugin can hold.
+fn early_alarm_is_rearmed() {
+    with_type("early_alarm_is_rearmed", async |env| {
+        // Like the first chunk of a delay that is longer than the plugin's maximum.
         let order = env.order(Duration::from_secs(6)).await;
         env.publish_raw(&env.names().due(), DUE_KEY, &body(&order), BasicProperties::default().with_delivery_mode(2))
             .await;
-        assert_waits_in_the_exchange(&env, &order).await;
+        assert_waits_in_exchange(&env, &order).await;
     });
 }
 
@@ -139,14 +139,15 @@ fn body(order: &Order) -> Vec<u8> {
     Alarm { order_id: order.order_id(), deadline: order.deadline }.to_bytes()
 }
 
-/// A worker takes the alarm and gives it to the exchange; nobody holds it until it is nearly due; then it is closed.
-async fn assert_waits_in_the_exchange(env: &TestEnv, order: &Order) {
+/// Asserts that a worker publishes the alarm to the exchange, that no worker holds it until shortly before the
+/// deadline, and that its order is closed then.
+async fn assert_waits_in_exchange(env: &TestEnv, order: &Order) {
     let (timeout, arm) = (env.names().timeout(), env.names().arm());
     let worker = env.worker().await;
-    wait_for("the alarm taken", async || env.depth(&timeout).await + env.depth(&arm).await == 0).await;
-    // What it held it would give back here.
+    wait_for("the alarm consumed", async || env.depth(&timeout).await + env.depth(&arm).await == 0).await;
+    // The worker would return the alarm here if it held it.
     worker.stop().await;
-    assert_eq!(env.depth(&timeout).await + env.depth(&arm).await, 0, "it was held, not armed");
+    assert_eq!(env.depth(&timeout).await + env.depth(&arm).await, 0, "it was held, not re-armed");
     assert_eq!(env.status(order).await, "unpaid");
     wait_for("the alarm to come out of the exchange", async || env.depth(&timeout).await == 1).await;
     let worker = env.worker().await;
@@ -156,25 +157,25 @@ async fn assert_waits_in_the_exchange(env: &TestEnv, order: &Order) {
 }
 
 #[test]
-fn the_longest_delay_does_not_fire_at_once() {
-    with_the_type("the_longest_delay_does_not_fire_at_once", async |env| {
+fn longest_delay_does_not_fire_immediately() {
+    with_type("longest_delay_does_not_fire_immediately", async |env| {
         let publisher = env.publisher().await;
         let now = Timestamp::now_by_local_clock();
-        // Both beyond what the plugin can hold. One more, and it would deliver at once.
+        // Both exceed the plugin's maximum. A delay of one millisecond above it would be delivered at once.
         publisher.schedule("in fifty days", now + 50 * DAY).await.unwrap();
         publisher.schedule("in nine years", now + 9 * 365 * DAY).await.unwrap();
         publisher.schedule("soon", now + Duration::from_secs(2)).await.unwrap();
         let timeout = env.names().timeout();
         wait_for("the near alarm", async || env.depth(&timeout).await > 0).await;
-        assert_eq!(env.depth(&timeout).await, 1, "the near one alone");
+        assert_eq!(env.depth(&timeout).await, 1, "only the near one");
         let got = env.channel.basic_get(timeout.as_str().into(), Default::default()).await.unwrap().unwrap();
         assert!(String::from_utf8_lossy(&got.delivery.data).contains("\"soon\""), "{:?}", got.delivery.data);
     });
 }
 
-/// Needs no broker: a far alarm is given to the plugin in chunks that it can hold.
+/// Needs no broker. A far alarm goes through the plugin in chunks of at most its maximum.
 #[test]
-fn a_delay_beyond_what_the_plugin_can_hold_is_cut() {
+fn delay_beyond_plugin_limit_is_capped() {
     let mut settings = Settings::defaults();
     settings.delay.strategy = Strategy::DelayedExchange;
     let lanes = Lanes::new(&settings);
@@ -191,22 +192,22 @@ fn a_delay_beyond_what_the_plugin_can_hold_is_cut() {
         (lead + longest + Duration::from_millis(1), longest),
         (3_649 * DAY, longest),
     ] {
-        let entry = lanes.route(&id, now + remaining, now);
-        assert_eq!(entry.wait, Delay::XDelayMs(u64::try_from(expected.as_millis()).unwrap()), "{remaining:?}");
+        let route = lanes.route(&id, now + remaining, now);
+        assert_eq!(route.wait, Delay::XDelayMs(u64::try_from(expected.as_millis()).unwrap()), "{remaining:?}");
         let due = Alarm { order_id: id.clone(), deadline: now + remaining };
         let message = envelope::address(
             &due,
-            entry,
+            route,
             AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() },
         );
-        assert!(!message.mandatory, "a message that is delayed reaches no queue yet and would be returned");
+        assert!(!message.mandatory, "a delayed message reaches no queue yet and would be returned");
         assert_eq!(message.ttl, None);
         let header = message.headers.iter().find(|(name, _)| *name == "x-delay").map(|(_, value)| value);
         assert_eq!(header, Some(&AMQPValue::LongLongInt(i64::try_from(expected.as_millis()).unwrap())));
     }
 }
 
-/// The sentence names what is missing and both ways out.
+/// Asserts that the sentence names the plugin and both fixes.
 fn assert_names_the_plugin(sentence: &str) {
     for part in ["rabbitmq_delayed_message_exchange", "4.2", "delay.strategy = \"dead-letter\""] {
         assert!(sentence.contains(part), "{sentence:?} lacks {part:?}");
@@ -214,8 +215,8 @@ fn assert_names_the_plugin(sentence: &str) {
 }
 
 #[test]
-fn the_strategy_is_refused_where_the_type_is_missing() {
-    without_the_type("the_strategy_is_refused_where_the_type_is_missing", async |env| {
+fn publisher_refuses_strategy_without_plugin() {
+    without_type("publisher_refuses_strategy_without_plugin", async |env| {
         let declared = Topology::new(&env.settings).declare(&env.broker).await;
         assert!(matches!(declared, Err(TopologyError::NoDelayedExchange { .. })), "{declared:?}");
         assert_names_the_plugin(&declared.unwrap_err().to_string());
@@ -224,7 +225,7 @@ fn the_strategy_is_refused_where_the_type_is_missing() {
         assert!(matches!(published, Err(BrokerError::Refused(_))), "{published:?}");
         assert_names_the_plugin(&published.unwrap_err().to_string());
 
-        // Refused, not away: a worker that goes on trying would look as if it worked.
+        // Refused, not unavailable: a worker that kept retrying would appear to run.
         let (alarms, _deliveries) = tokio::sync::mpsc::unbounded_channel();
         let (canaries, _ids) = tokio::sync::mpsc::unbounded_channel();
         let (opening, inboxes) = (Opening { number: 1, must_be_set_up: false }, Inboxes { alarms, canaries });
@@ -237,8 +238,8 @@ fn the_strategy_is_refused_where_the_type_is_missing() {
 }
 
 #[test]
-fn every_command_refuses_the_strategy_where_the_type_is_missing() {
-    without_the_type("every_command_refuses_the_strategy_where_the_type_is_missing", async |env| {
+fn every_command_refuses_strategy_without_plugin() {
+    without_type("every_command_refuses_strategy_without_plugin", async |env| {
         for arguments in [&["setup"][..], &["schedule", "--order-id", "order-1", "--in", "30m"], &["worker"]] {
             let (code, stdout, stderr) = command(&env.settings, arguments).await;
             assert_eq!((code, stdout.as_str(), stderr.lines().count()), (1, "", 1), "{arguments:?}: {stderr}");
@@ -250,8 +251,8 @@ fn every_command_refuses_the_strategy_where_the_type_is_missing() {
 
 async fn command(settings: &Settings, arguments: &[&str]) -> (i32, String, String) {
     let mut command = process::order_timeout(settings);
-    // Standard error holds the worker's log too; this is about what it says at the end. A worker that does not give up
-    // is an error here, not a test that never ends.
+    // Without the worker's log, standard error has only the final sentence. The time limit turns a worker that does not
+    // give up into a failed test instead of an endless one.
     command.args(["--set", "delay.strategy=delayed-exchange", "--set", "log.filter=off"]).args(arguments);
     let mut limited = std::process::Command::new("timeout");
     limited.arg("20").arg(command.get_program()).args(command.get_args());
@@ -265,10 +266,10 @@ async fn command(settings: &Settings, arguments: &[&str]) -> (i32, String, Strin
 }
 
 #[test]
-fn a_broker_that_is_away_is_not_taken_for_a_missing_plugin() {
+fn unreachable_broker_is_not_missing_plugin() {
     with_env(delayed_exchange, async |env| {
         let mut settings = env.settings.clone();
-        // Nobody listens there (tcpmux).
+        // No process listens on this port (tcpmux).
         settings.amqp.url = "amqp://guest:guest@127.0.0.1:1/%2f".to_owned().into();
         for arguments in [&["setup"][..], &["schedule", "--order-id", "order-1", "--in", "30m"]] {
             let (code, _, stderr) = command(&settings, arguments).await;
@@ -278,14 +279,14 @@ fn a_broker_that_is_away_is_not_taken_for_a_missing_plugin() {
     });
 }
 
-/// A connection that breaks just when the delayed exchange is asked for, whether or not the broker has the type.
+/// The connection breaks when the delayed exchange is declared, whether or not the broker has the type.
 #[test]
-fn a_connection_that_is_lost_is_not_taken_for_a_missing_plugin() {
+fn lost_connection_is_not_missing_plugin() {
     with_env(delayed_exchange, async |env| {
         let url = &env.settings.amqp.url;
         if url.expose_secret().starts_with("amqps://") {
-            let test = "delayed_exchange::a_connection_that_is_lost_is_not_taken_for_a_missing_plugin";
-            return skipped(test, "this broker is spoken to by TLS, and there is nothing to be read in that");
+            let test = "delayed_exchange::lost_connection_is_not_missing_plugin";
+            return skipped(test, "the connection to this broker is encrypted, so the test cannot read it");
         }
         let address = url.expose_secret().parse::<lapin::uri::AMQPUri>().unwrap().authority;
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -297,27 +298,27 @@ fn a_connection_that_is_lost_is_not_taken_for_a_missing_plugin() {
         let connection = broker::connect(&settings.amqp, "test").await.unwrap();
         let declared = Topology::new(&settings).declare(&connection).await;
         assert!(cutting.await.unwrap(), "the connection was cut where it should be");
-        let fault = declared.expect_err("the connection is gone");
-        assert!(matches!(fault, TopologyError::Failed { .. }), "{fault:?}");
-        assert!(!fault.to_string().contains("plugin"), "{fault}");
+        let error = declared.expect_err("the connection is gone");
+        assert!(matches!(error, TopologyError::Failed { .. }), "{error:?}");
+        assert!(!error.to_string().contains("plugin"), "{error}");
     });
 }
 
-/// Passes one connection through to `target` until the client says these bytes, which the target never hears. Returns
-/// whether it did.
+/// Forwards one connection to `target` until the client sends these bytes, which the target never receives. Returns
+/// whether it sent them.
 async fn cut_at(listener: TcpListener, target: (String, u16), bytes: &'static [u8]) -> bool {
     let (client, _) = listener.accept().await.unwrap();
     let (mut from_client, mut to_client) = client.into_split();
     let (mut from_target, mut to_target) = TcpStream::connect(target).await.unwrap().into_split();
     let answers = tokio::spawn(async move { tokio::io::copy(&mut from_target, &mut to_client).await });
     let mut buffer = vec![0; 64 * 1024];
-    let mut was_said = false;
+    let mut was_sent = false;
     while let Ok(count @ 1..) = from_client.read(&mut buffer).await {
-        was_said = buffer[..count].windows(bytes.len()).any(|window| window == bytes);
-        if was_said || to_target.write_all(&buffer[..count]).await.is_err() {
+        was_sent = buffer[..count].windows(bytes.len()).any(|window| window == bytes);
+        if was_sent || to_target.write_all(&buffer[..count]).await.is_err() {
             break;
         }
     }
     answers.abort();
-    was_said
+    was_sent
 }

@@ -21,12 +21,12 @@ use regex::Regex;
 use tokio::net::TcpStream;
 use uuid::Uuid;
 
-use crate::support::away::{COMING_BACK, be_impatient, behind};
-use crate::support::figures::{Figures, get, shown, wait_for_figure};
+use crate::support::away::{COMING_BACK, shorten_timeouts, with_broker_behind};
+use crate::support::figures::{Figures, get, serve_http, wait_for_figure};
 use crate::support::process::{WorkerProcess, order_timeout, run};
 use crate::support::proxy::Proxy;
 use crate::support::skip::skipped;
-use crate::support::{RunningWorker, TIMEOUT, TestEnv, place_of, small_settings, wait_for, wait_within, with_env};
+use crate::support::{RunningWorker, TIMEOUT, TestEnv, host_and_port, small_settings, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -36,7 +36,7 @@ async fn is_ready(worker: &RunningWorker) -> bool {
 
 #[test]
 fn exposes_exactly_listed_metrics() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         // Gauges appear with their first reading.
         for reading in ["oldest_overdue_seconds", "outbox_age_seconds{outbox=\"alarm\"}", "clock_offset_seconds"] {
@@ -148,13 +148,13 @@ fn promtool(arguments: &[&str], input: &str) -> Option<(bool, String)> {
 #[test]
 fn readyz_names_lost_server() {
     let adjust = |settings: &mut Settings| {
-        shown(settings);
-        be_impatient(settings);
+        serve_http(settings);
+        shorten_timeouts(settings);
     };
     with_env(adjust, async |env| {
         let to_broker = Proxy::before(&env.settings.amqp.url).await;
         let to_database = Proxy::before(&env.settings.database.url).await;
-        let mut settings = behind(&env, &to_broker);
+        let mut settings = with_broker_behind(&env, &to_broker);
         settings.database.url = to_database.address(&settings.database.url);
         let worker = RunningWorker::start(settings).await;
         wait_for("a worker that is ready", async || is_ready(&worker).await).await;
@@ -180,7 +180,7 @@ fn readyz_names_lost_server() {
         wait_for("the database missed", async || !is_ready(&worker).await).await;
         let (status, why) = get(&worker, READYZ).await;
         assert!(status == 503 && why.starts_with("database: ") && why.lines().count() == 1, "{why}");
-        let place = place_of(&to_database.address(&env.settings.database.url));
+        let place = host_and_port(&to_database.address(&env.settings.database.url));
         let (_, why) = get(&worker, READYZ).await;
         assert!(why.contains(&place), "{why}");
         wait_for_figure(&worker, "database_unavailable", |away| away == 1.0).await;
@@ -201,7 +201,7 @@ fn readyz_names_lost_server() {
 
 #[test]
 fn readyz_reports_broker_missing_at_start() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker_without_broker().await;
         let missed = "broker: no consumer session is open: the broker at 127.0.0.1:9, ";
         wait_for("the broker missed", async || get(&worker, READYZ).await.1.starts_with(missed)).await;
@@ -213,8 +213,8 @@ fn readyz_reports_broker_missing_at_start() {
 #[test]
 fn readonly_database_requeues_alarms_and_ends_readiness() {
     let adjust = |settings: &mut Settings| {
-        shown(settings);
-        be_impatient(settings);
+        serve_http(settings);
+        shorten_timeouts(settings);
     };
     with_env(adjust, async |env| {
         let worker = env.worker().await;
@@ -252,7 +252,7 @@ fn readonly_database_requeues_alarms_and_ends_readiness() {
 #[test]
 fn table_lock_ends_readiness_and_shows_overdue() {
     let adjust = |settings: &mut Settings| {
-        shown(settings);
+        serve_http(settings);
         settings.sweep.grace = Settings::defaults().sweep.grace;
     };
     with_env(adjust, async |env| {
@@ -282,7 +282,7 @@ fn table_lock_ends_readiness_and_shows_overdue() {
 #[test]
 fn stopping_worker_is_alive_but_not_ready() {
     let adjust = |settings: &mut Settings| {
-        shown(settings);
+        serve_http(settings);
         settings.database.lock_timeout = 5 * SECOND;
     };
     with_env(adjust, async |env| {
@@ -291,7 +291,7 @@ fn stopping_worker_is_alive_but_not_ready() {
         sqlx::query("LOCK TABLE order_events").execute(&mut *other).await.unwrap();
         let order = env.order(Duration::from_millis(1)).await;
         env.deliver([&order]).await;
-        env.wait_for_a_wait().await;
+        env.wait_for_lock_waiter().await;
         worker.begin_to_stop();
         wait_for("not ready", async || get(&worker, READYZ).await == (503, "worker: it is stopping\n".into())).await;
         assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()));
@@ -324,7 +324,7 @@ fn stalled_event_loop_is_reported() {
 #[test]
 fn metrics_follow_alarms_and_orders() {
     let adjust = |settings: &mut Settings| {
-        shown(settings);
+        serve_http(settings);
         settings.sweep.grace = Duration::from_millis(500);
     };
     with_env(adjust, async |env| {
@@ -456,7 +456,7 @@ async fn assert_lateness_is_the_ledgers(env: &TestEnv, figures: &Figures) {
 
 #[test]
 fn second_worker_on_same_address_fails() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
         let mut settings = env.settings.clone();
@@ -470,7 +470,7 @@ fn second_worker_on_same_address_fails() {
 
 #[test]
 fn silent_clients_do_not_block_probes() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
         // More connections than are served at once, all of them silent.
@@ -487,7 +487,7 @@ fn silent_clients_do_not_block_probes() {
 
 #[test]
 fn idle_connections_do_not_starve_probes() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
         for _ in 0..3 {
@@ -524,7 +524,7 @@ fn health_command_reports_worker_state() {
             assert!(stderr.contains("no worker answers at ") && stderr.lines().count() == 1, "{stderr}");
 
             let to_broker = Proxy::before(&env.settings.amqp.url).await;
-            let worker = WorkerProcess::start(&behind(&env, &to_broker));
+            let worker = WorkerProcess::start(&with_broker_behind(&env, &to_broker));
             wait_for("a worker that is ready", async || health(&[]) == (0, "ready\n".into(), String::new())).await;
             assert_eq!(health(&["--live"]), (0, "alive\n".into(), String::new()));
             to_broker.cut();

@@ -10,7 +10,7 @@ use serde_json::Value;
 use sqlx::AssertSqlSafe;
 
 use crate::support::process::{bare, call_with, run};
-use crate::support::{TestEnv, place_of, with_env, with_parts};
+use crate::support::{TestEnv, host_and_port, with_env, with_parts};
 
 async fn execute(env: &TestEnv, sql: &str) {
     sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&env.pool).await.unwrap();
@@ -50,7 +50,7 @@ fn missing_migrations_name_the_database() {
         async |env| {
             let delete = "DELETE FROM order_timeout_migrations WHERE version > 20261120100000";
             let missing = sqlx::query(delete).execute(&env.pool).await.unwrap().rows_affected();
-            let place = place_of(&env.settings.database.url);
+            let place = host_and_port(&env.settings.database.url);
             let database = format!("database \"order_timeout_{}\"", env.settings.namespace);
             assert_fails(
                 &env.settings,

@@ -8,7 +8,7 @@ use sqlx::{AssertSqlSafe, PgPool, Postgres, Transaction};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use crate::support::witness::Witness;
+use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::{Order, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -501,7 +501,7 @@ fn near_alarm_waits_in_fine_ring() {
     with_env(
         |_| {},
         async |env| {
-            let witness = Witness::open(&env).await;
+            let witness = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let publisher = env.publisher().await;
             let order = env.order(8 * SECOND).await;
@@ -526,7 +526,7 @@ fn far_alarm_passes_coarse_ring_first() {
     with_env(
         |_| {},
         async |env| {
-            let witness = Witness::open(&env).await;
+            let witness = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let publisher = env.publisher().await;
             // Late in its coarse unit of five seconds, so that the alarm stays in the fine ring long enough to be seen.

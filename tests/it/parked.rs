@@ -20,8 +20,8 @@ use sqlx::PgPool;
 use uuid::Uuid;
 
 use crate::health::free_address;
+use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::process::{WorkerProcess, order_timeout, run};
-use crate::support::witness::Witness;
 use crate::support::{Order, TIMEOUT, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -234,7 +234,7 @@ fn foreign_publisher_uses_plain_lane_key() {
     with_env(
         |_| {},
         async |env| {
-            let witness = Witness::open(&env).await;
+            let witness = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let order = env.order(2 * SECOND).await;
             let properties =
@@ -254,7 +254,7 @@ fn foreign_publisher_uses_inbox_without_ttl() {
     with_env(
         |_| {},
         async |env| {
-            let witness = Witness::open(&env).await;
+            let witness = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             // One for the next slots, one for later ones.
             let orders = [env.order(2 * SECOND).await, env.order(7 * SECOND).await];

@@ -10,8 +10,8 @@ use lapin::{BasicProperties, Channel};
 use order_timeout::broker;
 use order_timeout::topology::{DUE_KEY, Topology};
 
-use crate::support::away::for_a_while;
-use crate::support::figures::{Figures, shown, wait_for_figure};
+use crate::support::away::expiring_queue_arguments;
+use crate::support::figures::{Figures, serve_http, wait_for_figure};
 use crate::support::{TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -35,7 +35,7 @@ async fn take_and_crash(env: &TestEnv, queue: &str) {
 /// A queue beside ours, with these arguments, and this message in it.
 async fn declare_with_a_message(env: &TestEnv, arguments: &[(&str, AMQPValue)], body: &[u8]) -> String {
     let queue = format!("{}.beside", env.names().timeout());
-    let mut table = for_a_while();
+    let mut table = expiring_queue_arguments();
     for (key, value) in arguments {
         table.insert((*key).into(), value.clone());
     }
@@ -88,7 +88,7 @@ async fn close_slowly(env: &TestEnv, article: &'static str) {
 
 #[test]
 fn lost_queue_redelivers_no_closed_alarm() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         close_slowly(&env, "slow").await;
         let worker = env.worker().await;
         // Delivered first and due later, so that one frame acknowledges all of them: a closed channel may drop the last

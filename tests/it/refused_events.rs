@@ -11,7 +11,7 @@ use order_timeout::confirm::ConfirmedPublisher;
 use order_timeout::database::Database;
 use order_timeout::http::READYZ;
 
-use crate::support::figures::{Figures, get, shown};
+use crate::support::figures::{Figures, get, serve_http};
 use crate::support::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -64,7 +64,7 @@ async fn close(env: &TestEnv, count: usize) -> Vec<Order> {
 
 /// One queue holds `length` events and its consumer takes `per_second` of them; the other queue takes everything.
 fn assert_few_copies(length: i32, per_second: u32, closes: usize) {
-    with_env(shown, async move |env: Arc<TestEnv>| {
+    with_env(serve_http, async move |env: Arc<TestEnv>| {
         let slow = bound_queue(&env, "slow", Some(length)).await;
         let endless = bound_queue(&env, "endless", None).await;
         let worker = env.worker().await;
@@ -105,7 +105,7 @@ fn event_storm_costs_few_copies() {
 
 #[test]
 fn refusal_is_named_until_events_are_taken() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let full = bound_queue(&env, "full", Some(0)).await;
         let worker = env.worker().await;
         close(&env, 3).await;

@@ -12,7 +12,7 @@ use sqlx::AssertSqlSafe;
 use uuid::Uuid;
 
 use crate::support::away::COMING_BACK;
-use crate::support::figures::{get, shown};
+use crate::support::figures::{get, serve_http};
 use crate::support::private::Private;
 use crate::support::process::{WorkerProcess, bare, order_timeout, run};
 use crate::support::proxy::Proxy;
@@ -211,7 +211,7 @@ async fn pages_and_health_command(secret: &Secret, settings: &Settings) {
     let (to_broker, to_database) =
         (Proxy::before(&settings.amqp.url).await, Proxy::before(&settings.database.url).await);
     let mut settings = settings.clone();
-    shown(&mut settings);
+    serve_http(&mut settings);
     settings.amqp.url = to_broker.address(&settings.amqp.url);
     settings.database.url = to_database.address(&settings.database.url);
     let worker = RunningWorker::start(settings.clone()).await;

@@ -11,7 +11,7 @@ use order_timeout::order::{Overdue, SweepPage, Timestamp};
 use order_timeout::sweep::Sweeper;
 use sqlx::AssertSqlSafe;
 
-use crate::support::figures::{get, shown};
+use crate::support::figures::{get, serve_http};
 use crate::support::process::call_with;
 use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
@@ -333,7 +333,7 @@ async fn ready_page(worker: &RunningWorker) -> String {
 fn assert_wrong_zone_is_shown(zone: &'static str, orders: i64, words: &'static str) {
     with_env(
         |settings| {
-            shown(settings);
+            serve_http(settings);
             name_statements(settings, "t.local_until AT TIME ZONE 'UTC'");
         },
         async move |env| {

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use crate::support::away::held_by_the_worker;
 use crate::support::private::Private;
 use crate::support::raw::{self, Properties};
-use crate::support::{TestEnv, place_of, small_settings, wait_for, with_env, with_parts};
+use crate::support::{TestEnv, host_and_port, small_settings, wait_for, with_env, with_parts};
 
 /// The host name in the servers' certificates, which do not include the address.
 const NAME: &str = "localhost";
@@ -268,7 +268,7 @@ async fn invalid_brokers_are_rejected(broker: &Private, good: &AmqpSettings, cer
     refused_by_broker("no such file", &no_ca, &["amqp.ca_file", "nothing.pem", "cannot be read"]).await;
 
     let to_plain =
-        with(&|settings| settings.url = at(&place_of(&broker.url.clone().into()).replace("127.0.0.1", NAME)));
+        with(&|settings| settings.url = at(&host_and_port(&broker.url.clone().into()).replace("127.0.0.1", NAME)));
     refused_by_broker("TLS to a plain port", &to_plain, &["does not speak TLS", "amqp.url", "amqp://"]).await;
 
     let mut in_the_clear = good.clone();
@@ -300,7 +300,7 @@ async fn invalid_databases_are_rejected(postgres: &Private, good: &DatabaseSetti
     refused_by_database("a CA that did not sign it", &wrong_ca, &parts).await;
 
     let wrong_name = with(&|settings| {
-        settings.url = with_parts(&good.url, None, Some(&place_of(&good.url).replace(NAME, "127.0.0.1")), None)
+        settings.url = with_parts(&good.url, None, Some(&host_and_port(&good.url).replace(NAME, "127.0.0.1")), None)
     });
     refused_by_database("another host name", &wrong_name, &[NAME, "not for this host name", "database.url"]).await;
 

@@ -9,7 +9,7 @@ use lapin::options::QueueDeleteOptions;
 use order_timeout::http::READYZ;
 use order_timeout::topology::{DUE_KEY, Names};
 
-use crate::support::figures::{Figures, get, shown, wait_for_figure};
+use crate::support::figures::{Figures, get, serve_http, wait_for_figure};
 use crate::support::private::Private;
 use crate::support::process::{order_timeout, run};
 use crate::support::raw::{self, Properties};
@@ -100,7 +100,7 @@ fn worker_closes_beside(defects: &'static [Defect], orders: usize) {
     with_env(
         |settings| {
             settings.worker.hold_max = 60 * SECOND;
-            shown(settings);
+            serve_http(settings);
         },
         async move |env| {
             let others = env.orders(orders, 20 * SECOND).await;
@@ -259,7 +259,7 @@ fn command_lists_then_moves() {
 
 #[test]
 fn lost_queue_starts_no_search() {
-    with_env(shown, async |env| {
+    with_env(serve_http, async |env| {
         let worker = env.worker().await;
         env.channel.queue_delete(env.names().parked().into(), QueueDeleteOptions::default()).await.unwrap();
         wait_for_figure(&worker, "sessions_opened_total", |sessions| sessions >= 2.0).await;
@@ -278,7 +278,7 @@ fn failing_broker_is_named_with_remedy() {
     with_env(
         move |settings| {
             settings.amqp.url = url.into();
-            shown(settings);
+            serve_http(settings);
         },
         async move |env| {
             let broker = in_the_test;

@@ -1,4 +1,4 @@
-//! What a worker shows: its pages, and the figures on one of them.
+//! A worker's HTTP pages, and the metrics on one of them.
 
 use std::collections::BTreeMap;
 
@@ -8,16 +8,16 @@ use order_timeout::http::{self, METRICS};
 
 use super::{RunningWorker, TIMEOUT, wait_for};
 
-/// Shown at a port that is free.
-pub fn shown(settings: &mut Settings) {
+/// Has the worker serve its pages at a free port.
+pub fn serve_http(settings: &mut Settings) {
     settings.http.listen = Listen(Some(([127, 0, 0, 1], 0).into()));
 }
 
 pub async fn get(worker: &RunningWorker, path: &str) -> (u16, String) {
-    http::get(worker.http.expect("it is shown"), path, TIMEOUT).await.unwrap()
+    http::get(worker.http.expect("the worker serves its pages"), path, TIMEOUT).await.unwrap()
 }
 
-/// What `/metrics` says, series by series.
+/// The values of `/metrics` by series.
 pub struct Figures {
     pub text: String,
     series: BTreeMap<String, f64>,
@@ -28,17 +28,17 @@ impl Figures {
         let (status, text) = get(worker, METRICS).await;
         assert_eq!(status, 200, "{text}");
         let lines = text.lines().filter(|line| !line.starts_with('#'));
-        let series = lines.map(|line| line.rsplit_once(' ').expect("a value behind each series"));
+        let series = lines.map(|line| line.rsplit_once(' ').expect("a value after each series"));
         let series = series.map(|(name, value)| (name.to_owned(), value.parse().expect("a number"))).collect();
         Self { text, series }
     }
 
-    /// Without the prefix that all of ours have.
+    /// The value of this series, named without the prefix `order_timeout_`.
     pub fn get(&self, series: &str) -> f64 {
         self.find(series).unwrap_or_else(|| panic!("no order_timeout_{series} in\n{}", self.text))
     }
 
-    /// The same; `None` for a reading that is absent.
+    /// Like [`Self::get`]; `None` if the series is absent.
     pub fn find(&self, series: &str) -> Option<f64> {
         self.series.get(&format!("order_timeout_{series}")).copied()
     }

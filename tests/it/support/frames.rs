@@ -1,4 +1,4 @@
-//! A way to the broker that a test may make fall silent: it goes on accepting, and never answers again.
+//! A proxy in front of the broker that a test can silence: it still accepts connections, but never answers again.
 
 use std::sync::Arc;
 
@@ -12,19 +12,19 @@ use tokio::sync::Semaphore;
 
 use crate::support::with_parts;
 
-/// An AMQP frame: type, channel and size before the payload, an end octet behind it.
+/// An AMQP frame: type, channel and size before the payload, an end octet after it.
 const FRAME_HEADER_BYTES: usize = 7;
 
 /// Lives as long as the test's runtime.
 pub struct FrameProxy {
-    /// The env's settings, by way of the proxy.
+    /// The environment's settings, with the broker behind the proxy.
     pub settings: Settings,
-    /// One for each frame that the broker may still say.
+    /// One permit for each frame that the broker may still send.
     frames: Arc<Semaphore>,
 }
 
 impl FrameProxy {
-    /// Lets through so many of the broker's frames, over all connections together.
+    /// Lets through this many of the broker's frames, over all connections together.
     pub async fn start(settings: &Settings, frames: usize) -> Self {
         let uri: AMQPUri = settings.amqp.url.expose_secret().parse().unwrap();
         let broker = format!("{}:{}", uri.authority.host, uri.authority.port);
@@ -37,7 +37,7 @@ impl FrameProxy {
         Self { settings, frames }
     }
 
-    /// From now on the broker says nothing.
+    /// Holds back every further frame of the broker.
     pub fn fall_silent(&self) {
         self.frames.forget_permits(Semaphore::MAX_PERMITS);
     }
@@ -67,7 +67,7 @@ async fn pass_frames_on(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, frames:
         if from.read_exact(&mut frame[FRAME_HEADER_BYTES..]).await.is_err() {
             return;
         }
-        // Waits for ever once the broker has fallen silent; the connection stays open meanwhile.
+        // Waits forever once the broker is silenced; the connection stays open meanwhile.
         frames.acquire().await.unwrap().forget();
         if to.write_all(&frame).await.is_err() {
             return;

@@ -1,8 +1,8 @@
-//! The books: what the tables say that no test may find otherwise, whatever was done to the servers.
+//! The invariants of closes and stock: they hold after every test, whatever it did to the servers.
 
 use sqlx::PgPool;
 
-/// What the database says about closes and stock.
+/// The numbers of closes and stock in the database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ledger {
     /// Orders with more than one close in their history.
@@ -11,9 +11,9 @@ pub struct Ledger {
     pub early: i64,
     /// Orders that are paid and have a close in their history.
     pub paid_closed: i64,
-    /// Stock held back.
+    /// Reserved stock.
     pub reserved: i64,
-    /// Stock that orders neither paid nor closed hold back.
+    /// Stock that orders which are neither paid nor closed have reserved.
     pub promised: i64,
 }
 
@@ -34,7 +34,7 @@ impl Ledger {
         Ok(Self { closed_twice, early, paid_closed, reserved, promised })
     }
 
-    /// Nobody closed twice, early, or after paying; stock adds up.
+    /// No order is closed twice, early or after its payment; the stock adds up.
     pub fn assert_balanced(&self) {
         assert_eq!(self.closed_twice, 0, "closed twice");
         assert_eq!(self.early, 0, "closed early");

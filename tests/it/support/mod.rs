@@ -1,9 +1,11 @@
-//! What every test stands on: a env of its own (database and namespace, removed afterwards), orders on it, workers
-//! that run in this process or as real ones, and waiting for a condition with a deadline.
+//! The basis of every test: an environment of its own (database and namespace, removed afterwards), its orders, workers
+//! in this process or as child processes, and waiting for a condition with a timeout.
 //!
-//! No mocks, no sleeping and hoping. A env is removed even if its test panics.
+//! No mocks, and no fixed sleeps instead of conditions. An environment is removed even if its test panics.
 
 pub mod away;
+pub mod checkout;
+pub mod disk_stall_probe;
 pub mod figures;
 pub mod frames;
 pub mod ledger;
@@ -12,8 +14,6 @@ pub mod process;
 pub mod proxy;
 pub mod raw;
 pub mod skip;
-pub mod till;
-pub mod witness;
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -56,7 +56,7 @@ pub struct TestEnv {
     pub channel: Channel,
 }
 
-/// Runs a test on a env of its own. `adjust` changes the settings before anything is created.
+/// Runs a test on an environment of its own. `adjust` changes the settings before anything is created.
 pub fn with_env<T, F>(adjust: impl FnOnce(&mut Settings), test: T)
 where
     T: FnOnce(Arc<TestEnv>) -> F,
@@ -69,24 +69,24 @@ where
         let env = match AssertUnwindSafe(TestEnv::build(settings.clone())).catch_unwind().await {
             Ok(env) => Arc::new(env),
             Err(panic) => {
-                // What there was of it. Whether that works is no news any more.
-                let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, clear_away(settings))).await;
+                // Remove what was created. Errors are ignored: the first panic is the one to report.
+                let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, clean_up(settings))).await;
                 std::panic::resume_unwind(panic);
             }
         };
-        // In a task of its own, so that a panic ends the test and not the clearing away.
+        // In a task of its own, so that a panic ends the test and not the cleanup.
         let outcome = tokio::spawn(test(env.clone())).await;
-        // The same for the clearing away: a server that the test left broken must not hide why the test failed.
-        let clearing = async move { tokio::time::timeout(2 * TIMEOUT, env.clear_away()).await.expect("cleared away") };
-        let cleared = tokio::spawn(clearing).await;
-        if let Err(error) = outcome.and(cleared) {
+        // The cleanup too: a server that the test left broken must not hide the test's failure.
+        let cleanup = async move { tokio::time::timeout(2 * TIMEOUT, env.clean_up()).await.expect("cleaned up") };
+        let cleaned_up = tokio::spawn(cleanup).await;
+        if let Err(error) = outcome.and(cleaned_up) {
             std::panic::resume_unwind(error.into_panic());
         }
     });
 }
 
-/// Settings for a test: the addresses from the environment, a namespace and a database of its own, one lane of two
-/// seconds, a short lead and small rings, so that every step of the flow happens within seconds.
+/// Settings for a test: the addresses from the environment variables, a namespace and a database of its own, one lane
+/// of two seconds, a short lead and small rings, so that every step of the flow happens within seconds.
 pub fn small_settings() -> Settings {
     let mut settings = Settings::load(None, &[]).expect("the environment's settings are valid");
     let name = format!("t{}", &Uuid::now_v7().simple().to_string()[..]);
@@ -100,30 +100,30 @@ pub fn small_settings() -> Settings {
         RingSettings { unit: Duration::from_secs(5), slots: 12, early: Some(Duration::from_secs(1)) },
     ];
     settings.worker.hold_max = Duration::from_millis(3_500);
-    // Out of the way: most tests are about alarms, and on a busy machine the sweep would be faster.
+    // Long, because most tests are about alarms, and on a busy machine the sweep would be faster.
     settings.sweep.grace = Duration::from_secs(60);
-    // A busy machine takes its time over a thousand confirms; who tests the bound sets his own.
+    // A busy machine needs long for a thousand confirms. Tests of this timeout set their own.
     settings.amqp.confirm_timeout = Duration::from_secs(20);
     settings.retry.missing_for = Duration::from_secs(2);
     settings.retry.max_attempts = 1;
     settings.worker.shutdown_grace = Duration::from_secs(10);
-    // Tests run side by side, and few ask how their worker is.
+    // Tests run in parallel, and few read their worker's pages.
     settings.http.listen = Listen(None);
     settings.validate().expect("the tests' settings are valid");
     settings
 }
 
-/// Takes the sweep away altogether: where an alarm is lost, its order stays unpaid for ever. A long grace would not do,
-/// for there is none while the broker is away.
+/// Disables the sweep: if an alarm is lost, its order stays unpaid forever. A long grace would not be enough, because
+/// none applies while the broker is unavailable.
 pub fn alarms_alone(settings: &mut Settings) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let path = |file: &str| root.join(file).to_str().expect("a path in plain letters").to_owned();
-    // Both or neither may be given; the first is what stands there by default.
+    // Both or neither must be given; this one is the default statement.
     settings.orders.close_sql = path("sql/close.sql");
     settings.orders.overdue_sql = path("tests/fixtures/nothing_overdue.sql");
 }
 
-/// The address with some of its parts replaced: user and password, host and port, and what follows the slash.
+/// The address with some of its parts replaced: user and password, host and port, and the path.
 pub fn with_parts(url: &SecretString, user: Option<&str>, place: Option<&str>, path: Option<&str>) -> SecretString {
     let (scheme, rest) = url.expose_secret().split_once("://").expect("an address");
     let (authority, old_path) = rest.split_once('/').unwrap_or((rest, ""));
@@ -133,7 +133,7 @@ pub fn with_parts(url: &SecretString, user: Option<&str>, place: Option<&str>, p
 }
 
 /// Host and port of an address.
-pub fn place_of(url: &SecretString) -> String {
+pub fn host_and_port(url: &SecretString) -> String {
     let (_, rest) = url.expose_secret().split_once("://").expect("an address");
     let authority = rest.split_once('/').map_or(rest, |(authority, _)| authority);
     authority.rsplit_once('@').map_or(authority, |(_, place)| place).to_owned()
@@ -146,20 +146,20 @@ fn database_name(settings: &Settings) -> String {
 /// A pool on the server's own database, for creating and dropping others.
 async fn server_pool(settings: &Settings) -> PgPool {
     let usual = Settings::load(None, &[]).unwrap().database;
-    let is_private = place_of(&usual.url) != place_of(&settings.database.url);
+    let is_private = host_and_port(&usual.url) != host_and_port(&settings.database.url);
     let url = if is_private { settings.database.url_of("postgres") } else { usual.url };
     PgPool::connect(url.expose_secret()).await.expect("the database answers; run scripts/services")
 }
 
-/// Whatever a env with these settings has made.
-async fn clear_away(settings: Settings) {
-    // There is one only where a worker was a process of its own.
+/// Removes everything that an environment with these settings has created.
+async fn clean_up(settings: Settings) {
+    // It exists only if the test ran a worker as a child process.
     let _ = std::fs::remove_file(process::rings_file(&settings));
     let server = server_pool(&settings).await;
     let drop = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", database_name(&settings));
     sqlx::query(AssertSqlSafe(drop)).execute(&server).await.unwrap();
-    // On a connection of its own: the test may have lost the env's.
-    let connection = broker::connect(&settings.amqp, "test clearing away").await.unwrap();
+    // On a new connection: the test may have lost the environment's.
+    let connection = broker::connect(&settings.amqp, "test cleanup").await.unwrap();
     let channel = connection.create_channel().await.unwrap();
     let topology = Topology::new(&settings);
     for queue in &topology.queues {
@@ -190,12 +190,12 @@ impl TestEnv {
         env
     }
 
-    async fn clear_away(&self) {
+    async fn clean_up(&self) {
         self.pool.close().await;
-        clear_away(self.settings.clone()).await;
+        clean_up(self.settings.clone()).await;
     }
 
-    /// The same env over a connection that is new: for tests that take the broker away.
+    /// The same environment on a new connection, for tests that stop the broker.
     pub async fn reconnected(&self) -> Self {
         let broker = broker::connect(&self.settings.amqp, "test").await.unwrap();
         let channel = broker.create_channel().await.unwrap();
@@ -207,7 +207,7 @@ impl TestEnv {
         Names::new(&self.settings.namespace)
     }
 
-    /// Whatever a worker consumes.
+    /// The queues that a worker consumes.
     pub fn consumed_queues(&self) -> Vec<String> {
         let shards = (0..self.settings.worker.shards).map(|shard| self.names().shard(shard));
         shards.chain([self.names().arm(), self.names().parked()]).collect()
@@ -225,7 +225,7 @@ impl TestEnv {
     /// Starts a worker that cannot reach its broker.
     pub async fn worker_without_broker(&self) -> RunningWorker {
         let mut settings = self.settings.clone();
-        // Nobody listens on the port for discarding.
+        // No process listens on the discard port.
         settings.amqp.url = with_parts(&settings.amqp.url, None, Some("127.0.0.1:9"), None);
         RunningWorker::start(settings).await
     }
@@ -283,10 +283,10 @@ impl TestEnv {
         self.orders(1, delay).await.remove(0)
     }
 
-    /// Pays as a shop should. Returns whether the payment won.
+    /// Pays as a shop should. Returns whether the order was still unpaid.
     pub async fn pay(&self, order: &Order) -> bool {
         let mut transaction = self.pool.begin().await.unwrap();
-        let paid = till::pay(&mut transaction, order.id).await.unwrap();
+        let paid = checkout::pay(&mut transaction, order.id).await.unwrap();
         transaction.commit().await.unwrap();
         paid
     }
@@ -304,37 +304,37 @@ impl TestEnv {
         sqlx::query_scalar(sql).fetch_one(&self.pool).await.unwrap()
     }
 
-    /// Waits until somebody in the env's database waits for a lock.
+    /// Waits until a session in the environment's database waits for a lock.
     #[allow(dead_code)] // used by the tests of deadlines
-    pub async fn wait_for_a_wait(&self) {
+    pub async fn wait_for_lock_waiter(&self) {
         let waits = "SELECT count(*) FROM pg_stat_activity
                      WHERE datname = current_database() AND wait_event_type = 'Lock'
                        -- A worker's inspection of its statements waits for a locked table as well.
                        AND query NOT LIKE 'EXPLAIN %'";
-        wait_for("somebody who waits for a lock", async || self.count(waits).await > 0).await;
+        wait_for("a session that waits for a lock", async || self.count(waits).await > 0).await;
     }
 
     pub async fn closed(&self) -> i64 {
         self.count("SELECT count(*) FROM orders WHERE status = 'closed'").await
     }
 
-    /// Insists that no order was closed but by its alarm.
+    /// Asserts that every closed order was closed by its alarm.
     pub async fn assert_closed_by_alarms(&self) {
         let others = "SELECT count(*) FROM orders WHERE closed_by <> 'alarm'";
-        assert_eq!(self.count(others).await, 0, "closed, and not by an alarm");
+        assert_eq!(self.count(others).await, 0, "closed, but not by an alarm");
     }
 
-    /// The promises that hold after every test, whatever it did.
+    /// Asserts the invariants that hold after every test, whatever it did.
     pub async fn assert_ledger(&self) {
         Ledger::read(&self.pool).await.unwrap().assert_balanced();
     }
 
-    /// From now on orders of this article cannot be closed: a trigger refuses.
+    /// Makes closing orders of this article fail from now on, by a trigger.
     pub async fn refuse_to_close(&self, article: &str) {
         self.refuse_to_close_by(article, "raise_exception").await;
     }
 
-    /// The same, by an error of this name (PostgreSQL documentation, appendix A).
+    /// Like [`Self::refuse_to_close`], with an error of this name (PostgreSQL documentation, appendix A).
     pub async fn refuse_to_close_by(&self, article: &str, error: &str) {
         let trigger = format!(
             "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
@@ -363,7 +363,7 @@ impl TestEnv {
         assert!(confirmation.is_ack() && confirmation.take_message().is_none(), "not routed");
     }
 
-    /// Puts alarms straight into the processing queue, as a lane or a slot does that lets go of them now.
+    /// Publishes alarms directly to the processing queue, as a lane or a slot does when its delay ends.
     pub async fn deliver<'a>(&self, orders: impl IntoIterator<Item = &'a Order>) {
         let (due, mut confirms) = (self.names().due(), Vec::new());
         for order in orders {
@@ -378,32 +378,34 @@ impl TestEnv {
         }
     }
 
-    /// Insists that every delivery was acknowledged: nothing is left where the worker consumes. Ask after it stopped.
+    /// Asserts that every delivery was acknowledged: the queues that the worker consumed are empty. Call it after the
+    /// worker has stopped.
     pub async fn assert_drained(&self) {
         for queue in self.consumed_queues() {
             assert_eq!(self.take_out(&queue).await.len(), 0, "messages left in {queue}");
         }
     }
 
-    /// Insists that nothing is left to be done: whatever lies where the worker consumes speaks of an order that is closed
-    /// or paid. After a fault, for the sweep may have closed an order before its alarm was delivered again, and a worker
-    /// that stops just then gives it back.
+    /// Asserts that no work is left: every message in the queues that the worker consumed is the alarm of an order that
+    /// is closed or paid. For use after a fault: the sweep may have closed an order before its alarm was delivered
+    /// again, and a worker that stops at that time returns the alarm.
     pub async fn assert_nothing_left_undone(&self) {
         for queue in self.consumed_queues() {
             for body in self.take_out(&queue).await {
-                let due = Alarm::read(&body, None).unwrap_or_else(|fault| panic!("left in {queue}: {fault}"));
+                let alarm = Alarm::read(&body, None).unwrap_or_else(|error| panic!("left in {queue}: {error}"));
                 let unpaid: bool = sqlx::query_scalar("SELECT status = 'unpaid' FROM orders WHERE id::text = $1")
-                    .bind(due.order_id.as_str())
+                    .bind(alarm.order_id.as_str())
                     .fetch_one(&self.pool)
                     .await
                     .unwrap();
-                assert!(!unpaid, "the alarm of {} is left in {queue}", due.order_id);
+                assert!(!unpaid, "the alarm of {} is left in {queue}", alarm.order_id);
             }
         }
     }
 
-    /// Empties a queue. What a closed consumer gave back counts too, even if the queue is still about to
-    /// take it back: a marker is published behind it, and everything up to the marker is taken out. Canaries do not count.
+    /// Empties a queue and returns the bodies, without those of canaries. Includes what a closed consumer returned,
+    /// even if the queue has not yet requeued it: a marker is published after it, and everything up to the marker is
+    /// taken.
     pub async fn take_out(&self, queue: &str) -> Vec<Vec<u8>> {
         const MARKER: &[u8] = b"marker";
         self.publish_raw("", queue, MARKER, BasicProperties::default()).await;
@@ -414,14 +416,14 @@ impl TestEnv {
                 Some(message) if message.delivery.data == MARKER => return taken,
                 Some(message) if is_canary(&message.delivery.properties) => {}
                 Some(message) => taken.push(message.delivery.data),
-                None => panic!("somebody else consumes {queue}"),
+                None => panic!("{queue} has another consumer"),
             }
         }
     }
 
     /// Messages ready in a queue.
     pub async fn depth(&self, queue: &str) -> u32 {
-        // A channel of its own: a queue that is not there closes it.
+        // On a channel of its own, because declaring a missing queue closes the channel.
         let channel = self.broker.create_channel().await.unwrap();
         let options = QueueDeclareOptions { passive: true, ..Default::default() };
         channel.queue_declare(queue.into(), options, FieldTable::default()).await.unwrap().message_count()
@@ -438,12 +440,12 @@ impl TestEnv {
     }
 }
 
-/// Of a worker that stopped before it came back.
+/// A worker leaves canaries in a queue if it stops before they arrive.
 fn is_canary(properties: &BasicProperties) -> bool {
     properties.kind().as_ref().is_some_and(|kind| kind.as_str() == CANARY_TYPE)
 }
 
-/// An order as its shop knows it.
+/// An order of the shop.
 #[derive(Debug, Clone, Copy)]
 pub struct Order {
     pub id: Uuid,
@@ -465,7 +467,7 @@ impl Order {
 pub struct RunningWorker {
     stop: CancellationToken,
     running: JoinHandle<bool>,
-    /// Where it shows health and metrics.
+    /// The address of its pages of health and metrics.
     pub http: Option<SocketAddr>,
 }
 
@@ -476,29 +478,29 @@ impl RunningWorker {
         Self { running: tokio::spawn(worker.run(stop.clone())), stop, http }
     }
 
-    /// Tells it to stop, as SIGTERM would, and goes on.
+    /// Asks the worker to stop, as SIGTERM would, without waiting for its end.
     #[allow(dead_code)] // used by the tests of health
     pub fn begin_to_stop(&self) {
         self.stop.cancel();
     }
 
-    /// Stops it as SIGTERM would, and insists that it finished in time.
+    /// Stops the worker as SIGTERM would, and asserts that it finished in time.
     pub async fn stop(self) {
         self.stop.cancel();
         assert!(self.running.await.unwrap(), "the worker did not drain within its grace");
     }
 }
 
-/// Waits until `condition` holds, asking again and again; panics with `what` when timeout runs out.
+/// Polls `condition` until it holds; panics with `what` after [`TIMEOUT`].
 pub async fn wait_for<F: Future<Output = bool>>(what: &str, condition: impl FnMut() -> F) {
     wait_within(TIMEOUT, what, condition).await;
 }
 
-/// [`wait_for`] with a timeout of its own.
+/// [`wait_for`] with this timeout.
 pub async fn wait_within<F: Future<Output = bool>>(timeout: Duration, what: &str, mut condition: impl FnMut() -> F) {
     let began = Instant::now();
     while !condition().await {
-        assert!(began.elapsed() < timeout, "waited {timeout:?} in vain for: {what}");
+        assert!(began.elapsed() < timeout, "not within {timeout:?}: {what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }

@@ -1,4 +1,4 @@
-//! Private servers that a test may kill, stop and restart: their own ports and directories, removed afterwards.
+//! Private servers that a test may kill, stop and restart. Each has its own ports and directory, removed afterwards.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -7,12 +7,12 @@ use std::sync::{Mutex, PoisonError};
 
 use uuid::Uuid;
 
-use super::process::{behind_the_name, wait_until_it_stands_still};
+use super::process::{fields_after_name, wait_until_stopped};
 
-/// A broker that starts keeps a core busy for seconds. Several at once, and none is up in time on a small machine.
+/// A starting broker keeps a core busy for seconds. If several start at once on a small machine, none is up in time.
 static STARTING: Mutex<()> = Mutex::new(());
 
-/// A RabbitMQ or Postgres of this test alone. Ended and removed when dropped.
+/// A RabbitMQ or Postgres server of one test. Stopped and removed when dropped.
 pub struct Private {
     kind: &'static str,
     dir: PathBuf,
@@ -20,8 +20,8 @@ pub struct Private {
 }
 
 impl Private {
-    /// A fresh broker, configured as the compose stack's; `options` are those of `scripts/private broker start`, and a
-    /// configuration among them takes the place of ours.
+    /// A fresh broker, configured like the compose stack's. `options` are those of `scripts/private broker start`; a
+    /// configuration among them replaces ours.
     pub fn broker(options: &[&str]) -> Self {
         let deployed = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/rabbitmq/advanced.config");
         Self::start("broker", &[&["--config", deployed], options].concat())
@@ -41,13 +41,13 @@ impl Private {
         private
     }
 
-    /// A copy of this running database server that follows it.
+    /// A standby that replicates this running database server.
     #[allow(dead_code)] // used by the tests of a fail-over
     pub fn standby(&self) -> Self {
         Self::start(self.kind, &["--standby-of", self.dir.to_str().expect("a path in plain letters")])
     }
 
-    /// Makes a standby a server that takes writes.
+    /// Promotes a standby to a primary, which accepts writes.
     #[allow(dead_code)]
     pub fn promote(&self) {
         self.call("promote", &[]);
@@ -57,10 +57,10 @@ impl Private {
         self.call("kill", &[]);
     }
 
-    /// Has the broker write down what was declared. RabbitMQ 3 keeps it in memory for up to two seconds (the cache of
-    /// Erlang's `disk_log`), and one that is killed meanwhile comes back without a binding, a queue or an exchange; or, as
-    /// which of a node's Raft servers is which stands in a `dets` table of its own, with a queue that never gets a leader.
-    pub fn write_down_declarations(&self) {
+    /// Has the broker write its declarations to disk. RabbitMQ 3 keeps them in memory for up to two seconds (the cache
+    /// of Erlang's `disk_log`). A broker killed in that time comes back without a binding, a queue or an exchange; or
+    /// with a queue that never gets a leader, because a separate `dets` table identifies a node's Raft servers.
+    pub fn flush_declarations(&self) {
         self.ctl(&["eval", "disk_log:sync(latest_log), [dets:sync(Table) || Table <- dets:all()]."]);
     }
 
@@ -68,18 +68,18 @@ impl Private {
         self.call("stop", &[]);
     }
 
-    /// On the same ports, with the same data.
+    /// Restarts it on the same ports, with the same data.
     pub fn restart(&self) {
         self.call("restart", &[]);
     }
 
-    /// Halts every process of it (SIGSTOP): its connections stand, and nobody answers. Undone by [`Self::go_on`], or by
-    /// its end.
+    /// Halts all its processes (SIGSTOP): its connections stay open and get no answers. Undone by [`Self::go_on`] or by
+    /// stopping the server.
     pub fn halt(&self) {
-        self.signal_all(libc::SIGSTOP, wait_until_it_stands_still);
+        self.signal_all(libc::SIGSTOP, wait_until_stopped);
     }
 
-    /// Lets it go on where it was halted (SIGCONT).
+    /// Resumes a halted server (SIGCONT).
     pub fn go_on(&self) {
         self.signal_all(libc::SIGCONT, |_| ());
     }
@@ -92,41 +92,42 @@ impl Private {
         String::from_utf8_lossy(&log).into_owned()
     }
 
-    /// The folder with what the server itself reads and writes.
+    /// The folder of the server's own files.
     #[allow(dead_code)] // used by the tests of TLS
     pub fn state(&self) -> PathBuf {
         self.dir.join("state")
     }
 
-    /// What `scripts/private` has written down under this name, such as a port.
+    /// The value that `scripts/private` has recorded under this name, such as a port.
     pub fn recorded(&self, name: &str) -> String {
         let record = std::fs::read_to_string(self.dir.join("env")).expect("the record of a private server");
         let value = record.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
         value.unwrap_or_else(|| panic!("no {name} is recorded")).to_owned()
     }
 
-    /// To its first process, and then to that one's children, whom a first process that stands still cannot add to.
+    /// Signals its first process, and then the children of that one: a stopped process cannot start further children.
     fn signal_all(&self, signal: libc::c_int, wait: impl Fn(libc::pid_t)) {
         let first: libc::pid_t = self.recorded("PID").parse().expect("a pid of a server that runs");
         let send = |pid| {
             // SAFETY: a plain system call. One of the children may have ended a moment ago.
             let sent = unsafe { libc::kill(pid, signal) };
-            assert!(sent == 0 || pid != first, "the private {} is gone", self.kind);
+            assert!(sent == 0 || pid != first, "the private {} has ended", self.kind);
             wait(pid);
         };
         send(first);
         children_of(first).into_iter().for_each(send);
     }
 
-    /// User and password of a broker, as they stand in an address.
+    /// User and password of a broker, as its address contains them.
     #[allow(dead_code)] // used by the tests of rights
     pub fn account(&self) -> String {
         let (_, rest) = self.url.split_once("://").expect("an address");
         rest.split_once('@').expect("an account").0.to_owned()
     }
 
-    /// Gives the broker's account another password. By way of a file in the closed folder, because arguments can be read by
-    /// every user, and `rabbitmqctl change_password` of RabbitMQ 4.3 fails where it reads the password from a file or a pipe.
+    /// Changes the password of the broker's account. It goes through a file in the private folder, because every user
+    /// can read arguments, and `rabbitmqctl change_password` of RabbitMQ 4.3 fails when it reads the password from a
+    /// file or a pipe.
     #[allow(dead_code)] // used by the tests of a broker that is away
     pub fn change_password(&self, password: &str) {
         let file = self.state().canonicalize().expect("the broker's folder").join("new-password");
@@ -140,12 +141,12 @@ impl Private {
         std::fs::remove_file(file).unwrap();
     }
 
-    /// `rabbitmqctl` on this broker.
+    /// Runs `rabbitmqctl` on this broker.
     pub fn ctl(&self, arguments: &[&str]) -> String {
         self.call("ctl", arguments)
     }
 
-    /// The same, called from this folder.
+    /// Like [`Self::ctl`], run in this folder.
     #[allow(dead_code)] // used by the tests of rights
     pub fn ctl_from(&self, folder: &Path, arguments: &[&str]) -> String {
         let mut command = self.command("ctl", arguments);
@@ -160,7 +161,7 @@ impl Private {
     fn command(&self, verb: &str, arguments: &[&str]) -> Command {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/private");
         let mut command = Command::new(script);
-        // In a group of its own: a Ctrl-C meant for the test must not break it off half-way.
+        // In a process group of its own: a Ctrl-C for the test must not interrupt the script.
         command.arg(self.kind).arg(verb).arg(&self.dir).args(arguments).process_group(0);
         command
     }
@@ -173,11 +174,11 @@ impl Private {
     }
 }
 
-/// The processes whose parent this is.
+/// The child processes of this process.
 fn children_of(parent: libc::pid_t) -> Vec<libc::pid_t> {
     let is_child = |pid: &libc::pid_t| {
         let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
-        behind_the_name(&stat).split(' ').nth(1).is_some_and(|field| field == parent.to_string())
+        fields_after_name(&stat).split(' ').nth(1).is_some_and(|field| field == parent.to_string())
     };
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
     processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_child).collect()

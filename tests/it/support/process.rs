@@ -1,4 +1,4 @@
-//! The real binary as a child process: for command-line tests, and for workers that are really killed.
+//! The real binary as a child process, for tests of the command line and for workers that are killed.
 
 use std::fs::File;
 use std::io::Write;
@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 use order_timeout::Settings;
 use secrecy::ExposeSecret;
 
-/// A signal reaches a thread within a moment, unless the machine is very busy.
-const STANDS_STILL_WITHIN: Duration = Duration::from_secs(10);
+/// A signal reaches a thread within milliseconds, unless the machine is very busy.
+const STOPPED_WITHIN: Duration = Duration::from_secs(10);
 
-/// The binary with a clean environment: nothing but what the settings of a env say.
+/// The binary with a clean environment: it gets only the settings of the test environment.
 pub fn order_timeout(settings: &Settings) -> Command {
     let mut command = bare();
-    command.args(stage_arguments(settings));
+    command.args(settings_arguments(settings));
     command.env("ORDER_TIMEOUT__AMQP__URL", settings.amqp.url.expose_secret());
     command.env("ORDER_TIMEOUT__DATABASE__URL", settings.database.url.expose_secret());
     command
@@ -33,14 +33,14 @@ pub fn bare() -> Command {
     command
 }
 
-/// Where a env's rings stand for its processes to read.
+/// The file from which a test environment's processes read its rings.
 pub fn rings_file(settings: &Settings) -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}.toml", settings.namespace))
 }
 
-/// The settings of a test's env as `--set` arguments; its rings cannot be said on a command line, so they go into a
-/// file beneath the build directory, with the lead: neither is accepted without the other.
-fn stage_arguments(settings: &Settings) -> Vec<String> {
+/// The settings of a test environment as `--set` arguments. Rings cannot be given on a command line, so they go into a
+/// file in the build directory, together with the lead: neither is accepted without the other.
+fn settings_arguments(settings: &Settings) -> Vec<String> {
     let millis = |duration: Duration| format!("{}ms", duration.as_millis());
     let rings: Vec<String> = settings
         .delay
@@ -52,7 +52,7 @@ fn stage_arguments(settings: &Settings) -> Vec<String> {
         })
         .collect();
     let file = rings_file(settings);
-    // In one piece: a worker that was started a moment ago may be reading it.
+    // Replaced atomically: a worker that has just been started may be reading it.
     let mut whole = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     writeln!(whole, "[delay]\nlead = \"{}\"\nrings = [{}]", millis(settings.delay.lead), rings.join(", ")).unwrap();
     whole.persist(&file).unwrap();
@@ -93,7 +93,7 @@ pub fn run(command: &mut Command) -> (i32, String, String) {
     )
 }
 
-/// Runs the binary with the settings of a env, without holding up the test's runtime.
+/// Runs the binary with these settings, without blocking the test's runtime.
 #[allow(dead_code)] // used by the tests of the command line
 pub async fn call_with(settings: &Settings, arguments: &[&str]) -> (i32, String, String) {
     let mut command = order_timeout(settings);
@@ -101,58 +101,58 @@ pub async fn call_with(settings: &Settings, arguments: &[&str]) -> (i32, String,
     tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap()
 }
 
-/// A worker as a process of its own. Killed when dropped.
+/// A worker as a child process. Killed when dropped.
 pub struct WorkerProcess {
     child: Child,
 }
 
 impl WorkerProcess {
     pub fn start(settings: &Settings) -> Self {
-        Self::start_saying(settings, Stdio::null())
+        Self::start_with_stderr(settings, Stdio::null())
     }
 
-    /// Logs into this file what the settings' filter lets through.
+    /// Logs to this file, with the filter in the settings.
     #[allow(dead_code)] // used by tests/chaos
     pub fn start_with_log(settings: &Settings, log: &Path) -> Self {
-        Self::start_saying(settings, File::create(log).expect("a file for the worker's log").into())
+        Self::start_with_stderr(settings, File::create(log).expect("a file for the worker's log").into())
     }
 
-    /// Logs to whatever this is, what the settings' filter lets through.
-    pub fn start_saying(settings: &Settings, stderr: Stdio) -> Self {
+    /// Logs to this standard error, with the filter in the settings.
+    pub fn start_with_stderr(settings: &Settings, stderr: Stdio) -> Self {
         let mut command = order_timeout(settings);
         command.env("ORDER_TIMEOUT__LOG__FILTER", &settings.log.filter);
         Self::of(command.arg("worker").stdout(Stdio::null()).stderr(stderr))
     }
 
-    /// A worker that is started by this command.
+    /// Starts a worker with this command.
     pub fn of(command: &mut Command) -> Self {
         Self { child: command.spawn().expect("the worker starts") }
     }
 
-    /// Its exit code, if it has ended; -1 if a signal ended it.
+    /// The exit code, if the process has ended; -1 if a signal ended it.
     pub fn ended(&mut self) -> Option<i32> {
         let status = self.child.try_wait().expect("a child of ours");
         status.map(|status| status.code().unwrap_or(-1))
     }
 
-    /// SIGSTOP: it stands still, with everything it holds. Undone by [`Self::go_on`]; it can be killed as it is.
+    /// SIGSTOP: freezes the worker with everything it holds. Undone by [`Self::go_on`]; a frozen worker can be killed.
     pub fn halt(&self) {
         self.signal(libc::SIGSTOP);
-        wait_until_it_stands_still(libc::pid_t::try_from(self.child.id()).unwrap());
+        wait_until_stopped(libc::pid_t::try_from(self.child.id()).unwrap());
     }
 
-    /// SIGCONT: it goes on as if nothing had happened.
+    /// SIGCONT: resumes a frozen worker.
     pub fn go_on(&self) {
         self.signal(libc::SIGCONT);
     }
 
-    /// Gives it no further file handle, not even in place of one that it closes.
+    /// Lets the worker open no further file handle, not even in place of one that it closes.
     #[allow(dead_code)] // not used by tests/chaos
     pub fn take_away_handles(&self) {
         self.limit_handles(3);
     }
 
-    /// Undoes that.
+    /// Undoes [`Self::take_away_handles`].
     #[allow(dead_code)]
     pub fn give_handles(&self) {
         self.limit_handles(1_024);
@@ -193,33 +193,33 @@ impl WorkerProcess {
 
 impl Drop for WorkerProcess {
     fn drop(&mut self) {
-        // Gone already in most tests.
+        // In most tests it has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// After a SIGSTOP: a thread that was just running goes on a little longer, and may even answer. One that has ended
-/// stands still as well.
-pub fn wait_until_it_stands_still(pid: libc::pid_t) {
+/// Waits for a SIGSTOP to take effect: a running thread continues for a moment, and may even answer a request. A thread
+/// that has ended counts as stopped.
+pub fn wait_until_stopped(pid: libc::pid_t) {
     let began = Instant::now();
-    while !stands_still(pid) {
-        assert!(began.elapsed() < STANDS_STILL_WITHIN, "process {pid} goes on");
+    while !is_stopped(pid) {
+        assert!(began.elapsed() < STOPPED_WITHIN, "process {pid} still runs");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-fn stands_still(pid: libc::pid_t) -> bool {
+fn is_stopped(pid: libc::pid_t) -> bool {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
     threads.flatten().all(|thread| {
         let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
-        // T is stopped, Z has ended.
-        stat.is_empty() || behind_the_name(&stat).starts_with(['T', 'Z'])
+        // T: stopped. Z: ended.
+        stat.is_empty() || fields_after_name(&stat).starts_with(['T', 'Z'])
     })
 }
 
-/// The third field of `/proc/PID/stat` and what follows it. The name in the second may hold blanks and brackets, so it is
-/// looked for from behind.
-pub fn behind_the_name(stat: &str) -> &str {
+/// The third field of `/proc/PID/stat` and those that follow it. The name in the second field may contain blanks and
+/// brackets, so its end is searched from the end of the line.
+pub fn fields_after_name(stat: &str) -> &str {
     stat.rsplit(") ").next().unwrap_or_default()
 }

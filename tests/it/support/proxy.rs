@@ -1,8 +1,8 @@
-//! A network between a client and a server that a test may break: cut, stalled in either direction, slow, half closed,
-//! or cut at exactly the bytes that matter.
+//! A network between a client and a server that a test can break: cut, stalled in either direction, slow, half closed,
+//! or cut at chosen bytes.
 //!
-//! Knows neither AMQP nor Postgres. What it does follows from what the test says and from what it reads on the wire,
-//! never from the time.
+//! Knows neither AMQP nor Postgres. Its actions depend on the test's calls and on the bytes it reads, never on the
+//! time.
 
 use std::io;
 use std::net::SocketAddr;
@@ -17,41 +17,41 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use url::Url;
 
-use super::{place_of, with_parts};
+use super::{host_and_port, with_parts};
 
-/// Which way bytes go.
+/// The direction of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     ToServer,
     ToClient,
 }
 
-/// What becomes of a connection whose bytes a test waited for.
+/// What happens to a connection on which the expected bytes are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Then {
-    /// Cut before the server gets them.
+    /// It is cut before the server receives them.
     CutBefore,
-    /// Handed on, and cut when the server answers: the client never hears what it answered.
-    CutAtTheAnswer,
-    /// The server vanishes before it gets them, for everybody, and nobody is told; as with [`Proxy::stall`].
+    /// They are forwarded, and the connection is cut when the server answers: the client never receives the answer.
+    CutAtAnswer,
+    /// The server vanishes before it receives them, for all connections and without notice, as with [`Proxy::stall`].
     Vanish,
 }
 
-/// How bytes go in one direction.
+/// How bytes are forwarded in one direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flow {
     Free,
-    /// Nothing is read and nothing handed on, and nobody is told.
+    /// Nothing is read or forwarded; the connection stays open.
     Stalled,
-    Late(Duration),
+    Delayed(Duration),
 }
 
 #[derive(Debug, Clone)]
 struct Rules {
     refusing: bool,
-    /// How many connections are handed on to the server; further ones are accepted and never answered.
+    /// How many connections are forwarded to the server; further ones are accepted but never answered.
     admitted: usize,
-    /// Connections opened under a smaller number are cut.
+    /// Connections opened at a smaller count are cut.
     cuts: u64,
     half_closes: u64,
     to_server: Flow,
@@ -71,10 +71,10 @@ impl Rules {
 struct Trap {
     bytes: Vec<u8>,
     then: Then,
-    sprung: Arc<AtomicBool>,
+    triggered: Arc<AtomicBool>,
 }
 
-/// How often some bytes went by.
+/// How often some bytes were seen.
 #[derive(Debug, Clone)]
 pub struct Count(Arc<AtomicUsize>);
 
@@ -91,7 +91,7 @@ struct Counted {
     count: Count,
 }
 
-/// What all connections share.
+/// State shared by all connections.
 #[derive(Debug)]
 struct Wire {
     server: SocketAddr,
@@ -107,18 +107,18 @@ struct Wire {
 /// A proxy in front of one server. Its connections are cut when it is dropped.
 #[derive(Debug)]
 pub struct Proxy {
-    place: String,
+    address: String,
     wire: Arc<Wire>,
     accepting: JoinHandle<()>,
 }
 
 impl Proxy {
-    /// A network in order, to the server of this address.
+    /// An intact network to the server of this address.
     pub async fn before(url: &SecretString) -> Self {
-        let server = lookup_host(place_of(url)).await.expect("the server's host has an address");
+        let server = lookup_host(host_and_port(url)).await.expect("the server's host has an address");
         let server = server.into_iter().next().expect("the server's host has an address");
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let place = listener.local_addr().unwrap().to_string();
+        let address = listener.local_addr().unwrap().to_string();
         let rules = Rules {
             refusing: false,
             admitted: usize::MAX,
@@ -137,19 +137,19 @@ impl Proxy {
             counted: Mutex::default(),
         });
         let accepting = tokio::spawn(accept(listener, wire.clone()));
-        Self { place, wire, accepting }
+        Self { address, wire, accepting }
     }
 
-    /// The server's address, by way of this proxy; in the clear, or there would be nothing to read on the wire.
+    /// The server's address through this proxy, without TLS, because the proxy must read the bytes.
     pub fn address(&self, url: &SecretString) -> SecretString {
-        let mut url = Url::parse(with_parts(url, None, Some(&self.place), None).expose_secret()).expect("an address");
+        let mut url = Url::parse(with_parts(url, None, Some(&self.address), None).expose_secret()).expect("an address");
         if url.scheme().starts_with("postgres") {
             url.query_pairs_mut().append_pair("sslmode", "disable");
         }
         String::from(url).into()
     }
 
-    /// Resets every connection, and every further one as soon as it is opened.
+    /// Resets every connection, and each new one as soon as it is opened.
     pub fn cut(&self) {
         self.wire.rules.send_modify(|rules| {
             rules.cuts += 1;
@@ -157,53 +157,54 @@ impl Proxy {
         });
     }
 
-    /// From now on the server gets no more than this many connections, all told; the rest are accepted and hear nothing,
-    /// as of a broker without file descriptors.
+    /// Forwards no more than this many connections altogether; the rest are accepted but get no answer, as from a
+    /// broker without file descriptors.
     #[allow(dead_code)] // used by the tests of setup
     pub fn admit(&self, connections: usize) {
         self.wire.rules.send_modify(|rules| rules.admitted = connections);
     }
 
-    /// Resets every connection; further ones are let through.
+    /// Resets every connection; new ones are forwarded.
     pub fn reset_connections(&self) {
         self.wire.rules.send_modify(|rules| rules.cuts += 1);
     }
 
-    /// Connections stay and new ones are accepted, but nothing goes through: the host has vanished.
+    /// Connections stay open and new ones are accepted, but nothing is forwarded: the host has vanished.
     pub fn stall(&self) {
         self.wire.stall();
     }
 
-    /// Nothing goes through in this direction; in the other everything does.
+    /// Forwards nothing in this direction, and everything in the other.
     pub fn stall_one_way(&self, direction: Direction) {
         self.set_flow(direction, Flow::Stalled);
     }
 
-    /// Everything arrives this much later in this direction.
+    /// Delays everything in this direction by this much.
     pub fn delay(&self, direction: Direction, by: Duration) {
-        self.set_flow(direction, Flow::Late(by));
+        self.set_flow(direction, Flow::Delayed(by));
     }
 
-    /// Clients read the end of the stream, while what they write still arrives.
+    /// Clients read the end of the stream, while the server still receives what they write.
     pub fn half_close(&self) {
         self.wire.rules.send_modify(|rules| rules.half_closes += 1);
     }
 
-    /// Cuts the connection on which a client next sends these bytes. Says whether it has happened.
+    /// Breaks the connection on which a client next sends these bytes. The returned function tells whether it has
+    /// happened.
     pub fn cut_at(&self, bytes: &str, then: Then) -> impl Fn() -> bool + use<> {
-        let sprung = Arc::new(AtomicBool::new(false));
-        *self.wire.trap.lock().unwrap() = Some(Trap { bytes: bytes.into(), then, sprung: sprung.clone() });
-        move || sprung.load(Ordering::SeqCst)
+        let triggered = Arc::new(AtomicBool::new(false));
+        *self.wire.trap.lock().unwrap() = Some(Trap { bytes: bytes.into(), then, triggered: triggered.clone() });
+        move || triggered.load(Ordering::SeqCst)
     }
 
-    /// Counts from now on how often these bytes go by.
+    /// Counts how often these bytes are seen from now on.
     pub fn count(&self, direction: Direction, bytes: &str) -> Count {
         let count = Count(Arc::default());
         self.wire.counted.lock().unwrap().push(Counted { direction, bytes: bytes.into(), count: count.clone() });
         count
     }
 
-    /// How much clients have asked for so far: connections, and pieces written on them.
+    /// How many requests clients have made so far: connections, and pieces written on them.
     pub fn asked(&self) -> usize {
         self.accepted() + self.wire.written.load(Ordering::SeqCst)
     }
@@ -213,12 +214,12 @@ impl Proxy {
         self.wire.accepted.load(Ordering::SeqCst)
     }
 
-    /// Connections that stand now.
+    /// Connections that are open now.
     pub fn open(&self) -> usize {
         self.wire.open.load(Ordering::SeqCst)
     }
 
-    /// The network is in order again, and nothing is waited for. What was stalled goes on where it stopped.
+    /// Repairs the network and stops waiting for bytes. Stalled connections continue where they stopped.
     pub fn restore(&self) {
         *self.wire.trap.lock().unwrap() = None;
         self.wire.rules.send_modify(|rules| {
@@ -253,7 +254,7 @@ async fn accept(listener: TcpListener, wire: Arc<Wire>) {
     loop {
         let Ok((client, _)) = listener.accept().await else { return };
         let earlier = wire.accepted.fetch_add(1, Ordering::SeqCst);
-        // Before anybody can break it: a cut between here and the connection's first step is meant for it, too.
+        // Subscribed before a test can break it: a cut between here and the connection's first step applies to it too.
         let rules = wire.rules.subscribe();
         let (refusing, admitted, broken) = {
             let rules = rules.borrow();
@@ -270,21 +271,21 @@ async fn accept(listener: TcpListener, wire: Arc<Wire>) {
         let wire = wire.clone();
         tokio::spawn(async move {
             wire.open.fetch_add(1, Ordering::SeqCst);
-            carry(&client, &wire, rules, broken).await;
+            forward(&client, &wire, rules, broken).await;
             wire.open.fetch_sub(1, Ordering::SeqCst);
         });
     }
 }
 
-/// Whoever drops it now, resets it: no goodbye, and what was not handed on is lost.
+/// Makes dropping the stream reset it: no orderly close, and what was not forwarded is lost.
 fn reset(stream: &TcpStream) {
     stream.set_zero_linger().expect("an open socket");
 }
 
-/// One connection, until it ends one way or the other.
-async fn carry(client: &TcpStream, wire: &Wire, mut rules: watch::Receiver<Rules>, (cuts, half_closes): (u64, u64)) {
+/// Forwards one connection until its end.
+async fn forward(client: &TcpStream, wire: &Wire, mut rules: watch::Receiver<Rules>, (cuts, half_closes): (u64, u64)) {
     let Ok(server) = TcpStream::connect(wire.server).await else { return reset(client) };
-    // One packet for each piece, as the client wrote it.
+    // Each piece is one packet, as the client wrote it.
     client.set_nodelay(true).expect("an open socket");
     server.set_nodelay(true).expect("an open socket");
     let answer_is_lost = AtomicBool::new(false);
@@ -295,7 +296,7 @@ async fn carry(client: &TcpStream, wire: &Wire, mut rules: watch::Receiver<Rules
         };
         Pump { direction, from, to, wire, rules: wire.rules.subscribe(), answer_is_lost: &answer_is_lost }
     };
-    let both_ways = async { tokio::try_join!(pump(Direction::ToServer).run(), pump(Direction::ToClient).run()) };
+    let both_directions = async { tokio::try_join!(pump(Direction::ToServer).run(), pump(Direction::ToClient).run()) };
     let broken = async {
         loop {
             {
@@ -304,7 +305,7 @@ async fn carry(client: &TcpStream, wire: &Wire, mut rules: watch::Receiver<Rules
                     return;
                 }
                 if rules.half_closes > half_closes {
-                    say_end(client);
+                    send_end(client);
                 }
             }
             if rules.changed().await.is_err() {
@@ -313,9 +314,9 @@ async fn carry(client: &TcpStream, wire: &Wire, mut rules: watch::Receiver<Rules
         }
     };
     tokio::select! {
-        ended = both_ways => match ended {
+        ended = both_directions => match ended {
             Ok(_) => {}
-            // Sprung, or broken by one of the ends. The server has what was handed on to it: it only hears the end.
+            // Cut by the trap, or broken by one of the ends. The server keeps what was forwarded, and reads the end.
             Err(_) => reset(client),
         },
         () = broken => {
@@ -325,8 +326,8 @@ async fn carry(client: &TcpStream, wire: &Wire, mut rules: watch::Receiver<Rules
     }
 }
 
-/// The other end reads the end of the stream.
-fn say_end(stream: &TcpStream) {
+/// Sends the end of the stream to the other end.
+fn send_end(stream: &TcpStream) {
     // SAFETY: a plain system call on a descriptor that is open as long as the stream is borrowed.
     unsafe { libc::shutdown(stream.as_raw_fd(), libc::SHUT_WR) };
 }
@@ -342,7 +343,7 @@ struct Pump<'a> {
 }
 
 impl Pump<'_> {
-    /// Until the sender says it has no more; an error ends the connection.
+    /// Forwards until the end of the stream. An error ends the connection.
     async fn run(mut self) -> io::Result<()> {
         let mut buffer = vec![0; 1 << 16];
         loop {
@@ -353,7 +354,7 @@ impl Pump<'_> {
             }
             let count = match self.from.try_read(&mut buffer) {
                 Ok(0) => {
-                    say_end(self.to);
+                    send_end(self.to);
                     return Ok(());
                 }
                 Ok(count) => count,
@@ -361,21 +362,21 @@ impl Pump<'_> {
                 Err(error) => return Err(error),
             };
             self.inspect(&buffer[..count])?;
-            if let Flow::Late(by) = self.flowing().await {
+            if let Flow::Delayed(by) = self.flowing().await {
                 tokio::time::sleep(by).await;
             }
-            self.hand_on(&buffer[..count]).await?;
+            self.forward_piece(&buffer[..count]).await?;
         }
     }
 
-    /// Waits while it is stalled.
+    /// Waits while this direction is stalled.
     async fn flowing(&mut self) -> Flow {
         let direction = self.direction;
         let flowing = self.rules.wait_for(|rules| rules.flow(direction) != Flow::Stalled);
         flowing.await.expect("the wire outlives its connections").flow(direction)
     }
 
-    async fn hand_on(&self, mut bytes: &[u8]) -> io::Result<()> {
+    async fn forward_piece(&self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             self.to.writable().await?;
             match self.to.try_write(bytes) {
@@ -387,7 +388,8 @@ impl Pump<'_> {
         Ok(())
     }
 
-    /// Counts, and springs the trap. Looks at one piece at a time: what is looked for is written in one.
+    /// Counts bytes and triggers the trap. Searches each piece on its own, because the expected bytes come in one
+    /// piece.
     fn inspect(&self, bytes: &[u8]) -> io::Result<()> {
         for counted in self.wire.counted.lock().unwrap().iter().filter(|counted| counted.direction == self.direction) {
             counted.count.0.fetch_add(occurrences(bytes, &counted.bytes), Ordering::SeqCst);
@@ -397,15 +399,15 @@ impl Pump<'_> {
         }
         self.wire.written.fetch_add(1, Ordering::SeqCst);
         let mut trap = self.wire.trap.lock().unwrap();
-        let Some(sprung) = trap.take_if(|trap| occurrences(bytes, &trap.bytes) > 0) else { return Ok(()) };
-        sprung.sprung.store(true, Ordering::SeqCst);
-        match sprung.then {
+        let Some(trap) = trap.take_if(|trap| occurrences(bytes, &trap.bytes) > 0) else { return Ok(()) };
+        trap.triggered.store(true, Ordering::SeqCst);
+        match trap.then {
             Then::CutBefore => Err(cut_here()),
             Then::Vanish => {
                 self.wire.stall();
                 Ok(())
             }
-            Then::CutAtTheAnswer => {
+            Then::CutAtAnswer => {
                 self.answer_is_lost.store(true, Ordering::SeqCst);
                 Ok(())
             }
@@ -414,7 +416,7 @@ impl Pump<'_> {
 }
 
 fn cut_here() -> io::Error {
-    io::Error::new(io::ErrorKind::ConnectionAborted, "cut here, as the test wants it")
+    io::Error::new(io::ErrorKind::ConnectionAborted, "cut here by the test")
 }
 
 fn occurrences(bytes: &[u8], sought: &[u8]) -> usize {

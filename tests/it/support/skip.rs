@@ -1,8 +1,8 @@
-//! Saying loudly that a test was skipped, and why.
+//! Reports visibly that a test was skipped, and why.
 
 use std::io::Write;
 
-/// Notes a skipped test: on standard error, and in the file that `scripts/test` repeats at its end.
+/// Reports a skipped test: on standard error, and in the file that `scripts/test` prints at its end.
 pub fn skipped(test: &str, why: &str) {
     let line = format!("SKIPPED {test}: {why}");
     eprintln!("{line}");

@@ -1,5 +1,5 @@
-//! What a shop writes: orders with the stock they reserve, and payments. Each may be said again, for an answer that was
-//! lost does not tell whether the commit was.
+//! The writes of a shop: orders with the stock they reserve, and payments. Each can be repeated, because a lost answer
+//! leaves open whether the transaction was committed.
 
 use std::time::Duration;
 
@@ -9,8 +9,8 @@ use sqlx::PgConnection;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-/// Unpaid orders of one article each, with stock reserved, in one statement, and due after this delay by the database's
-/// clock. Returns the deadlines that the rows have.
+/// Inserts unpaid orders of one article each and reserves their stock, in one statement. They are due after `delay` by
+/// the database's clock. Returns the deadlines in their rows.
 #[allow(dead_code)] // used by tests/chaos and tests/failover
 pub async fn take_orders(
     connection: &mut PgConnection,
@@ -39,7 +39,8 @@ pub async fn take_orders(
     Ok(rows.into_iter().map(|(id, at)| (id, database::moment(at))).collect())
 }
 
-/// Pays as a shop should: guarded by the status, within the caller's transaction. Returns whether the payment won.
+/// Pays as a shop should: guarded by the status, in the caller's transaction. Returns whether the order was still
+/// unpaid.
 pub async fn pay(transaction: &mut PgConnection, id: Uuid) -> Result<bool, sqlx::Error> {
     let paid = sqlx::query(
         "UPDATE orders SET status = 'paid', paid_at = clock_timestamp() WHERE id = $1 AND status = 'unpaid'",

@@ -1,4 +1,4 @@
-//! Step 2 by itself: what stands on the alarms that are written into the wheel.
+//! Re-arming on its own: the properties of the alarms that are written into the wheel.
 
 use std::time::{Duration, Instant};
 
@@ -13,11 +13,11 @@ use order_timeout::topology::{Names, Topology};
 use order_timeout::wheel::Place;
 use uuid::Uuid;
 
-use crate::support::away::behind;
+use crate::support::away::with_broker_behind;
 use crate::support::proxy::{Direction, Proxy};
 use crate::support::with_env;
 
-const ANSWERS_LATER: Duration = Duration::from_millis(500);
+const ANSWER_DELAY: Duration = Duration::from_millis(500);
 
 fn job(deadline: Deadline) -> Rearm {
     let due = Alarm { order_id: OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline };
@@ -27,23 +27,23 @@ fn job(deadline: Deadline) -> Rearm {
 }
 
 #[test]
-fn an_alarm_waits_from_when_it_is_sent_however_many_are_written_before_it() {
+fn alarm_delay_counts_from_sending() {
     with_env(
         |_| {},
         async |env| {
             let network = Proxy::before(&env.settings.amqp.url).await;
-            let confirmed = ConfirmedPublisher::connect_lazily(&behind(&env, &network).amqp, "rearmer");
+            let confirmed = ConfirmedPublisher::connect_lazily(&with_broker_behind(&env, &network).amqp, "rearmer");
             let rearmer = Rearmer::new(&env.settings, confirmed);
             let (asked, database) = (Instant::now(), Timestamp::now_by_local_clock());
             let clock = DatabaseClock::new(ClockSample { asked, answered: asked, database });
-            // Connects.
+            // The first alarm opens the connection.
             let first = rearmer.write(vec![job(database + Duration::from_secs(40))], clock).await;
             assert_eq!(first.confirmed.len(), 1);
             let now = clock.now();
-            // Of nine windows, four are on their way at once, on two channels, so the last is made after three answers.
+            // Of nine windows, four are in flight at once on two channels, so the last one is built after three answers.
             let (crowd, last) = (now + Duration::from_secs(40), now + Duration::from_secs(50));
             let jobs: Vec<Rearm> = std::iter::repeat_n(crowd, 9 * WINDOW - 1).chain([last]).map(job).collect();
-            network.delay(Direction::ToClient, ANSWERS_LATER);
+            network.delay(Direction::ToClient, ANSWER_DELAY);
             let written = rearmer.write(jobs, clock).await;
             assert_eq!(
                 written.confirmed.len(),
@@ -54,7 +54,7 @@ fn an_alarm_waits_from_when_it_is_sent_however_many_are_written_before_it() {
             );
 
             let wheel = env.settings.wheel().unwrap();
-            let Place::Slot { ring, slot, ttl } = wheel.place(last, now) else { panic!("it waits in no slot") };
+            let Place::Slot { ring, slot, ttl } = wheel.place(last, now) else { panic!("the alarm waits in no slot") };
             let key = Names::slot_key(&wheel.rings()[ring].name, slot);
             let bindings = Topology::new(&env.settings).bindings;
             let slot = bindings.iter().find(|binding| binding.routing_key == key).expect("a slot's binding");
@@ -62,9 +62,10 @@ fn an_alarm_waits_from_when_it_is_sent_however_many_are_written_before_it() {
             let got = get.await.unwrap().expect("the last alarm").delivery;
             let waits =
                 got.properties.expiration().as_ref().expect("a TTL").as_str().parse().map(Duration::from_millis);
-            // It leaves when its slot does, so whatever it waits for less has passed before it was sent.
+            // The alarm leaves together with its slot, so a TTL that is shorter than the slot's shows how late it was
+            // sent.
             let sent_after = ttl.saturating_sub(waits.unwrap());
-            assert!(sent_after >= 3 * ANSWERS_LATER, "as if it had been sent after {sent_after:?}");
+            assert!(sent_after >= 3 * ANSWER_DELAY, "its TTL is that of an alarm sent after {sent_after:?}");
         },
     );
 }

@@ -1,5 +1,5 @@
-//! A broker that is there and no good: blocked, cut off, half open, slow, short of its objects or of our rights. Callers
-//! of the publisher hear "not scheduled" in bounded time, the worker comes back by itself, and nothing is lost.
+//! A broker that runs but cannot be used: blocked, cut off, half open, slow, or without its objects or our rights.
+//! Callers of the publisher get "not scheduled" in bounded time, the worker recovers by itself, and nothing is lost.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,9 +9,9 @@ use lapin::types::FieldTable;
 use order_timeout::{Publisher, Settings};
 
 use crate::support::away::{
-    COMING_BACK, HELD_LONG, assert_all_closed_and_heard, assert_nothing_is_scheduled, be_impatient, behind,
-    held_by_the_worker, hold_long, is_consumed, keep_events, meanwhile, on_private_broker_with, schedule,
-    wait_until_scheduling_works,
+    COMING_BACK, HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, held_by_the_worker,
+    hold_long, is_consumed, keep_events, meanwhile, on_private_broker_with, schedule, shorten_timeouts,
+    wait_until_scheduling_works, with_broker_behind,
 };
 use crate::support::private::Private;
 use crate::support::proxy::{Direction, Proxy};
@@ -19,19 +19,19 @@ use crate::support::{Order, RunningWorker, TestEnv, alarms_alone, wait_for, wait
 
 const SECOND: Duration = Duration::from_secs(1);
 
-fn impatient_and_without_the_sweep(settings: &mut Settings) {
-    be_impatient(settings);
+fn short_timeouts_without_sweep(settings: &mut Settings) {
+    shorten_timeouts(settings);
     alarms_alone(settings);
 }
 
-/// Insists that each of these is closed, for that takes no broker.
+/// Waits until each of these orders is closed, which needs no broker.
 async fn assert_closed(env: &TestEnv, held: &[Order]) {
     for order in held {
         wait_for("a held order's close", async || env.status(order).await == "closed").await;
     }
 }
 
-/// Insists that everything was closed once, by its alarm, and announced.
+/// Asserts that every order was closed once, by its alarm, and announced.
 async fn assert_all_closed_by_alarms(env: &TestEnv) {
     let unpaid = async || env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
     wait_within(COMING_BACK, "every order's close", async || unpaid().await == 0).await;
@@ -43,12 +43,12 @@ async fn assert_all_closed_by_alarms(env: &TestEnv) {
 }
 
 #[test]
-fn a_broker_that_blocks_publishers_for_want_of_memory_costs_no_alarm() {
-    let held_long_and_without_the_sweep = |settings: &mut Settings| {
+fn blocked_publishers_lose_no_alarm() {
+    let long_hold_without_sweep = |settings: &mut Settings| {
         alarms_alone(settings);
         hold_long(settings);
     };
-    on_private_broker_with(&[], held_long_and_without_the_sweep, async |env: Arc<TestEnv>, broker: Arc<Private>| {
+    on_private_broker_with(&[], long_hold_without_sweep, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let kept_events = keep_events(&env).await;
         let publisher = env.publisher().await;
         let worker = env.worker().await;
@@ -57,7 +57,7 @@ fn a_broker_that_blocks_publishers_for_want_of_memory_costs_no_alarm() {
         let held = held_by_the_worker(&env, 20, HELD_LONG).await;
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.00001"]));
         assert_nothing_is_scheduled(&env, &publisher).await;
-        // Consuming is not blocked, and closing takes no publishing.
+        // Consuming is not blocked, and closing needs no publishing.
         assert_closed(&env, &held).await;
         wait_for("an event that waits", async || {
             env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await > 0
@@ -65,7 +65,7 @@ fn a_broker_that_blocks_publishers_for_want_of_memory_costs_no_alarm() {
         .await;
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.6"]));
         wait_until_scheduling_works(&env, &publisher).await;
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         env.assert_closed_by_alarms().await;
         worker.stop().await;
         env.reconnected().await.assert_nothing_left_undone().await;
@@ -73,7 +73,7 @@ fn a_broker_that_blocks_publishers_for_want_of_memory_costs_no_alarm() {
 }
 
 #[test]
-fn a_broker_that_stands_still_costs_no_alarm() {
+fn frozen_broker_loses_no_alarm() {
     on_private_broker_with(&[], alarms_alone, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let publisher = env.publisher().await;
         let worker = env.worker().await;
@@ -85,7 +85,7 @@ fn a_broker_that_stands_still_costs_no_alarm() {
         assert_closed(&env, &held).await;
         broker.go_on();
         wait_until_scheduling_works(&env, &publisher).await;
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         env.assert_closed_by_alarms().await;
         worker.stop().await;
         env.reconnected().await.assert_nothing_left_undone().await;
@@ -93,7 +93,7 @@ fn a_broker_that_stands_still_costs_no_alarm() {
 }
 
 #[test]
-fn channels_that_die_in_the_broker_are_opened_again() {
+fn dead_channels_are_reopened() {
     on_private_broker_with(&[], alarms_alone, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let publisher = env.publisher().await;
         let worker = env.worker().await;
@@ -106,7 +106,7 @@ fn channels_that_die_in_the_broker_are_opened_again() {
             wait_until_scheduling_works(&env, &publisher).await;
             assert_closed(&env, &held).await;
         }
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         env.assert_closed_by_alarms().await;
         worker.stop().await;
         env.reconnected().await.assert_nothing_left_undone().await;
@@ -114,7 +114,7 @@ fn channels_that_die_in_the_broker_are_opened_again() {
 }
 
 #[test]
-fn rights_that_are_taken_away_and_given_back_cost_no_alarm() {
+fn revoked_rights_lose_no_alarm() {
     on_private_broker_with(&[], alarms_alone, async |env: Arc<TestEnv>, broker: Arc<Private>| {
         let kept_events = keep_events(&env).await;
         let publisher = env.publisher().await;
@@ -137,72 +137,72 @@ fn rights_that_are_taken_away_and_given_back_cost_no_alarm() {
             broker.ctl(&["set_permissions", "guest", ".*", ".*", ".*"]);
         });
         wait_until_scheduling_works(&env, &publisher).await;
-        assert_all_closed_and_heard(&env, &kept_events).await;
+        assert_all_closed_and_announced(&env, &kept_events).await;
         env.assert_closed_by_alarms().await;
         worker.stop().await;
         env.reconnected().await.assert_nothing_left_undone().await;
     });
 }
 
-/// Worker and publisher behind a network that breaks and is mended; the broker is well all the time.
-async fn survive(env: &TestEnv, go_wrong: impl FnOnce(&Proxy)) {
+/// Breaks the network between the broker and both worker and publisher, and repairs it; the broker runs all the time.
+async fn survive(env: &TestEnv, break_network: impl FnOnce(&Proxy)) {
     let network = Proxy::before(&env.settings.amqp.url).await;
-    let settings = behind(env, &network);
+    let settings = with_broker_behind(env, &network);
     let publisher = Publisher::connect(&settings).await.unwrap();
     let worker = RunningWorker::start(settings).await;
     schedule(env, &publisher, 20, 2 * SECOND).await;
     schedule(env, &publisher, 20, 12 * SECOND).await;
     let held = held_by_the_worker(env, 20, 3 * SECOND).await;
-    // Out of the queue, an alarm may still be in the network. What came behind it and was closed says that it has arrived.
-    let behind_them = env.order(Duration::ZERO).await;
-    env.deliver([&behind_them]).await;
-    assert_closed(env, &[behind_them]).await;
-    go_wrong(&network);
+    // An alarm that has left the queue may still be in the network. The close of a later one shows that it has arrived.
+    let later = env.order(Duration::ZERO).await;
+    env.deliver([&later]).await;
+    assert_closed(env, &[later]).await;
+    break_network(&network);
     assert_nothing_is_scheduled(env, &publisher).await;
     assert_closed(env, &held).await;
     network.restore();
     wait_until_scheduling_works(env, &publisher).await;
     schedule(env, &publisher, 20, 6 * SECOND).await;
     assert_all_closed_by_alarms(env).await;
-    // The broker delivers again what was not acknowledged once it has given up the old connections: then there are
-    // those of the session, of the worker's publishing, and of the publisher.
+    // The broker redelivers unacknowledged alarms once it has given up the old connections. Three remain: that of the
+    // session, that of the worker's publishing, and that of the publisher.
     wait_for("the end of the old connections", async || network.open() <= 3).await;
-    let witness = env.order(SECOND).await;
-    env.deliver([&witness]).await;
-    assert_closed(env, &[witness]).await;
+    let sentinel = env.order(SECOND).await;
+    env.deliver([&sentinel]).await;
+    assert_closed(env, &[sentinel]).await;
     worker.stop().await;
     env.assert_nothing_left_undone().await;
 }
 
 #[test]
-fn a_network_that_is_cut_costs_no_alarm() {
-    with_env(impatient_and_without_the_sweep, async |env| survive(&env, Proxy::cut).await);
+fn cut_network_loses_no_alarm() {
+    with_env(short_timeouts_without_sweep, async |env| survive(&env, Proxy::cut).await);
 }
 
 #[test]
-fn a_broker_host_that_has_vanished_costs_no_alarm() {
-    with_env(impatient_and_without_the_sweep, async |env| survive(&env, Proxy::stall).await);
+fn vanished_broker_host_loses_no_alarm() {
+    with_env(short_timeouts_without_sweep, async |env| survive(&env, Proxy::stall).await);
 }
 
 #[test]
-fn a_network_that_carries_nothing_to_the_broker_costs_no_alarm() {
-    with_env(impatient_and_without_the_sweep, async |env| {
+fn stall_towards_broker_loses_no_alarm() {
+    with_env(short_timeouts_without_sweep, async |env| {
         survive(&env, |network| network.stall_one_way(Direction::ToServer)).await;
     });
 }
 
 #[test]
-fn a_network_that_carries_nothing_from_the_broker_costs_no_alarm() {
-    with_env(impatient_and_without_the_sweep, async |env| {
+fn stall_from_broker_loses_no_alarm() {
+    with_env(short_timeouts_without_sweep, async |env| {
         survive(&env, |network| network.stall_one_way(Direction::ToClient)).await;
     });
 }
 
 #[test]
-fn connections_that_are_reset_or_half_closed_again_and_again_cost_no_alarm() {
-    with_env(impatient_and_without_the_sweep, async |env| {
+fn repeatedly_broken_connections_lose_no_alarm() {
+    with_env(short_timeouts_without_sweep, async |env| {
         let network = Proxy::before(&env.settings.amqp.url).await;
-        let settings = behind(&env, &network);
+        let settings = with_broker_behind(&env, &network);
         let publisher = Publisher::connect(&settings).await.unwrap();
         let worker = RunningWorker::start(settings).await;
         for round in 0..6 {
@@ -224,10 +224,10 @@ fn connections_that_are_reset_or_half_closed_again_and_again_cost_no_alarm() {
 }
 
 #[test]
-fn a_slow_network_costs_no_alarm() {
-    with_env(impatient_and_without_the_sweep, async |env| {
+fn slow_network_loses_no_alarm() {
+    with_env(short_timeouts_without_sweep, async |env| {
         let network = Proxy::before(&env.settings.amqp.url).await;
-        let settings = behind(&env, &network);
+        let settings = with_broker_behind(&env, &network);
         let publisher = Publisher::connect(&settings).await.unwrap();
         network.delay(Direction::ToServer, SECOND / 20);
         network.delay(Direction::ToClient, SECOND / 20);
@@ -236,7 +236,7 @@ fn a_slow_network_costs_no_alarm() {
         schedule(&env, &publisher, 20, 4 * SECOND).await;
         schedule(&env, &publisher, 20, 8 * SECOND).await;
         assert_all_closed_by_alarms(&env).await;
-        // One of them is the worker's for publishing, and with one it tests once whether alternate exchanges are set.
+        // The worker opens one to publish, and one to test once whether alternate exchanges are set.
         assert!(network.accepted() <= accepted + 2, "no connection was given up");
         worker.stop().await;
         env.assert_nothing_left_undone().await;
@@ -244,12 +244,12 @@ fn a_slow_network_costs_no_alarm() {
 }
 
 #[test]
-fn a_queue_recreated_as_something_else_is_refused_until_it_is_mended() {
-    with_env(impatient_and_without_the_sweep, async |env| {
+fn incompatible_queue_is_refused_until_fixed() {
+    with_env(short_timeouts_without_sweep, async |env| {
         let worker = env.worker().await;
         let held = held_by_the_worker(&env, 10, 3 * SECOND).await;
         let queue = env.names().timeout();
-        // The worker declares it again at once; who is first wins.
+        // The worker declares it again at once; the first declaration wins.
         wait_for("a queue of another type", async || {
             let channel = env.broker.create_channel().await.unwrap();
             channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
@@ -258,7 +258,7 @@ fn a_queue_recreated_as_something_else_is_refused_until_it_is_mended() {
         })
         .await;
         assert_closed(&env, &held).await;
-        assert!(!is_consumed(&env, &queue).await, "a queue without the promises of ours is not worked on");
+        assert!(!is_consumed(&env, &queue).await, "a queue without our guarantees is not consumed");
         env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         wait_within(COMING_BACK, "the queue, consumed again", async || is_consumed(&env, &queue).await).await;
         let later = env.orders(10, SECOND).await;
