@@ -50,7 +50,7 @@ pub enum Settlement {
 /// A message that could be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeliveredAlarm {
-    pub due: Alarm,
+    pub alarm: Alarm,
     /// How often handling it has failed and gone back through the broker.
     pub attempt: u32,
     /// When the message was published, where its publisher says so. The engine fills in when it was first seen.
@@ -72,12 +72,12 @@ pub struct Returns {
 impl DeliveredAlarm {
     #[must_use]
     pub fn order_id(&self) -> &OrderId {
-        &self.due.order_id
+        &self.alarm.order_id
     }
 
     #[must_use]
     pub fn deadline(&self) -> Deadline {
-        self.due.deadline
+        self.alarm.deadline
     }
 }
 
@@ -203,10 +203,10 @@ impl DeadLetter {
         Self {
             reason,
             detail: detail.into(),
-            order_id: Some(alarm.due.order_id.clone()),
-            deadline: Some(alarm.due.deadline),
+            order_id: Some(alarm.alarm.order_id.clone()),
+            deadline: Some(alarm.alarm.deadline),
             attempts: alarm.attempt,
-            body: alarm.due.to_bytes(),
+            body: alarm.alarm.to_bytes(),
         }
     }
 }

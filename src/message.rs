@@ -286,12 +286,12 @@ mod tests {
     #[test]
     fn the_wire_form_is_the_golden_file() {
         let golden = include_bytes!("../tests/fixtures/timeout_due.v1.json").trim_ascii();
-        let due = Alarm {
+        let alarm = Alarm {
             order_id: OrderId::new("01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b").unwrap(),
             deadline: Timestamp::from_unix_micros(1_795_170_600_000_000),
         };
-        assert_eq!(String::from_utf8_lossy(&due.to_bytes()), String::from_utf8_lossy(golden));
-        assert_eq!(Alarm::read(golden, Some(ALARM_TYPE)), Ok(due));
+        assert_eq!(String::from_utf8_lossy(&alarm.to_bytes()), String::from_utf8_lossy(golden));
+        assert_eq!(Alarm::read(golden, Some(ALARM_TYPE)), Ok(alarm));
     }
 
     #[test]
@@ -338,8 +338,8 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_written_is_read_back(id in "[ -~]{1,200}", micros in 0_i64..253_402_300_799_000_000) {
-            let due = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(micros) };
-            prop_assert_eq!(Alarm::read(&due.to_bytes(), Some(ALARM_TYPE)), Ok(due));
+            let alarm = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(micros) };
+            prop_assert_eq!(Alarm::read(&alarm.to_bytes(), Some(ALARM_TYPE)), Ok(alarm));
         }
 
         #[test]

@@ -65,17 +65,17 @@ impl Engine {
             }
             Origin::Swept => match decide_after_sweep(&finding, self.availability.befalls_several()) {
                 SweepDecision::Settled(longest) => {
-                    self.sweep.settle(item.alarm.due.order_id, item.alarm.due.deadline, longest, now);
+                    self.sweep.settle(item.alarm.alarm.order_id, item.alarm.alarm.deadline, longest, now);
                 }
                 SweepDecision::Drop => {}
                 SweepDecision::BackOff => self.leave_to_who_has_it(item, now),
                 SweepDecision::RetrySoon => {
-                    self.sweep.leave_alone(item.alarm.due.order_id, self.policy.longest_while_overdue(), now);
+                    self.sweep.leave_alone(item.alarm.alarm.order_id, self.policy.longest_while_overdue(), now);
                 }
                 SweepDecision::RetryLater => {
-                    self.sweep.leave_alone(item.alarm.due.order_id, LONGEST_BLAMELESS_REST, now);
+                    self.sweep.leave_alone(item.alarm.alarm.order_id, LONGEST_BLAMELESS_REST, now);
                 }
-                SweepDecision::LeaveAlone => self.sweep.leave_alone(item.alarm.due.order_id, LONGEST_REST, now),
+                SweepDecision::LeaveAlone => self.sweep.leave_alone(item.alarm.alarm.order_id, LONGEST_REST, now),
             },
         }
     }
@@ -108,7 +108,7 @@ impl Engine {
     }
 
     fn await_deadline(&mut self, mut item: WorkItem, deadline: Deadline, now: Timestamp) {
-        item.alarm.due.deadline = deadline;
+        item.alarm.alarm.deadline = deadline;
         item.pauses = 0;
         item.disagreements = 0;
         item.paused_since = None;

@@ -6,16 +6,19 @@
 //! Pure: news comes in with the database's time, actions go out. No I/O, no clock, no task. `worker/` runs the actions
 //! for real; the same engine can be driven through any interleaving in a test.
 
+mod action;
 mod apply;
 mod availability;
 mod batching;
 mod circulation;
 mod decide;
+mod input;
 mod lock_wait;
-mod news;
 mod policy;
 mod ready_queue;
+mod retry_list;
 mod sweep;
+mod work_item;
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
@@ -27,13 +30,16 @@ use crate::alarm::{
 use crate::hold::Hold;
 use crate::message::Alarm;
 use crate::order::{Deadline, OrderId, Overdue, SweptPage, Timestamp};
+pub use action::Action;
 use availability::Availability;
 use circulation::{Circulation, circulates, given_up};
+pub use input::Input;
 use lock_wait::LockWaitBudget;
-pub use news::{Action, Batch, BatchResult, Input, LockMode, Origin, WorkItem};
 pub use policy::Policy;
-use ready_queue::{FailureScope, ReadyQueue, RetryList};
+use ready_queue::ReadyQueue;
+use retry_list::{FailureScope, RetryList};
 use sweep::{LastTry, Sweep};
+pub use work_item::{Batch, BatchResult, LockMode, Origin, WorkItem};
 
 /// By how much the time may go back without anybody minding: readings of one clock differ by less.
 const LONGEST_JITTER: Duration = Duration::from_secs(1);
@@ -554,9 +560,9 @@ impl Engine {
             self.mark_in_flight(&key.0);
             let last_try = self.sweep.last_try(&key.0);
             self.swept += 1;
-            let due = Alarm { order_id: key.0, deadline: key.1 };
+            let alarm = Alarm { order_id: key.0, deadline: key.1 };
             let alarm = DeliveredAlarm {
-                due,
+                alarm,
                 attempt: 0,
                 first_published_at: None,
                 traceparent: None,

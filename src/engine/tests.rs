@@ -36,12 +36,12 @@ fn at_ms(ms: i64) -> Timestamp {
 }
 
 fn delivered(order: &str, deadline: Timestamp, session: u64, tag: u64) -> Input {
-    let due = Alarm { order_id: OrderId::new(order).unwrap(), deadline };
+    let alarm = Alarm { order_id: OrderId::new(order).unwrap(), deadline };
     Input::Delivered(Delivered {
         receipt: Receipt { session, channel: 0, tag },
         source: SourceQueue::Timeout,
         content: Ok(DeliveredAlarm {
-            due,
+            alarm,
             attempt: 0,
             first_published_at: None,
             traceparent: None,
@@ -450,8 +450,8 @@ fn what_came_in_a_session_that_has_ended_is_not_armed_beside_its_second_delivery
     let mut engine = Engine::new(policy());
     engine.handle(Input::SessionOpened(1), at_ms(1_000));
     engine.handle(Input::SessionEnded, at_ms(1_001));
-    let Input::Delivered(due) = delivered("a", at_ms(90_000), 1, 1) else { unreachable!() };
-    engine.handle(Input::Delivered(Delivered { source: SourceQueue::Inbox, ..due }), at_ms(1_002));
+    let Input::Delivered(near) = delivered("a", at_ms(90_000), 1, 1) else { unreachable!() };
+    engine.handle(Input::Delivered(Delivered { source: SourceQueue::Inbox, ..near }), at_ms(1_002));
     assert_eq!(engine.poll_actions(at_ms(1_002)), vec![], "it was on its way from the session to the engine");
 
     let not_due = Ok(CloseOutcome { outcome: Outcome::NotDue, deadline: Some(at_ms(90_000)) });

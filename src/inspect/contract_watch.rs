@@ -239,9 +239,9 @@ mod tests {
         }
 
         fn close(&mut self, id: &str, deadline: i64, outcome: Outcome) {
-            let due = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(deadline) };
+            let alarm = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(deadline) };
             let alarm = DeliveredAlarm {
-                due,
+                alarm,
                 attempt: 0,
                 first_published_at: None,
                 traceparent: None,

@@ -97,9 +97,9 @@ fn the_desk_asks_for_no_longer_wait_than_settings_provide_for() {
     let mut longest = Duration::ZERO;
     for attempt in 0..40 {
         let mut engine = Engine::new(policy(&settings));
-        let due = Alarm { order_id: OrderId::new("order-1").unwrap(), deadline: at(1_000) };
+        let alarm = Alarm { order_id: OrderId::new("order-1").unwrap(), deadline: at(1_000) };
         let alarm =
-            DeliveredAlarm { due, attempt, first_published_at: None, traceparent: None, returns: Returns::default() };
+            DeliveredAlarm { alarm, attempt, first_published_at: None, traceparent: None, returns: Returns::default() };
         let receipt = Receipt { session: 1, channel: 0, tag: 1 };
         engine.handle(
             Input::Delivered(Delivered { receipt, source: SourceQueue::Timeout, content: Ok(alarm), death: None }),

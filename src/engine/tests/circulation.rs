@@ -7,12 +7,12 @@ const SLOT_S: i64 = 60;
 
 /// An alarm due in an hour, back from a slot that was to let it go a minute later; with so many early returns before.
 fn early(order: &str, before: u32, tag: u64, now: Timestamp) -> Delivered {
-    let due = Alarm { order_id: OrderId::new(order).unwrap(), deadline: at_ms(3_600_000) };
+    let alarm = Alarm { order_id: OrderId::new(order).unwrap(), deadline: at_ms(3_600_000) };
     let returns = Returns { due_at: Some(now + Duration::from_secs(SLOT_S.unsigned_abs())), early: before };
     Delivered {
         receipt: Receipt { session: 1, channel: 0, tag },
         source: SourceQueue::Timeout,
-        content: Ok(DeliveredAlarm { due, attempt: 0, first_published_at: None, traceparent: None, returns }),
+        content: Ok(DeliveredAlarm { alarm, attempt: 0, first_published_at: None, traceparent: None, returns }),
         death: Some(Death { reason: DeathReason::Expired, queue: "order.wheel.1m.07".into() }),
     }
 }
@@ -85,7 +85,7 @@ fn cured_circulation_is_over_within_seconds() {
 fn held_back_alarm_leaves_before_its_deadline() {
     let mut engine = open_desk();
     let mut delivered = early("a", 1, 1, at_ms(0));
-    delivered.content.as_mut().unwrap().due.deadline = at_ms(16_000);
+    delivered.content.as_mut().unwrap().alarm.deadline = at_ms(16_000);
     engine.handle(Input::Delivered(delivered), at_ms(0));
     // Early returns of another keep all waiting.
     for n in 0..9 {

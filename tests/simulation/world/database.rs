@@ -148,7 +148,7 @@ impl World {
         let (now, mut findings) = (self.database_time(), HashMap::new());
         self.is_stirred |= !batch.items.is_empty();
         let mut closed = 0;
-        for order_id in batch.items.iter().map(|item| &item.alarm.due.order_id) {
+        for order_id in batch.items.iter().map(|item| &item.alarm.alarm.order_id) {
             if findings.contains_key(order_id) {
                 continue;
             }

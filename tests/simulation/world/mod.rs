@@ -310,9 +310,9 @@ fn shifted(moment: Timestamp, ms: i64) -> Timestamp {
 }
 
 fn alarm(order_id: &OrderId, deadline: Deadline, first_published_at: Timestamp) -> DeliveredAlarm {
-    let due = Alarm { order_id: order_id.clone(), deadline };
+    let alarm = Alarm { order_id: order_id.clone(), deadline };
     DeliveredAlarm {
-        due,
+        alarm,
         attempt: 0,
         first_published_at: Some(first_published_at),
         traceparent: None,

@@ -102,7 +102,7 @@ impl MutantEngine {
         self.in_flight.retain(|receipt, other| *other != key || receipt.session >= delivered.receipt.session);
         self.in_flight.insert(delivered.receipt, key);
         if self.bug == Mutant::HoldsTooLong {
-            alarm.due.deadline = alarm.due.deadline + HELD_TOO_LONG_FOR;
+            alarm.alarm.deadline = alarm.alarm.deadline + HELD_TOO_LONG_FOR;
         }
         Some(delivered)
     }

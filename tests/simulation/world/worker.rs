@@ -297,7 +297,8 @@ impl World {
         match errand {
             Underway::Close { batch, answer: Some(answer), .. } => Err(Input::Closed(batch, answer)),
             Underway::Close { batch, read: None, .. } if self.mutant == Mutant::NoStatusGuard => {
-                let read = Some(batch.items.iter().filter_map(|item| self.look_at(&item.alarm.due.order_id)).collect());
+                let read =
+                    Some(batch.items.iter().filter_map(|item| self.look_at(&item.alarm.alarm.order_id)).collect());
                 Ok(Underway::Close { batch, read, answer: None })
             }
             Underway::Close { batch, read, .. } => {
