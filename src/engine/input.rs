@@ -6,29 +6,29 @@ use super::{Batch, BatchResult};
 use crate::alarm::{DeadLetter, Delivered, Rearm, Receipt};
 use crate::order::SweptPage;
 
-/// What the engine hears.
+/// What happened, as it is reported to the engine.
 #[derive(Debug)]
 pub enum Input {
     Delivered(Delivered),
-    /// A batch came back from a closer.
+    /// A closer has finished this batch.
     Closed(Batch, BatchResult),
-    /// These alarms stand confirmed in the broker under a new message.
+    /// The broker has confirmed a new message for each of these alarms.
     Rearmed(Vec<Receipt>),
-    /// These do not, and no other would: the broker is away, or does not answer.
+    /// Rearming these failed, and any other would fail: the broker is away or does not answer.
     NotRearmed(Vec<Rearm>),
-    /// These do not, for a reason of their own: their queue is not there, or takes nothing.
+    /// Rearming these failed for a reason of their own: their queue is missing or rejects messages.
     RearmRefused(Vec<Rearm>),
-    /// These stand committed in `parked_alarms`.
+    /// These are committed in `parked_alarms`.
     Parked(Vec<Receipt>),
-    /// These do not, and no other would: the database is away.
+    /// Parking these failed, and any other would fail: the database is away.
     NotParked(Vec<(DeadLetter, Receipt)>),
-    /// These do not, for a reason of their own: the database refuses their row.
+    /// Parking these failed for a reason of their own: the database rejects their rows.
     ParkRefused(Vec<(DeadLetter, Receipt)>),
     Swept(SweptPage),
     /// The database could not be asked for overdue orders.
     NotSwept,
     /// The consumer session of this number is open.
     SessionOpened(u64),
-    /// No consumer session is open: no alarm can come.
+    /// No consumer session is open: no alarm can be delivered.
     SessionEnded,
 }

@@ -1,6 +1,6 @@
-//! Where items wait on the engine: for a batch to fill, or for a pause to end.
+//! Where work items wait for a batch to fill.
 //!
-//! Pure bookkeeping: who waits since when. Who goes first is decided by the engine.
+//! Pure bookkeeping: what waits since when. What is closed next is decided by the engine.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::WorkItem;
 use crate::order::Timestamp;
 
-/// Those who are due and wait for a batch to fill.
+/// Work items that are due and wait for a batch to fill.
 #[derive(Debug, Default)]
 pub(super) struct ReadyQueue {
     items: VecDeque<(WorkItem, Timestamp)>,
@@ -23,19 +23,19 @@ impl ReadyQueue {
         self.items.len()
     }
 
-    /// Nobody has come later than now.
+    /// No item can have arrived later than now.
     pub fn clock_was_set_back(&mut self, now: Timestamp) {
-        for (_, came) in &mut self.items {
-            *came = now.min(*came);
+        for (_, arrived) in &mut self.items {
+            *arrived = now.min(*arrived);
         }
     }
 
-    /// When the longest-waiting of them came.
+    /// When the longest-waiting item arrived.
     pub fn since(&self) -> Option<Timestamp> {
-        self.items.front().map(|(_, came)| *came)
+        self.items.front().map(|(_, arrived)| *arrived)
     }
 
-    /// A full batch at once, a smaller one after `linger`.
+    /// A full batch is ready at once, a smaller one after `linger`.
     pub fn ready_at(&self, batch_size: usize, linger: Duration) -> Option<Timestamp> {
         let linger = if self.items.len() >= batch_size { Duration::ZERO } else { linger };
         Some(self.since()? + linger)
@@ -46,7 +46,7 @@ impl ReadyQueue {
         self.items.drain(..size).map(|(item, _)| item).collect()
     }
 
-    /// To the front again, where they have been since then.
+    /// Puts items back to the front, where they have been since `since`.
     pub fn put_back(&mut self, items: Vec<WorkItem>, since: Timestamp) {
         for item in items.into_iter().rev() {
             self.items.push_front((item, since));

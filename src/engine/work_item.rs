@@ -7,16 +7,16 @@ use std::collections::HashMap;
 use crate::alarm::{DeliveredAlarm, Receipt};
 use crate::order::{CloseError, CloseResult, ClosedBy, OrderId, Timestamp};
 
-/// An order under way through the worker, with the alarm that speaks for it.
+/// An order that the worker is working on, with the alarm that brought it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkItem {
     pub alarm: DeliveredAlarm,
     pub origin: Origin,
-    /// How often it was put back for a moment without going through the broker.
+    /// How often it was paused without going through the broker.
     pub pauses: u32,
-    /// How often the database found it not due when it was, by our reckoning.
+    /// How often the database called it not due although it was due by the worker's clock.
     pub disagreements: u32,
-    /// Since when it is put back again and again.
+    /// Since when it has been paused again and again.
     pub paused_since: Option<Timestamp>,
 }
 
@@ -25,14 +25,14 @@ impl WorkItem {
         Self { alarm, origin, pauses: 0, disagreements: 0, paused_since: None }
     }
 
-    /// Whether it was with a closer already. Of one that went by way of the broker because nobody was to blame, its
-    /// message does not tell.
+    /// Whether it was with a closer before. A message does not say so if the alarm went through the broker without a
+    /// fault of its own.
     pub(super) fn was_tried(&self) -> bool {
         self.pauses > 0 || self.alarm.attempt > 0
     }
 }
 
-/// What brought a item here.
+/// Where a work item comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
     /// A message; the receipt settles it.
@@ -41,31 +41,31 @@ pub enum Origin {
     Swept,
 }
 
-/// Orders to be closed by one statement. Without any it asks whether the database closes at all.
+/// Orders that one statement closes. An empty batch asks whether the database closes at all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     pub by: ClosedBy,
     pub items: Vec<WorkItem>,
-    pub wait: LockMode,
+    pub lock_mode: LockMode,
 }
 
 impl Batch {
     /// Whether its statement may wait for a lock on stock.
     #[must_use]
     pub fn waits_for_locks(&self) -> bool {
-        self.wait != LockMode::NoWait
+        self.lock_mode != LockMode::NoWait
     }
 }
 
-/// On whose behalf a batch's statement waits for a lock on stock, if it does.
+/// Whether a batch's statement waits for a lock on stock, and for which orders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LockMode {
     NoWait,
-    /// Of those that were never tried.
+    /// For orders that were not tried before.
     WaitFresh,
-    /// Of those who come again and again.
+    /// For orders that are tried again and again.
     WaitRetried,
 }
 
-/// What a batch's statement said of each order, or why it failed. An order without an entry is unknown.
+/// What a batch's statement returned for each order, or why it failed. An order without an entry is unknown.
 pub type BatchResult = Result<HashMap<OrderId, CloseResult>, CloseError>;

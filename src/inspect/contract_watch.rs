@@ -249,7 +249,7 @@ mod tests {
             };
             let order_id = alarm.order_id().clone();
             let item = WorkItem { alarm, origin: Origin::Swept, pauses: 0, disagreements: 0, paused_since: None };
-            let batch = Batch { by: ClosedBy::Sweep, items: vec![item], wait: LockMode::NoWait };
+            let batch = Batch { by: ClosedBy::Sweep, items: vec![item], lock_mode: LockMode::NoWait };
             let found =
                 (outcome != Outcome::Unknown).then_some((order_id, Ok(CloseOutcome { outcome, deadline: None })));
             self.watch.answered(&batch, &Ok(found.into_iter().collect()), self.now);

@@ -55,12 +55,12 @@ impl World {
         heads.filter(|_| !self.broker_is_away).min()
     }
 
-    pub(super) fn write_alarm(&mut self, job: &Rearm) {
+    pub(super) fn write_alarm(&mut self, rearm: &Rearm) {
         let now = self.worker_time();
         // As `rearm.rs` does.
-        let (place, is_retry) = match job.wanted {
+        let (place, is_retry) = match rearm.wanted {
             Wanted::AtOnce => (Place::Due, false),
-            Wanted::BeforeDeadline => (self.wheel.place(job.alarm.deadline(), now), false),
+            Wanted::BeforeDeadline => (self.wheel.place(rearm.alarm.deadline(), now), false),
             Wanted::NotBefore(moment) => {
                 let wake_at = moment.min(now + DOUBLINGS * policy().retry_longest);
                 let place = self.wheel.place_retry(wake_at, now);
@@ -70,10 +70,10 @@ impl World {
             }
         };
         match place {
-            Place::Due => self.timeout.push_back(job.alarm.clone()),
+            Place::Due => self.timeout.push_back(rearm.alarm.clone()),
             Place::Slot { ring, slot, ttl } => {
                 let slot = if self.mutant == Mutant::TwoLapsInOneSlot { slot % 3 } else { slot };
-                let waiting = Waiting { alarm: job.alarm.clone(), fires_at: self.now + ttl, is_retry };
+                let waiting = Waiting { alarm: rearm.alarm.clone(), fires_at: self.now + ttl, is_retry };
                 self.slots.entry((ring, slot)).or_default().push_back(waiting);
             }
         }

@@ -58,7 +58,7 @@ impl MutantEngine {
         for errand in &actions {
             let receipts: Vec<Receipt> = match errand {
                 Action::Settle(settlements) => settlements.iter().map(|(receipt, _)| *receipt).collect(),
-                Action::Rearm(jobs) => jobs.iter().map(|job| job.receipt).collect(),
+                Action::Rearm(rearms) => rearms.iter().map(|rearm| rearm.receipt).collect(),
                 Action::Park(dead_letters) => dead_letters.iter().map(|(_, receipt)| *receipt).collect(),
                 Action::Close(_) | Action::Sweep(_) => Vec::new(),
             };

@@ -20,7 +20,7 @@ const MOST_ROUNDS: u32 = 200;
 #[derive(Debug)]
 enum Underway {
     Close { batch: Batch, read: Option<HashMap<OrderId, CloseResult>>, answer: Option<BatchResult> },
-    Arm { jobs: Vec<Rearm>, written: bool },
+    Arm { rearms: Vec<Rearm>, written: bool },
     Park { dead_letters: Vec<(DeadLetter, Receipt)>, written: bool },
     Sweep { page: SweepPage, found: Option<SweptPage> },
 }
@@ -254,11 +254,11 @@ impl World {
                     }
                     worker.underway.push(Underway::Close { batch, read: None, answer: None });
                 }
-                Action::Rearm(jobs) => {
+                Action::Rearm(rearms) => {
                     if self.mutant == Mutant::AckBeforeConfirm {
-                        self.settle(jobs.iter().map(|job| (job.receipt, Settlement::Ack)).collect());
+                        self.settle(rearms.iter().map(|rearm| (rearm.receipt, Settlement::Ack)).collect());
                     }
-                    worker.underway.push(Underway::Arm { jobs, written: false });
+                    worker.underway.push(Underway::Arm { rearms, written: false });
                 }
                 Action::Park(dead_letters) => worker.underway.push(Underway::Park { dead_letters, written: false }),
                 Action::Sweep(page) => worker.underway.push(Underway::Sweep { page, found: None }),
@@ -305,23 +305,25 @@ impl World {
                 let answer = Some(self.answer(&batch, read, fate));
                 Ok(Underway::Close { batch, read: None, answer })
             }
-            Underway::Arm { jobs, written: false } if self.broker_is_away || self.broker_is_silent => {
+            Underway::Arm { rearms, written: false } if self.broker_is_away || self.broker_is_silent => {
                 self.note(Event::NotArmed);
-                Err(Input::NotRearmed(jobs))
+                Err(Input::NotRearmed(rearms))
             }
-            Underway::Arm { jobs, written: false } if self.broker_refuses => {
+            Underway::Arm { rearms, written: false } if self.broker_refuses => {
                 self.note(Event::ArmRefused);
-                Err(Input::RearmRefused(jobs))
+                Err(Input::RearmRefused(rearms))
             }
-            Underway::Arm { jobs, written: false } => {
-                for job in &jobs {
-                    self.note(self.kind_of(job));
-                    self.write_alarm(job);
+            Underway::Arm { rearms, written: false } => {
+                for rearm in &rearms {
+                    self.note(self.kind_of(rearm));
+                    self.write_alarm(rearm);
                 }
-                self.confirmed(jobs, fate)
+                self.confirmed(rearms, fate)
             }
-            Underway::Arm { jobs, .. } if fate == Fate::AnswerIsLost => self.confirmed(jobs, fate),
-            Underway::Arm { jobs, .. } => Err(Input::Rearmed(jobs.into_iter().map(|job| job.receipt).collect())),
+            Underway::Arm { rearms, .. } if fate == Fate::AnswerIsLost => self.confirmed(rearms, fate),
+            Underway::Arm { rearms, .. } => {
+                Err(Input::Rearmed(rearms.into_iter().map(|rearm| rearm.receipt).collect()))
+            }
             Underway::Park { dead_letters, written: false } if self.database_is_away => {
                 Err(Input::NotParked(dead_letters))
             }
@@ -352,16 +354,16 @@ impl World {
 
     /// What was written is about to be reported, or its confirm is lost.
     #[allow(clippy::result_large_err)] // it is no error, and few are on their way
-    fn confirmed(&mut self, jobs: Vec<Rearm>, fate: Fate) -> Result<Underway, Input> {
+    fn confirmed(&mut self, rearms: Vec<Rearm>, fate: Fate) -> Result<Underway, Input> {
         if fate != Fate::AnswerIsLost {
-            return Ok(Underway::Arm { jobs, written: true });
+            return Ok(Underway::Arm { rearms, written: true });
         }
         self.note(Event::ConfirmLost);
-        Err(Input::NotRearmed(jobs))
+        Err(Input::NotRearmed(rearms))
     }
 
-    fn kind_of(&self, job: &Rearm) -> Event {
-        match (job.wanted, self.unacknowledged.get(&job.receipt)) {
+    fn kind_of(&self, rearm: &Rearm) -> Event {
+        match (rearm.wanted, self.unacknowledged.get(&rearm.receipt)) {
             (Wanted::AtOnce, _) => Event::Rearmed,
             (Wanted::NotBefore(_), _) => Event::RetriedThroughTheBroker,
             (Wanted::BeforeDeadline, Some((SourceQueue::Timeout, _))) => Event::Rearmed,
