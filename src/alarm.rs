@@ -1,6 +1,7 @@
-//! An alarm in the worker's hands: what the message said, the receipt that settles it, and why one is given up.
+//! An alarm as the worker handles it: what the message said, the receipt that settles it, and why it is parked.
 //!
-//! The words that deliver, engine, arm and park share so that the steps need not know one another. Data only: no I/O.
+//! The types that deliver, engine, rearm and park share, so that these steps need not know one another. Data only: no
+//! I/O.
 
 use crate::message::{Alarm, MAX_BODY_BYTES};
 use crate::order::{Deadline, OrderId, Timestamp};
@@ -10,9 +11,9 @@ use crate::order::{Deadline, OrderId, Timestamp};
 pub enum SourceQueue {
     /// The processing queue: alarms that are due, or will be within seconds.
     Timeout,
-    /// The inbox for alarms that are to be armed in the wheel.
+    /// The inbox for alarms that are to be written into the wheel.
     Inbox,
-    /// What the broker itself gave up on.
+    /// The queue of messages that the broker itself dead-lettered.
     Parked,
 }
 
@@ -27,7 +28,7 @@ impl SourceQueue {
     }
 }
 
-/// What settles one delivery. Void as soon as its session has ended: the broker delivers the message again then.
+/// What settles one delivery. Void as soon as its session has ended: the broker redelivers the message then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Receipt {
     /// Counts the consumer sessions of this process.
@@ -41,29 +42,29 @@ pub struct Receipt {
 /// How a delivery is settled with the broker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Settlement {
-    /// Done with it: `basic.ack`.
+    /// It is finished: `basic.ack`.
     Ack,
-    /// Somebody else, or we later: `basic.nack` with requeue.
+    /// Another worker takes it, or this one later: `basic.nack` with requeue.
     Requeue,
 }
 
 /// A message that could be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeliveredAlarm {
-    pub due: Alarm,
-    /// How often handling it has failed and gone back through the broker.
+    pub alarm: Alarm,
+    /// How often handling it has failed and it went back through the broker.
     pub attempt: u32,
-    /// When the message was published, where its publisher says so. The engine fills in when it was first seen.
+    /// When the message was published, if its publisher says so. The engine fills in when it was first seen.
     pub first_published_at: Option<Timestamp>,
-    /// W3C trace context of whoever scheduled it.
+    /// W3C trace context of the publisher.
     pub traceparent: Option<String>,
     pub returns: Returns,
 }
 
-/// When the broker is to return an alarm that a worker wrote, and how that went before.
+/// When the broker is to return an alarm that a worker wrote, and how often it was early before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Returns {
-    /// When the slot lets go that the alarm was written into, by the database's clock; `None` if it was not to wait.
+    /// When the slot of the alarm releases it, by the database's clock; `None` if it was not to wait.
     pub due_at: Option<Timestamp>,
     /// How often in a row it came back well before that.
     pub early: u32,
@@ -72,16 +73,16 @@ pub struct Returns {
 impl DeliveredAlarm {
     #[must_use]
     pub fn order_id(&self) -> &OrderId {
-        &self.due.order_id
+        &self.alarm.order_id
     }
 
     #[must_use]
     pub fn deadline(&self) -> Deadline {
-        self.due.deadline
+        self.alarm.deadline
     }
 }
 
-/// A fresh alarm to be written, and the receipt of the old one.
+/// A new alarm to be written, and the receipt of the old one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rearm {
     pub alarm: DeliveredAlarm,
@@ -89,18 +90,18 @@ pub struct Rearm {
     pub wanted: Wanted,
 }
 
-/// When an armed alarm should come back.
+/// When a rearmed alarm should come back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wanted {
     /// Shortly before its deadline.
     BeforeDeadline,
-    /// Not before this moment: a retry.
+    /// Not before this time: a retry.
     NotBefore(Timestamp),
-    /// By way of the processing queue, whose window has room for those that are held back.
+    /// At once, through the processing queue: its window has room for held-back alarms.
     AtOnce,
 }
 
-/// Why the broker took a message out of a queue and handed it on, by what it says itself (`x-death`).
+/// Why the broker took a message out of a queue and dead-lettered it, as it says itself (`x-death`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Death {
     pub reason: DeathReason,
@@ -108,10 +109,10 @@ pub struct Death {
     pub queue: String,
 }
 
-/// RabbitMQ's words for that.
+/// RabbitMQ's reasons for that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeathReason {
-    /// Its TTL was over.
+    /// Its TTL expired.
     Expired,
     /// The queue was too long.
     MaxLength,
@@ -122,7 +123,7 @@ pub enum DeathReason {
 }
 
 impl DeathReason {
-    /// What the broker's word means, if it is one of those known.
+    /// The reason that the broker's word means, if it is known.
     #[must_use]
     pub fn of_word(word: &[u8]) -> Option<Self> {
         match word {
@@ -135,7 +136,7 @@ impl DeathReason {
     }
 }
 
-/// Why an alarm is given up and kept for a person. The word is stored in `parked_alarms.reason`.
+/// Why an alarm is parked for a person. The word is stored in `parked_alarms.reason`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ParkReason {
     /// The message is not an alarm.
@@ -153,7 +154,7 @@ pub enum ParkReason {
 }
 
 impl ParkReason {
-    /// The words of all of them.
+    /// The words of all reasons.
     pub const WORDS: [&str; 6] = [
         Self::Unreadable.as_str(),
         Self::MalformedId.as_str(),
@@ -176,7 +177,7 @@ impl ParkReason {
     }
 }
 
-/// What is put into `parked_alarms`.
+/// A row for `parked_alarms`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeadLetter {
     pub reason: ParkReason,
@@ -185,7 +186,7 @@ pub struct DeadLetter {
     pub order_id: Option<OrderId>,
     pub deadline: Option<Deadline>,
     pub attempts: u32,
-    /// The body as it came, cut at [`MAX_BODY_BYTES`].
+    /// The body as it was delivered, cut at [`MAX_BODY_BYTES`].
     pub body: Vec<u8>,
 }
 
@@ -203,10 +204,10 @@ impl DeadLetter {
         Self {
             reason,
             detail: detail.into(),
-            order_id: Some(alarm.due.order_id.clone()),
-            deadline: Some(alarm.due.deadline),
+            order_id: Some(alarm.alarm.order_id.clone()),
+            deadline: Some(alarm.alarm.deadline),
             attempts: alarm.attempt,
-            body: alarm.due.to_bytes(),
+            body: alarm.alarm.to_bytes(),
         }
     }
 }
@@ -216,8 +217,8 @@ impl DeadLetter {
 pub struct Delivered {
     pub receipt: Receipt,
     pub source: SourceQueue,
-    /// The alarm, or the dead_letter that it must become.
+    /// The alarm, or the dead letter that the message becomes.
     pub content: Result<DeliveredAlarm, DeadLetter>,
-    /// Why the broker took it out of the queue it was in before, where it says so.
+    /// Why the broker took it out of the queue that it was in before, if the message says so.
     pub death: Option<Death>,
 }

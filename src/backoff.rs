@@ -1,6 +1,6 @@
-//! How long to wait before the next try, again and again.
+//! How long to wait before each next try.
 //!
-//! Says how long; waiting, and deciding whether to try at all, is the caller's.
+//! Only computes the pause; waiting, and deciding whether to try at all, is up to the caller.
 
 use std::time::Duration;
 
@@ -10,14 +10,14 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// Jitter included.
 pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Backoff that double up to the longest and never end: jittered, so that workers do not come back in step.
+/// Pauses that double up to the longest and never end: jittered, so that workers do not come back in step.
 #[derive(Debug)]
 pub struct Backoff(backon::ExponentialBackoff);
 
 impl Backoff {
     #[must_use]
     pub fn new() -> Self {
-        // backon's jitter comes on top and is as long as the delay at most.
+        // backon adds the jitter, which is as long as the delay at most.
         let growing = ExponentialBuilder::default().with_min_delay(FIRST_PAUSE).with_max_delay(LONGEST_PAUSE / 2);
         Self(growing.with_jitter().without_max_times().build())
     }
@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_up_to_the_longest_and_never_end() {
+    fn pauses_grow_to_longest_and_continue() {
         let mut backoff = Backoff::new();
         assert!((FIRST_PAUSE..=2 * FIRST_PAUSE).contains(&backoff.next_pause()));
         let later: Vec<Duration> = (0..1_000).map(|_| backoff.next_pause()).skip(10).collect();

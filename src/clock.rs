@@ -1,13 +1,13 @@
-//! What time it is in the database, without asking it each time.
+//! The database's time, without asking for it each time.
 //!
-//! Pure arithmetic over samples that somebody else takes (see `close.rs`): no I/O, no decision. The worker's own wall
-//! clock is never consulted, so setting it cannot close an order early.
+//! Pure arithmetic over samples taken elsewhere (see `close.rs`): no I/O, no decision. The worker's own wall clock is
+//! never consulted, so setting it cannot close an order early.
 
 use std::time::{Duration, Instant};
 
 use crate::order::Timestamp;
 
-/// One reading of the database's clock: what it said, and our monotonic clock just before and after asking.
+/// One reading of the database's clock, and our monotonic clock just before and after the query.
 #[derive(Debug, Clone, Copy)]
 pub struct ClockSample {
     pub asked: Instant,
@@ -36,13 +36,13 @@ const SAMPLE_LIFETIME: Duration = Duration::from_secs(60);
 impl DatabaseClock {
     #[must_use]
     pub fn new(sample: ClockSample) -> Self {
-        // The answer was true some time between asking and hearing it; the middle is off by at most half of that.
+        // The reading was taken at some time between query and answer; the middle is off by at most half of that.
         let at = sample.asked + sample.uncertainty() / 2;
         Self { base: sample.database, at, uncertainty: sample.uncertainty(), learned: sample.answered }
     }
 
-    /// Takes a further sample if it is finer than the one in use, if that one is old, or if the two cannot both be
-    /// true, which means that the database's clock was set or that another server answers now.
+    /// Takes another sample if it is finer than the one in use, if that one is old, or if the two cannot both be true:
+    /// then the database's clock was set, or another server answers now.
     pub fn learn(&mut self, sample: ClockSample) {
         let next = Self::new(sample);
         let disagreement = self.at_instant(next.at).unix_micros().abs_diff(next.base.unix_micros());
@@ -55,8 +55,8 @@ impl DatabaseClock {
         }
     }
 
-    /// The round trip of the reading in use. It is off by at most half of it, and by what the two clocks have drifted
-    /// apart since.
+    /// The round trip of the reading in use. The clock is off by at most half of it, plus the drift between the two
+    /// clocks since.
     #[must_use]
     pub fn uncertainty(&self) -> Duration {
         self.uncertainty
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn the_middle_of_the_round_trip_is_when_the_database_answered() {
+    fn assumes_reading_at_middle_of_round_trip() {
         let start = Instant::now();
         let clock = DatabaseClock::new(sample(start, 0, 10, 1_000));
         assert_eq!(clock.at_instant(start + Duration::from_millis(5)).unix_micros(), 1_000_000);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rough_sample_does_not_replace_a_fine_one_it_agrees_with() {
+    fn rough_sample_keeps_agreeing_fine_one() {
         let start = Instant::now();
         let mut clock = DatabaseClock::new(sample(start, 0, 1, 1_000));
         let before = clock.at_instant(start);
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_was_set_is_believed_at_once() {
+    fn clock_that_was_set_is_adopted_immediately() {
         let start = Instant::now();
         let mut clock = DatabaseClock::new(sample(start, 0, 1, 1_000));
         clock.learn(sample(start, 100, 40, 500));

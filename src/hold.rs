@@ -7,13 +7,13 @@ use std::collections::{BTreeMap, HashMap};
 
 use crate::order::{Deadline, OrderId, Timestamp};
 
-/// What makes two alarms the same: they speak of one order and one deadline.
+/// The identity of an alarm: its order and its deadline.
 pub type AlarmKey = (OrderId, Deadline);
 
-/// When an entry wakes; the number keeps those of one moment in the order of their arrival.
+/// When an entry wakes; the number keeps entries of the same time in order of arrival.
 type WakeKey = (Timestamp, u64);
 
-/// The waiting room. `T` is whatever the worker must remember with an alarm.
+/// The held alarms. `T` is what the worker must remember with an alarm.
 #[derive(Debug)]
 pub struct Hold<T> {
     waiting: BTreeMap<WakeKey, (AlarmKey, T)>,
@@ -28,61 +28,60 @@ impl<T> Default for Hold<T> {
 }
 
 impl<T> Hold<T> {
-    /// Lets an alarm wait until `wake_at`. If the same alarm waits already, the newcomer is handed back and the one
-    /// that waits stays as it is.
+    /// Holds an alarm until `wake_at`. If the same alarm is held already, the new one is returned and the held one
+    /// stays as it is.
     ///
-    /// # Errors
-    /// The newcomer, if the same alarm waits already.
-    pub fn wait(&mut self, alarm: AlarmKey, wake_at: Timestamp, what: T) -> Result<(), T> {
+    /// The new value, if the same alarm is held already.
+    pub fn wait(&mut self, alarm: AlarmKey, wake_at: Timestamp, value: T) -> Result<(), T> {
         if self.by_alarm.contains_key(&alarm) {
-            return Err(what);
+            return Err(value);
         }
         self.arrivals += 1;
         let wake = (wake_at, self.arrivals);
         self.by_alarm.insert(alarm.clone(), wake);
-        self.waiting.insert(wake, (alarm, what));
+        self.waiting.insert(wake, (alarm, value));
         Ok(())
     }
 
-    /// Whether this alarm waits here.
+    /// Whether this alarm is held.
     #[must_use]
     pub fn contains(&self, alarm: &AlarmKey) -> bool {
         self.by_alarm.contains_key(alarm)
     }
 
-    /// What waits under this alarm.
+    /// The value that is held for this alarm.
     pub fn get_mut(&mut self, alarm: &AlarmKey) -> Option<&mut T> {
         let wake = self.by_alarm.get(alarm)?;
-        self.waiting.get_mut(wake).map(|(_, what)| what)
+        self.waiting.get_mut(wake).map(|(_, value)| value)
     }
 
-    /// The earliest moment at which somebody wants to be woken.
+    /// The earliest wake time of all held alarms.
     #[must_use]
     pub fn next_wake(&self) -> Option<Timestamp> {
         self.waiting.first_key_value().map(|((wake_at, _), _)| *wake_at)
     }
 
-    /// When the last of those wants to be woken who do up to this moment, or of the first `enough` of them.
+    /// The last wake time up to `moment`, or among the first `enough` alarms up to it.
     #[must_use]
     pub fn last_wake_by(&self, moment: Timestamp, enough: usize) -> Option<Timestamp> {
         self.waiting.range(..=(moment, u64::MAX)).take(enough).last().map(|((wake_at, _), _)| *wake_at)
     }
 
-    /// Takes out those whose moment has come, earliest first, and no more than `at_most`.
+    /// Takes out the alarms whose time has come, earliest first, and at most `at_most`.
     pub fn wake(&mut self, now: Timestamp, at_most: usize) -> Vec<T> {
         let next = || {
             let first = self.waiting.first_entry().filter(|first| first.key().0 <= now)?;
-            let (alarm, what) = first.remove();
+            let (alarm, value) = first.remove();
             self.by_alarm.remove(&alarm);
-            Some(what)
+            Some(value)
         };
         std::iter::from_fn(next).take(at_most).collect()
     }
 
-    /// Takes out everybody.
+    /// Takes out all alarms.
     pub fn drain(&mut self) -> Vec<T> {
         self.by_alarm.clear();
-        std::mem::take(&mut self.waiting).into_values().map(|(_, what)| what).collect()
+        std::mem::take(&mut self.waiting).into_values().map(|(_, value)| value).collect()
     }
 
     #[must_use]
@@ -106,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn those_of_one_moment_wake_in_the_order_of_their_arrival() {
+    fn alarms_of_same_time_wake_in_order() {
         let mut hold = Hold::default();
         for n in [3, 1, 2] {
             hold.wait(key(n, 10), Timestamp::from_unix_micros(10), n).unwrap();
@@ -117,9 +116,9 @@ mod tests {
     }
 
     proptest! {
-        /// Against the plainest model there is: a list that is searched.
+        /// Compared with the simplest model: a list that is searched.
         #[test]
-        fn it_behaves_like_a_sorted_list_without_doubles(
+        fn behaves_like_sorted_list_without_duplicates(
             steps in proptest::collection::vec((any::<bool>(), 0_u8..6, 0_i64..3, 0_i64..40), 1..80),
             at_most in 1_usize..8,
         ) {

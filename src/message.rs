@@ -1,8 +1,7 @@
-//! What travels: the alarm that comes in ([`Alarm`]) and the event that goes out ([`OrderClosed`]).
+//! The messages: the alarm that comes in ([`Alarm`]) and the event that goes out ([`OrderClosed`]).
 //!
-//! Bytes to types and back, nothing else: no broker, no database, no decision what to do with a message.
-//! The contract for other languages is `docs/WIRE.md`; `tests/fixtures/` holds one file per message as it stands
-//! on the wire.
+//! Bytes to types and back, nothing else: no broker, no database, no decision what to do with a message. The contract
+//! for other languages is `docs/WIRE.md`; `tests/fixtures/` holds one file per message as it is on the wire.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -19,37 +18,38 @@ use crate::order::{ClosedBy, Deadline, OrderId, OrderIdError, Timestamp};
 pub const ALARM_TYPE: &str = "order.timeout.v1";
 /// AMQP property `content_type` of everything we publish.
 pub const CONTENT_TYPE: &str = "application/json";
-/// The longest TTL that RabbitMQ takes from 3.10.2 on, ten years of 365 days, for a queue as for a message; beyond it, it
-/// answers 406 and closes the channel.
+/// The longest TTL that RabbitMQ accepts from 3.10.2 on, for a queue as for a message: ten years of 365 days. Beyond
+/// it, it answers 406 and closes the channel.
 pub const LONGEST_TTL: Duration = Duration::from_millis(315_360_000_000);
 
-/// What an AMQP short string holds: names, routing keys, most properties.
+/// The capacity of an AMQP short string: names, routing keys, most properties.
 pub const AMQP_MAX_SHORT_STRING_BYTES: usize = 255;
 
 /// Header: how often handling this alarm has failed so far. Re-arming does not count.
 pub const HEADER_ATTEMPT: &str = "attempt";
-/// Header: when the slot lets go that the worker wrote this alarm into, in milliseconds since the epoch.
+/// Header: when the slot releases the alarm that the worker wrote into it, in milliseconds since the epoch.
 pub const HEADER_RETURNS_AT: &str = "returns-at";
 /// Header: how often in a row the broker returned this alarm well before that.
 pub const HEADER_EARLY_RETURNS: &str = "early-returns";
-/// Header: W3C trace context of whoever scheduled the alarm.
+/// Header: W3C trace context of the publisher that scheduled the alarm.
 pub const HEADER_TRACEPARENT: &str = "traceparent";
-/// The kind of deadline meant when a message does not say.
+/// The kind of deadline if a message does not name one.
 pub const DEFAULT_KIND: &str = "order.unpaid";
-/// What RabbitMQ itself writes into the property `type` of a message from an AMQP 1.0 publisher: RabbitMQ 3 the first for a
-/// data section, all versions the second for any other (`rabbit_amqp1_0_message.erl`, `mc_amqpl.erl`). Says nothing of ours.
+/// What RabbitMQ itself writes into the property `type` of a message from an AMQP 1.0 publisher: RabbitMQ 3 the first
+/// for a data section, all versions the second for any other (`rabbit_amqp1_0_message.erl`, `mc_amqpl.erl`). It does
+/// not name our type.
 const AMQP_1_0_TYPES: [&str; 2] = ["binary", "amqp-1.0"];
 /// The largest alarm body accepted, in bytes.
 pub const MAX_BODY_BYTES: usize = 16 * 1024;
 
-/// "This order's time is up at `deadline`": the body of an alarm, version 1.
+/// "This order expires at `deadline`": the body of an alarm, version 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Alarm {
     pub order_id: OrderId,
     pub deadline: Deadline,
 }
 
-/// Why the bytes of a message are not a [`Alarm`]. Each sentence says what to send instead.
+/// Why the bytes of a message are not an [`Alarm`]. Each sentence says what to send instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unreadable {
     #[error("the body is empty; send {{\"order_id\": \"…\", \"deadline\": \"2026-11-20T10:30:00Z\"}}")]
@@ -71,7 +71,7 @@ pub enum Unreadable {
 }
 
 /// What a body that does not begin as a JSON object most likely is, and what to send instead.
-fn unlike_an_object(body: &[u8]) -> &'static str {
+fn why_not_an_object(body: &[u8]) -> &'static str {
     match body {
         [0xEF, 0xBB, 0xBF, ..] => "it begins with a byte order mark (BOM); send UTF-8 without one",
         [0xFF, 0xFE, ..] | [0xFE, 0xFF, ..] | [0, b'{', ..] => "it is UTF-16; send UTF-8",
@@ -97,7 +97,7 @@ fn is_celery_arguments(body: &[u8]) -> bool {
     })
 }
 
-/// Celery's protocol 1, or what the parser says.
+/// Celery's protocol 1, or the parser's error.
 fn why_not_the_shape(body: &[u8], fault: &serde_json::Error) -> String {
     if body.starts_with(b"{\0") {
         return "it is UTF-16; send UTF-8".into();
@@ -107,12 +107,12 @@ fn why_not_the_shape(body: &[u8], fault: &serde_json::Error) -> String {
     if is_task { CELERY.into() } else { shortened(&fault.to_string()) }
 }
 
-/// What a fault quotes of a message, at most, in characters.
-const QUOTED: usize = 80;
+/// How many characters of a message an error quotes at most.
+const MAX_QUOTED_CHARS: usize = 80;
 
-/// Enough of a parser's sentence to find the fault by: it may quote a whole field, and escape each of its characters.
+/// Enough of a parser's error to find the fault by it: it may quote a whole field, and escape each of its characters.
 fn shortened(sentence: &str) -> String {
-    sentence.chars().take(3 * QUOTED).collect()
+    sentence.chars().take(3 * MAX_QUOTED_CHARS).collect()
 }
 
 #[derive(Serialize, Deserialize)]
@@ -131,7 +131,7 @@ impl Alarm {
     /// [`Unreadable`] names the fault.
     pub fn read(body: &[u8], message_type: Option<&str>) -> Result<Self, Unreadable> {
         if let Some(other) = message_type.filter(|t| *t != ALARM_TYPE && !AMQP_1_0_TYPES.contains(t)) {
-            return Err(Unreadable::OtherType(other.chars().take(QUOTED).collect()));
+            return Err(Unreadable::OtherType(other.chars().take(MAX_QUOTED_CHARS).collect()));
         }
         if body.is_empty() {
             return Err(Unreadable::Empty);
@@ -141,17 +141,17 @@ impl Alarm {
         }
         // serde would also take an array for the fields in their order.
         if body.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
-            return Err(Unreadable::NotTheShape(unlike_an_object(body).into()));
+            return Err(Unreadable::NotTheShape(why_not_an_object(body).into()));
         }
         let body: AlarmBody =
             serde_json::from_slice(body).map_err(|fault| Unreadable::NotTheShape(why_not_the_shape(body, &fault)))?;
         if let Some(other) = body.kind.filter(|kind| kind != DEFAULT_KIND) {
-            return Err(Unreadable::OtherKind(other.chars().take(QUOTED).collect()));
+            return Err(Unreadable::OtherKind(other.chars().take(MAX_QUOTED_CHARS).collect()));
         }
         Ok(Self {
             order_id: OrderId::new(&body.order_id)?,
             deadline: read_rfc3339(&body.deadline)
-                .ok_or_else(|| Unreadable::Deadline(body.deadline.chars().take(QUOTED).collect()))?,
+                .ok_or_else(|| Unreadable::Deadline(body.deadline.chars().take(MAX_QUOTED_CHARS).collect()))?,
         })
     }
 
@@ -167,22 +167,22 @@ impl Alarm {
     }
 }
 
-/// "This order was closed": the body of an event on `order.events`, version 1. Written by `close.sql` in the closing
-/// transaction; this type is how a consumer reads it. The AMQP `message_id` is the event's id: keep it to
-/// recognise a second delivery.
+/// "This order was closed": the body of an event on `order.events`, version 1. `close.sql` writes it in the closing
+/// transaction; this type is how a consumer reads it. The AMQP `message_id` is the event's id: keep it to recognise a
+/// second delivery.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OrderClosed {
     pub order_id: OrderId,
-    #[serde(with = "rfc3339_moment")]
+    #[serde(with = "rfc3339_time")]
     pub deadline: Deadline,
-    #[serde(with = "rfc3339_moment")]
+    #[serde(with = "rfc3339_time")]
     pub closed_at: Timestamp,
     pub closed_by: ClosedBy,
     pub reason: String,
 }
 
-/// The first and the last moment that RFC 3339 can write in UTC. An offset, or rounding, can lead beyond them; what was
-/// read and cannot be written again would come back from the broker as unreadable.
+/// The first and the last time that RFC 3339 can write in UTC. An offset, or rounding, can lead beyond them; a time
+/// that was read and cannot be written again would come back from the broker as unreadable.
 const WRITABLE: std::ops::RangeInclusive<i128> = -62_167_219_200_000_000..=253_402_300_799_999_999;
 
 /// Reads an RFC 3339 time of any offset and precision; what is finer than a microsecond is rounded up.
@@ -194,12 +194,12 @@ pub fn read_rfc3339(text: &str) -> Option<Timestamp> {
     i64::try_from(micros).ok().map(Timestamp::from_unix_micros)
 }
 
-/// Writes a moment as RFC 3339 in UTC, with milliseconds, or microseconds where it has them.
+/// Writes a time as RFC 3339 in UTC, with milliseconds, or microseconds if it has them.
 #[must_use]
 pub fn write_rfc3339(moment: Timestamp) -> String {
     let nanos = i128::from(moment.unix_micros()) * 1_000;
     let Ok(time) = OffsetDateTime::from_unix_timestamp_nanos(nanos) else {
-        // Beyond the year 9999 RFC 3339 has no form; the number is still honest.
+        // RFC 3339 has no form for years beyond 9999; the number is still exact.
         return format!("{}us", moment.unix_micros());
     };
     let millis = format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:3]Z");
@@ -208,12 +208,12 @@ pub fn write_rfc3339(moment: Timestamp) -> String {
     written.expect("these components exist in every date")
 }
 
-mod rfc3339_moment {
+mod rfc3339_time {
     use super::{Timestamp, read_rfc3339, write_rfc3339};
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub fn serialize<S: Serializer>(moment: &Timestamp, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_str(&write_rfc3339(*moment))
+    pub fn serialize<S: Serializer>(time: &Timestamp, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&write_rfc3339(*time))
     }
 
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Timestamp, D::Error> {
@@ -277,25 +277,25 @@ mod tests {
     #[test]
     fn types_of_amqp_1_0_are_ignored() {
         let body = br#"{"order_id":"a","deadline":"2026-11-20T10:30:00Z"}"#;
-        for by_the_broker in AMQP_1_0_TYPES {
-            assert_eq!(Alarm::read(body, Some(by_the_broker)), Alarm::read(body, None));
+        for broker_type in AMQP_1_0_TYPES {
+            assert_eq!(Alarm::read(body, Some(broker_type)), Alarm::read(body, None));
         }
         assert!(Alarm::read(body, None).is_ok());
     }
 
     #[test]
-    fn the_wire_form_is_the_golden_file() {
+    fn alarm_matches_golden_file() {
         let golden = include_bytes!("../tests/fixtures/timeout_due.v1.json").trim_ascii();
-        let due = Alarm {
+        let alarm = Alarm {
             order_id: OrderId::new("01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b").unwrap(),
             deadline: Timestamp::from_unix_micros(1_795_170_600_000_000),
         };
-        assert_eq!(String::from_utf8_lossy(&due.to_bytes()), String::from_utf8_lossy(golden));
-        assert_eq!(Alarm::read(golden, Some(ALARM_TYPE)), Ok(due));
+        assert_eq!(String::from_utf8_lossy(&alarm.to_bytes()), String::from_utf8_lossy(golden));
+        assert_eq!(Alarm::read(golden, Some(ALARM_TYPE)), Ok(alarm));
     }
 
     #[test]
-    fn the_event_reads_from_its_golden_file() {
+    fn event_reads_from_golden_file() {
         let golden = include_bytes!("../tests/fixtures/order_closed.v1.json");
         let event: OrderClosed = serde_json::from_slice(golden).unwrap();
         assert_eq!(event.closed_by, ClosedBy::Alarm);
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_that_could_not_be_written_again_is_not_read() {
+    fn unwritable_time_is_not_read() {
         for (first, beyond) in [
             ("0000-01-01T00:00:00Z", "0000-01-01T00:00:00+23:59"),
             ("9999-12-31T23:59:59.999999Z", "9999-12-31T23:59:59.9999999Z"),
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_does_not_quote_a_whole_message() {
+    fn error_quotes_only_part_of_message() {
         let long = format!(
             r#"{{"order_id": "a", "deadline": "2026-11-20T10:30:00Z", "order_id": "{}"}}"#,
             "\u{1}".repeat(9_000)
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn finer_than_a_microsecond_rounds_up() {
+    fn sub_microsecond_rounds_up() {
         assert_eq!(read_rfc3339("1970-01-01T00:00:00.000001001Z"), Some(Timestamp::from_unix_micros(2)));
         assert_eq!(read_rfc3339("1970-01-01T01:00:00.000001+01:00"), Some(Timestamp::from_unix_micros(1)));
     }
@@ -338,8 +338,8 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_written_is_read_back(id in "[ -~]{1,200}", micros in 0_i64..253_402_300_799_000_000) {
-            let due = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(micros) };
-            prop_assert_eq!(Alarm::read(&due.to_bytes(), Some(ALARM_TYPE)), Ok(due));
+            let alarm = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(micros) };
+            prop_assert_eq!(Alarm::read(&alarm.to_bytes(), Some(ALARM_TYPE)), Ok(alarm));
         }
 
         #[test]

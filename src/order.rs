@@ -1,6 +1,6 @@
-//! The words the whole project speaks: an order, its deadline, and what a close found.
+//! The types that the whole project uses: an order, its deadline, and the result of a close.
 //!
-//! May use the standard library and serde, nothing else: every other room depends on this one.
+//! May use the standard library and serde, nothing else: every other module depends on this one.
 
 use std::fmt;
 use std::ops::{Add, Sub};
@@ -94,7 +94,7 @@ impl fmt::Debug for OrderId {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Timestamp(i64);
 
-/// When an unpaid order's time is up.
+/// When an unpaid order expires.
 pub type Deadline = Timestamp;
 
 impl Timestamp {
@@ -114,7 +114,7 @@ impl Timestamp {
         SystemTime::now().into()
     }
 
-    /// How long after `earlier` this moment is; zero if it is not after it.
+    /// How long after `earlier` this is; zero if it is not after it.
     #[must_use]
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_micros(u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or(0))
@@ -140,7 +140,7 @@ impl Sub<Duration> for Timestamp {
 }
 
 impl From<SystemTime> for Timestamp {
-    /// Rounds up to the microsecond, so that an alarm never names a moment before the row's deadline.
+    /// Rounds up to the microsecond, so that an alarm never names a time before the row's deadline.
     fn from(time: SystemTime) -> Self {
         match time.duration_since(UNIX_EPOCH) {
             Ok(after) => Self(i64::try_from(after.as_nanos().div_ceil(1_000)).unwrap_or(i64::MAX)),
@@ -153,7 +153,7 @@ impl From<SystemTime> for Timestamp {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ClosedBy {
-    /// A message from the broker woke the worker: the normal way.
+    /// A message from the broker woke the worker: the normal path.
     Alarm,
     /// The safety net found an overdue order that no alarm had woken.
     Sweep,
@@ -162,7 +162,7 @@ pub enum ClosedBy {
 }
 
 impl ClosedBy {
-    /// The word the database and the events use.
+    /// The word that the database and the events use.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -184,11 +184,11 @@ pub enum Outcome {
     Paid,
     /// Closed before, by another alarm, the sweep or a person.
     AlreadyClosed,
-    /// A payment provider is being asked; not ours to touch.
+    /// A payment provider is being asked; the worker must not touch it.
     Closing,
     /// Unpaid, but its deadline lies in the future (it was extended, or the alarm came early).
     NotDue,
-    /// Its row is locked by somebody else, most likely a payment.
+    /// Its row is locked by another session, most likely a payment.
     Busy,
     /// The id is not of the form the orders table uses, so no such order can exist.
     Malformed,
@@ -227,24 +227,24 @@ impl Outcome {
     }
 }
 
-/// One row of the close statement's answer.
+/// One row that the close statement returned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CloseOutcome {
     pub outcome: Outcome,
-    /// The deadline in the row, where the order exists.
+    /// The deadline in the row, if the order exists.
     pub deadline: Option<Deadline>,
 }
 
-/// Why a close did not come to an outcome.
+/// Why a close has no outcome.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CloseError {
-    /// Somebody holds a lock on what an order needs, and may go on holding it: try again, but wait for no lock.
+    /// Another session holds a lock on what an order needs, and may go on holding it: try again, but wait for no lock.
     #[error("{0}")]
     Locked(String),
-    /// A deadlock, a serialization failure, a timeout: try again, nobody is to blame.
+    /// A deadlock, a serialization failure, a timeout: try again, no order is at fault.
     #[error("{0}")]
     Transient(String),
-    /// An order cannot be closed as things stand: a constraint, a trigger, a value.
+    /// An order cannot be closed as it is: a constraint, a trigger, a value.
     #[error("{0}")]
     Rejected(String),
     /// No order can be closed: the database is away, read-only, or does not know our statement.
@@ -253,7 +253,7 @@ pub enum CloseError {
 }
 
 impl CloseError {
-    /// The words for it beside those of [`Outcome`].
+    /// The words for these errors, beside those of [`Outcome`].
     pub const LOCKED: &'static str = "locked";
     pub const TRANSIENT: &'static str = "transient";
     pub const REJECTED: &'static str = "failed";
@@ -270,10 +270,10 @@ impl CloseError {
     }
 }
 
-/// What the close statement found for one order, or why it has no outcome for it.
+/// The outcome of the close statement for one order, or why there is none.
 pub type CloseResult = Result<CloseOutcome, CloseError>;
 
-/// What a close statement answered that the orders contract does not know.
+/// A result of a close statement that the orders contract does not allow.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OddAnswer {
     /// NULL, or a word that is no outcome.
@@ -302,35 +302,36 @@ impl OddAnswer {
     }
 }
 
-/// An unpaid order whose time is up, as the sweep finds it.
+/// An unpaid order past its deadline, as the sweep finds it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Overdue {
     pub order_id: OrderId,
     pub deadline: Deadline,
 }
 
-/// A page of overdue orders that is wanted from the database.
+/// A page of overdue orders to be read from the database.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SweepPage {
-    /// How long after its deadline an order is taken: until then its alarm may still come.
+    /// How long after its deadline an order is included: until then its alarm may still come.
     pub grace: Duration,
-    /// Where the page before ended; `None` begins a pass.
+    /// Where the previous page ended; `None` begins a pass.
     pub after: Option<SweepPlace>,
     pub limit: usize,
 }
 
-/// A row's place in the order (deadline, id). The id as the row has it: one that is no [`OrderId`] must not stop a pass.
+/// A row's position in the order (deadline, id). The id as the row has it: an id that is no [`OrderId`] must not stop a
+/// pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SweepPlace {
     pub deadline: Deadline,
     pub id: String,
 }
 
-/// A page of overdue orders as it was found.
+/// A page of overdue orders that was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SweptPage {
     pub orders: Vec<Overdue>,
-    /// Where the next page begins; `None` once the pass has come to its end.
+    /// Where the next page begins; `None` at the end of the pass.
     pub next: Option<SweepPlace>,
 }
 
@@ -339,7 +340,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_order_id_is_short_printable_and_not_empty() {
+    fn order_id_is_short_printable_and_nonempty() {
         assert_eq!(OrderId::new(""), Err(OrderIdError::Empty));
         assert_eq!(OrderId::new("a\0b"), Err(OrderIdError::ControlCharacter));
         assert_eq!(OrderId::new("x".repeat(201)), Err(OrderIdError::TooLong(201)));
@@ -347,14 +348,14 @@ mod tests {
     }
 
     #[test]
-    fn a_moment_saturates_instead_of_overflowing() {
+    fn timestamp_saturates_instead_of_overflowing() {
         let end = Timestamp::from_unix_micros(i64::MAX);
         assert_eq!(end + Duration::MAX, end);
         assert_eq!(Timestamp::from_unix_micros(5).since(Timestamp::from_unix_micros(9)), Duration::ZERO);
     }
 
     #[test]
-    fn a_local_time_is_never_rounded_to_an_earlier_microsecond() {
+    fn local_time_rounds_up_to_microsecond() {
         let time = UNIX_EPOCH + Duration::from_nanos(1_001);
         assert_eq!(Timestamp::from(time).unix_micros(), 2);
     }

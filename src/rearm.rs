@@ -100,7 +100,7 @@ impl Rearmer {
         let returns = Returns { due_at, ..alarm.returns };
         let (first_published_at, traceparent) = (alarm.first_published_at.unwrap_or(now), alarm.traceparent.clone());
         envelope::address(
-            &alarm.due,
+            &alarm.alarm,
             route,
             AlarmHeaders { attempt: alarm.attempt, first_published_at, traceparent, returns },
         )

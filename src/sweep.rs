@@ -1,6 +1,7 @@
-//! The safety net: asks the database for unpaid orders whose time is up, page by page along the deadline index.
+//! The safety net: asks the database for unpaid orders past their deadline, page by page along the deadline index.
 //!
-//! Reads only. Whom to close and whom to leave alone is decided at the engine; closing is the same close as everybody's.
+//! Reads only. The engine decides which orders to close or skip; they are closed by the same statement as orders with
+//! an alarm.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,7 +45,7 @@ impl Sweeper {
         self.statement.sql.clone()
     }
 
-    /// One page, in the order (deadline, id). A row whose id we cannot use is left out, and the pass goes on behind it.
+    /// One page, ordered by (deadline, id). A row with an unusable id is left out, and the pass continues behind it.
     ///
     /// # Errors
     /// sqlx's.
@@ -66,7 +67,7 @@ impl Sweeper {
         Ok(SweptPage { orders, next })
     }
 
-    /// Each pass finds the same ones again, some times a second.
+    /// Each pass finds the same rows again, several times a second.
     fn warn_once(&self, unusable: usize) {
         if unusable > 0 && !self.warned.swap(true, Ordering::Relaxed) {
             warn!(
@@ -94,7 +95,7 @@ fn usable(place: &SweepPlace) -> Option<Overdue> {
     match OrderId::new(&place.id) {
         Ok(order_id) => Some(Overdue { order_id, deadline: place.deadline }),
         Err(fault) => {
-            debug!(%fault, "an overdue order is passed over: its id cannot be used");
+            debug!(%fault, "an overdue order is skipped: its id cannot be used");
             None
         }
     }

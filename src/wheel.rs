@@ -1,34 +1,34 @@
-//! Which slot of the wheel for which due time: the hierarchical timing wheel of Varghese and Lauck (SOSP 1987), its
-//! slots being queues.
+//! Chooses the slot of the wheel for a due time: the hierarchical timing wheel of Varghese and Lauck (SOSP 1987), with
+//! queues as slots.
 //!
-//! Pure arithmetic over the database's time: no I/O, and nobody but `rearm.rs` may write into a slot by it. A slot's
-//! messages all fall due in the same unit, so they expire together and none waits behind another.
+//! Pure arithmetic over the database's time: no I/O, and only `rearm.rs` may write into a slot by it. All messages of a
+//! slot fall due in the same unit, so they expire together and none waits behind another.
 //!
-//! What is written by clocks that agree goes into each slot in the order in which it is let go: a slot's next lap is
-//! written only when its last one has had its time, and what is left over from that (the broker was away) stands in front
-//! and leaves first. So a slot that was not let go in time holds up nobody for longer than that lasts.
+//! As long as clocks agree, messages are written into a slot in the order in which they expire: a slot's next lap is
+//! written only after its last one should have left, and leftovers of that one (the broker was away) are in front and
+//! leave first. So a slot that was not released in time delays no message for longer than that lasts.
 
 use std::time::Duration;
 
 use crate::order::Timestamp;
 
-/// One ring: `slots` queues, each standing for one `unit` of time.
+/// One ring: `slots` queues, one for each `unit` of time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ring {
     /// The ring's name in queue names, such as `5s`.
     pub name: String,
     pub unit: Duration,
     pub slots: u16,
-    /// How long before its unit begins a slot lets its alarms go.
+    /// How long before its unit begins a slot releases its alarms.
     pub early: Duration,
 }
 
 /// Where an alarm waits until it is wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// Its slot has let go already: straight to the processing queue.
+    /// Its slot has been released already: straight to the processing queue.
     Due,
-    /// Into this slot of this ring (an index into [`Wheel::rings`]), to be let go after `ttl`.
+    /// Into this slot of this ring (an index into [`Wheel::rings`]), to be released after `ttl`.
     Slot { ring: usize, slot: u16, ttl: Duration },
 }
 
@@ -47,15 +47,15 @@ pub enum WheelError {
     Gap { fine: String, coarse: String, reach: Duration, needed: Duration },
 }
 
-/// All rings, finest first. What [`Wheel::new`] accepts cannot loop, and has a place in a slot's next lap only when
-/// its last has had its time to leave.
+/// All rings, finest first. In a wheel that [`Wheel::new`] accepts no alarm can loop, and a slot's next lap is written
+/// only after its last one should have left.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wheel {
     rings: Vec<Ring>,
 }
 
 impl Ring {
-    /// The number of the unit that holds this moment.
+    /// The number of the unit that contains this time.
     fn unit_of(&self, moment: Timestamp) -> i64 {
         moment.unix_micros().div_euclid(self.unit_micros())
     }
@@ -64,28 +64,29 @@ impl Ring {
         i64::try_from(self.unit.as_micros()).unwrap_or(i64::MAX)
     }
 
-    /// How many units ahead a slot may be written. A sixth of the ring stays free, so that a slot is empty long
-    /// before its next lap is written even if it was let go late.
+    /// How many units ahead a slot may be written. A sixth of the ring stays free, so that a slot is empty long before
+    /// its next lap is written even if it was released late.
     fn reach_units(&self) -> i64 {
         i64::from(self.slots) * 5 / 6
     }
 
-    /// The furthest unit whose slot may be written now. Counted by when slots let go, which is `early` before their unit
-    /// begins: this one does at most a reach from now and more than a reach less one unit, and its last lap had its time
-    /// `slots` units before, a sixth of the ring ago. Counted from the unit that holds `now`, a ring whose `early` is as
-    /// long as its reach would have no slot to write into, and everything would come back at once.
+    /// The furthest unit whose slot may be written now. Counted by when slots are released, which is `early` before
+    /// their unit begins: this slot is released at most a reach from now and more than a reach less one unit, and its
+    /// last lap should have left `slots` units before, a sixth of the ring ago. If it were counted from the unit that
+    /// contains `now`, a ring with an `early` as long as its reach would have no slot to write into, and every alarm
+    /// would come back at once.
     fn furthest_unit(&self, now: Timestamp) -> i64 {
         self.unit_of(now + self.early) + self.reach_units()
     }
 
-    /// The first unit whose slot lets go at this moment or after it, and so less than a unit after it.
+    /// The first unit whose slot is released at this time or later, and so less than a unit after it.
     fn first_unit_from(&self, moment: Timestamp) -> i64 {
-        let lets_go_by = moment + self.early;
-        let begins_before = lets_go_by.unix_micros().rem_euclid(self.unit_micros()) != 0;
-        self.unit_of(lets_go_by) + i64::from(begins_before)
+        let release_time = moment + self.early;
+        let begins_before = release_time.unix_micros().rem_euclid(self.unit_micros()) != 0;
+        self.unit_of(release_time) + i64::from(begins_before)
     }
 
-    /// The longest wait for which there is a slot whatever the time is.
+    /// The longest wait for which there is always a slot.
     fn longest_wait(&self) -> Duration {
         self.reach().saturating_sub(self.unit)
     }
@@ -100,7 +101,7 @@ impl Ring {
         self.unit.saturating_mul(u32::try_from(self.reach_units()).unwrap_or(u32::MAX))
     }
 
-    fn fires_at(&self, unit: i64) -> Timestamp {
+    fn release_at(&self, unit: i64) -> Timestamp {
         Timestamp::from_unix_micros(unit.saturating_mul(self.unit_micros())) - self.early
     }
 
@@ -110,9 +111,8 @@ impl Ring {
 }
 
 impl Wheel {
-    /// # Errors
-    /// [`WheelError`] where an alarm could loop between two rings, or a slot's next lap be written before its
-    /// last has had its time to leave.
+    /// [`WheelError`] if an alarm could loop between two rings, or a slot's next lap could be written before its last one
+    /// should have left.
     pub fn new(rings: Vec<Ring>) -> Result<Self, WheelError> {
         if rings.is_empty() {
             return Err(WheelError::NoRings);
@@ -127,8 +127,8 @@ impl Wheel {
             if fine.unit >= coarse.unit {
                 return Err(WheelError::NotAscending { fine: fine.name.clone(), coarse: coarse.name.clone() });
             }
-            // When a coarse slot lets go, its alarms are due at most one coarse unit plus its margin later; and how far a ring
-            // reaches is counted from its own margin on.
+            // When a coarse slot is released, its alarms are due at most one coarse unit plus its margin later; and a
+            // ring's reach is counted from its own margin on.
             let needed = coarse.unit.saturating_add(coarse.early.saturating_sub(fine.early));
             if fine.reach() <= needed {
                 let (fine_name, coarse_name) = (fine.name.clone(), coarse.name.clone());
@@ -145,15 +145,15 @@ impl Wheel {
 
     /// Where an alarm for `due` waits, seen from `now`.
     ///
-    /// What a coarse slot lets go is within the reach of the next finer ring ([`Wheel::new`]), and what no ring reaches
-    /// waits for more than the coarsest one's reach less a unit. So an alarm is written once into each ring at most,
-    /// and before that once per stay in the coarsest.
+    /// What a coarse slot releases is within the reach of the next finer ring ([`Wheel::new`]), and an alarm beyond
+    /// every ring waits for more than the coarsest one's reach less a unit. So an alarm is written once into each ring
+    /// at most, and before that once per stay in the coarsest.
     #[must_use]
     pub fn place(&self, due: Timestamp, now: Timestamp) -> Place {
         let finest_that_reaches = self.rings.iter().position(|ring| ring.unit_of(due) <= ring.furthest_unit(now));
         match finest_that_reaches {
             Some(ring) => self.slot(ring, self.rings[ring].unit_of(due), now),
-            // Beyond the coarsest ring: its furthest slot, and again from there.
+            // Beyond the coarsest ring: into its furthest slot, and again from there.
             None => self.furthest_slot(now),
         }
     }
@@ -164,13 +164,13 @@ impl Wheel {
         self.rings.iter().map(Ring::longest_wait).max().unwrap_or_default()
     }
 
-    /// Where an alarm waits that must not come back before `wake_at`: a retry. It comes less than a unit of its ring
-    /// late. `wake_at` is at most [`Wheel::longest_wait`] away, or it comes early.
+    /// Where a retry waits, which must not come back before `wake_at`. It comes less than a unit of its ring late.
+    /// `wake_at` must be at most [`Wheel::longest_wait`] away, or it comes early.
     ///
-    /// Into the slots that everybody uses, each with its one moment of letting go, or it would stand in somebody's way:
-    /// the first that lets go at `wake_at` or after it. The finest ring that has it. Out of a coarser one it comes by way
-    /// of `order.arm`, which sends it on at once because its deadline has passed; that ring's unit is shorter than the
-    /// finer one's reach, and so at most a quarter longer than the wait itself.
+    /// It goes into the same slots as every other alarm, each with its one release time, or it would block other
+    /// alarms: into the first slot that is released at `wake_at` or later, in the finest ring that has one. A coarser
+    /// ring returns it through the inbox, which sends it on at once because its deadline has passed; that ring's unit
+    /// is shorter than the finer one's reach, and so at most a quarter longer than the wait itself.
     #[must_use]
     pub fn place_retry(&self, wake_at: Timestamp, now: Timestamp) -> Place {
         if wake_at <= now {
@@ -184,7 +184,7 @@ impl Wheel {
         }
     }
 
-    /// Where a message waits that is to test one ring: its first slot that lets go at `wake_at` or after it. `wake_at` is
+    /// Where a message waits that tests one ring: its first slot that is released at `wake_at` or later. `wake_at` is
     /// at most a unit of that ring away.
     #[must_use]
     pub fn place_in_ring(&self, ring: usize, wake_at: Timestamp, now: Timestamp) -> Place {
@@ -197,12 +197,12 @@ impl Wheel {
     }
 
     fn slot(&self, ring: usize, unit: i64, now: Timestamp) -> Place {
-        let fires_at = self.rings[ring].fires_at(unit);
-        if fires_at <= now {
+        let release_at = self.rings[ring].release_at(unit);
+        if release_at <= now {
             return Place::Due;
         }
-        // Whole milliseconds are what the broker counts; were the rest cut off, the slot would let go before its time.
-        let millis = fires_at.since(now).as_micros().div_ceil(1_000);
+        // The broker counts whole milliseconds; if the rest were cut off, the slot would be released too early.
+        let millis = release_at.since(now).as_micros().div_ceil(1_000);
         let ttl = Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX));
         Place::Slot { ring, slot: self.rings[ring].slot_of(unit), ttl }
     }

@@ -475,12 +475,12 @@ fn canary_in(properties: &BasicProperties) -> Option<Uuid> {
 /// The [`DeadLetter`] that a message becomes which is not an alarm.
 pub fn read(body: &[u8], properties: &BasicProperties) -> Result<DeliveredAlarm, DeadLetter> {
     let message_type = properties.kind().as_ref().map(lapin::types::ShortString::as_str);
-    let due = Alarm::read(body, message_type)
+    let alarm = Alarm::read(body, message_type)
         .map_err(|fault| DeadLetter::unread(ParkReason::Unreadable, fault.to_string(), body))?;
     let headers = properties.headers().as_ref();
     let header = |name: &str| headers.and_then(|table| table.inner().get(name));
     Ok(DeliveredAlarm {
-        due,
+        alarm,
         attempt: header(HEADER_ATTEMPT).and_then(whole_number).unwrap_or(0),
         first_published_at: properties.timestamp().map(moment_of_timestamp),
         traceparent: header(HEADER_TRACEPARENT).and_then(short_text),

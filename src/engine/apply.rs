@@ -1,88 +1,88 @@
-//! What becomes of a batch when its answer is in: the verdict on each of its items, carried out. Settled, awaited, asked
-//! again, tried later, parked; or, found by the sweep, left to itself for a while.
+//! Applies the result of a batch: decides about each of its work items and carries that out. An item is settled, waits
+//! for its deadline, is asked about again, is retried, or is parked; an order that the sweep found may be backed off.
 //!
-//! Pure, like the whole engine. What an order's outcome means stands in `decide.rs`; what a batch that failed as a whole
-//! comes to, before any of its orders has an outcome, stands here.
+//! Pure, like the whole engine. What an order's outcome means is in `decide.rs`; what happens to a batch that failed as
+//! a whole, before any of its orders has an outcome, is here.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use super::circulation::circulates;
 use super::decide::{Decision, SweepDecision, decide_after_close, decide_after_sweep};
-use super::sweep::{LONGEST_BLAMELESS_REST, LONGEST_REST, LastTry};
+use super::sweep::{LastTry, MAX_BACKOFF, MAX_BLAMELESS_BACKOFF};
 use super::{Batch, BatchResult, Engine, LockMode, Origin, WorkItem};
 use crate::alarm::{DeadLetter, Receipt, Wanted};
 use crate::order::{CloseError, CloseOutcome, CloseResult, Deadline, OrderId, Outcome, Timestamp};
 
-/// How often an order that somebody else has is tried again by the same pass of the sweep.
+/// How often one pass of the sweep retries an order that another session has locked.
 const TRIES_WHILE_BUSY: u32 = 2;
 
 impl Engine {
-    pub(super) fn apply_results(&mut self, batch: Batch, answer: BatchResult, now: Timestamp) {
+    pub(super) fn apply_results(&mut self, batch: Batch, result: BatchResult, now: Timestamp) {
         self.idle_closers += 1;
-        self.lock_waits.note(&batch, &answer, now);
-        if self.availability.note(&batch, &answer, &self.policy, now) {
-            self.sweep.look_again_at_all(now);
+        self.lock_waits.note(&batch, &result, now);
+        if self.availability.note(&batch, &result, &self.policy, now) {
+            self.sweep.end_backoffs_early(now);
         }
-        match (answer, batch.wait) {
-            (Ok(findings), _) => self.conclude_each(batch.items, &findings, now),
-            // Not whoever comes again and met a timeout: at once he would most likely meet it again.
+        match (result, batch.lock_mode) {
+            (Ok(results), _) => self.apply_each(batch.items, &results, now),
+            // Not a retried batch that met a timeout: tried at once, it would most likely meet it again.
             (Err(CloseError::Locked(_)), LockMode::WaitFresh | LockMode::WaitRetried)
             | (Err(CloseError::Transient(_)), LockMode::WaitFresh)
                 if !self.draining =>
             {
-                self.retry_nowait.push_back((Batch { wait: LockMode::NoWait, ..batch }, now));
+                self.retry_nowait.push_back((Batch { lock_mode: LockMode::NoWait, ..batch }, now));
             }
             (Err(CloseError::Locked(_) | CloseError::Transient(_) | CloseError::Rejected(_)), _)
                 if batch.items.len() > 1 && !self.draining =>
             {
-                self.take_apart(batch, now);
+                self.split(batch, now);
             }
-            (Err(fault), _) => self.conclude_all(batch.items, &fault, now),
+            (Err(error), _) => self.apply_error(batch.items, &error, now),
         }
     }
 
-    fn conclude_all(&mut self, items: Vec<WorkItem>, fault: &CloseError, now: Timestamp) {
+    fn apply_error(&mut self, items: Vec<WorkItem>, error: &CloseError, now: Timestamp) {
         for item in items {
-            self.conclude_one(item, Err(fault.clone()), now);
+            self.apply_one(item, Err(error.clone()), now);
         }
     }
 
-    fn conclude_each(&mut self, items: Vec<WorkItem>, findings: &HashMap<OrderId, CloseResult>, now: Timestamp) {
+    fn apply_each(&mut self, items: Vec<WorkItem>, results: &HashMap<OrderId, CloseResult>, now: Timestamp) {
         let unknown = Ok(CloseOutcome { outcome: Outcome::Unknown, deadline: None });
         for item in items {
-            let finding = findings.get(item.alarm.order_id()).unwrap_or(&unknown).clone();
-            self.conclude_one(item, finding, now);
+            let result = results.get(item.alarm.order_id()).unwrap_or(&unknown).clone();
+            self.apply_one(item, result, now);
         }
     }
 
-    fn conclude_one(&mut self, item: WorkItem, finding: CloseResult, now: Timestamp) {
+    fn apply_one(&mut self, item: WorkItem, result: CloseResult, now: Timestamp) {
         self.clear_in_flight(item.alarm.order_id());
         match item.origin {
             Origin::Delivered(receipt) => {
-                let next = decide_after_close(&self.policy, &item, finding, now);
-                self.apply_decision(item, receipt, next, now);
+                let decision = decide_after_close(&self.policy, &item, result, now);
+                self.apply_decision(item, receipt, decision, now);
             }
-            Origin::Swept => match decide_after_sweep(&finding, self.availability.befalls_several()) {
+            Origin::Swept => match decide_after_sweep(&result, self.availability.stalls_several()) {
                 SweepDecision::Settled(longest) => {
-                    self.sweep.settle(item.alarm.due.order_id, item.alarm.due.deadline, longest, now);
+                    self.sweep.note_settled(item.alarm.alarm.order_id, item.alarm.alarm.deadline, longest, now);
                 }
                 SweepDecision::Drop => {}
-                SweepDecision::BackOff => self.leave_to_who_has_it(item, now),
+                SweepDecision::RetryBusy => self.retry_busy(item, now),
                 SweepDecision::RetrySoon => {
-                    self.sweep.leave_alone(item.alarm.due.order_id, self.policy.longest_while_overdue(), now);
+                    self.sweep.back_off(item.alarm.alarm.order_id, self.policy.longest_overdue_pause(), now);
                 }
                 SweepDecision::RetryLater => {
-                    self.sweep.leave_alone(item.alarm.due.order_id, LONGEST_BLAMELESS_REST, now);
+                    self.sweep.back_off(item.alarm.alarm.order_id, MAX_BLAMELESS_BACKOFF, now);
                 }
-                SweepDecision::LeaveAlone => self.sweep.leave_alone(item.alarm.due.order_id, LONGEST_REST, now),
+                SweepDecision::BackOff => self.sweep.back_off(item.alarm.alarm.order_id, MAX_BACKOFF, now),
             },
         }
     }
 
-    /// It will be free in a moment, and the next pass is far off: whoever meets this for the first time is tried twice more
-    /// before it.
-    fn leave_to_who_has_it(&mut self, mut item: WorkItem, now: Timestamp) {
+    /// The order will be free in a moment, and the next pass is far off: an order that is busy for the first time is
+    /// tried twice more before that pass.
+    fn retry_busy(&mut self, mut item: WorkItem, now: Timestamp) {
         let order_id = item.alarm.order_id().clone();
         let is_new = self.sweep.last_try(&order_id) == LastTry::None || item.pauses > 0;
         item.pauses += 1;
@@ -93,66 +93,68 @@ impl Engine {
         self.sweep.note_busy(order_id, now);
     }
 
-    fn apply_decision(&mut self, item: WorkItem, receipt: Receipt, next: Decision, now: Timestamp) {
-        if self.draining && next != Decision::Ack {
-            return self.give_back([receipt]);
+    fn apply_decision(&mut self, item: WorkItem, receipt: Receipt, decision: Decision, now: Timestamp) {
+        if self.draining && decision != Decision::Ack {
+            return self.requeue([receipt]);
         }
-        match next {
+        match decision {
             Decision::Ack => self.acknowledge([receipt]),
             Decision::AwaitDeadline(deadline) => self.await_deadline(item, deadline, now),
             Decision::AskAgain => self.ask_again(item, now),
-            Decision::Pause => self.put_back(item, self.policy.longest_while_overdue(), now),
+            Decision::Pause => self.pause(item, self.policy.longest_overdue_pause(), now),
             Decision::Retry => self.retry(item, now),
-            Decision::Park(reason, why) => self.park.push_back((DeadLetter::of(&item.alarm, reason, why), receipt)),
+            Decision::Park(reason, why) => {
+                self.dead_letters.push_back((DeadLetter::of(&item.alarm, reason, why), receipt))
+            }
         }
     }
 
     fn await_deadline(&mut self, mut item: WorkItem, deadline: Deadline, now: Timestamp) {
-        item.alarm.due.deadline = deadline;
+        item.alarm.alarm.deadline = deadline;
         item.pauses = 0;
         item.disagreements = 0;
         item.paused_since = None;
         self.place(item, now, now);
     }
 
-    /// Back after a millisecond, the next time after two.
+    /// Asks again after a millisecond, the next time after two.
     fn ask_again(&mut self, mut item: WorkItem, now: Timestamp) {
         let wait = Duration::from_millis(1) * 2_u32.saturating_pow(item.disagreements);
         item.disagreements += 1;
-        self.rest(item, wait, now);
+        self.pause_for(item, wait, now);
     }
 
-    /// Back after a pause, the next time after twice that, within `longest`; not counted as a failure.
-    fn put_back(&mut self, mut item: WorkItem, longest: Duration, now: Timestamp) {
+    /// Tries again after a pause, the next time after twice that, up to `longest`; not counted as a failure.
+    fn pause(&mut self, mut item: WorkItem, longest: Duration, now: Timestamp) {
         let wait = self.policy.doubling(item.pauses).min(longest);
         item.pauses = item.pauses.saturating_add(1);
-        self.rest(item, wait, now);
+        self.pause_for(item, wait, now);
     }
 
-    /// Waits here, in the end by way of the broker, which does not wait for an acknowledgement for ever.
-    fn rest(&mut self, mut item: WorkItem, wait: Duration, now: Timestamp) {
+    /// Waits here, and after `requeue_after` at the broker, which limits how long a message stays unacknowledged.
+    fn pause_for(&mut self, mut item: WorkItem, wait: Duration, now: Timestamp) {
         // min: the clock may have been set back since.
         let since = item.paused_since.map_or(now, |since| now.min(since));
         item.paused_since = Some(since);
         if now.since(since) >= self.policy.requeue_after {
-            return self.arm(item, Wanted::NotBefore(now + self.policy.retry_longest));
+            return self.rearm(item, Wanted::NotBefore(now + self.policy.retry_longest));
         }
-        self.wait_until(now + wait, item);
+        self.hold_until(now + wait, item);
     }
 
-    /// Back after a wait that doubles; the short ones here, the long ones at the broker, so that backed_off alarms do
-    /// not fill the prefetch window.
+    /// Tries again after a wait that doubles: the short waits here, the long ones at the broker, so that failing alarms
+    /// do not fill the prefetch window.
     fn retry(&mut self, mut item: WorkItem, now: Timestamp) {
         if item.alarm.attempt == 0 && self.policy.doubling(item.pauses) <= self.policy.retry_longest {
-            return self.put_back(item, self.policy.retry_longest, now);
+            return self.pause(item, self.policy.retry_longest, now);
         }
         let wait = self.policy.retry_longest * 2_u32.saturating_pow(item.alarm.attempt.min(5));
         // Saturating: the first attempt's number came with the message.
         item.alarm.attempt = item.alarm.attempt.saturating_add(1);
         if circulates(&item.alarm) {
-            // The broker would return it before its time.
-            return self.wait_until(now + wait, item);
+            // The broker would return it early.
+            return self.hold_until(now + wait, item);
         }
-        self.arm(item, Wanted::NotBefore(now + wait));
+        self.rearm(item, Wanted::NotBefore(now + wait));
     }
 }

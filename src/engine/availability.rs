@@ -1,6 +1,7 @@
-//! Whether the database closes anything: it is away, or batch after batch fails for reasons that are hardly its orders'.
+//! Whether the database closes anything: it is unavailable, or batch after batch fails for reasons that are hardly the
+//! orders' own.
 //!
-//! Pure, like the whole engine. Only takes note; who is asked meanwhile is decided in `batching.rs`.
+//! Pure, like the whole engine. Only records; which batches go out meanwhile is decided in `batching.rs`.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -8,52 +9,54 @@ use std::time::Duration;
 use super::{Batch, BatchResult, Policy};
 use crate::order::{CloseError, CloseResult, OrderId, Outcome, Timestamp};
 
-/// How long batch after batch may fail, and none be closed, before the database is said to close nothing.
-const LONGEST_STALL: Duration = Duration::from_secs(5);
+/// How long batch after batch may fail without a single close before the database counts as closing nothing.
+const STALL_IS_OUTAGE_AFTER: Duration = Duration::from_secs(5);
 
-/// With nothing more to close nobody finds out that something could be. Longer where a try may take longer than that.
-const FORGETS_A_STALL_AFTER: Duration = Duration::from_secs(10);
+/// How long a stall counts after the last failure: with nothing more to close, its end would go unnoticed. Longer if
+/// one try may take longer than that.
+const STALL_LIFETIME: Duration = Duration::from_secs(10);
 
-/// So many orders must meet a lock or a timeout: of one alone it may be its own trigger that waits.
+/// How many orders must meet a lock or a timeout: a single one may wait for its own trigger.
 const SEVERAL: usize = 2;
 
-/// So many must be refused: of a few it is their own fault, of all that are tried somebody's who has changed the tables.
+/// How many orders must be rejected: a few are at fault themselves, but if all that are tried are rejected, the tables
+/// were changed.
 const MANY: usize = 10;
 
 #[derive(Debug, Default)]
 pub(super) struct Availability {
-    away: Option<Away>,
-    held_up: Option<Stalled>,
-    refused: Option<Rejected>,
+    outage: Option<Outage>,
+    stalled: Option<Stalled>,
+    rejected: Option<Rejected>,
 }
 
-/// The database does not answer: since when, and when it is asked next.
+/// The database is unavailable: since when, and when it is probes next.
 #[derive(Debug)]
-struct Away {
+struct Outage {
     since: Timestamp,
-    ask_again_at: Timestamp,
-    asked: u32,
-    why: String,
+    probe_at: Timestamp,
+    probes: u32,
+    reason: String,
 }
 
-/// Locks or timeouts befall orders and none is closed: since when, when one did last, and which.
+/// Orders meet locks or timeouts and none is closed: since when, when one did last, and which.
 #[derive(Debug)]
 struct Stalled {
     since: Timestamp,
     last: Timestamp,
-    why: String,
+    reason: String,
     orders: SampledIds,
 }
 
-/// Orders are refused, each for itself, and none is closed. No availability, and nobody is less ready for it: of a quiet shop's
-/// orders it may be all that are overdue, and a worker that starts beside them is as good as any.
+/// Orders are rejected one by one and none is closed. This is no outage, and no worker reports itself unready for it:
+/// in a quiet shop these may be all overdue orders, and a worker that starts beside them works like any other.
 #[derive(Debug)]
 struct Rejected {
     since: Timestamp,
     orders: SampledIds,
 }
 
-/// Which orders, up to [`MANY`].
+/// Ids of orders, up to [`MANY`].
 #[derive(Debug, Default)]
 struct SampledIds(HashSet<OrderId>);
 
@@ -64,41 +67,43 @@ impl SampledIds {
         }
     }
 
-    fn are(&self, orders: usize) -> bool {
+    fn has(&self, orders: usize) -> bool {
         self.0.len() >= orders
     }
 }
 
 impl Stalled {
-    fn goes_on(&self, policy: &Policy, now: Timestamp) -> bool {
-        now.since(self.last) < FORGETS_A_STALL_AFTER.max(2 * policy.longest_try)
+    fn is_current(&self, policy: &Policy, now: Timestamp) -> bool {
+        now.since(self.last) < STALL_LIFETIME.max(2 * policy.longest_try)
     }
 
     fn is_an_outage(&self, policy: &Policy, now: Timestamp) -> bool {
-        self.orders.are(SEVERAL) && self.last.since(self.since) >= LONGEST_STALL && self.goes_on(policy, now)
+        self.orders.has(SEVERAL) && self.last.since(self.since) >= STALL_IS_OUTAGE_AFTER && self.is_current(policy, now)
     }
 }
 
 impl Availability {
-    /// Returns whether this ends a time in which everybody was refused.
-    pub fn note(&mut self, batch: &Batch, answer: &BatchResult, policy: &Policy, now: Timestamp) -> bool {
-        self.note_whether_away(answer, policy, now);
-        match answer {
-            // Only a close ends it. Whoever just looks, at a batch without orders or at orders that are paid or busy, is
-            // not held up by what holds up commits.
-            Ok(findings) if findings.values().any(is_a_close) => {
-                self.held_up = None;
-                let ended = self.refused.take();
-                return ended.is_some_and(|ended| ended.orders.are(MANY) && now.since(ended.since) >= LONGEST_STALL);
+    /// Records a result. Returns whether it ends a time in which every order was rejected.
+    pub fn note(&mut self, batch: &Batch, result: &BatchResult, policy: &Policy, now: Timestamp) -> bool {
+        self.note_outage(result, policy, now);
+        match result {
+            // Only a close ends a stall. A batch without orders, or with orders that are paid or busy, only reads, and
+            // is not stalled by what stalls commits.
+            Ok(results) if results.values().any(is_a_close) => {
+                self.stalled = None;
+                let ended = self.rejected.take();
+                return ended
+                    .is_some_and(|ended| ended.orders.has(MANY) && now.since(ended.since) >= STALL_IS_OUTAGE_AFTER);
             }
-            // Tried again at once without waiting: only then it is known whether it was one article's lock.
+            // Tried again at once without waiting: only then it is known whether the lock of a single article was the
+            // reason.
             Err(CloseError::Locked(_)) if batch.waits_for_locks() => {}
-            Err(CloseError::Locked(why) | CloseError::Transient(why) | CloseError::Unavailable(why)) => {
-                self.note_held_up(batch, why, policy, now);
+            Err(CloseError::Locked(reason) | CloseError::Transient(reason) | CloseError::Unavailable(reason)) => {
+                self.note_stall(batch, reason, policy, now);
             }
-            // Of several together, nobody knows yet which of them is to blame.
+            // In a batch of several, it is not known yet which order is at fault.
             Err(CloseError::Rejected(_)) if batch.items.len() == 1 => {
-                self.refused
+                self.rejected
                     .get_or_insert_with(|| Rejected { since: now, orders: SampledIds::default() })
                     .orders
                     .add(batch);
@@ -108,63 +113,66 @@ impl Availability {
         false
     }
 
-    pub fn is_away(&self) -> bool {
-        self.away.is_some()
+    pub fn is_unavailable(&self) -> bool {
+        self.outage.is_some()
     }
 
-    /// When an absent database is asked whether it is back; `None` while it is here.
-    pub fn ask_again_at(&self) -> Option<Timestamp> {
-        self.away.as_ref().map(|away| away.ask_again_at)
+    /// When an unavailable database is probes whether it is back; `None` while it is available.
+    pub fn probe_at(&self) -> Option<Timestamp> {
+        self.outage.as_ref().map(|outage| outage.probe_at)
     }
 
-    /// How long the database has been away; `None` while it is not.
-    pub fn away_for(&self, now: Timestamp) -> Option<Duration> {
-        self.away.as_ref().map(|away| now.since(away.since))
+    /// How long the database has been unavailable; `None` while it is available.
+    pub fn unavailable_for(&self, now: Timestamp) -> Option<Duration> {
+        self.outage.as_ref().map(|outage| now.since(outage.since))
     }
 
-    /// Whether more than one order has met a lock or a timeout since one was last closed.
-    pub fn befalls_several(&self) -> bool {
-        self.held_up.as_ref().is_some_and(|held_up| held_up.orders.are(SEVERAL))
+    /// Whether more than one order has met a lock or a timeout since the last close.
+    pub fn stalls_several(&self) -> bool {
+        self.stalled.as_ref().is_some_and(|stalled| stalled.orders.has(SEVERAL))
     }
 
-    /// Why nothing that is due is closed, if that is so: the database is away, or locks or timeouts befall too many to be
-    /// their own.
-    pub fn why_nothing(&self, policy: &Policy, now: Timestamp) -> Option<&str> {
-        let held_up = || self.held_up.as_ref().filter(|held_up| held_up.is_an_outage(policy, now));
-        self.away.as_ref().map(|away| away.why.as_str()).or_else(|| held_up().map(|held_up| held_up.why.as_str()))
+    /// Why no due order is closed: the database is unavailable, or locks and timeouts hit too many orders to be their
+    /// own fault. `None` if neither.
+    pub fn unavailable_reason(&self, policy: &Policy, now: Timestamp) -> Option<&str> {
+        let stalled = || self.stalled.as_ref().filter(|stalled| stalled.is_an_outage(policy, now));
+        self.outage
+            .as_ref()
+            .map(|outage| outage.reason.as_str())
+            .or_else(|| stalled().map(|stalled| stalled.reason.as_str()))
     }
 
     pub fn clock_was_set_back(&mut self, now: Timestamp) {
-        self.held_up = None;
-        self.refused = None;
-        if let Some(away) = &mut self.away {
-            away.since = now.min(away.since);
-            away.ask_again_at = now.min(away.ask_again_at);
+        self.stalled = None;
+        self.rejected = None;
+        if let Some(outage) = &mut self.outage {
+            outage.since = now.min(outage.since);
+            outage.probe_at = now.min(outage.probe_at);
         }
     }
 
-    fn note_whether_away(&mut self, answer: &BatchResult, policy: &Policy, now: Timestamp) {
-        let Err(CloseError::Unavailable(why)) = answer else {
-            self.away = None;
+    fn note_outage(&mut self, result: &BatchResult, policy: &Policy, now: Timestamp) {
+        let Err(CloseError::Unavailable(reason)) = result else {
+            self.outage = None;
             return;
         };
-        let (since, asked) = self.away.take().map_or((now, 0), |away| (away.since, away.asked + 1));
-        let pause = policy.pause(asked).min(policy.longest_while_overdue());
-        self.away = Some(Away { since, ask_again_at: now + pause, asked, why: why.clone() });
+        let (since, probes) = self.outage.take().map_or((now, 0), |outage| (outage.since, outage.probes + 1));
+        let pause = policy.pause(probes).min(policy.longest_overdue_pause());
+        self.outage = Some(Outage { since, probe_at: now + pause, probes, reason: reason.clone() });
     }
 
-    fn note_held_up(&mut self, batch: &Batch, why: &str, policy: &Policy, now: Timestamp) {
+    fn note_stall(&mut self, batch: &Batch, reason: &str, policy: &Policy, now: Timestamp) {
         if batch.items.is_empty() {
             return;
         }
-        let known = self.held_up.take().filter(|known| known.goes_on(policy, now));
+        let known = self.stalled.take().filter(|known| known.is_current(policy, now));
         let (since, mut orders) =
             known.map_or_else(|| (now, SampledIds::default()), |known| (known.since, known.orders));
         orders.add(batch);
-        self.held_up = Some(Stalled { since, last: now, why: why.to_owned(), orders });
+        self.stalled = Some(Stalled { since, last: now, reason: reason.to_owned(), orders });
     }
 }
 
-fn is_a_close(finding: &CloseResult) -> bool {
-    finding.as_ref().is_ok_and(|found| found.outcome == Outcome::Closed)
+fn is_a_close(result: &CloseResult) -> bool {
+    result.as_ref().is_ok_and(|found| found.outcome == Outcome::Closed)
 }

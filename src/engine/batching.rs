@@ -1,20 +1,22 @@
-//! Who goes to a closer next: full batches at once, small ones after a linger, and what failed before behind the rest.
+//! Which work items go to a closer next: full batches at once, small ones after a linger, and what failed before behind
+//! the rest.
 //!
-//! Pure, like the whole engine. Only picks items; what becomes of them is decided elsewhere.
+//! Pure, like the whole engine. Only picks items; what happens to them is decided elsewhere.
 
 use std::time::Duration;
 
 use super::{Batch, Engine, LockMode, ReadyQueue, WorkItem};
 use crate::order::{ClosedBy, Timestamp};
 
-/// How many split_batches a failed batch is taken into. Ten: an order that fails alone among eight hundred is found in three
+/// How many parts a failed batch is split into. Ten: an order that fails alone among eight hundred is found in three
 /// rounds, and eight hundred that all fail cost little more than one statement each.
-const PARTS: usize = 10;
+const SPLIT_INTO: usize = 10;
 
-/// How long whoever has an order, or its article, is left to finish with it: mostly a statement of some milliseconds.
-const LEFT_TO_FINISH: Duration = Duration::from_millis(25);
+/// How long the session that has locked an order, or its article, gets to finish: mostly a statement of some
+/// milliseconds.
+const BUSY_PAUSE: Duration = Duration::from_millis(25);
 
-/// The queues a batch may come from.
+/// The queues that a batch may come from.
 #[derive(Debug, Clone, Copy)]
 enum ReadySource {
     Fresh,
@@ -27,10 +29,11 @@ enum ReadySource {
 }
 
 impl ReadySource {
-    /// Whether what waits there was tried before.
-    fn is_trouble(self) -> bool {
+    /// Whether the orders there failed before.
+    fn is_retry(self) -> bool {
         match self {
-            // What waited for a lock in vain is as good as fresh: most of it needs no lock, and it does not wait again.
+            // Batches that did not get a lock count as fresh: most of their orders need no lock, and they do not wait
+            // again.
             Self::Fresh | Self::Late | Self::Overdue | Self::Busy | Self::RetryNowait => false,
             Self::Retries | Self::SplitBatches => true,
         }
@@ -40,16 +43,16 @@ impl ReadySource {
 impl Engine {
     /// What a closer takes now, if one is free and anything is ready.
     pub(super) fn next_batch(&mut self, now: Timestamp) -> Option<Batch> {
-        let batch = match self.availability.ask_again_at() {
-            // One closer asks whether the database is back; the others wait for its answer.
-            Some(ask_again_at) if now < ask_again_at || !self.closers_are_idle() || self.draining => return None,
+        let batch = match self.availability.probe_at() {
+            // One closer asks whether the database is back; the others wait for its result.
+            Some(probe_at) if now < probe_at || !self.closers_are_idle() || self.draining => return None,
             Some(_) => self.longest_waiting().map_or_else(empty_batch, |source| self.take_from(source, now)),
             None => {
                 let ready = |source: &ReadySource| self.source_ready_at(*source).is_some_and(|at| at <= now);
                 let ready = self.sources().into_iter().filter(ready);
-                let source = ready.min_by_key(|source| (self.gives_way(*source), self.since(*source)))?;
+                let source = ready.min_by_key(|source| (self.yields(*source), self.since(*source)))?;
                 if self.idle_closers == 1 {
-                    self.trouble_had_last_closer = source.is_trouble();
+                    self.retries_had_last_closer = source.is_retry();
                 }
                 self.take_from(source, now)
             }
@@ -58,18 +61,18 @@ impl Engine {
         Some(batch)
     }
 
-    /// When there is a batch for a closer even if no news comes.
+    /// When there is a batch for a closer even without another input.
     pub(super) fn batch_ready_at(&self) -> Option<Timestamp> {
-        match self.availability.ask_again_at() {
-            Some(ask_again_at) => (self.closers_are_idle() && !self.draining).then_some(ask_again_at),
+        match self.availability.probe_at() {
+            Some(probe_at) => (self.closers_are_idle() && !self.draining).then_some(probe_at),
             None => self.sources().into_iter().filter_map(|source| self.source_ready_at(source)).min(),
         }
     }
 
-    /// ErrorClass that has waited long may take the last closer, but not twice in a row while others wait: it is older than
-    /// they are for as long as there is much of it, and they would wait until all of it was tried.
-    fn gives_way(&self, source: ReadySource) -> bool {
-        source.is_trouble() && self.idle_closers == 1 && self.trouble_had_last_closer
+    /// Retries that have waited long may take the last closer, but not twice in a row while others lock_mode: as long as
+    /// there are many of them they are older than the others, which would wait until all of them were tried.
+    fn yields(&self, source: ReadySource) -> bool {
+        source.is_retry() && self.idle_closers == 1 && self.retries_had_last_closer
     }
 
     fn sources(&self) -> [ReadySource; 7] {
@@ -94,7 +97,7 @@ impl Engine {
         }
     }
 
-    /// When a closer may take from here; `None` while nobody waits there or no closer is free for it.
+    /// When a closer may take from this queue; `None` while it is empty or no closer is free for it.
     fn source_ready_at(&self, source: ReadySource) -> Option<Timestamp> {
         let (size, linger) = (self.policy.batch_size, self.policy.linger);
         match source {
@@ -102,22 +105,22 @@ impl Engine {
             ReadySource::Fresh => self.fresh.ready_at(size, linger),
             ReadySource::Late => self.late.ready_at(size, linger),
             ReadySource::Overdue => self.overdue.ready_at(size, Duration::ZERO),
-            // Not sooner where they are many: all that they wait for is that somebody finishes.
-            ReadySource::Busy => self.busy.ready_at(usize::MAX, LEFT_TO_FINISH),
+            // Not sooner for a full batch: all of them wait only for another session to finish.
+            ReadySource::Busy => self.busy.ready_at(usize::MAX, BUSY_PAUSE),
             ReadySource::RetryNowait => self.since(ReadySource::RetryNowait),
-            ReadySource::Retries => self.trouble_ready_at(self.retries.ready_at(size, linger)),
-            ReadySource::SplitBatches => self.trouble_ready_at(self.since(ReadySource::SplitBatches)),
+            ReadySource::Retries => self.retry_ready_at(self.retries.ready_at(size, linger)),
+            ReadySource::SplitBatches => self.retry_ready_at(self.since(ReadySource::SplitBatches)),
         }
     }
 
-    /// What was tried before leaves one closer to the rest, so that trouble does not delay them; but it does not wait
-    /// for that for ever.
-    fn trouble_ready_at(&self, ready_at: Option<Timestamp>) -> Option<Timestamp> {
-        if self.spares_one() { ready_at } else { Some(ready_at? + self.policy.longest_while_overdue()) }
+    /// Retries leave one closer to the rest, so that failing orders do not delay the others; but they do not wait for
+    /// that forever.
+    fn retry_ready_at(&self, ready_at: Option<Timestamp>) -> Option<Timestamp> {
+        if self.leaves_a_closer() { ready_at } else { Some(ready_at? + self.policy.longest_overdue_pause()) }
     }
 
-    /// Whether whoever takes a closer now leaves one to the others. Where there is but one, nothing can be left.
-    fn spares_one(&self) -> bool {
+    /// Whether another closer stays free if one is taken now. A single closer is always taken.
+    fn leaves_a_closer(&self) -> bool {
         self.idle_closers > usize::from(self.policy.closers > 1)
     }
 
@@ -126,93 +129,97 @@ impl Engine {
         let since = self.since(source).unwrap_or(now);
         match source {
             ReadySource::Fresh => {
-                Batch { by: ClosedBy::Alarm, wait: self.wait_of_fresh(now), items: self.fresh.take(size) }
+                Batch { by: ClosedBy::Alarm, lock_mode: self.lock_mode_of_fresh(now), items: self.fresh.take(size) }
             }
             ReadySource::RetryNowait => self.retry_nowait.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
-            ReadySource::Late => {
-                Batch { by: ClosedBy::Alarm, wait: self.wait_of_late(&self.late, now), items: self.late.take(size) }
-            }
+            ReadySource::Late => Batch {
+                by: ClosedBy::Alarm,
+                lock_mode: self.lock_mode_of_late(&self.late, now),
+                items: self.late.take(size),
+            },
             ReadySource::Overdue => Batch {
                 by: ClosedBy::Sweep,
-                wait: self.wait_of_late(&self.overdue, now),
+                lock_mode: self.lock_mode_of_late(&self.overdue, now),
                 items: self.overdue.take(size),
             },
             ReadySource::Busy => self.take_busy(size, since, now),
             ReadySource::Retries => {
                 let items = self.retries.take(size);
-                let (batch, rest) = self.who_goes(ClosedBy::Alarm, items, now);
+                let (batch, rest) = self.choose_retries(ClosedBy::Alarm, items, now);
                 self.retries.put_back(rest, since);
                 batch
             }
             ReadySource::SplitBatches => {
                 let Some((part, _)) = self.split_batches.pop_front() else { return empty_batch() };
-                let (batch, rest) = self.who_goes(part.by, part.items, now);
+                let (batch, rest) = self.choose_retries(part.by, part.items, now);
                 if !rest.is_empty() {
-                    self.split_batches.push_front((Batch { by: part.by, items: rest, wait: LockMode::NoWait }, since));
+                    self.split_batches
+                        .push_front((Batch { by: part.by, items: rest, lock_mode: LockMode::NoWait }, since));
                 }
                 batch
             }
         }
     }
 
-    fn wait_of_fresh(&self, now: Timestamp) -> LockMode {
-        if self.lock_waits.is_with_fresh(now) { LockMode::WaitFresh } else { LockMode::NoWait }
+    fn lock_mode_of_fresh(&self, now: Timestamp) -> LockMode {
+        if self.lock_waits.fresh_may_wait(now) { LockMode::WaitFresh } else { LockMode::NoWait }
     }
 
-    /// Late already, so none of these waits with somebody whose article is locked: tried at once, who is free is closed,
-    /// and only who is not comes back to wait. But of more than one batch the next one is in as much of a hurry, and two
-    /// that do not wait get in each other's way: such a statement has its articles locked from its beginning, and of one
-    /// article the other would close nothing.
-    fn wait_of_late(&self, late: &ReadyQueue, now: Timestamp) -> LockMode {
-        if late.len() > self.policy.batch_size { self.wait_of_fresh(now) } else { LockMode::NoWait }
+    /// The orders are late already, so none of them waits for another's lock: tried at once, every order without a lock
+    /// is closed, and only the locked ones come back to wait. But if there is more than one batch, the next one is as
+    /// urgent, and two batches that do not wait interfere with each other: such a statement locks its articles from its
+    /// beginning, and of an article that both need the other would close nothing.
+    fn lock_mode_of_late(&self, late: &ReadyQueue, now: Timestamp) -> LockMode {
+        if late.len() > self.policy.batch_size { self.lock_mode_of_fresh(now) } else { LockMode::NoWait }
     }
 
-    /// Whoever was busy once goes first, and without waiting: mostly another worker was at it for some milliseconds. The
-    /// others may be of an article that is never free.
+    /// Orders that were busy once go first, and without waiting: mostly another worker had them for some milliseconds.
+    /// The others may need an article that is always locked.
     fn take_busy(&mut self, size: usize, since: Timestamp, now: Timestamp) -> Batch {
-        let (once, oftener): (Vec<WorkItem>, Vec<WorkItem>) =
+        let (once, repeatedly): (Vec<WorkItem>, Vec<WorkItem>) =
             self.busy.take(size).into_iter().partition(|item| item.pauses == 1);
         let (batch, rest) = if once.is_empty() {
-            self.who_goes(ClosedBy::Sweep, oftener, now)
+            self.choose_retries(ClosedBy::Sweep, repeatedly, now)
         } else {
-            (Batch { by: ClosedBy::Sweep, items: once, wait: LockMode::NoWait }, oftener)
+            (Batch { by: ClosedBy::Sweep, items: once, lock_mode: LockMode::NoWait }, repeatedly)
         };
         self.busy.put_back(rest, since);
         batch
     }
 
-    /// Of those who come again and again, who goes together now, and who stays. They wait for locks only where that leaves
-    /// a closer to the rest, if there are several.
-    fn who_goes(&self, by: ClosedBy, mut items: Vec<WorkItem>, now: Timestamp) -> (Batch, Vec<WorkItem>) {
-        if self.lock_waits.is_with_others(now) && self.spares_one() {
-            let waiting = self.lock_waits.take_from(&mut items, now);
-            if !waiting.is_empty() {
-                return (Batch { by, items: waiting, wait: LockMode::WaitRetried }, items);
+    /// Of items that are tried again and again, picks those that go together now, and returns the rest. They wait for
+    /// locks only if that leaves a closer to the others, where there are several closers.
+    fn choose_retries(&self, by: ClosedBy, mut items: Vec<WorkItem>, now: Timestamp) -> (Batch, Vec<WorkItem>) {
+        if self.lock_waits.retries_may_wait(now) && self.leaves_a_closer() {
+            let chosen = self.lock_waits.take_from(&mut items, now);
+            if !chosen.is_empty() {
+                return (Batch { by, items: chosen, lock_mode: LockMode::WaitRetried }, items);
             }
         }
-        (Batch { by, items, wait: LockMode::NoWait }, Vec::new())
+        (Batch { by, items, lock_mode: LockMode::NoWait }, Vec::new())
     }
 
-    /// In batches of their own: most likely they fail again, and in a batch with others they would take those apart.
-    pub(super) fn try_again_apart(&mut self, items: Vec<WorkItem>, now: Timestamp) {
-        self.wait_in_parts(ClosedBy::Sweep, items, self.policy.batch_size, now);
+    /// Queues orders that failed before in batches of their own: they will most likely fail again, and would make a
+    /// batch that they share with others fail.
+    pub(super) fn queue_failed_before(&mut self, items: Vec<WorkItem>, now: Timestamp) {
+        self.queue_in_parts(ClosedBy::Sweep, items, self.policy.batch_size, now);
     }
 
-    /// Somebody in it cannot be closed: its split_batches are tried one by one, behind whatever waits already.
-    pub(super) fn take_apart(&mut self, batch: Batch, now: Timestamp) {
-        let size = batch.items.len().div_ceil(PARTS);
-        self.wait_in_parts(batch.by, batch.items, size, now);
+    /// An order in the batch cannot be closed: its parts are tried one by one, behind what waits already.
+    pub(super) fn split(&mut self, batch: Batch, now: Timestamp) {
+        let size = batch.items.len().div_ceil(SPLIT_INTO);
+        self.queue_in_parts(batch.by, batch.items, size, now);
     }
 
-    fn wait_in_parts(&mut self, by: ClosedBy, items: Vec<WorkItem>, size: usize, now: Timestamp) {
+    fn queue_in_parts(&mut self, by: ClosedBy, items: Vec<WorkItem>, size: usize, now: Timestamp) {
         let mut items = items.into_iter().peekable();
         while items.peek().is_some() {
             let part = items.by_ref().take(size).collect();
-            self.split_batches.push_back((Batch { by, items: part, wait: LockMode::NoWait }, now));
+            self.split_batches.push_back((Batch { by, items: part, lock_mode: LockMode::NoWait }, now));
         }
     }
 }
 
 fn empty_batch() -> Batch {
-    Batch { by: ClosedBy::Alarm, items: Vec::new(), wait: LockMode::NoWait }
+    Batch { by: ClosedBy::Alarm, items: Vec::new(), lock_mode: LockMode::NoWait }
 }

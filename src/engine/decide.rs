@@ -1,39 +1,39 @@
-//! The outcome tables: what happens next once an order was looked at. All of it stands in two total matches,
-//! [`decide_after_close`] for whom an alarm woke, and [`decide_after_sweep`] for whom the sweep found.
+//! The outcome tables: what happens next after an order was tried. All of it is in two total matches,
+//! [`decide_after_close`] for orders that an alarm woke, and [`decide_after_sweep`] for orders that the sweep found.
 //!
-//! Pure: no state of its own, no I/O. The engine carries out what is decided here.
+//! Pure: no state of its own, no I/O. `apply.rs` carries out what is decided here.
 
 use std::time::Duration;
 
-use super::sweep::{LONGEST_BLAMELESS_REST, LONGEST_REST};
+use super::sweep::{MAX_BACKOFF, MAX_BLAMELESS_BACKOFF};
 use super::{Policy, WorkItem};
 use crate::alarm::ParkReason;
 use crate::order::{CloseError, CloseOutcome, CloseResult, Deadline, Outcome, Timestamp};
 
-/// What happens next with a item.
+/// What happens next with a work item.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Decision {
     /// Nothing left to do.
     Ack,
-    /// LockMode for this deadline, in the hold or in the wheel.
+    /// Wait for this deadline, in the hold or in the wheel.
     AwaitDeadline(Deadline),
-    /// Due by our reckoning, not yet by the database's: ask again very soon.
+    /// Due by the worker's clock, not yet by the database's: ask again very soon.
     AskAgain,
-    /// Back in a moment; nobody is to blame.
+    /// Back after a short pause; the order is not at fault.
     Pause,
-    /// Something is wrong with this one; back after a while that grows.
+    /// Something is wrong with this order; back after a pause that grows.
     Retry,
     Park(ParkReason, String),
 }
 
-/// How often "not due" is taken as a difference between clocks: waits of 1, 2, … 128 ms, a quarter of a second in all.
+/// How often "not due" counts as a difference between clocks: waits of 1, 2, … 128 ms, a quarter of a second in all.
 const DISAGREEMENTS: u32 = 8;
 
-pub(super) fn decide_after_close(policy: &Policy, item: &WorkItem, finding: CloseResult, now: Timestamp) -> Decision {
-    match finding {
+pub(super) fn decide_after_close(policy: &Policy, item: &WorkItem, result: CloseResult, now: Timestamp) -> Decision {
+    match result {
         Ok(CloseOutcome { outcome, deadline }) => match outcome {
             Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed => Decision::Ack,
-            // Driven from its own index by whoever asks the provider, never from an unacknowledged message.
+            // Handled by the process that asks the provider, from its own index, never from an unacknowledged message.
             Outcome::Closing => Decision::Ack,
             Outcome::NotDue => not_due(policy, item, deadline, now),
             Outcome::Busy => Decision::Pause,
@@ -55,38 +55,38 @@ pub(super) fn decide_after_close(policy: &Policy, item: &WorkItem, finding: Clos
 /// What happens next with an order that the sweep found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SweepDecision {
-    /// It needs no close. One that is found overdue again all the same is left alone for a while that grows, up to this.
+    /// It needs no close. If it is found overdue again, it is backed off for a time that grows up to this.
     Settled(Duration),
-    /// Nothing was found out about it; the next pass finds it again.
+    /// Nothing is known about it; the next pass finds it again.
     Drop,
-    /// Somebody else has it, or its article.
-    BackOff,
-    /// It is overdue, and what keeps it from being closed is nobody's fault: tried again very soon, apart from the rest.
+    /// Another session has a lock on it or on its article.
+    RetryBusy,
+    /// It is overdue, and the obstacle is not its fault: retried very soon, separate from the rest.
     RetrySoon,
-    /// The same, but it may be its own fault: tried again soon.
+    /// The same, but it may be its own fault: retried soon.
     RetryLater,
-    /// It is overdue and cannot be closed: left alone for a while that grows.
-    LeaveAlone,
+    /// It is overdue and cannot be closed: backed off for a time that grows.
+    BackOff,
 }
 
-/// The same for an order that no alarm speaks for: its row is what brings it back. `others_fail_too`: whether nothing has
-/// been closed since the same befell another order.
-pub(super) fn decide_after_sweep(finding: &CloseResult, others_fail_too: bool) -> SweepDecision {
-    match finding {
+/// The same for an order without an alarm: its row brings it back. `others_fail_too`: whether another order failed in
+/// the same way and none has been closed since.
+pub(super) fn decide_after_sweep(result: &CloseResult, others_fail_too: bool) -> SweepDecision {
+    match result {
         Ok(CloseOutcome { outcome, .. }) => match outcome {
-            Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed => SweepDecision::Settled(LONGEST_REST),
+            Outcome::Closed | Outcome::Paid | Outcome::AlreadyClosed => SweepDecision::Settled(MAX_BACKOFF),
             // It may be unpaid again at any time.
-            Outcome::Closing => SweepDecision::Settled(LONGEST_BLAMELESS_REST),
-            Outcome::Busy => SweepDecision::BackOff,
-            Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => SweepDecision::LeaveAlone,
+            Outcome::Closing => SweepDecision::Settled(MAX_BLAMELESS_BACKOFF),
+            Outcome::Busy => SweepDecision::RetryBusy,
+            Outcome::NotDue | Outcome::Malformed | Outcome::Unknown => SweepDecision::BackOff,
         },
         Err(CloseError::Unavailable(_)) => SweepDecision::Drop,
         // It costs a closer `lock_timeout` at most to see whether the table is still locked.
         Err(CloseError::Locked(_)) => SweepDecision::RetrySoon,
         Err(CloseError::Transient(_)) if others_fail_too => SweepDecision::RetrySoon,
-        // Alone with that, it may be the trigger of this one, which takes a closer's time at every try.
+        // If no other order fails so, it may be a trigger on this one, which takes a closer's time at every try.
         Err(CloseError::Transient(_)) => SweepDecision::RetryLater,
-        Err(CloseError::Rejected(_)) => SweepDecision::LeaveAlone,
+        Err(CloseError::Rejected(_)) => SweepDecision::BackOff,
     }
 }
 

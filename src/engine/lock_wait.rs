@@ -1,7 +1,8 @@
-//! Whether a batch waits for a lock that somebody else has on stock, and who waits together.
+//! Whether a batch waits for a lock that another session has on stock, and which orders wait together.
 //!
-//! Pure, like the whole engine. Some articles are locked for milliseconds again and again, and whoever does not wait never
-//! has them; others are locked for minutes, and whoever waits holds up a closer. Only trying tells them apart.
+//! Pure, like the whole engine. Some articles are locked for milliseconds again and again, and a statement that does
+//! not wait never gets them; others are locked for minutes, and a statement that waits keeps a closer busy. Only trying
+//! tells them apart.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -9,102 +10,104 @@ use std::time::Duration;
 use super::{Batch, BatchResult, LockMode, WorkItem};
 use crate::order::{CloseError, OrderId, Timestamp};
 
-/// For so long after fresh alarms waited in vain none of them waits: the lock's holder may keep it, and each batch with an
-/// order that needs it would hold up a closer for as long again.
-const NO_WAITING_AFTER_A_LOCK: Duration = Duration::from_secs(1);
-/// The same for those who come again and again, and wait only where that leaves a closer to the rest. Short, for they
-/// wait one by one until it is known who fails the others.
-const NO_WAITING_OF_OTHERS: Duration = Duration::from_millis(400);
+/// How long no fresh alarm waits after a batch of fresh alarms did not get a lock: the holder may keep it, and each
+/// batch with an order that needs it would keep a closer busy for as long again.
+const FRESH_WAIT_PAUSE: Duration = Duration::from_secs(1);
+/// The same for retried orders, which wait only if that leaves a closer to the rest. Short, because they wait one by
+/// one until it is known which of them makes the others fail.
+const RETRIED_WAIT_PAUSE: Duration = Duration::from_millis(400);
 
-/// For so long whoever waited in vain alone lets the others wait without him: he would fail them.
-const NO_WAITING_OF_ONE: Duration = Duration::from_secs(30);
+/// How long an order that waited alone and did not get its lock stays out of the waiting batches: it would make them
+/// fail.
+const FAILED_ORDER_PAUSE: Duration = Duration::from_secs(30);
 
-/// How many more wait together after a wait that was not in vain. After one that was, each waits by himself.
-const MORE: usize = 8;
+/// By how much the number of orders that wait together grows after a wait that succeeded. After a failed wait each
+/// waits alone.
+const GROWTH: usize = 8;
 
 #[derive(Debug)]
 pub(super) struct LockWaitBudget {
     /// Until when no fresh alarm waits.
-    fresh_lost_until: Option<Timestamp>,
-    /// The same for everybody else. They must not keep the fresh ones from waiting.
-    others_lost_until: Option<Timestamp>,
-    /// How many of everybody else wait together.
+    fresh_paused_until: Option<Timestamp>,
+    /// Until when no retried order waits. They must not keep the fresh ones from waiting.
+    retries_paused_until: Option<Timestamp>,
+    /// How many retried orders wait together.
     together: usize,
-    /// Who of them has waited alone in vain, and when. SampledIds: one every [`NO_WAITING_OF_OTHERS`].
-    in_vain: HashMap<OrderId, Timestamp>,
-    /// Until when none of these waits.
-    in_vain_lost_until: Option<Timestamp>,
+    /// The orders that waited alone and did not get their lock, and when. Only a few: one every [`RETRIED_WAIT_PAUSE`].
+    failed_waits: HashMap<OrderId, Timestamp>,
+    /// Until when none of these waits again.
+    failed_paused_until: Option<Timestamp>,
 }
 
 impl Default for LockWaitBudget {
     fn default() -> Self {
         Self {
-            fresh_lost_until: None,
-            others_lost_until: None,
+            fresh_paused_until: None,
+            retries_paused_until: None,
             together: usize::MAX,
-            in_vain: HashMap::new(),
-            in_vain_lost_until: None,
+            failed_waits: HashMap::new(),
+            failed_paused_until: None,
         }
     }
 }
 
 impl LockWaitBudget {
-    pub fn is_with_fresh(&self, now: Timestamp) -> bool {
-        has_passed(self.fresh_lost_until, now)
+    pub fn fresh_may_wait(&self, now: Timestamp) -> bool {
+        has_passed(self.fresh_paused_until, now)
     }
 
-    pub fn is_with_others(&self, now: Timestamp) -> bool {
-        has_passed(self.others_lost_until, now)
+    pub fn retries_may_wait(&self, now: Timestamp) -> bool {
+        has_passed(self.retries_paused_until, now)
     }
 
-    /// Takes out of `items` those who wait together now, if any. Whoever has waited in vain does so again by himself, now
-    /// and then, where there is nobody else.
+    /// Takes the items that wait together now, if any, out of `items`. An order that waited alone without success does
+    /// so again, now and then, when no other order wants to wait.
     pub fn take_from(&self, items: &mut Vec<WorkItem>, now: Timestamp) -> Vec<WorkItem> {
         let may_wait = |item: &mut WorkItem| !self.has_just_failed(item.alarm.order_id(), now);
         let waiting: Vec<WorkItem> = items.extract_if(.., may_wait).take(self.together).collect();
-        if !waiting.is_empty() || !has_passed(self.in_vain_lost_until, now) {
+        if !waiting.is_empty() || !has_passed(self.failed_paused_until, now) {
             return waiting;
         }
-        let longest_ago = (0..items.len()).min_by_key(|index| self.in_vain.get(items[*index].alarm.order_id()));
+        let longest_ago = (0..items.len()).min_by_key(|index| self.failed_waits.get(items[*index].alarm.order_id()));
         longest_ago.map(|index| items.remove(index)).into_iter().collect()
     }
 
-    /// Whether this one has waited alone in vain not long ago.
+    /// Whether this order waited alone without success not long ago.
     pub fn has_just_failed(&self, order_id: &OrderId, now: Timestamp) -> bool {
-        self.in_vain.get(order_id).is_some_and(|failed| now.since(*failed) < NO_WAITING_OF_ONE)
+        self.failed_waits.get(order_id).is_some_and(|failed| now.since(*failed) < FAILED_ORDER_PAUSE)
     }
 
-    /// Takes note of whether this batch has waited in vain. A timeout counts, too: whoever waited with the one to blame
-    /// finds his article locked when he is tried without waiting, and would wait with him again.
-    pub fn note(&mut self, batch: &Batch, answer: &BatchResult, now: Timestamp) {
-        match (batch.wait, answer) {
+    /// Records whether this batch waited without success. A timeout counts, too: an order that waited together with the
+    /// one at fault finds its article locked when it is tried without waiting, and would wait with that one again.
+    pub fn note(&mut self, batch: &Batch, result: &BatchResult, now: Timestamp) {
+        match (batch.lock_mode, result) {
             (LockMode::WaitFresh, Err(CloseError::Locked(_))) => {
-                self.fresh_lost_until = Some(now + NO_WAITING_AFTER_A_LOCK);
-                self.others_wait_one_by_one(now + NO_WAITING_OF_OTHERS);
+                self.fresh_paused_until = Some(now + FRESH_WAIT_PAUSE);
+                self.retries_wait_one_by_one(now + RETRIED_WAIT_PAUSE);
             }
             (LockMode::WaitRetried, Err(CloseError::Locked(_) | CloseError::Transient(_))) => match &batch.items[..] {
-                [item] => self.note_in_vain(item, now),
-                _ => self.others_wait_one_by_one(now + NO_WAITING_OF_OTHERS),
+                [item] => self.note_failed_wait(item, now),
+                _ => self.retries_wait_one_by_one(now + RETRIED_WAIT_PAUSE),
             },
-            // Rejected by something else: not for a lock.
+            // Rejected for another reason than a lock.
             (LockMode::WaitRetried, Ok(_) | Err(CloseError::Rejected(_))) => {
-                self.together = self.together.saturating_mul(MORE)
+                self.together = self.together.saturating_mul(GROWTH)
             }
             (LockMode::NoWait | LockMode::WaitFresh | LockMode::WaitRetried, _) => {}
         }
     }
 
-    fn note_in_vain(&mut self, item: &WorkItem, now: Timestamp) {
-        self.in_vain.retain(|_, failed| now.since(*failed) < NO_WAITING_OF_ONE);
-        self.in_vain_lost_until = Some(now + NO_WAITING_AFTER_A_LOCK);
-        let known = self.in_vain.insert(item.alarm.order_id().clone(), now);
+    fn note_failed_wait(&mut self, item: &WorkItem, now: Timestamp) {
+        self.failed_waits.retain(|_, failed| now.since(*failed) < FAILED_ORDER_PAUSE);
+        self.failed_paused_until = Some(now + FRESH_WAIT_PAUSE);
+        let known = self.failed_waits.insert(item.alarm.order_id().clone(), now);
         if known.is_none() {
-            self.others_wait_one_by_one(now + NO_WAITING_OF_OTHERS);
+            self.retries_wait_one_by_one(now + RETRIED_WAIT_PAUSE);
         }
     }
 
-    fn others_wait_one_by_one(&mut self, from: Timestamp) {
-        self.others_lost_until = Some(from);
+    fn retries_wait_one_by_one(&mut self, from: Timestamp) {
+        self.retries_paused_until = Some(from);
         self.together = 1;
     }
 

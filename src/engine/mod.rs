@@ -1,21 +1,25 @@
-//! The worker's engine: what is done next with each alarm and each overdue order. Every decision stands here and in the
-//! files below: `news.rs` holds the words that go in and out, `decide.rs` the outcome table, `apply.rs` what it means
-//! for a item, `ready_queue.rs` who waits, `batching.rs` who goes next, `lock_wait.rs` who waits for a lock, `availability.rs` whether
-//! anything is closed at all, `sweep.rs` the safety net, `circulation.rs` what the broker returns before its time.
+//! The worker's engine: decides what is done next with each alarm and each overdue order. `input.rs` and `action.rs`
+//! hold what goes in and out, `work_item.rs` an order that is being worked on, `decide.rs` the outcome table,
+//! `apply.rs` what a decision means for a work item, `ready_queue.rs` and `retry_list.rs` what waits, `batching.rs`
+//! what is closed next, `lock_wait.rs` which batches wait for locks, `availability.rs` whether the database closes
+//! anything, `sweep.rs` the safety net, `circulation.rs` what the broker returns early.
 //!
-//! Pure: news comes in with the database's time, actions go out. No I/O, no clock, no task. `worker/` runs the actions
-//! for real; the same engine can be driven through any interleaving in a test.
+//! Pure: inputs come in with the database's time, actions go out. No I/O, no clock, no task. `worker/` runs the
+//! actions; a test can drive the same engine through any interleaving.
 
+mod action;
 mod apply;
 mod availability;
 mod batching;
 mod circulation;
 mod decide;
+mod input;
 mod lock_wait;
-mod news;
 mod policy;
 mod ready_queue;
+mod retry_list;
 mod sweep;
+mod work_item;
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
@@ -27,66 +31,69 @@ use crate::alarm::{
 use crate::hold::Hold;
 use crate::message::Alarm;
 use crate::order::{Deadline, OrderId, Overdue, SweptPage, Timestamp};
+pub use action::Action;
 use availability::Availability;
-use circulation::{Circulation, circulates, given_up};
+use circulation::{Circulation, circulates, explain_death};
+pub use input::Input;
 use lock_wait::LockWaitBudget;
-pub use news::{Action, Batch, BatchResult, Input, LockMode, Origin, WorkItem};
 pub use policy::Policy;
-use ready_queue::{FailureScope, ReadyQueue, RetryList};
+use ready_queue::ReadyQueue;
+use retry_list::{FailureScope, RetryList};
 use sweep::{LastTry, Sweep};
+pub use work_item::{Batch, BatchResult, LockMode, Origin, WorkItem};
 
-/// By how much the time may go back without anybody minding: readings of one clock differ by less.
-const LONGEST_JITTER: Duration = Duration::from_secs(1);
+/// How far the time may go back without counting as a clock change: readings of one clock differ by less.
+const MAX_CLOCK_JITTER: Duration = Duration::from_secs(1);
 
-/// Those of one moment that are woken before actions are looked at. Enough to fill a batch of the usual size for both of
-/// the usual closers; were all of a great many woken at once, the first batch would wait until the last of them is.
-const WOKEN_AT_ONCE: usize = 2_048;
+/// How many held alarms are woken before actions are computed. Enough to fill a batch of the usual size for both of the
+/// usual closers. If a large number were woken at once, the first batch would wait until the last of them is.
+const MAX_WOKEN_AT_ONCE: usize = 2_048;
 
-/// Alarms parked by one statement: their bodies are 16 KiB at most, so some megabytes. And one statement at a time, so
-/// that somebody's heap of nonsense does not take the sweep's connections.
-const PARKED_AT_ONCE: usize = 256;
+/// How many alarms one statement parks: a body has at most 16 KiB, so this is some megabytes. One statement runs at a
+/// time, so that a flood of unreadable messages does not use up the sweep's connections.
+const MAX_PARKED_AT_ONCE: usize = 256;
 
-/// Everything the worker has in hand.
+/// The state of everything that the worker is working on.
 #[derive(Debug)]
 pub struct Engine {
     policy: Policy,
     hold: Hold<WorkItem>,
-    /// Due, never tried.
+    /// Due, not yet tried.
     fresh: ReadyQueue,
-    /// The same, but delivered so late that the sweep is at them as well. Apart from the fresh: while a batch waits for a
-    /// lock, nobody else can close those it waits with.
+    /// The same, but delivered so late that the sweep finds these orders as well. Separate from `fresh`: while a batch
+    /// waits for a lock, no other batch can close the orders in it.
     late: ReadyQueue,
     /// Due, tried before.
     retries: ReadyQueue,
-    /// CloseOutcome by the sweep, never tried.
+    /// Found by the sweep, not yet tried.
     overdue: ReadyQueue,
-    /// CloseOutcome by the sweep, and somebody else had them when they were tried. Apart from those never tried: that one may be
-    /// a worker that cannot close them, and in a batch with others they would take those apart.
+    /// Found by the sweep, and locked by another session when they were tried. Separate from `overdue`: the other
+    /// session may be a worker that cannot close them either, and they would make the batch that they share fail.
     busy: ReadyQueue,
-    /// Batches that waited for a lock in vain, with when they did: tried again whole, without waiting.
+    /// Batches that waited for a lock and did not get it, and when: tried again whole, without waiting.
     retry_nowait: VecDeque<(Batch, Timestamp)>,
-    /// SplitBatches of batches that failed, with when they did.
+    /// Parts of batches that failed, and when.
     split_batches: VecDeque<(Batch, Timestamp)>,
     lock_waits: LockWaitBudget,
-    /// Orders that are due and wait for a closer or are with one, and how often each. The sweep leaves them alone.
+    /// Orders that are due and wait for a closer or are with one, and how often each. The sweep skips them.
     in_flight: HashMap<OrderId, u32>,
     idle_closers: usize,
-    trouble_had_last_closer: bool,
+    retries_had_last_closer: bool,
     availability: Availability,
     sweep: Sweep,
     session: u64,
-    broker_is_here: bool,
+    is_consuming: bool,
     draining: bool,
-    arm: Vec<Rearm>,
-    arm_later: RetryList<Rearm>,
+    rearms: Vec<Rearm>,
+    rearm_retries: RetryList<Rearm>,
     circulation: Circulation,
-    park: VecDeque<(DeadLetter, Receipt)>,
-    park_later: RetryList<(DeadLetter, Receipt)>,
-    /// How many are being parked.
+    dead_letters: VecDeque<(DeadLetter, Receipt)>,
+    park_retries: RetryList<(DeadLetter, Receipt)>,
+    /// How many dead letters are being parked.
     parking: usize,
-    settle: Vec<(Receipt, Settlement)>,
-    /// The latest time it was told.
-    latest: Timestamp,
+    settlements: Vec<(Receipt, Settlement)>,
+    /// The latest time that the engine was given.
+    latest_time: Timestamp,
     swept: u64,
 }
 
@@ -107,68 +114,69 @@ impl Engine {
             lock_waits: LockWaitBudget::default(),
             in_flight: HashMap::new(),
             idle_closers,
-            trouble_had_last_closer: false,
+            retries_had_last_closer: false,
             availability: Availability::default(),
             sweep: Sweep::new(),
             session: 0,
-            broker_is_here: false,
+            is_consuming: false,
             draining: false,
-            arm: Vec::new(),
-            arm_later: RetryList::default(),
+            rearms: Vec::new(),
+            rearm_retries: RetryList::default(),
             circulation: Circulation::default(),
-            park: VecDeque::new(),
-            park_later: RetryList::default(),
+            dead_letters: VecDeque::new(),
+            park_retries: RetryList::default(),
             parking: 0,
-            settle: Vec::new(),
-            latest: Timestamp::from_unix_micros(i64::MIN),
+            settlements: Vec::new(),
+            latest_time: Timestamp::from_unix_micros(i64::MIN),
             swept: 0,
         }
     }
 
-    /// Takes note of what happened. `now` is the database's time.
-    pub fn handle(&mut self, news: Input, now: Timestamp) {
+    /// Takes in what happened. `now` is the database's time.
+    pub fn handle(&mut self, input: Input, now: Timestamp) {
         self.note_time(now);
-        match news {
+        match input {
             Input::Delivered(delivered) => self.receive(delivered, now),
-            Input::Closed(batch, answer) => self.apply_results(batch, answer, now),
+            Input::Closed(batch, result) => self.apply_results(batch, result, now),
             Input::Rearmed(receipts) => {
-                self.arm_later.succeeded(&receipts);
+                self.rearm_retries.succeeded(&receipts);
                 self.acknowledge(receipts);
             }
-            Input::NotRearmed(jobs) => self.arm_again(jobs, FailureScope::Shared, now),
-            Input::RearmRefused(jobs) => self.arm_again(jobs, FailureScope::Individual, now),
+            Input::NotRearmed(rearms) => self.retry_rearms(rearms, FailureScope::Shared, now),
+            Input::RearmRefused(rearms) => self.retry_rearms(rearms, FailureScope::Individual, now),
             Input::Parked(receipts) => {
                 self.parking -= receipts.len();
-                self.park_later.succeeded(&receipts);
+                self.park_retries.succeeded(&receipts);
                 self.acknowledge(receipts);
             }
-            Input::NotParked(dead_letters) => self.park_again(dead_letters, FailureScope::Shared, now),
-            Input::ParkRefused(dead_letters) => self.park_again(dead_letters, FailureScope::Individual, now),
-            Input::Swept(page) => self.take_overdue(page, now),
-            Input::NotSwept => self.sweep.not_found(&self.policy, now),
+            Input::NotParked(dead_letters) => self.retry_parks(dead_letters, FailureScope::Shared, now),
+            Input::ParkRefused(dead_letters) => self.retry_parks(dead_letters, FailureScope::Individual, now),
+            Input::Swept(page) => self.accept_overdue(page, now),
+            Input::NotSwept => self.sweep.page_failed(&self.policy, now),
             Input::SessionOpened(number) => {
                 self.session = self.session.max(number);
-                self.broker_is_here = true;
-                // What came in a session that has ended is delivered again; done here as well it would be done twice.
-                self.arm_later.keep_from(number);
+                self.is_consuming = true;
+                // The broker redelivers what came in an ended session; keeping it here as well would do it twice.
+                self.rearm_retries.keep_from(number);
                 self.circulation.keep_from(number);
-                self.park_later.keep_from(number);
+                self.park_retries.keep_from(number);
             }
             Input::SessionEnded => {
-                self.broker_is_here = false;
-                // Their receipts are void and they are delivered again. One is kept, to find out when arming works.
-                self.arm_later.keep_one();
+                self.is_consuming = false;
+                // The receipts are void and the broker redelivers the messages. One rearm is kept, to find out when
+                // rearming works again.
+                self.rearm_retries.keep_one();
                 self.circulation.keep_from(self.session + 1);
             }
         }
     }
 
-    /// What can be done at `now`. Where more is due than fits into a round, [`Engine::next_wakeup`] says so.
+    /// What is to be done at `now`. If more is due than fits into one call, [`Engine::next_wakeup`] says so.
     pub fn poll_actions(&mut self, now: Timestamp) -> Vec<Action> {
         self.note_time(now);
-        if self.held_ready_at().is_some_and(|ready_at| ready_at <= now) {
+        if self.hold_ready_at().is_some_and(|ready_at| ready_at <= now) {
             let lingered_since = now - self.policy.linger;
-            for item in self.hold.wake(now, WOKEN_AT_ONCE) {
+            for item in self.hold.wake(now, MAX_WOKEN_AT_ONCE) {
                 self.place(item, now, lingered_since);
             }
         }
@@ -177,66 +185,69 @@ impl Engine {
         while let Some(batch) = self.next_batch(now) {
             actions.push(Action::Close(batch));
         }
-        if self.wants_overdue()
-            && let Some(page) = self.sweep.page(&self.policy, self.broker_is_here, now)
+        if self.wants_sweep_page()
+            && let Some(page) = self.sweep.page(&self.policy, self.is_consuming, now)
         {
             actions.push(Action::Sweep(page));
         }
-        self.arm.extend(self.arm_later.take_ready(now));
-        self.park.extend(self.park_later.take_ready(now));
-        if !self.arm.is_empty() {
-            actions.push(Action::Rearm(std::mem::take(&mut self.arm)));
+        self.rearms.extend(self.rearm_retries.take_ready(now));
+        self.dead_letters.extend(self.park_retries.take_ready(now));
+        if !self.rearms.is_empty() {
+            actions.push(Action::Rearm(std::mem::take(&mut self.rearms)));
         }
-        if self.parking == 0 && !self.park.is_empty() {
-            self.parking = self.park.len().min(PARKED_AT_ONCE);
-            actions.push(Action::Park(self.park.drain(..self.parking).collect()));
+        if self.parking == 0 && !self.dead_letters.is_empty() {
+            self.parking = self.dead_letters.len().min(MAX_PARKED_AT_ONCE);
+            actions.push(Action::Park(self.dead_letters.drain(..self.parking).collect()));
         }
-        if !self.settle.is_empty() {
-            actions.push(Action::Settle(std::mem::take(&mut self.settle)));
+        if !self.settlements.is_empty() {
+            actions.push(Action::Settle(std::mem::take(&mut self.settlements)));
         }
         actions
     }
 
-    /// When [`Engine::poll_actions`] has something new to say even if no news comes.
+    /// When [`Engine::poll_actions`] has something new even without another input.
     #[must_use]
     pub fn next_wakeup(&self) -> Option<Timestamp> {
-        let sweep_at = self.sweep.ready_at().filter(|_| self.wants_overdue());
-        let (arm_at, park_at) = (self.arm_later.ready_at(), self.park_later.ready_at());
-        [self.held_ready_at(), self.batch_ready_at(), sweep_at, arm_at, self.circulation.ready_at(), park_at]
+        let sweep_at = self.sweep.ready_at().filter(|_| self.wants_sweep_page());
+        let (rearm_at, park_at) = (self.rearm_retries.ready_at(), self.park_retries.ready_at());
+        [self.hold_ready_at(), self.batch_ready_at(), sweep_at, rearm_at, self.circulation.ready_at(), park_at]
             .into_iter()
             .flatten()
             .min()
     }
 
-    /// When those who are held are woken: with the last that falls due within `linger` of the first, or with whom a batch
-    /// is full. Who comes after is known here, so nobody waits for company that does not come.
-    fn held_ready_at(&self) -> Option<Timestamp> {
+    /// When held alarms are woken: with the last one that falls due within `linger` of the first, or with the one that
+    /// fills a batch. Later deadlines are known here, so no alarm waits for others that do not come.
+    fn hold_ready_at(&self) -> Option<Timestamp> {
         let first = self.hold.next_wake()?;
         self.hold.last_wake_by(first + self.policy.linger, self.policy.batch_size)
     }
 
-    /// Whether the broker should go on delivering. Not while nothing could be closed, armed or parked for long: what we
-    /// cannot settle must not stay unacknowledged until consumer_timeout.
+    /// Whether the broker should go on delivering. It should not after closing, rearming or parking has been impossible
+    /// for long: messages that cannot be settled must not stay unacknowledged until consumer_timeout.
     #[must_use]
     pub fn wants_deliveries(&self, now: Timestamp) -> bool {
-        let failing_for =
-            [self.availability.away_for(now), self.arm_later.failing_for(now), self.park_later.failing_for(now)];
+        let failing_for = [
+            self.availability.unavailable_for(now),
+            self.rearm_retries.failing_for(now),
+            self.park_retries.failing_for(now),
+        ];
         failing_for.into_iter().flatten().all(|failing_for| failing_for < self.policy.requeue_after)
     }
 
-    /// Why the database closes nothing of what is due, if that is so and the orders are not to blame.
+    /// Why the database closes no due order; `None` if it does, or if the orders themselves are the reason.
     #[must_use]
     pub fn unavailable_reason(&self, now: Timestamp) -> Option<&str> {
-        self.availability.why_nothing(&self.policy, now)
+        self.availability.unavailable_reason(&self.policy, now)
     }
 
-    /// Whether the database does not answer. It is not asked for overdue orders then.
+    /// Whether the database is unavailable. It is not asked for overdue orders then.
     #[must_use]
-    pub fn database_is_away(&self) -> bool {
-        self.availability.is_away()
+    pub fn database_is_unavailable(&self) -> bool {
+        self.availability.is_unavailable()
     }
 
-    /// Stops taking anything new and gives back to the broker whatever is not in a closer's hands.
+    /// Stops accepting alarms and returns to the broker every alarm that is not with a closer.
     pub fn drain(&mut self) {
         self.draining = true;
         let mut waiting = self.hold.drain();
@@ -245,17 +256,17 @@ impl Engine {
         }
         waiting
             .extend(self.retry_nowait.drain(..).chain(self.split_batches.drain(..)).flat_map(|(batch, _)| batch.items));
-        let jobs = self.arm_later.drain().into_iter().map(|job| job.receipt);
-        let dead_letters = self.park_later.drain().into_iter().map(|(_, receipt)| receipt);
-        let unparked = self.park.drain(..).map(|(_, receipt)| receipt);
+        let rearms = self.rearm_retries.drain().into_iter().map(|rearm| rearm.receipt);
+        let dead_letters = self.park_retries.drain().into_iter().map(|(_, receipt)| receipt);
+        let unparked = self.dead_letters.drain(..).map(|(_, receipt)| receipt);
         let receipts: Vec<Receipt> =
-            waiting.iter().filter_map(receipt_of).chain(jobs).chain(dead_letters).chain(unparked).collect();
+            waiting.iter().filter_map(receipt_of).chain(rearms).chain(dead_letters).chain(unparked).collect();
         let held_back = self.circulation.drain();
-        self.give_back(held_back);
-        self.give_back(receipts);
+        self.requeue(held_back);
+        self.requeue(receipts);
     }
 
-    /// Whether no closer has work in hand.
+    /// Whether no closer is working.
     #[must_use]
     pub fn closers_are_idle(&self) -> bool {
         self.idle_closers == self.policy.closers
@@ -267,37 +278,37 @@ impl Engine {
         self.hold.len()
     }
 
-    /// How many alarms are held back because the broker returns them before their time.
+    /// How many alarms are held back because the broker returns them early.
     #[must_use]
     pub fn held_back(&self) -> usize {
         self.circulation.len()
     }
 
-    /// How often the broker has returned an alarm before its time so far.
+    /// How often the broker has returned an alarm early so far.
     #[must_use]
     pub fn early_returns(&self) -> u64 {
-        self.circulation.counted()
+        self.circulation.early_return_count()
     }
 
-    /// Why alarms come back from the broker again and again, if they do.
+    /// Why the broker returns alarms early again and again; `None` if it does not.
     #[must_use]
-    pub fn why_alarms_circulate(&self, now: Timestamp) -> Option<String> {
-        self.circulation.why_alarms_circulate(now)
+    pub fn circulation_reason(&self, now: Timestamp) -> Option<String> {
+        self.circulation.circulation_reason(now)
     }
 
-    /// What the broker does with messages of the inbox and the processing queue that it should not, if it does.
+    /// Which broker policy or consumer takes messages out of the inbox and the processing queue; `None` if none does.
     #[must_use]
-    pub fn why_broker_policy(&self, now: Timestamp) -> Option<&str> {
-        self.circulation.why_broker_policy(now)
+    pub fn broker_policy_reason(&self, now: Timestamp) -> Option<&str> {
+        self.circulation.broker_policy_reason(now)
     }
 
-    /// Whether a consumer session is open, so that alarms can come.
+    /// Whether a consumer session is open, so that alarms can be delivered.
     #[must_use]
-    pub fn broker_is_here(&self) -> bool {
-        self.broker_is_here
+    pub fn is_consuming(&self) -> bool {
+        self.is_consuming
     }
 
-    /// How many overdue orders could not be closed and are left alone for a while.
+    /// How many overdue orders could not be closed and are backed off.
     #[must_use]
     pub fn backed_off(&self) -> usize {
         self.sweep.backed_off()
@@ -315,22 +326,22 @@ impl Engine {
         self.sweep.oldest()
     }
 
-    /// How many overdue orders the sweep has taken up so far because no alarm here spoke for them.
+    /// How many overdue orders the sweep has picked up so far because this worker had no alarm for them.
     #[must_use]
     pub fn swept(&self) -> u64 {
         self.swept
     }
 
     fn note_time(&mut self, now: Timestamp) {
-        if now + LONGEST_JITTER < self.latest {
-            self.latest = now;
+        if now + MAX_CLOCK_JITTER < self.latest_time {
+            self.latest_time = now;
             self.clock_was_set_back(now);
         }
-        self.latest = self.latest.max(now);
+        self.latest_time = self.latest_time.max(now);
     }
 
-    /// Deadlines are the database's time and stand as they are. A pause is a wait: it must not become longer by the
-    /// hour that somebody has set the clock back, so every pause ends now.
+    /// Deadlines are in the database's time and do not change. A pause must not become longer by the hour that the
+    /// clock was set back, so every pause ends now.
     fn clock_was_set_back(&mut self, now: Timestamp) {
         for item in self.hold.drain() {
             self.place(item, now, now);
@@ -343,59 +354,59 @@ impl Engine {
         }
         self.lock_waits.clock_was_set_back();
         self.availability.clock_was_set_back(now);
-        self.arm_later.clock_was_set_back(now);
+        self.rearm_retries.clock_was_set_back(now);
         self.circulation.clock_was_set_back(now);
-        self.park_later.clock_was_set_back(now);
+        self.park_retries.clock_was_set_back(now);
         self.sweep.clock_was_set_back(now);
     }
 
     fn acknowledge(&mut self, receipts: impl IntoIterator<Item = Receipt>) {
-        self.settle.extend(receipts.into_iter().map(|receipt| (receipt, Settlement::Ack)));
+        self.settlements.extend(receipts.into_iter().map(|receipt| (receipt, Settlement::Ack)));
     }
 
-    fn give_back(&mut self, receipts: impl IntoIterator<Item = Receipt>) {
-        self.settle.extend(receipts.into_iter().map(|receipt| (receipt, Settlement::Requeue)));
+    fn requeue(&mut self, receipts: impl IntoIterator<Item = Receipt>) {
+        self.settlements.extend(receipts.into_iter().map(|receipt| (receipt, Settlement::Requeue)));
     }
 
     fn receive(&mut self, delivered: Delivered, now: Timestamp) {
         let Delivered { receipt, source, content, death } = delivered;
         if self.draining {
-            return self.give_back([receipt]);
+            return self.requeue([receipt]);
         }
         match content {
-            Err(dead_letter) => self.park.push_back((dead_letter, receipt)),
+            Err(dead_letter) => self.dead_letters.push_back((dead_letter, receipt)),
             Ok(mut alarm) => {
                 let is_too_far = alarm.deadline() > now + self.policy.max_delay;
-                // A publisher whose clock runs ahead must not make its message younger than it is.
+                // A publisher whose clock runs ahead must not make its message look younger than it is.
                 alarm.first_published_at =
                     Some(alarm.first_published_at.map_or(now, |first_published_at| first_published_at.min(now)));
                 let early_before = alarm.returns.early;
                 self.circulation.note_return(&mut alarm, death.as_ref(), now);
                 match source {
-                    SourceQueue::Parked => self.receive_given_up(alarm, early_before, receipt, death, now),
+                    SourceQueue::Parked => self.receive_dead_lettered(alarm, early_before, receipt, death, now),
                     SourceQueue::Inbox | SourceQueue::Timeout if is_too_far => {
                         let detail =
                             "the deadline lies further ahead than delay.max_delay allows; correct it at the publisher";
-                        self.park.push_back((DeadLetter::of(&alarm, ParkReason::TooFar, detail), receipt));
+                        self.dead_letters.push_back((DeadLetter::of(&alarm, ParkReason::TooFar, detail), receipt));
                     }
-                    // The inbox is never held back: what is due soon is sent on to the processing queue, or it would
-                    // fill the inbox's prefetch window and everything behind it would wait. What came in a session that
-                    // has ended is delivered again.
-                    SourceQueue::Inbox if self.has_ended(receipt.session) => {}
-                    // Held back it would fill that window as well. That of the processing queue has room.
+                    // Alarms from the inbox are never held here: an alarm that is due soon is sent on to the processing
+                    // queue. Otherwise it would fill the inbox's prefetch window and everything behind it would wait.
+                    // The broker redelivers what came in an ended session.
+                    SourceQueue::Inbox if self.session_has_ended(receipt.session) => {}
+                    // Held back, it would fill that window as well. The processing queue's window has room.
                     SourceQueue::Inbox if circulates(&alarm) => {
-                        self.arm.push(Rearm { alarm, receipt, wanted: Wanted::AtOnce });
+                        self.rearms.push(Rearm { alarm, receipt, wanted: Wanted::AtOnce });
                     }
-                    SourceQueue::Inbox => self.arm.push(Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline }),
-                    SourceQueue::Timeout => self.take_in(WorkItem::new(alarm, Origin::Delivered(receipt)), now),
+                    SourceQueue::Inbox => self.rearms.push(Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline }),
+                    SourceQueue::Timeout => self.accept(WorkItem::new(alarm, Origin::Delivered(receipt)), now),
                 }
             }
         }
     }
 
-    /// What the broker itself took out of the inbox or the processing queue. What a policy has done is not the alarm's
-    /// fault, and it goes on; what was returned or rejected is for a person.
-    fn receive_given_up(
+    /// Handles a message that the broker itself took out of the inbox or the processing queue. What a policy has done
+    /// is not the alarm's fault, so the alarm goes on; what was returned too often or rejected is parked for a person.
+    fn receive_dead_lettered(
         &mut self,
         mut alarm: DeliveredAlarm,
         early_before: u32,
@@ -408,79 +419,79 @@ impl Engine {
             Some(death) if matches!(death.reason, DeathReason::Expired | DeathReason::MaxLength) && !is_too_far => {
                 self.circulation.note_rescued(&mut alarm, early_before, &death, now);
                 if alarm.deadline() <= now || circulates(&alarm) {
-                    self.take_in(WorkItem::new(alarm, Origin::Delivered(receipt)), now);
-                } else if !self.has_ended(receipt.session) {
-                    // Not held, for the same reason as in the inbox.
-                    self.arm.push(Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline });
+                    self.accept(WorkItem::new(alarm, Origin::Delivered(receipt)), now);
+                } else if !self.session_has_ended(receipt.session) {
+                    // Not held here, for the same reason as in the inbox.
+                    self.rearms.push(Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline });
                 }
                 return;
             }
             Some(death) => {
                 self.circulation.note_policy(&death, now);
-                given_up(&death)
+                explain_death(&death)
             }
             None => "the broker dead-lettered it; look at the worker's log around its deliveries".to_owned(),
         };
-        self.park.push_back((DeadLetter::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
+        self.dead_letters.push_back((DeadLetter::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
     }
 
-    /// Arms those whose turn it is, and takes in those whose deadline is near.
+    /// Rearms the held-back alarms that are next, and accepts those whose deadline is near.
     fn release_held_back(&mut self, now: Timestamp) {
         for (alarm, receipt) in self.circulation.take_leaving(now) {
             if alarm.deadline() <= now + self.policy.hold_max {
                 self.place(WorkItem::new(alarm, Origin::Delivered(receipt)), now, now);
             } else {
-                self.arm.push(Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline });
+                self.rearms.push(Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline });
             }
         }
         let ready = self.circulation.take_ready(now).into_iter();
-        self.arm.extend(ready.map(|(alarm, receipt)| Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline }));
+        self.rearms.extend(ready.map(|(alarm, receipt)| Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline }));
     }
 
-    /// Those of a session that has ended are delivered again.
-    fn arm_again(&mut self, mut jobs: Vec<Rearm>, cause: FailureScope, now: Timestamp) {
+    /// Plans another try for rearms that failed. The broker redelivers what came in an ended session.
+    fn retry_rearms(&mut self, mut rearms: Vec<Rearm>, scope: FailureScope, now: Timestamp) {
         if self.draining {
-            return self.give_back(jobs.into_iter().map(|job| job.receipt));
+            return self.requeue(rearms.into_iter().map(|rearm| rearm.receipt));
         }
-        jobs.retain(|job| job.receipt.session >= self.session);
-        self.arm_later.put(jobs, cause, now, &self.policy);
-        if self.broker_is_here {
-            let given_up = self.arm_later.take_expired(now, self.policy.requeue_after);
-            self.give_back(given_up.into_iter().map(|job| job.receipt));
+        rearms.retain(|rearm| rearm.receipt.session >= self.session);
+        self.rearm_retries.put(rearms, scope, now, &self.policy);
+        if self.is_consuming {
+            let expired = self.rearm_retries.take_expired(now, self.policy.requeue_after);
+            self.requeue(expired.into_iter().map(|rearm| rearm.receipt));
         }
     }
 
-    /// The same for what is to be parked.
-    fn park_again(&mut self, mut dead_letters: Vec<(DeadLetter, Receipt)>, cause: FailureScope, now: Timestamp) {
+    /// The same for dead letters.
+    fn retry_parks(&mut self, mut dead_letters: Vec<(DeadLetter, Receipt)>, scope: FailureScope, now: Timestamp) {
         self.parking -= dead_letters.len();
         if self.draining {
-            return self.give_back(dead_letters.into_iter().map(|(_, receipt)| receipt));
+            return self.requeue(dead_letters.into_iter().map(|(_, receipt)| receipt));
         }
         dead_letters.retain(|(_, receipt)| receipt.session >= self.session);
-        self.park_later.put(dead_letters, cause, now, &self.policy);
-        if self.broker_is_here {
-            let given_up = self.park_later.take_expired(now, self.policy.requeue_after);
-            self.give_back(given_up.into_iter().map(|(_, receipt)| receipt));
+        self.park_retries.put(dead_letters, scope, now, &self.policy);
+        if self.is_consuming {
+            let expired = self.park_retries.take_expired(now, self.policy.requeue_after);
+            self.requeue(expired.into_iter().map(|(_, receipt)| receipt));
         }
     }
 
-    /// Puts a item where its deadline says: the wheel, the hold, or the next batch, for company in which it has lingered
+    /// Puts a work item where its deadline says: the wheel, the hold, or the next batch, for which it has lingered
     /// since `since`.
     fn place(&mut self, item: WorkItem, now: Timestamp, since: Timestamp) {
         let deadline = item.alarm.deadline();
         if deadline > now + self.policy.hold_max {
-            self.arm(item, Wanted::BeforeDeadline);
+            self.rearm(item, Wanted::BeforeDeadline);
         } else if deadline > now {
-            self.wait_until(deadline, item);
+            self.hold_until(deadline, item);
         } else {
             self.mark_in_flight(item.alarm.order_id());
-            if self.comes_again(&item, now) { self.retries.push(item, since) } else { self.fresh.push(item, since) }
+            if self.is_retry(&item, now) { self.retries.push(item, since) } else { self.fresh.push(item, since) }
         }
     }
 
-    fn take_in(&mut self, item: WorkItem, now: Timestamp) {
-        let sweep_is_at_it = item.alarm.deadline() + self.policy.sweep_grace < now;
-        if sweep_is_at_it && !self.comes_again(&item, now) {
+    fn accept(&mut self, item: WorkItem, now: Timestamp) {
+        let sweep_finds_it = item.alarm.deadline() + self.policy.sweep_grace < now;
+        if sweep_finds_it && !self.is_retry(&item, now) {
             self.mark_in_flight(item.alarm.order_id());
             self.late.push(item, now);
         } else {
@@ -488,75 +499,77 @@ impl Engine {
         }
     }
 
-    fn comes_again(&self, item: &WorkItem, now: Timestamp) -> bool {
+    fn is_retry(&self, item: &WorkItem, now: Timestamp) -> bool {
         item.was_tried() || self.lock_waits.has_just_failed(item.alarm.order_id(), now)
     }
 
-    /// Only what was delivered can be armed; what the sweep finds has its row. And only in its session: what came in one
-    /// that has ended is delivered again, and armed as well it would be at the broker twice.
-    fn arm(&mut self, item: WorkItem, wanted: Wanted) {
+    /// Only a delivered alarm is rearmed; an order found by the sweep has its row. And only in its own session: the
+    /// broker redelivers what came in an ended session, so rearming it would put it at the broker twice.
+    fn rearm(&mut self, item: WorkItem, wanted: Wanted) {
         if let Origin::Delivered(receipt) = item.origin
-            && !self.has_ended(receipt.session)
+            && !self.session_has_ended(receipt.session)
         {
             let held_back = if wanted == Wanted::BeforeDeadline && circulates(&item.alarm) {
-                self.circulation.hold_back(item.alarm, receipt, &self.policy, self.latest)
+                self.circulation.hold_back(item.alarm, receipt, &self.policy, self.latest_time)
             } else {
                 Some((item.alarm, receipt))
             };
-            self.arm.extend(held_back.map(|(alarm, receipt)| Rearm { alarm, receipt, wanted }));
+            self.rearms.extend(held_back.map(|(alarm, receipt)| Rearm { alarm, receipt, wanted }));
         }
     }
 
-    /// A session's first deliveries may be heard of before it is itself.
-    fn has_ended(&self, session: u64) -> bool {
-        session < self.session || (session == self.session && !self.broker_is_here)
+    /// A session's first deliveries may arrive before the input that opens it.
+    fn session_has_ended(&self, session: u64) -> bool {
+        session < self.session || (session == self.session && !self.is_consuming)
     }
 
-    fn wait_until(&mut self, moment: Timestamp, item: WorkItem) {
+    fn hold_until(&mut self, moment: Timestamp, item: WorkItem) {
         let key = (item.alarm.order_id().clone(), item.alarm.deadline());
-        let Err(newcomer) = self.hold.wait(key.clone(), moment, item) else { return };
-        let waiting = self.hold.get_mut(&key).expect("wait() hands back only what is there already");
-        let (Origin::Delivered(new), Origin::Delivered(old)) = (newcomer.origin, waiting.origin) else { return };
+        let Err(redelivered) = self.hold.wait(key.clone(), moment, item) else { return };
+        let waiting = self.hold.get_mut(&key).expect("wait() returns only an alarm that is already held");
+        let (Origin::Delivered(new), Origin::Delivered(old)) = (redelivered.origin, waiting.origin) else { return };
         if new.session < old.session {
-            return; // the newcomer's receipt is void, there is nothing to settle
+            return; // the new receipt is void, there is nothing to settle
         }
         if old.session < new.session {
-            // The one that waits came in an earlier session and the broker has just delivered it again: from now on
-            // this receipt stands for it. Acknowledging it here would leave the order with no alarm at the broker.
-            waiting.origin = newcomer.origin;
+            // The held alarm came in an earlier session and the broker has just redelivered it: from now on it has this
+            // receipt. Acknowledging the redelivery would leave the order without an alarm at the broker.
+            waiting.origin = redelivered.origin;
         } else if old != new {
-            self.settle.push((new, Settlement::Ack));
+            self.settlements.push((new, Settlement::Ack));
         }
     }
 
-    /// No further page while the last one is not worked off: what is overdue after a long night would not fit in
+    /// No further page before the last one is worked off: after a long outage the overdue orders would not fit in
     /// memory. And none while nothing can be closed.
-    fn wants_overdue(&self) -> bool {
-        !self.draining && !self.availability.is_away() && self.overdue.len() + self.busy.len() < self.policy.sweep_page
+    fn wants_sweep_page(&self) -> bool {
+        !self.draining
+            && !self.availability.is_unavailable()
+            && self.overdue.len() + self.busy.len() < self.policy.sweep_page
     }
 
-    fn take_overdue(&mut self, page: SweptPage, now: Timestamp) {
+    fn accept_overdue(&mut self, page: SweptPage, now: Timestamp) {
         let mut failed_before = Vec::new();
         let closers_are_behind = self.idle_closers == 0 && self.fresh.len() + self.late.len() > 0;
-        let says_nothing_new = closers_are_behind
-            && !page.orders.is_empty()
-            && page.orders.iter().all(|one| self.has_its_alarm(&key_of(one)));
-        let wanted = self.sweep.found(page, &self.policy, now);
-        // In a great burst, page after page of what the closers are at would only take Postgres' time from them.
-        if says_nothing_new {
+        let nothing_is_new =
+            closers_are_behind && !page.orders.is_empty() && page.orders.iter().all(|one| self.has_alarm(&key_of(one)));
+        let wanted = self.sweep.take_page(page, &self.policy, now);
+        // In a large burst, page after page of orders that the closers already have would only take Postgres' time from
+        // them.
+        if nothing_is_new {
             self.sweep.cut_short(&self.policy, now);
         }
         for overdue in wanted {
             let key = key_of(&overdue);
-            if self.has_its_alarm(&key) || self.draining {
+            if self.has_alarm(&key) || self.draining {
                 continue;
             }
             self.mark_in_flight(&key.0);
             let last_try = self.sweep.last_try(&key.0);
             self.swept += 1;
-            let due = Alarm { order_id: key.0, deadline: key.1 };
+            let alarm = Alarm { order_id: key.0, deadline: key.1 };
             let alarm = DeliveredAlarm {
-                due,
+                alarm,
                 attempt: 0,
                 first_published_at: None,
                 traceparent: None,
@@ -569,10 +582,10 @@ impl Engine {
                 LastTry::Failed => failed_before.push(item),
             }
         }
-        self.try_again_apart(failed_before, now);
+        self.queue_failed_before(failed_before, now);
     }
 
-    fn has_its_alarm(&self, key: &(OrderId, Deadline)) -> bool {
+    fn has_alarm(&self, key: &(OrderId, Deadline)) -> bool {
         self.in_flight.contains_key(&key.0) || self.hold.contains(key)
     }
 

@@ -1,10 +1,10 @@
-//! The bounds within which the engine decides.
+//! The limits within which the engine decides.
 //!
-//! Pure. Only holds them and the pauses that follow from them; what is done within them is decided in the other files.
+//! Pure. Only holds the limits and the pauses that follow from them; the other files decide.
 
 use std::time::Duration;
 
-/// Each stands in `config/default.toml` with its reason.
+/// Each limit is in `config/default.toml` with its reason.
 #[derive(Debug, Clone)]
 pub struct Policy {
     pub hold_max: Duration,
@@ -17,15 +17,15 @@ pub struct Policy {
     pub missing_for: Duration,
     pub max_attempts: u32,
     pub requeue_after: Duration,
-    /// How many alarms are held back at a time because the broker returns them before their time.
-    pub held_back_most: usize,
-    /// How long a batch may take to fail, about: the wait for a connection, and the statement.
+    /// How many alarms are held back at a time because the broker returns them early.
+    pub held_back_max: usize,
+    /// About how long a batch may take to fail: the wait for a connection, and the statement.
     pub longest_try: Duration,
     pub sweep_every: Duration,
     pub sweep_grace: Duration,
     pub sweep_page: usize,
-    /// How much of a pause after a failure this worker takes, at most 1: each its own share, so that workers that lost
-    /// the same server do not come back in step.
+    /// Which share of a pause after a failure this worker takes, at most 1. Each worker has its own share, so that
+    /// workers that lost the same server do not come back in step.
     pub pause_share: f64,
 }
 
@@ -34,14 +34,14 @@ impl Policy {
         self.retry_first * 2_u32.saturating_pow(times.min(16))
     }
 
-    /// Before something that failed for everybody is tried again.
+    /// The pause before a retry after a failure that concerns every order.
     pub(super) fn pause(&self, times: u32) -> Duration {
         self.doubling(times).min(self.retry_longest).mul_f64(self.pause_share)
     }
 
-    /// The longest that somebody who is overdue is not looked at. No longer than the sweep would leave it: with a pause of
-    /// a second, an order would be more than a second late once nothing stands in its way.
-    pub(super) fn longest_while_overdue(&self) -> Duration {
+    /// The longest pause for an overdue order. No longer than between two sweeps: with a pause of a second, an order
+    /// would be closed more than a second late after its obstacle is gone.
+    pub(super) fn longest_overdue_pause(&self) -> Duration {
         self.retry_longest.min(self.sweep_every)
     }
 }

@@ -1,7 +1,7 @@
-//! The safety net's bookkeeping: when to look for overdue orders, from where, and whom to leave alone.
+//! The safety net's bookkeeping: when to look for overdue orders, from where, and which to skip for a while.
 //!
 //! Pure. A pass walks the deadline index page by page to its end, so that orders which cannot be closed never hide
-//! those behind them; such an order is left alone for a while that grows, in memory.
+//! those behind them; such an order is backed off for a time that grows, in memory.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -9,25 +9,27 @@ use std::time::Duration;
 use super::Policy;
 use crate::order::{Deadline, OrderId, Overdue, SweepPage, SweepPlace, SweptPage, Timestamp};
 
-/// How long an order is left alone after its first failure; it doubles up to [`LONGEST_REST`] where the order is to blame.
-/// A moment, for the first may have been a deadlock.
-const FIRST_REST: Duration = Duration::from_millis(250);
-pub(super) const LONGEST_REST: Duration = Duration::from_secs(300);
-/// The same for one that alone meets a timeout: it may be its own trigger, and may be a disk that is full for a while.
-pub(super) const LONGEST_BLAMELESS_REST: Duration = Duration::from_secs(8);
+/// How long an order is backed off after its first failure; it doubles up to [`MAX_BACKOFF`] if the order is at fault.
+/// Short, because the first failure may have been a deadlock.
+const FIRST_BACKOFF: Duration = Duration::from_millis(250);
+pub(super) const MAX_BACKOFF: Duration = Duration::from_secs(300);
+/// The maximum for an order that is the only one to meet a timeout: it may be its own trigger, or a disk that is full
+/// for a while.
+pub(super) const MAX_BLAMELESS_BACKOFF: Duration = Duration::from_secs(8);
 
-/// How many passes in a row may end early. Every eighth goes to the end, so that no crowd hides anybody for long.
-const PASSES_CUT_SHORT: u32 = 7;
+/// How many passes in a row may end early. Every eighth goes to the end, so that a burst never hides other orders for
+/// long.
+const MAX_PASSES_CUT_SHORT: u32 = 7;
 
-/// So many orders are remembered that needed no close. A statement that finds more of them again than that has the others
-/// looked at in each pass.
-const MOST_SETTLED: usize = 100_000;
+/// How many orders that needed no close are remembered. If a statement finds more of them again, the others are looked
+/// at in each pass.
+const MAX_SETTLED: usize = 100_000;
 
-/// Of so many that a pass finds, one at most is to be tried: then such a pass may take a tenth of the time, and rests for so
-/// many times as long as it took.
-const FEW_OF: usize = 10;
-const REST_OF_A_PASS: u32 = 9;
-const LONGEST_REST_OF_A_PASS: Duration = Duration::from_secs(4);
+/// If at most one in so many found orders is to be tried, a whole pass may take a tenth of the time: the pause after it
+/// is this many times as long as the pass took.
+const FEW_IS_ONE_IN: usize = 10;
+const PASS_PAUSE_FACTOR: u32 = 9;
+const MAX_PASS_PAUSE: Duration = Duration::from_secs(4);
 
 /// The state of the sweep.
 #[derive(Debug)]
@@ -36,34 +38,34 @@ pub(super) struct Sweep {
     pass_began: Timestamp,
     asking: bool,
     after: Option<SweepPlace>,
-    /// Whether this pass began behind those that the last whole one left alone.
+    /// Whether this pass began behind the orders that the last whole pass found and skipped.
     is_short: bool,
     /// How many orders this whole pass has found so far, and how many of them are to be tried.
     found: usize,
     to_try: usize,
     /// Where a short pass begins, and until when passes are short.
-    behind: Option<(SweepPlace, Timestamp)>,
-    /// Where a whole pass goes on that gave way to a short one.
+    short_pass: Option<(SweepPlace, Timestamp)>,
+    /// Where a whole pass resumes after it was paused for a short one.
     paused: Option<SweepPlace>,
     /// When a pass that reaches the newest overdue orders last began or ended.
-    looked_behind_at: Timestamp,
+    newest_looked_at: Timestamp,
     cut_short: u32,
     failures: u32,
     backed_off: HashMap<OrderId, BackedOff>,
-    /// Whom somebody else had when they were tried, and when each was last seen overdue.
+    /// Orders that another session had locked when they were tried, and when each was last seen overdue.
     busy: HashMap<OrderId, Timestamp>,
     /// Orders that needed no close when they were tried.
     settled: HashMap<OrderId, Settled>,
-    /// When nobody was left alone any longer.
-    looked_again_at: Option<Timestamp>,
+    /// When all backoffs were last ended early.
+    backoffs_ended_at: Option<Timestamp>,
     /// The deadline of the first order of the last pass.
     oldest: Option<Deadline>,
 }
 
-/// What became of an overdue order when it was last tried.
+/// How the last try of an overdue order ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LastTry {
-    /// It was not tried, as far as is known.
+    /// It was not tried, or the try is forgotten.
     None,
     Busy,
     Failed,
@@ -74,11 +76,11 @@ pub(super) enum LastTry {
 struct BackedOff {
     until: Timestamp,
     failures: u32,
-    /// When it was last seen overdue. One that is not seen for a whole pass is forgotten.
+    /// When it was last seen overdue. An order that is not seen for a whole pass is forgotten.
     seen: Timestamp,
 }
 
-/// An order that was overdue and needed no close. Not seen for a whole pass, as is usual, it is forgotten.
+/// An order that was overdue and needed no close. It is forgotten when it is not seen for a whole pass, which is usual.
 #[derive(Debug, Clone, Copy)]
 struct Settled {
     deadline: Deadline,
@@ -99,15 +101,15 @@ impl Sweep {
             is_short: false,
             found: 0,
             to_try: 0,
-            behind: None,
+            short_pass: None,
             paused: None,
-            looked_behind_at: never,
+            newest_looked_at: never,
             cut_short: 0,
             failures: 0,
             backed_off: HashMap::new(),
             busy: HashMap::new(),
             settled: HashMap::new(),
-            looked_again_at: None,
+            backoffs_ended_at: None,
             oldest: None,
         }
     }
@@ -117,11 +119,11 @@ impl Sweep {
         self.next_at.filter(|_| !self.asking)
     }
 
-    /// The page that is wanted now, if one is. `broker_is_here`: without the broker no alarm can come, so there is
-    /// nothing to wait for.
-    pub fn page(&mut self, policy: &Policy, broker_is_here: bool, now: Timestamp) -> Option<SweepPage> {
+    /// The page that is wanted now, if any. `is_consuming`: without the broker no alarm can arrive, so there is no
+    /// alarm to wait for.
+    pub fn page(&mut self, policy: &Policy, is_consuming: bool, now: Timestamp) -> Option<SweepPage> {
         let Some(next_at) = self.next_at else {
-            // The first pass gives the alarms that waited for this worker a moment to be delivered.
+            // The first pass gives the alarms that waited for this worker some time to be delivered.
             self.next_at = Some(now + policy.sweep_every);
             return None;
         };
@@ -132,41 +134,41 @@ impl Sweep {
             self.begin_pass(now);
         }
         self.asking = true;
-        let grace = if broker_is_here { policy.sweep_grace } else { Duration::ZERO };
+        let grace = if is_consuming { policy.sweep_grace } else { Duration::ZERO };
         Some(SweepPage { grace, after: self.after.clone(), limit: policy.sweep_page })
     }
 
-    /// At the front, or behind those that a whole pass has just left alone.
+    /// Begins a pass at the front, or behind the orders that a whole pass has just skipped.
     fn begin_pass(&mut self, now: Timestamp) {
-        (self.pass_began, self.looked_behind_at) = (now, now);
+        (self.pass_began, self.newest_looked_at) = (now, now);
         (self.found, self.to_try) = (0, 0);
         self.paused = None;
-        let place = self.behind.as_ref().filter(|(_, until)| *until > now).map(|(place, _)| place.clone());
+        let place = self.short_pass.as_ref().filter(|(_, until)| *until > now).map(|(place, _)| place.clone());
         self.is_short = place.is_some();
         self.after = place;
     }
 
-    /// A long whole pass pauses for a short one: orders that fall due meanwhile do not wait for its end.
-    fn give_way(&mut self, policy: &Policy, now: Timestamp) {
-        if let Some((place, _)) = &self.behind
+    /// Pauses a long whole pass for a short one: orders that fall due meanwhile do not wait for its end.
+    fn pause_for_short_pass(&mut self, policy: &Policy, now: Timestamp) {
+        if let Some((place, _)) = &self.short_pass
             && !self.is_short
-            && now.since(self.looked_behind_at) >= policy.sweep_every
+            && now.since(self.newest_looked_at) >= policy.sweep_every
         {
             self.paused = self.after.replace(place.clone());
             self.is_short = true;
         }
     }
 
-    /// And goes on where it was. Returns whether there was one.
-    fn go_on_where_it_was(&mut self, now: Timestamp) -> bool {
+    /// Resumes a paused whole pass. Returns whether there was one.
+    fn resume_paused(&mut self, now: Timestamp) -> bool {
         self.after = self.paused.take();
         self.is_short &= self.after.is_none();
-        self.looked_behind_at = now;
+        self.newest_looked_at = now;
         self.after.is_some()
     }
 
-    /// Takes note of a page. Returns those of it that are not being left alone.
-    pub fn found(&mut self, page: SweptPage, policy: &Policy, now: Timestamp) -> Vec<Overdue> {
+    /// Takes in a page. Returns its orders that are not backed off.
+    pub fn take_page(&mut self, page: SweptPage, policy: &Policy, now: Timestamp) -> Vec<Overdue> {
         self.asking = false;
         self.failures = 0;
         if self.after.is_none() {
@@ -174,7 +176,7 @@ impl Sweep {
         }
         let before = self.after.take();
         let last = page.next.clone().or_else(|| page.orders.last().map(place_of)).or_else(|| before.clone());
-        // A statement that does not go on where it was told to would never come to an end.
+        // A statement that does not continue where it was told to would never end.
         self.after = page.next.filter(|next| before.is_none_or(|before| is_behind(next, &before)));
         let is_last = self.after.is_none();
         let found = page.orders.len();
@@ -184,8 +186,8 @@ impl Sweep {
             self.to_try += wanted.len();
         }
         if !is_last {
-            self.give_way(policy, now);
-        } else if !self.go_on_where_it_was(now) {
+            self.pause_for_short_pass(policy, now);
+        } else if !self.resume_paused(now) {
             self.end_pass(policy, now);
             self.cut_short = 0;
             if !self.is_short {
@@ -200,15 +202,15 @@ impl Sweep {
         self.backed_off.retain(|_, backed_off| backed_off.seen >= began);
         self.busy.retain(|_, seen| *seen >= began);
         self.settled.retain(|_, settled| settled.seen >= began);
-        let rest = (now.since(began) * REST_OF_A_PASS).min(LONGEST_REST_OF_A_PASS);
+        let pause = (now.since(began) * PASS_PAUSE_FACTOR).min(MAX_PASS_PAUSE);
         // Orders that fall due meanwhile are behind its last row, and are looked for as often as before.
-        let finds_few = self.to_try * FEW_OF <= self.found;
-        // Even where the next one begins at once it gives way to those behind.
-        let until = if finds_few { now + rest } else { now };
-        self.behind = last.filter(|_| rest > policy.sweep_every).map(|last| (last, until));
+        let finds_few = self.to_try * FEW_IS_ONE_IN <= self.found;
+        // Even if the next one begins at once, it is paused for the orders behind.
+        let until = if finds_few { now + pause } else { now };
+        self.short_pass = last.filter(|_| pause > policy.sweep_every).map(|last| (last, until));
     }
 
-    /// Takes note that this order is overdue still. Returns whether it is not being left alone.
+    /// Records that this order is still overdue. Returns whether it is to be tried.
     fn wants(&mut self, overdue: &Overdue, now: Timestamp) -> bool {
         let order_id = &overdue.order_id;
         if let Some(seen) = self.busy.get_mut(order_id) {
@@ -216,7 +218,7 @@ impl Sweep {
         }
         if let Some(settled) = self.settled.get_mut(order_id) {
             settled.seen = now;
-            // With another deadline it is another matter.
+            // A new deadline makes it a new case.
             if settled.until > now && settled.deadline == overdue.deadline {
                 return false;
             }
@@ -226,23 +228,24 @@ impl Sweep {
         backed_off.until <= now
     }
 
-    /// What lies behind this page can wait.
+    /// Ends the pass after this page; what is behind it can wait.
     pub fn cut_short(&mut self, policy: &Policy, now: Timestamp) {
-        if self.after.is_some() && self.cut_short < PASSES_CUT_SHORT {
+        if self.after.is_some() && self.cut_short < MAX_PASSES_CUT_SHORT {
             self.cut_short += 1;
             self.end_pass(policy, now);
         }
     }
 
-    /// The next begins at the front, when it is due.
+    /// The next pass begins at the front, when it is due.
     fn end_pass(&mut self, policy: &Policy, now: Timestamp) {
         self.after = None;
         self.next_at = Some((self.pass_began + policy.sweep_every).max(now));
     }
 
-    /// The database did not answer: the pass begins anew after a pause. A short one, for the sweep may be all there is,
-    /// and what fell due meanwhile is to be closed within a second of the database's return.
-    pub fn not_found(&mut self, policy: &Policy, now: Timestamp) {
+    /// The database did not answer: the pass begins again after a pause. A short one, because the sweep may be the only
+    /// way to find overdue orders, and what fell due meanwhile is to be closed within a second of the database's
+    /// return.
+    pub fn page_failed(&mut self, policy: &Policy, now: Timestamp) {
         self.asking = false;
         self.after = None;
         let pause = policy.doubling(self.failures).clamp(policy.sweep_every, 2 * policy.sweep_every);
@@ -250,57 +253,57 @@ impl Sweep {
         self.failures = self.failures.saturating_add(1);
     }
 
-    /// This order could not be closed: leave it alone for a while, for `longest` at most. A failure that may not make it
-    /// rest for longer does not count for those that may.
-    pub fn leave_alone(&mut self, order_id: OrderId, longest: Duration, now: Timestamp) {
+    /// This order could not be closed: backs it off, for `longest` at most. A failure whose backoff is capped by
+    /// `longest` does not lengthen later backoffs with a higher cap.
+    pub fn back_off(&mut self, order_id: OrderId, longest: Duration, now: Timestamp) {
         let failures = self.backed_off.get(&order_id).map_or(0, |backed_off| backed_off.failures);
-        let rest = FIRST_REST * 2_u32.saturating_pow(failures.min(11));
-        let failures = if rest < longest { failures + 1 } else { failures };
-        self.backed_off.insert(order_id, BackedOff { until: now + rest.min(longest), failures, seen: now });
+        let pause = FIRST_BACKOFF * 2_u32.saturating_pow(failures.min(11));
+        let failures = if pause < longest { failures + 1 } else { failures };
+        self.backed_off.insert(order_id, BackedOff { until: now + pause.min(longest), failures, seen: now });
     }
 
-    /// Somebody else has this order, or its article. That one may be a worker that cannot close it either.
+    /// Another session has locked this order or its article. That may be a worker that cannot close it either.
     pub fn note_busy(&mut self, order_id: OrderId, now: Timestamp) {
         self.busy.insert(order_id, now);
     }
 
-    /// This order needs no close. The first two times it may be a row that was changed meanwhile; found overdue ever again,
-    /// with this deadline, it is left alone for a while that grows up to `longest`.
-    pub fn settle(&mut self, order_id: OrderId, deadline: Deadline, longest: Duration, now: Timestamp) {
+    /// This order needs no close. The first two times its row may have changed meanwhile; found overdue ever again with
+    /// this deadline, it is backed off for a time that grows up to `longest`.
+    pub fn note_settled(&mut self, order_id: OrderId, deadline: Deadline, longest: Duration, now: Timestamp) {
         self.backed_off.remove(&order_id);
         self.busy.remove(&order_id);
-        if self.settled.len() >= MOST_SETTLED && !self.settled.contains_key(&order_id) {
+        if self.settled.len() >= MAX_SETTLED && !self.settled.contains_key(&order_id) {
             return;
         }
         let known = self.settled.get(&order_id).filter(|settled| settled.deadline == deadline);
         let times = known.map_or(0, |settled| settled.times) + 1;
-        let rest = match known {
+        let pause = match known {
             None => Duration::ZERO,
-            // Longer than it took to come back: of a great many that takes its time, and there are the others.
+            // Longer than it took to come back: a great many of them take time, and other orders wait.
             Some(known) => {
-                let doubling = FIRST_REST * 2_u32.saturating_pow((times - 2).min(11));
+                let doubling = FIRST_BACKOFF * 2_u32.saturating_pow((times - 2).min(11));
                 doubling.max(2 * now.since(known.tried)).min(longest)
             }
         };
-        self.settled.insert(order_id, Settled { deadline, until: now + rest, times, tried: now, seen: now });
+        self.settled.insert(order_id, Settled { deadline, until: now + pause, times, tried: now, seen: now });
     }
 
-    /// Nobody is left alone any longer. Not more often than each would be tried anyhow: that some are closed need not mean
-    /// that all can be.
-    pub fn look_again_at_all(&mut self, now: Timestamp) {
-        if self.looked_again_at.is_none_or(|at| now.since(at) >= LONGEST_REST) {
-            self.looked_again_at = Some(now);
-            self.leave_nobody_alone(now);
+    /// Ends all backoffs. Not more often than each order would be tried anyway: that some orders are closed does not
+    /// mean that all can be.
+    pub fn end_backoffs_early(&mut self, now: Timestamp) {
+        if self.backoffs_ended_at.is_none_or(|at| now.since(at) >= MAX_BACKOFF) {
+            self.backoffs_ended_at = Some(now);
+            self.end_backoffs(now);
         }
     }
 
-    fn leave_nobody_alone(&mut self, now: Timestamp) {
+    fn end_backoffs(&mut self, now: Timestamp) {
         for backed_off in self.backed_off.values_mut() {
             backed_off.until = now.min(backed_off.until);
         }
     }
 
-    /// A failure stands until the order is closed, whoever has had it since.
+    /// A failure counts until the order is closed, whichever session has locked it since.
     pub fn last_try(&self, order_id: &OrderId) -> LastTry {
         if self.is_backed_off(order_id) {
             LastTry::Failed
@@ -316,12 +319,12 @@ impl Sweep {
         self.backed_off.contains_key(order_id)
     }
 
-    /// The next page is wanted now, and nobody is left alone any longer.
+    /// The next page is wanted now, and all backoffs end.
     pub fn clock_was_set_back(&mut self, now: Timestamp) {
         self.next_at = self.next_at.map(|at| now.min(at));
         self.pass_began = now.min(self.pass_began);
-        self.looked_again_at = None;
-        self.leave_nobody_alone(now);
+        self.backoffs_ended_at = None;
+        self.end_backoffs(now);
         for backed_off in self.backed_off.values_mut() {
             backed_off.seen = now.min(backed_off.seen);
         }
@@ -333,7 +336,7 @@ impl Sweep {
             settled.seen = now.min(settled.seen);
             settled.tried = now.min(settled.tried);
         }
-        self.behind = None;
+        self.short_pass = None;
     }
 
     /// The deadline of the oldest overdue order; `None` if the last pass found none.
@@ -351,7 +354,7 @@ fn place_of(overdue: &Overdue) -> SweepPlace {
     SweepPlace { deadline: overdue.deadline, id: overdue.order_id.as_str().to_owned() }
 }
 
-/// As far as can be told: how ids are sorted the database knows.
+/// As far as can be told here: only the database knows how ids are sorted.
 fn is_behind(place: &SweepPlace, other: &SweepPlace) -> bool {
     place.deadline > other.deadline || (place.deadline == other.deadline && place.id != other.id)
 }

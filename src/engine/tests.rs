@@ -21,7 +21,7 @@ fn policy() -> Policy {
         missing_for: Duration::from_secs(30),
         max_attempts: 2,
         requeue_after: Duration::from_secs(10),
-        held_back_most: 1_000,
+        held_back_max: 1_000,
         longest_try: Duration::from_secs(4),
         // Far away, for the tests that are not about the sweep.
         sweep_every: Duration::from_secs(100_000),
@@ -36,12 +36,12 @@ fn at_ms(ms: i64) -> Timestamp {
 }
 
 fn delivered(order: &str, deadline: Timestamp, session: u64, tag: u64) -> Input {
-    let due = Alarm { order_id: OrderId::new(order).unwrap(), deadline };
+    let alarm = Alarm { order_id: OrderId::new(order).unwrap(), deadline };
     Input::Delivered(Delivered {
         receipt: Receipt { session, channel: 0, tag },
         source: SourceQueue::Timeout,
         content: Ok(DeliveredAlarm {
-            due,
+            alarm,
             attempt: 0,
             first_published_at: None,
             traceparent: None,
@@ -51,9 +51,9 @@ fn delivered(order: &str, deadline: Timestamp, session: u64, tag: u64) -> Input 
     })
 }
 
-/// The batches among the actions at this time; everything else the engine wants must be empty.
+/// The batches among the actions at this time; there must be no other action.
 fn batches(engine: &mut Engine, now: Timestamp) -> Vec<Batch> {
-    let only_batches = |errand| match errand {
+    let only_batches = |action| match action {
         Action::Close(batch) => batch,
         other => panic!("unexpected {other:?}"),
     };
@@ -64,37 +64,37 @@ fn found(outcome: Outcome) -> CloseResult {
     Ok(CloseOutcome { outcome, deadline: None })
 }
 
-/// Lets every item of a batch have the same finding; a fault is the whole batch's.
-fn answer(engine: &mut Engine, batch: Batch, finding: &CloseResult, now: Timestamp) {
+/// Gives every item of a batch the same result; an error is the whole batch's.
+fn finish(engine: &mut Engine, batch: Batch, result: &CloseResult, now: Timestamp) {
     let each = |found: &CloseOutcome| {
         batch.items.iter().map(|item| (item.alarm.order_id().clone(), Ok(found.clone()))).collect()
     };
-    let answer = finding.as_ref().map(each).map_err(Clone::clone);
-    engine.handle(Input::Closed(batch, answer), now);
+    let result = result.as_ref().map(each).map_err(Clone::clone);
+    engine.handle(Input::Closed(batch, result), now);
 }
 
 fn receipt(item: &WorkItem) -> Receipt {
     receipt_of(item).expect("a delivered item")
 }
 
-/// One alarm, due and in a closer's hands.
-fn desk_with_one_closing() -> (Engine, Batch) {
+/// One alarm, due and with a closer.
+fn engine_with_one_closing() -> (Engine, Batch) {
     let mut engine = Engine::new(policy());
     engine.handle(delivered("a", at_ms(1_000), 1, 1), at_ms(1_000));
     let batch = batches(&mut engine, at_ms(1_002)).remove(0);
     (engine, batch)
 }
 
-/// A engine whose sweep is due every 250 ms, past its first pause.
-fn sweeping_desk() -> Engine {
+/// An engine whose sweep is due every 250 ms, past its first pause.
+fn sweeping_engine() -> Engine {
     let mut engine = Engine::new(Policy { sweep_every: Duration::from_millis(250), ..policy() });
     engine.handle(Input::SessionOpened(1), at_ms(0));
     assert_eq!(engine.poll_actions(at_ms(0)), vec![]);
     engine
 }
 
-/// Runs a engine until `end`, ten milliseconds at a time. Its sweep finds what of `overdue` is not closed; `close` says what
-/// becomes of a batch. Returns who was closed, sorted.
+/// Runs an engine until `end`, ten milliseconds at a time. Its sweep finds what of `overdue` is not closed; `close`
+/// returns the result of a batch. Returns the closed orders, sorted.
 fn run_until(
     engine: &mut Engine,
     now: &mut Timestamp,
@@ -104,19 +104,19 @@ fn run_until(
 ) -> Vec<String> {
     let mut closed: Vec<String> = Vec::new();
     while *now < end {
-        for errand in engine.poll_actions(*now) {
-            match errand {
+        for action in engine.poll_actions(*now) {
+            match action {
                 Action::Sweep(_) => {
                     let is_open = |(id, _): &&(&str, i64)| !closed.iter().any(|one| one == id);
                     let open: Vec<(&str, i64)> = overdue.iter().filter(is_open).copied().collect();
                     engine.handle(swept(&open), *now);
                 }
                 Action::Close(batch) => {
-                    let finding = close(&batch, *now);
-                    if finding == found(Outcome::Closed) {
+                    let result = close(&batch, *now);
+                    if result == found(Outcome::Closed) {
                         closed.extend(names(&batch).into_iter().map(str::to_owned));
                     }
-                    answer(engine, batch, &finding, *now);
+                    finish(engine, batch, &result, *now);
                 }
                 Action::Settle(_) | Action::Rearm(_) => {}
                 other => panic!("unexpected {other:?}"),
@@ -153,29 +153,29 @@ fn names(batch: &Batch) -> Vec<&str> {
 }
 
 #[test]
-fn a_far_alarm_is_armed_and_acknowledged_only_when_that_is_confirmed() {
+fn far_alarm_is_acknowledged_after_rearm_confirm() {
     let mut engine = Engine::new(policy());
     engine.handle(delivered("a", at_ms(60_000), 1, 7), at_ms(1_000));
-    let [Action::Rearm(jobs)] = &engine.poll_actions(at_ms(1_000))[..] else { panic!() };
-    assert_eq!(jobs[0].wanted, Wanted::BeforeDeadline);
-    engine.handle(Input::Rearmed(vec![jobs[0].receipt]), at_ms(1_001));
-    assert_eq!(engine.poll_actions(at_ms(1_001)), vec![Action::Settle(vec![(jobs[0].receipt, Settlement::Ack)])]);
+    let [Action::Rearm(rearms)] = &engine.poll_actions(at_ms(1_000))[..] else { panic!() };
+    assert_eq!(rearms[0].wanted, Wanted::BeforeDeadline);
+    engine.handle(Input::Rearmed(vec![rearms[0].receipt]), at_ms(1_001));
+    assert_eq!(engine.poll_actions(at_ms(1_001)), vec![Action::Settle(vec![(rearms[0].receipt, Settlement::Ack)])]);
 }
 
 #[test]
-fn the_inbox_is_never_held_back() {
+fn inbox_alarms_are_never_held() {
     let mut engine = Engine::new(policy());
     let Input::Delivered(mut near) = delivered("a", at_ms(2_000), 1, 7) else { unreachable!() };
     near.source = SourceQueue::Inbox;
     engine.handle(Input::Delivered(near), at_ms(1_000));
     assert!(
-        matches!(&engine.poll_actions(at_ms(1_000))[..], [Action::Rearm(jobs)] if jobs[0].wanted == Wanted::BeforeDeadline)
+        matches!(&engine.poll_actions(at_ms(1_000))[..], [Action::Rearm(rearms)] if rearms[0].wanted == Wanted::BeforeDeadline)
     );
     assert_eq!(engine.held(), 0);
 }
 
 #[test]
-fn a_second_alarm_is_acknowledged_at_once_but_a_second_delivery_takes_the_place_of_the_first() {
+fn duplicate_is_acknowledged_redelivery_replaces_first() {
     let mut engine = Engine::new(policy());
     let (deadline, now) = (at_ms(5_000), at_ms(1_000));
     engine.handle(delivered("a", deadline, 1, 1), now);
@@ -184,26 +184,22 @@ fn a_second_alarm_is_acknowledged_at_once_but_a_second_delivery_takes_the_place_
     assert_eq!(engine.poll_actions(now), vec![Action::Settle(vec![(second, Settlement::Ack)])]);
     // The session is lost; the broker delivers the first again.
     engine.handle(delivered("a", deadline, 2, 1), now);
-    assert_eq!(
-        engine.poll_actions(now),
-        vec![],
-        "acknowledging it would leave the order without an alarm at the broker"
-    );
+    assert_eq!(engine.poll_actions(now), vec![], "acknowledging it would leave the order without an alarm");
     let batch = batches(&mut engine, at_ms(5_000)).remove(0);
     assert_eq!(receipt(&batch.items[0]), Receipt { session: 2, channel: 0, tag: 1 });
 }
 
 #[test]
-fn a_locked_order_comes_back_within_a_second_again_and_again_then_by_way_of_the_broker_and_counts_no_attempt() {
-    let (mut engine, mut batch) = desk_with_one_closing();
+fn locked_order_is_retried_without_counting_attempts() {
+    let (mut engine, mut batch) = engine_with_one_closing();
     let mut now = at_ms(1_010);
     let began = now;
     for round in 0.. {
-        answer(&mut engine, batch, &found(Outcome::Busy), now);
+        finish(&mut engine, batch, &found(Outcome::Busy), now);
         if now.since(began) >= policy().requeue_after {
-            let [Action::Rearm(jobs)] = &engine.poll_actions(now)[..] else { panic!() };
-            assert!(matches!(jobs[0].wanted, Wanted::NotBefore(_)));
-            assert_eq!((jobs[0].alarm.attempt, round > 10), (0, true));
+            let [Action::Rearm(rearms)] = &engine.poll_actions(now)[..] else { panic!() };
+            assert!(matches!(rearms[0].wanted, Wanted::NotBefore(_)));
+            assert_eq!((rearms[0].alarm.attempt, round > 10), (0, true));
             break;
         }
         let wake_at = engine.next_wakeup().unwrap();
@@ -215,27 +211,27 @@ fn a_locked_order_comes_back_within_a_second_again_and_again_then_by_way_of_the_
 }
 
 #[test]
-fn an_order_that_cannot_be_closed_goes_through_the_broker_and_is_parked_in_the_end() {
-    let (mut engine, mut batch) = desk_with_one_closing();
-    let fault = Err(CloseError::Rejected("a trigger says no".into()));
+fn rejected_order_is_retried_then_parked() {
+    let (mut engine, mut batch) = engine_with_one_closing();
+    let error = Err(CloseError::Rejected("a trigger says no".into()));
     let mut now = at_ms(1_010);
     // 50, 100, … 800 ms here, then a second or more at the broker.
-    let job = loop {
-        answer(&mut engine, batch, &fault, now);
+    let rearm = loop {
+        finish(&mut engine, batch, &error, now);
         now = engine.next_wakeup().unwrap().min(now + Duration::from_secs(2)) + Duration::from_millis(2);
         match engine.poll_actions(now).into_iter().next() {
-            Some(Action::Rearm(jobs)) => break jobs[0].clone(),
+            Some(Action::Rearm(rearms)) => break rearms[0].clone(),
             Some(Action::Close(next)) => batch = next,
             None => batch = batches(&mut engine, now + Duration::from_millis(2)).remove(0),
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(job.alarm.attempt, 1);
-    assert!(matches!(job.wanted, Wanted::NotBefore(moment) if moment.since(now) <= Duration::from_secs(2)));
-    let mut last = job.alarm;
+    assert_eq!(rearm.alarm.attempt, 1);
+    assert!(matches!(rearm.wanted, Wanted::NotBefore(moment) if moment.since(now) <= Duration::from_secs(2)));
+    let mut last = rearm.alarm;
     last.attempt = policy().max_attempts;
-    let item = WorkItem::new(last, Origin::Delivered(job.receipt));
-    answer(&mut engine, Batch { by: ClosedBy::Alarm, items: vec![item], wait: LockMode::WaitFresh }, &fault, now);
+    let item = WorkItem::new(last, Origin::Delivered(rearm.receipt));
+    finish(&mut engine, Batch { by: ClosedBy::Alarm, items: vec![item], lock_mode: LockMode::WaitFresh }, &error, now);
     let [Action::Park(dead_letters)] = &engine.poll_actions(now)[..] else { panic!() };
     assert_eq!(
         (dead_letters[0].0.reason, dead_letters[0].0.detail.as_str()),
@@ -244,47 +240,43 @@ fn an_order_that_cannot_be_closed_goes_through_the_broker_and_is_parked_in_the_e
 }
 
 #[test]
-fn an_unknown_order_is_parked_when_its_transaction_must_have_ended() {
-    let (mut engine, mut batch) = desk_with_one_closing();
+fn unknown_order_is_parked_after_grace() {
+    let (mut engine, mut batch) = engine_with_one_closing();
     batch.items[0].alarm.first_published_at = Some(at_ms(0));
-    answer(&mut engine, batch, &found(Outcome::Unknown), at_ms(30_001));
+    finish(&mut engine, batch, &found(Outcome::Unknown), at_ms(30_001));
     let [Action::Park(dead_letters)] = &engine.poll_actions(at_ms(30_001))[..] else { panic!() };
     assert_eq!(dead_letters[0].0.reason, ParkReason::UnknownOrder);
 }
 
 #[test]
-fn an_extended_order_is_held_or_armed_for_its_new_deadline_and_never_spun_on() {
-    let (mut engine, batch) = desk_with_one_closing();
+fn extended_order_waits_for_its_new_deadline() {
+    let (mut engine, batch) = engine_with_one_closing();
     let extended = |deadline| Ok(CloseOutcome { outcome: Outcome::NotDue, deadline: Some(deadline) });
-    answer(&mut engine, batch.clone(), &extended(at_ms(3_000)), at_ms(1_010));
+    finish(&mut engine, batch.clone(), &extended(at_ms(3_000)), at_ms(1_010));
     assert_eq!(engine.next_wakeup(), Some(at_ms(3_000)));
 
-    let (mut engine, batch) = desk_with_one_closing();
-    answer(&mut engine, batch, &extended(at_ms(90_000)), at_ms(1_010));
+    let (mut engine, batch) = engine_with_one_closing();
+    finish(&mut engine, batch, &extended(at_ms(90_000)), at_ms(1_010));
     assert!(
-        matches!(&engine.poll_actions(at_ms(1_010))[..], [Action::Rearm(jobs)] if jobs[0].alarm.deadline() == at_ms(90_000))
+        matches!(&engine.poll_actions(at_ms(1_010))[..], [Action::Rearm(rearms)] if rearms[0].alarm.deadline() == at_ms(90_000))
     );
 
-    let (mut engine, batch) = desk_with_one_closing();
-    answer(&mut engine, batch, &extended(at_ms(1_005)), at_ms(1_010));
-    assert_eq!(
-        engine.next_wakeup(),
-        Some(at_ms(1_011)),
-        "due by our reckoning, not by the database's: wait, do not spin"
-    );
+    let (mut engine, batch) = engine_with_one_closing();
+    finish(&mut engine, batch, &extended(at_ms(1_005)), at_ms(1_010));
+    assert_eq!(engine.next_wakeup(), Some(at_ms(1_011)), "due by our clock, not by the database's: wait, do not spin");
 }
 
 #[test]
-fn an_order_that_is_not_due_though_its_deadline_has_passed_is_a_failure_in_the_end() {
-    let (mut engine, mut batch) = desk_with_one_closing();
+fn not_due_past_deadline_becomes_failure() {
+    let (mut engine, mut batch) = engine_with_one_closing();
     let not_due = Ok(CloseOutcome { outcome: Outcome::NotDue, deadline: Some(at_ms(1_000)) });
     let mut now = at_ms(1_010);
     for rounds in 0_u32.. {
-        answer(&mut engine, batch, &not_due, now);
+        finish(&mut engine, batch, &not_due, now);
         match engine.poll_actions(now).pop() {
-            Some(Action::Rearm(jobs)) => {
+            Some(Action::Rearm(rearms)) => {
                 assert_eq!(
-                    (jobs[0].alarm.attempt, rounds),
+                    (rearms[0].alarm.attempt, rounds),
                     (1, 8 + 5),
                     "eight for the clocks, five as after any failure"
                 );
@@ -298,9 +290,9 @@ fn an_order_that_is_not_due_though_its_deadline_has_passed_is_a_failure_in_the_e
 }
 
 #[test]
-fn a_deadline_moved_out_of_sight_is_parked() {
-    let (mut engine, batch) = desk_with_one_closing();
-    answer(
+fn deadline_moved_too_far_is_parked() {
+    let (mut engine, batch) = engine_with_one_closing();
+    finish(
         &mut engine,
         batch,
         &Ok(CloseOutcome { outcome: Outcome::NotDue, deadline: Some(at_ms(i64::MAX / 1_000)) }),
@@ -311,40 +303,40 @@ fn a_deadline_moved_out_of_sight_is_parked() {
 }
 
 #[test]
-fn what_the_broker_did_not_confirm_is_armed_again_later_unless_it_was_delivered_anew() {
+fn unconfirmed_rearm_is_retried_unless_redelivered() {
     let mut engine = Engine::new(policy());
     engine.handle(Input::SessionOpened(1), at_ms(1_000));
     engine.handle(delivered("a", at_ms(60_000), 1, 7), at_ms(1_000));
-    let Some(Action::Rearm(jobs)) = engine.poll_actions(at_ms(1_000)).pop() else { panic!() };
-    engine.handle(Input::NotRearmed(jobs.clone()), at_ms(1_010));
+    let Some(Action::Rearm(rearms)) = engine.poll_actions(at_ms(1_000)).pop() else { panic!() };
+    engine.handle(Input::NotRearmed(rearms.clone()), at_ms(1_010));
     assert_eq!(engine.poll_actions(at_ms(1_059)), vec![]);
     assert_eq!(engine.next_wakeup(), Some(at_ms(1_060)));
-    assert_eq!(engine.poll_actions(at_ms(1_060)), vec![Action::Rearm(jobs.clone())]);
-    engine.handle(Input::NotRearmed(jobs), at_ms(1_070));
+    assert_eq!(engine.poll_actions(at_ms(1_060)), vec![Action::Rearm(rearms.clone())]);
+    engine.handle(Input::NotRearmed(rearms), at_ms(1_070));
     engine.handle(Input::SessionOpened(2), at_ms(1_080));
     assert_eq!(
         engine.poll_actions(at_ms(9_000)),
         vec![],
-        "the broker delivers it again; armed here too there would be two"
+        "the broker redelivers it; rearmed here too there would be two"
     );
-    assert!(engine.wants_deliveries(at_ms(20_000)), "nothing is failing any more");
+    assert!(engine.wants_deliveries(at_ms(20_000)), "nothing fails any more");
 }
 
 #[test]
-fn an_alarm_that_is_refused_while_others_are_armed_goes_back_in_time_and_ends_no_intake() {
+fn refused_rearm_is_requeued_and_keeps_intake() {
     let mut engine = Engine::new(policy());
     engine.handle(Input::SessionOpened(1), at_ms(1_000));
     engine.handle(delivered("refused", at_ms(60_000), 1, 1), at_ms(1_000));
     let mut now = at_ms(1_000);
-    let Some(Action::Rearm(mut jobs)) = engine.poll_actions(now).pop() else { panic!() };
-    let refused = jobs[0].receipt;
+    let Some(Action::Rearm(mut rearms)) = engine.poll_actions(now).pop() else { panic!() };
+    let refused = rearms[0].receipt;
     for tag in 2.. {
         // Another is armed meanwhile.
         engine.handle(delivered(&format!("order-{tag}"), at_ms(60_000), 1, tag), now);
         let Some(Action::Rearm(other)) = engine.poll_actions(now).pop() else { panic!() };
         engine.handle(Input::Rearmed(vec![other[0].receipt]), now);
         let Some(Action::Settle(_)) = engine.poll_actions(now).pop() else { panic!() };
-        engine.handle(Input::RearmRefused(jobs), now);
+        engine.handle(Input::RearmRefused(rearms), now);
         assert!(engine.wants_deliveries(now));
         if now.since(at_ms(1_000)) >= policy().requeue_after {
             assert_eq!(engine.poll_actions(now), vec![Action::Settle(vec![(refused, Settlement::Requeue)])]);
@@ -352,18 +344,15 @@ fn an_alarm_that_is_refused_while_others_are_armed_goes_back_in_time_and_ends_no
         }
         let wake_at = engine.next_wakeup().unwrap();
         assert!(wake_at.since(now) <= policy().retry_longest, "after {:?}", wake_at.since(now));
-        assert!(
-            tag < 6 || wake_at.since(now) > policy().retry_first,
-            "the others' success does not shorten its pauses"
-        );
+        assert!(tag < 6 || wake_at.since(now) > policy().retry_first, "others' success does not shorten its pauses");
         now = wake_at;
         let Some(Action::Rearm(again)) = engine.poll_actions(now).pop() else { panic!() };
-        jobs = again;
+        rearms = again;
     }
 }
 
 #[test]
-fn a_row_that_is_refused_goes_back_in_time_and_ends_no_intake_while_a_database_that_is_away_does() {
+fn only_database_outage_ends_intake_when_parking() {
     for refused in [true, false] {
         let mut engine = Engine::new(policy());
         engine.handle(Input::SessionOpened(1), at_ms(1_000));
@@ -386,7 +375,7 @@ fn a_row_that_is_refused_goes_back_in_time_and_ends_no_intake_while_a_database_t
 }
 
 #[test]
-fn a_heap_of_nonsense_is_parked_bit_by_bit() {
+fn many_dead_letters_are_parked_in_portions() {
     let mut engine = Engine::new(policy());
     for tag in 0..1_000 {
         engine.handle(delivered("a", at_ms(253_370_764_800_000), 1, tag), at_ms(1_000));
@@ -394,9 +383,9 @@ fn a_heap_of_nonsense_is_parked_bit_by_bit() {
     let mut parked = 0;
     while parked < 1_000 {
         let mut actions = engine.poll_actions(at_ms(1_000));
-        actions.retain(|errand| matches!(errand, Action::Park(_)));
+        actions.retain(|action| matches!(action, Action::Park(_)));
         let Some(Action::Park(dead_letters)) = actions.pop() else { panic!("nothing to park") };
-        assert!(actions.is_empty() && dead_letters.len() <= PARKED_AT_ONCE);
+        assert!(actions.is_empty() && dead_letters.len() <= MAX_PARKED_AT_ONCE);
         assert!(!matches!(engine.poll_actions(at_ms(1_000))[..], [Action::Park(_), ..]), "one statement at a time");
         parked += dead_letters.len();
         engine.handle(Input::Parked(dead_letters.into_iter().map(|(_, receipt)| receipt).collect()), at_ms(1_000));
@@ -404,26 +393,26 @@ fn a_heap_of_nonsense_is_parked_bit_by_bit() {
 }
 
 #[test]
-fn a_clock_that_is_set_back_makes_no_pause_longer() {
+fn clock_set_back_lengthens_no_pause() {
     const HOUR_MS: i64 = 3_600_000;
-    let mut engine = sweeping_desk();
+    let mut engine = sweeping_engine();
     let now = at_ms(2 * HOUR_MS);
     swept_page(&mut engine, now);
     engine.handle(swept(&[]), now);
     engine.handle(delivered("busy", now, 1, 1), now);
     let batch = batches(&mut engine, at_ms(2 * HOUR_MS + 2)).remove(0);
-    answer(&mut engine, batch, &found(Outcome::Busy), at_ms(2 * HOUR_MS + 3));
+    finish(&mut engine, batch, &found(Outcome::Busy), at_ms(2 * HOUR_MS + 3));
     engine.handle(delivered("held", at_ms(2 * HOUR_MS + 9_000), 1, 2), at_ms(2 * HOUR_MS + 4));
     assert_eq!(engine.held(), 2);
 
     let back = at_ms(HOUR_MS);
     let actions = engine.poll_actions(back);
-    assert!(matches!(&actions[..], [Action::Sweep(_), Action::Rearm(jobs)] if jobs.len() == 2), "{actions:?}");
+    assert!(matches!(&actions[..], [Action::Sweep(_), Action::Rearm(rearms)] if rearms.len() == 2), "{actions:?}");
 }
 
 #[test]
-fn draining_gives_back_what_waits_and_finishes_what_is_begun() {
-    let (mut engine, batch) = desk_with_one_closing();
+fn draining_requeues_waiting_and_finishes_closing() {
+    let (mut engine, batch) = engine_with_one_closing();
     engine.handle(delivered("held", at_ms(9_000), 1, 2), at_ms(1_002));
     engine.drain();
     engine.handle(delivered("late", at_ms(1_000), 1, 3), at_ms(1_003));
@@ -431,13 +420,13 @@ fn draining_gives_back_what_waits_and_finishes_what_is_begun() {
     let given_back = vec![(receipt(2), Settlement::Requeue), (receipt(3), Settlement::Requeue)];
     assert_eq!(engine.poll_actions(at_ms(1_003)), vec![Action::Settle(given_back)]);
     assert!(!engine.closers_are_idle());
-    answer(&mut engine, batch, &found(Outcome::Closed), at_ms(1_004));
+    finish(&mut engine, batch, &found(Outcome::Closed), at_ms(1_004));
     assert!(engine.closers_are_idle());
     assert_eq!(engine.poll_actions(at_ms(1_004)), vec![Action::Settle(vec![(receipt(1), Settlement::Ack)])]);
 }
 
 #[test]
-fn a_deadline_in_the_year_9999_is_parked() {
+fn deadline_in_year_9999_is_parked() {
     let mut engine = Engine::new(policy());
     engine.handle(delivered("a", at_ms(253_370_764_800_000), 1, 1), at_ms(1_000));
     assert!(
@@ -446,25 +435,25 @@ fn a_deadline_in_the_year_9999_is_parked() {
 }
 
 #[test]
-fn what_came_in_a_session_that_has_ended_is_not_armed_beside_its_second_delivery() {
+fn alarm_of_ended_session_is_not_rearmed() {
     let mut engine = Engine::new(policy());
     engine.handle(Input::SessionOpened(1), at_ms(1_000));
     engine.handle(Input::SessionEnded, at_ms(1_001));
-    let Input::Delivered(due) = delivered("a", at_ms(90_000), 1, 1) else { unreachable!() };
-    engine.handle(Input::Delivered(Delivered { source: SourceQueue::Inbox, ..due }), at_ms(1_002));
+    let Input::Delivered(near) = delivered("a", at_ms(90_000), 1, 1) else { unreachable!() };
+    engine.handle(Input::Delivered(Delivered { source: SourceQueue::Inbox, ..near }), at_ms(1_002));
     assert_eq!(engine.poll_actions(at_ms(1_002)), vec![], "it was on its way from the session to the engine");
 
     let not_due = Ok(CloseOutcome { outcome: Outcome::NotDue, deadline: Some(at_ms(90_000)) });
-    let (mut engine, batch) = desk_with_one_closing();
+    let (mut engine, batch) = engine_with_one_closing();
     engine.handle(Input::SessionOpened(1), at_ms(1_004));
     engine.handle(Input::SessionEnded, at_ms(1_005));
-    answer(&mut engine, batch.clone(), &not_due, at_ms(1_010));
+    finish(&mut engine, batch.clone(), &not_due, at_ms(1_010));
     assert_eq!(engine.poll_actions(at_ms(1_010)), vec![]);
 
-    let (mut engine, batch) = desk_with_one_closing();
+    let (mut engine, batch) = engine_with_one_closing();
     engine.handle(Input::SessionOpened(1), at_ms(1_004));
     engine.handle(Input::SessionEnded, at_ms(1_005));
     engine.handle(Input::SessionOpened(2), at_ms(1_006));
-    answer(&mut engine, batch, &not_due, at_ms(1_010));
+    finish(&mut engine, batch, &not_due, at_ms(1_010));
     assert_eq!(engine.poll_actions(at_ms(1_010)), vec![]);
 }

@@ -239,9 +239,9 @@ mod tests {
         }
 
         fn close(&mut self, id: &str, deadline: i64, outcome: Outcome) {
-            let due = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(deadline) };
+            let alarm = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(deadline) };
             let alarm = DeliveredAlarm {
-                due,
+                alarm,
                 attempt: 0,
                 first_published_at: None,
                 traceparent: None,
@@ -249,7 +249,7 @@ mod tests {
             };
             let order_id = alarm.order_id().clone();
             let item = WorkItem { alarm, origin: Origin::Swept, pauses: 0, disagreements: 0, paused_since: None };
-            let batch = Batch { by: ClosedBy::Sweep, items: vec![item], wait: LockMode::NoWait };
+            let batch = Batch { by: ClosedBy::Sweep, items: vec![item], lock_mode: LockMode::NoWait };
             let found =
                 (outcome != Outcome::Unknown).then_some((order_id, Ok(CloseOutcome { outcome, deadline: None })));
             self.watch.answered(&batch, &Ok(found.into_iter().collect()), self.now);

@@ -1,8 +1,8 @@
-//! The wheel by example, then for whatever settings are accepted: nothing comes late, no retry comes early, nothing goes
-//! round, and no slot keeps anybody behind another, whoever was away for how long.
+//! The wheel by example, then for every accepted configuration: no alarm comes late, no retry comes early, none loops,
+//! and no slot keeps an alarm behind another, whatever was away for however long.
 //!
-//! Pure: a broker's slots and a worker are modelled as queues; time is a number. Publishers do not occur, for none of
-//! their clocks has a say in the wheel.
+//! Pure: a broker's slots and a worker are modelled as queues; time is a number. Publishers do not occur, because the
+//! wheel does not depend on their clocks.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::LazyLock;
@@ -20,12 +20,12 @@ use crate::order::{CloseError, OrderId};
 
 type Checked = Result<(), TestCaseError>;
 
-/// What a TTL in whole milliseconds may add.
+/// What rounding a TTL up to whole milliseconds may add.
 const ROUNDING: Duration = Duration::from_millis(1);
-/// What a deadline may lie ahead, whatever the rings: none, next to none, about a minute, an hour, months, years.
+/// How far ahead a deadline may be, whatever the rings: none, next to none, about a minute, an hour, months, years.
 const DELAYS_MS: [u64; 7] = [0, 1, 59_999, 60_000, 61 * 60_000, 32 * 86_400_000, 2 * 365 * 86_400_000];
 /// So that no test follows an alarm through more stays in the coarsest ring than this.
-const MOST_STAYS: u32 = 300;
+const MAX_STAYS: u32 = 300;
 
 fn ring(name: &str, unit_s: u64, slots: u16, early_s: u64) -> Ring {
     Ring { name: name.into(), unit: Duration::from_secs(unit_s), slots, early: Duration::from_secs(early_s) }
@@ -44,7 +44,7 @@ fn shifted(moment: Timestamp, micros: i64) -> Timestamp {
 }
 
 #[test]
-fn rings_that_could_loop_are_refused() {
+fn rings_that_could_loop_are_rejected() {
     // 16 units of 5 s reach 80 s; a 1 m slot hands over up to 70 s ahead; a 2 m slot up to 130 s.
     assert!(Wheel::new(vec![ring("5s", 5, 20, 5), ring("1m", 60, 90, 10)]).is_ok());
     let gap = Wheel::new(vec![ring("5s", 5, 20, 5), ring("2m", 120, 90, 10)]).unwrap_err();
@@ -53,24 +53,24 @@ fn rings_that_could_loop_are_refused() {
 }
 
 #[test]
-fn a_slot_lets_go_its_margin_before_its_unit_begins() {
+fn slot_is_released_its_margin_early() {
     let Place::Slot { ring: 0, slot, ttl } = wheel().place(at(1_033), at(1_000)) else { panic!() };
     assert_eq!((slot, ttl), (206 % 20, Duration::from_secs(1_030 - 5 - 1_000)));
 }
 
 #[test]
-fn what_is_due_soon_goes_straight_to_processing() {
+fn due_soon_goes_straight_to_processing() {
     assert_eq!(wheel().place(at(1_003), at(1_000)), Place::Due);
     assert_eq!(wheel().place(at(900), at(1_000)), Place::Due);
 }
 
 #[test]
-fn a_retry_takes_the_first_slot_that_does_not_let_go_before_its_time() {
+fn retry_takes_first_slot_after_its_time() {
     let in_slot = |wake_at| match wheel().place_retry(wake_at, at(1_000)) {
         Place::Slot { ring, ttl, .. } => (ring, ttl),
         Place::Due => panic!("it comes back at once"),
     };
-    // Finest slots let go at 1 000 s, 1 005 s and so on, those of a minute ten seconds before the minute.
+    // The finest slots are released at 1 000 s, 1 005 s and so on, those of a minute ten seconds before the minute.
     assert_eq!(in_slot(shifted(at(1_000), 1)), (0, Duration::from_secs(5)));
     assert_eq!(in_slot(at(1_005)), (0, Duration::from_secs(5)));
     assert_eq!(in_slot(shifted(at(1_005), 1)), (0, Duration::from_secs(10)));
@@ -80,26 +80,26 @@ fn a_retry_takes_the_first_slot_that_does_not_let_go_before_its_time() {
 }
 
 #[test]
-fn a_lead_that_is_longer_than_the_finest_ring_reaches_leaves_retries_their_wait() {
+fn long_lead_leaves_retries_their_wait() {
     for (lead_s, finest) in [(90, ring("5s", 5, 20, 90)), (10, ring("1s", 1, 12, 10))] {
         let unit = finest.unit;
         let wheel = Wheel::new(vec![finest]).unwrap();
         let Place::Slot { ttl, .. } = wheel.place_retry(at(1_002), at(1_000)) else { panic!("lead {lead_s}") };
         assert!((Duration::from_secs(2)..Duration::from_secs(2) + unit).contains(&ttl), "lead {lead_s}: {ttl:?}");
         let far = wheel.place(at(5_000), at(1_000));
-        assert!(matches!(far, Place::Slot { .. }), "lead {lead_s}: what is far away goes round and round");
+        assert!(matches!(far, Place::Slot { .. }), "lead {lead_s}: distant alarms loop");
     }
 }
 
 #[test]
-fn the_desk_asks_for_no_longer_wait_than_settings_provide_for() {
+fn engine_asks_for_no_excessive_wait() {
     let settings = Settings::defaults();
     let mut longest = Duration::ZERO;
     for attempt in 0..40 {
         let mut engine = Engine::new(policy(&settings));
-        let due = Alarm { order_id: OrderId::new("order-1").unwrap(), deadline: at(1_000) };
+        let alarm = Alarm { order_id: OrderId::new("order-1").unwrap(), deadline: at(1_000) };
         let alarm =
-            DeliveredAlarm { due, attempt, first_published_at: None, traceparent: None, returns: Returns::default() };
+            DeliveredAlarm { alarm, attempt, first_published_at: None, traceparent: None, returns: Returns::default() };
         let receipt = Receipt { session: 1, channel: 0, tag: 1 };
         engine.handle(
             Input::Delivered(Delivered { receipt, source: SourceQueue::Timeout, content: Ok(alarm), death: None }),
@@ -107,11 +107,11 @@ fn the_desk_asks_for_no_longer_wait_than_settings_provide_for() {
         );
         for now in (0..1_000).map(|tenths| at(1_000) + tenths * Duration::from_millis(100)) {
             let mut actions = VecDeque::from(engine.poll_actions(now));
-            while let Some(errand) = actions.pop_front() {
-                if let Action::Rearm(jobs) = &errand {
-                    let Wanted::NotBefore(moment) = jobs[0].wanted else { panic!("{jobs:?}") };
+            while let Some(action) = actions.pop_front() {
+                if let Action::Rearm(rearms) = &action {
+                    let Wanted::NotBefore(moment) = rearms[0].wanted else { panic!("{rearms:?}") };
                     longest = longest.max(moment.since(now));
-                } else if let Action::Close(batch) = errand {
+                } else if let Action::Close(batch) = action {
                     engine.handle(Input::Closed(batch, Err(CloseError::Rejected("a trigger says no".into()))), now);
                     actions.extend(engine.poll_actions(now));
                 }
@@ -128,12 +128,12 @@ fn policy(settings: &Settings) -> Policy {
 
 // ------------------------------------------------------------------------------------------------ accepted settings
 
-/// A ring as it is drawn: how many units the finer one's reach holds, in thousandths, and the margin in thousandths of
-/// what that leaves; or, for the finest, a unit.
+/// A ring as it is drawn: its unit in thousandths of the finer ring's reach, its slots, and its margin in thousandths
+/// of what that leaves.
 type DrawnRing = (u64, u16, u64);
 
-/// Settings as `Settings::validate` accepts them, the lead longer than the finest ring among them, with `hold_max` from
-/// the shortest that goes with them. What is drawn is close to what is accepted, on both sides.
+/// Settings that `Settings::validate` accepts, including a lead longer than the finest ring, with `hold_max` from the
+/// shortest that is allowed with them. What is drawn is close to what is accepted, on both sides.
 fn accepted() -> impl Strategy<Value = Settings> {
     let unit_ms = prop_oneof![Just(100_u64), 100..2_000_u64, 1_000..60_000_u64, Just(5_000_u64)];
     let lead_ms = prop_oneof![Just(0_u64), 0..2_000_u64, 0..20_000_u64, 0..=600_000_u64];
@@ -141,7 +141,7 @@ fn accepted() -> impl Strategy<Value = Settings> {
     let coarser = proptest::collection::vec((1..1_020_u64, slots.clone(), 0..1_020_u64), 0..4);
     let longest_ms = prop_oneof![Just(1_000_u64), 1..2_000_u64, 1..=60_000_u64];
     (unit_ms, lead_ms, slots, coarser, prop_oneof![Just(0_u64), 0..600_000_u64], longest_ms).prop_filter_map(
-        "settings that are refused",
+        "rejected settings",
         |(unit_ms, lead_ms, slots, coarser, hold_more_ms, longest_ms)| {
             let settings = drawn(unit_ms, lead_ms, slots, &coarser, hold_more_ms, longest_ms);
             settings.validate().is_ok().then_some(settings)
@@ -181,7 +181,7 @@ fn drawn(
 #[derive(Debug, Clone)]
 enum Span {
     Millis(u64),
-    /// So many units of one of its rings, and a little more or less.
+    /// This many units of one of its rings, and a little more or less.
     Units {
         ring: Index,
         units: u32,
@@ -213,57 +213,59 @@ impl Span {
             Self::Round { ring, whole: true, more_us } => (ring.get(wheel.rings()).span(), *more_us),
             Self::Round { ring, whole: false, more_us } => (ring.get(wheel.rings()).reach(), *more_us),
         };
-        let most = coarsest(wheel).longest_wait() * MOST_STAYS;
+        let most = coarsest(wheel).longest_wait() * MAX_STAYS;
         shifted(Timestamp::from_unix_micros(0) + length, more_us).since(Timestamp::from_unix_micros(0)).min(most)
     }
 }
 
-/// Any time, and often one at which a slot's unit begins or at which it lets go.
+/// Any time, and often one at which a slot's unit begins or at which a slot is released.
 fn time() -> impl Strategy<Value = (i64, Option<(Index, bool, i64)>)> {
     (0..4_000_000_000_000_000_i64, proptest::option::of((any::<Index>(), any::<bool>(), -2..=2_i64)))
 }
 
 fn moment((any_us, boundary): (i64, Option<(Index, bool, i64)>), wheel: &Wheel) -> Timestamp {
-    let Some((ring, lets_go, more_us)) = boundary else { return Timestamp::from_unix_micros(any_us) };
+    let Some((ring, is_released, more_us)) = boundary else { return Timestamp::from_unix_micros(any_us) };
     let ring = ring.get(wheel.rings());
     let begins = Timestamp::from_unix_micros(any_us - any_us.rem_euclid(ring.unit_micros()));
-    shifted(if lets_go { begins - ring.early } else { begins }, more_us)
+    shifted(if is_released { begins - ring.early } else { begins }, more_us)
 }
 
 fn coarsest(wheel: &Wheel) -> &Ring {
     wheel.rings().last().expect("one at least")
 }
 
-/// In how many slots an alarm waits at most, one after the other: for each ring, one; and before that one for each stay
+/// In how many slots an alarm waits at most, one after the other: one for each ring, and before that one for each stay
 /// in the coarsest ring, which lasts as long as its reach less a unit.
-fn most_hops(wheel: &Wheel, ahead: Duration) -> u128 {
+fn max_hops(wheel: &Wheel, ahead: Duration) -> u128 {
     wheel.rings().len() as u128 + ahead.as_micros() / coarsest(wheel).longest_wait().as_micros() + 1
 }
 
 // ------------------------------------------------------------------------------------------- one alarm, by itself
 
-/// Where an alarm goes, and that its place is one that it should have.
+/// Returns where an alarm goes, and checks that this is an allowed place.
 fn placed(settings: &Settings, wheel: &Wheel, due: Timestamp, now: Timestamp) -> Result<Place, TestCaseError> {
     let place = wheel.place(due, now);
     match place {
-        // With the two seconds that `Settings::validate` leaves for the way, it is held: it does not come back.
+        // With the two seconds that `Settings::validate` leaves for the way, the worker holds it: it does not come
+        // back.
         Place::Due => {
             let longest_hold = settings.worker.hold_max - Duration::from_secs(2);
             prop_assert!(due.since(now) <= longest_hold, "sent on {:?} before it is due", due.since(now));
         }
         Place::Slot { ring, ttl, .. } => {
             let early = wheel.rings()[ring].early;
-            prop_assert!(now + ttl <= due - early + ROUNDING, "ring {ring} lets it go too late");
-            prop_assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue lets go before");
+            prop_assert!(now + ttl <= due - early + ROUNDING, "ring {ring} releases it too late");
+            prop_assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue expires before");
         }
     }
     Ok(place)
 }
 
-/// Follows an alarm from slot to slot until the worker holds it. Each lets it go, or a worker sees it, this much late.
-fn an_alarm_arrives(settings: &Settings, due: Timestamp, now: Timestamp, late: &[Duration]) -> Checked {
+/// Follows an alarm from slot to slot until the worker holds it. Each slot releases it, or a worker handles it, this
+/// much late.
+fn check_alarm_arrives(settings: &Settings, due: Timestamp, now: Timestamp, late: &[Duration]) -> Checked {
     let wheel = settings.wheel().expect("accepted rings mesh");
-    let (mut now, mut hops, most) = (now, 0, most_hops(&wheel, due.since(now)));
+    let (mut now, mut hops, most) = (now, 0, max_hops(&wheel, due.since(now)));
     let mut late = late.iter().copied().chain(std::iter::repeat(Duration::ZERO));
     let mut arrives_by = (due - settings.delay.lead).max(now) + ROUNDING;
     while let Place::Slot { ring, ttl, .. } = placed(settings, &wheel, due, now)? {
@@ -274,7 +276,8 @@ fn an_alarm_arrives(settings: &Settings, due: Timestamp, now: Timestamp, late: &
         if late > Duration::ZERO {
             arrives_by = arrives_by.max(now);
         }
-        // Out of the finest ring it comes to the worker itself; from further away than that ring reaches, it goes back.
+        // From the finest ring it comes to the worker directly; if it is further away than that ring reaches, it goes
+        // back.
         if ring == 0 && due.since(now) <= settings.worker.hold_max {
             break;
         }
@@ -284,11 +287,11 @@ fn an_alarm_arrives(settings: &Settings, due: Timestamp, now: Timestamp, late: &
     Ok(())
 }
 
-/// Follows a retry until it is back: after its wait, within a unit of its ring, and by two hops at most.
-fn a_retry_keeps_its_wait(settings: &Settings, wait: Duration, now: Timestamp) -> Checked {
+/// Follows a retry until it is back: after its wait, within a unit of its ring, and after at most two hops.
+fn check_retry_wait(settings: &Settings, wait: Duration, now: Timestamp) -> Checked {
     let wheel = settings.wheel().expect("accepted rings mesh");
     let wake_at = now + wait.min(settings.retry.longest_wait());
-    // Due a while ago, as whatever is tried again.
+    // Due a while ago, like every retry.
     let due = now - Duration::from_millis(1);
     let Place::Slot { ring, ttl, .. } = wheel.place_retry(wake_at, now) else {
         prop_assert!(wake_at <= now, "{:?} early, at once", wake_at.since(now));
@@ -298,25 +301,25 @@ fn a_retry_keeps_its_wait(settings: &Settings, wait: Duration, now: Timestamp) -
     prop_assert!(back >= wake_at, "{:?} early", wake_at.since(back));
     prop_assert!(back < wake_at + unit + ROUNDING, "{:?} late in units of {unit:?}", back.since(wake_at));
     prop_assert!(ring == 0 || unit * 4 <= wake_at.since(now) * 5, "units of {unit:?} for {:?}", wake_at.since(now));
-    prop_assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue lets go before");
-    // Out of a coarse slot it comes by way of the inbox.
+    prop_assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue expires before");
+    // From a coarse slot it comes through the inbox.
     prop_assert!(ring == 0 || wheel.place(due, back) == Place::Due, "it is written a second time");
     Ok(())
 }
 
-/// Both, for settings that somebody else has drawn and `Settings::validate` has accepted.
-pub(crate) fn nothing_goes_round(settings: &Settings, now: Timestamp) -> Checked {
+/// Both checks, for settings drawn elsewhere that `Settings::validate` has accepted.
+pub(crate) fn check_no_alarm_loops(settings: &Settings, now: Timestamp) -> Checked {
     let wheel = settings.wheel().expect("accepted rings mesh");
     for delay_ms in DELAYS_MS {
         let delay = Span::Millis(delay_ms).of(&wheel);
-        an_alarm_arrives(settings, now + delay, now, &[])?;
-        a_retry_keeps_its_wait(settings, delay, now)?;
+        check_alarm_arrives(settings, now + delay, now, &[])?;
+        check_retry_wait(settings, delay, now)?;
     }
-    a_retry_keeps_its_wait(settings, settings.retry.longest_wait(), now)
+    check_retry_wait(settings, settings.retry.longest_wait(), now)
 }
 
 fn lateness() -> impl Strategy<Value = Vec<Duration>> {
-    // As the broker is, and as after a worker was stopped for long.
+    // As the broker releases them, and as after a worker was stopped for long.
     let late_ms = prop_oneof![4 => Just(0_u64), 4 => 0..900_u64, 1 => 0..100_000_u64, 1 => 0..100_000_000_u64];
     proptest::collection::vec(late_ms.prop_map(Duration::from_millis), 0..6)
 }
@@ -325,38 +328,38 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2_048))]
 
     #[test]
-    fn an_alarm_reaches_the_worker_before_it_is_due_and_goes_round_nowhere(
+    fn alarm_arrives_before_due_without_looping(
         settings in accepted(), time in time(), ahead in span(), late in lateness(),
     ) {
         let wheel = settings.wheel().unwrap();
         let now = moment(time, &wheel);
-        an_alarm_arrives(&settings, now + ahead.of(&wheel), now, &late)?;
+        check_alarm_arrives(&settings, now + ahead.of(&wheel), now, &late)?;
     }
 
     #[test]
-    fn a_retry_never_comes_back_before_its_time_nor_much_later(
+    fn retry_returns_on_time(
         settings in accepted(), time in time(), wait in span(), doublings in 0..7_u32, exactly in any::<bool>(),
     ) {
         let wheel = settings.wheel().unwrap();
         let wait = if exactly { settings.retry.longest * 2_u32.pow(doublings) } else { wait.of(&wheel) };
-        a_retry_keeps_its_wait(&settings, wait, moment(time, &wheel))?;
+        check_retry_wait(&settings, wait, moment(time, &wheel))?;
     }
 }
 
 #[test]
-fn with_the_default_rings_every_delay_arrives_on_time() {
+fn default_rings_deliver_every_delay_on_time() {
     let settings = Settings::defaults();
     for delay_ms in DELAYS_MS {
         for second in 0..7_200 {
             let now = at(1_800_000_000 + second);
-            an_alarm_arrives(&settings, now + Duration::from_millis(delay_ms), now, &[]).unwrap();
+            check_alarm_arrives(&settings, now + Duration::from_millis(delay_ms), now, &[]).unwrap();
         }
     }
 }
 
-// --------------------------------------------------------------------------------------------- many, and trouble
+// --------------------------------------------------------------------------------------------- many, and outages
 
-/// What befalls a broker, a worker and those who ask something of them.
+/// What happens to a broker and a worker, and what is asked of them.
 #[derive(Debug, Clone)]
 enum Step {
     Arm {
@@ -367,12 +370,12 @@ enum Step {
         wait: Span,
     },
     Pass(Span),
-    /// Nothing is let go and nothing written for so long.
-    BrokerIsDown(Span),
-    /// Nobody reads what is let go for so long.
-    WorkerIsStopped(Span),
-    /// The slot of the next message to be let go keeps what it has for so long (its target refuses).
-    SlotStaysFull(Span),
+    /// Nothing is released and nothing written for this long.
+    BrokerDown(Span),
+    /// Released messages are not read for this long.
+    WorkerStopped(Span),
+    /// The slot of the next message to be released keeps its messages for this long (its target refuses them).
+    SlotBlocked(Span),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -380,31 +383,31 @@ fn step() -> impl Strategy<Value = Step> {
         6 => (span(), 1..4_u8).prop_map(|(ahead, times)| Step::Arm { ahead, times }),
         3 => span().prop_map(|wait| Step::Retry { wait }),
         6 => span().prop_map(Step::Pass),
-        1 => span().prop_map(Step::BrokerIsDown),
-        1 => span().prop_map(Step::WorkerIsStopped),
-        2 => span().prop_map(Step::SlotStaysFull),
+        1 => span().prop_map(Step::BrokerDown),
+        1 => span().prop_map(Step::WorkerStopped),
+        2 => span().prop_map(Step::SlotBlocked),
     ]
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Wish {
+enum Target {
     By(Timestamp),
     NotBefore(Timestamp),
 }
 
-/// An alarm, and how many slots it may still wait in.
+/// An alarm, and in how many slots it may still wait.
 #[derive(Debug, Clone, Copy)]
-struct Traveller {
-    wish: Wish,
+struct TrackedAlarm {
+    target: Target,
     hops_left: u128,
     /// Since when nothing but its own wait has kept it.
-    free_since: Timestamp,
+    delayed_until: Timestamp,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Waiting {
-    traveller: Traveller,
-    fires_at: Timestamp,
+    alarm: TrackedAlarm,
+    release_at: Timestamp,
 }
 
 type SlotKey = (usize, u16);
@@ -414,107 +417,107 @@ struct Model<'a> {
     wheel: Wheel,
     now: Timestamp,
     slots: BTreeMap<SlotKey, VecDeque<Waiting>>,
-    /// Slots that let go of nothing before then.
-    full_until: BTreeMap<SlotKey, Timestamp>,
-    /// What has been let go and waits for a worker, with where it comes from.
-    let_go: Vec<(SlotKey, Traveller)>,
+    /// Slots that release nothing before then.
+    blocked_until: BTreeMap<SlotKey, Timestamp>,
+    /// Released alarms that wait for a worker, with where they come from.
+    released: Vec<(SlotKey, TrackedAlarm)>,
 }
 
 impl Model<'_> {
-    fn write(&mut self, traveller: Traveller) -> Checked {
-        let place = match traveller.wish {
-            Wish::By(due) => placed(self.settings, &self.wheel, due, self.now)?,
-            Wish::NotBefore(moment) => self.wheel.place_retry(moment, self.now),
+    fn write(&mut self, alarm: TrackedAlarm) -> Checked {
+        let place = match alarm.target {
+            Target::By(due) => placed(self.settings, &self.wheel, due, self.now)?,
+            Target::NotBefore(moment) => self.wheel.place_retry(moment, self.now),
         };
-        let Place::Slot { ring, slot, ttl } = place else { return self.arrive(traveller, ROUNDING) };
-        prop_assert!(traveller.hops_left > 0, "it goes round: {traveller:?}");
-        let fires_at = self.now + ttl;
+        let Place::Slot { ring, slot, ttl } = place else { return self.arrive(alarm, ROUNDING) };
+        prop_assert!(alarm.hops_left > 0, "it loops: {alarm:?}");
+        let release_at = self.now + ttl;
         let shape = &self.wheel.rings()[ring];
         let queue = self.slots.entry((ring, slot)).or_default();
         if let Some(last) = queue.back() {
             prop_assert!(
-                last.fires_at <= fires_at + ROUNDING,
+                last.release_at <= release_at + ROUNDING,
                 "{:?} behind a later one",
-                last.fires_at.since(fires_at)
+                last.release_at.since(release_at)
             );
-            let same_lap = fires_at <= last.fires_at + ROUNDING;
-            // Otherwise it is left over: its time was a sixth of the ring ago.
+            let same_lap = release_at <= last.release_at + ROUNDING;
+            // Otherwise it is a leftover: its time was a sixth of the ring ago.
             let sixth = shape.span() - shape.reach();
-            prop_assert!(same_lap || last.fires_at + sixth <= self.now + ROUNDING, "two laps in one slot");
+            prop_assert!(same_lap || last.release_at + sixth <= self.now + ROUNDING, "two laps in one slot");
         }
-        let traveller = Traveller { hops_left: traveller.hops_left - 1, ..traveller };
-        queue.push_back(Waiting { traveller, fires_at });
+        let alarm = TrackedAlarm { hops_left: alarm.hops_left - 1, ..alarm };
+        queue.push_back(Waiting { alarm, release_at });
         Ok(())
     }
 
-    /// It is with the worker, which holds it or tries again; this much after its moment at most.
-    fn arrive(&self, traveller: Traveller, late: Duration) -> Checked {
-        match traveller.wish {
-            Wish::By(due) => {
-                let by = (due - self.settings.delay.lead).max(traveller.free_since) + ROUNDING;
+    /// It has arrived at the worker, which holds it or tries again; at most this much after its time.
+    fn arrive(&self, alarm: TrackedAlarm, late: Duration) -> Checked {
+        match alarm.target {
+            Target::By(due) => {
+                let by = (due - self.settings.delay.lead).max(alarm.delayed_until) + ROUNDING;
                 prop_assert!(self.now <= by, "{:?} too late", self.now.since(by));
                 prop_assert!(due.since(self.now) <= self.settings.worker.hold_max, "it goes back");
             }
-            Wish::NotBefore(moment) => {
+            Target::NotBefore(moment) => {
                 prop_assert!(self.now >= moment, "{:?} early", moment.since(self.now));
-                let by = (moment + late).max(traveller.free_since) + ROUNDING;
+                let by = (moment + late).max(alarm.delayed_until) + ROUNDING;
                 prop_assert!(self.now <= by, "{:?} too late", self.now.since(by));
             }
         }
         Ok(())
     }
 
-    /// When a slot lets go of its head.
-    fn lets_go_at(&self, key: SlotKey, head: &Waiting) -> Timestamp {
-        self.full_until.get(&key).map_or(head.fires_at, |until| head.fires_at.max(*until))
+    /// When a slot releases its head.
+    fn release_time(&self, key: SlotKey, head: &Waiting) -> Timestamp {
+        self.blocked_until.get(&key).map_or(head.release_at, |until| head.release_at.max(*until))
     }
 
-    fn next_to_go(&self) -> Option<(Timestamp, SlotKey)> {
+    fn next_release(&self) -> Option<(Timestamp, SlotKey)> {
         let heads = self.slots.iter().filter_map(|(key, slot)| Some((*key, slot.front()?)));
-        heads.map(|(key, head)| (self.lets_go_at(key, head), key)).min()
+        heads.map(|(key, head)| (self.release_time(key, head), key)).min()
     }
 
-    /// Slots let go until then; a worker, if one is there, sees to what they let go at once.
-    fn pass_until(&mut self, end: Timestamp, worker_is_there: bool) -> Checked {
-        while let Some((at, key)) = self.next_to_go().filter(|(at, _)| *at <= end) {
+    /// Slots release messages until then; a worker, if there is one, handles them at once.
+    fn pass_until(&mut self, end: Timestamp, worker_runs: bool) -> Checked {
+        while let Some((at, key)) = self.next_release().filter(|(at, _)| *at <= end) {
             self.now = self.now.max(at);
-            let full_until = self.full_until.get(&key).copied();
+            let blocked_until = self.blocked_until.get(&key).copied();
             let mut waiting = self.slots.get_mut(&key).and_then(VecDeque::pop_front).expect("it has a head");
-            let kept_until = full_until.filter(|until| *until > waiting.fires_at);
-            // Whoever stands before it, it leaves at its own time, or when its slot lets go again.
-            let leaves_by = kept_until.unwrap_or(waiting.fires_at).max(waiting.traveller.free_since) + ROUNDING;
+            let kept_until = blocked_until.filter(|until| *until > waiting.release_at);
+            // Whatever is in front of it, it leaves at its own time, or when its slot releases again.
+            let leaves_by = kept_until.unwrap_or(waiting.release_at).max(waiting.alarm.delayed_until) + ROUNDING;
             prop_assert!(self.now <= leaves_by, "kept {:?} by another", self.now.since(leaves_by));
             if let Some(until) = kept_until {
-                waiting.traveller.free_since = waiting.traveller.free_since.max(until);
+                waiting.alarm.delayed_until = waiting.alarm.delayed_until.max(until);
             }
-            self.let_go.push((key, waiting.traveller));
-            if worker_is_there {
-                self.see_to_what_was_let_go()?;
+            self.released.push((key, waiting.alarm));
+            if worker_runs {
+                self.handle_released()?;
             }
         }
         self.now = self.now.max(end);
         Ok(())
     }
 
-    fn see_to_what_was_let_go(&mut self) -> Checked {
-        for ((ring, _), traveller) in std::mem::take(&mut self.let_go) {
-            match traveller.wish {
-                // The inbox sends a retry on, for it is overdue; so does the processing queue's worker try it.
-                Wish::NotBefore(_) => self.arrive(traveller, self.wheel.rings()[ring].unit)?,
-                Wish::By(due) if ring == 0 && due.since(self.now) <= self.settings.worker.hold_max => {
-                    self.arrive(traveller, Duration::ZERO)?;
+    fn handle_released(&mut self) -> Checked {
+        for ((ring, _), alarm) in std::mem::take(&mut self.released) {
+            match alarm.target {
+                // The inbox sends a retry on, because it is overdue; from the processing queue the worker tries it.
+                Target::NotBefore(_) => self.arrive(alarm, self.wheel.rings()[ring].unit)?,
+                Target::By(due) if ring == 0 && due.since(self.now) <= self.settings.worker.hold_max => {
+                    self.arrive(alarm, Duration::ZERO)?;
                 }
-                Wish::By(_) => self.write(traveller)?,
+                Target::By(_) => self.write(alarm)?,
             }
         }
         Ok(())
     }
 
-    /// Whoever waits is kept by trouble that lasts until now.
-    fn trouble_ends_now(&mut self) {
-        let waiting = self.slots.values_mut().flatten().map(|waiting| &mut waiting.traveller);
-        for traveller in waiting.chain(self.let_go.iter_mut().map(|(_, traveller)| traveller)) {
-            traveller.free_since = self.now;
+    /// Every waiting alarm was kept by an outage that ends now.
+    fn outage_ends_now(&mut self) {
+        let waiting = self.slots.values_mut().flatten().map(|waiting| &mut waiting.alarm);
+        for alarm in waiting.chain(self.released.iter_mut().map(|(_, alarm)| alarm)) {
+            alarm.delayed_until = self.now;
         }
     }
 
@@ -522,29 +525,33 @@ impl Model<'_> {
         match step {
             Step::Arm { ahead, times } => {
                 let ahead = ahead.of(&self.wheel);
-                let hops_left = most_hops(&self.wheel, ahead);
-                let traveller = Traveller { wish: Wish::By(self.now + ahead), hops_left, free_since: self.now };
-                (0..*times).try_for_each(|_| self.write(traveller))
+                let hops_left = max_hops(&self.wheel, ahead);
+                let alarm = TrackedAlarm { target: Target::By(self.now + ahead), hops_left, delayed_until: self.now };
+                (0..*times).try_for_each(|_| self.write(alarm))
             }
             Step::Retry { wait } => {
                 let wait = wait.of(&self.wheel).min(self.settings.retry.longest_wait());
-                self.write(Traveller { wish: Wish::NotBefore(self.now + wait), hops_left: 1, free_since: self.now })
+                self.write(TrackedAlarm {
+                    target: Target::NotBefore(self.now + wait),
+                    hops_left: 1,
+                    delayed_until: self.now,
+                })
             }
             Step::Pass(time) => self.pass_until(self.now + time.of(&self.wheel), true),
-            Step::BrokerIsDown(time) => {
+            Step::BrokerDown(time) => {
                 self.now = self.now + time.of(&self.wheel);
-                self.trouble_ends_now();
+                self.outage_ends_now();
                 Ok(())
             }
-            Step::WorkerIsStopped(time) => {
+            Step::WorkerStopped(time) => {
                 self.pass_until(self.now + time.of(&self.wheel), false)?;
-                self.trouble_ends_now();
-                self.see_to_what_was_let_go()
+                self.outage_ends_now();
+                self.handle_released()
             }
-            Step::SlotStaysFull(time) => {
-                if let Some((_, key)) = self.next_to_go() {
+            Step::SlotBlocked(time) => {
+                if let Some((_, key)) = self.next_release() {
                     let until = self.now + time.of(&self.wheel);
-                    self.full_until.entry(key).and_modify(|old| *old = until.max(*old)).or_insert(until);
+                    self.blocked_until.entry(key).and_modify(|old| *old = until.max(*old)).or_insert(until);
                 }
                 Ok(())
             }
@@ -556,7 +563,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1_024))]
 
     #[test]
-    fn whoever_was_away_nobody_is_kept_by_another_and_nobody_goes_round(
+    fn outages_neither_block_nor_loop_alarms(
         settings in accepted(), time in time(), steps in proptest::collection::vec(step(), 1..60),
     ) {
         let wheel = settings.wheel().unwrap();
@@ -566,13 +573,13 @@ proptest! {
             wheel,
             now,
             slots: BTreeMap::new(),
-            full_until: BTreeMap::new(),
-            let_go: Vec::new(),
+            blocked_until: BTreeMap::new(),
+            released: Vec::new(),
         };
         for step in &steps {
             model.take(step)?;
         }
         model.pass_until(Timestamp::from_unix_micros(i64::MAX), true)?;
-        prop_assert!(model.slots.values().all(VecDeque::is_empty), "somebody is left behind");
+        prop_assert!(model.slots.values().all(VecDeque::is_empty), "an alarm is left behind");
     }
 }

@@ -212,7 +212,7 @@ impl EventLoop {
                 self.engine.handle(Input::NotSwept, self.clock.now());
             }
             // Without the broker nobody expects an alarm.
-            Note::ClosedBySweep(orders) if self.engine.broker_is_here() => {
+            Note::ClosedBySweep(orders) if self.engine.is_consuming() => {
                 self.swept.about += orders;
                 // They end with the worker's stop.
                 let _ = self.outputs.inspections.send(BrokerNews::Swept);
@@ -266,8 +266,8 @@ impl EventLoop {
 
     fn say_what_the_broker_does(&self) {
         let now = self.clock.now();
-        self.recorder.degraded(Cause::AlarmsCirculate, self.engine.why_alarms_circulate(now).as_deref());
-        self.recorder.degraded(Cause::BrokerPolicy, self.engine.why_broker_policy(now));
+        self.recorder.degraded(Cause::AlarmsCirculate, self.engine.circulation_reason(now).as_deref());
+        self.recorder.degraded(Cause::BrokerPolicy, self.engine.broker_policy_reason(now));
     }
 
     /// Returns whether there were any.
@@ -305,7 +305,7 @@ impl EventLoop {
         metrics.orders_swept.inc_by(self.engine.swept() - metrics.orders_swept.get());
         metrics.orders_backed_off.set(self.engine.backed_off() as i64);
         // An absent database is not asked.
-        let is_known = self.has_swept && !self.engine.database_is_away();
+        let is_known = self.has_swept && !self.engine.database_is_unavailable();
         let overdue_for = self.engine.oldest_overdue().map_or(Duration::ZERO, |deadline| now.since(deadline));
         metrics.oldest_overdue.show(is_known.then_some(overdue_for.as_secs_f64()));
         // Asked no more often than `sweep.every`, it may have been one refusal, long ago.

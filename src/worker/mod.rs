@@ -294,7 +294,7 @@ pub(crate) fn policy(settings: &Settings) -> Policy {
         max_attempts: settings.retry.max_attempts,
         requeue_after: settings.worker.requeue_after,
         // Half of what may be delivered: what is due is delivered by the other half.
-        held_back_most: usize::from(settings.worker.prefetch),
+        held_back_max: usize::from(settings.worker.prefetch),
         longest_try: settings.database.acquire_timeout + settings.database.statement_timeout,
         sweep_every: settings.sweep.every,
         sweep_grace: settings.sweep.grace,

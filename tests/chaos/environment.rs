@@ -9,9 +9,9 @@ use order_timeout::{Settings, broker};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
+use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::private::Private;
 use crate::support::proxy::Proxy;
-use crate::support::disk_stall_probe::DiskStallProbe;
 use crate::support::{TestEnv, wait_for, with_env};
 use crate::workers::Workers;
 

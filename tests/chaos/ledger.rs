@@ -43,8 +43,8 @@ use crate::event_listener::ReceivedEvent;
 use crate::faults::{Affected, CompletedFault};
 use crate::run::QuietPeriod;
 use crate::shop::{Declined, IN_STOCK, OrderRecord};
+use crate::support::disk_stall_probe::{DiskStall, stalled_time, total_duration};
 use crate::support::ledger::Ledger;
-use crate::support::disk_stall_probe::{DiskStall, total_duration, stalled_time};
 
 /// How late a close may be without an excuse.
 pub const PROMISED: Duration = Duration::from_secs(1);

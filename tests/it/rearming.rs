@@ -20,9 +20,9 @@ use crate::support::with_env;
 const ANSWER_DELAY: Duration = Duration::from_millis(500);
 
 fn job(deadline: Deadline) -> Rearm {
-    let due = Alarm { order_id: OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline };
+    let alarm = Alarm { order_id: OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline };
     let alarm =
-        DeliveredAlarm { due, attempt: 0, first_published_at: None, traceparent: None, returns: Returns::default() };
+        DeliveredAlarm { alarm, attempt: 0, first_published_at: None, traceparent: None, returns: Returns::default() };
     Rearm { alarm, receipt: Receipt { session: 1, channel: 0, tag: 1 }, wanted: Wanted::BeforeDeadline }
 }
 

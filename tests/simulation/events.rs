@@ -1,5 +1,5 @@
-//! What may happen in a history, and in how many histories it did. Counted is what took effect, not what was drawn: a
-//! payment that begins at no order, or a crash of a worker that does not run, is nothing.
+//! What may happen in a history, and in how many histories it did. Only what took effect is counted, not what was
+//! drawn: a payment for no order, or a crash of a worker that does not run, is nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ macro_rules! events {
         }
 
         impl Event {
-            /// Every one of them; a test insists on each.
+            /// Every event; a test requires that each occurs.
             pub const ALL: &[Self] = &[$(Self::$name),*];
         }
     };
@@ -28,7 +28,7 @@ events! {
     AlarmForNoOrder,
     PaymentBegun,
     PaymentBegunLate,
-    PaymentFoundItClosed,
+    PaymentFoundOrderClosed,
     PaymentCommitted,
     PaymentRolledBack,
     DeadlineMovedLater,
@@ -36,16 +36,16 @@ events! {
     RefusalBegun,
     RefusalEnded,
     // Clocks.
-    WorkersClockIsOff,
+    WorkerClockSkewed,
     ClockSetForward,
     ClockSetBack,
     // The broker.
     BrokerWentAway,
     BrokerCameBack,
-    BrokerBeganToRefuse,
-    BrokerFellSilent,
-    LetGoByAFineSlot,
-    LetGoByACoarseSlot,
+    BrokerBeganRefusing,
+    BrokerStoppedConfirming,
+    ReleasedByFineSlot,
+    ReleasedByCoarseSlot,
     Duplicated,
     DeliveredAgain,
     // The database.
@@ -53,28 +53,28 @@ events! {
     DatabaseCameBack,
     Relayed,
     RelayedTwice,
-    LeftToTheSweep,
+    LeftToSweep,
     RelayMarked,
-    RelayCrashedBeforeItMarked,
-    RelayMarkedAfterACrash,
+    RelayCrashedBeforeMarking,
+    RelayMarkedAfterCrash,
     SweptFurtherPage,
     SweepFoundDatabaseAway,
     // Workers.
-    StartedAgain,
+    Restarted,
     CrashedAtWork,
     StoppedAtWork,
-    EndedInOrder,
+    ShutDownCleanly,
     SessionLost,
-    SessionGivenUp,
+    SessionClosedByWorker,
     DeliveredEarly,
     DeliveredLate,
-    RedeliveredWhileInHand,
-    DuplicateWhileInHand,
-    GivenBack,
-    // What became of alarms and orders.
+    RedeliveredWhileInFlight,
+    DuplicateWhileInFlight,
+    Requeued,
+    // How alarms and orders ended.
     ClosedByAlarm,
     ClosedBySweep,
-    ClosedInABatch,
+    ClosedInBatch,
     FoundPaid,
     FoundClosed,
     FoundNotDue,
@@ -84,15 +84,15 @@ events! {
     CloseDeadlocked,
     CloseFoundDatabaseAway,
     CommitAnswerLost,
-    ArmedFromTheInbox,
+    RearmedFromInbox,
     Rearmed,
-    RetriedThroughTheBroker,
-    NotArmed,
-    ArmRefused,
+    RetriedThroughBroker,
+    RearmUnconfirmed,
+    RearmRefused,
     ConfirmLost,
     Parked,
-    // Calm stretches.
-    ClosedToTheMomentInCalm,
+    // Calm periods.
+    ClosedOnTimeInCalm,
     ClosedBySweepInCalm,
 }
 
@@ -113,7 +113,7 @@ impl Counts {
         }
     }
 
-    /// The events that do not stand in so many histories in a hundred.
+    /// The events that occur in less than this percentage of the histories.
     pub fn rarer_than(&self, percent: u64) -> Vec<Event> {
         let is_rare = |event: &Event| self.seen_in(*event) * 100 < self.histories * percent;
         Event::ALL.iter().copied().filter(is_rare).collect()

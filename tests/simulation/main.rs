@@ -1,6 +1,6 @@
 //! The protocol without I/O: the production engine, hold and wheel driven through arbitrary interleavings of crash,
-//! duplicate, delay, clock skew, payment and extension, with a ledger and a clock as the oracle. Known bugs stand beside
-//! it, some of the steps around the engine and some of its own rules, and the oracle must find each of them.
+//! duplicate, delay, clock skew, payment and extension, with a ledger and a clock as the oracle. Mutants contain known
+//! bugs, some in the steps around the engine and some in its own rules, and the oracle must find each of them.
 //!
 //! `SIMULATED_HISTORIES=1000000 cargo test --release --test simulation -- --nocapture` runs longer and prints counts.
 
@@ -15,18 +15,18 @@ use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, Test
 
 use events::Counts;
 use oracle::{check, settle};
-use steps::{FEWEST_STEPS, MOST_STEPS, Step, step, take};
+use steps::{MAX_STEPS, MIN_STEPS, Step, step, take};
 use world::{Mutant, WORKERS, World};
 
 /// Histories of a usual run.
 const HISTORIES: u32 = 2_000;
-/// A history in which somebody is never closed takes long to play.
-const LONGEST_SHRINKING_MS: u32 = 5_000;
-/// In how many histories of a hundred each kind of event must stand.
-const LEAST_PERCENT: u64 = 5;
+/// A history in which an order is never closed takes long to play.
+const MAX_SHRINK_MS: u32 = 5_000;
+/// The minimum percentage of histories in which each kind of event must occur.
+const MIN_PERCENT: u64 = 5;
 
-/// Plays a history to its end. What happens while everything settles is no part of it: that everybody is closed then says
-/// nothing of the steps before.
+/// Plays a history to its end. Events while everything settles are not counted: that every order is closed then tells
+/// nothing about the steps before.
 fn play(mutant: Mutant, steps: &[Step], counts: &RefCell<Counts>) -> Result<(), String> {
     let mut world = World::new(mutant);
     (0..WORKERS).for_each(|worker| world.start(worker));
@@ -38,19 +38,19 @@ fn play(mutant: Mutant, steps: &[Step], counts: &RefCell<Counts>) -> Result<(), 
     settle(&mut world)
 }
 
-/// Plays histories until one is against the rules; returns why, with the shortest that was found to show it.
+/// Plays histories until one breaks a rule; returns the reason, with the shortest steps found that show it.
 fn violation(mutant: Mutant, histories: u32, counts: &RefCell<Counts>) -> Option<(String, Vec<Step>)> {
     let config = Config {
         cases: histories,
         failure_persistence: None,
         max_shrink_iters: 2_000,
-        max_shrink_time: LONGEST_SHRINKING_MS,
-        // Most of the time went into random numbers of a quality that nobody needs here.
+        max_shrink_time: MAX_SHRINK_MS,
+        // Most of the time went into random numbers of a quality that is not needed here.
         rng_algorithm: RngAlgorithm::XorShift,
         ..Config::default()
     };
     let mut runner = TestRunner::new(config);
-    let steps = proptest::collection::vec(step(), FEWEST_STEPS..=MOST_STEPS);
+    let steps = proptest::collection::vec(step(), MIN_STEPS..=MAX_STEPS);
     let played = runner.run(&steps, |steps| play(mutant, &steps, counts).map_err(TestCaseError::fail));
     match played {
         Ok(()) => None,
@@ -60,7 +60,7 @@ fn violation(mutant: Mutant, histories: u32, counts: &RefCell<Counts>) -> Option
 }
 
 #[test]
-fn no_interleaving_loses_doubles_delays_or_closes_what_is_paid() {
+fn every_interleaving_keeps_invariants() {
     let histories = std::env::var("SIMULATED_HISTORIES").ok().map_or(HISTORIES, |text| text.parse().expect("a number"));
     let counts = RefCell::default();
     if let Some((why, steps)) = violation(Mutant::Sound, histories, &counts) {
@@ -68,83 +68,83 @@ fn no_interleaving_loses_doubles_delays_or_closes_what_is_paid() {
     }
     let counts = counts.into_inner();
     counts.print();
-    let rare = counts.rarer_than(LEAST_PERCENT);
-    assert!(rare.is_empty(), "in less than {LEAST_PERCENT} % of the histories: {rare:?}");
+    let rare = counts.rarer_than(MIN_PERCENT);
+    assert!(rare.is_empty(), "in less than {MIN_PERCENT} % of the histories: {rare:?}");
 }
 
 fn must_be_found(mutant: Mutant) {
     let counts = RefCell::default();
     let (why, steps) = violation(mutant, 100_000, &counts).unwrap_or_else(|| panic!("{mutant:?} was not found"));
     println!("{mutant:?}: {why}; {steps:?}");
-    assert_eq!(play(Mutant::Sound, &steps, &counts), Ok(()), "it is the mutant's doing");
+    assert_eq!(play(Mutant::Sound, &steps, &counts), Ok(()), "only the mutant fails");
 }
 
 #[test]
-fn an_ack_before_the_commit_is_found() {
+fn finds_ack_before_commit() {
     must_be_found(Mutant::AckBeforeCommit);
 }
 
 #[test]
-fn an_update_without_a_status_guard_is_found() {
+fn finds_update_without_status_guard() {
     must_be_found(Mutant::NoStatusGuard);
 }
 
 #[test]
-fn a_sweep_that_ignores_a_payment_in_flight_is_found() {
+fn finds_sweep_ignoring_payment() {
     must_be_found(Mutant::SweepIgnoresPayment);
 }
 
 #[test]
-fn stock_returned_per_delivery_is_found() {
+fn finds_stock_returned_per_delivery() {
     must_be_found(Mutant::StockPerDelivery);
 }
 
 #[test]
-fn a_re_arm_lost_between_ack_and_publish_is_found() {
+fn finds_ack_before_rearm_confirm() {
     must_be_found(Mutant::AckBeforeConfirm);
 }
 
 #[test]
-fn two_laps_in_one_slot_are_found() {
+fn finds_two_laps_in_one_slot() {
     must_be_found(Mutant::TwoLapsInOneSlot);
 }
 
 #[test]
-fn retries_that_come_back_at_once_are_found() {
+fn finds_retries_without_delay() {
     must_be_found(Mutant::RetriesAtOnce);
 }
 
 #[test]
-fn a_redelivery_that_is_acknowledged_instead_of_adopted_is_found() {
+fn finds_acknowledged_redelivery() {
     must_be_found(Mutant::AcknowledgesRedelivery);
 }
 
 #[test]
-fn a_not_due_answer_that_is_dropped_is_found() {
+fn finds_dropped_not_due() {
     must_be_found(Mutant::DropsNotDue);
 }
 
 #[test]
-fn a_busy_row_that_counts_as_closed_is_found() {
+fn finds_busy_counted_as_closed() {
     must_be_found(Mutant::TakesBusyForClosed);
 }
 
 #[test]
-fn a_sweep_that_never_comes_back_to_trouble_is_found() {
-    must_be_found(Mutant::ForgetsTrouble);
+fn finds_sweep_forgetting_failed_orders() {
+    must_be_found(Mutant::ForgetsFailed);
 }
 
 #[test]
-fn a_sweep_that_ends_at_an_order_in_trouble_is_found() {
-    must_be_found(Mutant::TroubleEndsThePass);
+fn finds_sweep_ending_at_failed_order() {
+    must_be_found(Mutant::FailureEndsPass);
 }
 
 #[test]
-fn a_sweep_once_a_minute_is_found() {
+fn finds_sweep_once_per_minute() {
     must_be_found(Mutant::SweepsEveryMinute);
 }
 
 #[test]
-fn alarms_that_are_held_too_long_are_found() {
+fn finds_alarms_held_too_long() {
     must_be_found(Mutant::HoldsTooLong);
 }

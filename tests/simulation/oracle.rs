@@ -1,4 +1,4 @@
-//! The oracle: what must hold after every step, in every calm stretch, and in the end.
+//! The oracle: what must hold after every step, in every calm period, and in the end.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -6,25 +6,25 @@ use std::time::Duration;
 use order_timeout::order::{ClosedBy, OrderId, Timestamp};
 
 use crate::events::Event;
-use crate::steps::MOST_SKEW_MS;
+use crate::steps::MAX_SKEW_MS;
 use crate::world::{Row, Status, WORKERS, World, policy};
 
-/// How long workers may need to find out that a fault is over. Backoff of up to a second end by themselves. Where somebody
-/// sets the clock back by two seconds, a worker that next looks around a second later sees it a second behind, and takes
+/// How long workers may need to notice that a fault is over. Backoffs of up to a second end by themselves. If the clock
+/// is set back by two seconds, a worker that next checks the time a second later sees it one second behind, and takes
 /// that for jitter: what it planned then comes two seconds late.
 const RECOVERY: Duration = Duration::from_secs(2);
-/// After this long every alarm that was put off for a moment is back in its place.
-const BACK_ON_COURSE: Duration = Duration::from_millis(2_500);
+/// After this long every paused alarm is back in its place.
+const PAUSES_OVER: Duration = Duration::from_millis(2_500);
 /// How long it may take until every order is closed once all faults are over: the furthest deadline is 25 s away, or as
-/// much further as the clock was set back; an order that refused again and again is left alone for five minutes.
-const LONGEST_SETTLING: Duration = Duration::from_secs(25 + 1_200 + 300 + 60);
-/// After this long whoever is not closed waits for something far away, and time goes in steps.
+/// much further as the clock was set back; an order that was refused again and again is backed off for five minutes.
+const MAX_SETTLING: Duration = Duration::from_secs(25 + 1_200 + 300 + 60);
+/// After this long an order that is still open waits for something far away, and time passes in steps.
 const CALM_WHILE_SETTLING: Duration = Duration::from_secs(40);
 const COARSE_STEP: Duration = Duration::from_secs(5);
 
 /// What must hold after every step.
 pub fn check(world: &World) -> Result<(), String> {
-    let spoken_for = world.spoken_for();
+    let orders_with_alarm = world.orders_with_alarm();
     for (order_id, row) in &world.rows {
         let paid = row.status == Status::Paid;
         if paid && row.closes > 0 {
@@ -42,56 +42,59 @@ pub fn check(world: &World) -> Result<(), String> {
                 row.stock_returned, row.events, row.closes
             ));
         }
-        if row.has_alarm && row.status == Status::Unpaid && !spoken_for.contains(order_id) {
+        if row.has_alarm && row.status == Status::Unpaid && !orders_with_alarm.contains(order_id) {
             return Err(format!("{order_id} has lost its alarm"));
         }
     }
-    let most_blocked = Duration::from_millis(2 * MOST_SKEW_MS.unsigned_abs());
+    let most_blocked = Duration::from_millis(2 * MAX_SKEW_MS.unsigned_abs());
     if world.worst_blocked > most_blocked {
         return Err(format!("a slot kept an alarm for {:?} behind another", world.worst_blocked));
     }
     world.misplaced_retry.clone().map_or(Ok(()), Err)
 }
 
-/// A stretch in which nothing disturbs the world, so that whatever falls due in it is closed on time.
+/// A period in which nothing disturbs the world, so that every order that falls due in it is closed on time.
 struct Calm {
     began: Timestamp,
-    /// Whether anybody can close anything in it.
+    /// Whether any order can be closed in it.
     is_healthy: bool,
-    /// How long the sweep leaves an order to its alarm: not at all where none can come.
+    /// How long the sweep leaves an order to its alarm: not at all if no alarm can be delivered.
     grace: Duration,
-    /// By how much the workers believe that it is earlier than it is. They hold an alarm for longer by that, and the sweep
-    /// leaves an order to the alarm that is held for it.
+    /// By how much the workers' time is behind. They hold an alarm for longer by that, and the sweep leaves an order to
+    /// the alarm that is held for it.
     behind: Duration,
-    /// Who was closed before it began. Not to be told by when: somebody may have set the clock back since.
+    /// Orders closed before it began. `closed` does not tell: the clock may have been set back since.
     closed_before: BTreeSet<OrderId>,
-    /// Whose alarm comes in time.
-    on_course: BTreeSet<OrderId>,
+    /// Orders with an alarm that comes in time.
+    with_timely_alarm: BTreeSet<OrderId>,
 }
 
 impl Calm {
     fn begin(world: &World) -> Self {
-        let is_healthy = !world.database_is_away() && world.somebody_works();
+        let is_healthy = !world.database_is_away() && world.any_worker_runs();
         let grace = if world.broker_is_away() { Duration::ZERO } else { policy().sweep_grace };
         let closed = world.rows.iter().filter(|(_, row)| row.status == Status::Closed);
         let closed_before = closed.map(|(order_id, _)| order_id.clone()).collect();
-        let (began, behind, on_course) = (world.database_time(), world.workers_are_behind(), world.on_course());
-        Self { began, is_healthy, grace, behind, closed_before, on_course }
+        let (began, behind, with_timely_alarm) =
+            (world.database_time(), world.workers_are_behind(), world.with_timely_alarm());
+        Self { began, is_healthy, grace, behind, closed_before, with_timely_alarm }
     }
 
-    /// When an order must be closed, and by what at the latest; `None` if it was in trouble before, or is not to be closed.
+    /// When an order must be closed at the latest, and by which path; `None` if it had an obstacle before, or is not to
+    /// be closed.
     fn must_be_closed_by(&self, order_id: &OrderId, row: &Row) -> Option<(Timestamp, ClosedBy)> {
         let is_new = row.deadline > self.began + RECOVERY;
-        let is_no_matter = row.status == Status::Paid || self.closed_before.contains(order_id);
-        let is_in_trouble = row.paying || row.refuses || (row.has_failed && !is_new);
-        if !self.is_healthy || is_no_matter || is_in_trouble {
+        let is_irrelevant = row.status == Status::Paid || self.closed_before.contains(order_id);
+        let has_obstacle = row.paying || row.refuses || (row.has_failed && !is_new);
+        if !self.is_healthy || is_irrelevant || has_obstacle {
             return None;
         }
-        // A close takes no time here, and a worker wakes when it wants to: so these are what the engine promises, and no more.
-        if self.on_course.contains(order_id) && row.deadline >= self.began + BACK_ON_COURSE {
+        // A close takes no time here, and a worker wakes when it wants to: so these times are exactly what the engine
+        // promises.
+        if self.with_timely_alarm.contains(order_id) && row.deadline >= self.began + PAUSES_OVER {
             return Some((row.deadline + policy().linger, ClosedBy::Alarm));
         }
-        // The sweep finds it at its next look after its alarm has had its grace.
+        // The sweep finds it in its next pass after its alarm has had its grace.
         let sweep = (self.grace + policy().sweep_every).max(self.behind + policy().linger);
         Some((row.deadline.max(self.began + RECOVERY) + sweep, ClosedBy::Sweep))
     }
@@ -109,13 +112,13 @@ impl Calm {
         Ok(())
     }
 
-    /// Notes what has fallen due in it and was closed.
+    /// Records which orders fell due in it and were closed.
     fn note(&self, world: &mut World) {
         let mut events = Vec::new();
         for (order_id, row) in &world.rows {
             let Some((_, closed_by)) = row.closed else { continue };
             match self.must_be_closed_by(order_id, row) {
-                Some((_, ClosedBy::Alarm)) => events.push(Event::ClosedToTheMomentInCalm),
+                Some((_, ClosedBy::Alarm)) => events.push(Event::ClosedOnTimeInCalm),
                 Some(_) if closed_by == ClosedBy::Sweep => events.push(Event::ClosedBySweepInCalm),
                 Some(_) | None => {}
             }
@@ -126,25 +129,24 @@ impl Calm {
 
 /// Lets time pass without a disturbance.
 ///
-/// # Errors
-/// If somebody is closed late in it, or a rule is broken.
+/// If an order is closed late in it, or a rule is broken.
 pub fn calm(world: &mut World, time: Duration) -> Result<(), String> {
     let (calm, end) = (Calm::begin(world), world.now() + time);
     while world.now() < end {
-        go_on(world, &calm, end)?;
+        run_to_next_event(world, &calm, end)?;
     }
     calm.note(world);
     Ok(())
 }
 
-/// The same for so long, or until a worker is about to close something: so that what is next befalls it then.
+/// The same for this long, or until a worker is about to close something, so that the next step hits that close.
 ///
 /// # Errors
 /// As above.
-pub fn calm_until_a_close(world: &mut World, time: Duration) -> Result<(), String> {
+pub fn calm_until_close(world: &mut World, time: Duration) -> Result<(), String> {
     let (calm, end) = (Calm::begin(world), world.now() + time);
     while world.now() < end {
-        let is_about_to_close = world.go_on_until_a_close(end)?;
+        let is_about_to_close = world.run_to_next_close(end)?;
         check(world)?;
         if is_about_to_close {
             break;
@@ -154,30 +156,30 @@ pub fn calm_until_a_close(world: &mut World, time: Duration) -> Result<(), Strin
     Ok(())
 }
 
-fn go_on(world: &mut World, calm: &Calm, end: Timestamp) -> Result<(), String> {
-    if world.go_on(end)? {
+fn run_to_next_event(world: &mut World, calm: &Calm, end: Timestamp) -> Result<(), String> {
+    if world.run_to_next_event(end)? {
         check(world)?;
     }
     calm.check(world)
 }
 
-/// Every fault ends; then every order that was not paid must close, on time if it was not in trouble before, and the
-/// workers must be at work again.
+/// Ends every fault; then every unpaid order must be closed, on time if it had no obstacle before, and the workers must
+/// consume again.
 ///
 /// # Errors
 /// If they are not.
 pub fn settle(world: &mut World) -> Result<(), String> {
-    world.mend();
+    world.end_faults();
     (0..WORKERS).for_each(|worker| world.start(worker));
     let is_settled =
         |world: &World| world.rows.values().all(|row| row.status != Status::Unpaid) && world.all_are_consuming();
     let (calm, end) = (Calm::begin(world), world.now() + CALM_WHILE_SETTLING);
     while world.now() < end && !is_settled(world) {
-        go_on(world, &calm, end)?;
-        // Those that were about to stop.
+        run_to_next_event(world, &calm, end)?;
+        // Restarts the workers that were about to stop.
         (0..WORKERS).for_each(|worker| world.start(worker));
     }
-    for _ in 0..LONGEST_SETTLING.as_millis() / COARSE_STEP.as_millis() {
+    for _ in 0..MAX_SETTLING.as_millis() / COARSE_STEP.as_millis() {
         if is_settled(world) {
             return Ok(());
         }

@@ -1,18 +1,18 @@
-//! What befalls a world, drawn at random: what shops, servers and clocks do, and how far each worker gets meanwhile.
+//! What happens to a world, drawn at random: what shops, servers and clocks do, and how far each worker gets meanwhile.
 
 use std::time::Duration;
 
 use proptest::prelude::*;
 
-use crate::oracle::{calm, calm_until_a_close};
-use crate::world::{Fate, Scheduling, WORKERS, World};
+use crate::oracle::{calm, calm_until_close};
+use crate::world::{Fault, Scheduling, WORKERS, World};
 
-pub const FEWEST_STEPS: usize = 20;
-pub const MOST_STEPS: usize = 80;
-/// The worst that two clocks differ here, and so the worst that a slot may hold up one message behind another.
-pub const MOST_SKEW_MS: i64 = 400;
-/// How far somebody sets the database's clock.
-const MOST_CLOCK_SET_MS: i64 = 600_000;
+pub const MIN_STEPS: usize = 20;
+pub const MAX_STEPS: usize = 80;
+/// The most that two clocks differ here, and so the longest that a slot may keep one message behind another.
+pub const MAX_SKEW_MS: i64 = 400;
+/// How far the database's clock is set.
+const MAX_CLOCK_SET_MS: i64 = 600_000;
 
 #[derive(Debug, Clone)]
 pub enum Step {
@@ -23,11 +23,11 @@ pub enum Step {
     MoveDeadline { order: usize, delay_ms: u64 },
     Pass { ms: u64 },
     Calm { ms: u64 },
-    CalmUntilAClose { ms: u64 },
+    CalmUntilClose { ms: u64 },
     Turn { worker: usize },
-    Progress { worker: usize, errand: usize },
-    LoseAnswer { errand: usize },
-    Deadlock { errand: usize },
+    Progress { worker: usize, action: usize },
+    LoseResult { action: usize },
+    Deadlock { action: usize },
     Refuse { order: usize, refuses: bool },
     Crash { worker: usize },
     Stop { worker: usize },
@@ -63,19 +63,19 @@ pub fn step() -> impl Strategy<Value = Step> {
         11 => (any::<usize>(), 0..15_000_u64).prop_map(|(order, delay_ms)| Step::MoveDeadline { order, delay_ms }),
         6 => prop_oneof![4 => 1..4_000_u64, 1 => 4_000..15_000_u64].prop_map(|ms| Step::Pass { ms }),
         12 => (100..10_000_u64).prop_map(|ms| Step::Calm { ms }),
-        12 => (100..10_000_u64).prop_map(|ms| Step::CalmUntilAClose { ms }),
+        12 => (100..10_000_u64).prop_map(|ms| Step::CalmUntilClose { ms }),
         10 => worker().prop_map(|worker| Step::Turn { worker }),
-        12 => (worker(), any::<usize>()).prop_map(|(worker, errand)| Step::Progress { worker, errand }),
-        10 => any::<usize>().prop_map(|errand| Step::LoseAnswer { errand }),
-        4 => any::<usize>().prop_map(|errand| Step::Deadlock { errand }),
+        12 => (worker(), any::<usize>()).prop_map(|(worker, action)| Step::Progress { worker, action }),
+        10 => any::<usize>().prop_map(|action| Step::LoseResult { action }),
+        4 => any::<usize>().prop_map(|action| Step::Deadlock { action }),
         9 => (any::<usize>(), any::<bool>()).prop_map(|(order, refuses)| Step::Refuse { order, refuses }),
         3 => worker().prop_map(|worker| Step::Crash { worker }),
         6 => worker().prop_map(|worker| Step::Stop { worker }),
         8 => worker().prop_map(|worker| Step::Start { worker }),
         9 => worker().prop_map(|worker| Step::LoseSession { worker }),
         4 => any::<usize>().prop_map(Step::Duplicate),
-        1 => (-MOST_SKEW_MS..=MOST_SKEW_MS).prop_map(|ms| Step::Skew { ms }),
-        1 => (-MOST_CLOCK_SET_MS..=MOST_CLOCK_SET_MS).prop_map(|ms| Step::SetClock { ms }),
+        1 => (-MAX_SKEW_MS..=MAX_SKEW_MS).prop_map(|ms| Step::Skew { ms }),
+        1 => (-MAX_CLOCK_SET_MS..=MAX_CLOCK_SET_MS).prop_map(|ms| Step::SetClock { ms }),
         4 => proptest::bool::weighted(0.4).prop_map(Step::DatabaseAway),
         4 => proptest::bool::weighted(0.4).prop_map(Step::BrokerAway),
         3 => proptest::bool::weighted(0.4).prop_map(Step::BrokerRefuses),
@@ -90,8 +90,7 @@ fn worker() -> impl Strategy<Value = usize> {
     0..WORKERS
 }
 
-/// # Errors
-/// What the oracle says of it, where the step is one that it watches.
+/// What the oracle finds, if the step is one that it watches.
 pub fn take(world: &mut World, step: &Step) -> Result<(), String> {
     match step {
         Step::Create { delay_ms, scheduling, times } => {
@@ -103,11 +102,11 @@ pub fn take(world: &mut World, step: &Step) -> Result<(), String> {
         Step::MoveDeadline { order, delay_ms } => world.move_deadline(*order, Duration::from_millis(*delay_ms)),
         Step::Pass { ms } => world.advance(Duration::from_millis(*ms)),
         Step::Calm { ms } => return calm(world, Duration::from_millis(*ms)),
-        Step::CalmUntilAClose { ms } => return calm_until_a_close(world, Duration::from_millis(*ms)),
+        Step::CalmUntilClose { ms } => return calm_until_close(world, Duration::from_millis(*ms)),
         Step::Turn { worker } => world.turn(*worker),
-        Step::Progress { worker, errand } => world.progress(*worker, *errand, Fate::Done),
-        Step::LoseAnswer { errand } => world.befall(*errand, Fate::AnswerIsLost),
-        Step::Deadlock { errand } => world.befall(*errand, Fate::Transient),
+        Step::Progress { worker, action } => world.progress(*worker, *action, Fault::None),
+        Step::LoseResult { action } => world.progress_any(*action, Fault::ResultLost),
+        Step::Deadlock { action } => world.progress_any(*action, Fault::Transient),
         Step::Refuse { order, refuses } => world.refuse(*order, *refuses),
         Step::Crash { worker } => world.crash(*worker),
         Step::Stop { worker } => world.stop(*worker),

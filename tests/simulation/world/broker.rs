@@ -1,4 +1,4 @@
-//! The broker's side of the world: queues, slots that let go of their head, sessions, and what is delivered again.
+//! The broker's side of the world: queues, slots that release their head, sessions, and redelivery.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ pub struct Waiting {
 }
 
 impl World {
-    /// Lets time pass and slots let go.
+    /// Lets time pass and slots release their heads.
     pub fn advance(&mut self, by: Duration) {
         self.now = self.now + by;
         if self.broker_is_away {
@@ -33,11 +33,11 @@ impl World {
         let mut events = Vec::new();
         for ((ring, _), slot) in &mut self.slots {
             while slot.front().is_some_and(|head| head.fires_at <= now) {
-                let let_go = slot.pop_front().expect("it has a head");
+                let released = slot.pop_front().expect("it has a head");
                 let is_fine = *ring == 0;
-                events.push(if is_fine { Event::LetGoByAFineSlot } else { Event::LetGoByACoarseSlot });
+                events.push(if is_fine { Event::ReleasedByFineSlot } else { Event::ReleasedByCoarseSlot });
                 let target = if is_fine { &mut self.timeout } else { &mut self.arm };
-                target.push_back(let_go.alarm);
+                target.push_back(released.alarm);
             }
             // What waits behind a head that fires later is blocked.
             let blocked = slot.iter().map(|waiting| now.since(waiting.fires_at)).max().unwrap_or_default();
@@ -45,41 +45,41 @@ impl World {
                 self.worst_blocked = self.worst_blocked.max(blocked);
             }
         }
-        self.is_stirred |= !events.is_empty();
+        self.has_changed |= !events.is_empty();
         self.seen.extend(events);
     }
 
-    /// When the next slot lets go.
-    pub(super) fn next_let_go(&self) -> Option<Timestamp> {
+    /// When the next slot releases its head.
+    pub(super) fn next_release(&self) -> Option<Timestamp> {
         let heads = self.slots.values().filter_map(|slot| slot.front()).map(|head| head.fires_at);
         heads.filter(|_| !self.broker_is_away).min()
     }
 
-    pub(super) fn write_alarm(&mut self, job: &Rearm) {
+    pub(super) fn write_alarm(&mut self, rearm: &Rearm) {
         let now = self.worker_time();
         // As `rearm.rs` does.
-        let (place, is_retry) = match job.wanted {
+        let (place, is_retry) = match rearm.wanted {
             Wanted::AtOnce => (Place::Due, false),
-            Wanted::BeforeDeadline => (self.wheel.place(job.alarm.deadline(), now), false),
+            Wanted::BeforeDeadline => (self.wheel.place(rearm.alarm.deadline(), now), false),
             Wanted::NotBefore(moment) => {
                 let wake_at = moment.min(now + DOUBLINGS * policy().retry_longest);
                 let place = self.wheel.place_retry(wake_at, now);
                 let place = if self.mutant == Mutant::RetriesAtOnce { Place::Due } else { place };
-                self.look_at_retry(wake_at.since(now), place);
+                self.check_retry(wake_at.since(now), place);
                 (place, true)
             }
         };
         match place {
-            Place::Due => self.timeout.push_back(job.alarm.clone()),
+            Place::Due => self.timeout.push_back(rearm.alarm.clone()),
             Place::Slot { ring, slot, ttl } => {
                 let slot = if self.mutant == Mutant::TwoLapsInOneSlot { slot % 3 } else { slot };
-                let waiting = Waiting { alarm: job.alarm.clone(), fires_at: self.now + ttl, is_retry };
+                let waiting = Waiting { alarm: rearm.alarm.clone(), fires_at: self.now + ttl, is_retry };
                 self.slots.entry((ring, slot)).or_default().push_back(waiting);
             }
         }
     }
 
-    fn look_at_retry(&mut self, wanted: Duration, place: Place) {
+    fn check_retry(&mut self, wanted: Duration, place: Place) {
         let (kept, unit) = match place {
             Place::Due => (Duration::ZERO, Duration::ZERO),
             Place::Slot { ring, ttl, .. } => (ttl, self.wheel.rings()[ring].unit),
@@ -93,7 +93,7 @@ impl World {
         self.broker_is_away
     }
 
-    /// Goes away with every session, or comes back.
+    /// Makes the broker go away with every session, or come back.
     pub fn set_broker_away(&mut self, away: bool) {
         let was_away = std::mem::replace(&mut self.broker_is_away, away);
         self.note_if(away && !was_away, Event::BrokerWentAway);
@@ -103,18 +103,18 @@ impl World {
         }
     }
 
-    /// It delivers, and confirms nothing: it blocks publishers.
+    /// The broker delivers, and confirms nothing: it blocks publishers.
     pub fn set_broker_silent(&mut self, silent: bool) {
-        self.note_if(silent && !self.broker_is_silent, Event::BrokerFellSilent);
+        self.note_if(silent && !self.broker_is_silent, Event::BrokerStoppedConfirming);
         self.broker_is_silent = silent;
     }
 
     pub fn set_broker_refuses(&mut self, refuses: bool) {
-        self.note_if(refuses && !self.broker_refuses, Event::BrokerBeganToRefuse);
+        self.note_if(refuses && !self.broker_refuses, Event::BrokerBeganRefusing);
         self.broker_refuses = refuses;
     }
 
-    /// The broker delivers again what a lost acknowledgement had settled.
+    /// Redelivers a message of which the acknowledgement was lost.
     pub fn duplicate(&mut self, n: usize) {
         let messages: Vec<DeliveredAlarm> =
             self.timeout.iter().chain(self.unacknowledged.values().map(|(_, alarm)| alarm)).cloned().collect();
@@ -124,7 +124,7 @@ impl World {
         }
     }
 
-    /// What was not acknowledged in a session is delivered again.
+    /// Redelivers what was not acknowledged in this session.
     pub(super) fn end_session(&mut self, session: u64) {
         let mut ended = Vec::new();
         self.unacknowledged.retain(|receipt, message| {
@@ -143,10 +143,10 @@ impl World {
     pub(super) fn settle(&mut self, settlements: Vec<(Receipt, Settlement)>) {
         for (receipt, settlement) in settlements {
             let Some((source, alarm)) = self.unacknowledged.remove(&receipt) else { continue };
-            self.is_stirred = true;
+            self.has_changed = true;
             if settlement == Settlement::Requeue {
                 self.put_back(source, alarm);
-                self.note(Event::GivenBack);
+                self.note(Event::Requeued);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! The database's side of the world: rows, what the close and the sweep's statement do, and the outbox of alarms.
+//! The database's side of the world: rows, what the close and the sweep's statements do, and the outbox of alarms.
 
 use std::collections::HashMap;
 
@@ -8,7 +8,7 @@ use order_timeout::order::{
     SweptPage, Timestamp,
 };
 
-use super::worker::Fate;
+use super::worker::Fault;
 use super::{Mutant, World, alarm};
 use crate::events::Event;
 
@@ -28,14 +28,14 @@ pub struct Row {
     pub closes: u32,
     pub stock_returned: u32,
     pub events: u32,
-    /// When it was last closed, by the database's clock, and by whom.
+    /// When it was last closed, by the database's clock, and by which path.
     pub closed: Option<(Timestamp, ClosedBy)>,
     pub closed_early: bool,
     /// Whether its alarm reached the broker or the outbox, so that it must never be without one.
     pub has_alarm: bool,
-    /// A trigger refuses to close it, and fails whatever batch it is in.
+    /// A trigger refuses its close and makes any batch with it fail.
     pub refuses: bool,
-    /// A batch failed that it was in: it may have been put off.
+    /// A batch with it has failed: it may have been paused.
     pub has_failed: bool,
 }
 
@@ -63,7 +63,7 @@ pub struct OutboxRow {
     pub deadline: Deadline,
     /// The broker has confirmed it.
     pub confirmed: bool,
-    /// How often it was published: by relays that died before they marked the row, and once more.
+    /// How often it was published: by relays that crashed before they marked the row, and once more.
     pub times_published: u32,
 }
 
@@ -84,39 +84,39 @@ impl World {
         self.note_if(was_away && !away, Event::DatabaseCameBack);
     }
 
-    /// What the database answers to a batch.
-    pub(super) fn answer(
+    /// The database's result for a batch.
+    pub(super) fn close_batch(
         &mut self,
         batch: &Batch,
         read: Option<HashMap<OrderId, CloseResult>>,
-        fate: Fate,
+        fault: Fault,
     ) -> BatchResult {
-        let away = || CloseError::Unavailable("the connection is gone".into());
+        let unavailable = || CloseError::Unavailable("the connection is gone".into());
         if self.database_is_away {
             self.note(Event::CloseFoundDatabaseAway);
-            return Err(away());
+            return Err(unavailable());
         }
-        if let Some(fault) = self.fault(batch, fate) {
+        if let Some(error) = self.close_error(batch, fault) {
             for item in &batch.items {
                 if let Some(row) = self.rows.get_mut(item.alarm.order_id()) {
                     row.has_failed = true;
                 }
             }
-            return Err(fault);
+            return Err(error);
         }
         let found = self.close(batch, read);
-        if fate != Fate::AnswerIsLost {
+        if fault != Fault::ResultLost {
             return Ok(found);
         }
         let has_closed = found.values().flatten().any(|found| found.outcome == Outcome::Closed);
         self.note_if(has_closed, Event::CommitAnswerLost);
-        Err(away())
+        Err(unavailable())
     }
 
-    fn fault(&mut self, batch: &Batch, fate: Fate) -> Option<CloseError> {
-        if fate == Fate::Transient {
+    fn close_error(&mut self, batch: &Batch, fault: Fault) -> Option<CloseError> {
+        if fault == Fault::Transient {
             self.note_if(!batch.items.is_empty(), Event::CloseDeadlocked);
-            // Who waits for locks may wait in vain; who does not may still deadlock.
+            // A batch that waits for locks may fail to get one; one that does not wait may still deadlock.
             return Some(match batch.waits_for_locks() {
                 true => CloseError::Locked("canceling statement due to lock timeout".into()),
                 false => CloseError::Transient("deadlock detected".into()),
@@ -131,7 +131,7 @@ impl World {
         None
     }
 
-    pub(super) fn look_at(&self, order_id: &OrderId) -> Option<(OrderId, CloseResult)> {
+    pub(super) fn read_row(&self, order_id: &OrderId) -> Option<(OrderId, CloseResult)> {
         let row = self.rows.get(order_id)?;
         let outcome = match row.status {
             _ if row.paying => Outcome::Busy,
@@ -143,18 +143,18 @@ impl World {
         Some((order_id.clone(), Ok(CloseOutcome { outcome, deadline: Some(row.deadline) })))
     }
 
-    /// What `sql/close.sql` does, or what was read before is acted on whatever has happened since.
+    /// What `sql/close.sql` does; or, with `read`, acts on what was read before, whatever has happened since.
     fn close(&mut self, batch: &Batch, read: Option<HashMap<OrderId, CloseResult>>) -> HashMap<OrderId, CloseResult> {
-        let (now, mut findings) = (self.database_time(), HashMap::new());
-        self.is_stirred |= !batch.items.is_empty();
+        let (now, mut results) = (self.database_time(), HashMap::new());
+        self.has_changed |= !batch.items.is_empty();
         let mut closed = 0;
-        for order_id in batch.items.iter().map(|item| &item.alarm.due.order_id) {
-            if findings.contains_key(order_id) {
+        for order_id in batch.items.iter().map(|item| &item.alarm.alarm.order_id) {
+            if results.contains_key(order_id) {
                 continue;
             }
             let seen = read.as_ref().map_or_else(
-                || self.look_at(order_id),
-                |read| read.get_key_value(order_id).map(|(id, finding)| (id.clone(), finding.clone())),
+                || self.read_row(order_id),
+                |read| read.get_key_value(order_id).map(|(id, result)| (id.clone(), result.clone())),
             );
             let Some((order_id, Ok(mut found))) = seen else {
                 self.note(Event::FoundUnknown);
@@ -178,10 +178,10 @@ impl World {
                 closed += 1;
             }
             self.note_outcome(found.outcome, batch.by);
-            findings.insert(order_id, Ok(found));
+            results.insert(order_id, Ok(found));
         }
-        self.note_if(closed > 1, Event::ClosedInABatch);
-        findings
+        self.note_if(closed > 1, Event::ClosedInBatch);
+        results
     }
 
     fn note_outcome(&mut self, outcome: Outcome, by: ClosedBy) {
@@ -214,7 +214,7 @@ impl World {
         SweptPage { orders, next }
     }
 
-    /// The relay's first half: publish what stands in the outbox.
+    /// The relay's first half: publish what is in the outbox.
     pub fn relay(&mut self) {
         if self.broker_is_away || self.database_is_away {
             return;
@@ -230,23 +230,23 @@ impl World {
             } else if let Some(order) = self.rows.get_mut(&row.order_id) {
                 // Left to the sweep.
                 order.has_alarm = false;
-                events.push(Event::LeftToTheSweep);
+                events.push(Event::LeftToSweep);
             }
         }
-        self.is_stirred |= !events.is_empty();
+        self.has_changed |= !events.is_empty();
         self.seen.extend(events);
     }
 
-    /// The second: mark it. A crash between the two publishes again.
+    /// The relay's second half: mark it. A crash between the two publishes again.
     pub fn mark_relayed(&mut self, crashed: bool) {
         let any = self.alarm_outbox.iter().any(|row| row.confirmed);
         let any_again = self.alarm_outbox.iter().any(|row| row.confirmed && row.times_published > 1);
-        self.note_if(any_again && !crashed, Event::RelayMarkedAfterACrash);
+        self.note_if(any_again && !crashed, Event::RelayMarkedAfterCrash);
         if crashed {
             self.alarm_outbox.iter_mut().for_each(|row| row.confirmed = false);
         } else {
             self.alarm_outbox.retain(|row| !row.confirmed);
         }
-        self.note_if(any, if crashed { Event::RelayCrashedBeforeItMarked } else { Event::RelayMarked });
+        self.note_if(any, if crashed { Event::RelayCrashedBeforeMarking } else { Event::RelayMarked });
     }
 }

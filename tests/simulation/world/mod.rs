@@ -1,9 +1,10 @@
-//! A world without I/O for the production engine, hold and wheel: orders, a broker, a database, and time, all in memory.
+//! A world without I/O for the production engine, hold and wheel: orders, a broker, a database, and time, all in
+//! memory.
 //!
-//! Keeps to what the real ones do, as far as an order's life can tell: rows are closed by one atomic statement that
-//! skips locked rows, queues are first in first out, an unacknowledged message is delivered again when its session ends,
-//! a slot lets go of its head only. Decides nothing about an alarm; known bugs can be switched on ([`Mutant`]). Notes
-//! whatever takes effect ([`Event`]).
+//! Behaves as the real servers do, as far as it matters to an order: rows are closed by one atomic statement that skips
+//! locked rows, queues are first in first out, an unacknowledged message is redelivered when its session ends, a slot
+//! releases only its head. Decides nothing about an alarm; known bugs can be switched on ([`Mutant`]). Records whatever
+//! takes effect ([`Event`]).
 
 mod broker;
 mod database;
@@ -25,15 +26,15 @@ use broker::Waiting;
 use database::OutboxRow;
 pub use database::{Row, Status};
 pub use shop::Scheduling;
-pub use worker::{Fate, WORKERS};
+pub use worker::{Fault, WORKERS};
 
-/// A bug that somebody has shipped somewhere, or might, and that the oracle must find.
+/// A bug that has been shipped somewhere, or might be, and that the oracle must find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mutant {
     /// None: the production code in a correct world.
     Sound,
 
-    // Of the steps around the engine.
+    // In the steps around the engine.
     AckBeforeCommit,
     /// Select, then update by id alone.
     NoStatusGuard,
@@ -45,44 +46,44 @@ pub enum Mutant {
     AckBeforeConfirm,
     /// A slot is written again before its last lap has left it.
     TwoLapsInOneSlot,
-    /// What fails comes back at once, however long it should wait at the broker.
+    /// A retry comes back at once, however long it should wait at the broker.
     RetriesAtOnce,
 
-    // Of the engine's own rules.
+    // In the engine's own rules.
     /// An alarm that is held and delivered again in a newer session is acknowledged as a duplicate of itself.
     AcknowledgesRedelivery,
-    /// An order that is not due yet is taken for one that is done with.
+    /// An order that is not due yet counts as finished.
     DropsNotDue,
-    /// A row that somebody has locked is taken for one that is closed.
+    /// A locked row counts as closed.
     TakesBusyForClosed,
-    /// An order that the sweep could not close is never tried again.
-    ForgetsTrouble,
+    /// An order that the sweep could not close is never retried.
+    ForgetsFailed,
     /// A pass of the sweep ends at an order that cannot be closed.
-    TroubleEndsThePass,
-    /// The sweep comes once a minute.
+    FailureEndsPass,
+    /// The sweep runs once a minute.
     SweepsEveryMinute,
-    /// An alarm is held for a while longer than to its deadline.
+    /// An alarm is held longer than to its deadline.
     HoldsTooLong,
 }
 
 pub struct World {
     mutant: Mutant,
     seen: BTreeSet<Event>,
-    /// Whether any message has moved in this step of undisturbed time, or any order was looked at.
-    is_stirred: bool,
-    first_to_work: usize,
-    stops_at_a_close: bool,
+    /// Whether any message moved in this step of undisturbed time, or any order was tried.
+    has_changed: bool,
+    first_worker: usize,
+    stops_at_close: bool,
     /// The broker's time, which only goes forward.
     now: Timestamp,
     /// How far the database's clock was set ahead of it, or back.
     clock_set_ms: i64,
     clock_was_set: bool,
-    /// By how much the worker's idea of the database's time is wrong.
+    /// By how much the workers' idea of the database's time is wrong.
     skew_ms: i64,
     clocks_were_off: bool,
     pub rows: BTreeMap<OrderId, Row>,
     database_is_away: bool,
-    /// Not yet marked as sent; marked rows are gone.
+    /// Rows not yet marked as sent; marked rows are gone.
     alarm_outbox: Vec<OutboxRow>,
     parked: Vec<OrderId>,
     broker_is_away: bool,
@@ -96,12 +97,12 @@ pub struct World {
     unacknowledged: BTreeMap<Receipt, (SourceQueue, DeliveredAlarm)>,
     sessions: u64,
     workers: [Option<worker::Worker>; WORKERS],
-    /// How many alarms there were for orders that are not there.
-    alarms_for_nobody: usize,
-    /// The worst that a slot kept a message behind another, as long as nobody had set the clock by which slots are
-    /// chosen.
+    /// How many alarms there were for orders that do not exist.
+    alarms_without_order: usize,
+    /// The longest time that a slot kept a message behind another, as long as the clock by which slots are chosen was
+    /// not set.
     pub worst_blocked: Duration,
-    /// A retry whose place at the broker does not keep it for as long as it should wait, or for much longer.
+    /// A retry that waits at the broker for too short or much too long.
     pub misplaced_retry: Option<String>,
 }
 
@@ -109,11 +110,11 @@ fn ring(name: &str, unit_s: u64, early_ms: u64) -> Ring {
     Ring { name: name.into(), unit: Duration::from_secs(unit_s), slots: 12, early: Duration::from_millis(early_ms) }
 }
 
-/// A worker looks around so often even if nothing wakes it (`worker/floor.rs`).
-const BEAT: Duration = Duration::from_secs(1);
+/// A worker's loop turns at least this often even if nothing wakes it (`worker/event_loop.rs`).
+const MAX_SLEEP: Duration = Duration::from_secs(1);
 
-/// How every worker decides. `missing_for`, `max_attempts` and `requeue_after` are small, so that what is given up is so
-/// within a history.
+/// How every worker decides. `missing_for`, `max_attempts` and `requeue_after` are small, so that they end within a
+/// history.
 pub fn policy() -> Policy {
     Policy {
         hold_max: Duration::from_millis(3_500),
@@ -126,7 +127,7 @@ pub fn policy() -> Policy {
         missing_for: Duration::from_secs(5),
         max_attempts: 2,
         requeue_after: Duration::from_secs(4),
-        held_back_most: 1_000,
+        held_back_max: 1_000,
         longest_try: Duration::from_secs(8),
         sweep_every: Duration::from_millis(250),
         sweep_grace: Duration::from_millis(500),
@@ -140,9 +141,9 @@ impl World {
         Self {
             mutant,
             seen: BTreeSet::new(),
-            is_stirred: false,
-            first_to_work: 0,
-            stops_at_a_close: false,
+            has_changed: false,
+            first_worker: 0,
+            stops_at_close: false,
             now: Timestamp::from_unix_micros(1_000_000_000_000),
             clock_set_ms: 0,
             clock_was_set: false,
@@ -162,7 +163,7 @@ impl World {
             unacknowledged: BTreeMap::new(),
             sessions: 0,
             workers: [const { None }; WORKERS],
-            alarms_for_nobody: 0,
+            alarms_without_order: 0,
             worst_blocked: Duration::ZERO,
             misplaced_retry: None,
         }
@@ -193,18 +194,18 @@ impl World {
         shifted(self.database_time(), self.skew_ms)
     }
 
-    /// The workers' idea of the database's time becomes wrong by so much.
+    /// Makes the workers' idea of the database's time wrong by this much.
     pub fn skew(&mut self, ms: i64) {
         self.skew_ms = ms;
         self.clocks_were_off |= ms != 0;
-        self.note_if(ms != 0, Event::WorkersClockIsOff);
+        self.note_if(ms != 0, Event::WorkerClockSkewed);
     }
 
     pub fn workers_are_behind(&self) -> Duration {
         Duration::from_millis((-self.skew_ms).max(0).unsigned_abs())
     }
 
-    /// Somebody sets the database's clock, or another server with another clock takes over.
+    /// Sets the database's clock, as a person does or a failover to a server with another clock.
     pub fn set_clock(&mut self, ms: i64) {
         self.note_if(ms > self.clock_set_ms, Event::ClockSetForward);
         self.note_if(ms < self.clock_set_ms, Event::ClockSetBack);
@@ -212,48 +213,47 @@ impl World {
         self.clock_was_set = true;
     }
 
-    /// Whether every clock has always told the same time.
+    /// Whether all clocks have always agreed.
     pub fn clocks_agree(&self) -> bool {
         !self.clock_was_set && !self.clocks_were_off
     }
 
-    // ------------------------------------------------------------------------------------------ the world's course
+    // ------------------------------------------------------------------------------------------ the course of time
 
-    /// Undisturbed time goes on to the next moment at which anything happens, and no further than `end` (in the broker's
-    /// time): a slot lets go, or a worker wants to be woken, and by nothing else. There the relay runs, and every worker
-    /// does what there is to do. Whether there was anything.
+    /// Lets undisturbed time pass to the next moment at which anything happens, no further than `end` (in the broker's
+    /// time): a slot releases its head, or a worker wants to be woken. Then the relay runs, and every worker does what
+    /// there is to do. Returns whether anything changed.
     ///
-    /// # Errors
-    /// If a worker does not come to rest, or would be woken at once again.
-    pub fn go_on(&mut self, end: Timestamp) -> Result<bool, String> {
-        let beat = self.now + BEAT;
-        let next = [self.next_wake(), self.next_let_go()].into_iter().flatten().chain([beat, end]).min();
-        self.is_stirred = false;
-        self.advance(next.unwrap_or(beat).since(self.now));
+    /// If a worker does not become idle, or would be woken at once again.
+    pub fn run_to_next_event(&mut self, end: Timestamp) -> Result<bool, String> {
+        let latest = self.now + MAX_SLEEP;
+        let next = [self.next_wake(), self.next_release()].into_iter().flatten().chain([latest, end]).min();
+        self.has_changed = false;
+        self.advance(next.unwrap_or(latest).since(self.now));
         self.relay();
         self.mark_relayed(false);
-        self.work()?;
-        Ok(self.is_stirred)
+        self.run_workers()?;
+        Ok(self.has_changed)
     }
 
-    /// The same, but the first close that a worker begins is left as it has been handed out. Whether there is one.
+    /// The same, but the first close that a worker begins stays pending. Returns whether there is one.
     ///
     /// # Errors
     /// As above.
-    pub fn go_on_until_a_close(&mut self, end: Timestamp) -> Result<bool, String> {
-        self.stops_at_a_close = true;
-        let outcome = self.go_on(end);
-        self.stops_at_a_close = false;
-        outcome.map(|_| (0..WORKERS).any(|worker| self.closes_something(worker)))
+    pub fn run_to_next_close(&mut self, end: Timestamp) -> Result<bool, String> {
+        self.stops_at_close = true;
+        let result = self.run_to_next_event(end);
+        self.stops_at_close = false;
+        result.map(|_| (0..WORKERS).any(|worker| self.closes_something(worker)))
     }
 
-    /// So much time at once, and then everybody does what there is to do.
+    /// Lets this much time pass at once, and then every worker does what there is to do.
     ///
     /// # Errors
     /// As above.
     pub fn skip(&mut self, time: Duration) -> Result<(), String> {
         self.advance(time);
-        self.work()
+        self.run_workers()
     }
 
     /// The broker's time.
@@ -261,8 +261,8 @@ impl World {
         self.now
     }
 
-    /// Every fault ends, but for what workers have in hand.
-    pub fn mend(&mut self) {
+    /// Ends every fault; pending actions stay as they are.
+    pub fn end_faults(&mut self) {
         self.set_database_away(false);
         self.set_broker_away(false);
         self.set_broker_refuses(false);
@@ -272,21 +272,21 @@ impl World {
         self.commit_payments();
     }
 
-    /// The orders that an alarm still speaks for: at the broker, in somebody's hands, in the outbox, or parked.
-    pub fn spoken_for(&self) -> BTreeSet<&OrderId> {
+    /// The orders that still have an alarm: at the broker, with a worker, in the outbox, or parked.
+    pub fn orders_with_alarm(&self) -> BTreeSet<&OrderId> {
         let messages = self.messages().map(|(alarm, _)| alarm.order_id());
         messages.chain(&self.parked).chain(self.alarm_outbox.iter().map(|row| &row.order_id)).collect()
     }
 
-    /// The orders of which an alarm comes in time if nothing more goes wrong: one that was never tried, for the row's
-    /// deadline or an earlier one, and not on its way back from a failure.
-    pub fn on_course(&self) -> BTreeSet<OrderId> {
+    /// The orders with an alarm that will be in time if nothing more goes wrong: one that was not tried before, for the
+    /// row's deadline or an earlier one, and not on its way back from a failure.
+    pub fn with_timely_alarm(&self) -> BTreeSet<OrderId> {
         if self.broker_is_away || self.broker_refuses || self.broker_is_silent || !self.clocks_agree() {
             return BTreeSet::new();
         }
         let at_the_broker = self.messages().filter(|(alarm, is_retry)| alarm.attempt == 0 && !is_retry);
         let at_the_broker = at_the_broker.map(|(alarm, _)| (alarm.order_id(), alarm.deadline()));
-        // What the relay finds overdue is left to the sweep.
+        // The relay leaves overdue orders to the sweep.
         let relayed_soon = self.database_time() + Duration::from_secs(1);
         let not_relayed_yet = self.alarm_outbox.iter().filter(|row| !row.confirmed && row.deadline > relayed_soon);
         at_the_broker
@@ -296,7 +296,7 @@ impl World {
             .collect()
     }
 
-    /// Everything at the broker, acknowledged by nobody; and whether it waits there after a failure.
+    /// Every unacknowledged message at the broker, and whether it waits there after a failure.
     fn messages(&self) -> impl Iterator<Item = (&DeliveredAlarm, bool)> {
         let slots = self.slots.values().flatten().map(|waiting| (&waiting.alarm, waiting.is_retry));
         let queues = self.timeout.iter().chain(&self.arm).map(|alarm| (alarm, false));
@@ -310,9 +310,9 @@ fn shifted(moment: Timestamp, ms: i64) -> Timestamp {
 }
 
 fn alarm(order_id: &OrderId, deadline: Deadline, first_published_at: Timestamp) -> DeliveredAlarm {
-    let due = Alarm { order_id: order_id.clone(), deadline };
+    let alarm = Alarm { order_id: order_id.clone(), deadline };
     DeliveredAlarm {
-        due,
+        alarm,
         attempt: 0,
         first_published_at: Some(first_published_at),
         traceparent: None,

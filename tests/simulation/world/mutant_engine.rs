@@ -1,7 +1,7 @@
-//! The production engine; or one that breaks a rule of its own, by news that it hears otherwise than it was told, and
-//! actions that it gives otherwise than it was meant to.
+//! The production engine, or one that breaks a rule of its own: a mutant changes inputs before the engine handles them,
+//! and actions before they are handed out.
 //!
-//! Nothing in production knows of this. With [`Mutant::Sound`] news and actions pass as they are.
+//! Nothing in production knows of this. With [`Mutant::Sound`] inputs and actions pass unchanged.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,13 +12,13 @@ use order_timeout::order::{CloseError, CloseOutcome, ClosedBy, Deadline, OrderId
 
 use super::{Mutant, policy};
 
-/// Shorter than the sweep waits for alarms, so that it is not the sweep which closes the order.
-const HELD_TOO_LONG_FOR: Duration = Duration::from_millis(5);
+/// Shorter than the sweep's grace, so that the sweep is not what closes the order.
+const HELD_TOO_LONG_BY: Duration = Duration::from_millis(5);
 
 pub struct MutantEngine {
     engine: Engine,
     bug: Mutant,
-    /// What was delivered and is neither settled nor on its way elsewhere: it waits here or is being closed.
+    /// Deliveries that are neither settled nor rearmed or parked: they are held or being closed.
     in_flight: BTreeMap<Receipt, (OrderId, Deadline)>,
     settlements: Vec<(Receipt, Settlement)>,
     /// Orders that the sweep tried alone and could not close.
@@ -35,18 +35,18 @@ impl MutantEngine {
         Self { engine, bug, in_flight: BTreeMap::new(), settlements: Vec::new(), backed_off: BTreeSet::new() }
     }
 
-    pub fn handle(&mut self, news: Input, now: Timestamp) {
-        let news = match news {
-            Input::Delivered(delivered) => self.bend_delivery(delivered).map(Input::Delivered),
-            Input::Closed(batch, answer) => {
-                let answer = self.bend_answer(&batch, answer);
-                Some(Input::Closed(batch, answer))
+    pub fn handle(&mut self, input: Input, now: Timestamp) {
+        let input = match input {
+            Input::Delivered(delivered) => self.mutate_delivery(delivered).map(Input::Delivered),
+            Input::Closed(batch, result) => {
+                let result = self.mutate_result(&batch, result);
+                Some(Input::Closed(batch, result))
             }
-            Input::Swept(page) => Some(Input::Swept(self.bend_page(page))),
+            Input::Swept(page) => Some(Input::Swept(self.mutate_page(page))),
             others => Some(others),
         };
-        if let Some(news) = news {
-            self.engine.handle(news, now);
+        if let Some(input) = input {
+            self.engine.handle(input, now);
         }
     }
 
@@ -55,10 +55,10 @@ impl MutantEngine {
         if !self.settlements.is_empty() {
             actions.push(Action::Settle(std::mem::take(&mut self.settlements)));
         }
-        for errand in &actions {
-            let receipts: Vec<Receipt> = match errand {
+        for action in &actions {
+            let receipts: Vec<Receipt> = match action {
                 Action::Settle(settlements) => settlements.iter().map(|(receipt, _)| *receipt).collect(),
-                Action::Rearm(jobs) => jobs.iter().map(|job| job.receipt).collect(),
+                Action::Rearm(rearms) => rearms.iter().map(|rearm| rearm.receipt).collect(),
                 Action::Park(dead_letters) => dead_letters.iter().map(|(_, receipt)| *receipt).collect(),
                 Action::Close(_) | Action::Sweep(_) => Vec::new(),
             };
@@ -83,14 +83,14 @@ impl MutantEngine {
         self.engine.closers_are_idle()
     }
 
-    /// The session in which this alarm came that waits here or is being closed.
+    /// The session in which this held or closing alarm was delivered.
     pub fn session_of(&self, alarm: &DeliveredAlarm) -> Option<u64> {
         let same =
             |(order_id, deadline): &(OrderId, Deadline)| order_id == alarm.order_id() && *deadline == alarm.deadline();
         self.in_flight.iter().filter(|(_, key)| same(key)).map(|(receipt, _)| receipt.session).max()
     }
 
-    fn bend_delivery(&mut self, mut delivered: Delivered) -> Option<Delivered> {
+    fn mutate_delivery(&mut self, mut delivered: Delivered) -> Option<Delivered> {
         let Ok(alarm) = &mut delivered.content else { return Some(delivered) };
         let key = (alarm.order_id().clone(), alarm.deadline());
         let is_redelivery = self.session_of(alarm).is_some_and(|session| session < delivered.receipt.session);
@@ -102,20 +102,20 @@ impl MutantEngine {
         self.in_flight.retain(|receipt, other| *other != key || receipt.session >= delivered.receipt.session);
         self.in_flight.insert(delivered.receipt, key);
         if self.bug == Mutant::HoldsTooLong {
-            alarm.due.deadline = alarm.due.deadline + HELD_TOO_LONG_FOR;
+            alarm.alarm.deadline = alarm.alarm.deadline + HELD_TOO_LONG_BY;
         }
         Some(delivered)
     }
 
-    fn bend_answer(&mut self, batch: &Batch, mut answer: BatchResult) -> BatchResult {
+    fn mutate_result(&mut self, batch: &Batch, mut result: BatchResult) -> BatchResult {
         let (from, to) = match self.bug {
             Mutant::DropsNotDue => (Outcome::NotDue, Outcome::AlreadyClosed),
             Mutant::TakesBusyForClosed => (Outcome::Busy, Outcome::Closed),
             _ => (Outcome::Closed, Outcome::Closed),
         };
-        match &mut answer {
-            Ok(findings) => {
-                let found = findings.values_mut().flatten().filter(|CloseOutcome { outcome, .. }| *outcome == from);
+        match &mut result {
+            Ok(results) => {
+                let found = results.values_mut().flatten().filter(|CloseOutcome { outcome, .. }| *outcome == from);
                 found.for_each(|found| found.outcome = to);
             }
             Err(CloseError::Locked(_) | CloseError::Transient(_) | CloseError::Rejected(_))
@@ -127,13 +127,13 @@ impl MutantEngine {
             }
             Err(_) => {}
         }
-        answer
+        result
     }
 
-    fn bend_page(&mut self, mut page: SweptPage) -> SweptPage {
+    fn mutate_page(&mut self, mut page: SweptPage) -> SweptPage {
         match self.bug {
-            Mutant::ForgetsTrouble => page.orders.retain(|overdue| !self.backed_off.contains(&overdue.order_id)),
-            Mutant::TroubleEndsThePass => {
+            Mutant::ForgetsFailed => page.orders.retain(|overdue| !self.backed_off.contains(&overdue.order_id)),
+            Mutant::FailureEndsPass => {
                 if let Some(at) = page.orders.iter().position(|overdue| self.backed_off.contains(&overdue.order_id)) {
                     page.orders.truncate(at + 1);
                     page.next = None;

@@ -15,7 +15,7 @@ pub enum Scheduling {
     Published,
     /// In the order's transaction.
     InTransaction,
-    /// Its publisher died: only the sweep knows of it.
+    /// Its publisher crashed: only the sweep can find it.
     Forgotten,
     /// Published, and the order's transaction rolled back.
     WithoutAnOrder,
@@ -27,7 +27,7 @@ impl World {
         let now = self.database_time();
         let deadline = now + delay;
         let event = match scheduling {
-            Scheduling::WithoutAnOrder => return self.alarm_nobody(delay),
+            Scheduling::WithoutAnOrder => return self.alarm_without_order(delay),
             Scheduling::Published if self.broker_is_away => Event::AlarmNotPublished,
             Scheduling::Published => {
                 self.arm.push_back(alarm(&order_id, deadline, now));
@@ -44,12 +44,12 @@ impl World {
         self.note(event);
     }
 
-    fn alarm_nobody(&mut self, delay: Duration) {
+    fn alarm_without_order(&mut self, delay: Duration) {
         if self.broker_is_away {
             return;
         }
-        self.alarms_for_nobody += 1;
-        let order_id = OrderId::new(format!("nobody-{}", self.alarms_for_nobody)).expect("a good id");
+        self.alarms_without_order += 1;
+        let order_id = OrderId::new(format!("missing-{}", self.alarms_without_order)).expect("a good id");
         let now = self.database_time();
         self.arm.push_back(alarm(&order_id, now + delay, now));
         self.note(Event::AlarmForNoOrder);
@@ -66,7 +66,7 @@ impl World {
         let Some(row) = self.nth_row(n) else { return };
         let (was_paying, status, is_late) = (row.paying, row.status, row.deadline <= now);
         row.paying |= status == Status::Unpaid;
-        self.note_if(status == Status::Closed, Event::PaymentFoundItClosed);
+        self.note_if(status == Status::Closed, Event::PaymentFoundOrderClosed);
         let begins = status == Status::Unpaid && !was_paying;
         self.note_if(begins, if is_late { Event::PaymentBegunLate } else { Event::PaymentBegun });
     }
@@ -76,7 +76,7 @@ impl World {
         self.end_payments(Status::Paid, Event::PaymentCommitted);
     }
 
-    /// The provider says no, or the shop's process has died.
+    /// The provider declines, or the shop's process crashed.
     pub fn roll_back_payments(&mut self) {
         self.end_payments(Status::Unpaid, Event::PaymentRolledBack);
     }
@@ -108,7 +108,7 @@ impl World {
         self.note(if is_earlier { Event::DeadlineMovedEarlier } else { Event::DeadlineMovedLater });
     }
 
-    /// A trigger on the orders table begins, or ceases, to refuse this one.
+    /// A trigger on the orders table begins, or stops, to refuse this order's close.
     pub fn refuse(&mut self, n: usize, refuses: bool) {
         let Some(row) = self.nth_row(n).filter(|row| row.status == Status::Unpaid && row.refuses != refuses) else {
             return;

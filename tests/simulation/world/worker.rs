@@ -1,4 +1,4 @@
-//! The workers of the world: what stands around the engine in production, step by step.
+//! The workers of the world: what surrounds the engine in production, step by step.
 
 use std::collections::HashMap;
 
@@ -12,36 +12,36 @@ use crate::events::Event;
 
 /// How many workers there are, running or not.
 pub const WORKERS: usize = 2;
-/// How often a worker may be asked whether there is more to do before it must be at rest: several times what all orders
-/// of a history need, tried once each and found again by the sweep.
-const MOST_ROUNDS: u32 = 200;
+/// How many rounds a worker may take until it must be idle: several times what all orders of a history need, tried once
+/// each and found again by the sweep.
+const MAX_ROUNDS: u32 = 200;
 
-/// An errand between its hand-out and its report.
+/// An action between its hand-out and its report.
 #[derive(Debug)]
-enum Underway {
-    Close { batch: Batch, read: Option<HashMap<OrderId, CloseResult>>, answer: Option<BatchResult> },
-    Arm { jobs: Vec<Rearm>, written: bool },
+enum PendingAction {
+    Close { batch: Batch, read: Option<HashMap<OrderId, CloseResult>>, result: Option<BatchResult> },
+    Rearm { rearms: Vec<Rearm>, written: bool },
     Park { dead_letters: Vec<(DeadLetter, Receipt)>, written: bool },
     Sweep { page: SweepPage, found: Option<SweptPage> },
 }
 
-/// What becomes of an errand's next stage.
+/// A fault injected into the next stage of an action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fate {
-    Done,
-    /// It happens, and the worker hears of a broken connection.
-    AnswerIsLost,
+pub enum Fault {
+    None,
+    /// It happens, and the worker gets a connection error instead of the result.
+    ResultLost,
     /// A deadlock or a timeout: nothing happens. Only a close can have it.
     Transient,
 }
 
-impl Underway {
-    fn can_have(&self, fate: Fate) -> bool {
-        let is_to_be_closed = matches!(self, Self::Close { answer: None, .. });
-        match fate {
-            Fate::Done => true,
-            Fate::AnswerIsLost => is_to_be_closed || matches!(self, Self::Arm { .. } | Self::Park { .. }),
-            Fate::Transient => is_to_be_closed,
+impl PendingAction {
+    fn can_have(&self, fault: Fault) -> bool {
+        let is_to_be_closed = matches!(self, Self::Close { result: None, .. });
+        match fault {
+            Fault::None => true,
+            Fault::ResultLost => is_to_be_closed || matches!(self, Self::Rearm { .. } | Self::Park { .. }),
+            Fault::Transient => is_to_be_closed,
         }
     }
 }
@@ -52,23 +52,23 @@ pub struct Worker {
     /// `None` while the broker is away, or while the engine wants no deliveries.
     session: Option<u64>,
     next_tag: u64,
-    underway: Vec<Underway>,
+    pending: Vec<PendingAction>,
     stopping: bool,
 }
 
 impl World {
     pub fn start(&mut self, worker: usize) {
-        self.note_if(self.workers[worker].is_none() && self.sessions > 0, Event::StartedAgain);
+        self.note_if(self.workers[worker].is_none() && self.sessions > 0, Event::Restarted);
         self.workers[worker].get_or_insert_with(|| Worker {
             engine: MutantEngine::new(self.mutant),
             session: None,
             next_tag: 1,
-            underway: Vec::new(),
+            pending: Vec::new(),
             stopping: false,
         });
     }
 
-    /// kill -9: what was executed stays executed, nobody is told.
+    /// kill -9: what was executed stays executed, and nothing is reported.
     pub fn crash(&mut self, worker: usize) {
         self.note_if(self.is_at_work(worker), Event::CrashedAtWork);
         if let Some(session) = self.workers[worker].take().and_then(|worker| worker.session) {
@@ -76,7 +76,7 @@ impl World {
         }
     }
 
-    /// SIGTERM: it takes nothing new, finishes what it has begun, and ends.
+    /// SIGTERM: it accepts nothing new, finishes what it has begun, and ends.
     pub fn stop(&mut self, worker: usize) {
         let is_at_work = self.is_at_work(worker);
         if let Some(worker) = self.workers[worker].as_mut().filter(|worker| !worker.stopping) {
@@ -86,25 +86,25 @@ impl World {
         }
     }
 
-    /// Whether a worker has actions under way or alarms that it has not acknowledged.
+    /// Whether a worker has pending actions or unacknowledged alarms.
     fn is_at_work(&self, worker: usize) -> bool {
         self.workers[worker].as_ref().is_some_and(|worker| {
             let is_its_own = |receipt: &Receipt| worker.session == Some(receipt.session);
-            !worker.underway.is_empty() || self.unacknowledged.keys().any(is_its_own)
+            !worker.pending.is_empty() || self.unacknowledged.keys().any(is_its_own)
         })
     }
 
-    /// Whether a worker has a close under way that has not reached the database.
+    /// Whether a worker has a pending close that has not reached the database.
     pub(super) fn closes_something(&self, worker: usize) -> bool {
-        let is_such = |errand: &Underway| match errand {
-            Underway::Close { batch, answer: None, .. } => !batch.items.is_empty(),
+        let is_such = |action: &PendingAction| match action {
+            PendingAction::Close { batch, result: None, .. } => !batch.items.is_empty(),
             _ => false,
         };
-        self.workers[worker].as_ref().is_some_and(|worker| worker.underway.iter().any(is_such))
+        self.workers[worker].as_ref().is_some_and(|worker| worker.pending.iter().any(is_such))
     }
 
-    /// Whether a worker runs that will go on running.
-    pub fn somebody_works(&self) -> bool {
+    /// Whether any worker runs and is not stopping.
+    pub fn any_worker_runs(&self) -> bool {
         self.workers.iter().flatten().any(|worker| !worker.stopping)
     }
 
@@ -123,7 +123,8 @@ impl World {
         }
     }
 
-    /// Opens and closes the session as the engine wants it, and as the broker lets it. Returns whether it is open just now.
+    /// Opens and closes the session as the engine wants it and the broker allows it. Returns whether it has just been
+    /// opened.
     fn supervise(&mut self, worker: &mut Worker, now: Timestamp) -> bool {
         match (worker.session, worker.engine.wants_deliveries(now)) {
             _ if worker.stopping => {}
@@ -131,7 +132,7 @@ impl World {
                 worker.session = None;
                 worker.engine.handle(Input::SessionEnded, now);
                 self.end_session(session);
-                self.note(Event::SessionGivenUp);
+                self.note(Event::SessionClosedByWorker);
             }
             (None, true) if !self.broker_is_away => {
                 self.sessions += 1;
@@ -143,57 +144,57 @@ impl World {
         false
     }
 
-    /// One turn of a worker's loop: take what is delivered, hand out what can be done.
+    /// One turn of a worker's loop: take deliveries, hand out actions.
     pub fn turn(&mut self, n: usize) {
         let now = self.worker_time();
         let Some(mut worker) = self.workers[n].take() else { return };
         let has_opened = self.supervise(&mut worker, now);
-        // Input of a session and its deliveries come by ways of their own: every other session is heard of after its first.
-        let is_heard_of_late = self.sessions % 2 == 1;
-        if has_opened && !is_heard_of_late {
+        // The opening of a session and its deliveries are separate inputs in no fixed order: for every other session,
+        // the opening comes after the first deliveries.
+        let opens_late = self.sessions % 2 == 1;
+        if has_opened && !opens_late {
             worker.engine.handle(Input::SessionOpened(self.sessions), now);
         }
         if let Some(session) = worker.session.filter(|_| !worker.stopping) {
             self.deliver(&mut worker, session, now);
         }
         self.hand_out(&mut worker, now);
-        if has_opened && is_heard_of_late {
+        if has_opened && opens_late {
             worker.engine.handle(Input::SessionOpened(self.sessions), now);
         }
-        if worker.stopping && worker.underway.is_empty() && worker.engine.closers_are_idle() {
+        if worker.stopping && worker.pending.is_empty() && worker.engine.closers_are_idle() {
             if let Some(session) = worker.session {
                 self.end_session(session);
             }
-            self.note(Event::EndedInOrder);
+            self.note(Event::ShutDownCleanly);
         } else {
             self.workers[n] = Some(worker);
         }
     }
 
-    /// Lets every worker do what there is to do at this moment: until nobody has left anything for another.
+    /// Lets every worker do what there is to do at this moment, until no worker has left anything for another.
     ///
-    /// # Errors
-    /// If a worker does not come to rest, or would be woken at once again.
-    pub(super) fn work(&mut self) -> Result<(), String> {
-        self.first_to_work = (self.first_to_work + 1) % WORKERS;
-        for _ in 0..MOST_ROUNDS {
-            let was_stirred = std::mem::take(&mut self.is_stirred);
+    /// If a worker does not become idle, or would be woken at once again.
+    pub(super) fn run_workers(&mut self) -> Result<(), String> {
+        self.first_worker = (self.first_worker + 1) % WORKERS;
+        for _ in 0..MAX_ROUNDS {
+            let had_changed = std::mem::take(&mut self.has_changed);
             for n in 0..WORKERS {
-                self.work_until_at_rest((self.first_to_work + n) % WORKERS)?;
+                self.run_until_idle((self.first_worker + n) % WORKERS)?;
             }
-            let is_at_rest = !self.is_stirred;
-            self.is_stirred |= was_stirred;
-            if self.stops_at_a_close {
+            let is_idle = !self.has_changed;
+            self.has_changed |= had_changed;
+            if self.stops_at_close {
                 return Ok(());
             }
-            if is_at_rest {
-                return self.nobody_spins();
+            if is_idle {
+                return self.check_no_busy_loop();
             }
         }
-        Err("the workers do not come to rest".to_owned())
+        Err("the workers do not become idle".to_owned())
     }
 
-    fn nobody_spins(&self) -> Result<(), String> {
+    fn check_no_busy_loop(&self) -> Result<(), String> {
         match self.next_wake() {
             Some(moment) if moment <= self.now => {
                 Err("a worker that has nothing to do wants to be woken now".to_owned())
@@ -208,34 +209,34 @@ impl World {
         wakes.map(|wake_at| shifted(wake_at, -self.clock_set_ms - self.skew_ms)).min()
     }
 
-    /// Turns until there is nothing to do before time goes on.
-    fn work_until_at_rest(&mut self, n: usize) -> Result<(), String> {
-        for _ in 0..MOST_ROUNDS {
+    /// Turns until there is nothing to do before time passes.
+    fn run_until_idle(&mut self, n: usize) -> Result<(), String> {
+        for _ in 0..MAX_ROUNDS {
             self.turn(n);
-            let actions = self.workers[n].as_ref().map_or(0, |worker| worker.underway.len());
-            if actions == 0 || self.stops_at_a_close && self.closes_something(n) {
+            let actions = self.workers[n].as_ref().map_or(0, |worker| worker.pending.len());
+            if actions == 0 || self.stops_at_close && self.closes_something(n) {
                 return Ok(());
             }
-            while self.workers[n].as_ref().is_some_and(|worker| !worker.underway.is_empty()) {
-                self.progress(n, 0, Fate::Done);
+            while self.workers[n].as_ref().is_some_and(|worker| !worker.pending.is_empty()) {
+                self.progress(n, 0, Fault::None);
             }
         }
-        Err(format!("worker {n} does not come to rest"))
+        Err(format!("worker {n} does not become idle"))
     }
 
     fn deliver(&mut self, worker: &mut Worker, session: u64, now: Timestamp) {
         for source in [SourceQueue::Timeout, SourceQueue::Inbox] {
             let queue = if source == SourceQueue::Inbox { &mut self.arm } else { &mut self.timeout };
             for alarm in std::mem::take(queue) {
-                self.is_stirred = true;
+                self.has_changed = true;
                 let receipt = Receipt { session, channel: 0, tag: worker.next_tag };
                 worker.next_tag += 1;
                 if source == SourceQueue::Timeout {
                     self.note(if alarm.deadline() > now { Event::DeliveredEarly } else { Event::DeliveredLate });
                 }
-                let in_flight = worker.engine.session_of(&alarm);
-                self.note_if(in_flight.is_some_and(|old| old < session), Event::RedeliveredWhileInHand);
-                self.note_if(in_flight == Some(session), Event::DuplicateWhileInHand);
+                let known_session = worker.engine.session_of(&alarm);
+                self.note_if(known_session.is_some_and(|old| old < session), Event::RedeliveredWhileInFlight);
+                self.note_if(known_session == Some(session), Event::DuplicateWhileInFlight);
                 self.unacknowledged.insert(receipt, (source, alarm.clone()));
                 worker
                     .engine
@@ -245,126 +246,131 @@ impl World {
     }
 
     fn hand_out(&mut self, worker: &mut Worker, now: Timestamp) {
-        for errand in worker.engine.poll_actions(now) {
-            match errand {
+        for action in worker.engine.poll_actions(now) {
+            match action {
                 Action::Settle(settlements) => self.settle(settlements),
                 Action::Close(batch) => {
                     if self.mutant == Mutant::AckBeforeCommit {
                         self.settle(receipts(&batch).map(|receipt| (receipt, Settlement::Ack)).collect());
                     }
-                    worker.underway.push(Underway::Close { batch, read: None, answer: None });
+                    worker.pending.push(PendingAction::Close { batch, read: None, result: None });
                 }
-                Action::Rearm(jobs) => {
+                Action::Rearm(rearms) => {
                     if self.mutant == Mutant::AckBeforeConfirm {
-                        self.settle(jobs.iter().map(|job| (job.receipt, Settlement::Ack)).collect());
+                        self.settle(rearms.iter().map(|rearm| (rearm.receipt, Settlement::Ack)).collect());
                     }
-                    worker.underway.push(Underway::Arm { jobs, written: false });
+                    worker.pending.push(PendingAction::Rearm { rearms, written: false });
                 }
-                Action::Park(dead_letters) => worker.underway.push(Underway::Park { dead_letters, written: false }),
-                Action::Sweep(page) => worker.underway.push(Underway::Sweep { page, found: None }),
+                Action::Park(dead_letters) => worker.pending.push(PendingAction::Park { dead_letters, written: false }),
+                Action::Sweep(page) => worker.pending.push(PendingAction::Sweep { page, found: None }),
             }
         }
     }
 
-    /// Takes the nth errand of a worker that can have this fate one stage further: it happens, then it is reported.
-    pub fn progress(&mut self, worker: usize, n: usize, fate: Fate) {
+    /// Takes the nth action of a worker that this fault can hit one stage further: it happens, then it is reported.
+    pub fn progress(&mut self, worker: usize, n: usize, fault: Fault) {
         let Some(mut running) = self.workers[worker].take() else { return };
-        let able: Vec<usize> = (0..running.underway.len()).filter(|at| running.underway[*at].can_have(fate)).collect();
+        let able: Vec<usize> = (0..running.pending.len()).filter(|at| running.pending[*at].can_have(fault)).collect();
         if let Some(which) = n.checked_rem(able.len()) {
-            let errand = running.underway.swap_remove(able[which]);
+            let action = running.pending.swap_remove(able[which]);
             let now = self.worker_time();
-            match self.next_stage(errand, fate) {
-                Ok(underway) => running.underway.push(underway),
-                Err(news) => running.engine.handle(news, now),
+            match self.next_stage(action, fault) {
+                Ok(pending) => running.pending.push(pending),
+                Err(input) => running.engine.handle(input, now),
             }
         }
         self.workers[worker] = Some(running);
     }
 
-    /// The same of whichever worker has an errand that can have this fate.
-    pub fn befall(&mut self, n: usize, fate: Fate) {
-        let is_able = |worker: &Worker| worker.underway.iter().any(|errand| errand.can_have(fate));
+    /// The same for whichever worker has an action that this fault can hit.
+    pub fn progress_any(&mut self, n: usize, fault: Fault) {
+        let is_able = |worker: &Worker| worker.pending.iter().any(|action| action.can_have(fault));
         let able: Vec<usize> =
             (0..WORKERS).filter(|worker| self.workers[*worker].as_ref().is_some_and(is_able)).collect();
         if let Some(which) = n.checked_rem(able.len()) {
-            self.progress(able[which], n / able.len(), fate);
+            self.progress(able[which], n / able.len(), fault);
         }
     }
 
-    /// The errand one stage further, or the news of its end.
+    /// The action one stage further, or the input that reports its end.
     #[allow(clippy::result_large_err)] // it is no error, and few are on their way
-    fn next_stage(&mut self, errand: Underway, fate: Fate) -> Result<Underway, Input> {
-        match errand {
-            Underway::Close { batch, answer: Some(answer), .. } => Err(Input::Closed(batch, answer)),
-            Underway::Close { batch, read: None, .. } if self.mutant == Mutant::NoStatusGuard => {
-                let read = Some(batch.items.iter().filter_map(|item| self.look_at(&item.alarm.due.order_id)).collect());
-                Ok(Underway::Close { batch, read, answer: None })
+    fn next_stage(&mut self, action: PendingAction, fault: Fault) -> Result<PendingAction, Input> {
+        match action {
+            PendingAction::Close { batch, result: Some(result), .. } => Err(Input::Closed(batch, result)),
+            PendingAction::Close { batch, read: None, .. } if self.mutant == Mutant::NoStatusGuard => {
+                let read =
+                    Some(batch.items.iter().filter_map(|item| self.read_row(&item.alarm.alarm.order_id)).collect());
+                Ok(PendingAction::Close { batch, read, result: None })
             }
-            Underway::Close { batch, read, .. } => {
-                let answer = Some(self.answer(&batch, read, fate));
-                Ok(Underway::Close { batch, read: None, answer })
+            PendingAction::Close { batch, read, .. } => {
+                let result = Some(self.close_batch(&batch, read, fault));
+                Ok(PendingAction::Close { batch, read: None, result })
             }
-            Underway::Arm { jobs, written: false } if self.broker_is_away || self.broker_is_silent => {
-                self.note(Event::NotArmed);
-                Err(Input::NotRearmed(jobs))
+            PendingAction::Rearm { rearms, written: false } if self.broker_is_away || self.broker_is_silent => {
+                self.note(Event::RearmUnconfirmed);
+                Err(Input::NotRearmed(rearms))
             }
-            Underway::Arm { jobs, written: false } if self.broker_refuses => {
-                self.note(Event::ArmRefused);
-                Err(Input::RearmRefused(jobs))
+            PendingAction::Rearm { rearms, written: false } if self.broker_refuses => {
+                self.note(Event::RearmRefused);
+                Err(Input::RearmRefused(rearms))
             }
-            Underway::Arm { jobs, written: false } => {
-                for job in &jobs {
-                    self.note(self.kind_of(job));
-                    self.write_alarm(job);
+            PendingAction::Rearm { rearms, written: false } => {
+                for rearm in &rearms {
+                    self.note(self.kind_of(rearm));
+                    self.write_alarm(rearm);
                 }
-                self.confirmed(jobs, fate)
+                self.confirmed(rearms, fault)
             }
-            Underway::Arm { jobs, .. } if fate == Fate::AnswerIsLost => self.confirmed(jobs, fate),
-            Underway::Arm { jobs, .. } => Err(Input::Rearmed(jobs.into_iter().map(|job| job.receipt).collect())),
-            Underway::Park { dead_letters, written: false } if self.database_is_away => {
+            PendingAction::Rearm { rearms, .. } if fault == Fault::ResultLost => self.confirmed(rearms, fault),
+            PendingAction::Rearm { rearms, .. } => {
+                Err(Input::Rearmed(rearms.into_iter().map(|rearm| rearm.receipt).collect()))
+            }
+            PendingAction::Park { dead_letters, written: false } if self.database_is_away => {
                 Err(Input::NotParked(dead_letters))
             }
-            Underway::Park { dead_letters, written: false } => {
+            PendingAction::Park { dead_letters, written: false } => {
                 self.parked.extend(dead_letters.iter().filter_map(|(dead_letter, _)| dead_letter.order_id.clone()));
                 self.note(Event::Parked);
-                if fate == Fate::AnswerIsLost {
+                if fault == Fault::ResultLost {
                     Err(Input::NotParked(dead_letters))
                 } else {
-                    Ok(Underway::Park { dead_letters, written: true })
+                    Ok(PendingAction::Park { dead_letters, written: true })
                 }
             }
-            Underway::Park { dead_letters, .. } if fate == Fate::AnswerIsLost => Err(Input::NotParked(dead_letters)),
-            Underway::Park { dead_letters, .. } => {
+            PendingAction::Park { dead_letters, .. } if fault == Fault::ResultLost => {
+                Err(Input::NotParked(dead_letters))
+            }
+            PendingAction::Park { dead_letters, .. } => {
                 Err(Input::Parked(dead_letters.into_iter().map(|(_, receipt)| receipt).collect()))
             }
-            Underway::Sweep { found: None, .. } if self.database_is_away => {
+            PendingAction::Sweep { found: None, .. } if self.database_is_away => {
                 self.note(Event::SweepFoundDatabaseAway);
                 Err(Input::NotSwept)
             }
-            Underway::Sweep { page, found: None } => {
+            PendingAction::Sweep { page, found: None } => {
                 let found = Some(self.overdue(&page));
-                Ok(Underway::Sweep { page, found })
+                Ok(PendingAction::Sweep { page, found })
             }
-            Underway::Sweep { found: Some(found), .. } => Err(Input::Swept(found)),
+            PendingAction::Sweep { found: Some(found), .. } => Err(Input::Swept(found)),
         }
     }
 
-    /// What was written is about to be reported, or its confirm is lost.
+    /// The write is about to be reported, or its confirm is lost.
     #[allow(clippy::result_large_err)] // it is no error, and few are on their way
-    fn confirmed(&mut self, jobs: Vec<Rearm>, fate: Fate) -> Result<Underway, Input> {
-        if fate != Fate::AnswerIsLost {
-            return Ok(Underway::Arm { jobs, written: true });
+    fn confirmed(&mut self, rearms: Vec<Rearm>, fault: Fault) -> Result<PendingAction, Input> {
+        if fault != Fault::ResultLost {
+            return Ok(PendingAction::Rearm { rearms, written: true });
         }
         self.note(Event::ConfirmLost);
-        Err(Input::NotRearmed(jobs))
+        Err(Input::NotRearmed(rearms))
     }
 
-    fn kind_of(&self, job: &Rearm) -> Event {
-        match (job.wanted, self.unacknowledged.get(&job.receipt)) {
+    fn kind_of(&self, rearm: &Rearm) -> Event {
+        match (rearm.wanted, self.unacknowledged.get(&rearm.receipt)) {
             (Wanted::AtOnce, _) => Event::Rearmed,
-            (Wanted::NotBefore(_), _) => Event::RetriedThroughTheBroker,
+            (Wanted::NotBefore(_), _) => Event::RetriedThroughBroker,
             (Wanted::BeforeDeadline, Some((SourceQueue::Timeout, _))) => Event::Rearmed,
-            (Wanted::BeforeDeadline, _) => Event::ArmedFromTheInbox,
+            (Wanted::BeforeDeadline, _) => Event::RearmedFromInbox,
         }
     }
 }
