@@ -162,7 +162,7 @@ fn utc_closes_on_time() {
 }
 
 #[test]
-fn sweep_reads_the_zone_too() {
+fn sweep_uses_zone_too() {
     assert_closes_on_time("America/New_York", Duration::from_millis(500));
 }
 
@@ -174,7 +174,7 @@ async fn session_zone(settings: &Settings) -> String {
 }
 
 #[test]
-fn sessions_take_the_most_specific_zone() {
+fn sessions_use_most_specific_zone() {
     with_env(
         |_| {},
         async |env| {
