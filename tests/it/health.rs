@@ -367,7 +367,7 @@ fn metrics_follow_alarms_and_orders() {
 }
 
 /// One invalid message, two alarms for orders that do not exist, one for an order that a trigger keeps from being
-/// closed, and one for an order whose row is locked for a while.
+/// closed, and one for an order with a row locked for a while.
 async fn cause_failures(env: &TestEnv) {
     let (due, now) = (env.names().due(), Timestamp::now_by_local_clock());
     let properties = || BasicProperties::default().with_delivery_mode(2);

@@ -1,4 +1,4 @@
-//! Orders whose table keeps deadlines without a time zone are closed at the time that the shop means, whatever the zone
+//! Orders from a table with deadlines without a time zone are closed at the time that the shop means, whatever the zone
 //! of the database, and never earlier.
 
 use std::path::Path;
@@ -329,7 +329,7 @@ async fn ready_page(worker: &RunningWorker) -> String {
     page
 }
 
-/// Orders of a shop in this zone whose statements read the zone as UTC: the page shows this until the orders agree.
+/// Orders of a shop in this zone with statements that read the zone as UTC: the page shows this until the orders agree.
 fn assert_wrong_zone_is_shown(zone: &'static str, orders: i64, words: &'static str) {
     with_env(
         |settings| {
