@@ -68,7 +68,7 @@ fn assert_labels_are_listed(text: &str) {
         };
         let one = labels.next();
         assert_eq!(one.is_some(), listed.label.is_some(), "{}", &found[0]);
-        assert!(one.as_ref().is_none_or(allowed) && labels.next().is_none(), "{} has a label of its own", &found[0]);
+        assert!(one.as_ref().is_none_or(allowed) && labels.next().is_none(), "{} has an unlisted label", &found[0]);
     }
 }
 
@@ -96,7 +96,7 @@ fn documented_metrics_match_listed_metrics() {
         let known = |name: &str| name == "order_timeout_workers" || LISTED.iter().any(|one| one.name == name);
         assert!(
             known(found.as_str()) || family.is_some_and(known),
-            "docs/OPERATING.md speaks of {}, which is no metric",
+            "docs/OPERATING.md mentions {}, which is not a metric",
             found.as_str()
         );
     }
@@ -160,7 +160,7 @@ fn readyz_names_lost_server() {
         wait_for("a worker that is ready", async || is_ready(&worker).await).await;
 
         to_broker.cut();
-        wait_for("the broker missed", async || !is_ready(&worker).await).await;
+        wait_for("the report of the lost broker", async || !is_ready(&worker).await).await;
         let (status, why) = get(&worker, READYZ).await;
         assert_eq!((status, why.lines().count()), (503, 1), "{why}");
         assert!(why.starts_with("broker: no consumer session is open: "), "{why}");
@@ -177,7 +177,7 @@ fn readyz_names_lost_server() {
         wait_for_figure(&worker, "sessions_opened_total", |opened| opened == 2.0).await;
 
         to_database.cut();
-        wait_for("the database missed", async || !is_ready(&worker).await).await;
+        wait_for("the report of the lost database", async || !is_ready(&worker).await).await;
         let (status, why) = get(&worker, READYZ).await;
         assert!(status == 503 && why.starts_with("database: ") && why.lines().count() == 1, "{why}");
         let place = host_and_port(&to_database.address(&env.settings.database.url));
@@ -185,14 +185,15 @@ fn readyz_names_lost_server() {
         assert!(why.contains(&place), "{why}");
         wait_for_figure(&worker, "database_unavailable", |away| away == 1.0).await;
         wait_for_figure(&worker, "sweep_failures_total", |failures| failures > 0.0).await;
-        assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()), "it is not the worker that is at fault");
+        assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()), "the worker itself is healthy");
         to_database.restore();
         wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
         wait_for_figure(&worker, "database_unavailable", |away| away == 0.0).await;
 
         // The database's host vanishes: no connection is closed, and no call is answered.
         to_database.stall();
-        wait_for("the database missed", async || get(&worker, READYZ).await.1.starts_with("database: ")).await;
+        wait_for("the report of the lost database", async || get(&worker, READYZ).await.1.starts_with("database: "))
+            .await;
         to_database.restore();
         wait_within(COMING_BACK, "ready again", async || is_ready(&worker).await).await;
         worker.stop().await;
@@ -204,7 +205,7 @@ fn readyz_reports_broker_missing_at_start() {
     with_env(serve_http, async |env| {
         let worker = env.worker_without_broker().await;
         let missed = "broker: no consumer session is open: the broker at 127.0.0.1:9, ";
-        wait_for("the broker missed", async || get(&worker, READYZ).await.1.starts_with(missed)).await;
+        wait_for("the report of the lost broker", async || get(&worker, READYZ).await.1.starts_with(missed)).await;
         assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()));
         worker.stop().await;
     });
@@ -263,7 +264,7 @@ fn table_lock_ends_readiness_and_shows_overdue() {
         sqlx::query("LOCK TABLE order_events").execute(&mut *locker).await.unwrap();
         let orders = env.orders(3, Duration::ZERO).await;
         env.deliver(&orders[..2]).await;
-        wait_for("a worker that says so", async || {
+        wait_for("the report", async || {
             let (status, why) = get(&worker, READYZ).await;
             status == 503 && why.contains("database: ") && why.contains("lock timeout")
         })
@@ -314,7 +315,7 @@ fn stalled_event_loop_is_reported() {
             assert_eq!(http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap().0, 200, "it has not begun");
             health.mark_running();
             let still = async || http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap();
-            wait_for("three loops that do not turn", async || still().await.1.lines().count() == 3).await;
+            wait_for("three stalled loops", async || still().await.1.lines().count() == 3).await;
             let (status, text) = still().await;
             assert!(status == 503 && text.contains("the supervisor loop has stood still for"), "{text}");
         },
@@ -366,7 +367,7 @@ fn metrics_follow_alarms_and_orders() {
 }
 
 /// One invalid message, two alarms for orders that do not exist, one for an order that a trigger keeps from being
-/// closed, and one for an order whose row is locked for a while.
+/// closed, and one for an order with a row locked for a while.
 async fn cause_failures(env: &TestEnv) {
     let (due, now) = (env.names().due(), Timestamp::now_by_local_clock());
     let properties = || BasicProperties::default().with_delivery_mode(2);
@@ -411,7 +412,7 @@ async fn assert_figures(env: &TestEnv, figures: &Figures) {
     is("close_lateness_seconds_count{by=\"alarm\"}", by_alarm);
     is("close_lateness_seconds_count{by=\"sweep\"}", by_sweep);
     is("close_lateness_seconds_bucket{by=\"sweep\",le=\"60\"}", by_sweep);
-    assert_lateness_is_the_ledgers(env, figures).await;
+    assert_lateness_matches_ledger(env, figures).await;
     at_least("close_results_total{outcome=\"paid\"}", 5.0);
     at_least("orders_swept_total", 3.0);
     for outcome in ["unknown", "malformed", "failed", "busy"] {
@@ -445,7 +446,7 @@ async fn assert_figures(env: &TestEnv, figures: &Figures) {
 
 /// The worker measures until its commit is answered, the row only until the statement: the worker's value is slightly
 /// higher, never lower.
-async fn assert_lateness_is_the_ledgers(env: &TestEnv, figures: &Figures) {
+async fn assert_lateness_matches_ledger(env: &TestEnv, figures: &Figures) {
     let ledger_s = env.lateness_ms().await.iter().sum::<f64>() / 1e3;
     let shown_s = ["alarm", "sweep"].map(|by| figures.get(&format!("close_lateness_seconds_sum{{by=\"{by}\"}}")));
     let shown_s: f64 = shown_s.iter().sum();

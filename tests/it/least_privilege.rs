@@ -58,13 +58,13 @@ fn imported_users_have_least_privilege() {
             let broker = tokio::task::spawn_blocking(import).await.unwrap();
             refuses_wrong_passwords(&broker).await;
             users_cannot_enter_another_virtual_host(&broker).await;
-            a_publisher_can_schedule(&broker).await;
-            a_publisher_can_do_nothing_else(&broker).await;
-            a_worker_cannot_touch_what_is_not_ours(&broker).await;
+            publisher_can_schedule(&broker).await;
+            publisher_can_do_nothing_else(&broker).await;
+            worker_cannot_touch_foreign_objects(&broker).await;
             worker_runs_whole_flow(&broker, &env).await;
             listener_receives_events_and_no_more(&broker).await;
             publisher_names_missing_write_permission(&broker).await;
-            limits_are_told_from_objects_that_differ_and_from_missing_rights(&broker).await;
+            errors_distinguish_limits_from_missing_rights(&broker).await;
         },
     );
 }
@@ -147,7 +147,7 @@ async fn listener_receives_events_and_no_more(broker: &Private) {
     assert_refused("publishing alarms", publish(&channel, "order.arm", "", b"{}", None).await);
 }
 
-async fn limits_are_told_from_objects_that_differ_and_from_missing_rights(broker: &Private) {
+async fn errors_distinguish_limits_from_missing_rights(broker: &Private) {
     let limit = |limit: &str| broker.ctl(&["set_vhost_limits", "-p", VHOST, limit]);
     let connection = connect(broker, WORKER).await;
     let channel = connection.create_channel().await.unwrap();
@@ -197,7 +197,7 @@ async fn depth(connection: &Connection, beginning: &str) -> u32 {
     sum
 }
 
-async fn a_publisher_can_schedule(broker: &Private) {
+async fn publisher_can_schedule(broker: &Private) {
     let publisher = Publisher::connect(&settings(broker, PUBLISHER)).await.unwrap();
     let now = Timestamp::now_by_local_clock();
     publisher.schedule("order-in-a-lane", now + Duration::from_secs(30 * 60)).await.unwrap();
@@ -247,7 +247,7 @@ fn assert_refused<T>(what: &str, result: lapin::Result<T>) {
     }
 }
 
-async fn a_publisher_can_do_nothing_else(broker: &Private) {
+async fn publisher_can_do_nothing_else(broker: &Private) {
     let connection = connect(broker, PUBLISHER).await;
     for (exchange, key) in [
         ("order.due", "due"),
@@ -302,7 +302,7 @@ async fn assert_cannot_declare(connection: &Connection, names: &[&str]) {
     }
 }
 
-async fn a_worker_cannot_touch_what_is_not_ours(broker: &Private) {
+async fn worker_cannot_touch_foreign_objects(broker: &Private) {
     // A queue of another application on the same virtual host.
     let foreign = "payments.inbox";
     let administrator = "administrator:sesame";

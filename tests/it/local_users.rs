@@ -157,7 +157,7 @@ fn assert_files_are_closed(server: &Private) {
 }
 
 /// The server runs neither as root nor as the account that owns the machine's own servers.
-fn assert_runs_as_an_account_of_its_own(server: &Private) {
+fn assert_runs_as_own_account(server: &Private) {
     let account = std::fs::metadata(format!("/proc/{}", server.recorded("PID"))).unwrap().uid();
     let accounts = std::fs::read_to_string("/etc/passwd").unwrap();
     let fields = |line: &str| line.split(':').map(str::to_owned).collect::<Vec<_>>();
@@ -196,7 +196,7 @@ fn other_users_cannot_use_private_postgres() {
     }
     for server in [&postgres, &standby] {
         assert_files_are_closed(server);
-        assert_runs_as_an_account_of_its_own(server);
+        assert_runs_as_own_account(server);
     }
 
     let folder = folder_of(&postgres);
@@ -225,7 +225,7 @@ fn other_users_cannot_use_private_rabbitmq() {
     let said = program.asks_broker(&broker.url);
     assert!(!said.contains("refuses user"), "the password lets in: {said}");
     assert_files_are_closed(&broker);
-    assert_runs_as_an_account_of_its_own(&broker);
+    assert_runs_as_own_account(&broker);
     broker.change_password(&secrets[0]);
     broker.restart();
     watch.assert_shows_no(&secrets, &["rabbitmq-server", "epmd", "new-password"]);

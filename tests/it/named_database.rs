@@ -44,7 +44,7 @@ fn hash_in_password_is_explained() {
 }
 
 #[test]
-fn missing_migrations_name_the_database() {
+fn missing_migrations_name_database() {
     with_env(
         |_| {},
         async |env| {

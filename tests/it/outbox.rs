@@ -231,7 +231,7 @@ fn each_schema_has_its_own_relay() {
             for (mut lock, mut second) in locks {
                 lock.resign().await;
                 let taken_over = async { while !second.is_ours().await.unwrap() {} };
-                tokio::time::timeout(TIMEOUT, taken_over).await.expect("the lock that was let go");
+                tokio::time::timeout(TIMEOUT, taken_over).await.expect("the released lock");
                 second.resign().await;
             }
         },

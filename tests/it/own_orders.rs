@@ -266,7 +266,7 @@ fn example_never_closes_what_is_paid() {
         assert_eq!(env.count(both).await, 0, "paid and closed");
         let payments = env.count("SELECT count(*) FROM public.payments").await;
         assert_eq!(payments, i64::try_from(paid).unwrap(), "each payment that was accepted is there");
-        assert!(payments > 0 && payments < ORDERS, "{payments} of {ORDERS} were paid: the race was none");
+        assert!(payments > 0 && payments < ORDERS, "{payments} of {ORDERS} were paid: there was no race");
         assert!(swept(&env, 100).await.is_empty(), "what is paid is not found again and again");
     });
 }
@@ -299,7 +299,7 @@ fn payment_after_statement_start_counts() {
 }
 
 #[test]
-fn orders_without_a_finite_deadline_stay() {
+fn orders_without_finite_deadline_stay() {
     on_example(async |env| {
         execute(
             &env,
@@ -368,7 +368,7 @@ fn plpgsql_function_serves_as_statement() {
 }
 
 #[test]
-fn faulty_statements_name_the_cause() {
+fn faulty_statements_name_their_cause() {
     on_example(async |env| {
         let role = format!("r{}", env.settings.namespace);
         execute(

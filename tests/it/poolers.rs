@@ -105,8 +105,8 @@ fn dropped_options_are_set_again() {
 }
 
 #[test]
-fn refused_options_name_the_pooler() {
-    behind("refused_options_name_the_pooler", "pool_mode = session", async |env, pooler| {
+fn refused_options_name_pooler() {
+    behind("refused_options_name_pooler", "pool_mode = session", async |env, pooler| {
         let settings = with_url(&env, with_schema(&pooler, &env));
         assert_refused(&settings, &["PgBouncer", "to ignore_startup_parameters"]).await;
     });

@@ -169,7 +169,7 @@ fn readme_rust_schedules_order() {
         |_| {},
         async |env| {
             let order = env.order(10 * MINUTE).await;
-            in_a_transaction(&env, order.id, SystemTime::now() + 10 * MINUTE).await.unwrap();
+            in_transaction(&env, order.id, SystemTime::now() + 10 * MINUTE).await.unwrap();
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 2, "the first, and the earlier one");
         },
     );
@@ -187,11 +187,7 @@ fn readme_rust_is_compiled_code() {
 }
 
 /// README's lines of Rust for an order's own transaction.
-async fn in_a_transaction(
-    env: &TestEnv,
-    order_id: Uuid,
-    deadline: SystemTime,
-) -> Result<(), Box<dyn std::error::Error>> {
+async fn in_transaction(env: &TestEnv, order_id: Uuid, deadline: SystemTime) -> Result<(), Box<dyn std::error::Error>> {
     let mut transaction = env.pool.begin().await?;
     order_timeout::schedule_in(&mut *transaction, order_id.to_string(), deadline).await?;
     let deadline = SystemTime::now() + MINUTE;
@@ -203,7 +199,7 @@ async fn in_a_transaction(
 /// README's other lines. They are not run, because they use the deployment of the environment variables instead of a
 /// test environment.
 #[expect(dead_code)]
-async fn straight_to_the_broker(order_id: Uuid, deadline: SystemTime) -> Result<(), Box<dyn std::error::Error>> {
+async fn directly_to_broker(order_id: Uuid, deadline: SystemTime) -> Result<(), Box<dyn std::error::Error>> {
     let settings = order_timeout::Settings::load(None, &[])?;
     let publisher = order_timeout::Publisher::connect(&settings).await?;
     publisher.schedule(order_id.to_string(), deadline).await?;

@@ -70,14 +70,14 @@ fn assert_few_copies(length: i32, per_second: u32, closes: usize) {
         let worker = env.worker().await;
         close(&env, closes).await;
         let mut ticks = tokio::time::interval(SECOND / per_second);
-        let (began, mut slow_has, mut was_degraded) = (Instant::now(), HashMap::new(), false);
-        while slow_has.len() < closes {
+        let (began, mut slow_copies, mut was_degraded) = (Instant::now(), HashMap::new(), false);
+        while slow_copies.len() < closes {
             ticks.tick().await;
             if let Some(id) = take(&env, &slow).await {
-                *slow_has.entry(id).or_insert(0) += 1;
+                *slow_copies.entry(id).or_insert(0) += 1;
             }
             was_degraded = was_degraded || is_degraded(&worker, "events_refused").await;
-            assert!(began.elapsed() < 150 * SECOND, "the slow queue has {} of {closes}", slow_has.len());
+            assert!(began.elapsed() < 150 * SECOND, "the slow queue has {} of {closes}", slow_copies.len());
         }
         assert!(was_degraded);
         wait_for("every event marked as sent", async || env.count(UNSENT).await == 0).await;
@@ -86,7 +86,7 @@ fn assert_few_copies(length: i32, per_second: u32, closes: usize) {
         println!("{closes} closes: {all} copies, {most} of one at most, {refused} refusals, {:?}", began.elapsed());
         assert_eq!(copies.len(), closes);
         assert!(most <= 3, "{most} copies of one event");
-        assert!(slow_has.values().all(|times| *times == 1));
+        assert!(slow_copies.values().all(|times| *times == 1));
         wait_within(NOTICED_WITHIN, "no cause any more", async || !is_degraded(&worker, "events_refused").await).await;
         worker.stop().await;
     });

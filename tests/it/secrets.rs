@@ -57,7 +57,7 @@ impl Secret {
     fn assert_not_in(&self, what: &str, said: &str) {
         for form in self.forms() {
             let place = said.find(&form).map(|at| &said[said[..at].rfind('\n').map_or(0, |end| end + 1)..at]);
-            assert!(place.is_none(), "{what} gives the password away as {form:?} behind {place:?}");
+            assert!(place.is_none(), "{what} reveals the password as {form:?} after {place:?}");
         }
     }
 }
@@ -218,7 +218,7 @@ async fn pages_and_health_command(secret: &Secret, settings: &Settings) {
     to_broker.cut();
     to_database.cut();
     let lines = async || get(&worker, READYZ).await.1.lines().count();
-    wait_for("both servers missed", async || lines().await == 2).await;
+    wait_for("the report of both lost servers", async || lines().await == 2).await;
     for page in [LIVEZ, READYZ, METRICS] {
         secret.assert_not_in(page, &get(&worker, page).await.1);
     }

@@ -64,7 +64,7 @@ fn alarms_spread_over_all_shards() {
         assert_eq!(publisher.schedule_all(alarms).await, Ok(300));
         wait_for("all alarms handed over", async || depths(&env).await.iter().sum::<u32>() == 300).await;
         let depths = depths(&env).await;
-        assert!(depths.iter().all(|depth| (60..140).contains(depth)), "shared out unevenly: {depths:?}");
+        assert!(depths.iter().all(|depth| (60..140).contains(depth)), "distributed unevenly: {depths:?}");
         let worker = env.worker().await;
         wait_for("every order's close", async || env.closed().await == 300).await;
         worker.stop().await;

@@ -114,7 +114,7 @@ fn licence_expressions_are_understood() {
 }
 
 #[test]
-fn every_package_has_a_permitted_licence() {
+fn every_package_has_permitted_licence() {
     let permitted = listed("licenses", "allow", "license");
     let packages = packages();
     assert!(packages.len() > 200, "only {} packages", packages.len());
@@ -125,7 +125,7 @@ fn every_package_has_a_permitted_licence() {
 }
 
 #[test]
-fn every_package_comes_from_the_registry() {
+fn every_package_comes_from_registry() {
     let registries = listed("sources", "allow-registry", "registry");
     for package in packages() {
         // A package without a source is our own.

@@ -97,7 +97,7 @@ fn other_files_open_with_comment() {
 
 #[test]
 fn lapin_stays_in_its_modules() {
-    let rooms = [
+    let modules = [
         "broker.rs",
         "confirm.rs",
         "deliver/mod.rs",
@@ -108,7 +108,7 @@ fn lapin_stays_in_its_modules() {
     ];
     assert_eq!(
         users_of(r"\blapin::|\buse lapin\b"),
-        set(&rooms),
+        set(&modules),
         "only these may speak AMQP; see docs/ARCHITECTURE.md, \"The map\""
     );
 }
@@ -125,7 +125,7 @@ fn frames_are_parsed_in_quarantine_alone() {
 
 #[test]
 fn sqlx_stays_in_its_modules() {
-    let rooms = [
+    let modules = [
         "announce.rs",
         "canary/store.rs",
         "cli/parked.rs",
@@ -147,7 +147,7 @@ fn sqlx_stays_in_its_modules() {
     ];
     assert_eq!(
         users_of(r"\bsqlx::|\buse sqlx\b"),
-        set(&rooms),
+        set(&modules),
         "only these may speak SQL; see docs/ARCHITECTURE.md, \"The map\""
     );
 }
@@ -189,14 +189,14 @@ fn pure_modules_do_no_io() {
     let forbidden = users_of(
         r"\b(?:lapin|sqlx|tokio|tokio_util|tracing)::|\bstd::(?:fs|net|io|env|process|thread)\b|\basync\b|\.await\b|\be?print(?:ln)?!",
     );
-    let is_pure = |room: &&String| PURE.contains(&room.as_str()) || room.starts_with("engine/");
+    let is_pure = |module: &&String| PURE.contains(&module.as_str()) || module.starts_with("engine/");
     let impure: Vec<_> = forbidden.iter().filter(is_pure).collect();
-    assert_eq!(impure, Vec::<&String>::new(), "these rooms do no I/O; see docs/ARCHITECTURE.md, \"Invariants\"");
+    assert_eq!(impure, Vec::<&String>::new(), "these modules do no I/O; see docs/ARCHITECTURE.md, \"Invariants\"");
     let reads_a_clock = users_of(r"\bInstant::now\b");
-    let takes_time_as_argument = |room: &&String| is_pure(room) && room.as_str() != "clock.rs";
+    let takes_time_as_argument = |module: &&String| is_pure(module) && module.as_str() != "clock.rs";
     assert_eq!(reads_a_clock.iter().find(takes_time_as_argument), None, "it is told what time it is");
-    for room in PURE {
-        assert!(root().join("src").join(room).is_file(), "src/{room} is no more");
+    for module in PURE {
+        assert!(root().join("src").join(module).is_file(), "src/{module} is no more");
     }
     assert!(root().join("src/engine").is_dir(), "the engine is no more");
 }

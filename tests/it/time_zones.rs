@@ -1,4 +1,4 @@
-//! Orders whose table keeps deadlines without a time zone are closed at the time that the shop means, whatever the zone
+//! Orders from a table with deadlines without a time zone are closed at the time that the shop means, whatever the zone
 //! of the database, and never earlier.
 
 use std::path::Path;
@@ -162,7 +162,7 @@ fn utc_closes_on_time() {
 }
 
 #[test]
-fn sweep_reads_the_zone_too() {
+fn sweep_uses_zone_too() {
     assert_closes_on_time("America/New_York", Duration::from_millis(500));
 }
 
@@ -174,7 +174,7 @@ async fn session_zone(settings: &Settings) -> String {
 }
 
 #[test]
-fn sessions_take_the_most_specific_zone() {
+fn sessions_use_most_specific_zone() {
     with_env(
         |_| {},
         async |env| {
@@ -329,7 +329,7 @@ async fn ready_page(worker: &RunningWorker) -> String {
     page
 }
 
-/// Orders of a shop in this zone whose statements read the zone as UTC: the page shows this until the orders agree.
+/// Orders of a shop in this zone with statements that read the zone as UTC: the page shows this until the orders agree.
 fn assert_wrong_zone_is_shown(zone: &'static str, orders: i64, words: &'static str) {
     with_env(
         |settings| {

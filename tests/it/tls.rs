@@ -278,7 +278,7 @@ async fn invalid_brokers_are_rejected(broker: &Private, good: &AmqpSettings, cer
     }
     refused_by_broker("plain to a TLS port", &in_the_clear, &["For a port with TLS write amqps:// in amqp.url"]).await;
 
-    broker::connect(good, "test").await.expect("with everything right it lets us in");
+    broker::connect(good, "test").await.expect("correct settings connect");
     certificates.replace(broker, "expired");
     broker.ctl(&["eval", "ssl:clear_pem_cache()."]);
     refused_by_broker("an expired certificate", good, &["has expired", "renew it"]).await;
@@ -329,7 +329,7 @@ async fn invalid_databases_are_rejected(postgres: &Private, good: &DatabaseSetti
 
     database_without_tls(good).await;
 
-    Database::connect(good, 1).await.expect("with everything right it lets us in");
+    Database::connect(good, 1).await.expect("correct settings connect");
     certificates.replace(postgres, "expired");
     let pool = {
         let mut url = good.clone();

@@ -149,7 +149,7 @@ async fn assert_degraded(worker: &RunningWorker) {
 }
 
 async fn assert_degraded_ends(worker: &RunningWorker) {
-    wait_within(15 * SECOND, "the cause to be taken back", async || Figures::of(worker).await.get(CAUSE) == 0.0).await;
+    wait_within(15 * SECOND, "the cause withdrawn", async || Figures::of(worker).await.get(CAUSE) == 0.0).await;
     let (status, page) = get(worker, READYZ).await;
     assert!(status == 200 && !page.contains("degraded: unreadable_message"), "{page}");
 }
@@ -185,7 +185,7 @@ fn returned_headers_beyond_frame_are_moved_aside() {
 }
 
 #[test]
-fn all_sorts_at_once_are_moved_aside() {
+fn all_defects_at_once_are_moved_aside() {
     worker_closes_beside(&Defect::ALL, 500);
 }
 
