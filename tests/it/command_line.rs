@@ -368,11 +368,11 @@ fn names_unusable_broker_without_password() {
 
             // A worker would wait for the broker; all other commands give up.
             let user = format!("shop:{PASSWORD}");
-            let place = format!("127.0.0.1:{UNUSED_PORT}");
-            let nothing_there = with(with_parts(good, Some(&user), Some(&place), None));
+            let address = format!("127.0.0.1:{UNUSED_PORT}");
+            let nothing_there = with(with_parts(good, Some(&user), Some(&address), None));
             let no_such_host = with(with_parts(good, Some(&user), Some("no-such-host.invalid:5672"), None));
             for arguments in [&schedule[..], &retry, &["setup"]] {
-                assert_call_fails(&nothing_there, arguments, &["broker", &place, "is it running there?"]).await;
+                assert_call_fails(&nothing_there, arguments, &["broker", &address, "is it running there?"]).await;
                 assert_call_fails(
                     &no_such_host,
                     arguments,
@@ -417,8 +417,8 @@ fn names_unusable_database_without_password() {
             let user = format!("unknown:{PASSWORD}");
             let unknown_user = with(with_parts(good, Some(&user), None, None));
             let missing = with(env.settings.database.url_of("no_such_database"));
-            let place = format!("127.0.0.1:{UNUSED_PORT}");
-            let nothing_there = with(with_parts(good, Some(&user), Some(&place), None));
+            let address = format!("127.0.0.1:{UNUSED_PORT}");
+            let nothing_there = with(with_parts(good, Some(&user), Some(&address), None));
             let no_such_host = with(with_parts(good, Some(&user), Some("no-such-host.invalid:5432"), None));
             let id = Uuid::now_v7().to_string();
             for arguments in [&["setup"][..], &["worker"], &["close", &id], &["parked", "list"]] {
@@ -430,7 +430,7 @@ fn names_unusable_database_without_password() {
                     &["no_such_database", "does not exist", "createdb", "database.url"],
                 )
                 .await;
-                assert_call_fails(&nothing_there, arguments, &["database", &place, "is it running there?"]).await;
+                assert_call_fails(&nothing_there, arguments, &["database", &address, "is it running there?"]).await;
                 assert_call_fails(
                     &no_such_host,
                     arguments,

@@ -288,13 +288,13 @@ fn lost_connection_is_not_missing_plugin() {
             let test = "delayed_exchange::lost_connection_is_not_missing_plugin";
             return skipped(test, "the connection to this broker is encrypted, so the test cannot read it");
         }
-        let address = url.expose_secret().parse::<lapin::uri::AMQPUri>().unwrap().authority;
+        let target = url.expose_secret().parse::<lapin::uri::AMQPUri>().unwrap().authority;
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let place = listener.local_addr().unwrap().to_string();
-        let cutting = tokio::spawn(cut_at(listener, (address.host, address.port), b"x-delayed-message"));
+        let address = listener.local_addr().unwrap().to_string();
+        let cutting = tokio::spawn(cut_at(listener, (target.host, target.port), b"x-delayed-message"));
 
         let mut settings = env.settings.clone();
-        settings.amqp.url = with_parts(url, None, Some(&place), None);
+        settings.amqp.url = with_parts(url, None, Some(&address), None);
         let connection = broker::connect(&settings.amqp, "test").await.unwrap();
         let declared = Topology::new(&settings).declare(&connection).await;
         assert!(cutting.await.unwrap(), "the connection was cut where it should be");

@@ -29,11 +29,11 @@ impl FrameProxy {
         let uri: AMQPUri = settings.amqp.url.expose_secret().parse().unwrap();
         let broker = format!("{}:{}", uri.authority.host, uri.authority.port);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let place = listener.local_addr().unwrap().to_string();
+        let address = listener.local_addr().unwrap().to_string();
         let frames = Arc::new(Semaphore::new(frames));
         tokio::spawn(accept(listener, broker, frames.clone()));
         let mut settings = settings.clone();
-        settings.amqp.url = with_parts(&settings.amqp.url, None, Some(&place), None);
+        settings.amqp.url = with_parts(&settings.amqp.url, None, Some(&address), None);
         Self { settings, frames }
     }
 

@@ -124,19 +124,19 @@ pub fn alarms_alone(settings: &mut Settings) {
 }
 
 /// The address with some of its parts replaced: user and password, host and port, and the path.
-pub fn with_parts(url: &SecretString, user: Option<&str>, place: Option<&str>, path: Option<&str>) -> SecretString {
+pub fn with_parts(url: &SecretString, user: Option<&str>, host: Option<&str>, path: Option<&str>) -> SecretString {
     let (scheme, rest) = url.expose_secret().split_once("://").expect("an address");
     let (authority, old_path) = rest.split_once('/').unwrap_or((rest, ""));
-    let (old_user, old_place) = authority.rsplit_once('@').unwrap_or(("guest:guest", authority));
-    let (user, place, path) = (user.unwrap_or(old_user), place.unwrap_or(old_place), path.unwrap_or(old_path));
-    format!("{scheme}://{user}@{place}/{path}").into()
+    let (old_user, old_host) = authority.rsplit_once('@').unwrap_or(("guest:guest", authority));
+    let (user, host, path) = (user.unwrap_or(old_user), host.unwrap_or(old_host), path.unwrap_or(old_path));
+    format!("{scheme}://{user}@{host}/{path}").into()
 }
 
 /// Host and port of an address.
 pub fn host_and_port(url: &SecretString) -> String {
     let (_, rest) = url.expose_secret().split_once("://").expect("an address");
     let authority = rest.split_once('/').map_or(rest, |(authority, _)| authority);
-    authority.rsplit_once('@').map_or(authority, |(_, place)| place).to_owned()
+    authority.rsplit_once('@').map_or(authority, |(_, host)| host).to_owned()
 }
 
 fn database_name(settings: &Settings) -> String {
