@@ -67,12 +67,12 @@ pub struct Options {
 enum Scenario {
     /// Orders due at one instant, but for a lane also with delay.lead = 0, against pollers (20 000)
     Burst {
-        #[arg(long = "route", alias = "way", value_enum, default_value = "wheel")]
+        #[arg(long = "route", value_enum, default_value = "wheel")]
         route: AlarmRoute,
     },
     /// The same with a single article, against a burst of many articles (20 000)
     Flash {
-        #[arg(long = "route", alias = "way", value_enum, default_value = "wheel")]
+        #[arg(long = "route", value_enum, default_value = "wheel")]
         route: AlarmRoute,
     },
     /// A constant rate of orders, all with one delay, against pollers
@@ -86,7 +86,7 @@ enum Scenario {
         /// The one delay
         #[arg(long, default_value = "30s", value_parser = humantime::parse_duration)]
         delay: Duration,
-        #[arg(long = "route", alias = "way", value_enum, default_value = "lane")]
+        #[arg(long = "route", value_enum, default_value = "lane")]
         route: AlarmRoute,
     },
     /// Random delays of 1 to 120 s behind long ones, against other designs for delaying (2 000)
