@@ -113,8 +113,8 @@ async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) 
     env.reconnected().await.assert_drained().await;
 }
 
-/// A broker may stop handing over dead letters when the target loses its leader (docs/OPERATING.md, "A cluster of
-/// brokers"): they are safe, but nothing moves them until the source queue's leader changes.
+/// A broker may stop handing over dead letters when the target loses its leader (docs/operating/deploy.md, "RabbitMQ
+/// cluster"): they are safe, but nothing moves them until the source queue's leader changes.
 async fn release_stuck_dead_letters(env: &TestEnv, cluster: &Cluster) {
     let began = Instant::now();
     while unpaid(env).await != Some(0) && began.elapsed() < BROKER_TIMEOUT {

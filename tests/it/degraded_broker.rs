@@ -304,7 +304,7 @@ fn stopped_dead_lettering_is_named_and_cured() {
         wait_for("a close by the sweep", async || closed_by(&env, "sweep").await > before).await;
         wait_until_named(&worker, "alarms_not_arriving", STOPPED_NAMED_WITHIN, "x-death").await;
 
-        // As docs/OPERATING.md says under "Dead-lettering has stopped".
+        // As docs/operating/troubleshoot.md says under "Dead-lettering has stopped".
         let poisoned = env.names().lane_queue("2s", 0);
         env.channel.queue_delete(poisoned.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         ctl(&broker, &["stop_app"]).await;

@@ -74,7 +74,7 @@ fn assert_labels_are_listed(text: &str) {
 
 #[test]
 fn documented_metrics_match_listed_metrics() {
-    let document = include_str!("../../docs/OPERATING.md");
+    let document = include_str!("../../docs/operating/monitor.md");
     let documented: Vec<&str> = document
         .lines()
         .filter(|line| line.starts_with("| `order_timeout_") || line.starts_with("| `process_"))
@@ -88,7 +88,7 @@ fn documented_metrics_match_listed_metrics() {
         format!("| `{}` | {} | {label} | {} |", one.name, one.kind, one.help)
     };
     let rows: Vec<String> = LISTED.iter().chain(OF_THE_PROCESS).map(row).collect();
-    assert_eq!(documented, rows, "the table in docs/OPERATING.md (left) and src/metrics.rs (right)");
+    assert_eq!(documented, rows, "the table in docs/operating/monitor.md (left) and src/metrics.rs (right)");
     let name = Regex::new(r"\border_timeout_\w+").unwrap();
     for found in name.find_iter(document) {
         let family = ["_bucket", "_sum", "_count"].into_iter().find_map(|end| found.as_str().strip_suffix(end));
@@ -96,7 +96,7 @@ fn documented_metrics_match_listed_metrics() {
         let known = |name: &str| name == "order_timeout_workers" || LISTED.iter().any(|one| one.name == name);
         assert!(
             known(found.as_str()) || family.is_some_and(known),
-            "docs/OPERATING.md mentions {}, which is not a metric",
+            "docs/operating/monitor.md mentions {}, which is not a metric",
             found.as_str()
         );
     }
@@ -112,7 +112,7 @@ fn promtool_accepts_metrics() {
 
 #[test]
 fn promtool_accepts_alerts() {
-    let document = include_str!("../../docs/OPERATING.md");
+    let document = include_str!("../../docs/operating/monitor.md");
     let rules = document.split("```yaml\n").find(|block| block.starts_with("groups:")).expect("the alerts");
     let rules = rules.split("```").next().unwrap();
     let alerts: Vec<&str> =
@@ -121,7 +121,7 @@ fn promtool_accepts_alerts() {
     for alert in &alerts {
         assert!(
             document.contains(&format!("\n| `{alert}` | ")),
-            "docs/OPERATING.md does not say what to do about {alert}"
+            "docs/operating/monitor.md does not say what to do about {alert}"
         );
     }
     let file = tempfile::NamedTempFile::new().unwrap();

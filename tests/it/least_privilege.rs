@@ -122,7 +122,7 @@ async fn users_cannot_enter_another_virtual_host(broker: &Private) {
 
 /// A listener with the permissions that the handbook gives it.
 async fn listener_receives_events_and_no_more(broker: &Private) {
-    let handbook = include_str!("../../docs/OPERATING.md");
+    let handbook = include_str!("../../docs/operating/deploy.md");
     let line = handbook.lines().find(|line| line.starts_with("rabbitmqctl set_permissions -p orders shop-listener"));
     let rights: Vec<&str> = line.expect("the listener's rights").split('\'').skip(1).step_by(2).collect();
     broker.ctl(&["add_user", "shop-listener", "listener-dev"]);

@@ -1,5 +1,5 @@
-//! Runs what README tells an order service to run, and what docs/OPERATING.md tells it to grant, exactly as written
-//! there.
+//! Runs what README and the guide tell an order service to run, and what docs/operating/deploy.md tells it to grant,
+//! exactly as written there.
 
 use std::time::{Duration, SystemTime};
 
@@ -9,7 +9,8 @@ use uuid::Uuid;
 use crate::support::{TestEnv, with_env};
 
 const README: &str = include_str!("../../README.md");
-const OPERATING: &str = include_str!("../../docs/OPERATING.md");
+const GUIDE: &str = include_str!("../../docs/guide/order-service.md");
+const DEPLOY: &str = include_str!("../../docs/operating/deploy.md");
 
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -19,7 +20,7 @@ fn blocks(document: &'static str, language: &str) -> Vec<&'static str> {
     blocks.filter_map(|block| block.strip_prefix(language)?.strip_prefix('\n')).collect()
 }
 
-/// README's SQL statements.
+/// The guide's SQL statements.
 struct Statements {
     stock: &'static str,
     create: &'static str,
@@ -28,8 +29,8 @@ struct Statements {
 }
 
 fn statements() -> Statements {
-    let [stock, create, pay, cancel] = blocks(README, "sql")[..] else {
-        panic!("README has SQL blocks that no test runs: {:?}", blocks(README, "sql"))
+    let [stock, create, pay, cancel] = blocks(GUIDE, "sql")[..] else {
+        panic!("the guide has SQL blocks that no test runs: {:?}", blocks(GUIDE, "sql"))
     };
     Statements { stock, create, pay, cancel }
 }
@@ -118,9 +119,9 @@ fn documented_grants_suffice_and_open_nothing_else() {
         async |env| {
             let Statements { stock, create, pay, cancel } = statements();
             let [grants] =
-                blocks(OPERATING, "sql").into_iter().filter(|sql| sql.starts_with("GRANT ")).collect::<Vec<_>>()[..]
+                blocks(DEPLOY, "sql").into_iter().filter(|sql| sql.starts_with("GRANT ")).collect::<Vec<_>>()[..]
             else {
-                panic!("docs/OPERATING.md has not one block of grants")
+                panic!("docs/operating/deploy.md has not one block of grants")
             };
             // Roles belong to the server, not the database, so each test needs its own.
             let role = format!("shop_{}", env.settings.namespace);
