@@ -126,7 +126,7 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     if matches!(arguments.scenario, Scenario::Compete { .. }) {
-        // As in the worker, where it is faster and cheaper (docs/DECISIONS.md, "One thread for all tasks").
+        // As in the worker, where it is faster and cheaper (docs/decisions/0013-one-thread.md).
         runtime.worker_threads(1);
     }
     let runtime = runtime.enable_all().build().expect("a runtime can start where this program could");

@@ -107,7 +107,7 @@ fn readme_names_constraint_for_sold_out() {
             let mut connection = env.pool.acquire().await.unwrap().detach();
             let refused = run_on(&mut connection, create).await.unwrap_err().to_string();
             let constraint = "available_is_never_negative";
-            assert!(refused.contains(constraint) && README.contains(constraint), "{refused}");
+            assert!(refused.contains(constraint) && GUIDE.contains(constraint), "{refused}");
         },
     );
 }
@@ -158,7 +158,7 @@ fn documented_grants_suffice_and_open_nothing_else() {
             // Before any assertion: a role outlives the test environment's database.
             run(&env, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
             let outcomes: Result<Vec<()>, _> = outcomes.into_iter().collect();
-            outcomes.expect("the service can do all that README tells it to");
+            outcomes.expect("the service can do all that the guide tells it to");
             assert_eq!((paid, allowed), (1, Vec::<&str>::new()));
         },
     );
@@ -177,17 +177,30 @@ fn readme_rust_schedules_order() {
 }
 
 #[test]
-fn readme_rust_is_compiled_code() {
+fn readme_transaction_creates_scheduled_order() {
+    let [transaction] = blocks(README, "sql")[..] else { panic!("README has more than the one transaction") };
+    with_env(
+        |_| {},
+        async |env| {
+            run(&env, transaction).await;
+            let scheduled = "SELECT count(*) FROM alarm_outbox a JOIN orders o ON o.id::text = a.order_id AND o.expires_at = a.deadline";
+            assert_eq!(env.count(scheduled).await, 1);
+        },
+    );
+}
+
+#[test]
+fn guide_rust_is_compiled_code() {
     let compiled = include_str!("readme.rs");
-    let snippets = blocks(README, "rust");
+    let snippets = blocks(GUIDE, "rust");
     assert!(!snippets.is_empty());
     for line in snippets.iter().flat_map(|snippet| snippet.lines()) {
         let line = line.split("   //").next().unwrap();
-        assert!(compiled.contains(&format!("\n    {line}\n")), "README's {line:?} is not compiled anywhere");
+        assert!(compiled.contains(&format!("\n    {line}\n")), "the guide's {line:?} is not compiled anywhere");
     }
 }
 
-/// README's lines of Rust for an order's own transaction.
+/// The guide's lines of Rust for an order's own transaction.
 async fn in_transaction(env: &TestEnv, order_id: Uuid, deadline: SystemTime) -> Result<(), Box<dyn std::error::Error>> {
     let mut transaction = env.pool.begin().await?;
     order_timeout::schedule_in(&mut *transaction, order_id.to_string(), deadline).await?;
@@ -197,7 +210,7 @@ async fn in_transaction(env: &TestEnv, order_id: Uuid, deadline: SystemTime) -> 
     Ok(())
 }
 
-/// README's other lines. They are not run, because they use the deployment of the environment variables instead of a
+/// The guide's other lines. They are not run, because they use the deployment of the environment variables instead of a
 /// test environment.
 #[expect(dead_code)]
 async fn directly_to_broker(order_id: Uuid, deadline: SystemTime) -> Result<(), Box<dyn std::error::Error>> {

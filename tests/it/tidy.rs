@@ -224,7 +224,7 @@ fn only_publishers_read_local_wall_clock() {
 
 #[test]
 fn steps_do_not_import_one_another() {
-    let steps = ["schedule", "arm", "deliver", "hold", "close", "sweep", "announce", "park"];
+    let steps = ["schedule", "rearm", "deliver", "hold", "close", "sweep", "announce", "park"];
     // `crate::close::…`, `crate::close;`, and the first names inside `crate::{…}`.
     let single = Regex::new(r"\bcrate::(\w+)").unwrap();
     let group = Regex::new(r"\bcrate::\{([^;]*)\};").unwrap();
@@ -427,16 +427,16 @@ fn document_links_resolve() {
 
 #[test]
 fn guarantees_name_existing_tests() {
-    let readme = &files()["README.md"];
-    let guarantees = readme.split("\n## ").find(|section| section.starts_with("What it guarantees")).unwrap();
+    let document = &files()["docs/guarantees.md"];
+    let guarantees = document.split("\n## ").find(|section| section.starts_with("What it guarantees")).unwrap();
     let name = Regex::new(r"`(\w+)::(\w+)`").unwrap();
     for guarantee in guarantees.split("\n- ").skip(1) {
         let named: Vec<_> = name.captures_iter(guarantee).collect();
-        assert!(!named.is_empty(), "README guarantees without naming a test: {guarantee}");
+        assert!(!named.is_empty(), "docs/guarantees.md names no test: {guarantee}");
         for test in named {
             let text = &files()[&format!("tests/it/{}.rs", &test[1])];
             let defined = format!("#[test]\nfn {}(", &test[2]);
-            assert!(text.contains(&defined), "README names {}::{}, which is not a test", &test[1], &test[2]);
+            assert!(text.contains(&defined), "docs/guarantees.md names {}::{}, which is not a test", &test[1], &test[2]);
         }
     }
 }
@@ -481,7 +481,7 @@ fn is_denied(text: &str, at: usize) -> bool {
 fn mentioned_sections_exist() {
     let files = files();
     // docs/ARCHITECTURE.md, "The orders contract"
-    let mention = Regex::new(r#"\b((?:docs/)?[A-Z]+\.md), "([^"]+)""#).unwrap();
+    let mention = Regex::new(r#"\b((?:docs/(?:[\w-]+/)*)?[\w-]+\.md), "([^"]+)""#).unwrap();
     let wrapped = Regex::new(r"\n[ \t]*(?://[/!]?|#|--|%%)?[ \t]*").unwrap();
     for (path, text) in files.iter().filter(|(path, _)| !path.starts_with("tests/")) {
         let text = wrapped.replace_all(text, " ");
@@ -497,4 +497,66 @@ fn mentioned_sections_exist() {
             );
         }
     }
+}
+
+/// Words that docs/STYLE.md bans, as a pattern each. What a reader of a standard text would not expect in its place.
+const BANNED_WORDS: [&str; 11] = [
+    r"who(?:m|so)?ever",
+    r"(?:some|any|no|every)body(?:'s|s|es)?",
+    r"(?:some|any|every)one(?:'s)?",
+    r"he|him|his|himself",
+    r"mend(?:s|ed|ing)?",
+    r"for ever",
+    r"by way of",
+    r"in vain",
+    r"errands?",
+    r"desks?",
+    r"patience",
+];
+
+/// Their checksums are in every database that ran them.
+const APPLIED_MIGRATIONS: &str = "migrations/202611";
+
+#[test]
+fn banned_words_are_absent() {
+    let banned = Regex::new(&format!(r"(?i)\b(?:{})\b", BANNED_WORDS.join("|"))).unwrap();
+    let is_text = |path: &str| [".rs", ".md", ".sql", ".toml"].iter().any(|ending| path.ends_with(ending));
+    let names_them = |path: &str| ["docs/STYLE.md", "tests/it/tidy.rs"].contains(&path);
+    let mut found = Vec::new();
+    for (path, text) in files() {
+        if !is_text(&path) || names_them(&path) || path.starts_with(APPLIED_MIGRATIONS) {
+            continue;
+        }
+        for (number, line) in text.lines().enumerate() {
+            // A name is words as well.
+            let words = line.replace('_', " ");
+            found.extend(banned.find_iter(&words).map(|word| format!("{path}:{}: {}", number + 1, word.as_str())));
+        }
+    }
+    assert_eq!(found, Vec::<String>::new(), "docs/STYLE.md has the words to use instead");
+}
+
+/// The longest that a test's name may be, in words.
+const LONGEST_TEST_NAME: usize = 7;
+
+#[test]
+fn test_names_are_short() {
+    let test = Regex::new(r"#\[(?:tokio::)?test[^\]]*\]\s*(?:#\[[^\n]*\]\s*)*(?:async )?fn (\w+)").unwrap();
+    let property = Regex::new(r"(?m)^\s+fn (\w+)\([^{;]*\bin\b[^{;]*\)\s*\{").unwrap();
+    let mut seen = 0;
+    for (path, text) in sources(&["src", "tests", "examples", "benches"], ".rs") {
+        for found in test.captures_iter(&text).chain(property.captures_iter(&text)) {
+            let words = found[1].split('_').count();
+            assert!(words <= LONGEST_TEST_NAME, "{path}: {} has {words} words", &found[1]);
+            seen += 1;
+        }
+    }
+    assert!(seen > 500, "only {seen} tests found");
+}
+
+/// A stranger reads the first document to its end, or not at all.
+#[test]
+fn readme_is_short() {
+    let lines = files()["README.md"].lines().count();
+    assert!(lines <= 150, "README.md has {lines} lines; docs/guide has room");
 }
