@@ -31,7 +31,7 @@ impl Engine {
             | (Err(CloseError::Transient(_)), LockMode::WaitFresh)
                 if !self.draining =>
             {
-                self.retry_nowait.push_back((Batch { lock_mode: LockMode::NoWait, ..batch }, now));
+                self.ready.retry_nowait.push(Batch { lock_mode: LockMode::NoWait, ..batch }, now);
             }
             (Err(CloseError::Locked(_) | CloseError::Transient(_) | CloseError::Rejected(_)), _)
                 if batch.items.len() > 1 && !self.draining =>
@@ -88,7 +88,7 @@ impl Engine {
         item.pauses += 1;
         if is_new && item.pauses <= TRIES_WHILE_BUSY && !self.draining {
             self.mark_in_flight(&order_id);
-            self.busy.push(item, now);
+            self.ready.busy.push(item, now);
         }
         self.sweep.note_busy(order_id, now);
     }

@@ -5,7 +5,8 @@
 
 use std::time::Duration;
 
-use super::{Batch, Engine, LockMode, ReadyQueue, WorkItem};
+use super::ready_queues::{ReadyQueue, ReadySource};
+use super::{Batch, Engine, LockMode, WorkItem};
 use crate::order::{ClosedBy, Timestamp};
 
 /// How many parts a failed batch is split into. Ten: an order that fails alone among eight hundred is found in three
@@ -16,41 +17,17 @@ const SPLIT_INTO: usize = 10;
 /// milliseconds.
 const BUSY_PAUSE: Duration = Duration::from_millis(25);
 
-/// The queues that a batch may come from.
-#[derive(Debug, Clone, Copy)]
-enum ReadySource {
-    Fresh,
-    Late,
-    Overdue,
-    Busy,
-    RetryNowait,
-    Retries,
-    SplitBatches,
-}
-
-impl ReadySource {
-    /// Whether the orders there failed before.
-    fn is_retry(self) -> bool {
-        match self {
-            // Batches that did not get a lock count as fresh: most of their orders need no lock, and they do not wait
-            // again.
-            Self::Fresh | Self::Late | Self::Overdue | Self::Busy | Self::RetryNowait => false,
-            Self::Retries | Self::SplitBatches => true,
-        }
-    }
-}
-
 impl Engine {
     /// What a closer takes now, if one is free and anything is ready.
     pub(super) fn next_batch(&mut self, now: Timestamp) -> Option<Batch> {
         let batch = match self.availability.probe_at() {
             // One closer asks whether the database is back; the others wait for its result.
             Some(probe_at) if now < probe_at || !self.closers_are_idle() || self.draining => return None,
-            Some(_) => self.longest_waiting().map_or_else(empty_batch, |source| self.take_from(source, now)),
+            Some(_) => self.ready.longest_waiting().map_or_else(empty_batch, |source| self.take_from(source, now)),
             None => {
                 let ready = |source: &ReadySource| self.source_ready_at(*source).is_some_and(|at| at <= now);
-                let ready = self.sources().into_iter().filter(ready);
-                let source = ready.min_by_key(|source| (self.yields(*source), self.since(*source)))?;
+                let ready = ReadySource::ALL.into_iter().filter(ready);
+                let source = ready.min_by_key(|source| (self.yields(*source), self.ready.since(*source)))?;
                 if self.idle_closers == 1 {
                     self.retries_had_last_closer = source.is_retry();
                 }
@@ -65,36 +42,14 @@ impl Engine {
     pub(super) fn batch_ready_at(&self) -> Option<Timestamp> {
         match self.availability.probe_at() {
             Some(probe_at) => (self.closers_are_idle() && !self.draining).then_some(probe_at),
-            None => self.sources().into_iter().filter_map(|source| self.source_ready_at(source)).min(),
+            None => ReadySource::ALL.into_iter().filter_map(|source| self.source_ready_at(source)).min(),
         }
     }
 
-    /// Retries that have waited long may take the last closer, but not twice in a row while others lock_mode: as long as
+    /// Retries that have waited long may take the last closer, but not twice in a row while others wait: as long as
     /// there are many of them they are older than the others, which would wait until all of them were tried.
     fn yields(&self, source: ReadySource) -> bool {
         source.is_retry() && self.idle_closers == 1 && self.retries_had_last_closer
-    }
-
-    fn sources(&self) -> [ReadySource; 7] {
-        use ReadySource::{Busy, Fresh, Late, Overdue, Retries, RetryNowait, SplitBatches};
-        [Fresh, Late, Overdue, Busy, RetryNowait, Retries, SplitBatches]
-    }
-
-    fn longest_waiting(&self) -> Option<ReadySource> {
-        let waiting = self.sources().into_iter().filter_map(|source| Some((self.since(source)?, source)));
-        waiting.min_by_key(|(since, _)| *since).map(|(_, source)| source)
-    }
-
-    fn since(&self, source: ReadySource) -> Option<Timestamp> {
-        match source {
-            ReadySource::Fresh => self.fresh.since(),
-            ReadySource::Late => self.late.since(),
-            ReadySource::Overdue => self.overdue.since(),
-            ReadySource::Busy => self.busy.since(),
-            ReadySource::RetryNowait => self.retry_nowait.front().map(|(_, since)| *since),
-            ReadySource::Retries => self.retries.since(),
-            ReadySource::SplitBatches => self.split_batches.front().map(|(_, since)| *since),
-        }
     }
 
     /// When a closer may take from this queue; `None` while it is empty or no closer is free for it.
@@ -102,14 +57,14 @@ impl Engine {
         let (size, linger) = (self.policy.batch_size, self.policy.linger);
         match source {
             _ if self.idle_closers == 0 => None,
-            ReadySource::Fresh => self.fresh.ready_at(size, linger),
-            ReadySource::Late => self.late.ready_at(size, linger),
-            ReadySource::Overdue => self.overdue.ready_at(size, Duration::ZERO),
+            ReadySource::Fresh => self.ready.fresh.ready_at(size, linger),
+            ReadySource::Late => self.ready.late.ready_at(size, linger),
+            ReadySource::Overdue => self.ready.overdue.ready_at(size, Duration::ZERO),
             // Not sooner for a full batch: all of them wait only for another session to finish.
-            ReadySource::Busy => self.busy.ready_at(usize::MAX, BUSY_PAUSE),
-            ReadySource::RetryNowait => self.since(ReadySource::RetryNowait),
-            ReadySource::Retries => self.retry_ready_at(self.retries.ready_at(size, linger)),
-            ReadySource::SplitBatches => self.retry_ready_at(self.since(ReadySource::SplitBatches)),
+            ReadySource::Busy => self.ready.busy.ready_at(usize::MAX, BUSY_PAUSE),
+            ReadySource::RetryNowait => self.ready.since(ReadySource::RetryNowait),
+            ReadySource::Retries => self.retry_ready_at(self.ready.retries.ready_at(size, linger)),
+            ReadySource::SplitBatches => self.retry_ready_at(self.ready.since(ReadySource::SplitBatches)),
         }
     }
 
@@ -126,35 +81,37 @@ impl Engine {
 
     fn take_from(&mut self, source: ReadySource, now: Timestamp) -> Batch {
         let size = self.policy.batch_size;
-        let since = self.since(source).unwrap_or(now);
+        let since = self.ready.since(source).unwrap_or(now);
         match source {
-            ReadySource::Fresh => {
-                Batch { by: ClosedBy::Alarm, lock_mode: self.lock_mode_of_fresh(now), items: self.fresh.take(size) }
-            }
-            ReadySource::RetryNowait => self.retry_nowait.pop_front().map_or_else(empty_batch, |(batch, _)| batch),
+            ReadySource::Fresh => Batch {
+                by: ClosedBy::Alarm,
+                lock_mode: self.lock_mode_of_fresh(now),
+                items: self.ready.fresh.take(size),
+            },
+            ReadySource::RetryNowait => self.ready.retry_nowait.take().unwrap_or_else(empty_batch),
             ReadySource::Late => Batch {
                 by: ClosedBy::Alarm,
-                lock_mode: self.lock_mode_of_late(&self.late, now),
-                items: self.late.take(size),
+                lock_mode: self.lock_mode_of_late(&self.ready.late, now),
+                items: self.ready.late.take(size),
             },
             ReadySource::Overdue => Batch {
                 by: ClosedBy::Sweep,
-                lock_mode: self.lock_mode_of_late(&self.overdue, now),
-                items: self.overdue.take(size),
+                lock_mode: self.lock_mode_of_late(&self.ready.overdue, now),
+                items: self.ready.overdue.take(size),
             },
             ReadySource::Busy => self.take_busy(size, since, now),
             ReadySource::Retries => {
-                let items = self.retries.take(size);
+                let items = self.ready.retries.take(size);
                 let (batch, rest) = self.choose_retries(ClosedBy::Alarm, items, now);
-                self.retries.put_back(rest, since);
+                self.ready.retries.put_back(rest, since);
                 batch
             }
             ReadySource::SplitBatches => {
-                let Some((part, _)) = self.split_batches.pop_front() else { return empty_batch() };
+                let Some(part) = self.ready.split_batches.take() else { return empty_batch() };
                 let (batch, rest) = self.choose_retries(part.by, part.items, now);
                 if !rest.is_empty() {
-                    self.split_batches
-                        .push_front((Batch { by: part.by, items: rest, lock_mode: LockMode::NoWait }, since));
+                    let rest = Batch { by: part.by, items: rest, lock_mode: LockMode::NoWait };
+                    self.ready.split_batches.put_back(rest, since);
                 }
                 batch
             }
@@ -177,13 +134,13 @@ impl Engine {
     /// The others may need an article that is always locked.
     fn take_busy(&mut self, size: usize, since: Timestamp, now: Timestamp) -> Batch {
         let (once, repeatedly): (Vec<WorkItem>, Vec<WorkItem>) =
-            self.busy.take(size).into_iter().partition(|item| item.pauses == 1);
+            self.ready.busy.take(size).into_iter().partition(|item| item.pauses == 1);
         let (batch, rest) = if once.is_empty() {
             self.choose_retries(ClosedBy::Sweep, repeatedly, now)
         } else {
             (Batch { by: ClosedBy::Sweep, items: once, lock_mode: LockMode::NoWait }, repeatedly)
         };
-        self.busy.put_back(rest, since);
+        self.ready.busy.put_back(rest, since);
         batch
     }
 
@@ -215,7 +172,7 @@ impl Engine {
         let mut items = items.into_iter().peekable();
         while items.peek().is_some() {
             let part = items.by_ref().take(size).collect();
-            self.split_batches.push_back((Batch { by, items: part, lock_mode: LockMode::NoWait }, now));
+            self.ready.split_batches.push(Batch { by, items: part, lock_mode: LockMode::NoWait }, now);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The worker's engine: decides what is done next with each alarm and each overdue order. `input.rs` and `action.rs`
 //! hold what goes in and out, `work_item.rs` an order that is being worked on, `decide.rs` the outcome table,
-//! `apply.rs` what a decision means for a work item, `ready_queue.rs` and `retry_list.rs` what waits, `batching.rs`
+//! `apply.rs` what a decision means for a work item, `ready_queues.rs` and `retry_list.rs` what waits, `batching.rs`
 //! what is closed next, `lock_wait.rs` which batches wait for locks, `availability.rs` whether the database closes
 //! anything, `sweep.rs` the safety net, `circulation.rs` what the broker returns early.
 //!
@@ -16,7 +16,7 @@ mod decide;
 mod input;
 mod lock_wait;
 mod policy;
-mod ready_queue;
+mod ready_queues;
 mod retry_list;
 mod sweep;
 mod work_item;
@@ -37,7 +37,7 @@ use circulation::{Circulation, circulates, explain_death};
 pub use input::Input;
 use lock_wait::LockWaitBudget;
 pub use policy::Policy;
-use ready_queue::ReadyQueue;
+use ready_queues::ReadyQueues;
 use retry_list::{FailureScope, RetryList};
 use sweep::{LastTry, Sweep};
 pub use work_item::{Batch, BatchResult, LockMode, Origin, WorkItem};
@@ -58,22 +58,8 @@ const MAX_PARKED_AT_ONCE: usize = 256;
 pub struct Engine {
     policy: Policy,
     hold: Hold<WorkItem>,
-    /// Due, not yet tried.
-    fresh: ReadyQueue,
-    /// The same, but delivered so late that the sweep finds these orders as well. Separate from `fresh`: while a batch
-    /// waits for a lock, no other batch can close the orders in it.
-    late: ReadyQueue,
-    /// Due, tried before.
-    retries: ReadyQueue,
-    /// Found by the sweep, not yet tried.
-    overdue: ReadyQueue,
-    /// Found by the sweep, and locked by another session when they were tried. Separate from `overdue`: the other
-    /// session may be a worker that cannot close them either, and they would make the batch that they share fail.
-    busy: ReadyQueue,
-    /// Batches that waited for a lock and did not get it, and when: tried again whole, without waiting.
-    retry_nowait: VecDeque<(Batch, Timestamp)>,
-    /// Parts of batches that failed, and when.
-    split_batches: VecDeque<(Batch, Timestamp)>,
+    /// Due, and waiting for a closer.
+    ready: ReadyQueues,
     lock_waits: LockWaitBudget,
     /// Orders that are due and wait for a closer or are with one, and how often each. The sweep skips them.
     in_flight: HashMap<OrderId, u32>,
@@ -104,13 +90,7 @@ impl Engine {
         Self {
             policy,
             hold: Hold::default(),
-            fresh: ReadyQueue::default(),
-            late: ReadyQueue::default(),
-            retries: ReadyQueue::default(),
-            overdue: ReadyQueue::default(),
-            busy: ReadyQueue::default(),
-            retry_nowait: VecDeque::new(),
-            split_batches: VecDeque::new(),
+            ready: ReadyQueues::default(),
             lock_waits: LockWaitBudget::default(),
             in_flight: HashMap::new(),
             idle_closers,
@@ -251,11 +231,7 @@ impl Engine {
     pub fn drain(&mut self) {
         self.draining = true;
         let mut waiting = self.hold.drain();
-        for queue in [&mut self.fresh, &mut self.late, &mut self.retries, &mut self.overdue, &mut self.busy] {
-            waiting.extend(queue.take(usize::MAX));
-        }
-        waiting
-            .extend(self.retry_nowait.drain(..).chain(self.split_batches.drain(..)).flat_map(|(batch, _)| batch.items));
+        waiting.extend(self.ready.drain());
         let rearms = self.rearm_retries.drain().into_iter().map(|rearm| rearm.receipt);
         let dead_letters = self.park_retries.drain().into_iter().map(|(_, receipt)| receipt);
         let unparked = self.dead_letters.drain(..).map(|(_, receipt)| receipt);
@@ -346,12 +322,7 @@ impl Engine {
         for item in self.hold.drain() {
             self.place(item, now, now);
         }
-        for queue in [&mut self.fresh, &mut self.late, &mut self.retries, &mut self.overdue, &mut self.busy] {
-            queue.clock_was_set_back(now);
-        }
-        for (_, since) in self.retry_nowait.iter_mut().chain(&mut self.split_batches) {
-            *since = now.min(*since);
-        }
+        self.ready.clock_was_set_back(now);
         self.lock_waits.clock_was_set_back();
         self.availability.clock_was_set_back(now);
         self.rearm_retries.clock_was_set_back(now);
@@ -485,7 +456,11 @@ impl Engine {
             self.hold_until(deadline, item);
         } else {
             self.mark_in_flight(item.alarm.order_id());
-            if self.is_retry(&item, now) { self.retries.push(item, since) } else { self.fresh.push(item, since) }
+            if self.is_retry(&item, now) {
+                self.ready.retries.push(item, since)
+            } else {
+                self.ready.fresh.push(item, since)
+            }
         }
     }
 
@@ -493,7 +468,7 @@ impl Engine {
         let sweep_finds_it = item.alarm.deadline() + self.policy.sweep_grace < now;
         if sweep_finds_it && !self.is_retry(&item, now) {
             self.mark_in_flight(item.alarm.order_id());
-            self.late.push(item, now);
+            self.ready.late.push(item, now);
         } else {
             self.place(item, now, now);
         }
@@ -543,14 +518,12 @@ impl Engine {
     /// No further page before the last one is worked off: after a long outage the overdue orders would not fit in
     /// memory. And none while nothing can be closed.
     fn wants_sweep_page(&self) -> bool {
-        !self.draining
-            && !self.availability.is_unavailable()
-            && self.overdue.len() + self.busy.len() < self.policy.sweep_page
+        !self.draining && !self.availability.is_unavailable() && self.ready.swept_len() < self.policy.sweep_page
     }
 
     fn accept_overdue(&mut self, page: SweptPage, now: Timestamp) {
         let mut failed_before = Vec::new();
-        let closers_are_behind = self.idle_closers == 0 && self.fresh.len() + self.late.len() > 0;
+        let closers_are_behind = self.idle_closers == 0 && self.ready.has_fresh_alarms();
         let nothing_is_new =
             closers_are_behind && !page.orders.is_empty() && page.orders.iter().all(|one| self.has_alarm(&key_of(one)));
         let wanted = self.sweep.take_page(page, &self.policy, now);
@@ -577,8 +550,8 @@ impl Engine {
             };
             let item = WorkItem::new(alarm, Origin::Swept);
             match last_try {
-                LastTry::None => self.overdue.push(item, now),
-                LastTry::Busy => self.busy.push(item, now),
+                LastTry::None => self.ready.overdue.push(item, now),
+                LastTry::Busy => self.ready.busy.push(item, now),
                 LastTry::Failed => failed_before.push(item),
             }
         }

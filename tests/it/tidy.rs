@@ -436,7 +436,12 @@ fn guarantees_name_existing_tests() {
         for test in named {
             let text = &files()[&format!("tests/it/{}.rs", &test[1])];
             let defined = format!("#[test]\nfn {}(", &test[2]);
-            assert!(text.contains(&defined), "docs/guarantees.md names {}::{}, which is not a test", &test[1], &test[2]);
+            assert!(
+                text.contains(&defined),
+                "docs/guarantees.md names {}::{}, which is not a test",
+                &test[1],
+                &test[2]
+            );
         }
     }
 }
