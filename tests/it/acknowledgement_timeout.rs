@@ -78,7 +78,7 @@ struct UnackedMessage {
 
 impl UnackedMessage {
     async fn prepare(env: &TestEnv) -> Self {
-        let queue = format!("{}.timeout", env.settings.namespace);
+        let queue = format!("{}.unacked", env.settings.namespace);
         let options = QueueDeclareOptions { durable: true, ..Default::default() };
         env.channel.queue_declare(queue.as_str().into(), options, expiring_queue_arguments()).await.unwrap();
         env.publish_raw("", &queue, b"unacked", BasicProperties::default()).await;
