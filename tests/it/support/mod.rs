@@ -309,8 +309,8 @@ impl TestEnv {
     pub async fn wait_for_lock_waiter(&self) {
         let waits = "SELECT count(*) FROM pg_stat_activity
                      WHERE datname = current_database() AND wait_event_type = 'Lock'
-                       -- A worker's inspection of its statements waits for a locked table as well.
-                       AND query NOT LIKE 'EXPLAIN %'";
+                       -- A worker's inspections of plans and catalogs wait for a locked table as well.
+                       AND query NOT LIKE 'EXPLAIN %' AND query NOT LIKE '%pg\\_%'";
         wait_for("a session that waits for a lock", async || self.count(waits).await > 0).await;
     }
 
