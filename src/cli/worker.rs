@@ -58,7 +58,7 @@ impl Signals {
 fn end_the_process_on_a_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        logging::end_even_if_nobody_reads(1);
+        logging::exit_even_if_unread(1);
         report(panic);
         std::process::exit(1);
     }));

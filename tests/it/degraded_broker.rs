@@ -138,7 +138,7 @@ fn either_of_two_workers_receives_canaries() {
             assert_eq!(get(worker, READYZ).await.1, "ready\n", "orders without alarms are no fault of the broker");
             let figures = Figures::of(worker).await;
             for queue in ["timeout", "arm", "parked"] {
-                let series = format!("alarms_delivered_total{{source=\"{queue}\"}}");
+                let series = format!("alarms_delivered_total{{queue=\"{queue}\"}}");
                 assert_eq!(figures.get(&series), 0.0, "a canary is no alarm");
             }
         }

@@ -12,7 +12,7 @@ use lapin::BasicProperties;
 use order_timeout::config::Listen;
 use order_timeout::health::Health;
 use order_timeout::http::{self, HttpServer, LIVEZ, Pages, READYZ};
-use order_timeout::metrics::{LISTED, Listed, Metrics, OF_THE_PROCESS};
+use order_timeout::metrics::{LISTED, Listed, Metrics, PROCESS_METRICS};
 use order_timeout::order::{OrderId, Timestamp};
 use order_timeout::topology::DUE_KEY;
 use order_timeout::worker::Worker;
@@ -48,7 +48,7 @@ fn the_metrics_are_those_that_are_listed_and_no_others() {
             let lines = text.lines().filter_map(|line| line.strip_prefix(&format!("# {word} ")));
             lines.map(|line| line.split_once(' ').unwrap()).map(|(name, rest)| (name.into(), rest.into())).collect()
         };
-        let listed = || LISTED.iter().chain(OF_THE_PROCESS);
+        let listed = || LISTED.iter().chain(PROCESS_METRICS);
         assert_eq!(described("HELP"), listed().map(|one| (one.name.into(), one.help.into())).collect());
         assert_eq!(described("TYPE"), listed().map(|one| (one.name.into(), one.kind.into())).collect());
         assert_labels_are_listed(&text);
@@ -87,7 +87,7 @@ fn every_metric_is_documented_and_every_documented_one_is_there() {
         });
         format!("| `{}` | {} | {label} | {} |", one.name, one.kind, one.help)
     };
-    let rows: Vec<String> = LISTED.iter().chain(OF_THE_PROCESS).map(row).collect();
+    let rows: Vec<String> = LISTED.iter().chain(PROCESS_METRICS).map(row).collect();
     assert_eq!(documented, rows, "the table in docs/OPERATING.md (left) and src/metrics.rs (right)");
     let name = Regex::new(r"\border_timeout_\w+").unwrap();
     for found in name.find_iter(document) {
@@ -291,7 +291,7 @@ fn a_worker_that_stops_is_alive_but_not_ready() {
         env.deliver([&order]).await;
         env.wait_for_a_wait().await;
         worker.begin_to_stop();
-        wait_for("not ready", async || get(&worker, READYZ).await == (503, "worker: it is stopping\n".into())).await;
+        wait_for("not ready", async || get(&worker, READYZ).await == (503, "worker: stopping\n".into())).await;
         assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()));
         other.rollback().await.unwrap();
         let address = worker.http.unwrap();
@@ -314,7 +314,7 @@ fn a_loop_that_stands_still_is_seen() {
             let still = async || http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap();
             wait_for("three loops that do not turn", async || still().await.1.lines().count() == 3).await;
             let (status, text) = still().await;
-            assert!(status == 503 && text.contains("the supervisor loop has stood still for"), "{text}");
+            assert!(status == 503 && text.contains("the supervisor loop has made no progress for"), "{text}");
         },
     );
 }
@@ -423,8 +423,8 @@ async fn assert_figures(env: &TestEnv, figures: &Figures) {
     is("alarms_scheduled_total", 3.0);
     is("alarms_expired_total", 1.0);
     is("alarms_refused_total", 0.0);
-    at_least("alarms_delivered_total{source=\"timeout\"}", 26.0);
-    at_least("alarms_delivered_total{source=\"arm\"}", 1.0);
+    at_least("alarms_delivered_total{queue=\"timeout\"}", 26.0);
+    at_least("alarms_delivered_total{queue=\"arm\"}", 1.0);
     at_least("alarms_rearmed_total", 1.0);
     at_least("alarm_earliness_seconds_count", 25.0);
     at_least("batch_duration_seconds_count{by=\"alarm\"}", 1.0);
