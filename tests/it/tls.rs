@@ -241,7 +241,7 @@ async fn a_broker_that_is_not_who_it_should_be(broker: &Private, good: &AmqpSett
     };
     let at = |place: &str| with_parts(&good.url, None, Some(place), None);
     let wrong_ca = with(&|settings| settings.ca_file = certificates.named("other-ca.pem"));
-    refused_by_broker("a CA that did not sign it", &wrong_ca, &["signed by nobody who is trusted", "amqp.ca_file"])
+    refused_by_broker("a CA that did not sign it", &wrong_ca, &["signed by a CA that is not trusted", "amqp.ca_file"])
         .await;
 
     let wrong_name = with(&|settings| settings.url = at(&format!("127.0.0.1:{}", broker.recorded("TLS_PORT"))));
@@ -300,7 +300,7 @@ async fn a_database_that_is_not_who_it_should_be(
         settings
     };
     let wrong_ca = with(&|settings| settings.ca_file = certificates.named("other-ca.pem"));
-    let parts = ["signed by nobody who is trusted", "database.ca_file"];
+    let parts = ["signed by a CA that is not trusted", "database.ca_file"];
     refused_by_database("a CA that did not sign it", &wrong_ca, &parts).await;
 
     let wrong_name = with(&|settings| {
