@@ -146,7 +146,7 @@ fn a_deadline_that_a_trigger_keeps_is_not_said_to_have_moved() {
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
             let id = order.id.to_string();
             let (code, said, _) = run(order_timeout(&env.settings).args(["deadline", "--order-id", &id, "--in", "1h"]));
-            assert!(code == 1 && said.contains("a trigger of the database keeps its deadline"), "{said}");
+            assert!(code == 1 && said.contains("a trigger in the database keeps its deadline"), "{said}");
         },
     );
 }
@@ -196,7 +196,7 @@ fn by_hand_it_says_what_became_of_the_deadline() {
             let (code, said) = json(&[&id, "--in", "1h"]);
             assert_eq!((code, &said["outcome"], &said["order_id"]), (0, &"later".into(), &id.as_str().into()));
             let (code, said, _) = deadline(&env, &[&id, "--in", "1h"]);
-            assert!(code == 0 && said.contains("an alarm scheduled before follows"), "{said}");
+            assert!(code == 0 && said.contains("an alarm that was already scheduled adapts to it"), "{said}");
             for passed in [["--deadline", "2020-01-01T00:00:00Z"], ["--in", "0s"]] {
                 let (code, _, error) = deadline(&env, &[&[id.as_str()][..], &passed].concat());
                 assert!(code == 1 && error.contains("has passed") && error.contains("order-timeout close"), "{error}");
@@ -209,7 +209,7 @@ fn by_hand_it_says_what_became_of_the_deadline() {
 
             assert!(env.pay(&order).await);
             let (code, said, _) = deadline(&env, &[&id, "--in", "1h"]);
-            assert!(code == 1 && said.contains("is paid; its deadline stands"), "{said}");
+            assert!(code == 1 && said.contains("is paid; its deadline is unchanged"), "{said}");
             let stands = json!({ "order_id": id, "status": "paid", "deadline": last, "outcome": "stands" });
             assert_eq!(
                 json(&[&id, "--in", "1h"]),

@@ -225,10 +225,10 @@ fn command_lists_then_moves() {
 
             let (code, out, err) = run(order_timeout(&env.settings).arg("quarantine"));
             assert_eq!((code, err.as_str()), (0, ""));
-            assert!(out.contains(&format!("{due}: 4 message(s) looked at, 1 that")), "{out}");
+            assert!(out.contains(&format!("{due}: 4 message(s) read, 1 of them unreadable")), "{out}");
             assert!(out.contains("position 3, ") && out.contains(Sort::HeaderKey.why()), "{out}");
             assert!(out.contains(&orders[3].id.to_string()), "{out}");
-            assert!(out.contains(&format!("{arm}: 1 message(s) looked at, 1 that")), "{out}");
+            assert!(out.contains(&format!("{arm}: 1 message(s) read, 1 of them unreadable")), "{out}");
             assert!(out.ends_with("2 message(s) found, nothing moved; add --move to move them into parked_alarms\n"));
             assert_eq!(env.parked().await, []);
 
