@@ -286,7 +286,7 @@ fn failing_broker_is_named_with_the_cure() {
             broker.ctl(&["eval", &publish_with_number_as_id(&queue)]);
             let (code, out, _) = run(order_timeout(&env.settings).arg("quarantine"));
             assert_eq!(code, 1);
-            let sentence = format!("fails over the message at position 2 of {queue} (541 INTERNAL_ERROR)");
+            let sentence = format!("fails on the message at position 2 of {queue} (541 INTERNAL_ERROR)");
             assert!(out.contains(&sentence) && out.contains("A message that the broker cannot deliver"), "{out}");
 
             let worker = env.worker().await;
