@@ -1,8 +1,8 @@
-//! Canaries: messages that a worker sends itself through the broker's delay queues, to notice that alarms no longer
-//! arrive. Which paths there are, what such a message looks like, and what its absence means.
+//! Canaries: messages that a worker sends itself through the broker's delay queues, to detect that alarms no longer
+//! arrive. Defines the paths, the message, and what a missing canary means.
 //!
-//! Pure: reads no clock and does no I/O; `store.rs` keeps what was sent and what arrived. A canary is no alarm: it names
-//! no order, and the engine never sees one.
+//! Pure: reads no clock and does no I/O; `store.rs` records what was sent and what arrived. A canary is not an alarm: it
+//! names no order, and the engine never sees one.
 
 pub mod store;
 
@@ -21,21 +21,21 @@ use crate::wheel::{Place, Wheel};
 /// AMQP property `type` of a canary. Its `message_id` is its id.
 pub const CANARY_TYPE: &str = "order.timeout.canary.v1";
 
-/// How long a canary may take beyond the time that it waits in its queue.
+/// How long a canary may take beyond its wait in its queue.
 pub const GRACE: Duration = Duration::from_millis(2_500);
-/// The longest wait of a path that answers at once, so that a failure is noticed and taken back within seconds.
-const QUICK: Duration = Duration::from_secs(10);
-/// A slot of the wheel is written at least this long before it lets go.
+/// The longest wait of a quick path, on which a failure is detected and cleared within seconds.
+const QUICK_WAIT: Duration = Duration::from_secs(10);
+/// A canary is published to a slot of the wheel at least this long before the slot expires.
 const AHEAD: Duration = Duration::from_millis(300);
-/// The shortest time between two canaries of one path while nothing is suspected.
-const SELDOM: Duration = Duration::from_secs(60);
-/// The same while something is.
-const SUSPECTED: Duration = Duration::from_secs(4);
+/// The shortest interval between two canaries of one path while no failure is suspected.
+const REGULAR_INTERVAL: Duration = Duration::from_secs(60);
+/// The same while a failure is suspected.
+const SUSPECTED_INTERVAL: Duration = Duration::from_secs(4);
 
-/// A way through the broker that alarms take.
+/// A path of alarms through the broker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Path {
-    /// Unique on the database, whatever namespaces share it.
+    /// Unique in the database, even if several namespaces share it.
     pub name: String,
     kind: Kind,
     longest_wait: Duration,
@@ -43,7 +43,7 @@ pub struct Path {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Kind {
-    /// Straight to the processing queues.
+    /// Directly to the processing queues.
     Due,
     Ring(usize),
     Lane {
@@ -53,11 +53,11 @@ enum Kind {
     Delayed,
 }
 
-/// A canary's way for one journey.
+/// The route, queue and wait of one canary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Journey {
     pub route: Route,
-    /// The queue that it waits in.
+    /// The queue in which it waits.
     pub queue: String,
     pub wait: Duration,
 }
@@ -79,7 +79,7 @@ impl Paths {
         let mut paths = vec![Path { name: names.due(), kind: Kind::Due, longest_wait: Duration::ZERO }];
         let wheel = match settings.delay.strategy {
             Strategy::DelayedExchange => {
-                paths.push(Path { name: names.delayed(), kind: Kind::Delayed, longest_wait: DELAYED_FOR });
+                paths.push(Path { name: names.delayed(), kind: Kind::Delayed, longest_wait: DELAYED_WAIT });
                 None
             }
             Strategy::DeadLetter => {
@@ -111,20 +111,20 @@ impl Paths {
         self.paths.iter().find(|path| path.name == name)
     }
 
-    /// How a canary that is sent at `now`, by the database's clock, takes this path.
+    /// The journey of a canary that is sent on this path at `now`, by the database's clock.
     #[must_use]
     pub fn journey(&self, path: &Path, now: Timestamp) -> Journey {
         let waiting = |route, queue, wait| Journey { route, queue, wait };
         match &path.kind {
             Kind::Due => waiting(Route::due(&self.names), self.names.timeout(), Duration::ZERO),
-            Kind::Delayed => waiting(Route::delayed(&self.names, DELAYED_FOR), self.names.delayed(), DELAYED_FOR),
+            Kind::Delayed => waiting(Route::delayed(&self.names, DELAYED_WAIT), self.names.delayed(), DELAYED_WAIT),
             Kind::Lane { key, wait } => {
                 let route = Route { exchange: self.names.delay(), routing_key: key.clone(), wait: Delay::Ttl(*wait) };
                 waiting(route, path.name.clone(), *wait)
             }
             Kind::Ring(ring) => {
-                let wheel = self.wheel.as_ref().expect("there are rings where there is a wheel");
-                // In step with the alarms of that slot, so that it never keeps one back.
+                let wheel = self.wheel.as_ref().expect("a path with a ring has a wheel");
+                // With the same expiry as the slot's alarms, so that it never delays one.
                 match wheel.place_in_ring(*ring, now + AHEAD, now) {
                     Place::Due => waiting(Route::due(&self.names), self.names.timeout(), Duration::ZERO),
                     Place::Slot { ring, slot, ttl } => {
@@ -143,61 +143,61 @@ impl Paths {
 }
 
 /// How long a canary waits in the delayed exchange.
-const DELAYED_FOR: Duration = Duration::from_secs(1);
+const DELAYED_WAIT: Duration = Duration::from_secs(1);
 
 impl Path {
-    /// Whether its canary is back within seconds.
+    /// Whether its canary returns within seconds.
     #[must_use]
     pub fn is_quick(&self) -> bool {
-        self.longest_wait <= QUICK
+        self.longest_wait <= QUICK_WAIT
     }
 
-    /// Whether it tests the delay itself, and not only the way from there to the workers.
+    /// Whether it leads directly to the processing queues, without a delay queue.
     #[must_use]
     pub fn is_direct(&self) -> bool {
         self.kind == Kind::Due
     }
 
-    /// The time between two of its canaries. A slow one is sent again when the last is back.
+    /// The interval between two of its canaries. On a slow path the next is sent when the last has returned.
     #[must_use]
     pub fn sent_every(&self, suspected: bool) -> Duration {
-        if suspected && self.is_quick() { SUSPECTED } else { SELDOM.max(self.longest_wait) }
+        if suspected && self.is_quick() { SUSPECTED_INTERVAL } else { REGULAR_INTERVAL.max(self.longest_wait) }
     }
 
-    /// How long one that is late is waited for before the next is sent. The next of a quick path tells soon whether the
-    /// fault lasts; that of a slow one tells nothing for as long as it waits.
+    /// How late a canary may be before the next is sent. On a quick path the next soon shows whether the failure lasts; on
+    /// a slow path it shows nothing until its own wait is over.
     #[must_use]
     pub fn given_up_after(&self) -> Duration {
-        if self.is_quick() { GRACE } else { SELDOM }
+        if self.is_quick() { GRACE } else { REGULAR_INTERVAL }
     }
 
-    /// What to say of a canary that did not come back.
+    /// The sentence about a canary that did not return.
     #[must_use]
     pub fn why_missing(&self, queue: &str, direct_arrives: bool) -> String {
         if self.is_direct() {
             return format!(
-                "a canary that was published straight to {queue:?} did not reach a worker; a foreign consumer takes messages from that queue, or a worker has stopped reading what it was sent (rabbitmqctl list_consumers)"
+                "a canary that was published directly to {queue:?} did not reach a worker; a foreign consumer takes messages from that queue, or a worker has stopped reading its deliveries (rabbitmqctl list_consumers)"
             );
         }
-        let way = if direct_arrives { " although one that was published straight to the workers did" } else { "" };
+        let direct = if direct_arrives { " although one that was published directly to the workers did" } else { "" };
         format!(
-            "a canary did not come back through {queue:?} in time{way}; dead-lettering has stopped on the broker (a message with a malformed x-death header is a known cause on RabbitMQ 3.10), or a message without expiration holds up that queue; see \"Dead-lettering has stopped\" in docs/OPERATING.md"
+            "a canary did not come back through {queue:?} in time{direct}; dead-lettering has stopped on the broker (a message with a malformed x-death header is a known cause on RabbitMQ 3.10), or a message without expiration holds up that queue; see \"Dead-lettering has stopped\" in docs/OPERATING.md"
         )
     }
 }
 
-/// What a late canary means, by what the processing queues look like.
+/// What a late canary means, depending on the processing queues.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Late<'a> {
-    /// No queue that it may have come to keeps messages.
+    /// None of the queues that it may be in contains messages.
     Lost,
-    /// It may stand behind alarms that wait for busy workers.
+    /// It may be queued behind alarms that wait for busy workers.
     Waits,
-    /// No worker reads this queue, and messages stand in it.
+    /// This queue contains messages, and no worker reads it.
     Unread(&'a SeenQueue),
 }
 
-/// Where several queues share what is due, a canary may have come to each of them.
+/// If there are several processing queues, a canary may be in any of them.
 #[must_use]
 pub fn judge_late(sight: &Sight) -> Late<'_> {
     let full = || sight.queues.iter().filter(|queue| queue.ready > 0);
@@ -207,26 +207,26 @@ pub fn judge_late(sight: &Sight) -> Late<'_> {
     if full().next().is_some() { Late::Waits } else { Late::Lost }
 }
 
-/// What to say of a processing queue that no worker reads.
+/// The sentence about a processing queue that no worker reads.
 #[must_use]
 pub fn why_unread(queue: &SeenQueue) -> String {
     let SeenQueue { name, ready, .. } = queue;
     format!(
-        "{ready} messages stand in {name:?} and no worker reads it; start a worker whose worker.take_shards has that queue, and compare worker.shards of all workers"
+        "{ready} messages are waiting in {name:?} and no worker reads it; start a worker with that queue in worker.take_shards, and compare worker.shards of all workers"
     )
 }
 
-/// What to say of consumers that are no workers of this version.
+/// The sentence about consumers that are not workers of this version.
 #[must_use]
 pub fn why_unknown(consumers: i64, sight: &Sight) -> String {
     let queues: Vec<String> = sight.queues.iter().map(|queue| format!("{:?}", queue.name)).collect();
     let queues = queues.join(", ");
     format!(
-        "{consumers} consumers of {queues} are no workers of this version; no canary can be sent, and the sweep closes orders. Find them with rabbitmqctl list_consumers: end a consumer that is no worker, upgrade older workers, restart a worker that does not turn"
+        "{consumers} consumers of {queues} are not workers of this version; no canary can be sent, and the sweep closes orders. Find them with rabbitmqctl list_consumers: stop a consumer that is not a worker, upgrade older workers, restart a worker that hangs"
     )
 }
 
-/// A canary on its way. `now` is the database's time.
+/// The message of a canary. `now` is the database's time.
 #[must_use]
 pub fn outgoing(id: Uuid, journey: &Journey, now: Timestamp) -> Outgoing {
     let mut headers = Vec::new();
@@ -252,7 +252,7 @@ pub fn outgoing(id: Uuid, journey: &Journey, now: Timestamp) -> Outgoing {
     }
 }
 
-/// For a person who finds one in a queue.
+/// An explanation for an operator who finds one in a queue.
 const BODY: &[u8] = br#"{"note":"sent by an order-timeout worker to test the way of its alarms; it names no order"}"#;
 
 /// The id of a message, if it is a canary: by its properties `type` and `message_id`.
@@ -261,7 +261,7 @@ pub fn read(message_type: Option<&str>, message_id: Option<&str>) -> Option<Uuid
     if message_type != Some(CANARY_TYPE) {
         return None;
     }
-    // A foreign one, with an id that is none, is a canary all the same: that of no path.
+    // A foreign one with an invalid id is still a canary; it belongs to no path.
     Some(message_id.and_then(|id| Uuid::try_parse(id).ok()).unwrap_or_default())
 }
 
@@ -286,16 +286,16 @@ mod tests {
     }
 
     #[test]
-    fn seldom_sent_canaries_cover_their_own_wait() {
+    fn canary_interval_covers_its_wait() {
         let paths = paths(&[]);
         let every = |name: &str, suspected| paths.find(name).unwrap().sent_every(suspected);
-        assert_eq!(every("order.wheel.5s", false), SELDOM);
-        assert_eq!(every("order.wheel.5s", true), SUSPECTED);
+        assert_eq!(every("order.wheel.5s", false), REGULAR_INTERVAL);
+        assert_eq!(every("order.wheel.5s", true), SUSPECTED_INTERVAL);
         assert_eq!(every("order.delay.30m.0", true), Duration::from_secs(30 * 60 - 20));
     }
 
     proptest! {
-        /// The journey, the grace and half a second to look are within ten seconds.
+        /// The journey, the grace and half a second for the check are within ten seconds.
         #[test]
         fn finest_ring_answers_within_ten_seconds(micros in 0_i64..3_600_000_000) {
             let (paths, now) = (paths(&[]), Timestamp::from_unix_micros(1_700_000_000_000_000 + micros));
@@ -307,12 +307,12 @@ mod tests {
             prop_assert_eq!(journey.route.wait, Delay::Ttl(journey.wait));
         }
 
-        /// In the very slot of alarms that leave at that moment, so that neither holds up the other.
+        /// In the same slot as alarms that leave at that time, so that neither delays the other.
         #[test]
         fn canary_leaves_when_its_slot_does(micros in 0_i64..3_600_000_000) {
             let (paths, now) = (paths(&[]), Timestamp::from_unix_micros(1_700_000_000_000_000 + micros));
             let journey = paths.journey(paths.find("order.wheel.5s").unwrap(), now);
-            // A slot lets go `lead` before its unit of five seconds begins.
+            // A slot expires `lead` before its unit of five seconds begins.
             let begins = (now + journey.wait + Duration::from_secs(20)).unix_micros();
             prop_assert!(begins.rem_euclid(5_000_000) < 1_000, "{begins}");
         }
@@ -334,11 +334,11 @@ mod tests {
         assert_eq!(judge_late(&sight(&[(0, 1), (3, 1)])), Late::Waits);
         let one_unread = sight(&[(5, 1), (7, 0)]);
         assert_eq!(judge_late(&one_unread), Late::Unread(&one_unread.queues[1]));
-        assert!(why_unread(&one_unread.queues[1]).starts_with("7 messages stand in \"order.timeout.1\""));
+        assert!(why_unread(&one_unread.queues[1]).starts_with("7 messages are waiting in \"order.timeout.1\""));
     }
 
     #[test]
-    fn canary_is_known_by_its_properties() {
+    fn properties_identify_canary() {
         let (paths, id) = (paths(&[]), Uuid::now_v7());
         let now = Timestamp::from_unix_micros(1_700_000_000_000_000);
         let message = outgoing(id, &paths.journey(&paths.all()[1], now), now);
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn no_canary_is_read_as_an_alarm() {
+    fn canary_is_not_read_as_alarm() {
         let fault = crate::message::Alarm::read(BODY, None).unwrap_err();
         assert!(matches!(fault, crate::message::Unreadable::NotTheShape(_)), "{fault}");
     }

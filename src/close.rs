@@ -1,7 +1,7 @@
 //! Step 5, CLOSE: one batch, one statement, one transaction.
 //!
-//! Runs the close statement of the orders contract and reports what it found, order by order. Never decides what
-//! becomes of an alarm, never speaks to the broker, and never reports "closed" before the commit is answered.
+//! Runs the close statement of the orders contract and reports the outcome of each order. Never decides what happens to
+//! an alarm, never talks to the broker, and never reports "closed" before the commit is answered.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -24,45 +24,45 @@ pub const CLOSE_SQL: &str = include_str!("../sql/close.sql");
 const CONTRACT: Contract = Contract {
     setting: "orders.close_sql",
     default: ("sql/close.sql", CLOSE_SQL),
-    // A statement that does not need the path, or does not wait for locks, may leave those out.
+    // A statement may omit the path and the lock mode if it does not use them.
     parameters: &[&["TEXT[]"], &["TEXT[]", "TEXT"], &["TEXT[]", "TEXT", "BOOL"]],
     columns: &[("order_id", &["TEXT", "VARCHAR"]), ("outcome", &["TEXT", "VARCHAR"]), ("deadline", &["TIMESTAMPTZ"])],
 };
 
-/// Orders closed by one statement where the connection is encrypted: their ids, of 36 characters and four bytes each, fit
-/// into one TLS record (RFC 8446, 5.1). sqlx 0.9.0 leaves Nagle's algorithm on (transact-rs/sqlx#4335): what goes in two
-/// records may wait for the first to be acknowledged, over loopback 40 ms.
-const ENCRYPTED_AT_ONCE: usize = 400;
+/// Orders closed by one statement over an encrypted connection: their ids, of 36 characters and four bytes each, fit into
+/// one TLS record (RFC 8446, 5.1). sqlx 0.9.0 leaves Nagle's algorithm on (transact-rs/sqlx#4335): a second record may
+/// wait for the first to be acknowledged, over loopback 40 ms.
+const ENCRYPTED_BATCH_SIZE: usize = 400;
 
-/// How long an impatient batch may wait for a lock, where its statement knows no better. Short, for others wait behind.
+/// The lock timeout of a batch that should not wait, if its statement has no lock parameter. Short, because others wait.
 const SHORT_LOCK_TIMEOUT: Duration = Duration::from_millis(20);
 
-/// How long a connection is taken to be alive that nobody has used. The clock is read each second, on each in turn, and
-/// there are not so many (`worker.closers`).
-const UNUSED_FOR: Duration = Duration::from_secs(40);
-/// How long a connection is kept: a server frees some memory only when it ends.
-const KEPT_FOR: Duration = Duration::from_secs(30 * 60);
+/// How long an unused connection is assumed to be alive. The clock is read each second, on each connection in turn, and
+/// there are fewer connections than that (`worker.closers`).
+const MAX_IDLE_TIME: Duration = Duration::from_secs(40);
+/// How long a connection is kept: a server frees some memory only when a connection ends.
+const MAX_LIFETIME: Duration = Duration::from_secs(30 * 60);
 
 /// Closes batches. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Closer {
     database: Database,
     statement: ContractStatement,
-    /// A pool asks a connection whether it is alive before it lends it and again when it has it back: a round trip before
-    /// the close, and as much work for the server as a small batch.
+    /// Kept outside the pool: a pool pings a connection before lending it and again when it is returned, which is a round
+    /// trip before the close and as much work for the server as a small batch.
     kept: Arc<Mutex<VecDeque<WarmConnection>>>,
-    /// The last answer that the contract does not know.
+    /// The last result outside the contract.
     odd: Arc<Mutex<Option<OddAnswer>>>,
 }
 
 #[derive(Debug)]
 struct WarmConnection {
     connection: PoolConnection<Postgres>,
-    /// When it came out of the pool.
+    /// When it was taken from the pool.
     since: Instant,
-    /// When it has last done its work.
+    /// When it was last used successfully.
     used: Instant,
-    /// Whether the server has planned the close statement on it, which takes as long as some dozen orders.
+    /// Whether the server has planned the close statement on it, which takes as long as closing some dozen orders.
     planned: bool,
 }
 
@@ -73,7 +73,7 @@ impl WarmConnection {
     }
 
     fn is_fit(&self) -> bool {
-        self.used.elapsed() < UNUSED_FOR
+        self.used.elapsed() < MAX_IDLE_TIME
     }
 
     fn is_unplanned(&self) -> bool {
@@ -81,12 +81,12 @@ impl WarmConnection {
     }
 
     fn is_old(&self) -> bool {
-        self.since.elapsed() >= KEPT_FOR
+        self.since.elapsed() >= MAX_LIFETIME
     }
 
-    /// Without asking it anything: a pool that has one back asks whether it is alive, waits for the answer for ever, and
-    /// opens none in its place meanwhile.
-    fn throw_away(self) {
+    /// Discards it without a ping: a pool pings a returned connection, waits forever for the answer, and opens no new
+    /// connection in the meantime.
+    fn discard(self) {
         drop(self.connection.detach());
     }
 }
@@ -101,17 +101,17 @@ impl Closer {
         Ok(Self { database, statement, kept: Arc::default(), odd: Arc::default() })
     }
 
-    /// How many orders one statement may be asked for without its waiting for the network, as connections are now.
+    /// The most orders that one statement can close without an extra network delay on the current connections.
     pub async fn most_at_once(&self) -> usize {
-        if self.is_encrypted().await { ENCRYPTED_AT_ONCE } else { usize::MAX }
+        if self.is_encrypted().await { ENCRYPTED_BATCH_SIZE } else { usize::MAX }
     }
 
-    /// Whether connections are, or may be for all we know.
+    /// Whether connections are, or may be, encrypted.
     async fn is_encrypted(&self) -> bool {
         match self.database.pool().connect_options().get_ssl_mode() {
-            // sqlx takes the second for the first.
+            // sqlx treats the second like the first.
             PgSslMode::Disable | PgSslMode::Allow => false,
-            // Not asked of the server: whatever stands between may speak TLS to us and none to it.
+            // The server is not asked: a proxy in between may use TLS to us and none to the server.
             PgSslMode::Require | PgSslMode::VerifyCa | PgSslMode::VerifyFull => true,
             PgSslMode::Prefer => {
                 let ask = sqlx::query_scalar("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()");
@@ -120,12 +120,12 @@ impl Closer {
         }
     }
 
-    /// Closes those of `ids` that are unpaid and due, and says of each what it found; an order without an entry is
-    /// unknown. All or nothing: one order that cannot be closed fails the batch, which is then for the caller to take
-    /// apart. `waits_for_locks`: whether it may wait for locks on stock.
+    /// Closes those of `ids` that are unpaid and due, and returns the outcome of each; an order without an entry is
+    /// unknown. All or nothing: one order that cannot be closed fails the batch, which the caller then splits.
+    /// `waits_for_locks`: whether it may wait for locks on stock.
     ///
     /// # Errors
-    /// [`CloseError`] says whose fault it is.
+    /// [`CloseError`] tells a single order's failure from one that affects all.
     pub async fn close(
         &self,
         ids: &[OrderId],
@@ -147,7 +147,7 @@ impl Closer {
         }
     }
 
-    /// The last answer that the contract does not know, since this was last asked.
+    /// The last result outside the contract since the previous call.
     #[must_use]
     pub fn take_odd_answer(&self) -> Option<OddAnswer> {
         self.odd.lock().expect("no holder panics").take()
@@ -166,9 +166,9 @@ impl Closer {
         ids: &[OrderId],
         by: ClosedBy,
         waits_for_locks: bool,
-    ) -> Result<Vec<Answered>, sqlx::Error> {
+    ) -> Result<Vec<ResultRow>, sqlx::Error> {
         let work = async |connection: &mut PgConnection| {
-            // A statement with $3 does not wait by itself.
+            // A statement with $3 decides itself whether to wait.
             if waits_for_locks || self.statement.parameters > 2 {
                 return self.run(connection, ids, by, waits_for_locks).await;
             }
@@ -181,13 +181,13 @@ impl Closer {
             transaction.commit().await?;
             Ok(found)
         };
-        // The server's caches of the session that has just worked are warm: at a thousand orders a second it needs some 5 %
-        // less CPU than if all took turns.
+        // The most recently used session has warm caches: at a thousand orders a second the server needs some 5 % less CPU
+        // than with all sessions in turn.
         self.run_kept(VecDeque::pop_back, Plans(true), work).await
     }
 
-    /// On one of the kept connections, which lie in the order in which they were used, or one out of the pool. WarmConnection if it
-    /// fares well.
+    /// Runs `work` on one of the kept connections, which are ordered by last use, or on one from the pool. The connection
+    /// is kept if the work succeeds.
     async fn run_kept<T>(
         &self,
         take: impl FnOnce(&mut VecDeque<WarmConnection>) -> Option<WarmConnection>,
@@ -198,7 +198,7 @@ impl Closer {
         let mut one = match taken {
             Some(kept) if kept.is_fit() => kept,
             unfit => {
-                unfit.into_iter().for_each(WarmConnection::throw_away);
+                unfit.into_iter().for_each(WarmConnection::discard);
                 WarmConnection::new(self.database.connection().await?)
             }
         };
@@ -208,10 +208,10 @@ impl Closer {
                 let planned = one.planned || plans;
                 self.kept().push_back(WarmConnection { used: Instant::now(), planned, ..one });
             }
-            // What has broken one may have broken all of them.
+            // The failure of one connection may have broken all of them.
             Err(error) if classify(error) == ErrorClass::Away => {
-                one.throw_away();
-                self.kept().drain(..).for_each(WarmConnection::throw_away);
+                one.discard();
+                self.kept().drain(..).for_each(WarmConnection::discard);
             }
             Err(_) => {}
         }
@@ -219,17 +219,17 @@ impl Closer {
     }
 
     fn kept(&self) -> MutexGuard<'_, VecDeque<WarmConnection>> {
-        self.kept.lock().expect("nobody panics holding it")
+        self.kept.lock().expect("no holder panics")
     }
 
-    /// Whose fault an error is: nobody's, the order's, or everybody's.
+    /// What an error affects: no order for long, this order, or all orders.
     async fn fault(&self, error: &sqlx::Error) -> CloseError {
         let why = one_line(error);
         match classify(error) {
             ErrorClass::Locked => CloseError::Locked(why),
             ErrorClass::Transient => CloseError::Transient(why),
             ErrorClass::Data => CloseError::Rejected(why),
-            // With no order to close, no row's trigger can be at fault.
+            // Without an order to close, no row's trigger can be the cause.
             ErrorClass::Broken if self.try_to_close(&[], ClosedBy::Alarm, true).await.is_ok() => {
                 CloseError::Rejected(why)
             }
@@ -243,7 +243,7 @@ impl Closer {
         ids: &[OrderId],
         by: ClosedBy,
         waits_for_locks: bool,
-    ) -> Result<Vec<Answered>, sqlx::Error> {
+    ) -> Result<Vec<ResultRow>, sqlx::Error> {
         let texts: Vec<&str> = ids.iter().map(OrderId::as_str).collect();
         let mut query = sqlx::query(self.statement.sql.clone()).bind(texts);
         if self.statement.parameters > 1 {
@@ -255,9 +255,9 @@ impl Closer {
         query.fetch_all(connection).await?.iter().map(read_row).collect()
     }
 
-    /// Opens the connections that are not there and has the close statement planned on each, which an empty batch does: a
-    /// burst waits for neither. Then renews one that is too old, if there is one: all of them at once would leave none to
-    /// whoever is due meanwhile, and only whoever has the others may find the server full.
+    /// Opens the missing connections and has the close statement planned on each through an empty batch, so that a burst
+    /// waits for neither. Then replaces one that is too old, if there is one: replacing all at once would leave none for
+    /// orders that fall due in the meantime, and if the server has no free connection the others are still open.
     ///
     /// # Errors
     /// sqlx's, if one cannot be opened or the statement fails.
@@ -265,7 +265,7 @@ impl Closer {
         self.fill().await?;
         let old = take_first(&mut self.kept(), WarmConnection::is_old);
         let Some(old) = old else { return Ok(()) };
-        old.throw_away();
+        old.discard();
         self.fill().await
     }
 
@@ -281,10 +281,10 @@ impl Closer {
         Ok(())
     }
 
-    /// Asks the database what time it is, on the connection that was used longest ago, so that each is heard from.
+    /// Reads the database's clock on the least recently used connection, so that each connection is checked in turn.
     ///
     /// # Errors
-    /// sqlx's, if it cannot be asked.
+    /// sqlx's, if it cannot be read.
     pub async fn sample_clock(&self) -> Result<ClockSample, sqlx::Error> {
         let ask = async |connection: &mut PgConnection| {
             let asked = Instant::now();
@@ -292,14 +292,14 @@ impl Closer {
             Ok(ClockSample { asked, answered: Instant::now(), database })
         };
         match self.run_kept(VecDeque::pop_front, Plans(false), ask).await {
-            // The server may have ended this one connection alone, and nobody has asked it whether it is alive.
+            // The server may have closed just this connection, which was not pinged before its use.
             Err(error) if is_cut_off(&error) => self.run_kept(VecDeque::pop_front, Plans(false), ask).await,
             answer => answer,
         }
     }
 }
 
-/// Whether a piece of work has the close statement planned.
+/// Whether the work causes the close statement to be planned.
 struct Plans(bool);
 
 fn take_first(kept: &mut VecDeque<WarmConnection>, which: fn(&WarmConnection) -> bool) -> Option<WarmConnection> {
@@ -307,7 +307,7 @@ fn take_first(kept: &mut VecDeque<WarmConnection>, which: fn(&WarmConnection) ->
     kept.remove(place)
 }
 
-/// Whether a connection that was there has ended, rather than that there was none, or no answer in time.
+/// Whether an open connection was closed, rather than that none could be opened or the answer was late.
 fn is_cut_off(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(fault) => {
@@ -317,27 +317,27 @@ fn is_cut_off(error: &sqlx::Error) -> bool {
     }
 }
 
-/// A row of the answer, as it is.
+/// A row of the result, unchecked.
 #[derive(Debug)]
-struct Answered {
+struct ResultRow {
     order_id: String,
     word: Option<String>,
     deadline: Option<Deadline>,
 }
 
-fn read_row(row: &PgRow) -> Result<Answered, sqlx::Error> {
+fn read_row(row: &PgRow) -> Result<ResultRow, sqlx::Error> {
     let deadline: Option<Timestamptz> = row.try_get("deadline")?;
-    Ok(Answered {
+    Ok(ResultRow {
         order_id: row.try_get("order_id")?,
         word: row.try_get("outcome")?,
         deadline: deadline.map(|Timestamptz(moment)| moment),
     })
 }
 
-/// What was found of each order that was asked for, and one answer that the contract does not know, if there is one.
-fn gather(ids: &[OrderId], answers: Vec<Answered>) -> (HashMap<OrderId, CloseResult>, Option<OddAnswer>) {
+/// The outcome of each requested order, and one result outside the contract, if there is one.
+fn gather(ids: &[OrderId], answers: Vec<ResultRow>) -> (HashMap<OrderId, CloseResult>, Option<OddAnswer>) {
     let (mut findings, mut odd) = (HashMap::with_capacity(answers.len()), None);
-    for Answered { order_id, word, deadline } in answers {
+    for ResultRow { order_id, word, deadline } in answers {
         let Ok(order_id) = OrderId::new(&order_id) else {
             odd = Some(OddAnswer::NotAsked { order_id });
             continue;
@@ -355,7 +355,7 @@ fn gather(ids: &[OrderId], answers: Vec<Answered>) -> (HashMap<OrderId, CloseRes
             Entry::Vacant(entry) => drop(entry.insert(finding)),
             Entry::Occupied(mut entry) => {
                 let fault = OddAnswer::Twice { order_id: entry.key().clone() };
-                // Which of the two is right only the next try can tell.
+                // Only a retry can tell which of the two is right.
                 if *entry.get() != finding {
                     *entry.get_mut() = Err(CloseError::Rejected(format!("the close statement {fault}")));
                 }
@@ -363,7 +363,7 @@ fn gather(ids: &[OrderId], answers: Vec<Answered>) -> (HashMap<OrderId, CloseRes
             }
         }
     }
-    // Counted, for that costs least where all is well.
+    // Counting is the cheapest check when all is as it should be.
     if ids.iter().filter(|id| findings.contains_key(*id)).count() < findings.len() {
         let not_asked = findings.keys().find(|id| ids.binary_search(id).is_err()).map(ToString::to_string);
         odd = not_asked.map(|order_id| OddAnswer::NotAsked { order_id });
@@ -381,7 +381,7 @@ mod tests {
     }
 
     fn gathered(rows: &[(&str, Option<&str>)]) -> (HashMap<OrderId, CloseResult>, Option<OddAnswer>) {
-        let answers = rows.iter().map(|(order_id, word)| Answered {
+        let answers = rows.iter().map(|(order_id, word)| ResultRow {
             order_id: (*order_id).to_owned(),
             word: word.map(str::to_owned),
             deadline: None,
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn good_answers_are_taken_as_given() {
+    fn valid_results_are_returned_unchanged() {
         let (findings, odd) = gathered(&[("1", Some("closed")), ("2", Some("paid"))]);
         assert_eq!(odd, None);
         assert_eq!(findings[&id("1")], Ok(CloseOutcome { outcome: Outcome::Closed, deadline: None }));
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_words_are_named() {
+    fn unknown_outcomes_are_reported() {
         for word in [Some("expired"), None] {
             let (findings, odd) = gathered(&[("1", word), ("2", Some("closed"))]);
             assert_eq!(odd, Some(OddAnswer::Word { order_id: id("1"), word: word.map(str::to_owned) }));
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_not_asked_for_are_left_out() {
+    fn unrequested_orders_are_left_out() {
         for foreign in ["3", "not\tan id"] {
             let (findings, odd) = gathered(&[("1", Some("closed")), (foreign, Some("closed"))]);
             assert_eq!(odd, Some(OddAnswer::NotAsked { order_id: foreign.into() }));
@@ -416,12 +416,12 @@ mod tests {
     }
 
     #[test]
-    fn second_row_for_one_order_is_named() {
+    fn second_row_for_one_order_is_reported() {
         let twice = Some(OddAnswer::Twice { order_id: id("1") });
         let (findings, odd) = gathered(&[("1", Some("closed")), ("1", Some("closed"))]);
         assert_eq!((findings[&id("1")].is_ok(), odd), (true, twice.clone()));
         let (findings, odd) = gathered(&[("1", Some("closed")), ("1", Some("paid"))]);
-        assert_eq!((findings[&id("1")].is_ok(), odd), (false, twice), "only the next try tells which");
+        assert_eq!((findings[&id("1")].is_ok(), odd), (false, twice), "only a retry tells which");
         let (findings, _) =
             gathered(&[("1", Some("not_due")), ("1", Some("paid")), ("2", Some("not_due")), ("2", Some("paid"))]);
         assert!(findings.values().all(Result::is_err), "every one of them");

@@ -1,8 +1,8 @@
-//! Settings: where they come from, what they must be, and one sentence for each thing that is wrong with them.
+//! Settings: their types, and one sentence for each error in them.
 //!
-//! How they are loaded stands in `load.rs`, what goes together in `validate.rs`. No I/O after loading, no default outside
+//! `load.rs` loads them, `validate.rs` checks that they fit together. No I/O after loading, no default outside
 //! `config/default.toml`, and no secret in any output: addresses with passwords are [`SecretString`]s and errors never
-//! repeat a value of theirs.
+//! repeat their value.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -28,10 +28,10 @@ pub(crate) use validate::MAX_SHARDS;
 /// The documented defaults, embedded so that a worker runs without any file.
 pub const DEFAULTS: &str = include_str!("../config/default.toml");
 
-/// Everything that can be set. Documented in `config/default.toml`, nowhere else.
+/// All settings. Documented in `config/default.toml`, nowhere else.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-#[allow(missing_docs)] // each field's documentation stands beside its default in config/default.toml
+#[allow(missing_docs)] // each field is documented beside its default in config/default.toml
 pub struct Settings {
     pub namespace: String,
     pub amqp: AmqpSettings,
@@ -81,7 +81,7 @@ pub struct DatabaseSettings {
 }
 
 impl AmqpSettings {
-    /// The certificates that are named here.
+    /// The certificate files that are named here.
     #[must_use]
     pub fn tls_files(&self) -> TlsFiles<'_> {
         TlsFiles {
@@ -100,7 +100,7 @@ impl DatabaseSettings {
         !self.url.expose_secret().is_empty()
     }
 
-    /// The certificates that are named here, and not in the address.
+    /// The certificate files that are named here, not in the address.
     #[must_use]
     pub fn tls_files(&self) -> TlsFiles<'_> {
         TlsFiles {
@@ -111,22 +111,22 @@ impl DatabaseSettings {
         }
     }
 
-    /// Whether the address is the one that `config/default.toml` has.
+    /// Whether the address is the one in `config/default.toml`.
     #[must_use]
     pub fn is_default_address(&self) -> bool {
         self.url.expose_secret() == Settings::defaults().database.url.expose_secret()
     }
 
-    /// The address of another database on the same server, for programs that make one of their own.
+    /// The address of another database on the same server, for programs that create their own.
     ///
     /// # Panics
-    /// If the address is none, which [`Settings::validate_database`] refuses.
+    /// If the address is not valid, which [`Settings::validate_database`] refuses.
     #[must_use]
     pub fn url_of(&self, database: &str) -> SecretString {
         let mut url =
             url::Url::parse(self.url.expose_secret()).expect("validated settings have an address that parses");
         url.set_path(database);
-        // A name in the query would win over the path.
+        // A name in the query would take precedence over the path.
         let others: Vec<(String, String)> = url.query_pairs().into_owned().filter(|(key, _)| key != "dbname").collect();
         url.set_query(None);
         if !others.is_empty() {
@@ -150,7 +150,7 @@ pub struct DelaySettings {
     pub rings: Vec<RingSettings>,
 }
 
-/// Reads an enum as serde does from text: its error names the words that would do, and that of the config crate does not.
+/// Reads an enum as serde does from text: serde's error names the valid words, the config crate's does not.
 fn one_of_its_words<'de, D: Deserializer<'de>, T: DeserializeOwned>(deserializer: D) -> Result<T, D::Error> {
     let word = String::deserialize(deserializer)?;
     T::deserialize(StrDeserializer::<NotAWord>::new(&word)).map_err(D::Error::custom)
@@ -164,7 +164,7 @@ pub enum Strategy {
     DelayedExchange,
 }
 
-/// A standard delay: its length, and the name by which queues and routing keys know it (`30m`).
+/// A standard delay: its length, and its name in queue names and routing keys (`30m`).
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct Lane {
@@ -172,13 +172,13 @@ pub struct Lane {
     pub delay: Duration,
 }
 
-/// How far a delay may be from its lane's, at least and at most: half the lead between these two.
+/// The bounds of the lane tolerance, which is half the lead: how far a delay may be from its lane's.
 const LANE_TOLERANCE: std::ops::RangeInclusive<Duration> = Duration::from_millis(100)..=Duration::from_secs(1);
 
 impl Lane {
-    /// The longest TTL that a publisher gives an alarm in this lane. Its TTL is the delay plus at most the tolerance less
-    /// the lead, and a tolerance above the least is never above the lead: so this holds for every lead, and the lead may
-    /// be changed without another queue argument.
+    /// The longest TTL of an alarm in this lane. A TTL is the delay plus at most the tolerance minus the lead, and a
+    /// tolerance above its minimum never exceeds the lead: so this bound holds for every lead, and the lead can be changed
+    /// without changing a queue argument.
     #[must_use]
     pub fn longest_ttl(&self) -> Duration {
         self.delay.saturating_add(*LANE_TOLERANCE.start())
@@ -186,8 +186,8 @@ impl Lane {
 }
 
 impl DelaySettings {
-    /// How far a delay may be from a lane's and still take it. The TTLs in one queue may then differ by twice as much, by
-    /// which a message can be held up behind another; the lead makes up for that.
+    /// How far a delay may be from a lane's and still use the lane. The TTLs in one queue then differ by at most twice as
+    /// much, which is how long a message can be delayed behind another; the lead compensates for that.
     #[must_use]
     pub fn lane_tolerance(&self) -> Duration {
         (self.lead / 2).clamp(*LANE_TOLERANCE.start(), *LANE_TOLERANCE.end())
@@ -199,7 +199,7 @@ impl TryFrom<String> for Lane {
     fn try_from(text: String) -> Result<Self, String> {
         let delay = duration::parse(text.trim())
             .map_err(|fault| format!("{text:?} is not a duration such as 30m ({fault})"))?;
-        // Written back by one rule, so that "1800s" and "30m" mean the same queue.
+        // Normalised, so that "1800s" and "30m" name the same queue.
         Ok(Self { name: duration_name(delay), delay })
     }
 }
@@ -234,8 +234,8 @@ pub struct WorkerSettings {
 }
 
 impl WorkerSettings {
-    /// The processing queue that each channel consumes: those that are named, or all. A channel is one process in the
-    /// broker and one core of it, so a queue that is alone has two.
+    /// The processing queue of each channel: the named ones, or all. A channel is one process in the broker and uses one
+    /// core, so a single queue has two channels.
     #[must_use]
     pub fn shard_of_each_channel(&self) -> Vec<u8> {
         let mut taken: Vec<u8> =
@@ -260,7 +260,7 @@ pub struct RetrySettings {
 }
 
 impl RetrySettings {
-    /// The longest that a retry waits at the broker: the engine doubles `longest` five times.
+    /// The longest wait of a retry at the broker: the engine doubles `longest` five times.
     #[must_use]
     pub fn longest_wait(&self) -> Duration {
         self.longest.saturating_mul(32)
@@ -299,8 +299,8 @@ pub struct HttpSettings {
     pub listen: Listen,
 }
 
-/// An address and port to listen at; `None` for nowhere. Not a host's name: looking it up would be I/O, and might find
-/// another address than the one that was meant.
+/// An IP address and port to listen at; `None` for nowhere. Not a host name: resolving it would be I/O, and might yield
+/// an unexpected address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct Listen(pub Option<SocketAddr>);
@@ -314,7 +314,7 @@ impl TryFrom<String> for Listen {
         }
         let why = |_| {
             format!(
-                "{text:?} is not an IP address with a port; write 127.0.0.1:9394, [::1]:9394, or nothing at all for no health and metrics"
+                "{text:?} is not an IP address with a port; write 127.0.0.1:9394 or [::1]:9394, or leave it empty for no health and metrics"
             )
         };
         text.parse().map(|address| Self(Some(address))).map_err(why)
@@ -344,7 +344,7 @@ pub enum LogFormat {
     Json,
 }
 
-/// What is wrong with the settings: one sentence with the key and where its value came from.
+/// An error in the settings: one sentence with the key and the origin of its value.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}{}{}: {why}", if key.is_some() { "setting " } else { "settings" }, key.as_deref().unwrap_or_default(), origin.as_ref().map_or_else(String::new, |origin| format!(" (from {origin})")))]
 pub struct SettingsError {
@@ -353,7 +353,7 @@ pub struct SettingsError {
     why: String,
 }
 
-/// The addresses that our own sentences show.
+/// The example addresses in our own sentences.
 const AMQP_FORM: &str = "amqp://user:password@host:5672/vhost";
 const POSTGRES_FORM: &str = "postgres://user:password@host:5432/database";
 const AMQP_SCHEMES: [&str; 3] = ["amqp:// or amqps://", "begins with amqp://", "write amqps://"];
@@ -363,19 +363,20 @@ impl SettingsError {
         Self::new(Some(key.to_owned()), None, why.to_string())
     }
 
-    /// Why an address is refused, which never repeats a part of it.
+    /// Why an address is refused, without repeating any part of it.
     fn of_address(key: &str, why: &AddressError) -> Self {
         let form = if key == "amqp.url" { AMQP_FORM } else { POSTGRES_FORM };
         Self { key: Some(key.to_owned()), origin: None, why: format!("{why} (its form: {form})") }
     }
 
-    /// The one door to a fault that may repeat a value. An address is not repeated, whatever setting it was given to,
-    /// for it may hold a password.
+    /// The only constructor for an error that may repeat a value. An address is never repeated, whatever setting it was
+    /// given to, because it may contain a password.
     fn new(key: Option<String>, origin: Option<String>, why: String) -> Self {
         let ours = [AMQP_FORM, POSTGRES_FORM].into_iter().chain(AMQP_SCHEMES);
         let theirs = ours.fold(why.clone(), |text, form| text.replace(form, ""));
         let why = if has_an_address(&theirs) {
-            "an address stands where none belongs; it is not repeated here, for it may hold a password".to_owned()
+            "an address was given in the wrong place; it is not repeated here, because it may contain a password"
+                .to_owned()
         } else {
             why
         };
@@ -387,23 +388,23 @@ fn has_an_address(text: &str) -> bool {
     text.contains("://") || text.contains('@')
 }
 
-/// Whether this could name a setting: anything else may be a value that was given in its place.
+/// Whether this could be the name of a setting: anything else may be a value in the wrong place.
 fn is_a_key(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-[]".contains(&b))
 }
 
 impl Settings {
-    /// The wheel's rings as arithmetic.
+    /// The wheel that the rings form.
     ///
     /// # Errors
-    /// [`WheelError`] where they do not mesh.
+    /// [`WheelError`] if they do not mesh.
     pub fn wheel(&self) -> Result<Wheel, WheelError> {
         let rings = self.delay.rings.iter().enumerate().map(|(index, ring)| Ring {
             name: duration_name(ring.unit),
             unit: ring.unit,
             slots: ring.slots,
-            // The finest ring hands over to the worker's hold. Each coarser one to the next finer, which must have everything
-            // before it lets go in its turn.
+            // The finest ring hands over to the worker's hold; each coarser ring to the next finer one, which must have
+            // received everything before its own slot expires.
             early: if index == 0 {
                 self.delay.lead
             } else {

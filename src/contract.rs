@@ -1,7 +1,7 @@
-//! The orders contract: the statements by which we know any orders table, loaded from a file or our own, and checked
-//! against what we will ask of them before the first order depends on it.
+//! The orders contract: the statements that access an orders table, loaded from a file or built in, and checked against
+//! the required parameters and columns before the first order depends on them.
 //!
-//! Knows parameters and columns, not what the statements are for.
+//! Knows parameters and columns, not the purpose of the statements.
 
 use std::path::Path;
 
@@ -10,20 +10,20 @@ use sqlx::{AssertSqlSafe, Column, Either, Executor, SqlSafeStr, SqlStr, Statemen
 
 use crate::database::{Database, DatabaseError, one_line};
 
-/// What a statement must take and return, in Postgres' names of types.
+/// What a statement must take and return, with Postgres' type names.
 #[derive(Debug)]
 pub struct Contract {
     /// The setting that may name a file with another statement.
     pub setting: &'static str,
-    /// Our own file, and what stands in it.
+    /// Our own file, and its text.
     pub default: (&'static str, &'static str),
-    /// The lists of parameters that will do.
+    /// The accepted lists of parameters.
     pub parameters: &'static [&'static [&'static str]],
-    /// The columns it must have: name, and the types that will do.
+    /// The required columns: name, and the accepted types.
     pub columns: &'static [(&'static str, &'static [&'static str])],
 }
 
-/// A statement that keeps its contract.
+/// A statement that fulfils its contract.
 #[derive(Debug, Clone)]
 pub struct ContractStatement {
     pub sql: SqlStr,
@@ -32,7 +32,7 @@ pub struct ContractStatement {
 }
 
 impl ContractStatement {
-    /// Loads the statement (`file` is the setting's value; empty means ours), prepares it and compares.
+    /// Loads the statement (`file` is the setting's value; empty means ours), prepares it and checks it.
     ///
     /// # Errors
     /// [`DatabaseError`] names the file and the parameter or column.
@@ -42,7 +42,7 @@ impl ContractStatement {
         } else {
             (file, read_statement(contract.setting, file).await?)
         };
-        // The statement is configuration: whoever may set it may run any SQL anyhow.
+        // The statement is configuration: the operator who sets it may run any SQL anyway.
         let sql = AssertSqlSafe(source).into_sql_str();
         let check = database.run(async |connection| Ok(contract.check(connection, sql.clone(), name).await));
         let parameters = check.await.map_err(|error| DatabaseError(format!("{name}: {}", one_line(&error))))??;
@@ -77,7 +77,7 @@ impl Contract {
             let is = found.type_info().name();
             if is == "TIMESTAMP" && types.contains(&"TIMESTAMPTZ") {
                 return Err(DatabaseError(format!(
-                    "{name} returns column {column} as TIMESTAMP, which names no moment; write AT TIME ZONE 'the zone that the column is written in' behind it, such as p.{column} AT TIME ZONE 'America/New_York', wherever the statement returns, compares or sorts by it. A cast would take the session's zone, and close orders early or late"
+                    "{name} returns column {column} as TIMESTAMP, which has no time zone; write AT TIME ZONE 'the zone that the column is written in' behind it, such as p.{column} AT TIME ZONE 'America/New_York', wherever the statement returns, compares or sorts by it. A cast would take the session's zone, and close orders early or late"
                 )));
             }
             if !types.contains(&is) {
@@ -126,14 +126,14 @@ fn why_not_prepared(error: &sqlx::Error, name: &str, sql: &str) -> String {
         Some("3F000") => "create the schema with CREATE SCHEMA, or correct its name",
         // undefined_table, undefined_column, undefined_function
         Some("42P01" | "42703" | "42883") => {
-            "correct the name, write the table with its schema, or bring back what the statement misses"
+            "correct the name, write the table with its schema, or restore what the statement refers to"
         }
         _ => "correct the statement",
     };
     format!("{name}{place} cannot be prepared: {}; {hint}", one_line(error))
 }
 
-/// Where the character with this number stands, all counted from 1, as editors count.
+/// The line and column of the character at this position, all counted from 1, as in editors.
 fn line_and_column(text: &str, position: usize) -> (usize, usize) {
     let before: String = text.chars().take(position.saturating_sub(1)).collect();
     let line = before.rsplit('\n').next().unwrap_or_default();

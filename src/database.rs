@@ -1,6 +1,6 @@
-//! Postgres: how it is reached, brought up to date, and what its errors mean.
+//! Postgres: connecting, migrations, and what its errors mean.
 //!
-//! Shared by the steps that speak SQL; knows none of their statements.
+//! Shared by the steps that run SQL; knows none of their statements.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -25,13 +25,13 @@ use crate::sanitize;
 use crate::session::{Session, TimeZone, pooler_hint, refuse_shared_sessions};
 use crate::tls::{self, TlsFiles};
 
-/// A name of our own, so that a shop that uses sqlx itself keeps its `_sqlx_migrations`.
+/// Our own name, so that a shop that uses sqlx itself keeps its `_sqlx_migrations`.
 const MIGRATIONS_TABLE: &str = "order_timeout_migrations";
 
 static MIGRATOR: LazyLock<Migrator> = LazyLock::new(|| {
     let mut migrator = sqlx::migrate!();
     migrator.dangerous_set_table_name(MIGRATIONS_TABLE);
-    // A newer worker may have run further migrations; expand-contract keeps them harmless to this one.
+    // A newer worker may have run further migrations; expand-contract keeps them compatible with this one.
     migrator.set_ignore_missing(true);
     migrator
 });
@@ -41,53 +41,53 @@ static MIGRATOR: LazyLock<Migrator> = LazyLock::new(|| {
 #[error("{0}")]
 pub struct DatabaseError(pub String);
 
-/// How much longer than `database.statement_timeout` we wait for an answer before we take the server for vanished.
+/// How much longer than `database.statement_timeout` a call waits before the server counts as unreachable.
 const NO_ANSWER_MARGIN: Duration = Duration::from_secs(1);
 
-/// How a worker's connections are told from others in `pg_stat_activity`.
+/// Identifies a worker's connections in `pg_stat_activity`.
 const APPLICATION_NAME: &str = "order-timeout";
 
-/// The same of what changes the schema, which may take as long as it likes.
+/// Identifies connections that change the schema, which has no time limit.
 const SETUP_NAME: &str = "order-timeout setup";
 
-/// How long a change of the schema may wait for a table. Whatever closes orders waits behind it for as long.
-const SETUP_WAITS_FOR_LOCKS: &str = "2s";
+/// How long a schema change may wait for a table lock. Closing waits behind it for as long.
+const SETUP_LOCK_TIMEOUT: &str = "2s";
 
-/// How long a connection may take that is only to find out why there is none, or to end what hangs.
-const ASKING_WHY: Duration = Duration::from_millis(500);
+/// The time limit of a connection that only diagnoses a failure or cancels a hanging commit.
+const DIAGNOSIS_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// A pool of connections on which no call lasts for ever. Cheap to clone.
+/// A pool of connections on which every call has a time limit. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Database {
     pool: PgPool,
     timeout: Duration,
-    way: Arc<Way>,
+    target: Arc<Target>,
 }
 
-/// How the server is reached.
-struct Way {
+/// The server and how to connect to it.
+struct Target {
     options: PgConnectOptions,
     settings: DatabaseSettings,
     session: Session,
 }
 
 /// sqlx's own options would show the password.
-impl fmt::Debug for Way {
+impl fmt::Debug for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Way").field("address", &address(&self.options)).finish_non_exhaustive()
+        f.debug_struct("Target").field("address", &address(&self.options)).finish_non_exhaustive()
     }
 }
 
 impl Database {
-    /// At most `connections`, with every timeout set that keeps one stuck statement from stopping the worker.
+    /// At most `connections`, with timeouts that keep one stuck statement from stopping the worker.
     ///
     /// # Errors
     /// [`DatabaseError`] if the first connection cannot be made.
     pub async fn connect(settings: &DatabaseSettings, connections: u32) -> Result<Self, DatabaseError> {
         let options = connect_options(settings)?;
-        // Once by hand: a pool would go on trying for `acquire_timeout` and then hide the cause.
+        // One connection outside the pool: a pool would retry for `acquire_timeout` and then hide the cause.
         let (connection, session) = first_connection(&options, settings, parameters(settings)).await?;
-        // Said goodbye to properly or not, it has served its purpose.
+        // The connection is not needed again, so an error while closing it is ignored.
         let _ = connection.close().await;
         let place = address(&options);
         let pool = PgPoolOptions::new()
@@ -103,39 +103,40 @@ impl Database {
             .connect_with(options.clone())
             .await
             .map_err(|error| DatabaseError(why_not_connected(&error, &place, settings.tls_files())))?;
-        let way = Arc::new(Way { options, settings: settings.clone(), session });
-        Ok(Self { pool, timeout: settings.statement_timeout + NO_ANSWER_MARGIN, way })
+        let target = Arc::new(Target { options, settings: settings.clone(), session });
+        Ok(Self { pool, timeout: settings.statement_timeout + NO_ANSWER_MARGIN, target })
     }
 
-    /// A connection out of the pool.
+    /// A connection from the pool.
     ///
     /// # Errors
-    /// sqlx's, with the address and the cause where the server cannot be reached.
+    /// sqlx's, with the address and the cause if the server cannot be reached.
     pub async fn connection(&self) -> Result<PoolConnection<Postgres>, sqlx::Error> {
         match self.pool.acquire().await {
-            Err(sqlx::Error::PoolTimedOut) => Err(self.why_there_is_none().await),
+            Err(sqlx::Error::PoolTimedOut) => Err(self.diagnose_no_connection().await),
             acquired => acquired.map_err(|error| self.with_address(error)),
         }
     }
 
-    /// Says of a broken connection where it led to.
+    /// Adds the server's address to the error of a broken connection.
     fn with_address(&self, error: sqlx::Error) -> sqlx::Error {
         match error {
             sqlx::Error::Io(fault) if fault.get_ref().is_none() => {
-                let why = format!("the connection to the database at {} broke ({fault})", address(&self.way.options));
+                let why =
+                    format!("the connection to the database at {} broke ({fault})", address(&self.target.options));
                 sqlx::Error::Io(std::io::Error::new(fault.kind(), why))
             }
             error => error,
         }
     }
 
-    /// A pool that could not connect in time keeps to itself what prevented it.
-    async fn why_there_is_none(&self) -> sqlx::Error {
-        let Way { options, settings, session } = &*self.way;
-        let connected = match connect_once(options, ASKING_WHY, settings.tls_files()).await {
+    /// Connects once to find the cause: a pool that could not connect in time does not report it.
+    async fn diagnose_no_connection(&self) -> sqlx::Error {
+        let Target { options, settings, session } = &*self.target;
+        let connected = match connect_once(options, DIAGNOSIS_TIMEOUT, settings.tls_files()).await {
             Ok(mut connection) => {
-                let settled = in_time(options, ASKING_WHY, session.settle(&mut connection)).await;
-                // It has served its purpose.
+                let settled = in_time(options, DIAGNOSIS_TIMEOUT, session.settle(&mut connection)).await;
+                // The connection is not needed again, so an error while closing it is ignored.
                 let _ = connection.close().await;
                 settled
             }
@@ -144,18 +145,18 @@ impl Database {
         let why = match connected {
             Ok(()) => {
                 let (place, timeout) = (address(options), settings.acquire_timeout);
-                format!("the database at {place} is there, but gave us no connection for {timeout:?}")
+                format!("the database at {place} is reachable, but the pool had no free connection for {timeout:?}")
             }
             Err(DatabaseError(why)) => why,
         };
         sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::NotConnected, why))
     }
 
-    /// Runs `work` on a connection and waits for it no longer than a statement may take: a server whose host has
-    /// vanished never answers, not even with an error. The connection of such a call is thrown away.
+    /// Runs `work` on a connection, for no longer than a statement may take: a server whose host is down never answers,
+    /// not even with an error. The connection of a call that timed out is closed.
     ///
     /// # Errors
-    /// sqlx's; an I/O error of kind `TimedOut` if there was no answer. Whether the work was done is unknown then.
+    /// sqlx's; an I/O error of kind `TimedOut` if there was no answer. It is then unknown whether the work was done.
     pub async fn run<T>(
         &self,
         work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
@@ -175,78 +176,78 @@ impl Database {
     ) -> Result<T, sqlx::Error> {
         let Ok(answer) = tokio::time::timeout(self.timeout, work(connection)).await else {
             connection.close_on_drop();
-            tokio::spawn(self.clone().end_what_nobody_waits_for());
+            tokio::spawn(self.clone().cancel_abandoned_commits());
             return Err(self.no_answer_within(self.timeout));
         };
-        if answer.as_ref().is_err_and(keeps_a_plan_that_no_longer_fits) {
+        if answer.as_ref().is_err_and(is_stale_plan) {
             connection.close_on_drop();
         }
         answer.map_err(|error| self.with_address(error))
     }
 
-    /// A commit that waits for a standby is under no time limit, and goes on when its connection is gone. Those that were
-    /// begun anew in its place would wait, too, until the server has no connection left for anybody. Cancelled, it waits
-    /// no longer and stands on this server alone. Everything else is ended by the server's own `statement_timeout`.
-    async fn end_what_nobody_waits_for(self) {
-        let Way { options, settings, .. } = &*self.way;
-        let Ok(mut connection) = connect_once(options, ASKING_WHY, settings.tls_files()).await else { return };
-        // Ours, and what workers that are gone have left behind.
+    /// A commit that waits for a synchronous standby has no time limit, and continues after its connection is closed. Its
+    /// retries would wait as well, until the server has no connection left. A cancelled commit stops waiting and is
+    /// committed on this server alone. The server's own `statement_timeout` ends everything else.
+    async fn cancel_abandoned_commits(self) {
+        let Target { options, settings, .. } = &*self.target;
+        let Ok(mut connection) = connect_once(options, DIAGNOSIS_TIMEOUT, settings.tls_files()).await else { return };
+        // Those of this worker, and those that terminated workers have left behind.
         let end = sqlx::query(
             "SELECT pg_cancel_backend(pid) FROM pg_stat_activity
              WHERE application_name = $1 AND datname = current_database() AND usename = session_user
                AND wait_event = 'SyncRep' AND clock_timestamp() - query_start > make_interval(secs => $2)",
         );
         let end = end.bind(APPLICATION_NAME).bind(self.timeout.as_secs_f64()).execute(&mut connection);
-        match tokio::time::timeout(ASKING_WHY, end).await {
+        match tokio::time::timeout(DIAGNOSIS_TIMEOUT, end).await {
             Ok(Ok(ended)) => {
-                debug!(commits = ended.rows_affected(), "commits that nobody waits for no longer wait for a standby")
+                debug!(commits = ended.rows_affected(), "abandoned commits no longer wait for a standby")
             }
             Ok(Err(error)) => {
-                debug!(error = one_line(&error), "commits that nobody waits for could not be told to end")
+                debug!(error = one_line(&error), "abandoned commits could not be cancelled")
             }
-            Err(_) => debug!("commits that nobody waits for could not be told to end in time"),
+            Err(_) => debug!("abandoned commits could not be cancelled in time"),
         }
-        let _ = tokio::time::timeout(ASKING_WHY, connection.close()).await;
+        let _ = tokio::time::timeout(DIAGNOSIS_TIMEOUT, connection.close()).await;
     }
 
-    /// The error of a call that was given up after this long.
+    /// The error of a call that timed out after this long.
     #[must_use]
     pub fn no_answer_within(&self, timeout: Duration) -> sqlx::Error {
-        let why = format!("the database at {} did not answer within {timeout:?}", address(&self.way.options));
+        let why = format!("the database at {} did not answer within {timeout:?}", address(&self.target.options));
         sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, why))
     }
 
-    /// The time zone in which statements run, and who says so.
+    /// The time zone in which statements run, and where it was found.
     pub(crate) fn time_zone(&self) -> &TimeZone {
-        self.way.session.time_zone()
+        self.target.session.time_zone()
     }
 
-    /// The pool itself, for what bounds its own time or asks the server nothing.
+    /// The pool itself, for callers that have their own time limit or send nothing to the server.
     #[must_use]
     pub fn pool(&self) -> &PgPool {
         &self.pool
     }
 }
 
-/// What each session of a worker is set to.
+/// The parameters of each session of a worker.
 fn parameters(settings: &DatabaseSettings) -> [(&'static str, String); 6] {
     let millis = |duration: Duration| duration.as_millis().max(1).to_string();
     [
-        // sqlx sends no cancel request when a future is dropped: the server must end what nobody waits for.
+        // sqlx sends no cancel request when a future is dropped: the server must end abandoned statements.
         ("statement_timeout", millis(settings.statement_timeout)),
         ("lock_timeout", millis(settings.lock_timeout)),
         ("idle_in_transaction_session_timeout", millis(settings.statement_timeout)),
-        // A plan is made once and kept. Made while the tables were small it would read them whole, each time, until
-        // somebody analyses what a flash sale has filled them with.
+        // A plan is cached. One made while the tables were small would scan them whole, each time, until the tables that
+        // a flash sale has filled are analysed.
         ("enable_seqscan", "off".into()),
-        // So a kept plan is as good as one for the very ids, and need not be made anew for the first five.
+        // So the generic plan is as good as a custom one, and the first five executions need no planning.
         ("plan_cache_mode", "force_generic_plan".into()),
-        // Compiling a plan takes longer than any statement of ours, and without enable_seqscan some plans look dear.
+        // Compiling a plan takes longer than any of our statements, and without enable_seqscan some plans look costly.
         ("jit", "off".into()),
     ]
 }
 
-/// Connects, and finds out what sessions must be set to; refuses a pooler that does not give each connection one.
+/// Connects and determines the parameters of sessions; refuses a pooler that shares sessions among connections.
 async fn first_connection(
     options: &PgConnectOptions,
     settings: &DatabaseSettings,
@@ -254,8 +255,8 @@ async fn first_connection(
 ) -> Result<(PgConnection, Session), DatabaseError> {
     let (timeout, files) = (settings.acquire_timeout, settings.tls_files());
     let mut connection = connect_once(options, timeout, files).await?;
-    // Before anything is set: in a shared session it would reach other clients. A server that has no second connection
-    // to give is no such pooler, and says so soon enough.
+    // Before any parameter is set: in a shared session it would affect other clients. A server without a second free
+    // connection is not such a pooler, and reports the lack later.
     if let Ok(mut other) = connect_once(options, timeout, files).await {
         in_time(options, timeout, refuse_shared_sessions(&mut connection, &mut other)).await?;
         let _ = other.close().await;
@@ -266,7 +267,7 @@ async fn first_connection(
     Ok((connection, session))
 }
 
-/// What a session is asked before it may be used, within this time.
+/// Runs a query that checks a session before its use, with a time limit.
 async fn in_time<T>(
     options: &PgConnectOptions,
     timeout: Duration,
@@ -281,7 +282,7 @@ async fn in_time<T>(
 
 fn why_unusable(error: &sqlx::Error, place: &str) -> String {
     let hint = match sqlstate(error).as_deref() {
-        // invalid_parameter_value, undefined_object (a parameter that there is not), insufficient_privilege
+        // invalid_parameter_value, undefined_object (an unknown parameter), insufficient_privilege
         Some("22023" | "42704" | "42501") => "; correct options in database.url, or database.time_zone",
         _ => "",
     };
@@ -302,11 +303,11 @@ async fn connect_once(
     }
 }
 
-/// The address as the client library has it, with the certificates that the settings name.
+/// The address as the client library's options, with the certificates that the settings name.
 fn connect_options(settings: &DatabaseSettings) -> Result<PgConnectOptions, DatabaseError> {
     tls::choose_crypto_provider();
     let mut options = parsed(settings)?;
-    // Whoever names a CA wants the server to be checked against it, and its name too.
+    // A named CA means that the server's certificate and host name must be verified.
     if settings.verifies_by_default() {
         options = options.ssl_mode(PgSslMode::VerifyFull);
     }
@@ -317,14 +318,14 @@ fn connect_options(settings: &DatabaseSettings) -> Result<PgConnectOptions, Data
     if let Some(client) = certificates.client {
         options = options.ssl_client_cert_from_pem(client.chain).ssl_client_key_from_pem(client.key);
     }
-    // The client library's own choice, which poolers refuse: no statement of ours returns a float as text.
+    // The client library sets it by default and poolers refuse it; none of our statements returns a float as text.
     Ok(options.application_name(APPLICATION_NAME).extra_float_digits(None))
 }
 
-/// Where the settings lead: host, port and database, without the password.
+/// The server that the settings name: host, port and database, without the password.
 ///
 /// # Errors
-/// [`DatabaseError`] if the address is none.
+/// [`DatabaseError`] if the address is not valid.
 pub fn place(settings: &DatabaseSettings) -> Result<String, DatabaseError> {
     parsed(settings).map(|options| address(&options))
 }
@@ -334,8 +335,8 @@ fn parsed(settings: &DatabaseSettings) -> Result<PgConnectOptions, DatabaseError
     let refused = |why: &dyn fmt::Display| DatabaseError(format!("database.url {why}"));
     let address = PostgresAddress::parse(url).map_err(|fault| refused(&fault))?;
     let options: PgConnectOptions = url.parse().map_err(|_| refused(&"is not a Postgres address"))?;
-    // Where the address leads, and not where the environment does (PGPORT); an IPv6 address without its brackets, which
-    // the client library would look up as a name.
+    // The port of the address, not of the environment (PGPORT). An IPv6 address without its brackets: with them the client
+    // library would resolve it as a name.
     let options = options.port(address.port);
     Ok(match address.server {
         PostgresServer::Tcp(host) => options.host(&host.for_connecting()),
@@ -347,7 +348,7 @@ fn address(options: &PgConnectOptions) -> String {
     let database = options.get_database().unwrap_or("(the user's)");
     let server = match options.get_socket() {
         Some(directory) => directory.display().to_string(),
-        // As it stands in an address.
+        // As it is written in an address.
         None if options.get_host().contains(':') => format!("[{}]", options.get_host()),
         None => options.get_host().to_owned(),
     };
@@ -369,12 +370,12 @@ fn why_not_connected(error: &sqlx::Error, place: &str, files: TlsFiles<'_>) -> S
             }
             Some("28P01" | "28000") => "check the user and password in database.url",
             Some("53300") => "it has no connection left; raise max_connections or run fewer workers",
-            _ => "correct database.url or mend the database",
+            _ => "correct database.url or fix the database",
         };
         return format!("the database at {place} refuses: {}; {hint}", fault.message());
     }
     if let Some(why) = why_not_by_tls(error) {
-        return format!("the database at {place} cannot be talked to safely: {why}");
+        return format!("no secure connection to the database at {place} is possible: {why}");
     }
     match error {
         sqlx::Error::Protocol(_) => Some("what answers there is not Postgres; correct the port in database.url".into()),
@@ -383,11 +384,11 @@ fn why_not_connected(error: &sqlx::Error, place: &str, files: TlsFiles<'_>) -> S
     }
     .map_or_else(
         || format!("the database at {place} cannot be reached ({error}); is it running there?"),
-        |why| format!("the database at {place} cannot be talked to: {why}"),
+        |why| format!("the connection to the database at {place} failed: {why}"),
     )
 }
 
-/// What TLS has to do with it, if it has.
+/// The TLS error behind it, if there is one, in words.
 fn why_not_by_tls(error: &sqlx::Error) -> Option<String> {
     const PLAIN: &str = "sslmode=disable for a server without TLS";
     match error {
@@ -400,19 +401,19 @@ fn why_not_by_tls(error: &sqlx::Error) -> Option<String> {
     }
 }
 
-/// Brings the schema up to date. Idempotent; returns the names of what was applied now.
+/// Brings the schema up to date. Idempotent; returns the names of the migrations that were applied now.
 ///
 /// # Errors
 /// [`DatabaseError`] names the migration.
 pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseError> {
-    // Without the worker's statement timeout, for a migration may take long. But whoever waits for a table behind somebody
-    // else has all workers wait behind him.
+    // Without the worker's statement timeout, because a migration may take long. But with a lock timeout: all workers wait
+    // behind a migration that waits for a table lock.
     let options = connect_options(settings)?.application_name(SETUP_NAME);
-    let parameters = [("lock_timeout", SETUP_WAITS_FOR_LOCKS.to_owned())];
+    let parameters = [("lock_timeout", SETUP_LOCK_TIMEOUT.to_owned())];
     let (mut connection, _) = first_connection(&options, settings, parameters).await?;
     let pending = pending_migrations(&mut connection).await?;
     MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseError(why_not_migrated(&error)))?;
-    // The migrations are committed; how the goodbye goes does not matter.
+    // The migrations are committed, so an error while closing is ignored.
     let _ = connection.close().await;
     Ok(pending)
 }
@@ -427,10 +428,10 @@ fn why_not_migrated(error: &MigrateError) -> String {
             "a table of that name is there already; run CREATE SCHEMA order_timeout, add ?options=-csearch_path%3Dorder_timeout to database.url, and name statements for your own orders in orders.close_sql and orders.overdue_sql"
         }
         MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) if classify(inner) == ErrorClass::Locked => {
-            "somebody keeps a table of ours locked, such as a dump, or another setup runs (pg_stat_activity names them); run `order-timeout setup` again when that has ended"
+            "another session, such as a dump or another setup, holds a lock on one of our tables (pg_stat_activity lists it); run `order-timeout setup` again when it has ended"
         }
         MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) if is_forbidden(inner) => {
-            A_SCHEMA_OF_ITS_OWN
+            OWN_SCHEMA_HINT
         }
         // invalid_schema_name
         MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _)
@@ -447,8 +448,8 @@ fn why_not_migrated(error: &MigrateError) -> String {
     format!("the database schema could not be brought up to date: {why}; {hint}")
 }
 
-/// What to do for a user who may not do what it must. Since PostgreSQL 15 nobody but its owner may write into `public`.
-const A_SCHEMA_OF_ITS_OWN: &str = "give the user of database.url a schema of its own (CREATE SCHEMA order_timeout AUTHORIZATION …) and add ?options=-csearch_path%3Dorder_timeout to database.url";
+/// The fix for a database user without the necessary rights. Since PostgreSQL 15 only its owner may write into `public`.
+const OWN_SCHEMA_HINT: &str = "give the user of database.url a schema of its own (CREATE SCHEMA order_timeout AUTHORIZATION …) and add ?options=-csearch_path%3Dorder_timeout to database.url";
 
 /// insufficient_privilege
 fn is_forbidden(error: &sqlx::Error) -> bool {
@@ -463,14 +464,14 @@ pub async fn require_migrated(database: &Database) -> Result<(), DatabaseError> 
     let read = database.run(async |connection| Ok(pending_migrations(connection).await));
     let pending = read.await.map_err(|error| unreadable_migrations(&error))??;
     let Some(first) = pending.first() else { return Ok(()) };
-    let (count, Way { options, settings, .. }) = (pending.len(), &*database.way);
-    let do_this = if settings.is_default_address() {
+    let (count, Target { options, settings, .. }) = (pending.len(), &*database.target);
+    let fix = if settings.is_default_address() {
         "this is the default of database.url: if your database is another, set ORDER_TIMEOUT__DATABASE__URL, and then run `order-timeout setup`"
     } else {
         "run `order-timeout setup`"
     };
     Err(DatabaseError(format!(
-        "the database at {} lacks {count} migration(s), the first: {first:?}; {do_this}",
+        "the database at {} lacks {count} migration(s), the first: {first:?}; {fix}",
         address(options)
     )))
 }
@@ -495,7 +496,7 @@ async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>
     Ok(MIGRATOR.iter().filter(|m| is_pending(m.version)).map(|m| m.description.to_string()).collect())
 }
 
-/// A migration that began and did not end. The client library's own error names another table than ours.
+/// Refuses a migration that began and did not finish. The client library's own error names a different table.
 async fn refuse_unfinished_migration(connection: &mut PgConnection) -> Result<(), DatabaseError> {
     let unfinished = connection.dirty_version(MIGRATIONS_TABLE).await.map_err(|error| match &error {
         MigrateError::Execute(inner) => unreadable_migrations(inner),
@@ -503,20 +504,17 @@ async fn refuse_unfinished_migration(connection: &mut PgConnection) -> Result<()
     })?;
     let Some(version) = unfinished else { return Ok(()) };
     Err(DatabaseError(format!(
-        "migration {version} began and did not finish, as the table {MIGRATIONS_TABLE} says; remove what it has left behind, then DELETE FROM {MIGRATIONS_TABLE} WHERE version = {version}, and run `order-timeout setup` again"
+        "migration {version} began and did not finish, according to the table {MIGRATIONS_TABLE}; remove what it has left behind, then DELETE FROM {MIGRATIONS_TABLE} WHERE version = {version}, and run `order-timeout setup` again"
     )))
 }
 
 fn unreadable_migrations(error: &sqlx::Error) -> DatabaseError {
-    let hint = if is_forbidden(error) {
-        "; let the user of database.url be the one who ran `order-timeout setup`"
-    } else {
-        ""
-    };
+    let hint =
+        if is_forbidden(error) { "; use the same user in database.url as for `order-timeout setup`" } else { "" };
     DatabaseError(format!("the applied migrations cannot be read: {}{hint}", one_line(error)))
 }
 
-/// What time it is by the database's clock, which is the one that deadlines go by.
+/// The time by the database's clock, which decides when a deadline has passed.
 ///
 /// # Errors
 /// sqlx's.
@@ -525,37 +523,37 @@ pub async fn now(connection: &mut PgConnection) -> Result<Timestamp, sqlx::Error
     Ok(now)
 }
 
-/// What time it is by the clock of a database that is only asked for that, over one connection.
+/// The time by the clock of a database that is used for nothing else, over one connection.
 ///
 /// # Errors
 /// [`DatabaseError`] if it does not answer within `timeout`.
 pub async fn ask_time(settings: &DatabaseSettings, timeout: Duration) -> Result<Timestamp, DatabaseError> {
     let options = connect_options(settings)?;
     let mut connection = connect_once(&options, timeout, settings.tls_files()).await?;
-    // Not prepared, so that any pooler will do.
+    // Not prepared, so that it works with any pooler.
     let ask = async {
         let micros = sqlx::raw_sql("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint::text");
         let micros: String = micros.fetch_one(&mut connection).await?.try_get(0)?;
         micros.parse().map(Timestamp::from_unix_micros).map_err(|fault| sqlx::Error::Decode(Box::new(fault)))
     };
     let now = in_time(&options, timeout, ask).await?;
-    // The answer is here; how the connection ends does not matter.
-    let _ = tokio::time::timeout(ASKING_WHY, connection.close()).await;
+    // The answer is known, so an error while closing is ignored.
+    let _ = tokio::time::timeout(DIAGNOSIS_TIMEOUT, connection.close()).await;
     Ok(now)
 }
 
-/// A Postgres timestamp as a moment: both count microseconds.
+/// A Postgres timestamp as a [`Timestamp`]: both count microseconds.
 #[must_use]
 pub fn moment(time: OffsetDateTime) -> Timestamp {
     Timestamp::from_unix_micros(i64::try_from(time.unix_timestamp_nanos() / 1_000).unwrap_or(i64::MAX))
 }
 
-/// A `timestamptz` read as the number of microseconds that it is. `OffsetDateTime` panics on `infinity` and on years
-/// its calendar does not have; here they are merely far away.
+/// A `timestamptz` read as its number of microseconds. `OffsetDateTime` panics on `infinity` and on years outside its
+/// calendar; here they are ordinary, distant times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timestamptz(pub Timestamp);
 
-/// 2000-01-01T00:00:00Z, where Postgres counts from (PostgreSQL source, `datatype/timestamp.h`).
+/// 2000-01-01T00:00:00Z, the epoch of Postgres (PostgreSQL source, `datatype/timestamp.h`).
 const POSTGRES_EPOCH: Timestamp = Timestamp::from_unix_micros(946_684_800_000_000);
 
 impl sqlx::Type<Postgres> for Timestamptz {
@@ -566,7 +564,7 @@ impl sqlx::Type<Postgres> for Timestamptz {
 
 impl<'r> sqlx::Decode<'r, Postgres> for Timestamptz {
     fn decode(value: PgValueRef<'r>) -> Result<Self, sqlx::error::BoxDynError> {
-        // Binary, as every prepared statement answers: microseconds since the epoch, big-endian.
+        // In the binary format of every prepared statement: microseconds since the epoch, big-endian.
         let micros = i64::from_be_bytes(value.as_bytes()?.try_into()?);
         Ok(Self(Timestamp::from_unix_micros(micros.saturating_add(POSTGRES_EPOCH.unix_micros()))))
     }
@@ -574,41 +572,40 @@ impl<'r> sqlx::Decode<'r, Postgres> for Timestamptz {
 
 impl<'q> sqlx::Encode<'q, Postgres> for Timestamptz {
     fn encode_by_ref(&self, buffer: &mut PgArgumentBuffer) -> Result<IsNull, sqlx::error::BoxDynError> {
-        // The least number is Postgres' -infinity, the greatest its infinity.
+        // The minimum is Postgres' -infinity, the maximum its infinity.
         let micros = self.0.unix_micros().saturating_sub(POSTGRES_EPOCH.unix_micros());
         buffer.extend_from_slice(&micros.to_be_bytes());
         Ok(IsNull::No)
     }
 }
 
-/// A moment as a Postgres timestamp; `None` beyond the years the calendar has.
+/// A [`Timestamp`] as a Postgres timestamp; `None` beyond the calendar's years.
 #[must_use]
 pub fn timestamp(moment: Timestamp) -> Option<OffsetDateTime> {
     OffsetDateTime::from_unix_timestamp_nanos(i128::from(moment.unix_micros()) * 1_000).ok()
 }
 
-/// What kind of trouble an error is, for whoever must decide whether to try again.
+/// The class of an error, which decides whether a retry makes sense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorClass {
-    /// A lock that was not to be had in time.
+    /// A lock could not be acquired in time.
     Locked,
-    /// A deadlock, a serialization failure, a timeout, a full disk: try again.
+    /// A deadlock, a serialization failure, a timeout, a full disk: retry.
     Transient,
-    /// The data at hand: a constraint, a trigger, a value.
+    /// The data: a constraint, a trigger, a value.
     Data,
-    /// A statement that was in order when it was prepared is not any more: a table or a right was taken away, or the
-    /// trigger of one row is broken, or cannot reach what it wants to. Which of the two, only trying it without rows can
-    /// tell.
+    /// A statement that was valid when it was prepared is no longer valid because a table or a right was removed; or one
+    /// row's trigger is broken, or cannot reach another server. Running the statement without rows tells which.
     Broken,
-    /// Nothing will work as things stand: away, read-only, no connection left.
+    /// Nothing works at present: unreachable, read-only, or no connection left.
     Away,
 }
 
-/// Sorts an error by its SQLSTATE (PostgreSQL documentation, appendix A "Error Codes").
+/// Classifies an error by its SQLSTATE (PostgreSQL documentation, appendix A "Error Codes").
 #[must_use]
 pub fn classify(error: &sqlx::Error) -> ErrorClass {
     if matches!(error, sqlx::Error::ColumnDecode { .. } | sqlx::Error::Decode(_) | sqlx::Error::ColumnNotFound(_)) {
-        // An answer that is not of the form the statement promised when it was prepared.
+        // The result does not have the columns or types that the prepared statement announced.
         return ErrorClass::Broken;
     }
     let Some(fault) = error.as_database_error().and_then(|fault| fault.try_downcast_ref::<PgDatabaseError>()) else {
@@ -618,7 +615,7 @@ pub fn classify(error: &sqlx::Error) -> ErrorClass {
     match fault.code() {
         // lock_not_available
         "55P03" => ErrorClass::Locked,
-        // query_canceled, feature_not_supported (a cached plan after somebody's ALTER TABLE)
+        // query_canceled, feature_not_supported (a cached plan after an ALTER TABLE)
         "57014" | "0A000" => ErrorClass::Transient,
         // read_only_sql_transaction
         "25006" => ErrorClass::Away,
@@ -626,14 +623,14 @@ pub fn classify(error: &sqlx::Error) -> ErrorClass {
         "42P05" => ErrorClass::Transient,
         // invalid transaction state, invalid statement name (a pooler has changed servers), transaction rollback
         code if ["25", "26", "40"].contains(&&code[..2]) => ErrorClass::Transient,
-        // insufficient resources, system error (a bad disk). Where the connection goes on, it may be one order's page that
-        // cannot be read, or the other server that a trigger writes to: nobody's fault, but not everybody's trouble.
+        // insufficient resources, system error (a bad disk). If the connection stays open, the cause may be one order's
+        // unreadable page, or another server that a trigger writes to: other orders are not affected.
         code if ["53", "58"].contains(&&code[..2]) => match fault.severity() {
             PgSeverity::Panic | PgSeverity::Fatal => ErrorClass::Away,
             _ => ErrorClass::Transient,
         },
-        // connection exception, invalid authorization, operator intervention: the server's own if it ends the connection.
-        // What does not may be a trigger's, which failed to reach another server.
+        // connection exception, invalid authorization, operator intervention: the server's own error if it ends the
+        // connection. Otherwise it may come from a trigger that failed to reach another server.
         code if ["08", "28", "57"].contains(&&code[..2]) => match fault.severity() {
             PgSeverity::Panic | PgSeverity::Fatal => ErrorClass::Away,
             _ => ErrorClass::Broken,
@@ -644,46 +641,44 @@ pub fn classify(error: &sqlx::Error) -> ErrorClass {
     }
 }
 
-/// Whether it says that the database accepts no writes.
+/// Whether the error says that the database accepts no writes.
 #[must_use]
 pub fn is_read_only(error: &sqlx::Error) -> bool {
     // read_only_sql_transaction
     sqlstate(error).as_deref() == Some("25006")
 }
 
-/// Whether it says that a statement, as this connection has prepared it, does not fit what its tables are by now: sqlx
-/// would try the same plan again and again.
-fn keeps_a_plan_that_no_longer_fits(error: &sqlx::Error) -> bool {
+/// Whether a statement that this connection has prepared no longer matches its tables: sqlx would reuse the same plan
+/// again and again.
+fn is_stale_plan(error: &sqlx::Error) -> bool {
     // feature_not_supported ("cached plan must not change result type"), invalid_sql_statement_name,
     // duplicate_prepared_statement
     matches!(sqlstate(error).as_deref(), Some("0A000" | "26000" | "42P05"))
 }
 
-/// The code that the server gave an error, if it is the server's (PostgreSQL documentation, appendix A "Error Codes").
+/// The SQLSTATE of an error that the server sent (PostgreSQL documentation, appendix A "Error Codes").
 fn sqlstate(error: &sqlx::Error) -> Option<Cow<'_, str>> {
     error.as_database_error().and_then(sqlx::error::DatabaseError::code)
 }
 
-/// An error in words for a person: what the server said and its SQLSTATE, without the line of the server's own source.
-/// In one line, whatever a trigger says: nobody is to write lines into our log.
+/// An error for the log: the server's message and SQLSTATE, without the line in the server's source. Always one line,
+/// because a trigger's message must not add lines to our log.
 #[must_use]
 pub fn one_line(error: &sqlx::Error) -> String {
     sanitize::one_line(&words(error)).into_owned()
 }
 
-/// What a page may say of a sentence of [`why`]'s. The pages hold no order, and the server's words may be a trigger's,
-/// with ids in them: instead of words there are the SQLSTATE and its class. A sentence that has none is our own.
+/// A sentence of [`one_line`] as a page may show it. The pages show no order, and the server's message may come from a
+/// trigger and contain ids: it is replaced by the SQLSTATE and its class. A sentence without SQLSTATE is our own.
 #[must_use]
-pub fn without_the_servers_words(why: &str) -> Cow<'_, str> {
+pub fn without_server_message(why: &str) -> Cow<'_, str> {
     let code = why.rsplit_once("(SQLSTATE ").and_then(|(_, behind)| behind.get(..5));
     let Some(code) = code.filter(|code| code.bytes().all(|byte| byte.is_ascii_alphanumeric())) else {
         return why.into();
     };
     let class = class_of(code);
-    format!(
-        "the server answers with an error of the class {class:?} (SQLSTATE {code}); its words stand in the worker's log"
-    )
-    .into()
+    format!("the server reports an error of class {class:?} (SQLSTATE {code}); its message is in the worker's log")
+        .into()
 }
 
 /// PostgreSQL documentation, appendix A "Error Codes".
@@ -729,7 +724,7 @@ fn words(error: &sqlx::Error) -> String {
             None => fault.message().to_owned(),
         },
         None => match error {
-            // A sentence of our own.
+            // One of our own sentences.
             sqlx::Error::Io(fault) if fault.get_ref().is_some() => fault.to_string(),
             error => error.to_string(),
         },
@@ -742,7 +737,7 @@ mod tests {
     use crate::config::Settings;
 
     #[test]
-    fn tells_the_client_the_server_of_the_address() {
+    fn client_options_name_address_server() {
         let of = |url: &str| {
             let mut settings = Settings::defaults().database;
             settings.url = url.to_owned().into();
@@ -764,8 +759,8 @@ mod tests {
     }
 
     #[test]
-    fn pages_hold_a_class_instead_of_words() {
-        let of = |why: &str| without_the_servers_words(why).into_owned();
+    fn pages_show_class_instead_of_message() {
+        let of = |why: &str| without_server_message(why).into_owned();
         for (why, class) in [
             ("order 17 is guarded (SQLSTATE 25006)", "\"read-only transaction\" (SQLSTATE 25006)"),
             ("order 17 (SQLSTATE 00000) (SQLSTATE 57P05)", "\"operator intervention\" (SQLSTATE 57P05)"),

@@ -1,6 +1,6 @@
-//! What is wrong while orders are still closed: one sentence for each cause, and when to warn of it.
+//! What is wrong while orders are still closed: one sentence for each cause, and when to log a warning about it.
 //!
-//! Remembers what the checks report; runs none of them, reads no clock and does no I/O. A cause is not an outage: the
+//! Stores what the checks report; runs none of them, reads no clock and does no I/O. A cause is not an outage: the
 //! worker stays ready (`health.rs`).
 
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ pub const REPEAT_WARNING_EVERY: Duration = Duration::from_secs(300);
 
 macro_rules! causes {
     ($($(#[$doc:meta])* $name:ident = $word:literal,)*) => {
-        /// Why a worker is degraded. The word is the metric's label, and stands in `/readyz` and in the log.
+        /// Why a worker is degraded. The word is the metric's label, and appears in `/readyz` and in the log.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Cause {
             $($(#[$doc])* $name,)*
@@ -32,7 +32,7 @@ macro_rules! causes {
 }
 
 causes! {
-    /// Tables, columns, indexes or constraints that a promise rests on are missing.
+    /// Tables, columns, indexes or constraints that a guarantee depends on are missing.
     Schema = "schema",
     /// The worker's role lacks a right, or row security hides rows from it.
     DatabaseRights = "database_rights",
@@ -40,23 +40,23 @@ causes! {
     ReadOnly = "read_only",
     /// The query for overdue orders reads the whole table.
     SlowOverdueQuery = "slow_overdue_query",
-    /// The close and the overdue statement contradict each other, or answer with what the contract does not know.
+    /// The close and the overdue statement contradict each other, or return something outside the contract.
     OrdersContract = "orders_contract",
     /// A deadline in the message and one in the row differ by whole quarter hours.
     TimeZone = "time_zone",
     /// An outbox cannot be read or written.
     OutboxUnreadable = "outbox_unreadable",
-    /// The broker confirms nothing of what stands in an outbox.
+    /// The broker confirms nothing that is published from an outbox.
     RelayStalled = "relay_stalled",
     /// Exchanges, queues or bindings are missing or have other arguments.
     Topology = "topology",
     /// Alarms that were due did not arrive; the sweep closes their orders.
     AlarmsNotArriving = "alarms_not_arriving",
-    /// Alarms come back from the broker more often than the wheel needs.
+    /// The broker returns alarms more often than the wheel needs.
     AlarmsCirculate = "alarms_circulate",
-    /// A policy of the broker's expires or drops alarms of the processing side.
+    /// A broker policy expires or drops alarms in the processing queues.
     BrokerPolicy = "broker_policy",
-    /// An exchange of ours has an alternate exchange, which takes alarms that find no queue.
+    /// One of our exchanges has an alternate exchange, which takes unroutable alarms.
     AlternateExchange = "alternate_exchange",
     /// A message that the client library cannot read was found in a queue.
     UnreadableMessage = "unreadable_message",
@@ -69,11 +69,11 @@ causes! {
 /// What a report changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// Warn: the cause is new, or was last warned of long enough ago.
+    /// Log a warning: the cause is new, or the last warning is old enough.
     Warn,
     /// The cause is gone.
     Cleared,
-    /// Nothing to say.
+    /// Nothing to log.
     Nothing,
 }
 
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cured_cause_clears_once() {
+    fn fixed_cause_clears_once() {
         let (mut degraded, now) = (Degraded::default(), Instant::now());
         assert_eq!(degraded.note(Cause::ReadOnly, None, now), Change::Nothing);
         degraded.note(Cause::ReadOnly, Some("a standby"), now);

@@ -1,6 +1,6 @@
-//! Whether the worker is alive and whether it is ready, and if not, why not: one line for each thing that is amiss.
+//! Whether the worker is alive and whether it is ready, and if not, why not: one line for each problem.
 //!
-//! Remembers what it is told by the loops and judges by the time; no I/O. How it is shown is `http.rs`.
+//! Stores what the loops report and compares it with the time; no I/O. `http.rs` serves it.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 use crate::degraded::{Cause, Change, Degraded};
 use crate::sanitize;
 
-/// How often a loop that has nothing to do shows that it turns.
+/// How often an idle loop reports that it runs.
 pub const BEAT_EVERY: Duration = Duration::from_secs(1);
 
 /// The loops that the worker consists of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Loop {
-    /// Carries news and actions between engine and steps.
+    /// Passes inputs to the engine and runs its actions.
     EventLoop,
     /// Empties the outboxes.
     Outboxes,
@@ -28,9 +28,9 @@ impl Loop {
 
     const fn name(self) -> &'static str {
         match self {
-            Self::EventLoop => "floor",
-            Self::Outboxes => "outbox",
-            Self::Supervisor => "supervisor",
+            Self::EventLoop => "event loop",
+            Self::Outboxes => "outbox loop",
+            Self::Supervisor => "supervisor loop",
         }
     }
 }
@@ -39,76 +39,76 @@ impl Loop {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifecycle {
     Starting,
-    Working,
-    /// Nothing could be closed, armed or parked for so long that the alarms were given back.
-    Resting,
-    /// Finishing what it has begun.
+    Running,
+    /// Nothing could be closed, re-armed or parked for so long that the alarms were requeued.
+    Paused,
+    /// Finishing the work in flight.
     Stopping,
 }
 
-/// An answer to "are you well?".
+/// The result of a liveness or readiness check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
     pub is_healthy: bool,
-    /// One for each thing that is amiss, or one that says that nothing is; then one for each cause that degrades it.
+    /// One for each problem, or a single one if there is none; then one for each cause of degradation.
     pub lines: Vec<String>,
 }
 
 impl Report {
-    fn new(all_is_well: &str, amiss: Vec<String>) -> Self {
-        if amiss.is_empty() {
-            return Self { is_healthy: true, lines: vec![all_is_well.to_owned()] };
+    fn new(healthy: &str, problems: Vec<String>) -> Self {
+        if problems.is_empty() {
+            return Self { is_healthy: true, lines: vec![healthy.to_owned()] };
         }
-        Self { is_healthy: false, lines: amiss.into_iter().map(one_line).collect() }
+        Self { is_healthy: false, lines: problems.into_iter().map(one_line).collect() }
     }
 
-    /// Adds what is wrong although the answer stays the same.
+    /// Adds the causes of degradation, which do not change the result.
     fn with_degraded(mut self, degraded: &Degraded) -> Self {
         self.lines.extend(degraded.lines().into_iter().map(one_line));
         self
     }
 }
 
-/// What a server says may have several lines.
+/// A server's error text may have several lines.
 fn one_line(text: String) -> String {
     sanitize::one_line(&text).into_owned()
 }
 
-/// What is known of the worker's health.
+/// The state of the worker's health.
 #[derive(Debug)]
 pub struct Health {
     began: Instant,
-    /// How long a loop may take for one turn.
-    longest_turn: Duration,
-    /// When each loop last began a turn, in milliseconds since `began`.
+    /// How long one iteration of a loop may take.
+    longest_iteration: Duration,
+    /// When each loop last began an iteration, in milliseconds since `began`.
     beats: [AtomicU64; Loop::ALL.len()],
     state: Mutex<State>,
 }
 
 #[derive(Debug)]
 struct State {
-    stage: Lifecycle,
+    lifecycle: Lifecycle,
     /// Why there is no consumer session; `None` while there is one.
     no_session: Option<String>,
-    /// Why the database is of no use; `None` while it is.
+    /// Why the database is unusable; `None` while it is usable.
     no_database: Option<String>,
     degraded: Degraded,
 }
 
 impl Health {
-    /// Of a worker that is starting.
+    /// The health of a worker that is starting.
     #[must_use]
-    pub fn new(longest_turn: Duration) -> Self {
+    pub fn new(longest_iteration: Duration) -> Self {
         let state = State {
-            stage: Lifecycle::Starting,
+            lifecycle: Lifecycle::Starting,
             no_session: Some("none was opened yet".into()),
             no_database: None,
             degraded: Degraded::default(),
         };
-        Self { began: Instant::now(), longest_turn, beats: Default::default(), state: Mutex::new(state) }
+        Self { began: Instant::now(), longest_iteration, beats: Default::default(), state: Mutex::new(state) }
     }
 
-    /// This loop begins a turn.
+    /// This loop begins an iteration.
     pub fn beat(&self, of: Loop) {
         self.beat_at(of, Instant::now());
     }
@@ -118,14 +118,14 @@ impl Health {
         self.beats[of as usize].store(since, Ordering::Relaxed);
     }
 
-    /// The loops are started: from now on they must turn.
+    /// The loops are started: from now on each must make progress.
     pub fn mark_running(&self) {
         Loop::ALL.into_iter().for_each(|of| self.beat(of));
-        self.note_lifecycle(Lifecycle::Working);
+        self.note_lifecycle(Lifecycle::Running);
     }
 
-    pub fn note_lifecycle(&self, stage: Lifecycle) {
-        self.state().stage = stage;
+    pub fn note_lifecycle(&self, lifecycle: Lifecycle) {
+        self.state().lifecycle = lifecycle;
     }
 
     /// A consumer session is open, or why none is.
@@ -143,55 +143,56 @@ impl Health {
         self.state().degraded.note(cause, why, Instant::now())
     }
 
-    /// Whether every loop turns. A worker that starts or stops has a time limit of its own for that.
+    /// Whether every loop makes progress. Starting and stopping have time limits of their own.
     #[must_use]
     pub fn is_alive(&self) -> Report {
         self.is_alive_at(Instant::now())
     }
 
     fn is_alive_at(&self, now: Instant) -> Report {
-        let must_turn = matches!(self.state().stage, Lifecycle::Working | Lifecycle::Resting);
-        let still = Loop::ALL.into_iter().filter(|_| must_turn).filter_map(|of| {
+        let is_watched = matches!(self.state().lifecycle, Lifecycle::Running | Lifecycle::Paused);
+        let stalled = Loop::ALL.into_iter().filter(|_| is_watched).filter_map(|of| {
             let beat = self.began + Duration::from_millis(self.beats[of as usize].load(Ordering::Relaxed));
-            let still_for = now.saturating_duration_since(beat);
-            (still_for > self.longest_turn)
-                .then(|| format!("the {} loop has stood still for {} s", of.name(), still_for.as_secs()))
+            let stalled_for = now.saturating_duration_since(beat);
+            (stalled_for > self.longest_iteration)
+                .then(|| format!("the {} has made no progress for {} s", of.name(), stalled_for.as_secs()))
         });
-        Report::new("alive", still.collect())
+        Report::new("alive", stalled.collect())
     }
 
-    /// Whether alarms come in and orders can be closed.
+    /// Whether alarms are consumed and orders can be closed.
     #[must_use]
     pub fn is_ready(&self) -> Report {
         let state = self.state();
-        let mut amiss = Vec::new();
-        match state.stage {
-            Lifecycle::Starting => amiss.push("worker: it is starting".to_owned()),
-            Lifecycle::Stopping => amiss.push("worker: it is stopping".to_owned()),
-            Lifecycle::Resting => amiss.push(
-                "worker: nothing could be closed, armed or parked for worker.requeue_after, so it takes no alarms"
+        let mut problems = Vec::new();
+        match state.lifecycle {
+            Lifecycle::Starting => problems.push("worker: starting".to_owned()),
+            Lifecycle::Stopping => problems.push("worker: stopping".to_owned()),
+            Lifecycle::Paused => problems.push(
+                "worker: consuming is paused, because nothing could be closed, re-armed or parked for worker.requeue_after"
                     .into(),
             ),
-            // In every other stage it is as it should be that there is none.
-            Lifecycle::Working => {
-                amiss.extend(state.no_session.iter().map(|why| format!("broker: no consumer session is open: {why}")));
+            // In every other state no session is expected.
+            Lifecycle::Running => {
+                let no_session = state.no_session.iter();
+                problems.extend(no_session.map(|why| format!("broker: no consumer session is open: {why}")));
             }
         }
-        if state.stage != Lifecycle::Stopping {
-            amiss.extend(state.no_database.iter().map(|why| format!("database: {why}")));
+        if state.lifecycle != Lifecycle::Stopping {
+            problems.extend(state.no_database.iter().map(|why| format!("database: {why}")));
         }
-        Report::new("ready", amiss).with_degraded(&state.degraded)
+        Report::new("ready", problems).with_degraded(&state.degraded)
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().expect("nobody panics holding it")
+        self.state.lock().expect("no holder panics")
     }
 }
 
-/// The floor tells at every turn; only what is new is written.
-fn note(known: &mut Option<String>, news: Option<&str>) {
-    if known.as_deref() != news {
-        *known = news.map(str::to_owned);
+/// The event loop reports in every iteration; only a change is written.
+fn note(known: &mut Option<String>, reported: Option<&str>) {
+    if known.as_deref() != reported {
+        *known = reported.map(str::to_owned);
     }
 }
 
@@ -199,33 +200,33 @@ fn note(known: &mut Option<String>, news: Option<&str>) {
 mod tests {
     use super::*;
 
-    const TURN: Duration = Duration::from_secs(60);
+    const LONGEST_ITERATION: Duration = Duration::from_secs(60);
 
-    fn working() -> Health {
-        let health = Health::new(TURN);
+    fn running() -> Health {
+        let health = Health::new(LONGEST_ITERATION);
         health.mark_running();
         health.note_session(None);
         health
     }
 
     #[test]
-    fn a_loop_that_stands_still_is_named() {
-        let health = working();
-        let later = Instant::now() + TURN + Duration::from_secs(13);
+    fn names_stalled_loops() {
+        let health = running();
+        let later = Instant::now() + LONGEST_ITERATION + Duration::from_secs(13);
         health.beat_at(Loop::EventLoop, later);
         assert!(health.is_alive().is_healthy);
         let report = health.is_alive_at(later);
         assert!(!report.is_healthy);
         assert_eq!(
             report.lines,
-            ["the outbox loop has stood still for 73 s", "the supervisor loop has stood still for 73 s"]
+            ["the outbox loop has made no progress for 73 s", "the supervisor loop has made no progress for 73 s"]
         );
     }
 
     #[test]
-    fn a_worker_that_starts_or_stops_need_not_turn() {
-        let health = Health::new(TURN);
-        let later = Instant::now() + 2 * TURN;
+    fn starting_or_stopping_worker_is_alive() {
+        let health = Health::new(LONGEST_ITERATION);
+        let later = Instant::now() + 2 * LONGEST_ITERATION;
         assert!(health.is_alive_at(later).is_healthy);
         health.mark_running();
         assert!(!health.is_alive_at(later).is_healthy);
@@ -234,8 +235,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_amiss_is_said_in_a_line_each() {
-        let health = working();
+    fn reports_each_problem_in_one_line() {
+        let health = running();
         assert_eq!(health.is_ready(), Report { is_healthy: true, lines: vec!["ready".into()] });
         health.note_session(Some("the broker\nis away"));
         health.note_database(Some("connection refused"));
@@ -246,12 +247,12 @@ mod tests {
         health.note_session(None);
         assert_eq!(health.is_ready().lines, ["database: connection refused"]);
         health.note_lifecycle(Lifecycle::Stopping);
-        assert_eq!(health.is_ready().lines, ["worker: it is stopping"]);
+        assert_eq!(health.is_ready().lines, ["worker: stopping"]);
     }
 
     #[test]
-    fn a_degraded_worker_stays_ready() {
-        let health = working();
+    fn degraded_worker_stays_ready() {
+        let health = running();
         health.note_degraded(Cause::Schema, Some("the index\nis missing"));
         assert_eq!(
             health.is_ready(),
@@ -262,11 +263,11 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_starts_or_rests_is_not_ready() {
-        assert_eq!(Health::new(TURN).is_ready().lines, ["worker: it is starting"]);
-        let health = working();
-        health.note_lifecycle(Lifecycle::Resting);
-        health.note_session(Some("it rests"));
+    fn starting_or_paused_worker_is_not_ready() {
+        assert_eq!(Health::new(LONGEST_ITERATION).is_ready().lines, ["worker: starting"]);
+        let health = running();
+        health.note_lifecycle(Lifecycle::Paused);
+        health.note_session(Some("consuming is paused"));
         let report = health.is_ready();
         assert!(
             !report.is_healthy && report.lines.len() == 1 && report.lines[0].contains("requeue_after"),

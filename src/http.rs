@@ -1,7 +1,7 @@
-//! The three pages that the worker shows of itself, `/livez`, `/readyz` and `/metrics`, and a client that asks for them.
+//! The HTTP server for `/livez`, `/readyz` and `/metrics`, and a client for them.
 //!
-//! Shows what it is given; changes nothing and decides nothing. A request has no effect, one that does not come to an
-//! end is given up, and connections without a request never keep one that has a request from its answer.
+//! Renders what it is given; changes nothing and decides nothing. A request has no side effect and a time limit, and
+//! connections without a request never delay one that has sent a request.
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -30,21 +30,21 @@ pub const METRICS: &str = "/metrics";
 
 /// Far more than a scraper and two probes need.
 const MOST_CONNECTIONS: usize = 128;
-/// A connection serves one request and ends. Connections that send none do not use up [`MOST_CONNECTIONS`] meanwhile:
-/// the oldest of them makes room for the next.
+/// A connection serves one request and ends. Idle connections do not use up [`MOST_CONNECTIONS`]: the oldest of them is
+/// closed when a new one needs its place.
 const LONGEST_REQUEST: Duration = Duration::from_secs(1);
-/// Connections that wait to be accepted. Beyond it the system makes a client try again, a second later; so that a probe is
-/// not among those where a neighbour opens a thousand at once on a busy machine.
+/// The listen backlog. Beyond it the kernel drops the SYN and the client retries a second later; large enough for a probe
+/// to get through while another client opens a thousand connections at once on a busy machine.
 const LONGEST_QUEUE: u32 = 4_096;
-/// After a failure to accept, such as a lack of file handles: so that it does not spin.
+/// The pause after a failure to accept, such as a lack of file handles, so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 const PLAIN_TEXT: &str = "text/plain; charset=utf-8";
 
-/// Why the pages cannot be shown, or were not to be had.
+/// Why the pages cannot be served or fetched.
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
     #[error(
-        "http.listen: {0} is taken, perhaps by another worker on this machine; set http.listen to another port, or to \"\" to show no health and metrics"
+        "http.listen: {0} is taken, perhaps by another worker on this machine; set http.listen to another port, or to \"\" to serve no health and metrics"
     )]
     Taken(SocketAddr),
     #[error(
@@ -55,14 +55,14 @@ pub enum HttpError {
     NoAnswer(SocketAddr, String),
 }
 
-/// What is shown.
+/// What is served.
 #[derive(Debug, Clone)]
 pub struct Pages {
     pub health: Arc<Health>,
     pub metrics: Arc<Metrics>,
 }
 
-/// Shows the pages until it is dropped.
+/// Serves the pages until it is dropped.
 #[derive(Debug)]
 pub struct HttpServer {
     address: SocketAddr,
@@ -71,7 +71,7 @@ pub struct HttpServer {
 
 impl HttpServer {
     /// # Errors
-    /// [`HttpError`], if it cannot listen there.
+    /// [`HttpError`] if it cannot listen there.
     pub async fn open(listen: SocketAddr, pages: Pages) -> Result<Self, HttpError> {
         let cannot = |error: std::io::Error| match error.kind() {
             ErrorKind::AddrInUse => HttpError::Taken(listen),
@@ -82,7 +82,7 @@ impl HttpServer {
         Ok(Self { address, serving: tokio::spawn(serve(listener, pages)) })
     }
 
-    /// Where it listens: the port that was chosen, where `http.listen` left that open with a zero.
+    /// The address it listens at, with the port that the system chose if `http.listen` has port 0.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -97,7 +97,7 @@ impl Drop for HttpServer {
 
 fn bind(listen: SocketAddr) -> std::io::Result<TcpListener> {
     let socket = if listen.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-    // As `TcpListener::bind`: a worker that is started again need not wait for connections of the one before.
+    // As `TcpListener::bind` does: a restarted worker need not wait for connections of its predecessor to time out.
     socket.set_reuseaddr(true)?;
     socket.bind(listen)?;
     socket.listen(LONGEST_QUEUE)
@@ -122,36 +122,36 @@ async fn serve(listener: TcpListener, pages: Pages) {
     }
 }
 
-/// The open connections, [`MOST_CONNECTIONS`] at most. Dropped with everything they have begun.
+/// The open connections, [`MOST_CONNECTIONS`] at most. Dropping it aborts them.
 #[derive(Default)]
 struct Connections {
     tasks: JoinSet<()>,
-    /// Oldest first. One that has ended stays until [`Connections::make_room`] looks.
+    /// Oldest first. A finished one stays until [`Connections::make_room`] removes it.
     open: VecDeque<Open>,
 }
 
 struct Open {
     task: AbortHandle,
-    /// Whether the head of its request has come in full.
+    /// Whether the head of its request was received in full.
     asked: Arc<AtomicBool>,
 }
 
 impl Connections {
-    /// Never, while there is none.
+    /// Waits forever while there is none.
     async fn one_ends(&mut self) {
         if self.tasks.join_next().await.is_none() {
             std::future::pending().await
         }
     }
 
-    /// Ends the oldest connection that has sent no request, or if all have, the oldest: that one does not take its answer.
+    /// Closes the oldest connection without a request, or the oldest of all if each has one: its client does not read.
     async fn make_room(&mut self) {
         self.open.retain(|one| !one.task.is_finished());
         if self.open.len() >= MOST_CONNECTIONS {
             let idle = self.open.iter().position(|one| !one.asked.load(Ordering::Relaxed));
             self.open.remove(idle.unwrap_or(0)).inspect(|one| one.task.abort());
         }
-        // Until the one that was ended has given its file handle back.
+        // Until the aborted one has released its file handle.
         while self.tasks.len() >= MOST_CONNECTIONS && self.tasks.join_next().await.is_some() {}
     }
 
@@ -172,13 +172,13 @@ async fn attend(stream: TcpStream, pages: Pages, asked: Arc<AtomicBool>) {
     match tokio::time::timeout(LONGEST_REQUEST, connection).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => debug!(%error, "a request to http.listen failed"),
-        Err(_) => debug!("a request to http.listen did not come to an end"),
+        Err(_) => debug!("a request to http.listen timed out"),
     }
 }
 
 fn answer(request: &Request<Incoming>, pages: &Pages) -> Response<Full<Bytes>> {
     if ![Method::GET, Method::HEAD].contains(request.method()) {
-        return page(StatusCode::METHOD_NOT_ALLOWED, PLAIN_TEXT, "only GET is understood here\n".into());
+        return page(StatusCode::METHOD_NOT_ALLOWED, PLAIN_TEXT, "only GET and HEAD are supported\n".into());
     }
     match request.uri().path() {
         LIVEZ => report(&pages.health.is_alive()),
@@ -186,7 +186,7 @@ fn answer(request: &Request<Incoming>, pages: &Pages) -> Response<Full<Bytes>> {
         METRICS => match pages.metrics.render() {
             Ok(text) => page(StatusCode::OK, metrics::CONTENT_TYPE, text),
             Err(error) => {
-                error!(%error, "the metrics cannot be written");
+                error!(%error, "the metrics cannot be rendered");
                 page(StatusCode::INTERNAL_SERVER_ERROR, PLAIN_TEXT, format!("{error}\n"))
             }
         },
@@ -208,16 +208,16 @@ fn page(status: StatusCode, content_type: &'static str, text: String) -> Respons
     response
 }
 
-/// Asks a worker for a page; returns status and text.
+/// Fetches a page from a worker; returns status and text.
 ///
 /// # Errors
-/// [`HttpError`], if there is no answer within `timeout`.
+/// [`HttpError`] if there is no answer within `timeout`.
 pub async fn get(address: SocketAddr, path: &str, timeout: Duration) -> Result<(u16, String), HttpError> {
     let no_answer = |why: String| HttpError::NoAnswer(address, why);
     match tokio::time::timeout(timeout, ask(address, path)).await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(error)) => Err(no_answer(error.to_string())),
-        Err(_) => Err(no_answer(format!("nothing within {timeout:?}"))),
+        Err(_) => Err(no_answer(format!("no response within {timeout:?}"))),
     }
 }
 
@@ -231,7 +231,7 @@ async fn ask(address: SocketAddr, path: &str) -> Result<(u16, String), Box<dyn s
         let body = response.into_body().collect().await?.to_bytes();
         Ok((status, String::from_utf8_lossy(&body).into_owned()))
     };
-    // The connection does the reading and writing, and ends when nobody asks any more.
+    // The connection's future does the reading and writing, and ends when the sender is dropped.
     let (answer, _ended) = tokio::join!(exchange, connection);
     answer
 }

@@ -5,14 +5,14 @@
 //! schedule/      topology.rs        deliver/      hold.rs    close.rs    announce.rs
 //!                                       │ early, far             ▲
 //!                                       ▼                        │
-//!                                    2 ARM  arm.rs ──► wheel.rs  (back through the broker)
+//!                                    2 RE-ARM  rearm.rs ──► wheel.rs  (back through the broker)
 //! ```
 //!
-//! The order's row decides; a message only wakes the worker. [`worker`] joins the steps, [`engine`] decides what is done
-//! next with each alarm, and no step imports another.
+//! The order's row decides; a message only wakes the worker. [`worker`] connects the steps, [`engine`] decides what
+//! happens next with each alarm, and no step imports another.
 //!
-//! What a publisher needs is re-exported here: [`Publisher`], [`Settings`], [`OrderId`], [`Deadline`], and what can go
-//! wrong: [`SettingsError`], [`BrokerError`], [`ScheduleError`], [`ScheduleManyError`], [`PublishError`].
+//! What a publisher needs is re-exported here: [`Publisher`], [`Settings`], [`OrderId`], [`Deadline`], and the errors
+//! [`SettingsError`], [`BrokerError`], [`ScheduleError`], [`ScheduleManyError`], [`PublishError`].
 
 pub mod alarm;
 pub mod canary;

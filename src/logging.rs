@@ -1,9 +1,9 @@
-//! What the worker says while it runs: one subscriber, to standard error, for a person or as JSON.
+//! The log: one subscriber that writes to standard error, human-readable or as JSON.
 //!
-//! Nobody waits for the log: lines that are not read are dropped in the end, and orders are closed meanwhile.
+//! Logging never blocks: lines that are not read are eventually dropped, and orders are still closed.
 //!
 //! Field names are the same everywhere: `order_id`, `deadline`, `lateness_ms`, `closed_by`, `reason`, `session`. No
-//! filter makes it show a secret, and no text from outside writes anything but visible characters into a line.
+//! filter makes it show a secret, and external text adds only visible characters to a line.
 
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -23,22 +23,22 @@ use tracing_subscriber::{EnvFilter, fmt};
 use crate::config::{LogFormat, LogSettings};
 use crate::sanitize;
 
-/// Lines that wait while standard error takes none, some megabytes of them; what comes after is dropped.
+/// Lines buffered while standard error is blocked, some megabytes; further lines are dropped.
 const MOST_LINES_WAITING: usize = 16_384;
-/// How long a process that ends waits for somebody to read why.
-const LONGEST_FAREWELL: Duration = Duration::from_secs(1);
+/// How long an exiting process waits for its last error to be read.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How often, at most, the same warning is worth saying.
+/// How often, at most, the same warning is logged.
 const SAME_WARNING_EVERY: Duration = Duration::from_secs(60);
 
-/// A warning that comes again and again while something lasts, and is said at once and then seldom.
+/// Throttles a recurring warning: the first is logged at once, then one per [`SAME_WARNING_EVERY`].
 #[derive(Debug, Default)]
 pub struct LogThrottle(Option<Instant>);
 
 impl LogThrottle {
-    /// Whether to say it now; then it counts as said.
+    /// Whether to log it now; if so, it counts as logged.
     pub fn is_due(&mut self) -> bool {
-        let is_due = self.0.is_none_or(|said| said.elapsed() >= SAME_WARNING_EVERY);
+        let is_due = self.0.is_none_or(|logged| logged.elapsed() >= SAME_WARNING_EVERY);
         if is_due {
             self.0 = Some(Instant::now());
         }
@@ -46,7 +46,7 @@ impl LogThrottle {
     }
 }
 
-/// Keeps the log going; dropped, it writes what waits, for a second at most.
+/// Keeps the log writer running; dropping it flushes the buffered lines, for at most a second.
 #[must_use]
 #[derive(Debug)]
 pub struct Log {
@@ -59,7 +59,7 @@ pub struct Log {
 /// If the filter does not parse, which `Settings::validate` refuses.
 pub fn install(settings: &LogSettings) -> Log {
     let wanted = EnvFilter::try_new(&settings.filter).expect("validated settings have a filter that parses");
-    // Written by a thread of its own: behind a full pipe every thread that logs would stand still, and soon the worker.
+    // Written by its own thread: a full pipe would otherwise block every thread that logs, and soon the worker.
     let (writer, guard) = NonBlockingBuilder::default()
         .lossy(true)
         .buffered_lines_limit(MOST_LINES_WAITING)
@@ -67,8 +67,8 @@ pub fn install(settings: &LogSettings) -> Log {
         .finish(std::io::stderr());
     // Colours are for a terminal; in a file they are noise.
     let lines = lines(settings.format, std::io::stderr().is_terminal(), writer);
-    // Filters of the whole subscriber, not of this layer: with the latter an event is lost on a thread where somebody has
-    // just asked whether another would be heard, as sqlx does before it logs a statement.
+    // Global filters, not per-layer ones: with those an event is lost on a thread that has just checked whether another
+    // event is enabled, as sqlx does before it logs a statement.
     tracing_subscriber::registry().with(wanted).with(filter_fn(shows_no_secret)).with(lines).init();
     Log { _writer: guard }
 }
@@ -87,7 +87,7 @@ where
     }
 }
 
-/// Fields as tracing-subscriber shows them, but visibly and in one line. Not done to whole lines, for those have colours.
+/// Fields as tracing-subscriber shows them, but escaped and in one line. Whole lines cannot be escaped: they have colours.
 struct VisibleFields;
 
 impl<'w> FormatFields<'w> for VisibleFields {
@@ -110,7 +110,7 @@ impl VisibleVisitor<'_> {
         let value = sanitize::one_line(value);
         match name.trim_start_matches("r#") {
             "message" => write!(self.writer, "{space}{value}"),
-            // In italics, the sign dimmed.
+            // The name in italics, the equals sign dimmed.
             name if self.writer.has_ansi_escapes() => {
                 write!(self.writer, "{space}\x1b[3m{name}\x1b[0m\x1b[2m=\x1b[0m{value}")
             }
@@ -128,15 +128,14 @@ impl Visit for VisibleVisitor<'_> {
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
-        // What begins so is about the line, where it comes from another kind of log.
+        // Metadata of events that come from the `log` crate.
         if self.result.is_ok() && !field.name().starts_with("log.") {
             self.result = self.write(field.name(), &format!("{value:?}"));
         }
     }
 }
 
-/// A writer of lines of JSON, each in one piece. JSON itself lets all that is hidden stand as it is, except for the
-/// control characters of ASCII.
+/// Writes lines of JSON, each in one call. JSON itself escapes no hidden characters except the ASCII control characters.
 struct VisibleWriter<W>(W);
 
 impl<'a, W: MakeWriter<'a>> MakeWriter<'a> for VisibleWriter<W> {
@@ -159,18 +158,18 @@ impl<W: Write> Write for VisibleWriter<W> {
     }
 }
 
-/// Ends the process in a second with this code, should it still be saying why it ends to somebody who does not read.
-pub fn end_even_if_nobody_reads(code: u8) {
+/// Exits the process with this code after a second, even if writing the last error still blocks on an unread pipe.
+pub fn exit_even_if_unread(code: u8) {
     let end = move || {
-        std::thread::sleep(LONGEST_FAREWELL);
+        std::thread::sleep(EXIT_TIMEOUT);
         std::process::exit(code.into());
     };
-    // Where there is no thread to be had, the end waits for whoever reads.
+    // If no thread can be started, the exit waits for the reader.
     let _ = std::thread::Builder::new().spawn(end);
 }
 
-/// At TRACE the AMQP client prints addresses and frames, and with them its password; what others print there, or will
-/// in their next version, nobody promises. So only our own code is heard at that level.
+/// At TRACE the AMQP client prints addresses and frames, which contain its password; other crates make no promise about
+/// that level. So TRACE is enabled for our own code only.
 fn shows_no_secret(metadata: &Metadata<'_>) -> bool {
     *metadata.level() != Level::TRACE || metadata.target().starts_with("order_timeout")
 }
@@ -208,14 +207,14 @@ mod tests {
     fn log_hostile_text() {
         let span = tracing::info_span!("session", of = %HOSTILE);
         let _entered = span.enter();
-        tracing::warn!(why = HOSTILE, error = %HOSTILE, debugged = ?HOSTILE, "told: {HOSTILE}");
+        tracing::warn!(why = HOSTILE, error = %HOSTILE, debugged = ?HOSTILE, "logged: {HOSTILE}");
     }
 
     #[test]
     fn log_lines_hold_no_hidden_character() {
         for (format, in_colour) in [(LogFormat::Human, false), (LogFormat::Json, false), (LogFormat::Human, true)] {
             let text = logged(format, in_colour, log_hostile_text);
-            let without_colours = if in_colour { without_ours(&text) } else { text.clone() };
+            let without_colours = if in_colour { without_own_styles(&text) } else { text.clone() };
             let line = without_colours.strip_suffix('\n').unwrap();
             assert!(!line.contains(sanitize::is_hidden), "{format:?}: {text:?}");
             assert!(line.contains("\\u202eb"), "{format:?}: {text:?}");
@@ -223,7 +222,7 @@ mod tests {
     }
 
     /// Without the colours and styles that the subscriber sets.
-    fn without_ours(text: &str) -> String {
+    fn without_own_styles(text: &str) -> String {
         ["0", "2", "3", "1", "33"]
             .iter()
             .fold(text.to_owned(), |text, style| text.replace(&format!("\x1b[{style}m"), ""))
@@ -232,15 +231,15 @@ mod tests {
     #[test]
     fn plain_fields_look_as_before() {
         let text = logged(LogFormat::Human, false, || {
-            tracing::info!(orders = 3, why = "no  \"lock\"", error = %"gone", order_id = ?Some(1), "it is told");
+            tracing::info!(orders = 3, why = "no  \"lock\"", error = %"gone", order_id = ?Some(1), "it is logged");
         });
         let (_, line) = text.split_once("INFO ").unwrap();
-        assert_eq!(line, "it is told orders=3 why=\"no  \\\"lock\\\"\" error=gone order_id=Some(1)\n");
+        assert_eq!(line, "it is logged orders=3 why=\"no  \\\"lock\\\"\" error=gone order_id=Some(1)\n");
     }
 
     #[test]
     fn json_lines_keep_their_text() {
-        let text = logged(LogFormat::Json, false, || tracing::info!(why = HOSTILE, "told"));
+        let text = logged(LogFormat::Json, false, || tracing::info!(why = HOSTILE, "logged"));
         let line: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert_eq!(line["fields"]["why"], HOSTILE);
     }

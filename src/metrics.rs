@@ -1,7 +1,7 @@
-//! What is counted: every metric once, with its name, label and help; and the registry that they are read from.
+//! The metrics: each listed once, with its name, label and help; and the registry that they are scraped from.
 //!
 //! Counts, never decides: nothing in the worker reads a metric. No global state, so that several workers in one process
-//! keep their figures apart. The table in docs/OPERATING.md is held equal to the one here.
+//! have separate figures. A test keeps the table in docs/OPERATING.md equal to the one here.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,30 +21,30 @@ use crate::order::{CloseError, ClosedBy, Outcome};
 /// The media type of [`Metrics::render`].
 pub const CONTENT_TYPE: &str = prometheus::TEXT_FORMAT;
 
-/// From what nobody notices to what somebody has complained about.
+/// From unnoticeable to long enough for a complaint.
 const BUCKETS_S: [f64; 15] = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
 
-/// A metric as it is listed.
+/// An entry in the list of metrics.
 #[derive(Debug, Clone, Copy)]
 pub struct Listed {
     pub name: &'static str,
-    /// Prometheus' word: counter, gauge or histogram.
+    /// Prometheus' metric type: counter, gauge or histogram.
     pub kind: &'static str,
     pub label: Option<Label>,
     pub help: &'static str,
-    /// Whether its series appear with their first reading, and are absent while it cannot be read.
+    /// Whether its series appear with their first reading and are absent while the value cannot be read.
     pub is_reading: bool,
 }
 
-/// What tells a metric's series apart. All of them are there from the start, at zero, unless they are readings: a rate
-/// over a series that appears with its first event would miss that event.
+/// The label that distinguishes a metric's series. All series exist from the start, at zero, unless they are readings: a
+/// rate over a series that appears with its first event would miss that event.
 #[derive(Debug, Clone, Copy)]
 pub struct Label {
     pub name: &'static str,
     pub values: &'static [&'static str],
 }
 
-/// Something that counts and can be registered.
+/// A metric that can be registered.
 trait Instrument: Collector + Clone + Sized + 'static {
     const KIND: &'static str;
     const IS_READING: bool = false;
@@ -78,7 +78,7 @@ macro_rules! instruments {
                 let label = listed.label.expect("a metric with series has a label");
                 let family = Self::new($options(listed), &[label.name])?;
                 for value in label.values {
-                    let _there_from_now_on = family.with_label_values(&[*value]);
+                    let _created = family.with_label_values(&[*value]);
                 }
                 Ok(family)
             }
@@ -92,8 +92,8 @@ instruments! {
     Histogram, HistogramVec: "histogram" by histogram_options;
 }
 
-/// A figure that is read from elsewhere. It is absent before the first reading and after one that failed: what cannot be
-/// known must not look like zero.
+/// A value that is read from elsewhere. It is absent before the first reading and after a failed one: an unknown value
+/// must not look like zero.
 #[derive(Debug, Clone)]
 pub struct Reading {
     gauge: Gauge,
@@ -101,7 +101,7 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// The value that was read; `None` if it could not be.
+    /// The value that was read; `None` if it could not be read.
     pub fn show(&self, value: Option<f64>) {
         if let Some(value) = value {
             self.gauge.set(value);
@@ -134,11 +134,11 @@ impl Instrument for Reading {
 pub struct Readings(GaugeVec);
 
 impl Readings {
-    /// The value that was read of this series; `None` if it could not be.
+    /// The value of this series; `None` if it could not be read.
     pub fn show(&self, series: &str, value: Option<f64>) {
         match value {
             Some(value) => self.0.with_label_values(&[series]).set(value),
-            // It fails for a series that is absent already.
+            // Fails if the series is already absent.
             None => drop(self.0.remove_label_values(&[series])),
         }
     }
@@ -164,10 +164,10 @@ impl Instrument for Readings {
     }
 }
 
-/// The one list: what a metric is called in the code, what it is, its name, its label with every value, and its help.
+/// The list of metrics: field name, type, metric name, label with every value, and help.
 macro_rules! metrics {
     ($($field:ident: $instrument:ty = $name:literal $({ $label:literal: $values:expr })?, $help:literal;)*) => {
-        /// Where the worker counts. Cheap to hand around behind an `Arc`.
+        /// The worker's metrics. Cheap to share behind an `Arc`.
         #[derive(Debug)]
         #[allow(missing_docs)] // each field's help is its documentation
         pub struct Metrics {
@@ -175,7 +175,7 @@ macro_rules! metrics {
             $(pub $field: $instrument,)*
         }
 
-        /// Every metric of ours.
+        /// All of our own metrics.
         pub const LISTED: &[Listed] = &[$(
             Listed {
                 name: $name,
@@ -226,81 +226,81 @@ metrics! {
     alarms_scheduled: IntCounter = "order_timeout_alarms_scheduled_total",
         "Alarms that the relay took out of alarm_outbox and the broker confirmed.";
     alarms_refused: IntCounter = "order_timeout_alarms_refused_total",
-        "Times the relay got no confirm for an alarm; it stays in alarm_outbox and is tried again.";
+        "Times the relay got no confirm for an alarm; it stays in alarm_outbox and is retried.";
     alarms_expired: IntCounter = "order_timeout_alarms_expired_total",
         "Alarms whose deadline passed in alarm_outbox; the sweep closes their orders.";
     alarms_delivered: IntCounterVec = "order_timeout_alarms_delivered_total" { "queue": SOURCE_QUEUES },
-        "Alarms that the broker delivered, by the queue they came out of.";
+        "Alarms that the broker delivered, by the queue they came from.";
     alarm_earliness: Histogram = "order_timeout_alarm_earliness_seconds",
-        "How long before its deadline an alarm came out of the processing queue; 0 if it came after it.";
+        "How long before its deadline an alarm was delivered from the processing queue; 0 if after it.";
     alarms_held: IntGauge = "order_timeout_alarms_held",
-        "Alarms that wait in this worker for their deadline.";
+        "Alarms that wait for their deadline in this worker.";
     early_returns: IntCounter = "order_timeout_alarms_returned_early_total",
-        "Alarms that the broker returned more than half a second before their time in a slot.";
+        "Alarms that the broker returned more than half a second before their slot's time.";
     alarms_held_back: IntGauge = "order_timeout_alarms_held_back",
-        "Alarms that wait in this worker because the broker returned them early more than once; a few are armed each second.";
+        "Alarms that wait in this worker because the broker returned them early more than once; a few are re-armed each second.";
     alarms_rearmed: IntCounter = "order_timeout_alarms_rearmed_total",
-        "Alarms that the worker wrote into the wheel or back to the broker, confirmed.";
+        "Alarms that the worker published into the wheel or back to the broker, confirmed.";
     alarms_parked: IntCounterVec = "order_timeout_alarms_parked_total" { "reason": ParkReason::WORDS },
-        "Alarms that could not be handled and stand in parked_alarms.";
+        "Alarms that could not be processed and were written to parked_alarms.";
     orders_closed: IntCounterVec = "order_timeout_orders_closed_total" { "by": BY },
         "Orders closed, by the path that closed them.";
     close_lateness: HistogramVec = "order_timeout_close_lateness_seconds" { "by": BY },
-        "From an order's deadline to the commit that closed it, by the database's clock.";
+        "Time from an order's deadline to the commit that closed it, by the database's clock.";
     close_results: IntCounterVec = "order_timeout_close_results_total" { "outcome": OUTCOMES },
-        "Orders that a batch looked at, by what it found; an order that is tried again counts again.";
+        "Orders that a batch tried to close, by outcome; an order that is retried counts again.";
     batch_duration: HistogramVec = "order_timeout_batch_duration_seconds" { "by": BY },
-        "How long the statement of a batch took, successful or not.";
+        "Duration of a batch's close statement, successful or not.";
     orders_swept: IntCounter = "order_timeout_orders_swept_total",
-        "Overdue orders that the sweep took up because no alarm in this worker spoke for them.";
+        "Overdue orders that the sweep found and for which this worker had no alarm.";
     orders_backed_off: IntGauge = "order_timeout_orders_backed_off",
-        "Overdue orders that could not be closed and are left alone for a while.";
+        "Overdue orders that could not be closed and wait for a later retry.";
     oldest_overdue: Reading = "order_timeout_oldest_overdue_seconds",
-        "How long ago the oldest unpaid order fell due that the sweep found in its last pass; 0 if it found none, absent while it cannot look.";
+        "Time since the deadline of the oldest unpaid order that the last sweep found; 0 if it found none, absent while the sweep cannot read.";
     sweep_failures: IntCounter = "order_timeout_sweep_failures_total",
-        "Times the database could not be asked for overdue orders.";
+        "Times the query for overdue orders failed.";
     events_announced: IntCounter = "order_timeout_events_announced_total",
         "Events that the relay took out of event_outbox and the broker confirmed.";
     events_refused: IntCounter = "order_timeout_events_refused_total",
-        "Times the relay got no confirm for an event; it stays in event_outbox and is tried again.";
+        "Times the relay got no confirm for an event; it stays in event_outbox and is retried.";
     relaying: IntGauge = "order_timeout_relaying",
-        "1 while this worker is the one that empties the outboxes.";
+        "1 while this worker is the leader that empties the outboxes.";
     outbox_age: Readings = "order_timeout_outbox_age_seconds" { "outbox": [ALARMS, EVENTS] },
-        "How long the oldest unsent row has been waiting; 0 if none does, absent while it cannot be read.";
+        "Age of the oldest unsent row; 0 if there is none, absent while it cannot be read.";
     session_open: IntGauge = "order_timeout_session_open",
         "1 while a consumer session is open.";
     sessions_opened: IntCounter = "order_timeout_sessions_opened_total",
         "Consumer sessions opened.";
     database_unavailable: IntGauge = "order_timeout_database_unavailable",
-        "1 while the database closes nothing, does not answer, or cannot be asked for overdue orders.";
+        "1 while the database closes nothing, does not answer, or the query for overdue orders fails.";
     degraded: IntGaugeVec = "order_timeout_degraded" { "cause": Cause::WORDS },
-        "1 while this is wrong although orders are closed; /readyz says why.";
+        "1 while this cause degrades the worker although orders are closed; /readyz says why.";
     clock_offset: Reading = "order_timeout_clock_offset_seconds",
-        "The database's clock minus this machine's wall clock, which the worker does not go by; absent while it cannot be read.";
+        "The database's clock minus this machine's wall clock, which the worker does not use; absent while it cannot be read.";
     clock_uncertainty: Reading = "order_timeout_clock_uncertainty_seconds",
-        "The round trip of the reading that the worker knows the database's clock by; half of it may be wrong. Absent while it cannot be read.";
+        "Round trip of the latest reading of the database's clock; the error is at most half of it. Absent while it cannot be read.";
     build_info: IntGaugeVec = "order_timeout_build_info" { "version": [env!("CARGO_PKG_VERSION")] },
         "1, with the version of the worker.";
 }
 
 /// What the prometheus crate reads from /proc, on Linux.
-pub const OF_THE_PROCESS: &[Listed] = &[
-    of_the_process("process_cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds."),
-    of_the_process("process_open_fds", "gauge", "Number of open file descriptors."),
-    of_the_process("process_max_fds", "gauge", "Maximum number of open file descriptors."),
-    of_the_process("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes."),
-    of_the_process("process_resident_memory_bytes", "gauge", "Resident memory size in bytes."),
-    of_the_process("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds."),
-    of_the_process("process_threads", "gauge", "Number of OS threads in the process."),
+pub const PROCESS_METRICS: &[Listed] = &[
+    process_metric("process_cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds."),
+    process_metric("process_open_fds", "gauge", "Number of open file descriptors."),
+    process_metric("process_max_fds", "gauge", "Maximum number of open file descriptors."),
+    process_metric("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes."),
+    process_metric("process_resident_memory_bytes", "gauge", "Resident memory size in bytes."),
+    process_metric("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds."),
+    process_metric("process_threads", "gauge", "Number of OS threads in the process."),
 ];
 
-const fn of_the_process(name: &'static str, kind: &'static str, help: &'static str) -> Listed {
+const fn process_metric(name: &'static str, kind: &'static str, help: &'static str) -> Listed {
     Listed { name, kind, label: None, help, is_reading: false }
 }
 
 impl Metrics {
     /// # Panics
-    /// If the list names a metric twice or one that Prometheus does not allow; a test makes one of each.
+    /// If the list has a duplicate or an invalid name; a test registers every metric.
     #[must_use]
     pub fn new() -> Self {
         let metrics = Self::register_all(Registry::new()).expect("the list is tested to be valid");
@@ -309,19 +309,19 @@ impl Metrics {
         metrics
             .registry
             .register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))
-            .expect("the process' metrics have names of their own");
+            .expect("the process metrics have names of their own");
         metrics
     }
 
-    /// Everything in Prometheus' text format.
+    /// All metrics in Prometheus' text format.
     ///
     /// # Errors
-    /// If it cannot be written as text, which is a fault in the list.
+    /// If it cannot be written as text, which is an error in the list.
     pub fn render(&self) -> prometheus::Result<String> {
         TextEncoder::new().encode_to_string(&self.registry.gather())
     }
 
-    /// An order was closed this long after its deadline.
+    /// Counts an order that was closed this long after its deadline.
     pub fn closed(&self, by: ClosedBy, lateness: Option<Duration>) {
         self.orders_closed.with_label_values(&[by.as_str()]).inc();
         if let Some(lateness) = lateness {
@@ -343,7 +343,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_listed_metric_is_shown_from_the_start_with_all_its_series() {
+    fn renders_every_metric_from_the_start() {
         let text = Metrics::new().render().unwrap();
         for listed in LISTED.iter().filter(|listed| !listed.is_reading) {
             let (name, help, kind) = (listed.name, listed.help, listed.kind);
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn names_keep_to_the_conventions() {
+    fn names_follow_conventions() {
         let mut names = BTreeSet::new();
         for Listed { name, kind, help, .. } in LISTED {
             assert!(names.insert(name), "{name} is listed twice");
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn two_workers_do_not_share_figures() {
+    fn workers_do_not_share_figures() {
         let (one, other) = (Metrics::new(), Metrics::new());
         one.closed(ClosedBy::Sweep, Some(Duration::from_millis(3)));
         assert_eq!(one.orders_closed.with_label_values(&["sweep"]).get(), 1);

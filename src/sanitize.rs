@@ -1,14 +1,14 @@
-//! Text from outside (a server's words, a message, a row, an argument) on its way to the log, a page or a terminal: what
-//! cannot be seen, or steers what shows it, is written visibly.
+//! Escapes invisible and control characters in external text (a server's error, a message, a row, an argument) before it
+//! reaches the log, a page or a terminal.
 //!
-//! Pure. Every exit uses it: the log's lines (`logging.rs`), the pages (`http.rs`), standard output and standard error
+//! Pure. Every output uses it: log lines (`logging.rs`), the pages (`http.rs`), standard output and standard error
 //! (`cli/`, `main.rs`). What is stored or sent keeps its text.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// The text with each hidden character as an escape of JSON, such as `\u001b` or `\u202e`, so that text that is JSON
-/// already means the same as before. Line feeds stay.
+/// The text with each hidden character as a JSON escape, such as `\u001b` or `\u202e`, so that JSON text keeps its
+/// meaning. Line feeds stay.
 #[must_use]
 pub fn visible(text: &str) -> Cow<'_, str> {
     if !text.contains(|character| character != '\n' && is_hidden(character)) {
@@ -25,7 +25,7 @@ pub fn visible(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
-/// The same in one line: a line's end, a tab and the space around them become one space, and none at either end.
+/// The same in one line: line breaks, tabs and the spaces around them become one space, and are removed at both ends.
 #[must_use]
 pub fn one_line(text: &str) -> Cow<'_, str> {
     if !text.contains(breaks_a_line) {
@@ -35,14 +35,14 @@ pub fn one_line(text: &str) -> Cow<'_, str> {
     Cow::Owned(visible(&lines.collect::<Vec<_>>().join(" ")).into_owned())
 }
 
-/// The white space among the control characters of ASCII.
+/// The white space among the ASCII control characters.
 fn breaks_a_line(character: char) -> bool {
     matches!(character, '\t'..='\r')
 }
 
-/// Whether a character has no form of its own: control characters, the separators of lines and paragraphs, and what the
-/// Unicode Standard calls "default ignorable" (`DerivedCoreProperties.txt`, which has all that sets a direction) or
-/// a format character without a form. Letters, marks, spaces, and emoji without a joiner or selector stay.
+/// Whether a character is invisible: control characters, line and paragraph separators, and what the Unicode Standard
+/// calls "default ignorable" (`DerivedCoreProperties.txt`, which includes the directional characters) or an invisible
+/// format character. Letters, marks, spaces, and emoji without a joiner or selector are not.
 #[must_use]
 pub fn is_hidden(character: char) -> bool {
     character.is_control()
@@ -57,7 +57,7 @@ pub fn is_hidden(character: char) -> bool {
 
 fn escape(character: char, into: &mut String) {
     for unit in character.encode_utf16(&mut [0; 2]) {
-        write!(into, "\\u{unit:04x}").expect("a string takes everything");
+        write!(into, "\\u{unit:04x}").expect("writing to a String cannot fail");
     }
 }
 
@@ -68,7 +68,7 @@ mod tests {
     use std::borrow::Cow;
 
     #[test]
-    fn writes_hidden_characters_visibly() {
+    fn escapes_hidden_characters() {
         for (text, shown) in [
             ("\u{1b}[31mred", r"\u001b[31mred"),
             ("a\u{202e}b\u{2066}c\u{61c}", r"a\u202eb\u2066c\u061c"),
@@ -95,7 +95,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn shows_no_hidden_character(text in mixed_text()) {
+        fn output_has_no_hidden_character(text in mixed_text()) {
             prop_assert!(!visible(&text).contains(|character| character != '\n' && is_hidden(character)));
             let line = one_line(&text).into_owned();
             prop_assert!(!line.contains(is_hidden));
@@ -103,14 +103,14 @@ mod tests {
         }
 
         #[test]
-        fn leaves_plain_text_alone(text in mixed_text()) {
+        fn plain_text_is_unchanged(text in mixed_text()) {
             let plain: String = text.chars().filter(|character| !is_hidden(*character)).collect();
             prop_assert!(matches!(visible(&plain), Cow::Borrowed(shown) if shown == plain));
             prop_assert!(matches!(one_line(&plain), Cow::Borrowed(shown) if shown == plain));
         }
 
         #[test]
-        fn json_means_the_same_as_before(text in mixed_text()) {
+        fn json_keeps_its_meaning(text in mixed_text()) {
             let json = serde_json::to_string(&text).unwrap();
             for shown in [visible(&json), one_line(&json)] {
                 prop_assert!(!shown.contains(is_hidden));

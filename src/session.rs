@@ -1,27 +1,27 @@
-//! A session at Postgres: what it is set to after connecting, and whether it is a session of its own.
+//! A Postgres session: the parameters set after connecting, and the check that a pooler does not share it.
 //!
-//! Sets parameters by SET after connecting, because a pooler may drop those of the start. Runs no statement of the steps,
-//! and sends nothing as a prepared statement: behind a pooler in transaction mode that already fails.
+//! Sets parameters after connecting, because a pooler may drop startup parameters. Runs no statement of the steps, and
+//! uses no prepared statements, which fail behind a pooler in transaction mode.
 
 use sqlx::postgres::{PgConnectOptions, PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Row};
 
-/// The parameter that says how a `timestamp` without a zone is read.
+/// The parameter that defines how a `timestamp` without a zone is read.
 const TIME_ZONE: &str = "timezone";
 
-/// How often the sessions of two connections are compared. A pooler in transaction mode mostly gives both the same one
-/// the first time; other clients of the pooler can hide that.
+/// How often the sessions of two connections are compared. A pooler in transaction mode usually gives both the same
+/// session the first time; other clients of the pooler can hide that.
 const COMPARISONS: usize = 3;
 
 /// Why a pooler in this mode cannot be used, and what to do.
 const SHARED_SESSIONS: &str = "a pooler shares its server connections among clients there, as PgBouncer does with pool_mode = transaction or statement; let it use pool_mode = session for this user and database, or give database.url the address of Postgres itself";
 
-/// What tells a session from all others of a server, without the time zone that the same statement may set.
+/// Identifies a session among all of a server's, independent of the time zone that the same statement may set.
 const IDENTITY: &str =
-    // A session that has taken on another role (`options=-c role=…`) may not read its own start; the process must do then.
+    // A session with another role (`options=-c role=…`) may not read its own start; the process id alone identifies it.
     "(SELECT concat_ws(' ', pid, extract(epoch FROM backend_start)) FROM pg_stat_activity WHERE pid = pg_backend_pid())";
 
-/// What each session of a pool is set to.
+/// The parameters of each session of a pool.
 #[derive(Debug, Clone)]
 pub(crate) struct Session {
     /// Name and value, in the order in which they are set.
@@ -29,7 +29,7 @@ pub(crate) struct Session {
     time_zone: TimeZone,
 }
 
-/// The time zone of the sessions, and who says so.
+/// The time zone of the sessions, and where it was found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TimeZone {
     pub name: String,
@@ -64,9 +64,9 @@ impl ZoneOrigin {
 }
 
 impl Session {
-    /// Finds out what sessions must be set to: what the address' `options` say, then `ours`, which win; and the time zone
-    /// that a plain session of this role and database would have, unless `time_zone` names one. The client library asks
-    /// for UTC at the start of every session, whatever the address says.
+    /// Determines the parameters of sessions: those in the address' `options`, then `ours`, which win; and the time zone
+    /// that a plain session of this role and database would have, unless `time_zone` names one. The client library
+    /// requests UTC at the start of every session, whatever the address says.
     ///
     /// # Errors
     /// sqlx's.
@@ -93,10 +93,10 @@ impl Session {
         &self.time_zone
     }
 
-    /// Sets the parameters, and reads them back in a transaction of its own.
+    /// Sets the parameters, and reads them back in a separate transaction.
     ///
     /// # Errors
-    /// sqlx's; an I/O error with a sentence that names the pooler if they did not last.
+    /// sqlx's; an I/O error with a sentence that names the pooler if the session has not kept them.
     pub async fn settle(&self, connection: &mut PgConnection) -> Result<(), sqlx::Error> {
         let set =
             |(name, value): &(String, String)| format!("set_config({}, {}, false)", literal(name), literal(value));
@@ -128,7 +128,7 @@ impl Session {
     }
 }
 
-/// Of a parameter that is given more than once the last, as Postgres does: each is compared with what the session has.
+/// If a parameter is given more than once, the last wins, as in Postgres: each is compared with the session's value.
 fn last_of_each(parameters: Vec<(String, String)>) -> Vec<(String, String)> {
     let mut kept: Vec<(String, String)> = Vec::with_capacity(parameters.len());
     for (name, value) in parameters {
@@ -138,7 +138,7 @@ fn last_of_each(parameters: Vec<(String, String)>) -> Vec<(String, String)> {
     kept
 }
 
-/// Refuses two connections that are open at the same time and do not have a session each, which does not change.
+/// Refuses two simultaneous connections that do not each have their own, unchanging session.
 ///
 /// # Errors
 /// sqlx's; an I/O error with a sentence that names the pooler.
@@ -159,21 +159,21 @@ async fn identity(connection: &mut PgConnection) -> Result<String, sqlx::Error> 
     one_row(connection, format!("SELECT {IDENTITY}")).await?.try_get(0)
 }
 
-/// What to do about a refusal that comes from a pooler, if it does: by SQLSTATE and message.
+/// The fix for an error that comes from a pooler, recognised by SQLSTATE and message.
 #[must_use]
 pub(crate) fn pooler_hint(code: &str, message: &str) -> Option<String> {
     if let Some((_, parameter)) =
         message.split_once("unsupported startup parameter").and_then(|(_, rest)| rest.rsplit_once(": "))
     {
         return Some(format!(
-            "a pooler, such as PgBouncer, does not pass it on: add {parameter} to ignore_startup_parameters in pgbouncer.ini, for it is set again after connecting, or give database.url the address of Postgres itself"
+            "a pooler, such as PgBouncer, does not pass it on: add {parameter} to ignore_startup_parameters in pgbouncer.ini (it is set again after connecting), or give database.url the address of Postgres itself"
         ));
     }
     // duplicate_prepared_statement, invalid_sql_statement_name
     matches!(code, "42P05" | "26000").then(|| SHARED_SESSIONS.to_owned())
 }
 
-/// A sentence of our own as an error of the client library.
+/// Our own sentence as an error of the client library.
 fn refused(why: &str) -> sqlx::Error {
     sqlx::Error::Io(std::io::Error::other(why.to_owned()))
 }
@@ -183,12 +183,12 @@ async fn one_row(connection: &mut PgConnection, sql: String) -> Result<PgRow, sq
     sqlx::raw_sql(AssertSqlSafe(sql)).fetch_one(connection).await
 }
 
-/// A text as SQL, whatever `standard_conforming_strings` says.
+/// A text as an SQL literal, valid with any `standard_conforming_strings`.
 fn literal(text: &str) -> String {
     format!("E'{}'", text.replace('\\', "\\\\").replace('\'', "''"))
 }
 
-/// Without the parameters that can be set at a session's start alone.
+/// Removes the parameters that can only be set at a session's start.
 async fn settable(
     connection: &mut PgConnection,
     parameters: Vec<(String, String)>,
@@ -206,8 +206,8 @@ async fn settable(
     Ok(parameters.into_iter().filter(|(name, _)| !fixed.split(' ').any(|fixed| fixed == name)).collect())
 }
 
-/// The time zone that a session of this role and database has by itself. Postgres tells nothing of it to a session that
-/// has asked for another, so it is looked up where Postgres looks.
+/// The default time zone of a session of this role and database. A session that has requested another cannot ask Postgres
+/// for it, so it is looked up in the places where Postgres looks.
 async fn zone_of_session(connection: &mut PgConnection) -> Result<TimeZone, sqlx::Error> {
     // In Postgres' order: the role in this database, the role, the database, all of them.
     let of_role = optional(
@@ -230,7 +230,7 @@ async fn zone_of_session(connection: &mut PgConnection) -> Result<TimeZone, sqlx
     Ok(TimeZone { name, origin: ZoneOrigin::Assumed })
 }
 
-/// What the server was started or configured with, where this role may read that.
+/// The server's time zone from its command line or configuration, if this role may read those.
 async fn zone_of_server(connection: &mut PgConnection) -> Result<Option<String>, sqlx::Error> {
     let row = one_row(
         connection,
@@ -247,7 +247,7 @@ async fn zone_of_server(connection: &mut PgConnection) -> Result<Option<String>,
             connection,
             r#"SELECT (regexp_match(pg_read_file('postmaster.opts'), '"(?:-c|--)?timezone=([^"]*)"', 'i'))[1]"#,
         );
-        // Not there in a server that was started by other means.
+        // Depending on how the server was started, the file may not exist.
         if let Ok(Some(name)) = of_command_line.await {
             return Ok(Some(name));
         }
@@ -255,7 +255,7 @@ async fn zone_of_server(connection: &mut PgConnection) -> Result<Option<String>,
     if !may_read_file {
         return Ok(None);
     }
-    // Where no file names one it is Postgres' own default.
+    // Without an entry in a file it is Postgres' built-in default.
     let of_file = "SELECT coalesce((SELECT setting FROM pg_file_settings WHERE lower(name) = 'timezone' AND applied
                                     ORDER BY seqno DESC LIMIT 1), boot_val)
                    FROM pg_settings WHERE name = 'TimeZone'";
@@ -266,8 +266,8 @@ async fn optional(connection: &mut PgConnection, sql: &'static str) -> Result<Op
     one_row(connection, sql.to_owned()).await?.try_get(0)
 }
 
-/// The parameters that the `options` of a session's start set, as Postgres reads them: `-c name=value`, `-cname=value` and
-/// `--name=value`. Names in small letters. What cannot be one is left to the server.
+/// The parameters that the startup `options` set, as Postgres reads them: `-c name=value`, `-cname=value` and
+/// `--name=value`. Names in lower case. Anything else is left to the server.
 fn parameters_in(options: &str) -> Vec<(String, String)> {
     let mut words = words_in(options).into_iter();
     let mut parameters = Vec::new();
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn quotes_whatever_a_value_holds() {
+    fn literal_escapes_quotes_and_backslashes() {
         assert_eq!(literal(r"a'b\c"), r"E'a''b\\c'");
     }
 

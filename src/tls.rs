@@ -1,8 +1,7 @@
-//! TLS as both clients use it: the certificates that the settings name, and what a failed handshake means in one
-//! sentence.
+//! TLS for both clients: the certificates that the settings name, and one sentence for each kind of failed handshake.
 //!
-//! Opens no connection and shows no key. Whoever connects reads the files: the broker's for every connection, so that a
-//! renewed certificate is taken up without a restart, the database's once for its pool.
+//! Opens no connection and shows no key. The connecting code reads the files: the broker's for every connection, so that
+//! a renewed certificate is used without a restart, the database's once for its pool.
 
 use std::io::{self, Read};
 
@@ -10,10 +9,10 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{AlertDescription, CertificateError};
 
-/// More than any bundle of certificates has.
+/// Larger than any certificate bundle.
 const LARGEST_FILE_BYTES: u64 = 8 * 1024 * 1024;
 
-/// What one section of the settings says of TLS; an empty path is none.
+/// The TLS settings of one section; an empty path means none.
 #[derive(Debug, Clone, Copy)]
 pub struct TlsFiles<'a> {
     /// `amqp` or `database`, for the sentences.
@@ -23,7 +22,7 @@ pub struct TlsFiles<'a> {
     pub client_key_file: &'a str,
 }
 
-/// What the files hold, as PEM; each can be read as what it should be.
+/// The contents of the files, as PEM; each was checked to parse.
 #[derive(Clone, Default)]
 pub struct Certificates {
     pub ca: Option<Vec<u8>>,
@@ -37,11 +36,11 @@ pub struct ClientCertificate {
     pub key: Vec<u8>,
 }
 
-/// Both of our clients use ring, and rustls wants to be told before the first TLS connection. A program that embeds the
-/// library and has chosen already keeps its choice.
+/// Both of our clients use ring, and rustls must be configured before the first TLS connection. If a program that embeds
+/// the library has already chosen a provider, its choice is kept.
 pub fn choose_crypto_provider() {
     if rustls::crypto::CryptoProvider::get_default().is_none() {
-        // Another thread may have been faster, with the same choice.
+        // Another thread may have installed the same provider first.
         let _ = rustls::crypto::ring::default_provider().install_default();
     }
 }
@@ -53,7 +52,7 @@ impl TlsFiles<'_> {
         [self.ca_file, self.client_cert_file, self.client_key_file].iter().any(|path| !path.is_empty())
     }
 
-    /// Reads what is named.
+    /// Reads the named files.
     ///
     /// # Errors
     /// One sentence that names the setting.
@@ -76,7 +75,7 @@ impl TlsFiles<'_> {
         }
         let section = self.section;
         let bytes = read_file(path).map_err(|error| {
-            format!("{section}.{name} names {path:?}, which cannot be read: {error}; name a file that is there and may be read")
+            format!("{section}.{name} names {path:?}, which cannot be read: {error}; name a file that exists and is readable")
         })?;
         check(&bytes).map_err(|holds| format!("{section}.{name} names {path:?}, which holds {holds}"))?;
         Ok(Some(bytes))
@@ -97,7 +96,7 @@ fn is_certificates(pem: &[u8]) -> Result<(), &'static str> {
 }
 
 fn is_key(pem: &[u8]) -> Result<(), &'static str> {
-    // One with a passphrase has another heading, and nobody to ask for the passphrase.
+    // A key with a passphrase has another PEM heading, and a passphrase cannot be asked for.
     let is_key = PrivateKeyDer::from_pem_slice(pem).is_ok();
     is_key.then_some(()).ok_or("no private key in PEM form without a passphrase (-----BEGIN PRIVATE KEY-----)")
 }
@@ -105,16 +104,16 @@ fn is_key(pem: &[u8]) -> Result<(), &'static str> {
 /// The certificates in a PEM file.
 ///
 /// # Errors
-/// rustls', where it is none.
+/// rustls', if it holds none.
 pub fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, rustls::pki_types::pem::Error> {
     CertificateDer::pem_slice_iter(pem).collect()
 }
 
 impl ClientCertificate {
-    /// The chain and the key as rustls takes them.
+    /// The chain and the key as rustls types.
     ///
     /// # Errors
-    /// rustls', where they are none.
+    /// rustls', if they do not parse.
     pub fn parts(
         &self,
     ) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), rustls::pki_types::pem::Error> {
@@ -122,14 +121,14 @@ impl ClientCertificate {
     }
 }
 
-/// What went wrong with TLS, if that is what went wrong, as the end of a sentence about the server. `section` is the
-/// settings', `plain` what to write for a server without TLS.
+/// Describes a TLS error, if it is one, as the end of a sentence about the server. `section` is the settings' section,
+/// `plain` what to write for a server without TLS.
 #[must_use]
 pub fn why(error: &io::Error, section: &str, plain: &str) -> Option<String> {
     fault_in(error).map(|fault| explain(fault, section, plain))
 }
 
-/// rustls' own error, however often it was wrapped.
+/// rustls' own error, at any depth of wrapping.
 fn fault_in(error: &io::Error) -> Option<&rustls::Error> {
     let inner = error.get_ref()?;
     match inner.downcast_ref::<io::Error>() {
@@ -147,21 +146,21 @@ pub fn explain(fault: &rustls::Error, section: &str, plain: &str) -> String {
         rustls::Error::InconsistentKeys(_) => format!(
             "{section}.client_key_file is not the key of the certificate in {section}.client_cert_file; name the two that belong together"
         ),
-        // What came was no record of TLS.
+        // The server sent something that is not a TLS record.
         rustls::Error::InvalidMessage(_) => {
             format!("it does not speak TLS on this port; name the port that does in {section}.url, or {plain}")
         }
         rustls::Error::PeerIncompatible(fault) => {
-            format!("it speaks no form of TLS that is still safe ({fault:?}); enable TLS 1.2 or 1.3 on it")
+            format!("it supports no secure TLS version ({fault:?}); enable TLS 1.2 or 1.3 on it")
         }
-        other => format!("TLS failed ({other}); look at the server's log, which knows more"),
+        other => format!("TLS failed ({other}); see the server's log for details"),
     }
 }
 
 fn why_not_trusted(fault: &CertificateError, section: &str) -> String {
     match fault {
         CertificateError::UnknownIssuer => format!(
-            "its certificate is signed by nobody who is trusted here; name the file of the right CA in {section}.ca_file"
+            "its certificate is signed by a CA that is not trusted here; name the file of the right CA in {section}.ca_file"
         ),
         CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
             "its certificate has expired; renew it on the server, or set the clock of this machine right".into()
@@ -181,20 +180,20 @@ fn why_not_trusted(fault: &CertificateError, section: &str) -> String {
     }
 }
 
-/// A name as it is written, out of `DnsName("…")` or `IpAddress(…)`.
+/// The name inside `DnsName("…")` or `IpAddress(…)`.
 fn bare(name: &str) -> &str {
     name.split_once('(').map_or(name, |(_, rest)| rest.trim_end_matches(')'))
 }
 
-/// Whether somebody took the connection and hung up.
+/// Whether the peer accepted the connection and then closed it.
 #[must_use]
 pub fn is_cut(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
     matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof)
 }
 
-/// What it most likely means if a connection was cut as soon as TLS stood. Under TLS 1.3 a server looks at the client's
-/// certificate after the client has begun to speak, and when it then hangs up, its reason may be lost on the way.
+/// The most likely cause if a connection was closed right after the TLS handshake. Under TLS 1.3 a server checks the
+/// client's certificate after the client has begun to send, and the alert of a server that then closes may be lost.
 #[must_use]
 pub fn why_cut(error: &io::Error, files: TlsFiles<'_>) -> Option<String> {
     if !is_cut(error) {
@@ -205,12 +204,12 @@ pub fn why_cut(error: &io::Error, files: TlsFiles<'_>) -> Option<String> {
         _ => AlertDescription::CertificateUnknown,
     };
     let likely = why_not_let_in(alert, files.section);
-    Some(format!("it cut the connection as soon as TLS stood; if it is running, most likely {likely}"))
+    Some(format!("it closed the connection right after the TLS handshake; if it is running, most likely {likely}"))
 }
 
 fn why_not_let_in(alert: AlertDescription, section: &str) -> String {
     match alert {
-        // Under TLS 1.2 there is no alert of its own for a certificate that is missing.
+        // TLS 1.2 has no specific alert for a missing certificate.
         AlertDescription::CertificateRequired | AlertDescription::HandshakeFailure => format!(
             "it demands a client certificate; name one in {section}.client_cert_file and its key in {section}.client_key_file"
         ),
@@ -224,7 +223,7 @@ fn why_not_let_in(alert: AlertDescription, section: &str) -> String {
         | AlertDescription::DecryptError => format!(
             "it does not accept the certificate in {section}.client_cert_file; name one that is valid and signed by a CA that it trusts"
         ),
-        other => format!("it broke off the TLS handshake ({other:?}); look at the server's log, which knows more"),
+        other => format!("it aborted the TLS handshake ({other:?}); see the server's log for details"),
     }
 }
 
@@ -233,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fault_is_found_however_often_it_was_wrapped() {
+    fn finds_tls_error_at_any_depth() {
         let fault = rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer);
         let wrapped = io::Error::other(io::Error::new(io::ErrorKind::InvalidData, fault));
         assert!(why(&wrapped, "amqp", "").unwrap().contains("amqp.ca_file"));
@@ -241,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_none_is_named_with_its_setting() {
+    fn invalid_file_is_named_with_setting() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "-----BEGIN NONSENSE-----").unwrap();
         let path = file.path().to_str().unwrap();

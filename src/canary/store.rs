@@ -1,7 +1,7 @@
-//! What canaries were sent and which arrived, where all workers on a database see it.
+//! Records in the database, for all workers, which canaries were sent and which arrived.
 //!
 //! One row for each path and one for each worker; unlogged tables, so that no commit waits for them. Sends nothing and
-//! judges nothing.
+//! decides nothing.
 
 use std::time::Duration;
 
@@ -13,11 +13,11 @@ use super::Path;
 use crate::database::{Database, Timestamptz, moment, one_line};
 use crate::order::Timestamp;
 
-/// How often a worker says that it knows canaries.
+/// How often a worker records that it recognises canaries.
 pub const READER_NOTED_EVERY: Duration = Duration::from_secs(4);
-/// After this long a worker that has said nothing does not count: two notes may be missed. One that stops says so.
+/// A worker without a record for this long does not count: two may be missed. A stopping worker deletes its record.
 const READER_FORGOTTEN_AFTER: Duration = Duration::from_secs(12);
-/// A canary that is late for longer than this was left by workers that have stopped since.
+/// A canary that is later than this was sent by workers that have stopped since.
 const STALE_AFTER: Duration = Duration::from_secs(60);
 
 /// Why the tables could not be read or written.
@@ -25,24 +25,24 @@ const STALE_AFTER: Duration = Duration::from_secs(60);
 #[error("the tables of canaries cannot be used: {}", one_line(.0))]
 pub struct StoreError(#[from] sqlx::Error);
 
-/// What is known of the last canary of one path.
+/// The last canary of one path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sent {
     pub path: String,
     pub queue: String,
     pub sent_at: Timestamp,
     pub due_at: Timestamp,
-    /// When the first canary in a row was due that did not arrive.
+    /// When the first of the consecutive missing canaries was due.
     pub waiting_since: Timestamp,
     pub has_arrived: bool,
 }
 
-/// Everything that the table says at one moment of the database's clock.
+/// The tables' contents at one time of the database's clock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Known {
     pub now: Timestamp,
     pub sent: Vec<Sent>,
-    /// Consumers of the processing queues that know a canary.
+    /// Consumers of the processing queues that recognise canaries.
     pub readers: i64,
 }
 
@@ -87,8 +87,8 @@ impl CanaryStore {
         Ok(Known { now: moment(now), sent, readers: readers.try_get("readers")? })
     }
 
-    /// Writes down that a canary of this path is about to be sent, unless another worker has just done so.
-    /// `is_missed` of a slow path: the last did not arrive, which is remembered until one does.
+    /// Records that a canary of this path is about to be sent, unless another worker has just done so. `is_missed`, for a
+    /// slow path: the last did not arrive, which stays recorded until one does.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -129,7 +129,7 @@ impl CanaryStore {
         Ok(claimed.rows_affected() > 0)
     }
 
-    /// Takes back a claim whose canary could not be sent.
+    /// Removes a claim whose canary could not be sent.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -139,7 +139,8 @@ impl CanaryStore {
         Ok(())
     }
 
-    /// What was on its way when the broker was put in order may be kept back there for minutes: it tells nothing.
+    /// Forgets canaries that have not arrived: after a repair the broker may hold them back for minutes, so their absence
+    /// proves nothing.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -160,7 +161,7 @@ impl CanaryStore {
         Ok(())
     }
 
-    /// Says that this worker reads no more.
+    /// Records that this worker has stopped consuming.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -170,7 +171,7 @@ impl CanaryStore {
         Ok(())
     }
 
-    /// Says that this worker has so many consumers on the processing queues, and forgets workers that are gone.
+    /// Records the number of this worker's consumers on the processing queues, and deletes rows of workers that are gone.
     ///
     /// # Errors
     /// [`StoreError`].

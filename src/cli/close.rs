@@ -1,4 +1,4 @@
-//! `order-timeout close`: by hand, through the same statement as the worker. It closes what is unpaid and overdue,
+//! `order-timeout close`: closes orders by hand, through the worker's statement. It closes unpaid, overdue orders and
 //! nothing else.
 
 use std::collections::HashMap;
@@ -31,30 +31,30 @@ pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<CommandO
     database::require_migrated(&database).await?;
     let closer = Closer::prepare(database, &settings.orders.close_sql).await?;
     let mut findings = HashMap::new();
-    // One by one: an order that cannot be closed must not keep the others from it.
+    // One by one: an order that cannot be closed must not prevent the others from being closed.
     for id in &ids {
         match closer.close(std::slice::from_ref(id), ClosedBy::Manual, true).await {
             Ok(found) => findings.extend(found),
             Err(fault) => drop(findings.insert(id.clone(), Err(fault))),
         }
     }
-    let mut answer = CommandOutcome::default();
+    let mut output = CommandOutcome::default();
     let mut all_settled = true;
     for id in &ids {
         let (word, why, settled) = describe(id, &findings);
         all_settled &= settled;
         match why {
-            Some(why) if args.json => answer.line(json!({ "order_id": id, "outcome": word, "why": why })),
-            None if args.json => answer.line(json!({ "order_id": id, "outcome": word })),
-            Some(why) => answer.line(format!("{id}: {word}: {why}")),
-            None => answer.line(format!("{id}: {word}")),
+            Some(why) if args.json => output.line(json!({ "order_id": id, "outcome": word, "why": why })),
+            None if args.json => output.line(json!({ "order_id": id, "outcome": word })),
+            Some(why) => output.line(format!("{id}: {word}: {why}")),
+            None => output.line(format!("{id}: {word}")),
         }
     }
-    answer.code = u8::from(!all_settled);
-    Ok(answer)
+    output.code = u8::from(!all_settled);
+    Ok(output)
 }
 
-/// The outcome in a word, why it failed if it has, and whether the order is settled: closed now or before, or paid.
+/// The outcome in a word, the reason if it failed, and whether the order is settled: closed now or before, or paid.
 fn describe(id: &OrderId, findings: &HashMap<OrderId, CloseResult>) -> (String, Option<String>, bool) {
     match findings.get(id) {
         Some(Ok(found)) => {

@@ -1,4 +1,4 @@
-//! `order-timeout deadline`: another deadline for an order of the default schema, by hand.
+//! `order-timeout deadline`: moves the deadline of an order in the default schema, by hand.
 
 use anyhow::bail;
 use clap::Args;
@@ -19,13 +19,13 @@ pub struct DeadlineArgs {
     order: Order,
     #[command(flatten)]
     when: When,
-    /// Print what became of it as JSON
+    /// Print the result as JSON
     #[arg(long)]
     json: bool,
 }
 
 /// # Errors
-/// If the database cannot be used, or the orders table is not ours. Exit code 1 also if the deadline stands as it was.
+/// If the database cannot be used, or the orders table is not ours. Exit code 1 also if the deadline is unchanged.
 pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     if !settings.orders.close_sql.is_empty() {
         bail!(
@@ -35,18 +35,18 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
     let order_id = OrderId::new(args.order.id()).map_err(MoveDeadlineError::from)?;
     let database = Database::connect(&settings.database, 1).await?;
     database::require_migrated(&database).await?;
-    // By the clock that closes the order, whatever the one here says.
+    // By the database's clock, which closes the order, not by this machine's.
     let now = database.run(database::now).await.map_err(MoveDeadlineError::from)?;
-    let deadline = args.when.moment(now);
-    // Beyond it its alarm would be parked, and somebody paged.
+    let deadline = args.when.deadline(now);
+    // The alarm of a deadline beyond it would be parked, which raises an alert.
     if deadline > now + settings.delay.max_delay {
         bail!(
-            "the deadline stands: it would lie further ahead than delay.max_delay allows; choose a nearer one, or raise that setting for workers and publishers"
+            "the deadline is unchanged: the new one is further ahead than delay.max_delay allows; choose a nearer one, or raise that setting for workers and publishers"
         );
     }
     if deadline <= now {
         bail!(
-            "the deadline stands: the order would be closed at once, for {} has passed; choose a later one, such as --in 1s if you mean at once, or run `order-timeout close ID` if the order is overdue already",
+            "the deadline is unchanged: the order would be closed at once, because {} has passed; choose a later one, such as --in 1s if you mean at once, or run `order-timeout close ID` if the order is already overdue",
             write_rfc3339(deadline)
         );
     }
@@ -54,27 +54,29 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
     let moved = moved.map_err(MoveDeadlineError::from)?;
     let wanted = write_rfc3339(deadline);
     let (word, sentence) = match &moved {
-        Moved::Later => {
-            ("later", format!("order {order_id} has time until {wanted}; an alarm scheduled before follows"))
-        }
+        Moved::Later => (
+            "later",
+            format!("order {order_id} has time until {wanted}; an alarm that was already scheduled adapts to it"),
+        ),
         Moved::Earlier => ("earlier", format!("order {order_id} has time until {wanted}; an alarm for it is written")),
-        Moved::Stands { status, .. } if status == "unpaid" => {
-            ("stands", format!("order {order_id} is unpaid, but a trigger of the database keeps its deadline as it is"))
-        }
-        Moved::Stands { status, .. } => ("stands", format!("order {order_id} is {status}; its deadline stands")),
+        Moved::Stands { status, .. } if status == "unpaid" => (
+            "stands",
+            format!("order {order_id} is unpaid, but a trigger in the database keeps its deadline unchanged"),
+        ),
+        Moved::Stands { status, .. } => ("stands", format!("order {order_id} is {status}; its deadline is unchanged")),
         Moved::Unknown => ("unknown", format!("there is no order {order_id}")),
     };
-    // What the row says now, unless a trigger made something else of the wish.
+    // The row's deadline now, unless a trigger has changed the requested one.
     let (code, status, deadline) = match &moved {
         Moved::Later | Moved::Earlier => (0, Some("unpaid"), Some(wanted)),
         Moved::Stands { status, deadline } => (1, Some(status.as_str()), Some(write_rfc3339(*deadline))),
         Moved::Unknown => (1, None, None),
     };
-    let mut answer = CommandOutcome { code, ..CommandOutcome::default() };
+    let mut output = CommandOutcome { code, ..CommandOutcome::default() };
     if args.json {
-        answer.line(json!({ "order_id": order_id.as_str(), "status": status, "deadline": deadline, "outcome": word }));
+        output.line(json!({ "order_id": order_id.as_str(), "status": status, "deadline": deadline, "outcome": word }));
     } else {
-        answer.line(sentence);
+        output.line(sentence);
     }
-    Ok(answer)
+    Ok(output)
 }

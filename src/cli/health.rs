@@ -1,4 +1,4 @@
-//! `order-timeout health`: asks the worker on this machine; exit code 0 if it is well. Images need no other client for it.
+//! `order-timeout health`: checks the worker on this machine; exit code 0 if it is healthy. Images need no other client.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
@@ -10,32 +10,32 @@ use crate::cli::CommandOutcome;
 use crate::config::Settings;
 use crate::http::{self, LIVEZ, READYZ};
 
-/// Shorter than the timeout of any orchestrator that is known for it; a worker that is well answers at once.
+/// Shorter than the usual timeouts of orchestrators; a healthy worker answers at once.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Arguments of `health`.
 #[derive(Debug, Args)]
 pub struct HealthArgs {
-    /// Ask whether its loops turn, instead of whether it is ready for work
+    /// Check whether its loops make progress, instead of whether it is ready
     #[arg(long)]
     live: bool,
 }
 
 /// # Errors
-/// If no worker answers, or `http.listen` does not say where one would.
+/// If no worker answers, or `http.listen` names no address to ask.
 pub async fn run(args: &HealthArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
     let listen =
         settings.http.listen.0.context("http.listen is empty, so no worker can be asked; set it to its address")?;
     ensure!(listen.port() != 0, "http.listen leaves the port open, so no worker can be asked; set it to its port");
     let path = if args.live { LIVEZ } else { READYZ };
     let (status, text) = http::get(from_here(listen), path, TIMEOUT).await?;
-    let mut answer = CommandOutcome { code: u8::from(status != 200), ..CommandOutcome::default() };
-    // Whatever listens there may have written it.
-    answer.lines(text);
-    Ok(answer)
+    let mut outcome = CommandOutcome { code: u8::from(status != 200), ..CommandOutcome::default() };
+    // Another program may be listening there, so the text is not trusted.
+    outcome.lines(text);
+    Ok(outcome)
 }
 
-/// A worker that listens at every address of this machine is asked at its own.
+/// A worker that listens at every address of this machine is asked through loopback.
 fn from_here(mut listen: SocketAddr) -> SocketAddr {
     if listen.ip().is_unspecified() {
         let own = if listen.is_ipv4() { IpAddr::from(Ipv4Addr::LOCALHOST) } else { Ipv6Addr::LOCALHOST.into() };

@@ -1,4 +1,4 @@
-//! The command line: one file per subcommand. Reads arguments, calls the library, prints; decides nothing itself.
+//! The command line: one file per subcommand. Reads arguments, calls the library and prints; decides nothing.
 
 pub mod close;
 pub mod config;
@@ -47,13 +47,13 @@ then --set. A first run:
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or settings.";
 
-/// Where settings come from besides the environment.
+/// The sources of settings besides the environment.
 #[derive(Debug, Args)]
 pub struct SettingsArgs {
     /// A TOML file with settings that differ from the defaults
     #[arg(long, global = true, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// One setting, such as --set delay.lead=3s; may be repeated and wins over everything else
+    /// One setting, such as --set delay.lead=3s; may be repeated and overrides all other sources
     #[arg(long = "set", global = true, value_name = "KEY=VALUE")]
     pub overrides: Vec<String>,
 }
@@ -107,12 +107,12 @@ pub struct When {
 impl When {
     const GROUP: &str = "when";
 
-    /// Whether it says how far ahead, so that it matters which clock is asked.
+    /// Whether it is relative to now, so that it matters which clock is used.
     const fn is_counted_from_now(&self) -> bool {
         self.r#in.is_some()
     }
 
-    fn moment(&self, now: Timestamp) -> Timestamp {
+    fn deadline(&self, now: Timestamp) -> Timestamp {
         match (self.r#in, self.deadline) {
             (Some(delay), _) => now + delay,
             (None, Some(deadline)) => deadline,
@@ -121,14 +121,14 @@ impl When {
     }
 }
 
-/// The one order that a command is about.
+/// The order of a command.
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
 pub struct Order {
     /// The order's id, as the orders table has it
     #[arg(value_name = "ID")]
     id: Option<String>,
-    /// The same by name
+    /// The same as an option
     #[arg(long, value_name = "ID")]
     order_id: Option<String>,
 }
@@ -142,7 +142,7 @@ impl Order {
 
 fn parse_duration(text: &str) -> Result<Duration, String> {
     if text.starts_with('-') {
-        return Err("a deadline lies ahead; write a number and its unit, such as 90s, 30m or 2h".into());
+        return Err("a deadline must be in the future; write a number and its unit, such as 90s, 30m or 2h".into());
     }
     duration::parse(text).map_err(|fault| format!("{fault}; write a number and its unit, such as 90s, 30m or 2h"))
 }
@@ -151,17 +151,17 @@ fn parse_time(text: &str) -> Result<Timestamp, String> {
     read_rfc3339(text).ok_or_else(|| "write an RFC 3339 time with its offset, such as 2026-11-20T10:30:00Z".into())
 }
 
-/// What a command has to say on standard output, and the process' exit code.
+/// A command's standard output and exit code.
 #[derive(Debug, Default)]
 pub struct CommandOutcome {
     text: String,
-    /// For standard error, a line each: what is odd although the command has done its work.
+    /// For standard error, a line each: warnings of a command that has done its work.
     remarks: Vec<String>,
     pub code: u8,
 }
 
 impl CommandOutcome {
-    /// What goes to standard output. Nothing in it steers a terminal, whoever wrote it.
+    /// The text for standard output. It contains no terminal control characters, whatever its source.
     #[must_use]
     pub fn text(&self) -> &str {
         &self.text
@@ -182,7 +182,7 @@ impl CommandOutcome {
         self.text.push('\n');
     }
 
-    /// Several lines that are laid out already.
+    /// Several lines that are already formatted.
     fn lines(&mut self, lines: impl std::fmt::Display) {
         self.text.push_str(&sanitize::visible(lines.to_string().trim_end()));
         self.text.push('\n');
@@ -193,8 +193,8 @@ impl CommandOutcome {
     }
 }
 
-/// Every `--set`, in the order in which they stand. Of an option that may stand anywhere clap keeps what stands behind the
-/// subcommand alone, and a command with half of its settings may meet the wrong server. clap has checked their form.
+/// Every `--set`, in their order. If a global option is given both before and after the subcommand, clap keeps only the
+/// latter, and a command with half of its settings may connect to the wrong server. clap has checked their form.
 fn overrides_in(arguments: &[OsString]) -> Vec<String> {
     let mut overrides = Vec::new();
     let mut options =
@@ -209,7 +209,7 @@ fn overrides_in(arguments: &[OsString]) -> Vec<String> {
     overrides
 }
 
-/// What to do.
+/// The subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Bring the database schema and the broker's queues up to date; may be run again at any time
@@ -226,10 +226,10 @@ pub enum Command {
     Close(close::CloseArgs),
     /// Print the broker's objects as a definitions file
     Topology(topology::TopologyArgs),
-    /// Look at alarms that could not be handled, try them again, or drop them
+    /// List alarms that could not be processed, retry them, or drop them
     #[command(subcommand)]
     Parked(parked::ParkedCommand),
-    /// Find messages that the AMQP client cannot read, and move them aside; shows them unless --move is given
+    /// Find messages that the AMQP client cannot read, and move them into parked_alarms; only shows them without --move
     Quarantine(quarantine::QuarantineArgs),
     /// Print every setting that is in effect, with its origin and without secrets
     Config(config::ConfigArgs),
@@ -243,7 +243,7 @@ impl Command {
     /// Runs the command.
     ///
     /// # Errors
-    /// Anything that is one sentence on standard error and exit code 1.
+    /// Any error, which becomes one sentence on standard error and exit code 1.
     pub async fn run(self, given: &SettingsArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
         match self {
             Self::Setup(args) => setup::run(args, settings).await,

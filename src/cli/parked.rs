@@ -1,4 +1,4 @@
-//! `order-timeout parked list | retry | drop`: what could not be handled, for the person who decides.
+//! `order-timeout parked list | retry | drop`: lists, retries or deletes the alarms that could not be processed.
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};
@@ -17,9 +17,9 @@ use crate::park::{self, Parked, Selection};
 use crate::sanitize;
 use crate::topology::Names;
 
-/// Rows taken at a time: bounds memory, and how much is published between two deletions.
+/// Rows per page: bounds memory, and how much is published between two deletions.
 const AT_ONCE: usize = 1_000;
-/// Rows shown of a selection that may be large.
+/// The most rows shown of a selection.
 const PREVIEWED: i64 = 100;
 /// How much of a body the table shows, in characters.
 const BODY_WIDTH: usize = 48;
@@ -29,9 +29,9 @@ const BODY_WIDTH: usize = 48;
 pub enum ParkedCommand {
     /// Show parked alarms, oldest first
     List(ListArgs),
-    /// Send parked alarms back to the worker; shows what would be sent unless --yes is given
+    /// Send parked alarms back to the worker; without --yes only shows what would be sent
     Retry(ActArgs),
-    /// Delete parked alarms; shows what would be deleted unless --yes is given
+    /// Delete parked alarms; without --yes only shows what would be deleted
     Drop(ActArgs),
 }
 
@@ -44,10 +44,10 @@ pub struct ListArgs {
     /// At most this many
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(i64).range(1..=100_000))]
     limit: i64,
-    /// Only those behind this one: the last id of the page before
+    /// Only those after this one: the last id of the previous page
     #[arg(long, value_name = "ID", value_parser = parse_id)]
     after: Option<Uuid>,
-    /// Print one JSON object per line, with the whole body: `body`, or `body_hex` where it is no UTF-8
+    /// Print one JSON object per line, with the whole body: `body`, or `body_hex` if it is not UTF-8
     #[arg(long)]
     json: bool,
 }
@@ -60,7 +60,7 @@ pub struct ActArgs {
     /// Do it, instead of showing what would be done
     #[arg(long)]
     yes: bool,
-    /// Print counts as JSON, and what was asked for but is not parked
+    /// Print counts as JSON, and the given ids that are not parked
     #[arg(long)]
     json: bool,
 }
@@ -92,14 +92,14 @@ impl ActArgs {
         }
     }
 
-    /// What was asked for by id and is not among the selected, most likely mistyped; and the answer that begins with it.
+    /// The given ids that are not parked, most likely mistyped; and the output, which begins with them.
     fn missing(&self, selected: &[Uuid]) -> (Vec<Uuid>, CommandOutcome) {
         let missing: Vec<Uuid> = self.which.ids.iter().filter(|id| !selected.contains(id)).copied().collect();
-        let mut answer = CommandOutcome { code: u8::from(!missing.is_empty()), ..CommandOutcome::default() };
+        let mut output = CommandOutcome { code: u8::from(!missing.is_empty()), ..CommandOutcome::default() };
         if !self.json {
-            missing.iter().for_each(|id| answer.line(format!("no alarm {id} is parked")));
+            missing.iter().for_each(|id| output.line(format!("no alarm {id} is parked")));
         }
-        (missing, answer)
+        (missing, output)
     }
 }
 
@@ -118,7 +118,7 @@ pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<C
 
 fn refused(error: sqlx::Error) -> DatabaseError {
     DatabaseError(format!(
-        "parked alarms cannot be read or changed: {}; mend the database and try again",
+        "parked alarms cannot be read or changed: {}; fix the database and try again",
         one_line(&error)
     ))
 }
@@ -129,37 +129,37 @@ async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<CommandOut
         None => None,
         Some(id) => Some(park::place_of(database, id).await.map_err(refused)?.ok_or_else(|| {
             anyhow::anyhow!(
-                "no alarm {id} is parked any more, so nothing can be listed after it; list from the beginning"
+                "alarm {id} is no longer parked, so nothing can be listed after it; list from the beginning"
             )
         })?),
     };
     let rows = park::list_after(database, &selection, after, args.limit).await.map_err(refused)?;
-    let mut answer = CommandOutcome::default();
+    let mut output = CommandOutcome::default();
     if args.json {
         for row in &rows {
-            answer.line(serde_json::to_string(row)?);
+            output.line(serde_json::to_string(row)?);
         }
-        return Ok(answer);
+        return Ok(output);
     }
     if rows.is_empty() && args.after.is_some() {
-        answer.line("nothing more is parked");
-        return Ok(answer);
+        output.line("nothing more is parked");
+        return Ok(output);
     }
-    write_table(&rows, &mut answer);
+    write_table(&rows, &mut output);
     if let Some(last) = rows.last().filter(|_| i64::try_from(rows.len()).is_ok_and(|shown| shown >= args.limit)) {
         let (all, shown) = (park::count(database, &selection).await.map_err(refused)?, rows.len());
         if args.after.is_some() || all > shown as u64 {
-            answer.line(format!("{shown} of {all} shown; the next: add --after {}", last.id));
+            output.line(format!("{shown} of {all} shown; the next: add --after {}", last.id));
         }
     }
-    Ok(answer)
+    Ok(output)
 }
 
-fn write_table(rows: &[Parked], answer: &mut CommandOutcome) {
+fn write_table(rows: &[Parked], output: &mut CommandOutcome) {
     if rows.is_empty() {
-        return answer.line("nothing is parked");
+        return output.line("nothing is parked");
     }
-    answer.line(format!(
+    output.line(format!(
         "{:<36}  {:<14}  {:>8}  {:>8}  {:<36}  {:<BODY_WIDTH$}  DETAIL",
         "ID", "REASON", "AGE", "ATTEMPTS", "ORDER", "BODY"
     ));
@@ -169,11 +169,11 @@ fn write_table(rows: &[Parked], answer: &mut CommandOutcome) {
         let order = sanitize::one_line(row.order_id.as_deref().unwrap_or("-"));
         let (body, detail) = (start_of(&row.body), &row.detail);
         let (id, reason, attempts) = (row.id, &row.reason, row.attempts);
-        answer.line(format!("{id}  {reason:<14}  {age:>8}  {attempts:>8}  {order:<36}  {body:<BODY_WIDTH$}  {detail}"));
+        output.line(format!("{id}  {reason:<14}  {age:>8}  {attempts:>8}  {order:<36}  {body:<BODY_WIDTH$}  {detail}"));
     }
 }
 
-/// The beginning of a body, with every byte that is no text as an escape.
+/// The beginning of a body, with every byte that is not text as an escape.
 fn start_of(body: &[u8]) -> String {
     let mut shown = String::new();
     for chunk in body.utf8_chunks() {
@@ -194,75 +194,75 @@ fn start_of(body: &[u8]) -> String {
 
 async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<CommandOutcome> {
     let selected = park::ids(database, &args.selection()).await.map_err(refused)?;
-    let (missing, mut answer) = args.missing(&selected);
+    let (missing, mut output) = args.missing(&selected);
     if args.json {
-        answer.line(json!({ "selected": selected.len(), "done": 0, "missing": missing }));
+        output.line(json!({ "selected": selected.len(), "done": 0, "missing": missing }));
     } else {
-        write_table(&park::list(database, &args.selection(), PREVIEWED).await.map_err(refused)?, &mut answer);
-        answer.line(format!("{} alarm(s) selected, nothing done; add --yes to do it", selected.len()));
+        write_table(&park::list(database, &args.selection(), PREVIEWED).await.map_err(refused)?, &mut output);
+        output.line(format!("{} alarm(s) selected, nothing done; add --yes to do it", selected.len()));
     }
-    Ok(answer)
+    Ok(output)
 }
 
 async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyhow::Result<CommandOutcome> {
     let confirmed = ConfirmedPublisher::connect(&settings.amqp, "parked retry").await?;
     let names = Names::new(&settings.namespace);
     let (mut sent, mut kept) = (0, Vec::new());
-    // The ids are taken once: what is kept must not be met again.
+    // The ids are read once: an alarm that is kept must not be selected again.
     let selected = park::ids(database, &args.selection()).await.map_err(refused)?;
     for page in selected.chunks(AT_ONCE) {
         let rows = park::list(database, &Selection::Ids(page.to_vec()), i64::MAX).await.map_err(refused)?;
         let mut readable = Vec::new();
         for row in rows {
             match row.alarm() {
-                Ok(due) => readable.push((row.id, row.since, due)),
-                // Of a body that was too large the row has the beginning alone, which is wrong in another way.
+                Ok(alarm) => readable.push((row.id, row.since, alarm)),
+                // The row has only the beginning of a body that was too large; its parse error would be misleading.
                 Err(_) if row.body.len() >= MAX_BODY_BYTES => kept.push((row.id, row.detail)),
                 Err(fault) => kept.push((row.id, fault.to_string())),
             }
         }
-        let stamp = || AlarmHeaders {
+        let headers = || AlarmHeaders {
             attempt: 0,
             first_published_at: Timestamp::now_by_local_clock(),
             traceparent: None,
             returns: Returns::default(),
         };
-        let messages = readable.iter().map(|(.., due)| envelope::address(due, Route::arm(&names), stamp()));
-        let answers = confirmed.publish_all(messages).await;
-        let mut safe = Vec::new();
-        for ((id, since, _), answer) in readable.into_iter().zip(answers) {
-            match answer {
-                Ok(()) => safe.push((id, since)),
+        let messages = readable.iter().map(|(.., alarm)| envelope::address(alarm, Route::arm(&names), headers()));
+        let results = confirmed.publish_all(messages).await;
+        let mut published = Vec::new();
+        for ((id, since, _), result) in readable.into_iter().zip(results) {
+            match result {
+                Ok(()) => published.push((id, since)),
                 Err(fault) => kept.push((id, fault.to_string())),
             }
         }
-        sent += safe.len();
-        park::drop_retried(database, &safe).await.map_err(refused)?;
+        sent += published.len();
+        park::drop_retried(database, &published).await.map_err(refused)?;
     }
-    let (missing, mut answer) = args.missing(&selected);
-    answer.code = answer.code.max(u8::from(!kept.is_empty()));
+    let (missing, mut output) = args.missing(&selected);
+    output.code = output.code.max(u8::from(!kept.is_empty()));
     if args.json {
         let kept: Vec<_> = kept.iter().map(|(id, why)| json!({ "id": id, "why": why })).collect();
-        answer.line(json!({ "retried": sent, "kept": kept, "missing": missing }));
+        output.line(json!({ "retried": sent, "kept": kept, "missing": missing }));
     } else {
-        answer.line(format!("{sent} alarm(s) sent back to the worker"));
+        output.line(format!("{sent} alarm(s) sent back to the worker"));
         for (id, why) in &kept {
-            answer.line(format!("kept {id}: {why}"));
+            output.line(format!("kept {id}: {why}"));
         }
     }
-    Ok(answer)
+    Ok(output)
 }
 
 async fn drop_parked(database: &Database, args: &ActArgs) -> anyhow::Result<CommandOutcome> {
     let ids = park::ids(database, &args.selection()).await.map_err(refused)?;
     let dropped = park::drop_rows(database, &ids).await.map_err(refused)?;
-    let (missing, mut answer) = args.missing(&ids);
+    let (missing, mut output) = args.missing(&ids);
     if args.json {
-        answer.line(json!({ "dropped": dropped, "missing": missing }));
+        output.line(json!({ "dropped": dropped, "missing": missing }));
     } else {
-        answer.line(format!("{dropped} alarm(s) dropped"));
+        output.line(format!("{dropped} alarm(s) dropped"));
     }
-    Ok(answer)
+    Ok(output)
 }
 
 #[cfg(test)]

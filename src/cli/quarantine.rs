@@ -1,5 +1,5 @@
-//! `order-timeout quarantine`: the messages that the AMQP client cannot read, for the person who wants to see them or
-//! move them aside by hand. The worker does the same by itself when one ends its session.
+//! `order-timeout quarantine`: shows the messages that the AMQP client cannot read, or moves them into `parked_alarms`.
+//! The worker does the same by itself when such a message ends its session.
 
 use clap::Args;
 use serde_json::json;
@@ -21,26 +21,26 @@ pub struct QuarantineArgs {
 }
 
 /// # Errors
-/// If the database cannot be used. What a queue cannot be searched for is in the answer, with exit code 1.
+/// If the database cannot be used. A queue that cannot be searched is reported in the output, with exit code 1.
 pub async fn run(args: QuarantineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let database = if args.moves { Some(migrated(&settings).await?) } else { None };
-    let (mut answer, mut unreadable) = (CommandOutcome::default(), 0);
+    let (mut output, mut unreadable) = (CommandOutcome::default(), 0);
     for queue in quarantine::queues(&settings) {
         match search(settings.clone(), queue.clone(), database.clone()).await {
             Ok(report) => {
                 unreadable += report.unreadable;
-                show(&report, args.json, &mut answer);
+                show(&report, args.json, &mut output);
             }
             Err(error) => {
-                answer.code = 1;
+                output.code = 1;
                 let why = error.to_string();
                 let line = if args.json { json!({ "queue": queue, "error": why }).to_string() } else { why };
-                answer.line(line);
+                output.line(line);
             }
         }
     }
     if !args.json {
-        answer.line(match (unreadable, args.moves) {
+        output.line(match (unreadable, args.moves) {
             (0, _) => "no message was found that the AMQP client cannot read".to_owned(),
             (_, true) => format!("{unreadable} message(s) moved into parked_alarms; see order-timeout parked list"),
             (_, false) => {
@@ -48,7 +48,7 @@ pub async fn run(args: QuarantineArgs, settings: Settings) -> anyhow::Result<Com
             }
         });
     }
-    Ok(answer)
+    Ok(output)
 }
 
 async fn migrated(settings: &Settings) -> anyhow::Result<Database> {
@@ -57,8 +57,8 @@ async fn migrated(settings: &Settings) -> anyhow::Result<Database> {
     Ok(database)
 }
 
-/// As a task: the main thread has less stack than the client's parser may need. The position of a message that the broker
-/// fails over needs a second look.
+/// Runs as a task: the main thread has less stack than the client's parser may need. If the broker fails over a message,
+/// a second search finds its position.
 async fn search(settings: Settings, queue: String, store: Option<Database>) -> Result<Report, QuarantineError> {
     let name = queue.clone();
     let task = tokio::spawn(async move {
@@ -72,20 +72,20 @@ async fn search(settings: Settings, queue: String, store: Option<Database>) -> R
     task.await.unwrap_or_else(|failed| Err(QuarantineError::Broken { place: name, why: failed.to_string() }))
 }
 
-fn show(report: &Report, json: bool, answer: &mut CommandOutcome) {
+fn show(report: &Report, json: bool, output: &mut CommandOutcome) {
     if json {
-        return answer.line(json!(report));
+        return output.line(json!(report));
     }
     let Report { queue, searched, unreadable, found, stopped } = report;
-    answer.line(format!("{queue}: {searched} message(s) looked at, {unreadable} that the AMQP client cannot read"));
+    output.line(format!("{queue}: {searched} message(s) read, {unreadable} of them unreadable for the AMQP client"));
     for Found { position, why, body_bytes, order_id, .. } in found {
         let order = order_id.as_ref().map_or_else(String::new, |id| format!(", order {id}"));
-        answer.line(format!("  position {position}, body of {body_bytes} bytes{order}: {why}"));
+        output.line(format!("  position {position}, body of {body_bytes} bytes{order}: {why}"));
     }
     if *unreadable > found.len() as u64 {
-        answer.line(format!("  and {} more", unreadable - found.len() as u64));
+        output.line(format!("  and {} more", unreadable - found.len() as u64));
     }
     if let Some(why) = stopped {
-        answer.line(format!("  {why}"));
+        output.line(format!("  {why}"));
     }
 }

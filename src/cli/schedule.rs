@@ -1,4 +1,4 @@
-//! `order-timeout schedule`: the publisher function by hand.
+//! `order-timeout schedule`: publishes an alarm by hand.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::message::write_rfc3339;
 use crate::order::Timestamp;
 use crate::schedule::Publisher;
 
-/// How long a database may take to say what time it is. Without an answer this machine's clock will do.
+/// How long reading the database's clock may take. If it fails, this machine's clock is used.
 const TIME_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Arguments of `schedule`.
@@ -32,13 +32,13 @@ pub struct ScheduleArgs {
 pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let order_id = args.order.id();
     let deadline = match &args.when {
-        Some(when) => when.moment(now(when, &settings.database).await),
+        Some(when) => when.deadline(now(when, &settings.database).await),
         None => schedule_check::deadline_of(order_id, &settings).await?,
     };
     let publisher = Publisher::connect(&settings).await?;
     publisher.schedule(order_id, deadline).await?;
     let mut answer = CommandOutcome::default();
-    // The alarm is sent, whatever is odd about it.
+    // The alarm is already sent, so anything odd is only a remark.
     schedule_check::remarks(order_id, deadline, &settings).await.iter().for_each(|remark| answer.remark(remark));
     let deadline = write_rfc3339(deadline);
     if args.json {
@@ -49,7 +49,7 @@ pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<Comma
     Ok(answer)
 }
 
-/// By the clock that closes the order, where a database is named and answers; else by the one here.
+/// The time by the database's clock, which closes the order, if a database is named and answers; else by this machine's.
 async fn now(when: &When, database: &DatabaseSettings) -> Timestamp {
     let asked = match when.is_counted_from_now() && database.is_given() {
         true => database::ask_time(database, TIME_TIMEOUT.min(database.acquire_timeout)).await.ok(),

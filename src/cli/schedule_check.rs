@@ -1,7 +1,7 @@
-//! What is odd about an alarm that `schedule` has sent: the id, the deadline, or what the order's row says.
+//! Checks an alarm that `schedule` has sent: its id, its deadline, and whether they match the order's row.
 //!
-//! Says so and changes nothing. Without a database, or with one that does not answer, there is less to say; that is no
-//! failure, for a publisher needs none.
+//! Only reports. Without a database, or if it does not answer, fewer checks are made; that is not an error, because a
+//! publisher needs no database.
 
 use std::time::Duration;
 
@@ -13,35 +13,35 @@ use crate::database::{self, Database, Timestamptz, one_line};
 use crate::message::write_rfc3339;
 use crate::order::Timestamp;
 
-/// How long the database may take for each of connecting and answering: someone waits for the command.
+/// How long connecting and answering may each take: a user waits for the command.
 const TIME_LIMIT: Duration = Duration::from_secs(2);
 
-/// Deadlines that differ by less are the same: one was read off a clock a moment after the other.
+/// Deadlines that differ by less are the same: their clocks were read at slightly different times.
 const SAME_DEADLINE: Duration = Duration::from_secs(1);
 
-/// What the orders table says of an order of ours.
+/// An order's row in the default orders table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct OrderRow {
     status: String,
     deadline: Timestamp,
 }
 
-/// What the database says: its time, and the order's row if there is one.
+/// The database's time, and the order's row if there is one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct OrderFacts {
     now: Timestamp,
     row: Option<OrderRow>,
 }
 
-/// A sentence for each thing that is odd, none if nothing is.
+/// One sentence for each problem.
 pub(super) async fn remarks(order_id: &str, deadline: Timestamp, settings: &Settings) -> Vec<String> {
-    // The rows of another table are not ours to read.
+    // The shop's own table is not read here.
     if !settings.orders.close_sql.is_empty() {
         return passed(deadline, Timestamp::now_by_local_clock());
     }
     if !is_uuid(order_id) {
-        let of_the_id = "the order's id is no UUID in its usual form, which the table orders has; a worker parks this alarm (for a table of your own give orders.close_sql here as well)";
-        return [of_the_id.to_owned()].into_iter().chain(passed(deadline, Timestamp::now_by_local_clock())).collect();
+        let not_uuid = "the order's id is not a UUID in the usual form, as in the table orders; a worker parks this alarm (for your own table set orders.close_sql here as well)";
+        return [not_uuid.to_owned()].into_iter().chain(passed(deadline, Timestamp::now_by_local_clock())).collect();
     }
     if !settings.database.is_given() {
         return passed(deadline, Timestamp::now_by_local_clock());
@@ -82,7 +82,7 @@ pub(super) async fn deadline_of(order_id: &str, settings: &Settings) -> anyhow::
 fn passed(deadline: Timestamp, now: Timestamp) -> Vec<String> {
     let sentence = || {
         let deadline = write_rfc3339(deadline);
-        format!("the deadline {deadline} has passed; a worker looks at the order as soon as the alarm arrives")
+        format!("the deadline {deadline} has passed; a worker checks the order as soon as the alarm arrives")
     };
     (deadline <= now).then(sentence).into_iter().collect()
 }
@@ -103,7 +103,7 @@ fn odd(deadline: Timestamp, OrderFacts { now, row }: &OrderFacts) -> Vec<String>
     odd
 }
 
-/// As `sql/close.sql` has it: hexadecimal digits, and hyphens in their places.
+/// The same check as in `sql/close.sql`: hexadecimal digits, and hyphens in their places.
 fn is_uuid(text: &str) -> bool {
     let hyphens = [8, 13, 18, 23];
     let is_in_place =

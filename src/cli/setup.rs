@@ -22,18 +22,18 @@ async fn declare(topology: &Topology, settings: &Settings) -> anyhow::Result<()>
     topology.declare(&connection).await?;
     let another = broker::require_another_connection(&settings.amqp, &connection).await;
     broker::close(&connection, settings.amqp.connect_timeout).await;
-    another.map_err(|fault| anyhow!("all exchanges, queues and bindings are there, but {fault}"))
+    another.map_err(|fault| anyhow!("all exchanges, queues and bindings are declared, but {fault}"))
 }
 
 /// # Errors
-/// If the database or the broker cannot be reached or refuses, or the database lacks what a worker needs.
+/// If the database or the broker cannot be reached or refuses, or the schema is incomplete.
 pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let applied = database::migrate(&settings.database).await?;
-    // What was applied once may have been dropped since.
+    // Objects of an applied migration may have been dropped since.
     inspect::require_complete(&settings.database, &settings.orders).await?;
     let topology = Topology::new(&settings);
     let declared = declare(&topology, &settings).await;
-    declared.map_err(|fault| anyhow!("{fault}; the database is set up all the same"))?;
+    declared.map_err(|fault| anyhow!("{fault}; the database is set up"))?;
     let mut answer = CommandOutcome::default();
     if args.json {
         let counts = json!({
@@ -51,7 +51,7 @@ pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandO
         names => answer.line(format!("database: {database}: applied {}", names.join(", "))),
     }
     answer.line(format!(
-        "broker:   {broker}: declared {} exchanges, {} queues and {} bindings; any that were there already are unchanged (AMQP does not say which)",
+        "broker:   {broker}: declared {} exchanges, {} queues and {} bindings; any that already existed are unchanged (AMQP does not say which)",
         topology.exchanges.len(),
         topology.queues.len(),
         topology.bindings.len()

@@ -18,7 +18,7 @@ pub struct TopologyArgs {
 }
 
 /// # Errors
-/// None at present; the shape is that of every command.
+/// None at present; the signature is that of every command.
 pub fn run(args: &TopologyArgs, mut settings: Settings) -> anyhow::Result<CommandOutcome> {
     if args.plugin {
         settings.delay.strategy = Strategy::DelayedExchange;

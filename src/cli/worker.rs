@@ -1,4 +1,4 @@
-//! `order-timeout worker`: runs until SIGTERM or Ctrl-C, then drains; at the second one it ends at once.
+//! `order-timeout worker`: runs until SIGTERM or Ctrl-C, then drains; a second signal ends it at once.
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -9,14 +9,14 @@ use crate::logging;
 use crate::worker::Worker;
 
 /// # Errors
-/// If the worker cannot start, or is told a second time to stop before it has.
+/// If the worker cannot start, or a second signal arrives before it has stopped.
 pub async fn run(settings: Settings) -> anyhow::Result<CommandOutcome> {
     let _log = logging::install(&settings.log);
-    end_the_process_on_a_panic();
+    exit_on_panic();
     let mut signals = Signals::listen()?;
     let worker = tokio::select! {
         started = Worker::start(settings) => started?,
-        // Nothing is begun yet.
+        // There is no work in flight yet.
         () = signals.next() => return Ok(CommandOutcome::default()),
     };
     let stop = CancellationToken::new();
@@ -25,16 +25,16 @@ pub async fn run(settings: Settings) -> anyhow::Result<CommandOutcome> {
     stop.cancel();
     tokio::select! {
         in_time = &mut stopped => {
-            // What was not finished is delivered again, so nothing is lost; but the orchestrator should know.
+            // Unfinished work is redelivered, so nothing is lost; but the orchestrator should see that it was cut short.
             Ok(CommandOutcome { code: u8::from(!in_time?), ..CommandOutcome::default() })
         }
         () = signals.next() => Err(anyhow::anyhow!(
-            "told to stop a second time, so it ends at once; what it had not finished is delivered again"
+            "stopped at once by a second signal; the broker redelivers unfinished alarms"
         )),
     }
 }
 
-/// SIGTERM and Ctrl-C, which mean the same.
+/// SIGTERM and Ctrl-C, which have the same effect.
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
@@ -53,12 +53,12 @@ impl Signals {
     }
 }
 
-/// A worker that has lost one of its tasks would stand still with its alarms unacknowledged; a dead one is restarted,
-/// and the broker delivers them again.
-fn end_the_process_on_a_panic() {
+/// Without one of its tasks a worker would hang with its alarms unacknowledged; a dead process is restarted, and the
+/// broker redelivers them.
+fn exit_on_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        logging::end_even_if_nobody_reads(1);
+        logging::exit_even_if_unread(1);
         report(panic);
         std::process::exit(1);
     }));

@@ -1,8 +1,8 @@
-//! The addresses of the broker and the database, taken apart strictly: the host in an address is the host that is
-//! connected to, or the address is refused.
+//! Strict parsers for the addresses of the broker and the database: the host in an address is the host that is connected
+//! to, or the address is refused.
 //!
-//! Pure. No default replaces a part that cannot be read, and no error repeats a part of an address: it may be a piece of
-//! a password.
+//! Pure. No default replaces an unreadable part, and no error repeats a part of an address: it may be a piece of a
+//! password.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -12,7 +12,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 #[error("{0}")]
 pub(crate) struct AddressError(String);
 
-/// A host as the network's calls take it, so an IPv6 address has no brackets; shown, it has them.
+/// A host. An IPv6 address has brackets when displayed, but not when connecting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Host {
     Name(String),
@@ -20,7 +20,7 @@ pub(crate) enum Host {
     V6(Ipv6Addr),
 }
 
-/// An address of a RabbitMQ.
+/// The address of a RabbitMQ server.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct AmqpAddress {
     pub is_tls: bool,
@@ -29,13 +29,13 @@ pub(crate) struct AmqpAddress {
     pub host: Host,
     pub port: u16,
     pub vhost: String,
-    /// In seconds, where the address gives one.
+    /// In seconds, if the address has one.
     pub heartbeat_s: Option<u16>,
-    /// One of [`AMQP_MECHANISMS`], where the address gives one.
+    /// One of [`AMQP_MECHANISMS`], if the address has one.
     pub mechanism: Option<String>,
 }
 
-/// Where the address of a Postgres leads. Everything else in it is for the client library to read.
+/// The server in the address of a Postgres. The client library reads everything else in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PostgresAddress {
     pub server: PostgresServer,
@@ -52,26 +52,26 @@ pub(crate) enum PostgresServer {
 /// The words that lapin knows for `auth_mechanism`.
 pub(crate) const AMQP_MECHANISMS: [&str; 5] = ["plain", "amqplain", "external", "anonymous", "rabbit-cr-demo"];
 
-/// The same bounds as of `amqp.heartbeat`.
+/// The same bounds as for `amqp.heartbeat`.
 const HEARTBEAT_S: std::ops::RangeInclusive<u16> = 1..=600;
 
-/// Parameters of an AMQP address, by the names that the clients of RabbitMQ have for them, and what to do instead.
+/// Parameters of an AMQP address, by their names in RabbitMQ's clients, and what to do instead.
 const AMQP_INSTEAD: [(&str, &str); 6] = [
     ("connection_timeout", "leave it out and set amqp.connect_timeout"),
-    ("frame_max", "leave it out, for the program chooses the frame size that its own limits are made for"),
-    ("channel_max", "leave it out, for the program opens as many channels as worker.shards needs"),
+    ("frame_max", "leave it out; the program chooses the frame size that fits its own limits"),
+    ("channel_max", "leave it out; the program opens as many channels as worker.shards needs"),
     ("cacertfile", "leave it out and set amqp.ca_file"),
     ("certfile", "leave it out and set amqp.client_cert_file"),
     ("keyfile", "leave it out and set amqp.client_key_file"),
 ];
 
-/// Parameters of a Postgres address, and of the server where `options` names them, that a setting governs.
+/// Parameters of a Postgres address, or of the server in `options`, that a setting governs.
 const POSTGRES_INSTEAD: [(&str, &str); 4] = [
     ("connect_timeout", "leave it out and set database.acquire_timeout"),
     ("statement_timeout", "leave it out and set database.statement_timeout"),
     (
         "idle_in_transaction_session_timeout",
-        "leave it out and set database.statement_timeout, which governs it as well",
+        "leave it out and set database.statement_timeout, which applies to it as well",
     ),
     ("lock_timeout", "leave it out and set database.lock_timeout"),
 ];
@@ -79,12 +79,12 @@ const POSTGRES_INSTEAD: [(&str, &str); 4] = [
 const DEFAULT_AMQP_PORT: u16 = 5672;
 const DEFAULT_AMQPS_PORT: u16 = 5671;
 const DEFAULT_POSTGRES_PORT: u16 = 5432;
-/// The account that every new RabbitMQ has, for addresses without one.
+/// The default account of RabbitMQ, for addresses without one.
 const DEFAULT_AMQP_ACCOUNT: &str = "guest";
 
 impl AmqpAddress {
     /// # Errors
-    /// [`AddressError`] for what is no complete address, or has a parameter that a setting governs.
+    /// [`AddressError`] for an incomplete address, or one with a parameter that a setting governs.
     pub fn parse(text: &str) -> Result<Self, AddressError> {
         let (is_tls, rest) = match (text.strip_prefix("amqp://"), text.strip_prefix("amqps://")) {
             (Some(rest), _) => (false, rest),
@@ -102,7 +102,7 @@ impl AmqpAddress {
         }
         let (user, password) = match (parts.user, parts.password) {
             (Some(user), Some(password)) => (user, password),
-            // The certificate says who it is.
+            // The certificate authenticates the client.
             (Some(user), None) if mechanism.as_deref() == Some("external") => (user, String::new()),
             (Some(_), None) => return refuse("has a user and no password; write user:password before the host"),
             (None, _) => (DEFAULT_AMQP_ACCOUNT.to_owned(), DEFAULT_AMQP_ACCOUNT.to_owned()),
@@ -126,7 +126,7 @@ impl fmt::Debug for AmqpAddress {
 
 impl PostgresAddress {
     /// # Errors
-    /// [`AddressError`] for what is no complete address, names two servers, or has a parameter that a setting governs.
+    /// [`AddressError`] for an incomplete address, or one with two servers or a parameter that a setting governs.
     pub fn parse(text: &str) -> Result<Self, AddressError> {
         let rest = text.strip_prefix("postgres://").or_else(|| text.strip_prefix("postgresql://"));
         let Some(rest) = rest else { return refuse("is not a Postgres address") };
@@ -160,7 +160,7 @@ impl fmt::Display for Host {
 }
 
 impl Host {
-    /// As the network's calls take it.
+    /// Without brackets, as for connecting.
     pub fn for_connecting(&self) -> String {
         match self {
             Self::V6(address) => address.to_string(),
@@ -168,7 +168,7 @@ impl Host {
         }
     }
 
-    /// Without brackets.
+    /// Parses a host without brackets.
     fn plain(text: &str) -> Result<Self, AddressError> {
         match text.parse() {
             Ok(IpAddr::V4(address)) => return Ok(Self::V4(address)),
@@ -177,19 +177,19 @@ impl Host {
         }
         if text.contains([':', '%']) {
             return refuse(
-                "names a host that is none; an IPv6 address has no zone (as in %eth0) here, and stands in brackets before a port, such as [2001:db8::1]:5432",
+                "has an invalid host; write an IPv6 address without a zone (as in %eth0), and in brackets before a port, such as [2001:db8::1]:5432",
             );
         }
         if !text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte)) {
             return refuse(
-                "names a host that is none; a host's name has letters of ASCII, digits, \"-\", \"_\" and \".\"",
+                "has an invalid host; a host name consists of ASCII letters, digits, \"-\", \"_\" and \".\"",
             );
         }
         // The system's resolver would read 10.1 as 10.0.0.1 and 2130706433 as 127.0.0.1.
         let last = text.trim_end_matches('.').rsplit('.').next().unwrap_or_default();
         let digits = last.strip_prefix("0x").unwrap_or(last);
         if digits.bytes().all(|byte| byte.is_ascii_digit()) || (digits != last && is_hexadecimal(digits)) {
-            return refuse("names a host that is a number; write an IPv4 address with four numbers from 0 to 255");
+            return refuse("has a number as its host; write an IPv4 address with four numbers from 0 to 255");
         }
         Ok(Self::Name(text.to_owned()))
     }
@@ -199,20 +199,20 @@ fn is_hexadecimal(text: &str) -> bool {
     text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// What every address consists of, decoded.
+/// The parts of an address, decoded.
 struct Parts {
     user: Option<String>,
     password: Option<String>,
-    /// As it is written, brackets included; it is not encoded, save for the directory of a socket.
+    /// As it is written, with brackets; not encoded, except for the directory of a socket.
     host: Option<String>,
     port: Option<u16>,
-    /// Without its first slash.
+    /// Without the leading slash.
     path: Option<String>,
     parameters: Vec<(String, String)>,
 }
 
 impl Parts {
-    /// Takes apart what follows `scheme://`.
+    /// Splits what follows `scheme://`.
     fn of(text: &str) -> Result<Self, AddressError> {
         if text.chars().any(|character| character.is_whitespace() || character.is_control()) {
             return refuse("has a space, a line break or a control character; write a space as %20, or leave it out");
@@ -222,10 +222,10 @@ impl Parts {
         }
         let (text, query) = split_at_first(text, '?');
         let (authority, path) = split_at_first(text, '/');
-        // It ended the host in the middle of a password that holds one of / and ?: a piece of it would be taken for the host.
+        // The password contains an unescaped / or ?, so a piece of the password would be taken for the host.
         if path.into_iter().chain(query).any(|behind| behind.contains('@')) {
             return refuse(
-                "has an @ behind its host; in name, password and all that follows them write @ as %40, / as %2F, ? as %3F and % as %25",
+                "has an @ behind its host; in the user name, the password and everything after them write @ as %40, / as %2F, ? as %3F and % as %25",
             );
         }
         let (account, place) = match authority.rsplit_once('@') {
@@ -233,7 +233,7 @@ impl Parts {
             None => (None, authority),
         };
         let (user, password) = match account.map(|account| split_at_first(account, ':')) {
-            Some(("", _)) => return refuse("has an @ and no user's name before it"),
+            Some(("", _)) => return refuse("has an @ and no user name before it"),
             Some((user, password)) => (Some(decoded(user)?), password.map(decoded).transpose()?),
             None => (None, None),
         };
@@ -260,13 +260,13 @@ fn split_at_first(text: &str, separator: char) -> (&str, Option<&str>) {
 fn host_and_port(place: &str) -> Result<(&str, Option<&str>), AddressError> {
     if place.starts_with('[') {
         let Some(end) = place.find(']') else {
-            return refuse("has a [ and no ] behind it; an IPv6 address stands in brackets, such as [2001:db8::1]");
+            return refuse("has a [ and no ] behind it; write an IPv6 address in brackets, such as [2001:db8::1]");
         };
         let (host, behind) = place.split_at(end + 1);
         return match behind.strip_prefix(':') {
             Some(port) => Ok((host, Some(port))),
             None if behind.is_empty() => Ok((host, None)),
-            None => refuse("has something between its ] and its port; write such as [2001:db8::1]:5672"),
+            None => refuse("has something between its ] and its port; write it like [2001:db8::1]:5672"),
         };
     }
     if place.matches(':').count() > 1 {
@@ -280,11 +280,11 @@ fn bracketed_host(text: String) -> Result<Host, AddressError> {
     let Some(inner) = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')) else { return Host::plain(&text) };
     if inner.contains('%') {
         return refuse(
-            "has an IPv6 address with a zone (as in %25eth0), which is not supported; write an address without one, or a name for it",
+            "has an IPv6 address with a zone (as in %25eth0), which is not supported; write an address without a zone, or a host name",
         );
     }
     let address = inner.parse().map(Host::V6);
-    address.or_else(|_| refuse("has something in brackets that is no IPv6 address; write such as [2001:db8::1]"))
+    address.or_else(|_| refuse("has something in brackets that is not an IPv6 address; write it like [2001:db8::1]"))
 }
 
 fn read_port(text: &str) -> Result<u16, AddressError> {
@@ -292,7 +292,7 @@ fn read_port(text: &str) -> Result<u16, AddressError> {
     match text.parse() {
         Ok(port) if is_number && port > 0 => Ok(port),
         _ => refuse(
-            "has a port that is no number from 1 to 65535; if it is a piece of the password, write / : # ? % in it percent-encoded",
+            "has a port that is not a number from 1 to 65535; if it is a piece of the password, percent-encode / : # ? % in it",
         ),
     }
 }
@@ -301,10 +301,10 @@ fn parameters(query: &str) -> Result<Vec<(String, String)>, AddressError> {
     let mut parameters: Vec<(String, String)> = Vec::new();
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         let (name, value) = split_at_first(pair, '=');
-        // As forms write a space; the client libraries read it so.
+        // A + is a space, as in HTML forms; the client libraries do the same.
         let [name, value] = [name, value.unwrap_or_default()].map(|text| decoded(&text.replace('+', " ")));
         let (name, value) = (name?, value?);
-        // Of several, one library takes the first and another the last. Those for the server are added together.
+        // Of duplicates, one library takes the first and another the last. `options` may repeat: they are concatenated.
         if name != "options" && parameters.iter().any(|(known, _)| *known == name) {
             return Err(AddressError(format!("gives the parameter {} twice; give it once", shown(&name))));
         }
@@ -331,13 +331,13 @@ fn decoded(text: &str) -> Result<String, AddressError> {
     String::from_utf8(bytes).or_else(|_| refuse("has percent-encoded bytes that are not UTF-8; write ä as %C3%A4"))
 }
 
-const BARE_PERCENT: &str = "has a % that no two hexadecimal digits follow; write a percent sign as %25";
+const BARE_PERCENT: &str = "has a % that is not followed by two hexadecimal digits; write a percent sign as %25";
 
 fn heartbeat(value: &str) -> Result<u16, AddressError> {
     match value.parse() {
         Ok(seconds) if HEARTBEAT_S.contains(&seconds) => Ok(seconds),
         _ => refuse(
-            "has the parameter heartbeat, and it is no number of seconds from 1 to 600; leave it out and set amqp.heartbeat",
+            "has a parameter heartbeat that is not a number of seconds from 1 to 600; leave it out and set amqp.heartbeat",
         ),
     }
 }
@@ -357,13 +357,13 @@ fn not_a_parameter(name: &str, instead: &[(&str, &str)]) -> AddressError {
     }
 }
 
-/// A parameter's name, unless it looks like a piece of something else.
+/// A parameter's name, unless it may be a piece of something else.
 fn shown(name: &str) -> &str {
     let is_a_name = |name: &str| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-[]".contains(&byte));
-    if is_a_name(name) { name } else { "of a name that is none" }
+    if is_a_name(name) { name } else { "with an invalid name" }
 }
 
-/// Names of server settings are the same in capitals, and with `-` for `_` behind `--` (PostgreSQL source, `guc.c`).
+/// Names of server settings are case-insensitive, and may have `-` for `_` after `--` (PostgreSQL source, `guc.c`).
 fn refuse_what_a_setting_governs(name: &str) -> Result<(), AddressError> {
     let name = name.to_ascii_lowercase().replace('-', "_");
     match POSTGRES_INSTEAD.iter().any(|(governed, _)| *governed == name) {
@@ -373,7 +373,7 @@ fn refuse_what_a_setting_governs(name: &str) -> Result<(), AddressError> {
 }
 
 /// The names of the server settings in `options`: `-c name=value`, `-cname=value` or `--name=value`, separated by spaces,
-/// with `\` before what is to be taken as it is (PostgreSQL source, `pg_split_opts`).
+/// with `\` as the escape character (PostgreSQL source, `pg_split_opts`).
 fn server_settings(options: &str) -> impl Iterator<Item = String> {
     let mut words = vec![String::new()];
     let mut characters = options.chars();
@@ -407,15 +407,15 @@ fn postgres_server(parts: &Parts) -> Result<PostgresServer, AddressError> {
         (Some(""), None) | (None, Some("")) => return refuse("has an empty host as a parameter; leave it out"),
         (Some(directory), None) if directory.starts_with('/') => Some(PostgresServer::Socket(directory.to_owned())),
         (None, Some(address)) if address.parse::<IpAddr>().is_err() => {
-            return refuse("has a hostaddr that is no IP address; write an address, or the name as host");
+            return refuse("has a hostaddr that is not an IP address; write an address, or the name as host");
         }
         (host, address) => host.or(address).map(Host::plain).transpose()?.map(PostgresServer::Tcp),
     };
     match (in_authority, in_query) {
         (Some(one), Some(other)) if one == other => Ok(one),
-        // What stands before the slash is there only because an address has a host.
+        // The host before the slash is a placeholder that the address syntax requires.
         (Some(PostgresServer::Tcp(_)), Some(socket @ PostgresServer::Socket(_))) => Ok(socket),
-        (Some(_), Some(_)) => refuse("names two servers, before its path and as a parameter; leave one of them out"),
+        (Some(_), Some(_)) => refuse("names two servers, as its host and as a parameter; leave one of them out"),
         (Some(one), None) | (None, Some(one)) => Ok(one),
         (None, None) => refuse(
             "names no host; write localhost if this machine is meant, or ?host=/var/run/postgresql for its socket",
@@ -427,7 +427,7 @@ fn authority_server(host: String) -> Result<PostgresServer, AddressError> {
     if host.starts_with('[') {
         return bracketed_host(host).map(PostgresServer::Tcp);
     }
-    // The directory of a socket is encoded; a name has nothing to encode.
+    // The directory of a socket is encoded; a host name contains nothing to encode.
     match decoded(&host)? {
         directory if directory.starts_with('/') => Ok(PostgresServer::Socket(directory)),
         _ => Host::plain(&host).map(PostgresServer::Tcp),

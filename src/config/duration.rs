@@ -1,7 +1,7 @@
-//! Lengths of time as settings and the command line write them: `30m`, `250ms`, `1h 30m`.
+//! Durations in settings and on the command line: `30m`, `250ms`, `1h 30m`.
 //!
-//! humantime reads them, a term at a time: of several it adds up, 2.4.0 panics where they come to `u64::MAX` seconds and
-//! then exactly one more (the fuzzer's finding).
+//! humantime parses them, one term at a time: adding up several terms, 2.4.0 panics if the sum exceeds `u64::MAX` seconds
+//! by exactly one (found by the fuzzer).
 
 use std::fmt;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use serde::de::{Error, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer};
 
 /// # Errors
-/// humantime's, of the first term that is wrong, or of a sum beyond what a [`Duration`] holds.
+/// humantime's, for the first invalid term, or for a sum that a [`Duration`] cannot hold.
 pub(crate) fn parse(text: &str) -> Result<Duration, DurationError> {
     let mut sum = Duration::ZERO;
     for term in terms(text) {
@@ -20,7 +20,7 @@ pub(crate) fn parse(text: &str) -> Result<Duration, DurationError> {
     Ok(sum)
 }
 
-/// A term begins with a number that stands behind a unit, or at the beginning.
+/// A term begins with a number, at the beginning of the text or after a unit.
 fn terms(text: &str) -> Vec<&str> {
     let (mut terms, mut begin, mut behind_a_unit) = (Vec::new(), 0, false);
     for (index, character) in text.char_indices() {
@@ -41,7 +41,7 @@ pub(super) fn read<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duratio
     Written::deserialize(deserializer).map(|Written(duration)| duration)
 }
 
-/// The same where it may be left out.
+/// The same for an optional value.
 pub(super) fn read_if_given<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
     let written = Option::<Written>::deserialize(deserializer)?;
     Ok(written.map(|Written(duration)| duration))
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn terms_are_added_up_as_far_as_there_are_seconds() {
+    fn sums_terms_up_to_overflow() {
         let seconds = |text| parse(text).map(|duration| duration.as_secs());
         assert_eq!(seconds("1h 30m5s"), Ok(5_405));
         assert_eq!(seconds("18446744073709551615s 999ms"), Ok(u64::MAX));
@@ -86,7 +86,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_again(secs in 0..u64::MAX, nanos in 0..1_000_000_000_u32) {
+        fn formatted_durations_parse_back(secs in 0..u64::MAX, nanos in 0..1_000_000_000_u32) {
             let duration = Duration::new(secs, nanos);
             prop_assert_eq!(parse(&humantime::format_duration(duration).to_string()), Ok(duration));
         }

@@ -1,7 +1,6 @@
-//! Where settings come from: defaults, a file, the environment, the command line; and how a fault in one of them is
-//! explained.
+//! Loads settings from defaults, a file, the environment and the command line, and explains errors in them.
 //!
-//! Reads, never checks what a value means (that is `Settings::validate`), and never repeats a secret.
+//! Reads, never checks what a value means (`Settings::validate` does), and never repeats a secret.
 
 use std::ffi::OsString;
 use std::io::Read;
@@ -14,36 +13,39 @@ use super::validate::NOT_UTF8;
 use super::{DEFAULTS, POSTGRES_FORM, Settings, SettingsError, is_a_key};
 
 const ENV_PREFIX: &str = "ORDER_TIMEOUT__";
-/// What the prefix is often mistaken for.
+/// A frequent misspelling of the prefix.
 const ENV_PREFIX_CUT_SHORT: &str = "ORDER_TIMEOUT_";
 const DATABASE_URL_NAME: &str = "ORDER_TIMEOUT__DATABASE__URL";
-/// What many programs call the database's address.
+/// The name that many programs use for the database's address.
 const DATABASE_URL: &str = "DATABASE_URL";
 const ENVIRONMENT: &str = "the environment";
 const COMMAND_LINE: &str = "--set";
-/// Settings that are lists and may be written with commas outside a file.
+/// Settings that are lists, which are separated by commas outside a file.
 const LISTS: [&str; 2] = ["delay.lanes", "worker.take_shards"];
 /// How a list is written in a file.
 const LIST_FORM: &str = "lanes = [\"15m\"]";
-/// The list whose elements are tables, for which commas do not do.
+/// The list of tables, which cannot be written with commas.
 const RINGS: &str = "delay.rings";
 
-/// How alike a key and the one that is suggested for it must be, from 0 to 1: two letters in five may differ.
-const LEAST_LIKENESS: f64 = 0.6;
+/// The old and the new names of renamed settings.
+pub(super) const RENAMED: [(&str, &str); 1] = [("worker.away_patience", "worker.requeue_after")];
 
-/// More than any address has.
+/// The least similarity of a key and the one suggested for it, from 0 to 1: two letters in five may differ.
+const LEAST_SIMILARITY: f64 = 0.6;
+
+/// Larger than any address.
 const LARGEST_SECRET_BYTES: u64 = 64 * 1024;
 
 /// A key and where its value came from; `None` for the defaults.
 type Origins = Vec<(String, Option<String>)>;
 
 impl Settings {
-    /// Loads defaults, then `file`, then the environment, then `overrides` (`KEY=VALUE`), and checks the result. All that
-    /// a publisher needs: the database's address is not looked at.
+    /// Loads defaults, then `file`, then the environment, then `overrides` (`KEY=VALUE`), and checks the result.
+    /// Sufficient for a publisher: the database's address is not checked.
     ///
     /// # Errors
-    /// [`SettingsError`]: an unknown key, a value of the wrong form, a file that is not there, or values that do not
-    /// fit together; with key and origin.
+    /// [`SettingsError`]: an unknown key, a value of the wrong form, a missing file, or values that do not fit together;
+    /// with key and origin.
     pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self, SettingsError> {
         Self::load_with_environment(file, environment()?, overrides)
     }
@@ -56,11 +58,11 @@ impl Settings {
         Self::load_with_database_and_environment(file, environment()?, overrides)
     }
 
-    /// [`Settings::load_with_database`] for a program that writes tables: no address of a database is an error, for the
+    /// [`Settings::load_with_database`] for a program that writes tables: a missing address is an error, because the
     /// default one is rarely meant.
     ///
     /// # Errors
-    /// As [`Settings::load_with_database`], or if nothing names the database.
+    /// As [`Settings::load_with_database`], or if no setting names the database.
     pub fn load_with_named_database(file: Option<&Path>, overrides: &[String]) -> Result<Self, SettingsError> {
         let (settings, origins) = load_with_database(file, environment()?, overrides)?;
         if is_database_given(&origins) {
@@ -68,13 +70,13 @@ impl Settings {
         }
         let default = "127.0.0.1:5432, database \"postgres\"";
         let why = format!(
-            "is not given, and setup writes no tables to the default address ({default}) unasked; set {DATABASE_URL_NAME} to {POSTGRES_FORM}"
+            "is not given, and setup does not write tables to the default address ({default}); set {DATABASE_URL_NAME} to {POSTGRES_FORM}"
         );
         Err(SettingsError::of("database.url", why))
     }
 
-    /// [`Settings::load`] for a program that asks the database where one is given and goes without it otherwise: then
-    /// `database.url` is empty ([`DatabaseSettings::is_given`]), as for an address of another kind.
+    /// [`Settings::load`] for a program that uses the database only if one is given: otherwise, and for an address of
+    /// another kind, `database.url` is empty ([`DatabaseSettings::is_given`]).
     ///
     /// [`DatabaseSettings::is_given`]: super::DatabaseSettings::is_given
     ///
@@ -106,7 +108,7 @@ impl Settings {
         load_with_database(file, environment, overrides).map(|(settings, _)| settings)
     }
 
-    /// The defaults alone, for a program that fills in its own addresses.
+    /// The defaults only, for a program that sets its own addresses.
     ///
     /// # Panics
     /// Never: a test holds the defaults valid.
@@ -115,7 +117,7 @@ impl Settings {
         Self::load_with_environment(None, Map::new(), &[]).expect("config/default.toml is tested to be valid")
     }
 
-    /// [`Settings::load`] with the environment given.
+    /// [`Settings::load`] with the environment as an argument.
     ///
     /// # Errors
     /// As [`Settings::load`].
@@ -128,7 +130,7 @@ impl Settings {
     }
 }
 
-/// All that a program needs which uses the database, and where each value came from.
+/// The settings of a program that uses the database, and the origin of each value.
 fn load_with_database(
     file: Option<&Path>,
     environment: Map<String, String>,
@@ -141,10 +143,10 @@ fn load_with_database(
     Ok((settings, origins))
 }
 
-/// Whether a setting says where the database is: the default address is for trying out.
+/// Whether the database's address was set: the default address is only for trying out.
 fn is_database_given(origins: &Origins) -> bool {
-    let of_the_address = origins.iter().find(|(key, _)| key == "database.url");
-    of_the_address.is_some_and(|(_, origin)| origin.is_some())
+    let address = origins.iter().find(|(key, _)| key == "database.url");
+    address.is_some_and(|(_, origin)| origin.is_some())
 }
 
 /// This process' environment.
@@ -152,8 +154,8 @@ pub(super) fn environment() -> Result<Map<String, String>, SettingsError> {
     texts(std::env::vars_os())
 }
 
-/// What is not text is left out where it is somebody else's; ours, left out, would leave the program with the default
-/// servers. `DATABASE_URL` may be either: whoever uses it sees what is wrong with it.
+/// The variables that are text. Other programs' variables that are not text are ignored; ours are refused, because the
+/// program would otherwise use the default servers. `DATABASE_URL` may be either: it is kept, and checked when it is used.
 pub(super) fn texts(
     variables: impl Iterator<Item = (OsString, OsString)>,
 ) -> Result<Map<String, String>, SettingsError> {
@@ -186,7 +188,7 @@ pub(super) fn load(
     Ok((settings, origins))
 }
 
-/// Takes the address from the file that is named for it, if one is: as Docker and Kubernetes hand out secrets.
+/// Reads the address from the file named for it, if one is named: Docker and Kubernetes provide secrets as files.
 fn read_secret(key: &str, secret: &mut SecretString, path: &str, origins: &mut Origins) -> Result<(), SettingsError> {
     if path.is_empty() {
         return Ok(());
@@ -210,7 +212,7 @@ fn read_secret(key: &str, secret: &mut SecretString, path: &str, origins: &mut O
     }
 }
 
-/// The one line of a secret's file. The end of the line is no part of it: editors and `echo` write one.
+/// The only line of a secret's file, without its line break, which editors and `echo` add.
 fn secret_in(path: &str) -> Result<String, String> {
     let mut text = String::new();
     let read = std::fs::File::open(path).and_then(|file| file.take(LARGEST_SECRET_BYTES).read_to_string(&mut text));
@@ -230,7 +232,7 @@ impl SettingsError {
         Self::new(None, None, why)
     }
 
-    /// Fills in where the key's value came from, if that is not known yet.
+    /// Adds the origin of the key's value, if it is not known yet.
     fn with_origin(mut self, origins: &Origins) -> Self {
         // An element of a list has the origin of the list.
         let name = self.key.as_deref().and_then(|key| key.split('[').next());
@@ -256,7 +258,7 @@ pub(super) fn merge(
             builder.set_override(&key, value_from(ENVIRONMENT, &key, &value)?).map_err(|fault| explain(&fault))?;
     }
     for (index, text) in overrides.iter().enumerate() {
-        // Not repeated: it may be an address, and its "=" one of the address' own.
+        // The text is not repeated: it may be an address, and its "=" part of the address.
         let (key, value) = text.split_once('=').filter(|(key, _)| is_a_key(key.trim())).ok_or_else(|| {
             let (ordinal, count) = (index + 1, overrides.len());
             SettingsError::plain(format!(
@@ -270,8 +272,8 @@ pub(super) fn merge(
     builder.build().map_err(|fault| explain(&fault))
 }
 
-/// A settings file that has been read. The config crate's own source writes another path into its errors than the one
-/// that was given.
+/// A settings file that has been read. The config crate's own source shows a different path in its errors than the one
+/// given.
 #[derive(Debug, Clone)]
 struct SettingsFile {
     path: String,
@@ -304,7 +306,7 @@ impl Source for SettingsFile {
     }
 }
 
-/// The settings among the environment's variables. `DATABASE_URL` counts where no longer name says where it is.
+/// The settings among the environment's variables. `DATABASE_URL` counts only if neither long name is set.
 fn keys_in(environment: Map<String, String>) -> Vec<(String, String)> {
     let database_url = environment.get(DATABASE_URL).map(|url| ("database.url".to_owned(), url.clone()));
     let database_url = database_url.filter(|_| !environment.contains_key("ORDER_TIMEOUT__DATABASE__URL_FILE"));
@@ -315,19 +317,19 @@ fn keys_in(environment: Map<String, String>) -> Vec<(String, String)> {
     database_url.into_iter().chain(ours).collect()
 }
 
-/// Refuses names that would be ours but for an underscore: unread, they would leave the program with the default
-/// servers. Other names that begin like ours are somebody else's: our scripts', or Kubernetes', which makes some for
-/// every service.
+/// Refuses names that differ from ours only by a missing underscore: they would be ignored, and the program would use the
+/// default servers. Other names that begin like ours belong to our scripts, or to Kubernetes, which creates some for every
+/// service.
 fn refuse_names_cut_short(environment: &Map<String, String>) -> Result<(), SettingsError> {
     let known = every_key();
     let meant = environment.keys().filter_map(|name| Some((name, name_meant_by(name, &known)?)));
-    // The first by name, so that the same environment is always told the same.
+    // The first by name, so that the same environment always gives the same error.
     let Some((name, meant)) = meant.min() else { return Ok(()) };
-    let why = format!("nobody reads it; did you mean {meant}?");
+    let why = format!("it is not read; did you mean {meant}?");
     Err(SettingsError::new(Some(name.clone()), Some(ENVIRONMENT.to_owned()), why))
 }
 
-/// Refuses what has our prefix and no key behind it: the config crate would say of it that an identifier is invalid.
+/// Refuses names with our prefix and no valid key: the config crate would only report an invalid identifier.
 fn refuse_names_of_nothing(environment: &Map<String, String>) -> Result<(), SettingsError> {
     let is_a_name =
         |rest: &str| rest.split("__").all(|part| part.starts_with(|first: char| first.is_ascii_alphabetic()));
@@ -337,8 +339,8 @@ fn refuse_names_of_nothing(environment: &Map<String, String>) -> Result<(), Sett
     Err(SettingsError::new(Some(name.clone()), Some(ENVIRONMENT.to_owned()), why))
 }
 
-/// `ORDER_TIMEOUT_DATABASE__ANYTHING`, where there is such a section, and `ORDER_TIMEOUT_DATABASE_URL`, where there is
-/// such a key.
+/// The right name for `ORDER_TIMEOUT_DATABASE__ANYTHING` if there is such a section, and for `ORDER_TIMEOUT_DATABASE_URL`
+/// if there is such a key.
 fn name_meant_by(name: &str, known: &[String]) -> Option<String> {
     let rest = name.strip_prefix(ENV_PREFIX_CUT_SHORT).filter(|rest| !rest.starts_with('_'))?;
     let written = rest.to_lowercase();
@@ -346,11 +348,12 @@ fn name_meant_by(name: &str, known: &[String]) -> Option<String> {
     if section.is_some_and(|section| known.iter().any(|key| key.starts_with(&section))) {
         return Some(format!("{ENV_PREFIX}{rest}"));
     }
-    let key = known.iter().find(|key| key.replace('.', "_") == written)?;
+    let known = known.iter().map(|key| (key.as_str(), key.as_str()));
+    let (_, key) = known.chain(RENAMED).find(|(key, _)| key.replace('.', "_") == written)?;
     Some(format!("{ENV_PREFIX}{}", key.replace('.', "__").to_uppercase()))
 }
 
-/// Text as it was written; what it must be is said by the setting it is for.
+/// The text unchanged; its setting defines what it must be.
 fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, SettingsError> {
     let origin = origin.to_owned();
     if key == RINGS {
@@ -367,25 +370,29 @@ fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, SettingsErro
     Ok(Value::new(Some(&origin), text))
 }
 
-/// Refuses keys that `config/default.toml` does not have. Done here rather than by serde so that the sentence can say
-/// where the key stands and what was probably meant.
+/// Refuses keys that `config/default.toml` does not have. Done here rather than by serde so that the sentence can name
+/// the key's origin and the key that was probably meant.
 fn refuse_unknown_keys(origins: &Origins) -> Result<(), SettingsError> {
     let known = every_key();
     let Some((key, origin)) = origins.iter().find(|(key, _)| !known.contains(key)) else {
         return Ok(());
     };
-    let likeness = |name: &str| strsim::normalized_damerau_levenshtein(name, key);
+    if let Some((_, new)) = RENAMED.iter().find(|(old, _)| old == key) {
+        let why = format!("it was renamed to {new}; use that name");
+        return Err(SettingsError::new(Some(key.clone()), origin.clone(), why));
+    }
+    let similarity = |name: &str| strsim::normalized_damerau_levenshtein(name, key);
     let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_owned();
-    // The section alone makes no likeness.
-    let is_like = |name: &&String| strsim::normalized_damerau_levenshtein(&last(name), &last(key)) >= LEAST_LIKENESS;
-    let meant = known.iter().filter(is_like).max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    // The same section alone is not enough.
+    let is_like = |name: &&String| strsim::normalized_damerau_levenshtein(&last(name), &last(key)) >= LEAST_SIMILARITY;
+    let meant = known.iter().filter(is_like).max_by(|a, b| similarity(a).total_cmp(&similarity(b)));
     let meant = meant.map_or_else(String::new, |name| format!("; did you mean {name}?"));
     let why = format!("there is no such setting{meant}");
     Err(SettingsError::new(Some(key.clone()), origin.clone(), why))
 }
 
-/// Refuses fractions and truth values, which no setting has: the config crate would round the former and take the latter
-/// for a number or a word.
+/// Refuses fractions and truth values, which no setting has: the config crate would round the former and convert the
+/// latter to a number or a word.
 fn refuse_kinds_of_no_setting(root: &Value) -> Result<(), SettingsError> {
     let leaves = elements("", root);
     let mut found = leaves.iter().filter_map(|(key, value)| match &value.kind {
@@ -410,7 +417,7 @@ fn leaf_keys(root: &Value) -> Origins {
     leaves("", root).into_iter().map(|(key, value)| (key, value.origin().map(str::to_owned))).collect()
 }
 
-/// What stands beneath `key` and is no section, by its key, in the keys' order; a list counts as one.
+/// The values beneath `key` that are not sections, with their keys, sorted by key; a list counts as one value.
 pub(super) fn leaves<'a>(key: &str, value: &'a Value) -> Vec<(String, &'a Value)> {
     let ValueKind::Table(table) = &value.kind else { return vec![(key.to_owned(), value)] };
     let dot = if key.is_empty() { "" } else { "." };
@@ -420,7 +427,7 @@ pub(super) fn leaves<'a>(key: &str, value: &'a Value) -> Vec<(String, &'a Value)
     leaves
 }
 
-/// The same, and the elements of lists by their numbers.
+/// The same, with the elements of lists by their numbers.
 fn elements<'a>(key: &str, value: &'a Value) -> Vec<(String, &'a Value)> {
     let of_leaf = |(key, value): (String, &'a Value)| match &value.kind {
         ValueKind::Array(list) => {
@@ -434,7 +441,7 @@ fn elements<'a>(key: &str, value: &'a Value) -> Vec<(String, &'a Value)> {
 fn explain(error: &ConfigError) -> SettingsError {
     match error {
         ConfigError::Type { origin, unexpected, expected, key } => {
-            // An address may hold a password, so its value is never repeated.
+            // An address may contain a password, so its value is never repeated.
             let secret = key.as_deref().is_some_and(|key| key.ends_with("url"));
             let found = if secret { "another kind of value".to_owned() } else { unexpected.to_string() };
             let why = format!("expected {expected}, found {found}");
@@ -446,7 +453,7 @@ fn explain(error: &ConfigError) -> SettingsError {
             SettingsError::new(key, origin.clone().or(inner.origin), inner.why)
         }
         ConfigError::FileParse { uri, cause } => {
-            // Between its first and its last line the parser quotes the line that is wrong, password and all.
+            // Between its first and its last line the parser quotes the wrong line, which may contain a password.
             let text = cause.to_string();
             let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
             let place = lines.first().copied().unwrap_or_default();
@@ -454,12 +461,12 @@ fn explain(error: &ConfigError) -> SettingsError {
             SettingsError::new(None, uri.clone(), format!("the file is not valid: {place}: {what}"))
         }
         ConfigError::NotFound(key) => SettingsError::new(Some(written_key(key)), None, "is missing; add it".to_owned()),
-        other => SettingsError::plain(mend(other.to_string())),
+        other => SettingsError::plain(with_fix(other.to_string())),
     }
 }
 
-/// serde's words for a value of the wrong form, with what to write instead.
-fn mend(text: String) -> String {
+/// serde's message about a value of the wrong form, with what to write instead.
+fn with_fix(text: String) -> String {
     if text.ends_with("expected a duration") {
         return text + "; write a number and its unit, such as 3s or 250ms";
     }
@@ -472,7 +479,7 @@ fn mend(text: String) -> String {
     }
 }
 
-/// The config crate leaves out the dot behind an index.
+/// The key with the dot after an index, which the config crate leaves out.
 fn written_key(key: &str) -> String {
     let mut written = String::new();
     for (index, character) in key.char_indices() {

@@ -1,6 +1,6 @@
-//! Settings are merged, checked and refused as they should be, and no fault repeats a secret.
+//! Settings are merged, checked and refused correctly, and no error repeats a secret.
 //!
-//! Pure: environments and arguments are given, files are the tests' own.
+//! Pure: environments and arguments are passed in, files are temporary.
 
 use super::{Duration, ExposeSecret, Settings, load};
 use proptest::prelude::*;
@@ -13,22 +13,23 @@ fn load(environment: &[(&str, &str)], overrides: &[&str]) -> Result<Settings, St
 }
 
 #[test]
-fn the_defaults_are_valid() {
+fn defaults_are_valid() {
     let settings = Settings::defaults();
     assert_eq!(settings.delay.lanes[0].name, "30m");
     assert_eq!(settings.delay.lead, Duration::from_secs(20));
 }
 
-/// README's second for an order that no alarm wakes, and half a second while the broker is away, follow from these; a
-/// quarter of a second is left for looking and closing. A busy machine could not hold a test with servers to them.
+/// README's limit of one second for an order without an alarm, and of half a second while the broker is unreachable,
+/// follow from these; a quarter of a second is left for the query and the close. On a busy machine a test with servers
+/// could not assert them.
 #[test]
-fn the_sweep_looks_four_times_a_second_and_gives_an_alarm_half_a_second() {
+fn sweep_defaults_match_documented_lateness() {
     let sweep = Settings::defaults().sweep;
     assert_eq!((sweep.every, sweep.grace), (Duration::from_millis(250), Duration::from_millis(500)));
 }
 
 #[test]
-fn the_environment_overrides_the_defaults_and_set_overrides_the_environment() {
+fn set_overrides_environment_overrides_defaults() {
     let settings = load(
         &[
             ("ORDER_TIMEOUT__DELAY__LANES", "15m,7200s"),
@@ -44,7 +45,7 @@ fn the_environment_overrides_the_defaults_and_set_overrides_the_environment() {
 }
 
 #[test]
-fn a_list_is_separated_by_commas_and_may_be_empty() {
+fn lists_are_separated_by_commas() {
     let shards = |text: &str| load(&[("ORDER_TIMEOUT__WORKER__TAKE_SHARDS", text)], &["worker.shards=3"]);
     assert_eq!(shards("0, 2").unwrap().worker.take_shards, [0, 2]);
     assert!(shards("").unwrap().worker.take_shards.is_empty());
@@ -52,7 +53,7 @@ fn a_list_is_separated_by_commas_and_may_be_empty() {
 }
 
 #[test]
-fn what_is_not_utf8_in_the_environment_is_refused_if_it_is_ours() {
+fn refuses_non_utf8_in_own_variables() {
     let texts = |name: &str, value: &[u8]| {
         load::texts([(name.into(), std::ffi::OsString::from_vec(value.to_vec()))].into_iter())
     };
@@ -62,7 +63,7 @@ fn what_is_not_utf8_in_the_environment_is_refused_if_it_is_ours() {
         assert_eq!(fault, format!("setting {name} (from the environment): {why}"));
     }
     assert!(texts("PS1", b"\xe4").unwrap().is_empty());
-    // The shop's own, perhaps.
+    // It may belong to the shop.
     let unused = texts("DATABASE_URL", b"postgres://shop:p\xe4ss@host/shop").unwrap();
     let settings = Settings::load_with_environment(None, unused, &[]).unwrap();
     let fault = settings.validate_database().unwrap_err().to_string();
@@ -71,7 +72,7 @@ fn what_is_not_utf8_in_the_environment_is_refused_if_it_is_ours() {
 }
 
 #[test]
-fn a_name_in_the_environment_that_names_no_setting_is_refused() {
+fn refuses_variables_that_name_no_setting() {
     for name in ["ORDER_TIMEOUT__", "ORDER_TIMEOUT__DELAY__", "ORDER_TIMEOUT____LEAD", "ORDER_TIMEOUT__1"] {
         let fault = load(&[(name, "3s")], &[]).unwrap_err();
         let why = "it names no setting; write it as ORDER_TIMEOUT__DELAY__LEAD";
@@ -80,7 +81,7 @@ fn a_name_in_the_environment_that_names_no_setting_is_refused() {
 }
 
 #[test]
-fn a_name_in_the_environment_that_lacks_an_underscore_is_refused() {
+fn refuses_variables_that_lack_underscores() {
     for (name, meant) in [
         ("ORDER_TIMEOUT_DATABASE__URL", "ORDER_TIMEOUT__DATABASE__URL"),
         ("ORDER_TIMEOUT_DATABASE__ULR", "ORDER_TIMEOUT__DATABASE__ULR"),
@@ -90,9 +91,9 @@ fn a_name_in_the_environment_that_lacks_an_underscore_is_refused() {
         ("ORDER_TIMEOUT_NAMESPACE", "ORDER_TIMEOUT__NAMESPACE"),
     ] {
         let fault = load(&[(name, "amqp://u:hunter2@h/v")], &[]).unwrap_err();
-        assert_eq!(fault, format!("setting {name} (from the environment): nobody reads it; did you mean {meant}?"));
+        assert_eq!(fault, format!("setting {name} (from the environment): it is not read; did you mean {meant}?"));
     }
-    // Our scripts', and Kubernetes' for services of these names.
+    // Names used by our scripts, and by Kubernetes for services of these names.
     for name in [
         "ORDER_TIMEOUT_SERVICES",
         "ORDER_TIMEOUT_RABBITMQ",
@@ -107,7 +108,24 @@ fn a_name_in_the_environment_that_lacks_an_underscore_is_refused() {
 }
 
 #[test]
-fn database_url_is_read_unless_the_longer_name_is_set() {
+fn renamed_setting_is_refused_with_new_name() {
+    let why = "it was renamed to worker.requeue_after; use that name";
+    let in_environment = load(&[("ORDER_TIMEOUT__WORKER__AWAY_PATIENCE", "5s")], &[]).unwrap_err();
+    assert_eq!(in_environment, format!("setting worker.away_patience (from the environment): {why}"));
+    let in_arguments = load(&[], &["worker.away_patience=5s"]).unwrap_err();
+    assert_eq!(in_arguments, format!("setting worker.away_patience (from --set): {why}"));
+    let in_file = load_file("[worker]\naway_patience = \"5s\"\n").unwrap_err();
+    assert!(in_file.starts_with("setting worker.away_patience (from ") && in_file.ends_with(why), "{in_file}");
+    let cut_short = load(&[("ORDER_TIMEOUT_WORKER_AWAY_PATIENCE", "5s")], &[]).unwrap_err();
+    assert!(cut_short.ends_with("did you mean ORDER_TIMEOUT__WORKER__REQUEUE_AFTER?"), "{cut_short}");
+    let known = load::every_key();
+    for (old, new) in load::RENAMED {
+        assert!(!known.iter().any(|key| key == old) && known.iter().any(|key| key == new), "{old}, {new}");
+    }
+}
+
+#[test]
+fn long_name_wins_over_database_url() {
     let short = load(&[("DATABASE_URL", "postgres://a@h/short")], &[]).unwrap();
     assert_eq!(short.database.url.expose_secret(), "postgres://a@h/short");
     let both =
@@ -117,7 +135,7 @@ fn database_url_is_read_unless_the_longer_name_is_set() {
 }
 
 #[test]
-fn health_and_metrics_are_shown_to_this_machine_alone_unless_told_otherwise() {
+fn http_listens_on_loopback_by_default() {
     let listen = |overrides: &[&str]| load(&[], overrides).unwrap().http.listen.0;
     assert!(listen(&[]).is_some_and(|address| address.ip().is_loopback()));
     assert_eq!(listen(&["http.listen="]), None);
@@ -125,7 +143,7 @@ fn health_and_metrics_are_shown_to_this_machine_alone_unless_told_otherwise() {
 }
 
 #[test]
-fn a_publisher_does_not_mind_a_database_of_another_kind() {
+fn publisher_accepts_other_database_urls() {
     for url in ["mysql://shop:hunter2@h/shop", "sqlite::memory:", "", "postgres://u:hunter2@h:port/d"] {
         let settings = load(&[("DATABASE_URL", url)], &[]).unwrap();
         let fault = settings.validate_database().unwrap_err().to_string();
@@ -161,7 +179,7 @@ fn each_fault_names_its_key_and_origin() {
 }
 
 #[test]
-fn an_address_in_the_wrong_place_is_never_repeated() {
+fn errors_never_repeat_misplaced_addresses() {
     for address in
         ["amqp://shop:hunter2@host/v", "postgres://shop:hunter2@h/d?a=b", "shop:hunter2@host", "amqps://hunter2"]
     {
@@ -185,7 +203,7 @@ fn an_address_in_the_wrong_place_is_never_repeated() {
 }
 
 #[test]
-fn every_duration_and_number_has_a_bound() {
+fn every_duration_and_number_is_bounded() {
     for (setting, bound) in [
         ("amqp.heartbeat=11m", "10m"),
         ("amqp.connect_timeout=61m", "1h"),
@@ -211,7 +229,7 @@ fn every_duration_and_number_has_a_bound() {
 }
 
 #[test]
-fn kinds_of_value_that_no_setting_has_are_refused_and_not_rounded() {
+fn refuses_fractions_and_booleans() {
     for (file, key, found) in [
         ("[worker]\nshards = 2.5\n", "worker.shards", "2.5 is a fraction"),
         ("[worker]\nshards = true\n", "worker.shards", "true is a truth value"),
@@ -229,7 +247,7 @@ fn kinds_of_value_that_no_setting_has_are_refused_and_not_rounded() {
 }
 
 #[test]
-fn rings_beyond_what_the_broker_takes_are_refused() {
+fn refuses_rings_beyond_broker_limits() {
     for (ring, why) in [
         ("{ unit = \"10000000000s\", slots = 20 }", "is not between"),
         ("{ unit = \"18446744073709551615s\", slots = 65535 }", "is not between"),
@@ -246,7 +264,7 @@ fn rings_beyond_what_the_broker_takes_are_refused() {
         let fault = load_file(&format!("[delay]\nrings = [{ring}]\n")).unwrap_err();
         assert!(fault.contains("delay.rings") && fault.contains(why), "{ring}: {fault:?}");
     }
-    // More queues than a broker declares in the time that it is given.
+    // More queues than a broker declares within the time limit.
     let rings = |slots: [u32; 3]| {
         let ring = |(unit, slots)| format!("{{ unit = \"{unit}s\", slots = {slots} }}");
         let rings: Vec<_> = [5, 300, 3_600].into_iter().zip(slots).map(ring).collect();
@@ -258,7 +276,7 @@ fn rings_beyond_what_the_broker_takes_are_refused() {
 }
 
 #[test]
-fn rings_that_reach_less_far_than_a_retry_waits_are_refused() {
+fn refuses_rings_shorter_than_longest_retry() {
     let rings = |slots, longest: &str| {
         load_file(&format!(
             "[delay]\nrings = [{{ unit = \"1s\", slots = {slots} }}]\n[retry]\nlongest = \"{longest}\"\n"
@@ -280,7 +298,7 @@ fn load_file(contents: &str) -> Result<Settings, String> {
     Settings::load_with_environment(Some(file.path()), Default::default(), &[]).map_err(|fault| fault.to_string())
 }
 
-/// What nobody means, but somebody will type.
+/// Values that are never meant, but may be typed.
 fn extreme_value() -> impl Strategy<Value = String> {
     let numbers = ["-1", "0", "1", "255", "256", "65535", "65536", "4294967296", "9223372036854775807", "1e400"];
     let far = ["18446744073709551615", "315360000", "9223372036854", "584554049253", "1000000", "1", "0"];
@@ -305,7 +323,7 @@ fn extreme_value() -> impl Strategy<Value = String> {
     ]
 }
 
-/// Everything that is built from settings before anything is reached.
+/// Builds everything that is derived from settings before a connection is opened.
 fn build(settings: &Settings) {
     let wheel = settings.wheel().expect("accepted rings mesh");
     let topology = crate::topology::Topology::new(settings);
@@ -329,7 +347,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
     #[test]
-    fn no_value_of_any_setting_is_worse_than_refused(
+    fn any_value_is_accepted_or_refused(
         settings in proptest::collection::vec((any::<proptest::sample::Index>(), extreme_value()), 1..4),
     ) {
         let keys = load::every_key();
@@ -342,7 +360,7 @@ proptest! {
     }
 
     #[test]
-    fn no_rings_are_worse_than_refused(
+    fn any_rings_are_accepted_or_refused(
         rings in proptest::collection::vec((extreme_value(), 0_u32..70_000, extreme_value()), 1..4),
         first_with_early in 0_usize..4,
     ) {
@@ -361,7 +379,7 @@ proptest! {
 }
 
 #[test]
-fn no_fault_repeats_a_password() {
+fn errors_never_repeat_passwords() {
     for url in ["http://x:hunter2@y", "postgres://u:hunter2@[bad", "amqp://u:hunter2@host:notaport/"] {
         for key in ["amqp.url", "database.url"] {
             let fault = load(&[], &[&format!("{key}={url}")]).map(drop);
@@ -373,14 +391,14 @@ fn no_fault_repeats_a_password() {
 }
 
 #[test]
-fn a_lock_that_is_waited_for_longer_than_a_statement_may_take_is_refused() {
+fn refuses_lock_timeout_above_statement_timeout() {
     let fault = load(&[], &["database.lock_timeout=5s"]).unwrap_err();
     let why = "must be shorter than database.statement_timeout, which is 5s";
     assert!(fault.contains("database.lock_timeout") && fault.contains(why), "{fault:?}");
 }
 
 #[test]
-fn addresses_are_refused_with_the_setting_to_use() {
+fn refused_addresses_name_setting_to_use() {
     for (setting, parts) in [
         ("amqp.url=amqp://u:hunter2@h/v?heartbeat=0", ["amqp.url", "from 1 to 600", "set amqp.heartbeat"]),
         (
@@ -409,7 +427,7 @@ fn addresses_are_refused_with_the_setting_to_use() {
 }
 
 #[test]
-fn suggests_a_setting_only_if_alike() {
+fn suggests_only_similar_settings() {
     for (setting, meant) in [
         ("amqp.foo=1", None),
         ("delay.x=1", None),
@@ -428,7 +446,7 @@ fn suggests_a_setting_only_if_alike() {
 }
 
 #[test]
-fn a_word_for_a_list_is_refused_with_its_form() {
+fn refuses_word_instead_of_list() {
     for file in ["[delay]\nlanes = \"15m\"\n", "[worker]\ntake_shards = 1\n"] {
         let fault = load_file(file).unwrap_err();
         assert!(fault.contains("expected a list") && fault.contains("lanes = [\"15m\"]"), "{fault}");
@@ -436,7 +454,7 @@ fn a_word_for_a_list_is_refused_with_its_form() {
 }
 
 #[test]
-fn a_publisher_has_a_database_only_if_given() {
+fn publisher_has_database_only_if_given() {
     let load = |environment: &[(&str, &str)]| {
         let environment = environment.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
         Settings::load_with_any_database_and_environment(None, environment, &[]).unwrap().database

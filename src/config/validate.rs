@@ -1,7 +1,7 @@
-//! Which settings go together: every rule that a value's form cannot say. Each that is broken is one sentence, which says
-//! how to mend it.
+//! Checks that settings fit together: every rule beyond a value's form. Each violation is one sentence that names the
+//! fix.
 //!
-//! Pure: looks at nothing but the settings.
+//! Pure: reads nothing but the settings.
 
 use std::time::Duration;
 
@@ -15,18 +15,18 @@ use crate::message::{AMQP_MAX_SHORT_STRING_BYTES, LONGEST_TTL};
 use crate::tls::TlsFiles;
 
 const AMQP_MAX_PREFETCH: u16 = u16::MAX;
-/// Each takes up to 16 queues, and the broker pays for every one.
+/// Each lane has up to 16 queues, and every queue costs the broker resources.
 const MAX_LANES: usize = 64;
-/// Of all rings. Each is a queue, of which a broker on two cores declares 150 a second, and they must be there within
-/// `DECLARE_TIMEOUT`. A hundred and fifty reach for years.
+/// In all rings together. Each slot is a queue; a broker on two cores declares 150 a second, and all must be declared
+/// within `DECLARE_TIMEOUT`. A hundred and fifty slots cover years.
 const MAX_SLOTS: usize = 2_000;
-/// Each is a channel of every worker that takes it.
+/// Each shard is a channel of every worker that consumes it.
 pub(crate) const MAX_SHARDS: u8 = 64;
-/// RabbitMQ takes the channel away from a consumer that has not acknowledged for 30 minutes.
+/// RabbitMQ closes the channel of a consumer that has not acknowledged for 30 minutes.
 const LONGEST_HOLD: Duration = Duration::from_secs(20 * 60);
 const DAY: Duration = Duration::from_secs(86_400);
 
-/// How to mend an address that is not.
+/// The fix for an address that is not UTF-8.
 pub(super) const NOT_UTF8: &str = "in an address, write such a letter as %C3%A4";
 
 impl Settings {
@@ -45,8 +45,8 @@ impl Settings {
         })
     }
 
-    /// Whether `database.url` can be one, and the certificates named beside it fit. Apart from [`Settings::validate`],
-    /// because a program that only publishes has no need of it, and may have a `DATABASE_URL` of quite another kind.
+    /// Whether `database.url` is a valid address, and the certificates named beside it fit. Separate from
+    /// [`Settings::validate`], because a publisher does not need it, and may have a `DATABASE_URL` of another kind.
     ///
     /// # Errors
     /// [`SettingsError`] if it is not the address of a Postgres.
@@ -56,7 +56,7 @@ impl Settings {
             return Err(SettingsError::of("database.url", format!("is not UTF-8; {NOT_UTF8}")));
         }
         if database.contains('#') {
-            let why = "contains a #, behind which nothing is read; in a user name or password write it percent-encoded, as %23";
+            let why = "contains a #, after which nothing is read; in a user name or password write it percent-encoded, as %23";
             return Err(SettingsError::of("database.url", why));
         }
         let is_postgres = database.starts_with("postgres://") || database.starts_with("postgresql://");
@@ -76,7 +76,8 @@ impl Settings {
         let fits = (1..=60).contains(&self.namespace.len())
             && self.namespace.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
         if self.namespace == "amq" {
-            let why = "\"amq\" is the broker's own: it lets nobody declare what begins with \"amq.\"; choose another";
+            let why =
+                "\"amq\" is reserved: the broker refuses to declare names that begin with \"amq.\"; choose another";
             return Err(SettingsError::of("namespace", why));
         }
         if fits {
@@ -85,7 +86,7 @@ impl Settings {
         Err(SettingsError::of(
             "namespace",
             format!(
-                "{:?} must be 1 to 60 letters, digits, \"-\" or \"_\", for it begins the name of every queue",
+                "{:?} must be 1 to 60 letters, digits, \"-\" or \"_\", because it is the prefix of every queue name",
                 self.namespace
             ),
         ))
@@ -111,7 +112,7 @@ impl Settings {
         let files = self.amqp.tls_files();
         validate_pair(files)?;
         if files.is_any() && amqp.starts_with("amqp://") {
-            let why = "begins with amqp:// while certificates are named, so it would go in the clear; write amqps:// or name none";
+            let why = "begins with amqp:// while certificates are named, so the connection would not be encrypted; write amqps:// or name no certificates";
             return Err(SettingsError::of("amqp.url", why));
         }
         for (key, value) in [
@@ -124,7 +125,7 @@ impl Settings {
         ] {
             within(key, value, Duration::from_millis(1), Duration::from_secs(3_600))?;
         }
-        // Or nobody would ever hear that it was a lock.
+        // Otherwise the statement timeout would hide that a lock was the cause.
         if self.database.lock_timeout >= self.database.statement_timeout {
             let why = format!(
                 "must be shorter than database.statement_timeout, which is {}",
@@ -154,7 +155,7 @@ impl Settings {
         for ring in &self.delay.rings {
             within(key, ring.unit, Duration::from_millis(1), LONGEST_TTL)?;
             whole_millis(key, ring.unit)?;
-            // A slot's queue lets go of everything after a whole round.
+            // A slot's queue expires its messages after at most a whole round.
             within(key, ring.unit * u32::from(ring.slots), Duration::ZERO, LONGEST_TTL)?;
             within(key, ring.early.unwrap_or_default(), Duration::ZERO, LONGEST_TTL)?;
         }
@@ -167,7 +168,7 @@ impl Settings {
         }
         self.wheel().map_err(|fault| SettingsError::of(key, fault))?;
         if self.delay.rings[0].early.is_some() {
-            let why = "the finest ring has an early, which would be ignored, for that ring lets go delay.lead before its unit; leave it out";
+            let why = "the finest ring has an early, which would be ignored, because that ring's slots expire delay.lead before their unit; leave it out";
             return Err(SettingsError::of(key, why));
         }
         Ok(())
@@ -175,7 +176,7 @@ impl Settings {
 
     fn validate_worker(&self) -> Result<(), SettingsError> {
         let worker = &self.worker;
-        // What the finest ring hands over is due at most lead + one unit later; two seconds are for the way.
+        // An alarm from the finest ring is due at most lead + one unit later; two seconds are for its delivery.
         let finest = self.delay.rings[0].unit;
         let least_hold = self.delay.lead + finest + Duration::from_secs(2);
         if least_hold > LONGEST_HOLD {
@@ -189,7 +190,7 @@ impl Settings {
             return Err(SettingsError::of(
                 "worker.hold_max",
                 format!(
-                    "{} is shorter than delay.lead + the finest ring's unit + 2s = {}; alarms would go round instead of waiting",
+                    "{} is shorter than delay.lead + the finest ring's unit + 2s = {}; alarms would circulate through the wheel instead of waiting in the worker",
                     humantime::format_duration(worker.hold_max),
                     humantime::format_duration(least_hold)
                 ),
@@ -249,7 +250,7 @@ impl Settings {
         self.validate_longest_retry()
     }
 
-    /// What waits for longer than the wheel has a slot for would come back early, and fail again early.
+    /// A retry that waits longer than the wheel's furthest slot would come back early, and fail again early.
     fn validate_longest_retry(&self) -> Result<(), SettingsError> {
         let key = "delay.rings";
         let kept = self.wheel().map_err(|fault| SettingsError::of(key, fault))?.longest_wait();
@@ -265,8 +266,7 @@ impl Settings {
 }
 
 impl DatabaseSettings {
-    /// Whether the server must have a certificate that is checked because certificates are named and nothing else is
-    /// said.
+    /// Whether the server's certificate is verified because certificates are named and no sslmode is given.
     #[must_use]
     pub fn verifies_by_default(&self) -> bool {
         let parameters = parameters_of(self.url.expose_secret());
@@ -309,16 +309,15 @@ impl DatabaseSettings {
 }
 
 impl OrdersSettings {
-    /// Both are about one table: ours or the user's.
+    /// Both statements must be about the same table: ours or the user's.
     fn validate(&self) -> Result<(), SettingsError> {
         let (given, missing) = match (self.close_sql.is_empty(), self.overdue_sql.is_empty()) {
             (false, true) => ("orders.close_sql", "orders.overdue_sql"),
             (true, false) => ("orders.overdue_sql", "orders.close_sql"),
             (true, true) | (false, false) => return Ok(()),
         };
-        let why = format!(
-            "is given without {missing}, so the worker would look after two tables at once; give both, or neither"
-        );
+        let why =
+            format!("is given without {missing}, so the worker would use two tables at once; give both, or neither");
         Err(SettingsError::of(given, why))
     }
 }
@@ -340,7 +339,7 @@ fn validate_lanes(delay: &DelaySettings) -> Result<(), SettingsError> {
     Ok(())
 }
 
-/// Milliseconds are what the broker counts in, and what queues are named by: two that differ by less would be one queue.
+/// The broker counts in milliseconds, and so do queue names: two durations that differ by less would be the same queue.
 fn whole_millis(key: &str, value: Duration) -> Result<(), SettingsError> {
     if value.subsec_nanos().is_multiple_of(1_000_000) {
         return Ok(());
@@ -357,7 +356,7 @@ fn within(key: &str, value: Duration, least: Duration, most: Duration) -> Result
     Err(SettingsError::of(key, format!("{value} is not between {least} and {most}")))
 }
 
-/// What sqlx knows in the query of an address (sqlx-postgres, `PgConnectOptions::parse_from_url`), each TLS file with its other names.
+/// The query parameters that sqlx knows (sqlx-postgres, `PgConnectOptions::parse_from_url`), TLS files with their aliases.
 const PG_PARAMETERS: [&str; 18] = [
     "sslmode",
     "ssl-mode",
@@ -379,7 +378,7 @@ const PG_PARAMETERS: [&str; 18] = [
     "options",
 ];
 const PG_SSLMODE: [&str; 2] = ["sslmode", "ssl-mode"];
-/// The setting, and the parameters that mean the same.
+/// The setting, and the parameters with the same meaning.
 const PG_TLS_FILES: [(&str, [&str; 3]); 3] = [
     ("database.ca_file", ["sslrootcert", "ssl-root-cert", "ssl-ca"]),
     ("database.client_cert_file", ["sslcert", "ssl-cert", "ssl-cert"]),
@@ -396,7 +395,7 @@ fn parameter<'a>(parameters: &'a [(String, String)], names: &[&str]) -> Option<&
     parameters.iter().find(|(key, _)| names.contains(&key.as_str())).map(|(_, value)| value.as_str())
 }
 
-/// A client certificate is of no use without its key, nor a key without its certificate.
+/// A client certificate is useless without its key, and a key without its certificate.
 fn validate_pair(files: TlsFiles<'_>) -> Result<(), SettingsError> {
     let section = files.section;
     let (given, missing) = match (files.client_cert_file, files.client_key_file) {

@@ -1,8 +1,8 @@
-//! Whether the two statements of the orders contract agree: what the close said of the orders that the sweep found, whether
-//! those are found again all the same, whether pages are sorted, and what was answered that no contract knows.
+//! Checks that the two statements of the orders contract agree: the close's outcomes for orders that the sweep found,
+//! orders that are found again although the close has settled them, unsorted pages, and results outside the contract.
 //!
-//! Pure: told what was asked and answered, and when. Sees pages and batches of the sweep, and of all others only what is
-//! odd about them. Remembers a sample: it must name one order, not all of them.
+//! Pure: queries, results and times are arguments. Sees the sweep's pages and batches, and of other batches only results
+//! outside the contract. Keeps a sample: it must name one order, not all of them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
@@ -10,33 +10,33 @@ use std::time::{Duration, Instant};
 use crate::engine::{Batch, BatchResult};
 use crate::order::{ClosedBy, Deadline, OddAnswer, OrderId, Outcome, SweepPage, SweepPlace, SweptPage};
 
-/// So many orders of the sweep's are remembered.
-const REMEMBERED: usize = 1_000;
-/// In so many pages an order must be found again: once may be a row that was changed meanwhile.
+/// The most swept orders that are kept.
+const SAMPLE_SIZE: usize = 1_000;
+/// The number of pages that must contain an order again: a single one may be a row that was changed meanwhile.
 const FOUND_AGAIN: u32 = 2;
-/// What is odd is said for so long, even if a good answer came since: some orders may be answered well.
-const SAID_FOR: Duration = Duration::from_secs(8);
-/// What did not come again for so long is not said any longer, even if nothing came at all.
-const NOT_SAID_AFTER: Duration = Duration::from_secs(300);
+/// How long a violation is reported even after a valid result: other orders may have valid results.
+const REPORTED_FOR: Duration = Duration::from_secs(8);
+/// How long a violation is reported without recurring, even if there was no result at all.
+const NOT_REPORTED_AFTER: Duration = Duration::from_secs(300);
 
-/// What is known of how the statements keep to their contract.
+/// The observed violations of the contract.
 #[derive(Debug)]
 pub struct ContractWatch {
     close: String,
     overdue: String,
-    said: HashMap<OrderId, Said>,
-    /// The page that was asked for last, and when.
+    closes: HashMap<OrderId, SampledClose>,
+    /// The page that was requested last, and when.
     after: Option<SweepPlace>,
     asked: Instant,
-    /// When the last pass from the front began.
+    /// When the last pass over all pages began.
     pass_began: Instant,
     /// By kind.
-    odd: BTreeMap<&'static str, Odd>,
+    violations: BTreeMap<&'static str, Violation>,
 }
 
-/// What the close said of an order that the sweep had found.
+/// The close's outcome for an order that the sweep had found.
 #[derive(Debug)]
-struct Said {
+struct SampledClose {
     outcome: Outcome,
     deadline: Deadline,
     at: Instant,
@@ -44,58 +44,59 @@ struct Said {
     found_again: u32,
 }
 
-/// Something that the contract does not allow.
+/// A violation of the contract.
 #[derive(Debug)]
-struct Odd {
+struct Violation {
     why: String,
     last: Instant,
-    /// Whether the same was done well since.
-    was_good_since: bool,
+    /// Whether a valid result of the same kind followed.
+    was_valid_since: bool,
 }
 
-impl Odd {
+impl Violation {
     fn holds(&self, now: Instant) -> bool {
         let lasted = now.saturating_duration_since(self.last);
-        lasted < SAID_FOR || (!self.was_good_since && lasted < NOT_SAID_AFTER)
+        lasted < REPORTED_FOR || (!self.was_valid_since && lasted < NOT_REPORTED_AFTER)
     }
 }
 
 impl ContractWatch {
-    /// `close` and `overdue`: what the statements are called, by their settings and files.
+    /// `close` and `overdue`: the names of the statements, by their settings and files.
     #[must_use]
     pub fn new(close: String, overdue: String, now: Instant) -> Self {
-        Self { close, overdue, said: HashMap::new(), after: None, asked: now, pass_began: now, odd: BTreeMap::new() }
+        let (closes, violations) = (HashMap::new(), BTreeMap::new());
+        Self { close, overdue, closes, after: None, asked: now, pass_began: now, violations }
     }
 
-    /// The sweep asks for a page.
+    /// The sweep requests a page.
     pub fn page_asked(&mut self, page: &SweepPage, now: Instant) {
         self.after.clone_from(&page.after);
         self.asked = now;
         if page.after.is_none() {
-            // What a whole pass did not find is not overdue any longer.
+            // An order that a whole pass did not find is no longer overdue.
             let began = std::mem::replace(&mut self.pass_began, now);
-            self.said.retain(|_, said| said.seen >= began);
+            self.closes.retain(|_, close| close.seen >= began);
         }
     }
 
-    /// And has it.
+    /// The sweep has received the page.
     pub fn page_found(&mut self, page: &SweptPage, now: Instant) {
         if let Some(why) = self.why_unsorted(page) {
             self.note("unsorted", why, now);
         } else if page.orders.windows(2).any(|pair| pair[0].deadline < pair[1].deadline) {
-            self.note_good("unsorted");
+            self.note_valid("unsorted");
         }
-        if self.said.is_empty() {
+        if self.closes.is_empty() {
             return;
         }
         for overdue in &page.orders {
-            let Some(said) = self.said.get_mut(&overdue.order_id) else { continue };
-            if said.deadline != overdue.deadline {
-                // Its row is another one by now.
-                self.said.remove(&overdue.order_id);
-            } else if said.at < self.asked {
-                said.found_again += 1;
-                said.seen = now;
+            let Some(close) = self.closes.get_mut(&overdue.order_id) else { continue };
+            if close.deadline != overdue.deadline {
+                // Its row has changed since.
+                self.closes.remove(&overdue.order_id);
+            } else if close.at < self.asked {
+                close.found_again += 1;
+                close.seen = now;
             }
         }
     }
@@ -119,12 +120,12 @@ impl ContractWatch {
         })
     }
 
-    /// A batch has its answer.
-    pub fn answered(&mut self, batch: &Batch, answer: &BatchResult, now: Instant) {
-        let Ok(findings) = answer else { return };
-        if !self.odd.is_empty() && findings.values().any(Result::is_ok) {
+    /// A batch has its result.
+    pub fn answered(&mut self, batch: &Batch, result: &BatchResult, now: Instant) {
+        let Ok(findings) = result else { return };
+        if !self.violations.is_empty() && findings.values().any(Result::is_ok) {
             for kind in OddAnswer::KINDS {
-                self.note_good(kind);
+                self.note_valid(kind);
             }
         }
         if batch.by != ClosedBy::Sweep {
@@ -137,50 +138,51 @@ impl ContractWatch {
                 Some(Err(_)) => continue,
                 None => Outcome::Unknown,
             };
-            if outcome == Outcome::Busy || (self.said.len() >= REMEMBERED && !self.said.contains_key(order_id)) {
+            if outcome == Outcome::Busy || (self.closes.len() >= SAMPLE_SIZE && !self.closes.contains_key(order_id)) {
                 continue;
             }
-            let said = Said { outcome, deadline, at: now, seen: now, found_again: 0 };
-            self.said
+            let close = SampledClose { outcome, deadline, at: now, seen: now, found_again: 0 };
+            self.closes
                 .entry(order_id.clone())
                 .and_modify(|known| {
                     let found_again = if known.outcome == outcome { known.found_again } else { 0 };
-                    *known = Said { outcome, deadline, at: now, seen: now, found_again };
+                    *known = SampledClose { outcome, deadline, at: now, seen: now, found_again };
                 })
-                .or_insert(said);
+                .or_insert(close);
         }
     }
 
-    /// The close statement has answered what the contract does not know.
+    /// The close statement has returned a result outside the contract.
     pub fn odd_answer(&mut self, odd: &OddAnswer, now: Instant) {
         let why = format!("{} {}", self.close, odd);
         self.note(odd.kind(), why, now);
     }
 
     fn note(&mut self, kind: &'static str, why: String, now: Instant) {
-        self.odd.insert(kind, Odd { why, last: now, was_good_since: false });
+        self.violations.insert(kind, Violation { why, last: now, was_valid_since: false });
     }
 
-    fn note_good(&mut self, kind: &'static str) {
-        if let Some(odd) = self.odd.get_mut(kind) {
-            odd.was_good_since = true;
+    fn note_valid(&mut self, kind: &'static str) {
+        if let Some(violation) = self.violations.get_mut(kind) {
+            violation.was_valid_since = true;
         }
     }
 
-    /// What contradicts the contract, a sentence for each kind.
+    /// The current violations, one sentence for each kind.
     #[must_use]
     pub fn why(&self, now: Instant) -> Option<String> {
-        let odd = self.odd.values().filter(|odd| odd.holds(now)).map(|odd| odd.why.clone());
+        let violations = self.violations.values().filter(|violation| violation.holds(now));
+        let violations = violations.map(|violation| violation.why.clone());
         let mut by_outcome: BTreeMap<&str, (Outcome, &OrderId, usize)> = BTreeMap::new();
-        for (order_id, said) in self.said.iter().filter(|(_, said)| said.found_again >= FOUND_AGAIN) {
-            let entry = by_outcome.entry(said.outcome.as_str()).or_insert((said.outcome, order_id, 0));
-            // Always the same one, so that the sentence stays as it is.
+        for (order_id, close) in self.closes.iter().filter(|(_, close)| close.found_again >= FOUND_AGAIN) {
+            let entry = by_outcome.entry(close.outcome.as_str()).or_insert((close.outcome, order_id, 0));
+            // Always the same order, so that the sentence does not change.
             entry.1 = order_id.min(entry.1);
             entry.2 += 1;
         }
         let contradictions =
             by_outcome.into_values().map(|(outcome, order_id, _)| self.contradiction(outcome, order_id));
-        let sentences: Vec<String> = odd.chain(contradictions).collect();
+        let sentences: Vec<String> = violations.chain(contradictions).collect();
         (!sentences.is_empty()).then(|| sentences.join("; "))
     }
 
@@ -188,19 +190,19 @@ impl ContractWatch {
         let (close, overdue, word) = (&self.close, &self.overdue, outcome.as_str());
         match outcome {
             Outcome::Closed => format!(
-                "{close} says {word} of order {order_id}, but {overdue} finds it overdue again: the order is still open; correct the UPDATE, or the condition on the status"
+                "{close} returns {word} for order {order_id}, but {overdue} finds it overdue again: the order is still open; correct the UPDATE, or the condition on the status"
             ),
             Outcome::Malformed => format!(
-                "{close} says {word} of order {order_id}, which {overdue} finds in the table, so it is never closed: let the check of the id's form accept every id that the table can hold"
+                "{close} returns {word} for order {order_id}, which {overdue} finds in the table, so it is never closed: let the check of the id's form accept every id that the table can contain"
             ),
             Outcome::Unknown => format!(
                 "{overdue} finds order {order_id}, but {close} returns no row for it, so it is never closed: let both read the same table, and check row security"
             ),
             Outcome::NotDue => format!(
-                "{overdue} finds order {order_id} overdue, but {close} says {word}, so it is never closed: let both compare the same deadline with the same clock, and check that no trigger suppresses the UPDATE"
+                "{overdue} finds order {order_id} overdue, but {close} returns {word}, so it is never closed: let both compare the same deadline with the same clock, and check that no trigger suppresses the UPDATE"
             ),
             Outcome::Paid | Outcome::AlreadyClosed | Outcome::Closing | Outcome::Busy => format!(
-                "{overdue} finds order {order_id} overdue again and again, but {close} says {word}: let it return orders only that are to be closed, by their status"
+                "{overdue} finds order {order_id} overdue again and again, but {close} returns {word}: let it return only orders that are to be closed, by their status"
             ),
         }
     }
@@ -262,12 +264,12 @@ mod tests {
     }
 
     #[test]
-    fn order_found_after_its_close_is_named() {
+    fn order_found_after_close_is_reported() {
         for (outcome, word) in [
             (Outcome::Closed, "still open"),
-            (Outcome::Paid, "says paid"),
-            (Outcome::Closing, "says closing"),
-            (Outcome::AlreadyClosed, "says already_closed"),
+            (Outcome::Paid, "returns paid"),
+            (Outcome::Closing, "returns closing"),
+            (Outcome::AlreadyClosed, "returns already_closed"),
             (Outcome::NotDue, "same clock"),
             (Outcome::Malformed, "form"),
             (Outcome::Unknown, "row security"),
@@ -283,12 +285,12 @@ mod tests {
             for _ in 0..3 {
                 run.page(None, &[]);
             }
-            assert_eq!(run.why(), None, "it is not found any longer");
+            assert_eq!(run.why(), None, "it is no longer found");
         }
     }
 
     #[test]
-    fn page_asked_before_the_close_proves_nothing() {
+    fn page_requested_before_close_proves_nothing() {
         let mut run = run();
         run.watch.page_asked(&SweepPage { grace: TICK, after: None, limit: 9 }, run.now);
         run.close("17", 1, Outcome::Closed);
@@ -310,12 +312,12 @@ mod tests {
     }
 
     #[test]
-    fn unsorted_page_is_named_until_sorted() {
+    fn unsorted_page_is_reported_until_sorted() {
         let mut run = run();
         run.page(None, &[("1", 1), ("3", 3), ("2", 2)]);
         let why = run.why().unwrap();
         assert!(why.contains("order 3 before order 2") && why.contains("ORDER BY"), "{why}");
-        run.now += SAID_FOR;
+        run.now += REPORTED_FOR;
         run.page(None, &[("1", 1)]);
         assert!(run.why().is_some(), "one row proves nothing");
         run.page(None, &[("1", 1), ("2", 2)]);
@@ -323,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn page_that_begins_anew_is_named() {
+    fn page_that_starts_over_is_reported() {
         let mut run = run();
         let after = Some(SweepPlace { deadline: Timestamp::from_unix_micros(5), id: "5".into() });
         run.page(after.clone(), &[("5", 5), ("6", 6)]);
@@ -334,18 +336,18 @@ mod tests {
     }
 
     #[test]
-    fn odd_answer_lasts_until_good_ones() {
+    fn odd_result_lasts_until_valid_ones() {
         let mut run = run();
         let odd = OddAnswer::Word { order_id: OrderId::new("17").unwrap(), word: Some("expired".into()) };
         run.watch.odd_answer(&odd, run.now);
         let why = run.why().unwrap();
         assert!(why.starts_with("close.sql") && why.contains("\"expired\"") && why.contains("order 17"), "{why}");
-        run.now += SAID_FOR;
-        assert!(run.why().is_some(), "nothing was answered since");
+        run.now += REPORTED_FOR;
+        assert!(run.why().is_some(), "no result since");
         run.watch.odd_answer(&odd, run.now);
         run.close("18", 1, Outcome::Closed);
-        assert!(run.why().is_some(), "others may be answered well");
-        run.now += SAID_FOR;
+        assert!(run.why().is_some(), "other orders may have valid results");
+        run.now += REPORTED_FOR;
         assert_eq!(run.why(), None);
     }
 }

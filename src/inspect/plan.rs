@@ -1,5 +1,5 @@
-//! Whether the overdue statement has an index to go by, from the plan that Postgres makes for it; and, where the statements
-//! are the shop's own, whether the worker's role may run them and sees all rows.
+//! Checks on the query plan whether the overdue statement uses an index; and, if the statements are the shop's own,
+//! whether the worker's role may run them and sees all rows.
 //!
 //! Explains the statements, never runs them.
 
@@ -14,11 +14,11 @@ use crate::database::{Database, ErrorClass, Timestamptz, classify, one_line};
 use crate::degraded::Cause;
 use crate::order::Timestamp;
 
-/// A relation of this size may be read as a whole, four times a second.
+/// A relation up to this size may be read completely, four times a second.
 const SMALL_BYTES: i64 = 2 * 1024 * 1024;
 
-/// Tables that the transaction's statements name, directly or through views, and whose row security applies to this role.
-/// What a statement is planned for is locked until the transaction ends.
+/// Tables that the transaction's statements use, directly or through views, and whose row security applies to this role.
+/// They are found by their locks: planning a statement locks its tables until the transaction ends.
 const HIDDEN_BY_POLICIES: &str = "
 SELECT c.oid::regclass::text, current_user::text
 FROM pg_locks l JOIN pg_class c ON c.oid = l.relation
@@ -36,12 +36,12 @@ SELECT n.nspname::text, c.relname::text, pg_relation_size(c.oid)
 FROM unnest($1::text[], $2::text[]) AS wanted(s, t)
 JOIN pg_namespace n ON n.nspname = wanted.s JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = wanted.t";
 
-/// The two statements of the orders contract, as far as they are looked at here.
+/// The two statements of the orders contract whose plans are checked.
 #[derive(Debug)]
 pub struct Plans {
-    /// The overdue statement and what it is called.
+    /// The overdue statement and its name.
     overdue: (SqlStr, String),
-    /// The close statement, how many parameters it takes and what it is called, if it is the shop's own.
+    /// The close statement, its number of parameters and its name, if it is the shop's own.
     own_close: Option<(SqlStr, usize, String)>,
 }
 
@@ -51,10 +51,10 @@ impl Plans {
         Self { overdue, own_close }
     }
 
-    /// Explains once.
+    /// Explains the statements once.
     ///
     /// # Errors
-    /// sqlx's, if the database cannot be asked.
+    /// sqlx's, if the query fails.
     pub async fn look(&self, database: &Database) -> Result<Found, sqlx::Error> {
         database.run(async |connection| self.look_on(connection).await).await
     }
@@ -77,7 +77,7 @@ impl Plans {
             let tables: Vec<String> = hidden.into_iter().map(|(table, _)| table).collect();
             found.push((Cause::DatabaseRights, role.map(|role| row_security(&role, &tables))));
         } else {
-            // It can be run now. Row security on our own tables is the schema's to report.
+            // The statement can be run. `schema.rs` reports row security on our own tables.
             found.push((Cause::DatabaseRights, None));
         }
         transaction.rollback().await?;
@@ -112,7 +112,7 @@ impl Plans {
     }
 }
 
-/// A statement that the role may not run has a cause of its own; everything else is for the caller.
+/// A statement that the role may not run is a cause of degradation; any other error is returned to the caller.
 fn forbidden(name: &str, error: sqlx::Error) -> Result<Found, sqlx::Error> {
     if classify(&error) != ErrorClass::Broken {
         return Err(error);
@@ -124,7 +124,7 @@ fn forbidden(name: &str, error: sqlx::Error) -> Result<Found, sqlx::Error> {
 }
 
 fn explain(sql: &SqlStr) -> SqlStr {
-    // The statement is configuration: a user who may set it may run any SQL.
+    // The statement is configuration: the operator who sets it may run any SQL.
     AssertSqlSafe(format!("EXPLAIN (VERBOSE, FORMAT JSON) {}", sql.as_str())).into_sql_str()
 }
 
@@ -139,16 +139,16 @@ async fn explain_close(connection: &mut PgConnection, sql: &SqlStr, parameters: 
     explain.persistent(false).fetch_one(connection).await.map(drop)
 }
 
-/// A part of a plan that reads a relation from its beginning to its end.
+/// A plan node that reads a whole relation.
 #[derive(Debug, PartialEq, Eq)]
 struct Scan {
     schema: String,
     table: String,
-    /// The index that it walks from end to end, if it is not the table itself.
+    /// The index that it reads completely; `None` if it reads the table itself.
     index: Option<String>,
-    /// The columns of the index that would help, as far as the plan tells.
+    /// The columns of the missing index, as far as the plan shows them.
     columns: Vec<String>,
-    /// Its condition, likewise.
+    /// The condition of the missing index, likewise.
     condition: Option<String>,
 }
 
@@ -158,24 +158,24 @@ impl Scan {
         let megabytes = bytes / 1024 / 1024;
         let what = match index {
             Some(index) => {
-                format!("{schema}.{table} ({megabytes} MB) by the index {index}, from its beginning to its end")
+                format!("{schema}.{table} ({megabytes} MB) through the whole index {index}")
             }
             None => format!("all of {schema}.{table} ({megabytes} MB)"),
         };
         let condition = condition.as_ref().map_or_else(String::new, |condition| format!(" WHERE {condition}"));
         if columns.is_empty() {
             return format!(
-                "{statement} reads {what} at every look of the sweep: it needs an index on (deadline, id){condition}, and must compare the deadline with statement_timestamp(), for no index can be bounded by clock_timestamp()"
+                "{statement} reads {what} in every sweep: it needs an index on (deadline, id){condition}, and must compare the deadline with statement_timestamp(), because clock_timestamp() cannot bound an index scan"
             );
         }
         let columns = columns.join(", ");
         format!(
-            "{statement} reads {what} at every look of the sweep: CREATE INDEX CONCURRENTLY ON {schema}.{table} ({columns}){condition}"
+            "{statement} reads {what} in every sweep: CREATE INDEX CONCURRENTLY ON {schema}.{table} ({columns}){condition}"
         )
     }
 }
 
-/// The parts of a plan that no upper bound ends. An index scan within a nested loop looks up single rows.
+/// The scans of a plan without an upper bound. An index scan within a nested loop looks up single rows.
 fn unbounded_scans(explained: &Value) -> Vec<Scan> {
     let plan = &explained[0]["Plan"];
     let columns = sort_columns(plan).unwrap_or_default();
@@ -214,7 +214,7 @@ fn has_a_bound(node: &Value) -> bool {
     is_bounded(node) || children(node).iter().any(has_a_bound)
 }
 
-/// Whether the index is read up to some value.
+/// Whether the index scan has an upper bound.
 fn is_bounded(node: &Value) -> bool {
     text(node, "Index Cond").contains(" <")
 }
@@ -227,14 +227,14 @@ fn text<'a>(node: &'a Value, key: &str) -> &'a str {
     node[key].as_str().unwrap_or_default()
 }
 
-/// What the rows are sorted by, if the plan has to sort them: the columns that an index would have.
+/// The sort key, if the plan sorts the rows: the columns that the missing index would have.
 fn sort_columns(node: &Value) -> Option<Vec<String>> {
     let keys = node["Sort Key"].as_array();
     let own = keys.map(|keys| keys.iter().filter_map(Value::as_str).map(as_index_column).collect());
     own.or_else(|| children(node).iter().find_map(sort_columns))
 }
 
-/// An expression stands in parentheses there.
+/// The key as a column of an index, where an expression must be in parentheses.
 fn as_index_column(key: &str) -> String {
     let is_plain = key.chars().all(|c| c.is_alphanumeric() || "_.\"".contains(c));
     if is_plain || key.starts_with('(') { key.to_owned() } else { format!("({key})") }
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_table_names_its_index() {
+    fn table_scan_suggests_index() {
         let seq_scan = json!({ "Node Type": "Seq Scan", "Schema": "public", "Relation Name": "purchases", "Alias": "p",
             "Filter": "((p.state = 'open'::text) AND (p.pay_until <= (statement_timestamp() - '00:00:00.5'::interval)))" });
         let sort = json!({ "Node Type": "Sort", "Sort Key": ["p.pay_until", "p.id"], "Plans": [seq_scan] });
@@ -283,12 +283,12 @@ mod tests {
         let said = found[0].sentence("own.sql", 62 * 1024 * 1024);
         assert_eq!(
             said,
-            "own.sql reads all of public.purchases (62 MB) at every look of the sweep: CREATE INDEX CONCURRENTLY ON public.purchases (pay_until, id) WHERE state = 'open'"
+            "own.sql reads all of public.purchases (62 MB) in every sweep: CREATE INDEX CONCURRENTLY ON public.purchases (pay_until, id) WHERE state = 'open'"
         );
     }
 
     #[test]
-    fn index_without_upper_bound_is_named() {
+    fn index_scan_without_upper_bound_is_reported() {
         let found = scans(&index_scan("(ROW(p.pay_until, p.id) > ROW('-infinity', 0))"));
         assert_eq!(found[0].index.as_deref(), Some("purchases_pkey"));
         assert!(found[0].sentence("own.sql", 0).contains("statement_timestamp()"));
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn bitmap_scan_goes_by_its_indexes() {
+    fn bitmap_scan_depends_on_its_indexes() {
         let bitmap = |condition: &str| {
             json!({ "Node Type": "Bitmap Heap Scan", "Schema": "public", "Relation Name": "purchases", "Plans": [
                 { "Node Type": "Bitmap Index Scan", "Index Name": "i", "Index Cond": condition }] })

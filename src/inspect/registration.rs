@@ -1,6 +1,6 @@
-//! This worker's row in `order_timeout_workers`, and what the rows of the others say.
+//! This worker's row in `order_timeout_workers`, and the comparison with the rows of other workers.
 //!
-//! Writes and deletes no rows but its own and those of workers that have been gone for a minute.
+//! Writes and deletes only its own row and those of workers that have been gone for a minute.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +12,10 @@ use super::listed;
 use crate::config::{Settings, Strategy};
 use crate::database::Database;
 
-/// Says that this worker is there, forgets those that are long gone, and returns those that are there besides. `$1` id,
-/// `$2` host, `$3` pid, `$4` version, `$5` namespace, `$6` delays. A worker that has not been seen for ten seconds, three of
-/// its turns, has ended.
-const SAY_HELLO: &str = "
+/// Registers this worker, deletes those that are long gone, and returns the other live ones. `$1` id, `$2` host, `$3` pid,
+/// `$4` version, `$5` namespace, `$6` delays. A worker that has not been seen for ten seconds, three of its heartbeats,
+/// has ended.
+const REGISTER: &str = "
 WITH gone AS (
     DELETE FROM order_timeout_workers WHERE id IN (
         SELECT id FROM order_timeout_workers
@@ -28,10 +28,10 @@ here AS (
 SELECT host, pid, namespace, delays FROM order_timeout_workers
 WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
 
-/// What a worker runs with, setting by setting.
+/// The settings of a worker that must agree, by name.
 type Delays = BTreeMap<String, String>;
 
-/// A worker as it has registered.
+/// A registered worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Entry {
     host: String,
@@ -60,19 +60,19 @@ impl Registration {
         Self { database, id: Uuid::now_v7(), own }
     }
 
-    /// Says that this worker is there. Returns why other workers on this schema disagree with it, if they do.
+    /// Registers this worker, or renews its registration. Returns how other workers on this schema differ, if they do.
     ///
     /// # Errors
     /// sqlx's.
-    pub async fn say_hello(&self) -> Result<Option<String>, sqlx::Error> {
-        let hello = sqlx::query(SAY_HELLO)
+    pub async fn register(&self) -> Result<Option<String>, sqlx::Error> {
+        let register = sqlx::query(REGISTER)
             .bind(self.id)
             .bind(&self.own.host)
             .bind(self.own.pid)
             .bind(env!("CARGO_PKG_VERSION"))
             .bind(&self.own.namespace)
             .bind(Json(&self.own.delays));
-        let rows = self.database.run(async |connection| hello.fetch_all(connection).await).await?;
+        let rows = self.database.run(async |connection| register.fetch_all(connection).await).await?;
         let read = |row: &sqlx::postgres::PgRow| {
             let Json(delays) = row.try_get("delays")?;
             Ok(Entry {
@@ -86,10 +86,10 @@ impl Registration {
         Ok(disagreement(&self.own, &others))
     }
 
-    /// This worker stops.
+    /// Removes the registration of a worker that stops.
     ///
     /// # Errors
-    /// sqlx's; its row counts as gone a few seconds later all the same.
+    /// sqlx's; the row then counts as gone a few seconds later.
     pub async fn leave(&self) -> Result<(), sqlx::Error> {
         let leave = sqlx::query("DELETE FROM order_timeout_workers WHERE id = $1").bind(self.id);
         self.database.run(async |connection| leave.execute(connection).await).await.map(drop)
@@ -142,13 +142,13 @@ fn disagreement(own: &Entry, others: &[Entry]) -> Option<String> {
         .collect();
     (!differing.is_empty()).then(|| {
         format!(
-            "{}: give all workers on this schema the same settings, or another namespace a database of its own",
+            "{}: give all workers on this schema the same settings, or use a separate database for the other namespace",
             listed(&differing)
         )
     })
 }
 
-/// With another namespace everything else may differ.
+/// The differing settings. With another namespace everything else may differ.
 fn differences(own: &Entry, other: &Entry) -> Vec<String> {
     if own.namespace != other.namespace {
         let (theirs, ours) = (&other.namespace, &own.namespace);

@@ -1,28 +1,28 @@
-//! Whether the outboxes can be read and get through to the broker, from what each look at them says.
+//! Whether the outboxes can be read and are emptied, judged from each poll.
 //!
-//! Pure: told what was read and when; no I/O.
+//! Pure: readings and times are arguments; no I/O.
 
 use std::time::{Duration, Instant};
 
 use crate::relay::{Backlog, RelayError};
 
-/// How long an outbox may be unreadable before it is said: a lock or a deadlock is over sooner.
+/// How long an outbox may be unreadable before it is reported: a lock or a deadlock is over sooner.
 const UNREADABLE_FOR: Duration = Duration::from_secs(2);
-/// How long rows may wait in an outbox while not one is sent. Events wait for half of that when closers are busy.
+/// How long rows may wait in an outbox while none is sent. Events wait for half of that when closers are busy.
 const STALLED_FOR: Duration = Duration::from_secs(8);
 
-/// What is known of one outbox.
+/// The state of one outbox.
 #[derive(Debug)]
 pub struct RelayWatch {
     table: &'static str,
-    /// Whether rows that the broker refuses one by one are reported elsewhere, as refused events are.
+    /// Whether rows that the broker refuses are reported elsewhere, as refused events are.
     without_refused: bool,
     /// Since when it cannot be read or written, and why.
     unreadable: Option<(Instant, String)>,
-    /// Since when rows wait and none is sent.
+    /// Since when rows wait while none is sent.
     waiting_since: Option<Instant>,
     read: Instant,
-    /// Why this worker, as the relay, sent nothing the last time.
+    /// Why this worker, as the relay, sent nothing in the last round.
     refusal: Option<String>,
 }
 
@@ -32,22 +32,22 @@ impl RelayWatch {
         Self { table, without_refused, unreadable: None, waiting_since: None, read: now, refusal: None }
     }
 
-    /// What a look at the outbox found. One that the database could not answer says nothing of the outbox.
+    /// The result of a poll of the outbox. If the whole database failed, it says nothing about the outbox.
     pub fn note_backlog(&mut self, backlog: &Result<Backlog, RelayError>, now: Instant) {
         let backlog = match backlog {
             Ok(backlog) => backlog,
             Err(fault) => return self.note_unreadable(fault, now),
         };
         self.unreadable = None;
-        let since_last_look = now.saturating_duration_since(self.read);
+        let since_last_poll = now.saturating_duration_since(self.read);
         self.read = now;
         let age = if self.without_refused { backlog.new_age } else { backlog.age };
-        let one_was_sent = backlog.last_sent.is_some_and(|ago| ago <= since_last_look);
+        let one_was_sent = backlog.last_sent.is_some_and(|ago| ago <= since_last_poll);
         if age.is_zero() || one_was_sent {
             self.waiting_since = (!age.is_zero()).then_some(now);
         } else if self.waiting_since.is_none() {
-            // Not by the row's age alone: a transaction that took long commits rows that are old.
-            self.waiting_since = Some(now.checked_sub(age.min(since_last_look)).unwrap_or(now));
+            // Not by the row's age alone: a long transaction commits rows that are already old.
+            self.waiting_since = Some(now.checked_sub(age.min(since_last_poll)).unwrap_or(now));
         }
     }
 
@@ -60,7 +60,7 @@ impl RelayWatch {
         self.unreadable = Some((since, fault.cause()));
     }
 
-    /// What came of a round, where this worker is the relay.
+    /// The result of a round, if this worker is the relay.
     pub fn note_refusal(&mut self, refused: Option<&RelayError>) {
         self.refusal = refused.map(ToString::to_string);
     }
@@ -71,11 +71,11 @@ impl RelayWatch {
         let (since, why) = self.unreadable.as_ref()?;
         let table = self.table;
         (now.saturating_duration_since(*since) >= UNREADABLE_FOR).then(|| {
-            format!("{table} cannot be read, so what waits in it is not known and not sent: {why}; GRANT SELECT, UPDATE, DELETE ON {table} to the worker's role, or remove what locks the table")
+            format!("{table} cannot be read, so its rows are not sent: {why}; GRANT SELECT, UPDATE, DELETE ON {table} to the worker's role, or remove what locks the table")
         })
     }
 
-    /// Why nothing of it is sent, if that lasts. `is_ours`: whether this worker is the relay.
+    /// Why none of its rows is sent, if that lasts. `is_ours`: whether this worker is the relay.
     #[must_use]
     pub fn why_stalled(&self, is_ours: bool, now: Instant) -> Option<String> {
         let waited = now.saturating_duration_since(self.waiting_since?);
@@ -84,7 +84,7 @@ impl RelayWatch {
         }
         let why = match (&self.refusal, is_ours) {
             (Some(why), true) => why.as_str(),
-            (None, true) => "this worker is the relay and gets no answer",
+            (None, true) => "this worker is the relay and the broker does not answer",
             (_, false) => {
                 "another worker is the relay, or none is: read /readyz of the one whose order_timeout_relaying is 1"
             }
@@ -106,13 +106,13 @@ mod tests {
         Ok(Backlog { age, new_age: age, last_sent: last_sent_s.map(Duration::from_secs) })
     }
 
-    /// What is said after a look each second, with these answers.
-    fn after(looks: impl Iterator<Item = Result<Backlog, RelayError>>) -> Option<String> {
+    /// The report after one poll a second with these results.
+    fn after(polls: impl Iterator<Item = Result<Backlog, RelayError>>) -> Option<String> {
         let mut now = Instant::now();
         let mut watch = RelayWatch::new("event_outbox", true, now);
-        for look in looks {
+        for backlog in polls {
             now += SECOND;
-            watch.note_backlog(&look, now);
+            watch.note_backlog(&backlog, now);
         }
         watch.why_stalled(false, now)
     }
@@ -125,13 +125,13 @@ mod tests {
     }
 
     #[test]
-    fn old_head_is_not_stalled_while_others_go() {
+    fn old_head_is_not_stalled_while_others_leave() {
         assert_eq!(after((1..100).map(|age_s| backlog(age_s, Some(0)))), None);
     }
 
     #[test]
     fn row_committed_late_is_not_stalled() {
-        assert_eq!(after((0..10).map(|look| backlog(if look < 9 { 0 } else { 600 }, None))), None);
+        assert_eq!(after((0..10).map(|poll| backlog(if poll < 9 { 0 } else { 600 }, None))), None);
     }
 
     #[test]

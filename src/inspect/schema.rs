@@ -1,7 +1,7 @@
-//! Whether the database has the tables, columns, indexes, constraints and rights that a worker needs, takes writes, and
-//! hides no rows from it.
+//! Checks that the database has the tables, columns, indexes, constraints and rights that a worker needs, accepts writes,
+//! and hides no rows from the worker.
 //!
-//! One query of the catalog; reads no row of any table of ours or of the shop's.
+//! One query on the catalog; reads no row of our own or the shop's tables.
 
 use sqlx::Row;
 use sqlx::postgres::PgRow;
@@ -11,11 +11,11 @@ use crate::config::OrdersSettings;
 use crate::database::Database;
 use crate::degraded::Cause;
 
-/// A table and what the worker's statements use of it.
+/// A table, and the columns and rights that the worker's statements use.
 #[derive(Debug, Clone, Copy)]
 struct Table {
     name: &'static str,
-    /// The file that makes it.
+    /// The file that creates it.
     migration: &'static str,
     columns: &'static [&'static str],
     rights: &'static [&'static str],
@@ -61,8 +61,8 @@ const ALWAYS: &[Table] = &[
     },
 ];
 
-/// Needed where the statements are our own.
-const OF_OUR_STATEMENTS: &[Table] = &[
+/// Needed if the statements are our own.
+const DEFAULT_ORDERS_TABLES: &[Table] = &[
     Table {
         name: "orders",
         migration: "20261120100000_orders_items_and_stock.sql",
@@ -90,15 +90,15 @@ const OF_OUR_STATEMENTS: &[Table] = &[
     Table { name: "event_outbox", migration: "20261120100200_outboxes.sql", columns: &[], rights: &["INSERT"] },
 ];
 
-/// An index that a promise rests on. Known by what it does, not by its name.
+/// An index that a guarantee depends on. Identified by its definition, not by its name.
 #[derive(Debug, Clone, Copy)]
 struct Index {
     table: &'static str,
     first_column: &'static str,
     unique: bool,
-    /// What its condition says, if it has one.
+    /// A part of its condition, if it has one.
     condition: &'static str,
-    /// What it is for, and how it is made.
+    /// The sentence that names its purpose and the statement that creates it.
     sentence: &'static str,
 }
 
@@ -119,13 +119,13 @@ const INDEXES_ALWAYS: &[Index] = &[
     },
 ];
 
-const INDEXES_OF_OUR_STATEMENTS: &[Index] = &[
+const INDEXES_OF_DEFAULT_ORDERS_TABLES: &[Index] = &[
     Index {
         table: "orders",
         first_column: "expires_at",
         unique: false,
         condition: "unpaid",
-        sentence: "the deadline index is missing, so the sweep reads more and more: CREATE INDEX CONCURRENTLY orders_unpaid_by_deadline ON orders (expires_at, id) WHERE status = 'unpaid'",
+        sentence: "the deadline index is missing, so the sweep reads the whole table: CREATE INDEX CONCURRENTLY orders_unpaid_by_deadline ON orders (expires_at, id) WHERE status = 'unpaid'",
     },
     Index {
         table: "order_events",
@@ -138,10 +138,10 @@ const INDEXES_OF_OUR_STATEMENTS: &[Index] = &[
 
 const NO_EARLY_CLOSE_CHECK: &str = "the constraint that refuses an early close is missing: ALTER TABLE orders ADD CONSTRAINT no_order_is_closed_early CHECK (closed_at >= expires_at) NOT VALID";
 
-/// Everything at once. `$1`, `$2` tables and columns; `$3`, `$4` tables and rights; `$5` to `$8` indexes: table, first
-/// column, whether unique, what the condition says; `$9` whether the early-close check is needed. What belongs to a table
-/// that is missing is not looked for.
-const LOOK: &str = "
+/// All checks in one query. `$1`, `$2` tables and columns; `$3`, `$4` tables and rights; `$5` to `$8` indexes: table, first
+/// column, whether unique, a part of the condition; `$9` whether the early-close check is needed. Columns, rights and
+/// indexes of a missing table are not checked.
+const CATALOG_QUERY: &str = "
 SELECT pg_is_in_recovery() AS is_standby,
        current_setting('transaction_read_only') = 'on' AS is_read_only,
        current_user::text AS role,
@@ -188,10 +188,10 @@ SELECT pg_is_in_recovery() AS is_standby,
                WHERE a.attrelid = k.conrelid AND a.attname IN ('closed_at', 'expires_at'))
        ) AS no_early_close_check";
 
-/// What a look found of each cause: why it holds, or that it does not.
+/// The result of an inspection for each cause: why it holds, or that it does not.
 pub type Found = Vec<(Cause, Option<String>)>;
 
-/// What a worker needs of its schema.
+/// What a worker needs in its schema.
 #[derive(Debug)]
 pub struct Schema {
     tables: Vec<Table>,
@@ -200,7 +200,7 @@ pub struct Schema {
     is_ours: bool,
 }
 
-/// What the catalog says.
+/// The result of the catalog query.
 #[derive(Debug, Default)]
 struct Catalog {
     is_standby: bool,
@@ -211,38 +211,38 @@ struct Catalog {
     columns: Vec<String>,
     rights: Vec<String>,
     row_security: Vec<String>,
-    /// Places in the list of indexes, from 1.
+    /// Positions of missing indexes in the list of indexes, from 1.
     indexes: Vec<i32>,
     no_early_close_check: bool,
 }
 
 impl Schema {
-    /// With statements of the shop's own the default orders tables may be missing.
+    /// If the statements are the shop's own, the default orders tables may be missing.
     #[must_use]
     pub fn new(orders: &OrdersSettings) -> Self {
         let is_ours = orders.close_sql.is_empty();
         let (mut tables, mut indexes) = (ALWAYS.to_vec(), INDEXES_ALWAYS.to_vec());
         if is_ours {
-            tables.extend(OF_OUR_STATEMENTS);
-            indexes.extend(INDEXES_OF_OUR_STATEMENTS);
+            tables.extend(DEFAULT_ORDERS_TABLES);
+            indexes.extend(INDEXES_OF_DEFAULT_ORDERS_TABLES);
         }
         Self { tables, indexes, is_ours }
     }
 
-    /// Looks once. Every cause that this can find is in the answer.
+    /// Checks once. The result has an entry for every cause that this can find.
     ///
     /// # Errors
-    /// sqlx's, if the database cannot be asked.
+    /// sqlx's, if the query fails.
     pub async fn look(&self, database: &Database) -> Result<Found, sqlx::Error> {
         let (of_columns, columns): (Vec<_>, Vec<_>) = self
             .tables
             .iter()
-            // A table is looked for even if no column of it is.
+            // A table without listed columns is checked as well.
             .flat_map(|table| [""].iter().chain(table.columns).map(|column| (table.name, *column)))
             .unzip();
         let (of_rights, rights): (Vec<_>, Vec<_>) =
             self.tables.iter().flat_map(|table| table.rights.iter().map(|right| (table.name, *right))).unzip();
-        let look = sqlx::query(LOOK)
+        let query = sqlx::query(CATALOG_QUERY)
             .bind(of_columns)
             .bind(columns)
             .bind(of_rights)
@@ -252,7 +252,7 @@ impl Schema {
             .bind(self.indexes.iter().map(|index| index.unique).collect::<Vec<_>>())
             .bind(self.indexes.iter().map(|index| index.condition).collect::<Vec<_>>())
             .bind(self.is_ours);
-        let row = database.run(async |connection| look.fetch_one(connection).await).await?;
+        let row = database.run(async |connection| query.fetch_one(connection).await).await?;
         Ok(self.judge(&read(&row)?))
     }
 
@@ -267,11 +267,11 @@ impl Schema {
     fn what_is_missing(&self, catalog: &Catalog) -> Option<String> {
         let mut sentences = Vec::new();
         if !catalog.tables.is_empty() {
-            let made_by = |name: &String| {
+            let with_migration = |name: &String| {
                 let table = self.tables.iter().find(|table| table.name == name.as_str());
-                format!("{name} (made by migrations/{})", table.map_or("", |table| table.migration))
+                format!("{name} (created by migrations/{})", table.map_or("", |table| table.migration))
             };
-            let tables: Vec<String> = catalog.tables.iter().map(made_by).collect();
+            let tables: Vec<String> = catalog.tables.iter().map(with_migration).collect();
             sentences.push(format!(
                 "missing in the schemas {}: the table {}; restore it from a backup, or create it as the migration does",
                 catalog.search_path,
@@ -293,7 +293,7 @@ impl Schema {
 
 fn what_is_forbidden(catalog: &Catalog) -> Option<String> {
     let role = &catalog.role;
-    // An outbox that cannot even be read has a cause of its own.
+    // An unreadable outbox is a separate cause.
     let is_unreadable = |right: &&String| {
         let (_, table) = right.split_once(" ON ").unwrap_or_default();
         table.ends_with("_outbox") && catalog.rights.contains(&format!("SELECT ON {table}"))
@@ -309,18 +309,18 @@ fn what_is_forbidden(catalog: &Catalog) -> Option<String> {
     one_sentence(&sentences)
 }
 
-/// What to do where policies may hide rows of these tables from this role.
+/// The sentence about policies that may hide rows of these tables from this role.
 pub(super) fn row_security(role: &str, tables: &[String]) -> String {
     let tables = listed(tables);
     format!(
-        "row security may hide rows of {tables} from the role {role}, and what is hidden is never closed: ALTER ROLE {role} BYPASSRLS, or give it a policy FOR ALL USING (true)"
+        "row security may hide rows of {tables} from the role {role}, and hidden orders are never closed: ALTER ROLE {role} BYPASSRLS, or give it a policy FOR ALL USING (true)"
     )
 }
 
 fn why_read_only(catalog: &Catalog) -> Option<&'static str> {
     if catalog.is_standby {
         Some(
-            "the database is a standby and accepts no writes, so nothing can be closed: let database.url lead to the primary, or promote it",
+            "the database is a standby and accepts no writes, so nothing can be closed: let database.url name the primary, or promote the standby",
         )
     } else if catalog.is_read_only {
         Some(
@@ -356,12 +356,12 @@ mod tests {
     use crate::config::Settings;
 
     fn why(found: Found, cause: Cause) -> Option<String> {
-        found.into_iter().find(|(found, _)| *found == cause).expect("every cause is answered").1
+        found.into_iter().find(|(found, _)| *found == cause).expect("every cause has an entry").1
     }
 
     #[test]
     fn every_migration_named_exists() {
-        for table in ALWAYS.iter().chain(OF_OUR_STATEMENTS) {
+        for table in ALWAYS.iter().chain(DEFAULT_ORDERS_TABLES) {
             let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations").join(table.migration);
             assert!(path.is_file(), "{}", path.display());
         }

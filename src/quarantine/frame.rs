@@ -1,12 +1,12 @@
-//! AMQP 0-9-1 frames out of a stream of bytes: of any size, in bounded memory, whatever their payload is.
+//! Decodes AMQP 0-9-1 frames from a stream of bytes: frames of any size and payload, in bounded memory.
 //!
-//! Pure: no I/O, and no opinion about what a payload means.
+//! Pure: no I/O, and no interpretation of payloads.
 
 use crate::message::MAX_BODY_BYTES;
 
-/// Type, channel and size before the payload, an end octet behind it.
+/// Type, channel and size before the payload; an end octet follows it.
 const HEAD_BYTES: usize = 7;
-/// What a frame takes besides its payload.
+/// The bytes of a frame besides its payload.
 pub(super) const OVERHEAD_BYTES: u64 = 8;
 const END_OCTET: u8 = 0xCE;
 
@@ -47,12 +47,12 @@ pub(super) struct Frame {
     pub channel: u16,
     /// Bytes of the payload on the wire.
     pub size: u32,
-    /// The payload, cut where the decoder keeps no more.
+    /// The payload, truncated at the decoder's limit.
     pub payload: Vec<u8>,
 }
 
 impl Frame {
-    /// All bytes of the frame, as another parser wants to have them; of no use where the payload was cut.
+    /// All bytes of the frame, for another parser; invalid if the payload was truncated.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.payload.len() + HEAD_BYTES + 1);
         bytes.push(self.kind.octet());
@@ -71,36 +71,35 @@ impl Frame {
 
 /// The bytes are not frames: another protocol, or a connection that lost some.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the server does not answer in frames of AMQP 0-9-1")]
+#[error("the server does not send AMQP 0-9-1 frames")]
 pub(super) struct NotFramesError;
 
-/// Takes bytes in pieces of any length and gives frames.
+/// Takes bytes in pieces of any length and returns frames.
 #[derive(Debug)]
 pub(super) struct Decoder {
-    /// The most that is kept of a payload other than a body's.
+    /// The most bytes kept of a payload other than a body's.
     kept: usize,
     head: Vec<u8>,
     frame: Option<Frame>,
-    /// Bytes of the frame's payload that have not come yet.
+    /// Bytes of the frame's payload that have not arrived yet.
     missing: usize,
 }
 
 impl Decoder {
-    /// Keeps `kept` bytes of a method or header, and of a body as much as is parked of one.
+    /// Keeps `kept` bytes of a method or header, and as much of a body as is parked.
     pub fn new(kept: usize) -> Self {
         Self { kept, head: Vec::with_capacity(HEAD_BYTES), frame: None, missing: 0 }
     }
 
-    /// Keeps so many bytes of each method or header from now on.
+    /// Keeps this many bytes of each method or header from now on.
     pub fn keep(&mut self, kept: usize) {
         self.kept = kept;
     }
 
-    /// Takes bytes up to the end of one frame, which it returns, or all of them. What is left in `bytes` belongs to the
-    /// next call.
+    /// Takes bytes up to the end of one frame, which it returns, or all of them. The rest in `bytes` is for the next call.
     ///
     /// # Errors
-    /// [`NotFramesError`]; the decoder is of no use then.
+    /// [`NotFramesError`]; the decoder cannot be used afterwards.
     pub fn feed(&mut self, bytes: &mut &[u8]) -> Result<Option<Frame>, NotFramesError> {
         while !bytes.is_empty() {
             let Some(frame) = &mut self.frame else {
@@ -145,7 +144,7 @@ mod tests {
     fn frames_of(bytes: &[u8], piece: usize, kept: usize) -> Result<Vec<Frame>, NotFramesError> {
         let (mut decoder, mut frames) = (Decoder::new(kept), Vec::new());
         for mut piece in bytes.chunks(piece.max(1)) {
-            // Each call takes a byte at least, or this would not end.
+            // Each call takes at least one byte, or this would not end.
             while !piece.is_empty() {
                 let before = piece.len();
                 frames.extend(decoder.feed(&mut piece)?);
@@ -163,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn large_payload_is_cut_not_refused() {
+    fn large_payload_is_truncated_not_refused() {
         let payload = vec![7; 5_000_000];
         let frame = Frame { kind: Kind::Header, channel: 1, size: 5_000_000, payload };
         let read = frames_of(&frame.to_bytes(), 65_536, 1_000).unwrap();

@@ -1,7 +1,7 @@
-//! A connection of AMQP 0-9-1 that survives what the AMQP client cannot read: one channel, just enough methods to look
-//! through a queue.
+//! An AMQP 0-9-1 connection that survives messages that the AMQP client cannot read: one channel, and only the methods
+//! for searching a queue.
 //!
-//! Publishes nothing and knows no alarm. No heartbeat is agreed on: every wait for the broker has a limit of its own.
+//! Publishes nothing and knows no alarms. It negotiates no heartbeat: every wait for the broker has its own timeout.
 
 use std::time::Duration;
 
@@ -19,13 +19,13 @@ use super::message::{Assembler, Message, is_delivery};
 use crate::broker::{RawConnection, reply_code};
 use crate::config::AmqpSettings;
 
-/// All that is asked is asked on one channel.
+/// The only channel.
 const CHANNEL: u16 = 1;
 /// Read from the socket at a time.
 const CHUNK_BYTES: usize = 64 * 1024;
-/// The specification's own minimum, which lapin does not go below either.
+/// The minimum in the specification, which is also lapin's.
 const FRAME_MIN_BYTES: u32 = 4_096;
-/// How long the broker may take over a goodbye, with what it still delivers before it.
+/// How long the broker may take to close, with the deliveries that it still sends before.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// An open connection with its channel.
@@ -34,21 +34,21 @@ pub(super) struct Link {
     decoder: Decoder,
     assembler: Assembler,
     chunk: Vec<u8>,
-    /// What of `chunk` has not been decoded yet.
+    /// The part of `chunk` that has not been decoded yet.
     unread: std::ops::Range<usize>,
-    /// What the client would read at most, as it agrees with the broker.
+    /// The largest frame that the client would read, as negotiated with the broker.
     pub frame_max: u32,
     timeout: Duration,
 }
 
-/// What the broker sends while a queue is looked through.
+/// What the broker sends during a search.
 pub(super) enum Received {
     Message(Message),
-    /// So many messages are ready.
+    /// The number of ready messages.
     Ready(u64),
 }
 
-/// A message, or any method that is no message.
+/// A message, or any other method.
 enum Incoming {
     Message(Message),
     Method(AMQPClass),
@@ -68,11 +68,11 @@ impl Link {
             frame_max,
             timeout: settings.connect_timeout,
         };
-        link.shake_hands().await?;
+        link.handshake().await?;
         Ok(link)
     }
 
-    async fn shake_hands(&mut self) -> Result<(), QuarantineError> {
+    async fn handshake(&mut self) -> Result<(), QuarantineError> {
         self.write(&[AMQPFrame::ProtocolHeader(ProtocolVersion::amqp_0_9_1())]).await?;
         self.answer(|method| matches!(method, AMQPClass::Connection(connection::AMQPMethod::Start(_)))).await?;
         let start_ok = connection::StartOk {
@@ -83,8 +83,10 @@ impl Link {
         };
         self.call(0, AMQPClass::Connection(connection::AMQPMethod::StartOk(start_ok))).await?;
         let tune = self.answer(|method| matches!(method, AMQPClass::Connection(connection::AMQPMethod::Tune(_))));
-        let AMQPClass::Connection(connection::AMQPMethod::Tune(tune)) = tune.await? else { unreachable!("asked for") };
-        // As lapin does: the lower of the two, where zero is no limit.
+        let AMQPClass::Connection(connection::AMQPMethod::Tune(tune)) = tune.await? else {
+            unreachable!("only tune is accepted")
+        };
+        // As in lapin: the lower of the two, where zero means no limit.
         if tune.frame_max != 0 {
             self.frame_max = self.frame_max.min(tune.frame_max).max(FRAME_MIN_BYTES);
         }
@@ -99,7 +101,7 @@ impl Link {
         Ok(())
     }
 
-    /// Asks how many messages of a queue are ready to be delivered; the answer comes between deliveries.
+    /// Asks how many messages of a queue are ready for delivery; the answer arrives between deliveries.
     pub async fn ask_for_ready(&mut self, name: &str) -> Result<(), QuarantineError> {
         let declare = queue::Declare {
             queue: name.into(),
@@ -113,7 +115,7 @@ impl Link {
         self.call(CHANNEL, AMQPClass::Queue(queue::AMQPMethod::Declare(declare))).await
     }
 
-    /// Sets how many messages each further consumer may have unacknowledged.
+    /// Sets how many unacknowledged messages each further consumer may have.
     pub async fn prefetch(&mut self, messages: u16) -> Result<(), QuarantineError> {
         let qos = basic::Qos { prefetch_count: messages, global: false };
         self.call(CHANNEL, AMQPClass::Basic(basic::AMQPMethod::Qos(qos))).await?;
@@ -121,7 +123,7 @@ impl Link {
         Ok(())
     }
 
-    /// Has the broker deliver a queue; does not wait for its answer, which comes before the first delivery.
+    /// Starts consuming a queue; does not wait for the answer, which arrives before the first delivery.
     pub async fn consume(&mut self, name: &str) -> Result<(), QuarantineError> {
         let consume = basic::Consume {
             queue: name.into(),
@@ -135,7 +137,7 @@ impl Link {
         self.call(CHANNEL, AMQPClass::Basic(basic::AMQPMethod::Consume(consume))).await
     }
 
-    /// Takes one message off the front of a queue, unacknowledged; `None` if there is none.
+    /// Fetches one message from the front of a queue, unacknowledged; `None` if there is none.
     pub async fn get(&mut self, name: &str) -> Result<Option<Message>, QuarantineError> {
         let get = basic::Get { queue: name.into(), no_ack: false };
         self.call(CHANNEL, AMQPClass::Basic(basic::AMQPMethod::Get(get))).await?;
@@ -157,8 +159,8 @@ impl Link {
         self.write(&frames).await
     }
 
-    /// Says goodbye. The channel first: it answers when it has taken in every acknowledgement, and gives back everything
-    /// else.
+    /// Closes the channel, then the connection. The channel answers when it has processed every acknowledgement, and
+    /// requeues all other messages.
     pub async fn close(mut self) -> Result<(), QuarantineError> {
         match timeout(CLOSE_TIMEOUT, self.close_both()).await {
             Ok(closed) => closed,
@@ -177,7 +179,7 @@ impl Link {
         Ok(())
     }
 
-    /// The next message or answer; `None` if nothing has come for `limit`.
+    /// The next message or answer; `None` if nothing has arrived for `limit`.
     pub async fn receive(&mut self, limit: Duration) -> Result<Option<Received>, QuarantineError> {
         loop {
             match self.incoming(limit).await? {
@@ -211,7 +213,7 @@ impl Link {
         }
     }
 
-    /// The end of the connection or of the channel is an error, whoever waits for what.
+    /// The end of the connection or of the channel is an error for every caller.
     fn unless_closed(&self, method: AMQPClass) -> Result<AMQPClass, QuarantineError> {
         let (code, text) = match &method {
             AMQPClass::Connection(connection::AMQPMethod::Close(close)) => (close.reply_code, &close.reply_text),
@@ -224,11 +226,11 @@ impl Link {
         Err(QuarantineError::Closed { place: self.raw.place.clone(), code, text: text.to_string() })
     }
 
-    /// Waits for this answer; deliveries meanwhile are passed over.
-    async fn answer(&mut self, is_it: impl Fn(&AMQPClass) -> bool) -> Result<AMQPClass, QuarantineError> {
+    /// Waits for this answer; ignores deliveries in the meantime.
+    async fn answer(&mut self, is_answer: impl Fn(&AMQPClass) -> bool) -> Result<AMQPClass, QuarantineError> {
         loop {
             match self.incoming(self.timeout).await? {
-                Some(Incoming::Method(method)) if is_it(&method) => return Ok(method),
+                Some(Incoming::Method(method)) if is_answer(&method) => return Ok(method),
                 Some(_) => {}
                 None => return Err(self.silent()),
             }
@@ -282,7 +284,7 @@ impl Link {
     }
 }
 
-/// What `rabbitmqctl list_connections` shows, and which answers we understand.
+/// The properties that `rabbitmqctl list_connections` shows, and the supported capabilities.
 fn client_properties() -> FieldTable {
     let mut capabilities = FieldTable::default();
     for capability in ["authentication_failure_close", "consumer_cancel_notify"] {

@@ -1,20 +1,20 @@
-//! What a delivered message looks like on the wire, read by a reader that takes any bytes, and why the AMQP client would
-//! end its connection over it.
+//! A delivered message on the wire, read by a reader that accepts any bytes, and why the AMQP client would end its
+//! connection because of it.
 //!
-//! Pure. Whether a message can be read is decided by the client's own parser; this reader finds the words for it.
+//! Pure. The client's own parser decides whether a message is readable; this reader explains why it is not.
 
 use amq_protocol::frame::parsing::parse_frame;
 
 use super::frame::{Frame, Kind};
 use crate::message::MAX_BODY_BYTES;
 
-/// Class and method of `basic.deliver` and `basic.get-ok`, as a method's payload begins.
+/// Class and method of `basic.deliver` and `basic.get-ok`: the first bytes of a method's payload.
 const DELIVER: [u8; 4] = [0, 60, 0, 60];
 const GET_OK: [u8; 4] = [0, 60, 0, 71];
-/// What is quoted of a name, at most, in characters.
-const QUOTED: usize = 40;
+/// The most characters quoted of a name.
+const MOST_QUOTED: usize = 40;
 
-/// The properties in the order of their flags (AMQP 0-9-1, class "basic"); `None` is one that holds no text.
+/// The properties in the order of their flags (AMQP 0-9-1, class "basic").
 const PROPERTIES: [(&str, Value); 14] = [
     ("content_type", Value::Short),
     ("content_encoding", Value::Short),
@@ -39,7 +39,7 @@ enum Value {
     Bytes(usize),
 }
 
-/// A message as it was delivered.
+/// A delivered message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Message {
     method: Frame,
@@ -47,17 +47,17 @@ pub(super) struct Message {
     /// The beginning of the body, as much as is parked.
     pub body: Vec<u8>,
     pub body_bytes: u64,
-    /// The delivery tag, which settles it.
+    /// The delivery tag, for the acknowledgement.
     pub tag: u64,
 }
 
 impl Message {
-    /// Why a client that agreed on frames of `frame_max` bytes cannot read it; `None` if it can.
+    /// Why a client with a negotiated frame size of `frame_max` bytes cannot read it; `None` if it can.
     pub fn why_unreadable(&self, frame_max: u32) -> Option<String> {
         let frame_bytes = self.header.bytes_on_the_wire();
         if frame_bytes > u64::from(frame_max) {
             return Some(format!(
-                "its properties and headers take a frame of {frame_bytes} bytes, more than the {frame_max} that client and broker agreed on; send smaller headers"
+                "its properties and headers take a frame of {frame_bytes} bytes, more than the negotiated maximum of {frame_max}; send smaller headers"
             ));
         }
         if !can_be_parsed(&self.method) {
@@ -76,12 +76,12 @@ pub(super) fn is_delivery(frame: &Frame) -> bool {
     frame.kind == Kind::Method && (frame.payload.starts_with(&DELIVER) || frame.payload.starts_with(&GET_OK))
 }
 
-/// What a broker never sends.
+/// A delivery that a broker never sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the broker sent a message that is not in the form of AMQP 0-9-1")]
+#[error("the broker sent a message that violates AMQP 0-9-1")]
 pub(super) struct BrokenDeliveryError;
 
-/// Puts the frames of one channel's messages together.
+/// Assembles the messages of one channel from their frames.
 #[derive(Debug, Default)]
 pub(super) struct Assembler {
     method: Option<(Frame, u64)>,
@@ -90,15 +90,15 @@ pub(super) struct Assembler {
 }
 
 impl Assembler {
-    /// Whether frames are still to come for a message that has begun.
+    /// Whether a message is incomplete.
     pub fn expects_content(&self) -> bool {
         self.method.is_some() || self.message.is_some()
     }
 
-    /// Takes the next frame; returns a message with its last one.
+    /// Takes the next frame; returns the message with its last frame.
     ///
     /// # Errors
-    /// [`BrokenDeliveryError`] where the frames do not make one.
+    /// [`BrokenDeliveryError`] if the frames form no message.
     pub fn add(&mut self, frame: Frame) -> Result<Option<Message>, BrokenDeliveryError> {
         match frame.kind {
             Kind::Method if !self.expects_content() => {
@@ -132,7 +132,7 @@ fn delivery_tag(method: &[u8]) -> Option<u64> {
     Some(u64::from_be_bytes(reader.take(8)?.try_into().ok()?))
 }
 
-/// Names what is wrong with the exchange or the routing key.
+/// Explains what is wrong with the exchange or the routing key.
 fn why_method(method: &[u8]) -> String {
     let wrong = || {
         let mut reader = Reader(method.get(DELIVER.len()..)?);
@@ -145,12 +145,12 @@ fn why_method(method: &[u8]) -> String {
             std::str::from_utf8(text).is_err().then(|| not_utf8(&format!("its {name}"), text))
         })
     };
-    wrong().unwrap_or_else(|| "the AMQP client cannot parse how it was delivered".into())
+    wrong().unwrap_or_else(|| "the AMQP client cannot parse its delivery method".into())
 }
 
 /// Names the property or header that is wrong.
 fn why_header(header: &[u8]) -> String {
-    let fallback = || "the AMQP client cannot parse its properties; publish with a usual AMQP 0-9-1 client".into();
+    let fallback = || "the AMQP client cannot parse its properties; publish with a standard AMQP 0-9-1 client".into();
     properties_fault(header).unwrap_or_else(fallback)
 }
 
@@ -180,7 +180,7 @@ fn properties_fault(header: &[u8]) -> Option<String> {
     None
 }
 
-/// Names the key or the type that is wrong in a table, or in one within it. Tables may lie in tables thousands deep.
+/// Names the wrong key or type in a table or in a nested one. Tables may be nested thousands deep.
 fn table_fault(table: &[u8]) -> Option<String> {
     let mut open = vec![(Reader(table), true)];
     while let Some((reader, has_keys)) = open.last_mut() {
@@ -222,11 +222,11 @@ fn not_utf8(what: &str, text: &[u8]) -> String {
 }
 
 fn quoted(text: &[u8]) -> String {
-    let shown: String = text.escape_ascii().to_string().chars().take(QUOTED).collect();
+    let shown: String = text.escape_ascii().to_string().chars().take(MOST_QUOTED).collect();
     format!("\"{shown}\"")
 }
 
-/// Reads from the front; `None` where there is too little.
+/// Reads from the front; `None` if there are too few bytes.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn text_outside_utf8_is_named() {
+    fn text_outside_utf8_is_reported() {
         let plain = || header(0, 0, &[]);
         assert!(why(deliver(b"\xff"), plain()).unwrap().starts_with("its routing key is not UTF-8 (\"\\xff\")"));
         for (index, (name, value)) in PROPERTIES.iter().enumerate() {
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn values_of_headers_are_not_faults() {
+    fn header_values_are_not_faults() {
         let bytes = [&short(b"raw")[..], b"S", &table(b"\xff\xfe")].concat();
         assert_eq!(why(deliver(b""), header(0, HEADERS, &table(&bytes))), None);
         let unknown = [&short(b"odd")[..], b"?", &[0]].concat();
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn frame_beyond_the_agreed_size_is_named() {
+    fn frame_beyond_negotiated_size_is_reported() {
         let filler = |bytes: usize| table(&[&short(b"stack")[..], b"S", &table(&vec![b'x'; bytes])].concat());
         let frame = header(0, HEADERS, &filler(131_000));
         let exact = u32::try_from(frame.bytes_on_the_wire()).unwrap();
@@ -357,7 +357,7 @@ mod tests {
             let _ = (why_header(&properties), why_method(&properties), table_fault(&properties));
         }
 
-        /// Wherever the client's parser fails over a text, the reader finds the words.
+        /// Whenever the client's parser fails on a text, the reader explains it.
         #[test]
         fn faulty_property_is_never_unnamed(text in proptest::collection::vec(any::<u8>(), 0..60)) {
             let fault = why(deliver(b""), header(0, 1 << 5, &short(&text)));

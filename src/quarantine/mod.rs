@@ -1,8 +1,8 @@
-//! Finds the messages that the AMQP client cannot read, names them, and moves them aside into `parked_alarms`.
+//! Finds the messages that the AMQP client cannot read, reports them, and moves them into `parked_alarms`.
 //!
-//! One such message ends every consumer session that it is delivered to, and the broker delivers it to the next. So the
-//! queues are looked through by a reader of our own that takes any bytes; what the client can read goes back to the
-//! broker untouched. Never acknowledges a message before its row is committed, and decides nothing about alarms.
+//! One such message ends every consumer session to which it is delivered, and the broker redelivers it to the next. So our
+//! own reader, which accepts any bytes, searches the queues; readable messages go back to the broker unchanged. Never
+//! acknowledges a message before its row is committed, and decides nothing about alarms.
 
 mod frame;
 mod link;
@@ -23,20 +23,21 @@ use crate::topology::Names;
 use link::{Link, Received};
 use message::Message;
 
-/// The most that a consumer has unacknowledged; one more consumer takes over where it is full. A quorum queue gives a
-/// consumer its share in one piece, over which it is silent for seconds if that is tens of thousands.
+/// The most unacknowledged messages of a consumer; when it is full, another consumer is added. A quorum queue delivers a
+/// consumer's share in one piece, which takes seconds of silence if it is tens of thousands.
 const PREFETCH: u16 = 5_000;
-/// After this much silence the broker is asked whether more is ready; after this much more, it is not delivered to us.
-const SILENCE_AT_THE_END: Duration = Duration::from_millis(300);
-const SILENCE_BEFORE_THE_END: Duration = Duration::from_secs(5);
+/// After this much silence the broker is asked whether more is ready.
+const IDLE_BEFORE_ASKING: Duration = Duration::from_millis(300);
+/// After this much more silence the ready messages are not delivered to us.
+const IDLE_BEFORE_GIVING_UP: Duration = Duration::from_secs(5);
 /// Unreadable messages that are stored, and then acknowledged, at a time.
-const STORED_AT_ONCE: usize = 100;
+const STORE_BATCH_SIZE: usize = 100;
 /// Unreadable messages that a report lists; the rest is counted.
-const LISTED: usize = 1_000;
-/// Messages that are taken one by one to find the one that the broker fails over.
-const TAKEN_SINGLY: u64 = 10_000;
+const MOST_LISTED: usize = 1_000;
+/// Messages that are fetched one by one to find the one on which the broker fails.
+const MOST_FETCHED_SINGLY: u64 = 10_000;
 
-/// How far a search goes.
+/// The limits of a search.
 #[derive(Debug, Clone, Copy)]
 pub struct Bounds {
     /// Messages of one queue.
@@ -46,9 +47,9 @@ pub struct Bounds {
 }
 
 impl Bounds {
-    /// For a worker, which opens no session meanwhile.
-    pub const OF_A_WORKER: Self = Self { messages: 1_000_000, time: Duration::from_secs(60) };
-    /// For a person, who may wait.
+    /// For a worker, which has no session during the search.
+    pub const WORKER: Self = Self { messages: 1_000_000, time: Duration::from_secs(60) };
+    /// For a command, which may take longer.
     pub const BY_HAND: Self = Self { messages: 10_000_000, time: Duration::from_secs(3_600) };
 }
 
@@ -56,20 +57,20 @@ impl Bounds {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Found {
     pub queue: String,
-    /// Counted from 1 at the front of what the broker delivered.
+    /// Counted from 1, in the order of delivery.
     pub position: u64,
     pub why: String,
     pub body_bytes: u64,
-    /// The order that its body speaks of, if that is an alarm.
+    /// The order in its body, if that is an alarm.
     pub order_id: Option<String>,
     pub moved: bool,
 }
 
-/// What a search through one queue came to.
+/// The result of a search through one queue.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Report {
     pub queue: String,
-    /// Messages looked at.
+    /// Messages that were read.
     pub searched: u64,
     /// Unreadable ones.
     pub unreadable: u64,
@@ -79,7 +80,7 @@ pub struct Report {
     pub stopped: Option<String>,
 }
 
-/// Why a search failed. What it had stored and acknowledged by then stays so; all else is back in its queue.
+/// Why a search failed. Messages that were stored and acknowledged before stay so; all others are back in their queue.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum QuarantineError {
     #[error(transparent)]
@@ -89,7 +90,7 @@ pub enum QuarantineError {
     #[error("the broker at {place} ended the search with {code} {text}")]
     Closed { place: String, code: u16, text: String },
     #[error(
-        "the broker itself fails over the message at position {position} of {queue} (541 INTERNAL_ERROR), so no AMQP 0-9-1 client can be delivered it; docs/OPERATING.md, \"A message that the broker cannot deliver\", says how to take it out"
+        "the broker itself fails on the message at position {position} of {queue} (541 INTERNAL_ERROR), so it cannot be delivered to any AMQP 0-9-1 client; docs/OPERATING.md, \"A message that the broker cannot deliver\", describes how to remove it"
     )]
     Undeliverable { queue: String, position: u64 },
     #[error("an unreadable message was found in {queue} but cannot be stored: {why}; fix the database")]
@@ -97,7 +98,7 @@ pub enum QuarantineError {
 }
 
 impl QuarantineError {
-    /// Whether the broker failed inside, most likely over one of the messages.
+    /// Whether the broker failed internally, most likely on one of the messages.
     #[must_use]
     pub fn is_internal_error(&self) -> bool {
         matches!(self, Self::Closed { code, .. } if *code == reply_code::INTERNAL_ERROR)
@@ -108,7 +109,7 @@ impl QuarantineError {
     }
 }
 
-/// The queues that these settings have a worker consume.
+/// The queues that a worker with these settings consumes.
 #[must_use]
 pub fn queues(settings: &Settings) -> Vec<String> {
     let names = Names::new(&settings.namespace);
@@ -117,11 +118,11 @@ pub fn queues(settings: &Settings) -> Vec<String> {
     shards.chain([names.arm(), names.parked()]).collect()
 }
 
-/// Looks through one queue on a connection of its own. With a database, moves what is unreadable into `parked_alarms`;
-/// without one, leaves everything where it is.
+/// Searches one queue on its own connection. With a database, moves unreadable messages into `parked_alarms`; without one,
+/// leaves every message in its queue.
 ///
 /// # Errors
-/// [`QuarantineError`]. A queue that is not there has nothing in it.
+/// [`QuarantineError`]. A missing queue counts as empty.
 pub async fn search(
     settings: &AmqpSettings,
     queue: &str,
@@ -137,18 +138,18 @@ pub async fn search(
         Err(error) => return Err(error),
     }
     let Search { link, report, .. } = search;
-    // Whatever the broker says to it: all that is acknowledged is stored, and the rest is given back with the connection.
-    let _answered_or_gone = link.close().await;
+    // An error while closing is ignored: every acknowledged message is stored, and the rest is requeued with the connection.
+    let _ = link.close().await;
     Ok(report)
 }
 
-/// Takes messages one by one until the broker fails over one: of several at once, none arrives.
+/// Fetches messages one by one until the broker fails on one: of several at once, none arrives.
 ///
 /// # Errors
-/// [`QuarantineError::Undeliverable`] with its position; another where it cannot be found.
+/// [`QuarantineError::Undeliverable`] with its position; another error if it cannot be found.
 pub async fn locate_undeliverable(settings: &AmqpSettings, queue: &str) -> Result<(), QuarantineError> {
     let mut link = Link::open(settings).await?;
-    for position in 1..=TAKEN_SINGLY {
+    for position in 1..=MOST_FETCHED_SINGLY {
         match link.get(queue).await {
             Ok(Some(_)) => {}
             Ok(None) => break,
@@ -158,14 +159,14 @@ pub async fn locate_undeliverable(settings: &AmqpSettings, queue: &str) -> Resul
             Err(error) => return Err(error),
         }
     }
-    let _answered_or_gone = link.close().await;
+    let _ = link.close().await;
     Ok(())
 }
 
 impl Report {
     fn note(&mut self, found: Found) {
         self.unreadable += 1;
-        if self.found.len() < LISTED {
+        if self.found.len() < MOST_LISTED {
             self.found.push(found);
         }
     }
@@ -187,36 +188,36 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Everything stays unacknowledged until the connection is closed, so that each message is met once.
+    /// Readable messages stay unacknowledged until the connection is closed, so that each message is delivered once.
     async fn walk(&mut self, bounds: Bounds) -> Result<(), QuarantineError> {
         let began = Instant::now();
         self.link.prefetch(PREFETCH).await?;
         self.link.consume(self.queue).await?;
-        let (mut room, mut acknowledged, mut owed) = (u64::from(PREFETCH), 0, false);
+        let (mut room, mut acknowledged, mut has_asked) = (u64::from(PREFETCH), 0, false);
         loop {
-            match self.link.receive(if owed { SILENCE_BEFORE_THE_END } else { SILENCE_AT_THE_END }).await? {
+            match self.link.receive(if has_asked { IDLE_BEFORE_GIVING_UP } else { IDLE_BEFORE_ASKING }).await? {
                 Some(Received::Message(message)) => {
-                    owed = false;
-                    self.look_at(&message);
+                    has_asked = false;
+                    self.check(&message);
                 }
                 Some(Received::Ready(0)) => break,
                 Some(Received::Ready(_)) => continue,
-                // What a session has lost that just ended may still be on its way back into the queue.
-                None if !owed => {
-                    owed = true;
+                // Messages of a session that has just ended may still be on their way back into the queue.
+                None if !has_asked => {
+                    has_asked = true;
                     self.link.ask_for_ready(self.queue).await?;
                     continue;
                 }
                 None => {
                     let searched = self.report.searched;
                     self.report.stopped = Some(format!(
-                        "after {searched} messages the broker delivered none of those that were ready for {SILENCE_BEFORE_THE_END:?}"
+                        "after {searched} messages the broker delivered none of the ready ones for {IDLE_BEFORE_GIVING_UP:?}"
                     ));
                     break;
                 }
             }
-            if self.waiting.len() >= STORED_AT_ONCE {
-                acknowledged += self.put_aside().await?;
+            if self.waiting.len() >= STORE_BATCH_SIZE {
+                acknowledged += self.store_waiting().await?;
             }
             if self.report.searched - acknowledged >= room {
                 self.link.consume(self.queue).await?;
@@ -231,18 +232,18 @@ impl Search<'_> {
                 break;
             }
         }
-        self.put_aside().await.map(drop)
+        self.store_waiting().await.map(drop)
     }
 
-    /// Remembers nothing of a message that can be read.
-    fn look_at(&mut self, message: &Message) {
+    /// Records a message if it is unreadable.
+    fn check(&mut self, message: &Message) {
         self.report.searched += 1;
         let Some(why) = message.why_unreadable(self.link.frame_max) else { return };
         let (queue, position) = (self.queue.to_owned(), self.report.searched);
-        let detail = format!("at position {position} of {queue}, where the AMQP client cannot read it: {why}");
+        let detail = format!("at position {position} of {queue}, unreadable for the AMQP client: {why}");
         let mut dead_letter = DeadLetter::unread(ParkReason::Unreadable, detail, &message.body);
-        if let Ok(due) = Alarm::read(&message.body, None) {
-            (dead_letter.order_id, dead_letter.deadline) = (Some(due.order_id), Some(due.deadline));
+        if let Ok(alarm) = Alarm::read(&message.body, None) {
+            (dead_letter.order_id, dead_letter.deadline) = (Some(alarm.order_id), Some(alarm.deadline));
         }
         let order_id = dead_letter.order_id.as_ref().map(ToString::to_string);
         let found = Found { queue, position, why, body_bytes: message.body_bytes, order_id, moved: false };
@@ -252,8 +253,8 @@ impl Search<'_> {
         }
     }
 
-    /// Stores, then acknowledges. Returns how many.
-    async fn put_aside(&mut self) -> Result<u64, QuarantineError> {
+    /// Stores the waiting messages, then acknowledges them. Returns their number.
+    async fn store_waiting(&mut self) -> Result<u64, QuarantineError> {
         let (Some(database), false) = (self.store, self.waiting.is_empty()) else { return Ok(0) };
         let waiting = std::mem::take(&mut self.waiting);
         let dead_letters: Vec<&DeadLetter> = waiting.iter().map(|waiting| &waiting.dead_letter).collect();

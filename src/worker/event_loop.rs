@@ -313,7 +313,7 @@ impl EventLoop {
         let why_nothing = self.engine.unavailable_reason(now).or(self.why_unanswered.as_deref());
         let why = why_nothing.or(unswept.map(|unswept| unswept.why.as_str()));
         metrics.database_unavailable.set(i64::from(why.is_some()));
-        self.recorder.health.note_database(why.map(database::without_the_servers_words).as_deref());
+        self.recorder.health.note_database(why.map(database::without_server_message).as_deref());
     }
 
     fn note_whether_it_closes_nothing(&mut self, now: Timestamp) {
@@ -331,11 +331,11 @@ impl EventLoop {
             let next = match (*phase, wanted) {
                 (Phase::Consume, false) => {
                     warn!("nothing could be closed, armed or parked for worker.requeue_after, as the warnings before this one say; alarms are given back to the broker until that changes");
-                    self.recorder.health.note_lifecycle(Lifecycle::Resting);
+                    self.recorder.health.note_lifecycle(Lifecycle::Paused);
                     Phase::Rest
                 }
                 (Phase::Rest, true) => {
-                    self.recorder.health.note_lifecycle(Lifecycle::Working);
+                    self.recorder.health.note_lifecycle(Lifecycle::Running);
                     Phase::Consume
                 }
                 (unchanged, _) => unchanged,

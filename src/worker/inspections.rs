@@ -107,7 +107,7 @@ impl Inspections {
                 Err(error) => debug!(error = one_line(&error), "the statements could not be explained"),
             }
         }
-        match self.registration.say_hello().await {
+        match self.registration.register().await {
             Ok(disagreement) => self.recorder.degraded(Cause::WorkersDisagree, disagreement.as_deref()),
             Err(error) => debug!(error = one_line(&error), "this worker could not be registered"),
         }

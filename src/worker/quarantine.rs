@@ -103,7 +103,7 @@ impl Quarantine {
     async fn search(&self, queue: String) -> Result<Report, QuarantineError> {
         let (amqp, database) = (self.settings.amqp.clone(), self.database.clone());
         let name = queue.clone();
-        let searching = async move { quarantine::search(&amqp, &name, Bounds::OF_A_WORKER, Some(&database)).await };
+        let searching = async move { quarantine::search(&amqp, &name, Bounds::WORKER, Some(&database)).await };
         let mut task = AbortOnDrop(tokio::spawn(searching));
         loop {
             self.recorder.health.beat(Loop::Supervisor);

@@ -240,7 +240,7 @@ fn wrong_usage_exits_with_2_naming_help() {
         // The error names the missing unit.
         (&[&when[..], &["--in", "5"]].concat(), "time unit needed, for example 5sec"),
         (&[&when[..], &["--in=-5s"]].concat(), "write a number and its unit, such as 90s"),
-        (&[&when[..], &["--in", "-5s"]].concat(), "a deadline lies ahead; write a number and its unit"),
+        (&[&when[..], &["--in", "-5s"]].concat(), "a deadline must be in the future; write a number and its unit"),
         (&["worker", "--port", "9000"], "--set http.listen=127.0.0.1:9395"),
         (&["schedule", "order-1", "--order-id", "order-1", "--in", "5s"], "cannot be used with"),
         (&["deadline", "--in", "5s"], "--order-id"),
@@ -496,7 +496,7 @@ fn database_error_omits_its_source_location() {
                 &["parked", "retry", "--all", "--yes"],
             ] {
                 // The exact text: sqlx would add a line number of Postgres' source code.
-                let whole = "column \"parked_at\" does not exist (SQLSTATE 42703); mend the database";
+                let whole = "column \"parked_at\" does not exist (SQLSTATE 42703); fix the database";
                 assert_call_fails(&env.settings, arguments, &["parked alarms", whole]).await;
             }
         },
@@ -560,7 +560,7 @@ fn schedule_reports_the_published_alarm() {
                 &["schedule", "--order-id", "order 1", "--deadline", "2030-01-02T03:04:05.678+01:00", "--json"],
             )
             .await;
-            assert!(code == 0 && sentence(&stderr).contains("is no UUID"), "{stderr}");
+            assert!(code == 0 && sentence(&stderr).contains("is not a UUID"), "{stderr}");
             let expected = json!({ "order_id": "order 1", "deadline": "2030-01-02T02:04:05.678Z" });
             assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), expected);
             wait_for("the alarm in the inbox", async || env.depth(&arm).await == 1).await;
@@ -574,7 +574,7 @@ fn schedule_reports_the_published_alarm() {
 
             let before = env.order(Duration::from_secs(90)).await.deadline;
             let (code, stdout, stderr) = call(&env, &["schedule", "order-2", "--in", "90s"]).await;
-            assert!(code == 0 && sentence(&stderr).contains("is no UUID"), "{stderr}");
+            assert!(code == 0 && sentence(&stderr).contains("is not a UUID"), "{stderr}");
             let reported =
                 stdout.strip_prefix("scheduled: order order-2 at ").unwrap_or_else(|| panic!("{stdout}")).trim_end();
             let reported = order_timeout::message::read_rfc3339(reported).unwrap();
@@ -608,7 +608,7 @@ fn schedule_reports_differing_row() {
             let unknown = Uuid::now_v7().to_string();
             assert!(remarks(settings, &unknown, &["--in", "60s"]).await.contains("no such order"));
             let late = remarks(settings, "17", &["--deadline", "2020-01-01T00:00:00Z"]).await;
-            assert!(late.contains("is no UUID") && late.contains("2020-01-01T00:00:00.000Z has passed"), "{late}");
+            assert!(late.contains("is not a UUID") && late.contains("2020-01-01T00:00:00.000Z has passed"), "{late}");
 
             // The alarm is sent even if the database is unavailable.
             let mut unreachable = settings.clone();
@@ -927,7 +927,7 @@ fn setup_reports_exhausted_connections() {
             settings.amqp.url = network.address(&settings.amqp.url);
             let (code, stdout, stderr) = call_with(&settings, &["setup"]).await;
             assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
-            for part in ["bindings are there", "takes no further one", "out of file descriptors", "LimitNOFILE"] {
+            for part in ["bindings are declared", "takes no further one", "out of file descriptors", "LimitNOFILE"] {
                 assert!(stderr.contains(part), "{stderr:?} lacks {part:?}");
             }
         },

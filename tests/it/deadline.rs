@@ -147,7 +147,7 @@ fn deadline_kept_by_trigger_is_reported() {
             let id = order.id.to_string();
             let (code, output, _) =
                 run(order_timeout(&env.settings).args(["deadline", "--order-id", &id, "--in", "1h"]));
-            assert!(code == 1 && output.contains("a trigger of the database keeps its deadline"), "{output}");
+            assert!(code == 1 && output.contains("a trigger in the database keeps its deadline"), "{output}");
         },
     );
 }
@@ -197,7 +197,7 @@ fn command_reports_deadline_outcome() {
             let (code, output) = json(&[&id, "--in", "1h"]);
             assert_eq!((code, &output["outcome"], &output["order_id"]), (0, &"later".into(), &id.as_str().into()));
             let (code, output, _) = deadline(&env, &[&id, "--in", "1h"]);
-            assert!(code == 0 && output.contains("an alarm scheduled before follows"), "{output}");
+            assert!(code == 0 && output.contains("an alarm that was already scheduled adapts to it"), "{output}");
             for passed in [["--deadline", "2020-01-01T00:00:00Z"], ["--in", "0s"]] {
                 let (code, _, error) = deadline(&env, &[&[id.as_str()][..], &passed].concat());
                 assert!(code == 1 && error.contains("has passed") && error.contains("order-timeout close"), "{error}");
@@ -210,7 +210,7 @@ fn command_reports_deadline_outcome() {
 
             assert!(env.pay(&order).await);
             let (code, output, _) = deadline(&env, &[&id, "--in", "1h"]);
-            assert!(code == 1 && output.contains("is paid; its deadline stands"), "{output}");
+            assert!(code == 1 && output.contains("is paid; its deadline is unchanged"), "{output}");
             let stands = json!({ "order_id": id, "status": "paid", "deadline": last, "outcome": "stands" });
             assert_eq!(json(&[&id, "--in", "1h"]), (1, stands), "the order's deadline, not the requested one");
             let unknown_order = uuid::Uuid::now_v7().to_string();

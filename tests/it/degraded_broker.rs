@@ -168,7 +168,7 @@ fn canaries_do_not_reach_foreign_readers() {
         wait_within(Duration::from_secs(90), "the consumer named", async || {
             have_orders_swept(&env).await;
             let why = why(&worker, "alarms_not_arriving").await;
-            why.is_some_and(|why| why.contains(&format!("1 consumers of {queue:?} are no workers of this version")))
+            why.is_some_and(|why| why.contains(&format!("1 consumers of {queue:?} are not workers of this version")))
         })
         .await;
         assert_eq!(env.count("SELECT count(*) FROM canaries").await, 0);

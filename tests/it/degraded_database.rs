@@ -101,7 +101,7 @@ fn missing_objects_are_named() {
             fault(
                 "schema",
                 "ALTER TABLE parked_alarms RENAME TO elsewhere",
-                "the table parked_alarms (made by migrations/20261120100300_parked_alarms.sql)",
+                "the table parked_alarms (created by migrations/20261120100300_parked_alarms.sql)",
                 "ALTER TABLE elsewhere RENAME TO parked_alarms",
             ),
             fault(
@@ -372,7 +372,7 @@ fn contradicting_statements_are_named() {
         let faults = vec![
             (answers("'closed', now()") + &purchase(1, "open"), "finds it overdue again: the order is still open"),
             (paid_ones_too.clone() + &purchase(2, "paid"), "but orders.close_sql"),
-            (paid_ones_too + &purchase(3, "closing"), "says closing"),
+            (paid_ones_too + &purchase(3, "closing"), "returns closing"),
             (answers("'not_due', now()") + &purchase(4, "open"), "finds order 4 overdue, but orders.close_sql"),
             (answers("'malformed', NULL::timestamptz") + &purchase(5, "open"), "says malformed of order 5"),
             (close_by("SELECT '', '', now() WHERE false") + &purchase(6, "open"), "returns no row for it"),
@@ -554,7 +554,7 @@ fn setup_names_what_is_missing() {
             let (code, stdout, stderr) = setup();
             assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
             for missing in
-                ["the table orders (made by migrations/", "CREATE UNIQUE INDEX CONCURRENTLY an_order_is_closed_once"]
+                ["the table orders (created by migrations/", "CREATE UNIQUE INDEX CONCURRENTLY an_order_is_closed_once"]
             {
                 assert!(stderr.contains(missing), "{stderr}");
             }

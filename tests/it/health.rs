@@ -12,7 +12,7 @@ use lapin::BasicProperties;
 use order_timeout::config::Listen;
 use order_timeout::health::Health;
 use order_timeout::http::{self, HttpServer, LIVEZ, Pages, READYZ};
-use order_timeout::metrics::{LISTED, Listed, Metrics, OF_THE_PROCESS};
+use order_timeout::metrics::{LISTED, Listed, Metrics, PROCESS_METRICS};
 use order_timeout::order::{OrderId, Timestamp};
 use order_timeout::topology::DUE_KEY;
 use order_timeout::worker::Worker;
@@ -48,7 +48,7 @@ fn exposes_exactly_listed_metrics() {
             let lines = text.lines().filter_map(|line| line.strip_prefix(&format!("# {word} ")));
             lines.map(|line| line.split_once(' ').unwrap()).map(|(name, rest)| (name.into(), rest.into())).collect()
         };
-        let listed = || LISTED.iter().chain(OF_THE_PROCESS);
+        let listed = || LISTED.iter().chain(PROCESS_METRICS);
         assert_eq!(described("HELP"), listed().map(|one| (one.name.into(), one.help.into())).collect());
         assert_eq!(described("TYPE"), listed().map(|one| (one.name.into(), one.kind.into())).collect());
         assert_labels_are_listed(&text);
@@ -93,7 +93,7 @@ fn documented_metrics_match_listed_metrics() {
         });
         format!("| `{}` | {} | {label} | {} |", one.name, one.kind, one.help)
     };
-    let rows: Vec<String> = LISTED.iter().chain(OF_THE_PROCESS).map(row).collect();
+    let rows: Vec<String> = LISTED.iter().chain(PROCESS_METRICS).map(row).collect();
     assert_eq!(documented, rows, "the table in docs/operating/monitor.md (left) and src/metrics.rs (right)");
     let name = Regex::new(r"\border_timeout_\w+").unwrap();
     for found in handbook.into_iter().flat_map(|document| name.find_iter(document)) {
@@ -300,7 +300,7 @@ fn stopping_worker_is_alive_but_not_ready() {
         env.deliver([&order]).await;
         env.wait_for_lock_waiter().await;
         worker.begin_to_stop();
-        wait_for("not ready", async || get(&worker, READYZ).await == (503, "worker: it is stopping\n".into())).await;
+        wait_for("not ready", async || get(&worker, READYZ).await == (503, "worker: stopping\n".into())).await;
         assert_eq!(get(&worker, LIVEZ).await, (200, "alive\n".into()));
         other.rollback().await.unwrap();
         let address = worker.http.unwrap();
@@ -323,7 +323,7 @@ fn stalled_event_loop_is_reported() {
             let still = async || http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap();
             wait_for("three stalled loops", async || still().await.1.lines().count() == 3).await;
             let (status, text) = still().await;
-            assert!(status == 503 && text.contains("the supervisor loop has stood still for"), "{text}");
+            assert!(status == 503 && text.contains("the supervisor loop has made no progress for"), "{text}");
         },
     );
 }

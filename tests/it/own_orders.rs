@@ -390,7 +390,7 @@ fn faulty_statements_name_their_cause() {
             (b"S\0E\0L\0", &["saved as UTF-16"]),
             (b"-- two lines\nSELECT 1 AS order_id\n  FORM orders", &["line 3, column 3", "correct the statement"]),
             (b"SELECT x FROM closed_off.orders", &["GRANT the user", "USAGE on the schema"]),
-            (b"SELECT x FROM no_such_table", &["line 1, column 15", "bring back what the statement misses"]),
+            (b"SELECT x FROM no_such_table", &["line 1, column 15", "restore what the statement refers to"]),
             (b"SELECT x FROM no_such_schema.orders", &["no_such_schema", "correct the name"]),
         ];
         for (text, parts) in cases {

@@ -241,7 +241,7 @@ async fn invalid_brokers_are_rejected(broker: &Private, good: &AmqpSettings, cer
     };
     let at = |place: &str| with_parts(&good.url, None, Some(place), None);
     let wrong_ca = with(&|settings| settings.ca_file = certificates.named("other-ca.pem"));
-    refused_by_broker("a CA that did not sign it", &wrong_ca, &["signed by nobody who is trusted", "amqp.ca_file"])
+    refused_by_broker("a CA that did not sign it", &wrong_ca, &["signed by a CA that is not trusted", "amqp.ca_file"])
         .await;
 
     let wrong_name = with(&|settings| settings.url = at(&format!("127.0.0.1:{}", broker.recorded("TLS_PORT"))));
@@ -296,7 +296,7 @@ async fn invalid_databases_are_rejected(postgres: &Private, good: &DatabaseSetti
         settings
     };
     let wrong_ca = with(&|settings| settings.ca_file = certificates.named("other-ca.pem"));
-    let parts = ["signed by nobody who is trusted", "database.ca_file"];
+    let parts = ["signed by a CA that is not trusted", "database.ca_file"];
     refused_by_database("a CA that did not sign it", &wrong_ca, &parts).await;
 
     let wrong_name = with(&|settings| {
@@ -379,7 +379,7 @@ fn unused_certificate_settings_are_refused() {
     };
     let set = |key: &str, value: &str| format!("{key}={value}");
     let plain = set("amqp.url", "amqp://h");
-    check(&[plain, set("amqp.ca_file", &file)], &["amqp.url", "in the clear", "amqps://"]);
+    check(&[plain, set("amqp.ca_file", &file)], &["amqp.url", "would not be encrypted", "amqps://"]);
     let tls = set("amqp.url", "amqps://h");
     check(&[tls, set("amqp.client_cert_file", &file)], &["amqp.client_cert_file", "amqp.client_key_file"]);
     for (url, ca, parts) in [

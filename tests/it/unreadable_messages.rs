@@ -226,10 +226,10 @@ fn command_lists_then_moves() {
 
             let (code, out, err) = run(order_timeout(&env.settings).arg("quarantine"));
             assert_eq!((code, err.as_str()), (0, ""));
-            assert!(out.contains(&format!("{due}: 4 message(s) looked at, 1 that")), "{out}");
+            assert!(out.contains(&format!("{due}: 4 message(s) read, 1 of them unreadable")), "{out}");
             assert!(out.contains("position 3, ") && out.contains(Defect::HeaderKey.reason()), "{out}");
             assert!(out.contains(&orders[3].id.to_string()), "{out}");
-            assert!(out.contains(&format!("{arm}: 1 message(s) looked at, 1 that")), "{out}");
+            assert!(out.contains(&format!("{arm}: 1 message(s) read, 1 of them unreadable")), "{out}");
             assert!(out.ends_with("2 message(s) found, nothing moved; add --move to move them into parked_alarms\n"));
             assert_eq!(env.parked().await, []);
 
@@ -287,7 +287,7 @@ fn failing_broker_is_named_with_remedy() {
             broker.ctl(&["eval", &publish_with_number_as_id(&queue)]);
             let (code, out, _) = run(order_timeout(&env.settings).arg("quarantine"));
             assert_eq!(code, 1);
-            let sentence = format!("fails over the message at position 2 of {queue} (541 INTERNAL_ERROR)");
+            let sentence = format!("fails on the message at position 2 of {queue} (541 INTERNAL_ERROR)");
             assert!(out.contains(&sentence) && out.contains("A message that the broker cannot deliver"), "{out}");
 
             let worker = env.worker().await;

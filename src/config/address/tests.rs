@@ -1,6 +1,6 @@
 //! The host, port, user and password in an address are those that are used, or the address is refused.
 //!
-//! Pure: nothing is connected to.
+//! Pure: no connection is opened.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -56,7 +56,7 @@ fn shows_an_ipv6_address_in_brackets() {
 fn decodes_user_password_and_vhost() {
     let read = amqp("amqp://sh%C3%B6p:p%40ss%3A%2F%25:w%20rd@h/v%2fh").unwrap();
     assert_eq!((read.user.as_str(), read.password.as_str(), read.vhost.as_str()), ("shöp", "p@ss:/%:w rd", "v/h"));
-    // The URL standard would take these for steps in a path.
+    // The URL standard would resolve these as path segments.
     assert_eq!(amqp("amqp://h/..").unwrap().vhost, "..");
     assert_eq!(amqp("amqp://h").unwrap().vhost, "/");
     let (account, empty) = (amqp("amqp://h/v").unwrap(), amqp("amqp://u:@h/v").unwrap());
@@ -75,8 +75,8 @@ fn refuses_incomplete_addresses_and_says_why() {
         ("u:p@:5672/x", "names no host"),
         ("[fe80::1%25eth0]:5672/x", "zone"),
         ("[fe80::1%eth0]/x", "zone"),
-        ("[]/x", "no IPv6 address"),
-        ("[192.0.2.1]/x", "no IPv6 address"),
+        ("[]/x", "not an IPv6 address"),
+        ("[192.0.2.1]/x", "not an IPv6 address"),
         ("[::1/x", "no ]"),
         ("[::1]5672/x", "between its ] and its port"),
         ("2001:db8::1:5672/x", "in brackets"),
@@ -92,8 +92,8 @@ fn refuses_incomplete_addresses_and_says_why() {
         ("u:%E4@h/x", "UTF-8"),
         ("h /x", "space"),
         ("h\t/x", "control character"),
-        (":p@h/x", "no user's name"),
-        ("@h/x", "no user's name"),
+        (":p@h/x", "no user name"),
+        ("@h/x", "no user name"),
         ("10.1/x", "number"),
         ("2130706433/x", "number"),
         ("0x7f000001/x", "number"),
@@ -124,7 +124,7 @@ fn refuses_two_servers_in_one_address() {
         ("postgres://%2Frun/d?host=/tmp", "two servers"),
         ("postgres:///d?host=a&hostaddr=192.0.2.1", "both host and hostaddr"),
         ("postgres:///d?host=a&host=b", "twice"),
-        ("postgres:///d?hostaddr=a", "no IP address"),
+        ("postgres:///d?hostaddr=a", "not an IP address"),
         ("postgres:///d?host=", "empty host"),
         ("postgres:///d?host=a,b", "ASCII"),
         ("postgres://a:1/d?port=2", "port twice"),
@@ -179,7 +179,7 @@ fn encoded(text: &str) -> String {
     text.bytes().map(|byte| format!("%{byte:02X}")).collect()
 }
 
-/// A host as an address has it, and as it must be read.
+/// A host as it is written in an address, and as it must be parsed.
 fn host() -> impl Strategy<Value = (String, Host)> {
     prop_oneof![
         any::<u32>().prop_map(Ipv4Addr::from).prop_map(|host| (host.to_string(), Host::V4(host))),
@@ -193,7 +193,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
     #[test]
-    fn connects_to_the_host_in_the_address(
+    fn connects_to_host_in_address(
         (written, host) in host(),
         port in proptest::option::of(1_u16..),
         account in proptest::option::of((".{1,8}", ".{0,8}")),
@@ -211,7 +211,7 @@ proptest! {
         prop_assert_eq!(read, PostgresAddress { server: PostgresServer::Tcp(host), port });
     }
 
-    /// Whatever is accepted has its host in plain sight: nothing is filled in, decoded or left out.
+    /// The host of an accepted address is written literally in it: nothing is added, decoded or left out.
     #[test]
     fn accepts_no_host_that_is_not_written(rest in "[a-f0-9x:/@?\\[\\]%#.=&,;l-]{0,24}") {
         let authority = rest.split(['/', '?']).next().unwrap();
@@ -232,7 +232,7 @@ proptest! {
     }
 
     #[test]
-    fn no_error_repeats_an_address(secret in "[A-Z]{6}", at in 0_usize..7) {
+    fn errors_never_repeat_addresses(secret in "[A-Z]{6}", at in 0_usize..7) {
         let mut parts = ["u", "p", "h", "1", "v", "k", "w"].map(str::to_owned);
         parts[at] = format!("{secret}%");
         let [user, password, host, port, vhost, key, value] = parts;
