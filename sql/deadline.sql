@@ -1,12 +1,12 @@
--- Gives an unpaid order another deadline; an earlier one gets an alarm of its own.
+-- Changes the deadline of an unpaid order; an earlier deadline gets its own alarm.
 --
 --   $1 order_id text
 --   $2 deadline timestamptz
 --
---   status text, deadline timestamptz: as the order was before; moved_to timestamptz: the deadline that it has now, NULL
---   if it was not moved. No row: there is no such order.
+--   status text, deadline timestamptz: the order's values before; moved_to timestamptz: its deadline now, NULL if it
+--   was not moved. No row: the order does not exist.
 --
--- For a later deadline the row is enough: the alarm that is under way finds the order not due and waits for the new one.
+-- A later deadline needs no alarm: the alarm in flight finds that the order is not due, and waits for the new deadline.
 WITH found AS MATERIALIZED (
     SELECT o.id, o.status, o.expires_at
     FROM orders o
@@ -14,16 +14,16 @@ WITH found AS MATERIALIZED (
     FOR NO KEY UPDATE
 ),
 moved AS (
-    -- By the status that was found when the row was ours. The row's own would be read as it was when the statement began,
-    -- and it may have waited for somebody who made the order unpaid.
+    -- Uses the status that was read with the row lock. The status of the row itself would be the one from the
+    -- statement's start, and the lock may have waited for a session that made the order unpaid.
     UPDATE orders o
     SET expires_at = $2::timestamptz
     WHERE o.id = (SELECT f.id FROM found f WHERE f.status = 'unpaid')
-    -- What stands there now: a trigger may have refused it.
+    -- The value that was stored: a trigger may have refused the change.
     RETURNING o.expires_at
 ),
 alarm AS (
-    -- In the same transaction: the alarm exists if, and only if, the new deadline does.
+    -- In the same transaction: the alarm exists if and only if the new deadline does.
     INSERT INTO alarm_outbox (order_id, deadline)
     SELECT f.id::text, m.expires_at
     FROM found f, moved m

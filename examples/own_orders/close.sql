@@ -58,8 +58,8 @@ given_back AS MATERIALIZED (
     GROUP BY i.article
 ),
 stock AS (
-    -- In the same statement: with the close or not at all. Last, and in article order, so that two workers cannot
-    -- deadlock.
+    -- In the same statement, so that stock is returned with the close or not at all. Last, and in article order, so
+    -- that two workers cannot deadlock.
     UPDATE public.inventory s
     SET available = s.available + g.quantity, reserved = s.reserved - g.quantity
     FROM (

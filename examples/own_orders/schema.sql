@@ -1,5 +1,5 @@
--- A shop's own tables, as this example's close.sql and overdue.sql use them: yours differ, and stay unchanged except
--- for the index and the function.
+-- A shop's own tables, as this example's close.sql and overdue.sql use them. Yours differ. Add the index and the
+-- function; nothing else has to change.
 CREATE TABLE public.purchases (
     id         bigint PRIMARY KEY,
     state      text NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'paid', 'expired')),
@@ -43,5 +43,5 @@ BEGIN
     RETURN EXISTS (SELECT FROM public.payments y WHERE y.purchase_id = purchase);
 END $$;
 
--- The sweep reads it four times a second: it contains only open orders, so it stays small.
+-- The sweep reads this index four times a second. It contains only open orders, so it stays small.
 CREATE INDEX purchases_open_by_deadline ON public.purchases (pay_until, id) WHERE state = 'open';
