@@ -1,6 +1,6 @@
 //! Step 6, ANNOUNCE: events from the outbox to `order.events`, confirmed, then marked as sent.
 //!
-//! At least once, under one message id per event. How an outbox is emptied stands in `relay.rs`.
+//! At least once, under one message id per event. `relay.rs` empties an outbox.
 
 use std::time::Duration;
 
@@ -16,13 +16,13 @@ use crate::topology::Names;
 
 const SQL: OutboxSql = outbox_sql!(
     "event_outbox",
-    // With each try every other queue that is bound for the event gets a copy: three within the first half minute, and
-    // then one in five minutes.
+    // Every try gives every other queue that is bound for the event one more copy: three within the first half minute,
+    // then one every five minutes.
     pauses_s: &[1.0, 30.0, 120.0, 300.0],
     is_paced: true,
-    // By bytes as well as by rows, or a batch of what a shop's own statement writes could be half a gigabyte. By bytes as
-    // they are stored, for nothing is unpacked to know them: 256 KiB, a thousand of our own. What Postgres has compressed
-    // comes to 255 times as much at most (LZ4's limit), 64 MiB. The first goes whatever its size.
+    // Limited by bytes as well as by rows, because events of a shop's own statement could make a batch of half a gigabyte.
+    // Stored bytes are known without unpacking: 256 KiB, a thousand of our own events. Data that Postgres has compressed
+    // may be 255 times as large (LZ4's limit), 64 MiB. The first event is sent whatever its size.
     // statement_timestamp(): a volatile function could not bound an index scan.
     unsent: "SELECT id, routing_key, type, payload::text AS payload, created_at, refusals, found
              FROM (
@@ -43,7 +43,7 @@ const SQL: OutboxSql = outbox_sql!(
              WHERE ahead < 262144 ORDER BY refusals = 0, created_at, id"
 );
 
-/// Sends what stands in `event_outbox`.
+/// Sends the events in `event_outbox`.
 #[derive(Debug)]
 pub struct EventRelay {
     outbox: Outbox,
@@ -71,7 +71,7 @@ impl EventRelay {
         self.outbox.round(|row| message(exchange, row).map(Some)).await
     }
 
-    /// What waits in the outbox.
+    /// The backlog of the outbox.
     ///
     /// # Errors
     /// As of [`Outbox::backlog`].
@@ -79,7 +79,7 @@ impl EventRelay {
         self.outbox.backlog().await
     }
 
-    /// How many events wait that the broker has refused.
+    /// How many refused events wait for another try.
     ///
     /// # Errors
     /// sqlx's.
@@ -93,7 +93,7 @@ impl EventRelay {
         &self.exchange
     }
 
-    /// Deletes some of what was sent long enough ago; returns whether there is more.
+    /// Deletes some of the events that were sent long enough ago; returns whether there are more.
     ///
     /// # Errors
     /// sqlx's.
@@ -116,7 +116,7 @@ fn message(exchange: &str, row: &PgRow) -> Result<Outgoing, sqlx::Error> {
         timestamp_s: u64::try_from(created_at.unix_micros() / 1_000_000).unwrap_or(0),
         ttl: None,
         headers: Vec::new(),
-        // Nobody need be listening.
+        // An event needs no listener.
         mandatory: false,
     })
 }

@@ -1,6 +1,6 @@
 //! One connection to RabbitMQ: how it is opened, and what its refusals mean in one sentence.
 //!
-//! Knows nothing of alarms or queues. There is no automatic recovery here: whoever uses a connection drops it at the
+//! Knows nothing of alarms or queues. There is no automatic recovery here: code that uses a connection drops it at the
 //! first error and opens another (lapin's own recovery never tells a consumer that its unacknowledged deliveries are
 //! void).
 
@@ -301,7 +301,7 @@ fn why_not_by_tls(error: &lapin::Error, uri: &AMQPUri) -> Option<String> {
     }
 }
 
-/// Whether somebody took the connection and hung up, as a listener for TLS does on AMQP.
+/// Whether the server accepted the connection and closed it, as a TLS listener does on AMQP.
 fn is_cut(error: &lapin::Error) -> bool {
     matches!(error.kind(), ErrorKind::IOError(error) if tls::is_cut(error))
 }
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn tells_the_client_the_host_of_the_address() {
+    fn client_gets_host_of_address() {
         let uri_of = |url: &str| {
             let mut settings = Settings::defaults().amqp;
             settings.url = url.to_owned().into();
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn knows_every_mechanism_that_an_address_may_name() {
+    fn knows_every_mechanism_of_addresses() {
         for word in AMQP_MECHANISMS {
             assert!(word.parse::<SASLMechanism>().is_ok(), "{word}");
         }

@@ -1,10 +1,10 @@
-//! From an outbox table to the broker: what stands there unsent is published, confirmed, and only then marked as sent.
+//! From an outbox table to the broker: unsent rows are published, confirmed, and only then marked as sent.
 //!
 //! At least once: a crash between confirm and mark sends a message again. One relay at a time for each schema, by an
-//! advisory lock. No transaction is open while the broker is waited for. What a row means is its outbox's business.
+//! advisory lock. No transaction is open while the broker confirms. What a row means is defined by its outbox.
 //!
-//! A message that the broker refuses for a reason of its own waits in its row, for a time that grows with each refusal;
-//! those behind it go on. `relay/pace.rs` says how many of them are tried again at a time.
+//! A message that the broker refuses individually waits in its row for a time that grows with each refusal; the messages
+//! behind it are sent. `relay/pace.rs` limits how many refused messages are retried at a time.
 
 mod pace;
 
@@ -21,17 +21,18 @@ use crate::confirm::{ConfirmedPublisher, Outgoing, PublishError};
 use crate::database::{self, Database, ErrorClass, classify, one_line};
 use pace::Pace;
 
-/// The upper half of the number of the relay's advisory lock, "otim" as a number, so that a shop's own locks are not
-/// met. The lower half is the outbox table's, for several schemas of one database each need a relay.
+/// The upper half of the number of the relay's advisory lock, "otim" as a number, so that it does
+/// not collide with a shop's own locks. The lower half is the outbox table's oid, because each schema of a database needs a
+/// relay.
 const RELAY_LOCK: i64 = 0x6f74_696d << 32;
-/// How long the server keeps the lock for a worker that it does not hear from: one whose host has vanished, or that was
-/// halted. The lock's connection speaks each second, but not while the broker keeps a round waiting.
+/// How long the server keeps the lock of a silent worker, whose host has vanished or which was halted. The lock's
+/// connection is used each second, but not while a round waits for the broker.
 const LOCK_OUTLIVES_ITS_WORKER: Duration = Duration::from_secs(15);
 /// How long the connection that holds the lock may take to answer before it counts as lost.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the lock is taken for ours without asking. Two relays for so long send some messages twice.
+/// How long the lock counts as held without asking. If two workers relay for so long, some messages are sent twice.
 const LOCK_TRUSTED_FOR: Duration = Duration::from_secs(1);
-/// How long a row is left out that was sent and that somebody keeps locked.
+/// How long a row that was sent and is locked by another session is skipped.
 const LEAVES_LOCKED_ROWS_FOR: Duration = Duration::from_secs(30);
 /// Rows deleted by one statement.
 const FORGOTTEN_AT_ONCE: u64 = 10_000;
@@ -39,32 +40,32 @@ const FORGOTTEN_AT_ONCE: u64 = 10_000;
 /// The statements of one outbox.
 #[derive(Debug, Clone, Copy)]
 pub struct OutboxSql {
-    /// `$1` limit of those that were never refused, `$2` ids to leave out, `$3` limit of refused ones whose pause is over;
-    /// returns `id uuid`, `refusals int`, `found bigint` and whatever a message is made of, refused ones first, then the
-    /// oldest. Of as many as were found it may leave out the last, where they are too large to go together.
+    /// `$1` limit of rows that were never refused, `$2` ids to skip, `$3` limit of refused rows whose pause is over;
+    /// returns `id uuid`, `refusals int`, `found bigint` and the columns of a message, refused rows first, then the
+    /// oldest. It may omit the last of the found rows if they are too large for one batch.
     pub unsent: &'static str,
-    /// How long a message waits after its first refusal, its second, and so on, in seconds; the last holds from then on.
+    /// How long a message waits after its first refusal, its second, and so on, in seconds; then always the last value.
     pub pauses_s: &'static [f64],
-    /// Whether refused messages are tried again a few at a time: where other queues get a copy with each try.
+    /// Whether refused messages are retried a few at a time, because other queues get a copy with each try.
     pub is_paced: bool,
-    /// `$1` ids, `$2` seconds until each is tried again.
+    /// `$1` ids, `$2` seconds until each is retried.
     pub mark_refused: &'static str,
-    /// A pause ends by the server's clock: one that was set forward meanwhile must not make it longer than any pause is.
+    /// A pause ends by the server's clock. This ends pauses that a change of the clock has made longer than any pause is.
     pub end_endless_pauses: &'static str,
     /// Returns how many refused rows wait.
     pub count_refused: &'static str,
-    /// Returns `age_s`, `new_age_s` and `last_sent_s`: how many seconds ago the oldest unsent row was written, the oldest
-    /// of those that were never refused, and when a row was last sent, as `float8`; null if there is none.
+    /// Returns `age_s`, `new_age_s` and `last_sent_s` as `float8`: the age in seconds of the oldest unsent row, of the oldest
+    /// row that was never refused, and of the last sent row; null if there is none.
     pub backlog: &'static str,
     /// `$1` ids.
     pub mark_sent: &'static str,
-    /// `$1` ids; leaves out those that somebody else keeps locked, and returns the others' `id`.
+    /// `$1` ids; skips those that another session keeps locked, and returns the `id` of the others.
     pub mark_free: &'static str,
     /// `$1` seconds since they were sent, `$2` limit.
     pub forget: &'static str,
 }
 
-/// The statements of the outbox in a table, which differ in what a message is made of alone.
+/// The statements of the outbox in a table. Outboxes differ only in the columns of a message.
 macro_rules! outbox_sql {
     ($table:literal, pauses_s: $pauses_s:expr, is_paced: $is_paced:expr, unsent: $unsent:literal) => {
         $crate::relay::OutboxSql {
@@ -85,8 +86,8 @@ macro_rules! outbox_sql {
                  WHERE sent_at IS NULL AND next_attempt_at > statement_timestamp() + interval '10 min'"
             ),
             count_refused: concat!("SELECT count(*) FROM ", $table, " WHERE sent_at IS NULL AND refusals > 0"),
-            // The first entry of the index of the refused, the first of those that never were in the other, and the last of
-            // the index of the sent.
+            // The first entry of the index of refused rows, the first of the rows that were never refused, and the last entry of
+            // the index of sent rows.
             backlog: concat!(
                 "SELECT extract(epoch FROM now - least(new, refused))::float8 AS age_s,
                         extract(epoch FROM now - new)::float8 AS new_age_s,
@@ -124,7 +125,7 @@ macro_rules! outbox_sql {
 }
 pub(crate) use outbox_sql;
 
-/// Why a round came to nothing. The rows stay in their outbox.
+/// Why a round failed. The rows stay in their outbox.
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
     #[error("an outbox cannot be read or written: {}", one_line(.0))]
@@ -134,19 +135,19 @@ pub enum RelayError {
 }
 
 impl RelayError {
-    /// Whether the database has not said anything at all.
+    /// Whether the database did not answer.
     #[must_use]
     pub fn is_unanswered(&self) -> bool {
         matches!(self, Self::Database(error) if error.as_database_error().is_none())
     }
 
-    /// Whether the database is of no use at all, rather than this outbox.
+    /// Whether the whole database is unusable, and not only this outbox.
     #[must_use]
     pub fn is_of_the_whole_database(&self) -> bool {
         matches!(self, Self::Database(error) if classify(error) == ErrorClass::Away)
     }
 
-    /// The cause alone.
+    /// The cause, without the sentence.
     #[must_use]
     pub fn cause(&self) -> String {
         match self {
@@ -155,42 +156,42 @@ impl RelayError {
         }
     }
 
-    /// Whether the database accepts no writes, so that what was sent cannot be marked.
+    /// Whether the database accepts no writes, so that sent rows cannot be marked.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         matches!(self, Self::Database(error) if database::is_read_only(error))
     }
 }
 
-/// What waits in an outbox.
+/// The backlog of an outbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Backlog {
-    /// How long the oldest unsent row has been waiting; nothing if none is.
+    /// The age of the oldest unsent row; zero if there is none.
     pub age: Duration,
-    /// The same of those that were never refused.
+    /// The same for rows that were never refused.
     pub new_age: Duration,
-    /// How long ago a row was last sent, of those that are still there.
+    /// How long ago a row was last sent, of those that are still in the table.
     pub last_sent: Option<Duration>,
 }
 
-/// What came of one batch.
+/// The result of one batch.
 #[derive(Debug, Default)]
 pub struct Relayed {
     /// Confirmed and marked.
     pub sent: usize,
     /// Marked without being sent.
     pub dropped: usize,
-    /// Not confirmed: they stay, those that were refused for a reason of their own until their pause is over.
+    /// Not confirmed: they stay; individually refused ones until their pause is over.
     pub refused: usize,
-    /// Why the first of those was not; where the broker took none of them whatever they were, that. In a round that finds
-    /// nothing to send while some wait for their pause, why those were refused.
+    /// Why the first of those was not confirmed, or why the broker accepts no message at all. In a round with nothing to send
+    /// while refused rows wait for their pause: why those were refused.
     pub fault: Option<PublishError>,
-    /// The batch was full: there is more, or may be.
+    /// The batch was full, so there may be more.
     pub more: bool,
 }
 
 impl Relayed {
-    /// How many rows need not be looked at again.
+    /// How many rows are done.
     ///
     /// # Errors
     /// [`RelayError`] if messages were to be sent and not one was.
@@ -198,9 +199,9 @@ impl Relayed {
         let settled = self.sent + self.dropped;
         match self.fault {
             Some(fault) if self.sent == 0 => Err(fault.into()),
-            // Those behind a few that are refused must not wait for them.
+            // The messages behind a few refused ones must not wait for them.
             Some(fault) => {
-                debug!(%fault, "part of an outbox could not be sent; the rest goes on");
+                debug!(%fault, "some messages of an outbox were not confirmed; the others were sent");
                 Ok(settled)
             }
             None => Ok(settled),
@@ -208,7 +209,7 @@ impl Relayed {
     }
 }
 
-/// Publishes what stands in one outbox.
+/// Publishes the rows of one outbox.
 #[derive(Debug)]
 pub struct Outbox {
     database: Database,
@@ -216,17 +217,17 @@ pub struct Outbox {
     sql: OutboxSql,
     batch_size: usize,
     keep: Duration,
-    /// Rows that were sent or refused and could not be marked, until when they are left out.
+    /// Rows that were sent or refused and could not be marked, and until when they are skipped.
     set_aside: Vec<(Uuid, Instant)>,
     pace: Pace,
-    /// Why messages were refused, until the last of them may be tried again.
+    /// Why messages were refused, until the last of them may be retried.
     backing_off: Option<(PublishError, Instant)>,
 }
 
 /// A message of one round.
 struct Sending {
     id: Uuid,
-    /// How often it was refused before.
+    /// How often it was refused so far.
     refusals: usize,
 }
 
@@ -278,7 +279,7 @@ impl Outbox {
         let dropped = settled.len();
         settled.extend(sending.iter().zip(&answers).filter(|(_, answer)| answer.is_ok()).map(|(one, _)| one.id));
         let refused = answers.iter().filter(|answer| answer.is_err()).count();
-        // Whatever becomes of the one, the other is to be done: either would be sent again.
+        // Both, even if one fails: an unmarked row would be sent again.
         let backed_off = self.mark_refused(&sending, &answers).await;
         let sent = self.mark_sent(&settled).await?.saturating_sub(dropped);
         backed_off?;
@@ -289,7 +290,7 @@ impl Outbox {
         Ok(Relayed { sent, dropped, refused, fault, more })
     }
 
-    /// Gives each message that was refused for a reason of its own the pause after which it is tried again.
+    /// Sets the pause of each individually refused message.
     async fn mark_refused(
         &mut self,
         sending: &[Sending],
@@ -303,7 +304,7 @@ impl Outbox {
             if !fault.is_of_the_message() {
                 continue;
             }
-            // Up to a quarter more, so that those that were refused together do not stay together.
+            // Up to a quarter more, so that messages that were refused together are retried apart.
             let pause_s = self.pause_s(one.refusals) * (1.0 + fastrand::f64() / 4.0);
             let until = now + Duration::from_secs_f64(pause_s);
             if self.backing_off.as_ref().is_none_or(|(_, latest)| *latest < until) {
@@ -321,7 +322,7 @@ impl Outbox {
         let update = sqlx::query(self.sql.mark_refused).bind(&ids).bind(&pauses_s);
         let marked = self.database.run(async |connection| update.execute(connection).await).await;
         if marked.is_err() {
-            // Their rows do not say so, and a broker that has just refused them is not asked ten times a second.
+            // Their rows could not be updated; without this, the broker would be asked ten times a second.
             let until = now + LEAVES_LOCKED_ROWS_FOR;
             self.set_aside.extend(ids.into_iter().map(|id| (id, until)));
         }
@@ -336,7 +337,7 @@ impl Outbox {
         pauses_s.get(refusals).or(pauses_s.last()).copied().unwrap_or(1.0)
     }
 
-    /// How many refused rows wait. Tells the pace as well, for a relay that has just begun knows of none.
+    /// How many refused rows wait. Updates the pace as well, because a new relay knows of none.
     ///
     /// # Errors
     /// sqlx's.
@@ -348,7 +349,7 @@ impl Outbox {
         Ok(rows)
     }
 
-    /// How long the oldest unsent row has been waiting, and when a row was last sent.
+    /// The age of the oldest unsent row, and when a row was last sent.
     ///
     /// # Errors
     /// [`RelayError::Database`].
@@ -362,7 +363,7 @@ impl Outbox {
         Ok(Backlog { age, new_age, last_sent: read("last_sent_s")? })
     }
 
-    /// Returns how many are marked now.
+    /// Returns how many rows are marked.
     async fn mark_sent(&mut self, ids: &[Uuid]) -> Result<usize, sqlx::Error> {
         if ids.is_empty() {
             return Ok(0);
@@ -374,11 +375,11 @@ impl Outbox {
         }
     }
 
-    /// One row that somebody keeps locked must not have all of them sent again, and again.
+    /// Marks the unlocked rows: one row that another session keeps locked must not cause all rows to be sent again.
     async fn mark_free(&mut self, ids: &[Uuid]) -> Result<usize, sqlx::Error> {
         let update = sqlx::query_scalar(self.sql.mark_free).bind(ids);
         let marked: Vec<Uuid> = self.database.run(async |connection| update.fetch_all(connection).await).await?;
-        // Whoever kept them may have let go meanwhile.
+        // The other session may have released them meanwhile.
         if marked.len() == ids.len() {
             return Ok(marked.len());
         }
@@ -389,13 +390,13 @@ impl Outbox {
         warn!(
             rows,
             again_in_s,
-            "sent rows of an outbox cannot be marked because somebody keeps them locked; they are sent again"
+            "sent rows of an outbox cannot be marked because another session keeps them locked; they will be sent again"
         );
         Ok(marked.len())
     }
 
-    /// Deletes some of what was sent long enough ago, and ends pauses that a clock has made too long; returns whether there
-    /// is more to delete.
+    /// Deletes some of the rows that were sent long enough ago, and ends pauses that a clock change has made too long;
+    /// returns whether there are more to delete.
     ///
     /// # Errors
     /// sqlx's.
@@ -410,7 +411,7 @@ impl Outbox {
     }
 }
 
-/// The first fault that is not of its message alone, or else the first.
+/// The first error that is not about its message alone, or else the first.
 fn worst(answers: Vec<Result<(), PublishError>>) -> Option<PublishError> {
     let mut faults = answers.into_iter().filter_map(Result::err);
     let first = faults.next()?;
@@ -420,12 +421,12 @@ fn worst(answers: Vec<Result<(), PublishError>>) -> Option<PublishError> {
     Some(faults.find(|fault| !fault.is_of_the_message()).unwrap_or(first))
 }
 
-/// The right to relay: one worker has it at a time.
+/// The lock of the relay: one worker holds it at a time.
 #[derive(Debug)]
 pub struct LeaderLock {
     database: Database,
     held: Option<PoolConnection<Postgres>>,
-    /// When the held connection last answered.
+    /// When the connection that holds the lock last answered.
     answered: Instant,
 }
 
@@ -435,9 +436,9 @@ impl LeaderLock {
         Self { database, held: None, answered: Instant::now() }
     }
 
-    /// Whether this worker is the relay. The lock lives as long as its connection, so a relay that dies hands over by
-    /// itself. No worker is the relay of a database that accepts no writes: what it sent could not be marked, and a standby
-    /// has locks of its own, so the primary's relay would send the same.
+    /// Whether this worker is the leader. The lock ends with its connection, so the lock of a dead worker is released. There
+    /// is no leader for a database that accepts no writes: sent rows could not be marked, and a standby has locks of its
+    /// own, so the primary's leader would send the same rows.
     ///
     /// # Errors
     /// sqlx's.
@@ -451,25 +452,25 @@ impl LeaderLock {
                 self.answered = Instant::now();
                 return Ok(true);
             }
-            warn!("the connection that held the relay's lock is gone; asking for the lock again");
+            warn!("lost the connection that held the relay lock; requesting the lock again");
             self.let_go();
         }
         let mut connection = self.database.connection().await?;
         let answer = tokio::time::timeout(LOCK_TIMEOUT, ask_for_lock(&mut connection)).await;
-        // Not returned to the pool unless it is certain that it does not hold the lock.
+        // Returned to the pool only if it certainly does not hold the lock.
         let Ok(Ok(is_ours)) = answer else {
             connection.close_on_drop();
             return answer.unwrap_or_else(|_| Err(self.database.no_answer_within(LOCK_TIMEOUT)));
         };
         if is_ours {
-            debug!("this worker relays the outboxes");
+            debug!("acquired the relay lock; this worker empties the outboxes");
             self.held = Some(connection);
             self.answered = Instant::now();
         }
         Ok(is_ours)
     }
 
-    /// Lets another worker relay.
+    /// Releases the lock, so that another worker can relay.
     pub async fn resign(&mut self) {
         if let Some(connection) = self.held.take() {
             // Closed rather than returned to the pool: the session's end releases the lock.
@@ -477,7 +478,7 @@ impl LeaderLock {
         }
     }
 
-    /// A connection that is worth no goodbye.
+    /// Drops the connection without closing it properly.
     fn let_go(&mut self) {
         if let Some(mut connection) = self.held.take() {
             connection.close_on_drop();
@@ -494,7 +495,7 @@ async fn ask_for_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error
     .fetch_one(&mut *connection)
     .await?;
     if is_ours {
-        // Selected rather than set: the setting is there since PostgreSQL 14, and before that keep-alive must do.
+        // Through pg_settings, because the setting exists since PostgreSQL 14; before that, keep-alive must do.
         sqlx::query("SELECT set_config(name, $1, false) FROM pg_settings WHERE name = 'idle_session_timeout'")
             .bind(LOCK_OUTLIVES_ITS_WORKER.as_millis().to_string())
             .execute(connection)
@@ -508,7 +509,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_round_that_sends_nothing_and_is_refused_is_a_failure_whatever_it_leaves_out() {
+    fn refused_round_without_sends_is_failure() {
         let round = |sent, dropped, fault| Relayed { sent, dropped, refused: 1, fault, more: false }.settled().is_err();
         assert!(round(0, 7, Some(PublishError::Blocked)));
         assert!(!round(1, 7, Some(PublishError::Blocked)), "those behind it go on");

@@ -1,8 +1,8 @@
-//! Every exchange, queue, binding and argument, once: declared from here, verified from here. `names.rs` says what they
-//! are called, `definitions.rs` prints them as `definitions.json`, `inspect.rs` looks whether they are there.
+//! Every exchange, queue, binding and argument: declared and verified here, in one place. `names.rs` has their names,
+//! `definitions.rs` prints them as `definitions.json`, `inspect.rs` checks whether they exist.
 //!
-//! Deletes no exchange and no queue, ever: where one exists with other arguments it says which, and how to move over.
-//! It takes off only the bindings of another number of shards, by which every alarm would come twice.
+//! Never deletes an exchange or a queue: if one exists with other arguments, the error names it and says how to migrate.
+//! It removes only the bindings of another number of shards, which would deliver every alarm twice.
 
 mod definitions;
 mod inspect;
@@ -24,11 +24,11 @@ use crate::wheel::Wheel;
 pub use inspect::{SeenQueue, Sight};
 pub use names::Names;
 
-/// Routing key of everything that goes to the processing queue.
+/// Routing key of every message for the processing queue.
 pub const DUE_KEY: &str = "due";
-/// How many of the buckets among which a consistent hash shares out fall to one queue: as many to each.
+/// How many buckets of the consistent hash belong to one queue: the same for each.
 const SHARD_WEIGHT: &str = "1";
-/// The routing key under which a dead letter of the processing side is found again.
+/// The routing key of dead letters from the inbox and the processing queue.
 const PARKED_KEY: &str = "parked";
 
 /// A queue's argument.
@@ -38,7 +38,7 @@ pub enum Argument {
     Number(i64),
 }
 
-/// An exchange to be there. Durable, like everything here.
+/// An exchange to declare. Durable, like every object here.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exchange {
     pub name: String,
@@ -47,14 +47,14 @@ pub struct Exchange {
     pub arguments: BTreeMap<&'static str, Argument>,
 }
 
-/// A queue to be there.
+/// A queue to declare.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Queue {
     pub name: String,
     pub arguments: BTreeMap<&'static str, Argument>,
 }
 
-/// Where a binding leads.
+/// The destination of a binding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Destination {
     Queue(String),
@@ -77,7 +77,7 @@ impl Destination {
     }
 }
 
-/// A binding to be there.
+/// A binding to declare.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Binding {
     pub exchange: String,
@@ -85,14 +85,14 @@ pub struct Binding {
     pub routing_key: String,
 }
 
-/// All objects of one deployment, the processing side first, so that nothing can be dead-lettered into the void
-/// while the rest is still being declared.
+/// All objects of one deployment. The processing side is first, so that no message is dead-lettered to a missing exchange
+/// while the rest is being declared.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Topology {
     pub exchanges: Vec<Exchange>,
     pub queues: Vec<Queue>,
     pub bindings: Vec<Binding>,
-    /// Of another number of shards: not to be there, once the others are.
+    /// Bindings of another number of shards; removed after the others exist.
     outdated: Vec<Binding>,
     /// Queues that are only verified.
     consumed: Vec<String>,
@@ -101,7 +101,7 @@ pub struct Topology {
     namespace: String,
 }
 
-/// What was to be declared, as a fault names it.
+/// What was to be declared, as an error names it.
 #[derive(Debug, Clone, Copy)]
 enum Object<'a> {
     Exchange(&'a str),
@@ -110,7 +110,7 @@ enum Object<'a> {
 }
 
 impl Object<'_> {
-    /// How somebody makes room for one with other arguments. rabbitmqctl has no command that deletes an exchange.
+    /// How to remove the existing object. rabbitmqctl has no command that deletes an exchange.
     fn removal(self) -> &'static str {
         match self {
             Self::Exchange(_) => "delete it on the management pages or with `rabbitmqadmin delete exchange`",
@@ -131,7 +131,7 @@ impl fmt::Display for Object<'_> {
     }
 }
 
-/// Why the objects are not there as they should be.
+/// Why the objects could not be declared or verified.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TopologyError {
     #[error(
@@ -192,7 +192,7 @@ impl Topology {
         self.exchange(names.events(), "topic");
         self.exchange(names.parked(), "fanout");
         self.exchange(names.due(), "direct");
-        // Fanout: whoever publishes here in whatever language need not know a routing key.
+        // Fanout: publishers in other languages need no routing key.
         self.exchange(names.arm(), "fanout");
         self.queue(names.parked(), quorum(&[("x-delivery-limit", Argument::Number(DELIVERY_LIMIT))]));
         let processing = |names: &Names| {
@@ -205,23 +205,22 @@ impl Topology {
         self.bind(names.parked(), names.parked(), PARKED_KEY);
         self.bind(names.arm(), names.arm(), "");
         if shards > 1 {
-            // By message id: what is due has one routing key, and a dead letter keeps its properties.
+            // By message id: all due messages have the same routing key, and a dead letter keeps its properties.
             let hashed_by = BTreeMap::from([("hash-property", Argument::Text("message_id".into()))]);
             self.exchanges.push(Exchange { name: names.shards(), kind: CONSISTENT_HASH, arguments: hashed_by });
             (0..shards).for_each(|shard| self.bind(names.shards(), names.shard(shard), SHARD_WEIGHT));
-            // Of more shards than are wanted now: nobody may consume them any more.
+            // Queues of a larger number of shards, which workers may not consume any more.
             let unwanted = (shards..MAX_SHARDS).map(|shard| to_queue(names.shards(), names.shard(shard), SHARD_WEIGHT));
             self.outdated.extend(unwanted);
         }
-        self.lead_to_processing(names.due(), names, shards);
+        self.bind_to_processing(names.due(), names, shards);
     }
 
-    /// Straight to the one processing queue, or by way of the exchange that shares out; never both.
-    fn lead_to_processing(&mut self, exchange: String, names: &Names, shards: u8) {
+    /// Binds directly to the only processing queue, or to the exchange that distributes over the shards; never both.
+    fn bind_to_processing(&mut self, exchange: String, names: &Names, shards: u8) {
         let to = |destination| Binding { exchange: exchange.clone(), destination, routing_key: DUE_KEY.to_owned() };
-        let (straight, shared_out) =
-            (to(Destination::Queue(names.timeout())), to(Destination::Exchange(names.shards())));
-        let (wanted, outdated) = if shards > 1 { (shared_out, straight) } else { (straight, shared_out) };
+        let (direct, sharded) = (to(Destination::Queue(names.timeout())), to(Destination::Exchange(names.shards())));
+        let (wanted, outdated) = if shards > 1 { (sharded, direct) } else { (direct, sharded) };
         self.bindings.push(wanted);
         self.outdated.push(outdated);
     }
@@ -231,7 +230,7 @@ impl Topology {
         for lane in &settings.delay.lanes {
             for shard in 0..settings.delay.lane_shards {
                 let queue = names.lane_queue(&lane.name, shard);
-                let arguments = letting_go(dead_lettering(&names.due(), DUE_KEY), lane.longest_ttl());
+                let arguments = with_queue_ttl(dead_lettering(&names.due(), DUE_KEY), lane.longest_ttl());
                 self.queue(queue.clone(), arguments);
                 self.bind(names.delay(), queue.clone(), &Names::lane_key(&lane.name, shard));
                 if shard == 0 {
@@ -247,9 +246,9 @@ impl Topology {
         for (index, ring) in wheel.rings().iter().enumerate() {
             for slot in 0..ring.slots {
                 let queue = names.slot_queue(&ring.name, slot);
-                // Coarse slots go back to be armed again, so that they never stand in front of an alarm that is due.
+                // Alarms of coarse slots go through the inbox into a finer ring, so that they never block an alarm that is due.
                 let (exchange, key) = if index == 0 { (names.due(), DUE_KEY) } else { (names.arm(), "again") };
-                let arguments = letting_go(dead_lettering(&exchange, key), ring.span());
+                let arguments = with_queue_ttl(dead_lettering(&exchange, key), ring.span());
                 self.queue(queue.clone(), arguments);
                 self.bind(names.wheel(), queue, &Names::slot_key(&ring.name, slot));
             }
@@ -262,7 +261,7 @@ impl Topology {
             kind: DELAYED_MESSAGE,
             arguments: BTreeMap::from([("x-delayed-type", Argument::Text("direct".into()))]),
         });
-        self.lead_to_processing(names.delayed(), names, shards);
+        self.bind_to_processing(names.delayed(), names, shards);
     }
 
     fn names(&self) -> Names {
@@ -281,15 +280,16 @@ impl Topology {
         self.bindings.push(to_queue(exchange, queue, routing_key));
     }
 
-    /// The same objects, but these queues must be there. While somebody consumes them, a queue that is gone must not come
-    /// back before he has heard of it: RabbitMQ 3 tries to consume again on his behalf, and if it finds the queue, it forgets
-    /// that it did (rabbit_channel.erl, `handle_consuming_queue_down_or_eol`). Such a consumer is there and hears nothing.
+    /// The same objects, but these queues are only verified, because they have consumers. If a consumed queue is deleted, it
+    /// must not be declared again before its consumer is cancelled: RabbitMQ 3 tries to consume again for the client, and if
+    /// it finds the queue, it forgets that it did (rabbit_channel.erl, `handle_consuming_queue_down_or_eol`). Such a
+    /// consumer exists and receives nothing.
     #[must_use]
     pub fn but_for_consumed(self, consumed: Vec<String>) -> Self {
         Self { consumed, ..self }
     }
 
-    /// Declares everything that is missing and verifies everything that is there. Idempotent.
+    /// Declares what is missing and verifies what exists. Idempotent.
     ///
     /// # Errors
     /// [`TopologyError`] names the object.
@@ -300,7 +300,7 @@ impl Topology {
             Err(_) => Err(TopologyError::Failed {
                 object: "the queues".into(),
                 why: format!(
-                    "the broker did not answer within {DECLARE_TIMEOUT:?}; has it file handles left (rabbitmqctl status)?"
+                    "the broker did not answer within {DECLARE_TIMEOUT:?}; is it out of file handles (rabbitmqctl status)?"
                 ),
             }),
         }
@@ -320,7 +320,7 @@ impl Topology {
         for binding in &self.bindings {
             bind(&channel, binding).await.map_err(|error| self.explain(Object::Binding(binding), &error))?;
         }
-        // Last: for a moment there are two ways, never none.
+        // Last: for a moment there are two routes, never none.
         for binding in &self.outdated {
             unbind(&channel, binding).await.map_err(|error| self.explain(Object::Binding(binding), &error))?;
         }
@@ -378,8 +378,8 @@ impl Topology {
 /// 157 queues take a second on a fast machine.
 pub(crate) const DECLARE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Returns an alarm may take before the broker dead-letters it. A million, because `attempt` is our limit: −1 drops at
-/// the first return on 3.10, and without the argument 4.x gives up after twenty lost connections.
+/// How often an alarm may be returned before the broker dead-letters it. A million, because `attempt` is our limit: −1
+/// dead-letters at the first return on 3.10, and without the argument 4.x does so after twenty lost connections.
 const DELIVERY_LIMIT: i64 = 1_000_000;
 
 /// Exchange types of plugins: one that comes with RabbitMQ and is not enabled, and one that does not.
@@ -394,22 +394,22 @@ fn quorum(more: &[(&'static str, Argument)]) -> BTreeMap<&'static str, Argument>
 }
 
 /// A quorum queue whose dead letters reach `exchange` even if that takes several tries. Never `x-expires`: it would
-/// delete the queue with everything in it.
+/// delete the queue with its messages.
 fn dead_lettering(exchange: &str, routing_key: &str) -> BTreeMap<&'static str, Argument> {
     quorum(&[
         ("x-dead-letter-exchange", Argument::Text(exchange.to_owned())),
         ("x-dead-letter-routing-key", Argument::Text(routing_key.to_owned())),
-        // A dead letter leaves its queue when the target has confirmed it; "at-most-once", the default, just sends.
+        // A dead letter leaves its queue when the target has confirmed it; "at-most-once", the default, only sends it.
         ("x-dead-letter-strategy", Argument::Text("at-least-once".into())),
-        // Without it at-least-once silently falls back to at-most-once.
+        // Without it, at-least-once silently becomes at-most-once.
         ("x-overflow", Argument::Text("reject-publish".into())),
     ])
 }
 
-/// Lets go of everything after this long. Nobody consumes these queues, so a foreign message without `expiration` would
-/// stay at the head for ever and hold up all behind it. The broker takes the shorter of this and the message's own TTL:
-/// it must not be shorter than any that we give.
-fn letting_go(
+/// Adds a TTL for all messages of the queue. These queues have no consumer, so a foreign message without `expiration`
+/// would stay at the head forever and block those behind it. The broker uses the shorter of this and the message's own
+/// TTL, so it must not be shorter than any TTL that we publish.
+fn with_queue_ttl(
     mut arguments: BTreeMap<&'static str, Argument>,
     longest_ttl: Duration,
 ) -> BTreeMap<&'static str, Argument> {
@@ -448,8 +448,7 @@ fn to_queue(exchange: String, queue: String, routing_key: &str) -> Binding {
     Binding { exchange, destination: Destination::Queue(queue), routing_key: routing_key.to_owned() }
 }
 
-/// The broker takes offence neither at a binding that is not there nor at an exchange that is not (tried on 3.10, 4.0
-/// and 4.3).
+/// Removing a binding or naming an exchange that does not exist is no error for the broker (tried on 3.10, 4.0 and 4.3).
 async fn unbind(channel: &Channel, binding: &Binding) -> lapin::Result<()> {
     let (from, key) = (binding.exchange.as_str().into(), binding.routing_key.as_str().into());
     match &binding.destination {
@@ -473,7 +472,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn delay_queues_never_expire_and_dead_letter_at_least_once() {
+    fn delay_queues_dead_letter_at_least_once() {
         for queue in Topology::new(&Settings::defaults()).queues {
             assert!(!queue.arguments.contains_key("x-expires"), "{queue:?}");
             if queue.arguments.contains_key("x-dead-letter-exchange") {
@@ -484,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn every_queue_without_a_consumer_lets_go_by_itself() {
+    fn queues_without_consumers_have_ttl() {
         let topology = Topology::new(&Settings::defaults());
         let ttl_ms = |name: &str| {
             topology.queues.iter().find(|queue| queue.name == name).unwrap().arguments.get("x-message-ttl").cloned()
@@ -498,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_lane_queues_share_a_routing_key() {
+    fn lane_queues_share_no_routing_key() {
         let bindings = Topology::new(&Settings::defaults()).bindings;
         let mut keys: Vec<_> = bindings.iter().map(|b| (&b.exchange, &b.routing_key)).collect();
         let all = keys.len();

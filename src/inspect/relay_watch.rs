@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn old_head_is_not_stalled_while_others_leave() {
+    fn old_head_with_progress_is_not_stalled() {
         assert_eq!(after((1..100).map(|age_s| backlog(age_s, Some(0)))), None);
     }
 

@@ -291,7 +291,7 @@ mod tests {
 
     #[test]
     fn readable_message_has_no_fault() {
-        let read = message(deliver(b"key"), header(5, 1 << 5, &short(b"order.timeout.v1")), &[b"he", b"llo"]);
+        let read = message(deliver(b"key"), header(5, 1 << 5, &short(b"order.timeout.v1")), &[b"hel", b"lo"]);
         assert_eq!((read.tag, read.body.as_slice(), read.body_bytes), (9, &b"hello"[..], 5));
         assert_eq!(read.why_unreadable(FRAME_MAX), None);
     }

@@ -1,31 +1,31 @@
-//! How many refused messages are tried again at a time: a few while they are refused again, more while they are taken.
+//! How many refused messages are retried at a time: a few while they are refused again, more while they are accepted.
 //!
-//! Pure arithmetic: is told the time and what came of the tries. When a single message may be tried again is not decided
-//! here but stands in its row. Without this, all messages that a full queue has refused would come back at the same
-//! moment, and every other queue bound to their exchange would get one more copy of each.
+//! Pure arithmetic on the time and the results of the retries. When a single message may be retried is in its row. Without
+//! this limit, all messages that a full queue has refused would be retried at the same time, and every other queue that is
+//! bound to their exchange would get one more copy of each.
 
 use std::time::{Duration, Instant};
 
-/// Tries in a second to begin with.
+/// Retries per second at the start.
 const FIRST_RATE: f64 = 10.0;
-/// The fewest and the most.
+/// The lowest and the highest rate.
 const SLOWEST_RATE: f64 = 1.0;
 const FASTEST_RATE: f64 = 5_000.0;
-/// Within this time all refused messages are tried, however many there are: some may be for a queue that takes them.
+/// Within this time all refused messages are retried, however many there are: some may be for a queue that accepts them.
 const LONGEST_TURN: Duration = Duration::from_secs(600);
-/// By how much the rate grows with each message that is taken, and with all of one round at most.
+/// By how much the rate grows with each accepted message, and at most in one round.
 const GROWTH: f64 = 1.1;
 const MOST_GROWTH: f64 = 2.0;
-/// What is left of the rate after a round with refusals. Seven messages taken make up for one such round, so about one
-/// try in eight is refused by a queue that is slow.
+/// The factor applied to the rate after a round with refusals. Seven accepted messages compensate for one such round, so a
+/// slow queue refuses about one retry in eight.
 const AFTER_REFUSAL: f64 = 0.5;
 
 /// The pace of one outbox.
 #[derive(Debug)]
 pub(super) struct Pace {
-    /// Tries in a second.
+    /// Retries per second.
     rate: f64,
-    /// Tries that may be made now.
+    /// Retries that are allowed now.
     saved: f64,
     looked: Instant,
     /// Refused messages that wait, as last counted.
@@ -37,16 +37,16 @@ impl Pace {
         Self { rate: FIRST_RATE, saved: 1.0, looked: now, waiting: 0 }
     }
 
-    /// How many may be tried now, of so many at most.
+    /// How many may be retried now, `limit` at most.
     pub fn allowance(&mut self, most: usize, now: Instant) -> usize {
         let since = now.saturating_duration_since(self.looked).as_secs_f64();
         self.looked = now;
-        // Not more than two rounds' worth is saved up, or a quiet time would end with a burst.
+        // At most two rounds are saved up, or a quiet period would end with a burst.
         self.saved = (self.saved + self.rate * since).min((2.0 * self.rate * since).max(1.0));
         (self.saved as usize).min(most)
     }
 
-    /// What came of the tries of one round.
+    /// Records the results of one round.
     pub fn note(&mut self, taken: usize, refused: usize) {
         self.saved = (self.saved - (taken + refused) as f64).max(0.0);
         if refused > 0 {
@@ -74,7 +74,7 @@ mod tests {
 
     const ROUND: Duration = Duration::from_millis(100);
 
-    /// A queue that holds so many messages and loses so many in a second.
+    /// A queue with a capacity and a rate at which messages leave it.
     struct SlowQueue {
         room: f64,
         length: f64,
@@ -93,7 +93,7 @@ mod tests {
         }
     }
 
-    /// How many of these messages are refused once more, and after how many rounds all were tried.
+    /// How many of these messages are refused once more, and after how many rounds all were retried.
     fn refused_again(mut queue: SlowQueue, messages: usize) -> (usize, u32) {
         let (mut pace, mut now) = (Pace::new(Instant::now()), Instant::now());
         let (mut tried, mut refused, mut rounds) = (0, 0, 0);

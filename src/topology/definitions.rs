@@ -1,5 +1,5 @@
-//! `definitions.json`: the topology as RabbitMQ imports it, with users of least privilege. Invents no object: what there is
-//! stands in `topology.rs`.
+//! `definitions.json`: the topology as RabbitMQ imports it, with users of least privilege. The objects come from
+//! `topology.rs`.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::{Argument, Topology};
 
 /// Salted SHA-256 of the development password "publisher-dev", in RabbitMQ's form. Change it with
-/// `rabbitmqctl change_password order-publisher …` before anything but your own machine can reach the broker.
+/// `rabbitmqctl change_password order-publisher …` before any other machine can reach the broker.
 const PUBLISHER_PASSWORD_HASH: &str = "WhGQPKX4PD+FKbPcQYN/NOwblJOtFIi8CvF2/OE9WYZZb1/s";
 /// The same for "worker-dev".
 const WORKER_PASSWORD_HASH: &str = "J+QIvTT3PDzUsK2QLk5u0p52dsslWpdx11hAtwYyswc86/Pb";
@@ -44,7 +44,7 @@ impl Topology {
                 user("order-worker", WORKER_PASSWORD_HASH),
             ],
             "permissions": [
-                // Write to the exchanges an alarm enters by, and nothing else: it can neither consume nor bind.
+                // Write to the exchanges that accept alarms, and nothing else: it can neither consume nor bind.
                 { "user": "order-publisher", "vhost": vhost, "configure": "^$",
                   "write": format!("^{namespace}\\.(delay|arm|delayed)$"), "read": "^$" },
                 // Configure, because comparing the arguments of what exists needs that right.

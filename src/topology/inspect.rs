@@ -1,4 +1,4 @@
-//! Looks whether the objects of a deployment are there, without declaring any.
+//! Checks whether the objects of a deployment exist, without declaring any.
 //!
 //! Changes nothing on the broker. Arguments are compared by declaring (`topology.rs`), and bindings cannot be read over
 //! AMQP 0-9-1.
@@ -14,19 +14,19 @@ use uuid::Uuid;
 use super::{Exchange, Object, Topology, TopologyError, open_channel};
 use crate::broker::{reply, reply_code};
 
-/// How long the broker may take to say what is there.
+/// The timeout of a check.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the broker says of one queue.
+/// What the broker reports about one queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SeenQueue {
     pub name: String,
-    /// Messages that no consumer has been sent yet.
+    /// Messages that are not delivered yet.
     pub ready: u32,
     pub consumers: u32,
 }
 
-/// What the broker says of the processing queues, one by one.
+/// What the broker reports about each processing queue.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sight {
     pub queues: Vec<SeenQueue>,
@@ -40,17 +40,17 @@ impl Sight {
 }
 
 impl Topology {
-    /// Whether every exchange and every queue is there.
+    /// Checks that every exchange and every queue exists.
     ///
     /// # Errors
-    /// [`TopologyError::Missing`] names the first that is not.
+    /// [`TopologyError::Missing`] names the first that does not.
     pub async fn look(&self, connection: &Connection) -> Result<Sight, TopologyError> {
         within_time(self.look_at_all(connection)).await
     }
 
     async fn look_at_all(&self, connection: &Connection) -> Result<Sight, TopologyError> {
         let channel = open_channel(connection).await?;
-        // All at once; the first that is missing ends the channel, and with it the answers to the rest.
+        // All at once; the first that is missing closes the channel, and the rest get no reply.
         let exchanges = join_all(self.exchanges.iter().map(|exchange| look_at_exchange(&channel, exchange)));
         for (exchange, there) in self.exchanges.iter().zip(exchanges.await) {
             there.map_err(|error| self.explain(Object::Exchange(&exchange.name), &error))?;
@@ -67,10 +67,10 @@ impl Topology {
         Ok(sight)
     }
 
-    /// What stands in the processing queues, and who reads them. Looks at nothing else.
+    /// Counts the messages and consumers of the processing queues. Checks nothing else.
     ///
     /// # Errors
-    /// [`TopologyError::Missing`] names the first that is not there.
+    /// [`TopologyError::Missing`] names the first that does not exist.
     pub async fn look_at_processing(&self, connection: &Connection) -> Result<Sight, TopologyError> {
         within_time(async {
             let channel = open_channel(connection).await?;
@@ -85,11 +85,11 @@ impl Topology {
         .await
     }
 
-    /// The first exchange that hands on a message with a key that is bound to no queue. Only an alternate exchange does
-    /// that: where a queue is missing, alarms then go elsewhere and their publisher is told that they are scheduled.
+    /// The first exchange that accepts a message whose key is bound to no queue. Only an alternate exchange makes that
+    /// happen: if a queue is missing, alarms go elsewhere and the publisher is told that they are scheduled.
     ///
     /// # Errors
-    /// [`TopologyError`] if the broker does not say.
+    /// [`TopologyError`] if the broker does not answer.
     pub async fn exchange_with_alternate(&self, connection: &Connection) -> Result<Option<String>, TopologyError> {
         within_time(async {
             let channel = open_channel(connection).await?;
@@ -109,7 +109,7 @@ impl Topology {
         .await
     }
 
-    /// Refuses a namespace of which nothing is there: most likely its name is mistyped.
+    /// Refuses a namespace without any object: most likely its name is mistyped.
     ///
     /// # Errors
     /// [`TopologyError::NeverSetUp`].
@@ -145,7 +145,7 @@ async fn within_time<T>(looking: impl Future<Output = Result<T, TopologyError>>)
 
 async fn look_at_exchange(channel: &Channel, exchange: &Exchange) -> lapin::Result<()> {
     let options = ExchangeDeclareOptions { passive: true, ..Default::default() };
-    // The type of one that is only looked at does not count.
+    // For a passive declaration the type does not matter.
     let name = exchange.name.as_str().into();
     channel.exchange_declare(name, ExchangeKind::Direct, options, FieldTable::default()).await
 }
@@ -156,7 +156,7 @@ async fn look_at_queue(channel: &Channel, name: &str) -> lapin::Result<SeenQueue
     Ok(SeenQueue { name: name.to_owned(), ready: seen.message_count(), consumers: seen.consumer_count() })
 }
 
-/// By a message that expires where it arrives, if it arrives anywhere.
+/// Publishes a message that expires where it arrives, if it arrives anywhere.
 async fn returns_the_unroutable(channel: &Channel, exchange: &str) -> lapin::Result<bool> {
     let key = format!("bound-to-nothing-{}", Uuid::now_v7());
     let options = BasicPublishOptions { mandatory: true, ..Default::default() };

@@ -1,4 +1,4 @@
-//! What exchanges, queues and routing keys are called. Asks no broker, and knows nothing of arguments.
+//! The names of exchanges, queues and routing keys. No I/O, no arguments.
 
 /// Names on the broker, all beginning with the namespace.
 #[derive(Debug, Clone)]
@@ -34,26 +34,25 @@ impl Names {
         self.name("arm")
     }
 
-    /// Exchange: the worker alone writes into the wheel's slots.
+    /// Exchange: only the worker publishes into the wheel's slots.
     #[must_use]
     pub fn wheel(&self) -> String {
         self.name("wheel")
     }
 
-    /// Exchange: what has waited long enough.
+    /// Exchange: alarms whose delay is over.
     #[must_use]
     pub fn due(&self) -> String {
         self.name("due")
     }
 
-    /// Exchange: shares out what is due among several processing queues.
+    /// Exchange: distributes due alarms over several processing queues.
     #[must_use]
     pub fn shards(&self) -> String {
         self.name("shards")
     }
 
-    /// Queue: the processing queue; of several the first, so that there is nothing to move when it becomes one of
-    /// several.
+    /// Queue: the processing queue, or the first of several, so that nothing has to move when there are more.
     #[must_use]
     pub fn timeout(&self) -> String {
         self.name("timeout")
@@ -65,7 +64,7 @@ impl Names {
         if shard == 0 { self.timeout() } else { self.name(&format!("timeout.{shard}")) }
     }
 
-    /// Exchange and queue: what the broker itself gives up on.
+    /// Exchange and queue: messages that the broker dead-lettered from the inbox or the processing queue.
     #[must_use]
     pub fn parked(&self) -> String {
         self.name("parked")

@@ -260,7 +260,7 @@ async fn run_with_failures(secret: &Secret, settings: &Settings) {
     let unreachable = Some("127.0.0.1:1");
     let (wrong_password, no_broker) = (amqp(&format!("{user}x"), None), amqp(&user, unreachable));
     let mut no_database = settings.clone();
-    let role = format!("nobody:{}", secret.encoded());
+    let role = format!("unknown:{}", secret.encoded());
     no_database.database.url = with_parts(&no_database.database.url, Some(&role), unreachable, None);
     let mut unknown_role = no_database.clone();
     unknown_role.database.url = with_parts(&settings.database.url, Some(&role), None, None);
