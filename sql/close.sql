@@ -1,8 +1,8 @@
--- Closes those of the asked orders that are unpaid and due, and says of every one what it found.
+-- Closes those of the given orders that are unpaid and due, and returns the outcome of each.
 --
---   $1 ids  text[]  order ids as they stand on the wire
---   $2 path text    which path closes them: alarm | sweep | manual
---   $3 wait boolean whether to wait for a locked stock row, for as long as lock_timeout says, or to call its orders busy
+--   $1 ids  text[]  order ids as on the wire
+--   $2 path text    the path that closes them: alarm | sweep | manual
+--   $3 wait boolean whether to wait for a locked stock row, for at most lock_timeout, or to return its orders as busy
 --   (a statement that does not need $3, or $2 and $3, may leave them out)
 --
 --   order_id text, outcome text, deadline timestamptz
@@ -10,8 +10,8 @@
 --
 -- One statement is one transaction: status, stock, history and event are committed together or not at all.
 WITH asked AS (
-    -- A malformed id must not fail the whole batch on the cast: four hyphens, in their places, and else hexadecimal
-    -- digits. In three cheap steps, for one regular expression takes longer than all the rest of a batch of unknown ids.
+    -- A malformed id must not fail the whole batch on the cast: four hyphens, in their places, and otherwise hexadecimal
+    -- digits. In three cheap steps: one regular expression takes longer than all the rest of a batch of unknown ids.
     SELECT text_id,
            CASE WHEN text_id LIKE '________-____-____-____-____________'
                  AND text_id NOT LIKE '%-%-%-%-%-%'
@@ -19,14 +19,14 @@ WITH asked AS (
     FROM (SELECT DISTINCT unnest($1::text[]) AS text_id) AS given
 ),
 there AS MATERIALIZED (
-    -- What is there and not locked below is held by somebody else. First, so that for an unknown id one look is enough.
-    -- By primary key and nothing else: a condition on the status would let the planner walk the deadline index, which
-    -- on a table that was never analysed costs sixty times as much.
+    -- An order that exists and is not locked below is locked by another session. First, so that an unknown id costs one
+    -- lookup. By primary key only: with a condition on the status the planner might scan the deadline index, which costs
+    -- sixty times as much on a table that was never analysed.
     SELECT o.id FROM orders o WHERE o.id = ANY (ARRAY(SELECT a.id FROM asked a WHERE a.id IS NOT NULL))
 ),
 locked AS MATERIALIZED (
     -- By primary key for the same reason. In id order, so that two workers cannot deadlock. NO KEY, so that a foreign
-    -- key's share lock is no obstacle. SKIP LOCKED: a payment in flight is not waited for.
+    -- key's share lock does not conflict. SKIP LOCKED: a payment in flight is not waited for.
     SELECT o.id, o.status, o.expires_at
     FROM orders o
     WHERE o.id = ANY (ARRAY(SELECT t.id FROM there t))
@@ -34,8 +34,8 @@ locked AS MATERIALIZED (
     FOR NO KEY UPDATE SKIP LOCKED
 ),
 moment AS MATERIALIZED (
-    -- One for all of them, read when the rows are ours. clock_timestamp(), not now(): the transaction may have begun
-    -- before the deadline.
+    -- One time for all orders, read after the rows are locked. clock_timestamp(), not now(): the transaction may have
+    -- begun before the deadline.
     SELECT clock_timestamp() AS now WHERE (SELECT count(*) FROM locked) >= 0
 ),
 due AS MATERIALIZED (
@@ -47,7 +47,7 @@ items AS MATERIALIZED (
     WHERE i.order_id = ANY (ARRAY(SELECT d.id FROM due d))
 ),
 stock_free AS MATERIALIZED (
-    -- Only where it is not to be waited for: then an order is closed only if what it gives back is ours to write.
+    -- Only if $3 is false: then an order is closed only if all its stock rows can be locked at once.
     SELECT s.article_id
     FROM stock s
     WHERE NOT $3::boolean AND s.article_id = ANY (ARRAY(SELECT DISTINCT i.article_id FROM items i))
@@ -55,7 +55,7 @@ stock_free AS MATERIALIZED (
     FOR NO KEY UPDATE SKIP LOCKED
 ),
 without_stock AS MATERIALIZED (
-    -- Somebody holds an article of theirs. With $3 there are none: it is waited for below.
+    -- Orders with an article that another session has locked. With $3 there are none: the lock is waited for below.
     SELECT DISTINCT i.order_id
     FROM items i
     WHERE NOT $3::boolean AND i.article_id NOT IN (SELECT f.article_id FROM stock_free f)
@@ -79,7 +79,7 @@ event AS (
            jsonb_build_object(
                'order_id', c.id,
                'deadline', to_char(c.expires_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-               -- Written out once for all of them.
+               -- Formatted once for all orders.
                'closed_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') FROM moment m),
                'closed_by', $2::text,
                'reason', 'unpaid')
@@ -93,8 +93,8 @@ given_back AS MATERIALIZED (
     GROUP BY i.article_id
 ),
 stock_given_back AS (
-    -- Last, when all the rest is written: whoever else gives back the same articles waits for this commit, and in a
-    -- flash sale that is everybody. In article order, so that two workers cannot deadlock, each looked up by its key.
+    -- Last, after all other writes: other sessions that return stock of the same articles wait for this commit, and in a
+    -- flash sale all of them do. In article order, so that two workers cannot deadlock; each row is looked up by its key.
     UPDATE stock s
     SET available = s.available + g.quantity, reserved = s.reserved - g.quantity
     FROM (
@@ -113,7 +113,7 @@ SELECT a.text_id AS order_id,
            WHEN l.status = 'paid' THEN 'paid'
            WHEN l.status = 'closed' THEN 'already_closed'
            WHEN l.status = 'closing' THEN 'closing'
-           -- Cancelled, or a status of the shop's own: not unpaid, so there is nothing to close.
+           -- Cancelled, or one of the shop's own statuses: not unpaid, so there is nothing to close.
            WHEN l.status <> 'unpaid' THEN 'already_closed'
            WHEN a.id IN (SELECT w.order_id FROM without_stock w) THEN 'busy'
            ELSE 'not_due'

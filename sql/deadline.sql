@@ -1,12 +1,12 @@
--- Gives an unpaid order another deadline; an earlier one gets an alarm of its own.
+-- Moves the deadline of an unpaid order; for an earlier deadline it also writes an alarm.
 --
 --   $1 order_id text
 --   $2 deadline timestamptz
 --
---   status text, deadline timestamptz: as the order was before; moved_to timestamptz: the deadline that it has now, NULL
---   if it was not moved. No row: there is no such order.
+--   status text, deadline timestamptz: the order before the change; moved_to timestamptz: its new deadline, NULL if it was
+--   not moved. No row: there is no such order.
 --
--- For a later deadline the row is enough: the alarm that is under way finds the order not due and waits for the new one.
+-- For a later deadline the row is enough: the existing alarm finds the order not due and waits for the new deadline.
 WITH found AS MATERIALIZED (
     SELECT o.id, o.status, o.expires_at
     FROM orders o
@@ -14,12 +14,12 @@ WITH found AS MATERIALIZED (
     FOR NO KEY UPDATE
 ),
 moved AS (
-    -- By the status that was found when the row was ours. The row's own would be read as it was when the statement began,
-    -- and it may have waited for somebody who made the order unpaid.
+    -- By the status that was read after the row was locked. The row's own status is that of the statement's start, and the
+    -- statement may have waited for a session that made the order unpaid.
     UPDATE orders o
     SET expires_at = $2::timestamptz
     WHERE o.id = (SELECT f.id FROM found f WHERE f.status = 'unpaid')
-    -- What stands there now: a trigger may have refused it.
+    -- The stored deadline: a trigger may have changed or refused it.
     RETURNING o.expires_at
 ),
 alarm AS (

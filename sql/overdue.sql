@@ -1,7 +1,7 @@
--- The next unpaid orders whose time is up, in the order (deadline, id).
+-- The next overdue unpaid orders, in the order (deadline, id).
 --
---   $1 grace          float8       seconds past the deadline before an order is taken: until then its alarm may come
---   $2 after_deadline timestamptz  the last row of the page before; '-infinity' begins a pass
+--   $1 grace          float8       seconds past the deadline before an order is taken: until then its alarm may arrive
+--   $2 after_deadline timestamptz  the last row of the previous page; '-infinity' begins a pass
 --   $3 after_id       text         its order id; '' begins a pass
 --   $4 limit          bigint
 --
@@ -11,7 +11,7 @@ FROM orders o
 WHERE o.status = 'unpaid'
   -- statement_timestamp(), not clock_timestamp(): a stable function can bound an index scan, a volatile one cannot.
   AND o.expires_at <= statement_timestamp() - make_interval(secs => $1::float8)
-  -- One comparison of rows, so that the scan begins where the last page ended.
+  -- One row comparison, so that the scan begins where the last page ended.
   AND (o.expires_at, o.id) > ($2::timestamptz, coalesce(nullif($3::text, ''), '00000000-0000-0000-0000-000000000000')::uuid)
 ORDER BY o.expires_at, o.id
 LIMIT $4::bigint
