@@ -1,10 +1,10 @@
-//! Writes the program's bill of materials, `sbom.cdx.json` (`CycloneDX` 1.5), and `THIRD-PARTY-NOTICES.txt`, the licence
-//! texts that the licences require to be distributed.
+//! Writes the program's bill of materials, `sbom.cdx.json` (`CycloneDX` 1.5), and `THIRD-PARTY-NOTICES.txt`, the
+//! licence texts that the licences require to be distributed.
 //!
 //! `sbom FOLDER`; `scripts/sbom` calls it. The same lock file gives the same bytes, on any machine of a platform.
 //!
-//! What it may not do: reach the network beyond what cargo fetches, name a path of this machine, guess a licence, or leave
-//! a package out because it contains no licence text.
+//! What it may not do: reach the network beyond what cargo fetches, name a path of this machine, guess a licence, or
+//! leave a package out because it contains no licence text.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;

@@ -10,8 +10,9 @@
 --
 -- One statement is one transaction: status, stock, history and event are committed together or not at all.
 WITH asked AS (
-    -- A malformed id must not fail the whole batch on the cast: four hyphens, in their places, and otherwise hexadecimal
-    -- digits. In three cheap steps: one regular expression takes longer than all the rest of a batch of unknown ids.
+    -- A malformed id must not fail the whole batch on the cast: four hyphens, in their places, and otherwise
+    -- hexadecimal digits. In three cheap steps: one regular expression takes longer than all the rest of a batch of
+    -- unknown ids.
     SELECT text_id,
            CASE WHEN text_id LIKE '________-____-____-____-____________'
                  AND text_id NOT LIKE '%-%-%-%-%-%'
@@ -20,8 +21,8 @@ WITH asked AS (
 ),
 there AS MATERIALIZED (
     -- An order that exists and is not locked below is locked by another session. First, so that an unknown id costs one
-    -- lookup. By primary key only: with a condition on the status the planner might scan the deadline index, which costs
-    -- sixty times as much on a table that was never analysed.
+    -- lookup. By primary key only: with a condition on the status the planner might scan the deadline index, which
+    -- costs sixty times as much on a table that was never analysed.
     SELECT o.id FROM orders o WHERE o.id = ANY (ARRAY(SELECT a.id FROM asked a WHERE a.id IS NOT NULL))
 ),
 locked AS MATERIALIZED (
@@ -93,8 +94,9 @@ given_back AS MATERIALIZED (
     GROUP BY i.article_id
 ),
 stock_given_back AS (
-    -- Last, after all other writes: other sessions that return stock of the same articles wait for this commit, and in a
-    -- flash sale all of them do. In article order, so that two workers cannot deadlock; each row is looked up by its key.
+    -- Last, after all other writes: other sessions that return stock of the same articles wait for this commit, and in
+    -- a flash sale all of them do. In article order, so that two workers cannot deadlock; each row is looked up by its
+    -- key.
     UPDATE stock s
     SET available = s.available + g.quantity, reserved = s.reserved - g.quantity
     FROM (

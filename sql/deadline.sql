@@ -14,8 +14,8 @@ WITH found AS MATERIALIZED (
     FOR NO KEY UPDATE
 ),
 moved AS (
-    -- By the status that was read after the row was locked. The row's own status is that of the statement's start, and the
-    -- statement may have waited for a session that made the order unpaid.
+    -- By the status that was read after the row was locked. The row's own status is that of the statement's start, and
+    -- the statement may have waited for a session that made the order unpaid.
     UPDATE orders o
     SET expires_at = $2::timestamptz
     WHERE o.id = (SELECT f.id FROM found f WHERE f.status = 'unpaid')

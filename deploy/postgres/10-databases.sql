@@ -1,8 +1,8 @@
 -- Run once, by the postgres image, when its volume is created. It creates no tables:
 -- `order-timeout setup` does.
 --
--- The password is a DEVELOPMENT PASSWORD unless the environment has ORDER_DATABASE_PASSWORD (docker-compose.yml passes it
--- on). To change it later:
+-- The password is a DEVELOPMENT PASSWORD unless the environment has ORDER_DATABASE_PASSWORD (docker-compose.yml passes
+-- it on). To change it later:
 --   docker compose exec postgres psql -U postgres -c '\password order_timeout'
 -- and the same in ORDER_DATABASE_PASSWORD.
 \set password 'order-timeout-dev'
@@ -12,8 +12,9 @@
 -- superuser hides every missing right until production.
 CREATE ROLE order_timeout LOGIN PASSWORD :'password';
 
--- A superuser can run programs and read files as the server's account, and the port is open to every user of the machine:
--- without a password it can only log in through the container's socket (docker compose exec postgres psql -U postgres).
+-- A superuser can run programs and read files as the server's account, and the port is open to every user of the
+-- machine: without a password it can only log in through the container's socket
+-- (docker compose exec postgres psql -U postgres).
 ALTER ROLE CURRENT_USER PASSWORD NULL;
 
 -- The owner may create objects in schema public (PostgreSQL 15 and later), which is all that a migration needs.

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn knows_a_uuid_as_the_close_statement_does() {
+    fn uuid_check_matches_close_statement() {
         assert!(is_uuid("01939f6e-7a3c-7C11-9d1a-6b1f0e2d3c4b"));
         for other in [
             "",

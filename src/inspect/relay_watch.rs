@@ -86,7 +86,7 @@ impl RelayWatch {
             (Some(why), true) => why.as_str(),
             (None, true) => "this worker is the relay and the broker does not answer",
             (_, false) => {
-                "another worker is the relay, or none is: read /readyz of the one whose order_timeout_relaying is 1"
+                "another worker is the relay, or none is: read /readyz of the worker with order_timeout_relaying = 1"
             }
         };
         let (table, waited_s) = (self.table, waited.as_secs() / 10 * 10);
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn old_head_is_not_stalled_while_others_leave() {
+    fn old_head_alone_is_not_stalled() {
         assert_eq!(after((1..100).map(|age_s| backlog(age_s, Some(0)))), None);
     }
 
