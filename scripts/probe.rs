@@ -1,11 +1,11 @@
-//! Checks whether order-timeout can work with a broker or a database: reachable, new enough, and with enough rights.
+//! Asks one broker or one database whether order-timeout could work with it: reachable, new enough, and rights enough.
 //!
 //! `scripts/services` calls it before choosing a server: `probe amqp URL`, `probe postgres URL`; `-` instead of the
 //! URL reads it from standard input, so that a password shows in no process list. It prints the server's version and
 //! exits 0, or prints one sentence and exits 1, within [`TIME_LIMIT`].
 //!
-//! What it may not do: leave anything behind (its queue and its exchange have unique names, are deleted, and the queue
-//! expires by itself if the program dies), print a password, or use this crate.
+//! What it may not do: leave anything behind (its queue and its exchange have a name of their own, are deleted, and
+//! expire by themselves should it die in between), print a password, or need anything of the crate it lies in.
 
 use std::io::{Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -21,13 +21,13 @@ use lapin::{Channel, Connection, ConnectionProperties, ExchangeKind};
 use sqlx::postgres::{PgConnectOptions, PgConnection};
 use sqlx::{ConnectOptions, Connection as _};
 
-/// A server that has not answered after this long counts as absent.
+/// A server that has not answered after this long is as good as none.
 const TIME_LIMIT: Duration = Duration::from_secs(5);
 
-/// The first `RabbitMQ` whose quorum queues support message TTL and at-least-once dead-lettering.
+/// The first `RabbitMQ` whose quorum queues know a message's time to live and dead-letter at least once.
 const OLDEST_BROKER: (u32, u32) = (3, 10);
 
-/// In the format of `server_version_num`.
+/// As `server_version_num` counts it.
 const OLDEST_DATABASE: i32 = 130_000;
 
 fn main() -> ExitCode {
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
             1
         }
     };
-    // Not a return: a name lookup that hangs in its own thread would keep the process alive past its time limit.
+    // Not a return: a name lookup that still hangs in its own thread would hold the process past its time limit.
     std::process::exit(code)
 }
 
@@ -62,13 +62,13 @@ fn read_url(given: &str) -> Result<String> {
     Ok(line.trim_end().to_owned())
 }
 
-/// Runs the check for the kind of server, with a time limit.
+/// Chooses the question by the kind of server, and bounds its time.
 fn probe(kind: &str, url: &str) -> Result<String> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
         .context("the probe's runtime did not start")?;
-    // Fails only if a provider is already installed, which is fine.
+    // Fails only where a provider is installed already, and then there is one.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let version = runtime.block_on(async {
         match kind {
@@ -81,7 +81,7 @@ fn probe(kind: &str, url: &str) -> Result<String> {
     version.unwrap_or_else(|_| bail!("no complete answer within {} s", TIME_LIMIT.as_secs()))
 }
 
-/// Logs in, and declares and deletes objects like those of the worker's topology.
+/// Logs in, and declares and deletes what the worker's topology consists of.
 async fn probe_broker(url: &str) -> Result<String> {
     let uri = AMQPUri::from_str(url)
         .map_err(|fault| anyhow::anyhow!("this is no AMQP URL (amqp://user:password@host:port/vhost): {fault}"))?;
@@ -95,7 +95,7 @@ async fn probe_broker(url: &str) -> Result<String> {
             let greeting = tokio::task::spawn_blocking(move || broker_version(&host, port)).await?;
             Some(greeting.with_context(|| format!("{place} does not answer as an AMQP broker"))?)
         }
-        // The greeting cannot be read over TLS; the queue's arguments below still require a broker that is new enough.
+        // Behind TLS the greeting is out of reach; the queue's arguments below still need a broker new enough.
         AMQPScheme::AMQPS => None,
     };
     if let Some(version) = &version {
@@ -111,7 +111,7 @@ async fn probe_broker(url: &str) -> Result<String> {
     Ok(version.unwrap_or_else(|| "of at least 3.10 (TLS)".to_owned()))
 }
 
-/// A quorum queue with the arguments of a lane, and an exchange, under a unique name.
+/// A quorum queue with the arguments every lane has, and an exchange, under a name nobody else uses.
 async fn declare_and_delete(channel: &Channel) -> Result<()> {
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
     let name = format!("order-timeout-probe-{}-{nanos}", std::process::id());
@@ -122,7 +122,7 @@ async fn declare_and_delete(channel: &Channel) -> Result<()> {
         .await
         .context("an exchange could not be declared")?;
 
-    // A quorum queue can be neither exclusive nor auto-delete; `x-expires` removes it if this program dies here.
+    // A quorum queue can be neither exclusive nor auto-delete; `x-expires` takes it away if this program dies here.
     let mut arguments = FieldTable::default();
     for (argument, value) in [
         ("x-queue-type", AMQPValue::LongString("quorum".into())),
@@ -150,7 +150,7 @@ async fn declare_and_delete(channel: &Channel) -> Result<()> {
         .context("the probe's exchange could not be deleted")
 }
 
-/// The version in the broker's greeting (`Connection.Start`), which lapin reads but does not expose.
+/// The version out of the broker's greeting (`Connection.Start`), which lapin reads but does not hand on.
 fn broker_version(host: &str, port: u16) -> Result<String> {
     let mut last = None;
     // `localhost` names ::1 too, where a broker need not listen.
@@ -166,7 +166,7 @@ fn broker_version(host: &str, port: u16) -> Result<String> {
     }
 }
 
-/// Offers AMQP 0-9-1 and reads the first frame of the answer.
+/// Offers AMQP 0-9-1 and reads the one frame that answers it.
 fn read_greeting(mut stream: TcpStream) -> Result<String> {
     stream.set_read_timeout(Some(TIME_LIMIT))?;
     stream.write_all(b"AMQP\x00\x00\x09\x01")?;
@@ -230,13 +230,13 @@ async fn probe_database(url: &str) -> Result<String> {
         bail!("{place}: PostgreSQL {version}, and order-timeout needs {} or newer", OLDEST_DATABASE / 10_000);
     }
     if !may_create {
-        bail!("{place}: this user may not create databases; fix it with ALTER ROLE … CREATEDB");
+        bail!("{place}: this user may not create databases; mend it with ALTER ROLE … CREATEDB");
     }
-    // "15.14 (Debian 15.14-0+deb12u1)" is no more informative than "15.14".
+    // "15.14 (Debian 15.14-0+deb12u1)" says no more to the reader than "15.14".
     Ok(version.split_whitespace().next().unwrap_or(&version).to_owned())
 }
 
-/// The causes in one line, without those that the previous cause already quotes.
+/// The causes in one line, without those the cause before them quotes already.
 fn one_sentence(error: &anyhow::Error) -> String {
     let mut said = String::new();
     for cause in error.chain() {

@@ -1,10 +1,10 @@
-//! Writes the program's bill of materials, `sbom.cdx.json` (`CycloneDX` 1.5), and `THIRD-PARTY-NOTICES.txt`, the
-//! licence texts that the licences require to be distributed.
+//! Writes what the program is made of: `sbom.cdx.json` (`CycloneDX` 1.5) and `THIRD-PARTY-NOTICES.txt`, the licence texts
+//! that the licences ask to be passed on.
 //!
 //! `sbom FOLDER`; `scripts/sbom` calls it. The same lock file gives the same bytes, on any machine of a platform.
 //!
-//! What it may not do: reach the network beyond what cargo fetches, name a path of this machine, guess a licence, or
-//! leave a package out because it contains no licence text.
+//! What it may not do: reach the network beyond what cargo fetches, name a path of this machine, guess a licence, or leave
+//! a package out because its author ships no text.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -36,14 +36,14 @@ pub fn write_to(folder: &Path) -> Result<()> {
     write("THIRD-PARTY-NOTICES.txt", &packages.notices()?)
 }
 
-/// The packages compiled for this platform, without our own.
+/// What is compiled for this platform, without ourselves.
 struct Packages {
     root: Value,
     /// By name and version.
     others: BTreeMap<(String, String), Value>,
     /// Those that the program itself needs; the others are for building, testing and the example shop.
     required: BTreeSet<String>,
-    /// The dependencies of each, by cargo's ids.
+    /// What each depends on, by cargo's ids.
     edges: BTreeMap<String, BTreeSet<String>>,
     checksums: BTreeMap<(String, String), String>,
 }
@@ -158,7 +158,7 @@ impl Packages {
     }
 }
 
-/// The target of rustc.
+/// For which machine rustc compiles.
 fn platform() -> Result<String> {
     let output = Command::new("rustc").arg("-vV").output().context("rustc does not run")?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -188,7 +188,7 @@ fn edges_of(node: &Value) -> Result<(String, BTreeSet<String>)> {
     Ok((text(&node["id"])?, on))
 }
 
-/// The ids of the packages reachable from the root without dependencies for tests and build scripts.
+/// The ids of what is reached from the root without dependencies for tests and build scripts.
 fn required(nodes: &[Value], root: &str) -> Result<BTreeSet<String>> {
     let by_id: BTreeMap<_, _> = nodes.iter().map(|node| (node["id"].as_str().unwrap_or_default(), node)).collect();
     let mut found = BTreeSet::new();
