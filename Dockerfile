@@ -4,7 +4,7 @@
 #     docker run --rm order-timeout:local --help
 #
 # Needs BuildKit, the default builder since Docker Engine 23. Base images are named by tag here; before a release
-# `scripts/pin-images` writes their digests behind the tags.
+# `scripts/pin-images` appends their digests to the tags.
 
 FROM rust:1.95-bookworm AS builder
 WORKDIR /build

@@ -1,8 +1,8 @@
 //! Canaries: messages that a worker sends itself through the broker's delay queues, to detect that alarms no longer
 //! arrive. Defines the paths, the message, and what a missing canary means.
 //!
-//! Pure: reads no clock and does no I/O; `store.rs` records what was sent and what arrived. A canary is not an alarm: it
-//! names no order, and the engine never sees one.
+//! Pure: reads no clock and does no I/O; `store.rs` records what was sent and what arrived. A canary is not an alarm:
+//! it names no order, and the engine never sees one.
 
 pub mod store;
 
@@ -164,8 +164,8 @@ impl Path {
         if suspected && self.is_quick() { SUSPECTED_INTERVAL } else { REGULAR_INTERVAL.max(self.longest_wait) }
     }
 
-    /// How late a canary may be before the next is sent. On a quick path the next soon shows whether the failure lasts; on
-    /// a slow path it shows nothing until its own wait is over.
+    /// How late a canary may be before the next is sent. On a quick path the next soon shows whether the failure lasts;
+    /// on a slow path it shows nothing until its own wait is over.
     #[must_use]
     pub fn given_up_after(&self) -> Duration {
         if self.is_quick() { GRACE } else { REGULAR_INTERVAL }
@@ -252,7 +252,7 @@ pub fn outgoing(id: Uuid, journey: &Journey, now: Timestamp) -> Outgoing {
     }
 }
 
-/// An explanation for an operator who finds one in a queue.
+/// An explanation for the operator, if one is found in a queue.
 const BODY: &[u8] = br#"{"note":"sent by an order-timeout worker to test the way of its alarms; it names no order"}"#;
 
 /// The id of a message, if it is a canary: by its properties `type` and `message_id`.
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn every_ring_and_lane_has_a_path() {
+    fn rings_and_lanes_have_paths() {
         let names: Vec<String> = paths(&[]).all().iter().map(|path| path.name.clone()).collect();
         let lanes = (0..4).map(|shard| format!("order.delay.30m.{shard}"));
         let fixed = ["order.due", "order.wheel.5s", "order.wheel.1m", "order.wheel.1h"].map(str::to_owned);

@@ -29,12 +29,13 @@ const CONTRACT: Contract = Contract {
     columns: &[("order_id", &["TEXT", "VARCHAR"]), ("outcome", &["TEXT", "VARCHAR"]), ("deadline", &["TIMESTAMPTZ"])],
 };
 
-/// Orders closed by one statement over an encrypted connection: their ids, of 36 characters and four bytes each, fit into
-/// one TLS record (RFC 8446, 5.1). sqlx 0.9.0 leaves Nagle's algorithm on (transact-rs/sqlx#4335): a second record may
-/// wait for the first to be acknowledged, over loopback 40 ms.
+/// Orders closed by one statement over an encrypted connection: their ids, of 36 characters and four bytes each, fit
+/// into one TLS record (RFC 8446, 5.1). sqlx 0.9.0 leaves Nagle's algorithm on (transact-rs/sqlx#4335): a second record
+/// may wait for the first to be acknowledged, over loopback 40 ms.
 const ENCRYPTED_BATCH_SIZE: usize = 400;
 
-/// The lock timeout of a batch that should not wait, if its statement has no lock parameter. Short, because others wait.
+/// The lock timeout of a batch that should not wait, if its statement has no lock parameter. Short, because others
+/// wait.
 const SHORT_LOCK_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// How long an unused connection is assumed to be alive. The clock is read each second, on each connection in turn, and
@@ -48,8 +49,8 @@ const MAX_LIFETIME: Duration = Duration::from_secs(30 * 60);
 pub struct Closer {
     database: Database,
     statement: ContractStatement,
-    /// Kept outside the pool: a pool pings a connection before lending it and again when it is returned, which is a round
-    /// trip before the close and as much work for the server as a small batch.
+    /// Kept outside the pool: a pool pings a connection before lending it and again when it is returned, which is a
+    /// round trip before the close and as much work for the server as a small batch.
     kept: Arc<Mutex<VecDeque<WarmConnection>>>,
     /// The last result outside the contract.
     odd: Arc<Mutex<Option<OddAnswer>>>,
@@ -181,13 +182,13 @@ impl Closer {
             transaction.commit().await?;
             Ok(found)
         };
-        // The most recently used session has warm caches: at a thousand orders a second the server needs some 5 % less CPU
-        // than with all sessions in turn.
+        // The most recently used session has warm caches: at a thousand orders a second the server needs some 5 % less
+        // CPU than with all sessions in turn.
         self.run_kept(VecDeque::pop_back, Plans(true), work).await
     }
 
-    /// Runs `work` on one of the kept connections, which are ordered by last use, or on one from the pool. The connection
-    /// is kept if the work succeeds.
+    /// Runs `work` on one of the kept connections, which are ordered by last use, or on one from the pool. The
+    /// connection is kept if the work succeeds.
     async fn run_kept<T>(
         &self,
         take: impl FnOnce(&mut VecDeque<WarmConnection>) -> Option<WarmConnection>,
@@ -255,9 +256,10 @@ impl Closer {
         query.fetch_all(connection).await?.iter().map(read_row).collect()
     }
 
-    /// Opens the missing connections and has the close statement planned on each through an empty batch, so that a burst
-    /// waits for neither. Then replaces one that is too old, if there is one: replacing all at once would leave none for
-    /// orders that fall due in the meantime, and if the server has no free connection the others are still open.
+    /// Opens the missing connections and has the close statement planned on each through an empty batch, so that a
+    /// burst waits for neither. Then replaces one that is too old, if there is one: replacing all at once would leave
+    /// none for orders that fall due in the meantime, and if the server has no free connection the others are still
+    /// open.
     ///
     /// # Errors
     /// sqlx's, if one cannot be opened or the statement fails.

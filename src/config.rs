@@ -177,8 +177,8 @@ const LANE_TOLERANCE: std::ops::RangeInclusive<Duration> = Duration::from_millis
 
 impl Lane {
     /// The longest TTL of an alarm in this lane. A TTL is the delay plus at most the tolerance minus the lead, and a
-    /// tolerance above its minimum never exceeds the lead: so this bound holds for every lead, and the lead can be changed
-    /// without changing a queue argument.
+    /// tolerance above its minimum never exceeds the lead: so this bound holds for every lead, and the lead can be
+    /// changed without changing a queue argument.
     #[must_use]
     pub fn longest_ttl(&self) -> Duration {
         self.delay.saturating_add(*LANE_TOLERANCE.start())
@@ -186,8 +186,8 @@ impl Lane {
 }
 
 impl DelaySettings {
-    /// How far a delay may be from a lane's and still use the lane. The TTLs in one queue then differ by at most twice as
-    /// much, which is how long a message can be delayed behind another; the lead compensates for that.
+    /// How far a delay may be from a lane's and still use the lane. The TTLs in one queue then differ by at most twice
+    /// as much, which is how long a message can be delayed behind another; the lead compensates for that.
     #[must_use]
     pub fn lane_tolerance(&self) -> Duration {
         (self.lead / 2).clamp(*LANE_TOLERANCE.start(), *LANE_TOLERANCE.end())
@@ -234,8 +234,8 @@ pub struct WorkerSettings {
 }
 
 impl WorkerSettings {
-    /// The processing queue of each channel: the named ones, or all. A channel is one process in the broker and uses one
-    /// core, so a single queue has two channels.
+    /// The processing queue of each channel: the named ones, or all. A channel is one process in the broker and uses
+    /// one core, so a single queue has two channels.
     #[must_use]
     pub fn shard_of_each_channel(&self) -> Vec<u8> {
         let mut taken: Vec<u8> =

@@ -185,8 +185,8 @@ impl Database {
         answer.map_err(|error| self.with_address(error))
     }
 
-    /// A commit that waits for a synchronous standby has no time limit, and continues after its connection is closed. Its
-    /// retries would wait as well, until the server has no connection left. A cancelled commit stops waiting and is
+    /// A commit that waits for a synchronous standby has no time limit, and continues after its connection is closed.
+    /// Its retries would wait as well, until the server has no connection left. A cancelled commit stops waiting and is
     /// committed on this server alone. The server's own `statement_timeout` ends everything else.
     async fn cancel_abandoned_commits(self) {
         let Target { options, settings, .. } = &*self.target;
@@ -237,8 +237,8 @@ fn parameters(settings: &DatabaseSettings) -> [(&'static str, String); 6] {
         ("statement_timeout", millis(settings.statement_timeout)),
         ("lock_timeout", millis(settings.lock_timeout)),
         ("idle_in_transaction_session_timeout", millis(settings.statement_timeout)),
-        // A plan is cached. One made while the tables were small would scan them whole, each time, until the tables that
-        // a flash sale has filled are analysed.
+        // A plan is cached. One made while the tables were small would scan them whole, each time, until the tables
+        // that a flash sale has filled are analysed.
         ("enable_seqscan", "off".into()),
         // So the generic plan is as good as a custom one, and the first five executions need no planning.
         ("plan_cache_mode", "force_generic_plan".into()),
@@ -335,8 +335,8 @@ fn parsed(settings: &DatabaseSettings) -> Result<PgConnectOptions, DatabaseError
     let refused = |why: &dyn fmt::Display| DatabaseError(format!("database.url {why}"));
     let address = PostgresAddress::parse(url).map_err(|fault| refused(&fault))?;
     let options: PgConnectOptions = url.parse().map_err(|_| refused(&"is not a Postgres address"))?;
-    // The port of the address, not of the environment (PGPORT). An IPv6 address without its brackets: with them the client
-    // library would resolve it as a name.
+    // The port of the address, not of the environment (PGPORT). An IPv6 address without its brackets: with them the
+    // client library would resolve it as a name.
     let options = options.port(address.port);
     Ok(match address.server {
         PostgresServer::Tcp(host) => options.host(&host.for_connecting()),
@@ -406,8 +406,8 @@ fn why_not_by_tls(error: &sqlx::Error) -> Option<String> {
 /// # Errors
 /// [`DatabaseError`] names the migration.
 pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseError> {
-    // Without the worker's statement timeout, because a migration may take long. But with a lock timeout: all workers wait
-    // behind a migration that waits for a table lock.
+    // Without the worker's statement timeout, because a migration may take long. But with a lock timeout: all workers
+    // wait behind a migration that waits for a table lock.
     let options = connect_options(settings)?.application_name(SETUP_NAME);
     let parameters = [("lock_timeout", SETUP_LOCK_TIMEOUT.to_owned())];
     let (mut connection, _) = first_connection(&options, settings, parameters).await?;
@@ -448,7 +448,8 @@ fn why_not_migrated(error: &MigrateError) -> String {
     format!("the database schema could not be brought up to date: {why}; {hint}")
 }
 
-/// The fix for a database user without the necessary rights. Since PostgreSQL 15 only its owner may write into `public`.
+/// The fix for a database user without the necessary rights. Since PostgreSQL 15 only its owner may write into
+/// `public`.
 const OWN_SCHEMA_HINT: &str = "give the user of database.url a schema of its own (CREATE SCHEMA order_timeout AUTHORIZATION …) and add ?options=-csearch_path%3Dorder_timeout to database.url";
 
 /// insufficient_privilege
@@ -594,8 +595,8 @@ pub enum ErrorClass {
     Transient,
     /// The data: a constraint, a trigger, a value.
     Data,
-    /// A statement that was valid when it was prepared is no longer valid because a table or a right was removed; or one
-    /// row's trigger is broken, or cannot reach another server. Running the statement without rows tells which.
+    /// A statement that was valid when it was prepared is no longer valid because a table or a right was removed; or
+    /// one row's trigger is broken, or cannot reach another server. Running the statement without rows tells which.
     Broken,
     /// Nothing works at present: unreachable, read-only, or no connection left.
     Away,

@@ -33,8 +33,8 @@ const MOST_CONNECTIONS: usize = 128;
 /// A connection serves one request and ends. Idle connections do not use up [`MOST_CONNECTIONS`]: the oldest of them is
 /// closed when a new one needs its place.
 const LONGEST_REQUEST: Duration = Duration::from_secs(1);
-/// The listen backlog. Beyond it the kernel drops the SYN and the client retries a second later; large enough for a probe
-/// to get through while another client opens a thousand connections at once on a busy machine.
+/// The listen backlog. Beyond it the kernel drops the SYN and the client retries a second later; large enough for a
+/// probe to get through while another client opens a thousand connections at once on a busy machine.
 const LONGEST_QUEUE: u32 = 4_096;
 /// The pause after a failure to accept, such as a lack of file handles, so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);

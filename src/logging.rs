@@ -87,7 +87,8 @@ where
     }
 }
 
-/// Fields as tracing-subscriber shows them, but escaped and in one line. Whole lines cannot be escaped: they have colours.
+/// Fields as tracing-subscriber shows them, but escaped and in one line. Whole lines cannot be escaped: they have
+/// colours.
 struct VisibleFields;
 
 impl<'w> FormatFields<'w> for VisibleFields {
@@ -135,7 +136,8 @@ impl Visit for VisibleVisitor<'_> {
     }
 }
 
-/// Writes lines of JSON, each in one call. JSON itself escapes no hidden characters except the ASCII control characters.
+/// Writes lines of JSON, each in one call. JSON itself escapes no hidden characters except the ASCII control
+/// characters.
 struct VisibleWriter<W>(W);
 
 impl<'a, W: MakeWriter<'a>> MakeWriter<'a> for VisibleWriter<W> {

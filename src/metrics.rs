@@ -36,8 +36,8 @@ pub struct Listed {
     pub is_reading: bool,
 }
 
-/// The label that distinguishes a metric's series. All series exist from the start, at zero, unless they are readings: a
-/// rate over a series that appears with its first event would miss that event.
+/// The label that distinguishes a metric's series. All series exist from the start, at zero, unless they are readings:
+/// a rate over a series that appears with its first event would miss that event.
 #[derive(Debug, Clone, Copy)]
 pub struct Label {
     pub name: &'static str,
@@ -228,7 +228,7 @@ metrics! {
     alarms_refused: IntCounter = "order_timeout_alarms_refused_total",
         "Times the relay got no confirm for an alarm; it stays in alarm_outbox and is retried.";
     alarms_expired: IntCounter = "order_timeout_alarms_expired_total",
-        "Alarms whose deadline passed in alarm_outbox; the sweep closes their orders.";
+        "Alarms that passed their deadline in alarm_outbox; the sweep closes their orders.";
     alarms_delivered: IntCounterVec = "order_timeout_alarms_delivered_total" { "queue": SOURCE_QUEUES },
         "Alarms that the broker delivered, by the queue they came from.";
     alarm_earliness: Histogram = "order_timeout_alarm_earliness_seconds",
@@ -343,7 +343,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn renders_every_metric_from_the_start() {
+    fn renders_every_metric_from_start() {
         let text = Metrics::new().render().unwrap();
         for listed in LISTED.iter().filter(|listed| !listed.is_reading) {
             let (name, help, kind) = (listed.name, listed.help, listed.kind);

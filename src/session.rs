@@ -64,8 +64,8 @@ impl ZoneOrigin {
 }
 
 impl Session {
-    /// Determines the parameters of sessions: those in the address' `options`, then `ours`, which win; and the time zone
-    /// that a plain session of this role and database would have, unless `time_zone` names one. The client library
+    /// Determines the parameters of sessions: those in the address' `options`, then `ours`, which win; and the time
+    /// zone that a plain session of this role and database would have, unless `time_zone` names one. The client library
     /// requests UTC at the start of every session, whatever the address says.
     ///
     /// # Errors
@@ -206,8 +206,8 @@ async fn settable(
     Ok(parameters.into_iter().filter(|(name, _)| !fixed.split(' ').any(|fixed| fixed == name)).collect())
 }
 
-/// The default time zone of a session of this role and database. A session that has requested another cannot ask Postgres
-/// for it, so it is looked up in the places where Postgres looks.
+/// The default time zone of a session of this role and database. A session that has requested another cannot ask
+/// Postgres for it, so it is looked up in the places where Postgres looks.
 async fn zone_of_session(connection: &mut PgConnection) -> Result<TimeZone, sqlx::Error> {
     // In Postgres' order: the role in this database, the role, the database, all of them.
     let of_role = optional(

@@ -1,7 +1,7 @@
 //! TLS for both clients: the certificates that the settings name, and one sentence for each kind of failed handshake.
 //!
-//! Opens no connection and shows no key. The connecting code reads the files: the broker's for every connection, so that
-//! a renewed certificate is used without a restart, the database's once for its pool.
+//! Opens no connection and shows no key. The connecting code reads the files: the broker's for every connection, so
+//! that a renewed certificate is used without a restart, the database's once for its pool.
 
 use std::io::{self, Read};
 
@@ -36,8 +36,8 @@ pub struct ClientCertificate {
     pub key: Vec<u8>,
 }
 
-/// Both of our clients use ring, and rustls must be configured before the first TLS connection. If a program that embeds
-/// the library has already chosen a provider, its choice is kept.
+/// Both of our clients use ring, and rustls must be configured before the first TLS connection. If a program that
+/// embeds the library has already chosen a provider, its choice is kept.
 pub fn choose_crypto_provider() {
     if rustls::crypto::CryptoProvider::get_default().is_none() {
         // Another thread may have installed the same provider first.

@@ -87,8 +87,8 @@ impl CanaryStore {
         Ok(Known { now: moment(now), sent, readers: readers.try_get("readers")? })
     }
 
-    /// Records that a canary of this path is about to be sent, unless another worker has just done so. `is_missed`, for a
-    /// slow path: the last did not arrive, which stays recorded until one does.
+    /// Records that a canary of this path is about to be sent, unless another worker has just done so. `is_missed`, for
+    /// a slow path: the last did not arrive, which stays recorded until one does.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -129,7 +129,7 @@ impl CanaryStore {
         Ok(claimed.rows_affected() > 0)
     }
 
-    /// Removes a claim whose canary could not be sent.
+    /// Removes the claim of a canary that could not be sent.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -139,8 +139,8 @@ impl CanaryStore {
         Ok(())
     }
 
-    /// Forgets canaries that have not arrived: after a repair the broker may hold them back for minutes, so their absence
-    /// proves nothing.
+    /// Forgets canaries that have not arrived: after a repair the broker may hold them back for minutes, so their
+    /// absence proves nothing.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -171,7 +171,8 @@ impl CanaryStore {
         Ok(())
     }
 
-    /// Records the number of this worker's consumers on the processing queues, and deletes rows of workers that are gone.
+    /// Records the number of this worker's consumers on the processing queues, and deletes rows of workers that are
+    /// gone.
     ///
     /// # Errors
     /// [`StoreError`].

@@ -1,4 +1,5 @@
-//! `order-timeout health`: checks the worker on this machine; exit code 0 if it is healthy. Images need no other client.
+//! `order-timeout health`: checks the worker on this machine; exit code 0 if it is healthy. Images need no other
+//! client.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;

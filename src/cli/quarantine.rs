@@ -57,8 +57,8 @@ async fn migrated(settings: &Settings) -> anyhow::Result<Database> {
     Ok(database)
 }
 
-/// Runs as a task: the main thread has less stack than the client's parser may need. If the broker fails over a message,
-/// a second search finds its position.
+/// Runs as a task: the main thread has less stack than the client's parser may need. If the broker fails over a
+/// message, a second search finds its position.
 async fn search(settings: Settings, queue: String, store: Option<Database>) -> Result<Report, QuarantineError> {
     let name = queue.clone();
     let task = tokio::spawn(async move {

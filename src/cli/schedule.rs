@@ -49,7 +49,8 @@ pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<Comma
     Ok(answer)
 }
 
-/// The time by the database's clock, which closes the order, if a database is named and answers; else by this machine's.
+/// The time by the database's clock, which closes the order, if a database is named and answers; else by this
+/// machine's.
 async fn now(when: &When, database: &DatabaseSettings) -> Timestamp {
     let asked = match when.is_counted_from_now() && database.is_given() {
         true => database::ask_time(database, TIME_TIMEOUT.min(database.acquire_timeout)).await.ok(),

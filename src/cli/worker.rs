@@ -25,7 +25,8 @@ pub async fn run(settings: Settings) -> anyhow::Result<CommandOutcome> {
     stop.cancel();
     tokio::select! {
         in_time = &mut stopped => {
-            // Unfinished work is redelivered, so nothing is lost; but the orchestrator should see that it was cut short.
+            // Unfinished work is redelivered, so nothing is lost; but the orchestrator should see that it was cut
+            // short.
             Ok(CommandOutcome { code: u8::from(!in_time?), ..CommandOutcome::default() })
         }
         () = signals.next() => Err(anyhow::anyhow!(

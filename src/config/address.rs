@@ -1,5 +1,5 @@
-//! Strict parsers for the addresses of the broker and the database: the host in an address is the host that is connected
-//! to, or the address is refused.
+//! Strict parsers for the addresses of the broker and the database: the host in an address is the host that is
+//! connected to, or the address is refused.
 //!
 //! Pure. No default replaces an unreadable part, and no error repeats a part of an address: it may be a piece of a
 //! password.
@@ -372,8 +372,8 @@ fn refuse_what_a_setting_governs(name: &str) -> Result<(), AddressError> {
     }
 }
 
-/// The names of the server settings in `options`: `-c name=value`, `-cname=value` or `--name=value`, separated by spaces,
-/// with `\` as the escape character (PostgreSQL source, `pg_split_opts`).
+/// The names of the server settings in `options`: `-c name=value`, `-cname=value` or `--name=value`, separated by
+/// spaces, with `\` as the escape character (PostgreSQL source, `pg_split_opts`).
 fn server_settings(options: &str) -> impl Iterator<Item = String> {
     let mut words = vec![String::new()];
     let mut characters = options.chars();

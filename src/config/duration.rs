@@ -1,7 +1,7 @@
 //! Durations in settings and on the command line: `30m`, `250ms`, `1h 30m`.
 //!
-//! humantime parses them, one term at a time: adding up several terms, 2.4.0 panics if the sum exceeds `u64::MAX` seconds
-//! by exactly one (found by the fuzzer).
+//! humantime parses them, one term at a time: adding up several terms, 2.4.0 panics if the sum exceeds `u64::MAX`
+//! seconds by exactly one (found by the fuzzer).
 
 use std::fmt;
 use std::time::Duration;

@@ -44,8 +44,8 @@ impl Settings {
     /// Sufficient for a publisher: the database's address is not checked.
     ///
     /// # Errors
-    /// [`SettingsError`]: an unknown key, a value of the wrong form, a missing file, or values that do not fit together;
-    /// with key and origin.
+    /// [`SettingsError`]: an unknown key, a value of the wrong form, a missing file, or values that do not fit
+    /// together; with key and origin.
     pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self, SettingsError> {
         Self::load_with_environment(file, environment()?, overrides)
     }
@@ -155,7 +155,8 @@ pub(super) fn environment() -> Result<Map<String, String>, SettingsError> {
 }
 
 /// The variables that are text. Other programs' variables that are not text are ignored; ours are refused, because the
-/// program would otherwise use the default servers. `DATABASE_URL` may be either: it is kept, and checked when it is used.
+/// program would otherwise use the default servers. `DATABASE_URL` may be either: it is kept, and checked when it is
+/// used.
 pub(super) fn texts(
     variables: impl Iterator<Item = (OsString, OsString)>,
 ) -> Result<Map<String, String>, SettingsError> {
@@ -317,9 +318,9 @@ fn keys_in(environment: Map<String, String>) -> Vec<(String, String)> {
     database_url.into_iter().chain(ours).collect()
 }
 
-/// Refuses names that differ from ours only by a missing underscore: they would be ignored, and the program would use the
-/// default servers. Other names that begin like ours belong to our scripts, or to Kubernetes, which creates some for every
-/// service.
+/// Refuses names that differ from ours only by a missing underscore: they would be ignored, and the program would use
+/// the default servers. Other names that begin like ours belong to our scripts, or to Kubernetes, which creates some
+/// for every service.
 fn refuse_names_cut_short(environment: &Map<String, String>) -> Result<(), SettingsError> {
     let known = every_key();
     let meant = environment.keys().filter_map(|name| Some((name, name_meant_by(name, &known)?)));
@@ -339,8 +340,8 @@ fn refuse_names_of_nothing(environment: &Map<String, String>) -> Result<(), Sett
     Err(SettingsError::new(Some(name.clone()), Some(ENVIRONMENT.to_owned()), why))
 }
 
-/// The right name for `ORDER_TIMEOUT_DATABASE__ANYTHING` if there is such a section, and for `ORDER_TIMEOUT_DATABASE_URL`
-/// if there is such a key.
+/// The right name for `ORDER_TIMEOUT_DATABASE__ANYTHING` if there is such a section, and for
+/// `ORDER_TIMEOUT_DATABASE_URL` if there is such a key.
 fn name_meant_by(name: &str, known: &[String]) -> Option<String> {
     let rest = name.strip_prefix(ENV_PREFIX_CUT_SHORT).filter(|rest| !rest.starts_with('_'))?;
     let written = rest.to_lowercase();

@@ -356,7 +356,8 @@ fn within(key: &str, value: Duration, least: Duration, most: Duration) -> Result
     Err(SettingsError::of(key, format!("{value} is not between {least} and {most}")))
 }
 
-/// The query parameters that sqlx knows (sqlx-postgres, `PgConnectOptions::parse_from_url`), TLS files with their aliases.
+/// The query parameters that sqlx knows (sqlx-postgres, `PgConnectOptions::parse_from_url`), TLS files with their
+/// aliases.
 const PG_PARAMETERS: [&str; 18] = [
     "sslmode",
     "ssl-mode",

@@ -1,8 +1,8 @@
 //! Checks that the two statements of the orders contract agree: the close's outcomes for orders that the sweep found,
 //! orders that are found again although the close has settled them, unsorted pages, and results outside the contract.
 //!
-//! Pure: queries, results and times are arguments. Sees the sweep's pages and batches, and of other batches only results
-//! outside the contract. Keeps a sample: it must name one order, not all of them.
+//! Pure: queries, results and times are arguments. Sees the sweep's pages and batches, and of other batches only
+//! results outside the contract. Keeps a sample: it must name one order, not all of them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
@@ -106,7 +106,7 @@ impl ContractWatch {
         if let Some(pair) = page.orders.windows(2).find(|pair| pair[0].deadline > pair[1].deadline) {
             let (first, second) = (&pair[0].order_id, &pair[1].order_id);
             return Some(format!(
-                "{overdue} returns order {first} before order {second}, whose deadline is earlier, so the sweep may never reach the others: ORDER BY the deadline, then the id, both ascending"
+                "{overdue} returns order {first} before order {second}, which has an earlier deadline, so the sweep may never reach the others: ORDER BY the deadline, then the id, both ascending"
             ));
         }
         let (after, first) = (self.after.as_ref()?, page.orders.first()?);

@@ -17,7 +17,7 @@ use crate::order::Timestamp;
 /// A relation up to this size may be read completely, four times a second.
 const SMALL_BYTES: i64 = 2 * 1024 * 1024;
 
-/// Tables that the transaction's statements use, directly or through views, and whose row security applies to this role.
+/// Tables that the transaction's statements use, directly or through views, and that have row security for this role.
 /// They are found by their locks: planning a statement locks its tables until the transaction ends.
 const HIDDEN_BY_POLICIES: &str = "
 SELECT c.oid::regclass::text, current_user::text
@@ -36,7 +36,7 @@ SELECT n.nspname::text, c.relname::text, pg_relation_size(c.oid)
 FROM unnest($1::text[], $2::text[]) AS wanted(s, t)
 JOIN pg_namespace n ON n.nspname = wanted.s JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = wanted.t";
 
-/// The two statements of the orders contract whose plans are checked.
+/// The two statements of the orders contract, for the check of their plans.
 #[derive(Debug)]
 pub struct Plans {
     /// The overdue statement and its name.

@@ -12,9 +12,9 @@ use super::listed;
 use crate::config::{Settings, Strategy};
 use crate::database::Database;
 
-/// Registers this worker, deletes those that are long gone, and returns the other live ones. `$1` id, `$2` host, `$3` pid,
-/// `$4` version, `$5` namespace, `$6` delays. A worker that has not been seen for ten seconds, three of its heartbeats,
-/// has ended.
+/// Registers this worker, deletes those that are long gone, and returns the other live ones. `$1` id, `$2` host, `$3`
+/// pid, `$4` version, `$5` namespace, `$6` delays. A worker that has not been seen for ten seconds, three of its
+/// heartbeats, has ended.
 const REGISTER: &str = "
 WITH gone AS (
     DELETE FROM order_timeout_workers WHERE id IN (

@@ -86,7 +86,7 @@ impl RelayWatch {
             (Some(why), true) => why.as_str(),
             (None, true) => "this worker is the relay and the broker does not answer",
             (_, false) => {
-                "another worker is the relay, or none is: read /readyz of the one whose order_timeout_relaying is 1"
+                "another worker is the relay, or none is: read /readyz of the worker with order_timeout_relaying = 1"
             }
         };
         let (table, waited_s) = (self.table, waited.as_secs() / 10 * 10);

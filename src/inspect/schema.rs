@@ -1,5 +1,5 @@
-//! Checks that the database has the tables, columns, indexes, constraints and rights that a worker needs, accepts writes,
-//! and hides no rows from the worker.
+//! Checks that the database has the tables, columns, indexes, constraints and rights that a worker needs, accepts
+//! writes, and hides no rows from the worker.
 //!
 //! One query on the catalog; reads no row of our own or the shop's tables.
 
@@ -138,9 +138,9 @@ const INDEXES_OF_DEFAULT_ORDERS_TABLES: &[Index] = &[
 
 const NO_EARLY_CLOSE_CHECK: &str = "the constraint that refuses an early close is missing: ALTER TABLE orders ADD CONSTRAINT no_order_is_closed_early CHECK (closed_at >= expires_at) NOT VALID";
 
-/// All checks in one query. `$1`, `$2` tables and columns; `$3`, `$4` tables and rights; `$5` to `$8` indexes: table, first
-/// column, whether unique, a part of the condition; `$9` whether the early-close check is needed. Columns, rights and
-/// indexes of a missing table are not checked.
+/// All checks in one query. `$1`, `$2` tables and columns; `$3`, `$4` tables and rights; `$5` to `$8` indexes: table,
+/// first column, whether unique, a part of the condition; `$9` whether the early-close check is needed. Columns, rights
+/// and indexes of a missing table are not checked.
 const CATALOG_QUERY: &str = "
 SELECT pg_is_in_recovery() AS is_standby,
        current_setting('transaction_read_only') = 'on' AS is_read_only,

@@ -96,7 +96,8 @@ impl Decoder {
         self.kept = kept;
     }
 
-    /// Takes bytes up to the end of one frame, which it returns, or all of them. The rest in `bytes` is for the next call.
+    /// Takes bytes up to the end of one frame, which it returns, or all of them. The rest in `bytes` is for the next
+    /// call.
     ///
     /// # Errors
     /// [`NotFramesError`]; the decoder cannot be used afterwards.

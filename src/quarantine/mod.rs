@@ -1,8 +1,8 @@
 //! Finds the messages that the AMQP client cannot read, reports them, and moves them into `parked_alarms`.
 //!
-//! One such message ends every consumer session to which it is delivered, and the broker redelivers it to the next. So our
-//! own reader, which accepts any bytes, searches the queues; readable messages go back to the broker unchanged. Never
-//! acknowledges a message before its row is committed, and decides nothing about alarms.
+//! One such message ends every consumer session to which it is delivered, and the broker redelivers it to the next. So
+//! our own reader, which accepts any bytes, searches the queues; readable messages go back to the broker unchanged.
+//! Never acknowledges a message before its row is committed, and decides nothing about alarms.
 
 mod frame;
 mod link;
@@ -23,8 +23,8 @@ use crate::topology::Names;
 use link::{Link, Received};
 use message::Message;
 
-/// The most unacknowledged messages of a consumer; when it is full, another consumer is added. A quorum queue delivers a
-/// consumer's share in one piece, which takes seconds of silence if it is tens of thousands.
+/// The most unacknowledged messages of a consumer; when it is full, another consumer is added. A quorum queue delivers
+/// a consumer's share in one piece, which takes seconds of silence if it is tens of thousands.
 const PREFETCH: u16 = 5_000;
 /// After this much silence the broker is asked whether more is ready.
 const IDLE_BEFORE_ASKING: Duration = Duration::from_millis(300);
@@ -118,8 +118,8 @@ pub fn queues(settings: &Settings) -> Vec<String> {
     shards.chain([names.arm(), names.parked()]).collect()
 }
 
-/// Searches one queue on its own connection. With a database, moves unreadable messages into `parked_alarms`; without one,
-/// leaves every message in its queue.
+/// Searches one queue on its own connection. With a database, moves unreadable messages into `parked_alarms`; without
+/// one, leaves every message in its queue.
 ///
 /// # Errors
 /// [`QuarantineError`]. A missing queue counts as empty.
@@ -138,7 +138,8 @@ pub async fn search(
         Err(error) => return Err(error),
     }
     let Search { link, report, .. } = search;
-    // An error while closing is ignored: every acknowledged message is stored, and the rest is requeued with the connection.
+    // An error while closing is ignored: every acknowledged message is stored, and the rest is requeued with the
+    // connection.
     let _ = link.close().await;
     Ok(report)
 }

@@ -47,7 +47,7 @@ fn reads_every_form_of_host() {
 }
 
 #[test]
-fn shows_an_ipv6_address_in_brackets() {
+fn shows_ipv6_address_in_brackets() {
     assert_eq!(v6("2001:db8::1").to_string(), "[2001:db8::1]");
     assert_eq!(v6("2001:db8::1").for_connecting(), "2001:db8::1");
 }
