@@ -181,7 +181,7 @@ impl Path {
         }
         let direct = if direct_arrives { " although one that was published directly to the workers did" } else { "" };
         format!(
-            "a canary did not come back through {queue:?} in time{direct}; dead-lettering has stopped on the broker (a message with a malformed x-death header is a known cause on RabbitMQ 3.10), or a message without expiration holds up that queue; see \"Dead-lettering has stopped\" in docs/OPERATING.md"
+            "a canary did not come back through {queue:?} in time{direct}; dead-lettering has stopped on the broker (a message with a malformed x-death header is a known cause on RabbitMQ 3.10), or a message without expiration holds up that queue; see \"Dead-lettering has stopped\" in docs/operating/troubleshoot.md"
         )
     }
 }

@@ -282,7 +282,7 @@ impl JobQueue {
                     Err(_) => return Some(jobs),
                 },
             };
-            // Its caller's timeout has ended, and a stalled broker must not be kept busy with what nobody waits for.
+            // Its caller's timeout has ended, and a stalled broker must not get messages whose result is not needed.
             if job.answer.is_closed() {
                 continue;
             }
@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn no_more_messages_are_asked_for_than_are_on_their_way() {
+    async fn messages_are_requested_window_by_window() {
         let (jobs, _never_answered) = mpsc::channel(QUEUED_JOBS);
         let timeout = Duration::from_millis(10);
         let publisher = ConfirmedPublisher { jobs, timeout, way_is_missing: Arc::default() };
@@ -509,7 +509,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_window_is_never_larger_than_it_may_be() {
+    async fn windows_never_exceed_limit() {
         let (jobs, receiver) = mpsc::channel(QUEUED_JOBS);
         let mut waiting = Vec::new();
         for count in [999, 1, 1, 999, 600, 600, 400, WINDOW, 3] {
@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn a_property_that_amqp_cannot_hold_is_named() {
+    fn property_beyond_amqp_limit_is_named() {
         let long = "ü".repeat(128);
         for (what, outgoing) in [
             ("type", Outgoing { message_type: long.clone(), ..message() }),

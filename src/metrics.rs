@@ -1,7 +1,7 @@
 //! The metrics: each listed once, with its name, label and help; and the registry that they are scraped from.
 //!
 //! Counts, never decides: nothing in the worker reads a metric. No global state, so that several workers in one process
-//! have separate figures. A test keeps the table in docs/OPERATING.md equal to the one here.
+//! have separate figures. A test keeps the table in docs/operating/monitor.md equal to the one here.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

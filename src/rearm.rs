@@ -82,7 +82,7 @@ impl Rearmer {
     }
 
     fn say_why_not(&self, alarms: usize, fault: &PublishError) {
-        if self.not_written.lock().expect("nobody panics holding it").is_due() {
+        if self.not_written.lock().expect("no holder panics").is_due() {
             warn!(alarms, %fault, "alarms could not be written into the wheel; they stay unacknowledged and are tried again");
         } else {
             debug!(alarms, %fault, "alarms could not be written into the wheel");
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_retry_never_comes_back_before_its_moment() {
+    fn retry_never_returns_early() {
         let moment = NOW + Duration::from_micros(2_000_001);
         let Delay::Ttl(ttl) = wait("delay.lead=5s", Wanted::NotBefore(moment)) else { panic!("it waits in no slot") };
         assert!((moment..moment + Duration::from_secs(5)).contains(&(NOW + ttl)), "{ttl:?}");
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_was_set_back_makes_no_retry_wait_for_longer_than_any_does() {
+    fn clock_set_back_prolongs_no_retry() {
         let an_hour_ahead = Wanted::NotBefore(NOW + Duration::from_secs(3_600));
         let Delay::Ttl(ttl) = wait("delay.lead=5s", an_hour_ahead) else { panic!("it waits in no slot") };
         assert!((Duration::from_secs(32)..Duration::from_secs(37)).contains(&ttl), "{ttl:?}");

@@ -103,13 +103,13 @@ struct Ended {
 
 impl Ended {
     fn note(&self, end: SessionEnd) {
-        self.reason.lock().expect("nobody panics holding it").get_or_insert(end);
+        self.reason.lock().expect("no holder panics").get_or_insert(end);
         self.token.cancel();
     }
 
     async fn reason(&self) -> SessionEnd {
         self.token.cancelled().await;
-        let reason = self.reason.lock().expect("nobody panics holding it").clone();
+        let reason = self.reason.lock().expect("no holder panics").clone();
         reason.unwrap_or_else(|| SessionEnd::other("it was closed"))
     }
 }
@@ -332,7 +332,7 @@ impl Session {
             let ours =
                 |(receipt, _): &&(Receipt, Settlement)| receipt.session == self.number && receipt.channel == index;
             let tags = settlements.iter().filter(ours).filter(|(_, k)| *k == kind).map(|(receipt, _)| receipt.tag);
-            let plan = line.unacked.lock().expect("nobody panics holding it").close(tags);
+            let plan = line.unacked.lock().expect("no holder panics").close(tags);
             line.send(kind, plan).await?;
         }
         Ok(())
@@ -442,7 +442,7 @@ impl Reader {
                 continue;
             }
             let receipt = Receipt { session: self.session, channel: self.channel, tag: delivery.delivery_tag };
-            self.unacked.lock().expect("nobody panics holding it").open(receipt.tag);
+            self.unacked.lock().expect("no holder panics").open(receipt.tag);
             let properties = &delivery.properties;
             let content = read(&delivery.data, properties);
             let death = self.needs_death(&content).then(|| last_death(properties)).flatten();

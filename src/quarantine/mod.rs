@@ -90,7 +90,7 @@ pub enum QuarantineError {
     #[error("the broker at {place} ended the search with {code} {text}")]
     Closed { place: String, code: u16, text: String },
     #[error(
-        "the broker itself fails on the message at position {position} of {queue} (541 INTERNAL_ERROR), so it cannot be delivered to any AMQP 0-9-1 client; docs/OPERATING.md, \"A message that the broker cannot deliver\", describes how to remove it"
+        "the broker itself fails on the message at position {position} of {queue} (541 INTERNAL_ERROR), so it cannot be delivered to any AMQP 0-9-1 client; docs/operating/troubleshoot.md, \"A message that the broker cannot deliver\", describes how to remove it"
     )]
     Undeliverable { queue: String, position: u64 },
     #[error("an unreadable message was found in {queue} but cannot be stored: {why}; fix the database")]

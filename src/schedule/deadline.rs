@@ -43,7 +43,7 @@ fn what_is_known(error: &sqlx::Error) -> String {
         // invalid_text_representation
         Some("22P02") => "; give the id as the orders table has it, a UUID",
         // lock_not_available, and what ends a statement that takes too long
-        Some("55P03" | "57014") => "; somebody holds the order, try again",
+        Some("55P03" | "57014") => "; another session holds the order, try again",
         // admin_shutdown, crash_shutdown, cannot_connect_now
         Some("57P01" | "57P02" | "57P03") => "; the database is restarting, try again",
         // read_only_sql_transaction

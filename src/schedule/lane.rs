@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_standard_delay_takes_its_lane_even_if_some_milliseconds_have_passed() {
+    fn standard_delay_uses_lane_within_tolerance() {
         let route = entry_for(1_800_000 - 12, &[]);
         assert_eq!(
             (route.exchange.as_str(), route.wait),
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn any_other_delay_goes_to_the_inbox_without_a_ttl() {
+    fn other_delays_use_inbox_without_ttl() {
         for remaining_ms in [0, 1, 59_999, 1_798_900, 1_801_100, 63_072_000_000] {
             let route = entry_for(remaining_ms, &[]);
             assert_eq!((route.exchange.as_str(), route.wait), ("order.arm", Delay::None), "{remaining_ms}");
@@ -130,7 +130,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn alarms_leave_a_lane_in_step_and_no_later_than_their_lead(millis in 0_u64..1_000) {
+        fn alarms_leave_lane_in_step(millis in 0_u64..1_000) {
             let remaining = Duration::from_millis(1_799_500 + millis);
             let Delay::Ttl(ttl) = entry_for(1_799_500 + millis, &[]).wait else { panic!("a lane") };
             let waits_less_by = remaining - Duration::from_secs(20) - ttl;
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_ttl_of_a_lane_is_reached() {
+    fn longest_lane_ttl_is_reached() {
         let route = entry_for(4_100, &["delay.lanes=4s", "delay.lead=0s"]);
         let lane = Lane::try_from("4s".to_owned()).unwrap();
         assert_eq!(route.wait, Delay::Ttl(lane.longest_ttl()));
@@ -156,7 +156,7 @@ mod tests {
     proptest! {
         /// Close to where it could be: hardly any lead, and a delay at the end of what the lane takes.
         #[test]
-        fn no_ttl_is_longer_than_its_queue_allows(
+        fn no_ttl_exceeds_queue_limit(
             lead_ms in prop_oneof![0_u64..250, 0_u64..3_000, 0_u64..600_000],
             remaining_ms in prop_oneof![3_900_u64..4_300, 6_900_u64..7_300, 0_u64..10_000],
         ) {
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn the_delayed_exchange_is_given_no_more_than_it_can_hold() {
+    fn x_delay_is_capped_at_plugin_limit() {
         let strategy = "delay.strategy=delayed-exchange";
         assert_eq!(entry_for(75_000, &[strategy]).wait, Delay::XDelayMs(55_000));
         let far = entry_for(90 * 86_400_000, &[strategy]);

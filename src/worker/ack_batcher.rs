@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn settlements_give_way_to_closing_neither_for_ever_nor_in_any_number() {
+    fn deferred_settlements_are_bounded() {
         let (floor, mut ack_batcher) = while_closing();
         ack_batcher.take_in(vec![ack(1), ack(2)]);
         let begin = ack_batcher.waiting_since;
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_did_not_give_way_counts_no_more() {
+    async fn settled_deliveries_are_not_counted() {
         let (floor, mut ack_batcher) = while_closing();
         floor.settlements.send(vec![ack(1), ack(2), ack(4)]).unwrap();
         assert_eq!(ack_batcher.next(|receipt| receipt.tag == 1).await, [ack(1), ack(2), ack(4)], "three are too many");
@@ -195,14 +195,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_given_back_goes_at_once_and_with_all_that_is_done() {
+    async fn requeues_are_sent_immediately() {
         let (floor, mut ack_batcher) = while_closing();
         floor.settlements.send(vec![ack(1), requeue(3)]).unwrap();
         assert_eq!(ack_batcher.next(is_odd).await, [ack(1), requeue(3)]);
     }
 
     #[tokio::test]
-    async fn what_gives_way_when_waiting_is_given_up_is_not_lost() {
+    async fn cancelled_wait_loses_no_settlement() {
         let (floor, mut ack_batcher) = while_closing();
         floor.settlements.send(vec![ack(1)]).unwrap();
         assert!(timeout(3 * EVERY, ack_batcher.next(is_odd)).await.is_err());

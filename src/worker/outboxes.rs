@@ -190,7 +190,7 @@ impl Outboxes {
                 let fault = RelayError::from(error);
                 self.database_answers = !fault.is_unanswered();
                 if self.not_asked.is_due() {
-                    warn!(%fault, "nobody knows who empties the outboxes; their rows stay, and the database is asked each second");
+                    warn!(%fault, "cannot acquire the relay lock; outbox rows are kept, retrying every second");
                 }
                 false
             }
@@ -466,26 +466,26 @@ mod tests {
     }
 
     #[test]
-    fn closers_that_never_rest_leave_every_other_turn_to_events() {
+    fn busy_closers_leave_every_other_turn() {
         let expected: Vec<bool> = (0..100).map(|tenth| tenth / 10 % 2 == 1).collect();
         assert_eq!(found(std::iter::repeat_n(true, 100), TURN / 10), expected);
     }
 
     #[test]
-    fn closers_that_rest_for_a_moment_leave_no_less_to_events() {
+    fn briefly_idle_closers_leave_as_much() {
         let found = found((0..1_000).map(|look| look % 7 != 0), TURN / 10);
         let of_events = found.iter().filter(|is_turn| **is_turn).count();
         assert!(of_events >= 500, "{of_events} of 1000");
     }
 
     #[test]
-    fn seldom_looks_find_it_their_turn_as_often() {
+    fn rare_polls_get_turns_as_often() {
         let found = found(std::iter::repeat_n(true, 100), 2 * TURN);
         assert_eq!(found.iter().filter(|is_turn| **is_turn).count(), 50);
     }
 
     #[test]
-    fn a_burst_is_let_pass_whenever_the_outbox_was_empty_before() {
+    fn burst_passes_first_if_outbox_empty() {
         let (mut turns, begin) = (Turns::default(), Instant::now());
         assert!(turns.is_turn_of_events(false, begin));
         turns.begin_anew();

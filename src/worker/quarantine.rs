@@ -41,7 +41,7 @@ impl Quarantine {
             EndKind::Other => false,
             EndKind::BrokerFailed => {
                 self.report(&format!(
-                    "{}; `order-timeout quarantine` names the message if it is one, docs/OPERATING.md says how to take it out",
+                    "{}; `order-timeout quarantine` names the message if it is one, docs/operating/troubleshoot.md says how to take it out",
                     end.why
                 ));
                 false
