@@ -26,10 +26,10 @@ pub struct Route {
     pub wait: Delay,
 }
 
-/// Who makes the alarm wait.
+/// What makes the alarm wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Delay {
-    /// Nobody: its queue has a consumer.
+    /// Nothing: its queue has a consumer.
     None,
     /// The queue, by the message's TTL.
     Ttl(Duration),

@@ -33,7 +33,7 @@ fn main() -> ExitCode {
         Err(fault) => return fail(&fault, WRONG_SETTINGS),
     };
     // One thread for all tasks, besides the AMQP client's own: the work is mostly waiting, and every alarm that passes
-    // from one thread to another wakes a sleeping thread (docs/DECISIONS.md).
+    // from one thread to another wakes a sleeping thread (docs/decisions/0013-one-thread.md).
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("the runtime cannot start: {error}"), FAILED),

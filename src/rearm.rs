@@ -118,8 +118,8 @@ impl Router {
     }
 
     fn route(&self, deadline: Deadline, wanted: Wanted, now: Timestamp) -> Route {
-        // A retry's moment was named a while ago. If somebody has set the clock back since, that is no reason to wait for
-        // longer than any retry does, nor for longer than the wheel can keep.
+        // A retry's time was computed a while ago. If the clock was set back since, the retry must not wait longer than any
+        // retry does, nor longer than the wheel can hold it.
         let wanted = match wanted {
             Wanted::NotBefore(moment) => Wanted::NotBefore(moment.min(now + self.longest_retry)),
             Wanted::BeforeDeadline => wanted,

@@ -264,8 +264,8 @@ impl Session {
         Ok(line)
     }
 
-    /// Declares whatever somebody has deleted since, but for the queues that are consumed here: whoever deletes one ends the
-    /// session, and the next declares it. The session may go on and end meanwhile.
+    /// Declares objects that were deleted since, except the queues that are consumed here: deleting one of those ends the
+    /// session, and the next session declares it. The session may go on and end meanwhile.
     ///
     /// # Errors
     /// [`TopologyError`] names the object.
@@ -299,8 +299,8 @@ impl Session {
         self.number
     }
 
-    /// Whether nobody misses the acknowledgement for a while: of what came out of a processing queue. The windows of the
-    /// other queues are short.
+    /// Whether the acknowledgement may wait for a while, which holds for deliveries from a processing queue. The prefetch
+    /// windows of the other queues are small.
     #[must_use]
     pub fn may_settle_later(&self, receipt: Receipt) -> bool {
         self.lines.get(usize::from(receipt.channel)).is_none_or(|line| line.source == SourceQueue::Timeout)

@@ -1,7 +1,7 @@
-//! Which delivery tags of a channel are still open, and with how few plan the rest can be settled.
+//! Which delivery tags of a channel are still open, and the fewest frames that settle the rest.
 //!
 //! Pure bookkeeping. `multiple` settles every open tag up to and including the one named, so it may be used only where
-//! nothing below that tag is still in somebody's hands.
+//! no lower tag is still open.
 
 use std::collections::BTreeSet;
 

@@ -129,7 +129,7 @@ fn message(lanes: &Lanes, row: &PgRow) -> Result<Option<Outgoing>, sqlx::Error> 
     let order_id: String = row.try_get("order_id")?;
     let order_id = match OrderId::new(&order_id) {
         Ok(order_id) => order_id,
-        // The table's CHECK refuses these; somebody has dropped it. The sweep closes the order all the same.
+        // The table's CHECK refuses such ids, so it was dropped. The sweep closes the order all the same.
         Err(fault) => {
             warn!(%fault, "an alarm in alarm_outbox is not sent");
             return Ok(None);

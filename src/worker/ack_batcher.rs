@@ -1,7 +1,7 @@
-//! Settlements on their way to the broker: together, and not while orders wait to be closed.
+//! Batches settlements on their way to the broker, and defers them while orders wait to be closed.
 //!
-//! Says which and when; writing them is the session's. What is not settled in time is only delivered again, so nobody
-//! waits for it but what is stuck behind it.
+//! Decides which and when; the session writes them. A delivery that is not settled in time is only redelivered, so a
+//! settlement is urgent only for the deliveries behind it in the prefetch window.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::alarm::{Receipt, Settlement};
 const EVERY: Duration = Duration::from_millis(20);
 /// How long they give way to closers that have work in hand: a burst of 100 000 on a slow day. What is done in this time is
 /// delivered again if the worker is killed, and found closed, or armed as it was.
-const LONGEST_WAY: Duration = Duration::from_secs(5);
+const MAX_DEFERRAL: Duration = Duration::from_secs(5);
 
 /// A delivery, and how it is settled.
 type Settled = (Receipt, Settlement);
@@ -48,45 +48,45 @@ impl AckBatcher {
         }
     }
 
-    /// What is settled next, when it is time for it. Loses nothing if it is dropped. `may_give_way` says of what is
-    /// done which need not be settled while closers are at work.
-    pub async fn next(&mut self, may_give_way: impl Fn(Receipt) -> bool) -> Vec<Settled> {
+    /// Resolves with the next settlements when they are due. Cancel-safe. `may_defer` says which acknowledgements may wait
+    /// while closers are busy.
+    pub async fn next(&mut self, may_defer: impl Fn(Receipt) -> bool) -> Vec<Settled> {
         sleep_until(self.next_at).await;
-        // Those before have been looked at and give way. In a burst they are many, and looked at again every 20 ms they
-        // would take the time of whoever closes.
-        let mut looked_at = self.waiting.len();
+        // Those before `checked` are deferred. In a burst they are many, and checking them every 20 ms would take the
+        // closers' time.
+        let mut checked = self.waiting.len();
         if self.waiting.is_empty() {
             match self.from.recv().await {
                 Some(settlements) => self.take_in(settlements),
-                // The floor is gone, and there will be none.
+                // The event loop has ended, so there will be none.
                 None => std::future::pending().await,
             }
         }
         loop {
             self.take_in_all();
             let now = Instant::now();
-            // Somebody else may want at once what is given back; and sent alone it would be slow: for each of these RabbitMQ
-            // passes over all earlier deliveries of its channel that are not settled (rabbit_channel.erl, `collect_acks`).
-            let is_given_back = |(_, settlement): &Settled| *settlement == Settlement::Requeue;
-            if !self.gives_way(now) || self.waiting[looked_at..].iter().any(is_given_back) {
+            // Another worker may need a requeued alarm at once. A requeue alone would be slow: for each of them RabbitMQ walks over
+            // all earlier unsettled deliveries of its channel (rabbit_channel.erl, `collect_acks`).
+            let is_requeue = |(_, settlement): &Settled| *settlement == Settlement::Requeue;
+            if !self.defers(now) || self.waiting[checked..].iter().any(is_requeue) {
                 return self.take();
             }
-            let retry_nowait: Vec<Settled> =
-                self.waiting.extract_if(looked_at.., |(receipt, _)| !may_give_way(*receipt)).collect();
-            if !retry_nowait.is_empty() {
-                for (receipt, _) in &retry_nowait {
+            let urgent: Vec<Settled> =
+                self.waiting.extract_if(checked.., |(receipt, _)| !may_defer(*receipt)).collect();
+            if !urgent.is_empty() {
+                for (receipt, _) in &urgent {
                     *self.waiting_by_channel.entry(receipt.channel).or_default() -= 1;
                 }
                 self.next_at = now + EVERY;
-                return retry_nowait;
+                return urgent;
             }
-            looked_at = self.waiting.len();
+            checked = self.waiting.len();
             let closers_rest = self.closing.wait_for(|closing| !closing);
             let _ = timeout(EVERY, closers_rest).await;
         }
     }
 
-    /// All there are, whether or not it is time for them.
+    /// All settlements, due or not.
     pub fn take(&mut self) -> Vec<Settled> {
         self.take_in_all();
         self.next_at = Instant::now() + EVERY;
@@ -94,12 +94,12 @@ impl AckBatcher {
         std::mem::take(&mut self.waiting)
     }
 
-    fn gives_way(&self, now: Instant) -> bool {
-        // With the floor gone nobody says when closers rest.
-        let floor_is_there = self.closing.has_changed().is_ok();
-        let closing = floor_is_there && *self.closing.borrow();
-        let leave_room = self.waiting_by_channel.values().all(|count| *count <= self.most);
-        closing && now < self.waiting_since + LONGEST_WAY && leave_room
+    fn defers(&self, now: Instant) -> bool {
+        // Without the event loop there is no report of idle closers.
+        let loop_is_running = self.closing.has_changed().is_ok();
+        let closing = loop_is_running && *self.closing.borrow();
+        let within_limits = self.waiting_by_channel.values().all(|count| *count <= self.most);
+        closing && now < self.waiting_since + MAX_DEFERRAL && within_limits
     }
 
     fn take_in_all(&mut self) {
@@ -157,21 +157,21 @@ mod tests {
         let (floor, mut ack_batcher) = while_closing();
         ack_batcher.take_in(vec![ack(1), ack(2)]);
         let begin = ack_batcher.waiting_since;
-        assert!(ack_batcher.gives_way(begin + LONGEST_WAY - EVERY));
-        assert!(!ack_batcher.gives_way(begin + LONGEST_WAY));
+        assert!(ack_batcher.defers(begin + MAX_DEFERRAL - EVERY));
+        assert!(!ack_batcher.defers(begin + MAX_DEFERRAL));
         floor.closing.send_replace(false);
-        assert!(!ack_batcher.gives_way(begin), "closers rest");
+        assert!(!ack_batcher.defers(begin), "closers rest");
         floor.closing.send_replace(true);
-        assert!(ack_batcher.gives_way(begin));
+        assert!(ack_batcher.defers(begin));
         ack_batcher.take_in(vec![ack_on(1, 1), ack_on(1, 2)]);
-        assert!(ack_batcher.gives_way(begin), "of each channel some may be delivered");
+        assert!(ack_batcher.defers(begin), "of each channel some may be delivered");
         ack_batcher.take_in(vec![ack(3)]);
-        assert!(!ack_batcher.gives_way(begin), "hardly any may be delivered on the first channel");
+        assert!(!ack_batcher.defers(begin), "hardly any may be delivered on the first channel");
         ack_batcher.take();
         ack_batcher.take_in(vec![ack(4), ack(5)]);
-        assert!(ack_batcher.gives_way(begin), "what was settled counts no more");
+        assert!(ack_batcher.defers(begin), "what was settled counts no more");
         drop(floor);
-        assert!(!ack_batcher.gives_way(begin), "the floor is gone");
+        assert!(!ack_batcher.defers(begin), "the floor is gone");
     }
 
     #[tokio::test]
@@ -182,7 +182,7 @@ mod tests {
         floor.settlements.send(vec![ack(5), ack(6)]).unwrap();
         assert_eq!(ack_batcher.next(is_odd).await, [ack(6)]);
         ack_batcher.take_in(vec![ack(7)]);
-        assert!(ack_batcher.gives_way(ack_batcher.waiting_since));
+        assert!(ack_batcher.defers(ack_batcher.waiting_since));
     }
 
     #[tokio::test]

@@ -26,7 +26,7 @@ use crate::sweep::Sweeper;
 const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
 /// How long closers' connections are left as they are after one could not be had. Where a server has no room for it each
 /// try takes `database.acquire_timeout`, and the clock is not read meanwhile.
-const UNREADY_REST: Duration = Duration::from_secs(10);
+const WARM_UP_PAUSE: Duration = Duration::from_secs(10);
 
 /// What the floor hears from its own tasks.
 #[derive(Debug)]
@@ -71,11 +71,11 @@ impl Effects {
         Self { closer, sweeper, database, rearmer, notes, recorder, parked, tasks: TaskTracker::new() }
     }
 
-    fn spawn(&self, errand: impl Future<Output = Vec<Note>> + Send + 'static) {
+    fn spawn(&self, effect: impl Future<Output = Vec<Note>> + Send + 'static) {
         let notes = self.notes.clone();
         self.tasks.spawn(async move {
-            for note in errand.await {
-                // With the floor gone nobody needs the news.
+            for note in effect.await {
+                // Without the event loop the result is not needed.
                 let _ = notes.send(note);
             }
         });
@@ -102,10 +102,14 @@ impl Effects {
         let rearmer = self.rearmer.clone();
         self.spawn(async move {
             let Written { confirmed, refused, failed } = rearmer.write(jobs, clock).await;
-            [news(confirmed, Input::Rearmed), news(refused, Input::RearmRefused), news(failed, Input::NotRearmed)]
-                .into_iter()
-                .flatten()
-                .collect()
+            [
+                input_about(confirmed, Input::Rearmed),
+                input_about(refused, Input::RearmRefused),
+                input_about(failed, Input::NotRearmed),
+            ]
+            .into_iter()
+            .flatten()
+            .collect()
         });
     }
 
@@ -114,10 +118,14 @@ impl Effects {
         self.spawn(async move {
             let to = Parking { database, recorder, said };
             let ParkResult { parked, refused, failed } = park_all(&to, dead_letters).await;
-            [news(parked, Input::Parked), news(refused, Input::ParkRefused), news(failed, Input::NotParked)]
-                .into_iter()
-                .flatten()
-                .collect()
+            [
+                input_about(parked, Input::Parked),
+                input_about(refused, Input::ParkRefused),
+                input_about(failed, Input::NotParked),
+            ]
+            .into_iter()
+            .flatten()
+            .collect()
         });
     }
 
@@ -178,20 +186,20 @@ struct ParkResult {
 
 /// Together, or one by one where the database refuses a row, so that it does not keep the others out.
 async fn park_all(to: &Parking, dead_letters: Vec<Addressed>) -> ParkResult {
-    let mut shelved = ParkResult::default();
-    let mut alone = match park_together(to, dead_letters, &mut shelved).await {
-        Ok(()) => return shelved,
+    let mut result = ParkResult::default();
+    let mut alone = match park_together(to, dead_letters, &mut result).await {
+        Ok(()) => return result,
         Err(dead_letters) => dead_letters.into_iter(),
     };
     while let Some(dead_letter) = alone.next() {
-        if let Err(refused) = park_together(to, vec![dead_letter], &mut shelved).await {
-            shelved.refused.extend(refused);
-        } else if !shelved.failed.is_empty() {
-            shelved.failed.extend(alone);
+        if let Err(refused) = park_together(to, vec![dead_letter], &mut result).await {
+            result.refused.extend(refused);
+        } else if !result.failed.is_empty() {
+            result.failed.extend(alone);
             break;
         }
     }
-    shelved
+    result
 }
 
 /// By one statement.
@@ -201,12 +209,12 @@ async fn park_all(to: &Parking, dead_letters: Vec<Addressed>) -> ParkResult {
 async fn park_together(
     to: &Parking,
     dead_letters: Vec<Addressed>,
-    shelved: &mut ParkResult,
+    result: &mut ParkResult,
 ) -> Result<(), Vec<Addressed>> {
     let contents: Vec<&DeadLetter> = dead_letters.iter().map(|(dead_letter, _)| dead_letter).collect();
     let Err(error) = park::park(&to.database, &contents).await else {
         to.note_parked(&contents);
-        shelved.parked.extend(dead_letters.into_iter().map(|(_, receipt)| receipt));
+        result.parked.extend(dead_letters.into_iter().map(|(_, receipt)| receipt));
         return Ok(());
     };
     let alarms = dead_letters.len();
@@ -219,13 +227,13 @@ async fn park_together(
     if classify(&error) == ErrorClass::Data {
         return Err(dead_letters);
     }
-    shelved.failed.extend(dead_letters);
+    result.failed.extend(dead_letters);
     Ok(())
 }
 
-/// Nothing to say of nobody.
-fn news<T>(about: Vec<T>, news: impl FnOnce(Vec<T>) -> Input) -> Option<Note> {
-    (!about.is_empty()).then(|| Note::Input(news(about)))
+/// An input about these items, unless there are none.
+fn input_about<T>(items: Vec<T>, input: impl FnOnce(Vec<T>) -> Input) -> Option<Note> {
+    (!items.is_empty()).then(|| Note::Input(input(items)))
 }
 
 /// Where dead_letters are put, and where that is counted and said.
@@ -283,39 +291,39 @@ impl ParkedWarnings {
     }
 }
 
-/// Sees to it that closers find their connections open. Nobody is told if it cannot: a closer that finds none opens its own.
+/// Keeps the connections of closers open and warm. A failure is only logged: a closer without a connection opens its own.
 #[derive(Default)]
-struct Readiness {
-    rests_until: Option<Instant>,
+struct WarmUp {
+    paused_until: Option<Instant>,
 }
 
-impl Readiness {
-    async fn see_to(&mut self, closer: &Closer) {
-        if self.rests_until.is_some_and(|until| Instant::now() < until) {
+impl WarmUp {
+    async fn warm_up(&mut self, closer: &Closer) {
+        if self.paused_until.is_some_and(|until| Instant::now() < until) {
             return;
         }
-        self.rests_until = None;
+        self.paused_until = None;
         if let Err(error) = closer.warm_up().await {
-            debug!(error = one_line(&error), "connections for closers could not be made ready");
-            self.rests_until = Some(Instant::now() + UNREADY_REST);
+            debug!(error = one_line(&error), "connections for closers could not be warmed up");
+            self.paused_until = Some(Instant::now() + WARM_UP_PAUSE);
         }
     }
 }
 
-/// Reads the database's clock for ever, and sees to it that closers find connections that are ready.
+/// Reads the database's clock until the worker ends, and keeps the connections of closers warm.
 pub(super) async fn sample_clock(closer: Closer, notes: mpsc::UnboundedSender<Note>) {
     let mut ticks = tokio::time::interval(CLOCK_SAMPLE_EVERY);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut readiness = Readiness::default();
+    let mut warm_up = WarmUp::default();
     loop {
         ticks.tick().await;
         match closer.sample_clock().await {
             Ok(sample) if notes.send(Note::Clock(sample)).is_err() => return,
-            Ok(_) => readiness.see_to(&closer).await,
+            Ok(_) => warm_up.warm_up(&closer).await,
             Err(error) => {
                 let why = one_line(&error);
-                debug!(error = why, "the database's clock could not be read; the last reading is carried on");
-                // With the floor gone nobody needs the news; the next reading ends this.
+                debug!(error = why, "the database's clock could not be read; the last reading is carried forward");
+                // Without the event loop the result is not needed; the next reading ends this task.
                 let _ = notes.send(Note::NoClock(format!("it does not say what time it is: {why}")));
             }
         }

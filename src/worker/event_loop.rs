@@ -122,9 +122,9 @@ impl EventLoop {
         self.recorder.clock(&self.clock);
         loop {
             self.recorder.health.beat(Loop::EventLoop);
-            if self.run_errands() || self.has_more_to_do() {
-                // What was begun goes on first. Of a burst the engine has more to wake for many rounds, none of which waits for
-                // anything: the first batches would not be sent, and their answers not be read, before the last of them.
+            if self.run_actions() || self.has_more_to_do() {
+                // Tasks that were started go first. In a burst the engine has more to wake for many rounds that do not wait for
+                // anything: without this, the first batches would be sent, and their results read, only after the last round.
                 tokio::task::yield_now().await;
             }
             // The notes last: a task ends only after it has sent its own.
@@ -175,7 +175,7 @@ impl EventLoop {
         match note {
             Note::Input(news) => {
                 match &news {
-                    Input::Closed(batch, Err(fault)) => self.note_who_is_stuck(batch, fault),
+                    Input::Closed(batch, Err(fault)) => self.record_stuck_order(batch, fault),
                     Input::Closed(batch, answer) => self.contract.answered(batch, answer, std::time::Instant::now()),
                     Input::Rearmed(receipts) => self.recorder.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
                     Input::Swept(page) => {
@@ -192,40 +192,40 @@ impl EventLoop {
                 self.why_unanswered = None;
                 self.recorder.clock(&self.clock);
                 // Comes each second, so that what was counted is said even if nothing more is.
-                self.say_what_was_swept();
-                self.say_who_is_stuck();
+                self.log_swept_orders();
+                self.log_stuck_orders();
                 self.effects.parked.lock().expect("no holder panics").say_what_is_due();
-                self.say_what_the_broker_does();
+                self.report_broker_behaviour();
                 let why = self.contract.why(std::time::Instant::now());
                 self.recorder.degraded(Cause::OrdersContract, why.as_deref());
             }
             Note::NoClock(why) => {
                 self.why_unanswered = Some(why);
                 self.recorder.no_clock();
-                self.say_what_the_broker_does();
+                self.report_broker_behaviour();
             }
             Note::OddAnswer(odd) => self.contract.odd_answer(&odd, std::time::Instant::now()),
             Note::NotSwept(why) => {
                 self.has_swept = false;
                 self.recorder.metrics.sweep_failures.inc();
-                self.note_not_swept(why);
+                self.record_failed_sweep(why);
                 self.engine.handle(Input::NotSwept, self.clock.now());
             }
-            // Without the broker nobody expects an alarm.
+            // Without the broker no alarm is expected.
             Note::ClosedBySweep(orders) if self.engine.is_consuming() => {
                 self.swept.about += orders;
                 // They end with the worker's stop.
                 let _ = self.outputs.inspections.send(BrokerNews::Swept);
-                self.say_what_was_swept();
+                self.log_swept_orders();
             }
             Note::ClosedBySweep(_) => {}
         }
     }
 
-    fn note_who_is_stuck(&mut self, batch: &Batch, fault: &CloseError) {
+    fn record_stuck_order(&mut self, batch: &Batch, fault: &CloseError) {
         match (fault, batch.by, &batch.items[..]) {
             (CloseError::Unavailable(_), ..) => {}
-            // The fault of one order only where it stood alone.
+            // Only an order that was alone in its batch has caused the error.
             (fault, ClosedBy::Sweep, [item]) => {
                 self.stuck.about = Some((item.alarm.order_id().clone(), fault.to_string()));
             }
@@ -233,50 +233,50 @@ impl EventLoop {
         }
     }
 
-    /// Says at once, and then once a minute at most, that the database cannot be asked for overdue orders.
-    fn note_not_swept(&mut self, why: String) {
+    /// Logs at once, and then at most once a minute, that the query for overdue orders fails.
+    fn record_failed_sweep(&mut self, why: String) {
         let now = Instant::now();
         let first = self.unswept.take().map_or(now, |unswept| unswept.first);
         self.not_swept.about.clone_from(&why);
         self.unswept = Some(Unswept { first, last: now, why });
         if let Some(why) = self.not_swept.take_due() {
-            warn!(why, "the database could not be asked for overdue orders; it is asked again");
+            warn!(why, "the query for overdue orders failed; retrying");
         }
     }
 
-    /// Says once a minute at most that orders were closed which no alarm had woken.
-    fn say_what_was_swept(&mut self) {
+    /// Logs at most once a minute that the sweep closed orders whose alarm had not arrived.
+    fn log_swept_orders(&mut self) {
         if let Some(orders) = self.swept.take_due() {
             warn!(
                 orders,
-                "overdue orders were closed by the sweep, no alarm had come for them in time; is every order scheduled, and is the broker keeping up?"
+                "the sweep closed overdue orders whose alarm had not arrived in time; is every order scheduled, and is the broker keeping up?"
             );
         }
     }
 
-    /// The same for orders that the sweep cannot close: nothing is parked of them, unless an alarm spoke for them before.
-    fn say_who_is_stuck(&mut self) {
-        // Most of what fails once is closed a moment later.
+    /// The same for orders that the sweep cannot close. Without an alarm, nothing is parked for them.
+    fn log_stuck_orders(&mut self) {
+        // Most orders that fail once are closed a moment later.
         self.stuck.about.take_if(|(order_id, _)| !self.engine.is_backed_off(order_id));
         if let Some((order_id, why)) = self.stuck.take_due().flatten() {
             let orders = self.engine.backed_off();
-            warn!(orders, %order_id, %why, "overdue orders cannot be closed, this one among them; they are tried again, at most five minutes apart");
+            warn!(orders, %order_id, %why, "overdue orders cannot be closed, this one among them; retrying at most five minutes apart");
         }
     }
 
-    fn say_what_the_broker_does(&self) {
+    fn report_broker_behaviour(&self) {
         let now = self.clock.now();
         self.recorder.degraded(Cause::AlarmsCirculate, self.engine.circulation_reason(now).as_deref());
         self.recorder.degraded(Cause::BrokerPolicy, self.engine.broker_policy_reason(now));
     }
 
-    /// Returns whether there were any.
-    fn run_errands(&mut self) -> bool {
+    /// Runs what the engine asks for; returns whether there was anything.
+    fn run_actions(&mut self) -> bool {
         let now = self.clock.now();
         let actions = self.engine.poll_actions(now);
         let were_any = !actions.is_empty();
-        for errand in actions {
-            match errand {
+        for action in actions {
+            match action {
                 Action::Close(batch) => self.effects.close(batch, self.clock),
                 Action::Rearm(jobs) => self.effects.arm(jobs, self.clock),
                 Action::Park(dead_letters) => self.effects.park(dead_letters),
@@ -290,13 +290,13 @@ impl EventLoop {
         }
         let closing = !self.engine.closers_are_idle();
         self.outputs.closing.send_if_modified(|known| std::mem::replace(known, closing) != closing);
-        self.note_whether_it_closes_nothing(now);
-        self.note_whether_to_consume(self.engine.wants_deliveries(now));
+        self.record_availability(now);
+        self.update_phase(self.engine.wants_deliveries(now));
         self.show(now);
         were_any
     }
 
-    /// What the engine holds, and whether the database is of use.
+    /// Publishes the engine's counts and whether the database is usable.
     fn show(&self, now: Timestamp) {
         let metrics = &self.recorder.metrics;
         metrics.alarms_held.set(self.engine.held() as i64);
@@ -316,7 +316,7 @@ impl EventLoop {
         self.recorder.health.note_database(why.map(database::without_server_message).as_deref());
     }
 
-    fn note_whether_it_closes_nothing(&mut self, now: Timestamp) {
+    fn record_availability(&mut self, now: Timestamp) {
         let why_nothing = self.engine.unavailable_reason(now);
         match why_nothing {
             Some(why) if !self.closes_nothing => warn!(why, "the database closes nothing; it is asked again"),
@@ -326,7 +326,7 @@ impl EventLoop {
         self.closes_nothing = why_nothing.is_some();
     }
 
-    fn note_whether_to_consume(&self, wanted: bool) {
+    fn update_phase(&self, wanted: bool) {
         self.outputs.phase.send_if_modified(|phase| {
             let next = match (*phase, wanted) {
                 (Phase::Consume, false) => {

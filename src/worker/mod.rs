@@ -95,11 +95,11 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Reaches the database and the broker and checks that both are as they must be. A broker that is merely away is
-    /// waited for later; one that refuses us, or a database that cannot be used, is an error now.
+    /// Connects to the database and the broker and verifies both. A broker that cannot be reached is retried later; one that
+    /// refuses the connection, or an unusable database, is an error now.
     ///
     /// # Errors
-    /// [`StartError`], one sentence that says how to mend it.
+    /// [`StartError`], one sentence that says how to fix it.
     pub async fn start(mut settings: Settings) -> Result<Self, StartError> {
         let recorder = Recorder::new(longest_turn(&settings));
         // First, so that it can be asked what the worker waits for while it starts.
@@ -262,8 +262,8 @@ fn outboxes(
     Outboxes::new(database.clone(), alarms, events, poll, keep_parked, closing, recorder)
 }
 
-/// Opens the pages for health and metrics, unless they are not wanted. A worker that cannot does not start: it would
-/// work unseen, and whoever asks at that address would take another worker's answers for its own.
+/// Opens the HTTP server for health and metrics, if it is configured. A worker whose address is taken does not start: it
+/// could not be monitored, and requests to that address would reach another worker.
 async fn show(settings: &Settings, recorder: &Recorder) -> Result<Option<HttpServer>, HttpError> {
     let Some(listen) = settings.http.listen.0 else { return Ok(None) };
     HttpServer::open(listen, recorder.pages()).await.map(Some)

@@ -66,11 +66,11 @@ pub(super) struct Outboxes {
 /// What a round did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Round {
-    /// What there was has gone, but for what came meanwhile.
+    /// All rows are sent, except those that were written meanwhile.
     Emptied,
-    /// A batch was full: there may be more.
+    /// A batch was full, so there may be more.
     More,
-    /// Another worker is the relay, or nobody knows who is.
+    /// Another worker is the leader, or the lock cannot be requested.
     NotOurs,
 }
 
@@ -336,13 +336,13 @@ impl RefusedEvents {
     }
 }
 
-/// Events can wait for a burst of closes, but not for ever: under a load that hardly lets the closers rest they get every
-/// other turn, or the outbox would grow for as long as it lasts. No alarm waits with them.
+/// Events wait for a burst of closes, but not forever: under a continuous load they get every other turn, or the outbox
+/// would grow for as long as the load lasts. Alarms do not wait.
 #[derive(Debug, Default)]
 struct Turns {
     /// Since when there may be events that wait.
     waiting_since: Option<Instant>,
-    /// The events' turn: they go whatever the closers do.
+    /// The events' turn: they are sent even if closers are busy.
     lasts_until: Option<Instant>,
 }
 

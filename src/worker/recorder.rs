@@ -18,7 +18,7 @@ use crate::http::Pages;
 use crate::metrics::Metrics;
 use crate::order::{CloseOutcome, CloseResult, ClosedBy, OrderId, Outcome, Timestamp};
 
-/// Cheap to clone: everybody counts in the same place.
+/// Cheap to clone: all clones share their counts.
 #[derive(Debug, Clone)]
 pub(super) struct Recorder {
     pub health: Arc<Health>,

@@ -155,7 +155,7 @@ impl Supervisor {
     }
 
     fn tell(&self, news: Input) {
-        // With the floor gone nobody needs the news.
+        // Without the event loop the input is not needed.
         let _ = self.listeners.notes.send(Note::Input(news));
     }
 
