@@ -154,14 +154,14 @@ mod tests {
 
     #[test]
     fn deferred_settlements_are_bounded() {
-        let (floor, mut ack_batcher) = while_closing();
+        let (event_loop, mut ack_batcher) = while_closing();
         ack_batcher.take_in(vec![ack(1), ack(2)]);
         let begin = ack_batcher.waiting_since;
         assert!(ack_batcher.defers(begin + MAX_DEFERRAL - EVERY));
         assert!(!ack_batcher.defers(begin + MAX_DEFERRAL));
-        floor.closing.send_replace(false);
+        event_loop.closing.send_replace(false);
         assert!(!ack_batcher.defers(begin), "closers rest");
-        floor.closing.send_replace(true);
+        event_loop.closing.send_replace(true);
         assert!(ack_batcher.defers(begin));
         ack_batcher.take_in(vec![ack_on(1, 1), ack_on(1, 2)]);
         assert!(ack_batcher.defers(begin), "of each channel some may be delivered");
@@ -170,16 +170,16 @@ mod tests {
         ack_batcher.take();
         ack_batcher.take_in(vec![ack(4), ack(5)]);
         assert!(ack_batcher.defers(begin), "what was settled counts no more");
-        drop(floor);
-        assert!(!ack_batcher.defers(begin), "the floor is gone");
+        drop(event_loop);
+        assert!(!ack_batcher.defers(begin), "the event loop has ended");
     }
 
     #[tokio::test]
     async fn settled_deliveries_are_not_counted() {
-        let (floor, mut ack_batcher) = while_closing();
-        floor.settlements.send(vec![ack(1), ack(2), ack(4)]).unwrap();
+        let (event_loop, mut ack_batcher) = while_closing();
+        event_loop.settlements.send(vec![ack(1), ack(2), ack(4)]).unwrap();
         assert_eq!(ack_batcher.next(|receipt| receipt.tag == 1).await, [ack(1), ack(2), ack(4)], "three are too many");
-        floor.settlements.send(vec![ack(5), ack(6)]).unwrap();
+        event_loop.settlements.send(vec![ack(5), ack(6)]).unwrap();
         assert_eq!(ack_batcher.next(is_odd).await, [ack(6)]);
         ack_batcher.take_in(vec![ack(7)]);
         assert!(ack_batcher.defers(ack_batcher.waiting_since));
@@ -187,28 +187,28 @@ mod tests {
 
     #[tokio::test]
     async fn who_may_not_give_way_goes_alone() {
-        let (floor, mut ack_batcher) = while_closing();
-        floor.settlements.send(vec![ack(1), ack(2)]).unwrap();
+        let (event_loop, mut ack_batcher) = while_closing();
+        event_loop.settlements.send(vec![ack(1), ack(2)]).unwrap();
         assert_eq!(ack_batcher.next(is_odd).await, [ack(2)]);
-        floor.closing.send_replace(false);
+        event_loop.closing.send_replace(false);
         assert_eq!(ack_batcher.next(is_odd).await, [ack(1)]);
     }
 
     #[tokio::test]
     async fn requeues_are_sent_immediately() {
-        let (floor, mut ack_batcher) = while_closing();
-        floor.settlements.send(vec![ack(1), requeue(3)]).unwrap();
+        let (event_loop, mut ack_batcher) = while_closing();
+        event_loop.settlements.send(vec![ack(1), requeue(3)]).unwrap();
         assert_eq!(ack_batcher.next(is_odd).await, [ack(1), requeue(3)]);
     }
 
     #[tokio::test]
     async fn cancelled_wait_loses_no_settlement() {
-        let (floor, mut ack_batcher) = while_closing();
-        floor.settlements.send(vec![ack(1)]).unwrap();
+        let (event_loop, mut ack_batcher) = while_closing();
+        event_loop.settlements.send(vec![ack(1)]).unwrap();
         assert!(timeout(3 * EVERY, ack_batcher.next(is_odd)).await.is_err());
         assert_eq!(ack_batcher.waiting, [ack(1)]);
-        floor.settlements.send(vec![ack(3)]).unwrap();
-        floor.closing.send_replace(false);
+        event_loop.settlements.send(vec![ack(3)]).unwrap();
+        event_loop.closing.send_replace(false);
         assert_eq!(ack_batcher.next(is_odd).await, [ack(1), ack(3)]);
     }
 }

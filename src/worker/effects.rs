@@ -28,7 +28,7 @@ const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
 /// try takes `database.acquire_timeout`, and the clock is not read meanwhile.
 const WARM_UP_PAUSE: Duration = Duration::from_secs(10);
 
-/// What the floor hears from its own tasks.
+/// What the tasks report to the event loop.
 #[derive(Debug)]
 pub(super) enum Note {
     Input(Input),

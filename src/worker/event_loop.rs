@@ -29,7 +29,7 @@ const INPUTS_AT_ONCE: usize = 256;
 /// How long the database may refuse to say who is overdue before it is said to be of no use.
 const LONGEST_UNSWEPT: Duration = Duration::from_secs(5);
 
-/// Where the floor sends what the tasks beside it need to know.
+/// The channels from the event loop to the other tasks.
 pub(super) struct Outputs {
     pub settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
     pub phase: watch::Sender<Phase>,

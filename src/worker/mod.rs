@@ -1,7 +1,7 @@
 //! The composition root: starts the effects, joins them, and drains them on the way out.
 //!
 //! Decides nothing about alarms (that is `engine/`) and knows no statement and no frame (those are the effects'). The
-//! `floor.rs` carries news and actions between the engine and the effects; `supervisor.rs` keeps a consumer session open;
+//! `event_loop.rs` carries inputs and actions between the engine and the effects; `supervisor.rs` keeps a consumer session open;
 //! `ack_batcher.rs` gathers what it tells the broker; `quarantine.rs` moves aside what ends every session; `outboxes.rs`
 //! keeps the outboxes empty; `recorder.rs` counts what all of them do; `inspections.rs` looks whether the database still has
 //! what all of them need, `broker_inspections.rs` for what keeps alarms from arriving; `zones.rs` compares alarms'
@@ -198,14 +198,14 @@ impl Worker {
         let time_zone = format!("{} ({})", zone.name, zone.origin.as_str());
         let effects = Effects::new(self.closer, self.sweeper, self.database, rearmer, notes, recorder.clone());
         let outputs = Outputs { settlements, phase, inspections: broker_news, closing };
-        let floor = EventLoop::new(&settings, self.clock, effects, outputs, recorder);
+        let event_loop = EventLoop::new(&settings, self.clock, effects, outputs, recorder);
         let database = database::place(&settings.database).expect("validated settings have an address");
         let broker = broker::place(&settings.amqp).expect("validated settings have an address");
         info!(namespace = %settings.namespace, database, broker, time_zone, "worker started");
-        floor.work(self.inbox, note_queue, stop, give_up.clone()).await;
+        event_loop.work(self.inbox, note_queue, stop, give_up.clone()).await;
 
         let finish = async {
-            // Whatever the floor has settled is written before the connection is closed.
+            // All settlements of the event loop are sent before the connection is closed.
             let _ = supervising.await;
             outboxes_end.cancel();
             let _ = tokio::join!(relaying, inspecting);
