@@ -1,6 +1,6 @@
-//! Runs the engine's actions, each as a task of its own, and sends back what came of it.
+//! Runs the engine's actions, each as a task of its own, and reports the result.
 //!
-//! One try each: whether and when to try again is the engine's to say.
+//! One try each: the engine decides whether and when to retry.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -24,8 +24,8 @@ use crate::sweep::Sweeper;
 
 /// How often the database's clock is read.
 const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
-/// How long closers' connections are left as they are after one could not be had. Where a server has no room for it each
-/// try takes `database.acquire_timeout`, and the clock is not read meanwhile.
+/// The pause after a closer's connection could not be opened. If the server has no free connection, each try takes
+/// `database.acquire_timeout`, and the clock is not read meanwhile.
 const WARM_UP_PAUSE: Duration = Duration::from_secs(10);
 
 /// What the tasks report to the event loop.
@@ -33,20 +33,20 @@ const WARM_UP_PAUSE: Duration = Duration::from_secs(10);
 pub(super) enum Note {
     Input(Input),
     Clock(ClockSample),
-    /// It could not be read: why.
+    /// The database's clock could not be read: why.
     NoClock(String),
-    /// The database could not be asked for overdue orders: why.
+    /// The query for overdue orders failed: why.
     NotSwept(String),
-    /// The sweep has closed so many orders that no alarm had woken.
+    /// The sweep has closed so many orders without an alarm.
     ClosedBySweep(usize),
-    /// The close statement has answered what the contract does not know.
+    /// The close statement has returned a row that violates the contract.
     OddAnswer(OddAnswer),
 }
 
-/// A dead_letter, and the delivery it came in.
+/// A dead letter, and the receipt of its delivery.
 type Addressed = (DeadLetter, Receipt);
 
-/// The effects, and the way back for what they found.
+/// What the effects need, and the channel for their results.
 pub(super) struct Effects {
     closer: Closer,
     sweeper: Sweeper,
@@ -89,7 +89,7 @@ impl Effects {
             let answer = closer.close(&ids, batch.by, batch.waits_for_locks()).await;
             let now = clock.now();
             let took = now.since(began);
-            debug!(orders = ids.len(), took_ms = took.as_secs_f64() * 1e3, "batch looked at");
+            debug!(orders = ids.len(), took_ms = took.as_secs_f64() * 1e3, "batch executed");
             recorder.looked_at(&batch, &answer, took, now);
             let closed = log_answer(&batch, &answer, now);
             let by_sweep = (batch.by == ClosedBy::Sweep && closed > 0).then_some(Note::ClosedBySweep(closed));
@@ -147,14 +147,14 @@ fn log_answer(batch: &Batch, answer: &BatchResult, now: Timestamp) -> usize {
         Err(fault) => {
             let (orders, first) =
                 (batch.items.len(), batch.items.first().map_or("", |item| item.alarm.order_id().as_str()));
-            debug!(orders, first, ?fault, "a batch could not be closed; it is tried again");
+            debug!(orders, first, ?fault, "a batch could not be closed; it is retried");
             return 0;
         }
     };
     let closed_by = batch.by.as_str();
     for unknown in batch.items.iter().map(|item| item.alarm.order_id()).filter(|id| !findings.contains_key(*id)) {
         let outcome = Outcome::Unknown.as_str();
-        debug!(order_id = %unknown, outcome, asked_by = closed_by, "order {unknown} stays as it is: {outcome}");
+        debug!(order_id = %unknown, outcome, asked_by = closed_by, "order {unknown} is unchanged: {outcome}");
     }
     let mut closed = 0;
     for (order_id, finding) in findings {
@@ -166,25 +166,25 @@ fn log_answer(batch: &Batch, answer: &BatchResult, now: Timestamp) -> usize {
             }
             Ok(found) => {
                 let outcome = found.outcome.as_str();
-                debug!(%order_id, outcome, asked_by = closed_by, "order {order_id} stays as it is: {outcome}");
+                debug!(%order_id, outcome, asked_by = closed_by, "order {order_id} is unchanged: {outcome}");
             }
-            Err(fault) => debug!(%order_id, ?fault, "order {order_id} could not be closed; it is tried again"),
+            Err(fault) => debug!(%order_id, ?fault, "order {order_id} could not be closed; it is retried"),
         }
     }
     closed
 }
 
-/// What became of dead_letters.
+/// The result of parking dead letters.
 #[derive(Default)]
 struct ParkResult {
     parked: Vec<Receipt>,
-    /// The database refuses their rows.
+    /// The database rejects their rows.
     refused: Vec<Addressed>,
-    /// The database is away.
+    /// The database is unavailable.
     failed: Vec<Addressed>,
 }
 
-/// Together, or one by one where the database refuses a row, so that it does not keep the others out.
+/// Parks all together, or one by one if the database rejects a row, so that the others are parked.
 async fn park_all(to: &Parking, dead_letters: Vec<Addressed>) -> ParkResult {
     let mut result = ParkResult::default();
     let mut alone = match park_together(to, dead_letters, &mut result).await {
@@ -202,10 +202,10 @@ async fn park_all(to: &Parking, dead_letters: Vec<Addressed>) -> ParkResult {
     result
 }
 
-/// By one statement.
+/// Parks all by one statement.
 ///
 /// # Errors
-/// The dead_letters, one of which at least is refused.
+/// The dead letters, at least one of which is rejected.
 async fn park_together(
     to: &Parking,
     dead_letters: Vec<Addressed>,
@@ -219,10 +219,7 @@ async fn park_together(
     };
     let alarms = dead_letters.len();
     if classify(&error) != ErrorClass::Data || alarms == 1 {
-        warn!(
-            error = one_line(&error),
-            alarms, "alarms could not be parked; they stay unacknowledged and are tried again"
-        );
+        warn!(error = one_line(&error), alarms, "alarms could not be parked; they stay unacknowledged and are retried");
     }
     if classify(&error) == ErrorClass::Data {
         return Err(dead_letters);
@@ -236,7 +233,7 @@ fn input_about<T>(items: Vec<T>, input: impl FnOnce(Vec<T>) -> Input) -> Option<
     (!items.is_empty()).then(|| Note::Input(input(items)))
 }
 
-/// Where dead_letters are put, and where that is counted and said.
+/// Parks dead letters, counts and logs them.
 struct Parking {
     database: Database,
     recorder: Recorder,
@@ -252,11 +249,11 @@ impl Parking {
             debug!(order_id, reason = dead_letter.reason.as_str(), detail = %dead_letter.detail, "alarm parked");
             said.note(dead_letter);
         }
-        said.say_what_is_due();
+        said.log_due();
     }
 }
 
-/// What was parked since it was last said, by reason: a flood of nonsense must not become a flood of lines.
+/// What was parked since it was last logged, by reason: a flood of invalid messages must not become a flood of log lines.
 #[derive(Debug, Default)]
 pub(super) struct ParkedWarnings {
     by_reason: HashMap<ParkReason, ParkedWarning>,
@@ -265,7 +262,7 @@ pub(super) struct ParkedWarnings {
 #[derive(Debug, Default)]
 struct ParkedWarning {
     alarms: u64,
-    /// One of them: the order's id and the detail.
+    /// An example: the order's id and the detail.
     example: (String, String),
     said: LogThrottle,
 }
@@ -280,8 +277,8 @@ impl ParkedWarnings {
         warning.alarms += 1;
     }
 
-    /// At once, and then once a minute at most for each reason.
-    pub fn say_what_is_due(&mut self) {
+    /// Logs at once, and then at most once a minute for each reason.
+    pub fn log_due(&mut self) {
         for (reason, warning) in &mut self.by_reason {
             if warning.alarms > 0 && warning.said.is_due() {
                 let (alarms, (order_id, detail)) = (std::mem::take(&mut warning.alarms), &warning.example);
@@ -324,7 +321,7 @@ pub(super) async fn sample_clock(closer: Closer, notes: mpsc::UnboundedSender<No
                 let why = one_line(&error);
                 debug!(error = why, "the database's clock could not be read; the last reading is carried forward");
                 // Without the event loop the result is not needed; the next reading ends this task.
-                let _ = notes.send(Note::NoClock(format!("it does not say what time it is: {why}")));
+                let _ = notes.send(Note::NoClock(format!("its clock cannot be read: {why}")));
             }
         }
     }

@@ -1,6 +1,6 @@
-//! Where news comes in and actions go out: the loop around the engine.
+//! The loop around the engine: passes inputs in, with the time, and runs the actions that come out.
 //!
-//! Carries, times and logs; decides nothing about an alarm.
+//! Forwards, times and logs; decides nothing about an alarm.
 
 use std::time::Duration;
 
@@ -24,9 +24,9 @@ use crate::inspect::contract_watch::ContractWatch;
 use crate::logging::LogThrottle;
 use crate::order::{CloseError, ClosedBy, OrderId, Timestamp};
 
-/// Input taken in at once before actions are looked at: enough to amortise, short enough not to hold up a batch.
+/// Deliveries that are passed in before actions are polled: enough to amortise the cost, few enough not to delay a batch.
 const INPUTS_AT_ONCE: usize = 256;
-/// How long the database may refuse to say who is overdue before it is said to be of no use.
+/// How long the query for overdue orders may fail before the database is reported as unavailable.
 const LONGEST_UNSWEPT: Duration = Duration::from_secs(5);
 
 /// The channels from the event loop to the other tasks.
@@ -34,7 +34,7 @@ pub(super) struct Outputs {
     pub settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
     pub phase: watch::Sender<Phase>,
     pub inspections: mpsc::UnboundedSender<BrokerNews>,
-    /// Whether a closer has work in hand, for those who give way.
+    /// Whether a closer is busy, for tasks that wait for idle closers.
     pub closing: watch::Sender<bool>,
 }
 
@@ -44,21 +44,21 @@ pub(super) struct EventLoop {
     effects: Effects,
     outputs: Outputs,
     closes_nothing: bool,
-    /// Why the database's clock could not be read the last time.
+    /// Why the last reading of the database's clock failed.
     why_unanswered: Option<String>,
     unswept: Option<Unswept>,
-    /// Whether overdue orders were looked for since the database last failed to say which there are.
+    /// Whether the query for overdue orders has succeeded since it last failed.
     has_swept: bool,
     contract: ContractWatch,
     not_swept: Warning<String>,
-    /// How many orders the sweep has closed.
+    /// How many orders the sweep has closed since this was last logged.
     swept: Warning<usize>,
     /// An overdue order that the sweep could not close, and why.
     stuck: Warning<Option<(OrderId, String)>>,
     recorder: Recorder,
 }
 
-/// The database has refused to say who is overdue, time after time: first when, last when, and why.
+/// The query for overdue orders fails again and again: since when, last when, and why.
 #[derive(Debug)]
 struct Unswept {
     first: Instant,
@@ -66,7 +66,7 @@ struct Unswept {
     why: String,
 }
 
-/// What a warning is to be about, gathered since it was last said.
+/// The subject of a warning, collected since it was last logged.
 #[derive(Debug, Default)]
 struct Warning<T> {
     about: T,
@@ -74,7 +74,7 @@ struct Warning<T> {
 }
 
 impl<T: Default + PartialEq> Warning<T> {
-    /// What to say now, if there is anything and it was not said just before.
+    /// What to log now, if there is anything and it was not logged just before.
     fn take_due(&mut self) -> Option<T> {
         let is_due = self.about != T::default() && self.said.is_due();
         is_due.then(|| std::mem::take(&mut self.about))
@@ -108,7 +108,7 @@ impl EventLoop {
         }
     }
 
-    /// Works until `stop`, then until everything begun is finished or given up.
+    /// Runs until `stop`, then until all work in flight is finished or given up.
     pub async fn work(
         mut self,
         mut inbox: mpsc::UnboundedReceiver<Delivered>,
@@ -127,7 +127,7 @@ impl EventLoop {
                 // anything: without this, the first batches would be sent, and their results read, only after the last round.
                 tokio::task::yield_now().await;
             }
-            // The notes last: a task ends only after it has sent its own.
+            // A task ends only after it has sent its notes.
             if stopping && self.engine.closers_are_idle() && self.effects.tasks.is_empty() && notes.is_empty() {
                 break;
             }
@@ -143,7 +143,7 @@ impl EventLoop {
                 () = give_up.moment() => break,
                 Some(note) = notes.recv() => self.take(note),
                 count = inbox.recv_many(&mut delivered, INPUTS_AT_ONCE), if inbox_is_open => {
-                    // Closed once the supervisor has ended, which on the way out it may do before the rest has.
+                    // Closed when the supervisor has ended, which may be before the other tasks during a shutdown.
                     inbox_is_open = count > 0;
                     let now = self.clock.now();
                     for one in delivered.drain(..) {
@@ -151,7 +151,7 @@ impl EventLoop {
                         self.engine.handle(Input::Delivered(one), now);
                     }
                 }
-                // The last to end may have had nothing to say.
+                // The last task to end may have sent nothing.
                 () = self.effects.tasks.wait(), if stopping && !self.effects.tasks.is_empty() => {}
                 () = tokio::time::sleep_until(wake_at) => {}
             }
@@ -164,7 +164,7 @@ impl EventLoop {
     }
 
     fn begin_draining(&mut self) {
-        info!(held = self.engine.held(), "stopping: taking nothing new, finishing what is begun");
+        info!(held = self.engine.held(), "stopping: accepting nothing new, finishing work in flight");
         self.recorder.health.note_lifecycle(Lifecycle::Stopping);
         self.outputs.phase.send_replace(Phase::Drain);
         self.engine.drain();
@@ -191,10 +191,10 @@ impl EventLoop {
                 self.clock.learn(sample);
                 self.why_unanswered = None;
                 self.recorder.clock(&self.clock);
-                // Comes each second, so that what was counted is said even if nothing more is.
+                // Arrives each second, so that collected counts are logged even if nothing else happens.
                 self.log_swept_orders();
                 self.log_stuck_orders();
-                self.effects.parked.lock().expect("no holder panics").say_what_is_due();
+                self.effects.parked.lock().expect("no holder panics").log_due();
                 self.report_broker_behaviour();
                 let why = self.contract.why(std::time::Instant::now());
                 self.recorder.degraded(Cause::OrdersContract, why.as_deref());
@@ -284,7 +284,7 @@ impl EventLoop {
                     self.contract.page_asked(&page, std::time::Instant::now());
                     self.effects.sweep(page);
                 }
-                // With the supervisor gone there is no session, and every receipt is void.
+                // Without the supervisor there is no session, and every receipt is void.
                 Action::Settle(settlements) => drop(self.outputs.settlements.send(settlements)),
             }
         }
@@ -304,11 +304,11 @@ impl EventLoop {
         metrics.early_returns.inc_by(self.engine.early_returns() - metrics.early_returns.get());
         metrics.orders_swept.inc_by(self.engine.swept() - metrics.orders_swept.get());
         metrics.orders_backed_off.set(self.engine.backed_off() as i64);
-        // An absent database is not asked.
+        // An unavailable database is not queried.
         let is_known = self.has_swept && !self.engine.database_is_unavailable();
         let overdue_for = self.engine.oldest_overdue().map_or(Duration::ZERO, |deadline| now.since(deadline));
         metrics.oldest_overdue.show(is_known.then_some(overdue_for.as_secs_f64()));
-        // Asked no more often than `sweep.every`, it may have been one refusal, long ago.
+        // With a long `sweep.every` it may have been a single failure, long ago.
         let unswept = self.unswept.as_ref().filter(|unswept| unswept.last - unswept.first >= LONGEST_UNSWEPT);
         let why_nothing = self.engine.unavailable_reason(now).or(self.why_unanswered.as_deref());
         let why = why_nothing.or(unswept.map(|unswept| unswept.why.as_str()));
@@ -319,7 +319,7 @@ impl EventLoop {
     fn record_availability(&mut self, now: Timestamp) {
         let why_nothing = self.engine.unavailable_reason(now);
         match why_nothing {
-            Some(why) if !self.closes_nothing => warn!(why, "the database closes nothing; it is asked again"),
+            Some(why) if !self.closes_nothing => warn!(why, "the database closes nothing; retrying"),
             None if self.closes_nothing => info!("the database closes orders again"),
             _ => {}
         }
@@ -330,7 +330,7 @@ impl EventLoop {
         self.outputs.phase.send_if_modified(|phase| {
             let next = match (*phase, wanted) {
                 (Phase::Consume, false) => {
-                    warn!("nothing could be closed, armed or parked for worker.requeue_after, as the warnings before this one say; alarms are given back to the broker until that changes");
+                    warn!("nothing could be closed, re-armed or parked for worker.requeue_after, as the previous warnings say; alarms are returned to the broker until that changes");
                     self.recorder.health.note_lifecycle(Lifecycle::Paused);
                     Phase::Rest
                 }

@@ -1,6 +1,7 @@
-//! Keeps the outboxes empty: alarms on their way to the broker first, then events for the rest of the shop.
+//! Empties the outboxes: first alarms on their way to the broker, then events for the rest of the shop.
 //!
-//! Says when; how is `relay.rs`. Polls, gives way to closing, and where the broker took nothing waits longer each time.
+//! Decides when; `relay.rs` does it. Polls, defers events while closers are busy, and backs off if the broker accepts
+//! nothing.
 
 use std::time::Duration;
 
@@ -23,25 +24,24 @@ use crate::park;
 use crate::relay::{Backlog, LeaderLock, RelayError, Relayed};
 use crate::schedule::outbox::AlarmRelay;
 
-/// How often what was sent long ago is deleted.
+/// How often rows that were sent long ago are deleted.
 const FORGET_EVERY: Duration = Duration::from_secs(60);
-/// How often the refused events that wait are counted.
+/// How often refused events are counted.
 const COUNT_REFUSED_EVERY: Duration = Duration::from_secs(5);
-/// How long after the last refusal the cause may be gone, if events were taken since.
+/// How long after the last refusal the cause is cleared, if events were accepted since.
 const REFUSED_RECENTLY: Duration = Duration::from_secs(8);
 /// How often the outboxes' ages are read.
 const MEASURE_EVERY: Duration = Duration::from_secs(1);
-/// How long events wait for closers that have work in hand, 100 000 orders on a slow day, and then closers share the
-/// machine with events.
+/// How long events wait for busy closers: enough for 100 000 orders on a slow machine. After that both run side by side.
 const TURN: Duration = Duration::from_secs(5);
-/// How often a worker that is not the relay asks whether it should be.
+/// How often a worker without the relay lock requests it.
 const ASK_FOR_LOCK_EVERY: Duration = Duration::from_secs(1);
-/// The longest pause after a database that refused. Orders may depend on the alarms, so it is asked again soon.
+/// The longest pause after a database error. Short, because orders may depend on the alarms.
 const LONGEST_PAUSE_FOR_DATABASE: Duration = Duration::from_secs(1);
 
 pub(super) struct Outboxes {
     database: Database,
-    /// How long parked alarms stay; zero until they are dropped by hand.
+    /// How long parked alarms are kept; zero: until they are dropped by hand.
     keep_parked: Duration,
     refused_events: RefusedEvents,
     count_refused_at: Instant,
@@ -53,7 +53,7 @@ pub(super) struct Outboxes {
     not_asked: LogThrottle,
     alarms_rest: Rest,
     events_rest: Rest,
-    /// Whether it did in this round.
+    /// Whether the database answered in this round.
     database_answers: bool,
     events_turns: Turns,
     forget_at: Instant,
@@ -109,14 +109,14 @@ impl Outboxes {
         }
     }
 
-    /// Until told to end; then sends what is left.
+    /// Runs until `ends`, then sends what is left.
     pub async fn keep_empty(mut self, ends: CancellationToken) {
         loop {
             self.recorder.health.beat(Loop::Outboxes);
-            // What was committed before the end was told is in this round, or in the one after a full batch.
+            // Rows that were committed before the end are in this round, or in the one after a full batch.
             let is_last = ends.is_cancelled();
             let round = self.round(is_last).await;
-            // Not of a database that has just failed to answer: it would be waited for twice over.
+            // Skipped if the database has just failed to answer, because that would double the wait.
             if self.database_answers {
                 self.measure(round != Round::NotOurs).await;
             } else {
@@ -144,12 +144,12 @@ impl Outboxes {
         let is_ours = self.is_ours().await;
         self.recorder.metrics.relaying.set(i64::from(is_ours));
         if !is_ours {
-            // The one that relays says it.
+            // The leader reports it.
             self.refused_events = RefusedEvents::default();
             self.recorder.degraded(Cause::EventsRefused, None);
             return Round::NotOurs;
         }
-        // Each by itself: an alarm that cannot be sent must not hold up an event, nor the other way round.
+        // Separately: an alarm that cannot be sent must not delay an event, nor the reverse.
         let (mut more, mut is_read_only) = (false, false);
         if is_last || self.alarms_rest.is_over() {
             let alarms = self.alarms.round().await.inspect(|alarms| self.count_alarms(alarms));
@@ -170,7 +170,7 @@ impl Outboxes {
             }
             more |= more_events;
         }
-        // What was sent could not be marked, and would be sent again each time.
+        // Sent rows could not be marked, and would be sent again each time.
         if is_read_only {
             self.lock.resign().await;
             return Round::NotOurs;
@@ -182,7 +182,7 @@ impl Outboxes {
         if more { Round::More } else { Round::Emptied }
     }
 
-    /// Whether this worker is the relay, as far as the database says.
+    /// Whether this worker holds the relay lock, according to the database.
     async fn is_ours(&mut self) -> bool {
         match self.lock.is_ours().await {
             Ok(is_ours) => is_ours,
@@ -214,7 +214,7 @@ impl Outboxes {
         self.recorder.metrics.events_refused.inc_by(events.refused as u64);
     }
 
-    /// Reads what waits in the outboxes, whichever worker relays them: a relay that fails is best seen by the others.
+    /// Reads the backlogs, whichever worker is the leader, so that the others notice a leader that fails.
     async fn measure(&mut self, is_ours: bool) {
         if Instant::now() < self.measure_at {
             return;
@@ -240,7 +240,7 @@ impl Outboxes {
         }
     }
 
-    /// Whether a queue refuses events, as far as this relay has seen.
+    /// Reports whether a queue refuses events.
     async fn say_what_is_refused(&mut self) {
         if self.count_refused_at <= Instant::now() {
             self.count_refused_at = Instant::now() + COUNT_REFUSED_EVERY;
@@ -253,7 +253,7 @@ impl Outboxes {
         self.recorder.degraded(Cause::EventsRefused, sentence.as_deref());
     }
 
-    /// Some rows a turn: what a night has left behind, or a shorter `announce.keep`, must not keep alarms waiting.
+    /// Deletes some rows per round, so that a large backlog, or a shorter `announce.keep`, does not delay alarms.
     async fn forget_old(&mut self) {
         if Instant::now() < self.forget_at {
             return;
@@ -264,7 +264,7 @@ impl Outboxes {
                 Ok(more) => is_more |= more,
                 Err(error) => warn!(
                     error = one_line(&error),
-                    outbox, "old rows of an outbox could not be deleted; they are tried again in a minute"
+                    outbox, "old rows of an outbox could not be deleted; retrying in a minute"
                 ),
             }
         }
@@ -273,7 +273,7 @@ impl Outboxes {
         }
     }
 
-    /// Returns whether there is more.
+    /// Returns whether there are more.
     async fn forget_parked(&self) -> bool {
         if self.keep_parked.is_zero() {
             return false;
@@ -281,28 +281,25 @@ impl Outboxes {
         match park::forget_old(&self.database, self.keep_parked).await {
             Ok((0, is_more)) => is_more,
             Ok((alarms, is_more)) => {
-                info!(alarms, "parked alarms were deleted that are older than parked.keep");
+                info!(alarms, "deleted parked alarms that are older than parked.keep");
                 is_more
             }
             Err(error) => {
-                warn!(
-                    error = one_line(&error),
-                    "old parked alarms could not be deleted; they are tried again in a minute"
-                );
+                warn!(error = one_line(&error), "old parked alarms could not be deleted; retrying in a minute");
                 false
             }
         }
     }
 }
 
-/// The refusals of events by a queue that is bound to their exchange.
+/// Refusals of events by a queue that is bound to their exchange.
 #[derive(Debug, Default)]
 struct RefusedEvents {
-    /// The last one, and why.
+    /// When the last refusal was, and its reason.
     last: Option<(Instant, PublishError)>,
-    /// Whether an event was taken after that.
+    /// Whether an event was accepted after that.
     taken_since: bool,
-    /// Those that wait, as last counted.
+    /// How many refused events wait, as last counted.
     waiting: u64,
 }
 
@@ -318,8 +315,8 @@ impl RefusedEvents {
         }
     }
 
-    /// What is wrong, if something is. Those that wait do not count as refused once others are taken: they have a pause
-    /// of their own, and are heard of again if they are refused again.
+    /// What is wrong, if anything is. Waiting events no longer count as refused once others are accepted: they have a pause of
+    /// their own, and count again if they are refused again.
     fn sentence(&self, exchange: &str, now: Instant) -> Option<String> {
         let (at, fault) = self.last.as_ref()?;
         let is_recent = now.saturating_duration_since(*at) < REFUSED_RECENTLY;
@@ -329,7 +326,7 @@ impl RefusedEvents {
         let waiting = self.waiting;
         Some(match fault {
             PublishError::Nacked => format!(
-                "a queue that is bound to the exchange {exchange} refuses events (nack), {waiting} wait and are tried again at most 5 minutes apart, and each try gives every other queue bound for the event one more copy; look for a full queue with overflow reject-publish, or one without a leader, among `rabbitmqctl list_bindings`, and consume it or raise its length"
+                "a queue that is bound to the exchange {exchange} refuses events (nack), {waiting} wait and are retried at most 5 minutes apart, and each try gives every other queue bound for the event one more copy; look for a full queue with overflow reject-publish, or one without a leader, among `rabbitmqctl list_bindings`, and consume it or raise its length"
             ),
             other => format!("events cannot be published to the exchange {exchange}, {waiting} wait: {other}"),
         })
@@ -340,7 +337,7 @@ impl RefusedEvents {
 /// would grow for as long as the load lasts. Alarms do not wait.
 #[derive(Debug, Default)]
 struct Turns {
-    /// Since when there may be events that wait.
+    /// Since when events may be waiting.
     waiting_since: Option<Instant>,
     /// The events' turn: they are sent even if closers are busy.
     lasts_until: Option<Instant>,
@@ -359,13 +356,13 @@ impl Turns {
         true
     }
 
-    /// What waited has gone; or it cannot, and has its own pause.
+    /// The waiting events were sent, or they were refused and have a pause of their own.
     fn begin_anew(&mut self) {
         *self = Self::default();
     }
 }
 
-/// When an outbox is looked at again that could not be emptied.
+/// When an outbox that could not be emptied is tried again.
 #[derive(Debug, Default)]
 struct Rest {
     backoff: Backoff,
@@ -378,17 +375,17 @@ impl Rest {
         self.until.is_none_or(|until| until <= Instant::now())
     }
 
-    /// Takes note of what came of a batch. Returns whether there may be more.
+    /// Records the result of a batch. Returns whether there may be more.
     fn note(&mut self, outbox: &'static str, relayed: Result<Relayed, RelayError>, watch: &mut RelayWatch) -> bool {
         let refused_alone = relayed.as_ref().ok().and_then(|relayed| relayed.fault.clone());
         let refused_alone = refused_alone.filter(PublishError::is_of_the_message).map(RelayError::from);
         let settled = relayed.and_then(|relayed| {
             let more = relayed.more;
-            // Each that the broker refuses by itself has its own pause, and the outbox needs none.
+            // Each individually refused row has its own pause, so the outbox needs none.
             if let Some(fault) = relayed.fault.as_ref().filter(|fault| fault.is_of_the_message()) {
                 let rows = relayed.refused;
                 if rows > 0 && self.said.is_due() {
-                    warn!(%fault, outbox, rows, "the broker refuses some rows of an outbox; they stay, and each is tried again after a pause that grows");
+                    warn!(%fault, outbox, rows, "the broker refuses some rows of an outbox; they stay, and each is retried after a growing pause");
                 }
                 return Ok((relayed.sent + relayed.dropped, more));
             }
@@ -411,7 +408,7 @@ impl Rest {
                 };
                 self.until = Some(Instant::now() + self.backoff.next_pause().min(longest));
                 if self.said.is_due() {
-                    warn!(%fault, outbox, "an outbox could not be emptied; its rows stay and are tried again");
+                    warn!(%fault, outbox, "an outbox could not be emptied; its rows stay and are retried");
                 } else {
                     debug!(%fault, outbox, "an outbox could not be emptied");
                 }
@@ -455,7 +452,7 @@ mod tests {
         assert!(!says(&refused, 8), "nothing waits");
     }
 
-    /// At which of the looks, so far apart, it is the events' turn.
+    /// At which of the polls, at this interval, it is the events' turn.
     fn found(looks: impl Iterator<Item = bool>, apart: Duration) -> Vec<bool> {
         let (mut turns, mut now) = (Turns::default(), Instant::now());
         let look = |closing| {

@@ -1,7 +1,7 @@
-//! Has messages moved aside that end every consumer session, and says so while it lasts.
+//! Moves messages aside that end every consumer session, and reports the cause until then.
 //!
-//! Acts on the ends of sessions that the AMQP client could not read on; on no other. How a queue is searched is the
-//! business of `crate::quarantine`.
+//! Acts only on sessions that ended because the AMQP client could not read a message. `crate::quarantine` searches the
+//! queues.
 
 use std::time::Duration;
 
@@ -16,16 +16,16 @@ use crate::deliver::SessionEnd;
 use crate::health::{BEAT_EVERY, Loop};
 use crate::quarantine::{self, Bounds, Found, QuarantineError, Report};
 
-/// Between searches that find nothing.
+/// The pause between searches that find nothing.
 const PAUSES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(4)];
-/// Messages that a search names in the log; the rest is counted.
+/// How many messages a search names in the log; the others are counted.
 const NAMED: usize = 5;
 
 pub(super) struct Quarantine {
     settings: Settings,
     database: Database,
     pub recorder: Recorder,
-    /// Whether a cause was reported that is not taken back yet.
+    /// Whether a reported cause is not cleared yet.
     reported: bool,
 }
 
@@ -34,8 +34,8 @@ impl Quarantine {
         Self { settings, database, recorder, reported: false }
     }
 
-    /// Removes the message that ended a session, if that is what ended it. Returns whether something was moved aside, so
-    /// that the next session may be opened at once. May be dropped: what is not acknowledged is back in its queue.
+    /// Moves the message aside that ended a session, if a message did. Returns whether one was moved, so that the next session
+    /// may be opened at once. Cancel-safe: an unacknowledged message returns to its queue.
     pub async fn see_to(&mut self, end: &SessionEnd) -> bool {
         match end.kind {
             EndKind::Other => false,
@@ -53,7 +53,7 @@ impl Quarantine {
         }
     }
 
-    /// A session has been open for long enough to say that nothing ends it at once.
+    /// A session has been open for so long that no message ends it at once.
     pub fn session_lives(&mut self) {
         if std::mem::take(&mut self.reported) {
             self.recorder.degraded(Cause::UnreadableMessage, None);
@@ -65,8 +65,8 @@ impl Quarantine {
         self.recorder.degraded(Cause::UnreadableMessage, Some(why));
     }
 
-    /// There is such a message. Where it is not found, the broker has not put back yet what the session had, or another
-    /// worker has moved it.
+    /// There is such a message. If it is not found, the broker has not requeued the deliveries of the session yet, or another
+    /// worker has moved the message.
     async fn search_until_found(&mut self) -> bool {
         for pause in PAUSES {
             if self.search_all().await {
@@ -141,7 +141,7 @@ impl Quarantine {
     }
 }
 
-/// A search that is no longer wanted ends, and with it its connection.
+/// Aborts a search that is no longer wanted, and with it its connection.
 struct AbortOnDrop<T>(tokio::task::JoinHandle<T>);
 
 impl<T> Drop for AbortOnDrop<T> {

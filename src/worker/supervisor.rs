@@ -1,6 +1,6 @@
-//! Keeps one consumer session open, whatever happens to the broker, and writes the settlements of its deliveries.
+//! Keeps one consumer session open across broker failures, and sends the settlements of its deliveries.
 //!
-//! Decides when to consume from the phase alone; what becomes of a delivery is the engine's business.
+//! Decides only from the phase when to consume; the engine decides about deliveries.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -24,27 +24,27 @@ use crate::health::{BEAT_EVERY, Loop};
 
 /// The number of the session that is opened at the start.
 pub(super) const FIRST_SESSION: u64 = 1;
-/// A session that ends sooner is no sign that the next will fare better.
+/// A session that ends sooner does not reset the backoff.
 const LIVED: Duration = Duration::from_secs(5);
-/// How long a stopping worker waits for a session that is being opened, so as to close it.
+/// How long a stopping worker waits for a session that is being opened, in order to close it.
 const LAST_OPENING: Duration = Duration::from_secs(2);
-/// How long a session that has ended may take to say what it still owes.
+/// How long the last settlements of an ended session may take.
 const LAST_SETTLING: Duration = Duration::from_secs(1);
 
-/// What the supervisor is to do.
+/// What the supervisor does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Phase {
     /// Keep a session open.
     Consume,
-    /// Keep none: what cannot be closed must not stay unacknowledged.
+    /// Keep none: alarms that cannot be closed must not stay unacknowledged.
     Rest,
-    /// Take nothing new, but go on ack_batcher.
+    /// Accept nothing new, but go on settling.
     Drain,
-    /// Write the last settlements and close.
+    /// Send the last settlements and close.
     Close,
 }
 
-/// The tasks that are told when a session begins and ends.
+/// The channels to the tasks that need to know when a session begins and ends.
 pub(super) struct Listeners {
     pub notes: mpsc::UnboundedSender<Note>,
     pub inspections: mpsc::UnboundedSender<BrokerNews>,
@@ -59,7 +59,7 @@ pub(super) struct Supervisor {
     next_session: u64,
     /// Whether a session has been open: the deployment was set up then.
     had_session: bool,
-    /// Woken when an exchange or a queue is found to be missing.
+    /// Notified when an exchange or a queue is missing.
     way_is_missing: Arc<MissingWay>,
     quarantine: Quarantine,
     recorder: Recorder,
@@ -147,7 +147,7 @@ impl Supervisor {
             opened = &mut opening => return Some(opened),
             _ = self.phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close)) => {}
         }
-        // It may be consuming already, and would go on doing so if it were just dropped.
+        // It may be consuming already; dropping it would not end that.
         if let Ok(Ok(session)) = tokio::time::timeout(LAST_OPENING, opening).await {
             session.close().await;
         }
@@ -159,8 +159,8 @@ impl Supervisor {
         let _ = self.listeners.notes.send(Note::Input(news));
     }
 
-    /// Where it was a message that ended the session: has it moved aside, unless the worker stops meanwhile. Returns whether
-    /// the next session need not wait.
+    /// If a message ended the session: moves it aside, unless the worker stops meanwhile. Returns whether the next session may
+    /// be opened at once.
     async fn see_to(&mut self, end: &SessionEnd) -> bool {
         let mut phase = self.phase.clone();
         tokio::select! {
@@ -170,15 +170,15 @@ impl Supervisor {
     }
 
     fn tell_inspections(&self, news: BrokerNews) {
-        // They end with the worker's stop.
+        // The receiver may have ended with the worker's stop.
         let _ = self.listeners.inspections.send(news);
     }
 
-    /// Settles what comes until the session ends or is no longer wanted; says which.
+    /// Sends settlements until the session ends or is no longer wanted; returns why.
     async fn attend(&mut self, session: Session) -> SessionEnd {
         let opened = Instant::now();
         let mut cancelled = false;
-        // Beside everything else: a broker in trouble may take a minute over it.
+        // Concurrently: an overloaded broker may take a minute to declare.
         let mut declaring = None;
         loop {
             self.recorder.health.beat(Loop::Supervisor);
@@ -194,26 +194,26 @@ impl Supervisor {
                     cancelled = true;
                 }
                 Phase::Rest | Phase::Close => {
-                    // In one piece, so that it goes in few frames: what a channel of RabbitMQ has not passed on to a quorum
-                    // queue when it is closed is delivered again, and it passes on 32 at a time.
+                    // In one piece, so that few frames are sent: RabbitMQ redelivers settlements that a channel has not passed
+                    // on to a quorum queue when it is closed, and a channel passes on 32 at a time.
                     if let Err(error) = session.settle(&self.ack_batcher.take()).await {
-                        warn!(%error, "the last deliveries could not be settled; the broker delivers them again");
+                        warn!(%error, "the last deliveries could not be settled; the broker redelivers them");
                     }
                     session.close().await;
-                    return SessionEnd::other("the worker takes no alarms");
+                    return SessionEnd::other("the worker accepts no alarms");
                 }
             }
             tokio::select! {
                 end = session.ended(), if !cancelled => {
                     let why = &end.why;
-                    warn!(%why, "the consumer session ended; the broker delivers again what was not acknowledged");
+                    warn!(%why, "the consumer session ended; the broker redelivers unacknowledged alarms");
                     self.leave(session).await;
                     return end;
                 }
                 settlements = self.ack_batcher.next(|receipt| session.may_settle_later(receipt)) => {
                     if let Err(error) = session.settle(&settlements).await {
                         let end = session.end_after(&error).await;
-                        warn!(error = %end.why, "deliveries could not be settled; the session is over");
+                        warn!(error = %end.why, "deliveries could not be settled; closing the session");
                         self.leave(session).await;
                         return end;
                     }
@@ -222,12 +222,12 @@ impl Supervisor {
                     let declare = session.declare_again(&self.settings);
                     declaring = Some(Box::pin(async move { (what, declare.await) }));
                 }
-                (what, declared) = async { declaring.as_mut().expect("asked for only if it is").await }, if declaring.is_some() => {
+                (what, declared) = async { declaring.as_mut().expect("guarded by is_some()").await }, if declaring.is_some() => {
                     declaring = None;
                     match &declared {
-                        Ok(()) => info!(what, "a message found no way; whatever was missing has been declared again"),
+                        Ok(()) => info!(what, "message was unroutable; re-declared missing exchanges and queues"),
                         Err(fault) => {
-                            warn!(what, %fault, "a message found no way, and what is missing cannot be declared");
+                            warn!(what, %fault, "message was unroutable; missing exchanges and queues cannot be declared");
                         }
                     }
                     self.tell_inspections(BrokerNews::DeclaredAgain(what, declared));
@@ -238,14 +238,14 @@ impl Supervisor {
         }
     }
 
-    /// Closes a session that has ended, mostly as a whole; but it may have ended for one of its channels alone, and what
-    /// gave way to closing is seconds' worth.
+    /// Closes a session that has ended. If only one of its channels has ended, the deferred settlements of the others, which
+    /// may be seconds old, are still sent.
     async fn leave(&mut self, session: Session) {
         let _ = tokio::time::timeout(LAST_SETTLING, session.settle(&self.ack_batcher.take())).await;
         session.close().await;
     }
 
-    /// Returns false when there will be no further session.
+    /// Returns false if there will be no further session.
     async fn wait_until_wanted(&mut self) -> bool {
         loop {
             let wanted = self.phase.wait_for(|phase| *phase != Phase::Rest);
@@ -256,7 +256,7 @@ impl Supervisor {
         }
     }
 
-    /// Waits, but not for a worker that stops.
+    /// Waits, unless the worker stops.
     async fn pause(&mut self, pause: Duration) {
         let stopping = self.phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close));
         let _ = tokio::time::timeout(pause, stopping).await;
