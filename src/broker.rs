@@ -1,4 +1,4 @@
-//! One connection to RabbitMQ: how it is opened, and what its refusals mean in one sentence.
+//! One connection to RabbitMQ: opens it, and explains a refusal in one sentence.
 //!
 //! Knows nothing of alarms or queues. There is no automatic recovery here: code that uses a connection drops it at the
 //! first error and opens another (lapin's own recovery never tells a consumer that its unacknowledged deliveries are
@@ -36,10 +36,10 @@ pub mod reply_code {
 /// Why there is no connection.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BrokerError {
-    /// Trying again will not help: credentials, virtual host, rights, or objects that differ.
+    /// A retry will not help: credentials, virtual host, rights, or objects that differ.
     #[error("{0}")]
     Refused(String),
-    /// It may come back: a network error, a timeout, a broker that is starting.
+    /// A retry may help: a network error, a timeout, a broker that is starting.
     #[error("{0}")]
     Away(String),
 }
@@ -62,8 +62,8 @@ pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, 
     }
 }
 
-/// Opens one more connection and closes it: a broker may have none left after it has opened the files of so many queues.
-/// `open` is one that stands, so that it is known to run.
+/// Opens one more connection and closes it: a broker may be out of file handles after it has opened the files of many
+/// queues. `open` is an open connection, which shows that the broker runs.
 ///
 /// # Errors
 /// [`BrokerError::Away`] that says so.
@@ -80,8 +80,8 @@ pub async fn require_another_connection(settings: &AmqpSettings, open: &Connecti
     }
 }
 
-/// lapin drops a broken connection on a thread of its own, where async-compat starts a runtime for that the first time, and
-/// panics if the process has no file handles left by then.
+/// lapin drops a broken connection on a thread of its own, where async-compat starts a runtime at the first use, and
+/// panics if the process is out of file handles by then.
 fn have_what_a_broken_connection_needs() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
@@ -90,7 +90,7 @@ fn have_what_a_broken_connection_needs() {
     });
 }
 
-/// The address with what the settings add to it, and what TLS needs where it asks for TLS.
+/// The address with the additions of the settings, and the TLS connector if it is an `amqps://` address.
 fn prepare(settings: &AmqpSettings) -> Result<(AMQPUri, Option<RustlsConnector>), BrokerError> {
     tls::choose_crypto_provider();
     let mut uri = address_of(settings)?;
@@ -100,7 +100,7 @@ fn prepare(settings: &AmqpSettings) -> Result<(AMQPUri, Option<RustlsConnector>)
     };
     let heartbeat_s = settings.heartbeat.as_secs().try_into().unwrap_or(u16::MAX);
     uri.query.heartbeat.get_or_insert(heartbeat_s);
-    // No larger than the stacks of `main` are sized for, even by a broker that sets no limit.
+    // Not larger than the stacks in `main` allow, even with a broker that sets no limit.
     uri.query.frame_max.get_or_insert(LARGEST_FRAME_BYTES);
     Ok((uri, connector))
 }
@@ -110,7 +110,7 @@ pub(crate) trait ByteStream: AsyncRead + AsyncWrite + Unpin + Send {}
 
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> ByteStream for T {}
 
-/// A connection on which nothing was said yet, and what to say first. For `quarantine/`, which must go on where lapin
+/// A connection before the AMQP handshake, and what the handshake needs. For `quarantine/`, which must read what lapin
 /// cannot.
 pub(crate) struct RawConnection {
     pub stream: Box<dyn ByteStream>,
@@ -118,13 +118,13 @@ pub(crate) struct RawConnection {
     pub place: String,
     pub vhost: String,
     pub mechanism: SASLMechanism,
-    /// Never shown.
+    /// Never printed.
     pub user: AMQPUserInfo,
     /// The largest frame that the AMQP client would agree to.
     pub frame_max: u32,
 }
 
-/// Connects as [`connect`] does, with the same certificates, and leaves the rest to the caller.
+/// Connects like [`connect`], with the same certificates, without the handshake.
 pub(crate) async fn connect_raw(settings: &AmqpSettings) -> Result<RawConnection, BrokerError> {
     let (uri, connector) = prepare(settings)?;
     let place = address(&uri);
@@ -150,8 +150,8 @@ pub(crate) async fn connect_raw(settings: &AmqpSettings) -> Result<RawConnection
     })
 }
 
-/// With TLS if there is a connector for it. lapin's own way to it would trust the machine's CAs besides the one that is
-/// named, and find no way at all on a machine without any.
+/// With TLS if there is a connector. lapin's own TLS would trust the system's CAs in addition to the configured one,
+/// and fail on a system without any.
 async fn open(
     uri: AMQPUri,
     connector: Option<RustlsConnector>,
@@ -170,12 +170,12 @@ fn in_the_clear(uri: &AMQPUri) -> AMQPUri {
     AMQPUri { scheme: AMQPScheme::AMQP, ..uri.clone() }
 }
 
-/// An IPv6 address stands in brackets in an address, and without them in a certificate.
+/// An IPv6 address has brackets in a URL and none in a certificate.
 fn name_in_certificate(uri: &AMQPUri) -> &str {
     uri.authority.host.trim_matches(['[', ']'])
 }
 
-/// Who is trusted, and who we say we are. Whatever this trusts must have a certificate for the address' host name.
+/// The trusted CAs and the client certificate. The server's certificate must be for the host name in the address.
 fn tls_connector(settings: &AmqpSettings) -> Result<RustlsConnector, String> {
     let certificates = settings.tls_files().read()?;
     let unusable = |fault: &dyn std::fmt::Display| format!("the certificates named in amqp cannot be used: {fault}");
@@ -205,17 +205,16 @@ fn tls_connector(settings: &AmqpSettings) -> Result<RustlsConnector, String> {
 const PLAIN: &str = "amqp:// for a broker without TLS";
 const TLS: &str = "For a port with TLS write amqps:// in amqp.url";
 
-/// What to say when `connect_timeout` has passed.
+/// The error when `connect_timeout` has passed.
 fn did_not_answer(uri: &AMQPUri, settings: &AmqpSettings) -> BrokerError {
     let (place, timeout) = (address(uri), settings.connect_timeout);
     BrokerError::Away(format!("the broker at {place} did not answer within {timeout:?}; is it running there?"))
 }
 
-/// Does several things with the broker within one `connect_timeout`: a broker that accepts and never answers is as good
-/// as none, wherever it falls silent.
+/// Runs several requests within one `connect_timeout`, because a broker may stop answering at any of them.
 ///
 /// # Errors
-/// [`BrokerError`], that of `things` or that they took too long.
+/// [`BrokerError`] of `things`, or a timeout.
 pub async fn within_connect_timeout<T>(
     settings: &AmqpSettings,
     things: impl Future<Output = Result<T, BrokerError>>,
@@ -226,15 +225,15 @@ pub async fn within_connect_timeout<T>(
     }
 }
 
-/// Where the settings lead: host, port and virtual host, without the password.
+/// The server of the settings: host, port and virtual host, without the password.
 ///
 /// # Errors
-/// [`BrokerError`] if the address is none.
+/// [`BrokerError`] if the address is invalid.
 pub fn place(settings: &AmqpSettings) -> Result<String, BrokerError> {
     address_of(settings).map(|uri| address(&uri))
 }
 
-/// The client library's own reading takes an IPv6 address for localhost.
+/// The client library's own parser takes an IPv6 address for localhost.
 fn address_of(settings: &AmqpSettings) -> Result<AMQPUri, BrokerError> {
     let parsed = AmqpAddress::parse(settings.url.expose_secret());
     let parsed = parsed.map_err(|fault| BrokerError::Refused(format!("amqp.url {fault}")))?;
@@ -255,7 +254,7 @@ fn address_of(settings: &AmqpSettings) -> Result<AMQPUri, BrokerError> {
 
 fn address(uri: &AMQPUri) -> String {
     let host = &uri.authority.host;
-    // As it stands in an address.
+    // As written in an address.
     let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
     format!("{host}:{}, virtual host {:?}", uri.authority.port, uri.vhost)
 }
@@ -291,11 +290,11 @@ fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri, settings:
     }
 }
 
-/// What TLS has to do with it, if it has.
+/// The hint about TLS, if the error may be about TLS.
 fn why_not_by_tls(error: &lapin::Error, uri: &AMQPUri) -> Option<String> {
     match (error.kind(), &uri.scheme) {
         (ErrorKind::IOError(error), _) => tls::why(error, "amqp", PLAIN),
-        // An alert of TLS is no frame of AMQP.
+        // A TLS alert is not an AMQP frame.
         (ErrorKind::ParsingError(_), AMQPScheme::AMQP) => Some(format!("it does not answer in AMQP. {TLS}")),
         _ => None,
     }
@@ -306,7 +305,7 @@ fn is_cut(error: &lapin::Error) -> bool {
     matches!(error.kind(), ErrorKind::IOError(error) if tls::is_cut(error))
 }
 
-/// What TLS may have to do with it, if the connection was cut.
+/// The hint about TLS for a connection that was closed.
 fn why_cut_by_tls(error: &lapin::Error, uri: &AMQPUri, settings: &AmqpSettings) -> Option<String> {
     match (error.kind(), &uri.scheme) {
         (ErrorKind::IOError(error), AMQPScheme::AMQPS) => tls::why_cut(error, settings.tls_files()),
@@ -326,21 +325,21 @@ pub fn reply(error: &lapin::Error) -> Option<(u16, String)> {
 /// What ended a connection that was open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EndKind {
-    /// The AMQP client met bytes that it cannot read: of a message, for all else comes from the broker itself. The next
-    /// connection is delivered the same message.
+    /// The AMQP client cannot parse some bytes. They belong to a message, because everything else comes from the broker
+    /// itself. The next connection will get the same message.
     Unreadable,
-    /// The broker failed inside, as RabbitMQ 3 does over a message that it cannot write down as AMQP 0-9-1.
+    /// The broker had an internal error, as RabbitMQ 3 has with a message that it cannot convert to AMQP 0-9-1.
     BrokerFailed,
-    /// Anything else, such as a network that is gone.
+    /// Anything else, such as a network failure.
     Other,
 }
 
-/// Sorts an error of an open connection.
+/// Classifies an error of an open connection.
 #[must_use]
 pub fn end_kind(error: &lapin::Error) -> EndKind {
     match error.kind() {
         ErrorKind::ParsingError(_) => EndKind::Unreadable,
-        // lapin's own words in io_loop.rs; a broker that complains of a frame of ours has others.
+        // lapin's own text in io_loop.rs; an error from the broker about our frames has another text.
         ErrorKind::ProtocolError(amqp)
             if amqp.get_id() == reply_code::FRAME_ERROR
                 && amqp.get_message().as_str().starts_with("frame too large:") =>
@@ -352,7 +351,7 @@ pub fn end_kind(error: &lapin::Error) -> EndKind {
     }
 }
 
-/// Closes a connection, waiting no longer than `timeout`: a blocked one would never answer.
+/// Closes a connection within `timeout`: a blocked one would never reply.
 pub async fn close(connection: &Connection, timeout: Duration) {
     let closing = connection.close(reply_code::CONTENT_OK, "done".into());
     let _answered_or_given_up = tokio::time::timeout(timeout, closing).await;

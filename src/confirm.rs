@@ -1,11 +1,11 @@
-//! Publishing and knowing that it arrived: a message counts as safe when the broker has confirmed it *and* the whole
-//! window it was sent in has been answered without its return.
+//! Publishes with confirms: a message counts as safe when the broker has confirmed it *and* every message of its window
+//! is confirmed without this one having been returned.
 //!
-//! The second half is needed because lapin may hand a returned message to the confirm of a neighbour when publishes
-//! are pipelined. Returns are therefore matched by message id, after the window is complete. Two channels work through
-//! the queue of jobs in turn, so that one publishes while the other waits.
+//! The second condition is needed because lapin may attach a returned message to the confirm of another message when
+//! publishes are pipelined. Returns are therefore matched by message id, after the window is complete. Two channels
+//! take jobs from the queue in turn, so that one publishes while the other waits.
 //!
-//! Knows messages and exchanges, nothing of alarms; never retries, so that its caller decides.
+//! Knows messages and exchanges, not alarms. Never retries: the caller decides.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex as Lock};
@@ -23,25 +23,25 @@ use crate::broker::{self, BrokerError, reply_code};
 use crate::config::AmqpSettings;
 use crate::message::{AMQP_MAX_SHORT_STRING_BYTES, LONGEST_TTL};
 
-/// Confirms outstanding per channel, at most. lapin looks at every outstanding one for each answer, so more is slower.
+/// The most outstanding confirms per channel. lapin walks over all of them for each reply, so more is slower.
 pub const WINDOW: usize = 1_000;
 /// Channels that take turns.
 const CHANNELS: usize = 2;
-/// Windows of one `publish_all` that are on their way at once: the next wait while the channels work on the first. Not
-/// more, for each has its deadline from the moment it is submitted.
+/// Windows of one `publish_all` that are in flight at once: the next ones are queued while the channels publish the
+/// first. Not more, because each has a timeout from the time it is submitted.
 const WINDOWS_AT_ONCE: usize = 2 * CHANNELS;
-/// Jobs that may queue up before `publish` itself waits.
+/// Jobs that may be queued before `publish` itself waits.
 const QUEUED_JOBS: usize = 1_024;
 /// AMQP delivery mode 2: written to disk. A dead letter keeps the mode of its message.
 const PERSISTENT: u8 = 2;
 
-/// A message on its way out.
+/// A message to be published.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outgoing {
     pub exchange: String,
     pub routing_key: String,
     pub body: Vec<u8>,
-    /// Identifies the message to its receiver, and its return to us. Unique within a window.
+    /// Identifies the message to its receiver, and its return to the publisher. Unique within a window.
     pub message_id: String,
     /// AMQP property `type`.
     pub message_type: String,
@@ -55,7 +55,7 @@ pub struct Outgoing {
     pub mandatory: bool,
 }
 
-/// Why a message is not safely in the broker's hands.
+/// Why a message is not known to be safe at the broker.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PublishError {
     #[error("the broker refused the message (nack); is a queue full, or has it lost its leader?")]
@@ -83,13 +83,13 @@ pub enum PublishError {
 }
 
 impl PublishError {
-    /// Whether it says that nothing can be sent at all, whatever the message.
+    /// Whether no message can be sent at all.
     #[must_use]
     pub fn is_of_the_broker(&self) -> bool {
         matches!(self, Self::TimedOut(_) | Self::Blocked | Self::NotConnected(_) | Self::ShutDown)
     }
 
-    /// Whether the broker refused this message although others beside it may be taken, and heard of it at all.
+    /// Whether this message was refused individually, so that others may be accepted.
     #[must_use]
     pub fn is_of_the_message(&self) -> bool {
         matches!(self, Self::Nacked | Self::Unroutable(_) | Self::Unsendable { .. })
@@ -98,13 +98,13 @@ impl PublishError {
 
 type PublishResults = Vec<Result<(), PublishError>>;
 
-/// What one caller wants published: at most a window.
+/// The messages of one caller: at most a window.
 struct Job {
     messages: Vec<Outgoing>,
     answer: oneshot::Sender<PublishResults>,
 }
 
-/// Tells that a message could go nowhere: its exchange is not there, or no queue is bound for it.
+/// Signals that a message was unroutable: its exchange does not exist, or no queue is bound for it.
 #[derive(Debug, Default)]
 pub struct MissingWay {
     noted: Notify,
@@ -112,13 +112,13 @@ pub struct MissingWay {
 }
 
 impl MissingWay {
-    /// Wakes the one that waits; `what` says which way is missing.
+    /// Wakes the waiting task; `what` names the missing route.
     pub fn note(&self, what: String) {
         *self.what.lock().expect("no panic holding it") = Some(what);
         self.noted.notify_one();
     }
 
-    /// Resolves when a way is found missing, with which.
+    /// Resolves with the name of a missing route when there is one.
     pub async fn noted(&self) -> String {
         self.noted.notified().await;
         self.what.lock().expect("no panic holding it").take().unwrap_or_default()
@@ -129,13 +129,13 @@ impl MissingWay {
 #[derive(Debug, Clone)]
 pub struct ConfirmedPublisher {
     jobs: mpsc::Sender<Job>,
-    /// How long a job may take from the moment it is submitted, waiting behind others included.
+    /// How long a job may take from the time it is submitted, including the time in the queue.
     timeout: Duration,
     way_is_missing: Arc<MissingWay>,
 }
 
 impl ConfirmedPublisher {
-    /// Connects, so that wrong credentials are heard of now and not at the first message.
+    /// Connects, so that wrong credentials are reported now and not at the first message.
     ///
     /// # Errors
     /// [`BrokerError`] if there is no connection.
@@ -145,7 +145,7 @@ impl ConfirmedPublisher {
         Ok(Self::over(line))
     }
 
-    /// Connects when the first message is published: for a worker that must run while the broker is away.
+    /// Connects when the first message is published: for a worker that must run while the broker is unavailable.
     #[must_use]
     pub fn connect_lazily(settings: &AmqpSettings, name: &'static str) -> Self {
         Self::over(SharedConnection::new(settings, name))
@@ -162,7 +162,7 @@ impl ConfirmedPublisher {
         Self { jobs, timeout, way_is_missing }
     }
 
-    /// Told when a message could go nowhere.
+    /// Signalled when a message is unroutable.
     #[must_use]
     pub fn way_is_missing(&self) -> Arc<MissingWay> {
         self.way_is_missing.clone()
@@ -176,10 +176,11 @@ impl ConfirmedPublisher {
         self.submit(vec![message]).await.pop().unwrap_or(Err(PublishError::ShutDown))
     }
 
-    /// Publishes many messages, pipelined. One answer for each, in their order. When a whole window comes to nothing
-    /// because the broker does not answer, which takes as long as in [`Self::publish`], the rest is not tried.
+    /// Publishes many messages, pipelined. Returns one result for each, in their order. If a whole window fails because
+    /// the broker does not answer, which takes as long as in [`Self::publish`], the rest is not tried.
     ///
-    /// The iterator is asked for each message shortly before it is sent: a TTL counts from when the broker has it.
+    /// The iterator is asked for each message shortly before it is sent, because a TTL counts from when the broker has
+    /// it.
     pub async fn publish_all(
         &self,
         messages: impl IntoIterator<Item = Outgoing, IntoIter: ExactSizeIterator>,
@@ -217,13 +218,13 @@ impl ConfirmedPublisher {
     }
 }
 
-/// Why nothing of a window was sent, if that is why.
+/// Why no message of a window was sent, if none was.
 fn fault_of_the_broker(answer: &PublishResults) -> Option<PublishError> {
     let all = answer.iter().all(|result| result.as_ref().is_err_and(PublishError::is_of_the_broker));
     answer.first().filter(|_| all)?.clone().err()
 }
 
-/// The connection that the pipes share; opened again when it is found broken.
+/// The connection that the channels share; reopened when it is broken.
 struct SharedConnection {
     settings: AmqpSettings,
     name: &'static str,
@@ -262,14 +263,14 @@ impl SharedConnection {
     }
 }
 
-/// The jobs that wait, and the one that did not fit into the last window.
+/// The queued jobs, and the one that did not fit into the last window.
 struct JobQueue {
     receiver: mpsc::Receiver<Job>,
     next: Option<Job>,
 }
 
 impl JobQueue {
-    /// Whatever waits, up to a window; waits for the first. `None` when the last handle is gone.
+    /// Takes the queued jobs, up to a window; waits for the first. `None` when the last handle is dropped.
     async fn next_window(&mut self) -> Option<Vec<Job>> {
         let mut jobs: Vec<Job> = Vec::new();
         let mut count = 0;
@@ -296,7 +297,7 @@ impl JobQueue {
     }
 }
 
-/// One channel working through the queue of jobs, a window at a time.
+/// One channel that takes jobs from the queue, a window at a time.
 struct PublishChannel {
     line: Arc<SharedConnection>,
     queue: Arc<Mutex<JobQueue>>,
@@ -309,7 +310,7 @@ impl PublishChannel {
             let messages: Vec<&Outgoing> = jobs.iter().flat_map(|job| &job.messages).collect();
             let mut answers = self.publish_window(&messages).await.into_iter();
             for job in jobs {
-                // A caller that has gone away does not want its answer.
+                // A caller that has gone does not need its result.
                 let _ = job.answer.send(answers.by_ref().take(job.messages.len()).collect());
             }
         }
@@ -334,7 +335,7 @@ impl PublishChannel {
         let timeout = self.line.settings.confirm_timeout;
         let mut answer = match tokio::time::timeout(timeout, send_and_await(&channel, messages)).await {
             Ok(answer) => answer,
-            // On a blocked connection lapin writes nothing, so a window begun before the notice ends here.
+            // On a blocked connection lapin writes nothing, so a window that began before the notice ends here.
             Err(_) if connection.status().blocked() => vec![Err(PublishError::Blocked); messages.len()],
             Err(_) => vec![Err(PublishError::TimedOut(timeout)); messages.len()],
         };
@@ -363,7 +364,7 @@ impl PublishChannel {
     }
 }
 
-/// A channel that went with its connection says nothing about what was published on it.
+/// A channel that was closed with its connection gives no reason for the messages published on it.
 fn blame_the_connection(result: &mut Result<(), PublishError>) {
     if let Err(PublishError::ChannelClosed(why)) = result {
         *result = Err(PublishError::NotConnected(BrokerError::Away(std::mem::take(why))));
@@ -375,10 +376,10 @@ fn leaves_the_channel_usable(result: &Result<(), PublishError>) -> bool {
     matches!(result, Ok(()) | Err(Nacked | Unroutable(_) | Unsendable { .. }))
 }
 
-/// Publishes a window and waits for all of its confirms, so that no return can be misattributed any more.
+/// Publishes a window and waits for all of its confirms, after which no return can be misattributed.
 async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> PublishResults {
-    // At once, in their order: lapin's publish returns when its I/O thread has written the frame, and to await each before
-    // the next would wake that thread for every message.
+    // At once, in their order: lapin's publish returns when its I/O thread has written the frame, and awaiting each
+    // before the next would wake that thread for every message.
     let confirms: Vec<Result<PublisherConfirm, PublishError>> =
         join_all(messages.iter().map(|message| send(channel, message))).await;
     let mut returned = HashSet::new();
@@ -421,7 +422,7 @@ async fn send(channel: &Channel, message: &Outgoing) -> Result<PublisherConfirm,
     published.map_err(|error| closed(&error))
 }
 
-/// What an error of a channel means for what was published on it.
+/// What an error of a channel means for the messages published on it.
 fn closed(error: &lapin::Error) -> PublishError {
     match broker::reply(error) {
         Some((reply_code::ACCESS_REFUSED, why)) => PublishError::Refused(why),
@@ -430,7 +431,7 @@ fn closed(error: &lapin::Error) -> PublishError {
     }
 }
 
-/// AMQP's short strings hold 255 bytes; lapin panics over a longer one.
+/// AMQP's short strings hold 255 bytes; lapin panics on a longer one.
 fn short(what: &'static str, text: &str) -> Result<ShortString, PublishError> {
     ShortString::try_new(text).map_err(|_| {
         let why = format!("it has {} bytes, more than the {AMQP_MAX_SHORT_STRING_BYTES} that AMQP allows", text.len());
@@ -438,10 +439,10 @@ fn short(what: &'static str, text: &str) -> Result<ShortString, PublishError> {
     })
 }
 
-/// What the broker is told of a message besides its body.
+/// The AMQP properties of a message.
 ///
 /// # Errors
-/// [`PublishError::Unsendable`] where AMQP has no form for it.
+/// [`PublishError::Unsendable`] if AMQP cannot express it.
 pub fn properties(message: &Outgoing) -> Result<BasicProperties, PublishError> {
     let mut properties = BasicProperties::default()
         .with_delivery_mode(PERSISTENT)
@@ -463,8 +464,8 @@ pub fn properties(message: &Outgoing) -> Result<BasicProperties, PublishError> {
     Ok(properties)
 }
 
-/// A decimal string of milliseconds. One that the broker does not take would close the channel, and with it fail the
-/// message's neighbours.
+/// A decimal string of milliseconds. An invalid one would close the channel and so fail the other messages of the
+/// window.
 fn expiration(ttl: Duration) -> Result<ShortString, PublishError> {
     if ttl > LONGEST_TTL {
         let [ttl, longest] = [ttl, LONGEST_TTL].map(|duration| duration.as_millis());
@@ -517,7 +518,7 @@ mod tests {
             jobs.try_send(Job { messages: vec![message(); count], answer }).ok().unwrap();
             waiting.push(answered);
         }
-        // Its caller has gone.
+        // The caller has gone.
         drop(waiting.remove(8));
         drop(jobs);
         let mut queue = JobQueue { receiver, next: None };

@@ -1,6 +1,6 @@
-//! An alarm addressed and stamped: by which way into the broker, and with which properties.
+//! The message of an alarm: its route into the broker, and its properties.
 //!
-//! Shared by the publisher and the rearmer, so that there is one form of an alarm on the wire. Decides nothing.
+//! Shared by the publisher and the rearmer, so that an alarm has one form on the wire. Decides nothing.
 
 use std::time::Duration;
 
@@ -15,10 +15,10 @@ use crate::message::{
 use crate::order::Timestamp;
 use crate::topology::{DUE_KEY, Names};
 
-/// The longest delay the plugin can hold, in milliseconds; beyond it, it would fire at once.
+/// The longest delay that the plugin can hold, in milliseconds; a longer one would fire at once.
 pub const LONGEST_X_DELAY_MS: u64 = 4_294_967_295;
 
-/// The way into the broker for one alarm.
+/// The route of one alarm into the broker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Route {
     pub exchange: String,
@@ -38,20 +38,20 @@ pub enum Delay {
 }
 
 impl Route {
-    /// Into the inbox: the worker writes it into the wheel.
+    /// Into the inbox: the worker publishes it into the wheel.
     #[must_use]
     pub fn arm(names: &Names) -> Self {
         Self { exchange: names.arm(), routing_key: "arm".into(), wait: Delay::None }
     }
 
-    /// Straight to the processing queue.
+    /// Directly to the processing queue.
     #[must_use]
     pub fn due(names: &Names) -> Self {
         Self { exchange: names.due(), routing_key: DUE_KEY.into(), wait: Delay::None }
     }
 
-    /// Into the delayed exchange for this long, or for as long as the plugin can hold it: the worker writes it again
-    /// when it comes back early.
+    /// Into the delayed exchange for this long, or for as long as the plugin can hold it: the worker publishes it again
+    /// when it returns early.
     #[must_use]
     pub fn delayed(names: &Names, wait: Duration) -> Self {
         let delay_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).min(LONGEST_X_DELAY_MS);
@@ -65,18 +65,18 @@ pub fn x_delay(delay_ms: u64) -> (&'static str, AMQPValue) {
     ("x-delay", AMQPValue::LongLongInt(i64::try_from(delay_ms).unwrap_or(i64::MAX)))
 }
 
-/// What a message says of an alarm besides its body.
+/// What a message says about an alarm besides its body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AlarmHeaders {
     /// Failures so far; re-arming does not count.
     pub attempt: u32,
-    /// When the alarm, not this message, was first published: decides how long a missing order is waited for.
+    /// When the alarm, not this message, was first published: limits how long a missing order is retried.
     pub first_published_at: Timestamp,
     pub traceparent: Option<String>,
     pub returns: Returns,
 }
 
-/// A fresh message: no `x-death`, no old `x-delay`, so that nothing can be mistaken for a routing cycle.
+/// Makes a new message: without `x-death` and old `x-delay`, so that the broker cannot take it for a routing cycle.
 #[must_use]
 pub fn address(due: &Alarm, route: Route, stamp: AlarmHeaders) -> Outgoing {
     let mut headers = vec![(HEADER_ATTEMPT, AMQPValue::LongInt(i32::try_from(stamp.attempt).unwrap_or(i32::MAX)))];
@@ -106,7 +106,7 @@ pub fn address(due: &Alarm, route: Route, stamp: AlarmHeaders) -> Outgoing {
         timestamp_s: u64::try_from(stamp.first_published_at.unix_micros() / 1_000_000).unwrap_or(0),
         ttl,
         headers,
-        // While it delays, the plugin routes nowhere, so there a mandatory message would always be returned.
+        // The plugin does not route a message while it delays it, so a mandatory message would always be returned.
         mandatory: !matches!(route.wait, Delay::XDelayMs(_)),
     }
 }

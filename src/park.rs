@@ -1,4 +1,5 @@
-//! What could not be handled, with its reason: a table, not a queue, so that a person can look, sort and choose.
+//! Alarms that could not be handled, with the reason: in a table, not a queue, so that a person can list, sort and
+//! choose.
 //!
 //! Writes, lists, retries and drops parked alarms. A row is deleted only after its new alarm is confirmed; a delivery
 //! is acknowledged only after its row is committed (see `worker/`).
@@ -32,10 +33,10 @@ pub struct Parked {
     /// RFC 3339.
     pub parked_at: String,
     pub age_s: i64,
-    /// The message's body, where it is text.
+    /// The message's body, if it is text.
     #[serde(rename = "body", skip_serializing_if = "Option::is_none")]
     pub body_text: Option<String>,
-    /// The message's body in hexadecimal digits, where it is no UTF-8.
+    /// The message's body in hexadecimal digits, if it is not UTF-8.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub body_hex: Option<String>,
     #[serde(skip)]
@@ -45,7 +46,7 @@ pub struct Parked {
 }
 
 impl Parked {
-    /// The alarm it was, if it can be read as one by now.
+    /// Reads the alarm again.
     ///
     /// # Errors
     /// [`Unreadable`], as at its arrival.
@@ -54,7 +55,7 @@ impl Parked {
     }
 }
 
-/// Which parked alarms are meant.
+/// A selection of parked alarms.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Selection {
     All,
@@ -78,14 +79,14 @@ impl Selection {
     }
 }
 
-/// Writes dead_letters down, all or none. The same message again is the same row: a delivery whose acknowledgement was lost,
-/// or a second alarm of the same words.
+/// Inserts dead letters, all or none. The same message again is the same row: a delivery whose acknowledgement was
+/// lost, or a second identical alarm.
 ///
 /// # Errors
-/// sqlx's; nothing is written then.
+/// sqlx's; nothing is inserted then.
 pub async fn park(database: &Database, dead_letters: &[&DeadLetter]) -> Result<(), sqlx::Error> {
     let reasons: Vec<&str> = dead_letters.iter().map(|p| p.reason.as_str()).collect();
-    // NUL is the one character a Postgres text cannot hold.
+    // NUL is the only character that a Postgres text cannot hold.
     let details: Vec<String> = dead_letters.iter().map(|p| p.detail.replace('\0', "\u{fffd}")).collect();
     let order_ids: Vec<Option<&str>> =
         dead_letters.iter().map(|p| p.order_id.as_ref().map(crate::order::OrderId::as_str)).collect();
@@ -120,7 +121,7 @@ pub async fn list(database: &Database, selection: &Selection, limit: i64) -> Res
     list_after(database, selection, None, limit).await
 }
 
-/// Lists the oldest first of those behind the row `after`, where one is named.
+/// Lists the oldest first, after the row `after` if one is given.
 ///
 /// # Errors
 /// sqlx's.
@@ -172,14 +173,14 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Where a row is in the order in which they are listed.
+/// The position of a row in the list.
 #[derive(Debug, Clone, Copy)]
 pub struct Place {
     since: Timestamp,
     id: Uuid,
 }
 
-/// Where this row is, if it is there.
+/// The position of this row, if it exists.
 ///
 /// # Errors
 /// sqlx's.
@@ -189,7 +190,7 @@ pub async fn place_of(database: &Database, id: Uuid) -> Result<Option<Place>, sq
     Ok(since.map(|Timestamptz(since)| Place { since, id }))
 }
 
-/// How many are meant.
+/// Counts the selected alarms.
 ///
 /// # Errors
 /// sqlx's.
@@ -204,7 +205,7 @@ pub async fn count(database: &Database, selection: &Selection) -> Result<u64, sq
     Ok(u64::try_from(rows).unwrap_or(0))
 }
 
-/// The ids of all that are meant, oldest first.
+/// The ids of the selected alarms, oldest first.
 ///
 /// # Errors
 /// sqlx's.
@@ -219,8 +220,8 @@ pub async fn ids(database: &Database, selection: &Selection) -> Result<Vec<Uuid>
     database.run(async |connection| select.fetch_all(connection).await).await
 }
 
-/// Deletes rows whose alarms are in the broker's hands again, unless they were parked anew since they were listed: the
-/// worker may be faster than we are.
+/// Deletes rows whose alarms are confirmed by the broker again, unless they were parked again since they were listed,
+/// because the worker may be faster.
 ///
 /// # Errors
 /// sqlx's.
@@ -241,7 +242,7 @@ pub async fn drop_retried(database: &Database, rows: &[(Uuid, Timestamp)]) -> Re
     database.run(async |connection| delete.execute(connection).await).await.map(drop)
 }
 
-/// Deletes some of what was parked longer ago than `keep`; returns how many, and whether there may be more.
+/// Deletes some alarms that were parked longer ago than `keep`; returns how many, and whether there may be more.
 ///
 /// # Errors
 /// sqlx's.
@@ -260,7 +261,7 @@ pub async fn forget_old(database: &Database, keep: Duration) -> Result<(u64, boo
     Ok((deleted, deleted >= FORGOTTEN_AT_ONCE))
 }
 
-/// Deletes these rows; returns how many were there.
+/// Deletes these rows; returns how many existed.
 ///
 /// # Errors
 /// sqlx's.

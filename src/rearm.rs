@@ -1,6 +1,7 @@
-//! Step 2, ARM: writes alarms where they wait, by the database's clock: the only writer of wheel slots.
+//! Step 2, rearm: publishes alarms to where they wait, by the database's clock. The only publisher into wheel slots.
 //!
-//! Reports what the broker has confirmed, for the old message is acknowledged only after that, and what it has not.
+//! Reports which alarms the broker has confirmed, because the old message is acknowledged only after that, and which
+//! not.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -17,7 +18,7 @@ use crate::order::{Deadline, Timestamp};
 use crate::topology::Names;
 use crate::wheel::{Place, Wheel};
 
-/// Writes alarms into the wheel, or into the delayed exchange where that is the strategy.
+/// Publishes alarms into the wheel, or into the delayed exchange if that is the strategy.
 #[derive(Debug, Clone)]
 pub struct Rearmer {
     router: Router,
@@ -25,7 +26,7 @@ pub struct Rearmer {
     not_written: Arc<Mutex<LogThrottle>>,
 }
 
-/// By which way into the broker an alarm goes. Pure.
+/// Chooses the route of an alarm. Pure.
 #[derive(Debug, Clone)]
 struct Router {
     names: Names,
@@ -34,13 +35,13 @@ struct Router {
     longest_retry: Duration,
 }
 
-/// What became of the jobs.
+/// The results of the rearms.
 #[derive(Debug, Default)]
 pub struct Written {
     pub confirmed: Vec<Receipt>,
-    /// For a reason of their own: their queue is not there, or takes nothing.
+    /// Refused individually: their queue is missing, or accepts nothing.
     pub refused: Vec<Rearm>,
-    /// The broker is away, or does not answer.
+    /// The broker is unavailable, or does not answer.
     pub failed: Vec<Rearm>,
 }
 
@@ -58,10 +59,11 @@ impl Rearmer {
         Self { router: Router::new(settings), confirmed, not_written: Arc::default() }
     }
 
-    /// Writes all jobs.
+    /// Publishes all of them.
     pub async fn write(&self, jobs: Vec<Rearm>, clock: DatabaseClock) -> Written {
-        // One by one, for each waits from when it is sent: a slot's alarms leave together, however long they took to write.
-        // By number: with a closure that takes a reference, callers could not spawn this future.
+        // One by one, because each TTL counts from when it is sent: the alarms of a slot expire together, however long
+        // publishing takes.
+        // By index: with a closure that takes a reference, callers could not spawn this future.
         let messages = (0..jobs.len()).map(|number| self.message(&jobs[number], clock.now()));
         let answers = self.confirmed.publish_all(messages).await;
         let mut written = Written::default();
@@ -130,9 +132,9 @@ impl Router {
             Delays::DelayedExchange => {
                 let wait = match wanted {
                     Wanted::AtOnce => Duration::ZERO,
-                    // What is early is held.
+                    // An early alarm is held.
                     Wanted::BeforeDeadline => (deadline - self.lead).since(now),
-                    // The header takes whole milliseconds, and what is more than those is cut off.
+                    // The header has whole milliseconds; the rest is cut off.
                     Wanted::NotBefore(moment) => moment.since(now) + Duration::from_micros(999),
                 };
                 Route::delayed(&self.names, wait)

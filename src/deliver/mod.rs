@@ -1,8 +1,8 @@
-//! Step 3, DELIVER: one consumer session. Prefetch, consume, read, settle; and an end that is always noticed.
+//! Step 3, deliver: one consumer session. Sets prefetch, consumes, reads, settles, and always notices its end.
 //!
-//! A session is one connection with its channels. At the first error of any of them all of it is dropped, the broker
-//! delivers again what was not acknowledged, and the supervisor in `worker/` opens the next. No SQL, no decision
-//! what becomes of an alarm.
+//! A session is one connection with its channels. The first error of any of them ends the whole session, the broker
+//! redelivers unacknowledged messages, and the supervisor in `worker/` opens the next session. No SQL, no decisions
+//! about alarms.
 
 pub mod unacked_tags;
 
@@ -30,18 +30,18 @@ use crate::order::Timestamp;
 use crate::topology::{Names, Sight, Topology, TopologyError};
 use unacked_tags::{AckPlan, UnackedTags};
 
-/// What the broker gave up on comes rarely. But where a policy expires or drops alarms they come all at once, and in the
-/// parked queue the same policy would lose them.
+/// Dead letters of the inbox and the processing queue are rare. But if a policy expires or drops alarms, many come at
+/// once, and the same policy would delete them from the parked queue.
 const PARKED_PREFETCH: u16 = 1_000;
-/// As many early returns as are told apart.
+/// The highest count of early returns that is distinguished.
 const MOST_EARLY_RETURNS: u32 = 1_000;
 /// The last of the year 9999.
 const LAST_MILLISECOND: i64 = 253_402_300_799_999;
-/// How long the broker may take to answer a goodbye.
+/// The timeout of closing channels and the connection.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long after a channel's error the connection may take to say its own.
+/// How long to wait for the connection's error after a channel's error.
 const REASON_TIMEOUT: Duration = Duration::from_millis(200);
-/// How long a session's end may take: first the channels' goodbye, then the connection's.
+/// The longest that closing a session takes: first the channels, then the connection.
 pub(crate) const LONGEST_CLOSE: Duration = CLOSE_TIMEOUT.saturating_mul(2);
 
 /// An open session.
@@ -62,7 +62,7 @@ pub struct SessionEnd {
 }
 
 impl SessionEnd {
-    /// An end that says nothing of any message.
+    /// An end that no message has caused.
     pub fn other(why: impl Into<String>) -> Self {
         Self { kind: EndKind::Other, why: why.into() }
     }
@@ -70,7 +70,7 @@ impl SessionEnd {
     fn of(error: &lapin::Error) -> Self {
         let kind = broker::end_kind(error);
         let why = match kind {
-            // Of what it could not parse the client knows no more than that.
+            // The client knows nothing about the bytes that it could not parse.
             EndKind::Unreadable => match broker::reply(error) {
                 Some((_, size)) => format!("the AMQP client cannot read a message that the broker delivered ({size})"),
                 None => "the AMQP client cannot read a message that the broker delivered".into(),
@@ -89,12 +89,12 @@ impl SessionEnd {
 pub enum OpenError {
     #[error(transparent)]
     Broker(#[from] BrokerError),
-    /// It was open for the broker, which delivered at once.
+    /// The broker had opened it and delivered a message that ended it.
     #[error("{}", .0.why)]
     Ended(SessionEnd),
 }
 
-/// The first reason for the end of a session, and that there is one.
+/// The first reason for the end of a session, and a token that is cancelled with it.
 #[derive(Debug, Clone, Default)]
 struct Ended {
     token: CancellationToken,
@@ -114,25 +114,25 @@ impl Ended {
     }
 }
 
-/// Where a session puts what it reads.
+/// Where a session sends what it reads.
 #[derive(Debug, Clone)]
 pub struct Inboxes {
     pub alarms: mpsc::UnboundedSender<Delivered>,
-    /// The ids of canaries, which are acknowledged at once.
+    /// Ids of canaries, which are acknowledged at once.
     pub canaries: mpsc::UnboundedSender<Uuid>,
 }
 
-/// What a session is opened as.
+/// How a session is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Opening {
-    /// Marks its receipts.
+    /// The session number in its receipts.
     pub number: u64,
-    /// Whether something of the deployment must be there already. So a mistyped namespace is refused by a worker that
-    /// starts, while one that has seen the objects declares again even all of them.
+    /// Whether an object of the deployment must exist already. A starting worker so refuses a mistyped namespace, while
+    /// a worker that has seen the objects may declare all of them again.
     pub must_be_set_up: bool,
 }
 
-/// Looks at the broker over a session's connection.
+/// Inspects the broker over a session's connection.
 #[derive(Debug, Clone)]
 pub struct Inspector {
     topology: Topology,
@@ -147,8 +147,8 @@ impl Inspector {
         self.topology.look(&self.connection).await
     }
 
-    /// Over a connection of its own: RabbitMQ stops reading from one that publishes while it blocks publishers, and what a
-    /// session has to acknowledge or give back would wait with it.
+    /// Uses a connection of its own: while RabbitMQ blocks publishers, it stops reading from a connection that
+    /// publishes, and the settlements of a session on it would wait.
     ///
     /// # Errors
     /// [`TopologyError`] names which processing queue is missing.
@@ -157,7 +157,7 @@ impl Inspector {
     }
 
     /// # Errors
-    /// [`TopologyError`] if the broker does not say.
+    /// [`TopologyError`] if the broker does not answer.
     pub async fn exchange_with_alternate(&self) -> Result<Option<String>, TopologyError> {
         let connection =
             broker::connect(&self.amqp, "worker testing").await.map_err(|fault| TopologyError::Failed {
@@ -183,7 +183,7 @@ impl Session {
     /// Connects, declares what is missing, and starts consuming into `inboxes`.
     ///
     /// # Errors
-    /// [`OpenError`]; `Refused` where trying again will not help.
+    /// [`OpenError`]; `Refused` if a retry will not help.
     pub async fn open(settings: &Settings, opening: Opening, inboxes: Inboxes) -> Result<Self, OpenError> {
         let connection = Arc::new(broker::connect(&settings.amqp, "worker").await?);
         if let Err(fault) = declare(&Topology::new(settings), opening, &connection).await {
@@ -194,7 +194,7 @@ impl Session {
         session.listen_for_unreadable();
         let (timeout, ended) = (settings.amqp.connect_timeout, session.ended.clone());
         let why_not = tokio::select! {
-            // First: what was asked when the client gave up may never be answered.
+            // First: after the client has given up, a pending request may never complete.
             biased;
             end = ended.reason() => OpenError::Ended(end),
             consuming = tokio::time::timeout(timeout, session.consume_all(settings, &inboxes)) => match consuming {
@@ -207,7 +207,8 @@ impl Session {
         Err(why_not)
     }
 
-    /// The connection says once why it ended; its channels may say that they are closed, or nothing.
+    /// Listens to the connection, which reports once why it ended. Its channels may only report that they are closed,
+    /// or nothing.
     fn listen_for_unreadable(&self) {
         let (events, ended) = (self.connection.events_listener(), self.ended.clone());
         tokio::spawn(async move {
@@ -222,7 +223,7 @@ impl Session {
         });
     }
 
-    /// What an error of a channel's means, once the connection has had its say.
+    /// What a channel's error means, given the connection's own error.
     async fn why_not_open(&self, error: &lapin::Error) -> OpenError {
         match self.end_after(error).await {
             SessionEnd { kind: EndKind::Other, why } => consuming_failed(&why),
@@ -275,7 +276,7 @@ impl Session {
         async move { topology.declare(&connection).await }
     }
 
-    /// Whether the broker takes one more connection, such as the worker's own for publishing.
+    /// Checks that the broker accepts one more connection, such as the worker's own for publishing.
     ///
     /// # Errors
     /// [`BrokerError`] if it does not.
@@ -283,7 +284,7 @@ impl Session {
         broker::require_another_connection(&settings.amqp, &self.connection).await
     }
 
-    /// For looking at the broker over this session's connection.
+    /// Returns an inspector of the broker over this session's connection.
     #[must_use]
     pub fn inspector(&self, settings: &Settings) -> Inspector {
         Inspector {
@@ -293,7 +294,7 @@ impl Session {
         }
     }
 
-    /// The number that marks this session's receipts.
+    /// The session number in this session's receipts.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.number
@@ -306,8 +307,8 @@ impl Session {
         self.lines.get(usize::from(receipt.channel)).is_none_or(|line| line.source == SourceQueue::Timeout)
     }
 
-    /// Resolves when any part of the session has ended, with the reason. A stream that just ends counts: the queue was
-    /// deleted, or the server cancelled the consumer.
+    /// Resolves with the reason when any part of the session has ended. A stream that ends without an error counts: the
+    /// queue was deleted, or the server cancelled the consumer.
     pub async fn ended(&self) -> SessionEnd {
         self.ended.reason().await
     }
@@ -315,10 +316,10 @@ impl Session {
     /// Settles deliveries of this session; receipts of others are void and left out.
     ///
     /// # Errors
-    /// lapin's; the session is over then.
+    /// lapin's; the session must be closed then.
     pub async fn settle(&self, settlements: &[(Receipt, Settlement)]) -> lapin::Result<()> {
         let lines = (0..).zip(&self.lines);
-        // All of them, whatever one of them says: a channel may have ended alone.
+        // All channels, even if one fails: it may have ended alone.
         join_all(lines.map(|(index, line)| self.settle_on(index, line, settlements))).await.into_iter().collect()
     }
 
@@ -338,7 +339,7 @@ impl Session {
         Ok(())
     }
 
-    /// Stops the broker from delivering more; what is on its way still arrives. Part of a shutdown.
+    /// Stops new deliveries; those on their way still arrive. Part of a shutdown.
     pub async fn cancel(&self) {
         for line in &self.lines {
             let cancelled =
@@ -349,10 +350,10 @@ impl Session {
         }
     }
 
-    /// Closes the channels and the connection; the broker delivers again whatever was not acknowledged.
+    /// Closes the channels and the connection; the broker redelivers unacknowledged messages.
     pub async fn close(self) {
-        // Each by itself: a channel answers when it has taken in every acknowledgement before, while the end of the
-        // connection may overtake them.
+        // Each separately: a channel replies after it has processed all earlier acknowledgements, while the close of
+        // the connection may overtake them.
         let closing = self.lines.iter().map(|line| line.channel.close(broker::reply_code::CONTENT_OK, "done".into()));
         let _answered_or_given_up = tokio::time::timeout(CLOSE_TIMEOUT, join_all(closing)).await;
         broker::close(&self.connection, CLOSE_TIMEOUT).await;
@@ -400,7 +401,7 @@ fn sources(settings: &Settings) -> Vec<ConsumedQueue> {
 }
 
 impl ConsumerChannel {
-    /// All at once: to await each before the next would wake lapin's I/O thread for every frame.
+    /// All at once: awaiting each before the next would wake lapin's I/O thread for every frame.
     async fn send(&self, kind: Settlement, plan: AckPlan) -> lapin::Result<()> {
         let singles = plan.single.into_iter().map(|tag| (tag, false));
         let all = plan.up_to.map(|tag| (tag, true)).into_iter().chain(singles);
@@ -425,7 +426,7 @@ struct Reader {
 }
 
 impl Reader {
-    /// Until the consumer ends; says why it did.
+    /// Reads until the consumer ends, and returns why it ended.
     async fn read_all(self, mut consumer: Consumer) -> SessionEnd {
         while let Some(delivery) = consumer.next().await {
             let delivery = match delivery {
@@ -433,11 +434,11 @@ impl Reader {
                 Err(error) => return SessionEnd::of(&error),
             };
             if let Some(id) = canary_in(&delivery.properties) {
-                // Before the next is read: a frame that acknowledges the next could acknowledge this one as well.
+                // Before the next delivery is read: a frame that acknowledges the next could include this one.
                 if let Err(error) = delivery.acker.ack(BasicAckOptions::default()).await {
                     return SessionEnd::of(&error);
                 }
-                // With the inspections gone its arrival is no news.
+                // Without the inspections its arrival does not matter.
                 let _ = self.inboxes.canaries.send(id);
                 continue;
             }
@@ -456,8 +457,8 @@ impl Reader {
         )
     }
 
-    /// Each alarm out of a delay queue has died there. Why is asked only of what the broker gave up on, and of what it has
-    /// returned early before.
+    /// Every alarm from a delay queue has been dead-lettered there. The reason matters only for messages from the
+    /// parked queue, and for alarms that were returned early before.
     fn needs_death(&self, content: &Result<DeliveredAlarm, DeadLetter>) -> bool {
         self.source == SourceQueue::Parked || content.as_ref().is_ok_and(|alarm| alarm.returns.early > 0)
     }
@@ -469,10 +470,10 @@ fn canary_in(properties: &BasicProperties) -> Option<Uuid> {
     canary::read(message_type, message_id)
 }
 
-/// Reads a message, as it was delivered, as an alarm, or says as what it must be parked.
+/// Reads a delivered message as an alarm, or as the dead letter that is to be parked.
 ///
 /// # Errors
-/// The [`DeadLetter`] that a message becomes which is not an alarm.
+/// The [`DeadLetter`] of a message that is not an alarm.
 pub fn read(body: &[u8], properties: &BasicProperties) -> Result<DeliveredAlarm, DeadLetter> {
     let message_type = properties.kind().as_ref().map(lapin::types::ShortString::as_str);
     let alarm = Alarm::read(body, message_type)
@@ -491,8 +492,8 @@ pub fn read(body: &[u8], properties: &BasicProperties) -> Result<DeliveredAlarm,
     })
 }
 
-/// Why the broker took a message out of the queue that it was in last. RabbitMQ puts the last death first; from 4.0 it
-/// says so in headers of its own as well.
+/// Why the broker took a message out of its last queue. RabbitMQ lists the last death first; from 4.0 on it is also in
+/// separate headers.
 fn last_death(properties: &BasicProperties) -> Option<Death> {
     let headers = properties.headers().as_ref()?.inner();
     let text = |value: Option<&AMQPValue>| match value {
@@ -512,13 +513,13 @@ fn last_death(properties: &BasicProperties) -> Option<Death> {
     Some(Death { reason, queue: String::from_utf8_lossy(&queue.unwrap_or_default()).into_owned() })
 }
 
-/// A time as the rearmer writes it. One before 1970 or after the year 9999 is nonsense.
+/// A time as the rearmer writes it. Times before 1970 or after the year 9999 are invalid.
 fn moment_of_millis(value: &AMQPValue) -> Option<Timestamp> {
     let AMQPValue::LongLongInt(millis) = value else { return None };
     (0..=LAST_MILLISECOND).contains(millis).then(|| Timestamp::from_unix_micros(millis * 1_000))
 }
 
-/// AMQP timestamps are seconds; one beyond what a moment holds is as good as the end of time.
+/// AMQP timestamps are seconds; one beyond the range of a [`Timestamp`] saturates.
 fn moment_of_timestamp(seconds: u64) -> Timestamp {
     Timestamp::from_unix_micros(i64::try_from(seconds).unwrap_or(i64::MAX).saturating_mul(1_000_000))
 }
@@ -538,7 +539,7 @@ fn whole_number(value: &AMQPValue) -> Option<u32> {
     u32::try_from(number).ok()
 }
 
-/// A W3C traceparent has 55 characters; anything much longer is not one.
+/// A W3C traceparent has 55 characters; anything much longer is none.
 fn short_text(value: &AMQPValue) -> Option<String> {
     let AMQPValue::LongString(text) = value else { return None };
     let text = std::str::from_utf8(text.as_bytes()).ok()?;

@@ -11,7 +11,7 @@ pub struct UnackedTags {
     open: BTreeSet<u64>,
 }
 
-/// The plan that settle some tags.
+/// The frames that settle some tags.
 #[derive(Debug, PartialEq, Eq, Default)]
 pub struct AckPlan {
     /// One frame for this tag and all below it.
@@ -26,8 +26,8 @@ impl UnackedTags {
         self.open.insert(tag);
     }
 
-    /// Closes these tags and says with which plan. A tag that is not open is left out: settling it twice would be
-    /// 406 and close the channel.
+    /// Closes these tags and returns the frames for it. A tag that is not open is omitted: settling it twice is an
+    /// error 406 that closes the channel.
     pub fn close(&mut self, tags: impl IntoIterator<Item = u64>) -> AckPlan {
         let mut closing: Vec<u64> = tags.into_iter().filter(|tag| self.open.remove(tag)).collect();
         closing.sort_unstable();
@@ -55,7 +55,7 @@ mod tests {
     }
 
     proptest! {
-        /// A broker that takes `multiple` literally never settles what was not asked for.
+        /// A broker that applies `multiple` literally settles only the requested tags.
         #[test]
         fn exactly_what_was_closed_is_settled(order in Just((1_u64..60).collect::<Vec<_>>()).prop_shuffle(), size in 1_usize..20) {
             let mut unacked = UnackedTags::default();

@@ -1,7 +1,7 @@
-//! Step 1, SCHEDULE, once more: another deadline for an order of the default schema, inside the caller's transaction.
+//! Step 1, schedule, repeated: another deadline for an order of the default schema, inside the caller's transaction.
 //!
-//! The row is the truth, so extending changes the row and nothing else: however often it is done, the order keeps one
-//! alarm. Only an earlier deadline needs an alarm of its own. Paying or cancelling an order needs nothing from here.
+//! The row decides, so an extension changes only the row: after any number of extensions the order has one alarm. Only
+//! an earlier deadline needs an alarm of its own. Paying or cancelling an order needs nothing from here.
 
 use sqlx::{PgExecutor, Row};
 
@@ -11,21 +11,21 @@ use crate::order::{Deadline, OrderId, OrderIdError};
 /// The statement, for services in other languages too.
 const DEADLINE_SQL: &str = include_str!("../../sql/deadline.sql");
 
-/// What became of the wish for another deadline.
+/// The result of changing a deadline.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Moved {
-    /// The same as before, or later; the alarm that is under way will do.
+    /// The same as before, or later; the existing alarm suffices.
     Later,
-    /// The relay sends an alarm for it.
+    /// The relay publishes an alarm for it.
     Earlier,
-    /// The order is not unpaid but in this status, so its deadline stands. If it is unpaid, a trigger of the database
-    /// refused to change it.
+    /// The order has this status, so its deadline is unchanged. If it is unpaid, a trigger in the database kept the
+    /// deadline.
     Stands { status: String, deadline: Deadline },
     /// There is no such order.
     Unknown,
 }
 
-/// Why a deadline is not known to have been moved.
+/// Why a deadline is not known to have changed.
 #[derive(Debug, thiserror::Error)]
 pub enum MoveDeadlineError {
     #[error("the deadline stands: {0}")]
@@ -36,7 +36,7 @@ pub enum MoveDeadlineError {
 
 fn what_is_known(error: &sqlx::Error) -> String {
     let Some(refusal) = error.as_database_error() else {
-        // It may have gone wrong on the way back.
+        // The reply may have been lost.
         return format!("the deadline is not known to have moved; try again: {}", database::one_line(error));
     };
     let hint = match refusal.code().as_deref() {

@@ -1,8 +1,8 @@
-//! Where an alarm enters the broker: by its standard delay's lane, by the inbox for any other delay, or by the delayed
+//! The route of an alarm into the broker: the lane of its standard delay, the inbox for any other delay, or the delayed
 //! exchange.
 //!
-//! Pure: settings, a deadline and a time go in, an route comes out. Trusts the publisher's clock for the TTL alone;
-//! whatever that makes early is held by the worker, whatever it makes late is closed late.
+//! Pure: settings, a deadline and a time go in, a route comes out. Uses the publisher's clock only for the TTL: if that
+//! makes an alarm early, the worker holds it; if it makes it late, the order is closed late.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
@@ -12,11 +12,11 @@ use crate::envelope::{Delay, Route};
 use crate::order::{Deadline, OrderId, Timestamp};
 use crate::topology::Names;
 
-/// The alarms of a lane leave it in step, each by so much at most before its lead begins: fifty at once cost broker and
-/// worker little more than one. They wait in the worker's memory as all do, until their deadline to the microsecond.
+/// Alarms leave a lane in steps of this length, each at most so much before its lead begins: fifty at once cost broker
+/// and worker little more than one. Like all alarms, they wait in the worker's memory until their exact deadline.
 const LEAVES_EVERY: Duration = Duration::from_millis(50);
 
-/// What a publisher must know of the delays.
+/// What a publisher needs to know about delays.
 #[derive(Debug, Clone)]
 pub struct Lanes {
     names: Names,
@@ -47,7 +47,7 @@ impl Lanes {
         self.max_delay
     }
 
-    /// Every exchange that an alarm may enter by.
+    /// Every exchange that alarms may be published to.
     #[must_use]
     pub fn route_exchanges(&self) -> Vec<String> {
         match self.strategy {
@@ -56,7 +56,7 @@ impl Lanes {
         }
     }
 
-    /// Where an alarm for this order goes in, seen from `now`.
+    /// The route of an alarm for this order at `now`.
     #[must_use]
     pub fn route(&self, order_id: &OrderId, deadline: Deadline, now: Timestamp) -> Route {
         let remaining = deadline.since(now);
@@ -64,13 +64,13 @@ impl Lanes {
             Strategy::DelayedExchange => Route::delayed(&self.names, remaining.saturating_sub(self.lead)),
             Strategy::DeadLetter => match self.lane_for(remaining) {
                 Some(lane) => self.lane_entry(lane, order_id, deadline, now),
-                // No TTL: only the worker writes into the wheel, by the database's clock.
+                // No TTL: only the worker publishes into the wheel, by the database's clock.
                 None => Route::arm(&self.names),
             },
         }
     }
 
-    /// The standard delay that this one is near enough to.
+    /// The lane whose delay is within the tolerance of this one.
     fn lane_for(&self, remaining: Duration) -> Option<&Lane> {
         self.lanes.iter().find(|lane| lane.delay.abs_diff(remaining) <= self.tolerance)
     }
@@ -84,7 +84,7 @@ impl Lanes {
         }
     }
 
-    /// Spreads orders over a lane's queues. Any even spread will do: no two publishers need agree on it.
+    /// Distributes orders over a lane's queues. Any even distribution will do: publishers need not agree on it.
     fn shard_of(&self, order_id: &OrderId) -> u8 {
         let mut hasher = DefaultHasher::new();
         order_id.hash(&mut hasher);
@@ -135,7 +135,7 @@ mod tests {
             let Delay::Ttl(ttl) = entry_for(1_799_500 + millis, &[]).wait else { panic!("a lane") };
             let waits_less_by = remaining - Duration::from_secs(20) - ttl;
             prop_assert!(waits_less_by < LEAVES_EVERY, "{waits_less_by:?}");
-            // The test's time is on the grid.
+            // The test's time is a multiple of the step.
             prop_assert_eq!(ttl.as_micros() % LEAVES_EVERY.as_micros(), 0);
         }
     }
@@ -154,7 +154,7 @@ mod tests {
     }
 
     proptest! {
-        /// Close to where it could be: hardly any lead, and a delay at the end of what the lane takes.
+        /// Values near the limit: hardly any lead, and a delay at the end of the tolerance.
         #[test]
         fn no_ttl_exceeds_queue_limit(
             lead_ms in prop_oneof![0_u64..250, 0_u64..3_000, 0_u64..600_000],

@@ -1,7 +1,7 @@
-//! Step 1, SCHEDULE: the publisher function, called when an order is created.
+//! Step 1, schedule: the publisher function, called when an order is created.
 //!
-//! Decides by [`lane`] where the alarm enters the broker and waits for the confirm. Looks at no order and no database;
-//! a failure is an error that says "not scheduled", never a silent loss and never a hang.
+//! Chooses the route by [`lane`] and waits for the confirm. Reads no order and no database; a failure is an error that
+//! says "not scheduled", never a silent loss and never a hang.
 
 pub mod deadline;
 pub mod lane;
@@ -19,7 +19,7 @@ use crate::message::Alarm;
 use crate::order::{Deadline, OrderId, OrderIdError, Timestamp};
 use lane::Lanes;
 
-/// The library's front door: schedules alarms for orders.
+/// The library's entry point: schedules alarms for orders.
 ///
 /// Cheap to clone; all clones share one connection. Connect once when the service starts.
 ///
@@ -44,8 +44,7 @@ pub struct Publisher {
     lanes: Lanes,
 }
 
-/// Why an alarm is not known to be in the broker's hands. Schedule it again: a second alarm for the same order does no
-/// harm.
+/// Why an alarm is not known to be scheduled. Schedule it again: a second alarm for the same order does no harm.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ScheduleError {
     #[error("not scheduled: {0}")]
@@ -56,22 +55,21 @@ pub enum ScheduleError {
     PublishError(#[from] PublishError),
 }
 
-/// What became of the alarms handed to [`Publisher::schedule_all`].
+/// The failure of some alarms of [`Publisher::schedule_all`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{} of {} alarms not scheduled; the first: order {}: {}", failed.len(), failed.len() + scheduled, failed[0].0, failed[0].1)]
 pub struct ScheduleManyError {
-    /// How many are safe.
+    /// How many were confirmed.
     pub scheduled: usize,
     /// The others, never empty, each with its reason.
     pub failed: Vec<(OrderId, ScheduleError)>,
 }
 
 impl Publisher {
-    /// Connects to the broker and verifies that alarms can enter it.
+    /// Connects to the broker and verifies that alarms can be published.
     ///
     /// # Errors
-    /// [`BrokerError`], within `amqp.connect_timeout`, if there is no connection, or an exchange that alarms enter by is
-    /// missing.
+    /// [`BrokerError`], within `amqp.connect_timeout`, if there is no connection, or an exchange for alarms is missing.
     pub async fn connect(settings: &Settings) -> Result<Self, BrokerError> {
         let lanes = Lanes::new(settings);
         let connecting = async {
@@ -85,7 +83,7 @@ impl Publisher {
     /// Schedules one alarm; resolves when the broker has confirmed it.
     ///
     /// # Errors
-    /// [`ScheduleError`], within `amqp.connect_timeout` + `amqp.confirm_timeout`, however many others call it.
+    /// [`ScheduleError`], within `amqp.connect_timeout` + `amqp.confirm_timeout`, under any number of concurrent calls.
     pub async fn schedule(
         &self,
         order_id: impl AsRef<str>,
@@ -96,8 +94,8 @@ impl Publisher {
         Ok(self.confirmed.publish(self.message(order_id, deadline)).await?)
     }
 
-    /// Schedules many alarms with pipelined confirms. Each alarm's delay is what is left when it is sent: where that takes
-    /// longer than a lane's tolerance of a second, the last ones go by the wheel.
+    /// Schedules many alarms with pipelined confirms. Each alarm's delay is computed when it is sent: if that takes
+    /// longer than a lane's tolerance of a second, the last ones go through the wheel.
     ///
     /// # Errors
     /// [`ScheduleManyError`] lists those that failed; all others are safe. A broker that does not answer for
@@ -115,7 +113,7 @@ impl Publisher {
             }
         }
         let total = accepted.len() + failed.len();
-        // A copy: with a closure over references, callers could not spawn this future.
+        // A copy, because with a closure over references callers could not spawn this future.
         let messages = accepted.clone().into_iter().map(|(order_id, deadline)| self.message(order_id, deadline));
         let answers = self.confirmed.publish_all(messages).await;
         let ids = accepted.into_iter().map(|(order_id, _)| order_id);
@@ -138,7 +136,7 @@ impl Publisher {
     }
 }
 
-/// Whether the exchanges that alarms enter by exist, asked on a connection that may be lost to the answer.
+/// Checks that the exchanges for alarms exist, on a connection that may be closed by the reply.
 async fn verify_entries(settings: &Settings, lanes: &Lanes) -> Result<(), BrokerError> {
     let connection = broker::connect(&settings.amqp, "publisher check").await?;
     for exchange in lanes.route_exchanges() {
@@ -157,7 +155,7 @@ async fn verify_exchange(connection: &Connection, name: &str, strategy: Strategy
         }
     };
     match reply(&error) {
-        // It is there, only of another type than the question named.
+        // It exists, with another type than the declaration names.
         Some((reply_code::PRECONDITION_FAILED, _)) => Ok(()),
         Some((code @ (reply_code::NOT_FOUND | reply_code::COMMAND_INVALID), text)) => {
             Err(BrokerError::Refused(format!("exchange {name:?} is not there ({code} {text}); {hint}")))

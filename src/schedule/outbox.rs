@@ -1,5 +1,5 @@
-//! Step 1, SCHEDULE, inside the order's own transaction: the alarm is written beside the order, and the worker's relay
-//! hands it to the broker. An order and its alarm are committed together or not at all, broker or no broker.
+//! Step 1, schedule, inside the order's own transaction: the alarm is inserted with the order, and the worker's relay
+//! publishes it. An order and its alarm are committed together or not at all, with or without a broker.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
 
 const SQL: OutboxSql = outbox_sql!(
     "alarm_outbox",
-    // No other queue gets a copy with a try, and each alarm has a deadline.
+    // A try gives no other queue a copy, and each alarm has a deadline.
     pauses_s: &[1.0, 5.0, 20.0, 60.0],
     is_paced: false,
     // statement_timestamp(): a volatile function could not bound an index scan.
@@ -79,7 +79,7 @@ pub async fn schedule_in(
     Ok(())
 }
 
-/// Hands what stands in `alarm_outbox` to the broker.
+/// Publishes the alarms in `alarm_outbox`.
 #[derive(Debug)]
 pub struct AlarmRelay {
     outbox: Outbox,
@@ -98,7 +98,7 @@ impl AlarmRelay {
         Self { outbox: Outbox::new(database, confirmed, SQL, batch_size, keep), lanes: Lanes::new(settings) }
     }
 
-    /// Hands over one batch.
+    /// Publishes one batch.
     ///
     /// # Errors
     /// As of [`Outbox::round`].
@@ -107,7 +107,7 @@ impl AlarmRelay {
         self.outbox.round(|row| message(lanes, row)).await
     }
 
-    /// What waits in the outbox.
+    /// The backlog of the outbox.
     ///
     /// # Errors
     /// As of [`Outbox::backlog`].
@@ -115,7 +115,7 @@ impl AlarmRelay {
         self.outbox.backlog().await
     }
 
-    /// Deletes some of what was handed over long enough ago; returns whether there is more.
+    /// Deletes some of the alarms that were published long enough ago; returns whether there are more.
     ///
     /// # Errors
     /// sqlx's.
@@ -138,7 +138,7 @@ fn message(lanes: &Lanes, row: &PgRow) -> Result<Option<Outgoing>, sqlx::Error> 
     Ok(alarm(lanes, order_id, deadline, now))
 }
 
-/// `None` for an alarm whose time has passed: the sweep has its order by now.
+/// `None` for an alarm whose deadline has passed: the sweep closes its order.
 fn alarm(lanes: &Lanes, order_id: OrderId, deadline: Deadline, now: Timestamp) -> Option<Outgoing> {
     if deadline <= now {
         return None;

@@ -1,8 +1,8 @@
-//! Looks at the broker, seldom and cheaply, and says for which cause alarms do not arrive: whether what was declared is
-//! still there, whether messages that cannot be routed come back, and whether canaries do.
+//! Inspects the broker, seldom and cheaply, and reports why alarms do not arrive: whether the declared objects still
+//! exist, whether unroutable messages are returned, and whether canaries arrive.
 //!
-//! Has missing objects declared again by the supervisor; changes nothing else on the broker. Nothing here is done per
-//! order, and no close waits for it.
+//! Lets the supervisor declare missing objects again; changes nothing else on the broker. Does nothing per order, and
+//! no close waits for it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,39 +26,40 @@ use crate::deliver::Inspector;
 use crate::order::Timestamp;
 use crate::topology::{Sight, TopologyError};
 
-/// How long after a session's opening the broker is looked at first.
+/// How long after a session was opened the broker is first checked.
 const FIRST_LOOK_AFTER: Duration = Duration::from_secs(1);
 const LOOK_EVERY: Duration = Duration::from_secs(10);
 /// The same while something is wrong, so that its end is noticed soon.
 const LOOK_AGAIN_AFTER: Duration = Duration::from_secs(4);
 const ROUND_EVERY: Duration = Duration::from_secs(5);
-/// The same while a canary is out that is back within seconds.
+/// The same while a canary is expected within seconds.
 const ROUND_AGAIN_AFTER: Duration = Duration::from_millis(500);
-/// The first canaries, unless something is suspected before.
+/// When the first canaries are sent, unless something is suspected before.
 const FIRST_CANARIES_AFTER: Duration = Duration::from_secs(60);
-/// How often orders that the sweep had to close lead to canaries, at most.
+/// The shortest interval of canaries that are sent because the sweep had to close orders.
 const SUSPECT_EVERY: Duration = Duration::from_secs(10);
-/// How long consumers that are no workers of this version may be there before they are named: an upgrade has them.
+/// How long consumers that are not workers of this version may exist before they are reported, because an upgrade has
+/// them.
 const UNKNOWN_NAMED_AFTER: Duration = Duration::from_secs(60);
-/// So recently the sweep had to close orders.
+/// How long a close by the sweep counts as recent.
 const SWEPT_LATELY: Duration = Duration::from_secs(60);
-/// What the broker said of its consumers is too old to send canaries by.
+/// How long the number of consumers is valid for sending canaries.
 const SIGHT_LASTS: Duration = Duration::from_secs(1);
-/// A table that answers later than this may say what held before: an arrival is not in it yet.
+/// If the table answers later than this, its content may be outdated: an arrival may be missing.
 const STORE_STALLS_AFTER: Duration = Duration::from_secs(2);
-/// Ids of canaries that are kept until the table takes them.
+/// How many ids of arrived canaries are kept until the table accepts them.
 const KEPT_AT_MOST: usize = 1_000;
-/// How long a stopping worker tries to say that it reads no more.
+/// How long a stopping worker tries to delete its reader row.
 pub(super) const LAST_WORD: Duration = Duration::from_secs(2);
-/// A broker that has just come back hands on late what waited meanwhile.
+/// How long after its return a broker may deliver late what waited meanwhile.
 const COMING_BACK: Duration = Duration::from_secs(8);
 
-/// What the inspections hear of.
+/// The events that inspections react to.
 #[derive(Debug)]
 pub(super) enum BrokerNews {
     SessionOpened(Inspector),
     SessionEnded,
-    /// A message found no way: which, and whether whatever was missing has been declared again.
+    /// A message was unroutable: its route, and whether the missing objects were declared again.
     DeclaredAgain(String, Result<(), TopologyError>),
     /// The sweep had to close orders although a session is open.
     Swept,
@@ -70,13 +71,13 @@ pub(super) struct BrokerInspections {
     store: CanaryStore,
     confirmed: ConfirmedPublisher,
     way_is_missing: Arc<MissingWay>,
-    /// Whether the next declaration is one that was asked for here.
+    /// Whether the next declaration was requested here.
     declaring: bool,
     give_way: GiveWay,
     recorder: Recorder,
-    /// Consumers that this worker has on the processing queues.
+    /// How many consumers this worker has on the processing queues.
     consumers: usize,
-    /// Whether exchanges return what cannot be routed; the delayed exchange returns everything.
+    /// Whether exchanges return unroutable messages; the delayed exchange returns everything.
     tests_alternates: bool,
     began: Instant,
     session: Option<Watched>,
@@ -84,14 +85,14 @@ pub(super) struct BrokerInspections {
     next_look: Instant,
     next_round: Instant,
     reader_noted: Option<Instant>,
-    /// Canaries that arrived and of which the table does not know yet.
+    /// Canaries that have arrived and are not in the table yet.
     arrived: Vec<Uuid>,
-    /// When the table last failed or stalled: what it lacks has perhaps arrived.
+    /// When the table last failed or stalled: a missing canary may have arrived.
     store_failed: Option<Instant>,
     swept: Option<Instant>,
     /// Since when there are consumers that are no workers of this version.
     unknown_since: Option<Instant>,
-    /// When canaries are to be sent at once, and when that was last so.
+    /// When canaries are to be sent because of a suspicion, and when that happened last.
     suspicion: Option<Instant>,
     suspected: Option<Instant>,
 }
@@ -100,12 +101,12 @@ struct Watched {
     inspector: Inspector,
     since: Instant,
     sight: Option<(Instant, Sight)>,
-    /// When the processing queues were last looked at for a late canary.
+    /// When the processing queues were last checked because of a late canary.
     looked_for_late: Option<Instant>,
     alternates_tested: bool,
 }
 
-/// What is wrong by the last look, and what was said of it.
+/// What the last check has found, and what was reported.
 #[derive(Default)]
 struct Findings {
     missing: Option<String>,
@@ -114,7 +115,7 @@ struct Findings {
     unroutable: BTreeMap<String, String>,
     alternate: Option<String>,
     not_arriving: Option<String>,
-    /// What kept canaries from being published, by path, and how often in a row.
+    /// Why canaries could not be published, by path, and how often in a row.
     not_published: BTreeMap<String, (u32, String)>,
     unknown_readers: Option<String>,
     said: Vec<Cause>,
@@ -155,7 +156,7 @@ impl BrokerInspections {
         }
     }
 
-    /// Until `stop`, or until there is no more news.
+    /// Runs until `stop`, or until the event channel is closed.
     pub async fn run(
         mut self,
         mut news: mpsc::UnboundedReceiver<BrokerNews>,
@@ -165,7 +166,7 @@ impl BrokerInspections {
         loop {
             let wake_at = self.next_look.min(self.next_round).min(self.suspicion.unwrap_or(self.next_round));
             tokio::select! {
-                // Nothing is judged before all that arrived is noted.
+                // Judgement comes after all arrivals are noted.
                 biased;
                 () = stop.cancelled() => break,
                 id = arrived.recv() => match id {
@@ -183,7 +184,7 @@ impl BrokerInspections {
         self.leave().await;
     }
 
-    /// Without this row a consumer of an older version would be taken for one of this worker's.
+    /// Without deleting the row, a consumer of an older version would count as this worker's.
     async fn leave(&mut self) {
         if let Err(error) = self.store.forget_reader().await {
             debug!(%error, "this worker is forgotten as a reader later");
@@ -203,12 +204,12 @@ impl BrokerInspections {
                 });
                 self.next_look = now + FIRST_LOOK_AFTER;
                 self.next_round = self.next_look;
-                // Whether that is still so is not known.
+                // It is not known whether that still holds.
                 self.reader_noted = None;
             }
             BrokerNews::SessionEnded => {
                 self.session = None;
-                // The next declares everything; what holds then is found then.
+                // The next session declares everything, and the next check finds what is wrong then.
                 self.findings.forget_topology();
                 self.findings.forget_arrival();
                 self.unknown_since = None;
@@ -249,7 +250,7 @@ impl BrokerInspections {
         self.next_look = Instant::now() + LOOK_AGAIN_AFTER;
     }
 
-    /// What waited in a queue that was deleted is lost, which says nothing of the queue that is there now.
+    /// Canaries in a deleted queue are lost, which proves nothing about the new queue.
     async fn forget_slow_canaries(&mut self) {
         let slow = self.paths.all().iter().filter(|path| !path.is_quick()).map(|path| path.name.clone());
         if let Err(error) = self.store.forget_unarrived(&slow.collect::<Vec<_>>()).await {
@@ -257,7 +258,7 @@ impl BrokerInspections {
         }
     }
 
-    /// Notes `id` and all that have arrived meanwhile.
+    /// Notes `id` and all others that have arrived.
     async fn take_arrived(&mut self, id: Option<Uuid>, more: &mut mpsc::UnboundedReceiver<Uuid>) {
         self.arrived.extend(id);
         while let Ok(id) = more.try_recv() {
@@ -270,7 +271,7 @@ impl BrokerInspections {
         }
     }
 
-    /// What cannot be noted is kept for the next time.
+    /// Arrivals that cannot be noted are kept for the next try.
     async fn note_arrived(&mut self) -> Result<(), StoreError> {
         if self.arrived.is_empty() {
             return Ok(());
@@ -280,7 +281,7 @@ impl BrokerInspections {
         self.note_store(began, noted.is_ok());
         noted?;
         self.arrived.clear();
-        // A finding ends as soon as its canary is back.
+        // A finding ends as soon as its canary arrives.
         self.next_round = self.next_round.min(Instant::now() + ROUND_AGAIN_AFTER);
         Ok(())
     }
@@ -316,7 +317,7 @@ impl BrokerInspections {
         }
     }
 
-    /// Whether everything is there that was declared.
+    /// Checks that all declared objects exist.
     async fn look(&mut self) {
         let Some(session) = &mut self.session else { return };
         let began = Instant::now();
@@ -329,10 +330,10 @@ impl BrokerInspections {
             Err(fault @ TopologyError::Missing { .. }) => {
                 self.note_missing(&fault.to_string());
                 self.have_declared_again(&fault.to_string());
-                // Only now does an alternate exchange take alarms away.
+                // Only if an object is missing does an alternate exchange divert alarms.
                 self.session.iter_mut().for_each(|session| session.alternates_tested = false);
             }
-            // The session's own end tells of a connection that broke.
+            // A broken connection is reported by the end of the session.
             Err(fault) => debug!(%fault, "the broker could not be looked at"),
         }
         if let Some(fault) = self.findings.not_declared.clone() {
@@ -357,7 +358,7 @@ impl BrokerInspections {
                 let is_new = why.is_some() && self.findings.alternate.is_none();
                 self.findings.alternate = why;
                 if is_new {
-                    // A binding may be missing as well, which cannot be looked for.
+                    // A binding may be missing as well, which cannot be checked.
                     self.have_declared_again("an alternate exchange hides what is missing");
                 }
             }
@@ -396,7 +397,7 @@ impl BrokerInspections {
                 self.send(&path, known.now + read_at.elapsed(), suspected, is_missed).await?;
             }
         }
-        // What is missing in a table that failed lately may have arrived; and what came meanwhile is not in it.
+        // After a failure of the table, a missing canary may have arrived without being noted.
         if arrived.is_empty() && self.store_failed.is_none_or(|failed| read_at >= failed + GRACE) {
             self.judge(&known).await;
         }
@@ -418,18 +419,18 @@ impl BrokerInspections {
         }
     }
 
-    /// Consumers beyond the workers that know canaries.
+    /// How many consumers are not workers that know canaries.
     fn unknown_consumers(&self, known: &Known) -> Option<i64> {
         let (_, sight) = self.session.as_ref()?.sight.as_ref()?;
         Some(i64::from(sight.consumers()) - known.readers)
     }
 
-    /// Whether all who may be given a canary know one: a worker that does not would park it.
+    /// Whether every possible receiver knows canaries: an older worker would park one.
     fn may_send(&self, known: &Known) -> bool {
         self.unknown_consumers(known).is_some_and(|unknown| unknown <= 0)
     }
 
-    /// Says whether consumers that are no workers keep canaries from being sent while these are needed.
+    /// Reports consumers that are not workers, if they prevent canaries while these are needed.
     fn judge_consumers(&mut self, known: &Known) {
         let now = Instant::now();
         let Some(unknown) = self.unknown_consumers(known) else { return };
@@ -445,7 +446,7 @@ impl BrokerInspections {
             sight.filter(|_| is_named).map(|(_, sight)| canary::why_unknown(unknown, sight));
     }
 
-    /// Another worker's canary on that path was published, and came back.
+    /// Another worker's canary was published on that path and arrived.
     fn forget_published(&mut self, known: &Known) {
         let arrived = |path: &String| known.sent.iter().any(|sent| sent.path == *path && sent.has_arrived);
         self.findings.not_published.retain(|path, _| !arrived(path));
@@ -453,7 +454,7 @@ impl BrokerInspections {
 
     fn is_to_be_sent(&self, path: &Path, known: &Known, suspected: bool) -> bool {
         let Some(last) = known.sent.iter().find(|sent| sent.path == path.name) else { return true };
-        // The table has the last word, for other workers look at it as well.
+        // The table decides, because all workers share it.
         if last.has_arrived {
             known.now > last.sent_at + path.sent_every(suspected)
         } else {
@@ -465,7 +466,7 @@ impl BrokerInspections {
         let Some(session) = &self.session else { return false };
         let began_at = now - session.since.elapsed();
         let is_quick = self.paths.find(&sent.path).is_some_and(Path::is_quick);
-        // That one of a slow path was missed before the session says nothing of now; the next tells.
+        // A canary of a slow path that was late before this session proves nothing about now; the next one will.
         let since = if is_quick || began_at <= sent.waiting_since { sent.waiting_since } else { sent.due_at };
         !sent.has_arrived && now > since.max(began_at + COMING_BACK) + GRACE
     }
@@ -494,7 +495,7 @@ impl BrokerInspections {
                 self.suspicion = Some(Instant::now() + LOOK_AGAIN_AFTER);
             }
             Err(fault) if fault.is_of_the_broker() => self.store.release(id).await?,
-            // Alarms would fare no better there; but nothing was lost on the way.
+            // Alarms would be refused as well; but nothing was lost.
             Err(fault) => {
                 self.store.release(id).await?;
                 let (exchange, key) = (&journey.route.exchange, &journey.route.routing_key);
@@ -509,7 +510,7 @@ impl BrokerInspections {
         Ok(())
     }
 
-    /// Says whether canaries are missing.
+    /// Reports missing canaries.
     async fn judge(&mut self, known: &Known) {
         let is_quick = |sent: &&Sent| self.paths.find(&sent.path).is_some_and(Path::is_quick);
         if known.sent.iter().filter(is_quick).any(|sent| !sent.has_arrived) {
@@ -534,12 +535,12 @@ impl BrokerInspections {
             self.findings.not_arriving = Some(found);
         }
         if is_first {
-            // A canary of each quick path tells more. Never at once: the next round would ask the same again.
+            // A canary of each quick path gives more information. Not at once, or the next round would repeat it.
             self.suspicion.get_or_insert(Instant::now() + LOOK_AGAIN_AFTER);
         }
     }
 
-    /// What to say of a late canary, if anything; `None` if the processing queues were looked at just now.
+    /// The finding about a late canary, if any; `None` if the processing queues were checked just before.
     async fn look_for_late(&mut self, lost: String) -> Option<Option<String>> {
         let session = self.session.as_mut()?;
         let now = Instant::now();
@@ -553,7 +554,7 @@ impl BrokerInspections {
         let late = match canary::judge_late(&sight) {
             Late::Unread(queue) => Some(canary::why_unread(queue)),
             Late::Lost => Some(lost),
-            // What is named already is taken back when a canary arrives.
+            // A finding that was reported is cleared when a canary arrives.
             Late::Waits => was_named.then_some(lost),
         };
         debug!(?sight, ?late, "looked for a late canary");
@@ -561,7 +562,7 @@ impl BrokerInspections {
         Some(late)
     }
 
-    /// Reports what is wrong and what no longer is; nothing of causes that others found.
+    /// Reports findings and cleared findings; never the causes of other checks.
     fn say(&mut self) {
         let found = [
             (Cause::Topology, self.findings.topology()),
@@ -593,7 +594,7 @@ impl Findings {
         self.unroutable.clear();
     }
 
-    /// Why alarms do not arrive. One refusal alone is no finding: the next canary may be taken.
+    /// Why alarms do not arrive. A single refusal is no finding: the next canary may be accepted.
     fn arrival(&self) -> Option<String> {
         let lasts = self.not_published.values().find(|(times, _)| *times > 1);
         let not_published = lasts.map(|(_, why)| why);

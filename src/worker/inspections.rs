@@ -1,7 +1,7 @@
-//! Asks the database every few seconds whether it still has what the worker needs, registers the worker there, and reports
+//! Checks every few seconds that the database still has what the worker needs, registers the worker there, and reports
 //! what is wrong.
 //!
-//! Says when; what is looked at and what it means is in `inspect/`. On a task of its own: no order waits for it.
+//! Decides when; `inspect/` checks and explains. In a task of its own, so that no order waits for it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -21,14 +21,14 @@ use crate::inspect::registration::Registration;
 use crate::inspect::schema::{Found, Schema};
 use crate::sweep::Sweeper;
 
-/// How often the database is looked at.
+/// How often the database is checked.
 const EVERY: Duration = Duration::from_secs(3);
-/// The statements are explained in every second turn: that costs as much as making a plan.
+/// The plans are checked in every second round, because EXPLAIN costs as much as planning.
 const TURNS_BETWEEN_PLANS: u32 = 2;
 /// How long a stopping worker waits for its row to be deleted.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// What finds causes.
+/// The checks that find causes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Finder {
     Schema,
@@ -40,7 +40,7 @@ pub(super) struct Inspections {
     schema: Schema,
     plans: Plans,
     registration: Registration,
-    /// What each has found last.
+    /// What each check has found last.
     found: BTreeMap<(Cause, Finder), Option<String>>,
     turn: u32,
     give_way: GiveWay,
@@ -74,7 +74,7 @@ impl Inspections {
         }
     }
 
-    /// Until told to end; then deletes this worker's row.
+    /// Runs until `ends`, then deletes this worker's row.
     pub async fn go_on(mut self, ends: CancellationToken) {
         loop {
             tokio::select! {
@@ -95,7 +95,7 @@ impl Inspections {
         }
     }
 
-    /// What cannot be looked at stays as it was: that the database does not answer is said elsewhere.
+    /// A check that fails changes nothing: an unavailable database is reported elsewhere.
     async fn turn(&mut self) {
         match self.schema.look(&self.database).await {
             Ok(found) => self.note(Finder::Schema, found),
@@ -124,7 +124,7 @@ impl Inspections {
     }
 }
 
-/// What the close and the overdue statement are called.
+/// The names of the close statement and the overdue statement.
 pub(super) fn names(settings: &Settings) -> (String, String) {
     let name = |setting: &str, file: &str, own: &str| {
         if file.is_empty() { own.to_owned() } else { format!("{setting} ({file})") }

@@ -1,11 +1,11 @@
-//! The composition root: starts the effects, joins them, and drains them on the way out.
+//! The composition root: starts the tasks, connects them, and drains them at the end.
 //!
-//! Decides nothing about alarms (that is `engine/`) and knows no statement and no frame (those are the effects'). The
-//! `event_loop.rs` carries inputs and actions between the engine and the effects; `supervisor.rs` keeps a consumer session open;
-//! `ack_batcher.rs` gathers what it tells the broker; `quarantine.rs` moves aside what ends every session; `outboxes.rs`
-//! keeps the outboxes empty; `recorder.rs` counts what all of them do; `inspections.rs` looks whether the database still has
-//! what all of them need, `broker_inspections.rs` for what keeps alarms from arriving; `zones.rs` compares alarms'
-//! deadlines with rows'.
+//! Decides nothing about alarms (that is `engine/`), and contains no statement and no frame. `event_loop.rs` passes
+//! inputs and actions between the engine and the effects; `effects.rs` runs them; `supervisor.rs` keeps a consumer
+//! session open; `ack_batcher.rs` batches settlements; `quarantine.rs` moves messages aside that end every session;
+//! `outboxes.rs` empties the outboxes; `recorder.rs` counts; `inspections.rs` checks what the worker needs of the
+//! database, `broker_inspections.rs` why alarms do not arrive; `give_way.rs` lets both wait for idle closers;
+//! `zones.rs` compares the deadlines of alarms and rows.
 
 mod ack_batcher;
 mod broker_inspections;
@@ -56,15 +56,15 @@ use quarantine::Quarantine;
 use recorder::Recorder;
 use supervisor::{Listeners, Phase, Supervisor};
 
-/// Connections besides the closers': sweeping, parking, both outboxes and their lock, and two for the checks, so that none
-/// of the others waits for them.
+/// Connections besides the closers': sweep, parking, both outboxes and their lock, and two for inspections, so that no
+/// other task waits for those.
 const OTHER_CONNECTIONS: u32 = 6;
-/// How long a loop may stand still besides what its calls may take.
+/// How long a loop may make no progress, in addition to the time limits of its calls.
 const LOOP_MARGIN: Duration = Duration::from_secs(60);
-/// What the outbox loop asks of the database in a turn: two ages, the lock, what is refused, what is parked, and for each
-/// outbox to read, to mark as refused, to mark as sent, to mark what is not locked, and to forget.
+/// Database calls of the outbox loop in one round: two ages, the lock, the refused count, parked alarms, and for each
+/// outbox: read, mark as refused, mark as sent, mark unlocked rows, and delete old rows.
 const CALLS_PER_TURN: u32 = 15;
-/// Overdue orders fetched at a time: a batch and more, and little memory.
+/// Overdue orders per query: more than a batch, and little memory.
 const SWEEP_PAGE: usize = 1_000;
 
 /// Why a worker could not start.
@@ -102,10 +102,10 @@ impl Worker {
     /// [`StartError`], one sentence that says how to fix it.
     pub async fn start(mut settings: Settings) -> Result<Self, StartError> {
         let recorder = Recorder::new(longest_turn(&settings));
-        // First, so that it can be asked what the worker waits for while it starts.
+        // First, so that it answers what the worker waits for while it starts.
         let http = show(&settings, &recorder).await?;
         let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
-        // And one to read the clock by, while all closers are busy.
+        // And one for reading the clock while all closers are busy.
         let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
         let database = Database::connect(&settings.database, OTHER_CONNECTIONS).await?;
         database::require_migrated(&database).await?;
@@ -133,7 +133,7 @@ impl Worker {
                 warn!(%why, "the broker is away; the worker starts without it and keeps trying");
                 None
             }
-            // The next try says the same, and is seen to.
+            // The next try meets the same error and handles it.
             Err(OpenError::Ended(SessionEnd { why, .. })) => {
                 warn!(%why, "the consumer session ended as it began; the worker starts without one and keeps trying");
                 None
@@ -147,17 +147,17 @@ impl Worker {
         Ok(Self { settings, closer, sweeper, database, clock, first_session, inbox, canaries, inboxes, recorder, http })
     }
 
-    /// Where health and metrics are shown; `None` if `http.listen` is empty.
+    /// The address of the HTTP server; `None` if `http.listen` is empty.
     #[must_use]
     pub fn http_address(&self) -> Option<SocketAddr> {
         self.http.as_ref().map(HttpServer::address)
     }
 
-    /// Works until `stop` is cancelled, then finishes what it has begun within `worker.shutdown_grace`. Returns
-    /// whether everything was finished in time.
+    /// Runs until `stop` is cancelled, then finishes the work in flight within `worker.shutdown_grace`. Returns whether
+    /// all of it was finished in time.
     pub async fn run(self, stop: CancellationToken) -> bool {
         let (settings, recorder) = (self.settings, self.recorder);
-        // Until the very end: how a worker stops is of interest, too.
+        // Until the end, because stopping is observed as well.
         let _shown = self.http;
         let confirmed = ConfirmedPublisher::connect_lazily(&settings.amqp, "worker publishing");
         let give_up = GiveUp::after(settings.worker.shutdown_grace, stop.clone());
@@ -209,7 +209,7 @@ impl Worker {
             let _ = supervising.await;
             outboxes_end.cancel();
             let _ = tokio::join!(relaying, inspecting);
-            // It ends with the stop, but for what it has asked database or broker just then.
+            // It ends with the stop, except for a pending call to database or broker.
             if tokio::time::timeout(broker_inspections::LAST_WORD, &mut inspecting_broker).await.is_err() {
                 inspecting_broker.abort();
             }
@@ -226,7 +226,7 @@ impl Worker {
     }
 }
 
-/// The one moment at which a stopping worker no longer waits for anything.
+/// The time at which a stopping worker no longer waits for anything.
 #[derive(Debug, Clone)]
 struct GiveUp {
     stop: CancellationToken,
@@ -239,7 +239,7 @@ impl GiveUp {
         Self { stop, grace, at: Arc::default() }
     }
 
-    /// Resolves `grace` after the stop; never before one.
+    /// Resolves `grace` after the stop.
     async fn moment(&self) {
         self.stop.cancelled().await;
         let at = self.at.get_or_init(|| Instant::now() + self.grace);
@@ -269,8 +269,8 @@ async fn show(settings: &Settings, recorder: &Recorder) -> Result<Option<HttpSer
     HttpServer::open(listen, recorder.pages()).await.map(Some)
 }
 
-/// How long one turn of a loop may take at most: everything it may ask of broker and database, each within its own
-/// time limit, and as much again as a machine under heavy load may need.
+/// The longest that one round of a loop may take: all its calls to broker and database, each within its own time limit,
+/// plus a margin for a machine under heavy load.
 fn longest_turn(settings: &Settings) -> Duration {
     let broker = settings.amqp.connect_timeout + settings.amqp.confirm_timeout;
     let database = settings.database.acquire_timeout + settings.database.statement_timeout;
@@ -280,7 +280,7 @@ fn longest_turn(settings: &Settings) -> Duration {
     LOOP_MARGIN + of_outboxes.max(of_supervisor)
 }
 
-/// The engine's bounds, as these settings have them.
+/// The engine's policy according to the settings.
 pub(crate) fn policy(settings: &Settings) -> Policy {
     Policy {
         hold_max: settings.worker.hold_max,
@@ -293,7 +293,7 @@ pub(crate) fn policy(settings: &Settings) -> Policy {
         missing_for: settings.retry.missing_for,
         max_attempts: settings.retry.max_attempts,
         requeue_after: settings.worker.requeue_after,
-        // Half of what may be delivered: what is due is delivered by the other half.
+        // Half of the prefetch window: due alarms are delivered through the other half.
         held_back_max: usize::from(settings.worker.prefetch),
         longest_try: settings.database.acquire_timeout + settings.database.statement_timeout,
         sweep_every: settings.sweep.every,
@@ -303,7 +303,7 @@ pub(crate) fn policy(settings: &Settings) -> Policy {
     }
 }
 
-/// Several readings, the finest of which counts.
+/// Several readings, of which the most precise counts.
 async fn read_clock(closer: &Closer) -> Result<DatabaseClock, sqlx::Error> {
     let mut clock = DatabaseClock::new(closer.sample_clock().await?);
     for _ in 0..4 {

@@ -1,6 +1,6 @@
-//! What the worker shows of itself: its health, and its figures as the loops and effects report them.
+//! The worker's health and metrics, as the loops and effects report them.
 //!
-//! Translates the words of engine and effects into counts; decides nothing, and nothing depends on what it holds.
+//! Turns inputs and results into counts. Decides nothing, and nothing depends on its state.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -53,7 +53,7 @@ impl Recorder {
         self.health.note_session(Some(why));
     }
 
-    /// A check has found why a cause holds, or that it does not: shown, counted, and warned of seldom.
+    /// Records that a cause holds, and why, or that it does not: in health, metric, and a throttled warning.
     pub fn degraded(&self, cause: Cause, why: Option<&str>) {
         self.metrics.degraded.with_label_values(&[cause.as_str()]).set(i64::from(why.is_some()));
         match self.health.note_degraded(cause, why) {
@@ -63,7 +63,7 @@ impl Recorder {
         }
     }
 
-    /// Messages were moved aside without having been delivered to a session.
+    /// Counts messages that were moved aside without a delivery to a session.
     pub fn moved_aside(&self, messages: u64) {
         self.metrics.alarms_parked.with_label_values(&[ParkReason::Unreadable.as_str()]).inc_by(messages);
     }
@@ -76,7 +76,7 @@ impl Recorder {
         }
     }
 
-    /// A batch's statement came to an answer at `now`, which is just after its commit, by the database's clock.
+    /// Records a batch's result. `now` is just after its commit, by the database's clock.
     pub fn looked_at(&self, batch: &Batch, answer: &BatchResult, took: Duration, now: Timestamp) {
         self.metrics.batch_duration.with_label_values(&[batch.by.as_str()]).observe(took.as_secs_f64());
         let count = |outcome: &str, orders: usize| {
@@ -100,7 +100,7 @@ impl Recorder {
         }
     }
 
-    /// Compares each alarm's deadline with its row's. What the sweep found has no alarm.
+    /// Compares each alarm's deadline with its row's. Orders that the sweep found have no alarm.
     fn compare_zones(&self, batch: &Batch, findings: &HashMap<OrderId, CloseResult>) {
         if batch.by != ClosedBy::Alarm {
             return;
@@ -119,7 +119,7 @@ impl Recorder {
         }
     }
 
-    /// How far the database's clock is from the wall clock, which is read for this alone: nothing goes by it.
+    /// The difference between the database's clock and the wall clock, which is read only for this.
     pub fn clock(&self, clock: &DatabaseClock) {
         let (database, local) = (clock.now(), Timestamp::now_by_local_clock());
         let offset_micros = database.unix_micros().saturating_sub(local.unix_micros());

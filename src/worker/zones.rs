@@ -1,25 +1,25 @@
-//! Whether alarms and rows mean the same time zone: compares the deadlines that both name for an order.
+//! Detects that alarms and rows use different time zones, by comparing their deadlines for the same order.
 //!
-//! Only compares what a batch has read anyway: asks the database nothing and decides nothing about orders.
+//! Uses only what a batch has read anyway: no query, no decision about orders.
 
 use std::time::Duration;
 
 use crate::order::{OrderId, Timestamp};
 
 const QUARTER_HOUR: Duration = Duration::from_secs(15 * 60);
-/// The furthest that two time zones are apart: 12 hours west and 14 hours east of Greenwich.
+/// The largest difference between two time zones: 12 hours west and 14 hours east of Greenwich.
 const MOST_QUARTERS: i64 = 26 * 4;
-/// Up to this two deadlines are the same: publisher and database read clocks of their own.
+/// Two deadlines that differ by less are the same: publisher and database have separate clocks.
 const SAME: Duration = Duration::from_secs(60);
-/// How far from whole quarter hours a difference of zones may be, for the same reason.
+/// How far a difference of zones may be from whole quarter hours, for the same reason.
 const TOLERANCE: Duration = Duration::from_secs(1);
-/// Orders in a row whose row is earlier than their alarm. A shop moves no deadline to before its alarm without another
-/// alarm.
+/// How many consecutive orders have a row earlier than their alarm. A shop does not move a deadline to before its alarm
+/// without another alarm.
 const EARLIER_ORDERS: u32 = 3;
-/// Orders in a row whose row is later by the same time. More, for an extended deadline looks like that.
+/// How many consecutive orders have a row later by the same time. More, because an extended deadline looks the same.
 const LATER_ORDERS: u32 = 10;
 
-/// What was found of the last orders.
+/// The comparison of the last orders.
 #[derive(Debug, Default)]
 pub(super) struct ZoneComparison {
     /// By how many quarter hours the rows are later; negative: earlier.
@@ -40,7 +40,7 @@ impl ZoneComparison {
         let rest = difference.saturating_sub(quarters.saturating_mul(micros(QUARTER_HOUR)));
         let is_of_zones = rest.unsigned_abs() <= micros(TOLERANCE).unsigned_abs()
             && (1..=MOST_QUARTERS).contains(&quarters.saturating_abs());
-        // A deadline that was extended by any other time says nothing; an order that comes again, nothing new.
+        // A deadline that was extended by another time proves nothing; an order that returns adds nothing new.
         if !is_of_zones || self.last.as_ref() == Some(order_id) {
             return;
         }
@@ -49,7 +49,7 @@ impl ZoneComparison {
         self.last = Some(order_id.clone());
     }
 
-    /// Why the zones must differ, if so many orders say so.
+    /// Why the zones must differ, if enough orders show it.
     pub fn why(&self) -> Option<String> {
         let enough = if self.quarters < 0 { EARLIER_ORDERS } else { LATER_ORDERS };
         if self.orders < enough {
