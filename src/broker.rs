@@ -54,7 +54,7 @@ pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, 
     let properties = ConnectionProperties::default().with_connection_name(format!("order-timeout {name}").into());
     match tokio::time::timeout(settings.connect_timeout, open(uri.clone(), connector, properties)).await {
         Ok(Ok(connection)) => {
-            have_what_a_broken_connection_needs();
+            start_async_compat_runtime();
             Ok(connection)
         }
         Ok(Err(error)) => Err(why_not_connected(&error, &place, &uri, settings)),
@@ -82,7 +82,7 @@ pub async fn require_another_connection(settings: &AmqpSettings, open: &Connecti
 
 /// lapin drops a broken connection on a thread of its own, where async-compat starts a runtime at the first use, and
 /// panics if the process is out of file handles by then.
-fn have_what_a_broken_connection_needs() {
+fn start_async_compat_runtime() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
         let thread = std::thread::Builder::new().spawn(|| drop(async_compat::Compat::new(())));

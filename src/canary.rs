@@ -119,7 +119,7 @@ impl Paths {
             Kind::Due => waiting(Route::due(&self.names), self.names.timeout(), Duration::ZERO),
             Kind::Delayed => waiting(Route::delayed(&self.names, DELAYED_WAIT), self.names.delayed(), DELAYED_WAIT),
             Kind::Lane { key, wait } => {
-                let route = Route { exchange: self.names.delay(), routing_key: key.clone(), wait: Delay::Ttl(*wait) };
+                let route = Route { exchange: self.names.delay(), routing_key: key.clone(), delay: Delay::Ttl(*wait) };
                 waiting(route, path.name.clone(), *wait)
             }
             Kind::Ring(ring) => {
@@ -132,7 +132,7 @@ impl Paths {
                         let route = Route {
                             exchange: self.names.wheel(),
                             routing_key: Names::slot_key(name, slot),
-                            wait: Delay::Ttl(ttl),
+                            delay: Delay::Ttl(ttl),
                         };
                         waiting(route, self.names.slot_queue(name, slot), ttl)
                     }
@@ -230,7 +230,7 @@ pub fn why_unknown(consumers: i64, sight: &Sight) -> String {
 #[must_use]
 pub fn outgoing(id: Uuid, journey: &Journey, now: Timestamp) -> Outgoing {
     let mut headers = Vec::new();
-    let ttl = match journey.route.wait {
+    let ttl = match journey.route.delay {
         Delay::None => None,
         Delay::Ttl(ttl) => Some(ttl),
         Delay::XDelayMs(delay_ms) => {
@@ -248,7 +248,7 @@ pub fn outgoing(id: Uuid, journey: &Journey, now: Timestamp) -> Outgoing {
         timestamp_s: u64::try_from(now.unix_micros() / 1_000_000).unwrap_or(0),
         ttl,
         headers,
-        mandatory: !matches!(journey.route.wait, Delay::XDelayMs(_)),
+        mandatory: !matches!(journey.route.delay, Delay::XDelayMs(_)),
     }
 }
 
@@ -304,7 +304,7 @@ mod tests {
             prop_assert!(journey.wait >= AHEAD, "{:?}", journey.wait);
             prop_assert!(journey.wait + GRACE + Duration::from_secs(1) < Duration::from_secs(10), "{:?}", journey.wait);
             prop_assert!(journey.queue.starts_with("order.wheel.5s."));
-            prop_assert_eq!(journey.route.wait, Delay::Ttl(journey.wait));
+            prop_assert_eq!(journey.route.delay, Delay::Ttl(journey.wait));
         }
 
         /// In the same slot as alarms that leave at that time, so that neither delays the other.

@@ -85,13 +85,13 @@ pub enum PublishError {
 impl PublishError {
     /// Whether no message can be sent at all.
     #[must_use]
-    pub fn is_of_the_broker(&self) -> bool {
+    pub fn is_broker_wide(&self) -> bool {
         matches!(self, Self::TimedOut(_) | Self::Blocked | Self::NotConnected(_) | Self::ShutDown)
     }
 
     /// Whether this message was refused individually, so that others may be accepted.
     #[must_use]
-    pub fn is_of_the_message(&self) -> bool {
+    pub fn is_message_specific(&self) -> bool {
         matches!(self, Self::Nacked | Self::Unroutable(_) | Self::Unsendable { .. })
     }
 }
@@ -106,12 +106,12 @@ struct Job {
 
 /// Signals that a message was unroutable: its exchange does not exist, or no queue is bound for it.
 #[derive(Debug, Default)]
-pub struct MissingWay {
+pub struct MissingRoute {
     noted: Notify,
     what: Lock<Option<String>>,
 }
 
-impl MissingWay {
+impl MissingRoute {
     /// Wakes the waiting task; `what` names the missing route.
     pub fn note(&self, what: String) {
         *self.what.lock().expect("no panic holding it") = Some(what);
@@ -131,7 +131,7 @@ pub struct ConfirmedPublisher {
     jobs: mpsc::Sender<Job>,
     /// How long a job may take from the time it is submitted, including the time in the queue.
     timeout: Duration,
-    way_is_missing: Arc<MissingWay>,
+    missing_route: Arc<MissingRoute>,
 }
 
 impl ConfirmedPublisher {
@@ -154,18 +154,18 @@ impl ConfirmedPublisher {
     fn over(line: SharedConnection) -> Self {
         let (jobs, receiver) = mpsc::channel(QUEUED_JOBS);
         let timeout = line.settings.connect_timeout + line.settings.confirm_timeout;
-        let way_is_missing = line.way_is_missing.clone();
+        let missing_route = line.missing_route.clone();
         let (line, queue) = (Arc::new(line), Arc::new(Mutex::new(JobQueue { receiver, next: None })));
         for _ in 0..CHANNELS {
             tokio::spawn(PublishChannel { line: line.clone(), queue: queue.clone(), channel: None }.run());
         }
-        Self { jobs, timeout, way_is_missing }
+        Self { jobs, timeout, missing_route }
     }
 
     /// Signalled when a message is unroutable.
     #[must_use]
-    pub fn way_is_missing(&self) -> Arc<MissingWay> {
-        self.way_is_missing.clone()
+    pub fn missing_route(&self) -> Arc<MissingRoute> {
+        self.missing_route.clone()
     }
 
     /// Publishes one message.
@@ -220,7 +220,7 @@ impl ConfirmedPublisher {
 
 /// Why no message of a window was sent, if none was.
 fn fault_of_the_broker(answer: &PublishResults) -> Option<PublishError> {
-    let all = answer.iter().all(|result| result.as_ref().is_err_and(PublishError::is_of_the_broker));
+    let all = answer.iter().all(|result| result.as_ref().is_err_and(PublishError::is_broker_wide));
     answer.first().filter(|_| all)?.clone().err()
 }
 
@@ -229,12 +229,12 @@ struct SharedConnection {
     settings: AmqpSettings,
     name: &'static str,
     current: Mutex<Option<Arc<Connection>>>,
-    way_is_missing: Arc<MissingWay>,
+    missing_route: Arc<MissingRoute>,
 }
 
 impl SharedConnection {
     fn new(settings: &AmqpSettings, name: &'static str) -> Self {
-        Self { settings: settings.clone(), name, current: Mutex::new(None), way_is_missing: Arc::default() }
+        Self { settings: settings.clone(), name, current: Mutex::new(None), missing_route: Arc::default() }
     }
 
     async fn connection(&self) -> Result<Arc<Connection>, BrokerError> {
@@ -347,7 +347,7 @@ impl PublishChannel {
         if let Some(at) = answer.iter().position(found_no_way) {
             let Outgoing { exchange, routing_key, .. } = messages[at];
             self.line
-                .way_is_missing
+                .missing_route
                 .note(format!("exchange {exchange:?} led to no queue for routing key {routing_key:?}"));
         }
         if answer.iter().all(leaves_the_channel_usable) {
@@ -498,7 +498,7 @@ mod tests {
     async fn messages_are_requested_window_by_window() {
         let (jobs, _never_answered) = mpsc::channel(QUEUED_JOBS);
         let timeout = Duration::from_millis(10);
-        let publisher = ConfirmedPublisher { jobs, timeout, way_is_missing: Arc::default() };
+        let publisher = ConfirmedPublisher { jobs, timeout, missing_route: Arc::default() };
         let (all, mut asked_for) = (10 * WINDOWS_AT_ONCE * WINDOW, 0);
         let messages = (0..all).map(|_| {
             asked_for += 1;

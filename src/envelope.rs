@@ -23,7 +23,7 @@ pub const LONGEST_X_DELAY_MS: u64 = 4_294_967_295;
 pub struct Route {
     pub exchange: String,
     pub routing_key: String,
-    pub wait: Delay,
+    pub delay: Delay,
 }
 
 /// What makes the alarm wait.
@@ -40,14 +40,14 @@ pub enum Delay {
 impl Route {
     /// Into the inbox: the worker publishes it into the wheel.
     #[must_use]
-    pub fn arm(names: &Names) -> Self {
-        Self { exchange: names.arm(), routing_key: "arm".into(), wait: Delay::None }
+    pub fn inbox(names: &Names) -> Self {
+        Self { exchange: names.arm(), routing_key: "arm".into(), delay: Delay::None }
     }
 
     /// Directly to the processing queue.
     #[must_use]
     pub fn due(names: &Names) -> Self {
-        Self { exchange: names.due(), routing_key: DUE_KEY.into(), wait: Delay::None }
+        Self { exchange: names.due(), routing_key: DUE_KEY.into(), delay: Delay::None }
     }
 
     /// Into the delayed exchange for this long, or for as long as the plugin can hold it: the worker publishes it again
@@ -55,7 +55,7 @@ impl Route {
     #[must_use]
     pub fn delayed(names: &Names, wait: Duration) -> Self {
         let delay_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).min(LONGEST_X_DELAY_MS);
-        Self { exchange: names.delayed(), routing_key: DUE_KEY.into(), wait: Delay::XDelayMs(delay_ms) }
+        Self { exchange: names.delayed(), routing_key: DUE_KEY.into(), delay: Delay::XDelayMs(delay_ms) }
     }
 }
 
@@ -78,35 +78,36 @@ pub struct AlarmHeaders {
 
 /// Makes a new message: without `x-death` and old `x-delay`, so that the broker cannot take it for a routing cycle.
 #[must_use]
-pub fn address(due: &Alarm, route: Route, stamp: AlarmHeaders) -> Outgoing {
-    let mut headers = vec![(HEADER_ATTEMPT, AMQPValue::LongInt(i32::try_from(stamp.attempt).unwrap_or(i32::MAX)))];
+pub fn address(alarm: &Alarm, route: Route, alarm_headers: AlarmHeaders) -> Outgoing {
+    let mut headers =
+        vec![(HEADER_ATTEMPT, AMQPValue::LongInt(i32::try_from(alarm_headers.attempt).unwrap_or(i32::MAX)))];
     let mut ttl = None;
-    match route.wait {
+    match route.delay {
         Delay::None => {}
         Delay::Ttl(duration) => ttl = Some(duration),
         Delay::XDelayMs(delay_ms) => headers.push(x_delay(delay_ms)),
     }
-    if let Some(due_at) = stamp.returns.due_at {
+    if let Some(due_at) = alarm_headers.returns.due_at {
         headers.push((HEADER_RETURNS_AT, AMQPValue::LongLongInt(due_at.unix_micros() / 1_000)));
     }
-    if stamp.returns.early > 0 {
-        let early = i32::try_from(stamp.returns.early).unwrap_or(i32::MAX);
+    if alarm_headers.returns.early > 0 {
+        let early = i32::try_from(alarm_headers.returns.early).unwrap_or(i32::MAX);
         headers.push((HEADER_EARLY_RETURNS, AMQPValue::LongInt(early)));
     }
-    if let Some(traceparent) = stamp.traceparent {
+    if let Some(traceparent) = alarm_headers.traceparent {
         headers.push((HEADER_TRACEPARENT, AMQPValue::LongString(traceparent.into())));
     }
     Outgoing {
         exchange: route.exchange,
         routing_key: route.routing_key,
-        body: due.to_bytes(),
+        body: alarm.to_bytes(),
         message_id: Uuid::now_v7().to_string(),
         message_type: ALARM_TYPE.to_owned(),
         content_type: CONTENT_TYPE,
-        timestamp_s: u64::try_from(stamp.first_published_at.unix_micros() / 1_000_000).unwrap_or(0),
+        timestamp_s: u64::try_from(alarm_headers.first_published_at.unix_micros() / 1_000_000).unwrap_or(0),
         ttl,
         headers,
         // The plugin does not route a message while it delays it, so a mandatory message would always be returned.
-        mandatory: !matches!(route.wait, Delay::XDelayMs(_)),
+        mandatory: !matches!(route.delay, Delay::XDelayMs(_)),
     }
 }

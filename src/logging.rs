@@ -31,7 +31,7 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How often, at most, the same warning is logged.
 const SAME_WARNING_EVERY: Duration = Duration::from_secs(60);
 
-/// Throttles a recurring warning: the first is logged at once, then one per [`SAME_WARNING_EVERY`].
+/// Throttles a recurring warning: the first is logged at once, then one per minute.
 #[derive(Debug, Default)]
 pub struct LogThrottle(Option<Instant>);
 

@@ -233,7 +233,7 @@ pub async fn drop_retried(database: &Database, rows: &[(Uuid, Timestamp)]) -> Re
              SELECT p.id FROM parked_alarms p
              JOIN unnest($1::uuid[], $2::timestamptz[]) AS listed (id, since)
                   ON p.id = listed.id AND p.parked_at = listed.since
-             -- As the worker locks them that parks them again, or each would wait for the other.
+             -- In the order in which parking locks them; otherwise the two could deadlock.
              ORDER BY p.id FOR UPDATE OF p)
          DELETE FROM parked_alarms p USING retried WHERE p.id = retried.id",
     )
@@ -251,7 +251,7 @@ pub async fn forget_old(database: &Database, keep: Duration) -> Result<(u64, boo
         "WITH old AS MATERIALIZED (
              SELECT id FROM parked_alarms
              WHERE parked_at < statement_timestamp() - make_interval(secs => $1) ORDER BY parked_at LIMIT $2
-             -- What is just parked again, retried or dropped is left to that.
+             -- Skips rows that are being parked again, retried or dropped.
              FOR UPDATE SKIP LOCKED)
          DELETE FROM parked_alarms p USING old WHERE p.id = old.id",
     )
@@ -269,7 +269,7 @@ pub async fn drop_rows(database: &Database, ids: &[Uuid]) -> Result<u64, sqlx::E
     let delete = sqlx::query(
         "WITH dropped AS MATERIALIZED (
              SELECT id FROM parked_alarms WHERE id = ANY ($1)
-             -- As the worker locks them that parks them again, or each would wait for the other.
+             -- In the order in which parking locks them; otherwise the two could deadlock.
              ORDER BY id FOR UPDATE)
          DELETE FROM parked_alarms p USING dropped WHERE p.id = dropped.id",
     )

@@ -72,18 +72,18 @@ impl Rearmer {
             match answer {
                 Ok(()) => written.confirmed.push(job.receipt),
                 Err(fault) => {
-                    if fault.is_of_the_broker() { &mut written.failed } else { &mut written.refused }.push(job);
+                    if fault.is_broker_wide() { &mut written.failed } else { &mut written.refused }.push(job);
                     first_fault.get_or_insert(fault);
                 }
             }
         }
         if let Some(fault) = first_fault {
-            self.say_why_not(written.failed.len() + written.refused.len(), &fault);
+            self.log_failures(written.failed.len() + written.refused.len(), &fault);
         }
         written
     }
 
-    fn say_why_not(&self, alarms: usize, fault: &PublishError) {
+    fn log_failures(&self, alarms: usize, fault: &PublishError) {
         if self.not_written.lock().expect("no holder panics").is_due() {
             warn!(alarms, %fault, "alarms could not be written into the wheel; they stay unacknowledged and are tried again");
         } else {
@@ -94,7 +94,7 @@ impl Rearmer {
     fn message(&self, job: &Rearm, now: Timestamp) -> Outgoing {
         let alarm = &job.alarm;
         let route = self.router.route(alarm.deadline(), job.wanted, now);
-        let due_at = match route.wait {
+        let due_at = match route.delay {
             Delay::None => None,
             Delay::Ttl(wait) => Some(now + wait),
             Delay::XDelayMs(wait_ms) => Some(now + Duration::from_millis(wait_ms)),
@@ -153,7 +153,7 @@ impl Router {
             Place::Slot { ring, slot, ttl } => Route {
                 exchange: self.names.wheel(),
                 routing_key: Names::slot_key(&wheel.rings()[ring].name, slot),
-                wait: Delay::Ttl(ttl),
+                delay: Delay::Ttl(ttl),
             },
         }
     }
@@ -167,7 +167,7 @@ mod tests {
 
     fn wait(setting: &str, wanted: Wanted) -> Delay {
         let settings = Settings::load_with_environment(None, Default::default(), &[setting.to_owned()]).unwrap();
-        Router::new(&settings).route(NOW - Duration::from_secs(1), wanted, NOW).wait
+        Router::new(&settings).route(NOW - Duration::from_secs(1), wanted, NOW).delay
     }
 
     #[test]

@@ -301,7 +301,7 @@ impl Outbox {
         let (mut ids, mut pauses_s, mut refused_again) = (Vec::new(), Vec::new(), 0);
         for (one, answer) in sending.iter().zip(answers) {
             let Err(fault) = answer else { continue };
-            if !fault.is_of_the_message() {
+            if !fault.is_message_specific() {
                 continue;
             }
             // Up to a quarter more, so that messages that were refused together are retried apart.
@@ -415,10 +415,10 @@ impl Outbox {
 fn worst(answers: Vec<Result<(), PublishError>>) -> Option<PublishError> {
     let mut faults = answers.into_iter().filter_map(Result::err);
     let first = faults.next()?;
-    if !first.is_of_the_message() {
+    if !first.is_message_specific() {
         return Some(first);
     }
-    Some(faults.find(|fault| !fault.is_of_the_message()).unwrap_or(first))
+    Some(faults.find(|fault| !fault.is_message_specific()).unwrap_or(first))
 }
 
 /// The lock of the relay: one worker holds it at a time.

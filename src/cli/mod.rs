@@ -92,7 +92,7 @@ impl Cli {
     }
 }
 
-/// A deadline on the command line. A command that needs one asks for the group [`When::GROUP`].
+/// A deadline on the command line. A command that needs one requires the group `When::GROUP`.
 #[derive(Debug, Args)]
 #[group(id = When::GROUP, multiple = false)]
 pub struct When {

@@ -227,7 +227,7 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
             traceparent: None,
             returns: Returns::default(),
         };
-        let messages = readable.iter().map(|(.., alarm)| envelope::address(alarm, Route::arm(&names), headers()));
+        let messages = readable.iter().map(|(.., alarm)| envelope::address(alarm, Route::inbox(&names), headers()));
         let results = confirmed.publish_all(messages).await;
         let mut published = Vec::new();
         for ((id, since, _), result) in readable.into_iter().zip(results) {

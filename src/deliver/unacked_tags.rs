@@ -46,7 +46,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_gap_stops_the_multiple_acknowledgement() {
+    fn gap_stops_multiple_acknowledgement() {
         let mut unacked = UnackedTags::default();
         (1..=6).for_each(|tag| unacked.open(tag));
         assert_eq!(unacked.close([1, 2, 4, 6]), AckPlan { up_to: Some(2), single: vec![4, 6] });

@@ -29,7 +29,7 @@ pub enum Moved {
 #[derive(Debug, thiserror::Error)]
 pub enum MoveDeadlineError {
     #[error("the deadline stands: {0}")]
-    OrderIdError(#[from] OrderIdError),
+    OrderId(#[from] OrderIdError),
     #[error("{}", what_is_known(.0))]
     Database(#[from] sqlx::Error),
 }

@@ -65,7 +65,7 @@ impl Lanes {
             Strategy::DeadLetter => match self.lane_for(remaining) {
                 Some(lane) => self.lane_entry(lane, order_id, deadline, now),
                 // No TTL: only the worker publishes into the wheel, by the database's clock.
-                None => Route::arm(&self.names),
+                None => Route::inbox(&self.names),
             },
         }
     }
@@ -80,7 +80,7 @@ impl Lanes {
         Route {
             exchange: self.names.delay(),
             routing_key: Names::lane_key(&lane.name, self.shard_of(order_id)),
-            wait: Delay::Ttl(leaves_at.since(now)),
+            delay: Delay::Ttl(leaves_at.since(now)),
         }
     }
 
@@ -114,7 +114,7 @@ mod tests {
     fn standard_delay_uses_lane_within_tolerance() {
         let route = entry_for(1_800_000 - 12, &[]);
         assert_eq!(
-            (route.exchange.as_str(), route.wait),
+            (route.exchange.as_str(), route.delay),
             ("order.delay", Delay::Ttl(Duration::from_millis(1_779_950)))
         );
         assert!(route.routing_key.starts_with("30m."), "{route:?}");
@@ -124,7 +124,7 @@ mod tests {
     fn other_delays_use_inbox_without_ttl() {
         for remaining_ms in [0, 1, 59_999, 1_798_900, 1_801_100, 63_072_000_000] {
             let route = entry_for(remaining_ms, &[]);
-            assert_eq!((route.exchange.as_str(), route.wait), ("order.arm", Delay::None), "{remaining_ms}");
+            assert_eq!((route.exchange.as_str(), route.delay), ("order.arm", Delay::None), "{remaining_ms}");
         }
     }
 
@@ -132,7 +132,7 @@ mod tests {
         #[test]
         fn alarms_leave_lane_in_step(millis in 0_u64..1_000) {
             let remaining = Duration::from_millis(1_799_500 + millis);
-            let Delay::Ttl(ttl) = entry_for(1_799_500 + millis, &[]).wait else { panic!("a lane") };
+            let Delay::Ttl(ttl) = entry_for(1_799_500 + millis, &[]).delay else { panic!("a lane") };
             let waits_less_by = remaining - Duration::from_secs(20) - ttl;
             prop_assert!(waits_less_by < LEAVES_EVERY, "{waits_less_by:?}");
             // The test's time is a multiple of the step.
@@ -141,16 +141,16 @@ mod tests {
     }
 
     #[test]
-    fn a_ttl_is_never_negative() {
+    fn ttl_is_never_negative() {
         let route = entry_for(4_000, &["delay.lanes=4s"]);
-        assert_eq!(route.wait, Delay::Ttl(Duration::ZERO));
+        assert_eq!(route.delay, Delay::Ttl(Duration::ZERO));
     }
 
     #[test]
     fn longest_lane_ttl_is_reached() {
         let route = entry_for(4_100, &["delay.lanes=4s", "delay.lead=0s"]);
         let lane = Lane::try_from("4s".to_owned()).unwrap();
-        assert_eq!(route.wait, Delay::Ttl(lane.longest_ttl()));
+        assert_eq!(route.delay, Delay::Ttl(lane.longest_ttl()));
     }
 
     proptest! {
@@ -161,7 +161,7 @@ mod tests {
             remaining_ms in prop_oneof![3_900_u64..4_300, 6_900_u64..7_300, 0_u64..10_000],
         ) {
             let route = entry_for(remaining_ms, &["delay.lanes=4s,7s", &format!("delay.lead={lead_ms}ms"), "worker.hold_max=620s"]);
-            if let Delay::Ttl(ttl) = route.wait {
+            if let Delay::Ttl(ttl) = route.delay {
                 let name = route.routing_key.split('.').next().unwrap();
                 let lane = Lane::try_from(name.to_owned()).unwrap();
                 prop_assert!(ttl <= lane.longest_ttl(), "{ttl:?} in lane {name}");
@@ -172,8 +172,8 @@ mod tests {
     #[test]
     fn x_delay_is_capped_at_plugin_limit() {
         let strategy = "delay.strategy=delayed-exchange";
-        assert_eq!(entry_for(75_000, &[strategy]).wait, Delay::XDelayMs(55_000));
+        assert_eq!(entry_for(75_000, &[strategy]).delay, Delay::XDelayMs(55_000));
         let far = entry_for(90 * 86_400_000, &[strategy]);
-        assert_eq!(far.wait, Delay::XDelayMs(4_294_967_295));
+        assert_eq!(far.delay, Delay::XDelayMs(4_294_967_295));
     }
 }

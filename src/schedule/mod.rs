@@ -48,11 +48,11 @@ pub struct Publisher {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ScheduleError {
     #[error("not scheduled: {0}")]
-    OrderIdError(#[from] OrderIdError),
+    OrderId(#[from] OrderIdError),
     #[error("not scheduled: the deadline lies further ahead than delay.max_delay allows; is its unit right?")]
     TooFar,
     #[error("not scheduled: {0}")]
-    PublishError(#[from] PublishError),
+    Publish(#[from] PublishError),
 }
 
 /// The failure of some alarms of [`Publisher::schedule_all`].

@@ -41,7 +41,7 @@ const SQL: OutboxSql = outbox_sql!(
 #[derive(Debug, thiserror::Error)]
 pub enum OutboxError {
     #[error("not scheduled: {0}")]
-    OrderIdError(#[from] OrderIdError),
+    OrderId(#[from] OrderIdError),
     #[error("not scheduled: {}", crate::database::one_line(.0))]
     Database(#[from] sqlx::Error),
 }

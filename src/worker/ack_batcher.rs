@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_may_not_give_way_goes_alone() {
+    async fn urgent_settlement_is_sent_alone() {
         let (event_loop, mut ack_batcher) = while_closing();
         event_loop.settlements.send(vec![ack(1), ack(2)]).unwrap();
         assert_eq!(ack_batcher.next(is_odd).await, [ack(2)]);

@@ -19,7 +19,7 @@ use super::give_way::GiveWay;
 use crate::canary::store::{CanaryStore, Known, READER_NOTED_EVERY, Sent, StoreError};
 use crate::canary::{self, GRACE, Late, Path, Paths};
 use crate::config::{Settings, Strategy};
-use crate::confirm::{ConfirmedPublisher, MissingWay, PublishError};
+use crate::confirm::{ConfirmedPublisher, MissingRoute, PublishError};
 use crate::database::Database;
 use crate::degraded::Cause;
 use crate::deliver::Inspector;
@@ -50,13 +50,13 @@ const STORE_STALLS_AFTER: Duration = Duration::from_secs(2);
 /// How many ids of arrived canaries are kept until the table accepts them.
 const KEPT_AT_MOST: usize = 1_000;
 /// How long a stopping worker tries to delete its reader row.
-pub(super) const LAST_WORD: Duration = Duration::from_secs(2);
+pub(super) const DEREGISTER_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long after its return a broker may deliver late what waited meanwhile.
 const COMING_BACK: Duration = Duration::from_secs(8);
 
 /// The events that inspections react to.
 #[derive(Debug)]
-pub(super) enum BrokerNews {
+pub(super) enum BrokerInput {
     SessionOpened(Inspector),
     SessionEnded,
     /// A message was unroutable: its route, and whether the missing objects were declared again.
@@ -70,7 +70,7 @@ pub(super) struct BrokerInspections {
     path_names: Vec<String>,
     store: CanaryStore,
     confirmed: ConfirmedPublisher,
-    way_is_missing: Arc<MissingWay>,
+    missing_route: Arc<MissingRoute>,
     /// Whether the next declaration was requested here.
     declaring: bool,
     give_way: GiveWay,
@@ -134,7 +134,7 @@ impl BrokerInspections {
             path_names: paths.all().iter().map(|path| path.name.clone()).collect(),
             paths,
             store: CanaryStore::new(database, &settings.namespace),
-            way_is_missing: confirmed.way_is_missing(),
+            missing_route: confirmed.missing_route(),
             confirmed,
             declaring: false,
             give_way,
@@ -159,7 +159,7 @@ impl BrokerInspections {
     /// Runs until `stop`, or until the event channel is closed.
     pub async fn run(
         mut self,
-        mut news: mpsc::UnboundedReceiver<BrokerNews>,
+        mut inputs: mpsc::UnboundedReceiver<BrokerInput>,
         mut arrived: mpsc::UnboundedReceiver<Uuid>,
         stop: CancellationToken,
     ) {
@@ -173,9 +173,9 @@ impl BrokerInspections {
                     None => break,
                     Some(id) => self.take_arrived(Some(id), &mut arrived).await,
                 },
-                one = news.recv() => match one {
+                one = inputs.recv() => match one {
                     None => break,
-                    Some(one) => self.hear(one).await,
+                    Some(one) => self.handle(one).await,
                 },
                 () = self.give_way.due(wake_at), if self.session.is_some() => self.inspect(&mut arrived).await,
             }
@@ -191,10 +191,10 @@ impl BrokerInspections {
         }
     }
 
-    async fn hear(&mut self, news: BrokerNews) {
+    async fn handle(&mut self, inputs: BrokerInput) {
         let now = Instant::now();
-        match news {
-            BrokerNews::SessionOpened(inspector) => {
+        match inputs {
+            BrokerInput::SessionOpened(inspector) => {
                 self.session = Some(Watched {
                     inspector,
                     since: now,
@@ -207,7 +207,7 @@ impl BrokerInspections {
                 // It is not known whether that still holds.
                 self.reader_noted = None;
             }
-            BrokerNews::SessionEnded => {
+            BrokerInput::SessionEnded => {
                 self.session = None;
                 // The next session declares everything, and the next check finds what is wrong then.
                 self.findings.forget_topology();
@@ -215,7 +215,7 @@ impl BrokerInspections {
                 self.unknown_since = None;
                 self.leave().await;
             }
-            BrokerNews::DeclaredAgain(what, Ok(())) => {
+            BrokerInput::DeclaredAgain(what, Ok(())) => {
                 self.forget_slow_canaries().await;
                 self.findings.not_declared = None;
                 if !std::mem::take(&mut self.declaring)
@@ -225,12 +225,12 @@ impl BrokerInspections {
                     self.note_missing(&what);
                 }
             }
-            BrokerNews::DeclaredAgain(_, Err(fault)) => {
+            BrokerInput::DeclaredAgain(_, Err(fault)) => {
                 self.declaring = false;
                 self.findings.not_declared = Some(fault.to_string());
                 self.next_look = now + LOOK_AGAIN_AFTER;
             }
-            BrokerNews::Swept => {
+            BrokerInput::Swept => {
                 self.swept = Some(now);
                 let not_before = self.suspected.map_or(now, |last| now.max(last + SUSPECT_EVERY));
                 self.suspicion.get_or_insert(not_before);
@@ -240,7 +240,7 @@ impl BrokerInspections {
 
     fn have_declared_again(&mut self, what: &str) {
         self.declaring = true;
-        self.way_is_missing.note(what.to_owned());
+        self.missing_route.note(what.to_owned());
     }
 
     fn note_missing(&mut self, what: &str) {
@@ -494,7 +494,7 @@ impl BrokerInspections {
                 self.store.forget_unarrived(&quick.collect::<Vec<_>>()).await?;
                 self.suspicion = Some(Instant::now() + LOOK_AGAIN_AFTER);
             }
-            Err(fault) if fault.is_of_the_broker() => self.store.release(id).await?,
+            Err(fault) if fault.is_broker_wide() => self.store.release(id).await?,
             // Alarms would be refused as well; but nothing was lost.
             Err(fault) => {
                 self.store.release(id).await?;

@@ -90,7 +90,7 @@ impl Effects {
             let now = clock.now();
             let took = now.since(began);
             debug!(orders = ids.len(), took_ms = took.as_secs_f64() * 1e3, "batch executed");
-            recorder.looked_at(&batch, &answer, took, now);
+            recorder.record_batch(&batch, &answer, took, now);
             let closed = log_answer(&batch, &answer, now);
             let by_sweep = (batch.by == ClosedBy::Sweep && closed > 0).then_some(Note::ClosedBySweep(closed));
             let odd = closer.take_odd_answer().map(Note::OddAnswer);

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::broker_inspections::BrokerNews;
+use super::broker_inspections::BrokerInput;
 use super::effects::{Effects, Note};
 use super::supervisor::Phase;
 use super::{GiveUp, Recorder, inspections, policy};
@@ -33,7 +33,7 @@ const LONGEST_UNSWEPT: Duration = Duration::from_secs(5);
 pub(super) struct Outputs {
     pub settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
     pub phase: watch::Sender<Phase>,
-    pub inspections: mpsc::UnboundedSender<BrokerNews>,
+    pub inspections: mpsc::UnboundedSender<BrokerInput>,
     /// Whether a closer is busy, for tasks that wait for idle closers.
     pub closing: watch::Sender<bool>,
 }
@@ -215,7 +215,7 @@ impl EventLoop {
             Note::ClosedBySweep(orders) if self.engine.is_consuming() => {
                 self.swept.about += orders;
                 // They end with the worker's stop.
-                let _ = self.outputs.inspections.send(BrokerNews::Swept);
+                let _ = self.outputs.inspections.send(BrokerInput::Swept);
                 self.log_swept_orders();
             }
             Note::ClosedBySweep(_) => {}
@@ -292,12 +292,12 @@ impl EventLoop {
         self.outputs.closing.send_if_modified(|known| std::mem::replace(known, closing) != closing);
         self.record_availability(now);
         self.update_phase(self.engine.wants_deliveries(now));
-        self.show(now);
+        self.update_metrics(now);
         were_any
     }
 
     /// Publishes the engine's counts and whether the database is usable.
-    fn show(&self, now: Timestamp) {
+    fn update_metrics(&self, now: Timestamp) {
         let metrics = &self.recorder.metrics;
         metrics.alarms_held.set(self.engine.held() as i64);
         metrics.alarms_held_back.set(self.engine.held_back() as i64);

@@ -26,7 +26,7 @@ const EVERY: Duration = Duration::from_secs(3);
 /// The plans are checked in every second round, because EXPLAIN costs as much as planning.
 const TURNS_BETWEEN_PLANS: u32 = 2;
 /// How long a stopping worker waits for its row to be deleted.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+const DELETE_ROW_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The checks that find causes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -87,7 +87,7 @@ impl Inspections {
                 () = ends.cancelled() => break,
             }
         }
-        if let Ok(Err(error)) = tokio::time::timeout(LAST_WORDS, self.registration.leave()).await {
+        if let Ok(Err(error)) = tokio::time::timeout(DELETE_ROW_TIMEOUT, self.registration.leave()).await {
             debug!(
                 error = one_line(&error),
                 "this worker's row could not be deleted; it counts as gone in ten seconds"

@@ -103,7 +103,7 @@ impl Worker {
     pub async fn start(mut settings: Settings) -> Result<Self, StartError> {
         let recorder = Recorder::new(longest_turn(&settings));
         // First, so that it answers what the worker waits for while it starts.
-        let http = show(&settings, &recorder).await?;
+        let http = open_http(&settings, &recorder).await?;
         let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
         // And one for reading the clock while all closers are busy.
         let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
@@ -177,17 +177,17 @@ impl Worker {
         let (settlements, settlement_queue) = mpsc::unbounded_channel();
         let (notes, note_queue) = mpsc::unbounded_channel();
         let (phase, phase_seen) = watch::channel(Phase::Consume);
-        let (broker_news, broker_news_queue) = mpsc::unbounded_channel();
+        let (broker_inputs, broker_input_queue) = mpsc::unbounded_channel();
         let inspections =
             BrokerInspections::new(&settings, self.database.clone(), confirmed.clone(), give_way, recorder.clone());
-        let mut inspecting_broker = tokio::spawn(inspections.run(broker_news_queue, self.canaries, stop.clone()));
+        let mut inspecting_broker = tokio::spawn(inspections.run(broker_input_queue, self.canaries, stop.clone()));
         let supervisor = Supervisor::new(
             settings.clone(),
             self.inboxes,
             AckBatcher::new(settlement_queue, closing_seen, settings.worker.prefetch.into()),
             phase_seen,
-            Listeners { notes: notes.clone(), inspections: broker_news.clone() },
-            confirmed.way_is_missing(),
+            Listeners { notes: notes.clone(), inspections: broker_inputs.clone() },
+            confirmed.missing_route(),
             Quarantine::new(settings.clone(), self.database.clone(), recorder.clone()),
         );
         let supervising = tokio::spawn(supervisor.run(self.first_session));
@@ -197,7 +197,7 @@ impl Worker {
         let zone = self.database.time_zone();
         let time_zone = format!("{} ({})", zone.name, zone.origin.as_str());
         let effects = Effects::new(self.closer, self.sweeper, self.database, rearmer, notes, recorder.clone());
-        let outputs = Outputs { settlements, phase, inspections: broker_news, closing };
+        let outputs = Outputs { settlements, phase, inspections: broker_inputs, closing };
         let event_loop = EventLoop::new(&settings, self.clock, effects, outputs, recorder);
         let database = database::place(&settings.database).expect("validated settings have an address");
         let broker = broker::place(&settings.amqp).expect("validated settings have an address");
@@ -210,7 +210,7 @@ impl Worker {
             outboxes_end.cancel();
             let _ = tokio::join!(relaying, inspecting);
             // It ends with the stop, except for a pending call to database or broker.
-            if tokio::time::timeout(broker_inspections::LAST_WORD, &mut inspecting_broker).await.is_err() {
+            if tokio::time::timeout(broker_inspections::DEREGISTER_TIMEOUT, &mut inspecting_broker).await.is_err() {
                 inspecting_broker.abort();
             }
         };
@@ -264,7 +264,7 @@ fn outboxes(
 
 /// Opens the HTTP server for health and metrics, if it is configured. A worker whose address is taken does not start: it
 /// could not be monitored, and requests to that address would reach another worker.
-async fn show(settings: &Settings, recorder: &Recorder) -> Result<Option<HttpServer>, HttpError> {
+async fn open_http(settings: &Settings, recorder: &Recorder) -> Result<Option<HttpServer>, HttpError> {
     let Some(listen) = settings.http.listen.0 else { return Ok(None) };
     HttpServer::open(listen, recorder.pages()).await.map(Some)
 }

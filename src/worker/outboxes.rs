@@ -176,7 +176,7 @@ impl Outboxes {
             return Round::NotOurs;
         }
         if self.database_answers {
-            self.say_what_is_refused().await;
+            self.record_refused_events().await;
             self.forget_old().await;
         }
         if more { Round::More } else { Round::Emptied }
@@ -241,7 +241,7 @@ impl Outboxes {
     }
 
     /// Reports whether a queue refuses events.
-    async fn say_what_is_refused(&mut self) {
+    async fn record_refused_events(&mut self) {
         if self.count_refused_at <= Instant::now() {
             self.count_refused_at = Instant::now() + COUNT_REFUSED_EVERY;
             match self.events.count_refused().await {
@@ -305,7 +305,7 @@ struct RefusedEvents {
 
 impl RefusedEvents {
     fn note(&mut self, relayed: &Relayed, now: Instant) {
-        let fault = relayed.fault.as_ref().filter(|fault| fault.is_of_the_message() && relayed.refused > 0);
+        let fault = relayed.fault.as_ref().filter(|fault| fault.is_message_specific() && relayed.refused > 0);
         match fault {
             Some(fault) => {
                 self.last = Some((now, fault.clone()));
@@ -378,11 +378,11 @@ impl Rest {
     /// Records the result of a batch. Returns whether there may be more.
     fn note(&mut self, outbox: &'static str, relayed: Result<Relayed, RelayError>, watch: &mut RelayWatch) -> bool {
         let refused_alone = relayed.as_ref().ok().and_then(|relayed| relayed.fault.clone());
-        let refused_alone = refused_alone.filter(PublishError::is_of_the_message).map(RelayError::from);
+        let refused_alone = refused_alone.filter(PublishError::is_message_specific).map(RelayError::from);
         let settled = relayed.and_then(|relayed| {
             let more = relayed.more;
             // Each individually refused row has its own pause, so the outbox needs none.
-            if let Some(fault) = relayed.fault.as_ref().filter(|fault| fault.is_of_the_message()) {
+            if let Some(fault) = relayed.fault.as_ref().filter(|fault| fault.is_message_specific()) {
                 let rows = relayed.refused;
                 if rows > 0 && self.said.is_due() {
                     warn!(%fault, outbox, rows, "the broker refuses some rows of an outbox; they stay, and each is retried after a growing pause");

@@ -77,7 +77,7 @@ impl Recorder {
     }
 
     /// Records a batch's result. `now` is just after its commit, by the database's clock.
-    pub fn looked_at(&self, batch: &Batch, answer: &BatchResult, took: Duration, now: Timestamp) {
+    pub fn record_batch(&self, batch: &Batch, answer: &BatchResult, took: Duration, now: Timestamp) {
         self.metrics.batch_duration.with_label_values(&[batch.by.as_str()]).observe(took.as_secs_f64());
         let count = |outcome: &str, orders: usize| {
             self.metrics.close_results.with_label_values(&[outcome]).inc_by(orders as u64);

@@ -12,12 +12,12 @@ use tracing::{info, warn};
 
 use super::Recorder;
 use super::ack_batcher::AckBatcher;
-use super::broker_inspections::BrokerNews;
+use super::broker_inspections::BrokerInput;
 use super::effects::Note;
 use super::quarantine::Quarantine;
 use crate::backoff::Backoff;
 use crate::config::Settings;
-use crate::confirm::MissingWay;
+use crate::confirm::MissingRoute;
 use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
 use crate::engine::Input;
 use crate::health::{BEAT_EVERY, Loop};
@@ -25,7 +25,7 @@ use crate::health::{BEAT_EVERY, Loop};
 /// The number of the session that is opened at the start.
 pub(super) const FIRST_SESSION: u64 = 1;
 /// A session that ends sooner does not reset the backoff.
-const LIVED: Duration = Duration::from_secs(5);
+const STABLE_AFTER: Duration = Duration::from_secs(5);
 /// How long a stopping worker waits for a session that is being opened, in order to close it.
 const LAST_OPENING: Duration = Duration::from_secs(2);
 /// How long the last settlements of an ended session may take.
@@ -47,7 +47,7 @@ pub(super) enum Phase {
 /// The channels to the tasks that need to know when a session begins and ends.
 pub(super) struct Listeners {
     pub notes: mpsc::UnboundedSender<Note>,
-    pub inspections: mpsc::UnboundedSender<BrokerNews>,
+    pub inspections: mpsc::UnboundedSender<BrokerInput>,
 }
 
 pub(super) struct Supervisor {
@@ -60,7 +60,7 @@ pub(super) struct Supervisor {
     /// Whether a session has been open: the deployment was set up then.
     had_session: bool,
     /// Notified when an exchange or a queue is missing.
-    way_is_missing: Arc<MissingWay>,
+    missing_route: Arc<MissingRoute>,
     quarantine: Quarantine,
     recorder: Recorder,
 }
@@ -72,7 +72,7 @@ impl Supervisor {
         ack_batcher: AckBatcher,
         phase: watch::Receiver<Phase>,
         listeners: Listeners,
-        way_is_missing: Arc<MissingWay>,
+        missing_route: Arc<MissingRoute>,
         quarantine: Quarantine,
     ) -> Self {
         let (next_session, had_session, recorder) = (FIRST_SESSION + 1, false, quarantine.recorder.clone());
@@ -84,7 +84,7 @@ impl Supervisor {
             listeners,
             next_session,
             had_session,
-            way_is_missing,
+            missing_route,
             quarantine,
             recorder,
         }
@@ -98,15 +98,15 @@ impl Supervisor {
             if let Some(open) = session.take() {
                 let opened = Instant::now();
                 self.had_session = true;
-                self.tell(Input::SessionOpened(open.number()));
-                self.tell_inspections(BrokerNews::SessionOpened(open.inspector(&self.settings)));
+                self.send_to_event_loop(Input::SessionOpened(open.number()));
+                self.send_to_inspections(BrokerInput::SessionOpened(open.inspector(&self.settings)));
                 self.recorder.session_opened();
                 let end = self.attend(open).await;
                 self.recorder.session_ended(&end.why);
-                self.tell(Input::SessionEnded);
-                self.tell_inspections(BrokerNews::SessionEnded);
+                self.send_to_event_loop(Input::SessionEnded);
+                self.send_to_inspections(BrokerInput::SessionEnded);
                 let cause_is_gone = self.see_to(&end).await;
-                if cause_is_gone || opened.elapsed() >= LIVED {
+                if cause_is_gone || opened.elapsed() >= STABLE_AFTER {
                     backoff = Backoff::new();
                 } else {
                     self.pause(backoff.next_pause()).await;
@@ -154,7 +154,7 @@ impl Supervisor {
         None
     }
 
-    fn tell(&self, news: Input) {
+    fn send_to_event_loop(&self, news: Input) {
         // Without the event loop the input is not needed.
         let _ = self.listeners.notes.send(Note::Input(news));
     }
@@ -169,7 +169,7 @@ impl Supervisor {
         }
     }
 
-    fn tell_inspections(&self, news: BrokerNews) {
+    fn send_to_inspections(&self, news: BrokerInput) {
         // The receiver may have ended with the worker's stop.
         let _ = self.listeners.inspections.send(news);
     }
@@ -182,7 +182,7 @@ impl Supervisor {
         let mut declaring = None;
         loop {
             self.recorder.health.beat(Loop::Supervisor);
-            if opened.elapsed() >= LIVED {
+            if opened.elapsed() >= STABLE_AFTER {
                 self.quarantine.session_lives();
             }
             let phase = *self.phase.borrow_and_update();
@@ -218,7 +218,7 @@ impl Supervisor {
                         return end;
                     }
                 }
-                what = self.way_is_missing.noted(), if declaring.is_none() => {
+                what = self.missing_route.noted(), if declaring.is_none() => {
                     let declare = session.declare_again(&self.settings);
                     declaring = Some(Box::pin(async move { (what, declare.await) }));
                 }
@@ -230,7 +230,7 @@ impl Supervisor {
                             warn!(what, %fault, "message was unroutable; missing exchanges and queues cannot be declared");
                         }
                     }
-                    self.tell_inspections(BrokerNews::DeclaredAgain(what, declared));
+                    self.send_to_inspections(BrokerInput::DeclaredAgain(what, declared));
                 }
                 _ = self.phase.changed() => {}
                 () = tokio::time::sleep(BEAT_EVERY) => {}

@@ -857,7 +857,7 @@ fn second_stop_signal_ends_worker_at_once() {
             wait_for("parking that waits for the lock", async || env.count(waiting).await == 1).await;
 
             worker.signal(libc::SIGTERM);
-            wait_for("the draining", async || worker.has_logged("stopping: taking nothing new")).await;
+            wait_for("the draining", async || worker.has_logged("stopping: accepting nothing new")).await;
             assert_eq!(worker.exit_code(), None, "there is something left to finish");
             worker.signal(libc::SIGINT);
             wait_within(Duration::from_secs(20), "the exit", async || worker.exit_code().is_some()).await;

@@ -193,7 +193,7 @@ fn delay_beyond_plugin_limit_is_capped() {
         (3_649 * DAY, longest),
     ] {
         let route = lanes.route(&id, now + remaining, now);
-        assert_eq!(route.wait, Delay::XDelayMs(u64::try_from(expected.as_millis()).unwrap()), "{remaining:?}");
+        assert_eq!(route.delay, Delay::XDelayMs(u64::try_from(expected.as_millis()).unwrap()), "{remaining:?}");
         let due = Alarm { order_id: id.clone(), deadline: now + remaining };
         let message = envelope::address(
             &due,

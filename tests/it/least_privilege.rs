@@ -177,7 +177,7 @@ async fn publisher_names_missing_write_permission(broker: &Private) {
     rights("^$");
     let soon = Timestamp::now_by_local_clock() + Duration::from_secs(7 * 60);
     let refused = publisher.schedule("order-without-rights", soon).await.unwrap_err();
-    assert!(matches!(refused, ScheduleError::PublishError(PublishError::Refused(_))), "{refused}");
+    assert!(matches!(refused, ScheduleError::Publish(PublishError::Refused(_))), "{refused}");
     rights(before["write"].as_str().unwrap());
     publisher.schedule("order-with-rights", soon).await.unwrap();
 }

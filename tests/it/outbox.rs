@@ -113,7 +113,7 @@ fn outbox_rejects_invalid_order_ids() {
         async |env| {
             let now = std::time::SystemTime::now();
             let refused = schedule_in(&env.pool, "", now).await;
-            assert!(matches!(refused, Err(OutboxError::OrderIdError(_))), "{refused:?}");
+            assert!(matches!(refused, Err(OutboxError::OrderId(_))), "{refused:?}");
             for bad in ["", "a\tb", &"x".repeat(201)] {
                 let inserted = sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, now())")
                     .bind(bad)
@@ -154,7 +154,7 @@ fn unroutable_alarms_do_not_block_outbox() {
                 match relay.round().await.unwrap().settled() {
                     Ok(settled) => assert!(settled > 0, "a round that settles nothing says so"),
                     // The whole suite shares this broker, so it may answer slowly.
-                    Err(RelayError::Broker(fault)) if fault.is_of_the_broker() && began.elapsed() < TIMEOUT => {
+                    Err(RelayError::Broker(fault)) if fault.is_broker_wide() && began.elapsed() < TIMEOUT => {
                         continue;
                     }
                     Err(fault) => break fault,

@@ -160,7 +160,7 @@ fn pipelined_publishing_reports_exactly_unroutable_alarms() {
                 assert_eq!(error.failed.len(), unroutable.len(), "each of them once");
                 assert_eq!(error.scheduled, 2_000 - unroutable.len());
                 for (_, why) in &error.failed {
-                    assert!(matches!(why, ScheduleError::PublishError(PublishError::Unroutable(_))), "{why}");
+                    assert!(matches!(why, ScheduleError::Publish(PublishError::Unroutable(_))), "{why}");
                 }
                 let text = error.to_string();
                 assert!(text.starts_with(&format!("{} of 2000 alarms not scheduled", unroutable.len())), "{text}");
@@ -306,7 +306,7 @@ async fn refuse(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> 
         match publisher.schedule(fresh_id().as_str(), ahead(40 * SECOND)).await {
             Ok(()) => scheduled += 1,
             Err(error) => {
-                assert_eq!(error, ScheduleError::PublishError(PublishError::Nacked));
+                assert_eq!(error, ScheduleError::Publish(PublishError::Nacked));
                 assert_says(&error, "refused the message (nack)");
                 refused += 1;
             }
@@ -316,7 +316,7 @@ async fn refuse(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> 
     let deadline = ahead(40 * SECOND);
     let more = publisher.schedule_all((0..200).map(|_| (fresh_id(), deadline))).await;
     let error = more.expect_err("the lane is full");
-    assert!(error.failed.iter().all(|(_, why)| *why == ScheduleError::PublishError(PublishError::Nacked)), "{error}");
+    assert!(error.failed.iter().all(|(_, why)| *why == ScheduleError::Publish(PublishError::Nacked)), "{error}");
     let safe = scheduled + error.scheduled;
     wait_for("what was confirmed, and nothing else", async || lane_depth(env, "40s").await == safe).await;
     // As soon as the lane is empty it accepts alarms again, on the same connection.
@@ -372,7 +372,7 @@ async fn assert_fails_in_time(env: &TestEnv, publisher: &Publisher) {
     let answer = tokio::time::timeout(60 * SECOND, publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND))).await;
     let error = answer.expect("an answer at all").expect_err("a blocked broker confirms nothing");
     assert!(began.elapsed() <= bound(env), "took {:?}: {error}", began.elapsed());
-    assert!(matches!(error, ScheduleError::PublishError(PublishError::Blocked | PublishError::TimedOut(_))), "{error}");
+    assert!(matches!(error, ScheduleError::Publish(PublishError::Blocked | PublishError::TimedOut(_))), "{error}");
     assert_says(&error, "");
 }
 

@@ -90,8 +90,8 @@ fn waiting(
         let now = Timestamp::now_by_local_clock();
         let left = expiry.since(now);
         let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
-        let wait = if by_the_plugin { Delay::XDelayMs(left_ms) } else { Delay::Ttl(left) };
-        fresh(&alarm, Route { exchange, routing_key, wait }, now)
+        let delay = if by_the_plugin { Delay::XDelayMs(left_ms) } else { Delay::Ttl(left) };
+        fresh(&alarm, Route { exchange, routing_key, delay }, now)
     })
 }
 
