@@ -57,8 +57,8 @@ pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, 
             start_async_compat_runtime();
             Ok(connection)
         }
-        Ok(Err(error)) => Err(why_not_connected(&error, &place, &uri, settings)),
-        Err(_) => Err(did_not_answer(&uri, settings)),
+        Ok(Err(error)) => Err(connect_error(&error, &place, &uri, settings)),
+        Err(_) => Err(timeout_error(&uri, settings)),
     }
 }
 
@@ -130,15 +130,15 @@ pub(crate) async fn connect_raw(settings: &AmqpSettings) -> Result<RawConnection
     let place = address(&uri);
     let opening = async {
         let (runtime, tls) = (default_runtime()?, OwnedTLSConfig::default());
-        let plain = in_the_clear(&uri).connect_with_config_async(tls.as_ref(), &runtime).await?;
+        let plain = without_tls(&uri).connect_with_config_async(tls.as_ref(), &runtime).await?;
         let Some(connector) = &connector else { return Ok(Box::new(plain) as Box<dyn ByteStream>) };
         let safe = plain.into_rustls(connector, name_in_certificate(&uri)).await?;
         Ok::<_, lapin::Error>(Box::new(safe) as Box<dyn ByteStream>)
     };
     let stream = match tokio::time::timeout(settings.connect_timeout, opening).await {
         Ok(Ok(stream)) => stream,
-        Ok(Err(error)) => return Err(why_not_connected(&error, &place, &uri, settings)),
-        Err(_) => return Err(did_not_answer(&uri, settings)),
+        Ok(Err(error)) => return Err(connect_error(&error, &place, &uri, settings)),
+        Err(_) => return Err(timeout_error(&uri, settings)),
     };
     Ok(RawConnection {
         stream,
@@ -158,7 +158,7 @@ async fn open(
     properties: ConnectionProperties,
 ) -> lapin::Result<Connection> {
     let connect = async move |uri: AMQPUri, runtime| {
-        let plain = in_the_clear(&uri).connect_with_config_async(OwnedTLSConfig::default().as_ref(), &runtime).await?;
+        let plain = without_tls(&uri).connect_with_config_async(OwnedTLSConfig::default().as_ref(), &runtime).await?;
         let Some(connector) = &connector else { return Ok(plain) };
         Ok(plain.into_rustls(connector, name_in_certificate(&uri)).await?)
     };
@@ -166,7 +166,7 @@ async fn open(
 }
 
 /// The address without its TLS, which [`open`] and [`connect_raw`] add themselves.
-fn in_the_clear(uri: &AMQPUri) -> AMQPUri {
+fn without_tls(uri: &AMQPUri) -> AMQPUri {
     AMQPUri { scheme: AMQPScheme::AMQP, ..uri.clone() }
 }
 
@@ -206,7 +206,7 @@ const PLAIN: &str = "amqp:// for a broker without TLS";
 const TLS: &str = "For a port with TLS write amqps:// in amqp.url";
 
 /// The error when `connect_timeout` has passed.
-fn did_not_answer(uri: &AMQPUri, settings: &AmqpSettings) -> BrokerError {
+fn timeout_error(uri: &AMQPUri, settings: &AmqpSettings) -> BrokerError {
     let (place, timeout) = (address(uri), settings.connect_timeout);
     BrokerError::Away(format!("the broker at {place} did not answer within {timeout:?}; is it running there?"))
 }
@@ -214,14 +214,14 @@ fn did_not_answer(uri: &AMQPUri, settings: &AmqpSettings) -> BrokerError {
 /// Runs several requests within one `connect_timeout`, because a broker may stop answering at any of them.
 ///
 /// # Errors
-/// [`BrokerError`] of `things`, or a timeout.
+/// [`BrokerError`] of `requests`, or a timeout.
 pub async fn within_connect_timeout<T>(
     settings: &AmqpSettings,
-    things: impl Future<Output = Result<T, BrokerError>>,
+    requests: impl Future<Output = Result<T, BrokerError>>,
 ) -> Result<T, BrokerError> {
-    match tokio::time::timeout(settings.connect_timeout, things).await {
+    match tokio::time::timeout(settings.connect_timeout, requests).await {
         Ok(done) => done,
-        Err(_) => Err(did_not_answer(&address_of(settings)?, settings)),
+        Err(_) => Err(timeout_error(&address_of(settings)?, settings)),
     }
 }
 
@@ -259,10 +259,10 @@ fn address(uri: &AMQPUri) -> String {
     format!("{host}:{}, virtual host {:?}", uri.authority.port, uri.vhost)
 }
 
-fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri, settings: &AmqpSettings) -> BrokerError {
+fn connect_error(error: &lapin::Error, place: &str, uri: &AMQPUri, settings: &AmqpSettings) -> BrokerError {
     let user = &uri.authority.userinfo.username;
-    if let Some(why) = why_not_by_tls(error, uri) {
-        return BrokerError::Refused(format!("the broker at {place} cannot be talked to safely: {why}"));
+    if let Some(why) = tls_hint(error, uri) {
+        return BrokerError::Refused(format!("the broker at {place} cannot be used with these TLS settings: {why}"));
     }
     match reply(error) {
         Some((reply_code::ACCESS_REFUSED, _)) => BrokerError::Refused(format!(
@@ -278,9 +278,9 @@ fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri, settings:
         Some((code, text)) => {
             BrokerError::Away(format!("the broker at {place} ended the connection with {code} {text}"))
         }
-        None => BrokerError::Away(match why_cut_by_tls(error, uri, settings) {
-            Some(why) => format!("the broker at {place} cannot be talked to: {why}"),
-            None if is_cut(error) => {
+        None => BrokerError::Away(match closed_by_tls_hint(error, uri, settings) {
+            Some(why) => format!("the broker at {place} cannot be reached: {why}"),
+            None if is_closed_by_server(error) => {
                 format!(
                     "the broker at {place} cannot be reached ({error}); is it running there, and without TLS? {TLS}"
                 )
@@ -291,7 +291,7 @@ fn why_not_connected(error: &lapin::Error, place: &str, uri: &AMQPUri, settings:
 }
 
 /// The hint about TLS, if the error may be about TLS.
-fn why_not_by_tls(error: &lapin::Error, uri: &AMQPUri) -> Option<String> {
+fn tls_hint(error: &lapin::Error, uri: &AMQPUri) -> Option<String> {
     match (error.kind(), &uri.scheme) {
         (ErrorKind::IOError(error), _) => tls::why(error, "amqp", PLAIN),
         // A TLS alert is not an AMQP frame.
@@ -301,12 +301,12 @@ fn why_not_by_tls(error: &lapin::Error, uri: &AMQPUri) -> Option<String> {
 }
 
 /// Whether the server accepted the connection and closed it, as a TLS listener does on AMQP.
-fn is_cut(error: &lapin::Error) -> bool {
+fn is_closed_by_server(error: &lapin::Error) -> bool {
     matches!(error.kind(), ErrorKind::IOError(error) if tls::is_cut(error))
 }
 
 /// The hint about TLS for a connection that was closed.
-fn why_cut_by_tls(error: &lapin::Error, uri: &AMQPUri, settings: &AmqpSettings) -> Option<String> {
+fn closed_by_tls_hint(error: &lapin::Error, uri: &AMQPUri, settings: &AmqpSettings) -> Option<String> {
     match (error.kind(), &uri.scheme) {
         (ErrorKind::IOError(error), AMQPScheme::AMQPS) => tls::why_cut(error, settings.tls_files()),
         _ => None,
@@ -354,7 +354,7 @@ pub fn end_kind(error: &lapin::Error) -> EndKind {
 /// Closes a connection within `timeout`: a blocked one would never reply.
 pub async fn close(connection: &Connection, timeout: Duration) {
     let closing = connection.close(reply_code::CONTENT_OK, "done".into());
-    let _answered_or_given_up = tokio::time::timeout(timeout, closing).await;
+    let _closed_or_timed_out = tokio::time::timeout(timeout, closing).await;
 }
 
 #[cfg(test)]

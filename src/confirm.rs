@@ -101,27 +101,27 @@ type PublishResults = Vec<Result<(), PublishError>>;
 /// The messages of one caller: at most a window.
 struct Job {
     messages: Vec<Outgoing>,
-    answer: oneshot::Sender<PublishResults>,
+    results: oneshot::Sender<PublishResults>,
 }
 
 /// Signals that a message was unroutable: its exchange does not exist, or no queue is bound for it.
 #[derive(Debug, Default)]
 pub struct MissingRoute {
     noted: Notify,
-    what: Lock<Option<String>>,
+    route: Lock<Option<String>>,
 }
 
 impl MissingRoute {
-    /// Wakes the waiting task; `what` names the missing route.
-    pub fn note(&self, what: String) {
-        *self.what.lock().expect("no panic holding it") = Some(what);
+    /// Wakes the waiting task; `route` describes the missing route.
+    pub fn note(&self, route: String) {
+        *self.route.lock().expect("no holder panics") = Some(route);
         self.noted.notify_one();
     }
 
     /// Resolves with the name of a missing route when there is one.
     pub async fn noted(&self) -> String {
         self.noted.notified().await;
-        self.what.lock().expect("no panic holding it").take().unwrap_or_default()
+        self.route.lock().expect("no holder panics").take().unwrap_or_default()
     }
 }
 
@@ -140,9 +140,9 @@ impl ConfirmedPublisher {
     /// # Errors
     /// [`BrokerError`] if there is no connection.
     pub async fn connect(settings: &AmqpSettings, name: &'static str) -> Result<Self, BrokerError> {
-        let line = SharedConnection::new(settings, name);
-        line.connection().await?;
-        Ok(Self::over(line))
+        let shared = SharedConnection::new(settings, name);
+        shared.connection().await?;
+        Ok(Self::over(shared))
     }
 
     /// Connects when the first message is published: for a worker that must run while the broker is unavailable.
@@ -151,13 +151,13 @@ impl ConfirmedPublisher {
         Self::over(SharedConnection::new(settings, name))
     }
 
-    fn over(line: SharedConnection) -> Self {
+    fn over(shared: SharedConnection) -> Self {
         let (jobs, receiver) = mpsc::channel(QUEUED_JOBS);
-        let timeout = line.settings.connect_timeout + line.settings.confirm_timeout;
-        let missing_route = line.missing_route.clone();
-        let (line, queue) = (Arc::new(line), Arc::new(Mutex::new(JobQueue { receiver, next: None })));
+        let timeout = shared.settings.connect_timeout + shared.settings.confirm_timeout;
+        let missing_route = shared.missing_route.clone();
+        let (shared, queue) = (Arc::new(shared), Arc::new(Mutex::new(JobQueue { receiver, next: None })));
         for _ in 0..CHANNELS {
-            tokio::spawn(PublishChannel { line: line.clone(), queue: queue.clone(), channel: None }.run());
+            tokio::spawn(PublishChannel { shared: shared.clone(), queue: queue.clone(), channel: None }.run());
         }
         Self { jobs, timeout, missing_route }
     }
@@ -188,40 +188,40 @@ impl ConfirmedPublisher {
         let mut messages = messages.into_iter().peekable();
         let count = messages.len();
         let mut waiting = FuturesOrdered::new();
-        let mut answers = PublishResults::new();
+        let mut results = PublishResults::new();
         let mut broker_fault = None;
         loop {
             while broker_fault.is_none() && waiting.len() < WINDOWS_AT_ONCE && messages.peek().is_some() {
                 waiting.push_back(self.submit(messages.by_ref().take(WINDOW).collect()));
             }
-            let Some(answer) = waiting.next().await else { break };
-            broker_fault = broker_fault.or_else(|| fault_of_the_broker(&answer));
-            answers.extend(answer);
+            let Some(window) = waiting.next().await else { break };
+            broker_fault = broker_fault.or_else(|| fault_of_whole_window(&window));
+            results.extend(window);
         }
         if let Some(fault) = broker_fault {
-            answers.resize(count, Err(fault));
+            results.resize(count, Err(fault));
         }
-        answers
+        results
     }
 
     async fn submit(&self, messages: Vec<Outgoing>) -> PublishResults {
         let count = messages.len();
-        let (answer, answered) = oneshot::channel();
-        let answered = async {
-            self.jobs.send(Job { messages, answer }).await.ok()?;
-            answered.await.ok()
+        let (results, receiver) = oneshot::channel();
+        let finished = async {
+            self.jobs.send(Job { messages, results }).await.ok()?;
+            receiver.await.ok()
         };
-        match tokio::time::timeout(self.timeout, answered).await {
-            Ok(answer) => answer.unwrap_or_else(|| vec![Err(PublishError::ShutDown); count]),
+        match tokio::time::timeout(self.timeout, finished).await {
+            Ok(results) => results.unwrap_or_else(|| vec![Err(PublishError::ShutDown); count]),
             Err(_) => vec![Err(PublishError::TimedOut(self.timeout)); count],
         }
     }
 }
 
 /// Why no message of a window was sent, if none was.
-fn fault_of_the_broker(answer: &PublishResults) -> Option<PublishError> {
-    let all = answer.iter().all(|result| result.as_ref().is_err_and(PublishError::is_broker_wide));
-    answer.first().filter(|_| all)?.clone().err()
+fn fault_of_whole_window(results: &PublishResults) -> Option<PublishError> {
+    let all = results.iter().all(|result| result.as_ref().is_err_and(PublishError::is_broker_wide));
+    results.first().filter(|_| all)?.clone().err()
 }
 
 /// The connection that the channels share; reopened when it is broken.
@@ -284,7 +284,7 @@ impl JobQueue {
                 },
             };
             // Its caller's timeout has ended, and a stalled broker must not get messages whose result is not needed.
-            if job.answer.is_closed() {
+            if job.results.is_closed() {
                 continue;
             }
             count += job.messages.len();
@@ -299,7 +299,7 @@ impl JobQueue {
 
 /// One channel that takes jobs from the queue, a window at a time.
 struct PublishChannel {
-    line: Arc<SharedConnection>,
+    shared: Arc<SharedConnection>,
     queue: Arc<Mutex<JobQueue>>,
     channel: Option<(Arc<Connection>, Channel)>,
 }
@@ -308,10 +308,10 @@ impl PublishChannel {
     async fn run(mut self) {
         while let Some(jobs) = self.next_jobs().await {
             let messages: Vec<&Outgoing> = jobs.iter().flat_map(|job| &job.messages).collect();
-            let mut answers = self.publish_window(&messages).await.into_iter();
+            let mut results = self.publish_window(&messages).await.into_iter();
             for job in jobs {
                 // A caller that has gone does not need its result.
-                let _ = job.answer.send(answers.by_ref().take(job.messages.len()).collect());
+                let _ = job.results.send(results.by_ref().take(job.messages.len()).collect());
             }
         }
         if let Some((connection, _)) = self.channel.take() {
@@ -332,46 +332,46 @@ impl PublishChannel {
             self.channel = Some((connection, channel));
             return vec![Err(PublishError::Blocked); messages.len()];
         }
-        let timeout = self.line.settings.confirm_timeout;
-        let mut answer = match tokio::time::timeout(timeout, send_and_await(&channel, messages)).await {
-            Ok(answer) => answer,
+        let timeout = self.shared.settings.confirm_timeout;
+        let mut results = match tokio::time::timeout(timeout, send_and_await(&channel, messages)).await {
+            Ok(results) => results,
             // On a blocked connection lapin writes nothing, so a window that began before the notice ends here.
             Err(_) if connection.status().blocked() => vec![Err(PublishError::Blocked); messages.len()],
             Err(_) => vec![Err(PublishError::TimedOut(timeout)); messages.len()],
         };
         if !connection.status().connected() {
-            answer.iter_mut().for_each(blame_the_connection);
+            results.iter_mut().for_each(attribute_to_connection);
         }
-        let found_no_way =
+        let is_unroutable =
             |result: &Result<_, _>| matches!(result, Err(PublishError::Unroutable(_) | PublishError::NoExchange(_)));
-        if let Some(at) = answer.iter().position(found_no_way) {
+        if let Some(at) = results.iter().position(is_unroutable) {
             let Outgoing { exchange, routing_key, .. } = messages[at];
-            self.line
+            self.shared
                 .missing_route
                 .note(format!("exchange {exchange:?} led to no queue for routing key {routing_key:?}"));
         }
-        if answer.iter().all(leaves_the_channel_usable) {
+        if results.iter().all(leaves_channel_usable) {
             self.channel = Some((connection, channel));
         }
-        answer
+        results
     }
 
     async fn take_channel(&mut self) -> Result<(Arc<Connection>, Channel), PublishError> {
         match self.channel.take().filter(|(_, channel)| channel.status().connected()) {
             Some(open) => Ok(open),
-            None => self.line.open_channel().await,
+            None => self.shared.open_channel().await,
         }
     }
 }
 
 /// A channel that was closed with its connection gives no reason for the messages published on it.
-fn blame_the_connection(result: &mut Result<(), PublishError>) {
+fn attribute_to_connection(result: &mut Result<(), PublishError>) {
     if let Err(PublishError::ChannelClosed(why)) = result {
         *result = Err(PublishError::NotConnected(BrokerError::Away(std::mem::take(why))));
     }
 }
 
-fn leaves_the_channel_usable(result: &Result<(), PublishError>) -> bool {
+fn leaves_channel_usable(result: &Result<(), PublishError>) -> bool {
     use PublishError::{Nacked, Unroutable, Unsendable};
     matches!(result, Ok(()) | Err(Nacked | Unroutable(_) | Unsendable { .. }))
 }
@@ -384,15 +384,15 @@ async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> PublishRes
         join_all(messages.iter().map(|message| send(channel, message))).await;
     let mut returned = HashSet::new();
     let mut returned_text = String::new();
-    let mut answer = PublishResults::with_capacity(messages.len());
+    let mut results = PublishResults::with_capacity(messages.len());
     for sent in confirms {
         let confirmation = match sent {
             Ok(confirm) => confirm.await.map_err(|error| closed(&error)),
             Err(fault) => Err(fault),
         };
-        answer.push(match confirmation {
+        results.push(match confirmation {
             Ok(confirmation) => {
-                let verdict = if confirmation.is_nack() { Err(PublishError::Nacked) } else { Ok(()) };
+                let result = if confirmation.is_nack() { Err(PublishError::Nacked) } else { Ok(()) };
                 if matches!(confirmation, Confirmation::NotRequested) {
                     unreachable!("the channel is in confirm mode");
                 }
@@ -400,17 +400,17 @@ async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> PublishRes
                     returned_text = format!("{} {}", message.reply_code, message.reply_text);
                     returned.extend(message.delivery.properties.message_id().as_ref().map(ToString::to_string));
                 }
-                verdict
+                result
             }
             Err(fault) => Err(fault),
         });
     }
-    for (message, verdict) in messages.iter().zip(&mut answer) {
-        if verdict.is_ok() && returned.contains(&message.message_id) {
-            *verdict = Err(PublishError::Unroutable(returned_text.clone()));
+    for (message, result) in messages.iter().zip(&mut results) {
+        if result.is_ok() && returned.contains(&message.message_id) {
+            *result = Err(PublishError::Unroutable(returned_text.clone()));
         }
     }
-    answer
+    results
 }
 
 async fn send(channel: &Channel, message: &Outgoing) -> Result<PublisherConfirm, PublishError> {
@@ -496,7 +496,7 @@ mod tests {
 
     #[tokio::test]
     async fn messages_are_requested_window_by_window() {
-        let (jobs, _never_answered) = mpsc::channel(QUEUED_JOBS);
+        let (jobs, _never_finished) = mpsc::channel(QUEUED_JOBS);
         let timeout = Duration::from_millis(10);
         let publisher = ConfirmedPublisher { jobs, timeout, missing_route: Arc::default() };
         let (all, mut asked_for) = (10 * WINDOWS_AT_ONCE * WINDOW, 0);
@@ -504,8 +504,8 @@ mod tests {
             asked_for += 1;
             message()
         });
-        let answers = publisher.publish_all(messages).await;
-        assert_eq!(answers, vec![Err(PublishError::TimedOut(timeout)); all]);
+        let results = publisher.publish_all(messages).await;
+        assert_eq!(results, vec![Err(PublishError::TimedOut(timeout)); all]);
         assert!(asked_for <= WINDOWS_AT_ONCE * WINDOW + 1, "{asked_for}");
     }
 
@@ -514,9 +514,9 @@ mod tests {
         let (jobs, receiver) = mpsc::channel(QUEUED_JOBS);
         let mut waiting = Vec::new();
         for count in [999, 1, 1, 999, 600, 600, 400, WINDOW, 3] {
-            let (answer, answered) = oneshot::channel();
-            jobs.try_send(Job { messages: vec![message(); count], answer }).ok().unwrap();
-            waiting.push(answered);
+            let (results, receiver) = oneshot::channel();
+            jobs.try_send(Job { messages: vec![message(); count], results }).ok().unwrap();
+            waiting.push(receiver);
         }
         // The caller has gone.
         drop(waiting.remove(8));

@@ -18,7 +18,7 @@ use crate::message::{Alarm, Unreadable, write_rfc3339};
 use crate::order::Timestamp;
 
 /// Rows deleted by one statement because they are old: each may hold 16 KiB.
-const FORGOTTEN_AT_ONCE: u64 = 1_000;
+const DELETE_BATCH_SIZE: u64 = 1_000;
 
 /// A parked alarm as it is listed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -256,9 +256,9 @@ pub async fn forget_old(database: &Database, keep: Duration) -> Result<(u64, boo
          DELETE FROM parked_alarms p USING old WHERE p.id = old.id",
     )
     .bind(keep.as_secs_f64())
-    .bind(i64::try_from(FORGOTTEN_AT_ONCE).unwrap_or(i64::MAX));
+    .bind(i64::try_from(DELETE_BATCH_SIZE).unwrap_or(i64::MAX));
     let deleted = database.run(async |connection| delete.execute(connection).await).await?.rows_affected();
-    Ok((deleted, deleted >= FORGOTTEN_AT_ONCE))
+    Ok((deleted, deleted >= DELETE_BATCH_SIZE))
 }
 
 /// Deletes these rows; returns how many existed.

@@ -23,7 +23,7 @@ use crate::wheel::{Place, Wheel};
 pub struct Rearmer {
     router: Router,
     confirmed: ConfirmedPublisher,
-    not_written: Arc<Mutex<LogThrottle>>,
+    fault_throttle: Arc<Mutex<LogThrottle>>,
 }
 
 /// Chooses the route of an alarm. Pure.
@@ -56,23 +56,23 @@ impl Rearmer {
     /// If the rings of `settings` do not mesh, which `Settings::validate` refuses.
     #[must_use]
     pub fn new(settings: &Settings, confirmed: ConfirmedPublisher) -> Self {
-        Self { router: Router::new(settings), confirmed, not_written: Arc::default() }
+        Self { router: Router::new(settings), confirmed, fault_throttle: Arc::default() }
     }
 
     /// Publishes all of them.
-    pub async fn write(&self, jobs: Vec<Rearm>, clock: DatabaseClock) -> Written {
+    pub async fn write(&self, rearms: Vec<Rearm>, clock: DatabaseClock) -> Written {
         // One by one, because each TTL counts from when it is sent: the alarms of a slot expire together, however long
         // publishing takes.
         // By index: with a closure that takes a reference, callers could not spawn this future.
-        let messages = (0..jobs.len()).map(|number| self.message(&jobs[number], clock.now()));
-        let answers = self.confirmed.publish_all(messages).await;
+        let messages = (0..rearms.len()).map(|number| self.message(&rearms[number], clock.now()));
+        let results = self.confirmed.publish_all(messages).await;
         let mut written = Written::default();
         let mut first_fault = None;
-        for (job, answer) in jobs.into_iter().zip(answers) {
-            match answer {
-                Ok(()) => written.confirmed.push(job.receipt),
+        for (rearm, result) in rearms.into_iter().zip(results) {
+            match result {
+                Ok(()) => written.confirmed.push(rearm.receipt),
                 Err(fault) => {
-                    if fault.is_broker_wide() { &mut written.failed } else { &mut written.refused }.push(job);
+                    if fault.is_broker_wide() { &mut written.failed } else { &mut written.refused }.push(rearm);
                     first_fault.get_or_insert(fault);
                 }
             }
@@ -84,20 +84,20 @@ impl Rearmer {
     }
 
     fn log_failures(&self, alarms: usize, fault: &PublishError) {
-        if self.not_written.lock().expect("no holder panics").is_due() {
-            warn!(alarms, %fault, "alarms could not be written into the wheel; they stay unacknowledged and are tried again");
+        if self.fault_throttle.lock().expect("no holder panics").is_due() {
+            warn!(alarms, %fault, "alarms could not be written into the wheel; they stay unacknowledged and are retried");
         } else {
             debug!(alarms, %fault, "alarms could not be written into the wheel");
         }
     }
 
-    fn message(&self, job: &Rearm, now: Timestamp) -> Outgoing {
-        let alarm = &job.alarm;
-        let route = self.router.route(alarm.deadline(), job.wanted, now);
+    fn message(&self, rearm: &Rearm, now: Timestamp) -> Outgoing {
+        let alarm = &rearm.alarm;
+        let route = self.router.route(alarm.deadline(), rearm.wanted, now);
         let due_at = match route.delay {
             Delay::None => None,
-            Delay::Ttl(wait) => Some(now + wait),
-            Delay::XDelayMs(wait_ms) => Some(now + Duration::from_millis(wait_ms)),
+            Delay::Ttl(ttl) => Some(now + ttl),
+            Delay::XDelayMs(delay_ms) => Some(now + Duration::from_millis(delay_ms)),
         };
         let returns = Returns { due_at, ..alarm.returns };
         let (first_published_at, traceparent) = (alarm.first_published_at.unwrap_or(now), alarm.traceparent.clone());
@@ -130,14 +130,14 @@ impl Router {
         match &self.delays {
             Delays::Wheel(wheel) => self.slot(wheel, deadline, wanted, now),
             Delays::DelayedExchange => {
-                let wait = match wanted {
+                let delay = match wanted {
                     Wanted::AtOnce => Duration::ZERO,
                     // An early alarm is held.
                     Wanted::BeforeDeadline => (deadline - self.lead).since(now),
                     // The header has whole milliseconds; the rest is cut off.
                     Wanted::NotBefore(moment) => moment.since(now) + Duration::from_micros(999),
                 };
-                Route::delayed(&self.names, wait)
+                Route::delayed(&self.names, delay)
             }
         }
     }
@@ -165,7 +165,7 @@ mod tests {
 
     const NOW: Timestamp = Timestamp::from_unix_micros(1_000_000_000_500);
 
-    fn wait(setting: &str, wanted: Wanted) -> Delay {
+    fn delay_of(setting: &str, wanted: Wanted) -> Delay {
         let settings = Settings::load_with_environment(None, Default::default(), &[setting.to_owned()]).unwrap();
         Router::new(&settings).route(NOW - Duration::from_secs(1), wanted, NOW).delay
     }
@@ -173,18 +173,20 @@ mod tests {
     #[test]
     fn retry_never_returns_early() {
         let moment = NOW + Duration::from_micros(2_000_001);
-        let Delay::Ttl(ttl) = wait("delay.lead=5s", Wanted::NotBefore(moment)) else { panic!("it waits in no slot") };
+        let Delay::Ttl(ttl) = delay_of("delay.lead=5s", Wanted::NotBefore(moment)) else {
+            panic!("it waits in no slot")
+        };
         assert!((moment..moment + Duration::from_secs(5)).contains(&(NOW + ttl)), "{ttl:?}");
-        let delayed = wait("delay.strategy=delayed-exchange", Wanted::NotBefore(moment));
+        let delayed = delay_of("delay.strategy=delayed-exchange", Wanted::NotBefore(moment));
         assert_eq!(delayed, Delay::XDelayMs(2_001));
     }
 
     #[test]
     fn clock_set_back_prolongs_no_retry() {
         let an_hour_ahead = Wanted::NotBefore(NOW + Duration::from_secs(3_600));
-        let Delay::Ttl(ttl) = wait("delay.lead=5s", an_hour_ahead) else { panic!("it waits in no slot") };
+        let Delay::Ttl(ttl) = delay_of("delay.lead=5s", an_hour_ahead) else { panic!("it waits in no slot") };
         assert!((Duration::from_secs(32)..Duration::from_secs(37)).contains(&ttl), "{ttl:?}");
-        assert_eq!(wait("delay.strategy=delayed-exchange", an_hour_ahead), Delay::XDelayMs(32_000));
-        assert_eq!(wait("delay.lead=5s", Wanted::NotBefore(NOW)), Delay::None);
+        assert_eq!(delay_of("delay.strategy=delayed-exchange", an_hour_ahead), Delay::XDelayMs(32_000));
+        assert_eq!(delay_of("delay.lead=5s", Wanted::NotBefore(NOW)), Delay::None);
     }
 }

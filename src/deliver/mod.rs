@@ -34,7 +34,7 @@ use unacked_tags::{AckPlan, UnackedTags};
 /// once, and the same policy would delete them from the parked queue.
 const PARKED_PREFETCH: u16 = 1_000;
 /// The highest count of early returns that is distinguished.
-const MOST_EARLY_RETURNS: u32 = 1_000;
+const MAX_EARLY_RETURNS: u32 = 1_000;
 /// The last of the year 9999.
 const LAST_MILLISECOND: i64 = 253_402_300_799_999;
 /// The timeout of closing channels and the connection.
@@ -49,7 +49,7 @@ pub(crate) const LONGEST_CLOSE: Duration = CLOSE_TIMEOUT.saturating_mul(2);
 pub struct Session {
     number: u64,
     connection: Arc<Connection>,
-    lines: Vec<ConsumerChannel>,
+    consumers: Vec<ConsumerChannel>,
     ended: Ended,
 }
 
@@ -190,21 +190,21 @@ impl Session {
             broker::close(&connection, CLOSE_TIMEOUT).await;
             return Err(fault.into());
         }
-        let mut session = Self { number: opening.number, connection, lines: Vec::new(), ended: Ended::default() };
+        let mut session = Self { number: opening.number, connection, consumers: Vec::new(), ended: Ended::default() };
         session.listen_for_unreadable();
         let (timeout, ended) = (settings.amqp.connect_timeout, session.ended.clone());
-        let why_not = tokio::select! {
+        let fault = tokio::select! {
             // First: after the client has given up, a pending request may never complete.
             biased;
             end = ended.reason() => OpenError::Ended(end),
             consuming = tokio::time::timeout(timeout, session.consume_all(settings, &inboxes)) => match consuming {
                 Ok(Ok(())) => return Ok(session),
-                Ok(Err(error)) => session.why_not_open(&error).await,
+                Ok(Err(error)) => session.open_error(&error).await,
                 Err(_) => consuming_failed(&format!("the broker did not answer within {timeout:?}")),
             },
         };
         broker::close(&session.connection, CLOSE_TIMEOUT).await;
-        Err(why_not)
+        Err(fault)
     }
 
     /// Listens to the connection, which reports once why it ended. Its channels may only report that they are closed,
@@ -224,7 +224,7 @@ impl Session {
     }
 
     /// What a channel's error means, given the connection's own error.
-    async fn why_not_open(&self, error: &lapin::Error) -> OpenError {
+    async fn open_error(&self, error: &lapin::Error) -> OpenError {
         match self.end_after(error).await {
             SessionEnd { kind: EndKind::Other, why } => consuming_failed(&why),
             end => OpenError::Ended(end),
@@ -241,15 +241,15 @@ impl Session {
     }
 
     async fn consume_all(&mut self, settings: &Settings, inboxes: &Inboxes) -> lapin::Result<()> {
-        for (index, source) in (0..).zip(sources(settings)) {
-            let line = self.consume(index, source, inboxes.clone()).await?;
-            self.lines.push(line);
+        for (index, queue) in (0..).zip(sources(settings)) {
+            let consumer = self.consume(index, queue, inboxes.clone()).await?;
+            self.consumers.push(consumer);
         }
         Ok(())
     }
 
-    async fn consume(&self, index: u8, source: ConsumedQueue, inboxes: Inboxes) -> lapin::Result<ConsumerChannel> {
-        let ConsumedQueue { source, queue, prefetch } = source;
+    async fn consume(&self, index: u8, queue: ConsumedQueue, inboxes: Inboxes) -> lapin::Result<ConsumerChannel> {
+        let ConsumedQueue { source, queue, prefetch } = queue;
         let channel = self.connection.create_channel().await?;
         // Before consuming: lapin buffers deliveries without bound.
         channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
@@ -258,11 +258,12 @@ impl Session {
         let consumer = channel
             .basic_consume(queue.as_str().into(), consumer_tag.as_str().into(), options, FieldTable::default())
             .await?;
-        let line = ConsumerChannel { source, channel, consumer_tag, unacked: Arc::default() };
-        let reader = Reader { session: self.number, channel: index, source, unacked: line.unacked.clone(), inboxes };
+        let consumer_channel = ConsumerChannel { source, channel, consumer_tag, unacked: Arc::default() };
+        let reader =
+            Reader { session: self.number, channel: index, source, unacked: consumer_channel.unacked.clone(), inboxes };
         let ended = self.ended.clone();
         tokio::spawn(async move { ended.note(reader.read_all(consumer).await) });
-        Ok(line)
+        Ok(consumer_channel)
     }
 
     /// Declares objects that were deleted since, except the queues that are consumed here: deleting one of those ends the
@@ -304,7 +305,7 @@ impl Session {
     /// windows of the other queues are small.
     #[must_use]
     pub fn may_settle_later(&self, receipt: Receipt) -> bool {
-        self.lines.get(usize::from(receipt.channel)).is_none_or(|line| line.source == SourceQueue::Timeout)
+        self.consumers.get(usize::from(receipt.channel)).is_none_or(|consumer| consumer.source == SourceQueue::Timeout)
     }
 
     /// Resolves with the reason when any part of the session has ended. A stream that ends without an error counts: the
@@ -318,34 +319,39 @@ impl Session {
     /// # Errors
     /// lapin's; the session must be closed then.
     pub async fn settle(&self, settlements: &[(Receipt, Settlement)]) -> lapin::Result<()> {
-        let lines = (0..).zip(&self.lines);
+        let consumers = (0..).zip(&self.consumers);
         // All channels, even if one fails: it may have ended alone.
-        join_all(lines.map(|(index, line)| self.settle_on(index, line, settlements))).await.into_iter().collect()
+        join_all(consumers.map(|(index, consumer)| self.settle_on(index, consumer, settlements)))
+            .await
+            .into_iter()
+            .collect()
     }
 
     async fn settle_on(
         &self,
         index: u8,
-        line: &ConsumerChannel,
+        consumer: &ConsumerChannel,
         settlements: &[(Receipt, Settlement)],
     ) -> lapin::Result<()> {
         for kind in [Settlement::Ack, Settlement::Requeue] {
-            let ours =
+            let is_ours =
                 |(receipt, _): &&(Receipt, Settlement)| receipt.session == self.number && receipt.channel == index;
-            let tags = settlements.iter().filter(ours).filter(|(_, k)| *k == kind).map(|(receipt, _)| receipt.tag);
-            let plan = line.unacked.lock().expect("no holder panics").close(tags);
-            line.send(kind, plan).await?;
+            let tags = settlements.iter().filter(is_ours).filter(|(_, k)| *k == kind).map(|(receipt, _)| receipt.tag);
+            let plan = consumer.unacked.lock().expect("no holder panics").close(tags);
+            consumer.send(kind, plan).await?;
         }
         Ok(())
     }
 
     /// Stops new deliveries; those on their way still arrive. Part of a shutdown.
     pub async fn cancel(&self) {
-        for line in &self.lines {
-            let cancelled =
-                line.channel.basic_cancel(line.consumer_tag.as_str().into(), BasicCancelOptions::default()).await;
+        for consumer in &self.consumers {
+            let cancelled = consumer
+                .channel
+                .basic_cancel(consumer.consumer_tag.as_str().into(), BasicCancelOptions::default())
+                .await;
             if let Err(error) = cancelled {
-                debug!(%error, "a consumer was gone before it was cancelled");
+                debug!(%error, "a consumer had ended before it was cancelled");
             }
         }
     }
@@ -354,8 +360,9 @@ impl Session {
     pub async fn close(self) {
         // Each separately: a channel replies after it has processed all earlier acknowledgements, while the close of
         // the connection may overtake them.
-        let closing = self.lines.iter().map(|line| line.channel.close(broker::reply_code::CONTENT_OK, "done".into()));
-        let _answered_or_given_up = tokio::time::timeout(CLOSE_TIMEOUT, join_all(closing)).await;
+        let closing =
+            self.consumers.iter().map(|consumer| consumer.channel.close(broker::reply_code::CONTENT_OK, "done".into()));
+        let _closed_or_timed_out = tokio::time::timeout(CLOSE_TIMEOUT, join_all(closing)).await;
         broker::close(&self.connection, CLOSE_TIMEOUT).await;
     }
 }
@@ -391,13 +398,13 @@ struct ConsumedQueue {
 /// The queues of a session, in the order of its channels.
 fn sources(settings: &Settings) -> Vec<ConsumedQueue> {
     let (names, worker) = (Names::new(&settings.namespace), &settings.worker);
-    let due = worker.shard_of_each_channel().into_iter();
-    let due = due.map(|shard| (SourceQueue::Timeout, names.shard(shard), worker.prefetch));
+    let processing = worker.shard_of_each_channel().into_iter();
+    let processing = processing.map(|shard| (SourceQueue::Timeout, names.shard(shard), worker.prefetch));
     let rest = [
         (SourceQueue::Inbox, names.arm(), worker.arm_prefetch),
         (SourceQueue::Parked, names.parked(), PARKED_PREFETCH),
     ];
-    due.chain(rest).map(|(source, queue, prefetch)| ConsumedQueue { source, queue, prefetch }).collect()
+    processing.chain(rest).map(|(source, queue, prefetch)| ConsumedQueue { source, queue, prefetch }).collect()
 }
 
 impl ConsumerChannel {
@@ -483,11 +490,11 @@ pub fn read(body: &[u8], properties: &BasicProperties) -> Result<DeliveredAlarm,
     Ok(DeliveredAlarm {
         alarm,
         attempt: header(HEADER_ATTEMPT).and_then(whole_number).unwrap_or(0),
-        first_published_at: properties.timestamp().map(moment_of_timestamp),
+        first_published_at: properties.timestamp().map(timestamp_from_seconds),
         traceparent: header(HEADER_TRACEPARENT).and_then(short_text),
         returns: Returns {
-            due_at: header(HEADER_RETURNS_AT).and_then(moment_of_millis),
-            early: header(HEADER_EARLY_RETURNS).and_then(whole_number).unwrap_or(0).min(MOST_EARLY_RETURNS),
+            due_at: header(HEADER_RETURNS_AT).and_then(timestamp_from_millis),
+            early: header(HEADER_EARLY_RETURNS).and_then(whole_number).unwrap_or(0).min(MAX_EARLY_RETURNS),
         },
     })
 }
@@ -514,13 +521,13 @@ fn last_death(properties: &BasicProperties) -> Option<Death> {
 }
 
 /// A time as the rearmer writes it. Times before 1970 or after the year 9999 are invalid.
-fn moment_of_millis(value: &AMQPValue) -> Option<Timestamp> {
+fn timestamp_from_millis(value: &AMQPValue) -> Option<Timestamp> {
     let AMQPValue::LongLongInt(millis) = value else { return None };
     (0..=LAST_MILLISECOND).contains(millis).then(|| Timestamp::from_unix_micros(millis * 1_000))
 }
 
 /// AMQP timestamps are seconds; one beyond the range of a [`Timestamp`] saturates.
-fn moment_of_timestamp(seconds: u64) -> Timestamp {
+fn timestamp_from_seconds(seconds: u64) -> Timestamp {
     Timestamp::from_unix_micros(i64::try_from(seconds).unwrap_or(i64::MAX).saturating_mul(1_000_000))
 }
 

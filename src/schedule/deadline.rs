@@ -28,13 +28,13 @@ pub enum Moved {
 /// Why a deadline is not known to have changed.
 #[derive(Debug, thiserror::Error)]
 pub enum MoveDeadlineError {
-    #[error("the deadline stands: {0}")]
+    #[error("the deadline is unchanged: {0}")]
     OrderId(#[from] OrderIdError),
-    #[error("{}", what_is_known(.0))]
+    #[error("{}", describe(.0))]
     Database(#[from] sqlx::Error),
 }
 
-fn what_is_known(error: &sqlx::Error) -> String {
+fn describe(error: &sqlx::Error) -> String {
     let Some(refusal) = error.as_database_error() else {
         // The reply may have been lost.
         return format!("the deadline is not known to have moved; try again: {}", database::one_line(error));
@@ -54,7 +54,7 @@ fn what_is_known(error: &sqlx::Error) -> String {
         Some("23514") => "; choose a deadline before the year 9999",
         _ => "",
     };
-    format!("the deadline stands: {}{hint}", database::one_line(error))
+    format!("the deadline is unchanged: {}{hint}", database::one_line(error))
 }
 
 /// Gives an unpaid order another deadline as part of the caller's transaction.

@@ -14,7 +14,7 @@ use crate::topology::Names;
 
 /// Alarms leave a lane in steps of this length, each at most so much before its lead begins: fifty at once cost broker
 /// and worker little more than one. Like all alarms, they wait in the worker's memory until their exact deadline.
-const LEAVES_EVERY: Duration = Duration::from_millis(50);
+const LANE_STEP: Duration = Duration::from_millis(50);
 
 /// What a publisher needs to know about delays.
 #[derive(Debug, Clone)]
@@ -63,7 +63,7 @@ impl Lanes {
         match self.strategy {
             Strategy::DelayedExchange => Route::delayed(&self.names, remaining.saturating_sub(self.lead)),
             Strategy::DeadLetter => match self.lane_for(remaining) {
-                Some(lane) => self.lane_entry(lane, order_id, deadline, now),
+                Some(lane) => self.lane_route(lane, order_id, deadline, now),
                 // No TTL: only the worker publishes into the wheel, by the database's clock.
                 None => Route::inbox(&self.names),
             },
@@ -75,8 +75,8 @@ impl Lanes {
         self.lanes.iter().find(|lane| lane.delay.abs_diff(remaining) <= self.tolerance)
     }
 
-    fn lane_entry(&self, lane: &Lane, order_id: &OrderId, deadline: Deadline, now: Timestamp) -> Route {
-        let leaves_at = in_step(deadline - self.lead);
+    fn lane_route(&self, lane: &Lane, order_id: &OrderId, deadline: Deadline, now: Timestamp) -> Route {
+        let leaves_at = round_down_to_step(deadline - self.lead);
         Route {
             exchange: self.names.delay(),
             routing_key: Names::lane_key(&lane.name, self.shard_of(order_id)),
@@ -92,8 +92,8 @@ impl Lanes {
     }
 }
 
-fn in_step(moment: Timestamp) -> Timestamp {
-    let step_micros = i64::try_from(LEAVES_EVERY.as_micros()).expect("some milliseconds");
+fn round_down_to_step(moment: Timestamp) -> Timestamp {
+    let step_micros = i64::try_from(LANE_STEP.as_micros()).expect("some milliseconds");
     Timestamp::from_unix_micros(moment.unix_micros().div_euclid(step_micros).saturating_mul(step_micros))
 }
 
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn entry_for(remaining_ms: u64, overrides: &[&str]) -> Route {
+    fn route_for(remaining_ms: u64, overrides: &[&str]) -> Route {
         let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
         let settings = Settings::load_with_environment(None, Default::default(), &overrides).unwrap();
         let now = Timestamp::from_unix_micros(1_000_000_000);
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn standard_delay_uses_lane_within_tolerance() {
-        let route = entry_for(1_800_000 - 12, &[]);
+        let route = route_for(1_800_000 - 12, &[]);
         assert_eq!(
             (route.exchange.as_str(), route.delay),
             ("order.delay", Delay::Ttl(Duration::from_millis(1_779_950)))
@@ -123,7 +123,7 @@ mod tests {
     #[test]
     fn other_delays_use_inbox_without_ttl() {
         for remaining_ms in [0, 1, 59_999, 1_798_900, 1_801_100, 63_072_000_000] {
-            let route = entry_for(remaining_ms, &[]);
+            let route = route_for(remaining_ms, &[]);
             assert_eq!((route.exchange.as_str(), route.delay), ("order.arm", Delay::None), "{remaining_ms}");
         }
     }
@@ -132,23 +132,23 @@ mod tests {
         #[test]
         fn alarms_leave_lane_in_step(millis in 0_u64..1_000) {
             let remaining = Duration::from_millis(1_799_500 + millis);
-            let Delay::Ttl(ttl) = entry_for(1_799_500 + millis, &[]).delay else { panic!("a lane") };
-            let waits_less_by = remaining - Duration::from_secs(20) - ttl;
-            prop_assert!(waits_less_by < LEAVES_EVERY, "{waits_less_by:?}");
+            let Delay::Ttl(ttl) = route_for(1_799_500 + millis, &[]).delay else { panic!("a lane") };
+            let shortened_by = remaining - Duration::from_secs(20) - ttl;
+            prop_assert!(shortened_by < LANE_STEP, "{shortened_by:?}");
             // The test's time is a multiple of the step.
-            prop_assert_eq!(ttl.as_micros() % LEAVES_EVERY.as_micros(), 0);
+            prop_assert_eq!(ttl.as_micros() % LANE_STEP.as_micros(), 0);
         }
     }
 
     #[test]
     fn ttl_is_never_negative() {
-        let route = entry_for(4_000, &["delay.lanes=4s"]);
+        let route = route_for(4_000, &["delay.lanes=4s"]);
         assert_eq!(route.delay, Delay::Ttl(Duration::ZERO));
     }
 
     #[test]
     fn longest_lane_ttl_is_reached() {
-        let route = entry_for(4_100, &["delay.lanes=4s", "delay.lead=0s"]);
+        let route = route_for(4_100, &["delay.lanes=4s", "delay.lead=0s"]);
         let lane = Lane::try_from("4s".to_owned()).unwrap();
         assert_eq!(route.delay, Delay::Ttl(lane.longest_ttl()));
     }
@@ -160,7 +160,7 @@ mod tests {
             lead_ms in prop_oneof![0_u64..250, 0_u64..3_000, 0_u64..600_000],
             remaining_ms in prop_oneof![3_900_u64..4_300, 6_900_u64..7_300, 0_u64..10_000],
         ) {
-            let route = entry_for(remaining_ms, &["delay.lanes=4s,7s", &format!("delay.lead={lead_ms}ms"), "worker.hold_max=620s"]);
+            let route = route_for(remaining_ms, &["delay.lanes=4s,7s", &format!("delay.lead={lead_ms}ms"), "worker.hold_max=620s"]);
             if let Delay::Ttl(ttl) = route.delay {
                 let name = route.routing_key.split('.').next().unwrap();
                 let lane = Lane::try_from(name.to_owned()).unwrap();
@@ -172,8 +172,8 @@ mod tests {
     #[test]
     fn x_delay_is_capped_at_plugin_limit() {
         let strategy = "delay.strategy=delayed-exchange";
-        assert_eq!(entry_for(75_000, &[strategy]).delay, Delay::XDelayMs(55_000));
-        let far = entry_for(90 * 86_400_000, &[strategy]);
+        assert_eq!(route_for(75_000, &[strategy]).delay, Delay::XDelayMs(55_000));
+        let far = route_for(90 * 86_400_000, &[strategy]);
         assert_eq!(far.delay, Delay::XDelayMs(4_294_967_295));
     }
 }

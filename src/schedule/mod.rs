@@ -73,7 +73,7 @@ impl Publisher {
     pub async fn connect(settings: &Settings) -> Result<Self, BrokerError> {
         let lanes = Lanes::new(settings);
         let connecting = async {
-            verify_entries(settings, &lanes).await?;
+            verify_exchanges(settings, &lanes).await?;
             ConfirmedPublisher::connect(&settings.amqp, "publisher").await
         };
         let confirmed = broker::within_connect_timeout(&settings.amqp, connecting).await?;
@@ -115,9 +115,9 @@ impl Publisher {
         let total = accepted.len() + failed.len();
         // A copy, because with a closure over references callers could not spawn this future.
         let messages = accepted.clone().into_iter().map(|(order_id, deadline)| self.message(order_id, deadline));
-        let answers = self.confirmed.publish_all(messages).await;
+        let results = self.confirmed.publish_all(messages).await;
         let ids = accepted.into_iter().map(|(order_id, _)| order_id);
-        failed.extend(ids.zip(answers).filter_map(|(id, answer)| Some((id, answer.err()?.into()))));
+        failed.extend(ids.zip(results).filter_map(|(id, result)| Some((id, result.err()?.into()))));
         if failed.is_empty() { Ok(total) } else { Err(ScheduleManyError { scheduled: total - failed.len(), failed }) }
     }
 
@@ -130,14 +130,14 @@ impl Publisher {
     fn message(&self, order_id: OrderId, deadline: Deadline) -> Outgoing {
         let now = Timestamp::now_by_local_clock();
         let route = self.lanes.route(&order_id, deadline, now);
-        let stamp =
+        let headers =
             AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() };
-        envelope::address(&Alarm { order_id, deadline }, route, stamp)
+        envelope::address(&Alarm { order_id, deadline }, route, headers)
     }
 }
 
 /// Checks that the exchanges for alarms exist, on a connection that may be closed by the reply.
-async fn verify_entries(settings: &Settings, lanes: &Lanes) -> Result<(), BrokerError> {
+async fn verify_exchanges(settings: &Settings, lanes: &Lanes) -> Result<(), BrokerError> {
     let connection = broker::connect(&settings.amqp, "publisher check").await?;
     for exchange in lanes.route_exchanges() {
         verify_exchange(&connection, &exchange, settings.delay.strategy).await?;
@@ -147,7 +147,7 @@ async fn verify_entries(settings: &Settings, lanes: &Lanes) -> Result<(), Broker
 }
 
 async fn verify_exchange(connection: &Connection, name: &str, strategy: Strategy) -> Result<(), BrokerError> {
-    let Err(error) = ask_for_exchange(connection, name).await else { return Ok(()) };
+    let Err(error) = check_exchange(connection, name).await else { return Ok(()) };
     let hint = match strategy {
         Strategy::DeadLetter => "run `order-timeout setup` with the namespace of this publisher",
         Strategy::DelayedExchange => {
@@ -161,13 +161,15 @@ async fn verify_exchange(connection: &Connection, name: &str, strategy: Strategy
             Err(BrokerError::Refused(format!("exchange {name:?} is not there ({code} {text}); {hint}")))
         }
         Some((code @ reply_code::ACCESS_REFUSED, text)) => Err(BrokerError::Refused(format!(
-            "this user may not ask for exchange {name:?} ({code} {text}); grant it rights on it with rabbitmqctl set_permissions"
+            "this user may not check exchange {name:?} ({code} {text}); grant it rights on it with rabbitmqctl set_permissions"
         ))),
-        _ => Err(BrokerError::Away(format!("the broker was lost when it was asked for exchange {name:?} ({error})"))),
+        _ => Err(BrokerError::Away(format!(
+            "the connection to the broker was lost while checking exchange {name:?} ({error})"
+        ))),
     }
 }
 
-async fn ask_for_exchange(connection: &Connection, name: &str) -> lapin::Result<()> {
+async fn check_exchange(connection: &Connection, name: &str) -> lapin::Result<()> {
     let channel = connection.create_channel().await?;
     // Passive: asks without declaring, which needs no rights at all.
     let options = ExchangeDeclareOptions { passive: true, ..Default::default() };

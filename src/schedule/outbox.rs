@@ -131,7 +131,7 @@ fn message(lanes: &Lanes, row: &PgRow) -> Result<Option<Outgoing>, sqlx::Error> 
         Ok(order_id) => order_id,
         // The table's CHECK refuses such ids, so it was dropped. The sweep closes the order all the same.
         Err(fault) => {
-            warn!(%fault, "an alarm in alarm_outbox is not sent");
+            warn!(%fault, "an alarm in alarm_outbox has an invalid order id; it is not sent");
             return Ok(None);
         }
     };
@@ -144,6 +144,6 @@ fn alarm(lanes: &Lanes, order_id: OrderId, deadline: Deadline, now: Timestamp) -
         return None;
     }
     let route = lanes.route(&order_id, deadline, now);
-    let stamp = AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() };
-    Some(envelope::address(&Alarm { order_id, deadline }, route, stamp))
+    let headers = AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() };
+    Some(envelope::address(&Alarm { order_id, deadline }, route, headers))
 }

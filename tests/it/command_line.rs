@@ -864,7 +864,7 @@ fn second_stop_signal_ends_worker_at_once() {
             assert_eq!(worker.exit_code(), Some(1));
             let log = worker.log();
             let last = log.lines().last().unwrap();
-            assert!(last.starts_with("order-timeout: ") && last.contains("second time"), "{log}");
+            assert!(last.starts_with("order-timeout: ") && last.contains("second signal"), "{log}");
             lock.rollback().await.unwrap();
             // It is not parked, and not lost.
             wait_for("the message back in its queue", async || env.depth(&env.names().timeout()).await == 1).await;

@@ -516,7 +516,7 @@ fn closers_get_warm_connections() {
             let closer = closer_with(&env, 3).await;
             let ready = async || {
                 let ready = "SELECT count(*) FROM pg_stat_activity
-                             WHERE datname = current_database() AND state = 'idle' AND query LIKE '-- Closes those%'";
+                             WHERE datname = current_database() AND state = 'idle' AND query LIKE '-- Closes the requested%'";
                 env.count(ready).await
             };
             closer.warm_up().await.unwrap();
@@ -524,7 +524,7 @@ fn closers_get_warm_connections() {
             closer.warm_up().await.unwrap();
             assert_eq!(ready().await, 3);
             let end = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
-                       WHERE datname = current_database() AND query LIKE '-- Closes those%'";
+                       WHERE datname = current_database() AND query LIKE '-- Closes the requested%'";
             env.count(end).await;
             wait_for("their end", async || ready().await == 0).await;
             // A connection opened to read the clock has planned no statement.

@@ -250,7 +250,7 @@ fn lost_answer_leaves_outcome_unknown() {
             let (code, _, error) = call_through(&network, &env, &["deadline", "--order-id", &id, "--in", "1h"]).await;
             assert!(is_cut());
             assert!(code == 1 && error.contains("not known to have moved; try again"), "{error}");
-            assert!(!error.contains("stands"), "{error}");
+            assert!(!error.contains("unchanged"), "{error}");
             // The statement reached the database, which may still be executing it.
             let has_moved = "SELECT count(*) FROM orders WHERE expires_at > clock_timestamp() + interval '50 minutes'";
             wait_for("the deadline moved", async || env.count(has_moved).await == 1).await;
@@ -264,7 +264,7 @@ fn silent_database_does_not_block_forever() {
         let id = env.order(Duration::from_secs(60)).await.id.to_string();
         let deadline = &["deadline", "--order-id", &id, "--in", "1h"][..];
         let close = &["close", &id][..];
-        for (at, arguments) in [("to_regclass", deadline), (&id, deadline), ("Closes those of the asked", close)] {
+        for (at, arguments) in [("to_regclass", deadline), (&id, deadline), ("Closes the requested orders", close)] {
             let network = Proxy::before(&env.settings.database.url).await;
             let has_vanished = network.cut_at(at, Then::Vanish);
             let (code, _, error) = call_through(&network, &env, arguments).await;

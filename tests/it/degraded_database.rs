@@ -374,7 +374,7 @@ fn contradicting_statements_are_named() {
             (paid_ones_too.clone() + &purchase(2, "paid"), "but orders.close_sql"),
             (paid_ones_too + &purchase(3, "closing"), "returns closing"),
             (answers("'not_due', now()") + &purchase(4, "open"), "finds order 4 overdue, but orders.close_sql"),
-            (answers("'malformed', NULL::timestamptz") + &purchase(5, "open"), "says malformed of order 5"),
+            (answers("'malformed', NULL::timestamptz") + &purchase(5, "open"), "returns malformed for order 5"),
             (close_by("SELECT '', '', now() WHERE false") + &purchase(6, "open"), "returns no row for it"),
             (
                 overdue_by("p.state IN ('open', 'held')", "p.pay_until DESC")
