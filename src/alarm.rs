@@ -70,6 +70,13 @@ pub struct Returns {
     pub early: u32,
 }
 
+impl From<Alarm> for DeliveredAlarm {
+    /// An alarm about which no message says more.
+    fn from(alarm: Alarm) -> Self {
+        Self { alarm, attempt: 0, first_published_at: None, traceparent: None, returns: Returns::default() }
+    }
+}
+
 impl DeliveredAlarm {
     #[must_use]
     pub fn order_id(&self) -> &OrderId {

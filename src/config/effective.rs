@@ -7,7 +7,7 @@ use std::path::Path;
 use config::{Value, ValueKind};
 use serde::Serialize;
 
-use super::load::{environment, leaves, load, merge};
+use super::load::{check, environment, leaves, merge};
 use super::{Settings, SettingsError};
 
 /// The settings whose value may hold a password.
@@ -33,10 +33,10 @@ impl Settings {
         file: Option<&Path>,
         overrides: &[String],
     ) -> Result<(Self, Vec<EffectiveSetting>), SettingsError> {
-        let environment = environment()?;
-        let merged = merge(file, environment.clone(), overrides)?;
-        let (settings, origins) = load(file, environment, overrides)?;
-        let values = leaves("", &merged.cache);
+        let merged = merge(file, environment()?, overrides)?;
+        let cache = merged.cache.clone();
+        let (settings, origins) = check(merged)?;
+        let values = leaves("", &cache);
         let list = values.into_iter().map(|(key, value)| EffectiveSetting {
             value: (!SECRETS.contains(&key.as_str())).then(|| toml(value)),
             // From `origins`: that of an address that was read from a file is not in the value.

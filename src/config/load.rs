@@ -174,12 +174,16 @@ pub(super) fn texts(
     Ok(texts)
 }
 
-pub(super) fn load(
+fn load(
     file: Option<&Path>,
     environment: Map<String, String>,
     overrides: &[String],
 ) -> Result<(Settings, Origins), SettingsError> {
-    let merged = merge(file, environment, overrides)?;
+    check(merge(file, environment, overrides)?)
+}
+
+/// Reads merged values as settings, and checks them.
+pub(super) fn check(merged: Config) -> Result<(Settings, Origins), SettingsError> {
     let mut origins = leaf_keys(&merged.cache);
     refuse_unknown_keys(&origins)?;
     refuse_kinds_of_no_setting(&merged.cache)?;

@@ -25,8 +25,8 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use crate::alarm::{
-    DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Rearm, Receipt, Returns, Settlement,
-    SourceQueue, Wanted,
+    DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Rearm, Receipt, Settlement, SourceQueue,
+    Wanted,
 };
 use crate::hold::Hold;
 use crate::message::Alarm;
@@ -541,14 +541,7 @@ impl Engine {
             let last_try = self.sweep.last_try(&key.0);
             self.swept += 1;
             let alarm = Alarm { order_id: key.0, deadline: key.1 };
-            let alarm = DeliveredAlarm {
-                alarm,
-                attempt: 0,
-                first_published_at: None,
-                traceparent: None,
-                returns: Returns::default(),
-            };
-            let item = WorkItem::new(alarm, Origin::Swept);
+            let item = WorkItem::new(alarm.into(), Origin::Swept);
             match last_try {
                 LastTry::None => self.ready.overdue.push(item, now),
                 LastTry::Busy => self.ready.busy.push(item, now),

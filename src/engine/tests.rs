@@ -1,6 +1,7 @@
 //! The engine's decisions, one by one, without any I/O.
 
 use super::*;
+use crate::alarm::Returns;
 use crate::message::Alarm;
 use crate::order::{CloseError, CloseOutcome, CloseResult, ClosedBy, Outcome, SweepPage, SweepPlace};
 

@@ -211,7 +211,7 @@ impl ContractWatch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::alarm::{DeliveredAlarm, Returns};
+    use crate::alarm::DeliveredAlarm;
     use crate::engine::{LockMode, Origin, WorkItem};
     use crate::message::Alarm;
     use crate::order::{CloseOutcome, Overdue, Timestamp};
@@ -242,13 +242,7 @@ mod tests {
 
         fn close(&mut self, id: &str, deadline: i64, outcome: Outcome) {
             let alarm = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(deadline) };
-            let alarm = DeliveredAlarm {
-                alarm,
-                attempt: 0,
-                first_published_at: None,
-                traceparent: None,
-                returns: Returns::default(),
-            };
+            let alarm = DeliveredAlarm::from(alarm);
             let order_id = alarm.order_id().clone();
             let item = WorkItem { alarm, origin: Origin::Swept, pauses: 0, disagreements: 0, paused_since: None };
             let batch = Batch { by: ClosedBy::Sweep, items: vec![item], lock_mode: LockMode::NoWait };

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use lapin::options::BasicGetOptions;
-use order_timeout::alarm::{DeliveredAlarm, Rearm, Receipt, Returns, Wanted};
+use order_timeout::alarm::{Rearm, Receipt, Wanted};
 use order_timeout::clock::{ClockSample, DatabaseClock};
 use order_timeout::confirm::{ConfirmedPublisher, WINDOW};
 use order_timeout::message::Alarm;
@@ -21,9 +21,7 @@ const ANSWER_DELAY: Duration = Duration::from_millis(500);
 
 fn job(deadline: Deadline) -> Rearm {
     let alarm = Alarm { order_id: OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline };
-    let alarm =
-        DeliveredAlarm { alarm, attempt: 0, first_published_at: None, traceparent: None, returns: Returns::default() };
-    Rearm { alarm, receipt: Receipt { session: 1, channel: 0, tag: 1 }, wanted: Wanted::BeforeDeadline }
+    Rearm { alarm: alarm.into(), receipt: Receipt { session: 1, channel: 0, tag: 1 }, wanted: Wanted::BeforeDeadline }
 }
 
 #[test]
