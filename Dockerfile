@@ -29,7 +29,7 @@ ARG ORDER_TIMEOUT_COMMIT
 # install: the contents of a cache mount are not part of the image, so the same step copies the binaries out of it.
 RUN --mount=type=cache,id=order-timeout-registry,target=/usr/local/cargo/registry,sharing=locked \
     --mount=type=cache,id=order-timeout-target,target=/build/target,sharing=locked \
-    touch src/lib.rs src/main.rs examples/shop.rs \
+    touch src/lib.rs src/main.rs crates/*/src/lib.rs examples/shop.rs \
     && cargo build --release --locked --bin order-timeout --example shop \
     && install -D -t /out target/release/order-timeout target/release/examples/shop \
     && cargo run --release --locked --example sbom -- /out/doc

@@ -33,7 +33,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Parser;
-use order_timeout::{Settings, logging};
+use order_timeout::Settings;
+use order_timeout::observe::logging;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until};

@@ -7,23 +7,22 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use order_timeout_amqp::tls::TlsFiles;
+use order_timeout_amqp::topology::{Names, Topology};
+use order_timeout_amqp::{ADDRESS_FORM as AMQP_FORM, ADDRESS_SCHEMES as AMQP_SCHEMES, AmqpSettings};
+use order_timeout_client::PublisherBuilder;
+use order_timeout_core::address::AddressError;
+use order_timeout_core::delay::DelaySettings;
+use order_timeout_core::engine::LONGEST_RETRY_FACTOR;
+use order_timeout_core::{InvalidSetting, duration, one_of_its_words};
 use secrecy::{ExposeSecret, SecretString};
-use serde::de::value::{Error as NotAWord, StrDeserializer};
-use serde::de::{DeserializeOwned, Error as _};
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
 
-use crate::tls::TlsFiles;
-use crate::wheel::{Ring, Wheel, WheelError};
-use address::AddressError;
-
-pub(crate) mod address;
-pub(crate) mod duration;
 mod effective;
 mod load;
 mod validate;
 
 pub use effective::EffectiveSetting;
-pub(crate) use validate::MAX_SHARDS;
 
 /// The documented defaults, embedded so that a worker runs without any file.
 pub const DEFAULTS: &str = include_str!("../config/default.toml");
@@ -49,22 +48,6 @@ pub struct Settings {
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct AmqpSettings {
-    pub url: SecretString,
-    pub url_file: String,
-    pub ca_file: String,
-    pub client_cert_file: String,
-    pub client_key_file: String,
-    #[serde(deserialize_with = "duration::read")]
-    pub heartbeat: Duration,
-    #[serde(deserialize_with = "duration::read")]
-    pub connect_timeout: Duration,
-    #[serde(deserialize_with = "duration::read")]
-    pub confirm_timeout: Duration,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct DatabaseSettings {
     pub url: SecretString,
     pub url_file: String,
@@ -78,19 +61,6 @@ pub struct DatabaseSettings {
     pub statement_timeout: Duration,
     #[serde(deserialize_with = "duration::read")]
     pub lock_timeout: Duration,
-}
-
-impl AmqpSettings {
-    /// The certificate files that are named here.
-    #[must_use]
-    pub fn tls_files(&self) -> TlsFiles<'_> {
-        TlsFiles {
-            section: "amqp",
-            ca_file: &self.ca_file,
-            client_cert_file: &self.client_cert_file,
-            client_key_file: &self.client_key_file,
-        }
-    }
 }
 
 impl DatabaseSettings {
@@ -134,84 +104,6 @@ impl DatabaseSettings {
         }
         String::from(url).into()
     }
-}
-
-#[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DelaySettings {
-    #[serde(deserialize_with = "one_of_its_words")]
-    pub strategy: Strategy,
-    pub lanes: Vec<Lane>,
-    pub lane_shards: u8,
-    #[serde(deserialize_with = "duration::read")]
-    pub lead: Duration,
-    #[serde(deserialize_with = "duration::read")]
-    pub max_delay: Duration,
-    pub rings: Vec<RingSettings>,
-}
-
-/// Reads an enum as serde does from text: serde's error names the valid words, the config crate's does not.
-fn one_of_its_words<'de, D: Deserializer<'de>, T: DeserializeOwned>(deserializer: D) -> Result<T, D::Error> {
-    let word = String::deserialize(deserializer)?;
-    T::deserialize(StrDeserializer::<NotAWord>::new(&word)).map_err(D::Error::custom)
-}
-
-/// How an alarm is delayed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Strategy {
-    DeadLetter,
-    DelayedExchange,
-}
-
-/// A standard delay: its length, and its name in queue names and routing keys (`30m`).
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "String")]
-pub struct Lane {
-    pub name: String,
-    pub delay: Duration,
-}
-
-/// The bounds of the lane tolerance, which is half the lead: how far a delay may be from its lane's.
-const LANE_TOLERANCE: std::ops::RangeInclusive<Duration> = Duration::from_millis(100)..=Duration::from_secs(1);
-
-impl Lane {
-    /// The longest TTL of an alarm in this lane. A TTL is the delay plus at most the tolerance minus the lead, and a
-    /// tolerance above its minimum never exceeds the lead: so this bound holds for every lead, and the lead can be
-    /// changed without changing a queue argument.
-    #[must_use]
-    pub fn longest_ttl(&self) -> Duration {
-        self.delay.saturating_add(*LANE_TOLERANCE.start())
-    }
-}
-
-impl DelaySettings {
-    /// How far a delay may be from a lane's and still use the lane. The TTLs in one queue then differ by at most twice
-    /// as much, which is how long a message can be delayed behind another; the lead compensates for that.
-    #[must_use]
-    pub fn lane_tolerance(&self) -> Duration {
-        (self.lead / 2).clamp(*LANE_TOLERANCE.start(), *LANE_TOLERANCE.end())
-    }
-}
-
-impl TryFrom<String> for Lane {
-    type Error = String;
-    fn try_from(text: String) -> Result<Self, String> {
-        let delay = duration::parse(text.trim())
-            .map_err(|fault| format!("{text:?} is not a duration such as 30m ({fault})"))?;
-        // Normalised, so that "1800s" and "30m" name the same queue.
-        Ok(Self { name: duration_name(delay), delay })
-    }
-}
-
-#[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RingSettings {
-    #[serde(deserialize_with = "duration::read")]
-    pub unit: Duration,
-    pub slots: u16,
-    #[serde(default, deserialize_with = "duration::read_if_given")]
-    pub early: Option<Duration>,
 }
 
 #[derive(Debug, Clone, Deserialize)]
@@ -263,7 +155,7 @@ impl RetrySettings {
     /// The longest wait of a retry at the broker: the engine doubles `longest` five times.
     #[must_use]
     pub fn longest_wait(&self) -> Duration {
-        self.longest.saturating_mul(32)
+        self.longest.saturating_mul(LONGEST_RETRY_FACTOR)
     }
 }
 
@@ -353,10 +245,8 @@ pub struct SettingsError {
     why: String,
 }
 
-/// The example addresses in our own sentences.
-const AMQP_FORM: &str = "amqp://user:password@host:5672/vhost";
+/// The example address in our own sentences.
 const POSTGRES_FORM: &str = "postgres://user:password@host:5432/database";
-const AMQP_SCHEMES: [&str; 3] = ["amqp:// or amqps://", "begins with amqp://", "write amqps://"];
 
 impl SettingsError {
     fn of(key: &str, why: impl std::fmt::Display) -> Self {
@@ -365,8 +255,7 @@ impl SettingsError {
 
     /// Why an address is refused, without repeating any part of it.
     fn of_address(key: &str, why: &AddressError) -> Self {
-        let form = if key == "amqp.url" { AMQP_FORM } else { POSTGRES_FORM };
-        Self { key: Some(key.to_owned()), origin: None, why: format!("{why} (its form: {form})") }
+        Self { key: Some(key.to_owned()), origin: None, why: format!("{why} (its form: {POSTGRES_FORM})") }
     }
 
     /// The only constructor for an error that may repeat a value. An address is never repeated, whatever setting it was
@@ -393,38 +282,40 @@ fn is_a_key(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-[]".contains(&b))
 }
 
-impl Settings {
-    /// The wheel that the rings form.
-    ///
-    /// # Errors
-    /// [`WheelError`] if they do not mesh.
-    pub fn wheel(&self) -> Result<Wheel, WheelError> {
-        let rings = self.delay.rings.iter().enumerate().map(|(index, ring)| Ring {
-            name: duration_name(ring.unit),
-            unit: ring.unit,
-            slots: ring.slots,
-            // The finest ring hands over to the worker's hold; each coarser ring to the next finer one, which must have
-            // received everything before its own slot expires.
-            early: if index == 0 {
-                self.delay.lead
-            } else {
-                self.delay.lead.saturating_add(ring.early.unwrap_or(ring.unit / 6))
-            },
-        });
-        Wheel::new(rings.collect())
+impl From<InvalidSetting> for SettingsError {
+    fn from(InvalidSetting { key, why }: InvalidSetting) -> Self {
+        match key.as_str() {
+            // It repeats no part of the address, and says which of its characters to encode.
+            "amqp.url" => Self { key: Some(key), origin: None, why },
+            _ => Self::of(&key, why),
+        }
     }
 }
 
-/// The name of a duration in queue names and routing keys: its largest whole unit, such as `90s`, `30m`, `2h`.
-fn duration_name(duration: Duration) -> String {
-    let millis = duration.as_millis();
-    for (unit, in_millis) in [("h", 3_600_000), ("m", 60_000), ("s", 1_000)] {
-        if millis >= in_millis && millis.is_multiple_of(in_millis) {
-            return format!("{}{unit}", millis / in_millis);
-        }
+impl Settings {
+    /// The names of the deployment's exchanges and queues.
+    #[must_use]
+    pub fn names(&self) -> Names {
+        Names::new(&self.namespace)
     }
-    format!("{millis}ms")
+
+    /// Every exchange and queue of the deployment.
+    ///
+    /// # Panics
+    /// If the rings do not mesh, which [`Settings::validate`] refuses.
+    #[must_use]
+    pub fn topology(&self) -> Topology {
+        Topology::new(&self.names(), &self.delay, self.worker.shards)
+    }
+
+    /// A publisher for workers with these settings.
+    #[must_use]
+    pub fn publisher(&self) -> PublisherBuilder {
+        PublisherBuilder::of_worker(&self.namespace, &self.amqp, &self.delay)
+    }
 }
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod topology_tests;

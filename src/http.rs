@@ -20,8 +20,8 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 use tracing::{debug, error};
 
-use crate::health::{Health, Report};
-use crate::metrics::{self, Metrics};
+use crate::observe::health::{Health, Report};
+use crate::observe::metrics::{self, Metrics};
 use crate::sanitize;
 
 pub const LIVEZ: &str = "/livez";

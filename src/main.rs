@@ -7,22 +7,15 @@ use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use order_timeout::cli::{Cli, CommandOutcome};
-use order_timeout::{logging, sanitize};
+use order_timeout::observe::logging;
+use order_timeout::sanitize;
 
 const WRONG_SETTINGS: u8 = 2;
 const FAILED: u8 = 1;
 
-/// The environment variable from which std takes the stack size of new threads.
-const STACK_SETTING: &str = "RUST_MIN_STACK";
-/// Address space, not memory, until it is used. The AMQP client parses nested tables by recursion, on its own thread;
-/// a frame of 128 KiB holds 18 000 nested tables, which needed less than this in a debug build.
-const STACK_BYTES: &str = "268435456";
-
 fn main() -> ExitCode {
-    if std::env::var_os(STACK_SETTING).is_none() {
-        // SAFETY: no other thread is running yet that could read the environment.
-        unsafe { std::env::set_var(STACK_SETTING, STACK_BYTES) };
-    }
+    // SAFETY: no other thread is running yet that could read the environment.
+    unsafe { order_timeout::stack::reserve_for_parsing() };
     let arguments: Vec<OsString> = std::env::args_os().collect();
     let cli = match Cli::read(&arguments) {
         Ok(cli) => cli,
@@ -43,7 +36,7 @@ fn main() -> ExitCode {
     runtime.shutdown_background();
     match outcome {
         Ok(outcome) => print(&outcome),
-        Err(error) => fail(&error, FAILED),
+        Err(error) => fail(&format!("{error:#}"), FAILED),
     }
 }
 

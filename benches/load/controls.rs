@@ -12,10 +12,11 @@ use lapin::options::{
 };
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, Consumer, ExchangeKind};
-use order_timeout::confirm::{Outgoing, WINDOW};
-use order_timeout::envelope::{Delay, Route};
-use order_timeout::message::Alarm;
-use order_timeout::{Timestamp, broker};
+use order_timeout_amqp::connect;
+use order_timeout_amqp::envelope::{Delay, Route};
+use order_timeout_amqp::publisher::{Outgoing, WINDOW};
+use order_timeout_core::message::Alarm;
+use order_timeout_core::order::Timestamp;
 use serde_json::{Value, json};
 
 use crate::bench_env::servers::Servers;
@@ -55,12 +56,12 @@ pub async fn measure(
         settings.amqp.url = servers.broker.url.clone().into();
         settings
     };
-    let connection = broker::connect(&settings.amqp, "control").await?;
+    let connection = connect::connect(&settings.amqp, "control").await?;
     let channel = connection.create_channel().await?;
     declare(&channel, control).await?;
     let measured = watch(servers, &connection, control, delays, horizon).await;
     delete(&channel, control).await?;
-    broker::close(&connection, Duration::from_secs(1)).await;
+    connect::close(&connection, Duration::from_secs(1)).await;
     measured
 }
 

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use hdrhistogram::Histogram;
-use order_timeout::config::Strategy;
-use order_timeout::topology::Names;
-use order_timeout::{Timestamp, broker};
+use order_timeout_amqp::connect;
+use order_timeout_core::delay::Lanes;
+use order_timeout_core::delay::Strategy;
+use order_timeout_core::order::Timestamp;
 use secrecy::ExposeSecret;
 
 use crate::Options;
@@ -185,7 +186,7 @@ async fn publish(
         publisher.schedule_all(alarms).await?;
         let took = Timestamp::now_by_local_clock().since(begin);
         if let Some(lane) = plan.lane.filter(|_| env.settings.delay.strategy == Strategy::DeadLetter) {
-            ensure_by_lane(lane, env.settings.delay.lane_tolerance(), plan.ahead, took)?;
+            ensure_by_lane(lane, Lanes::from(&env.settings.delay).tolerance(), plan.ahead, took)?;
         }
         ensure_all_waiting(env, plan, begin).await?;
         return Ok(Duration::ZERO);
@@ -220,11 +221,11 @@ async fn ensure_all_waiting(env: &BenchEnv<'_>, plan: &Plan, begin: Timestamp) -
         return Ok(());
     }
     let connection = env.connect().await?;
-    let inbox = Names::new(&env.settings.namespace).arm();
+    let inbox = env.settings.names().arm();
     while queue_state(&connection, &inbox).await?.ready > 0 {
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
-    broker::close(&connection, Duration::from_secs(1)).await;
+    connect::close(&connection, Duration::from_secs(1)).await;
     let leave_at = begin + plan.ahead - env.settings.delay.lead;
     ensure!(Timestamp::now_by_local_clock() < leave_at, "scheduling took longer than planned; is the machine busy?");
     Ok(())

@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use order_timeout::{Timestamp, database, schedule_in};
+use order_timeout::postgres;
+use order_timeout_client::postgres::schedule;
+use order_timeout_core::order::Timestamp;
 use sqlx::{PgConnection, PgPool};
 use time::OffsetDateTime;
 use uuid::Uuid;
@@ -33,7 +35,7 @@ pub async fn per_second(pool: &PgPool, orders: usize, alarm: AlarmWrite) -> anyh
 
 async fn create(connection: &mut PgConnection, alarm: AlarmWrite) -> anyhow::Result<()> {
     let (id, deadline) = (Uuid::now_v7(), Timestamp::now_by_local_clock() + DELAY);
-    let expires_at = database::timestamp(deadline).expect("an hour from now is within the calendar");
+    let expires_at = postgres::timestamp(deadline).expect("an hour from now is within the calendar");
     let mut transaction = sqlx::Connection::begin(connection).await?;
     match alarm {
         AlarmWrite::None | AlarmWrite::ScheduleIn => {
@@ -46,7 +48,7 @@ async fn create(connection: &mut PgConnection, alarm: AlarmWrite) -> anyhow::Res
         }
     }
     if alarm == AlarmWrite::ScheduleIn {
-        schedule_in(&mut *transaction, id.to_string(), deadline).await?;
+        schedule(&mut transaction, id.to_string(), deadline).await?;
     }
     Ok(transaction.commit().await?)
 }

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use order_timeout::Settings;
-use order_timeout::config::{LogSettings, Strategy};
+use order_timeout::config::LogSettings;
+use order_timeout_core::delay::Strategy;
 
 /// A shop that takes orders, gets some of them paid, watches the rest close on time, and checks the result.
 ///

@@ -1,8 +1,10 @@
 //! Where orders are created and paid: what a shop that uses the library does with its own database.
 
 use anyhow::Context;
-use order_timeout::clock::{ClockSample, DatabaseClock};
-use order_timeout::{Publisher, Timestamp, database};
+use order_timeout::postgres;
+use order_timeout_client::Publisher;
+use order_timeout_core::clock::{ClockSample, DatabaseClock};
+use order_timeout_core::order::Timestamp;
 use sqlx::{PgPool, Row};
 use time::OffsetDateTime;
 use tokio::time::{Instant, sleep_until};
@@ -110,7 +112,7 @@ impl Checkout {
                 .await?;
         }
         transaction.commit().await?;
-        Ok(database::moment(expires_at))
+        Ok(postgres::moment(expires_at))
     }
 
     /// The other side of the race. `status = 'unpaid'` in the WHERE decides it: Postgres waits for a close that holds
@@ -177,5 +179,5 @@ async fn sample_clock(pool: &PgPool) -> sqlx::Result<ClockSample> {
     let mut connection = pool.acquire().await?;
     let asked = std::time::Instant::now();
     let now: OffsetDateTime = sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(&mut *connection).await?;
-    Ok(ClockSample { asked, answered: std::time::Instant::now(), database: database::moment(now) })
+    Ok(ClockSample { asked, answered: std::time::Instant::now(), database: postgres::moment(now) })
 }

@@ -6,12 +6,15 @@ use std::time::Duration;
 use anyhow::Context;
 use lapin::Connection;
 use lapin::options::{ExchangeDeleteOptions, QueueDeleteOptions};
-use order_timeout::broker::reply_code;
-use order_timeout::config::{DatabaseSettings, Lane, Listen, RingSettings};
-use order_timeout::database::{self, Database};
-use order_timeout::topology::Topology;
-use order_timeout::worker::Worker;
-use order_timeout::{Publisher, Settings, broker};
+use order_timeout::Settings;
+use order_timeout::config::{DatabaseSettings, Listen};
+use order_timeout::postgres::{self, Database};
+use order_timeout::runtime::Worker;
+use order_timeout_amqp::connect;
+use order_timeout_amqp::connect::reply_code;
+use order_timeout_amqp::topology::Topology;
+use order_timeout_client::Publisher;
+use order_timeout_core::delay::{Lane, RingSettings};
 use sqlx::{AssertSqlSafe, PgPool};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -125,18 +128,18 @@ impl Environment {
         };
         // Both are reached before either is changed.
         let administration = Database::connect(server, 1).await?.pool().clone();
-        let connection = broker::connect(&self.settings.amqp, "shop setup").await?;
+        let connection = connect::connect(&self.settings.amqp, "shop setup").await?;
 
         *topology_made = true;
-        let topology = Topology::new(&self.settings);
+        let topology = self.settings.topology();
         let declaring = timeout(ADMINISTRATION_TIMEOUT, topology.declare(&connection));
         declaring.await.context("the broker does not finish declaring queues")??;
-        broker::close(&connection, self.settings.amqp.connect_timeout).await;
+        connect::close(&connection, self.settings.amqp.connect_timeout).await;
 
         *database_made = true;
         create_database(&administration, database).await?;
         administration.close().await;
-        database::migrate(&self.settings.database).await?;
+        postgres::migrate(&self.settings.database).await?;
 
         // The pages are not needed, and another worker may be running on this machine.
         let mut settings = self.settings.clone();
@@ -149,7 +152,7 @@ impl Environment {
 
     async fn check_shared(&self) -> anyhow::Result<()> {
         let database = Database::connect(&self.settings.database, 1).await?;
-        Ok(database::require_migrated(&database).await?)
+        Ok(postgres::require_migrated(&database).await?)
     }
 
     /// Connections for the customers. They wait for a locked stock row as long as necessary, as in a real shop.
@@ -177,13 +180,13 @@ impl Environment {
     /// The publisher, as the broker user that a shop's checkout would have.
     pub async fn publisher(&self) -> anyhow::Result<Publisher> {
         let Some(url) = std::env::var(PUBLISHER_URL).ok().filter(|url| !url.is_empty()) else {
-            return Ok(Publisher::connect(&self.settings).await?);
+            return Ok(self.settings.publisher().connect().await?);
         };
         let mut settings = self.settings.clone();
         settings.amqp.url = url.into();
         let connect = async {
             settings.validate()?;
-            anyhow::Ok(Publisher::connect(&settings).await?)
+            anyhow::Ok(settings.publisher().connect().await?)
         };
         connect.await.with_context(|| format!("amqp.url was taken from {PUBLISHER_URL}"))
     }
@@ -249,10 +252,10 @@ async fn drop_database(server: &DatabaseSettings, database: &str) -> anyhow::Res
 }
 
 async fn remove_topology(settings: &Settings) -> anyhow::Result<()> {
-    let connection = broker::connect(&settings.amqp, "shop clearing away").await?;
-    let deleting = delete_all(&connection, Topology::new(settings));
+    let connection = connect::connect(&settings.amqp, "shop clearing away").await?;
+    let deleting = delete_all(&connection, settings.topology());
     let deleted = timeout(ADMINISTRATION_TIMEOUT, deleting).await.context("the broker does not finish deleting them");
-    broker::close(&connection, settings.amqp.connect_timeout).await;
+    connect::close(&connection, settings.amqp.connect_timeout).await;
     Ok(deleted??)
 }
 

@@ -11,9 +11,9 @@ use lapin::message::Delivery;
 use lapin::options::{BasicConsumeOptions, QueueBindOptions, QueueDeclareOptions};
 use lapin::types::FieldTable;
 use lapin::{Channel, Connection, Consumer};
-use order_timeout::message::OrderClosed;
-use order_timeout::topology::Names;
-use order_timeout::{Settings, broker};
+use order_timeout::Settings;
+use order_timeout_amqp::connect;
+use order_timeout_core::message::OrderClosed;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::progress::Progress;
@@ -46,9 +46,9 @@ impl Listener {
         orders: impl Iterator<Item = String>,
         progress: Progress,
     ) -> anyhow::Result<Self> {
-        let connection = broker::connect(&settings.amqp, "shop events").await?;
+        let connection = connect::connect(&settings.amqp, "shop events").await?;
         let channel = connection.create_channel().await.context("a channel for the events could not be opened")?;
-        let consumer = subscribe(&channel, &Names::new(&settings.namespace).events(), queue)
+        let consumer = subscribe(&channel, &settings.names().events(), queue)
             .await
             .with_context(|| format!("the event queue {queue:?} could not be set up"))?;
         let received = Arc::new(Mutex::new(ReceivedEvents::default()));
@@ -69,7 +69,7 @@ impl Listener {
     /// Stops consuming. The queue is removed with the connection.
     pub async fn close(self) -> ReceivedEvents {
         self.task.abort();
-        broker::close(&self.connection, TIMEOUT).await;
+        connect::close(&self.connection, TIMEOUT).await;
         locked(&self.received).clone()
     }
 }

@@ -7,7 +7,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use order_timeout::Timestamp;
+use order_timeout_core::order::Timestamp;
 use uuid::Uuid;
 
 const ARTICLES: [&str; 10] =

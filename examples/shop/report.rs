@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::fmt::Write;
 
 use hdrhistogram::Histogram;
-use order_timeout::config::Strategy;
+use order_timeout_core::delay::Strategy;
 use serde::Serialize;
 
 use crate::args::Args;

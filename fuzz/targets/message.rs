@@ -5,13 +5,14 @@
 use lapin::BasicProperties;
 use lapin::protocol::basic::parse_properties;
 use libfuzzer_sys::fuzz_target;
-use order_timeout::alarm::{DeadLetter, DeliveredAlarm};
-use order_timeout::confirm::properties;
 use order_timeout::deliver::read;
-use order_timeout::envelope::{AlarmHeaders, Route, address};
-use order_timeout::message::MAX_BODY_BYTES;
-use order_timeout::order::Timestamp;
-use order_timeout::topology::Names;
+use order_timeout_amqp::envelope::{AlarmHeaders, Route, address};
+use order_timeout_amqp::publisher::properties;
+use order_timeout_amqp::topology::Names;
+use order_timeout_core::alarm::{DeadLetter, DeliveredAlarm};
+use order_timeout_core::delay::Placement;
+use order_timeout_core::message::MAX_BODY_BYTES;
+use order_timeout_core::order::Timestamp;
 
 /// More than any of our sentences, including quoted input.
 const LONGEST_DETAIL_BYTES: usize = 1_024;
@@ -45,7 +46,7 @@ fn is_the_same_when_sent_again(alarm: DeliveredAlarm) {
     let first_published_at = alarm.first_published_at.unwrap_or(Timestamp::from_unix_micros(0));
     let stamp =
         AlarmHeaders { attempt, first_published_at, traceparent: alarm.traceparent.clone(), returns: alarm.returns };
-    let message = address(&alarm.alarm, Route::inbox(&Names::new("order")), stamp);
+    let message = address(&alarm.alarm, Route::to(&Placement::Inbox, &Names::new("order")), stamp);
     assert!(message.body.len() <= MAX_BODY_BYTES);
     let properties = properties(&message).expect("an alarm that could be read can be sent");
     let again = read(&message.body, &properties).expect("an alarm that was sent can be read");

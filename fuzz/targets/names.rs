@@ -5,10 +5,10 @@
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use order_timeout::config::Lane;
-use order_timeout::message::{ALARM_TYPE, Alarm, LONGEST_TTL, read_rfc3339, write_rfc3339};
-use order_timeout::order::MAX_ORDER_ID_BYTES;
-use order_timeout::{OrderId, Timestamp};
+use order_timeout_core::delay::Lane;
+use order_timeout_core::message::{ALARM_TYPE, Alarm, LONGEST_TTL, read_rfc3339, write_rfc3339};
+use order_timeout_core::order::MAX_ORDER_ID_BYTES;
+use order_timeout_core::order::{OrderId, Timestamp};
 
 fuzz_target!(|text: &str| {
     order_id(text);

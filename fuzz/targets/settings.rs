@@ -11,11 +11,12 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use libfuzzer_sys::{Corpus, fuzz_target};
-use order_timeout::message::LONGEST_TTL;
-use order_timeout::schedule::lane::Lanes;
-use order_timeout::topology::{Argument, Destination, Names, Topology};
-use order_timeout::wheel::{Place, Wheel};
-use order_timeout::{OrderId, Settings, Timestamp};
+use order_timeout::Settings;
+use order_timeout_amqp::topology::{Argument, Destination, Topology};
+use order_timeout_core::delay::Lanes;
+use order_timeout_core::delay::wheel::{Wheel, WheelPlacement};
+use order_timeout_core::message::LONGEST_TTL;
+use order_timeout_core::order::{OrderId, Timestamp};
 use secrecy::ExposeSecret;
 
 /// The limit of an AMQP short string.
@@ -72,13 +73,13 @@ fn settings_are_usable(settings: &Settings) {
     settings.validate().expect("what was loaded is valid");
     let _ = settings.validate_database();
     assert!(!format!("{settings:?}").contains(settings.amqp.url.expose_secret()), "an address in the debug form");
-    broker_accepts_topology(settings, &Topology::new(settings));
+    broker_accepts_topology(settings, &settings.topology());
 
-    let (wheel, lanes) = (settings.wheel().expect("accepted rings mesh"), Lanes::new(settings));
+    let (wheel, lanes) = (settings.delay.wheel().expect("accepted rings mesh"), Lanes::from(&settings.delay));
     let id = OrderId::new("1").expect("an id");
     for now in [i64::MIN, 0, 1_800_000_000_000_000, i64::MAX].map(Timestamp::from_unix_micros) {
         for due in [now, now + Duration::from_secs(1_800), now + settings.delay.max_delay] {
-            let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.route(&id, due, now));
+            let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.place(&id, due, now));
         }
     }
     for now in [0, 1_800_000_000_000_000, 1_800_000_000_000_001].map(Timestamp::from_unix_micros) {
@@ -102,7 +103,7 @@ fn alarm_never_circulates(settings: &Settings, wheel: &Wheel, due: Timestamp, mu
     let due = due.min(now + stay * MOST_STAYS);
     let most_hops = rings.len() as u128 + due.since(now).as_micros() / stay.as_micros() + 1;
     let mut hops = 0;
-    while let Place::Slot { ring, ttl, .. } = wheel.place(due, now) {
+    while let WheelPlacement::Slot { ring, ttl, .. } = wheel.place(due, now) {
         hops += 1;
         assert!(hops <= most_hops, "more than {most_hops} slots for {:?}", due.since(now));
         assert!(ttl < rings[ring].span(), "{ttl:?} in ring {ring}: its queue expires it before");
@@ -115,14 +116,14 @@ fn alarm_never_circulates(settings: &Settings, wheel: &Wheel, due: Timestamp, mu
 fn retry_is_on_time(settings: &Settings, wheel: &Wheel, wait: Duration, now: Timestamp) {
     let wake_at = now + wait.min(settings.retry.longest_wait());
     match wheel.place_retry(wake_at, now) {
-        Place::Due => assert!(wake_at <= now, "{:?} early, at once", wake_at.since(now)),
-        Place::Slot { ring, ttl, .. } => {
+        WheelPlacement::Due => assert!(wake_at <= now, "{:?} early, at once", wake_at.since(now)),
+        WheelPlacement::Slot { ring, ttl, .. } => {
             let (back, unit) = (now + ttl, wheel.rings()[ring].unit);
             assert!(back >= wake_at, "{:?} early", wake_at.since(back));
             assert!(back < wake_at + unit + ROUNDING, "{:?} late in units of {unit:?}", back.since(wake_at));
             assert!(ttl < wheel.rings()[ring].span(), "{ttl:?} in ring {ring}: its queue expires it before");
             // From a coarse slot it returns through the inbox, which must not rearm it.
-            assert!(ring == 0 || wheel.place(now, back) == Place::Due);
+            assert!(ring == 0 || wheel.place(now, back) == WheelPlacement::Due);
         }
     }
 }
@@ -180,7 +181,7 @@ fn bindings_have_targets(topology: &Topology, exchanges: &Exchanges<'_>, queues:
 /// get a double share, not bound it would get none.
 fn shards_are_bound_evenly(settings: &Settings, topology: &Topology, exchanges: &Exchanges<'_>) {
     let shares = || topology.bindings.iter().filter(|share| exchanges[share.exchange.as_str()] == CONSISTENT_HASH);
-    let names = Names::new(&settings.namespace);
+    let names = settings.names();
     let shards = if settings.worker.shards > 1 { settings.worker.shards } else { 0 };
     let expected: Vec<_> = (0..shards).map(|shard| (names.shards(), Destination::Queue(names.shard(shard)))).collect();
     let bound: Vec<_> = shares().map(|share| (share.exchange.clone(), share.destination.clone())).collect();

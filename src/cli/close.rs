@@ -4,13 +4,14 @@
 use std::collections::HashMap;
 
 use clap::Args;
+use order_timeout_core::order::{CloseResult, ClosedBy, OrderId, Outcome};
 use serde_json::json;
 
 use crate::cli::CommandOutcome;
-use crate::close::Closer;
 use crate::config::Settings;
-use crate::database::{self, Database};
-use crate::order::{CloseResult, ClosedBy, OrderId, Outcome};
+use crate::effects::close::Closer;
+use crate::postgres::warm_connections::WarmConnections;
+use crate::postgres::{self, Database};
 
 /// Arguments of `close`.
 #[derive(Debug, Args)]
@@ -28,8 +29,8 @@ pub struct CloseArgs {
 pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let ids = args.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
     let database = Database::connect(&settings.database, 1).await?;
-    database::require_migrated(&database).await?;
-    let closer = Closer::prepare(database, &settings.orders.close_sql).await?;
+    postgres::require_migrated(&database).await?;
+    let closer = Closer::prepare(WarmConnections::new(database), &settings.orders.close_sql).await?;
     let mut findings = HashMap::new();
     // One by one: an order that cannot be closed must not prevent the others from being closed.
     for id in &ids {

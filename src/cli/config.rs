@@ -1,11 +1,12 @@
 //! `order-timeout config`: prints every setting that is in effect, with its origin and without secrets.
 
 use clap::Args;
+use order_timeout_amqp::connect;
 use serde_json::json;
 
 use crate::cli::{CommandOutcome, SettingsArgs};
 use crate::config::{EffectiveSetting, Settings};
-use crate::{broker, database};
+use crate::postgres;
 
 /// Shown for a setting whose origin is the built-in file.
 const DEFAULT: &str = "default";
@@ -39,8 +40,8 @@ pub fn run(args: &ConfigArgs, given: &SettingsArgs) -> anyhow::Result<CommandOut
 /// The server of an address, without user and password.
 fn redacted(key: &str, settings: &Settings) -> String {
     let server = match key {
-        "amqp.url" => broker::place(&settings.amqp).ok(),
-        _ => database::place(&settings.database).ok(),
+        "amqp.url" => connect::place(&settings.amqp).ok(),
+        _ => postgres::place(&settings.database).ok(),
     };
     let server = server.map_or_else(String::new, |server| format!(", server {server}"));
     format!("<redacted{server}>")

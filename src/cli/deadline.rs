@@ -1,15 +1,15 @@
 //! `order-timeout deadline`: moves the deadline of an order in the default schema, by hand.
 
-use anyhow::bail;
+use anyhow::{anyhow, bail};
 use clap::Args;
+use order_timeout_client::postgres::{MoveDeadlineError, Moved, move_deadline};
+use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::OrderId;
 use serde_json::json;
 
 use crate::cli::{CommandOutcome, Order, When};
 use crate::config::Settings;
-use crate::database::{self, Database};
-use crate::message::write_rfc3339;
-use crate::order::OrderId;
-use crate::schedule::deadline::{MoveDeadlineError, Moved, move_deadline};
+use crate::postgres::{self, Database, one_line};
 
 /// Arguments of `deadline`.
 #[derive(Debug, Args)]
@@ -34,9 +34,9 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
     }
     let order_id = OrderId::new(args.order.id()).map_err(MoveDeadlineError::from)?;
     let database = Database::connect(&settings.database, 1).await?;
-    database::require_migrated(&database).await?;
+    postgres::require_migrated(&database).await?;
     // By the database's clock, which closes the order, not by this machine's.
-    let now = database.run(database::now).await.map_err(MoveDeadlineError::from)?;
+    let now = database.run(postgres::now).await.map_err(|error| with_one_line(error.into()))?;
     let deadline = args.when.deadline(now);
     // The alarm of a deadline beyond it would be parked, which raises an alert.
     if deadline > now + settings.delay.max_delay {
@@ -50,8 +50,8 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
             write_rfc3339(deadline)
         );
     }
-    let moved = database.run(async |connection| move_deadline(connection, &order_id, deadline).await).await;
-    let moved = moved.map_err(MoveDeadlineError::from)?;
+    let moved = database.run(async |connection| Ok(move_deadline(connection, &order_id, deadline).await)).await;
+    let moved = moved.map_err(MoveDeadlineError::from).and_then(|moved| moved).map_err(with_one_line)?;
     let wanted = write_rfc3339(deadline);
     let (word, sentence) = match &moved {
         Moved::Later => (
@@ -59,17 +59,19 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
             format!("order {order_id} has time until {wanted}; an alarm that was already scheduled adapts to it"),
         ),
         Moved::Earlier => ("earlier", format!("order {order_id} has time until {wanted}; an alarm for it is written")),
-        Moved::Stands { status, .. } if status == "unpaid" => (
+        Moved::Unchanged { status, .. } if status == "unpaid" => (
             "stands",
             format!("order {order_id} is unpaid, but a trigger in the database keeps its deadline unchanged"),
         ),
-        Moved::Stands { status, .. } => ("stands", format!("order {order_id} is {status}; its deadline is unchanged")),
+        Moved::Unchanged { status, .. } => {
+            ("stands", format!("order {order_id} is {status}; its deadline is unchanged"))
+        }
         Moved::Unknown => ("unknown", format!("there is no order {order_id}")),
     };
     // The row's deadline now, unless a trigger has changed the requested one.
     let (code, status, deadline) = match &moved {
         Moved::Later | Moved::Earlier => (0, Some("unpaid"), Some(wanted)),
-        Moved::Stands { status, deadline } => (1, Some(status.as_str()), Some(write_rfc3339(*deadline))),
+        Moved::Unchanged { status, deadline } => (1, Some(status.as_str()), Some(write_rfc3339(*deadline))),
         Moved::Unknown => (1, None, None),
     };
     let mut output = CommandOutcome { code, ..CommandOutcome::default() };
@@ -79,4 +81,12 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
         output.line(sentence);
     }
     Ok(output)
+}
+
+/// The sentence with the database's own words, on one line and with their SQLSTATE.
+fn with_one_line(fault: MoveDeadlineError) -> anyhow::Error {
+    match &fault {
+        MoveDeadlineError::Database(error) => anyhow!("{fault}: {}", one_line(error)),
+        _ => fault.into(),
+    }
 }

@@ -19,10 +19,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use order_timeout_core::duration;
+use order_timeout_core::message::read_rfc3339;
+use order_timeout_core::order::Timestamp;
 
-use crate::config::{Settings, SettingsError, duration};
-use crate::message::read_rfc3339;
-use crate::order::Timestamp;
+use crate::config::{Settings, SettingsError};
 use crate::sanitize;
 
 /// Closes unpaid orders in Postgres exactly when their time is up, woken by RabbitMQ delayed messages.

@@ -2,23 +2,18 @@
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};
+use order_timeout_amqp::publisher::ConfirmedPublisher;
+use order_timeout_core::alarm::ParkReason;
 use serde_json::json;
 use uuid::Uuid;
 
-use crate::alarm::{ParkReason, Returns};
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
-use crate::confirm::ConfirmedPublisher;
-use crate::database::{self, Database, DatabaseError, one_line};
-use crate::envelope::{self, AlarmHeaders, Route};
-use crate::message::MAX_BODY_BYTES;
-use crate::order::Timestamp;
-use crate::park::{self, Parked, Selection};
+use crate::operations::retry_parked::{Kept, Retried, retry_parked};
+use crate::postgres::parked_alarms::{self, Parked, Selection};
+use crate::postgres::{self, Database, DatabaseError, one_line};
 use crate::sanitize;
-use crate::topology::Names;
 
-/// Rows per page: bounds memory, and how much is published between two deletions.
-const AT_ONCE: usize = 1_000;
 /// The most rows shown of a selection.
 const PREVIEWED: i64 = 100;
 /// How much of a body the table shows, in characters.
@@ -107,7 +102,7 @@ impl ActArgs {
 /// If the database or, for a retry, the broker cannot be used.
 pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let database = Database::connect(&settings.database, 1).await?;
-    database::require_migrated(&database).await?;
+    postgres::require_migrated(&database).await?;
     match command {
         ParkedCommand::List(args) => list(&database, &args).await,
         ParkedCommand::Retry(args) if args.yes => retry(&database, &settings, &args).await,
@@ -127,13 +122,13 @@ async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<CommandOut
     let selection = args.reason.clone().map_or(Selection::All, Selection::Reason);
     let after = match args.after {
         None => None,
-        Some(id) => Some(park::place_of(database, id).await.map_err(refused)?.ok_or_else(|| {
+        Some(id) => Some(parked_alarms::place_of(database, id).await.map_err(refused)?.ok_or_else(|| {
             anyhow::anyhow!(
                 "alarm {id} is no longer parked, so nothing can be listed after it; list from the beginning"
             )
         })?),
     };
-    let rows = park::list_after(database, &selection, after, args.limit).await.map_err(refused)?;
+    let rows = parked_alarms::list_after(database, &selection, after, args.limit).await.map_err(refused)?;
     let mut output = CommandOutcome::default();
     if args.json {
         for row in &rows {
@@ -147,7 +142,7 @@ async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<CommandOut
     }
     write_table(&rows, &mut output);
     if let Some(last) = rows.last().filter(|_| i64::try_from(rows.len()).is_ok_and(|shown| shown >= args.limit)) {
-        let (all, shown) = (park::count(database, &selection).await.map_err(refused)?, rows.len());
+        let (all, shown) = (parked_alarms::count(database, &selection).await.map_err(refused)?, rows.len());
         if args.after.is_some() || all > shown as u64 {
             output.line(format!("{shown} of {all} shown; the next: add --after {}", last.id));
         }
@@ -193,12 +188,12 @@ fn start_of(body: &[u8]) -> String {
 }
 
 async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<CommandOutcome> {
-    let selected = park::ids(database, &args.selection()).await.map_err(refused)?;
+    let selected = parked_alarms::ids(database, &args.selection()).await.map_err(refused)?;
     let (missing, mut output) = args.missing(&selected);
     if args.json {
         output.line(json!({ "selected": selected.len(), "done": 0, "missing": missing }));
     } else {
-        write_table(&park::list(database, &args.selection(), PREVIEWED).await.map_err(refused)?, &mut output);
+        write_table(&parked_alarms::list(database, &args.selection(), PREVIEWED).await.map_err(refused)?, &mut output);
         output.line(format!("{} alarm(s) selected, nothing done; add --yes to do it", selected.len()));
     }
     Ok(output)
@@ -206,47 +201,15 @@ async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<CommandO
 
 async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyhow::Result<CommandOutcome> {
     let confirmed = ConfirmedPublisher::connect(&settings.amqp, "parked retry").await?;
-    let names = Names::new(&settings.namespace);
-    let (mut sent, mut kept) = (0, Vec::new());
-    // The ids are read once: an alarm that is kept must not be selected again.
-    let selected = park::ids(database, &args.selection()).await.map_err(refused)?;
-    for page in selected.chunks(AT_ONCE) {
-        let rows = park::list(database, &Selection::Ids(page.to_vec()), i64::MAX).await.map_err(refused)?;
-        let mut readable = Vec::new();
-        for row in rows {
-            match row.alarm() {
-                Ok(alarm) => readable.push((row.id, row.since, alarm)),
-                // The row has only the beginning of a body that was too large; its parse error would be misleading.
-                Err(_) if row.body.len() >= MAX_BODY_BYTES => kept.push((row.id, row.detail)),
-                Err(fault) => kept.push((row.id, fault.to_string())),
-            }
-        }
-        let headers = || AlarmHeaders {
-            attempt: 0,
-            first_published_at: Timestamp::now_by_local_clock(),
-            traceparent: None,
-            returns: Returns::default(),
-        };
-        let messages = readable.iter().map(|(.., alarm)| envelope::address(alarm, Route::inbox(&names), headers()));
-        let results = confirmed.publish_all(messages).await;
-        let mut published = Vec::new();
-        for ((id, since, _), result) in readable.into_iter().zip(results) {
-            match result {
-                Ok(()) => published.push((id, since)),
-                Err(fault) => kept.push((id, fault.to_string())),
-            }
-        }
-        sent += published.len();
-        park::drop_retried(database, &published).await.map_err(refused)?;
-    }
-    let (missing, mut output) = args.missing(&selected);
-    output.code = output.code.max(u8::from(!kept.is_empty()));
+    let retried = retry_parked(database, &confirmed, &settings.names(), &args.selection()).await.map_err(refused)?;
+    let (missing, mut output) = args.missing(&retried.selected);
+    output.code = output.code.max(u8::from(!retried.kept.is_empty()));
     if args.json {
-        let kept: Vec<_> = kept.iter().map(|(id, why)| json!({ "id": id, "why": why })).collect();
+        let Retried { sent, kept, .. } = &retried;
         output.line(json!({ "retried": sent, "kept": kept, "missing": missing }));
     } else {
-        output.line(format!("{sent} alarm(s) sent back to the worker"));
-        for (id, why) in &kept {
+        output.line(format!("{} alarm(s) sent back to the worker", retried.sent));
+        for Kept { id, why } in &retried.kept {
             output.line(format!("kept {id}: {why}"));
         }
     }
@@ -254,8 +217,8 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
 }
 
 async fn drop_parked(database: &Database, args: &ActArgs) -> anyhow::Result<CommandOutcome> {
-    let ids = park::ids(database, &args.selection()).await.map_err(refused)?;
-    let dropped = park::drop_rows(database, &ids).await.map_err(refused)?;
+    let ids = parked_alarms::ids(database, &args.selection()).await.map_err(refused)?;
+    let dropped = parked_alarms::drop_rows(database, &ids).await.map_err(refused)?;
     let (missing, mut output) = args.missing(&ids);
     if args.json {
         output.line(json!({ "dropped": dropped, "missing": missing }));

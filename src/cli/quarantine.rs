@@ -6,7 +6,7 @@ use serde_json::json;
 
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
-use crate::database::{self, Database};
+use crate::postgres::{self, Database};
 use crate::quarantine::{self, Bounds, Found, QuarantineError, Report};
 
 /// Arguments of `quarantine`.
@@ -53,7 +53,7 @@ pub async fn run(args: QuarantineArgs, settings: Settings) -> anyhow::Result<Com
 
 async fn migrated(settings: &Settings) -> anyhow::Result<Database> {
     let database = Database::connect(&settings.database, 1).await?;
-    database::require_migrated(&database).await?;
+    postgres::require_migrated(&database).await?;
     Ok(database)
 }
 

@@ -3,14 +3,13 @@
 use std::time::Duration;
 
 use clap::Args;
+use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::Timestamp;
 use serde_json::json;
 
 use crate::cli::{CommandOutcome, Order, When, schedule_check};
 use crate::config::{DatabaseSettings, Settings};
-use crate::database;
-use crate::message::write_rfc3339;
-use crate::order::Timestamp;
-use crate::schedule::Publisher;
+use crate::postgres;
 
 /// How long reading the database's clock may take. If it fails, this machine's clock is used.
 const TIME_TIMEOUT: Duration = Duration::from_secs(2);
@@ -35,7 +34,7 @@ pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<Comma
         Some(when) => when.deadline(now(when, &settings.database).await),
         None => schedule_check::deadline_of(order_id, &settings).await?,
     };
-    let publisher = Publisher::connect(&settings).await?;
+    let publisher = settings.publisher().connect().await?;
     publisher.schedule(order_id, deadline).await?;
     let mut answer = CommandOutcome::default();
     // The alarm is already sent, so anything odd is only a remark.
@@ -53,7 +52,7 @@ pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<Comma
 /// machine's.
 async fn now(when: &When, database: &DatabaseSettings) -> Timestamp {
     let asked = match when.is_counted_from_now() && database.is_given() {
-        true => database::ask_time(database, TIME_TIMEOUT.min(database.acquire_timeout)).await.ok(),
+        true => postgres::ask_time(database, TIME_TIMEOUT.min(database.acquire_timeout)).await.ok(),
         false => None,
     };
     asked.unwrap_or_else(Timestamp::now_by_local_clock)

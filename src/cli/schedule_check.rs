@@ -6,12 +6,13 @@
 use std::time::Duration;
 
 use anyhow::bail;
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::Timestamp;
 use sqlx::{PgConnection, Row};
 
 use crate::config::Settings;
-use crate::database::{self, Database, Timestamptz, one_line};
-use crate::message::write_rfc3339;
-use crate::order::Timestamp;
+use crate::postgres::{self, Database, one_line};
 
 /// How long connecting and answering may each take: a user waits for the command.
 const TIME_LIMIT: Duration = Duration::from_secs(2);
@@ -121,7 +122,7 @@ async fn look(order_id: &str, settings: &Settings) -> Result<OrderFacts, String>
 }
 
 async fn read(connection: &mut PgConnection, order_id: &str) -> Result<OrderFacts, sqlx::Error> {
-    let now = database::now(connection).await?;
+    let now = postgres::now(connection).await?;
     let row = sqlx::query("SELECT status::text AS status, expires_at FROM orders WHERE id = $1::uuid")
         .bind(order_id)
         .fetch_optional(connection)

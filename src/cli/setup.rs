@@ -2,12 +2,14 @@
 
 use anyhow::anyhow;
 use clap::Args;
+use order_timeout_amqp::connect;
+use order_timeout_amqp::topology::Topology;
 use serde_json::json;
 
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
-use crate::topology::Topology;
-use crate::{broker, database, inspect};
+use crate::observe::inspect;
+use crate::postgres;
 
 /// Arguments of `setup`.
 #[derive(Debug, Args)]
@@ -18,20 +20,20 @@ pub struct SetupArgs {
 }
 
 async fn declare(topology: &Topology, settings: &Settings) -> anyhow::Result<()> {
-    let connection = broker::connect(&settings.amqp, "setup").await?;
+    let connection = connect::connect(&settings.amqp, "setup").await?;
     topology.declare(&connection).await?;
-    let another = broker::require_another_connection(&settings.amqp, &connection).await;
-    broker::close(&connection, settings.amqp.connect_timeout).await;
+    let another = connect::require_another_connection(&settings.amqp, &connection).await;
+    connect::close(&connection, settings.amqp.connect_timeout).await;
     another.map_err(|fault| anyhow!("all exchanges, queues and bindings are declared, but {fault}"))
 }
 
 /// # Errors
 /// If the database or the broker cannot be reached or refuses, or the schema is incomplete.
 pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    let applied = database::migrate(&settings.database).await?;
+    let applied = postgres::migrate(&settings.database).await?;
     // Objects of an applied migration may have been dropped since.
     inspect::require_complete(&settings.database, &settings.orders).await?;
-    let topology = Topology::new(&settings);
+    let topology = settings.topology();
     let declared = declare(&topology, &settings).await;
     declared.map_err(|fault| anyhow!("{fault}; the database is set up"))?;
     let mut answer = CommandOutcome::default();
@@ -45,7 +47,7 @@ pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandO
         answer.line(counts);
         return Ok(answer);
     }
-    let (database, broker) = (database::place(&settings.database)?, broker::place(&settings.amqp)?);
+    let (database, broker) = (postgres::place(&settings.database)?, connect::place(&settings.amqp)?);
     match applied.as_slice() {
         [] => answer.line(format!("database: {database}: up to date")),
         names => answer.line(format!("database: {database}: applied {}", names.join(", "))),

@@ -1,10 +1,10 @@
 //! `order-timeout topology`: prints `definitions.json`.
 
 use clap::Args;
+use order_timeout_core::delay::Strategy;
 
 use crate::cli::CommandOutcome;
-use crate::config::{Settings, Strategy};
-use crate::topology::Topology;
+use crate::config::Settings;
 
 /// Arguments of `topology`.
 #[derive(Debug, Args)]
@@ -24,6 +24,6 @@ pub fn run(args: &TopologyArgs, mut settings: Settings) -> anyhow::Result<Comman
         settings.delay.strategy = Strategy::DelayedExchange;
     }
     let mut answer = CommandOutcome::default();
-    answer.lines(format!("{:#}", Topology::new(&settings).definitions(&args.vhost)));
+    answer.lines(format!("{:#}", settings.topology().definitions(&args.vhost)));
     Ok(answer)
 }

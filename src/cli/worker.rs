@@ -5,8 +5,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
-use crate::logging;
-use crate::worker::Worker;
+use crate::observe::logging;
+use crate::runtime::Worker;
 
 /// # Errors
 /// If the worker cannot start, or a second signal arrives before it has stopped.

@@ -2,9 +2,15 @@
 //!
 //! Pure: environments and arguments are passed in, files are temporary.
 
-use super::{Duration, ExposeSecret, Settings, load};
-use proptest::prelude::*;
 use std::os::unix::ffi::OsStringExt;
+
+use order_timeout_client::Publisher;
+use order_timeout_core::delay::Lanes;
+use order_timeout_core::delay::wheel_checks::{DELAYS_MS, Setup, check_alarm_arrives, check_no_alarm_loops};
+use order_timeout_core::order::{OrderId, Timestamp};
+use proptest::prelude::*;
+
+use super::{Duration, ExposeSecret, Settings, load};
 
 fn load(environment: &[(&str, &str)], overrides: &[&str]) -> Result<Settings, String> {
     let environment = environment.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
@@ -325,18 +331,17 @@ fn extreme_value() -> impl Strategy<Value = String> {
 
 /// Builds everything that is derived from settings before a connection is opened.
 fn build(settings: &Settings) {
-    let wheel = settings.wheel().expect("accepted rings mesh");
-    let topology = crate::topology::Topology::new(settings);
-    assert!(!topology.definitions("v").is_null());
-    let lanes = crate::schedule::lane::Lanes::new(settings);
-    let id = crate::OrderId::new("1").unwrap();
-    for now in [i64::MIN, 0, 4_000_000_000_000_000, i64::MAX].map(crate::Timestamp::from_unix_micros) {
-        for due in [now, now + settings.delay.max_delay, crate::Timestamp::from_unix_micros(i64::MAX)] {
-            let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.route(&id, due, now));
+    let wheel = settings.delay.wheel().expect("accepted rings mesh");
+    assert!(!settings.topology().definitions("v").is_null());
+    let lanes = Lanes::from(&settings.delay);
+    let id = OrderId::new("1").unwrap();
+    for now in [i64::MIN, 0, 4_000_000_000_000_000, i64::MAX].map(Timestamp::from_unix_micros) {
+        for due in [now, now + settings.delay.max_delay, Timestamp::from_unix_micros(i64::MAX)] {
+            let _ = (wheel.place(due, now), wheel.place_retry(due, now), lanes.place(&id, due, now));
         }
     }
-    for now in [0, 4_000_000_000_000_000].map(crate::Timestamp::from_unix_micros) {
-        crate::wheel::tests::check_no_alarm_loops(settings, now).unwrap();
+    for now in [0, 4_000_000_000_000_000].map(Timestamp::from_unix_micros) {
+        check_no_alarm_loops(&setup_of(settings), now).unwrap();
     }
     for wait in [settings.worker.shutdown_grace, settings.worker.hold_max, settings.worker.requeue_after] {
         let _ = std::time::Instant::now() + wait;
@@ -467,4 +472,30 @@ fn publisher_has_database_only_if_given() {
     assert!(load(&[("DATABASE_URL", "postgres://a@h/shop")]).is_given());
     let given = load(&[("ORDER_TIMEOUT__DATABASE__URL", "postgres://a@h/shop")]);
     assert_eq!(given.url.expose_secret(), "postgres://a@h/shop");
+}
+
+fn setup_of(settings: &Settings) -> Setup {
+    Setup {
+        delay: settings.delay.clone(),
+        hold_max: settings.worker.hold_max,
+        longest_retry: settings.retry.longest_wait(),
+    }
+}
+
+#[test]
+fn default_rings_deliver_every_delay_on_time() {
+    let setup = setup_of(&Settings::defaults());
+    for delay_ms in DELAYS_MS {
+        for second in 0..7_200 {
+            let now = Timestamp::from_unix_micros((1_800_000_000 + second) * 1_000_000);
+            check_alarm_arrives(&setup, now + Duration::from_millis(delay_ms), now, &[]).unwrap();
+        }
+    }
+}
+
+#[test]
+fn builder_has_default_settings_of_worker() {
+    let settings = Settings::defaults();
+    let defaults = Publisher::builder(settings.amqp.url.expose_secret());
+    assert_eq!(format!("{defaults:?}"), format!("{:?}", settings.publisher()));
 }

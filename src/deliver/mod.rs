@@ -1,7 +1,7 @@
 //! Step 3, deliver: one consumer session. Sets prefetch, consumes, reads, settles, and always notices its end.
 //!
 //! A session is one connection with its channels. The first error of any of them ends the whole session, the broker
-//! redelivers unacknowledged messages, and the supervisor in `worker/` opens the next session. No SQL, no decisions
+//! redelivers unacknowledged messages, and the supervisor in `runtime/` opens the next session. No SQL, no decisions
 //! about alarms.
 
 pub mod unacked_tags;
@@ -14,20 +14,21 @@ use futures_util::future::{join_all, try_join_all};
 use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, Consumer, Event};
+use order_timeout_amqp::AmqpSettings;
+use order_timeout_amqp::connect::{self, BrokerError, EndKind};
+use order_timeout_amqp::topology::{Sight, Topology, TopologyError};
+use order_timeout_core::alarm::{
+    DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Receipt, Returns, Settlement, SourceQueue,
+};
+use order_timeout_core::message::{Alarm, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT};
+use order_timeout_core::order::Timestamp;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 use uuid::Uuid;
 
-use crate::alarm::{
-    DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Receipt, Returns, Settlement, SourceQueue,
-};
-use crate::broker::{self, BrokerError, EndKind};
-use crate::canary;
-use crate::config::{AmqpSettings, Settings};
-use crate::message::{Alarm, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT};
-use crate::order::Timestamp;
-use crate::topology::{Names, Sight, Topology, TopologyError};
+use crate::config::Settings;
+use crate::observe::canary;
 use unacked_tags::{AckPlan, UnackedTags};
 
 /// Dead letters of the inbox and the processing queue are rare. But if a policy expires or drops alarms, many come at
@@ -68,10 +69,10 @@ impl SessionEnd {
     }
 
     fn of(error: &lapin::Error) -> Self {
-        let kind = broker::end_kind(error);
+        let kind = connect::end_kind(error);
         let why = match kind {
             // The client knows nothing about the bytes that it could not parse.
-            EndKind::Unreadable => match broker::reply(error) {
+            EndKind::Unreadable => match connect::reply(error) {
                 Some((_, size)) => format!("the AMQP client cannot read a message that the broker delivered ({size})"),
                 None => "the AMQP client cannot read a message that the broker delivered".into(),
             },
@@ -160,12 +161,12 @@ impl Inspector {
     /// [`TopologyError`] if the broker does not answer.
     pub async fn exchange_with_alternate(&self) -> Result<Option<String>, TopologyError> {
         let connection =
-            broker::connect(&self.amqp, "worker testing").await.map_err(|fault| TopologyError::Failed {
+            connect::connect(&self.amqp, "worker testing").await.map_err(|fault| TopologyError::Failed {
                 object: "a connection to test for alternate exchanges".into(),
                 why: fault.to_string(),
             })?;
         let found = self.topology.exchange_with_alternate(&connection).await;
-        broker::close(&connection, CLOSE_TIMEOUT).await;
+        connect::close(&connection, CLOSE_TIMEOUT).await;
         found
     }
 }
@@ -185,9 +186,9 @@ impl Session {
     /// # Errors
     /// [`OpenError`]; `Refused` if a retry will not help.
     pub async fn open(settings: &Settings, opening: Opening, inboxes: Inboxes) -> Result<Self, OpenError> {
-        let connection = Arc::new(broker::connect(&settings.amqp, "worker").await?);
-        if let Err(fault) = declare(&Topology::new(settings), opening, &connection).await {
-            broker::close(&connection, CLOSE_TIMEOUT).await;
+        let connection = Arc::new(connect::connect(&settings.amqp, "worker").await?);
+        if let Err(fault) = declare(&settings.topology(), opening, &connection).await {
+            connect::close(&connection, CLOSE_TIMEOUT).await;
             return Err(fault.into());
         }
         let mut session = Self { number: opening.number, connection, consumers: Vec::new(), ended: Ended::default() };
@@ -203,7 +204,7 @@ impl Session {
                 Err(_) => consuming_failed(&format!("the broker did not answer within {timeout:?}")),
             },
         };
-        broker::close(&session.connection, CLOSE_TIMEOUT).await;
+        connect::close(&session.connection, CLOSE_TIMEOUT).await;
         Err(fault)
     }
 
@@ -215,7 +216,7 @@ impl Session {
             let mut events = std::pin::pin!(events);
             while let Some(event) = events.next().await {
                 if let Event::Error(error) = event
-                    && broker::end_kind(&error) != EndKind::Other
+                    && connect::end_kind(&error) != EndKind::Other
                 {
                     return ended.note(SessionEnd::of(&error));
                 }
@@ -273,7 +274,7 @@ impl Session {
     /// [`TopologyError`] names the object.
     pub fn declare_again(&self, settings: &Settings) -> impl Future<Output = Result<(), TopologyError>> + use<> {
         let consumed = sources(settings).into_iter().map(|source| source.queue).collect();
-        let (topology, connection) = (Topology::new(settings).but_for_consumed(consumed), self.connection.clone());
+        let (topology, connection) = (settings.topology().but_for_consumed(consumed), self.connection.clone());
         async move { topology.declare(&connection).await }
     }
 
@@ -282,14 +283,14 @@ impl Session {
     /// # Errors
     /// [`BrokerError`] if it does not.
     pub async fn require_another_connection(&self, settings: &Settings) -> Result<(), BrokerError> {
-        broker::require_another_connection(&settings.amqp, &self.connection).await
+        connect::require_another_connection(&settings.amqp, &self.connection).await
     }
 
     /// Returns an inspector of the broker over this session's connection.
     #[must_use]
     pub fn inspector(&self, settings: &Settings) -> Inspector {
         Inspector {
-            topology: Topology::new(settings),
+            topology: settings.topology(),
             connection: self.connection.clone(),
             amqp: Arc::new(settings.amqp.clone()),
         }
@@ -360,10 +361,12 @@ impl Session {
     pub async fn close(self) {
         // Each separately: a channel replies after it has processed all earlier acknowledgements, while the close of
         // the connection may overtake them.
-        let closing =
-            self.consumers.iter().map(|consumer| consumer.channel.close(broker::reply_code::CONTENT_OK, "done".into()));
+        let closing = self
+            .consumers
+            .iter()
+            .map(|consumer| consumer.channel.close(connect::reply_code::CONTENT_OK, "done".into()));
         let _closed_or_timed_out = tokio::time::timeout(CLOSE_TIMEOUT, join_all(closing)).await;
-        broker::close(&self.connection, CLOSE_TIMEOUT).await;
+        connect::close(&self.connection, CLOSE_TIMEOUT).await;
     }
 }
 
@@ -397,7 +400,7 @@ struct ConsumedQueue {
 
 /// The queues of a session, in the order of its channels.
 fn sources(settings: &Settings) -> Vec<ConsumedQueue> {
-    let (names, worker) = (Names::new(&settings.namespace), &settings.worker);
+    let (names, worker) = (settings.names(), &settings.worker);
     let processing = worker.shard_of_each_channel().into_iter();
     let processing = processing.map(|shard| (SourceQueue::Timeout, names.shard(shard), worker.prefetch));
     let rest = [

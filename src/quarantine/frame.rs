@@ -2,7 +2,7 @@
 //!
 //! Pure: no I/O, and no interpretation of payloads.
 
-use crate::message::MAX_BODY_BYTES;
+use order_timeout_core::message::MAX_BODY_BYTES;
 
 /// Type, channel and size before the payload; an end octet follows it.
 const HEAD_BYTES: usize = 7;

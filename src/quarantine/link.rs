@@ -11,13 +11,13 @@ use amq_protocol::frame::{AMQPFrame, ProtocolVersion, gen_frame};
 use amq_protocol::protocol::{AMQPClass, basic, channel, connection, queue};
 use amq_protocol::types::{AMQPValue, FieldTable};
 use futures_util::{AsyncReadExt, AsyncWriteExt};
+use order_timeout_amqp::AmqpSettings;
+use order_timeout_amqp::connect::{RawConnection, reply_code};
 use tokio::time::timeout;
 
 use super::QuarantineError;
 use super::frame::{Decoder, Frame, Kind};
 use super::message::{Assembler, Message, is_delivery};
-use crate::broker::{RawConnection, reply_code};
-use crate::config::AmqpSettings;
 
 /// The only channel.
 const CHANNEL: u16 = 1;
@@ -57,7 +57,7 @@ enum Incoming {
 impl Link {
     /// Connects with the same address, certificates and time limits as the AMQP client.
     pub async fn open(settings: &AmqpSettings) -> Result<Self, QuarantineError> {
-        let raw = crate::broker::connect_raw(settings).await?;
+        let raw = order_timeout_amqp::connect::connect_raw(settings).await?;
         let frame_max = raw.frame_max;
         let mut link = Self {
             raw,

@@ -4,9 +4,9 @@
 //! Pure. The client's own parser decides whether a message is readable; this reader explains why it is not.
 
 use amq_protocol::frame::parsing::parse_frame;
+use order_timeout_core::message::MAX_BODY_BYTES;
 
 use super::frame::{Frame, Kind};
-use crate::message::MAX_BODY_BYTES;
 
 /// Class and method of `basic.deliver` and `basic.get-ok`: the first bytes of a method's payload.
 const DELIVER: [u8; 4] = [0, 60, 0, 60];

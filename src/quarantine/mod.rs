@@ -11,15 +11,15 @@ mod message;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use order_timeout_amqp::AmqpSettings;
+use order_timeout_amqp::connect::{BrokerError, reply_code};
+use order_timeout_core::alarm::{DeadLetter, ParkReason};
+use order_timeout_core::message::Alarm;
 use serde::Serialize;
 
-use crate::alarm::{DeadLetter, ParkReason};
-use crate::broker::{BrokerError, reply_code};
-use crate::config::{AmqpSettings, Settings};
-use crate::database::{Database, one_line};
-use crate::message::Alarm;
-use crate::park;
-use crate::topology::Names;
+use crate::config::Settings;
+use crate::postgres::parked_alarms;
+use crate::postgres::{Database, one_line};
 use link::{Link, Received};
 use message::Message;
 
@@ -112,7 +112,7 @@ impl QuarantineError {
 /// The queues that a worker with these settings consumes.
 #[must_use]
 pub fn queues(settings: &Settings) -> Vec<String> {
-    let names = Names::new(&settings.namespace);
+    let names = settings.names();
     let shards: BTreeSet<u8> = settings.worker.shard_of_each_channel().into_iter().collect();
     let shards = shards.into_iter().map(|shard| names.shard(shard));
     shards.chain([names.arm(), names.parked()]).collect()
@@ -259,7 +259,7 @@ impl Search<'_> {
         let (Some(database), false) = (self.store, self.waiting.is_empty()) else { return Ok(0) };
         let waiting = std::mem::take(&mut self.waiting);
         let dead_letters: Vec<&DeadLetter> = waiting.iter().map(|waiting| &waiting.dead_letter).collect();
-        park::park(database, &dead_letters)
+        parked_alarms::insert(database, &dead_letters)
             .await
             .map_err(|error| QuarantineError::NotStored { queue: self.queue.to_owned(), why: one_line(&error) })?;
         let tags: Vec<u64> = waiting.iter().map(|waiting| waiting.tag).collect();

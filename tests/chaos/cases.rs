@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use order_timeout::{Publisher, schedule_in};
+use order_timeout_client::Publisher;
+use order_timeout_client::postgres;
 use serde::Serialize;
 use time::OffsetDateTime;
 use tokio::task::JoinHandle;
@@ -146,7 +147,7 @@ async fn create_orders_without_broker(environment: Arc<Environment>, stop: Cance
         let ids: Vec<Uuid> = (0..CREATED_PER_SECOND).map(|_| Uuid::now_v7()).collect();
         let mut transaction = environment.env.pool.begin().await.unwrap();
         for (id, deadline) in checkout::take_orders(&mut transaction, &ids, "article", 4 * SECOND).await.unwrap() {
-            schedule_in(&mut *transaction, id.to_string(), deadline).await.unwrap();
+            postgres::schedule(&mut transaction, id.to_string(), deadline).await.unwrap();
         }
         transaction.commit().await.unwrap();
         taken.extend(ids.into_iter().map(|id| (Instant::now(), id)));

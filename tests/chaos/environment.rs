@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use order_timeout::{Settings, broker};
+use order_timeout::Settings;
+use order_timeout_amqp::connect;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
@@ -132,7 +133,7 @@ impl Environment {
     /// The test environment with a working channel: its first one is lost with the first fault.
     pub async fn with_broker_channel(&self) -> TestEnv {
         let amqp = &self.env.settings.amqp;
-        wait_for("the broker", async || broker::connect(amqp, "chaos").await.is_ok()).await;
+        wait_for("the broker", async || connect::connect(amqp, "chaos").await.is_ok()).await;
         self.env.reconnected().await
     }
 

@@ -8,9 +8,9 @@ use futures_util::StreamExt;
 use lapin::message::Delivery;
 use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions};
 use lapin::types::FieldTable;
-use order_timeout::broker;
-use order_timeout::config::AmqpSettings;
-use order_timeout::message::OrderClosed;
+use order_timeout_amqp::AmqpSettings;
+use order_timeout_amqp::connect;
+use order_timeout_core::message::OrderClosed;
 use tokio_util::task::AbortOnDropHandle;
 use uuid::Uuid;
 
@@ -67,7 +67,7 @@ async fn listen_once(
     queue: &str,
     events: &Events,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    let connection = broker::connect(settings, "chaos events").await?;
+    let connection = connect::connect(settings, "chaos events").await?;
     let channel = connection.create_channel().await?;
     channel.basic_qos(PREFETCH, BasicQosOptions::default()).await?;
     let options = BasicConsumeOptions::default();

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use lapin::BasicProperties;
 use lapin::options::{QueueDeleteOptions, QueuePurgeOptions};
-use order_timeout::database;
-use order_timeout::order::Timestamp;
-use order_timeout::topology::{DUE_KEY, Topology};
+use order_timeout::postgres;
+use order_timeout_amqp::topology::DUE_KEY;
+use order_timeout_core::order::Timestamp;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
@@ -267,7 +267,7 @@ impl FaultRun<'_> {
     fn delay_queues(&self) -> Vec<String> {
         let names = self.env().names();
         let consumed = [names.timeout(), names.arm(), names.parked()];
-        let queues = Topology::new(&self.env().settings).queues.into_iter().map(|queue| queue.name);
+        let queues = self.env().settings.topology().queues.into_iter().map(|queue| queue.name);
         queues.filter(|name| !consumed.contains(name)).collect()
     }
 
@@ -286,7 +286,7 @@ impl FaultRun<'_> {
         let env = self.environment.with_broker_channel().await;
         env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         self.environment.wait(self.fault.hold).await;
-        Topology::new(&env.settings).declare(&env.broker).await.unwrap();
+        env.settings.topology().declare(&env.broker).await.unwrap();
     }
 
     async fn double_alarms(&self) -> FaultEffect {
@@ -297,7 +297,7 @@ impl FaultRun<'_> {
                 .await
                 .unwrap();
         let orders: Vec<Order> =
-            unpaid.into_iter().map(|(id, at)| Order { id, deadline: database::moment(at) }).collect();
+            unpaid.into_iter().map(|(id, at)| Order { id, deadline: postgres::moment(at) }).collect();
         let env = self.environment.with_broker_channel().await;
         env.deliver(&orders).await;
         env.deliver(&orders).await;

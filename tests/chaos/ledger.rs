@@ -32,8 +32,8 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
-use order_timeout::database;
-use order_timeout::order::Timestamp;
+use order_timeout::postgres;
+use order_timeout_core::order::Timestamp;
 use serde::Serialize;
 use sqlx::PgPool;
 use time::OffsetDateTime;
@@ -299,7 +299,7 @@ fn check_close(tally: &mut Tally, record: &OrderRecord, row: &Row, events: usize
         tally.lost += 1;
         tally.violation(record, Some(row), "closed, but no event was received");
     }
-    let (deadline, closed_at) = (database::moment(row.expires_at), database::moment(row.committed_at));
+    let (deadline, closed_at) = (postgres::moment(row.expires_at), postgres::moment(row.committed_at));
     if closed_at < deadline.max(record.deadline) || deadline != record.deadline {
         tally.early += 1;
         tally.violation(record, Some(row), "closed early, or for a deadline that the shop does not know");
@@ -395,7 +395,7 @@ async fn expired(pool: &PgPool) -> Expired {
     .await
     .unwrap();
     let of_order =
-        |(order, deadline): (String, OffsetDateTime)| Some((order.parse().ok()?, database::moment(deadline)));
+        |(order, deadline): (String, OffsetDateTime)| Some((order.parse().ok()?, postgres::moment(deadline)));
     rows.into_iter().filter_map(of_order).collect()
 }
 

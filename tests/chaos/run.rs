@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use order_timeout::order::Timestamp;
-use order_timeout::{Publisher, Settings};
+use order_timeout::Settings;
+use order_timeout_core::order::Timestamp;
 use tokio::task::JoinSet;
 
 use crate::environment::{Environment, with_environment};
@@ -119,7 +119,7 @@ async fn run_and_check(environment: &Arc<Environment>, options: RunOptions) -> V
     let listener = EventListener::open(&environment.env).await;
     meanwhile(|| environment.broker.flush_declarations());
     environment.workers.start_all().await;
-    let publisher = Publisher::connect(&environment.settings_through_proxy()).await.expect("a broker in order");
+    let publisher = environment.settings_through_proxy().publisher().connect().await.expect("a broker in order");
     let shop = Shop::open(&environment.env, publisher, options.seed, options.orders_per_second).await;
 
     let FaultLog { completed, quiet_periods } = run_plan(environment, &shop, options).await;

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use order_timeout::backoff::Backoff;
-use order_timeout::database::Timestamptz;
-use order_timeout::order::Timestamp;
-use order_timeout::{Publisher, schedule_in};
+use order_timeout_client::Publisher;
+use order_timeout_client::postgres::{self, Timestamptz};
+use order_timeout_core::order::Timestamp;
 use secrecy::ExposeSecret;
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{PgConnection, PgPool};
@@ -331,9 +331,9 @@ async fn write_alarm(
 ) -> Result<(), sqlx::Error> {
     match method {
         ScheduleMethod::Publisher => Ok(()),
-        ScheduleMethod::ScheduleIn => match schedule_in(transaction, id.to_string(), deadline).await {
+        ScheduleMethod::ScheduleIn => match postgres::schedule(transaction, id.to_string(), deadline).await {
             Ok(()) => Ok(()),
-            Err(order_timeout::OutboxError::Database(error)) => Err(error),
+            Err(postgres::ScheduleError::Database(error)) => Err(error),
             Err(fault) => panic!("{fault}"),
         },
         ScheduleMethod::PlainInsert => {

@@ -5,8 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use order_timeout::Settings;
-use order_timeout::config::Lane;
-use order_timeout::topology::Topology;
+use order_timeout_core::delay::Lane;
 use time::OffsetDateTime;
 
 use crate::cluster::Cluster;
@@ -86,7 +85,7 @@ async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) 
     let traffic = Traffic::start(env.clone(), &DELAYS).await;
     tokio::time::sleep(15 * SECOND).await;
 
-    let queues = Topology::new(&env.settings).queues;
+    let queues = env.settings.topology().queues;
     let lane = queues.iter().find(|queue| queue.name.contains(".delay.10s")).expect("the lane's first queue");
     let first = kill_leader(env, cluster, &lane.name, "a lane").await;
     tokio::time::sleep(AFTERMATH).await;

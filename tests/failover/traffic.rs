@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use order_timeout::Publisher;
-use order_timeout::order::{OrderId, Timestamp};
+use order_timeout_client::Publisher;
+use order_timeout_core::order::{OrderId, Timestamp};
 use sqlx::PgPool;
 use time::OffsetDateTime;
 use tokio::task::{JoinHandle, JoinSet};
@@ -104,8 +104,8 @@ async fn take_batch(pool: PgPool, publisher: Publisher, article: String, size: u
     };
     let mut alarms = deadlines;
     while let Err(error) = publisher.schedule_all(alarms.clone()).await {
-        let failed: Vec<OrderId> = error.failed.into_iter().map(|(id, _)| id).collect();
-        alarms.retain(|(id, _)| failed.contains(id));
+        let failed: Vec<String> = error.failed.into_iter().map(|(id, _)| id).collect();
+        alarms.retain(|(id, _)| failed.iter().any(|failed| failed == id.as_str()));
         taken.scheduled_again += alarms.len();
         tokio::time::sleep(PAUSE).await;
     }

@@ -10,7 +10,7 @@ use lapin::options::{BasicConsumeOptions, QueueDeclareOptions};
 use lapin::types::FieldTable;
 use lapin::{BasicProperties, Connection};
 use order_timeout::Settings;
-use order_timeout::topology::DUE_KEY;
+use order_timeout_amqp::topology::DUE_KEY;
 use secrecy::SecretString;
 use tokio::time::timeout;
 
@@ -83,7 +83,8 @@ impl UnackedMessage {
         env.channel.queue_declare(queue.as_str().into(), options, expiring_queue_arguments()).await.unwrap();
         env.publish_raw("", &queue, b"unacked", BasicProperties::default()).await;
         let network = Proxy::before(&env.settings.amqp.url).await;
-        let broker = order_timeout::broker::connect(&with_broker_behind(env, &network).amqp, "unacked").await.unwrap();
+        let broker =
+            order_timeout_amqp::connect::connect(&with_broker_behind(env, &network).amqp, "unacked").await.unwrap();
         Self { queue, broker, ends: ConsumerEnds::on(&network), _network: network }
     }
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use order_timeout::database::Database;
-use order_timeout::{Publisher, broker};
+use order_timeout::postgres::Database;
+use order_timeout_amqp::connect;
 use secrecy::{ExposeSecret, SecretString};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
@@ -75,11 +75,11 @@ fn connects_to_given_ipv6_address() {
             settings.validate_database().unwrap();
 
             let order = env.order(Duration::from_secs(600)).await;
-            let publisher = Publisher::connect(&settings).await.unwrap();
+            let publisher = settings.publisher().connect().await.unwrap();
             publisher.schedule(order.order_id().as_str(), order.deadline).await.unwrap();
             wait_for("the alarm", async || env.depth(&env.names().arm()).await == 1).await;
             assert!(matches!(to_broker.counts(), (1.., 0)), "{:?}", to_broker.counts());
-            assert!(broker::place(&settings.amqp).unwrap().starts_with(&address_of(&to_broker)));
+            assert!(connect::place(&settings.amqp).unwrap().starts_with(&address_of(&to_broker)));
 
             Database::connect(&settings.database, 1).await.unwrap();
             assert!(matches!(to_database.counts(), (1.., 0)), "{:?}", to_database.counts());
@@ -100,7 +100,7 @@ fn absent_ipv6_server_is_not_replaced() {
             let elsewhere = |url: &SecretString| with_parts(url, None, Some(&format!("[100::1]:{}", port(url))), None);
             settings.amqp.url = elsewhere(&settings.amqp.url);
             settings.database.url = elsewhere(&settings.database.url);
-            let error = broker::connect(&settings.amqp, "test").await.map(drop).unwrap_err().to_string();
+            let error = connect::connect(&settings.amqp, "test").await.map(drop).unwrap_err().to_string();
             assert!(error.contains("the broker at [100::1]:"), "{error}");
             let error = Database::connect(&settings.database, 1).await.map(drop).unwrap_err().to_string();
             assert!(error.contains("the database at [100::1]:"), "{error}");

@@ -11,11 +11,11 @@ use lapin::options::{
     BasicConsumeOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions, QueueDeleteOptions,
 };
 use lapin::types::{AMQPValue, FieldTable};
-use order_timeout::announce::EventRelay;
-use order_timeout::confirm::ConfirmedPublisher;
-use order_timeout::database::Database;
-use order_timeout::message::OrderClosed;
-use order_timeout::order::{ClosedBy, OrderId};
+use order_timeout::outbox::event_relay::EventRelay;
+use order_timeout::postgres::Database;
+use order_timeout_amqp::publisher::ConfirmedPublisher;
+use order_timeout_core::message::OrderClosed;
+use order_timeout_core::order::{ClosedBy, OrderId};
 use uuid::Uuid;
 
 use crate::support::{Order, TestEnv, wait_for, with_env};
@@ -96,7 +96,7 @@ async fn assert_events_of(env: &TestEnv, received: &[Delivery], orders: &[Order]
             (closed.deadline, closed.closed_by, closed.reason.as_str()),
             (order.deadline, ClosedBy::Alarm, "unpaid")
         );
-        assert_eq!(closed.closed_at, order_timeout::database::moment(closed_at[&order.id]));
+        assert_eq!(closed.closed_at, order_timeout::postgres::moment(closed_at[&order.id]));
     }
     assert_eq!(expected.len(), 0, "closed and not announced: {expected:?}");
 }

@@ -92,7 +92,7 @@ fn deleted_wheel_is_declared_again() {
         |_| {},
         async |env| {
             let worker = env.worker().await;
-            let topology = order_timeout::topology::Topology::new(&env.settings);
+            let topology = env.settings.topology();
             for queue in topology.queues.iter().filter(|queue| queue.name.contains(".wheel.")) {
                 env.channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
             }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
-use order_timeout::{Publisher, Settings};
+use order_timeout::Settings;
 
 use crate::support::away::{
     COMING_BACK, HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, held_by_the_worker,
@@ -148,7 +148,7 @@ fn revoked_rights_lose_no_alarm() {
 async fn survive(env: &TestEnv, break_network: impl FnOnce(&Proxy)) {
     let network = Proxy::before(&env.settings.amqp.url).await;
     let settings = with_broker_behind(env, &network);
-    let publisher = Publisher::connect(&settings).await.unwrap();
+    let publisher = settings.publisher().connect().await.unwrap();
     let worker = RunningWorker::start(settings).await;
     schedule(env, &publisher, 20, 2 * SECOND).await;
     schedule(env, &publisher, 20, 12 * SECOND).await;
@@ -203,7 +203,7 @@ fn repeatedly_broken_connections_lose_no_alarm() {
     with_env(short_timeouts_without_sweep, async |env| {
         let network = Proxy::before(&env.settings.amqp.url).await;
         let settings = with_broker_behind(&env, &network);
-        let publisher = Publisher::connect(&settings).await.unwrap();
+        let publisher = settings.publisher().connect().await.unwrap();
         let worker = RunningWorker::start(settings).await;
         for round in 0..6 {
             schedule(&env, &publisher, 10, 2 * SECOND).await;
@@ -228,7 +228,7 @@ fn slow_network_loses_no_alarm() {
     with_env(short_timeouts_without_sweep, async |env| {
         let network = Proxy::before(&env.settings.amqp.url).await;
         let settings = with_broker_behind(&env, &network);
-        let publisher = Publisher::connect(&settings).await.unwrap();
+        let publisher = settings.publisher().connect().await.unwrap();
         network.delay(Direction::ToServer, SECOND / 20);
         network.delay(Direction::ToClient, SECOND / 20);
         let worker = RunningWorker::start(settings).await;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use order_timeout::order::{OrderId, Timestamp};
+use order_timeout_core::order::{OrderId, Timestamp};
 use uuid::Uuid;
 
 use crate::support::disk_stall_probe::DiskStallProbe;

@@ -9,9 +9,9 @@ use lapin::BasicProperties;
 use lapin::options::BasicGetOptions;
 use order_timeout::Settings;
 use order_timeout::cli::Cli;
-use order_timeout::database::{self, Database};
-use order_timeout::message::Alarm;
-use order_timeout::topology::{DUE_KEY, Topology};
+use order_timeout::postgres::{self, Database};
+use order_timeout_amqp::topology::DUE_KEY;
+use order_timeout_core::message::Alarm;
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 use sqlx::Executor;
@@ -514,7 +514,7 @@ fn setup_is_idempotent() {
     with_env(
         |_| {},
         async |env| {
-            let topology = Topology::new(&env.settings);
+            let topology = env.settings.topology();
             // As at the first setup: no tables, and one queue is missing.
             env.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
             let lost = &topology.queues.last().unwrap().name;
@@ -534,7 +534,7 @@ fn setup_is_idempotent() {
                 });
                 assert_eq!(report, counts);
                 let database = Database::connect(&env.settings.database, 1).await.unwrap();
-                database::require_migrated(&database).await.unwrap();
+                postgres::require_migrated(&database).await.unwrap();
                 assert_eq!(env.depth(lost).await, 0, "the queue is there");
             }
             assert_eq!(seen[0].as_array().unwrap().len(), migration_files(), "all of them at first: {seen:?}");
@@ -577,7 +577,7 @@ fn schedule_reports_the_published_alarm() {
             assert!(code == 0 && sentence(&stderr).contains("is not a UUID"), "{stderr}");
             let reported =
                 stdout.strip_prefix("scheduled: order order-2 at ").unwrap_or_else(|| panic!("{stdout}")).trim_end();
-            let reported = order_timeout::message::read_rfc3339(reported).unwrap();
+            let reported = order_timeout_core::message::read_rfc3339(reported).unwrap();
             let drift = reported.since(before).max(before.since(reported));
             assert!(drift < Duration::from_secs(10), "{drift:?} from 90 s ahead");
             wait_for("the second alarm", async || env.depth(&arm).await == 1).await;
@@ -599,7 +599,7 @@ fn schedule_reports_differing_row() {
         async |env| {
             let (order, paid) = (env.order(Duration::from_secs(1_800)).await, env.order(Duration::from_secs(60)).await);
             assert!(env.pay(&paid).await);
-            let (id, deadline) = (order.id.to_string(), order_timeout::message::write_rfc3339(order.deadline));
+            let (id, deadline) = (order.id.to_string(), order_timeout_core::message::write_rfc3339(order.deadline));
             let settings = &env.settings;
             assert_eq!(remarks(settings, &id, &["--deadline", &deadline]).await, "");
             let other = remarks(settings, &id, &["--in", "5s"]).await;

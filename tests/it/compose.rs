@@ -441,13 +441,18 @@ fn image_is_built_from_existing_targets() {
     let examples: Vec<String> = examples.captures_iter(&dockerfile).map(|c| path_of(&c[1])).collect();
     assert!(touched.contains(&"src/lib.rs") && !examples.is_empty());
     for path in touched.iter().copied().chain(examples.iter().map(String::as_str)) {
-        assert!(root().join(path).is_file(), "the Dockerfile names {path}, which does not exist");
+        // One pattern stands for the libraries of every crate.
+        let is_there = match path.split_once('*') {
+            Some(("crates/", rest)) => root().join("crates/core").join(rest.trim_start_matches('/')).is_file(),
+            _ => root().join(path).is_file(),
+        };
+        assert!(is_there, "the Dockerfile names {path}, which does not exist");
     }
     // A builder older than the crate's `rust-version` cannot compile it.
     let version = |text: &str| text.split('.').map(|part| part.parse().unwrap()).collect::<Vec<u32>>();
     let builder = Regex::new(r"(?m)^FROM rust:([\d.]+)").unwrap();
     let builder = version(&builder.captures(&dockerfile).expect("a builder with its version")[1]);
-    let needed = version(manifest["package"]["rust-version"].as_str().unwrap());
+    let needed = version(manifest["workspace"]["package"]["rust-version"].as_str().unwrap());
     assert!(builder >= needed, "the Dockerfile builds with {builder:?}, but the crate needs {needed:?}");
 }
 

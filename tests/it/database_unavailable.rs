@@ -4,8 +4,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use order_timeout::close::Closer;
-use order_timeout::database::Database;
+use order_timeout::effects::close::Closer;
+use order_timeout::postgres::Database;
+use order_timeout::postgres::warm_connections::WarmConnections;
 use secrecy::ExposeSecret;
 use sqlx::{Connection, PgConnection};
 
@@ -81,7 +82,7 @@ async fn survive(env: &TestEnv, take_down: impl AsyncFnOnce(&Proxy), bring_back:
     let limit = RequestLimit::from_now(&network);
     // Scheduling needs no database.
     let alarms = by_lane.iter().chain(&by_wheel).map(|order| (order.order_id(), order.deadline));
-    assert_eq!(publisher.schedule_all(alarms).await, Ok(20));
+    assert_eq!(publisher.schedule_all(alarms).await, Ok(()));
     wait_within(COMING_BACK, "the alarms returned", async || waiting(env).await >= 30).await;
     limit.assert_kept();
 
@@ -363,7 +364,7 @@ fn stopping_returns_unparkable_alarms() {
         let due = env.names().due();
         for n in 0..3 {
             let body = format!("no alarm {n}");
-            env.publish_raw(&due, order_timeout::topology::DUE_KEY, body.as_bytes(), Default::default()).await;
+            env.publish_raw(&due, order_timeout_amqp::topology::DUE_KEY, body.as_bytes(), Default::default()).await;
         }
         wait_within(COMING_BACK, "the three returned", async || waiting(&env).await == 3).await;
         network.restore();
@@ -483,7 +484,7 @@ impl Drop for HaltedBackends {
 
 async fn closer_with(env: &TestEnv, connections: u32) -> Closer {
     let database = Database::connect(&env.settings.database, connections).await.unwrap();
-    Closer::prepare(database, "").await.unwrap()
+    Closer::prepare(WarmConnections::new(database), "").await.unwrap()
 }
 
 async fn backends_that_read_the_clock(env: &TestEnv) -> Vec<i32> {
@@ -496,12 +497,18 @@ async fn backends_that_read_the_clock(env: &TestEnv) -> Vec<i32> {
 fn unresponsive_warm_connections_are_replaced_at_once() {
     on_private_database(&[], async |env, _| {
         let closer = closer_with(&env, 3).await;
-        let ask_all = || async { tokio::join!(closer.sample_clock(), closer.sample_clock(), closer.sample_clock()) };
+        let ask_all = || async {
+            tokio::join!(
+                closer.connections().sample_clock(),
+                closer.connections().sample_clock(),
+                closer.connections().sample_clock()
+            )
+        };
         let warm = ask_all().await;
         assert!(matches!(warm, (Ok(_), Ok(_), Ok(_))), "{warm:?}");
 
         let _halted = HaltedBackends::of(&env, 3).await;
-        let unanswered = closer.sample_clock().await.unwrap_err().to_string();
+        let unanswered = closer.connections().sample_clock().await.unwrap_err().to_string();
         assert!(unanswered.contains("did not answer within"), "{unanswered}");
         let answers = ask_all().await;
         assert!(matches!(answers, (Ok(_), Ok(_), Ok(_))), "{answers:?}");
@@ -528,7 +535,7 @@ fn closers_get_warm_connections() {
             env.count(end).await;
             wait_for("their end", async || ready().await == 0).await;
             // A connection opened to read the clock has planned no statement.
-            closer.sample_clock().await.unwrap();
+            closer.connections().sample_clock().await.unwrap();
             closer.warm_up().await.unwrap();
             assert_eq!(ready().await, 3);
         },
@@ -541,13 +548,13 @@ fn clock_reading_survives_ended_connection() {
         |_| {},
         async |env| {
             let closer = closer_with(&env, 1).await;
-            closer.sample_clock().await.unwrap();
+            closer.connections().sample_clock().await.unwrap();
             let pids = backends_that_read_the_clock(&env).await;
             assert_eq!(pids.len(), 1);
             let end = "SELECT pg_terminate_backend($1)";
             assert!(sqlx::query_scalar::<_, bool>(end).bind(pids[0]).fetch_one(&env.pool).await.unwrap());
             wait_for("its end", async || backends_that_read_the_clock(&env).await.is_empty()).await;
-            closer.sample_clock().await.unwrap();
+            closer.connections().sample_clock().await.unwrap();
         },
     );
 }

@@ -3,10 +3,9 @@
 
 use std::time::Duration;
 
-use order_timeout::database::Timestamptz;
-use order_timeout::message::write_rfc3339;
-use order_timeout::topology::Topology;
-use order_timeout::{Moved, Timestamp, move_deadline_in};
+use order_timeout_client::postgres::{self, Moved, Timestamptz};
+use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::Timestamp;
 use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 
@@ -17,13 +16,13 @@ use crate::support::{Order, TIMEOUT, TestEnv, wait_for, with_env};
 
 /// Moves the order's deadline and returns the outcome.
 async fn move_to(env: &TestEnv, order: &Order, deadline: Timestamp) -> Moved {
-    move_deadline_in(&env.pool, order.id.to_string(), deadline).await.unwrap()
+    postgres::move_deadline(&env.pool, order.id.to_string(), deadline).await.unwrap()
 }
 
 /// Messages in all queues of the environment.
 async fn alarms_at_the_broker(env: &TestEnv) -> u32 {
     let mut alarms = 0;
-    for queue in Topology::new(&env.settings).queues {
+    for queue in env.settings.topology().queues {
         alarms += env.depth(&queue.name).await;
     }
     alarms
@@ -40,7 +39,7 @@ fn repeated_extension_keeps_one_alarm() {
             let mut last = order.deadline;
             for _ in 0..1_000 {
                 last = last + Duration::from_millis(4);
-                let moved = move_deadline_in(&mut *transaction, order.id.to_string(), last).await.unwrap();
+                let moved = postgres::move_deadline(&mut *transaction, order.id.to_string(), last).await.unwrap();
                 assert_eq!(moved, Moved::Later);
             }
             transaction.commit().await.unwrap();
@@ -84,7 +83,7 @@ fn only_unpaid_order_gets_new_deadline() {
             let order = env.order(Duration::from_secs(60)).await;
             assert!(env.pay(&order).await);
             let sooner = order.deadline - Duration::from_secs(1);
-            let stands = Moved::Stands { status: "paid".into(), deadline: order.deadline };
+            let stands = Moved::Unchanged { status: "paid".into(), deadline: order.deadline };
             assert_eq!(move_to(&env, &order, sooner).await, stands);
             let unknown_order = Order { id: uuid::Uuid::now_v7(), deadline: order.deadline };
             assert_eq!(move_to(&env, &unknown_order, order.deadline).await, Moved::Unknown);
@@ -140,7 +139,7 @@ fn deadline_kept_by_trigger_is_reported() {
             .unwrap();
             let second = Duration::from_secs(1);
             for wanted in [order.deadline - second, order.deadline + second] {
-                let stands = Moved::Stands { status: "unpaid".into(), deadline: order.deadline };
+                let stands = Moved::Unchanged { status: "unpaid".into(), deadline: order.deadline };
                 assert_eq!(move_to(&env, &order, wanted).await, stands);
             }
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);

@@ -11,7 +11,7 @@ use lapin::types::{AMQPValue, FieldArray, FieldTable, LongString};
 use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
-use order_timeout::topology::DUE_KEY;
+use order_timeout_amqp::topology::DUE_KEY;
 use tokio::task::JoinHandle;
 
 use crate::support::figures::{Figures, get, serve_http};

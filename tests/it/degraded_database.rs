@@ -528,7 +528,7 @@ fn stalled_relay_is_named() {
         wait_until_ready(&other).await;
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.00001"]));
         let order = env.order(600 * SECOND).await;
-        order_timeout::schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
+        env.write_alarm(&order).await;
         let relays = async |worker: &RunningWorker| Figures::of(worker).await.get("relaying") == 1.0;
         for worker in [&one, &other] {
             wait_until_named(worker, "relay_stalled", "rows of alarm_outbox have waited").await;

@@ -7,17 +7,18 @@ use std::time::Duration;
 use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, ExchangeKind};
-use order_timeout::alarm::Returns;
-use order_timeout::broker::{self, BrokerError};
-use order_timeout::config::Strategy;
+use order_timeout::Settings;
 use order_timeout::deliver::{Inboxes, OpenError, Opening, Session};
-use order_timeout::envelope::{self, AlarmHeaders, Delay, LONGEST_X_DELAY_MS};
-use order_timeout::message::Alarm;
-use order_timeout::order::Timestamp;
-use order_timeout::schedule::lane::Lanes;
-use order_timeout::topology::{DUE_KEY, Topology, TopologyError};
-use order_timeout::worker::Worker;
-use order_timeout::{Publisher, Settings};
+use order_timeout::runtime::Worker;
+use order_timeout_amqp::connect::{self, BrokerError};
+use order_timeout_amqp::envelope::{self, AlarmHeaders, Delay, LONGEST_X_DELAY_MS, Route};
+use order_timeout_amqp::topology::{DUE_KEY, TopologyError};
+use order_timeout_client::ConnectError;
+use order_timeout_core::alarm::Returns;
+use order_timeout_core::delay::Lanes;
+use order_timeout_core::delay::Strategy;
+use order_timeout_core::message::Alarm;
+use order_timeout_core::order::Timestamp;
 use secrecy::ExposeSecret;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -36,7 +37,7 @@ fn broker_has_type() -> bool {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let settings = Settings::load(None, &[]).unwrap();
-            let connection = broker::connect(&settings.amqp, "probe").await.expect("the broker answers");
+            let connection = connect::connect(&settings.amqp, "probe").await.expect("the broker answers");
             let channel = connection.create_channel().await.unwrap();
             let name = format!("order-timeout-probe-{}", Uuid::now_v7().simple());
             let mut arguments = FieldTable::default();
@@ -46,7 +47,7 @@ fn broker_has_type() -> bool {
             match channel.exchange_declare(name.as_str().into(), kind, options, arguments).await {
                 Ok(()) => {
                     channel.exchange_delete(name.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
-                    broker::close(&connection, Duration::from_secs(2)).await;
+                    connect::close(&connection, Duration::from_secs(2)).await;
                     true
                 }
                 Err(error) => {
@@ -71,7 +72,7 @@ fn with_type<F: Future<Output = ()> + Send + 'static>(
         return skipped(&format!("delayed_exchange::{name}"), "this broker has no exchange type x-delayed-message");
     }
     with_env(delayed_exchange, |env| async move {
-        Topology::new(&env.settings).declare(&env.broker).await.unwrap();
+        env.settings.topology().declare(&env.broker).await.unwrap();
         test(env).await;
     });
 }
@@ -178,9 +179,9 @@ fn longest_delay_does_not_fire_immediately() {
 fn delay_beyond_plugin_limit_is_capped() {
     let mut settings = Settings::defaults();
     settings.delay.strategy = Strategy::DelayedExchange;
-    let lanes = Lanes::new(&settings);
+    let lanes = Lanes::from(&settings.delay);
     let now = Timestamp::now_by_local_clock();
-    let id = order_timeout::OrderId::new("order-1").unwrap();
+    let id = order_timeout_core::order::OrderId::new("order-1").unwrap();
     let lead = settings.delay.lead;
     let longest = Duration::from_millis(LONGEST_X_DELAY_MS);
     assert_eq!(LONGEST_X_DELAY_MS, u64::from(u32::MAX), "the plugin counts to 2^32 - 1");
@@ -192,7 +193,7 @@ fn delay_beyond_plugin_limit_is_capped() {
         (lead + longest + Duration::from_millis(1), longest),
         (3_649 * DAY, longest),
     ] {
-        let route = lanes.route(&id, now + remaining, now);
+        let route = Route::to(&lanes.place(&id, now + remaining, now), &settings.names());
         assert_eq!(route.delay, Delay::XDelayMs(u64::try_from(expected.as_millis()).unwrap()), "{remaining:?}");
         let due = Alarm { order_id: id.clone(), deadline: now + remaining };
         let message = envelope::address(
@@ -217,12 +218,12 @@ fn assert_names_the_plugin(sentence: &str) {
 #[test]
 fn publisher_refuses_strategy_without_plugin() {
     without_type("publisher_refuses_strategy_without_plugin", async |env| {
-        let declared = Topology::new(&env.settings).declare(&env.broker).await;
+        let declared = env.settings.topology().declare(&env.broker).await;
         assert!(matches!(declared, Err(TopologyError::NoDelayedExchange { .. })), "{declared:?}");
         assert_names_the_plugin(&declared.unwrap_err().to_string());
 
-        let published = Publisher::connect(&env.settings).await.map(drop);
-        assert!(matches!(published, Err(BrokerError::Refused(_))), "{published:?}");
+        let published = env.settings.publisher().connect().await.map(drop);
+        assert!(matches!(published, Err(ConnectError::Refused(_))), "{published:?}");
         assert_names_the_plugin(&published.unwrap_err().to_string());
 
         // Refused, not unavailable: a worker that kept retrying would appear to run.
@@ -295,8 +296,8 @@ fn lost_connection_is_not_missing_plugin() {
 
         let mut settings = env.settings.clone();
         settings.amqp.url = with_parts(url, None, Some(&address), None);
-        let connection = broker::connect(&settings.amqp, "test").await.unwrap();
-        let declared = Topology::new(&settings).declare(&connection).await;
+        let connection = connect::connect(&settings.amqp, "test").await.unwrap();
+        let declared = settings.topology().declare(&connection).await;
         assert!(cutting.await.unwrap(), "the connection was cut where it should be");
         let error = declared.expect_err("the connection is gone");
         assert!(matches!(error, TopologyError::Failed { .. }), "{error:?}");

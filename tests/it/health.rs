@@ -9,14 +9,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::BasicProperties;
+use order_timeout::Settings;
 use order_timeout::config::Listen;
-use order_timeout::health::Health;
 use order_timeout::http::{self, HttpServer, LIVEZ, Pages, READYZ};
-use order_timeout::metrics::{LISTED, Listed, Metrics, PROCESS_METRICS};
-use order_timeout::order::{OrderId, Timestamp};
-use order_timeout::topology::DUE_KEY;
-use order_timeout::worker::Worker;
-use order_timeout::{Settings, schedule_in};
+use order_timeout::observe::health::Health;
+use order_timeout::observe::metrics::{LISTED, Listed, Metrics, PROCESS_METRICS};
+use order_timeout::runtime::Worker;
+use order_timeout_amqp::topology::DUE_KEY;
+use order_timeout_core::order::{OrderId, Timestamp};
 use regex::Regex;
 use tokio::net::TcpStream;
 use uuid::Uuid;
@@ -94,7 +94,7 @@ fn documented_metrics_match_listed_metrics() {
         format!("| `{}` | {} | {label} | {} |", one.name, one.kind, one.help)
     };
     let rows: Vec<String> = LISTED.iter().chain(PROCESS_METRICS).map(row).collect();
-    assert_eq!(documented, rows, "the table in docs/operating/monitor.md (left) and src/metrics.rs (right)");
+    assert_eq!(documented, rows, "the table in docs/operating/monitor.md (left) and src/observe/metrics.rs (right)");
     let name = Regex::new(r"\border_timeout_\w+").unwrap();
     for found in handbook.into_iter().flat_map(|document| name.find_iter(document)) {
         let family = ["_bucket", "_sum", "_count"].into_iter().find_map(|end| found.as_str().strip_suffix(end));
@@ -173,7 +173,7 @@ fn readyz_names_lost_server() {
         wait_for_figure(&worker, "session_open", |open| open == 0.0).await;
         // Meanwhile an alarm waits in its outbox.
         let order = env.order(600 * SECOND).await;
-        schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
+        env.write_alarm(&order).await;
         wait_for_figure(&worker, "alarms_refused_total", |refused| refused > 0.0).await;
         wait_for_figure(&worker, "outbox_age_seconds{outbox=\"alarm\"}", |age_s| age_s > 0.0).await;
         to_broker.restore();
@@ -349,10 +349,10 @@ fn metrics_follow_alarms_and_orders() {
         // Three orders without an alarm, and four through the outbox, one of them overdue by then.
         env.orders(3, SECOND).await;
         for order in env.orders(3, 2 * SECOND).await {
-            schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
+            env.write_alarm(&order).await;
         }
         let late = env.order(Duration::ZERO).await;
-        schedule_in(&env.pool, late.id.to_string(), late.deadline).await.unwrap();
+        env.write_alarm(&late).await;
 
         let unpaid = async || env.count("SELECT count(*) FROM orders WHERE status = 'unpaid'").await;
         wait_for("every close but one", async || unpaid().await == 1).await;

@@ -12,10 +12,11 @@ use lapin::options::{
 };
 use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection, ExchangeKind};
-use order_timeout::broker::{self, BrokerError, reply, reply_code};
-use order_timeout::order::Timestamp;
-use order_timeout::topology::{Names, Topology};
-use order_timeout::{PublishError, Publisher, ScheduleError, Settings};
+use order_timeout::Settings;
+use order_timeout_amqp::connect::{self, BrokerError, reply, reply_code};
+use order_timeout_amqp::topology::Names;
+use order_timeout_client::{PublishError, ScheduleError};
+use order_timeout_core::order::Timestamp;
 use secrecy::ExposeSecret;
 use serde_json::Value;
 
@@ -95,12 +96,12 @@ fn settings_for(broker: &Private, user: &str, vhost: &str) -> Settings {
 }
 
 async fn connect(broker: &Private, user: &str) -> Connection {
-    broker::connect(&settings(broker, user).amqp, "test").await.unwrap()
+    connect::connect(&settings(broker, user).amqp, "test").await.unwrap()
 }
 
 async fn refuses_wrong_passwords(broker: &Private) {
     for user in ["order-publisher:worker-dev", "order-worker:publisher-dev", "order-publisher:", "guest:guest"] {
-        let refused = broker::connect(&settings(broker, user).amqp, "test").await.map(drop);
+        let refused = connect::connect(&settings(broker, user).amqp, "test").await.map(drop);
         assert!(matches!(refused, Err(BrokerError::Refused(_))), "{user}: {refused:?}");
     }
 }
@@ -110,13 +111,13 @@ async fn users_cannot_enter_another_virtual_host(broker: &Private) {
     broker.ctl(&["add_vhost", of_another_application]);
     for vhost in ["%2f", of_another_application] {
         for user in [PUBLISHER, WORKER] {
-            let refused = broker::connect(&settings_for(broker, user, vhost).amqp, "test").await.map(drop);
+            let refused = connect::connect(&settings_for(broker, user, vhost).amqp, "test").await.map(drop);
             assert!(matches!(refused, Err(BrokerError::Refused(_))), "{user} at {vhost}: {refused:?}");
         }
         // A user with the permission gets in, so the virtual host exists.
         let owner = settings_for(broker, &broker.account(), vhost);
         broker.ctl(&["set_permissions", "-p", &vhost.replace("%2f", "/"), "guest", ".*", ".*", ".*"]);
-        broker::connect(&owner.amqp, "test").await.unwrap();
+        connect::connect(&owner.amqp, "test").await.unwrap();
     }
 }
 
@@ -151,22 +152,22 @@ async fn errors_distinguish_limits_from_missing_rights(broker: &Private) {
     let limit = |limit: &str| broker.ctl(&["set_vhost_limits", "-p", VHOST, limit]);
     let connection = connect(broker, WORKER).await;
     let channel = connection.create_channel().await.unwrap();
-    let gone = Topology::new(&Settings::defaults()).queues.pop().expect("a queue").name;
+    let gone = Settings::defaults().topology().queues.pop().expect("a queue").name;
     channel.queue_delete(gone.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
     limit(r#"{"max-queues": 1}"#);
-    let refused = Topology::new(&Settings::defaults()).declare(&connection).await.unwrap_err().to_string();
+    let refused = Settings::defaults().topology().declare(&connection).await.unwrap_err().to_string();
     assert!(refused.contains("raise it with rabbitmqctl set_vhost_limits"), "{refused}");
     limit(r#"{"max-connections": 0}"#);
-    let refused = broker::connect(&settings(broker, WORKER).amqp, "test").await.map(drop);
+    let refused = connect::connect(&settings(broker, WORKER).amqp, "test").await.map(drop);
     let Err(BrokerError::Away(why)) = &refused else { panic!("{refused:?}") };
     assert!(why.contains("raise the limit with rabbitmqctl set_vhost_limits"), "{why}");
     broker.ctl(&["clear_vhost_limits", "-p", VHOST]);
-    Topology::new(&Settings::defaults()).declare(&connection).await.unwrap();
+    Settings::defaults().topology().declare(&connection).await.unwrap();
 }
 
 /// A publisher that has lost its write permission names the missing permission.
 async fn publisher_names_missing_write_permission(broker: &Private) {
-    let publisher = Publisher::connect(&settings(broker, PUBLISHER)).await.unwrap();
+    let publisher = settings(broker, PUBLISHER).publisher().connect().await.unwrap();
     let rights = |write: &str| broker.ctl(&["set_permissions", "-p", VHOST, "order-publisher", "^$", write, "^$"]);
     // From a folder that only the current user may enter, such as a checkout under /root: rabbitmqctl must not
     // complain.
@@ -186,7 +187,7 @@ async fn publisher_names_missing_write_permission(broker: &Private) {
 async fn depth(connection: &Connection, beginning: &str) -> u32 {
     let channel = connection.create_channel().await.unwrap();
     let mut sum = 0;
-    for queue in Topology::new(&Settings::defaults()).queues.iter().filter(|queue| queue.name.starts_with(beginning)) {
+    for queue in Settings::defaults().topology().queues.iter().filter(|queue| queue.name.starts_with(beginning)) {
         let options = QueueDeclareOptions { passive: true, ..Default::default() };
         sum += channel
             .queue_declare(queue.name.as_str().into(), options, FieldTable::default())
@@ -198,7 +199,7 @@ async fn depth(connection: &Connection, beginning: &str) -> u32 {
 }
 
 async fn publisher_can_schedule(broker: &Private) {
-    let publisher = Publisher::connect(&settings(broker, PUBLISHER)).await.unwrap();
+    let publisher = settings(broker, PUBLISHER).publisher().connect().await.unwrap();
     let now = Timestamp::now_by_local_clock();
     publisher.schedule("order-in-a-lane", now + Duration::from_secs(30 * 60)).await.unwrap();
     publisher.schedule("order-with-another-delay", now + Duration::from_secs(7 * 60)).await.unwrap();
@@ -358,7 +359,7 @@ async fn worker_runs_whole_flow(broker: &Private, env: &TestEnv) {
     settings.delay.lead = Duration::from_millis(500);
     settings.worker.hold_max = Duration::from_millis(7_500);
     settings.validate().unwrap();
-    let names = Names::new(&settings.namespace);
+    let names = settings.names();
     let connection = connect(broker, WORKER).await;
     let mut events = consume_events(&connection, &names).await;
     let worker = RunningWorker::start(settings.clone()).await;
@@ -369,14 +370,14 @@ async fn worker_runs_whole_flow(broker: &Private, env: &TestEnv) {
         env.order(Duration::from_secs(3)).await,
     );
     settings.amqp.url = self::settings(broker, PUBLISHER).amqp.url;
-    let publisher = Publisher::connect(&settings).await.unwrap();
+    let publisher = settings.publisher().connect().await.unwrap();
     for order in [&held, &armed] {
         publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
     }
     // Like a foreign publisher's message, with a TTL shorter than the lane's, so that the test need not take half an
     // hour.
     let body =
-        order_timeout::message::Alarm { order_id: in_a_lane.order_id(), deadline: in_a_lane.deadline }.to_bytes();
+        order_timeout_core::message::Alarm { order_id: in_a_lane.order_id(), deadline: in_a_lane.deadline }.to_bytes();
     publish(&confirming(&connect(broker, PUBLISHER).await).await, "order.delay", "30m", &body, Some(1_000))
         .await
         .unwrap();

@@ -17,6 +17,7 @@ mod deadline;
 mod degraded_broker;
 mod degraded_database;
 mod delayed_exchange;
+mod examples;
 mod health;
 mod hostile;
 mod least_privilege;

@@ -3,8 +3,9 @@
 
 use std::time::Duration;
 
-use order_timeout::message::read_rfc3339;
-use order_timeout::{Settings, Timestamp};
+use order_timeout::Settings;
+use order_timeout_core::message::read_rfc3339;
+use order_timeout_core::order::Timestamp;
 use secrecy::ExposeSecret;
 use serde_json::Value;
 use sqlx::AssertSqlSafe;

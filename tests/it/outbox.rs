@@ -4,13 +4,13 @@
 use std::time::{Duration, Instant};
 
 use lapin::options::QueueDeleteOptions;
-use order_timeout::config::{DatabaseSettings, Lane};
-use order_timeout::confirm::{ConfirmedPublisher, PublishError};
-use order_timeout::database::Database;
-use order_timeout::relay::{LeaderLock, RelayError};
-use order_timeout::schedule::outbox::AlarmRelay;
-use order_timeout::topology::Topology;
-use order_timeout::{OutboxError, schedule_in};
+use order_timeout::config::DatabaseSettings;
+use order_timeout::outbox::alarm_relay::AlarmRelay;
+use order_timeout::outbox::relay::{LeaderLock, RelayError};
+use order_timeout::postgres::Database;
+use order_timeout_amqp::publisher::{ConfirmedPublisher, PublishError};
+use order_timeout_client::postgres;
+use order_timeout_core::delay::Lane;
 use secrecy::ExposeSecret;
 use sqlx::AssertSqlSafe;
 
@@ -29,7 +29,7 @@ fn alarm_scheduled_in_transaction_closes_order() {
             for delay_ms in [2_000, 1_300] {
                 let order = env.order(Duration::from_millis(delay_ms)).await;
                 let mut transaction = env.pool.begin().await.unwrap();
-                schedule_in(&mut *transaction, order.id.to_string(), order.deadline).await.unwrap();
+                postgres::schedule(&mut transaction, order.id.to_string(), order.deadline).await.unwrap();
                 transaction.commit().await.unwrap();
             }
             wait_for("the closes", async || env.closed().await == 2).await;
@@ -69,7 +69,7 @@ fn rollback_discards_alarm() {
         async |env| {
             let order = env.order(Duration::from_secs(2)).await;
             let mut transaction = env.pool.begin().await.unwrap();
-            schedule_in(&mut *transaction, order.id.to_string(), order.deadline).await.unwrap();
+            postgres::schedule(&mut transaction, order.id.to_string(), order.deadline).await.unwrap();
             transaction.rollback().await.unwrap();
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
         },
@@ -83,11 +83,11 @@ fn outbox_bridges_broker_outage() {
         async |env| {
             let without_broker = env.worker_without_broker().await;
             for order in env.orders(5, Duration::from_millis(300)).await {
-                schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
+                env.write_alarm(&order).await;
             }
             // Far enough ahead for a busy machine: the relay leaves overdue orders to the sweep.
             let later = env.order(Duration::from_secs(12)).await;
-            schedule_in(&env.pool, later.id.to_string(), later.deadline).await.unwrap();
+            env.write_alarm(&later).await;
             wait_for("the closes", async || env.closed().await == 5).await;
             assert_eq!(
                 env.count("SELECT count(*) FROM alarm_outbox WHERE sent_at IS NULL AND deadline > now()").await,
@@ -112,8 +112,8 @@ fn outbox_rejects_invalid_order_ids() {
         |_| {},
         async |env| {
             let now = std::time::SystemTime::now();
-            let refused = schedule_in(&env.pool, "", now).await;
-            assert!(matches!(refused, Err(OutboxError::OrderId(_))), "{refused:?}");
+            let refused = postgres::schedule(&mut env.pool.acquire().await.unwrap(), "", now).await;
+            assert!(matches!(refused, Err(postgres::ScheduleError::OrderId(_))), "{refused:?}");
             for bad in ["", "a\tb", &"x".repeat(201)] {
                 let inserted = sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, now())")
                     .bind(bad)
@@ -133,12 +133,12 @@ fn unroutable_alarms_do_not_block_outbox() {
         |settings| settings.delay.lanes = vec![Lane::try_from("30s".to_owned()).unwrap()],
         async |env| {
             // The queue of one shard is deleted: alarms for it are returned as unroutable.
-            let topology = Topology::new(&env.settings);
+            let topology = env.settings.topology();
             let lost =
                 topology.queues.iter().find(|queue| queue.name.ends_with("delay.30s.0")).expect("a lane's queue");
             env.channel.queue_delete(lost.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
             for order in env.orders(40, LANE).await {
-                schedule_in(&env.pool, order.id.to_string(), order.deadline).await.unwrap();
+                env.write_alarm(&order).await;
             }
             let database = Database::connect(&env.settings.database, 1).await.unwrap();
             let confirmed = ConfirmedPublisher::connect_lazily(&env.settings.amqp, "test");

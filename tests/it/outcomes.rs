@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use order_timeout::order::Timestamp;
-use order_timeout::topology::{Names, Topology};
+use order_timeout_amqp::topology::Names;
+use order_timeout_core::order::Timestamp;
 use sqlx::{AssertSqlSafe, PgPool, Postgres, Transaction};
 use time::OffsetDateTime;
 use uuid::Uuid;
@@ -32,7 +32,7 @@ async fn extend(env: &TestEnv, order: &Order, by: Duration) -> Order {
     .fetch_one(&env.pool)
     .await
     .unwrap();
-    Order { deadline: order_timeout::database::moment(deadline), ..*order }
+    Order { deadline: order_timeout::postgres::moment(deadline), ..*order }
 }
 
 /// A transaction that holds a lock on one row until it ends.
@@ -345,7 +345,7 @@ fn order_committed_after_its_alarm_is_closed() {
             .fetch_one(&mut *creating)
             .await
             .unwrap();
-            let order = Order { id, deadline: order_timeout::database::moment(deadline) };
+            let order = Order { id, deadline: order_timeout::postgres::moment(deadline) };
             env.deliver([&order]).await;
             wait_until(order.deadline + SECOND).await;
             assert_eq!(env.parked().await, []);
@@ -490,7 +490,7 @@ fn order_is_never_paid_and_closed() {
 async fn wheel_depth(env: &TestEnv, ring: &str) -> u32 {
     let prefix = format!("{}.{ring}.", env.names().wheel());
     let mut depth = 0;
-    for queue in Topology::new(&env.settings).queues.iter().filter(|queue| queue.name.starts_with(&prefix)) {
+    for queue in env.settings.topology().queues.iter().filter(|queue| queue.name.starts_with(&prefix)) {
         depth += env.depth(&queue.name).await;
     }
     depth

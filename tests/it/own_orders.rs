@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
 
-use order_timeout::close::Closer;
-use order_timeout::database::Database;
-use order_timeout::order::{ClosedBy, OrderId, Outcome, Overdue, SweepPage, Timestamp};
-use order_timeout::sweep::Sweeper;
+use order_timeout::effects::close::Closer;
+use order_timeout::effects::sweep::Sweeper;
+use order_timeout::postgres::Database;
+use order_timeout::postgres::warm_connections::WarmConnections;
+use order_timeout_core::order::{ClosedBy, OrderId, Outcome, Overdue, SweepPage, Timestamp};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 use sqlx::AssertSqlSafe;
@@ -102,7 +103,7 @@ async fn execute(env: &TestEnv, sql: &str) {
 
 async fn closer(env: &TestEnv) -> Closer {
     let database = Database::connect(&env.settings.database, 1).await.unwrap();
-    Closer::prepare(database, &env.settings.orders.close_sql).await.unwrap()
+    Closer::prepare(WarmConnections::new(database), &env.settings.orders.close_sql).await.unwrap()
 }
 
 /// The outcomes of one statement for all these ids.

@@ -7,14 +7,14 @@ use std::time::Duration;
 use lapin::BasicProperties;
 use lapin::options::{BasicGetOptions, BasicPublishOptions, BasicRejectOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use order_timeout::alarm::{DeadLetter, ParkReason};
 use order_timeout::config::Listen;
-use order_timeout::database::Database;
 use order_timeout::http::{self, METRICS};
-use order_timeout::message::write_rfc3339;
-use order_timeout::order::Timestamp;
-use order_timeout::park::{self, Selection};
-use order_timeout::topology::DUE_KEY;
+use order_timeout::postgres::Database;
+use order_timeout::postgres::parked_alarms::{self, Selection};
+use order_timeout_amqp::topology::DUE_KEY;
+use order_timeout_core::alarm::{DeadLetter, ParkReason};
+use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::Timestamp;
 use serde_json::Value;
 use sqlx::PgPool;
 use uuid::Uuid;
@@ -221,7 +221,7 @@ fn odd_header_types_do_not_delay_alarms() {
 
 /// The body of the contract's golden file for this order, as a program in another language writes it.
 fn foreign_body(order: &Order) -> Vec<u8> {
-    let golden = include_str!("../fixtures/timeout_due.v1.json").trim_ascii();
+    let golden = include_str!("../../crates/core/tests/fixtures/timeout_due.v1.json").trim_ascii();
     let body = golden
         .replace("01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b", &order.id.to_string())
         .replace("2026-11-20T10:30:00.000Z", &write_rfc3339(order.deadline));
@@ -447,28 +447,33 @@ fn parked_retry_keeps_alarm_parked_again() {
 #[test]
 fn retry_and_drop_delete_while_worker_parks() {
     with_env(
-        |_| {},
+        // Only a deadlock may end a statement here, not a stalled disk.
+        |settings| (settings.database.statement_timeout, settings.database.lock_timeout) = (60 * SECOND, 30 * SECOND),
         async |env| {
             let database = Database::connect(&env.settings.database, 2).await.unwrap();
             let dead_letter =
                 |n: usize| DeadLetter::unread(ParkReason::MalformedId, "nonsense", format!("no alarm {n}").as_bytes());
             let dead_letters: Vec<DeadLetter> = (0..300).map(dead_letter).collect();
             let dead_letters: Vec<&DeadLetter> = dead_letters.iter().collect();
-            park::park(&database, &dead_letters).await.unwrap();
+            parked_alarms::insert(&database, &dead_letters).await.unwrap();
             for _ in 0..50 {
-                let mut rows = park::list(&database, &Selection::All, i64::MAX).await.unwrap();
+                let mut rows = parked_alarms::list(&database, &Selection::All, i64::MAX).await.unwrap();
                 rows.sort_by_key(|row| std::cmp::Reverse(row.id));
                 let listed: Vec<_> = rows.iter().map(|row| (row.id, row.since)).collect();
                 let ids: Vec<_> = rows.iter().map(|row| row.id).collect();
-                let (parked, retried) =
-                    tokio::join!(park::park(&database, &dead_letters), park::drop_retried(&database, &listed));
+                let (parked, retried) = tokio::join!(
+                    parked_alarms::insert(&database, &dead_letters),
+                    parked_alarms::drop_retried(&database, &listed)
+                );
                 parked.unwrap();
                 retried.unwrap();
-                let (parked, dropped) =
-                    tokio::join!(park::park(&database, &dead_letters), park::drop_rows(&database, &ids));
+                let (parked, dropped) = tokio::join!(
+                    parked_alarms::insert(&database, &dead_letters),
+                    parked_alarms::drop_rows(&database, &ids)
+                );
                 parked.unwrap();
                 dropped.unwrap();
-                park::park(&database, &dead_letters).await.unwrap();
+                parked_alarms::insert(&database, &dead_letters).await.unwrap();
             }
         },
     );
@@ -602,7 +607,7 @@ fn old_parked_alarms_are_deleted() {
             let database = Database::connect(&env.settings.database, 1).await.unwrap();
             let (mut deleted, mut more) = (0, true);
             while more {
-                let page = park::forget_old(&database, env.settings.parked.keep).await.unwrap();
+                let page = parked_alarms::forget_old(&database, env.settings.parked.keep).await.unwrap();
                 assert!(page.0 <= 1_000, "{} at once", page.0);
                 deleted += page.0;
                 more = page.1;

@@ -3,8 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use order_timeout::close::CLOSE_SQL;
-use order_timeout::database::Database;
+use order_timeout::effects::close::CLOSE_SQL;
+use order_timeout::postgres::Database;
 use serde_json::Value;
 use sqlx::{AssertSqlSafe, PgConnection};
 

@@ -6,7 +6,7 @@ mod pgbouncer;
 use std::time::Duration;
 
 use order_timeout::Settings;
-use order_timeout::database::Database;
+use order_timeout::postgres::Database;
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::{AssertSqlSafe, Row};
 

@@ -1,11 +1,12 @@
 //! What commands print for people and shells: settings with their origins, completions, the manual page, the version; and a
 //! deadline that is read from the order's row.
 
+use std::time::Duration;
+
 use clap::CommandFactory;
 use order_timeout::cli::Cli;
-use order_timeout::message::write_rfc3339;
+use order_timeout_core::message::write_rfc3339;
 use serde_json::Value;
-use std::time::Duration;
 
 use crate::support::process::{bare, call_with, run};
 use crate::support::with_env;

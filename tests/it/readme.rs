@@ -203,9 +203,11 @@ fn guide_rust_is_compiled_code() {
 /// The guide's lines of Rust for an order's own transaction.
 async fn in_transaction(env: &TestEnv, order_id: Uuid, deadline: SystemTime) -> Result<(), Box<dyn std::error::Error>> {
     let mut transaction = env.pool.begin().await?;
-    order_timeout::schedule_in(&mut *transaction, order_id.to_string(), deadline).await?;
+    order_timeout_client::postgres::schedule(&mut transaction, order_id.to_string(), deadline).await?;
     let deadline = SystemTime::now() + MINUTE;
-    order_timeout::move_deadline_in(&mut *transaction, order_id.to_string(), deadline).await?;
+    use order_timeout_client::postgres;
+    let moved = postgres::move_deadline(&mut *transaction, order_id.to_string(), deadline).await?;
+    assert_eq!(moved, order_timeout_client::postgres::Moved::Earlier);
     transaction.commit().await?;
     Ok(())
 }
@@ -214,8 +216,7 @@ async fn in_transaction(env: &TestEnv, order_id: Uuid, deadline: SystemTime) -> 
 /// test environment.
 #[expect(dead_code)]
 async fn directly_to_broker(order_id: Uuid, deadline: SystemTime) -> Result<(), Box<dyn std::error::Error>> {
-    let settings = order_timeout::Settings::load(None, &[])?;
-    let publisher = order_timeout::Publisher::connect(&settings).await?;
+    let publisher = order_timeout_client::Publisher::connect("amqp://guest:guest@localhost:5672/%2f").await?;
     publisher.schedule(order_id.to_string(), deadline).await?;
     Ok(())
 }

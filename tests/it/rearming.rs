@@ -3,14 +3,14 @@
 use std::time::{Duration, Instant};
 
 use lapin::options::BasicGetOptions;
-use order_timeout::alarm::{Rearm, Receipt, Wanted};
-use order_timeout::clock::{ClockSample, DatabaseClock};
-use order_timeout::confirm::{ConfirmedPublisher, WINDOW};
-use order_timeout::message::Alarm;
-use order_timeout::order::{Deadline, OrderId, Timestamp};
-use order_timeout::rearm::Rearmer;
-use order_timeout::topology::{Names, Topology};
-use order_timeout::wheel::Place;
+use order_timeout::effects::rearm::Rearmer;
+use order_timeout_amqp::publisher::{ConfirmedPublisher, WINDOW};
+use order_timeout_amqp::topology::Names;
+use order_timeout_core::alarm::{Rearm, Receipt, Wanted};
+use order_timeout_core::clock::{ClockSample, DatabaseClock};
+use order_timeout_core::delay::wheel::WheelPlacement;
+use order_timeout_core::message::Alarm;
+use order_timeout_core::order::{Deadline, OrderId, Timestamp};
 use uuid::Uuid;
 
 use crate::support::away::with_broker_behind;
@@ -51,10 +51,12 @@ fn alarm_delay_counts_from_sending() {
                 written.failed.len()
             );
 
-            let wheel = env.settings.wheel().unwrap();
-            let Place::Slot { ring, slot, ttl } = wheel.place(last, now) else { panic!("the alarm waits in no slot") };
+            let wheel = env.settings.delay.wheel().unwrap();
+            let WheelPlacement::Slot { ring, slot, ttl } = wheel.place(last, now) else {
+                panic!("the alarm waits in no slot")
+            };
             let key = Names::slot_key(&wheel.rings()[ring].name, slot);
-            let bindings = Topology::new(&env.settings).bindings;
+            let bindings = env.settings.topology().bindings;
             let slot = bindings.iter().find(|binding| binding.routing_key == key).expect("a slot's binding");
             let get = env.channel.basic_get(slot.destination.name().into(), BasicGetOptions { no_ack: true });
             let got = get.await.unwrap().expect("the last alarm").delivery;

@@ -7,8 +7,8 @@ use lapin::message::BasicGetMessage;
 use lapin::options::{BasicGetOptions, BasicRejectOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::AMQPValue;
 use lapin::{BasicProperties, Channel};
-use order_timeout::broker;
-use order_timeout::topology::{DUE_KEY, Topology};
+use order_timeout_amqp::connect;
+use order_timeout_amqp::topology::DUE_KEY;
 
 use crate::support::away::expiring_queue_arguments;
 use crate::support::figures::{Figures, serve_http, wait_for_figure};
@@ -26,7 +26,7 @@ async fn take(env: &TestEnv, channel: &Channel, queue: &str) -> BasicGetMessage 
 
 /// Behaves like a worker that crashes over the message.
 async fn take_and_crash(env: &TestEnv, queue: &str) {
-    let connection = broker::connect(&env.settings.amqp, "crashing").await.unwrap();
+    let connection = connect::connect(&env.settings.amqp, "crashing").await.unwrap();
     let channel = connection.create_channel().await.unwrap();
     take(env, &channel, queue).await;
     connection.close(200, "crashed".into()).await.unwrap();
@@ -121,7 +121,7 @@ fn deaths(message: &BasicGetMessage) -> Vec<String> {
 /// The wheel's slot that holds an alarm.
 async fn occupied_slot(env: &TestEnv) -> Option<String> {
     let wheel = env.names().wheel();
-    for queue in Topology::new(&env.settings).queues {
+    for queue in env.settings.topology().queues {
         if queue.name.starts_with(&wheel) && env.depth(&queue.name).await == 1 {
             return Some(queue.name);
         }

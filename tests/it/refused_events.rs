@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use lapin::options::{BasicGetOptions, QueueBindOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use order_timeout::announce::EventRelay;
-use order_timeout::confirm::ConfirmedPublisher;
-use order_timeout::database::Database;
 use order_timeout::http::READYZ;
+use order_timeout::outbox::event_relay::EventRelay;
+use order_timeout::postgres::Database;
+use order_timeout_amqp::publisher::ConfirmedPublisher;
 
 use crate::support::figures::{Figures, get, serve_http};
 use crate::support::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};

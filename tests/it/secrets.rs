@@ -4,9 +4,9 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use order_timeout::Settings;
 use order_timeout::http::{LIVEZ, METRICS, READYZ};
-use order_timeout::worker::Worker;
-use order_timeout::{Publisher, Settings};
+use order_timeout::runtime::Worker;
 use secrecy::ExposeSecret;
 use sqlx::AssertSqlSafe;
 use uuid::Uuid;
@@ -199,7 +199,7 @@ async fn worker_log(secret: &Secret, settings: &Settings, env: &TestEnv, format:
 /// As `dbg!` and `unwrap` print it in a program that embeds the library.
 async fn debug_output(secret: &Secret, settings: &Settings) {
     let worker = Worker::start(settings.clone()).await.unwrap();
-    let publisher = Publisher::connect(settings).await.unwrap();
+    let publisher = settings.publisher().connect().await.unwrap();
     for (what, said) in [("Settings", format!("{settings:?}")), ("Publisher", format!("{publisher:?}"))] {
         secret.assert_not_in(what, &said);
     }
@@ -348,7 +348,7 @@ fn addresses_can_come_from_files() {
             let mut settings = Settings::load_with_environment(None, Default::default(), &overrides).unwrap();
             settings.namespace = env.settings.namespace.clone();
             settings.delay = env.settings.delay.clone();
-            let publisher = order_timeout::Publisher::connect(&settings).await.unwrap();
+            let publisher = settings.publisher().connect().await.unwrap();
             publisher.schedule("1", std::time::SystemTime::now() + Duration::from_secs(60)).await.unwrap();
         },
     );

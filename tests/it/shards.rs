@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use lapin::BasicProperties;
 use order_timeout::Settings;
-use order_timeout::order::Timestamp;
-use order_timeout::topology::{DUE_KEY, Topology, TopologyError};
+use order_timeout_amqp::topology::{DUE_KEY, TopologyError};
+use order_timeout_core::order::Timestamp;
 use uuid::Uuid;
 
 use crate::support::away::on_private_broker_with;
@@ -53,7 +53,7 @@ async fn worker_taking(env: &TestEnv, shards: &[u8]) -> RunningWorker {
 async fn declare(env: &TestEnv, shards: u8) {
     let mut settings = env.settings.clone();
     settings.worker.shards = shards;
-    Topology::new(&settings).declare(&env.broker).await.unwrap();
+    settings.topology().declare(&env.broker).await.unwrap();
 }
 
 #[test]
@@ -98,11 +98,11 @@ fn workers_on_different_shards_close_everything() {
         let (one, others) = (worker_taking(&env, &[0]).await, worker_taking(&env, &[2, 1]).await);
         let orders = env.orders(100, Duration::from_secs(2)).await;
         let alarms = orders.iter().map(|order| (order.order_id(), order.deadline));
-        assert_eq!(publisher.schedule_all(alarms).await, Ok(100));
+        assert_eq!(publisher.schedule_all(alarms).await, Ok(()));
         // Through the inbox and the wheel, which each worker serves.
         let later = env.orders(100, Duration::from_millis(4_500)).await;
         let alarms = later.iter().map(|order| (order.order_id(), order.deadline));
-        assert_eq!(publisher.schedule_all(alarms).await, Ok(100));
+        assert_eq!(publisher.schedule_all(alarms).await, Ok(()));
         wait_for("every order's close", async || env.closed().await == 200).await;
         others.stop().await;
         one.stop().await;
@@ -162,7 +162,7 @@ fn missing_exchange_type_names_plugin() {
         async |env, _| {
             let mut settings = env.settings.clone();
             sharded(&mut settings);
-            let fault = Topology::new(&settings).declare(&env.broker).await.unwrap_err();
+            let fault = settings.topology().declare(&env.broker).await.unwrap_err();
             assert!(matches!(fault, TopologyError::NoHashExchange { .. }), "{fault:?}");
             let sentence = fault.to_string();
             assert!(sentence.contains("rabbitmq-plugins enable rabbitmq_consistent_hash_exchange"), "{sentence}");

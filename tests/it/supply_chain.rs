@@ -51,6 +51,12 @@ fn packages() -> Vec<Value> {
     metadata["packages"].as_array().unwrap().clone()
 }
 
+/// Whether this is a package of the workspace, which has neither a source nor a checksum.
+fn is_ours(name: &str) -> bool {
+    ["order-timeout", "order-timeout-amqp", "order-timeout-client", "order-timeout-core"]
+        .contains(&name.split(' ').next().unwrap())
+}
+
 fn name(package: &Value) -> String {
     format!("{} {}", package["name"].as_str().unwrap(), package["version"].as_str().unwrap())
 }
@@ -133,7 +139,7 @@ fn every_package_comes_from_registry() {
             let is_known = source.strip_prefix("registry+").is_some_and(|registry| registries.contains(registry));
             assert!(is_known, "{} comes from {source}", name(&package));
         } else {
-            assert_eq!(package["name"], "order-timeout");
+            assert!(is_ours(package["name"].as_str().unwrap()), "{} comes from nowhere", name(&package));
         }
     }
     let lock: toml::Table = std::fs::read_to_string(root().join("Cargo.lock")).unwrap().parse().unwrap();
@@ -190,7 +196,7 @@ fn lists_of_contents_are_complete() {
     let listed: BTreeSet<&str> = notices.lines().collect();
     for (name, component) in by_name {
         let checksum = component["hashes"][0]["content"].as_str().unwrap_or_default();
-        assert_eq!(checksum.len(), 64, "{name} has no checksum");
+        assert!(is_ours(&name) || checksum.len() == 64, "{name} has no checksum");
         assert!(component["licenses"][0]["expression"].is_string(), "{name} has no licence");
         assert!(listed.contains(name.as_str()), "{name} is not in the notices");
     }

@@ -49,10 +49,12 @@ fn code(text: &str) -> String {
     text.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n")
 }
 
-/// The paths, without "src/", of the files in src/ with code that matches a pattern.
+/// The paths of the files in src/ (without "src/") and crates/ with code that matches a pattern.
 fn users_of(pattern: &str) -> BTreeSet<String> {
     let pattern = Regex::new(pattern).unwrap();
-    let users = sources(&["src"], ".rs").into_iter().filter(|(_, text)| pattern.is_match(&code(text)));
+    let users = sources(&["src", "crates"], ".rs")
+        .into_iter()
+        .filter(|(path, text)| !path.contains("/examples/") && pattern.is_match(&code(text)));
     users.map(|(path, _)| path.trim_start_matches("src/").to_owned()).collect()
 }
 
@@ -60,14 +62,13 @@ fn set(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
 }
 
-/// Modules whose decisions and arithmetic must be testable without a server and without waiting; the whole engine is
-/// too.
-const PURE: [&str; 8] =
-    ["canary.rs", "order.rs", "message.rs", "alarm.rs", "wheel.rs", "hold.rs", "clock.rs", "schedule/lane.rs"];
+/// Modules whose decisions and arithmetic must be testable without a server and without waiting; the whole of
+/// order-timeout-core is too.
+const PURE: [&str; 1] = ["observe/canary.rs"];
 
 #[test]
 fn every_rust_file_states_its_purpose() {
-    for (path, text) in sources(&["src", "tests", "examples", "benches", "scripts"], ".rs") {
+    for (path, text) in sources(&["src", "crates", "tests", "examples", "benches", "scripts"], ".rs") {
         let first = text.lines().next().unwrap_or_default();
         assert!(
             first.len() > "//! x".len() && first.starts_with("//! "),
@@ -97,20 +98,9 @@ fn other_files_open_with_comment() {
 
 #[test]
 fn lapin_stays_in_its_modules() {
-    let modules = [
-        "broker.rs",
-        "confirm.rs",
-        "deliver/mod.rs",
-        "envelope.rs",
-        "schedule/mod.rs",
-        "topology.rs",
-        "topology/inspect.rs",
-    ];
-    assert_eq!(
-        users_of(r"\blapin::|\buse lapin\b"),
-        set(&modules),
-        "only these may speak AMQP; see docs/ARCHITECTURE.md, \"The map\""
-    );
+    let users = users_of(r"\blapin::|\buse lapin\b");
+    let outside: BTreeSet<_> = users.into_iter().filter(|path| !path.starts_with("crates/amqp/")).collect();
+    assert_eq!(outside, set(&["deliver/mod.rs"]), "only these may speak AMQP; see docs/ARCHITECTURE.md, \"The map\"");
 }
 
 #[test]
@@ -118,7 +108,7 @@ fn frames_are_parsed_in_quarantine_alone() {
     let users = users_of(r"\bamq_protocol::");
     assert_eq!(
         users,
-        set(&["broker.rs", "quarantine/link.rs", "quarantine/message.rs"]),
+        set(&["crates/amqp/src/connect.rs", "quarantine/link.rs", "quarantine/message.rs"]),
         "see docs/ARCHITECTURE.md, \"The map\""
     );
 }
@@ -126,51 +116,46 @@ fn frames_are_parsed_in_quarantine_alone() {
 #[test]
 fn sqlx_stays_in_its_modules() {
     let modules = [
-        "announce.rs",
-        "canary/store.rs",
         "cli/parked.rs",
         "cli/schedule_check.rs",
-        "close.rs",
         "config/validate.rs",
-        "contract.rs",
-        "database.rs",
-        "inspect/plan.rs",
-        "inspect/registration.rs",
-        "inspect/schema.rs",
-        "park.rs",
-        "relay.rs",
-        "schedule/deadline.rs",
-        "schedule/outbox.rs",
-        "session.rs",
-        "sweep.rs",
-        "worker/mod.rs",
+        "crates/client/src/postgres.rs",
+        "effects/close.rs",
+        "effects/sweep.rs",
+        "observe/canary/store.rs",
+        "observe/inspect/plan.rs",
+        "observe/inspect/registration.rs",
+        "observe/inspect/schema.rs",
+        "operations/retry_parked.rs",
+        "outbox/alarm_relay.rs",
+        "outbox/event_relay.rs",
+        "outbox/relay.rs",
+        "runtime/mod.rs",
     ];
-    assert_eq!(
-        users_of(r"\bsqlx::|\buse sqlx\b"),
-        set(&modules),
-        "only these may speak SQL; see docs/ARCHITECTURE.md, \"The map\""
-    );
+    let users = users_of(r"\bsqlx::|\buse sqlx\b");
+    let outside: BTreeSet<_> = users.into_iter().filter(|path| !path.starts_with("postgres/")).collect();
+    assert_eq!(outside, set(&modules), "only these may speak SQL; see docs/ARCHITECTURE.md, \"The map\"");
 }
 
 #[test]
 fn measuring_stays_out_of_business_modules() {
     let used_in = |pattern: &str, modules: &[&str]| assert_eq!(users_of(pattern), set(modules), "{pattern}");
-    used_in(r"\bprometheus::", &["metrics.rs"]);
+    used_in(r"\bprometheus::", &["observe/metrics.rs"]);
     used_in(r"\bhyper(?:_util)?::", &["http.rs"]);
     // The composition root counts what the steps report; steps count nothing themselves.
-    used_in(r"\bcrate::metrics\b", &["http.rs", "worker/outboxes.rs", "worker/recorder.rs"]);
+    used_in(r"\bcrate::observe::metrics\b", &["http.rs", "runtime/outboxes.rs", "observe/recorder.rs"]);
     used_in(
-        r"\bcrate::health\b",
+        r"\bcrate::observe::health\b",
         &[
             "http.rs",
-            "worker/event_loop.rs",
-            "worker/outboxes.rs",
-            "worker/quarantine.rs",
-            "worker/recorder.rs",
-            "worker/supervisor.rs",
+            "runtime/event_loop.rs",
+            "runtime/outboxes.rs",
+            "runtime/quarantine.rs",
+            "observe/recorder.rs",
+            "runtime/supervisor.rs",
         ],
     );
-    used_in(r"\bcrate::http\b", &["cli/health.rs", "worker/mod.rs", "worker/recorder.rs"]);
+    used_in(r"\bcrate::http\b", &["cli/health.rs", "runtime/mod.rs", "observe/recorder.rs"]);
 }
 
 #[test]
@@ -187,36 +172,39 @@ fn settings_use_clients_only_for_addresses() {
 #[test]
 fn pure_modules_do_no_io() {
     let forbidden = users_of(
-        r"\b(?:lapin|sqlx|tokio|tokio_util|tracing)::|\bstd::(?:fs|net|io|env|process|thread)\b|\basync\b|\.await\b|\be?print(?:ln)?!",
+        r"\b(?:lapin|sqlx|tokio|tokio_util|tracing)::|\bstd::(?:fs|io|env|process|thread)\b|\b(?:Tcp|Udp|Unix)(?:Stream|Socket|Listener)\b|\basync\b|\.await\b|\be?print(?:ln)?!",
     );
-    let is_pure = |module: &&String| PURE.contains(&module.as_str()) || module.starts_with("engine/");
+    let is_pure = |module: &&String| PURE.contains(&module.as_str()) || module.starts_with("crates/core/");
     let impure: Vec<_> = forbidden.iter().filter(is_pure).collect();
     assert_eq!(impure, Vec::<&String>::new(), "these modules do no I/O; see docs/ARCHITECTURE.md, \"Invariants\"");
     let reads_a_clock = users_of(r"\bInstant::now\b");
-    let takes_time_as_argument = |module: &&String| is_pure(module) && module.as_str() != "clock.rs";
+    let takes_time_as_argument = |module: &&String| is_pure(module) && module.as_str() != "crates/core/src/clock.rs";
     assert_eq!(reads_a_clock.iter().find(takes_time_as_argument), None, "it is told what time it is");
     for module in PURE {
         assert!(root().join("src").join(module).is_file(), "src/{module} is no more");
     }
-    assert!(root().join("src/engine").is_dir(), "the engine is no more");
+    let manifest: toml::Table = files()["crates/core/Cargo.toml"].parse().unwrap();
+    for (crate_name, _) in manifest["dependencies"].as_table().unwrap() {
+        assert!(!["tokio", "lapin", "sqlx", "tracing"].contains(&crate_name.as_str()), "core depends on {crate_name}");
+    }
 }
 
 #[test]
 fn only_publishers_read_local_wall_clock() {
     assert_eq!(
         users_of(r"\bSystemTime::now\b|\bnow_utc\b|\bnow_local\b"),
-        set(&["order.rs"]),
+        set(&["crates/core/src/order.rs"]),
         "one door to the local clock"
     );
     assert_eq!(
         users_of(r"\bnow_by_local_clock\b"),
         set(&[
-            "order.rs",
-            "schedule/mod.rs",
-            "cli/parked.rs",
+            "crates/core/src/order.rs",
+            "crates/client/src/publisher.rs",
+            "operations/retry_parked.rs",
             "cli/schedule.rs",
             "cli/schedule_check.rs",
-            "worker/recorder.rs"
+            "observe/recorder.rs"
         ]),
         "the worker goes by the database's clock: its own may be wrong, and would close orders early"
     );
@@ -224,40 +212,43 @@ fn only_publishers_read_local_wall_clock() {
 
 #[test]
 fn steps_do_not_import_one_another() {
-    let steps = ["schedule", "rearm", "deliver", "hold", "close", "sweep", "announce", "park"];
-    // `crate::close::…`, `crate::close;`, and the first names inside `crate::{…}`.
-    let single = Regex::new(r"\bcrate::(\w+)").unwrap();
-    let group = Regex::new(r"\bcrate::\{([^;]*)\};").unwrap();
+    let steps = [
+        "deliver/",
+        "effects/close.rs",
+        "effects/park.rs",
+        "effects/rearm.rs",
+        "effects/sweep.rs",
+        "outbox/alarm_relay.rs",
+        "outbox/event_relay.rs",
+    ];
+    let module = |step: &str| step.trim_end_matches(".rs").trim_end_matches('/').replace('/', "::");
+    // `crate::effects::close::…`, and the first names inside `crate::effects::{…}`.
+    let group = Regex::new(r"\bcrate::(\w+)::\{([^;]*)\};").unwrap();
     let names = Regex::new(r"(?:^|,)\s*(\w+)").unwrap();
     let mut looked_at = BTreeSet::new();
     for (path, text) in sources(&["src"], ".rs") {
-        let own = path.trim_start_matches("src/").split(['/', '.']).next().unwrap().to_owned();
-        if !steps.contains(&own.as_str()) {
-            continue;
-        }
+        let Some(own) = steps.iter().find(|step| path.trim_start_matches("src/").starts_with(**step)) else { continue };
         let text = code(&text);
-        let grouped: Vec<String> = group.captures_iter(&text).map(|found| outermost(&found[1])).collect();
-        let imported = single.captures_iter(&text).map(|found| found[1].to_owned());
-        let imported =
-            imported.chain(grouped.iter().flat_map(|list| names.captures_iter(list).map(|found| found[1].to_owned())));
-        for other in imported {
+        let grouped: Vec<String> = group
+            .captures_iter(&text)
+            .flat_map(|found| {
+                let (folder, list) = (found[1].to_owned(), outermost(&found[2]));
+                names.captures_iter(&list).map(|name| format!("{folder}::{}", &name[1])).collect::<Vec<_>>()
+            })
+            .collect();
+        for other in steps.iter().filter(|step| step != &own) {
+            let other = module(other);
+            let (_, name) = other.rsplit_once("::").unwrap_or(("", &other));
             assert!(
-                other == own || !steps.contains(&other.as_str()),
-                "{path} uses {other}: steps do not import one another, worker/ joins them"
+                !text.contains(&format!("crate::{other}"))
+                    && !grouped.contains(&other)
+                    && !text.contains(&format!("super::{name}::")),
+                "{path} uses {other}: steps do not import one another, runtime/ joins them"
             );
         }
-        // In a file directly in src/, `super` is the crate.
-        if path.matches('/').count() == 1 {
-            for step in steps.iter().filter(|step| **step != own) {
-                assert!(
-                    !text.contains(&format!("super::{step}::")),
-                    "{path} uses {step}: steps do not import one another"
-                );
-            }
-        }
-        looked_at.insert(own);
+        looked_at.insert(*own);
     }
-    assert_eq!(looked_at, set(&steps), "a step has moved");
+    assert_eq!(looked_at, steps.into_iter().collect(), "a step has moved");
 }
 
 /// A list without the parts in inner braces.
@@ -295,7 +286,9 @@ fn settings_and_defaults_match() {
     assert!(keys.contains("namespace") && keys.contains("worker.hold_max"), "{keys:?}");
 
     // The keys as the program defines them: the fields of Settings and of its sections.
-    let text = code(&files()["src/config.rs"]);
+    let files = files();
+    let sections = ["src/config.rs", "crates/amqp/src/settings.rs", "crates/core/src/delay/settings.rs"];
+    let text = sections.map(|path| code(&files[path])).join("\n");
     let structure = Regex::new(r"(?s)pub struct (\w*Settings) \{(.*?)\n\}").unwrap();
     let field = Regex::new(r"pub (?:r#)?(\w+): ([\w<>]+)").unwrap();
     let structures: BTreeMap<String, Vec<(String, String)>> = structure
@@ -311,7 +304,7 @@ fn settings_and_defaults_match() {
             None => drop(fields.insert(name.clone())),
         }
     }
-    assert_eq!(fields, keys, "the settings in src/config.rs (left) and in config/default.toml (right)");
+    assert_eq!(fields, keys, "the settings in the code (left) and in config/default.toml (right)");
 }
 
 #[test]
@@ -451,7 +444,7 @@ fn mentioned_files_exist() {
     let files = files();
     // From the root, in any file: `scripts/services`, docs/WIRE.md, src/schedule/.
     let from_root = Regex::new(
-        r"(?m)(?:^|[\s`(\x22\[])((?:docs|src|tests|examples|benches|scripts|config|migrations|sql|deploy)/[\w./-]*\w)",
+        r"(?m)(?:^|[\s`(\x22\[])((?:docs|src|crates|tests|examples|benches|scripts|config|migrations|sql|deploy)/[\w./-]*\w)",
     )
     .unwrap();
     // In documents, in backticks, by its last parts: `engine/tests.rs`.
@@ -553,7 +546,7 @@ fn test_names_are_short() {
     let test = Regex::new(r"#\[(?:tokio::)?test[^\]]*\]\s*(?:#\[[^\n]*\]\s*)*(?:async )?fn (\w+)").unwrap();
     let property = Regex::new(r"(?m)^\s+fn (\w+)\([^{;]*\bin\b[^{;]*\)\s*\{").unwrap();
     let mut seen = 0;
-    for (path, text) in sources(&["src", "tests", "examples", "benches"], ".rs") {
+    for (path, text) in sources(&["src", "crates", "tests", "examples", "benches"], ".rs") {
         for found in test.captures_iter(&text).chain(property.captures_iter(&text)) {
             let words = found[1].split('_').count();
             assert!(words <= LONGEST_TEST_NAME, "{path}: {} has {words} words", &found[1]);

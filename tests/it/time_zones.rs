@@ -5,10 +5,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use order_timeout::Settings;
-use order_timeout::database::Database;
+use order_timeout::effects::sweep::Sweeper;
 use order_timeout::http::READYZ;
-use order_timeout::order::{Overdue, SweepPage, Timestamp};
-use order_timeout::sweep::Sweeper;
+use order_timeout::postgres::Database;
+use order_timeout_core::order::{Overdue, SweepPage, Timestamp};
 use sqlx::AssertSqlSafe;
 
 use crate::support::figures::{get, serve_http};

@@ -4,9 +4,10 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use order_timeout::broker::{self, BrokerError};
-use order_timeout::config::{AmqpSettings, DatabaseSettings};
-use order_timeout::database::Database;
+use order_timeout::config::DatabaseSettings;
+use order_timeout::postgres::Database;
+use order_timeout_amqp::AmqpSettings;
+use order_timeout_amqp::connect::{self, BrokerError};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, IsCa, KeyPair};
 use secrecy::ExposeSecret;
 use sqlx::{Executor, PgPool};
@@ -223,7 +224,7 @@ fn assert_says(what: &str, said: &str, parts: &[&str]) {
 }
 
 async fn refused_by_broker(what: &str, settings: &AmqpSettings, parts: &[&str]) {
-    match broker::connect(settings, "test").await {
+    match connect::connect(settings, "test").await {
         Err(BrokerError::Refused(said)) => assert_says(what, &said, parts),
         // The cause may only be guessed: then the worker retries, because the broker may be shutting down.
         Err(BrokerError::Away(said)) if said.contains("is it running") || said.contains("if it is running") => {
@@ -278,7 +279,7 @@ async fn invalid_brokers_are_rejected(broker: &Private, good: &AmqpSettings, cer
     }
     refused_by_broker("plain to a TLS port", &in_the_clear, &["For a port with TLS write amqps:// in amqp.url"]).await;
 
-    broker::connect(good, "test").await.expect("correct settings connect");
+    connect::connect(good, "test").await.expect("correct settings connect");
     certificates.replace(broker, "expired");
     broker.ctl(&["eval", "ssl:clear_pem_cache()."]);
     refused_by_broker("an expired certificate", good, &["has expired", "renew it"]).await;

@@ -7,10 +7,10 @@ use std::time::Duration;
 use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, ExchangeKind};
-use order_timeout::config::{Lane, RingSettings};
-use order_timeout::order::{OrderId, Timestamp};
-use order_timeout::topology::{Argument, Queue, Topology, TopologyError};
-use order_timeout::worker::Worker;
+use order_timeout::runtime::Worker;
+use order_timeout_amqp::topology::{Argument, Queue, TopologyError};
+use order_timeout_core::delay::{Lane, RingSettings};
+use order_timeout_core::order::{OrderId, Timestamp};
 use uuid::Uuid;
 
 use crate::support::{TestEnv, process, wait_for, with_env};
@@ -24,7 +24,7 @@ fn with_a_long_lane(settings: &mut order_timeout::Settings) {
 /// The queues with this prefix after the namespace.
 fn queues(env: &TestEnv, beginning: &str) -> Vec<Queue> {
     let beginning = format!("{}.{beginning}", env.settings.namespace);
-    let all = Topology::new(&env.settings).queues;
+    let all = env.settings.topology().queues;
     all.into_iter().filter(|queue| queue.name.starts_with(&beginning)).collect()
 }
 
@@ -46,7 +46,7 @@ async fn declare_queue(env: &TestEnv, name: &str, arguments: &BTreeMap<&'static 
 }
 
 async fn declare(env: &TestEnv) -> Result<(), TopologyError> {
-    Topology::new(&env.settings).declare(&env.broker).await
+    env.settings.topology().declare(&env.broker).await
 }
 
 /// Leaves a message in this queue.
@@ -83,7 +83,7 @@ fn declaring_twice_changes_nothing() {
 #[test]
 fn differing_queue_argument_is_named() {
     with_env(with_a_long_lane, async |env| {
-        let everything = Topology::new(&env.settings).queues;
+        let everything = env.settings.topology().queues;
         let one_of = |beginning: &str| queues(&env, beginning).remove(0);
         let mut checked = Vec::new();
         for queue in [
@@ -192,7 +192,7 @@ fn lane_duplicates_none_of_thousand_alarms() {
         let publisher = env.publisher().await;
         let deadline = Timestamp::now_by_local_clock() + Duration::from_secs(30 * 60);
         let alarms = (0..1_000).map(|_| (OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline));
-        assert_eq!(publisher.schedule_all(alarms).await, Ok(1_000));
+        assert_eq!(publisher.schedule_all(alarms).await, Ok(()));
 
         let shards = queues(&env, "delay.30m.");
         assert_eq!(shards.len(), 4);
@@ -220,7 +220,7 @@ fn plain_lane_key_reaches_one_queue() {
     with_env(with_a_long_lane, async |env| {
         let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("1790000".into());
         env.publish_raw(&env.names().delay(), "30m", b"from a publisher that does not shard", properties).await;
-        let all = Topology::new(&env.settings).queues;
+        let all = env.settings.topology().queues;
         wait_for("the message somewhere", async || depths(&env, &all).await.iter().sum::<u32>() > 0).await;
         let holding: Vec<_> = all.iter().zip(depths(&env, &all).await).filter(|(_, depth)| *depth > 0).collect();
         let shard = &queues(&env, "delay.30m.0")[0];
@@ -288,7 +288,7 @@ fn worker_refuses_namespace_never_set_up() {
                 assert!(fault.contains(part), "{fault:?} lacks {part:?}");
             }
             // The worker declared none.
-            let topology = Topology::new(&settings);
+            let topology = settings.topology();
             for name in topology.queues.iter().map(|queue| queue.name.as_str()) {
                 let channel = env.broker.create_channel().await.unwrap();
                 let options = QueueDeclareOptions { passive: true, ..Default::default() };
@@ -304,7 +304,7 @@ fn worker_restores_all_but_one_queue() {
     with_env(
         |_| {},
         async |env| {
-            let topology = Topology::new(&env.settings);
+            let topology = env.settings.topology();
             for queue in topology.queues.iter().filter(|queue| queue.name != env.names().parked()) {
                 delete_queue(&env, &queue.name).await;
             }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use lapin::BasicProperties;
 use lapin::options::QueueDeleteOptions;
 use order_timeout::http::READYZ;
-use order_timeout::topology::{DUE_KEY, Names};
+use order_timeout_amqp::topology::{DUE_KEY, Names};
 
 use crate::support::figures::{Figures, get, serve_http, wait_for_figure};
 use crate::support::private::Private;

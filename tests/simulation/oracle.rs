@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use order_timeout::order::{ClosedBy, OrderId, Timestamp};
+use order_timeout_core::order::{ClosedBy, OrderId, Timestamp};
 
 use crate::events::Event;
 use crate::steps::MAX_SKEW_MS;

@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, ensure};
 use hdrhistogram::Histogram;
-use order_timeout::{Timestamp, database};
+use order_timeout::postgres;
+use order_timeout_core::order::Timestamp;
 use serde_json::{Value, json};
 use sqlx::PgPool;
 use time::OffsetDateTime;
@@ -70,7 +71,7 @@ pub fn millis(micros: u64) -> f64 {
 }
 
 pub async fn read(pool: &PgPool, last: Timestamp) -> anyhow::Result<Ledger> {
-    let last = database::timestamp(last).context("a deadline within the calendar")?;
+    let last = postgres::timestamp(last).context("a deadline within the calendar")?;
     let mut lateness_us = histogram();
     let mut early = 0;
     for late_us in lateness(pool, last).await? {

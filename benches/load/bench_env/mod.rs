@@ -13,8 +13,12 @@ use anyhow::{Context, ensure};
 use lapin::Connection;
 use lapin::options::{ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
-use order_timeout::topology::{Names, Topology};
-use order_timeout::{OrderId, Publisher, Settings, Timestamp, broker, database};
+use order_timeout::Settings;
+use order_timeout::postgres;
+use order_timeout_amqp::connect;
+use order_timeout_amqp::topology::Topology;
+use order_timeout_client::Publisher;
+use order_timeout_core::order::{OrderId, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::{AssertSqlSafe, PgPool};
 use uuid::Uuid;
@@ -59,8 +63,8 @@ impl<'a> BenchEnv<'a> {
         overrides.extend(options.overrides.iter().chain(more).cloned());
         let mut env = Self::build(servers, overrides, options.socket).await?;
         let connection = env.connect().await?;
-        Topology::new(&env.settings).declare(&connection).await?;
-        broker::close(&connection, Duration::from_secs(1)).await;
+        env.settings.topology().declare(&connection).await?;
+        connect::close(&connection, Duration::from_secs(1)).await;
         env.has_queues = true;
         Ok(env)
     }
@@ -84,15 +88,15 @@ impl<'a> BenchEnv<'a> {
             settings.database.url = SecretString::from(servers.postgres.url_by_tcp());
         }
         settings.database.url = settings.database.url_of(&name);
-        database::migrate(&settings.database).await?;
+        postgres::migrate(&settings.database).await?;
         Ok(Self { servers, settings, overrides, pool, database: name, has_queues: false })
     }
 
     pub async fn clean_up(self) -> anyhow::Result<()> {
         if self.has_queues {
             let connection = self.connect().await?;
-            remove(&connection, &Topology::new(&self.settings)).await?;
-            broker::close(&connection, Duration::from_secs(1)).await;
+            remove(&connection, &self.settings.topology()).await?;
+            connect::close(&connection, Duration::from_secs(1)).await;
         }
         self.pool.close().await;
         let server = PgPool::connect(&self.servers.postgres.url_by_socket()?).await?;
@@ -102,11 +106,11 @@ impl<'a> BenchEnv<'a> {
     }
 
     pub async fn connect(&self) -> anyhow::Result<Connection> {
-        Ok(broker::connect(&self.settings.amqp, "load").await?)
+        Ok(connect::connect(&self.settings.amqp, "load").await?)
     }
 
     pub async fn publisher(&self) -> anyhow::Result<Publisher> {
-        Ok(Publisher::connect(&self.settings).await?)
+        Ok(self.settings.publisher().connect().await?)
     }
 
     /// Starts `order-timeout worker`, which writes to `log`, and waits until it consumes.
@@ -125,7 +129,7 @@ impl<'a> BenchEnv<'a> {
         command.env("ORDER_TIMEOUT__AMQP__URL", self.settings.amqp.url.expose_secret());
         command.env("ORDER_TIMEOUT__DATABASE__URL", self.settings.database.url.expose_secret());
         let mut worker = Program::start("the worker", command, log)?;
-        let timeout = Names::new(&self.settings.namespace).timeout();
+        let timeout = self.settings.names().timeout();
         let connection = self.connect().await?;
         let began = tokio::time::Instant::now();
         while queue_state(&connection, &timeout).await?.consumers == 0 {
@@ -133,7 +137,7 @@ impl<'a> BenchEnv<'a> {
             ensure!(began.elapsed() < TIMEOUT, "the worker does not consume; its log lies in target/load");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        broker::close(&connection, Duration::from_secs(1)).await;
+        connect::close(&connection, Duration::from_secs(1)).await;
         Ok(worker)
     }
 
@@ -157,7 +161,7 @@ impl<'a> BenchEnv<'a> {
     }
 
     async fn insert(&self, ids: &[Uuid], deadlines: &[Timestamp], articles: &[String]) -> anyhow::Result<()> {
-        let deadlines: Option<Vec<_>> = deadlines.iter().map(|moment| database::timestamp(*moment)).collect();
+        let deadlines: Option<Vec<_>> = deadlines.iter().map(|moment| postgres::timestamp(*moment)).collect();
         let mut transaction = self.pool.begin().await?;
         sqlx::query(
             "INSERT INTO stock (article_id, available, reserved)
@@ -186,7 +190,7 @@ impl<'a> BenchEnv<'a> {
     /// Waits until no order that is due by `last` is unpaid, or the time is up.
     pub async fn wait_until_closed(&self, last: Timestamp, closing: &mut Program) -> anyhow::Result<()> {
         sleep_until(last).await;
-        let timestamp = database::timestamp(last).context("a deadline within the calendar")?;
+        let timestamp = postgres::timestamp(last).context("a deadline within the calendar")?;
         while Timestamp::now_by_local_clock() < last + TIMEOUT {
             closing.ensure_runs()?;
             // From the end of the deadline index, which holds the last orders to be closed: the cheapest query.
@@ -248,7 +252,7 @@ pub async fn queue_state(connection: &Connection, queue: &str) -> anyhow::Result
     let channel = connection.create_channel().await?;
     let options = QueueDeclareOptions { passive: true, ..Default::default() };
     let state = channel.queue_declare(queue.into(), options, FieldTable::default()).await?;
-    channel.close(broker::reply_code::CONTENT_OK, "asked".into()).await?;
+    channel.close(connect::reply_code::CONTENT_OK, "asked".into()).await?;
     Ok(QueueState { ready: state.message_count(), consumers: state.consumer_count() })
 }
 

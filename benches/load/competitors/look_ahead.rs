@@ -5,10 +5,11 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use order_timeout::close::CLOSE_SQL;
+use order_timeout::Settings;
 use order_timeout::config::WorkerSettings;
-use order_timeout::database::{self, Database};
-use order_timeout::{Settings, Timestamp};
+use order_timeout::effects::close::CLOSE_SQL;
+use order_timeout::postgres::{self, Database};
+use order_timeout_core::order::Timestamp;
 use sqlx::PgConnection;
 use time::OffsetDateTime;
 use tokio::sync::Notify;
@@ -81,7 +82,7 @@ async fn load(database: Database, timer: Arc<Timer>) -> anyhow::Result<()> {
         .bind(AHEAD.as_secs_f64())
         .fetch_all(&mut *connection)
         .await?;
-        let entries = rows.into_iter().map(|(id, deadline)| (database::moment(deadline), id));
+        let entries = rows.into_iter().map(|(id, deadline)| (postgres::moment(deadline), id));
         timer.waiting.lock().unwrap_or_else(PoisonError::into_inner).extend(entries);
         timer.loaded.notify_waiters();
     }

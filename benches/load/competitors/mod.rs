@@ -12,7 +12,7 @@ use anyhow::ensure;
 use clap::{Args, ValueEnum};
 use order_timeout::Settings;
 use order_timeout::config::DatabaseSettings;
-use order_timeout::database::{Database, ErrorClass, classify};
+use order_timeout::postgres::{Database, ErrorClass, classify};
 use sqlx::PgPool;
 use tokio::signal::unix::{SignalKind, signal};
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use order_timeout::database::Database;
+use order_timeout::postgres::Database;
 use sqlx::PgConnection;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;

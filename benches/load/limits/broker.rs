@@ -14,13 +14,13 @@ use lapin::options::{
 };
 use lapin::types::FieldTable;
 use lapin::{Channel, Connection, Consumer, PublisherConfirm};
-use order_timeout::alarm::Returns;
-use order_timeout::config::Strategy;
-use order_timeout::confirm::{self, Outgoing, WINDOW};
-use order_timeout::envelope::{self, AlarmHeaders, Delay, Route};
-use order_timeout::message::Alarm;
-use order_timeout::topology::{DUE_KEY, Names};
-use order_timeout::{OrderId, Timestamp};
+use order_timeout_amqp::envelope::{self, AlarmHeaders, Delay, Route};
+use order_timeout_amqp::publisher::{self, Outgoing, WINDOW};
+use order_timeout_amqp::topology::{DUE_KEY, Names};
+use order_timeout_core::alarm::Returns;
+use order_timeout_core::delay::Strategy;
+use order_timeout_core::message::Alarm;
+use order_timeout_core::order::{OrderId, Timestamp};
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
@@ -54,7 +54,7 @@ pub async fn measure(
     tokio::time::sleep(SETTLING).await;
     let connection = env.connect().await?;
     let limit = hand_over(&env, &connection, messages, route).await;
-    order_timeout::broker::close(&connection, Duration::from_secs(1)).await;
+    order_timeout_amqp::connect::close(&connection, Duration::from_secs(1)).await;
     env.clean_up().await?;
     limit
 }
@@ -98,7 +98,7 @@ fn waiting(
 /// The exchange and routing key of each place where alarms with the same delay wait.
 fn places(env: &BenchEnv<'_>, route: AlarmRoute) -> Vec<(String, String)> {
     let settings = &env.settings;
-    let names = Names::new(&settings.namespace);
+    let names = settings.names();
     match (settings.delay.strategy, route) {
         (Strategy::DelayedExchange, _) => vec![(names.delayed(), DUE_KEY.into())],
         (Strategy::DeadLetter, AlarmRoute::Lane) => {
@@ -106,7 +106,7 @@ fn places(env: &BenchEnv<'_>, route: AlarmRoute) -> Vec<(String, String)> {
             (0..settings.delay.lane_shards).map(|shard| (names.delay(), Names::lane_key(lane, shard))).collect()
         }
         (Strategy::DeadLetter, AlarmRoute::Wheel | AlarmRoute::Far) => {
-            let wheel = settings.wheel().expect("validated settings have rings that mesh");
+            let wheel = settings.delay.wheel().expect("validated settings have rings that mesh");
             vec![(names.wheel(), Names::slot_key(&wheel.rings()[0].name, 0))]
         }
     }
@@ -135,7 +135,7 @@ pub struct Confirms {
 }
 
 impl Confirms {
-    /// As many as [`order_timeout::confirm`] has, which uses its two channels in turn.
+    /// As many as [`order_timeout_amqp::publisher`] has, which uses its two channels in turn.
     pub const AS_OURS: Self = Self { channels: 2, window: WINDOW };
 }
 
@@ -187,7 +187,7 @@ async fn publish_on(
 async fn send(channel: &Channel, message: &Outgoing) -> anyhow::Result<PublisherConfirm> {
     let (exchange, routing_key) = (message.exchange.as_str().into(), message.routing_key.as_str().into());
     let options = BasicPublishOptions { mandatory: message.mandatory, immediate: false };
-    let properties = confirm::properties(message)?;
+    let properties = publisher::properties(message)?;
     Ok(channel.basic_publish(exchange, routing_key, options, &message.body, properties).await?)
 }
 
@@ -222,7 +222,7 @@ async fn consume(env: &BenchEnv<'_>, connection: &Connection, messages: usize) -
 
 /// One channel each, as in the worker.
 fn queues(env: &BenchEnv<'_>) -> Vec<String> {
-    let names = Names::new(&env.settings.namespace);
+    let names = env.settings.names();
     env.settings.worker.shard_of_each_channel().into_iter().map(|shard| names.shard(shard)).collect()
 }
 

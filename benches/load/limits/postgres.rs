@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
-use order_timeout::Timestamp;
-use order_timeout::close::CLOSE_SQL;
 use order_timeout::config::DatabaseSettings;
-use order_timeout::database::Database;
+use order_timeout::effects::close::CLOSE_SQL;
+use order_timeout::postgres::Database;
+use order_timeout_core::order::Timestamp;
 use sqlx::PgPool;
 use tokio::task::JoinSet;
 use tokio_util::task::AbortOnDropHandle;

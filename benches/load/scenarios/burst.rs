@@ -75,7 +75,7 @@ fn last_lateness(figures: &Figures) -> f64 {
 
 pub fn plan(orders: usize, articles: usize, route: AlarmRoute) -> Plan {
     let settings = Settings::defaults();
-    let wheel = settings.wheel().expect("the default rings mesh");
+    let wheel = settings.delay.wheel().expect("the default rings mesh");
     let [finest, next, ..] = wheel.rings() else { panic!("the default wheel has coarser rings") };
     let arming = Duration::from_secs_f64(orders as f64 / SLOWEST_ARMING_PER_S);
     let by_the_finest = arming + SPARE + settings.delay.lead;

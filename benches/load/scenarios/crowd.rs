@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use order_timeout::{OrderId, Timestamp};
+use order_timeout_core::order::{OrderId, Timestamp};
 use serde_json::{Map, json};
 use uuid::Uuid;
 

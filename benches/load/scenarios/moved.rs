@@ -4,7 +4,8 @@
 use std::time::Duration;
 
 use anyhow::ensure;
-use order_timeout::{Moved, Timestamp, move_deadline_in};
+use order_timeout_client::postgres::{Moved, move_deadline};
+use order_timeout_core::order::Timestamp;
 use serde_json::Map;
 
 use crate::Options;
@@ -57,7 +58,7 @@ async fn move_all(
     expected: &Moved,
 ) -> anyhow::Result<()> {
     for (order_id, first) in alarms {
-        let moved = move_deadline_in(&env.pool, order_id, *first - FIRST + after_last).await?;
+        let moved = move_deadline(&env.pool, order_id, *first - FIRST + after_last).await?;
         ensure!(moved == *expected, "moved to {after_last:?} after the last deadline: {moved:?}");
     }
     Ok(())

@@ -5,8 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use order_timeout::topology::Names;
-use order_timeout::{OrderId, Timestamp};
+use order_timeout_core::order::{OrderId, Timestamp};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -89,7 +88,7 @@ async fn wait_until_armed(
     alarms: usize,
 ) -> anyhow::Result<()> {
     let began = tokio::time::Instant::now();
-    let names = Names::new(&env.settings.namespace);
+    let names = env.settings.names();
     loop {
         worker.ensure_runs()?;
         let messages = messages_by_queue(servers)?;

@@ -7,11 +7,13 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use lapin::Connection;
 use lapin::options::QueuePurgeOptions;
-use order_timeout::confirm::Outgoing;
-use order_timeout::message::Alarm;
-use order_timeout::schedule::lane::Lanes;
-use order_timeout::topology::Names;
-use order_timeout::{OrderId, Publisher, Timestamp, broker};
+use order_timeout_amqp::connect;
+use order_timeout_amqp::envelope::Route;
+use order_timeout_amqp::publisher::Outgoing;
+use order_timeout_client::Publisher;
+use order_timeout_core::delay::Lanes;
+use order_timeout_core::message::Alarm;
+use order_timeout_core::order::{OrderId, Timestamp};
 use serde_json::{Map, json};
 use uuid::Uuid;
 
@@ -68,7 +70,7 @@ pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow:
     let connection = env.connect().await?;
     let measured = measure(&env, &connection, orders).await;
     let created = in_transactions(&env, orders.div_ceil(FEWER_ONE_BY_ONE)).await;
-    broker::close(&connection, Duration::from_secs(1)).await;
+    connect::close(&connection, Duration::from_secs(1)).await;
     env.clean_up().await?;
     let mut line = Map::new();
     line.insert("scenario".into(), json!("publish"));
@@ -132,19 +134,19 @@ fn median(mut rates: Vec<f64>) -> f64 {
 /// The messages that `schedule` publishes, created like there: one by one while the clock runs, from existing ids and
 /// deadlines.
 fn messages(env: &BenchEnv<'_>, orders: usize) -> impl Iterator<Item = Outgoing> + Send + use<> {
-    let lanes = Lanes::new(&env.settings);
+    let (lanes, names) = (Lanes::from(&env.settings.delay), env.settings.names());
     alarms(orders).into_iter().map(move |(order_id, deadline)| {
         let now = Timestamp::now_by_local_clock();
-        let entry = lanes.route(&order_id, deadline, now);
-        fresh(&Alarm { order_id, deadline }, entry, now)
+        let route = Route::to(&lanes.place(&order_id, deadline, now), &names);
+        fresh(&Alarm { order_id, deadline }, route, now)
     })
 }
 
 async fn purge(env: &BenchEnv<'_>, connection: &Connection) -> anyhow::Result<()> {
     let channel = connection.create_channel().await?;
-    let queue = Names::new(&env.settings.namespace).arm();
+    let queue = env.settings.names().arm();
     channel.queue_purge(queue.as_str().into(), QueuePurgeOptions::default()).await?;
-    channel.close(broker::reply_code::CONTENT_OK, "purged".into()).await?;
+    channel.close(connect::reply_code::CONTENT_OK, "purged".into()).await?;
     Ok(())
 }
 

@@ -9,8 +9,8 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use order_timeout::database;
-use order_timeout::order::Timestamp;
+use order_timeout::postgres;
+use order_timeout_core::order::Timestamp;
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::PgPool;
 use sqlx::postgres::PgPoolOptions;
@@ -83,7 +83,7 @@ impl DiskStallProbe {
         let closed: Vec<(Uuid, OffsetDateTime, OffsetDateTime)> = closed.fetch_all(&env.pool).await.unwrap();
         let stalls = self.stalls();
         let lateness_ms = |(id, deadline, closed_at)| {
-            let (deadline, closed_at) = (database::moment(deadline), database::moment(closed_at));
+            let (deadline, closed_at) = (postgres::moment(deadline), postgres::moment(closed_at));
             let late_ms = closed_at.since(deadline).saturating_sub(stalled_time(&stalls, deadline, closed_at));
             (id, late_ms.as_secs_f64() * 1e3)
         };

@@ -29,13 +29,17 @@ use lapin::options::{
 };
 use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection};
-use order_timeout::canary::CANARY_TYPE;
-use order_timeout::config::{Lane, Listen, RingSettings, Strategy};
-use order_timeout::message::Alarm;
-use order_timeout::order::{OrderId, Timestamp};
-use order_timeout::topology::{DUE_KEY, Names, Topology};
-use order_timeout::worker::Worker;
-use order_timeout::{Publisher, Settings, broker, database};
+use order_timeout::Settings;
+use order_timeout::config::Listen;
+use order_timeout::observe::canary::CANARY_TYPE;
+use order_timeout::postgres;
+use order_timeout::runtime::Worker;
+use order_timeout_amqp::connect;
+use order_timeout_amqp::topology::{DUE_KEY, Names};
+use order_timeout_client::Publisher;
+use order_timeout_core::delay::{Lane, RingSettings, Strategy};
+use order_timeout_core::message::Alarm;
+use order_timeout_core::order::{OrderId, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::{AssertSqlSafe, PgPool, Row};
 use time::OffsetDateTime;
@@ -140,7 +144,8 @@ pub fn host_and_port(url: &SecretString) -> String {
 }
 
 fn database_name(settings: &Settings) -> String {
-    format!("order_timeout_{}", settings.namespace)
+    let url = url::Url::parse(settings.database.url.expose_secret()).expect("a valid address");
+    url.path().trim_start_matches('/').to_owned()
 }
 
 /// A pool on the server's own database, for creating and dropping others.
@@ -159,29 +164,29 @@ async fn clean_up(settings: Settings) {
     let drop = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", database_name(&settings));
     sqlx::query(AssertSqlSafe(drop)).execute(&server).await.unwrap();
     // On a new connection: the test may have lost the environment's.
-    let connection = broker::connect(&settings.amqp, "test cleanup").await.unwrap();
+    let connection = connect::connect(&settings.amqp, "test cleanup").await.unwrap();
     let channel = connection.create_channel().await.unwrap();
-    let topology = Topology::new(&settings);
+    let topology = settings.topology();
     for queue in &topology.queues {
         channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
     }
     for exchange in &topology.exchanges {
         channel.exchange_delete(exchange.name.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
     }
-    broker::close(&connection, Duration::from_secs(2)).await;
+    connect::close(&connection, Duration::from_secs(2)).await;
 }
 
 impl TestEnv {
     async fn build(settings: Settings) -> Self {
         // First, so that a broker that does not answer leaves no database behind.
-        let broker = broker::connect(&settings.amqp, "test").await.expect("the broker answers; run scripts/services");
+        let broker = connect::connect(&settings.amqp, "test").await.expect("the broker answers; run scripts/services");
         let server = server_pool(&settings).await;
         let create = format!("CREATE DATABASE {}", database_name(&settings));
         sqlx::query(AssertSqlSafe(create)).execute(&server).await.expect("a database of the test's own");
         let pool = PgPool::connect(settings.database.url.expose_secret()).await.unwrap();
-        database::migrate(&settings.database).await.unwrap();
+        postgres::migrate(&settings.database).await.unwrap();
         if settings.delay.strategy == Strategy::DeadLetter {
-            Topology::new(&settings).declare(&broker).await.unwrap();
+            settings.topology().declare(&broker).await.unwrap();
         }
         let channel = broker.create_channel().await.unwrap();
         channel.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
@@ -197,14 +202,14 @@ impl TestEnv {
 
     /// The same environment on a new connection, for tests that stop the broker.
     pub async fn reconnected(&self) -> Self {
-        let broker = broker::connect(&self.settings.amqp, "test").await.unwrap();
+        let broker = connect::connect(&self.settings.amqp, "test").await.unwrap();
         let channel = broker.create_channel().await.unwrap();
         channel.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
         Self { settings: self.settings.clone(), pool: self.pool.clone(), broker, channel }
     }
 
     pub fn names(&self) -> Names {
-        Names::new(&self.settings.namespace)
+        self.settings.names()
     }
 
     /// The queues that a worker consumes.
@@ -214,7 +219,7 @@ impl TestEnv {
     }
 
     pub async fn publisher(&self) -> Publisher {
-        Publisher::connect(&self.settings).await.unwrap()
+        self.settings.publisher().connect().await.unwrap()
     }
 
     /// Starts a worker in this process.
@@ -274,13 +279,20 @@ impl TestEnv {
         rows.iter()
             .map(|row| {
                 let expires_at: OffsetDateTime = row.get("expires_at");
-                Order { id: row.get("id"), deadline: database::moment(expires_at) }
+                Order { id: row.get("id"), deadline: postgres::moment(expires_at) }
             })
             .collect()
     }
 
     pub async fn order(&self, delay: Duration) -> Order {
         self.orders(1, delay).await.remove(0)
+    }
+
+    /// Writes the order's alarm into the outbox, as its own transaction would.
+    #[allow(dead_code)] // used by the tests of the outbox
+    pub async fn write_alarm(&self, order: &Order) {
+        let mut connection = self.pool.acquire().await.unwrap();
+        order_timeout_client::postgres::schedule(&mut connection, order.id.to_string(), order.deadline).await.unwrap();
     }
 
     /// Pays as a shop should. Returns whether the order was still unpaid.

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use order_timeout::alarm::{DeliveredAlarm, Rearm, Receipt, Settlement, SourceQueue, Wanted};
-use order_timeout::order::Timestamp;
-use order_timeout::wheel::Place;
+use order_timeout_core::alarm::{DeliveredAlarm, Rearm, Receipt, Settlement, SourceQueue, Wanted};
+use order_timeout_core::delay::wheel::WheelPlacement;
+use order_timeout_core::order::Timestamp;
 
 use super::worker::WORKERS;
 use super::{Mutant, World, policy};
@@ -59,19 +59,19 @@ impl World {
         let now = self.worker_time();
         // As `rearm.rs` does.
         let (place, is_retry) = match rearm.wanted {
-            Wanted::AtOnce => (Place::Due, false),
+            Wanted::AtOnce => (WheelPlacement::Due, false),
             Wanted::BeforeDeadline => (self.wheel.place(rearm.alarm.deadline(), now), false),
             Wanted::NotBefore(moment) => {
                 let wake_at = moment.min(now + DOUBLINGS * policy().retry_longest);
                 let place = self.wheel.place_retry(wake_at, now);
-                let place = if self.mutant == Mutant::RetriesAtOnce { Place::Due } else { place };
+                let place = if self.mutant == Mutant::RetriesAtOnce { WheelPlacement::Due } else { place };
                 self.check_retry(wake_at.since(now), place);
                 (place, true)
             }
         };
         match place {
-            Place::Due => self.timeout.push_back(rearm.alarm.clone()),
-            Place::Slot { ring, slot, ttl } => {
+            WheelPlacement::Due => self.timeout.push_back(rearm.alarm.clone()),
+            WheelPlacement::Slot { ring, slot, ttl } => {
                 let slot = if self.mutant == Mutant::TwoLapsInOneSlot { slot % 3 } else { slot };
                 let waiting = Waiting { alarm: rearm.alarm.clone(), fires_at: self.now + ttl, is_retry };
                 self.slots.entry((ring, slot)).or_default().push_back(waiting);
@@ -79,10 +79,10 @@ impl World {
         }
     }
 
-    fn check_retry(&mut self, wanted: Duration, place: Place) {
+    fn check_retry(&mut self, wanted: Duration, place: WheelPlacement) {
         let (kept, unit) = match place {
-            Place::Due => (Duration::ZERO, Duration::ZERO),
-            Place::Slot { ring, ttl, .. } => (ttl, self.wheel.rings()[ring].unit),
+            WheelPlacement::Due => (Duration::ZERO, Duration::ZERO),
+            WheelPlacement::Slot { ring, ttl, .. } => (ttl, self.wheel.rings()[ring].unit),
         };
         if kept < wanted || kept > wanted + unit {
             self.misplaced_retry = Some(format!("a retry that should wait {wanted:?} waits {kept:?}"));

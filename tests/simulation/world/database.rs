@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use order_timeout::engine::{Batch, BatchResult};
-use order_timeout::order::{
+use order_timeout_core::engine::{Batch, BatchResult};
+use order_timeout_core::order::{
     CloseError, CloseOutcome, CloseResult, ClosedBy, Deadline, OrderId, Outcome, Overdue, SweepPage, SweepPlace,
     SweptPage, Timestamp,
 };

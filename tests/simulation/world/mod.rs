@@ -15,11 +15,11 @@ mod worker;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use order_timeout::alarm::{DeliveredAlarm, Receipt, Returns, SourceQueue};
-use order_timeout::engine::Policy;
-use order_timeout::message::Alarm;
-use order_timeout::order::{Deadline, OrderId, Timestamp};
-use order_timeout::wheel::{Ring, Wheel};
+use order_timeout_core::alarm::{DeliveredAlarm, Receipt, Returns, SourceQueue};
+use order_timeout_core::delay::wheel::{Ring, Wheel};
+use order_timeout_core::engine::Policy;
+use order_timeout_core::message::Alarm;
+use order_timeout_core::order::{Deadline, OrderId, Timestamp};
 
 use crate::events::Event;
 use broker::Waiting;
@@ -110,7 +110,7 @@ fn ring(name: &str, unit_s: u64, early_ms: u64) -> Ring {
     Ring { name: name.into(), unit: Duration::from_secs(unit_s), slots: 12, early: Duration::from_millis(early_ms) }
 }
 
-/// A worker's loop turns at least this often even if nothing wakes it (`worker/event_loop.rs`).
+/// A worker's loop turns at least this often even if nothing wakes it (`runtime/event_loop.rs`).
 const MAX_SLEEP: Duration = Duration::from_secs(1);
 
 /// How every worker decides. `missing_for`, `max_attempts` and `requeue_after` are small, so that they end within a

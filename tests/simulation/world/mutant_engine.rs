@@ -6,9 +6,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use order_timeout::alarm::{Delivered, DeliveredAlarm, Receipt, Settlement};
-use order_timeout::engine::{Action, Batch, BatchResult, Engine, Input};
-use order_timeout::order::{CloseError, CloseOutcome, ClosedBy, Deadline, OrderId, Outcome, SweptPage, Timestamp};
+use order_timeout_core::alarm::{Delivered, DeliveredAlarm, Receipt, Settlement};
+use order_timeout_core::engine::{Action, Batch, BatchResult, Engine, Input};
+use order_timeout_core::order::{CloseError, CloseOutcome, ClosedBy, Deadline, OrderId, Outcome, SweptPage, Timestamp};
 
 use super::{Mutant, policy};
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use order_timeout::order::OrderId;
+use order_timeout_core::order::OrderId;
 
 use super::database::{OutboxRow, Row, Status};
 use super::{World, alarm};

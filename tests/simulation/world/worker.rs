@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use order_timeout::alarm::{DeadLetter, Delivered, Rearm, Receipt, Settlement, SourceQueue, Wanted};
-use order_timeout::engine::{Action, Batch, BatchResult, Input, Origin};
-use order_timeout::order::{CloseResult, OrderId, SweepPage, SweptPage, Timestamp};
+use order_timeout_core::alarm::{DeadLetter, Delivered, Rearm, Receipt, Settlement, SourceQueue, Wanted};
+use order_timeout_core::engine::{Action, Batch, BatchResult, Input, Origin};
+use order_timeout_core::order::{CloseResult, OrderId, SweepPage, SweptPage, Timestamp};
 
 use super::mutant_engine::MutantEngine;
 use super::{Mutant, World, shifted};
@@ -345,7 +345,7 @@ impl World {
             }
             PendingAction::Sweep { found: None, .. } if self.database_is_away => {
                 self.note(Event::SweepFoundDatabaseAway);
-                Err(Input::NotSwept)
+                Err(Input::NotSwept("the database is away".into()))
             }
             PendingAction::Sweep { page, found: None } => {
                 let found = Some(self.overdue(&page));

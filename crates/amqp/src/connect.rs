@@ -1,0 +1,447 @@
+//! One connection to RabbitMQ: opens it, and explains a refusal in one sentence.
+//!
+//! Knows nothing of alarms or queues. Does not recover a connection: code that uses one drops it at the first error and
+//! opens another, because lapin's own recovery never tells a consumer that its unacknowledged deliveries are void.
+
+use std::sync::Once;
+use std::time::Duration;
+
+use futures_util::io::{AsyncRead, AsyncWrite};
+use lapin::runtime::default_runtime;
+use lapin::tcp::{AMQPUriTcpExt, OwnedTLSConfig, RustlsConnector, RustlsConnectorConfig};
+use lapin::uri::{AMQPAuthority, AMQPQueryString, AMQPScheme, AMQPUri, AMQPUserInfo, SASLMechanism};
+use lapin::{Connection, ConnectionProperties, ErrorKind};
+use order_timeout_core::address::AmqpAddress;
+use secrecy::ExposeSecret;
+
+use crate::{AmqpSettings, tls};
+
+/// RabbitMQ's default `frame_max`.
+const LARGEST_FRAME_BYTES: u32 = 131_072;
+
+/// AMQP reply codes, from the AMQP 0-9-1 specification, section 1.2 "reply-code".
+pub mod reply_code {
+    /// `reply-success` of the specification: a close without a fault.
+    pub const CONTENT_OK: u16 = 200;
+    /// The user lacks rights on an object, which closes the channel; RabbitMQ also sends it for a failed login.
+    pub const ACCESS_REFUSED: u16 = 403;
+    /// The exchange or queue does not exist; closes the channel.
+    pub const NOT_FOUND: u16 = 404;
+    /// The object exists with other arguments, or a limit is reached; closes the channel.
+    pub const PRECONDITION_FAILED: u16 = 406;
+    /// The broker's for an invalid frame, which closes the connection; also lapin's own, for a frame that is too large.
+    pub const FRAME_ERROR: u16 = 501;
+    /// RabbitMQ's up to 3.13 for an unknown exchange type; closes the connection.
+    pub const COMMAND_INVALID: u16 = 503;
+    /// The virtual host is missing or closed to this user, or the limit of connections is reached.
+    pub const NOT_ALLOWED: u16 = 530;
+    /// The broker failed on a request or a message; closes the connection.
+    pub const INTERNAL_ERROR: u16 = 541;
+}
+
+/// Why there is no connection. Each variant holds one whole sentence.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BrokerError {
+    /// A retry will not help: credentials, virtual host, rights, or objects that differ.
+    #[error("{0}")]
+    Refused(String),
+    /// A retry may help: a network error, a timeout, a broker that is starting.
+    #[error("{0}")]
+    Away(String),
+}
+
+/// Opens a connection within `connect_timeout`. `rabbitmqctl list_connections client_properties` shows its name,
+/// `order-timeout {name}`.
+///
+/// # Errors
+/// [`BrokerError`] with the broker's address, never its password.
+pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, BrokerError> {
+    let (uri, connector) = prepare(settings)?;
+    let place = address(&uri);
+    let properties = ConnectionProperties::default().with_connection_name(format!("order-timeout {name}").into());
+    match tokio::time::timeout(settings.connect_timeout, open(uri.clone(), connector, properties)).await {
+        Ok(Ok(connection)) => {
+            start_async_compat_runtime();
+            Ok(connection)
+        }
+        Ok(Err(error)) => Err(connect_error(&error, &place, &uri, settings)),
+        Err(_) => Err(timeout_error(&uri, settings)),
+    }
+}
+
+/// Opens one more connection and closes it: a broker may be out of file handles after it has opened the files of many
+/// queues. `open` is an open connection, which shows that the broker runs.
+///
+/// # Errors
+/// [`BrokerError::Away`] with this explanation if `open` is still connected, otherwise the error of [`connect`].
+pub async fn require_another_connection(settings: &AmqpSettings, open: &Connection) -> Result<(), BrokerError> {
+    match connect(settings, "start").await {
+        Ok(connection) => {
+            close(&connection, settings.connect_timeout).await;
+            Ok(())
+        }
+        Err(fault) if open.status().connected() => Err(BrokerError::Away(format!(
+            "the broker took one connection and takes no further one ({fault}). If it accepts TCP and answers no handshake, it is out of file descriptors: RabbitMQ 3 sets three aside for each queue. See \"File Descriptors\" in `rabbitmqctl status`, raise its limit (LimitNOFILE) to 65536, and restart it"
+        ))),
+        Err(fault) => Err(fault),
+    }
+}
+
+/// lapin drops a broken connection on a thread of its own, where async-compat starts a runtime at the first use, and
+/// panics if the process is out of file handles by then.
+fn start_async_compat_runtime() {
+    static STARTED: Once = Once::new();
+    STARTED.call_once(|| {
+        let thread = std::thread::Builder::new().spawn(|| drop(async_compat::Compat::new(())));
+        let _none_panicked_or_done = thread.map(std::thread::JoinHandle::join);
+    });
+}
+
+/// The address with the additions of the settings, and the TLS connector if it is an `amqps://` address.
+fn prepare(settings: &AmqpSettings) -> Result<(AMQPUri, Option<RustlsConnector>), BrokerError> {
+    tls::choose_crypto_provider();
+    let mut uri = address_of(settings)?;
+    let connector = match uri.scheme {
+        AMQPScheme::AMQP => None,
+        AMQPScheme::AMQPS => Some(tls_connector(settings).map_err(BrokerError::Refused)?),
+    };
+    let heartbeat_s = settings.heartbeat.as_secs().try_into().unwrap_or(u16::MAX);
+    uri.query.heartbeat.get_or_insert(heartbeat_s);
+    // Always a limit, even with a broker that sets none: lapin parses nested tables by recursion, and the worker's
+    // `main` sizes the stacks of its threads for frames of this size.
+    uri.query.frame_max.get_or_insert(LARGEST_FRAME_BYTES);
+    Ok((uri, connector))
+}
+
+/// Bytes in both directions, with or without TLS.
+pub trait ByteStream: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<T: AsyncRead + AsyncWrite + Unpin + Send> ByteStream for T {}
+
+/// A connection before the AMQP handshake, and what the handshake needs. For the worker's module `quarantine`, which
+/// must read what lapin cannot.
+pub struct RawConnection {
+    /// The TCP stream, inside TLS for `amqps://`. No byte has been sent on it.
+    pub stream: Box<dyn ByteStream>,
+    /// Host, port and virtual host, for sentences.
+    pub place: String,
+    /// The virtual host, decoded: `/` for `%2f`.
+    pub vhost: String,
+    /// The address's `auth_mechanism`; PLAIN if it names none.
+    pub mechanism: SASLMechanism,
+    /// Name and password. Never printed.
+    pub user: AMQPUserInfo,
+    /// The largest frame, in bytes, that [`connect`] would agree to.
+    pub frame_max: u32,
+}
+
+/// Connects like [`connect`], with the same certificates and timeout, without the AMQP handshake.
+///
+/// # Errors
+/// [`BrokerError`] with the broker's address, never its password. Rights and credentials are not checked yet.
+pub async fn connect_raw(settings: &AmqpSettings) -> Result<RawConnection, BrokerError> {
+    let (uri, connector) = prepare(settings)?;
+    let place = address(&uri);
+    let opening = async {
+        let (runtime, tls) = (default_runtime()?, OwnedTLSConfig::default());
+        let plain = without_tls(&uri).connect_with_config_async(tls.as_ref(), &runtime).await?;
+        let Some(connector) = &connector else { return Ok(Box::new(plain) as Box<dyn ByteStream>) };
+        let safe = plain.into_rustls(connector, name_in_certificate(&uri)).await?;
+        Ok::<_, lapin::Error>(Box::new(safe) as Box<dyn ByteStream>)
+    };
+    let stream = match tokio::time::timeout(settings.connect_timeout, opening).await {
+        Ok(Ok(stream)) => stream,
+        Ok(Err(error)) => return Err(connect_error(&error, &place, &uri, settings)),
+        Err(_) => return Err(timeout_error(&uri, settings)),
+    };
+    Ok(RawConnection {
+        stream,
+        place,
+        vhost: uri.vhost,
+        mechanism: uri.query.auth_mechanism.unwrap_or_default(),
+        user: uri.authority.userinfo,
+        frame_max: uri.query.frame_max.unwrap_or(LARGEST_FRAME_BYTES),
+    })
+}
+
+/// With TLS if there is a connector. lapin's own TLS would trust the system's CAs in addition to the configured one,
+/// and fail on a system without any.
+async fn open(
+    uri: AMQPUri,
+    connector: Option<RustlsConnector>,
+    properties: ConnectionProperties,
+) -> lapin::Result<Connection> {
+    let connect = async move |uri: AMQPUri, runtime| {
+        let plain = without_tls(&uri).connect_with_config_async(OwnedTLSConfig::default().as_ref(), &runtime).await?;
+        let Some(connector) = &connector else { return Ok(plain) };
+        Ok(plain.into_rustls(connector, name_in_certificate(&uri)).await?)
+    };
+    Connection::connector(uri, default_runtime()?, connect, properties).await
+}
+
+/// The address without its TLS, which [`open`] and [`connect_raw`] add themselves.
+fn without_tls(uri: &AMQPUri) -> AMQPUri {
+    AMQPUri { scheme: AMQPScheme::AMQP, ..uri.clone() }
+}
+
+/// An IPv6 address has brackets in a URL and none in a certificate.
+fn name_in_certificate(uri: &AMQPUri) -> &str {
+    uri.authority.host.trim_matches(['[', ']'])
+}
+
+/// The trusted CAs and the client certificate. The server's certificate must be for the host name in the address.
+fn tls_connector(settings: &AmqpSettings) -> Result<RustlsConnector, String> {
+    let certificates = settings.tls_files().read()?;
+    let unusable = |fault: &dyn std::fmt::Display| format!("the certificates named in amqp cannot be used: {fault}");
+    let mut trusted = match &certificates.ca {
+        Some(_) => RustlsConnectorConfig::default(),
+        None => RustlsConnectorConfig::new_with_native_certs().map_err(|error| {
+            format!("this machine trusts no CA ({error}); install ca-certificates, or name the file of your CA in amqp.ca_file")
+        })?,
+    };
+    if let Some(ca) = &certificates.ca {
+        trusted.add_parsable_certificates(tls::certificates(ca).map_err(|fault| unusable(&fault))?);
+    }
+    let connector = match &certificates.client {
+        Some(client) => {
+            let (chain, key) = client.parts().map_err(|fault| unusable(&fault))?;
+            trusted.connector_with_single_cert(chain, key)
+        }
+        None => trusted.connector_with_no_client_auth(),
+    };
+    connector.map_err(|error| match tls::why(&error, "amqp", PLAIN) {
+        Some(why) => why,
+        None => unusable(&error),
+    })
+}
+
+/// What to write for a broker without TLS.
+const PLAIN: &str = "amqp:// for a broker without TLS";
+const TLS: &str = "For a port with TLS write amqps:// in amqp.url";
+
+/// The error when `connect_timeout` has passed.
+fn timeout_error(uri: &AMQPUri, settings: &AmqpSettings) -> BrokerError {
+    let (place, timeout) = (address(uri), settings.connect_timeout);
+    BrokerError::Away(format!("the broker at {place} did not answer within {timeout:?}; is it running there?"))
+}
+
+/// Runs several requests within one `connect_timeout`, because a broker may stop answering at any of them.
+///
+/// # Errors
+/// [`BrokerError`] of `requests`, or [`BrokerError::Away`] after the timeout.
+pub async fn within_connect_timeout<T>(
+    settings: &AmqpSettings,
+    requests: impl Future<Output = Result<T, BrokerError>>,
+) -> Result<T, BrokerError> {
+    match tokio::time::timeout(settings.connect_timeout, requests).await {
+        Ok(done) => done,
+        Err(_) => Err(timeout_error(&address_of(settings)?, settings)),
+    }
+}
+
+/// The server of the settings: host, port and virtual host, without the password.
+///
+/// # Errors
+/// [`BrokerError::Refused`] if the address is invalid.
+pub fn place(settings: &AmqpSettings) -> Result<String, BrokerError> {
+    address_of(settings).map(|uri| address(&uri))
+}
+
+/// The client library's own parser takes an IPv6 address for localhost.
+fn address_of(settings: &AmqpSettings) -> Result<AMQPUri, BrokerError> {
+    let parsed = settings.url.expose_secret().parse::<AmqpAddress>();
+    let parsed = parsed.map_err(|fault| BrokerError::Refused(format!("amqp.url {fault}")))?;
+    let host = parsed.host.for_connecting();
+    let userinfo = AMQPUserInfo { username: parsed.user, password: parsed.password };
+    let mechanism: Option<SASLMechanism> = parsed.mechanism.and_then(|word| word.parse().ok());
+    Ok(AMQPUri {
+        scheme: if parsed.is_tls { AMQPScheme::AMQPS } else { AMQPScheme::AMQP },
+        authority: AMQPAuthority { userinfo, host, port: parsed.port },
+        vhost: parsed.vhost,
+        query: AMQPQueryString {
+            heartbeat: parsed.heartbeat_s,
+            auth_mechanism: mechanism,
+            ..AMQPQueryString::default()
+        },
+    })
+}
+
+fn address(uri: &AMQPUri) -> String {
+    let host = &uri.authority.host;
+    // As written in an address.
+    let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
+    format!("{host}:{}, virtual host {:?}", uri.authority.port, uri.vhost)
+}
+
+fn connect_error(error: &lapin::Error, place: &str, uri: &AMQPUri, settings: &AmqpSettings) -> BrokerError {
+    let user = &uri.authority.userinfo.username;
+    if let Some(why) = tls_hint(error, uri) {
+        return BrokerError::Refused(format!("the broker at {place} cannot be used with these TLS settings: {why}"));
+    }
+    match reply(error) {
+        Some((reply_code::ACCESS_REFUSED, _)) => BrokerError::Refused(format!(
+            "the broker at {place} refuses user {user:?}; check the name and password in amqp.url"
+        )),
+        // RabbitMQ, rabbit_reader.erl: "connection limit (~p) is reached", of the virtual host or of the user.
+        Some((reply_code::NOT_ALLOWED, text)) if text.contains("is reached") => BrokerError::Away(format!(
+            "the broker at {place} takes no further connection of user {user:?} ({text}); raise the limit with rabbitmqctl set_vhost_limits or set_user_limits, or run fewer workers"
+        )),
+        Some((reply_code::NOT_ALLOWED, text)) => BrokerError::Refused(format!(
+            "the broker at {place} does not let user {user:?} in ({text}); create the virtual host or grant the user rights on it with rabbitmqctl"
+        )),
+        Some((code, text)) => {
+            BrokerError::Away(format!("the broker at {place} ended the connection with {code} {text}"))
+        }
+        None => BrokerError::Away(match closed_by_tls_hint(error, uri, settings) {
+            Some(why) => format!("the broker at {place} cannot be reached: {why}"),
+            None if is_closed_by_server(error) => {
+                format!(
+                    "the broker at {place} cannot be reached ({error}); is it running there, and without TLS? {TLS}"
+                )
+            }
+            None => format!("the broker at {place} cannot be reached ({error}); is it running there?"),
+        }),
+    }
+}
+
+/// The hint about TLS, if the error may be about TLS.
+fn tls_hint(error: &lapin::Error, uri: &AMQPUri) -> Option<String> {
+    match (error.kind(), &uri.scheme) {
+        (ErrorKind::IOError(error), _) => tls::why(error, "amqp", PLAIN),
+        // A TLS alert is not an AMQP frame.
+        (ErrorKind::ParsingError(_), AMQPScheme::AMQP) => Some(format!("it does not answer in AMQP. {TLS}")),
+        _ => None,
+    }
+}
+
+/// Whether the server accepted the connection and closed it, as a TLS listener does on AMQP.
+fn is_closed_by_server(error: &lapin::Error) -> bool {
+    matches!(error.kind(), ErrorKind::IOError(error) if tls::is_cut(error))
+}
+
+/// The hint about TLS for a connection that was closed.
+fn closed_by_tls_hint(error: &lapin::Error, uri: &AMQPUri, settings: &AmqpSettings) -> Option<String> {
+    match (error.kind(), &uri.scheme) {
+        (ErrorKind::IOError(error), AMQPScheme::AMQPS) => tls::why_cut(error, settings.tls_files()),
+        _ => None,
+    }
+}
+
+/// The AMQP reply code and text of an error, if the broker sent one.
+#[must_use]
+pub fn reply(error: &lapin::Error) -> Option<(u16, String)> {
+    match error.kind() {
+        ErrorKind::ProtocolError(amqp) => Some((amqp.get_id(), amqp.get_message().to_string())),
+        _ => None,
+    }
+}
+
+/// What ended a connection that was open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EndKind {
+    /// The AMQP client cannot parse some bytes. They belong to a message, because everything else comes from the broker
+    /// itself. The next connection will get the same message.
+    Unreadable,
+    /// The broker had an internal error, as RabbitMQ 3 has with a message that it cannot convert to AMQP 0-9-1.
+    BrokerFailed,
+    /// Anything else, such as a network failure.
+    Other,
+}
+
+/// Classifies an error of an open connection.
+#[must_use]
+pub fn end_kind(error: &lapin::Error) -> EndKind {
+    match error.kind() {
+        ErrorKind::ParsingError(_) => EndKind::Unreadable,
+        // lapin's own text in io_loop.rs; an error from the broker about our frames has another text.
+        ErrorKind::ProtocolError(amqp)
+            if amqp.get_id() == reply_code::FRAME_ERROR
+                && amqp.get_message().as_str().starts_with("frame too large:") =>
+        {
+            EndKind::Unreadable
+        }
+        ErrorKind::ProtocolError(amqp) if amqp.get_id() == reply_code::INTERNAL_ERROR => EndKind::BrokerFailed,
+        _ => EndKind::Other,
+    }
+}
+
+/// Closes a connection within `timeout`: a blocked one would never reply. An error is ignored, because the connection
+/// is not needed again.
+pub async fn close(connection: &Connection, timeout: Duration) {
+    let closing = connection.close(reply_code::CONTENT_OK, "done".into());
+    let _closed_or_timed_out = tokio::time::timeout(timeout, closing).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::Arc;
+
+    use lapin::ConnectionState;
+    use lapin::protocol::{AMQPError, AMQPErrorKind, AMQPHardError, AMQPSoftError};
+
+    use super::*;
+    use order_timeout_core::address::AMQP_MECHANISMS;
+
+    fn kind_of(kind: ErrorKind) -> EndKind {
+        end_kind(&kind.into())
+    }
+
+    fn hard(error: AMQPHardError, text: &str) -> ErrorKind {
+        ErrorKind::ProtocolError(AMQPError::new(AMQPErrorKind::Hard(error), text.into()))
+    }
+
+    #[test]
+    fn only_unreadable_bytes_count_as_unreadable() {
+        // A header frame with a property `type` of one byte that is no UTF-8.
+        let frame = b"\x02\0\x01\0\0\0\x10\0\x3c\0\0\0\0\0\0\0\0\0\0\0\x20\x01\xff\xce";
+        let unparsed = amq_protocol::frame::parsing::parse_frame(&frame[..]).unwrap_err();
+        assert_eq!(kind_of(ErrorKind::ParsingError(unparsed)), EndKind::Unreadable);
+        let too_large = hard(AMQPHardError::FRAMEERROR, "frame too large: 131100 bytes");
+        assert_eq!(kind_of(too_large), EndKind::Unreadable);
+        assert_eq!(kind_of(hard(AMQPHardError::INTERNALERROR, "INTERNAL_ERROR")), EndKind::BrokerFailed);
+        for other in [
+            hard(AMQPHardError::FRAMEERROR, "FRAME_ERROR - type 2, all octets = <<>>: {frame_too_large,9,8}"),
+            hard(AMQPHardError::CONNECTIONFORCED, "CONNECTION_FORCED - broker forced connection closure"),
+            hard(AMQPHardError::UNEXPECTEDFRAME, "UNEXPECTED_FRAME"),
+            ErrorKind::ProtocolError(AMQPError::new(AMQPErrorKind::Soft(AMQPSoftError::NOTFOUND), "no queue".into())),
+            ErrorKind::IOError(Arc::new(io::Error::from(io::ErrorKind::ConnectionReset))),
+            ErrorKind::InvalidConnectionState(ConnectionState::Error),
+            ErrorKind::MissingHeartbeatError,
+        ] {
+            assert_eq!(kind_of(other.clone()), EndKind::Other, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn client_gets_host_of_address() {
+        let uri_of = |url: &str| {
+            let settings = AmqpSettings {
+                url: url.to_owned().into(),
+                url_file: String::new(),
+                ca_file: String::new(),
+                client_cert_file: String::new(),
+                client_key_file: String::new(),
+                heartbeat: Duration::from_secs(10),
+                connect_timeout: Duration::from_secs(5),
+                confirm_timeout: Duration::from_secs(5),
+            };
+            address_of(&settings)
+        };
+        let uri =
+            uri_of("amqps://sh%C3%B6p:p%40ss@[2001:db8::1]:5673/v%2f?heartbeat=30&auth_mechanism=external").unwrap();
+        let account = AMQPUserInfo { username: "shöp".into(), password: "p@ss".into() };
+        assert_eq!(uri.authority, AMQPAuthority { userinfo: account, host: "2001:db8::1".into(), port: 5673 });
+        assert_eq!((uri.scheme.clone(), uri.vhost.as_str()), (AMQPScheme::AMQPS, "v/"));
+        assert_eq!((uri.query.heartbeat, uri.query.auth_mechanism), (Some(30), Some(SASLMechanism::External)));
+        assert_eq!(address(&uri), "[2001:db8::1]:5673, virtual host \"v/\"");
+        assert!(matches!(uri_of("amqp:///v"), Err(BrokerError::Refused(why)) if why.contains("names no host")));
+    }
+
+    #[test]
+    fn knows_every_mechanism_of_addresses() {
+        for word in AMQP_MECHANISMS {
+            assert!(word.parse::<SASLMechanism>().is_ok(), "{word}");
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! The message of an alarm: its route into the broker, and its properties.
+//!
+//! Every publisher of alarms uses it (the client's, and the worker's when it relays, rearms or releases one), so that
+//! an alarm has one form on the wire. Decides nothing.
+
+use std::time::Duration;
+
+use lapin::types::AMQPValue;
+use uuid::Uuid;
+
+use crate::publisher::Outgoing;
+use crate::topology::{DUE_KEY, Names};
+use order_timeout_core::alarm::Returns;
+use order_timeout_core::delay::Placement;
+use order_timeout_core::message::{
+    ALARM_TYPE, Alarm, CONTENT_TYPE, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT,
+};
+use order_timeout_core::order::Timestamp;
+
+/// The longest delay that the plugin for delayed messages can hold, in milliseconds (2³² − 1); a longer one would fire
+/// at once.
+pub const LONGEST_X_DELAY_MS: u64 = 4_294_967_295;
+
+/// The route of one alarm into the broker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Route {
+    /// One of the exchanges in [`Names`].
+    pub exchange: String,
+    /// The inbox is a fanout, for which the key has no effect.
+    pub routing_key: String,
+    /// Goes into the message's properties or headers.
+    pub delay: Delay,
+}
+
+/// What makes the alarm wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Delay {
+    /// Nothing: its queue has a consumer.
+    None,
+    /// The queue, by the message's TTL.
+    Ttl(Duration),
+    /// The delayed exchange, by header `x-delay`; at most [`LONGEST_X_DELAY_MS`].
+    XDelayMs(u64),
+}
+
+impl Route {
+    /// The route to this place.
+    #[must_use]
+    pub fn to(placement: &Placement, names: &Names) -> Self {
+        let route = |exchange, routing_key, delay| Self { exchange, routing_key, delay };
+        match placement {
+            Placement::Due => route(names.due(), DUE_KEY.to_owned(), Delay::None),
+            Placement::Inbox => route(names.arm(), "arm".to_owned(), Delay::None),
+            Placement::Lane { lane, shard, ttl } => {
+                route(names.delay(), Names::lane_key(lane, *shard), Delay::Ttl(*ttl))
+            }
+            Placement::Slot { ring, slot, ttl } => route(names.wheel(), Names::slot_key(ring, *slot), Delay::Ttl(*ttl)),
+            // For as long as the plugin can hold it: the worker publishes it again when it returns early.
+            Placement::DelayedExchange(wait) => {
+                let delay_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).min(LONGEST_X_DELAY_MS);
+                route(names.delayed(), DUE_KEY.to_owned(), Delay::XDelayMs(delay_ms))
+            }
+        }
+    }
+}
+
+/// The header that the delayed exchange reads, as a signed 64-bit integer.
+#[must_use]
+pub fn x_delay(delay_ms: u64) -> (&'static str, AMQPValue) {
+    ("x-delay", AMQPValue::LongLongInt(i64::try_from(delay_ms).unwrap_or(i64::MAX)))
+}
+
+/// What a message says about an alarm besides its body.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AlarmHeaders {
+    /// Header `attempt`: failures so far; re-arming does not count.
+    pub attempt: u32,
+    /// AMQP property `timestamp`: when the alarm, not this message, was first published. Limits how long a missing
+    /// order is retried.
+    pub first_published_at: Timestamp,
+    /// Header `traceparent`: the W3C trace context of the publisher that scheduled the alarm, if it sent one.
+    pub traceparent: Option<String>,
+    /// Headers `returns-at` and `early-returns`; the default writes neither.
+    pub returns: Returns,
+}
+
+/// Makes a new message with an id of its own: without `x-death` and old `x-delay`, so that the broker cannot take it
+/// for a routing cycle.
+#[must_use]
+pub fn address(alarm: &Alarm, route: Route, alarm_headers: AlarmHeaders) -> Outgoing {
+    let mut headers =
+        vec![(HEADER_ATTEMPT, AMQPValue::LongInt(i32::try_from(alarm_headers.attempt).unwrap_or(i32::MAX)))];
+    let mut ttl = None;
+    match route.delay {
+        Delay::None => {}
+        Delay::Ttl(duration) => ttl = Some(duration),
+        Delay::XDelayMs(delay_ms) => headers.push(x_delay(delay_ms)),
+    }
+    if let Some(due_at) = alarm_headers.returns.due_at {
+        headers.push((HEADER_RETURNS_AT, AMQPValue::LongLongInt(due_at.unix_micros() / 1_000)));
+    }
+    if alarm_headers.returns.early > 0 {
+        let early = i32::try_from(alarm_headers.returns.early).unwrap_or(i32::MAX);
+        headers.push((HEADER_EARLY_RETURNS, AMQPValue::LongInt(early)));
+    }
+    if let Some(traceparent) = alarm_headers.traceparent {
+        headers.push((HEADER_TRACEPARENT, AMQPValue::LongString(traceparent.into())));
+    }
+    Outgoing {
+        exchange: route.exchange,
+        routing_key: route.routing_key,
+        body: alarm.to_bytes(),
+        message_id: Uuid::now_v7().to_string(),
+        message_type: ALARM_TYPE.to_owned(),
+        content_type: CONTENT_TYPE,
+        timestamp_s: u64::try_from(alarm_headers.first_published_at.unix_micros() / 1_000_000).unwrap_or(0),
+        ttl,
+        headers,
+        // The plugin does not route a message while it delays it, so a mandatory message would always be returned.
+        mandatory: !matches!(route.delay, Delay::XDelayMs(_)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn x_delay_is_capped_at_plugin_limit() {
+        let delay_of = |wait| Route::to(&Placement::DelayedExchange(wait), &Names::new("order")).delay;
+        assert_eq!(delay_of(Duration::from_secs(55)), Delay::XDelayMs(55_000));
+        assert_eq!(delay_of(Duration::from_secs(90 * 86_400)), Delay::XDelayMs(4_294_967_295));
+    }
+
+    #[test]
+    fn lane_route_names_exchange_and_shard() {
+        let ttl = Duration::from_secs(1);
+        let route = Route::to(&Placement::Lane { lane: "30m".into(), shard: 3, ttl }, &Names::new("order"));
+        let expected = Route { exchange: "order.delay".into(), routing_key: "30m.3".into(), delay: Delay::Ttl(ttl) };
+        assert_eq!(route, expected);
+        let inbox = Route::to(&Placement::Inbox, &Names::new("order"));
+        assert_eq!((inbox.exchange.as_str(), inbox.delay), ("order.arm", Delay::None));
+    }
+}

@@ -1,0 +1,144 @@
+//! One publishing channel: publishes a window of messages and waits for all of their confirms.
+//!
+//! Never retries, and never has two windows in flight, so that a return can be attributed.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use lapin::options::BasicPublishOptions;
+use lapin::{Channel, Confirmation, Connection, PublisherConfirm};
+use tokio::sync::Mutex;
+
+use super::error::closed;
+use super::job_queue::{Job, JobQueue};
+use super::outgoing::{properties, short};
+use super::shared_connection::SharedConnection;
+use super::{Outgoing, PublishError, PublishResults};
+use crate::connect::{self, BrokerError};
+
+/// One channel that takes jobs from the queue, a window at a time.
+pub(super) struct PublishChannel {
+    pub(super) shared: Arc<SharedConnection>,
+    pub(super) queue: Arc<Mutex<JobQueue>>,
+    pub(super) channel: Option<(Arc<Connection>, Channel)>,
+}
+
+impl PublishChannel {
+    pub(super) async fn run(mut self) {
+        while let Some(jobs) = self.next_jobs().await {
+            let messages: Vec<&Outgoing> = jobs.iter().flat_map(|job| &job.messages).collect();
+            let mut results = self.publish_window(&messages).await.into_iter();
+            for job in jobs {
+                // A caller that has gone does not need its result.
+                let _ = job.results.send(results.by_ref().take(job.messages.len()).collect());
+            }
+        }
+        if let Some((connection, _)) = self.channel.take() {
+            connect::close(&connection, Duration::from_secs(1)).await;
+        }
+    }
+
+    async fn next_jobs(&self) -> Option<Vec<Job>> {
+        self.queue.lock().await.next_window().await
+    }
+
+    async fn publish_window(&mut self, messages: &[&Outgoing]) -> PublishResults {
+        let (connection, channel) = match self.take_channel().await {
+            Ok(open) => open,
+            Err(fault) => return vec![Err(fault); messages.len()],
+        };
+        if connection.status().blocked() {
+            self.channel = Some((connection, channel));
+            return vec![Err(PublishError::Blocked); messages.len()];
+        }
+        let timeout = self.shared.settings.confirm_timeout;
+        let mut results = match tokio::time::timeout(timeout, send_and_await(&channel, messages)).await {
+            Ok(results) => results,
+            // On a blocked connection lapin writes nothing, so a window that began before the notice ends here.
+            Err(_) if connection.status().blocked() => vec![Err(PublishError::Blocked); messages.len()],
+            Err(_) => vec![Err(PublishError::TimedOut(timeout)); messages.len()],
+        };
+        if !connection.status().connected() {
+            results.iter_mut().for_each(attribute_to_connection);
+        }
+        let is_unroutable =
+            |result: &Result<_, _>| matches!(result, Err(PublishError::Unroutable(_) | PublishError::NoExchange(_)));
+        if let Some(at) = results.iter().position(is_unroutable) {
+            let Outgoing { exchange, routing_key, .. } = messages[at];
+            self.shared
+                .missing_route
+                .note(format!("exchange {exchange:?} led to no queue for routing key {routing_key:?}"));
+        }
+        if results.iter().all(leaves_channel_usable) {
+            self.channel = Some((connection, channel));
+        }
+        results
+    }
+
+    async fn take_channel(&mut self) -> Result<(Arc<Connection>, Channel), PublishError> {
+        match self.channel.take().filter(|(_, channel)| channel.status().connected()) {
+            Some(open) => Ok(open),
+            None => self.shared.open_channel().await,
+        }
+    }
+}
+
+/// A channel that was closed with its connection gives no reason for the messages published on it.
+fn attribute_to_connection(result: &mut Result<(), PublishError>) {
+    if let Err(PublishError::ChannelClosed(why)) = result {
+        *result = Err(PublishError::NotConnected(BrokerError::Away(std::mem::take(why))));
+    }
+}
+
+fn leaves_channel_usable(result: &Result<(), PublishError>) -> bool {
+    use PublishError::{Nacked, Unroutable, Unsendable};
+    matches!(result, Ok(()) | Err(Nacked | Unroutable(_) | Unsendable { .. }))
+}
+
+/// Publishes a window and waits for all of its confirms, after which no return can be misattributed.
+async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> PublishResults {
+    // At once, in their order: lapin's publish returns when its I/O thread has written the frame, and awaiting each
+    // before the next would wake that thread for every message.
+    let confirms: Vec<Result<PublisherConfirm, PublishError>> =
+        join_all(messages.iter().map(|message| send(channel, message))).await;
+    let mut returned = HashSet::new();
+    let mut returned_text = String::new();
+    let mut results = PublishResults::with_capacity(messages.len());
+    for sent in confirms {
+        let confirmation = match sent {
+            Ok(confirm) => confirm.await.map_err(|error| closed(&error)),
+            Err(fault) => Err(fault),
+        };
+        results.push(match confirmation {
+            Ok(confirmation) => {
+                let result = if confirmation.is_nack() { Err(PublishError::Nacked) } else { Ok(()) };
+                if matches!(confirmation, Confirmation::NotRequested) {
+                    unreachable!("the channel is in confirm mode");
+                }
+                if let Some(message) = confirmation.take_message() {
+                    returned_text = format!("{} {}", message.reply_code, message.reply_text);
+                    returned.extend(message.delivery.properties.message_id().as_ref().map(ToString::to_string));
+                }
+                result
+            }
+            Err(fault) => Err(fault),
+        });
+    }
+    for (message, result) in messages.iter().zip(&mut results) {
+        if result.is_ok() && returned.contains(&message.message_id) {
+            *result = Err(PublishError::Unroutable(returned_text.clone()));
+        }
+    }
+    results
+}
+
+async fn send(channel: &Channel, message: &Outgoing) -> Result<PublisherConfirm, PublishError> {
+    let options = BasicPublishOptions { mandatory: message.mandatory, immediate: false };
+    let exchange = short("exchange", &message.exchange)?;
+    let routing_key = short("routing key", &message.routing_key)?;
+    let properties = properties(message)?;
+    let published = channel.basic_publish(exchange, routing_key, options, &message.body, properties).await;
+    published.map_err(|error| closed(&error))
+}

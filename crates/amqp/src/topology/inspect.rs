@@ -1,0 +1,180 @@
+//! Checks whether the objects of a deployment exist, without declaring any.
+//!
+//! Changes nothing on the broker. Arguments are compared by declaring (`topology.rs`), and bindings cannot be read over
+//! AMQP 0-9-1.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions, ExchangeDeclareOptions, QueueDeclareOptions};
+use lapin::types::FieldTable;
+use lapin::{BasicProperties, Channel, Connection, ExchangeKind};
+use uuid::Uuid;
+
+use super::{Exchange, Object, Topology, TopologyError, open_channel};
+use crate::connect::{reply, reply_code};
+
+/// The timeout of a check.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What the broker reports about one queue.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SeenQueue {
+    /// As in [`Names`](super::Names), with the namespace.
+    pub name: String,
+    /// Messages that are not delivered yet; AMQP `queue.declare-ok`, `message-count`.
+    pub ready: u32,
+    /// Of every client, not only of this worker; AMQP `queue.declare-ok`, `consumer-count`.
+    pub consumers: u32,
+}
+
+/// What the broker reports about each processing queue.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Sight {
+    /// One for each shard, in their order.
+    pub queues: Vec<SeenQueue>,
+}
+
+impl Sight {
+    /// The sum over all processing queues.
+    #[must_use]
+    pub fn consumers(&self) -> u32 {
+        self.queues.iter().map(|queue| queue.consumers).sum()
+    }
+}
+
+impl Topology {
+    /// Checks that every exchange and every queue exists, within 10 seconds.
+    ///
+    /// # Errors
+    /// [`TopologyError::Missing`] names the first that does not exist; [`TopologyError::Failed`] if the broker does not
+    /// answer.
+    pub async fn look(&self, connection: &Connection) -> Result<Sight, TopologyError> {
+        within_time(self.look_at_all(connection)).await
+    }
+
+    async fn look_at_all(&self, connection: &Connection) -> Result<Sight, TopologyError> {
+        let channel = open_channel(connection).await?;
+        // All at once; the first that is missing closes the channel, and the rest get no reply.
+        let exchanges = join_all(self.exchanges.iter().map(|exchange| look_at_exchange(&channel, exchange)));
+        for (exchange, there) in self.exchanges.iter().zip(exchanges.await) {
+            there.map_err(|error| self.explain(Object::Exchange(&exchange.name), &error))?;
+        }
+        let queues = join_all(self.queues.iter().map(|queue| look_at_queue(&channel, &queue.name)));
+        let mut sight = Sight::default();
+        for (queue, there) in self.queues.iter().zip(queues.await) {
+            let seen = there.map_err(|error| self.explain(Object::Queue(&queue.name), &error))?;
+            if self.processing.contains(&queue.name) {
+                sight.queues.push(seen);
+            }
+        }
+        let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+        Ok(sight)
+    }
+
+    /// Counts the messages and consumers of the processing queues, within 10 seconds. Checks nothing else.
+    ///
+    /// # Errors
+    /// [`TopologyError::Missing`] names the first that does not exist; [`TopologyError::Failed`] if the broker does not
+    /// answer.
+    pub async fn look_at_processing(&self, connection: &Connection) -> Result<Sight, TopologyError> {
+        within_time(async {
+            let channel = open_channel(connection).await?;
+            let looks = join_all(self.processing.iter().map(|name| look_at_queue(&channel, name)));
+            let mut sight = Sight::default();
+            for (name, there) in self.processing.iter().zip(looks.await) {
+                sight.queues.push(there.map_err(|error| self.explain(Object::Queue(name), &error))?);
+            }
+            let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+            Ok(sight)
+        })
+        .await
+    }
+
+    /// The first exchange that accepts a message whose key is bound to no queue. Only an alternate exchange makes that
+    /// happen: if a queue is missing, alarms go elsewhere and the publisher is told that they are scheduled.
+    ///
+    /// # Errors
+    /// [`TopologyError::Failed`] if the user may not publish, or if the broker does not answer within 10 seconds.
+    pub async fn exchange_with_alternate(&self, connection: &Connection) -> Result<Option<String>, TopologyError> {
+        within_time(async {
+            let channel = open_channel(connection).await?;
+            let failed = |error: lapin::Error| TopologyError::Failed {
+                object: "a message to test for alternate exchanges".into(),
+                why: error.to_string(),
+            };
+            channel.confirm_select(ConfirmSelectOptions::default()).await.map_err(failed)?;
+            for exchange in self.exchanges.iter().filter(|exchange| exchange.kind == "direct") {
+                if !returns_the_unroutable(&channel, &exchange.name).await.map_err(failed)? {
+                    return Ok(Some(exchange.name.clone()));
+                }
+            }
+            let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+            Ok(None)
+        })
+        .await
+    }
+
+    /// Refuses a namespace without any object: most likely its name is mistyped.
+    ///
+    /// # Errors
+    /// [`TopologyError::NeverSetUp`] if there is none; [`TopologyError::Failed`] if the broker does not answer within
+    /// 10 seconds.
+    pub async fn require_some(&self, connection: &Connection) -> Result<(), TopologyError> {
+        within_time(async {
+            // The processing side only, which every deployment has.
+            for name in self.processing.iter().chain([&self.names().arm(), &self.names().parked()]) {
+                let channel = open_channel(connection).await?;
+                let there = look_at_queue(&channel, name).await;
+                if !there.is_err_and(|error| is_missing(&error)) {
+                    return Ok(());
+                }
+            }
+            for exchange in &self.exchanges {
+                let channel = open_channel(connection).await?;
+                if !look_at_exchange(&channel, exchange).await.is_err_and(|error| is_missing(&error)) {
+                    return Ok(());
+                }
+            }
+            Err(TopologyError::NeverSetUp { namespace: self.namespace.clone() })
+        })
+        .await
+    }
+}
+
+async fn within_time<T>(looking: impl Future<Output = Result<T, TopologyError>>) -> Result<T, TopologyError> {
+    let looked = tokio::time::timeout(LOOK_TIMEOUT, looking).await;
+    looked.unwrap_or_else(|_| {
+        let why = format!("the broker did not say within {LOOK_TIMEOUT:?} whether they are there");
+        Err(TopologyError::Failed { object: "the queues".into(), why })
+    })
+}
+
+async fn look_at_exchange(channel: &Channel, exchange: &Exchange) -> lapin::Result<()> {
+    let options = ExchangeDeclareOptions { passive: true, ..Default::default() };
+    // For a passive declaration the type does not matter.
+    let name = exchange.name.as_str().into();
+    channel.exchange_declare(name, ExchangeKind::Direct, options, FieldTable::default()).await
+}
+
+async fn look_at_queue(channel: &Channel, name: &str) -> lapin::Result<SeenQueue> {
+    let options = QueueDeclareOptions { passive: true, ..Default::default() };
+    let seen = channel.queue_declare(name.into(), options, FieldTable::default()).await?;
+    Ok(SeenQueue { name: name.to_owned(), ready: seen.message_count(), consumers: seen.consumer_count() })
+}
+
+/// Publishes a message that expires where it arrives, if it arrives anywhere.
+async fn returns_the_unroutable(channel: &Channel, exchange: &str) -> lapin::Result<bool> {
+    let key = format!("bound-to-nothing-{}", Uuid::now_v7());
+    let options = BasicPublishOptions { mandatory: true, ..Default::default() };
+    let properties = BasicProperties::default()
+        .with_expiration("0".into())
+        .with_type("order.timeout.probe.v1".into())
+        .with_app_id("order-timeout".into());
+    let confirm = channel.basic_publish(exchange.into(), key.into(), options, b"{}", properties).await?;
+    Ok(confirm.await?.take_message().is_some())
+}
+
+fn is_missing(error: &lapin::Error) -> bool {
+    reply(error).is_some_and(|(code, _)| code == reply_code::NOT_FOUND)
+}

@@ -1,0 +1,132 @@
+//! The names of exchanges, queues and routing keys. No I/O; `topology.rs` has the arguments of the objects.
+
+use order_timeout_core::InvalidSetting;
+
+/// Names on the broker, all beginning with the namespace.
+#[derive(Debug, Clone)]
+pub struct Names {
+    namespace: String,
+}
+
+impl Names {
+    /// Takes any text; [`Names::validate`] checks it.
+    #[must_use]
+    pub fn new(namespace: &str) -> Self {
+        Self { namespace: namespace.to_owned() }
+    }
+
+    /// Checks that this can be the prefix of every name: 1 to 60 ASCII letters, digits, `-` or `_`, and not `amq`.
+    ///
+    /// # Errors
+    /// [`InvalidSetting`] says which characters are allowed.
+    pub fn validate(namespace: &str) -> Result<(), InvalidSetting> {
+        let fits = (1..=60).contains(&namespace.len())
+            && namespace.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
+        if namespace == "amq" {
+            let why =
+                "\"amq\" is reserved: the broker refuses to declare names that begin with \"amq.\"; choose another";
+            return Err(InvalidSetting::new("namespace", why));
+        }
+        if fits {
+            return Ok(());
+        }
+        let why = format!(
+            "{namespace:?} must be 1 to 60 letters, digits, \"-\" or \"_\", because it is the prefix of every queue name"
+        );
+        Err(InvalidSetting::new("namespace", why))
+    }
+
+    /// The prefix.
+    #[must_use]
+    pub fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    fn name(&self, what: &str) -> String {
+        format!("{}.{what}", self.namespace)
+    }
+
+    /// Exchange: publishers write alarms for a standard delay here, under a [`Names::lane_key`].
+    #[must_use]
+    pub fn delay(&self) -> String {
+        self.name("delay")
+    }
+
+    /// Exchange of the `delayed-exchange` strategy.
+    #[must_use]
+    pub fn delayed(&self) -> String {
+        self.name("delayed")
+    }
+
+    /// Exchange and queue: the inbox for any other delay, and for services in other languages.
+    #[must_use]
+    pub fn arm(&self) -> String {
+        self.name("arm")
+    }
+
+    /// Exchange: only the worker publishes into the wheel's slots.
+    #[must_use]
+    pub fn wheel(&self) -> String {
+        self.name("wheel")
+    }
+
+    /// Exchange: alarms whose delay is over.
+    #[must_use]
+    pub fn due(&self) -> String {
+        self.name("due")
+    }
+
+    /// Exchange: distributes due alarms over several processing queues.
+    #[must_use]
+    pub fn shards(&self) -> String {
+        self.name("shards")
+    }
+
+    /// Queue: the processing queue, or the first of several, so that nothing has to move when there are more.
+    #[must_use]
+    pub fn timeout(&self) -> String {
+        self.name("timeout")
+    }
+
+    /// Queue: one of the processing queues, counted from 0.
+    #[must_use]
+    pub fn shard(&self, shard: u8) -> String {
+        if shard == 0 { self.timeout() } else { self.name(&format!("timeout.{shard}")) }
+    }
+
+    /// Exchange and queue: messages that the broker dead-lettered from the inbox or the processing queue.
+    #[must_use]
+    pub fn parked(&self) -> String {
+        self.name("parked")
+    }
+
+    /// Exchange: events for the rest of the shop.
+    #[must_use]
+    pub fn events(&self) -> String {
+        self.name("events")
+    }
+
+    /// Routing key of one shard of a lane on [`Names::delay`].
+    #[must_use]
+    pub fn lane_key(lane: &str, shard: u8) -> String {
+        format!("{lane}.{shard}")
+    }
+
+    /// Routing key of a wheel slot on [`Names::wheel`].
+    #[must_use]
+    pub fn slot_key(ring: &str, slot: u16) -> String {
+        format!("{ring}.{slot:02}")
+    }
+
+    /// Queue: one shard of a lane.
+    #[must_use]
+    pub fn lane_queue(&self, lane: &str, shard: u8) -> String {
+        self.name(&format!("delay.{}", Self::lane_key(lane, shard)))
+    }
+
+    /// Queue: one slot of a ring.
+    #[must_use]
+    pub fn slot_queue(&self, ring: &str, slot: u16) -> String {
+        self.name(&format!("wheel.{}", Self::slot_key(ring, slot)))
+    }
+}

@@ -1,0 +1,1 @@
+../../../sql/deadline.sql

@@ -1,0 +1,225 @@
+//! Schedules an alarm, or moves a deadline, inside the caller's Postgres transaction.
+//!
+//! For a database with the tables of `order-timeout setup`, which must be on the connection's `search_path`:
+//! [`schedule`] writes into `alarm_outbox`, and [`move_deadline`] also into the default table `orders`. Opens no
+//! connection and commits nothing.
+//!
+//! The row decides, so a later deadline changes only the row: after any number of extensions the order has one alarm.
+//! Only an earlier deadline needs an alarm of its own. Paying or cancelling an order needs nothing from here.
+
+use order_timeout_core::order::{OrderId, OrderIdError, Timestamp};
+use sqlx::encode::IsNull;
+use sqlx::postgres::types::Oid;
+use sqlx::postgres::{PgArgumentBuffer, PgHasArrayType, PgTypeInfo, PgValueRef};
+use sqlx::{PgConnection, PgExecutor, Postgres, Row};
+
+/// The statement of [`move_deadline`]; services in other languages use the same file.
+const DEADLINE_SQL: &str = include_str!("../sql/deadline.sql");
+
+/// Why an alarm was not written into the outbox. Roll the transaction back; the cause is in `source()`.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ScheduleError {
+    /// The text cannot be an order id. Nothing was sent; a retry will not help.
+    #[error("not scheduled")]
+    OrderId(#[from] OrderIdError),
+    /// The database refused the row, for example for a deadline outside the years 1 to 9999, or was not reached.
+    #[error("not scheduled")]
+    Database(#[from] sqlx::Error),
+}
+
+/// Schedules an alarm as part of the caller's transaction: it exists if, and only if, that transaction commits.
+/// `deadline` is the one in the order's row. Inserts one row, which a worker publishes. In any other language the same
+/// is `INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, $2)`.
+///
+/// ```no_run
+/// # async fn example(pool: sqlx::PgPool, id: &str) -> Result<(), Box<dyn std::error::Error>> {
+/// use std::time::{Duration, SystemTime};
+///
+/// let deadline = SystemTime::now() + Duration::from_secs(30 * 60);
+/// let mut tx = pool.begin().await?;
+/// // … INSERT INTO orders …, with this deadline …
+/// order_timeout_client::postgres::schedule(&mut tx, id, deadline).await?;
+/// tx.commit().await?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`ScheduleError`]; roll the transaction back.
+pub async fn schedule(
+    transaction: &mut PgConnection,
+    order_id: impl AsRef<str>,
+    deadline: impl Into<Timestamp>,
+) -> Result<(), ScheduleError> {
+    let order_id = OrderId::new(order_id)?;
+    sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, $2)")
+        .bind(order_id.as_str())
+        .bind(Timestamptz(deadline.into()))
+        .execute(transaction)
+        .await?;
+    Ok(())
+}
+
+/// Schedules many alarms as part of the caller's transaction, with one statement.
+///
+/// # Errors
+/// [`ScheduleError`]; roll the transaction back.
+pub async fn schedule_all<I: AsRef<str>, D: Into<Timestamp>>(
+    transaction: &mut PgConnection,
+    alarms: impl IntoIterator<Item = (I, D)>,
+) -> Result<(), ScheduleError> {
+    let (mut ids, mut deadlines) = (Vec::new(), Vec::new());
+    for (id, deadline) in alarms {
+        ids.push(OrderId::new(id)?.as_str().to_owned());
+        deadlines.push(Timestamptz(deadline.into()));
+    }
+    sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) SELECT * FROM unnest($1::text[], $2::timestamptz[])")
+        .bind(ids)
+        .bind(deadlines)
+        .execute(transaction)
+        .await?;
+    Ok(())
+}
+
+/// The result of [`move_deadline`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub enum Moved {
+    /// The deadline is now later than before, or the same. The existing alarm suffices.
+    Later,
+    /// The deadline is now earlier. A new alarm is in the outbox, and the worker publishes it after the commit.
+    Earlier,
+    /// The deadline is unchanged, because the order is no longer unpaid, or because a trigger skipped the update.
+    Unchanged {
+        /// `paid`, `closed` and so on; `unpaid` if a trigger skipped the update.
+        status: String,
+        /// The deadline in the row.
+        deadline: Timestamp,
+    },
+    /// There is no such order, or the transaction cannot see it.
+    Unknown,
+}
+
+/// Why a deadline is not known to have changed. Roll the transaction back; the cause is in `source()`.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MoveDeadlineError {
+    /// The text cannot be an order id. Nothing was sent; a retry will not help.
+    #[error("the deadline is unchanged")]
+    OrderId(#[from] OrderIdError),
+    /// The database refused the statement, or its answer was lost. The sentence says what to do; a retry is always
+    /// safe.
+    #[error("{}", sentence(.0))]
+    Database(#[from] sqlx::Error),
+}
+
+fn sentence(error: &sqlx::Error) -> String {
+    let Some(refusal) = error.as_database_error() else {
+        // The reply may have been lost.
+        return "the deadline is not known to have moved; try again".to_owned();
+    };
+    let hint = match refusal.code().as_deref() {
+        // invalid_text_representation
+        Some("22P02") => "; give the id as the orders table has it, a UUID",
+        // lock_not_available, and what ends a statement that takes too long
+        Some("55P03" | "57014") => "; another session holds the order, try again",
+        // admin_shutdown, crash_shutdown, cannot_connect_now
+        Some("57P01" | "57P02" | "57P03") => "; the database is restarting, try again",
+        // read_only_sql_transaction
+        Some("25006") => "; this is a standby, give database.url of the primary",
+        // insufficient_privilege
+        Some("42501") => "; grant this user SELECT and UPDATE on orders and INSERT on alarm_outbox",
+        // check_violation
+        Some("23514") => "; choose a deadline before the year 9999",
+        _ => "",
+    };
+    format!("the deadline is unchanged{hint}")
+}
+
+/// Gives an unpaid order another deadline as part of the caller's transaction, and an alarm if the deadline is earlier.
+/// `order_id` must be a UUID, as in the default table `orders`. Locks the order's row, so it waits for a session that
+/// is closing or paying the order. A pool is accepted too: it is a single statement.
+///
+/// ```no_run
+/// # async fn example(pool: sqlx::PgPool, id: &str) -> Result<(), Box<dyn std::error::Error>> {
+/// use std::time::{Duration, SystemTime};
+///
+/// use order_timeout_client::postgres::{Moved, move_deadline};
+///
+/// // Five minutes more to pay.
+/// let moved = move_deadline(&pool, id, SystemTime::now() + Duration::from_secs(300)).await?;
+/// if let Moved::Unchanged { status, .. } = moved {
+///     println!("too late: the order is {status}");
+/// }
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`MoveDeadlineError`]; roll the transaction back.
+pub async fn move_deadline(
+    transaction: impl PgExecutor<'_>,
+    order_id: impl AsRef<str>,
+    deadline: impl Into<Timestamp>,
+) -> Result<Moved, MoveDeadlineError> {
+    let order_id = OrderId::new(order_id)?;
+    let found = sqlx::query(DEADLINE_SQL)
+        .bind(order_id.as_str())
+        .bind(Timestamptz(deadline.into()))
+        .fetch_optional(transaction)
+        .await?;
+    let Some(row) = found else { return Ok(Moved::Unknown) };
+    let (status, Timestamptz(before)): (String, _) = (row.try_get("status")?, row.try_get("deadline")?);
+    let moved_to: Option<Timestamptz> = row.try_get("moved_to")?;
+    Ok(match moved_to {
+        Some(Timestamptz(now)) if now < before => Moved::Earlier,
+        Some(_) => Moved::Later,
+        None => Moved::Unchanged { status, deadline: before },
+    })
+}
+
+/// A [`Timestamp`] as a `timestamptz`, to bind to a statement of sqlx and to read from a row.
+///
+/// It is sent and read as its number of microseconds. `infinity`, and a year that no calendar type can hold, are
+/// therefore ordinary, distant times.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timestamptz(pub Timestamp);
+
+/// 2000-01-01T00:00:00Z, the epoch of Postgres (PostgreSQL source, `datatype/timestamp.h`).
+const POSTGRES_EPOCH: Timestamp = Timestamp::from_unix_micros(946_684_800_000_000);
+
+/// PostgreSQL source, `pg_type.dat`.
+const TIMESTAMPTZ_OID: Oid = Oid(1184);
+
+/// The same, of `timestamptz[]`.
+const TIMESTAMPTZ_ARRAY_OID: Oid = Oid(1185);
+
+impl PgHasArrayType for Timestamptz {
+    fn array_type_info() -> PgTypeInfo {
+        PgTypeInfo::with_oid(TIMESTAMPTZ_ARRAY_OID)
+    }
+}
+
+impl sqlx::Type<Postgres> for Timestamptz {
+    fn type_info() -> PgTypeInfo {
+        PgTypeInfo::with_oid(TIMESTAMPTZ_OID)
+    }
+}
+
+impl<'r> sqlx::Decode<'r, Postgres> for Timestamptz {
+    fn decode(value: PgValueRef<'r>) -> Result<Self, sqlx::error::BoxDynError> {
+        // In the binary format of every prepared statement: microseconds since the epoch, big-endian.
+        let micros = i64::from_be_bytes(value.as_bytes()?.try_into()?);
+        Ok(Self(Timestamp::from_unix_micros(micros.saturating_add(POSTGRES_EPOCH.unix_micros()))))
+    }
+}
+
+impl<'q> sqlx::Encode<'q, Postgres> for Timestamptz {
+    fn encode_by_ref(&self, buffer: &mut PgArgumentBuffer) -> Result<IsNull, sqlx::error::BoxDynError> {
+        // The minimum is Postgres' -infinity, the maximum its infinity.
+        let micros = self.0.unix_micros().saturating_sub(POSTGRES_EPOCH.unix_micros());
+        buffer.extend_from_slice(&micros.to_be_bytes());
+        Ok(IsNull::No)
+    }
+}

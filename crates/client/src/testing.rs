@@ -1,0 +1,80 @@
+//! An in-memory publisher for a shop's own tests. Opens no connection and waits for nothing.
+//!
+//! ```
+//! use std::time::{Duration, SystemTime};
+//!
+//! # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+//! let (publisher, scheduled) = order_timeout_client::testing::publisher();
+//!
+//! // The code under test gets the publisher as it would in production.
+//! let deadline = SystemTime::now() + Duration::from_secs(30 * 60);
+//! publisher.schedule("order-7", deadline).await.unwrap();
+//! assert_eq!(scheduled.deadline_of("order-7"), Some(deadline.into()));
+//!
+//! // Tests what the shop does when the broker is unavailable.
+//! scheduled.fail_with(Some(order_timeout_client::PublishError::Blocked));
+//! assert!(publisher.schedule("order-8", deadline).await.is_err());
+//! assert_eq!(scheduled.alarms().len(), 1);
+//! # });
+//! ```
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use order_timeout_amqp::publisher::PublishError;
+use order_timeout_core::order::{OrderId, Timestamp};
+
+use crate::Publisher;
+
+/// A publisher that only records, and its records. It refuses ids and deadlines as a real one with default settings
+/// does.
+#[must_use]
+pub fn publisher() -> (Publisher, Scheduled) {
+    let scheduled = Scheduled::default();
+    (Publisher::in_memory(scheduled.clone()), scheduled)
+}
+
+/// What was scheduled. Clones share their records.
+#[derive(Debug, Clone, Default)]
+pub struct Scheduled(Arc<Mutex<Records>>);
+
+#[derive(Debug, Default)]
+struct Records {
+    alarms: Vec<(OrderId, Timestamp)>,
+    fault: Option<PublishError>,
+}
+
+impl Scheduled {
+    /// Every alarm that was scheduled, in the order of the calls; without those that failed.
+    #[must_use]
+    pub fn alarms(&self) -> Vec<(OrderId, Timestamp)> {
+        self.records().alarms.clone()
+    }
+
+    /// The deadline of the last alarm for this order, if there is one.
+    #[must_use]
+    pub fn deadline_of(&self, order_id: &str) -> Option<Timestamp> {
+        let records = self.records();
+        records.alarms.iter().rev().find(|(id, _)| id.as_str() == order_id).map(|(_, deadline)| *deadline)
+    }
+
+    /// Makes every alarm from now on fail with this error; `None` ends that.
+    pub fn fail_with(&self, fault: Option<PublishError>) {
+        self.records().fault = fault;
+    }
+
+    pub(crate) fn record(&self, order_id: OrderId, deadline: Timestamp) -> Result<(), PublishError> {
+        let mut records = self.records();
+        match &records.fault {
+            Some(fault) => Err(fault.clone()),
+            None => {
+                records.alarms.push((order_id, deadline));
+                Ok(())
+            }
+        }
+    }
+
+    /// A test that panics while it holds the lock leaves the records valid.
+    fn records(&self) -> MutexGuard<'_, Records> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,58 @@
+//! Where an alarm waits until shortly before its deadline: in a lane, in a slot of the wheel, or in the delayed
+//! exchange.
+//!
+//! A publisher decides it with [`Lanes`], the worker with [`wheel::Wheel`]. The result is a [`Placement`], without any
+//! name of an exchange or a queue; `order-timeout-amqp` turns it into a route. Pure: settings, a deadline and a time go
+//! in.
+
+mod lanes;
+mod settings;
+pub mod wheel;
+#[cfg(any(test, feature = "testing"))]
+pub mod wheel_checks;
+
+use std::time::Duration;
+
+use serde::Deserialize;
+
+pub use lanes::Lanes;
+pub use settings::{DelaySettings, Lane, LaneError, RingSettings, duration_name};
+
+/// How an alarm is delayed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Strategy {
+    /// A TTL for each message, in a queue that dead-letters into the processing queue.
+    DeadLetter,
+    /// An exchange of type `x-delayed-message`.
+    DelayedExchange,
+}
+
+/// Where an alarm waits.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Placement {
+    /// Nowhere: it goes straight to the processing queue.
+    Due,
+    /// In the inbox, until a worker places it into the wheel by the database's clock.
+    Inbox,
+    /// In one queue of a lane.
+    Lane {
+        /// The lane's name, such as `30m`.
+        lane: String,
+        /// The queue's number within the lane.
+        shard: u8,
+        /// Until it is dead-lettered into the processing queue.
+        ttl: Duration,
+    },
+    /// In one slot of a ring of the wheel.
+    Slot {
+        /// The ring's name, such as `5s`.
+        ring: String,
+        /// The slot's number within the ring.
+        slot: u16,
+        /// Until it is dead-lettered: from the finest ring into the processing queue, else into the inbox.
+        ttl: Duration,
+    },
+    /// In the delayed exchange for this long.
+    DelayedExchange(Duration),
+}

@@ -1,0 +1,262 @@
+//! Chooses the slot of the wheel for a due time: the hierarchical timing wheel of Varghese and Lauck (SOSP 1987), with
+//! queues as slots.
+//!
+//! Pure arithmetic over the database's time: no I/O. Only the worker may publish into a slot, because a publisher has
+//! only its own clock. All messages of a slot fall due in the same unit, so they expire together and none waits behind
+//! another.
+//!
+//! As long as clocks agree, messages are written into a slot in the order in which they expire: a slot's next lap is
+//! written only after its last one should have left, and leftovers of that one (the broker was away) are in front and
+//! leave first. So a slot that was not released in time delays no message for longer than that lasts.
+
+use std::time::Duration;
+
+use super::Placement;
+use crate::order::Timestamp;
+
+/// One ring: `slots` queues, one for each `unit` of time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ring {
+    /// The ring's name in queue names, such as `5s`.
+    pub name: String,
+    /// The span of one slot, at least 100 ms.
+    pub unit: Duration,
+    /// 6 to 1000; a sixth of them stays free.
+    pub slots: u16,
+    /// How long before its unit begins a slot releases its alarms.
+    pub early: Duration,
+}
+
+/// Where in the wheel an alarm waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WheelPlacement {
+    /// Its slot has been released already: straight to the processing queue.
+    Due,
+    /// Into this slot of this ring, to be released after `ttl`.
+    Slot {
+        /// An index into [`Wheel::rings`].
+        ring: usize,
+        /// The slot's number within the ring.
+        slot: u16,
+        /// Until it is released.
+        ttl: Duration,
+    },
+}
+
+/// Why a set of rings cannot make a wheel.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum WheelError {
+    /// There is no ring at all.
+    #[error("delay.rings is empty; keep at least one ring, such as {{ unit = \"5s\", slots = 24 }}")]
+    NoRings,
+    /// The unit or the number of slots of the ring with this name is out of bounds.
+    #[error("ring {0} needs a unit of at least 100 ms and between 6 and 1000 slots")]
+    BadRing(String),
+    /// A ring's unit is not longer than that of the ring before it.
+    #[error("ring {coarse} must have a longer unit than ring {fine}: list the rings from fine to coarse")]
+    NotAscending {
+        /// The name of the ring before.
+        fine: String,
+        /// The name of the ring that comes after it and is not coarser.
+        coarse: String,
+    },
+    /// A ring does not reach far enough for what the next coarser ring releases.
+    #[error(
+        "ring {fine} reaches {reach:?}, not beyond the {needed:?} that ring {coarse} hands over at once; give ring {fine} more slots, or an alarm re-armed from {coarse} would fall back into it"
+    )]
+    Gap {
+        /// The name of the ring that needs more slots.
+        fine: String,
+        /// The name of the next coarser ring.
+        coarse: String,
+        /// How far ahead a slot of the fine ring may be written: 5/6 · slots · unit.
+        reach: Duration,
+        /// What that must exceed: the coarse unit, plus the coarse ring's `early` less the fine ring's.
+        needed: Duration,
+    },
+}
+
+/// All rings, finest first. In a wheel that [`Wheel::new`] accepts no alarm can loop, and a slot's next lap is written
+/// only after its last one should have left.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wheel {
+    rings: Vec<Ring>,
+}
+
+impl Ring {
+    /// The number of the unit that contains this time.
+    fn unit_of(&self, moment: Timestamp) -> i64 {
+        moment.unix_micros().div_euclid(self.unit_micros())
+    }
+
+    fn unit_micros(&self) -> i64 {
+        i64::try_from(self.unit.as_micros()).unwrap_or(i64::MAX)
+    }
+
+    /// How many units ahead a slot may be written. A sixth of the ring stays free, so that a slot is empty long before
+    /// its next lap is written even if it was released late.
+    fn reach_units(&self) -> i64 {
+        i64::from(self.slots) * 5 / 6
+    }
+
+    /// The furthest unit whose slot may be written now. Counted by when slots are released, which is `early` before
+    /// their unit begins: this slot is released at most a reach from now and more than a reach less one unit, and its
+    /// last lap should have left `slots` units before, a sixth of the ring ago. If it were counted from the unit that
+    /// contains `now`, a ring with an `early` as long as its reach would have no slot to write into, and every alarm
+    /// would come back at once.
+    fn furthest_unit(&self, now: Timestamp) -> i64 {
+        self.unit_of(now + self.early) + self.reach_units()
+    }
+
+    /// The first unit whose slot is released at this time or later, and so less than a unit after it.
+    fn first_unit_from(&self, moment: Timestamp) -> i64 {
+        let release_time = moment + self.early;
+        let begins_before = release_time.unix_micros().rem_euclid(self.unit_micros()) != 0;
+        self.unit_of(release_time) + i64::from(begins_before)
+    }
+
+    /// The longest wait for which there is always a slot.
+    pub(super) fn longest_wait(&self) -> Duration {
+        self.reach().saturating_sub(self.unit)
+    }
+
+    /// The whole ring: longer than any TTL in one of its slots.
+    #[must_use]
+    pub fn span(&self) -> Duration {
+        self.unit.saturating_mul(u32::from(self.slots))
+    }
+
+    pub(super) fn reach(&self) -> Duration {
+        self.unit.saturating_mul(u32::try_from(self.reach_units()).unwrap_or(u32::MAX))
+    }
+
+    fn release_at(&self, unit: i64) -> Timestamp {
+        Timestamp::from_unix_micros(unit.saturating_mul(self.unit_micros())) - self.early
+    }
+
+    fn slot_of(&self, unit: i64) -> u16 {
+        u16::try_from(unit.rem_euclid(i64::from(self.slots))).expect("less than slots, which is a u16")
+    }
+}
+
+impl Wheel {
+    /// Takes rings from fine to coarse.
+    ///
+    /// # Errors
+    /// [`WheelError`] if an alarm could loop between two rings, or a slot's next lap could be written before its last
+    /// one should have left.
+    pub fn new(rings: Vec<Ring>) -> Result<Self, WheelError> {
+        if rings.is_empty() {
+            return Err(WheelError::NoRings);
+        }
+        for ring in &rings {
+            if ring.unit < Duration::from_millis(100) || !(6..=1_000).contains(&ring.slots) {
+                return Err(WheelError::BadRing(ring.name.clone()));
+            }
+        }
+        for pair in rings.windows(2) {
+            let (fine, coarse) = (&pair[0], &pair[1]);
+            if fine.unit >= coarse.unit {
+                return Err(WheelError::NotAscending { fine: fine.name.clone(), coarse: coarse.name.clone() });
+            }
+            // When a coarse slot is released, its alarms are due at most one coarse unit plus its margin later; and a
+            // ring's reach is counted from its own margin on.
+            let needed = coarse.unit.saturating_add(coarse.early.saturating_sub(fine.early));
+            if fine.reach() <= needed {
+                let (fine_name, coarse_name) = (fine.name.clone(), coarse.name.clone());
+                return Err(WheelError::Gap { fine: fine_name, coarse: coarse_name, reach: fine.reach(), needed });
+            }
+        }
+        Ok(Self { rings })
+    }
+
+    /// At least one, finest first.
+    #[must_use]
+    pub fn rings(&self) -> &[Ring] {
+        &self.rings
+    }
+
+    /// Replaces the ring's index by its name.
+    ///
+    /// # Panics
+    /// If it names a ring of another wheel.
+    #[must_use]
+    pub fn placement(&self, place: WheelPlacement) -> Placement {
+        match place {
+            WheelPlacement::Due => Placement::Due,
+            WheelPlacement::Slot { ring, slot, ttl } => {
+                Placement::Slot { ring: self.rings[ring].name.clone(), slot, ttl }
+            }
+        }
+    }
+
+    /// Where an alarm for `due` waits, seen from `now`.
+    ///
+    /// What a coarse slot releases is within the reach of the next finer ring ([`Wheel::new`]), and an alarm beyond
+    /// every ring waits for more than the coarsest one's reach less a unit. So an alarm is written once into each ring
+    /// at most, and before that once per stay in the coarsest.
+    #[must_use]
+    pub fn place(&self, due: Timestamp, now: Timestamp) -> WheelPlacement {
+        let finest_that_reaches = self.rings.iter().position(|ring| ring.unit_of(due) <= ring.furthest_unit(now));
+        match finest_that_reaches {
+            Some(ring) => self.slot(ring, self.rings[ring].unit_of(due), now),
+            // Beyond the coarsest ring: into its furthest slot, and again from there.
+            None => self.furthest_slot(now),
+        }
+    }
+
+    /// The longest wait that [`Wheel::place_retry`] can keep.
+    #[must_use]
+    pub fn longest_wait(&self) -> Duration {
+        self.rings.iter().map(Ring::longest_wait).max().unwrap_or_default()
+    }
+
+    /// Where a retry waits, which must not come back before `wake_at`. It comes less than a unit of its ring late.
+    /// `wake_at` must be at most [`Wheel::longest_wait`] away, or it comes early.
+    ///
+    /// It goes into the same slots as every other alarm, each with its one release time, or it would block other
+    /// alarms: into the first slot that is released at `wake_at` or later, in the finest ring that has one. A coarser
+    /// ring returns it through the inbox, which sends it on at once because its deadline has passed; that ring's unit
+    /// is shorter than the finer one's reach, and so at most a quarter longer than the wait itself.
+    #[must_use]
+    pub fn place_retry(&self, wake_at: Timestamp, now: Timestamp) -> WheelPlacement {
+        if wake_at <= now {
+            return WheelPlacement::Due;
+        }
+        let finest_that_reaches =
+            self.rings.iter().position(|ring| ring.first_unit_from(wake_at) <= ring.furthest_unit(now));
+        match finest_that_reaches {
+            Some(ring) => self.slot(ring, self.rings[ring].first_unit_from(wake_at), now),
+            None => self.furthest_slot(now),
+        }
+    }
+
+    /// Where a message waits that tests one ring: its first slot that is released at `wake_at` or later. `wake_at` is
+    /// at most a unit of that ring away.
+    ///
+    /// # Panics
+    /// If `ring` is not an index into [`Wheel::rings`].
+    #[must_use]
+    pub fn place_in_ring(&self, ring: usize, wake_at: Timestamp, now: Timestamp) -> WheelPlacement {
+        self.slot(ring, self.rings[ring].first_unit_from(wake_at), now)
+    }
+
+    fn furthest_slot(&self, now: Timestamp) -> WheelPlacement {
+        let coarsest = self.rings.len() - 1;
+        self.slot(coarsest, self.rings[coarsest].furthest_unit(now), now)
+    }
+
+    fn slot(&self, ring: usize, unit: i64, now: Timestamp) -> WheelPlacement {
+        let release_at = self.rings[ring].release_at(unit);
+        if release_at <= now {
+            return WheelPlacement::Due;
+        }
+        // The broker counts whole milliseconds; if the rest were cut off, the slot would be released too early.
+        let millis = release_at.since(now).as_micros().div_ceil(1_000);
+        let ttl = Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX));
+        WheelPlacement::Slot { ring, slot: self.rings[ring].slot_of(unit), ttl }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,24 @@
+//! What the engine wants done.
+//!
+//! Data only: nothing is decided here.
+
+use super::Batch;
+use crate::alarm::{DeadLetter, Rearm, Receipt, Settlement};
+use crate::order::SweepPage;
+
+/// What the engine wants done.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Close these orders, then report `Input::Closed`.
+    Close(Batch),
+    /// Publish a new alarm for each, then report `Input::Rearmed` for those that are confirmed, and
+    /// `Input::NotRearmed` or `Input::RearmRefused` for the rest.
+    Rearm(Vec<Rearm>),
+    /// Store these, then report `Input::Parked` once committed, and `Input::NotParked` or `Input::ParkRefused`
+    /// for the rest. No other is handed out before all of these are reported.
+    Park(Vec<(DeadLetter, Receipt)>),
+    /// Acknowledge or requeue these deliveries. Nothing is reported: the broker redelivers what is not settled.
+    Settle(Vec<(Receipt, Settlement)>),
+    /// Look for overdue orders, then report `Input::Swept` or `Input::NotSwept`.
+    Sweep(SweepPage),
+}

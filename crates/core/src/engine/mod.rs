@@ -1,0 +1,558 @@
+//! The worker's engine: decides what happens next with each alarm and each overdue order. `input.rs` and `action.rs`
+//! hold what goes in and out, `work_item.rs` an order that is being worked on, `decide.rs` the outcome table,
+//! `apply.rs` what a decision means for a work item, `ready_queues.rs` and `retry_list.rs` what waits, `batching.rs`
+//! what is closed next, `lock_wait.rs` which batches wait for locks, `availability.rs` whether the database closes
+//! anything, `sweep.rs` the safety net, `circulation.rs` what the broker returns early.
+//!
+//! Pure: inputs come in with the database's time, actions go out. No I/O, no clock, no task. The worker, a dependent of
+//! this crate, runs the actions; a test can drive the same engine through any interleaving.
+
+mod action;
+mod apply;
+mod availability;
+mod batching;
+mod circulation;
+mod decide;
+mod input;
+mod lock_wait;
+mod policy;
+mod ready_queues;
+mod retry_list;
+mod snapshot;
+mod sweep;
+mod work_item;
+
+use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
+
+use crate::alarm::{
+    DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Rearm, Receipt, Settlement, SourceQueue,
+    Wanted,
+};
+use crate::hold::Hold;
+use crate::message::Alarm;
+use crate::order::{Deadline, OrderId, Overdue, SweptPage, Timestamp};
+pub use action::Action;
+use availability::Availability;
+pub use availability::Unavailable;
+use circulation::{Circulation, circulates, explain_death};
+pub use input::Input;
+use lock_wait::LockWaitBudget;
+pub use policy::{LONGEST_RETRY_FACTOR, Policy};
+use ready_queues::ReadyQueues;
+use retry_list::{FailureScope, RetryList};
+pub use snapshot::Snapshot;
+use sweep::{LastTry, Sweep};
+pub use work_item::{Batch, BatchResult, LockMode, Origin, WorkItem};
+
+/// How far the time may go back without counting as a clock change: readings of one clock differ by less.
+const MAX_CLOCK_JITTER: Duration = Duration::from_secs(1);
+
+/// How many held alarms are woken before actions are computed. Enough to fill a batch of the usual size for both of the
+/// usual closers. If a large number were woken at once, the first batch would wait until the last of them is.
+const MAX_WOKEN_AT_ONCE: usize = 2_048;
+
+/// How many alarms one statement parks: a body has at most 16 KiB, so this is some megabytes. One statement runs at a
+/// time, so that a flood of unreadable messages does not use up the sweep's connections.
+const MAX_PARKED_AT_ONCE: usize = 256;
+
+/// The state of everything that the worker is working on.
+#[derive(Debug)]
+pub struct Engine {
+    policy: Policy,
+    hold: Hold<WorkItem>,
+    /// Due, and waiting for a closer.
+    ready: ReadyQueues,
+    lock_waits: LockWaitBudget,
+    /// Orders that are due and wait for a closer or are with one, and how often each. The sweep skips them.
+    in_flight: HashMap<OrderId, u32>,
+    idle_closers: usize,
+    retries_had_last_closer: bool,
+    availability: Availability,
+    sweep: Sweep,
+    session: u64,
+    is_consuming: bool,
+    draining: bool,
+    rearms: Vec<Rearm>,
+    rearm_retries: RetryList<Rearm>,
+    circulation: Circulation,
+    dead_letters: VecDeque<(DeadLetter, Receipt)>,
+    park_retries: RetryList<(DeadLetter, Receipt)>,
+    /// How many dead letters are being parked.
+    parking: usize,
+    settlements: Vec<(Receipt, Settlement)>,
+    /// The latest time that the engine was given.
+    latest_time: Timestamp,
+    swept: u64,
+    /// Whether the query for overdue orders has succeeded since it last failed.
+    overdue_is_known: bool,
+}
+
+impl Engine {
+    /// Without alarms, and with all closers idle. The first sweep is `sweep_every` after the first
+    /// [`Engine::poll_actions`].
+    #[must_use]
+    pub fn new(policy: Policy) -> Self {
+        let idle_closers = policy.closers;
+        Self {
+            policy,
+            hold: Hold::default(),
+            ready: ReadyQueues::default(),
+            lock_waits: LockWaitBudget::default(),
+            in_flight: HashMap::new(),
+            idle_closers,
+            retries_had_last_closer: false,
+            availability: Availability::default(),
+            sweep: Sweep::new(),
+            session: 0,
+            is_consuming: false,
+            draining: false,
+            rearms: Vec::new(),
+            rearm_retries: RetryList::default(),
+            circulation: Circulation::default(),
+            dead_letters: VecDeque::new(),
+            park_retries: RetryList::default(),
+            parking: 0,
+            settlements: Vec::new(),
+            latest_time: Timestamp::from_unix_micros(i64::MIN),
+            swept: 0,
+            overdue_is_known: false,
+        }
+    }
+
+    /// Takes in what happened. `now` is the database's time.
+    ///
+    /// # Panics
+    /// With overflow checks, if more dead letters are reported than [`Action::Park`] handed out.
+    pub fn handle(&mut self, input: Input, now: Timestamp) {
+        self.note_time(now);
+        match input {
+            Input::Delivered(delivered) => self.receive(delivered, now),
+            Input::Closed(batch, result) => self.apply_results(batch, result, now),
+            Input::Rearmed(receipts) => {
+                self.rearm_retries.succeeded(&receipts);
+                self.acknowledge(receipts);
+            }
+            Input::NotRearmed(rearms) => self.retry_rearms(rearms, FailureScope::Shared, now),
+            Input::RearmRefused(rearms) => self.retry_rearms(rearms, FailureScope::Individual, now),
+            Input::Parked(receipts) => {
+                self.parking -= receipts.len();
+                self.park_retries.succeeded(&receipts);
+                self.acknowledge(receipts);
+            }
+            Input::NotParked(dead_letters) => self.retry_parks(dead_letters, FailureScope::Shared, now),
+            Input::ParkRefused(dead_letters) => self.retry_parks(dead_letters, FailureScope::Individual, now),
+            Input::Swept(page) => {
+                self.overdue_is_known = true;
+                self.availability.note_swept();
+                self.accept_overdue(page, now);
+            }
+            Input::NotSwept(reason) => {
+                self.overdue_is_known = false;
+                self.availability.note_not_swept(reason, now);
+                self.sweep.page_failed(&self.policy, now);
+            }
+            Input::ClockRead => self.availability.note_clock(None),
+            Input::ClockNotRead(reason) => self.availability.note_clock(Some(reason)),
+            Input::SessionOpened(number) => {
+                self.session = self.session.max(number);
+                self.is_consuming = true;
+                // The broker redelivers what came in an ended session; keeping it here as well would do it twice.
+                self.rearm_retries.keep_from(number);
+                self.circulation.keep_from(number);
+                self.park_retries.keep_from(number);
+            }
+            Input::SessionEnded => {
+                self.is_consuming = false;
+                // The receipts are void and the broker redelivers the messages. One rearm is kept, to find out when
+                // rearming works again.
+                self.rearm_retries.keep_one();
+                self.circulation.keep_from(self.session + 1);
+            }
+        }
+    }
+
+    /// What is to be done at `now`. If more is due than fits into one call, [`Engine::next_wakeup`] says so.
+    pub fn poll_actions(&mut self, now: Timestamp) -> Vec<Action> {
+        self.note_time(now);
+        if self.hold_ready_at().is_some_and(|ready_at| ready_at <= now) {
+            let lingered_since = now - self.policy.linger;
+            for item in self.hold.wake(now, MAX_WOKEN_AT_ONCE) {
+                self.place(item, now, lingered_since);
+            }
+        }
+        self.release_held_back(now);
+        let mut actions = Vec::new();
+        while let Some(batch) = self.next_batch(now) {
+            actions.push(Action::Close(batch));
+        }
+        if self.wants_sweep_page()
+            && let Some(page) = self.sweep.page(&self.policy, self.is_consuming, now)
+        {
+            actions.push(Action::Sweep(page));
+        }
+        self.rearms.extend(self.rearm_retries.take_ready(now));
+        self.dead_letters.extend(self.park_retries.take_ready(now));
+        if !self.rearms.is_empty() {
+            actions.push(Action::Rearm(std::mem::take(&mut self.rearms)));
+        }
+        if self.parking == 0 && !self.dead_letters.is_empty() {
+            self.parking = self.dead_letters.len().min(MAX_PARKED_AT_ONCE);
+            actions.push(Action::Park(self.dead_letters.drain(..self.parking).collect()));
+        }
+        if !self.settlements.is_empty() {
+            actions.push(Action::Settle(std::mem::take(&mut self.settlements)));
+        }
+        actions
+    }
+
+    /// When [`Engine::poll_actions`] has something new even without another input.
+    #[must_use]
+    pub fn next_wakeup(&self) -> Option<Timestamp> {
+        let sweep_at = self.sweep.ready_at().filter(|_| self.wants_sweep_page());
+        let (rearm_at, park_at) = (self.rearm_retries.ready_at(), self.park_retries.ready_at());
+        [self.hold_ready_at(), self.batch_ready_at(), sweep_at, rearm_at, self.circulation.ready_at(), park_at]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
+    /// When held alarms are woken: with the last one that falls due within `linger` of the first, or with the one that
+    /// fills a batch. Later deadlines are known here, so no alarm waits for others that do not come.
+    fn hold_ready_at(&self) -> Option<Timestamp> {
+        let first = self.hold.next_wake()?;
+        self.hold.last_wake_by(first + self.policy.linger, self.policy.batch_size)
+    }
+
+    /// Whether the broker should go on delivering. It should not after closing, rearming or parking has been impossible
+    /// for long: messages that cannot be settled must not stay unacknowledged until consumer_timeout.
+    #[must_use]
+    pub fn wants_deliveries(&self, now: Timestamp) -> bool {
+        let failing_for = [
+            self.availability.unavailable_for(now),
+            self.rearm_retries.failing_for(now),
+            self.park_retries.failing_for(now),
+        ];
+        failing_for.into_iter().flatten().all(|failing_for| failing_for < self.policy.requeue_after)
+    }
+
+    /// What the engine works on and what it has found out.
+    #[must_use]
+    pub fn snapshot(&self, now: Timestamp) -> Snapshot<'_> {
+        Snapshot {
+            held: self.hold.len(),
+            held_back: self.circulation.len(),
+            early_returns: self.circulation.early_return_count(),
+            swept: self.swept,
+            backed_off: self.sweep.backed_off(),
+            oldest_overdue: self.sweep.oldest(),
+            overdue_is_known: self.overdue_is_known && !self.availability.is_unavailable(),
+            is_consuming: self.is_consuming,
+            closers_are_idle: self.closers_are_idle(),
+            unavailable: self.availability.verdict(&self.policy, now),
+            circulation: self.circulation.circulation_reason(now),
+            broker_policy: self.circulation.broker_policy_reason(now),
+        }
+    }
+
+    /// Stops accepting alarms and returns to the broker every alarm that is not with a closer.
+    pub fn drain(&mut self) {
+        self.draining = true;
+        let mut waiting = self.hold.drain();
+        waiting.extend(self.ready.drain());
+        let rearms = self.rearm_retries.drain().into_iter().map(|rearm| rearm.receipt);
+        let dead_letters = self.park_retries.drain().into_iter().map(|(_, receipt)| receipt);
+        let unparked = self.dead_letters.drain(..).map(|(_, receipt)| receipt);
+        let receipts: Vec<Receipt> =
+            waiting.iter().filter_map(receipt_of).chain(rearms).chain(dead_letters).chain(unparked).collect();
+        let held_back = self.circulation.drain();
+        self.requeue(held_back);
+        self.requeue(receipts);
+    }
+
+    /// Whether no closer is working.
+    #[must_use]
+    pub fn closers_are_idle(&self) -> bool {
+        self.idle_closers == self.policy.closers
+    }
+
+    /// Whether this overdue order could not be closed when it was last tried.
+    #[must_use]
+    pub fn is_backed_off(&self, order_id: &OrderId) -> bool {
+        self.sweep.is_backed_off(order_id)
+    }
+
+    fn note_time(&mut self, now: Timestamp) {
+        if now + MAX_CLOCK_JITTER < self.latest_time {
+            self.latest_time = now;
+            self.clock_was_set_back(now);
+        }
+        self.latest_time = self.latest_time.max(now);
+    }
+
+    /// Deadlines are in the database's time and do not change. A pause must not become longer by the hour that the
+    /// clock was set back, so every pause ends now.
+    fn clock_was_set_back(&mut self, now: Timestamp) {
+        for item in self.hold.drain() {
+            self.place(item, now, now);
+        }
+        self.ready.clock_was_set_back(now);
+        self.lock_waits.clock_was_set_back();
+        self.availability.clock_was_set_back(now);
+        self.rearm_retries.clock_was_set_back(now);
+        self.circulation.clock_was_set_back(now);
+        self.park_retries.clock_was_set_back(now);
+        self.sweep.clock_was_set_back(now);
+    }
+
+    fn acknowledge(&mut self, receipts: impl IntoIterator<Item = Receipt>) {
+        self.settlements.extend(receipts.into_iter().map(|receipt| (receipt, Settlement::Ack)));
+    }
+
+    fn requeue(&mut self, receipts: impl IntoIterator<Item = Receipt>) {
+        self.settlements.extend(receipts.into_iter().map(|receipt| (receipt, Settlement::Requeue)));
+    }
+
+    fn receive(&mut self, delivered: Delivered, now: Timestamp) {
+        let Delivered { receipt, source, content, death } = delivered;
+        if self.draining {
+            return self.requeue([receipt]);
+        }
+        match content {
+            Err(dead_letter) => self.dead_letters.push_back((dead_letter, receipt)),
+            Ok(mut alarm) => {
+                let is_too_far = alarm.deadline() > now + self.policy.max_delay;
+                // A publisher whose clock runs ahead must not make its message look younger than it is.
+                alarm.first_published_at =
+                    Some(alarm.first_published_at.map_or(now, |first_published_at| first_published_at.min(now)));
+                let early_before = alarm.returns.early;
+                self.circulation.note_return(&mut alarm, death.as_ref(), now);
+                match source {
+                    SourceQueue::Parked => self.receive_dead_lettered(alarm, early_before, receipt, death, now),
+                    SourceQueue::Inbox | SourceQueue::Timeout if is_too_far => {
+                        let detail =
+                            "the deadline lies further ahead than delay.max_delay allows; correct it at the publisher";
+                        self.dead_letters.push_back((DeadLetter::of(&alarm, ParkReason::TooFar, detail), receipt));
+                    }
+                    // Alarms from the inbox are never held here: an alarm that is due soon is sent on to the processing
+                    // queue. Otherwise it would fill the inbox's prefetch window and everything behind it would wait.
+                    // The broker redelivers what came in an ended session.
+                    SourceQueue::Inbox if self.session_has_ended(receipt.session) => {}
+                    // Held back, it would fill that window as well. The processing queue's window has room.
+                    SourceQueue::Inbox if circulates(&alarm) => {
+                        self.rearms.push(Rearm { alarm, receipt, wanted: Wanted::AtOnce });
+                    }
+                    SourceQueue::Inbox => self.rearms.push(Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline }),
+                    SourceQueue::Timeout => self.accept(WorkItem::new(alarm, Origin::Delivered(receipt)), now),
+                }
+            }
+        }
+    }
+
+    /// Handles a message that the broker itself took out of the inbox or the processing queue. What a policy has done
+    /// is not the alarm's fault, so the alarm goes on; what was returned too often or rejected is parked for a person.
+    fn receive_dead_lettered(
+        &mut self,
+        mut alarm: DeliveredAlarm,
+        early_before: u32,
+        receipt: Receipt,
+        death: Option<Death>,
+        now: Timestamp,
+    ) {
+        let is_too_far = alarm.deadline() > now + self.policy.max_delay;
+        let detail = match death {
+            Some(death) if matches!(death.reason, DeathReason::Expired | DeathReason::MaxLength) && !is_too_far => {
+                self.circulation.note_rescued(&mut alarm, early_before, &death, now);
+                if alarm.deadline() <= now || circulates(&alarm) {
+                    self.accept(WorkItem::new(alarm, Origin::Delivered(receipt)), now);
+                } else if !self.session_has_ended(receipt.session) {
+                    // Not held here, for the same reason as in the inbox.
+                    self.rearms.push(Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline });
+                }
+                return;
+            }
+            Some(death) => {
+                self.circulation.note_policy(&death, now);
+                explain_death(&death)
+            }
+            None => "the broker dead-lettered it; look at the worker's log around its deliveries".to_owned(),
+        };
+        self.dead_letters.push_back((DeadLetter::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
+    }
+
+    /// Rearms the held-back alarms that are next, and accepts those whose deadline is near.
+    fn release_held_back(&mut self, now: Timestamp) {
+        for (alarm, receipt) in self.circulation.take_leaving(now) {
+            if alarm.deadline() <= now + self.policy.hold_max {
+                self.place(WorkItem::new(alarm, Origin::Delivered(receipt)), now, now);
+            } else {
+                self.rearms.push(Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline });
+            }
+        }
+        let ready = self.circulation.take_ready(now).into_iter();
+        self.rearms.extend(ready.map(|(alarm, receipt)| Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline }));
+    }
+
+    /// Plans another try for rearms that failed. The broker redelivers what came in an ended session.
+    fn retry_rearms(&mut self, mut rearms: Vec<Rearm>, scope: FailureScope, now: Timestamp) {
+        if self.draining {
+            return self.requeue(rearms.into_iter().map(|rearm| rearm.receipt));
+        }
+        rearms.retain(|rearm| rearm.receipt.session >= self.session);
+        self.rearm_retries.put(rearms, scope, now, &self.policy);
+        if self.is_consuming {
+            let expired = self.rearm_retries.take_expired(now, self.policy.requeue_after);
+            self.requeue(expired.into_iter().map(|rearm| rearm.receipt));
+        }
+    }
+
+    /// The same for dead letters.
+    fn retry_parks(&mut self, mut dead_letters: Vec<(DeadLetter, Receipt)>, scope: FailureScope, now: Timestamp) {
+        self.parking -= dead_letters.len();
+        if self.draining {
+            return self.requeue(dead_letters.into_iter().map(|(_, receipt)| receipt));
+        }
+        dead_letters.retain(|(_, receipt)| receipt.session >= self.session);
+        self.park_retries.put(dead_letters, scope, now, &self.policy);
+        if self.is_consuming {
+            let expired = self.park_retries.take_expired(now, self.policy.requeue_after);
+            self.requeue(expired.into_iter().map(|(_, receipt)| receipt));
+        }
+    }
+
+    /// Puts a work item where its deadline says: the wheel, the hold, or the next batch, for which it has lingered
+    /// since `since`.
+    fn place(&mut self, item: WorkItem, now: Timestamp, since: Timestamp) {
+        let deadline = item.alarm.deadline();
+        if deadline > now + self.policy.hold_max {
+            self.rearm(item, Wanted::BeforeDeadline);
+        } else if deadline > now {
+            self.hold_until(deadline, item);
+        } else {
+            self.mark_in_flight(item.alarm.order_id());
+            if self.is_retry(&item, now) {
+                self.ready.retries.push(item, since)
+            } else {
+                self.ready.fresh.push(item, since)
+            }
+        }
+    }
+
+    fn accept(&mut self, item: WorkItem, now: Timestamp) {
+        let sweep_finds_it = item.alarm.deadline() + self.policy.sweep_grace < now;
+        if sweep_finds_it && !self.is_retry(&item, now) {
+            self.mark_in_flight(item.alarm.order_id());
+            self.ready.late.push(item, now);
+        } else {
+            self.place(item, now, now);
+        }
+    }
+
+    fn is_retry(&self, item: &WorkItem, now: Timestamp) -> bool {
+        item.was_tried() || self.lock_waits.has_just_failed(item.alarm.order_id(), now)
+    }
+
+    /// Only a delivered alarm is rearmed; an order found by the sweep has its row. And only in its own session: the
+    /// broker redelivers what came in an ended session, so rearming it would put it at the broker twice.
+    fn rearm(&mut self, item: WorkItem, wanted: Wanted) {
+        if let Origin::Delivered(receipt) = item.origin
+            && !self.session_has_ended(receipt.session)
+        {
+            let held_back = if wanted == Wanted::BeforeDeadline && circulates(&item.alarm) {
+                self.circulation.hold_back(item.alarm, receipt, &self.policy, self.latest_time)
+            } else {
+                Some((item.alarm, receipt))
+            };
+            self.rearms.extend(held_back.map(|(alarm, receipt)| Rearm { alarm, receipt, wanted }));
+        }
+    }
+
+    /// A session's first deliveries may arrive before the input that opens it.
+    fn session_has_ended(&self, session: u64) -> bool {
+        session < self.session || (session == self.session && !self.is_consuming)
+    }
+
+    fn hold_until(&mut self, moment: Timestamp, item: WorkItem) {
+        let key = (item.alarm.order_id().clone(), item.alarm.deadline());
+        let Err(redelivered) = self.hold.wait(key.clone(), moment, item) else { return };
+        let waiting = self.hold.get_mut(&key).expect("wait() returns only an alarm that is already held");
+        let (Origin::Delivered(new), Origin::Delivered(old)) = (redelivered.origin, waiting.origin) else { return };
+        if new.session < old.session {
+            return; // the new receipt is void, there is nothing to settle
+        }
+        if old.session < new.session {
+            // The held alarm came in an earlier session and the broker has just redelivered it: from now on it has this
+            // receipt. Acknowledging the redelivery would leave the order without an alarm at the broker.
+            waiting.origin = redelivered.origin;
+        } else if old != new {
+            self.settlements.push((new, Settlement::Ack));
+        }
+    }
+
+    /// No further page before the last one is worked off: after a long outage the overdue orders would not fit in
+    /// memory. And none while nothing can be closed.
+    fn wants_sweep_page(&self) -> bool {
+        !self.draining && !self.availability.is_unavailable() && self.ready.swept_len() < self.policy.sweep_page
+    }
+
+    fn accept_overdue(&mut self, page: SweptPage, now: Timestamp) {
+        let mut failed_before = Vec::new();
+        let closers_are_behind = self.idle_closers == 0 && self.ready.has_fresh_alarms();
+        let nothing_is_new =
+            closers_are_behind && !page.orders.is_empty() && page.orders.iter().all(|one| self.has_alarm(&key_of(one)));
+        let wanted = self.sweep.take_page(page, &self.policy, now);
+        // In a large burst, page after page of orders that the closers already have would only take Postgres' time from
+        // them.
+        if nothing_is_new {
+            self.sweep.cut_short(&self.policy, now);
+        }
+        for overdue in wanted {
+            let key = key_of(&overdue);
+            if self.has_alarm(&key) || self.draining {
+                continue;
+            }
+            self.mark_in_flight(&key.0);
+            let last_try = self.sweep.last_try(&key.0);
+            self.swept += 1;
+            let alarm = Alarm { order_id: key.0, deadline: key.1 };
+            let item = WorkItem::new(alarm.into(), Origin::Swept);
+            match last_try {
+                LastTry::None => self.ready.overdue.push(item, now),
+                LastTry::Busy => self.ready.busy.push(item, now),
+                LastTry::Failed => failed_before.push(item),
+            }
+        }
+        self.queue_failed_before(failed_before, now);
+    }
+
+    fn has_alarm(&self, key: &(OrderId, Deadline)) -> bool {
+        self.in_flight.contains_key(&key.0) || self.hold.contains(key)
+    }
+
+    fn mark_in_flight(&mut self, order_id: &OrderId) {
+        *self.in_flight.entry(order_id.clone()).or_default() += 1;
+    }
+
+    fn clear_in_flight(&mut self, order_id: &OrderId) {
+        if let Some(count) = self.in_flight.get_mut(order_id) {
+            *count -= 1;
+            if *count == 0 {
+                self.in_flight.remove(order_id);
+            }
+        }
+    }
+}
+
+fn key_of(overdue: &Overdue) -> (OrderId, Deadline) {
+    (overdue.order_id.clone(), overdue.deadline)
+}
+
+fn receipt_of(item: &WorkItem) -> Option<Receipt> {
+    match item.origin {
+        Origin::Delivered(receipt) => Some(receipt),
+        Origin::Swept => None,
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,64 @@
+//! The limits within which the engine decides.
+//!
+//! Pure. Only holds the limits and the pauses that follow from them; the engine's other modules decide.
+
+use std::time::Duration;
+
+/// How many times `retry_longest` a retry waits at the broker at most: the engine doubles it five times.
+pub const LONGEST_RETRY_FACTOR: u32 = 32;
+
+/// The worker fills in its settings; `config/default.toml` in the repository has each with its default and its reason.
+#[derive(Debug, Clone)]
+pub struct Policy {
+    /// `worker.hold_max`: an alarm whose deadline is further ahead is rearmed instead of held.
+    pub hold_max: Duration,
+    /// `delay.max_delay`: an alarm whose deadline is further ahead is parked.
+    pub max_delay: Duration,
+    /// `worker.batch_size`: the most orders in one [`Batch`](super::Batch).
+    pub batch_size: usize,
+    /// `worker.linger`: how long a batch that is not full waits for more orders.
+    pub linger: Duration,
+    /// `worker.closers`: how many batches are closed at the same time; at least 1.
+    pub closers: usize,
+    /// `retry.first`: the pause after the first failure. It doubles with each further one.
+    pub retry_first: Duration,
+    /// `retry.longest`: the longest pause in memory. Longer ones are spent at the broker, up to
+    /// [`LONGEST_RETRY_FACTOR`] times this.
+    pub retry_longest: Duration,
+    /// `retry.missing_for`: how long after its publication an alarm is retried while its order is unknown.
+    pub missing_for: Duration,
+    /// `retry.max_attempts`: how often a failing alarm goes back through the broker before it is parked.
+    pub max_attempts: u32,
+    /// `worker.requeue_after`: how long a delivery that cannot be settled stays unacknowledged before it is requeued.
+    pub requeue_after: Duration,
+    /// How many alarms are held back at a time because the broker returns them early.
+    pub held_back_max: usize,
+    /// About how long a batch may take to fail: the wait for a connection, and the statement.
+    pub longest_try: Duration,
+    /// `sweep.every`: from the beginning of one pass to that of the next, if the pass is shorter.
+    pub sweep_every: Duration,
+    /// `sweep.grace`: how long after its deadline an order is left to its alarm. Ignored while no session is open.
+    pub sweep_grace: Duration,
+    /// The most overdue orders in one page. No further page is asked for while so many wait for a closer.
+    pub sweep_page: usize,
+    /// Which share of a pause after a failure this worker takes, at most 1. Each worker has its own share, so that
+    /// workers that lost the same server do not come back in step.
+    pub pause_share: f64,
+}
+
+impl Policy {
+    pub(super) fn doubling(&self, times: u32) -> Duration {
+        self.retry_first * 2_u32.saturating_pow(times.min(16))
+    }
+
+    /// The pause before a retry after a failure that concerns every order.
+    pub(super) fn pause(&self, times: u32) -> Duration {
+        self.doubling(times).min(self.retry_longest).mul_f64(self.pause_share)
+    }
+
+    /// The longest pause for an overdue order. No longer than between two sweeps: with a pause of a second, an order
+    /// would be closed more than a second late after its obstacle is gone.
+    pub(super) fn longest_overdue_pause(&self) -> Duration {
+        self.retry_longest.min(self.sweep_every)
+    }
+}

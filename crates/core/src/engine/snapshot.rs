@@ -1,0 +1,36 @@
+//! The read side of the engine: what it works on and what it has found out, for metrics, health and operators.
+//!
+//! Data only. Reading it changes nothing and decides nothing.
+
+use super::Unavailable;
+use crate::order::Deadline;
+
+/// The state of the engine at one time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Snapshot<'a> {
+    /// Alarms that wait for their deadline.
+    pub held: usize,
+    /// Alarms that are held back because the broker returns them early.
+    pub held_back: usize,
+    /// How often the broker has returned an alarm early so far.
+    pub early_returns: u64,
+    /// Overdue orders that the sweep has picked up so far because this worker had no alarm for them.
+    pub swept: u64,
+    /// Overdue orders that could not be closed and are backed off.
+    pub backed_off: usize,
+    /// The deadline of the oldest overdue order, as the last sweep found it; `None` if it found none.
+    pub oldest_overdue: Option<Deadline>,
+    /// Whether the last query for overdue orders succeeded, so that `oldest_overdue` is known. An unavailable database
+    /// is not queried.
+    pub overdue_is_known: bool,
+    /// Whether a consumer session is open, so that alarms can be delivered.
+    pub is_consuming: bool,
+    /// Whether no closer is working.
+    pub closers_are_idle: bool,
+    /// Why the database is not usable; `None` if it is.
+    pub unavailable: Option<Unavailable<'a>>,
+    /// Why the broker returns alarms early again and again; `None` if it does not.
+    pub circulation: Option<String>,
+    /// Which broker policy or consumer takes messages out of the inbox and the processing queue; `None` if none does.
+    pub broker_policy: Option<&'a str>,
+}

@@ -1,0 +1,60 @@
+//! Reads the database's clock every second, and keeps the closers' connections warm.
+//!
+//! Carries nothing forward: the event loop learns from the readings.
+
+use std::time::{Duration, Instant};
+
+use order_timeout_core::clock::ClockSample;
+use tokio::sync::mpsc;
+use tracing::debug;
+
+use super::close::Closer;
+use crate::postgres::one_line;
+
+/// How often the database's clock is read.
+const CLOCK_SAMPLE_EVERY: Duration = Duration::from_secs(1);
+/// The pause after a closer's connection could not be opened. If the server has no free connection, each try takes
+/// `database.acquire_timeout`, and the clock is not read meanwhile.
+const WARM_UP_PAUSE: Duration = Duration::from_secs(10);
+
+/// Keeps the connections of closers open and warm. A failure is only logged: a closer without a connection opens its own.
+#[derive(Default)]
+struct WarmUp {
+    paused_until: Option<Instant>,
+}
+
+impl WarmUp {
+    async fn warm_up(&mut self, closer: &Closer) {
+        if self.paused_until.is_some_and(|until| Instant::now() < until) {
+            return;
+        }
+        self.paused_until = None;
+        if let Err(error) = closer.warm_up().await {
+            debug!(error = one_line(&error), "connections for closers could not be warmed up");
+            self.paused_until = Some(Instant::now() + WARM_UP_PAUSE);
+        }
+    }
+}
+
+/// A reading of the database's clock, or why there is none.
+pub(crate) type ClockReading = Result<ClockSample, String>;
+
+/// Reads the database's clock until the worker ends, and keeps the connections of closers warm.
+pub(crate) async fn sample_clock(closer: Closer, readings: mpsc::UnboundedSender<ClockReading>) {
+    let mut ticks = tokio::time::interval(CLOCK_SAMPLE_EVERY);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut warm_up = WarmUp::default();
+    loop {
+        ticks.tick().await;
+        match closer.connections().sample_clock().await {
+            Ok(sample) if readings.send(Ok(sample)).is_err() => return,
+            Ok(_) => warm_up.warm_up(&closer).await,
+            Err(error) => {
+                let why = one_line(&error);
+                debug!(error = why, "the database's clock could not be read; the last reading is carried forward");
+                // Without the event loop the result is not needed; the next reading ends this task.
+                let _ = readings.send(Err(format!("its clock cannot be read: {why}")));
+            }
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Runs the engine's actions, each as a task of its own, and reports the result. One file for each action; settlements
+//! go to the consumer session (`runtime/ack_batcher.rs`).
+//!
+//! One try each: the engine decides whether and when to retry.
+
+pub(crate) mod clock;
+pub mod close;
+pub(crate) mod park;
+pub mod rearm;
+pub mod sweep;
+
+use std::sync::{Arc, Mutex};
+
+use order_timeout_core::alarm::Rearm;
+use order_timeout_core::clock::DatabaseClock;
+use order_timeout_core::engine::{Batch, Input};
+use order_timeout_core::order::{OddAnswer, OrderId, SweepPage};
+use tokio::sync::mpsc;
+use tokio_util::task::TaskTracker;
+use tracing::debug;
+
+use crate::observe::recorder::Recorder;
+use crate::postgres::{Database, one_line};
+use close::{Closer, log_results};
+use park::{Addressed, ParkResult, ParkedWarnings, Parking, park_all};
+use rearm::{Rearmer, Written};
+use sweep::Sweeper;
+
+/// What the effects need, and the channel for their results.
+pub(crate) struct Effects {
+    closer: Closer,
+    sweeper: Sweeper,
+    database: Database,
+    rearmer: Rearmer,
+    inputs: mpsc::UnboundedSender<Input>,
+    recorder: Recorder,
+    pub parked: Arc<Mutex<ParkedWarnings>>,
+    pub tasks: TaskTracker,
+}
+
+impl Effects {
+    pub fn new(
+        closer: Closer,
+        sweeper: Sweeper,
+        database: Database,
+        rearmer: Rearmer,
+        inputs: mpsc::UnboundedSender<Input>,
+        recorder: Recorder,
+    ) -> Self {
+        let parked = Arc::default();
+        Self { closer, sweeper, database, rearmer, inputs, recorder, parked, tasks: TaskTracker::new() }
+    }
+
+    fn spawn(&self, effect: impl Future<Output = Vec<Input>> + Send + 'static) {
+        let inputs = self.inputs.clone();
+        self.tasks.spawn(async move {
+            for input in effect.await {
+                // Without the event loop the result is not needed.
+                let _ = inputs.send(input);
+            }
+        });
+    }
+
+    /// A row of the close statement that violates the contract, if there was one since the last call.
+    pub fn take_odd_answer(&self) -> Option<OddAnswer> {
+        self.closer.take_odd_answer()
+    }
+
+    pub fn close(&self, batch: Batch, clock: DatabaseClock) {
+        let (closer, recorder) = (self.closer.clone(), self.recorder.clone());
+        self.spawn(async move {
+            let ids: Vec<OrderId> = batch.items.iter().map(|item| item.alarm.order_id().clone()).collect();
+            let began = clock.now();
+            let result = closer.close(&ids, batch.by, batch.waits_for_locks()).await;
+            let now = clock.now();
+            let took = now.since(began);
+            debug!(orders = ids.len(), took_ms = took.as_secs_f64() * 1e3, "batch executed");
+            recorder.record_batch(&batch, &result, took, now);
+            log_results(&batch, &result, now);
+            vec![Input::Closed(batch, result)]
+        });
+    }
+
+    pub fn rearm(&self, jobs: Vec<Rearm>, clock: DatabaseClock) {
+        let rearmer = self.rearmer.clone();
+        self.spawn(async move {
+            let Written { confirmed, refused, failed } = rearmer.write(jobs, clock).await;
+            let (done, refused) = (about(confirmed, Input::Rearmed), about(refused, Input::RearmRefused));
+            [done, refused, about(failed, Input::NotRearmed)].into_iter().flatten().collect()
+        });
+    }
+
+    pub fn park(&self, dead_letters: Vec<Addressed>) {
+        let (database, recorder, said) = (self.database.clone(), self.recorder.clone(), self.parked.clone());
+        self.spawn(async move {
+            let to = Parking { database, recorder, said };
+            let ParkResult { parked, refused, failed } = park_all(&to, dead_letters).await;
+            let (done, refused) = (about(parked, Input::Parked), about(refused, Input::ParkRefused));
+            [done, refused, about(failed, Input::NotParked)].into_iter().flatten().collect()
+        });
+    }
+
+    pub fn sweep(&self, page: SweepPage) {
+        let sweeper = self.sweeper.clone();
+        self.spawn(async move {
+            vec![match sweeper.overdue(&page).await {
+                Ok(overdue) => Input::Swept(overdue),
+                Err(error) => Input::NotSwept(one_line(&error)),
+            }]
+        });
+    }
+}
+
+/// An input about these items, unless there are none.
+fn about<T>(items: Vec<T>, input: impl FnOnce(Vec<T>) -> Input) -> Option<Input> {
+    (!items.is_empty()).then(|| input(items))
+}

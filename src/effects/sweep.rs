@@ -1,0 +1,103 @@
+//! The safety net: asks the database for unpaid orders past their deadline, page by page along the deadline index.
+//!
+//! Reads only. The engine decides which orders to close or skip; they are closed by the same statement as orders with
+//! an alarm.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::order::{OrderId, Overdue, SweepPage, SweepPlace, SweptPage, Timestamp};
+use sqlx::Row;
+use sqlx::postgres::PgRow;
+use tracing::{debug, warn};
+
+use crate::postgres::contract::{Contract, ContractStatement};
+use crate::postgres::{Database, DatabaseError};
+
+const CONTRACT: Contract = Contract {
+    setting: "orders.overdue_sql",
+    default: ("sql/overdue.sql", include_str!("../../sql/overdue.sql")),
+    parameters: &[&["FLOAT8", "TIMESTAMPTZ", "TEXT", "INT8"]],
+    columns: &[("order_id", &["TEXT", "VARCHAR"]), ("deadline", &["TIMESTAMPTZ"])],
+};
+
+/// Looks for overdue orders. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Sweeper {
+    database: Database,
+    statement: ContractStatement,
+    warned: Arc<AtomicBool>,
+}
+
+impl Sweeper {
+    /// Prepares the statement (`overdue_sql` names a file; empty means ours) and checks it against the contract.
+    ///
+    /// # Errors
+    /// [`DatabaseError`] names the file and the column.
+    pub async fn prepare(database: Database, overdue_sql: &str) -> Result<Self, DatabaseError> {
+        let statement = ContractStatement::load(&database, &CONTRACT, overdue_sql).await?;
+        Ok(Self { database, statement, warned: Arc::default() })
+    }
+
+    /// The statement.
+    #[must_use]
+    pub fn statement(&self) -> sqlx::SqlStr {
+        self.statement.sql.clone()
+    }
+
+    /// One page, ordered by (deadline, id). A row with an unusable id is left out, and the pass continues behind it.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn overdue(&self, page: &SweepPage) -> Result<SweptPage, sqlx::Error> {
+        let (after_deadline, after_id) = match &page.after {
+            Some(last) => (last.deadline, last.id.as_str()),
+            None => (Timestamp::from_unix_micros(i64::MIN), ""),
+        };
+        let select = sqlx::query(self.statement.sql.clone())
+            .bind(page.grace.as_secs_f64())
+            .bind(Timestamptz(after_deadline))
+            .bind(after_id)
+            .bind(i64::try_from(page.limit).unwrap_or(i64::MAX));
+        let rows = self.database.run(async |connection| select.fetch_all(connection).await).await?;
+        let mut places = rows.iter().map(read_row).collect::<Result<Vec<_>, _>>()?;
+        let orders: Vec<Overdue> = places.iter().filter_map(usable).collect();
+        self.warn_once(places.len() - orders.len());
+        let next = if places.len() < page.limit { None } else { places.pop() };
+        Ok(SweptPage { orders, next })
+    }
+
+    /// Each pass finds the same rows again, several times a second.
+    fn warn_once(&self, unusable: usize) {
+        if unusable > 0 && !self.warned.swap(true, Ordering::Relaxed) {
+            warn!(
+                unusable,
+                "overdue orders have ids that cannot be used and are never closed; an order id has 1 to 200 characters, none of them a control character"
+            );
+        }
+    }
+}
+
+fn read_row(row: &PgRow) -> Result<SweepPlace, sqlx::Error> {
+    let id: String = row.try_get("order_id")?;
+    match row.try_get("deadline")? {
+        Some(Timestamptz(deadline)) => Ok(SweepPlace { deadline, id }),
+        None => Err(sqlx::Error::Decode(
+            format!(
+                "orders.overdue_sql returns order {id:?} without a deadline; such an order is never due, leave it out"
+            )
+            .into(),
+        )),
+    }
+}
+
+fn usable(place: &SweepPlace) -> Option<Overdue> {
+    match OrderId::new(&place.id) {
+        Ok(order_id) => Some(Overdue { order_id, deadline: place.deadline }),
+        Err(fault) => {
+            debug!(%fault, "an overdue order is skipped: its id cannot be used");
+            None
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! Inspections of a running worker: whether the database still has what the guarantees depend on, whether the two
+//! statements of the orders contract agree, whether the outboxes are emptied, and whether the workers agree.
+//!
+//! Finds causes of degradation and names their fix; changes nothing but this worker's own row in
+//! `order_timeout_workers`. `runtime/inspections.rs` decides when the database is queried; `contract_watch.rs`,
+//! `relay_watch.rs` and the judgement in `plan.rs` are pure.
+
+pub mod contract_watch;
+pub mod plan;
+pub mod registration;
+pub mod relay_watch;
+pub mod schema;
+
+use crate::config::{DatabaseSettings, OrdersSettings};
+use crate::postgres::{Database, DatabaseError, one_line};
+use schema::Schema;
+
+/// Checks that the database has what a worker with these settings needs.
+///
+/// # Errors
+/// [`DatabaseError`], one sentence that names what is missing.
+pub async fn require_complete(settings: &DatabaseSettings, orders: &OrdersSettings) -> Result<(), DatabaseError> {
+    let database = Database::connect(settings, 1).await?;
+    let found = Schema::new(orders).look(&database).await;
+    let found = found.map_err(|error| DatabaseError(format!("the schema cannot be checked: {}", one_line(&error))))?;
+    let missing: Vec<String> = found.into_iter().filter_map(|(_, why)| why).collect();
+    if missing.is_empty() { Ok(()) } else { Err(DatabaseError(missing.join("; "))) }
+}
+
+/// The most items that are named; the rest is counted.
+const MOST_NAMED: usize = 4;
+
+/// `a, b and 3 more`
+fn listed(items: &[String]) -> String {
+    let (named, rest) = items.split_at(items.len().min(MOST_NAMED));
+    let named = named.join(", ");
+    if rest.is_empty() { named } else { format!("{named} and {} more", rest.len()) }
+}

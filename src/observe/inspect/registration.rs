@@ -1,0 +1,202 @@
+//! This worker's row in `order_timeout_workers`, and the comparison with the rows of other workers.
+//!
+//! Writes and deletes only its own row and those of workers that have been gone for a minute.
+
+use std::collections::BTreeMap;
+
+use order_timeout_core::delay::Strategy;
+use sqlx::Row;
+use sqlx::types::Json;
+use uuid::Uuid;
+
+use super::listed;
+use crate::config::Settings;
+use crate::postgres::Database;
+
+/// Registers this worker, deletes those that are long gone, and returns the other live ones. `$1` id, `$2` host, `$3`
+/// pid, `$4` version, `$5` namespace, `$6` delays. A worker that has not been seen for ten seconds, three of its
+/// heartbeats, has ended.
+const REGISTER: &str = "
+WITH gone AS (
+    DELETE FROM order_timeout_workers WHERE id IN (
+        SELECT id FROM order_timeout_workers
+        WHERE last_seen < clock_timestamp() - interval '1 minute' AND id <> $1 FOR UPDATE SKIP LOCKED)
+),
+here AS (
+    INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays) VALUES ($1, $2, $3, $4, $5, $6)
+    ON CONFLICT (id) DO UPDATE SET last_seen = clock_timestamp()
+)
+SELECT host, pid, namespace, delays FROM order_timeout_workers
+WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
+
+/// The settings of a worker that must agree, by name.
+type Delays = BTreeMap<String, String>;
+
+/// A registered worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Entry {
+    host: String,
+    pid: i32,
+    namespace: String,
+    delays: Delays,
+}
+
+/// This worker's registration.
+#[derive(Debug)]
+pub struct Registration {
+    database: Database,
+    id: Uuid,
+    own: Entry,
+}
+
+impl Registration {
+    #[must_use]
+    pub fn new(database: Database, settings: &Settings) -> Self {
+        let own = Entry {
+            host: host(),
+            pid: i32::try_from(std::process::id()).unwrap_or_default(),
+            namespace: settings.namespace.clone(),
+            delays: delays(settings),
+        };
+        Self { database, id: Uuid::now_v7(), own }
+    }
+
+    /// Registers this worker, or renews its registration. Returns how other workers on this schema differ, if they do.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn register(&self) -> Result<Option<String>, sqlx::Error> {
+        let register = sqlx::query(REGISTER)
+            .bind(self.id)
+            .bind(&self.own.host)
+            .bind(self.own.pid)
+            .bind(env!("CARGO_PKG_VERSION"))
+            .bind(&self.own.namespace)
+            .bind(Json(&self.own.delays));
+        let rows = self.database.run(async |connection| register.fetch_all(connection).await).await?;
+        let read = |row: &sqlx::postgres::PgRow| {
+            let Json(delays) = row.try_get("delays")?;
+            Ok(Entry {
+                host: row.try_get("host")?,
+                pid: row.try_get("pid")?,
+                namespace: row.try_get("namespace")?,
+                delays,
+            })
+        };
+        let others = rows.iter().map(read).collect::<Result<Vec<Entry>, sqlx::Error>>()?;
+        Ok(disagreement(&self.own, &others))
+    }
+
+    /// Removes the registration of a worker that stops.
+    ///
+    /// # Errors
+    /// sqlx's; the row then counts as gone a few seconds later.
+    pub async fn leave(&self) -> Result<(), sqlx::Error> {
+        let leave = sqlx::query("DELETE FROM order_timeout_workers WHERE id = $1").bind(self.id);
+        self.database.run(async |connection| leave.execute(connection).await).await.map(drop)
+    }
+}
+
+/// The settings that must be the same for all workers.
+fn delays(settings: &Settings) -> Delays {
+    let delay = &settings.delay;
+    let strategy = match delay.strategy {
+        Strategy::DeadLetter => "dead-letter",
+        Strategy::DelayedExchange => "delayed-exchange",
+    };
+    let lanes: Vec<&str> = delay.lanes.iter().map(|lane| lane.name.as_str()).collect();
+    let rings: Vec<String> = delay
+        .rings
+        .iter()
+        .map(|ring| {
+            let early = ring.early.map_or_else(String::new, |early| format!(", {early:?} early"));
+            format!("{} of {:?}{early}", ring.slots, ring.unit)
+        })
+        .collect();
+    [
+        ("delay.strategy", strategy.to_owned()),
+        ("delay.lanes", lanes.join(", ")),
+        ("delay.lane_shards", delay.lane_shards.to_string()),
+        ("delay.lead", format!("{:?}", delay.lead)),
+        ("delay.rings", rings.join("; ")),
+        ("worker.shards", settings.worker.shards.to_string()),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
+    .into()
+}
+
+fn host() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = name.trim();
+    if name.is_empty() { "(unknown)".to_owned() } else { name.to_owned() }
+}
+
+fn disagreement(own: &Entry, others: &[Entry]) -> Option<String> {
+    let differing: Vec<String> = others
+        .iter()
+        .filter_map(|other| {
+            let differences = differences(own, other);
+            let Entry { host, pid, .. } = other;
+            (!differences.is_empty())
+                .then(|| format!("the worker on host {host} (pid {pid}) has {}", differences.join(", ")))
+        })
+        .collect();
+    (!differing.is_empty()).then(|| {
+        format!(
+            "{}: give all workers on this schema the same settings, or use a separate database for the other namespace",
+            listed(&differing)
+        )
+    })
+}
+
+/// The differing settings. With another namespace everything else may differ.
+fn differences(own: &Entry, other: &Entry) -> Vec<String> {
+    if own.namespace != other.namespace {
+        let (theirs, ours) = (&other.namespace, &own.namespace);
+        return vec![format!(
+            "namespace {theirs:?}, this one {ours:?}, and events go to the exchange of one of them only"
+        )];
+    }
+    // A newer or an older version may know other settings.
+    let both = other.delays.iter().filter_map(|(name, theirs)| Some((name, theirs, own.delays.get(name)?)));
+    both.filter(|(_, theirs, ours)| theirs != ours)
+        .map(|(name, theirs, ours)| format!("{name} {theirs:?}, this one {ours:?}"))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(change: impl FnOnce(&mut Settings)) -> Entry {
+        let mut settings = Settings::defaults();
+        change(&mut settings);
+        Entry { host: "shop-2".into(), pid: 7, namespace: settings.namespace.clone(), delays: delays(&settings) }
+    }
+
+    #[test]
+    fn equal_workers_agree() {
+        let own = entry(|_| {});
+        let mut newer = own.clone();
+        newer.delays.insert("delay.of_a_later_version".into(), "1".into());
+        assert_eq!(disagreement(&own, &[own.clone(), newer]), None);
+    }
+
+    #[test]
+    fn difference_names_setting_host_and_pid() {
+        let own = entry(|_| {});
+        let said = disagreement(&own, &[entry(|settings| settings.delay.lead *= 2)]).unwrap();
+        assert!(said.contains("host shop-2 (pid 7) has delay.lead \"40s\", this one \"20s\""), "{said}");
+        let said = disagreement(&own, &[entry(|settings| settings.namespace = "other".into())]).unwrap();
+        assert!(said.contains("namespace \"other\", this one \"order\""), "{said}");
+        for change in [
+            |settings: &mut Settings| settings.delay.lane_shards += 1,
+            |settings: &mut Settings| settings.worker.shards += 1,
+            |settings: &mut Settings| settings.delay.strategy = Strategy::DelayedExchange,
+            |settings: &mut Settings| settings.delay.lanes.clear(),
+            |settings: &mut Settings| settings.delay.rings.truncate(1),
+        ] {
+            assert!(disagreement(&own, &[entry(change)]).is_some());
+        }
+    }
+}

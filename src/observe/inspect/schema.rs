@@ -1,0 +1,385 @@
+//! Checks that the database has the tables, columns, indexes, constraints and rights that a worker needs, accepts
+//! writes, and hides no rows from the worker.
+//!
+//! One query on the catalog; reads no row of our own or the shop's tables.
+
+use sqlx::Row;
+use sqlx::postgres::PgRow;
+
+use super::listed;
+use crate::config::OrdersSettings;
+use crate::observe::degraded::Cause;
+use crate::postgres::Database;
+
+/// A table, and the columns and rights that the worker's statements use.
+#[derive(Debug, Clone, Copy)]
+struct Table {
+    name: &'static str,
+    /// The file that creates it.
+    migration: &'static str,
+    columns: &'static [&'static str],
+    rights: &'static [&'static str],
+}
+
+/// Needed by every worker.
+const ALWAYS: &[Table] = &[
+    Table {
+        name: "event_outbox",
+        migration: "20261120100200_outboxes.sql",
+        columns: &["id", "routing_key", "type", "payload", "created_at", "sent_at", "refusals", "next_attempt_at"],
+        rights: &["SELECT", "UPDATE", "DELETE"],
+    },
+    Table {
+        name: "alarm_outbox",
+        migration: "20261120100200_outboxes.sql",
+        columns: &["id", "order_id", "deadline", "created_at", "sent_at", "refusals", "next_attempt_at"],
+        rights: &["SELECT", "UPDATE", "DELETE"],
+    },
+    Table {
+        name: "parked_alarms",
+        migration: "20261120100300_parked_alarms.sql",
+        columns: &["id", "reason", "detail", "order_id", "deadline", "attempts", "body", "parked_at"],
+        rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
+    },
+    Table {
+        name: "order_timeout_workers",
+        migration: "20261125090000_registered_workers.sql",
+        columns: &["id", "host", "pid", "namespace", "delays", "last_seen"],
+        rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
+    },
+    Table {
+        name: "canaries",
+        migration: "20261125120000_canaries.sql",
+        columns: &["path", "id", "queue", "sent_at", "due_at", "waiting_since", "arrived_at"],
+        rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
+    },
+    Table {
+        name: "canary_readers",
+        migration: "20261125120000_canaries.sql",
+        columns: &["worker", "namespace", "consumers", "seen_at"],
+        rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
+    },
+];
+
+/// Needed if the statements are our own.
+const DEFAULT_ORDERS_TABLES: &[Table] = &[
+    Table {
+        name: "orders",
+        migration: "20261120100000_orders_items_and_stock.sql",
+        columns: &["id", "status", "expires_at", "closed_at", "closed_by", "close_reason"],
+        rights: &["SELECT", "UPDATE"],
+    },
+    Table {
+        name: "order_items",
+        migration: "20261120100000_orders_items_and_stock.sql",
+        columns: &["order_id", "article_id", "quantity"],
+        rights: &["SELECT"],
+    },
+    Table {
+        name: "stock",
+        migration: "20261120100000_orders_items_and_stock.sql",
+        columns: &["article_id", "available", "reserved"],
+        rights: &["SELECT", "UPDATE"],
+    },
+    Table {
+        name: "order_events",
+        migration: "20261120100100_order_history.sql",
+        columns: &["order_id", "event", "at", "by", "reason"],
+        rights: &["INSERT"],
+    },
+    Table { name: "event_outbox", migration: "20261120100200_outboxes.sql", columns: &[], rights: &["INSERT"] },
+];
+
+/// An index that a guarantee depends on. Identified by its definition, not by its name.
+#[derive(Debug, Clone, Copy)]
+struct Index {
+    table: &'static str,
+    first_column: &'static str,
+    unique: bool,
+    /// A part of its condition, if it has one.
+    condition: &'static str,
+    /// The sentence that names its purpose and the statement that creates it.
+    sentence: &'static str,
+}
+
+const INDEXES_ALWAYS: &[Index] = &[
+    Index {
+        table: "event_outbox",
+        first_column: "next_attempt_at",
+        unique: false,
+        condition: "sent_at IS NULL",
+        sentence: "the index of unsent events is missing: CREATE INDEX CONCURRENTLY event_outbox_due ON event_outbox (next_attempt_at, created_at, id) WHERE sent_at IS NULL",
+    },
+    Index {
+        table: "alarm_outbox",
+        first_column: "next_attempt_at",
+        unique: false,
+        condition: "sent_at IS NULL",
+        sentence: "the index of unsent alarms is missing: CREATE INDEX CONCURRENTLY alarm_outbox_due ON alarm_outbox (next_attempt_at, created_at, id) WHERE sent_at IS NULL",
+    },
+];
+
+const INDEXES_OF_DEFAULT_ORDERS_TABLES: &[Index] = &[
+    Index {
+        table: "orders",
+        first_column: "expires_at",
+        unique: false,
+        condition: "unpaid",
+        sentence: "the deadline index is missing, so the sweep reads the whole table: CREATE INDEX CONCURRENTLY orders_unpaid_by_deadline ON orders (expires_at, id) WHERE status = 'unpaid'",
+    },
+    Index {
+        table: "order_events",
+        first_column: "order_id",
+        unique: true,
+        condition: "closed",
+        sentence: "the unique index that refuses a second close is missing: CREATE UNIQUE INDEX CONCURRENTLY an_order_is_closed_once ON order_events (order_id) WHERE event = 'closed'",
+    },
+];
+
+const NO_EARLY_CLOSE_CHECK: &str = "the constraint that refuses an early close is missing: ALTER TABLE orders ADD CONSTRAINT no_order_is_closed_early CHECK (closed_at >= expires_at) NOT VALID";
+
+/// All checks in one query. `$1`, `$2` tables and columns; `$3`, `$4` tables and rights; `$5` to `$8` indexes: table,
+/// first column, whether unique, a part of the condition; `$9` whether the early-close check is needed. Columns, rights
+/// and indexes of a missing table are not checked.
+const CATALOG_QUERY: &str = "
+SELECT pg_is_in_recovery() AS is_standby,
+       current_setting('transaction_read_only') = 'on' AS is_read_only,
+       current_user::text AS role,
+       current_setting('search_path') AS search_path,
+       ARRAY(
+           SELECT DISTINCT n.t FROM unnest($1::text[]) AS n(t) WHERE to_regclass(n.t) IS NULL ORDER BY 1
+       ) AS tables,
+       ARRAY(
+           SELECT n.t || '.' || n.c FROM unnest($1::text[], $2::text[]) AS n(t, c)
+           WHERE n.c <> '' AND to_regclass(n.t) IS NOT NULL AND NOT EXISTS (
+               SELECT FROM pg_attribute a
+               WHERE a.attrelid = to_regclass(n.t) AND a.attname = n.c AND a.attnum > 0 AND NOT a.attisdropped)
+       ) AS columns,
+       ARRAY(
+           SELECT n.r || ' ON ' || n.t FROM unnest($3::text[], $4::text[]) AS n(t, r)
+           WHERE to_regclass(n.t) IS NOT NULL
+             AND NOT CASE n.r WHEN 'DELETE' THEN has_table_privilege(to_regclass(n.t), n.r)
+                              ELSE has_any_column_privilege(to_regclass(n.t), n.r) END
+       ) AS rights,
+       ARRAY(
+           SELECT DISTINCT n.t FROM unnest($3::text[], $4::text[]) AS n(t, r)
+           WHERE row_security_active(to_regclass(n.t)) AND (
+               EXISTS (SELECT FROM pg_policy p WHERE p.polrelid = to_regclass(n.t) AND NOT p.polpermissive)
+               OR NOT EXISTS (
+                   SELECT FROM pg_policy p
+                   WHERE p.polrelid = to_regclass(n.t) AND p.polpermissive
+                     AND p.polcmd IN ('*', CASE n.r WHEN 'SELECT' THEN 'r' WHEN 'INSERT' THEN 'a' WHEN 'UPDATE' THEN 'w' ELSE 'd' END)
+                     AND (0 = ANY (p.polroles) OR EXISTS (SELECT FROM unnest(p.polroles) AS r WHERE pg_has_role(r, 'USAGE')))
+                     AND coalesce(pg_get_expr(CASE n.r WHEN 'INSERT' THEN coalesce(p.polwithcheck, p.polqual) ELSE p.polqual END, p.polrelid), 'true') = 'true'))
+           ORDER BY 1
+       ) AS row_security,
+       ARRAY(
+           SELECT n.place::integer FROM unnest($5::text[], $6::text[], $7::boolean[], $8::text[]) WITH ORDINALITY AS n(t, c, u, says, place)
+           WHERE to_regclass(n.t) IS NOT NULL AND NOT EXISTS (
+               SELECT FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
+               WHERE i.indrelid = to_regclass(n.t) AND i.indisvalid AND a.attname = n.c
+                 AND (NOT n.u OR (i.indisunique AND i.indnkeyatts = 1))
+                 AND (i.indpred IS NULL OR strpos(pg_get_expr(i.indpred, i.indrelid), n.says) > 0))
+       ) AS indexes,
+       $9::boolean AND to_regclass('orders') IS NOT NULL AND NOT EXISTS (
+           SELECT FROM pg_constraint k
+           WHERE k.conrelid = to_regclass('orders') AND k.contype = 'c' AND k.conkey @> ARRAY(
+               SELECT a.attnum FROM pg_attribute a
+               WHERE a.attrelid = k.conrelid AND a.attname IN ('closed_at', 'expires_at'))
+       ) AS no_early_close_check";
+
+/// The result of an inspection for each cause: why it holds, or that it does not.
+pub type Found = Vec<(Cause, Option<String>)>;
+
+/// What a worker needs in its schema.
+#[derive(Debug)]
+pub struct Schema {
+    tables: Vec<Table>,
+    indexes: Vec<Index>,
+    /// Whether the statements are our own, for the default orders tables.
+    is_ours: bool,
+}
+
+/// The result of the catalog query.
+#[derive(Debug, Default)]
+struct Catalog {
+    is_standby: bool,
+    is_read_only: bool,
+    role: String,
+    search_path: String,
+    tables: Vec<String>,
+    columns: Vec<String>,
+    rights: Vec<String>,
+    row_security: Vec<String>,
+    /// Positions of missing indexes in the list of indexes, from 1.
+    indexes: Vec<i32>,
+    no_early_close_check: bool,
+}
+
+impl Schema {
+    /// If the statements are the shop's own, the default orders tables may be missing.
+    #[must_use]
+    pub fn new(orders: &OrdersSettings) -> Self {
+        let is_ours = orders.close_sql.is_empty();
+        let (mut tables, mut indexes) = (ALWAYS.to_vec(), INDEXES_ALWAYS.to_vec());
+        if is_ours {
+            tables.extend(DEFAULT_ORDERS_TABLES);
+            indexes.extend(INDEXES_OF_DEFAULT_ORDERS_TABLES);
+        }
+        Self { tables, indexes, is_ours }
+    }
+
+    /// Checks once. The result has an entry for every cause that this can find.
+    ///
+    /// # Errors
+    /// sqlx's, if the query fails.
+    pub async fn look(&self, database: &Database) -> Result<Found, sqlx::Error> {
+        let (of_columns, columns): (Vec<_>, Vec<_>) = self
+            .tables
+            .iter()
+            // A table without listed columns is checked as well.
+            .flat_map(|table| [""].iter().chain(table.columns).map(|column| (table.name, *column)))
+            .unzip();
+        let (of_rights, rights): (Vec<_>, Vec<_>) =
+            self.tables.iter().flat_map(|table| table.rights.iter().map(|right| (table.name, *right))).unzip();
+        let query = sqlx::query(CATALOG_QUERY)
+            .bind(of_columns)
+            .bind(columns)
+            .bind(of_rights)
+            .bind(rights)
+            .bind(self.indexes.iter().map(|index| index.table).collect::<Vec<_>>())
+            .bind(self.indexes.iter().map(|index| index.first_column).collect::<Vec<_>>())
+            .bind(self.indexes.iter().map(|index| index.unique).collect::<Vec<_>>())
+            .bind(self.indexes.iter().map(|index| index.condition).collect::<Vec<_>>())
+            .bind(self.is_ours);
+        let row = database.run(async |connection| query.fetch_one(connection).await).await?;
+        Ok(self.judge(&read(&row)?))
+    }
+
+    fn judge(&self, catalog: &Catalog) -> Found {
+        vec![
+            (Cause::Schema, self.what_is_missing(catalog)),
+            (Cause::DatabaseRights, what_is_forbidden(catalog)),
+            (Cause::ReadOnly, why_read_only(catalog).map(str::to_owned)),
+        ]
+    }
+
+    fn what_is_missing(&self, catalog: &Catalog) -> Option<String> {
+        let mut sentences = Vec::new();
+        if !catalog.tables.is_empty() {
+            let with_migration = |name: &String| {
+                let table = self.tables.iter().find(|table| table.name == name.as_str());
+                format!("{name} (created by migrations/{})", table.map_or("", |table| table.migration))
+            };
+            let tables: Vec<String> = catalog.tables.iter().map(with_migration).collect();
+            sentences.push(format!(
+                "missing in the schemas {}: the table {}; restore it from a backup, or create it as the migration does",
+                catalog.search_path,
+                listed(&tables)
+            ));
+        }
+        if !catalog.columns.is_empty() {
+            let columns = listed(&catalog.columns);
+            sentences.push(format!("missing: the column {columns}; add it as the migration of its table does"));
+        }
+        let index = |place: &i32| self.indexes.get(usize::try_from(*place).ok()?.checked_sub(1)?);
+        sentences.extend(catalog.indexes.iter().filter_map(index).map(|index| index.sentence.to_owned()));
+        if catalog.no_early_close_check {
+            sentences.push(NO_EARLY_CLOSE_CHECK.to_owned());
+        }
+        one_sentence(&sentences)
+    }
+}
+
+fn what_is_forbidden(catalog: &Catalog) -> Option<String> {
+    let role = &catalog.role;
+    // An unreadable outbox is a separate cause.
+    let is_unreadable = |right: &&String| {
+        let (_, table) = right.split_once(" ON ").unwrap_or_default();
+        table.ends_with("_outbox") && catalog.rights.contains(&format!("SELECT ON {table}"))
+    };
+    let rights: Vec<String> = catalog.rights.iter().filter(|right| !is_unreadable(right)).cloned().collect();
+    let mut sentences = Vec::new();
+    if !rights.is_empty() {
+        sentences.push(format!("the role {role} lacks {}: GRANT it", listed(&rights)));
+    }
+    if !catalog.row_security.is_empty() {
+        sentences.push(row_security(role, &catalog.row_security));
+    }
+    one_sentence(&sentences)
+}
+
+/// The sentence about policies that may hide rows of these tables from this role.
+pub(super) fn row_security(role: &str, tables: &[String]) -> String {
+    let tables = listed(tables);
+    format!(
+        "row security may hide rows of {tables} from the role {role}, and hidden orders are never closed: ALTER ROLE {role} BYPASSRLS, or give it a policy FOR ALL USING (true)"
+    )
+}
+
+fn why_read_only(catalog: &Catalog) -> Option<&'static str> {
+    if catalog.is_standby {
+        Some(
+            "the database is a standby and accepts no writes, so nothing can be closed: let database.url name the primary, or promote the standby",
+        )
+    } else if catalog.is_read_only {
+        Some(
+            "the database accepts no writes (default_transaction_read_only is on), so nothing can be closed: switch it off for this database and role",
+        )
+    } else {
+        None
+    }
+}
+
+fn one_sentence(sentences: &[String]) -> Option<String> {
+    (!sentences.is_empty()).then(|| sentences.join("; "))
+}
+
+fn read(row: &PgRow) -> Result<Catalog, sqlx::Error> {
+    Ok(Catalog {
+        is_standby: row.try_get("is_standby")?,
+        is_read_only: row.try_get("is_read_only")?,
+        role: row.try_get("role")?,
+        search_path: row.try_get("search_path")?,
+        tables: row.try_get("tables")?,
+        columns: row.try_get("columns")?,
+        rights: row.try_get("rights")?,
+        row_security: row.try_get("row_security")?,
+        indexes: row.try_get("indexes")?,
+        no_early_close_check: row.try_get("no_early_close_check")?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Settings;
+
+    fn why(found: Found, cause: Cause) -> Option<String> {
+        found.into_iter().find(|(found, _)| *found == cause).expect("every cause has an entry").1
+    }
+
+    #[test]
+    fn every_migration_named_exists() {
+        for table in ALWAYS.iter().chain(DEFAULT_ORDERS_TABLES) {
+            let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations").join(table.migration);
+            assert!(path.is_file(), "{}", path.display());
+        }
+    }
+
+    #[test]
+    fn complete_schema_has_no_cause() {
+        let schema = Schema::new(&Settings::defaults().orders);
+        assert!(schema.judge(&Catalog::default()).iter().all(|(_, why)| why.is_none()));
+    }
+
+    #[test]
+    fn unreadable_outbox_is_not_listed_as_right() {
+        let schema = Schema::new(&Settings::defaults().orders);
+        let rights = ["SELECT ON alarm_outbox", "UPDATE ON alarm_outbox"].map(str::to_owned).to_vec();
+        let catalog = |rights: &[String]| Catalog { rights: rights.to_vec(), ..Catalog::default() };
+        assert_eq!(why(schema.judge(&catalog(&rights)), Cause::DatabaseRights), None);
+        let said = why(schema.judge(&catalog(&rights[1..])), Cause::DatabaseRights).unwrap();
+        assert!(said.contains("lacks UPDATE ON alarm_outbox"), "{said}");
+    }
+}

@@ -1,0 +1,403 @@
+//! The metrics: each listed once, with its name, label and help; and the registry that they are scraped from.
+//!
+//! Counts, never decides: nothing in the worker reads a metric. No global state, so that several workers in one process
+//! have separate figures. A test keeps the table in docs/operating/monitor.md equal to the one here.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use order_timeout_core::alarm::{ParkReason, SourceQueue};
+use order_timeout_core::order::{CloseError, ClosedBy, Outcome};
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{
+    Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry, TextEncoder,
+};
+
+use crate::observe::degraded::Cause;
+
+/// The media type of [`Metrics::render`].
+pub const CONTENT_TYPE: &str = prometheus::TEXT_FORMAT;
+
+/// From unnoticeable to long enough for a complaint.
+const BUCKETS_S: [f64; 15] = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
+
+/// An entry in the list of metrics.
+#[derive(Debug, Clone, Copy)]
+pub struct Listed {
+    pub name: &'static str,
+    /// Prometheus' metric type: counter, gauge or histogram.
+    pub kind: &'static str,
+    pub label: Option<Label>,
+    pub help: &'static str,
+    /// Whether its series appear with their first reading and are absent while the value cannot be read.
+    pub is_reading: bool,
+}
+
+/// The label that distinguishes a metric's series. All series exist from the start, at zero, unless they are readings:
+/// a rate over a series that appears with its first event would miss that event.
+#[derive(Debug, Clone, Copy)]
+pub struct Label {
+    pub name: &'static str,
+    pub values: &'static [&'static str],
+}
+
+/// A metric that can be registered.
+trait Instrument: Collector + Clone + Sized + 'static {
+    const KIND: &'static str;
+    const IS_READING: bool = false;
+
+    fn new(listed: &Listed) -> prometheus::Result<Self>;
+}
+
+fn options(listed: &Listed) -> Opts {
+    Opts::new(listed.name, listed.help)
+}
+
+fn histogram_options(listed: &Listed) -> HistogramOpts {
+    HistogramOpts::new(listed.name, listed.help).buckets(BUCKETS_S.to_vec())
+}
+
+/// Metrics without a label, and those with one.
+macro_rules! instruments {
+    ($($single:ty, $labelled:ty: $kind:literal by $options:ident;)*) => {$(
+        impl Instrument for $single {
+            const KIND: &'static str = $kind;
+
+            fn new(listed: &Listed) -> prometheus::Result<Self> {
+                Self::with_opts($options(listed))
+            }
+        }
+
+        impl Instrument for $labelled {
+            const KIND: &'static str = $kind;
+
+            fn new(listed: &Listed) -> prometheus::Result<Self> {
+                let label = listed.label.expect("a metric with series has a label");
+                let family = Self::new($options(listed), &[label.name])?;
+                for value in label.values {
+                    let _created = family.with_label_values(&[*value]);
+                }
+                Ok(family)
+            }
+        }
+    )*};
+}
+
+instruments! {
+    IntCounter, IntCounterVec: "counter" by options;
+    IntGauge, IntGaugeVec: "gauge" by options;
+    Histogram, HistogramVec: "histogram" by histogram_options;
+}
+
+/// A value that is read from elsewhere. It is absent before the first reading and after a failed one: an unknown value
+/// must not look like zero.
+#[derive(Debug, Clone)]
+pub struct Reading {
+    gauge: Gauge,
+    is_known: Arc<AtomicBool>,
+}
+
+impl Reading {
+    /// The value that was read; `None` if it could not be read.
+    pub fn show(&self, value: Option<f64>) {
+        if let Some(value) = value {
+            self.gauge.set(value);
+        }
+        self.is_known.store(value.is_some(), Ordering::Relaxed);
+    }
+}
+
+impl Collector for Reading {
+    fn desc(&self) -> Vec<&Desc> {
+        self.gauge.desc()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        if self.is_known.load(Ordering::Relaxed) { self.gauge.collect() } else { Vec::new() }
+    }
+}
+
+impl Instrument for Reading {
+    const KIND: &'static str = "gauge";
+    const IS_READING: bool = true;
+
+    fn new(listed: &Listed) -> prometheus::Result<Self> {
+        Ok(Self { gauge: Gauge::with_opts(options(listed))?, is_known: Arc::default() })
+    }
+}
+
+/// The same for a metric with a label.
+#[derive(Debug, Clone)]
+pub struct Readings(GaugeVec);
+
+impl Readings {
+    /// The value of this series; `None` if it could not be read.
+    pub fn show(&self, series: &str, value: Option<f64>) {
+        match value {
+            Some(value) => self.0.with_label_values(&[series]).set(value),
+            // Fails if the series is already absent.
+            None => drop(self.0.remove_label_values(&[series])),
+        }
+    }
+}
+
+impl Collector for Readings {
+    fn desc(&self) -> Vec<&Desc> {
+        self.0.desc()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        self.0.collect()
+    }
+}
+
+impl Instrument for Readings {
+    const KIND: &'static str = "gauge";
+    const IS_READING: bool = true;
+
+    fn new(listed: &Listed) -> prometheus::Result<Self> {
+        let label = listed.label.expect("a metric with series has a label");
+        Ok(Self(GaugeVec::new(options(listed), &[label.name])?))
+    }
+}
+
+/// The list of metrics: field name, type, metric name, label with every value, and help.
+macro_rules! metrics {
+    ($($field:ident: $instrument:ty = $name:literal $({ $label:literal: $values:expr })?, $help:literal;)*) => {
+        /// The worker's metrics. Cheap to share behind an `Arc`.
+        #[derive(Debug)]
+        #[allow(missing_docs)] // each field's help is its documentation
+        pub struct Metrics {
+            registry: Registry,
+            $(pub $field: $instrument,)*
+        }
+
+        /// All of our own metrics.
+        pub const LISTED: &[Listed] = &[$(
+            Listed {
+                name: $name,
+                kind: <$instrument as Instrument>::KIND,
+                label: metrics!(@label $($label, $values)?),
+                help: $help,
+                is_reading: <$instrument as Instrument>::IS_READING,
+            },
+        )*];
+
+        impl Metrics {
+            fn register_all(registry: Registry) -> prometheus::Result<Self> {
+                let mut listed = LISTED.iter();
+                $(
+                    let $field = <$instrument as Instrument>::new(listed.next().expect("as many as fields"))?;
+                    registry.register(Box::new($field.clone()))?;
+                )*
+                Ok(Self { registry, $($field,)* })
+            }
+        }
+    };
+    (@label) => { None };
+    (@label $label:literal, $values:expr) => { Some(Label { name: $label, values: &$values }) };
+}
+
+const BY: [&str; 2] = [ClosedBy::Alarm.as_str(), ClosedBy::Sweep.as_str()];
+/// The label values for the two outboxes.
+pub const ALARMS: &str = "alarm";
+pub const EVENTS: &str = "event";
+const SOURCE_QUEUES: [&str; 3] =
+    [SourceQueue::Timeout.as_str(), SourceQueue::Inbox.as_str(), SourceQueue::Parked.as_str()];
+const OUTCOMES: [&str; 12] = [
+    Outcome::Closed.as_str(),
+    Outcome::Paid.as_str(),
+    Outcome::AlreadyClosed.as_str(),
+    Outcome::Closing.as_str(),
+    Outcome::NotDue.as_str(),
+    Outcome::Busy.as_str(),
+    Outcome::Malformed.as_str(),
+    Outcome::Unknown.as_str(),
+    CloseError::LOCKED,
+    CloseError::TRANSIENT,
+    CloseError::REJECTED,
+    CloseError::AWAY,
+];
+
+metrics! {
+    alarms_scheduled: IntCounter = "order_timeout_alarms_scheduled_total",
+        "Alarms that the relay took out of alarm_outbox and the broker confirmed.";
+    alarms_refused: IntCounter = "order_timeout_alarms_refused_total",
+        "Times the relay got no confirm for an alarm; it stays in alarm_outbox and is retried.";
+    alarms_expired: IntCounter = "order_timeout_alarms_expired_total",
+        "Alarms that passed their deadline in alarm_outbox; the sweep closes their orders.";
+    alarms_delivered: IntCounterVec = "order_timeout_alarms_delivered_total" { "queue": SOURCE_QUEUES },
+        "Alarms that the broker delivered, by the queue they came from.";
+    alarm_earliness: Histogram = "order_timeout_alarm_earliness_seconds",
+        "How long before its deadline an alarm was delivered from the processing queue; 0 if after it.";
+    alarms_held: IntGauge = "order_timeout_alarms_held",
+        "Alarms that wait for their deadline in this worker.";
+    early_returns: IntCounter = "order_timeout_alarms_returned_early_total",
+        "Alarms that the broker returned more than half a second before their slot's time.";
+    alarms_held_back: IntGauge = "order_timeout_alarms_held_back",
+        "Alarms that wait in this worker because the broker returned them early more than once; a few are re-armed each second.";
+    alarms_rearmed: IntCounter = "order_timeout_alarms_rearmed_total",
+        "Alarms that the worker published into the wheel or back to the broker, confirmed.";
+    alarms_parked: IntCounterVec = "order_timeout_alarms_parked_total" { "reason": ParkReason::WORDS },
+        "Alarms that could not be processed and were written to parked_alarms.";
+    orders_closed: IntCounterVec = "order_timeout_orders_closed_total" { "by": BY },
+        "Orders closed, by the path that closed them.";
+    close_lateness: HistogramVec = "order_timeout_close_lateness_seconds" { "by": BY },
+        "Time from an order's deadline to the commit that closed it, by the database's clock.";
+    close_results: IntCounterVec = "order_timeout_close_results_total" { "outcome": OUTCOMES },
+        "Orders that a batch tried to close, by outcome; an order that is retried counts again.";
+    batch_duration: HistogramVec = "order_timeout_batch_duration_seconds" { "by": BY },
+        "Duration of a batch's close statement, successful or not.";
+    orders_swept: IntCounter = "order_timeout_orders_swept_total",
+        "Overdue orders that the sweep found and for which this worker had no alarm.";
+    orders_backed_off: IntGauge = "order_timeout_orders_backed_off",
+        "Overdue orders that could not be closed and wait for a later retry.";
+    oldest_overdue: Reading = "order_timeout_oldest_overdue_seconds",
+        "Time since the deadline of the oldest unpaid order that the last sweep found; 0 if it found none, absent while the sweep cannot read.";
+    sweep_failures: IntCounter = "order_timeout_sweep_failures_total",
+        "Times the query for overdue orders failed.";
+    events_announced: IntCounter = "order_timeout_events_announced_total",
+        "Events that the relay took out of event_outbox and the broker confirmed.";
+    events_refused: IntCounter = "order_timeout_events_refused_total",
+        "Times the relay got no confirm for an event; it stays in event_outbox and is retried.";
+    relaying: IntGauge = "order_timeout_relaying",
+        "1 while this worker is the leader that empties the outboxes.";
+    outbox_age: Readings = "order_timeout_outbox_age_seconds" { "outbox": [ALARMS, EVENTS] },
+        "Age of the oldest unsent row; 0 if there is none, absent while it cannot be read.";
+    session_open: IntGauge = "order_timeout_session_open",
+        "1 while a consumer session is open.";
+    sessions_opened: IntCounter = "order_timeout_sessions_opened_total",
+        "Consumer sessions opened.";
+    database_unavailable: IntGauge = "order_timeout_database_unavailable",
+        "1 while the database closes nothing, does not answer, or the query for overdue orders fails.";
+    degraded: IntGaugeVec = "order_timeout_degraded" { "cause": Cause::WORDS },
+        "1 while this cause degrades the worker although orders are closed; /readyz says why.";
+    clock_offset: Reading = "order_timeout_clock_offset_seconds",
+        "The database's clock minus this machine's wall clock, which the worker does not use; absent while it cannot be read.";
+    clock_uncertainty: Reading = "order_timeout_clock_uncertainty_seconds",
+        "Round trip of the latest reading of the database's clock; the error is at most half of it. Absent while it cannot be read.";
+    build_info: IntGaugeVec = "order_timeout_build_info" { "version": [env!("CARGO_PKG_VERSION")] },
+        "1, with the version of the worker.";
+}
+
+/// What the prometheus crate reads from /proc, on Linux.
+pub const PROCESS_METRICS: &[Listed] = &[
+    process_metric("process_cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds."),
+    process_metric("process_open_fds", "gauge", "Number of open file descriptors."),
+    process_metric("process_max_fds", "gauge", "Maximum number of open file descriptors."),
+    process_metric("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes."),
+    process_metric("process_resident_memory_bytes", "gauge", "Resident memory size in bytes."),
+    process_metric("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds."),
+    process_metric("process_threads", "gauge", "Number of OS threads in the process."),
+];
+
+const fn process_metric(name: &'static str, kind: &'static str, help: &'static str) -> Listed {
+    Listed { name, kind, label: None, help, is_reading: false }
+}
+
+impl Metrics {
+    /// # Panics
+    /// If the list has a duplicate or an invalid name; a test registers every metric.
+    #[must_use]
+    pub fn new() -> Self {
+        let metrics = Self::register_all(Registry::new()).expect("the list is tested to be valid");
+        metrics.build_info.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
+        #[cfg(target_os = "linux")]
+        metrics
+            .registry
+            .register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))
+            .expect("the process metrics have names of their own");
+        metrics
+    }
+
+    /// All metrics in Prometheus' text format.
+    ///
+    /// # Errors
+    /// If it cannot be written as text, which is an error in the list.
+    pub fn render(&self) -> prometheus::Result<String> {
+        TextEncoder::new().encode_to_string(&self.registry.gather())
+    }
+
+    /// Counts an order that was closed this long after its deadline.
+    pub fn closed(&self, by: ClosedBy, lateness: Option<Duration>) {
+        self.orders_closed.with_label_values(&[by.as_str()]).inc();
+        if let Some(lateness) = lateness {
+            self.close_lateness.with_label_values(&[by.as_str()]).observe(lateness.as_secs_f64());
+        }
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn renders_every_metric_from_start() {
+        let text = Metrics::new().render().unwrap();
+        for listed in LISTED.iter().filter(|listed| !listed.is_reading) {
+            let (name, help, kind) = (listed.name, listed.help, listed.kind);
+            assert!(text.contains(&format!("# HELP {name} {help}\n# TYPE {name} {kind}\n")), "{name}\n{text}");
+            let Some(label) = listed.label else { continue };
+            for value in label.values {
+                assert!(text.contains(&format!("{}=\"{value}\"", label.name)), "{name} {value}\n{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn readings_are_absent_until_known() {
+        let metrics = Metrics::new();
+        let shown = |series: &str| {
+            let text = metrics.render().unwrap();
+            text.lines().find_map(|line| line.strip_prefix(series)).map(|value| value.trim().to_owned())
+        };
+        for listed in LISTED.iter().filter(|listed| listed.is_reading) {
+            assert_eq!(shown(listed.name), None, "{} is shown before it was read", listed.name);
+        }
+        let overdue = "order_timeout_oldest_overdue_seconds";
+        metrics.oldest_overdue.show(Some(0.0));
+        assert_eq!(shown(overdue), Some("0".into()));
+        metrics.oldest_overdue.show(None);
+        assert_eq!(shown(overdue), None, "it could not be read");
+        let age = |outbox: &str| format!("order_timeout_outbox_age_seconds{{outbox=\"{outbox}\"}}");
+        metrics.outbox_age.show(ALARMS, Some(1.5));
+        metrics.outbox_age.show(EVENTS, None);
+        assert_eq!((shown(&age(ALARMS)), shown(&age(EVENTS))), (Some("1.5".into()), None));
+        metrics.outbox_age.show(ALARMS, None);
+        assert_eq!(shown(&age(ALARMS)), None, "it could not be read");
+    }
+
+    #[test]
+    fn names_follow_conventions() {
+        let mut names = BTreeSet::new();
+        for Listed { name, kind, help, .. } in LISTED {
+            assert!(names.insert(name), "{name} is listed twice");
+            assert!(name.starts_with("order_timeout_"), "{name}");
+            assert_eq!(name.ends_with("_total"), *kind == "counter", "{name}");
+            assert!(*kind != "histogram" || name.ends_with("_seconds"), "{name}");
+            assert!(help.ends_with('.') && !help.contains('|'), "{name} is a row in a table: {help}");
+        }
+    }
+
+    #[test]
+    fn workers_do_not_share_figures() {
+        let (one, other) = (Metrics::new(), Metrics::new());
+        one.closed(ClosedBy::Sweep, Some(Duration::from_millis(3)));
+        assert_eq!(one.orders_closed.with_label_values(&["sweep"]).get(), 1);
+        assert_eq!(other.orders_closed.with_label_values(&["sweep"]).get(), 0);
+        let text = one.render().unwrap();
+        assert!(text.contains("order_timeout_close_lateness_seconds_bucket{by=\"sweep\",le=\"0.005\"} 1"), "{text}");
+        assert!(text.contains("order_timeout_close_lateness_seconds_bucket{by=\"sweep\",le=\"0.002\"} 0"), "{text}");
+    }
+}

@@ -1,0 +1,13 @@
+//! What operators see: logs, metrics, health, and why a worker is degraded. `inspect/` looks for causes in the database,
+//! `canary.rs` for alarms that no longer arrive.
+//!
+//! Observes; changes nothing about an order or an alarm.
+
+pub mod canary;
+pub mod degraded;
+pub mod health;
+pub mod inspect;
+pub mod logging;
+pub mod metrics;
+pub(crate) mod recorder;
+mod zones;

@@ -1,0 +1,142 @@
+//! The worker's health and metrics, as the loops and effects report them.
+//!
+//! Turns inputs and results into counts. Decides nothing, and nothing depends on its state.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use order_timeout_core::alarm::{Delivered, ParkReason, SourceQueue};
+use order_timeout_core::clock::DatabaseClock;
+use order_timeout_core::engine::{Batch, BatchResult};
+use order_timeout_core::order::{CloseOutcome, CloseResult, ClosedBy, OrderId, Outcome, Timestamp};
+use tracing::{info, warn};
+
+use super::zones::ZoneComparison;
+use crate::http::Pages;
+use crate::observe::degraded::{Cause, Change};
+use crate::observe::health::Health;
+use crate::observe::metrics::Metrics;
+
+/// Cheap to clone: all clones share their counts.
+#[derive(Debug, Clone)]
+pub(crate) struct Recorder {
+    pub health: Arc<Health>,
+    pub metrics: Arc<Metrics>,
+    zones: Arc<Mutex<Zones>>,
+}
+
+#[derive(Debug, Default)]
+struct Zones {
+    comparison: ZoneComparison,
+    /// Whether it was last reported that they differ.
+    differ: bool,
+}
+
+impl Recorder {
+    pub fn new(longest_turn: Duration) -> Self {
+        Self { health: Arc::new(Health::new(longest_turn)), metrics: Arc::default(), zones: Arc::default() }
+    }
+
+    pub fn pages(&self) -> Pages {
+        Pages { health: self.health.clone(), metrics: self.metrics.clone() }
+    }
+
+    pub fn session_opened(&self) {
+        self.metrics.sessions_opened.inc();
+        self.metrics.session_open.set(1);
+        self.health.note_session(None);
+    }
+
+    pub fn session_ended(&self, why: &str) {
+        self.metrics.session_open.set(0);
+        self.health.note_session(Some(why));
+    }
+
+    /// Records that a cause holds, and why, or that it does not: in health, metric, and a throttled warning.
+    pub fn degraded(&self, cause: Cause, why: Option<&str>) {
+        self.metrics.degraded.with_label_values(&[cause.as_str()]).set(i64::from(why.is_some()));
+        match self.health.note_degraded(cause, why) {
+            Change::Warn => warn!(cause = cause.as_str(), why = why.unwrap_or_default(), "the worker is degraded"),
+            Change::Cleared => info!(cause = cause.as_str(), "the worker is no longer degraded by this cause"),
+            Change::Nothing => {}
+        }
+    }
+
+    /// Counts messages that were moved aside without a delivery to a session.
+    pub fn moved_aside(&self, messages: u64) {
+        self.metrics.alarms_parked.with_label_values(&[ParkReason::Unreadable.as_str()]).inc_by(messages);
+    }
+
+    /// `now` is the database's time.
+    pub fn delivered(&self, delivered: &Delivered, now: Timestamp) {
+        self.metrics.alarms_delivered.with_label_values(&[delivered.source.as_str()]).inc();
+        if let (SourceQueue::Timeout, Ok(alarm)) = (delivered.source, &delivered.content) {
+            self.metrics.alarm_earliness.observe(alarm.deadline().since(now).as_secs_f64());
+        }
+    }
+
+    /// Records a batch's result. `now` is just after its commit, by the database's clock.
+    pub fn record_batch(&self, batch: &Batch, answer: &BatchResult, took: Duration, now: Timestamp) {
+        self.metrics.batch_duration.with_label_values(&[batch.by.as_str()]).observe(took.as_secs_f64());
+        let count = |outcome: &str, orders: usize| {
+            self.metrics.close_results.with_label_values(&[outcome]).inc_by(orders as u64);
+        };
+        match answer {
+            Err(fault) => count(fault.as_str(), batch.items.len()),
+            Ok(findings) => {
+                for finding in findings.values() {
+                    count(word(finding), 1);
+                    if let Ok(found) = finding
+                        && found.outcome == Outcome::Closed
+                    {
+                        self.metrics.closed(batch.by, found.deadline.map(|deadline| now.since(deadline)));
+                    }
+                }
+                let without_row = batch.items.iter().filter(|item| !findings.contains_key(item.alarm.order_id()));
+                count(Outcome::Unknown.as_str(), without_row.count());
+                self.compare_zones(batch, findings);
+            }
+        }
+    }
+
+    /// Compares each alarm's deadline with its row's. Orders that the sweep found have no alarm.
+    fn compare_zones(&self, batch: &Batch, findings: &HashMap<OrderId, CloseResult>) {
+        if batch.by != ClosedBy::Alarm {
+            return;
+        }
+        let mut zones = self.zones.lock().unwrap_or_else(PoisonError::into_inner);
+        for item in &batch.items {
+            let order_id = item.alarm.order_id();
+            if let Some(Ok(CloseOutcome { deadline: Some(by_row), .. })) = findings.get(order_id) {
+                zones.comparison.note(order_id, item.alarm.deadline(), *by_row);
+            }
+        }
+        let why = zones.comparison.why();
+        if why.is_some() || zones.differ {
+            zones.differ = why.is_some();
+            self.degraded(Cause::TimeZone, why.as_deref());
+        }
+    }
+
+    /// The difference between the database's clock and the wall clock, which is read only for this.
+    pub fn clock(&self, clock: &DatabaseClock) {
+        let (database, local) = (clock.now(), Timestamp::now_by_local_clock());
+        let offset_micros = database.unix_micros().saturating_sub(local.unix_micros());
+        self.metrics.clock_offset.show(Some(offset_micros as f64 / 1e6));
+        self.metrics.clock_uncertainty.show(Some(clock.uncertainty().as_secs_f64()));
+    }
+
+    /// The database's clock could not be read.
+    pub fn no_clock(&self) {
+        self.metrics.clock_offset.show(None);
+        self.metrics.clock_uncertainty.show(None);
+    }
+}
+
+fn word(finding: &CloseResult) -> &'static str {
+    match finding {
+        Ok(found) => found.outcome.as_str(),
+        Err(fault) => fault.as_str(),
+    }
+}

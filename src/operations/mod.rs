@@ -1,0 +1,5 @@
+//! Use cases of operators: each once, typed and serialisable. The command line calls them, and whatever else offers them.
+//!
+//! Formats nothing for a terminal or a page.
+
+pub mod retry_parked;

@@ -1,0 +1,92 @@
+//! Sends parked alarms back to the workers.
+//!
+//! A row is deleted only after its new alarm is confirmed. What cannot be sent stays, with the reason.
+
+use order_timeout_amqp::envelope::{self, AlarmHeaders, Route};
+use order_timeout_amqp::publisher::ConfirmedPublisher;
+use order_timeout_amqp::topology::Names;
+use order_timeout_core::alarm::Returns;
+use order_timeout_core::delay::Placement;
+use order_timeout_core::message::{Alarm, MAX_BODY_BYTES};
+use order_timeout_core::order::Timestamp;
+use order_timeout_core::with_causes;
+use serde::Serialize;
+use uuid::Uuid;
+
+use crate::postgres::Database;
+use crate::postgres::parked_alarms::{self, Parked, Selection};
+
+/// Rows per page: bounds memory, and how much is published between two deletions.
+const AT_ONCE: usize = 1_000;
+
+/// What became of the selected alarms.
+#[derive(Debug, Default, Serialize)]
+pub struct Retried {
+    /// Their ids, as they were read at the start.
+    #[serde(skip)]
+    pub selected: Vec<Uuid>,
+    /// How many were sent, and are no longer parked.
+    #[serde(rename = "retried")]
+    pub sent: usize,
+    /// Those that stay parked.
+    pub kept: Vec<Kept>,
+}
+
+/// An alarm that stays parked.
+#[derive(Debug, Serialize)]
+pub struct Kept {
+    /// Of its row.
+    pub id: Uuid,
+    /// One sentence.
+    pub why: String,
+}
+
+/// Publishes the selected alarms into the inbox, and deletes the rows of those that are confirmed.
+///
+/// # Errors
+/// sqlx's; what was published before is deleted.
+pub async fn retry_parked(
+    database: &Database,
+    confirmed: &ConfirmedPublisher,
+    names: &Names,
+    selection: &Selection,
+) -> Result<Retried, sqlx::Error> {
+    // The ids are read once: an alarm that is kept must not be selected again.
+    let selected = parked_alarms::ids(database, selection).await?;
+    let (mut sent, mut kept) = (0, Vec::new());
+    for page in selected.chunks(AT_ONCE) {
+        let mut readable = Vec::new();
+        for row in parked_alarms::list(database, &Selection::Ids(page.to_vec()), i64::MAX).await? {
+            match readable_alarm(&row) {
+                Ok(alarm) => readable.push((row.id, row.since, alarm)),
+                Err(why) => kept.push(Kept { id: row.id, why }),
+            }
+        }
+        let messages =
+            readable.iter().map(|(.., alarm)| envelope::address(alarm, Route::to(&Placement::Inbox, names), headers()));
+        let results = confirmed.publish_all(messages).await;
+        let mut published = Vec::new();
+        for ((id, since, _), result) in readable.into_iter().zip(results) {
+            match result {
+                Ok(()) => published.push((id, since)),
+                Err(fault) => kept.push(Kept { id, why: with_causes(&fault) }),
+            }
+        }
+        sent += published.len();
+        parked_alarms::drop_retried(database, &published).await?;
+    }
+    Ok(Retried { selected, sent, kept })
+}
+
+fn readable_alarm(row: &Parked) -> Result<Alarm, String> {
+    row.alarm().map_err(|fault| {
+        // The row has only the beginning of a body that was too large; its parse error would be misleading.
+        if row.body.len() >= MAX_BODY_BYTES { row.detail.clone() } else { fault.to_string() }
+    })
+}
+
+/// As of a new alarm.
+fn headers() -> AlarmHeaders {
+    let first_published_at = Timestamp::now_by_local_clock();
+    AlarmHeaders { attempt: 0, first_published_at, traceparent: None, returns: Returns::default() }
+}

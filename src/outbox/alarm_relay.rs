@@ -1,0 +1,116 @@
+//! Step 1, schedule, inside the order's own transaction: publishes the alarms that were inserted into `alarm_outbox`
+//! with their orders.
+//!
+//! Places each alarm as a publisher would, by the database's clock. Decides nothing about orders.
+
+use std::time::Duration;
+
+use order_timeout_amqp::envelope::{self, AlarmHeaders, Route};
+use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing};
+use order_timeout_amqp::topology::Names;
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::alarm::Returns;
+use order_timeout_core::delay::Lanes;
+use order_timeout_core::message::Alarm;
+use order_timeout_core::order::{Deadline, OrderId, Timestamp};
+use sqlx::Row;
+use sqlx::postgres::PgRow;
+use tracing::warn;
+
+use crate::config::Settings;
+use crate::outbox::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
+use crate::postgres::Database;
+
+const SQL: OutboxSql = outbox_sql!(
+    "alarm_outbox",
+    // A try gives no other queue a copy, and each alarm has a deadline.
+    pauses_s: &[1.0, 5.0, 20.0, 60.0],
+    is_paced: false,
+    // statement_timestamp(): a volatile function could not bound an index scan.
+    unsent: "SELECT id, order_id, deadline, refusals, clock_timestamp() AS now, count(*) OVER () AS found
+             FROM (
+                 (SELECT id, order_id, deadline, refusals, created_at FROM alarm_outbox
+                  WHERE sent_at IS NULL AND next_attempt_at = '-infinity' AND id <> ALL ($2::uuid[])
+                  ORDER BY created_at, id LIMIT $1)
+                 UNION ALL
+                 (SELECT id, order_id, deadline, refusals, created_at FROM alarm_outbox
+                  WHERE sent_at IS NULL AND next_attempt_at > '-infinity' AND next_attempt_at <= statement_timestamp()
+                        AND id <> ALL ($2::uuid[])
+                  ORDER BY next_attempt_at, created_at, id LIMIT $3)
+             ) AS oldest
+             ORDER BY refusals = 0, created_at, id"
+);
+
+/// Publishes the alarms in `alarm_outbox`.
+#[derive(Debug)]
+pub struct AlarmRelay {
+    outbox: Outbox,
+    names: Names,
+    lanes: Lanes,
+}
+
+impl AlarmRelay {
+    #[must_use]
+    pub fn new(
+        database: Database,
+        confirmed: ConfirmedPublisher,
+        settings: &Settings,
+        batch_size: usize,
+        keep: Duration,
+    ) -> Self {
+        Self {
+            outbox: Outbox::new(database, confirmed, SQL, batch_size, keep),
+            names: settings.names(),
+            lanes: Lanes::from(&settings.delay),
+        }
+    }
+
+    /// Publishes one batch.
+    ///
+    /// # Errors
+    /// As of [`Outbox::round`].
+    pub async fn round(&mut self) -> Result<Relayed, RelayError> {
+        let (names, lanes) = (&self.names, &self.lanes);
+        self.outbox.round(|row| message(names, lanes, row)).await
+    }
+
+    /// The backlog of the outbox.
+    ///
+    /// # Errors
+    /// As of [`Outbox::backlog`].
+    pub async fn backlog(&self) -> Result<Backlog, RelayError> {
+        self.outbox.backlog().await
+    }
+
+    /// Deletes some of the alarms that were published long enough ago; returns whether there are more.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn forget_old(&self) -> Result<bool, sqlx::Error> {
+        self.outbox.forget_old().await
+    }
+}
+
+fn message(names: &Names, lanes: &Lanes, row: &PgRow) -> Result<Option<Outgoing>, sqlx::Error> {
+    let (Timestamptz(deadline), Timestamptz(now)) = (row.try_get("deadline")?, row.try_get("now")?);
+    let order_id: String = row.try_get("order_id")?;
+    let order_id = match OrderId::new(&order_id) {
+        Ok(order_id) => order_id,
+        // The table's CHECK refuses such ids, so it was dropped. The sweep closes the order all the same.
+        Err(fault) => {
+            warn!(%fault, "an alarm in alarm_outbox has an invalid order id; it is not sent");
+            return Ok(None);
+        }
+    };
+    Ok(alarm(names, lanes, order_id, deadline, now))
+}
+
+/// `None` for an alarm whose deadline has passed: the sweep closes its order.
+fn alarm(names: &Names, lanes: &Lanes, order_id: OrderId, deadline: Deadline, now: Timestamp) -> Option<Outgoing> {
+    if deadline <= now {
+        return None;
+    }
+    let route = Route::to(&lanes.place(&order_id, deadline, now), names);
+    let headers = AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() };
+    Some(envelope::address(&Alarm { order_id, deadline }, route, headers))
+}

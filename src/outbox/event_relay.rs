@@ -1,0 +1,123 @@
+//! Step 6, ANNOUNCE: events from the outbox to `order.events`, confirmed, then marked as sent.
+//!
+//! At least once, under one message id per event. `relay.rs` empties an outbox.
+
+use std::time::Duration;
+
+use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing};
+use order_timeout_amqp::topology::Names;
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::message::CONTENT_TYPE;
+use sqlx::Row;
+use sqlx::postgres::PgRow;
+use uuid::Uuid;
+
+use crate::outbox::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
+use crate::postgres::Database;
+
+const SQL: OutboxSql = outbox_sql!(
+    "event_outbox",
+    // Every try gives every other queue that is bound for the event one more copy: three within the first half minute,
+    // then one every five minutes.
+    pauses_s: &[1.0, 30.0, 120.0, 300.0],
+    is_paced: true,
+    // Limited by bytes as well as by rows, because events of a shop's own statement could make a batch of half a gigabyte.
+    // Stored bytes are known without unpacking: 256 KiB, a thousand of our own events. Data that Postgres has compressed
+    // may be 255 times as large (LZ4's limit), 64 MiB. The first event is sent whatever its size.
+    // statement_timestamp(): a volatile function could not bound an index scan.
+    unsent: "SELECT id, routing_key, type, payload::text AS payload, created_at, refusals, found
+             FROM (
+                 SELECT *, count(*) OVER () AS found,
+                        sum(pg_column_size(payload)) OVER (ORDER BY refusals = 0, created_at, id)
+                            - pg_column_size(payload) AS ahead
+                 FROM (
+                     (SELECT id, routing_key, type, payload, created_at, refusals FROM event_outbox
+                      WHERE sent_at IS NULL AND next_attempt_at = '-infinity' AND id <> ALL ($2::uuid[])
+                      ORDER BY created_at, id LIMIT $1)
+                     UNION ALL
+                     (SELECT id, routing_key, type, payload, created_at, refusals FROM event_outbox
+                      WHERE sent_at IS NULL AND next_attempt_at > '-infinity' AND next_attempt_at <= statement_timestamp()
+                            AND id <> ALL ($2::uuid[])
+                      ORDER BY next_attempt_at, created_at, id LIMIT $3)
+                 ) AS oldest
+             ) AS weighed
+             WHERE ahead < 262144 ORDER BY refusals = 0, created_at, id"
+);
+
+/// Sends the events in `event_outbox`.
+#[derive(Debug)]
+pub struct EventRelay {
+    outbox: Outbox,
+    exchange: String,
+}
+
+impl EventRelay {
+    #[must_use]
+    pub fn new(
+        database: Database,
+        confirmed: ConfirmedPublisher,
+        names: &Names,
+        batch_size: usize,
+        keep: Duration,
+    ) -> Self {
+        Self { outbox: Outbox::new(database, confirmed, SQL, batch_size, keep), exchange: names.events() }
+    }
+
+    /// Sends one batch.
+    ///
+    /// # Errors
+    /// As of [`Outbox::round`].
+    pub async fn round(&mut self) -> Result<Relayed, RelayError> {
+        let exchange = &self.exchange;
+        self.outbox.round(|row| message(exchange, row).map(Some)).await
+    }
+
+    /// The backlog of the outbox.
+    ///
+    /// # Errors
+    /// As of [`Outbox::backlog`].
+    pub async fn backlog(&self) -> Result<Backlog, RelayError> {
+        self.outbox.backlog().await
+    }
+
+    /// How many refused events wait for another try.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn count_refused(&mut self) -> Result<u64, sqlx::Error> {
+        self.outbox.count_refused().await
+    }
+
+    /// The exchange that the events are published to.
+    #[must_use]
+    pub fn exchange(&self) -> &str {
+        &self.exchange
+    }
+
+    /// Deletes some of the events that were sent long enough ago; returns whether there are more.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn forget_old(&self) -> Result<bool, sqlx::Error> {
+        self.outbox.forget_old().await
+    }
+}
+
+fn message(exchange: &str, row: &PgRow) -> Result<Outgoing, sqlx::Error> {
+    let id: Uuid = row.try_get("id")?;
+    let Timestamptz(created_at) = row.try_get("created_at")?;
+    let payload: String = row.try_get("payload")?;
+    Ok(Outgoing {
+        exchange: exchange.to_owned(),
+        routing_key: row.try_get("routing_key")?,
+        body: payload.into_bytes(),
+        message_id: id.to_string(),
+        message_type: row.try_get("type")?,
+        content_type: CONTENT_TYPE,
+        timestamp_s: u64::try_from(created_at.unix_micros() / 1_000_000).unwrap_or(0),
+        ttl: None,
+        headers: Vec::new(),
+        // An event needs no listener.
+        mandatory: false,
+    })
+}

@@ -1,0 +1,9 @@
+//! The outboxes: rows that a transaction has committed, published by one worker at a time. `relay.rs` is what both have in
+//! common, `alarm_relay.rs` publishes alarms, `event_relay.rs` events.
+//!
+//! Decides nothing about orders.
+
+pub mod alarm_relay;
+pub mod event_relay;
+mod pace;
+pub mod relay;

@@ -1,0 +1,139 @@
+//! Brings the schema up to date, and refuses one that this version cannot work with.
+//!
+//! The migrations are in `migrations/`; none is ever edited.
+
+use std::sync::LazyLock;
+
+use sqlx::migrate::{Migrate, MigrateError, Migrator};
+use sqlx::{Connection, PgConnection};
+
+use super::connect::{address, connect_options, first_connection};
+use super::error::{DatabaseError, is_forbidden, one_line, sqlstate};
+use super::{Database, ErrorClass, Target, classify};
+use crate::config::DatabaseSettings;
+
+/// Our own name, so that a shop that uses sqlx itself keeps its `_sqlx_migrations`.
+const MIGRATIONS_TABLE: &str = "order_timeout_migrations";
+
+static MIGRATOR: LazyLock<Migrator> = LazyLock::new(|| {
+    let mut migrator = sqlx::migrate!();
+    migrator.dangerous_set_table_name(MIGRATIONS_TABLE);
+    // A newer worker may have run further migrations; expand-contract keeps them compatible with this one.
+    migrator.set_ignore_missing(true);
+    migrator
+});
+
+/// Identifies connections that change the schema, which has no time limit.
+const SETUP_NAME: &str = "order-timeout setup";
+
+/// How long a schema change may wait for a table lock. Closing waits behind it for as long.
+const SETUP_LOCK_TIMEOUT: &str = "2s";
+
+/// Brings the schema up to date. Idempotent; returns the names of the migrations that were applied now.
+///
+/// # Errors
+/// [`DatabaseError`] names the migration.
+pub async fn migrate(settings: &DatabaseSettings) -> Result<Vec<String>, DatabaseError> {
+    // Without the worker's statement timeout, because a migration may take long. But with a lock timeout: all workers
+    // wait behind a migration that waits for a table lock.
+    let options = connect_options(settings)?.application_name(SETUP_NAME);
+    let parameters = [("lock_timeout", SETUP_LOCK_TIMEOUT.to_owned())];
+    let (mut connection, _) = first_connection(&options, settings, parameters).await?;
+    let pending = pending_migrations(&mut connection).await?;
+    MIGRATOR.run(&mut connection).await.map_err(|error| DatabaseError(why_not_migrated(&error)))?;
+    // The migrations are committed, so an error while closing is ignored.
+    let _ = connection.close().await;
+    Ok(pending)
+}
+
+fn why_not_migrated(error: &MigrateError) -> String {
+    let hint = match error {
+        MigrateError::VersionMismatch(_) => "an applied migration was edited; restore it, migrations are never edited",
+        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _)
+            // duplicate_table
+            if sqlstate(inner).as_deref() == Some("42P07") =>
+        {
+            "a table of that name is there already; run CREATE SCHEMA order_timeout, add ?options=-csearch_path%3Dorder_timeout to database.url, and name statements for your own orders in orders.close_sql and orders.overdue_sql"
+        }
+        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) if classify(inner) == ErrorClass::Locked => {
+            "another session, such as a dump or another setup, holds a lock on one of our tables (pg_stat_activity lists it); run `order-timeout setup` again when it has ended"
+        }
+        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) if is_forbidden(inner) => {
+            OWN_SCHEMA_HINT
+        }
+        // invalid_schema_name
+        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _)
+            if sqlstate(inner).as_deref() == Some("3F000") =>
+        {
+            "create the schema that search_path in database.url names, such as CREATE SCHEMA order_timeout, and run `order-timeout setup` again"
+        }
+        _ => "correct the cause and run `order-timeout setup` again",
+    };
+    let why = match error {
+        MigrateError::Execute(inner) | MigrateError::ExecuteMigration(inner, _) => one_line(inner),
+        error => error.to_string(),
+    };
+    format!("the database schema could not be brought up to date: {why}; {hint}")
+}
+
+/// The fix for a database user without the necessary rights. Since PostgreSQL 15 only its owner may write into
+/// `public`.
+const OWN_SCHEMA_HINT: &str = "give the user of database.url a schema of its own (CREATE SCHEMA order_timeout AUTHORIZATION …) and add ?options=-csearch_path%3Dorder_timeout to database.url";
+
+/// Refuses a schema that this version cannot work with.
+///
+/// # Errors
+/// [`DatabaseError`] counts the migrations that are missing.
+pub async fn require_migrated(database: &Database) -> Result<(), DatabaseError> {
+    let read = database.run(async |connection| Ok(pending_migrations(connection).await));
+    let pending = read.await.map_err(|error| unreadable_migrations(&error))??;
+    let Some(first) = pending.first() else { return Ok(()) };
+    let (count, Target { options, settings, .. }) = (pending.len(), &*database.target);
+    let fix = if settings.is_default_address() {
+        "this is the default of database.url: if your database is another, set ORDER_TIMEOUT__DATABASE__URL, and then run `order-timeout setup`"
+    } else {
+        "run `order-timeout setup`"
+    };
+    Err(DatabaseError(format!(
+        "the database at {} lacks {count} migration(s), the first: {first:?}; {fix}",
+        address(options)
+    )))
+}
+
+async fn pending_migrations(connection: &mut PgConnection) -> Result<Vec<String>, DatabaseError> {
+    let exists: bool = sqlx::query_scalar("SELECT to_regclass($1) IS NOT NULL")
+        .bind(MIGRATIONS_TABLE)
+        .fetch_one(&mut *connection)
+        .await
+        .map_err(|error| unreadable_migrations(&error))?;
+    let applied = if exists {
+        refuse_unfinished_migration(connection).await?;
+        let listed = connection.list_applied_migrations(MIGRATIONS_TABLE).await;
+        listed.map_err(|error| match &error {
+            MigrateError::Execute(inner) => unreadable_migrations(inner),
+            error => DatabaseError(format!("the applied migrations cannot be read: {error}")),
+        })?
+    } else {
+        Vec::new()
+    };
+    let is_pending = |version: i64| !applied.iter().any(|migration| migration.version == version);
+    Ok(MIGRATOR.iter().filter(|m| is_pending(m.version)).map(|m| m.description.to_string()).collect())
+}
+
+/// Refuses a migration that began and did not finish. The client library's own error names a different table.
+async fn refuse_unfinished_migration(connection: &mut PgConnection) -> Result<(), DatabaseError> {
+    let unfinished = connection.dirty_version(MIGRATIONS_TABLE).await.map_err(|error| match &error {
+        MigrateError::Execute(inner) => unreadable_migrations(inner),
+        error => DatabaseError(format!("the applied migrations cannot be read: {error}")),
+    })?;
+    let Some(version) = unfinished else { return Ok(()) };
+    Err(DatabaseError(format!(
+        "migration {version} began and did not finish, according to the table {MIGRATIONS_TABLE}; remove what it has left behind, then DELETE FROM {MIGRATIONS_TABLE} WHERE version = {version}, and run `order-timeout setup` again"
+    )))
+}
+
+fn unreadable_migrations(error: &sqlx::Error) -> DatabaseError {
+    let hint =
+        if is_forbidden(error) { "; use the same user in database.url as for `order-timeout setup`" } else { "" };
+    DatabaseError(format!("the applied migrations cannot be read: {}{hint}", one_line(error)))
+}

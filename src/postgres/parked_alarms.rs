@@ -1,0 +1,278 @@
+//! The table of alarms that could not be handled, with the reason: a table, not a queue, so that they can be listed,
+//! sorted and chosen.
+//!
+//! Writes, lists and deletes rows; publishes nothing.
+
+use std::time::Duration;
+
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::alarm::DeadLetter;
+use order_timeout_core::message::{Alarm, Unreadable, write_rfc3339};
+use order_timeout_core::order::Timestamp;
+use serde::Serialize;
+use sqlx::Row;
+use sqlx::postgres::PgRow;
+use time::OffsetDateTime;
+use uuid::Uuid;
+
+use super::{Database, timestamp};
+
+/// Rows deleted by one statement because they are old: each may hold 16 KiB.
+const DELETE_BATCH_SIZE: u64 = 1_000;
+
+/// A parked alarm as it is listed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Parked {
+    pub id: Uuid,
+    pub reason: String,
+    pub detail: String,
+    pub order_id: Option<String>,
+    /// RFC 3339.
+    pub deadline: Option<String>,
+    pub attempts: i32,
+    /// RFC 3339.
+    pub parked_at: String,
+    pub age_s: i64,
+    /// The message's body, if it is text.
+    #[serde(rename = "body", skip_serializing_if = "Option::is_none")]
+    pub body_text: Option<String>,
+    /// The message's body in hexadecimal digits, if it is not UTF-8.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub body_hex: Option<String>,
+    #[serde(skip)]
+    pub body: Vec<u8>,
+    #[serde(skip)]
+    pub since: Timestamp,
+}
+
+impl Parked {
+    /// Reads the alarm again.
+    ///
+    /// # Errors
+    /// [`Unreadable`], as at its arrival.
+    pub fn alarm(&self) -> Result<Alarm, Unreadable> {
+        Alarm::read(&self.body, None)
+    }
+}
+
+/// A selection of parked alarms.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Selection {
+    All,
+    Reason(String),
+    Ids(Vec<Uuid>),
+}
+
+impl Selection {
+    fn reason(&self) -> Option<&str> {
+        match self {
+            Self::Reason(reason) => Some(reason),
+            Self::All | Self::Ids(_) => None,
+        }
+    }
+
+    fn ids(&self) -> Option<&[Uuid]> {
+        match self {
+            Self::Ids(ids) => Some(ids),
+            Self::All | Self::Reason(_) => None,
+        }
+    }
+}
+
+/// Inserts dead letters, all or none. The same message again is the same row: a delivery whose acknowledgement was
+/// lost, or a second identical alarm.
+///
+/// # Errors
+/// sqlx's; nothing is inserted then.
+pub async fn insert(database: &Database, dead_letters: &[&DeadLetter]) -> Result<(), sqlx::Error> {
+    let reasons: Vec<&str> = dead_letters.iter().map(|p| p.reason.as_str()).collect();
+    // NUL is the only character that a Postgres text cannot hold.
+    let details: Vec<String> = dead_letters.iter().map(|p| p.detail.replace('\0', "\u{fffd}")).collect();
+    let order_ids: Vec<Option<&str>> =
+        dead_letters.iter().map(|p| p.order_id.as_ref().map(order_timeout_core::order::OrderId::as_str)).collect();
+    let deadlines: Vec<Option<OffsetDateTime>> = dead_letters.iter().map(|p| p.deadline.and_then(timestamp)).collect();
+    let attempts: Vec<i32> = dead_letters.iter().map(|p| i32::try_from(p.attempts).unwrap_or(i32::MAX)).collect();
+    let bodies: Vec<&[u8]> = dead_letters.iter().map(|p| p.body.as_slice()).collect();
+    let insert = sqlx::query(
+        "INSERT INTO parked_alarms (id, reason, detail, order_id, deadline, attempts, body)
+         SELECT DISTINCT ON (id) id, reason, detail, order_id, deadline, attempts, body
+         FROM (SELECT encode(substr(sha256(body), 1, 16), 'hex')::uuid AS id, *
+               FROM unnest($1::text[], $2::text[], $3::text[], $4::timestamptz[], $5::int[], $6::bytea[])
+                    AS dead_letter (reason, detail, order_id, deadline, attempts, body)) AS dead_letters
+         ORDER BY id, attempts DESC
+         ON CONFLICT (id) DO UPDATE
+             SET reason = excluded.reason, detail = excluded.detail, attempts = excluded.attempts,
+                 parked_at = clock_timestamp()",
+    )
+    .bind(reasons)
+    .bind(details)
+    .bind(order_ids)
+    .bind(deadlines)
+    .bind(attempts)
+    .bind(bodies);
+    database.run(async |connection| insert.execute(connection).await).await.map(drop)
+}
+
+/// Lists the oldest first.
+///
+/// # Errors
+/// sqlx's.
+pub async fn list(database: &Database, selection: &Selection, limit: i64) -> Result<Vec<Parked>, sqlx::Error> {
+    list_after(database, selection, None, limit).await
+}
+
+/// Lists the oldest first, after the row `after` if one is given.
+///
+/// # Errors
+/// sqlx's.
+pub async fn list_after(
+    database: &Database,
+    selection: &Selection,
+    after: Option<Place>,
+    limit: i64,
+) -> Result<Vec<Parked>, sqlx::Error> {
+    let (since, id) = after.map_or((None, None), |place| (timestamp(place.since), Some(place.id)));
+    let select = sqlx::query(
+        "SELECT id, reason, detail, order_id, deadline, attempts, parked_at, body,
+                extract(epoch FROM clock_timestamp() - parked_at)::bigint AS age_s
+         FROM parked_alarms
+         WHERE ($1::text IS NULL OR reason = $1) AND ($2::uuid[] IS NULL OR id = ANY ($2))
+               AND ($4::timestamptz IS NULL OR (parked_at, id) > ($4, $5::uuid))
+         ORDER BY parked_at, id LIMIT $3",
+    )
+    .bind(selection.reason())
+    .bind(selection.ids())
+    .bind(limit)
+    .bind(since)
+    .bind(id);
+    let rows = database.run(async |connection| select.fetch_all(connection).await).await?;
+    rows.iter().map(parked).collect()
+}
+
+fn parked(row: &PgRow) -> Result<Parked, sqlx::Error> {
+    let written = |Timestamptz(moment)| write_rfc3339(moment);
+    let body: Vec<u8> = row.try_get("body")?;
+    let text = std::str::from_utf8(&body).ok().map(str::to_owned);
+    Ok(Parked {
+        id: row.try_get("id")?,
+        reason: row.try_get("reason")?,
+        detail: row.try_get("detail")?,
+        order_id: row.try_get("order_id")?,
+        deadline: row.try_get::<Option<Timestamptz>, _>("deadline")?.map(written),
+        attempts: row.try_get("attempts")?,
+        parked_at: written(row.try_get("parked_at")?),
+        age_s: row.try_get("age_s")?,
+        body_hex: text.is_none().then(|| hex(&body)),
+        body_text: text,
+        body,
+        since: row.try_get::<Timestamptz, _>("parked_at")?.0,
+    })
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The position of a row in the list.
+#[derive(Debug, Clone, Copy)]
+pub struct Place {
+    since: Timestamp,
+    id: Uuid,
+}
+
+/// The position of this row, if it exists.
+///
+/// # Errors
+/// sqlx's.
+pub async fn place_of(database: &Database, id: Uuid) -> Result<Option<Place>, sqlx::Error> {
+    let select = sqlx::query_scalar("SELECT parked_at FROM parked_alarms WHERE id = $1").bind(id);
+    let since: Option<Timestamptz> = database.run(async |connection| select.fetch_optional(connection).await).await?;
+    Ok(since.map(|Timestamptz(since)| Place { since, id }))
+}
+
+/// Counts the selected alarms.
+///
+/// # Errors
+/// sqlx's.
+pub async fn count(database: &Database, selection: &Selection) -> Result<u64, sqlx::Error> {
+    let select = sqlx::query_scalar(
+        "SELECT count(*) FROM parked_alarms
+         WHERE ($1::text IS NULL OR reason = $1) AND ($2::uuid[] IS NULL OR id = ANY ($2))",
+    )
+    .bind(selection.reason())
+    .bind(selection.ids());
+    let rows: i64 = database.run(async |connection| select.fetch_one(connection).await).await?;
+    Ok(u64::try_from(rows).unwrap_or(0))
+}
+
+/// The ids of the selected alarms, oldest first.
+///
+/// # Errors
+/// sqlx's.
+pub async fn ids(database: &Database, selection: &Selection) -> Result<Vec<Uuid>, sqlx::Error> {
+    let select = sqlx::query_scalar(
+        "SELECT id FROM parked_alarms
+         WHERE ($1::text IS NULL OR reason = $1) AND ($2::uuid[] IS NULL OR id = ANY ($2))
+         ORDER BY parked_at, id",
+    )
+    .bind(selection.reason())
+    .bind(selection.ids());
+    database.run(async |connection| select.fetch_all(connection).await).await
+}
+
+/// Deletes rows whose alarms are confirmed by the broker again, unless they were parked again since they were listed,
+/// because the worker may be faster.
+///
+/// # Errors
+/// sqlx's.
+pub async fn drop_retried(database: &Database, rows: &[(Uuid, Timestamp)]) -> Result<(), sqlx::Error> {
+    let (ids, since): (Vec<Uuid>, Vec<Option<OffsetDateTime>>) =
+        rows.iter().map(|(id, since)| (*id, timestamp(*since))).unzip();
+    let delete = sqlx::query(
+        "WITH retried AS MATERIALIZED (
+             SELECT p.id FROM parked_alarms p
+             JOIN unnest($1::uuid[], $2::timestamptz[]) AS listed (id, since)
+                  ON p.id = listed.id AND p.parked_at = listed.since
+             -- In the order in which parking locks them; otherwise the two could deadlock.
+             ORDER BY p.id FOR UPDATE OF p)
+         DELETE FROM parked_alarms p USING retried WHERE p.id = retried.id",
+    )
+    .bind(ids)
+    .bind(since);
+    database.run(async |connection| delete.execute(connection).await).await.map(drop)
+}
+
+/// Deletes some alarms that were parked longer ago than `keep`; returns how many, and whether there may be more.
+///
+/// # Errors
+/// sqlx's.
+pub async fn forget_old(database: &Database, keep: Duration) -> Result<(u64, bool), sqlx::Error> {
+    let delete = sqlx::query(
+        "WITH old AS MATERIALIZED (
+             SELECT id FROM parked_alarms
+             WHERE parked_at < statement_timestamp() - make_interval(secs => $1) ORDER BY parked_at LIMIT $2
+             -- Skips rows that are being parked again, retried or dropped.
+             FOR UPDATE SKIP LOCKED)
+         DELETE FROM parked_alarms p USING old WHERE p.id = old.id",
+    )
+    .bind(keep.as_secs_f64())
+    .bind(i64::try_from(DELETE_BATCH_SIZE).unwrap_or(i64::MAX));
+    let deleted = database.run(async |connection| delete.execute(connection).await).await?.rows_affected();
+    Ok((deleted, deleted >= DELETE_BATCH_SIZE))
+}
+
+/// Deletes these rows; returns how many existed.
+///
+/// # Errors
+/// sqlx's.
+pub async fn drop_rows(database: &Database, ids: &[Uuid]) -> Result<u64, sqlx::Error> {
+    let delete = sqlx::query(
+        "WITH dropped AS MATERIALIZED (
+             SELECT id FROM parked_alarms WHERE id = ANY ($1)
+             -- In the order in which parking locks them; otherwise the two could deadlock.
+             ORDER BY id FOR UPDATE)
+         DELETE FROM parked_alarms p USING dropped WHERE p.id = dropped.id",
+    )
+    .bind(ids);
+    Ok(database.run(async |connection| delete.execute(connection).await).await?.rows_affected())
+}

@@ -1,0 +1,342 @@
+//! The loop around the engine: passes inputs in, with the time, and runs the actions that come out.
+//!
+//! Forwards, times and logs; decides nothing about an alarm.
+
+use std::time::Duration;
+
+use order_timeout_core::alarm::{Delivered, Receipt, Settlement};
+use order_timeout_core::clock::DatabaseClock;
+use order_timeout_core::engine::{Action, Batch, BatchResult, Engine, Input, Policy, Snapshot, Unavailable};
+use order_timeout_core::order::{CloseError, ClosedBy, OrderId, Outcome, Timestamp};
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::GiveUp;
+use super::broker_inspections::BrokerInput;
+use super::supervisor::Phase;
+use crate::effects::Effects;
+use crate::effects::clock::ClockReading;
+use crate::observe::degraded::Cause;
+use crate::observe::health::{BEAT_EVERY, Lifecycle, Loop};
+use crate::observe::inspect::contract_watch::ContractWatch;
+use crate::observe::logging::LogThrottle;
+use crate::observe::recorder::Recorder;
+use crate::postgres;
+
+/// Deliveries that are passed in before actions are polled: enough to amortise the cost, few enough not to delay a batch.
+const INPUTS_AT_ONCE: usize = 256;
+
+/// The channels from the event loop to the other tasks.
+pub(super) struct Outputs {
+    pub settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
+    pub phase: watch::Sender<Phase>,
+    pub inspections: mpsc::UnboundedSender<BrokerInput>,
+    /// Whether a closer is busy, for tasks that wait for idle closers.
+    pub closing: watch::Sender<bool>,
+}
+
+pub(super) struct EventLoop {
+    engine: Engine,
+    clock: DatabaseClock,
+    effects: Effects,
+    outputs: Outputs,
+    closes_nothing: bool,
+    counted: Counted,
+    contract: ContractWatch,
+    not_swept: Warning<String>,
+    /// How many orders the sweep has closed since this was last logged.
+    swept: Warning<usize>,
+    /// An overdue order that the sweep could not close, and why.
+    stuck: Warning<Option<(OrderId, String)>>,
+    recorder: Recorder,
+}
+
+/// The subject of a warning, collected since it was last logged.
+#[derive(Debug, Default)]
+struct Warning<T> {
+    about: T,
+    said: LogThrottle,
+}
+
+impl<T: Default + PartialEq> Warning<T> {
+    /// What to log now, if there is anything and it was not logged just before.
+    fn take_due(&mut self) -> Option<T> {
+        let is_due = self.about != T::default() && self.said.is_due();
+        is_due.then(|| std::mem::take(&mut self.about))
+    }
+}
+
+/// The engine's counts as they were last added to the metrics.
+#[derive(Debug, Default)]
+struct Counted {
+    early_returns: u64,
+    swept: u64,
+}
+
+impl EventLoop {
+    pub fn new(
+        policy: Policy,
+        contract: ContractWatch,
+        clock: DatabaseClock,
+        effects: Effects,
+        outputs: Outputs,
+        recorder: Recorder,
+    ) -> Self {
+        Self {
+            engine: Engine::new(policy),
+            clock,
+            effects,
+            outputs,
+            closes_nothing: false,
+            counted: Counted::default(),
+            contract,
+            not_swept: Warning::default(),
+            swept: Warning::default(),
+            stuck: Warning::default(),
+            recorder,
+        }
+    }
+
+    /// Runs until `stop`, then until all work in flight is finished or given up.
+    pub async fn work(
+        mut self,
+        mut inbox: mpsc::UnboundedReceiver<Delivered>,
+        mut inputs: mpsc::UnboundedReceiver<Input>,
+        mut clock_readings: mpsc::UnboundedReceiver<ClockReading>,
+        stop: CancellationToken,
+        give_up: GiveUp,
+    ) {
+        let mut delivered = Vec::with_capacity(INPUTS_AT_ONCE);
+        let mut stopping = false;
+        let mut inbox_is_open = true;
+        self.recorder.clock(&self.clock);
+        loop {
+            self.recorder.health.beat(Loop::EventLoop);
+            if self.run_actions() || self.has_more_to_do() {
+                // Tasks that were started go first. In a burst the engine has more to wake for many rounds that do not wait for
+                // anything: without this, the first batches would be sent, and their results read, only after the last round.
+                tokio::task::yield_now().await;
+            }
+            // A task ends only after it has sent its inputs.
+            if stopping && self.engine.closers_are_idle() && self.effects.tasks.is_empty() && inputs.is_empty() {
+                break;
+            }
+            let beat_at = Instant::now() + BEAT_EVERY;
+            let wake_at =
+                self.engine.next_wakeup().map_or(beat_at, |moment| beat_at.min(self.clock.instant_of(moment).into()));
+            tokio::select! {
+                biased;
+                () = stop.cancelled(), if !stopping => {
+                    stopping = true;
+                    self.begin_draining();
+                }
+                () = give_up.moment() => break,
+                Some(input) = inputs.recv() => self.take(input),
+                Some(reading) = clock_readings.recv() => self.take_clock(reading),
+                count = inbox.recv_many(&mut delivered, INPUTS_AT_ONCE), if inbox_is_open => {
+                    // Closed when the supervisor has ended, which may be before the other tasks during a shutdown.
+                    inbox_is_open = count > 0;
+                    let now = self.clock.now();
+                    for one in delivered.drain(..) {
+                        self.recorder.delivered(&one, now);
+                        self.engine.handle(Input::Delivered(one), now);
+                    }
+                }
+                // The last task to end may have sent nothing.
+                () = self.effects.tasks.wait(), if stopping && !self.effects.tasks.is_empty() => {}
+                () = tokio::time::sleep_until(wake_at) => {}
+            }
+        }
+        self.outputs.phase.send_replace(Phase::Close);
+    }
+
+    fn has_more_to_do(&self) -> bool {
+        self.engine.next_wakeup().is_some_and(|at| at <= self.clock.now())
+    }
+
+    fn begin_draining(&mut self) {
+        info!(
+            held = self.engine.snapshot(self.clock.now()).held,
+            "stopping: accepting nothing new, finishing work in flight"
+        );
+        self.recorder.health.note_lifecycle(Lifecycle::Stopping);
+        self.outputs.phase.send_replace(Phase::Drain);
+        self.engine.drain();
+        self.effects.tasks.close();
+    }
+
+    /// Records an input for operators, and passes it in.
+    fn take(&mut self, input: Input) {
+        match &input {
+            Input::Closed(batch, result) => self.record_batch(batch, result),
+            Input::Rearmed(receipts) => self.recorder.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
+            Input::Swept(page) => self.contract.page_found(page, std::time::Instant::now()),
+            Input::NotSwept(why) => self.record_failed_sweep(why),
+            _ => {}
+        }
+        self.engine.handle(input, self.clock.now());
+    }
+
+    fn take_clock(&mut self, reading: ClockReading) {
+        match reading {
+            Ok(sample) => {
+                self.clock.learn(sample);
+                self.recorder.clock(&self.clock);
+                self.engine.handle(Input::ClockRead, self.clock.now());
+                // Arrives each second, so that collected counts are logged even if nothing else happens.
+                self.log_swept_orders();
+                self.log_stuck_orders();
+                self.effects.parked.lock().expect("no holder panics").log_due();
+                let why = self.contract.why(std::time::Instant::now());
+                self.recorder.degraded(Cause::OrdersContract, why.as_deref());
+            }
+            Err(why) => {
+                self.recorder.no_clock();
+                self.engine.handle(Input::ClockNotRead(why), self.clock.now());
+            }
+        }
+        let snapshot = self.engine.snapshot(self.clock.now());
+        self.recorder.degraded(Cause::AlarmsCirculate, snapshot.circulation.as_deref());
+        self.recorder.degraded(Cause::BrokerPolicy, snapshot.broker_policy);
+    }
+
+    fn record_batch(&mut self, batch: &Batch, result: &BatchResult) {
+        while let Some(odd) = self.effects.take_odd_answer() {
+            self.contract.odd_answer(&odd, std::time::Instant::now());
+        }
+        let results = match result {
+            Ok(results) => results,
+            Err(fault) => return self.record_stuck_order(batch, fault),
+        };
+        self.contract.answered(batch, result, std::time::Instant::now());
+        let closed = results.values().flatten().filter(|found| found.outcome == Outcome::Closed).count();
+        // Without the broker no alarm is expected.
+        if batch.by == ClosedBy::Sweep && closed > 0 && self.engine.snapshot(self.clock.now()).is_consuming {
+            self.swept.about += closed;
+            // They end with the worker's stop.
+            let _ = self.outputs.inspections.send(BrokerInput::Swept);
+            self.log_swept_orders();
+        }
+    }
+
+    fn record_stuck_order(&mut self, batch: &Batch, fault: &CloseError) {
+        match (fault, batch.by, &batch.items[..]) {
+            (CloseError::Unavailable(_), ..) => {}
+            // Only an order that was alone in its batch has caused the error.
+            (fault, ClosedBy::Sweep, [item]) => {
+                self.stuck.about = Some((item.alarm.order_id().clone(), fault.to_string()));
+            }
+            _ => {}
+        }
+    }
+
+    /// Logs at once, and then at most once a minute, that the query for overdue orders fails.
+    fn record_failed_sweep(&mut self, why: &str) {
+        self.recorder.metrics.sweep_failures.inc();
+        why.clone_into(&mut self.not_swept.about);
+        if let Some(why) = self.not_swept.take_due() {
+            warn!(why, "the query for overdue orders failed; retrying");
+        }
+    }
+
+    /// Logs at most once a minute that the sweep closed orders whose alarm had not arrived.
+    fn log_swept_orders(&mut self) {
+        if let Some(orders) = self.swept.take_due() {
+            warn!(
+                orders,
+                "the sweep closed overdue orders whose alarm had not arrived in time; is every order scheduled, and is the broker keeping up?"
+            );
+        }
+    }
+
+    /// The same for orders that the sweep cannot close. Without an alarm, nothing is parked for them.
+    fn log_stuck_orders(&mut self) {
+        // Most orders that fail once are closed a moment later.
+        self.stuck.about.take_if(|(order_id, _)| !self.engine.is_backed_off(order_id));
+        if let Some((order_id, why)) = self.stuck.take_due().flatten() {
+            let orders = self.engine.snapshot(self.clock.now()).backed_off;
+            warn!(orders, %order_id, %why, "overdue orders cannot be closed, this one among them; retrying at most five minutes apart");
+        }
+    }
+
+    /// Runs what the engine asks for; returns whether there was anything.
+    fn run_actions(&mut self) -> bool {
+        let now = self.clock.now();
+        let actions = self.engine.poll_actions(now);
+        let were_any = !actions.is_empty();
+        for action in actions {
+            match action {
+                Action::Close(batch) => self.effects.close(batch, self.clock),
+                Action::Rearm(jobs) => self.effects.rearm(jobs, self.clock),
+                Action::Park(dead_letters) => self.effects.park(dead_letters),
+                Action::Sweep(page) => {
+                    self.contract.page_asked(&page, std::time::Instant::now());
+                    self.effects.sweep(page);
+                }
+                // Without the supervisor there is no session, and every receipt is void.
+                Action::Settle(settlements) => drop(self.outputs.settlements.send(settlements)),
+            }
+        }
+        let closing = !self.engine.closers_are_idle();
+        self.outputs.closing.send_if_modified(|known| std::mem::replace(known, closing) != closing);
+        self.update_phase(self.engine.wants_deliveries(now));
+        let snapshot = self.engine.snapshot(now);
+        self.closes_nothing = self.log_availability(&snapshot);
+        self.update_metrics(&snapshot, now);
+        self.counted = Counted { early_returns: snapshot.early_returns, swept: snapshot.swept };
+        were_any
+    }
+
+    /// Publishes the engine's counts and whether the database is usable.
+    fn update_metrics(&self, snapshot: &Snapshot<'_>, now: Timestamp) {
+        let metrics = &self.recorder.metrics;
+        metrics.alarms_held.set(snapshot.held as i64);
+        metrics.alarms_held_back.set(snapshot.held_back as i64);
+        metrics.early_returns.inc_by(snapshot.early_returns - self.counted.early_returns);
+        metrics.orders_swept.inc_by(snapshot.swept - self.counted.swept);
+        metrics.orders_backed_off.set(snapshot.backed_off as i64);
+        let overdue_for = snapshot.oldest_overdue.map_or(Duration::ZERO, |deadline| now.since(deadline));
+        metrics.oldest_overdue.show(snapshot.overdue_is_known.then_some(overdue_for.as_secs_f64()));
+        let why = snapshot.unavailable.map(Unavailable::reason);
+        metrics.database_unavailable.set(i64::from(why.is_some()));
+        self.recorder.health.note_database(why.map(postgres::without_server_message).as_deref());
+    }
+
+    /// Logs when the database begins to close nothing, and when it closes again. Returns whether it closes nothing.
+    fn log_availability(&self, snapshot: &Snapshot<'_>) -> bool {
+        match snapshot.unavailable {
+            Some(Unavailable::ClosesNothing(why)) => {
+                if !self.closes_nothing {
+                    warn!(why, "the database closes nothing; retrying");
+                }
+                true
+            }
+            _ => {
+                if self.closes_nothing {
+                    info!("the database closes orders again");
+                }
+                false
+            }
+        }
+    }
+
+    fn update_phase(&self, wanted: bool) {
+        self.outputs.phase.send_if_modified(|phase| {
+            let next = match (*phase, wanted) {
+                (Phase::Consume, false) => {
+                    warn!("nothing could be closed, re-armed or parked for worker.requeue_after, as the previous warnings say; alarms are returned to the broker until that changes");
+                    self.recorder.health.note_lifecycle(Lifecycle::Paused);
+                    Phase::Rest
+                }
+                (Phase::Rest, true) => {
+                    self.recorder.health.note_lifecycle(Lifecycle::Running);
+                    Phase::Consume
+                }
+                (unchanged, _) => unchanged,
+            };
+            std::mem::replace(phase, next) != next
+        });
+    }
+}

@@ -1,0 +1,28 @@
+//! Stack for the thread on which the AMQP client parses messages: it parses nested tables by recursion, and a message
+//! whose tables are nested deeply would otherwise overflow the stack and end the process.
+//!
+//! The client starts that thread itself, so its stack size can only be set through the environment of the process.
+
+/// The environment variable from which std takes the stack size of new threads.
+const STACK_SETTING: &str = "RUST_MIN_STACK";
+/// Address space, not memory, until it is used. A frame of 128 KiB holds 18 000 nested tables, which needed less than
+/// this in a debug build.
+const STACK_BYTES: usize = 268_435_456;
+
+/// Has new threads get a stack that is large enough for every message, unless `RUST_MIN_STACK` is set already. Call it
+/// first in `main` of a program that runs a [`Worker`](crate::Worker).
+///
+/// # Safety
+/// No other thread may be running that could read the environment.
+pub unsafe fn reserve_for_parsing() {
+    if std::env::var_os(STACK_SETTING).is_none() {
+        // SAFETY: the caller's promise.
+        unsafe { std::env::set_var(STACK_SETTING, STACK_BYTES.to_string()) };
+    }
+}
+
+/// Whether [`reserve_for_parsing`] was called, or `RUST_MIN_STACK` is as large.
+pub(crate) fn is_reserved() -> bool {
+    let bytes = std::env::var(STACK_SETTING).ok().and_then(|bytes| bytes.parse::<usize>().ok());
+    bytes.is_some_and(|bytes| bytes >= STACK_BYTES)
+}

@@ -1,0 +1,223 @@
+//! The examples of the client and of the worker run against a real broker and database, and a crate that depends on the
+//! client alone compiles what README and the guide print.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use order_timeout::Settings;
+use order_timeout::config::Listen;
+use secrecy::ExposeSecret;
+use serde_json::Value;
+
+use crate::support::away::on_private_broker_with;
+use crate::support::{TestEnv, wait_for};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// The folder of the examples' programs. They are built here, because `cargo test --test it` builds none.
+fn examples() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let arguments = ["build", "--examples", "--locked", "--offline", "--quiet"];
+        let status = Command::new(env!("CARGO")).args(arguments).current_dir(root()).status().unwrap();
+        assert!(status.success(), "the examples do not compile");
+        // target/debug/deps/it-…
+        let test_program = std::env::current_exe().unwrap();
+        test_program.parent().unwrap().parent().unwrap().join("examples")
+    })
+}
+
+fn example(name: &str) -> Command {
+    Command::new(examples().join(name))
+}
+
+/// A running example, with what it prints. Killed when dropped.
+struct Running {
+    child: Child,
+    output: BufReader<ChildStdout>,
+}
+
+impl Running {
+    fn start(command: &mut Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Self { child, output }
+    }
+
+    /// The next line; empty at the end.
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ended = self.child.kill();
+        let _reaped = self.child.wait();
+    }
+}
+
+/// The examples use the default namespace, lanes and rings.
+fn with_default_names<F: Future<Output = ()> + Send + 'static>(
+    test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
+) {
+    let defaults = |settings: &mut Settings| {
+        let defaults = Settings::defaults();
+        settings.namespace = defaults.namespace;
+        settings.delay = defaults.delay;
+        settings.worker = defaults.worker;
+        settings.http.listen = Listen(None);
+    };
+    // Before the broker is started: a connection ends if its runtime is blocked for long.
+    examples();
+    on_private_broker_with(&[], defaults, |env, _| test(env));
+}
+
+fn amqp_url(env: &TestEnv) -> String {
+    env.settings.amqp.url.expose_secret().to_owned()
+}
+
+fn database_url(env: &TestEnv) -> String {
+    env.settings.database.url.expose_secret().to_owned()
+}
+
+/// The status code and the body of a POST without a body.
+fn post(address: &str, path: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(address).unwrap();
+    let request = format!("POST {path} HTTP/1.1\r\nHost: {address}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+}
+
+#[test]
+fn schedule_example_fills_lane() {
+    with_default_names(async |env| {
+        let order = env.order(Duration::from_secs(30 * 60)).await;
+        let mut command = example("schedule");
+        let output = command.args([&order.id.to_string(), "30"]).env("AMQP_URL", amqp_url(&env)).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        wait_for("the alarm in its lane", async || {
+            let mut depth = 0;
+            for shard in 0..env.settings.delay.lane_shards {
+                depth += env.depth(&env.names().lane_queue("30m", shard)).await;
+            }
+            depth == 1
+        })
+        .await;
+    });
+}
+
+#[test]
+fn transaction_examples_create_scheduled_orders() {
+    with_default_names(async |env| {
+        let output = example("schedule_in_transaction").env("DATABASE_URL", database_url(&env)).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+
+        let mut command = example("axum_checkout");
+        let mut checkout = Running::start(command.env("DATABASE_URL", database_url(&env)).env("LISTEN", "127.0.0.1:0"));
+        let line = checkout.line();
+        let address = line.strip_prefix("listening: http://").unwrap_or_else(|| panic!("{line:?}"));
+        let (created, body) = post(address, "/orders");
+        assert_eq!(created, 201, "{body}");
+        let body: Value = serde_json::from_str(&body).unwrap();
+        let payment = format!("/orders/{}/payment", body["id"].as_str().unwrap());
+        assert_eq!([post(address, &payment).0, post(address, &payment).0], [200, 409], "paid once");
+
+        let scheduled = "SELECT count(*) FROM alarm_outbox a
+                         JOIN orders o ON o.id::text = a.order_id AND o.expires_at = a.deadline";
+        assert_eq!(env.count(scheduled).await, 2);
+        assert_eq!(env.count("SELECT count(*) FROM orders WHERE status = 'paid'").await, 1);
+    });
+}
+
+#[test]
+fn embedded_worker_announces_to_listener() {
+    with_default_names(async |env| {
+        let mut listener = Running::start(example("listen").env("AMQP_URL", amqp_url(&env)).env("EVENTS", "1"));
+        assert_eq!(listener.line(), "listening: shop.order-closed");
+        let mut command = example("embed_worker");
+        command.env("ORDER_TIMEOUT__AMQP__URL", amqp_url(&env));
+        command.env("ORDER_TIMEOUT__DATABASE__URL", database_url(&env)).env("ORDER_TIMEOUT__HTTP__LISTEN", "");
+        let mut worker = Running::start(&mut command);
+        assert_eq!(worker.line(), "worker started");
+
+        let order = env.order(Duration::from_secs(1)).await;
+        assert_eq!(listener.line(), format!("closed: order {} by Sweep", order.id));
+        assert!(listener.child.wait().unwrap().success());
+        // SAFETY: a signal to a child that has not been waited for.
+        unsafe { libc::kill(i32::try_from(worker.child.id()).unwrap(), libc::SIGINT) };
+        assert_eq!(worker.line(), "worker stopped; all work finished: true");
+        assert!(worker.child.wait().unwrap().success());
+    });
+}
+
+/// The code blocks of this language.
+fn blocks<'a>(document: &'a str, language: &str) -> Vec<&'a str> {
+    let blocks = document.split("```").skip(1).step_by(2);
+    blocks.filter_map(|block| block.strip_prefix(language)?.strip_prefix('\n')).collect()
+}
+
+#[test]
+fn client_alone_compiles_printed_snippets() {
+    let folder = tempfile::tempdir().unwrap();
+    let client = root().join("crates/client");
+    let manifest = format!(
+        "[package]\nname = \"shop\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\n[dependencies]\n\
+         order-timeout-client = {{ path = {client:?}, features = [\"postgres\"] }}\n\
+         sqlx = {{ version = \"0.9\", default-features = false, features = [\"postgres\"] }}\n\
+         uuid = \"1\"\n\n[workspace]\n\n[profile.dev]\ndebug = false\n"
+    );
+    std::fs::write(folder.path().join("Cargo.toml"), manifest).unwrap();
+    std::fs::copy(root().join("Cargo.lock"), folder.path().join("Cargo.lock")).unwrap();
+    let (readme, guide) = (include_str!("../../README.md"), include_str!("../../docs/guide/order-service.md"));
+    let functions = blocks(readme, "rust").into_iter().chain(blocks(guide, "rust")).enumerate().map(|(number, block)| {
+        format!(
+            "#[allow(unused)]\npub async fn snippet_{number}(mut transaction: sqlx::Transaction<'_, sqlx::Postgres>, \
+             order_id: uuid::Uuid, deadline: std::time::SystemTime) -> Result<(), Box<dyn std::error::Error>> {{\n\
+             {block}\nOk(())\n}}\n"
+        )
+    });
+    let code: String = functions.collect();
+    assert!(code.contains("snippet_2"), "README and the guide print too little: {code}");
+    std::fs::create_dir(folder.path().join("src")).unwrap();
+    std::fs::write(folder.path().join("src/lib.rs"), code).unwrap();
+    let mut check = Command::new(env!("CARGO"));
+    check.args(["check", "--offline", "--quiet"]).current_dir(folder.path());
+    // Kept between runs.
+    check.env("CARGO_TARGET_DIR", Path::new(env!("CARGO_TARGET_TMPDIR")).join("client-alone"));
+    let output = check.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn client_brings_few_crates() {
+    for (features, most) in [(&[][..], 165), (&["--no-default-features", "--features", "postgres"][..], 150)] {
+        let mut tree = Command::new(env!("CARGO"));
+        tree.args([
+            "tree",
+            "-p",
+            "order-timeout-client",
+            "-e",
+            "normal",
+            "--prefix",
+            "none",
+            "--no-dedupe",
+            "--offline",
+        ]);
+        let output = tree.args(features).current_dir(root()).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let crates: std::collections::BTreeSet<&str> = text.lines().filter(|line| !line.is_empty()).collect();
+        assert!((20..=most).contains(&crates.len()), "{} crates with {features:?}", crates.len());
+    }
+}
