@@ -1,11 +1,10 @@
 //! The composition root: starts the tasks, connects them, and drains them at the end.
 //!
-//! Decides nothing about alarms (that is `engine/`), and contains no statement and no frame. `event_loop.rs` passes
-//! inputs and actions between the engine and the effects; `effects.rs` runs them; `supervisor.rs` keeps a consumer
-//! session open; `ack_batcher.rs` batches settlements; `quarantine.rs` moves messages aside that end every session;
-//! `outboxes.rs` empties the outboxes; `recorder.rs` counts; `inspections.rs` checks what the worker needs of the
-//! database, `broker_inspections.rs` why alarms do not arrive; `give_way.rs` lets both wait for idle closers;
-//! `zones.rs` compares the deadlines of alarms and rows.
+//! Decides nothing about alarms (that is `order-timeout-core`), and contains no statement and no frame. `event_loop.rs`
+//! passes inputs and actions between the engine and the effects; `supervisor.rs` keeps a consumer session open;
+//! `ack_batcher.rs` batches settlements; `quarantine.rs` moves messages aside that end every session; `outboxes.rs`
+//! empties the outboxes; `inspections.rs` checks what the worker needs of the database, `broker_inspections.rs` why
+//! alarms do not arrive; `give_way.rs` lets both wait for idle closers.
 
 mod ack_batcher;
 mod broker_inspections;
