@@ -114,7 +114,7 @@ pub struct WorkerSettings {
     pub shards: u8,
     pub take_shards: Vec<u8>,
     pub prefetch: u16,
-    pub arm_prefetch: u16,
+    pub schedule_prefetch: u16,
     pub batch_size: usize,
     #[serde(deserialize_with = "duration::read")]
     pub linger: Duration,

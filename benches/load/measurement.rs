@@ -221,7 +221,7 @@ async fn ensure_all_waiting(env: &BenchEnv<'_>, plan: &Plan, begin: Timestamp) -
         return Ok(());
     }
     let connection = env.connect().await?;
-    let inbox = env.settings.names().arm();
+    let inbox = env.settings.names().schedule();
     while queue_state(&connection, &inbox).await?.ready > 0 {
         tokio::time::sleep(Duration::from_millis(200)).await;
     }

@@ -28,7 +28,8 @@ const LIST_FORM: &str = "lanes = [\"15m\"]";
 const RINGS: &str = "delay.rings";
 
 /// The old and the new names of renamed settings.
-pub(super) const RENAMED: [(&str, &str); 1] = [("worker.away_patience", "worker.requeue_after")];
+pub(super) const RENAMED: [(&str, &str); 2] =
+    [("worker.away_patience", "worker.requeue_after"), ("worker.arm_prefetch", "worker.schedule_prefetch")];
 
 /// The least similarity of a key and the one suggested for it, from 0 to 1: two letters in five may differ.
 const LEAST_SIMILARITY: f64 = 0.6;

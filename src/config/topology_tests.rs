@@ -25,9 +25,9 @@ fn queues_without_consumers_have_ttl() {
         topology.queues.iter().find(|queue| queue.name == name).unwrap().arguments.get("x-message-ttl").cloned()
     };
     assert_eq!(ttl_ms("order.delay.30m.3"), Some(Argument::Number(1_800_100)));
-    assert_eq!(ttl_ms("order.wheel.5s.00"), Some(Argument::Number(120_000)));
-    assert_eq!(ttl_ms("order.wheel.1h.35"), Some(Argument::Number(36 * 3_600_000)));
-    for consumed in ["order.timeout", "order.arm", "order.parked"] {
+    assert_eq!(ttl_ms("order.slot.5s.00"), Some(Argument::Number(120_000)));
+    assert_eq!(ttl_ms("order.slot.1h.35"), Some(Argument::Number(36 * 3_600_000)));
+    for consumed in ["order.timeout", "order.schedule", "order.parked"] {
         assert_eq!(ttl_ms(consumed), None, "{consumed} keeps what it has until it is consumed");
     }
 }

@@ -87,7 +87,7 @@ impl Settings {
         for (key, value, most) in [
             ("worker.shards", usize::from(worker.shards), usize::from(MAX_SHARDS)),
             ("worker.prefetch", usize::from(worker.prefetch), usize::from(AMQP_MAX_PREFETCH)),
-            ("worker.arm_prefetch", usize::from(worker.arm_prefetch), usize::from(AMQP_MAX_PREFETCH)),
+            ("worker.schedule_prefetch", usize::from(worker.schedule_prefetch), usize::from(AMQP_MAX_PREFETCH)),
             ("worker.batch_size", worker.batch_size, 10_000),
             ("worker.closers", worker.closers, 32),
             ("announce.batch_size", self.announce.batch_size, 10_000),

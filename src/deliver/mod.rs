@@ -16,7 +16,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, Consumer, Event};
 use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect::{self, BrokerError, EndKind};
-use order_timeout_amqp::topology::{Sight, Topology, TopologyError};
+use order_timeout_amqp::topology::{Sight, Topology, TopologyError, queue_exists};
 use order_timeout_core::alarm::{
     DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Receipt, Returns, Settlement, SourceQueue,
 };
@@ -242,7 +242,14 @@ impl Session {
     }
 
     async fn consume_all(&mut self, settings: &Settings, inboxes: &Inboxes) -> lapin::Result<()> {
-        for (index, queue) in (0..).zip(sources(settings)) {
+        let mut sources = sources(settings);
+        let former_inbox = settings.names().former_inbox();
+        // A queue of former versions: publishers and slots of theirs still fill it.
+        if queue_exists(&self.connection, &former_inbox).await? {
+            let prefetch = settings.worker.schedule_prefetch;
+            sources.push(ConsumedQueue { source: SourceQueue::Inbox, queue: former_inbox, prefetch });
+        }
+        for (index, queue) in (0..).zip(sources) {
             let consumer = self.consume(index, queue, inboxes.clone()).await?;
             self.consumers.push(consumer);
         }
@@ -404,7 +411,7 @@ fn sources(settings: &Settings) -> Vec<ConsumedQueue> {
     let processing = worker.shard_of_each_channel().into_iter();
     let processing = processing.map(|shard| (SourceQueue::Timeout, names.shard(shard), worker.prefetch));
     let rest = [
-        (SourceQueue::Inbox, names.arm(), worker.arm_prefetch),
+        (SourceQueue::Inbox, names.schedule(), worker.schedule_prefetch),
         (SourceQueue::Parked, names.parked(), PARKED_PREFETCH),
     ];
     processing.chain(rest).map(|(source, queue, prefetch)| ConsumedQueue { source, queue, prefetch }).collect()

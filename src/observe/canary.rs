@@ -87,7 +87,7 @@ impl Paths {
             Strategy::DeadLetter => {
                 let wheel = settings.delay.wheel().expect("validated settings have rings that mesh");
                 for (index, ring) in wheel.rings().iter().enumerate() {
-                    let name = format!("{}.{}", names.wheel(), ring.name);
+                    let name = format!("{}.{}", names.slot(), ring.name);
                     paths.push(Path { name, kind: Kind::Ring(index), longest_wait: AHEAD + ring.unit });
                 }
                 for lane in &settings.delay.lanes {
@@ -278,7 +278,7 @@ mod tests {
     fn rings_and_lanes_have_paths() {
         let names: Vec<String> = paths(&[]).all().iter().map(|path| path.name.clone()).collect();
         let lanes = (0..4).map(|shard| format!("order.delay.30m.{shard}"));
-        let fixed = ["order.due", "order.wheel.5s", "order.wheel.1m", "order.wheel.1h"].map(str::to_owned);
+        let fixed = ["order.due", "order.slot.5s", "order.slot.1m", "order.slot.1h"].map(str::to_owned);
         assert_eq!(names, fixed.into_iter().chain(lanes).collect::<Vec<_>>());
         let delayed = paths(&["delay.strategy=delayed-exchange"]);
         assert_eq!(delayed.all().iter().map(|path| &*path.name).collect::<Vec<_>>(), ["order.due", "order.delayed"]);
@@ -288,8 +288,8 @@ mod tests {
     fn canary_interval_covers_its_wait() {
         let paths = paths(&[]);
         let every = |name: &str, suspected| paths.find(name).unwrap().sent_every(suspected);
-        assert_eq!(every("order.wheel.5s", false), REGULAR_INTERVAL);
-        assert_eq!(every("order.wheel.5s", true), SUSPECTED_INTERVAL);
+        assert_eq!(every("order.slot.5s", false), REGULAR_INTERVAL);
+        assert_eq!(every("order.slot.5s", true), SUSPECTED_INTERVAL);
         assert_eq!(every("order.delay.30m.0", true), Duration::from_secs(30 * 60 - 20));
     }
 
@@ -298,11 +298,11 @@ mod tests {
         #[test]
         fn finest_ring_answers_within_ten_seconds(micros in 0_i64..3_600_000_000) {
             let (paths, now) = (paths(&[]), Timestamp::from_unix_micros(1_700_000_000_000_000 + micros));
-            let finest = paths.find("order.wheel.5s").unwrap();
+            let finest = paths.find("order.slot.5s").unwrap();
             let journey = paths.journey(finest, now);
             prop_assert!(journey.wait >= AHEAD, "{:?}", journey.wait);
             prop_assert!(journey.wait + GRACE + Duration::from_secs(1) < Duration::from_secs(10), "{:?}", journey.wait);
-            prop_assert!(journey.queue.starts_with("order.wheel.5s."));
+            prop_assert!(journey.queue.starts_with("order.slot.5s."));
             prop_assert_eq!(journey.route.delay, Delay::Ttl(journey.wait));
         }
 
@@ -310,7 +310,7 @@ mod tests {
         #[test]
         fn canary_leaves_when_its_slot_does(micros in 0_i64..3_600_000_000) {
             let (paths, now) = (paths(&[]), Timestamp::from_unix_micros(1_700_000_000_000_000 + micros));
-            let journey = paths.journey(paths.find("order.wheel.5s").unwrap(), now);
+            let journey = paths.journey(paths.find("order.slot.5s").unwrap(), now);
             // A slot expires `lead` before its unit of five seconds begins.
             let begins = (now + journey.wait + Duration::from_secs(20)).unix_micros();
             prop_assert!(begins.rem_euclid(5_000_000) < 1_000, "{begins}");

@@ -264,7 +264,7 @@ mod tests {
 
     fn deliver(routing_key: &[u8]) -> Frame {
         let tag = 9_u64.to_be_bytes();
-        let parts = [&DELIVER[..], &short(b"tag"), &tag, &[0], &short(b"order.arm"), &short(routing_key)];
+        let parts = [&DELIVER[..], &short(b"tag"), &tag, &[0], &short(b"order.schedule"), &short(routing_key)];
         frame(Kind::Method, parts.concat())
     }
 

@@ -115,7 +115,7 @@ pub fn queues(settings: &Settings) -> Vec<String> {
     let names = settings.names();
     let shards: BTreeSet<u8> = settings.worker.shard_of_each_channel().into_iter().collect();
     let shards = shards.into_iter().map(|shard| names.shard(shard));
-    shards.chain([names.arm(), names.parked()]).collect()
+    shards.chain([names.schedule(), names.former_inbox(), names.parked()]).collect()
 }
 
 /// Searches one queue on its own connection. With a database, moves unreadable messages into `parked_alarms`; without

@@ -256,7 +256,7 @@ impl FaultRun<'_> {
     async fn purge(&self) -> FaultEffect {
         let (env, names) = (self.environment.with_broker_channel().await, self.env().names());
         let mut discarded = 0;
-        for queue in self.delay_queues().into_iter().chain([names.timeout(), names.arm()]) {
+        for queue in self.delay_queues().into_iter().chain([names.timeout(), names.schedule()]) {
             let options = QueuePurgeOptions::default();
             discarded += env.channel.queue_purge(queue.as_str().into(), options).await.unwrap();
         }
@@ -266,7 +266,7 @@ impl FaultRun<'_> {
     /// Lanes and slots.
     fn delay_queues(&self) -> Vec<String> {
         let names = self.env().names();
-        let consumed = [names.timeout(), names.arm(), names.parked()];
+        let consumed = [names.timeout(), names.schedule(), names.parked()];
         let queues = self.env().settings.topology().queues.into_iter().map(|queue| queue.name);
         queues.filter(|name| !consumed.contains(name)).collect()
     }
@@ -274,7 +274,7 @@ impl FaultRun<'_> {
     /// The worker re-declares it and continues to consume.
     async fn delete_consumed_queue(&self) {
         let names = self.env().names();
-        let queue = [names.timeout(), names.arm()][self.fault.choice % 2].clone();
+        let queue = [names.timeout(), names.schedule()][self.fault.choice % 2].clone();
         let env = self.environment.with_broker_channel().await;
         env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         wait_for("the queue, consumed again", async || is_consumed(&env, &queue).await).await;

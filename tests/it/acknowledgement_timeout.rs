@@ -196,10 +196,10 @@ fn blocked_publishing_returns_alarms_before_ack_timeout() {
         let unacked = UnackedMessage::prepare(&env).await;
         let kept_events = keep_events(&env).await;
         let order = env.order(20 * SECOND).await;
-        env.publish_raw("", &env.names().arm(), &order.body(), BasicProperties::default()).await;
+        env.publish_raw("", &env.names().schedule(), &order.body(), BasicProperties::default()).await;
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.00001"]));
         let worker = ObservedWorker::start(&env).await;
-        wait_for("the alarm consumed", async || env.depth(&env.names().arm()).await == 0).await;
+        wait_for("the alarm consumed", async || env.depth(&env.names().schedule()).await == 0).await;
         unacked.wait_for_ack_timeout().await;
         meanwhile(|| broker.ctl(&["set_vm_memory_high_watermark", "0.6"]));
         assert_all_closed_and_announced(&env, &kept_events).await;

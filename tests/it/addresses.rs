@@ -77,7 +77,7 @@ fn connects_to_given_ipv6_address() {
             let order = env.order(Duration::from_secs(600)).await;
             let publisher = settings.publisher().connect().await.unwrap();
             publisher.schedule(order.order_id().as_str(), order.deadline).await.unwrap();
-            wait_for("the alarm", async || env.depth(&env.names().arm()).await == 1).await;
+            wait_for("the alarm", async || env.depth(&env.names().schedule()).await == 1).await;
             assert!(matches!(to_broker.counts(), (1.., 0)), "{:?}", to_broker.counts());
             assert!(connect::place(&settings.amqp).unwrap().starts_with(&address_of(&to_broker)));
 

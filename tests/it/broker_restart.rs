@@ -29,7 +29,7 @@ async fn survive(env: &TestEnv, broker: &Private, stop: fn(&Private)) {
     let held = env.orders(20, HELD_LONG).await;
     let connected = env.reconnected().await;
     connected.deliver(&held).await;
-    for queue in [env.names().arm(), env.names().timeout()] {
+    for queue in [env.names().schedule(), env.names().timeout()] {
         wait_for("every alarm taken in", async || connected.depth(&queue).await == 0).await;
     }
     meanwhile(|| stop(broker));
@@ -93,14 +93,14 @@ fn deleted_wheel_is_declared_again() {
         async |env| {
             let worker = env.worker().await;
             let topology = env.settings.topology();
-            for queue in topology.queues.iter().filter(|queue| queue.name.contains(".wheel.")) {
+            for queue in topology.queues.iter().filter(|queue| queue.name.contains(".slot.")) {
                 env.channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
             }
             let publisher = env.publisher().await;
             schedule(&env, &publisher, 10, 8 * SECOND).await;
             wait_for("every close", async || env.closed().await == 10).await;
             // Also the exchange through which they are written.
-            let (wheel, options) = (env.names().wheel(), ExchangeDeleteOptions::default());
+            let (wheel, options) = (env.names().slot(), ExchangeDeleteOptions::default());
             env.channel.exchange_delete(wheel.as_str().into(), options).await.unwrap();
             schedule(&env, &publisher, 10, 8 * SECOND).await;
             wait_for("every other close", async || env.closed().await == 20).await;
@@ -118,14 +118,14 @@ fn deleted_queue_is_declared_again_and_consumed() {
         async |env| {
             let worker = env.worker().await;
             let publisher = env.publisher().await;
-            for queue in [env.names().timeout(), env.names().arm(), env.names().parked()] {
+            for queue in [env.names().timeout(), env.names().schedule(), env.names().parked()] {
                 let closed_before = env.closed().await;
                 // One is held and loses its alarm with the queue; one is in the wheel.
                 let held = env.order(3 * SECOND).await;
                 env.deliver([&held]).await;
                 schedule(&env, &publisher, 1, 7 * SECOND).await;
                 wait_for("the alarms taken in", async || {
-                    env.depth(&env.names().timeout()).await + env.depth(&env.names().arm()).await == 0
+                    env.depth(&env.names().timeout()).await + env.depth(&env.names().schedule()).await == 0
                 })
                 .await;
                 env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();

@@ -160,7 +160,7 @@ fn expired_alarm_still_closes_its_order() {
         let orders = [env.order(8 * SECOND).await, env.order(12 * SECOND).await];
         for order in &orders {
             let properties = BasicProperties::default().with_expiration("200".into());
-            env.publish_raw(&env.names().arm(), "", &order.body(), properties).await;
+            env.publish_raw(&env.names().schedule(), "", &order.body(), properties).await;
         }
         wait_for_dead_letters(&env, 2).await;
         let worker = env.worker().await;
@@ -268,7 +268,7 @@ fn forged_early_returns_delay_no_close() {
         headers.insert("returns-at".into(), lapin::types::AMQPValue::LongLongInt(i64::MAX));
         let worker = env.worker().await;
         let orders = env.orders(2, 7 * SECOND).await;
-        for (order, exchange) in orders.iter().zip([env.names().arm(), env.names().due()]) {
+        for (order, exchange) in orders.iter().zip([env.names().schedule(), env.names().due()]) {
             let properties = BasicProperties::default().with_headers(headers.clone());
             assert!(Alarm::read(&order.body(), None).is_ok());
             env.publish_raw(&exchange, "due", &order.body(), properties).await;

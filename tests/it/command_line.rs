@@ -396,7 +396,7 @@ fn distinguishes_missing_queues_from_unreachable_broker() {
             assert_call_fails(
                 &settings,
                 &arguments,
-                &[&format!("{}.arm", settings.namespace), "order-timeout setup", "namespace"],
+                &[&format!("{}.schedule", settings.namespace), "order-timeout setup", "namespace"],
             )
             .await;
         },
@@ -554,7 +554,7 @@ fn schedule_reports_the_published_alarm() {
     with_env(
         |_| {},
         async |env| {
-            let arm = env.names().arm();
+            let inbox = env.names().schedule();
             let (code, stdout, stderr) = call(
                 &env,
                 &["schedule", "--order-id", "order 1", "--deadline", "2030-01-02T03:04:05.678+01:00", "--json"],
@@ -563,9 +563,9 @@ fn schedule_reports_the_published_alarm() {
             assert!(code == 0 && sentence(&stderr).contains("is not a UUID"), "{stderr}");
             let expected = json!({ "order_id": "order 1", "deadline": "2030-01-02T02:04:05.678Z" });
             assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), expected);
-            wait_for("the alarm in the inbox", async || env.depth(&arm).await == 1).await;
+            wait_for("the alarm in the inbox", async || env.depth(&inbox).await == 1).await;
             let got =
-                env.channel.basic_get(arm.as_str().into(), BasicGetOptions { no_ack: true }).await.unwrap().unwrap();
+                env.channel.basic_get(inbox.as_str().into(), BasicGetOptions { no_ack: true }).await.unwrap().unwrap();
             assert_eq!(
                 serde_json::from_slice::<Value>(&got.delivery.data).unwrap(),
                 expected,
@@ -580,7 +580,7 @@ fn schedule_reports_the_published_alarm() {
             let reported = order_timeout_core::message::read_rfc3339(reported).unwrap();
             let drift = reported.since(before).max(before.since(reported));
             assert!(drift < Duration::from_secs(10), "{drift:?} from 90 s ahead");
-            wait_for("the second alarm", async || env.depth(&arm).await == 1).await;
+            wait_for("the second alarm", async || env.depth(&inbox).await == 1).await;
         },
     );
 }
@@ -655,7 +655,7 @@ fn schedule_refuses_with_reason() {
                 let arguments = [&["schedule"][..], &arguments].concat();
                 assert_call_fails(&env.settings, &arguments, &["not scheduled", part]).await;
             }
-            assert_eq!(env.depth(&env.names().arm()).await, 0);
+            assert_eq!(env.depth(&env.names().schedule()).await, 0);
         },
     );
 }
@@ -756,8 +756,8 @@ fn plugin_topology_has_no_delay_queues() {
         names.sort_unstable();
         names
     };
-    assert_eq!(names("exchanges"), ["order.arm", "order.delayed", "order.due", "order.events", "order.parked"]);
-    assert_eq!(names("queues"), ["order.arm", "order.parked", "order.timeout"]);
+    assert_eq!(names("exchanges"), ["order.delayed", "order.due", "order.events", "order.parked", "order.schedule"]);
+    assert_eq!(names("queues"), ["order.parked", "order.schedule", "order.timeout"]);
     let delayed = definitions["exchanges"].as_array().unwrap().iter().find(|e| e["name"] == "order.delayed").unwrap();
     assert_eq!(delayed["type"], "x-delayed-message");
     assert_eq!(delayed["arguments"], json!({ "x-delayed-type": "direct" }));
@@ -777,7 +777,7 @@ fn closed_stdout_is_no_crash() {
 
 /// Waits until both queues have a consumer: then the worker is running.
 async fn wait_for_consumers(env: &TestEnv) {
-    for queue in [env.names().timeout(), env.names().arm()] {
+    for queue in [env.names().timeout(), env.names().schedule()] {
         wait_for("a consumer", async || consumers(env, &queue).await > 0).await;
     }
 }

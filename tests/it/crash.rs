@@ -180,7 +180,7 @@ fn worker_without_file_handles_reconnects_later() {
             let mut settings = env.settings.clone();
             settings.amqp.url = network.address(&settings.amqp.url);
             let mut worker = WorkerProcess::start(&settings);
-            let inbox = env.names().arm();
+            let inbox = env.names().schedule();
             wait_for("the session", async || is_consumed(&env, &inbox).await).await;
             worker.take_away_handles();
             network.cut();

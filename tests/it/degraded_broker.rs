@@ -137,7 +137,7 @@ fn either_of_two_workers_receives_canaries() {
         for worker in &workers {
             assert_eq!(get(worker, READYZ).await.1, "ready\n", "orders without alarms are no fault of the broker");
             let figures = Figures::of(worker).await;
-            for queue in ["timeout", "arm", "parked"] {
+            for queue in ["timeout", "schedule", "parked"] {
                 let series = format!("alarms_delivered_total{{queue=\"{queue}\"}}");
                 assert_eq!(figures.get(&series), 0.0, "a canary is no alarm");
             }
@@ -266,9 +266,9 @@ fn alternate_exchange_policy_is_named() {
 fn refused_canary_is_named_as_refused() {
     on_private_broker(async |env, broker| {
         let worker = env.worker().await;
-        ctl(&broker, &["set_permissions", "guest", ".*", r"^(?!.*\.wheel$).*", ".*"]).await;
+        ctl(&broker, &["set_permissions", "guest", ".*", r"^(?!.*\.slot$).*", ".*"]).await;
         have_orders_swept(&env).await;
-        let wheel = format!("could not be published to exchange {:?}", env.names().wheel());
+        let wheel = format!("could not be published to exchange {:?}", env.names().slot());
         wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, &wheel).await;
         ctl(&broker, &["set_permissions", "guest", ".*", ".*", ".*"]).await;
         wait_until_cured(&worker, "alarms_not_arriving").await;

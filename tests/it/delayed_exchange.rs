@@ -120,7 +120,8 @@ fn inbox_alarm_uses_delayed_exchange() {
     with_type("inbox_alarm_uses_delayed_exchange", async |env| {
         // Later than the worker holds alarms, so it must wait in the exchange.
         let order = env.order(Duration::from_secs(6)).await;
-        env.publish_raw(&env.names().arm(), "", &body(&order), BasicProperties::default().with_delivery_mode(2)).await;
+        env.publish_raw(&env.names().schedule(), "", &body(&order), BasicProperties::default().with_delivery_mode(2))
+            .await;
         assert_waits_in_exchange(&env, &order).await;
     });
 }
@@ -143,12 +144,12 @@ fn body(order: &Order) -> Vec<u8> {
 /// Asserts that a worker publishes the alarm to the exchange, that no worker holds it until shortly before the
 /// deadline, and that its order is closed then.
 async fn assert_waits_in_exchange(env: &TestEnv, order: &Order) {
-    let (timeout, arm) = (env.names().timeout(), env.names().arm());
+    let (timeout, inbox) = (env.names().timeout(), env.names().schedule());
     let worker = env.worker().await;
-    wait_for("the alarm consumed", async || env.depth(&timeout).await + env.depth(&arm).await == 0).await;
+    wait_for("the alarm consumed", async || env.depth(&timeout).await + env.depth(&inbox).await == 0).await;
     // The worker would return the alarm here if it held it.
     worker.stop().await;
-    assert_eq!(env.depth(&timeout).await + env.depth(&arm).await, 0, "it was held, not re-armed");
+    assert_eq!(env.depth(&timeout).await + env.depth(&inbox).await, 0, "it was held, not re-armed");
     assert_eq!(env.status(order).await, "unpaid");
     wait_for("the alarm to come out of the exchange", async || env.depth(&timeout).await == 1).await;
     let worker = env.worker().await;

@@ -433,7 +433,7 @@ async fn assert_figures(env: &TestEnv, figures: &Figures) {
     is("alarms_expired_total", 1.0);
     is("alarms_refused_total", 0.0);
     at_least("alarms_delivered_total{queue=\"timeout\"}", 26.0);
-    at_least("alarms_delivered_total{queue=\"arm\"}", 1.0);
+    at_least("alarms_delivered_total{queue=\"schedule\"}", 1.0);
     at_least("alarms_rearmed_total", 1.0);
     at_least("alarm_earliness_seconds_count", 25.0);
     at_least("batch_duration_seconds_count{by=\"alarm\"}", 1.0);

@@ -145,7 +145,7 @@ async fn listener_receives_events_and_no_more(broker: &Private) {
     let timeouts = channel.basic_get("order.timeout".into(), BasicGetOptions::default()).await;
     assert_refused("reading alarms", timeouts);
     let channel = confirming(&connection).await;
-    assert_refused("publishing alarms", publish(&channel, "order.arm", "", b"{}", None).await);
+    assert_refused("publishing alarms", publish(&channel, "order.schedule", "", b"{}", None).await);
 }
 
 async fn errors_distinguish_limits_from_missing_rights(broker: &Private) {
@@ -205,17 +205,18 @@ async fn publisher_can_schedule(broker: &Private) {
     publisher.schedule("order-with-another-delay", now + Duration::from_secs(7 * 60)).await.unwrap();
     let watcher = connect(broker, WORKER).await;
     wait_for("one alarm in a lane", async || depth(&watcher, "order.delay.30m.").await == 1).await;
-    wait_for("one alarm in the inbox", async || depth(&watcher, "order.arm").await == 1).await;
+    wait_for("one alarm in the inbox", async || depth(&watcher, "order.schedule").await == 1).await;
 
     // Publishers in other languages may also use the plain key and the inbox.
     let channel = connect(broker, PUBLISHER).await;
     let channel = confirming(&channel).await;
-    for (exchange, key) in [("order.delay", "30m"), ("order.arm", "")] {
+    for (exchange, key) in [("order.delay", "30m"), ("order.schedule", "")] {
         publish(&channel, exchange, key, b"{}", None).await.unwrap();
     }
     wait_for("the second alarm in the lane", async || depth(&watcher, "order.delay.30m.").await == 2).await;
-    wait_for("the second alarm in the inbox", async || depth(&watcher, "order.arm").await == 2).await;
-    for queue in ["order.arm", "order.delay.30m.0", "order.delay.30m.1", "order.delay.30m.2", "order.delay.30m.3"] {
+    wait_for("the second alarm in the inbox", async || depth(&watcher, "order.schedule").await == 2).await;
+    for queue in ["order.schedule", "order.delay.30m.0", "order.delay.30m.1", "order.delay.30m.2", "order.delay.30m.3"]
+    {
         confirming(&watcher).await.queue_purge(queue.into(), QueuePurgeOptions::default()).await.unwrap();
     }
 }
@@ -252,7 +253,7 @@ async fn publisher_can_do_nothing_else(broker: &Private) {
     let connection = connect(broker, PUBLISHER).await;
     for (exchange, key) in [
         ("order.due", "due"),
-        ("order.wheel", "5s.00"),
+        ("order.slot", "5s.00"),
         ("order.parked", "parked"),
         ("order.events", "order.closed"),
         // The default exchange: with it, a user could write to every queue.
@@ -262,7 +263,7 @@ async fn publisher_can_do_nothing_else(broker: &Private) {
         let channel = confirming(&connection).await;
         assert_refused(&format!("publishing to {exchange:?}"), publish(&channel, exchange, key, b"{}", None).await);
     }
-    for queue in ["order.timeout", "order.arm", "order.parked", "order.delay.30m.0"] {
+    for queue in ["order.timeout", "order.schedule", "order.parked", "order.delay.30m.0"] {
         let channel = || async { connection.create_channel().await.unwrap() };
         let name = || queue.into();
         let consumed = channel()
@@ -381,7 +382,7 @@ async fn worker_runs_whole_flow(broker: &Private, env: &TestEnv) {
     publish(&confirming(&connect(broker, PUBLISHER).await).await, "order.delay", "30m", &body, Some(1_000))
         .await
         .unwrap();
-    wait_for("an alarm in the wheel", async || depth(&connection, "order.wheel.").await > 0).await;
+    wait_for("an alarm in the wheel", async || depth(&connection, "order.slot.").await > 0).await;
 
     for order in [&held, &in_a_lane, &armed] {
         wait_for("the close", async || env.status(order).await == "closed").await;

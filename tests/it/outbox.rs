@@ -183,7 +183,7 @@ fn inbox_deleted_in_use_is_consumed_again() {
             settings.announce.poll = Duration::from_millis(1);
         },
         async |env| {
-            let inbox = env.names().arm();
+            let inbox = env.names().schedule();
             let worker = env.worker().await;
             let (mut times, mut turns) = (0, 0);
             while times < 10 {

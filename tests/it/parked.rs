@@ -137,7 +137,7 @@ fn invalid_messages_in_timeout_queue_are_parked() {
 
 #[test]
 fn invalid_messages_in_inbox_are_parked() {
-    assert_parked_from(|env| env.names().arm(), "any key");
+    assert_parked_from(|env| env.names().schedule(), "any key");
 }
 
 #[test]
@@ -260,7 +260,7 @@ fn foreign_publisher_uses_inbox_without_ttl() {
             let orders = [env.order(2 * SECOND).await, env.order(7 * SECOND).await];
             for (order, key) in orders.iter().zip(["", "shop.checkout"]) {
                 let properties = BasicProperties::default().with_content_type("application/json".into());
-                env.publish_raw(&env.names().arm(), key, &foreign_body(order), properties).await;
+                env.publish_raw(&env.names().schedule(), key, &foreign_body(order), properties).await;
             }
             wait_for("the close", async || env.closed().await == 2).await;
             witness.assert_on_time(&env).await;

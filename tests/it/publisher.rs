@@ -79,8 +79,8 @@ fn unroutable_alarm_is_not_scheduled() {
         |_| {},
         async |env| {
             let publisher = env.publisher().await;
-            let arm = env.names().arm();
-            env.channel.queue_delete(arm.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+            let inbox = env.names().schedule();
+            env.channel.queue_delete(inbox.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
             let error = publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap_err();
             assert_says(&error, "no queue is bound");
             assert_says(&error, "run `order-timeout setup`");
@@ -103,7 +103,7 @@ fn publisher_survives_missing_exchange() {
             let error = publisher.schedule(fresh_id().as_str(), ahead(2 * SECOND)).await.unwrap_err();
             assert_says(&error, "NOT_FOUND");
             publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap();
-            assert_eq!(env.depth(&env.names().arm()).await, 1);
+            assert_eq!(env.depth(&env.names().schedule()).await, 1);
             env.assert_ledger().await;
         },
     );
@@ -195,7 +195,7 @@ fn invalid_order_ids_and_deadlines_are_rejected() {
             let alarms = [(good, minute), (bad.clone(), ahead(7_200 * SECOND))];
             let error = publisher.schedule_all(alarms).await.unwrap_err();
             assert_eq!((error.scheduled, error.failed), (1, vec![(bad.to_string(), ScheduleError::TooFar)]));
-            assert_eq!(env.depth(&env.names().arm()).await, 1);
+            assert_eq!(env.depth(&env.names().schedule()).await, 1);
             assert_eq!(publisher.schedule_all(Vec::<(OrderId, Timestamp)>::new()).await, Ok(()));
             env.assert_ledger().await;
         },
@@ -234,7 +234,7 @@ fn hundred_concurrent_tasks_schedule_all_alarms() {
             for task in tasks {
                 task.await.unwrap().unwrap();
             }
-            wait_for("all in the inbox", async || env.depth(&env.names().arm()).await == 100).await;
+            wait_for("all in the inbox", async || env.depth(&env.names().schedule()).await == 100).await;
             env.assert_ledger().await;
         },
     );
@@ -329,7 +329,7 @@ async fn refuse(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> 
 
 /// A broker short of memory stops reading from publishers.
 async fn block(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> String) {
-    let before = env.depth(&env.names().arm()).await;
+    let before = env.depth(&env.names().schedule()).await;
     ctl(&["set_vm_memory_high_watermark", "0.000001"]);
     // The command returns before every connection has received the memory alarm.
     let blocked = async || publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.is_err();
@@ -364,7 +364,7 @@ async fn block(env: &TestEnv, publisher: &Publisher, ctl: &impl Fn(&[&str]) -> S
     ctl(&["set_vm_memory_high_watermark", "0.6"]);
     wait_for("scheduling again", async || publisher.schedule(fresh_id().as_str(), ahead(600 * SECOND)).await.is_ok())
         .await;
-    assert!(env.depth(&env.names().arm()).await > before);
+    assert!(env.depth(&env.names().schedule()).await > before);
 }
 
 async fn assert_fails_in_time(env: &TestEnv, publisher: &Publisher) {
@@ -383,7 +383,7 @@ fn oversized_amqp_messages_are_refused_alone() {
         async |env| {
             let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
             let to_the_inbox = || Outgoing {
-                exchange: env.names().arm(),
+                exchange: env.names().schedule(),
                 routing_key: "any".into(),
                 body: b"{}".to_vec(),
                 message_id: Uuid::now_v7().to_string(),
@@ -415,8 +415,8 @@ fn oversized_amqp_messages_are_refused_alone() {
                 })
                 .collect();
             assert_eq!(refused, ["", "exchange", "routing key", "message id", "type", "expiration", ""]);
-            let arm = env.names().arm();
-            wait_for("the two that could be sent", async || env.depth(&arm).await == 2).await;
+            let inbox = env.names().schedule();
+            wait_for("the two that could be sent", async || env.depth(&inbox).await == 2).await;
 
             // The outbox also rejects an event that could never be sent.
             for (column, other) in [("routing_key", "type"), ("type", "routing_key")] {
@@ -436,7 +436,7 @@ fn connecting_checks_every_entry_exchange() {
     with_env(
         |_| {},
         async |env| {
-            for exchange in [env.names().delay(), env.names().arm()] {
+            for exchange in [env.names().delay(), env.names().schedule()] {
                 env.channel.exchange_delete(exchange.as_str().into(), Default::default()).await.unwrap();
                 let fault = env.settings.publisher().connect().await.unwrap_err();
                 assert!(matches!(fault, ConnectError::Refused(_)), "{fault:?}");
@@ -445,11 +445,11 @@ fn connecting_checks_every_entry_exchange() {
                 env.settings.topology().declare(&env.broker).await.unwrap();
             }
             // A wrong type is the topology check's concern; here it is enough that an alarm can enter.
-            let arm = env.names().arm();
-            env.channel.exchange_delete(arm.as_str().into(), Default::default()).await.unwrap();
+            let inbox = env.names().schedule();
+            env.channel.exchange_delete(inbox.as_str().into(), Default::default()).await.unwrap();
             let kind = lapin::ExchangeKind::Topic;
             env.channel
-                .exchange_declare(arm.as_str().into(), kind, Default::default(), Default::default())
+                .exchange_declare(inbox.as_str().into(), kind, Default::default(), Default::default())
                 .await
                 .unwrap();
             env.settings.publisher().connect().await.unwrap();

@@ -99,7 +99,7 @@ fn lost_queue_redelivers_no_closed_alarm() {
         env.deliver(&slow).await;
         // Their acknowledgements wait for the closer that is still busy.
         wait_for_figure(&worker, "orders_closed_total{by=\"alarm\"}", |closed| closed >= 100.0).await;
-        delete(&env, &env.names().arm()).await;
+        delete(&env, &env.names().schedule()).await;
         wait_for_figure(&worker, "sessions_opened_total", |opened| opened >= 2.0).await;
         // Behind everything that is redelivered.
         let last = env.orders(1, SECOND).await;
@@ -120,7 +120,7 @@ fn deaths(message: &BasicGetMessage) -> Vec<String> {
 
 /// The wheel's slot that holds an alarm.
 async fn occupied_slot(env: &TestEnv) -> Option<String> {
-    let wheel = env.names().wheel();
+    let wheel = env.names().slot();
     for queue in env.settings.topology().queues {
         if queue.name.starts_with(&wheel) && env.depth(&queue.name).await == 1 {
             return Some(queue.name);

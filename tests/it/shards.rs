@@ -68,7 +68,7 @@ fn alarms_spread_over_all_shards() {
             publisher.schedule(order.order_id(), deadline).await.unwrap();
         }
         let all = async || {
-            let (depths, inbox) = (depths(&env).await, env.depth(&env.names().arm()).await);
+            let (depths, inbox) = (depths(&env).await, env.depth(&env.names().schedule()).await);
             (depths.iter().sum::<u32>(), depths, inbox)
         };
         // What a stall put outside the tolerance nevertheless is in the inbox, which no worker consumes yet.

@@ -166,10 +166,10 @@ async fn unreadable_message_is_found_over_tls(env: &TestEnv, plain: &str) {
     const TYPE: u16 = 1 << 5;
     let mut in_the_clear = env.settings.clone();
     in_the_clear.amqp.url = plain.to_owned().into();
-    raw::publish_with(&in_the_clear, &env.names().arm(), b"", &Properties::text(TYPE, b"\xff"), b"{}");
+    raw::publish_with(&in_the_clear, &env.names().schedule(), b"", &Properties::text(TYPE, b"\xff"), b"{}");
     wait_for("the message aside", async || env.parked().await.len() == 1).await;
     let detail = env.parked().await.remove(0).1;
-    assert!(detail.contains(&env.names().arm()) && detail.contains("property type is not UTF-8"), "{detail}");
+    assert!(detail.contains(&env.names().schedule()) && detail.contains("property type is not UTF-8"), "{detail}");
 }
 
 fn in_a_runtime(work: impl Future<Output = ()>) {

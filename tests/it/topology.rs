@@ -88,10 +88,10 @@ fn differing_queue_argument_is_named() {
         let mut checked = Vec::new();
         for queue in [
             one_of("delay."),
-            one_of("wheel.1s."),
-            one_of("wheel.5s."),
+            one_of("slot.1s."),
+            one_of("slot.5s."),
             one_of("timeout"),
-            one_of("arm"),
+            one_of("schedule"),
             one_of("parked"),
         ] {
             // Each argument in turn is changed.
@@ -202,7 +202,7 @@ fn lane_duplicates_none_of_thousand_alarms() {
         // A uniform distribution of a thousand over four deviates from 250 by more than 80 less than once in ten
         // million runs.
         assert!(depths.iter().all(|depth| (170..=330).contains(depth)), "unevenly spread: {depths:?}");
-        assert_eq!(env.depth(&env.names().arm()).await, 0, "none took the other route");
+        assert_eq!(env.depth(&env.names().schedule()).await, 0, "none took the other route");
         assert_eq!(env.depth(&env.names().timeout()).await, 0, "none is due");
     });
 }
@@ -233,13 +233,13 @@ fn starting_worker_declares_missing_queues() {
     with_env(
         |_| {},
         async |env| {
-            let lost = [queues(&env, "delay.2s.1").remove(0), queues(&env, "wheel.1s.03").remove(0)];
+            let lost = [queues(&env, "delay.2s.1").remove(0), queues(&env, "slot.1s.03").remove(0)];
             for queue in &lost {
                 delete_queue(&env, &queue.name).await;
             }
             let worker = env.worker().await;
             for (queue, exchange, key) in
-                [(&lost[0], env.names().delay(), "2s.1"), (&lost[1], env.names().wheel(), "1s.03")]
+                [(&lost[0], env.names().delay(), "2s.1"), (&lost[1], env.names().slot(), "1s.03")]
             {
                 assert_eq!(env.depth(&queue.name).await, 0, "{} is there", queue.name);
                 // Mandatory: it would be returned if the queue were not bound.
@@ -261,7 +261,7 @@ fn message_without_expiration_delays_none() {
         },
         async |env| {
             let names = env.names();
-            let routes = [(names.delay(), "2s.1"), (names.wheel(), "500ms.03")];
+            let routes = [(names.delay(), "2s.1"), (names.slot(), "500ms.03")];
             for (exchange, key) in &routes {
                 let foreign = BasicProperties::default().with_delivery_mode(2);
                 env.publish_raw(exchange, key, b"from a publisher that knows no better", foreign).await;
@@ -269,7 +269,7 @@ fn message_without_expiration_delays_none() {
                 env.publish_raw(exchange, key, b"ours, behind it", ours).await;
             }
             wait_for("all of them handed on", async || env.depth(&names.timeout()).await == 4).await;
-            for queue in ["delay.2s.1", "wheel.500ms.03"] {
+            for queue in ["delay.2s.1", "slot.500ms.03"] {
                 assert_eq!(depths(&env, &queues(&env, queue)).await, [0], "{queue}");
             }
         },
@@ -315,4 +315,54 @@ fn worker_restores_all_but_one_queue() {
             worker.stop().await;
         },
     );
+}
+
+/// Declares what a version with the inbox `arm` declared besides: the inbox, and one slot of a coarse ring.
+async fn declare_former_objects(env: &TestEnv, slot_ttl_ms: i64) -> (String, String) {
+    let (inbox, slot) = (env.names().former_inbox(), format!("{}.wheel.1m.00", env.settings.namespace));
+    let (durable, none) = (ExchangeDeclareOptions { durable: true, ..Default::default() }, FieldTable::default);
+    env.channel.exchange_declare(inbox.as_str().into(), ExchangeKind::Fanout, durable, none()).await.unwrap();
+    let text = |text: &str| Argument::Text(text.to_owned());
+    let quorum = BTreeMap::from([("x-queue-type", text("quorum"))]);
+    let parked = text(&env.names().parked());
+    let consumed = [("x-dead-letter-exchange", parked), ("x-dead-letter-routing-key", text("parked"))];
+    declare_queue(env, &inbox, &quorum.clone().into_iter().chain(consumed).collect()).await;
+    let to_inbox = [
+        ("x-dead-letter-exchange", text(&inbox)),
+        ("x-dead-letter-strategy", text("at-least-once")),
+        ("x-overflow", text("reject-publish")),
+        ("x-message-ttl", Argument::Number(slot_ttl_ms)),
+    ];
+    declare_queue(env, &slot, &quorum.into_iter().chain(to_inbox).collect()).await;
+    let bind = lapin::options::QueueBindOptions::default();
+    env.channel.queue_bind(inbox.as_str().into(), inbox.as_str().into(), "".into(), bind, none()).await.unwrap();
+    (inbox, slot)
+}
+
+/// The handbook's upgrade: alarms of old publishers and in old slots are processed by new workers.
+#[test]
+fn former_inbox_is_consumed_until_deleted() {
+    with_env(crate::support::alarms_alone, async |env| {
+        let (inbox, slot) = declare_former_objects(&env, 3_000).await;
+        let orders = env.orders(3, Duration::from_secs(6)).await;
+        // One waits in the old inbox, one in an old slot, one comes from an old publisher while the worker runs.
+        let properties = || BasicProperties::default().with_delivery_mode(2);
+        env.publish_raw(&inbox, "", &orders[0].body(), properties()).await;
+        env.publish_raw("", &slot, &orders[1].body(), properties()).await;
+        let worker = env.worker().await;
+        env.publish_raw(&inbox, "", &orders[2].body(), properties()).await;
+        wait_for("every order's close", async || env.closed().await == 3).await;
+        assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 3);
+
+        // The operator deletes what is empty; the worker consumes the rest.
+        for queue in [&slot, &inbox] {
+            assert_eq!(env.depth(queue).await, 0, "{queue}");
+            delete_queue(&env, queue).await;
+        }
+        let last = env.order(Duration::from_secs(4)).await;
+        env.publisher().await.schedule(last.id.to_string(), last.deadline).await.unwrap();
+        wait_for("the last close", async || env.closed().await == 4).await;
+        worker.stop().await;
+        env.assert_ledger().await;
+    });
 }

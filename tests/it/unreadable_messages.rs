@@ -55,8 +55,8 @@ impl Defect {
     async fn publish(self, env: &TestEnv, body: &[u8]) -> String {
         let (names, settings) = (env.names(), &env.settings);
         let to_arm = |key: &[u8], properties: &Properties| {
-            raw::publish_with(settings, &names.arm(), key, properties, body);
-            names.arm()
+            raw::publish_with(settings, &names.schedule(), key, properties, body);
+            names.schedule()
         };
         let to_due = |properties: &Properties| {
             raw::publish_with(settings, &names.due(), DUE_KEY.as_bytes(), properties, body);
@@ -222,14 +222,14 @@ fn command_lists_then_moves() {
             env.deliver(&orders[..2]).await;
             let due = Defect::HeaderKey.publish(&env, &orders[3].body()).await;
             env.deliver(&orders[2..3]).await;
-            let arm = Defect::RoutingKey.publish(&env, b"not even JSON").await;
+            let inbox = Defect::RoutingKey.publish(&env, b"not even JSON").await;
 
             let (code, out, err) = run(order_timeout(&env.settings).arg("quarantine"));
             assert_eq!((code, err.as_str()), (0, ""));
             assert!(out.contains(&format!("{due}: 4 message(s) read, 1 of them unreadable")), "{out}");
             assert!(out.contains("position 3, ") && out.contains(Defect::HeaderKey.reason()), "{out}");
             assert!(out.contains(&orders[3].id.to_string()), "{out}");
-            assert!(out.contains(&format!("{arm}: 1 message(s) read, 1 of them unreadable")), "{out}");
+            assert!(out.contains(&format!("{inbox}: 1 message(s) read, 1 of them unreadable")), "{out}");
             assert!(out.ends_with("2 message(s) found, nothing moved; add --move to move them into parked_alarms\n"));
             assert_eq!(env.parked().await, []);
 
@@ -238,11 +238,11 @@ fn command_lists_then_moves() {
             let reports: Vec<serde_json::Value> = out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
             let of = |queue: &str| reports.iter().find(|report| report["queue"] == queue).unwrap();
             assert_eq!((&of(&due)["searched"], &of(&due)["unreadable"]), (&4.into(), &1.into()));
-            assert_eq!(of(&arm)["found"][0]["moved"], true);
+            assert_eq!(of(&inbox)["found"][0]["moved"], true);
             assert_named(
                 &env,
                 &[(due.clone(), Defect::HeaderKey.reason(), orders[3].id.to_string())],
-                &[(arm.clone(), Defect::RoutingKey.reason())],
+                &[(inbox.clone(), Defect::RoutingKey.reason())],
             )
             .await;
 
@@ -252,7 +252,7 @@ fn command_lists_then_moves() {
             let (code, out, _) = run(order_timeout(&env.settings).args(["parked", "retry", "--all", "--yes"]));
             assert_eq!(code, 1, "one of the two is no alarm: {out}");
             assert!(out.starts_with("1 alarm(s) sent back to the worker\n"), "{out}");
-            assert_eq!(env.take_out(&arm).await, [orders[3].body()]);
+            assert_eq!(env.take_out(&inbox).await, [orders[3].body()]);
         },
     );
 }
@@ -282,7 +282,7 @@ fn failing_broker_is_named_with_remedy() {
         },
         async move |env| {
             let broker = in_the_test;
-            let (queue, order) = (env.names().arm(), env.order(60 * SECOND).await);
+            let (queue, order) = (env.names().schedule(), env.order(60 * SECOND).await);
             env.publish_raw(&queue, "", &order.body(), BasicProperties::default()).await;
             broker.ctl(&["eval", &publish_with_number_as_id(&queue)]);
             let (code, out, _) = run(order_timeout(&env.settings).arg("quarantine"));

@@ -107,7 +107,7 @@ fn places(env: &BenchEnv<'_>, route: AlarmRoute) -> Vec<(String, String)> {
         }
         (Strategy::DeadLetter, AlarmRoute::Wheel | AlarmRoute::Far) => {
             let wheel = settings.delay.wheel().expect("validated settings have rings that mesh");
-            vec![(names.wheel(), Names::slot_key(&wheel.rings()[0].name, 0))]
+            vec![(names.slot(), Names::slot_key(&wheel.rings()[0].name, 0))]
         }
     }
 }

@@ -92,7 +92,7 @@ async fn wait_until_armed(
     loop {
         worker.ensure_runs()?;
         let messages = messages_by_queue(servers)?;
-        let in_inbox = messages.get(&names.arm()).copied().unwrap_or(0);
+        let in_inbox = messages.get(&names.schedule()).copied().unwrap_or(0);
         let waiting: usize = messages.values().sum::<usize>() - in_inbox;
         if in_inbox == 0 && waiting == alarms {
             return Ok(());

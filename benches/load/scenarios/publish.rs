@@ -144,7 +144,7 @@ fn messages(env: &BenchEnv<'_>, orders: usize) -> impl Iterator<Item = Outgoing>
 
 async fn purge(env: &BenchEnv<'_>, connection: &Connection) -> anyhow::Result<()> {
     let channel = connection.create_channel().await?;
-    let queue = env.settings.names().arm();
+    let queue = env.settings.names().schedule();
     channel.queue_purge(queue.as_str().into(), QueuePurgeOptions::default()).await?;
     channel.close(connect::reply_code::CONTENT_OK, "purged".into()).await?;
     Ok(())

@@ -50,11 +50,11 @@ impl Route {
         let route = |exchange, routing_key, delay| Self { exchange, routing_key, delay };
         match placement {
             Placement::Due => route(names.due(), DUE_KEY.to_owned(), Delay::None),
-            Placement::Inbox => route(names.arm(), "arm".to_owned(), Delay::None),
+            Placement::Inbox => route(names.schedule(), "schedule".to_owned(), Delay::None),
             Placement::Lane { lane, shard, ttl } => {
                 route(names.delay(), Names::lane_key(lane, *shard), Delay::Ttl(*ttl))
             }
-            Placement::Slot { ring, slot, ttl } => route(names.wheel(), Names::slot_key(ring, *slot), Delay::Ttl(*ttl)),
+            Placement::Slot { ring, slot, ttl } => route(names.slot(), Names::slot_key(ring, *slot), Delay::Ttl(*ttl)),
             // For as long as the plugin can hold it: the worker publishes it again when it returns early.
             Placement::DelayedExchange(wait) => {
                 let delay_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).min(LONGEST_X_DELAY_MS);
@@ -139,6 +139,6 @@ mod tests {
         let expected = Route { exchange: "order.delay".into(), routing_key: "30m.3".into(), delay: Delay::Ttl(ttl) };
         assert_eq!(route, expected);
         let inbox = Route::to(&Placement::Inbox, &Names::new("order"));
-        assert_eq!((inbox.exchange.as_str(), inbox.delay), ("order.arm", Delay::None));
+        assert_eq!((inbox.exchange.as_str(), inbox.delay), ("order.schedule", Delay::None));
     }
 }

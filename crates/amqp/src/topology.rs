@@ -24,7 +24,7 @@ use order_timeout_core::delay::{DelaySettings, Strategy};
 
 use crate::connect::{reply, reply_code};
 
-pub use inspect::{SeenQueue, Sight};
+pub use inspect::{SeenQueue, Sight, queue_exists};
 pub use names::Names;
 pub use publishing::require_alarm_exchanges;
 
@@ -256,7 +256,7 @@ impl Topology {
         self.exchange(names.parked(), "fanout");
         self.exchange(names.due(), "direct");
         // Fanout: publishers in other languages need no routing key.
-        self.exchange(names.arm(), "fanout");
+        self.exchange(names.schedule(), "fanout");
         self.queue(names.parked(), quorum(&[("x-delivery-limit", Argument::Number(DELIVERY_LIMIT))]));
         let processing = |names: &Names| {
             let mut arguments = dead_lettering(&names.parked(), PARKED_KEY);
@@ -264,9 +264,9 @@ impl Topology {
             arguments
         };
         (0..shards).for_each(|shard| self.queue(names.shard(shard), processing(names)));
-        self.queue(names.arm(), processing(names));
+        self.queue(names.schedule(), processing(names));
         self.bind(names.parked(), names.parked(), PARKED_KEY);
-        self.bind(names.arm(), names.arm(), "");
+        self.bind(names.schedule(), names.schedule(), "");
         if shards > 1 {
             // By message id: all due messages have the same routing key, and a dead letter keeps its properties.
             let hashed_by = BTreeMap::from([("hash-property", Argument::Text("message_id".into()))]);
@@ -305,15 +305,15 @@ impl Topology {
     }
 
     fn add_wheel(&mut self, names: &Names, wheel: &Wheel) {
-        self.exchange(names.wheel(), "direct");
+        self.exchange(names.slot(), "direct");
         for (index, ring) in wheel.rings().iter().enumerate() {
             for slot in 0..ring.slots {
                 let queue = names.slot_queue(&ring.name, slot);
                 // Alarms of coarse slots go through the inbox into a finer ring, so that they never block an alarm that is due.
-                let (exchange, key) = if index == 0 { (names.due(), DUE_KEY) } else { (names.arm(), "again") };
+                let (exchange, key) = if index == 0 { (names.due(), DUE_KEY) } else { (names.schedule(), "schedule") };
                 let arguments = with_queue_ttl(dead_lettering(&exchange, key), ring.span());
                 self.queue(queue.clone(), arguments);
-                self.bind(names.wheel(), queue, &Names::slot_key(&ring.name, slot));
+                self.bind(names.slot(), queue, &Names::slot_key(&ring.name, slot));
             }
         }
     }

@@ -23,7 +23,7 @@ impl SourceQueue {
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Timeout => "timeout",
-            Self::Inbox => "arm",
+            Self::Inbox => "schedule",
             Self::Parked => "parked",
         }
     }

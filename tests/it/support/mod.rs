@@ -215,7 +215,7 @@ impl TestEnv {
     /// The queues that a worker consumes.
     pub fn consumed_queues(&self) -> Vec<String> {
         let shards = (0..self.settings.worker.shards).map(|shard| self.names().shard(shard));
-        shards.chain([self.names().arm(), self.names().parked()]).collect()
+        shards.chain([self.names().schedule(), self.names().parked()]).collect()
     }
 
     pub async fn publisher(&self) -> Publisher {

@@ -46,7 +46,7 @@ impl Topology {
             "permissions": [
                 // Write to the exchanges that accept alarms, and nothing else: it can neither consume nor bind.
                 { "user": "order-publisher", "vhost": vhost, "configure": "^$",
-                  "write": format!("^{namespace}\\.(delay|arm|delayed)$"), "read": "^$" },
+                  "write": format!("^{namespace}\\.(delay|schedule|delayed)$"), "read": "^$" },
                 // Configure, because comparing the arguments of what exists needs that right.
                 { "user": "order-worker", "vhost": vhost, "configure": format!("^{namespace}\\."),
                   "write": format!("^{namespace}\\."), "read": format!("^{namespace}\\.") },

@@ -123,7 +123,7 @@ impl Topology {
     pub async fn require_some(&self, connection: &Connection) -> Result<(), TopologyError> {
         within_time(async {
             // The processing side only, which every deployment has.
-            for name in self.processing.iter().chain([&self.names().arm(), &self.names().parked()]) {
+            for name in self.processing.iter().chain([&self.names().schedule(), &self.names().parked()]) {
                 let channel = open_channel(connection).await?;
                 let there = look_at_queue(&channel, name).await;
                 if !there.is_err_and(|error| is_missing(&error)) {
@@ -139,6 +139,20 @@ impl Topology {
             Err(TopologyError::NeverSetUp { namespace: self.namespace.clone() })
         })
         .await
+    }
+}
+
+/// Whether a queue of this name exists.
+///
+/// # Errors
+/// lapin's, except for the reply that there is none.
+pub async fn queue_exists(connection: &Connection, name: &str) -> lapin::Result<bool> {
+    // A channel of its own, because that reply closes it.
+    let channel = connection.create_channel().await?;
+    match look_at_queue(&channel, name).await {
+        Ok(_) => channel.close(reply_code::CONTENT_OK, "seen".into()).await.map(|()| true),
+        Err(error) if is_missing(&error) => Ok(false),
+        Err(error) => Err(error),
     }
 }
 

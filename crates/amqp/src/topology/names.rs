@@ -60,14 +60,21 @@ impl Names {
 
     /// Exchange and queue: the inbox for any other delay, and for services in other languages.
     #[must_use]
-    pub fn arm(&self) -> String {
+    pub fn schedule(&self) -> String {
+        self.name("schedule")
+    }
+
+    /// Queue: the inbox of versions before 0.1, which had the exchange `arm` and slots of their own. A worker consumes
+    /// it for as long as it exists.
+    #[must_use]
+    pub fn former_inbox(&self) -> String {
         self.name("arm")
     }
 
     /// Exchange: only the worker publishes into the wheel's slots.
     #[must_use]
-    pub fn wheel(&self) -> String {
-        self.name("wheel")
+    pub fn slot(&self) -> String {
+        self.name("slot")
     }
 
     /// Exchange: alarms whose delay is over.
@@ -112,7 +119,7 @@ impl Names {
         format!("{lane}.{shard}")
     }
 
-    /// Routing key of a wheel slot on [`Names::wheel`].
+    /// Routing key of a wheel slot on [`Names::slot`].
     #[must_use]
     pub fn slot_key(ring: &str, slot: u16) -> String {
         format!("{ring}.{slot:02}")
@@ -127,6 +134,6 @@ impl Names {
     /// Queue: one slot of a ring.
     #[must_use]
     pub fn slot_queue(&self, ring: &str, slot: u16) -> String {
-        self.name(&format!("wheel.{}", Self::slot_key(ring, slot)))
+        self.name(&format!("slot.{}", Self::slot_key(ring, slot)))
     }
 }

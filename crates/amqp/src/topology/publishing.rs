@@ -22,7 +22,7 @@ pub async fn require_alarm_exchanges(
     strategy: Strategy,
 ) -> Result<(), BrokerError> {
     let exchanges = match strategy {
-        Strategy::DeadLetter => vec![names.arm(), names.delay()],
+        Strategy::DeadLetter => vec![names.schedule(), names.delay()],
         Strategy::DelayedExchange => vec![names.delayed()],
     };
     let connection = connect::connect(settings, "publisher check").await?;

@@ -14,7 +14,7 @@ fn early(order: &str, before: u32, tag: u64, now: Timestamp) -> Delivered {
         receipt: Receipt { session: 1, channel: 0, tag },
         source: SourceQueue::Timeout,
         content: Ok(DeliveredAlarm { alarm, attempt: 0, first_published_at: None, traceparent: None, returns }),
-        death: Some(Death { reason: DeathReason::Expired, queue: "order.wheel.1m.07".into() }),
+        death: Some(Death { reason: DeathReason::Expired, queue: "order.slot.1m.07".into() }),
     }
 }
 
@@ -70,7 +70,7 @@ fn circulating_alarms_are_rearmed_slowly() {
     }
     assert!((60..=600).contains(&count), "{count} in a minute");
     let why = engine.snapshot(at_ms(ms)).circulation.expect("they circulate");
-    assert!(why.contains("order.wheel.1m.07") && why.contains("message-ttl") && why.contains("900"), "{why}");
+    assert!(why.contains("order.slot.1m.07") && why.contains("message-ttl") && why.contains("900"), "{why}");
 }
 
 #[test]
