@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 async fn run() -> Result<(), Box<dyn std::error::Error>> {
     // config/default.toml is embedded; a file of your own would be the first argument.
-    let settings = Settings::load(None, &[])?;
+    let settings = Settings::load_with_database(None, &[])?;
     let worker = Worker::start(settings).await?;
     println!("worker started");
 

@@ -175,7 +175,7 @@ fn client_alone_compiles_printed_snippets() {
     let manifest = format!(
         "[package]\nname = \"shop\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\n[dependencies]\n\
          order-timeout-client = {{ path = {client:?}, features = [\"postgres\"] }}\n\
-         sqlx = {{ version = \"0.9\", default-features = false, features = [\"postgres\"] }}\n\
+         sqlx = {{ version = \"0.9\", default-features = false, features = [\"postgres\", \"uuid\"] }}\n\
          uuid = \"1\"\n\n[workspace]\n\n[profile.dev]\ndebug = false\n"
     );
     std::fs::write(folder.path().join("Cargo.toml"), manifest).unwrap();

@@ -169,8 +169,7 @@ fn readme_rust_schedules_order() {
     with_env(
         |_| {},
         async |env| {
-            let order = env.order(10 * MINUTE).await;
-            in_transaction(&env, order.id, SystemTime::now() + 10 * MINUTE).await.unwrap();
+            in_transaction(&env, Uuid::now_v7(), SystemTime::now() + 10 * MINUTE).await.unwrap();
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 2, "the first, and the earlier one");
         },
     );
@@ -203,6 +202,8 @@ fn guide_rust_is_compiled_code() {
 /// The guide's lines of Rust for an order's own transaction.
 async fn in_transaction(env: &TestEnv, order_id: Uuid, deadline: SystemTime) -> Result<(), Box<dyn std::error::Error>> {
     let mut transaction = env.pool.begin().await?;
+    let created = sqlx::query("INSERT INTO orders (id, expires_at) VALUES ($1, $2)").bind(order_id);
+    created.bind(order_timeout_client::postgres::Timestamptz(deadline.into())).execute(&mut *transaction).await?;
     order_timeout_client::postgres::schedule(&mut transaction, order_id.to_string(), deadline).await?;
     let deadline = SystemTime::now() + MINUTE;
     use order_timeout_client::postgres;
