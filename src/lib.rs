@@ -1,11 +1,11 @@
 //! Closes unpaid orders in Postgres exactly when their time is up, woken by RabbitMQ delayed messages: the worker.
 //!
 //! ```text
-//! 1 SCHEDULE ───────► DELAY (broker) ──► 3 DELIVER ──► 4 HOLD ───► 5 CLOSE ──► 6 ANNOUNCE
-//! order-timeout-      delay queues       deliver/      engine      close.rs    announce.rs
-//! client                                     │ early, far              ▲
-//!                                            ▼                         │
-//!                                        2 RE-ARM  rearm.rs  (back through the broker)
+//! 1 SCHEDULE ──► 2 DELAY (broker) ──► 3 DELIVER ──► 4 HOLD ──► 5 CLOSE ────────► 6 ANNOUNCE
+//! order-timeout- delay queues         deliver/      core       effects/close.rs  outbox/event_relay.rs
+//! client             ▲                    │ early, far            ▲
+//!                    └── REARM ◄──────────┘                       │
+//!                        effects/rearm.rs            the safety net: effects/sweep.rs
 //! ```
 //!
 //! The order's row decides; a message only wakes the worker. [`runtime`] connects the steps, `order-timeout-core` decides
@@ -19,9 +19,9 @@ pub mod effects;
 pub mod outbox;
 pub mod runtime;
 
-pub mod backoff;
 pub mod cli;
 pub mod http;
+pub mod loop_backoff;
 pub mod observe;
 pub mod operations;
 pub mod postgres;

@@ -1,4 +1,5 @@
-//! How long to wait before each next try.
+//! How long a loop waits before it tries a server again: a consumer session, an outbox. Pauses of orders are in the
+//! engine (`engine/order_backoff.rs`).
 //!
 //! Only computes the pause; waiting, and deciding whether to try at all, is up to the caller.
 

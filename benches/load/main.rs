@@ -10,6 +10,7 @@ mod competitors;
 mod controls;
 mod limits;
 mod measurement;
+mod progress;
 mod report;
 mod scenarios;
 mod transactions;
@@ -42,7 +43,7 @@ pub struct Options {
     /// How alarms are delayed
     #[arg(long, global = true, default_value = "dead-letter", value_parser = ["dead-letter", "delayed-exchange"])]
     strategy: String,
-    /// Print one JSON line and nothing else
+    /// Print one JSON line and nothing else on standard output
     #[arg(long, global = true)]
     json: bool,
     /// A setting of the worker that differs from the defaults, such as --set worker.closers=4. The broker's limit is
@@ -145,6 +146,7 @@ async fn run(Arguments { scenario, options }: Arguments) -> anyhow::Result<()> {
         return competitors::run(competitor).await;
     }
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    progress::say("starting a private broker and a private database");
     let servers = Servers::start(&options)?;
     // On a signal it returns instead of dying, so that the private servers are removed.
     tokio::select! {
@@ -155,6 +157,7 @@ async fn run(Arguments { scenario, options }: Arguments) -> anyhow::Result<()> {
 }
 
 async fn run_scenario(scenario: Scenario, servers: &Servers, options: &Options) -> anyhow::Result<()> {
+    progress::say("the servers answer");
     let orders = |default| options.orders.unwrap_or(default);
     match scenario {
         Scenario::Burst { route } => burst::burst(servers, options, orders(20_000), route).await,

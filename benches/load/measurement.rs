@@ -17,6 +17,7 @@ use crate::bench_env::servers::Servers;
 use crate::bench_env::{BenchEnv, IDLE_WATCH, OrderDeadline, SETTLING, queue_state, sleep_until};
 use crate::competitors::{self, Competitor, Kind};
 use crate::limits::postgres::CommitProbe;
+use crate::progress;
 
 /// A slow machine's rate of inserting orders, used to choose the start.
 const SLOWEST_FILLING_PER_S: f64 = 8_000.0;
@@ -113,6 +114,7 @@ async fn measure_in(
     let deadlines: Vec<Timestamp> = plan.after_first.iter().map(|after| first + *after).collect();
     let last = *deadlines.iter().filter(|due| **due <= first + plan.horizon).max().expect("a plan has orders");
     let pending = deadlines.iter().filter(|due| **due > last).count();
+    progress::say(format!("{name}: writing {} orders", deadlines.len()));
     let alarms = env.fill(&deadlines, plan.articles).await?;
     let probe = CommitProbe::start(env.pool.clone()).await?;
     let mut program = start(env, servers, name, candidate).await?;
@@ -120,6 +122,8 @@ async fn measure_in(
     let settled = begin - IDLE_WATCH;
     let in_time = Timestamp::now_by_local_clock() + SETTLING <= settled;
     ensure!(in_time, "preparing {} orders took longer than planned; is the machine busy?", alarms.len());
+    let wait = settled.since(Timestamp::now_by_local_clock());
+    progress::say(format!("{name}: started; alarms are published in {:.0} s", wait.as_secs_f64()));
     sleep_until(settled).await;
     let before = Readings::take(servers, &program)?;
     sleep_until(begin).await;
@@ -131,8 +135,10 @@ async fn measure_in(
             Candidate::Poller { .. } | Candidate::LookAhead { .. } => Ok(Duration::ZERO),
         }
     };
+    progress::say(format!("{name}: the first order is due in {:.0} s", plan.ahead.as_secs_f64()));
     let (published_late, due) = tokio::try_join!(publish, watch)?;
     env.wait_until_closed(last, &mut program).await?;
+    progress::say(format!("{name}: every order is closed"));
     let is_worker = matches!(candidate, Candidate::Worker(_));
     if is_worker {
         env.wait_until_announced(&mut program).await?;

@@ -15,7 +15,7 @@ const DELAY: Duration = Duration::from_secs(3_600);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AlarmWrite {
     None,
-    /// `schedule_in`: a separate statement.
+    /// `postgres::schedule`: a separate statement.
     ScheduleIn,
     /// By the statement that inserts the order.
     InTheSameStatement,

@@ -31,7 +31,7 @@ fuzz_target!(|input: &[u8]| {
 });
 
 /// The first two bytes are the length of the properties, followed by the body; other input is only a body, such as a
-/// message of tests/fixtures.
+/// message of crates/core/tests/fixtures.
 fn split(input: &[u8]) -> (BasicProperties, &[u8]) {
     let plain = (BasicProperties::default(), input);
     let Some((length, rest)) = input.split_first_chunk() else { return plain };

@@ -50,8 +50,12 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
             write_rfc3339(deadline)
         );
     }
-    let moved = database.run(async |connection| Ok(move_deadline(connection, &order_id, deadline).await)).await;
-    let moved = moved.map_err(MoveDeadlineError::from).and_then(|moved| moved).map_err(with_one_line)?;
+    let moved = database.run(async |connection| match move_deadline(connection, &order_id, deadline).await {
+        // For the pool, which adds the server's address to an error of the connection.
+        Err(MoveDeadlineError::Database(error)) => Err(error),
+        moved => Ok(moved),
+    });
+    let moved = moved.await.map_err(MoveDeadlineError::from).and_then(|moved| moved).map_err(with_one_line)?;
     let wanted = write_rfc3339(deadline);
     let (word, sentence) = match &moved {
         Moved::Later => (
@@ -60,11 +64,11 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
         ),
         Moved::Earlier => ("earlier", format!("order {order_id} has time until {wanted}; an alarm for it is written")),
         Moved::Unchanged { status, .. } if status == "unpaid" => (
-            "stands",
+            "unchanged",
             format!("order {order_id} is unpaid, but a trigger in the database keeps its deadline unchanged"),
         ),
         Moved::Unchanged { status, .. } => {
-            ("stands", format!("order {order_id} is {status}; its deadline is unchanged"))
+            ("unchanged", format!("order {order_id} is {status}; its deadline is unchanged"))
         }
         Moved::Unknown => ("unknown", format!("there is no order {order_id}")),
     };

@@ -9,7 +9,7 @@ use uuid::Uuid;
 
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
-use crate::operations::retry_parked::{Kept, Retried, retry_parked};
+use crate::operations::retry_parked::{Kept, retry_parked};
 use crate::postgres::parked_alarms::{self, Parked, Selection};
 use crate::postgres::{self, Database, DatabaseError, one_line};
 use crate::sanitize;
@@ -205,8 +205,9 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
     let (missing, mut output) = args.missing(&retried.selected);
     output.code = output.code.max(u8::from(!retried.kept.is_empty()));
     if args.json {
-        let Retried { sent, kept, .. } = &retried;
-        output.line(json!({ "retried": sent, "kept": kept, "missing": missing }));
+        let mut line = json!(retried);
+        line["missing"] = json!(missing);
+        output.line(line);
     } else {
         output.line(format!("{} alarm(s) sent back to the worker", retried.sent));
         for Kept { id, why } in &retried.kept {

@@ -51,6 +51,7 @@ pub struct Session {
     number: u64,
     connection: Arc<Connection>,
     consumers: Vec<ConsumerChannel>,
+    has_former_inbox: bool,
     ended: Ended,
 }
 
@@ -131,6 +132,9 @@ pub struct Opening {
     /// Whether an object of the deployment must exist already. A starting worker so refuses a mistyped namespace, while
     /// a worker that has seen the objects may declare all of them again.
     pub must_be_set_up: bool,
+    /// Whether to consume the inbox of former versions as well, if it exists. Asking for a queue that does not exist
+    /// writes an error into the broker's log, so a worker that has not found it once does not ask again.
+    pub wants_former_inbox: bool,
 }
 
 /// Inspects the broker over a session's connection.
@@ -191,14 +195,20 @@ impl Session {
             connect::close(&connection, CLOSE_TIMEOUT).await;
             return Err(fault.into());
         }
-        let mut session = Self { number: opening.number, connection, consumers: Vec::new(), ended: Ended::default() };
+        let mut session = Self {
+            number: opening.number,
+            connection,
+            consumers: Vec::new(),
+            has_former_inbox: false,
+            ended: Ended::default(),
+        };
         session.listen_for_unreadable();
         let (timeout, ended) = (settings.amqp.connect_timeout, session.ended.clone());
         let fault = tokio::select! {
             // First: after the client has given up, a pending request may never complete.
             biased;
             end = ended.reason() => OpenError::Ended(end),
-            consuming = tokio::time::timeout(timeout, session.consume_all(settings, &inboxes)) => match consuming {
+            consuming = tokio::time::timeout(timeout, session.consume_all(settings, opening, &inboxes)) => match consuming {
                 Ok(Ok(())) => return Ok(session),
                 Ok(Err(error)) => session.open_error(&error).await,
                 Err(_) => consuming_failed(&format!("the broker did not answer within {timeout:?}")),
@@ -241,11 +251,12 @@ impl Session {
         }
     }
 
-    async fn consume_all(&mut self, settings: &Settings, inboxes: &Inboxes) -> lapin::Result<()> {
+    async fn consume_all(&mut self, settings: &Settings, opening: Opening, inboxes: &Inboxes) -> lapin::Result<()> {
         let mut sources = sources(settings);
         let former_inbox = settings.names().former_inbox();
-        // A queue of former versions: publishers and slots of theirs still fill it.
-        if queue_exists(&self.connection, &former_inbox).await? {
+        // Publishers and slots of former versions still fill it.
+        self.has_former_inbox = opening.wants_former_inbox && queue_exists(&self.connection, &former_inbox).await?;
+        if self.has_former_inbox {
             let prefetch = settings.worker.schedule_prefetch;
             sources.push(ConsumedQueue { source: SourceQueue::Inbox, queue: former_inbox, prefetch });
         }
@@ -301,6 +312,12 @@ impl Session {
             connection: self.connection.clone(),
             amqp: Arc::new(settings.amqp.clone()),
         }
+    }
+
+    /// Whether the inbox of former versions exists, and is consumed as well.
+    #[must_use]
+    pub fn has_former_inbox(&self) -> bool {
+        self.has_former_inbox
     }
 
     /// The session number in this session's receipts.

@@ -46,8 +46,8 @@ const SHORT_LOCK_TIMEOUT: Duration = Duration::from_millis(20);
 pub struct Closer {
     connections: WarmConnections,
     statement: ContractStatement,
-    /// The last result outside the contract.
-    odd: Arc<Mutex<Option<OddAnswer>>>,
+    /// Results outside the contract that were not taken yet.
+    odd: Arc<Mutex<Vec<OddAnswer>>>,
 }
 
 impl Closer {
@@ -89,19 +89,17 @@ impl Closer {
         match self.try_to_close(&ids, by, waits_for_locks).await {
             Ok(answers) => {
                 let (findings, odd) = gather(&ids, answers);
-                if odd.is_some() {
-                    *self.odd.lock().expect("no holder panics") = odd;
-                }
+                self.odd.lock().expect("no holder panics").extend(odd);
                 Ok(findings)
             }
             Err(error) => Err(self.fault(&error).await),
         }
     }
 
-    /// The last result outside the contract since the previous call.
+    /// Results outside the contract since the previous call.
     #[must_use]
-    pub fn take_odd_answer(&self) -> Option<OddAnswer> {
-        self.odd.lock().expect("no holder panics").take()
+    pub fn take_odd_answers(&self) -> Vec<OddAnswer> {
+        std::mem::take(&mut *self.odd.lock().expect("no holder panics"))
     }
 
     /// The statement, and how many parameters it takes.
@@ -192,7 +190,7 @@ impl Closer {
     }
 }
 
-/// Logs what became of each order of a batch.
+/// Logs the outcome of each order of a batch.
 pub(super) fn log_results(batch: &Batch, answer: &BatchResult, now: Timestamp) {
     let findings = match answer {
         Ok(findings) => findings,

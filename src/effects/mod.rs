@@ -61,9 +61,9 @@ impl Effects {
         });
     }
 
-    /// A row of the close statement that violates the contract, if there was one since the last call.
-    pub fn take_odd_answer(&self) -> Option<OddAnswer> {
-        self.closer.take_odd_answer()
+    /// Rows of the close statement that violate the contract, since the last call.
+    pub fn take_odd_answers(&self) -> Vec<OddAnswer> {
+        self.closer.take_odd_answers()
     }
 
     pub fn close(&self, batch: Batch, clock: DatabaseClock) {

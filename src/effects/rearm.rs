@@ -129,8 +129,7 @@ impl Router {
         // retry does, nor longer than the wheel can hold it.
         let wanted = match wanted {
             Wanted::NotBefore(moment) => Wanted::NotBefore(moment.min(now + self.longest_retry)),
-            Wanted::BeforeDeadline => wanted,
-            Wanted::AtOnce => return Placement::Due,
+            Wanted::BeforeDeadline | Wanted::AtOnce => wanted,
         };
         match (&self.delays, wanted) {
             (_, Wanted::AtOnce) => Placement::Due,

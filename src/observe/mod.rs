@@ -1,5 +1,6 @@
 //! What operators see: logs, metrics, health, and why a worker is degraded. `inspect/` looks for causes in the database,
-//! `canary.rs` for alarms that no longer arrive.
+//! `canary.rs` for alarms that no longer arrive; `recorder.rs` turns inputs into counts, `zones.rs` compares the deadlines
+//! of alarms and rows.
 //!
 //! Observes; changes nothing about an order or an alarm.
 

@@ -1,4 +1,4 @@
-//! Use cases of operators: each once, typed and serialisable. The command line calls them, and whatever else offers them.
+//! Use cases of operators: each once, typed and serialisable. The command line calls them.
 //!
 //! Formats nothing for a terminal or a page.
 

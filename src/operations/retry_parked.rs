@@ -19,7 +19,7 @@ use crate::postgres::parked_alarms::{self, Parked, Selection};
 /// Rows per page: bounds memory, and how much is published between two deletions.
 const AT_ONCE: usize = 1_000;
 
-/// What became of the selected alarms.
+/// The results for the selected alarms.
 #[derive(Debug, Default, Serialize)]
 pub struct Retried {
     /// Their ids, as they were read at the start.
@@ -44,7 +44,7 @@ pub struct Kept {
 /// Publishes the selected alarms into the inbox, and deletes the rows of those that are confirmed.
 ///
 /// # Errors
-/// sqlx's; what was published before is deleted.
+/// sqlx's. Alarms of the page that was published last may then still have their rows; a second alarm does no harm.
 pub async fn retry_parked(
     database: &Database,
     confirmed: &ConfirmedPublisher,

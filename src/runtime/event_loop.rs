@@ -1,13 +1,13 @@
 //! The loop around the engine: passes inputs in, with the time, and runs the actions that come out.
 //!
-//! Forwards, times and logs; decides nothing about an alarm.
+//! Forwards and times; decides nothing about an alarm. `warnings.rs` logs.
 
 use std::time::Duration;
 
 use order_timeout_core::alarm::{Delivered, Receipt, Settlement};
 use order_timeout_core::clock::DatabaseClock;
 use order_timeout_core::engine::{Action, Batch, BatchResult, Engine, Input, Policy, Snapshot, Unavailable};
-use order_timeout_core::order::{CloseError, ClosedBy, OrderId, Outcome, Timestamp};
+use order_timeout_core::order::{ClosedBy, Outcome, Timestamp};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -16,12 +16,12 @@ use tracing::{info, warn};
 use super::GiveUp;
 use super::broker_inspections::BrokerInput;
 use super::supervisor::Phase;
+use super::warnings::Warnings;
 use crate::effects::Effects;
 use crate::effects::clock::ClockReading;
 use crate::observe::degraded::Cause;
 use crate::observe::health::{BEAT_EVERY, Lifecycle, Loop};
 use crate::observe::inspect::contract_watch::ContractWatch;
-use crate::observe::logging::LogThrottle;
 use crate::observe::recorder::Recorder;
 use crate::postgres;
 
@@ -42,30 +42,10 @@ pub(super) struct EventLoop {
     clock: DatabaseClock,
     effects: Effects,
     outputs: Outputs,
-    closes_nothing: bool,
     counted: Counted,
     contract: ContractWatch,
-    not_swept: Warning<String>,
-    /// How many orders the sweep has closed since this was last logged.
-    swept: Warning<usize>,
-    /// An overdue order that the sweep could not close, and why.
-    stuck: Warning<Option<(OrderId, String)>>,
+    warnings: Warnings,
     recorder: Recorder,
-}
-
-/// The subject of a warning, collected since it was last logged.
-#[derive(Debug, Default)]
-struct Warning<T> {
-    about: T,
-    said: LogThrottle,
-}
-
-impl<T: Default + PartialEq> Warning<T> {
-    /// What to log now, if there is anything and it was not logged just before.
-    fn take_due(&mut self) -> Option<T> {
-        let is_due = self.about != T::default() && self.said.is_due();
-        is_due.then(|| std::mem::take(&mut self.about))
-    }
 }
 
 /// The engine's counts as they were last added to the metrics.
@@ -89,12 +69,9 @@ impl EventLoop {
             clock,
             effects,
             outputs,
-            closes_nothing: false,
             counted: Counted::default(),
             contract,
-            not_swept: Warning::default(),
-            swept: Warning::default(),
-            stuck: Warning::default(),
+            warnings: Warnings::default(),
             recorder,
         }
     }
@@ -133,8 +110,9 @@ impl EventLoop {
                     self.begin_draining();
                 }
                 () = give_up.moment() => break,
-                Some(input) = inputs.recv() => self.take(input),
+                // One a second; before inputs, of which a burst has no end.
                 Some(reading) = clock_readings.recv() => self.take_clock(reading),
+                Some(input) = inputs.recv() => self.take(input),
                 count = inbox.recv_many(&mut delivered, INPUTS_AT_ONCE), if inbox_is_open => {
                     // Closed when the supervisor has ended, which may be before the other tasks during a shutdown.
                     inbox_is_open = count > 0;
@@ -173,7 +151,10 @@ impl EventLoop {
             Input::Closed(batch, result) => self.record_batch(batch, result),
             Input::Rearmed(receipts) => self.recorder.metrics.alarms_rearmed.inc_by(receipts.len() as u64),
             Input::Swept(page) => self.contract.page_found(page, std::time::Instant::now()),
-            Input::NotSwept(why) => self.record_failed_sweep(why),
+            Input::NotSwept(why) => {
+                self.recorder.metrics.sweep_failures.inc();
+                self.warnings.note_not_swept(why);
+            }
             _ => {}
         }
         self.engine.handle(input, self.clock.now());
@@ -186,8 +167,7 @@ impl EventLoop {
                 self.recorder.clock(&self.clock);
                 self.engine.handle(Input::ClockRead, self.clock.now());
                 // Arrives each second, so that collected counts are logged even if nothing else happens.
-                self.log_swept_orders();
-                self.log_stuck_orders();
+                self.warnings.log_due(&self.engine, &self.engine.snapshot(self.clock.now()));
                 self.effects.parked.lock().expect("no holder panics").log_due();
                 let why = self.contract.why(std::time::Instant::now());
                 self.recorder.degraded(Cause::OrdersContract, why.as_deref());
@@ -203,61 +183,20 @@ impl EventLoop {
     }
 
     fn record_batch(&mut self, batch: &Batch, result: &BatchResult) {
-        while let Some(odd) = self.effects.take_odd_answer() {
+        for odd in self.effects.take_odd_answers() {
             self.contract.odd_answer(&odd, std::time::Instant::now());
         }
         let results = match result {
             Ok(results) => results,
-            Err(fault) => return self.record_stuck_order(batch, fault),
+            Err(fault) => return self.warnings.note_failed_batch(batch, fault),
         };
         self.contract.answered(batch, result, std::time::Instant::now());
         let closed = results.values().flatten().filter(|found| found.outcome == Outcome::Closed).count();
         // Without the broker no alarm is expected.
         if batch.by == ClosedBy::Sweep && closed > 0 && self.engine.snapshot(self.clock.now()).is_consuming {
-            self.swept.about += closed;
             // They end with the worker's stop.
             let _ = self.outputs.inspections.send(BrokerInput::Swept);
-            self.log_swept_orders();
-        }
-    }
-
-    fn record_stuck_order(&mut self, batch: &Batch, fault: &CloseError) {
-        match (fault, batch.by, &batch.items[..]) {
-            (CloseError::Unavailable(_), ..) => {}
-            // Only an order that was alone in its batch has caused the error.
-            (fault, ClosedBy::Sweep, [item]) => {
-                self.stuck.about = Some((item.alarm.order_id().clone(), fault.to_string()));
-            }
-            _ => {}
-        }
-    }
-
-    /// Logs at once, and then at most once a minute, that the query for overdue orders fails.
-    fn record_failed_sweep(&mut self, why: &str) {
-        self.recorder.metrics.sweep_failures.inc();
-        why.clone_into(&mut self.not_swept.about);
-        if let Some(why) = self.not_swept.take_due() {
-            warn!(why, "the query for overdue orders failed; retrying");
-        }
-    }
-
-    /// Logs at most once a minute that the sweep closed orders whose alarm had not arrived.
-    fn log_swept_orders(&mut self) {
-        if let Some(orders) = self.swept.take_due() {
-            warn!(
-                orders,
-                "the sweep closed overdue orders whose alarm had not arrived in time; is every order scheduled, and is the broker keeping up?"
-            );
-        }
-    }
-
-    /// The same for orders that the sweep cannot close. Without an alarm, nothing is parked for them.
-    fn log_stuck_orders(&mut self) {
-        // Most orders that fail once are closed a moment later.
-        self.stuck.about.take_if(|(order_id, _)| !self.engine.is_backed_off(order_id));
-        if let Some((order_id, why)) = self.stuck.take_due().flatten() {
-            let orders = self.engine.snapshot(self.clock.now()).backed_off;
-            warn!(orders, %order_id, %why, "overdue orders cannot be closed, this one among them; retrying at most five minutes apart");
+            self.warnings.note_swept(closed);
         }
     }
 
@@ -283,7 +222,7 @@ impl EventLoop {
         self.outputs.closing.send_if_modified(|known| std::mem::replace(known, closing) != closing);
         self.update_phase(self.engine.wants_deliveries(now));
         let snapshot = self.engine.snapshot(now);
-        self.closes_nothing = self.log_availability(&snapshot);
+        self.warnings.note_availability(&snapshot);
         self.update_metrics(&snapshot, now);
         self.counted = Counted { early_returns: snapshot.early_returns, swept: snapshot.swept };
         were_any
@@ -302,24 +241,6 @@ impl EventLoop {
         let why = snapshot.unavailable.map(Unavailable::reason);
         metrics.database_unavailable.set(i64::from(why.is_some()));
         self.recorder.health.note_database(why.map(postgres::without_server_message).as_deref());
-    }
-
-    /// Logs when the database begins to close nothing, and when it closes again. Returns whether it closes nothing.
-    fn log_availability(&self, snapshot: &Snapshot<'_>) -> bool {
-        match snapshot.unavailable {
-            Some(Unavailable::ClosesNothing(why)) => {
-                if !self.closes_nothing {
-                    warn!(why, "the database closes nothing; retrying");
-                }
-                true
-            }
-            _ => {
-                if self.closes_nothing {
-                    info!("the database closes orders again");
-                }
-                false
-            }
-        }
     }
 
     fn update_phase(&self, wanted: bool) {

@@ -4,7 +4,8 @@
 //! passes inputs and actions between the engine and the effects; `supervisor.rs` keeps a consumer session open;
 //! `ack_batcher.rs` batches settlements; `quarantine.rs` moves messages aside that end every session; `outboxes.rs`
 //! empties the outboxes; `inspections.rs` checks what the worker needs of the database, `broker_inspections.rs` why
-//! alarms do not arrive; `give_way.rs` lets both wait for idle closers.
+//! alarms do not arrive; `give_way.rs` lets both wait for idle closers; `warnings.rs` logs what an operator
+//! must know about the database and about orders.
 
 mod ack_batcher;
 mod broker_inspections;
@@ -14,6 +15,7 @@ mod inspections;
 mod outboxes;
 mod quarantine;
 mod supervisor;
+mod warnings;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -31,7 +33,6 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 use uuid::Uuid;
 
-use crate::backoff::LONGEST_PAUSE;
 use crate::config::Settings;
 use crate::deliver::{Inboxes, LONGEST_CLOSE, OpenError, Opening, Session, SessionEnd};
 use crate::effects::close::Closer;
@@ -39,6 +40,7 @@ use crate::effects::rearm::Rearmer;
 use crate::effects::sweep::Sweeper;
 use crate::effects::{Effects, clock};
 use crate::http::{HttpError, HttpServer, LIVEZ, METRICS, READYZ};
+use crate::loop_backoff::LONGEST_PAUSE;
 use crate::observe::inspect::contract_watch::ContractWatch;
 use crate::observe::recorder::Recorder;
 use crate::outbox::alarm_relay::AlarmRelay;
@@ -103,7 +105,7 @@ impl Worker {
     pub async fn start(settings: Settings) -> Result<Self, StartError> {
         if !stack::is_reserved() {
             warn!(
-                "a message with deeply nested tables could end this process; call order_timeout::stack::reserve_for_parsing() first in main, or set RUST_MIN_STACK=268435456"
+                "a message with deeply nested tables could end this process, because RUST_MIN_STACK is unset or too small; set it to 268435456, or call order_timeout::stack::reserve_for_parsing() first in main"
             );
         }
         let recorder = Recorder::new(longest_turn(&settings));
@@ -126,7 +128,7 @@ impl Worker {
         let (alarms, inbox) = mpsc::unbounded_channel();
         let (canaries_sender, canaries) = mpsc::unbounded_channel();
         let inboxes = Inboxes { alarms, canaries: canaries_sender };
-        let opening = Opening { number: supervisor::FIRST_SESSION, must_be_set_up: true };
+        let opening = Opening { number: supervisor::FIRST_SESSION, must_be_set_up: true, wants_former_inbox: true };
         let first_session = match Session::open(&settings, opening, inboxes.clone()).await {
             Ok(session) => {
                 if let Err(fault) = session.require_another_connection(&settings).await {

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use crate::backoff::Backoff;
+use crate::loop_backoff::Backoff;
 use crate::observe::degraded::Cause;
 use crate::observe::health::Loop;
 use crate::observe::inspect::relay_watch::RelayWatch;

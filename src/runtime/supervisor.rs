@@ -15,9 +15,9 @@ use tracing::{info, warn};
 use super::ack_batcher::AckBatcher;
 use super::broker_inspections::BrokerInput;
 use super::quarantine::Quarantine;
-use crate::backoff::Backoff;
 use crate::config::Settings;
 use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
+use crate::loop_backoff::Backoff;
 use crate::observe::health::{BEAT_EVERY, Loop};
 use crate::observe::recorder::Recorder;
 
@@ -58,6 +58,8 @@ pub(super) struct Supervisor {
     next_session: u64,
     /// Whether a session has been open: the deployment was set up then.
     had_session: bool,
+    /// Until a session has not found it.
+    wants_former_inbox: bool,
     /// Notified when an exchange or a queue is missing.
     missing_route: Arc<MissingRoute>,
     quarantine: Quarantine,
@@ -83,6 +85,7 @@ impl Supervisor {
             listeners,
             next_session,
             had_session,
+            wants_former_inbox: true,
             missing_route,
             quarantine,
             recorder,
@@ -100,6 +103,7 @@ impl Supervisor {
                 self.send_to_event_loop(Input::SessionOpened(open.number()));
                 self.send_to_inspections(BrokerInput::SessionOpened(open.inspector(&self.settings)));
                 self.recorder.session_opened();
+                self.wants_former_inbox = open.has_former_inbox();
                 let end = self.attend(open).await;
                 self.recorder.session_ended(&end.why);
                 self.send_to_event_loop(Input::SessionEnded);
@@ -140,7 +144,11 @@ impl Supervisor {
 
     /// Opens a session; `None` if the worker stops meanwhile.
     async fn open(&mut self) -> Option<Result<Session, OpenError>> {
-        let opening = Opening { number: self.next_session, must_be_set_up: !self.had_session };
+        let opening = Opening {
+            number: self.next_session,
+            must_be_set_up: !self.had_session,
+            wants_former_inbox: self.wants_former_inbox,
+        };
         let mut opening = pin!(Session::open(&self.settings, opening, self.inboxes.clone()));
         tokio::select! {
             opened = &mut opening => return Some(opened),

@@ -38,7 +38,7 @@ const MOST_TIMES_BEFORE: usize = 3;
 struct BrokerAway {
     case: &'static str,
     away_s: u64,
-    /// Due while the broker was away: orders with alarms in the broker, and those created meanwhile with `schedule_in`.
+    /// Due while the broker was away: orders with alarms in the broker, and those created meanwhile with `postgres::schedule`.
     due_while_away: usize,
     created_while_away: usize,
     closed: usize,

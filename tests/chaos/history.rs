@@ -14,7 +14,7 @@ pub const ARTICLES: usize = 20;
 pub enum ScheduleMethod {
     /// `Publisher::schedule`, after the commit.
     Publisher,
-    /// `schedule_in`, within the order's transaction.
+    /// `postgres::schedule`, within the order's transaction.
     ScheduleIn,
     /// Like a shop in another language: a plain INSERT into `alarm_outbox`, within the order's transaction.
     PlainInsert,

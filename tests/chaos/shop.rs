@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use order_timeout::backoff::Backoff;
+use order_timeout::loop_backoff::Backoff;
 use order_timeout_client::Publisher;
 use order_timeout_client::postgres::{self, Timestamptz};
 use order_timeout_core::order::Timestamp;

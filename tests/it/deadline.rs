@@ -83,8 +83,8 @@ fn only_unpaid_order_gets_new_deadline() {
             let order = env.order(Duration::from_secs(60)).await;
             assert!(env.pay(&order).await);
             let sooner = order.deadline - Duration::from_secs(1);
-            let stands = Moved::Unchanged { status: "paid".into(), deadline: order.deadline };
-            assert_eq!(move_to(&env, &order, sooner).await, stands);
+            let unchanged = Moved::Unchanged { status: "paid".into(), deadline: order.deadline };
+            assert_eq!(move_to(&env, &order, sooner).await, unchanged);
             let unknown_order = Order { id: uuid::Uuid::now_v7(), deadline: order.deadline };
             assert_eq!(move_to(&env, &unknown_order, order.deadline).await, Moved::Unknown);
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
@@ -139,8 +139,8 @@ fn deadline_kept_by_trigger_is_reported() {
             .unwrap();
             let second = Duration::from_secs(1);
             for wanted in [order.deadline - second, order.deadline + second] {
-                let stands = Moved::Unchanged { status: "unpaid".into(), deadline: order.deadline };
-                assert_eq!(move_to(&env, &order, wanted).await, stands);
+                let unchanged = Moved::Unchanged { status: "unpaid".into(), deadline: order.deadline };
+                assert_eq!(move_to(&env, &order, wanted).await, unchanged);
             }
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
             let id = order.id.to_string();
@@ -210,8 +210,8 @@ fn command_reports_deadline_outcome() {
             assert!(env.pay(&order).await);
             let (code, output, _) = deadline(&env, &[&id, "--in", "1h"]);
             assert!(code == 1 && output.contains("is paid; its deadline is unchanged"), "{output}");
-            let stands = json!({ "order_id": id, "status": "paid", "deadline": last, "outcome": "stands" });
-            assert_eq!(json(&[&id, "--in", "1h"]), (1, stands), "the order's deadline, not the requested one");
+            let unchanged = json!({ "order_id": id, "status": "paid", "deadline": last, "outcome": "unchanged" });
+            assert_eq!(json(&[&id, "--in", "1h"]), (1, unchanged), "the order's deadline, not the requested one");
             let unknown_order = uuid::Uuid::now_v7().to_string();
             let unknown = json!({ "order_id": unknown_order, "status": null, "deadline": null, "outcome": "unknown" });
             assert_eq!(json(&[&unknown_order, "--in", "1h"]), (1, unknown));

@@ -230,7 +230,8 @@ fn publisher_refuses_strategy_without_plugin() {
         // Refused, not unavailable: a worker that kept retrying would appear to run.
         let (alarms, _deliveries) = tokio::sync::mpsc::unbounded_channel();
         let (canaries, _ids) = tokio::sync::mpsc::unbounded_channel();
-        let (opening, inboxes) = (Opening { number: 1, must_be_set_up: false }, Inboxes { alarms, canaries });
+        let (opening, inboxes) =
+            (Opening { number: 1, must_be_set_up: false, wants_former_inbox: false }, Inboxes { alarms, canaries });
         let opened = Session::open(&env.settings, opening, inboxes).await.map(drop);
         assert!(matches!(opened, Err(OpenError::Broker(BrokerError::Refused(_)))), "{opened:?}");
         assert_names_the_plugin(&opened.unwrap_err().to_string());

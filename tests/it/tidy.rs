@@ -442,7 +442,7 @@ fn guarantees_name_existing_tests() {
 #[test]
 fn mentioned_files_exist() {
     let files = files();
-    // From the root, in any file: `scripts/services`, docs/WIRE.md, src/schedule/.
+    // From the root, in any file: `scripts/services`, docs/WIRE.md, src/effects/.
     let from_root = Regex::new(
         r"(?m)(?:^|[\s`(\x22\[])((?:docs|src|crates|tests|examples|benches|scripts|config|migrations|sql|deploy)/[\w./-]*\w)",
     )

@@ -26,6 +26,7 @@ use uuid::Uuid;
 
 use crate::bench_env::servers::Servers;
 use crate::bench_env::{BenchEnv, SETTLING};
+use crate::progress;
 use crate::{AlarmRoute, Options};
 
 /// A slow machine's publishing rate, used to choose the instant at which all messages expire.
@@ -50,6 +51,7 @@ pub async fn measure(
     messages: usize,
     route: AlarmRoute,
 ) -> anyhow::Result<BrokerLimit> {
+    progress::say("measuring the broker's own limit");
     let env = BenchEnv::with_broker(servers, options, settings).await?;
     tokio::time::sleep(SETTLING).await;
     let connection = env.connect().await?;

@@ -16,6 +16,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::bench_env::servers::Servers;
 use crate::bench_env::{BenchEnv, ledger};
+use crate::progress;
 
 /// The best of these counts is used, because the best number of connections depends on the machine.
 const CONNECTIONS: [usize; 3] = [1, 2, 4];
@@ -37,6 +38,7 @@ pub async fn measure(
     articles: usize,
     batch_size: usize,
 ) -> anyhow::Result<PostgresLimit> {
+    progress::say("measuring the database's own limit");
     let mut by_connections = BTreeMap::new();
     for connections in CONNECTIONS {
         let env = BenchEnv::without_broker(servers, true).await?;

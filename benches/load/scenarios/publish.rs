@@ -22,7 +22,7 @@ use crate::bench_env::servers::Servers;
 use crate::bench_env::{BenchEnv, OrderDeadline, SETTLING};
 use crate::limits::broker::{Confirms, fresh, publish};
 use crate::report::{self, round, whole};
-use crate::transactions;
+use crate::{progress, transactions};
 
 /// Each method is measured this often, in turn, and the median counts, because the machine's speed drifts.
 const ROUNDS: usize = 3;
@@ -94,11 +94,12 @@ pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow:
     Ok(())
 }
 
-/// Orders created per second: without an alarm, with `schedule_in`, and with the alarm in the order's statement.
+/// Orders created per second: without an alarm, with `postgres::schedule`, and with the alarm in the order's statement.
 async fn in_transactions(env: &BenchEnv<'_>, orders: usize) -> anyhow::Result<[f64; 3]> {
     use transactions::AlarmWrite::{InTheSameStatement, None, ScheduleIn};
     let mut rates: [Vec<f64>; 3] = Default::default();
-    for _ in 0..ROUNDS {
+    for round in 1..=ROUNDS {
+        progress::say(format!("orders with and without an alarm in their transaction, round {round} of {ROUNDS}"));
         for (alarm, rates) in [None, ScheduleIn, InTheSameStatement].into_iter().zip(&mut rates) {
             rates.push(transactions::per_second(&env.pool, orders, alarm).await?);
         }
@@ -110,12 +111,13 @@ async fn in_transactions(env: &BenchEnv<'_>, orders: usize) -> anyhow::Result<[f
 async fn measure(env: &BenchEnv<'_>, connection: &Connection, orders: usize) -> anyhow::Result<Vec<(f64, f64)>> {
     let publisher = env.publisher().await?;
     let mut rates: Vec<(Vec<f64>, Vec<f64>)> = CONTENDERS.iter().map(|_| Default::default()).collect();
-    for _ in 0..ROUNDS {
+    for round in 1..=ROUNDS {
         for (comparison, (ours, bare)) in CONTENDERS.iter().zip(&mut rates) {
             let orders = match comparison.method {
                 ScheduleMethod::OneByOne => orders.div_ceil(FEWER_ONE_BY_ONE),
                 ScheduleMethod::Concurrent | ScheduleMethod::All => orders,
             };
+            progress::say(format!("{}, round {round} of {ROUNDS}", comparison.name));
             let rate = |took: Duration| orders as f64 / took.as_secs_f64();
             bare.push(rate(publish(connection, comparison.confirms, messages(env, orders)).await?));
             purge(env, connection).await?;

@@ -1,11 +1,11 @@
 //! Every exchange, queue, binding and argument: declared and verified here, in one place. `names.rs` has their names,
-//! `definitions.rs` writes them as a RabbitMQ definitions file, `inspect.rs` checks for a worker whether they exist,
+//! `definitions_file.rs` writes them as a RabbitMQ definitions file, `inspect.rs` checks for a worker whether they exist,
 //! and `publishing.rs` for a publisher.
 //!
 //! Never deletes an exchange or a queue: if one exists with other arguments, the error names it and says how to
 //! migrate. It removes only the bindings of another number of shards, which would deliver every alarm twice.
 
-mod definitions;
+mod definitions_file;
 mod inspect;
 mod names;
 mod publishing;

@@ -61,6 +61,6 @@ async fn pay(State(pool): State<PgPool>, Path(id): Path<Uuid>) -> Result<StatusC
 }
 
 fn unavailable(error: Box<dyn std::error::Error>) -> StatusCode {
-    eprintln!("{error}");
+    eprintln!("{}", order_timeout_client::with_causes(&*error));
     StatusCode::SERVICE_UNAVAILABLE
 }

@@ -127,7 +127,7 @@ fn sentence(error: &sqlx::Error) -> String {
         // admin_shutdown, crash_shutdown, cannot_connect_now
         Some("57P01" | "57P02" | "57P03") => "; the database is restarting, try again",
         // read_only_sql_transaction
-        Some("25006") => "; this is a standby, give database.url of the primary",
+        Some("25006") => "; this is a standby, connect to the primary",
         // insufficient_privilege
         Some("42501") => "; grant this user SELECT and UPDATE on orders and INSERT on alarm_outbox",
         // check_violation
@@ -159,7 +159,7 @@ fn sentence(error: &sqlx::Error) -> String {
 /// # Errors
 /// [`MoveDeadlineError`]; roll the transaction back.
 pub async fn move_deadline(
-    transaction: impl PgExecutor<'_>,
+    executor: impl PgExecutor<'_>,
     order_id: impl AsRef<str>,
     deadline: impl Into<Timestamp>,
 ) -> Result<Moved, MoveDeadlineError> {
@@ -167,7 +167,7 @@ pub async fn move_deadline(
     let found = sqlx::query(DEADLINE_SQL)
         .bind(order_id.as_str())
         .bind(Timestamptz(deadline.into()))
-        .fetch_optional(transaction)
+        .fetch_optional(executor)
         .await?;
     let Some(row) = found else { return Ok(Moved::Unknown) };
     let (status, Timestamptz(before)): (String, _) = (row.try_get("status")?, row.try_get("deadline")?);

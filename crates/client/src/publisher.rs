@@ -57,7 +57,7 @@ pub struct Publisher {
     max_delay: std::time::Duration,
 }
 
-/// As `rabbitmqctl list_connections` shows it.
+/// As `rabbitmqctl list_connections` shows it, behind `order-timeout`.
 const CONNECTION_NAME: &str = "publisher";
 
 /// Where alarms go.
@@ -143,13 +143,13 @@ impl Publisher {
     /// ```no_run
     /// use std::time::{Duration, SystemTime};
     ///
-    /// use order_timeout_client::Publisher;
+    /// use order_timeout_client::{Publisher, with_causes};
     ///
     /// # async fn example(publisher: Publisher) -> Result<(), Box<dyn std::error::Error>> {
     /// let deadline = SystemTime::now() + Duration::from_secs(30 * 60);
     /// if let Err(error) = publisher.schedule_all([("order-7", deadline), ("order-8", deadline)]).await {
     ///     for (order_id, why) in &error.failed {
-    ///         eprintln!("{order_id}: {why}");
+    ///         eprintln!("{order_id}: {}", with_causes(why));
     ///     }
     /// }
     /// # Ok(())

@@ -8,15 +8,15 @@
 
 pub mod address;
 pub mod alarm;
-mod causes;
 pub mod clock;
 pub mod delay;
 pub mod duration;
 pub mod engine;
+mod error_chain;
 pub mod hold;
 pub mod message;
 pub mod order;
 mod setting;
 
-pub use causes::with_causes;
+pub use error_chain::with_causes;
 pub use setting::{InvalidSetting, one_of_its_words};

@@ -163,6 +163,15 @@ impl From<SystemTime> for Timestamp {
     }
 }
 
+impl From<Timestamp> for SystemTime {
+    /// Saturates where this machine's clock cannot represent the time.
+    fn from(time: Timestamp) -> Self {
+        let length = Duration::from_micros(time.0.unsigned_abs());
+        let moved = if time.0 < 0 { UNIX_EPOCH.checked_sub(length) } else { UNIX_EPOCH.checked_add(length) };
+        moved.unwrap_or(UNIX_EPOCH)
+    }
+}
+
 impl From<time::OffsetDateTime> for Timestamp {
     /// Rounds up to the microsecond, as from [`SystemTime`].
     fn from(time: time::OffsetDateTime) -> Self {
@@ -415,6 +424,7 @@ mod tests {
         for (nanos, micros) in [(1_795_170_600_000_000_001_i128, 1_795_170_600_000_001), (-1_001, -1), (0, 0)] {
             let time = time::OffsetDateTime::from_unix_timestamp_nanos(nanos).unwrap();
             assert_eq!(Timestamp::from(time), Timestamp::from_unix_micros(micros));
+            assert_eq!(Timestamp::from(SystemTime::from(Timestamp::from(time))), Timestamp::from(time));
             #[cfg(feature = "chrono")]
             {
                 let nanos_in_range = i64::try_from(nanos).unwrap();

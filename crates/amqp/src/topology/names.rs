@@ -64,7 +64,7 @@ impl Names {
         self.name("schedule")
     }
 
-    /// Queue: the inbox of versions before 0.1, which had the exchange `arm` and slots of their own. A worker consumes
+    /// Queue: the inbox of deployments from before it was renamed, with the exchange `arm` and slots of their own. A worker consumes
     /// it for as long as it exists.
     #[must_use]
     pub fn former_inbox(&self) -> String {

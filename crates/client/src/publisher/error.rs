@@ -53,7 +53,14 @@ impl ScheduleError {
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {
-            Self::Publish(fault) => fault.is_broker_wide() || matches!(fault, PublishError::Nacked),
+            Self::Publish(PublishError::NotConnected(BrokerError::Away(_))) => true,
+            Self::Publish(fault) => matches!(
+                fault,
+                PublishError::TimedOut(_)
+                    | PublishError::Blocked
+                    | PublishError::Nacked
+                    | PublishError::ChannelClosed(_)
+            ),
             Self::OrderId(_) | Self::TooFar => false,
         }
     }
@@ -80,7 +87,8 @@ impl std::fmt::Display for ScheduleManyError {
 impl std::error::Error for ScheduleManyError {
     /// Why the first one failed.
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.failed.first().map(|(_, why)| why as _)
+        // Its own sentence, "not scheduled", says nothing more.
+        self.failed.first().map(|(_, why)| why.source().unwrap_or(why))
     }
 }
 
@@ -94,7 +102,7 @@ mod tests {
     fn report_names_first_cause_once() {
         let failed = vec![("7".to_owned(), ScheduleError::Publish(PublishError::Blocked))];
         let text = with_causes(&ScheduleManyError { scheduled: 2, failed });
-        let expected = "1 of 3 alarms not scheduled; the first is that of order 7: not scheduled: \
+        let expected = "1 of 3 alarms not scheduled; the first is that of order 7: \
                         the broker blocks publishers; it is short of memory or disk";
         assert_eq!(text, expected);
         let empty = ScheduleManyError { scheduled: 0, failed: Vec::new() };

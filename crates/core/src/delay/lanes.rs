@@ -57,6 +57,8 @@ impl Lanes {
             return Err(InvalidSetting::new("delay.lane_shards", why));
         }
         InvalidSetting::within("delay.lead", self.lead, Duration::ZERO, Duration::from_secs(600))?;
+        let (least, most) = (Duration::from_secs(1), Duration::from_secs(36_500 * 86_400));
+        InvalidSetting::within("delay.max_delay", max_delay, least, most)?;
         let lanes = &self.lanes;
         let key = "delay.lanes";
         if lanes.len() > MAX_LANES {

@@ -113,12 +113,6 @@ impl DelaySettings {
     /// # Errors
     /// [`InvalidSetting`] for the first rule that is broken.
     pub fn validate(&self) -> Result<(), InvalidSetting> {
-        InvalidSetting::within(
-            "delay.max_delay",
-            self.max_delay,
-            Duration::from_secs(1),
-            Duration::from_secs(36_500 * 86_400),
-        )?;
         Lanes::from(self).validate(self.max_delay)?;
         self.validate_rings()
     }

@@ -4,15 +4,13 @@
 //! Pure, like the whole engine. What an order's outcome means is in `decide.rs`; what happens to a batch that failed as
 //! a whole, before any of its orders has an outcome, is here.
 
-use std::collections::HashMap;
-use std::time::Duration;
-
-use super::circulation::circulates;
 use super::decide::{Decision, SweepDecision, decide_after_close, decide_after_sweep};
-use super::sweep::{LastTry, MAX_BACKOFF, MAX_BLAMELESS_BACKOFF};
+use super::order_backoff::{MAX_BACKOFF, MAX_BLAMELESS_BACKOFF};
+use super::sweep::LastTry;
 use super::{Batch, BatchResult, Engine, LockMode, Origin, WorkItem};
-use crate::alarm::{DeadLetter, Receipt, Wanted};
+use crate::alarm::{DeadLetter, Receipt};
 use crate::order::{CloseError, CloseOutcome, CloseResult, Deadline, OrderId, Outcome, Timestamp};
+use std::collections::HashMap;
 
 /// How often one pass of the sweep retries an order that another session has locked.
 const TRIES_WHILE_BUSY: u32 = 2;
@@ -115,46 +113,5 @@ impl Engine {
         item.disagreements = 0;
         item.paused_since = None;
         self.place(item, now, now);
-    }
-
-    /// Asks again after a millisecond, the next time after two.
-    fn ask_again(&mut self, mut item: WorkItem, now: Timestamp) {
-        let wait = Duration::from_millis(1) * 2_u32.saturating_pow(item.disagreements);
-        item.disagreements += 1;
-        self.pause_for(item, wait, now);
-    }
-
-    /// Tries again after a pause, the next time after twice that, up to `longest`; not counted as a failure.
-    fn pause(&mut self, mut item: WorkItem, longest: Duration, now: Timestamp) {
-        let wait = self.policy.doubling(item.pauses).min(longest);
-        item.pauses = item.pauses.saturating_add(1);
-        self.pause_for(item, wait, now);
-    }
-
-    /// Waits here, and after `requeue_after` at the broker, which limits how long a message stays unacknowledged.
-    fn pause_for(&mut self, mut item: WorkItem, wait: Duration, now: Timestamp) {
-        // min: the clock may have been set back since.
-        let since = item.paused_since.map_or(now, |since| now.min(since));
-        item.paused_since = Some(since);
-        if now.since(since) >= self.policy.requeue_after {
-            return self.rearm(item, Wanted::NotBefore(now + self.policy.retry_longest));
-        }
-        self.hold_until(now + wait, item);
-    }
-
-    /// Tries again after a wait that doubles: the short waits here, the long ones at the broker, so that failing alarms
-    /// do not fill the prefetch window.
-    fn retry(&mut self, mut item: WorkItem, now: Timestamp) {
-        if item.alarm.attempt == 0 && self.policy.doubling(item.pauses) <= self.policy.retry_longest {
-            return self.pause(item, self.policy.retry_longest, now);
-        }
-        let wait = self.policy.retry_longest * 2_u32.saturating_pow(item.alarm.attempt.min(5));
-        // Saturating: the first attempt's number came with the message.
-        item.alarm.attempt = item.alarm.attempt.saturating_add(1);
-        if circulates(&item.alarm) {
-            // The broker would return it early.
-            return self.hold_until(now + wait, item);
-        }
-        self.rearm(item, Wanted::NotBefore(now + wait));
     }
 }

@@ -152,7 +152,7 @@ impl Availability {
         self.outage.is_some()
     }
 
-    /// When an unavailable database is probed whether it is back; `None` while it is available.
+    /// When an unavailable database is probed next; `None` while it is available.
     pub fn probe_at(&self) -> Option<Timestamp> {
         self.outage.as_ref().map(|outage| outage.probe_at)
     }

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use super::sweep::{MAX_BACKOFF, MAX_BLAMELESS_BACKOFF};
+use super::order_backoff::{MAX_BACKOFF, MAX_BLAMELESS_BACKOFF};
 use super::{Policy, WorkItem};
 use crate::alarm::ParkReason;
 use crate::order::{CloseError, CloseOutcome, CloseResult, Deadline, Outcome, Timestamp};

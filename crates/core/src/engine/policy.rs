@@ -4,9 +4,6 @@
 
 use std::time::Duration;
 
-/// How many times `retry_longest` a retry waits at the broker at most: the engine doubles it five times.
-pub const LONGEST_RETRY_FACTOR: u32 = 32;
-
 /// The worker fills in its settings; `config/default.toml` in the repository has each with its default and its reason.
 #[derive(Debug, Clone)]
 pub struct Policy {
@@ -23,7 +20,7 @@ pub struct Policy {
     /// `retry.first`: the pause after the first failure. It doubles with each further one.
     pub retry_first: Duration,
     /// `retry.longest`: the longest pause in memory. Longer ones are spent at the broker, up to
-    /// [`LONGEST_RETRY_FACTOR`] times this.
+    /// [`LONGEST_RETRY_FACTOR`](super::LONGEST_RETRY_FACTOR) times this.
     pub retry_longest: Duration,
     /// `retry.missing_for`: how long after its publication an alarm is retried while its order is unknown.
     pub missing_for: Duration,
@@ -44,21 +41,4 @@ pub struct Policy {
     /// Which share of a pause after a failure this worker takes, at most 1. Each worker has its own share, so that
     /// workers that lost the same server do not come back in step.
     pub pause_share: f64,
-}
-
-impl Policy {
-    pub(super) fn doubling(&self, times: u32) -> Duration {
-        self.retry_first * 2_u32.saturating_pow(times.min(16))
-    }
-
-    /// The pause before a retry after a failure that concerns every order.
-    pub(super) fn pause(&self, times: u32) -> Duration {
-        self.doubling(times).min(self.retry_longest).mul_f64(self.pause_share)
-    }
-
-    /// The longest pause for an overdue order. No longer than between two sweeps: with a pause of a second, an order
-    /// would be closed more than a second late after its obstacle is gone.
-    pub(super) fn longest_overdue_pause(&self) -> Duration {
-        self.retry_longest.min(self.sweep_every)
-    }
 }

@@ -7,15 +7,8 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::Policy;
+use super::order_backoff::{MAX_BACKOFF, overdue_backoff};
 use crate::order::{Deadline, OrderId, Overdue, SweepPage, SweepPlace, SweptPage, Timestamp};
-
-/// How long an order is backed off after its first failure; it doubles up to [`MAX_BACKOFF`] if the order is at fault.
-/// Short, because the first failure may have been a deadlock.
-const FIRST_BACKOFF: Duration = Duration::from_millis(250);
-pub(super) const MAX_BACKOFF: Duration = Duration::from_secs(300);
-/// The maximum for an order that is the only one to meet a timeout: it may be its own trigger, or a disk that is full
-/// for a while.
-pub(super) const MAX_BLAMELESS_BACKOFF: Duration = Duration::from_secs(8);
 
 /// How many passes in a row may end early. Every eighth goes to the end, so that a burst never hides other orders for
 /// long.
@@ -257,7 +250,7 @@ impl Sweep {
     /// `longest` does not lengthen later backoffs with a higher cap.
     pub fn back_off(&mut self, order_id: OrderId, longest: Duration, now: Timestamp) {
         let failures = self.backed_off.get(&order_id).map_or(0, |backed_off| backed_off.failures);
-        let pause = FIRST_BACKOFF * 2_u32.saturating_pow(failures.min(11));
+        let pause = overdue_backoff(failures);
         let failures = if pause < longest { failures + 1 } else { failures };
         self.backed_off.insert(order_id, BackedOff { until: now + pause.min(longest), failures, seen: now });
     }
@@ -281,7 +274,7 @@ impl Sweep {
             None => Duration::ZERO,
             // Longer than it took to come back: a great many of them take time, and other orders wait.
             Some(known) => {
-                let doubling = FIRST_BACKOFF * 2_u32.saturating_pow((times - 2).min(11));
+                let doubling = overdue_backoff(times - 2);
                 doubling.max(2 * now.since(known.tried)).min(longest)
             }
         };
