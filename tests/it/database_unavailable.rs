@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use order_timeout::effects::close::Closer;
 use order_timeout::postgres::Database;
 use order_timeout::postgres::warm_connections::WarmConnections;
@@ -166,9 +167,9 @@ fn exhausted_connections_lose_no_alarm() {
                 let end = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name = 'order-timeout'";
                 wait_for("every connection taken, none of them the worker's", async || {
                     env.count(end).await;
-                    while let Ok(hog) = PgConnection::connect(url.expose_secret()).await {
-                        hogs.lock().unwrap().push(hog);
-                    }
+                    // All at once, before the held alarms fall due.
+                    let opened = join_all((0..20).map(|_| PgConnection::connect(url.expose_secret()))).await;
+                    hogs.lock().unwrap().extend(opened.into_iter().flatten());
                     env.count(of_workers).await == 0
                 })
                 .await;

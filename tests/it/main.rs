@@ -17,7 +17,6 @@ mod deadline;
 mod degraded_broker;
 mod degraded_database;
 mod delayed_exchange;
-mod examples;
 mod health;
 mod hostile;
 mod least_privilege;

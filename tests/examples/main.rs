@@ -1,5 +1,11 @@
 //! The examples of the client and of the worker run against a real broker and database, and a crate that depends on the
 //! client alone compiles what README and the guide print.
+//!
+//! A test program of its own: what it compiles would slow down other tests that run beside it.
+
+#[allow(dead_code, unused_imports)] // shared with tests/it, which uses all of it
+#[path = "../it/support/mod.rs"]
+mod support;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
