@@ -10,9 +10,10 @@ use futures_util::StreamExt;
 use lapin::message::Delivery;
 use lapin::options::{BasicConsumeOptions, QueueBindOptions, QueueDeclareOptions};
 use lapin::types::FieldTable;
-use lapin::{Channel, Connection, Consumer};
+use lapin::{Channel, Consumer};
 use order_timeout::Settings;
 use order_timeout_amqp::connect;
+use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_core::message::OrderClosed;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -25,7 +26,7 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct Listener {
     received: Arc<Mutex<ReceivedEvents>>,
-    connection: Connection,
+    connection: JoinedConnection,
     task: AbortOnDropHandle<()>,
 }
 

@@ -28,13 +28,14 @@ use lapin::options::{
     QueueDeleteOptions,
 };
 use lapin::types::FieldTable;
-use lapin::{BasicProperties, Channel, Connection};
+use lapin::{BasicProperties, Channel};
 use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout::observe::canary::CANARY_TYPE;
 use order_timeout::postgres;
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::connect;
+use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_amqp::topology::{DUE_KEY, Names};
 use order_timeout_client::Publisher;
 use order_timeout_core::delay::{Lane, RingSettings, Strategy};
@@ -56,7 +57,7 @@ pub const TIMEOUT: Duration = Duration::from_secs(30);
 pub struct TestEnv {
     pub settings: Settings,
     pub pool: PgPool,
-    pub broker: Connection,
+    pub broker: JoinedConnection,
     pub channel: Channel,
 }
 

@@ -4,8 +4,8 @@
 
 use std::sync::Arc;
 
+use lapin::Channel;
 use lapin::options::ConfirmSelectOptions;
-use lapin::{Channel, Connection};
 use tokio::sync::Mutex;
 
 use super::PublishError;
@@ -13,12 +13,13 @@ use super::error::closed;
 use super::missing_route::MissingRoute;
 use crate::AmqpSettings;
 use crate::connect::{self, BrokerError};
+use crate::connection::JoinedConnection;
 
 /// The connection that the channels share; reopened when it is broken.
 pub(super) struct SharedConnection {
     pub(super) settings: AmqpSettings,
     name: &'static str,
-    current: Mutex<Option<Arc<Connection>>>,
+    current: Mutex<Option<Arc<JoinedConnection>>>,
     pub(super) missing_route: Arc<MissingRoute>,
 }
 
@@ -27,7 +28,7 @@ impl SharedConnection {
         Self { settings: settings.clone(), name, current: Mutex::new(None), missing_route: Arc::default() }
     }
 
-    pub(super) async fn connection(&self) -> Result<Arc<Connection>, BrokerError> {
+    pub(super) async fn connection(&self) -> Result<Arc<JoinedConnection>, BrokerError> {
         let mut current = self.current.lock().await;
         if let Some(connection) = current.as_ref().filter(|connection| connection.status().connected()) {
             return Ok(connection.clone());
@@ -37,7 +38,7 @@ impl SharedConnection {
         Ok(connection)
     }
 
-    pub(super) async fn open_channel(&self) -> Result<(Arc<Connection>, Channel), PublishError> {
+    pub(super) async fn open_channel(&self) -> Result<(Arc<JoinedConnection>, Channel), PublishError> {
         let connection = self.connection().await.map_err(PublishError::NotConnected)?;
         if connection.status().blocked() {
             return Err(PublishError::Blocked);
