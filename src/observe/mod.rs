@@ -8,6 +8,7 @@ pub mod canary;
 pub mod degraded;
 pub mod health;
 pub mod inspect;
+pub(crate) mod log_writer;
 pub mod logging;
 pub mod metrics;
 pub(crate) mod recorder;
