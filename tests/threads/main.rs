@@ -75,8 +75,11 @@ fn repeat(turn: impl AsyncFn()) {
 
 #[test]
 fn detach_at_end_is_counted() {
-    let found = detached_at_end(|| drop(std::thread::spawn(|| ())));
-    assert_eq!(found, 1);
+    let ending = std::thread::spawn(|| ());
+    while !ending.is_finished() {
+        std::thread::yield_now();
+    }
+    assert_eq!(detached_at_end(|| drop(ending)), 1);
     let (sender, receiver) = std::sync::mpsc::channel::<()>();
     let found = detached_at_end(|| drop(std::thread::spawn(move || receiver.recv())));
     assert_eq!(found, 0);
