@@ -46,8 +46,10 @@ pub struct Settings {
     pub log: LogSettings,
 }
 
+/// The section `database`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct DatabaseSettings {
     pub url: SecretString,
     pub url_file: String,
@@ -106,8 +108,10 @@ impl DatabaseSettings {
     }
 }
 
+/// The section `worker`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct WorkerSettings {
     #[serde(deserialize_with = "duration::read")]
     pub hold_max: Duration,
@@ -139,8 +143,10 @@ impl WorkerSettings {
     }
 }
 
+/// The section `retry`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct RetrySettings {
     #[serde(deserialize_with = "duration::read")]
     pub first: Duration,
@@ -159,8 +165,10 @@ impl RetrySettings {
     }
 }
 
+/// The section `sweep`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct SweepSettings {
     #[serde(deserialize_with = "duration::read")]
     pub every: Duration,
@@ -168,8 +176,10 @@ pub struct SweepSettings {
     pub grace: Duration,
 }
 
+/// The section `announce`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct AnnounceSettings {
     #[serde(deserialize_with = "duration::read")]
     pub poll: Duration,
@@ -178,15 +188,19 @@ pub struct AnnounceSettings {
     pub keep: Duration,
 }
 
+/// The section `parked`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct ParkedSettings {
     #[serde(deserialize_with = "duration::read")]
     pub keep: Duration,
 }
 
+/// The section `http`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct HttpSettings {
     pub listen: Listen,
 }
@@ -213,15 +227,19 @@ impl TryFrom<String> for Listen {
     }
 }
 
+/// The section `orders`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct OrdersSettings {
     pub close_sql: String,
     pub overdue_sql: String,
 }
 
+/// The section `log`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct LogSettings {
     #[serde(deserialize_with = "one_of_its_words")]
     pub format: LogFormat,
@@ -232,7 +250,9 @@ pub struct LogSettings {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
+    /// Lines for people.
     Human,
+    /// One JSON object a line.
     Json,
 }
 

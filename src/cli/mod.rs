@@ -30,8 +30,10 @@ use crate::sanitize;
 #[derive(Debug, Parser)]
 #[command(name = "order-timeout", version = env!("ORDER_TIMEOUT_VERSION"), about, after_help = SETTINGS_HELP)]
 pub struct Cli {
+    /// Where settings come from.
     #[command(flatten)]
     pub settings: SettingsArgs,
+    /// The subcommand.
     #[command(subcommand)]
     pub command: Command,
 }
@@ -158,6 +160,7 @@ pub struct CommandOutcome {
     text: String,
     /// For standard error, a line each: warnings of a command that has done its work.
     remarks: Vec<String>,
+    /// The exit code.
     pub code: u8,
 }
 
@@ -168,6 +171,7 @@ impl CommandOutcome {
         &self.text
     }
 
+    /// The lines for standard error.
     #[must_use]
     pub fn remarks(&self) -> &[String] {
         &self.remarks

@@ -58,6 +58,7 @@ pub struct Session {
 /// Why a session ended, or did not open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionEnd {
+    /// Whether a message has caused it.
     pub kind: EndKind,
     /// One sentence.
     pub why: String,
@@ -89,6 +90,7 @@ impl SessionEnd {
 /// Why no session was opened.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OpenError {
+    /// The broker is unavailable, or refused it.
     #[error(transparent)]
     Broker(#[from] BrokerError),
     /// The broker had opened it and delivered a message that ended it.
@@ -119,6 +121,7 @@ impl Ended {
 /// Where a session sends what it reads.
 #[derive(Debug, Clone)]
 pub struct Inboxes {
+    /// Alarms, and messages that are to be parked.
     pub alarms: mpsc::UnboundedSender<Delivered>,
     /// Ids of canaries, which are acknowledged at once.
     pub canaries: mpsc::UnboundedSender<Uuid>,

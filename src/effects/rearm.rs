@@ -40,6 +40,7 @@ struct Router {
 /// The results of the rearms.
 #[derive(Debug, Default)]
 pub struct Written {
+    /// Written, with the broker's confirm.
     pub confirmed: Vec<Receipt>,
     /// Refused individually: their queue is missing, or accepts nothing.
     pub refused: Vec<Rearm>,

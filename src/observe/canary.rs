@@ -58,9 +58,11 @@ enum Kind {
 /// The route, queue and wait of one canary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Journey {
+    /// How it is published.
     pub route: Route,
     /// The queue in which it waits.
     pub queue: String,
+    /// How long it waits there.
     pub wait: Duration,
 }
 
@@ -104,11 +106,13 @@ impl Paths {
         Self { names, wheel, paths }
     }
 
+    /// In a fixed order.
     #[must_use]
     pub fn all(&self) -> &[Path] {
         &self.paths
     }
 
+    /// The path of this name.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<&Path> {
         self.paths.iter().find(|path| path.name == name)

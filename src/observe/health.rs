@@ -38,7 +38,9 @@ impl Loop {
 /// What the worker as a whole is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifecycle {
+    /// Connecting, and declaring exchanges and queues.
     Starting,
+    /// Consuming and closing.
     Running,
     /// Nothing could be closed, re-armed or parked for so long that the alarms were requeued.
     Paused,
@@ -49,6 +51,7 @@ pub enum Lifecycle {
 /// The result of a liveness or readiness check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
+    /// Whether the check found no problem.
     pub is_healthy: bool,
     /// One for each problem, or a single one if there is none; then one for each cause of degradation.
     pub lines: Vec<String>,
@@ -124,6 +127,7 @@ impl Health {
         self.note_lifecycle(Lifecycle::Running);
     }
 
+    /// Records what the worker as a whole is doing.
     pub fn note_lifecycle(&self, lifecycle: Lifecycle) {
         self.state().lifecycle = lifecycle;
     }

@@ -50,6 +50,7 @@ pub struct AlarmRelay {
 }
 
 impl AlarmRelay {
+    /// `batch_size` alarms at most are sent at once; sent ones are deleted after `keep`.
     #[must_use]
     pub fn new(
         database: Database,

@@ -52,6 +52,7 @@ pub struct EventRelay {
 }
 
 impl EventRelay {
+    /// `batch_size` events at most are sent at once; sent ones are deleted after `keep`.
     #[must_use]
     pub fn new(
         database: Database,

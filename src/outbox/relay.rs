@@ -127,8 +127,10 @@ pub(crate) use outbox_sql;
 /// Why a round failed. The rows stay in their outbox.
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
+    /// The database refused a statement, or is unavailable.
     #[error("an outbox cannot be read or written: {}", one_line(.0))]
     Database(sqlx::Error),
+    /// The broker did not confirm a message.
     #[error(transparent)]
     Broker(#[from] PublishError),
 }
@@ -440,6 +442,7 @@ pub struct LeaderLock {
 }
 
 impl LeaderLock {
+    /// Not acquired yet.
     #[must_use]
     pub fn new(database: Database) -> Self {
         Self { database, held: None, answered: Instant::now() }

@@ -26,6 +26,7 @@ pub struct Contract {
 /// A statement that fulfils its contract.
 #[derive(Debug, Clone)]
 pub struct ContractStatement {
+    /// The statement's text.
     pub sql: SqlStr,
     /// How many parameters it takes.
     pub parameters: usize,

@@ -71,10 +71,13 @@ const SWEEP_PAGE: usize = 1_000;
 /// Why a worker could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
+    /// The database cannot be used.
     #[error(transparent)]
     Database(#[from] DatabaseError),
+    /// The broker cannot be used.
     #[error(transparent)]
     Broker(#[from] BrokerError),
+    /// The pages cannot be served.
     #[error(transparent)]
     Http(#[from] HttpError),
 }

@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use order_timeout::Settings;
 use order_timeout_amqp::connect;
+use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::proxy::Proxy;
+use order_timeout_testkit::{TestEnv, wait_for, with_env};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::support::disk_stall_probe::DiskStallProbe;
-use crate::support::private::Private;
-use crate::support::proxy::Proxy;
-use crate::support::{TestEnv, wait_for, with_env};
 use crate::workers::Workers;
 
 pub struct Environment {

@@ -11,6 +11,9 @@ use lapin::options::{QueueDeleteOptions, QueuePurgeOptions};
 use order_timeout::postgres;
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::away::{is_consumed, meanwhile};
+use order_timeout_testkit::proxy::{Direction, Then};
+use order_timeout_testkit::{Order, TestEnv, wait_for};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
@@ -18,9 +21,6 @@ use crate::environment::Environment;
 use crate::history::ARTICLES;
 use crate::plan::{Excuses, Fault, Kind};
 use crate::shop::article_name;
-use crate::support::away::{is_consumed, meanwhile};
-use crate::support::proxy::{Direction, Then};
-use crate::support::{Order, TestEnv, wait_for};
 use crate::workers::WORKERS;
 
 /// The pause between repetitions of a repeated fault.

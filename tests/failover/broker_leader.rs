@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use order_timeout::Settings;
 use order_timeout_core::delay::Lane;
+use order_timeout_testkit::away::keep_events;
+use order_timeout_testkit::process::WorkerProcess;
+use order_timeout_testkit::{TestEnv, alarms_alone, wait_within, with_env, with_parts};
 use time::OffsetDateTime;
 
 use crate::cluster::Cluster;
 use crate::forwarder::Forwarder;
-use crate::support::away::keep_events;
-use crate::support::process::WorkerProcess;
-use crate::support::{TestEnv, alarms_alone, wait_within, with_env, with_parts};
 use crate::traffic::{Taken, Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness, unpaid};
 
 const SECOND: Duration = Duration::from_secs(1);

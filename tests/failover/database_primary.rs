@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use lapin::options::QueueDeleteOptions;
 use order_timeout::Settings;
+use order_timeout_testkit::away::keep_events;
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::process::WorkerProcess;
+use order_timeout_testkit::{TestEnv, wait_for, with_env, with_parts};
 
 use crate::forwarder::Forwarder;
-use crate::support::away::keep_events;
-use crate::support::private::Private;
-use crate::support::process::WorkerProcess;
-use crate::support::{TestEnv, wait_for, with_env, with_parts};
 use crate::traffic::{Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness};
 
 const SECOND: Duration = Duration::from_secs(1);

@@ -11,16 +11,15 @@ use lapin::types::FieldTable;
 use lapin::{BasicProperties, Connection};
 use order_timeout::Settings;
 use order_timeout_amqp::topology::DUE_KEY;
-use secrecy::SecretString;
-use tokio::time::timeout;
-
-use crate::support::away::{
+use order_timeout_testkit::away::{
     COMING_BACK, assert_all_closed_and_announced, expiring_queue_arguments, keep_events, meanwhile, shorten_timeouts,
     with_broker_behind,
 };
-use crate::support::private::Private;
-use crate::support::proxy::{Count, Direction, Proxy};
-use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::proxy::{Count, Direction, Proxy};
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
+use secrecy::SecretString;
+use tokio::time::timeout;
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How often the broker ends the consumer of [`UnackedMessage`].

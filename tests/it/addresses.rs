@@ -7,12 +7,11 @@ use std::time::Duration;
 
 use order_timeout::postgres::Database;
 use order_timeout_amqp::connect;
+use order_timeout_testkit::skip::skipped;
+use order_timeout_testkit::{host_and_port, wait_for, with_env, with_parts};
 use secrecy::{ExposeSecret, SecretString};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
-
-use crate::support::skip::skipped;
-use crate::support::{host_and_port, wait_for, with_env, with_parts};
 
 /// Listens at [::1] and 127.0.0.1 on the same port; forwards what arrives at the former.
 struct Forwarder {

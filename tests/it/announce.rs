@@ -16,9 +16,8 @@ use order_timeout::postgres::Database;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_core::message::OrderClosed;
 use order_timeout_core::order::{ClosedBy, OrderId};
+use order_timeout_testkit::{Order, TestEnv, wait_for, with_env};
 use uuid::Uuid;
-
-use crate::support::{Order, TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 

@@ -5,13 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::options::{ExchangeDeleteOptions, QueueDeleteOptions};
-
-use crate::support::away::{
+use order_timeout_testkit::away::{
     COMING_BACK, HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, hold_long, is_consumed,
     keep_events, meanwhile, on_private_broker, on_private_broker_with, schedule, wait_until_scheduling_works,
 };
-use crate::support::private::Private;
-use crate::support::{TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::{TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 

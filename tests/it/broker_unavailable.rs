@@ -7,15 +7,14 @@ use std::time::Duration;
 use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
 use order_timeout::Settings;
-
-use crate::support::away::{
+use order_timeout_testkit::away::{
     COMING_BACK, HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, held_by_the_worker,
     hold_long, is_consumed, keep_events, meanwhile, on_private_broker_with, schedule, shorten_timeouts,
     wait_until_scheduling_works, with_broker_behind,
 };
-use crate::support::private::Private;
-use crate::support::proxy::{Direction, Proxy};
-use crate::support::{Order, RunningWorker, TestEnv, alarms_alone, wait_for, wait_within, with_env};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::proxy::{Direction, Proxy};
+use order_timeout_testkit::{Order, RunningWorker, TestEnv, alarms_alone, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 

@@ -9,11 +9,10 @@ use lapin::options::{BasicGetOptions, BasicNackOptions, BasicRejectOptions};
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout_core::message::Alarm;
-
-use crate::support::away::{meanwhile, on_private_broker_with, schedule};
-use crate::support::figures::{Figures, get, serve_http};
-use crate::support::private::Private;
-use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::away::{meanwhile, on_private_broker_with, schedule};
+use order_timeout_testkit::figures::{Figures, get, serve_http};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How soon a cause must be named, and no longer named after its cure.

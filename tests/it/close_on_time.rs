@@ -3,10 +3,9 @@
 use std::time::Duration;
 
 use order_timeout_core::order::{OrderId, Timestamp};
+use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::{Order, TestEnv, wait_for, with_env};
 use uuid::Uuid;
-
-use crate::support::disk_stall_probe::DiskStallProbe;
-use crate::support::{Order, TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 

@@ -12,15 +12,15 @@ use order_timeout::cli::Cli;
 use order_timeout::postgres::{self, Database};
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::message::Alarm;
+use order_timeout_testkit::figures;
+use order_timeout_testkit::linux::{self, Signal};
+use order_timeout_testkit::process::{WorkerProcess, bare, call_with, order_timeout, run};
+use order_timeout_testkit::proxy::Proxy;
+use order_timeout_testkit::{Order, TestEnv, wait_for, wait_within, with_env, with_parts};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 use sqlx::Executor;
 use uuid::Uuid;
-
-use crate::support::figures;
-use crate::support::process::{WorkerProcess, bare, call_with, order_timeout, run};
-use crate::support::proxy::Proxy;
-use crate::support::{Order, TestEnv, wait_for, wait_within, with_env, with_parts};
 
 /// A password that equals no other text, so that it is found wherever it leaks.
 const PASSWORD: &str = "sesame-4711";
@@ -856,10 +856,10 @@ fn second_stop_signal_ends_worker_at_once() {
             let waiting = "SELECT count(*) FROM pg_locks WHERE relation = 'parked_alarms'::regclass AND NOT granted";
             wait_for("parking that waits for the lock", async || env.count(waiting).await == 1).await;
 
-            worker.signal(libc::SIGTERM);
+            worker.signal(Signal::TERM);
             wait_for("the draining", async || worker.has_logged("stopping: accepting nothing new")).await;
             assert_eq!(worker.exit_code(), None, "there is something left to finish");
-            worker.signal(libc::SIGINT);
+            worker.signal(Signal::INT);
             wait_within(Duration::from_secs(20), "the exit", async || worker.exit_code().is_some()).await;
             assert_eq!(worker.exit_code(), Some(1));
             let log = worker.log();
@@ -899,10 +899,8 @@ impl LoggedWorker {
         self.child.lock().unwrap().try_wait().unwrap().map(|status| status.code().unwrap_or(-1))
     }
 
-    fn signal(&self, signal: i32) {
-        let pid = i32::try_from(self.child.lock().unwrap().id()).unwrap();
-        // SAFETY: a plain system call on a child that has not been waited for.
-        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    fn signal(&self, signal: Signal) {
+        linux::signal(self.child.lock().unwrap().id(), signal).unwrap();
     }
 }
 

@@ -3,10 +3,10 @@
 use std::io::Write;
 use std::time::Duration;
 
-use crate::support::away::is_consumed;
-use crate::support::process::WorkerProcess;
-use crate::support::proxy::Proxy;
-use crate::support::{TestEnv, wait_for, with_env};
+use order_timeout_testkit::away::is_consumed;
+use order_timeout_testkit::process::WorkerProcess;
+use order_timeout_testkit::proxy::Proxy;
+use order_timeout_testkit::{TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 

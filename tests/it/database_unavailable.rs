@@ -8,16 +8,16 @@ use futures_util::future::join_all;
 use order_timeout::effects::close::Closer;
 use order_timeout::postgres::Database;
 use order_timeout::postgres::warm_connections::WarmConnections;
-use secrecy::ExposeSecret;
-use sqlx::{Connection, PgConnection};
-
-use crate::support::away::{
+use order_timeout_testkit::away::{
     COMING_BACK, held_by_the_worker, meanwhile, on_private_database, shorten_timeouts, worker_through,
 };
-use crate::support::disk_stall_probe::DiskStallProbe;
-use crate::support::private::Private;
-use crate::support::proxy::{Direction, Proxy, Then};
-use crate::support::{TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::linux::{self, Signal};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::proxy::{Direction, Proxy, Then};
+use order_timeout_testkit::{TestEnv, wait_for, wait_within, with_env};
+use secrecy::ExposeSecret;
+use sqlx::{Connection, PgConnection};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -465,21 +465,21 @@ impl HaltedBackends {
         let pids = backends_that_read_the_clock(env).await;
         assert_eq!(pids.len(), closer_connections);
         let halted = Self(pids);
-        halted.signal(libc::SIGSTOP);
+        halted.signal(Signal::STOP);
         halted
     }
 
-    fn signal(&self, signal: i32) {
+    /// The processes belong to the test's own server.
+    fn signal(&self, signal: Signal) {
         for pid in &self.0 {
-            // SAFETY: no memory is involved; the processes belong to the test's own server.
-            assert_eq!(unsafe { libc::kill(*pid, signal) }, 0);
+            linux::signal(u32::try_from(*pid).unwrap(), signal).unwrap();
         }
     }
 }
 
 impl Drop for HaltedBackends {
     fn drop(&mut self) {
-        self.signal(libc::SIGCONT);
+        self.signal(Signal::CONT);
     }
 }
 

@@ -6,13 +6,12 @@ use std::time::Duration;
 use order_timeout_client::postgres::{self, Moved, Timestamptz};
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::away::{shorten_timeouts, with_database_behind};
+use order_timeout_testkit::process::{call_with, order_timeout, run};
+use order_timeout_testkit::proxy::{Proxy, Then};
+use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for, with_env};
 use secrecy::ExposeSecret;
 use serde_json::{Value, json};
-
-use crate::support::away::{shorten_timeouts, with_database_behind};
-use crate::support::process::{call_with, order_timeout, run};
-use crate::support::proxy::{Proxy, Then};
-use crate::support::{Order, TIMEOUT, TestEnv, wait_for, with_env};
 
 /// Moves the order's deadline and returns the outcome.
 async fn move_to(env: &TestEnv, order: &Order, deadline: Timestamp) -> Moved {

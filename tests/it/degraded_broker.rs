@@ -12,12 +12,11 @@ use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout_amqp::topology::DUE_KEY;
+use order_timeout_testkit::figures::{Figures, get, serve_http};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::skip::skipped;
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 use tokio::task::JoinHandle;
-
-use crate::support::figures::{Figures, get, serve_http};
-use crate::support::private::Private;
-use crate::support::skip::skipped;
-use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 /// How soon a worker must name a cause, and stop naming it after the cure.
 const NAMED_WITHIN: Duration = Duration::from_secs(15);

@@ -9,13 +9,12 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt;
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
+use order_timeout_testkit::away::{meanwhile, on_private_broker_with, on_private_database};
+use order_timeout_testkit::figures::{Figures, get, serve_http};
+use order_timeout_testkit::process::{order_timeout, run};
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 use secrecy::ExposeSecret;
 use sqlx::{AssertSqlSafe, PgPool};
-
-use crate::support::away::{meanwhile, on_private_broker_with, on_private_database};
-use crate::support::figures::{Figures, get, serve_http};
-use crate::support::process::{order_timeout, run};
-use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 /// How soon a cause must be named, and no longer named after its cure.
 const SOON: Duration = Duration::from_secs(15);

@@ -19,14 +19,13 @@ use order_timeout_core::delay::Lanes;
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::skip::skipped;
+use order_timeout_testkit::{Order, TestEnv, process, wait_for, with_env, with_parts};
 use secrecy::ExposeSecret;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use uuid::Uuid;
-
-use crate::support::disk_stall_probe::DiskStallProbe;
-use crate::support::skip::skipped;
-use crate::support::{Order, TestEnv, process, wait_for, with_env, with_parts};
 
 const DAY: Duration = Duration::from_secs(86_400);
 

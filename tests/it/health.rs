@@ -17,16 +17,17 @@ use order_timeout::observe::metrics::{LISTED, Listed, Metrics, PROCESS_METRICS};
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::order::{OrderId, Timestamp};
+use order_timeout_testkit::away::{COMING_BACK, shorten_timeouts, with_broker_behind};
+use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
+use order_timeout_testkit::process::{WorkerProcess, order_timeout, run};
+use order_timeout_testkit::proxy::Proxy;
+use order_timeout_testkit::skip::skipped;
+use order_timeout_testkit::{
+    RunningWorker, TIMEOUT, TestEnv, host_and_port, small_settings, wait_for, wait_within, with_env,
+};
 use regex::Regex;
 use tokio::net::TcpStream;
 use uuid::Uuid;
-
-use crate::support::away::{COMING_BACK, shorten_timeouts, with_broker_behind};
-use crate::support::figures::{Figures, get, serve_http, wait_for_figure};
-use crate::support::process::{WorkerProcess, order_timeout, run};
-use crate::support::proxy::Proxy;
-use crate::support::skip::skipped;
-use crate::support::{RunningWorker, TIMEOUT, TestEnv, host_and_port, small_settings, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 

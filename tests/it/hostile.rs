@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use crate::support::process::WorkerProcess;
-use crate::support::{raw, wait_for, with_env};
+use order_timeout_testkit::process::WorkerProcess;
+use order_timeout_testkit::{raw, wait_for, with_env};
 
 #[test]
 fn alarm_with_nested_header_tables_closes_order() {

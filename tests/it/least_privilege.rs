@@ -17,11 +17,10 @@ use order_timeout_amqp::connect::{self, BrokerError, reply, reply_code};
 use order_timeout_amqp::topology::Names;
 use order_timeout_client::{PublishError, ScheduleError};
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, with_env};
 use secrecy::ExposeSecret;
 use serde_json::Value;
-
-use crate::support::private::Private;
-use crate::support::{RunningWorker, TestEnv, wait_for, with_env};
 
 /// The users of definitions.json with their development passwords, encoded as in a URL.
 pub const PUBLISHER: &str = "order-publisher:publisher-dev";
@@ -390,8 +389,11 @@ async fn worker_runs_whole_flow(broker: &Private, env: &TestEnv) {
     assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 3);
     let mut announced = Vec::new();
     for _ in 0..3 {
-        let delivery =
-            tokio::time::timeout(crate::support::TIMEOUT, events.next()).await.expect("an event").unwrap().unwrap();
+        let delivery = tokio::time::timeout(order_timeout_testkit::TIMEOUT, events.next())
+            .await
+            .expect("an event")
+            .unwrap()
+            .unwrap();
         let event: Value = serde_json::from_slice(&delivery.data).unwrap();
         announced.push(event["order_id"].as_str().unwrap().to_owned());
     }

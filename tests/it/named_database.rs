@@ -6,12 +6,11 @@ use std::time::Duration;
 use order_timeout::Settings;
 use order_timeout_core::message::read_rfc3339;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::process::{bare, call_with, run};
+use order_timeout_testkit::{TestEnv, host_and_port, with_env, with_parts};
 use secrecy::ExposeSecret;
 use serde_json::Value;
 use sqlx::AssertSqlSafe;
-
-use crate::support::process::{bare, call_with, run};
-use crate::support::{TestEnv, host_and_port, with_env, with_parts};
 
 async fn execute(env: &TestEnv, sql: &str) {
     sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&env.pool).await.unwrap();

@@ -11,11 +11,10 @@ use order_timeout::postgres::Database;
 use order_timeout_amqp::publisher::{ConfirmedPublisher, PublishError};
 use order_timeout_client::postgres;
 use order_timeout_core::delay::Lane;
+use order_timeout_testkit::away::is_consumed;
+use order_timeout_testkit::{TIMEOUT, wait_for, with_env};
 use secrecy::ExposeSecret;
 use sqlx::AssertSqlSafe;
-
-use crate::support::away::is_consumed;
-use crate::support::{TIMEOUT, wait_for, with_env};
 
 const UNSENT: &str = "SELECT count(*) FROM alarm_outbox WHERE sent_at IS NULL";
 

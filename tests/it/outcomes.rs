@@ -4,12 +4,11 @@ use std::time::Duration;
 
 use order_timeout_amqp::topology::Names;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::{Order, TestEnv, wait_for, wait_within, with_env};
 use sqlx::{AssertSqlSafe, PgPool, Postgres, Transaction};
 use time::OffsetDateTime;
 use uuid::Uuid;
-
-use crate::support::disk_stall_probe::DiskStallProbe;
-use crate::support::{Order, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 

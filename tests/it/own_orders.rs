@@ -9,12 +9,11 @@ use order_timeout::effects::sweep::Sweeper;
 use order_timeout::postgres::Database;
 use order_timeout::postgres::warm_connections::WarmConnections;
 use order_timeout_core::order::{ClosedBy, OrderId, Outcome, Overdue, SweepPage, Timestamp};
+use order_timeout_testkit::process::{call_with, order_timeout, run};
+use order_timeout_testkit::{TestEnv, wait_for, with_env};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 use sqlx::AssertSqlSafe;
-
-use crate::support::process::{call_with, order_timeout, run};
-use crate::support::{TestEnv, wait_for, with_env};
 
 const SCHEMA: &str = include_str!("../../examples/own_orders/schema.sql");
 
@@ -382,7 +381,7 @@ fn faulty_statements_name_their_cause() {
         .await;
         let mut settings = env.settings.clone();
         settings.database.url =
-            crate::support::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
+            order_timeout_testkit::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
         let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-faulty.sql", env.settings.namespace));
         let cases: [(&[u8], &[&str]); 8] = [
             (b" \n\t", &["is empty", "orders.close_sql"]),

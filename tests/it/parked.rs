@@ -15,14 +15,14 @@ use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::alarm::{DeadLetter, ParkReason};
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::process::{WorkerProcess, order_timeout, run};
+use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for, wait_within, with_env};
 use serde_json::Value;
 use sqlx::PgPool;
 use uuid::Uuid;
 
 use crate::health::free_address;
-use crate::support::disk_stall_probe::DiskStallProbe;
-use crate::support::process::{WorkerProcess, order_timeout, run};
-use crate::support::{Order, TIMEOUT, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 

@@ -5,10 +5,9 @@ use std::collections::BTreeSet;
 
 use order_timeout::effects::close::CLOSE_SQL;
 use order_timeout::postgres::Database;
+use order_timeout_testkit::{TestEnv, with_env};
 use serde_json::Value;
 use sqlx::{AssertSqlSafe, PgConnection};
-
-use crate::support::{TestEnv, with_env};
 
 const OVERDUE_SQL: &str = include_str!("../../sql/overdue.sql");
 const CLOSE_TYPES: &str = "text[], text, boolean";

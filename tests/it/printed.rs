@@ -6,10 +6,9 @@ use std::time::Duration;
 use clap::CommandFactory;
 use order_timeout::cli::Cli;
 use order_timeout_core::message::write_rfc3339;
+use order_timeout_testkit::process::{bare, call_with, run};
+use order_timeout_testkit::with_env;
 use serde_json::Value;
-
-use crate::support::process::{bare, call_with, run};
-use crate::support::with_env;
 
 const PASSWORD: &str = "sesame-4711";
 

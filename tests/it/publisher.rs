@@ -13,12 +13,11 @@ use order_timeout_client::{ConnectError, PublishError, Publisher, PublisherBuild
 use order_timeout_core::delay::Lane;
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_core::with_causes;
+use order_timeout_testkit::frames::FrameProxy;
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::{TestEnv, wait_for, with_env};
 use sqlx::AssertSqlSafe;
 use uuid::Uuid;
-
-use crate::support::frames::FrameProxy;
-use crate::support::private::Private;
-use crate::support::{TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// The time that a busy machine may add to a bound.

@@ -3,10 +3,9 @@
 
 use std::time::{Duration, SystemTime};
 
+use order_timeout_testkit::{TestEnv, with_env};
 use sqlx::{AssertSqlSafe, PgConnection};
 use uuid::Uuid;
-
-use crate::support::{TestEnv, with_env};
 
 const README: &str = include_str!("../../README.md");
 const GUIDE: &str = include_str!("../../docs/guide/order-service.md");

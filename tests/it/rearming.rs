@@ -11,11 +11,10 @@ use order_timeout_core::clock::{ClockSample, DatabaseClock};
 use order_timeout_core::delay::wheel::WheelPlacement;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{Deadline, OrderId, Timestamp};
+use order_timeout_testkit::away::with_broker_behind;
+use order_timeout_testkit::proxy::{Direction, Proxy};
+use order_timeout_testkit::with_env;
 use uuid::Uuid;
-
-use crate::support::away::with_broker_behind;
-use crate::support::proxy::{Direction, Proxy};
-use crate::support::with_env;
 
 const ANSWER_DELAY: Duration = Duration::from_millis(500);
 

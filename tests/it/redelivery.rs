@@ -9,10 +9,9 @@ use lapin::types::AMQPValue;
 use lapin::{BasicProperties, Channel};
 use order_timeout_amqp::connect;
 use order_timeout_amqp::topology::DUE_KEY;
-
-use crate::support::away::expiring_queue_arguments;
-use crate::support::figures::{Figures, serve_http, wait_for_figure};
-use crate::support::{TestEnv, wait_for, with_env};
+use order_timeout_testkit::away::expiring_queue_arguments;
+use order_timeout_testkit::figures::{Figures, serve_http, wait_for_figure};
+use order_timeout_testkit::{TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// RabbitMQ 4 drops a message after this many returns, unless its queue says otherwise.

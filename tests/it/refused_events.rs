@@ -10,9 +10,8 @@ use order_timeout::http::READYZ;
 use order_timeout::outbox::event_relay::EventRelay;
 use order_timeout::postgres::Database;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
-
-use crate::support::figures::{Figures, get, serve_http};
-use crate::support::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::figures::{Figures, get, serve_http};
+use order_timeout_testkit::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How soon a cause must be shown, and withdrawn.

@@ -6,10 +6,9 @@ use std::time::Duration;
 use order_timeout::config::{Listen, LogFormat};
 use order_timeout::http::{self, READYZ};
 use order_timeout::sanitize::is_hidden;
+use order_timeout_testkit::process::{WorkerProcess, call_with, order_timeout};
+use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for, with_env};
 use sqlx::AssertSqlSafe;
-
-use crate::support::process::{WorkerProcess, call_with, order_timeout};
-use crate::support::{TIMEOUT, TestEnv, wait_for, with_env};
 
 /// A trigger that refuses every close with an escape sequence, a change of direction and the order's id.
 async fn refuse_with_hidden_characters(env: &TestEnv, sqlstate: &str) {

@@ -7,16 +7,15 @@ use std::time::Duration;
 use order_timeout::Settings;
 use order_timeout::http::{LIVEZ, METRICS, READYZ};
 use order_timeout::runtime::Worker;
+use order_timeout_testkit::away::COMING_BACK;
+use order_timeout_testkit::figures::{get, serve_http};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::process::{WorkerProcess, bare, order_timeout, run};
+use order_timeout_testkit::proxy::Proxy;
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within, with_env, with_parts};
 use secrecy::ExposeSecret;
 use sqlx::AssertSqlSafe;
 use uuid::Uuid;
-
-use crate::support::away::COMING_BACK;
-use crate::support::figures::{get, serve_http};
-use crate::support::private::Private;
-use crate::support::process::{WorkerProcess, bare, order_timeout, run};
-use crate::support::proxy::Proxy;
-use crate::support::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within, with_env, with_parts};
 
 /// A password that begins with a word found nowhere else.
 struct Secret {

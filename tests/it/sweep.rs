@@ -3,9 +3,8 @@
 use std::time::Duration;
 
 use order_timeout::Settings;
+use order_timeout_testkit::{TestEnv, wait_for, with_env};
 use tokio_util::sync::CancellationToken;
-
-use crate::support::{TestEnv, wait_for, with_env};
 
 /// The promise is one second. A machine that is busy with other tests may take longer. A sweep that runs every ten
 /// seconds instead of four times a second, or that waits for alarms where it should not, exceeds this bound on any

@@ -9,11 +9,10 @@ use order_timeout::effects::sweep::Sweeper;
 use order_timeout::http::READYZ;
 use order_timeout::postgres::Database;
 use order_timeout_core::order::{Overdue, SweepPage, Timestamp};
+use order_timeout_testkit::figures::{get, serve_http};
+use order_timeout_testkit::process::call_with;
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 use sqlx::AssertSqlSafe;
-
-use crate::support::figures::{get, serve_http};
-use crate::support::process::call_with;
-use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 /// The longest time until a cause is shown.
 const SHOWN_WITHIN: Duration = Duration::from_secs(15);
@@ -194,7 +193,7 @@ fn sessions_use_most_specific_zone() {
                 .await;
             let mut settings = env.settings.clone();
             settings.database.url =
-                crate::support::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
+                order_timeout_testkit::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
             assert_eq!(session_zone(&settings).await, "Asia/Shanghai", "the database's, for any role");
             run(&env, format!("ALTER ROLE {role} SET timezone = 'Asia/Kathmandu'")).await;
             assert_eq!(session_zone(&settings).await, "Asia/Kathmandu", "the role's");
@@ -223,7 +222,7 @@ fn sessions_use_most_specific_zone() {
             .await;
             settings = env.settings.clone();
             settings.database.url =
-                crate::support::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
+                order_timeout_testkit::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
             let assumed: String =
                 sqlx::query_scalar("SELECT current_setting('log_timezone')").fetch_one(&env.pool).await.unwrap();
             assert_eq!(session_zone(&settings).await, assumed, "the server's, as far as this role can know");

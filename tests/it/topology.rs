@@ -11,9 +11,8 @@ use order_timeout::runtime::Worker;
 use order_timeout_amqp::topology::{Argument, Queue, TopologyError};
 use order_timeout_core::delay::{Lane, RingSettings};
 use order_timeout_core::order::{OrderId, Timestamp};
+use order_timeout_testkit::{TestEnv, process, wait_for, with_env};
 use uuid::Uuid;
-
-use crate::support::{TestEnv, process, wait_for, with_env};
 
 /// A lane so long that nothing in it expires during a test.
 fn with_a_long_lane(settings: &mut order_timeout::Settings) {
@@ -342,7 +341,7 @@ async fn declare_former_objects(env: &TestEnv, slot_ttl_ms: i64) -> (String, Str
 /// The handbook's upgrade: alarms of old publishers and in old slots are processed by new workers.
 #[test]
 fn former_inbox_is_consumed_until_deleted() {
-    with_env(crate::support::alarms_alone, async |env| {
+    with_env(order_timeout_testkit::alarms_alone, async |env| {
         let (inbox, slot) = declare_former_objects(&env, 3_000).await;
         let orders = env.orders(3, Duration::from_secs(6)).await;
         // One waits in the old inbox, one in an old slot, one comes from an old publisher while the worker runs.

@@ -8,12 +8,11 @@ use lapin::BasicProperties;
 use lapin::options::QueueDeleteOptions;
 use order_timeout::http::READYZ;
 use order_timeout_amqp::topology::{DUE_KEY, Names};
-
-use crate::support::figures::{Figures, get, serve_http, wait_for_figure};
-use crate::support::private::Private;
-use crate::support::process::{order_timeout, run};
-use crate::support::raw::{self, Properties};
-use crate::support::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::process::{order_timeout, run};
+use order_timeout_testkit::raw::{self, Properties};
+use order_timeout_testkit::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// Flags of properties (AMQP 0-9-1, class "basic").

@@ -47,6 +47,8 @@ pub struct Plans {
 }
 
 impl Plans {
+    /// The overdue statement with its name; and the close statement with the number of its parameters and its name, if it is
+    /// the shop's own.
     #[must_use]
     pub fn new(overdue: (SqlStr, String), own_close: Option<(SqlStr, usize, String)>) -> Self {
         Self { overdue, own_close }

@@ -50,6 +50,7 @@ pub struct Registration {
 }
 
 impl Registration {
+    /// A worker with these settings. Writes nothing yet.
     #[must_use]
     pub fn new(database: Database, settings: &Settings) -> Self {
         let own = Entry {

@@ -11,7 +11,6 @@ use uuid::Uuid;
 
 /// Inserts unpaid orders of one article each and reserves their stock, in one statement. They are due after `delay` by
 /// the database's clock. Returns the deadlines in their rows.
-#[allow(dead_code)] // used by tests/chaos and tests/failover
 pub async fn take_orders(
     connection: &mut PgConnection,
     ids: &[Uuid],

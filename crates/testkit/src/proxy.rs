@@ -6,23 +6,25 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use rustix::net::Shutdown;
 use secrecy::{ExposeSecret, SecretString};
 use tokio::net::{TcpListener, TcpStream, lookup_host};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use url::Url;
 
-use super::{host_and_port, with_parts};
+use crate::{host_and_port, with_parts};
 
 /// The direction of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
+    /// From the client to the server.
     ToServer,
+    /// From the server to the client.
     ToClient,
 }
 
@@ -79,6 +81,7 @@ struct Trap {
 pub struct Count(Arc<AtomicUsize>);
 
 impl Count {
+    /// The count so far.
     pub fn get(&self) -> usize {
         self.0.load(Ordering::SeqCst)
     }
@@ -159,7 +162,6 @@ impl Proxy {
 
     /// Forwards no more than this many connections altogether; the rest are accepted but get no answer, as from a
     /// broker without file descriptors.
-    #[allow(dead_code)] // used by the tests of setup
     pub fn admit(&self, connections: usize) {
         self.wire.rules.send_modify(|rules| rules.admitted = connections);
     }
@@ -328,8 +330,8 @@ async fn forward(client: &TcpStream, wire: &Wire, mut rules: watch::Receiver<Rul
 
 /// Sends the end of the stream to the other end.
 fn send_end(stream: &TcpStream) {
-    // SAFETY: a plain system call on a descriptor that is open as long as the stream is borrowed.
-    unsafe { libc::shutdown(stream.as_raw_fd(), libc::SHUT_WR) };
+    // An error means that the connection has ended already.
+    let _ = rustix::net::shutdown(stream, Shutdown::Write);
 }
 
 /// One direction of a connection.

@@ -1,7 +1,9 @@
-//! The basis of every test: an environment of its own (database and namespace, removed afterwards), its orders, workers
-//! in this process or as child processes, and waiting for a condition with a timeout.
+//! What the tests share: an environment of its own for each (database and namespace, removed afterwards), its orders,
+//! workers in this process or as child processes, servers and networks that a test may break, and waiting for a condition
+//! with a timeout.
 //!
-//! No mocks, and no fixed sleeps instead of conditions. An environment is removed even if its test panics.
+//! No mocks, and no fixed sleeps instead of conditions. An environment is removed even if its test panics. Nothing here
+//! knows a single test, and no published crate may depend on this one. Helpers panic where a test must fail.
 
 pub mod away;
 pub mod checkout;
@@ -9,6 +11,8 @@ pub mod disk_stall_probe;
 pub mod figures;
 pub mod frames;
 pub mod ledger;
+pub mod linux;
+pub mod paths;
 pub mod private;
 pub mod process;
 pub mod proxy;
@@ -18,7 +22,6 @@ pub mod skip;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::panic::AssertUnwindSafe;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -54,9 +57,13 @@ pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A database, a namespace, and the settings that name them.
 pub struct TestEnv {
+    /// They name the environment's namespace and database, and the servers.
     pub settings: Settings,
+    /// On the environment's database.
     pub pool: PgPool,
+    /// Of the test, not of a worker.
     pub broker: Connection,
+    /// With confirms.
     pub channel: Channel,
 }
 
@@ -120,8 +127,7 @@ pub fn small_settings() -> Settings {
 /// Disables the sweep: if an alarm is lost, its order stays unpaid forever. A long grace would not be enough, because
 /// none applies while the broker is unavailable.
 pub fn alarms_alone(settings: &mut Settings) {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let path = |file: &str| root.join(file).to_str().expect("a path in plain letters").to_owned();
+    let path = |file: &str| paths::repository().join(file).to_str().expect("a path in plain letters").to_owned();
     // Both or neither must be given; this one is the default statement.
     settings.orders.close_sql = path("sql/close.sql");
     settings.orders.overdue_sql = path("tests/fixtures/nothing_overdue.sql");
@@ -208,6 +214,7 @@ impl TestEnv {
         Self { settings: self.settings.clone(), pool: self.pool.clone(), broker, channel }
     }
 
+    /// The names of the namespace's exchanges and queues.
     pub fn names(&self) -> Names {
         self.settings.names()
     }
@@ -218,6 +225,7 @@ impl TestEnv {
         shards.chain([self.names().schedule(), self.names().parked()]).collect()
     }
 
+    /// A publisher of the namespace.
     pub async fn publisher(&self) -> Publisher {
         self.settings.publisher().connect().await.unwrap()
     }
@@ -235,6 +243,7 @@ impl TestEnv {
         RunningWorker::start(settings).await
     }
 
+    /// Creates an article with this stock.
     pub async fn stock(&self, article: &str, available: i64) {
         sqlx::query("INSERT INTO stock (article_id, available) VALUES ($1, $2)")
             .bind(article)
@@ -249,6 +258,7 @@ impl TestEnv {
         self.orders_of("article", count, delay).await
     }
 
+    /// Like [`Self::orders`], of this article.
     pub async fn orders_of(&self, article: &str, count: usize, delay: Duration) -> Vec<Order> {
         let ids: Vec<Uuid> = (0..count).map(|_| Uuid::now_v7()).collect();
         let mut transaction = self.pool.begin().await.unwrap();
@@ -284,12 +294,12 @@ impl TestEnv {
             .collect()
     }
 
+    /// Like [`Self::orders`], one order.
     pub async fn order(&self, delay: Duration) -> Order {
         self.orders(1, delay).await.remove(0)
     }
 
     /// Writes the order's alarm into the outbox, as its own transaction would.
-    #[allow(dead_code)] // used by the tests of the outbox
     pub async fn write_alarm(&self, order: &Order) {
         let mut connection = self.pool.acquire().await.unwrap();
         order_timeout_client::postgres::schedule(&mut connection, order.id.to_string(), order.deadline).await.unwrap();
@@ -303,6 +313,7 @@ impl TestEnv {
         paid
     }
 
+    /// The status in the order's row.
     pub async fn status(&self, order: &Order) -> String {
         sqlx::query_scalar("SELECT status::text FROM orders WHERE id = $1")
             .bind(order.id)
@@ -317,7 +328,6 @@ impl TestEnv {
     }
 
     /// Waits until a session in the environment's database waits for a lock.
-    #[allow(dead_code)] // used by the tests of deadlines
     pub async fn wait_for_lock_waiter(&self) {
         let waits = "SELECT count(*) FROM pg_stat_activity
                      WHERE datname = current_database() AND wait_event_type = 'Lock'
@@ -326,6 +336,7 @@ impl TestEnv {
         wait_for("a session that waits for a lock", async || self.count(waits).await > 0).await;
     }
 
+    /// How many orders are closed.
     pub async fn closed(&self) -> i64 {
         self.count("SELECT count(*) FROM orders WHERE status = 'closed'").await
     }
@@ -460,11 +471,14 @@ fn is_canary(properties: &BasicProperties) -> bool {
 /// An order of the shop.
 #[derive(Debug, Clone, Copy)]
 pub struct Order {
+    /// Its key in the table `orders`.
     pub id: Uuid,
+    /// The deadline in its row when it was created.
     pub deadline: Timestamp,
 }
 
 impl Order {
+    /// Its id as alarms contain it.
     pub fn order_id(&self) -> OrderId {
         OrderId::new(self.id.to_string()).unwrap()
     }
@@ -484,6 +498,7 @@ pub struct RunningWorker {
 }
 
 impl RunningWorker {
+    /// Starts a worker with these settings.
     pub async fn start(settings: Settings) -> Self {
         let worker = Worker::start(settings).await.unwrap();
         let (stop, http) = (CancellationToken::new(), worker.http_address());
@@ -491,7 +506,6 @@ impl RunningWorker {
     }
 
     /// Asks the worker to stop, as SIGTERM would, without waiting for its end.
-    #[allow(dead_code)] // used by the tests of health
     pub fn begin_to_stop(&self) {
         self.stop.cancel();
     }

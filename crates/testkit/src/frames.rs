@@ -10,7 +10,7 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-use crate::support::with_parts;
+use crate::with_parts;
 
 /// An AMQP frame: type, channel and size before the payload, an end octet after it.
 const FRAME_HEADER_BYTES: usize = 7;

@@ -6,24 +6,27 @@ use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout::http::{self, METRICS};
 
-use super::{RunningWorker, TIMEOUT, wait_for};
+use crate::{RunningWorker, TIMEOUT, wait_for};
 
 /// Has the worker serve its pages at a free port.
 pub fn serve_http(settings: &mut Settings) {
     settings.http.listen = Listen(Some(([127, 0, 0, 1], 0).into()));
 }
 
+/// A page of the worker, as status and body.
 pub async fn get(worker: &RunningWorker, path: &str) -> (u16, String) {
     http::get(worker.http.expect("the worker serves its pages"), path, TIMEOUT).await.unwrap()
 }
 
 /// The values of `/metrics` by series.
 pub struct Figures {
+    /// The page.
     pub text: String,
     series: BTreeMap<String, f64>,
 }
 
 impl Figures {
+    /// What the worker says now.
     pub async fn of(worker: &RunningWorker) -> Self {
         let (status, text) = get(worker, METRICS).await;
         assert_eq!(status, 200, "{text}");
@@ -44,6 +47,7 @@ impl Figures {
     }
 }
 
+/// Waits until the worker has this series, with an expected value.
 pub async fn wait_for_figure(worker: &RunningWorker, series: &str, expected: impl Fn(f64) -> bool) {
     wait_for(series, async || Figures::of(worker).await.find(series).is_some_and(&expected)).await;
 }

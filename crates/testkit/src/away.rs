@@ -14,9 +14,9 @@ use order_timeout_core::with_causes;
 use secrecy::{ExposeSecret, SecretString};
 use uuid::Uuid;
 
-use super::private::Private;
-use super::proxy::Proxy;
-use super::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
+use crate::private::Private;
+use crate::proxy::Proxy;
+use crate::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// Long enough for the longest backoff, and for alarms that wait in the wheel.
@@ -151,6 +151,7 @@ pub async fn assert_nothing_is_scheduled(env: &TestEnv, publisher: &Publisher) {
     assert_eq!((error.scheduled, error.failed.len()), (0, 100));
 }
 
+/// Waits until the publisher can schedule again.
 pub async fn wait_until_scheduling_works(env: &TestEnv, publisher: &Publisher) {
     let order = env.order(2 * SECOND).await;
     let scheduled = async || publisher.schedule(order.id.to_string(), order.deadline).await.is_ok();

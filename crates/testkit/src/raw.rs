@@ -43,6 +43,7 @@ pub fn publish(settings: &Settings, exchange: &str, routing_key: &str, headers: 
 pub struct Properties {
     /// Which ones follow (AMQP 0-9-1, class "basic").
     pub flags: u16,
+    /// Their values, in the order of the flags.
     pub bytes: Vec<u8>,
 }
 

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use order_timeout::Settings;
 use secrecy::ExposeSecret;
 
-/// A signal reaches a thread within milliseconds, unless the machine is very busy.
-const STOPPED_WITHIN: Duration = Duration::from_secs(10);
+use crate::linux::{self, Signal, wait_until_stopped};
+use crate::paths::{program, scratch_folder};
 
 /// The binary with a clean environment: it gets only the settings of the test environment.
 pub fn order_timeout(settings: &Settings) -> Command {
@@ -23,7 +23,7 @@ pub fn order_timeout(settings: &Settings) -> Command {
 
 /// The binary without any setting.
 pub fn bare() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_order-timeout"));
+    let mut command = Command::new(program());
     for (key, _) in std::env::vars_os() {
         let key = key.to_string_lossy().into_owned();
         if key.starts_with("ORDER_TIMEOUT") || key == "DATABASE_URL" {
@@ -35,7 +35,7 @@ pub fn bare() -> Command {
 
 /// The file from which a test environment's processes read its rings.
 pub fn rings_file(settings: &Settings) -> PathBuf {
-    Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}.toml", settings.namespace))
+    scratch_folder().join(format!("{}.toml", settings.namespace))
 }
 
 /// The settings of a test environment as `--set` arguments. Rings cannot be given on a command line, so they go into a
@@ -53,7 +53,7 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
         .collect();
     let file = rings_file(settings);
     // Replaced atomically: a worker that has just been started may be reading it.
-    let mut whole = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut whole = tempfile::NamedTempFile::new_in(scratch_folder()).unwrap();
     writeln!(whole, "[delay]\nlead = \"{}\"\nrings = [{}]", millis(settings.delay.lead), rings.join(", ")).unwrap();
     whole.persist(&file).unwrap();
     let lanes: Vec<&str> = settings.delay.lanes.iter().map(|lane| lane.name.as_str()).collect();
@@ -94,7 +94,6 @@ pub fn run(command: &mut Command) -> (i32, String, String) {
 }
 
 /// Runs the binary with these settings, without blocking the test's runtime.
-#[allow(dead_code)] // used by the tests of the command line
 pub async fn call_with(settings: &Settings, arguments: &[&str]) -> (i32, String, String) {
     let mut command = order_timeout(settings);
     command.args(arguments);
@@ -107,12 +106,12 @@ pub struct WorkerProcess {
 }
 
 impl WorkerProcess {
+    /// Starts a worker whose log is discarded.
     pub fn start(settings: &Settings) -> Self {
         Self::start_with_stderr(settings, Stdio::null())
     }
 
     /// Logs to this file, with the filter in the settings.
-    #[allow(dead_code)] // used by tests/chaos
     pub fn start_with_log(settings: &Settings, log: &Path) -> Self {
         Self::start_with_stderr(settings, File::create(log).expect("a file for the worker's log").into())
     }
@@ -137,38 +136,32 @@ impl WorkerProcess {
 
     /// SIGSTOP: freezes the worker with everything it holds. Undone by [`Self::go_on`]; a frozen worker can be killed.
     pub fn halt(&self) {
-        self.signal(libc::SIGSTOP);
-        wait_until_stopped(libc::pid_t::try_from(self.child.id()).unwrap());
+        self.signal(Signal::STOP);
+        wait_until_stopped(self.child.id());
     }
 
     /// SIGCONT: resumes a frozen worker.
     pub fn go_on(&self) {
-        self.signal(libc::SIGCONT);
+        self.signal(Signal::CONT);
     }
 
     /// Lets the worker open no further file handle, not even in place of one that it closes.
-    #[allow(dead_code)] // not used by tests/chaos
     pub fn take_away_handles(&self) {
         self.limit_handles(3);
     }
 
     /// Undoes [`Self::take_away_handles`].
-    #[allow(dead_code)]
     pub fn give_handles(&self) {
         self.limit_handles(1_024);
     }
 
     fn limit_handles(&self, most: u64) {
-        let pid = libc::pid_t::try_from(self.child.id()).unwrap();
-        let limit = libc::rlimit { rlim_cur: most, rlim_max: 1_024 };
-        // SAFETY: a plain system call on a child that has not been waited for; the limit outlives it.
-        assert_eq!(unsafe { libc::prlimit(pid, libc::RLIMIT_NOFILE, &raw const limit, std::ptr::null_mut()) }, 0);
+        // The limit outlives it: it may raise its own up to this.
+        linux::limit_handles(self.child.id(), most, 1_024).expect("a child that has not ended");
     }
 
-    fn signal(&self, signal: libc::c_int) {
-        let pid = i32::try_from(self.child.id()).unwrap();
-        // SAFETY: a plain system call on a child that has not been waited for.
-        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    fn signal(&self, signal: Signal) {
+        linux::signal(self.child.id(), signal).expect("a child that has not been waited for");
     }
 
     /// kill -9.
@@ -179,7 +172,7 @@ impl WorkerProcess {
 
     /// SIGTERM; returns the exit code.
     pub fn terminate(mut self, timeout: Duration) -> i32 {
-        self.signal(libc::SIGTERM);
+        self.signal(Signal::TERM);
         let began = Instant::now();
         loop {
             if let Some(code) = self.ended() {
@@ -197,29 +190,4 @@ impl Drop for WorkerProcess {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-/// Waits for a SIGSTOP to take effect: a running thread continues for a moment, and may even answer a request. A thread
-/// that has ended counts as stopped.
-pub fn wait_until_stopped(pid: libc::pid_t) {
-    let began = Instant::now();
-    while !is_stopped(pid) {
-        assert!(began.elapsed() < STOPPED_WITHIN, "process {pid} still runs");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-fn is_stopped(pid: libc::pid_t) -> bool {
-    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
-    threads.flatten().all(|thread| {
-        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
-        // T: stopped. Z: ended.
-        stat.is_empty() || fields_after_name(&stat).starts_with(['T', 'Z'])
-    })
-}
-
-/// The third field of `/proc/PID/stat` and those that follow it. The name in the second field may contain blanks and
-/// brackets, so its end is searched from the end of the line.
-pub fn fields_after_name(stat: &str) -> &str {
-    stat.rsplit(") ").next().unwrap_or_default()
 }

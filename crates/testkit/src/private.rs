@@ -7,7 +7,8 @@ use std::sync::{Mutex, PoisonError};
 
 use uuid::Uuid;
 
-use super::process::{fields_after_name, wait_until_stopped};
+use crate::linux::{self, Signal, children_of, wait_until_stopped};
+use crate::paths::{repository, scratch_folder};
 
 /// A starting broker keeps a core busy for seconds. If several start at once on a small machine, none is up in time.
 static STARTING: Mutex<()> = Mutex::new(());
@@ -16,6 +17,7 @@ static STARTING: Mutex<()> = Mutex::new(());
 pub struct Private {
     kind: &'static str,
     dir: PathBuf,
+    /// Its address, with the account and the password.
     pub url: String,
 }
 
@@ -23,7 +25,8 @@ impl Private {
     /// A fresh broker, configured like the compose stack's. `options` are those of `scripts/private broker start`; a
     /// configuration among them replaces ours.
     pub fn broker(options: &[&str]) -> Self {
-        let deployed = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/rabbitmq/advanced.config");
+        let deployed = repository().join("deploy/rabbitmq/advanced.config");
+        let deployed = deployed.to_str().expect("a path in plain letters");
         Self::start("broker", &[&["--config", deployed], options].concat())
     }
 
@@ -33,7 +36,7 @@ impl Private {
     }
 
     fn start(kind: &'static str, options: &[&str]) -> Self {
-        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{kind}-{}", Uuid::now_v7().simple()));
+        let dir = scratch_folder().join(format!("{kind}-{}", Uuid::now_v7().simple()));
         let mut private = Self { kind, dir, url: String::new() };
         let _one_at_a_time = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
         let printed = private.call("start", options);
@@ -42,17 +45,16 @@ impl Private {
     }
 
     /// A standby that replicates this running database server.
-    #[allow(dead_code)] // used by the tests of a fail-over
     pub fn standby(&self) -> Self {
         Self::start(self.kind, &["--standby-of", self.dir.to_str().expect("a path in plain letters")])
     }
 
     /// Promotes a standby to a primary, which accepts writes.
-    #[allow(dead_code)]
     pub fn promote(&self) {
         self.call("promote", &[]);
     }
 
+    /// Kills all its processes (kill -9); the data stay.
     pub fn kill(&self) {
         self.call("kill", &[]);
     }
@@ -64,6 +66,7 @@ impl Private {
         self.ctl(&["eval", "disk_log:sync(latest_log), [dets:sync(Table) || Table <- dets:all()]."]);
     }
 
+    /// Stops it as its own tools do; the data stay.
     pub fn stop(&self) {
         self.call("stop", &[]);
     }
@@ -76,16 +79,15 @@ impl Private {
     /// Halts all its processes (SIGSTOP): its connections stay open and get no answers. Undone by [`Self::go_on`] or by
     /// stopping the server.
     pub fn halt(&self) {
-        self.signal_all(libc::SIGSTOP, wait_until_stopped);
+        self.signal_all(Signal::STOP, wait_until_stopped);
     }
 
     /// Resumes a halted server (SIGCONT).
     pub fn go_on(&self) {
-        self.signal_all(libc::SIGCONT, |_| ());
+        self.signal_all(Signal::CONT, |_| ());
     }
 
     /// The server's own log.
-    #[allow(dead_code)] // used by the chaos tests
     pub fn log(&self) -> String {
         let name = if self.kind == "broker" { "broker.log" } else { "server.log" };
         let log = std::fs::read(self.dir.join("state/log").join(name)).expect("the server's log");
@@ -93,7 +95,6 @@ impl Private {
     }
 
     /// The folder of the server's own files.
-    #[allow(dead_code)] // used by the tests of TLS
     pub fn state(&self) -> PathBuf {
         self.dir.join("state")
     }
@@ -106,20 +107,19 @@ impl Private {
     }
 
     /// Signals its first process, and then the children of that one: a stopped process cannot start further children.
-    fn signal_all(&self, signal: libc::c_int, wait: impl Fn(libc::pid_t)) {
-        let first: libc::pid_t = self.recorded("PID").parse().expect("a pid of a server that runs");
+    fn signal_all(&self, signal: Signal, wait: impl Fn(u32)) {
+        let first = self.recorded("PID").parse().expect("a pid of a server that runs");
         let send = |pid| {
-            // SAFETY: a plain system call. One of the children may have ended a moment ago.
-            let sent = unsafe { libc::kill(pid, signal) };
-            assert!(sent == 0 || pid != first, "the private {} has ended", self.kind);
+            // One of the children may have ended a moment ago.
+            let sent = linux::signal(pid, signal);
+            assert!(sent.is_ok() || pid != first, "the private {} has ended", self.kind);
             wait(pid);
         };
         send(first);
-        children_of(first).into_iter().for_each(send);
+        children_of(first).expect("the processes of this machine").into_iter().for_each(send);
     }
 
     /// User and password of a broker, as its address contains them.
-    #[allow(dead_code)] // used by the tests of rights
     pub fn account(&self) -> String {
         let (_, rest) = self.url.split_once("://").expect("an address");
         rest.split_once('@').expect("an account").0.to_owned()
@@ -128,7 +128,6 @@ impl Private {
     /// Changes the password of the broker's account. It goes through a file in the private folder, because every user
     /// can read arguments, and `rabbitmqctl change_password` of RabbitMQ 4.3 fails when it reads the password from a
     /// file or a pipe.
-    #[allow(dead_code)] // used by the tests of a broker that is away
     pub fn change_password(&self, password: &str) {
         let file = self.state().canonicalize().expect("the broker's folder").join("new-password");
         std::fs::write(&file, password).unwrap();
@@ -147,7 +146,6 @@ impl Private {
     }
 
     /// Like [`Self::ctl`], run in this folder.
-    #[allow(dead_code)] // used by the tests of rights
     pub fn ctl_from(&self, folder: &Path, arguments: &[&str]) -> String {
         let mut command = self.command("ctl", arguments);
         command.current_dir(folder);
@@ -159,7 +157,7 @@ impl Private {
     }
 
     fn command(&self, verb: &str, arguments: &[&str]) -> Command {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/private");
+        let script = repository().join("scripts/private");
         let mut command = Command::new(script);
         // In a process group of its own: a Ctrl-C for the test must not interrupt the script.
         command.arg(self.kind).arg(verb).arg(&self.dir).args(arguments).process_group(0);
@@ -174,19 +172,9 @@ impl Private {
     }
 }
 
-/// The child processes of this process.
-fn children_of(parent: libc::pid_t) -> Vec<libc::pid_t> {
-    let is_child = |pid: &libc::pid_t| {
-        let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
-        fields_after_name(&stat).split(' ').nth(1).is_some_and(|field| field == parent.to_string())
-    };
-    let processes = std::fs::read_dir("/proc").unwrap().flatten();
-    processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_child).collect()
-}
-
 impl Drop for Private {
     fn drop(&mut self) {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/private");
+        let script = repository().join("scripts/private");
         let _ = Command::new(script).args([self.kind, "remove"]).arg(&self.dir).process_group(0).output();
     }
 }

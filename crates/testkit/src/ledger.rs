@@ -18,6 +18,10 @@ pub struct Ledger {
 }
 
 impl Ledger {
+    /// Reads them.
+    ///
+    /// # Errors
+    /// If the database does not answer.
     pub async fn read(pool: &PgPool) -> Result<Self, sqlx::Error> {
         let (closed_twice, early, paid_closed, reserved, promised) = sqlx::query_as(
             "SELECT (SELECT count(*) FROM (SELECT FROM order_events WHERE event = 'closed'

@@ -18,7 +18,7 @@ use time::OffsetDateTime;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use uuid::Uuid;
 
-use super::TestEnv;
+use crate::TestEnv;
 
 /// Far above the usual lateness of milliseconds: a machine that runs all tests at once may be slow.
 const LATEST_MS: f64 = 1_000.0;
@@ -31,7 +31,9 @@ const COMMITS_PER_STALL: usize = 10;
 /// The time of a slow commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskStall {
+    /// The beginning of the commit, by the local clock.
     pub from: Timestamp,
+    /// The end of the commit, by the local clock.
     pub until: Timestamp,
 }
 
@@ -50,12 +52,14 @@ impl Seen {
     }
 }
 
+/// Observes the disk from [`Self::open`] until it is dropped.
 pub struct DiskStallProbe {
     seen: Arc<Mutex<Seen>>,
     _stop_on_drop: DropGuard,
 }
 
 impl DiskStallProbe {
+    /// Begins to observe, with a table of its own in the environment's database.
     pub async fn open(env: &TestEnv) -> Self {
         sqlx::query("CREATE TABLE disk_stall_probe AS SELECT 0::bigint AS commits").execute(&env.pool).await.unwrap();
         let (seen, stop) = (Arc::<Mutex<Seen>>::default(), CancellationToken::new());
@@ -68,6 +72,7 @@ impl DiskStallProbe {
         Self { seen, _stop_on_drop: stop.drop_guard() }
     }
 
+    /// The disk stalls so far; none if slow commits are frequent.
     pub fn stalls(&self) -> Vec<DiskStall> {
         self.seen.lock().unwrap().stalls()
     }
@@ -92,6 +97,7 @@ impl DiskStallProbe {
         late
     }
 
+    /// Asserts that no order was closed early, and none late by a second or more, disk stalls excepted.
     pub async fn assert_on_time(&self, env: &TestEnv) {
         let early = env.count("SELECT count(*) FROM orders WHERE closed_at < expires_at").await;
         let late: Vec<_> = self.lateness_ms(env).await.into_iter().filter(|(_, late)| *late >= LATEST_MS).collect();
