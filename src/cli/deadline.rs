@@ -124,14 +124,27 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
     }
 }
 
+/// The request, for which an absolute deadline is checked before any order is asked for.
+///
+/// # Errors
+/// If the database does not tell the time, or the deadline can be given to no order.
 async fn request(args: &DeadlineArgs, settings: &Settings, database: &Database, run: Uuid) -> anyhow::Result<Move> {
     let now = database.run(postgres::now).await.map_err(|error| with_one_line(error.into()))?;
-    Ok(Move {
-        to: args.to.new_deadline(now),
+    let (to, furthest) = (args.to.new_deadline(now), settings.delay.max_delay);
+    match to {
+        NewDeadline::At(deadline) if deadline <= now => bail!(passed(&write_rfc3339(deadline))),
         // The alarm of a deadline beyond it would be parked, which raises an alert.
-        furthest: settings.delay.max_delay,
-        operator: args.operator.operator(run),
-    })
+        NewDeadline::At(deadline) if deadline > now + furthest => bail!(TOO_FAR),
+        _ => Ok(Move { to, furthest, operator: args.operator.operator(run) }),
+    }
+}
+
+const TOO_FAR: &str = "the deadline is unchanged: the new one is further ahead than delay.max_delay allows; choose a nearer one, or raise that setting for workers and publishers";
+
+fn passed(deadline: &str) -> String {
+    format!(
+        "the deadline is unchanged: the order would be closed at once, because {deadline} has passed; choose a later one, such as --in 1s if you mean at once, or run `order-timeout close ID` if the order is already overdue"
+    )
 }
 
 async fn move_one(args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
@@ -164,12 +177,8 @@ fn describe(order_id: &OrderId, moved: Option<&MovedOrder>, as_json: bool) -> an
             (0, "earlier", format!("order {order_id} has time until {wanted}; an alarm for it is written"))
         }
         MoveOutcome::Same => (0, "same", format!("order {order_id} has time until {wanted}, as before")),
-        MoveOutcome::Passed => bail!(
-            "the deadline is unchanged: the order would be closed at once, because {wanted} has passed; choose a later one, such as --in 1s if you mean at once, or run `order-timeout close ID` if the order is already overdue"
-        ),
-        MoveOutcome::TooFar => bail!(
-            "the deadline is unchanged: the new one is further ahead than delay.max_delay allows; choose a nearer one, or raise that setting for workers and publishers"
-        ),
+        MoveOutcome::Passed => bail!(passed(&wanted)),
+        MoveOutcome::TooFar => bail!(TOO_FAR),
         MoveOutcome::NoDeadline => bail!(
             "the deadline is unchanged: order {order_id} has none, so nothing can be added to it; give one that counts from now, such as --in 30m"
         ),
