@@ -1,6 +1,9 @@
 //! Many orders at once: `deadline --where` and `close --where` show what they choose, ask, keep a rate, can be stopped and
 //! resumed, and write into the history who asked for it and why.
 
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::Duration;
@@ -285,6 +288,46 @@ fn interrupted_run_is_resumed() {
             for order in &orders {
                 assert_eq!(deadline_of(&env, order).await, order.deadline + 1_800 * SECOND, "moved once");
             }
+        },
+    );
+}
+
+/// Both ends of a new terminal: the operator's and the program's.
+fn terminal() -> (File, OwnedFd) {
+    let (mut operator, mut program) = (-1, -1);
+    let (name, mode, size) = (std::ptr::null_mut(), std::ptr::null(), std::ptr::null());
+    // SAFETY: a plain system call that writes both numbers; neither handle has another owner.
+    unsafe {
+        assert_eq!(libc::openpty(&raw mut operator, &raw mut program, name, mode, size), 0);
+        (File::from_raw_fd(operator), OwnedFd::from_raw_fd(program))
+    }
+}
+
+/// Answers the question of a command at a terminal; returns its exit code and standard output.
+fn answer(env: &TestEnv, arguments: &[&str], answer: &str) -> (i32, String) {
+    let (mut operator, program) = terminal();
+    // Read when the program asks for a line; the terminal keeps it until then.
+    writeln!(operator, "{answer}").unwrap();
+    let mut command = order_timeout(&env.settings);
+    command.args(arguments).stdin(program.try_clone().unwrap()).stderr(program).stdout(Stdio::piped());
+    let output = command.output().unwrap();
+    (output.status.code().unwrap_or(-1), String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[test]
+fn only_yes_at_terminal_goes_on() {
+    with_env(
+        |_| {},
+        async |env| {
+            let order = env.order(3_600 * SECOND).await;
+            let command = [&["deadline", "--where", "true", "--in", "+30m"][..], &WHY].concat();
+            for no in ["no", "", "y"] {
+                assert_eq!(tokio::task::block_in_place(|| answer(&env, &command, no)), (1, String::new()));
+                assert_eq!(deadline_of(&env, &order).await, order.deadline);
+            }
+            let done = tokio::task::block_in_place(|| answer(&env, &command, "yes"));
+            assert_eq!(done, (0, "1 later\n".to_owned()));
+            assert_eq!(deadline_of(&env, &order).await, order.deadline + 1_800 * SECOND);
         },
     );
 }
