@@ -69,8 +69,12 @@ closed AS (
     RETURNING o.id, o.expires_at, o.closed_at
 ),
 history AS (
-    INSERT INTO order_events (order_id, event, at, by, reason)
-    SELECT c.id, 'closed', c.closed_at, $2::text, 'unpaid' FROM closed c
+    INSERT INTO order_events (order_id, event, at, by, reason, who, why)
+    SELECT c.id, 'closed', c.closed_at, $2::text, 'unpaid',
+           -- `order-timeout close` sets both for its transaction, a worker neither. Read once for all orders.
+           (SELECT nullif(current_setting('order_timeout.who', true), '')),
+           (SELECT nullif(current_setting('order_timeout.why', true), ''))
+    FROM closed c
     RETURNING 1
 ),
 event AS (

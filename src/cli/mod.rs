@@ -1,15 +1,20 @@
 //! The command line: one file per subcommand. Reads arguments, calls the library and prints; decides nothing.
 
+mod bulk;
 pub mod close;
 pub mod config;
 pub mod deadline;
 pub mod generate;
 pub mod health;
+mod operator;
 pub mod parked;
 pub mod quarantine;
 pub mod schedule;
 mod schedule_check;
 pub mod setup;
+pub mod show;
+mod signals;
+pub mod status;
 pub mod topology;
 pub mod worker;
 
@@ -87,6 +92,8 @@ impl Cli {
             Command::Schedule(_) => Settings::load_with_database_if_given(file, overrides),
             Command::Setup(_) => Settings::load_with_named_database(file, overrides),
             Command::Worker
+            | Command::Status(_)
+            | Command::Show(_)
             | Command::Deadline(_)
             | Command::Close(_)
             | Command::Parked(_)
@@ -95,9 +102,9 @@ impl Cli {
     }
 }
 
-/// A deadline on the command line. A command that needs one requires the group `When::GROUP`.
+/// A deadline on the command line.
 #[derive(Debug, Args)]
-#[group(id = When::GROUP, multiple = false)]
+#[group(multiple = false)]
 pub struct When {
     /// The deadline, counted from now, with its unit: 90s, 30m, 2h
     #[arg(long, value_name = "DURATION", value_parser = parse_duration, allow_hyphen_values = true)]
@@ -108,8 +115,6 @@ pub struct When {
 }
 
 impl When {
-    const GROUP: &str = "when";
-
     /// Whether it is relative to now, so that it matters which clock is used.
     const fn is_counted_from_now(&self) -> bool {
         self.r#in.is_some()
@@ -154,6 +159,16 @@ fn parse_time(text: &str) -> Result<Timestamp, String> {
     read_rfc3339(text).ok_or_else(|| "write an RFC 3339 time with its offset, such as 2026-11-20T10:30:00Z".into())
 }
 
+/// A duration in at most two terms: `3h 5m`.
+fn short_duration(duration: Duration) -> String {
+    let whole = if duration < Duration::from_secs(1) {
+        Duration::from_millis(u64::from(duration.subsec_millis()))
+    } else {
+        Duration::from_secs(duration.as_secs())
+    };
+    humantime::format_duration(whole).to_string().split(' ').take(2).collect::<Vec<_>>().join(" ")
+}
+
 /// A command's standard output and exit code.
 #[derive(Debug, Default)]
 pub struct CommandOutcome {
@@ -185,6 +200,12 @@ impl CommandOutcome {
     fn line(&mut self, line: impl std::fmt::Display) {
         self.text.push_str(&sanitize::one_line(&line.to_string()));
         self.text.push('\n');
+    }
+
+    /// A line of a list.
+    fn indented(&mut self, line: impl std::fmt::Display) {
+        self.text.push_str("  ");
+        self.line(line);
     }
 
     /// Several lines that are already formatted.
@@ -225,9 +246,13 @@ pub enum Command {
     Health(health::HealthArgs),
     /// Schedule the alarm of one order by hand
     Schedule(schedule::ScheduleArgs),
-    /// Give an unpaid order more time, or less
+    /// Show what is unpaid, due soon and overdue, what waits in the outboxes, what is parked, and which workers run
+    Status(status::StatusArgs),
+    /// Show one order: its row, alarms, events and history, and why it is still open
+    Show(show::ShowArgs),
+    /// Give an unpaid order, or all that a condition chooses, more time, or less
     Deadline(deadline::DeadlineArgs),
-    /// Close overdue unpaid orders by hand, through the same statement as the worker
+    /// Close overdue unpaid orders by hand, by id or by a condition, through the same statement as the worker
     Close(close::CloseArgs),
     /// Print the broker's objects as a definitions file
     Topology(topology::TopologyArgs),
@@ -255,6 +280,8 @@ impl Command {
             Self::Worker => worker::run(settings).await,
             Self::Health(args) => health::run(&args, &settings).await,
             Self::Schedule(args) => schedule::run(args, settings).await,
+            Self::Status(args) => status::run(&args, settings).await,
+            Self::Show(args) => show::run(&args, settings).await,
             Self::Deadline(args) => deadline::run(args, settings).await,
             Self::Close(args) => close::run(args, settings).await,
             Self::Topology(args) => topology::run(&args, settings),

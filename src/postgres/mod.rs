@@ -1,7 +1,7 @@
 //! Postgres: a pool on which every call has a time limit. `connect.rs` opens connections, `session.rs` settles their
 //! parameters, `migrations.rs` brings the schema up to date, `error.rs` says what an error means, `clock.rs` reads the
 //! clock, `warm_connections.rs` keeps the closers' connections, `contract.rs` checks the statements of an orders table,
-//! `parked_alarms.rs` is a table of ours.
+//! `parked_alarms.rs` is a table of ours, `operator.rs` names who asked for a change.
 //!
 //! Shared by the steps that run SQL; knows none of their statements.
 
@@ -10,6 +10,7 @@ mod connect;
 pub mod contract;
 mod error;
 mod migrations;
+mod operator;
 pub mod parked_alarms;
 mod session;
 pub mod warm_connections;
@@ -32,6 +33,7 @@ use connect::{
 use error::is_stale_plan;
 pub use error::{DatabaseError, ErrorClass, classify, is_read_only, one_line, without_server_message};
 pub use migrations::{migrate, require_migrated};
+pub use operator::Operator;
 use session::{Session, TimeZone};
 
 /// How much longer than `database.statement_timeout` a call waits before the server counts as unreachable.

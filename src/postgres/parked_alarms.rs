@@ -216,6 +216,18 @@ pub async fn count(database: &Database, selection: &Selection) -> Result<u64, sq
     Ok(u64::try_from(rows).unwrap_or(0))
 }
 
+/// How many alarms are parked for each reason, and since when the oldest of them is.
+///
+/// # Errors
+/// sqlx's.
+pub async fn count_by_reason(database: &Database) -> Result<Vec<(String, u64, Timestamp)>, sqlx::Error> {
+    let select =
+        sqlx::query_as("SELECT reason, count(*), min(parked_at) FROM parked_alarms GROUP BY reason ORDER BY reason");
+    let rows: Vec<(String, i64, Timestamptz)> =
+        database.run(async |connection| select.fetch_all(connection).await).await?;
+    Ok(rows.into_iter().map(|(reason, alarms, Timestamptz(oldest))| (reason, alarms.unsigned_abs(), oldest)).collect())
+}
+
 /// The ids of the selected alarms, oldest first.
 ///
 /// # Errors

@@ -133,7 +133,8 @@ fn names_wrong_environment_setting_and_its_origin() {
 
 /// The arguments of the commands that need the database.
 fn commands_with_a_database() -> Vec<Vec<&'static str>> {
-    let commands = ["setup", "worker", "close 1", "parked list", "parked retry --all", "parked drop --all"];
+    let commands =
+        ["setup", "worker", "status", "show 1", "close 1", "parked list", "parked retry --all", "parked drop --all"];
     commands.iter().map(|command| command.split(' ').collect()).collect()
 }
 
@@ -246,7 +247,9 @@ fn wrong_usage_exits_with_2_naming_help() {
         (&["deadline", "--in", "5s"], "--order-id"),
         (&[&when[..], &["--deadline", "tomorrow"]].concat(), "2026-11-20T10:30:00Z"),
         (&[&when[..], &["--deadline", "2026-11-20T10:30:00"]].concat(), "offset"),
-        (&["close"], "<ID>..."),
+        (&["close"], "<ID|--where <SQL>>"),
+        (&["close", "--where", "true"], "--why <TEXT>"),
+        (&["close", "1", "--yes"], "--where <SQL>"),
         (&["parked", "drop"], "--all"),
         (&["parked", "drop", "--all", "--reason", "too_far"], "cannot be used with"),
         (&["parked", "retry", "not-an-id"], "not-an-id"),
@@ -332,8 +335,8 @@ fn every_command_and_argument_has_help() {
     // Built, so that it has the global arguments.
     let mut cli = Cli::command();
     cli.build();
-    // The program, setup, worker, health, schedule, deadline, close, topology, quarantine, config, completions, man, parked with its three.
-    assert_eq!(check(&cli, &[]), 16);
+    // The program, setup, worker, health, schedule, status, show, deadline, close, topology, quarantine, config, completions, man, parked with its three.
+    assert_eq!(check(&cli, &[]), 18);
 }
 
 #[test]
@@ -623,6 +626,27 @@ fn schedule_reports_differing_row() {
             let mut own = settings.clone();
             (own.orders.close_sql, own.orders.overdue_sql) = ("a".into(), "b".into());
             assert_eq!(remarks(&own, "17", &["--in", "60s"]).await, "");
+        },
+    );
+}
+
+#[test]
+fn schedule_opens_database_once() {
+    with_env(
+        |_| {},
+        async |env| {
+            let (id, unknown) = (env.order(Duration::from_secs(60)).await.id.to_string(), Uuid::now_v7().to_string());
+            for arguments in
+                [&[id.as_str()][..], &[&unknown, "--in", "60s"], &[&unknown, "--deadline", "2030-01-02T03:04:05Z"]]
+            {
+                let network = Proxy::before(&env.settings.database.url).await;
+                let mut settings = env.settings.clone();
+                settings.database.url = network.address(&settings.database.url);
+                let (code, _, stderr) = call_with(&settings, &[&["schedule"], arguments].concat()).await;
+                assert_eq!((code, stderr.is_empty()), (0, arguments.len() == 1), "{stderr}");
+                // To compare sessions takes two, and the pool opens its own.
+                assert_eq!(network.accepted(), 3, "{arguments:?}");
+            }
         },
     );
 }

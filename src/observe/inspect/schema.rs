@@ -84,7 +84,7 @@ const DEFAULT_ORDERS_TABLES: &[Table] = &[
     Table {
         name: "order_events",
         migration: "20261120100100_order_history.sql",
-        columns: &["order_id", "event", "at", "by", "reason"],
+        columns: &["order_id", "event", "at", "by", "reason", "who", "why"],
         rights: &["INSERT"],
     },
     Table { name: "event_outbox", migration: "20261120100200_outboxes.sql", columns: &[], rights: &["INSERT"] },
