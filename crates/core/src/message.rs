@@ -34,7 +34,7 @@ pub const HEADER_RETURNS_AT: &str = "returns-at";
 pub const HEADER_EARLY_RETURNS: &str = "early-returns";
 /// Header: W3C trace context of the publisher that scheduled the alarm.
 pub const HEADER_TRACEPARENT: &str = "traceparent";
-/// The longest text that is carried as a trace context, in bytes. Version 00 has [`TRACEPARENT_BYTES`]; later versions may
+/// The longest text that is carried as a trace context, in bytes. Version 00 has 55; later versions may
 /// have more.
 pub const MAX_TRACEPARENT_BYTES: usize = 200;
 /// The length of a trace context of version 00: W3C Trace Context, section 3.2.2.
