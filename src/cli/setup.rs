@@ -58,5 +58,8 @@ pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandO
         topology.queues.len(),
         topology.bindings.len()
     ));
+    if let Some(why) = settings.delay.strategy.deprecation() {
+        answer.line(format!("note:     {why}"));
+    }
     Ok(answer)
 }

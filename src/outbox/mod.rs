@@ -1,5 +1,5 @@
 //! The outboxes: rows that a transaction has committed, published by one worker at a time. `relay.rs` is what both have in
-//! common, `alarm_relay.rs` publishes alarms, `event_relay.rs` events.
+//! common, `alarm_relay.rs` publishes alarms, `event_relay.rs` events with the `trace_contexts.rs` of their alarms.
 //!
 //! Decides nothing about orders.
 
@@ -7,3 +7,4 @@ pub mod alarm_relay;
 pub mod event_relay;
 mod pace;
 pub mod relay;
+pub mod trace_contexts;

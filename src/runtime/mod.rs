@@ -63,8 +63,8 @@ const OTHER_CONNECTIONS: u32 = 6;
 /// How long a loop may make no progress, in addition to the time limits of its calls.
 const LOOP_MARGIN: Duration = Duration::from_secs(60);
 /// Database calls of the outbox loop in one round: two ages, the lock, the refused count, parked alarms, and for each
-/// outbox: read, mark as refused, mark as sent, mark unlocked rows, and delete old rows.
-const CALLS_PER_TURN: u32 = 15;
+/// outbox: read, mark as refused, mark as sent, mark unlocked rows, and delete old rows; and the trace contexts.
+const CALLS_PER_TURN: u32 = 16;
 /// Overdue orders per query: more than a batch, and little memory.
 const SWEEP_PAGE: usize = 1_000;
 
@@ -110,6 +110,9 @@ impl Worker {
             warn!(
                 "a message with deeply nested tables could end this process, because RUST_MIN_STACK is unset or too small; set it to 268435456, or call order_timeout::stack::reserve_for_parsing() first in main"
             );
+        }
+        if let Some(why) = settings.delay.strategy.deprecation() {
+            warn!("{why}");
         }
         let recorder = Recorder::new(longest_turn(&settings));
         // First, so that it answers what the worker waits for while it starts.

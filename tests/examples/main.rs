@@ -3,17 +3,19 @@
 //!
 //! A test program of its own: what it compiles would slow down other tests that run beside it.
 
+mod listeners;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout_testkit::away::on_private_broker_with;
 use order_timeout_testkit::linux::{self, Signal};
+use order_timeout_testkit::private::Private;
 use order_timeout_testkit::{TestEnv, wait_for};
 use secrecy::ExposeSecret;
 use serde_json::Value;
@@ -68,8 +70,13 @@ impl Drop for Running {
 }
 
 /// The examples use the default namespace, lanes and rings.
-fn with_default_names<F: Future<Output = ()> + Send + 'static>(
-    test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
+fn with_default_names<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(Arc<TestEnv>) -> F + Send + 'static) {
+    on_default_names(|env, _| test(env));
+}
+
+/// The same, with the private broker.
+fn on_default_names<F: Future<Output = ()> + Send + 'static>(
+    test: impl FnOnce(Arc<TestEnv>, Arc<Private>) -> F + Send + 'static,
 ) {
     let defaults = |settings: &mut Settings| {
         let defaults = Settings::defaults();
@@ -80,7 +87,7 @@ fn with_default_names<F: Future<Output = ()> + Send + 'static>(
     };
     // Before the broker is started: a connection ends if its runtime is blocked for long.
     examples();
-    on_private_broker_with(&[], defaults, |env, _| test(env));
+    on_private_broker_with(&[], defaults, test);
 }
 
 fn amqp_url(env: &TestEnv) -> String {

@@ -12,8 +12,9 @@ use order_timeout_core::order::Timestamp;
 use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Executor};
 
-use crate::support::process::{call_with, order_timeout};
-use crate::support::{Order, TestEnv, wait_for, with_env};
+use order_timeout_testkit::linux::{self, Signal};
+use order_timeout_testkit::process::{call_with, order_timeout};
+use order_timeout_testkit::{Order, TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 const WHY: [&str; 2] = ["--why", "the app was down"];
@@ -245,9 +246,7 @@ impl Running {
     /// Ctrl-C; returns the exit code and the output.
     async fn interrupt(mut self) -> (i32, Value) {
         let child = self.0.take().unwrap();
-        let pid = i32::try_from(child.id()).unwrap();
-        // SAFETY: a plain system call on a child that has not been waited for.
-        assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
+        linux::signal(child.id(), Signal::INT).unwrap();
         let output = tokio::task::spawn_blocking(move || child.wait_with_output().unwrap()).await.unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         (output.status.code().unwrap_or(-1), serde_json::from_str(&text).unwrap_or_else(|_| panic!("{text}")))
@@ -292,20 +291,9 @@ fn interrupted_run_is_resumed() {
     );
 }
 
-/// Both ends of a new terminal: the operator's and the program's.
-fn terminal() -> (File, OwnedFd) {
-    let (mut operator, mut program) = (-1, -1);
-    let (name, mode, size) = (std::ptr::null_mut(), std::ptr::null(), std::ptr::null());
-    // SAFETY: a plain system call that writes both numbers; neither handle has another owner.
-    unsafe {
-        assert_eq!(libc::openpty(&raw mut operator, &raw mut program, name, mode, size), 0);
-        (File::from_raw_fd(operator), OwnedFd::from_raw_fd(program))
-    }
-}
-
 /// Answers the question of a command at a terminal; returns its exit code and standard output.
 fn answer(env: &TestEnv, arguments: &[&str], answer: &str) -> (i32, String) {
-    let (mut operator, program) = terminal();
+    let (mut operator, program) = linux::terminal().unwrap();
     // Read when the program asks for a line; the terminal keeps it until then.
     writeln!(operator, "{answer}").unwrap();
     let mut command = order_timeout(&env.settings);

@@ -3,16 +3,18 @@
 
 use std::time::{Duration, Instant};
 
-use lapin::options::QueueDeleteOptions;
+use lapin::options::{BasicGetOptions, QueueDeleteOptions};
+use lapin::types::AMQPValue;
 use order_timeout::config::DatabaseSettings;
 use order_timeout::outbox::alarm_relay::AlarmRelay;
+use order_timeout::outbox::event_relay::EventRelay;
 use order_timeout::outbox::relay::{LeaderLock, RelayError};
 use order_timeout::postgres::Database;
 use order_timeout_amqp::publisher::{ConfirmedPublisher, PublishError};
-use order_timeout_client::postgres;
+use order_timeout_client::postgres::{self, NewAlarm};
 use order_timeout_core::delay::Lane;
-use order_timeout_testkit::away::is_consumed;
-use order_timeout_testkit::{TIMEOUT, wait_for, with_env};
+use order_timeout_testkit::away::{is_consumed, keep_events};
+use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for, with_env};
 use secrecy::ExposeSecret;
 use sqlx::AssertSqlSafe;
 
@@ -233,6 +235,128 @@ fn each_schema_has_its_own_relay() {
                 tokio::time::timeout(TIMEOUT, taken_over).await.expect("the released lock");
                 second.resign().await;
             }
+        },
+    );
+}
+
+const TRACE_CONTEXT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+
+/// The header `traceparent` of the next message in this queue.
+async fn next_trace_context(env: &TestEnv, queue: &str) -> Option<String> {
+    let get = env.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true });
+    let message = get.await.unwrap().unwrap_or_else(|| panic!("{queue} is empty")).delivery;
+    let headers = message.properties.headers().clone().unwrap_or_default();
+    match headers.inner().get("traceparent") {
+        Some(AMQPValue::LongString(text)) => Some(String::from_utf8(text.as_bytes().to_vec()).unwrap()),
+        None => None,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A relay of its own, so that a test decides when a batch is sent.
+async fn event_relay(env: &TestEnv) -> EventRelay {
+    let database = Database::connect(&env.settings.database, 2).await.unwrap();
+    let confirmed = ConfirmedPublisher::connect_lazily(&env.settings.amqp, "test");
+    EventRelay::new(database, confirmed, &env.names(), 30, Duration::from_secs(60))
+}
+
+#[test]
+fn trace_context_reaches_alarm_and_event() {
+    with_env(
+        |settings| settings.sweep.grace = Duration::from_secs(1),
+        async |env| {
+            let kept_events = keep_events(&env).await;
+            let order = env.order(Duration::from_secs(60)).await;
+            let mut connection = env.pool.acquire().await.unwrap();
+            let alarm = NewAlarm::new(order.id.to_string(), order.deadline).traceparent(TRACE_CONTEXT);
+            alarm.schedule(&mut connection).await.unwrap();
+            let database = Database::connect(&env.settings.database, 1).await.unwrap();
+            let confirmed = ConfirmedPublisher::connect_lazily(&env.settings.amqp, "test");
+            let mut relay = AlarmRelay::new(database, confirmed, &env.settings, 30, Duration::from_secs(60));
+            assert_eq!(relay.round().await.unwrap().sent, 1);
+            let (inbox, expected) = (env.names().schedule(), Some(TRACE_CONTEXT.to_owned()));
+            assert_eq!(next_trace_context(&env, &inbox).await, expected, "of the alarm");
+
+            // Whatever path closes the order, and however often its deadline was moved: the last alarm with a trace
+            // context counts.
+            let earlier = order.deadline - Duration::from_secs(57);
+            let moved = postgres::move_deadline(&mut *connection, order.id.to_string(), earlier).await.unwrap();
+            assert_eq!(moved, postgres::Moved::Earlier);
+            let worker = env.worker().await;
+            wait_for("the close", async || env.closed().await == 1).await;
+            wait_for("the event", async || env.depth(&kept_events).await == 1).await;
+            worker.stop().await;
+            assert_eq!(next_trace_context(&env, &kept_events).await, expected, "of the event");
+        },
+    );
+}
+
+#[test]
+fn event_keeps_trace_context_of_its_own() {
+    with_env(
+        |_| {},
+        async |env| {
+            let kept_events = keep_events(&env).await;
+            let insert = "INSERT INTO alarm_outbox (order_id, deadline, traceparent) VALUES ('7', now(), $1);";
+            sqlx::query(insert).bind(TRACE_CONTEXT).execute(&env.pool).await.unwrap();
+            let events = r#"INSERT INTO event_outbox (routing_key, type, payload, traceparent, created_at)
+                            VALUES ('k', 't', '{"order_id": "7"}', 'own', now() - interval '4 s'),
+                                   ('k', 't', '{"order_id": "7"}', NULL, now() - interval '3 s'),
+                                   ('k', 't', '{"order_id": "8"}', NULL, now() - interval '2 s'),
+                                   ('k', 't', '"text"', NULL, now() - interval '1 s')"#;
+            sqlx::query(events).execute(&env.pool).await.unwrap();
+            assert_eq!(event_relay(&env).await.round().await.unwrap().sent, 4);
+            let mut found = Vec::new();
+            for _ in 0..4 {
+                found.push(next_trace_context(&env, &kept_events).await);
+            }
+            assert_eq!(found, [Some("own".to_owned()), Some(TRACE_CONTEXT.to_owned()), None, None]);
+        },
+    );
+}
+
+#[test]
+fn invalid_trace_context_fails_no_order() {
+    with_env(
+        |_| {},
+        async |env| {
+            let now = std::time::SystemTime::now();
+            let mut connection = env.pool.acquire().await.unwrap();
+            let alarms = ["", "not a trace context", &"0".repeat(300), TRACE_CONTEXT];
+            let alarms = alarms.map(|context| NewAlarm::new("7", now).traceparent(context));
+            postgres::schedule_all(&mut connection, alarms).await.unwrap();
+            NewAlarm::new("7", now).traceparent("none").schedule(&mut connection).await.unwrap();
+            assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 5);
+            assert_eq!(env.count("SELECT count(*) FROM alarm_outbox WHERE traceparent IS NOT NULL").await, 1);
+            for table in [
+                "alarm_outbox (order_id, deadline, traceparent) VALUES ('7', now(), $1)",
+                "event_outbox (routing_key, type, payload, traceparent) VALUES ('k', 't', '{}', $1)",
+            ] {
+                let insert = sqlx::query(AssertSqlSafe(format!("INSERT INTO {table}"))).bind("0".repeat(201));
+                let error = insert.execute(&env.pool).await.unwrap_err().to_string();
+                assert!(error.contains("the_trace_context_of_an"), "{error}");
+            }
+        },
+    );
+}
+
+#[test]
+fn locked_alarm_outbox_delays_no_event() {
+    with_env(
+        |_| {},
+        async |env| {
+            let kept_events = keep_events(&env).await;
+            let mut transaction = env.pool.begin().await.unwrap();
+            sqlx::query("LOCK TABLE alarm_outbox").execute(&mut *transaction).await.unwrap();
+            let event =
+                r#"INSERT INTO event_outbox (routing_key, type, payload) VALUES ('k', 't', '{"order_id": "7"}')"#;
+            let mut relay = event_relay(&env).await;
+            for _ in 0..2 {
+                sqlx::query(event).execute(&env.pool).await.unwrap();
+                assert_eq!(relay.round().await.unwrap().sent, 1);
+            }
+            transaction.rollback().await.unwrap();
+            assert_eq!(env.depth(&kept_events).await, 2);
         },
     );
 }

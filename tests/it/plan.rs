@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 
 use order_timeout::effects::close::CLOSE_SQL;
+use order_timeout::outbox::trace_contexts::TRACE_CONTEXTS;
 use order_timeout::postgres::Database;
 use order_timeout_testkit::{TestEnv, with_env};
 use serde_json::Value;
@@ -175,6 +176,40 @@ fn sweep_reads_one_page_of_deadline_index() {
                     // Without statistics the planner expects few overdue orders, and sorts them all for one page.
                     let most = if analysed { 100.0 } else { (ORDERS / 4) as f64 };
                     assert!(read <= most, "{read} index entries, analysed {analysed}, {mode}: {plan:#?}");
+                }
+            }
+        },
+    );
+}
+
+#[test]
+fn trace_contexts_are_found_by_index() {
+    with_env(
+        |_| {},
+        async |env| {
+            let fill = "ALTER TABLE alarm_outbox SET (autovacuum_enabled = false);
+                        INSERT INTO alarm_outbox (order_id, deadline, traceparent)
+                        SELECT n::text, now(), CASE WHEN n % 10 = 0 THEN 'context' END FROM generate_series(1, 20000) n";
+            sqlx::raw_sql(fill).execute(&env.pool).await.unwrap();
+            let database = Database::connect(&env.settings.database, 1).await.unwrap();
+            let ids: Vec<String> = (1..=500).map(|n| n.to_string()).collect();
+            let arguments = format!("ARRAY['{}']", ids.join("','"));
+            for analysed in [false, true] {
+                if analysed {
+                    sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
+                }
+                for mode in ["force_custom_plan", "force_generic_plan"] {
+                    let plan = async |connection: &mut PgConnection| {
+                        Ok(plan_of(connection, mode, TRACE_CONTEXTS, "text[]", &arguments).await)
+                    };
+                    let plan = database.run(plan).await.unwrap();
+                    let by = access_paths("alarm_outbox", &plan);
+                    assert!(
+                        by.is_subset(&BTreeSet::from(["alarm_outbox_traced".into(), "Bitmap Heap Scan".into()])),
+                        "{plan:#?}"
+                    );
+                    let most = plan.iter().map(|node| node.rows).fold(0.0, f64::max);
+                    assert!((50.0..=500.0).contains(&most), "{most} rows, analysed {analysed}, {mode}: {plan:#?}");
                 }
             }
         },

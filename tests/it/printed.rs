@@ -97,3 +97,40 @@ fn schedule_takes_deadline_from_row() {
         },
     );
 }
+
+/// The code blocks of docs/LISTENING.md are the listeners that tests/examples runs.
+#[test]
+fn listening_prints_listener_programs() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let document = include_str!("../../docs/LISTENING.md");
+    let programs = [
+        ("python", "examples/listeners/python/listen.py"),
+        ("javascript", "examples/listeners/node/listen.js"),
+        ("java", "examples/listeners/java/Listen.java"),
+        ("rust", "crates/client/examples/listen.rs"),
+    ];
+    for (language, file) in programs {
+        let program = std::fs::read_to_string(root.join(file)).unwrap();
+        assert!(document.contains(&format!("```{language}\n{program}```\n")), "docs/LISTENING.md differs from {file}");
+    }
+}
+
+/// README calls the alternatives what the measurements say.
+#[test]
+fn readme_agrees_with_measured_alternatives() {
+    let (readme, figures) =
+        (include_str!("../../README.md"), include_str!("../../docs/decisions/0053-when-the-broker-is-worth-it.md"));
+    for words in ["look-ahead poller", "a tenth of a second"] {
+        assert!(readme.contains(words) && figures.contains(words), "{words}");
+    }
+    assert!(readme.contains("0053-when-the-broker-is-worth-it.md"));
+}
+
+#[test]
+fn quick_start_sets_no_lanes() {
+    let quick_start = include_str!("../../docs/guide/quick-start.md");
+    let commands: Vec<&str> = quick_start.split("```").skip(1).step_by(2).collect();
+    assert!(commands.len() > 2 && commands.iter().all(|block| !block.contains("LANES")), "{commands:?}");
+    let (before, lanes) = quick_start.split_once("DELAY__LANES").expect("how to set them");
+    assert!(before.contains("Optional") && !lanes.contains("DELAY__LANES"));
+}

@@ -3,7 +3,10 @@
 
 use std::time::{Duration, SystemTime};
 
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::message::is_traceparent;
 use order_timeout_testkit::{TestEnv, with_env};
+use regex::Regex;
 use sqlx::{AssertSqlSafe, PgConnection};
 use uuid::Uuid;
 
@@ -183,6 +186,47 @@ fn readme_transaction_creates_scheduled_order() {
             run(&env, transaction).await;
             let scheduled = "SELECT count(*) FROM alarm_outbox a JOIN orders o ON o.id::text = a.order_id AND o.expires_at = a.deadline";
             assert_eq!(env.count(scheduled).await, 1);
+        },
+    );
+}
+
+#[test]
+fn plugin_page_schedules_waiting_orders() {
+    let page = include_str!("../../docs/FROM-THE-PLUGIN.md").replace("\n   ", "\n");
+    let statement = page.split("```sql\n").nth(1).unwrap().split("```").next().unwrap().to_owned();
+    with_env(
+        |_| {},
+        async move |env| {
+            let waiting = env.orders(3, MINUTE).await;
+            env.write_alarm(&waiting[0]).await;
+            assert!(env.pay(&waiting[1]).await);
+            sqlx::query("INSERT INTO orders (id, expires_at) VALUES (gen_random_uuid(), now())")
+                .execute(&env.pool)
+                .await
+                .unwrap();
+            assert_eq!(run(&env, &statement).await, 1, "not for paid and overdue orders, and no second one");
+            assert_eq!(run(&env, &statement).await, 0);
+            let scheduled = "SELECT count(*) FROM alarm_outbox a JOIN orders o ON o.id::text = a.order_id AND o.expires_at = a.deadline";
+            assert_eq!(env.count(scheduled).await, 2);
+        },
+    );
+}
+
+#[test]
+fn wire_insert_takes_trace_context() {
+    let wire = include_str!("../../docs/WIRE.md");
+    let [insert] = blocks(wire, "sql")[..] else { panic!("docs/WIRE.md has more than one statement") };
+    let context = Regex::new(r"`(00-[0-9a-f-]{52})`").unwrap().captures(wire).expect("an example of a trace context");
+    let context = context[1].to_owned();
+    assert!(is_traceparent(&context), "{context}");
+    with_env(
+        |_| {},
+        async move |env| {
+            let insert = sqlx::query(insert).bind("7").bind(Timestamptz(SystemTime::now().into())).bind(&context);
+            insert.execute(&env.pool).await.unwrap();
+            let stored: String =
+                sqlx::query_scalar("SELECT traceparent FROM alarm_outbox").fetch_one(&env.pool).await.unwrap();
+            assert_eq!(stored, context);
         },
     );
 }

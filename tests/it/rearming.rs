@@ -2,10 +2,12 @@
 
 use std::time::{Duration, Instant};
 
+use lapin::BasicProperties;
 use lapin::options::BasicGetOptions;
+use lapin::types::{AMQPValue, FieldTable};
 use order_timeout::effects::rearm::Rearmer;
 use order_timeout_amqp::publisher::{ConfirmedPublisher, WINDOW};
-use order_timeout_amqp::topology::Names;
+use order_timeout_amqp::topology::{DUE_KEY, Names};
 use order_timeout_core::alarm::{Rearm, Receipt, Wanted};
 use order_timeout_core::clock::{ClockSample, DatabaseClock};
 use order_timeout_core::delay::wheel::WheelPlacement;
@@ -13,7 +15,7 @@ use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{Deadline, OrderId, Timestamp};
 use order_timeout_testkit::away::with_broker_behind;
 use order_timeout_testkit::proxy::{Direction, Proxy};
-use order_timeout_testkit::with_env;
+use order_timeout_testkit::{TestEnv, wait_for, with_env};
 use uuid::Uuid;
 
 const ANSWER_DELAY: Duration = Duration::from_millis(500);
@@ -65,6 +67,61 @@ fn alarm_delay_counts_from_sending() {
             // sent.
             let sent_after = ttl.saturating_sub(waits.unwrap());
             assert!(sent_after >= 3 * ANSWER_DELAY, "its TTL is that of an alarm sent after {sent_after:?}");
+        },
+    );
+}
+
+/// Quorum queues of RabbitMQ's next version hide a message with this header until the time that it names.
+fn with_delivery_time() -> BasicProperties {
+    let mut headers = FieldTable::default();
+    headers.insert(DELIVERY_TIME.into(), AMQPValue::LongLongInt(253_402_300_799_999));
+    BasicProperties::default().with_delivery_mode(2).with_headers(headers)
+}
+
+const DELIVERY_TIME: &str = "x-opt-delivery-time";
+
+/// The slot with a message in it.
+async fn filled_slot(env: &TestEnv) -> Option<String> {
+    let queues = env.settings.topology().queues.into_iter().map(|queue| queue.name);
+    for slot in queues.filter(|name| name.contains(".slot.")) {
+        if env.depth(&slot).await > 0 {
+            return Some(slot);
+        }
+    }
+    None
+}
+
+#[test]
+fn rearmed_alarm_has_no_delivery_time() {
+    with_env(
+        |_| {},
+        async |env| {
+            let order = env.order(Duration::from_secs(40)).await;
+            env.publish_raw(&env.names().schedule(), "", &order.body(), with_delivery_time()).await;
+            let worker = env.worker().await;
+            wait_for("the alarm in its slot", async || filled_slot(&env).await.is_some()).await;
+            let slot = filled_slot(&env).await.unwrap();
+            let get = BasicGetOptions { no_ack: true };
+            let got = env.channel.basic_get(slot.into(), get).await.unwrap().expect("the alarm").delivery;
+            assert_eq!(Alarm::read(&got.data, None).unwrap().order_id, order.order_id());
+            let headers = got.properties.headers().clone().expect("the attempt");
+            assert!(!headers.inner().contains_key(DELIVERY_TIME), "{headers:?}");
+            worker.stop().await;
+        },
+    );
+}
+
+#[test]
+fn alarm_with_delivery_time_closes_order() {
+    with_env(
+        |_| {},
+        async |env| {
+            let worker = env.worker().await;
+            let order = env.order(Duration::from_secs(1)).await;
+            env.publish_raw(&env.names().due(), DUE_KEY, &order.body(), with_delivery_time()).await;
+            wait_for("the close", async || env.closed().await == 1).await;
+            env.assert_closed_by_alarms().await;
+            worker.stop().await;
         },
     );
 }

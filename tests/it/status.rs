@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Executor};
 use uuid::Uuid;
 
-use crate::support::process::{WorkerProcess, call_with};
-use crate::support::{Order, TestEnv, wait_for, with_env};
+use order_timeout_testkit::process::{WorkerProcess, call_with};
+use order_timeout_testkit::{Order, TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 

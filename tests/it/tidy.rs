@@ -156,6 +156,7 @@ fn sqlx_stays_in_its_modules() {
         "outbox/alarm_relay.rs",
         "outbox/event_relay.rs",
         "outbox/relay.rs",
+        "outbox/trace_contexts.rs",
         "runtime/mod.rs",
     ];
     let users = users_of(r"\bsqlx::|\buse sqlx\b");

@@ -2,15 +2,18 @@
 //!
 //! It may not decide what a test expects. A process that has ended is an error, not a panic.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{Error, ErrorKind, Result};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Resource, Rlimit};
 
 pub use rustix::process::Signal;
+use rustix::pty::OpenptFlags;
 
 /// A signal reaches a thread within milliseconds, unless the machine is very busy.
 const STOPPED_WITHIN: Duration = Duration::from_secs(10);
@@ -184,6 +187,19 @@ fn is_stopped(pid: u32) -> bool {
         Ok(stat) => ['T', 'Z'].contains(&stat.state),
         Err(_) => true,
     })
+}
+
+/// Both ends of a new terminal: the operator's and the program's.
+///
+/// # Errors
+/// If the system has none left.
+pub fn terminal() -> Result<(File, OwnedFd)> {
+    let operator = rustix::pty::openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY)?;
+    rustix::pty::grantpt(&operator)?;
+    rustix::pty::unlockpt(&operator)?;
+    let name = rustix::pty::ptsname(&operator, Vec::new())?;
+    let program = rustix::fs::open(name.as_c_str(), OFlags::RDWR | OFlags::NOCTTY, Mode::empty())?;
+    Ok((operator.into(), program))
 }
 
 #[cfg(test)]

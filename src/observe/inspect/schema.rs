@@ -26,13 +26,23 @@ const ALWAYS: &[Table] = &[
     Table {
         name: "event_outbox",
         migration: "20261120100200_outboxes.sql",
-        columns: &["id", "routing_key", "type", "payload", "created_at", "sent_at", "refusals", "next_attempt_at"],
+        columns: &[
+            "id",
+            "routing_key",
+            "type",
+            "payload",
+            "traceparent",
+            "created_at",
+            "sent_at",
+            "refusals",
+            "next_attempt_at",
+        ],
         rights: &["SELECT", "UPDATE", "DELETE"],
     },
     Table {
         name: "alarm_outbox",
         migration: "20261120100200_outboxes.sql",
-        columns: &["id", "order_id", "deadline", "created_at", "sent_at", "refusals", "next_attempt_at"],
+        columns: &["id", "order_id", "deadline", "traceparent", "created_at", "sent_at", "refusals", "next_attempt_at"],
         rights: &["SELECT", "UPDATE", "DELETE"],
     },
     Table {

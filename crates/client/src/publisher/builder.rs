@@ -83,7 +83,8 @@ impl PublisherBuilder {
         self
     }
 
-    /// For a worker with `delay.strategy = "delayed-exchange"`, which has no lanes. `dead-letter` by default.
+    /// For a worker with `delay.strategy = "delayed-exchange"`, which has no lanes. `dead-letter` by default. Deprecated on
+    /// RabbitMQ, as that strategy is: no release of its plugin runs on RabbitMQ 4.3.
     #[must_use]
     pub fn delayed_exchange(mut self) -> Self {
         self.lanes.strategy = Strategy::DelayedExchange;

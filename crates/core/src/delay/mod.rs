@@ -24,8 +24,21 @@ pub use settings::{DelaySettings, Lane, LaneError, RingSettings, duration_name};
 pub enum Strategy {
     /// A TTL for each message, in a queue that dead-letters into the processing queue.
     DeadLetter,
-    /// An exchange of type `x-delayed-message`.
+    /// An exchange of type `x-delayed-message`. Deprecated: [`Strategy::deprecation`].
     DelayedExchange,
+}
+
+impl Strategy {
+    /// Why this strategy is deprecated and what to do, in one sentence; `None` if it is not.
+    #[must_use]
+    pub fn deprecation(self) -> Option<&'static str> {
+        match self {
+            Self::DeadLetter => None,
+            Self::DelayedExchange => Some(
+                "delay.strategy = \"delayed-exchange\" is deprecated: the repository of its plugin is archived, and no release runs on RabbitMQ 4.3; set \"dead-letter\", as docs/FROM-THE-PLUGIN.md describes",
+            ),
+        }
+    }
 }
 
 /// Where an alarm waits.
