@@ -2,4 +2,5 @@
 //!
 //! Formats nothing for a terminal or a page.
 
+pub mod prune_slots;
 pub mod retry_parked;

@@ -31,7 +31,7 @@ fn alarm_delay_counts_from_sending() {
         async |env| {
             let network = Proxy::before(&env.settings.amqp.url).await;
             let confirmed = ConfirmedPublisher::connect_lazily(&with_broker_behind(&env, &network).amqp, "rearmer");
-            let rearmer = Rearmer::new(&env.settings, confirmed);
+            let rearmer = Rearmer::new(&env.settings, confirmed.clone(), SlotDeclarer::new(&env.settings, confirmed));
             let (asked, database) = (Instant::now(), Timestamp::now_by_local_clock());
             let clock = DatabaseClock::new(ClockSample { asked, answered: asked, database });
             // The first alarm opens the connection.
@@ -55,10 +55,8 @@ fn alarm_delay_counts_from_sending() {
             let WheelPlacement::Slot { ring, slot, ttl } = wheel.place(last, now) else {
                 panic!("the alarm waits in no slot")
             };
-            let key = Names::slot_key(&wheel.rings()[ring].name, slot);
-            let bindings = env.settings.topology().bindings;
-            let slot = bindings.iter().find(|binding| binding.routing_key == key).expect("a slot's binding");
-            let get = env.channel.basic_get(slot.destination.name().into(), BasicGetOptions { no_ack: true });
+            let slot = env.settings.slots().find(&wheel.rings()[ring].name, slot).expect("a slot of the wheel");
+            let get = env.channel.basic_get(slot.queue.name.as_str().into(), BasicGetOptions { no_ack: true });
             let got = get.await.unwrap().expect("the last alarm").delivery;
             let waits =
                 got.properties.expiration().as_ref().expect("a TTL").as_str().parse().map(Duration::from_millis);

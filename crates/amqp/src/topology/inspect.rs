@@ -147,11 +147,16 @@ impl Topology {
 /// # Errors
 /// lapin's, except for the reply that there is none.
 pub async fn queue_exists(connection: &Connection, name: &str) -> lapin::Result<bool> {
+    find_queue(connection, name).await.map(|seen| seen.is_some())
+}
+
+/// What the broker reports about one queue; `None` if there is none of this name.
+pub(super) async fn find_queue(connection: &Connection, name: &str) -> lapin::Result<Option<SeenQueue>> {
     // A channel of its own, because that reply closes it.
     let channel = connection.create_channel().await?;
     match look_at_queue(&channel, name).await {
-        Ok(_) => channel.close(reply_code::CONTENT_OK, "seen".into()).await.map(|()| true),
-        Err(error) if is_missing(&error) => Ok(false),
+        Ok(seen) => channel.close(reply_code::CONTENT_OK, "seen".into()).await.map(|()| Some(seen)),
+        Err(error) if is_missing(&error) => Ok(None),
         Err(error) => Err(error),
     }
 }

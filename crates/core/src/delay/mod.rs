@@ -16,7 +16,7 @@ use std::time::Duration;
 use serde::Deserialize;
 
 pub use lanes::Lanes;
-pub use settings::{DelaySettings, Lane, LaneError, RingSettings, duration_name};
+pub use settings::{DelaySettings, Lane, LaneError, RingNameError, RingSettings, duration_name};
 
 /// How an alarm is delayed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -26,6 +26,26 @@ pub enum Strategy {
     DeadLetter,
     /// An exchange of type `x-delayed-message`.
     DelayedExchange,
+    /// No alarm at all: the worker reads deadlines from the database shortly before they pass. Needs no broker.
+    Database,
+}
+
+impl Strategy {
+    /// Its word in the settings.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::DeadLetter => "dead-letter",
+            Self::DelayedExchange => "delayed-exchange",
+            Self::Database => "database",
+        }
+    }
+
+    /// Whether alarms go through RabbitMQ.
+    #[must_use]
+    pub const fn needs_broker(self) -> bool {
+        !matches!(self, Self::Database)
+    }
 }
 
 /// Where an alarm waits.
@@ -46,7 +66,7 @@ pub enum Placement {
     },
     /// In one slot of a ring of the wheel.
     Slot {
-        /// The ring's name, such as `5s`.
+        /// The ring's name, such as `5s-22`.
         ring: String,
         /// The slot's number within the ring.
         slot: u16,
