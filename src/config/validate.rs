@@ -120,18 +120,22 @@ impl Settings {
         // An order that falls due between two readings is found by the later one.
         if !sweep.look_ahead.is_zero() && sweep.look_ahead < 2 * sweep.every {
             let least = humantime::format_duration(2 * sweep.every);
-            let why = format!("must be at least twice sweep.every, {least}, or orders fall due before they are read; 0s turns it off");
+            let why = format!(
+                "must be at least twice sweep.every, {least}, or orders fall due before they are read; 0s turns it off"
+            );
             return Err(SettingsError::of("sweep.look_ahead", why));
         }
         if self.delay.strategy.needs_broker() {
             if channel.is_empty() {
                 return Ok(());
             }
-            let why = "is only for delay.strategy = \"database\"; with a broker, events go to its exchange. Leave it out";
+            let why =
+                "is only for delay.strategy = \"database\"; with a broker, events go to its exchange. Leave it out";
             return Err(SettingsError::of("announce.notify", why));
         }
         if sweep.look_ahead.is_zero() {
-            let why = "must not be 0s with delay.strategy = \"database\", which reads orders ahead and knows no other way";
+            let why =
+                "must not be 0s with delay.strategy = \"database\", which reads orders ahead and knows no other way";
             return Err(SettingsError::of("sweep.look_ahead", why));
         }
         // PostgreSQL: a channel is an identifier, of fewer than 64 bytes.

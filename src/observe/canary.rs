@@ -283,7 +283,16 @@ mod tests {
     fn rings_and_lanes_have_paths() {
         let names: Vec<String> = paths(&[]).all().iter().map(|path| path.name.clone()).collect();
         let lanes = (0..4).map(|shard| format!("order.delay.30m.{shard}"));
-        let fixed = ["order.due", "order.slot.5s-22", "order.slot.1m-15", "order.slot.10m-9", "order.slot.1h-9", "order.slot.6h-6", "order.slot.24h-8"].map(str::to_owned);
+        let fixed = [
+            "order.due",
+            "order.slot.5s-22",
+            "order.slot.1m-15",
+            "order.slot.10m-9",
+            "order.slot.1h-9",
+            "order.slot.6h-6",
+            "order.slot.24h-8",
+        ]
+        .map(str::to_owned);
         assert_eq!(names, fixed.into_iter().chain(lanes).collect::<Vec<_>>());
         let delayed = paths(&["delay.strategy=delayed-exchange"]);
         assert_eq!(delayed.all().iter().map(|path| &*path.name).collect::<Vec<_>>(), ["order.due", "order.delayed"]);

@@ -15,7 +15,9 @@ pub enum PruneError {
     Broker(#[from] BrokerError),
     #[error(transparent)]
     Topology(#[from] TopologyError),
-    #[error("delay.strategy is not \"dead-letter\", so this deployment has no wheel; name its former rings with --ring, such as --ring 5s-22")]
+    #[error(
+        "delay.strategy is not \"dead-letter\", so this deployment has no wheel; name its former rings with --ring, such as --ring 5s-22"
+    )]
     NoWheel,
 }
 

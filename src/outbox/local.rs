@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use sqlx::Row;
 
+use crate::outbox::relay::RelayError;
 use crate::postgres::Database;
 
 /// NOTIFY refuses payloads of 8000 bytes and more (PostgreSQL documentation, NOTIFY). The rest of the message takes some
@@ -64,8 +65,8 @@ impl LocalOutboxes {
     /// Announces one batch of events. Returns how many there were, and whether there may be more.
     ///
     /// # Errors
-    /// sqlx's.
-    pub async fn announce(&self) -> Result<(u64, bool), sqlx::Error> {
+    /// [`RelayError::Database`].
+    pub async fn announce(&self) -> Result<(u64, bool), RelayError> {
         let Some(channel) = &self.channel else { return Ok((0, false)) };
         let notify = sqlx::query(NOTIFY).bind(channel).bind(EVENTS_AT_ONCE).bind(LONGEST_PAYLOAD_BYTES);
         let announced = self.database.run(async |connection| notify.fetch_all(connection).await).await?.len() as u64;
@@ -75,8 +76,8 @@ impl LocalOutboxes {
     /// Marks alarms whose deadline has passed, and deletes rows that were sent long ago; returns whether there are more.
     ///
     /// # Errors
-    /// sqlx's.
-    pub async fn clean_up(&self) -> Result<bool, sqlx::Error> {
+    /// [`RelayError::Database`].
+    pub async fn clean_up(&self) -> Result<bool, RelayError> {
         let settle = sqlx::query(SETTLE_ALARMS).bind(ROWS_AT_ONCE);
         let mut most = self.database.run(async |connection| settle.execute(connection).await).await?.rows_affected();
         for forget in FORGET {
@@ -90,8 +91,8 @@ impl LocalOutboxes {
     /// The age of the oldest event that is not announced; zero if there is none, or none is to be.
     ///
     /// # Errors
-    /// sqlx's.
-    pub async fn age(&self) -> Result<Duration, sqlx::Error> {
+    /// [`RelayError::Database`].
+    pub async fn age(&self) -> Result<Duration, RelayError> {
         if self.channel.is_none() {
             return Ok(Duration::ZERO);
         }

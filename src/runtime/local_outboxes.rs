@@ -13,7 +13,7 @@ use crate::observe::logging::LogThrottle;
 use crate::observe::metrics::EVENTS;
 use crate::observe::recorder::Recorder;
 use crate::outbox::local::LocalOutboxes;
-use crate::postgres::one_line;
+use crate::outbox::relay::RelayError;
 
 /// How often old rows are deleted.
 const CLEAN_UP_EVERY: Duration = Duration::from_secs(60);
@@ -39,12 +39,11 @@ impl LocalOutboxesLoop {
         loop {
             self.recorder.health.beat(Loop::Outboxes);
             let is_last = ends.is_cancelled();
-            let more = self.round().await.unwrap_or_else(|error| {
-                let error = one_line(&error);
+            let more = self.round().await.unwrap_or_else(|fault| {
                 if self.fault_throttle.is_due() {
-                    warn!(error, "events cannot be announced; they stay in event_outbox and are tried again");
+                    warn!(%fault, "events cannot be announced; they stay in event_outbox and are tried again");
                 } else {
-                    debug!(error, "events cannot be announced");
+                    debug!(%fault, "events cannot be announced");
                 }
                 false
             });
@@ -60,7 +59,7 @@ impl LocalOutboxesLoop {
         }
     }
 
-    async fn round(&mut self) -> Result<bool, sqlx::Error> {
+    async fn round(&mut self) -> Result<bool, RelayError> {
         let (announced, mut more) = self.outboxes.announce().await?;
         self.recorder.metrics.events_announced.inc_by(announced);
         if self.clean_up_at <= Instant::now() {

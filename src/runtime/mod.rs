@@ -137,17 +137,7 @@ impl Worker {
             let address = server.address();
             info!(%address, "health and metrics at http://{address}{LIVEZ}, {READYZ} and {METRICS}");
         }
-        Ok(Self {
-            settings,
-            policy,
-            closer,
-            sweeper,
-            database,
-            clock,
-            broker,
-            recorder,
-            http,
-        })
+        Ok(Self { settings, policy, closer, sweeper, database, clock, broker, recorder, http })
     }
 
     /// The address of the HTTP server; `None` if `http.listen` is empty.
@@ -331,7 +321,11 @@ impl Broker {
         );
         let supervising = tokio::spawn(supervisor.run(self.first_session));
         let rearmer = Rearmer::new(settings, confirmed, slots);
-        StartedBroker { inbox: self.inbox, rearmer, tasks: Tasks { relaying, with_broker: Some((supervising, inspecting)) } }
+        StartedBroker {
+            inbox: self.inbox,
+            rearmer,
+            tasks: Tasks { relaying, with_broker: Some((supervising, inspecting)) },
+        }
     }
 }
 

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use lapin::options::BasicGetOptions;
 use order_timeout::effects::rearm::Rearmer;
+use order_timeout::effects::slots::SlotDeclarer;
 use order_timeout_amqp::publisher::{ConfirmedPublisher, WINDOW};
-use order_timeout_amqp::topology::Names;
 use order_timeout_core::alarm::{Rearm, Receipt, Wanted};
 use order_timeout_core::clock::{ClockSample, DatabaseClock};
 use order_timeout_core::delay::wheel::WheelPlacement;

@@ -8,7 +8,7 @@ use order_timeout::Settings;
 use order_timeout::effects::sweep::Sweeper;
 use order_timeout::http::READYZ;
 use order_timeout::postgres::Database;
-use order_timeout_core::order::{Overdue, SweepPage, Timestamp};
+use order_timeout_core::order::{Overdue, SweepPage, SweepReach, Timestamp};
 use sqlx::AssertSqlSafe;
 
 use crate::support::figures::{get, serve_http};
@@ -285,7 +285,8 @@ fn repeated_hour_is_read_as_its_second() {
 async fn swept(sweeper: &Sweeper) -> Vec<Overdue> {
     let (mut all, mut after) = (Vec::new(), None);
     loop {
-        let page = sweeper.overdue(&SweepPage { grace: Duration::ZERO, after, limit: 3 }).await.unwrap();
+        let page =
+            sweeper.overdue(&SweepPage { reach: SweepReach::Overdue(Duration::ZERO), after, limit: 3 }).await.unwrap();
         all.extend(page.orders);
         after = page.next;
         if after.is_none() {

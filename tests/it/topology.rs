@@ -8,7 +8,7 @@ use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions, QueueDeclare
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::runtime::Worker;
-use order_timeout_amqp::topology::{Argument, Queue, TopologyError};
+use order_timeout_amqp::topology::{self, Argument, Queue, Slot, TopologyError};
 use order_timeout_core::delay::{Lane, RingSettings};
 use order_timeout_core::order::{OrderId, Timestamp};
 use uuid::Uuid;
@@ -24,8 +24,8 @@ fn with_a_long_lane(settings: &mut order_timeout::Settings) {
 /// The queues with this prefix after the namespace.
 fn queues(env: &TestEnv, beginning: &str) -> Vec<Queue> {
     let beginning = format!("{}.{beginning}", env.settings.namespace);
-    let slots = env.settings.slots().all().map(|slot| slot.queue);
-    let all = env.settings.topology().queues.into_iter().chain(slots);
+    let slots = env.settings.slots();
+    let all = env.settings.topology().queues.into_iter().chain(slots.all().map(|slot| slot.queue));
     all.filter(|queue| queue.name.starts_with(&beginning)).collect()
 }
 
@@ -46,8 +46,11 @@ async fn declare_queue(env: &TestEnv, name: &str, arguments: &BTreeMap<&'static 
     env.channel.queue_declare(name.into(), options, table).await.unwrap();
 }
 
+/// Everything, and the slots of the wheel, as a worker declares them when they are needed.
 async fn declare(env: &TestEnv) -> Result<(), TopologyError> {
-    env.settings.topology().declare(&env.broker).await
+    env.settings.topology().declare(&env.broker).await?;
+    let slots: Vec<Slot> = env.settings.slots().all().collect();
+    topology::declare_slots(&env.names(), &slots, &env.broker).await
 }
 
 /// Leaves a message in this queue.

@@ -26,7 +26,7 @@ use order_timeout_core::delay::{DelaySettings, Strategy};
 
 use crate::connect::{reply, reply_code};
 
-pub use inspect::{SeenQueue, Sight, queue_exists};
+pub use inspect::{SeenQueue, Sight, find_queue, queue_exists};
 pub use names::Names;
 pub use prune::{Pruned, prune};
 pub use publishing::require_alarm_exchanges;
@@ -410,25 +410,23 @@ impl Topology {
 }
 
 fn explain(namespace: &str, object: Object<'_>, error: &lapin::Error) -> TopologyError {
-        let (object, removal) = (object.to_string(), object.removal());
-        match reply(error) {
-            // RabbitMQ, rabbit_amqqueue.erl and rabbit_queue_type.erl: "queue limit in vhost '~s' (~p) is reached", and
-            // "in cluster".
-            Some((reply_code::PRECONDITION_FAILED, limit)) if limit.contains("is reached") => TopologyError::Failed {
-                object,
-                why: format!(
-                    "{limit}; raise it with rabbitmqctl set_vhost_limits, or cluster_queue_limit in rabbitmq.conf"
-                ),
-            },
-            Some((reply_code::PRECONDITION_FAILED, difference)) => {
-                TopologyError::Differs { object, difference, removal }
-            }
-            Some((reply_code::NOT_FOUND, why)) => TopologyError::Missing { object, why },
-            Some((reply_code::ACCESS_REFUSED, why)) => {
-                TopologyError::Refused { object, why, namespace: namespace.to_owned() }
-            }
-            _ => TopologyError::Failed { object, why: error.to_string() },
+    let (object, removal) = (object.to_string(), object.removal());
+    match reply(error) {
+        // RabbitMQ, rabbit_amqqueue.erl and rabbit_queue_type.erl: "queue limit in vhost '~s' (~p) is reached", and
+        // "in cluster".
+        Some((reply_code::PRECONDITION_FAILED, limit)) if limit.contains("is reached") => TopologyError::Failed {
+            object,
+            why: format!(
+                "{limit}; raise it with rabbitmqctl set_vhost_limits, or cluster_queue_limit in rabbitmq.conf"
+            ),
+        },
+        Some((reply_code::PRECONDITION_FAILED, difference)) => TopologyError::Differs { object, difference, removal },
+        Some((reply_code::NOT_FOUND, why)) => TopologyError::Missing { object, why },
+        Some((reply_code::ACCESS_REFUSED, why)) => {
+            TopologyError::Refused { object, why, namespace: namespace.to_owned() }
         }
+        _ => TopologyError::Failed { object, why: error.to_string() },
+    }
 }
 
 /// The most processing queues: each is a channel of every worker that consumes it.

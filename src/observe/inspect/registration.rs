@@ -189,7 +189,13 @@ mod tests {
     fn entry(change: impl FnOnce(&mut Settings)) -> Entry {
         let mut settings = Settings::defaults();
         change(&mut settings);
-        Entry { id: Uuid::now_v7(), host: "shop-2".into(), pid: 7, namespace: settings.namespace.clone(), delays: delays(&settings) }
+        Entry {
+            id: Uuid::now_v7(),
+            host: "shop-2".into(),
+            pid: 7,
+            namespace: settings.namespace.clone(),
+            delays: delays(&settings),
+        }
     }
 
     #[test]

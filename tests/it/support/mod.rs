@@ -24,8 +24,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
 use lapin::options::{
-    BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeleteOptions, QueueDeclareOptions,
-    QueueDeleteOptions,
+    BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeleteOptions, QueueDeleteOptions,
 };
 use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection};
@@ -445,14 +444,7 @@ impl TestEnv {
 
     /// Messages ready in a queue; `None` if there is none of this name.
     pub async fn depth_if_any(&self, queue: &str) -> Option<u32> {
-        // On a channel of its own, because declaring a missing queue closes the channel.
-        let channel = self.broker.create_channel().await.unwrap();
-        let options = QueueDeclareOptions { passive: true, ..Default::default() };
-        match channel.queue_declare(queue.into(), options, FieldTable::default()).await {
-            Ok(seen) => Some(seen.message_count()),
-            Err(error) if connect::reply(&error).is_some_and(|(code, _)| code == connect::reply_code::NOT_FOUND) => None,
-            Err(error) => panic!("{queue}: {error}"),
-        }
+        topology::find_queue(&self.broker, queue).await.unwrap().map(|seen| seen.ready)
     }
 
     /// Messages ready in all queues whose names begin so after the namespace; queues that do not exist have none.

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use order_timeout_core::engine::{Batch, BatchResult};
 use order_timeout_core::order::{
-    CloseError, CloseOutcome, CloseResult, ClosedBy, Deadline, OrderId, Outcome, Overdue, SweepPage, SweepPlace, SweepReach,
-    SweptPage, Timestamp,
+    CloseError, CloseOutcome, CloseResult, ClosedBy, Deadline, OrderId, Outcome, Overdue, SweepPage, SweepPlace,
+    SweepReach, SweptPage, Timestamp,
 };
 
 use super::worker::Fault;

@@ -44,7 +44,8 @@ pub async fn prune(names: &Names, slots: &[Slot], connection: &Connection) -> Re
     let channel = open_channel(connection).await?;
     for slot in &empty {
         let (queue, from) = (slot.queue.name.as_str().into(), slot.binding.exchange.as_str().into());
-        let unbound = channel.queue_unbind(queue, from, slot.binding.routing_key.as_str().into(), FieldTable::default());
+        let unbound =
+            channel.queue_unbind(queue, from, slot.binding.routing_key.as_str().into(), FieldTable::default());
         unbound.await.map_err(|error| failed(Object::Binding(&slot.binding), &error))?;
     }
     if !empty.is_empty() {

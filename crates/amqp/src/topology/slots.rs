@@ -92,7 +92,9 @@ pub async fn declare_slots(names: &Names, slots: &[Slot], connection: &Connectio
         Ok(())
     };
     tokio::time::timeout(DECLARE_TIMEOUT, declaring).await.unwrap_or_else(|_| {
-        let why = format!("the broker did not answer within {DECLARE_TIMEOUT:?}; is it out of file handles (rabbitmqctl status)?");
+        let why = format!(
+            "the broker did not answer within {DECLARE_TIMEOUT:?}; is it out of file handles (rabbitmqctl status)?"
+        );
         Err(TopologyError::Failed { object: "a slot of the wheel".into(), why })
     })
 }

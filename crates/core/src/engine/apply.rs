@@ -64,20 +64,22 @@ impl Engine {
             Origin::LookedAhead if matches!(&result, Ok(found) if found.outcome == Outcome::NotDue) => {
                 self.apply_not_due(item, result, now);
             }
-            Origin::LookedAhead | Origin::Swept => match decide_after_sweep(&result, self.availability.stalls_several()) {
-                SweepDecision::Settled(longest) => {
-                    self.sweep.note_settled(item.alarm.alarm.order_id, item.alarm.alarm.deadline, longest, now);
+            Origin::LookedAhead | Origin::Swept => {
+                match decide_after_sweep(&result, self.availability.stalls_several()) {
+                    SweepDecision::Settled(longest) => {
+                        self.sweep.note_settled(item.alarm.alarm.order_id, item.alarm.alarm.deadline, longest, now);
+                    }
+                    SweepDecision::Drop => {}
+                    SweepDecision::RetryBusy => self.retry_busy(item, now),
+                    SweepDecision::RetrySoon => {
+                        self.sweep.back_off(item.alarm.alarm.order_id, self.policy.longest_overdue_pause(), now);
+                    }
+                    SweepDecision::RetryLater => {
+                        self.sweep.back_off(item.alarm.alarm.order_id, MAX_BLAMELESS_BACKOFF, now);
+                    }
+                    SweepDecision::BackOff => self.sweep.back_off(item.alarm.alarm.order_id, MAX_BACKOFF, now),
                 }
-                SweepDecision::Drop => {}
-                SweepDecision::RetryBusy => self.retry_busy(item, now),
-                SweepDecision::RetrySoon => {
-                    self.sweep.back_off(item.alarm.alarm.order_id, self.policy.longest_overdue_pause(), now);
-                }
-                SweepDecision::RetryLater => {
-                    self.sweep.back_off(item.alarm.alarm.order_id, MAX_BLAMELESS_BACKOFF, now);
-                }
-                SweepDecision::BackOff => self.sweep.back_off(item.alarm.alarm.order_id, MAX_BACKOFF, now),
-            },
+            }
         }
     }
 

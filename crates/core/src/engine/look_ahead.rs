@@ -43,27 +43,23 @@ fn hash(text: &str) -> u32 {
 #[derive(Debug)]
 pub(super) struct LookAhead {
     share: Share,
-    /// Whether a session has ended, or none was open when the first page was read.
-    was_without_session: bool,
+    /// Whether a page was read without a session since one was last opened.
+    read_without_session: bool,
     /// Until when orders are still read ahead after a session is open again.
     catches_up_until: Option<Timestamp>,
 }
 
 impl LookAhead {
     pub fn new() -> Self {
-        Self { share: Share::ALL, was_without_session: false, catches_up_until: None }
+        Self { share: Share::ALL, read_without_session: false, catches_up_until: None }
     }
 
     pub fn set_share(&mut self, share: Share) {
         self.share = share;
     }
 
-    pub fn session_ended(&mut self) {
-        self.was_without_session = true;
-    }
-
     pub fn session_opened(&mut self, now: Timestamp) {
-        if std::mem::take(&mut self.was_without_session) {
+        if std::mem::take(&mut self.read_without_session) {
             self.catches_up_until = Some(now + CATCH_UP);
         }
     }
@@ -74,13 +70,17 @@ impl LookAhead {
     }
 
     /// How far the next page reaches.
-    pub fn reach(&mut self, policy: &Policy, is_consuming: bool, now: Timestamp) -> SweepReach {
-        self.was_without_session |= !is_consuming;
+    pub fn reach(&self, policy: &Policy, is_consuming: bool, now: Timestamp) -> SweepReach {
         if self.is_active(policy, is_consuming, now) {
             SweepReach::Ahead(policy.look_ahead)
         } else {
             SweepReach::Overdue(policy.sweep_grace)
         }
+    }
+
+    /// A page is read.
+    pub fn page_asked(&mut self, is_consuming: bool) {
+        self.read_without_session |= !is_consuming;
     }
 
     pub fn is_active(&self, policy: &Policy, is_consuming: bool, now: Timestamp) -> bool {

@@ -178,7 +178,6 @@ impl Engine {
             }
             Input::SessionEnded => {
                 self.is_consuming = false;
-                self.look_ahead.session_ended();
                 // The receipts are void and the broker redelivers the messages. One rearm is kept, to find out when
                 // rearming works again.
                 self.rearm_retries.keep_one();
@@ -203,7 +202,10 @@ impl Engine {
         }
         if self.wants_sweep_page() {
             let reach = self.look_ahead.reach(&self.policy, self.is_consuming, now);
-            actions.extend(self.sweep.page(&self.policy, reach, now).map(Action::Sweep));
+            if let Some(page) = self.sweep.page(&self.policy, reach, now) {
+                self.look_ahead.page_asked(self.is_consuming);
+                actions.push(Action::Sweep(page));
+            }
         }
         self.rearms.extend(self.rearm_retries.take_ready(now));
         self.dead_letters.extend(self.park_retries.take_ready(now));

@@ -184,7 +184,8 @@ impl ReadyQueues {
 
     /// Empties all of them.
     pub fn drain(&mut self) -> impl Iterator<Item = WorkItem> {
-        let Self { fresh, looked_ahead, late, overdue, busy, retry_nowait, retries, split_batches } = std::mem::take(self);
+        let Self { fresh, looked_ahead, late, overdue, busy, retry_nowait, retries, split_batches } =
+            std::mem::take(self);
         let items = [fresh, looked_ahead, late, overdue, busy, retries].into_iter().flat_map(|queue| queue.items);
         let batches = [retry_nowait, split_batches].into_iter().flat_map(|queue| queue.batches);
         items.map(|(item, _)| item).chain(batches.flat_map(|(batch, _)| batch.items))

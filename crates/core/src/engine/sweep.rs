@@ -199,7 +199,8 @@ impl Sweep {
         // Even if the next one begins at once, it is paused for the orders behind.
         let until = if finds_few { now + pause } else { now };
         // An order that is created meanwhile may be due before those that were read ahead.
-        let last = last.map(|last| if last.deadline > now { SweepPlace { deadline: now, id: String::new() } } else { last });
+        let last =
+            last.map(|last| if last.deadline > now { SweepPlace { deadline: now, id: String::new() } } else { last });
         self.short_pass = last.filter(|_| pause > policy.sweep_every).map(|last| (last, until));
     }
 
