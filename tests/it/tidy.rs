@@ -129,6 +129,7 @@ fn sqlx_stays_in_its_modules() {
         "operations/retry_parked.rs",
         "outbox/alarm_relay.rs",
         "outbox/event_relay.rs",
+        "outbox/local.rs",
         "outbox/relay.rs",
         "runtime/mod.rs",
     ];

@@ -113,6 +113,7 @@ fn places(env: &BenchEnv<'_>, route: AlarmRoute) -> Vec<(String, String)> {
     let names = settings.names();
     match (settings.delay.strategy, route) {
         (Strategy::DelayedExchange, _) => vec![(names.delayed(), DUE_KEY.into())],
+        (Strategy::Database, _) => Vec::new(),
         (Strategy::DeadLetter, AlarmRoute::Lane) => {
             let lane = &settings.delay.lanes[0].name;
             (0..settings.delay.lane_shards).map(|shard| (names.delay(), Names::lane_key(lane, shard))).collect()

@@ -26,7 +26,6 @@ use futures_util::FutureExt;
 use lapin::options::{
     BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeleteOptions, QueueDeleteOptions,
 };
-use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection};
 use order_timeout::Settings;
 use order_timeout::config::Listen;
