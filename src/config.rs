@@ -8,11 +8,11 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use order_timeout_amqp::tls::TlsFiles;
-use order_timeout_amqp::topology::{Names, Topology};
+use order_timeout_amqp::topology::{Names, Slots, Topology};
 use order_timeout_amqp::{ADDRESS_FORM as AMQP_FORM, ADDRESS_SCHEMES as AMQP_SCHEMES, AmqpSettings};
 use order_timeout_client::PublisherBuilder;
 use order_timeout_core::address::AddressError;
-use order_timeout_core::delay::DelaySettings;
+use order_timeout_core::delay::{DelaySettings, Strategy};
 use order_timeout_core::engine::LONGEST_RETRY_FACTOR;
 use order_timeout_core::{InvalidSetting, duration, one_of_its_words};
 use secrecy::{ExposeSecret, SecretString};
@@ -174,6 +174,8 @@ pub struct SweepSettings {
     pub every: Duration,
     #[serde(deserialize_with = "duration::read")]
     pub grace: Duration,
+    #[serde(deserialize_with = "duration::read")]
+    pub look_ahead: Duration,
 }
 
 /// The section `announce`, documented in `config/default.toml`.
@@ -186,6 +188,7 @@ pub struct AnnounceSettings {
     pub batch_size: usize,
     #[serde(deserialize_with = "duration::read")]
     pub keep: Duration,
+    pub notify: String,
 }
 
 /// The section `parked`, documented in `config/default.toml`.
@@ -319,13 +322,29 @@ impl Settings {
         Names::new(&self.namespace)
     }
 
-    /// Every exchange and queue of the deployment.
+    /// Every exchange and queue of the deployment, except for the slots of the wheel.
+    ///
+    #[must_use]
+    pub fn topology(&self) -> Topology {
+        Topology::new(&self.names(), &self.delay, self.worker.shards)
+    }
+
+    /// The slots of the wheel, which a worker declares when the first message needs them.
     ///
     /// # Panics
     /// If the rings do not mesh, which [`Settings::validate`] refuses.
     #[must_use]
-    pub fn topology(&self) -> Topology {
-        Topology::new(&self.names(), &self.delay, self.worker.shards)
+    pub fn slots(&self) -> Slots {
+        Slots::new(&self.names(), self.delay.wheel().expect("validated settings have rings that mesh"))
+    }
+
+    /// The name of every queue that the deployment may have, slots of the wheel included.
+    #[must_use]
+    pub fn queue_names(&self) -> Vec<String> {
+        let declared = self.topology().queues.into_iter().map(|queue| queue.name);
+        let has_wheel = self.delay.strategy == Strategy::DeadLetter;
+        let slots = has_wheel.then(|| self.slots().all().map(|slot| slot.queue.name).collect::<Vec<_>>());
+        declared.chain(slots.into_iter().flatten()).collect()
     }
 
     /// A publisher for workers with these settings.

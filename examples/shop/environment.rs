@@ -12,7 +12,6 @@ use order_timeout::postgres::{self, Database};
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::connect;
 use order_timeout_amqp::connect::reply_code;
-use order_timeout_amqp::topology::Topology;
 use order_timeout_client::Publisher;
 use order_timeout_core::delay::{Lane, RingSettings};
 use sqlx::{AssertSqlSafe, PgPool};
@@ -253,19 +252,19 @@ async fn drop_database(server: &DatabaseSettings, database: &str) -> anyhow::Res
 
 async fn remove_topology(settings: &Settings) -> anyhow::Result<()> {
     let connection = connect::connect(&settings.amqp, "shop clearing away").await?;
-    let deleting = delete_all(&connection, settings.topology());
+    let deleting = delete_all(&connection, settings);
     let deleted = timeout(ADMINISTRATION_TIMEOUT, deleting).await.context("the broker does not finish deleting them");
     connect::close(&connection, settings.amqp.connect_timeout).await;
     Ok(deleted??)
 }
 
-async fn delete_all(connection: &Connection, topology: Topology) -> lapin::Result<()> {
+async fn delete_all(connection: &Connection, settings: &Settings) -> lapin::Result<()> {
     let channel = connection.create_channel().await?;
     // Deleting a nonexistent object is not an error.
-    for queue in topology.queues {
-        channel.queue_delete(queue.name.into(), QueueDeleteOptions::default()).await?;
+    for queue in settings.queue_names() {
+        channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await?;
     }
-    for exchange in topology.exchanges {
+    for exchange in settings.topology().exchanges {
         channel.exchange_delete(exchange.name.into(), ExchangeDeleteOptions::default()).await?;
     }
     // Closed explicitly: a channel dropped just before its connection is closed would race with it.

@@ -78,7 +78,7 @@ pub fn introduction(args: &Args, environment: &Environment, plan: &Plan) -> Stri
          RabbitMQ ({}, namespace {}) and {worker}.\n",
         plan.customers.len(),
         plan.payers(),
-        strategy_name(settings.delay.strategy),
+        Strategy::as_str(settings.delay.strategy),
         settings.namespace,
     )
 }
@@ -94,7 +94,7 @@ impl Report {
     ) -> Self {
         let violations = violations(&findings, served, received, hint_if_left_unpaid);
         let summary = Summary {
-            strategy: strategy_name(strategy),
+            strategy: Strategy::as_str(strategy),
             orders: findings.orders,
             paid: findings.paid,
             closed: findings.closed,
@@ -255,13 +255,6 @@ fn row_name(row: usize) -> String {
     match ROW_ENDS_MS[row] {
         u64::MAX => format!("from {begin_ms}"),
         end_ms => format!("{begin_ms}–{end_ms}"),
-    }
-}
-
-fn strategy_name(strategy: Strategy) -> &'static str {
-    match strategy {
-        Strategy::DeadLetter => "dead-letter",
-        Strategy::DelayedExchange => "delayed-exchange",
     }
 }
 

@@ -254,7 +254,7 @@ pub enum Command {
     Deadline(deadline::DeadlineArgs),
     /// Close overdue unpaid orders by hand, by id or by a condition, through the same statement as the worker
     Close(close::CloseArgs),
-    /// Print the broker's objects as a definitions file
+    /// Print the broker's objects as a definitions file, or delete empty slots of the wheel
     Topology(topology::TopologyArgs),
     /// List alarms that could not be processed, retry them, or drop them
     #[command(subcommand)]
@@ -270,11 +270,33 @@ pub enum Command {
 }
 
 impl Command {
+    fn is_about_broker(&self) -> bool {
+        match self {
+            Self::Schedule(_) | Self::Topology(_) | Self::Quarantine(_) => true,
+            Self::Parked(command) => command.publishes(),
+            Self::Setup(_)
+            | Self::Worker
+            | Self::Health(_)
+            | Self::Status(_)
+            | Self::Show(_)
+            | Self::Deadline(_)
+            | Self::Close(_)
+            | Self::Config(_)
+            | Self::Completions(_)
+            | Self::Man => false,
+        }
+    }
+
     /// Runs the command.
     ///
     /// # Errors
     /// Any error, which becomes one sentence on standard error and exit code 1.
     pub async fn run(self, given: &SettingsArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
+        if self.is_about_broker() && !settings.delay.strategy.needs_broker() {
+            anyhow::bail!(
+                "delay.strategy is \"database\", so this deployment has no alarms and no broker; leave this command out, or choose a strategy with a broker"
+            );
+        }
         match self {
             Self::Setup(args) => setup::run(args, settings).await,
             Self::Worker => worker::run(settings).await,
@@ -284,7 +306,7 @@ impl Command {
             Self::Show(args) => show::run(&args, settings).await,
             Self::Deadline(args) => deadline::run(args, settings).await,
             Self::Close(args) => close::run(args, settings).await,
-            Self::Topology(args) => topology::run(&args, settings),
+            Self::Topology(args) => topology::run(args, settings).await,
             Self::Parked(command) => parked::run(command, settings).await,
             Self::Quarantine(args) => quarantine::run(args, settings).await,
             Self::Config(args) => config::run(&args, given),

@@ -98,6 +98,13 @@ impl ActArgs {
     }
 }
 
+impl ParkedCommand {
+    /// Whether it sends alarms to the broker.
+    pub fn publishes(&self) -> bool {
+        matches!(self, Self::Retry(args) if args.yes)
+    }
+}
+
 /// # Errors
 /// If the database or, for a retry, the broker cannot be used.
 pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<CommandOutcome> {

@@ -1,4 +1,5 @@
-//! The safety net: asks the database for unpaid orders past their deadline, page by page along the deadline index.
+//! The safety net: asks the database for unpaid orders past their deadline, page by page along the deadline index; and the
+//! look-ahead, which asks for those that fall due next as well.
 //!
 //! Reads only. The engine decides which orders to close or skip; they are closed by the same statement as orders with
 //! an alarm.
@@ -56,7 +57,7 @@ impl Sweeper {
             None => (Timestamp::from_unix_micros(i64::MIN), ""),
         };
         let select = sqlx::query(self.statement.sql.clone())
-            .bind(page.grace.as_secs_f64())
+            .bind(page.reach.grace_s())
             .bind(Timestamptz(after_deadline))
             .bind(after_id)
             .bind(i64::try_from(page.limit).unwrap_or(i64::MAX));

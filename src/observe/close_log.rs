@@ -22,6 +22,7 @@ pub(super) struct CloseLog {
 #[derive(Debug, Default, PartialEq)]
 struct Closed {
     by_alarm: usize,
+    by_look_ahead: usize,
     by_sweep: usize,
     /// Those with a known lateness.
     measured: usize,
@@ -43,8 +44,15 @@ impl CloseLog {
         }
         let mut closed = std::mem::take(&mut self.closed);
         let (lateness_p50_ms, lateness_max_ms) = (millis(closed.median()), millis(closed.longest));
-        let Closed { by_alarm, by_sweep, .. } = closed;
-        info!(by_alarm, by_sweep, lateness_p50_ms, lateness_max_ms, "orders closed since the last line like this one");
+        let Closed { by_alarm, by_look_ahead, by_sweep, .. } = closed;
+        info!(
+            by_alarm,
+            by_look_ahead,
+            by_sweep,
+            lateness_p50_ms,
+            lateness_max_ms,
+            "orders closed since the last line like this one"
+        );
     }
 }
 
@@ -52,6 +60,7 @@ impl Closed {
     fn note(&mut self, by: ClosedBy, lateness: Option<Duration>) {
         match by {
             ClosedBy::Alarm => self.by_alarm += 1,
+            ClosedBy::LookAhead => self.by_look_ahead += 1,
             ClosedBy::Sweep => self.by_sweep += 1,
             // Not by a worker.
             ClosedBy::Manual => {}

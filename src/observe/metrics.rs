@@ -206,7 +206,7 @@ macro_rules! metrics {
     (@label $label:literal, $values:expr) => { Some(Label { name: $label, values: &$values }) };
 }
 
-const BY: [&str; 2] = [ClosedBy::Alarm.as_str(), ClosedBy::Sweep.as_str()];
+const BY: [&str; 3] = [ClosedBy::Alarm.as_str(), ClosedBy::LookAhead.as_str(), ClosedBy::Sweep.as_str()];
 /// The label values for the two outboxes.
 pub const ALARMS: &str = "alarm";
 /// The label value of `event_outbox`.

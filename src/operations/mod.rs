@@ -7,6 +7,7 @@ pub mod move_deadlines;
 pub mod orders_table;
 pub mod paced;
 pub mod preview;
+pub mod prune_slots;
 pub mod retry_parked;
 pub mod show;
 pub mod status;

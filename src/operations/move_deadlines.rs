@@ -52,9 +52,11 @@ impl NewDeadline {
 /// A request to move deadlines.
 #[derive(Debug, Clone)]
 pub struct Move {
+    /// The new deadline of each order.
     pub to: NewDeadline,
     /// `delay.max_delay`: no deadline may be further ahead.
     pub furthest: Duration,
+    /// Who asks for it, and why.
     pub operator: Operator,
 }
 
@@ -109,8 +111,11 @@ impl MoveOutcome {
 /// An order after the attempt to move its deadline.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MovedOrder {
+    /// As the row has it.
     pub order_id: OrderId,
+    /// What was done.
     pub outcome: MoveOutcome,
+    /// The status in the row, as the schema names it.
     pub status: String,
     /// The deadline before.
     pub before: Option<Timestamp>,

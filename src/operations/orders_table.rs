@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use order_timeout_client::postgres::Timestamptz;
-use order_timeout_core::order::{OrderId, SweepPage, Timestamp};
+use order_timeout_core::order::{OrderId, SweepPage, SweepReach, Timestamp};
 use sqlx::{AssertSqlSafe, Connection, PgConnection, Row};
 use uuid::Uuid;
 
@@ -38,6 +38,7 @@ pub struct OrderRow {
 /// Unpaid orders whose deadline has passed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OverdueOrders {
+    /// How many.
     pub orders: u64,
     /// Whether there may be more: in a table of the shop's own, only so many are counted.
     pub is_at_least: bool,
@@ -74,6 +75,7 @@ pub struct ChosenOrders {
 /// One of the chosen orders.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChosenOrder {
+    /// As the row has it.
     pub id: OrderId,
     /// `None`: never due.
     pub deadline: Option<Timestamp>,
@@ -286,7 +288,7 @@ fn get<'r, T: sqlx::Decode<'r, sqlx::Postgres> + sqlx::Type<sqlx::Postgres>>(
 async fn first_overdue(sweeper: &Sweeper) -> Result<(Vec<(OrderId, Timestamp)>, bool), Unknown> {
     let (mut found, mut after) = (Vec::new(), None);
     loop {
-        let page = SweepPage { grace: Duration::ZERO, after, limit: PAGE_SIZE };
+        let page = SweepPage { reach: SweepReach::Overdue(Duration::ZERO), after, limit: PAGE_SIZE };
         let swept = sweeper.overdue(&page).await.map_err(|error| one_line(&error))?;
         found.extend(swept.orders.into_iter().map(|order| (order.order_id, order.deadline)));
         match swept.next {

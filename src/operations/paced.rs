@@ -53,6 +53,7 @@ pub struct Progress {
 /// An order that cannot be changed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FailedOrder {
+    /// The order that failed.
     pub order_id: OrderId,
     /// One sentence.
     pub why: String,
@@ -92,6 +93,7 @@ impl Progress {
 /// Whether the change of a batch may wait for another session's lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Waits {
+    /// It was not stopped.
     No,
     /// Once all others are done.
     Yes,

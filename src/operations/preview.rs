@@ -14,24 +14,31 @@ const MOST_EXAMPLES: usize = 10;
 /// The chosen orders in figures, and some of them by id. The times are RFC 3339.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Preview {
+    /// How many are selected.
     pub orders: usize,
     /// Those among them whose deadline has passed.
     pub overdue: usize,
+    /// The earliest deadline, RFC 3339; `None` if no selected order has one.
     pub first_deadline: Option<String>,
+    /// The latest, in the same form.
     pub last_deadline: Option<String>,
+    /// Lines of all selected orders.
     pub items: u64,
     /// Units of stock that they reserve.
     pub units: i64,
     /// The sum of the operator's expression, as Postgres prints it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub amount: Option<String>,
+    /// The first of them.
     pub examples: Vec<Example>,
 }
 
 /// One of the chosen orders.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Example {
+    /// As the row has it.
     pub order_id: OrderId,
+    /// RFC 3339; `None` if it has none.
     pub deadline: Option<String>,
     /// Its deadline after the change, if the change is about deadlines.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -26,12 +26,14 @@ const USUALLY_CLOSED_WITHIN: Duration = Duration::from_secs(2);
 /// An order's story. `None` is unknown, and `not_known` says why; an empty list is known to be empty.
 #[derive(Debug, Clone, Serialize)]
 pub struct OrderStory {
+    /// As it was asked for.
     pub order_id: OrderId,
     /// The database's time, RFC 3339.
     pub at: String,
     /// Whether the orders table has it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exists: Option<bool>,
+    /// `None` if there is none, or it is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub row: Option<ShownRow>,
     /// One sentence, if the order is open.
@@ -40,12 +42,16 @@ pub struct OrderStory {
     /// Those of `alarm_outbox`, which forgets them some time after they were sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub alarms: Option<Vec<AlarmRow>>,
+    /// Events of this order in `event_outbox`; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub events: Option<Vec<EventRow>>,
+    /// Its rows in `parked_alarms`; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parked: Option<Vec<ParkedRow>>,
+    /// Its history, oldest first; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub history: Option<Vec<HistoryRow>>,
+    /// What could not be found out, and why.
     pub not_known: Vec<NotKnown>,
 }
 
@@ -64,42 +70,64 @@ pub struct ShownRow {
 /// A row of `alarm_outbox`. The times are RFC 3339.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct AlarmRow {
+    /// RFC 3339.
     pub deadline: String,
+    /// RFC 3339.
     pub created_at: String,
+    /// RFC 3339; `None` if it waits.
     pub sent_at: Option<String>,
+    /// How often the broker refused it.
     pub refusals: i32,
 }
 
 /// A row of `event_outbox`. The times are RFC 3339.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EventRow {
+    /// The message id on the wire.
     pub id: Uuid,
+    /// The event's type, such as `order.closed.v1`.
     pub r#type: String,
+    /// RFC 3339.
     pub created_at: String,
+    /// RFC 3339; `None` if it waits.
     pub sent_at: Option<String>,
+    /// How often the broker refused it.
     pub refusals: i32,
 }
 
 /// A row of `parked_alarms`. The times are RFC 3339.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ParkedRow {
+    /// As `parked list` shows it.
     pub id: Uuid,
+    /// The word of its reason.
     pub reason: String,
+    /// One sentence.
     pub detail: String,
+    /// RFC 3339; `None` if the message named none.
     pub deadline: Option<String>,
+    /// RFC 3339.
     pub parked_at: String,
+    /// How often it went back through the broker.
     pub attempts: i32,
 }
 
 /// A row of `order_events`. The time is RFC 3339.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct HistoryRow {
+    /// RFC 3339.
     pub at: String,
+    /// What happened, as the schema names it.
     pub event: String,
+    /// The path that closed it; `None` for other events.
     pub by: Option<String>,
+    /// Why, in a word.
     pub reason: Option<String>,
+    /// The operator; `None` for a worker or a shop.
     pub who: Option<String>,
+    /// The operator's reason.
     pub why: Option<String>,
+    /// The bulk command that it belongs to.
     pub run: Option<Uuid>,
 }
 

@@ -22,27 +22,35 @@ pub const SEEN_WITHIN: Duration = Duration::from_secs(10);
 pub struct Status {
     /// The database's time, RFC 3339.
     pub at: String,
+    /// Unpaid orders; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unpaid: Option<u64>,
     /// Unpaid orders that are due in each of the next 60 minutes, counted from `at`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub due_by_minute: Option<Vec<u64>>,
+    /// Overdue orders; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub overdue: Option<Overdue>,
+    /// Alarms on their way to the broker; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub alarm_outbox: Option<Outbox>,
+    /// Events on their way to the broker; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub event_outbox: Option<Outbox>,
+    /// Parked alarms; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parked: Option<Vec<ParkedForReason>>,
+    /// Workers that were seen lately; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub workers: Option<Vec<RegisteredWorker>>,
+    /// What could not be found out, and why.
     pub not_known: Vec<NotKnown>,
 }
 
 /// Unpaid orders whose deadline has passed.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Overdue {
+    /// How many.
     pub orders: u64,
     /// Whether there may be more than `orders`.
     pub is_at_least: bool,
@@ -55,6 +63,7 @@ pub struct Overdue {
 /// Rows of an outbox that were not sent yet.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outbox {
+    /// Rows that wait.
     pub unsent: u64,
     /// The age of the oldest in seconds.
     pub oldest_s: Option<f64>,
@@ -67,7 +76,9 @@ pub struct Outbox {
 /// Alarms that were parked for one reason.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ParkedForReason {
+    /// The word of the reason.
     pub reason: String,
+    /// How many are parked for it.
     pub alarms: u64,
     /// Seconds since the oldest was parked.
     pub oldest_s: f64,
@@ -76,9 +87,13 @@ pub struct ParkedForReason {
 /// A worker as it has registered itself.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RegisteredWorker {
+    /// The name of its machine.
     pub host: String,
+    /// Its process id there.
     pub pid: i32,
+    /// Its version.
     pub version: String,
+    /// Its `namespace`.
     pub namespace: String,
     /// RFC 3339.
     pub since: String,

@@ -1,11 +1,13 @@
 //! Checks every few seconds that the database still has what the worker needs, registers the worker there, and reports
-//! what is wrong.
+//! what is wrong. From the registered workers follows the share of orders that each reads ahead.
 //!
 //! Decides when; `inspect/` checks and explains. In a task of its own, so that no order waits for it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use order_timeout_core::engine::{Input, Share};
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
@@ -16,7 +18,7 @@ use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::plan::Plans;
-use crate::observe::inspect::registration::Registration;
+use crate::observe::inspect::registration::{Registered, Registration};
 use crate::observe::inspect::schema::{Found, Schema};
 use crate::observe::recorder::Recorder;
 use crate::postgres::{Database, one_line};
@@ -42,6 +44,8 @@ pub(super) struct Inspections {
     registration: Registration,
     /// What each check has found last.
     found: BTreeMap<(Cause, Finder), Option<String>>,
+    share: Share,
+    inputs: mpsc::UnboundedSender<Input>,
     turn: u32,
     give_way: GiveWay,
     recorder: Recorder,
@@ -53,6 +57,7 @@ impl Inspections {
         database: Database,
         closer: &Closer,
         sweeper: &Sweeper,
+        inputs: mpsc::UnboundedSender<Input>,
         give_way: GiveWay,
         recorder: Recorder,
     ) -> Self {
@@ -68,6 +73,8 @@ impl Inspections {
             registration: Registration::new(database.clone(), settings),
             database,
             found: BTreeMap::new(),
+            share: Share::ALL,
+            inputs,
             turn: 0,
             give_way,
             recorder,
@@ -108,7 +115,13 @@ impl Inspections {
             }
         }
         match self.registration.register().await {
-            Ok(disagreement) => self.recorder.degraded(Cause::WorkersDisagree, disagreement.as_deref()),
+            Ok(Registered { disagreement, share }) => {
+                self.recorder.degraded(Cause::WorkersDisagree, disagreement.as_deref());
+                if std::mem::replace(&mut self.share, share) != share {
+                    // Without the event loop the input is not needed.
+                    let _ = self.inputs.send(Input::ShareChanged(share));
+                }
+            }
             Err(error) => debug!(error = one_line(&error), "this worker could not be registered"),
         }
         self.turn = self.turn.wrapping_add(1);

@@ -267,7 +267,7 @@ impl FaultRun<'_> {
     fn delay_queues(&self) -> Vec<String> {
         let names = self.env().names();
         let consumed = [names.timeout(), names.schedule(), names.parked()];
-        let queues = self.env().settings.topology().queues.into_iter().map(|queue| queue.name);
+        let queues = self.env().settings.queue_names().into_iter();
         queues.filter(|name| !consumed.contains(name)).collect()
     }
 
@@ -286,6 +286,7 @@ impl FaultRun<'_> {
         let env = self.environment.with_broker_channel().await;
         env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         self.environment.wait(self.fault.hold).await;
+        // A slot is declared again by the worker.
         env.settings.topology().declare(&env.broker).await.unwrap();
     }
 

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use crate::{amqp_url, example, on_default_names, root};
 use order_timeout_testkit::away::meanwhile;
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::skip::skipped;
 use order_timeout_testkit::{RunningWorker, TestEnv, wait_for};
-use crate::{amqp_url, example, on_default_names, root};
 
 /// How long a listener may take to print its next line: a virtual machine starts, a connection is opened again.
 const LINE_TIMEOUT: Duration = Duration::from_secs(60);

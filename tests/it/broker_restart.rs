@@ -91,21 +91,23 @@ fn deleted_wheel_is_declared_again() {
         |_| {},
         async |env| {
             let worker = env.worker().await;
-            let topology = env.settings.topology();
-            for queue in topology.queues.iter().filter(|queue| queue.name.contains(".slot.")) {
-                env.channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-            }
             let publisher = env.publisher().await;
             schedule(&env, &publisher, 10, 8 * SECOND).await;
+            wait_for("alarms in the wheel", async || env.depth_of_all("slot.").await == 10).await;
             wait_for("every close", async || env.closed().await == 10).await;
+            for queue in env.settings.queue_names().into_iter().filter(|name| name.contains(".slot.")) {
+                env.channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
+            }
+            schedule(&env, &publisher, 10, 8 * SECOND).await;
+            wait_for("every close", async || env.closed().await == 20).await;
             // Also the exchange through which they are written.
             let (wheel, options) = (env.names().slot(), ExchangeDeleteOptions::default());
             env.channel.exchange_delete(wheel.as_str().into(), options).await.unwrap();
             schedule(&env, &publisher, 10, 8 * SECOND).await;
-            wait_for("every other close", async || env.closed().await == 20).await;
+            wait_for("every other close", async || env.closed().await == 30).await;
             worker.stop().await;
             env.assert_nothing_left_undone().await;
-            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 20);
+            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 30);
         },
     );
 }

@@ -1,9 +1,7 @@
 //! Many orders at once: `deadline --where` and `close --where` show what they choose, ask, keep a rate, can be stopped and
 //! resumed, and write into the history who asked for it and why.
 
-use std::fs::File;
 use std::io::Write;
-use std::os::fd::{FromRawFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::Duration;

@@ -20,11 +20,7 @@ async fn move_to(env: &TestEnv, order: &Order, deadline: Timestamp) -> Moved {
 
 /// Messages in all queues of the environment.
 async fn alarms_at_the_broker(env: &TestEnv) -> u32 {
-    let mut alarms = 0;
-    for queue in env.settings.topology().queues {
-        alarms += env.depth(&queue.name).await;
-    }
-    alarms
+    env.depth_of_all("").await
 }
 
 #[test]

@@ -12,7 +12,7 @@ use lapin::BasicProperties;
 use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout::http::{self, HttpServer, LIVEZ, Pages, READYZ};
-use order_timeout::observe::health::Health;
+use order_timeout::observe::health::{Health, Loop};
 use order_timeout::observe::metrics::{LISTED, Listed, Metrics, PROCESS_METRICS};
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::topology::DUE_KEY;
@@ -320,7 +320,7 @@ fn stalled_event_loop_is_reported() {
             let pages = Pages { health: health.clone(), metrics: Arc::default() };
             let server = HttpServer::open(([127, 0, 0, 1], 0).into(), pages).await.unwrap();
             assert_eq!(http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap().0, 200, "it has not begun");
-            health.mark_running();
+            health.mark_running(&Loop::ALL);
             let still = async || http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap();
             wait_for("three stalled loops", async || still().await.1.lines().count() == 3).await;
             let (status, text) = still().await;

@@ -8,7 +8,7 @@ use order_timeout::effects::close::Closer;
 use order_timeout::effects::sweep::Sweeper;
 use order_timeout::postgres::Database;
 use order_timeout::postgres::warm_connections::WarmConnections;
-use order_timeout_core::order::{ClosedBy, OrderId, Outcome, Overdue, SweepPage, Timestamp};
+use order_timeout_core::order::{ClosedBy, OrderId, Outcome, Overdue, SweepPage, SweepReach, Timestamp};
 use order_timeout_testkit::process::{call_with, order_timeout, run};
 use order_timeout_testkit::{TestEnv, wait_for, with_env};
 use proptest::strategy::{Strategy, ValueTree};
@@ -118,7 +118,8 @@ async fn swept(env: &TestEnv, limit: usize) -> Vec<Overdue> {
     let sweeper = Sweeper::prepare(database, &env.settings.orders.overdue_sql).await.unwrap();
     let (mut all, mut after) = (Vec::new(), None);
     loop {
-        let page = sweeper.overdue(&SweepPage { grace: Duration::ZERO, after, limit }).await.unwrap();
+        let page =
+            sweeper.overdue(&SweepPage { reach: SweepReach::Overdue(Duration::ZERO), after, limit }).await.unwrap();
         all.extend(page.orders);
         after = page.next;
         if after.is_none() {
@@ -324,7 +325,7 @@ fn overdue_rows_without_deadline_are_named() {
         std::fs::write(&file, sql).unwrap();
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
         let sweeper = Sweeper::prepare(database, file.to_str().unwrap()).await.unwrap();
-        let page = SweepPage { grace: Duration::ZERO, after: None, limit: 10 };
+        let page = SweepPage { reach: SweepReach::Overdue(Duration::ZERO), after: None, limit: 10 };
         let why = sweeper.overdue(&page).await.unwrap_err().to_string();
         assert!(why.contains("returns order \"-5\" without a deadline"), "{why}");
     });

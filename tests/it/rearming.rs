@@ -6,8 +6,9 @@ use lapin::BasicProperties;
 use lapin::options::BasicGetOptions;
 use lapin::types::{AMQPValue, FieldTable};
 use order_timeout::effects::rearm::Rearmer;
+use order_timeout::effects::slots::SlotDeclarer;
 use order_timeout_amqp::publisher::{ConfirmedPublisher, WINDOW};
-use order_timeout_amqp::topology::{DUE_KEY, Names};
+use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::alarm::{Rearm, Receipt, Wanted};
 use order_timeout_core::clock::{ClockSample, DatabaseClock};
 use order_timeout_core::delay::wheel::WheelPlacement;
@@ -32,7 +33,7 @@ fn alarm_delay_counts_from_sending() {
         async |env| {
             let network = Proxy::before(&env.settings.amqp.url).await;
             let confirmed = ConfirmedPublisher::connect_lazily(&with_broker_behind(&env, &network).amqp, "rearmer");
-            let rearmer = Rearmer::new(&env.settings, confirmed);
+            let rearmer = Rearmer::new(&env.settings, confirmed.clone(), SlotDeclarer::new(&env.settings, confirmed));
             let (asked, database) = (Instant::now(), Timestamp::now_by_local_clock());
             let clock = DatabaseClock::new(ClockSample { asked, answered: asked, database });
             // The first alarm opens the connection.
@@ -56,10 +57,8 @@ fn alarm_delay_counts_from_sending() {
             let WheelPlacement::Slot { ring, slot, ttl } = wheel.place(last, now) else {
                 panic!("the alarm waits in no slot")
             };
-            let key = Names::slot_key(&wheel.rings()[ring].name, slot);
-            let bindings = env.settings.topology().bindings;
-            let slot = bindings.iter().find(|binding| binding.routing_key == key).expect("a slot's binding");
-            let get = env.channel.basic_get(slot.destination.name().into(), BasicGetOptions { no_ack: true });
+            let slot = env.settings.slots().find(&wheel.rings()[ring].name, slot).expect("a slot of the wheel");
+            let get = env.channel.basic_get(slot.queue.name.as_str().into(), BasicGetOptions { no_ack: true });
             let got = get.await.unwrap().expect("the last alarm").delivery;
             let waits =
                 got.properties.expiration().as_ref().expect("a TTL").as_str().parse().map(Duration::from_millis);

@@ -120,9 +120,9 @@ fn deaths(message: &BasicGetMessage) -> Vec<String> {
 /// The wheel's slot that holds an alarm.
 async fn occupied_slot(env: &TestEnv) -> Option<String> {
     let wheel = env.names().slot();
-    for queue in env.settings.topology().queues {
-        if queue.name.starts_with(&wheel) && env.depth(&queue.name).await == 1 {
-            return Some(queue.name);
+    for queue in env.settings.queue_names() {
+        if queue.starts_with(&wheel) && env.depth_if_any(&queue).await == Some(1) {
+            return Some(queue);
         }
     }
     None

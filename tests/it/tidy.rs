@@ -155,6 +155,7 @@ fn sqlx_stays_in_its_modules() {
         "operations/status.rs",
         "outbox/alarm_relay.rs",
         "outbox/event_relay.rs",
+        "outbox/local.rs",
         "outbox/relay.rs",
         "outbox/trace_contexts.rs",
         "runtime/mod.rs",

@@ -8,7 +8,7 @@ use order_timeout::Settings;
 use order_timeout::effects::sweep::Sweeper;
 use order_timeout::http::READYZ;
 use order_timeout::postgres::Database;
-use order_timeout_core::order::{Overdue, SweepPage, Timestamp};
+use order_timeout_core::order::{Overdue, SweepPage, SweepReach, Timestamp};
 use order_timeout_testkit::figures::{get, serve_http};
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
@@ -284,7 +284,8 @@ fn repeated_hour_is_read_as_its_second() {
 async fn swept(sweeper: &Sweeper) -> Vec<Overdue> {
     let (mut all, mut after) = (Vec::new(), None);
     loop {
-        let page = sweeper.overdue(&SweepPage { grace: Duration::ZERO, after, limit: 3 }).await.unwrap();
+        let page =
+            sweeper.overdue(&SweepPage { reach: SweepReach::Overdue(Duration::ZERO), after, limit: 3 }).await.unwrap();
         all.extend(page.orders);
         after = page.next;
         if after.is_none() {

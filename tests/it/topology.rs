@@ -8,7 +8,7 @@ use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions, QueueDeclare
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::runtime::Worker;
-use order_timeout_amqp::topology::{Argument, Queue, TopologyError};
+use order_timeout_amqp::topology::{self, Argument, Queue, Slot, TopologyError};
 use order_timeout_core::delay::{Lane, RingSettings};
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_testkit::{TestEnv, process, wait_for, with_env};
@@ -23,8 +23,9 @@ fn with_a_long_lane(settings: &mut order_timeout::Settings) {
 /// The queues with this prefix after the namespace.
 fn queues(env: &TestEnv, beginning: &str) -> Vec<Queue> {
     let beginning = format!("{}.{beginning}", env.settings.namespace);
-    let all = env.settings.topology().queues;
-    all.into_iter().filter(|queue| queue.name.starts_with(&beginning)).collect()
+    let slots = env.settings.slots();
+    let all = env.settings.topology().queues.into_iter().chain(slots.all().map(|slot| slot.queue));
+    all.filter(|queue| queue.name.starts_with(&beginning)).collect()
 }
 
 async fn delete_queue(env: &TestEnv, name: &str) {
@@ -44,8 +45,11 @@ async fn declare_queue(env: &TestEnv, name: &str, arguments: &BTreeMap<&'static 
     env.channel.queue_declare(name.into(), options, table).await.unwrap();
 }
 
+/// Everything, and the slots of the wheel, as a worker declares them when they are needed.
 async fn declare(env: &TestEnv) -> Result<(), TopologyError> {
-    env.settings.topology().declare(&env.broker).await
+    env.settings.topology().declare(&env.broker).await?;
+    let slots: Vec<Slot> = env.settings.slots().all().collect();
+    topology::declare_slots(&env.names(), &slots, &env.broker).await
 }
 
 /// Leaves a message in this queue.
@@ -82,13 +86,14 @@ fn declaring_twice_changes_nothing() {
 #[test]
 fn differing_queue_argument_is_named() {
     with_env(with_a_long_lane, async |env| {
+        env.declare_slots().await;
         let everything = env.settings.topology().queues;
         let one_of = |beginning: &str| queues(&env, beginning).remove(0);
         let mut checked = Vec::new();
         for queue in [
             one_of("delay."),
-            one_of("slot.1s."),
-            one_of("slot.5s."),
+            one_of("slot.1s-12."),
+            one_of("slot.5s-12."),
             one_of("timeout"),
             one_of("schedule"),
             one_of("parked"),
@@ -232,20 +237,14 @@ fn starting_worker_declares_missing_queues() {
     with_env(
         |_| {},
         async |env| {
-            let lost = [queues(&env, "delay.2s.1").remove(0), queues(&env, "slot.1s.03").remove(0)];
-            for queue in &lost {
-                delete_queue(&env, &queue.name).await;
-            }
+            let lost = queues(&env, "delay.2s.1").remove(0);
+            delete_queue(&env, &lost.name).await;
             let worker = env.worker().await;
-            for (queue, exchange, key) in
-                [(&lost[0], env.names().delay(), "2s.1"), (&lost[1], env.names().slot(), "1s.03")]
-            {
-                assert_eq!(env.depth(&queue.name).await, 0, "{} is there", queue.name);
-                // Mandatory: it would be returned if the queue were not bound.
-                let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("600000".into());
-                env.publish_raw(&exchange, key, b"bound", properties).await;
-                wait_for("the message in the new queue", async || env.depth(&queue.name).await == 1).await;
-            }
+            assert_eq!(env.depth(&lost.name).await, 0, "it is there");
+            // Mandatory: it would be returned if the queue were not bound.
+            let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("600000".into());
+            env.publish_raw(&env.names().delay(), "2s.1", b"bound", properties).await;
+            wait_for("the message in the new queue", async || env.depth(&lost.name).await == 1).await;
             worker.stop().await;
         },
     );
@@ -260,7 +259,8 @@ fn message_without_expiration_delays_none() {
         },
         async |env| {
             let names = env.names();
-            let routes = [(names.delay(), "2s.1"), (names.slot(), "500ms.03")];
+            env.declare_slots().await;
+            let routes = [(names.delay(), "2s.1"), (names.slot(), "500ms-16.03")];
             for (exchange, key) in &routes {
                 let foreign = BasicProperties::default().with_delivery_mode(2);
                 env.publish_raw(exchange, key, b"from a publisher that knows no better", foreign).await;
@@ -268,7 +268,7 @@ fn message_without_expiration_delays_none() {
                 env.publish_raw(exchange, key, b"ours, behind it", ours).await;
             }
             wait_for("all of them handed on", async || env.depth(&names.timeout()).await == 4).await;
-            for queue in ["delay.2s.1", "slot.500ms.03"] {
+            for queue in ["delay.2s.1", "slot.500ms-16.03"] {
                 assert_eq!(depths(&env, &queues(&env, queue)).await, [0], "{queue}");
             }
         },

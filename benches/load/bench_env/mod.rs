@@ -16,7 +16,6 @@ use lapin::types::FieldTable;
 use order_timeout::Settings;
 use order_timeout::postgres;
 use order_timeout_amqp::connect;
-use order_timeout_amqp::topology::Topology;
 use order_timeout_client::Publisher;
 use order_timeout_core::order::{OrderId, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
@@ -95,7 +94,7 @@ impl<'a> BenchEnv<'a> {
     pub async fn clean_up(self) -> anyhow::Result<()> {
         if self.has_queues {
             let connection = self.connect().await?;
-            remove(&connection, &self.settings.topology()).await?;
+            remove(&connection, &self.settings).await?;
             connect::close(&connection, Duration::from_secs(1)).await;
         }
         self.pool.close().await;
@@ -231,12 +230,12 @@ impl<'a> BenchEnv<'a> {
 }
 
 /// Removes the environment's objects from the broker.
-pub async fn remove(connection: &Connection, topology: &Topology) -> anyhow::Result<()> {
+pub async fn remove(connection: &Connection, settings: &Settings) -> anyhow::Result<()> {
     let channel = connection.create_channel().await?;
-    for queue in &topology.queues {
-        channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await?;
+    for queue in settings.queue_names() {
+        channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await?;
     }
-    for exchange in &topology.exchanges {
+    for exchange in &settings.topology().exchanges {
         channel.exchange_delete(exchange.name.as_str().into(), ExchangeDeleteOptions::default()).await?;
     }
     Ok(())

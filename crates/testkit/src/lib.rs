@@ -27,10 +27,8 @@ use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
 use lapin::options::{
-    BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeleteOptions, QueueDeclareOptions,
-    QueueDeleteOptions,
+    BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeleteOptions, QueueDeleteOptions,
 };
-use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection};
 use order_timeout::Settings;
 use order_timeout::config::Listen;
@@ -38,7 +36,7 @@ use order_timeout::observe::canary::CANARY_TYPE;
 use order_timeout::postgres;
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::connect;
-use order_timeout_amqp::topology::{DUE_KEY, Names};
+use order_timeout_amqp::topology::{self, DUE_KEY, Names, Slot};
 use order_timeout_client::Publisher;
 use order_timeout_core::delay::{Lane, RingSettings, Strategy};
 use order_timeout_core::message::Alarm;
@@ -172,11 +170,10 @@ async fn clean_up(settings: Settings) {
     // On a new connection: the test may have lost the environment's.
     let connection = connect::connect(&settings.amqp, "test cleanup").await.unwrap();
     let channel = connection.create_channel().await.unwrap();
-    let topology = settings.topology();
-    for queue in &topology.queues {
-        channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    for queue in settings.queue_names() {
+        channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
     }
-    for exchange in &topology.exchanges {
+    for exchange in &settings.topology().exchanges {
         channel.exchange_delete(exchange.name.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
     }
     connect::close(&connection, Duration::from_secs(2)).await;
@@ -217,6 +214,12 @@ impl TestEnv {
     /// The names of the namespace's exchanges and queues.
     pub fn names(&self) -> Names {
         self.settings.names()
+    }
+
+    /// Declares every slot of the wheel, for tests that fill or count slots before a worker has needed them.
+    pub async fn declare_slots(&self) {
+        let slots: Vec<Slot> = self.settings.slots().all().collect();
+        topology::declare_slots(&self.names(), &slots, &self.broker).await.unwrap();
     }
 
     /// The queues that a worker consumes.
@@ -446,10 +449,22 @@ impl TestEnv {
 
     /// Messages ready in a queue.
     pub async fn depth(&self, queue: &str) -> u32 {
-        // On a channel of its own, because declaring a missing queue closes the channel.
-        let channel = self.broker.create_channel().await.unwrap();
-        let options = QueueDeclareOptions { passive: true, ..Default::default() };
-        channel.queue_declare(queue.into(), options, FieldTable::default()).await.unwrap().message_count()
+        self.depth_if_any(queue).await.unwrap_or_else(|| panic!("there is no queue {queue}"))
+    }
+
+    /// Messages ready in a queue; `None` if there is none of this name.
+    pub async fn depth_if_any(&self, queue: &str) -> Option<u32> {
+        topology::find_queue(&self.broker, queue).await.unwrap().map(|seen| seen.ready)
+    }
+
+    /// Messages ready in all queues whose names begin so after the namespace; queues that do not exist have none.
+    pub async fn depth_of_all(&self, beginning: &str) -> u32 {
+        let beginning = format!("{}.{beginning}", self.settings.namespace);
+        let mut depth = 0;
+        for queue in self.settings.queue_names().iter().filter(|queue| queue.starts_with(&beginning)) {
+            depth += self.depth_if_any(queue).await.unwrap_or_default();
+        }
+        depth
     }
 
     /// Lateness of every closed order in milliseconds, sorted.

@@ -142,6 +142,11 @@ impl PublisherBuilder {
     pub(super) fn validate(&self) -> Result<(), InvalidSetting> {
         Names::validate(&self.namespace)?;
         self.amqp.validate()?;
+        if !self.lanes.strategy.needs_broker() {
+            let why =
+                "is \"database\", so there is no alarm to schedule: the worker reads the deadline from the order's row";
+            return Err(InvalidSetting::new("delay.strategy", why));
+        }
         self.lanes.validate(self.max_delay)
     }
 

@@ -8,6 +8,7 @@ use crate::order::{CloseError, CloseOutcome, CloseResult, ClosedBy, Outcome, Swe
 mod availability;
 mod batching;
 mod circulation;
+mod look_ahead;
 mod sweep;
 
 pub(crate) fn policy() -> Policy {
@@ -28,6 +29,8 @@ pub(crate) fn policy() -> Policy {
         sweep_every: Duration::from_secs(100_000),
         sweep_grace: Duration::from_millis(500),
         sweep_page: 4,
+        look_ahead: Duration::from_millis(500),
+        has_no_alarms: false,
         pause_share: 1.0,
     }
 }
