@@ -10,6 +10,7 @@ use serde_json::json;
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
 use crate::effects::close::Closer;
+use crate::operations::orders_statements;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{self, Database};
 
@@ -30,7 +31,8 @@ pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<CommandO
     let ids = args.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
-    let closer = Closer::prepare(WarmConnections::new(database), &settings.orders.close_sql).await?;
+    let statements = orders_statements::statements(&database, &settings).await?;
+    let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
     let mut findings = HashMap::new();
     // One by one: an order that cannot be closed must not prevent the others from being closed.
     for id in &ids {

@@ -1,14 +1,15 @@
-//! `order-timeout deadline`: moves the deadline of an order in the default schema, by hand.
+//! `order-timeout deadline`: moves the deadline of an order by hand.
 
 use anyhow::{anyhow, bail};
 use clap::Args;
-use order_timeout_client::postgres::{MoveDeadlineError, Moved, move_deadline};
+use order_timeout_client::postgres::{MoveDeadlineError, Moved, move_deadline_by};
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::OrderId;
 use serde_json::json;
 
 use crate::cli::{CommandOutcome, Order, When};
 use crate::config::Settings;
+use crate::operations::orders_statements::{self, DeadlineStatement};
 use crate::postgres::{self, Database, one_line};
 
 /// Arguments of `deadline`.
@@ -27,14 +28,14 @@ pub struct DeadlineArgs {
 /// # Errors
 /// If the database cannot be used, or the orders table is not ours. Exit code 1 also if the deadline is unchanged.
 pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    if !settings.orders.close_sql.is_empty() {
-        bail!(
-            "orders.close_sql says that the orders table is your own: update its row yourself, and for an earlier deadline run `order-timeout schedule`"
-        );
-    }
     let order_id = OrderId::new(args.order.id()).map_err(MoveDeadlineError::from)?;
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
+    let statement = orders_statements::statements(&database, &settings).await?.deadline;
+    let statement = match statement {
+        DeadlineStatement::Sql(sql) => sql,
+        DeadlineStatement::CannotBeMoved(why) => bail!("{why}"),
+    };
     // By the database's clock, which closes the order, not by this machine's.
     let now = database.run(postgres::now).await.map_err(|error| with_one_line(error.into()))?;
     let deadline = args.when.deadline(now);
@@ -50,7 +51,7 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
             write_rfc3339(deadline)
         );
     }
-    let moved = database.run(async |connection| match move_deadline(connection, &order_id, deadline).await {
+    let moved = database.run(async |connection| match move_deadline_by(connection, &statement, &order_id, deadline).await {
         // For the pool, which adds the server's address to an error of the connection.
         Err(MoveDeadlineError::Database(error)) => Err(error),
         moved => Ok(moved),

@@ -24,7 +24,8 @@ const SAME_DEADLINE: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct OrderRow {
     status: String,
-    deadline: Timestamp,
+    /// `None`: it is never closed.
+    deadline: Option<Timestamp>,
 }
 
 /// The database's time, and the order's row if there is one.
@@ -37,7 +38,7 @@ struct OrderFacts {
 /// One sentence for each problem.
 pub(super) async fn remarks(order_id: &str, deadline: Timestamp, settings: &Settings) -> Vec<String> {
     // The shop's own table is not read here.
-    if !settings.orders.close_sql.is_empty() {
+    if !settings.has_default_orders() {
         return passed(deadline, Timestamp::now_by_local_clock());
     }
     if !is_uuid(order_id) {
@@ -62,8 +63,8 @@ pub(super) async fn remarks(order_id: &str, deadline: Timestamp, settings: &Sett
 /// One sentence that says why there is none, and to give it.
 pub(super) async fn deadline_of(order_id: &str, settings: &Settings) -> anyhow::Result<Timestamp> {
     const GIVE_IT: &str = "give the deadline with --in 30m or --deadline TIME";
-    if !settings.orders.close_sql.is_empty() {
-        bail!("the deadline of an order in a table of your own (orders.close_sql) is not read from there; {GIVE_IT}");
+    if !settings.has_default_orders() {
+        bail!("the deadline of an order in a table of your own (orders.close_sql or kinds.order.table) is not read from there; {GIVE_IT}");
     }
     if !settings.database.is_given() {
         bail!("no database is named, so the order's deadline cannot be read; set database.url, or {GIVE_IT}");
@@ -72,7 +73,10 @@ pub(super) async fn deadline_of(order_id: &str, settings: &Settings) -> anyhow::
         bail!("{order_id:?} is no UUID, which the ids of the table orders are; correct it, or {GIVE_IT}");
     }
     match look(order_id, settings).await {
-        Ok(OrderFacts { row: Some(row), .. }) => Ok(row.deadline),
+        Ok(OrderFacts { row: Some(OrderRow { deadline: Some(deadline), .. }), .. }) => Ok(deadline),
+        Ok(OrderFacts { row: Some(_), .. }) => {
+            bail!("order {order_id} has no deadline, so it is never closed; {GIVE_IT} if it shall have an alarm all the same")
+        }
         Ok(OrderFacts { row: None, .. }) => {
             bail!("there is no order {order_id} in the table orders; create it first, or {GIVE_IT}")
         }
@@ -95,11 +99,15 @@ fn odd(deadline: Timestamp, OrderFacts { now, row }: &OrderFacts) -> Vec<String>
         Some(row) if row.status != "unpaid" => {
             odd.push(format!("the order is {}, so this alarm closes nothing", row.status));
         }
-        Some(row) if row.deadline.since(deadline).max(deadline.since(row.deadline)) > SAME_DEADLINE => {
-            let (row, alarm) = (write_rfc3339(row.deadline), write_rfc3339(deadline));
-            odd.push(format!("the order's row has the deadline {row} and this alarm {alarm}; the order is closed when the row says"));
+        Some(OrderRow { deadline: None, .. }) => {
+            odd.push("the order has no deadline, so this alarm closes nothing".to_owned());
         }
-        Some(_) => {}
+        Some(OrderRow { deadline: Some(row), .. }) => {
+            if row.since(deadline).max(deadline.since(*row)) > SAME_DEADLINE {
+                let (row, alarm) = (write_rfc3339(*row), write_rfc3339(deadline));
+                odd.push(format!("the order's row has the deadline {row} and this alarm {alarm}; the order is closed when the row says"));
+            }
+        }
     }
     odd
 }
@@ -128,7 +136,8 @@ async fn read(connection: &mut PgConnection, order_id: &str) -> Result<OrderFact
         .fetch_optional(connection)
         .await?;
     let row = row.map(|row| {
-        let Timestamptz(deadline) = row.try_get("expires_at")?;
+        let deadline: Option<Timestamptz> = row.try_get("expires_at")?;
+        let deadline = deadline.map(|Timestamptz(deadline)| deadline);
         Ok::<_, sqlx::Error>(OrderRow { status: row.try_get("status")?, deadline })
     });
     Ok(OrderFacts { now, row: row.transpose()? })
@@ -143,7 +152,7 @@ mod tests {
     }
 
     fn odd_of(status: &str, row_deadline: i64, deadline: i64, now: i64) -> String {
-        let row = Some(OrderRow { status: status.to_owned(), deadline: at(row_deadline) });
+        let row = Some(OrderRow { status: status.to_owned(), deadline: Some(at(row_deadline)) });
         odd(at(deadline), &OrderFacts { now: at(now), row }).join("\n")
     }
 
@@ -155,6 +164,8 @@ mod tests {
         assert!(odd_of("unpaid", 100, 102, 50).contains("closed when the row says"));
         assert!(odd_of("paid", 100, 100, 50).contains("the order is paid"));
         assert!(odd_of("unpaid", 100, 100, 100).contains("has passed"));
+        let never = Some(OrderRow { status: "unpaid".to_owned(), deadline: None });
+        assert!(odd(at(9), &OrderFacts { now: at(1), row: never }).concat().contains("no deadline"));
         assert!(odd(at(9), &OrderFacts { now: at(1), row: None }).concat().contains("no such order"));
     }
 

@@ -2,4 +2,7 @@
 //!
 //! Formats nothing for a terminal or a page.
 
+pub mod adopt;
+pub mod first_backlog;
+pub mod orders_statements;
 pub mod retry_parked;

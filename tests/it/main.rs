@@ -4,6 +4,7 @@ mod support;
 
 mod acknowledgement_timeout;
 mod addresses;
+mod adopting;
 mod announce;
 mod broker_restart;
 mod broker_unavailable;
