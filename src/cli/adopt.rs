@@ -87,7 +87,10 @@ fn show_proposal(proposal: &Proposal, json: bool) -> CommandOutcome {
         outcome.line(json!(proposal));
         return outcome;
     }
-    outcome.line(format!("# A proposal for {}. Correct what is guessed, then run `order-timeout adopt --check`.", proposal.table));
+    outcome.line(format!(
+        "# A proposal for {}. Correct what is guessed, then run `order-timeout adopt --check`.",
+        proposal.table
+    ));
     if !proposal.others.is_empty() {
         outcome.line(format!("# Other tables that could be meant (--table): {}", proposal.others.join(", ")));
     }

@@ -51,11 +51,12 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
             write_rfc3339(deadline)
         );
     }
-    let moved = database.run(async |connection| match move_deadline_by(connection, &statement, &order_id, deadline).await {
-        // For the pool, which adds the server's address to an error of the connection.
-        Err(MoveDeadlineError::Database(error)) => Err(error),
-        moved => Ok(moved),
-    });
+    let moved =
+        database.run(async |connection| match move_deadline_by(connection, &statement, &order_id, deadline).await {
+            // For the pool, which adds the server's address to an error of the connection.
+            Err(MoveDeadlineError::Database(error)) => Err(error),
+            moved => Ok(moved),
+        });
     let moved = moved.await.map_err(MoveDeadlineError::from).and_then(|moved| moved).map_err(with_one_line)?;
     let wanted = write_rfc3339(deadline);
     let (word, sentence) = match &moved {

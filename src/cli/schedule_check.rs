@@ -64,7 +64,9 @@ pub(super) async fn remarks(order_id: &str, deadline: Timestamp, settings: &Sett
 pub(super) async fn deadline_of(order_id: &str, settings: &Settings) -> anyhow::Result<Timestamp> {
     const GIVE_IT: &str = "give the deadline with --in 30m or --deadline TIME";
     if !settings.has_default_orders() {
-        bail!("the deadline of an order in a table of your own (orders.close_sql or kinds.order.table) is not read from there; {GIVE_IT}");
+        bail!(
+            "the deadline of an order in a table of your own (orders.close_sql or kinds.order.table) is not read from there; {GIVE_IT}"
+        );
     }
     if !settings.database.is_given() {
         bail!("no database is named, so the order's deadline cannot be read; set database.url, or {GIVE_IT}");
@@ -75,7 +77,9 @@ pub(super) async fn deadline_of(order_id: &str, settings: &Settings) -> anyhow::
     match look(order_id, settings).await {
         Ok(OrderFacts { row: Some(OrderRow { deadline: Some(deadline), .. }), .. }) => Ok(deadline),
         Ok(OrderFacts { row: Some(_), .. }) => {
-            bail!("order {order_id} has no deadline, so it is never closed; {GIVE_IT} if it shall have an alarm all the same")
+            bail!(
+                "order {order_id} has no deadline, so it is never closed; {GIVE_IT} if it shall have an alarm all the same"
+            )
         }
         Ok(OrderFacts { row: None, .. }) => {
             bail!("there is no order {order_id} in the table orders; create it first, or {GIVE_IT}")

@@ -2,7 +2,7 @@
 //! that can be said of it is its table.
 //!
 //! Reads and checks settings alone. Whether the table has these columns is checked on the database
-//! (`src/operations/statements.rs`).
+//! (`src/operations/orders_statements.rs`).
 
 use std::collections::BTreeMap;
 
@@ -141,7 +141,10 @@ impl TableSettings {
             require_text("time_zone", zone)?;
         }
         if self.close.is_empty() {
-            return Err(("close".into(), "is empty; write what closes an order, such as { status = \"closed\" }".into()));
+            return Err((
+                "close".into(),
+                "is empty; write what closes an order, such as { status = \"closed\" }".into(),
+            ));
         }
         for (index, give_back) in self.give_back.iter().enumerate() {
             give_back.validate(self.id.0.len()).map_err(|(name, why)| (format!("give_back[{index}].{name}"), why))?;
@@ -207,7 +210,8 @@ fn require_names(name: &str, names: &Names, as_many: Option<(usize, &str)>) -> R
     }
     match as_many {
         Some((count, other)) if count != names.len() => {
-            let why = format!("names {} column(s), but {other} names {count}; name as many, in the same order", names.len());
+            let why =
+                format!("names {} column(s), but {other} names {count}; name as many, in the same order", names.len());
             Err((name.into(), why))
         }
         _ => Ok(()),

@@ -247,6 +247,11 @@ impl SettingsError {
         // An element of a list has the origin of the list.
         let name = self.key.as_deref().and_then(|key| key.split('[').next());
         let known = origins.iter().find(|(key, _)| name == Some(key));
+        // A table without entries has no value, and so no origin of its own.
+        let kind = name.and_then(|name| name.strip_prefix("kinds.")).and_then(|rest| rest.split('.').next());
+        let beside =
+            || kind.and_then(|kind| origins.iter().find(|(key, _)| key.starts_with(&format!("kinds.{kind}."))));
+        let known = known.or_else(beside);
         self.origin = self.origin.or_else(|| known.and_then(|(_, origin)| origin.clone()));
         self
     }

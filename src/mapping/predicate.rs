@@ -121,7 +121,9 @@ pub fn why_not_one_statement(text: &str) -> Option<&'static str> {
         return Some("is no INSERT, UPDATE, DELETE or SELECT; write one of them");
     }
     if !has_word(bare, "closed") {
-        return Some("does not read the table closed, so it would not be about the closed orders; write a condition such as WHERE order_id IN (SELECT id FROM closed)");
+        return Some(
+            "does not read the table closed, so it would not be about the closed orders; write a condition such as WHERE order_id IN (SELECT id FROM closed)",
+        );
     }
     None
 }
@@ -167,7 +169,12 @@ mod tests {
 
     #[test]
     fn statements_are_about_closed_orders() {
-        for wrong in ["UPDATE c SET a = 1", "DROP TABLE closed", "DELETE FROM c; DELETE FROM closed", "DELETE FROM c WHERE id = $1"] {
+        for wrong in [
+            "UPDATE c SET a = 1",
+            "DROP TABLE closed",
+            "DELETE FROM c; DELETE FROM closed",
+            "DELETE FROM c WHERE id = $1",
+        ] {
             assert!(why_not_one_statement(wrong).is_some(), "{wrong}");
         }
         assert_eq!(why_not_one_statement("DELETE FROM c WHERE o IN (SELECT id FROM closed);"), None);

@@ -201,10 +201,7 @@ impl<'a> Parts<'a> {
         let busy_by_stock = if without_stock.is_empty() {
             String::new()
         } else {
-            format!(
-                "\n           WHEN {} THEN 'busy'",
-                among_rows(&numbered("a.k", count), "ot_without_stock", "k")
-            )
+            format!("\n           WHEN {} THEN 'busy'", among_rows(&numbered("a.k", count), "ot_without_stock", "k"))
         };
         let malformed = self.is_malformed();
         let join: Vec<String> = (1..=count).map(|number| format!("d.k{number} = a.k{number}")).collect();
@@ -222,11 +219,17 @@ impl<'a> Parts<'a> {
         let (settings, (items, stock)) = (&self.table.give_back[index], &self.facts.give_back[index]);
         let (number, key) = (index + 1, |setting: &str| format!("give_back[{index}].{setting}"));
         if !is_table(stock) {
-            return Err(MappingError::new(key("stock"), "is no table, so its rows cannot be locked; name the table itself"));
+            return Err(MappingError::new(
+                key("stock"),
+                "is no table, so its rows cannot be locked; name the table itself",
+            ));
         }
         let alias = name(&items.name);
         let of = |relation: &Relation, columns: &[String], setting: &str, alias: &str| {
-            columns.iter().map(|column| require(relation, column, &key(setting)).map(|_| format!("{alias}.{}", name(column)))).collect::<Result<Vec<_>, _>>()
+            columns
+                .iter()
+                .map(|column| require(relation, column, &key(setting)).map(|_| format!("{alias}.{}", name(column))))
+                .collect::<Result<Vec<_>, _>>()
         };
         let order = of(items, &settings.order.0, "order", &alias)?;
         let item_key = of(items, &settings.key.0, "key", &alias)?;
@@ -290,11 +293,16 @@ impl<'a> Parts<'a> {
             ("timestamp", Some(zone)) => Ok(format!("({NOW} AT TIME ZONE {zone})")),
             ("timestamp", None) => Err(MappingError::new(
                 "time_zone",
-                format!("is not given, but {column} is a timestamp without time zone; name the zone in which the shop writes it, such as \"Asia/Shanghai\""),
+                format!(
+                    "is not given, but {column} is a timestamp without time zone; name the zone in which the shop writes it, such as \"Asia/Shanghai\""
+                ),
             )),
             _ => Err(MappingError::new(
                 format!("close.{column}"),
-                format!("is {}, which cannot hold a moment; name a column of type timestamptz or timestamp, or set this one in a statement of [[kinds.order.table.also]]", kind.sql),
+                format!(
+                    "is {}, which cannot hold a moment; name a column of type timestamptz or timestamp, or set this one in a statement of [[kinds.order.table.also]]",
+                    kind.sql
+                ),
             )),
         }
     }
@@ -318,8 +326,10 @@ impl<'a> Parts<'a> {
             require(stock, column, &format!("give_back[{index}].set.{column}"))?;
             set.push(format!("{} = {}", name(column), ended(expression)));
         }
-        let matches: Vec<String> =
-            (1..).zip(&settings.stock_key.0).map(|(n, column)| format!("stock.{} = item.ot_s{n}", name(column))).collect();
+        let matches: Vec<String> = (1..)
+            .zip(&settings.stock_key.0)
+            .map(|(n, column)| format!("stock.{} = item.ot_s{n}", name(column)))
+            .collect();
         let given: Vec<String> = (1..=keys).map(|n| format!("i.s{n} AS ot_s{n}")).collect();
         // Summed: UPDATE … FROM changes each row only once.
         Ok(step(
@@ -394,7 +404,8 @@ fn require<'a>(relation: &'a Relation, column: &str, key: &str) -> Result<&'a Co
     relation.columns.get(column).ok_or_else(|| {
         let known: Vec<&str> = relation.columns.keys().map(String::as_str).collect();
         let meant = known.iter().max_by(|a, b| {
-            strsim::normalized_damerau_levenshtein(a, column).total_cmp(&strsim::normalized_damerau_levenshtein(b, column))
+            strsim::normalized_damerau_levenshtein(a, column)
+                .total_cmp(&strsim::normalized_damerau_levenshtein(b, column))
         });
         let meant = meant.map_or_else(String::new, |name| format!("; did you mean {name}?"));
         MappingError::new(key, format!("{} has no column {column}{meant}", relation.qualified()))
@@ -406,7 +417,10 @@ fn id_column<'a>(orders: &'a Relation, column: &str) -> Result<(String, &'a Colu
     if !ids::TYPES.contains(&kind.base.as_str()) {
         return Err(MappingError::new(
             "id",
-            format!("{column} is {}; an id may be a smallint, integer, bigint, uuid, text, varchar, char or citext: name such a unique column, or write orders.close_sql", kind.sql),
+            format!(
+                "{column} is {}; an id may be a smallint, integer, bigint, uuid, text, varchar, char or citext: name such a unique column, or write orders.close_sql",
+                kind.sql
+            ),
         ));
     }
     Ok((name(column), kind))
@@ -435,7 +449,10 @@ fn deadline(table: &TableSettings, facts: &Facts) -> Result<String, MappingError
         )),
         (other, _) => Err(MappingError::new(
             "deadline",
-            format!("is {}, not a timestamp; write an expression of type timestamptz, such as to_timestamp(expires) for seconds since 1970", other.to_lowercase()),
+            format!(
+                "is {}, not a timestamp; write an expression of type timestamptz, such as to_timestamp(expires) for seconds since 1970",
+                other.to_lowercase()
+            ),
         )),
     }
 }
@@ -467,7 +484,8 @@ fn numbered(prefix: &str, count: usize) -> Vec<String> {
 
 /// `a AS k1, b AS k2`
 fn as_numbered(columns: &[String], prefix: &str) -> String {
-    let named: Vec<String> = (1..).zip(columns).map(|(number, column)| format!("{column} AS {prefix}{number}")).collect();
+    let named: Vec<String> =
+        (1..).zip(columns).map(|(number, column)| format!("{column} AS {prefix}{number}")).collect();
     named.join(", ")
 }
 
@@ -485,3 +503,6 @@ fn among_rows(columns: &[String], step: &str, prefix: &str) -> String {
     let keys = numbered(&format!("t.{prefix}"), columns.len()).join(", ");
     format!("({}) IN (SELECT {keys} FROM {step} t)", columns.join(", "))
 }
+
+#[cfg(test)]
+mod tests;

@@ -39,7 +39,8 @@ pub async fn count(sweeper: &Sweeper) -> Result<Backlog, DatabaseError> {
     loop {
         let page = SweepPage { grace: OLDER_THAN, after, limit: PAGE };
         let page = sweeper.overdue(&page).await;
-        let page = page.map_err(|error| DatabaseError(format!("overdue orders cannot be counted: {}", one_line(&error))))?;
+        let page =
+            page.map_err(|error| DatabaseError(format!("overdue orders cannot be counted: {}", one_line(&error))))?;
         overdue += page.orders.len();
         oldest = oldest.or(page.orders.first().map(|order| order.deadline));
         after = page.next;
@@ -96,7 +97,11 @@ pub fn refusal(backlog: &Backlog, orders: &str, settings: &Settings) -> String {
             ),
         )
     } else if settings.orders.close_sql.is_empty() {
-        ("the table orders".to_owned(), "cancel them: UPDATE orders SET status = 'cancelled' WHERE status = 'unpaid' AND expires_at < '2026-11-01'".to_owned())
+        (
+            "the table orders".to_owned(),
+            "cancel them: UPDATE orders SET status = 'cancelled' WHERE status = 'unpaid' AND expires_at < '2026-11-01'"
+                .to_owned(),
+        )
     } else {
         ("your orders table".to_owned(), "narrow the conditions of orders.close_sql and orders.overdue_sql".to_owned())
     };

@@ -46,7 +46,8 @@ pub enum DeadlineStatement {
 pub async fn statements(database: &Database, settings: &Settings) -> Result<OrdersStatements, DatabaseError> {
     let Some(table) = settings.orders_table() else { return Ok(without_mapping(settings)) };
     let found = database.run(async |connection| Ok(catalog::facts(connection, table).await)).await;
-    let found = found.map_err(|error| DatabaseError(format!("the mapped tables cannot be read: {}", one_line(&error))))?;
+    let found =
+        found.map_err(|error| DatabaseError(format!("the mapped tables cannot be read: {}", one_line(&error))))?;
     let facts = found.map_err(|fault| match fault {
         CatalogError::Mapping(fault) => unfit(settings, &fault),
         CatalogError::Database(_) => DatabaseError(fault.to_string()),

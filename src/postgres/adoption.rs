@@ -12,7 +12,8 @@ use super::{Database, DatabaseError};
 /// # Errors
 /// [`DatabaseError`] if the table cannot be read.
 pub async fn is_adopted(database: &Database, orders: &str) -> Result<bool, DatabaseError> {
-    let exists = sqlx::query_scalar("SELECT EXISTS (SELECT FROM order_timeout_adoption WHERE orders = $1)").bind(orders);
+    let exists =
+        sqlx::query_scalar("SELECT EXISTS (SELECT FROM order_timeout_adoption WHERE orders = $1)").bind(orders);
     let read = database.run(async |connection: &mut PgConnection| exists.fetch_one(connection).await).await;
     read.map_err(|error| fault("read", "SELECT", &error))
 }

@@ -85,7 +85,8 @@ pub async fn relation(connection: &mut PgConnection, key: &str, written: &str) -
         "v" | "m" => RelationKind::View,
         _ => RelationKind::Other,
     };
-    let columns = rows.iter().map(|row| Ok((row.try_get(3)?, ColumnType { base: row.try_get(4)?, sql: row.try_get(5)? })));
+    let columns =
+        rows.iter().map(|row| Ok((row.try_get(3)?, ColumnType { base: row.try_get(4)?, sql: row.try_get(5)? })));
     Ok(Relation {
         schema: first.try_get(0)?,
         name: first.try_get(1)?,
@@ -121,7 +122,9 @@ async fn require_zone(connection: &mut PgConnection, zone: &str) -> Result<(), C
     match known {
         Ok(_) => Ok(()),
         Err(error) if error.as_database_error().is_some() => {
-            let why = format!("{zone:?} is no zone that the database knows; take a name from pg_timezone_names, such as \"Asia/Shanghai\"");
+            let why = format!(
+                "{zone:?} is no zone that the database knows; take a name from pg_timezone_names, such as \"Asia/Shanghai\""
+            );
             Err(MappingError::new("time_zone", why).into())
         }
         Err(error) => Err(error.into()),

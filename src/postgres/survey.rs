@@ -109,7 +109,12 @@ pub async fn foreign_keys(
 ) -> Result<Vec<ForeignKey>, sqlx::Error> {
     let rows: Vec<(String, Vec<String>, String, Vec<String>)> =
         sqlx::query_as(FOREIGN_KEYS).bind(qualified).bind(from_others).fetch_all(connection).await?;
-    let keys = rows.into_iter().map(|(table, columns, target, target_columns)| ForeignKey { table, columns, target, target_columns });
+    let keys = rows.into_iter().map(|(table, columns, target, target_columns)| ForeignKey {
+        table,
+        columns,
+        target,
+        target_columns,
+    });
     Ok(keys.collect())
 }
 

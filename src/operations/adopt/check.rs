@@ -17,7 +17,7 @@ use crate::operations::first_backlog;
 use crate::operations::orders_statements::{self, DeadlineStatement, OrdersStatements};
 use crate::postgres::survey::{self, Index, Survey};
 use crate::postgres::warm_connections::WarmConnections;
-use crate::postgres::{Database, DatabaseError, adoption, catalog, one_line};
+use crate::postgres::{Database, DatabaseError, ErrorClass, adoption, catalog, classify, one_line};
 
 /// The result of a check.
 #[derive(Debug, Serialize)]
@@ -69,7 +69,7 @@ impl Check<'_> {
         let file = self.settings.kinds.get(ORDER).and_then(|kind| kind.origin.clone());
         let has_table = self.settings.orders_table().is_some();
         let key = match (name, has_table) {
-            (name, _) if name.contains('.') => name.to_owned(),
+            (name, _) if name.starts_with("sweep.") => name.to_owned(),
             ("", true) => format!("kinds.{ORDER}.table"),
             (name, true) => key_of(name),
             (_, false) => "orders.close_sql".to_owned(),
@@ -93,7 +93,11 @@ impl Check<'_> {
                 return Ok(());
             }
         };
-        self.note(Level::Proven, "", "the statements can be prepared, with the parameters and columns of the contract".into());
+        self.note(
+            Level::Proven,
+            "",
+            "the statements can be prepared, with the parameters and columns of the contract".into(),
+        );
         if let DeadlineStatement::CannotBeMoved(why) = statements.deadline {
             self.note(Level::Note, "deadline", why.to_owned());
         }
@@ -154,7 +158,11 @@ impl Check<'_> {
     fn triggers(&mut self, key: &str, table: &Survey) {
         for trigger in &table.triggers {
             let name = table.relation.qualified();
-            self.note(Level::Note, key, format!("the trigger {trigger} of {name} runs at every close, and an order that it refuses stays open"));
+            self.note(
+                Level::Note,
+                key,
+                format!("the trigger {trigger} of {name} runs at every close, and an order that it refuses stays open"),
+            );
         }
     }
 
@@ -170,7 +178,11 @@ impl Check<'_> {
         let list = columns.iter().map(|column| quote::name(column)).collect::<Vec<_>>().join(", ");
         let is_unique = found.iter().any(|index| index.is_unique && index.columns.len() == columns.len());
         if must_be_unique && !is_unique {
-            let primary = if table.primary_key.is_empty() { String::new() } else { format!(" (its primary key is {})", table.primary_key.join(", ")) };
+            let primary = if table.primary_key.is_empty() {
+                String::new()
+            } else {
+                format!(" (its primary key is {})", table.primary_key.join(", "))
+            };
             self.wrong(key, format!("{list} is not unique in {name}{primary}, so two rows would be taken for one; name the columns of its primary key, or CREATE UNIQUE INDEX CONCURRENTLY ON {name} ({list})"));
         } else if found.is_empty() {
             self.wrong(key, format!("no index of {name} begins with {list}, so every close would read the whole table; CREATE INDEX CONCURRENTLY ON {name} ({list})"));
@@ -183,8 +195,22 @@ impl Check<'_> {
     async fn plans(&mut self, database: &Database, closer: &Closer, sweeper: &Sweeper) -> Result<bool, DatabaseError> {
         let (close, parameters) = closer.statement();
         let (close_name, overdue_name) = orders_statements::names(self.settings);
-        let plans = Plans::new((sweeper.statement(), overdue_name), Some((close, parameters, close_name))).of_any_size();
-        let found = plans.look(database).await.map_err(|error| DatabaseError(one_line(&error)))?;
+        let plans =
+            Plans::new((sweeper.statement(), overdue_name), Some((close, parameters, close_name))).of_any_size();
+        let found = match plans.look(database).await {
+            Ok(found) => found,
+            Err(error) if classify(&error) == ErrorClass::Away => return Err(DatabaseError(one_line(&error))),
+            Err(error) => {
+                let why = one_line(&error);
+                self.wrong(
+                    "close",
+                    format!(
+                        "the statements cannot be planned: {why}; correct the value or expression that it is about"
+                    ),
+                );
+                return Ok(false);
+            }
+        };
         let mut may_run = true;
         for (cause, why) in found {
             let is_slow = cause == Cause::SlowOverdueQuery;
@@ -194,7 +220,11 @@ impl Check<'_> {
                     self.wrong(if is_slow { "deadline" } else { "table" }, why);
                 }
                 None if is_slow => self.note(Level::Proven, "deadline", "the sweep reads an index".into()),
-                None => self.note(Level::Proven, "table", "the role may run the statements, and no row security hides rows from it".into()),
+                None => self.note(
+                    Level::Proven,
+                    "table",
+                    "the role may run the statements, and no row security hides rows from it".into(),
+                ),
             }
         }
         Ok(may_run)
@@ -210,16 +240,24 @@ impl Check<'_> {
         let (close, parameters) = closer.statement();
         let overdue = sweeper.statement();
         let mapping = self.settings.orders_table().zip(facts);
-        let run = database.run(async |connection| dry_close::run(connection, (&close, parameters), &overdue, mapping).await);
+        let run =
+            database.run(async |connection| dry_close::run(connection, (&close, parameters), &overdue, mapping).await);
         let DryClose { outcomes, found_again, stock } = match run.await {
             Ok(dry) => dry,
             Err(error) => {
-                self.wrong("", format!("orders cannot be tried: {}; correct the statement or its tables", one_line(&error)));
+                self.wrong(
+                    "",
+                    format!("orders cannot be tried: {}; correct the statement or its tables", one_line(&error)),
+                );
                 return Ok(());
             }
         };
         if outcomes.is_empty() {
-            self.note(Level::Note, "open", "no order is overdue now, so no close could be tried; repeat the check when one is".into());
+            self.note(
+                Level::Note,
+                "open",
+                "no order is overdue now, so no close could be tried; repeat the check when one is".into(),
+            );
             return Ok(());
         }
         let closed = outcomes.iter().filter(|(_, outcome)| *outcome == Ok("closed".to_owned())).count();
@@ -234,17 +272,28 @@ impl Check<'_> {
             self.wrong("close", format!("order {id} is found overdue again after its close; set a column that makes the condition open false"));
         }
         if closed > 0 {
-            self.note(Level::Proven, "close", format!("{closed} of {} overdue orders were closed and rolled back", outcomes.len()));
+            self.note(
+                Level::Proven,
+                "close",
+                format!("{closed} of {} overdue orders were closed and rolled back", outcomes.len()),
+            );
         }
         for (index, change) in stock.into_iter().enumerate().filter(|_| closed > 0) {
             let key = format!("give_back[{index}].set");
             let (stock, needed, changed) = (&change.stock, change.needed, change.changed);
-            let example = change.examples.first().map_or_else(String::new, |(before, after)| format!(", such as {before} to {after}"));
+            let example = change
+                .examples
+                .first()
+                .map_or_else(String::new, |(before, after)| format!(", such as {before} to {after}"));
             let shared = if change.is_shared { "; two of the orders have the same one" } else { "" };
             if changed < needed && closed == outcomes.len() {
                 self.wrong(&key, format!("{changed} of the {needed} rows of {stock} that the orders reserve were changed; check key, stock_key and set"));
             } else {
-                self.note(Level::Proven, &key, format!("{changed} of {needed} rows of {stock} were given back and rolled back{shared}{example}"));
+                self.note(
+                    Level::Proven,
+                    &key,
+                    format!("{changed} of {needed} rows of {stock} were given back and rolled back{shared}{example}"),
+                );
             }
         }
         Ok(())
@@ -258,7 +307,11 @@ impl Check<'_> {
             self.wrong("sweep.first_backlog", first_backlog::refusal(&backlog, orders, self.settings));
         } else {
             let oldest = backlog.oldest.map_or_else(String::new, |oldest| format!(", the oldest since {oldest}"));
-            self.note(Level::Note, "sweep.first_backlog", format!("the first sweep closes {} orders{oldest}", backlog.overdue));
+            self.note(
+                Level::Note,
+                "sweep.first_backlog",
+                format!("the first sweep closes {} orders{oldest}", backlog.overdue),
+            );
         }
         Ok(())
     }

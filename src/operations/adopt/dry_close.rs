@@ -54,7 +54,8 @@ pub async fn run(
     if tried.is_empty() {
         return Ok(dry);
     }
-    let give_back = mapping.map_or_else(Vec::new, |(table, facts)| table.give_back.iter().zip(&facts.give_back).collect());
+    let give_back =
+        mapping.map_or_else(Vec::new, |(table, facts)| table.give_back.iter().zip(&facts.give_back).collect());
     let mut before = Vec::new();
     for (settings, relations) in &give_back {
         before.push(needed_stock(&mut transaction, settings, relations, &tried).await?);
@@ -65,12 +66,14 @@ pub async fn run(
         Err(_) => {
             for id in &tried {
                 let outcome = close_all(&mut transaction, close, std::slice::from_ref(id)).await;
-                let outcome = outcome.map(|found| found.into_iter().next().map_or("unknown".to_owned(), |(_, word)| word));
+                let outcome =
+                    outcome.map(|found| found.into_iter().next().map_or("unknown".to_owned(), |(_, word)| word));
                 dry.outcomes.push((id.clone(), outcome));
             }
         }
     }
-    let closed = |id: &String| dry.outcomes.iter().any(|(one, outcome)| one == id && *outcome == Ok("closed".to_owned()));
+    let closed =
+        |id: &String| dry.outcomes.iter().any(|(one, outcome)| one == id && *outcome == Ok("closed".to_owned()));
     dry.found_again = overdue_ids(&mut transaction, overdue, TRIED * 2).await?.into_iter().filter(closed).collect();
     for ((settings, (_, stock)), before) in give_back.into_iter().zip(before) {
         dry.stock.push(compare(&mut transaction, settings, stock, before).await?);

@@ -74,8 +74,16 @@ async fn look(connection: &mut PgConnection, table: Option<&str>) -> Result<Prop
     Ok(Draft { orders, status, reservations, zone }.proposal(others))
 }
 
-const STATUS: [&str; 8] =
-    ["status", "state", "order_status", "order_state", "payment_status", "payment_state", "pay_status", "financial_status"];
+const STATUS: [&str; 8] = [
+    "status",
+    "state",
+    "order_status",
+    "order_state",
+    "payment_status",
+    "payment_state",
+    "pay_status",
+    "financial_status",
+];
 
 async fn status(connection: &mut PgConnection, orders: &Relation) -> Result<Option<Status>, sqlx::Error> {
     let exact = STATUS.iter().find(|name| orders.columns.contains_key(**name)).map(|name| (*name).to_owned());
@@ -101,7 +109,9 @@ async fn reservation(connection: &mut PgConnection, key: &ForeignKey) -> Result<
     let mut stock = None;
     for of_items in survey::foreign_keys(connection, &items.qualified(), false).await? {
         let target = catalog::relation(connection, "stock", &of_items.target).await?;
-        if of_items.target != key.target && (first_like(&target, &TAKEN).is_some() || first_like(&target, &FREE).is_some()) {
+        if of_items.target != key.target
+            && (first_like(&target, &TAKEN).is_some() || first_like(&target, &FREE).is_some())
+        {
             stock = Some((of_items, target));
             break;
         }
@@ -115,15 +125,43 @@ const TAKEN: [&str; 6] = ["reserved", "reserved_quantity", "lock_stock", "locked
 /// Columns of stock that can be sold.
 const FREE: [&str; 6] = ["available", "available_quantity", "stock", "count_on_hand", "on_hand", "size"];
 const DEADLINES: [&str; 10] = [
-    "expires_at", "expires", "expire_time", "expired_time", "expiry", "pay_until", "payment_deadline", "deadline", "due_at", "valid_until",
+    "expires_at",
+    "expires",
+    "expire_time",
+    "expired_time",
+    "expiry",
+    "pay_until",
+    "payment_deadline",
+    "deadline",
+    "due_at",
+    "valid_until",
 ];
 const CREATED: [&str; 7] =
     ["created_at", "create_time", "created", "creation_date", "inserted_at", "placed_at", "datetime"];
 const CLOSED_AT: [&str; 9] = [
-    "closed_at", "cancelled_at", "canceled_at", "expired_at", "modify_time", "update_time", "updated_at", "modified_at", "modified",
+    "closed_at",
+    "cancelled_at",
+    "canceled_at",
+    "expired_at",
+    "modify_time",
+    "update_time",
+    "updated_at",
+    "modified_at",
+    "modified",
 ];
 const OPEN_WORDS: [&str; 12] = [
-    "unpaid", "pending", "open", "new", "created", "awaiting", "awaiting_payment", "pending_payment", "payment", "not_paid", "balance_due", "n",
+    "unpaid",
+    "pending",
+    "open",
+    "new",
+    "created",
+    "awaiting",
+    "awaiting_payment",
+    "pending_payment",
+    "payment",
+    "not_paid",
+    "balance_due",
+    "n",
 ];
 const PAID_WORDS: [&str; 10] =
     ["paid", "confirmed", "completed", "complete", "shipped", "fulfilled", "processing", "captured", "delivered", "p"];
@@ -188,7 +226,11 @@ impl Draft {
     fn proposal(self, others: Vec<String>) -> Proposal {
         let relation = &self.orders.relation;
         let table = format!("{}.{}", relation.schema, relation.name);
-        let mut lines = vec!["[kinds.order.table]".to_owned(), format!("# About {} rows.", self.orders.rows), format!("table = {}", toml(&table))];
+        let mut lines = vec![
+            "[kinds.order.table]".to_owned(),
+            format!("# About {} rows.", self.orders.rows),
+            format!("table = {}", toml(&table)),
+        ];
         lines.extend(self.id());
         let open = self.conditions(&mut lines);
         let deadline = self.deadline(&mut lines);
@@ -233,7 +275,10 @@ impl Draft {
             lines.push("# Which of them is an order that waits for its payment?".into());
             format!("{} = ?", column(&status.column))
         } else {
-            lines.push("# A guess by the words; add what must never be closed, such as \"AND payment_method <> 'invoice'\".".into());
+            lines.push(
+                "# A guess by the words; add what must never be closed, such as \"AND payment_method <> 'invoice'\"."
+                    .into(),
+            );
             status.condition(&open)
         };
         lines.push(format!("open = {}", toml(&open)));
@@ -263,20 +308,25 @@ impl Draft {
             };
             (written, kind.base.as_str())
         } else {
-            lines.extend(["# No column looks like a deadline or a time of creation.".into(), "deadline = \"?\"".into()]);
+            lines
+                .extend(["# No column looks like a deadline or a time of creation.".into(), "deadline = \"?\"".into()]);
             return "?".into();
         };
         lines.push(format!("deadline = {}", toml(&written)));
         match kind {
             "timestamp" => {
-                lines.push("# The column has no time zone. This is the session's; is it the one that the shop writes?".into());
+                lines.push(
+                    "# The column has no time zone. This is the session's; is it the one that the shop writes?".into(),
+                );
                 lines.push(format!("time_zone = {}", toml(&self.zone)));
                 format!("(({written}) AT TIME ZONE {})", quote::literal(&self.zone))
             }
             "timestamptz" if written.contains(' ') => format!("({written})"),
             "timestamptz" => written,
             other => {
-                lines.push(format!("# It is {other}: write an expression of type timestamptz, such as to_timestamp({written})."));
+                lines.push(format!(
+                    "# It is {other}: write an expression of type timestamptz, such as to_timestamp({written})."
+                ));
                 written
             }
         }
@@ -306,7 +356,9 @@ impl Reservation {
     fn write(&self, lines: &mut Vec<String>, ddl: &mut Vec<String>, id_columns: usize) {
         let items = format!("{}.{}", self.items.schema, self.items.name);
         let Some((key, stock)) = &self.stock else {
-            lines.push(format!("\n# {items} has items of orders; if they reserve stock, add [[kinds.order.table.give_back]] for it."));
+            lines.push(format!(
+                "\n# {items} has items of orders; if they reserve stock, add [[kinds.order.table.give_back]] for it."
+            ));
             return;
         };
         let (quantity, _) = first_like(&self.items, &QUANTITY).unwrap_or(("quantity", &ANY));
@@ -317,7 +369,10 @@ impl Reservation {
                 set.push(format!("{} = {}", toml_key(name), toml(&format!("{own} {sign} quantity"))));
             }
         }
-        lines.push(format!("\n# By its foreign keys {items} reserves rows of {}. Is this how stock is given back?", key.target));
+        lines.push(format!(
+            "\n# By its foreign keys {items} reserves rows of {}. Is this how stock is given back?",
+            key.target
+        ));
         lines.push("[[kinds.order.table.give_back]]".into());
         lines.push(format!("items = {}", toml(&items)));
         lines.push(format!("order = {}", toml_list(&self.order)));
@@ -330,7 +385,12 @@ impl Reservation {
         lines.push(format!("stock_key = {}", toml_list(&key.target_columns)));
         lines.push(format!("set = {{ {} }}", set.join(", ")));
         let columns: Vec<String> = self.order.iter().map(|name| column(name)).collect();
-        ddl.push(format!("-- Only if none begins with {}.\nCREATE INDEX CONCURRENTLY ON {} ({});", columns.join(", "), self.items.qualified(), columns.join(", ")));
+        ddl.push(format!(
+            "-- Only if none begins with {}.\nCREATE INDEX CONCURRENTLY ON {} ({});",
+            columns.join(", "),
+            self.items.qualified(),
+            columns.join(", ")
+        ));
     }
 }
 

@@ -37,7 +37,13 @@ fn old_backlog_is_not_closed_unasked() {
             execute(&env, OLD_ORDERS).await;
             for _ in 0..2 {
                 let why = refusal(&env).await;
-                for part in ["50000 orders", "the oldest since 20", "adopt --accept-backlog", "kinds.order.table.open", "sweep.first_backlog = 1000"] {
+                for part in [
+                    "50000 orders",
+                    "the oldest since 20",
+                    "adopt --accept-backlog",
+                    "kinds.order.table.open",
+                    "sweep.first_backlog = 1000",
+                ] {
                     assert!(why.contains(part), "{part}: {why}");
                 }
             }
@@ -66,7 +72,8 @@ fn narrowed_mapping_leaves_old_orders_alone() {
         async |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
             execute(&env, OLD_ORDERS).await;
-            execute(&env, "INSERT INTO tickets.pretixbase_order (code, expires) VALUES ('N', now() + interval '1 s')").await;
+            execute(&env, "INSERT INTO tickets.pretixbase_order (code, expires) VALUES ('N', now() + interval '1 s')")
+                .await;
             let worker = env.worker().await;
             wait_for("the close", async || closed(&env).await == 1).await;
             worker.stop().await;

@@ -1,6 +1,8 @@
 //! Foreign shops are adopted from configuration alone, and a mapping that would do harm is refused.
 
 mod backlog;
+mod payments;
+mod proposed;
 mod refused;
 mod shops;
 

@@ -188,7 +188,9 @@ fn statements_of_mapping_are_printed() {
             execute(&env, &text("ticketing", "schema.sql")).await;
             let (code, said, error) = call_with(&env.settings, &["sql"]).await;
             assert_eq!(code, 0, "{error}");
-            for part in ["FOR NO KEY UPDATE OF o SKIP LOCKED", "\"status\" = 'e'", "statement_timestamp()", "-- deadline"] {
+            for part in
+                ["FOR NO KEY UPDATE OF o SKIP LOCKED", "\"status\" = 'e'", "statement_timestamp()", "-- deadline"]
+            {
                 assert!(said.contains(part), "{part}: {said}");
             }
         },
@@ -202,7 +204,13 @@ fn deadline_of_mapped_order_moves() {
         async |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
             execute(&env, "INSERT INTO tickets.pretixbase_order (code, status, expires) VALUES ('A', 'n', NULL), ('B', 'p', now()), ('C', 'n', now() + interval '1 d')").await;
-            for (id, said_wanted, code_wanted) in [("1", "an alarm for it is written", 0), ("2", "is paid", 1), ("3", "an alarm for it is written", 0), ("4", "no order", 1), ("x", "no order", 1)] {
+            for (id, said_wanted, code_wanted) in [
+                ("1", "an alarm for it is written", 0),
+                ("2", "is paid", 1),
+                ("3", "an alarm for it is written", 0),
+                ("4", "no order", 1),
+                ("x", "no order", 1),
+            ] {
                 let (code, said, error) = call_with(&env.settings, &["deadline", id, "--in", "1h"]).await;
                 assert!(code == code_wanted && said.contains(said_wanted), "{id}: {said}{error}");
             }
@@ -214,18 +222,16 @@ fn deadline_of_mapped_order_moves() {
 #[test]
 fn order_without_deadline_stays_open() {
     with_env(
-        |settings| {
-            map(settings, "ticketing");
-            settings.sweep.grace = Duration::ZERO;
-        },
+        |settings| map(settings, "ticketing"),
         async |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
             execute(&env, "INSERT INTO tickets.pretixbase_order (code, expires) VALUES ('A', NULL), ('B', now() + interval '1 s')").await;
             let worker = env.worker().await;
             let publisher = env.publisher().await;
             let now = Timestamp::now_by_local_clock();
-            for id in ["1", "2"] {
-                publisher.schedule(id, now + Duration::from_millis(700)).await.unwrap();
+            // The close of the second proves that the first alarm was handled.
+            for (id, millis) in [("1", 700), ("2", 1_500)] {
+                publisher.schedule(id, now + Duration::from_millis(millis)).await.unwrap();
             }
             wait_for("the close", async || {
                 env.count("SELECT count(*) FROM tickets.pretixbase_order WHERE status = 'e'").await == 1
@@ -233,7 +239,10 @@ fn order_without_deadline_stays_open() {
             .await;
             worker.stop().await;
             env.assert_drained().await;
-            assert_eq!(env.count("SELECT count(*) FROM tickets.pretixbase_order WHERE status = 'n' AND expires IS NULL").await, 1);
+            assert_eq!(
+                env.count("SELECT count(*) FROM tickets.pretixbase_order WHERE status = 'n' AND expires IS NULL").await,
+                1
+            );
             assert_eq!(env.parked().await, []);
         },
     );
