@@ -332,8 +332,8 @@ fn every_command_and_argument_has_help() {
     // Built, so that it has the global arguments.
     let mut cli = Cli::command();
     cli.build();
-    // The program, setup, worker, health, schedule, deadline, close, topology, quarantine, config, completions, man, parked with its three.
-    assert_eq!(check(&cli, &[]), 16);
+    // The program, setup, worker, health, schedule, deadline, close, topology, quarantine, config, sql, adopt, completions, man, parked with its three.
+    assert_eq!(check(&cli, &[]), 18);
 }
 
 #[test]

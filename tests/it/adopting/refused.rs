@@ -108,8 +108,8 @@ const WRONG: &[Wrong] = &[
     },
     Wrong {
         what: "an id that is not unique",
-        mapping: |table| table.id = Names(vec!["status".into()]),
-        sql: "",
+        mapping: |table| table.id = Names(vec!["batch".into()]),
+        sql: "ALTER TABLE tickets.pretixbase_order ADD COLUMN batch integer NOT NULL DEFAULT 1",
         key: "id",
         words: &["not unique", "primary key is id"],
         refused_at_start: false,
