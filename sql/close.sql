@@ -6,6 +6,7 @@
 --   (a statement that does not need $3, or $2 and $3, may leave them out)
 --
 --   order_id text, outcome text, deadline timestamptz
+--   An order without a deadline (NULL) is never due: not_due.
 --   outcome: closed | paid | already_closed | closing | not_due | busy | malformed; no row: the order does not exist.
 --
 -- One statement is one transaction: status, stock, history and event are committed together or not at all.

@@ -4,6 +4,7 @@
 //! `config/default.toml`, and no secret in any output: addresses with passwords are [`SecretString`]s and errors never
 //! repeat their value.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -19,10 +20,12 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
 mod effective;
+pub mod kinds;
 mod load;
 mod validate;
 
 pub use effective::EffectiveSetting;
+use kinds::{KindSettings, TableSettings};
 
 /// The documented defaults, embedded so that a worker runs without any file.
 pub const DEFAULTS: &str = include_str!("../config/default.toml");
@@ -43,6 +46,7 @@ pub struct Settings {
     pub parked: ParkedSettings,
     pub http: HttpSettings,
     pub orders: OrdersSettings,
+    pub kinds: BTreeMap<String, KindSettings>,
     pub log: LogSettings,
 }
 
@@ -176,6 +180,7 @@ pub struct SweepSettings {
     pub grace: Duration,
     #[serde(deserialize_with = "duration::read")]
     pub look_ahead: Duration,
+    pub first_backlog: u32,
 }
 
 /// The section `announce`, documented in `config/default.toml`.
@@ -345,6 +350,18 @@ impl Settings {
         let has_wheel = self.delay.strategy == Strategy::DeadLetter;
         let slots = has_wheel.then(|| self.slots().all().map(|slot| slot.queue.name).collect::<Vec<_>>());
         declared.chain(slots.into_iter().flatten()).collect()
+    }
+
+    /// The mapping of the orders table, if one is given.
+    #[must_use]
+    pub fn orders_table(&self) -> Option<&TableSettings> {
+        self.kinds.get(kinds::ORDER).and_then(|kind| kind.table.as_ref())
+    }
+
+    /// Whether the orders are in the default table.
+    #[must_use]
+    pub fn has_default_orders(&self) -> bool {
+        self.orders.close_sql.is_empty() && self.orders_table().is_none()
     }
 
     /// A publisher for workers with these settings.

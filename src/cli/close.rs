@@ -15,6 +15,7 @@ use crate::cli::operator::OperatorArgs;
 use crate::config::Settings;
 use crate::effects::close::Closer;
 use crate::operations::close_orders::{close_each, close_many};
+use crate::operations::orders_statements;
 use crate::operations::orders_table::{Choice, OrdersTable};
 use crate::operations::paced::Progress;
 use crate::operations::preview::Preview;
@@ -66,7 +67,8 @@ async fn close_named(args: &CloseArgs, settings: &Settings) -> anyhow::Result<Co
     let ids = args.which.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
-    let closer = Closer::prepare(WarmConnections::new(database), &settings.orders.close_sql).await?;
+    let statements = orders_statements::statements(&database, settings).await?;
+    let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
     let findings = close_each(&closer, &ids, &args.operator.operator(Uuid::now_v7())).await;
     let mut output = CommandOutcome::default();
     let mut all_settled = true;
@@ -98,7 +100,7 @@ fn describe(id: &OrderId, findings: &HashMap<OrderId, CloseResult>) -> (&'static
 
 async fn close_chosen(condition: &str, args: &CloseArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
     let database = bulk::connect(&settings.database).await?;
-    let table = OrdersTable::open(database.clone(), &settings.orders).await?;
+    let table = OrdersTable::open(database.clone(), settings).await?;
     let choice = Choice { condition: condition.to_owned(), amount: args.bulk.amount.clone(), not_changed_by: None };
     let chosen = table.choose(&choice).await?;
     let overdue: Vec<OrderId> =

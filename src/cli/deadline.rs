@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 use clap::Args;
-use order_timeout_client::postgres::MoveDeadlineError;
+use order_timeout_client::postgres::{MoveDeadlineError, Moved, move_deadline_by};
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::{OrderId, Timestamp};
 use serde_json::json;
@@ -17,6 +17,7 @@ use crate::cli::operator::OperatorArgs;
 use crate::cli::{CommandOutcome, parse_duration, parse_time};
 use crate::config::Settings;
 use crate::operations::move_deadlines::{Move, MoveOutcome, MovedOrder, NewDeadline, move_deadlines, move_many};
+use crate::operations::orders_statements::{self, DeadlineStatement};
 use crate::operations::orders_table::{Choice, OrdersTable};
 use crate::operations::paced::Progress;
 use crate::operations::preview::Preview;
@@ -108,10 +109,8 @@ impl To {
 /// # Errors
 /// If the database cannot be used, or the orders table is not ours. Exit code 1 also if a deadline is unchanged.
 pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    if !settings.orders.close_sql.is_empty() {
-        bail!(
-            "orders.close_sql says that the orders table is your own: update its row yourself, and for an earlier deadline run `order-timeout schedule`"
-        );
+    if !settings.has_default_orders() && args.which.condition.is_some() {
+        bail!("--where chooses from the default orders table, and the settings name another; give the id of one order");
     }
     if let Some(Offset::Later(duration) | Offset::Earlier(duration)) = args.to.r#in
         && duration > settings.delay.max_delay
@@ -120,8 +119,63 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
     }
     match &args.which.condition {
         Some(condition) => move_chosen(condition, &args, &settings).await,
-        None => move_one(&args, &settings).await,
+        None if settings.has_default_orders() => move_one(&args, &settings).await,
+        None => move_mapped(&args, &settings).await,
     }
+}
+
+/// Moves the deadline of an order in a mapped table, which has no history of ours.
+async fn move_mapped(args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
+    let given = args.which.id.as_deref().or(args.which.order_id.as_deref()).unwrap_or_default();
+    let order_id = OrderId::new(given).map_err(MoveDeadlineError::from)?;
+    let database = Database::connect(&settings.database, 1).await?;
+    postgres::require_migrated(&database).await?;
+    let statement = match orders_statements::statements(&database, settings).await?.deadline {
+        DeadlineStatement::Sql(sql) => sql,
+        DeadlineStatement::CannotBeMoved(why) => bail!("{why}"),
+    };
+    let NewDeadline::At(deadline) = request(args, settings, &database, Uuid::now_v7()).await?.to else {
+        bail!("--in with a sign is for the default orders table; write the time from now, such as --in 30m");
+    };
+    let moved =
+        database.run(async |connection| match move_deadline_by(connection, &statement, &order_id, deadline).await {
+            // For the pool, which adds the server's address to an error of the connection.
+            Err(MoveDeadlineError::Database(error)) => Err(error),
+            moved => Ok(moved),
+        });
+    let moved = moved.await.map_err(MoveDeadlineError::from).and_then(|moved| moved).map_err(with_one_line)?;
+    let time = write_rfc3339;
+    let (code, word, status, deadline, sentence) = match moved {
+        Moved::Later => (
+            0,
+            "later",
+            Some("unpaid".to_owned()),
+            Some(time(deadline)),
+            format!(
+                "order {order_id} has time until {}; an alarm that was already scheduled adapts to it",
+                time(deadline)
+            ),
+        ),
+        Moved::Earlier => (
+            0,
+            "earlier",
+            Some("unpaid".to_owned()),
+            Some(time(deadline)),
+            format!("order {order_id} has time until {}; an alarm for it is written", time(deadline)),
+        ),
+        Moved::Unchanged { status, deadline } => {
+            let sentence = format!("order {order_id} is {status}; its deadline is unchanged");
+            (1, "unchanged", Some(status), Some(time(deadline)), sentence)
+        }
+        Moved::Unknown => (1, "unknown", None, None, format!("there is no order {order_id}")),
+    };
+    let mut output = CommandOutcome { code, ..CommandOutcome::default() };
+    if args.json {
+        output.line(json!({ "order_id": order_id.as_str(), "status": status, "deadline": deadline, "outcome": word }));
+    } else {
+        output.line(sentence);
+    }
+    Ok(output)
 }
 
 /// The request, for which an absolute deadline is checked before any order is asked for.
@@ -203,7 +257,7 @@ fn describe(order_id: &OrderId, moved: Option<&MovedOrder>, as_json: bool) -> an
 
 async fn move_chosen(condition: &str, args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
     let database = bulk::connect(&settings.database).await?;
-    let table = OrdersTable::open(database.clone(), &settings.orders).await?;
+    let table = OrdersTable::open(database.clone(), settings).await?;
     let choice =
         Choice { condition: condition.to_owned(), amount: args.bulk.amount.clone(), not_changed_by: args.resume };
     let chosen = table.choose(&choice).await?;

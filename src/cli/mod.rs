@@ -1,5 +1,6 @@
 //! The command line: one file per subcommand. Reads arguments, calls the library and prints; decides nothing.
 
+pub mod adopt;
 mod bulk;
 pub mod close;
 pub mod config;
@@ -14,6 +15,7 @@ mod schedule_check;
 pub mod setup;
 pub mod show;
 mod signals;
+pub mod sql;
 pub mod status;
 pub mod topology;
 pub mod worker;
@@ -97,6 +99,8 @@ impl Cli {
             | Command::Deadline(_)
             | Command::Close(_)
             | Command::Parked(_)
+            | Command::Sql(_)
+            | Command::Adopt(_)
             | Command::Quarantine(_) => Settings::load_with_database(file, overrides),
         }
     }
@@ -261,6 +265,10 @@ pub enum Command {
     Parked(parked::ParkedCommand),
     /// Find messages that the AMQP client cannot read, and move them into parked_alarms; only shows them without --move
     Quarantine(quarantine::QuarantineArgs),
+    /// Propose a mapping for an orders table of your own, or prove the configured one
+    Adopt(adopt::AdoptArgs),
+    /// Print the statements that close orders and find overdue ones
+    Sql(sql::SqlArgs),
     /// Print every setting that is in effect, with its origin and without secrets
     Config(config::ConfigArgs),
     /// Print a completion script for a shell
@@ -281,6 +289,8 @@ impl Command {
             | Self::Show(_)
             | Self::Deadline(_)
             | Self::Close(_)
+            | Self::Adopt(_)
+            | Self::Sql(_)
             | Self::Config(_)
             | Self::Completions(_)
             | Self::Man => false,
@@ -309,6 +319,8 @@ impl Command {
             Self::Topology(args) => topology::run(args, settings).await,
             Self::Parked(command) => parked::run(command, settings).await,
             Self::Quarantine(args) => quarantine::run(args, settings).await,
+            Self::Adopt(args) => adopt::run(args, settings).await,
+            Self::Sql(args) => sql::run(args, settings).await,
             Self::Config(args) => config::run(&args, given),
             Self::Completions(args) => generate::completions(&args),
             Self::Man => generate::man(),

@@ -70,9 +70,9 @@ impl<'a> ScheduleCheck<'a> {
     pub async fn deadline(&mut self) -> anyhow::Result<Timestamp> {
         const GIVE_IT: &str = "give the deadline with --in 30m or --deadline TIME";
         let order_id = self.order_id;
-        if !self.settings.orders.close_sql.is_empty() {
+        if !self.settings.has_default_orders() {
             bail!(
-                "the deadline of an order in a table of your own (orders.close_sql) is not read from there; {GIVE_IT}"
+                "the deadline of an order in a table of your own (orders.close_sql or kinds.order.table) is not read from there; {GIVE_IT}"
             );
         }
         if !self.settings.database.is_given() {
@@ -84,7 +84,9 @@ impl<'a> ScheduleCheck<'a> {
         match self.look().await {
             Ok(OrderFacts { row: Some(OrderRow { deadline: Some(deadline), .. }), .. }) => Ok(*deadline),
             Ok(OrderFacts { row: Some(_), .. }) => {
-                bail!("order {order_id} has no deadline in the table orders; {GIVE_IT}")
+                bail!(
+                    "order {order_id} has no deadline, so it is never closed; {GIVE_IT} if it shall have an alarm all the same"
+                )
             }
             Ok(OrderFacts { row: None, .. }) => {
                 bail!("there is no order {order_id} in the table orders; create it first, or {GIVE_IT}")
@@ -96,7 +98,7 @@ impl<'a> ScheduleCheck<'a> {
     /// One sentence for each problem of an alarm with this deadline.
     pub async fn remarks(&mut self, deadline: Timestamp) -> Vec<String> {
         // The shop's own table is not read here.
-        if !self.settings.orders.close_sql.is_empty() {
+        if !self.settings.has_default_orders() {
             return passed(deadline, self.local_now());
         }
         if !is_uuid(self.order_id) {
@@ -118,7 +120,7 @@ impl<'a> ScheduleCheck<'a> {
 
     /// Whether a row of the default table can be read for this id.
     fn can_have_row(&self) -> bool {
-        self.settings.orders.close_sql.is_empty() && self.settings.database.is_given() && is_uuid(self.order_id)
+        self.settings.has_default_orders() && self.settings.database.is_given() && is_uuid(self.order_id)
     }
 
     /// Asks the database the first time, and repeats its answer after that.
@@ -190,6 +192,8 @@ mod tests {
         assert!(odd_of("unpaid", 100, 102, 50).contains("closed when the row says"));
         assert!(odd_of("paid", 100, 100, 50).contains("the order is paid"));
         assert!(odd_of("unpaid", 100, 100, 100).contains("has passed"));
+        let never = Some(OrderRow { status: Some("unpaid".to_owned()), deadline: None });
+        assert!(odd(at(9), &OrderFacts { now: at(1), row: never }).concat().contains("no deadline"));
         assert!(odd(at(9), &OrderFacts { now: at(1), row: None }).concat().contains("no such order"));
     }
 }

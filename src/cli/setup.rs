@@ -32,7 +32,7 @@ async fn declare(topology: &Topology, settings: &Settings) -> anyhow::Result<()>
 pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let applied = postgres::migrate(&settings.database).await?;
     // Objects of an applied migration may have been dropped since.
-    inspect::require_complete(&settings.database, &settings.orders).await?;
+    inspect::require_complete(&settings).await?;
     let topology = settings.delay.strategy.needs_broker().then(|| settings.topology());
     if let Some(topology) = &topology {
         let declared = declare(topology, &settings).await;

@@ -29,7 +29,7 @@ pub async fn run(args: &ShowArgs, settings: Settings) -> anyhow::Result<CommandO
     let order_id = OrderId::new(args.order.id())?;
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
-    let orders = OrdersTable::open(database.clone(), &settings.orders).await?;
+    let orders = OrdersTable::open(database.clone(), &settings).await?;
     let story = show(&database, &orders, &order_id).await.map_err(|error| DatabaseError(one_line(&error)))?;
     let mut output = CommandOutcome { code: u8::from(story.exists == Some(false)), ..CommandOutcome::default() };
     if args.json {

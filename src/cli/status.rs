@@ -28,7 +28,7 @@ pub struct StatusArgs {
 pub async fn run(args: &StatusArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
-    let orders = OrdersTable::open(database.clone(), &settings.orders).await?;
+    let orders = OrdersTable::open(database.clone(), &settings).await?;
     let status = status(&database, &orders).await.map_err(|error| DatabaseError(one_line(&error)))?;
     let mut output = CommandOutcome::default();
     if args.json {

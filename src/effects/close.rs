@@ -17,7 +17,7 @@ use sqlx::Row;
 use sqlx::postgres::{PgConnection, PgRow};
 use tracing::debug;
 
-use crate::postgres::contract::{Contract, ContractStatement};
+use crate::postgres::contract::{Contract, ContractStatement, StatementSource};
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{DatabaseError, ErrorClass, Operator, classify, one_line};
 
@@ -51,12 +51,15 @@ pub struct Closer {
 }
 
 impl Closer {
-    /// Prepares the close statement (`close_sql` names a file; empty means ours) and checks it against the contract.
+    /// Prepares the close statement (a text names its file; empty means ours) and checks it against the contract.
     ///
     /// # Errors
     /// [`DatabaseError`] names the file and the column.
-    pub async fn prepare(connections: WarmConnections, close_sql: &str) -> Result<Self, DatabaseError> {
-        let statement = ContractStatement::load(connections.database(), &CONTRACT, close_sql).await?;
+    pub async fn prepare(
+        connections: WarmConnections,
+        source: impl Into<StatementSource>,
+    ) -> Result<Self, DatabaseError> {
+        let statement = ContractStatement::load(connections.database(), &CONTRACT, &source.into()).await?;
         Ok(Self { connections, statement, odd: Arc::default() })
     }
 

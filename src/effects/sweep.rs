@@ -13,7 +13,7 @@ use sqlx::Row;
 use sqlx::postgres::PgRow;
 use tracing::{debug, warn};
 
-use crate::postgres::contract::{Contract, ContractStatement};
+use crate::postgres::contract::{Contract, ContractStatement, StatementSource};
 use crate::postgres::{Database, DatabaseError};
 
 const CONTRACT: Contract = Contract {
@@ -32,12 +32,12 @@ pub struct Sweeper {
 }
 
 impl Sweeper {
-    /// Prepares the statement (`overdue_sql` names a file; empty means ours) and checks it against the contract.
+    /// Prepares the statement (a text names its file; empty means ours) and checks it against the contract.
     ///
     /// # Errors
     /// [`DatabaseError`] names the file and the column.
-    pub async fn prepare(database: Database, overdue_sql: &str) -> Result<Self, DatabaseError> {
-        let statement = ContractStatement::load(&database, &CONTRACT, overdue_sql).await?;
+    pub async fn prepare(database: Database, source: impl Into<StatementSource>) -> Result<Self, DatabaseError> {
+        let statement = ContractStatement::load(&database, &CONTRACT, &source.into()).await?;
         Ok(Self { database, statement, warned: Arc::default() })
     }
 

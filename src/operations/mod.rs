@@ -2,8 +2,11 @@
 //!
 //! Formats nothing for a terminal or a page.
 
+pub mod adopt;
 pub mod close_orders;
+pub mod first_backlog;
 pub mod move_deadlines;
+pub mod orders_statements;
 pub mod orders_table;
 pub mod paced;
 pub mod preview;

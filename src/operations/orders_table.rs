@@ -10,7 +10,8 @@ use order_timeout_core::order::{OrderId, SweepPage, SweepReach, Timestamp};
 use sqlx::{AssertSqlSafe, Connection, PgConnection, Row};
 use uuid::Uuid;
 
-use crate::config::OrdersSettings;
+use super::orders_statements;
+use crate::config::Settings;
 use crate::effects::sweep::Sweeper;
 use crate::postgres::{self, Database, DatabaseError, one_line};
 
@@ -21,7 +22,7 @@ const MOST_OVERDUE: usize = 10_000;
 /// Minutes of the forecast.
 pub const FORECAST_MINUTES: usize = 60;
 
-const OWN_TABLE: &str = "the orders table is your own (orders.close_sql)";
+const OWN_TABLE: &str = "the orders table is your own (orders.close_sql or kinds.order.table)";
 
 /// Why something is not known, in one sentence.
 pub type Unknown = String;
@@ -102,10 +103,12 @@ impl OrdersTable {
     ///
     /// # Errors
     /// [`DatabaseError`] names the file and the column.
-    pub async fn open(database: Database, orders: &OrdersSettings) -> Result<Self, DatabaseError> {
-        let overdue = match orders.close_sql.is_empty() {
-            true => None,
-            false => Some(Sweeper::prepare(database.clone(), &orders.overdue_sql).await?),
+    pub async fn open(database: Database, settings: &Settings) -> Result<Self, DatabaseError> {
+        let overdue = if settings.has_default_orders() {
+            None
+        } else {
+            let statement = orders_statements::statements(&database, settings).await?.overdue;
+            Some(Sweeper::prepare(database.clone(), statement).await?)
         };
         Ok(Self { database, overdue })
     }

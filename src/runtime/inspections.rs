@@ -21,6 +21,7 @@ use crate::observe::inspect::plan::Plans;
 use crate::observe::inspect::registration::{Registered, Registration};
 use crate::observe::inspect::schema::{Found, Schema};
 use crate::observe::recorder::Recorder;
+use crate::operations::orders_statements;
 use crate::postgres::{Database, one_line};
 
 /// How often the database is checked.
@@ -61,14 +62,14 @@ impl Inspections {
         give_way: GiveWay,
         recorder: Recorder,
     ) -> Self {
-        let (close_name, overdue_name) = names(settings);
-        let is_own = !settings.orders.close_sql.is_empty();
+        let (close_name, overdue_name) = orders_statements::names(settings);
+        let is_own = !settings.has_default_orders();
         let own_close = is_own.then(|| {
             let (sql, parameters) = closer.statement();
             (sql, parameters, close_name)
         });
         Self {
-            schema: Schema::new(&settings.orders),
+            schema: Schema::new(settings),
             plans: Plans::new((sweeper.statement(), overdue_name), own_close),
             registration: Registration::new(database.clone(), settings),
             database,
@@ -135,16 +136,4 @@ impl Inspections {
             self.recorder.degraded(cause, (!all.is_empty()).then(|| all.join("; ")).as_deref());
         }
     }
-}
-
-/// The names of the close statement and the overdue statement.
-pub(super) fn names(settings: &Settings) -> (String, String) {
-    let name = |setting: &str, file: &str, own: &str| {
-        if file.is_empty() { own.to_owned() } else { format!("{setting} ({file})") }
-    };
-    let orders = &settings.orders;
-    (
-        name("orders.close_sql", &orders.close_sql, "sql/close.sql"),
-        name("orders.overdue_sql", &orders.overdue_sql, "sql/overdue.sql"),
-    )
 }

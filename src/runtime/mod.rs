@@ -47,6 +47,7 @@ use crate::loop_backoff::LONGEST_PAUSE;
 use crate::observe::health::Loop;
 use crate::observe::inspect::contract_watch::ContractWatch;
 use crate::observe::recorder::Recorder;
+use crate::operations::{first_backlog, orders_statements};
 use crate::outbox::alarm_relay::AlarmRelay;
 use crate::outbox::event_relay::EventRelay;
 use crate::outbox::local::LocalOutboxes;
@@ -126,9 +127,11 @@ impl Worker {
         let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
         let database = Database::connect(&settings.database, OTHER_CONNECTIONS).await?;
         postgres::require_migrated(&database).await?;
-        let closer = Closer::prepare(WarmConnections::new(closing), &settings.orders.close_sql).await?;
+        let statements = orders_statements::statements(&database, &settings).await?;
+        let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
         let policy = policy(&settings, closer.most_at_once().await);
-        let sweeper = Sweeper::prepare(database.clone(), &settings.orders.overdue_sql).await?;
+        let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
+        first_backlog::require_adopted(&database, &sweeper, &statements.orders, &settings).await?;
         if let Err(error) = closer.warm_up().await {
             debug!(error = one_line(&error), "connections for closers could not be made ready; they are tried again");
         }
@@ -205,7 +208,7 @@ impl Worker {
         let zone = self.database.time_zone();
         let time_zone = format!("{} ({})", zone.name, zone.origin.as_str());
         let effects = Effects::new(self.closer, self.sweeper, self.database, rearmer, inputs, recorder.clone());
-        let (close_name, overdue_name) = inspections::names(&settings);
+        let (close_name, overdue_name) = orders_statements::names(&settings);
         let contract = ContractWatch::new(close_name, overdue_name, std::time::Instant::now());
         let outputs = Outputs { settlements, phase, inspections: broker_inputs, closing };
         let event_loop = EventLoop::new(self.policy, contract, self.clock, effects, outputs, recorder);

@@ -2,6 +2,7 @@
 
 mod acknowledgement_timeout;
 mod addresses;
+mod adopting;
 mod announce;
 mod broker_restart;
 mod broker_unavailable;

@@ -540,3 +540,26 @@ fn far_alarm_passes_coarse_ring_first() {
         },
     );
 }
+
+#[test]
+fn order_without_deadline_is_never_closed() {
+    with_env(
+        |settings| settings.sweep.grace = Duration::from_millis(100),
+        async |env| {
+            let order = env.order(Duration::from_secs(1)).await;
+            sqlx::query("UPDATE orders SET expires_at = NULL WHERE id = $1")
+                .bind(order.id)
+                .execute(&env.pool)
+                .await
+                .unwrap();
+            let other = env.order(Duration::from_millis(1_500)).await;
+            let worker = env.worker().await;
+            env.deliver([&order, &other]).await;
+            wait_for("the close of the other", async || env.status(&other).await == "closed").await;
+            worker.stop().await;
+            env.assert_drained().await;
+            assert_eq!(env.status(&order).await, "unpaid");
+            assert_eq!(env.parked().await, []);
+        },
+    );
+}

@@ -12,7 +12,7 @@ use order_timeout_core::order::{OrderId, OrderIdError, Timestamp};
 use sqlx::encode::IsNull;
 use sqlx::postgres::types::Oid;
 use sqlx::postgres::{PgArgumentBuffer, PgHasArrayType, PgTypeInfo, PgValueRef};
-use sqlx::{PgConnection, PgExecutor, Postgres, Row};
+use sqlx::{AssertSqlSafe, PgConnection, PgExecutor, Postgres, Row};
 
 /// The statement of [`move_deadline`]; services in other languages use the same file.
 const DEADLINE_SQL: &str = include_str!("../sql/deadline.sql");
@@ -167,7 +167,7 @@ pub enum Moved {
     Unchanged {
         /// `paid`, `closed` and so on; `unpaid` if a trigger skipped the update.
         status: String,
-        /// The deadline in the row.
+        /// The deadline in the row; the latest timestamp of all if the row has none.
         deadline: Timestamp,
     },
     /// There is no such order, or the transaction cannot see it.
@@ -236,8 +236,24 @@ pub async fn move_deadline(
     order_id: impl AsRef<str>,
     deadline: impl Into<Timestamp>,
 ) -> Result<Moved, MoveDeadlineError> {
+    move_deadline_by(executor, DEADLINE_SQL, order_id, deadline).await
+}
+
+/// [`move_deadline`] by a statement with the parameters and columns of `sql/deadline.sql`, for a worker whose orders
+/// are in another table.
+///
+/// # Errors
+/// [`MoveDeadlineError`]; roll the transaction back.
+#[doc(hidden)]
+pub async fn move_deadline_by(
+    executor: impl PgExecutor<'_>,
+    statement: &str,
+    order_id: impl AsRef<str>,
+    deadline: impl Into<Timestamp>,
+) -> Result<Moved, MoveDeadlineError> {
     let order_id = OrderId::new(order_id)?;
-    let found = sqlx::query(DEADLINE_SQL)
+    // Ours, or rendered from the operator's configuration.
+    let found = sqlx::query(AssertSqlSafe(statement.to_owned()))
         .bind(order_id.as_str())
         .bind(Timestamptz(deadline.into()))
         .fetch_optional(executor)

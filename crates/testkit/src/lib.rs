@@ -111,6 +111,8 @@ pub fn small_settings() -> Settings {
     settings.worker.hold_max = Duration::from_millis(3_500);
     // Long, because most tests are about alarms, and on a busy machine the sweep would be faster.
     settings.sweep.grace = Duration::from_secs(60);
+    // Many tests begin with orders that are overdue. Tests of the first backlog set their own.
+    settings.sweep.first_backlog = u32::MAX;
     // A busy machine needs long for a thousand confirms. Tests of this timeout set their own.
     settings.amqp.confirm_timeout = Duration::from_secs(20);
     settings.retry.missing_for = Duration::from_secs(2);

@@ -55,6 +55,7 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
     // Replaced atomically: a worker that has just been started may be reading it.
     let mut whole = tempfile::NamedTempFile::new_in(scratch_folder()).unwrap();
     writeln!(whole, "[delay]\nlead = \"{}\"\nrings = [{}]", millis(settings.delay.lead), rings.join(", ")).unwrap();
+    whole.write_all(mapping(settings).as_bytes()).unwrap();
     whole.persist(&file).unwrap();
     let lanes: Vec<&str> = settings.delay.lanes.iter().map(|lane| lane.name.as_str()).collect();
     let mut arguments = vec!["--config".to_owned(), file.display().to_string()];
@@ -72,6 +73,7 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
         ("worker.requeue_after", millis(settings.worker.requeue_after)),
         ("worker.shutdown_grace", millis(settings.worker.shutdown_grace)),
         ("sweep.grace", millis(settings.sweep.grace)),
+        ("sweep.first_backlog", settings.sweep.first_backlog.to_string()),
         ("orders.close_sql", settings.orders.close_sql.clone()),
         ("orders.overdue_sql", settings.orders.overdue_sql.clone()),
         ("retry.missing_for", millis(settings.retry.missing_for)),
@@ -81,6 +83,12 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
         arguments.extend(["--set".to_owned(), format!("{key}={value}")]);
     }
     arguments
+}
+
+/// The text of the file that the settings' mapping was read from.
+fn mapping(settings: &Settings) -> String {
+    let origins = settings.kinds.values().filter_map(|kind| kind.origin.as_ref());
+    origins.map(|file| format!("\n{}", std::fs::read_to_string(file).expect("the file of the mapping"))).collect()
 }
 
 /// A command's output as (exit code, standard output, standard error).

@@ -271,6 +271,14 @@ fn extended_order_waits_for_its_new_deadline() {
 }
 
 #[test]
+fn order_without_deadline_needs_no_alarm() {
+    let (mut engine, batch) = engine_with_one_closing();
+    finish(&mut engine, batch, &found(Outcome::NotDue), at_ms(1_010));
+    assert!(matches!(&engine.poll_actions(at_ms(1_010))[..], [Action::Settle(_)]));
+    assert!(engine.next_wakeup() > Some(at_ms(10_000)), "nothing is left but the next sweep");
+}
+
+#[test]
 fn not_due_past_deadline_becomes_failure() {
     let (mut engine, mut batch) = engine_with_one_closing();
     let not_due = Ok(CloseOutcome { outcome: Outcome::NotDue, deadline: Some(at_ms(1_000)) });
