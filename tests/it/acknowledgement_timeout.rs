@@ -18,7 +18,7 @@ use order_timeout_testkit::away::{
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::WorkerProcess;
 use order_timeout_testkit::proxy::{Count, Direction, Proxy};
-use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within};
 use secrecy::SecretString;
 use tokio::time::timeout;
 
@@ -40,7 +40,7 @@ fn with_short_ack_timeout<F: Future<Output = ()> + Send + 'static>(
         settings.amqp.url = broker.url.clone().into();
     };
     let for_test = broker.clone();
-    with_env(adjust, move |env| test(env, for_test));
+    TestEnv::builder().settings(adjust).run(move |env| test(env, for_test));
 }
 
 fn name(path: &Path) -> &str {

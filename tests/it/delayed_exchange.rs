@@ -24,7 +24,7 @@ use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
 use order_timeout_testkit::process::WorkerProcess;
 use order_timeout_testkit::skip::skipped;
-use order_timeout_testkit::{Order, RunningWorker, TIMEOUT, TestEnv, process, wait_for, with_env, with_parts};
+use order_timeout_testkit::{Order, RunningWorker, TIMEOUT, TestEnv, process, wait_for, with_parts};
 use secrecy::ExposeSecret;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -73,7 +73,7 @@ fn with_type<F: Future<Output = ()> + Send + 'static>(
     if !broker_has_type() {
         return skipped(&format!("delayed_exchange::{name}"), "this broker has no exchange type x-delayed-message");
     }
-    with_env(delayed_exchange, |env| async move {
+    TestEnv::builder().settings(delayed_exchange).run(|env| async move {
         env.settings.topology().declare(&env.broker).await.unwrap();
         test(env).await;
     });
@@ -87,7 +87,7 @@ fn without_type<F: Future<Output = ()> + Send + 'static>(
     if broker_has_type() {
         return skipped(&format!("delayed_exchange::{name}"), "this broker has the exchange type x-delayed-message");
     }
-    with_env(delayed_exchange, test);
+    TestEnv::builder().settings(delayed_exchange).run(test);
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn setup_calls_plugin_deprecated() {
 /// The warning comes before the worker connects, so no broker needs the plugin for it.
 #[test]
 fn worker_calls_plugin_deprecated_once() {
-    with_env(delayed_exchange, async |env| {
+    TestEnv::builder().settings(delayed_exchange).run(async |env| {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");
         let mut settings = env.settings.clone();
@@ -322,7 +322,7 @@ async fn command(settings: &Settings, arguments: &[&str]) -> (i32, String, Strin
 
 #[test]
 fn unreachable_broker_is_not_missing_plugin() {
-    with_env(delayed_exchange, async |env| {
+    TestEnv::builder().settings(delayed_exchange).run(async |env| {
         let mut settings = env.settings.clone();
         // No process listens on this port (tcpmux).
         settings.amqp.url = "amqp://guest:guest@127.0.0.1:1/%2f".to_owned().into();
@@ -337,7 +337,7 @@ fn unreachable_broker_is_not_missing_plugin() {
 /// The connection breaks when the delayed exchange is declared, whether or not the broker has the type.
 #[test]
 fn lost_connection_is_not_missing_plugin() {
-    with_env(delayed_exchange, async |env| {
+    TestEnv::builder().settings(delayed_exchange).run(async |env| {
         let url = &env.settings.amqp.url;
         if url.expose_secret().starts_with("amqps://") {
             let test = "delayed_exchange::lost_connection_is_not_missing_plugin";

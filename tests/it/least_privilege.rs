@@ -18,7 +18,7 @@ use order_timeout_amqp::topology::Names;
 use order_timeout_client::{PublishError, ScheduleError};
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::private::Private;
-use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, with_env};
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for};
 use secrecy::ExposeSecret;
 use serde_json::Value;
 
@@ -52,21 +52,18 @@ fn definitions_have_two_untagged_users() {
 /// One broker for all checks, because starting one takes seconds.
 #[test]
 fn imported_users_have_least_privilege() {
-    with_env(
-        |_| {},
-        async |env| {
-            let broker = tokio::task::spawn_blocking(import).await.unwrap();
-            refuses_wrong_passwords(&broker).await;
-            users_cannot_enter_another_virtual_host(&broker).await;
-            publisher_can_schedule(&broker).await;
-            publisher_can_do_nothing_else(&broker).await;
-            worker_cannot_touch_foreign_objects(&broker).await;
-            worker_runs_whole_flow(&broker, &env).await;
-            listener_receives_events_and_no_more(&broker).await;
-            publisher_names_missing_write_permission(&broker).await;
-            errors_distinguish_limits_from_missing_rights(&broker).await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let broker = tokio::task::spawn_blocking(import).await.unwrap();
+        refuses_wrong_passwords(&broker).await;
+        users_cannot_enter_another_virtual_host(&broker).await;
+        publisher_can_schedule(&broker).await;
+        publisher_can_do_nothing_else(&broker).await;
+        worker_cannot_touch_foreign_objects(&broker).await;
+        worker_runs_whole_flow(&broker, &env).await;
+        listener_receives_events_and_no_more(&broker).await;
+        publisher_names_missing_write_permission(&broker).await;
+        errors_distinguish_limits_from_missing_rights(&broker).await;
+    });
 }
 
 /// A fresh broker with the definitions of the repository.

@@ -10,7 +10,7 @@ use order_timeout::postgres::Database;
 use order_timeout::postgres::warm_connections::WarmConnections;
 use order_timeout_core::order::{ClosedBy, OrderId, Outcome, Overdue, SweepPage, SweepReach, Timestamp};
 use order_timeout_testkit::process::{call_with, order_timeout, run};
-use order_timeout_testkit::{TestEnv, wait_for, with_env};
+use order_timeout_testkit::{TestEnv, wait_for};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 use sqlx::AssertSqlSafe;
@@ -28,14 +28,14 @@ async fn states(env: &TestEnv) -> Vec<(i64, String)> {
 
 #[test]
 fn own_table_is_closed_and_announced() {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             settings.orders.close_sql = example("close.sql");
             settings.orders.overdue_sql = example("overdue.sql");
             // Long enough for an alarm to arrive on a busy machine.
             settings.sweep.grace = Duration::from_secs(4);
-        },
-        async |env| {
+        })
+        .run(async |env| {
             sqlx::raw_sql(SCHEMA).execute(&env.pool).await.unwrap();
             // The worker starts first; otherwise the sweep would reach the orders before their alarms.
             let worker = env.worker().await;
@@ -62,38 +62,33 @@ fn own_table_is_closed_and_announced() {
             wait_for("the alarms of no order", async || env.parked().await.len() == 2).await;
             worker.stop().await;
             assert!(as_wanted(states(&env).await));
-        },
-    );
+        });
 }
 
 #[test]
 fn single_statement_is_refused() {
-    with_env(
-        |_| {},
-        async |env| {
-            for (given, missing) in [("close_sql", "overdue_sql"), ("overdue_sql", "close_sql")] {
-                let one = format!("orders.{given}=own.sql");
-                let (code, _, error) = run(order_timeout(&env.settings).args(["worker", "--set", &one]));
-                assert!(code == 2 && error.contains(&format!("without orders.{missing}")), "{error}");
-            }
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        for (given, missing) in [("close_sql", "overdue_sql"), ("overdue_sql", "close_sql")] {
+            let one = format!("orders.{given}=own.sql");
+            let (code, _, error) = run(order_timeout(&env.settings).args(["worker", "--set", &one]));
+            assert!(code == 2 && error.contains(&format!("without orders.{missing}")), "{error}");
+        }
+    });
 }
 
 /// A test environment with the example's tables and statements.
 fn on_example<F: Future<Output = ()> + Send + 'static>(
     test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
 ) {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             settings.orders.close_sql = example("close.sql");
             settings.orders.overdue_sql = example("overdue.sql");
-        },
-        async move |env| {
+        })
+        .run(async move |env| {
             execute(&env, SCHEMA).await;
             test(env).await;
-        },
-    );
+        });
 }
 
 async fn execute(env: &TestEnv, sql: &str) {
@@ -413,18 +408,17 @@ const DERIVED_SCHEMA: &str = include_str!("../../examples/derived_deadline/schem
 fn on_derived_deadline<F: Future<Output = ()> + Send + 'static>(
     test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
 ) {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/derived_deadline");
             let path = |name: &str| root.join(name).to_str().expect("a path in plain letters").to_owned();
             settings.orders.close_sql = path("close.sql");
             settings.orders.overdue_sql = path("overdue.sql");
-        },
-        async move |env| {
+        })
+        .run(async move |env| {
             execute(&env, DERIVED_SCHEMA).await;
             test(env).await;
-        },
-    );
+        });
 }
 
 #[test]

@@ -9,7 +9,7 @@ use order_timeout::Settings;
 use order_timeout::postgres::Database;
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::skip::skipped;
-use order_timeout_testkit::{TestEnv, wait_for, with_env};
+use order_timeout_testkit::{TestEnv, wait_for};
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::{AssertSqlSafe, Row};
 
@@ -22,13 +22,10 @@ fn behind<F: Future<Output = ()> + Send + 'static>(
     test: impl FnOnce(std::sync::Arc<TestEnv>, Pooler) -> F + Send + 'static,
 ) {
     let name = format!("poolers::{name}");
-    with_env(
-        |_| {},
-        async move |env| match Pooler::start(&env.settings.database.url, configuration) {
-            Some(pooler) => test(env, pooler).await,
-            None => skipped(&name, "pgbouncer is not installed; install it with: apt-get install pgbouncer"),
-        },
-    );
+    TestEnv::builder().run(async move |env| match Pooler::start(&env.settings.database.url, configuration) {
+        Some(pooler) => test(env, pooler).await,
+        None => skipped(&name, "pgbouncer is not installed; install it with: apt-get install pgbouncer"),
+    });
 }
 
 fn with_url(env: &TestEnv, url: SecretString) -> Settings {

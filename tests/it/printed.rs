@@ -6,8 +6,8 @@ use std::time::Duration;
 use clap::CommandFactory;
 use order_timeout::cli::Cli;
 use order_timeout_core::message::write_rfc3339;
+use order_timeout_testkit::TestEnv;
 use order_timeout_testkit::process::{bare, call_with, run};
-use order_timeout_testkit::with_env;
 use serde_json::Value;
 
 const PASSWORD: &str = "sesame-4711";
@@ -72,30 +72,27 @@ fn version_begins_with_the_crates() {
 
 #[test]
 fn schedule_takes_deadline_from_row() {
-    with_env(
-        |_| {},
-        async |env| {
-            let order = env.order(Duration::from_secs(1_800)).await;
-            let id = order.id.to_string();
-            let (code, stdout, stderr) = call_with(&env.settings, &["schedule", "--json", &id]).await;
-            assert_eq!((code, stderr.as_str()), (0, ""));
-            let scheduled: Value = serde_json::from_str(&stdout).unwrap();
-            assert_eq!(scheduled["deadline"], write_rfc3339(order.deadline));
+    TestEnv::builder().run(async |env| {
+        let order = env.order(Duration::from_secs(1_800)).await;
+        let id = order.id.to_string();
+        let (code, stdout, stderr) = call_with(&env.settings, &["schedule", "--json", &id]).await;
+        assert_eq!((code, stderr.as_str()), (0, ""));
+        let scheduled: Value = serde_json::from_str(&stdout).unwrap();
+        assert_eq!(scheduled["deadline"], write_rfc3339(order.deadline));
 
-            let unknown = uuid::Uuid::now_v7().to_string();
-            let mut own = env.settings.clone();
-            (own.orders.close_sql, own.orders.overdue_sql) = ("a".into(), "b".into());
-            for (settings, id, part) in [
-                (&env.settings, unknown.as_str(), "there is no order"),
-                (&env.settings, "17", "is no UUID"),
-                (&own, "17", "orders.close_sql"),
-            ] {
-                let (code, stdout, stderr) = call_with(settings, &["schedule", id]).await;
-                assert_eq!((code, stdout.as_str()), (1, ""), "{id}");
-                assert!(stderr.contains(part) && stderr.contains("--in 30m"), "{stderr}");
-            }
-        },
-    );
+        let unknown = uuid::Uuid::now_v7().to_string();
+        let mut own = env.settings.clone();
+        (own.orders.close_sql, own.orders.overdue_sql) = ("a".into(), "b".into());
+        for (settings, id, part) in [
+            (&env.settings, unknown.as_str(), "there is no order"),
+            (&env.settings, "17", "is no UUID"),
+            (&own, "17", "orders.close_sql"),
+        ] {
+            let (code, stdout, stderr) = call_with(settings, &["schedule", id]).await;
+            assert_eq!((code, stdout.as_str()), (1, ""), "{id}");
+            assert!(stderr.contains(part) && stderr.contains("--in 30m"), "{stderr}");
+        }
+    });
 }
 
 /// The code blocks of docs/LISTENING.md are the listeners that tests/examples runs.

@@ -11,7 +11,7 @@ use order_timeout::runtime::Worker;
 use order_timeout_amqp::topology::{self, Argument, Queue, Slot, TopologyError};
 use order_timeout_core::delay::{Lane, RingSettings};
 use order_timeout_core::order::{OrderId, Timestamp};
-use order_timeout_testkit::{TestEnv, process, wait_for, with_env};
+use order_timeout_testkit::{TestEnv, process, wait_for};
 use uuid::Uuid;
 
 /// A lane so long that nothing in it expires during a test.
@@ -74,7 +74,7 @@ fn assert_tells_how_to_move_over(sentence: &str, object: &str, difference: &str)
 
 #[test]
 fn declaring_twice_changes_nothing() {
-    with_env(with_a_long_lane, async |env| {
+    TestEnv::builder().settings(with_a_long_lane).run(async |env| {
         let lane = &queues(&env, "delay.")[0].name;
         leave_a_message_in(&env, lane).await;
         declare(&env).await.unwrap();
@@ -85,7 +85,7 @@ fn declaring_twice_changes_nothing() {
 
 #[test]
 fn differing_queue_argument_is_named() {
-    with_env(with_a_long_lane, async |env| {
+    TestEnv::builder().settings(with_a_long_lane).run(async |env| {
         env.declare_slots().await;
         let everything = env.settings.topology().queues;
         let one_of = |beginning: &str| queues(&env, beginning).remove(0);
@@ -137,41 +137,35 @@ fn differing_queue_argument_is_named() {
 
 #[test]
 fn differing_exchange_type_is_named() {
-    with_env(
-        |_| {},
-        async |env| {
-            let (name, events) = (env.names().due(), env.names().events());
-            for (exchange, other, now) in
-                [(&name, ExchangeKind::Fanout, "'fanout'"), (&events, ExchangeKind::Direct, "'direct'")]
-            {
-                env.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
-                let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
-                env.channel
-                    .exchange_declare(exchange.as_str().into(), other.clone(), options, FieldTable::default())
-                    .await
-                    .unwrap();
+    TestEnv::builder().run(async |env| {
+        let (name, events) = (env.names().due(), env.names().events());
+        for (exchange, other, now) in
+            [(&name, ExchangeKind::Fanout, "'fanout'"), (&events, ExchangeKind::Direct, "'direct'")]
+        {
+            env.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
+            let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
+            env.channel
+                .exchange_declare(exchange.as_str().into(), other.clone(), options, FieldTable::default())
+                .await
+                .unwrap();
 
-                let fault = declare(&env).await.expect_err("the exchange is of another type");
-                assert!(matches!(fault, TopologyError::Differs { .. }), "{fault:?}");
-                assert_tells_how_to_move_over(&fault.to_string(), &format!("exchange {exchange:?}"), "'type'");
-                assert!(fault.to_string().contains(now), "{fault} does not say what the type is");
-                // Re-declaring it with its old arguments succeeds, so it is unchanged.
-                let channel = env.broker.create_channel().await.unwrap();
-                channel
-                    .exchange_declare(exchange.as_str().into(), other, options, FieldTable::default())
-                    .await
-                    .unwrap();
+            let fault = declare(&env).await.expect_err("the exchange is of another type");
+            assert!(matches!(fault, TopologyError::Differs { .. }), "{fault:?}");
+            assert_tells_how_to_move_over(&fault.to_string(), &format!("exchange {exchange:?}"), "'type'");
+            assert!(fault.to_string().contains(now), "{fault} does not say what the type is");
+            // Re-declaring it with its old arguments succeeds, so it is unchanged.
+            let channel = env.broker.create_channel().await.unwrap();
+            channel.exchange_declare(exchange.as_str().into(), other, options, FieldTable::default()).await.unwrap();
 
-                env.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
-                declare(&env).await.unwrap();
-            }
-        },
-    );
+            env.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
+            declare(&env).await.unwrap();
+        }
+    });
 }
 
 #[test]
 fn worker_refuses_differing_queues() {
-    with_env(with_a_long_lane, async |env| {
+    TestEnv::builder().settings(with_a_long_lane).run(async |env| {
         let lane = queues(&env, "delay.").remove(0);
         let mut arguments = lane.arguments.clone();
         arguments.insert("x-dead-letter-exchange", Argument::Text("elsewhere".into()));
@@ -192,7 +186,7 @@ fn worker_refuses_differing_queues() {
 
 #[test]
 fn lane_duplicates_none_of_thousand_alarms() {
-    with_env(with_a_long_lane, async |env| {
+    TestEnv::builder().settings(with_a_long_lane).run(async |env| {
         let publisher = env.publisher().await;
         let deadline = Timestamp::now_by_local_clock() + Duration::from_secs(30 * 60);
         let alarms = (0..1_000).map(|_| (OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline));
@@ -221,7 +215,7 @@ async fn depths(env: &TestEnv, queues: &[Queue]) -> Vec<u32> {
 
 #[test]
 fn plain_lane_key_reaches_one_queue() {
-    with_env(with_a_long_lane, async |env| {
+    TestEnv::builder().settings(with_a_long_lane).run(async |env| {
         let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("1790000".into());
         env.publish_raw(&env.names().delay(), "30m", b"from a publisher that does not shard", properties).await;
         let all = env.settings.topology().queues;
@@ -234,30 +228,27 @@ fn plain_lane_key_reaches_one_queue() {
 
 #[test]
 fn starting_worker_declares_missing_queues() {
-    with_env(
-        |_| {},
-        async |env| {
-            let lost = queues(&env, "delay.2s.1").remove(0);
-            delete_queue(&env, &lost.name).await;
-            let worker = env.worker().await;
-            assert_eq!(env.depth(&lost.name).await, 0, "it is there");
-            // Mandatory: it would be returned if the queue were not bound.
-            let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("600000".into());
-            env.publish_raw(&env.names().delay(), "2s.1", b"bound", properties).await;
-            wait_for("the message in the new queue", async || env.depth(&lost.name).await == 1).await;
-            worker.stop().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let lost = queues(&env, "delay.2s.1").remove(0);
+        delete_queue(&env, &lost.name).await;
+        let worker = env.worker().await;
+        assert_eq!(env.depth(&lost.name).await, 0, "it is there");
+        // Mandatory: it would be returned if the queue were not bound.
+        let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("600000".into());
+        env.publish_raw(&env.names().delay(), "2s.1", b"bound", properties).await;
+        wait_for("the message in the new queue", async || env.depth(&lost.name).await == 1).await;
+        worker.stop().await;
+    });
 }
 
 #[test]
 fn message_without_expiration_delays_none() {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             // The finest ring is as short as allowed, because the test waits for all of it.
             settings.delay.rings[0] = RingSettings { unit: Duration::from_millis(500), slots: 16, early: None };
-        },
-        async |env| {
+        })
+        .run(async |env| {
             let names = env.names();
             env.declare_slots().await;
             let routes = [(names.delay(), "2s.1"), (names.slot(), "500ms-16.03")];
@@ -271,49 +262,42 @@ fn message_without_expiration_delays_none() {
             for queue in ["delay.2s.1", "slot.500ms-16.03"] {
                 assert_eq!(depths(&env, &queues(&env, queue)).await, [0], "{queue}");
             }
-        },
-    );
+        });
 }
 
 #[test]
 fn worker_refuses_namespace_never_set_up() {
-    with_env(
-        |_| {},
-        async |env| {
-            let mut settings = env.settings.clone();
-            settings.namespace.push_str("typo");
-            let fault = Worker::start(settings.clone()).await.map(drop).expect_err("nothing is there").to_string();
-            for part in [&format!("{:?}", settings.namespace), "order-timeout setup", "correct `namespace`"] {
-                assert!(fault.contains(part), "{fault:?} lacks {part:?}");
-            }
-            // The worker declared none.
-            let topology = settings.topology();
-            for name in topology.queues.iter().map(|queue| queue.name.as_str()) {
-                let channel = env.broker.create_channel().await.unwrap();
-                let options = QueueDeclareOptions { passive: true, ..Default::default() };
-                let there = channel.queue_declare(name.into(), options, FieldTable::default()).await;
-                assert!(there.is_err(), "{name} is there");
-            }
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let mut settings = env.settings.clone();
+        settings.namespace.push_str("typo");
+        let fault = Worker::start(settings.clone()).await.map(drop).expect_err("nothing is there").to_string();
+        for part in [&format!("{:?}", settings.namespace), "order-timeout setup", "correct `namespace`"] {
+            assert!(fault.contains(part), "{fault:?} lacks {part:?}");
+        }
+        // The worker declared none.
+        let topology = settings.topology();
+        for name in topology.queues.iter().map(|queue| queue.name.as_str()) {
+            let channel = env.broker.create_channel().await.unwrap();
+            let options = QueueDeclareOptions { passive: true, ..Default::default() };
+            let there = channel.queue_declare(name.into(), options, FieldTable::default()).await;
+            assert!(there.is_err(), "{name} is there");
+        }
+    });
 }
 
 #[test]
 fn worker_restores_all_but_one_queue() {
-    with_env(
-        |_| {},
-        async |env| {
-            let topology = env.settings.topology();
-            for queue in topology.queues.iter().filter(|queue| queue.name != env.names().parked()) {
-                delete_queue(&env, &queue.name).await;
-            }
-            let worker = env.worker().await;
-            for queue in &topology.queues {
-                assert_eq!(env.depth(&queue.name).await, 0, "{} is there", queue.name);
-            }
-            worker.stop().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let topology = env.settings.topology();
+        for queue in topology.queues.iter().filter(|queue| queue.name != env.names().parked()) {
+            delete_queue(&env, &queue.name).await;
+        }
+        let worker = env.worker().await;
+        for queue in &topology.queues {
+            assert_eq!(env.depth(&queue.name).await, 0, "{} is there", queue.name);
+        }
+        worker.stop().await;
+    });
 }
 
 /// Declares what a version with the inbox `arm` declared besides: the inbox, and one slot of a coarse ring.
@@ -341,7 +325,7 @@ async fn declare_former_objects(env: &TestEnv, slot_ttl_ms: i64) -> (String, Str
 /// The handbook's upgrade: alarms of old publishers and in old slots are processed by new workers.
 #[test]
 fn former_inbox_is_consumed_until_deleted() {
-    with_env(order_timeout_testkit::alarms_alone, async |env| {
+    TestEnv::builder().settings(order_timeout_testkit::alarms_alone).run(async |env| {
         let (inbox, slot) = declare_former_objects(&env, 3_000).await;
         let orders = env.orders(3, Duration::from_secs(6)).await;
         // One waits in the old inbox, one in an old slot, one comes from an old publisher while the worker runs.

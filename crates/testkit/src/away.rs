@@ -16,7 +16,7 @@ use uuid::Uuid;
 
 use crate::private::Private;
 use crate::proxy::Proxy;
-use crate::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
+use crate::{Order, RunningWorker, TestEnv, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// Long enough for the longest backoff, and for alarms that wait in the wheel.
@@ -63,7 +63,7 @@ pub fn on_private_broker_with<F: Future<Output = ()> + Send + 'static>(
         adjust(settings);
     };
     let for_test = broker.clone();
-    with_env(adjust_all, move |env| test(env, for_test));
+    TestEnv::builder().settings(adjust_all).run(move |env| test(env, for_test));
 }
 
 /// Runs a test on an environment with a private database server, which it may stop. The broker is the shared one.
@@ -79,7 +79,7 @@ pub fn on_private_database<F: Future<Output = ()> + Send + 'static>(
         shorten_timeouts(settings);
     };
     let for_test = database.clone();
-    with_env(adjust, move |env| test(env, for_test));
+    TestEnv::builder().settings(adjust).run(move |env| test(env, for_test));
 }
 
 /// Shortens the timeouts of a worker, so that they end during a test.

@@ -65,21 +65,39 @@ pub struct TestEnv {
     pub channel: Channel,
 }
 
-/// Runs a test on an environment of its own. `adjust` changes the settings before anything is created.
-pub fn with_env<T, F>(adjust: impl FnOnce(&mut Settings), test: T)
-where
-    T: FnOnce(Arc<TestEnv>) -> F,
-    F: Future<Output = ()> + Send + 'static,
-{
-    let mut settings = small_settings();
-    adjust(&mut settings);
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    runtime.block_on(async {
-        let env = match AssertUnwindSafe(TestEnv::build(settings.clone())).catch_unwind().await {
+/// An environment that is not created yet. Made by [`TestEnv::builder`].
+pub struct EnvBuilder {
+    settings: Settings,
+}
+
+impl EnvBuilder {
+    /// Changes the settings before anything is created.
+    #[must_use]
+    pub fn settings(mut self, adjust: impl FnOnce(&mut Settings)) -> Self {
+        adjust(&mut self.settings);
+        self
+    }
+
+    /// Creates the environment, runs the test on it, and removes it, even if the test panics.
+    pub fn run<T, F>(self, test: T)
+    where
+        T: FnOnce(Arc<TestEnv>) -> F,
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        runtime.block_on(self.run_here(test));
+    }
+
+    async fn run_here<T, F>(self, test: T)
+    where
+        T: FnOnce(Arc<TestEnv>) -> F,
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let env = match AssertUnwindSafe(TestEnv::build(self.settings.clone())).catch_unwind().await {
             Ok(env) => Arc::new(env),
             Err(panic) => {
                 // Remove what was created. Errors are ignored: the first panic is the one to report.
-                let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, clean_up(settings))).await;
+                let _ = tokio::spawn(tokio::time::timeout(TIMEOUT, clean_up(self.settings))).await;
                 std::panic::resume_unwind(panic);
             }
         };
@@ -91,7 +109,7 @@ where
         if let Err(error) = outcome.and(cleaned_up) {
             std::panic::resume_unwind(error.into_panic());
         }
-    });
+    }
 }
 
 /// Settings for a test: the addresses from the environment variables, a namespace and a database of its own, one lane
@@ -182,6 +200,11 @@ async fn clean_up(settings: Settings) {
 }
 
 impl TestEnv {
+    /// An environment of a test's own, with [`small_settings`].
+    pub fn builder() -> EnvBuilder {
+        EnvBuilder { settings: small_settings() }
+    }
+
     async fn build(settings: Settings) -> Self {
         // First, so that a broker that does not answer leaves no database behind.
         let broker = connect::connect(&settings.amqp, "test").await.expect("the broker answers; run scripts/services");

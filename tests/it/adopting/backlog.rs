@@ -6,7 +6,7 @@ use order_timeout::{StartError, Worker};
 
 use super::{execute, map, text};
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::{TestEnv, wait_for, with_env};
+use order_timeout_testkit::{TestEnv, wait_for};
 
 const OLD: i64 = 50_000;
 
@@ -27,12 +27,12 @@ async fn refusal(env: &TestEnv) -> String {
 
 #[test]
 fn old_backlog_is_not_closed_unasked() {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             map(settings, "ticketing");
             settings.sweep.first_backlog = 1_000;
-        },
-        async |env| {
+        })
+        .run(async |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
             execute(&env, OLD_ORDERS).await;
             for _ in 0..2 {
@@ -55,21 +55,20 @@ fn old_backlog_is_not_closed_unasked() {
             let worker = env.worker().await;
             wait_for("the closes", async || closed(&env).await == OLD).await;
             worker.stop().await;
-        },
-    );
+        });
 }
 
 #[test]
 fn narrowed_mapping_leaves_old_orders_alone() {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             map(settings, "ticketing");
             settings.sweep.first_backlog = 10;
             settings.sweep.grace = Duration::ZERO;
             let table = settings.kinds.get_mut("order").and_then(|kind| kind.table.as_mut()).unwrap();
             table.open = "status = 'n' AND expires > '2026-01-01'".into();
-        },
-        async |env| {
+        })
+        .run(async |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
             execute(&env, OLD_ORDERS).await;
             execute(&env, "INSERT INTO tickets.pretixbase_order (code, expires) VALUES ('N', now() + interval '1 s')")
@@ -78,18 +77,17 @@ fn narrowed_mapping_leaves_old_orders_alone() {
             wait_for("the close", async || closed(&env).await == 1).await;
             worker.stop().await;
             assert_eq!(closed(&env).await, 1);
-        },
-    );
+        });
 }
 
 #[test]
 fn started_table_is_never_asked_about_again() {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             map(settings, "ticketing");
             settings.sweep.first_backlog = 1_000;
-        },
-        async |env| {
+        })
+        .run(async |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
             env.worker().await.stop().await;
             assert_eq!(env.count("SELECT count(*) FROM order_timeout_adoption WHERE by = 'first start'").await, 1);
@@ -97,21 +95,17 @@ fn started_table_is_never_asked_about_again() {
             let worker = env.worker().await;
             wait_for("the closes", async || closed(&env).await == OLD).await;
             worker.stop().await;
-        },
-    );
+        });
 }
 
 #[test]
 fn default_table_is_guarded_as_well() {
-    with_env(
-        |settings| settings.sweep.first_backlog = 3,
-        async |env| {
+    TestEnv::builder().settings(|settings| settings.sweep.first_backlog = 3).run(async |env| {
             execute(&env, "INSERT INTO orders (id, expires_at) SELECT gen_random_uuid(), now() - interval '1 year' FROM generate_series(1, 4)").await;
             let why = refusal(&env).await;
             assert!(why.contains("4 orders of the table orders") && why.contains("status = 'cancelled'"), "{why}");
             execute(&env, "UPDATE orders SET status = 'cancelled' WHERE expires_at < now() - interval '1 day'").await;
             env.worker().await.stop().await;
             assert_eq!(env.closed().await, 0);
-        },
-    );
+        });
 }

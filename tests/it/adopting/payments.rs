@@ -5,7 +5,7 @@ use order_timeout::postgres::Database;
 
 use super::{execute, map, text};
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::{TestEnv, wait_for, with_env};
+use order_timeout_testkit::{TestEnv, wait_for};
 
 /// One overdue order, and a function that a statement calls to wait between its snapshot and its lock.
 const SETUP: &str = "CREATE FUNCTION tickets.slowly(id integer) RETURNS integer LANGUAGE plpgsql VOLATILE AS $$
@@ -26,12 +26,12 @@ async fn slow_close(env: &TestEnv) -> String {
 }
 
 fn payment_counts(paid: &'static str, payment: &'static str) {
-    with_env(
-        move |settings| {
+    TestEnv::builder()
+        .settings(move |settings| {
             map(settings, "ticketing");
             settings.kinds.get_mut("order").and_then(|kind| kind.table.as_mut()).unwrap().paid = paid.into();
-        },
-        async move |env| {
+        })
+        .run(async move |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
             execute(&env, SETUP).await;
             let mut file = tempfile::NamedTempFile::new().unwrap();
@@ -49,8 +49,7 @@ fn payment_counts(paid: &'static str, payment: &'static str) {
             let (_, said, error) = closing.await.unwrap();
             assert_eq!(said, "1: paid\n", "{error}");
             assert_eq!(env.count("SELECT count(*) FROM tickets.pretixbase_order WHERE status = 'e'").await, 0);
-        },
-    );
+        });
 }
 
 #[test]

@@ -5,14 +5,12 @@ use order_timeout::operations::adopt::{Level, check, propose};
 use order_timeout::postgres::Database;
 
 use super::{execute, text};
+use order_timeout_testkit::TestEnv;
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::with_env;
 
 #[test]
 fn proposal_for_clear_shop_is_right() {
-    with_env(
-        |_| {},
-        async |env| {
+    TestEnv::builder().run(async |env| {
             execute(&env, &text("partitioned", "schema.sql")).await;
             execute(&env, &text("partitioned", "orders.sql")).await;
             execute(&env, "UPDATE sales.orders SET status = 'paid' WHERE id IN (SELECT id FROM sales.orders LIMIT 9);
@@ -45,30 +43,26 @@ fn proposal_for_clear_shop_is_right() {
             let report = check::check(&database, &settings).await.unwrap();
             let wrong: Vec<_> = report.findings.iter().filter(|finding| finding.level == Level::Wrong).collect();
             assert!(wrong.is_empty(), "{wrong:#?}");
-        },
-    );
+        });
 }
 
 #[test]
 fn proposal_finds_stock_by_foreign_keys() {
-    with_env(
-        |_| {},
-        async |env| {
-            execute(&env, &text("tenants", "schema.sql")).await;
-            let (code, said, error) = call_with(&env.settings, &["adopt", "--table", "platform.orders"]).await;
-            assert_eq!(code, 0, "{error}");
-            for part in [
-                "id = [\"tenant\", \"number\"]",
-                "order = [\"tenant\", \"number\"]",
-                "key = [\"tenant\", \"sku\"]",
-                "set = { reserved = \"reserved - quantity\" }",
-                "how long may an order stay unpaid?",
-                "# CREATE INDEX CONCURRENTLY",
-            ] {
-                assert!(said.contains(part), "{part}: {said}");
-            }
-            let (code, _, error) = call_with(&env.settings, &["adopt", "--table", "platform.order"]).await;
-            assert!(code == 1 && error.contains("there is no table"), "{error}");
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        execute(&env, &text("tenants", "schema.sql")).await;
+        let (code, said, error) = call_with(&env.settings, &["adopt", "--table", "platform.orders"]).await;
+        assert_eq!(code, 0, "{error}");
+        for part in [
+            "id = [\"tenant\", \"number\"]",
+            "order = [\"tenant\", \"number\"]",
+            "key = [\"tenant\", \"sku\"]",
+            "set = { reserved = \"reserved - quantity\" }",
+            "how long may an order stay unpaid?",
+            "# CREATE INDEX CONCURRENTLY",
+        ] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        let (code, _, error) = call_with(&env.settings, &["adopt", "--table", "platform.order"]).await;
+        assert!(code == 1 && error.contains("there is no table"), "{error}");
+    });
 }

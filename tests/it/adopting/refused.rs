@@ -8,7 +8,7 @@ use order_timeout::postgres::Database;
 use order_timeout::{Settings, Worker};
 
 use super::{execute, fixture, map, text};
-use order_timeout_testkit::{TestEnv, with_env};
+use order_timeout_testkit::TestEnv;
 
 /// One overdue order with its ticket.
 const OVERDUE: &str = "INSERT INTO tickets.pretixbase_quota (id, size, booked) VALUES (1, 10, 1);
@@ -199,63 +199,57 @@ async fn findings(settings: &Settings) -> Vec<Finding> {
 #[test]
 fn wrong_mapping_is_refused_with_fix() {
     let file = fixture("ticketing", "order-timeout.toml").display().to_string();
-    with_env(
-        |_| {},
-        async move |env| {
-            for wrong in WRONG {
-                let what = wrong.what;
-                execute(&env, "DROP SCHEMA IF EXISTS tickets CASCADE").await;
-                execute(&env, &text("ticketing", "schema.sql")).await;
-                execute(&env, OVERDUE).await;
-                execute(&env, wrong.sql).await;
-                let settings = settings_of(&env, wrong);
-                let found = findings(&settings).await;
-                let key = format!("kinds.order.table.{}", wrong.key);
-                let says = |finding: &Finding| {
-                    let names = finding.key == key || finding.sentence.contains(&key);
-                    names && wrong.words.iter().all(|word| finding.sentence.contains(word))
-                };
-                assert!(found.iter().any(says), "{what}: {found:#?}");
-                assert!(found.iter().all(|finding| finding.file.as_ref() == Some(&file)), "{what}: {found:#?}");
-                if wrong.refused_at_start {
-                    let why = Worker::start(settings).await.map(drop).expect_err(what).to_string();
-                    assert!(why.contains(&key) && why.contains(&file), "{what}: {why}");
-                }
+    TestEnv::builder().run(async move |env| {
+        for wrong in WRONG {
+            let what = wrong.what;
+            execute(&env, "DROP SCHEMA IF EXISTS tickets CASCADE").await;
+            execute(&env, &text("ticketing", "schema.sql")).await;
+            execute(&env, OVERDUE).await;
+            execute(&env, wrong.sql).await;
+            let settings = settings_of(&env, wrong);
+            let found = findings(&settings).await;
+            let key = format!("kinds.order.table.{}", wrong.key);
+            let says = |finding: &Finding| {
+                let names = finding.key == key || finding.sentence.contains(&key);
+                names && wrong.words.iter().all(|word| finding.sentence.contains(word))
+            };
+            assert!(found.iter().any(says), "{what}: {found:#?}");
+            assert!(found.iter().all(|finding| finding.file.as_ref() == Some(&file)), "{what}: {found:#?}");
+            if wrong.refused_at_start {
+                let why = Worker::start(settings).await.map(drop).expect_err(what).to_string();
+                assert!(why.contains(&key) && why.contains(&file), "{what}: {why}");
             }
-        },
-    );
+        }
+    });
 }
 
 #[test]
 fn role_without_rights_is_refused() {
-    with_env(
-        |_| {},
-        async |env| {
-            execute(&env, &text("ticketing", "schema.sql")).await;
-            execute(&env, OVERDUE).await;
-            let role = format!("shop_{}", env.settings.namespace);
-            execute(
-                &env,
-                &format!(
-                    "CREATE ROLE {role} LOGIN; GRANT SELECT, INSERT ON ALL TABLES IN SCHEMA public TO {role};
+    TestEnv::builder().run(async |env| {
+        execute(&env, &text("ticketing", "schema.sql")).await;
+        execute(&env, OVERDUE).await;
+        let role = format!("shop_{}", env.settings.namespace);
+        execute(
+            &env,
+            &format!(
+                "CREATE ROLE {role} LOGIN; GRANT SELECT, INSERT ON ALL TABLES IN SCHEMA public TO {role};
                  GRANT USAGE ON SCHEMA tickets TO {role}; GRANT SELECT ON ALL TABLES IN SCHEMA tickets TO {role}"
-                ),
-            )
-            .await;
-            let mut settings = env.settings.clone();
-            map(&mut settings, "ticketing");
-            settings.database.url = order_timeout_testkit::with_parts(&settings.database.url, Some(&role), None, None);
-            let found = findings(&settings).await;
-            let lacking = found.iter().find(|finding| finding.sentence.contains("permission denied"));
-            assert!(lacking.is_some_and(|finding| finding.sentence.contains("GRANT")), "{found:#?}");
-            execute(&env, &format!("GRANT UPDATE ON ALL TABLES IN SCHEMA tickets TO {role}")).await;
-            assert_eq!(findings(&settings).await, []);
-            execute(&env, "ALTER TABLE tickets.pretixbase_order ENABLE ROW LEVEL SECURITY").await;
-            let found = findings(&settings).await;
-            assert!(found.iter().any(|finding| finding.sentence.contains("row security may hide rows")), "{found:#?}");
-            execute(&env, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
-        },
-    );
+            ),
+        )
+        .await;
+        let mut settings = env.settings.clone();
+        map(&mut settings, "ticketing");
+        settings.database.url = order_timeout_testkit::with_parts(&settings.database.url, Some(&role), None, None);
+        let found = findings(&settings).await;
+        let lacking = found.iter().find(|finding| finding.sentence.contains("permission denied"));
+        assert!(lacking.is_some_and(|finding| finding.sentence.contains("GRANT")), "{found:#?}");
+        execute(&env, &format!("GRANT UPDATE ON ALL TABLES IN SCHEMA tickets TO {role}")).await;
+        assert_eq!(findings(&settings).await, []);
+        execute(&env, "ALTER TABLE tickets.pretixbase_order ENABLE ROW LEVEL SECURITY").await;
+        let found = findings(&settings).await;
+        assert!(found.iter().any(|finding| finding.sentence.contains("row security may hide rows")), "{found:#?}");
+        execute(&env, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
+    });
 }
 
 #[test]

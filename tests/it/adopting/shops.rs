@@ -14,7 +14,7 @@ use time::OffsetDateTime;
 
 use super::{execute, map, text};
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::{TestEnv, wait_for, with_env};
+use order_timeout_testkit::{TestEnv, wait_for};
 
 /// Orders of a shop.
 const ORDERS: usize = 300;
@@ -65,13 +65,13 @@ fn assert_right(report: &CheckReport) {
 }
 
 fn adopts(shop: &'static str) {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             map(settings, shop);
             // Every second order has no alarm.
             settings.sweep.grace = Duration::from_millis(300);
-        },
-        async move |env| {
+        })
+        .run(async move |env| {
             execute(&env, &text(shop, "schema.sql")).await;
             assert_right(&report(&env).await);
             let worker = env.worker().await;
@@ -96,8 +96,7 @@ fn adopts(shop: &'static str) {
             .await;
             worker.stop().await;
             assert_books(&env, shop, &before, &paid).await;
-        },
-    );
+        });
 }
 
 /// No paid order is closed, each closed one was announced once with its id and deadline, and the shop's books balance.
@@ -155,53 +154,43 @@ fn partitioned_shop_is_adopted() {
 #[test]
 fn check_changes_nothing() {
     for shop in ["mall", "headless"] {
-        with_env(
-            |settings| map(settings, shop),
-            async move |env| {
-                execute(&env, &text(shop, "schema.sql")).await;
-                execute(&env, &text(shop, "orders.sql")).await;
-                wait_for("overdue orders", async || {
-                    orders(&env, shop).await.values().all(|(_, at)| *at < Timestamp::now_by_local_clock())
-                })
-                .await;
-                let report = report(&env).await;
-                assert_right(&report);
-                let sentences: Vec<&str> = report.findings.iter().map(|finding| finding.sentence.as_str()).collect();
-                let all = sentences.join("\n");
-                assert!(all.contains("10 of 10 overdue orders were closed and rolled back"), "{all}");
-                assert!(all.contains("two of the orders have the same one"), "{all}");
-                assert!(orders(&env, shop).await.values().all(|(state, _)| state == "open"));
-                assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 0);
-                let odd: Vec<String> =
-                    sqlx::query_scalar(AssertSqlSafe(text(shop, "books.sql"))).fetch_all(&env.pool).await.unwrap();
-                assert!(!odd.iter().any(|odd| odd.starts_with("stock")), "{odd:?}");
-            },
-        );
+        TestEnv::builder().settings(|settings| map(settings, shop)).run(async move |env| {
+            execute(&env, &text(shop, "schema.sql")).await;
+            execute(&env, &text(shop, "orders.sql")).await;
+            wait_for("overdue orders", async || {
+                orders(&env, shop).await.values().all(|(_, at)| *at < Timestamp::now_by_local_clock())
+            })
+            .await;
+            let report = report(&env).await;
+            assert_right(&report);
+            let sentences: Vec<&str> = report.findings.iter().map(|finding| finding.sentence.as_str()).collect();
+            let all = sentences.join("\n");
+            assert!(all.contains("10 of 10 overdue orders were closed and rolled back"), "{all}");
+            assert!(all.contains("two of the orders have the same one"), "{all}");
+            assert!(orders(&env, shop).await.values().all(|(state, _)| state == "open"));
+            assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 0);
+            let odd: Vec<String> =
+                sqlx::query_scalar(AssertSqlSafe(text(shop, "books.sql"))).fetch_all(&env.pool).await.unwrap();
+            assert!(!odd.iter().any(|odd| odd.starts_with("stock")), "{odd:?}");
+        });
     }
 }
 
 #[test]
 fn statements_of_mapping_are_printed() {
-    with_env(
-        |settings| map(settings, "ticketing"),
-        async |env| {
-            execute(&env, &text("ticketing", "schema.sql")).await;
-            let (code, said, error) = call_with(&env.settings, &["sql"]).await;
-            assert_eq!(code, 0, "{error}");
-            for part in
-                ["FOR NO KEY UPDATE OF o SKIP LOCKED", "\"status\" = 'e'", "statement_timestamp()", "-- deadline"]
-            {
-                assert!(said.contains(part), "{part}: {said}");
-            }
-        },
-    );
+    TestEnv::builder().settings(|settings| map(settings, "ticketing")).run(async |env| {
+        execute(&env, &text("ticketing", "schema.sql")).await;
+        let (code, said, error) = call_with(&env.settings, &["sql"]).await;
+        assert_eq!(code, 0, "{error}");
+        for part in ["FOR NO KEY UPDATE OF o SKIP LOCKED", "\"status\" = 'e'", "statement_timestamp()", "-- deadline"] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+    });
 }
 
 #[test]
 fn deadline_of_mapped_order_moves() {
-    with_env(
-        |settings| map(settings, "ticketing"),
-        async |env| {
+    TestEnv::builder().settings(|settings| map(settings, "ticketing")).run(async |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
             execute(&env, "INSERT INTO tickets.pretixbase_order (code, status, expires) VALUES ('A', 'n', NULL), ('B', 'p', now()), ('C', 'n', now() + interval '1 d')").await;
             for (id, said_wanted, code_wanted) in [
@@ -215,35 +204,35 @@ fn deadline_of_mapped_order_moves() {
                 assert!(code == code_wanted && said.contains(said_wanted), "{id}: {said}{error}");
             }
             assert_eq!(env.count("SELECT count(*) FROM alarm_outbox WHERE order_id IN ('1', '3')").await, 2);
-        },
-    );
+        });
 }
 
 #[test]
 fn order_without_deadline_stays_open() {
-    with_env(
-        |settings| map(settings, "ticketing"),
-        async |env| {
-            execute(&env, &text("ticketing", "schema.sql")).await;
-            execute(&env, "INSERT INTO tickets.pretixbase_order (code, expires) VALUES ('A', NULL), ('B', now() + interval '1 s')").await;
-            let worker = env.worker().await;
-            let publisher = env.publisher().await;
-            let now = Timestamp::now_by_local_clock();
-            // The close of the second proves that the first alarm was handled.
-            for (id, millis) in [("1", 700), ("2", 1_500)] {
-                publisher.schedule(id, now + Duration::from_millis(millis)).await.unwrap();
-            }
-            wait_for("the close", async || {
-                env.count("SELECT count(*) FROM tickets.pretixbase_order WHERE status = 'e'").await == 1
-            })
-            .await;
-            worker.stop().await;
-            env.assert_drained().await;
-            assert_eq!(
-                env.count("SELECT count(*) FROM tickets.pretixbase_order WHERE status = 'n' AND expires IS NULL").await,
-                1
-            );
-            assert_eq!(env.parked().await, []);
-        },
-    );
+    TestEnv::builder().settings(|settings| map(settings, "ticketing")).run(async |env| {
+        execute(&env, &text("ticketing", "schema.sql")).await;
+        execute(
+            &env,
+            "INSERT INTO tickets.pretixbase_order (code, expires) VALUES ('A', NULL), ('B', now() + interval '1 s')",
+        )
+        .await;
+        let worker = env.worker().await;
+        let publisher = env.publisher().await;
+        let now = Timestamp::now_by_local_clock();
+        // The close of the second proves that the first alarm was handled.
+        for (id, millis) in [("1", 700), ("2", 1_500)] {
+            publisher.schedule(id, now + Duration::from_millis(millis)).await.unwrap();
+        }
+        wait_for("the close", async || {
+            env.count("SELECT count(*) FROM tickets.pretixbase_order WHERE status = 'e'").await == 1
+        })
+        .await;
+        worker.stop().await;
+        env.assert_drained().await;
+        assert_eq!(
+            env.count("SELECT count(*) FROM tickets.pretixbase_order WHERE status = 'n' AND expires IS NULL").await,
+            1
+        );
+        assert_eq!(env.parked().await, []);
+    });
 }
