@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use order_timeout::Settings;
-use order_timeout_client::postgres;
+use order_timeout_client::postgres::{self, Moved};
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
@@ -53,7 +53,8 @@ fn moved_deadline_counts_without_broker() {
         let [later, earlier] = [env.order(SECOND).await, env.order(3_600 * SECOND).await];
         let now = Timestamp::now_by_local_clock();
         for (order, deadline) in [(&later, now + 4 * SECOND), (&earlier, now + 2 * SECOND)] {
-            postgres::move_deadline(&env.pool, order.id.to_string(), deadline).await.unwrap();
+            let moved = postgres::move_deadline(&env.pool, order.id.to_string(), deadline).await.unwrap();
+            assert!(matches!(moved, Moved::Later | Moved::Earlier), "{moved:?}");
         }
         wait_for("the earlier one", async || env.status(&earlier).await == "closed").await;
         assert_eq!(env.status(&later).await, "unpaid");
