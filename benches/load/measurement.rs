@@ -93,7 +93,7 @@ pub async fn measure(
     plan: &Plan,
 ) -> anyhow::Result<Figures> {
     let env = match candidate {
-        Candidate::Worker(overrides) => BenchEnv::with_broker(servers, options, overrides).await?,
+        Candidate::Worker(overrides) => BenchEnv::for_worker(servers, options, overrides).await?,
         Candidate::Poller { .. } | Candidate::LookAhead { .. } => {
             BenchEnv::without_broker(servers, options.socket).await?
         }
@@ -132,7 +132,11 @@ async fn measure_in(
     let watch = watch_at(first, servers, &program);
     let publish = async {
         match candidate {
-            Candidate::Worker(_) => publish(env, plan, begin, alarms).await,
+            Candidate::Worker(_) if env.settings.delay.strategy.needs_broker() => {
+                publish(env, plan, begin, alarms).await
+            }
+            // It reads the deadlines from the rows.
+            Candidate::Worker(_) => Ok(Duration::ZERO),
             Candidate::Poller { .. } | Candidate::LookAhead { .. } => Ok(Duration::ZERO),
         }
     };

@@ -32,6 +32,8 @@ const DEMO_OTHER_MS: std::ops::RangeInclusive<u64> = 4_000..=8_000;
 const SHARED_OTHER_MS: std::ops::RangeInclusive<u64> = 8_000..=40_000;
 /// The longest standard delay that a demo waits for.
 const LONGEST_LANE: Duration = Duration::from_secs(60);
+/// On which the events are announced if there is no broker.
+pub const EVENT_CHANNEL: &str = "order_events";
 /// Concurrent customers at the checkout.
 const CHECKOUT_CONNECTIONS: u32 = 16;
 /// Creating or dropping a database copies files and waits for a checkpoint.
@@ -93,6 +95,9 @@ impl Environment {
         ];
         settings.worker.hold_max = DEMO_LEAD + Duration::from_secs(3);
         settings.worker.shutdown_grace = Duration::from_secs(5);
+        if !settings.delay.strategy.needs_broker() {
+            EVENT_CHANNEL.clone_into(&mut settings.announce.notify);
+        }
         settings.validate().context("the demo's settings do not fit together")?;
         let ownership = Ownership::Own {
             server: Box::new(server),
@@ -127,13 +132,14 @@ impl Environment {
         };
         // Both are reached before either is changed.
         let administration = Database::connect(server, 1).await?.pool().clone();
-        let connection = connect::connect(&self.settings.amqp, "shop setup").await?;
-
-        *topology_made = true;
-        let topology = self.settings.topology();
-        let declaring = timeout(ADMINISTRATION_TIMEOUT, topology.declare(&connection));
-        declaring.await.context("the broker does not finish declaring queues")??;
-        connect::close(&connection, self.settings.amqp.connect_timeout).await;
+        if self.settings.delay.strategy.needs_broker() {
+            let connection = connect::connect(&self.settings.amqp, "shop setup").await?;
+            *topology_made = true;
+            let topology = self.settings.topology();
+            let declaring = timeout(ADMINISTRATION_TIMEOUT, topology.declare(&connection));
+            declaring.await.context("the broker does not finish declaring queues")??;
+            connect::close(&connection, self.settings.amqp.connect_timeout).await;
+        }
 
         *database_made = true;
         create_database(&administration, database).await?;
@@ -176,16 +182,19 @@ impl Environment {
         Ok(pool)
     }
 
-    /// The publisher, as the broker user that a shop's checkout would have.
-    pub async fn publisher(&self) -> anyhow::Result<Publisher> {
+    /// The publisher, as the broker user that a shop's checkout would have; `None` if there is no broker.
+    pub async fn publisher(&self) -> anyhow::Result<Option<Publisher>> {
+        if !self.settings.delay.strategy.needs_broker() {
+            return Ok(None);
+        }
         let Some(url) = std::env::var(PUBLISHER_URL).ok().filter(|url| !url.is_empty()) else {
-            return Ok(self.settings.publisher().connect().await?);
+            return Ok(Some(self.settings.publisher().connect().await?));
         };
         let mut settings = self.settings.clone();
         settings.amqp.url = url.into();
         let connect = async {
             settings.validate()?;
-            anyhow::Ok(settings.publisher().connect().await?)
+            anyhow::Ok(Some(settings.publisher().connect().await?))
         };
         connect.await.with_context(|| format!("amqp.url was taken from {PUBLISHER_URL}"))
     }

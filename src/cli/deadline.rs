@@ -110,7 +110,9 @@ impl To {
 /// If the database cannot be used, or the orders table is not ours. Exit code 1 also if a deadline is unchanged.
 pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     if !settings.has_default_orders() && args.which.condition.is_some() {
-        bail!("--where chooses from the default orders table, and the settings name another; give the id of one order");
+        bail!(
+            "--where chooses from the default orders table, and the settings name another: give the id of one order, or update its row yourself"
+        );
     }
     if let Some(Offset::Later(duration) | Offset::Earlier(duration)) = args.to.r#in
         && duration > settings.delay.max_delay

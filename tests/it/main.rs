@@ -21,6 +21,7 @@ mod health;
 mod hostile;
 mod least_privilege;
 mod local_users;
+mod look_ahead;
 mod named_database;
 mod outbox;
 mod outcomes;

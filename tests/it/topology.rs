@@ -7,15 +7,16 @@ use std::time::Duration;
 use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, ExchangeKind};
+use order_timeout::Settings;
 use order_timeout::runtime::Worker;
-use order_timeout_amqp::topology::{self, Argument, Queue, Slot, TopologyError};
+use order_timeout_amqp::topology::{self, Argument, Queue, Slot, Slots, TopologyError};
 use order_timeout_core::delay::{Lane, RingSettings};
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_testkit::{TestEnv, process, wait_for};
 use uuid::Uuid;
 
 /// A lane so long that nothing in it expires during a test.
-fn with_a_long_lane(settings: &mut order_timeout::Settings) {
+fn with_a_long_lane(settings: &mut Settings) {
     settings.delay.lanes = vec![Lane::try_from("30m".to_owned()).unwrap()];
     settings.delay.lane_shards = 4;
 }
@@ -347,5 +348,63 @@ fn former_inbox_is_consumed_until_deleted() {
         wait_for("the last close", async || env.closed().await == 4).await;
         worker.stop().await;
         env.assert_ledger().await;
+    });
+}
+
+#[test]
+fn setup_declares_few_queues() {
+    TestEnv::builder().run(async |env| {
+        let slots: Vec<String> = queues(&env, "slot.").into_iter().map(|queue| queue.name).collect();
+        assert!(Settings::defaults().topology().queues.len() <= 16);
+        // Only the slots that its alarms need come into being.
+        let worker = env.worker().await;
+        let order = env.order(Duration::from_secs(8)).await;
+        env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+        wait_for("the alarm in its slot", async || env.depth_of_all("slot.").await == 1).await;
+        let mut declared = 0;
+        for slot in &slots {
+            declared += usize::from(env.depth_if_any(slot).await.is_some());
+        }
+        assert_eq!(declared, 1, "of {}", slots.len());
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        env.assert_closed_by_alarms().await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn prune_deletes_only_empty_slots() {
+    TestEnv::builder().run(async |env| {
+        env.declare_slots().await;
+        let kept = queues(&env, "slot.5s-12.03").remove(0).name;
+        leave_a_message_in(&env, &kept).await;
+        let (code, stdout, stderr) = process::call_with(&env.settings, &["topology", "prune"]).await;
+        assert_eq!((code, stderr.as_str()), (0, ""));
+        assert!(stdout.contains(&format!("kept    {kept}: 1 messages")), "{stdout}");
+        assert!(stdout.ends_with("23 empty queues deleted, 1 with messages kept\n"), "{stdout}");
+        assert_eq!(env.depth(&kept).await, 1);
+        // The next alarm has its slot declared again.
+        let worker = env.worker().await;
+        let order = env.order(Duration::from_secs(8)).await;
+        env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        env.assert_closed_by_alarms().await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn prune_takes_former_rings() {
+    TestEnv::builder().run(async |env| {
+        let former = RingSettings { unit: Duration::from_secs(7), slots: 6, early: None };
+        let slots: Vec<Slot> = Slots::of_ring(&env.names(), &former).collect();
+        topology::declare_slots(&env.names(), &slots, &env.broker).await.unwrap();
+        let (code, stdout, _) =
+            process::call_with(&env.settings, &["topology", "prune", "--ring", "7s-6", "--json"]).await;
+        let pruned: serde_json::Value = serde_json::from_str(&stdout).unwrap();
+        assert_eq!((code, pruned["deleted"].as_array().unwrap().len()), (0, 6));
+        let (code, _, stderr) = process::call_with(&env.settings, &["topology", "prune", "--ring", "7s"]).await;
+        assert_eq!(code, 2);
+        assert!(stderr.contains("such as 5s-22"), "{stderr}");
     });
 }

@@ -52,7 +52,7 @@ pub async fn measure(
     route: AlarmRoute,
 ) -> anyhow::Result<BrokerLimit> {
     progress::say("measuring the broker's own limit");
-    let env = BenchEnv::with_broker(servers, options, settings).await?;
+    let env = BenchEnv::for_worker(servers, options, settings).await?;
     tokio::time::sleep(SETTLING).await;
     let connection = env.connect().await?;
     declare_slot(&env, &connection).await?;

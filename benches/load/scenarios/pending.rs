@@ -26,7 +26,7 @@ const TIMEOUT: Duration = Duration::from_secs(180);
 const ROLL_OVER: &str = "#{names := #{wal := Wal}} = ra_system:fetch(quorum_queues), ra_log_wal:force_roll_over(Wal).";
 
 pub async fn run(servers: &Servers, options: &Options, alarms: usize) -> anyhow::Result<()> {
-    let env = BenchEnv::with_broker(servers, options, &[]).await?;
+    let env = BenchEnv::for_worker(servers, options, &[]).await?;
     let outcome = measure(&env, servers, options, alarms).await;
     env.clean_up().await?;
     report::print_line(&outcome?, options.json);

@@ -61,6 +61,7 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
     let mut arguments = vec!["--config".to_owned(), file.display().to_string()];
     for (key, value) in [
         ("namespace", settings.namespace.clone()),
+        ("delay.strategy", settings.delay.strategy.as_str().to_owned()),
         ("delay.lanes", lanes.join(",")),
         ("delay.lane_shards", settings.delay.lane_shards.to_string()),
         ("amqp.heartbeat", millis(settings.amqp.heartbeat)),
@@ -76,6 +77,7 @@ fn settings_arguments(settings: &Settings) -> Vec<String> {
         ("sweep.first_backlog", settings.sweep.first_backlog.to_string()),
         ("orders.close_sql", settings.orders.close_sql.clone()),
         ("orders.overdue_sql", settings.orders.overdue_sql.clone()),
+        ("announce.notify", settings.announce.notify.clone()),
         ("retry.missing_for", millis(settings.retry.missing_for)),
         ("http.listen", settings.http.listen.0.map_or_else(String::new, |address| address.to_string())),
         ("retry.max_attempts", settings.retry.max_attempts.to_string()),

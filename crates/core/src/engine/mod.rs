@@ -62,6 +62,10 @@ const MAX_WOKEN_AT_ONCE: usize = 2_048;
 /// time, so that a flood of unreadable messages does not use up the sweep's connections.
 const MAX_PARKED_AT_ONCE: usize = 256;
 
+/// How long after its deadline an order counts as read ahead: twice as long as the worker's reading of the clock may be
+/// ahead of the database's.
+const JUST_PASSED: Duration = Duration::from_millis(500);
+
 /// No page of orders is read while so many alarms are held, of about a kilobyte each: those of a full prefetch window and
 /// as many that were read ahead.
 const MAX_HELD_WHILE_SWEEPING: usize = 200_000;
@@ -545,7 +549,7 @@ impl Engine {
             let alarm = Alarm { order_id: key.0.clone(), deadline: key.1 };
             let last_try = self.sweep.last_try(&key.0);
             // By the worker's reading of the clock it may have passed a little before it does by the database's.
-            let has_just_passed = looks_ahead && last_try == LastTry::None && now < key.1 + self.policy.sweep_grace;
+            let has_just_passed = looks_ahead && last_try == LastTry::None && now < key.1 + JUST_PASSED;
             if key.1 > now || has_just_passed {
                 self.place(WorkItem::new(alarm.into(), Origin::LookedAhead), now, now);
                 continue;
