@@ -44,7 +44,7 @@ use audit::Findings;
 use checkout::{Checkout, Served};
 use commit_probe::CommitProbe;
 use environment::Environment;
-use listener::Listener;
+use listener::{EventSource, Listener};
 use plan::Plan;
 use progress::Progress;
 use report::Report;
@@ -142,7 +142,11 @@ async fn do_business(environment: &mut Environment, plan: &Plan, progress: &Prog
     let settings = environment.settings.clone();
     let pool = environment.pool().await?;
     // Before the first order, so that no event is missed.
-    let listener = Listener::start(&settings, &environment.event_queue(), plan.ids(), progress.clone()).await?;
+    let source = match settings.delay.strategy.needs_broker() {
+        true => EventSource::Queue { settings: &settings, queue: environment.event_queue() },
+        false => EventSource::Channel(&pool),
+    };
+    let listener = Listener::start(source, plan.ids(), progress.clone()).await?;
     let checkout = Checkout::open(pool.clone(), environment.publisher().await?, &plan.articles).await?;
     let probe = CommitProbe::start(environment.probe_pool().await?, environment.mark.clone(), plan.length());
 
@@ -194,9 +198,7 @@ async fn wait_until_all_decided(
     let give_up_at = last_deadline + TIMEOUT;
     while Instant::now() < give_up_at {
         if listener.has_ended() {
-            bail!(
-                "the event consumer lost its connection to the broker, so the events cannot be counted; run it again"
-            );
+            bail!("the event consumer lost its connection, so the events cannot be counted; run it again");
         }
         let so_far = checkout.count_decided(plan.uuids()).await?;
         if so_far.open == 0 && listener.count() >= so_far.closed {

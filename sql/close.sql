@@ -6,6 +6,7 @@
 --   (a statement that does not need $3, or $2 and $3, may leave them out)
 --
 --   order_id text, outcome text, deadline timestamptz
+--   An order without a deadline (NULL) is never due: not_due.
 --   outcome: closed | paid | already_closed | closing | not_due | busy | malformed; no row: the order does not exist.
 --
 -- One statement is one transaction: status, stock, history and event are committed together or not at all.
@@ -69,8 +70,12 @@ closed AS (
     RETURNING o.id, o.expires_at, o.closed_at
 ),
 history AS (
-    INSERT INTO order_events (order_id, event, at, by, reason)
-    SELECT c.id, 'closed', c.closed_at, $2::text, 'unpaid' FROM closed c
+    INSERT INTO order_events (order_id, event, at, by, reason, who, why)
+    SELECT c.id, 'closed', c.closed_at, $2::text, 'unpaid',
+           -- `order-timeout close` sets both for its transaction, a worker neither. Read once for all orders.
+           (SELECT nullif(current_setting('order_timeout.who', true), '')),
+           (SELECT nullif(current_setting('order_timeout.why', true), ''))
+    FROM closed c
     RETURNING 1
 ),
 event AS (

@@ -1,9 +1,9 @@
--- Changes the deadline of an unpaid order; an earlier deadline gets its own alarm.
+-- Changes the deadline of an unpaid order; an earlier deadline, and the first of an order without one, gets its own alarm.
 --
 --   $1 order_id text
 --   $2 deadline timestamptz
 --
---   status text, deadline timestamptz: the order's values before; moved_to timestamptz: its deadline now, NULL if it
+--   status text, deadline timestamptz: the order's values before, infinity if it had no deadline; moved_to timestamptz: its deadline now, NULL if it
 --   was not moved. No row: the order does not exist.
 --
 -- A later deadline needs no alarm: the alarm in flight finds that the order is not due, and waits for the new deadline.
@@ -27,7 +27,7 @@ alarm AS (
     INSERT INTO alarm_outbox (order_id, deadline)
     SELECT f.id::text, m.expires_at
     FROM found f, moved m
-    WHERE m.expires_at < f.expires_at
+    WHERE f.expires_at IS NULL OR m.expires_at < f.expires_at
 )
-SELECT f.status::text AS status, f.expires_at AS deadline, (SELECT m.expires_at FROM moved m) AS moved_to
+SELECT f.status::text AS status, coalesce(f.expires_at, 'infinity') AS deadline, (SELECT m.expires_at FROM moved m) AS moved_to
 FROM found f

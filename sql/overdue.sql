@@ -6,6 +6,8 @@
 --   $4 limit          bigint
 --
 --   order_id text, deadline timestamptz
+--
+-- An order without a deadline (NULL) is never overdue.
 SELECT o.id::text AS order_id, o.expires_at AS deadline
 FROM orders o
 WHERE o.status = 'unpaid'

@@ -4,25 +4,28 @@
 //! `config/default.toml`, and no secret in any output: addresses with passwords are [`SecretString`]s and errors never
 //! repeat their value.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use order_timeout_amqp::tls::TlsFiles;
-use order_timeout_amqp::topology::{Names, Topology};
+use order_timeout_amqp::topology::{Names, Slots, Topology};
 use order_timeout_amqp::{ADDRESS_FORM as AMQP_FORM, ADDRESS_SCHEMES as AMQP_SCHEMES, AmqpSettings};
 use order_timeout_client::PublisherBuilder;
 use order_timeout_core::address::AddressError;
-use order_timeout_core::delay::DelaySettings;
+use order_timeout_core::delay::{DelaySettings, Strategy};
 use order_timeout_core::engine::LONGEST_RETRY_FACTOR;
 use order_timeout_core::{InvalidSetting, duration, one_of_its_words};
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
 mod effective;
+pub mod kinds;
 mod load;
 mod validate;
 
 pub use effective::EffectiveSetting;
+use kinds::{KindSettings, TableSettings};
 
 /// The documented defaults, embedded so that a worker runs without any file.
 pub const DEFAULTS: &str = include_str!("../config/default.toml");
@@ -43,11 +46,14 @@ pub struct Settings {
     pub parked: ParkedSettings,
     pub http: HttpSettings,
     pub orders: OrdersSettings,
+    pub kinds: BTreeMap<String, KindSettings>,
     pub log: LogSettings,
 }
 
+/// The section `database`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct DatabaseSettings {
     pub url: SecretString,
     pub url_file: String,
@@ -106,8 +112,10 @@ impl DatabaseSettings {
     }
 }
 
+/// The section `worker`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct WorkerSettings {
     #[serde(deserialize_with = "duration::read")]
     pub hold_max: Duration,
@@ -139,8 +147,10 @@ impl WorkerSettings {
     }
 }
 
+/// The section `retry`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct RetrySettings {
     #[serde(deserialize_with = "duration::read")]
     pub first: Duration,
@@ -159,34 +169,46 @@ impl RetrySettings {
     }
 }
 
+/// The section `sweep`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct SweepSettings {
     #[serde(deserialize_with = "duration::read")]
     pub every: Duration,
     #[serde(deserialize_with = "duration::read")]
     pub grace: Duration,
+    #[serde(deserialize_with = "duration::read")]
+    pub look_ahead: Duration,
+    pub first_backlog: u32,
 }
 
+/// The section `announce`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct AnnounceSettings {
     #[serde(deserialize_with = "duration::read")]
     pub poll: Duration,
     pub batch_size: usize,
     #[serde(deserialize_with = "duration::read")]
     pub keep: Duration,
+    pub notify: String,
 }
 
+/// The section `parked`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct ParkedSettings {
     #[serde(deserialize_with = "duration::read")]
     pub keep: Duration,
 }
 
+/// The section `http`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct HttpSettings {
     pub listen: Listen,
 }
@@ -213,15 +235,19 @@ impl TryFrom<String> for Listen {
     }
 }
 
+/// The section `orders`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct OrdersSettings {
     pub close_sql: String,
     pub overdue_sql: String,
 }
 
+/// The section `log`, documented in `config/default.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
 pub struct LogSettings {
     #[serde(deserialize_with = "one_of_its_words")]
     pub format: LogFormat,
@@ -232,7 +258,9 @@ pub struct LogSettings {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
+    /// Lines for people.
     Human,
+    /// One JSON object a line.
     Json,
 }
 
@@ -299,13 +327,41 @@ impl Settings {
         Names::new(&self.namespace)
     }
 
-    /// Every exchange and queue of the deployment.
+    /// Every exchange and queue of the deployment, except for the slots of the wheel.
+    ///
+    #[must_use]
+    pub fn topology(&self) -> Topology {
+        Topology::new(&self.names(), &self.delay, self.worker.shards)
+    }
+
+    /// The slots of the wheel, which a worker declares when the first message needs them.
     ///
     /// # Panics
     /// If the rings do not mesh, which [`Settings::validate`] refuses.
     #[must_use]
-    pub fn topology(&self) -> Topology {
-        Topology::new(&self.names(), &self.delay, self.worker.shards)
+    pub fn slots(&self) -> Slots {
+        Slots::new(&self.names(), self.delay.wheel().expect("validated settings have rings that mesh"))
+    }
+
+    /// The name of every queue that the deployment may have, slots of the wheel included.
+    #[must_use]
+    pub fn queue_names(&self) -> Vec<String> {
+        let declared = self.topology().queues.into_iter().map(|queue| queue.name);
+        let has_wheel = self.delay.strategy == Strategy::DeadLetter;
+        let slots = has_wheel.then(|| self.slots().all().map(|slot| slot.queue.name).collect::<Vec<_>>());
+        declared.chain(slots.into_iter().flatten()).collect()
+    }
+
+    /// The mapping of the orders table, if one is given.
+    #[must_use]
+    pub fn orders_table(&self) -> Option<&TableSettings> {
+        self.kinds.get(kinds::ORDER).and_then(|kind| kind.table.as_ref())
+    }
+
+    /// Whether the orders are in the default table.
+    #[must_use]
+    pub fn has_default_orders(&self) -> bool {
+        self.orders.close_sql.is_empty() && self.orders_table().is_none()
     }
 
     /// A publisher for workers with these settings.

@@ -24,8 +24,11 @@ use crate::observe::health::{Health, Report};
 use crate::observe::metrics::{self, Metrics};
 use crate::sanitize;
 
+/// Whether the worker's loops turn.
 pub const LIVEZ: &str = "/livez";
+/// Whether it closes orders.
 pub const READYZ: &str = "/readyz";
+/// The metrics, in Prometheus' text format.
 pub const METRICS: &str = "/metrics";
 
 /// Far more than a scraper and two probes need.
@@ -43,14 +46,17 @@ const PLAIN_TEXT: &str = "text/plain; charset=utf-8";
 /// Why the pages cannot be served or fetched.
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
+    /// Another program listens there.
     #[error(
         "http.listen: {0} is taken, perhaps by another worker on this machine; set http.listen to another port, or to \"\" to serve no health and metrics"
     )]
     Taken(SocketAddr),
+    /// The address is not this machine's, or may not be used.
     #[error(
         "http.listen: this machine cannot listen at {0} ({1}); set http.listen to an address of its own, or to \"\""
     )]
     CannotListen(SocketAddr, std::io::Error),
+    /// For a client of the pages.
     #[error("no worker answers at {0} ({1}); is it running, with the same http.listen?")]
     NoAnswer(SocketAddr, String),
 }
@@ -58,7 +64,9 @@ pub enum HttpError {
 /// What is served.
 #[derive(Debug, Clone)]
 pub struct Pages {
+    /// For `/livez` and `/readyz`.
     pub health: Arc<Health>,
+    /// For `/metrics`.
     pub metrics: Arc<Metrics>,
 }
 

@@ -22,6 +22,7 @@ pub mod runtime;
 pub mod cli;
 pub mod http;
 pub mod loop_backoff;
+pub mod mapping;
 pub mod observe;
 pub mod operations;
 pub mod postgres;

@@ -16,6 +16,7 @@ pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 pub struct Backoff(backon::ExponentialBackoff);
 
 impl Backoff {
+    /// Begins with the shortest pause.
     #[must_use]
     pub fn new() -> Self {
         // backon adds the jitter, which is as long as the delay at most.

@@ -15,7 +15,10 @@ const FAILED: u8 = 1;
 
 fn main() -> ExitCode {
     // SAFETY: no other thread is running yet that could read the environment.
-    unsafe { order_timeout::stack::reserve_for_parsing() };
+    #[expect(unsafe_code, reason = "it changes the environment")]
+    unsafe {
+        order_timeout::stack::reserve_for_parsing()
+    };
     let arguments: Vec<OsString> = std::env::args_os().collect();
     let cli = match Cli::read(&arguments) {
         Ok(cli) => cli,

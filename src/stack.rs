@@ -18,6 +18,7 @@ const STACK_BYTES: usize = 268_435_456;
 ///
 /// # Safety
 /// No other thread may be running that could read the environment.
+#[expect(unsafe_code, reason = "the environment is the only way to that thread's stack")]
 pub unsafe fn reserve_for_parsing() {
     if std::env::var_os(STACK_SETTING).is_none() {
         // SAFETY: the caller's promise.

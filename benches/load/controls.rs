@@ -17,6 +17,7 @@ use order_timeout_amqp::envelope::{Delay, Route};
 use order_timeout_amqp::publisher::{Outgoing, WINDOW};
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::linux;
 use serde_json::{Value, json};
 
 use crate::bench_env::servers::Servers;
@@ -75,7 +76,7 @@ async fn watch(
     let channel = connection.create_channel().await?;
     let options = BasicConsumeOptions { no_ack: true, ..Default::default() };
     let consumer = channel.basic_consume(DUE.into(), "".into(), options, FieldTable::default()).await?;
-    let broker_cpu_s = || servers.broker.pid().map(process::cpu_s).transpose();
+    let broker_cpu_s = || servers.broker.pid().map(linux::cpu_s).transpose();
     tokio::time::sleep(SETTLING).await;
     let idle_from = broker_cpu_s()?;
     tokio::time::sleep(IDLE_WATCH).await;

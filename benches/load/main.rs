@@ -34,6 +34,9 @@ struct Arguments {
     options: Options,
 }
 
+/// The strategy without a broker, for `burst` and `steady`.
+pub const DATABASE: &str = "database";
+
 /// The options of every scenario.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
@@ -41,7 +44,7 @@ pub struct Options {
     #[arg(long, global = true)]
     orders: Option<usize>,
     /// How alarms are delayed
-    #[arg(long, global = true, default_value = "dead-letter", value_parser = ["dead-letter", "delayed-exchange"])]
+    #[arg(long, global = true, default_value = "dead-letter", value_parser = ["dead-letter", "delayed-exchange", DATABASE])]
     strategy: String,
     /// Print one JSON line and nothing else on standard output
     #[arg(long, global = true)]
@@ -158,6 +161,9 @@ async fn run(Arguments { scenario, options }: Arguments) -> anyhow::Result<()> {
 
 async fn run_scenario(scenario: Scenario, servers: &Servers, options: &Options) -> anyhow::Result<()> {
     progress::say("the servers answer");
+    if options.strategy == DATABASE && !matches!(scenario, Scenario::Burst { .. } | Scenario::Steady { .. }) {
+        anyhow::bail!("--strategy database is measured by burst and steady; the other scenarios are about alarms");
+    }
     let orders = |default| options.orders.unwrap_or(default);
     match scenario {
         Scenario::Burst { route } => burst::burst(servers, options, orders(20_000), route).await,

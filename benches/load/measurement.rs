@@ -8,6 +8,7 @@ use order_timeout_amqp::connect;
 use order_timeout_core::delay::Lanes;
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::linux;
 use secrecy::ExposeSecret;
 
 use crate::Options;
@@ -92,7 +93,7 @@ pub async fn measure(
     plan: &Plan,
 ) -> anyhow::Result<Figures> {
     let env = match candidate {
-        Candidate::Worker(overrides) => BenchEnv::with_broker(servers, options, overrides).await?,
+        Candidate::Worker(overrides) => BenchEnv::for_worker(servers, options, overrides).await?,
         Candidate::Poller { .. } | Candidate::LookAhead { .. } => {
             BenchEnv::without_broker(servers, options.socket).await?
         }
@@ -131,7 +132,11 @@ async fn measure_in(
     let watch = watch_at(first, servers, &program);
     let publish = async {
         match candidate {
-            Candidate::Worker(_) => publish(env, plan, begin, alarms).await,
+            Candidate::Worker(_) if env.settings.delay.strategy.needs_broker() => {
+                publish(env, plan, begin, alarms).await
+            }
+            // It reads the deadlines from the rows.
+            Candidate::Worker(_) => Ok(Duration::ZERO),
             Candidate::Poller { .. } | Candidate::LookAhead { .. } => Ok(Duration::ZERO),
         }
     };
@@ -145,7 +150,7 @@ async fn measure_in(
     }
     let end = Readings::take(servers, &program)?;
     let commit_us = probe.stop().await?;
-    let peak_rss_mib = process::peak_rss_mib(program.pid())?;
+    let peak_rss_mib = linux::peak_rss_mib(program.pid())?;
     program.stop().await?;
     Ok(Figures {
         name: name.to_owned(),
@@ -261,9 +266,9 @@ impl Readings {
     fn take(servers: &Servers, program: &Program) -> anyhow::Result<Self> {
         Ok(Self {
             at: Timestamp::now_by_local_clock(),
-            own_cpu_s: process::cpu_s(program.pid())?,
-            postgres_cpu_s: process::tree_cpu_s(servers.postgres.pid())?,
-            broker_cpu_s: servers.broker.pid().map(process::cpu_s).transpose()?,
+            own_cpu_s: linux::cpu_s(program.pid())?,
+            postgres_cpu_s: linux::tree_cpu_s(servers.postgres.pid())?,
+            broker_cpu_s: servers.broker.pid().map(linux::cpu_s).transpose()?,
         })
     }
 

@@ -42,6 +42,7 @@ pub struct Args {
 enum StrategyName {
     DeadLetter,
     DelayedExchange,
+    Database,
 }
 
 impl Args {
@@ -53,6 +54,7 @@ impl Args {
         self.strategy.map(|name| match name {
             StrategyName::DeadLetter => Strategy::DeadLetter,
             StrategyName::DelayedExchange => Strategy::DelayedExchange,
+            StrategyName::Database => Strategy::Database,
         })
     }
 

@@ -21,6 +21,7 @@ pub struct Findings {
     pub closed_twice: usize,
     pub early: usize,
     pub closed_by_alarm: usize,
+    pub closed_by_look_ahead: usize,
     pub closed_by_sweep: usize,
     pub closed_by_manual: usize,
     /// One sentence for each article with numbers that do not add up.
@@ -52,6 +53,7 @@ async fn check(pool: &PgPool, plan: &Plan) -> anyhow::Result<Findings> {
         closed_twice: count("closed_twice")?,
         early: count("early")?,
         closed_by_alarm: count("by_alarm")?,
+        closed_by_look_ahead: count("by_look_ahead")?,
         closed_by_sweep: count("by_sweep")?,
         closed_by_manual: count("by_manual")?,
         stock_faults: check_stock(pool, plan).await?,
@@ -73,6 +75,7 @@ const COUNTS: &str = "
            count(*) FILTER (WHERE closes > 1) AS closed_twice,
            count(*) FILTER (WHERE closed_at < expires_at) AS early,
            count(*) FILTER (WHERE closed_by = 'alarm') AS by_alarm,
+           count(*) FILTER (WHERE closed_by = 'look_ahead') AS by_look_ahead,
            count(*) FILTER (WHERE closed_by = 'sweep') AS by_sweep,
            count(*) FILTER (WHERE closed_by = 'manual') AS by_manual
     FROM orders

@@ -12,7 +12,6 @@ use order_timeout::postgres::{self, Database};
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::connect;
 use order_timeout_amqp::connect::reply_code;
-use order_timeout_amqp::topology::Topology;
 use order_timeout_client::Publisher;
 use order_timeout_core::delay::{Lane, RingSettings};
 use sqlx::{AssertSqlSafe, PgPool};
@@ -33,6 +32,8 @@ const DEMO_OTHER_MS: std::ops::RangeInclusive<u64> = 4_000..=8_000;
 const SHARED_OTHER_MS: std::ops::RangeInclusive<u64> = 8_000..=40_000;
 /// The longest standard delay that a demo waits for.
 const LONGEST_LANE: Duration = Duration::from_secs(60);
+/// On which the events are announced if there is no broker.
+pub const EVENT_CHANNEL: &str = "order_events";
 /// Concurrent customers at the checkout.
 const CHECKOUT_CONNECTIONS: u32 = 16;
 /// Creating or dropping a database copies files and waits for a checkpoint.
@@ -94,6 +95,9 @@ impl Environment {
         ];
         settings.worker.hold_max = DEMO_LEAD + Duration::from_secs(3);
         settings.worker.shutdown_grace = Duration::from_secs(5);
+        if !settings.delay.strategy.needs_broker() {
+            EVENT_CHANNEL.clone_into(&mut settings.announce.notify);
+        }
         settings.validate().context("the demo's settings do not fit together")?;
         let ownership = Ownership::Own {
             server: Box::new(server),
@@ -128,13 +132,14 @@ impl Environment {
         };
         // Both are reached before either is changed.
         let administration = Database::connect(server, 1).await?.pool().clone();
-        let connection = connect::connect(&self.settings.amqp, "shop setup").await?;
-
-        *topology_made = true;
-        let topology = self.settings.topology();
-        let declaring = timeout(ADMINISTRATION_TIMEOUT, topology.declare(&connection));
-        declaring.await.context("the broker does not finish declaring queues")??;
-        connect::close(&connection, self.settings.amqp.connect_timeout).await;
+        if self.settings.delay.strategy.needs_broker() {
+            let connection = connect::connect(&self.settings.amqp, "shop setup").await?;
+            *topology_made = true;
+            let topology = self.settings.topology();
+            let declaring = timeout(ADMINISTRATION_TIMEOUT, topology.declare(&connection));
+            declaring.await.context("the broker does not finish declaring queues")??;
+            connect::close(&connection, self.settings.amqp.connect_timeout).await;
+        }
 
         *database_made = true;
         create_database(&administration, database).await?;
@@ -177,16 +182,19 @@ impl Environment {
         Ok(pool)
     }
 
-    /// The publisher, as the broker user that a shop's checkout would have.
-    pub async fn publisher(&self) -> anyhow::Result<Publisher> {
+    /// The publisher, as the broker user that a shop's checkout would have; `None` if there is no broker.
+    pub async fn publisher(&self) -> anyhow::Result<Option<Publisher>> {
+        if !self.settings.delay.strategy.needs_broker() {
+            return Ok(None);
+        }
         let Some(url) = std::env::var(PUBLISHER_URL).ok().filter(|url| !url.is_empty()) else {
-            return Ok(self.settings.publisher().connect().await?);
+            return Ok(Some(self.settings.publisher().connect().await?));
         };
         let mut settings = self.settings.clone();
         settings.amqp.url = url.into();
         let connect = async {
             settings.validate()?;
-            anyhow::Ok(settings.publisher().connect().await?)
+            anyhow::Ok(Some(settings.publisher().connect().await?))
         };
         connect.await.with_context(|| format!("amqp.url was taken from {PUBLISHER_URL}"))
     }
@@ -253,19 +261,19 @@ async fn drop_database(server: &DatabaseSettings, database: &str) -> anyhow::Res
 
 async fn remove_topology(settings: &Settings) -> anyhow::Result<()> {
     let connection = connect::connect(&settings.amqp, "shop clearing away").await?;
-    let deleting = delete_all(&connection, settings.topology());
+    let deleting = delete_all(&connection, settings);
     let deleted = timeout(ADMINISTRATION_TIMEOUT, deleting).await.context("the broker does not finish deleting them");
     connect::close(&connection, settings.amqp.connect_timeout).await;
     Ok(deleted??)
 }
 
-async fn delete_all(connection: &Connection, topology: Topology) -> lapin::Result<()> {
+async fn delete_all(connection: &Connection, settings: &Settings) -> lapin::Result<()> {
     let channel = connection.create_channel().await?;
     // Deleting a nonexistent object is not an error.
-    for queue in topology.queues {
-        channel.queue_delete(queue.name.into(), QueueDeleteOptions::default()).await?;
+    for queue in settings.queue_names() {
+        channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await?;
     }
-    for exchange in topology.exchanges {
+    for exchange in settings.topology().exchanges {
         channel.exchange_delete(exchange.name.into(), ExchangeDeleteOptions::default()).await?;
     }
     // Closed explicitly: a channel dropped just before its connection is closed would race with it.

@@ -1,5 +1,5 @@
 //! The rest of the shop: a consumer of `order.closed` that counts events by message id, because an event may arrive
-//! twice.
+//! twice. It consumes a queue, or listens to a channel of Postgres if there is no broker.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,8 +15,12 @@ use order_timeout::Settings;
 use order_timeout_amqp::connect;
 use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_core::message::OrderClosed;
+use serde_json::Value;
+use sqlx::PgPool;
+use sqlx::postgres::PgListener;
 use tokio_util::task::AbortOnDropHandle;
 
+use crate::environment::EVENT_CHANNEL;
 use crate::progress::Progress;
 
 const ORDER_CLOSED: &str = "order.closed";
@@ -26,7 +30,8 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct Listener {
     received: Arc<Mutex<ReceivedEvents>>,
-    connection: JoinedConnection,
+    /// `None` without a broker.
+    connection: Option<JoinedConnection>,
     task: AbortOnDropHandle<()>,
 }
 
@@ -39,12 +44,46 @@ pub struct ReceivedEvents {
     pub unreadable: Vec<String>,
 }
 
+/// Where the events come from.
+pub enum EventSource<'a> {
+    /// The events exchange, through a queue of this name.
+    Queue { settings: &'a Settings, queue: String },
+    /// The channel `EVENT_CHANNEL` of this database.
+    Channel(&'a PgPool),
+}
+
 impl Listener {
-    /// Binds its own queue and consumes it from now on. Events of other orders than `orders` are not counted.
+    /// Listens from now on. Events of other orders than `orders` are not counted.
     pub async fn start(
+        source: EventSource<'_>,
+        orders: impl Iterator<Item = String>,
+        progress: Progress,
+    ) -> anyhow::Result<Self> {
+        let orders: HashSet<String> = orders.collect();
+        match source {
+            EventSource::Queue { settings, queue } => Self::consume(settings, &queue, orders, progress).await,
+            EventSource::Channel(pool) => Self::listen_to_channel(pool, orders, progress).await,
+        }
+    }
+
+    async fn listen_to_channel(pool: &PgPool, orders: HashSet<String>, progress: Progress) -> anyhow::Result<Self> {
+        let mut channel = PgListener::connect_with(pool).await.context("the event channel cannot be reached")?;
+        channel.listen(EVENT_CHANNEL).await.context("the event channel cannot be listened to")?;
+        let received = Arc::new(Mutex::new(ReceivedEvents::default()));
+        let counted = Counted { orders, received: received.clone(), progress };
+        let task = tokio::spawn(async move {
+            while let Ok(notification) = channel.recv().await {
+                counted.note(read_notification(notification.payload()));
+            }
+        });
+        Ok(Self { received, connection: None, task: AbortOnDropHandle::new(task) })
+    }
+
+    /// Binds its own queue and consumes it.
+    async fn consume(
         settings: &Settings,
         queue: &str,
-        orders: impl Iterator<Item = String>,
+        orders: HashSet<String>,
         progress: Progress,
     ) -> anyhow::Result<Self> {
         let connection = connect::connect(&settings.amqp, "shop events").await?;
@@ -53,8 +92,9 @@ impl Listener {
             .await
             .with_context(|| format!("the event queue {queue:?} could not be set up"))?;
         let received = Arc::new(Mutex::new(ReceivedEvents::default()));
-        let task = tokio::spawn(listen(channel, consumer, orders.collect(), received.clone(), progress));
-        Ok(Self { received, connection, task: AbortOnDropHandle::new(task) })
+        let counted = Counted { orders, received: received.clone(), progress };
+        let task = tokio::spawn(listen(channel, consumer, counted));
+        Ok(Self { received, connection: Some(connection), task: AbortOnDropHandle::new(task) })
     }
 
     /// How many distinct events of this run have arrived.
@@ -70,7 +110,9 @@ impl Listener {
     /// Stops consuming. The queue is removed with the connection.
     pub async fn close(self) -> ReceivedEvents {
         self.task.abort();
-        connect::close(&self.connection, TIMEOUT).await;
+        if let Some(connection) = &self.connection {
+            connect::close(connection, TIMEOUT).await;
+        }
         locked(&self.received).clone()
     }
 }
@@ -98,25 +140,39 @@ async fn subscribe(channel: &Channel, exchange: &str, queue: &str) -> lapin::Res
 }
 
 /// `_channel` is held because dropping the last handle closes it.
-async fn listen(
-    _channel: Channel,
-    mut consumer: Consumer,
+async fn listen(_channel: Channel, mut consumer: Consumer, counted: Counted) {
+    while let Some(Ok(delivery)) = consumer.next().await {
+        counted.note(read(&delivery));
+    }
+}
+
+/// What is counted, and where.
+struct Counted {
     orders: HashSet<String>,
     received: Arc<Mutex<ReceivedEvents>>,
     progress: Progress,
-) {
-    while let Some(Ok(delivery)) = consumer.next().await {
-        match read(&delivery) {
-            Ok((message_id, event)) if orders.contains(event.order_id.as_str()) => {
-                let known = locked(&received).events.insert(message_id, event.order_id.into());
+}
+
+impl Counted {
+    fn note(&self, event: anyhow::Result<(String, OrderClosed)>) {
+        match event {
+            Ok((message_id, event)) if self.orders.contains(event.order_id.as_str()) => {
+                let known = locked(&self.received).events.insert(message_id, event.order_id.into());
                 if known.is_none() {
-                    progress.closed();
+                    self.progress.closed();
                 }
             }
             Ok(_other_order) => {}
-            Err(why) => locked(&received).unreadable.push(why.to_string()),
+            Err(why) => locked(&self.received).unreadable.push(why.to_string()),
         }
     }
+}
+
+/// A notification is the message as JSON, with its id and its body.
+fn read_notification(text: &str) -> anyhow::Result<(String, OrderClosed)> {
+    let mut message: Value = serde_json::from_str(text).context("a notification is no JSON")?;
+    let event = serde_json::from_value(message["payload"].take()).context("an event is not an OrderClosed")?;
+    Ok((message["id"].as_str().context("a notification has no id")?.to_owned(), event))
 }
 
 fn read(delivery: &Delivery) -> anyhow::Result<(String, OrderClosed)> {

@@ -50,6 +50,7 @@ struct Summary {
 #[derive(Debug, Serialize)]
 struct ClosedBy {
     alarm: usize,
+    look_ahead: usize,
     sweep: usize,
     manual: usize,
 }
@@ -71,15 +72,21 @@ pub fn introduction(args: &Args, environment: &Environment, plan: &Plan) -> Stri
         Some(lane) => format!("{} to pay, every tenth {others}", humantime::format_duration(lane)),
         None => format!("{others} to pay"),
     };
+    let woken_by = match settings.delay.strategy.needs_broker() {
+        true => format!(
+            "an alarm that waits in\nRabbitMQ ({}, namespace {})",
+            settings.delay.strategy.as_str(),
+            settings.namespace
+        ),
+        false => "its row in Postgres, without a broker,".to_owned(),
+    };
     let worker = if args.no_worker { "a worker that runs elsewhere" } else { "a worker in this program" };
     format!(
         "A shop takes {} orders in {seconds}s. Its customers have {time_to_pay}; {} of them will try to pay,\n\
-         some in the last milliseconds. Every other order must be closed at its deadline, by an alarm that waits in\n\
-         RabbitMQ ({}, namespace {}) and {worker}.\n",
+         some in the last milliseconds. Every other order must be closed at its deadline, by {woken_by}\n\
+         and {worker}.\n",
         plan.customers.len(),
         plan.payers(),
-        strategy_name(settings.delay.strategy),
-        settings.namespace,
     )
 }
 
@@ -94,7 +101,7 @@ impl Report {
     ) -> Self {
         let violations = violations(&findings, served, received, hint_if_left_unpaid);
         let summary = Summary {
-            strategy: strategy_name(strategy),
+            strategy: Strategy::as_str(strategy),
             orders: findings.orders,
             paid: findings.paid,
             closed: findings.closed,
@@ -106,6 +113,7 @@ impl Report {
             events_announced: received.events.len(),
             closed_by: ClosedBy {
                 alarm: findings.closed_by_alarm,
+                look_ahead: findings.closed_by_look_ahead,
                 sweep: findings.closed_by_sweep,
                 manual: findings.closed_by_manual,
             },
@@ -146,7 +154,11 @@ impl Report {
         let rows = [
             ("orders", s.orders.to_string(), String::new()),
             ("paid", s.paid.to_string(), too_late),
-            ("closed", s.closed.to_string(), format!("alarm {}, sweep {}, manual {}", by.alarm, by.sweep, by.manual)),
+            (
+                "closed",
+                s.closed.to_string(),
+                format!("alarm {}, look-ahead {}, sweep {}, manual {}", by.alarm, by.look_ahead, by.sweep, by.manual),
+            ),
             ("announced", s.events_announced.to_string(), "distinct events at a consumer".to_owned()),
             ("left unpaid", s.left_unpaid.to_string(), String::new()),
             ("paid and closed", s.paid_closed.to_string(), String::new()),
@@ -255,13 +267,6 @@ fn row_name(row: usize) -> String {
     match ROW_ENDS_MS[row] {
         u64::MAX => format!("from {begin_ms}"),
         end_ms => format!("{begin_ms}–{end_ms}"),
-    }
-}
-
-fn strategy_name(strategy: Strategy) -> &'static str {
-    match strategy {
-        Strategy::DeadLetter => "dead-letter",
-        Strategy::DelayedExchange => "delayed-exchange",
     }
 }
 

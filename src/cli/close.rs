@@ -1,44 +1,75 @@
 //! `order-timeout close`: closes orders by hand, through the worker's statement. It closes unpaid, overdue orders and
-//! nothing else.
+//! nothing else: those with these ids, or those that a condition chooses.
 
 use std::collections::HashMap;
 
 use clap::Args;
-use order_timeout_core::order::{CloseResult, ClosedBy, OrderId, Outcome};
+use order_timeout_core::order::{CloseResult, OrderId, Outcome};
 use serde_json::json;
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
 use crate::cli::CommandOutcome;
+use crate::cli::bulk::{self, Bulk, BulkArgs};
+use crate::cli::operator::OperatorArgs;
 use crate::config::Settings;
 use crate::effects::close::Closer;
+use crate::operations::close_orders::{close_each, close_many};
+use crate::operations::orders_statements;
+use crate::operations::orders_table::{Choice, OrdersTable};
+use crate::operations::paced::Progress;
+use crate::operations::preview::Preview;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{self, Database};
 
 /// Arguments of `close`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+--where takes a condition on the columns of the table orders:
+
+  order-timeout close --where \"channel = 'app'\" --why 'promotion ended' --yes
+
+It shows what it chooses and asks before it closes, at --rate orders a second. Orders that are not due yet are counted
+as not_due and stay open. Ctrl-C ends it after the current batch; run it again for the rest.")]
 pub struct CloseArgs {
-    /// The orders' ids, as the orders table has them
-    #[arg(required = true, value_name = "ID")]
-    ids: Vec<String>,
-    /// Print one JSON object per order
+    #[command(flatten)]
+    which: Which,
+    #[command(flatten)]
+    operator: OperatorArgs,
+    #[command(flatten)]
+    bulk: BulkArgs,
+    /// Print one JSON object per order; with --where one in all
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+struct Which {
+    /// The orders' ids, as the orders table has them
+    #[arg(value_name = "ID")]
+    ids: Vec<String>,
+    /// All overdue orders for which this condition holds
+    #[arg(long = "where", value_name = "SQL", requires = "why")]
+    condition: Option<String>,
 }
 
 /// # Errors
 /// If the database cannot be used. Exit code 1 also if an order was not found or could not be closed.
 pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    let ids = args.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
+    match &args.which.condition {
+        Some(condition) => close_chosen(condition, &args, &settings).await,
+        None => close_named(&args, &settings).await,
+    }
+}
+
+async fn close_named(args: &CloseArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
+    let ids = args.which.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
-    let closer = Closer::prepare(WarmConnections::new(database), &settings.orders.close_sql).await?;
-    let mut findings = HashMap::new();
-    // One by one: an order that cannot be closed must not prevent the others from being closed.
-    for id in &ids {
-        match closer.close(std::slice::from_ref(id), ClosedBy::Manual, true).await {
-            Ok(found) => findings.extend(found),
-            Err(fault) => drop(findings.insert(id.clone(), Err(fault))),
-        }
-    }
+    let statements = orders_statements::statements(&database, settings).await?;
+    let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
+    let findings = close_each(&closer, &ids, &args.operator.operator(Uuid::now_v7())).await;
     let mut output = CommandOutcome::default();
     let mut all_settled = true;
     for id in &ids {
@@ -56,14 +87,47 @@ pub async fn run(args: CloseArgs, settings: Settings) -> anyhow::Result<CommandO
 }
 
 /// The outcome in a word, the reason if it failed, and whether the order is settled: closed now or before, or paid.
-fn describe(id: &OrderId, findings: &HashMap<OrderId, CloseResult>) -> (String, Option<String>, bool) {
+fn describe(id: &OrderId, findings: &HashMap<OrderId, CloseResult>) -> (&'static str, Option<String>, bool) {
     match findings.get(id) {
         Some(Ok(found)) => {
             let settled = matches!(found.outcome, Outcome::Closed | Outcome::AlreadyClosed | Outcome::Paid);
-            let word = serde_json::to_value(found.outcome).expect("a word");
-            (word.as_str().unwrap_or_default().to_owned(), None, settled)
+            (found.outcome.as_str(), None, settled)
         }
-        Some(Err(fault)) => ("failed".to_owned(), Some(fault.to_string()), false),
-        None => ("unknown".to_owned(), None, false),
+        Some(Err(fault)) => ("failed", Some(fault.to_string()), false),
+        None => (Outcome::Unknown.as_str(), None, false),
     }
+}
+
+async fn close_chosen(condition: &str, args: &CloseArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
+    let database = bulk::connect(&settings.database).await?;
+    let table = OrdersTable::open(database.clone(), settings).await?;
+    let choice = Choice { condition: condition.to_owned(), amount: args.bulk.amount.clone(), not_changed_by: None };
+    let chosen = table.choose(&choice).await?;
+    let overdue: Vec<OrderId> =
+        chosen.orders.iter().filter(|order| order.is_overdue(chosen.now)).map(|order| order.id.clone()).collect();
+    let not_due = chosen.orders.len() - overdue.len();
+    let bulk = Bulk {
+        args: &args.bulk,
+        run: Uuid::now_v7(),
+        what: format!("close {} overdue orders", overdue.len()),
+        preview: Preview::of(&chosen, |_| None),
+        json: args.json,
+    };
+    if overdue.is_empty() {
+        return Ok(bulk.nothing(&with_not_due(Progress::default(), not_due)));
+    }
+    bulk.ask()?;
+    let closer = Closer::prepare(WarmConnections::new(database), &settings.orders.close_sql).await?;
+    let (operator, stop) = (args.operator.operator(bulk.run), CancellationToken::new());
+    let work = close_many(&closer, &overdue, &operator, bulk.rate(), &stop, bulk.shows_progress());
+    let progress = with_not_due(Bulk::until_stopped(&stop, work).await?, not_due);
+    Ok(bulk.report(&progress, "run the same command again to close the rest"))
+}
+
+/// The statement would answer the same for orders that were not due when they were chosen.
+fn with_not_due(mut progress: Progress, not_due: usize) -> Progress {
+    if not_due > 0 {
+        *progress.outcomes.entry(Outcome::NotDue.as_str()).or_default() += not_due;
+    }
+    progress
 }

@@ -1,82 +1,175 @@
-//! `order-timeout deadline`: moves the deadline of an order in the default schema, by hand.
+//! `order-timeout deadline`: moves deadlines of orders in the default schema, by hand: of one order, or of those that a
+//! condition chooses.
+
+use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 use clap::Args;
-use order_timeout_client::postgres::{MoveDeadlineError, Moved, move_deadline};
+use order_timeout_client::postgres::{MoveDeadlineError, Moved, move_deadline_by};
 use order_timeout_core::message::write_rfc3339;
-use order_timeout_core::order::OrderId;
+use order_timeout_core::order::{OrderId, Timestamp};
 use serde_json::json;
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
-use crate::cli::{CommandOutcome, Order, When};
+use crate::cli::bulk::{self, Bulk, BulkArgs};
+use crate::cli::operator::OperatorArgs;
+use crate::cli::{CommandOutcome, parse_duration, parse_time};
 use crate::config::Settings;
+use crate::operations::move_deadlines::{Move, MoveOutcome, MovedOrder, NewDeadline, move_deadlines, move_many};
+use crate::operations::orders_statements::{self, DeadlineStatement};
+use crate::operations::orders_table::{Choice, OrdersTable};
+use crate::operations::paced::Progress;
+use crate::operations::preview::Preview;
 use crate::postgres::{self, Database, one_line};
 
 /// Arguments of `deadline`.
 #[derive(Debug, Args)]
-#[command(mut_group(When::GROUP, |group| group.required(true)))]
+#[command(after_help = "\
+--in 30m counts from now, by the database's clock: all chosen orders get the same deadline. With a sign it counts from
+each order's present deadline: --in +30m is half an hour later, --in -10m ten minutes earlier.
+
+--where takes a condition on the columns of the table orders:
+
+  order-timeout deadline --where \"channel = 'app'\" --in +30m --why 'payment provider was down' --yes
+
+It shows what it chooses and asks before it begins, at --rate orders a second. Ctrl-C ends it after the current batch.
+It then prints the run's id; with --resume and this id the same command leaves out what the run has moved.")]
 pub struct DeadlineArgs {
     #[command(flatten)]
-    order: Order,
+    which: Which,
     #[command(flatten)]
-    when: When,
+    to: To,
+    #[command(flatten)]
+    operator: OperatorArgs,
+    #[command(flatten)]
+    bulk: BulkArgs,
+    /// With --where: go on with an interrupted run
+    #[arg(long, value_name = "RUN", requires = "condition")]
+    resume: Option<Uuid>,
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
 }
 
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+struct Which {
+    /// The order's id, as the orders table has it
+    #[arg(value_name = "ID")]
+    id: Option<String>,
+    /// The same as an option
+    #[arg(long, value_name = "ID")]
+    order_id: Option<String>,
+    /// All unpaid orders for which this condition holds
+    #[arg(long = "where", value_name = "SQL", requires = "why")]
+    condition: Option<String>,
+}
+
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+struct To {
+    /// The deadline: from now (30m), or later (+30m) or earlier (-10m) than each order's present deadline
+    #[arg(long, value_name = "DURATION", value_parser = parse_offset, allow_hyphen_values = true)]
+    r#in: Option<Offset>,
+    /// The deadline as a time: 2026-11-20T10:30:00Z
+    #[arg(long, value_name = "TIME", value_parser = parse_time, allow_hyphen_values = true)]
+    deadline: Option<Timestamp>,
+}
+
+/// A duration, and what it is counted from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Offset {
+    FromNow(Duration),
+    Later(Duration),
+    Earlier(Duration),
+}
+
+fn parse_offset(text: &str) -> Result<Offset, String> {
+    Ok(match (text.strip_prefix('+'), text.strip_prefix('-')) {
+        (Some(later), _) => Offset::Later(parse_duration(later)?),
+        (_, Some(earlier)) => Offset::Earlier(parse_duration(earlier)?),
+        _ => Offset::FromNow(parse_duration(text)?),
+    })
+}
+
+impl To {
+    /// `now` is the database's time, which closes the order, not this machine's.
+    fn new_deadline(&self, now: Timestamp) -> NewDeadline {
+        match (self.r#in, self.deadline) {
+            (Some(Offset::FromNow(delay)), _) => NewDeadline::At(now + delay),
+            (Some(Offset::Later(duration)), _) => NewDeadline::Later(duration),
+            (Some(Offset::Earlier(duration)), _) => NewDeadline::Earlier(duration),
+            (None, Some(deadline)) => NewDeadline::At(deadline),
+            (None, None) => unreachable!("clap requires one of the two"),
+        }
+    }
+}
+
 /// # Errors
-/// If the database cannot be used, or the orders table is not ours. Exit code 1 also if the deadline is unchanged.
+/// If the database cannot be used, or the orders table is not ours. Exit code 1 also if a deadline is unchanged.
 pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    if !settings.orders.close_sql.is_empty() {
+    if !settings.has_default_orders() && args.which.condition.is_some() {
         bail!(
-            "orders.close_sql says that the orders table is your own: update its row yourself, and for an earlier deadline run `order-timeout schedule`"
+            "--where chooses from the default orders table, and the settings name another: give the id of one order, or update its row yourself"
         );
     }
-    let order_id = OrderId::new(args.order.id()).map_err(MoveDeadlineError::from)?;
+    if let Some(Offset::Later(duration) | Offset::Earlier(duration)) = args.to.r#in
+        && duration > settings.delay.max_delay
+    {
+        bail!("the deadline is unchanged: --in is longer than delay.max_delay; choose a shorter one");
+    }
+    match &args.which.condition {
+        Some(condition) => move_chosen(condition, &args, &settings).await,
+        None if settings.has_default_orders() => move_one(&args, &settings).await,
+        None => move_mapped(&args, &settings).await,
+    }
+}
+
+/// Moves the deadline of an order in a mapped table, which has no history of ours.
+async fn move_mapped(args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
+    let given = args.which.id.as_deref().or(args.which.order_id.as_deref()).unwrap_or_default();
+    let order_id = OrderId::new(given).map_err(MoveDeadlineError::from)?;
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
-    // By the database's clock, which closes the order, not by this machine's.
-    let now = database.run(postgres::now).await.map_err(|error| with_one_line(error.into()))?;
-    let deadline = args.when.deadline(now);
-    // The alarm of a deadline beyond it would be parked, which raises an alert.
-    if deadline > now + settings.delay.max_delay {
-        bail!(
-            "the deadline is unchanged: the new one is further ahead than delay.max_delay allows; choose a nearer one, or raise that setting for workers and publishers"
-        );
-    }
-    if deadline <= now {
-        bail!(
-            "the deadline is unchanged: the order would be closed at once, because {} has passed; choose a later one, such as --in 1s if you mean at once, or run `order-timeout close ID` if the order is already overdue",
-            write_rfc3339(deadline)
-        );
-    }
-    let moved = database.run(async |connection| match move_deadline(connection, &order_id, deadline).await {
-        // For the pool, which adds the server's address to an error of the connection.
-        Err(MoveDeadlineError::Database(error)) => Err(error),
-        moved => Ok(moved),
-    });
-    let moved = moved.await.map_err(MoveDeadlineError::from).and_then(|moved| moved).map_err(with_one_line)?;
-    let wanted = write_rfc3339(deadline);
-    let (word, sentence) = match &moved {
-        Moved::Later => (
-            "later",
-            format!("order {order_id} has time until {wanted}; an alarm that was already scheduled adapts to it"),
-        ),
-        Moved::Earlier => ("earlier", format!("order {order_id} has time until {wanted}; an alarm for it is written")),
-        Moved::Unchanged { status, .. } if status == "unpaid" => (
-            "unchanged",
-            format!("order {order_id} is unpaid, but a trigger in the database keeps its deadline unchanged"),
-        ),
-        Moved::Unchanged { status, .. } => {
-            ("unchanged", format!("order {order_id} is {status}; its deadline is unchanged"))
-        }
-        Moved::Unknown => ("unknown", format!("there is no order {order_id}")),
+    let statement = match orders_statements::statements(&database, settings).await?.deadline {
+        DeadlineStatement::Sql(sql) => sql,
+        DeadlineStatement::CannotBeMoved(why) => bail!("{why}"),
     };
-    // The row's deadline now, unless a trigger has changed the requested one.
-    let (code, status, deadline) = match &moved {
-        Moved::Later | Moved::Earlier => (0, Some("unpaid"), Some(wanted)),
-        Moved::Unchanged { status, deadline } => (1, Some(status.as_str()), Some(write_rfc3339(*deadline))),
-        Moved::Unknown => (1, None, None),
+    let NewDeadline::At(deadline) = request(args, settings, &database, Uuid::now_v7()).await?.to else {
+        bail!("--in with a sign is for the default orders table; write the time from now, such as --in 30m");
+    };
+    let moved =
+        database.run(async |connection| match move_deadline_by(connection, &statement, &order_id, deadline).await {
+            // For the pool, which adds the server's address to an error of the connection.
+            Err(MoveDeadlineError::Database(error)) => Err(error),
+            moved => Ok(moved),
+        });
+    let moved = moved.await.map_err(MoveDeadlineError::from).and_then(|moved| moved).map_err(with_one_line)?;
+    let time = write_rfc3339;
+    let (code, word, status, deadline, sentence) = match moved {
+        Moved::Later => (
+            0,
+            "later",
+            Some("unpaid".to_owned()),
+            Some(time(deadline)),
+            format!(
+                "order {order_id} has time until {}; an alarm that was already scheduled adapts to it",
+                time(deadline)
+            ),
+        ),
+        Moved::Earlier => (
+            0,
+            "earlier",
+            Some("unpaid".to_owned()),
+            Some(time(deadline)),
+            format!("order {order_id} has time until {}; an alarm for it is written", time(deadline)),
+        ),
+        Moved::Unchanged { status, deadline } => {
+            let sentence = format!("order {order_id} is {status}; its deadline is unchanged");
+            (1, "unchanged", Some(status), Some(time(deadline)), sentence)
+        }
+        Moved::Unknown => (1, "unknown", None, None, format!("there is no order {order_id}")),
     };
     let mut output = CommandOutcome { code, ..CommandOutcome::default() };
     if args.json {
@@ -87,10 +180,129 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
     Ok(output)
 }
 
+/// The request, for which an absolute deadline is checked before any order is asked for.
+///
+/// # Errors
+/// If the database does not tell the time, or the deadline can be given to no order.
+async fn request(args: &DeadlineArgs, settings: &Settings, database: &Database, run: Uuid) -> anyhow::Result<Move> {
+    let now = database.run(postgres::now).await.map_err(|error| with_one_line(error.into()))?;
+    let (to, furthest) = (args.to.new_deadline(now), settings.delay.max_delay);
+    match to {
+        NewDeadline::At(deadline) if deadline <= now => bail!(passed(&write_rfc3339(deadline))),
+        // The alarm of a deadline beyond it would be parked, which raises an alert.
+        NewDeadline::At(deadline) if deadline > now + furthest => bail!(TOO_FAR),
+        _ => Ok(Move { to, furthest, operator: args.operator.operator(run) }),
+    }
+}
+
+const TOO_FAR: &str = "the deadline is unchanged: the new one is further ahead than delay.max_delay allows; choose a nearer one, or raise that setting for workers and publishers";
+
+fn passed(deadline: &str) -> String {
+    format!(
+        "the deadline is unchanged: the order would be closed at once, because {deadline} has passed; choose a later one, such as --in 1s if you mean at once, or run `order-timeout close ID` if the order is already overdue"
+    )
+}
+
+async fn move_one(args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
+    let given = args.which.id.as_deref().or(args.which.order_id.as_deref()).unwrap_or_default();
+    let order_id = OrderId::new(given).map_err(MoveDeadlineError::from)?;
+    let database = Database::connect(&settings.database, 1).await?;
+    postgres::require_migrated(&database).await?;
+    let request = request(args, settings, &database, Uuid::now_v7()).await?;
+    let moved = move_deadlines(&database, std::slice::from_ref(&order_id), &request).await;
+    let moved = moved.map_err(|error| with_one_line(error.into()))?.pop();
+    describe(&order_id, moved.as_ref(), args.json)
+}
+
+/// The result for one order.
+///
+/// # Errors
+/// If the requested deadline cannot be given to any order.
+fn describe(order_id: &OrderId, moved: Option<&MovedOrder>, as_json: bool) -> anyhow::Result<CommandOutcome> {
+    let time = |time: Option<Timestamp>| time.map(write_rfc3339);
+    let wanted = moved.and_then(|moved| time(moved.moved_to.or(moved.wanted))).unwrap_or_default();
+    let status = moved.map(|moved| moved.status.clone()).unwrap_or_default();
+    let outcome = moved.map_or(MoveOutcome::Unknown, |moved| moved.outcome);
+    let (code, word, sentence) = match outcome {
+        MoveOutcome::Later => (
+            0,
+            "later",
+            format!("order {order_id} has time until {wanted}; an alarm that was already scheduled adapts to it"),
+        ),
+        MoveOutcome::Earlier => {
+            (0, "earlier", format!("order {order_id} has time until {wanted}; an alarm for it is written"))
+        }
+        MoveOutcome::Same => (0, "same", format!("order {order_id} has time until {wanted}, as before")),
+        MoveOutcome::Passed => bail!(passed(&wanted)),
+        MoveOutcome::TooFar => bail!(TOO_FAR),
+        MoveOutcome::NoDeadline => bail!(
+            "the deadline is unchanged: order {order_id} has none, so nothing can be added to it; give one that counts from now, such as --in 30m"
+        ),
+        MoveOutcome::Kept => (
+            1,
+            "unchanged",
+            format!("order {order_id} is unpaid, but a trigger in the database keeps its deadline unchanged"),
+        ),
+        MoveOutcome::NotUnpaid => (1, "unchanged", format!("order {order_id} is {status}; its deadline is unchanged")),
+        MoveOutcome::Unknown => (1, "unknown", format!("there is no order {order_id}")),
+    };
+    let mut output = CommandOutcome { code, ..CommandOutcome::default() };
+    if as_json {
+        let (status, deadline) =
+            (moved.map(|moved| &moved.status), moved.and_then(|moved| time(moved.moved_to.or(moved.before))));
+        output.line(json!({ "order_id": order_id.as_str(), "status": status, "deadline": deadline, "outcome": word }));
+    } else {
+        output.line(sentence);
+    }
+    Ok(output)
+}
+
+async fn move_chosen(condition: &str, args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
+    let database = bulk::connect(&settings.database).await?;
+    let table = OrdersTable::open(database.clone(), settings).await?;
+    let choice =
+        Choice { condition: condition.to_owned(), amount: args.bulk.amount.clone(), not_changed_by: args.resume };
+    let chosen = table.choose(&choice).await?;
+    let run = args.resume.unwrap_or_else(Uuid::now_v7);
+    let request = request(args, settings, &database, run).await?;
+    let ids: Vec<OrderId> = chosen.orders.iter().map(|order| order.id.clone()).collect();
+    let bulk = Bulk {
+        args: &args.bulk,
+        run,
+        what: format!("move the deadlines of {} unpaid orders", ids.len()),
+        preview: Preview::of(&chosen, |present| request.to.of(present)),
+        json: args.json,
+    };
+    if ids.is_empty() {
+        return Ok(bulk.nothing(&Progress::default()));
+    }
+    bulk.ask()?;
+    let stop = CancellationToken::new();
+    let work = move_many(&database, &ids, &request, bulk.rate(), &stop, bulk.shows_progress());
+    let progress = Bulk::until_stopped(&stop, work).await?;
+    Ok(bulk.report(&progress, &format!("run the same command again with --resume {run} to move the rest")))
+}
+
 /// The sentence with the database's own words, on one line and with their SQLSTATE.
 fn with_one_line(fault: MoveDeadlineError) -> anyhow::Error {
     match &fault {
         MoveDeadlineError::Database(error) => anyhow!("{fault}: {}", one_line(error)),
         _ => fault.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sign_counts_from_present_deadline() {
+        let minutes = |minutes: u64| Duration::from_secs(minutes * 60);
+        assert_eq!(parse_offset("30m"), Ok(Offset::FromNow(minutes(30))));
+        assert_eq!(parse_offset("+30m"), Ok(Offset::Later(minutes(30))));
+        assert_eq!(parse_offset("-10m"), Ok(Offset::Earlier(minutes(10))));
+        for wrong in ["", "+", "-", "5", "--5m", "+-5m"] {
+            assert!(parse_offset(wrong).is_err(), "{wrong}");
+        }
     }
 }

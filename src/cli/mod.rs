@@ -1,15 +1,22 @@
 //! The command line: one file per subcommand. Reads arguments, calls the library and prints; decides nothing.
 
+pub mod adopt;
+mod bulk;
 pub mod close;
 pub mod config;
 pub mod deadline;
 pub mod generate;
 pub mod health;
+mod operator;
 pub mod parked;
 pub mod quarantine;
 pub mod schedule;
 mod schedule_check;
 pub mod setup;
+pub mod show;
+mod signals;
+pub mod sql;
+pub mod status;
 pub mod topology;
 pub mod worker;
 
@@ -30,8 +37,10 @@ use crate::sanitize;
 #[derive(Debug, Parser)]
 #[command(name = "order-timeout", version = env!("ORDER_TIMEOUT_VERSION"), about, after_help = SETTINGS_HELP)]
 pub struct Cli {
+    /// Where settings come from.
     #[command(flatten)]
     pub settings: SettingsArgs,
+    /// The subcommand.
     #[command(subcommand)]
     pub command: Command,
 }
@@ -85,17 +94,21 @@ impl Cli {
             Command::Schedule(_) => Settings::load_with_database_if_given(file, overrides),
             Command::Setup(_) => Settings::load_with_named_database(file, overrides),
             Command::Worker
+            | Command::Status(_)
+            | Command::Show(_)
             | Command::Deadline(_)
             | Command::Close(_)
             | Command::Parked(_)
+            | Command::Sql(_)
+            | Command::Adopt(_)
             | Command::Quarantine(_) => Settings::load_with_database(file, overrides),
         }
     }
 }
 
-/// A deadline on the command line. A command that needs one requires the group `When::GROUP`.
+/// A deadline on the command line.
 #[derive(Debug, Args)]
-#[group(id = When::GROUP, multiple = false)]
+#[group(multiple = false)]
 pub struct When {
     /// The deadline, counted from now, with its unit: 90s, 30m, 2h
     #[arg(long, value_name = "DURATION", value_parser = parse_duration, allow_hyphen_values = true)]
@@ -106,8 +119,6 @@ pub struct When {
 }
 
 impl When {
-    const GROUP: &str = "when";
-
     /// Whether it is relative to now, so that it matters which clock is used.
     const fn is_counted_from_now(&self) -> bool {
         self.r#in.is_some()
@@ -152,12 +163,23 @@ fn parse_time(text: &str) -> Result<Timestamp, String> {
     read_rfc3339(text).ok_or_else(|| "write an RFC 3339 time with its offset, such as 2026-11-20T10:30:00Z".into())
 }
 
+/// A duration in at most two terms: `3h 5m`.
+fn short_duration(duration: Duration) -> String {
+    let whole = if duration < Duration::from_secs(1) {
+        Duration::from_millis(u64::from(duration.subsec_millis()))
+    } else {
+        Duration::from_secs(duration.as_secs())
+    };
+    humantime::format_duration(whole).to_string().split(' ').take(2).collect::<Vec<_>>().join(" ")
+}
+
 /// A command's standard output and exit code.
 #[derive(Debug, Default)]
 pub struct CommandOutcome {
     text: String,
     /// For standard error, a line each: warnings of a command that has done its work.
     remarks: Vec<String>,
+    /// The exit code.
     pub code: u8,
 }
 
@@ -168,6 +190,7 @@ impl CommandOutcome {
         &self.text
     }
 
+    /// The lines for standard error.
     #[must_use]
     pub fn remarks(&self) -> &[String] {
         &self.remarks
@@ -181,6 +204,12 @@ impl CommandOutcome {
     fn line(&mut self, line: impl std::fmt::Display) {
         self.text.push_str(&sanitize::one_line(&line.to_string()));
         self.text.push('\n');
+    }
+
+    /// A line of a list.
+    fn indented(&mut self, line: impl std::fmt::Display) {
+        self.text.push_str("  ");
+        self.line(line);
     }
 
     /// Several lines that are already formatted.
@@ -221,17 +250,25 @@ pub enum Command {
     Health(health::HealthArgs),
     /// Schedule the alarm of one order by hand
     Schedule(schedule::ScheduleArgs),
-    /// Give an unpaid order more time, or less
+    /// Show what is unpaid, due soon and overdue, what waits in the outboxes, what is parked, and which workers run
+    Status(status::StatusArgs),
+    /// Show one order: its row, alarms, events and history, and why it is still open
+    Show(show::ShowArgs),
+    /// Give an unpaid order, or all that a condition chooses, more time, or less
     Deadline(deadline::DeadlineArgs),
-    /// Close overdue unpaid orders by hand, through the same statement as the worker
+    /// Close overdue unpaid orders by hand, by id or by a condition, through the same statement as the worker
     Close(close::CloseArgs),
-    /// Print the broker's objects as a definitions file
+    /// Print the broker's objects as a definitions file, or delete empty slots of the wheel
     Topology(topology::TopologyArgs),
     /// List alarms that could not be processed, retry them, or drop them
     #[command(subcommand)]
     Parked(parked::ParkedCommand),
     /// Find messages that the AMQP client cannot read, and move them into parked_alarms; only shows them without --move
     Quarantine(quarantine::QuarantineArgs),
+    /// Propose a mapping for an orders table of your own, or prove the configured one
+    Adopt(adopt::AdoptArgs),
+    /// Print the statements that close orders and find overdue ones
+    Sql(sql::SqlArgs),
     /// Print every setting that is in effect, with its origin and without secrets
     Config(config::ConfigArgs),
     /// Print a completion script for a shell
@@ -241,21 +278,49 @@ pub enum Command {
 }
 
 impl Command {
+    fn is_about_broker(&self) -> bool {
+        match self {
+            Self::Schedule(_) | Self::Topology(_) | Self::Quarantine(_) => true,
+            Self::Parked(command) => command.publishes(),
+            Self::Setup(_)
+            | Self::Worker
+            | Self::Health(_)
+            | Self::Status(_)
+            | Self::Show(_)
+            | Self::Deadline(_)
+            | Self::Close(_)
+            | Self::Adopt(_)
+            | Self::Sql(_)
+            | Self::Config(_)
+            | Self::Completions(_)
+            | Self::Man => false,
+        }
+    }
+
     /// Runs the command.
     ///
     /// # Errors
     /// Any error, which becomes one sentence on standard error and exit code 1.
     pub async fn run(self, given: &SettingsArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
+        if self.is_about_broker() && !settings.delay.strategy.needs_broker() {
+            anyhow::bail!(
+                "delay.strategy is \"database\", so this deployment has no alarms and no broker; leave this command out, or choose a strategy with a broker"
+            );
+        }
         match self {
             Self::Setup(args) => setup::run(args, settings).await,
             Self::Worker => worker::run(settings).await,
             Self::Health(args) => health::run(&args, &settings).await,
             Self::Schedule(args) => schedule::run(args, settings).await,
+            Self::Status(args) => status::run(&args, settings).await,
+            Self::Show(args) => show::run(&args, settings).await,
             Self::Deadline(args) => deadline::run(args, settings).await,
             Self::Close(args) => close::run(args, settings).await,
-            Self::Topology(args) => topology::run(&args, settings),
+            Self::Topology(args) => topology::run(args, settings).await,
             Self::Parked(command) => parked::run(command, settings).await,
             Self::Quarantine(args) => quarantine::run(args, settings).await,
+            Self::Adopt(args) => adopt::run(args, settings).await,
+            Self::Sql(args) => sql::run(args, settings).await,
             Self::Config(args) => config::run(&args, given),
             Self::Completions(args) => generate::completions(&args),
             Self::Man => generate::man(),

@@ -7,7 +7,7 @@ use order_timeout_core::alarm::ParkReason;
 use serde_json::json;
 use uuid::Uuid;
 
-use crate::cli::CommandOutcome;
+use crate::cli::{CommandOutcome, short_duration};
 use crate::config::Settings;
 use crate::operations::retry_parked::{Kept, retry_parked};
 use crate::postgres::parked_alarms::{self, Parked, Selection};
@@ -98,6 +98,13 @@ impl ActArgs {
     }
 }
 
+impl ParkedCommand {
+    /// Whether it sends alarms to the broker.
+    pub fn publishes(&self) -> bool {
+        matches!(self, Self::Retry(args) if args.yes)
+    }
+}
+
 /// # Errors
 /// If the database or, for a retry, the broker cannot be used.
 pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<CommandOutcome> {
@@ -159,8 +166,7 @@ fn write_table(rows: &[Parked], output: &mut CommandOutcome) {
         "ID", "REASON", "AGE", "ATTEMPTS", "ORDER", "BODY"
     ));
     for row in rows {
-        let age = humantime::format_duration(std::time::Duration::from_secs(row.age_s.unsigned_abs())).to_string();
-        let age = age.split(' ').take(2).collect::<String>();
+        let age = short_duration(std::time::Duration::from_secs(row.age_s.unsigned_abs()));
         let order = sanitize::one_line(row.order_id.as_deref().unwrap_or("-"));
         let (body, detail) = (start_of(&row.body), &row.detail);
         let (id, reason, attempts) = (row.id, &row.reason, row.attempts);

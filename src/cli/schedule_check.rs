@@ -1,17 +1,17 @@
-//! Checks an alarm that `schedule` has sent: its id, its deadline, and whether they match the order's row.
+//! Checks an alarm that `schedule` sends: its id, its deadline, and whether they match the order's row.
 //!
-//! Only reports. Without a database, or if it does not answer, fewer checks are made; that is not an error, because a
-//! publisher needs no database.
+//! Only reports, and opens the database at most once. Without a database, or if it does not answer, fewer checks are
+//! made; that is not an error, because a publisher needs no database.
 
 use std::time::Duration;
 
 use anyhow::bail;
-use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::Timestamp;
-use sqlx::{PgConnection, Row};
+use sqlx::PgConnection;
 
 use crate::config::Settings;
+use crate::operations::orders_table::{OrderRow, is_uuid, read_row};
 use crate::postgres::{self, Database, one_line};
 
 /// How long connecting and answering may each take: a user waits for the command.
@@ -20,13 +20,6 @@ const TIME_LIMIT: Duration = Duration::from_secs(2);
 /// Deadlines that differ by less are the same: their clocks were read at slightly different times.
 const SAME_DEADLINE: Duration = Duration::from_secs(1);
 
-/// An order's row in the default orders table.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct OrderRow {
-    status: String,
-    deadline: Timestamp,
-}
-
 /// The database's time, and the order's row if there is one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct OrderFacts {
@@ -34,49 +27,109 @@ struct OrderFacts {
     row: Option<OrderRow>,
 }
 
-/// One sentence for each problem.
-pub(super) async fn remarks(order_id: &str, deadline: Timestamp, settings: &Settings) -> Vec<String> {
-    // The shop's own table is not read here.
-    if !settings.orders.close_sql.is_empty() {
-        return passed(deadline, Timestamp::now_by_local_clock());
-    }
-    if !is_uuid(order_id) {
-        let not_uuid = "the order's id is not a UUID in the usual form, as in the table orders; a worker parks this alarm (for your own table set orders.close_sql here as well)";
-        return [not_uuid.to_owned()].into_iter().chain(passed(deadline, Timestamp::now_by_local_clock())).collect();
-    }
-    if !settings.database.is_given() {
-        return passed(deadline, Timestamp::now_by_local_clock());
-    }
-    match look(order_id, settings).await {
-        Ok(found) => odd(deadline, &found),
-        Err(fault) => {
-            let unread = format!("the order's row was not compared with this alarm: {fault}");
-            passed(deadline, Timestamp::now_by_local_clock()).into_iter().chain([unread]).collect()
-        }
-    }
+/// The check of one order's alarm.
+pub(super) struct ScheduleCheck<'a> {
+    order_id: &'a str,
+    settings: &'a Settings,
+    /// What the database has said, or why it has not; `None` if it was not asked yet.
+    found: Option<Result<OrderFacts, String>>,
 }
 
-/// The deadline that the order's row has, for a command line without one.
-///
-/// # Errors
-/// One sentence that says why there is none, and to give it.
-pub(super) async fn deadline_of(order_id: &str, settings: &Settings) -> anyhow::Result<Timestamp> {
-    const GIVE_IT: &str = "give the deadline with --in 30m or --deadline TIME";
-    if !settings.orders.close_sql.is_empty() {
-        bail!("the deadline of an order in a table of your own (orders.close_sql) is not read from there; {GIVE_IT}");
+impl<'a> ScheduleCheck<'a> {
+    /// Asks nothing yet.
+    pub fn new(order_id: &'a str, settings: &'a Settings) -> Self {
+        Self { order_id, settings, found: None }
     }
-    if !settings.database.is_given() {
-        bail!("no database is named, so the order's deadline cannot be read; set database.url, or {GIVE_IT}");
-    }
-    if !is_uuid(order_id) {
-        bail!("{order_id:?} is no UUID, which the ids of the table orders are; correct it, or {GIVE_IT}");
-    }
-    match look(order_id, settings).await {
-        Ok(OrderFacts { row: Some(row), .. }) => Ok(row.deadline),
-        Ok(OrderFacts { row: None, .. }) => {
-            bail!("there is no order {order_id} in the table orders; create it first, or {GIVE_IT}")
+
+    /// The time by the database's clock, which closes the order, if a database is named and answers; else by this
+    /// machine's.
+    pub async fn now(&mut self) -> Timestamp {
+        if self.can_have_row()
+            && let Ok(OrderFacts { now, .. }) = self.look().await
+        {
+            return *now;
         }
-        Err(fault) => bail!("the order's deadline cannot be read: {fault}; {GIVE_IT}"),
+        // It needs neither the table nor a session of its own.
+        let database = &self.settings.database;
+        let asked = match database.is_given() {
+            true => postgres::ask_time(database, TIME_LIMIT.min(database.acquire_timeout)).await.ok(),
+            false => None,
+        };
+        asked.unwrap_or_else(Timestamp::now_by_local_clock)
+    }
+
+    /// The time by this machine's clock.
+    pub fn local_now(&self) -> Timestamp {
+        Timestamp::now_by_local_clock()
+    }
+
+    /// The deadline that the order's row has, for a command line without one.
+    ///
+    /// # Errors
+    /// One sentence that says why there is none, and to give it.
+    pub async fn deadline(&mut self) -> anyhow::Result<Timestamp> {
+        const GIVE_IT: &str = "give the deadline with --in 30m or --deadline TIME";
+        let order_id = self.order_id;
+        if !self.settings.has_default_orders() {
+            bail!(
+                "the deadline of an order in a table of your own (orders.close_sql or kinds.order.table) is not read from there; {GIVE_IT}"
+            );
+        }
+        if !self.settings.database.is_given() {
+            bail!("no database is named, so the order's deadline cannot be read; set database.url, or {GIVE_IT}");
+        }
+        if !is_uuid(order_id) {
+            bail!("{order_id:?} is no UUID, which the ids of the table orders are; correct it, or {GIVE_IT}");
+        }
+        match self.look().await {
+            Ok(OrderFacts { row: Some(OrderRow { deadline: Some(deadline), .. }), .. }) => Ok(*deadline),
+            Ok(OrderFacts { row: Some(_), .. }) => {
+                bail!(
+                    "order {order_id} has no deadline, so it is never closed; {GIVE_IT} if it shall have an alarm all the same"
+                )
+            }
+            Ok(OrderFacts { row: None, .. }) => {
+                bail!("there is no order {order_id} in the table orders; create it first, or {GIVE_IT}")
+            }
+            Err(fault) => bail!("the order's deadline cannot be read: {fault}; {GIVE_IT}"),
+        }
+    }
+
+    /// One sentence for each problem of an alarm with this deadline.
+    pub async fn remarks(&mut self, deadline: Timestamp) -> Vec<String> {
+        // The shop's own table is not read here.
+        if !self.settings.has_default_orders() {
+            return passed(deadline, self.local_now());
+        }
+        if !is_uuid(self.order_id) {
+            let not_uuid = "the order's id is not a UUID in the usual form, as in the table orders; a worker parks this alarm (for your own table set orders.close_sql here as well)";
+            return [not_uuid.to_owned()].into_iter().chain(passed(deadline, self.local_now())).collect();
+        }
+        if !self.settings.database.is_given() {
+            return passed(deadline, self.local_now());
+        }
+        let local_now = self.local_now();
+        match self.look().await {
+            Ok(found) => odd(deadline, found),
+            Err(fault) => {
+                let unread = format!("the order's row was not compared with this alarm: {fault}");
+                passed(deadline, local_now).into_iter().chain([unread]).collect()
+            }
+        }
+    }
+
+    /// Whether a row of the default table can be read for this id.
+    fn can_have_row(&self) -> bool {
+        self.settings.has_default_orders() && self.settings.database.is_given() && is_uuid(self.order_id)
+    }
+
+    /// Asks the database the first time, and repeats its answer after that.
+    async fn look(&mut self) -> &Result<OrderFacts, String> {
+        let found = match self.found.take() {
+            Some(found) => found,
+            None => look(self.order_id, self.settings).await,
+        };
+        self.found.insert(found)
     }
 }
 
@@ -92,24 +145,19 @@ fn odd(deadline: Timestamp, OrderFacts { now, row }: &OrderFacts) -> Vec<String>
     let mut odd = passed(deadline, *now);
     match row {
         None => odd.push("there is no such order in the table orders; without one a worker parks this alarm when retry.missing_for has passed".to_owned()),
-        Some(row) if row.status != "unpaid" => {
-            odd.push(format!("the order is {}, so this alarm closes nothing", row.status));
+        Some(OrderRow { status: Some(status), .. }) if status != "unpaid" => {
+            odd.push(format!("the order is {status}, so this alarm closes nothing"));
         }
-        Some(row) if row.deadline.since(deadline).max(deadline.since(row.deadline)) > SAME_DEADLINE => {
-            let (row, alarm) = (write_rfc3339(row.deadline), write_rfc3339(deadline));
+        Some(OrderRow { deadline: None, .. }) => {
+            odd.push("the order's row has no deadline, so this alarm closes nothing".to_owned());
+        }
+        Some(OrderRow { deadline: Some(row), .. }) if row.since(deadline).max(deadline.since(*row)) > SAME_DEADLINE => {
+            let (row, alarm) = (write_rfc3339(*row), write_rfc3339(deadline));
             odd.push(format!("the order's row has the deadline {row} and this alarm {alarm}; the order is closed when the row says"));
         }
         Some(_) => {}
     }
     odd
-}
-
-/// The same check as in `sql/close.sql`: hexadecimal digits, and hyphens in their places.
-fn is_uuid(text: &str) -> bool {
-    let hyphens = [8, 13, 18, 23];
-    let is_in_place =
-        |(at, byte): (usize, u8)| if hyphens.contains(&at) { byte == b'-' } else { byte.is_ascii_hexdigit() };
-    text.len() == 36 && text.bytes().enumerate().all(is_in_place)
 }
 
 async fn look(order_id: &str, settings: &Settings) -> Result<OrderFacts, String> {
@@ -118,20 +166,9 @@ async fn look(order_id: &str, settings: &Settings) -> Result<OrderFacts, String>
     settings.statement_timeout = settings.statement_timeout.min(TIME_LIMIT);
     settings.lock_timeout = settings.lock_timeout.min(TIME_LIMIT / 2);
     let database = Database::connect(&settings, 1).await.map_err(|fault| fault.to_string())?;
-    database.run(async |connection| read(connection, order_id).await).await.map_err(|error| one_line(&error))
-}
-
-async fn read(connection: &mut PgConnection, order_id: &str) -> Result<OrderFacts, sqlx::Error> {
-    let now = postgres::now(connection).await?;
-    let row = sqlx::query("SELECT status::text AS status, expires_at FROM orders WHERE id = $1::uuid")
-        .bind(order_id)
-        .fetch_optional(connection)
-        .await?;
-    let row = row.map(|row| {
-        let Timestamptz(deadline) = row.try_get("expires_at")?;
-        Ok::<_, sqlx::Error>(OrderRow { status: row.try_get("status")?, deadline })
-    });
-    Ok(OrderFacts { now, row: row.transpose()? })
+    let read = database.run(async |connection: &mut PgConnection| read_row(connection, order_id).await);
+    let (now, row) = read.await.map_err(|error| one_line(&error))?;
+    Ok(OrderFacts { now, row })
 }
 
 #[cfg(test)]
@@ -143,7 +180,7 @@ mod tests {
     }
 
     fn odd_of(status: &str, row_deadline: i64, deadline: i64, now: i64) -> String {
-        let row = Some(OrderRow { status: status.to_owned(), deadline: at(row_deadline) });
+        let row = Some(OrderRow { status: Some(status.to_owned()), deadline: Some(at(row_deadline)) });
         odd(at(deadline), &OrderFacts { now: at(now), row }).join("\n")
     }
 
@@ -155,20 +192,8 @@ mod tests {
         assert!(odd_of("unpaid", 100, 102, 50).contains("closed when the row says"));
         assert!(odd_of("paid", 100, 100, 50).contains("the order is paid"));
         assert!(odd_of("unpaid", 100, 100, 100).contains("has passed"));
+        let never = Some(OrderRow { status: Some("unpaid".to_owned()), deadline: None });
+        assert!(odd(at(9), &OrderFacts { now: at(1), row: never }).concat().contains("no deadline"));
         assert!(odd(at(9), &OrderFacts { now: at(1), row: None }).concat().contains("no such order"));
-    }
-
-    #[test]
-    fn accepts_same_uuids_as_close_statement() {
-        assert!(is_uuid("01939f6e-7a3c-7C11-9d1a-6b1f0e2d3c4b"));
-        for other in [
-            "",
-            "17",
-            "01939f6e7a3c7c119d1a6b1f0e2d3c4b",
-            "{01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4}",
-            "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4g",
-        ] {
-            assert!(!is_uuid(other), "{other}");
-        }
     }
 }

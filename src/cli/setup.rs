@@ -32,31 +32,44 @@ async fn declare(topology: &Topology, settings: &Settings) -> anyhow::Result<()>
 pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let applied = postgres::migrate(&settings.database).await?;
     // Objects of an applied migration may have been dropped since.
-    inspect::require_complete(&settings.database, &settings.orders).await?;
-    let topology = settings.topology();
-    let declared = declare(&topology, &settings).await;
-    declared.map_err(|fault| anyhow!("{fault}; the database is set up"))?;
+    inspect::require_complete(&settings).await?;
+    let topology = settings.delay.strategy.needs_broker().then(|| settings.topology());
+    if let Some(topology) = &topology {
+        let declared = declare(topology, &settings).await;
+        declared.map_err(|fault| anyhow!("{fault}; the database is set up"))?;
+    }
     let mut answer = CommandOutcome::default();
     if args.json {
-        let counts = json!({
-            "migrations_applied": applied,
-            "exchanges": topology.exchanges.len(),
-            "queues": topology.queues.len(),
-            "bindings": topology.bindings.len(),
-        });
-        answer.line(counts);
+        answer.line(counts(&applied, topology.as_ref()));
         return Ok(answer);
     }
-    let (database, broker) = (postgres::place(&settings.database)?, connect::place(&settings.amqp)?);
+    let database = postgres::place(&settings.database)?;
     match applied.as_slice() {
         [] => answer.line(format!("database: {database}: up to date")),
         names => answer.line(format!("database: {database}: applied {}", names.join(", "))),
     }
-    answer.line(format!(
-        "broker:   {broker}: declared {} exchanges, {} queues and {} bindings; any that already existed are unchanged (AMQP does not say which)",
-        topology.exchanges.len(),
-        topology.queues.len(),
-        topology.bindings.len()
-    ));
+    match &topology {
+        Some(Topology { exchanges, queues, bindings, .. }) => answer.line(format!(
+            "broker:   {}: declared {} exchanges, {} queues and {} bindings; any that already existed are unchanged (AMQP does not say which)",
+            connect::place(&settings.amqp)?,
+            exchanges.len(),
+            queues.len(),
+            bindings.len()
+        )),
+        None => answer.line("broker:   none, because delay.strategy is \"database\""),
+    }
+    if let Some(why) = settings.delay.strategy.deprecation() {
+        answer.line(format!("note:     {why}"));
+    }
     Ok(answer)
+}
+
+fn counts(applied: &[String], topology: Option<&Topology>) -> serde_json::Value {
+    let count = |count: fn(&Topology) -> usize| topology.map_or(0, count);
+    json!({
+        "migrations_applied": applied,
+        "exchanges": count(|topology| topology.exchanges.len()),
+        "queues": count(|topology| topology.queues.len()),
+        "bindings": count(|topology| topology.bindings.len()),
+    })
 }

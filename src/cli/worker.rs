@@ -1,9 +1,9 @@
 //! `order-timeout worker`: runs until SIGTERM or Ctrl-C, then drains; a second signal ends it at once.
 
-use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::cli::CommandOutcome;
+use crate::cli::signals::Signals;
 use crate::config::Settings;
 use crate::observe::logging;
 use crate::runtime::Worker;
@@ -32,25 +32,6 @@ pub async fn run(settings: Settings) -> anyhow::Result<CommandOutcome> {
         () = signals.next() => Err(anyhow::anyhow!(
             "stopped at once by a second signal; the broker redelivers unfinished alarms"
         )),
-    }
-}
-
-/// SIGTERM and Ctrl-C, which have the same effect.
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-}
-
-impl Signals {
-    fn listen() -> std::io::Result<Self> {
-        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
-    }
-
-    async fn next(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-        }
     }
 }
 

@@ -190,6 +190,10 @@ pub(super) fn check(merged: Config) -> Result<(Settings, Origins), SettingsError
     refuse_kinds_of_no_setting(&merged.cache)?;
     let mut settings: Settings = merged.try_deserialize().map_err(|fault| explain(&fault).with_origin(&origins))?;
     read_secret("amqp.url", &mut settings.amqp.url, &settings.amqp.url_file, &mut origins)?;
+    for (name, kind) in &mut settings.kinds {
+        let table = format!("kinds.{name}.table.table");
+        kind.origin = origins.iter().find(|(key, _)| *key == table).and_then(|(_, origin)| origin.clone());
+    }
     settings.validate().map_err(|fault| fault.with_origin(&origins))?;
     Ok((settings, origins))
 }
@@ -243,6 +247,11 @@ impl SettingsError {
         // An element of a list has the origin of the list.
         let name = self.key.as_deref().and_then(|key| key.split('[').next());
         let known = origins.iter().find(|(key, _)| name == Some(key));
+        // A table without entries has no value, and so no origin of its own.
+        let kind = name.and_then(|name| name.strip_prefix("kinds.")).and_then(|rest| rest.split('.').next());
+        let beside =
+            || kind.and_then(|kind| origins.iter().find(|(key, _)| key.starts_with(&format!("kinds.{kind}."))));
+        let known = known.or_else(beside);
         self.origin = self.origin.or_else(|| known.and_then(|(_, origin)| origin.clone()));
         self
     }
@@ -380,7 +389,9 @@ fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, SettingsErro
 /// the key's origin and the key that was probably meant.
 fn refuse_unknown_keys(origins: &Origins) -> Result<(), SettingsError> {
     let known = every_key();
-    let Some((key, origin)) = origins.iter().find(|(key, _)| !known.contains(key)) else {
+    // What a kind has is checked when it is read: the names of its columns are the shop's.
+    let is_of_kind = |key: &str| key.starts_with("kinds.");
+    let Some((key, origin)) = origins.iter().find(|(key, _)| !known.contains(key) && !is_of_kind(key)) else {
         return Ok(());
     };
     if let Some((_, new)) = RENAMED.iter().find(|(old, _)| old == key) {

@@ -172,7 +172,11 @@ fn each_fault_names_its_key_and_origin() {
     check(&[], &["database.acquire_timeout=2h"], &["database.acquire_timeout", "--set"]);
     check(&[], &["worker.hold_max=6s"], &["worker.hold_max", "27s"]);
     check(&[], &["nonsense"], &["--set", "="]);
-    check(&[], &["delay.strategy=magic"], &["delay.strategy", "magic", "\"dead-letter\" or \"delayed-exchange\""]);
+    check(
+        &[],
+        &["delay.strategy=magic"],
+        &["delay.strategy", "magic", "one of \"dead-letter\", \"delayed-exchange\", \"database\""],
+    );
     check(&[("ORDER_TIMEOUT__LOG__FORMAT", "xml")], &[], &["log.format", "\"xml\"", "\"human\" or \"json\""]);
     check(&[], &["amqp.url=amqp://h:5672/"], &["amqp.url", "--set", "write /%2f for the default virtual host"]);
     check(&[], &["worker.take_shards=0,two"], &["worker.take_shards[1]", "--set", "two"]);

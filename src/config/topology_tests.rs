@@ -2,14 +2,16 @@
 //!
 //! Pure: no broker.
 
-use order_timeout_amqp::topology::Argument;
+use order_timeout_amqp::topology::{Argument, Queue};
 use serde_json::Value;
 
 use super::Settings;
 
 #[test]
 fn delay_queues_dead_letter_at_least_once() {
-    for queue in Settings::defaults().topology().queues {
+    let settings = Settings::defaults();
+    let slots = settings.slots();
+    for queue in settings.topology().queues.into_iter().chain(slots.all().map(|slot| slot.queue)) {
         assert!(!queue.arguments.contains_key("x-expires"), "{queue:?}");
         if queue.arguments.contains_key("x-dead-letter-exchange") {
             assert_eq!(queue.arguments["x-dead-letter-strategy"], Argument::Text("at-least-once".into()));
@@ -20,16 +22,24 @@ fn delay_queues_dead_letter_at_least_once() {
 
 #[test]
 fn queues_without_consumers_have_ttl() {
-    let topology = Settings::defaults().topology();
-    let ttl_ms = |name: &str| {
-        topology.queues.iter().find(|queue| queue.name == name).unwrap().arguments.get("x-message-ttl").cloned()
-    };
+    let settings = Settings::defaults();
+    let queues: Vec<Queue> =
+        settings.topology().queues.into_iter().chain(settings.slots().all().map(|slot| slot.queue)).collect();
+    let ttl_ms =
+        |name: &str| queues.iter().find(|queue| queue.name == name).unwrap().arguments.get("x-message-ttl").cloned();
     assert_eq!(ttl_ms("order.delay.30m.3"), Some(Argument::Number(1_800_100)));
-    assert_eq!(ttl_ms("order.slot.5s.00"), Some(Argument::Number(120_000)));
-    assert_eq!(ttl_ms("order.slot.1h.35"), Some(Argument::Number(36 * 3_600_000)));
+    assert_eq!(ttl_ms("order.slot.5s-22.00"), Some(Argument::Number(110_000)));
+    assert_eq!(ttl_ms("order.slot.24h-8.07"), Some(Argument::Number(8 * 24 * 3_600_000)));
     for consumed in ["order.timeout", "order.schedule", "order.parked"] {
         assert_eq!(ttl_ms(consumed), None, "{consumed} keeps what it has until it is consumed");
     }
+}
+
+#[test]
+fn defaults_need_few_queues() {
+    let settings = Settings::defaults();
+    assert!(settings.topology().queues.len() <= 16, "declared by setup");
+    assert!(settings.slots().all().count() < 70, "slots that alarms may need");
 }
 
 #[test]

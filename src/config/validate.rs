@@ -10,7 +10,7 @@ use order_timeout_core::InvalidSetting;
 use order_timeout_core::address::PostgresAddress;
 use secrecy::ExposeSecret;
 
-use super::{DatabaseSettings, OrdersSettings, POSTGRES_FORM, Settings, SettingsError};
+use super::{DatabaseSettings, OrdersSettings, POSTGRES_FORM, Settings, SettingsError, kinds};
 
 const AMQP_MAX_PREFETCH: u16 = u16::MAX;
 const DAY: Duration = Duration::from_secs(86_400);
@@ -30,6 +30,7 @@ impl Settings {
         self.delay.validate()?;
         self.validate_worker()?;
         self.orders.validate()?;
+        kinds::validate(&self.kinds, &self.orders)?;
         tracing_subscriber::EnvFilter::try_new(&self.log.filter).map(drop).map_err(|fault| {
             SettingsError::of("log.filter", format!("{fault}; write it like order_timeout=debug,info"))
         })
@@ -102,6 +103,7 @@ impl Settings {
             ("worker.shutdown_grace", worker.shutdown_grace, Duration::ZERO, Duration::from_secs(3_600)),
             ("sweep.every", self.sweep.every, Duration::from_millis(10), Duration::from_secs(60)),
             ("sweep.grace", self.sweep.grace, Duration::ZERO, Duration::from_secs(3_600)),
+            ("sweep.look_ahead", self.sweep.look_ahead, Duration::ZERO, worker.hold_max),
             ("announce.poll", self.announce.poll, Duration::from_millis(1), Duration::from_secs(60)),
             ("announce.keep", self.announce.keep, Duration::ZERO, 3_650 * DAY),
             ("parked.keep", self.parked.keep, Duration::ZERO, 3_650 * DAY),
@@ -109,7 +111,39 @@ impl Settings {
             InvalidSetting::within(key, value, least, most)?;
         }
         self.validate_shards()?;
+        self.validate_without_broker()?;
         self.validate_retry()
+    }
+
+    /// The settings that matter only without a broker.
+    fn validate_without_broker(&self) -> Result<(), SettingsError> {
+        let (sweep, channel) = (&self.sweep, &self.announce.notify);
+        // An order that falls due between two readings is found by the later one.
+        if !sweep.look_ahead.is_zero() && sweep.look_ahead < 2 * sweep.every {
+            let least = humantime::format_duration(2 * sweep.every);
+            let why = format!(
+                "must be at least twice sweep.every, {least}, or orders fall due before they are read; 0s turns it off"
+            );
+            return Err(SettingsError::of("sweep.look_ahead", why));
+        }
+        if self.delay.strategy.needs_broker() {
+            if channel.is_empty() {
+                return Ok(());
+            }
+            let why =
+                "is only for delay.strategy = \"database\"; with a broker, events go to its exchange. Leave it out";
+            return Err(SettingsError::of("announce.notify", why));
+        }
+        if sweep.look_ahead.is_zero() {
+            let why =
+                "must not be 0s with delay.strategy = \"database\", which reads orders ahead and knows no other way";
+            return Err(SettingsError::of("sweep.look_ahead", why));
+        }
+        // PostgreSQL: a channel is an identifier, of fewer than 64 bytes.
+        if channel.len() > 63 {
+            return Err(SettingsError::of("announce.notify", format!("{channel:?} is longer than 63 bytes")));
+        }
+        Ok(())
     }
 
     fn validate_shards(&self) -> Result<(), SettingsError> {

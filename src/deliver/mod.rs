@@ -21,7 +21,9 @@ use order_timeout_amqp::topology::{Sight, Topology, TopologyError, queue_exists}
 use order_timeout_core::alarm::{
     DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Receipt, Returns, Settlement, SourceQueue,
 };
-use order_timeout_core::message::{Alarm, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT};
+use order_timeout_core::message::{
+    Alarm, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, MAX_TRACEPARENT_BYTES,
+};
 use order_timeout_core::order::Timestamp;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -59,6 +61,7 @@ pub struct Session {
 /// Why a session ended, or did not open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionEnd {
+    /// Whether a message has caused it.
     pub kind: EndKind,
     /// One sentence.
     pub why: String,
@@ -81,15 +84,27 @@ impl SessionEnd {
             EndKind::BrokerFailed => {
                 format!("the broker itself failed ({error}), as RabbitMQ 3 does over a message that it cannot deliver")
             }
+            EndKind::AckTimeout => ack_timeout_reason(error),
             EndKind::Other => error.to_string(),
         };
         Self { kind, why }
     }
 }
 
+/// The delivery that took too long is held, or cannot be closed. So the timeout is below what the worker may need.
+fn ack_timeout_reason(error: &lapin::Error) -> String {
+    let text = connect::reply(error).map_or_else(|| error.to_string(), |(_, text)| text);
+    let what = text.split(". This timeout").next().unwrap_or(&text);
+    format!("the broker closed a channel because an alarm was not acknowledged in time ({what}); {ACK_TIMEOUT_HINT}")
+}
+
+/// What to do about a consumer timeout.
+const ACK_TIMEOUT_HINT: &str = "the consumer timeout of its queue (consumer-timeout in a policy, consumer_timeout in rabbitmq.conf) must be well above worker.hold_max and worker.requeue_after";
+
 /// Why no session was opened.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OpenError {
+    /// The broker is unavailable, or refused it.
     #[error(transparent)]
     Broker(#[from] BrokerError),
     /// The broker had opened it and delivered a message that ended it.
@@ -120,6 +135,7 @@ impl Ended {
 /// Where a session sends what it reads.
 #[derive(Debug, Clone)]
 pub struct Inboxes {
+    /// Alarms, and messages that are to be parked.
     pub alarms: mpsc::UnboundedSender<Delivered>,
     /// Ids of canaries, which are acknowledged at once.
     pub canaries: mpsc::UnboundedSender<Uuid>,
@@ -487,9 +503,9 @@ impl Reader {
                 return SessionEnd::other("the worker has stopped");
             }
         }
-        SessionEnd::other(
-            "the broker cancelled the consumer; was its queue deleted, or a delivery kept for its consumer_timeout?",
-        )
+        SessionEnd::other(format!(
+            "the broker cancelled the consumer; was its queue deleted, or a delivery kept for too long? {ACK_TIMEOUT_HINT}"
+        ))
     }
 
     /// Every alarm from a delay queue has been dead-lettered there. The reason matters only for messages from the
@@ -574,9 +590,9 @@ fn whole_number(value: &AMQPValue) -> Option<u32> {
     u32::try_from(number).ok()
 }
 
-/// A W3C traceparent has 55 characters; anything much longer is none.
+/// A W3C trace context; anything much longer is none.
 fn short_text(value: &AMQPValue) -> Option<String> {
     let AMQPValue::LongString(text) = value else { return None };
     let text = std::str::from_utf8(text.as_bytes()).ok()?;
-    (text.len() <= 200).then(|| text.to_owned())
+    (text.len() <= MAX_TRACEPARENT_BYTES).then(|| text.to_owned())
 }

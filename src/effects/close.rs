@@ -17,9 +17,9 @@ use sqlx::Row;
 use sqlx::postgres::{PgConnection, PgRow};
 use tracing::debug;
 
-use crate::postgres::contract::{Contract, ContractStatement};
+use crate::postgres::contract::{Contract, ContractStatement, StatementSource};
 use crate::postgres::warm_connections::WarmConnections;
-use crate::postgres::{DatabaseError, ErrorClass, classify, one_line};
+use crate::postgres::{DatabaseError, ErrorClass, Operator, classify, one_line};
 
 /// The close statement for our own schema.
 pub const CLOSE_SQL: &str = include_str!("../../sql/close.sql");
@@ -51,12 +51,15 @@ pub struct Closer {
 }
 
 impl Closer {
-    /// Prepares the close statement (`close_sql` names a file; empty means ours) and checks it against the contract.
+    /// Prepares the close statement (a text names its file; empty means ours) and checks it against the contract.
     ///
     /// # Errors
     /// [`DatabaseError`] names the file and the column.
-    pub async fn prepare(connections: WarmConnections, close_sql: &str) -> Result<Self, DatabaseError> {
-        let statement = ContractStatement::load(connections.database(), &CONTRACT, close_sql).await?;
+    pub async fn prepare(
+        connections: WarmConnections,
+        source: impl Into<StatementSource>,
+    ) -> Result<Self, DatabaseError> {
+        let statement = ContractStatement::load(connections.database(), &CONTRACT, &source.into()).await?;
         Ok(Self { connections, statement, odd: Arc::default() })
     }
 
@@ -83,17 +86,55 @@ impl Closer {
         by: ClosedBy,
         waits_for_locks: bool,
     ) -> Result<HashMap<OrderId, CloseResult>, CloseError> {
-        let mut ids = ids.to_vec();
-        ids.sort_unstable();
-        ids.dedup();
-        match self.try_to_close(&ids, by, waits_for_locks).await {
+        let ids = sorted(ids);
+        let answers = self.try_to_close(&ids, by, waits_for_locks).await;
+        self.judge(&ids, answers).await
+    }
+
+    /// The same by hand, in a transaction that says who asked for it and why.
+    ///
+    /// # Errors
+    /// As of [`Self::close`].
+    pub async fn close_for(
+        &self,
+        operator: &Operator,
+        ids: &[OrderId],
+        waits_for_locks: bool,
+    ) -> Result<HashMap<OrderId, CloseResult>, CloseError> {
+        let ids = sorted(ids);
+        let work = async |connection: &mut PgConnection| {
+            let mut transaction = sqlx::Connection::begin(connection).await?;
+            operator.name_in_transaction(&mut transaction).await?;
+            if self.lacks_lock_parameter(waits_for_locks) {
+                shorten_lock_timeout(&mut transaction).await?;
+            }
+            let found = self.run(&mut transaction, &ids, ClosedBy::Manual, waits_for_locks).await?;
+            transaction.commit().await?;
+            Ok(found)
+        };
+        let answers = self.connections.run_on_latest(work).await;
+        self.judge(&ids, answers).await
+    }
+
+    async fn judge(
+        &self,
+        ids: &[OrderId],
+        answers: Result<Vec<ResultRow>, sqlx::Error>,
+    ) -> Result<HashMap<OrderId, CloseResult>, CloseError> {
+        match answers {
             Ok(answers) => {
-                let (findings, odd) = gather(&ids, answers);
+                let (findings, odd) = gather(ids, answers);
                 self.odd.lock().expect("no holder panics").extend(odd);
                 Ok(findings)
             }
             Err(error) => Err(self.fault(&error).await),
         }
+    }
+
+    /// Whether the lock timeout must say what the statement has no parameter for: not to wait.
+    fn lacks_lock_parameter(&self, waits_for_locks: bool) -> bool {
+        // A statement with $3 decides itself whether to wait.
+        !waits_for_locks && self.statement.parameters <= 2
     }
 
     /// Results outside the contract since the previous call.
@@ -117,15 +158,11 @@ impl Closer {
         waits_for_locks: bool,
     ) -> Result<Vec<ResultRow>, sqlx::Error> {
         let work = async |connection: &mut PgConnection| {
-            // A statement with $3 decides itself whether to wait.
-            if waits_for_locks || self.statement.parameters > 2 {
+            if !self.lacks_lock_parameter(waits_for_locks) {
                 return self.run(connection, ids, by, waits_for_locks).await;
             }
             let mut transaction = sqlx::Connection::begin(connection).await?;
-            sqlx::query("SELECT set_config('lock_timeout', $1, true)")
-                .bind(SHORT_LOCK_TIMEOUT.as_millis().to_string())
-                .execute(&mut *transaction)
-                .await?;
+            shorten_lock_timeout(&mut transaction).await?;
             let found = self.run(&mut transaction, ids, by, waits_for_locks).await?;
             transaction.commit().await?;
             Ok(found)
@@ -188,6 +225,23 @@ impl Closer {
         }
         Ok(())
     }
+}
+
+/// In the order in which the statement locks them, each once.
+fn sorted(ids: &[OrderId]) -> Vec<OrderId> {
+    let mut ids = ids.to_vec();
+    ids.sort_unstable();
+    ids.dedup();
+    ids
+}
+
+/// For the current transaction.
+async fn shorten_lock_timeout(connection: &mut PgConnection) -> Result<(), sqlx::Error> {
+    sqlx::query("SELECT set_config('lock_timeout', $1, true)")
+        .bind(SHORT_LOCK_TIMEOUT.as_millis().to_string())
+        .execute(connection)
+        .await
+        .map(drop)
 }
 
 /// Logs the outcome of each order of a batch.

@@ -7,6 +7,7 @@ pub(crate) mod clock;
 pub mod close;
 pub(crate) mod park;
 pub mod rearm;
+pub mod slots;
 pub mod sweep;
 
 use std::sync::{Arc, Mutex};
@@ -31,7 +32,8 @@ pub(crate) struct Effects {
     closer: Closer,
     sweeper: Sweeper,
     database: Database,
-    rearmer: Rearmer,
+    /// `None` without a broker, where there is no alarm to rearm.
+    rearmer: Option<Rearmer>,
     inputs: mpsc::UnboundedSender<Input>,
     recorder: Recorder,
     pub parked: Arc<Mutex<ParkedWarnings>>,
@@ -43,7 +45,7 @@ impl Effects {
         closer: Closer,
         sweeper: Sweeper,
         database: Database,
-        rearmer: Rearmer,
+        rearmer: Option<Rearmer>,
         inputs: mpsc::UnboundedSender<Input>,
         recorder: Recorder,
     ) -> Self {
@@ -82,7 +84,7 @@ impl Effects {
     }
 
     pub fn rearm(&self, jobs: Vec<Rearm>, clock: DatabaseClock) {
-        let rearmer = self.rearmer.clone();
+        let Some(rearmer) = self.rearmer.clone() else { return };
         self.spawn(async move {
             let Written { confirmed, refused, failed } = rearmer.write(jobs, clock).await;
             let (done, refused) = (about(confirmed, Input::Rearmed), about(refused, Input::RearmRefused));

@@ -1,4 +1,5 @@
-//! Step 2, rearm: publishes alarms to where they wait, by the database's clock. The only publisher into wheel slots.
+//! Step 2, rearm: publishes alarms to where they wait, by the database's clock. The only publisher of alarms into wheel
+//! slots; `slots.rs` declares those that are missing.
 //!
 //! Reports which alarms the broker has confirmed, because the old message is acknowledged only after that, and which
 //! not.
@@ -17,6 +18,7 @@ use order_timeout_core::order::{Deadline, Timestamp};
 use order_timeout_core::with_causes;
 use tracing::{debug, warn};
 
+use super::slots::SlotDeclarer;
 use crate::config::Settings;
 use crate::observe::logging::LogThrottle;
 
@@ -26,6 +28,7 @@ pub struct Rearmer {
     names: Names,
     router: Router,
     confirmed: ConfirmedPublisher,
+    slots: SlotDeclarer,
     fault_throttle: Arc<Mutex<LogThrottle>>,
 }
 
@@ -40,6 +43,7 @@ struct Router {
 /// The results of the rearms.
 #[derive(Debug, Default)]
 pub struct Written {
+    /// Written, with the broker's confirm.
     pub confirmed: Vec<Receipt>,
     /// Refused individually: their queue is missing, or accepts nothing.
     pub refused: Vec<Rearm>,
@@ -57,12 +61,14 @@ impl Rearmer {
     /// # Panics
     /// If the rings of `settings` do not mesh, which `Settings::validate` refuses.
     #[must_use]
-    pub fn new(settings: &Settings, confirmed: ConfirmedPublisher) -> Self {
-        Self { names: settings.names(), router: Router::new(settings), confirmed, fault_throttle: Arc::default() }
+    pub fn new(settings: &Settings, confirmed: ConfirmedPublisher, slots: SlotDeclarer) -> Self {
+        let (names, router) = (settings.names(), Router::new(settings));
+        Self { names, router, confirmed, slots, fault_throttle: Arc::default() }
     }
 
     /// Publishes all of them.
     pub async fn write(&self, rearms: Vec<Rearm>, clock: DatabaseClock) -> Written {
+        self.declare_slots_for(&rearms, clock.now()).await;
         // One by one, because each TTL counts from when it is sent: the alarms of a slot expire together, however long
         // publishing takes.
         // By index: with a closure that takes a reference, callers could not spawn this future.
@@ -74,6 +80,9 @@ impl Rearmer {
             match result {
                 Ok(()) => written.confirmed.push(rearm.receipt),
                 Err(fault) => {
+                    if matches!(fault, PublishError::Unroutable(_) | PublishError::NoExchange(_)) {
+                        self.slots.forget();
+                    }
                     if fault.is_broker_wide() { &mut written.failed } else { &mut written.refused }.push(rearm);
                     first_fault.get_or_insert(fault);
                 }
@@ -83,6 +92,18 @@ impl Rearmer {
             self.log_failures(written.failed.len() + written.refused.len(), &fault);
         }
         written
+    }
+
+    /// The next slot may be the right one by the time an alarm is sent. It is then returned, and tried again.
+    async fn declare_slots_for(&self, rearms: &[Rearm], now: Timestamp) {
+        let placements = rearms.iter().map(|rearm| self.router.place(rearm.alarm.deadline(), rearm.wanted, now));
+        let Err(fault) = self.slots.require(placements).await else { return };
+        let fault = with_causes(&fault);
+        if self.fault_throttle.lock().expect("no holder panics").is_due() {
+            warn!(%fault, "slots of the wheel could not be declared; alarms for them stay unacknowledged and are retried");
+        } else {
+            debug!(%fault, "slots of the wheel could not be declared");
+        }
     }
 
     fn log_failures(&self, alarms: usize, fault: &PublishError) {
@@ -119,7 +140,8 @@ impl Router {
             Strategy::DeadLetter => {
                 Delays::Wheel(settings.delay.wheel().expect("validated settings have rings that mesh"))
             }
-            Strategy::DelayedExchange => Delays::DelayedExchange,
+            // Without a broker nothing is rearmed.
+            Strategy::DelayedExchange | Strategy::Database => Delays::DelayedExchange,
         };
         Self { delays, lead: settings.delay.lead, longest_retry: settings.retry.longest_wait() }
     }

@@ -1,4 +1,5 @@
-//! The safety net: asks the database for unpaid orders past their deadline, page by page along the deadline index.
+//! The safety net: asks the database for unpaid orders past their deadline, page by page along the deadline index; and the
+//! look-ahead, which asks for those that fall due next as well.
 //!
 //! Reads only. The engine decides which orders to close or skip; they are closed by the same statement as orders with
 //! an alarm.
@@ -12,7 +13,7 @@ use sqlx::Row;
 use sqlx::postgres::PgRow;
 use tracing::{debug, warn};
 
-use crate::postgres::contract::{Contract, ContractStatement};
+use crate::postgres::contract::{Contract, ContractStatement, StatementSource};
 use crate::postgres::{Database, DatabaseError};
 
 const CONTRACT: Contract = Contract {
@@ -31,12 +32,12 @@ pub struct Sweeper {
 }
 
 impl Sweeper {
-    /// Prepares the statement (`overdue_sql` names a file; empty means ours) and checks it against the contract.
+    /// Prepares the statement (a text names its file; empty means ours) and checks it against the contract.
     ///
     /// # Errors
     /// [`DatabaseError`] names the file and the column.
-    pub async fn prepare(database: Database, overdue_sql: &str) -> Result<Self, DatabaseError> {
-        let statement = ContractStatement::load(&database, &CONTRACT, overdue_sql).await?;
+    pub async fn prepare(database: Database, source: impl Into<StatementSource>) -> Result<Self, DatabaseError> {
+        let statement = ContractStatement::load(&database, &CONTRACT, &source.into()).await?;
         Ok(Self { database, statement, warned: Arc::default() })
     }
 
@@ -56,7 +57,7 @@ impl Sweeper {
             None => (Timestamp::from_unix_micros(i64::MIN), ""),
         };
         let select = sqlx::query(self.statement.sql.clone())
-            .bind(page.grace.as_secs_f64())
+            .bind(page.reach.grace_s())
             .bind(Timestamptz(after_deadline))
             .bind(after_id)
             .bind(i64::try_from(page.limit).unwrap_or(i64::MAX));

@@ -58,9 +58,13 @@ enum Kind {
 /// The route, queue and wait of one canary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Journey {
+    /// Where it waits.
+    pub placement: Placement,
+    /// How it is published.
     pub route: Route,
     /// The queue in which it waits.
     pub queue: String,
+    /// How long it waits there.
     pub wait: Duration,
 }
 
@@ -80,6 +84,7 @@ impl Paths {
         let names = settings.names();
         let mut paths = vec![Path { name: names.due(), kind: Kind::Due, longest_wait: Duration::ZERO }];
         let wheel = match settings.delay.strategy {
+            Strategy::Database => None,
             Strategy::DelayedExchange => {
                 paths.push(Path { name: names.delayed(), kind: Kind::Delayed, longest_wait: DELAYED_WAIT });
                 None
@@ -104,11 +109,13 @@ impl Paths {
         Self { names, wheel, paths }
     }
 
+    /// In a fixed order.
     #[must_use]
     pub fn all(&self) -> &[Path] {
         &self.paths
     }
 
+    /// The path of this name.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<&Path> {
         self.paths.iter().find(|path| path.name == name)
@@ -117,7 +124,10 @@ impl Paths {
     /// The journey of a canary that is sent on this path at `now`, by the database's clock.
     #[must_use]
     pub fn journey(&self, path: &Path, now: Timestamp) -> Journey {
-        let waiting = |placement, queue, wait| Journey { route: Route::to(&placement, &self.names), queue, wait };
+        let waiting = |placement, queue, wait| {
+            let route = Route::to(&placement, &self.names);
+            Journey { placement, route, queue, wait }
+        };
         match &path.kind {
             Kind::Due => waiting(Placement::Due, self.names.timeout(), Duration::ZERO),
             Kind::Delayed => waiting(Placement::DelayedExchange(DELAYED_WAIT), self.names.delayed(), DELAYED_WAIT),
@@ -278,7 +288,16 @@ mod tests {
     fn rings_and_lanes_have_paths() {
         let names: Vec<String> = paths(&[]).all().iter().map(|path| path.name.clone()).collect();
         let lanes = (0..4).map(|shard| format!("order.delay.30m.{shard}"));
-        let fixed = ["order.due", "order.slot.5s", "order.slot.1m", "order.slot.1h"].map(str::to_owned);
+        let fixed = [
+            "order.due",
+            "order.slot.5s-22",
+            "order.slot.1m-15",
+            "order.slot.10m-9",
+            "order.slot.1h-9",
+            "order.slot.6h-6",
+            "order.slot.24h-8",
+        ]
+        .map(str::to_owned);
         assert_eq!(names, fixed.into_iter().chain(lanes).collect::<Vec<_>>());
         let delayed = paths(&["delay.strategy=delayed-exchange"]);
         assert_eq!(delayed.all().iter().map(|path| &*path.name).collect::<Vec<_>>(), ["order.due", "order.delayed"]);
@@ -288,8 +307,8 @@ mod tests {
     fn canary_interval_covers_its_wait() {
         let paths = paths(&[]);
         let every = |name: &str, suspected| paths.find(name).unwrap().sent_every(suspected);
-        assert_eq!(every("order.slot.5s", false), REGULAR_INTERVAL);
-        assert_eq!(every("order.slot.5s", true), SUSPECTED_INTERVAL);
+        assert_eq!(every("order.slot.5s-22", false), REGULAR_INTERVAL);
+        assert_eq!(every("order.slot.5s-22", true), SUSPECTED_INTERVAL);
         assert_eq!(every("order.delay.30m.0", true), Duration::from_secs(30 * 60 - 20));
     }
 
@@ -298,11 +317,11 @@ mod tests {
         #[test]
         fn finest_ring_answers_within_ten_seconds(micros in 0_i64..3_600_000_000) {
             let (paths, now) = (paths(&[]), Timestamp::from_unix_micros(1_700_000_000_000_000 + micros));
-            let finest = paths.find("order.slot.5s").unwrap();
+            let finest = paths.find("order.slot.5s-22").unwrap();
             let journey = paths.journey(finest, now);
             prop_assert!(journey.wait >= AHEAD, "{:?}", journey.wait);
             prop_assert!(journey.wait + GRACE + Duration::from_secs(1) < Duration::from_secs(10), "{:?}", journey.wait);
-            prop_assert!(journey.queue.starts_with("order.slot.5s."));
+            prop_assert!(journey.queue.starts_with("order.slot.5s-22."));
             prop_assert_eq!(journey.route.delay, Delay::Ttl(journey.wait));
         }
 
@@ -310,7 +329,7 @@ mod tests {
         #[test]
         fn canary_leaves_when_its_slot_does(micros in 0_i64..3_600_000_000) {
             let (paths, now) = (paths(&[]), Timestamp::from_unix_micros(1_700_000_000_000_000 + micros));
-            let journey = paths.journey(paths.find("order.slot.5s").unwrap(), now);
+            let journey = paths.journey(paths.find("order.slot.5s-22").unwrap(), now);
             // A slot expires `lead` before its unit of five seconds begins.
             let begins = (now + journey.wait + Duration::from_secs(20)).unix_micros();
             prop_assert!(begins.rem_euclid(5_000_000) < 1_000, "{begins}");

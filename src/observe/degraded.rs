@@ -21,6 +21,7 @@ macro_rules! causes {
             /// The words of all causes.
             pub const WORDS: [&str; [$($word),*].len()] = [$($word),*];
 
+            /// The word in metrics and on the pages.
             #[must_use]
             pub const fn as_str(self) -> &'static str {
                 match self {

@@ -24,7 +24,8 @@ pub enum Loop {
 }
 
 impl Loop {
-    const ALL: [Self; 3] = [Self::EventLoop, Self::Outboxes, Self::Supervisor];
+    /// Every loop of a worker with a broker.
+    pub const ALL: [Self; 3] = [Self::EventLoop, Self::Outboxes, Self::Supervisor];
 
     const fn name(self) -> &'static str {
         match self {
@@ -38,7 +39,9 @@ impl Loop {
 /// What the worker as a whole is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifecycle {
+    /// Connecting, and declaring exchanges and queues.
     Starting,
+    /// Consuming and closing.
     Running,
     /// Nothing could be closed, re-armed or parked for so long that the alarms were requeued.
     Paused,
@@ -49,6 +52,7 @@ pub enum Lifecycle {
 /// The result of a liveness or readiness check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
+    /// Whether the check found no problem.
     pub is_healthy: bool,
     /// One for each problem, or a single one if there is none; then one for each cause of degradation.
     pub lines: Vec<String>,
@@ -88,6 +92,8 @@ pub struct Health {
 #[derive(Debug)]
 struct State {
     lifecycle: Lifecycle,
+    /// Those that are watched.
+    loops: Vec<Loop>,
     /// Why there is no consumer session; `None` while there is one.
     no_session: Option<String>,
     /// Why the database is unusable; `None` while it is usable.
@@ -101,6 +107,7 @@ impl Health {
     pub fn new(longest_iteration: Duration) -> Self {
         let state = State {
             lifecycle: Lifecycle::Starting,
+            loops: Vec::new(),
             no_session: Some("none was opened yet".into()),
             no_database: None,
             degraded: Degraded::default(),
@@ -118,12 +125,15 @@ impl Health {
         self.beats[of as usize].store(since, Ordering::Relaxed);
     }
 
-    /// The loops are started: from now on each must make progress.
-    pub fn mark_running(&self) {
-        Loop::ALL.into_iter().for_each(|of| self.beat(of));
-        self.note_lifecycle(Lifecycle::Running);
+    /// These loops are started: from now on each must make progress.
+    pub fn mark_running(&self, loops: &[Loop]) {
+        loops.iter().for_each(|of| self.beat(*of));
+        let mut state = self.state();
+        state.loops = loops.to_vec();
+        state.lifecycle = Lifecycle::Running;
     }
 
+    /// Records what the worker as a whole is doing.
     pub fn note_lifecycle(&self, lifecycle: Lifecycle) {
         self.state().lifecycle = lifecycle;
     }
@@ -150,8 +160,9 @@ impl Health {
     }
 
     fn is_alive_at(&self, now: Instant) -> Report {
-        let is_watched = matches!(self.state().lifecycle, Lifecycle::Running | Lifecycle::Paused);
-        let stalled = Loop::ALL.into_iter().filter(|_| is_watched).filter_map(|of| {
+        let state = self.state();
+        let is_watched = matches!(state.lifecycle, Lifecycle::Running | Lifecycle::Paused);
+        let stalled = state.loops.iter().copied().filter(|_| is_watched).filter_map(|of| {
             let beat = self.began + Duration::from_millis(self.beats[of as usize].load(Ordering::Relaxed));
             let stalled_for = now.saturating_duration_since(beat);
             (stalled_for > self.longest_iteration)
@@ -204,7 +215,7 @@ mod tests {
 
     fn running() -> Health {
         let health = Health::new(LONGEST_ITERATION);
-        health.mark_running();
+        health.mark_running(&Loop::ALL);
         health.note_session(None);
         health
     }
@@ -228,7 +239,7 @@ mod tests {
         let health = Health::new(LONGEST_ITERATION);
         let later = Instant::now() + 2 * LONGEST_ITERATION;
         assert!(health.is_alive_at(later).is_healthy);
-        health.mark_running();
+        health.mark_running(&Loop::ALL);
         assert!(!health.is_alive_at(later).is_healthy);
         health.note_lifecycle(Lifecycle::Stopping);
         assert!(health.is_alive_at(later).is_healthy);

@@ -27,10 +27,13 @@ const BUCKETS_S: [f64; 15] = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0
 /// An entry in the list of metrics.
 #[derive(Debug, Clone, Copy)]
 pub struct Listed {
+    /// As it is exposed: with a prefix and its unit.
     pub name: &'static str,
     /// Prometheus' metric type: counter, gauge or histogram.
     pub kind: &'static str,
+    /// What distinguishes its series, if there are several.
     pub label: Option<Label>,
+    /// The help text.
     pub help: &'static str,
     /// Whether its series appear with their first reading and are absent while the value cannot be read.
     pub is_reading: bool,
@@ -40,7 +43,9 @@ pub struct Listed {
 /// a rate over a series that appears with its first event would miss that event.
 #[derive(Debug, Clone, Copy)]
 pub struct Label {
+    /// The label's name.
     pub name: &'static str,
+    /// All values that it can have.
     pub values: &'static [&'static str],
 }
 
@@ -201,9 +206,10 @@ macro_rules! metrics {
     (@label $label:literal, $values:expr) => { Some(Label { name: $label, values: &$values }) };
 }
 
-const BY: [&str; 2] = [ClosedBy::Alarm.as_str(), ClosedBy::Sweep.as_str()];
+const BY: [&str; 3] = [ClosedBy::Alarm.as_str(), ClosedBy::LookAhead.as_str(), ClosedBy::Sweep.as_str()];
 /// The label values for the two outboxes.
 pub const ALARMS: &str = "alarm";
+/// The label value of `event_outbox`.
 pub const EVENTS: &str = "event";
 const SOURCE_QUEUES: [&str; 3] =
     [SourceQueue::Timeout.as_str(), SourceQueue::Inbox.as_str(), SourceQueue::Parked.as_str()];

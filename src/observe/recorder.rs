@@ -1,6 +1,6 @@
 //! The worker's health and metrics, as the loops and effects report them.
 //!
-//! Turns inputs and results into counts. Decides nothing, and nothing depends on its state.
+//! Turns inputs and results into counts, and closes into a log line. Decides nothing, and nothing depends on its state.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,6 +12,7 @@ use order_timeout_core::engine::{Batch, BatchResult};
 use order_timeout_core::order::{CloseOutcome, CloseResult, ClosedBy, OrderId, Outcome, Timestamp};
 use tracing::{info, warn};
 
+use super::close_log::CloseLog;
 use super::zones::ZoneComparison;
 use crate::http::Pages;
 use crate::observe::degraded::{Cause, Change};
@@ -24,6 +25,7 @@ pub(crate) struct Recorder {
     pub health: Arc<Health>,
     pub metrics: Arc<Metrics>,
     zones: Arc<Mutex<Zones>>,
+    close_log: Arc<Mutex<CloseLog>>,
 }
 
 #[derive(Debug, Default)]
@@ -35,7 +37,12 @@ struct Zones {
 
 impl Recorder {
     pub fn new(longest_turn: Duration) -> Self {
-        Self { health: Arc::new(Health::new(longest_turn)), metrics: Arc::default(), zones: Arc::default() }
+        Self {
+            health: Arc::new(Health::new(longest_turn)),
+            metrics: Arc::default(),
+            zones: Arc::default(),
+            close_log: Arc::default(),
+        }
     }
 
     pub fn pages(&self) -> Pages {
@@ -85,19 +92,29 @@ impl Recorder {
         match answer {
             Err(fault) => count(fault.as_str(), batch.items.len()),
             Ok(findings) => {
+                let mut close_log = self.close_log.lock().unwrap_or_else(PoisonError::into_inner);
                 for finding in findings.values() {
                     count(word(finding), 1);
                     if let Ok(found) = finding
                         && found.outcome == Outcome::Closed
                     {
-                        self.metrics.closed(batch.by, found.deadline.map(|deadline| now.since(deadline)));
+                        let lateness = found.deadline.map(|deadline| now.since(deadline));
+                        self.metrics.closed(batch.by, lateness);
+                        close_log.note(batch.by, lateness);
                     }
                 }
+                close_log.log_due();
+                drop(close_log);
                 let without_row = batch.items.iter().filter(|item| !findings.contains_key(item.alarm.order_id()));
                 count(Outcome::Unknown.as_str(), without_row.count());
                 self.compare_zones(batch, findings);
             }
         }
+    }
+
+    /// Logs the closes that were not logged yet, even if no order is closed now.
+    pub fn log_closed(&self) {
+        self.close_log.lock().unwrap_or_else(PoisonError::into_inner).log_due();
     }
 
     /// Compares each alarm's deadline with its row's. Orders that the sweep found have no alarm.

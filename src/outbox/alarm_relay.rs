@@ -12,7 +12,7 @@ use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::alarm::Returns;
 use order_timeout_core::delay::Lanes;
 use order_timeout_core::message::Alarm;
-use order_timeout_core::order::{Deadline, OrderId, Timestamp};
+use order_timeout_core::order::{OrderId, Timestamp};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 use tracing::warn;
@@ -27,13 +27,13 @@ const SQL: OutboxSql = outbox_sql!(
     pauses_s: &[1.0, 5.0, 20.0, 60.0],
     is_paced: false,
     // statement_timestamp(): a volatile function could not bound an index scan.
-    unsent: "SELECT id, order_id, deadline, refusals, clock_timestamp() AS now, count(*) OVER () AS found
+    unsent: "SELECT id, order_id, deadline, traceparent, refusals, clock_timestamp() AS now, count(*) OVER () AS found
              FROM (
-                 (SELECT id, order_id, deadline, refusals, created_at FROM alarm_outbox
+                 (SELECT id, order_id, deadline, traceparent, refusals, created_at FROM alarm_outbox
                   WHERE sent_at IS NULL AND next_attempt_at = '-infinity' AND id <> ALL ($2::uuid[])
                   ORDER BY created_at, id LIMIT $1)
                  UNION ALL
-                 (SELECT id, order_id, deadline, refusals, created_at FROM alarm_outbox
+                 (SELECT id, order_id, deadline, traceparent, refusals, created_at FROM alarm_outbox
                   WHERE sent_at IS NULL AND next_attempt_at > '-infinity' AND next_attempt_at <= statement_timestamp()
                         AND id <> ALL ($2::uuid[])
                   ORDER BY next_attempt_at, created_at, id LIMIT $3)
@@ -50,6 +50,7 @@ pub struct AlarmRelay {
 }
 
 impl AlarmRelay {
+    /// `batch_size` alarms at most are sent at once; sent ones are deleted after `keep`.
     #[must_use]
     pub fn new(
         database: Database,
@@ -93,7 +94,7 @@ impl AlarmRelay {
 
 fn message(names: &Names, lanes: &Lanes, row: &PgRow) -> Result<Option<Outgoing>, sqlx::Error> {
     let (Timestamptz(deadline), Timestamptz(now)) = (row.try_get("deadline")?, row.try_get("now")?);
-    let order_id: String = row.try_get("order_id")?;
+    let (order_id, traceparent): (String, Option<String>) = (row.try_get("order_id")?, row.try_get("traceparent")?);
     let order_id = match OrderId::new(&order_id) {
         Ok(order_id) => order_id,
         // The table's CHECK refuses such ids, so it was dropped. The sweep closes the order all the same.
@@ -102,15 +103,13 @@ fn message(names: &Names, lanes: &Lanes, row: &PgRow) -> Result<Option<Outgoing>
             return Ok(None);
         }
     };
-    Ok(alarm(names, lanes, order_id, deadline, now))
+    // `None` for an alarm whose deadline has passed: the sweep closes its order.
+    let is_ahead = deadline > now;
+    Ok(is_ahead.then(|| alarm(names, lanes, Alarm { order_id, deadline }, now, traceparent)))
 }
 
-/// `None` for an alarm whose deadline has passed: the sweep closes its order.
-fn alarm(names: &Names, lanes: &Lanes, order_id: OrderId, deadline: Deadline, now: Timestamp) -> Option<Outgoing> {
-    if deadline <= now {
-        return None;
-    }
-    let route = Route::to(&lanes.place(&order_id, deadline, now), names);
-    let headers = AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() };
-    Some(envelope::address(&Alarm { order_id, deadline }, route, headers))
+fn alarm(names: &Names, lanes: &Lanes, alarm: Alarm, now: Timestamp, traceparent: Option<String>) -> Outgoing {
+    let route = Route::to(&lanes.place(&alarm.order_id, alarm.deadline, now), names);
+    let headers = AlarmHeaders { attempt: 0, first_published_at: now, traceparent, returns: Returns::default() };
+    envelope::address(&alarm, route, headers)
 }

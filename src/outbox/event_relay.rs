@@ -2,8 +2,10 @@
 //!
 //! At least once, under one message id per event. `relay.rs` empties an outbox.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
+use order_timeout_amqp::envelope;
 use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing};
 use order_timeout_amqp::topology::Names;
 use order_timeout_client::postgres::Timestamptz;
@@ -13,6 +15,7 @@ use sqlx::postgres::PgRow;
 use uuid::Uuid;
 
 use crate::outbox::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
+use crate::outbox::trace_contexts::TraceContexts;
 use crate::postgres::Database;
 
 const SQL: OutboxSql = outbox_sql!(
@@ -25,17 +28,18 @@ const SQL: OutboxSql = outbox_sql!(
     // Stored bytes are known without unpacking: 256 KiB, a thousand of our own events. Data that Postgres has compressed
     // may be 255 times as large (LZ4's limit), 64 MiB. The first event is sent whatever its size.
     // statement_timestamp(): a volatile function could not bound an index scan.
-    unsent: "SELECT id, routing_key, type, payload::text AS payload, created_at, refusals, found
+    unsent: "SELECT id, routing_key, type, payload::text AS payload, payload ->> 'order_id' AS order_id, traceparent,
+                    created_at, refusals, found
              FROM (
                  SELECT *, count(*) OVER () AS found,
                         sum(pg_column_size(payload)) OVER (ORDER BY refusals = 0, created_at, id)
                             - pg_column_size(payload) AS ahead
                  FROM (
-                     (SELECT id, routing_key, type, payload, created_at, refusals FROM event_outbox
+                     (SELECT id, routing_key, type, payload, traceparent, created_at, refusals FROM event_outbox
                       WHERE sent_at IS NULL AND next_attempt_at = '-infinity' AND id <> ALL ($2::uuid[])
                       ORDER BY created_at, id LIMIT $1)
                      UNION ALL
-                     (SELECT id, routing_key, type, payload, created_at, refusals FROM event_outbox
+                     (SELECT id, routing_key, type, payload, traceparent, created_at, refusals FROM event_outbox
                       WHERE sent_at IS NULL AND next_attempt_at > '-infinity' AND next_attempt_at <= statement_timestamp()
                             AND id <> ALL ($2::uuid[])
                       ORDER BY next_attempt_at, created_at, id LIMIT $3)
@@ -48,10 +52,12 @@ const SQL: OutboxSql = outbox_sql!(
 #[derive(Debug)]
 pub struct EventRelay {
     outbox: Outbox,
+    trace_contexts: TraceContexts,
     exchange: String,
 }
 
 impl EventRelay {
+    /// `batch_size` events at most are sent at once; sent ones are deleted after `keep`.
     #[must_use]
     pub fn new(
         database: Database,
@@ -60,16 +66,20 @@ impl EventRelay {
         batch_size: usize,
         keep: Duration,
     ) -> Self {
-        Self { outbox: Outbox::new(database, confirmed, SQL, batch_size, keep), exchange: names.events() }
+        let trace_contexts = TraceContexts::new(database.clone());
+        let outbox = Outbox::new(database, confirmed, SQL, batch_size, keep);
+        Self { outbox, trace_contexts, exchange: names.events() }
     }
 
     /// Sends one batch.
     ///
     /// # Errors
-    /// As of [`Outbox::round`].
+    /// As of [`Outbox::unsent`] and [`Outbox::send`].
     pub async fn round(&mut self) -> Result<Relayed, RelayError> {
+        let unsent = self.outbox.unsent().await?;
+        let contexts = self.trace_contexts.of(&unsent).await?;
         let exchange = &self.exchange;
-        self.outbox.round(|row| message(exchange, row).map(Some)).await
+        self.outbox.send(unsent, |row| message(exchange, &contexts, row).map(Some)).await
     }
 
     /// The backlog of the outbox.
@@ -103,10 +113,12 @@ impl EventRelay {
     }
 }
 
-fn message(exchange: &str, row: &PgRow) -> Result<Outgoing, sqlx::Error> {
+fn message(exchange: &str, contexts: &HashMap<String, String>, row: &PgRow) -> Result<Outgoing, sqlx::Error> {
     let id: Uuid = row.try_get("id")?;
     let Timestamptz(created_at) = row.try_get("created_at")?;
     let payload: String = row.try_get("payload")?;
+    let (own, order_id): (Option<String>, Option<String>) = (row.try_get("traceparent")?, row.try_get("order_id")?);
+    let traceparent = own.or_else(|| contexts.get(&order_id?).cloned());
     Ok(Outgoing {
         exchange: exchange.to_owned(),
         routing_key: row.try_get("routing_key")?,
@@ -116,7 +128,7 @@ fn message(exchange: &str, row: &PgRow) -> Result<Outgoing, sqlx::Error> {
         content_type: CONTENT_TYPE,
         timestamp_s: u64::try_from(created_at.unix_micros() / 1_000_000).unwrap_or(0),
         ttl: None,
-        headers: Vec::new(),
+        headers: traceparent.map(envelope::traceparent).into_iter().collect(),
         // An event needs no listener.
         mandatory: false,
     })

@@ -1,9 +1,12 @@
 //! The outboxes: rows that a transaction has committed, published by one worker at a time. `relay.rs` is what both have in
-//! common, `alarm_relay.rs` publishes alarms, `event_relay.rs` events.
+//! common, `alarm_relay.rs` publishes alarms, `event_relay.rs` events with the `trace_contexts.rs` of their alarms.
+//! `local.rs` is for a worker without a broker.
 //!
 //! Decides nothing about orders.
 
 pub mod alarm_relay;
 pub mod event_relay;
+pub mod local;
 mod pace;
 pub mod relay;
+pub mod trace_contexts;

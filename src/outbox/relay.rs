@@ -127,8 +127,10 @@ pub(crate) use outbox_sql;
 /// Why a round failed. The rows stay in their outbox.
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
+    /// The database refused a statement, or is unavailable.
     #[error("an outbox cannot be read or written: {}", one_line(.0))]
     Database(sqlx::Error),
+    /// The broker did not confirm a message.
     #[error(transparent)]
     Broker(#[from] PublishError),
 }
@@ -263,6 +265,15 @@ impl Outbox {
         &mut self,
         message: impl Fn(&PgRow) -> Result<Option<Outgoing>, sqlx::Error>,
     ) -> Result<Relayed, RelayError> {
+        let unsent = self.unsent().await?;
+        self.send(unsent, message).await
+    }
+
+    /// The rows of the next batch, in the columns of [`OutboxSql::unsent`].
+    ///
+    /// # Errors
+    /// [`RelayError::Database`].
+    pub async fn unsent(&mut self) -> Result<Vec<PgRow>, RelayError> {
         let now = Instant::now();
         self.set_aside.retain(|(_, until)| *until > now);
         let left_out: Vec<Uuid> = self.set_aside.iter().map(|(id, _)| *id).collect();
@@ -270,7 +281,19 @@ impl Outbox {
         let retries = if self.sql.is_paced { self.pace.allowance(self.batch_size, now) } else { self.batch_size };
         let retries = i64::try_from(retries).unwrap_or(i64::MAX);
         let select = sqlx::query(self.sql.unsent).bind(limit).bind(left_out).bind(retries);
-        let unsent = self.database.run(async |connection| select.fetch_all(connection).await).await?;
+        Ok(self.database.run(async |connection| select.fetch_all(connection).await).await?)
+    }
+
+    /// Sends a batch that [`Outbox::unsent`] has returned, like [`Outbox::round`].
+    ///
+    /// # Errors
+    /// [`RelayError::Database`]; what was confirmed may then be sent again.
+    pub async fn send(
+        &mut self,
+        unsent: Vec<PgRow>,
+        message: impl Fn(&PgRow) -> Result<Option<Outgoing>, sqlx::Error>,
+    ) -> Result<Relayed, RelayError> {
+        let limit = i64::try_from(self.batch_size).unwrap_or(i64::MAX);
         let (mut settled, mut sending, mut messages) = (Vec::new(), Vec::new(), Vec::new());
         let mut never_refused = 0;
         for row in &unsent {
@@ -440,6 +463,7 @@ pub struct LeaderLock {
 }
 
 impl LeaderLock {
+    /// Not acquired yet.
     #[must_use]
     pub fn new(database: Database) -> Self {
         Self { database, held: None, answered: Instant::now() }

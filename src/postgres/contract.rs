@@ -23,24 +23,58 @@ pub struct Contract {
     pub columns: &'static [(&'static str, &'static [&'static str])],
 }
 
+/// Where a statement of the contract comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StatementSource {
+    /// The one for the default orders tables.
+    Default,
+    /// A file with a statement of the shop's own.
+    File(String),
+    /// Rendered from a mapping; `name` says which one, for errors.
+    Rendered {
+        /// As errors name it.
+        name: String,
+        /// Its text.
+        sql: String,
+    },
+}
+
+/// The value of a setting that names a file; empty means ours.
+impl From<&str> for StatementSource {
+    fn from(file: &str) -> Self {
+        if file.is_empty() { Self::Default } else { Self::File(file.to_owned()) }
+    }
+}
+
+impl From<&String> for StatementSource {
+    fn from(file: &String) -> Self {
+        file.as_str().into()
+    }
+}
+
 /// A statement that fulfils its contract.
 #[derive(Debug, Clone)]
 pub struct ContractStatement {
+    /// The statement's text.
     pub sql: SqlStr,
     /// How many parameters it takes.
     pub parameters: usize,
 }
 
 impl ContractStatement {
-    /// Loads the statement (`file` is the setting's value; empty means ours), prepares it and checks it.
+    /// Loads the statement, prepares it and checks it.
     ///
     /// # Errors
     /// [`DatabaseError`] names the file and the parameter or column.
-    pub async fn load(database: &Database, contract: &Contract, file: &str) -> Result<Self, DatabaseError> {
-        let (name, source) = if file.is_empty() {
-            (contract.default.0, contract.default.1.to_owned())
-        } else {
-            (file, read_statement(contract.setting, file).await?)
+    pub async fn load(
+        database: &Database,
+        contract: &Contract,
+        source: &StatementSource,
+    ) -> Result<Self, DatabaseError> {
+        let (name, source) = match source {
+            StatementSource::Default => (contract.default.0, contract.default.1.to_owned()),
+            StatementSource::File(file) => (file.as_str(), read_statement(contract.setting, file).await?),
+            StatementSource::Rendered { name, sql } => (name.as_str(), sql.clone()),
         };
         // The statement is configuration: the operator who sets it may run any SQL anyway.
         let sql = AssertSqlSafe(source).into_sql_str();

@@ -1,17 +1,22 @@
 //! Postgres: a pool on which every call has a time limit. `connect.rs` opens connections, `session.rs` settles their
 //! parameters, `migrations.rs` brings the schema up to date, `error.rs` says what an error means, `clock.rs` reads the
 //! clock, `warm_connections.rs` keeps the closers' connections, `contract.rs` checks the statements of an orders table,
-//! `parked_alarms.rs` is a table of ours.
+//! `catalog.rs` and `survey.rs` describe a table of the shop's, `parked_alarms.rs` and `adoption.rs` are tables of ours,
+//! `operator.rs` names who asked for a change.
 //!
 //! Shared by the steps that run SQL; knows none of their statements.
 
+pub mod adoption;
+pub mod catalog;
 mod clock;
 mod connect;
 pub mod contract;
 mod error;
 mod migrations;
+mod operator;
 pub mod parked_alarms;
 mod session;
+pub mod survey;
 pub mod warm_connections;
 
 use std::fmt;
@@ -32,6 +37,7 @@ use connect::{
 use error::is_stale_plan;
 pub use error::{DatabaseError, ErrorClass, classify, is_read_only, one_line, without_server_message};
 pub use migrations::{migrate, require_migrated};
+pub use operator::Operator;
 use session::{Session, TimeZone};
 
 /// How much longer than `database.statement_timeout` a call waits before the server counts as unreachable.

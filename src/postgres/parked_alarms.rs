@@ -23,15 +23,21 @@ const DELETE_BATCH_SIZE: u64 = 1_000;
 /// A parked alarm as it is listed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Parked {
+    /// Its key in the table.
     pub id: Uuid,
+    /// Why it was parked, as one of the words of `ParkReason`.
     pub reason: String,
+    /// What was found, in a sentence.
     pub detail: String,
+    /// The order's id, if the alarm could be read.
     pub order_id: Option<String>,
     /// RFC 3339.
     pub deadline: Option<String>,
+    /// How often closing its order had been tried.
     pub attempts: i32,
     /// RFC 3339.
     pub parked_at: String,
+    /// Seconds since it was parked.
     pub age_s: i64,
     /// The message's body, if it is text.
     #[serde(rename = "body", skip_serializing_if = "Option::is_none")]
@@ -39,8 +45,10 @@ pub struct Parked {
     /// The message's body in hexadecimal digits, if it is not UTF-8.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub body_hex: Option<String>,
+    /// The message's body, as much of it as is stored.
     #[serde(skip)]
     pub body: Vec<u8>,
+    /// When it was parked.
     #[serde(skip)]
     pub since: Timestamp,
 }
@@ -58,8 +66,11 @@ impl Parked {
 /// A selection of parked alarms.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Selection {
+    /// All of them.
     All,
+    /// Those that were parked for this reason.
     Reason(String),
+    /// Those with these keys.
     Ids(Vec<Uuid>),
 }
 
@@ -203,6 +214,18 @@ pub async fn count(database: &Database, selection: &Selection) -> Result<u64, sq
     .bind(selection.ids());
     let rows: i64 = database.run(async |connection| select.fetch_one(connection).await).await?;
     Ok(u64::try_from(rows).unwrap_or(0))
+}
+
+/// How many alarms are parked for each reason, and since when the oldest of them is.
+///
+/// # Errors
+/// sqlx's.
+pub async fn count_by_reason(database: &Database) -> Result<Vec<(String, u64, Timestamp)>, sqlx::Error> {
+    let select =
+        sqlx::query_as("SELECT reason, count(*), min(parked_at) FROM parked_alarms GROUP BY reason ORDER BY reason");
+    let rows: Vec<(String, i64, Timestamptz)> =
+        database.run(async |connection| select.fetch_all(connection).await).await?;
+    Ok(rows.into_iter().map(|(reason, alarms, Timestamptz(oldest))| (reason, alarms.unsigned_abs(), oldest)).collect())
 }
 
 /// The ids of the selected alarms, oldest first.

@@ -56,19 +56,24 @@ impl Bounds {
 /// A message that the AMQP client cannot read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Found {
+    /// The queue in which it was.
     pub queue: String,
     /// Counted from 1, in the order of delivery.
     pub position: u64,
+    /// Why it cannot be read.
     pub why: String,
+    /// The size of its body.
     pub body_bytes: u64,
     /// The order in its body, if that is an alarm.
     pub order_id: Option<String>,
+    /// Whether it was stored and taken out of the queue.
     pub moved: bool,
 }
 
 /// The result of a search through one queue.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Report {
+    /// The searched queue.
     pub queue: String,
     /// Messages that were read.
     pub searched: u64,
@@ -83,18 +88,45 @@ pub struct Report {
 /// Why a search failed. Messages that were stored and acknowledged before stay so; all others are back in their queue.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum QuarantineError {
+    /// The broker is unavailable, or refused the login.
     #[error(transparent)]
     Broker(#[from] BrokerError),
+    /// The connection ended, or what came over it is not AMQP.
     #[error("the broker at {place} could not be searched: {why}")]
-    Broken { place: String, why: String },
+    Broken {
+        /// Host and port of the broker.
+        place: String,
+        /// What was wrong.
+        why: String,
+    },
+    /// The broker closed the connection, with this code and text.
     #[error("the broker at {place} ended the search with {code} {text}")]
-    Closed { place: String, code: u16, text: String },
+    Closed {
+        /// Host and port of the broker.
+        place: String,
+        /// AMQP's reply code.
+        code: u16,
+        /// The broker's text.
+        text: String,
+    },
+    /// The broker cannot deliver the message at this position of the queue.
     #[error(
         "the broker itself fails on the message at position {position} of {queue} (541 INTERNAL_ERROR), so it cannot be delivered to any AMQP 0-9-1 client; docs/operating/troubleshoot.md, \"A message that the broker cannot deliver\", describes how to remove it"
     )]
-    Undeliverable { queue: String, position: u64 },
+    Undeliverable {
+        /// The queue's name.
+        queue: String,
+        /// Counted from 1, in the order of delivery.
+        position: u64,
+    },
+    /// The database did not take an unreadable message, which stays in its queue.
     #[error("an unreadable message was found in {queue} but cannot be stored: {why}; fix the database")]
-    NotStored { queue: String, why: String },
+    NotStored {
+        /// The queue's name.
+        queue: String,
+        /// What the database said.
+        why: String,
+    },
 }
 
 impl QuarantineError {

@@ -21,6 +21,7 @@ use uuid::Uuid;
 use super::give_way::GiveWay;
 use crate::config::Settings;
 use crate::deliver::Inspector;
+use crate::effects::slots::SlotDeclarer;
 use crate::observe::canary::store::{CanaryStore, Known, READER_NOTED_EVERY, Sent, StoreError};
 use crate::observe::canary::{self, GRACE, Late, Path, Paths};
 use crate::observe::degraded::Cause;
@@ -71,6 +72,7 @@ pub(super) struct BrokerInspections {
     path_names: Vec<String>,
     store: CanaryStore,
     confirmed: ConfirmedPublisher,
+    slots: SlotDeclarer,
     missing_route: Arc<MissingRoute>,
     /// Whether the next declaration was requested here.
     declaring: bool,
@@ -127,6 +129,7 @@ impl BrokerInspections {
         settings: &Settings,
         database: Database,
         confirmed: ConfirmedPublisher,
+        slots: SlotDeclarer,
         give_way: GiveWay,
         recorder: Recorder,
     ) -> Self {
@@ -137,6 +140,7 @@ impl BrokerInspections {
             store: CanaryStore::new(database, &settings.namespace),
             missing_route: confirmed.missing_route(),
             confirmed,
+            slots,
             declaring: false,
             give_way,
             recorder,
@@ -474,6 +478,15 @@ impl BrokerInspections {
 
     async fn send(&mut self, path: &Path, now: Timestamp, suspected: bool, is_missed: bool) -> Result<(), StoreError> {
         let (id, journey) = (Uuid::now_v7(), self.paths.journey(path, now));
+        if self.slots.is_unknown(&journey.placement) {
+            // A regular canary declares no slot: in time all slots would exist although no alarm needs them.
+            if !suspected {
+                return Ok(());
+            }
+            if let Err(fault) = self.slots.require([journey.placement.clone()]).await {
+                debug!(%fault, "the slot of a canary could not be declared");
+            }
+        }
         let every = path.sent_every(suspected);
         if !self.store.claim(id, path, &journey.queue, journey.wait, every, is_missed).await? {
             return Ok(());
@@ -485,6 +498,7 @@ impl BrokerInspections {
                 self.findings.not_published.remove(&path.name);
             }
             Err(fault @ (PublishError::Unroutable(_) | PublishError::NoExchange(_))) => {
+                self.slots.forget();
                 let (exchange, key) = (&journey.route.exchange, &journey.route.routing_key);
                 let what = format!(
                     "exchange {exchange:?} led to no queue for routing key {key:?} ({fault}); exchanges, queues and bindings are declared again"

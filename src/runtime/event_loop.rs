@@ -169,6 +169,7 @@ impl EventLoop {
                 // Arrives each second, so that collected counts are logged even if nothing else happens.
                 self.warnings.log_due(&self.engine, &self.engine.snapshot(self.clock.now()));
                 self.effects.parked.lock().expect("no holder panics").log_due();
+                self.recorder.log_closed();
                 let why = self.contract.why(std::time::Instant::now());
                 self.recorder.degraded(Cause::OrdersContract, why.as_deref());
             }

@@ -1,11 +1,13 @@
 //! Checks every few seconds that the database still has what the worker needs, registers the worker there, and reports
-//! what is wrong.
+//! what is wrong. From the registered workers follows the share of orders that each reads ahead.
 //!
 //! Decides when; `inspect/` checks and explains. In a task of its own, so that no order waits for it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use order_timeout_core::engine::{Input, Share};
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
@@ -16,9 +18,10 @@ use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::plan::Plans;
-use crate::observe::inspect::registration::Registration;
+use crate::observe::inspect::registration::{Registered, Registration};
 use crate::observe::inspect::schema::{Found, Schema};
 use crate::observe::recorder::Recorder;
+use crate::operations::orders_statements;
 use crate::postgres::{Database, one_line};
 
 /// How often the database is checked.
@@ -42,6 +45,8 @@ pub(super) struct Inspections {
     registration: Registration,
     /// What each check has found last.
     found: BTreeMap<(Cause, Finder), Option<String>>,
+    share: Share,
+    inputs: mpsc::UnboundedSender<Input>,
     turn: u32,
     give_way: GiveWay,
     recorder: Recorder,
@@ -53,21 +58,24 @@ impl Inspections {
         database: Database,
         closer: &Closer,
         sweeper: &Sweeper,
+        inputs: mpsc::UnboundedSender<Input>,
         give_way: GiveWay,
         recorder: Recorder,
     ) -> Self {
-        let (close_name, overdue_name) = names(settings);
-        let is_own = !settings.orders.close_sql.is_empty();
+        let (close_name, overdue_name) = orders_statements::names(settings);
+        let is_own = !settings.has_default_orders();
         let own_close = is_own.then(|| {
             let (sql, parameters) = closer.statement();
             (sql, parameters, close_name)
         });
         Self {
-            schema: Schema::new(&settings.orders),
+            schema: Schema::new(settings),
             plans: Plans::new((sweeper.statement(), overdue_name), own_close),
             registration: Registration::new(database.clone(), settings),
             database,
             found: BTreeMap::new(),
+            share: Share::ALL,
+            inputs,
             turn: 0,
             give_way,
             recorder,
@@ -108,7 +116,13 @@ impl Inspections {
             }
         }
         match self.registration.register().await {
-            Ok(disagreement) => self.recorder.degraded(Cause::WorkersDisagree, disagreement.as_deref()),
+            Ok(Registered { disagreement, share }) => {
+                self.recorder.degraded(Cause::WorkersDisagree, disagreement.as_deref());
+                if std::mem::replace(&mut self.share, share) != share {
+                    // Without the event loop the input is not needed.
+                    let _ = self.inputs.send(Input::ShareChanged(share));
+                }
+            }
             Err(error) => debug!(error = one_line(&error), "this worker could not be registered"),
         }
         self.turn = self.turn.wrapping_add(1);
@@ -122,16 +136,4 @@ impl Inspections {
             self.recorder.degraded(cause, (!all.is_empty()).then(|| all.join("; ")).as_deref());
         }
     }
-}
-
-/// The names of the close statement and the overdue statement.
-pub(super) fn names(settings: &Settings) -> (String, String) {
-    let name = |setting: &str, file: &str, own: &str| {
-        if file.is_empty() { own.to_owned() } else { format!("{setting} ({file})") }
-    };
-    let orders = &settings.orders;
-    (
-        name("orders.close_sql", &orders.close_sql, "sql/close.sql"),
-        name("orders.overdue_sql", &orders.overdue_sql, "sql/overdue.sql"),
-    )
 }

@@ -3,7 +3,7 @@
 //! Decides nothing about alarms (that is `order-timeout-core`), and contains no statement and no frame. `event_loop.rs`
 //! passes inputs and actions between the engine and the effects; `supervisor.rs` keeps a consumer session open;
 //! `ack_batcher.rs` batches settlements; `quarantine.rs` moves messages aside that end every session; `outboxes.rs`
-//! empties the outboxes; `inspections.rs` checks what the worker needs of the database, `broker_inspections.rs` why
+//! empties the outboxes, `local_outboxes.rs` those of a worker without a broker; `inspections.rs` checks what the worker needs of the database, `broker_inspections.rs` why
 //! alarms do not arrive; `give_way.rs` lets both wait for idle closers; `warnings.rs` logs what an operator
 //! must know about the database and about orders.
 
@@ -12,6 +12,7 @@ mod broker_inspections;
 mod event_loop;
 mod give_way;
 mod inspections;
+mod local_outboxes;
 mod outboxes;
 mod quarantine;
 mod supervisor;
@@ -24,10 +25,11 @@ use std::time::Duration;
 use order_timeout_amqp::connect::{self, BrokerError};
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_amqp::topology::DECLARE_TIMEOUT;
-use order_timeout_core::alarm::Delivered;
+use order_timeout_core::alarm::{Delivered, Receipt, Settlement};
 use order_timeout_core::clock::DatabaseClock;
-use order_timeout_core::engine::Policy;
+use order_timeout_core::engine::{Input, Policy};
 use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
@@ -37,22 +39,27 @@ use crate::config::Settings;
 use crate::deliver::{Inboxes, LONGEST_CLOSE, OpenError, Opening, Session, SessionEnd};
 use crate::effects::close::Closer;
 use crate::effects::rearm::Rearmer;
+use crate::effects::slots::SlotDeclarer;
 use crate::effects::sweep::Sweeper;
 use crate::effects::{Effects, clock};
 use crate::http::{HttpError, HttpServer, LIVEZ, METRICS, READYZ};
 use crate::loop_backoff::LONGEST_PAUSE;
+use crate::observe::health::Loop;
 use crate::observe::inspect::contract_watch::ContractWatch;
 use crate::observe::recorder::Recorder;
+use crate::operations::{first_backlog, orders_statements};
 use crate::outbox::alarm_relay::AlarmRelay;
 use crate::outbox::event_relay::EventRelay;
+use crate::outbox::local::LocalOutboxes;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{self, Database, DatabaseError, one_line};
 use crate::stack;
 use ack_batcher::AckBatcher;
-use broker_inspections::BrokerInspections;
+use broker_inspections::{BrokerInput, BrokerInspections};
 use event_loop::{EventLoop, Outputs};
 use give_way::GiveWay;
 use inspections::Inspections;
+use local_outboxes::LocalOutboxesLoop;
 use outboxes::Outboxes;
 use quarantine::Quarantine;
 use supervisor::{Listeners, Phase, Supervisor};
@@ -63,18 +70,21 @@ const OTHER_CONNECTIONS: u32 = 6;
 /// How long a loop may make no progress, in addition to the time limits of its calls.
 const LOOP_MARGIN: Duration = Duration::from_secs(60);
 /// Database calls of the outbox loop in one round: two ages, the lock, the refused count, parked alarms, and for each
-/// outbox: read, mark as refused, mark as sent, mark unlocked rows, and delete old rows.
-const CALLS_PER_TURN: u32 = 15;
+/// outbox: read, mark as refused, mark as sent, mark unlocked rows, and delete old rows; and the trace contexts.
+const CALLS_PER_TURN: u32 = 16;
 /// Overdue orders per query: more than a batch, and little memory.
 const SWEEP_PAGE: usize = 1_000;
 
 /// Why a worker could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
+    /// The database cannot be used.
     #[error(transparent)]
     Database(#[from] DatabaseError),
+    /// The broker cannot be used.
     #[error(transparent)]
     Broker(#[from] BrokerError),
+    /// The pages cannot be served.
     #[error(transparent)]
     Http(#[from] HttpError),
 }
@@ -88,10 +98,8 @@ pub struct Worker {
     sweeper: Sweeper,
     database: Database,
     clock: DatabaseClock,
-    first_session: Option<Session>,
-    inbox: mpsc::UnboundedReceiver<Delivered>,
-    canaries: mpsc::UnboundedReceiver<Uuid>,
-    inboxes: Inboxes,
+    /// `None` if `delay.strategy` is `database`.
+    broker: Option<Broker>,
     recorder: Recorder,
     http: Option<HttpServer>,
 }
@@ -108,6 +116,9 @@ impl Worker {
                 "a message with deeply nested tables could end this process, because RUST_MIN_STACK is unset or too small; set it to 268435456, or call order_timeout::stack::reserve_for_parsing() first in main"
             );
         }
+        if let Some(why) = settings.delay.strategy.deprecation() {
+            warn!("{why}");
+        }
         let recorder = Recorder::new(longest_turn(&settings));
         // First, so that it answers what the worker waits for while it starts.
         let http = open_http(&settings, &recorder).await?;
@@ -116,55 +127,26 @@ impl Worker {
         let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
         let database = Database::connect(&settings.database, OTHER_CONNECTIONS).await?;
         postgres::require_migrated(&database).await?;
-        let closer = Closer::prepare(WarmConnections::new(closing), &settings.orders.close_sql).await?;
+        let statements = orders_statements::statements(&database, &settings).await?;
+        let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
         let policy = policy(&settings, closer.most_at_once().await);
-        let sweeper = Sweeper::prepare(database.clone(), &settings.orders.overdue_sql).await?;
+        let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
+        first_backlog::require_adopted(&database, &sweeper, &statements.orders, &settings).await?;
         if let Err(error) = closer.warm_up().await {
             debug!(error = one_line(&error), "connections for closers could not be made ready; they are tried again");
         }
         let clock = read_clock(closer.connections())
             .await
             .map_err(|error| DatabaseError(format!("the database's clock cannot be read: {}", one_line(&error))))?;
-        let (alarms, inbox) = mpsc::unbounded_channel();
-        let (canaries_sender, canaries) = mpsc::unbounded_channel();
-        let inboxes = Inboxes { alarms, canaries: canaries_sender };
-        let opening = Opening { number: supervisor::FIRST_SESSION, must_be_set_up: true, wants_former_inbox: true };
-        let first_session = match Session::open(&settings, opening, inboxes.clone()).await {
-            Ok(session) => {
-                if let Err(fault) = session.require_another_connection(&settings).await {
-                    warn!(%fault, "the worker starts, but cannot publish now");
-                }
-                Some(session)
-            }
-            Err(OpenError::Broker(BrokerError::Away(why))) => {
-                warn!(%why, "the broker is away; the worker starts without it and keeps trying");
-                None
-            }
-            // The next try meets the same error and handles it.
-            Err(OpenError::Ended(SessionEnd { why, .. })) => {
-                warn!(%why, "the consumer session ended as it began; the worker starts without one and keeps trying");
-                None
-            }
-            Err(OpenError::Broker(refused @ BrokerError::Refused(_))) => return Err(refused.into()),
+        let broker = match settings.delay.strategy.needs_broker() {
+            true => Some(Broker::open(&settings).await?),
+            false => None,
         };
         if let Some(server) = &http {
             let address = server.address();
             info!(%address, "health and metrics at http://{address}{LIVEZ}, {READYZ} and {METRICS}");
         }
-        Ok(Self {
-            settings,
-            policy,
-            closer,
-            sweeper,
-            database,
-            clock,
-            first_session,
-            inbox,
-            canaries,
-            inboxes,
-            recorder,
-            http,
-        })
+        Ok(Self { settings, policy, closer, sweeper, database, clock, broker, recorder, http })
     }
 
     /// The address of the HTTP server; `None` if `http.listen` is empty.
@@ -179,66 +161,69 @@ impl Worker {
         let (settings, recorder) = (self.settings, self.recorder);
         // Until the end, because stopping is observed as well.
         let _shown = self.http;
-        let confirmed = ConfirmedPublisher::connect_lazily(&settings.amqp, "worker publishing");
         let give_up = GiveUp::after(settings.worker.shutdown_grace, stop.clone());
-
         let outboxes_end = CancellationToken::new();
         let (closing, closing_seen) = watch::channel(false);
-        let outboxes = outboxes(&settings, &self.database, &confirmed, closing_seen.clone(), recorder.clone());
-        recorder.health.mark_running();
-        let relaying = tokio::spawn(outboxes.keep_empty(outboxes_end.clone()));
-
         let give_way = GiveWay::to(closing_seen.clone());
-        let (database, for_plans) = (self.database.clone(), give_way.clone());
-        let inspections =
-            Inspections::new(&settings, database, &self.closer, &self.sweeper, for_plans, recorder.clone());
-        let inspecting = tokio::spawn(inspections.go_on(outboxes_end.clone()));
-
-        let (settlements, settlement_queue) = mpsc::unbounded_channel();
         let (inputs, input_queue) = mpsc::unbounded_channel();
+        let (settlements, settlement_queue) = mpsc::unbounded_channel();
         let (clock_readings, clock_reading_queue) = mpsc::unbounded_channel();
         let (phase, phase_seen) = watch::channel(Phase::Consume);
         let (broker_inputs, broker_input_queue) = mpsc::unbounded_channel();
-        let inspections =
-            BrokerInspections::new(&settings, self.database.clone(), confirmed.clone(), give_way, recorder.clone());
-        let mut inspecting_broker = tokio::spawn(inspections.run(broker_input_queue, self.canaries, stop.clone()));
-        let supervisor = Supervisor::new(
-            settings.clone(),
-            self.inboxes,
-            AckBatcher::new(settlement_queue, closing_seen, settings.worker.prefetch.into()),
-            phase_seen,
-            Listeners { inputs: inputs.clone(), inspections: broker_inputs.clone() },
-            confirmed.missing_route(),
-            Quarantine::new(settings.clone(), self.database.clone(), recorder.clone()),
-        );
-        let supervising = tokio::spawn(supervisor.run(self.first_session));
 
+        let inspections = Inspections::new(
+            &settings,
+            self.database.clone(),
+            &self.closer,
+            &self.sweeper,
+            inputs.clone(),
+            give_way.clone(),
+            recorder.clone(),
+        );
+        let (alarms, inbox, rearmer, tasks) = match self.broker {
+            Some(broker) => {
+                recorder.health.mark_running(&Loop::ALL);
+                let channels = BrokerChannels {
+                    inputs: inputs.clone(),
+                    inspections: broker_inputs.clone(),
+                    inspection_queue: broker_input_queue,
+                    settlement_queue,
+                    phase: phase_seen,
+                    closing: closing_seen,
+                };
+                let database = self.database.clone();
+                let started = broker.start(&settings, database, channels, give_way, &outboxes_end, &stop, &recorder);
+                (None, started.inbox, Some(started.rearmer), started.tasks)
+            }
+            None => {
+                recorder.health.mark_running(&[Loop::EventLoop, Loop::Outboxes]);
+                recorder.health.note_session(None);
+                let (alarms, inbox) = mpsc::unbounded_channel();
+                let relaying = start_local_outboxes(&settings, &self.database, &outboxes_end, &recorder);
+                (Some(alarms), inbox, None, Tasks { relaying, with_broker: None })
+            }
+        };
+        let inspecting = tokio::spawn(inspections.go_on(outboxes_end.clone()));
         tokio::spawn(clock::sample_clock(self.closer.clone(), clock_readings));
-        let rearmer = Rearmer::new(&settings, confirmed);
         let zone = self.database.time_zone();
         let time_zone = format!("{} ({})", zone.name, zone.origin.as_str());
         let effects = Effects::new(self.closer, self.sweeper, self.database, rearmer, inputs, recorder.clone());
-        let (close_name, overdue_name) = inspections::names(&settings);
+        let (close_name, overdue_name) = orders_statements::names(&settings);
         let contract = ContractWatch::new(close_name, overdue_name, std::time::Instant::now());
         let outputs = Outputs { settlements, phase, inspections: broker_inputs, closing };
         let event_loop = EventLoop::new(self.policy, contract, self.clock, effects, outputs, recorder);
         let database = postgres::place(&settings.database).expect("validated settings have an address");
-        let broker = connect::place(&settings.amqp).expect("validated settings have an address");
-        info!(namespace = %settings.namespace, database, broker, time_zone, "worker started");
-        event_loop.work(self.inbox, input_queue, clock_reading_queue, stop, give_up.clone()).await;
-
-        let finish = async {
-            // All settlements of the event loop are sent before the connection is closed.
-            let _ = supervising.await;
-            outboxes_end.cancel();
-            let _ = tokio::join!(relaying, inspecting);
-            // It ends with the stop, except for a pending call to database or broker.
-            if tokio::time::timeout(broker_inspections::DEREGISTER_TIMEOUT, &mut inspecting_broker).await.is_err() {
-                inspecting_broker.abort();
-            }
+        let broker = match settings.delay.strategy.needs_broker() {
+            true => connect::place(&settings.amqp).expect("validated settings have an address"),
+            false => "none (delay.strategy = \"database\")".to_owned(),
         };
+        info!(namespace = %settings.namespace, database, broker, time_zone, "worker started");
+        event_loop.work(inbox, input_queue, clock_reading_queue, stop, give_up.clone()).await;
+        // Without a broker nothing is delivered, but the loop waits for deliveries until it ends.
+        drop(alarms);
+
         let in_time = tokio::select! {
-            () = finish => true,
+            () = tasks.finish(inspecting, &outboxes_end) => true,
             () = give_up.moment() => {
                 warn!("not everything was finished within worker.shutdown_grace; the broker delivers the rest again");
                 false
@@ -247,6 +232,140 @@ impl Worker {
         info!(in_time, "worker stopped");
         in_time
     }
+}
+
+/// What a worker with a broker has besides.
+#[derive(Debug)]
+struct Broker {
+    first_session: Option<Session>,
+    inbox: mpsc::UnboundedReceiver<Delivered>,
+    canaries: mpsc::UnboundedReceiver<Uuid>,
+    inboxes: Inboxes,
+}
+
+/// The channels between the event loop and the tasks that exist only with a broker.
+struct BrokerChannels {
+    inputs: mpsc::UnboundedSender<Input>,
+    inspections: mpsc::UnboundedSender<BrokerInput>,
+    inspection_queue: mpsc::UnboundedReceiver<BrokerInput>,
+    settlement_queue: mpsc::UnboundedReceiver<Vec<(Receipt, Settlement)>>,
+    phase: watch::Receiver<Phase>,
+    closing: watch::Receiver<bool>,
+}
+
+/// What the event loop needs of a started broker side.
+struct StartedBroker {
+    inbox: mpsc::UnboundedReceiver<Delivered>,
+    rearmer: Rearmer,
+    tasks: Tasks,
+}
+
+/// The tasks that are awaited at the end.
+struct Tasks {
+    relaying: JoinHandle<()>,
+    /// The supervisor, and the inspections of the broker.
+    with_broker: Option<(JoinHandle<()>, JoinHandle<()>)>,
+}
+
+impl Broker {
+    /// Opens the first session, unless the broker is away.
+    async fn open(settings: &Settings) -> Result<Self, BrokerError> {
+        let (alarms, inbox) = mpsc::unbounded_channel();
+        let (canaries_sender, canaries) = mpsc::unbounded_channel();
+        let inboxes = Inboxes { alarms, canaries: canaries_sender };
+        let opening = Opening { number: supervisor::FIRST_SESSION, must_be_set_up: true, wants_former_inbox: true };
+        let first_session = match Session::open(settings, opening, inboxes.clone()).await {
+            Ok(session) => {
+                if let Err(fault) = session.require_another_connection(settings).await {
+                    warn!(%fault, "the worker starts, but cannot publish now");
+                }
+                Some(session)
+            }
+            Err(OpenError::Broker(BrokerError::Away(why))) => {
+                warn!(%why, "the broker is away; the worker starts without it and keeps trying");
+                None
+            }
+            // The next try meets the same error and handles it.
+            Err(OpenError::Ended(SessionEnd { why, .. })) => {
+                warn!(%why, "the consumer session ended as it began; the worker starts without one and keeps trying");
+                None
+            }
+            Err(OpenError::Broker(refused @ BrokerError::Refused(_))) => return Err(refused),
+        };
+        Ok(Self { first_session, inbox, canaries, inboxes })
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn start(
+        self,
+        settings: &Settings,
+        database: Database,
+        channels: BrokerChannels,
+        give_way: GiveWay,
+        outboxes_end: &CancellationToken,
+        stop: &CancellationToken,
+        recorder: &Recorder,
+    ) -> StartedBroker {
+        let confirmed = ConfirmedPublisher::connect_lazily(&settings.amqp, "worker publishing");
+        let outboxes = outboxes(settings, &database, &confirmed, channels.closing.clone(), recorder.clone());
+        let relaying = tokio::spawn(outboxes.keep_empty(outboxes_end.clone()));
+        let slots = SlotDeclarer::new(settings, confirmed.clone());
+        let inspections = BrokerInspections::new(
+            settings,
+            database.clone(),
+            confirmed.clone(),
+            slots.clone(),
+            give_way,
+            recorder.clone(),
+        );
+        let inspecting = tokio::spawn(inspections.run(channels.inspection_queue, self.canaries, stop.clone()));
+        let supervisor = Supervisor::new(
+            settings.clone(),
+            self.inboxes,
+            AckBatcher::new(channels.settlement_queue, channels.closing, settings.worker.prefetch.into()),
+            channels.phase,
+            Listeners { inputs: channels.inputs, inspections: channels.inspections },
+            confirmed.missing_route(),
+            Quarantine::new(settings.clone(), database, recorder.clone()),
+        );
+        let supervising = tokio::spawn(supervisor.run(self.first_session));
+        let rearmer = Rearmer::new(settings, confirmed, slots);
+        StartedBroker {
+            inbox: self.inbox,
+            rearmer,
+            tasks: Tasks { relaying, with_broker: Some((supervising, inspecting)) },
+        }
+    }
+}
+
+impl Tasks {
+    async fn finish(self, inspecting: JoinHandle<()>, outboxes_end: &CancellationToken) {
+        let (supervising, broker_inspecting) = self.with_broker.unzip();
+        if let Some(supervising) = supervising {
+            // All settlements of the event loop are sent before the connection is closed.
+            let _ = supervising.await;
+        }
+        outboxes_end.cancel();
+        let _ = tokio::join!(self.relaying, inspecting);
+        // It ends with the stop, except for a pending call to database or broker.
+        if let Some(mut inspecting) = broker_inspecting
+            && tokio::time::timeout(broker_inspections::DEREGISTER_TIMEOUT, &mut inspecting).await.is_err()
+        {
+            inspecting.abort();
+        }
+    }
+}
+
+fn start_local_outboxes(
+    settings: &Settings,
+    database: &Database,
+    outboxes_end: &CancellationToken,
+    recorder: &Recorder,
+) -> JoinHandle<()> {
+    let channel = Some(settings.announce.notify.clone()).filter(|channel| !channel.is_empty());
+    let outboxes = LocalOutboxes::new(database.clone(), channel, settings.announce.keep);
+    let outboxes = LocalOutboxesLoop::new(outboxes, settings.announce.poll, recorder.clone());
+    tokio::spawn(outboxes.keep_empty(outboxes_end.clone()))
 }
 
 /// The time at which a stopping worker no longer waits for anything.
@@ -316,12 +435,14 @@ fn policy(settings: &Settings, most_at_once: usize) -> Policy {
         missing_for: settings.retry.missing_for,
         max_attempts: settings.retry.max_attempts,
         requeue_after: settings.worker.requeue_after,
-        // Half of the prefetch window: due alarms are delivered through the other half.
+        // The prefetch window of one of the two channels: due alarms are delivered through the other.
         held_back_max: usize::from(settings.worker.prefetch),
         longest_try: settings.database.acquire_timeout + settings.database.statement_timeout,
         sweep_every: settings.sweep.every,
         sweep_grace: settings.sweep.grace,
         sweep_page: SWEEP_PAGE,
+        look_ahead: settings.sweep.look_ahead,
+        has_no_alarms: !settings.delay.strategy.needs_broker(),
         pause_share: fastrand::f64() / 2.0 + 0.5,
     }
 }

@@ -38,7 +38,7 @@ impl Quarantine {
     /// may be opened at once. Cancel-safe: an unacknowledged message returns to its queue.
     pub async fn see_to(&mut self, end: &SessionEnd) -> bool {
         match end.kind {
-            EndKind::Other => false,
+            EndKind::Other | EndKind::AckTimeout => false,
             EndKind::BrokerFailed => {
                 self.report(&format!(
                     "{}; `order-timeout quarantine` names the message if it is one, docs/operating/troubleshoot.md says how to take it out",

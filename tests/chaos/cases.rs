@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 
 use order_timeout_client::Publisher;
 use order_timeout_client::postgres;
+use order_timeout_testkit::away::{meanwhile, schedule};
+use order_timeout_testkit::disk_stall_probe::total_duration;
+use order_timeout_testkit::{TestEnv, checkout, wait_for};
 use serde::Serialize;
 use time::OffsetDateTime;
 use tokio::task::JoinHandle;
@@ -18,9 +21,6 @@ use crate::environment::{Environment, with_environment};
 use crate::event_listener::EventListener;
 use crate::ledger::ms;
 use crate::run::{REPORT, overdue, settle, write_file};
-use crate::support::away::{meanwhile, schedule};
-use crate::support::disk_stall_probe::total_duration;
-use crate::support::{TestEnv, checkout, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How long the broker is away.

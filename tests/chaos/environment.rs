@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use order_timeout::Settings;
 use order_timeout_amqp::connect;
+use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::proxy::Proxy;
+use order_timeout_testkit::{TestEnv, wait_for};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::support::disk_stall_probe::DiskStallProbe;
-use crate::support::private::Private;
-use crate::support::proxy::Proxy;
-use crate::support::{TestEnv, wait_for, with_env};
 use crate::workers::Workers;
 
 pub struct Environment {
@@ -56,7 +56,7 @@ pub fn with_environment<F: Future<Output = ()> + Send + 'static>(
         settings.database.url = settings.database.url_of(&format!("order_timeout_{}", settings.namespace));
     };
     let servers = (broker.clone(), database.clone());
-    with_env(adjust_all, move |env| async move {
+    TestEnv::builder().settings(adjust_all).run(move |env| async move {
         let environment = Arc::new(Environment::open(env, servers, logs, interrupted).await);
         let outcome = tokio::spawn(work(environment.clone())).await;
         environment.close();

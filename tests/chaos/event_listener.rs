@@ -11,11 +11,10 @@ use lapin::types::FieldTable;
 use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect;
 use order_timeout_core::message::OrderClosed;
+use order_timeout_testkit::TestEnv;
+use order_timeout_testkit::away::keep_events;
 use tokio_util::task::AbortOnDropHandle;
 use uuid::Uuid;
-
-use crate::support::TestEnv;
-use crate::support::away::keep_events;
 
 /// Pause before the next attempt to reach the broker.
 const PAUSE: Duration = Duration::from_millis(500);

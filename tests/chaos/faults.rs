@@ -11,6 +11,9 @@ use lapin::options::{QueueDeleteOptions, QueuePurgeOptions};
 use order_timeout::postgres;
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::away::{is_consumed, meanwhile};
+use order_timeout_testkit::proxy::{Direction, Then};
+use order_timeout_testkit::{Order, TestEnv, wait_for};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
@@ -18,9 +21,6 @@ use crate::environment::Environment;
 use crate::history::ARTICLES;
 use crate::plan::{Excuses, Fault, Kind};
 use crate::shop::article_name;
-use crate::support::away::{is_consumed, meanwhile};
-use crate::support::proxy::{Direction, Then};
-use crate::support::{Order, TestEnv, wait_for};
 use crate::workers::WORKERS;
 
 /// The pause between repetitions of a repeated fault.
@@ -267,7 +267,7 @@ impl FaultRun<'_> {
     fn delay_queues(&self) -> Vec<String> {
         let names = self.env().names();
         let consumed = [names.timeout(), names.schedule(), names.parked()];
-        let queues = self.env().settings.topology().queues.into_iter().map(|queue| queue.name);
+        let queues = self.env().settings.queue_names().into_iter();
         queues.filter(|name| !consumed.contains(name)).collect()
     }
 
@@ -286,6 +286,7 @@ impl FaultRun<'_> {
         let env = self.environment.with_broker_channel().await;
         env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         self.environment.wait(self.fault.hold).await;
+        // A slot is declared again by the worker.
         env.settings.topology().declare(&env.broker).await.unwrap();
     }
 

@@ -34,6 +34,8 @@ use std::time::Duration;
 
 use order_timeout::postgres;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::disk_stall_probe::{DiskStall, stalled_time, total_duration};
+use order_timeout_testkit::ledger::Ledger;
 use serde::Serialize;
 use sqlx::PgPool;
 use time::OffsetDateTime;
@@ -43,8 +45,6 @@ use crate::event_listener::ReceivedEvent;
 use crate::faults::{Affected, CompletedFault};
 use crate::run::QuietPeriod;
 use crate::shop::{Declined, IN_STOCK, OrderRecord};
-use crate::support::disk_stall_probe::{DiskStall, stalled_time, total_duration};
-use crate::support::ledger::Ledger;
 
 /// How late a close may be without an excuse.
 pub const PROMISED: Duration = Duration::from_secs(1);

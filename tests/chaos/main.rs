@@ -13,7 +13,3 @@ mod plan;
 mod run;
 mod shop;
 mod workers;
-
-#[path = "../it/support/mod.rs"]
-#[allow(dead_code)] // the tests of one promise each need more of it
-mod support;

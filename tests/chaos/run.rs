@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 
 use order_timeout::Settings;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::TestEnv;
+use order_timeout_testkit::away::{COMING_BACK, consumers, meanwhile};
 use tokio::task::JoinSet;
 
 use crate::environment::{Environment, with_environment};
@@ -18,8 +20,6 @@ use crate::faults::{CompletedFault, carry_out};
 use crate::ledger::{CheckResult, Observations, PROMISED, Report, check_run, outside_faults};
 use crate::plan::{Plan, Step};
 use crate::shop::{Shop, ShopRecords};
-use crate::support::TestEnv;
-use crate::support::away::{COMING_BACK, consumers, meanwhile};
 use crate::workers::WORKERS;
 
 /// The parameters of a run.

@@ -12,6 +12,7 @@ use order_timeout::loop_backoff::Backoff;
 use order_timeout_client::Publisher;
 use order_timeout_client::postgres::{self, Timestamptz};
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::{TestEnv, checkout};
 use secrecy::ExposeSecret;
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{PgConnection, PgPool};
@@ -20,7 +21,6 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::history::{ARTICLES, Change, History, Payment, ScheduleMethod};
-use crate::support::{TestEnv, checkout};
 
 /// The initial stock of each article.
 pub const IN_STOCK: i64 = 1_000_000;

@@ -8,11 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use order_timeout::Settings;
+use order_timeout_testkit::away::meanwhile;
+use order_timeout_testkit::process::WorkerProcess;
+use order_timeout_testkit::wait_for;
 use uuid::Uuid;
-
-use crate::support::away::meanwhile;
-use crate::support::process::WorkerProcess;
-use crate::support::wait_for;
 
 pub const WORKERS: usize = 2;
 /// Longer than a worker's shutdown grace.

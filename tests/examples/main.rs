@@ -3,24 +3,22 @@
 //!
 //! A test program of its own: what it compiles would slow down other tests that run beside it.
 
-#[allow(dead_code, unused_imports)] // shared with tests/it, which uses all of it
-#[path = "../it/support/mod.rs"]
-mod support;
-
+mod listeners;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use order_timeout::Settings;
 use order_timeout::config::Listen;
+use order_timeout_testkit::away::on_private_broker_with;
+use order_timeout_testkit::linux::{self, Signal};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::{TestEnv, wait_for};
 use secrecy::ExposeSecret;
 use serde_json::Value;
-
-use crate::support::away::on_private_broker_with;
-use crate::support::{TestEnv, wait_for};
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -72,8 +70,13 @@ impl Drop for Running {
 }
 
 /// The examples use the default namespace, lanes and rings.
-fn with_default_names<F: Future<Output = ()> + Send + 'static>(
-    test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
+fn with_default_names<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(Arc<TestEnv>) -> F + Send + 'static) {
+    on_default_names(|env, _| test(env));
+}
+
+/// The same, with the private broker.
+fn on_default_names<F: Future<Output = ()> + Send + 'static>(
+    test: impl FnOnce(Arc<TestEnv>, Arc<Private>) -> F + Send + 'static,
 ) {
     let defaults = |settings: &mut Settings| {
         let defaults = Settings::defaults();
@@ -84,7 +87,7 @@ fn with_default_names<F: Future<Output = ()> + Send + 'static>(
     };
     // Before the broker is started: a connection ends if its runtime is blocked for long.
     examples();
-    on_private_broker_with(&[], defaults, |env, _| test(env));
+    on_private_broker_with(&[], defaults, test);
 }
 
 fn amqp_url(env: &TestEnv) -> String {
@@ -161,8 +164,7 @@ fn embedded_worker_announces_to_listener() {
         let order = env.order(Duration::from_secs(1)).await;
         assert_eq!(listener.line(), format!("closed: order {} by Sweep", order.id));
         assert!(listener.child.wait().unwrap().success());
-        // SAFETY: a signal to a child that has not been waited for.
-        unsafe { libc::kill(i32::try_from(worker.child.id()).unwrap(), libc::SIGINT) };
+        linux::signal(worker.child.id(), Signal::INT).unwrap();
         assert_eq!(worker.line(), "worker stopped; all work finished: true");
         assert!(worker.child.wait().unwrap().success());
     });

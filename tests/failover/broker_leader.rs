@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use order_timeout::Settings;
 use order_timeout_core::delay::Lane;
+use order_timeout_testkit::away::keep_events;
+use order_timeout_testkit::process::WorkerProcess;
+use order_timeout_testkit::{TestEnv, alarms_alone, wait_within, with_parts};
 use time::OffsetDateTime;
 
 use crate::cluster::Cluster;
 use crate::forwarder::Forwarder;
-use crate::support::away::keep_events;
-use crate::support::process::WorkerProcess;
-use crate::support::{TestEnv, alarms_alone, wait_within, with_env, with_parts};
 use crate::traffic::{Taken, Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness, unpaid};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -61,20 +61,19 @@ fn with_cluster(sweep: Sweep) {
     let (url, port) = (cluster.url.clone().into(), front.port);
     // Kept until the test environment is cleaned up.
     let _outlive = (cluster.clone(), front.clone());
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             settings.amqp.url = with_parts(&url, None, Some(&format!("127.0.0.1:{port}")), None);
             one_busy_lane(settings);
             match sweep {
                 Sweep::Off => alarms_alone(settings),
                 Sweep::AsDeployed => settings.sweep = Settings::defaults().sweep,
             }
-        },
-        async move |env| {
+        })
+        .run(async move |env| {
             lose_leaders(&env, &cluster, &front).await;
             assert!(sweep == Sweep::AsDeployed || by_sweep(&env).await == 0, "the sweep was off");
-        },
-    );
+        });
 }
 
 async fn lose_leaders(env: &Arc<TestEnv>, cluster: &Cluster, front: &Forwarder) {

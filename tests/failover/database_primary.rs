@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use lapin::options::QueueDeleteOptions;
 use order_timeout::Settings;
+use order_timeout_testkit::away::keep_events;
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::process::WorkerProcess;
+use order_timeout_testkit::{TestEnv, wait_for, with_parts};
 
 use crate::forwarder::Forwarder;
-use crate::support::away::keep_events;
-use crate::support::private::Private;
-use crate::support::process::WorkerProcess;
-use crate::support::{TestEnv, wait_for, with_env, with_parts};
 use crate::traffic::{Traffic, assert_each_closed_once, by_sweep, database_time, print_lateness};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -32,14 +32,13 @@ fn promoted_standby_closes_orders_once() {
     let url = with_parts(&primary.url.clone().into(), None, Some(&format!("127.0.0.1:{}", front.port)), None);
     // Kept until the test environment is cleaned up.
     let _outlive = (primary.clone(), standby.clone(), front.clone());
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             settings.sweep.grace = Settings::defaults().sweep.grace;
             settings.database.url = url;
             settings.database.url = settings.database.url_of(&format!("order_timeout_{}", settings.namespace));
-        },
-        async move |env| fail_over(&env, &primary, &standby, &front).await,
-    );
+        })
+        .run(async move |env| fail_over(&env, &primary, &standby, &front).await);
 }
 
 /// From now on a commit is answered only after the standby has it.

@@ -8,7 +8,3 @@ mod cluster;
 mod database_primary;
 mod forwarder;
 mod traffic;
-
-#[path = "../it/support/mod.rs"]
-#[allow(dead_code)] // the tests of one server need more of it
-mod support;

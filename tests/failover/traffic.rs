@@ -5,14 +5,13 @@ use std::time::Duration;
 
 use order_timeout_client::Publisher;
 use order_timeout_core::order::{OrderId, Timestamp};
+use order_timeout_testkit::away::{COMING_BACK, assert_every_event_received};
+use order_timeout_testkit::{TestEnv, checkout, wait_within};
 use sqlx::PgPool;
 use time::OffsetDateTime;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
-
-use crate::support::away::{COMING_BACK, assert_every_event_received};
-use crate::support::{TestEnv, checkout, wait_within};
 
 /// Ten batches a second.
 const INTERVAL: Duration = Duration::from_millis(100);

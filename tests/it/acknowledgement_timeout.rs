@@ -12,16 +12,16 @@ use lapin::types::FieldTable;
 use order_timeout::Settings;
 use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_amqp::topology::DUE_KEY;
-use secrecy::SecretString;
-use tokio::time::timeout;
-
-use crate::support::away::{
+use order_timeout_testkit::away::{
     COMING_BACK, assert_all_closed_and_announced, expiring_queue_arguments, keep_events, meanwhile, shorten_timeouts,
     with_broker_behind,
 };
-use crate::support::private::Private;
-use crate::support::proxy::{Count, Direction, Proxy};
-use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::process::WorkerProcess;
+use order_timeout_testkit::proxy::{Count, Direction, Proxy};
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within};
+use secrecy::SecretString;
+use tokio::time::timeout;
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How often the broker ends the consumer of [`UnackedMessage`].
@@ -41,7 +41,7 @@ fn with_short_ack_timeout<F: Future<Output = ()> + Send + 'static>(
         settings.amqp.url = broker.url.clone().into();
     };
     let for_test = broker.clone();
-    with_env(adjust, move |env| test(env, for_test));
+    TestEnv::builder().settings(adjust).run(move |env| test(env, for_test));
 }
 
 fn name(path: &Path) -> &str {
@@ -151,6 +151,35 @@ fn unavailable_database_returns_alarms_before_ack_timeout() {
         assert_all_closed_and_announced(&env, &kept_events).await;
         worker.stop_without_ack_timeout().await;
         env.assert_nothing_left_undone().await;
+    });
+}
+
+/// The alarm is held for longer than the broker waits for its acknowledgement.
+#[test]
+fn hold_beyond_ack_timeout_is_named() {
+    with_short_ack_timeout(async |env: Arc<TestEnv>, _broker: Arc<Private>| {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
+        let mut settings = env.settings.clone();
+        settings.worker.hold_max = 30 * SECOND;
+        let worker = WorkerProcess::start_with_log(&settings, &log);
+        let order = env.order(15 * SECOND).await;
+        env.deliver([&order]).await;
+        let logged = || std::fs::read_to_string(&log).unwrap();
+        let hint = "consumer-timeout in a policy, consumer_timeout in rabbitmq.conf";
+        wait_within(COMING_BACK, "the cause in the log", async || logged().contains(hint)).await;
+        // Up to RabbitMQ 4.2 the former, from 4.3 on the latter; the handbook has both.
+        let handbook = include_str!("../../docs/operating/troubleshoot.md");
+        let sentences = [
+            "the broker closed a channel because an alarm was not acknowledged in time",
+            "the broker cancelled the consumer",
+        ];
+        assert!(sentences.iter().all(|sentence| handbook.contains(sentence)));
+        assert!(sentences.iter().any(|sentence| logged().contains(sentence)), "{}", logged());
+        assert_eq!(env.closed().await, 0, "before the deadline");
+        wait_within(COMING_BACK, "the close", async || env.closed().await == 1).await;
+        assert_eq!(worker.terminate(TIMEOUT), 0);
+        env.assert_ledger().await;
     });
 }
 

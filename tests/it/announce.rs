@@ -16,9 +16,8 @@ use order_timeout::postgres::Database;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_core::message::OrderClosed;
 use order_timeout_core::order::{ClosedBy, OrderId};
+use order_timeout_testkit::{Order, TestEnv, wait_for};
 use uuid::Uuid;
-
-use crate::support::{Order, TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -111,60 +110,56 @@ async fn wait_until_marked(env: &TestEnv) {
 /// Otherwise a batch of the largest events that the table accepts would be half a gigabyte.
 #[test]
 fn large_events_are_sent_one_by_one() {
-    with_env(
-        |_| {},
-        async |env| {
-            // Hashes, because they cannot be compressed.
-            let write = "INSERT INTO event_outbox (routing_key, type, payload)
+    TestEnv::builder().run(async |env| {
+        // Hashes, because they cannot be compressed.
+        let write = "INSERT INTO event_outbox (routing_key, type, payload)
                          SELECT 'large', 'large', (SELECT to_jsonb(string_agg(md5(word::text || number), ''))
                                                    FROM generate_series(1, $1) AS word)
                          FROM generate_series(1, 4) AS number";
-            for words in [30_000, 1] {
-                sqlx::query(write).bind(words).execute(&env.pool).await.unwrap();
-            }
-            let database = Database::connect(&env.settings.database, 1).await.unwrap();
-            let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
-            let mut relay = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
-            let mut rounds = Vec::new();
-            for _ in 0..5 {
-                let relayed = relay.round().await.unwrap();
-                rounds.push((relayed.sent, relayed.more));
-            }
-            assert_eq!(rounds, [(1, true), (1, true), (1, true), (1, true), (4, false)]);
-        },
-    );
+        for words in [30_000, 1] {
+            sqlx::query(write).bind(words).execute(&env.pool).await.unwrap();
+        }
+        let database = Database::connect(&env.settings.database, 1).await.unwrap();
+        let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
+        let mut relay = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
+        let mut rounds = Vec::new();
+        for _ in 0..5 {
+            let relayed = relay.round().await.unwrap();
+            rounds.push((relayed.sent, relayed.more));
+        }
+        assert_eq!(rounds, [(1, true), (1, true), (1, true), (1, true), (4, false)]);
+    });
 }
 
 #[test]
 fn announces_every_close_and_nothing_else() {
-    with_env(
-        |_| {},
-        async |env| {
-            let mut consumer = consume_events(&env).await;
-            let worker = env.worker().await;
-            let orders = env.orders(100, SECOND).await;
-            let (paid, unpaid) = orders.split_at(30);
-            for order in paid {
-                assert!(env.pay(order).await);
-            }
-            env.deliver(&orders).await;
-            let received = receive(&mut consumer, 70).await;
-            assert_silent(&mut consumer).await;
-            assert_events_of(&env, &received, unpaid).await;
-            wait_until_marked(&env).await;
-            worker.stop().await;
-            env.assert_drained().await;
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let mut consumer = consume_events(&env).await;
+        let worker = env.worker().await;
+        let orders = env.orders(100, SECOND).await;
+        let (paid, unpaid) = orders.split_at(30);
+        for order in paid {
+            assert!(env.pay(order).await);
+        }
+        env.deliver(&orders).await;
+        let received = receive(&mut consumer, 70).await;
+        assert_silent(&mut consumer).await;
+        assert_events_of(&env, &received, unpaid).await;
+        wait_until_marked(&env).await;
+        worker.stop().await;
+        env.assert_drained().await;
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn stopping_worker_announces_its_closes() {
-    with_env(
-        // Too rare to send anything during the test.
-        |settings| settings.announce.poll = 60 * SECOND,
-        async |env| {
+    TestEnv::builder()
+        .settings(
+            // Too rare to send anything during the test.
+            |settings| settings.announce.poll = 60 * SECOND,
+        )
+        .run(async |env| {
             let mut consumer = consume_events(&env).await;
             let worker = env.worker().await;
             let orders = env.orders(200, SECOND).await;
@@ -176,122 +171,106 @@ fn stopping_worker_announces_its_closes() {
             assert_events_of(&env, &received, &orders).await;
             env.assert_drained().await;
             env.assert_ledger().await;
-        },
-    );
+        });
 }
 
 #[test]
 fn refused_events_stay_and_are_sent_later() {
-    with_env(
-        |_| {},
-        async |env| {
-            let worker = env.worker().await;
-            let full = refuse_events(&env).await;
-            // One goes through the wheel: closing and re-arming do not wait for announcing.
-            let mut orders = env.orders(40, SECOND).await;
-            env.deliver(&orders).await;
-            orders.push(env.order(5 * SECOND).await);
-            env.publisher().await.schedule(orders[40].id.to_string(), orders[40].deadline).await.unwrap();
-            wait_for("the close", async || env.closed().await == 41).await;
-            worker.stop().await;
-            assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 41);
+    TestEnv::builder().run(async |env| {
+        let worker = env.worker().await;
+        let full = refuse_events(&env).await;
+        // One goes through the wheel: closing and re-arming do not wait for announcing.
+        let mut orders = env.orders(40, SECOND).await;
+        env.deliver(&orders).await;
+        orders.push(env.order(5 * SECOND).await);
+        env.publisher().await.schedule(orders[40].id.to_string(), orders[40].deadline).await.unwrap();
+        wait_for("the close", async || env.closed().await == 41).await;
+        worker.stop().await;
+        assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 41);
 
-            env.channel.queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-            let mut consumer = consume_events(&env).await;
-            let worker = env.worker().await;
-            let received = receive(&mut consumer, 41).await;
-            assert_silent(&mut consumer).await;
-            assert_events_of(&env, &received, &orders).await;
-            wait_until_marked(&env).await;
-            worker.stop().await;
-            env.assert_drained().await;
-            env.assert_ledger().await;
-        },
-    );
+        env.channel.queue_delete(full.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        let mut consumer = consume_events(&env).await;
+        let worker = env.worker().await;
+        let received = receive(&mut consumer, 41).await;
+        assert_silent(&mut consumer).await;
+        assert_events_of(&env, &received, &orders).await;
+        wait_until_marked(&env).await;
+        worker.stop().await;
+        env.assert_drained().await;
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn deleted_events_exchange_is_declared_again() {
-    with_env(
-        |_| {},
-        async |env| {
-            let worker = env.worker().await;
-            let (events, options) = (env.names().events(), ExchangeDeleteOptions::default());
-            env.channel.exchange_delete(events.as_str().into(), options).await.unwrap();
-            let orders = env.orders(10, Duration::ZERO).await;
-            env.deliver(&orders).await;
-            wait_for("the close", async || env.closed().await == 10).await;
-            wait_until_marked(&env).await;
-            assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NOT NULL").await, 10);
-            worker.stop().await;
-            env.assert_drained().await;
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let worker = env.worker().await;
+        let (events, options) = (env.names().events(), ExchangeDeleteOptions::default());
+        env.channel.exchange_delete(events.as_str().into(), options).await.unwrap();
+        let orders = env.orders(10, Duration::ZERO).await;
+        env.deliver(&orders).await;
+        wait_for("the close", async || env.closed().await == 10).await;
+        wait_until_marked(&env).await;
+        assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NOT NULL").await, 10);
+        worker.stop().await;
+        env.assert_drained().await;
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn locked_outbox_row_is_not_resent() {
-    with_env(
-        |_| {},
-        async |env| {
-            let mut consumer = consume_events(&env).await;
-            let insert = "INSERT INTO event_outbox (routing_key, type, payload)
+    TestEnv::builder().run(async |env| {
+        let mut consumer = consume_events(&env).await;
+        let insert = "INSERT INTO event_outbox (routing_key, type, payload)
                         SELECT 'order.closed', 'order.closed.v1', '{}' FROM generate_series(1, $1)";
-            sqlx::query(insert).bind(5).execute(&env.pool).await.unwrap();
-            let mut other_session = env.pool.begin().await.unwrap();
-            sqlx::query("SELECT FROM event_outbox LIMIT 1 FOR UPDATE").execute(&mut *other_session).await.unwrap();
-            let worker = env.worker().await;
-            receive(&mut consumer, 5).await;
-            let unsent = "SELECT count(*) FROM event_outbox WHERE sent_at IS NULL";
-            wait_for("the others to be marked", async || env.count(unsent).await == 1).await;
-            sqlx::query(insert).bind(3).execute(&env.pool).await.unwrap();
-            receive(&mut consumer, 3).await;
-            wait_for("these to be marked", async || env.count(unsent).await == 1).await;
-            assert_silent(&mut consumer).await;
-            other_session.rollback().await.unwrap();
-            worker.stop().await;
-        },
-    );
+        sqlx::query(insert).bind(5).execute(&env.pool).await.unwrap();
+        let mut other_session = env.pool.begin().await.unwrap();
+        sqlx::query("SELECT FROM event_outbox LIMIT 1 FOR UPDATE").execute(&mut *other_session).await.unwrap();
+        let worker = env.worker().await;
+        receive(&mut consumer, 5).await;
+        let unsent = "SELECT count(*) FROM event_outbox WHERE sent_at IS NULL";
+        wait_for("the others to be marked", async || env.count(unsent).await == 1).await;
+        sqlx::query(insert).bind(3).execute(&env.pool).await.unwrap();
+        receive(&mut consumer, 3).await;
+        wait_for("these to be marked", async || env.count(unsent).await == 1).await;
+        assert_silent(&mut consumer).await;
+        other_session.rollback().await.unwrap();
+        worker.stop().await;
+    });
 }
 
 #[test]
 fn oversized_event_is_refused_in_transaction() {
-    with_env(
-        |_| {},
-        async |env| {
-            let insert = "INSERT INTO event_outbox (routing_key, type, payload)
+    TestEnv::builder().run(async |env| {
+        let insert = "INSERT INTO event_outbox (routing_key, type, payload)
                         SELECT 'order.closed', 'order.closed.v1', to_jsonb(repeat(gen_random_uuid()::text, $1))";
-            sqlx::query(insert).bind(1_000).execute(&env.pool).await.unwrap();
-            let refused = sqlx::query(insert).bind(1_000_000).execute(&env.pool).await.unwrap_err().to_string();
-            assert!(refused.contains("the_payload_fits_into_a_message"), "{refused}");
-        },
-    );
+        sqlx::query(insert).bind(1_000).execute(&env.pool).await.unwrap();
+        let refused = sqlx::query(insert).bind(1_000_000).execute(&env.pool).await.unwrap_err().to_string();
+        assert!(refused.contains("the_payload_fits_into_a_message"), "{refused}");
+    });
 }
 
 #[test]
 fn standby_relay_takes_over_without_duplicates() {
-    with_env(
-        |_| {},
-        async |env| {
-            let mut consumer = consume_events(&env).await;
-            let (first, second) = (env.worker().await, env.worker().await);
-            let mut orders = env.orders(300, SECOND).await;
-            env.deliver(&orders).await;
-            let mut received = receive(&mut consumer, 300).await;
-            assert_silent(&mut consumer).await;
-            assert_events_of(&env, &received, &orders).await;
-            first.stop().await;
-            let more = env.orders(20, SECOND).await;
-            env.deliver(&more).await;
-            received.extend(receive(&mut consumer, 20).await);
-            assert_silent(&mut consumer).await;
-            orders.extend(more);
-            assert_events_of(&env, &received, &orders).await;
-            wait_until_marked(&env).await;
-            second.stop().await;
-            env.assert_drained().await;
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let mut consumer = consume_events(&env).await;
+        let (first, second) = (env.worker().await, env.worker().await);
+        let mut orders = env.orders(300, SECOND).await;
+        env.deliver(&orders).await;
+        let mut received = receive(&mut consumer, 300).await;
+        assert_silent(&mut consumer).await;
+        assert_events_of(&env, &received, &orders).await;
+        first.stop().await;
+        let more = env.orders(20, SECOND).await;
+        env.deliver(&more).await;
+        received.extend(receive(&mut consumer, 20).await);
+        assert_silent(&mut consumer).await;
+        orders.extend(more);
+        assert_events_of(&env, &received, &orders).await;
+        wait_until_marked(&env).await;
+        second.stop().await;
+        env.assert_drained().await;
+        env.assert_ledger().await;
+    });
 }

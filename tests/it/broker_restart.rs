@@ -5,13 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::options::{ExchangeDeleteOptions, QueueDeleteOptions};
-
-use crate::support::away::{
+use order_timeout_testkit::away::{
     COMING_BACK, HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, hold_long, is_consumed,
     keep_events, meanwhile, on_private_broker, on_private_broker_with, schedule, wait_until_scheduling_works,
 };
-use crate::support::private::Private;
-use crate::support::{TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::{TestEnv, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -88,57 +87,53 @@ fn worker_starts_before_broker() {
 
 #[test]
 fn deleted_wheel_is_declared_again() {
-    with_env(
-        |_| {},
-        async |env| {
-            let worker = env.worker().await;
-            let topology = env.settings.topology();
-            for queue in topology.queues.iter().filter(|queue| queue.name.contains(".slot.")) {
-                env.channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-            }
-            let publisher = env.publisher().await;
-            schedule(&env, &publisher, 10, 8 * SECOND).await;
-            wait_for("every close", async || env.closed().await == 10).await;
-            // Also the exchange through which they are written.
-            let (wheel, options) = (env.names().slot(), ExchangeDeleteOptions::default());
-            env.channel.exchange_delete(wheel.as_str().into(), options).await.unwrap();
-            schedule(&env, &publisher, 10, 8 * SECOND).await;
-            wait_for("every other close", async || env.closed().await == 20).await;
-            worker.stop().await;
-            env.assert_nothing_left_undone().await;
-            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 20);
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let worker = env.worker().await;
+        let publisher = env.publisher().await;
+        schedule(&env, &publisher, 10, 8 * SECOND).await;
+        wait_for("alarms in the wheel", async || env.depth_of_all("slot.").await == 10).await;
+        wait_for("every close", async || env.closed().await == 10).await;
+        for queue in env.settings.queue_names().into_iter().filter(|name| name.contains(".slot.")) {
+            env.channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
+        }
+        schedule(&env, &publisher, 10, 8 * SECOND).await;
+        wait_for("every close", async || env.closed().await == 20).await;
+        // Also the exchange through which they are written.
+        let (wheel, options) = (env.names().slot(), ExchangeDeleteOptions::default());
+        env.channel.exchange_delete(wheel.as_str().into(), options).await.unwrap();
+        schedule(&env, &publisher, 10, 8 * SECOND).await;
+        wait_for("every other close", async || env.closed().await == 30).await;
+        worker.stop().await;
+        env.assert_nothing_left_undone().await;
+        assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 30);
+    });
 }
 
 #[test]
 fn deleted_queue_is_declared_again_and_consumed() {
-    with_env(
-        |_| {},
-        async |env| {
-            let worker = env.worker().await;
-            let publisher = env.publisher().await;
-            for queue in [env.names().timeout(), env.names().schedule(), env.names().parked()] {
-                let closed_before = env.closed().await;
-                // One is held and loses its alarm with the queue; one is in the wheel.
-                let held = env.order(3 * SECOND).await;
-                env.deliver([&held]).await;
-                schedule(&env, &publisher, 1, 7 * SECOND).await;
-                wait_for("the alarms taken in", async || {
-                    env.depth(&env.names().timeout()).await + env.depth(&env.names().schedule()).await == 0
-                })
-                .await;
-                env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-                wait_for("the queue, consumed again", async || is_consumed(&env, &queue).await).await;
-                let later = env.order(SECOND).await;
-                env.deliver([&later]).await;
-                schedule(&env, &publisher, 1, 6 * SECOND).await;
-                wait_for("every close", async || env.closed().await == closed_before + 4).await;
-            }
-            assert_eq!(env.parked().await, []);
-            worker.stop().await;
-            env.assert_nothing_left_undone().await;
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let worker = env.worker().await;
+        let publisher = env.publisher().await;
+        for queue in [env.names().timeout(), env.names().schedule(), env.names().parked()] {
+            let closed_before = env.closed().await;
+            // One is held and loses its alarm with the queue; one is in the wheel.
+            let held = env.order(3 * SECOND).await;
+            env.deliver([&held]).await;
+            schedule(&env, &publisher, 1, 7 * SECOND).await;
+            wait_for("the alarms taken in", async || {
+                env.depth(&env.names().timeout()).await + env.depth(&env.names().schedule()).await == 0
+            })
+            .await;
+            env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+            wait_for("the queue, consumed again", async || is_consumed(&env, &queue).await).await;
+            let later = env.order(SECOND).await;
+            env.deliver([&later]).await;
+            schedule(&env, &publisher, 1, 6 * SECOND).await;
+            wait_for("every close", async || env.closed().await == closed_before + 4).await;
+        }
+        assert_eq!(env.parked().await, []);
+        worker.stop().await;
+        env.assert_nothing_left_undone().await;
+        env.assert_ledger().await;
+    });
 }

@@ -7,15 +7,14 @@ use std::time::Duration;
 use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
 use order_timeout::Settings;
-
-use crate::support::away::{
+use order_timeout_testkit::away::{
     COMING_BACK, HELD_LONG, assert_all_closed_and_announced, assert_nothing_is_scheduled, held_by_the_worker,
     hold_long, is_consumed, keep_events, meanwhile, on_private_broker_with, schedule, shorten_timeouts,
     wait_until_scheduling_works, with_broker_behind,
 };
-use crate::support::private::Private;
-use crate::support::proxy::{Direction, Proxy};
-use crate::support::{Order, RunningWorker, TestEnv, alarms_alone, wait_for, wait_within, with_env};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::proxy::{Direction, Proxy};
+use order_timeout_testkit::{Order, RunningWorker, TestEnv, alarms_alone, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -176,31 +175,31 @@ async fn survive(env: &TestEnv, break_network: impl FnOnce(&Proxy)) {
 
 #[test]
 fn cut_network_loses_no_alarm() {
-    with_env(short_timeouts_without_sweep, async |env| survive(&env, Proxy::cut).await);
+    TestEnv::builder().settings(short_timeouts_without_sweep).run(async |env| survive(&env, Proxy::cut).await);
 }
 
 #[test]
 fn vanished_broker_host_loses_no_alarm() {
-    with_env(short_timeouts_without_sweep, async |env| survive(&env, Proxy::stall).await);
+    TestEnv::builder().settings(short_timeouts_without_sweep).run(async |env| survive(&env, Proxy::stall).await);
 }
 
 #[test]
 fn stall_towards_broker_loses_no_alarm() {
-    with_env(short_timeouts_without_sweep, async |env| {
+    TestEnv::builder().settings(short_timeouts_without_sweep).run(async |env| {
         survive(&env, |network| network.stall_one_way(Direction::ToServer)).await;
     });
 }
 
 #[test]
 fn stall_from_broker_loses_no_alarm() {
-    with_env(short_timeouts_without_sweep, async |env| {
+    TestEnv::builder().settings(short_timeouts_without_sweep).run(async |env| {
         survive(&env, |network| network.stall_one_way(Direction::ToClient)).await;
     });
 }
 
 #[test]
 fn repeatedly_broken_connections_lose_no_alarm() {
-    with_env(short_timeouts_without_sweep, async |env| {
+    TestEnv::builder().settings(short_timeouts_without_sweep).run(async |env| {
         let network = Proxy::before(&env.settings.amqp.url).await;
         let settings = with_broker_behind(&env, &network);
         let publisher = settings.publisher().connect().await.unwrap();
@@ -225,7 +224,7 @@ fn repeatedly_broken_connections_lose_no_alarm() {
 
 #[test]
 fn slow_network_loses_no_alarm() {
-    with_env(short_timeouts_without_sweep, async |env| {
+    TestEnv::builder().settings(short_timeouts_without_sweep).run(async |env| {
         let network = Proxy::before(&env.settings.amqp.url).await;
         let settings = with_broker_behind(&env, &network);
         let publisher = settings.publisher().connect().await.unwrap();
@@ -245,7 +244,7 @@ fn slow_network_loses_no_alarm() {
 
 #[test]
 fn incompatible_queue_is_refused_until_fixed() {
-    with_env(short_timeouts_without_sweep, async |env| {
+    TestEnv::builder().settings(short_timeouts_without_sweep).run(async |env| {
         let worker = env.worker().await;
         let held = held_by_the_worker(&env, 10, 3 * SECOND).await;
         let queue = env.names().timeout();

@@ -9,11 +9,10 @@ use lapin::options::{BasicGetOptions, BasicNackOptions, BasicRejectOptions};
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout_core::message::Alarm;
-
-use crate::support::away::{meanwhile, on_private_broker_with, schedule};
-use crate::support::figures::{Figures, get, serve_http};
-use crate::support::private::Private;
-use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::away::{meanwhile, on_private_broker_with, schedule};
+use order_timeout_testkit::figures::{Figures, get, serve_http};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How soon a cause must be named, and no longer named after its cure.
@@ -155,7 +154,7 @@ async fn wait_for_dead_letters(env: &TestEnv, count: u32) {
 
 #[test]
 fn expired_alarm_still_closes_its_order() {
-    with_env(with_sweep, async |env| {
+    TestEnv::builder().settings(with_sweep).run(async |env| {
         // Due after the worker has started, so that this alarm or, half a second late, the sweep closes the order.
         let orders = [env.order(8 * SECOND).await, env.order(12 * SECOND).await];
         for order in &orders {
@@ -177,7 +176,7 @@ fn expired_alarm_still_closes_its_order() {
 
 #[test]
 fn alarm_expired_after_its_deadline_closes() {
-    with_env(with_sweep_late, async |env| {
+    TestEnv::builder().settings(with_sweep_late).run(async |env| {
         let order = env.order(SECOND / 5).await;
         let properties = BasicProperties::default().with_expiration("300".into());
         env.publish_raw(&env.names().due(), "due", &order.body(), properties).await;
@@ -243,7 +242,7 @@ fn alarm_beyond_delivery_limit_is_parked() {
 
 #[test]
 fn alarm_rejected_by_another_consumer_is_parked() {
-    with_env(with_sweep_late, async |env| {
+    TestEnv::builder().settings(with_sweep_late).run(async |env| {
         let order = env.order(3_600 * SECOND).await;
         env.deliver([&order]).await;
         let timeout = env.names().timeout();
@@ -262,7 +261,7 @@ fn alarm_rejected_by_another_consumer_is_parked() {
 /// An alarm that returns on time is re-armed as before: the worker does not trust a publisher's headers.
 #[test]
 fn forged_early_returns_delay_no_close() {
-    with_env(with_sweep_late, async |env| {
+    TestEnv::builder().settings(with_sweep_late).run(async |env| {
         let mut headers = lapin::types::FieldTable::default();
         headers.insert("early-returns".into(), lapin::types::AMQPValue::LongInt(i32::MAX));
         headers.insert("returns-at".into(), lapin::types::AMQPValue::LongLongInt(i64::MAX));

@@ -3,10 +3,9 @@
 use std::time::Duration;
 
 use order_timeout_core::order::{OrderId, Timestamp};
+use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::{Order, TestEnv, wait_for};
 use uuid::Uuid;
-
-use crate::support::disk_stall_probe::DiskStallProbe;
-use crate::support::{Order, TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -21,35 +20,30 @@ async fn wait_until_closed(env: &TestEnv, orders: i64) {
 
 #[test]
 fn alarm_in_lane_closes_unpaid_order() {
-    with_env(
-        |_| {},
-        async |env| {
-            let worker = env.worker().await;
-            let publisher = env.publisher().await;
-            let order = env.order(Duration::from_secs(2)).await;
-            publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
-            wait_for("the close", async || env.status(&order).await == "closed").await;
-            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
-            assert_eq!(env.count("SELECT available FROM stock").await, 1_000_000, "the stock is back");
-            env.assert_ledger().await;
-            worker.stop().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let worker = env.worker().await;
+        let publisher = env.publisher().await;
+        let order = env.order(Duration::from_secs(2)).await;
+        publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
+        assert_eq!(env.count("SELECT available FROM stock").await, 1_000_000, "the stock is back");
+        env.assert_ledger().await;
+        worker.stop().await;
+    });
 }
 
 #[test]
 fn close_records_path_reason_history_and_event() {
-    with_env(
-        |_| {},
-        async |env| {
-            let worker = env.worker().await;
-            let order = env.order(SECOND).await;
-            env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
-            wait_until_closed(&env, 1).await;
-            worker.stop().await;
-            let complete = env
-                .count(
-                    "SELECT count(*) FROM orders o
+    TestEnv::builder().run(async |env| {
+        let worker = env.worker().await;
+        let order = env.order(SECOND).await;
+        env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+        wait_until_closed(&env, 1).await;
+        worker.stop().await;
+        let complete = env
+            .count(
+                "SELECT count(*) FROM orders o
                      JOIN order_events h ON h.order_id = o.id AND h.at = o.closed_at
                      JOIN event_outbox e ON (e.payload ->> 'order_id')::uuid = o.id
                      WHERE o.close_reason = 'unpaid' AND o.closed_by = 'alarm'
@@ -57,20 +51,17 @@ fn close_records_path_reason_history_and_event() {
                        AND e.routing_key = 'order.closed' AND e.type = 'order.closed.v1'
                        AND (e.payload ->> 'closed_at')::timestamptz = o.closed_at
                        AND (e.payload ->> 'deadline')::timestamptz = o.expires_at",
-                )
-                .await;
-            assert_eq!(complete, 1);
-            env.assert_drained().await;
-            env.assert_ledger().await;
-        },
-    );
+            )
+            .await;
+        assert_eq!(complete, 1);
+        env.assert_drained().await;
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn close_returns_every_article_to_stock() {
-    with_env(
-        |_| {},
-        async |env| {
+    TestEnv::builder().run(async |env| {
             for article in ["apple", "pear"] {
                 env.stock(article, 100).await;
             }
@@ -96,67 +87,62 @@ fn close_returns_every_article_to_stock() {
             assert_eq!(env.count("SELECT sum(reserved)::bigint FROM stock").await, 0);
             env.assert_drained().await;
             env.assert_ledger().await;
-        },
-    );
+        });
 }
 
 #[test]
 fn paid_order_is_never_closed() {
-    with_env(
-        |_| {},
-        async |env| {
-            let disk_probe = DiskStallProbe::open(&env).await;
-            let worker = env.worker().await;
-            let orders = env.orders(30, 2 * SECOND).await;
-            env.publisher().await.schedule_all(alarms(&orders)).await.unwrap();
-            for order in &orders[..12] {
-                assert!(env.pay(order).await);
-            }
-            wait_until_closed(&env, 18).await;
-            worker.stop().await;
-            for order in &orders[..12] {
-                assert_eq!(env.status(order).await, "paid");
-            }
-            disk_probe.assert_on_time(&env).await;
-            env.assert_drained().await;
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let disk_probe = DiskStallProbe::open(&env).await;
+        let worker = env.worker().await;
+        let orders = env.orders(30, 2 * SECOND).await;
+        env.publisher().await.schedule_all(alarms(&orders)).await.unwrap();
+        for order in &orders[..12] {
+            assert!(env.pay(order).await);
+        }
+        wait_until_closed(&env, 18).await;
+        worker.stop().await;
+        for order in &orders[..12] {
+            assert_eq!(env.status(order).await, "paid");
+        }
+        disk_probe.assert_on_time(&env).await;
+        env.assert_drained().await;
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn far_deadline_delays_no_other_order() {
-    with_env(
-        |_| {},
-        async |env| {
-            let disk_probe = DiskStallProbe::open(&env).await;
-            let worker = env.worker().await;
-            let publisher = env.publisher().await;
-            let far = env.order(600 * SECOND).await;
-            publisher.schedule(far.id.to_string(), far.deadline).await.unwrap();
-            // The lane, and both rings of the wheel.
-            let mut orders = Vec::new();
-            for _ in 0..200 {
-                orders.push(env.order(Duration::from_millis(fastrand::u64(1_000..16_000))).await);
-                let order = &orders[orders.len() - 1];
-                publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
-            }
-            wait_until_closed(&env, 200).await;
-            disk_probe.assert_on_time(&env).await;
-            assert_eq!(env.status(&far).await, "unpaid");
-            worker.stop().await;
-            env.assert_drained().await;
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let disk_probe = DiskStallProbe::open(&env).await;
+        let worker = env.worker().await;
+        let publisher = env.publisher().await;
+        let far = env.order(600 * SECOND).await;
+        publisher.schedule(far.id.to_string(), far.deadline).await.unwrap();
+        // The lane, and both rings of the wheel.
+        let mut orders = Vec::new();
+        for _ in 0..200 {
+            orders.push(env.order(Duration::from_millis(fastrand::u64(1_000..16_000))).await);
+            let order = &orders[orders.len() - 1];
+            publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
+        }
+        wait_until_closed(&env, 200).await;
+        disk_probe.assert_on_time(&env).await;
+        assert_eq!(env.status(&far).await, "unpaid");
+        worker.stop().await;
+        env.assert_drained().await;
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn unknown_and_far_alarms_delay_no_order() {
-    with_env(
-        // Longer than the test, so that the unknown ones are retried throughout.
-        |settings| settings.retry.missing_for = 60 * SECOND,
-        async |env| {
+    TestEnv::builder()
+        .settings(
+            // Longer than the test, so that the unknown ones are retried throughout.
+            |settings| settings.retry.missing_for = 60 * SECOND,
+        )
+        .run(async |env| {
             let disk_probe = DiskStallProbe::open(&env).await;
             let worker = env.worker().await;
             let publisher = env.publisher().await;
@@ -173,6 +159,5 @@ fn unknown_and_far_alarms_delay_no_order() {
             assert_eq!(env.parked().await, []);
             worker.stop().await;
             env.assert_ledger().await;
-        },
-    );
+        });
 }

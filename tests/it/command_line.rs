@@ -12,15 +12,15 @@ use order_timeout::cli::Cli;
 use order_timeout::postgres::{self, Database};
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::message::Alarm;
+use order_timeout_testkit::figures;
+use order_timeout_testkit::linux::{self, Signal};
+use order_timeout_testkit::process::{WorkerProcess, bare, call_with, order_timeout, run};
+use order_timeout_testkit::proxy::Proxy;
+use order_timeout_testkit::{Order, TestEnv, wait_for, wait_within, with_parts};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 use sqlx::Executor;
 use uuid::Uuid;
-
-use crate::support::figures;
-use crate::support::process::{WorkerProcess, bare, call_with, order_timeout, run};
-use crate::support::proxy::Proxy;
-use crate::support::{Order, TestEnv, wait_for, wait_within, with_env, with_parts};
 
 /// A password that equals no other text, so that it is found wherever it leaks.
 const PASSWORD: &str = "sesame-4711";
@@ -133,7 +133,8 @@ fn names_wrong_environment_setting_and_its_origin() {
 
 /// The arguments of the commands that need the database.
 fn commands_with_a_database() -> Vec<Vec<&'static str>> {
-    let commands = ["setup", "worker", "close 1", "parked list", "parked retry --all", "parked drop --all"];
+    let commands =
+        ["setup", "worker", "status", "show 1", "close 1", "parked list", "parked retry --all", "parked drop --all"];
     commands.iter().map(|command| command.split(' ').collect()).collect()
 }
 
@@ -156,16 +157,13 @@ fn only_database_commands_reject_invalid_address() {
 
 #[test]
 fn can_schedule_with_foreign_database_address() {
-    with_env(
-        |_| {},
-        async |env| {
-            let mut command = order_timeout(&env.settings);
-            command.env_remove("ORDER_TIMEOUT__DATABASE__URL").env("DATABASE_URL", "mysql://shop@host/shop");
-            command.args(["schedule", "--order-id", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b", "--in", "60s"]);
-            let (code, _, stderr) = tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap();
-            assert_eq!((code, stderr.as_str()), (0, ""));
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let mut command = order_timeout(&env.settings);
+        command.env_remove("ORDER_TIMEOUT__DATABASE__URL").env("DATABASE_URL", "mysql://shop@host/shop");
+        command.args(["schedule", "--order-id", "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b", "--in", "60s"]);
+        let (code, _, stderr) = tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap();
+        assert_eq!((code, stderr.as_str()), (0, ""));
+    });
 }
 
 #[test]
@@ -246,7 +244,9 @@ fn wrong_usage_exits_with_2_naming_help() {
         (&["deadline", "--in", "5s"], "--order-id"),
         (&[&when[..], &["--deadline", "tomorrow"]].concat(), "2026-11-20T10:30:00Z"),
         (&[&when[..], &["--deadline", "2026-11-20T10:30:00"]].concat(), "offset"),
-        (&["close"], "<ID>..."),
+        (&["close"], "<ID|--where <SQL>>"),
+        (&["close", "--where", "true"], "--why <TEXT>"),
+        (&["close", "1", "--yes"], "--where <SQL>"),
         (&["parked", "drop"], "--all"),
         (&["parked", "drop", "--all", "--reason", "too_far"], "cannot be used with"),
         (&["parked", "retry", "not-an-id"], "not-an-id"),
@@ -332,175 +332,142 @@ fn every_command_and_argument_has_help() {
     // Built, so that it has the global arguments.
     let mut cli = Cli::command();
     cli.build();
-    // The program, setup, worker, health, schedule, deadline, close, topology, quarantine, config, completions, man, parked with its three.
-    assert_eq!(check(&cli, &[]), 16);
+    // The program, setup, worker, health, schedule, status, show, deadline, close, topology with prune, quarantine, config, sql, adopt, completions, man, parked with its three.
+    assert_eq!(check(&cli, &[]), 18);
 }
 
 #[test]
 fn names_unusable_broker_without_password() {
-    with_env(
-        |_| {},
-        async |env| {
-            let order = env.order(Duration::from_secs(60)).await;
-            let id = order.id.to_string();
-            let schedule = ["schedule", "--order-id", &id, "--in", "60s"];
-            let retry = ["parked", "retry", "--all", "--yes"];
-            let good = &env.settings.amqp.url;
-            let name = user_of(good);
-            let with = |url: SecretString| {
-                let mut settings = env.settings.clone();
-                settings.amqp.url = url;
-                settings
-            };
+    TestEnv::builder().run(async |env| {
+        let order = env.order(Duration::from_secs(60)).await;
+        let id = order.id.to_string();
+        let schedule = ["schedule", "--order-id", &id, "--in", "60s"];
+        let retry = ["parked", "retry", "--all", "--yes"];
+        let good = &env.settings.amqp.url;
+        let name = user_of(good);
+        let with = |url: SecretString| {
+            let mut settings = env.settings.clone();
+            settings.amqp.url = url;
+            settings
+        };
 
-            let wrong_password = with(with_parts(good, Some(&format!("{name}:{PASSWORD}")), None, None));
-            let unknown_user = with(with_parts(good, Some(&format!("unknown:{PASSWORD}")), None, None));
-            for arguments in [&schedule[..], &retry, &["setup"], &["worker"]] {
-                assert_call_fails(&wrong_password, arguments, &["refuses user", &name, "password", "amqp.url"]).await;
-                assert_call_fails(&unknown_user, arguments, &["refuses user", "\"unknown\"", "amqp.url"]).await;
-            }
+        let wrong_password = with(with_parts(good, Some(&format!("{name}:{PASSWORD}")), None, None));
+        let unknown_user = with(with_parts(good, Some(&format!("unknown:{PASSWORD}")), None, None));
+        for arguments in [&schedule[..], &retry, &["setup"], &["worker"]] {
+            assert_call_fails(&wrong_password, arguments, &["refuses user", &name, "password", "amqp.url"]).await;
+            assert_call_fails(&unknown_user, arguments, &["refuses user", "\"unknown\"", "amqp.url"]).await;
+        }
 
-            let missing_vhost = with(with_parts(good, None, None, Some("no-such-vhost")));
-            for arguments in [&schedule[..], &retry, &["setup"], &["worker"]] {
-                assert_call_fails(&missing_vhost, arguments, &["no-such-vhost", &name, "create the virtual host"])
-                    .await;
-            }
+        let missing_vhost = with(with_parts(good, None, None, Some("no-such-vhost")));
+        for arguments in [&schedule[..], &retry, &["setup"], &["worker"]] {
+            assert_call_fails(&missing_vhost, arguments, &["no-such-vhost", &name, "create the virtual host"]).await;
+        }
 
-            // A worker would wait for the broker; all other commands give up.
-            let user = format!("shop:{PASSWORD}");
-            let address = format!("127.0.0.1:{UNUSED_PORT}");
-            let nothing_there = with(with_parts(good, Some(&user), Some(&address), None));
-            let no_such_host = with(with_parts(good, Some(&user), Some("no-such-host.invalid:5672"), None));
-            for arguments in [&schedule[..], &retry, &["setup"]] {
-                assert_call_fails(&nothing_there, arguments, &["broker", &address, "is it running there?"]).await;
-                assert_call_fails(
-                    &no_such_host,
-                    arguments,
-                    &["broker", "no-such-host.invalid", "is it running there?"],
-                )
+        // A worker would wait for the broker; all other commands give up.
+        let user = format!("shop:{PASSWORD}");
+        let address = format!("127.0.0.1:{UNUSED_PORT}");
+        let nothing_there = with(with_parts(good, Some(&user), Some(&address), None));
+        let no_such_host = with(with_parts(good, Some(&user), Some("no-such-host.invalid:5672"), None));
+        for arguments in [&schedule[..], &retry, &["setup"]] {
+            assert_call_fails(&nothing_there, arguments, &["broker", &address, "is it running there?"]).await;
+            assert_call_fails(&no_such_host, arguments, &["broker", "no-such-host.invalid", "is it running there?"])
                 .await;
-            }
-            assert_eq!(env.status(&order).await, "unpaid");
-        },
-    );
+        }
+        assert_eq!(env.status(&order).await, "unpaid");
+    });
 }
 
 #[test]
 fn distinguishes_missing_queues_from_unreachable_broker() {
-    with_env(
-        |_| {},
-        async |env| {
-            let mut settings = env.settings.clone();
-            settings.namespace = format!("{}-other", settings.namespace);
-            let arguments = ["schedule", "--order-id", "order-1", "--in", "30m"];
-            assert_call_fails(
-                &settings,
-                &arguments,
-                &[&format!("{}.schedule", settings.namespace), "order-timeout setup", "namespace"],
-            )
-            .await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let mut settings = env.settings.clone();
+        settings.namespace = format!("{}-other", settings.namespace);
+        let arguments = ["schedule", "--order-id", "order-1", "--in", "30m"];
+        assert_call_fails(
+            &settings,
+            &arguments,
+            &[&format!("{}.schedule", settings.namespace), "order-timeout setup", "namespace"],
+        )
+        .await;
+    });
 }
 
 #[test]
 fn names_unusable_database_without_password() {
-    with_env(
-        |_| {},
-        async |env| {
-            let good = &env.settings.database.url;
-            let with = |url: SecretString| {
-                let mut settings = env.settings.clone();
-                settings.database.url = url;
-                settings
-            };
-            let user = format!("unknown:{PASSWORD}");
-            let unknown_user = with(with_parts(good, Some(&user), None, None));
-            let missing = with(env.settings.database.url_of("no_such_database"));
-            let address = format!("127.0.0.1:{UNUSED_PORT}");
-            let nothing_there = with(with_parts(good, Some(&user), Some(&address), None));
-            let no_such_host = with(with_parts(good, Some(&user), Some("no-such-host.invalid:5432"), None));
-            let id = Uuid::now_v7().to_string();
-            for arguments in [&["setup"][..], &["worker"], &["close", &id], &["parked", "list"]] {
-                assert_call_fails(&unknown_user, arguments, &["database", "refuses", "\"unknown\"", "database.url"])
-                    .await;
-                assert_call_fails(
-                    &missing,
-                    arguments,
-                    &["no_such_database", "does not exist", "createdb", "database.url"],
-                )
+    TestEnv::builder().run(async |env| {
+        let good = &env.settings.database.url;
+        let with = |url: SecretString| {
+            let mut settings = env.settings.clone();
+            settings.database.url = url;
+            settings
+        };
+        let user = format!("unknown:{PASSWORD}");
+        let unknown_user = with(with_parts(good, Some(&user), None, None));
+        let missing = with(env.settings.database.url_of("no_such_database"));
+        let address = format!("127.0.0.1:{UNUSED_PORT}");
+        let nothing_there = with(with_parts(good, Some(&user), Some(&address), None));
+        let no_such_host = with(with_parts(good, Some(&user), Some("no-such-host.invalid:5432"), None));
+        let id = Uuid::now_v7().to_string();
+        for arguments in [&["setup"][..], &["worker"], &["close", &id], &["parked", "list"]] {
+            assert_call_fails(&unknown_user, arguments, &["database", "refuses", "\"unknown\"", "database.url"]).await;
+            assert_call_fails(&missing, arguments, &["no_such_database", "does not exist", "createdb", "database.url"])
                 .await;
-                assert_call_fails(&nothing_there, arguments, &["database", &address, "is it running there?"]).await;
-                assert_call_fails(
-                    &no_such_host,
-                    arguments,
-                    &["database", "no-such-host.invalid", "is it running there?"],
-                )
+            assert_call_fails(&nothing_there, arguments, &["database", &address, "is it running there?"]).await;
+            assert_call_fails(&no_such_host, arguments, &["database", "no-such-host.invalid", "is it running there?"])
                 .await;
-            }
-        },
-    );
+        }
+    });
 }
 
 #[test]
 fn failing_worker_logs_error_once_without_password() {
-    with_env(
-        |_| {},
-        async |env| {
-            let good = &env.settings.amqp.url;
-            let user = format!("{}:{PASSWORD}", user_of(good));
-            for url in
-                [with_parts(good, Some(&user), None, None), with_parts(good, Some(&user), None, Some("no-such-vhost"))]
-            {
-                let mut settings = env.settings.clone();
-                settings.amqp.url = url;
-                let (code, stdout, stderr) = call_with(&settings, &["--set", "log.filter=trace", "worker"]).await;
-                assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
-                assert!(!stderr.contains(PASSWORD), "{stderr}");
-                let ours: Vec<&str> = stderr.lines().filter(|line| line.starts_with("order-timeout: ")).collect();
-                assert!(matches!(ours.as_slice(), [one] if one.contains("broker")), "{ours:?} in {stderr}");
-            }
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let good = &env.settings.amqp.url;
+        let user = format!("{}:{PASSWORD}", user_of(good));
+        for url in
+            [with_parts(good, Some(&user), None, None), with_parts(good, Some(&user), None, Some("no-such-vhost"))]
+        {
+            let mut settings = env.settings.clone();
+            settings.amqp.url = url;
+            let (code, stdout, stderr) = call_with(&settings, &["--set", "log.filter=trace", "worker"]).await;
+            assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
+            assert!(!stderr.contains(PASSWORD), "{stderr}");
+            let ours: Vec<&str> = stderr.lines().filter(|line| line.starts_with("order-timeout: ")).collect();
+            assert!(matches!(ours.as_slice(), [one] if one.contains("broker")), "{ours:?} in {stderr}");
+        }
+    });
 }
 
 #[test]
 fn names_missing_migrations() {
-    with_env(
-        |_| {},
-        async |env| {
-            let id = Uuid::now_v7().to_string();
-            env.pool.execute("DELETE FROM order_timeout_migrations WHERE description = 'parked alarms'").await.unwrap();
-            assert_call_fails(&env.settings, &["worker"], &["1 migration", "parked alarms", "order-timeout setup"])
-                .await;
-            env.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
-            let count = format!("{} migration", migration_files());
-            assert_call_fails(&env.settings, &["worker"], &[&count, "order-timeout setup"]).await;
-            for arguments in [&["close", &id][..], &["parked", "list"], &["parked", "drop", "--all", "--yes"]] {
-                assert_call_fails(&env.settings, arguments, &["order-timeout setup"]).await;
-            }
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let id = Uuid::now_v7().to_string();
+        env.pool.execute("DELETE FROM order_timeout_migrations WHERE description = 'parked alarms'").await.unwrap();
+        assert_call_fails(&env.settings, &["worker"], &["1 migration", "parked alarms", "order-timeout setup"]).await;
+        env.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
+        let count = format!("{} migration", migration_files());
+        assert_call_fails(&env.settings, &["worker"], &[&count, "order-timeout setup"]).await;
+        for arguments in [&["close", &id][..], &["parked", "list"], &["parked", "drop", "--all", "--yes"]] {
+            assert_call_fails(&env.settings, arguments, &["order-timeout setup"]).await;
+        }
+    });
 }
 
 #[test]
 fn database_error_omits_its_source_location() {
-    with_env(
-        |_| {},
-        async |env| {
-            env.pool.execute("ALTER TABLE parked_alarms DROP COLUMN parked_at").await.unwrap();
-            for arguments in [
-                &["parked", "list"][..],
-                &["parked", "drop", "--all"],
-                &["parked", "drop", "--all", "--yes"],
-                &["parked", "retry", "--all", "--yes"],
-            ] {
-                // The exact text: sqlx would add a line number of Postgres' source code.
-                let whole = "column \"parked_at\" does not exist (SQLSTATE 42703); fix the database";
-                assert_call_fails(&env.settings, arguments, &["parked alarms", whole]).await;
-            }
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        env.pool.execute("ALTER TABLE parked_alarms DROP COLUMN parked_at").await.unwrap();
+        for arguments in [
+            &["parked", "list"][..],
+            &["parked", "drop", "--all"],
+            &["parked", "drop", "--all", "--yes"],
+            &["parked", "retry", "--all", "--yes"],
+        ] {
+            // The exact text: sqlx would add a line number of Postgres' source code.
+            let whole = "column \"parked_at\" does not exist (SQLSTATE 42703); fix the database";
+            assert_call_fails(&env.settings, arguments, &["parked alarms", whole]).await;
+        }
+    });
 }
 
 fn migration_files() -> usize {
@@ -511,78 +478,66 @@ fn migration_files() -> usize {
 
 #[test]
 fn setup_is_idempotent() {
-    with_env(
-        |_| {},
-        async |env| {
-            let topology = env.settings.topology();
-            // As at the first setup: no tables, and one queue is missing.
-            env.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
-            let lost = &topology.queues.last().unwrap().name;
-            env.channel.queue_delete(lost.as_str().into(), Default::default()).await.unwrap();
+    TestEnv::builder().run(async |env| {
+        let topology = env.settings.topology();
+        // As at the first setup: no tables, and one queue is missing.
+        env.pool.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public").await.unwrap();
+        let lost = &topology.queues.last().unwrap().name;
+        env.channel.queue_delete(lost.as_str().into(), Default::default()).await.unwrap();
 
-            let mut seen = Vec::new();
-            for _ in 0..2 {
-                let (code, stdout, stderr) = call(&env, &["setup", "--json"]).await;
-                assert_eq!((code, stderr.as_str()), (0, ""));
-                let mut report: Value = serde_json::from_str(&stdout).unwrap();
-                seen.push(report["migrations_applied"].take());
-                let counts = json!({
-                    "migrations_applied": null,
-                    "exchanges": topology.exchanges.len(),
-                    "queues": topology.queues.len(),
-                    "bindings": topology.bindings.len(),
-                });
-                assert_eq!(report, counts);
-                let database = Database::connect(&env.settings.database, 1).await.unwrap();
-                postgres::require_migrated(&database).await.unwrap();
-                assert_eq!(env.depth(lost).await, 0, "the queue is there");
-            }
-            assert_eq!(seen[0].as_array().unwrap().len(), migration_files(), "all of them at first: {seen:?}");
-            assert_eq!(seen[1], json!([]), "none of them again");
-
-            let (code, stdout, stderr) = call(&env, &["setup"]).await;
+        let mut seen = Vec::new();
+        for _ in 0..2 {
+            let (code, stdout, stderr) = call(&env, &["setup", "--json"]).await;
             assert_eq!((code, stderr.as_str()), (0, ""));
-            assert!(stdout.starts_with("database: ") && stdout.contains(": up to date\n"), "{stdout}");
-            let counts = format!("{} queues and {} bindings; any that", topology.queues.len(), topology.bindings.len());
-            assert!(stdout.contains(&counts) && stdout.contains("AMQP does not say which"), "{stdout}");
-        },
-    );
+            let mut report: Value = serde_json::from_str(&stdout).unwrap();
+            seen.push(report["migrations_applied"].take());
+            let counts = json!({
+                "migrations_applied": null,
+                "exchanges": topology.exchanges.len(),
+                "queues": topology.queues.len(),
+                "bindings": topology.bindings.len(),
+            });
+            assert_eq!(report, counts);
+            let database = Database::connect(&env.settings.database, 1).await.unwrap();
+            postgres::require_migrated(&database).await.unwrap();
+            assert_eq!(env.depth(lost).await, 0, "the queue is there");
+        }
+        assert_eq!(seen[0].as_array().unwrap().len(), migration_files(), "all of them at first: {seen:?}");
+        assert_eq!(seen[1], json!([]), "none of them again");
+
+        let (code, stdout, stderr) = call(&env, &["setup"]).await;
+        assert_eq!((code, stderr.as_str()), (0, ""));
+        assert!(stdout.starts_with("database: ") && stdout.contains(": up to date\n"), "{stdout}");
+        let counts = format!("{} queues and {} bindings; any that", topology.queues.len(), topology.bindings.len());
+        assert!(stdout.contains(&counts) && stdout.contains("AMQP does not say which"), "{stdout}");
+    });
 }
 
 #[test]
 fn schedule_reports_the_published_alarm() {
-    with_env(
-        |_| {},
-        async |env| {
-            let inbox = env.names().schedule();
-            let (code, stdout, stderr) = call(
-                &env,
-                &["schedule", "--order-id", "order 1", "--deadline", "2030-01-02T03:04:05.678+01:00", "--json"],
-            )
-            .await;
-            assert!(code == 0 && sentence(&stderr).contains("is not a UUID"), "{stderr}");
-            let expected = json!({ "order_id": "order 1", "deadline": "2030-01-02T02:04:05.678Z" });
-            assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), expected);
-            wait_for("the alarm in the inbox", async || env.depth(&inbox).await == 1).await;
-            let got =
-                env.channel.basic_get(inbox.as_str().into(), BasicGetOptions { no_ack: true }).await.unwrap().unwrap();
-            assert_eq!(
-                serde_json::from_slice::<Value>(&got.delivery.data).unwrap(),
-                expected,
-                "it reports what it sent"
-            );
+    TestEnv::builder().run(async |env| {
+        let inbox = env.names().schedule();
+        let (code, stdout, stderr) =
+            call(&env, &["schedule", "--order-id", "order 1", "--deadline", "2030-01-02T03:04:05.678+01:00", "--json"])
+                .await;
+        assert!(code == 0 && sentence(&stderr).contains("is not a UUID"), "{stderr}");
+        let expected = json!({ "order_id": "order 1", "deadline": "2030-01-02T02:04:05.678Z" });
+        assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), expected);
+        wait_for("the alarm in the inbox", async || env.depth(&inbox).await == 1).await;
+        let got =
+            env.channel.basic_get(inbox.as_str().into(), BasicGetOptions { no_ack: true }).await.unwrap().unwrap();
+        assert_eq!(serde_json::from_slice::<Value>(&got.delivery.data).unwrap(), expected, "it reports what it sent");
 
-            let before = env.order(Duration::from_secs(90)).await.deadline;
-            let (code, stdout, stderr) = call(&env, &["schedule", "order-2", "--in", "90s"]).await;
-            assert!(code == 0 && sentence(&stderr).contains("is not a UUID"), "{stderr}");
-            let reported =
-                stdout.strip_prefix("scheduled: order order-2 at ").unwrap_or_else(|| panic!("{stdout}")).trim_end();
-            let reported = order_timeout_core::message::read_rfc3339(reported).unwrap();
-            let drift = reported.since(before).max(before.since(reported));
-            assert!(drift < Duration::from_secs(10), "{drift:?} from 90 s ahead");
-            wait_for("the second alarm", async || env.depth(&inbox).await == 1).await;
-        },
-    );
+        let before = env.order(Duration::from_secs(90)).await.deadline;
+        let (code, stdout, stderr) = call(&env, &["schedule", "order-2", "--in", "90s"]).await;
+        assert!(code == 0 && sentence(&stderr).contains("is not a UUID"), "{stderr}");
+        let reported =
+            stdout.strip_prefix("scheduled: order order-2 at ").unwrap_or_else(|| panic!("{stdout}")).trim_end();
+        let reported = order_timeout_core::message::read_rfc3339(reported).unwrap();
+        let drift = reported.since(before).max(before.since(reported));
+        assert!(drift < Duration::from_secs(10), "{drift:?} from 90 s ahead");
+        wait_for("the second alarm", async || env.depth(&inbox).await == 1).await;
+    });
 }
 
 /// The remarks of `schedule` on standard error about an alarm that it has sent.
@@ -594,42 +549,57 @@ async fn remarks(settings: &Settings, id: &str, when: &[&str]) -> String {
 
 #[test]
 fn schedule_reports_differing_row() {
-    with_env(
-        |_| {},
-        async |env| {
-            let (order, paid) = (env.order(Duration::from_secs(1_800)).await, env.order(Duration::from_secs(60)).await);
-            assert!(env.pay(&paid).await);
-            let (id, deadline) = (order.id.to_string(), order_timeout_core::message::write_rfc3339(order.deadline));
-            let settings = &env.settings;
-            assert_eq!(remarks(settings, &id, &["--deadline", &deadline]).await, "");
-            let other = remarks(settings, &id, &["--in", "5s"]).await;
-            assert!(sentence(&other).contains(&deadline) && other.contains("when the row says"), "{other}");
-            assert!(remarks(settings, &paid.id.to_string(), &["--in", "60s"]).await.contains("the order is paid"));
-            let unknown = Uuid::now_v7().to_string();
-            assert!(remarks(settings, &unknown, &["--in", "60s"]).await.contains("no such order"));
-            let late = remarks(settings, "17", &["--deadline", "2020-01-01T00:00:00Z"]).await;
-            assert!(late.contains("is not a UUID") && late.contains("2020-01-01T00:00:00.000Z has passed"), "{late}");
+    TestEnv::builder().run(async |env| {
+        let (order, paid) = (env.order(Duration::from_secs(1_800)).await, env.order(Duration::from_secs(60)).await);
+        assert!(env.pay(&paid).await);
+        let (id, deadline) = (order.id.to_string(), order_timeout_core::message::write_rfc3339(order.deadline));
+        let settings = &env.settings;
+        assert_eq!(remarks(settings, &id, &["--deadline", &deadline]).await, "");
+        let other = remarks(settings, &id, &["--in", "5s"]).await;
+        assert!(sentence(&other).contains(&deadline) && other.contains("when the row says"), "{other}");
+        assert!(remarks(settings, &paid.id.to_string(), &["--in", "60s"]).await.contains("the order is paid"));
+        let unknown = Uuid::now_v7().to_string();
+        assert!(remarks(settings, &unknown, &["--in", "60s"]).await.contains("no such order"));
+        let late = remarks(settings, "17", &["--deadline", "2020-01-01T00:00:00Z"]).await;
+        assert!(late.contains("is not a UUID") && late.contains("2020-01-01T00:00:00.000Z has passed"), "{late}");
 
-            // The alarm is sent even if the database is unavailable.
-            let mut unreachable = settings.clone();
-            unreachable.database.url = format!("postgres://u:{PASSWORD}@127.0.0.1:{UNUSED_PORT}/d").into();
-            let unread = remarks(&unreachable, &id, &["--in", "5s"]).await;
-            assert!(sentence(&unread).contains("not compared") && !unread.contains(PASSWORD), "{unread}");
-            let mut command = order_timeout(settings);
-            command.env_remove("ORDER_TIMEOUT__DATABASE__URL").args(["schedule", &unknown, "--in", "60s"]);
-            let (code, _, stderr) = tokio::task::block_in_place(|| run(&mut command));
-            assert_eq!((code, stderr.as_str()), (0, ""));
-            // The ids of the shop's own table need not be UUIDs.
-            let mut own = settings.clone();
-            (own.orders.close_sql, own.orders.overdue_sql) = ("a".into(), "b".into());
-            assert_eq!(remarks(&own, "17", &["--in", "60s"]).await, "");
-        },
-    );
+        // The alarm is sent even if the database is unavailable.
+        let mut unreachable = settings.clone();
+        unreachable.database.url = format!("postgres://u:{PASSWORD}@127.0.0.1:{UNUSED_PORT}/d").into();
+        let unread = remarks(&unreachable, &id, &["--in", "5s"]).await;
+        assert!(sentence(&unread).contains("not compared") && !unread.contains(PASSWORD), "{unread}");
+        let mut command = order_timeout(settings);
+        command.env_remove("ORDER_TIMEOUT__DATABASE__URL").args(["schedule", &unknown, "--in", "60s"]);
+        let (code, _, stderr) = tokio::task::block_in_place(|| run(&mut command));
+        assert_eq!((code, stderr.as_str()), (0, ""));
+        // The ids of the shop's own table need not be UUIDs.
+        let mut own = settings.clone();
+        (own.orders.close_sql, own.orders.overdue_sql) = ("a".into(), "b".into());
+        assert_eq!(remarks(&own, "17", &["--in", "60s"]).await, "");
+    });
+}
+
+#[test]
+fn schedule_opens_database_once() {
+    TestEnv::builder().run(async |env| {
+        let (id, unknown) = (env.order(Duration::from_secs(60)).await.id.to_string(), Uuid::now_v7().to_string());
+        for arguments in
+            [&[id.as_str()][..], &[&unknown, "--in", "60s"], &[&unknown, "--deadline", "2030-01-02T03:04:05Z"]]
+        {
+            let network = Proxy::before(&env.settings.database.url).await;
+            let mut settings = env.settings.clone();
+            settings.database.url = network.address(&settings.database.url);
+            let (code, _, stderr) = call_with(&settings, &[&["schedule"], arguments].concat()).await;
+            assert_eq!((code, stderr.is_empty()), (0, arguments.len() == 1), "{stderr}");
+            // To compare sessions takes two, and the pool opens its own.
+            assert_eq!(network.accepted(), 3, "{arguments:?}");
+        }
+    });
 }
 
 #[test]
 fn failing_worker_names_no_page() {
-    with_env(figures::serve_http, async |env| {
+    TestEnv::builder().settings(figures::serve_http).run(async |env| {
         let mut settings = env.settings.clone();
         settings.amqp.url = with_parts(&settings.amqp.url, None, None, Some("no-such-vhost"));
         let mut command = order_timeout(&settings);
@@ -642,22 +612,19 @@ fn failing_worker_names_no_page() {
 
 #[test]
 fn schedule_refuses_with_reason() {
-    with_env(
-        |_| {},
-        async |env| {
-            let long_id = "x".repeat(5_000);
-            for (arguments, part) in [
-                (["--order-id", "", "--in", "30m"], "order id is empty"),
-                (["--order-id", &long_id, "--in", "30m"], "order id"),
-                (["--order-id", "order-1", "--in", "11years"], "delay.max_delay"),
-                (["--order-id", "order-1", "--deadline", "9999-12-31T23:59:59Z"], "delay.max_delay"),
-            ] {
-                let arguments = [&["schedule"][..], &arguments].concat();
-                assert_call_fails(&env.settings, &arguments, &["not scheduled", part]).await;
-            }
-            assert_eq!(env.depth(&env.names().schedule()).await, 0);
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let long_id = "x".repeat(5_000);
+        for (arguments, part) in [
+            (["--order-id", "", "--in", "30m"], "order id is empty"),
+            (["--order-id", &long_id, "--in", "30m"], "order id"),
+            (["--order-id", "order-1", "--in", "11years"], "delay.max_delay"),
+            (["--order-id", "order-1", "--deadline", "9999-12-31T23:59:59Z"], "delay.max_delay"),
+        ] {
+            let arguments = [&["schedule"][..], &arguments].concat();
+            assert_call_fails(&env.settings, &arguments, &["not scheduled", part]).await;
+        }
+        assert_eq!(env.depth(&env.names().schedule()).await, 0);
+    });
 }
 
 /// Runs `close --json`, and returns its exit code and its lines as (order id, outcome).
@@ -671,60 +638,47 @@ async fn close(env: &TestEnv, ids: &[&str]) -> (i32, Vec<(String, String)>) {
 
 #[test]
 fn close_closes_only_overdue_orders() {
-    with_env(
-        |_| {},
-        async |env| {
-            let overdue = env.order(Duration::ZERO).await;
-            let paid = env.order(Duration::ZERO).await;
-            let not_due = env.order(Duration::from_secs(3_600)).await;
-            assert!(env.pay(&paid).await);
-            let id = |order: &Order| order.id.to_string();
-            let outcome_of = |order: &str, outcome: &str| (order.to_owned(), outcome.to_owned());
+    TestEnv::builder().run(async |env| {
+        let overdue = env.order(Duration::ZERO).await;
+        let paid = env.order(Duration::ZERO).await;
+        let not_due = env.order(Duration::from_secs(3_600)).await;
+        assert!(env.pay(&paid).await);
+        let id = |order: &Order| order.id.to_string();
+        let outcome_of = |order: &str, outcome: &str| (order.to_owned(), outcome.to_owned());
 
-            assert_eq!(close(&env, &[&id(&overdue)]).await, (0, vec![outcome_of(&id(&overdue), "closed")]));
-            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'manual'").await, 1);
-            assert_eq!(
-                env.count("SELECT count(*) FROM order_events WHERE event = 'closed' AND by = 'manual'").await,
-                1
-            );
-            assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 1, "its event will be sent");
-            assert_eq!(close(&env, &[&id(&overdue)]).await, (0, vec![outcome_of(&id(&overdue), "already_closed")]));
-            assert_eq!(close(&env, &[&id(&paid)]).await, (0, vec![outcome_of(&id(&paid), "paid")]));
+        assert_eq!(close(&env, &[&id(&overdue)]).await, (0, vec![outcome_of(&id(&overdue), "closed")]));
+        assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'manual'").await, 1);
+        assert_eq!(env.count("SELECT count(*) FROM order_events WHERE event = 'closed' AND by = 'manual'").await, 1);
+        assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 1, "its event will be sent");
+        assert_eq!(close(&env, &[&id(&overdue)]).await, (0, vec![outcome_of(&id(&overdue), "already_closed")]));
+        assert_eq!(close(&env, &[&id(&paid)]).await, (0, vec![outcome_of(&id(&paid), "paid")]));
 
-            let unknown = Uuid::now_v7().to_string();
-            assert_eq!(close(&env, &[&id(&not_due)]).await, (1, vec![outcome_of(&id(&not_due), "not_due")]));
-            assert_eq!(close(&env, &[&unknown]).await, (1, vec![outcome_of(&unknown, "unknown")]));
-            assert_eq!(
-                close(&env, &["'; DROP TABLE orders; --"]).await,
-                (1, vec![outcome_of("'; DROP TABLE orders; --", "malformed")])
-            );
-            assert_eq!(env.status(&not_due).await, "unpaid");
-            assert_eq!(env.status(&paid).await, "paid");
+        let unknown = Uuid::now_v7().to_string();
+        assert_eq!(close(&env, &[&id(&not_due)]).await, (1, vec![outcome_of(&id(&not_due), "not_due")]));
+        assert_eq!(close(&env, &[&unknown]).await, (1, vec![outcome_of(&unknown, "unknown")]));
+        assert_eq!(
+            close(&env, &["'; DROP TABLE orders; --"]).await,
+            (1, vec![outcome_of("'; DROP TABLE orders; --", "malformed")])
+        );
+        assert_eq!(env.status(&not_due).await, "unpaid");
+        assert_eq!(env.status(&paid).await, "paid");
 
-            // Several at once: each has an outcome, in the order of the arguments, and those that can be closed are
-            // closed.
-            let another = env.order(Duration::ZERO).await;
-            let asked = [&unknown, &id(&another), &id(&not_due)];
-            let (code, answers) = close(&env, &asked.map(String::as_str)).await;
-            assert_eq!(
-                (code, answers),
-                (
-                    1,
-                    vec![
-                        outcome_of(asked[0], "unknown"),
-                        outcome_of(asked[1], "closed"),
-                        outcome_of(asked[2], "not_due")
-                    ]
-                )
-            );
-            assert_eq!(env.closed().await, 2);
+        // Several at once: each has an outcome, in the order of the arguments, and those that can be closed are
+        // closed.
+        let another = env.order(Duration::ZERO).await;
+        let asked = [&unknown, &id(&another), &id(&not_due)];
+        let (code, answers) = close(&env, &asked.map(String::as_str)).await;
+        assert_eq!(
+            (code, answers),
+            (1, vec![outcome_of(asked[0], "unknown"), outcome_of(asked[1], "closed"), outcome_of(asked[2], "not_due")])
+        );
+        assert_eq!(env.closed().await, 2);
 
-            // As text.
-            let (code, stdout, stderr) = call(&env, &["close", &id(&not_due)]).await;
-            assert_eq!((code, stdout, stderr), (1, format!("{}: not_due\n", not_due.id), String::new()));
-            env.assert_ledger().await;
-        },
-    );
+        // As text.
+        let (code, stdout, stderr) = call(&env, &["close", &id(&not_due)]).await;
+        assert_eq!((code, stdout, stderr), (1, format!("{}: not_due\n", not_due.id), String::new()));
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
@@ -791,41 +745,36 @@ async fn consumers(env: &TestEnv, queue: &str) -> u32 {
 #[test]
 fn sigterm_returns_held_alarms() {
     let far_enough = Duration::from_secs(60);
-    with_env(
-        |settings| settings.worker.hold_max = Duration::from_secs(120),
-        async move |env| {
-            let worker = WorkerProcess::start(&env.settings);
-            wait_for_consumers(&env).await;
-            let (soon, later) = (env.order(Duration::from_secs(1)).await, env.order(far_enough).await);
-            // As if the delays of both had just ended.
-            for order in [&later, &soon] {
-                let body = Alarm { order_id: order.order_id(), deadline: order.deadline }.to_bytes();
-                let properties = BasicProperties::default().with_delivery_mode(2);
-                env.publish_raw(&env.names().due(), DUE_KEY, &body, properties).await;
-            }
-            wait_for("the first order's close", async || env.status(&soon).await == "closed").await;
-            let timeout = env.names().timeout();
-            wait_for("the worker holding the other alarm", async || env.depth(&timeout).await == 0).await;
+    TestEnv::builder().settings(|settings| settings.worker.hold_max = Duration::from_secs(120)).run(async move |env| {
+        let worker = WorkerProcess::start(&env.settings);
+        wait_for_consumers(&env).await;
+        let (soon, later) = (env.order(Duration::from_secs(1)).await, env.order(far_enough).await);
+        // As if the delays of both had just ended.
+        for order in [&later, &soon] {
+            let body = Alarm { order_id: order.order_id(), deadline: order.deadline }.to_bytes();
+            let properties = BasicProperties::default().with_delivery_mode(2);
+            env.publish_raw(&env.names().due(), DUE_KEY, &body, properties).await;
+        }
+        wait_for("the first order's close", async || env.status(&soon).await == "closed").await;
+        let timeout = env.names().timeout();
+        wait_for("the worker holding the other alarm", async || env.depth(&timeout).await == 0).await;
 
-            let code = tokio::task::spawn_blocking(|| worker.terminate(Duration::from_secs(12))).await.unwrap();
-            assert_eq!(code, 0, "drained within its grace");
-            wait_for("the alarm back in the broker", async || env.depth(&timeout).await == 1).await;
-            assert_eq!(env.status(&later).await, "unpaid");
-            assert_eq!(
-                env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await,
-                0,
-                "the close was announced"
-            );
-            env.assert_ledger().await;
-        },
-    );
+        let code = tokio::task::spawn_blocking(|| worker.terminate(Duration::from_secs(12))).await.unwrap();
+        assert_eq!(code, 0, "drained within its grace");
+        wait_for("the alarm back in the broker", async || env.depth(&timeout).await == 1).await;
+        assert_eq!(env.status(&later).await, "unpaid");
+        assert_eq!(
+            env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await,
+            0,
+            "the close was announced"
+        );
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn worker_waiting_for_broker_can_be_stopped() {
-    with_env(
-        |_| {},
-        async |env| {
+    TestEnv::builder().run(async |env| {
             let mut settings = env.settings.clone();
             settings.amqp.url = with_parts(&settings.amqp.url, None, Some(&format!("127.0.0.1:{UNUSED_PORT}")), None);
             let worker = WorkerProcess::start(&settings);
@@ -834,19 +783,18 @@ fn worker_waiting_for_broker_can_be_stopped() {
             wait_for("the worker at the database", async || env.count(connected).await > 0).await;
             let code = tokio::task::spawn_blocking(|| worker.terminate(Duration::from_secs(12))).await.unwrap();
             assert_eq!(code, 0);
-        },
-    );
+        });
 }
 
 #[test]
 fn second_stop_signal_ends_worker_at_once() {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             settings.worker.shutdown_grace = Duration::from_secs(300);
             settings.database.statement_timeout = Duration::from_secs(300);
             settings.database.lock_timeout = Duration::from_secs(299);
-        },
-        async |env| {
+        })
+        .run(async |env| {
             let worker = LoggedWorker::start(&env.settings);
             wait_for("the worker's start", async || worker.has_logged("worker started")).await;
             // While the table is locked, parking a message that is no alarm never finishes.
@@ -856,10 +804,10 @@ fn second_stop_signal_ends_worker_at_once() {
             let waiting = "SELECT count(*) FROM pg_locks WHERE relation = 'parked_alarms'::regclass AND NOT granted";
             wait_for("parking that waits for the lock", async || env.count(waiting).await == 1).await;
 
-            worker.signal(libc::SIGTERM);
+            worker.signal(Signal::TERM);
             wait_for("the draining", async || worker.has_logged("stopping: accepting nothing new")).await;
             assert_eq!(worker.exit_code(), None, "there is something left to finish");
-            worker.signal(libc::SIGINT);
+            worker.signal(Signal::INT);
             wait_within(Duration::from_secs(20), "the exit", async || worker.exit_code().is_some()).await;
             assert_eq!(worker.exit_code(), Some(1));
             let log = worker.log();
@@ -868,8 +816,7 @@ fn second_stop_signal_ends_worker_at_once() {
             lock.rollback().await.unwrap();
             // It is not parked, and not lost.
             wait_for("the message back in its queue", async || env.depth(&env.names().timeout()).await == 1).await;
-        },
-    );
+        });
 }
 
 /// A worker with a log that the test reads. Killed when dropped.
@@ -899,10 +846,8 @@ impl LoggedWorker {
         self.child.lock().unwrap().try_wait().unwrap().map(|status| status.code().unwrap_or(-1))
     }
 
-    fn signal(&self, signal: i32) {
-        let pid = i32::try_from(self.child.lock().unwrap().id()).unwrap();
-        // SAFETY: a plain system call on a child that has not been waited for.
-        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    fn signal(&self, signal: Signal) {
+        linux::signal(self.child.lock().unwrap().id(), signal).unwrap();
     }
 }
 
@@ -918,18 +863,15 @@ impl Drop for LoggedWorker {
 
 #[test]
 fn setup_reports_exhausted_connections() {
-    with_env(
-        |settings| settings.amqp.connect_timeout = Duration::from_secs(2),
-        async |env| {
-            let network = Proxy::before(&env.settings.amqp.url).await;
-            network.admit(1);
-            let mut settings = env.settings.clone();
-            settings.amqp.url = network.address(&settings.amqp.url);
-            let (code, stdout, stderr) = call_with(&settings, &["setup"]).await;
-            assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
-            for part in ["bindings are declared", "takes no further one", "out of file descriptors", "LimitNOFILE"] {
-                assert!(stderr.contains(part), "{stderr:?} lacks {part:?}");
-            }
-        },
-    );
+    TestEnv::builder().settings(|settings| settings.amqp.connect_timeout = Duration::from_secs(2)).run(async |env| {
+        let network = Proxy::before(&env.settings.amqp.url).await;
+        network.admit(1);
+        let mut settings = env.settings.clone();
+        settings.amqp.url = network.address(&settings.amqp.url);
+        let (code, stdout, stderr) = call_with(&settings, &["setup"]).await;
+        assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
+        for part in ["bindings are declared", "takes no further one", "out of file descriptors", "LimitNOFILE"] {
+            assert!(stderr.contains(part), "{stderr:?} lacks {part:?}");
+        }
+    });
 }

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use order_timeout::Settings;
+use order_timeout_testkit::skip::skipped;
 use regex::Regex;
 
 use crate::least_privilege::{PUBLISHER, VHOST, WORKER};
-use crate::support::skip::skipped;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -8,16 +8,16 @@ use futures_util::future::join_all;
 use order_timeout::effects::close::Closer;
 use order_timeout::postgres::Database;
 use order_timeout::postgres::warm_connections::WarmConnections;
-use secrecy::ExposeSecret;
-use sqlx::{Connection, PgConnection};
-
-use crate::support::away::{
+use order_timeout_testkit::away::{
     COMING_BACK, held_by_the_worker, meanwhile, on_private_database, shorten_timeouts, worker_through,
 };
-use crate::support::disk_stall_probe::DiskStallProbe;
-use crate::support::private::Private;
-use crate::support::proxy::{Direction, Proxy, Then};
-use crate::support::{TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::linux::{self, Signal};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::proxy::{Direction, Proxy, Then};
+use order_timeout_testkit::{TestEnv, wait_for, wait_within};
+use secrecy::ExposeSecret;
+use sqlx::{Connection, PgConnection};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -128,21 +128,21 @@ fn read_only_database_loses_no_alarm() {
 
 #[test]
 fn reset_connections_lose_no_alarm() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         survive(&env, async |network| network.cut(), async |network| network.restore()).await;
     });
 }
 
 #[test]
 fn vanished_database_host_loses_no_alarm() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         survive(&env, async |network| network.stall(), async |network| network.restore()).await;
     });
 }
 
 #[test]
 fn lost_database_answers_lose_no_alarm() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         survive(&env, async |network| network.stall_one_way(Direction::ToClient), async |network| network.restore())
             .await;
     });
@@ -181,7 +181,7 @@ fn exhausted_connections_lose_no_alarm() {
 
 #[test]
 fn close_cut_before_server_is_retried() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 20, 2 * SECOND).await;
@@ -195,7 +195,7 @@ fn close_cut_before_server_is_retried() {
 
 #[test]
 fn close_with_lost_answer_counts_once() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 20, 2 * SECOND).await;
@@ -209,7 +209,7 @@ fn close_with_lost_answer_counts_once() {
 
 #[test]
 fn database_vanishing_during_close_loses_no_alarm() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         let orders = held_by_the_worker(&env, 20, 2 * SECOND).await;
@@ -229,7 +229,7 @@ fn database_vanishing_during_close_loses_no_alarm() {
 
 #[test]
 fn locked_table_loses_no_alarm() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let refusals = network.count(Direction::ToClient, "lock timeout");
         let worker = worker_through(&env, &network).await;
@@ -246,7 +246,7 @@ fn locked_table_loses_no_alarm() {
 
 #[test]
 fn changed_column_type_loses_no_alarm() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         let worker = env.worker().await;
         let before = env.orders(20, Duration::ZERO).await;
         env.deliver(&before).await;
@@ -293,7 +293,7 @@ fn hanging_commits_do_not_exhaust_connections() {
 
 #[test]
 fn statement_timeout_affects_only_its_order() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let refusals = network.count(Direction::ToClient, "statement timeout");
         let worker = worker_through(&env, &network).await;
@@ -338,7 +338,7 @@ fn ended_idle_connections_blame_no_order() {
 
 #[test]
 fn stopping_without_database_returns_all_alarms() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         held_by_the_worker(&env, 30, 2 * SECOND).await;
@@ -358,7 +358,7 @@ fn stopping_without_database_returns_all_alarms() {
 
 #[test]
 fn stopping_returns_unparkable_alarms() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
         network.cut();
@@ -378,7 +378,7 @@ fn stopping_returns_unparkable_alarms() {
 
 #[test]
 fn locked_article_delays_no_other_order() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         env.stock("another", 1_000).await;
         let network = Proxy::before(&env.settings.database.url).await;
         let refusals = network.count(Direction::ToClient, "lock timeout");
@@ -407,38 +407,35 @@ fn locked_article_delays_no_other_order() {
 
 #[test]
 fn permanently_locked_article_delays_no_other() {
-    with_env(
-        |_| {},
-        async |env| {
-            let disk_probe = DiskStallProbe::open(&env).await;
-            env.stock("another", 1_000).await;
-            let worker = env.worker().await;
-            // Orders of both articles become due continuously, for long enough to see a backlog grow.
-            let locked = env.orders(300, SECOND).await;
-            let unaffected = env.orders_of("another", 150, SECOND).await;
-            let spread = "UPDATE orders o SET expires_at = o.expires_at + n.n * interval '40 ms'
+    TestEnv::builder().run(async |env| {
+        let disk_probe = DiskStallProbe::open(&env).await;
+        env.stock("another", 1_000).await;
+        let worker = env.worker().await;
+        // Orders of both articles become due continuously, for long enough to see a backlog grow.
+        let locked = env.orders(300, SECOND).await;
+        let unaffected = env.orders_of("another", 150, SECOND).await;
+        let spread = "UPDATE orders o SET expires_at = o.expires_at + n.n * interval '40 ms'
                           FROM (SELECT order_id, (row_number() OVER (PARTITION BY article_id ORDER BY order_id) - 1)
                                        / CASE article_id WHEN 'another' THEN 1 ELSE 2 END AS n FROM order_items) n
                           WHERE n.order_id = o.id";
-            sqlx::query(spread).execute(&env.pool).await.unwrap();
-            let mut transaction = env.pool.begin().await.unwrap();
-            let lock = sqlx::query("SELECT FROM stock WHERE article_id = 'article' FOR UPDATE");
-            lock.execute(&mut *transaction).await.unwrap();
-            env.deliver(&locked).await;
-            env.deliver(&unaffected).await;
-            wait_for("every unaffected order's close", async || env.closed().await == 150).await;
-            // Orders that wait for the lock are not closed yet, so they do not count.
-            disk_probe.assert_on_time(&env).await;
-            transaction.rollback().await.unwrap();
-            assert_each_closed_by_its_alarm(&env, 450).await;
-            worker.stop().await;
-        },
-    );
+        sqlx::query(spread).execute(&env.pool).await.unwrap();
+        let mut transaction = env.pool.begin().await.unwrap();
+        let lock = sqlx::query("SELECT FROM stock WHERE article_id = 'article' FOR UPDATE");
+        lock.execute(&mut *transaction).await.unwrap();
+        env.deliver(&locked).await;
+        env.deliver(&unaffected).await;
+        wait_for("every unaffected order's close", async || env.closed().await == 150).await;
+        // Orders that wait for the lock are not closed yet, so they do not count.
+        disk_probe.assert_on_time(&env).await;
+        transaction.rollback().await.unwrap();
+        assert_each_closed_by_its_alarm(&env, 450).await;
+        worker.stop().await;
+    });
 }
 
 #[test]
 fn foreign_order_status_causes_no_spinning() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         sqlx::query("ALTER TYPE order_status ADD VALUE 'refunded'").execute(&env.pool).await.unwrap();
         let network = Proxy::before(&env.settings.database.url).await;
         let worker = worker_through(&env, &network).await;
@@ -465,21 +462,21 @@ impl HaltedBackends {
         let pids = backends_that_read_the_clock(env).await;
         assert_eq!(pids.len(), closer_connections);
         let halted = Self(pids);
-        halted.signal(libc::SIGSTOP);
+        halted.signal(Signal::STOP);
         halted
     }
 
-    fn signal(&self, signal: i32) {
+    /// The processes belong to the test's own server.
+    fn signal(&self, signal: Signal) {
         for pid in &self.0 {
-            // SAFETY: no memory is involved; the processes belong to the test's own server.
-            assert_eq!(unsafe { libc::kill(*pid, signal) }, 0);
+            linux::signal(u32::try_from(*pid).unwrap(), signal).unwrap();
         }
     }
 }
 
 impl Drop for HaltedBackends {
     fn drop(&mut self) {
-        self.signal(libc::SIGCONT);
+        self.signal(Signal::CONT);
     }
 }
 
@@ -518,9 +515,7 @@ fn unresponsive_warm_connections_are_replaced_at_once() {
 
 #[test]
 fn closers_get_warm_connections() {
-    with_env(
-        |_| {},
-        async |env| {
+    TestEnv::builder().run(async |env| {
             let closer = closer_with(&env, 3).await;
             let ready = async || {
                 let ready = "SELECT count(*) FROM pg_stat_activity
@@ -539,23 +534,19 @@ fn closers_get_warm_connections() {
             closer.connections().sample_clock().await.unwrap();
             closer.warm_up().await.unwrap();
             assert_eq!(ready().await, 3);
-        },
-    );
+        });
 }
 
 #[test]
 fn clock_reading_survives_ended_connection() {
-    with_env(
-        |_| {},
-        async |env| {
-            let closer = closer_with(&env, 1).await;
-            closer.connections().sample_clock().await.unwrap();
-            let pids = backends_that_read_the_clock(&env).await;
-            assert_eq!(pids.len(), 1);
-            let end = "SELECT pg_terminate_backend($1)";
-            assert!(sqlx::query_scalar::<_, bool>(end).bind(pids[0]).fetch_one(&env.pool).await.unwrap());
-            wait_for("its end", async || backends_that_read_the_clock(&env).await.is_empty()).await;
-            closer.connections().sample_clock().await.unwrap();
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let closer = closer_with(&env, 1).await;
+        closer.connections().sample_clock().await.unwrap();
+        let pids = backends_that_read_the_clock(&env).await;
+        assert_eq!(pids.len(), 1);
+        let end = "SELECT pg_terminate_backend($1)";
+        assert!(sqlx::query_scalar::<_, bool>(end).bind(pids[0]).fetch_one(&env.pool).await.unwrap());
+        wait_for("its end", async || backends_that_read_the_clock(&env).await.is_empty()).await;
+        closer.connections().sample_clock().await.unwrap();
+    });
 }

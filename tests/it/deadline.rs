@@ -6,13 +6,12 @@ use std::time::Duration;
 use order_timeout_client::postgres::{self, Moved, Timestamptz};
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::away::{shorten_timeouts, with_database_behind};
+use order_timeout_testkit::process::{call_with, order_timeout, run};
+use order_timeout_testkit::proxy::{Proxy, Then};
+use order_timeout_testkit::{Order, TIMEOUT, TestEnv, wait_for};
 use secrecy::ExposeSecret;
 use serde_json::{Value, json};
-
-use crate::support::away::{shorten_timeouts, with_database_behind};
-use crate::support::process::{call_with, order_timeout, run};
-use crate::support::proxy::{Proxy, Then};
-use crate::support::{Order, TIMEOUT, TestEnv, wait_for, with_env};
 
 /// Moves the order's deadline and returns the outcome.
 async fn move_to(env: &TestEnv, order: &Order, deadline: Timestamp) -> Moved {
@@ -21,101 +20,85 @@ async fn move_to(env: &TestEnv, order: &Order, deadline: Timestamp) -> Moved {
 
 /// Messages in all queues of the environment.
 async fn alarms_at_the_broker(env: &TestEnv) -> u32 {
-    let mut alarms = 0;
-    for queue in env.settings.topology().queues {
-        alarms += env.depth(&queue.name).await;
-    }
-    alarms
+    env.depth_of_all("").await
 }
 
 #[test]
 fn repeated_extension_keeps_one_alarm() {
-    with_env(
-        |_| {},
-        async |env| {
-            let order = env.order(Duration::from_secs(2)).await;
-            env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
-            let mut transaction = env.pool.begin().await.unwrap();
-            let mut last = order.deadline;
-            for _ in 0..1_000 {
-                last = last + Duration::from_millis(4);
-                let moved = postgres::move_deadline(&mut *transaction, order.id.to_string(), last).await.unwrap();
-                assert_eq!(moved, Moved::Later);
-            }
-            transaction.commit().await.unwrap();
-            assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
-            // The alarm may be between two queues.
-            wait_for("one alarm", async || alarms_at_the_broker(&env).await == 1).await;
+    TestEnv::builder().run(async |env| {
+        let order = env.order(Duration::from_secs(2)).await;
+        env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+        let mut transaction = env.pool.begin().await.unwrap();
+        let mut last = order.deadline;
+        for _ in 0..1_000 {
+            last = last + Duration::from_millis(4);
+            let moved = postgres::move_deadline(&mut *transaction, order.id.to_string(), last).await.unwrap();
+            assert_eq!(moved, Moved::Later);
+        }
+        transaction.commit().await.unwrap();
+        assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
+        // The alarm may be between two queues.
+        wait_for("one alarm", async || alarms_at_the_broker(&env).await == 1).await;
 
-            let worker = env.worker().await;
-            wait_for("the close", async || env.closed().await == 1).await;
-            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
-            worker.stop().await;
-            assert_eq!(alarms_at_the_broker(&env).await, 0);
-            env.assert_ledger().await;
-        },
-    );
+        let worker = env.worker().await;
+        wait_for("the close", async || env.closed().await == 1).await;
+        assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
+        worker.stop().await;
+        assert_eq!(alarms_at_the_broker(&env).await, 0);
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn alarm_closes_shortened_order() {
-    with_env(
-        |_| {},
-        async |env| {
-            let worker = env.worker().await;
-            let order = env.order(Duration::from_secs(600)).await;
-            env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
-            let sooner = order.deadline - Duration::from_secs(598);
-            assert_eq!(move_to(&env, &order, sooner).await, Moved::Earlier);
-            wait_for("the close", async || env.closed().await == 1).await;
-            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
-            worker.stop().await;
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let worker = env.worker().await;
+        let order = env.order(Duration::from_secs(600)).await;
+        env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+        let sooner = order.deadline - Duration::from_secs(598);
+        assert_eq!(move_to(&env, &order, sooner).await, Moved::Earlier);
+        wait_for("the close", async || env.closed().await == 1).await;
+        assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
+        worker.stop().await;
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn only_unpaid_order_gets_new_deadline() {
-    with_env(
-        |_| {},
-        async |env| {
-            let order = env.order(Duration::from_secs(60)).await;
-            assert!(env.pay(&order).await);
-            let sooner = order.deadline - Duration::from_secs(1);
-            let unchanged = Moved::Unchanged { status: "paid".into(), deadline: order.deadline };
-            assert_eq!(move_to(&env, &order, sooner).await, unchanged);
-            let unknown_order = Order { id: uuid::Uuid::now_v7(), deadline: order.deadline };
-            assert_eq!(move_to(&env, &unknown_order, order.deadline).await, Moved::Unknown);
-            assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let order = env.order(Duration::from_secs(60)).await;
+        assert!(env.pay(&order).await);
+        let sooner = order.deadline - Duration::from_secs(1);
+        let unchanged = Moved::Unchanged { status: "paid".into(), deadline: order.deadline };
+        assert_eq!(move_to(&env, &order, sooner).await, unchanged);
+        let unknown_order = Order { id: uuid::Uuid::now_v7(), deadline: order.deadline };
+        assert_eq!(move_to(&env, &unknown_order, order.deadline).await, Moved::Unknown);
+        assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
+    });
 }
 
 #[test]
 fn move_waits_for_concurrent_status_change() {
-    with_env(
-        |_| {},
-        async |env| {
-            for wanted_in in [Duration::from_secs(7_200), Duration::from_secs(1_800)] {
-                let order = env.order(Duration::from_secs(3_600)).await;
-                let close_soon = "UPDATE orders SET status = 'closing', next_attempt_at = now() WHERE id = $1";
-                sqlx::query(close_soon).bind(order.id).execute(&env.pool).await.unwrap();
-                let mut other = env.pool.begin().await.unwrap();
-                let make_unpaid = "UPDATE orders SET status = 'unpaid', next_attempt_at = NULL WHERE id = $1";
-                sqlx::query(make_unpaid).bind(order.id).execute(&mut *other).await.unwrap();
-                let wanted = order.deadline - Duration::from_secs(3_600) + wanted_in;
-                let commit_when_blocked = async {
-                    env.wait_for_lock_waiter().await;
-                    other.commit().await.unwrap();
-                };
-                let (moved, ()) = tokio::join!(move_to(&env, &order, wanted), commit_when_blocked);
-                assert_eq!(moved, if wanted > order.deadline { Moved::Later } else { Moved::Earlier });
-                assert_eq!(deadline_of(&env, &order).await, wanted, "the outcome matches the row");
-            }
-            assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 1, "of the earlier one");
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        for wanted_in in [Duration::from_secs(7_200), Duration::from_secs(1_800)] {
+            let order = env.order(Duration::from_secs(3_600)).await;
+            let close_soon = "UPDATE orders SET status = 'closing', next_attempt_at = now() WHERE id = $1";
+            sqlx::query(close_soon).bind(order.id).execute(&env.pool).await.unwrap();
+            let mut other = env.pool.begin().await.unwrap();
+            let make_unpaid = "UPDATE orders SET status = 'unpaid', next_attempt_at = NULL WHERE id = $1";
+            sqlx::query(make_unpaid).bind(order.id).execute(&mut *other).await.unwrap();
+            let wanted = order.deadline - Duration::from_secs(3_600) + wanted_in;
+            let commit_when_blocked = async {
+                env.wait_for_lock_waiter().await;
+                other.commit().await.unwrap();
+            };
+            let (moved, ()) = tokio::join!(move_to(&env, &order, wanted), commit_when_blocked);
+            assert_eq!(moved, if wanted > order.deadline { Moved::Later } else { Moved::Earlier });
+            assert_eq!(deadline_of(&env, &order).await, wanted, "the outcome matches the row");
+        }
+        assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 1, "of the earlier one");
+    });
 }
 
 async fn deadline_of(env: &TestEnv, order: &Order) -> Timestamp {
@@ -126,106 +109,96 @@ async fn deadline_of(env: &TestEnv, order: &Order) -> Timestamp {
 
 #[test]
 fn deadline_kept_by_trigger_is_reported() {
-    with_env(
-        |_| {},
-        async |env| {
-            let order = env.order(Duration::from_secs(60)).await;
-            sqlx::raw_sql(
-                "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+    TestEnv::builder().run(async |env| {
+        let order = env.order(Duration::from_secs(60)).await;
+        sqlx::raw_sql(
+            "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
                  CREATE TRIGGER keep BEFORE UPDATE OF expires_at ON orders FOR EACH ROW EXECUTE FUNCTION keep();",
-            )
-            .execute(&env.pool)
-            .await
-            .unwrap();
-            let second = Duration::from_secs(1);
-            for wanted in [order.deadline - second, order.deadline + second] {
-                let unchanged = Moved::Unchanged { status: "unpaid".into(), deadline: order.deadline };
-                assert_eq!(move_to(&env, &order, wanted).await, unchanged);
-            }
-            assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
-            let id = order.id.to_string();
-            let (code, output, _) =
-                run(order_timeout(&env.settings).args(["deadline", "--order-id", &id, "--in", "1h"]));
-            assert!(code == 1 && output.contains("a trigger in the database keeps its deadline"), "{output}");
-        },
-    );
+        )
+        .execute(&env.pool)
+        .await
+        .unwrap();
+        let second = Duration::from_secs(1);
+        for wanted in [order.deadline - second, order.deadline + second] {
+            let unchanged = Moved::Unchanged { status: "unpaid".into(), deadline: order.deadline };
+            assert_eq!(move_to(&env, &order, wanted).await, unchanged);
+        }
+        assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 0);
+        let id = order.id.to_string();
+        let (code, output, _) = run(order_timeout(&env.settings).args(["deadline", "--order-id", &id, "--in", "1h"]));
+        assert!(code == 1 && output.contains("a trigger in the database keeps its deadline"), "{output}");
+    });
 }
 
 #[test]
 fn command_counts_from_database_time() {
-    with_env(
-        |_| {},
-        async |env| {
-            let order = env.order(Duration::from_secs(7_200)).await;
-            // A database with a clock that is an hour ahead of all others.
-            let name = env.settings.database.url.expose_secret().rsplit('/').next().unwrap();
-            let ahead = format!(
-                "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
+    TestEnv::builder().run(async |env| {
+        let order = env.order(Duration::from_secs(7_200)).await;
+        // A database with a clock that is an hour ahead of all others.
+        let name = env.settings.database.url.expose_secret().rsplit('/').next().unwrap();
+        let ahead = format!(
+            "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
                  AS $$ SELECT pg_catalog.clock_timestamp() + interval '1 hour' $$;
                  ALTER DATABASE {name} SET search_path = public, pg_catalog;"
-            );
-            sqlx::raw_sql(sqlx::AssertSqlSafe(ahead)).execute(&env.pool).await.unwrap();
-            let id = order.id.to_string();
-            let half_an_hour_ahead = write_rfc3339(Timestamp::now_by_local_clock() + Duration::from_secs(1_800));
-            let deadline =
-                |when: [&str; 2]| run(order_timeout(&env.settings).args(["deadline", "--order-id", &id]).args(when));
-            let (code, _, error) = deadline(["--deadline", &half_an_hour_ahead]);
-            assert!(code == 1 && error.contains("has passed"), "{error}");
-            let (code, output, error) = deadline(["--in", "10m"]);
-            assert!(code == 0 && output.contains("an alarm for it is written"), "{output}{error}");
-            let ahead = deadline_of(&env, &order).await.since(Timestamp::now_by_local_clock());
-            assert!(ahead > Duration::from_secs(3_600), "{ahead:?} ahead of the local clock");
-        },
-    );
+        );
+        sqlx::raw_sql(sqlx::AssertSqlSafe(ahead)).execute(&env.pool).await.unwrap();
+        let id = order.id.to_string();
+        let half_an_hour_ahead = write_rfc3339(Timestamp::now_by_local_clock() + Duration::from_secs(1_800));
+        let deadline =
+            |when: [&str; 2]| run(order_timeout(&env.settings).args(["deadline", "--order-id", &id]).args(when));
+        let (code, _, error) = deadline(["--deadline", &half_an_hour_ahead]);
+        assert!(code == 1 && error.contains("has passed"), "{error}");
+        let (code, output, error) = deadline(["--in", "10m"]);
+        assert!(code == 0 && output.contains("an alarm for it is written"), "{output}{error}");
+        let ahead = deadline_of(&env, &order).await.since(Timestamp::now_by_local_clock());
+        assert!(ahead > Duration::from_secs(3_600), "{ahead:?} ahead of the local clock");
+    });
 }
 
 #[test]
 fn command_reports_deadline_outcome() {
-    with_env(
-        |_| {},
-        async |env| {
-            let order = env.order(Duration::from_secs(60)).await;
-            let deadline = |env: &TestEnv, arguments: &[&str]| {
-                run(order_timeout(&env.settings).args(["deadline", "--order-id"]).args(arguments))
-            };
-            let id = order.id.to_string();
-            let json = |arguments: &[&str]| -> (i32, Value) {
-                let (code, output, _) = deadline(&env, &[arguments, &["--json"]].concat());
-                (code, serde_json::from_str(&output).unwrap())
-            };
-            let (code, output) = json(&[&id, "--in", "1h"]);
-            assert_eq!((code, &output["outcome"], &output["order_id"]), (0, &"later".into(), &id.as_str().into()));
-            let (code, output, _) = deadline(&env, &[&id, "--in", "1h"]);
-            assert!(code == 0 && output.contains("an alarm that was already scheduled adapts to it"), "{output}");
-            for passed in [["--deadline", "2020-01-01T00:00:00Z"], ["--in", "0s"]] {
-                let (code, _, error) = deadline(&env, &[&[id.as_str()][..], &passed].concat());
-                assert!(code == 1 && error.contains("has passed") && error.contains("order-timeout close"), "{error}");
-            }
-            let (code, output, _) = deadline(&env, &[&id, "--in", "30s"]);
-            assert!(code == 0 && output.contains("an alarm for it is written"), "{output}");
-            assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 1);
-            let (_, output) = json(&[&id, "--in", "2h"]);
-            let last = &output["deadline"];
+    TestEnv::builder().run(async |env| {
+        let order = env.order(Duration::from_secs(60)).await;
+        let deadline = |env: &TestEnv, arguments: &[&str]| {
+            run(order_timeout(&env.settings).args(["deadline", "--order-id"]).args(arguments))
+        };
+        let id = order.id.to_string();
+        let json = |arguments: &[&str]| -> (i32, Value) {
+            let (code, output, _) = deadline(&env, &[arguments, &["--json"]].concat());
+            (code, serde_json::from_str(&output).unwrap())
+        };
+        let (code, output) = json(&[&id, "--in", "1h"]);
+        assert_eq!((code, &output["outcome"], &output["order_id"]), (0, &"later".into(), &id.as_str().into()));
+        let (code, output, _) = deadline(&env, &[&id, "--in", "1h"]);
+        assert!(code == 0 && output.contains("an alarm that was already scheduled adapts to it"), "{output}");
+        for passed in [["--deadline", "2020-01-01T00:00:00Z"], ["--in", "0s"]] {
+            let (code, _, error) = deadline(&env, &[&[id.as_str()][..], &passed].concat());
+            assert!(code == 1 && error.contains("has passed") && error.contains("order-timeout close"), "{error}");
+        }
+        let (code, output, _) = deadline(&env, &[&id, "--in", "30s"]);
+        assert!(code == 0 && output.contains("an alarm for it is written"), "{output}");
+        assert_eq!(env.count("SELECT count(*) FROM alarm_outbox").await, 1);
+        let (_, output) = json(&[&id, "--in", "2h"]);
+        let last = &output["deadline"];
 
-            assert!(env.pay(&order).await);
-            let (code, output, _) = deadline(&env, &[&id, "--in", "1h"]);
-            assert!(code == 1 && output.contains("is paid; its deadline is unchanged"), "{output}");
-            let unchanged = json!({ "order_id": id, "status": "paid", "deadline": last, "outcome": "unchanged" });
-            assert_eq!(json(&[&id, "--in", "1h"]), (1, unchanged), "the order's deadline, not the requested one");
-            let unknown_order = uuid::Uuid::now_v7().to_string();
-            let unknown = json!({ "order_id": unknown_order, "status": null, "deadline": null, "outcome": "unknown" });
-            assert_eq!(json(&[&unknown_order, "--in", "1h"]), (1, unknown));
-            let (code, _, error) = deadline(&env, &["no-such-order", "--in", "1h"]);
-            assert!(code == 1 && error.contains("no-such-order") && error.contains("a UUID"), "{error}");
-            let (code, _, error) = deadline(&env, &[&id, "--in", "4000d"]);
-            assert!(code == 1 && error.contains("delay.max_delay"), "{error}");
-            let (code, _, error) = deadline(&env, &[&id]);
-            assert!(code == 2 && error.contains("--in"), "{error}");
-            let own = ["--set", "orders.close_sql=own.sql", "--set", "orders.overdue_sql=own.sql"];
-            let (code, _, error) = deadline(&env, &[&[id.as_str(), "--in", "1h"][..], &own].concat());
-            assert!(code == 1 && error.contains("update its row yourself"), "{error}");
-        },
-    );
+        assert!(env.pay(&order).await);
+        let (code, output, _) = deadline(&env, &[&id, "--in", "1h"]);
+        assert!(code == 1 && output.contains("is paid; its deadline is unchanged"), "{output}");
+        let unchanged = json!({ "order_id": id, "status": "paid", "deadline": last, "outcome": "unchanged" });
+        assert_eq!(json(&[&id, "--in", "1h"]), (1, unchanged), "the order's deadline, not the requested one");
+        let unknown_order = uuid::Uuid::now_v7().to_string();
+        let unknown = json!({ "order_id": unknown_order, "status": null, "deadline": null, "outcome": "unknown" });
+        assert_eq!(json(&[&unknown_order, "--in", "1h"]), (1, unknown));
+        let (code, _, error) = deadline(&env, &["no-such-order", "--in", "1h"]);
+        assert!(code == 1 && error.contains("no-such-order") && error.contains("a UUID"), "{error}");
+        let (code, _, error) = deadline(&env, &[&id, "--in", "4000d"]);
+        assert!(code == 1 && error.contains("delay.max_delay"), "{error}");
+        let (code, _, error) = deadline(&env, &[&id]);
+        assert!(code == 2 && error.contains("--in"), "{error}");
+        let own = ["--set", "orders.close_sql=own.sql", "--set", "orders.overdue_sql=own.sql"];
+        let (code, _, error) = deadline(&env, &[&[id.as_str(), "--in", "1h"][..], &own].concat());
+        assert!(code == 1 && error.contains("update its row yourself"), "{error}");
+    });
 }
 
 /// The program's result, with the database behind this proxy.
@@ -238,28 +211,25 @@ async fn call_through(network: &Proxy, env: &TestEnv, arguments: &[&str]) -> (i3
 
 #[test]
 fn lost_answer_leaves_outcome_unknown() {
-    with_env(
-        |_| {},
-        async |env| {
-            let order = env.order(Duration::from_secs(60)).await;
-            let network = Proxy::before(&env.settings.database.url).await;
-            // The id is sent when the statement has been prepared and is executed.
-            let id = order.id.to_string();
-            let is_cut = network.cut_at(&id, Then::CutAtAnswer);
-            let (code, _, error) = call_through(&network, &env, &["deadline", "--order-id", &id, "--in", "1h"]).await;
-            assert!(is_cut());
-            assert!(code == 1 && error.contains("not known to have moved; try again"), "{error}");
-            assert!(!error.contains("unchanged"), "{error}");
-            // The statement reached the database, which may still be executing it.
-            let has_moved = "SELECT count(*) FROM orders WHERE expires_at > clock_timestamp() + interval '50 minutes'";
-            wait_for("the deadline moved", async || env.count(has_moved).await == 1).await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let order = env.order(Duration::from_secs(60)).await;
+        let network = Proxy::before(&env.settings.database.url).await;
+        // The id is sent when the statement has been prepared and is executed.
+        let id = order.id.to_string();
+        let is_cut = network.cut_at(&id, Then::CutAtAnswer);
+        let (code, _, error) = call_through(&network, &env, &["deadline", "--order-id", &id, "--in", "1h"]).await;
+        assert!(is_cut());
+        assert!(code == 1 && error.contains("not known to have moved; try again"), "{error}");
+        assert!(!error.contains("unchanged"), "{error}");
+        // The statement reached the database, which may still be executing it.
+        let has_moved = "SELECT count(*) FROM orders WHERE expires_at > clock_timestamp() + interval '50 minutes'";
+        wait_for("the deadline moved", async || env.count(has_moved).await == 1).await;
+    });
 }
 
 #[test]
 fn silent_database_does_not_block_forever() {
-    with_env(shorten_timeouts, async |env| {
+    TestEnv::builder().settings(shorten_timeouts).run(async |env| {
         let id = env.order(Duration::from_secs(60)).await.id.to_string();
         let deadline = &["deadline", "--order-id", &id, "--in", "1h"][..];
         let close = &["close", &id][..];

@@ -12,12 +12,11 @@ use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout_amqp::topology::DUE_KEY;
+use order_timeout_testkit::figures::{Figures, get, serve_http};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::skip::skipped;
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within};
 use tokio::task::JoinHandle;
-
-use crate::support::figures::{Figures, get, serve_http};
-use crate::support::private::Private;
-use crate::support::skip::skipped;
-use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 /// How soon a worker must name a cause, and stop naming it after the cure.
 const NAMED_WITHIN: Duration = Duration::from_secs(15);
@@ -84,7 +83,7 @@ async fn closed_by(env: &TestEnv, by: &'static str) -> i64 {
 
 #[test]
 fn unbound_processing_queue_is_named_and_bound() {
-    with_env(pages_and_sweep, async |env| {
+    TestEnv::builder().settings(pages_and_sweep).run(async |env| {
         let worker = env.worker().await;
         // Long enough for a slot of the wheel, so that no alarm goes straight to the processing queue.
         let ordering = keep_ordering(&env, Duration::from_secs(3));
@@ -103,7 +102,7 @@ fn unbound_processing_queue_is_named_and_bound() {
 
 #[test]
 fn deleted_delay_queue_is_named_and_declared() {
-    with_env(pages_and_sweep, async |env| {
+    TestEnv::builder().settings(pages_and_sweep).run(async |env| {
         let worker = env.worker().await;
         let lane = format!("{}.delay.2s.1", env.settings.namespace);
         env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
@@ -125,7 +124,7 @@ const ARRIVED: &str = "SELECT count(*) FROM canaries WHERE arrived_at IS NOT NUL
 
 #[test]
 fn either_of_two_workers_receives_canaries() {
-    with_env(pages_and_sweep, async |env| {
+    TestEnv::builder().settings(pages_and_sweep).run(async |env| {
         let workers = [env.worker().await, env.worker().await];
         have_orders_swept(&env).await;
         // One directly, one through each of the two rings, and one through each queue of the lane.
@@ -152,7 +151,7 @@ fn either_of_two_workers_receives_canaries() {
 
 #[test]
 fn canaries_do_not_reach_foreign_readers() {
-    with_env(pages_and_sweep, async |env| {
+    TestEnv::builder().settings(pages_and_sweep).run(async |env| {
         // Like a worker of an older version, which would park unknown messages.
         let queue = env.names().timeout();
         let foreign = env.broker.create_channel().await.unwrap();
@@ -189,7 +188,7 @@ fn canaries_do_not_reach_foreign_readers() {
 
 #[test]
 fn arrivals_that_cannot_be_noted_are_kept() {
-    with_env(pages_and_sweep, async |env| {
+    TestEnv::builder().settings(pages_and_sweep).run(async |env| {
         let refuse = "CREATE FUNCTION refuse_arrival() RETURNS trigger LANGUAGE plpgsql AS
                       $$ BEGIN RAISE EXCEPTION 'not now'; END $$";
         sqlx::query(refuse).execute(&env.pool).await.unwrap();
@@ -223,7 +222,7 @@ fn on_private_broker<F: Future<Output = ()> + Send + 'static>(test: impl FnOnce(
         settings.amqp.url = broker.url.clone().into();
     };
     let for_test = broker.clone();
-    with_env(adjust, move |env| test(env, for_test));
+    TestEnv::builder().settings(adjust).run(move |env| test(env, for_test));
 }
 
 async fn ctl(broker: &Arc<Private>, arguments: &'static [&'static str]) -> String {

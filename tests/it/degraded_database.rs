@@ -9,13 +9,12 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt;
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
+use order_timeout_testkit::away::{meanwhile, on_private_broker_with, on_private_database};
+use order_timeout_testkit::figures::{Figures, get, serve_http};
+use order_timeout_testkit::process::{order_timeout, run};
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within};
 use secrecy::ExposeSecret;
 use sqlx::{AssertSqlSafe, PgPool};
-
-use crate::support::away::{meanwhile, on_private_broker_with, on_private_database};
-use crate::support::figures::{Figures, get, serve_http};
-use crate::support::process::{order_timeout, run};
-use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 /// How soon a cause must be named, and no longer named after its cure.
 const SOON: Duration = Duration::from_secs(15);
@@ -77,7 +76,7 @@ async fn assert_named_until_cured(worker: &RunningWorker, pool: &PgPool, faults:
 
 #[test]
 fn missing_objects_are_named() {
-    with_env(serve_http, async |env| {
+    TestEnv::builder().settings(serve_http).run(async |env| {
         let worker = env.worker().await;
         let faults = vec![
             fault(
@@ -153,7 +152,7 @@ async fn with_worker_role<F: Future<Output = ()>>(
 fn with_env_and_worker_role<F: Future<Output = ()> + Send + 'static>(
     test: impl FnOnce(Arc<TestEnv>, RunningWorker, String) -> F + Send + 'static,
 ) {
-    with_env(serve_http, async move |env| with_worker_role(env, |_| {}, test).await);
+    TestEnv::builder().settings(serve_http).run(async move |env| with_worker_role(env, |_| {}, test).await);
 }
 
 #[test]
@@ -207,7 +206,7 @@ fn unreadable_outbox_has_no_age() {
 
 #[test]
 fn read_only_database_is_named() {
-    with_env(serve_http, async |env| {
+    TestEnv::builder().settings(serve_http).run(async |env| {
         let worker = env.worker().await;
         wait_until_ready(&worker).await;
         wait_for("the relay", async || Figures::of(&worker).await.get("relaying") == 1.0).await;
@@ -265,7 +264,7 @@ fn standby_is_named_and_never_relays() {
 
 #[test]
 fn disagreeing_workers_are_named() {
-    with_env(serve_http, async |env| {
+    TestEnv::builder().settings(serve_http).run(async |env| {
         let worker = env.worker().await;
         let equal = env.worker().await;
         wait_until_ready(&worker).await;
@@ -355,7 +354,7 @@ fn with_purchases<F: Future<Output = ()> + Send + 'static>(
         settings.sweep.grace = Settings::defaults().sweep.grace;
         (settings.orders.close_sql, settings.orders.overdue_sql) = (close_sql, overdue_sql);
     };
-    with_env(adjust, async move |env| {
+    TestEnv::builder().settings(adjust).run(async move |env| {
         let table = "CREATE TABLE public.purchases (id bigint PRIMARY KEY, state text NOT NULL, pay_until timestamptz NOT NULL);";
         execute(&env.pool, &format!("{table} {}", good())).await;
         let worker = env.worker().await;
@@ -424,7 +423,7 @@ const EXAMPLE_SCHEMA: &str = include_str!("../../examples/own_orders/schema.sql"
 
 #[test]
 fn missing_rights_to_own_tables_are_named() {
-    with_env(serve_http, async move |env| {
+    TestEnv::builder().settings(serve_http).run(async move |env| {
         execute(&env.pool, EXAMPLE_SCHEMA).await;
         with_worker_role(env, with_example_statements, async |env, worker, role| {
             let faults = vec![
@@ -454,7 +453,7 @@ fn slow_overdue_query_is_named() {
         serve_http(settings);
         with_example_statements(settings);
     };
-    with_env(adjust, async |env| {
+    TestEnv::builder().settings(adjust).run(async |env| {
         let fill = "INSERT INTO public.purchases (id, pay_until, state)
                     SELECT n, now() + interval '1 hour', 'open' FROM generate_series(1, 100000) n";
         execute(&env.pool, EXAMPLE_SCHEMA).await;
@@ -545,26 +544,22 @@ fn stalled_relay_is_named() {
 
 #[test]
 fn setup_names_what_is_missing() {
-    with_env(
-        |_| {},
-        async |env| {
-            let setup = || meanwhile(|| run(order_timeout(&env.settings).arg("setup")));
-            assert_eq!(setup().0, 0);
-            execute(&env.pool, "DROP TABLE orders CASCADE; DROP INDEX an_order_is_closed_once").await;
-            let (code, stdout, stderr) = setup();
-            assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
-            for missing in
-                ["the table orders (created by migrations/", "CREATE UNIQUE INDEX CONCURRENTLY an_order_is_closed_once"]
-            {
-                assert!(stderr.contains(missing), "{stderr}");
-            }
-            // A shop with its own table does not need ours.
-            let root = env!("CARGO_MANIFEST_DIR");
-            let own =
-                ["close", "overdue"].map(|name| format!("orders.{name}_sql={root}/examples/own_orders/{name}.sql"));
-            let (code, _, stderr) =
-                meanwhile(|| run(order_timeout(&env.settings).args(["setup", "--set", &own[0], "--set", &own[1]])));
-            assert_eq!(code, 0, "{stderr}");
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let setup = || meanwhile(|| run(order_timeout(&env.settings).arg("setup")));
+        assert_eq!(setup().0, 0);
+        execute(&env.pool, "DROP TABLE orders CASCADE; DROP INDEX an_order_is_closed_once").await;
+        let (code, stdout, stderr) = setup();
+        assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
+        for missing in
+            ["the table orders (created by migrations/", "CREATE UNIQUE INDEX CONCURRENTLY an_order_is_closed_once"]
+        {
+            assert!(stderr.contains(missing), "{stderr}");
+        }
+        // A shop with its own table does not need ours.
+        let root = env!("CARGO_MANIFEST_DIR");
+        let own = ["close", "overdue"].map(|name| format!("orders.{name}_sql={root}/examples/own_orders/{name}.sql"));
+        let (code, _, stderr) =
+            meanwhile(|| run(order_timeout(&env.settings).args(["setup", "--set", &own[0], "--set", &own[1]])));
+        assert_eq!(code, 0, "{stderr}");
+    });
 }

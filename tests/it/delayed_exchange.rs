@@ -1,6 +1,8 @@
 //! The strategy `delayed-exchange` closes orders on time if the broker has the exchange type, and is refused in one
 //! sentence if it has not. A lost connection is never reported as a missing plugin.
 
+use std::fs::File;
+use std::process::Stdio;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -19,14 +21,14 @@ use order_timeout_core::delay::Lanes;
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::process::WorkerProcess;
+use order_timeout_testkit::skip::skipped;
+use order_timeout_testkit::{Order, RunningWorker, TIMEOUT, TestEnv, process, wait_for, with_parts};
 use secrecy::ExposeSecret;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use uuid::Uuid;
-
-use crate::support::disk_stall_probe::DiskStallProbe;
-use crate::support::skip::skipped;
-use crate::support::{Order, TestEnv, process, wait_for, with_env, with_parts};
 
 const DAY: Duration = Duration::from_secs(86_400);
 
@@ -71,7 +73,7 @@ fn with_type<F: Future<Output = ()> + Send + 'static>(
     if !broker_has_type() {
         return skipped(&format!("delayed_exchange::{name}"), "this broker has no exchange type x-delayed-message");
     }
-    with_env(delayed_exchange, |env| async move {
+    TestEnv::builder().settings(delayed_exchange).run(|env| async move {
         env.settings.topology().declare(&env.broker).await.unwrap();
         test(env).await;
     });
@@ -85,7 +87,7 @@ fn without_type<F: Future<Output = ()> + Send + 'static>(
     if broker_has_type() {
         return skipped(&format!("delayed_exchange::{name}"), "this broker has the exchange type x-delayed-message");
     }
-    with_env(delayed_exchange, test);
+    TestEnv::builder().settings(delayed_exchange).run(test);
 }
 
 #[test]
@@ -113,6 +115,56 @@ fn delayed_exchange_closes_order_on_time() {
         env.assert_ledger().await;
         worker.stop().await;
     });
+}
+
+#[test]
+fn plugin_alarm_closes_order_after_move() {
+    with_type("plugin_alarm_closes_order_after_move", async |env| {
+        // As docs/FROM-THE-PLUGIN.md says: an alarm that waits in the plugin reaches workers of the other strategy.
+        let order = env.order(Duration::from_secs(6)).await;
+        env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+        let mut settings = env.settings.clone();
+        settings.delay.strategy = Strategy::DeadLetter;
+        settings.topology().declare(&env.broker).await.unwrap();
+        let worker = RunningWorker::start(settings).await;
+        wait_for("the close", async || env.closed().await == 1).await;
+        env.assert_closed_by_alarms().await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn setup_calls_plugin_deprecated() {
+    with_type("setup_calls_plugin_deprecated", async |env| {
+        let (code, stdout, stderr) = command(&env.settings, &["setup"]).await;
+        assert_eq!(code, 0, "{stderr}");
+        assert!(stdout.contains("is deprecated") && stdout.contains("docs/FROM-THE-PLUGIN.md"), "{stdout}");
+    });
+}
+
+/// The warning comes before the worker connects, so no broker needs the plugin for it.
+#[test]
+fn worker_calls_plugin_deprecated_once() {
+    TestEnv::builder().settings(delayed_exchange).run(async |env| {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
+        let mut settings = env.settings.clone();
+        // No process listens on this port (tcpmux).
+        settings.amqp.url = "amqp://guest:guest@127.0.0.1:1/%2f".to_owned().into();
+        let mut command = process::order_timeout(&settings);
+        command.args(["--set", "delay.strategy=delayed-exchange", "worker"]);
+        let worker = WorkerProcess::of(command.stdout(Stdio::null()).stderr(File::create(&log).unwrap()));
+        let text = || std::fs::read_to_string(&log).unwrap();
+        wait_for("the start", async || text().contains("worker started")).await;
+        worker.terminate(TIMEOUT);
+        assert_eq!(text().matches("is deprecated").count(), 1, "{}", text());
+    });
+}
+
+#[test]
+fn default_strategy_is_not_deprecated() {
+    assert_eq!(Strategy::DeadLetter.deprecation(), None);
+    assert_eq!(Settings::defaults().delay.strategy, Strategy::DeadLetter);
 }
 
 #[test]
@@ -270,7 +322,7 @@ async fn command(settings: &Settings, arguments: &[&str]) -> (i32, String, Strin
 
 #[test]
 fn unreachable_broker_is_not_missing_plugin() {
-    with_env(delayed_exchange, async |env| {
+    TestEnv::builder().settings(delayed_exchange).run(async |env| {
         let mut settings = env.settings.clone();
         // No process listens on this port (tcpmux).
         settings.amqp.url = "amqp://guest:guest@127.0.0.1:1/%2f".to_owned().into();
@@ -285,7 +337,7 @@ fn unreachable_broker_is_not_missing_plugin() {
 /// The connection breaks when the delayed exchange is declared, whether or not the broker has the type.
 #[test]
 fn lost_connection_is_not_missing_plugin() {
-    with_env(delayed_exchange, async |env| {
+    TestEnv::builder().settings(delayed_exchange).run(async |env| {
         let url = &env.settings.amqp.url;
         if url.expose_secret().starts_with("amqps://") {
             let test = "delayed_exchange::lost_connection_is_not_missing_plugin";

@@ -12,21 +12,20 @@ use lapin::BasicProperties;
 use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout::http::{self, HttpServer, LIVEZ, Pages, READYZ};
-use order_timeout::observe::health::Health;
+use order_timeout::observe::health::{Health, Loop};
 use order_timeout::observe::metrics::{LISTED, Listed, Metrics, PROCESS_METRICS};
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::order::{OrderId, Timestamp};
+use order_timeout_testkit::away::{COMING_BACK, shorten_timeouts, with_broker_behind};
+use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
+use order_timeout_testkit::process::{WorkerProcess, order_timeout, run};
+use order_timeout_testkit::proxy::Proxy;
+use order_timeout_testkit::skip::skipped;
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, host_and_port, small_settings, wait_for, wait_within};
 use regex::Regex;
 use tokio::net::TcpStream;
 use uuid::Uuid;
-
-use crate::support::away::{COMING_BACK, shorten_timeouts, with_broker_behind};
-use crate::support::figures::{Figures, get, serve_http, wait_for_figure};
-use crate::support::process::{WorkerProcess, order_timeout, run};
-use crate::support::proxy::Proxy;
-use crate::support::skip::skipped;
-use crate::support::{RunningWorker, TIMEOUT, TestEnv, host_and_port, small_settings, wait_for, wait_within, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -36,7 +35,7 @@ async fn is_ready(worker: &RunningWorker) -> bool {
 
 #[test]
 fn exposes_exactly_listed_metrics() {
-    with_env(serve_http, async |env| {
+    TestEnv::builder().settings(serve_http).run(async |env| {
         let worker = env.worker().await;
         // Gauges appear with their first reading.
         for reading in ["oldest_overdue_seconds", "outbox_age_seconds{outbox=\"alarm\"}", "clock_offset_seconds"] {
@@ -157,7 +156,7 @@ fn readyz_names_lost_server() {
         serve_http(settings);
         shorten_timeouts(settings);
     };
-    with_env(adjust, async |env| {
+    TestEnv::builder().settings(adjust).run(async |env| {
         let to_broker = Proxy::before(&env.settings.amqp.url).await;
         let to_database = Proxy::before(&env.settings.database.url).await;
         let mut settings = with_broker_behind(&env, &to_broker);
@@ -208,7 +207,7 @@ fn readyz_names_lost_server() {
 
 #[test]
 fn readyz_reports_broker_missing_at_start() {
-    with_env(serve_http, async |env| {
+    TestEnv::builder().settings(serve_http).run(async |env| {
         let worker = env.worker_without_broker().await;
         let missed = "broker: no consumer session is open: the broker at 127.0.0.1:9, ";
         wait_for("the report of the lost broker", async || get(&worker, READYZ).await.1.starts_with(missed)).await;
@@ -223,7 +222,7 @@ fn readonly_database_requeues_alarms_and_ends_readiness() {
         serve_http(settings);
         shorten_timeouts(settings);
     };
-    with_env(adjust, async |env| {
+    TestEnv::builder().settings(adjust).run(async |env| {
         let worker = env.worker().await;
         wait_for("a worker that is ready", async || is_ready(&worker).await).await;
         // Like a standby or a demoted primary: the database answers but accepts no writes.
@@ -262,7 +261,7 @@ fn table_lock_ends_readiness_and_shows_overdue() {
         serve_http(settings);
         settings.sweep.grace = Settings::defaults().sweep.grace;
     };
-    with_env(adjust, async |env| {
+    TestEnv::builder().settings(adjust).run(async |env| {
         let worker = env.worker().await;
         wait_for("a worker that is ready", async || is_ready(&worker).await).await;
         wait_for_figure(&worker, "oldest_overdue_seconds", |seconds| seconds.abs() < f64::EPSILON).await;
@@ -292,7 +291,7 @@ fn stopping_worker_is_alive_but_not_ready() {
         serve_http(settings);
         settings.database.lock_timeout = 5 * SECOND;
     };
-    with_env(adjust, async |env| {
+    TestEnv::builder().settings(adjust).run(async |env| {
         let worker = env.worker().await;
         let mut other = env.pool.begin().await.unwrap();
         sqlx::query("LOCK TABLE order_events").execute(&mut *other).await.unwrap();
@@ -312,20 +311,17 @@ fn stopping_worker_is_alive_but_not_ready() {
 
 #[test]
 fn stalled_event_loop_is_reported() {
-    with_env(
-        |_| {},
-        async |_| {
-            let health = Arc::new(Health::new(Duration::ZERO));
-            let pages = Pages { health: health.clone(), metrics: Arc::default() };
-            let server = HttpServer::open(([127, 0, 0, 1], 0).into(), pages).await.unwrap();
-            assert_eq!(http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap().0, 200, "it has not begun");
-            health.mark_running();
-            let still = async || http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap();
-            wait_for("three stalled loops", async || still().await.1.lines().count() == 3).await;
-            let (status, text) = still().await;
-            assert!(status == 503 && text.contains("the supervisor loop has made no progress for"), "{text}");
-        },
-    );
+    TestEnv::builder().run(async |_| {
+        let health = Arc::new(Health::new(Duration::ZERO));
+        let pages = Pages { health: health.clone(), metrics: Arc::default() };
+        let server = HttpServer::open(([127, 0, 0, 1], 0).into(), pages).await.unwrap();
+        assert_eq!(http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap().0, 200, "it has not begun");
+        health.mark_running(&Loop::ALL);
+        let still = async || http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap();
+        wait_for("three stalled loops", async || still().await.1.lines().count() == 3).await;
+        let (status, text) = still().await;
+        assert!(status == 503 && text.contains("the supervisor loop has made no progress for"), "{text}");
+    });
 }
 
 #[test]
@@ -334,7 +330,7 @@ fn metrics_follow_alarms_and_orders() {
         serve_http(settings);
         settings.sweep.grace = Duration::from_millis(500);
     };
-    with_env(adjust, async |env| {
+    TestEnv::builder().settings(adjust).run(async |env| {
         let worker = env.worker().await;
         let publisher = env.publisher().await;
         // It passes the inbox and the wheel, and closes last.
@@ -463,7 +459,7 @@ async fn assert_lateness_matches_ledger(env: &TestEnv, figures: &Figures) {
 
 #[test]
 fn second_worker_on_same_address_fails() {
-    with_env(serve_http, async |env| {
+    TestEnv::builder().settings(serve_http).run(async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
         let mut settings = env.settings.clone();
@@ -477,7 +473,7 @@ fn second_worker_on_same_address_fails() {
 
 #[test]
 fn silent_clients_do_not_block_probes() {
-    with_env(serve_http, async |env| {
+    TestEnv::builder().settings(serve_http).run(async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
         // More connections than are served at once, all of them silent.
@@ -494,7 +490,7 @@ fn silent_clients_do_not_block_probes() {
 
 #[test]
 fn idle_connections_do_not_starve_probes() {
-    with_env(serve_http, async |env| {
+    TestEnv::builder().settings(serve_http).run(async |env| {
         let worker = env.worker().await;
         let address = worker.http.unwrap();
         for _ in 0..3 {
@@ -520,28 +516,25 @@ pub fn free_address() -> SocketAddr {
 #[test]
 fn health_command_reports_worker_state() {
     let listen = free_address();
-    with_env(
-        move |settings| settings.http.listen = Listen(Some(listen)),
-        async |env| {
-            let health = |arguments: &[&str]| {
-                tokio::task::block_in_place(|| run(order_timeout(&env.settings).arg("health").args(arguments)))
-            };
-            let (code, stdout, stderr) = health(&[]);
-            assert_eq!((code, stdout.as_str()), (1, ""));
-            assert!(stderr.contains("no worker answers at ") && stderr.lines().count() == 1, "{stderr}");
+    TestEnv::builder().settings(move |settings| settings.http.listen = Listen(Some(listen))).run(async |env| {
+        let health = |arguments: &[&str]| {
+            tokio::task::block_in_place(|| run(order_timeout(&env.settings).arg("health").args(arguments)))
+        };
+        let (code, stdout, stderr) = health(&[]);
+        assert_eq!((code, stdout.as_str()), (1, ""));
+        assert!(stderr.contains("no worker answers at ") && stderr.lines().count() == 1, "{stderr}");
 
-            let to_broker = Proxy::before(&env.settings.amqp.url).await;
-            let worker = WorkerProcess::start(&with_broker_behind(&env, &to_broker));
-            wait_for("a worker that is ready", async || health(&[]) == (0, "ready\n".into(), String::new())).await;
-            assert_eq!(health(&["--live"]), (0, "alive\n".into(), String::new()));
-            to_broker.cut();
-            wait_for("a worker that is not", async || health(&[]).0 == 1).await;
-            let (code, stdout, stderr) = health(&[]);
-            assert!(code == 1 && stdout.starts_with("broker: no consumer session") && stderr.is_empty(), "{stdout}");
-            assert_eq!(health(&["--live"]).0, 0);
-            assert_eq!(worker.terminate(TIMEOUT), 0);
-        },
-    );
+        let to_broker = Proxy::before(&env.settings.amqp.url).await;
+        let worker = WorkerProcess::start(&with_broker_behind(&env, &to_broker));
+        wait_for("a worker that is ready", async || health(&[]) == (0, "ready\n".into(), String::new())).await;
+        assert_eq!(health(&["--live"]), (0, "alive\n".into(), String::new()));
+        to_broker.cut();
+        wait_for("a worker that is not", async || health(&[]).0 == 1).await;
+        let (code, stdout, stderr) = health(&[]);
+        assert!(code == 1 && stdout.starts_with("broker: no consumer session") && stderr.is_empty(), "{stdout}");
+        assert_eq!(health(&["--live"]).0, 0);
+        assert_eq!(worker.terminate(TIMEOUT), 0);
+    });
 }
 
 #[test]

@@ -18,11 +18,10 @@ use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_amqp::topology::Names;
 use order_timeout_client::{PublishError, ScheduleError};
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for};
 use secrecy::ExposeSecret;
 use serde_json::Value;
-
-use crate::support::private::Private;
-use crate::support::{RunningWorker, TestEnv, wait_for, with_env};
 
 /// The users of definitions.json with their development passwords, encoded as in a URL.
 pub const PUBLISHER: &str = "order-publisher:publisher-dev";
@@ -54,21 +53,18 @@ fn definitions_have_two_untagged_users() {
 /// One broker for all checks, because starting one takes seconds.
 #[test]
 fn imported_users_have_least_privilege() {
-    with_env(
-        |_| {},
-        async |env| {
-            let broker = tokio::task::spawn_blocking(import).await.unwrap();
-            refuses_wrong_passwords(&broker).await;
-            users_cannot_enter_another_virtual_host(&broker).await;
-            publisher_can_schedule(&broker).await;
-            publisher_can_do_nothing_else(&broker).await;
-            worker_cannot_touch_foreign_objects(&broker).await;
-            worker_runs_whole_flow(&broker, &env).await;
-            listener_receives_events_and_no_more(&broker).await;
-            publisher_names_missing_write_permission(&broker).await;
-            errors_distinguish_limits_from_missing_rights(&broker).await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let broker = tokio::task::spawn_blocking(import).await.unwrap();
+        refuses_wrong_passwords(&broker).await;
+        users_cannot_enter_another_virtual_host(&broker).await;
+        publisher_can_schedule(&broker).await;
+        publisher_can_do_nothing_else(&broker).await;
+        worker_cannot_touch_foreign_objects(&broker).await;
+        worker_runs_whole_flow(&broker, &env).await;
+        listener_receives_events_and_no_more(&broker).await;
+        publisher_names_missing_write_permission(&broker).await;
+        errors_distinguish_limits_from_missing_rights(&broker).await;
+    });
 }
 
 /// A fresh broker with the definitions of the repository.
@@ -187,15 +183,13 @@ async fn publisher_names_missing_write_permission(broker: &Private) {
 
 /// Messages in all queues whose names have this prefix.
 async fn depth(connection: &Connection, beginning: &str) -> u32 {
-    let channel = connection.create_channel().await.unwrap();
     let mut sum = 0;
-    for queue in Settings::defaults().topology().queues.iter().filter(|queue| queue.name.starts_with(beginning)) {
+    for queue in Settings::defaults().queue_names().into_iter().filter(|queue| queue.starts_with(beginning)) {
+        // A channel of its own, because a queue that does not exist closes it.
+        let channel = connection.create_channel().await.unwrap();
         let options = QueueDeclareOptions { passive: true, ..Default::default() };
-        sum += channel
-            .queue_declare(queue.name.as_str().into(), options, FieldTable::default())
-            .await
-            .unwrap()
-            .message_count();
+        let seen = channel.queue_declare(queue.into(), options, FieldTable::default()).await;
+        sum += seen.map_or(0, |seen| seen.message_count());
     }
     sum
 }
@@ -391,8 +385,11 @@ async fn worker_runs_whole_flow(broker: &Private, env: &TestEnv) {
     assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 3);
     let mut announced = Vec::new();
     for _ in 0..3 {
-        let delivery =
-            tokio::time::timeout(crate::support::TIMEOUT, events.next()).await.expect("an event").unwrap().unwrap();
+        let delivery = tokio::time::timeout(order_timeout_testkit::TIMEOUT, events.next())
+            .await
+            .expect("an event")
+            .unwrap()
+            .unwrap();
         let event: Value = serde_json::from_slice(&delivery.data).unwrap();
         announced.push(event["order_id"].as_str().unwrap().to_owned());
     }

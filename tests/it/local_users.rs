@@ -13,12 +13,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::process::bare;
+use order_timeout_testkit::skip::skipped;
+use order_timeout_testkit::{linux, with_parts};
 use tempfile::TempDir;
-
-use crate::support::private::Private;
-use crate::support::process::bare;
-use crate::support::skip::skipped;
-use crate::support::with_parts;
 
 use secrecy::ExposeSecret;
 
@@ -83,8 +82,7 @@ fn as_other_user(mut command: Command, folder: &Path) -> Output {
 
 /// Whether this process may act as another user; prints why not.
 fn is_root(test: &str) -> bool {
-    // SAFETY: a plain system call that cannot fail.
-    let root = unsafe { libc::geteuid() } == 0;
+    let root = linux::is_root();
     if !root {
         skipped(test, "only root can act as another user");
     }
@@ -104,11 +102,9 @@ impl ArgumentWatch {
         let seen = std::thread::spawn(move || {
             let mut seen = BTreeSet::new();
             while !stopped.load(Ordering::Relaxed) {
-                for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-                    if let Ok(arguments) = std::fs::read(entry.path().join("cmdline")) {
-                        seen.insert(String::from_utf8_lossy(&arguments).replace('\0', " "));
-                    }
-                }
+                // One that has ended meanwhile has no arguments any more.
+                let processes = linux::all_processes().unwrap();
+                seen.extend(processes.into_iter().filter_map(|pid| linux::arguments(pid).ok()));
                 std::thread::sleep(Duration::from_millis(5));
             }
             seen
@@ -158,7 +154,7 @@ fn assert_files_are_closed(server: &Private) {
 
 /// The server runs neither as root nor as the account that owns the machine's own servers.
 fn assert_runs_as_own_account(server: &Private) {
-    let account = std::fs::metadata(format!("/proc/{}", server.recorded("PID"))).unwrap().uid();
+    let account = linux::account(server.recorded("PID").parse().unwrap()).unwrap();
     let accounts = std::fs::read_to_string("/etc/passwd").unwrap();
     let fields = |line: &str| line.split(':').map(str::to_owned).collect::<Vec<_>>();
     let name =

@@ -1,12 +1,12 @@
 //! The promises of order-timeout, one file each, all against a real RabbitMQ and a real Postgres.
 
-mod support;
-
 mod acknowledgement_timeout;
 mod addresses;
+mod adopting;
 mod announce;
 mod broker_restart;
 mod broker_unavailable;
+mod bulk;
 mod circulation;
 mod close_on_time;
 mod command_line;
@@ -21,6 +21,7 @@ mod health;
 mod hostile;
 mod least_privilege;
 mod local_users;
+mod look_ahead;
 mod named_database;
 mod outbox;
 mod outcomes;
@@ -37,6 +38,7 @@ mod refused_events;
 mod sanitized;
 mod secrets;
 mod shards;
+mod status;
 mod supply_chain;
 mod sweep;
 mod tidy;

@@ -6,12 +6,11 @@ use std::time::Duration;
 use order_timeout::Settings;
 use order_timeout_core::message::read_rfc3339;
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::process::{bare, call_with, run};
+use order_timeout_testkit::{TestEnv, host_and_port, with_parts};
 use secrecy::ExposeSecret;
 use serde_json::Value;
 use sqlx::AssertSqlSafe;
-
-use crate::support::process::{bare, call_with, run};
-use crate::support::{TestEnv, host_and_port, with_env, with_parts};
 
 async fn execute(env: &TestEnv, sql: &str) {
     sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&env.pool).await.unwrap();
@@ -46,48 +45,39 @@ fn hash_in_password_is_explained() {
 
 #[test]
 fn missing_migrations_name_database() {
-    with_env(
-        |_| {},
-        async |env| {
-            let delete = "DELETE FROM order_timeout_migrations WHERE version > 20261120100000";
-            let missing = sqlx::query(delete).execute(&env.pool).await.unwrap().rows_affected();
-            let place = host_and_port(&env.settings.database.url);
-            let database = format!("database \"order_timeout_{}\"", env.settings.namespace);
-            assert_fails(
-                &env.settings,
-                "worker",
-                &[&format!("lacks {missing} migration(s)"), &place, &database, "order-timeout setup"],
-            )
-            .await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let delete = "DELETE FROM order_timeout_migrations WHERE version > 20261120100000";
+        let missing = sqlx::query(delete).execute(&env.pool).await.unwrap().rows_affected();
+        let place = host_and_port(&env.settings.database.url);
+        let database = format!("database \"order_timeout_{}\"", env.settings.namespace);
+        assert_fails(
+            &env.settings,
+            "worker",
+            &[&format!("lacks {missing} migration(s)"), &place, &database, "order-timeout setup"],
+        )
+        .await;
+    });
 }
 
 #[test]
 fn unfinished_migration_names_our_table() {
-    with_env(
-        |_| {},
-        async |env| {
-            execute(&env, "UPDATE order_timeout_migrations SET success = false WHERE version = 20261120100100").await;
-            for command in ["setup", "worker"] {
-                let remedy = "DELETE FROM order_timeout_migrations WHERE version = 20261120100100";
-                assert_fails(&env.settings, command, &["began and did not finish", remedy]).await;
-            }
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        execute(&env, "UPDATE order_timeout_migrations SET success = false WHERE version = 20261120100100").await;
+        for command in ["setup", "worker"] {
+            let remedy = "DELETE FROM order_timeout_migrations WHERE version = 20261120100100";
+            assert_fails(&env.settings, command, &["began and did not finish", remedy]).await;
+        }
+    });
 }
 
 #[test]
 fn missing_schema_says_create_schema() {
-    with_env(
-        |_| {},
-        async |env| {
-            let mut settings = env.settings.clone();
-            let url = format!("{}?options=-csearch_path%3Dno_such_schema", settings.database.url.expose_secret());
-            settings.database.url = url.into();
-            assert_fails(&settings, "setup", &["(SQLSTATE 3F000)", "CREATE SCHEMA"]).await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let mut settings = env.settings.clone();
+        let url = format!("{}?options=-csearch_path%3Dno_such_schema", settings.database.url.expose_secret());
+        settings.database.url = url.into();
+        assert_fails(&settings, "setup", &["(SQLSTATE 3F000)", "CREATE SCHEMA"]).await;
+    });
 }
 
 /// How far an alarm scheduled in ten minutes is ahead of this machine's clock.
@@ -101,27 +91,24 @@ async fn scheduled_ahead(settings: &Settings) -> Duration {
 
 #[test]
 fn scheduling_uses_database_clock() {
-    with_env(
-        |_| {},
-        async |env| {
-            // The database's clock is an hour ahead.
-            let ahead = format!(
-                "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
+    TestEnv::builder().run(async |env| {
+        // The database's clock is an hour ahead.
+        let ahead = format!(
+            "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
                  AS $$ SELECT pg_catalog.clock_timestamp() + interval '1 hour' $$;
                  ALTER DATABASE order_timeout_{} SET search_path = public, pg_catalog",
-                env.settings.namespace
-            );
-            execute(&env, &ahead).await;
-            let ahead = scheduled_ahead(&env.settings).await;
-            assert!(ahead > Duration::from_secs(3_600) && ahead <= Duration::from_secs(4_200), "{ahead:?}");
+            env.settings.namespace
+        );
+        execute(&env, &ahead).await;
+        let ahead = scheduled_ahead(&env.settings).await;
+        assert!(ahead > Duration::from_secs(3_600) && ahead <= Duration::from_secs(4_200), "{ahead:?}");
 
-            let mut settings = env.settings.clone();
-            // No server listens on port 9 (discard).
-            settings.database.url = with_parts(&settings.database.url, None, Some("127.0.0.1:9"), None);
-            let ahead = scheduled_ahead(&settings).await;
-            assert!(ahead <= Duration::from_secs(600), "by the clock here where no database answers: {ahead:?}");
-            settings.database.url = "mysql://elsewhere/shop".to_owned().into();
-            assert!(scheduled_ahead(&settings).await <= Duration::from_secs(600), "a publisher needs no database");
-        },
-    );
+        let mut settings = env.settings.clone();
+        // No server listens on port 9 (discard).
+        settings.database.url = with_parts(&settings.database.url, None, Some("127.0.0.1:9"), None);
+        let ahead = scheduled_ahead(&settings).await;
+        assert!(ahead <= Duration::from_secs(600), "by the clock here where no database answers: {ahead:?}");
+        settings.database.url = "mysql://elsewhere/shop".to_owned().into();
+        assert!(scheduled_ahead(&settings).await <= Duration::from_secs(600), "a publisher needs no database");
+    });
 }

@@ -8,13 +8,12 @@ use order_timeout::effects::close::Closer;
 use order_timeout::effects::sweep::Sweeper;
 use order_timeout::postgres::Database;
 use order_timeout::postgres::warm_connections::WarmConnections;
-use order_timeout_core::order::{ClosedBy, OrderId, Outcome, Overdue, SweepPage, Timestamp};
+use order_timeout_core::order::{ClosedBy, OrderId, Outcome, Overdue, SweepPage, SweepReach, Timestamp};
+use order_timeout_testkit::process::{call_with, order_timeout, run};
+use order_timeout_testkit::{TestEnv, wait_for};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 use sqlx::AssertSqlSafe;
-
-use crate::support::process::{call_with, order_timeout, run};
-use crate::support::{TestEnv, wait_for, with_env};
 
 const SCHEMA: &str = include_str!("../../examples/own_orders/schema.sql");
 
@@ -29,14 +28,14 @@ async fn states(env: &TestEnv) -> Vec<(i64, String)> {
 
 #[test]
 fn own_table_is_closed_and_announced() {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             settings.orders.close_sql = example("close.sql");
             settings.orders.overdue_sql = example("overdue.sql");
             // Long enough for an alarm to arrive on a busy machine.
             settings.sweep.grace = Duration::from_secs(4);
-        },
-        async |env| {
+        })
+        .run(async |env| {
             sqlx::raw_sql(SCHEMA).execute(&env.pool).await.unwrap();
             // The worker starts first; otherwise the sweep would reach the orders before their alarms.
             let worker = env.worker().await;
@@ -63,38 +62,33 @@ fn own_table_is_closed_and_announced() {
             wait_for("the alarms of no order", async || env.parked().await.len() == 2).await;
             worker.stop().await;
             assert!(as_wanted(states(&env).await));
-        },
-    );
+        });
 }
 
 #[test]
 fn single_statement_is_refused() {
-    with_env(
-        |_| {},
-        async |env| {
-            for (given, missing) in [("close_sql", "overdue_sql"), ("overdue_sql", "close_sql")] {
-                let one = format!("orders.{given}=own.sql");
-                let (code, _, error) = run(order_timeout(&env.settings).args(["worker", "--set", &one]));
-                assert!(code == 2 && error.contains(&format!("without orders.{missing}")), "{error}");
-            }
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        for (given, missing) in [("close_sql", "overdue_sql"), ("overdue_sql", "close_sql")] {
+            let one = format!("orders.{given}=own.sql");
+            let (code, _, error) = run(order_timeout(&env.settings).args(["worker", "--set", &one]));
+            assert!(code == 2 && error.contains(&format!("without orders.{missing}")), "{error}");
+        }
+    });
 }
 
 /// A test environment with the example's tables and statements.
 fn on_example<F: Future<Output = ()> + Send + 'static>(
     test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
 ) {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             settings.orders.close_sql = example("close.sql");
             settings.orders.overdue_sql = example("overdue.sql");
-        },
-        async move |env| {
+        })
+        .run(async move |env| {
             execute(&env, SCHEMA).await;
             test(env).await;
-        },
-    );
+        });
 }
 
 async fn execute(env: &TestEnv, sql: &str) {
@@ -119,7 +113,8 @@ async fn swept(env: &TestEnv, limit: usize) -> Vec<Overdue> {
     let sweeper = Sweeper::prepare(database, &env.settings.orders.overdue_sql).await.unwrap();
     let (mut all, mut after) = (Vec::new(), None);
     loop {
-        let page = sweeper.overdue(&SweepPage { grace: Duration::ZERO, after, limit }).await.unwrap();
+        let page =
+            sweeper.overdue(&SweepPage { reach: SweepReach::Overdue(Duration::ZERO), after, limit }).await.unwrap();
         all.extend(page.orders);
         after = page.next;
         if after.is_none() {
@@ -325,7 +320,7 @@ fn overdue_rows_without_deadline_are_named() {
         std::fs::write(&file, sql).unwrap();
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
         let sweeper = Sweeper::prepare(database, file.to_str().unwrap()).await.unwrap();
-        let page = SweepPage { grace: Duration::ZERO, after: None, limit: 10 };
+        let page = SweepPage { reach: SweepReach::Overdue(Duration::ZERO), after: None, limit: 10 };
         let why = sweeper.overdue(&page).await.unwrap_err().to_string();
         assert!(why.contains("returns order \"-5\" without a deadline"), "{why}");
     });
@@ -382,7 +377,7 @@ fn faulty_statements_name_their_cause() {
         .await;
         let mut settings = env.settings.clone();
         settings.database.url =
-            crate::support::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
+            order_timeout_testkit::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
         let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-faulty.sql", env.settings.namespace));
         let cases: [(&[u8], &[&str]); 8] = [
             (b" \n\t", &["is empty", "orders.close_sql"]),
@@ -404,5 +399,98 @@ fn faulty_statements_name_their_cause() {
             }
         }
         execute(&env, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
+    });
+}
+
+const DERIVED_SCHEMA: &str = include_str!("../../examples/derived_deadline/schema.sql");
+
+/// A test environment with the tables and statements of the example without a column for the deadline.
+fn on_derived_deadline<F: Future<Output = ()> + Send + 'static>(
+    test: impl FnOnce(std::sync::Arc<TestEnv>) -> F + Send + 'static,
+) {
+    TestEnv::builder()
+        .settings(|settings| {
+            let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/derived_deadline");
+            let path = |name: &str| root.join(name).to_str().expect("a path in plain letters").to_owned();
+            settings.orders.close_sql = path("close.sql");
+            settings.orders.overdue_sql = path("overdue.sql");
+        })
+        .run(async move |env| {
+            execute(&env, DERIVED_SCHEMA).await;
+            test(env).await;
+        });
+}
+
+#[test]
+fn derived_deadline_is_closed_and_announced() {
+    on_derived_deadline(async |env| {
+        // Due in two seconds, paid, due in an hour, and due in a second without an alarm.
+        execute(
+            &env,
+            "INSERT INTO public.bookings (id, created_at, minutes_to_pay, state) VALUES
+                 (1, now() - interval '58 s', 1, 'open'), (2, now() - interval '58 s', 1, 'paid'),
+                 (3, now(), 60, 'open');
+             INSERT INTO alarm_outbox (order_id, deadline)
+                 SELECT id::text, created_at + make_interval(mins => minutes_to_pay) FROM public.bookings",
+        )
+        .await;
+        let worker = env.worker().await;
+        let expired = "SELECT count(*) FROM public.bookings WHERE state = 'expired' AND id = 1";
+        wait_for("the close", async || env.count(expired).await == 1).await;
+        let sent = "SELECT count(*) FROM event_outbox WHERE sent_at IS NOT NULL";
+        wait_for("the event", async || env.count(sent).await == 1).await;
+        worker.stop().await;
+        let early = "SELECT count(*) FROM public.bookings
+                     WHERE expired_at < created_at + make_interval(mins => minutes_to_pay)";
+        assert_eq!(env.count(early).await, 0);
+        assert_eq!(env.count("SELECT count(*) FROM public.bookings WHERE state <> 'expired'").await, 2);
+    });
+}
+
+#[test]
+fn derived_deadline_is_swept_in_pages() {
+    on_derived_deadline(async |env| {
+        execute(
+            &env,
+            "INSERT INTO public.bookings (id, created_at, minutes_to_pay, state)
+             SELECT n, date_trunc('minute', now()) - make_interval(mins => 90), 1 + abs(n)::int % 120,
+                    CASE WHEN n % 5 = 0 THEN 'paid' ELSE 'open' END
+             FROM generate_series(-6000, 6000) AS n",
+        )
+        .await;
+        let overdue = "SELECT count(*) FROM public.bookings
+                       WHERE state = 'open' AND created_at + make_interval(mins => minutes_to_pay) <= now()";
+        let (expected, all) = (env.count(overdue).await, swept(&env, 700).await);
+        let distinct: BTreeSet<&str> = all.iter().map(|order| order.order_id.as_str()).collect();
+        assert_eq!((distinct.len() as i64, all.len() as i64), (expected, expected));
+        assert!(all.is_sorted_by_key(|order| order.deadline));
+        execute(&env, "ANALYZE public.bookings").await;
+        let plan: Vec<String> = {
+            let overdue = include_str!("../../examples/derived_deadline/overdue.sql");
+            let prepare = format!("PREPARE overdue (float8, timestamptz, text, bigint) AS {overdue}");
+            let mut connection = env.pool.acquire().await.unwrap();
+            sqlx::raw_sql(AssertSqlSafe(prepare)).execute(&mut *connection).await.unwrap();
+            sqlx::raw_sql("SET enable_seqscan = off").execute(&mut *connection).await.unwrap();
+            let explain = "EXPLAIN EXECUTE overdue (0.5, '-infinity', '', 100)";
+            let plan = sqlx::query_scalar(explain).fetch_all(&mut *connection).await.unwrap();
+            connection.close().await.unwrap();
+            plan
+        };
+        let plan = plan.join("\n");
+        assert!(plan.contains("bookings_open_by_deadline") && !plan.contains("Sort"), "{plan}");
+    });
+}
+
+#[test]
+fn derived_deadline_closes_every_bigint() {
+    on_derived_deadline(async |env| {
+        let ids = bigints();
+        let insert = "INSERT INTO public.bookings (id, created_at, minutes_to_pay)
+                      SELECT id, now() - interval '1 h', 30 FROM unnest($1::bigint[]) AS id";
+        sqlx::query(insert).bind(&ids).execute(&env.pool).await.unwrap();
+        let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
+        for batch in ids.chunks(800) {
+            assert!(close(&closer(&env).await, batch).await.iter().all(|outcome| *outcome == Outcome::Closed));
+        }
     });
 }

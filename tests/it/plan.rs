@@ -4,11 +4,11 @@
 use std::collections::BTreeSet;
 
 use order_timeout::effects::close::CLOSE_SQL;
+use order_timeout::outbox::trace_contexts::TRACE_CONTEXTS;
 use order_timeout::postgres::Database;
+use order_timeout_testkit::TestEnv;
 use serde_json::Value;
 use sqlx::{AssertSqlSafe, PgConnection};
-
-use crate::support::{TestEnv, with_env};
 
 const OVERDUE_SQL: &str = include_str!("../../sql/overdue.sql");
 const CLOSE_TYPES: &str = "text[], text, boolean";
@@ -113,71 +113,93 @@ async fn batch_of_unpaid(env: &TestEnv) -> String {
 
 #[test]
 fn batch_uses_primary_keys_analysed_or_not() {
-    with_env(
-        |_| {},
-        async |env| {
-            fill(&env).await;
-            let mut connection = env.pool.acquire().await.unwrap();
-            let ids = batch_of_unpaid(&env).await;
-            for analysed in [false, true] {
-                if analysed {
-                    sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
-                }
-                for mode in ["force_custom_plan", "force_generic_plan"] {
-                    for wait in [true, false] {
-                        let arguments = format!("{ids}, 'alarm', {wait}");
-                        let plan = plan_of(&mut connection, mode, CLOSE_SQL, CLOSE_TYPES, &arguments).await;
-                        assert_by_primary_key(&plan, &format!("analysed {analysed}, {mode}, wait {wait}"));
-                    }
+    TestEnv::builder().run(async |env| {
+        fill(&env).await;
+        let mut connection = env.pool.acquire().await.unwrap();
+        let ids = batch_of_unpaid(&env).await;
+        for analysed in [false, true] {
+            if analysed {
+                sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
+            }
+            for mode in ["force_custom_plan", "force_generic_plan"] {
+                for wait in [true, false] {
+                    let arguments = format!("{ids}, 'alarm', {wait}");
+                    let plan = plan_of(&mut connection, mode, CLOSE_SQL, CLOSE_TYPES, &arguments).await;
+                    assert_by_primary_key(&plan, &format!("analysed {analysed}, {mode}, wait {wait}"));
                 }
             }
-        },
-    );
+        }
+    });
 }
 
 /// A worker has been running for long when the flash sale begins: its plan was made for small tables.
 #[test]
 fn plan_for_empty_tables_uses_primary_keys() {
-    with_env(
-        |_| {},
-        async |env| {
-            let database = Database::connect(&env.settings.database, 1).await.unwrap();
-            sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
-            let plan_is_made = async |connection: &mut PgConnection| {
-                prepare(connection, "force_generic_plan", CLOSE_SQL, CLOSE_TYPES).await;
-                Ok(explain(connection, "ARRAY[]::text[], 'alarm', true").await)
-            };
-            database.run(plan_is_made).await.unwrap();
-            fill(&env).await;
-            let ids = batch_of_unpaid(&env).await;
-            let plan_is_used =
-                async |connection: &mut PgConnection| Ok(explain(connection, &format!("{ids}, 'alarm', true")).await);
-            assert_by_primary_key(&database.run(plan_is_used).await.unwrap(), "a plan made for empty tables");
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let database = Database::connect(&env.settings.database, 1).await.unwrap();
+        sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
+        let plan_is_made = async |connection: &mut PgConnection| {
+            prepare(connection, "force_generic_plan", CLOSE_SQL, CLOSE_TYPES).await;
+            Ok(explain(connection, "ARRAY[]::text[], 'alarm', true").await)
+        };
+        database.run(plan_is_made).await.unwrap();
+        fill(&env).await;
+        let ids = batch_of_unpaid(&env).await;
+        let plan_is_used =
+            async |connection: &mut PgConnection| Ok(explain(connection, &format!("{ids}, 'alarm', true")).await);
+        assert_by_primary_key(&database.run(plan_is_used).await.unwrap(), "a plan made for empty tables");
+    });
 }
 
 #[test]
 fn sweep_reads_one_page_of_deadline_index() {
-    with_env(
-        |_| {},
-        async |env| {
-            fill(&env).await;
-            let mut connection = env.pool.acquire().await.unwrap();
+    TestEnv::builder().run(async |env| {
+        fill(&env).await;
+        let mut connection = env.pool.acquire().await.unwrap();
+        for analysed in [false, true] {
+            if analysed {
+                sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
+            }
+            for mode in ["force_custom_plan", "force_generic_plan"] {
+                let types = "float8, timestamptz, text, bigint";
+                let plan = plan_of(&mut connection, mode, OVERDUE_SQL, types, "0.5, '-infinity', '', 100").await;
+                let index = plan.iter().find(|node| node.by == "orders_unpaid_by_deadline");
+                let read = index.unwrap_or_else(|| panic!("not by the deadline index: {plan:#?}")).rows;
+                // Without statistics the planner expects few overdue orders, and sorts them all for one page.
+                let most = if analysed { 100.0 } else { (ORDERS / 4) as f64 };
+                assert!(read <= most, "{read} index entries, analysed {analysed}, {mode}: {plan:#?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn trace_contexts_are_found_by_index() {
+    TestEnv::builder().run(async |env| {
+            let fill = "ALTER TABLE alarm_outbox SET (autovacuum_enabled = false);
+                        INSERT INTO alarm_outbox (order_id, deadline, traceparent)
+                        SELECT n::text, now(), CASE WHEN n % 10 = 0 THEN 'context' END FROM generate_series(1, 20000) n";
+            sqlx::raw_sql(fill).execute(&env.pool).await.unwrap();
+            let database = Database::connect(&env.settings.database, 1).await.unwrap();
+            let ids: Vec<String> = (1..=500).map(|n| n.to_string()).collect();
+            let arguments = format!("ARRAY['{}']", ids.join("','"));
             for analysed in [false, true] {
                 if analysed {
                     sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
                 }
                 for mode in ["force_custom_plan", "force_generic_plan"] {
-                    let types = "float8, timestamptz, text, bigint";
-                    let plan = plan_of(&mut connection, mode, OVERDUE_SQL, types, "0.5, '-infinity', '', 100").await;
-                    let index = plan.iter().find(|node| node.by == "orders_unpaid_by_deadline");
-                    let read = index.unwrap_or_else(|| panic!("not by the deadline index: {plan:#?}")).rows;
-                    // Without statistics the planner expects few overdue orders, and sorts them all for one page.
-                    let most = if analysed { 100.0 } else { (ORDERS / 4) as f64 };
-                    assert!(read <= most, "{read} index entries, analysed {analysed}, {mode}: {plan:#?}");
+                    let plan = async |connection: &mut PgConnection| {
+                        Ok(plan_of(connection, mode, TRACE_CONTEXTS, "text[]", &arguments).await)
+                    };
+                    let plan = database.run(plan).await.unwrap();
+                    let by = access_paths("alarm_outbox", &plan);
+                    assert!(
+                        by.is_subset(&BTreeSet::from(["alarm_outbox_traced".into(), "Bitmap Heap Scan".into()])),
+                        "{plan:#?}"
+                    );
+                    let most = plan.iter().map(|node| node.rows).fold(0.0, f64::max);
+                    assert!((50.0..=500.0).contains(&most), "{most} rows, analysed {analysed}, {mode}: {plan:#?}");
                 }
             }
-        },
-    );
+        });
 }

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use order_timeout::Settings;
 use order_timeout::postgres::Database;
+use order_timeout_testkit::process::call_with;
+use order_timeout_testkit::skip::skipped;
+use order_timeout_testkit::{TestEnv, wait_for};
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::{AssertSqlSafe, Row};
 
-use crate::support::process::call_with;
-use crate::support::skip::skipped;
-use crate::support::{TestEnv, wait_for, with_env};
 use pgbouncer::Pooler;
 
 /// Runs a test behind a PgBouncer with this configuration, or skips it if none is installed.
@@ -22,13 +22,10 @@ fn behind<F: Future<Output = ()> + Send + 'static>(
     test: impl FnOnce(std::sync::Arc<TestEnv>, Pooler) -> F + Send + 'static,
 ) {
     let name = format!("poolers::{name}");
-    with_env(
-        |_| {},
-        async move |env| match Pooler::start(&env.settings.database.url, configuration) {
-            Some(pooler) => test(env, pooler).await,
-            None => skipped(&name, "pgbouncer is not installed; install it with: apt-get install pgbouncer"),
-        },
-    );
+    TestEnv::builder().run(async move |env| match Pooler::start(&env.settings.database.url, configuration) {
+        Some(pooler) => test(env, pooler).await,
+        None => skipped(&name, "pgbouncer is not installed; install it with: apt-get install pgbouncer"),
+    });
 }
 
 fn with_url(env: &TestEnv, url: SecretString) -> Settings {
@@ -55,7 +52,7 @@ async fn session_settings(settings: &Settings) -> Vec<String> {
 
 /// Closes an order by its alarm while another article is locked.
 async fn assert_closes(env: &TestEnv, settings: Settings) {
-    let worker = crate::support::RunningWorker::start(settings).await;
+    let worker = order_timeout_testkit::RunningWorker::start(settings).await;
     let publisher = env.publisher().await;
     env.stock("locked", 10).await;
     let held_up = env.orders_of("locked", 1, Duration::from_secs(1)).await.remove(0);

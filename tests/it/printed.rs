@@ -6,10 +6,9 @@ use std::time::Duration;
 use clap::CommandFactory;
 use order_timeout::cli::Cli;
 use order_timeout_core::message::write_rfc3339;
+use order_timeout_testkit::TestEnv;
+use order_timeout_testkit::process::{bare, call_with, run};
 use serde_json::Value;
-
-use crate::support::process::{bare, call_with, run};
-use crate::support::with_env;
 
 const PASSWORD: &str = "sesame-4711";
 
@@ -73,28 +72,62 @@ fn version_begins_with_the_crates() {
 
 #[test]
 fn schedule_takes_deadline_from_row() {
-    with_env(
-        |_| {},
-        async |env| {
-            let order = env.order(Duration::from_secs(1_800)).await;
-            let id = order.id.to_string();
-            let (code, stdout, stderr) = call_with(&env.settings, &["schedule", "--json", &id]).await;
-            assert_eq!((code, stderr.as_str()), (0, ""));
-            let scheduled: Value = serde_json::from_str(&stdout).unwrap();
-            assert_eq!(scheduled["deadline"], write_rfc3339(order.deadline));
+    TestEnv::builder().run(async |env| {
+        let order = env.order(Duration::from_secs(1_800)).await;
+        let id = order.id.to_string();
+        let (code, stdout, stderr) = call_with(&env.settings, &["schedule", "--json", &id]).await;
+        assert_eq!((code, stderr.as_str()), (0, ""));
+        let scheduled: Value = serde_json::from_str(&stdout).unwrap();
+        assert_eq!(scheduled["deadline"], write_rfc3339(order.deadline));
 
-            let unknown = uuid::Uuid::now_v7().to_string();
-            let mut own = env.settings.clone();
-            (own.orders.close_sql, own.orders.overdue_sql) = ("a".into(), "b".into());
-            for (settings, id, part) in [
-                (&env.settings, unknown.as_str(), "there is no order"),
-                (&env.settings, "17", "is no UUID"),
-                (&own, "17", "orders.close_sql"),
-            ] {
-                let (code, stdout, stderr) = call_with(settings, &["schedule", id]).await;
-                assert_eq!((code, stdout.as_str()), (1, ""), "{id}");
-                assert!(stderr.contains(part) && stderr.contains("--in 30m"), "{stderr}");
-            }
-        },
-    );
+        let unknown = uuid::Uuid::now_v7().to_string();
+        let mut own = env.settings.clone();
+        (own.orders.close_sql, own.orders.overdue_sql) = ("a".into(), "b".into());
+        for (settings, id, part) in [
+            (&env.settings, unknown.as_str(), "there is no order"),
+            (&env.settings, "17", "is no UUID"),
+            (&own, "17", "orders.close_sql"),
+        ] {
+            let (code, stdout, stderr) = call_with(settings, &["schedule", id]).await;
+            assert_eq!((code, stdout.as_str()), (1, ""), "{id}");
+            assert!(stderr.contains(part) && stderr.contains("--in 30m"), "{stderr}");
+        }
+    });
+}
+
+/// The code blocks of docs/LISTENING.md are the listeners that tests/examples runs.
+#[test]
+fn listening_prints_listener_programs() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let document = include_str!("../../docs/LISTENING.md");
+    let programs = [
+        ("python", "examples/listeners/python/listen.py"),
+        ("javascript", "examples/listeners/node/listen.js"),
+        ("java", "examples/listeners/java/Listen.java"),
+        ("rust", "crates/client/examples/listen.rs"),
+    ];
+    for (language, file) in programs {
+        let program = std::fs::read_to_string(root.join(file)).unwrap();
+        assert!(document.contains(&format!("```{language}\n{program}```\n")), "docs/LISTENING.md differs from {file}");
+    }
+}
+
+/// README calls the alternatives what the measurements say.
+#[test]
+fn readme_agrees_with_measured_alternatives() {
+    let (readme, figures) =
+        (include_str!("../../README.md"), include_str!("../../docs/decisions/0053-when-the-broker-is-worth-it.md"));
+    for words in ["look-ahead poller", "a tenth of a second"] {
+        assert!(readme.contains(words) && figures.contains(words), "{words}");
+    }
+    assert!(readme.contains("0053-when-the-broker-is-worth-it.md"));
+}
+
+#[test]
+fn quick_start_sets_no_lanes() {
+    let quick_start = include_str!("../../docs/guide/quick-start.md");
+    let commands: Vec<&str> = quick_start.split("```").skip(1).step_by(2).collect();
+    assert!(commands.len() > 2 && commands.iter().all(|block| !block.contains("LANES")), "{commands:?}");
+    let (before, lanes) = quick_start.split_once("DELAY__LANES").expect("how to set them");
+    assert!(before.contains("Optional") && !lanes.contains("DELAY__LANES"));
 }

@@ -13,12 +13,11 @@ use order_timeout_client::{ConnectError, PublishError, Publisher, PublisherBuild
 use order_timeout_core::delay::Lane;
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_core::with_causes;
+use order_timeout_testkit::frames::FrameProxy;
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::{TestEnv, wait_for};
 use sqlx::AssertSqlSafe;
 use uuid::Uuid;
-
-use crate::support::frames::FrameProxy;
-use crate::support::private::Private;
-use crate::support::{TestEnv, wait_for, with_env};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// The time that a busy machine may add to a bound.
@@ -75,67 +74,58 @@ struct Signatures {
 
 #[test]
 fn unroutable_alarm_is_not_scheduled() {
-    with_env(
-        |_| {},
-        async |env| {
-            let publisher = env.publisher().await;
-            let inbox = env.names().schedule();
-            env.channel.queue_delete(inbox.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
-            let error = publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap_err();
-            assert_says(&error, "no queue is bound");
-            assert_says(&error, "run `order-timeout setup`");
-            // The connection still works: an alarm that reaches a queue is scheduled.
-            publisher.schedule(fresh_id().as_str(), ahead(2 * SECOND)).await.unwrap();
-            assert_eq!(lane_depth(&env, "2s").await + env.depth(&env.names().timeout()).await as usize, 1);
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let publisher = env.publisher().await;
+        let inbox = env.names().schedule();
+        env.channel.queue_delete(inbox.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+        let error = publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap_err();
+        assert_says(&error, "no queue is bound");
+        assert_says(&error, "run `order-timeout setup`");
+        // The connection still works: an alarm that reaches a queue is scheduled.
+        publisher.schedule(fresh_id().as_str(), ahead(2 * SECOND)).await.unwrap();
+        assert_eq!(lane_depth(&env, "2s").await + env.depth(&env.names().timeout()).await as usize, 1);
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn publisher_survives_missing_exchange() {
-    with_env(
-        |_| {},
-        async |env| {
-            let publisher = env.publisher().await;
-            let delay = env.names().delay();
-            env.channel.exchange_delete(delay.as_str().into(), Default::default()).await.unwrap();
-            let error = publisher.schedule(fresh_id().as_str(), ahead(2 * SECOND)).await.unwrap_err();
-            assert_says(&error, "NOT_FOUND");
-            publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap();
-            assert_eq!(env.depth(&env.names().schedule()).await, 1);
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let publisher = env.publisher().await;
+        let delay = env.names().delay();
+        env.channel.exchange_delete(delay.as_str().into(), Default::default()).await.unwrap();
+        let error = publisher.schedule(fresh_id().as_str(), ahead(2 * SECOND)).await.unwrap_err();
+        assert_says(&error, "NOT_FOUND");
+        publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await.unwrap();
+        assert_eq!(env.depth(&env.names().schedule()).await, 1);
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn connecting_reports_namespace_never_set_up() {
-    with_env(
-        |_| {},
-        async |env| {
-            let mut settings = env.settings.clone();
-            settings.namespace.push_str("-elsewhere");
-            let fault = settings.publisher().connect().await.unwrap_err();
-            assert!(matches!(fault, ConnectError::Refused(_)), "{fault:?}");
-            let text = fault.to_string();
-            assert!(text.contains(&settings.namespace) && text.contains("order-timeout setup"), "{text}");
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let mut settings = env.settings.clone();
+        settings.namespace.push_str("-elsewhere");
+        let fault = settings.publisher().connect().await.unwrap_err();
+        assert!(matches!(fault, ConnectError::Refused(_)), "{fault:?}");
+        let text = fault.to_string();
+        assert!(text.contains(&settings.namespace) && text.contains("order-timeout setup"), "{text}");
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn pipelined_publishing_reports_exactly_unroutable_alarms() {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             // A tolerance of a second, so that the last alarm still belongs to the lane.
             settings.delay.lead = 2 * SECOND;
             settings.worker.hold_max = 5 * SECOND;
             settings.delay.lanes = vec![lane("40s"), lane("90s")];
             settings.delay.rings[1].early = Some(SECOND);
-        },
-        async |env| {
+        })
+        .run(async |env| {
             for binding in bindings_of(&env, "90s") {
                 unbind(&env, &binding).await;
             }
@@ -170,86 +160,76 @@ fn pipelined_publishing_reports_exactly_unroutable_alarms() {
                 wait_for("what is said to be scheduled is in the queues", all_there).await;
             }
             env.assert_ledger().await;
-        },
-    );
+        });
 }
 
 #[test]
 fn invalid_order_ids_and_deadlines_are_rejected() {
-    with_env(
-        |settings| settings.delay.max_delay = 3_600 * SECOND,
-        async |env| {
-            let publisher = env.publisher().await;
-            let minute = ahead(60 * SECOND);
-            assert_says(&publisher.schedule("", minute).await.unwrap_err(), "the order id is empty");
-            assert_says(&publisher.schedule("x".repeat(201), minute).await.unwrap_err(), "201 bytes");
-            assert_says(&publisher.schedule("a\nb", minute).await.unwrap_err(), "control character");
-            let error = publisher.schedule("1", ahead(3_601 * SECOND)).await.unwrap_err();
-            assert_eq!(error, ScheduleError::TooFar);
-            assert_says(&error, "delay.max_delay");
-            let far = publisher.schedule("1", Timestamp::from_unix_micros(i64::MAX)).await.unwrap_err();
-            assert_eq!(far, ScheduleError::TooFar);
+    TestEnv::builder().settings(|settings| settings.delay.max_delay = 3_600 * SECOND).run(async |env| {
+        let publisher = env.publisher().await;
+        let minute = ahead(60 * SECOND);
+        assert_says(&publisher.schedule("", minute).await.unwrap_err(), "the order id is empty");
+        assert_says(&publisher.schedule("x".repeat(201), minute).await.unwrap_err(), "201 bytes");
+        assert_says(&publisher.schedule("a\nb", minute).await.unwrap_err(), "control character");
+        let error = publisher.schedule("1", ahead(3_601 * SECOND)).await.unwrap_err();
+        assert_eq!(error, ScheduleError::TooFar);
+        assert_says(&error, "delay.max_delay");
+        let far = publisher.schedule("1", Timestamp::from_unix_micros(i64::MAX)).await.unwrap_err();
+        assert_eq!(far, ScheduleError::TooFar);
 
-            // Among others it is the only one that fails.
-            let (bad, good) = (fresh_id(), fresh_id());
-            let alarms = [(good, minute), (bad.clone(), ahead(7_200 * SECOND))];
-            let error = publisher.schedule_all(alarms).await.unwrap_err();
-            assert_eq!((error.scheduled, error.failed), (1, vec![(bad.to_string(), ScheduleError::TooFar)]));
-            assert_eq!(env.depth(&env.names().schedule()).await, 1);
-            assert_eq!(publisher.schedule_all(Vec::<(OrderId, Timestamp)>::new()).await, Ok(()));
-            env.assert_ledger().await;
-        },
-    );
+        // Among others it is the only one that fails.
+        let (bad, good) = (fresh_id(), fresh_id());
+        let alarms = [(good, minute), (bad.clone(), ahead(7_200 * SECOND))];
+        let error = publisher.schedule_all(alarms).await.unwrap_err();
+        assert_eq!((error.scheduled, error.failed), (1, vec![(bad.to_string(), ScheduleError::TooFar)]));
+        assert_eq!(env.depth(&env.names().schedule()).await, 1);
+        assert_eq!(publisher.schedule_all(Vec::<(OrderId, Timestamp)>::new()).await, Ok(()));
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn past_deadline_is_scheduled_and_closed() {
-    with_env(
-        |_| {},
-        async |env| {
-            let publisher = env.publisher().await;
-            let order = env.order(Duration::ZERO).await;
-            publisher.schedule(order.id.to_string(), order.deadline - 60 * SECOND).await.unwrap();
-            let worker = env.worker().await;
-            wait_for("the close", async || env.status(&order).await == "closed").await;
-            worker.stop().await;
-            env.assert_drained().await;
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let publisher = env.publisher().await;
+        let order = env.order(Duration::ZERO).await;
+        publisher.schedule(order.id.to_string(), order.deadline - 60 * SECOND).await.unwrap();
+        let worker = env.worker().await;
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        worker.stop().await;
+        env.assert_drained().await;
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn hundred_concurrent_tasks_schedule_all_alarms() {
-    with_env(
-        |_| {},
-        async |env| {
-            let publisher = env.publisher().await;
-            let tasks: Vec<_> = (0..100)
-                .map(|_| {
-                    let publisher = publisher.clone();
-                    tokio::spawn(async move { publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await })
-                })
-                .collect();
-            for task in tasks {
-                task.await.unwrap().unwrap();
-            }
-            wait_for("all in the inbox", async || env.depth(&env.names().schedule()).await == 100).await;
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let publisher = env.publisher().await;
+        let tasks: Vec<_> = (0..100)
+            .map(|_| {
+                let publisher = publisher.clone();
+                tokio::spawn(async move { publisher.schedule(fresh_id().as_str(), ahead(60 * SECOND)).await })
+            })
+            .collect();
+        for task in tasks {
+            task.await.unwrap().unwrap();
+        }
+        wait_for("all in the inbox", async || env.depth(&env.names().schedule()).await == 100).await;
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn lane_never_duplicates_messages() {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             settings.delay.lanes = vec![lane("40s")];
             settings.delay.lane_shards = 4;
             settings.delay.lead = 2 * SECOND;
             settings.worker.hold_max = 5 * SECOND;
-        },
-        async |env| {
+        })
+        .run(async |env| {
             let publisher = env.publisher().await;
             let deadline = ahead(40 * SECOND);
             publisher.schedule_all((0..1_000).map(|_| (fresh_id(), deadline))).await.unwrap();
@@ -259,8 +239,7 @@ fn lane_never_duplicates_messages() {
                 assert!((150..350).contains(&depth), "{depth} of 1 000 in {}, one of four", binding.destination.name());
             }
             env.assert_ledger().await;
-        },
-    );
+        });
 }
 
 /// The longest time a publisher may take to say that an alarm was not scheduled.
@@ -274,8 +253,8 @@ fn refusing_or_blocking_broker_is_an_error() {
     let url = broker.url.clone();
     // Keeps the broker until the test environment is cleaned up.
     let _outlives = broker.clone();
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             settings.amqp.url = url.into();
             settings.amqp.connect_timeout = 2 * SECOND;
             settings.amqp.confirm_timeout = 2 * SECOND;
@@ -283,15 +262,14 @@ fn refusing_or_blocking_broker_is_an_error() {
             settings.delay.lane_shards = 1;
             settings.delay.lead = 2 * SECOND;
             settings.worker.hold_max = 5 * SECOND;
-        },
-        async move |env| {
+        })
+        .run(async move |env| {
             let ctl = |arguments: &[&str]| tokio::task::block_in_place(|| broker.ctl(arguments));
             let publisher = env.publisher().await;
             refuse(&env, &publisher, &ctl).await;
             block(&env, &publisher, &ctl).await;
             env.assert_ledger().await;
-        },
-    );
+        });
 }
 
 /// A full lane answers with a nack; alarms that were not nacked are in it.
@@ -378,121 +356,111 @@ async fn assert_fails_in_time(env: &TestEnv, publisher: &Publisher) {
 
 #[test]
 fn oversized_amqp_messages_are_refused_alone() {
-    with_env(
-        |_| {},
-        async |env| {
-            let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
-            let to_the_inbox = || Outgoing {
-                exchange: env.names().schedule(),
-                routing_key: "any".into(),
-                body: b"{}".to_vec(),
-                message_id: Uuid::now_v7().to_string(),
-                message_type: "order.timeout.v1".into(),
-                content_type: "application/json",
-                timestamp_s: 0,
-                ttl: None,
-                headers: Vec::new(),
-                mandatory: true,
-            };
-            let long = "x".repeat(256);
-            let answers = confirmed
-                .publish_all(vec![
-                    to_the_inbox(),
-                    Outgoing { exchange: long.clone(), ..to_the_inbox() },
-                    Outgoing { routing_key: long.clone(), ..to_the_inbox() },
-                    Outgoing { message_id: long.clone(), ..to_the_inbox() },
-                    Outgoing { message_type: long.clone(), ..to_the_inbox() },
-                    Outgoing { ttl: Some(Duration::MAX), ..to_the_inbox() },
-                    to_the_inbox(),
-                ])
-                .await;
-            let refused: Vec<&str> = answers
-                .iter()
-                .map(|answer| match answer {
-                    Ok(()) => "",
-                    Err(PublishError::Unsendable { what, .. }) => what,
-                    Err(other) => panic!("{other}"),
-                })
-                .collect();
-            assert_eq!(refused, ["", "exchange", "routing key", "message id", "type", "expiration", ""]);
-            let inbox = env.names().schedule();
-            wait_for("the two that could be sent", async || env.depth(&inbox).await == 2).await;
+    TestEnv::builder().run(async |env| {
+        let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
+        let to_the_inbox = || Outgoing {
+            exchange: env.names().schedule(),
+            routing_key: "any".into(),
+            body: b"{}".to_vec(),
+            message_id: Uuid::now_v7().to_string(),
+            message_type: "order.timeout.v1".into(),
+            content_type: "application/json",
+            timestamp_s: 0,
+            ttl: None,
+            headers: Vec::new(),
+            mandatory: true,
+        };
+        let long = "x".repeat(256);
+        let answers = confirmed
+            .publish_all(vec![
+                to_the_inbox(),
+                Outgoing { exchange: long.clone(), ..to_the_inbox() },
+                Outgoing { routing_key: long.clone(), ..to_the_inbox() },
+                Outgoing { message_id: long.clone(), ..to_the_inbox() },
+                Outgoing { message_type: long.clone(), ..to_the_inbox() },
+                Outgoing { ttl: Some(Duration::MAX), ..to_the_inbox() },
+                to_the_inbox(),
+            ])
+            .await;
+        let refused: Vec<&str> = answers
+            .iter()
+            .map(|answer| match answer {
+                Ok(()) => "",
+                Err(PublishError::Unsendable { what, .. }) => what,
+                Err(other) => panic!("{other}"),
+            })
+            .collect();
+        assert_eq!(refused, ["", "exchange", "routing key", "message id", "type", "expiration", ""]);
+        let inbox = env.names().schedule();
+        wait_for("the two that could be sent", async || env.depth(&inbox).await == 2).await;
 
-            // The outbox also rejects an event that could never be sent.
-            for (column, other) in [("routing_key", "type"), ("type", "routing_key")] {
-                let insert =
-                    format!("INSERT INTO event_outbox ({column}, {other}, payload) VALUES ($1, 'other', '{{}}')");
-                for (text, fits) in [("x".repeat(255), true), ("ü".repeat(128), false)] {
-                    let inserted = sqlx::query(AssertSqlSafe(insert.clone())).bind(text).execute(&env.pool).await;
-                    assert_eq!(inserted.is_ok(), fits, "{column}: {inserted:?}");
-                }
+        // The outbox also rejects an event that could never be sent.
+        for (column, other) in [("routing_key", "type"), ("type", "routing_key")] {
+            let insert = format!("INSERT INTO event_outbox ({column}, {other}, payload) VALUES ($1, 'other', '{{}}')");
+            for (text, fits) in [("x".repeat(255), true), ("ü".repeat(128), false)] {
+                let inserted = sqlx::query(AssertSqlSafe(insert.clone())).bind(text).execute(&env.pool).await;
+                assert_eq!(inserted.is_ok(), fits, "{column}: {inserted:?}");
             }
-        },
-    );
+        }
+    });
 }
 
 #[test]
 fn connecting_checks_every_entry_exchange() {
-    with_env(
-        |_| {},
-        async |env| {
-            for exchange in [env.names().delay(), env.names().schedule()] {
-                env.channel.exchange_delete(exchange.as_str().into(), Default::default()).await.unwrap();
-                let fault = env.settings.publisher().connect().await.unwrap_err();
-                assert!(matches!(fault, ConnectError::Refused(_)), "{fault:?}");
-                let text = fault.to_string();
-                assert!(text.contains(&format!("{exchange:?} is not there")) && text.contains("setup"), "{text}");
-                env.settings.topology().declare(&env.broker).await.unwrap();
-            }
-            // A wrong type is the topology check's concern; here it is enough that an alarm can enter.
-            let inbox = env.names().schedule();
-            env.channel.exchange_delete(inbox.as_str().into(), Default::default()).await.unwrap();
-            let kind = lapin::ExchangeKind::Topic;
-            env.channel
-                .exchange_declare(inbox.as_str().into(), kind, Default::default(), Default::default())
-                .await
-                .unwrap();
-            env.settings.publisher().connect().await.unwrap();
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        for exchange in [env.names().delay(), env.names().schedule()] {
+            env.channel.exchange_delete(exchange.as_str().into(), Default::default()).await.unwrap();
+            let fault = env.settings.publisher().connect().await.unwrap_err();
+            assert!(matches!(fault, ConnectError::Refused(_)), "{fault:?}");
+            let text = fault.to_string();
+            assert!(text.contains(&format!("{exchange:?} is not there")) && text.contains("setup"), "{text}");
+            env.settings.topology().declare(&env.broker).await.unwrap();
+        }
+        // A wrong type is the topology check's concern; here it is enough that an alarm can enter.
+        let inbox = env.names().schedule();
+        env.channel.exchange_delete(inbox.as_str().into(), Default::default()).await.unwrap();
+        let kind = lapin::ExchangeKind::Topic;
+        env.channel
+            .exchange_declare(inbox.as_str().into(), kind, Default::default(), Default::default())
+            .await
+            .unwrap();
+        env.settings.publisher().connect().await.unwrap();
+    });
 }
 
 #[test]
 fn silent_broker_while_connecting_is_unavailable() {
-    with_env(
-        |settings| settings.amqp.connect_timeout = SECOND,
-        async |env| {
-            let mut silences = 0;
-            for frames in 0..40 {
-                let proxy = FrameProxy::start(&env.settings, frames).await;
-                let began = Instant::now();
-                let connected = tokio::time::timeout(30 * SECOND, proxy.settings.publisher().connect()).await;
-                let took = began.elapsed();
-                assert!(took < SECOND + SLACK, "{took:?} with a broker that is silent after {frames} frames");
-                match connected.expect("an answer at all") {
-                    Ok(_) => break,
-                    Err(fault) => {
-                        assert!(matches!(fault, ConnectError::Unavailable(_)), "after {frames} frames: {fault:?}");
-                        assert!(fault.to_string().contains("did not answer within 1s"), "{fault}");
-                        silences += 1;
-                    }
+    TestEnv::builder().settings(|settings| settings.amqp.connect_timeout = SECOND).run(async |env| {
+        let mut silences = 0;
+        for frames in 0..40 {
+            let proxy = FrameProxy::start(&env.settings, frames).await;
+            let began = Instant::now();
+            let connected = tokio::time::timeout(30 * SECOND, proxy.settings.publisher().connect()).await;
+            let took = began.elapsed();
+            assert!(took < SECOND + SLACK, "{took:?} with a broker that is silent after {frames} frames");
+            match connected.expect("an answer at all") {
+                Ok(_) => break,
+                Err(fault) => {
+                    assert!(matches!(fault, ConnectError::Unavailable(_)), "after {frames} frames: {fault:?}");
+                    assert!(fault.to_string().contains("did not answer within 1s"), "{fault}");
+                    silences += 1;
                 }
             }
-            // start, tune, open; for each exchange a channel and an answer; close; and the same for the publisher's own
-            // connection.
-            assert!((8..40).contains(&silences), "{silences} silences before it was connected");
-        },
-    );
+        }
+        // start, tune, open; for each exchange a channel and an answer; close; and the same for the publisher's own
+        // connection.
+        assert!((8..40).contains(&silences), "{silences} silences before it was connected");
+    });
 }
 
 #[test]
 fn silent_broker_fails_within_confirm_timeout() {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             settings.amqp.connect_timeout = 2 * SECOND;
             settings.amqp.confirm_timeout = SECOND;
-        },
-        async |env| {
+        })
+        .run(async |env| {
             let bound = env.settings.amqp.connect_timeout + env.settings.amqp.confirm_timeout;
             let proxy = FrameProxy::start(&env.settings, 1_000_000).await;
             let publisher = proxy.settings.publisher().connect().await.unwrap();
@@ -520,6 +488,5 @@ fn silent_broker_fails_within_confirm_timeout() {
             let fault = publisher.schedule_all((0..20_000).map(|_| (fresh_id(), deadline))).await.unwrap_err();
             assert_eq!((fault.scheduled, fault.failed.len()), (0, 20_000));
             assert!(began.elapsed() <= bound + SLACK, "schedule_all took {:?}", began.elapsed());
-        },
-    );
+        });
 }

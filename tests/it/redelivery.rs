@@ -9,10 +9,9 @@ use lapin::types::AMQPValue;
 use lapin::{BasicProperties, Channel};
 use order_timeout_amqp::connect;
 use order_timeout_amqp::topology::DUE_KEY;
-
-use crate::support::away::expiring_queue_arguments;
-use crate::support::figures::{Figures, serve_http, wait_for_figure};
-use crate::support::{TestEnv, wait_for, with_env};
+use order_timeout_testkit::away::expiring_queue_arguments;
+use order_timeout_testkit::figures::{Figures, serve_http, wait_for_figure};
+use order_timeout_testkit::{TestEnv, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// RabbitMQ 4 drops a message after this many returns, unless its queue says otherwise.
@@ -51,27 +50,24 @@ async fn delete(env: &TestEnv, queue: &str) {
 
 #[test]
 fn often_redelivered_alarm_still_closes_order() {
-    with_env(
-        |settings| settings.worker.hold_max = 60 * SECOND,
-        async |env| {
-            let order = env.order(15 * SECOND).await;
-            env.deliver([&order]).await;
-            let limit = AMQPValue::LongInt(i32::try_from(USUAL_DELIVERY_LIMIT).unwrap());
-            let beside = declare_with_a_message(&env, &[("x-delivery-limit", limit)], b"given up").await;
-            for _ in 0..=USUAL_DELIVERY_LIMIT {
-                take_and_crash(&env, &env.names().timeout()).await;
-                take_and_crash(&env, &beside).await;
-            }
-            assert_eq!(env.take_out(&beside).await.len(), 0, "the crashes are counted");
-            let worker = env.worker().await;
-            wait_for("the close", async || env.status(&order).await == "closed").await;
-            assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
-            worker.stop().await;
-            delete(&env, &beside).await;
-            env.assert_drained().await;
-            assert_eq!(env.parked().await, []);
-        },
-    );
+    TestEnv::builder().settings(|settings| settings.worker.hold_max = 60 * SECOND).run(async |env| {
+        let order = env.order(15 * SECOND).await;
+        env.deliver([&order]).await;
+        let limit = AMQPValue::LongInt(i32::try_from(USUAL_DELIVERY_LIMIT).unwrap());
+        let beside = declare_with_a_message(&env, &[("x-delivery-limit", limit)], b"given up").await;
+        for _ in 0..=USUAL_DELIVERY_LIMIT {
+            take_and_crash(&env, &env.names().timeout()).await;
+            take_and_crash(&env, &beside).await;
+        }
+        assert_eq!(env.take_out(&beside).await.len(), 0, "the crashes are counted");
+        let worker = env.worker().await;
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        assert_eq!(env.count("SELECT count(*) FROM orders WHERE closed_by = 'alarm'").await, 1);
+        worker.stop().await;
+        delete(&env, &beside).await;
+        env.assert_drained().await;
+        assert_eq!(env.parked().await, []);
+    });
 }
 
 /// Closing an order of this article takes three seconds, during which a closer is busy.
@@ -88,7 +84,7 @@ async fn close_slowly(env: &TestEnv, article: &'static str) {
 
 #[test]
 fn lost_queue_redelivers_no_closed_alarm() {
-    with_env(serve_http, async |env| {
+    TestEnv::builder().settings(serve_http).run(async |env| {
         close_slowly(&env, "slow").await;
         let worker = env.worker().await;
         // Delivered first and due later, so that one frame acknowledges all of them: a closed channel may drop the last
@@ -121,9 +117,9 @@ fn deaths(message: &BasicGetMessage) -> Vec<String> {
 /// The wheel's slot that holds an alarm.
 async fn occupied_slot(env: &TestEnv) -> Option<String> {
     let wheel = env.names().slot();
-    for queue in env.settings.topology().queues {
-        if queue.name.starts_with(&wheel) && env.depth(&queue.name).await == 1 {
-            return Some(queue.name);
+    for queue in env.settings.queue_names() {
+        if queue.starts_with(&wheel) && env.depth_if_any(&queue).await == Some(1) {
+            return Some(queue);
         }
     }
     None
@@ -131,32 +127,29 @@ async fn occupied_slot(env: &TestEnv) -> Option<String> {
 
 #[test]
 fn rearmed_alarm_has_no_death_headers() {
-    with_env(
-        |_| {},
-        async |env| {
-            // From a queue with a TTL, like a lane, but much too early, like the alarm of an extended order.
-            let order = env.order(9 * SECOND).await;
-            let dead_letter = [
-                ("x-message-ttl", AMQPValue::LongInt(1)),
-                ("x-dead-letter-exchange", AMQPValue::LongString(env.names().due().into())),
-                ("x-dead-letter-routing-key", AMQPValue::LongString(DUE_KEY.into())),
-            ];
-            let beside = declare_with_a_message(&env, &dead_letter, &order.body()).await;
-            let early = take(&env, &env.channel, &env.names().timeout()).await;
-            assert!(deaths(&early).contains(&"x-death".to_owned()), "{:?}", early.delivery.properties);
-            early.delivery.acker.reject(BasicRejectOptions { requeue: true }).await.unwrap();
+    TestEnv::builder().run(async |env| {
+        // From a queue with a TTL, like a lane, but much too early, like the alarm of an extended order.
+        let order = env.order(9 * SECOND).await;
+        let dead_letter = [
+            ("x-message-ttl", AMQPValue::LongInt(1)),
+            ("x-dead-letter-exchange", AMQPValue::LongString(env.names().due().into())),
+            ("x-dead-letter-routing-key", AMQPValue::LongString(DUE_KEY.into())),
+        ];
+        let beside = declare_with_a_message(&env, &dead_letter, &order.body()).await;
+        let early = take(&env, &env.channel, &env.names().timeout()).await;
+        assert!(deaths(&early).contains(&"x-death".to_owned()), "{:?}", early.delivery.properties);
+        early.delivery.acker.reject(BasicRejectOptions { requeue: true }).await.unwrap();
 
-            let worker = env.worker().await;
-            wait_for("the alarm in a slot", async || occupied_slot(&env).await.is_some()).await;
-            let slot = occupied_slot(&env).await.unwrap();
-            let armed = take(&env, &env.channel, &slot).await;
-            assert_eq!(deaths(&armed), Vec::<String>::new());
-            assert_eq!(armed.delivery.data, order.body(), "the same alarm");
-            armed.delivery.acker.reject(BasicRejectOptions { requeue: true }).await.unwrap();
-            wait_for("the close", async || env.status(&order).await == "closed").await;
-            worker.stop().await;
-            delete(&env, &beside).await;
-            env.assert_drained().await;
-        },
-    );
+        let worker = env.worker().await;
+        wait_for("the alarm in a slot", async || occupied_slot(&env).await.is_some()).await;
+        let slot = occupied_slot(&env).await.unwrap();
+        let armed = take(&env, &env.channel, &slot).await;
+        assert_eq!(deaths(&armed), Vec::<String>::new());
+        assert_eq!(armed.delivery.data, order.body(), "the same alarm");
+        armed.delivery.acker.reject(BasicRejectOptions { requeue: true }).await.unwrap();
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        worker.stop().await;
+        delete(&env, &beside).await;
+        env.assert_drained().await;
+    });
 }

@@ -10,9 +10,8 @@ use order_timeout::http::READYZ;
 use order_timeout::outbox::event_relay::EventRelay;
 use order_timeout::postgres::Database;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
-
-use crate::support::figures::{Figures, get, serve_http};
-use crate::support::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::figures::{Figures, get, serve_http};
+use order_timeout_testkit::{Order, RunningWorker, TestEnv, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How soon a cause must be shown, and withdrawn.
@@ -64,7 +63,7 @@ async fn close(env: &TestEnv, count: usize) -> Vec<Order> {
 
 /// One queue holds `length` events and its consumer takes `per_second` of them; the other queue takes everything.
 fn assert_few_copies(length: i32, per_second: u32, closes: usize) {
-    with_env(serve_http, async move |env: Arc<TestEnv>| {
+    TestEnv::builder().settings(serve_http).run(async move |env: Arc<TestEnv>| {
         let slow = bound_queue(&env, "slow", Some(length)).await;
         let endless = bound_queue(&env, "endless", None).await;
         let worker = env.worker().await;
@@ -105,7 +104,7 @@ fn event_storm_costs_few_copies() {
 
 #[test]
 fn refusal_is_named_until_events_are_taken() {
-    with_env(serve_http, async |env| {
+    TestEnv::builder().settings(serve_http).run(async |env| {
         let full = bound_queue(&env, "full", Some(0)).await;
         let worker = env.worker().await;
         close(&env, 3).await;
@@ -121,55 +120,47 @@ fn refusal_is_named_until_events_are_taken() {
 
 #[test]
 fn next_relay_keeps_backoff() {
-    with_env(
-        |_| {},
-        async |env| {
-            bound_queue(&env, "full", Some(0)).await;
-            let endless = bound_queue(&env, "endless", None).await;
-            let worker = env.worker().await;
-            close(&env, 3).await;
-            let refused_twice = "SELECT count(*) FROM event_outbox WHERE refusals = 2";
-            wait_for("second refusals", async || env.count(refused_twice).await == 3).await;
-            worker.stop().await;
-            let worker = env.worker().await;
-            close(&env, 1).await;
-            wait_for("the fourth tried", async || {
-                env.count("SELECT count(*) FROM event_outbox WHERE refusals BETWEEN 1 AND 2").await == 4
-            })
-            .await;
-            assert_eq!(env.count(refused_twice).await, 3, "the backoff is not over");
-            worker.stop().await;
-            let copies = copies(&env, &endless).await;
-            // A stopping worker makes a last round, which does not retry events in backoff.
-            assert!(copies.values().all(|times| *times <= 2), "{copies:?}");
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        bound_queue(&env, "full", Some(0)).await;
+        let endless = bound_queue(&env, "endless", None).await;
+        let worker = env.worker().await;
+        close(&env, 3).await;
+        let refused_twice = "SELECT count(*) FROM event_outbox WHERE refusals = 2";
+        wait_for("second refusals", async || env.count(refused_twice).await == 3).await;
+        worker.stop().await;
+        let worker = env.worker().await;
+        close(&env, 1).await;
+        wait_for("the fourth tried", async || {
+            env.count("SELECT count(*) FROM event_outbox WHERE refusals BETWEEN 1 AND 2").await == 4
+        })
+        .await;
+        assert_eq!(env.count(refused_twice).await, 3, "the backoff is not over");
+        worker.stop().await;
+        let copies = copies(&env, &endless).await;
+        // A stopping worker makes a last round, which does not retry events in backoff.
+        assert!(copies.values().all(|times| *times <= 2), "{copies:?}");
+    });
 }
 
 #[test]
 fn backoff_beyond_maximum_is_reset() {
-    with_env(
-        |_| {},
-        async |env| {
-            // A row that was refused while the server's clock was a year ahead.
-            let refused = "INSERT INTO event_outbox (routing_key, type, payload, refusals, next_attempt_at)
+    TestEnv::builder().run(async |env| {
+        // A row that was refused while the server's clock was a year ahead.
+        let refused = "INSERT INTO event_outbox (routing_key, type, payload, refusals, next_attempt_at)
                            VALUES ('order.closed', 'order.closed.v1', '{}', 1, now() + interval '1 year')";
-            sqlx::query(refused).execute(&env.pool).await.unwrap();
-            let database = Database::connect(&env.settings.database, 1).await.unwrap();
-            let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
-            let mut relay = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
-            assert_eq!(relay.round().await.unwrap().sent, 0);
-            relay.forget_old().await.unwrap();
-            assert_eq!(relay.round().await.unwrap().sent, 1);
-        },
-    );
+        sqlx::query(refused).execute(&env.pool).await.unwrap();
+        let database = Database::connect(&env.settings.database, 1).await.unwrap();
+        let confirmed = ConfirmedPublisher::connect(&env.settings.amqp, "test").await.unwrap();
+        let mut relay = EventRelay::new(database, confirmed, &env.names(), 500, 60 * SECOND);
+        assert_eq!(relay.round().await.unwrap().sent, 0);
+        relay.forget_old().await.unwrap();
+        assert_eq!(relay.round().await.unwrap().sent, 1);
+    });
 }
 
 #[test]
 fn many_refused_events_delay_no_others() {
-    with_env(
-        |_| {},
-        async |env| {
+    TestEnv::builder().run(async |env| {
             let refused = "INSERT INTO event_outbox (routing_key, type, payload, refusals, next_attempt_at, created_at)
                            SELECT 'order.closed', 'order.closed.v1', '{}', 3, now() + interval '1 hour', now() - interval '1 hour'
                            FROM generate_series(1, 100000)";
@@ -185,6 +176,5 @@ fn many_refused_events_delay_no_others() {
             }
             let age = relay.backlog().await.unwrap().age;
             assert!(age >= 3_600 * SECOND, "the oldest unsent event is a refused one: {age:?}");
-        },
-    );
+        });
 }

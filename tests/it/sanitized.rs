@@ -6,10 +6,9 @@ use std::time::Duration;
 use order_timeout::config::{Listen, LogFormat};
 use order_timeout::http::{self, READYZ};
 use order_timeout::sanitize::is_hidden;
+use order_timeout_testkit::process::{WorkerProcess, call_with, order_timeout};
+use order_timeout_testkit::{TIMEOUT, TestEnv, wait_for};
 use sqlx::AssertSqlSafe;
-
-use crate::support::process::{WorkerProcess, call_with, order_timeout};
-use crate::support::{TIMEOUT, TestEnv, wait_for, with_env};
 
 /// A trigger that refuses every close with an escape sequence, a change of direction and the order's id.
 async fn refuse_with_hidden_characters(env: &TestEnv, sqlstate: &str) {
@@ -36,7 +35,7 @@ fn trigger_text_is_escaped_everywhere() {
         settings.http.listen = Listen(Some(free));
         settings.sweep.grace = Duration::ZERO;
     };
-    with_env(adjust, async move |env| {
+    TestEnv::builder().settings(adjust).run(async move |env| {
         for format in [LogFormat::Human, LogFormat::Json] {
             let order = env.order(Duration::ZERO).await;
             let id = order.id.to_string();
@@ -79,24 +78,21 @@ fn trigger_text_is_escaped_everywhere() {
 
 #[test]
 fn parked_text_is_escaped_in_table() {
-    with_env(
-        |_| {},
-        async |env| {
-            sqlx::query(
-                "INSERT INTO parked_alarms (id, reason, detail, order_id, body)
+    TestEnv::builder().run(async |env| {
+        sqlx::query(
+            "INSERT INTO parked_alarms (id, reason, detail, order_id, body)
                  VALUES (gen_random_uuid(), 'unreadable', E'\\x1b[2J\\u202Edetail\\nsecond line', E'17\\u200b', '{}')",
-            )
-            .execute(&env.pool)
-            .await
-            .unwrap();
-            for arguments in [&["parked", "list"][..], &["parked", "list", "--json"]] {
-                let (code, stdout, stderr) = call_with(&env.settings, arguments).await;
-                assert_eq!((code, stderr.as_str()), (0, ""));
-                assert_visible(&stdout);
-                assert!(stdout.contains(r"\u200b") && stdout.contains(r"\u202edetail"), "{stdout}");
-            }
-            let (_, stdout, _) = call_with(&env.settings, &["parked", "list"]).await;
-            assert_eq!(stdout.lines().count(), 2, "{stdout}");
-        },
-    );
+        )
+        .execute(&env.pool)
+        .await
+        .unwrap();
+        for arguments in [&["parked", "list"][..], &["parked", "list", "--json"]] {
+            let (code, stdout, stderr) = call_with(&env.settings, arguments).await;
+            assert_eq!((code, stderr.as_str()), (0, ""));
+            assert_visible(&stdout);
+            assert!(stdout.contains(r"\u200b") && stdout.contains(r"\u202edetail"), "{stdout}");
+        }
+        let (_, stdout, _) = call_with(&env.settings, &["parked", "list"]).await;
+        assert_eq!(stdout.lines().count(), 2, "{stdout}");
+    });
 }

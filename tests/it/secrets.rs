@@ -7,16 +7,15 @@ use std::time::Duration;
 use order_timeout::Settings;
 use order_timeout::http::{LIVEZ, METRICS, READYZ};
 use order_timeout::runtime::Worker;
+use order_timeout_testkit::away::COMING_BACK;
+use order_timeout_testkit::figures::{get, serve_http};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::process::{WorkerProcess, bare, order_timeout, run};
+use order_timeout_testkit::proxy::Proxy;
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within, with_parts};
 use secrecy::ExposeSecret;
 use sqlx::AssertSqlSafe;
 use uuid::Uuid;
-
-use crate::support::away::COMING_BACK;
-use crate::support::figures::{get, serve_http};
-use crate::support::private::Private;
-use crate::support::process::{WorkerProcess, bare, order_timeout, run};
-use crate::support::proxy::Proxy;
-use crate::support::{RunningWorker, TIMEOUT, TestEnv, wait_for, wait_within, with_env, with_parts};
 
 /// A password that begins with a word found nowhere else.
 struct Secret {
@@ -97,29 +96,26 @@ fn no_password_is_ever_shown() {
     broker.ctl(&["set_permissions", "-p", "/", "shop", ".*", ".*", ".*"]);
     let user = format!("shop:{}", secret.encoded());
     let address = with_parts(&broker.url.clone().into(), Some(&user), None, None);
-    with_env(
-        |settings| settings.amqp.url = address,
-        async move |env| {
-            let role = format!("shop_{}", env.settings.namespace);
-            let create = format!("CREATE ROLE {role} LOGIN SUPERUSER PASSWORD '{}'", secret.password);
-            sqlx::query(AssertSqlSafe(create)).execute(&env.pool).await.unwrap();
-            let user = format!("{role}:{}", secret.encoded());
-            let mut settings = env.settings.clone();
-            settings.database.url = with_parts(&settings.database.url, Some(&user), None, None);
-            let (of_the_test, pool) = (env.clone(), env.pool.clone());
-            let outcome = tokio::spawn(async move {
-                run_all_successfully(&secret, &settings, &of_the_test).await;
-                debug_output(&secret, &settings).await;
-                pages_and_health_command(&secret, &settings).await;
-                run_with_failures(&secret, &settings).await;
-            });
-            let outcome = outcome.await;
-            sqlx::query(AssertSqlSafe(format!("DROP ROLE {role}"))).execute(&pool).await.unwrap();
-            if let Err(error) = outcome {
-                std::panic::resume_unwind(error.into_panic());
-            }
-        },
-    );
+    TestEnv::builder().settings(|settings| settings.amqp.url = address).run(async move |env| {
+        let role = format!("shop_{}", env.settings.namespace);
+        let create = format!("CREATE ROLE {role} LOGIN SUPERUSER PASSWORD '{}'", secret.password);
+        sqlx::query(AssertSqlSafe(create)).execute(&env.pool).await.unwrap();
+        let user = format!("{role}:{}", secret.encoded());
+        let mut settings = env.settings.clone();
+        settings.database.url = with_parts(&settings.database.url, Some(&user), None, None);
+        let (of_the_test, pool) = (env.clone(), env.pool.clone());
+        let outcome = tokio::spawn(async move {
+            run_all_successfully(&secret, &settings, &of_the_test).await;
+            debug_output(&secret, &settings).await;
+            pages_and_health_command(&secret, &settings).await;
+            run_with_failures(&secret, &settings).await;
+        });
+        let outcome = outcome.await;
+        sqlx::query(AssertSqlSafe(format!("DROP ROLE {role}"))).execute(&pool).await.unwrap();
+        if let Err(error) = outcome {
+            std::panic::resume_unwind(error.into_panic());
+        }
+    });
 }
 
 /// The most verbose output that our filters and formats allow.
@@ -322,36 +318,33 @@ async fn run_with_failures(secret: &Secret, settings: &Settings) {
 
 #[test]
 fn addresses_can_come_from_files() {
-    with_env(
-        |_| {},
-        async |env| {
-            let folder = tempfile::tempdir().unwrap();
-            let file = |name: &str, contents: &str| {
-                std::fs::write(folder.path().join(name), contents).unwrap();
-                folder.path().join(name).display().to_string()
-            };
-            // With the newline that `echo` writes, and without.
-            let amqp = file("amqp", &format!("{}\n", env.settings.amqp.url.expose_secret()));
-            let database = file("database", env.settings.database.url.expose_secret());
-            let order = env.order(Duration::from_secs(60)).await.id.to_string();
-            for arguments in [&["setup"][..], &["parked", "list"], &["schedule", "--order-id", &order, "--in", "60s"]] {
-                let mut command = order_timeout(&env.settings);
-                command.env_remove("ORDER_TIMEOUT__AMQP__URL").env_remove("ORDER_TIMEOUT__DATABASE__URL");
-                command.env("ORDER_TIMEOUT__AMQP__URL_FILE", &amqp).env("ORDER_TIMEOUT__DATABASE__URL_FILE", &database);
-                // A common variable of other programs, which must be ignored in favour of our own.
-                command.env("DATABASE_URL", "mysql://shop@host/shop").args(arguments);
-                let (code, stdout, stderr) = tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap();
-                assert_eq!(code, 0, "{arguments:?}: {stdout}{stderr}");
-            }
-            // The library reads the same settings.
-            let overrides = [format!("amqp.url_file={amqp}")];
-            let mut settings = Settings::load_with_environment(None, Default::default(), &overrides).unwrap();
-            settings.namespace = env.settings.namespace.clone();
-            settings.delay = env.settings.delay.clone();
-            let publisher = settings.publisher().connect().await.unwrap();
-            publisher.schedule("1", std::time::SystemTime::now() + Duration::from_secs(60)).await.unwrap();
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, contents: &str| {
+            std::fs::write(folder.path().join(name), contents).unwrap();
+            folder.path().join(name).display().to_string()
+        };
+        // With the newline that `echo` writes, and without.
+        let amqp = file("amqp", &format!("{}\n", env.settings.amqp.url.expose_secret()));
+        let database = file("database", env.settings.database.url.expose_secret());
+        let order = env.order(Duration::from_secs(60)).await.id.to_string();
+        for arguments in [&["setup"][..], &["parked", "list"], &["schedule", "--order-id", &order, "--in", "60s"]] {
+            let mut command = order_timeout(&env.settings);
+            command.env_remove("ORDER_TIMEOUT__AMQP__URL").env_remove("ORDER_TIMEOUT__DATABASE__URL");
+            command.env("ORDER_TIMEOUT__AMQP__URL_FILE", &amqp).env("ORDER_TIMEOUT__DATABASE__URL_FILE", &database);
+            // A common variable of other programs, which must be ignored in favour of our own.
+            command.env("DATABASE_URL", "mysql://shop@host/shop").args(arguments);
+            let (code, stdout, stderr) = tokio::task::spawn_blocking(move || run(&mut command)).await.unwrap();
+            assert_eq!(code, 0, "{arguments:?}: {stdout}{stderr}");
+        }
+        // The library reads the same settings.
+        let overrides = [format!("amqp.url_file={amqp}")];
+        let mut settings = Settings::load_with_environment(None, Default::default(), &overrides).unwrap();
+        settings.namespace = env.settings.namespace.clone();
+        settings.delay = env.settings.delay.clone();
+        let publisher = settings.publisher().connect().await.unwrap();
+        publisher.schedule("1", std::time::SystemTime::now() + Duration::from_secs(60)).await.unwrap();
+    });
 }
 
 #[test]

@@ -7,10 +7,9 @@ use lapin::BasicProperties;
 use order_timeout::Settings;
 use order_timeout_amqp::topology::{DUE_KEY, TopologyError};
 use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::away::on_private_broker_with;
+use order_timeout_testkit::{Order, RunningWorker, TestEnv, wait_for};
 use uuid::Uuid;
-
-use crate::support::away::on_private_broker_with;
-use crate::support::{Order, RunningWorker, TestEnv, wait_for};
 
 /// The exchange type ships with RabbitMQ but is not enabled by default.
 const WITH_THE_TYPE: [&str; 2] = ["--plugin", "rabbitmq_consistent_hash_exchange"];

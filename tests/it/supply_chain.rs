@@ -53,7 +53,7 @@ fn packages() -> Vec<Value> {
 
 /// Whether this is a package of the workspace, which has neither a source nor a checksum.
 fn is_ours(name: &str) -> bool {
-    ["order-timeout", "order-timeout-amqp", "order-timeout-client", "order-timeout-core"]
+    ["order-timeout", "order-timeout-amqp", "order-timeout-client", "order-timeout-core", "order-timeout-testkit"]
         .contains(&name.split(' ').next().unwrap())
 }
 

@@ -3,9 +3,8 @@
 use std::time::Duration;
 
 use order_timeout::Settings;
+use order_timeout_testkit::{TestEnv, wait_for};
 use tokio_util::sync::CancellationToken;
-
-use crate::support::{TestEnv, wait_for, with_env};
 
 /// The promise is one second. A machine that is busy with other tests may take longer. A sweep that runs every ten
 /// seconds instead of four times a second, or that waits for alarms where it should not, exceeds this bound on any
@@ -26,7 +25,7 @@ async fn assert_none_late(env: &TestEnv) {
 
 #[test]
 fn order_without_alarm_is_swept() {
-    with_env(usual_grace, async |env| {
+    TestEnv::builder().settings(usual_grace).run(async |env| {
         let worker = env.worker().await;
         env.orders(20, Duration::from_millis(300)).await;
         let paid = env.order(Duration::from_millis(300)).await;
@@ -43,23 +42,20 @@ fn order_without_alarm_is_swept() {
 
 #[test]
 fn sweep_skips_grace_during_broker_outage() {
-    with_env(
-        |_| {},
-        async |env| {
-            // The grace of the other tests, a minute: it must not apply here.
-            let worker = env.worker_without_broker().await;
-            env.orders(20, Duration::from_millis(300)).await;
-            wait_for("the closes", async || env.closed().await == 20).await;
-            assert_none_late(&env).await;
-            env.assert_ledger().await;
-            worker.stop().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        // The grace of the other tests, a minute: it must not apply here.
+        let worker = env.worker_without_broker().await;
+        env.orders(20, Duration::from_millis(300)).await;
+        wait_for("the closes", async || env.closed().await == 20).await;
+        assert_none_late(&env).await;
+        env.assert_ledger().await;
+        worker.stop().await;
+    });
 }
 
 #[test]
 fn overdue_order_extended_is_not_closed() {
-    with_env(usual_grace, async |env| {
+    TestEnv::builder().settings(usual_grace).run(async |env| {
         let order = env.order(Duration::ZERO).await;
         let mut extending = env.pool.begin().await.unwrap();
         sqlx::query("UPDATE orders SET expires_at = clock_timestamp() + interval '5 seconds' WHERE id = $1")
@@ -83,7 +79,7 @@ fn overdue_order_extended_is_not_closed() {
 
 #[test]
 fn failing_orders_do_not_block_sweep() {
-    with_env(usual_grace, async |env| {
+    TestEnv::builder().settings(usual_grace).run(async |env| {
         env.stock("unclosable", 1_000_000).await;
         env.refuse_to_close("unclosable").await;
         env.orders_of("unclosable", 2_000, Duration::ZERO).await;
@@ -114,7 +110,7 @@ fn disk_error_of_one_order_delays_none() {
 }
 
 fn assert_error_delays_no_order(error: &'static str) {
-    with_env(usual_grace, async move |env| {
+    TestEnv::builder().settings(usual_grace).run(async move |env| {
         env.stock("unclosable", 1_000).await;
         env.refuse_to_close_by("unclosable", error).await;
         let unclosable = env.orders_of("unclosable", 10, Duration::ZERO).await;
@@ -133,7 +129,7 @@ fn assert_error_delays_no_order(error: &'static str) {
 
 #[test]
 fn backed_off_order_closes_after_fix() {
-    with_env(usual_grace, async |env| {
+    TestEnv::builder().settings(usual_grace).run(async |env| {
         env.stock("unclosable", 1_000).await;
         env.refuse_to_close("unclosable").await;
         env.orders_of("unclosable", 10, Duration::ZERO).await;
@@ -149,7 +145,7 @@ fn backed_off_order_closes_after_fix() {
 
 #[test]
 fn several_workers_sweep_without_closing_anything_twice() {
-    with_env(usual_grace, async |env| {
+    TestEnv::builder().settings(usual_grace).run(async |env| {
         env.orders(5_000, Duration::ZERO).await;
         let workers = [env.worker().await, env.worker().await, env.worker_without_broker().await];
         wait_for("every close", async || env.closed().await == 5_000).await;
@@ -162,7 +158,7 @@ fn several_workers_sweep_without_closing_anything_twice() {
 
 #[test]
 fn sweep_leaves_locked_order_to_payment() {
-    with_env(usual_grace, async |env| {
+    TestEnv::builder().settings(usual_grace).run(async |env| {
         let order = env.order(Duration::ZERO).await;
         let mut payment = env.pool.begin().await.unwrap();
         sqlx::query("SELECT FROM orders WHERE id = $1 FOR UPDATE").bind(order.id).execute(&mut *payment).await.unwrap();
@@ -202,7 +198,7 @@ async fn keep_locked_in_turns(env: &TestEnv, stop: &CancellationToken) {
 
 #[test]
 fn orders_of_hot_article_still_close() {
-    with_env(usual_grace, async |env| {
+    TestEnv::builder().settings(usual_grace).run(async |env| {
         env.stock("popular", 1_000).await;
         let worker = env.worker().await;
         env.orders_of("popular", 50, Duration::from_millis(300)).await;
@@ -220,7 +216,7 @@ fn orders_of_hot_article_still_close() {
 
 #[test]
 fn hot_article_closes_despite_locked_one() {
-    with_env(usual_grace, async |env| {
+    TestEnv::builder().settings(usual_grace).run(async |env| {
         env.stock("popular", 1_000).await;
         let worker = env.worker().await;
         let in_a_moment = Duration::from_millis(500);

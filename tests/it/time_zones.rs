@@ -8,12 +8,11 @@ use order_timeout::Settings;
 use order_timeout::effects::sweep::Sweeper;
 use order_timeout::http::READYZ;
 use order_timeout::postgres::Database;
-use order_timeout_core::order::{Overdue, SweepPage, Timestamp};
+use order_timeout_core::order::{Overdue, SweepPage, SweepReach, Timestamp};
+use order_timeout_testkit::figures::{get, serve_http};
+use order_timeout_testkit::process::call_with;
+use order_timeout_testkit::{RunningWorker, TestEnv, wait_for, wait_within};
 use sqlx::AssertSqlSafe;
-
-use crate::support::figures::{get, serve_http};
-use crate::support::process::call_with;
-use crate::support::{RunningWorker, TestEnv, wait_for, wait_within, with_env};
 
 /// The longest time until a cause is shown.
 const SHOWN_WITHIN: Duration = Duration::from_secs(15);
@@ -117,12 +116,12 @@ async fn lateness(env: &TestEnv) -> (f64, f64) {
 /// Orders due in two seconds are closed then and those due in an hour are not, however the deadline is read, both by
 /// alarm and by sweep.
 fn assert_closes_on_time(zone: &'static str, grace: Duration) {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             name_statements(settings, &deadline(zone));
             settings.sweep.grace = grace;
-        },
-        async move |env| {
+        })
+        .run(async move |env| {
             run(&env, SCHEMA.to_owned()).await;
             set_zone(&env, zone).await;
             let worker = env.worker().await;
@@ -137,8 +136,7 @@ fn assert_closes_on_time(zone: &'static str, grace: Duration) {
             assert!(earliest >= 0.0 && latest < LATE + grace.as_secs_f64() % 60.0, "{zone}: {earliest} to {latest} s");
             worker.stop().await;
             assert_eq!(closed(&env).await, 3, "{zone}: an order that has an hour left is open");
-        },
-    );
+        });
 }
 
 #[test]
@@ -175,61 +173,53 @@ async fn session_zone(settings: &Settings) -> String {
 
 #[test]
 fn sessions_use_most_specific_zone() {
-    with_env(
-        |_| {},
-        async |env| {
-            let plain = session_zone(&env.settings).await;
-            let configured = "SELECT boot_val <> '' FROM pg_settings WHERE name = 'TimeZone'";
-            assert!(sqlx::query_scalar::<_, bool>(configured).fetch_one(&env.pool).await.unwrap());
-            let server =
-                "SELECT coalesce((SELECT setting FROM pg_file_settings WHERE lower(name) = 'timezone' AND applied
+    TestEnv::builder().run(async |env| {
+        let plain = session_zone(&env.settings).await;
+        let configured = "SELECT boot_val <> '' FROM pg_settings WHERE name = 'TimeZone'";
+        assert!(sqlx::query_scalar::<_, bool>(configured).fetch_one(&env.pool).await.unwrap());
+        let server = "SELECT coalesce((SELECT setting FROM pg_file_settings WHERE lower(name) = 'timezone' AND applied
                           ORDER BY seqno DESC LIMIT 1), 'GMT')";
-            assert_eq!(plain, sqlx::query_scalar::<_, String>(server).fetch_one(&env.pool).await.unwrap());
-            set_zone(&env, "Asia/Shanghai").await;
-            assert_eq!(session_zone(&env.settings).await, "Asia/Shanghai", "the database's");
+        assert_eq!(plain, sqlx::query_scalar::<_, String>(server).fetch_one(&env.pool).await.unwrap());
+        set_zone(&env, "Asia/Shanghai").await;
+        assert_eq!(session_zone(&env.settings).await, "Asia/Shanghai", "the database's");
 
-            // A separate role that may not read the server's configuration.
-            let (role, database) = (format!("r{}", env.settings.namespace), env.settings.namespace.clone());
-            run(&env, format!("CREATE ROLE {role} LOGIN PASSWORD 'secret'; GRANT ALL ON SCHEMA public TO {role}"))
-                .await;
-            let mut settings = env.settings.clone();
-            settings.database.url =
-                crate::support::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
-            assert_eq!(session_zone(&settings).await, "Asia/Shanghai", "the database's, for any role");
-            run(&env, format!("ALTER ROLE {role} SET timezone = 'Asia/Kathmandu'")).await;
-            assert_eq!(session_zone(&settings).await, "Asia/Kathmandu", "the role's");
-            let both = format!("ALTER ROLE {role} IN DATABASE order_timeout_{database} SET timezone = 'Asia/Tokyo'");
-            run(&env, both).await;
-            assert_eq!(session_zone(&settings).await, "Asia/Tokyo", "the role's in this database");
+        // A separate role that may not read the server's configuration.
+        let (role, database) = (format!("r{}", env.settings.namespace), env.settings.namespace.clone());
+        run(&env, format!("CREATE ROLE {role} LOGIN PASSWORD 'secret'; GRANT ALL ON SCHEMA public TO {role}")).await;
+        let mut settings = env.settings.clone();
+        settings.database.url =
+            order_timeout_testkit::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
+        assert_eq!(session_zone(&settings).await, "Asia/Shanghai", "the database's, for any role");
+        run(&env, format!("ALTER ROLE {role} SET timezone = 'Asia/Kathmandu'")).await;
+        assert_eq!(session_zone(&settings).await, "Asia/Kathmandu", "the role's");
+        let both = format!("ALTER ROLE {role} IN DATABASE order_timeout_{database} SET timezone = 'Asia/Tokyo'");
+        run(&env, both).await;
+        assert_eq!(session_zone(&settings).await, "Asia/Tokyo", "the role's in this database");
 
-            use secrecy::ExposeSecret;
-            let with_options =
-                format!("{}?options=-ctimezone%3DAmerica/New_York", settings.database.url.expose_secret());
-            settings.database.url = with_options.into();
-            assert_eq!(session_zone(&settings).await, "America/New_York", "the address'");
-            settings.database.time_zone = "Europe/Berlin".into();
-            assert_eq!(session_zone(&settings).await, "Europe/Berlin", "the setting's");
-            settings.database.time_zone = "Europe/Atlantis".into();
-            let fault = Database::connect(&settings.database, 1).await.unwrap_err().to_string();
-            assert!(fault.contains("Europe/Atlantis") && fault.contains("database.time_zone"), "{fault}");
+        use secrecy::ExposeSecret;
+        let with_options = format!("{}?options=-ctimezone%3DAmerica/New_York", settings.database.url.expose_secret());
+        settings.database.url = with_options.into();
+        assert_eq!(session_zone(&settings).await, "America/New_York", "the address'");
+        settings.database.time_zone = "Europe/Berlin".into();
+        assert_eq!(session_zone(&settings).await, "Europe/Berlin", "the setting's");
+        settings.database.time_zone = "Europe/Atlantis".into();
+        let fault = Database::connect(&settings.database, 1).await.unwrap_err().to_string();
+        assert!(fault.contains("Europe/Atlantis") && fault.contains("database.time_zone"), "{fault}");
 
-            run(&env, format!("DROP OWNED BY {role}; ALTER DATABASE order_timeout_{database} RESET timezone")).await;
-            run(
-                &env,
-                format!(
-                    "ALTER ROLE {role} RESET ALL; ALTER ROLE {role} IN DATABASE order_timeout_{database} RESET ALL"
-                ),
-            )
-            .await;
-            settings = env.settings.clone();
-            settings.database.url =
-                crate::support::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
-            let assumed: String =
-                sqlx::query_scalar("SELECT current_setting('log_timezone')").fetch_one(&env.pool).await.unwrap();
-            assert_eq!(session_zone(&settings).await, assumed, "the server's, as far as this role can know");
-            run(&env, format!("DROP ROLE {role}")).await;
-        },
-    );
+        run(&env, format!("DROP OWNED BY {role}; ALTER DATABASE order_timeout_{database} RESET timezone")).await;
+        run(
+            &env,
+            format!("ALTER ROLE {role} RESET ALL; ALTER ROLE {role} IN DATABASE order_timeout_{database} RESET ALL"),
+        )
+        .await;
+        settings = env.settings.clone();
+        settings.database.url =
+            order_timeout_testkit::with_parts(&settings.database.url, Some(&format!("{role}:secret")), None, None);
+        let assumed: String =
+            sqlx::query_scalar("SELECT current_setting('log_timezone')").fetch_one(&env.pool).await.unwrap();
+        assert_eq!(session_zone(&settings).await, assumed, "the server's, as far as this role can know");
+        run(&env, format!("DROP ROLE {role}")).await;
+    });
 }
 
 /// A zone whose clock is set back by an hour this many seconds from now, from UTC-4 to UTC-5 (POSIX; PostgreSQL
@@ -249,10 +239,12 @@ async fn reads_later_by(env: &TestEnv, zone: &str) -> f64 {
 
 #[test]
 fn repeated_hour_is_read_as_its_second() {
-    with_env(
-        // The zone is known only after the test environment exists; the statements are set below.
-        |settings| settings.sweep.grace = Duration::from_secs(60),
-        async |env| {
+    TestEnv::builder()
+        .settings(
+            // The zone is known only after the test environment exists; the statements are set below.
+            |settings| settings.sweep.grace = Duration::from_secs(60),
+        )
+        .run(async |env| {
             run(&env, SCHEMA.to_owned()).await;
             let zone = zone_set_back_in(&env, 1_800).await;
             assert!((reads_later_by(&env, &zone).await - 3_600.0).abs() < 0.1, "{zone}: the first of the two hours");
@@ -277,15 +269,15 @@ fn repeated_hour_is_read_as_its_second() {
             worker.stop().await;
             let (earliest, latest) = lateness(&env).await;
             assert!(earliest >= 0.0 && latest < LATE, "{earliest} to {latest} s");
-        },
-    );
+        });
 }
 
 /// Every overdue order, page by page.
 async fn swept(sweeper: &Sweeper) -> Vec<Overdue> {
     let (mut all, mut after) = (Vec::new(), None);
     loop {
-        let page = sweeper.overdue(&SweepPage { grace: Duration::ZERO, after, limit: 3 }).await.unwrap();
+        let page =
+            sweeper.overdue(&SweepPage { reach: SweepReach::Overdue(Duration::ZERO), after, limit: 3 }).await.unwrap();
         all.extend(page.orders);
         after = page.next;
         if after.is_none() {
@@ -296,9 +288,7 @@ async fn swept(sweeper: &Sweeper) -> Vec<Overdue> {
 
 #[test]
 fn sweep_pages_survive_clock_changes() {
-    with_env(
-        |settings| name_statements(settings, &deadline("America/New_York")),
-        async |env| {
+    TestEnv::builder().settings(|settings| name_statements(settings, &deadline("America/New_York"))).run(async |env| {
             run(&env, SCHEMA.to_owned()).await;
             set_zone(&env, "America/New_York").await;
             // Includes the hour that the clock skips, which arithmetic with local times can produce.
@@ -319,8 +309,7 @@ fn sweep_pages_survive_clock_changes() {
             assert!(all.is_sorted_by_key(|order| order.deadline), "by deadline");
             ids.sort_unstable();
             assert_eq!(ids, (1..=150).collect::<Vec<i64>>(), "each order once");
-        },
-    );
+        });
 }
 
 async fn ready_page(worker: &RunningWorker) -> String {
@@ -331,12 +320,12 @@ async fn ready_page(worker: &RunningWorker) -> String {
 
 /// Orders of a shop in this zone with statements that read the zone as UTC: the page shows this until the orders agree.
 fn assert_wrong_zone_is_shown(zone: &'static str, orders: i64, words: &'static str) {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             serve_http(settings);
             name_statements(settings, "t.local_until AT TIME ZONE 'UTC'");
-        },
-        async move |env| {
+        })
+        .run(async move |env| {
             run(&env, SCHEMA.to_owned()).await;
             set_zone(&env, zone).await;
             let worker = env.worker().await;
@@ -353,8 +342,7 @@ fn assert_wrong_zone_is_shown(zone: &'static str, orders: i64, words: &'static s
             schedule(&env, 1_001..=1_003, soon).await;
             wait_within(SHOWN_WITHIN, "its end", async || !ready_page(&worker).await.contains("time_zone")).await;
             worker.stop().await;
-        },
-    );
+        });
 }
 
 #[test]
@@ -369,15 +357,12 @@ fn rows_hours_later_degrade_the_worker() {
 
 #[test]
 fn timestamp_columns_are_refused_with_remedy() {
-    with_env(
-        |settings| name_statements(settings, "t.local_until"),
-        async |env| {
-            run(&env, SCHEMA.to_owned()).await;
-            let (code, _, error) = call_with(&env.settings, &["--set", "log.filter=off", "worker"]).await;
-            assert_eq!(code, 1, "{error}");
-            assert!(error.contains("column deadline as TIMESTAMP"), "{error}");
-            assert!(error.contains("AT TIME ZONE 'the zone that the column is written in'"), "{error}");
-            assert!(!error.contains("cast it"), "{error}");
-        },
-    );
+    TestEnv::builder().settings(|settings| name_statements(settings, "t.local_until")).run(async |env| {
+        run(&env, SCHEMA.to_owned()).await;
+        let (code, _, error) = call_with(&env.settings, &["--set", "log.filter=off", "worker"]).await;
+        assert_eq!(code, 1, "{error}");
+        assert!(error.contains("column deadline as TIMESTAMP"), "{error}");
+        assert!(error.contains("AT TIME ZONE 'the zone that the column is written in'"), "{error}");
+        assert!(!error.contains("cast it"), "{error}");
+    });
 }

@@ -8,15 +8,14 @@ use order_timeout::config::DatabaseSettings;
 use order_timeout::postgres::Database;
 use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect::{self, BrokerError};
+use order_timeout_testkit::away::held_by_the_worker;
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::raw::{self, Properties};
+use order_timeout_testkit::{TestEnv, host_and_port, small_settings, wait_for, with_parts};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, IsCa, KeyPair};
 use secrecy::ExposeSecret;
 use sqlx::{Executor, PgPool};
 use tempfile::TempDir;
-
-use crate::support::away::held_by_the_worker;
-use crate::support::private::Private;
-use crate::support::raw::{self, Properties};
-use crate::support::{TestEnv, host_and_port, small_settings, wait_for, with_env, with_parts};
 
 /// The host name in the servers' certificates, which do not include the address.
 const NAME: &str = "localhost";
@@ -96,8 +95,8 @@ fn rejects_invalid_server_certificates() {
     let database = database_settings(&postgres, &certificates);
     let plain = broker.url.clone();
 
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             settings.amqp = amqp.clone();
             // In the address, because a test environment's pool does not use our settings.
             let database_name = format!("order_timeout_{}", settings.namespace);
@@ -117,8 +116,8 @@ fn rejects_invalid_server_certificates() {
             settings.validate().unwrap();
             settings.validate_database().unwrap();
             in_a_runtime(demand_client_certificates(&postgres, &settings.database));
-        },
-        async move |env| {
+        })
+        .run(async move |env| {
             let encrypted = "SELECT count(*) FROM pg_stat_ssl WHERE pid = pg_backend_pid() AND ssl";
             assert_eq!(env.count(encrypted).await, 1, "over TLS");
             let worker = env.worker().await;
@@ -139,8 +138,7 @@ fn rejects_invalid_server_certificates() {
             env.assert_ledger().await;
             unreadable_message_is_found_over_tls(&env, &plain).await;
             worker.stop().await;
-        },
-    );
+        });
 
     in_a_runtime(async {
         invalid_brokers_are_rejected(&broker, &amqp, &certificates).await;
@@ -353,7 +351,7 @@ async fn database_without_tls(good: &DatabaseSettings) {
     let has_tls: bool = sqlx::query_scalar("SELECT current_setting('ssl')::bool").fetch_one(&pool).await.unwrap();
     pool.close().await;
     if has_tls {
-        return crate::support::skip::skipped("TLS to a server without it", "the server of the tests has TLS");
+        return order_timeout_testkit::skip::skipped("TLS to a server without it", "the server of the tests has TLS");
     }
     let mut settings = good.clone();
     settings.url = usual;

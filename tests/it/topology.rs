@@ -7,16 +7,16 @@ use std::time::Duration;
 use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, ExchangeKind};
+use order_timeout::Settings;
 use order_timeout::runtime::Worker;
-use order_timeout_amqp::topology::{Argument, Queue, TopologyError};
+use order_timeout_amqp::topology::{self, Argument, Queue, Slot, Slots, TopologyError};
 use order_timeout_core::delay::{Lane, RingSettings};
 use order_timeout_core::order::{OrderId, Timestamp};
+use order_timeout_testkit::{TestEnv, process, wait_for};
 use uuid::Uuid;
 
-use crate::support::{TestEnv, process, wait_for, with_env};
-
 /// A lane so long that nothing in it expires during a test.
-fn with_a_long_lane(settings: &mut order_timeout::Settings) {
+fn with_a_long_lane(settings: &mut Settings) {
     settings.delay.lanes = vec![Lane::try_from("30m".to_owned()).unwrap()];
     settings.delay.lane_shards = 4;
 }
@@ -24,8 +24,9 @@ fn with_a_long_lane(settings: &mut order_timeout::Settings) {
 /// The queues with this prefix after the namespace.
 fn queues(env: &TestEnv, beginning: &str) -> Vec<Queue> {
     let beginning = format!("{}.{beginning}", env.settings.namespace);
-    let all = env.settings.topology().queues;
-    all.into_iter().filter(|queue| queue.name.starts_with(&beginning)).collect()
+    let slots = env.settings.slots();
+    let all = env.settings.topology().queues.into_iter().chain(slots.all().map(|slot| slot.queue));
+    all.filter(|queue| queue.name.starts_with(&beginning)).collect()
 }
 
 async fn delete_queue(env: &TestEnv, name: &str) {
@@ -45,8 +46,11 @@ async fn declare_queue(env: &TestEnv, name: &str, arguments: &BTreeMap<&'static 
     env.channel.queue_declare(name.into(), options, table).await.unwrap();
 }
 
+/// Everything, and the slots of the wheel, as a worker declares them when they are needed.
 async fn declare(env: &TestEnv) -> Result<(), TopologyError> {
-    env.settings.topology().declare(&env.broker).await
+    env.settings.topology().declare(&env.broker).await?;
+    let slots: Vec<Slot> = env.settings.slots().all().collect();
+    topology::declare_slots(&env.names(), &slots, &env.broker).await
 }
 
 /// Leaves a message in this queue.
@@ -71,7 +75,7 @@ fn assert_tells_how_to_move_over(sentence: &str, object: &str, difference: &str)
 
 #[test]
 fn declaring_twice_changes_nothing() {
-    with_env(with_a_long_lane, async |env| {
+    TestEnv::builder().settings(with_a_long_lane).run(async |env| {
         let lane = &queues(&env, "delay.")[0].name;
         leave_a_message_in(&env, lane).await;
         declare(&env).await.unwrap();
@@ -82,14 +86,15 @@ fn declaring_twice_changes_nothing() {
 
 #[test]
 fn differing_queue_argument_is_named() {
-    with_env(with_a_long_lane, async |env| {
+    TestEnv::builder().settings(with_a_long_lane).run(async |env| {
+        env.declare_slots().await;
         let everything = env.settings.topology().queues;
         let one_of = |beginning: &str| queues(&env, beginning).remove(0);
         let mut checked = Vec::new();
         for queue in [
             one_of("delay."),
-            one_of("slot.1s."),
-            one_of("slot.5s."),
+            one_of("slot.1s-12."),
+            one_of("slot.5s-12."),
             one_of("timeout"),
             one_of("schedule"),
             one_of("parked"),
@@ -133,41 +138,35 @@ fn differing_queue_argument_is_named() {
 
 #[test]
 fn differing_exchange_type_is_named() {
-    with_env(
-        |_| {},
-        async |env| {
-            let (name, events) = (env.names().due(), env.names().events());
-            for (exchange, other, now) in
-                [(&name, ExchangeKind::Fanout, "'fanout'"), (&events, ExchangeKind::Direct, "'direct'")]
-            {
-                env.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
-                let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
-                env.channel
-                    .exchange_declare(exchange.as_str().into(), other.clone(), options, FieldTable::default())
-                    .await
-                    .unwrap();
+    TestEnv::builder().run(async |env| {
+        let (name, events) = (env.names().due(), env.names().events());
+        for (exchange, other, now) in
+            [(&name, ExchangeKind::Fanout, "'fanout'"), (&events, ExchangeKind::Direct, "'direct'")]
+        {
+            env.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
+            let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
+            env.channel
+                .exchange_declare(exchange.as_str().into(), other.clone(), options, FieldTable::default())
+                .await
+                .unwrap();
 
-                let fault = declare(&env).await.expect_err("the exchange is of another type");
-                assert!(matches!(fault, TopologyError::Differs { .. }), "{fault:?}");
-                assert_tells_how_to_move_over(&fault.to_string(), &format!("exchange {exchange:?}"), "'type'");
-                assert!(fault.to_string().contains(now), "{fault} does not say what the type is");
-                // Re-declaring it with its old arguments succeeds, so it is unchanged.
-                let channel = env.broker.create_channel().await.unwrap();
-                channel
-                    .exchange_declare(exchange.as_str().into(), other, options, FieldTable::default())
-                    .await
-                    .unwrap();
+            let fault = declare(&env).await.expect_err("the exchange is of another type");
+            assert!(matches!(fault, TopologyError::Differs { .. }), "{fault:?}");
+            assert_tells_how_to_move_over(&fault.to_string(), &format!("exchange {exchange:?}"), "'type'");
+            assert!(fault.to_string().contains(now), "{fault} does not say what the type is");
+            // Re-declaring it with its old arguments succeeds, so it is unchanged.
+            let channel = env.broker.create_channel().await.unwrap();
+            channel.exchange_declare(exchange.as_str().into(), other, options, FieldTable::default()).await.unwrap();
 
-                env.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
-                declare(&env).await.unwrap();
-            }
-        },
-    );
+            env.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
+            declare(&env).await.unwrap();
+        }
+    });
 }
 
 #[test]
 fn worker_refuses_differing_queues() {
-    with_env(with_a_long_lane, async |env| {
+    TestEnv::builder().settings(with_a_long_lane).run(async |env| {
         let lane = queues(&env, "delay.").remove(0);
         let mut arguments = lane.arguments.clone();
         arguments.insert("x-dead-letter-exchange", Argument::Text("elsewhere".into()));
@@ -188,7 +187,7 @@ fn worker_refuses_differing_queues() {
 
 #[test]
 fn lane_duplicates_none_of_thousand_alarms() {
-    with_env(with_a_long_lane, async |env| {
+    TestEnv::builder().settings(with_a_long_lane).run(async |env| {
         let publisher = env.publisher().await;
         let deadline = Timestamp::now_by_local_clock() + Duration::from_secs(30 * 60);
         let alarms = (0..1_000).map(|_| (OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline));
@@ -217,7 +216,7 @@ async fn depths(env: &TestEnv, queues: &[Queue]) -> Vec<u32> {
 
 #[test]
 fn plain_lane_key_reaches_one_queue() {
-    with_env(with_a_long_lane, async |env| {
+    TestEnv::builder().settings(with_a_long_lane).run(async |env| {
         let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("1790000".into());
         env.publish_raw(&env.names().delay(), "30m", b"from a publisher that does not shard", properties).await;
         let all = env.settings.topology().queues;
@@ -230,38 +229,30 @@ fn plain_lane_key_reaches_one_queue() {
 
 #[test]
 fn starting_worker_declares_missing_queues() {
-    with_env(
-        |_| {},
-        async |env| {
-            let lost = [queues(&env, "delay.2s.1").remove(0), queues(&env, "slot.1s.03").remove(0)];
-            for queue in &lost {
-                delete_queue(&env, &queue.name).await;
-            }
-            let worker = env.worker().await;
-            for (queue, exchange, key) in
-                [(&lost[0], env.names().delay(), "2s.1"), (&lost[1], env.names().slot(), "1s.03")]
-            {
-                assert_eq!(env.depth(&queue.name).await, 0, "{} is there", queue.name);
-                // Mandatory: it would be returned if the queue were not bound.
-                let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("600000".into());
-                env.publish_raw(&exchange, key, b"bound", properties).await;
-                wait_for("the message in the new queue", async || env.depth(&queue.name).await == 1).await;
-            }
-            worker.stop().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let lost = queues(&env, "delay.2s.1").remove(0);
+        delete_queue(&env, &lost.name).await;
+        let worker = env.worker().await;
+        assert_eq!(env.depth(&lost.name).await, 0, "it is there");
+        // Mandatory: it would be returned if the queue were not bound.
+        let properties = BasicProperties::default().with_delivery_mode(2).with_expiration("600000".into());
+        env.publish_raw(&env.names().delay(), "2s.1", b"bound", properties).await;
+        wait_for("the message in the new queue", async || env.depth(&lost.name).await == 1).await;
+        worker.stop().await;
+    });
 }
 
 #[test]
 fn message_without_expiration_delays_none() {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             // The finest ring is as short as allowed, because the test waits for all of it.
             settings.delay.rings[0] = RingSettings { unit: Duration::from_millis(500), slots: 16, early: None };
-        },
-        async |env| {
+        })
+        .run(async |env| {
             let names = env.names();
-            let routes = [(names.delay(), "2s.1"), (names.slot(), "500ms.03")];
+            env.declare_slots().await;
+            let routes = [(names.delay(), "2s.1"), (names.slot(), "500ms-16.03")];
             for (exchange, key) in &routes {
                 let foreign = BasicProperties::default().with_delivery_mode(2);
                 env.publish_raw(exchange, key, b"from a publisher that knows no better", foreign).await;
@@ -269,52 +260,45 @@ fn message_without_expiration_delays_none() {
                 env.publish_raw(exchange, key, b"ours, behind it", ours).await;
             }
             wait_for("all of them handed on", async || env.depth(&names.timeout()).await == 4).await;
-            for queue in ["delay.2s.1", "slot.500ms.03"] {
+            for queue in ["delay.2s.1", "slot.500ms-16.03"] {
                 assert_eq!(depths(&env, &queues(&env, queue)).await, [0], "{queue}");
             }
-        },
-    );
+        });
 }
 
 #[test]
 fn worker_refuses_namespace_never_set_up() {
-    with_env(
-        |_| {},
-        async |env| {
-            let mut settings = env.settings.clone();
-            settings.namespace.push_str("typo");
-            let fault = Worker::start(settings.clone()).await.map(drop).expect_err("nothing is there").to_string();
-            for part in [&format!("{:?}", settings.namespace), "order-timeout setup", "correct `namespace`"] {
-                assert!(fault.contains(part), "{fault:?} lacks {part:?}");
-            }
-            // The worker declared none.
-            let topology = settings.topology();
-            for name in topology.queues.iter().map(|queue| queue.name.as_str()) {
-                let channel = env.broker.create_channel().await.unwrap();
-                let options = QueueDeclareOptions { passive: true, ..Default::default() };
-                let there = channel.queue_declare(name.into(), options, FieldTable::default()).await;
-                assert!(there.is_err(), "{name} is there");
-            }
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let mut settings = env.settings.clone();
+        settings.namespace.push_str("typo");
+        let fault = Worker::start(settings.clone()).await.map(drop).expect_err("nothing is there").to_string();
+        for part in [&format!("{:?}", settings.namespace), "order-timeout setup", "correct `namespace`"] {
+            assert!(fault.contains(part), "{fault:?} lacks {part:?}");
+        }
+        // The worker declared none.
+        let topology = settings.topology();
+        for name in topology.queues.iter().map(|queue| queue.name.as_str()) {
+            let channel = env.broker.create_channel().await.unwrap();
+            let options = QueueDeclareOptions { passive: true, ..Default::default() };
+            let there = channel.queue_declare(name.into(), options, FieldTable::default()).await;
+            assert!(there.is_err(), "{name} is there");
+        }
+    });
 }
 
 #[test]
 fn worker_restores_all_but_one_queue() {
-    with_env(
-        |_| {},
-        async |env| {
-            let topology = env.settings.topology();
-            for queue in topology.queues.iter().filter(|queue| queue.name != env.names().parked()) {
-                delete_queue(&env, &queue.name).await;
-            }
-            let worker = env.worker().await;
-            for queue in &topology.queues {
-                assert_eq!(env.depth(&queue.name).await, 0, "{} is there", queue.name);
-            }
-            worker.stop().await;
-        },
-    );
+    TestEnv::builder().run(async |env| {
+        let topology = env.settings.topology();
+        for queue in topology.queues.iter().filter(|queue| queue.name != env.names().parked()) {
+            delete_queue(&env, &queue.name).await;
+        }
+        let worker = env.worker().await;
+        for queue in &topology.queues {
+            assert_eq!(env.depth(&queue.name).await, 0, "{} is there", queue.name);
+        }
+        worker.stop().await;
+    });
 }
 
 /// Declares what a version with the inbox `arm` declared besides: the inbox, and one slot of a coarse ring.
@@ -342,7 +326,7 @@ async fn declare_former_objects(env: &TestEnv, slot_ttl_ms: i64) -> (String, Str
 /// The handbook's upgrade: alarms of old publishers and in old slots are processed by new workers.
 #[test]
 fn former_inbox_is_consumed_until_deleted() {
-    with_env(crate::support::alarms_alone, async |env| {
+    TestEnv::builder().settings(order_timeout_testkit::alarms_alone).run(async |env| {
         let (inbox, slot) = declare_former_objects(&env, 3_000).await;
         let orders = env.orders(3, Duration::from_secs(6)).await;
         // One waits in the old inbox, one in an old slot, one comes from an old publisher while the worker runs.
@@ -364,5 +348,63 @@ fn former_inbox_is_consumed_until_deleted() {
         wait_for("the last close", async || env.closed().await == 4).await;
         worker.stop().await;
         env.assert_ledger().await;
+    });
+}
+
+#[test]
+fn setup_declares_few_queues() {
+    TestEnv::builder().run(async |env| {
+        let slots: Vec<String> = queues(&env, "slot.").into_iter().map(|queue| queue.name).collect();
+        assert!(Settings::defaults().topology().queues.len() <= 16);
+        // Only the slots that its alarms need come into being.
+        let worker = env.worker().await;
+        let order = env.order(Duration::from_secs(8)).await;
+        env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+        wait_for("the alarm in its slot", async || env.depth_of_all("slot.").await == 1).await;
+        let mut declared = 0;
+        for slot in &slots {
+            declared += usize::from(env.depth_if_any(slot).await.is_some());
+        }
+        assert_eq!(declared, 1, "of {}", slots.len());
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        env.assert_closed_by_alarms().await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn prune_deletes_only_empty_slots() {
+    TestEnv::builder().run(async |env| {
+        env.declare_slots().await;
+        let kept = queues(&env, "slot.5s-12.03").remove(0).name;
+        leave_a_message_in(&env, &kept).await;
+        let (code, stdout, stderr) = process::call_with(&env.settings, &["topology", "prune"]).await;
+        assert_eq!((code, stderr.as_str()), (0, ""));
+        assert!(stdout.contains(&format!("kept    {kept}: 1 messages")), "{stdout}");
+        assert!(stdout.ends_with("23 empty queues deleted, 1 with messages kept\n"), "{stdout}");
+        assert_eq!(env.depth(&kept).await, 1);
+        // The next alarm has its slot declared again.
+        let worker = env.worker().await;
+        let order = env.order(Duration::from_secs(8)).await;
+        env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        env.assert_closed_by_alarms().await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn prune_takes_former_rings() {
+    TestEnv::builder().run(async |env| {
+        let former = RingSettings { unit: Duration::from_secs(7), slots: 6, early: None };
+        let slots: Vec<Slot> = Slots::of_ring(&env.names(), &former).collect();
+        topology::declare_slots(&env.names(), &slots, &env.broker).await.unwrap();
+        let (code, stdout, _) =
+            process::call_with(&env.settings, &["topology", "prune", "--ring", "7s-6", "--json"]).await;
+        let pruned: serde_json::Value = serde_json::from_str(&stdout).unwrap();
+        assert_eq!((code, pruned["deleted"].as_array().unwrap().len()), (0, 6));
+        let (code, _, stderr) = process::call_with(&env.settings, &["topology", "prune", "--ring", "7s"]).await;
+        assert_eq!(code, 2);
+        assert!(stderr.contains("such as 5s-22"), "{stderr}");
     });
 }

@@ -8,12 +8,11 @@ use lapin::BasicProperties;
 use lapin::options::QueueDeleteOptions;
 use order_timeout::http::READYZ;
 use order_timeout_amqp::topology::{DUE_KEY, Names};
-
-use crate::support::figures::{Figures, get, serve_http, wait_for_figure};
-use crate::support::private::Private;
-use crate::support::process::{order_timeout, run};
-use crate::support::raw::{self, Properties};
-use crate::support::{Order, RunningWorker, TestEnv, wait_for, wait_within, with_env};
+use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::process::{order_timeout, run};
+use order_timeout_testkit::raw::{self, Properties};
+use order_timeout_testkit::{Order, RunningWorker, TestEnv, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// Flags of properties (AMQP 0-9-1, class "basic").
@@ -97,12 +96,12 @@ impl Defect {
 /// A worker handles both the messages in its queues at startup, between the alarms of orders, and those that arrive
 /// later.
 fn worker_closes_beside(defects: &'static [Defect], orders: usize) {
-    with_env(
-        |settings| {
+    TestEnv::builder()
+        .settings(|settings| {
             settings.worker.hold_max = 60 * SECOND;
             serve_http(settings);
-        },
-        async move |env| {
+        })
+        .run(async move |env| {
             let others = env.orders(orders, 20 * SECOND).await;
             let named = env.orders(defects.len(), 60 * SECOND).await;
             let (before, after) = others.split_at(orders / 2);
@@ -122,8 +121,7 @@ fn worker_closes_beside(defects: &'static [Defect], orders: usize) {
             worker.stop().await;
             env.assert_drained().await;
             env.assert_ledger().await;
-        },
-    );
+        });
 }
 
 /// Each is parked once, with its queue, its position and the reason: alarms by their order, others by the queue alone.
@@ -191,75 +189,69 @@ fn all_defects_at_once_are_moved_aside() {
 
 #[test]
 fn two_workers_search_at_once() {
-    with_env(
-        |settings| settings.worker.hold_max = 60 * SECOND,
-        async |env| {
-            let orders = env.orders(100, 20 * SECOND).await;
-            env.deliver(&orders).await;
-            let mut expected = Vec::new();
-            for (defect, order) in Defect::ALL.iter().zip(env.orders(Defect::ALL.len(), 60 * SECOND).await) {
-                expected.push((defect.publish(&env, &order.body()).await, defect.reason(), order.id.to_string()));
-            }
-            let workers = [env.worker().await, env.worker().await];
-            wait_for("the closes", async || env.closed().await == 100).await;
-            env.assert_closed_by_alarms().await;
-            assert_named(&env, &expected, &[]).await;
-            for worker in workers {
-                worker.stop().await;
-            }
-            env.assert_drained().await;
-            env.assert_ledger().await;
-        },
-    );
+    TestEnv::builder().settings(|settings| settings.worker.hold_max = 60 * SECOND).run(async |env| {
+        let orders = env.orders(100, 20 * SECOND).await;
+        env.deliver(&orders).await;
+        let mut expected = Vec::new();
+        for (defect, order) in Defect::ALL.iter().zip(env.orders(Defect::ALL.len(), 60 * SECOND).await) {
+            expected.push((defect.publish(&env, &order.body()).await, defect.reason(), order.id.to_string()));
+        }
+        let workers = [env.worker().await, env.worker().await];
+        wait_for("the closes", async || env.closed().await == 100).await;
+        env.assert_closed_by_alarms().await;
+        assert_named(&env, &expected, &[]).await;
+        for worker in workers {
+            worker.stop().await;
+        }
+        env.assert_drained().await;
+        env.assert_ledger().await;
+    });
 }
 
 #[test]
 fn command_lists_then_moves() {
-    with_env(
-        |_| {},
-        async |env| {
-            let orders = env.orders(4, 60 * SECOND).await;
-            env.deliver(&orders[..2]).await;
-            let due = Defect::HeaderKey.publish(&env, &orders[3].body()).await;
-            env.deliver(&orders[2..3]).await;
-            let inbox = Defect::RoutingKey.publish(&env, b"not even JSON").await;
+    TestEnv::builder().run(async |env| {
+        let orders = env.orders(4, 60 * SECOND).await;
+        env.deliver(&orders[..2]).await;
+        let due = Defect::HeaderKey.publish(&env, &orders[3].body()).await;
+        env.deliver(&orders[2..3]).await;
+        let inbox = Defect::RoutingKey.publish(&env, b"not even JSON").await;
 
-            let (code, out, err) = run(order_timeout(&env.settings).arg("quarantine"));
-            assert_eq!((code, err.as_str()), (0, ""));
-            assert!(out.contains(&format!("{due}: 4 message(s) read, 1 of them unreadable")), "{out}");
-            assert!(out.contains("position 3, ") && out.contains(Defect::HeaderKey.reason()), "{out}");
-            assert!(out.contains(&orders[3].id.to_string()), "{out}");
-            assert!(out.contains(&format!("{inbox}: 1 message(s) read, 1 of them unreadable")), "{out}");
-            assert!(out.ends_with("2 message(s) found, nothing moved; add --move to move them into parked_alarms\n"));
-            assert_eq!(env.parked().await, []);
+        let (code, out, err) = run(order_timeout(&env.settings).arg("quarantine"));
+        assert_eq!((code, err.as_str()), (0, ""));
+        assert!(out.contains(&format!("{due}: 4 message(s) read, 1 of them unreadable")), "{out}");
+        assert!(out.contains("position 3, ") && out.contains(Defect::HeaderKey.reason()), "{out}");
+        assert!(out.contains(&orders[3].id.to_string()), "{out}");
+        assert!(out.contains(&format!("{inbox}: 1 message(s) read, 1 of them unreadable")), "{out}");
+        assert!(out.ends_with("2 message(s) found, nothing moved; add --move to move them into parked_alarms\n"));
+        assert_eq!(env.parked().await, []);
 
-            let (code, out, err) = run(order_timeout(&env.settings).args(["quarantine", "--move", "--json"]));
-            assert_eq!((code, err.as_str()), (0, ""));
-            let reports: Vec<serde_json::Value> = out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-            let of = |queue: &str| reports.iter().find(|report| report["queue"] == queue).unwrap();
-            assert_eq!((&of(&due)["searched"], &of(&due)["unreadable"]), (&4.into(), &1.into()));
-            assert_eq!(of(&inbox)["found"][0]["moved"], true);
-            assert_named(
-                &env,
-                &[(due.clone(), Defect::HeaderKey.reason(), orders[3].id.to_string())],
-                &[(inbox.clone(), Defect::RoutingKey.reason())],
-            )
-            .await;
+        let (code, out, err) = run(order_timeout(&env.settings).args(["quarantine", "--move", "--json"]));
+        assert_eq!((code, err.as_str()), (0, ""));
+        let reports: Vec<serde_json::Value> = out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let of = |queue: &str| reports.iter().find(|report| report["queue"] == queue).unwrap();
+        assert_eq!((&of(&due)["searched"], &of(&due)["unreadable"]), (&4.into(), &1.into()));
+        assert_eq!(of(&inbox)["found"][0]["moved"], true);
+        assert_named(
+            &env,
+            &[(due.clone(), Defect::HeaderKey.reason(), orders[3].id.to_string())],
+            &[(inbox.clone(), Defect::RoutingKey.reason())],
+        )
+        .await;
 
-            // The other messages are where they were, in order, and the alarm can be retried.
-            let bodies: Vec<_> = orders[..3].iter().map(Order::body).collect();
-            assert_eq!(env.take_out(&due).await, bodies);
-            let (code, out, _) = run(order_timeout(&env.settings).args(["parked", "retry", "--all", "--yes"]));
-            assert_eq!(code, 1, "one of the two is no alarm: {out}");
-            assert!(out.starts_with("1 alarm(s) sent back to the worker\n"), "{out}");
-            assert_eq!(env.take_out(&inbox).await, [orders[3].body()]);
-        },
-    );
+        // The other messages are where they were, in order, and the alarm can be retried.
+        let bodies: Vec<_> = orders[..3].iter().map(Order::body).collect();
+        assert_eq!(env.take_out(&due).await, bodies);
+        let (code, out, _) = run(order_timeout(&env.settings).args(["parked", "retry", "--all", "--yes"]));
+        assert_eq!(code, 1, "one of the two is no alarm: {out}");
+        assert!(out.starts_with("1 alarm(s) sent back to the worker\n"), "{out}");
+        assert_eq!(env.take_out(&inbox).await, [orders[3].body()]);
+    });
 }
 
 #[test]
 fn lost_queue_starts_no_search() {
-    with_env(serve_http, async |env| {
+    TestEnv::builder().settings(serve_http).run(async |env| {
         let worker = env.worker().await;
         env.channel.queue_delete(env.names().parked().into(), QueueDeleteOptions::default()).await.unwrap();
         wait_for_figure(&worker, "sessions_opened_total", |sessions| sessions >= 2.0).await;
@@ -275,12 +267,12 @@ fn failing_broker_is_named_with_remedy() {
     let broker = Arc::new(Private::broker(&["--rabbitmq", "3.10", "--plugin", "rabbitmq_amqp1_0"]));
     // Kept until the test environment is cleaned up.
     let (url, in_the_test) = (broker.url.clone(), broker.clone());
-    with_env(
-        move |settings| {
+    TestEnv::builder()
+        .settings(move |settings| {
             settings.amqp.url = url.into();
             serve_http(settings);
-        },
-        async move |env| {
+        })
+        .run(async move |env| {
             let broker = in_the_test;
             let (queue, order) = (env.names().schedule(), env.order(60 * SECOND).await);
             env.publish_raw(&queue, "", &order.body(), BasicProperties::default()).await;
@@ -298,8 +290,7 @@ fn failing_broker_is_named_with_remedy() {
             broker.ctl(&["purge_queue", &queue]);
             assert_degraded_ends(&worker).await;
             worker.stop().await;
-        },
-    );
+        });
 }
 
 /// Does what the plugin does for a publisher whose message has the correlation id 7.

@@ -58,7 +58,7 @@ struct Calm {
     began: Timestamp,
     /// Whether any order can be closed in it.
     is_healthy: bool,
-    /// How long the sweep leaves an order to its alarm: not at all if no alarm can be delivered.
+    /// How long the sweep leaves an order to its alarm: if no alarm can be delivered, only until a batch has lingered.
     grace: Duration,
     /// By how much the workers' time is behind. They hold an alarm for longer by that, and the sweep leaves an order to
     /// the alarm that is held for it.
@@ -72,7 +72,7 @@ struct Calm {
 impl Calm {
     fn begin(world: &World) -> Self {
         let is_healthy = !world.database_is_away() && world.any_worker_runs();
-        let grace = if world.broker_is_away() { Duration::ZERO } else { policy().sweep_grace };
+        let grace = if world.broker_is_away() { policy().linger } else { policy().sweep_grace };
         let closed = world.rows.iter().filter(|(_, row)| row.status == Status::Closed);
         let closed_before = closed.map(|(order_id, _)| order_id.clone()).collect();
         let (began, behind, with_timely_alarm) =

@@ -5,10 +5,7 @@
 //! instructions of that function, which no test can bring about.
 
 #![cfg(target_os = "linux")]
-
-#[allow(dead_code, unused_imports)] // shared with tests/it, which uses all of it
-#[path = "../it/support/mod.rs"]
-mod support;
+#![expect(unsafe_code, reason = "it replaces a function of the C library")]
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,8 +15,8 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use order_timeout_amqp::connect::{self, BrokerError};
 
-use crate::support::proxy::Proxy;
-use crate::support::{small_settings, wait_for, with_env, with_parts};
+use order_timeout_testkit::proxy::Proxy;
+use order_timeout_testkit::{TestEnv, small_settings, wait_for, with_parts};
 
 /// How long each detach waits for the thread's end. The I/O thread of a connection ends within a millisecond after it
 /// was closed.
@@ -167,15 +164,12 @@ fn broken_connections_are_joined() {
 #[test]
 fn stopped_worker_detaches_nothing() {
     let found = detached_at_end(|| {
-        with_env(
-            |_| {},
-            async |env| {
-                let worker = env.worker().await;
-                env.deliver(&env.orders(5, Duration::from_millis(500)).await).await;
-                wait_for("every close", async || env.closed().await == 5).await;
-                worker.stop().await;
-            },
-        );
+        TestEnv::builder().run(async |env| {
+            let worker = env.worker().await;
+            env.deliver(&env.orders(5, Duration::from_millis(500)).await).await;
+            wait_for("every close", async || env.closed().await == 5).await;
+            worker.stop().await;
+        });
     });
     assert_eq!(found, 0);
 }

@@ -17,14 +17,13 @@ use order_timeout::Settings;
 use order_timeout::postgres;
 use order_timeout_amqp::connect;
 use order_timeout_amqp::connection::JoinedConnection;
-use order_timeout_amqp::topology::Topology;
 use order_timeout_client::Publisher;
 use order_timeout_core::order::{OrderId, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::{AssertSqlSafe, PgPool};
 use uuid::Uuid;
 
-use crate::Options;
+use crate::{DATABASE, Options};
 use ledger::Ledger;
 use process::Program;
 use servers::Servers;
@@ -57,12 +56,19 @@ pub struct BenchEnv<'a> {
 }
 
 impl<'a> BenchEnv<'a> {
-    /// With exchanges and queues, for the worker.
-    pub async fn with_broker(servers: &'a Servers, options: &Options, more: &[String]) -> anyhow::Result<Self> {
+    /// For the worker: with exchanges and queues, unless its strategy needs none.
+    pub async fn for_worker(servers: &'a Servers, options: &Options, more: &[String]) -> anyhow::Result<Self> {
         let mut overrides = vec![format!("delay.strategy={}", options.strategy)];
         // The candidate's own settings come last, so that options cannot override them.
         overrides.extend(options.overrides.iter().chain(more).cloned());
+        if options.strategy == DATABASE {
+            // So that it announces its events, as a worker with a broker does.
+            overrides.push("announce.notify=load_events".to_owned());
+        }
         let mut env = Self::build(servers, overrides, options.socket).await?;
+        if options.strategy == DATABASE {
+            return Ok(env);
+        }
         let connection = env.connect().await?;
         env.settings.topology().declare(&connection).await?;
         connect::close(&connection, Duration::from_secs(1)).await;
@@ -96,7 +102,7 @@ impl<'a> BenchEnv<'a> {
     pub async fn clean_up(self) -> anyhow::Result<()> {
         if self.has_queues {
             let connection = self.connect().await?;
-            remove(&connection, &self.settings.topology()).await?;
+            remove(&connection, &self.settings).await?;
             connect::close(&connection, Duration::from_secs(1)).await;
         }
         self.pool.close().await;
@@ -130,16 +136,25 @@ impl<'a> BenchEnv<'a> {
         command.env("ORDER_TIMEOUT__AMQP__URL", self.settings.amqp.url.expose_secret());
         command.env("ORDER_TIMEOUT__DATABASE__URL", self.settings.database.url.expose_secret());
         let mut worker = Program::start("the worker", command, log)?;
-        let timeout = self.settings.names().timeout();
-        let connection = self.connect().await?;
         let began = tokio::time::Instant::now();
-        while queue_state(&connection, &timeout).await?.consumers == 0 {
+        while !self.is_working().await? {
             worker.ensure_runs()?;
-            ensure!(began.elapsed() < TIMEOUT, "the worker does not consume; its log lies in target/load");
+            ensure!(began.elapsed() < TIMEOUT, "the worker does not begin; its log lies in target/load");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        connect::close(&connection, Duration::from_secs(1)).await;
         Ok(worker)
+    }
+
+    /// Whether the worker consumes, or has registered if there is nothing to consume.
+    async fn is_working(&self) -> anyhow::Result<bool> {
+        if !self.settings.delay.strategy.needs_broker() {
+            let registered = sqlx::query_scalar("SELECT EXISTS (SELECT FROM order_timeout_workers)");
+            return Ok(registered.fetch_one(&self.pool).await?);
+        }
+        let connection = self.connect().await?;
+        let consumers = queue_state(&connection, &self.settings.names().timeout()).await?.consumers;
+        connect::close(&connection, Duration::from_secs(1)).await;
+        Ok(consumers > 0)
     }
 
     /// Creates unpaid orders with these deadlines over this many articles, and leaves the tables as a busy shop has
@@ -232,12 +247,12 @@ impl<'a> BenchEnv<'a> {
 }
 
 /// Removes the environment's objects from the broker.
-pub async fn remove(connection: &Connection, topology: &Topology) -> anyhow::Result<()> {
+pub async fn remove(connection: &Connection, settings: &Settings) -> anyhow::Result<()> {
     let channel = connection.create_channel().await?;
-    for queue in &topology.queues {
-        channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default()).await?;
+    for queue in settings.queue_names() {
+        channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await?;
     }
-    for exchange in &topology.exchanges {
+    for exchange in &settings.topology().exchanges {
         channel.exchange_delete(exchange.name.as_str().into(), ExchangeDeleteOptions::default()).await?;
     }
     Ok(())

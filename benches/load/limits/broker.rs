@@ -16,7 +16,7 @@ use lapin::types::FieldTable;
 use lapin::{Channel, Connection, Consumer, PublisherConfirm};
 use order_timeout_amqp::envelope::{self, AlarmHeaders, Delay, Route};
 use order_timeout_amqp::publisher::{self, Outgoing, WINDOW};
-use order_timeout_amqp::topology::{DUE_KEY, Names};
+use order_timeout_amqp::topology::{DUE_KEY, Names, declare_slots};
 use order_timeout_core::alarm::Returns;
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::message::Alarm;
@@ -52,9 +52,10 @@ pub async fn measure(
     route: AlarmRoute,
 ) -> anyhow::Result<BrokerLimit> {
     progress::say("measuring the broker's own limit");
-    let env = BenchEnv::with_broker(servers, options, settings).await?;
+    let env = BenchEnv::for_worker(servers, options, settings).await?;
     tokio::time::sleep(SETTLING).await;
     let connection = env.connect().await?;
+    declare_slot(&env, &connection).await?;
     let limit = hand_over(&env, &connection, messages, route).await;
     order_timeout_amqp::connect::close(&connection, Duration::from_secs(1)).await;
     env.clean_up().await?;
@@ -75,6 +76,15 @@ async fn hand_over(
     consume(env, connection, messages).await?;
     let took = Timestamp::now_by_local_clock().since(expiry);
     Ok(BrokerLimit { published_per_s, handed_over_per_s: messages as f64 / took.as_secs_f64() })
+}
+
+/// Declares the slot that [`places`] names, as a worker does for its first alarm.
+async fn declare_slot(env: &BenchEnv<'_>, connection: &Connection) -> anyhow::Result<()> {
+    if env.settings.delay.strategy == Strategy::DeadLetter {
+        let slot = env.settings.slots().find(&env.settings.delay.rings[0].name(), 0).context("the first slot")?;
+        declare_slots(&env.settings.names(), &[slot], connection).await?;
+    }
+    Ok(())
 }
 
 /// As the worker (or, in a lane, the publisher) writes them, so that all are dead-lettered at once.
@@ -103,13 +113,13 @@ fn places(env: &BenchEnv<'_>, route: AlarmRoute) -> Vec<(String, String)> {
     let names = settings.names();
     match (settings.delay.strategy, route) {
         (Strategy::DelayedExchange, _) => vec![(names.delayed(), DUE_KEY.into())],
+        (Strategy::Database, _) => Vec::new(),
         (Strategy::DeadLetter, AlarmRoute::Lane) => {
             let lane = &settings.delay.lanes[0].name;
             (0..settings.delay.lane_shards).map(|shard| (names.delay(), Names::lane_key(lane, shard))).collect()
         }
         (Strategy::DeadLetter, AlarmRoute::Wheel | AlarmRoute::Far) => {
-            let wheel = settings.delay.wheel().expect("validated settings have rings that mesh");
-            vec![(names.slot(), Names::slot_key(&wheel.rings()[0].name, 0))]
+            vec![(names.slot(), Names::slot_key(&settings.delay.rings[0].name(), 0))]
         }
     }
 }

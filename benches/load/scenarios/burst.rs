@@ -8,7 +8,7 @@ use crate::bench_env::MANY_ARTICLES;
 use crate::bench_env::servers::Servers;
 use crate::measurement::{Candidate, Figures, Plan, measure};
 use crate::report::Report;
-use crate::{AlarmRoute, Options, limits};
+use crate::{AlarmRoute, DATABASE, Options, limits};
 
 /// A slow machine's rate of writing alarms into the wheel, used to choose the instant.
 const SLOWEST_ARMING_PER_S: f64 = 3_000.0;
@@ -29,12 +29,14 @@ pub async fn burst(servers: &Servers, options: &Options, orders: usize, route: A
     let mut report = Report::begin("burst", servers, options);
     if !options.alone {
         report.postgres = Some(limits::postgres::measure(servers, orders, MANY_ARTICLES, batch_size()).await?);
-        report.broker = Some(limits::broker::measure(servers, options, &settings(route), orders, route).await?);
+        if options.strategy != DATABASE {
+            report.broker = Some(limits::broker::measure(servers, options, &settings(route), orders, route).await?);
+        }
     }
     report.add(measured("worker", Candidate::Worker(settings(route))).await?);
     if !options.alone {
         // Without a lead, only alarms published within a fifth of a second take the lane.
-        if route != AlarmRoute::Lane {
+        if route != AlarmRoute::Lane && options.strategy != DATABASE {
             let without_lead = Candidate::Worker(vec!["delay.lead=0s".to_owned()]);
             report.add(measured(LEAD_0, without_lead).await?);
             report.note_ratio("last_lateness_to_lead_0", LEAD_0, last_lateness);
@@ -43,6 +45,7 @@ pub async fn burst(servers: &Servers, options: &Options, orders: usize, route: A
         report.add(measured("poller, 100 ms", poller(100)).await?);
         report.add(measured("look-ahead poller", Candidate::LookAhead { connections: CONNECTIONS }).await?);
         report.note_ratio("last_lateness_to_poller", "poller, 10 ms", last_lateness);
+        report.note_ratio("last_lateness_to_look_ahead_poller", "look-ahead poller", last_lateness);
     }
     report.print()
 }

@@ -25,7 +25,7 @@ pub enum Crowd {
 }
 
 pub async fn run(servers: &Servers, options: &Options, crowd: Crowd, size: usize) -> anyhow::Result<()> {
-    let env = BenchEnv::with_broker(servers, options, &[]).await?;
+    let env = BenchEnv::for_worker(servers, options, &[]).await?;
     let outcome = run_scenario(&env, servers, crowd, size).await;
     env.clean_up().await?;
     let scenario = match crowd {

@@ -30,7 +30,7 @@ const MOVES: [(Duration, Moved); 4] = [
 ];
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
-    let env = BenchEnv::with_broker(servers, options, &[]).await?;
+    let env = BenchEnv::for_worker(servers, options, &[]).await?;
     let outcome = run_scenario(&env, servers, orders).await;
     env.clean_up().await?;
     report::print_ledger("moved", servers, options, &outcome?, Map::new())

@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use order_timeout_core::order::{OrderId, Timestamp};
+use order_timeout_testkit::linux;
 use serde_json::{Value, json};
 use uuid::Uuid;
 
 use crate::Options;
-use crate::bench_env::process::{self, Program};
+use crate::bench_env::process::Program;
 use crate::bench_env::servers::Servers;
 use crate::bench_env::{BenchEnv, IDLE_WATCH, OrderDeadline, SETTLING};
 use crate::report::{self, round, whole};
@@ -25,7 +26,7 @@ const TIMEOUT: Duration = Duration::from_secs(180);
 const ROLL_OVER: &str = "#{names := #{wal := Wal}} = ra_system:fetch(quorum_queues), ra_log_wal:force_roll_over(Wal).";
 
 pub async fn run(servers: &Servers, options: &Options, alarms: usize) -> anyhow::Result<()> {
-    let env = BenchEnv::with_broker(servers, options, &[]).await?;
+    let env = BenchEnv::for_worker(servers, options, &[]).await?;
     let outcome = measure(&env, servers, options, alarms).await;
     env.clean_up().await?;
     report::print_line(&outcome?, options.json);
@@ -56,7 +57,7 @@ async fn measure(env: &BenchEnv<'_>, servers: &Servers, options: &Options, alarm
         "broker_rss_mib": round(settled.broker_rss_mib, 1), "broker_rss_mib_before": round(before.broker_rss_mib, 1),
         "worker_bytes_per_alarm": round((settled.worker_mib - before.worker_mib) * MIB / alarms as f64, 1),
         "worker_rss_mib": round(settled.worker_mib, 1), "worker_rss_mib_before": round(before.worker_mib, 1),
-        "worker_peak_rss_mib": round(process::peak_rss_mib(worker.pid())?, 1),
+        "worker_peak_rss_mib": round(linux::peak_rss_mib(worker.pid())?, 1),
         "idle_broker_share_of_a_core": round(idle.broker, 4),
         "idle_broker_share_of_a_core_before": round(idle_before.broker, 4),
         "idle_worker_share_of_a_core": round(idle.worker, 4),
@@ -125,8 +126,8 @@ impl Memory {
         let collect = "[erlang:garbage_collect(P) || P <- processes()], erlang:memory(total).";
         Ok(Self {
             broker_bytes: servers.broker.ctl(&["eval", collect])?.trim().parse()?,
-            broker_rss_mib: process::rss_mib(pid)?,
-            worker_mib: process::rss_mib(worker.pid())?,
+            broker_rss_mib: linux::rss_mib(pid)?,
+            worker_mib: linux::rss_mib(worker.pid())?,
         })
     }
 
@@ -144,12 +145,9 @@ struct Idle {
 impl Idle {
     async fn watch(servers: &Servers, worker: &Program) -> anyhow::Result<Self> {
         let pid = servers.broker.pid().context("idleness can be measured of a private broker alone")?;
-        let (broker_s, worker_s) = (process::cpu_s(pid)?, process::cpu_s(worker.pid())?);
+        let (broker_s, worker_s) = (linux::cpu_s(pid)?, linux::cpu_s(worker.pid())?);
         tokio::time::sleep(IDLE_WATCH).await;
         let share = |before: f64, after: f64| (after - before) / IDLE_WATCH.as_secs_f64();
-        Ok(Self {
-            broker: share(broker_s, process::cpu_s(pid)?),
-            worker: share(worker_s, process::cpu_s(worker.pid())?),
-        })
+        Ok(Self { broker: share(broker_s, linux::cpu_s(pid)?), worker: share(worker_s, linux::cpu_s(worker.pid())?) })
     }
 }

@@ -64,7 +64,7 @@ const CONTENDERS: [Comparison; 3] = [
 ];
 
 pub async fn run(servers: &Servers, options: &Options, orders: usize) -> anyhow::Result<()> {
-    let env = BenchEnv::with_broker(servers, options, &[]).await?;
+    let env = BenchEnv::for_worker(servers, options, &[]).await?;
     // Otherwise the first round, including the bare client's, would meet a broker that is still busy with its queues.
     tokio::time::sleep(SETTLING).await;
     let connection = env.connect().await?;

@@ -371,6 +371,9 @@ pub enum EndKind {
     Unreadable,
     /// The broker had an internal error, as RabbitMQ 3 has with a message that it cannot convert to AMQP 0-9-1.
     BrokerFailed,
+    /// A delivery was not acknowledged within the broker's `consumer_timeout`. RabbitMQ up to 4.2 closes the channel then;
+    /// later versions cancel the consumer, which is no error.
+    AckTimeout,
     /// Anything else, such as a network failure.
     Other,
 }
@@ -388,6 +391,13 @@ pub fn end_kind(error: &lapin::Error) -> EndKind {
             EndKind::Unreadable
         }
         ErrorKind::ProtocolError(amqp) if amqp.get_id() == reply_code::INTERNAL_ERROR => EndKind::BrokerFailed,
+        // RabbitMQ, rabbit_channel.erl: "delivery acknowledgement on channel ~w timed out".
+        ErrorKind::ProtocolError(amqp)
+            if amqp.get_id() == reply_code::PRECONDITION_FAILED
+                && amqp.get_message().as_str().contains("delivery acknowledgement on channel") =>
+        {
+            EndKind::AckTimeout
+        }
         _ => EndKind::Other,
     }
 }
@@ -437,6 +447,19 @@ mod tests {
         ] {
             assert_eq!(kind_of(other.clone()), EndKind::Other, "{other:?}");
         }
+    }
+
+    #[test]
+    fn acknowledgement_timeout_is_recognized() {
+        let precondition = |text: &str| {
+            ErrorKind::ProtocolError(AMQPError::new(
+                AMQPErrorKind::Soft(AMQPSoftError::PRECONDITIONFAILED),
+                text.into(),
+            ))
+        };
+        let timeout = "PRECONDITION_FAILED - delivery acknowledgement on channel 2 timed out. Timeout value used: 5000 ms. This timeout value can be configured, see consumers doc guide to learn more";
+        assert_eq!(kind_of(precondition(timeout)), EndKind::AckTimeout);
+        assert_eq!(kind_of(precondition("PRECONDITION_FAILED - unknown delivery tag 7")), EndKind::Other);
     }
 
     #[test]

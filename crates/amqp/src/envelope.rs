@@ -70,6 +70,12 @@ pub fn x_delay(delay_ms: u64) -> (&'static str, AMQPValue) {
     ("x-delay", AMQPValue::LongLongInt(i64::try_from(delay_ms).unwrap_or(i64::MAX)))
 }
 
+/// The header with a W3C trace context, of alarms and of events.
+#[must_use]
+pub fn traceparent(context: String) -> (&'static str, AMQPValue) {
+    (HEADER_TRACEPARENT, AMQPValue::LongString(context.into()))
+}
+
 /// What a message says about an alarm besides its body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AlarmHeaders {
@@ -103,8 +109,8 @@ pub fn address(alarm: &Alarm, route: Route, alarm_headers: AlarmHeaders) -> Outg
         let early = i32::try_from(alarm_headers.returns.early).unwrap_or(i32::MAX);
         headers.push((HEADER_EARLY_RETURNS, AMQPValue::LongInt(early)));
     }
-    if let Some(traceparent) = alarm_headers.traceparent {
-        headers.push((HEADER_TRACEPARENT, AMQPValue::LongString(traceparent.into())));
+    if let Some(context) = alarm_headers.traceparent {
+        headers.push(traceparent(context));
     }
     Outgoing {
         exchange: route.exchange,

@@ -23,6 +23,7 @@ use tokio::sync::{Mutex, mpsc, oneshot};
 
 use crate::AmqpSettings;
 use crate::connect::BrokerError;
+use crate::connection::JoinedConnection;
 use channel::PublishChannel;
 pub use error::PublishError;
 use job_queue::{Job, JobQueue};
@@ -48,7 +49,7 @@ pub struct ConfirmedPublisher {
     jobs: mpsc::Sender<Job>,
     /// How long a job may take from the time it is submitted, including the time in the queue.
     timeout: Duration,
-    missing_route: Arc<MissingRoute>,
+    shared: Arc<SharedConnection>,
 }
 
 impl ConfirmedPublisher {
@@ -78,18 +79,25 @@ impl ConfirmedPublisher {
     fn over(shared: SharedConnection) -> Self {
         let (jobs, receiver) = mpsc::channel(QUEUED_JOBS);
         let timeout = shared.settings.connect_timeout + shared.settings.confirm_timeout;
-        let missing_route = shared.missing_route.clone();
         let (shared, queue) = (Arc::new(shared), Arc::new(Mutex::new(JobQueue { receiver, next: None })));
         for _ in 0..CHANNELS {
             tokio::spawn(PublishChannel { shared: shared.clone(), queue: queue.clone(), channel: None }.run());
         }
-        Self { jobs, timeout, missing_route }
+        Self { jobs, timeout, shared }
     }
 
     /// Signalled when a message is unroutable. All clones of this handle share it.
     #[must_use]
     pub fn missing_route(&self) -> Arc<MissingRoute> {
-        self.missing_route.clone()
+        self.shared.missing_route.clone()
+    }
+
+    /// The connection of the messages, opened if there is none, for declaring what they need.
+    ///
+    /// # Errors
+    /// [`PublishError::NotConnected`] if there is none, [`PublishError::Blocked`] while the broker reads nothing from it.
+    pub async fn connection(&self) -> Result<Arc<JoinedConnection>, PublishError> {
+        self.shared.usable_connection().await
     }
 
     /// Publishes one message. Returns within `connect_timeout` + `confirm_timeout`.
@@ -158,7 +166,18 @@ mod tests {
     async fn messages_are_requested_window_by_window() {
         let (jobs, _never_finished) = mpsc::channel(QUEUED_JOBS);
         let timeout = Duration::from_millis(10);
-        let publisher = ConfirmedPublisher { jobs, timeout, missing_route: Arc::default() };
+        let settings = AmqpSettings {
+            url: "amqp://guest:guest@localhost".into(),
+            url_file: String::new(),
+            ca_file: String::new(),
+            client_cert_file: String::new(),
+            client_key_file: String::new(),
+            heartbeat: timeout,
+            connect_timeout: timeout,
+            confirm_timeout: timeout,
+        };
+        let shared = Arc::new(SharedConnection::new(&settings, "test"));
+        let publisher = ConfirmedPublisher { jobs, timeout, shared };
         let (all, mut asked_for) = (10 * WINDOWS_AT_ONCE * WINDOW, 0);
         let messages = (0..all).map(|_| {
             asked_for += 1;

@@ -1,14 +1,17 @@
 //! Every exchange, queue, binding and argument: declared and verified here, in one place. `names.rs` has their names,
-//! `definitions_file.rs` writes them as a RabbitMQ definitions file, `inspect.rs` checks for a worker whether they exist,
-//! and `publishing.rs` for a publisher.
+//! `slots.rs` the wheel's queues, which are declared when they are needed, `definitions_file.rs` writes the rest as a
+//! RabbitMQ definitions file, `inspect.rs` checks for a worker whether they exist, and `publishing.rs` for a publisher.
 //!
-//! Never deletes an exchange or a queue: if one exists with other arguments, the error names it and says how to
-//! migrate. It removes only the bindings of another number of shards, which would deliver every alarm twice.
+//! Never deletes an exchange or a queue, except for slots that an operator wants pruned (`prune.rs`): if one exists with
+//! other arguments, the error names it and says how to migrate. It removes only the bindings of another number of shards,
+//! which would deliver every alarm twice.
 
 mod definitions_file;
 mod inspect;
 mod names;
+mod prune;
 mod publishing;
+mod slots;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,14 +22,15 @@ use lapin::options::{
 };
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, ExchangeKind};
-use order_timeout_core::delay::wheel::Wheel;
 use order_timeout_core::delay::{DelaySettings, Strategy};
 
 use crate::connect::{reply, reply_code};
 
-pub use inspect::{SeenQueue, Sight, queue_exists};
+pub use inspect::{SeenQueue, Sight, find_queue, queue_exists};
 pub use names::Names;
+pub use prune::{Pruned, prune};
 pub use publishing::require_alarm_exchanges;
+pub use slots::{Slot, Slots, declare_slots};
 
 /// Routing key of every message for the processing queue.
 pub const DUE_KEY: &str = "due";
@@ -101,7 +105,7 @@ pub struct Binding {
     pub routing_key: String,
 }
 
-/// All objects of one deployment. The processing side is first, so that no message is dead-lettered to a missing
+/// All objects of one deployment but for the wheel's queues ([`Slots`]). The processing side is first, so that no message is dead-lettered to a missing
 /// exchange while the rest is being declared.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Topology {
@@ -227,8 +231,6 @@ impl Topology {
     /// What these settings ask for; `shards` is the number of processing queues, 1 to [`MAX_SHARDS`]. Expects validated
     /// settings.
     ///
-    /// # Panics
-    /// If the strategy is `dead-letter` and the rings do not mesh, which [`DelaySettings::validate`] refuses.
     #[must_use]
     pub fn new(names: &Names, delay: &DelaySettings, shards: u8) -> Self {
         let mut topology = Self {
@@ -244,9 +246,10 @@ impl Topology {
         match delay.strategy {
             Strategy::DeadLetter => {
                 topology.add_lanes(names, delay);
-                topology.add_wheel(names, &delay.wheel().expect("validated settings have rings that mesh"));
+                topology.exchange(names.slot(), "direct");
             }
             Strategy::DelayedExchange => topology.add_delayed_exchange(names, shards),
+            Strategy::Database => {}
         }
         topology
     }
@@ -300,20 +303,6 @@ impl Topology {
                     // For publishers that do not shard. To one queue only: a key bound to four delivers four copies.
                     self.bind(names.delay(), queue, &lane.name);
                 }
-            }
-        }
-    }
-
-    fn add_wheel(&mut self, names: &Names, wheel: &Wheel) {
-        self.exchange(names.slot(), "direct");
-        for (index, ring) in wheel.rings().iter().enumerate() {
-            for slot in 0..ring.slots {
-                let queue = names.slot_queue(&ring.name, slot);
-                // Alarms of coarse slots go through the inbox into a finer ring, so that they never block an alarm that is due.
-                let (exchange, key) = if index == 0 { (names.due(), DUE_KEY) } else { (names.schedule(), "schedule") };
-                let arguments = with_queue_ttl(dead_lettering(&exchange, key), ring.span());
-                self.queue(queue.clone(), arguments);
-                self.bind(names.slot(), queue, &Names::slot_key(&ring.name, slot));
             }
         }
     }
@@ -377,8 +366,7 @@ impl Topology {
         }
         for queue in &self.queues {
             let passive = self.consumed.contains(&queue.name);
-            let options = QueueDeclareOptions { durable: true, passive, ..Default::default() };
-            let declared = channel.queue_declare(queue.name.as_str().into(), options, table(&queue.arguments)).await;
+            let declared = declare_queue(&channel, queue, passive).await;
             declared.map_err(|error| self.explain(Object::Queue(&queue.name), &error))?;
         }
         for binding in &self.bindings {
@@ -417,32 +405,34 @@ impl Topology {
     }
 
     fn explain(&self, object: Object<'_>, error: &lapin::Error) -> TopologyError {
-        let (object, removal) = (object.to_string(), object.removal());
-        match reply(error) {
-            // RabbitMQ, rabbit_amqqueue.erl and rabbit_queue_type.erl: "queue limit in vhost '~s' (~p) is reached", and
-            // "in cluster".
-            Some((reply_code::PRECONDITION_FAILED, limit)) if limit.contains("is reached") => TopologyError::Failed {
-                object,
-                why: format!(
-                    "{limit}; raise it with rabbitmqctl set_vhost_limits, or cluster_queue_limit in rabbitmq.conf"
-                ),
-            },
-            Some((reply_code::PRECONDITION_FAILED, difference)) => {
-                TopologyError::Differs { object, difference, removal }
-            }
-            Some((reply_code::NOT_FOUND, why)) => TopologyError::Missing { object, why },
-            Some((reply_code::ACCESS_REFUSED, why)) => {
-                TopologyError::Refused { object, why, namespace: self.namespace.clone() }
-            }
-            _ => TopologyError::Failed { object, why: error.to_string() },
+        explain(&self.namespace, object, error)
+    }
+}
+
+fn explain(namespace: &str, object: Object<'_>, error: &lapin::Error) -> TopologyError {
+    let (object, removal) = (object.to_string(), object.removal());
+    match reply(error) {
+        // RabbitMQ, rabbit_amqqueue.erl and rabbit_queue_type.erl: "queue limit in vhost '~s' (~p) is reached", and
+        // "in cluster".
+        Some((reply_code::PRECONDITION_FAILED, limit)) if limit.contains("is reached") => TopologyError::Failed {
+            object,
+            why: format!(
+                "{limit}; raise it with rabbitmqctl set_vhost_limits, or cluster_queue_limit in rabbitmq.conf"
+            ),
+        },
+        Some((reply_code::PRECONDITION_FAILED, difference)) => TopologyError::Differs { object, difference, removal },
+        Some((reply_code::NOT_FOUND, why)) => TopologyError::Missing { object, why },
+        Some((reply_code::ACCESS_REFUSED, why)) => {
+            TopologyError::Refused { object, why, namespace: namespace.to_owned() }
         }
+        _ => TopologyError::Failed { object, why: error.to_string() },
     }
 }
 
 /// The most processing queues: each is a channel of every worker that consumes it.
 pub const MAX_SHARDS: u8 = 64;
 
-/// The timeout of declaring everything; 157 queues take a second on a fast machine.
+/// The timeout of declaring everything; 64 lanes of 16 queues take some seconds on a fast machine.
 pub const DECLARE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How often an alarm may be returned before the broker dead-letters it. A million, because `attempt` is our limit: −1
@@ -495,6 +485,11 @@ fn table(arguments: &BTreeMap<&'static str, Argument>) -> FieldTable {
         table.insert((*key).into(), value);
     }
     table
+}
+
+async fn declare_queue(channel: &Channel, queue: &Queue, passive: bool) -> lapin::Result<()> {
+    let options = QueueDeclareOptions { durable: true, passive, ..Default::default() };
+    channel.queue_declare(queue.name.as_str().into(), options, table(&queue.arguments)).await.map(drop)
 }
 
 async fn bind(channel: &Channel, binding: &Binding) -> lapin::Result<()> {

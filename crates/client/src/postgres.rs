@@ -7,11 +7,12 @@
 //! The row decides, so a later deadline changes only the row: after any number of extensions the order has one alarm.
 //! Only an earlier deadline needs an alarm of its own. Paying or cancelling an order needs nothing from here.
 
+use order_timeout_core::message::is_traceparent;
 use order_timeout_core::order::{OrderId, OrderIdError, Timestamp};
 use sqlx::encode::IsNull;
 use sqlx::postgres::types::Oid;
 use sqlx::postgres::{PgArgumentBuffer, PgHasArrayType, PgTypeInfo, PgValueRef};
-use sqlx::{PgConnection, PgExecutor, Postgres, Row};
+use sqlx::{AssertSqlSafe, PgConnection, PgExecutor, Postgres, Row};
 
 /// The statement of [`move_deadline`]; services in other languages use the same file.
 const DEADLINE_SQL: &str = include_str!("../sql/deadline.sql");
@@ -30,7 +31,7 @@ pub enum ScheduleError {
 
 /// Schedules an alarm as part of the caller's transaction: it exists if, and only if, that transaction commits.
 /// `deadline` is the one in the order's row. Inserts one row, which a worker publishes. In any other language the same
-/// is `INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, $2)`.
+/// is `INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, $2)`. [`NewAlarm`] schedules one with a trace context.
 ///
 /// ```no_run
 /// # async fn example(pool: sqlx::PgPool, id: &str) -> Result<(), Box<dyn std::error::Error>> {
@@ -52,34 +53,106 @@ pub async fn schedule(
     order_id: impl AsRef<str>,
     deadline: impl Into<Timestamp>,
 ) -> Result<(), ScheduleError> {
-    let order_id = OrderId::new(order_id)?;
-    sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, $2)")
-        .bind(order_id.as_str())
-        .bind(Timestamptz(deadline.into()))
-        .execute(transaction)
-        .await?;
-    Ok(())
+    NewAlarm::new(order_id, deadline).schedule(transaction).await
 }
 
-/// Schedules many alarms as part of the caller's transaction, with one statement.
+/// Schedules many alarms as part of the caller's transaction, with one statement. An alarm is a pair of order id and
+/// deadline, or a [`NewAlarm`].
 ///
 /// # Errors
 /// [`ScheduleError`]; roll the transaction back.
-pub async fn schedule_all<I: AsRef<str>, D: Into<Timestamp>>(
+pub async fn schedule_all<A: Into<NewAlarm>>(
     transaction: &mut PgConnection,
-    alarms: impl IntoIterator<Item = (I, D)>,
+    alarms: impl IntoIterator<Item = A>,
 ) -> Result<(), ScheduleError> {
-    let (mut ids, mut deadlines) = (Vec::new(), Vec::new());
-    for (id, deadline) in alarms {
-        ids.push(OrderId::new(id)?.as_str().to_owned());
-        deadlines.push(Timestamptz(deadline.into()));
+    let (mut ids, mut deadlines, mut traceparents) = (Vec::new(), Vec::new(), Vec::new());
+    for alarm in alarms {
+        let NewAlarm { order_id, deadline, traceparent } = alarm.into();
+        ids.push(OrderId::new(order_id)?.as_str().to_owned());
+        deadlines.push(Timestamptz(deadline));
+        traceparents.push(traceparent);
     }
-    sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) SELECT * FROM unnest($1::text[], $2::timestamptz[])")
+    // Without trace contexts the columns of every version, as in [`NewAlarm::schedule`].
+    let insert = if traceparents.iter().all(Option::is_none) {
+        sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) SELECT * FROM unnest($1::text[], $2::timestamptz[])")
+            .bind(ids)
+            .bind(deadlines)
+    } else {
+        sqlx::query(
+            "INSERT INTO alarm_outbox (order_id, deadline, traceparent)
+             SELECT * FROM unnest($1::text[], $2::timestamptz[], $3::text[])",
+        )
         .bind(ids)
         .bind(deadlines)
-        .execute(transaction)
-        .await?;
+        .bind(traceparents)
+    };
+    insert.execute(transaction).await?;
     Ok(())
+}
+
+/// An alarm to be scheduled, with what an alarm need not have.
+///
+/// ```no_run
+/// # async fn example(tx: &mut sqlx::PgConnection, id: &str, traceparent: &str) -> Result<(), Box<dyn std::error::Error>> {
+/// use std::time::{Duration, SystemTime};
+///
+/// use order_timeout_client::postgres::NewAlarm;
+///
+/// let deadline = SystemTime::now() + Duration::from_secs(30 * 60);
+/// NewAlarm::new(id, deadline).traceparent(traceparent).schedule(tx).await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewAlarm {
+    order_id: String,
+    deadline: Timestamp,
+    traceparent: Option<String>,
+}
+
+impl NewAlarm {
+    /// An alarm of this order for this deadline, which is the one in the order's row.
+    #[must_use]
+    pub fn new(order_id: impl AsRef<str>, deadline: impl Into<Timestamp>) -> Self {
+        Self { order_id: order_id.as_ref().to_owned(), deadline: deadline.into(), traceparent: None }
+    }
+
+    /// The W3C trace context of the code that schedules, such as
+    /// `00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01`. The worker sends it as header `traceparent` with the alarm
+    /// and with the event of the order's close. Text that is no trace context is left out, because no order may fail for its
+    /// trace.
+    #[must_use]
+    pub fn traceparent(mut self, context: impl AsRef<str>) -> Self {
+        let context = context.as_ref();
+        self.traceparent = is_traceparent(context).then(|| context.to_owned());
+        self
+    }
+
+    /// Schedules it as part of the caller's transaction, as [`schedule`] does.
+    ///
+    /// # Errors
+    /// [`ScheduleError`]; roll the transaction back.
+    pub async fn schedule(self, transaction: &mut PgConnection) -> Result<(), ScheduleError> {
+        let order_id = OrderId::new(self.order_id)?;
+        // Without a trace context the columns of every version, for a shop that is upgraded before its worker's tables.
+        let insert = match &self.traceparent {
+            None => sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, $2)"),
+            Some(_) => sqlx::query("INSERT INTO alarm_outbox (order_id, deadline, traceparent) VALUES ($1, $2, $3)"),
+        };
+        let insert = insert.bind(order_id.as_str()).bind(Timestamptz(self.deadline));
+        let insert = match self.traceparent {
+            None => insert,
+            Some(context) => insert.bind(context),
+        };
+        insert.execute(transaction).await?;
+        Ok(())
+    }
+}
+
+impl<I: AsRef<str>, D: Into<Timestamp>> From<(I, D)> for NewAlarm {
+    fn from((order_id, deadline): (I, D)) -> Self {
+        Self::new(order_id, deadline)
+    }
 }
 
 /// The result of [`move_deadline`].
@@ -94,7 +167,7 @@ pub enum Moved {
     Unchanged {
         /// `paid`, `closed` and so on; `unpaid` if a trigger skipped the update.
         status: String,
-        /// The deadline in the row.
+        /// The deadline in the row; the latest timestamp of all if the row has none.
         deadline: Timestamp,
     },
     /// There is no such order, or the transaction cannot see it.
@@ -163,8 +236,24 @@ pub async fn move_deadline(
     order_id: impl AsRef<str>,
     deadline: impl Into<Timestamp>,
 ) -> Result<Moved, MoveDeadlineError> {
+    move_deadline_by(executor, DEADLINE_SQL, order_id, deadline).await
+}
+
+/// [`move_deadline`] by a statement with the parameters and columns of `sql/deadline.sql`, for a worker whose orders
+/// are in another table.
+///
+/// # Errors
+/// [`MoveDeadlineError`]; roll the transaction back.
+#[doc(hidden)]
+pub async fn move_deadline_by(
+    executor: impl PgExecutor<'_>,
+    statement: &str,
+    order_id: impl AsRef<str>,
+    deadline: impl Into<Timestamp>,
+) -> Result<Moved, MoveDeadlineError> {
     let order_id = OrderId::new(order_id)?;
-    let found = sqlx::query(DEADLINE_SQL)
+    // Ours, or rendered from the operator's configuration.
+    let found = sqlx::query(AssertSqlSafe(statement.to_owned()))
         .bind(order_id.as_str())
         .bind(Timestamptz(deadline.into()))
         .fetch_optional(executor)

@@ -34,6 +34,11 @@ pub const HEADER_RETURNS_AT: &str = "returns-at";
 pub const HEADER_EARLY_RETURNS: &str = "early-returns";
 /// Header: W3C trace context of the publisher that scheduled the alarm.
 pub const HEADER_TRACEPARENT: &str = "traceparent";
+/// The longest text that is carried as a trace context, in bytes. Version 00 has 55; later versions may
+/// have more.
+pub const MAX_TRACEPARENT_BYTES: usize = 200;
+/// The length of a trace context of version 00: W3C Trace Context, section 3.2.2.
+const TRACEPARENT_BYTES: usize = 55;
 /// The kind of deadline if a message does not name one.
 pub const DEFAULT_KIND: &str = "order.unpaid";
 /// What RabbitMQ itself writes into the property `type` of a message from an AMQP 1.0 publisher: RabbitMQ 3 the first
@@ -42,6 +47,23 @@ pub const DEFAULT_KIND: &str = "order.unpaid";
 const AMQP_1_0_TYPES: [&str; 2] = ["binary", "amqp-1.0"];
 /// The largest alarm body accepted, in bytes.
 pub const MAX_BODY_BYTES: usize = 16 * 1024;
+
+/// Whether this text is a W3C trace context: version, trace id, parent id and flags as lower-case hexadecimal digits, with
+/// a hyphen between them. A version later than 00 may append fields after another hyphen.
+#[must_use]
+pub fn is_traceparent(text: &str) -> bool {
+    let bytes = text.as_bytes();
+    let Some((known, rest)) = bytes.split_at_checked(TRACEPARENT_BYTES) else { return false };
+    let is_hyphen_at = |at: &usize| [2, 35, 52].contains(at);
+    let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    let is_formed =
+        known.iter().enumerate().all(|(at, byte)| if is_hyphen_at(&at) { *byte == b'-' } else { is_digit(*byte) });
+    let is_version_00 = known.starts_with(b"00");
+    // The specification forbids version ff, and ids of zeros only.
+    let is_allowed = !known.starts_with(b"ff") && known[3..35] != [b'0'; 32] && known[36..52] != [b'0'; 16];
+    let is_rest_allowed = rest.is_empty() || (!is_version_00 && rest[0] == b'-' && rest.is_ascii());
+    is_formed && is_allowed && is_rest_allowed && bytes.len() <= MAX_TRACEPARENT_BYTES
+}
 
 /// "This order expires at `deadline`": the body of an alarm, version 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -287,6 +309,21 @@ mod tests {
             let fault = Alarm::read(&body, None).unwrap_err().to_string();
             assert!(fault.contains(expected), "{fault} does not contain {expected:?}");
         }
+    }
+
+    #[test]
+    fn trace_contexts_are_told_from_other_text() {
+        let context = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+        assert!(is_traceparent(context));
+        assert!(is_traceparent(&format!("01{}-more", &context[2..])));
+        let zeros = "00-00000000000000000000000000000000-00f067aa0ba902b7-01";
+        let no_parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-0000000000000000-01";
+        for other in ["", "00", zeros, no_parent, &context.to_uppercase(), &context[..54], &format!("{context}-more")] {
+            assert!(!is_traceparent(other), "{other}");
+        }
+        assert!(!is_traceparent(&format!("ff{}", &context[2..])));
+        assert!(!is_traceparent(&format!("01{}-{}", &context[2..], "x".repeat(200))));
+        assert!(!is_traceparent(&format!("{}é", &context[..54])));
     }
 
     #[test]

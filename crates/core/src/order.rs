@@ -193,6 +193,8 @@ impl<Tz: chrono::TimeZone> From<chrono::DateTime<Tz>> for Timestamp {
 pub enum ClosedBy {
     /// A message from the broker woke the worker: the normal path.
     Alarm,
+    /// The worker read its deadline from the database shortly before, because no alarm could be expected.
+    LookAhead,
     /// The safety net found an overdue order that no alarm had woken.
     Sweep,
     /// A person asked for it on the command line.
@@ -205,6 +207,7 @@ impl ClosedBy {
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Alarm => "alarm",
+            Self::LookAhead => "look_ahead",
             Self::Sweep => "sweep",
             Self::Manual => "manual",
         }
@@ -373,12 +376,32 @@ pub struct Overdue {
 /// A page of overdue orders to be read from the database.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SweepPage {
-    /// How long after its deadline an order is included: until then its alarm may still come.
-    pub grace: Duration,
+    /// Which orders are included.
+    pub reach: SweepReach,
     /// Where the previous page ended; `None` begins a pass.
     pub after: Option<SweepPlace>,
     /// The most rows that the page may have.
     pub limit: usize,
+}
+
+/// How far a page of the sweep reaches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SweepReach {
+    /// Orders that have been overdue for this long: until then their alarms may still come.
+    Overdue(Duration),
+    /// All overdue orders, and those that fall due within this time: no alarm is expected for them.
+    Ahead(Duration),
+}
+
+impl SweepReach {
+    /// How long after its deadline an order is included, in seconds; negative: before it.
+    #[must_use]
+    pub fn grace_s(self) -> f64 {
+        match self {
+            Self::Overdue(grace) => grace.as_secs_f64(),
+            Self::Ahead(ahead) => -ahead.as_secs_f64(),
+        }
+    }
 }
 
 /// A row's position in the order (deadline, id). The id as the row has it: an id that is no [`OrderId`] must not stop a

@@ -29,19 +29,26 @@ pub struct StoreError(#[from] sqlx::Error);
 /// The last canary of one path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sent {
+    /// The path's name.
     pub path: String,
+    /// The queue in which it waits.
     pub queue: String,
+    /// When it was sent, by the database's clock.
     pub sent_at: Timestamp,
+    /// When it is expected back, by the database's clock.
     pub due_at: Timestamp,
     /// When the first of the consecutive missing canaries was due.
     pub waiting_since: Timestamp,
+    /// Whether it came back.
     pub has_arrived: bool,
 }
 
 /// The tables' contents at one time of the database's clock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Known {
+    /// That time.
     pub now: Timestamp,
+    /// The last canary of each path.
     pub sent: Vec<Sent>,
     /// Consumers of the processing queues that recognise canaries.
     pub readers: i64,
@@ -56,6 +63,7 @@ pub struct CanaryStore {
 }
 
 impl CanaryStore {
+    /// The rows of this namespace, for one more worker.
     #[must_use]
     pub fn new(database: Database, namespace: &str) -> Self {
         Self { database, namespace: namespace.to_owned(), worker: Uuid::now_v7() }

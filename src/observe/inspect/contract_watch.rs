@@ -213,7 +213,7 @@ mod tests {
     use order_timeout_core::alarm::DeliveredAlarm;
     use order_timeout_core::engine::{LockMode, Origin, WorkItem};
     use order_timeout_core::message::Alarm;
-    use order_timeout_core::order::{CloseOutcome, Overdue, Timestamp};
+    use order_timeout_core::order::{CloseOutcome, Overdue, SweepReach, Timestamp};
 
     use super::*;
 
@@ -235,7 +235,7 @@ mod tests {
 
     impl Run {
         fn page(&mut self, after: Option<SweepPlace>, orders: &[(&str, i64)]) {
-            self.watch.page_asked(&SweepPage { grace: TICK, after, limit: 9 }, self.now);
+            self.watch.page_asked(&SweepPage { reach: SweepReach::Overdue(TICK), after, limit: 9 }, self.now);
             self.now += TICK;
             let orders = orders.iter().map(|(id, deadline)| overdue(id, *deadline)).collect();
             self.watch.page_found(&SweptPage { orders, next: None }, self.now);
@@ -287,7 +287,7 @@ mod tests {
     #[test]
     fn page_requested_before_close_proves_nothing() {
         let mut run = run();
-        run.watch.page_asked(&SweepPage { grace: TICK, after: None, limit: 9 }, run.now);
+        run.watch.page_asked(&SweepPage { reach: SweepReach::Overdue(TICK), after: None, limit: 9 }, run.now);
         run.close("17", 1, Outcome::Closed);
         for _ in 0..3 {
             let orders = vec![overdue("17", 1)];

@@ -11,7 +11,7 @@ pub mod registration;
 pub mod relay_watch;
 pub mod schema;
 
-use crate::config::{DatabaseSettings, OrdersSettings};
+use crate::config::Settings;
 use crate::postgres::{Database, DatabaseError, one_line};
 use schema::Schema;
 
@@ -19,9 +19,9 @@ use schema::Schema;
 ///
 /// # Errors
 /// [`DatabaseError`], one sentence that names what is missing.
-pub async fn require_complete(settings: &DatabaseSettings, orders: &OrdersSettings) -> Result<(), DatabaseError> {
-    let database = Database::connect(settings, 1).await?;
-    let found = Schema::new(orders).look(&database).await;
+pub async fn require_complete(settings: &Settings) -> Result<(), DatabaseError> {
+    let database = Database::connect(&settings.database, 1).await?;
+    let found = Schema::new(settings).look(&database).await;
     let found = found.map_err(|error| DatabaseError(format!("the schema cannot be checked: {}", one_line(&error))))?;
     let missing: Vec<String> = found.into_iter().filter_map(|(_, why)| why).collect();
     if missing.is_empty() { Ok(()) } else { Err(DatabaseError(missing.join("; "))) }

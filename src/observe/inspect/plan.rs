@@ -44,12 +44,22 @@ pub struct Plans {
     overdue: (SqlStr, String),
     /// The close statement, its number of parameters and its name, if it is the shop's own.
     own_close: Option<(SqlStr, usize, String)>,
+    /// A relation up to this size may be read completely.
+    small_bytes: i64,
 }
 
 impl Plans {
+    /// The overdue statement with its name; and the close statement with the number of its parameters and its name, if it is
+    /// the shop's own.
     #[must_use]
     pub fn new(overdue: (SqlStr, String), own_close: Option<(SqlStr, usize, String)>) -> Self {
-        Self { overdue, own_close }
+        Self { overdue, own_close, small_bytes: SMALL_BYTES }
+    }
+
+    /// Reports a missing index even of a small or empty table.
+    #[must_use]
+    pub fn of_any_size(self) -> Self {
+        Self { small_bytes: -1, ..self }
     }
 
     /// Explains the statements once.
@@ -107,7 +117,7 @@ impl Plans {
             sizes.into_iter().map(|(schema, table, bytes)| ((schema, table), bytes)).collect();
         let large = scans.into_iter().find_map(|scan| {
             let bytes = *sizes.get(&(scan.schema.clone(), scan.table.clone()))?;
-            (bytes > SMALL_BYTES).then(|| scan.sentence(&self.overdue.1, bytes))
+            (bytes > self.small_bytes).then(|| scan.sentence(&self.overdue.1, bytes))
         });
         Ok(large)
     }

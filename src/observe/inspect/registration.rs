@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use order_timeout_core::delay::Strategy;
+use order_timeout_core::engine::Share;
 use sqlx::Row;
 use sqlx::types::Json;
 use uuid::Uuid;
@@ -26,7 +26,7 @@ here AS (
     INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays) VALUES ($1, $2, $3, $4, $5, $6)
     ON CONFLICT (id) DO UPDATE SET last_seen = clock_timestamp()
 )
-SELECT host, pid, namespace, delays FROM order_timeout_workers
+SELECT id, host, pid, namespace, delays FROM order_timeout_workers
 WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
 
 /// The settings of a worker that must agree, by name.
@@ -35,6 +35,7 @@ type Delays = BTreeMap<String, String>;
 /// A registered worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Entry {
+    id: Uuid,
     host: String,
     pid: i32,
     namespace: String,
@@ -45,29 +46,39 @@ struct Entry {
 #[derive(Debug)]
 pub struct Registration {
     database: Database,
-    id: Uuid,
     own: Entry,
 }
 
+/// What a registration has found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Registered {
+    /// How other workers on this schema differ, if they do.
+    pub disagreement: Option<String>,
+    /// The orders that this worker reads ahead, among the live workers of its namespace.
+    pub share: Share,
+}
+
 impl Registration {
+    /// A worker with these settings. Writes nothing yet.
     #[must_use]
     pub fn new(database: Database, settings: &Settings) -> Self {
         let own = Entry {
+            id: Uuid::now_v7(),
             host: host(),
             pid: i32::try_from(std::process::id()).unwrap_or_default(),
             namespace: settings.namespace.clone(),
             delays: delays(settings),
         };
-        Self { database, id: Uuid::now_v7(), own }
+        Self { database, own }
     }
 
-    /// Registers this worker, or renews its registration. Returns how other workers on this schema differ, if they do.
+    /// Registers this worker, or renews its registration.
     ///
     /// # Errors
     /// sqlx's.
-    pub async fn register(&self) -> Result<Option<String>, sqlx::Error> {
+    pub async fn register(&self) -> Result<Registered, sqlx::Error> {
         let register = sqlx::query(REGISTER)
-            .bind(self.id)
+            .bind(self.own.id)
             .bind(&self.own.host)
             .bind(self.own.pid)
             .bind(env!("CARGO_PKG_VERSION"))
@@ -77,6 +88,7 @@ impl Registration {
         let read = |row: &sqlx::postgres::PgRow| {
             let Json(delays) = row.try_get("delays")?;
             Ok(Entry {
+                id: row.try_get("id")?,
                 host: row.try_get("host")?,
                 pid: row.try_get("pid")?,
                 namespace: row.try_get("namespace")?,
@@ -84,7 +96,7 @@ impl Registration {
             })
         };
         let others = rows.iter().map(read).collect::<Result<Vec<Entry>, sqlx::Error>>()?;
-        Ok(disagreement(&self.own, &others))
+        Ok(Registered { disagreement: disagreement(&self.own, &others), share: share(&self.own, &others) })
     }
 
     /// Removes the registration of a worker that stops.
@@ -92,7 +104,7 @@ impl Registration {
     /// # Errors
     /// sqlx's; the row then counts as gone a few seconds later.
     pub async fn leave(&self) -> Result<(), sqlx::Error> {
-        let leave = sqlx::query("DELETE FROM order_timeout_workers WHERE id = $1").bind(self.id);
+        let leave = sqlx::query("DELETE FROM order_timeout_workers WHERE id = $1").bind(self.own.id);
         self.database.run(async |connection| leave.execute(connection).await).await.map(drop)
     }
 }
@@ -100,10 +112,6 @@ impl Registration {
 /// The settings that must be the same for all workers.
 fn delays(settings: &Settings) -> Delays {
     let delay = &settings.delay;
-    let strategy = match delay.strategy {
-        Strategy::DeadLetter => "dead-letter",
-        Strategy::DelayedExchange => "delayed-exchange",
-    };
     let lanes: Vec<&str> = delay.lanes.iter().map(|lane| lane.name.as_str()).collect();
     let rings: Vec<String> = delay
         .rings
@@ -114,7 +122,7 @@ fn delays(settings: &Settings) -> Delays {
         })
         .collect();
     [
-        ("delay.strategy", strategy.to_owned()),
+        ("delay.strategy", delay.strategy.as_str().to_owned()),
         ("delay.lanes", lanes.join(", ")),
         ("delay.lane_shards", delay.lane_shards.to_string()),
         ("delay.lead", format!("{:?}", delay.lead)),
@@ -123,6 +131,15 @@ fn delays(settings: &Settings) -> Delays {
     ]
     .map(|(name, value)| (name.to_owned(), value))
     .into()
+}
+
+/// The workers' ids are an order on which all of them agree.
+fn share(own: &Entry, others: &[Entry]) -> Share {
+    let peers = others.iter().filter(|other| other.namespace == own.namespace);
+    let (before, behind): (Vec<&Entry>, Vec<&Entry>) = peers.partition(|other| other.id < own.id);
+    let count = |entries: Vec<&Entry>| u32::try_from(entries.len()).unwrap_or(0);
+    let (index, behind) = (count(before), count(behind));
+    Share::new(index, index + 1 + behind)
 }
 
 fn host() -> String {
@@ -166,12 +183,20 @@ fn differences(own: &Entry, other: &Entry) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use order_timeout_core::delay::Strategy;
+
     use super::*;
 
     fn entry(change: impl FnOnce(&mut Settings)) -> Entry {
         let mut settings = Settings::defaults();
         change(&mut settings);
-        Entry { host: "shop-2".into(), pid: 7, namespace: settings.namespace.clone(), delays: delays(&settings) }
+        Entry {
+            id: Uuid::now_v7(),
+            host: "shop-2".into(),
+            pid: 7,
+            namespace: settings.namespace.clone(),
+            delays: delays(&settings),
+        }
     }
 
     #[test]
@@ -180,6 +205,15 @@ mod tests {
         let mut newer = own.clone();
         newer.delays.insert("delay.of_a_later_version".into(), "1".into());
         assert_eq!(disagreement(&own, &[own.clone(), newer]), None);
+    }
+
+    #[test]
+    fn workers_share_by_their_ids() {
+        let [first, second] = [entry(|_| {}), entry(|_| {})];
+        let stranger = entry(|settings| settings.namespace = "other".into());
+        assert_eq!(share(&first, &[]), Share::ALL);
+        assert_eq!(share(&first, &[stranger.clone(), second.clone()]), Share::new(0, 2));
+        assert_eq!(share(&second, &[first, stranger]), Share::new(1, 2));
     }
 
     #[test]

@@ -29,6 +29,7 @@ pub struct RelayWatch {
 }
 
 impl RelayWatch {
+    /// Watches this outbox from `now` on. `without_refused`: whether rows that the broker refuses are reported elsewhere.
     #[must_use]
     pub fn new(table: &'static str, without_refused: bool, now: Instant) -> Self {
         Self { table, without_refused, unreadable: None, waiting_since: None, read: now, refusal: None }

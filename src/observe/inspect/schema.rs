@@ -7,7 +7,7 @@ use sqlx::Row;
 use sqlx::postgres::PgRow;
 
 use super::listed;
-use crate::config::OrdersSettings;
+use crate::config::Settings;
 use crate::observe::degraded::Cause;
 use crate::postgres::Database;
 
@@ -26,13 +26,23 @@ const ALWAYS: &[Table] = &[
     Table {
         name: "event_outbox",
         migration: "20261120100200_outboxes.sql",
-        columns: &["id", "routing_key", "type", "payload", "created_at", "sent_at", "refusals", "next_attempt_at"],
+        columns: &[
+            "id",
+            "routing_key",
+            "type",
+            "payload",
+            "traceparent",
+            "created_at",
+            "sent_at",
+            "refusals",
+            "next_attempt_at",
+        ],
         rights: &["SELECT", "UPDATE", "DELETE"],
     },
     Table {
         name: "alarm_outbox",
         migration: "20261120100200_outboxes.sql",
-        columns: &["id", "order_id", "deadline", "created_at", "sent_at", "refusals", "next_attempt_at"],
+        columns: &["id", "order_id", "deadline", "traceparent", "created_at", "sent_at", "refusals", "next_attempt_at"],
         rights: &["SELECT", "UPDATE", "DELETE"],
     },
     Table {
@@ -46,6 +56,12 @@ const ALWAYS: &[Table] = &[
         migration: "20261125090000_registered_workers.sql",
         columns: &["id", "host", "pid", "namespace", "delays", "last_seen"],
         rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
+    },
+    Table {
+        name: "order_timeout_adoption",
+        migration: "20261126100100_adopted_orders.sql",
+        columns: &["orders", "adopted_at", "by", "overdue"],
+        rights: &["SELECT", "INSERT"],
     },
     Table {
         name: "canaries",
@@ -84,11 +100,15 @@ const DEFAULT_ORDERS_TABLES: &[Table] = &[
     Table {
         name: "order_events",
         migration: "20261120100100_order_history.sql",
-        columns: &["order_id", "event", "at", "by", "reason"],
+        columns: &["order_id", "event", "at", "by", "reason", "who", "why"],
         rights: &["INSERT"],
     },
-    Table { name: "event_outbox", migration: "20261120100200_outboxes.sql", columns: &[], rights: &["INSERT"] },
+    WRITTEN_EVENTS,
 ];
+
+/// Needed if the close statement is ours, or rendered from a mapping.
+const WRITTEN_EVENTS: Table =
+    Table { name: "event_outbox", migration: "20261120100200_outboxes.sql", columns: &[], rights: &["INSERT"] };
 
 /// An index that a guarantee depends on. Identified by its definition, not by its name.
 #[derive(Debug, Clone, Copy)]
@@ -219,9 +239,12 @@ struct Catalog {
 impl Schema {
     /// If the statements are the shop's own, the default orders tables may be missing.
     #[must_use]
-    pub fn new(orders: &OrdersSettings) -> Self {
-        let is_ours = orders.close_sql.is_empty();
+    pub fn new(settings: &Settings) -> Self {
+        let is_ours = settings.has_default_orders();
         let (mut tables, mut indexes) = (ALWAYS.to_vec(), INDEXES_ALWAYS.to_vec());
+        if settings.orders_table().is_some() {
+            tables.push(WRITTEN_EVENTS);
+        }
         if is_ours {
             tables.extend(DEFAULT_ORDERS_TABLES);
             indexes.extend(INDEXES_OF_DEFAULT_ORDERS_TABLES);
@@ -353,7 +376,6 @@ fn read(row: &PgRow) -> Result<Catalog, sqlx::Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Settings;
 
     fn why(found: Found, cause: Cause) -> Option<String> {
         found.into_iter().find(|(found, _)| *found == cause).expect("every cause has an entry").1
@@ -369,13 +391,13 @@ mod tests {
 
     #[test]
     fn complete_schema_has_no_cause() {
-        let schema = Schema::new(&Settings::defaults().orders);
+        let schema = Schema::new(&Settings::defaults());
         assert!(schema.judge(&Catalog::default()).iter().all(|(_, why)| why.is_none()));
     }
 
     #[test]
     fn unreadable_outbox_is_not_listed_as_right() {
-        let schema = Schema::new(&Settings::defaults().orders);
+        let schema = Schema::new(&Settings::defaults());
         let rights = ["SELECT ON alarm_outbox", "UPDATE ON alarm_outbox"].map(str::to_owned).to_vec();
         let catalog = |rights: &[String]| Catalog { rights: rights.to_vec(), ..Catalog::default() };
         assert_eq!(why(schema.judge(&catalog(&rights)), Cause::DatabaseRights), None);

@@ -7,11 +7,10 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use order_timeout_testkit::{linux, with_parts};
 use secrecy::{ExposeSecret, SecretString};
 use tempfile::TempDir;
 use url::Url;
-
-use crate::support::with_parts;
 
 const STARTS_WITHIN: Duration = Duration::from_secs(20);
 
@@ -56,8 +55,7 @@ impl Pooler {
             ),
         );
         let mut command = Command::new(program);
-        // SAFETY: a plain system call.
-        if unsafe { libc::geteuid() } == 0 {
+        if linux::is_root() {
             command.args(["-u", "nobody"]);
         }
         let child = command.arg(settings).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();

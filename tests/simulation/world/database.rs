@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use order_timeout_core::engine::{Batch, BatchResult};
 use order_timeout_core::order::{
     CloseError, CloseOutcome, CloseResult, ClosedBy, Deadline, OrderId, Outcome, Overdue, SweepPage, SweepPlace,
-    SweptPage, Timestamp,
+    SweepReach, SweptPage, Timestamp,
 };
 
 use super::worker::Fault;
@@ -203,7 +203,10 @@ impl World {
         self.note_if(after.is_some(), Event::SweptFurtherPage);
         let unpaid = self.rows.iter().filter(|(_, row)| row.status == Status::Unpaid);
         let mut orders: Vec<Overdue> = unpaid
-            .filter(|(_, row)| row.deadline + page.grace <= self.database_time())
+            .filter(|(_, row)| match page.reach {
+                SweepReach::Overdue(grace) => row.deadline + grace <= self.database_time(),
+                SweepReach::Ahead(ahead) => row.deadline <= self.database_time() + ahead,
+            })
             .map(|(id, row)| Overdue { order_id: id.clone(), deadline: row.deadline })
             .filter(|overdue| after.as_ref().is_none_or(|after| key(overdue) > *after))
             .collect();

@@ -132,6 +132,8 @@ pub fn policy() -> Policy {
         sweep_every: Duration::from_millis(250),
         sweep_grace: Duration::from_millis(500),
         sweep_page: 4,
+        look_ahead: Duration::from_millis(500),
+        has_no_alarms: false,
         pause_share: 1.0,
     }
 }

@@ -378,6 +378,6 @@ impl World {
 fn receipts(batch: &Batch) -> impl Iterator<Item = Receipt> {
     batch.items.iter().filter_map(|item| match item.origin {
         Origin::Delivered(receipt) => Some(receipt),
-        Origin::Swept => None,
+        Origin::LookedAhead | Origin::Swept => None,
     })
 }

@@ -16,6 +16,7 @@ use crate::connect::{self, BrokerError};
 use crate::connection::JoinedConnection;
 
 /// The connection that the channels share; reopened when it is broken.
+#[derive(Debug)]
 pub(super) struct SharedConnection {
     pub(super) settings: AmqpSettings,
     name: &'static str,
@@ -38,11 +39,14 @@ impl SharedConnection {
         Ok(connection)
     }
 
-    pub(super) async fn open_channel(&self) -> Result<(Arc<JoinedConnection>, Channel), PublishError> {
+    /// The same, unless the broker reads nothing from it at present.
+    pub(super) async fn usable_connection(&self) -> Result<Arc<JoinedConnection>, PublishError> {
         let connection = self.connection().await.map_err(PublishError::NotConnected)?;
-        if connection.status().blocked() {
-            return Err(PublishError::Blocked);
-        }
+        if connection.status().blocked() { Err(PublishError::Blocked) } else { Ok(connection) }
+    }
+
+    pub(super) async fn open_channel(&self) -> Result<(Arc<JoinedConnection>, Channel), PublishError> {
+        let connection = self.usable_connection().await?;
         let opening = async {
             let channel = connection.create_channel().await.map_err(|error| closed(&error))?;
             channel.confirm_select(ConfirmSelectOptions::default()).await.map_err(|error| closed(&error))?;

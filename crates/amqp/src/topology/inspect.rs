@@ -147,13 +147,34 @@ impl Topology {
 /// # Errors
 /// lapin's, except for the reply that there is none.
 pub async fn queue_exists(connection: &Connection, name: &str) -> lapin::Result<bool> {
-    // A channel of its own, because that reply closes it.
-    let channel = connection.create_channel().await?;
-    match look_at_queue(&channel, name).await {
-        Ok(_) => channel.close(reply_code::CONTENT_OK, "seen".into()).await.map(|()| true),
-        Err(error) if is_missing(&error) => Ok(false),
-        Err(error) => Err(error),
+    find_queue(connection, name).await.map(|seen| seen.is_some())
+}
+
+/// What the broker reports about one queue; `None` if there is none of this name.
+///
+/// # Errors
+/// lapin's, except for the reply that there is none.
+pub async fn find_queue(connection: &Connection, name: &str) -> lapin::Result<Option<SeenQueue>> {
+    let of_this_one = format!("'{name}'");
+    loop {
+        match look_on_own_channel(connection, name).await {
+            Ok(seen) => return Ok(Some(seen)),
+            Err(error) => match reply(&error) {
+                Some((reply_code::NOT_FOUND, text)) if text.contains(&of_this_one) => return Ok(None),
+                // The end of an earlier channel: the client may report it to the next one, which has the same number.
+                Some((reply_code::NOT_FOUND, _)) => {}
+                _ => return Err(error),
+            },
+        }
     }
+}
+
+/// On a channel of its own, because the reply that a queue is missing closes it.
+async fn look_on_own_channel(connection: &Connection, name: &str) -> lapin::Result<SeenQueue> {
+    let channel = connection.create_channel().await?;
+    let seen = look_at_queue(&channel, name).await?;
+    let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+    Ok(seen)
 }
 
 async fn within_time<T>(looking: impl Future<Output = Result<T, TopologyError>>) -> Result<T, TopologyError> {

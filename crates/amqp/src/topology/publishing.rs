@@ -24,6 +24,7 @@ pub async fn require_alarm_exchanges(
     let exchanges = match strategy {
         Strategy::DeadLetter => vec![names.schedule(), names.delay()],
         Strategy::DelayedExchange => vec![names.delayed()],
+        Strategy::Database => Vec::new(),
     };
     let connection = connect::connect(settings, "publisher check").await?;
     for exchange in exchanges {
@@ -36,7 +37,7 @@ pub async fn require_alarm_exchanges(
 async fn require_exchange(connection: &Connection, name: &str, strategy: Strategy) -> Result<(), BrokerError> {
     let Err(error) = check_exchange(connection, name).await else { return Ok(()) };
     let hint = match strategy {
-        Strategy::DeadLetter => "run `order-timeout setup` with the namespace of this publisher",
+        Strategy::DeadLetter | Strategy::Database => "run `order-timeout setup` with the namespace of this publisher",
         Strategy::DelayedExchange => {
             "enable the rabbitmq_delayed_message_exchange plugin (brokers up to 4.2) and run `order-timeout setup`, or set delay.strategy = \"dead-letter\""
         }

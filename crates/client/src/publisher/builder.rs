@@ -83,7 +83,8 @@ impl PublisherBuilder {
         self
     }
 
-    /// For a worker with `delay.strategy = "delayed-exchange"`, which has no lanes. `dead-letter` by default.
+    /// For a worker with `delay.strategy = "delayed-exchange"`, which has no lanes. `dead-letter` by default. Deprecated on
+    /// RabbitMQ, as that strategy is: no release of its plugin runs on RabbitMQ 4.3.
     #[must_use]
     pub fn delayed_exchange(mut self) -> Self {
         self.lanes.strategy = Strategy::DelayedExchange;
@@ -141,6 +142,11 @@ impl PublisherBuilder {
     pub(super) fn validate(&self) -> Result<(), InvalidSetting> {
         Names::validate(&self.namespace)?;
         self.amqp.validate()?;
+        if !self.lanes.strategy.needs_broker() {
+            let why =
+                "is \"database\", so there is no alarm to schedule: the worker reads the deadline from the order's row";
+            return Err(InvalidSetting::new("delay.strategy", why));
+        }
         self.lanes.validate(self.max_delay)
     }
 

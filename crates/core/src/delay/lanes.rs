@@ -85,6 +85,8 @@ impl Lanes {
         let remaining = deadline.since(now);
         match self.strategy {
             Strategy::DelayedExchange => Placement::DelayedExchange(remaining.saturating_sub(self.lead)),
+            // A publisher with this strategy is refused.
+            Strategy::Database => Placement::Inbox,
             Strategy::DeadLetter => match self.lane_for(remaining) {
                 Some(lane) => self.in_lane(lane, order_id, deadline, now),
                 // No TTL: only the worker publishes into the wheel, by the database's clock.

@@ -16,7 +16,7 @@ use std::time::Duration;
 use serde::Deserialize;
 
 pub use lanes::Lanes;
-pub use settings::{DelaySettings, Lane, LaneError, RingSettings, duration_name};
+pub use settings::{DelaySettings, Lane, LaneError, RingNameError, RingSettings, duration_name};
 
 /// How an alarm is delayed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -24,8 +24,39 @@ pub use settings::{DelaySettings, Lane, LaneError, RingSettings, duration_name};
 pub enum Strategy {
     /// A TTL for each message, in a queue that dead-letters into the processing queue.
     DeadLetter,
-    /// An exchange of type `x-delayed-message`.
+    /// An exchange of type `x-delayed-message`. Deprecated: [`Strategy::deprecation`].
     DelayedExchange,
+    /// No alarm at all: the worker reads deadlines from the database shortly before they pass. Needs no broker.
+    Database,
+}
+
+impl Strategy {
+    /// Its word in the settings.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::DeadLetter => "dead-letter",
+            Self::DelayedExchange => "delayed-exchange",
+            Self::Database => "database",
+        }
+    }
+
+    /// Whether alarms go through RabbitMQ.
+    #[must_use]
+    pub const fn needs_broker(self) -> bool {
+        !matches!(self, Self::Database)
+    }
+
+    /// Why this strategy is deprecated and what to do, in one sentence; `None` if it is not.
+    #[must_use]
+    pub fn deprecation(self) -> Option<&'static str> {
+        match self {
+            Self::DeadLetter | Self::Database => None,
+            Self::DelayedExchange => Some(
+                "delay.strategy = \"delayed-exchange\" is deprecated: the repository of its plugin is archived, and no release runs on RabbitMQ 4.3; set \"dead-letter\", as docs/FROM-THE-PLUGIN.md describes",
+            ),
+        }
+    }
 }
 
 /// Where an alarm waits.
@@ -46,7 +77,7 @@ pub enum Placement {
     },
     /// In one slot of a ring of the wheel.
     Slot {
-        /// The ring's name, such as `5s`.
+        /// The ring's name, such as `5s-22`.
         ring: String,
         /// The slot's number within the ring.
         slot: u16,

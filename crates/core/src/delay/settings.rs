@@ -14,8 +14,8 @@ use crate::duration;
 use crate::message::LONGEST_TTL;
 use crate::setting::{InvalidSetting, one_of_its_words};
 
-/// In all rings together. Each slot is a queue; a broker on two cores declares 150 a second, and all must be declared
-/// within a minute. A hundred and fifty slots cover years.
+/// In all rings together. Each slot that is in use is a queue, which takes three file descriptors of the broker. Seventy
+/// slots cover every delay.
 const MAX_SLOTS: usize = 2_000;
 /// RabbitMQ closes the channel of a consumer that has not acknowledged for 30 minutes.
 const LONGEST_HOLD: Duration = Duration::from_secs(20 * 60);
@@ -53,6 +53,34 @@ pub struct RingSettings {
     /// How long before its unit, and the lead, a slot releases its alarms; a sixth of the unit if absent.
     #[serde(default, deserialize_with = "duration::read_if_given")]
     pub early: Option<Duration>,
+}
+
+impl RingSettings {
+    /// The ring's name in queue names and routing keys, such as `5s-22`. The number of slots is part of it, because it
+    /// decides the queues' TTL, which cannot be changed: a ring of another size has queues of its own, and those of the
+    /// former size run empty.
+    #[must_use]
+    pub fn name(&self) -> String {
+        format!("{}-{}", duration_name(self.unit), self.slots)
+    }
+}
+
+/// Why a text names no ring.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} names no ring; write its unit and its number of slots, such as 5s-22")]
+pub struct RingNameError(String);
+
+impl FromStr for RingSettings {
+    type Err = RingNameError;
+
+    /// Reads a ring's name, which does not say its `early`.
+    fn from_str(name: &str) -> Result<Self, RingNameError> {
+        let parts = name.split_once('-').and_then(|(unit, slots)| {
+            let (unit, slots) = (duration::parse(unit).ok()?, slots.parse().ok().filter(|slots| *slots > 0)?);
+            Some(Self { unit, slots, early: None })
+        });
+        parts.ok_or_else(|| RingNameError(name.to_owned()))
+    }
 }
 
 /// A standard delay: its length, and its name in queue names and routing keys (`30m`).
@@ -193,7 +221,7 @@ impl DelaySettings {
     /// [`WheelError`] if they do not mesh.
     pub fn wheel(&self) -> Result<Wheel, WheelError> {
         let rings = self.rings.iter().enumerate().map(|(index, ring)| Ring {
-            name: duration_name(ring.unit),
+            name: ring.name(),
             unit: ring.unit,
             slots: ring.slots,
             // The finest ring hands over to the worker's hold; each coarser ring to the next finer one, which must have

@@ -17,7 +17,7 @@ use crate::order::Timestamp;
 /// One ring: `slots` queues, one for each `unit` of time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ring {
-    /// The ring's name in queue names, such as `5s`.
+    /// The ring's name in queue names, such as `5s-22`: its unit and its number of slots.
     pub name: String,
     /// The span of one slot, at least 100 ms.
     pub unit: Duration,
@@ -47,7 +47,7 @@ pub enum WheelPlacement {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WheelError {
     /// There is no ring at all.
-    #[error("delay.rings is empty; keep at least one ring, such as {{ unit = \"5s\", slots = 24 }}")]
+    #[error("delay.rings is empty; keep at least one ring, such as {{ unit = \"5s\", slots = 22 }}")]
     NoRings,
     /// The unit or the number of slots of the ring with this name is out of bounds.
     #[error("ring {0} needs a unit of at least 100 ms and between 6 and 1000 slots")]

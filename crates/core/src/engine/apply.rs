@@ -61,20 +61,35 @@ impl Engine {
                 let decision = decide_after_close(&self.policy, &item, result, now);
                 self.apply_decision(item, receipt, decision, now);
             }
-            Origin::Swept => match decide_after_sweep(&result, self.availability.stalls_several()) {
-                SweepDecision::Settled(longest) => {
-                    self.sweep.note_settled(item.alarm.alarm.order_id, item.alarm.alarm.deadline, longest, now);
+            Origin::LookedAhead if matches!(&result, Ok(found) if found.outcome == Outcome::NotDue) => {
+                self.apply_not_due(item, result, now);
+            }
+            Origin::LookedAhead | Origin::Swept => {
+                match decide_after_sweep(&result, self.availability.stalls_several()) {
+                    SweepDecision::Settled(longest) => {
+                        self.sweep.note_settled(item.alarm.alarm.order_id, item.alarm.alarm.deadline, longest, now);
+                    }
+                    SweepDecision::Drop => {}
+                    SweepDecision::RetryBusy => self.retry_busy(item, now),
+                    SweepDecision::RetrySoon => {
+                        self.sweep.back_off(item.alarm.alarm.order_id, self.policy.longest_overdue_pause(), now);
+                    }
+                    SweepDecision::RetryLater => {
+                        self.sweep.back_off(item.alarm.alarm.order_id, MAX_BLAMELESS_BACKOFF, now);
+                    }
+                    SweepDecision::BackOff => self.sweep.back_off(item.alarm.alarm.order_id, MAX_BACKOFF, now),
                 }
-                SweepDecision::Drop => {}
-                SweepDecision::RetryBusy => self.retry_busy(item, now),
-                SweepDecision::RetrySoon => {
-                    self.sweep.back_off(item.alarm.alarm.order_id, self.policy.longest_overdue_pause(), now);
-                }
-                SweepDecision::RetryLater => {
-                    self.sweep.back_off(item.alarm.alarm.order_id, MAX_BLAMELESS_BACKOFF, now);
-                }
-                SweepDecision::BackOff => self.sweep.back_off(item.alarm.alarm.order_id, MAX_BACKOFF, now),
-            },
+            }
+        }
+    }
+
+    /// The deadline was moved since it was read, or the worker's reading of the clock is ahead of the database's.
+    fn apply_not_due(&mut self, item: WorkItem, result: CloseResult, now: Timestamp) {
+        match decide_after_close(&self.policy, &item, result, now) {
+            Decision::AwaitDeadline(deadline) => self.await_deadline(item, deadline, now),
+            Decision::AskAgain => self.ask_again(item, now),
+            // The next pass finds it.
+            _ => {}
         }
     }
 

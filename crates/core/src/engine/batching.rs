@@ -58,6 +58,7 @@ impl Engine {
         match source {
             _ if self.idle_closers == 0 => None,
             ReadySource::Fresh => self.ready.fresh.ready_at(size, linger),
+            ReadySource::LookedAhead => self.ready.looked_ahead.ready_at(size, linger),
             ReadySource::Late => self.ready.late.ready_at(size, linger),
             ReadySource::Overdue => self.ready.overdue.ready_at(size, Duration::ZERO),
             // Not sooner for a full batch: all of them wait only for another session to finish.
@@ -87,6 +88,11 @@ impl Engine {
                 by: ClosedBy::Alarm,
                 lock_mode: self.lock_mode_of_fresh(now),
                 items: self.ready.fresh.take(size),
+            },
+            ReadySource::LookedAhead => Batch {
+                by: ClosedBy::LookAhead,
+                lock_mode: self.lock_mode_of_fresh(now),
+                items: self.ready.looked_ahead.take(size),
             },
             ReadySource::RetryNowait => self.ready.retry_nowait.take().unwrap_or_else(empty_batch),
             ReadySource::Late => Batch {

@@ -91,7 +91,8 @@ pub(super) fn decide_after_sweep(result: &CloseResult, others_fail_too: bool) ->
 }
 
 fn not_due(policy: &Policy, item: &WorkItem, deadline: Option<Deadline>, now: Timestamp) -> Decision {
-    let deadline = deadline.unwrap_or(item.alarm.deadline());
+    // Its row has no deadline, so it never falls due. One that is set later is scheduled then.
+    let Some(deadline) = deadline else { return Decision::Ack };
     if deadline > now + policy.max_delay {
         return Decision::Park(
             ParkReason::TooFar,

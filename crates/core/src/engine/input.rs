@@ -2,7 +2,7 @@
 //!
 //! Data only: nothing is decided here.
 
-use super::{Batch, BatchResult};
+use super::{Batch, BatchResult, Share};
 use crate::alarm::{DeadLetter, Delivered, Rearm, Receipt};
 use crate::order::SweptPage;
 
@@ -29,6 +29,8 @@ pub enum Input {
     Swept(SweptPage),
     /// The query for overdue orders failed, for this reason.
     NotSwept(String),
+    /// The share of orders that this worker reads ahead has changed.
+    ShareChanged(Share),
     /// The database's clock was read.
     ClockRead,
     /// The database's clock could not be read, for this reason.

@@ -2,7 +2,8 @@
 //! hold what goes in and out, `work_item.rs` an order that is being worked on, `decide.rs` the outcome table,
 //! `apply.rs` what a decision means for a work item, `ready_queues.rs` and `retry_list.rs` what waits, `batching.rs`
 //! what is closed next, `lock_wait.rs` which batches wait for locks, `availability.rs` whether the database closes
-//! anything, `sweep.rs` the safety net, `circulation.rs` what the broker returns early.
+//! anything, `sweep.rs` the safety net, `look_ahead.rs` how far it reads, `circulation.rs` what the broker returns early,
+//! `order_backoff.rs` how long an order waits before the next try, `policy.rs` the limits, `snapshot.rs` the read side.
 //!
 //! Pure: inputs come in with the database's time, actions go out. No I/O, no clock, no task. The worker, a dependent of
 //! this crate, runs the actions; a test can drive the same engine through any interleaving.
@@ -15,6 +16,7 @@ mod circulation;
 mod decide;
 mod input;
 mod lock_wait;
+mod look_ahead;
 mod order_backoff;
 mod policy;
 mod ready_queues;
@@ -39,6 +41,8 @@ pub use availability::Unavailable;
 use circulation::{Circulation, circulates, explain_death};
 pub use input::Input;
 use lock_wait::LockWaitBudget;
+use look_ahead::LookAhead;
+pub use look_ahead::Share;
 pub use order_backoff::LONGEST_RETRY_FACTOR;
 pub use policy::Policy;
 use ready_queues::ReadyQueues;
@@ -58,6 +62,14 @@ const MAX_WOKEN_AT_ONCE: usize = 2_048;
 /// time, so that a flood of unreadable messages does not use up the sweep's connections.
 const MAX_PARKED_AT_ONCE: usize = 256;
 
+/// How long after its deadline an order counts as read ahead: twice as long as the worker's reading of the clock may be
+/// ahead of the database's.
+const JUST_PASSED: Duration = Duration::from_millis(500);
+
+/// No page of orders is read while so many alarms are held, of about a kilobyte each: those of a full prefetch window and
+/// as many that were read ahead.
+const MAX_HELD_WHILE_SWEEPING: usize = 200_000;
+
 /// The state of everything that the worker is working on.
 #[derive(Debug)]
 pub struct Engine {
@@ -72,6 +84,7 @@ pub struct Engine {
     retries_had_last_closer: bool,
     availability: Availability,
     sweep: Sweep,
+    look_ahead: LookAhead,
     session: u64,
     is_consuming: bool,
     draining: bool,
@@ -106,6 +119,7 @@ impl Engine {
             retries_had_last_closer: false,
             availability: Availability::default(),
             sweep: Sweep::new(),
+            look_ahead: LookAhead::new(),
             session: 0,
             is_consuming: false,
             draining: false,
@@ -154,11 +168,13 @@ impl Engine {
                 self.availability.note_not_swept(reason, now);
                 self.sweep.page_failed(&self.policy, now);
             }
+            Input::ShareChanged(share) => self.look_ahead.set_share(share),
             Input::ClockRead => self.availability.note_clock(None),
             Input::ClockNotRead(reason) => self.availability.note_clock(Some(reason)),
             Input::SessionOpened(number) => {
                 self.session = self.session.max(number);
                 self.is_consuming = true;
+                self.look_ahead.session_opened(now);
                 // The broker redelivers what came in an ended session; keeping it here as well would do it twice.
                 self.rearm_retries.keep_from(number);
                 self.circulation.keep_from(number);
@@ -188,10 +204,12 @@ impl Engine {
         while let Some(batch) = self.next_batch(now) {
             actions.push(Action::Close(batch));
         }
-        if self.wants_sweep_page()
-            && let Some(page) = self.sweep.page(&self.policy, self.is_consuming, now)
-        {
-            actions.push(Action::Sweep(page));
+        if self.wants_sweep_page() {
+            let reach = self.look_ahead.reach(&self.policy, self.is_consuming, now);
+            if let Some(page) = self.sweep.page(&self.policy, reach, now) {
+                self.look_ahead.page_asked(self.is_consuming);
+                actions.push(Action::Sweep(page));
+            }
         }
         self.rearms.extend(self.rearm_retries.take_ready(now));
         self.dead_letters.extend(self.park_retries.take_ready(now));
@@ -305,6 +323,7 @@ impl Engine {
         self.circulation.clock_was_set_back(now);
         self.park_retries.clock_was_set_back(now);
         self.sweep.clock_was_set_back(now);
+        self.look_ahead.clock_was_set_back(now);
     }
 
     fn acknowledge(&mut self, receipts: impl IntoIterator<Item = Receipt>) {
@@ -432,10 +451,11 @@ impl Engine {
             self.hold_until(deadline, item);
         } else {
             self.mark_in_flight(item.alarm.order_id());
-            if self.is_retry(&item, now) {
-                self.ready.retries.push(item, since)
-            } else {
-                self.ready.fresh.push(item, since)
+            match (item.origin, self.is_retry(&item, now)) {
+                (Origin::LookedAhead, false) => self.ready.looked_ahead.push(item, since),
+                (Origin::LookedAhead | Origin::Swept, _) => self.ready.overdue.push(item, since),
+                (Origin::Delivered(_), true) => self.ready.retries.push(item, since),
+                (Origin::Delivered(_), false) => self.ready.fresh.push(item, since),
             }
         }
     }
@@ -478,6 +498,11 @@ impl Engine {
         let key = (item.alarm.order_id().clone(), item.alarm.deadline());
         let Err(redelivered) = self.hold.wait(key.clone(), moment, item) else { return };
         let waiting = self.hold.get_mut(&key).expect("wait() returns only an alarm that is already held");
+        if waiting.origin == Origin::LookedAhead {
+            // From now on there is a delivery to settle.
+            *waiting = redelivered;
+            return;
+        }
         let (Origin::Delivered(new), Origin::Delivered(old)) = (redelivered.origin, waiting.origin) else { return };
         if new.session < old.session {
             return; // the new receipt is void, there is nothing to settle
@@ -494,12 +519,17 @@ impl Engine {
     /// No further page before the last one is worked off: after a long outage the overdue orders would not fit in
     /// memory. And none while nothing can be closed.
     fn wants_sweep_page(&self) -> bool {
-        !self.draining && !self.availability.is_unavailable() && self.ready.swept_len() < self.policy.sweep_page
+        !self.draining
+            && !self.availability.is_unavailable()
+            && self.ready.swept_len() < self.policy.sweep_page
+            && (self.ready.looked_ahead.len() < self.policy.sweep_page)
+            && self.hold.len() < MAX_HELD_WHILE_SWEEPING
     }
 
     fn accept_overdue(&mut self, page: SweptPage, now: Timestamp) {
         let mut failed_before = Vec::new();
         let closers_are_behind = self.idle_closers == 0 && self.ready.has_fresh_alarms();
+        let looks_ahead = self.look_ahead.is_active(&self.policy, self.is_consuming, now);
         let nothing_is_new =
             closers_are_behind && !page.orders.is_empty() && page.orders.iter().all(|one| self.has_alarm(&key_of(one)));
         let wanted = self.sweep.take_page(page, &self.policy, now);
@@ -513,10 +543,19 @@ impl Engine {
             if self.has_alarm(&key) || self.draining {
                 continue;
             }
-            self.mark_in_flight(&key.0);
+            if looks_ahead && self.look_ahead.leaves_to_others(&overdue, &self.policy, now) {
+                continue;
+            }
+            let alarm = Alarm { order_id: key.0.clone(), deadline: key.1 };
             let last_try = self.sweep.last_try(&key.0);
+            // By the worker's reading of the clock it may have passed a little before it does by the database's.
+            let has_just_passed = looks_ahead && last_try == LastTry::None && now < key.1 + JUST_PASSED;
+            if key.1 > now || has_just_passed {
+                self.place(WorkItem::new(alarm.into(), Origin::LookedAhead), now, now);
+                continue;
+            }
+            self.mark_in_flight(&key.0);
             self.swept += 1;
-            let alarm = Alarm { order_id: key.0, deadline: key.1 };
             let item = WorkItem::new(alarm.into(), Origin::Swept);
             match last_try {
                 LastTry::None => self.ready.overdue.push(item, now),
@@ -552,7 +591,7 @@ fn key_of(overdue: &Overdue) -> (OrderId, Deadline) {
 fn receipt_of(item: &WorkItem) -> Option<Receipt> {
     match item.origin {
         Origin::Delivered(receipt) => Some(receipt),
-        Origin::Swept => None,
+        Origin::LookedAhead | Origin::Swept => None,
     }
 }
 

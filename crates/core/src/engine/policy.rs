@@ -34,8 +34,13 @@ pub struct Policy {
     pub longest_try: Duration,
     /// `sweep.every`: from the beginning of one pass to that of the next, if the pass is shorter.
     pub sweep_every: Duration,
-    /// `sweep.grace`: how long after its deadline an order is left to its alarm. Ignored while no session is open.
+    /// `sweep.grace`: how long after its deadline an order is left to its alarm. While no session is open, it is how long
+    /// an order is left to the worker that has read it ahead.
     pub sweep_grace: Duration,
+    /// `sweep.look_ahead`: while no session is open, the sweep also reads the orders that fall due within this time.
+    pub look_ahead: Duration,
+    /// Whether no alarm ever comes, because `delay.strategy` is `database`.
+    pub has_no_alarms: bool,
     /// The most overdue orders in one page. No further page is asked for while so many wait for a closer.
     pub sweep_page: usize,
     /// Which share of a pause after a failure this worker takes, at most 1. Each worker has its own share, so that

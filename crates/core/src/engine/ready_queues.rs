@@ -89,6 +89,7 @@ impl BatchQueue {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReadySource {
     Fresh,
+    LookedAhead,
     Late,
     Overdue,
     Busy,
@@ -98,15 +99,23 @@ pub(super) enum ReadySource {
 }
 
 impl ReadySource {
-    pub const ALL: [Self; 7] =
-        [Self::Fresh, Self::Late, Self::Overdue, Self::Busy, Self::RetryNowait, Self::Retries, Self::SplitBatches];
+    pub const ALL: [Self; 8] = [
+        Self::Fresh,
+        Self::LookedAhead,
+        Self::Late,
+        Self::Overdue,
+        Self::Busy,
+        Self::RetryNowait,
+        Self::Retries,
+        Self::SplitBatches,
+    ];
 
     /// Whether the orders there failed before.
     pub const fn is_retry(self) -> bool {
         match self {
             // Batches that did not get a lock count as fresh: most of their orders need no lock, and they do not wait
             // again.
-            Self::Fresh | Self::Late | Self::Overdue | Self::Busy | Self::RetryNowait => false,
+            Self::Fresh | Self::LookedAhead | Self::Late | Self::Overdue | Self::Busy | Self::RetryNowait => false,
             Self::Retries | Self::SplitBatches => true,
         }
     }
@@ -117,6 +126,8 @@ impl ReadySource {
 pub(super) struct ReadyQueues {
     /// Due, not yet tried.
     pub fresh: ReadyQueue,
+    /// The same, without a delivery: read from the database before they were due.
+    pub looked_ahead: ReadyQueue,
     /// The same, but delivered so late that the sweep finds these orders as well. Separate from `fresh`: while a batch
     /// waits for a lock, no other batch can close the orders in it.
     pub late: ReadyQueue,
@@ -138,6 +149,7 @@ impl ReadyQueues {
     pub fn since(&self, source: ReadySource) -> Option<Timestamp> {
         match source {
             ReadySource::Fresh => self.fresh.since(),
+            ReadySource::LookedAhead => self.looked_ahead.since(),
             ReadySource::Late => self.late.since(),
             ReadySource::Overdue => self.overdue.since(),
             ReadySource::Busy => self.busy.since(),
@@ -158,22 +170,23 @@ impl ReadyQueues {
         self.overdue.len() + self.busy.len()
     }
 
-    /// Whether alarms wait that were never tried.
+    /// Whether due orders wait that were never tried, other than those that the sweep found overdue.
     pub fn has_fresh_alarms(&self) -> bool {
-        self.fresh.len() + self.late.len() > 0
+        self.fresh.len() + self.looked_ahead.len() + self.late.len() > 0
     }
 
     /// Nothing can have arrived later than now.
     pub fn clock_was_set_back(&mut self, now: Timestamp) {
-        let Self { fresh, late, overdue, busy, retry_nowait, retries, split_batches } = self;
-        [fresh, late, overdue, busy, retries].into_iter().for_each(|queue| queue.clock_was_set_back(now));
+        let Self { fresh, looked_ahead, late, overdue, busy, retry_nowait, retries, split_batches } = self;
+        [fresh, looked_ahead, late, overdue, busy, retries].into_iter().for_each(|queue| queue.clock_was_set_back(now));
         [retry_nowait, split_batches].into_iter().for_each(|queue| queue.clock_was_set_back(now));
     }
 
     /// Empties all of them.
     pub fn drain(&mut self) -> impl Iterator<Item = WorkItem> {
-        let Self { fresh, late, overdue, busy, retry_nowait, retries, split_batches } = std::mem::take(self);
-        let items = [fresh, late, overdue, busy, retries].into_iter().flat_map(|queue| queue.items);
+        let Self { fresh, looked_ahead, late, overdue, busy, retry_nowait, retries, split_batches } =
+            std::mem::take(self);
+        let items = [fresh, looked_ahead, late, overdue, busy, retries].into_iter().flat_map(|queue| queue.items);
         let batches = [retry_nowait, split_batches].into_iter().flat_map(|queue| queue.batches);
         items.map(|(item, _)| item).chain(batches.flat_map(|(batch, _)| batch.items))
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::Policy;
 use super::order_backoff::{MAX_BACKOFF, overdue_backoff};
-use crate::order::{Deadline, OrderId, Overdue, SweepPage, SweepPlace, SweptPage, Timestamp};
+use crate::order::{Deadline, OrderId, Overdue, SweepPage, SweepPlace, SweepReach, SweptPage, Timestamp};
 
 /// How many passes in a row may end early. Every eighth goes to the end, so that a burst never hides other orders for
 /// long.
@@ -112,9 +112,8 @@ impl Sweep {
         self.next_at.filter(|_| !self.asking)
     }
 
-    /// The page that is wanted now, if any. `is_consuming`: without the broker no alarm can arrive, so there is no
-    /// alarm to wait for.
-    pub fn page(&mut self, policy: &Policy, is_consuming: bool, now: Timestamp) -> Option<SweepPage> {
+    /// The page that is wanted now, if any.
+    pub fn page(&mut self, policy: &Policy, reach: SweepReach, now: Timestamp) -> Option<SweepPage> {
         let Some(next_at) = self.next_at else {
             // The first pass gives the alarms that waited for this worker some time to be delivered.
             self.next_at = Some(now + policy.sweep_every);
@@ -127,8 +126,7 @@ impl Sweep {
             self.begin_pass(now);
         }
         self.asking = true;
-        let grace = if is_consuming { policy.sweep_grace } else { Duration::ZERO };
-        Some(SweepPage { grace, after: self.after.clone(), limit: policy.sweep_page })
+        Some(SweepPage { reach, after: self.after.clone(), limit: policy.sweep_page })
     }
 
     /// Begins a pass at the front, or behind the orders that a whole pass has just skipped.
@@ -165,7 +163,7 @@ impl Sweep {
         self.asking = false;
         self.failures = 0;
         if self.after.is_none() {
-            self.oldest = page.orders.first().map(|overdue| overdue.deadline);
+            self.oldest = page.orders.first().map(|first| first.deadline).filter(|deadline| *deadline <= now);
         }
         let before = self.after.take();
         let last = page.next.clone().or_else(|| page.orders.last().map(place_of)).or_else(|| before.clone());
@@ -200,6 +198,9 @@ impl Sweep {
         let finds_few = self.to_try * FEW_IS_ONE_IN <= self.found;
         // Even if the next one begins at once, it is paused for the orders behind.
         let until = if finds_few { now + pause } else { now };
+        // An order that is created meanwhile may be due before those that were read ahead.
+        let last =
+            last.map(|last| if last.deadline > now { SweepPlace { deadline: now, id: String::new() } } else { last });
         self.short_pass = last.filter(|_| pause > policy.sweep_every).map(|last| (last, until));
     }
 

@@ -8,6 +8,7 @@ use crate::order::{CloseError, CloseOutcome, CloseResult, ClosedBy, Outcome, Swe
 mod availability;
 mod batching;
 mod circulation;
+mod look_ahead;
 mod sweep;
 
 pub(crate) fn policy() -> Policy {
@@ -28,6 +29,8 @@ pub(crate) fn policy() -> Policy {
         sweep_every: Duration::from_secs(100_000),
         sweep_grace: Duration::from_millis(500),
         sweep_page: 4,
+        look_ahead: Duration::from_millis(500),
+        has_no_alarms: false,
         pause_share: 1.0,
     }
 }
@@ -265,6 +268,14 @@ fn extended_order_waits_for_its_new_deadline() {
     let (mut engine, batch) = engine_with_one_closing();
     finish(&mut engine, batch, &extended(at_ms(1_005)), at_ms(1_010));
     assert_eq!(engine.next_wakeup(), Some(at_ms(1_011)), "due by our clock, not by the database's: wait, do not spin");
+}
+
+#[test]
+fn order_without_deadline_needs_no_alarm() {
+    let (mut engine, batch) = engine_with_one_closing();
+    finish(&mut engine, batch, &found(Outcome::NotDue), at_ms(1_010));
+    assert!(matches!(&engine.poll_actions(at_ms(1_010))[..], [Action::Settle(_)]));
+    assert!(engine.next_wakeup() > Some(at_ms(10_000)), "nothing is left but the next sweep");
 }
 
 #[test]

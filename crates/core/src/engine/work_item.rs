@@ -39,6 +39,8 @@ impl WorkItem {
 pub enum Origin {
     /// A message; the receipt settles it.
     Delivered(Receipt),
+    /// Its deadline was read from the database before it had passed.
+    LookedAhead,
     /// The safety net found the order overdue.
     Swept,
 }
@@ -46,7 +48,7 @@ pub enum Origin {
 /// Orders that one statement closes. An empty batch asks whether the database closes at all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// The path that the closed orders are recorded with: alarm or sweep.
+    /// The path that the closed orders are recorded with: alarm, look-ahead or sweep.
     pub by: ClosedBy,
     /// At most `Policy::batch_size`. An order may occur twice, for two alarms.
     pub items: Vec<WorkItem>,

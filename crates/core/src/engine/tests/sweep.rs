@@ -1,6 +1,10 @@
 //! What the sweep looks at, which orders it skips, and for how long.
 
 use super::*;
+use crate::order::SweepReach;
+
+/// That of a worker with a session.
+const REACH: SweepReach = SweepReach::Overdue(Duration::from_millis(500));
 
 #[test]
 fn pass_over_orders_in_flight_ends_early() {
@@ -28,7 +32,7 @@ fn sweep_closes_orders_without_alarms() {
     let mut engine = sweeping_engine();
     assert_eq!(engine.next_wakeup(), Some(at_ms(250)));
     let page = swept_page(&mut engine, at_ms(250));
-    assert_eq!((page.grace, page.after), (policy().sweep_grace, None));
+    assert_eq!((page.reach, page.after), (SweepReach::Overdue(policy().sweep_grace), None));
     // One waits for its own deadline here already, as does one whose deadline was moved earlier.
     engine.handle(delivered("held", at_ms(400), 1, 1), at_ms(251));
     engine.handle(delivered("shortened", at_ms(9_000), 1, 2), at_ms(251));
@@ -39,7 +43,7 @@ fn sweep_closes_orders_without_alarms() {
     engine.handle(Input::SessionEnded, at_ms(300));
     let mut actions = engine.poll_actions(at_ms(500));
     let Some(Action::Sweep(page)) = actions.pop() else { panic!("{actions:?}") };
-    assert_eq!(page.grace, Duration::ZERO);
+    assert_eq!(page.reach, SweepReach::Ahead(policy().look_ahead));
 }
 
 #[test]
@@ -266,8 +270,8 @@ fn repeated_page_ends_pass() {
 fn passes_over_backed_off_orders_are_rare() {
     let policy = Policy { sweep_every: Duration::from_millis(250), ..policy() };
     let mut sweep = Sweep::new();
-    assert_eq!(sweep.page(&policy, true, at_ms(0)), None);
-    let page = |sweep: &mut Sweep, at: i64| sweep.page(&policy, true, at_ms(at)).expect("a page").after;
+    assert_eq!(sweep.page(&policy, REACH, at_ms(0)), None);
+    let page = |sweep: &mut Sweep, at: i64| sweep.page(&policy, REACH, at_ms(at)).expect("a page").after;
     let found = |sweep: &mut Sweep, orders: &[(&str, i64)], at: i64| {
         let Input::Swept(page) = swept(orders) else { unreachable!() };
         sweep.take_page(page, &policy, at_ms(at)).len()
@@ -297,7 +301,7 @@ fn passes_over_backed_off_orders_are_rare() {
 fn long_pass_pauses_for_new_orders() {
     let policy = Policy { sweep_every: Duration::from_millis(250), ..policy() };
     let mut sweep = Sweep::new();
-    assert_eq!(sweep.page(&policy, true, at_ms(0)), None);
+    assert_eq!(sweep.page(&policy, REACH, at_ms(0)), None);
     let resting = [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5), ("f", 6), ("g", 7), ("h", 8)];
     for (id, _) in resting {
         for _ in 0..12 {
@@ -308,7 +312,7 @@ fn long_pass_pauses_for_new_orders() {
     // Each page takes 300 ms; checks after which place it continues and returns how many orders it has to try.
     let mut now = 250;
     let mut turn = |after: &Option<SweepPlace>, orders: &[(&str, i64)]| {
-        assert_eq!(&sweep.page(&policy, true, at_ms(now)).expect("a page").after, after, "at {now} ms");
+        assert_eq!(&sweep.page(&policy, REACH, at_ms(now)).expect("a page").after, after, "at {now} ms");
         now += 300;
         let Input::Swept(page) = swept(orders) else { unreachable!() };
         sweep.take_page(page, &policy, at_ms(now)).len()

@@ -1,0 +1,77 @@
+//! Deletes slots of the wheel that are empty. A worker declares a slot again when the next message needs it.
+//!
+//! Never deletes a queue in which a message was seen: quorum queues refuse `if-empty`, so a slot is first unbound, which
+//! ends new messages, then given time for those on their way, and deleted only if it is empty then.
+
+use std::time::Duration;
+
+use lapin::Connection;
+use lapin::options::QueueDeleteOptions;
+use lapin::types::FieldTable;
+
+use super::inspect::find_queue;
+use super::{Names, Object, Slot, TopologyError, bind, explain, open_channel};
+use crate::connect::reply_code;
+
+/// How long messages that were routed before the binding was removed may take to reach their queue: more than a
+/// publisher's confirm takes on a busy broker.
+const ON_THEIR_WAY: Duration = Duration::from_secs(2);
+
+/// What became of the slots.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Pruned {
+    /// Queues that were empty and are deleted.
+    pub deleted: Vec<String>,
+    /// Queues that hold messages, with their number, and stay as they are.
+    pub kept: Vec<(String, u32)>,
+}
+
+/// Deletes those of these slots that exist and are empty.
+///
+/// # Errors
+/// [`TopologyError`] for the first queue that the broker does not let this user inspect, unbind or delete.
+pub async fn prune(names: &Names, slots: &[Slot], connection: &Connection) -> Result<Pruned, TopologyError> {
+    let failed = |object: Object<'_>, error: &lapin::Error| explain(names.namespace(), object, error);
+    let mut pruned = Pruned::default();
+    let mut empty = Vec::new();
+    for slot in slots {
+        match messages_in(slot, connection).await.map_err(|error| failed(Object::Queue(&slot.queue.name), &error))? {
+            None => {}
+            Some(0) => empty.push(slot),
+            Some(messages) => pruned.kept.push((slot.queue.name.clone(), messages)),
+        }
+    }
+    let channel = open_channel(connection).await?;
+    for slot in &empty {
+        let (queue, from) = (slot.queue.name.as_str().into(), slot.binding.exchange.as_str().into());
+        let unbound =
+            channel.queue_unbind(queue, from, slot.binding.routing_key.as_str().into(), FieldTable::default());
+        unbound.await.map_err(|error| failed(Object::Binding(&slot.binding), &error))?;
+    }
+    if !empty.is_empty() {
+        tokio::time::sleep(ON_THEIR_WAY).await;
+    }
+    for slot in empty {
+        let name = &slot.queue.name;
+        match messages_in(slot, connection).await.map_err(|error| failed(Object::Queue(name), &error))? {
+            None => {}
+            Some(0) => {
+                let deleted = channel.queue_delete(name.as_str().into(), QueueDeleteOptions::default()).await;
+                deleted.map_err(|error| failed(Object::Queue(name), &error))?;
+                pruned.deleted.push(name.clone());
+            }
+            Some(messages) => {
+                // It was written meanwhile, and stays in use.
+                bind(&channel, &slot.binding).await.map_err(|error| failed(Object::Binding(&slot.binding), &error))?;
+                pruned.kept.push((name.clone(), messages));
+            }
+        }
+    }
+    let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "pruned".into()).await;
+    Ok(pruned)
+}
+
+/// `None` if the queue does not exist.
+async fn messages_in(slot: &Slot, connection: &Connection) -> lapin::Result<Option<u32>> {
+    Ok(find_queue(connection, &slot.queue.name).await?.map(|seen| seen.ready))
+}

@@ -1,0 +1,147 @@
+//! The wheel's queues: which slot has which queue, arguments and binding, and declaring some of them.
+//!
+//! A worker declares a slot when the first message needs it, so that a deployment has only the queues that its delays
+//! use. Deletes nothing.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use lapin::Connection;
+use order_timeout_core::delay::RingSettings;
+use order_timeout_core::delay::wheel::Wheel;
+
+use super::{
+    Binding, DUE_KEY, Names, Object, Queue, TopologyError, bind, dead_lettering, declare_queue, explain, open_channel,
+    to_queue, with_queue_ttl,
+};
+use crate::connect::reply_code;
+
+/// The timeout of declaring slots. A batch of alarms needs few, and waits for them.
+const DECLARE_TIMEOUT: Duration = Duration::from_secs(10);
+/// The routing key with which a coarse slot dead-letters; the inbox is a fanout and ignores it.
+const INBOX_KEY: &str = "schedule";
+
+/// One slot of the wheel: a queue, and the binding through which it is written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slot {
+    /// A quorum queue with a TTL, without consumers.
+    pub queue: Queue,
+    /// From [`Names::slot`], with the slot's own routing key.
+    pub binding: Binding,
+}
+
+/// All slots of a wheel.
+#[derive(Debug, Clone)]
+pub struct Slots {
+    names: Names,
+    wheel: Wheel,
+}
+
+impl Slots {
+    /// The slots of this wheel under these names.
+    #[must_use]
+    pub fn new(names: &Names, wheel: Wheel) -> Self {
+        Self { names: names.clone(), wheel }
+    }
+
+    /// Every slot of every ring, finest ring first.
+    pub fn all(&self) -> impl Iterator<Item = Slot> {
+        let rings = self.wheel.rings().iter();
+        rings.flat_map(|ring| (0..ring.slots).filter_map(|slot| self.find(&ring.name, slot)))
+    }
+
+    /// Every slot of a ring that need not be in a wheel, to delete them: which ring is next in its wheel is not known, so
+    /// the arguments are not those to declare it with.
+    pub fn of_ring(names: &Names, ring: &RingSettings) -> impl Iterator<Item = Slot> + use<> {
+        let (names, name) = (names.clone(), ring.name());
+        (0..ring.slots).map(move |slot| {
+            let queue = Queue { name: names.slot_queue(&name, slot), arguments: BTreeMap::new() };
+            let binding = to_queue(names.slot(), queue.name.clone(), &Names::slot_key(&name, slot));
+            Slot { queue, binding }
+        })
+    }
+
+    /// The slot of this number in the ring of this name; `None` if the wheel has none.
+    #[must_use]
+    pub fn find(&self, ring: &str, slot: u16) -> Option<Slot> {
+        let index = self.wheel.rings().iter().position(|one| one.name == ring)?;
+        let ring = self.wheel.rings().get(index).filter(|ring| slot < ring.slots)?;
+        // Alarms of coarse slots go through the inbox into a finer ring, so that they never block an alarm that is due.
+        let (exchange, key) = if index == 0 { (self.names.due(), DUE_KEY) } else { (self.names.schedule(), INBOX_KEY) };
+        let arguments = with_queue_ttl(dead_lettering(&exchange, key), ring.span());
+        let name = self.names.slot_queue(&ring.name, slot);
+        let binding = to_queue(self.names.slot(), name.clone(), &Names::slot_key(&ring.name, slot));
+        Some(Slot { queue: Queue { name, arguments }, binding })
+    }
+}
+
+/// Declares these slots and their bindings, within 10 seconds. Idempotent. An error leaves what was declared before it.
+///
+/// # Errors
+/// [`TopologyError`] for the first slot that fails; it names the object.
+pub async fn declare_slots(names: &Names, slots: &[Slot], connection: &Connection) -> Result<(), TopologyError> {
+    let declaring = async {
+        let channel = open_channel(connection).await?;
+        for slot in slots {
+            let declared = declare_queue(&channel, &slot.queue, false).await;
+            declared.map_err(|error| explain(names.namespace(), Object::Queue(&slot.queue.name), &error))?;
+            let bound = bind(&channel, &slot.binding).await;
+            bound.map_err(|error| explain(names.namespace(), Object::Binding(&slot.binding), &error))?;
+        }
+        let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "declared".into()).await;
+        Ok(())
+    };
+    tokio::time::timeout(DECLARE_TIMEOUT, declaring).await.unwrap_or_else(|_| {
+        let why = format!(
+            "the broker did not answer within {DECLARE_TIMEOUT:?}; is it out of file handles (rabbitmqctl status)?"
+        );
+        Err(TopologyError::Failed { object: "a slot of the wheel".into(), why })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use order_timeout_core::delay::wheel::Ring;
+
+    use super::*;
+    use crate::topology::Argument;
+
+    fn slots() -> Slots {
+        let ring = |name: &str, unit_s, slots| Ring {
+            name: name.into(),
+            unit: Duration::from_secs(unit_s),
+            slots,
+            early: Duration::ZERO,
+        };
+        let wheel = Wheel::new(vec![ring("5s-22", 5, 22), ring("1m-15", 60, 15)]).unwrap();
+        Slots::new(&Names::new("order"), wheel)
+    }
+
+    fn argument(slot: &Slot, name: &str) -> Argument {
+        slot.queue.arguments[name].clone()
+    }
+
+    #[test]
+    fn slot_releases_into_next_finer_step() {
+        let fine = slots().find("5s-22", 21).unwrap();
+        assert_eq!(fine.queue.name, "order.slot.5s-22.21");
+        assert_eq!(argument(&fine, "x-dead-letter-exchange"), Argument::Text("order.due".into()));
+        assert_eq!(argument(&fine, "x-message-ttl"), Argument::Number(110_000));
+        let coarse = slots().find("1m-15", 0).unwrap();
+        assert_eq!((coarse.binding.exchange.as_str(), coarse.binding.routing_key.as_str()), ("order.slot", "1m-15.00"));
+        assert_eq!(argument(&coarse, "x-dead-letter-exchange"), Argument::Text("order.schedule".into()));
+        assert_eq!(argument(&coarse, "x-dead-letter-strategy"), Argument::Text("at-least-once".into()));
+    }
+
+    #[test]
+    fn all_slots_are_distinct() {
+        let mut names: Vec<String> = slots().all().map(|slot| slot.queue.name).collect();
+        assert_eq!(names.len(), 37);
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), 37);
+        assert_eq!((slots().find("5s-22", 22), slots().find("5s", 0)), (None, None));
+    }
+}

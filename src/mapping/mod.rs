@@ -1,0 +1,98 @@
+//! A mapping instead of SQL: the statements of the orders contract for a table of the shop's own, rendered from
+//! settings and from what the catalog says of the table.
+//!
+//! Pure: no I/O. `render.rs` writes the statements, `ids.rs` their ids, `quote.rs` names and values; `predicate.rs`
+//! reads the operator's SQL as far as that is necessary. `src/postgres/catalog.rs` finds the facts.
+
+pub mod ids;
+pub mod predicate;
+pub mod quote;
+pub mod render;
+
+use std::collections::BTreeMap;
+
+use crate::config::kinds::TableSettings;
+
+pub use render::{Rendered, render};
+
+/// What a relation is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RelationKind {
+    /// A plain table.
+    Table,
+    /// A table in partitions.
+    PartitionedTable,
+    /// A view, which cannot be locked.
+    View,
+    /// Anything else.
+    Other,
+}
+
+/// A relation as the catalog has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Relation {
+    /// Its schema.
+    pub schema: String,
+    /// Its name, without quotes.
+    pub name: String,
+    /// What it is.
+    pub kind: RelationKind,
+    /// By name.
+    pub columns: BTreeMap<String, ColumnType>,
+}
+
+impl Relation {
+    /// The name with its schema, quoted.
+    #[must_use]
+    pub fn qualified(&self) -> String {
+        format!("{}.{}", quote::name(&self.schema), quote::name(&self.name))
+    }
+}
+
+/// A column's type.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ColumnType {
+    /// The name in `pg_type`, of the base type for a domain: `int8`.
+    pub base: String,
+    /// The name as SQL casts to it: `bigint`.
+    pub sql: String,
+}
+
+/// What the database says about the tables of a mapping.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Facts {
+    /// The orders table.
+    pub orders: Relation,
+    /// The type of the deadline as the wire protocol's client names it: `TIMESTAMPTZ`, `TIMESTAMP`.
+    pub deadline_type: String,
+    /// For each `give_back`: its items and its stock.
+    pub give_back: Vec<(Relation, Relation)>,
+}
+
+/// Why a mapping does not fit its tables: the setting within the table's section, and one sentence with the fix.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{}: {why}", crate::config::kinds::key_of(key))]
+pub struct MappingError {
+    /// The key below `kinds.order.table`.
+    pub key: String,
+    /// One sentence, without the key.
+    pub why: String,
+}
+
+impl MappingError {
+    /// `key` is below `kinds.order.table`; `why` is the rest of the sentence.
+    #[must_use]
+    pub fn new(key: impl Into<String>, why: impl Into<String>) -> Self {
+        Self { key: key.into(), why: why.into() }
+    }
+}
+
+/// The column that holds the deadline, if `deadline` is a plain column.
+#[must_use]
+pub fn deadline_column<'a>(table: &'a TableSettings, orders: &'a Relation) -> Option<&'a str> {
+    let written = table.deadline.trim();
+    let unquoted = written.strip_prefix('"').and_then(|rest| rest.strip_suffix('"'));
+    let folded = written.to_lowercase();
+    let name = unquoted.unwrap_or(&folded);
+    orders.columns.keys().find(|column| *column == name).map(String::as_str)
+}

@@ -1,0 +1,508 @@
+//! Renders the statements of the orders contract for a mapped table: `close`, `overdue` and `deadline`.
+//!
+//! Pure. The statements take the same care as `sql/close.sql`, `sql/overdue.sql` and `sql/deadline.sql`, which explain
+//! each step. Conditions are evaluated on the row that is locked, in a step of their own behind the lock.
+
+use super::quote::{literal, name};
+use super::{ColumnType, Facts, MappingError, Relation, RelationKind, TableSettings, deadline_column, ids, predicate};
+
+/// The statements for a mapped table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rendered {
+    /// As `sql/close.sql`.
+    pub close: String,
+    /// As `sql/overdue.sql`.
+    pub overdue: String,
+    /// As `sql/deadline.sql`; `None` if the deadline is an expression, which cannot be moved.
+    pub deadline: Option<String>,
+}
+
+/// Renders the statements.
+///
+/// # Errors
+/// [`MappingError`] names the setting that does not fit the table.
+pub fn render(table: &TableSettings, facts: &Facts) -> Result<Rendered, MappingError> {
+    let parts = Parts::new(table, facts)?;
+    Ok(Rendered { close: parts.close()?, overdue: parts.overdue(), deadline: parts.deadline() })
+}
+
+/// What the statements are made of.
+struct Parts<'a> {
+    table: &'a TableSettings,
+    facts: &'a Facts,
+    /// The id's columns: quoted name and type.
+    id: Vec<(String, &'a ColumnType)>,
+    /// The deadline as a timestamptz, on a row of the table.
+    deadline: String,
+}
+
+impl<'a> Parts<'a> {
+    fn new(table: &'a TableSettings, facts: &'a Facts) -> Result<Self, MappingError> {
+        if !is_table(&facts.orders) {
+            return Err(MappingError::new("table", "is no table, so its rows cannot be locked; name the table itself"));
+        }
+        let id = table.id.0.iter().map(|column| id_column(&facts.orders, column)).collect::<Result<Vec<_>, _>>()?;
+        Ok(Self { table, facts, id, deadline: deadline(table, facts)? })
+    }
+
+    fn orders(&self) -> String {
+        self.facts.orders.qualified()
+    }
+
+    /// The bare name, so that the operator's expressions may qualify their columns with it.
+    fn alias(&self) -> String {
+        name(&self.facts.orders.name)
+    }
+
+    /// `k1, k2`, each behind `prefix`.
+    fn keys(&self, prefix: &str) -> String {
+        numbered(prefix, self.id.len()).join(", ")
+    }
+
+    /// The id's columns of the table behind `alias`.
+    fn id_columns(&self, alias: &str) -> Vec<String> {
+        self.id.iter().map(|(column, _)| format!("{alias}.{column}")).collect()
+    }
+
+    /// The same, named `k1, k2`.
+    fn id_as_keys(&self, alias: &str) -> String {
+        as_numbered(&self.id_columns(alias), "k")
+    }
+
+    fn parsed(&self, text: &str) -> Vec<String> {
+        let of = self.id.len();
+        let parsed = (1..).zip(&self.id).map(|(number, (_, column))| {
+            // A part is an expression that is written once for each mention, so several parts are named first.
+            let part = if of == 1 { text.to_owned() } else { format!("{text}{number}") };
+            ids::parse(column, &part)
+        });
+        parsed.collect()
+    }
+
+    /// A FROM item `p` with the columns `text_id` and, for an id of several columns, `p1, p2` for its parts.
+    fn with_parts(&self, source: &str) -> String {
+        let of = self.id.len();
+        if of == 1 {
+            return format!("({source}) AS p");
+        }
+        let parts: Vec<String> =
+            (1..=of).map(|number| format!("{} AS p{number}", ids::part("g.text_id", number, of))).collect();
+        format!("(SELECT g.text_id, {} FROM ({source}) AS g OFFSET 0) AS p", parts.join(", "))
+    }
+
+    fn part_text(&self) -> &'static str {
+        if self.id.len() == 1 { "p.text_id" } else { "p.p" }
+    }
+
+    /// `a.k1 IS NULL OR a.k2 IS NULL`
+    fn is_malformed(&self) -> String {
+        let nulls: Vec<String> = numbered("a.k", self.id.len()).iter().map(|key| format!("{key} IS NULL")).collect();
+        nulls.join(" OR ")
+    }
+
+    fn zone(&self) -> Option<String> {
+        self.table.time_zone.as_deref().map(literal)
+    }
+
+    fn close(&self) -> Result<String, MappingError> {
+        let (orders, alias) = (self.orders(), self.alias());
+        let count = self.id.len();
+        let mut steps = vec![
+            step(
+                "ot_asked",
+                &format!(
+                    "SELECT p.text_id, {}\n    FROM {}",
+                    as_numbered(&self.parsed(self.part_text()), "k"),
+                    self.with_parts("SELECT DISTINCT unnest($1::text[]) AS text_id")
+                ),
+            ),
+            step(
+                "ot_there AS MATERIALIZED",
+                &format!(
+                    "SELECT {} FROM {orders} AS o WHERE {}",
+                    self.id_as_keys("o"),
+                    among(&self.id_columns("o"), "ot_asked", "k")
+                ),
+            ),
+            step(
+                "ot_locked AS MATERIALIZED",
+                &format!(
+                    "SELECT o.* FROM {orders} AS o\n    WHERE {}\n    ORDER BY {}\n    FOR NO KEY UPDATE OF o SKIP LOCKED",
+                    among(&self.id_columns("o"), "ot_there", "k"),
+                    self.id_columns("o").join(", ")
+                ),
+            ),
+            // Behind the lock: a row that another session has changed meanwhile is read as it is now.
+            step(
+                "ot_decided AS MATERIALIZED",
+                &format!(
+                    "SELECT {},\n           {} AS deadline,\n           coalesce(({}), false) AS is_open,\n           coalesce(({}), false) AS is_paid\n    FROM ot_locked AS {alias}",
+                    self.id_as_keys(&alias),
+                    self.deadline,
+                    ended(&self.table.open),
+                    ended(&self.table.paid)
+                ),
+            ),
+            step(
+                "ot_moment AS MATERIALIZED",
+                "SELECT clock_timestamp() AS now WHERE (SELECT count(*) FROM ot_decided) >= 0",
+            ),
+            step(
+                "ot_due AS MATERIALIZED",
+                &format!(
+                    "SELECT {} FROM ot_decided d\n    WHERE d.is_open AND NOT d.is_paid AND d.deadline <= (SELECT m.now FROM ot_moment m)",
+                    self.keys("d.k")
+                ),
+            ),
+        ];
+        let mut without_stock = Vec::new();
+        for (index, _) in self.table.give_back.iter().enumerate() {
+            steps.extend(self.stock_to_lock(index)?);
+            let (items, number) = (format!("ot_items_{}", index + 1), index + 1);
+            let stock_keys = numbered("i.s", self.table.give_back[index].key.0.len());
+            without_stock.push(format!(
+                "SELECT {} FROM {items} i\n    WHERE NOT $3::boolean AND {} AND NOT {}",
+                self.keys("i.k"),
+                among_rows(&stock_keys, &format!("ot_stock_there_{number}"), "s"),
+                among_rows(&stock_keys, &format!("ot_stock_free_{number}"), "s")
+            ));
+        }
+        let to_close = if without_stock.is_empty() {
+            "ot_due"
+        } else {
+            steps.push(step("ot_without_stock AS MATERIALIZED", &without_stock.join("\n    UNION\n    ")));
+            steps.push(step(
+                "ot_to_close AS MATERIALIZED",
+                &format!(
+                    "SELECT {} FROM ot_due d WHERE NOT {}",
+                    self.keys("d.k"),
+                    among_rows(&numbered("d.k", count), "ot_without_stock", "k")
+                ),
+            ));
+            "ot_to_close"
+        };
+        steps.push(step("closed", &self.close_update(to_close)?));
+        let is_closed = |prefix: &str| {
+            let ids: Vec<String> = self.id.iter().map(|(column, _)| format!("c.{column}")).collect();
+            format!("({}) IN (SELECT {} FROM closed c)", numbered(prefix, count).join(", "), ids.join(", "))
+        };
+        steps.push(step("ot_event", &self.event(&is_closed("d.k"))));
+        let mut written = vec!["(SELECT count(*) FROM ot_event)".to_owned()];
+        for (number, also) in (1..).zip(&self.table.also) {
+            steps.push(also_step(number, &also.sql));
+            written.push(format!("(SELECT count(*) FROM ot_also_{number})"));
+        }
+        steps.push(step("ot_written AS MATERIALIZED", &format!("SELECT {} AS rows", written.join(" + "))));
+        let mut last = "(SELECT w.rows FROM ot_written w)".to_owned();
+        for index in 0..self.table.give_back.len() {
+            steps.push(self.give_back(index, &is_closed("i.k"), &last)?);
+            last = format!("(SELECT count(*) FROM ot_given_{})", index + 1);
+        }
+        let busy_by_stock = if without_stock.is_empty() {
+            String::new()
+        } else {
+            format!("\n           WHEN {} THEN 'busy'", among_rows(&numbered("a.k", count), "ot_without_stock", "k"))
+        };
+        let malformed = self.is_malformed();
+        let join: Vec<String> = (1..=count).map(|number| format!("d.k{number} = a.k{number}")).collect();
+        Ok(format!(
+            "-- Closes orders of {orders}, as kinds.order.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'\n           WHEN NOT d.is_open THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({malformed} OR {})\n  AND {last} >= 0",
+            steps.join(",\n"),
+            is_closed("a.k"),
+            join.join(" AND "),
+            among_rows(&numbered("a.k", count), "ot_there", "k"),
+        ))
+    }
+
+    /// The items of due orders, and the stock rows that they need: those that exist, and those that can be locked now.
+    fn stock_to_lock(&self, index: usize) -> Result<Vec<String>, MappingError> {
+        let (settings, (items, stock)) = (&self.table.give_back[index], &self.facts.give_back[index]);
+        let (number, key) = (index + 1, |setting: &str| format!("give_back[{index}].{setting}"));
+        if !is_table(stock) {
+            return Err(MappingError::new(
+                key("stock"),
+                "is no table, so its rows cannot be locked; name the table itself",
+            ));
+        }
+        let alias = name(&items.name);
+        let of = |relation: &Relation, columns: &[String], setting: &str, alias: &str| {
+            columns
+                .iter()
+                .map(|column| require(relation, column, &key(setting)).map(|_| format!("{alias}.{}", name(column))))
+                .collect::<Result<Vec<_>, _>>()
+        };
+        let order = of(items, &settings.order.0, "order", &alias)?;
+        let item_key = of(items, &settings.key.0, "key", &alias)?;
+        let stock_key = of(stock, &settings.stock_key.0, "stock_key", "s")?;
+        let needed = among(&stock_key, &format!("ot_items_{number}"), "s");
+        Ok(vec![
+            step(
+                &format!("ot_items_{number} AS MATERIALIZED"),
+                &format!(
+                    "SELECT {}, {}, ({}) AS quantity\n    FROM {} AS {alias}\n    WHERE {}",
+                    as_numbered(&order, "k"),
+                    as_numbered(&item_key, "s"),
+                    ended(&settings.quantity),
+                    items.qualified(),
+                    among(&order, "ot_due", "k")
+                ),
+            ),
+            step(
+                &format!("ot_stock_there_{number} AS MATERIALIZED"),
+                &format!(
+                    "SELECT {} FROM {} AS s WHERE NOT $3::boolean AND {needed}",
+                    as_numbered(&stock_key, "s"),
+                    stock.qualified()
+                ),
+            ),
+            step(
+                &format!("ot_stock_free_{number} AS MATERIALIZED"),
+                &format!(
+                    "SELECT {} FROM {} AS s\n    WHERE NOT $3::boolean AND {needed}\n    ORDER BY {}\n    FOR NO KEY UPDATE OF s SKIP LOCKED",
+                    as_numbered(&stock_key, "s"),
+                    stock.qualified(),
+                    stock_key.join(", ")
+                ),
+            ),
+        ])
+    }
+
+    fn close_update(&self, to_close: &str) -> Result<String, MappingError> {
+        let alias = self.alias();
+        let mut set = Vec::new();
+        for (column, value) in &self.table.close {
+            let kind = require(&self.facts.orders, column, &format!("close.{column}"))?;
+            let value = if value == "now" { self.now(column, kind)? } else { literal(value) };
+            set.push(format!("{} = {value}", name(column)));
+        }
+        let returning: Vec<String> = self.id.iter().map(|(column, _)| format!("{alias}.{column}")).collect();
+        Ok(format!(
+            "UPDATE {} AS {alias}\n    SET {}\n    WHERE {}\n    RETURNING {}",
+            self.orders(),
+            set.join(", "),
+            among(&self.id_columns(&alias), to_close, "k"),
+            returning.join(", ")
+        ))
+    }
+
+    /// The moment of the close, as this column has times.
+    fn now(&self, column: &str, kind: &ColumnType) -> Result<String, MappingError> {
+        const NOW: &str = "(SELECT m.now FROM ot_moment m)";
+        match (kind.base.as_str(), self.zone()) {
+            ("timestamptz", _) => Ok(NOW.to_owned()),
+            ("timestamp", Some(zone)) => Ok(format!("({NOW} AT TIME ZONE {zone})")),
+            ("timestamp", None) => Err(MappingError::new(
+                "time_zone",
+                format!(
+                    "is not given, but {column} is a timestamp without time zone; name the zone in which the shop writes it, such as \"Asia/Shanghai\""
+                ),
+            )),
+            _ => Err(MappingError::new(
+                format!("close.{column}"),
+                format!(
+                    "is {}, which cannot hold a moment; name a column of type timestamptz or timestamp, or set this one in a statement of [[kinds.order.table.also]]",
+                    kind.sql
+                ),
+            )),
+        }
+    }
+
+    /// As `sql/close.sql` writes it. The conditions are not joins: the planner expects a few rows, and would compare
+    /// every order with every other.
+    fn event(&self, is_closed: &str) -> String {
+        let utc = "'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'";
+        format!(
+            "INSERT INTO event_outbox (routing_key, type, payload)\n    SELECT 'order.closed', 'order.closed.v1',\n           jsonb_build_object(\n               'order_id', {},\n               'deadline', to_char(d.deadline AT TIME ZONE 'UTC', {utc}),\n               'closed_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', {utc}) FROM ot_moment m),\n               'closed_by', $2::text,\n               'reason', 'unpaid')\n    FROM ot_decided d\n    WHERE ({is_closed}) IS TRUE\n    RETURNING 1",
+            ids::print(&numbered("d.k", self.id.len()))
+        )
+    }
+
+    /// One update of stock, behind everything that `behind` counts.
+    fn give_back(&self, index: usize, is_closed: &str, behind: &str) -> Result<String, MappingError> {
+        let (settings, (_, stock), number) = (&self.table.give_back[index], &self.facts.give_back[index], index + 1);
+        let keys = settings.key.0.len();
+        let mut set = Vec::new();
+        for (column, expression) in &settings.set {
+            require(stock, column, &format!("give_back[{index}].set.{column}"))?;
+            set.push(format!("{} = {}", name(column), ended(expression)));
+        }
+        let matches: Vec<String> = (1..)
+            .zip(&settings.stock_key.0)
+            .map(|(n, column)| format!("stock.{} = item.ot_s{n}", name(column)))
+            .collect();
+        let given: Vec<String> = (1..=keys).map(|n| format!("i.s{n} AS ot_s{n}")).collect();
+        // Summed: UPDATE … FROM changes each row only once.
+        Ok(step(
+            &format!("ot_given_{number}"),
+            &format!(
+                "UPDATE {} AS stock\n    SET {}\n    FROM (\n        SELECT {}, sum(i.quantity) AS quantity\n        FROM ot_items_{number} i\n        WHERE ({is_closed}) IS TRUE AND {behind} >= 0\n        GROUP BY {sorted}\n        ORDER BY {sorted}\n    ) AS item\n    WHERE {}\n    RETURNING 1",
+                stock.qualified(),
+                set.join(", "),
+                given.join(", "),
+                matches.join(" AND "),
+                sorted = numbered("i.s", keys).join(", "),
+            ),
+        ))
+    }
+
+    fn overdue(&self) -> String {
+        let (alias, deadline) = (self.alias(), &self.deadline);
+        let ids = self.id_columns(&alias);
+        let after: Vec<String> = numbered("a.k", self.id.len());
+        let first: Vec<String> = after
+            .iter()
+            .zip(&self.id)
+            .map(|(key, (_, column))| format!("coalesce({key}, {})", ids::smallest(column)))
+            .collect();
+        let from = |values: &[String]| -> Vec<String> {
+            values.iter().map(|value| format!("(SELECT {value} FROM ot_after a)")).collect()
+        };
+        format!(
+            "-- Overdue orders of {orders}, as kinds.order.table says, by (deadline, id). $1 float8: seconds after the deadline;\n-- $2 timestamptz, $3 text: the last row of the page before; $4 bigint: limit.\nWITH ot_after AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n)\nSELECT {printed} AS order_id, {deadline} AS deadline\nFROM {orders} AS {alias}\nWHERE ({open})\n  AND ({paid}) IS NOT TRUE\n  AND {deadline} <= statement_timestamp() - make_interval(secs => $1::float8)\n  AND ({deadline}, {ids}) >= ($2::timestamptz, {first})\n  AND ($3::text = '' OR ({deadline}, {ids}) > ($2::timestamptz, {after}))\nORDER BY {deadline}, {ids}\nLIMIT $4::bigint",
+            orders = self.orders(),
+            parsed = as_numbered(&self.parsed(self.part_text()), "k"),
+            parts = self.with_parts("SELECT $3::text AS text_id"),
+            printed = ids::print(&ids),
+            open = ended(&self.table.open),
+            paid = ended(&self.table.paid),
+            ids = ids.join(", "),
+            first = from(&first).join(", "),
+            after = from(&after).join(", "),
+        )
+    }
+
+    fn deadline(&self) -> Option<String> {
+        let column = deadline_column(self.table, &self.facts.orders)?;
+        let (orders, alias) = (self.orders(), self.alias());
+        let moved_to = match (self.facts.deadline_type.as_str(), self.zone()) {
+            ("TIMESTAMP", Some(zone)) => format!("($2::timestamptz AT TIME ZONE {zone})"),
+            _ => "$2::timestamptz".to_owned(),
+        };
+        Some(format!(
+            "-- Changes the deadline of an open order of {orders}. $1 text: its id; $2 timestamptz: its new deadline.\nWITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_locked AS MATERIALIZED (\n    SELECT o.* FROM {orders} AS o\n    WHERE {asked}\n    FOR NO KEY UPDATE OF o\n),\not_decided AS MATERIALIZED (\n    SELECT {keys},\n           {deadline} AS deadline,\n           coalesce(({open}), false) AS is_open,\n           coalesce(({paid}), false) AS is_paid\n    FROM ot_locked AS {alias}\n),\not_open AS MATERIALIZED (\n    SELECT {open_keys} FROM ot_decided d WHERE d.is_open AND NOT d.is_paid\n),\not_moved AS (\n    UPDATE {orders} AS {alias}\n    SET {column} = {moved_to}\n    WHERE {is_open}\n    RETURNING {deadline} AS deadline\n),\not_alarm AS (\n    INSERT INTO alarm_outbox (order_id, deadline)\n    SELECT {printed}, m.deadline\n    FROM ot_decided d, ot_moved m\n    WHERE d.deadline IS NULL OR m.deadline < d.deadline\n)\nSELECT CASE WHEN d.is_paid THEN 'paid' WHEN d.is_open THEN 'unpaid' ELSE 'closed' END AS status,\n       coalesce(d.deadline, 'infinity') AS deadline,\n       (SELECT m.deadline FROM ot_moved m) AS moved_to\nFROM ot_decided d",
+            parsed = as_numbered(&self.parsed(self.part_text()), "k"),
+            parts = self.with_parts("SELECT $1::text AS text_id"),
+            asked = among(&self.id_columns("o"), "ot_asked", "k"),
+            keys = self.id_as_keys(&alias),
+            deadline = self.deadline,
+            open = ended(&self.table.open),
+            paid = ended(&self.table.paid),
+            open_keys = self.keys("d.k"),
+            is_open = among(&self.id_columns(&alias), "ot_open", "k"),
+            printed = ids::print(&numbered("d.k", self.id.len())),
+            column = name(column),
+        ))
+    }
+}
+
+fn is_table(relation: &Relation) -> bool {
+    matches!(relation.kind, RelationKind::Table | RelationKind::PartitionedTable)
+}
+
+/// The column's type.
+fn require<'a>(relation: &'a Relation, column: &str, key: &str) -> Result<&'a ColumnType, MappingError> {
+    relation.columns.get(column).ok_or_else(|| {
+        let known: Vec<&str> = relation.columns.keys().map(String::as_str).collect();
+        let meant = known.iter().max_by(|a, b| {
+            strsim::normalized_damerau_levenshtein(a, column)
+                .total_cmp(&strsim::normalized_damerau_levenshtein(b, column))
+        });
+        let meant = meant.map_or_else(String::new, |name| format!("; did you mean {name}?"));
+        MappingError::new(key, format!("{} has no column {column}{meant}", relation.qualified()))
+    })
+}
+
+fn id_column<'a>(orders: &'a Relation, column: &str) -> Result<(String, &'a ColumnType), MappingError> {
+    let kind = require(orders, column, "id")?;
+    if !ids::TYPES.contains(&kind.base.as_str()) {
+        return Err(MappingError::new(
+            "id",
+            format!(
+                "{column} is {}; an id may be a smallint, integer, bigint, uuid, text, varchar, char or citext: name such a unique column, or write orders.close_sql",
+                kind.sql
+            ),
+        ));
+    }
+    Ok((name(column), kind))
+}
+
+/// The deadline as a timestamptz.
+fn deadline(table: &TableSettings, facts: &Facts) -> Result<String, MappingError> {
+    // A plain column without brackets, so that the statement reads well.
+    let written = match deadline_column(table, &facts.orders) {
+        Some(column) => format!("{}.{}", name(&facts.orders.name), name(column)),
+        None => format!("({})", ended(&table.deadline)),
+    };
+    let uses_zone = table.close.iter().any(|(column, value)| {
+        value == "now" && facts.orders.columns.get(column).is_some_and(|kind| kind.base == "timestamp")
+    });
+    match (facts.deadline_type.as_str(), &table.time_zone) {
+        ("TIMESTAMPTZ", Some(_)) if !uses_zone => Err(MappingError::new(
+            "time_zone",
+            "is given, but the deadline is a timestamp with time zone, which names its moment; leave time_zone out",
+        )),
+        ("TIMESTAMPTZ", _) => Ok(written),
+        ("TIMESTAMP", Some(zone)) => Ok(format!("({written} AT TIME ZONE {})", literal(zone))),
+        ("TIMESTAMP", None) => Err(MappingError::new(
+            "time_zone",
+            "is not given, but the deadline is a timestamp without time zone; name the zone in which the shop writes it, such as \"Asia/Shanghai\", because the wrong one closes orders hours early or late",
+        )),
+        (other, _) => Err(MappingError::new(
+            "deadline",
+            format!(
+                "is {}, not a timestamp; write an expression of type timestamptz, such as to_timestamp(expires) for seconds since 1970",
+                other.to_lowercase()
+            ),
+        )),
+    }
+}
+
+/// The operator's SQL, with a line break behind a comment that would hide what follows.
+fn ended(sql: &str) -> String {
+    let sql = sql.trim();
+    if sql.contains("--") { format!("{sql}\n") } else { sql.to_owned() }
+}
+
+fn step(head: &str, body: &str) -> String {
+    let head = if head.contains(" AS ") || head.ends_with(" AS") { head.to_owned() } else { format!("{head} AS") };
+    format!("{head} (\n    {body}\n)")
+}
+
+/// A statement of the shop's own as a step that can be counted, so that stock is locked behind it.
+fn also_step(number: usize, sql: &str) -> String {
+    let sql = sql.trim().trim_end_matches(';').trim_end();
+    let is_query = predicate::bare(sql).is_some_and(|bare| bare.trim_start().starts_with("select"));
+    let materialized = if is_query { " AS MATERIALIZED" } else { "" };
+    let returning = if predicate::returns_rows(sql) { "" } else { "\n    RETURNING 1" };
+    step(&format!("ot_also_{number}{materialized}"), &format!("{}{returning}", ended(sql).trim_end_matches(' ')))
+}
+
+/// `k1, k2`
+fn numbered(prefix: &str, count: usize) -> Vec<String> {
+    (1..=count).map(|number| format!("{prefix}{number}")).collect()
+}
+
+/// `a AS k1, b AS k2`
+fn as_numbered(columns: &[String], prefix: &str) -> String {
+    let named: Vec<String> =
+        (1..).zip(columns).map(|(number, column)| format!("{column} AS {prefix}{number}")).collect();
+    named.join(", ")
+}
+
+/// Rows of a table whose columns are among the keys of a step. As an array for one column: then the plan looks up each
+/// key in the index, even if it was made for an empty table.
+fn among(columns: &[String], step: &str, prefix: &str) -> String {
+    match columns {
+        [one] => format!("{one} = ANY (ARRAY(SELECT t.{prefix}1 FROM {step} t))"),
+        several => among_rows(several, step, prefix),
+    }
+}
+
+/// The same between two steps.
+fn among_rows(columns: &[String], step: &str, prefix: &str) -> String {
+    let keys = numbered(&format!("t.{prefix}"), columns.len()).join(", ");
+    format!("({}) IN (SELECT {keys} FROM {step} t)", columns.join(", "))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,160 @@
+//! Compares rendered statements with golden files; their mappings are those of the foreign shops in `tests/fixtures`.
+
+use std::path::Path;
+
+use super::*;
+use crate::config::Settings;
+
+/// A relation with these columns: name and type.
+fn relation(schema: &str, name: &str, kind: RelationKind, columns: &[(&str, &str)]) -> Relation {
+    let sql = |base: &str| match base {
+        "int2" => "smallint".to_owned(),
+        "int4" => "integer".to_owned(),
+        "int8" => "bigint".to_owned(),
+        "timestamp" => "timestamp without time zone".to_owned(),
+        "timestamptz" => "timestamp with time zone".to_owned(),
+        other => other.to_owned(),
+    };
+    let columns = columns
+        .iter()
+        .map(|(name, base)| ((*name).to_owned(), ColumnType { base: (*base).to_owned(), sql: sql(base) }));
+    Relation { schema: schema.into(), name: name.into(), kind, columns: columns.collect() }
+}
+
+fn table(shop: &str) -> TableSettings {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/shops").join(shop).join("order-timeout.toml");
+    let settings = Settings::load_with_environment(Some(&file), [].into_iter().collect(), &[]).unwrap();
+    settings.orders_table().unwrap().clone()
+}
+
+fn facts(shop: &str) -> Facts {
+    use RelationKind::{PartitionedTable, Table};
+    match shop {
+        "mall" => Facts {
+            orders: relation(
+                "public",
+                "oms_order",
+                Table,
+                &[("id", "int8"), ("status", "int2"), ("create_time", "timestamp"), ("modify_time", "timestamp")],
+            ),
+            deadline_type: "TIMESTAMP".into(),
+            give_back: vec![(
+                relation(
+                    "public",
+                    "oms_order_item",
+                    Table,
+                    &[("order_id", "int8"), ("product_sku_id", "int8"), ("product_quantity", "int4")],
+                ),
+                relation(
+                    "public",
+                    "pms_sku_stock",
+                    Table,
+                    &[("id", "int8"), ("stock", "int4"), ("lock_stock", "int4")],
+                ),
+            )],
+        },
+        "headless" => Facts {
+            orders: relation(
+                "medusa",
+                "order",
+                Table,
+                &[
+                    ("id", "text"),
+                    ("payment_state", "payment_state"),
+                    ("expiresAt", "timestamptz"),
+                    ("canceledAt", "timestamptz"),
+                ],
+            ),
+            deadline_type: "TIMESTAMPTZ".into(),
+            give_back: vec![(
+                relation(
+                    "medusa",
+                    "reservation_item",
+                    Table,
+                    &[
+                        ("order_id", "text"),
+                        ("inventory_item_id", "text"),
+                        ("location_id", "text"),
+                        ("quantity", "numeric"),
+                    ],
+                ),
+                relation(
+                    "medusa",
+                    "inventory_level",
+                    Table,
+                    &[("inventory_item_id", "text"), ("location_id", "text"), ("reserved_quantity", "numeric")],
+                ),
+            )],
+        },
+        "tenants" => Facts {
+            orders: relation(
+                "platform",
+                "orders",
+                Table,
+                &[("tenant", "text"), ("number", "int8"), ("state", "text"), ("closed_at", "timestamptz")],
+            ),
+            deadline_type: "TIMESTAMPTZ".into(),
+            give_back: vec![(
+                relation("platform", "order_lines", Table, &[("tenant", "text"), ("number", "int8"), ("sku", "text")]),
+                relation("platform", "stock", Table, &[("tenant", "text"), ("sku", "text"), ("reserved", "int4")]),
+            )],
+        },
+        _ => Facts {
+            orders: relation(
+                "sales",
+                "orders",
+                PartitionedTable,
+                &[("id", "uuid"), ("status", "text"), ("expires_at", "timestamptz")],
+            ),
+            deadline_type: "TIMESTAMPTZ".into(),
+            give_back: vec![(
+                relation("sales", "items", Table, &[("order_id", "uuid"), ("article", "text"), ("quantity", "int4")]),
+                relation("sales", "stock", Table, &[("article", "text"), ("on_hand", "int4"), ("reserved", "int4")]),
+            )],
+        },
+    }
+}
+
+/// Compares with a file. With `GOLDEN=write` in the environment it writes the file instead.
+fn assert_golden(name: &str, sql: &str) {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/mapping").join(name);
+    let sql = format!("{sql}\n");
+    if std::env::var_os("GOLDEN").is_some_and(|value| value == "write") {
+        std::fs::write(&file, &sql).unwrap();
+    }
+    assert_eq!(sql, std::fs::read_to_string(&file).unwrap(), "{}", file.display());
+}
+
+#[test]
+fn statements_match_golden_files() {
+    for shop in ["mall", "headless", "tenants", "partitioned"] {
+        let rendered = render(&table(shop), &facts(shop)).unwrap();
+        assert_golden(&format!("{shop}_close.sql"), &rendered.close);
+        assert_golden(&format!("{shop}_overdue.sql"), &rendered.overdue);
+        match rendered.deadline {
+            Some(deadline) => assert_golden(&format!("{shop}_deadline.sql"), &deadline),
+            None => assert!(["mall", "tenants"].contains(&shop), "{shop}"),
+        }
+    }
+}
+
+#[test]
+fn times_without_zone_need_one() {
+    let (mut table, facts) = (table("mall"), facts("mall"));
+    table.time_zone = None;
+    assert_eq!(render(&table, &facts).unwrap_err().key, "time_zone");
+}
+
+#[test]
+fn moment_needs_column_for_times() {
+    let (mut table, facts) = (table("mall"), facts("mall"));
+    table.close.insert("status".into(), "now".into());
+    assert_eq!(render(&table, &facts).unwrap_err().key, "close.status");
+}
+
+#[test]
+fn views_cannot_be_locked() {
+    let (table, mut facts) = (table("mall"), facts("mall"));
+    facts.give_back[0].1.kind = RelationKind::View;
+    assert_eq!(render(&table, &facts).unwrap_err().key, "give_back[0].stock");
+}

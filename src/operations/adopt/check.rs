@@ -1,0 +1,319 @@
+//! `adopt --check`: proves the configured statements on the live database.
+//!
+//! Prepares, explains, and closes up to ten real orders in a transaction that is rolled back. Changes nothing.
+
+use serde::Serialize;
+
+use super::dry_close::{self, DryClose};
+use super::{Finding, Level};
+use crate::config::Settings;
+use crate::config::kinds::{ORDER, TableSettings, key_of};
+use crate::effects::close::Closer;
+use crate::effects::sweep::Sweeper;
+use crate::mapping::{self, Facts, RelationKind, predicate, quote};
+use crate::observe::degraded::Cause;
+use crate::observe::inspect::plan::Plans;
+use crate::operations::first_backlog;
+use crate::operations::orders_statements::{self, DeadlineStatement, OrdersStatements};
+use crate::postgres::survey::{self, Index, Survey};
+use crate::postgres::warm_connections::WarmConnections;
+use crate::postgres::{Database, DatabaseError, ErrorClass, adoption, catalog, classify, one_line};
+
+/// The result of a check.
+#[derive(Debug, Serialize)]
+pub struct CheckReport {
+    /// The orders table.
+    pub orders: String,
+    /// In the order of the checks.
+    pub findings: Vec<Finding>,
+}
+
+impl CheckReport {
+    /// Whether the mapping may be used.
+    #[must_use]
+    pub fn is_right(&self) -> bool {
+        self.findings.iter().all(|finding| finding.level != Level::Wrong)
+    }
+}
+
+/// Checks the statements in effect.
+///
+/// # Errors
+/// [`DatabaseError`] if the database does not answer. What is wrong with the mapping is a finding.
+pub async fn check(database: &Database, settings: &Settings) -> Result<CheckReport, DatabaseError> {
+    let mut check = Check { settings, findings: Vec::new() };
+    let found = orders_statements::statements(database, settings).await;
+    let statements = match found {
+        Ok(statements) => statements,
+        Err(fault) => {
+            check.wrong("", fault.to_string());
+            return Ok(check.report(String::new()));
+        }
+    };
+    let orders = statements.orders.clone();
+    check.all(database, statements).await?;
+    Ok(check.report(orders))
+}
+
+struct Check<'a> {
+    settings: &'a Settings,
+    findings: Vec<Finding>,
+}
+
+impl Check<'_> {
+    fn report(mut self, orders: String) -> CheckReport {
+        self.findings.sort_by_key(|finding| std::cmp::Reverse(finding.level));
+        CheckReport { orders, findings: self.findings }
+    }
+
+    fn note(&mut self, level: Level, name: &str, sentence: String) {
+        let file = self.settings.kinds.get(ORDER).and_then(|kind| kind.origin.clone());
+        let has_table = self.settings.orders_table().is_some();
+        let key = match (name, has_table) {
+            (name, _) if name.starts_with("sweep.") => name.to_owned(),
+            ("", true) => format!("kinds.{ORDER}.table"),
+            (name, true) => key_of(name),
+            (_, false) => "orders.close_sql".to_owned(),
+        };
+        self.findings.push(Finding { level, key, file: file.filter(|_| has_table), sentence });
+    }
+
+    fn wrong(&mut self, name: &str, sentence: String) {
+        self.note(Level::Wrong, name, sentence);
+    }
+
+    async fn all(&mut self, database: &Database, statements: OrdersStatements) -> Result<(), DatabaseError> {
+        let closer = Closer::prepare(WarmConnections::new(database.clone()), statements.close).await;
+        let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await;
+        let (closer, sweeper) = match (closer, sweeper) {
+            (Ok(closer), Ok(sweeper)) => (closer, sweeper),
+            (closer, sweeper) => {
+                for fault in [closer.err(), sweeper.err()].into_iter().flatten() {
+                    self.wrong("", fault.to_string());
+                }
+                return Ok(());
+            }
+        };
+        self.note(
+            Level::Proven,
+            "",
+            "the statements can be prepared, with the parameters and columns of the contract".into(),
+        );
+        if let DeadlineStatement::CannotBeMoved(why) = statements.deadline {
+            self.note(Level::Note, "deadline", why.to_owned());
+        }
+        let facts = self.tables(database).await?;
+        let may_run = self.plans(database, &closer, &sweeper).await?;
+        if may_run {
+            self.dry_close(database, &closer, &sweeper, facts.as_ref()).await?;
+            self.backlog(database, &sweeper, &statements.orders).await?;
+        }
+        Ok(())
+    }
+
+    /// Keys, indexes, triggers and functions of a mapping's tables.
+    async fn tables(&mut self, database: &Database) -> Result<Option<Facts>, DatabaseError> {
+        let Some(table) = self.settings.orders_table() else { return Ok(None) };
+        let looked = database.run(async |connection| {
+            let found = async {
+                let facts = catalog::facts(connection, table).await?;
+                let orders = survey::survey(connection, "table", &table.table).await?;
+                let mut others = Vec::new();
+                for (settings, (items, stock)) in table.give_back.iter().zip(&facts.give_back) {
+                    let items = survey::survey(connection, "items", &items.qualified()).await?;
+                    others.push((settings, items, survey::survey(connection, "stock", &stock.qualified()).await?));
+                }
+                let called: Vec<String> =
+                    [&table.open, &table.paid].iter().flat_map(|sql| predicate::called_functions(sql)).collect();
+                let stable = survey::stable_functions(connection, &called).await?;
+                Ok::<_, catalog::CatalogError>((facts, orders, others, stable))
+            };
+            Ok(found.await)
+        });
+        let looked = looked.await.map_err(|error| DatabaseError(one_line(&error)))?;
+        let (facts, orders, others, stable) = looked.map_err(|fault| DatabaseError(fault.to_string()))?;
+        self.orders_table(table, &orders);
+        for function in stable {
+            self.wrong("paid", format!("{function} is STABLE and reads what was committed before the order's row was locked, so that a payment in the same instant would be missed; ALTER FUNCTION {function} VOLATILE"));
+        }
+        for (index, (settings, items, stock)) in others.iter().enumerate() {
+            let key = |name: &str| format!("give_back[{index}].{name}");
+            self.require_index(&key("order"), items, &settings.order.0, false);
+            self.require_index(&key("stock_key"), stock, &settings.stock_key.0, true);
+            self.triggers(&key("stock"), stock);
+        }
+        Ok(Some(facts))
+    }
+
+    fn orders_table(&mut self, table: &TableSettings, orders: &Survey) {
+        let is_partitioned = orders.relation.kind == RelationKind::PartitionedTable;
+        // No unique index of a partitioned table can leave out the column that it is partitioned by.
+        self.require_index("id", orders, &table.id.0, !is_partitioned);
+        if let Some(column) = mapping::deadline_column(table, &orders.relation) {
+            let kind = &orders.relation.columns[column].sql;
+            self.note(Level::Proven, "deadline", format!("is the column {column}, of type {kind}; NULL is never due"));
+        }
+        self.triggers("table", orders);
+    }
+
+    fn triggers(&mut self, key: &str, table: &Survey) {
+        for trigger in &table.triggers {
+            let name = table.relation.qualified();
+            self.note(
+                Level::Note,
+                key,
+                format!("the trigger {trigger} of {name} runs at every close, and an order that it refuses stays open"),
+            );
+        }
+    }
+
+    fn require_index(&mut self, key: &str, table: &Survey, columns: &[String], must_be_unique: bool) {
+        let begins_with = |index: &&Index| {
+            !index.is_partial && columns.len() <= index.columns.len() && {
+                let first = &index.columns[..columns.len()];
+                columns.iter().all(|column| first.contains(column))
+            }
+        };
+        let found: Vec<&Index> = table.indexes.iter().filter(begins_with).collect();
+        let name = table.relation.qualified();
+        let list = columns.iter().map(|column| quote::name(column)).collect::<Vec<_>>().join(", ");
+        let is_unique = found.iter().any(|index| index.is_unique && index.columns.len() == columns.len());
+        if must_be_unique && !is_unique {
+            let primary = if table.primary_key.is_empty() {
+                String::new()
+            } else {
+                format!(" (its primary key is {})", table.primary_key.join(", "))
+            };
+            self.wrong(key, format!("{list} is not unique in {name}{primary}, so two rows would be taken for one; name the columns of its primary key, or CREATE UNIQUE INDEX CONCURRENTLY ON {name} ({list})"));
+        } else if found.is_empty() {
+            self.wrong(key, format!("no index of {name} begins with {list}, so every close would read the whole table; CREATE INDEX CONCURRENTLY ON {name} ({list})"));
+        } else {
+            self.note(Level::Proven, key, format!("{list} of {name} is found through the index {}", found[0].name));
+        }
+    }
+
+    /// Whether the statements may be run by this role and use an index. Returns whether they may be run.
+    async fn plans(&mut self, database: &Database, closer: &Closer, sweeper: &Sweeper) -> Result<bool, DatabaseError> {
+        let (close, parameters) = closer.statement();
+        let (close_name, overdue_name) = orders_statements::names(self.settings);
+        let plans =
+            Plans::new((sweeper.statement(), overdue_name), Some((close, parameters, close_name))).of_any_size();
+        let found = match plans.look(database).await {
+            Ok(found) => found,
+            Err(error) if classify(&error) == ErrorClass::Away => return Err(DatabaseError(one_line(&error))),
+            Err(error) => {
+                let why = one_line(&error);
+                self.wrong(
+                    "close",
+                    format!(
+                        "the statements cannot be planned: {why}; correct the value or expression that it is about"
+                    ),
+                );
+                return Ok(false);
+            }
+        };
+        let mut may_run = true;
+        for (cause, why) in found {
+            let is_slow = cause == Cause::SlowOverdueQuery;
+            match why {
+                Some(why) => {
+                    may_run &= is_slow;
+                    self.wrong(if is_slow { "deadline" } else { "table" }, why);
+                }
+                None if is_slow => self.note(Level::Proven, "deadline", "the sweep reads an index".into()),
+                None => self.note(
+                    Level::Proven,
+                    "table",
+                    "the role may run the statements, and no row security hides rows from it".into(),
+                ),
+            }
+        }
+        Ok(may_run)
+    }
+
+    async fn dry_close(
+        &mut self,
+        database: &Database,
+        closer: &Closer,
+        sweeper: &Sweeper,
+        facts: Option<&Facts>,
+    ) -> Result<(), DatabaseError> {
+        let (close, parameters) = closer.statement();
+        let overdue = sweeper.statement();
+        let mapping = self.settings.orders_table().zip(facts);
+        let run =
+            database.run(async |connection| dry_close::run(connection, (&close, parameters), &overdue, mapping).await);
+        let DryClose { outcomes, found_again, stock } = match run.await {
+            Ok(dry) => dry,
+            Err(error) => {
+                self.wrong(
+                    "",
+                    format!("orders cannot be tried: {}; correct the statement or its tables", one_line(&error)),
+                );
+                return Ok(());
+            }
+        };
+        if outcomes.is_empty() {
+            self.note(
+                Level::Note,
+                "open",
+                "no order is overdue now, so no close could be tried; repeat the check when one is".into(),
+            );
+            return Ok(());
+        }
+        let closed = outcomes.iter().filter(|(_, outcome)| *outcome == Ok("closed".to_owned())).count();
+        for (id, outcome) in &outcomes {
+            match outcome {
+                Ok(word) if word == "closed" || word == "busy" => {}
+                Ok(word) => self.wrong("open", format!("order {id} is found overdue, but its close says {word}; let open, paid and deadline agree, and check that no trigger suppresses the UPDATE")),
+                Err(why) => self.wrong("close", format!("order {id} cannot be closed: {why}; correct the trigger or constraint that refuses it, or what close and set write")),
+            }
+        }
+        for id in found_again {
+            self.wrong("close", format!("order {id} is found overdue again after its close; set a column that makes the condition open false"));
+        }
+        if closed > 0 {
+            self.note(
+                Level::Proven,
+                "close",
+                format!("{closed} of {} overdue orders were closed and rolled back", outcomes.len()),
+            );
+        }
+        for (index, change) in stock.into_iter().enumerate().filter(|_| closed > 0) {
+            let key = format!("give_back[{index}].set");
+            let (stock, needed, changed) = (&change.stock, change.needed, change.changed);
+            let example = change
+                .examples
+                .first()
+                .map_or_else(String::new, |(before, after)| format!(", such as {before} to {after}"));
+            let shared = if change.is_shared { "; two of the orders have the same one" } else { "" };
+            if changed < needed && closed == outcomes.len() {
+                self.wrong(&key, format!("{changed} of the {needed} rows of {stock} that the orders reserve were changed; check key, stock_key and set"));
+            } else {
+                self.note(
+                    Level::Proven,
+                    &key,
+                    format!("{changed} of {needed} rows of {stock} were given back and rolled back{shared}{example}"),
+                );
+            }
+        }
+        Ok(())
+    }
+
+    async fn backlog(&mut self, database: &Database, sweeper: &Sweeper, orders: &str) -> Result<(), DatabaseError> {
+        let backlog = first_backlog::count(sweeper).await?;
+        let is_adopted = adoption::is_adopted(database, orders).await?;
+        let most = usize::try_from(self.settings.sweep.first_backlog).unwrap_or(usize::MAX);
+        if backlog.overdue > most && !is_adopted {
+            self.wrong("sweep.first_backlog", first_backlog::refusal(&backlog, orders, self.settings));
+        } else {
+            let oldest = backlog.oldest.map_or_else(String::new, |oldest| format!(", the oldest since {oldest}"));
+            self.note(
+                Level::Note,
+                "sweep.first_backlog",
+                format!("the first sweep closes {} orders{oldest}", backlog.overdue),
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,204 @@
+//! Closes up to ten overdue orders in a transaction that is rolled back, and reports what it would have changed.
+//!
+//! Uses the statements in effect. Holds its locks for the time of one batch.
+
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::order::Timestamp;
+use sqlx::{AssertSqlSafe, Connection, PgConnection, Row, SqlStr};
+
+use crate::config::kinds::{GiveBackSettings, TableSettings};
+use crate::mapping::{Facts, Relation, ids, quote};
+use crate::postgres::one_line;
+
+/// Orders that are tried.
+const TRIED: i64 = 10;
+/// Stock rows that are shown.
+const EXAMPLES: usize = 3;
+
+/// What a rolled-back close has shown.
+#[derive(Debug, Default)]
+pub struct DryClose {
+    /// The orders that were tried, with their outcomes; an error's sentence where the close failed.
+    pub outcomes: Vec<(String, Result<String, String>)>,
+    /// Those that the overdue statement found again after they were closed.
+    pub found_again: Vec<String>,
+    /// For each `give_back`: stock rows that the closed orders need, and how many of them changed.
+    pub stock: Vec<StockChange>,
+}
+
+/// What a close would have changed in one stock table.
+#[derive(Debug)]
+pub struct StockChange {
+    pub stock: String,
+    pub needed: usize,
+    pub changed: usize,
+    /// Whether two of the orders have an item for the same row.
+    pub is_shared: bool,
+    /// Some of the rows: before, and after.
+    pub examples: Vec<(String, String)>,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// sqlx's, if the overdue statement fails or the database does not answer.
+pub async fn run(
+    connection: &mut PgConnection,
+    close: (&SqlStr, usize),
+    overdue: &SqlStr,
+    mapping: Option<(&TableSettings, &Facts)>,
+) -> Result<DryClose, sqlx::Error> {
+    let mut transaction = connection.begin().await?;
+    let tried = overdue_ids(&mut transaction, overdue, TRIED).await?;
+    let mut dry = DryClose::default();
+    if tried.is_empty() {
+        return Ok(dry);
+    }
+    let give_back =
+        mapping.map_or_else(Vec::new, |(table, facts)| table.give_back.iter().zip(&facts.give_back).collect());
+    let mut before = Vec::new();
+    for (settings, relations) in &give_back {
+        before.push(needed_stock(&mut transaction, settings, relations, &tried).await?);
+    }
+    match close_all(&mut transaction, close, &tried).await {
+        Ok(outcomes) => dry.outcomes = outcomes.into_iter().map(|(id, outcome)| (id, Ok(outcome))).collect(),
+        // One by one, to name the order that it is about.
+        Err(_) => {
+            for id in &tried {
+                let outcome = close_all(&mut transaction, close, std::slice::from_ref(id)).await;
+                let outcome =
+                    outcome.map(|found| found.into_iter().next().map_or("unknown".to_owned(), |(_, word)| word));
+                dry.outcomes.push((id.clone(), outcome));
+            }
+        }
+    }
+    let closed =
+        |id: &String| dry.outcomes.iter().any(|(one, outcome)| one == id && *outcome == Ok("closed".to_owned()));
+    dry.found_again = overdue_ids(&mut transaction, overdue, TRIED * 2).await?.into_iter().filter(closed).collect();
+    for ((settings, (_, stock)), before) in give_back.into_iter().zip(before) {
+        dry.stock.push(compare(&mut transaction, settings, stock, before).await?);
+    }
+    transaction.rollback().await?;
+    Ok(dry)
+}
+
+async fn overdue_ids(connection: &mut PgConnection, overdue: &SqlStr, limit: i64) -> Result<Vec<String>, sqlx::Error> {
+    let rows = sqlx::query(overdue.clone())
+        .bind(0.0_f64)
+        .bind(Timestamptz(Timestamp::from_unix_micros(i64::MIN)))
+        .bind("")
+        .bind(limit)
+        .fetch_all(connection)
+        .await?;
+    rows.iter().map(|row| row.try_get("order_id")).collect()
+}
+
+/// Outcomes by order, or the error's sentence; after an error the transaction is as before.
+async fn close_all(
+    connection: &mut PgConnection,
+    (sql, parameters): (&SqlStr, usize),
+    ids: &[String],
+) -> Result<Vec<(String, String)>, String> {
+    let mut savepoint = connection.begin().await.map_err(|error| one_line(&error))?;
+    let mut query = sqlx::query(sql.clone()).bind(ids);
+    if parameters > 1 {
+        query = query.bind("manual");
+    }
+    if parameters > 2 {
+        query = query.bind(true);
+    }
+    let rows = query.fetch_all(&mut *savepoint).await.map_err(|error| one_line(&error));
+    let rows = match rows {
+        Ok(rows) => rows,
+        Err(why) => {
+            savepoint.rollback().await.map_err(|error| one_line(&error))?;
+            return Err(why);
+        }
+    };
+    savepoint.commit().await.map_err(|error| one_line(&error))?;
+    let outcomes = rows.iter().map(|row| Ok((row.try_get("order_id")?, row.try_get("outcome")?)));
+    outcomes.collect::<Result<_, sqlx::Error>>().map_err(|error| one_line(&error))
+}
+
+/// A stock row that the tried orders need.
+struct StockRow {
+    /// The values of its key, as text.
+    key: Vec<String>,
+    row: String,
+    /// How many of the orders need it.
+    orders: i64,
+}
+
+/// The stock rows that these orders need.
+async fn needed_stock(
+    connection: &mut PgConnection,
+    settings: &GiveBackSettings,
+    (items, stock): &(Relation, Relation),
+    ids: &[String],
+) -> Result<Vec<StockRow>, sqlx::Error> {
+    let columns = |alias: &str, names: &[String]| {
+        names.iter().map(|name| format!("{alias}.{}", quote::name(name))).collect::<Vec<_>>()
+    };
+    let (order, key) = (columns("i", &settings.order.0), columns("i", &settings.key.0));
+    let stock_key = columns("s", &settings.stock_key.0);
+    let printed = ids::print(&order);
+    let matches: Vec<String> = stock_key.iter().zip(&key).map(|(s, i)| format!("{s} = {i}")).collect();
+    let texts: Vec<String> = stock_key.iter().map(|column| format!("{column}::text")).collect();
+    let select = format!(
+        "SELECT ARRAY[{}], to_jsonb(s)::text, count(DISTINCT {printed})
+         FROM {} i JOIN {} s ON {} WHERE {printed} = ANY ($1) GROUP BY 1, 2",
+        texts.join(", "),
+        items.qualified(),
+        stock.qualified(),
+        matches.join(" AND "),
+    );
+    // Names of the operator's configuration that are in the catalog, quoted.
+    let rows: Vec<(Vec<String>, String, i64)> =
+        sqlx::query_as(AssertSqlSafe(select)).bind(ids).fetch_all(connection).await?;
+    Ok(rows.into_iter().map(|(key, row, orders)| StockRow { key, row, orders }).collect())
+}
+
+async fn compare(
+    connection: &mut PgConnection,
+    settings: &GiveBackSettings,
+    stock: &Relation,
+    before: Vec<StockRow>,
+) -> Result<StockChange, sqlx::Error> {
+    let columns: Vec<&String> = settings.stock_key.0.iter().collect();
+    let keys: Vec<String> = columns.iter().map(|name| format!("s.{}", quote::name(name))).collect();
+    let casts: Vec<String> = (1..)
+        .zip(&columns)
+        .map(|(number, name)| format!("u.k{number}::{}", stock.columns.get(*name).map_or("text", |kind| &kind.sql)))
+        .collect();
+    let (arrays, names): (Vec<String>, Vec<String>) =
+        (1..=columns.len()).map(|number| (format!("${number}::text[]"), format!("k{number}"))).unzip();
+    let texts: Vec<String> = keys.iter().map(|column| format!("{column}::text")).collect();
+    let select = format!(
+        "SELECT ARRAY[{}], to_jsonb(s)::text FROM {} s WHERE ({}) IN (SELECT {} FROM unnest({}) AS u ({}))",
+        texts.join(", "),
+        stock.qualified(),
+        keys.join(", "),
+        casts.join(", "),
+        arrays.join(", "),
+        names.join(", ")
+    );
+    let mut query = sqlx::query_as(AssertSqlSafe(select));
+    for place in 0..columns.len() {
+        query = query.bind(before.iter().map(|row| row.key[place].clone()).collect::<Vec<_>>());
+    }
+    let after: Vec<(Vec<String>, String)> = query.fetch_all(connection).await?;
+    let changed: Vec<(String, String)> = before
+        .iter()
+        .filter_map(|row| {
+            let (_, now) = after.iter().find(|(key, _)| *key == row.key)?;
+            (*now != row.row).then(|| (row.row.clone(), now.clone()))
+        })
+        .collect();
+    Ok(StockChange {
+        stock: settings.stock.clone(),
+        needed: before.len(),
+        changed: changed.len(),
+        is_shared: before.iter().any(|row| row.orders > 1),
+        examples: changed.into_iter().take(EXAMPLES).collect(),
+    })
+}

@@ -1,0 +1,113 @@
+//! Refuses to start closing a large backlog of old orders on a table where no worker has closed before.
+//!
+//! Counts with the overdue statement itself. Closes nothing.
+
+use std::time::Duration;
+
+use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::{Deadline, SweepPage, SweepReach};
+use serde::Serialize;
+
+use super::orders_statements;
+use crate::config::Settings;
+use crate::effects::sweep::Sweeper;
+use crate::postgres::{Database, DatabaseError, adoption, one_line};
+
+/// Orders that were due more recently may belong to a worker that is about to be replaced.
+const OLDER_THAN: Duration = Duration::from_secs(60);
+/// Orders per query.
+const PAGE: usize = 10_000;
+/// Counting ends here: a larger number says nothing more.
+const COUNTED: usize = 1_000_000;
+
+/// The orders that have been overdue for more than a minute.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Backlog {
+    /// How many; `COUNTED` if there may be more.
+    pub overdue: usize,
+    /// Whether counting stopped before the end.
+    pub may_be_more: bool,
+    /// The deadline of the oldest, as an RFC 3339 time.
+    pub oldest: Option<String>,
+}
+
+/// Counts the backlog.
+///
+/// # Errors
+/// [`DatabaseError`] if the overdue statement fails.
+pub async fn count(sweeper: &Sweeper) -> Result<Backlog, DatabaseError> {
+    let (mut overdue, mut oldest, mut after): (usize, Option<Deadline>, _) = (0, None, None);
+    loop {
+        let page = SweepPage { reach: SweepReach::Overdue(OLDER_THAN), after, limit: PAGE };
+        let page = sweeper.overdue(&page).await;
+        let page =
+            page.map_err(|error| DatabaseError(format!("overdue orders cannot be counted: {}", one_line(&error))))?;
+        overdue += page.orders.len();
+        oldest = oldest.or(page.orders.first().map(|order| order.deadline));
+        after = page.next;
+        if after.is_none() || overdue >= COUNTED {
+            let oldest = oldest.map(write_rfc3339);
+            return Ok(Backlog { overdue, may_be_more: after.is_some(), oldest });
+        }
+    }
+}
+
+/// Refuses a table with a backlog of more than `sweep.first_backlog` orders that no worker may close yet. A table with
+/// a smaller one is remembered, and never asked about again.
+///
+/// # Errors
+/// [`DatabaseError`] says how many orders there are, and how to allow their close.
+pub async fn require_adopted(
+    database: &Database,
+    sweeper: &Sweeper,
+    orders: &str,
+    settings: &Settings,
+) -> Result<(), DatabaseError> {
+    if adoption::is_adopted(database, orders).await? {
+        return Ok(());
+    }
+    let backlog = count(sweeper).await?;
+    if backlog.overdue > usize::try_from(settings.sweep.first_backlog).unwrap_or(usize::MAX) {
+        return Err(DatabaseError(refusal(&backlog, orders, settings)));
+    }
+    adoption::adopt(database, orders, "first start", i64::try_from(backlog.overdue).unwrap_or(i64::MAX)).await
+}
+
+/// Allows workers to close the backlog.
+///
+/// # Errors
+/// [`DatabaseError`] if it cannot be counted, or the permission cannot be written.
+pub async fn accept(database: &Database, sweeper: &Sweeper, orders: &str) -> Result<Backlog, DatabaseError> {
+    let backlog = count(sweeper).await?;
+    adoption::adopt(database, orders, "accepted", i64::try_from(backlog.overdue).unwrap_or(i64::MAX)).await?;
+    Ok(backlog)
+}
+
+/// Why a worker does not start.
+#[must_use]
+pub fn refusal(backlog: &Backlog, orders: &str, settings: &Settings) -> String {
+    let Backlog { overdue, may_be_more, oldest } = backlog;
+    let least = if *may_be_more { "at least " } else { "" };
+    let oldest = oldest.as_deref().unwrap_or("an unknown time");
+    let (what, narrow) = if settings.orders_table().is_some() {
+        (
+            format!("the table {orders}"),
+            format!(
+                "narrow kinds.order.table.open{}, such as open = \"… AND created_at > '2026-11-01'\"",
+                orders_statements::from(settings)
+            ),
+        )
+    } else if settings.orders.close_sql.is_empty() {
+        (
+            "the table orders".to_owned(),
+            "cancel them: UPDATE orders SET status = 'cancelled' WHERE status = 'unpaid' AND expires_at < '2026-11-01'"
+                .to_owned(),
+        )
+    } else {
+        ("your orders table".to_owned(), "narrow the conditions of orders.close_sql and orders.overdue_sql".to_owned())
+    };
+    format!(
+        "{least}{overdue} orders of {what} have been overdue for more than a minute, the oldest since {oldest}, and no worker has closed orders there before (sweep.first_backlog = {}); to have all of them closed run `order-timeout adopt --accept-backlog`; to leave old ones alone {narrow}",
+        settings.sweep.first_backlog
+    )
+}

@@ -1,0 +1,372 @@
+//! What operators ask about the orders table: the only module of the operations that reads it.
+//!
+//! The default table is read directly. A table of the shop's own is known only through `orders.overdue_sql`: what that
+//! statement does not tell is said to be unknown, and is never guessed. Reads only.
+
+use std::time::Duration;
+
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::order::{OrderId, SweepPage, SweepReach, Timestamp};
+use sqlx::{AssertSqlSafe, Connection, PgConnection, Row};
+use uuid::Uuid;
+
+use super::orders_statements;
+use crate::config::Settings;
+use crate::effects::sweep::Sweeper;
+use crate::postgres::{self, Database, DatabaseError, one_line};
+
+/// Rows per page of the overdue statement.
+const PAGE_SIZE: usize = 1_000;
+/// Overdue orders that are counted, or searched for one order, in a table of the shop's own.
+const MOST_OVERDUE: usize = 10_000;
+/// Minutes of the forecast.
+pub const FORECAST_MINUTES: usize = 60;
+
+const OWN_TABLE: &str = "the orders table is your own (orders.close_sql or kinds.order.table)";
+
+/// Why something is not known, in one sentence.
+pub type Unknown = String;
+
+/// An order's row, and the time by the database's clock when it was read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OrderRow {
+    /// The word in the row; `None` in a table of the shop's own, where the order is known to be overdue.
+    pub status: Option<String>,
+    /// `None` if the row has none: such an order is never due.
+    pub deadline: Option<Timestamp>,
+}
+
+/// Unpaid orders whose deadline has passed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OverdueOrders {
+    /// How many.
+    pub orders: u64,
+    /// Whether there may be more: in a table of the shop's own, only so many are counted.
+    pub is_at_least: bool,
+    /// The deadline of the oldest.
+    pub oldest: Option<Timestamp>,
+}
+
+/// An operator's choice of unpaid orders.
+#[derive(Debug, Clone)]
+pub struct Choice {
+    /// A condition on the columns of the orders table.
+    pub condition: String,
+    /// An expression of these columns that is added up, such as the orders' total.
+    pub amount: Option<String>,
+    /// Leaves out orders that this run has changed already.
+    pub not_changed_by: Option<Uuid>,
+}
+
+/// The chosen orders, as they were in one snapshot.
+#[derive(Debug, Clone)]
+pub struct ChosenOrders {
+    /// By deadline.
+    pub orders: Vec<ChosenOrder>,
+    /// The database's time of the snapshot.
+    pub now: Timestamp,
+    /// Rows in `order_items`.
+    pub items: u64,
+    /// Their quantities added up: what the orders reserve of the stock.
+    pub units: i64,
+    /// The sum of the expression, as Postgres prints it; `None` if there was none, or no order has a value.
+    pub amount: Option<String>,
+}
+
+/// One of the chosen orders.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChosenOrder {
+    /// As the row has it.
+    pub id: OrderId,
+    /// `None`: never due.
+    pub deadline: Option<Timestamp>,
+}
+
+impl ChosenOrder {
+    /// Whether its deadline has passed.
+    #[must_use]
+    pub fn is_overdue(&self, now: Timestamp) -> bool {
+        self.deadline.is_some_and(|deadline| deadline <= now)
+    }
+}
+
+/// The orders table of a deployment.
+#[derive(Debug, Clone)]
+pub struct OrdersTable {
+    database: Database,
+    /// For a table of the shop's own.
+    overdue: Option<Sweeper>,
+}
+
+impl OrdersTable {
+    /// Prepares the shop's own statement, if there is one.
+    ///
+    /// # Errors
+    /// [`DatabaseError`] names the file and the column.
+    pub async fn open(database: Database, settings: &Settings) -> Result<Self, DatabaseError> {
+        let overdue = if settings.has_default_orders() {
+            None
+        } else {
+            let statement = orders_statements::statements(&database, settings).await?.overdue;
+            Some(Sweeper::prepare(database.clone(), statement).await?)
+        };
+        Ok(Self { database, overdue })
+    }
+
+    /// Counts unpaid orders.
+    ///
+    /// # Errors
+    /// [`Unknown`] for a table of the shop's own, or if the query fails.
+    pub async fn unpaid(&self) -> Result<u64, Unknown> {
+        self.is_default("how many are unpaid")?;
+        let count = sqlx::query_scalar("SELECT count(*) FROM orders WHERE status = 'unpaid'");
+        let count: i64 = self.read(async |connection| count.fetch_one(connection).await).await?;
+        Ok(count.unsigned_abs())
+    }
+
+    /// Counts the unpaid orders that are due in each of the next [`FORECAST_MINUTES`] minutes, counted from now.
+    ///
+    /// # Errors
+    /// As of [`Self::unpaid`].
+    pub async fn due_by_minute(&self) -> Result<Vec<u64>, Unknown> {
+        self.is_default("how many are due soon")?;
+        let count = sqlx::query(
+            "SELECT least(floor(extract(epoch FROM expires_at - statement_timestamp()) / 60), $1 - 1)::bigint AS minute,
+                    count(*) AS orders
+             FROM orders
+             WHERE status = 'unpaid' AND expires_at > statement_timestamp()
+               AND expires_at <= statement_timestamp() + make_interval(mins => $1::integer)
+             GROUP BY 1",
+        )
+        .bind(i32::try_from(FORECAST_MINUTES).unwrap_or(i32::MAX));
+        let rows = self.read(async |connection| count.fetch_all(connection).await).await?;
+        let mut minutes = vec![0; FORECAST_MINUTES];
+        for row in rows {
+            let (minute, orders): (i64, i64) = (get(&row, "minute")?, get(&row, "orders")?);
+            if let Some(counted) = usize::try_from(minute).ok().and_then(|minute| minutes.get_mut(minute)) {
+                *counted += orders.unsigned_abs();
+            }
+        }
+        Ok(minutes)
+    }
+
+    /// Counts overdue orders.
+    ///
+    /// # Errors
+    /// [`Unknown`] if the query fails.
+    pub async fn overdue(&self) -> Result<OverdueOrders, Unknown> {
+        if let Some(sweeper) = &self.overdue {
+            let (found, is_at_least) = first_overdue(sweeper).await?;
+            let oldest = found.first().map(|(_, deadline)| *deadline);
+            return Ok(OverdueOrders { orders: found.len() as u64, is_at_least, oldest });
+        }
+        let count = sqlx::query(
+            "SELECT count(*) AS orders, min(expires_at) AS oldest FROM orders
+             WHERE status = 'unpaid' AND expires_at <= statement_timestamp()",
+        );
+        let row = self.read(async |connection| count.fetch_one(connection).await).await?;
+        let (orders, oldest): (i64, Option<Timestamptz>) = (get(&row, "orders")?, get(&row, "oldest")?);
+        let oldest = oldest.map(|Timestamptz(oldest)| oldest);
+        Ok(OverdueOrders { orders: orders.unsigned_abs(), is_at_least: false, oldest })
+    }
+
+    /// The order's row; `None` if there is no such order.
+    ///
+    /// # Errors
+    /// [`Unknown`] if the query fails, or if the order is in a table of the shop's own and not overdue.
+    pub async fn row(&self, id: &OrderId) -> Result<Option<OrderRow>, Unknown> {
+        if let Some(sweeper) = &self.overdue {
+            let (found, is_at_least) = first_overdue(sweeper).await?;
+            let deadline = found.into_iter().find_map(|(order_id, deadline)| (order_id == *id).then_some(deadline));
+            let among = if is_at_least { format!("the first {MOST_OVERDUE}") } else { "the".to_owned() };
+            return match deadline {
+                Some(deadline) => Ok(Some(OrderRow { status: None, deadline: Some(deadline) })),
+                None => Err(format!(
+                    "{OWN_TABLE}, and the order is not among {among} overdue orders of orders.overdue_sql; its status and deadline are in your table"
+                )),
+            };
+        }
+        if !is_uuid(id.as_str()) {
+            return Ok(None);
+        }
+        let read = async |connection: &mut PgConnection| read_row(connection, id.as_str()).await;
+        Ok(self.read(read).await?.1)
+    }
+
+    /// Whether another session holds a lock on the order's row that the close would find taken. Takes the same lock, and
+    /// gives it back at once.
+    ///
+    /// # Errors
+    /// [`Unknown`] for a table of the shop's own, or if the query fails.
+    pub async fn is_locked(&self, id: &OrderId) -> Result<bool, Unknown> {
+        self.is_default("whether the row is locked")?;
+        let ask = sqlx::query("SELECT 1 FROM orders WHERE id = $1::text::uuid FOR NO KEY UPDATE SKIP LOCKED");
+        let ask = ask.bind(id.as_str());
+        let found = self.read(async |connection| ask.fetch_optional(connection).await).await?;
+        Ok(found.is_none())
+    }
+
+    /// The unpaid orders that a condition of the operator chooses, read in a transaction that can change nothing.
+    ///
+    /// # Errors
+    /// One sentence that says what is wrong with the condition.
+    pub async fn choose(&self, choice: &Choice) -> Result<ChosenOrders, DatabaseError> {
+        if self.overdue.is_some() {
+            return Err(DatabaseError(format!(
+                "{OWN_TABLE}, so --where cannot be asked there: SELECT the ids yourself, and give them to `order-timeout close ID…`"
+            )));
+        }
+        let mut asked = "--where";
+        let chosen = self.database.run(async |connection| {
+            let mut transaction = connection.begin().await?;
+            // Unlike a worker's statements, the operator's have no index of ours.
+            sqlx::raw_sql(
+                "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY;
+                 SET LOCAL enable_seqscan = on; SET LOCAL plan_cache_mode = auto",
+            )
+            .execute(&mut *transaction)
+            .await?;
+            let orders = choose_orders(&mut transaction, choice).await?;
+            let ids: Vec<&str> = orders.iter().map(|order| order.id.as_str()).collect();
+            let (items, units) = count_items(&mut transaction, &ids).await?;
+            asked = "--amount";
+            let amount = match &choice.amount {
+                Some(amount) => add_up(&mut transaction, amount, &ids).await?,
+                None => None,
+            };
+            let now = postgres::now(&mut transaction).await?;
+            transaction.rollback().await?;
+            Ok(ChosenOrders { orders, now, items, units, amount })
+        });
+        chosen.await.map_err(|error| why_not_chosen(asked, &error))
+    }
+
+    fn is_default(&self, what: &str) -> Result<(), Unknown> {
+        match self.overdue {
+            None => Ok(()),
+            Some(_) => Err(format!("{OWN_TABLE}, and orders.overdue_sql does not tell {what}")),
+        }
+    }
+
+    async fn read<T>(&self, work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>) -> Result<T, Unknown> {
+        self.database.run(work).await.map_err(|error| one_line(&error))
+    }
+}
+
+/// The database's time, and the order's row in the default table. The id must be a UUID.
+///
+/// # Errors
+/// sqlx's.
+pub async fn read_row(
+    connection: &mut PgConnection,
+    order_id: &str,
+) -> Result<(Timestamp, Option<OrderRow>), sqlx::Error> {
+    let now = postgres::now(connection).await?;
+    let select = sqlx::query("SELECT status::text AS status, expires_at FROM orders WHERE id = $1::text::uuid");
+    let row = select.bind(order_id).fetch_optional(connection).await?.map(|row| {
+        let deadline: Option<Timestamptz> = row.try_get("expires_at")?;
+        let deadline = deadline.map(|Timestamptz(deadline)| deadline);
+        Ok::<_, sqlx::Error>(OrderRow { status: Some(row.try_get("status")?), deadline })
+    });
+    Ok((now, row.transpose()?))
+}
+
+/// Whether the text is a UUID as `sql/close.sql` accepts it: hexadecimal digits, and hyphens in their places.
+#[must_use]
+pub fn is_uuid(text: &str) -> bool {
+    let hyphens = [8, 13, 18, 23];
+    let is_in_place =
+        |(at, byte): (usize, u8)| if hyphens.contains(&at) { byte == b'-' } else { byte.is_ascii_hexdigit() };
+    text.len() == 36 && text.bytes().enumerate().all(is_in_place)
+}
+
+fn get<'r, T: sqlx::Decode<'r, sqlx::Postgres> + sqlx::Type<sqlx::Postgres>>(
+    row: &'r sqlx::postgres::PgRow,
+    column: &str,
+) -> Result<T, Unknown> {
+    row.try_get(column).map_err(|error| one_line(&error))
+}
+
+/// The first [`MOST_OVERDUE`] overdue orders by the shop's own statement, and whether there may be more.
+async fn first_overdue(sweeper: &Sweeper) -> Result<(Vec<(OrderId, Timestamp)>, bool), Unknown> {
+    let (mut found, mut after) = (Vec::new(), None);
+    loop {
+        let page = SweepPage { reach: SweepReach::Overdue(Duration::ZERO), after, limit: PAGE_SIZE };
+        let swept = sweeper.overdue(&page).await.map_err(|error| one_line(&error))?;
+        found.extend(swept.orders.into_iter().map(|order| (order.order_id, order.deadline)));
+        match swept.next {
+            Some(next) if found.len() < MOST_OVERDUE => after = Some(next),
+            next => return Ok((found, next.is_some())),
+        }
+    }
+}
+
+async fn choose_orders(connection: &mut PgConnection, choice: &Choice) -> Result<Vec<ChosenOrder>, sqlx::Error> {
+    // The condition is the operator's own SQL; a line of its own ends a comment in it.
+    let select = format!(
+        "SELECT o.id::text AS id, o.expires_at AS deadline FROM (SELECT * FROM orders WHERE (\n{}\n)) AS o
+         WHERE o.status = 'unpaid'
+           AND NOT EXISTS (SELECT FROM order_events e WHERE e.order_id = o.id AND e.run = $1::uuid)
+         ORDER BY o.expires_at, o.id",
+        choice.condition
+    );
+    let rows = sqlx::query(AssertSqlSafe(select)).bind(choice.not_changed_by).fetch_all(connection).await?;
+    let read = |row: &sqlx::postgres::PgRow| {
+        let (id, deadline): (String, Option<Timestamptz>) = (row.try_get("id")?, row.try_get("deadline")?);
+        let id = OrderId::new(id).map_err(|fault| sqlx::Error::Decode(Box::new(fault)))?;
+        Ok(ChosenOrder { id, deadline: deadline.map(|Timestamptz(deadline)| deadline) })
+    };
+    rows.iter().map(read).collect()
+}
+
+async fn count_items(connection: &mut PgConnection, ids: &[&str]) -> Result<(u64, i64), sqlx::Error> {
+    let (items, units): (i64, i64) = sqlx::query_as(
+        "SELECT count(*), coalesce(sum(quantity), 0)::bigint FROM order_items
+         WHERE order_id = ANY ($1::text[]::uuid[])",
+    )
+    .bind(ids)
+    .fetch_one(connection)
+    .await?;
+    Ok((items.unsigned_abs(), units))
+}
+
+async fn add_up(connection: &mut PgConnection, amount: &str, ids: &[&str]) -> Result<Option<String>, sqlx::Error> {
+    let select = format!("SELECT sum((\n{amount}\n)::numeric)::text FROM orders WHERE id = ANY ($1::text[]::uuid[])");
+    sqlx::query_scalar(AssertSqlSafe(select)).bind(ids).fetch_one(connection).await
+}
+
+fn why_not_chosen(asked: &str, error: &sqlx::Error) -> DatabaseError {
+    let code = error.as_database_error().and_then(sqlx::error::DatabaseError::code);
+    let fix = match code.as_deref() {
+        // query_canceled
+        Some("57014") => {
+            "the selection takes longer than database.statement_timeout; choose by columns that an index has, or allow this command more, as with --set database.statement_timeout=1m"
+        }
+        // read_only_sql_transaction
+        Some("25006") => "the selection may only read",
+        Some(code) if ["22", "42"].contains(&&code[..2]) => {
+            "write a condition or an expression of the columns of the table orders, such as --where \"channel = 'app'\""
+        }
+        _ => "nothing was changed; fix the database and try again",
+    };
+    DatabaseError(format!("{asked} cannot be used: {}; {fix}", one_line(error)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn accepts_same_uuids_as_close_statement() {
+        assert!(is_uuid("01939f6e-7a3c-7C11-9d1a-6b1f0e2d3c4b"));
+        for other in [
+            "",
+            "17",
+            "01939f6e7a3c7c119d1a6b1f0e2d3c4b",
+            "{01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4}",
+            "01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4g",
+        ] {
+            assert!(!is_uuid(other), "{other}");
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! What a deployment is doing, out of its database: unpaid, due and overdue orders, the outboxes, parked alarms, workers.
+//!
+//! Reads only, and asks no worker. What cannot be known is left out and listed with the reason.
+
+use std::time::Duration;
+
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::Timestamp;
+use serde::Serialize;
+use sqlx::{AssertSqlSafe, Row};
+
+use super::orders_table::{OrdersTable, OverdueOrders};
+use super::{NotKnown, known};
+use crate::postgres::{self, Database, one_line, parked_alarms};
+
+/// A registered worker that was not seen for longer has ended: three of its heartbeats.
+pub const SEEN_WITHIN: Duration = Duration::from_secs(10);
+
+/// A deployment's state. `None` is unknown, and `not_known` says why.
+#[derive(Debug, Clone, Serialize)]
+pub struct Status {
+    /// The database's time, RFC 3339.
+    pub at: String,
+    /// Unpaid orders; `None` if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unpaid: Option<u64>,
+    /// Unpaid orders that are due in each of the next 60 minutes, counted from `at`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub due_by_minute: Option<Vec<u64>>,
+    /// Overdue orders; `None` if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overdue: Option<Overdue>,
+    /// Alarms on their way to the broker; `None` if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub alarm_outbox: Option<Outbox>,
+    /// Events on their way to the broker; `None` if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub event_outbox: Option<Outbox>,
+    /// Parked alarms; `None` if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parked: Option<Vec<ParkedForReason>>,
+    /// Workers that were seen lately; `None` if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub workers: Option<Vec<RegisteredWorker>>,
+    /// What could not be found out, and why.
+    pub not_known: Vec<NotKnown>,
+}
+
+/// Unpaid orders whose deadline has passed.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Overdue {
+    /// How many.
+    pub orders: u64,
+    /// Whether there may be more than `orders`.
+    pub is_at_least: bool,
+    /// The deadline of the oldest, RFC 3339.
+    pub oldest: Option<String>,
+    /// Seconds since then.
+    pub oldest_s: Option<f64>,
+}
+
+/// Rows of an outbox that were not sent yet.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Outbox {
+    /// Rows that wait.
+    pub unsent: u64,
+    /// The age of the oldest in seconds.
+    pub oldest_s: Option<f64>,
+    /// Those among them that the broker has refused.
+    pub refused: u64,
+    /// The age of the oldest refused one in seconds.
+    pub oldest_refused_s: Option<f64>,
+}
+
+/// Alarms that were parked for one reason.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ParkedForReason {
+    /// The word of the reason.
+    pub reason: String,
+    /// How many are parked for it.
+    pub alarms: u64,
+    /// Seconds since the oldest was parked.
+    pub oldest_s: f64,
+}
+
+/// A worker as it has registered itself.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RegisteredWorker {
+    /// The name of its machine.
+    pub host: String,
+    /// Its process id there.
+    pub pid: i32,
+    /// Its version.
+    pub version: String,
+    /// Its `namespace`.
+    pub namespace: String,
+    /// RFC 3339.
+    pub since: String,
+    /// Seconds since it was last seen.
+    pub last_seen_s: f64,
+    /// Whether it was seen lately. One that was not has ended without signing off.
+    pub is_live: bool,
+}
+
+/// Reads the state of the deployment.
+///
+/// # Errors
+/// sqlx's, if the database's time cannot be read. Anything else that cannot be read is listed in `not_known`.
+pub async fn status(database: &Database, orders: &OrdersTable) -> Result<Status, sqlx::Error> {
+    let now = database.run(postgres::now).await?;
+    let mut not_known = Vec::new();
+    let unpaid = known("unpaid", orders.unpaid().await, &mut not_known);
+    let due_by_minute = known("due", orders.due_by_minute().await, &mut not_known);
+    let overdue = known("overdue", orders.overdue().await, &mut not_known).map(|found| overdue_at(now, &found));
+    let alarm_outbox = known("alarm outbox", outbox(database, "alarm_outbox", now).await, &mut not_known);
+    let event_outbox = known("event outbox", outbox(database, "event_outbox", now).await, &mut not_known);
+    let parked = known("parked", parked_by_reason(database, now).await, &mut not_known);
+    let workers = known("workers", workers(database).await, &mut not_known);
+    let held = "each worker keeps these alarms in its memory; its page /metrics has order_timeout_alarms_held";
+    not_known.push(NotKnown { what: "held", why: held.to_owned() });
+    let at = write_rfc3339(now);
+    Ok(Status { at, unpaid, due_by_minute, overdue, alarm_outbox, event_outbox, parked, workers, not_known })
+}
+
+fn overdue_at(now: Timestamp, found: &OverdueOrders) -> Overdue {
+    Overdue {
+        orders: found.orders,
+        is_at_least: found.is_at_least,
+        oldest: found.oldest.map(write_rfc3339),
+        oldest_s: found.oldest.map(|oldest| seconds(now, oldest)),
+    }
+}
+
+fn seconds(now: Timestamp, then: Timestamp) -> f64 {
+    now.since(then).as_secs_f64()
+}
+
+async fn outbox(database: &Database, table: &'static str, now: Timestamp) -> Result<Outbox, String> {
+    let select = sqlx::query(AssertSqlSafe(format!(
+        "SELECT count(*) AS unsent, min(created_at) AS oldest,
+                count(*) FILTER (WHERE refusals > 0) AS refused,
+                min(created_at) FILTER (WHERE refusals > 0) AS oldest_refused
+         FROM {table} WHERE sent_at IS NULL"
+    )));
+    let read = async {
+        let row = database.run(async |connection| select.fetch_one(connection).await).await?;
+        let count = |column| row.try_get(column).map(i64::unsigned_abs);
+        let age = |column| {
+            let since: Option<Timestamptz> = row.try_get(column)?;
+            Ok::<_, sqlx::Error>(since.map(|Timestamptz(since)| seconds(now, since)))
+        };
+        let (unsent, refused) = (count("unsent")?, count("refused")?);
+        Ok(Outbox { unsent, oldest_s: age("oldest")?, refused, oldest_refused_s: age("oldest_refused")? })
+    };
+    read.await.map_err(|error: sqlx::Error| one_line(&error))
+}
+
+async fn parked_by_reason(database: &Database, now: Timestamp) -> Result<Vec<ParkedForReason>, String> {
+    let counts = parked_alarms::count_by_reason(database).await.map_err(|error| one_line(&error))?;
+    let of_reason = |(reason, alarms, oldest)| ParkedForReason { reason, alarms, oldest_s: seconds(now, oldest) };
+    Ok(counts.into_iter().map(of_reason).collect())
+}
+
+/// The registered workers, the longest running first.
+///
+/// # Errors
+/// One sentence.
+pub(super) async fn workers(database: &Database) -> Result<Vec<RegisteredWorker>, String> {
+    let select = sqlx::query(
+        "SELECT host, pid, version, namespace, started_at,
+                greatest(extract(epoch FROM clock_timestamp() - last_seen), 0)::float8 AS last_seen_s
+         FROM order_timeout_workers ORDER BY started_at, id",
+    );
+    let rows = database.run(async |connection| select.fetch_all(connection).await).await;
+    let read = |row: &sqlx::postgres::PgRow| {
+        let (Timestamptz(since), last_seen_s): (_, f64) = (row.try_get("started_at")?, row.try_get("last_seen_s")?);
+        Ok(RegisteredWorker {
+            host: row.try_get("host")?,
+            pid: row.try_get("pid")?,
+            version: row.try_get("version")?,
+            namespace: row.try_get("namespace")?,
+            since: write_rfc3339(since),
+            last_seen_s,
+            is_live: last_seen_s <= SEEN_WITHIN.as_secs_f64(),
+        })
+    };
+    rows.and_then(|rows| rows.iter().map(read).collect()).map_err(|error| one_line(&error))
+}

@@ -1,0 +1,132 @@
+//! What the catalog says about the tables of a mapping: their columns and types, and the types of the operator's
+//! expressions.
+//!
+//! Reads the catalog and prepares statements; reads no row and changes nothing.
+
+use sqlx::{AssertSqlSafe, Column, Executor, PgConnection, Row, SqlSafeStr, Statement as _, TypeInfo};
+
+use super::one_line;
+use crate::config::kinds::TableSettings;
+use crate::mapping::{ColumnType, Facts, MappingError, Relation, RelationKind, quote};
+
+/// Why the facts of a mapping are not known.
+#[derive(Debug, thiserror::Error)]
+pub enum CatalogError {
+    /// The mapping does not fit.
+    #[error(transparent)]
+    Mapping(#[from] MappingError),
+    /// The database did not answer.
+    #[error("the tables of the mapping cannot be read: {}", one_line(.0))]
+    Database(#[from] sqlx::Error),
+}
+
+const COLUMNS: &str = "
+SELECT n.nspname::text, c.relname::text, c.relkind::text, a.attname::text,
+       b.typname::text, format_type(b.oid, NULL)
+FROM pg_class c
+JOIN pg_namespace n ON n.oid = c.relnamespace
+JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+JOIN pg_type t ON t.oid = a.atttypid
+JOIN pg_type b ON b.oid = coalesce(nullif(t.typbasetype, 0), t.oid)
+WHERE c.oid = to_regclass($1)
+ORDER BY a.attnum";
+
+/// The facts that a mapping is rendered with.
+///
+/// # Errors
+/// [`CatalogError`] names the setting that does not fit.
+pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Result<Facts, CatalogError> {
+    let orders = relation(connection, "table", &table.table).await?;
+    for (key, condition) in [("open", &table.open), ("paid", &table.paid)] {
+        let found = type_of(connection, key, condition, &orders).await?;
+        if found != "BOOL" {
+            let why = format!("is {}, not a condition; compare it with something", found.to_lowercase());
+            return Err(MappingError::new(key, why).into());
+        }
+    }
+    let deadline_type = type_of(connection, "deadline", &table.deadline, &orders).await?;
+    if let Some(zone) = &table.time_zone {
+        require_zone(connection, zone).await?;
+    }
+    let mut give_back = Vec::new();
+    for (index, settings) in table.give_back.iter().enumerate() {
+        let key = |name: &str| format!("give_back[{index}].{name}");
+        let items = relation(connection, &key("items"), &settings.items).await?;
+        let stock = relation(connection, &key("stock"), &settings.stock).await?;
+        type_of(connection, &key("quantity"), &settings.quantity, &items).await?;
+        give_back.push((items, stock));
+    }
+    Ok(Facts { orders, deadline_type, give_back })
+}
+
+/// The relation of this name as it is written in a setting; `key` is the setting.
+///
+/// # Errors
+/// [`CatalogError`] if there is no such relation.
+pub async fn relation(connection: &mut PgConnection, key: &str, written: &str) -> Result<Relation, CatalogError> {
+    let Some((schema, table)) = quote::parts(written) else {
+        let why = format!("{written:?} is no name of a table; write it as public.orders, or as \"My.Schema\".orders");
+        return Err(MappingError::new(key, why).into());
+    };
+    let quoted = match &schema {
+        Some(schema) => format!("{}.{}", quote::name(schema), quote::name(&table)),
+        None => quote::name(&table),
+    };
+    let rows = sqlx::query(COLUMNS).bind(&quoted).fetch_all(connection).await?;
+    let Some(first) = rows.first() else {
+        let why = format!(
+            "there is no table {quoted} that the worker's role can see; correct the name, write it with its schema, or GRANT USAGE on the schema"
+        );
+        return Err(MappingError::new(key, why).into());
+    };
+    let kind = match first.try_get::<String, _>(2)?.as_str() {
+        "r" => RelationKind::Table,
+        "p" => RelationKind::PartitionedTable,
+        "v" | "m" => RelationKind::View,
+        _ => RelationKind::Other,
+    };
+    let columns =
+        rows.iter().map(|row| Ok((row.try_get(3)?, ColumnType { base: row.try_get(4)?, sql: row.try_get(5)? })));
+    Ok(Relation {
+        schema: first.try_get(0)?,
+        name: first.try_get(1)?,
+        kind,
+        columns: columns.collect::<Result<_, sqlx::Error>>()?,
+    })
+}
+
+/// The type of an expression on a row of this relation, by the client's name for it.
+async fn type_of(
+    connection: &mut PgConnection,
+    key: &str,
+    expression: &str,
+    relation: &Relation,
+) -> Result<String, CatalogError> {
+    let select =
+        format!("SELECT ({expression}\n) AS value FROM {} AS {}", relation.qualified(), quote::name(&relation.name));
+    // The expression is configuration: the operator who sets it may run any SQL anyway. It is prepared, not run.
+    let prepared = connection.prepare(AssertSqlSafe(select).into_sql_str()).await;
+    match prepared {
+        Ok(statement) => Ok(statement.columns()[0].type_info().name().to_owned()),
+        Err(error) if error.as_database_error().is_some() => {
+            let why = format!("cannot be used with {}: {}; correct it", relation.qualified(), one_line(&error));
+            Err(MappingError::new(key, why).into())
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+async fn require_zone(connection: &mut PgConnection, zone: &str) -> Result<(), CatalogError> {
+    let known: Result<bool, sqlx::Error> =
+        sqlx::query_scalar("SELECT (now() AT TIME ZONE $1) IS NOT NULL").bind(zone).fetch_one(connection).await;
+    match known {
+        Ok(_) => Ok(()),
+        Err(error) if error.as_database_error().is_some() => {
+            let why = format!(
+                "{zone:?} is no zone that the database knows; take a name from pg_timezone_names, such as \"Asia/Shanghai\""
+            );
+            Err(MappingError::new("time_zone", why).into())
+        }
+        Err(error) => Err(error.into()),
+    }
+}

@@ -1,0 +1,198 @@
+//! What the catalog says about a table beside its columns: keys, indexes, foreign keys, triggers, functions.
+//!
+//! Reads the catalog, and counts the values of a column; changes nothing.
+
+use serde::Serialize;
+use sqlx::{AssertSqlSafe, PgConnection};
+
+use super::catalog::{self, CatalogError};
+use crate::mapping::{Relation, quote};
+
+/// A table as the catalog has it.
+#[derive(Debug, Clone)]
+pub struct Survey {
+    /// The table.
+    pub relation: Relation,
+    /// Its columns, in order.
+    pub primary_key: Vec<String>,
+    /// All of them.
+    pub indexes: Vec<Index>,
+    /// Foreign keys of other tables on this one.
+    pub referenced_by: Vec<ForeignKey>,
+    /// Row triggers that run when a row is updated, and constraint triggers.
+    pub triggers: Vec<String>,
+    /// The number of rows, as the planner estimates it.
+    pub rows: i64,
+}
+
+/// A valid index.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Index {
+    /// Its name.
+    pub name: String,
+    /// Whether it allows each key once.
+    pub is_unique: bool,
+    /// Whether it has a condition.
+    pub is_partial: bool,
+    /// Its columns; an empty text is an expression.
+    pub columns: Vec<String>,
+}
+
+/// A foreign key between two tables.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ForeignKey {
+    /// The table that has it, with its schema.
+    pub table: String,
+    /// The referencing columns.
+    pub columns: Vec<String>,
+    /// The table that it refers to, with its schema.
+    pub target: String,
+    /// The referenced columns, in the same order.
+    pub target_columns: Vec<String>,
+}
+
+const INDEXES: &str = "
+SELECT i.indexrelid::regclass::text, i.indisunique, i.indpred IS NOT NULL, i.indisprimary,
+       ARRAY(SELECT coalesce(a.attname::text, '')
+             FROM unnest(i.indkey::smallint[]) WITH ORDINALITY AS k(number, place)
+             LEFT JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.number
+             WHERE k.place <= i.indnkeyatts ORDER BY k.place)
+FROM pg_index i WHERE i.indrelid = to_regclass($1) AND i.indisvalid ORDER BY 1";
+
+const FOREIGN_KEYS: &str = "
+SELECT quote_ident(n.nspname) || '.' || quote_ident(c.relname),
+       ARRAY(SELECT a.attname::text FROM unnest(k.conkey) WITH ORDINALITY AS u(number, place)
+             JOIN pg_attribute a ON a.attrelid = k.conrelid AND a.attnum = u.number ORDER BY u.place),
+       quote_ident(tn.nspname) || '.' || quote_ident(t.relname),
+       ARRAY(SELECT a.attname::text FROM unnest(k.confkey) WITH ORDINALITY AS u(number, place)
+             JOIN pg_attribute a ON a.attrelid = k.confrelid AND a.attnum = u.number ORDER BY u.place)
+FROM pg_constraint k
+JOIN pg_class c ON c.oid = k.conrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+JOIN pg_class t ON t.oid = k.confrelid JOIN pg_namespace tn ON tn.oid = t.relnamespace
+WHERE k.contype = 'f' AND k.conparentid = 0 AND CASE WHEN $2 THEN k.confrelid ELSE k.conrelid END = to_regclass($1)
+ORDER BY 1, 3";
+
+const TRIGGERS: &str = "
+SELECT t.tgname || ' (function ' || p.oid::regproc || ')'
+FROM pg_trigger t JOIN pg_proc p ON p.oid = t.tgfoid
+WHERE t.tgrelid = to_regclass($1) AND NOT t.tgisinternal AND t.tgenabled <> 'D' AND t.tgtype & 16 = 16
+ORDER BY 1";
+
+/// Surveys a table. `key` is the setting that names it.
+///
+/// # Errors
+/// [`CatalogError`] if there is no such table.
+pub async fn survey(connection: &mut PgConnection, key: &str, written: &str) -> Result<Survey, CatalogError> {
+    let relation = catalog::relation(connection, key, written).await?;
+    let name = relation.qualified();
+    let indexes: Vec<(String, bool, bool, bool, Vec<String>)> =
+        sqlx::query_as(INDEXES).bind(&name).fetch_all(&mut *connection).await?;
+    let primary_key = indexes.iter().find(|(.., is_primary, _)| *is_primary).map(|(.., columns)| columns.clone());
+    let indexes = indexes
+        .into_iter()
+        .map(|(name, is_unique, is_partial, _, columns)| Index { name, is_unique, is_partial, columns })
+        .collect();
+    let referenced_by = foreign_keys(connection, &name, true).await?;
+    let triggers = sqlx::query_scalar(TRIGGERS).bind(&name).fetch_all(&mut *connection).await?;
+    let rows: f32 = sqlx::query_scalar(
+        "SELECT coalesce(sum(greatest(c.reltuples, 0)), 0)::real FROM pg_class c
+         WHERE c.oid = to_regclass($1) OR c.oid IN (SELECT i.inhrelid FROM pg_inherits i WHERE i.inhparent = to_regclass($1))",
+    )
+    .bind(&name)
+    .fetch_one(connection)
+    .await?;
+    #[allow(clippy::cast_possible_truncation)] // an estimate
+    let rows = rows as i64;
+    Ok(Survey { relation, primary_key: primary_key.unwrap_or_default(), indexes, referenced_by, triggers, rows })
+}
+
+/// The foreign keys of a table, or of others on it.
+///
+/// # Errors
+/// sqlx's.
+pub async fn foreign_keys(
+    connection: &mut PgConnection,
+    qualified: &str,
+    from_others: bool,
+) -> Result<Vec<ForeignKey>, sqlx::Error> {
+    let rows: Vec<(String, Vec<String>, String, Vec<String>)> =
+        sqlx::query_as(FOREIGN_KEYS).bind(qualified).bind(from_others).fetch_all(connection).await?;
+    let keys = rows.into_iter().map(|(table, columns, target, target_columns)| ForeignKey {
+        table,
+        columns,
+        target,
+        target_columns,
+    });
+    Ok(keys.collect())
+}
+
+/// Those of these functions, outside `pg_catalog`, that read what was committed before a row's lock.
+///
+/// # Errors
+/// sqlx's.
+pub async fn stable_functions(connection: &mut PgConnection, names: &[String]) -> Result<Vec<String>, sqlx::Error> {
+    sqlx::query_scalar(
+        "SELECT DISTINCT p.oid::regprocedure::text FROM pg_proc p
+         WHERE p.proname = ANY ($1) AND p.provolatile = 's' AND p.pronamespace <> 'pg_catalog'::regnamespace ORDER BY 1",
+    )
+    .bind(names)
+    .fetch_all(connection)
+    .await
+}
+
+/// Tables whose name and columns look like orders, the most likely first.
+///
+/// # Errors
+/// sqlx's.
+pub async fn likely_orders(connection: &mut PgConnection) -> Result<Vec<String>, sqlx::Error> {
+    sqlx::query_scalar(
+        "SELECT quote_ident(n.nspname) || '.' || quote_ident(c.relname)
+         FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+         WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND n.nspname NOT IN ('pg_catalog', 'information_schema')
+           AND c.relname ~* '(order|purchase|booking|cart|checkout|reservation)'
+           AND c.relname !~* '(item|line|event|history|log|outbox|canar|timeout)'
+           AND EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND a.attname ~* '(status|state)')
+           -- Our own default table, if it is empty.
+           AND NOT (c.relname = 'orders' AND to_regclass(quote_ident(n.nspname) || '.order_timeout_adoption') IS NOT NULL)
+         ORDER BY c.reltuples DESC, length(c.relname), 1 LIMIT 20",
+    )
+    .fetch_all(connection)
+    .await
+}
+
+/// The values of a column with their number of rows, the most frequent first; at most twelve.
+///
+/// # Errors
+/// sqlx's.
+pub async fn values(
+    connection: &mut PgConnection,
+    relation: &Relation,
+    column: &str,
+) -> Result<Vec<(Option<String>, i64)>, sqlx::Error> {
+    let count = format!(
+        "SELECT {column}::text, count(*) FROM {} GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 12",
+        relation.qualified(),
+        column = quote::name(column)
+    );
+    // Names from the catalog, quoted.
+    sqlx::query_as(AssertSqlSafe(count)).fetch_all(connection).await
+}
+
+/// The labels of a column whose type is an enum, in their order.
+///
+/// # Errors
+/// sqlx's.
+pub async fn enum_labels(
+    connection: &mut PgConnection,
+    relation: &Relation,
+    column: &str,
+) -> Result<Vec<String>, sqlx::Error> {
+    sqlx::query_scalar(
+        "SELECT e.enumlabel::text FROM pg_enum e JOIN pg_attribute a ON a.atttypid = e.enumtypid
+         WHERE a.attrelid = to_regclass($1) AND a.attname = $2 ORDER BY e.enumsortorder",
+    )
+    .bind(relation.qualified())
+    .bind(column)
+    .fetch_all(connection)
+    .await
+}

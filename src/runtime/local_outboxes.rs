@@ -1,0 +1,77 @@
+//! Empties the outboxes of a worker without a broker, as far as that is possible.
+//!
+//! Decides when; `outbox/local.rs` does it.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, warn};
+
+use crate::observe::health::{BEAT_EVERY, Loop};
+use crate::observe::logging::LogThrottle;
+use crate::observe::metrics::EVENTS;
+use crate::observe::recorder::Recorder;
+use crate::outbox::local::LocalOutboxes;
+use crate::outbox::relay::RelayError;
+
+/// How often old rows are deleted.
+const CLEAN_UP_EVERY: Duration = Duration::from_secs(60);
+
+pub(super) struct LocalOutboxesLoop {
+    outboxes: LocalOutboxes,
+    poll: Duration,
+    clean_up_at: Instant,
+    measure_at: Instant,
+    fault_throttle: LogThrottle,
+    recorder: Recorder,
+}
+
+impl LocalOutboxesLoop {
+    pub fn new(outboxes: LocalOutboxes, poll: Duration, recorder: Recorder) -> Self {
+        let now = Instant::now();
+        let clean_up_at = now + CLEAN_UP_EVERY;
+        Self { outboxes, poll, clean_up_at, measure_at: now, fault_throttle: LogThrottle::default(), recorder }
+    }
+
+    /// Runs until `ends`, then announces what is left.
+    pub async fn keep_empty(mut self, ends: CancellationToken) {
+        loop {
+            self.recorder.health.beat(Loop::Outboxes);
+            let is_last = ends.is_cancelled();
+            let more = self.round().await.unwrap_or_else(|fault| {
+                if self.fault_throttle.is_due() {
+                    warn!(%fault, "events cannot be announced; they stay in event_outbox and are tried again");
+                } else {
+                    debug!(%fault, "events cannot be announced");
+                }
+                false
+            });
+            if is_last && !more {
+                return;
+            }
+            if !more {
+                tokio::select! {
+                    () = ends.cancelled() => {}
+                    () = tokio::time::sleep(self.poll.min(BEAT_EVERY)) => {}
+                }
+            }
+        }
+    }
+
+    async fn round(&mut self) -> Result<bool, RelayError> {
+        let (announced, mut more) = self.outboxes.announce().await?;
+        self.recorder.metrics.events_announced.inc_by(announced);
+        if self.clean_up_at <= Instant::now() {
+            more |= self.outboxes.clean_up().await?;
+            self.clean_up_at = Instant::now() + CLEAN_UP_EVERY;
+        }
+        if self.measure_at <= Instant::now() {
+            self.measure_at = Instant::now() + BEAT_EVERY;
+            let age = self.outboxes.age().await;
+            self.recorder.metrics.outbox_age.show(EVENTS, age.as_ref().ok().map(Duration::as_secs_f64));
+            age?;
+        }
+        Ok(more)
+    }
+}

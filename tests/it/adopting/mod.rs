@@ -1,0 +1,34 @@
+//! Foreign shops are adopted from configuration alone, and a mapping that would do harm is refused.
+
+mod backlog;
+mod payments;
+mod proposed;
+mod refused;
+mod shops;
+
+use std::path::{Path, PathBuf};
+
+use order_timeout::Settings;
+use sqlx::AssertSqlSafe;
+
+use order_timeout_testkit::TestEnv;
+
+/// A file of one of the shops.
+fn fixture(shop: &str, file: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/shops").join(shop).join(file)
+}
+
+/// Its text.
+fn text(shop: &str, file: &str) -> String {
+    let path = fixture(shop, file);
+    std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// Sets the mapping of this shop.
+fn map(settings: &mut Settings, shop: &str) {
+    settings.kinds = Settings::load(Some(&fixture(shop, "order-timeout.toml")), &[]).expect("a valid mapping").kinds;
+}
+
+async fn execute(env: &TestEnv, sql: &str) {
+    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&env.pool).await.unwrap();
+}

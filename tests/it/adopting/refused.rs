@@ -1,0 +1,288 @@
+//! A wrong mapping of each sort is refused by `adopt --check`, with file, key and fix; and by the worker's start where
+//! orders would be harmed or no order could be closed.
+
+use order_timeout::config::kinds::{Names, TableSettings};
+use order_timeout::operations::adopt::check;
+use order_timeout::operations::adopt::{Finding, Level};
+use order_timeout::postgres::Database;
+use order_timeout::{Settings, Worker};
+
+use super::{execute, fixture, map, text};
+use order_timeout_testkit::TestEnv;
+
+/// One overdue order with its ticket.
+const OVERDUE: &str = "INSERT INTO tickets.pretixbase_quota (id, size, booked) VALUES (1, 10, 1);
+    INSERT INTO tickets.pretixbase_order (code, expires) VALUES ('A', now() - interval '1 s');
+    INSERT INTO tickets.pretixbase_orderposition (order_id, quota_id) VALUES (1, 1)";
+
+/// A mapping that is wrong.
+struct Wrong {
+    what: &'static str,
+    mapping: fn(&mut TableSettings),
+    /// What is done to the shop's tables.
+    sql: &'static str,
+    /// The setting that is named, without `kinds.order.table.`, and words of its sentence.
+    key: &'static str,
+    words: &'static [&'static str],
+    refused_at_start: bool,
+}
+
+const NOTHING: fn(&mut TableSettings) = |_| {};
+
+const WRONG: &[Wrong] = &[
+    Wrong {
+        what: "a table that is not there",
+        mapping: |table| table.table = "tickets.order".into(),
+        sql: "",
+        key: "table",
+        words: &["there is no table", "correct the name"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "a column that is not there",
+        mapping: |table| {
+            table.close.insert("stat".into(), "e".into());
+        },
+        sql: "",
+        key: "close.stat",
+        words: &["has no column stat", "did you mean status?"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "a type that no id can have",
+        mapping: |table| table.id = Names(vec!["datetime".into()]),
+        sql: "",
+        key: "id",
+        words: &["timestamp with time zone", "name such a unique column"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "a value that the column cannot have",
+        mapping: |table| {
+            table.close.insert("status".into(), "expired".into());
+        },
+        sql: "",
+        key: "close",
+        words: &["cannot be planned", "too long"],
+        refused_at_start: false,
+    },
+    Wrong {
+        what: "a predicate with a misspelt column",
+        mapping: |table| table.open = "state = 'n'".into(),
+        sql: "",
+        key: "open",
+        words: &["column \"state\" does not exist", "correct it"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "a predicate that is no condition",
+        mapping: |table| table.paid = "status".into(),
+        sql: "",
+        key: "paid",
+        words: &["not a condition"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "a close that leaves the order open",
+        mapping: |table| table.close = [("code".to_owned(), "X".to_owned())].into(),
+        sql: "",
+        key: "close",
+        words: &["found overdue again", "makes the condition open false"],
+        refused_at_start: false,
+    },
+    Wrong {
+        what: "no index on the deadline",
+        mapping: NOTHING,
+        sql: "DROP INDEX tickets.pretixbase_order_open_by_deadline",
+        key: "deadline",
+        words: &["CREATE INDEX CONCURRENTLY ON tickets.pretixbase_order"],
+        refused_at_start: false,
+    },
+    Wrong {
+        what: "no index on the items",
+        mapping: NOTHING,
+        sql: "DROP INDEX tickets.pretixbase_orderposition_order",
+        key: "give_back[0].order",
+        words: &["read the whole table", "CREATE INDEX CONCURRENTLY"],
+        refused_at_start: false,
+    },
+    Wrong {
+        what: "an id that is not unique",
+        mapping: |table| table.id = Names(vec!["batch".into()]),
+        sql: "ALTER TABLE tickets.pretixbase_order ADD COLUMN batch integer NOT NULL DEFAULT 1",
+        key: "id",
+        words: &["not unique", "primary key is id"],
+        refused_at_start: false,
+    },
+    Wrong {
+        what: "no time zone",
+        mapping: NOTHING,
+        sql: "ALTER TABLE tickets.pretixbase_order ALTER COLUMN expires TYPE timestamp",
+        key: "time_zone",
+        words: &["not given", "hours early or late"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "a time zone too many",
+        mapping: |table| table.time_zone = Some("Asia/Shanghai".into()),
+        sql: "",
+        key: "time_zone",
+        words: &["leave time_zone out"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "a time zone that is unknown",
+        mapping: |table| table.time_zone = Some("Asia/Shanghay".into()),
+        sql: "ALTER TABLE tickets.pretixbase_order ALTER COLUMN expires TYPE timestamp",
+        key: "time_zone",
+        words: &["no zone that the database knows"],
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "a deadline that no index can bound",
+        mapping: |table| table.deadline = "expires + (clock_timestamp() - clock_timestamp())".into(),
+        sql: "",
+        key: "deadline",
+        words: &["in every sweep", "CREATE INDEX"],
+        refused_at_start: false,
+    },
+    Wrong {
+        what: "a function that reads before the lock",
+        mapping: |table| table.paid = "tickets.is_paid(id)".into(),
+        sql: "CREATE FUNCTION tickets.is_paid(integer) RETURNS boolean LANGUAGE sql STABLE AS 'SELECT EXISTS (SELECT FROM tickets.pretixbase_order WHERE id = $1 AND status = ''p'')'",
+        key: "paid",
+        words: &["STABLE", "ALTER FUNCTION", "VOLATILE"],
+        refused_at_start: false,
+    },
+    Wrong {
+        what: "a trigger that refuses the close",
+        mapping: NOTHING,
+        sql: "CREATE FUNCTION tickets.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'not today'; END $$;
+              CREATE TRIGGER refuse BEFORE UPDATE ON tickets.pretixbase_order FOR EACH ROW EXECUTE FUNCTION tickets.refuse()",
+        key: "close",
+        words: &["order 1 cannot be closed", "not today", "correct the trigger"],
+        refused_at_start: false,
+    },
+    Wrong {
+        what: "a trigger that suppresses the close",
+        mapping: NOTHING,
+        sql: "CREATE FUNCTION tickets.keep() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
+              CREATE TRIGGER keep BEFORE UPDATE ON tickets.pretixbase_order FOR EACH ROW EXECUTE FUNCTION tickets.keep()",
+        key: "open",
+        words: &["its close says not_due", "no trigger suppresses"],
+        refused_at_start: false,
+    },
+    Wrong {
+        what: "stock that is not changed",
+        mapping: |table| table.give_back[0].set = [("booked".to_owned(), "booked".to_owned())].into(),
+        sql: "",
+        key: "give_back[0].set",
+        words: &["0 of the 1 rows", "check key, stock_key and set"],
+        refused_at_start: false,
+    },
+];
+
+/// The settings of this environment with another mapping.
+fn settings_of(env: &TestEnv, wrong: &Wrong) -> Settings {
+    let mut settings = env.settings.clone();
+    map(&mut settings, "ticketing");
+    (wrong.mapping)(settings.kinds.get_mut("order").and_then(|kind| kind.table.as_mut()).unwrap());
+    settings
+}
+
+async fn findings(settings: &Settings) -> Vec<Finding> {
+    let database = Database::connect(&settings.database, 2).await.unwrap();
+    let report = check::check(&database, settings).await.unwrap();
+    report.findings.into_iter().filter(|finding| finding.level == Level::Wrong).collect()
+}
+
+#[test]
+fn wrong_mapping_is_refused_with_fix() {
+    let file = fixture("ticketing", "order-timeout.toml").display().to_string();
+    TestEnv::builder().run(async move |env| {
+        for wrong in WRONG {
+            let what = wrong.what;
+            execute(&env, "DROP SCHEMA IF EXISTS tickets CASCADE").await;
+            execute(&env, &text("ticketing", "schema.sql")).await;
+            execute(&env, OVERDUE).await;
+            execute(&env, wrong.sql).await;
+            let settings = settings_of(&env, wrong);
+            let found = findings(&settings).await;
+            let key = format!("kinds.order.table.{}", wrong.key);
+            let says = |finding: &Finding| {
+                let names = finding.key == key || finding.sentence.contains(&key);
+                names && wrong.words.iter().all(|word| finding.sentence.contains(word))
+            };
+            assert!(found.iter().any(says), "{what}: {found:#?}");
+            assert!(found.iter().all(|finding| finding.file.as_ref() == Some(&file)), "{what}: {found:#?}");
+            if wrong.refused_at_start {
+                let why = Worker::start(settings).await.map(drop).expect_err(what).to_string();
+                assert!(why.contains(&key) && why.contains(&file), "{what}: {why}");
+            }
+        }
+    });
+}
+
+#[test]
+fn role_without_rights_is_refused() {
+    TestEnv::builder().run(async |env| {
+        execute(&env, &text("ticketing", "schema.sql")).await;
+        execute(&env, OVERDUE).await;
+        let role = format!("shop_{}", env.settings.namespace);
+        execute(
+            &env,
+            &format!(
+                "CREATE ROLE {role} LOGIN; GRANT SELECT, INSERT ON ALL TABLES IN SCHEMA public TO {role};
+                 GRANT USAGE ON SCHEMA tickets TO {role}; GRANT SELECT ON ALL TABLES IN SCHEMA tickets TO {role}"
+            ),
+        )
+        .await;
+        let mut settings = env.settings.clone();
+        map(&mut settings, "ticketing");
+        settings.database.url = order_timeout_testkit::with_parts(&settings.database.url, Some(&role), None, None);
+        let found = findings(&settings).await;
+        let lacking = found.iter().find(|finding| finding.sentence.contains("permission denied"));
+        assert!(lacking.is_some_and(|finding| finding.sentence.contains("GRANT")), "{found:#?}");
+        execute(&env, &format!("GRANT UPDATE ON ALL TABLES IN SCHEMA tickets TO {role}")).await;
+        assert_eq!(findings(&settings).await, []);
+        execute(&env, "ALTER TABLE tickets.pretixbase_order ENABLE ROW LEVEL SECURITY").await;
+        let found = findings(&settings).await;
+        assert!(found.iter().any(|finding| finding.sentence.contains("row security may hide rows")), "{found:#?}");
+        execute(&env, &format!("DROP OWNED BY {role}; DROP ROLE {role}")).await;
+    });
+}
+
+#[test]
+fn settings_refuse_unsafe_mappings() {
+    let text = text("ticketing", "order-timeout.toml");
+    let cases = [
+        ("open = \"status = 'n'\"", "open = \"EXISTS (SELECT 1)\"", "kinds.order.table.open", "has a subquery"),
+        (
+            "paid = \"status = 'p'\"",
+            "paid = \"id IN (SELECT order_id FROM payments)\"",
+            "kinds.order.table.paid",
+            "VOLATILE",
+        ),
+        ("deadline = \"expires\"", "deadline = \"expires; DROP TABLE x\"", "kinds.order.table.deadline", "semicolon"),
+        ("id = [\"id\"]", "id = [\"id\", \"code\"]", "kinds.order.table.give_back[0].order", "name as many"),
+        ("close = { status = \"e\" }", "close = {}", "kinds.order.table.close", "is empty"),
+        ("[kinds.order.table]", "[kinds.trial.table]", "kinds.trial", "the only one is \"order\""),
+        ("stock_key =", "stock_keys =", "kinds", "stock_keys"),
+    ];
+    for (old, new, key, words) in cases {
+        assert!(text.contains(old), "{old}");
+        let mut file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+        // The sections of a list belong to the kind as well.
+        let mut wrong = text.replace(old, new);
+        if new.contains("trial") {
+            wrong = wrong.replace("[[kinds.order.", "[[kinds.trial.");
+        }
+        std::io::Write::write_all(&mut file, wrong.as_bytes()).unwrap();
+        let why = Settings::load(Some(file.path()), &[]).map(drop).expect_err(new).to_string();
+        assert!(why.contains(key) && why.contains(words), "{new}: {why}");
+        assert!(why.contains(file.path().to_str().unwrap()), "{new}: {why}");
+    }
+    let both = ["orders.close_sql=a".to_owned(), "orders.overdue_sql=b".to_owned()];
+    let why = Settings::load(Some(&fixture("ticketing", "order-timeout.toml")), &both).map(drop).unwrap_err();
+    assert!(why.to_string().contains("orders.close_sql"), "{why}");
+}

@@ -1,0 +1,155 @@
+//! Orders close on time without alarms: with `delay.strategy = "database"`, which uses no broker at all, and while the
+//! broker is unavailable.
+
+use std::time::Duration;
+
+use order_timeout::Settings;
+use order_timeout_client::postgres::{self, Moved};
+use order_timeout_core::delay::Strategy;
+use order_timeout_core::order::Timestamp;
+use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
+use order_timeout_testkit::process::call_with;
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for, with_parts};
+use serde_json::Value;
+use sqlx::postgres::PgListener;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// As in a configuration that names no broker: no process listens on the discard port.
+fn without_broker(settings: &Settings) -> Settings {
+    let mut settings = settings.clone();
+    settings.delay.strategy = Strategy::Database;
+    settings.sweep.grace = Settings::defaults().sweep.grace;
+    settings.amqp.url = with_parts(&settings.amqp.url, None, Some("127.0.0.1:9"), None);
+    settings
+}
+
+async fn closed_by(env: &TestEnv) -> Vec<(String, i64)> {
+    let count = "SELECT closed_by, count(*) FROM orders WHERE status = 'closed' GROUP BY 1 ORDER BY 1";
+    sqlx::query_as(count).fetch_all(&env.pool).await.unwrap()
+}
+
+#[test]
+fn database_strategy_closes_on_time() {
+    TestEnv::builder().run(async |env| {
+        let probe = DiskStallProbe::open(&env).await;
+        let worker = RunningWorker::start(without_broker(&env.settings)).await;
+        env.orders(50, 2 * SECOND).await;
+        let paid = env.order(2 * SECOND).await;
+        assert!(env.pay(&paid).await);
+        wait_for("the closes", async || env.closed().await == 50).await;
+        probe.assert_on_time(&env).await;
+        assert_eq!(closed_by(&env).await, [("look_ahead".to_owned(), 50)]);
+        assert_eq!(env.status(&paid).await, "paid");
+        env.assert_ledger().await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn moved_deadline_counts_without_broker() {
+    TestEnv::builder().run(async |env| {
+        let worker = RunningWorker::start(without_broker(&env.settings)).await;
+        let [later, earlier] = [env.order(SECOND).await, env.order(3_600 * SECOND).await];
+        let now = Timestamp::now_by_local_clock();
+        for (order, deadline) in [(&later, now + 4 * SECOND), (&earlier, now + 2 * SECOND)] {
+            let moved = postgres::move_deadline(&env.pool, order.id.to_string(), deadline).await.unwrap();
+            assert!(matches!(moved, Moved::Later | Moved::Earlier), "{moved:?}");
+        }
+        wait_for("the earlier one", async || env.status(&earlier).await == "closed").await;
+        assert_eq!(env.status(&later).await, "unpaid");
+        wait_for("the later one", async || env.status(&later).await == "closed").await;
+        env.assert_ledger().await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn events_go_to_notify_channel() {
+    TestEnv::builder().run(async |env| {
+        let mut listener = PgListener::connect_with(&env.pool).await.unwrap();
+        listener.listen("shop_events").await.unwrap();
+        let mut settings = without_broker(&env.settings);
+        settings.announce.notify = "shop_events".into();
+        let worker = RunningWorker::start(settings).await;
+        let order = env.order(SECOND).await;
+        let heard = tokio::time::timeout(TIMEOUT, listener.recv()).await.expect("an event").unwrap();
+        let event: Value = serde_json::from_str(heard.payload()).unwrap();
+        assert_eq!(event["type"], "order.closed.v1");
+        assert_eq!(event["payload"]["order_id"], order.id.to_string());
+        assert_eq!(event["payload"]["closed_by"], "look_ahead");
+        wait_for("the mark", async || env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await == 0)
+            .await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn events_stay_without_channel() {
+    TestEnv::builder().run(async |env| {
+        let worker = RunningWorker::start(without_broker(&env.settings)).await;
+        env.orders(3, SECOND).await;
+        wait_for("the closes", async || env.closed().await == 3).await;
+        worker.stop().await;
+        assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NULL").await, 3);
+    });
+}
+
+#[test]
+fn broker_later_publishes_pending_alarms() {
+    TestEnv::builder().run(async |env| {
+        let worker = RunningWorker::start(without_broker(&env.settings)).await;
+        let order = env.order(4 * SECOND).await;
+        env.write_alarm(&order).await;
+        worker.stop().await;
+        // One setting later.
+        let worker = env.worker().await;
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        env.assert_closed_by_alarms().await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn workers_share_orders_without_broker() {
+    TestEnv::builder().run(async |env| {
+        let settings = without_broker(&env.settings);
+        let workers = [RunningWorker::start(settings.clone()).await, RunningWorker::start(settings).await];
+        let registered = "SELECT count(*) FROM order_timeout_workers";
+        wait_for("both workers registered", async || env.count(registered).await == 2).await;
+        env.orders(200, 8 * SECOND).await;
+        wait_for("the closes", async || env.closed().await == 200).await;
+        env.assert_ledger().await;
+        for worker in workers {
+            worker.stop().await;
+        }
+    });
+}
+
+#[test]
+fn broker_outage_costs_no_punctuality() {
+    TestEnv::builder().run(async |env| {
+        let probe = DiskStallProbe::open(&env).await;
+        let worker = env.worker_without_broker().await;
+        env.orders(50, 2 * SECOND).await;
+        wait_for("the closes", async || env.closed().await == 50).await;
+        probe.assert_on_time(&env).await;
+        assert_eq!(closed_by(&env).await, [("look_ahead".to_owned(), 50)]);
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn commands_say_that_there_is_no_broker() {
+    TestEnv::builder().run(async |env| {
+        let settings = without_broker(&env.settings);
+        let (code, stdout, _) = call_with(&settings, &["setup"]).await;
+        assert_eq!(code, 0);
+        assert!(stdout.contains("broker:   none, because delay.strategy is \"database\""), "{stdout}");
+        for command in [&["schedule", "order-1", "--in", "5s"][..], &["topology"], &["quarantine"]] {
+            let (code, _, stderr) = call_with(&settings, command).await;
+            assert_eq!(code, 1, "{command:?}");
+            assert!(stderr.contains("no alarms and no broker"), "{stderr}");
+        }
+    });
+}
