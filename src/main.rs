@@ -35,8 +35,10 @@ fn main() -> ExitCode {
         Err(error) => return fail(&format!("the runtime cannot start: {error}"), FAILED),
     };
     let outcome = runtime.block_on(cli.command.run(&cli.settings, settings));
-    // Dropping it would wait for running blocking tasks, such as the resolution of a host name.
-    runtime.shutdown_background();
+    // Dropping it would wait for running blocking tasks, such as the resolution of a host name. Its
+    // `shutdown_background` would detach its threads while they end, which glibc does not survive with stacks as large
+    // as these (docs/decisions/0065-threads-are-joined.md).
+    std::mem::forget(runtime);
     match outcome {
         Ok(outcome) => print(&outcome),
         Err(error) => fail(&format!("{error:#}"), FAILED),

@@ -16,6 +16,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, Consumer, Event};
 use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect::{self, BrokerError, EndKind};
+use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_amqp::topology::{Sight, Topology, TopologyError, queue_exists};
 use order_timeout_core::alarm::{
     DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Receipt, Returns, Settlement, SourceQueue,
@@ -51,7 +52,7 @@ pub(crate) const LONGEST_CLOSE: Duration = CLOSE_TIMEOUT.saturating_mul(2);
 #[derive(Debug)]
 pub struct Session {
     number: u64,
-    connection: Arc<Connection>,
+    connection: Arc<JoinedConnection>,
     consumers: Vec<ConsumerChannel>,
     has_former_inbox: bool,
     ended: Ended,
@@ -157,7 +158,7 @@ pub struct Opening {
 #[derive(Debug, Clone)]
 pub struct Inspector {
     topology: Topology,
-    connection: Arc<Connection>,
+    connection: Arc<JoinedConnection>,
     amqp: Arc<AmqpSettings>,
 }
 

@@ -68,13 +68,13 @@ impl Rearmer {
 
     /// Publishes all of them.
     pub async fn write(&self, rearms: Vec<Rearm>, clock: DatabaseClock) -> Written {
-        self.declare_slots_for(&rearms, clock.now()).await;
+        let (rearms, without_slot) = self.declare_slots_for(rearms, clock.now()).await;
         // One by one, because each TTL counts from when it is sent: the alarms of a slot expire together, however long
         // publishing takes.
         // By index: with a closure that takes a reference, callers could not spawn this future.
         let messages = (0..rearms.len()).map(|number| self.message(&rearms[number], clock.now()));
         let results = self.confirmed.publish_all(messages).await;
-        let mut written = Written::default();
+        let mut written = Written { refused: without_slot, ..Written::default() };
         let mut first_fault = None;
         for (rearm, result) in rearms.into_iter().zip(results) {
             match result {
@@ -94,16 +94,18 @@ impl Rearmer {
         written
     }
 
-    /// The next slot may be the right one by the time an alarm is sent. It is then returned, and tried again.
-    async fn declare_slots_for(&self, rearms: &[Rearm], now: Timestamp) {
-        let placements = rearms.iter().map(|rearm| self.router.place(rearm.alarm.deadline(), rearm.wanted, now));
-        let Err(fault) = self.slots.require(placements).await else { return };
+    /// Returns the alarms that can be sent, and those whose slot is missing and cannot be declared. By the time an alarm is
+    /// sent, another slot may be the right one; the alarm is then returned, and tried again.
+    async fn declare_slots_for(&self, rearms: Vec<Rearm>, now: Timestamp) -> (Vec<Rearm>, Vec<Rearm>) {
+        let place = |rearm: &Rearm| self.router.place(rearm.alarm.deadline(), rearm.wanted, now);
+        let Err(fault) = self.slots.require(rearms.iter().map(place)).await else { return (rearms, Vec::new()) };
         let fault = with_causes(&fault);
         if self.fault_throttle.lock().expect("no holder panics").is_due() {
             warn!(%fault, "slots of the wheel could not be declared; alarms for them stay unacknowledged and are retried");
         } else {
             debug!(%fault, "slots of the wheel could not be declared");
         }
+        rearms.into_iter().partition(|rearm| !self.slots.is_unknown(&place(rearm)))
     }
 
     fn log_failures(&self, alarms: usize, fault: &PublishError) {

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use tracing::field::{Field, Visit};
 use tracing::{Level, Metadata, Subscriber};
-use tracing_appender::non_blocking::{NonBlockingBuilder, WorkerGuard};
 use tracing_subscriber::field::RecordFields;
 use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::fmt::format::Writer;
@@ -20,12 +19,13 @@ use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt};
 
+use super::log_writer::{FlushOnDrop, LogWriter};
 use crate::config::{LogFormat, LogSettings};
 use crate::sanitize;
 
 /// Lines buffered while standard error is blocked, some megabytes; further lines are dropped.
 const MOST_LINES_WAITING: usize = 16_384;
-/// How long an exiting process waits for its last error to be read.
+/// How long an exiting process waits for its last lines to be read.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How often, at most, the same warning is logged.
@@ -46,31 +46,28 @@ impl LogThrottle {
     }
 }
 
-/// Keeps the log writer running; dropping it flushes the buffered lines, for at most a second.
+/// Dropping it writes the buffered lines, for at most a second.
 #[must_use]
 #[derive(Debug)]
 pub struct Log {
-    _writer: WorkerGuard,
+    _flush: FlushOnDrop,
 }
 
 /// Installs the subscriber for this process. Call once.
 ///
 /// # Panics
-/// If the filter does not parse, which `Settings::validate` refuses.
+/// If the filter does not parse, which `Settings::validate` refuses, or if the system starts no further thread.
 pub fn install(settings: &LogSettings) -> Log {
     let wanted = EnvFilter::try_new(&settings.filter).expect("validated settings have a filter that parses");
     // Written by its own thread: a full pipe would otherwise block every thread that logs, and soon the worker.
-    let (writer, guard) = NonBlockingBuilder::default()
-        .lossy(true)
-        .buffered_lines_limit(MOST_LINES_WAITING)
-        .thread_name("log")
-        .finish(std::io::stderr());
+    let (writer, flush) = LogWriter::start(std::io::stderr(), MOST_LINES_WAITING, EXIT_TIMEOUT)
+        .expect("a thread for the log starts, because the process has just begun");
     // Colours are for a terminal; in a file they are noise.
     let lines = lines(settings.format, std::io::stderr().is_terminal(), writer);
     // Global filters, not per-layer ones: with those an event is lost on a thread that has just checked whether another
     // event is enabled, as sqlx does before it logs a statement.
     tracing_subscriber::registry().with(wanted).with(filter_fn(shows_no_secret)).with(lines).init();
-    Log { _writer: guard }
+    Log { _flush: flush }
 }
 
 fn lines<S, W>(format: LogFormat, in_colour: bool, writer: W) -> Box<dyn Layer<S> + Send + Sync>

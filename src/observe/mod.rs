@@ -9,6 +9,7 @@ mod close_log;
 pub mod degraded;
 pub mod health;
 pub mod inspect;
+pub(crate) mod log_writer;
 pub mod logging;
 pub mod metrics;
 pub(crate) mod recorder;

@@ -485,6 +485,8 @@ impl BrokerInspections {
             }
             if let Err(fault) = self.slots.require([journey.placement.clone()]).await {
                 debug!(%fault, "the slot of a canary could not be declared");
+                // Other paths say more about the broker.
+                return Ok(());
             }
         }
         let every = path.sent_every(suspected);
@@ -613,7 +615,8 @@ impl Findings {
     fn arrival(&self) -> Option<String> {
         let lasts = self.not_published.values().find(|(times, _)| *times > 1);
         let not_published = lasts.map(|(_, why)| why);
-        not_published.or(self.not_arriving.as_ref()).or(self.unknown_readers.as_ref()).cloned()
+        // A canary that was accepted and did not arrive says more than one that was refused.
+        self.not_arriving.as_ref().or(not_published).or(self.unknown_readers.as_ref()).cloned()
     }
 
     fn forget_arrival(&mut self) {

@@ -333,7 +333,7 @@ fn every_command_and_argument_has_help() {
     let mut cli = Cli::command();
     cli.build();
     // The program, setup, worker, health, schedule, status, show, deadline, close, topology with prune, quarantine, config, sql, adopt, completions, man, parked with its three.
-    assert_eq!(check(&cli, &[]), 18);
+    assert_eq!(check(&cli, &[]), 21);
 }
 
 #[test]

@@ -14,6 +14,7 @@ use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection, ExchangeKind};
 use order_timeout::Settings;
 use order_timeout_amqp::connect::{self, BrokerError, reply, reply_code};
+use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_amqp::topology::Names;
 use order_timeout_client::{PublishError, ScheduleError};
 use order_timeout_core::order::Timestamp;
@@ -91,7 +92,7 @@ fn settings_for(broker: &Private, user: &str, vhost: &str) -> Settings {
     settings
 }
 
-async fn connect(broker: &Private, user: &str) -> Connection {
+async fn connect(broker: &Private, user: &str) -> JoinedConnection {
     connect::connect(&settings(broker, user).amqp, "test").await.unwrap()
 }
 
@@ -131,7 +132,8 @@ async fn listener_receives_events_and_no_more(broker: &Private) {
     channel.queue_declare("shop.closed".into(), durable, FieldTable::default()).await.unwrap();
     let (closed, events, key) = ("shop.closed".into(), "order.events".into(), "order.closed".into());
     channel.queue_bind(closed, events, key, QueueBindOptions::default(), FieldTable::default()).await.unwrap();
-    let worker = confirming(&connect(broker, WORKER).await).await;
+    let of_worker = connect(broker, WORKER).await;
+    let worker = confirming(&of_worker).await;
     publish(&worker, "order.events", "order.closed", b"{}", None).await.unwrap();
     let received =
         async || channel.basic_get("shop.closed".into(), BasicGetOptions { no_ack: true }).await.unwrap().is_some();
@@ -373,9 +375,8 @@ async fn worker_runs_whole_flow(broker: &Private, env: &TestEnv) {
     // hour.
     let body =
         order_timeout_core::message::Alarm { order_id: in_a_lane.order_id(), deadline: in_a_lane.deadline }.to_bytes();
-    publish(&confirming(&connect(broker, PUBLISHER).await).await, "order.delay", "30m", &body, Some(1_000))
-        .await
-        .unwrap();
+    let of_publisher = connect(broker, PUBLISHER).await;
+    publish(&confirming(&of_publisher).await, "order.delay", "30m", &body, Some(1_000)).await.unwrap();
     wait_for("an alarm in the wheel", async || depth(&connection, "order.slot.").await > 0).await;
 
     for order in [&held, &in_a_lane, &armed] {

@@ -77,13 +77,7 @@ const DELIVERY_TIME: &str = "x-opt-delivery-time";
 
 /// The slot with a message in it.
 async fn filled_slot(env: &TestEnv) -> Option<String> {
-    let queues = env.settings.topology().queues.into_iter().map(|queue| queue.name);
-    for slot in queues.filter(|name| name.contains(".slot.")) {
-        if env.depth(&slot).await > 0 {
-            return Some(slot);
-        }
-    }
-    None
+    env.depths("slot.").await.into_iter().find_map(|(slot, depth)| (depth > 0).then_some(slot))
 }
 
 #[test]

@@ -116,13 +116,7 @@ fn deaths(message: &BasicGetMessage) -> Vec<String> {
 
 /// The wheel's slot that holds an alarm.
 async fn occupied_slot(env: &TestEnv) -> Option<String> {
-    let wheel = env.names().slot();
-    for queue in env.settings.queue_names() {
-        if queue.starts_with(&wheel) && env.depth_if_any(&queue).await == Some(1) {
-            return Some(queue);
-        }
-    }
-    None
+    env.depths("slot.").await.into_iter().find_map(|(slot, depth)| (depth == 1).then_some(slot))
 }
 
 #[test]

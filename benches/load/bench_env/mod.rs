@@ -16,6 +16,7 @@ use lapin::types::FieldTable;
 use order_timeout::Settings;
 use order_timeout::postgres;
 use order_timeout_amqp::connect;
+use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_client::Publisher;
 use order_timeout_core::order::{OrderId, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
@@ -111,7 +112,7 @@ impl<'a> BenchEnv<'a> {
         Ok(())
     }
 
-    pub async fn connect(&self) -> anyhow::Result<Connection> {
+    pub async fn connect(&self) -> anyhow::Result<JoinedConnection> {
         Ok(connect::connect(&self.settings.amqp, "load").await?)
     }
 

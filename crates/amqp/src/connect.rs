@@ -3,17 +3,23 @@
 //! Knows nothing of alarms or queues. Does not recover a connection: code that uses one drops it at the first error and
 //! opens another, because lapin's own recovery never tells a consumer that its unacknowledged deliveries are void.
 
-use std::sync::Once;
+use std::io;
+use std::pin::pin;
+use std::sync::{Mutex, Once, PoisonError};
+use std::task::Poll;
 use std::time::Duration;
 
 use futures_util::io::{AsyncRead, AsyncWrite};
+use futures_util::poll;
 use lapin::runtime::default_runtime;
 use lapin::tcp::{AMQPUriTcpExt, OwnedTLSConfig, RustlsConnector, RustlsConnectorConfig};
 use lapin::uri::{AMQPAuthority, AMQPQueryString, AMQPScheme, AMQPUri, AMQPUserInfo, SASLMechanism};
 use lapin::{Connection, ConnectionProperties, ErrorKind};
 use order_timeout_core::address::AmqpAddress;
 use secrecy::ExposeSecret;
+use tokio::sync::oneshot;
 
+use crate::connection::JoinedConnection;
 use crate::{AmqpSettings, tls};
 
 /// RabbitMQ's default `frame_max`.
@@ -55,7 +61,7 @@ pub enum BrokerError {
 ///
 /// # Errors
 /// [`BrokerError`] with the broker's address, never its password.
-pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<Connection, BrokerError> {
+pub async fn connect(settings: &AmqpSettings, name: &str) -> Result<JoinedConnection, BrokerError> {
     let (uri, connector) = prepare(settings)?;
     let place = address(&uri);
     let properties = ConnectionProperties::default().with_connection_name(format!("order-timeout {name}").into());
@@ -166,17 +172,38 @@ pub async fn connect_raw(settings: &AmqpSettings) -> Result<RawConnection, Broke
 
 /// With TLS if there is a connector. lapin's own TLS would trust the system's CAs in addition to the configured one,
 /// and fail on a system without any.
+///
+/// If lapin's I/O thread fails before lapin has noted that it connects, lapin detaches that thread at its end
+/// (`connection.rs`). So it gets a stream that is open already, and only after the first poll, which notes it.
 async fn open(
     uri: AMQPUri,
     connector: Option<RustlsConnector>,
     properties: ConnectionProperties,
-) -> lapin::Result<Connection> {
-    let connect = async move |uri: AMQPUri, runtime| {
-        let plain = without_tls(&uri).connect_with_config_async(OwnedTLSConfig::default().as_ref(), &runtime).await?;
-        let Some(connector) = &connector else { return Ok(plain) };
-        Ok(plain.into_rustls(connector, name_in_certificate(&uri)).await?)
+) -> lapin::Result<JoinedConnection> {
+    let (runtime, tls) = (default_runtime()?, OwnedTLSConfig::default());
+    let plain = without_tls(&uri).connect_with_config_async(tls.as_ref(), &runtime).await?;
+    let stream = match &connector {
+        Some(connector) => plain.into_rustls(connector, name_in_certificate(&uri)).await?,
+        None => plain,
     };
-    Connection::connector(uri, default_runtime()?, connect, properties).await
+    let (sender, receiver) = oneshot::channel();
+    let receiver = Mutex::new(Some(receiver));
+    // Called once, because the properties allow no second attempt.
+    let connect = async move |_, _| {
+        let receiver = receiver.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let stream = async { receiver?.await.ok() }.await;
+        stream.ok_or_else(|| io::Error::from(io::ErrorKind::ConnectionAborted).into())
+    };
+    let mut connecting = pin!(Connection::connector(uri, runtime, connect, properties));
+    let connected = match poll!(connecting.as_mut()) {
+        Poll::Ready(connected) => connected,
+        Poll::Pending => {
+            // If `connecting` was dropped meanwhile, there is no thread to receive it.
+            let _received = sender.send(stream);
+            connecting.await
+        }
+    };
+    connected.map(JoinedConnection::new)
 }
 
 /// The address without its TLS, which [`open`] and [`connect_raw`] add themselves.
@@ -384,7 +411,6 @@ pub async fn close(connection: &Connection, timeout: Duration) {
 
 #[cfg(test)]
 mod tests {
-    use std::io;
     use std::sync::Arc;
 
     use lapin::ConnectionState;

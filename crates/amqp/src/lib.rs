@@ -6,6 +6,7 @@
 //! panics.
 
 pub mod connect;
+pub mod connection;
 pub mod envelope;
 pub mod publisher;
 mod settings;

@@ -29,13 +29,14 @@ use futures_util::FutureExt;
 use lapin::options::{
     BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeleteOptions, QueueDeleteOptions,
 };
-use lapin::{BasicProperties, Channel, Connection};
+use lapin::{BasicProperties, Channel};
 use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout::observe::canary::CANARY_TYPE;
 use order_timeout::postgres;
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::connect;
+use order_timeout_amqp::connection::JoinedConnection;
 use order_timeout_amqp::topology::{self, DUE_KEY, Names, Slot};
 use order_timeout_client::Publisher;
 use order_timeout_core::delay::{Lane, RingSettings, Strategy};
@@ -60,7 +61,7 @@ pub struct TestEnv {
     /// On the environment's database.
     pub pool: PgPool,
     /// Of the test, not of a worker.
-    pub broker: Connection,
+    pub broker: JoinedConnection,
     /// With confirms.
     pub channel: Channel,
 }
@@ -482,14 +483,24 @@ impl TestEnv {
         topology::find_queue(&self.broker, queue).await.unwrap().map(|seen| seen.ready)
     }
 
-    /// Messages ready in all queues whose names begin so after the namespace; queues that do not exist have none.
-    pub async fn depth_of_all(&self, beginning: &str) -> u32 {
+    /// The existing queues whose names begin so after the namespace, each with its ready messages.
+    pub async fn depths(&self, beginning: &str) -> Vec<(String, u32)> {
         let beginning = format!("{}.{beginning}", self.settings.namespace);
-        let mut depth = 0;
-        for queue in self.settings.queue_names().iter().filter(|queue| queue.starts_with(&beginning)) {
-            depth += self.depth_if_any(queue).await.unwrap_or_default();
+        // A connection of its own: each queue that does not exist uses up one of its 2 047 channels.
+        let connection = connect::connect(&self.settings.amqp, "test queues").await.unwrap();
+        let mut depths = Vec::new();
+        for queue in self.settings.queue_names().into_iter().filter(|queue| queue.starts_with(&beginning)) {
+            if let Some(seen) = topology::find_queue(&connection, &queue).await.unwrap() {
+                depths.push((queue, seen.ready));
+            }
         }
-        depth
+        connect::close(&connection, Duration::from_secs(2)).await;
+        depths
+    }
+
+    /// Messages ready in all queues whose names begin so after the namespace.
+    pub async fn depth_of_all(&self, beginning: &str) -> u32 {
+        self.depths(beginning).await.iter().map(|(_, depth)| depth).sum()
     }
 
     /// Lateness of every closed order in milliseconds, sorted.

@@ -4,8 +4,8 @@
 
 use std::sync::Arc;
 
+use lapin::Channel;
 use lapin::options::ConfirmSelectOptions;
-use lapin::{Channel, Connection};
 use tokio::sync::Mutex;
 
 use super::PublishError;
@@ -13,13 +13,14 @@ use super::error::closed;
 use super::missing_route::MissingRoute;
 use crate::AmqpSettings;
 use crate::connect::{self, BrokerError};
+use crate::connection::JoinedConnection;
 
 /// The connection that the channels share; reopened when it is broken.
 #[derive(Debug)]
 pub(super) struct SharedConnection {
     pub(super) settings: AmqpSettings,
     name: &'static str,
-    current: Mutex<Option<Arc<Connection>>>,
+    current: Mutex<Option<Arc<JoinedConnection>>>,
     pub(super) missing_route: Arc<MissingRoute>,
 }
 
@@ -28,7 +29,7 @@ impl SharedConnection {
         Self { settings: settings.clone(), name, current: Mutex::new(None), missing_route: Arc::default() }
     }
 
-    pub(super) async fn connection(&self) -> Result<Arc<Connection>, BrokerError> {
+    pub(super) async fn connection(&self) -> Result<Arc<JoinedConnection>, BrokerError> {
         let mut current = self.current.lock().await;
         if let Some(connection) = current.as_ref().filter(|connection| connection.status().connected()) {
             return Ok(connection.clone());
@@ -39,12 +40,12 @@ impl SharedConnection {
     }
 
     /// The same, unless the broker reads nothing from it at present.
-    pub(super) async fn usable_connection(&self) -> Result<Arc<Connection>, PublishError> {
+    pub(super) async fn usable_connection(&self) -> Result<Arc<JoinedConnection>, PublishError> {
         let connection = self.connection().await.map_err(PublishError::NotConnected)?;
         if connection.status().blocked() { Err(PublishError::Blocked) } else { Ok(connection) }
     }
 
-    pub(super) async fn open_channel(&self) -> Result<(Arc<Connection>, Channel), PublishError> {
+    pub(super) async fn open_channel(&self) -> Result<(Arc<JoinedConnection>, Channel), PublishError> {
         let connection = self.usable_connection().await?;
         let opening = async {
             let channel = connection.create_channel().await.map_err(|error| closed(&error))?;
