@@ -1,7 +1,7 @@
 -- Closes the requested orders that are unpaid and due, and returns for each order what it found.
 --
 --   $1 ids  text[]  order ids as in the messages
---   $2 path text    which path closes them: alarm | sweep | manual
+--   $2 path text    which path closes them: alarm | look_ahead | sweep | manual
 --   $3 wait boolean true: wait for a locked stock row, up to lock_timeout; false: report its orders as busy
 --   (a statement that does not need $3, or $2 and $3, may leave them out)
 --

@@ -68,13 +68,12 @@ impl Rearmer {
 
     /// Publishes all of them.
     pub async fn write(&self, rearms: Vec<Rearm>, clock: DatabaseClock) -> Written {
-        let (rearms, without_slot) = self.declare_slots_for(rearms, clock.now()).await;
+        let (rearms, mut written) = self.declare_slots_for(rearms, clock.now()).await;
         // One by one, because each TTL counts from when it is sent: the alarms of a slot expire together, however long
         // publishing takes.
         // By index: with a closure that takes a reference, callers could not spawn this future.
         let messages = (0..rearms.len()).map(|number| self.message(&rearms[number], clock.now()));
         let results = self.confirmed.publish_all(messages).await;
-        let mut written = Written { refused: without_slot, ..Written::default() };
         let mut first_fault = None;
         for (rearm, result) in rearms.into_iter().zip(results) {
             match result {
@@ -96,16 +95,21 @@ impl Rearmer {
 
     /// Returns the alarms that can be sent, and those whose slot is missing and cannot be declared. By the time an alarm is
     /// sent, another slot may be the right one; the alarm is then returned, and tried again.
-    async fn declare_slots_for(&self, rearms: Vec<Rearm>, now: Timestamp) -> (Vec<Rearm>, Vec<Rearm>) {
+    async fn declare_slots_for(&self, rearms: Vec<Rearm>, now: Timestamp) -> (Vec<Rearm>, Written) {
         let place = |rearm: &Rearm| self.router.place(rearm.alarm.deadline(), rearm.wanted, now);
-        let Err(fault) = self.slots.require(rearms.iter().map(place)).await else { return (rearms, Vec::new()) };
+        let Err(fault) = self.slots.require(rearms.iter().map(place)).await else {
+            return (rearms, Written::default());
+        };
+        let is_broker_wide = fault.is_broker_wide();
         let fault = with_causes(&fault);
         if self.fault_throttle.lock().expect("no holder panics").is_due() {
             warn!(%fault, "slots of the wheel could not be declared; alarms for them stay unacknowledged and are retried");
         } else {
             debug!(%fault, "slots of the wheel could not be declared");
         }
-        rearms.into_iter().partition(|rearm| !self.slots.is_unknown(&place(rearm)))
+        let (with_slot, without) = rearms.into_iter().partition(|rearm| !self.slots.is_unknown(&place(rearm)));
+        let (refused, failed) = if is_broker_wide { (Vec::new(), without) } else { (without, Vec::new()) };
+        (with_slot, Written { refused, failed, ..Written::default() })
     }
 
     fn log_failures(&self, alarms: usize, fault: &PublishError) {
@@ -128,11 +132,9 @@ impl Rearmer {
         };
         let returns = Returns { due_at, ..alarm.returns };
         let (first_published_at, traceparent) = (alarm.first_published_at.unwrap_or(now), alarm.traceparent.clone());
-        envelope::address(
-            &alarm.alarm,
-            route,
-            AlarmHeaders { attempt: alarm.attempt, first_published_at, traceparent, returns },
-        )
+        let headers = AlarmHeaders { attempt: alarm.attempt, first_published_at, traceparent, returns };
+        let sender_declares_queue = matches!(placement, Placement::Slot { .. });
+        Outgoing { sender_declares_queue, ..envelope::address(&alarm.alarm, route, headers) }
     }
 }
 

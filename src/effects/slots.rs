@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Mutex};
 
 use order_timeout_amqp::publisher::{ConfirmedPublisher, PublishError};
-use order_timeout_amqp::topology::{Names, Slot, Slots, TopologyError, declare_slots};
+use order_timeout_amqp::topology::{Declared, Names, Slot, Slots, TopologyError, declare_slots};
 use order_timeout_core::delay::{Placement, Strategy};
 use tracing::debug;
 
@@ -35,6 +35,14 @@ pub enum SlotError {
     Topology(#[from] TopologyError),
 }
 
+impl SlotError {
+    /// Whether no slot could be declared at all, so that trying another is pointless.
+    #[must_use]
+    pub fn is_broker_wide(&self) -> bool {
+        matches!(self, Self::NotConnected(_) | Self::Topology(TopologyError::Failed { .. }))
+    }
+}
+
 impl SlotDeclarer {
     /// # Panics
     /// If the rings of `settings` do not mesh, which `Settings::validate` refuses.
@@ -59,10 +67,10 @@ impl SlotDeclarer {
         }
         let connection = self.confirmed.connection().await?;
         let slots: Vec<Slot> = missing.into_values().collect();
-        declare_slots(&self.names, &slots, &connection).await?;
-        debug!(slots = slots.len(), first = slots[0].queue.name, "declared slots of the wheel");
-        self.known.lock().expect("no holder panics").extend(slots.into_iter().map(|slot| slot.queue.name));
-        Ok(())
+        let Declared { queues, fault } = declare_slots(&self.names, &slots, &connection).await;
+        debug!(asked = slots.len(), declared = queues.len(), "declared slots of the wheel");
+        self.known.lock().expect("no holder panics").extend(queues);
+        fault.map_or(Ok(()), |fault| Err(fault.into()))
     }
 
     /// Whether this message waits in a slot that is not known to exist.

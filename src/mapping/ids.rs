@@ -7,7 +7,7 @@
 use super::ColumnType;
 
 /// The types that an id's column may have, by their names in `pg_type`.
-pub const TYPES: [&str; 9] = ["int2", "int4", "int8", "uuid", "text", "varchar", "bpchar", "citext", "name"];
+pub const TYPES: [&str; 8] = ["int2", "int4", "int8", "uuid", "text", "varchar", "bpchar", "citext"];
 
 /// An expression of the column's type for the text expression `text`; NULL if the text has another form.
 #[must_use]

@@ -275,7 +275,15 @@ impl<'a> Parts<'a> {
             let value = if value == "now" { self.now(column, kind)? } else { literal(value) };
             set.push(format!("{} = {value}", name(column)));
         }
-        let returning: Vec<String> = self.id.iter().map(|(column, _)| format!("{alias}.{column}")).collect();
+        let mut returning: Vec<String> = self.id.iter().map(|(column, _)| format!("{alias}.{column}")).collect();
+        // An order that is still open would be found and closed again, and its stock be given back each time. The cast
+        // fails with this text as the error, and takes the whole close back. Not a constant, which would fail when the
+        // statement is planned.
+        returning.push(format!(
+            "CASE WHEN ({open}) IS TRUE THEN ('kinds.order.table.close leaves the order open; set there what open tests. Order ' || {id})::integer END AS ot_open",
+            open = ended(&self.table.open),
+            id = ids::print(&self.id_columns(&alias)),
+        ));
         Ok(format!(
             "UPDATE {} AS {alias}\n    SET {}\n    WHERE {}\n    RETURNING {}",
             self.orders(),
@@ -335,7 +343,7 @@ impl<'a> Parts<'a> {
         Ok(step(
             &format!("ot_given_{number}"),
             &format!(
-                "UPDATE {} AS stock\n    SET {}\n    FROM (\n        SELECT {}, sum(i.quantity) AS quantity\n        FROM ot_items_{number} i\n        WHERE ({is_closed}) IS TRUE AND {behind} >= 0\n        GROUP BY {sorted}\n        ORDER BY {sorted}\n    ) AS item\n    WHERE {}\n    RETURNING 1",
+                "UPDATE {} AS stock\n    SET {}\n    FROM (\n        SELECT {}, coalesce(sum(i.quantity), 0) AS quantity\n        FROM ot_items_{number} i\n        WHERE ({is_closed}) IS TRUE AND {behind} >= 0\n        GROUP BY {sorted}\n        ORDER BY {sorted}\n    ) AS item\n    WHERE {}\n    RETURNING 1",
                 stock.qualified(),
                 set.join(", "),
                 given.join(", "),

@@ -258,6 +258,7 @@ pub fn outgoing(id: Uuid, journey: &Journey, now: Timestamp) -> Outgoing {
         ttl,
         headers,
         mandatory: !matches!(journey.route.delay, Delay::XDelayMs(_)),
+        sender_declares_queue: matches!(journey.placement, Placement::Slot { .. }),
     }
 }
 

@@ -182,7 +182,7 @@ impl OrdersTable {
             return match deadline {
                 Some(deadline) => Ok(Some(OrderRow { status: None, deadline: Some(deadline) })),
                 None => Err(format!(
-                    "{OWN_TABLE}, and the order is not among {among} overdue orders of orders.overdue_sql; its status and deadline are in your table"
+                    "{OWN_TABLE}, and the order is not among {among} overdue orders; its status and deadline are in your table"
                 )),
             };
         }

@@ -131,5 +131,6 @@ fn message(exchange: &str, contexts: &HashMap<String, String>, row: &PgRow) -> R
         headers: traceparent.map(envelope::traceparent).into_iter().collect(),
         // An event needs no listener.
         mandatory: false,
+        sender_declares_queue: false,
     })
 }

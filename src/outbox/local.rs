@@ -8,7 +8,7 @@ use std::time::Duration;
 use sqlx::Row;
 
 use crate::outbox::relay::RelayError;
-use crate::postgres::Database;
+use crate::postgres::{Database, parked_alarms};
 
 /// NOTIFY refuses payloads of 8000 bytes and more (PostgreSQL documentation, NOTIFY). The rest of the message takes some
 /// hundred.
@@ -23,7 +23,7 @@ const ROWS_AT_ONCE: i64 = 10_000;
 const NOTIFY: &str = "
 WITH due AS (
     SELECT id FROM event_outbox
-    WHERE sent_at IS NULL AND next_attempt_at = '-infinity' ORDER BY created_at, id LIMIT $2 FOR UPDATE SKIP LOCKED),
+    WHERE sent_at IS NULL ORDER BY next_attempt_at, created_at, id LIMIT $2 FOR UPDATE SKIP LOCKED),
 announced AS (
     UPDATE event_outbox AS event SET sent_at = clock_timestamp() FROM due WHERE event.id = due.id
     RETURNING event.id, event.type, event.routing_key, event.payload, event.created_at)
@@ -53,13 +53,15 @@ pub struct LocalOutboxes {
     database: Database,
     channel: Option<String>,
     keep: Duration,
+    keep_parked: Duration,
 }
 
 impl LocalOutboxes {
-    /// `channel`: that of NOTIFY; `None`: events stay. `keep`: how long rows stay once they are sent.
+    /// `channel`: that of NOTIFY; `None`: events stay. `keep`: how long rows stay once they are sent. `keep_parked`: how
+    /// long parked alarms stay, from a time with a broker; zero: until they are dropped by hand.
     #[must_use]
-    pub fn new(database: Database, channel: Option<String>, keep: Duration) -> Self {
-        Self { database, channel, keep }
+    pub fn new(database: Database, channel: Option<String>, keep: Duration, keep_parked: Duration) -> Self {
+        Self { database, channel, keep, keep_parked }
     }
 
     /// Announces one batch of events. Returns how many there were, and whether there may be more.
@@ -85,7 +87,11 @@ impl LocalOutboxes {
             let deleted = self.database.run(async |connection| delete.execute(connection).await).await?;
             most = most.max(deleted.rows_affected());
         }
-        Ok(most >= ROWS_AT_ONCE.unsigned_abs())
+        let more_parked = match self.keep_parked.is_zero() {
+            true => false,
+            false => parked_alarms::forget_old(&self.database, self.keep_parked).await?.1,
+        };
+        Ok(more_parked || most >= ROWS_AT_ONCE.unsigned_abs())
     }
 
     /// The age of the oldest event that is not announced; zero if there is none, or none is to be.
@@ -98,8 +104,8 @@ impl LocalOutboxes {
         }
         let select = sqlx::query(
             "SELECT extract(epoch FROM clock_timestamp() - (
-                 SELECT created_at FROM event_outbox WHERE sent_at IS NULL AND next_attempt_at = '-infinity'
-                 ORDER BY created_at LIMIT 1))::float8 AS age_s",
+                 SELECT created_at FROM event_outbox WHERE sent_at IS NULL
+                 ORDER BY next_attempt_at, created_at LIMIT 1))::float8 AS age_s",
         );
         let row = self.database.run(async |connection| select.fetch_one(connection).await).await?;
         let age_s: Option<f64> = row.try_get("age_s")?;

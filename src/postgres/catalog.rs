@@ -54,9 +54,28 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
         let items = relation(connection, &key("items"), &settings.items).await?;
         let stock = relation(connection, &key("stock"), &settings.stock).await?;
         type_of(connection, &key("quantity"), &settings.quantity, &items).await?;
+        require_own_stock(&key("stock"), &orders, &stock, &give_back)?;
         give_back.push((items, stock));
     }
     Ok(Facts { orders, deadline_type, give_back })
+}
+
+/// One statement changes each row once: a second change of the same row would be lost.
+fn require_own_stock(
+    key: &str,
+    orders: &Relation,
+    stock: &Relation,
+    before: &[(Relation, Relation)],
+) -> Result<(), MappingError> {
+    let is_same = |other: &Relation| (&other.schema, &other.name) == (&stock.schema, &stock.name);
+    if !is_same(orders) && !before.iter().any(|(_, other)| is_same(other)) {
+        return Ok(());
+    }
+    let why = format!(
+        "is {}, which the same statement changes already, so one of the changes would be lost; combine them into one give_back",
+        stock.qualified()
+    );
+    Err(MappingError::new(key, why))
 }
 
 /// The relation of this name as it is written in a setting; `key` is the setting.
@@ -117,16 +136,13 @@ async fn type_of(
 }
 
 async fn require_zone(connection: &mut PgConnection, zone: &str) -> Result<(), CatalogError> {
-    let known: Result<bool, sqlx::Error> =
-        sqlx::query_scalar("SELECT (now() AT TIME ZONE $1) IS NOT NULL").bind(zone).fetch_one(connection).await;
-    match known {
-        Ok(_) => Ok(()),
-        Err(error) if error.as_database_error().is_some() => {
-            let why = format!(
-                "{zone:?} is no zone that the database knows; take a name from pg_timezone_names, such as \"Asia/Shanghai\""
-            );
-            Err(MappingError::new("time_zone", why).into())
-        }
-        Err(error) => Err(error.into()),
+    // By name: Postgres takes a text such as UTC+8 for a zone of its own, eight hours west of Greenwich.
+    let is_known = sqlx::query_scalar("SELECT EXISTS (SELECT FROM pg_timezone_names WHERE lower(name) = lower($1))");
+    if is_known.bind(zone).fetch_one(connection).await? {
+        return Ok(());
     }
+    let why = format!(
+        "{zone:?} is no zone that the database knows; take a name from pg_timezone_names, such as \"Asia/Shanghai\""
+    );
+    Err(MappingError::new("time_zone", why).into())
 }

@@ -39,14 +39,12 @@ impl LocalOutboxesLoop {
         loop {
             self.recorder.health.beat(Loop::Outboxes);
             let is_last = ends.is_cancelled();
-            let more = self.round().await.unwrap_or_else(|fault| {
-                if self.fault_throttle.is_due() {
-                    warn!(%fault, "events cannot be announced; they stay in event_outbox and are tried again");
-                } else {
-                    debug!(%fault, "events cannot be announced");
-                }
-                false
-            });
+            // Each by itself: events that cannot be announced do not keep old rows.
+            let announced = self.announce().await;
+            let cleaned = self.clean_up_due().await;
+            let measured = self.measure_due().await;
+            let more = self.note(announced) | self.note(cleaned);
+            self.note(measured.map(|()| false));
             if is_last && !more {
                 return;
             }
@@ -59,19 +57,42 @@ impl LocalOutboxesLoop {
         }
     }
 
-    async fn round(&mut self) -> Result<bool, RelayError> {
-        let (announced, mut more) = self.outboxes.announce().await?;
+    /// Whether there is more to do at once.
+    fn note(&mut self, done: Result<bool, RelayError>) -> bool {
+        done.unwrap_or_else(|fault| {
+            if self.fault_throttle.is_due() {
+                warn!(%fault, "the outboxes cannot be read or written; events stay in event_outbox and are tried again");
+            } else {
+                debug!(%fault, "the outboxes cannot be read or written");
+            }
+            false
+        })
+    }
+
+    async fn announce(&self) -> Result<bool, RelayError> {
+        let (announced, more) = self.outboxes.announce().await?;
         self.recorder.metrics.events_announced.inc_by(announced);
-        if self.clean_up_at <= Instant::now() {
-            more |= self.outboxes.clean_up().await?;
+        Ok(more)
+    }
+
+    async fn clean_up_due(&mut self) -> Result<bool, RelayError> {
+        if Instant::now() < self.clean_up_at {
+            return Ok(false);
+        }
+        let cleaned = self.outboxes.clean_up().await;
+        if !matches!(cleaned, Ok(true)) {
             self.clean_up_at = Instant::now() + CLEAN_UP_EVERY;
         }
-        if self.measure_at <= Instant::now() {
-            self.measure_at = Instant::now() + BEAT_EVERY;
-            let age = self.outboxes.age().await;
-            self.recorder.metrics.outbox_age.show(EVENTS, age.as_ref().ok().map(Duration::as_secs_f64));
-            age?;
+        cleaned
+    }
+
+    async fn measure_due(&mut self) -> Result<(), RelayError> {
+        if Instant::now() < self.measure_at {
+            return Ok(());
         }
-        Ok(more)
+        self.measure_at = Instant::now() + BEAT_EVERY;
+        let age = self.outboxes.age().await;
+        self.recorder.metrics.outbox_age.show(EVENTS, age.as_ref().ok().map(Duration::as_secs_f64));
+        age.map(drop)
     }
 }

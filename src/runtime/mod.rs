@@ -363,7 +363,7 @@ fn start_local_outboxes(
     recorder: &Recorder,
 ) -> JoinHandle<()> {
     let channel = Some(settings.announce.notify.clone()).filter(|channel| !channel.is_empty());
-    let outboxes = LocalOutboxes::new(database.clone(), channel, settings.announce.keep);
+    let outboxes = LocalOutboxes::new(database.clone(), channel, settings.announce.keep, settings.parked.keep);
     let outboxes = LocalOutboxesLoop::new(outboxes, settings.announce.poll, recorder.clone());
     tokio::spawn(outboxes.keep_empty(outboxes_end.clone()))
 }

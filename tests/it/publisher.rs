@@ -369,6 +369,7 @@ fn oversized_amqp_messages_are_refused_alone() {
             ttl: None,
             headers: Vec::new(),
             mandatory: true,
+            sender_declares_queue: false,
         };
         let long = "x".repeat(256);
         let answers = confirmed

@@ -50,7 +50,7 @@ async fn declare_queue(env: &TestEnv, name: &str, arguments: &BTreeMap<&'static 
 async fn declare(env: &TestEnv) -> Result<(), TopologyError> {
     env.settings.topology().declare(&env.broker).await?;
     let slots: Vec<Slot> = env.settings.slots().all().collect();
-    topology::declare_slots(&env.names(), &slots, &env.broker).await
+    topology::declare_slots(&env.names(), &slots, &env.broker).await.all()
 }
 
 /// Leaves a message in this queue.
@@ -394,7 +394,7 @@ fn prune_takes_former_rings() {
     TestEnv::builder().run(async |env| {
         let former = RingSettings { unit: Duration::from_secs(7), slots: 6, early: None };
         let slots: Vec<Slot> = Slots::of_ring(&env.names(), &former).collect();
-        topology::declare_slots(&env.names(), &slots, &env.broker).await.unwrap();
+        topology::declare_slots(&env.names(), &slots, &env.broker).await.all().unwrap();
         let (code, stdout, _) =
             process::call_with(&env.settings, &["topology", "prune", "--ring", "7s-6", "--json"]).await;
         let pruned: serde_json::Value = serde_json::from_str(&stdout).unwrap();

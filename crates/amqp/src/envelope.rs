@@ -124,6 +124,7 @@ pub fn address(alarm: &Alarm, route: Route, alarm_headers: AlarmHeaders) -> Outg
         headers,
         // The plugin does not route a message while it delays it, so a mandatory message would always be returned.
         mandatory: !matches!(route.delay, Delay::XDelayMs(_)),
+        sender_declares_queue: false,
     }
 }
 

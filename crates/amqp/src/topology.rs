@@ -30,7 +30,7 @@ pub use inspect::{SeenQueue, Sight, find_queue, queue_exists};
 pub use names::Names;
 pub use prune::{Pruned, prune};
 pub use publishing::require_alarm_exchanges;
-pub use slots::{Slot, Slots, declare_slots};
+pub use slots::{Declared, Slot, Slots, declare_slots};
 
 /// Routing key of every message for the processing queue.
 pub const DUE_KEY: &str = "due";

@@ -245,7 +245,7 @@ impl TestEnv {
     /// Declares every slot of the wheel, for tests that fill or count slots before a worker has needed them.
     pub async fn declare_slots(&self) {
         let slots: Vec<Slot> = self.settings.slots().all().collect();
-        topology::declare_slots(&self.names(), &slots, &self.broker).await.unwrap();
+        topology::declare_slots(&self.names(), &slots, &self.broker).await.all().unwrap();
     }
 
     /// The queues that a worker consumes.

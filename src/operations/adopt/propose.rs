@@ -9,6 +9,7 @@ use crate::mapping::{ColumnType, Relation, ids, quote};
 use crate::postgres::catalog::{self, CatalogError};
 use crate::postgres::survey::{self, ForeignKey, Survey};
 use crate::postgres::{Database, DatabaseError, one_line};
+use crate::sanitize;
 
 /// A proposed mapping.
 #[derive(Debug, Serialize)]
@@ -268,7 +269,8 @@ impl Draft {
             lines.extend(["open = \"?\"".into(), "paid = \"?\"".into()]);
             return "?".into();
         };
-        let seen: Vec<String> = status.values.iter().map(|(value, count)| format!("{value} ({count})")).collect();
+        let seen: Vec<String> =
+            status.values.iter().map(|(value, count)| format!("{} ({count})", sanitize::one_line(value))).collect();
         lines.push(format!("# Found in {}: {}.", status.column, seen.join(", ")));
         let (open, paid) = (status.like(&OPEN_WORDS, &["0"]), status.like(&PAID_WORDS, &["1", "2", "3"]));
         let open = if open.is_empty() {
@@ -363,11 +365,19 @@ impl Reservation {
         };
         let (quantity, _) = first_like(&self.items, &QUANTITY).unwrap_or(("quantity", &ANY));
         let mut set = Vec::new();
-        for (names, sign) in [(&TAKEN, '-'), (&FREE, '+')] {
-            if let Some((name, _)) = first_like(stock, names) {
-                let own = if name == "quantity" { "stock.quantity".to_owned() } else { column(name) };
-                set.push(format!("{} = {}", toml_key(name), toml(&format!("{own} {sign} quantity"))));
-            }
+        let change = |name: &str, sign: char| {
+            let own = if name == "quantity" { "stock.quantity".to_owned() } else { column(name) };
+            format!("{} = {}", toml_key(name), toml(&format!("{own} {sign} quantity")))
+        };
+        let (taken, free) = (first_like(stock, &TAKEN), first_like(stock, &FREE));
+        if let Some((name, _)) = taken {
+            set.push(change(name, '-'));
+        }
+        // Beside a column of what is taken, one of what is there may not change until an order is shipped.
+        let is_asked = taken.is_some();
+        let free = free.map(|(name, _)| change(name, '+'));
+        if let Some(change) = free.as_ref().filter(|_| !is_asked) {
+            set.push(change.clone());
         }
         lines.push(format!(
             "\n# By its foreign keys {items} reserves rows of {}. Is this how stock is given back?",
@@ -383,6 +393,9 @@ impl Reservation {
         lines.push(format!("quantity = {}", toml(&column(quantity))));
         lines.push(format!("stock = {}", toml(&format!("{}.{}", stock.schema, stock.name))));
         lines.push(format!("stock_key = {}", toml_list(&key.target_columns)));
+        if let Some(change) = free.filter(|_| is_asked) {
+            lines.push(format!("# Is it reduced when an order is placed? Then add {change} as well."));
+        }
         lines.push(format!("set = {{ {} }}", set.join(", ")));
         let columns: Vec<String> = self.order.iter().map(|name| column(name)).collect();
         ddl.push(format!(

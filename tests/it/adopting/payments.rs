@@ -1,9 +1,12 @@
 //! A payment that commits between the start of the close statement and its lock counts, for a mapped table as well.
 
+use std::time::Duration;
+
 use order_timeout::operations::orders_statements;
 use order_timeout::postgres::Database;
 
 use super::{execute, map, text};
+use order_timeout_testkit::figures::{Figures, serve_http};
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{TestEnv, wait_for};
 
@@ -64,4 +67,35 @@ fn payment_row_counts_through_volatile_function() {
         "BEGIN; SELECT FROM tickets.pretixbase_order WHERE id = 1 FOR NO KEY UPDATE;
          INSERT INTO tickets.payments VALUES (1); COMMIT",
     );
+}
+
+#[test]
+fn close_that_leaves_order_open_fails() {
+    TestEnv::builder()
+        .settings(|settings| {
+            serve_http(settings);
+            settings.sweep.grace = Duration::ZERO;
+            map(settings, "ticketing");
+            let table = settings.kinds.get_mut("order").and_then(|kind| kind.table.as_mut()).unwrap();
+            // Mistyped: `open` still accepts it.
+            table.close = [("status".to_owned(), "n".to_owned())].into();
+        })
+        .run(async |env| {
+            execute(&env, &text("ticketing", "schema.sql")).await;
+            execute(
+                &env,
+                "INSERT INTO tickets.pretixbase_quota VALUES (1, 10, 1);
+                 INSERT INTO tickets.pretixbase_order (code, expires) VALUES ('A', now() - interval '1 s');
+                 INSERT INTO tickets.pretixbase_orderposition (order_id, quota_id) VALUES (1, 1)",
+            )
+            .await;
+            let worker = env.worker().await;
+            wait_for("a failed close", async || {
+                Figures::of(&worker).await.get("close_results_total{outcome=\"failed\"}") > 0.0
+            })
+            .await;
+            worker.stop().await;
+            assert_eq!(env.count("SELECT booked::bigint FROM tickets.pretixbase_quota").await, 1);
+            assert_eq!(env.count("SELECT count(*) FROM event_outbox").await, 0);
+        });
 }

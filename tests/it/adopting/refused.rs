@@ -87,7 +87,7 @@ const WRONG: &[Wrong] = &[
         mapping: |table| table.close = [("code".to_owned(), "X".to_owned())].into(),
         sql: "",
         key: "close",
-        words: &["found overdue again", "makes the condition open false"],
+        words: &["leaves the order open", "set there what open tests"],
         refused_at_start: false,
     },
     Wrong {
@@ -232,14 +232,15 @@ fn role_without_rights_is_refused() {
         execute(
             &env,
             &format!(
-                "CREATE ROLE {role} LOGIN; GRANT SELECT, INSERT ON ALL TABLES IN SCHEMA public TO {role};
+                "CREATE ROLE {role} LOGIN PASSWORD 'secret'; GRANT SELECT, INSERT ON ALL TABLES IN SCHEMA public TO {role};
                  GRANT USAGE ON SCHEMA tickets TO {role}; GRANT SELECT ON ALL TABLES IN SCHEMA tickets TO {role}"
             ),
         )
         .await;
         let mut settings = env.settings.clone();
         map(&mut settings, "ticketing");
-        settings.database.url = order_timeout_testkit::with_parts(&settings.database.url, Some(&role), None, None);
+        let login = format!("{role}:secret");
+        settings.database.url = order_timeout_testkit::with_parts(&settings.database.url, Some(&login), None, None);
         let found = findings(&settings).await;
         let lacking = found.iter().find(|finding| finding.sentence.contains("permission denied"));
         assert!(lacking.is_some_and(|finding| finding.sentence.contains("GRANT")), "{found:#?}");

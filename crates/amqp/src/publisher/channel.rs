@@ -64,10 +64,13 @@ impl PublishChannel {
         if !connection.status().connected() {
             results.iter_mut().for_each(attribute_to_connection);
         }
-        let is_unroutable =
-            |result: &Result<_, _>| matches!(result, Err(PublishError::Unroutable(_) | PublishError::NoExchange(_)));
-        if let Some(at) = results.iter().position(is_unroutable) {
-            let Outgoing { exchange, routing_key, .. } = messages[at];
+        let misses_a_route = |result: &Result<_, _>, message: &Outgoing| match result {
+            Err(PublishError::Unroutable(_)) => !message.sender_declares_queue,
+            Err(PublishError::NoExchange(_)) => true,
+            _ => false,
+        };
+        let missed = results.iter().zip(messages).find(|(result, message)| misses_a_route(result, message));
+        if let Some((_, Outgoing { exchange, routing_key, .. })) = missed {
             self.shared
                 .missing_route
                 .note(format!("exchange {exchange:?} led to no queue for routing key {routing_key:?}"));

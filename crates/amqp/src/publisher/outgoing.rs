@@ -37,6 +37,11 @@ pub struct Outgoing {
     pub headers: Vec<(&'static str, AMQPValue)>,
     /// Whether a message that reaches no queue is returned, and so fails with [`PublishError::Unroutable`].
     pub mandatory: bool,
+    /// Whether the sender itself declares the queue that is missing if it reaches none, so that [`MissingRoute`] need
+    /// not say so.
+    ///
+    /// [`MissingRoute`]: super::MissingRoute
+    pub sender_declares_queue: bool,
 }
 
 /// AMQP's short strings hold 255 bytes; lapin panics on a longer one.
@@ -102,6 +107,7 @@ pub(super) mod tests {
             ttl: None,
             headers: Vec::new(),
             mandatory: false,
+            sender_declares_queue: false,
         }
     }
 

@@ -14,6 +14,8 @@ use uuid::Uuid;
 use super::{Exchange, Object, Topology, TopologyError, open_channel};
 use crate::connect::{reply, reply_code};
 
+/// How often a look at one queue is repeated because it met the end of another channel.
+const MOST_TRIES: u32 = 10;
 /// The timeout of a check.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -156,13 +158,15 @@ pub async fn queue_exists(connection: &Connection, name: &str) -> lapin::Result<
 /// lapin's, except for the reply that there is none.
 pub async fn find_queue(connection: &Connection, name: &str) -> lapin::Result<Option<SeenQueue>> {
     let of_this_one = format!("'{name}'");
+    let mut tries = 0;
     loop {
+        tries += 1;
         match look_on_own_channel(connection, name).await {
             Ok(seen) => return Ok(Some(seen)),
             Err(error) => match reply(&error) {
                 Some((reply_code::NOT_FOUND, text)) if text.contains(&of_this_one) => return Ok(None),
                 // The end of an earlier channel: the client may report it to the next one, which has the same number.
-                Some((reply_code::NOT_FOUND, _)) => {}
+                Some((reply_code::NOT_FOUND, _)) if tries < MOST_TRIES => {}
                 _ => return Err(error),
             },
         }

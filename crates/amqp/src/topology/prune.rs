@@ -1,7 +1,9 @@
 //! Deletes slots of the wheel that are empty. A worker declares a slot again when the next message needs it.
 //!
-//! Never deletes a queue in which a message was seen: quorum queues refuse `if-empty`, so a slot is first unbound, which
-//! ends new messages, then given time for those on their way, and deleted only if it is empty then.
+//! Deletes no queue in which a message was seen: quorum queues refuse `if-empty`, so a slot is first unbound, then given
+//! time for messages on their way, and deleted only if it is empty then. Two messages are not seen: one that a worker,
+//! which has bound the slot again meanwhile, publishes between the last look and the deletion, and one that the broker is
+//! just dead-lettering. The sweep closes their orders.
 
 use std::time::Duration;
 

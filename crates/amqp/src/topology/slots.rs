@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use lapin::Connection;
+use lapin::{Channel, Connection};
 use order_timeout_core::delay::RingSettings;
 use order_timeout_core::delay::wheel::Wheel;
 
@@ -75,28 +75,70 @@ impl Slots {
     }
 }
 
-/// Declares these slots and their bindings, within 10 seconds. Idempotent. An error leaves what was declared before it.
-///
-/// # Errors
-/// [`TopologyError`] for the first slot that fails; it names the object.
-pub async fn declare_slots(names: &Names, slots: &[Slot], connection: &Connection) -> Result<(), TopologyError> {
-    let declaring = async {
-        let channel = open_channel(connection).await?;
-        for slot in slots {
-            let declared = declare_queue(&channel, &slot.queue, false).await;
-            declared.map_err(|error| explain(names.namespace(), Object::Queue(&slot.queue.name), &error))?;
-            let bound = bind(&channel, &slot.binding).await;
-            bound.map_err(|error| explain(names.namespace(), Object::Binding(&slot.binding), &error))?;
-        }
-        let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "declared".into()).await;
-        Ok(())
-    };
-    tokio::time::timeout(DECLARE_TIMEOUT, declaring).await.unwrap_or_else(|_| {
+/// Which slots were declared, and why not the others.
+#[derive(Debug, Default)]
+pub struct Declared {
+    /// The names of the queues that exist and are bound.
+    pub queues: Vec<String>,
+    /// The first slot that failed.
+    pub fault: Option<TopologyError>,
+}
+
+impl Declared {
+    /// # Errors
+    /// The first fault.
+    pub fn all(self) -> Result<(), TopologyError> {
+        self.fault.map_or(Ok(()), Err)
+    }
+}
+
+/// Declares these slots and their bindings, within 10 seconds. Idempotent. A slot that the broker refuses does not keep
+/// the others from being declared.
+pub async fn declare_slots(names: &Names, slots: &[Slot], connection: &Connection) -> Declared {
+    let mut declared = Declared::default();
+    if tokio::time::timeout(DECLARE_TIMEOUT, declare_each(names, slots, connection, &mut declared)).await.is_err() {
         let why = format!(
             "the broker did not answer within {DECLARE_TIMEOUT:?}; is it out of file handles (rabbitmqctl status)?"
         );
-        Err(TopologyError::Failed { object: "a slot of the wheel".into(), why })
-    })
+        declared.fault.get_or_insert(TopologyError::Failed { object: "a slot of the wheel".into(), why });
+    }
+    declared
+}
+
+async fn declare_each(names: &Names, slots: &[Slot], connection: &Connection, declared: &mut Declared) {
+    let mut open = None;
+    for slot in slots {
+        let channel = match open.take() {
+            Some(channel) => channel,
+            None => match open_channel(connection).await {
+                Ok(channel) => channel,
+                Err(fault) => {
+                    declared.fault.get_or_insert(fault);
+                    return;
+                }
+            },
+        };
+        match declare_slot(names, slot, &channel).await {
+            Ok(()) => {
+                declared.queues.push(slot.queue.name.clone());
+                open = Some(channel);
+            }
+            // The refusal has closed the channel.
+            Err(fault) => {
+                declared.fault.get_or_insert(fault);
+            }
+        }
+    }
+    if let Some(channel) = open {
+        let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "declared".into()).await;
+    }
+}
+
+async fn declare_slot(names: &Names, slot: &Slot, channel: &Channel) -> Result<(), TopologyError> {
+    let declared = declare_queue(channel, &slot.queue, false).await;
+    declared.map_err(|error| explain(names.namespace(), Object::Queue(&slot.queue.name), &error))?;
+    let bound = bind(channel, &slot.binding).await;
+    bound.map_err(|error| explain(names.namespace(), Object::Binding(&slot.binding), &error))
 }
 
 #[cfg(test)]

@@ -69,12 +69,12 @@ impl LookAhead {
         self.catches_up_until = self.catches_up_until.map(|until| until.min(now + CATCH_UP));
     }
 
-    /// How far the next page reaches.
-    pub fn reach(&self, policy: &Policy, is_consuming: bool, now: Timestamp) -> SweepReach {
-        if self.is_active(policy, is_consuming, now) {
-            SweepReach::Ahead(policy.look_ahead)
-        } else {
-            SweepReach::Overdue(policy.sweep_grace)
+    /// How far the next page reaches. `has_room`: whether more orders may be held.
+    pub fn reach(&self, policy: &Policy, is_consuming: bool, has_room: bool, now: Timestamp) -> SweepReach {
+        match self.is_active(policy, is_consuming, now) {
+            true if has_room => SweepReach::Ahead(policy.look_ahead),
+            true => SweepReach::Overdue(Duration::ZERO),
+            false => SweepReach::Overdue(policy.sweep_grace),
         }
     }
 

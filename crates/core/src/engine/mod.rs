@@ -66,9 +66,8 @@ const MAX_PARKED_AT_ONCE: usize = 256;
 /// ahead of the database's.
 const JUST_PASSED: Duration = Duration::from_millis(500);
 
-/// No page of orders is read while so many alarms are held, of about a kilobyte each: those of a full prefetch window and
-/// as many that were read ahead.
-const MAX_HELD_WHILE_SWEEPING: usize = 200_000;
+/// No order is read ahead while so many are held, of about a kilobyte each.
+const MAX_HELD_WHILE_READING_AHEAD: usize = 200_000;
 
 /// The state of everything that the worker is working on.
 #[derive(Debug)]
@@ -205,7 +204,8 @@ impl Engine {
             actions.push(Action::Close(batch));
         }
         if self.wants_sweep_page() {
-            let reach = self.look_ahead.reach(&self.policy, self.is_consuming, now);
+            let has_room = self.hold.len() < MAX_HELD_WHILE_READING_AHEAD;
+            let reach = self.look_ahead.reach(&self.policy, self.is_consuming, has_room, now);
             if let Some(page) = self.sweep.page(&self.policy, reach, now) {
                 self.look_ahead.page_asked(self.is_consuming);
                 actions.push(Action::Sweep(page));
@@ -522,8 +522,7 @@ impl Engine {
         !self.draining
             && !self.availability.is_unavailable()
             && self.ready.swept_len() < self.policy.sweep_page
-            && (self.ready.looked_ahead.len() < self.policy.sweep_page)
-            && self.hold.len() < MAX_HELD_WHILE_SWEEPING
+            && self.ready.looked_ahead.len() < self.policy.sweep_page
     }
 
     fn accept_overdue(&mut self, page: SweptPage, now: Timestamp) {

@@ -198,9 +198,10 @@ impl Sweep {
         let finds_few = self.to_try * FEW_IS_ONE_IN <= self.found;
         // Even if the next one begins at once, it is paused for the orders behind.
         let until = if finds_few { now + pause } else { now };
-        // An order that is created meanwhile may be due before those that were read ahead.
-        let last =
-            last.map(|last| if last.deadline > now { SweepPlace { deadline: now, id: String::new() } } else { last });
+        // An order that is created meanwhile may be due before those that were read ahead; and what another worker was to
+        // close is taken over when its grace is over.
+        let after_grace = SweepPlace { deadline: now - policy.sweep_grace, id: String::new() };
+        let last = last.map(|last| if last.deadline > now { after_grace } else { last });
         self.short_pass = last.filter(|_| pause > policy.sweep_every).map(|last| (last, until));
     }
 
