@@ -256,19 +256,24 @@ impl FaultRun<'_> {
     async fn purge(&self) -> FaultEffect {
         let (env, names) = (self.environment.with_broker_channel().await, self.env().names());
         let mut discarded = 0;
-        for queue in self.delay_queues().into_iter().chain([names.timeout(), names.schedule()]) {
+        for queue in self.delay_queues(&env).await.into_iter().chain([names.timeout(), names.schedule()]) {
             let options = QueuePurgeOptions::default();
             discarded += env.channel.queue_purge(queue.as_str().into(), options).await.unwrap();
         }
         FaultEffect::hits(usize::try_from(discarded).unwrap())
     }
 
-    /// Lanes and slots.
-    fn delay_queues(&self) -> Vec<String> {
-        let names = self.env().names();
+    /// Lanes, and the slots that exist.
+    async fn delay_queues(&self, env: &TestEnv) -> Vec<String> {
+        let names = env.names();
         let consumed = [names.timeout(), names.schedule(), names.parked()];
-        let queues = self.env().settings.queue_names().into_iter();
-        queues.filter(|name| !consumed.contains(name)).collect()
+        let mut queues = Vec::new();
+        for queue in env.settings.queue_names().into_iter().filter(|name| !consumed.contains(name)) {
+            if env.depth_if_any(&queue).await.is_some() {
+                queues.push(queue);
+            }
+        }
+        queues
     }
 
     /// The worker re-declares it and continues to consume.
@@ -281,9 +286,9 @@ impl FaultRun<'_> {
     }
 
     async fn delete_delay_queue(&self) {
-        let mut queues = self.delay_queues();
-        let queue = queues.swap_remove(self.fault.choice % queues.len());
         let env = self.environment.with_broker_channel().await;
+        let mut queues = self.delay_queues(&env).await;
+        let queue = queues.swap_remove(self.fault.choice % queues.len());
         env.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         self.environment.wait(self.fault.hold).await;
         // A slot is declared again by the worker.
