@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use lapin::BasicProperties;
 use lapin::options::QueueDeleteOptions;
+use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout_amqp::topology::{DUE_KEY, Names};
 use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::{order_timeout, run};
 use order_timeout_testkit::raw::{self, Properties};
-use order_timeout_testkit::{Order, RunningWorker, TestEnv, wait_for, wait_within};
+use order_timeout_testkit::{Order, RunningWorker, TestEnv, alarms_alone, wait_for, wait_within};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// Flags of properties (AMQP 0-9-1, class "basic").
@@ -99,6 +100,8 @@ fn worker_closes_beside(defects: &'static [Defect], orders: usize) {
     TestEnv::builder()
         .settings(|settings| {
             settings.worker.hold_max = 60 * SECOND;
+            // While the worker has no session, it would close orders that it reads ahead.
+            alarms_alone(settings);
             serve_http(settings);
         })
         .run(async move |env| {
@@ -189,7 +192,12 @@ fn all_defects_at_once_are_moved_aside() {
 
 #[test]
 fn two_workers_search_at_once() {
-    TestEnv::builder().settings(|settings| settings.worker.hold_max = 60 * SECOND).run(async |env| {
+    let adjust = |settings: &mut Settings| {
+        settings.worker.hold_max = 60 * SECOND;
+        // While a worker has no session, it would close orders that it reads ahead.
+        alarms_alone(settings);
+    };
+    TestEnv::builder().settings(adjust).run(async |env| {
         let orders = env.orders(100, 20 * SECOND).await;
         env.deliver(&orders).await;
         let mut expected = Vec::new();
