@@ -99,7 +99,7 @@ impl Report {
         commit_p99_ms: f64,
         hint_if_left_unpaid: &str,
     ) -> Self {
-        let violations = violations(&findings, served, received, hint_if_left_unpaid);
+        let violations = violations(strategy, &findings, served, received, hint_if_left_unpaid);
         let summary = Summary {
             strategy: Strategy::as_str(strategy),
             orders: findings.orders,
@@ -209,12 +209,17 @@ impl Lateness {
 }
 
 fn violations(
+    strategy: Strategy,
     findings: &Findings,
     served: &[Served],
     received: &ReceivedEvents,
     hint_if_left_unpaid: &str,
 ) -> Vec<String> {
     let f = findings;
+    let (on_time, woken) = match strategy.needs_broker() {
+        true => (f.closed_by_alarm, "woken by an alarm"),
+        false => (f.closed_by_look_ahead, "read ahead"),
+    };
     let told_paid = count(served, PaymentOutcome::Paid);
     let announced = received.events.len();
     let announced_orders: HashSet<&String> = received.events.values().collect();
@@ -234,10 +239,7 @@ fn violations(
         ),
         (announced != f.closed, format!("{announced} events were announced for {} closed orders", f.closed)),
         (unannounced > 0, format!("{unannounced} closed orders were never announced")),
-        (
-            f.closed_by_alarm != f.closed,
-            format!("{} of {} closes were not woken by an alarm", f.closed - f.closed_by_alarm, f.closed),
-        ),
+        (on_time != f.closed, format!("{} of {} closes were not {woken}", f.closed - on_time, f.closed)),
     ];
     let broken = rules.into_iter().filter_map(|(is_broken, sentence)| is_broken.then_some(sentence));
     let stock = f.stock_faults.iter().cloned();
