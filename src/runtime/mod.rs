@@ -180,7 +180,7 @@ impl Worker {
             give_way.clone(),
             recorder.clone(),
         );
-        let (alarms, inbox, rearmer, tasks) = match self.broker {
+        let (inbox, rearmer, tasks) = match self.broker {
             Some(broker) => {
                 recorder.health.mark_running(&Loop::ALL);
                 let channels = BrokerChannels {
@@ -193,14 +193,15 @@ impl Worker {
                 };
                 let database = self.database.clone();
                 let started = broker.start(&settings, database, channels, give_way, &outboxes_end, &stop, &recorder);
-                (None, started.inbox, Some(started.rearmer), started.tasks)
+                (started.inbox, Some(started.rearmer), started.tasks)
             }
             None => {
                 recorder.health.mark_running(&[Loop::EventLoop, Loop::Outboxes]);
                 recorder.health.note_session(None);
-                let (alarms, inbox) = mpsc::unbounded_channel();
+                // Nothing is delivered: it is closed from the start, as after the supervisor's end.
+                let (_, inbox) = mpsc::unbounded_channel();
                 let relaying = start_local_outboxes(&settings, &self.database, &outboxes_end, &recorder);
-                (Some(alarms), inbox, None, Tasks { relaying, with_broker: None })
+                (inbox, None, Tasks { relaying, with_broker: None })
             }
         };
         let inspecting = tokio::spawn(inspections.go_on(outboxes_end.clone()));
@@ -219,8 +220,6 @@ impl Worker {
         };
         info!(namespace = %settings.namespace, database, broker, time_zone, "worker started");
         event_loop.work(inbox, input_queue, clock_reading_queue, stop, give_up.clone()).await;
-        // Without a broker nothing is delivered, but the loop waits for deliveries until it ends.
-        drop(alarms);
 
         let in_time = tokio::select! {
             () = tasks.finish(inspecting, &outboxes_end) => true,
