@@ -16,6 +16,7 @@ mod error_chain;
 pub mod hold;
 pub mod message;
 pub mod order;
+pub mod payment;
 mod setting;
 
 pub use error_chain::with_causes;
