@@ -50,7 +50,8 @@ pub async fn run(args: AdoptArgs, settings: Settings) -> anyhow::Result<CommandO
 async fn accept(database: &Database, settings: &Settings, json: bool) -> anyhow::Result<CommandOutcome> {
     let statements = orders_statements::statements(database, settings).await?;
     let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
-    let backlog = first_backlog::accept(database, &sweeper, &statements.orders).await?;
+    let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
+    let backlog = first_backlog::accept(database, &sweeper, &orders).await?;
     let mut outcome = CommandOutcome::default();
     if json {
         outcome.line(json!({ "orders": statements.orders, "backlog": backlog }));

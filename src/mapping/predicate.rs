@@ -6,6 +6,18 @@
 /// quoted name or a comment does not end.
 #[must_use]
 pub fn bare(sql: &str) -> Option<String> {
+    without_literals(sql, QuotedNames::Dropped)
+}
+
+/// What becomes of a name in double quotes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum QuotedNames {
+    Dropped,
+    /// Without the quotes, in its own case.
+    Kept,
+}
+
+fn without_literals(sql: &str, names: QuotedNames) -> Option<String> {
     let (mut bare, mut rest) = (String::with_capacity(sql.len()), sql);
     while let Some(first) = rest.chars().next() {
         let skipped = match first {
@@ -24,7 +36,10 @@ pub fn bare(sql: &str) -> Option<String> {
         };
         match skipped {
             Some(end) => {
-                bare.push(' ');
+                match first {
+                    '"' if names == QuotedNames::Kept => bare.push_str(&rest[1..end - 1]),
+                    _ => bare.push(' '),
+                }
                 rest = &rest[end..];
             }
             None => {
@@ -73,13 +88,14 @@ pub fn has_subquery(expression: &str) -> bool {
     bare(expression).is_some_and(|bare| ["select", "values", "table"].iter().any(|word| has_word(&bare, word)))
 }
 
-/// The names of the functions that an expression calls, without their schemas.
+/// The names of the functions that an expression calls, with their schemas where they are written. A quoted name of
+/// other characters than letters, digits and `_` is not found.
 #[must_use]
 pub fn called_functions(expression: &str) -> Vec<String> {
-    let bare = bare(expression).unwrap_or_default();
+    let bare = without_literals(expression, QuotedNames::Kept).unwrap_or_default();
     let before = bare.match_indices('(').map(|(at, _)| bare[..at].trim_end());
     let names = before.filter_map(|text| {
-        let name = text.rsplit(|character| !is_word(character)).next().unwrap_or_default();
+        let name = text.rsplit(|character| !is_word(character) && character != '.').next().unwrap_or_default();
         (!name.is_empty()).then(|| name.to_owned())
     });
     names.collect()
@@ -126,6 +142,39 @@ pub fn why_not_one_statement(text: &str) -> Option<&'static str> {
         );
     }
     None
+}
+
+/// The name of the table that a statement changes, as [`super::quote::parts`] reads it; `None` for a SELECT.
+#[must_use]
+pub fn changed_table(statement: &str) -> Option<String> {
+    let mut words = without_literals_but_names(statement)?;
+    let first = words.next()?.to_lowercase();
+    if !["insert", "update", "delete"].contains(&first.as_str()) {
+        return None;
+    }
+    words.find(|word| !["into", "from", "only"].contains(&word.to_lowercase().as_str()))
+}
+
+/// The words of a statement. Quoted names keep their quotes, so that their case and their dots can be told; names
+/// without quotes are in lower case, as Postgres reads them.
+fn without_literals_but_names(statement: &str) -> Option<impl Iterator<Item = String>> {
+    bare(statement)?;
+    let mut words = Vec::new();
+    let (mut word, mut is_quoted) = (String::new(), false);
+    for character in statement.chars() {
+        match character {
+            '"' => {
+                is_quoted = !is_quoted;
+                word.push('"');
+            }
+            _ if is_quoted => word.push(character),
+            _ if is_word(character) || character == '.' => word.extend(character.to_lowercase()),
+            _ if !word.is_empty() => words.push(std::mem::take(&mut word)),
+            _ => {}
+        }
+    }
+    words.push(word);
+    Some(words.into_iter())
 }
 
 /// Whether a statement returns rows by itself.
@@ -182,6 +231,19 @@ mod tests {
 
     #[test]
     fn called_functions_are_named() {
-        assert_eq!(called_functions("public.is_paid(id) AND lower ( state ) = 'f(x)'"), ["is_paid", "lower"]);
+        assert_eq!(called_functions("public.is_paid(id) AND lower ( state ) = 'f(x)'"), ["public.is_paid", "lower"]);
+        assert_eq!(called_functions("shop.\"IsPaid\"(\"Id\")"), ["shop.IsPaid"]);
+    }
+
+    #[test]
+    fn changed_tables_are_named() {
+        for (statement, table) in [
+            ("UPDATE ONLY Shop.Stock SET a = 1 WHERE id IN (SELECT id FROM closed)", Some("shop.stock")),
+            ("insert into \"My.Shop\".\"Notes\"(id) SELECT id FROM closed", Some("\"My.Shop\".\"Notes\"")),
+            ("DELETE FROM holds WHERE id IN (SELECT id FROM closed)", Some("holds")),
+            ("SELECT release(id) FROM closed", None),
+        ] {
+            assert_eq!(changed_table(statement).as_deref(), table, "{statement}");
+        }
     }
 }

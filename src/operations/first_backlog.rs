@@ -8,10 +8,11 @@ use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::{Deadline, SweepPage, SweepReach};
 use serde::Serialize;
 
-use super::orders_statements;
+use super::orders_statements::{self, DefinedBy};
 use crate::config::Settings;
 use crate::effects::sweep::Sweeper;
-use crate::postgres::{Database, DatabaseError, adoption, one_line};
+use crate::postgres::adoption::{self, Adoptable};
+use crate::postgres::{Database, DatabaseError, one_line};
 
 /// Orders that were due more recently may belong to a worker that is about to be replaced.
 const OLDER_THAN: Duration = Duration::from_secs(60);
@@ -52,15 +53,26 @@ pub async fn count(sweeper: &Sweeper) -> Result<Backlog, DatabaseError> {
     }
 }
 
-/// Refuses a table with a backlog of more than `sweep.first_backlog` orders that no worker may close yet. A table with
-/// a smaller one is remembered, and never asked about again.
+/// The orders of these statements, as `order_timeout_adoption` remembers them.
+#[must_use]
+pub fn adoptable(orders: &str, defined_by: &DefinedBy, sweeper: &Sweeper) -> Adoptable {
+    let defined_by = match defined_by {
+        DefinedBy::Schema => None,
+        DefinedBy::Statement => Some(sweeper.statement().as_str().to_owned()),
+        DefinedBy::Mapping(text) => Some(text.clone()),
+    };
+    Adoptable { orders: orders.to_owned(), defined_by }
+}
+
+/// Refuses orders with a backlog of more than `sweep.first_backlog` that no worker may close yet. Orders with a smaller
+/// one are remembered, and asked about again only if what defines them changes.
 ///
 /// # Errors
 /// [`DatabaseError`] says how many orders there are, and how to allow their close.
 pub async fn require_adopted(
     database: &Database,
     sweeper: &Sweeper,
-    orders: &str,
+    orders: &Adoptable,
     settings: &Settings,
 ) -> Result<(), DatabaseError> {
     if adoption::is_adopted(database, orders).await? {
@@ -68,7 +80,7 @@ pub async fn require_adopted(
     }
     let backlog = count(sweeper).await?;
     if backlog.overdue > usize::try_from(settings.sweep.first_backlog).unwrap_or(usize::MAX) {
-        return Err(DatabaseError(refusal(&backlog, orders, settings)));
+        return Err(DatabaseError(refusal(&backlog, &orders.orders, settings)));
     }
     adoption::adopt(database, orders, "first start", i64::try_from(backlog.overdue).unwrap_or(i64::MAX)).await
 }
@@ -77,7 +89,7 @@ pub async fn require_adopted(
 ///
 /// # Errors
 /// [`DatabaseError`] if it cannot be counted, or the permission cannot be written.
-pub async fn accept(database: &Database, sweeper: &Sweeper, orders: &str) -> Result<Backlog, DatabaseError> {
+pub async fn accept(database: &Database, sweeper: &Sweeper, orders: &Adoptable) -> Result<Backlog, DatabaseError> {
     let backlog = count(sweeper).await?;
     adoption::adopt(database, orders, "accepted", i64::try_from(backlog.overdue).unwrap_or(i64::MAX)).await?;
     Ok(backlog)
@@ -107,7 +119,7 @@ pub fn refusal(backlog: &Backlog, orders: &str, settings: &Settings) -> String {
         ("your orders table".to_owned(), "narrow the conditions of orders.close_sql and orders.overdue_sql".to_owned())
     };
     format!(
-        "{least}{overdue} orders of {what} have been overdue for more than a minute, the oldest since {oldest}, and no worker has closed orders there before (sweep.first_backlog = {}); to have all of them closed run `order-timeout adopt --accept-backlog`; to leave old ones alone {narrow}",
+        "{least}{overdue} orders of {what} have been overdue for more than a minute, the oldest since {oldest}, and no worker has closed orders so defined before (sweep.first_backlog = {}); to have all of them closed run `order-timeout adopt --accept-backlog`; to leave old ones alone {narrow}",
         settings.sweep.first_backlog
     )
 }

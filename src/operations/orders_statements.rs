@@ -21,15 +21,28 @@ const DEADLINE_SQL: &str = include_str!("../../sql/deadline.sql");
 /// Where the statements come from.
 #[derive(Debug, Clone)]
 pub struct OrdersStatements {
-    /// The orders table, as it is remembered in `order_timeout_adoption`: `orders` for the default one, `statements` for
-    /// statements in files, or the name of the mapped table.
+    /// The orders table: `orders` for the default one, `statements` for statements in files, or the name of the mapped
+    /// table.
     pub orders: String,
+    /// What decides which of its orders are overdue; for the question whether a backlog was accepted.
+    pub defined_by: DefinedBy,
     /// The statement that closes.
     pub close: StatementSource,
     /// The statement that finds overdue orders.
     pub overdue: StatementSource,
     /// The statement that moves a deadline.
     pub deadline: DeadlineStatement,
+}
+
+/// What decides which orders are overdue. Where that is changed, other old orders may be found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DefinedBy {
+    /// The default table.
+    Schema,
+    /// The overdue statement itself.
+    Statement,
+    /// The conditions and the deadline of a mapping.
+    Mapping(String),
 }
 
 /// The statement that moves a deadline.
@@ -58,6 +71,7 @@ pub async fn statements(database: &Database, settings: &Settings) -> Result<Orde
     let of = |what: &str, sql: String| StatementSource::Rendered { name: name(settings, what), sql };
     Ok(OrdersStatements {
         orders: format!("{}.{}", facts.orders.schema, facts.orders.name),
+        defined_by: DefinedBy::Mapping([&*table.open, &*table.paid, &*table.deadline].join("\n")),
         close: of("close", close),
         overdue: of("overdue", overdue),
         deadline: deadline.map_or(
@@ -74,6 +88,7 @@ fn without_mapping(settings: &Settings) -> OrdersStatements {
     let is_default = orders.close_sql.is_empty();
     OrdersStatements {
         orders: if is_default { "orders" } else { "statements" }.to_owned(),
+        defined_by: if is_default { DefinedBy::Schema } else { DefinedBy::Statement },
         close: (&orders.close_sql).into(),
         overdue: (&orders.overdue_sql).into(),
         deadline: if is_default {

@@ -244,7 +244,7 @@ impl OrdersTable {
     fn is_default(&self, what: &str) -> Result<(), Unknown> {
         match self.overdue {
             None => Ok(()),
-            Some(_) => Err(format!("{OWN_TABLE}, and orders.overdue_sql does not tell {what}")),
+            Some(_) => Err(format!("{OWN_TABLE}, and its overdue statement does not tell {what}")),
         }
     }
 

@@ -7,7 +7,7 @@ use sqlx::{AssertSqlSafe, Column, Executor, PgConnection, Row, SqlSafeStr, State
 
 use super::one_line;
 use crate::config::kinds::TableSettings;
-use crate::mapping::{ColumnType, Facts, MappingError, Relation, RelationKind, quote};
+use crate::mapping::{ColumnType, Facts, MappingError, Relation, RelationKind, predicate, quote};
 
 /// Why the facts of a mapping are not known.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +44,7 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
             return Err(MappingError::new(key, why).into());
         }
     }
+    require_volatile(connection, table).await?;
     let deadline_type = type_of(connection, "deadline", &table.deadline, &orders).await?;
     if let Some(zone) = &table.time_zone {
         require_zone(connection, zone).await?;
@@ -57,7 +58,62 @@ pub async fn facts(connection: &mut PgConnection, table: &TableSettings) -> Resu
         require_own_stock(&key("stock"), &orders, &stock, &give_back)?;
         give_back.push((items, stock));
     }
+    let search_path: Vec<String> =
+        sqlx::query_scalar("SELECT current_schemas(false)::text[]").fetch_one(&mut *connection).await?;
+    let changed: Vec<&Relation> = std::iter::once(&orders).chain(give_back.iter().map(|(_, stock)| stock)).collect();
+    for (index, also) in table.also.iter().enumerate() {
+        require_other_table(&format!("also[{index}].sql"), &also.sql, &changed, &search_path)?;
+    }
     Ok(Facts { orders, deadline_type, give_back })
+}
+
+/// A STABLE function reads what was committed when the statement began, possibly before the order's row was locked.
+async fn require_volatile(connection: &mut PgConnection, table: &TableSettings) -> Result<(), CatalogError> {
+    for (key, condition) in [("open", &table.open), ("paid", &table.paid)] {
+        let called = predicate::called_functions(condition);
+        // By name, because an expression has no dependencies before it is stored. Those of Postgres itself read no table.
+        let stable: Option<String> = sqlx::query_scalar(
+            "SELECT p.oid::regprocedure::text FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+             WHERE (n.nspname || '.' || p.proname = ANY ($1) OR p.proname = ANY ($1) AND pg_function_is_visible(p.oid))
+               AND p.provolatile = 's' AND n.nspname <> 'pg_catalog'
+             ORDER BY 1 LIMIT 1",
+        )
+        .bind(called)
+        .fetch_optional(&mut *connection)
+        .await?;
+        if let Some(function) = stable {
+            let why = format!(
+                "calls {function}, which is STABLE and reads what was committed before the order's row was locked, so that a payment in the same instant would be missed; ALTER FUNCTION {function} VOLATILE"
+            );
+            return Err(MappingError::new(key, why).into());
+        }
+    }
+    Ok(())
+}
+
+/// What a statement of the shop's own must not change, because the close statement changes it already.
+fn require_other_table(
+    key: &str,
+    statement: &str,
+    changed: &[&Relation],
+    search_path: &[String],
+) -> Result<(), MappingError> {
+    let Some((schema, table)) = predicate::changed_table(statement).and_then(|name| quote::parts(&name)) else {
+        return Ok(());
+    };
+    let is_same = |relation: &&&Relation| {
+        relation.name == table
+            && match &schema {
+                Some(schema) => *schema == relation.schema,
+                None => search_path.contains(&relation.schema),
+            }
+    };
+    let Some(same) = changed.iter().find(is_same) else { return Ok(()) };
+    let why = format!(
+        "changes {}, which the close changes already, so one of two changes of a row would be lost; write it in close or in the set of its give_back",
+        same.qualified()
+    );
+    Err(MappingError::new(key, why))
 }
 
 /// One statement changes each row once: a second change of the same row would be lost.

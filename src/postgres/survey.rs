@@ -126,20 +126,6 @@ pub async fn foreign_keys(
     Ok(keys.collect())
 }
 
-/// Those of these functions, outside `pg_catalog`, that read what was committed before a row's lock.
-///
-/// # Errors
-/// sqlx's.
-pub async fn stable_functions(connection: &mut PgConnection, names: &[String]) -> Result<Vec<String>, sqlx::Error> {
-    sqlx::query_scalar(
-        "SELECT DISTINCT p.oid::regprocedure::text FROM pg_proc p
-         WHERE p.proname = ANY ($1) AND p.provolatile = 's' AND p.pronamespace <> 'pg_catalog'::regnamespace ORDER BY 1",
-    )
-    .bind(names)
-    .fetch_all(connection)
-    .await
-}
-
 /// Tables whose name and columns look like orders, the most likely first.
 ///
 /// # Errors

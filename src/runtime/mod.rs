@@ -131,7 +131,8 @@ impl Worker {
         let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
         let policy = policy(&settings, closer.most_at_once().await);
         let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
-        first_backlog::require_adopted(&database, &sweeper, &statements.orders, &settings).await?;
+        let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
+        first_backlog::require_adopted(&database, &sweeper, &orders, &settings).await?;
         if let Err(error) = closer.warm_up().await {
             debug!(error = one_line(&error), "connections for closers could not be made ready; they are tried again");
         }

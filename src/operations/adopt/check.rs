@@ -10,14 +10,15 @@ use crate::config::Settings;
 use crate::config::kinds::{ORDER, TableSettings, key_of};
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
-use crate::mapping::{self, Facts, RelationKind, predicate, quote};
+use crate::mapping::{self, Facts, RelationKind, quote};
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::plan::Plans;
 use crate::operations::first_backlog;
 use crate::operations::orders_statements::{self, DeadlineStatement, OrdersStatements};
+use crate::postgres::adoption::{self, Adoptable};
 use crate::postgres::survey::{self, Index, Survey};
 use crate::postgres::warm_connections::WarmConnections;
-use crate::postgres::{Database, DatabaseError, ErrorClass, adoption, catalog, classify, one_line};
+use crate::postgres::{Database, DatabaseError, ErrorClass, catalog, classify, one_line};
 
 /// The result of a check.
 #[derive(Debug, Serialize)]
@@ -106,12 +107,13 @@ impl Check<'_> {
         let may_run = self.plans(database, &closer, &sweeper).await?;
         if may_run {
             self.dry_close(database, &closer, &sweeper, facts.as_ref()).await?;
-            self.backlog(database, &sweeper, &statements.orders).await?;
+            let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
+            self.backlog(database, &sweeper, &orders).await?;
         }
         Ok(())
     }
 
-    /// Keys, indexes, triggers and functions of a mapping's tables.
+    /// Keys, indexes and triggers of a mapping's tables.
     async fn tables(&mut self, database: &Database) -> Result<Option<Facts>, DatabaseError> {
         let Some(table) = self.settings.orders_table() else { return Ok(None) };
         let looked = database.run(async |connection| {
@@ -123,19 +125,13 @@ impl Check<'_> {
                     let items = survey::survey(connection, "items", &items.qualified()).await?;
                     others.push((settings, items, survey::survey(connection, "stock", &stock.qualified()).await?));
                 }
-                let called: Vec<String> =
-                    [&table.open, &table.paid].iter().flat_map(|sql| predicate::called_functions(sql)).collect();
-                let stable = survey::stable_functions(connection, &called).await?;
-                Ok::<_, catalog::CatalogError>((facts, orders, others, stable))
+                Ok::<_, catalog::CatalogError>((facts, orders, others))
             };
             Ok(found.await)
         });
         let looked = looked.await.map_err(|error| DatabaseError(one_line(&error)))?;
-        let (facts, orders, others, stable) = looked.map_err(|fault| DatabaseError(fault.to_string()))?;
+        let (facts, orders, others) = looked.map_err(|fault| DatabaseError(fault.to_string()))?;
         self.orders_table(table, &orders);
-        for function in stable {
-            self.wrong("paid", format!("{function} is STABLE and reads what was committed before the order's row was locked, so that a payment in the same instant would be missed; ALTER FUNCTION {function} VOLATILE"));
-        }
         for (index, (settings, items, stock)) in others.iter().enumerate() {
             let key = |name: &str| format!("give_back[{index}].{name}");
             self.require_index(&key("order"), items, &settings.order.0, false);
@@ -300,12 +296,17 @@ impl Check<'_> {
         Ok(())
     }
 
-    async fn backlog(&mut self, database: &Database, sweeper: &Sweeper, orders: &str) -> Result<(), DatabaseError> {
+    async fn backlog(
+        &mut self,
+        database: &Database,
+        sweeper: &Sweeper,
+        orders: &Adoptable,
+    ) -> Result<(), DatabaseError> {
         let backlog = first_backlog::count(sweeper).await?;
         let is_adopted = adoption::is_adopted(database, orders).await?;
         let most = usize::try_from(self.settings.sweep.first_backlog).unwrap_or(usize::MAX);
         if backlog.overdue > most && !is_adopted {
-            self.wrong("sweep.first_backlog", first_backlog::refusal(&backlog, orders, self.settings));
+            self.wrong("sweep.first_backlog", first_backlog::refusal(&backlog, &orders.orders, self.settings));
         } else {
             let oldest = backlog.oldest.map_or_else(String::new, |oldest| format!(", the oldest since {oldest}"));
             self.note(

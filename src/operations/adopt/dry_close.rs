@@ -141,14 +141,28 @@ async fn needed_stock(
     };
     let (order, key) = (columns("i", &settings.order.0), columns("i", &settings.key.0));
     let stock_key = columns("s", &settings.stock_key.0);
-    let printed = ids::print(&order);
+    let of = order.len();
+    // Each id once, as its columns' types, so that the items are found through their index.
+    let asked: Vec<String> = (1..)
+        .zip(&settings.order.0)
+        .map(|(number, column)| {
+            let part = ids::part("t.text_id", number, of);
+            let parsed = items.columns.get(column).map_or(part.clone(), |kind| ids::parse(kind, &part));
+            format!("{parsed} AS k{number}")
+        })
+        .collect();
+    let wanted: Vec<String> =
+        (1..).zip(&order).map(|(number, column): (usize, _)| format!("{column} = a.k{number}")).collect();
     let matches: Vec<String> = stock_key.iter().zip(&key).map(|(s, i)| format!("{s} = {i}")).collect();
     let texts: Vec<String> = stock_key.iter().map(|column| format!("{column}::text")).collect();
     let select = format!(
-        "SELECT ARRAY[{}], to_jsonb(s)::text, count(DISTINCT {printed})
-         FROM {} i JOIN {} s ON {} WHERE {printed} = ANY ($1) GROUP BY 1, 2",
+        "WITH asked AS MATERIALIZED (SELECT t.text_id, {} FROM unnest($1::text[]) AS t (text_id))
+         SELECT ARRAY[{}], to_jsonb(s)::text, count(DISTINCT a.text_id)
+         FROM asked a JOIN {} i ON {} JOIN {} s ON {} GROUP BY 1, 2",
+        asked.join(", "),
         texts.join(", "),
         items.qualified(),
+        wanted.join(" AND "),
         stock.qualified(),
         matches.join(" AND "),
     );

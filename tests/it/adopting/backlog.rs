@@ -77,6 +77,13 @@ fn narrowed_mapping_leaves_old_orders_alone() {
             wait_for("the close", async || closed(&env).await == 1).await;
             worker.stop().await;
             assert_eq!(closed(&env).await, 1);
+            // Widened: the old orders are a new question.
+            let mut widened = env.settings.clone();
+            widened.kinds.get_mut("order").and_then(|kind| kind.table.as_mut()).unwrap().open = "status = 'n'".into();
+            match Worker::start(widened).await {
+                Err(StartError::Database(fault)) => assert!(fault.to_string().contains("50000 orders"), "{fault}"),
+                other => panic!("started: {:?}", other.map(drop)),
+            }
         });
 }
 

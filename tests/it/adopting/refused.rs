@@ -1,7 +1,7 @@
 //! A wrong mapping of each sort is refused by `adopt --check`, with file, key and fix; and by the worker's start where
 //! orders would be harmed or no order could be closed.
 
-use order_timeout::config::kinds::{Names, TableSettings};
+use order_timeout::config::kinds::{AlsoSettings, Names, TableSettings};
 use order_timeout::operations::adopt::check;
 use order_timeout::operations::adopt::{Finding, Level};
 use order_timeout::postgres::Database;
@@ -152,7 +152,18 @@ const WRONG: &[Wrong] = &[
         sql: "CREATE FUNCTION tickets.is_paid(integer) RETURNS boolean LANGUAGE sql STABLE AS 'SELECT EXISTS (SELECT FROM tickets.pretixbase_order WHERE id = $1 AND status = ''p'')'",
         key: "paid",
         words: &["STABLE", "ALTER FUNCTION", "VOLATILE"],
-        refused_at_start: false,
+        refused_at_start: true,
+    },
+    Wrong {
+        what: "a statement that changes stock again",
+        mapping: |table| {
+            let sql = "UPDATE tickets.pretixbase_quota SET size = size WHERE id IN (SELECT id FROM closed)";
+            table.also.push(AlsoSettings { sql: sql.into() });
+        },
+        sql: "",
+        key: "also[0].sql",
+        words: &["pretixbase_quota", "changes already", "give_back"],
+        refused_at_start: true,
     },
     Wrong {
         what: "a trigger that refuses the close",
