@@ -22,7 +22,7 @@ use bench_env::servers::Servers;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use competitors::Competitor;
 use scenarios::crowd::Crowd;
-use scenarios::{burst, crowd, mixed, moved, pending, publish, shards, steady};
+use scenarios::{burst, crowd, mixed, moved, outage, pending, publish, shards, steady};
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Load scenarios of order-timeout.
@@ -97,6 +97,15 @@ enum Scenario {
     Mixed,
     /// Deadlines moved later three times and then earlier than the first (1 000)
     Moved,
+    /// The broker is stopped while orders fall due
+    Outage {
+        /// Orders per second
+        #[arg(long, default_value_t = 500)]
+        rate: u32,
+        /// How long it is stopped
+        #[arg(long, default_value_t = 120)]
+        seconds: u32,
+    },
     /// How fast alarms are scheduled, against a bare client that publishes the same (50 000)
     Publish,
     /// Memory per pending alarm, and what an idle broker costs (200 000)
@@ -173,6 +182,7 @@ async fn run_scenario(scenario: Scenario, servers: &Servers, options: &Options) 
         }
         Scenario::Mixed => mixed::run(servers, options, orders(2_000)).await,
         Scenario::Moved => moved::run(servers, options, orders(1_000)).await,
+        Scenario::Outage { rate, seconds } => outage::run(servers, options, rate, seconds).await,
         Scenario::Publish => publish::run(servers, options, orders(50_000)).await,
         Scenario::Pending => pending::run(servers, options, orders(200_000)).await,
         Scenario::Shards => shards::run(servers, options, orders(20_000)).await,

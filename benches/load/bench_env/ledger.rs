@@ -74,7 +74,8 @@ pub async fn read(pool: &PgPool, last: Timestamp) -> anyhow::Result<Ledger> {
     let last = postgres::timestamp(last).context("a deadline within the calendar")?;
     let mut lateness_us = histogram();
     let mut early = 0;
-    for late_us in lateness(pool, last).await? {
+    let began = postgres::timestamp(Timestamp::from_unix_micros(0)).context("a deadline within the calendar")?;
+    for late_us in lateness(pool, began, last).await? {
         match u64::try_from(late_us) {
             Ok(late_us) => lateness_us.record(late_us)?,
             Err(_) => early += 1,
@@ -100,15 +101,16 @@ pub async fn read(pool: &PgPool, last: Timestamp) -> anyhow::Result<Ledger> {
     })
 }
 
-async fn lateness(pool: &PgPool, last: OffsetDateTime) -> anyhow::Result<Vec<i64>> {
+/// In microseconds, of the closed orders with a deadline from `first` to `last`; negative for those closed early.
+pub async fn lateness(pool: &PgPool, first: OffsetDateTime, last: OffsetDateTime) -> anyhow::Result<Vec<i64>> {
     let query = sqlx::query_scalar(
         "SELECT (extract(epoch FROM least(closed_at, pg_xact_commit_timestamp(xmin)) - expires_at) * 1000000)::bigint
-         FROM orders WHERE status = 'closed' AND expires_at <= $1 AND closed_at < expires_at
+         FROM orders WHERE status = 'closed' AND expires_at BETWEEN $1 AND $2 AND closed_at < expires_at
          UNION ALL
          SELECT (extract(epoch FROM pg_xact_commit_timestamp(xmin) - expires_at) * 1000000)::bigint
-         FROM orders WHERE status = 'closed' AND expires_at <= $1 AND closed_at >= expires_at",
+         FROM orders WHERE status = 'closed' AND expires_at BETWEEN $1 AND $2 AND closed_at >= expires_at",
     );
-    Ok(query.bind(last).fetch_all(pool).await?)
+    Ok(query.bind(first).bind(last).fetch_all(pool).await?)
 }
 
 /// An order with two closes in its history, or an article with more stock given back than was ordered and closed.

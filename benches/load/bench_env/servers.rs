@@ -86,6 +86,20 @@ impl Broker {
         self.private.as_ref().map(|private| private.pid)
     }
 
+    /// Stops it as its own tools do; the data stay.
+    pub fn stop(&self) -> anyhow::Result<()> {
+        self.private("stop")
+    }
+
+    /// Starts it again on the same port, with the same data.
+    pub fn start_again(&self) -> anyhow::Result<()> {
+        self.private("restart")
+    }
+
+    fn private(&self, verb: &str) -> anyhow::Result<()> {
+        self.private.as_ref().context("only a private broker can be stopped")?.call(verb, &[]).map(drop)
+    }
+
     /// `rabbitmqctl`, if the broker is a private one.
     pub fn ctl(&self, arguments: &[&str]) -> anyhow::Result<String> {
         self.private.as_ref().context("only a private broker can be asked with rabbitmqctl")?.call("ctl", arguments)

@@ -4,6 +4,7 @@ pub mod burst;
 pub mod crowd;
 pub mod mixed;
 pub mod moved;
+pub mod outage;
 pub mod pending;
 pub mod publish;
 pub mod shards;
