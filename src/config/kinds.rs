@@ -196,6 +196,10 @@ fn require_text(name: &str, text: &str) -> Result<(), Fault> {
 
 fn require_expression(name: &str, text: &str) -> Result<(), Fault> {
     require_text(name, text)?;
+    let is_placeholder = predicate::bare(text).is_some_and(|bare| bare.trim().ends_with('?'));
+    if is_placeholder {
+        return Err((name.into(), "still has a question mark of the proposal; write what it asks for".into()));
+    }
     match predicate::why_no_expression(text) {
         Some(why) => Err((name.into(), why.into())),
         None => Ok(()),

@@ -47,6 +47,12 @@ impl Sweeper {
         self.statement.sql.clone()
     }
 
+    /// The statement that creates the index for it, where that is known.
+    #[must_use]
+    pub fn index(&self) -> Option<String> {
+        self.statement.index.clone()
+    }
+
     /// One page, ordered by (deadline, id). A row with an unusable id is left out, and the pass continues behind it.
     ///
     /// # Errors

@@ -15,6 +15,8 @@ pub struct Rendered {
     pub overdue: String,
     /// As `sql/deadline.sql`; `None` if the deadline is an expression, which cannot be moved.
     pub deadline: Option<String>,
+    /// The statement that creates the index for `overdue`.
+    pub index: String,
 }
 
 /// Renders the statements.
@@ -23,8 +25,11 @@ pub struct Rendered {
 /// [`MappingError`] names the setting that does not fit the table.
 pub fn render(table: &TableSettings, facts: &Facts) -> Result<Rendered, MappingError> {
     let parts = Parts::new(table, facts)?;
-    Ok(Rendered { close: parts.close()?, overdue: parts.overdue(), deadline: parts.deadline() })
+    Ok(Rendered { close: parts.close()?, overdue: parts.overdue(), deadline: parts.deadline(), index: parts.index() })
 }
+
+/// Part of the error with which the close refuses to leave an order open.
+pub const LEAVES_OPEN: &str = "leaves the order open";
 
 /// What the statements are made of.
 struct Parts<'a> {
@@ -280,7 +285,7 @@ impl<'a> Parts<'a> {
         // fails with this text as the error, and takes the whole close back. Not a constant, which would fail when the
         // statement is planned.
         returning.push(format!(
-            "CASE WHEN ({open}) IS TRUE THEN ('kinds.order.table.close leaves the order open; set there what open tests. Order ' || {id})::integer END AS ot_open",
+            "CASE WHEN ({open}) IS TRUE THEN ('kinds.order.table.close {LEAVES_OPEN}; set there what open tests. Order ' || {id})::integer END AS ot_open",
             open = ended(&self.table.open),
             id = ids::print(&self.id_columns(&alias)),
         ));
@@ -379,6 +384,19 @@ impl<'a> Parts<'a> {
         )
     }
 
+    /// On what `overdue` sorts by, for the orders that it returns.
+    fn index(&self) -> String {
+        let (orders, alias) = (self.orders(), self.alias());
+        let deadline = match deadline_column(self.table, &self.facts.orders) {
+            Some(column) if self.facts.deadline_type == "TIMESTAMPTZ" => format!("{alias}.{}", name(column)),
+            // In brackets already, as an index needs an expression.
+            _ => self.deadline.clone(),
+        };
+        let columns = [vec![deadline], self.id_columns(&alias)].concat().join(", ");
+        let columns = columns.replace(&format!("{alias}."), "");
+        format!("CREATE INDEX CONCURRENTLY ON {orders} ({columns}) WHERE {}", one_line(&self.table.open))
+    }
+
     fn deadline(&self) -> Option<String> {
         let column = deadline_column(self.table, &self.facts.orders)?;
         let (orders, alias) = (self.orders(), self.alias());
@@ -469,6 +487,12 @@ fn deadline(table: &TableSettings, facts: &Facts) -> Result<String, MappingError
 fn ended(sql: &str) -> String {
     let sql = sql.trim();
     if sql.contains("--") { format!("{sql}\n") } else { sql.to_owned() }
+}
+
+/// The operator's SQL for a sentence; with a comment it needs its lines.
+fn one_line(sql: &str) -> String {
+    let sql = sql.trim();
+    if sql.contains("--") { sql.to_owned() } else { sql.split_whitespace().collect::<Vec<_>>().join(" ") }
 }
 
 fn step(head: &str, body: &str) -> String {

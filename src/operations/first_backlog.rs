@@ -105,7 +105,7 @@ pub fn refusal(backlog: &Backlog, orders: &str, settings: &Settings) -> String {
         (
             format!("the table {orders}"),
             format!(
-                "narrow kinds.order.table.open{}, such as open = \"… AND created_at > '2026-11-01'\"",
+                "narrow kinds.order.table.open{}, by the deadline, such as open = \"… AND created_at + interval '30 minutes' > '2026-11-01'\"",
                 orders_statements::from(settings)
             ),
         )

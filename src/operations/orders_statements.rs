@@ -67,13 +67,18 @@ pub async fn statements(database: &Database, settings: &Settings) -> Result<Orde
         CatalogError::Mapping(fault) => unfit(settings, &fault),
         CatalogError::Database(_) => DatabaseError(fault.to_string()),
     })?;
-    let Rendered { close, overdue, deadline } = render(table, &facts).map_err(|fault| unfit(settings, &fault))?;
-    let of = |what: &str, sql: String| StatementSource::Rendered { name: name(settings, what), sql };
+    let Rendered { close, overdue, deadline, index } =
+        render(table, &facts).map_err(|fault| unfit(settings, &fault))?;
+    let of = |what: &str, sql: String, index: Option<String>| StatementSource::Rendered {
+        name: name(settings, what),
+        sql,
+        index,
+    };
     Ok(OrdersStatements {
         orders: format!("{}.{}", facts.orders.schema, facts.orders.name),
         defined_by: DefinedBy::Mapping([&*table.open, &*table.paid, &*table.deadline].join("\n")),
-        close: of("close", close),
-        overdue: of("overdue", overdue),
+        close: of("close", close, None),
+        overdue: of("overdue", overdue, Some(index)),
         deadline: deadline.map_or(
             DeadlineStatement::CannotBeMoved(
                 "kinds.order.table.deadline is an expression, so there is no column to move: update the columns that it is made of yourself, and for an earlier deadline run `order-timeout schedule`",

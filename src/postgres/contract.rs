@@ -36,6 +36,8 @@ pub enum StatementSource {
         name: String,
         /// Its text.
         sql: String,
+        /// The statement that creates the index for it, if it needs one.
+        index: Option<String>,
     },
 }
 
@@ -59,6 +61,8 @@ pub struct ContractStatement {
     pub sql: SqlStr,
     /// How many parameters it takes.
     pub parameters: usize,
+    /// The statement that creates the index for it, where that is known.
+    pub index: Option<String>,
 }
 
 impl ContractStatement {
@@ -71,16 +75,16 @@ impl ContractStatement {
         contract: &Contract,
         source: &StatementSource,
     ) -> Result<Self, DatabaseError> {
-        let (name, source) = match source {
-            StatementSource::Default => (contract.default.0, contract.default.1.to_owned()),
-            StatementSource::File(file) => (file.as_str(), read_statement(contract.setting, file).await?),
-            StatementSource::Rendered { name, sql } => (name.as_str(), sql.clone()),
+        let (name, source, index) = match source {
+            StatementSource::Default => (contract.default.0, contract.default.1.to_owned(), None),
+            StatementSource::File(file) => (file.as_str(), read_statement(contract.setting, file).await?, None),
+            StatementSource::Rendered { name, sql, index } => (name.as_str(), sql.clone(), index.clone()),
         };
         // The statement is configuration: the operator who sets it may run any SQL anyway.
         let sql = AssertSqlSafe(source).into_sql_str();
         let check = database.run(async |connection| Ok(contract.check(connection, sql.clone(), name).await));
         let parameters = check.await.map_err(|error| DatabaseError(format!("{name}: {}", one_line(&error))))??;
-        Ok(Self { sql, parameters })
+        Ok(Self { sql, parameters, index })
     }
 }
 

@@ -6,7 +6,8 @@ use serde::Serialize;
 use sqlx::{AssertSqlSafe, PgConnection};
 
 use super::catalog::{self, CatalogError};
-use crate::mapping::{Relation, quote};
+use crate::config::kinds::TableSettings;
+use crate::mapping::{Facts, Relation, quote};
 
 /// A table as the catalog has it.
 #[derive(Debug, Clone)]
@@ -124,6 +125,48 @@ pub async fn foreign_keys(
         target_columns,
     });
     Ok(keys.collect())
+}
+
+/// Rows that are read to see how often conditions hold.
+const ROWS_READ: i64 = 100_000;
+
+/// How often the conditions of a mapping hold.
+#[derive(Debug, Clone, Copy)]
+pub struct Counted {
+    /// The rows that were read.
+    pub rows: i64,
+    /// Whether they are all.
+    pub is_all: bool,
+    /// Those for which `open` holds.
+    pub open: i64,
+    /// Those for which `open` is NULL.
+    pub open_is_null: i64,
+    /// Those for which `paid` holds.
+    pub paid: i64,
+}
+
+/// Counts among the first rows of the table, whichever they are.
+///
+/// # Errors
+/// sqlx's.
+pub async fn count_conditions(
+    connection: &mut PgConnection,
+    table: &TableSettings,
+    facts: &Facts,
+) -> Result<Counted, sqlx::Error> {
+    let count = format!(
+        "SELECT count(*), count(*) FILTER (WHERE ({open}\n)), count(*) FILTER (WHERE ({open}\n) IS NULL), count(*) FILTER (WHERE ({paid}\n))
+         FROM (SELECT * FROM {orders} LIMIT $1) AS {alias}",
+        open = table.open,
+        paid = table.paid,
+        orders = facts.orders.qualified(),
+        alias = quote::name(&facts.orders.name),
+    );
+    // The conditions are configuration: the operator who sets them may run any SQL anyway.
+    let counted: (i64, i64, i64, i64) =
+        sqlx::query_as(AssertSqlSafe(count)).bind(ROWS_READ).fetch_one(connection).await?;
+    let (rows, open, open_is_null, paid) = counted;
+    Ok(Counted { rows, is_all: rows < ROWS_READ, open, open_is_null, paid })
 }
 
 /// Tables whose name and columns look like orders, the most likely first.

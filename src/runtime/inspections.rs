@@ -70,7 +70,7 @@ impl Inspections {
         });
         Self {
             schema: Schema::new(settings),
-            plans: Plans::new((sweeper.statement(), overdue_name), own_close),
+            plans: Plans::new((sweeper.statement(), overdue_name), own_close).with_index(sweeper.index()),
             registration: Registration::new(database.clone(), settings),
             database,
             found: BTreeMap::new(),

@@ -158,3 +158,13 @@ fn views_cannot_be_locked() {
     facts.give_back[0].1.kind = RelationKind::View;
     assert_eq!(render(&table, &facts).unwrap_err().key, "give_back[0].stock");
 }
+
+#[test]
+fn index_is_what_overdue_sorts_by() {
+    let index = |shop| render(&table(shop), &facts(shop)).unwrap().index;
+    assert_eq!(
+        index("mall"),
+        "CREATE INDEX CONCURRENTLY ON \"public\".\"oms_order\" (((create_time + interval '30 minutes') AT TIME ZONE 'Asia/Shanghai'), \"id\") WHERE status = 0 AND delete_status = 0"
+    );
+    assert!(index("headless").contains("ON \"medusa\".\"order\" (\"expiresAt\", \"id\") WHERE "));
+}

@@ -44,6 +44,8 @@ pub struct Plans {
     overdue: (SqlStr, String),
     /// The close statement, its number of parameters and its name, if it is the shop's own.
     own_close: Option<(SqlStr, usize, String)>,
+    /// The statement that creates the index for the overdue one, if it is known.
+    index: Option<String>,
     /// A relation up to this size may be read completely.
     small_bytes: i64,
 }
@@ -53,7 +55,13 @@ impl Plans {
     /// the shop's own.
     #[must_use]
     pub fn new(overdue: (SqlStr, String), own_close: Option<(SqlStr, usize, String)>) -> Self {
-        Self { overdue, own_close, small_bytes: SMALL_BYTES }
+        Self { overdue, own_close, index: None, small_bytes: SMALL_BYTES }
+    }
+
+    /// Advises this statement, instead of what the plan shows.
+    #[must_use]
+    pub fn with_index(self, index: Option<String>) -> Self {
+        Self { index, ..self }
     }
 
     /// Reports a missing index even of a small or empty table.
@@ -117,7 +125,7 @@ impl Plans {
             sizes.into_iter().map(|(schema, table, bytes)| ((schema, table), bytes)).collect();
         let large = scans.into_iter().find_map(|scan| {
             let bytes = *sizes.get(&(scan.schema.clone(), scan.table.clone()))?;
-            (bytes > self.small_bytes).then(|| scan.sentence(&self.overdue.1, bytes))
+            (bytes > self.small_bytes).then(|| scan.sentence(&self.overdue.1, bytes, self.index.as_deref()))
         });
         Ok(large)
     }
@@ -155,8 +163,10 @@ async fn explain_close(connection: &mut PgConnection, sql: &SqlStr, parameters: 
 struct Scan {
     schema: String,
     table: String,
-    /// The index that it reads completely; `None` if it reads the table itself.
+    /// The index that it reads; `None` if it reads the table itself.
     index: Option<String>,
+    /// Whether it reads a part of the index, which is not bounded by the deadline.
+    is_part: bool,
     /// The columns of the missing index, as far as the plan shows them.
     columns: Vec<String>,
     /// The condition of the missing index, likewise.
@@ -164,15 +174,24 @@ struct Scan {
 }
 
 impl Scan {
-    fn sentence(&self, statement: &str, bytes: i64) -> String {
-        let Self { schema, table, index, columns, condition } = self;
+    /// `known`: the statement that creates the index, where that is not a guess.
+    fn sentence(&self, statement: &str, bytes: i64, known: Option<&str>) -> String {
+        let Self { schema, table, index, is_part, columns, condition } = self;
         let megabytes = bytes / 1024 / 1024;
         let what = match index {
+            Some(index) if *is_part => {
+                format!("{schema}.{table} ({megabytes} MB) through the index {index}, without a bound on the deadline,")
+            }
             Some(index) => {
                 format!("{schema}.{table} ({megabytes} MB) through the whole index {index}")
             }
             None => format!("all of {schema}.{table} ({megabytes} MB)"),
         };
+        if let Some(create) = known {
+            return format!(
+                "{statement} reads {what} in every sweep: {create}; ANALYZE {schema}.{table}, which is enough if that index exists"
+            );
+        }
         let condition = condition.as_ref().map_or_else(String::new, |condition| format!(" WHERE {condition}"));
         if columns.is_empty() {
             return format!(
@@ -210,6 +229,7 @@ fn collect(node: &Value, is_lookup: bool, columns: &[String], into: &mut Vec<Sca
             schema: text(node, "Schema").to_owned(),
             table: text(node, "Relation Name").to_owned(),
             index: node["Index Name"].as_str().map(str::to_owned),
+            is_part: !text(node, "Index Cond").is_empty(),
             columns: columns.iter().map(|column| column.replace(&alias, "")).collect(),
             condition: conditions.iter().find_map(|condition| constant_condition(condition, &alias)),
         });
@@ -291,7 +311,7 @@ mod tests {
             "Filter": "((p.state = 'open'::text) AND (p.pay_until <= (statement_timestamp() - '00:00:00.5'::interval)))" });
         let sort = json!({ "Node Type": "Sort", "Sort Key": ["p.pay_until", "p.id"], "Plans": [seq_scan] });
         let found = scans(&json!({ "Node Type": "Limit", "Plans": [sort] }));
-        let said = found[0].sentence("own.sql", 62 * 1024 * 1024);
+        let said = found[0].sentence("own.sql", 62 * 1024 * 1024, None);
         assert_eq!(
             said,
             "own.sql reads all of public.purchases (62 MB) in every sweep: CREATE INDEX CONCURRENTLY ON public.purchases (pay_until, id) WHERE state = 'open'"
@@ -302,7 +322,10 @@ mod tests {
     fn index_scan_without_upper_bound_is_reported() {
         let found = scans(&index_scan("(ROW(p.pay_until, p.id) > ROW('-infinity', 0))"));
         assert_eq!(found[0].index.as_deref(), Some("purchases_pkey"));
-        assert!(found[0].sentence("own.sql", 0).contains("statement_timestamp()"));
+        let said = found[0].sentence("own.sql", 0, None);
+        assert!(said.contains("statement_timestamp()") && said.contains("without a bound"), "{said}");
+        let said = found[0].sentence("own.sql", 0, Some("CREATE INDEX ON purchases (pay_until, id)"));
+        assert!(said.ends_with("CREATE INDEX ON purchases (pay_until, id); ANALYZE public.purchases, which is enough if that index exists"), "{said}");
     }
 
     #[test]

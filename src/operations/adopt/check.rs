@@ -2,6 +2,10 @@
 //!
 //! Prepares, explains, and closes up to ten real orders in a transaction that is rolled back. Changes nothing.
 
+use std::time::Duration;
+
+use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::{SweepPage, SweepPlace, SweepReach};
 use serde::Serialize;
 
 use super::dry_close::{self, DryClose};
@@ -10,6 +14,7 @@ use crate::config::Settings;
 use crate::config::kinds::{ORDER, TableSettings, key_of};
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
+use crate::mapping::render::LEAVES_OPEN;
 use crate::mapping::{self, Facts, RelationKind, quote};
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::plan::Plans;
@@ -19,6 +24,9 @@ use crate::postgres::adoption::{self, Adoptable};
 use crate::postgres::survey::{self, Index, Survey};
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, ErrorClass, catalog, classify, one_line};
+
+/// Every deadline that a shop has.
+const FAR: Duration = Duration::from_secs(100 * 365 * 86_400);
 
 /// The result of a check.
 #[derive(Debug, Serialize)]
@@ -106,6 +114,8 @@ impl Check<'_> {
         let facts = self.tables(database).await?;
         let may_run = self.plans(database, &closer, &sweeper).await?;
         if may_run {
+            self.conditions(database, facts.as_ref()).await?;
+            self.next_due(database, &sweeper).await?;
             self.dry_close(database, &closer, &sweeper, facts.as_ref()).await?;
             let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
             self.backlog(database, &sweeper, &orders).await?;
@@ -134,7 +144,15 @@ impl Check<'_> {
         self.orders_table(table, &orders);
         for (index, (settings, items, stock)) in others.iter().enumerate() {
             let key = |name: &str| format!("give_back[{index}].{name}");
-            self.require_index(&key("order"), items, &settings.order.0, false);
+            if items.relation.kind == RelationKind::View {
+                let view = items.relation.qualified();
+                let why = format!(
+                    "{view} is a view; an index of its tables must find the rows of an order, as EXPLAIN of a SELECT from it shows"
+                );
+                self.note(Level::Note, &key("items"), why);
+            } else {
+                self.require_index(&key("order"), items, &settings.order.0, false);
+            }
             self.require_index(&key("stock_key"), stock, &settings.stock_key.0, true);
             self.triggers(&key("stock"), stock);
         }
@@ -192,8 +210,8 @@ impl Check<'_> {
     async fn plans(&mut self, database: &Database, closer: &Closer, sweeper: &Sweeper) -> Result<bool, DatabaseError> {
         let (close, parameters) = closer.statement();
         let (close_name, overdue_name) = orders_statements::names(self.settings);
-        let plans =
-            Plans::new((sweeper.statement(), overdue_name), Some((close, parameters, close_name))).of_any_size();
+        let plans = Plans::new((sweeper.statement(), overdue_name), Some((close, parameters, close_name)));
+        let plans = plans.with_index(sweeper.index()).of_any_size();
         let found = match plans.look(database).await {
             Ok(found) => found,
             Err(error) if classify(&error) == ErrorClass::Away => return Err(DatabaseError(one_line(&error))),
@@ -227,6 +245,41 @@ impl Check<'_> {
         Ok(may_run)
     }
 
+    /// How often the conditions hold among some of the rows.
+    async fn conditions(&mut self, database: &Database, facts: Option<&Facts>) -> Result<(), DatabaseError> {
+        let Some((table, facts)) = self.settings.orders_table().zip(facts) else { return Ok(()) };
+        let counted = database.run(async |connection| survey::count_conditions(connection, table, facts).await);
+        let counted = counted.await.map_err(|error| DatabaseError(one_line(&error)))?;
+        let (rows, of) = (counted.rows, if counted.is_all { "" } else { "the first " });
+        let held = format!("of {of}{rows} rows {} are open and {} are paid", counted.open, counted.paid);
+        self.note(Level::Note, "open", held);
+        if counted.open_is_null > 0 {
+            let why =
+                "NULL, so they are never closed; where a column may be NULL, write IS DISTINCT FROM instead of <>";
+            self.note(Level::Note, "open", format!("for {} of {of}{rows} rows it is {why}", counted.open_is_null));
+        }
+        Ok(())
+    }
+
+    /// The next order to be closed: a wrong time zone shows here.
+    async fn next_due(&mut self, database: &Database, sweeper: &Sweeper) -> Result<(), DatabaseError> {
+        let now = database.run(crate::postgres::now).await.map_err(|error| DatabaseError(one_line(&error)))?;
+        let after = Some(SweepPlace { deadline: now, id: String::new() });
+        let page = SweepPage { reach: SweepReach::Ahead(FAR), after, limit: 1 };
+        let page = sweeper.overdue(&page).await.map_err(|error| DatabaseError(one_line(&error)))?;
+        let sentence = match page.orders.first() {
+            Some(next) => format!(
+                "the next order to be closed is {}, at {}, in {}",
+                next.order_id,
+                write_rfc3339(next.deadline),
+                humantime::format_duration(Duration::from_secs(next.deadline.since(now).as_secs()))
+            ),
+            None => "no open order has a deadline in the future".to_owned(),
+        };
+        self.note(Level::Note, "deadline", sentence);
+        Ok(())
+    }
+
     async fn dry_close(
         &mut self,
         database: &Database,
@@ -258,13 +311,7 @@ impl Check<'_> {
             return Ok(());
         }
         let closed = outcomes.iter().filter(|(_, outcome)| *outcome == Ok("closed".to_owned())).count();
-        for (id, outcome) in &outcomes {
-            match outcome {
-                Ok(word) if word == "closed" || word == "busy" => {}
-                Ok(word) => self.wrong("open", format!("order {id} is found overdue, but its close says {word}; let open, paid and deadline agree, and check that no trigger suppresses the UPDATE")),
-                Err(why) => self.wrong("close", format!("order {id} cannot be closed: {why}; correct the trigger or constraint that refuses it, or what close and set write")),
-            }
-        }
+        self.refused(&outcomes);
         for id in found_again {
             self.wrong("close", format!("order {id} is found overdue again after its close; set a column that makes the condition open false"));
         }
@@ -296,6 +343,33 @@ impl Check<'_> {
         Ok(())
     }
 
+    /// Orders that the close does not close, each fault once.
+    fn refused(&mut self, outcomes: &[(String, Result<String, String>)]) {
+        let mut seen: Vec<(&str, String, &String, String, usize)> = Vec::new();
+        for (id, outcome) in outcomes {
+            let (key, why) = match outcome {
+                Ok(word) if word == "closed" || word == "busy" => continue,
+                Ok(word) => (
+                    "open",
+                    format!(
+                        "is found overdue, but its close says {word}; let open, paid and deadline agree, and check that no trigger suppresses the UPDATE"
+                    ),
+                ),
+                Err(why) => ("close", why_refused(why)),
+            };
+            // An error may name the order.
+            let fault = why.replace(id, "");
+            match seen.iter_mut().find(|(_, other, ..)| *other == fault) {
+                Some((.., others)) => *others += 1,
+                None => seen.push((key, fault, id, why, 0_usize)),
+            }
+        }
+        for (key, _, id, why, others) in seen {
+            let others = if others > 0 { format!(" ({others} further orders: the same)") } else { String::new() };
+            self.wrong(key, format!("order {id} {why}{others}"));
+        }
+    }
+
     async fn backlog(
         &mut self,
         database: &Database,
@@ -317,4 +391,21 @@ impl Check<'_> {
         }
         Ok(())
     }
+}
+
+/// What to do about an error of the close. The statement reports an order that stays open as a cast that fails.
+fn why_refused(error: &str) -> String {
+    if let Some(at) = error.find("kinds.").filter(|_| error.contains(LEAVES_OPEN)) {
+        let sentence = error[at..].split('"').next().unwrap_or_default();
+        return format!("stays open: {sentence}");
+    }
+    // undefined_table
+    let path = if error.contains("(42P01)") {
+        "; a trigger's function finds tables without a schema only with ALTER FUNCTION … SET search_path = public"
+    } else {
+        ""
+    };
+    format!(
+        "cannot be closed: {error}; correct the trigger or constraint that refuses it, or what close and set write{path}"
+    )
 }

@@ -87,7 +87,7 @@ const WRONG: &[Wrong] = &[
         mapping: |table| table.close = [("code".to_owned(), "X".to_owned())].into(),
         sql: "",
         key: "close",
-        words: &["leaves the order open", "set there what open tests"],
+        words: &["order 1 stays open: kinds.order.table.close leaves the order open", "set there what open tests"],
         refused_at_start: false,
     },
     Wrong {
@@ -95,7 +95,10 @@ const WRONG: &[Wrong] = &[
         mapping: NOTHING,
         sql: "DROP INDEX tickets.pretixbase_order_open_by_deadline",
         key: "deadline",
-        words: &["CREATE INDEX CONCURRENTLY ON tickets.pretixbase_order"],
+        words: &[
+            "CREATE INDEX CONCURRENTLY ON \"tickets\".\"pretixbase_order\" (\"expires\", \"id\") WHERE status = 'n'",
+            "ANALYZE",
+        ],
         refused_at_start: false,
     },
     Wrong {
