@@ -145,10 +145,12 @@ fn compose_accepts_stack_with_every_profile() {
     let always = ["postgres", "rabbitmq", "setup", "worker"];
     let demo = ["shop"];
     let plugin = ["rabbitmq-plugin", "setup-plugin", "shop-plugin", "worker-plugin"];
+    let observability = ["grafana", "otel-collector", "prometheus"];
     let mut checks: Vec<(Vec<&str>, Vec<&str>)> = vec![
         (vec![], always.to_vec()),
         (vec!["--profile", "demo"], [&always[..], &demo].concat()),
         (vec!["--profile", "plugin"], [&always[..], &plugin].concat()),
+        (vec!["--profile", "observability"], [&always[..], &observability].concat()),
         (vec!["--profile", "demo", "--profile", "plugin"], [&always[..], &demo, &plugin].concat()),
     ];
     if root().join("deploy/services.yml").exists() {
@@ -216,11 +218,8 @@ fn ports_are_published_on_localhost_only() {
             assert_eq!(stack.value(service, "network_mode"), None, "{path}, {service}");
         }
         // Counted in a second way, so that a port in another notation is not missed.
-        let all = stack
-            .lines
-            .iter()
-            .filter(|line| line.contains(":5672\"") || line.contains(":15672\"") || line.contains(":5432\""))
-            .count();
+        let ports = [5672, 15672, 5432, 9090, 3000].map(|port| format!(":{port}\""));
+        let all = stack.lines.iter().filter(|line| ports.iter().any(|port| line.contains(port))).count();
         assert!(published >= 2 && published == all, "{path}: {published} ports checked of {all}");
     }
 }

@@ -2,9 +2,7 @@
 //! happens, and each of them is documented.
 
 use std::collections::BTreeSet;
-use std::io::Write;
 use std::net::SocketAddr;
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +11,7 @@ use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout::http::{self, HttpServer, LIVEZ, Pages, READYZ};
 use order_timeout::observe::health::{Health, Loop};
-use order_timeout::observe::metrics::{LISTED, Listed, Metrics, PROCESS_METRICS};
+use order_timeout::observe::metrics::{LISTED, Listed, PROCESS_METRICS};
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::order::{OrderId, Timestamp};
@@ -21,7 +19,6 @@ use order_timeout_testkit::away::{COMING_BACK, shorten_timeouts, with_broker_beh
 use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
 use order_timeout_testkit::process::{WorkerProcess, order_timeout, run};
 use order_timeout_testkit::proxy::Proxy;
-use order_timeout_testkit::skip::skipped;
 use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, host_and_port, small_settings, wait_for, wait_within};
 use regex::Regex;
 use tokio::net::TcpStream;
@@ -78,6 +75,7 @@ fn documented_metrics_match_listed_metrics() {
         document,
         include_str!("../../docs/operating/change.md"),
         include_str!("../../docs/operating/deploy.md"),
+        include_str!("../../docs/operating/kubernetes.md"),
         include_str!("../../docs/operating/troubleshoot.md"),
     ];
     let documented: Vec<&str> = document
@@ -105,49 +103,6 @@ fn documented_metrics_match_listed_metrics() {
             found.as_str()
         );
     }
-}
-
-#[test]
-fn promtool_accepts_metrics() {
-    let Some((succeeded, said)) = promtool(&["check", "metrics"], &Metrics::new().render().unwrap()) else {
-        return skipped("health::promtool_accepts_metrics", NO_PROMTOOL);
-    };
-    assert!(succeeded && said.is_empty(), "promtool check metrics: {said}");
-}
-
-#[test]
-fn promtool_accepts_alerts() {
-    let document = include_str!("../../docs/operating/monitor.md");
-    let rules = document.split("```yaml\n").find(|block| block.starts_with("groups:")).expect("the alerts");
-    let rules = rules.split("```").next().unwrap();
-    let alerts: Vec<&str> =
-        Regex::new(r"- alert: (\w+)").unwrap().captures_iter(rules).map(|c| c.extract::<1>().1[0]).collect();
-    assert!((3..=7).contains(&alerts.len()), "{alerts:?}");
-    for alert in &alerts {
-        assert!(
-            document.contains(&format!("\n| `{alert}` | ")),
-            "docs/operating/monitor.md does not say what to do about {alert}"
-        );
-    }
-    let file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(file.path(), rules).unwrap();
-    let Some((succeeded, said)) = promtool(&["check", "rules", file.path().to_str().unwrap()], "") else {
-        return skipped("health::promtool_accepts_alerts", NO_PROMTOOL);
-    };
-    assert!(succeeded && said.contains(&format!("{} rules found", alerts.len())), "promtool check rules: {said}");
-}
-
-const NO_PROMTOOL: &str = "promtool is not installed; Debian's package prometheus has it";
-
-/// Whether promtool succeeds, and its output; `None` if it is not installed.
-fn promtool(arguments: &[&str], input: &str) -> Option<(bool, String)> {
-    let mut promtool = Command::new("promtool");
-    promtool.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut running = promtool.spawn().ok()?;
-    running.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
-    let output = running.wait_with_output().unwrap();
-    let said = [output.stdout, output.stderr].concat();
-    Some((output.status.success(), String::from_utf8_lossy(&said).into_owned()))
 }
 
 #[test]
