@@ -8,6 +8,7 @@ use order_timeout::postgres::Database;
 use order_timeout::{Settings, Worker};
 
 use super::{execute, fixture, map, text};
+use order_timeout_core::kind::Kind;
 use order_timeout_testkit::TestEnv;
 
 /// One overdue order with its ticket.
@@ -186,13 +187,13 @@ const WRONG: &[Wrong] = &[
 fn settings_of(env: &TestEnv, wrong: &Wrong) -> Settings {
     let mut settings = env.settings.clone();
     map(&mut settings, "ticketing");
-    (wrong.mapping)(settings.kinds.get_mut("order").and_then(|kind| kind.table.as_mut()).unwrap());
+    (wrong.mapping)(settings.kinds.get_mut(&Kind::ORDER).and_then(|kind| kind.table.as_mut()).unwrap());
     settings
 }
 
 async fn findings(settings: &Settings) -> Vec<Finding> {
     let database = Database::connect(&settings.database, 2).await.unwrap();
-    let report = check::check(&database, settings).await.unwrap();
+    let report = check::check(&database, settings, &Kind::ORDER).await.unwrap();
     report.findings.into_iter().filter(|finding| finding.level == Level::Wrong).collect()
 }
 
