@@ -535,7 +535,7 @@ fn canary_in(properties: &BasicProperties) -> Option<Uuid> {
 pub fn read(body: &[u8], properties: &BasicProperties) -> Result<DeliveredAlarm, DeadLetter> {
     let message_type = properties.kind().as_ref().map(lapin::types::ShortString::as_str);
     let alarm = Alarm::read(body, message_type)
-        .map_err(|fault| DeadLetter::unread(reason_of(&fault), fault.to_string(), body))?;
+        .map_err(|fault| DeadLetter::unread(ParkReason::Unreadable, fault.to_string(), body))?;
     let headers = properties.headers().as_ref();
     let header = |name: &str| headers.and_then(|table| table.inner().get(name));
     Ok(DeliveredAlarm {
@@ -548,14 +548,6 @@ pub fn read(body: &[u8], properties: &BasicProperties) -> Result<DeliveredAlarm,
             early: header(HEADER_EARLY_RETURNS).and_then(whole_number).unwrap_or(0).min(MAX_EARLY_RETURNS),
         },
     })
-}
-
-/// A word that is no name of a kind cannot be configured either.
-fn reason_of(fault: &Unreadable) -> ParkReason {
-    match fault {
-        Unreadable::Kind(_) => ParkReason::UnknownKind,
-        _ => ParkReason::Unreadable,
-    }
 }
 
 /// Why the broker took a message out of its last queue. RabbitMQ lists the last death first; from 4.0 on it is also in

@@ -268,7 +268,7 @@ fn settings_refuse_unsafe_mappings() {
         ("deadline = \"expires\"", "deadline = \"expires; DROP TABLE x\"", "kinds.order.table.deadline", "semicolon"),
         ("id = [\"id\"]", "id = [\"id\", \"code\"]", "kinds.order.table.give_back[0].order", "name as many"),
         ("close = { status = \"e\" }", "close = {}", "kinds.order.table.close", "is empty"),
-        ("[kinds.order.table]", "[kinds.trial.table]", "kinds.trial", "the only one is \"order\""),
+        ("[kinds.order.table]", "[kinds.Trial.table]", "kinds.Trial", "lower-case letter"),
         ("stock_key =", "stock_keys =", "kinds", "stock_keys"),
     ];
     for (old, new, key, words) in cases {
@@ -276,8 +276,8 @@ fn settings_refuse_unsafe_mappings() {
         let mut file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
         // The sections of a list belong to the kind as well.
         let mut wrong = text.replace(old, new);
-        if new.contains("trial") {
-            wrong = wrong.replace("[[kinds.order.", "[[kinds.trial.");
+        if new.contains("Trial") {
+            wrong = wrong.replace("[[kinds.order.", "[[kinds.Trial.");
         }
         std::io::Write::write_all(&mut file, wrong.as_bytes()).unwrap();
         let why = Settings::load(Some(file.path()), &[]).map(drop).expect_err(new).to_string();
