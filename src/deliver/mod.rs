@@ -24,7 +24,6 @@ use order_timeout_core::alarm::{
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::{
     Alarm, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, MAX_TRACEPARENT_BYTES,
-    Unreadable,
 };
 use order_timeout_core::order::Timestamp;
 use tokio::sync::mpsc;
