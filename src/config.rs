@@ -15,6 +15,7 @@ use order_timeout_client::PublisherBuilder;
 use order_timeout_core::address::AddressError;
 use order_timeout_core::delay::{DelaySettings, Strategy};
 use order_timeout_core::engine::LONGEST_RETRY_FACTOR;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::{InvalidSetting, duration, one_of_its_words};
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
@@ -25,7 +26,7 @@ mod load;
 mod validate;
 
 pub use effective::EffectiveSetting;
-use kinds::{KindSettings, TableSettings};
+use kinds::KindSettings;
 
 /// The documented defaults, embedded so that a worker runs without any file.
 pub const DEFAULTS: &str = include_str!("../config/default.toml");
@@ -46,7 +47,7 @@ pub struct Settings {
     pub parked: ParkedSettings,
     pub http: HttpSettings,
     pub orders: OrdersSettings,
-    pub kinds: BTreeMap<String, KindSettings>,
+    pub kinds: BTreeMap<Kind, KindSettings>,
     pub log: LogSettings,
 }
 
@@ -119,6 +120,7 @@ impl DatabaseSettings {
 pub struct WorkerSettings {
     #[serde(deserialize_with = "duration::read")]
     pub hold_max: Duration,
+    pub kinds: Vec<Kind>,
     pub shards: u8,
     pub take_shards: Vec<u8>,
     pub prefetch: u16,
@@ -134,16 +136,25 @@ pub struct WorkerSettings {
 }
 
 impl WorkerSettings {
-    /// The processing queue of each channel: the named ones, or all. A channel is one process in the broker and uses
-    /// one core, so a single queue has two channels.
-    #[must_use]
-    pub fn shard_of_each_channel(&self) -> Vec<u8> {
+    /// The processing queue of the default kind that each channel consumes: the named ones, or all. A channel is one
+    /// process in the broker and uses one core, so a single queue has two channels.
+    fn shard_of_each_channel(&self) -> Vec<u8> {
         let mut taken: Vec<u8> =
             if self.take_shards.is_empty() { (0..self.shards).collect() } else { self.take_shards.clone() };
         if let [alone] = taken[..] {
             taken.push(alone);
         }
         taken
+    }
+
+    /// The processing queue of this kind that each channel consumes.
+    #[must_use]
+    pub fn queue_of_each_channel(&self, names: &Names, kind: &Kind) -> Vec<String> {
+        if kind.is_default() {
+            return self.shard_of_each_channel().into_iter().map(|shard| names.shard(shard)).collect();
+        }
+        // Two channels of one queue, for the same reason.
+        vec![names.timeout_of(kind); 2]
     }
 }
 
@@ -331,7 +342,7 @@ impl Settings {
     ///
     #[must_use]
     pub fn topology(&self) -> Topology {
-        Topology::new(&self.names(), &self.delay, self.worker.shards)
+        Topology::new(&self.names(), &self.lanes(), self.delay.strategy, self.worker.shards)
     }
 
     /// The slots of the wheel, which a worker declares when the first message needs them.
@@ -352,22 +363,10 @@ impl Settings {
         declared.chain(slots.into_iter().flatten()).collect()
     }
 
-    /// The mapping of the orders table, if one is given.
-    #[must_use]
-    pub fn orders_table(&self) -> Option<&TableSettings> {
-        self.kinds.get(kinds::ORDER).and_then(|kind| kind.table.as_ref())
-    }
-
-    /// Whether the orders are in the default table.
-    #[must_use]
-    pub fn has_default_orders(&self) -> bool {
-        self.orders.close_sql.is_empty() && self.orders_table().is_none()
-    }
-
     /// A publisher for workers with these settings.
     #[must_use]
     pub fn publisher(&self) -> PublisherBuilder {
-        PublisherBuilder::of_worker(&self.namespace, &self.amqp, &self.delay)
+        PublisherBuilder::of_worker(&self.namespace, &self.amqp, &self.delay, self.lanes_of_other_kinds())
     }
 }
 

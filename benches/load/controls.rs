@@ -123,10 +123,15 @@ impl Control {
         let now = Timestamp::now_by_local_clock();
         let wait = due.since(now);
         let entry = match self {
-            Self::OneQueue => Route { exchange: String::new(), routing_key: TTL_QUEUE.into(), delay: Delay::Ttl(wait) },
+            Self::OneQueue => Route {
+                exchange: String::new(),
+                routing_key: TTL_QUEUE.into(),
+                key_after_delay: None,
+                delay: Delay::Ttl(wait),
+            },
             Self::BinaryLadder => {
                 let (exchange, routing_key) = ladder_entry(wait);
-                Route { exchange, routing_key, delay: Delay::None }
+                Route { exchange, routing_key, key_after_delay: None, delay: Delay::None }
             }
         };
         fresh(&alarm(due), entry, now)

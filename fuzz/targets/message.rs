@@ -46,7 +46,7 @@ fn is_the_same_when_sent_again(alarm: DeliveredAlarm) {
     let first_published_at = alarm.first_published_at.unwrap_or(Timestamp::from_unix_micros(0));
     let stamp =
         AlarmHeaders { attempt, first_published_at, traceparent: alarm.traceparent.clone(), returns: alarm.returns };
-    let message = address(&alarm.alarm, Route::to(&Placement::Inbox, &Names::new("order")), stamp);
+    let message = address(&alarm.alarm, Route::to(&Placement::Inbox, &alarm.alarm.kind, &Names::new("order")), stamp);
     assert!(message.body.len() <= MAX_BODY_BYTES);
     let properties = properties(&message).expect("an alarm that could be read can be sent");
     let again = read(&message.body, &properties).expect("an alarm that was sent can be read");

@@ -20,7 +20,7 @@ fn order_id(text: &str) {
     let Ok(order_id) = OrderId::new(text) else { return };
     assert!((1..=MAX_ORDER_ID_BYTES).contains(&order_id.as_str().len()));
     assert!(!text.contains('\0'), "Postgres keeps no NUL in a text");
-    let due = Alarm { order_id, deadline: Timestamp::from_unix_micros(0) };
+    let due = Alarm::new(order_id, Timestamp::from_unix_micros(0));
     assert_eq!(Alarm::read(&due.to_bytes(), Some(ALARM_TYPE)), Ok(due));
 }
 

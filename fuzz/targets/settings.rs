@@ -21,9 +21,9 @@ use secrecy::ExposeSecret;
 
 /// The limit of an AMQP short string.
 const LONGEST_NAME_BYTES: usize = 255;
-/// 64 lanes of 16 queues, 8 rings of 1 000 slots, 64 shards, the inbox, and the queue for messages that the broker
-/// drops.
-const MOST_QUEUES: usize = 64 * 16 + 8 * 1_000 + 64 + 2;
+/// 64 lanes of 16 queues, 8 rings of 1 000 slots, 64 shards, the inbox, the queue for messages that the broker drops, and
+/// 32 kinds with a queue and 64 lanes each.
+const MOST_QUEUES: usize = 64 * 16 + 8 * 1_000 + 64 + 2 + 32 * 65;
 /// The type of the exchange that distributes alarms over shards.
 const CONSISTENT_HASH: &str = "x-consistent-hash";
 const LONGEST_SENTENCE_BYTES: usize = 8 * 1_024;

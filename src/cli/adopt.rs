@@ -2,9 +2,10 @@
 //! a worker to close the orders that are overdue already.
 
 use clap::Args;
+use order_timeout_core::kind::Kind;
 use serde_json::json;
 
-use crate::cli::CommandOutcome;
+use crate::cli::{CommandOutcome, OfKind};
 use crate::config::Settings;
 use crate::effects::sweep::Sweeper;
 use crate::operations::adopt::check::{self, CheckReport};
@@ -16,6 +17,8 @@ use crate::postgres::{self, Database};
 /// Arguments of `adopt`.
 #[derive(Debug, Args)]
 pub struct AdoptArgs {
+    #[command(flatten)]
+    of: OfKind,
     /// The orders table, with its schema; without it the one that looks most like orders
     #[arg(long, value_name = "TABLE", conflicts_with_all = ["check", "accept_backlog"])]
     table: Option<String>,
@@ -36,19 +39,19 @@ pub async fn run(args: AdoptArgs, settings: Settings) -> anyhow::Result<CommandO
     let database = Database::connect(&settings.database, 2).await?;
     if args.check {
         postgres::require_migrated(&database).await?;
-        let report = check::check(&database, &settings).await?;
+        let report = check::check(&database, &settings, &args.of.kind).await?;
         return Ok(show_check(&report, args.json));
     }
     if args.accept_backlog {
         postgres::require_migrated(&database).await?;
-        return accept(&database, &settings, args.json).await;
+        return accept(&database, &settings, &args.of.kind, args.json).await;
     }
-    let proposal = propose::propose(&database, args.table.as_deref()).await?;
-    Ok(show_proposal(&proposal, args.json))
+    let proposal = propose::propose(&database, &args.of.kind, args.table.as_deref()).await?;
+    Ok(show_proposal(&proposal, &args.of.kind, args.json))
 }
 
-async fn accept(database: &Database, settings: &Settings, json: bool) -> anyhow::Result<CommandOutcome> {
-    let statements = orders_statements::statements(database, settings).await?;
+async fn accept(database: &Database, settings: &Settings, kind: &Kind, json: bool) -> anyhow::Result<CommandOutcome> {
+    let statements = orders_statements::statements(database, settings, kind).await?;
     let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
     let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
     let backlog = first_backlog::accept(database, &sweeper, &orders).await?;
@@ -82,14 +85,15 @@ fn show_check(report: &CheckReport, json: bool) -> CommandOutcome {
     outcome
 }
 
-fn show_proposal(proposal: &Proposal, json: bool) -> CommandOutcome {
+fn show_proposal(proposal: &Proposal, kind: &Kind, json: bool) -> CommandOutcome {
     let mut outcome = CommandOutcome::default();
     if json {
         outcome.line(json!(proposal));
         return outcome;
     }
+    let of_kind = if kind.is_default() { String::new() } else { format!(" --kind {kind}") };
     outcome.line(format!(
-        "# A proposal for {}. Correct what is guessed, then run `order-timeout adopt --check`.",
+        "# A proposal for {}. Correct what is guessed, then run `order-timeout adopt{of_kind} --check`.",
         proposal.table
     ));
     if !proposal.others.is_empty() {

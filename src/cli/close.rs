@@ -9,9 +9,9 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::cli::CommandOutcome;
 use crate::cli::bulk::{self, Bulk, BulkArgs};
 use crate::cli::operator::OperatorArgs;
+use crate::cli::{CommandOutcome, OfKind};
 use crate::config::Settings;
 use crate::effects::close::Closer;
 use crate::operations::close_orders::{close_each, close_many};
@@ -34,6 +34,8 @@ as not_due and stay open. Ctrl-C ends it after the current batch; run it again f
 pub struct CloseArgs {
     #[command(flatten)]
     which: Which,
+    #[command(flatten)]
+    of: OfKind,
     #[command(flatten)]
     operator: OperatorArgs,
     #[command(flatten)]
@@ -67,7 +69,7 @@ async fn close_named(args: &CloseArgs, settings: &Settings) -> anyhow::Result<Co
     let ids = args.which.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
-    let statements = orders_statements::statements(&database, settings).await?;
+    let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
     let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
     let findings = close_each(&closer, &ids, &args.operator.operator(Uuid::now_v7())).await;
     let mut output = CommandOutcome::default();
@@ -100,7 +102,7 @@ fn describe(id: &OrderId, findings: &HashMap<OrderId, CloseResult>) -> (&'static
 
 async fn close_chosen(condition: &str, args: &CloseArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
     let database = bulk::connect(&settings.database).await?;
-    let table = OrdersTable::open(database.clone(), settings).await?;
+    let table = OrdersTable::open(database.clone(), settings, &args.of.kind).await?;
     let choice = Choice { condition: condition.to_owned(), amount: args.bulk.amount.clone(), not_changed_by: None };
     let chosen = table.choose(&choice).await?;
     let overdue: Vec<OrderId> =
@@ -117,7 +119,8 @@ async fn close_chosen(condition: &str, args: &CloseArgs, settings: &Settings) ->
         return Ok(bulk.nothing(&with_not_due(Progress::default(), not_due)));
     }
     bulk.ask()?;
-    let closer = Closer::prepare(WarmConnections::new(database), &settings.orders.close_sql).await?;
+    let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
+    let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
     let (operator, stop) = (args.operator.operator(bulk.run), CancellationToken::new());
     let work = close_many(&closer, &overdue, &operator, bulk.rate(), &stop, bulk.shows_progress());
     let progress = with_not_due(Bulk::until_stopped(&stop, work).await?, not_due);

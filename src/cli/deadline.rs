@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use crate::cli::bulk::{self, Bulk, BulkArgs};
 use crate::cli::operator::OperatorArgs;
-use crate::cli::{CommandOutcome, parse_duration, parse_time};
+use crate::cli::{CommandOutcome, OfKind, parse_duration, parse_time};
 use crate::config::Settings;
 use crate::operations::move_deadlines::{Move, MoveOutcome, MovedOrder, NewDeadline, move_deadlines, move_many};
 use crate::operations::orders_statements::{self, DeadlineStatement};
@@ -40,6 +40,8 @@ pub struct DeadlineArgs {
     which: Which,
     #[command(flatten)]
     to: To,
+    #[command(flatten)]
+    of: OfKind,
     #[command(flatten)]
     operator: OperatorArgs,
     #[command(flatten)]
@@ -109,7 +111,7 @@ impl To {
 /// # Errors
 /// If the database cannot be used, or the orders table is not ours. Exit code 1 also if a deadline is unchanged.
 pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
-    if !settings.has_default_orders() && args.which.condition.is_some() {
+    if !settings.has_default_orders(&args.of.kind) && args.which.condition.is_some() {
         bail!(
             "--where chooses from the default orders table, and the settings name another: give the id of one order, or update its row yourself"
         );
@@ -121,7 +123,7 @@ pub async fn run(args: DeadlineArgs, settings: Settings) -> anyhow::Result<Comma
     }
     match &args.which.condition {
         Some(condition) => move_chosen(condition, &args, &settings).await,
-        None if settings.has_default_orders() => move_one(&args, &settings).await,
+        None if settings.has_default_orders(&args.of.kind) => move_one(&args, &settings).await,
         None => move_mapped(&args, &settings).await,
     }
 }
@@ -132,7 +134,7 @@ async fn move_mapped(args: &DeadlineArgs, settings: &Settings) -> anyhow::Result
     let order_id = OrderId::new(given).map_err(MoveDeadlineError::from)?;
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
-    let statement = match orders_statements::statements(&database, settings).await?.deadline {
+    let statement = match orders_statements::statements(&database, settings, &args.of.kind).await?.deadline {
         DeadlineStatement::Sql(sql) => sql,
         DeadlineStatement::CannotBeMoved(why) => bail!("{why}"),
     };
@@ -259,7 +261,7 @@ fn describe(order_id: &OrderId, moved: Option<&MovedOrder>, as_json: bool) -> an
 
 async fn move_chosen(condition: &str, args: &DeadlineArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
     let database = bulk::connect(&settings.database).await?;
-    let table = OrdersTable::open(database.clone(), settings).await?;
+    let table = OrdersTable::open(database.clone(), settings, &args.of.kind).await?;
     let choice =
         Choice { condition: condition.to_owned(), amount: args.bulk.amount.clone(), not_changed_by: args.resume };
     let chosen = table.choose(&choice).await?;

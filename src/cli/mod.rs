@@ -27,6 +27,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use order_timeout_core::duration;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::read_rfc3339;
 use order_timeout_core::order::Timestamp;
 
@@ -150,6 +151,14 @@ impl Order {
         let given = self.id.as_deref().or(self.order_id.as_deref());
         given.unwrap_or_else(|| unreachable!("clap requires one of the two"))
     }
+}
+
+/// The kind of a command's orders.
+#[derive(Debug, Args)]
+pub struct OfKind {
+    /// The kind of the deadline, as the settings name it
+    #[arg(long, value_name = "KIND", default_value_t = Kind::ORDER)]
+    kind: Kind,
 }
 
 fn parse_duration(text: &str) -> Result<Duration, String> {

@@ -162,15 +162,17 @@ fn write_table(rows: &[Parked], output: &mut CommandOutcome) {
         return output.line("nothing is parked");
     }
     output.line(format!(
-        "{:<36}  {:<14}  {:>8}  {:>8}  {:<36}  {:<BODY_WIDTH$}  DETAIL",
-        "ID", "REASON", "AGE", "ATTEMPTS", "ORDER", "BODY"
+        "{:<36}  {:<14}  {:<10}  {:>8}  {:>8}  {:<36}  {:<BODY_WIDTH$}  DETAIL",
+        "ID", "REASON", "KIND", "AGE", "ATTEMPTS", "ORDER", "BODY"
     ));
     for row in rows {
         let age = short_duration(std::time::Duration::from_secs(row.age_s.unsigned_abs()));
         let order = sanitize::one_line(row.order_id.as_deref().unwrap_or("-"));
         let (body, detail) = (start_of(&row.body), &row.detail);
-        let (id, reason, attempts) = (row.id, &row.reason, row.attempts);
-        output.line(format!("{id}  {reason:<14}  {age:>8}  {attempts:>8}  {order:<36}  {body:<BODY_WIDTH$}  {detail}"));
+        let (id, reason, kind, attempts) = (row.id, &row.reason, &row.kind, row.attempts);
+        output.line(format!(
+            "{id}  {reason:<14}  {kind:<10}  {age:>8}  {attempts:>8}  {order:<36}  {body:<BODY_WIDTH$}  {detail}"
+        ));
     }
 }
 

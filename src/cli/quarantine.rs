@@ -25,7 +25,7 @@ pub struct QuarantineArgs {
 pub async fn run(args: QuarantineArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let database = if args.moves { Some(migrated(&settings).await?) } else { None };
     let (mut output, mut unreadable) = (CommandOutcome::default(), 0);
-    for queue in quarantine::queues(&settings) {
+    for queue in quarantine::queues(&settings, &settings.all_kinds()) {
         match search(settings.clone(), queue.clone(), database.clone()).await {
             Ok(report) => {
                 unreadable += report.unreadable;

@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use anyhow::bail;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::Timestamp;
 use sqlx::PgConnection;
@@ -30,6 +31,7 @@ struct OrderFacts {
 /// The check of one order's alarm.
 pub(super) struct ScheduleCheck<'a> {
     order_id: &'a str,
+    kind: &'a Kind,
     settings: &'a Settings,
     /// What the database has said, or why it has not; `None` if it was not asked yet.
     found: Option<Result<OrderFacts, String>>,
@@ -37,8 +39,8 @@ pub(super) struct ScheduleCheck<'a> {
 
 impl<'a> ScheduleCheck<'a> {
     /// Asks nothing yet.
-    pub fn new(order_id: &'a str, settings: &'a Settings) -> Self {
-        Self { order_id, settings, found: None }
+    pub fn new(order_id: &'a str, kind: &'a Kind, settings: &'a Settings) -> Self {
+        Self { order_id, kind, settings, found: None }
     }
 
     /// The time by the database's clock, which closes the order, if a database is named and answers; else by this
@@ -70,9 +72,9 @@ impl<'a> ScheduleCheck<'a> {
     pub async fn deadline(&mut self) -> anyhow::Result<Timestamp> {
         const GIVE_IT: &str = "give the deadline with --in 30m or --deadline TIME";
         let order_id = self.order_id;
-        if !self.settings.has_default_orders() {
+        if !self.settings.has_default_orders(self.kind) {
             bail!(
-                "the deadline of an order in a table of your own (orders.close_sql or kinds.order.table) is not read from there; {GIVE_IT}"
+                "the deadline of an order in a table of your own (close_sql or a mapping) is not read from there; {GIVE_IT}"
             );
         }
         if !self.settings.database.is_given() {
@@ -98,7 +100,7 @@ impl<'a> ScheduleCheck<'a> {
     /// One sentence for each problem of an alarm with this deadline.
     pub async fn remarks(&mut self, deadline: Timestamp) -> Vec<String> {
         // The shop's own table is not read here.
-        if !self.settings.has_default_orders() {
+        if !self.settings.has_default_orders(self.kind) {
             return passed(deadline, self.local_now());
         }
         if !is_uuid(self.order_id) {
@@ -120,7 +122,7 @@ impl<'a> ScheduleCheck<'a> {
 
     /// Whether a row of the default table can be read for this id.
     fn can_have_row(&self) -> bool {
-        self.settings.has_default_orders() && self.settings.database.is_given() && is_uuid(self.order_id)
+        self.settings.has_default_orders(self.kind) && self.settings.database.is_given() && is_uuid(self.order_id)
     }
 
     /// Asks the database the first time, and repeats its answer after that.

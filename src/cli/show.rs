@@ -6,7 +6,7 @@ use clap::Args;
 use order_timeout_core::order::OrderId;
 use serde_json::json;
 
-use crate::cli::{CommandOutcome, Order, short_duration};
+use crate::cli::{CommandOutcome, OfKind, Order, short_duration};
 use crate::config::Settings;
 use crate::operations::NotKnown;
 use crate::operations::orders_table::OrdersTable;
@@ -18,6 +18,8 @@ use crate::postgres::{self, Database, DatabaseError, one_line};
 pub struct ShowArgs {
     #[command(flatten)]
     order: Order,
+    #[command(flatten)]
+    of: OfKind,
     /// Print one JSON object; what is not known is left out, and listed in not_known
     #[arg(long)]
     json: bool,
@@ -29,8 +31,9 @@ pub async fn run(args: &ShowArgs, settings: Settings) -> anyhow::Result<CommandO
     let order_id = OrderId::new(args.order.id())?;
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
-    let orders = OrdersTable::open(database.clone(), &settings).await?;
-    let story = show(&database, &orders, &order_id).await.map_err(|error| DatabaseError(one_line(&error)))?;
+    let orders = OrdersTable::open(database.clone(), &settings, &args.of.kind).await?;
+    let story =
+        show(&database, &orders, &args.of.kind, &order_id).await.map_err(|error| DatabaseError(one_line(&error)))?;
     let mut output = CommandOutcome { code: u8::from(story.exists == Some(false)), ..CommandOutcome::default() };
     if args.json {
         output.line(json!(story));

@@ -3,7 +3,7 @@
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::CommandOutcome;
+use crate::cli::{CommandOutcome, OfKind};
 use crate::config::Settings;
 use crate::operations::orders_statements;
 use crate::postgres::Database;
@@ -11,6 +11,8 @@ use crate::postgres::Database;
 /// Arguments of `sql`.
 #[derive(Debug, Args)]
 pub struct SqlArgs {
+    #[command(flatten)]
+    of: OfKind,
     /// Print one JSON object with the statements
     #[arg(long)]
     json: bool,
@@ -20,7 +22,7 @@ pub struct SqlArgs {
 /// If the database cannot be used, or a statement cannot be prepared.
 pub async fn run(args: SqlArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let database = Database::connect(&settings.database, 1).await?;
-    let texts = orders_statements::texts(&database, &settings).await?;
+    let texts = orders_statements::texts(&database, &settings, &args.of.kind).await?;
     let mut outcome = CommandOutcome::default();
     if args.json {
         outcome.line(json!(texts));

@@ -3,7 +3,7 @@
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::{CommandOutcome, short_duration};
+use crate::cli::{CommandOutcome, OfKind, short_duration};
 use crate::config::Settings;
 use crate::operations::NotKnown;
 use crate::operations::orders_table::OrdersTable;
@@ -18,6 +18,8 @@ const NO_BAR: char = '·';
 /// Arguments of `status`.
 #[derive(Debug, Args)]
 pub struct StatusArgs {
+    #[command(flatten)]
+    of: OfKind,
     /// Print one JSON object; what is not known is left out, and listed in not_known
     #[arg(long)]
     json: bool,
@@ -28,7 +30,7 @@ pub struct StatusArgs {
 pub async fn run(args: &StatusArgs, settings: Settings) -> anyhow::Result<CommandOutcome> {
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
-    let orders = OrdersTable::open(database.clone(), &settings).await?;
+    let orders = OrdersTable::open(database.clone(), &settings, &args.of.kind).await?;
     let status = status(&database, &orders).await.map_err(|error| DatabaseError(one_line(&error)))?;
     let mut output = CommandOutcome::default();
     if args.json {
@@ -126,10 +128,11 @@ fn parked_in_words(parked: &[ParkedForReason]) -> String {
 }
 
 fn worker_in_words(worker: &RegisteredWorker) -> String {
-    let RegisteredWorker { host, pid, version, namespace, since, last_seen_s, is_live } = worker;
+    let RegisteredWorker { host, pid, version, namespace, kinds, since, last_seen_s, is_live } = worker;
+    let kinds = if *kinds == ["order"] { String::new() } else { format!(", kinds {}", kinds.join(" and ")) };
     let ended = if *is_live { "" } else { ": it has ended without signing off" };
     format!(
-        "{host} pid {pid}, version {version}, namespace {namespace}, since {since}, seen {} ago{ended}",
+        "{host} pid {pid}, version {version}, namespace {namespace}{kinds}, since {since}, seen {} ago{ended}",
         age(*last_seen_s)
     )
 }

@@ -1,28 +1,249 @@
-//! The section `kinds`: what a sort of deadline is, and where its orders are. Today there is one kind, `order`, and all
-//! that can be said of it is its table.
+//! The section `kinds`: what each sort of deadline is, and where its orders are.
 //!
 //! Reads and checks settings alone. Whether the table has these columns is checked on the database
 //! (`src/operations/orders_statements.rs`).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
+use order_timeout_core::delay::{KindLanes, Lane, Lanes};
+use order_timeout_core::kind::Kind;
 use serde::Deserialize;
 
-use super::{OrdersSettings, SettingsError};
-use crate::mapping::predicate;
+use super::{Settings, SettingsError};
+use crate::mapping::{KindWords, predicate};
 
-/// The kind of a message without `kind`.
-pub const ORDER: &str = "order";
+/// The routing key of an event, and its type without the version. So that both fit AMQP's 255 bytes.
+const LONGEST_EVENT: usize = 200;
+/// Each costs a worker connections, and the broker queues.
+const MOST_KINDS: usize = 32;
+/// Of the word in an event that says why an order was closed.
+const LONGEST_REASON: usize = 100;
 
 /// The settings of one kind. Documented in `config/default.toml`.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs)]
 pub struct KindSettings {
+    #[serde(default)]
+    pub lanes: Vec<Lane>,
+    pub event: Option<String>,
+    pub reason: Option<String>,
+    #[serde(default)]
+    pub close_sql: String,
+    #[serde(default)]
+    pub overdue_sql: String,
     pub table: Option<TableSettings>,
     /// Where `table` came from, such as a file; `None` if it is not given.
     #[serde(skip)]
     pub origin: Option<String>,
+}
+
+/// Where the orders of a kind are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OrdersOf<'a> {
+    /// In the default tables, which only the default kind has.
+    DefaultTables,
+    /// Wherever the statements in these files find them.
+    Statements {
+        /// The file of the close statement.
+        close_sql: &'a str,
+        /// The file of the overdue statement.
+        overdue_sql: &'a str,
+    },
+    /// In a mapped table.
+    Table(&'a TableSettings),
+}
+
+impl Settings {
+    /// Every kind that is configured, the default one first.
+    #[must_use]
+    pub fn all_kinds(&self) -> BTreeSet<Kind> {
+        self.kinds.keys().cloned().chain([Kind::ORDER]).collect()
+    }
+
+    /// The kinds that a worker with these settings serves.
+    #[must_use]
+    pub fn served_kinds(&self) -> BTreeSet<Kind> {
+        if self.worker.kinds.is_empty() {
+            return self.all_kinds().into_iter().filter(|kind| self.orders_of(kind).is_some()).collect();
+        }
+        self.worker.kinds.iter().cloned().collect()
+    }
+
+    /// Where the orders of this kind are; `None` if that is not said here, so that another worker serves it.
+    #[must_use]
+    pub fn orders_of(&self, kind: &Kind) -> Option<OrdersOf<'_>> {
+        let settings = self.kinds.get(kind);
+        if let Some(table) = settings.and_then(|settings| settings.table.as_ref()) {
+            return Some(OrdersOf::Table(table));
+        }
+        let (close_sql, overdue_sql) = if kind.is_default() {
+            (self.orders.close_sql.as_str(), self.orders.overdue_sql.as_str())
+        } else {
+            let settings = settings?;
+            (settings.close_sql.as_str(), settings.overdue_sql.as_str())
+        };
+        match close_sql.is_empty() {
+            false => Some(OrdersOf::Statements { close_sql, overdue_sql }),
+            true => kind.is_default().then_some(OrdersOf::DefaultTables),
+        }
+    }
+
+    /// The mapping of this kind's table, if it has one.
+    #[must_use]
+    pub fn table_of(&self, kind: &Kind) -> Option<&TableSettings> {
+        match self.orders_of(kind) {
+            Some(OrdersOf::Table(table)) => Some(table),
+            _ => None,
+        }
+    }
+
+    /// Whether the orders of this kind are in the default tables.
+    #[must_use]
+    pub fn has_default_orders(&self, kind: &Kind) -> bool {
+        self.orders_of(kind) == Some(OrdersOf::DefaultTables)
+    }
+
+    /// The routing key of the event of this kind's closes, and its type without the version.
+    fn event_of(&self, kind: &Kind) -> String {
+        let given = self.kinds.get(kind).and_then(|settings| settings.event.clone());
+        given.unwrap_or_else(|| format!("{kind}.closed"))
+    }
+
+    /// The word in that event that says why the order was closed.
+    fn reason_of(&self, kind: &Kind) -> String {
+        let given = self.kinds.get(kind).and_then(|settings| settings.reason.clone());
+        given.unwrap_or_else(|| if kind.is_default() { "unpaid".to_owned() } else { kind.to_string() })
+    }
+
+    /// What the rendered statements of this kind write.
+    #[must_use]
+    pub fn words_of(&self, kind: &Kind) -> KindWords {
+        KindWords { kind: kind.clone(), event: self.event_of(kind), reason: self.reason_of(kind) }
+    }
+
+    /// The lanes of each kind.
+    #[must_use]
+    pub fn lanes(&self) -> KindLanes {
+        KindLanes::new(Lanes::from(&self.delay), self.lanes_of_other_kinds())
+    }
+
+    /// The lanes of the kinds besides the default one, whose lanes are `delay.lanes`.
+    pub(super) fn lanes_of_other_kinds(&self) -> impl Iterator<Item = (Kind, Vec<Lane>)> {
+        let others = self.kinds.iter().filter(|(kind, _)| !kind.is_default());
+        others.map(|(kind, settings)| (kind.clone(), settings.lanes.clone()))
+    }
+
+    /// Checks the kinds, and that each kind's orders are named only once.
+    pub(super) fn validate_kinds(&self) -> Result<(), SettingsError> {
+        if self.kinds.len() > MOST_KINDS {
+            let why =
+                format!("{} kinds are more than {MOST_KINDS}; a further one needs another namespace", self.kinds.len());
+            return Err(SettingsError::of("kinds", why));
+        }
+        for (kind, settings) in &self.kinds {
+            let of = |name: &str, why: String| SettingsError::of(&format!("kinds.{kind}.{name}"), why);
+            if kind.is_default() {
+                settings.validate_default().map_err(|(name, why)| of(&name, why))?;
+                if settings.table.is_some() && !self.orders.close_sql.is_empty() {
+                    let why = "is given, and so is orders.close_sql; leave out the one that does not describe your orders table";
+                    return Err(of("table.table", why.to_owned()));
+                }
+            } else {
+                settings.validate_statements().map_err(|(name, why)| of(&name, why))?;
+            }
+            self.validate_event(kind, settings).map_err(|(name, why)| of(&name, why))?;
+            if let Some(table) = &settings.table {
+                table.validate().map_err(|(name, why)| SettingsError::of(&key_of(kind, &name), why))?;
+            }
+        }
+        self.lanes().validate(self.delay.max_delay)?;
+        self.validate_served_kinds()
+    }
+
+    fn validate_event(&self, kind: &Kind, settings: &KindSettings) -> Result<(), Fault> {
+        if let Some(event) = &settings.event
+            && !is_event(event)
+        {
+            let why = format!(
+                "{event:?} is no routing key of an event; write words of letters, digits, \"-\" and \"_\" with dots between them, at most {LONGEST_EVENT} in all, such as \"{kind}.closed\""
+            );
+            return Err(("event".into(), why));
+        }
+        if let Some(reason) = &settings.reason
+            && (reason.trim().is_empty() || reason.len() > LONGEST_REASON)
+        {
+            let why =
+                format!("{reason:?} is empty or longer than {LONGEST_REASON} bytes; write a word, or leave it out");
+            return Err(("reason".into(), why));
+        }
+        let given = [("event", &settings.event), ("reason", &settings.reason)];
+        match (given.into_iter().find(|(_, given)| given.is_some()), self.orders_of(kind)) {
+            (Some((name, _)), Some(OrdersOf::Statements { .. } | OrdersOf::DefaultTables)) => {
+                let why = "is only for a kind with a table: your own close statement, or sql/close.sql, says which event it writes; leave it out";
+                Err((name.into(), why.into()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn validate_served_kinds(&self) -> Result<(), SettingsError> {
+        let known: Vec<String> = self.all_kinds().iter().map(|kind| format!("{:?}", kind.as_str())).collect();
+        for (index, kind) in self.worker.kinds.iter().enumerate() {
+            let why = if self.worker.kinds[..index].contains(kind) {
+                format!("\"{kind}\" is named twice; name it once")
+            } else if !self.all_kinds().contains(kind) {
+                format!(
+                    "there is no kind \"{kind}\", only {}; add [kinds.{kind}], or correct the name",
+                    known.join(", ")
+                )
+            } else if self.orders_of(kind).is_none() {
+                format!(
+                    "\"{kind}\" cannot be served here, because it has no orders: give it [kinds.{kind}.table], or kinds.{kind}.close_sql and kinds.{kind}.overdue_sql"
+                )
+            } else {
+                continue;
+            };
+            return Err(SettingsError::of("worker.kinds", why));
+        }
+        Ok(())
+    }
+}
+
+fn is_event(text: &str) -> bool {
+    let is_word = |word: &str| {
+        !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_')
+    };
+    text.len() <= LONGEST_EVENT && text.split('.').all(is_word)
+}
+
+impl KindSettings {
+    /// What the default kind has elsewhere.
+    fn validate_default(&self) -> Result<(), Fault> {
+        let elsewhere = [
+            ("lanes", !self.lanes.is_empty(), "delay.lanes"),
+            ("close_sql", !self.close_sql.is_empty(), "orders.close_sql"),
+            ("overdue_sql", !self.overdue_sql.is_empty(), "orders.overdue_sql"),
+        ];
+        match elsewhere.into_iter().find(|(_, is_given, _)| *is_given) {
+            Some((name, _, key)) => Err((name.into(), format!("the default kind has it as {key}; use that setting"))),
+            None => Ok(()),
+        }
+    }
+
+    /// Both statements must be about the same table, and a mapping renders both.
+    fn validate_statements(&self) -> Result<(), Fault> {
+        let (given, missing) = match (self.close_sql.is_empty(), self.overdue_sql.is_empty()) {
+            (true, true) => return Ok(()),
+            (false, true) => ("close_sql", "overdue_sql"),
+            (true, false) => ("overdue_sql", "close_sql"),
+            (false, false) if self.table.is_none() => return Ok(()),
+            (false, false) => {
+                return Err(("table.table".into(), "is given, and so is close_sql; leave one of them out".into()));
+            }
+        };
+        Err((given.into(), format!("is given without {missing}; give both, or neither")))
+    }
 }
 
 /// A mapping: how the worker closes orders in a table of the shop's own. `open`, `paid`, `deadline`, `set`, `quantity`
@@ -104,25 +325,11 @@ impl From<OneOrMany> for Names {
 
 /// The key of a mapping's setting, as in a file.
 #[must_use]
-pub fn key_of(name: &str) -> String {
-    format!("kinds.{ORDER}.table.{name}")
+pub fn key_of(kind: &Kind, name: &str) -> String {
+    format!("kinds.{kind}.table.{name}")
 }
 
-/// Checks the kinds, and that the orders table is named only once.
-pub(super) fn validate(kinds: &BTreeMap<String, KindSettings>, orders: &OrdersSettings) -> Result<(), SettingsError> {
-    if let Some(kind) = kinds.keys().find(|kind| *kind != ORDER) {
-        let why = format!("there is no kind {kind:?}; the only one is {ORDER:?}, so write [kinds.{ORDER}.table]");
-        return Err(SettingsError::of(&format!("kinds.{kind}"), why));
-    }
-    let Some(table) = kinds.get(ORDER).and_then(|kind| kind.table.as_ref()) else { return Ok(()) };
-    if !orders.close_sql.is_empty() {
-        let why = "is given, and so is orders.close_sql; leave out the one that does not describe your orders table";
-        return Err(SettingsError::of(&key_of("table"), why));
-    }
-    table.validate().map_err(|(name, why)| SettingsError::of(&key_of(&name), why))
-}
-
-/// A setting's name within the table's section, and what is wrong with it.
+/// A setting's name within its section, and what is wrong with it.
 type Fault = (String, String);
 
 impl TableSettings {

@@ -7,6 +7,7 @@ use std::io::Read;
 use std::path::Path;
 
 use config::{Config, ConfigError, File, FileFormat, Format, Map, Source, Value, ValueKind};
+use order_timeout_core::kind::Kind;
 use secrecy::SecretString;
 
 use super::validate::NOT_UTF8;
@@ -21,7 +22,7 @@ const DATABASE_URL: &str = "DATABASE_URL";
 const ENVIRONMENT: &str = "the environment";
 const COMMAND_LINE: &str = "--set";
 /// Settings that are lists, which are separated by commas outside a file.
-const LISTS: [&str; 2] = ["delay.lanes", "worker.take_shards"];
+const LISTS: [&str; 3] = ["delay.lanes", "worker.kinds", "worker.take_shards"];
 /// How a list is written in a file.
 const LIST_FORM: &str = "lanes = [\"15m\"]";
 /// The list of tables, which cannot be written with commas.
@@ -188,6 +189,7 @@ pub(super) fn check(merged: Config) -> Result<(Settings, Origins), SettingsError
     let mut origins = leaf_keys(&merged.cache);
     refuse_unknown_keys(&origins)?;
     refuse_kinds_of_no_setting(&merged.cache)?;
+    refuse_names_of_no_kind(&merged.cache, &origins)?;
     let mut settings: Settings = merged.try_deserialize().map_err(|fault| explain(&fault).with_origin(&origins))?;
     read_secret("amqp.url", &mut settings.amqp.url, &settings.amqp.url_file, &mut origins)?;
     for (name, kind) in &mut settings.kinds {
@@ -375,7 +377,7 @@ fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, SettingsErro
         let why = "its elements are tables, which can be written only in a file (--config)".to_owned();
         return Err(SettingsError::new(Some(key.to_owned()), Some(origin), why));
     }
-    if LISTS.contains(&key) {
+    if LISTS.contains(&key) || is_lanes_of_kind(key) {
         let parts: Vec<String> = match text.trim() {
             "" => Vec::new(),
             text => text.split(',').map(|part| part.trim().to_owned()).collect(),
@@ -383,6 +385,10 @@ fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, SettingsErro
         return Ok(Value::new(Some(&origin), parts));
     }
     Ok(Value::new(Some(&origin), text))
+}
+
+fn is_lanes_of_kind(key: &str) -> bool {
+    key.strip_prefix("kinds.").and_then(|rest| rest.split_once('.')).is_some_and(|(_, name)| name == "lanes")
 }
 
 /// Refuses keys that `config/default.toml` does not have. Done here rather than by serde so that the sentence can name
@@ -406,6 +412,20 @@ fn refuse_unknown_keys(origins: &Origins) -> Result<(), SettingsError> {
     let meant = meant.map_or_else(String::new, |name| format!("; did you mean {name}?"));
     let why = format!("there is no such setting{meant}");
     Err(SettingsError::new(Some(key.clone()), origin.clone(), why))
+}
+
+/// Refuses sections that no kind can have. Done here because serde's error would name no key.
+fn refuse_names_of_no_kind(root: &Value, origins: &Origins) -> Result<(), SettingsError> {
+    let of = |value: &Value, name: &str| match &value.kind {
+        ValueKind::Table(table) => table.get(name).cloned(),
+        _ => None,
+    };
+    let Some(ValueKind::Table(kinds)) = of(root, "kinds").map(|kinds| kinds.kind) else { return Ok(()) };
+    let wrong = kinds.keys().filter_map(|name| Some((name, Kind::new(name).err()?)));
+    match wrong.min_by_key(|(name, _)| *name) {
+        Some((name, fault)) => Err(SettingsError::of(&format!("kinds.{name}"), fault).with_origin(origins)),
+        None => Ok(()),
+    }
 }
 
 /// Refuses fractions and truth values, which no setting has: the config crate would round the former and convert the

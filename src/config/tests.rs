@@ -2,11 +2,13 @@
 //!
 //! Pure: environments and arguments are passed in, files are temporary.
 
+use std::collections::BTreeSet;
 use std::os::unix::ffi::OsStringExt;
 
 use order_timeout_client::Publisher;
 use order_timeout_core::delay::Lanes;
 use order_timeout_core::delay::wheel_checks::{DELAYS_MS, Setup, check_alarm_arrives, check_no_alarm_loops};
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{OrderId, Timestamp};
 use proptest::prelude::*;
 
@@ -502,4 +504,55 @@ fn builder_has_default_settings_of_worker() {
     let settings = Settings::defaults();
     let defaults = Publisher::builder(settings.amqp.url.expose_secret());
     assert_eq!(format!("{defaults:?}"), format!("{:?}", settings.publisher()));
+}
+
+#[test]
+fn kinds_are_named_in_file() {
+    let settings = load_file(
+        "[kinds.acceptance]\nlanes = [\"5m\"]\n[kinds.acceptance.table]\ntable = \"t\"\nid = \"id\"\nopen = \"o\"\n\
+         paid = \"p\"\ndeadline = \"d\"\nclose = { o = \"false\" }\n[kinds.trial]\nlanes = []\n[kinds.review]\n\
+         close_sql = \"c.sql\"\noverdue_sql = \"o.sql\"\n",
+    )
+    .unwrap();
+    let names = |kinds: BTreeSet<Kind>| kinds.iter().map(Kind::to_string).collect::<Vec<_>>().join(" ");
+    assert_eq!(names(settings.all_kinds()), "order acceptance review trial");
+    assert_eq!(names(settings.served_kinds()), "order acceptance review", "trial is another team's");
+    let kind = |name: &str| Kind::new(name).unwrap();
+    assert_eq!(settings.words_of(&kind("acceptance")).event, "acceptance.closed");
+    assert_eq!(settings.words_of(&Kind::ORDER).reason, "unpaid");
+    let queues: Vec<String> = settings.topology().queues.into_iter().map(|queue| queue.name).collect();
+    for name in
+        ["order.timeout.acceptance", "order.delay.acceptance.5m.0", "order.timeout.trial", "order.timeout.review"]
+    {
+        assert!(queues.contains(&name.to_owned()), "{name}: {queues:?}");
+    }
+    assert_eq!(queues.len(), Settings::defaults().topology().queues.len() + 4);
+}
+
+#[test]
+fn wrong_kinds_name_setting_and_fix() {
+    let table = "[kinds.a.table]\ntable = \"t\"\nid = \"id\"\nopen = \"o\"\npaid = \"p\"\ndeadline = \"d\"\nclose = { o = \"f\" }\n";
+    for (file, parts) in [
+        ("[kinds.Trial]\nlanes = []\n".to_owned(), ["kinds.Trial", "lower-case letter"]),
+        ("[kinds.7d]\n".to_owned(), ["kinds.7d", "lower-case letter"]),
+        ("[kinds.order]\nlanes = [\"5m\"]\n".to_owned(), ["kinds.order.lanes", "delay.lanes"]),
+        ("[kinds.order]\nclose_sql = \"c\"\n".to_owned(), ["kinds.order.close_sql", "orders.close_sql"]),
+        ("[kinds.order]\nevent = \"a.b\"\n".to_owned(), ["kinds.order.event", "leave it out"]),
+        ("[kinds.a]\nclose_sql = \"c\"\n".to_owned(), ["kinds.a.close_sql", "without overdue_sql"]),
+        (format!("[kinds.a]\nclose_sql = \"c\"\noverdue_sql = \"o\"\n{table}"), ["kinds.a.table.table", "close_sql"]),
+        (format!("[kinds.a]\nevent = \"not accepted\"\n{table}"), ["kinds.a.event", "routing key"]),
+        (format!("[kinds.a]\nreason = \"\"\n{table}"), ["kinds.a.reason", "is empty"]),
+        ("[kinds.a]\nlanes = [\"5m\", \"300s\"]\n".to_owned(), ["kinds.a.lanes", "named twice"]),
+        (table.replace("open = \"o\"", "open = \"\""), ["kinds.a.table.open", "is empty"]),
+        ("[worker]\nkinds = [\"b\"]\n".to_owned(), ["worker.kinds", "there is no kind"]),
+        ("[worker]\nkinds = [\"a\"]\n[kinds.a]\nlanes = []\n".to_owned(), ["worker.kinds", "[kinds.a.table]"]),
+        ("[worker]\nkinds = [\"order\", \"order\"]\n".to_owned(), ["worker.kinds", "named twice"]),
+    ] {
+        let fault = load_file(&file).unwrap_err();
+        for part in parts {
+            assert!(fault.contains(part), "{file}: {fault:?} lacks {part:?}");
+        }
+    }
+    let settings = load(&[("ORDER_TIMEOUT__KINDS__TRIAL__LANES", "3d,7d")], &["worker.kinds=order"]).unwrap();
+    assert_eq!(settings.lanes().iter().nth(1).map(|(_, lanes)| lanes.lanes.len()), Some(2));
 }

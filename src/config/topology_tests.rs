@@ -28,8 +28,8 @@ fn queues_without_consumers_have_ttl() {
     let ttl_ms =
         |name: &str| queues.iter().find(|queue| queue.name == name).unwrap().arguments.get("x-message-ttl").cloned();
     assert_eq!(ttl_ms("order.delay.30m.3"), Some(Argument::Number(1_800_100)));
-    assert_eq!(ttl_ms("order.slot.5s-22.00"), Some(Argument::Number(110_000)));
-    assert_eq!(ttl_ms("order.slot.24h-8.07"), Some(Argument::Number(8 * 24 * 3_600_000)));
+    assert_eq!(ttl_ms("order.wheel.5s-22.00"), Some(Argument::Number(110_000)));
+    assert_eq!(ttl_ms("order.wheel.24h-8.07"), Some(Argument::Number(8 * 24 * 3_600_000)));
     for consumed in ["order.timeout", "order.schedule", "order.parked"] {
         assert_eq!(ttl_ms(consumed), None, "{consumed} keeps what it has until it is consumed");
     }

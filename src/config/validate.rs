@@ -10,7 +10,7 @@ use order_timeout_core::InvalidSetting;
 use order_timeout_core::address::PostgresAddress;
 use secrecy::ExposeSecret;
 
-use super::{DatabaseSettings, OrdersSettings, POSTGRES_FORM, Settings, SettingsError, kinds};
+use super::{DatabaseSettings, OrdersSettings, POSTGRES_FORM, Settings, SettingsError};
 
 const AMQP_MAX_PREFETCH: u16 = u16::MAX;
 const DAY: Duration = Duration::from_secs(86_400);
@@ -30,7 +30,7 @@ impl Settings {
         self.delay.validate()?;
         self.validate_worker()?;
         self.orders.validate()?;
-        kinds::validate(&self.kinds, &self.orders)?;
+        self.validate_kinds()?;
         tracing_subscriber::EnvFilter::try_new(&self.log.filter).map(drop).map_err(|fault| {
             SettingsError::of("log.filter", format!("{fault}; write it like order_timeout=debug,info"))
         })

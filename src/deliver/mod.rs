@@ -1,6 +1,6 @@
 //! Step 3, deliver: one consumer session. Sets prefetch, consumes, reads, settles, and always notices its end.
 //!
-//! A session is one connection with its channels. The first error of any of them ends the whole session, the broker
+//! A session is one connection with its channels, for one kind: what blocks one kind's connection blocks no other's. The first error of any of them ends the whole session, the broker
 //! redelivers unacknowledged messages, and the supervisor in `runtime/` opens the next session. No SQL, no decisions
 //! about alarms.
 
@@ -21,6 +21,7 @@ use order_timeout_amqp::topology::{Sight, Topology, TopologyError, queue_exists}
 use order_timeout_core::alarm::{
     DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Receipt, Returns, Settlement, SourceQueue,
 };
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::{
     Alarm, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT, MAX_TRACEPARENT_BYTES,
 };
@@ -51,6 +52,7 @@ pub(crate) const LONGEST_CLOSE: Duration = CLOSE_TIMEOUT.saturating_mul(2);
 /// An open session.
 #[derive(Debug)]
 pub struct Session {
+    kind: Kind,
     number: u64,
     connection: Arc<JoinedConnection>,
     consumers: Vec<ConsumerChannel>,
@@ -206,13 +208,15 @@ impl Session {
     ///
     /// # Errors
     /// [`OpenError`]; `Refused` if a retry will not help.
-    pub async fn open(settings: &Settings, opening: Opening, inboxes: Inboxes) -> Result<Self, OpenError> {
-        let connection = Arc::new(connect::connect(&settings.amqp, "worker").await?);
+    pub async fn open(settings: &Settings, kind: &Kind, opening: Opening, inboxes: Inboxes) -> Result<Self, OpenError> {
+        let name = if kind.is_default() { "worker".to_owned() } else { format!("worker {kind}") };
+        let connection = Arc::new(connect::connect(&settings.amqp, &name).await?);
         if let Err(fault) = declare(&settings.topology(), opening, &connection).await {
             connect::close(&connection, CLOSE_TIMEOUT).await;
             return Err(fault.into());
         }
         let mut session = Self {
+            kind: kind.clone(),
             number: opening.number,
             connection,
             consumers: Vec::new(),
@@ -269,7 +273,7 @@ impl Session {
     }
 
     async fn consume_all(&mut self, settings: &Settings, opening: Opening, inboxes: &Inboxes) -> lapin::Result<()> {
-        let mut sources = sources(settings);
+        let mut sources = sources(settings, &self.kind);
         let former_inbox = settings.names().former_inbox();
         // Publishers and slots of former versions still fill it.
         self.has_former_inbox = opening.wants_former_inbox && queue_exists(&self.connection, &former_inbox).await?;
@@ -302,13 +306,14 @@ impl Session {
         Ok(consumer_channel)
     }
 
-    /// Declares objects that were deleted since, except the queues that are consumed here: deleting one of those ends the
+    /// Declares objects that were deleted since, except the queues that this worker consumes: deleting one of those ends its
     /// session, and the next session declares it. The session may go on and end meanwhile.
     ///
     /// # Errors
     /// [`TopologyError`] names the object.
     pub fn declare_again(&self, settings: &Settings) -> impl Future<Output = Result<(), TopologyError>> + use<> {
-        let consumed = sources(settings).into_iter().map(|source| source.queue).collect();
+        let of_kinds = settings.served_kinds().into_iter().flat_map(|kind| sources(settings, &kind));
+        let consumed = of_kinds.map(|source| source.queue).collect();
         let (topology, connection) = (settings.topology().but_for_consumed(consumed), self.connection.clone());
         async move { topology.declare(&connection).await }
     }
@@ -325,7 +330,7 @@ impl Session {
     #[must_use]
     pub fn inspector(&self, settings: &Settings) -> Inspector {
         Inspector {
-            topology: settings.topology(),
+            topology: settings.topology().seen_by(&self.kind),
             connection: self.connection.clone(),
             amqp: Arc::new(settings.amqp.clone()),
         }
@@ -439,11 +444,12 @@ struct ConsumedQueue {
     prefetch: u16,
 }
 
-/// The queues of a session, in the order of its channels.
-fn sources(settings: &Settings) -> Vec<ConsumedQueue> {
+/// The queues of a kind's session, in the order of its channels. All kinds share the inbox and the parked queue: an alarm of
+/// another kind is sent on at once, so that a kind whose session is away holds up no other.
+fn sources(settings: &Settings, kind: &Kind) -> Vec<ConsumedQueue> {
     let (names, worker) = (settings.names(), &settings.worker);
-    let processing = worker.shard_of_each_channel().into_iter();
-    let processing = processing.map(|shard| (SourceQueue::Timeout, names.shard(shard), worker.prefetch));
+    let processing = worker.queue_of_each_channel(&names, kind).into_iter();
+    let processing = processing.map(|queue| (SourceQueue::Timeout, queue, worker.prefetch));
     let rest = [
         (SourceQueue::Inbox, names.schedule(), worker.schedule_prefetch),
         (SourceQueue::Parked, names.parked(), PARKED_PREFETCH),

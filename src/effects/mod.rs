@@ -18,9 +18,9 @@ use order_timeout_core::engine::{Batch, Input};
 use order_timeout_core::order::{OddAnswer, OrderId, SweepPage};
 use tokio::sync::mpsc;
 use tokio_util::task::TaskTracker;
-use tracing::debug;
+use tracing::{Instrument, debug};
 
-use crate::observe::recorder::Recorder;
+use crate::observe::recorder::KindRecorder;
 use crate::postgres::{Database, one_line};
 use close::{Closer, log_results};
 use park::{Addressed, ParkResult, ParkedWarnings, Parking, park_all};
@@ -35,7 +35,7 @@ pub(crate) struct Effects {
     /// `None` without a broker, where there is no alarm to rearm.
     rearmer: Option<Rearmer>,
     inputs: mpsc::UnboundedSender<Input>,
-    recorder: Recorder,
+    recorder: KindRecorder,
     pub parked: Arc<Mutex<ParkedWarnings>>,
     pub tasks: TaskTracker,
 }
@@ -47,7 +47,7 @@ impl Effects {
         database: Database,
         rearmer: Option<Rearmer>,
         inputs: mpsc::UnboundedSender<Input>,
-        recorder: Recorder,
+        recorder: KindRecorder,
     ) -> Self {
         let parked = Arc::default();
         Self { closer, sweeper, database, rearmer, inputs, recorder, parked, tasks: TaskTracker::new() }
@@ -55,12 +55,14 @@ impl Effects {
 
     fn spawn(&self, effect: impl Future<Output = Vec<Input>> + Send + 'static) {
         let inputs = self.inputs.clone();
-        self.tasks.spawn(async move {
+        let report = async move {
             for input in effect.await {
                 // Without the event loop the result is not needed.
                 let _ = inputs.send(input);
             }
-        });
+        };
+        // So that its log lines name the kind.
+        self.tasks.spawn(report.in_current_span());
     }
 
     /// Rows of the close statement that violate the contract, since the last call.

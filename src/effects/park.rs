@@ -10,7 +10,7 @@ use order_timeout_core::order::OrderId;
 use tracing::{debug, warn};
 
 use crate::observe::logging::LogThrottle;
-use crate::observe::recorder::Recorder;
+use crate::observe::recorder::KindRecorder;
 use crate::postgres::{Database, ErrorClass, classify, one_line, parked_alarms};
 
 /// A dead letter, and the receipt of its delivery.
@@ -73,7 +73,7 @@ async fn park_together(
 /// Parks dead letters, counts and logs them.
 pub(super) struct Parking {
     pub(super) database: Database,
-    pub(super) recorder: Recorder,
+    pub(super) recorder: KindRecorder,
     pub(super) said: Arc<Mutex<ParkedWarnings>>,
 }
 

@@ -124,7 +124,7 @@ impl Rearmer {
     fn message(&self, rearm: &Rearm, now: Timestamp) -> Outgoing {
         let alarm = &rearm.alarm;
         let placement = self.router.place(alarm.deadline(), rearm.wanted, now);
-        let route = Route::to(&placement, &self.names);
+        let route = Route::to(&placement, &alarm.alarm.kind, &self.names);
         let due_at = match route.delay {
             Delay::None => None,
             Delay::Ttl(ttl) => Some(now + ttl),
@@ -175,6 +175,8 @@ impl Router {
 
 #[cfg(test)]
 mod tests {
+    use order_timeout_core::kind::Kind;
+
     use super::*;
 
     const NOW: Timestamp = Timestamp::from_unix_micros(1_000_000_000_500);
@@ -182,7 +184,7 @@ mod tests {
     fn delay_of(setting: &str, wanted: Wanted) -> Delay {
         let settings = Settings::load_with_environment(None, Default::default(), &[setting.to_owned()]).unwrap();
         let placement = Router::new(&settings).place(NOW - Duration::from_secs(1), wanted, NOW);
-        Route::to(&placement, &settings.names()).delay
+        Route::to(&placement, &Kind::ORDER, &settings.names()).delay
     }
 
     #[test]

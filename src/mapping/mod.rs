@@ -11,6 +11,8 @@ pub mod render;
 
 use std::collections::BTreeMap;
 
+use order_timeout_core::kind::Kind;
+
 use crate::config::kinds::TableSettings;
 
 pub use render::{Rendered, render};
@@ -69,18 +71,29 @@ pub struct Facts {
     pub give_back: Vec<(Relation, Relation)>,
 }
 
+/// What the statements of a kind write besides what its table says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KindWords {
+    /// For the event and the alarm.
+    pub kind: Kind,
+    /// The event's routing key, and its type without the version.
+    pub event: String,
+    /// Why orders of this kind are closed.
+    pub reason: String,
+}
+
 /// Why a mapping does not fit its tables: the setting within the table's section, and one sentence with the fix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{}: {why}", crate::config::kinds::key_of(key))]
+#[error("{key} {why}")]
 pub struct MappingError {
-    /// The key below `kinds.order.table`.
+    /// The key below `kinds.NAME.table`.
     pub key: String,
     /// One sentence, without the key.
     pub why: String,
 }
 
 impl MappingError {
-    /// `key` is below `kinds.order.table`; `why` is the rest of the sentence.
+    /// `key` is below `kinds.NAME.table`; `why` is the rest of the sentence.
     #[must_use]
     pub fn new(key: impl Into<String>, why: impl Into<String>) -> Self {
         Self { key: key.into(), why: why.into() }

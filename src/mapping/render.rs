@@ -4,7 +4,9 @@
 //! each step. Conditions are evaluated on the row that is locked, in a step of their own behind the lock.
 
 use super::quote::{literal, name};
-use super::{ColumnType, Facts, MappingError, Relation, RelationKind, TableSettings, deadline_column, ids, predicate};
+use super::{
+    ColumnType, Facts, KindWords, MappingError, Relation, RelationKind, TableSettings, deadline_column, ids, predicate,
+};
 
 /// The statements for a mapped table.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,8 +25,8 @@ pub struct Rendered {
 ///
 /// # Errors
 /// [`MappingError`] names the setting that does not fit the table.
-pub fn render(table: &TableSettings, facts: &Facts) -> Result<Rendered, MappingError> {
-    let parts = Parts::new(table, facts)?;
+pub fn render(words: &KindWords, table: &TableSettings, facts: &Facts) -> Result<Rendered, MappingError> {
+    let parts = Parts::new(words, table, facts)?;
     Ok(Rendered { close: parts.close()?, overdue: parts.overdue(), deadline: parts.deadline(), index: parts.index() })
 }
 
@@ -33,6 +35,7 @@ pub const LEAVES_OPEN: &str = "leaves the order open";
 
 /// What the statements are made of.
 struct Parts<'a> {
+    words: &'a KindWords,
     table: &'a TableSettings,
     facts: &'a Facts,
     /// The id's columns: quoted name and type.
@@ -42,12 +45,12 @@ struct Parts<'a> {
 }
 
 impl<'a> Parts<'a> {
-    fn new(table: &'a TableSettings, facts: &'a Facts) -> Result<Self, MappingError> {
+    fn new(words: &'a KindWords, table: &'a TableSettings, facts: &'a Facts) -> Result<Self, MappingError> {
         if !is_table(&facts.orders) {
             return Err(MappingError::new("table", "is no table, so its rows cannot be locked; name the table itself"));
         }
         let id = table.id.0.iter().map(|column| id_column(&facts.orders, column)).collect::<Result<Vec<_>, _>>()?;
-        Ok(Self { table, facts, id, deadline: deadline(table, facts)? })
+        Ok(Self { words, table, facts, id, deadline: deadline(table, facts)? })
     }
 
     fn orders(&self) -> String {
@@ -211,11 +214,12 @@ impl<'a> Parts<'a> {
         let malformed = self.is_malformed();
         let join: Vec<String> = (1..=count).map(|number| format!("d.k{number} = a.k{number}")).collect();
         Ok(format!(
-            "-- Closes orders of {orders}, as kinds.order.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'\n           WHEN NOT d.is_open THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({malformed} OR {})\n  AND {last} >= 0",
+            "-- Closes orders of {orders}, as kinds.{kind}.table says. $1 text[]: ids; $2 text: the path; $3 boolean: whether to\n-- wait for locked stock.\nWITH {}\nSELECT a.text_id AS order_id,\n       CASE\n           WHEN {malformed} THEN 'malformed'\n           WHEN {} THEN 'closed'\n           WHEN d.k1 IS NULL THEN 'busy'\n           WHEN d.is_paid THEN 'paid'\n           WHEN NOT d.is_open THEN 'already_closed'{busy_by_stock}\n           ELSE 'not_due'\n       END AS outcome,\n       d.deadline AS deadline\nFROM ot_asked a\nLEFT JOIN ot_decided d ON {}\nWHERE ({malformed} OR {})\n  AND {last} >= 0",
             steps.join(",\n"),
             is_closed("a.k"),
             join.join(" AND "),
             among_rows(&numbered("a.k", count), "ot_there", "k"),
+            kind = self.words.kind,
         ))
     }
 
@@ -285,9 +289,10 @@ impl<'a> Parts<'a> {
         // fails with this text as the error, and takes the whole close back. Not a constant, which would fail when the
         // statement is planned.
         returning.push(format!(
-            "CASE WHEN ({open}) IS TRUE THEN ('kinds.order.table.close {LEAVES_OPEN}; set there what open tests. Order ' || {id})::integer END AS ot_open",
+            "CASE WHEN ({open}) IS TRUE THEN ('kinds.{kind}.table.close {LEAVES_OPEN}; set there what open tests. Order ' || {id})::integer END AS ot_open",
             open = ended(&self.table.open),
             id = ids::print(&self.id_columns(&alias)),
+            kind = self.words.kind,
         ));
         Ok(format!(
             "UPDATE {} AS {alias}\n    SET {}\n    WHERE {}\n    RETURNING {}",
@@ -313,7 +318,7 @@ impl<'a> Parts<'a> {
             _ => Err(MappingError::new(
                 format!("close.{column}"),
                 format!(
-                    "is {}, which cannot hold a moment; name a column of type timestamptz or timestamp, or set this one in a statement of [[kinds.order.table.also]]",
+                    "is {}, which cannot hold a moment; name a column of type timestamptz or timestamp, or set this one in a statement of [[kinds.NAME.table.also]]",
                     kind.sql
                 ),
             )),
@@ -324,10 +329,21 @@ impl<'a> Parts<'a> {
     /// every order with every other.
     fn event(&self, is_closed: &str) -> String {
         let utc = "'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'";
+        let KindWords { event, reason, .. } = self.words;
+        let (kind_column, kind) = self.kind_column();
         format!(
-            "INSERT INTO event_outbox (routing_key, type, payload)\n    SELECT 'order.closed', 'order.closed.v1',\n           jsonb_build_object(\n               'order_id', {},\n               'deadline', to_char(d.deadline AT TIME ZONE 'UTC', {utc}),\n               'closed_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', {utc}) FROM ot_moment m),\n               'closed_by', $2::text,\n               'reason', 'unpaid')\n    FROM ot_decided d\n    WHERE ({is_closed}) IS TRUE\n    RETURNING 1",
-            ids::print(&numbered("d.k", self.id.len()))
+            "INSERT INTO event_outbox (routing_key, type, payload{kind_column})\n    SELECT {}, {},\n           jsonb_build_object(\n               'order_id', {},\n               'deadline', to_char(d.deadline AT TIME ZONE 'UTC', {utc}),\n               'closed_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', {utc}) FROM ot_moment m),\n               'closed_by', $2::text,\n               'reason', {}){kind}\n    FROM ot_decided d\n    WHERE ({is_closed}) IS TRUE\n    RETURNING 1",
+            literal(event),
+            literal(&format!("{event}.v1")),
+            ids::print(&numbered("d.k", self.id.len())),
+            literal(reason),
         )
+    }
+
+    /// A further column of an outbox's INSERT and its value; none for the default kind, which is the column's default.
+    fn kind_column(&self) -> (&'static str, String) {
+        let kind = &self.words.kind;
+        if kind.is_default() { ("", String::new()) } else { (", kind", format!(", {}", literal(kind.as_str()))) }
     }
 
     /// One update of stock, behind everything that `behind` counts.
@@ -371,7 +387,8 @@ impl<'a> Parts<'a> {
             values.iter().map(|value| format!("(SELECT {value} FROM ot_after a)")).collect()
         };
         format!(
-            "-- Overdue orders of {orders}, as kinds.order.table says, by (deadline, id). $1 float8: seconds after the deadline;\n-- $2 timestamptz, $3 text: the last row of the page before; $4 bigint: limit.\nWITH ot_after AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n)\nSELECT {printed} AS order_id, {deadline} AS deadline\nFROM {orders} AS {alias}\nWHERE ({open})\n  AND ({paid}) IS NOT TRUE\n  AND {deadline} <= statement_timestamp() - make_interval(secs => $1::float8)\n  AND ({deadline}, {ids}) >= ($2::timestamptz, {first})\n  AND ($3::text = '' OR ({deadline}, {ids}) > ($2::timestamptz, {after}))\nORDER BY {deadline}, {ids}\nLIMIT $4::bigint",
+            "-- Overdue orders of {orders}, as kinds.{kind}.table says, by (deadline, id). $1 float8: seconds after the deadline;\n-- $2 timestamptz, $3 text: the last row of the page before; $4 bigint: limit.\nWITH ot_after AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n)\nSELECT {printed} AS order_id, {deadline} AS deadline\nFROM {orders} AS {alias}\nWHERE ({open})\n  AND ({paid}) IS NOT TRUE\n  AND {deadline} <= statement_timestamp() - make_interval(secs => $1::float8)\n  AND ({deadline}, {ids}) >= ($2::timestamptz, {first})\n  AND ($3::text = '' OR ({deadline}, {ids}) > ($2::timestamptz, {after}))\nORDER BY {deadline}, {ids}\nLIMIT $4::bigint",
+            kind = self.words.kind,
             orders = self.orders(),
             parsed = as_numbered(&self.parsed(self.part_text()), "k"),
             parts = self.with_parts("SELECT $3::text AS text_id"),
@@ -400,12 +417,13 @@ impl<'a> Parts<'a> {
     fn deadline(&self) -> Option<String> {
         let column = deadline_column(self.table, &self.facts.orders)?;
         let (orders, alias) = (self.orders(), self.alias());
+        let (kind_column, kind) = self.kind_column();
         let moved_to = match (self.facts.deadline_type.as_str(), self.zone()) {
             ("TIMESTAMP", Some(zone)) => format!("($2::timestamptz AT TIME ZONE {zone})"),
             _ => "$2::timestamptz".to_owned(),
         };
         Some(format!(
-            "-- Changes the deadline of an open order of {orders}. $1 text: its id; $2 timestamptz: its new deadline.\nWITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_locked AS MATERIALIZED (\n    SELECT o.* FROM {orders} AS o\n    WHERE {asked}\n    FOR NO KEY UPDATE OF o\n),\not_decided AS MATERIALIZED (\n    SELECT {keys},\n           {deadline} AS deadline,\n           coalesce(({open}), false) AS is_open,\n           coalesce(({paid}), false) AS is_paid\n    FROM ot_locked AS {alias}\n),\not_open AS MATERIALIZED (\n    SELECT {open_keys} FROM ot_decided d WHERE d.is_open AND NOT d.is_paid\n),\not_moved AS (\n    UPDATE {orders} AS {alias}\n    SET {column} = {moved_to}\n    WHERE {is_open}\n    RETURNING {deadline} AS deadline\n),\not_alarm AS (\n    INSERT INTO alarm_outbox (order_id, deadline)\n    SELECT {printed}, m.deadline\n    FROM ot_decided d, ot_moved m\n    WHERE d.deadline IS NULL OR m.deadline < d.deadline\n)\nSELECT CASE WHEN d.is_paid THEN 'paid' WHEN d.is_open THEN 'unpaid' ELSE 'closed' END AS status,\n       coalesce(d.deadline, 'infinity') AS deadline,\n       (SELECT m.deadline FROM ot_moved m) AS moved_to\nFROM ot_decided d",
+            "-- Changes the deadline of an open order of {orders}. $1 text: its id; $2 timestamptz: its new deadline.\nWITH ot_asked AS MATERIALIZED (\n    SELECT {parsed}\n    FROM {parts}\n),\not_locked AS MATERIALIZED (\n    SELECT o.* FROM {orders} AS o\n    WHERE {asked}\n    FOR NO KEY UPDATE OF o\n),\not_decided AS MATERIALIZED (\n    SELECT {keys},\n           {deadline} AS deadline,\n           coalesce(({open}), false) AS is_open,\n           coalesce(({paid}), false) AS is_paid\n    FROM ot_locked AS {alias}\n),\not_open AS MATERIALIZED (\n    SELECT {open_keys} FROM ot_decided d WHERE d.is_open AND NOT d.is_paid\n),\not_moved AS (\n    UPDATE {orders} AS {alias}\n    SET {column} = {moved_to}\n    WHERE {is_open}\n    RETURNING {deadline} AS deadline\n),\not_alarm AS (\n    INSERT INTO alarm_outbox (order_id, deadline{kind_column})\n    SELECT {printed}, m.deadline{kind}\n    FROM ot_decided d, ot_moved m\n    WHERE d.deadline IS NULL OR m.deadline < d.deadline\n)\nSELECT CASE WHEN d.is_paid THEN 'paid' WHEN d.is_open THEN 'unpaid' ELSE 'closed' END AS status,\n       coalesce(d.deadline, 'infinity') AS deadline,\n       (SELECT m.deadline FROM ot_moved m) AS moved_to\nFROM ot_decided d",
             parsed = as_numbered(&self.parsed(self.part_text()), "k"),
             parts = self.with_parts("SELECT $1::text AS text_id"),
             asked = among(&self.id_columns("o"), "ot_asked", "k"),

@@ -8,11 +8,12 @@ pub mod store;
 
 use std::time::Duration;
 
-use order_timeout_amqp::envelope::{Delay, Route, x_delay};
+use order_timeout_amqp::envelope::{Delay, Route, carbon_copy, x_delay};
 use order_timeout_amqp::publisher::Outgoing;
 use order_timeout_amqp::topology::{Names, SeenQueue, Sight};
 use order_timeout_core::delay::wheel::Wheel;
 use order_timeout_core::delay::{Placement, Strategy};
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::CONTENT_TYPE;
 use order_timeout_core::order::Timestamp;
 use uuid::Uuid;
@@ -38,12 +39,12 @@ const SUSPECTED_INTERVAL: Duration = Duration::from_secs(4);
 pub struct Path {
     /// Unique in the database, even if several namespaces share it.
     pub name: String,
-    kind: Kind,
+    way: Way,
     longest_wait: Duration,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Kind {
+enum Way {
     /// Directly to the processing queues.
     Due,
     Ring(usize),
@@ -68,10 +69,11 @@ pub struct Journey {
     pub wait: Duration,
 }
 
-/// All paths of one deployment.
+/// All paths of one kind's alarms.
 #[derive(Debug, Clone)]
 pub struct Paths {
     names: Names,
+    kind: Kind,
     wheel: Option<Wheel>,
     paths: Vec<Path>,
 }
@@ -80,33 +82,38 @@ impl Paths {
     /// # Panics
     /// If the rings of `settings` do not mesh, which `Settings::validate` refuses.
     #[must_use]
-    pub fn new(settings: &Settings) -> Self {
+    pub fn new(settings: &Settings, kind: &Kind) -> Self {
         let names = settings.names();
-        let mut paths = vec![Path { name: names.due(), kind: Kind::Due, longest_wait: Duration::ZERO }];
+        // Exchanges and the wheel are shared, and the queue behind them is not.
+        let name_of = |what: String| if kind.is_default() { what } else { format!("{what} ({kind})") };
+        let mut paths = vec![Path { name: name_of(names.due()), way: Way::Due, longest_wait: Duration::ZERO }];
         let wheel = match settings.delay.strategy {
             Strategy::Database => None,
             Strategy::DelayedExchange => {
-                paths.push(Path { name: names.delayed(), kind: Kind::Delayed, longest_wait: DELAYED_WAIT });
+                let name = name_of(names.delayed());
+                paths.push(Path { name, way: Way::Delayed, longest_wait: DELAYED_WAIT });
                 None
             }
             Strategy::DeadLetter => {
                 let wheel = settings.delay.wheel().expect("validated settings have rings that mesh");
                 for (index, ring) in wheel.rings().iter().enumerate() {
-                    let name = format!("{}.{}", names.slot(), ring.name);
-                    paths.push(Path { name, kind: Kind::Ring(index), longest_wait: AHEAD + ring.unit });
+                    let name = name_of(format!("{}.{}", names.wheel(), ring.name));
+                    paths.push(Path { name, way: Way::Ring(index), longest_wait: AHEAD + ring.unit });
                 }
-                for lane in &settings.delay.lanes {
-                    let wait = lane.delay.saturating_sub(settings.delay.lead);
-                    for shard in 0..settings.delay.lane_shards {
-                        let name = names.lane_queue(&lane.name, shard);
-                        let kind = Kind::Lane { lane: lane.name.clone(), shard, wait };
-                        paths.push(Path { name, kind, longest_wait: wait });
+                let lanes = settings.lanes();
+                let of_kind = lanes.iter().filter(|(known, _)| *known == kind).map(|(_, lanes)| lanes);
+                for (lane, lanes) in of_kind.flat_map(|lanes| lanes.lanes.iter().map(move |lane| (lane, lanes))) {
+                    let wait = lane.delay.saturating_sub(lanes.lead);
+                    for shard in 0..lanes.shards {
+                        let name = names.lane_queue(kind, &lane.name, shard);
+                        let way = Way::Lane { lane: lane.name.clone(), shard, wait };
+                        paths.push(Path { name, way, longest_wait: wait });
                     }
                 }
                 Some(wheel)
             }
         };
-        Self { names, wheel, paths }
+        Self { names, kind: kind.clone(), wheel, paths }
     }
 
     /// In a fixed order.
@@ -125,17 +132,17 @@ impl Paths {
     #[must_use]
     pub fn journey(&self, path: &Path, now: Timestamp) -> Journey {
         let waiting = |placement, queue, wait| {
-            let route = Route::to(&placement, &self.names);
+            let route = Route::to(&placement, &self.kind, &self.names);
             Journey { placement, route, queue, wait }
         };
-        match &path.kind {
-            Kind::Due => waiting(Placement::Due, self.names.timeout(), Duration::ZERO),
-            Kind::Delayed => waiting(Placement::DelayedExchange(DELAYED_WAIT), self.names.delayed(), DELAYED_WAIT),
-            Kind::Lane { lane, shard, wait } => {
+        match &path.way {
+            Way::Due => waiting(Placement::Due, self.names.timeout_of(&self.kind), Duration::ZERO),
+            Way::Delayed => waiting(Placement::DelayedExchange(DELAYED_WAIT), self.names.delayed(), DELAYED_WAIT),
+            Way::Lane { lane, shard, wait } => {
                 let placement = Placement::Lane { lane: lane.clone(), shard: *shard, ttl: *wait };
                 waiting(placement, path.name.clone(), *wait)
             }
-            Kind::Ring(ring) => {
+            Way::Ring(ring) => {
                 let wheel = self.wheel.as_ref().expect("a path with a ring has a wheel");
                 // With the same expiry as the slot's alarms, so that it never delays one.
                 let placement = wheel.placement(wheel.place_in_ring(*ring, now + AHEAD, now));
@@ -144,7 +151,7 @@ impl Paths {
                         let (queue, wait) = (self.names.slot_queue(ring, *slot), *ttl);
                         waiting(placement, queue, wait)
                     }
-                    _ => waiting(Placement::Due, self.names.timeout(), Duration::ZERO),
+                    _ => waiting(Placement::Due, self.names.timeout_of(&self.kind), Duration::ZERO),
                 }
             }
         }
@@ -164,7 +171,7 @@ impl Path {
     /// Whether it leads directly to the processing queues, without a delay queue.
     #[must_use]
     pub fn is_direct(&self) -> bool {
-        self.kind == Kind::Due
+        self.way == Way::Due
     }
 
     /// The interval between two of its canaries. On a slow path the next is sent when the last has returned.
@@ -238,7 +245,7 @@ pub fn why_unknown(consumers: i64, sight: &Sight) -> String {
 /// The message of a canary. `now` is the database's time.
 #[must_use]
 pub fn outgoing(id: Uuid, journey: &Journey, now: Timestamp) -> Outgoing {
-    let mut headers = Vec::new();
+    let mut headers: Vec<_> = journey.route.key_after_delay.clone().map(carbon_copy).into_iter().collect();
     let ttl = match journey.route.delay {
         Delay::None => None,
         Delay::Ttl(ttl) => Some(ttl),
@@ -282,7 +289,7 @@ mod tests {
 
     fn paths(overrides: &[&str]) -> Paths {
         let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
-        Paths::new(&Settings::load_with_environment(None, Default::default(), &overrides).unwrap())
+        Paths::new(&Settings::load_with_environment(None, Default::default(), &overrides).unwrap(), &Kind::ORDER)
     }
 
     #[test]
@@ -291,12 +298,12 @@ mod tests {
         let lanes = (0..4).map(|shard| format!("order.delay.30m.{shard}"));
         let fixed = [
             "order.due",
-            "order.slot.5s-22",
-            "order.slot.1m-15",
-            "order.slot.10m-9",
-            "order.slot.1h-9",
-            "order.slot.6h-6",
-            "order.slot.24h-8",
+            "order.wheel.5s-22",
+            "order.wheel.1m-15",
+            "order.wheel.10m-9",
+            "order.wheel.1h-9",
+            "order.wheel.6h-6",
+            "order.wheel.24h-8",
         ]
         .map(str::to_owned);
         assert_eq!(names, fixed.into_iter().chain(lanes).collect::<Vec<_>>());
@@ -305,11 +312,27 @@ mod tests {
     }
 
     #[test]
+    fn paths_of_kind_end_in_its_queue() {
+        let mut settings = Settings::defaults();
+        let kind = Kind::new("acceptance").unwrap();
+        settings.kinds.entry(kind.clone()).or_default().lanes = vec!["5m".parse().unwrap()];
+        let (paths, now) = (Paths::new(&settings, &kind), Timestamp::from_unix_micros(1_700_000_000_000_000));
+        let journey = |name: &str| paths.journey(paths.find(name).unwrap(), now);
+        let direct = journey("order.due (acceptance)");
+        assert_eq!((&*direct.queue, &*direct.route.routing_key), ("order.timeout.acceptance", "due.acceptance"));
+        let ring = journey("order.wheel.5s-22 (acceptance)");
+        assert_eq!(ring.route.key_after_delay.as_deref(), Some("due.acceptance"));
+        let lane = journey("order.delay.acceptance.5m.0");
+        assert_eq!(lane.route.routing_key, "acceptance.5m.0");
+        assert_eq!(paths.all().len(), 1 + 6 + 1);
+    }
+
+    #[test]
     fn canary_interval_covers_its_wait() {
         let paths = paths(&[]);
         let every = |name: &str, suspected| paths.find(name).unwrap().sent_every(suspected);
-        assert_eq!(every("order.slot.5s-22", false), REGULAR_INTERVAL);
-        assert_eq!(every("order.slot.5s-22", true), SUSPECTED_INTERVAL);
+        assert_eq!(every("order.wheel.5s-22", false), REGULAR_INTERVAL);
+        assert_eq!(every("order.wheel.5s-22", true), SUSPECTED_INTERVAL);
         assert_eq!(every("order.delay.30m.0", true), Duration::from_secs(30 * 60 - 20));
     }
 
@@ -318,11 +341,11 @@ mod tests {
         #[test]
         fn finest_ring_answers_within_ten_seconds(micros in 0_i64..3_600_000_000) {
             let (paths, now) = (paths(&[]), Timestamp::from_unix_micros(1_700_000_000_000_000 + micros));
-            let finest = paths.find("order.slot.5s-22").unwrap();
+            let finest = paths.find("order.wheel.5s-22").unwrap();
             let journey = paths.journey(finest, now);
             prop_assert!(journey.wait >= AHEAD, "{:?}", journey.wait);
             prop_assert!(journey.wait + GRACE + Duration::from_secs(1) < Duration::from_secs(10), "{:?}", journey.wait);
-            prop_assert!(journey.queue.starts_with("order.slot.5s-22."));
+            prop_assert!(journey.queue.starts_with("order.wheel.5s-22."));
             prop_assert_eq!(journey.route.delay, Delay::Ttl(journey.wait));
         }
 
@@ -330,7 +353,7 @@ mod tests {
         #[test]
         fn canary_leaves_when_its_slot_does(micros in 0_i64..3_600_000_000) {
             let (paths, now) = (paths(&[]), Timestamp::from_unix_micros(1_700_000_000_000_000 + micros));
-            let journey = paths.journey(paths.find("order.slot.5s-22").unwrap(), now);
+            let journey = paths.journey(paths.find("order.wheel.5s-22").unwrap(), now);
             // A slot expires `lead` before its unit of five seconds begins.
             let begins = (now + journey.wait + Duration::from_secs(20)).unix_micros();
             prop_assert!(begins.rem_euclid(5_000_000) < 1_000, "{begins}");

@@ -6,6 +6,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use order_timeout_core::kind::Kind;
+
 /// How often, at most, a warning about the same cause is repeated while it lasts.
 pub const REPEAT_WARNING_EVERY: Duration = Duration::from_secs(300);
 
@@ -78,10 +80,10 @@ pub enum Change {
     Nothing,
 }
 
-/// The causes that hold now.
+/// The causes that hold now, each for the whole worker or for one kind.
 #[derive(Debug, Default)]
 pub struct Degraded {
-    causes: BTreeMap<Cause, Entry>,
+    causes: BTreeMap<(Cause, Option<Kind>), Entry>,
 }
 
 #[derive(Debug)]
@@ -92,11 +94,12 @@ struct Entry {
 
 impl Degraded {
     /// Reports the result of a check: why the cause holds, or that it does not.
-    pub fn note(&mut self, cause: Cause, why: Option<&str>, now: Instant) -> Change {
+    pub fn note(&mut self, cause: Cause, kind: Option<&Kind>, why: Option<&str>, now: Instant) -> Change {
+        let of = (cause, kind.cloned());
         let Some(why) = why else {
-            return if self.causes.remove(&cause).is_some() { Change::Cleared } else { Change::Nothing };
+            return if self.causes.remove(&of).is_some() { Change::Cleared } else { Change::Nothing };
         };
-        let entry = self.causes.entry(cause);
+        let entry = self.causes.entry(of);
         let is_new = matches!(entry, std::collections::btree_map::Entry::Vacant(_));
         let entry = entry.or_insert_with(|| Entry { why: String::new(), warned: now });
         if entry.why != why {
@@ -109,10 +112,21 @@ impl Degraded {
         if is_due { Change::Warn } else { Change::Nothing }
     }
 
-    /// One line for each cause, as `/readyz` shows it.
+    /// Whether this cause holds, for whichever kind.
     #[must_use]
-    pub fn lines(&self) -> Vec<String> {
-        self.causes.iter().map(|(cause, entry)| format!("degraded: {}: {}", cause.as_str(), entry.why)).collect()
+    pub fn holds(&self, cause: Cause) -> bool {
+        self.causes.keys().any(|(known, _)| *known == cause)
+    }
+
+    /// One line for each cause and kind, as `/readyz` shows it.
+    #[must_use]
+    pub fn lines(&self, names_kinds: bool) -> Vec<String> {
+        let line = |((cause, kind), entry): (&(Cause, Option<Kind>), &Entry)| {
+            let kind = kind.as_ref().filter(|_| names_kinds);
+            let kind = kind.map_or_else(String::new, |kind| format!("kind {kind}: "));
+            format!("degraded: {}: {kind}{}", cause.as_str(), entry.why)
+        };
+        self.causes.iter().map(line).collect()
     }
 }
 
@@ -123,19 +137,34 @@ mod tests {
     #[test]
     fn warns_once_then_every_five_minutes() {
         let (mut degraded, began) = (Degraded::default(), Instant::now());
-        assert_eq!(degraded.note(Cause::Schema, Some("no index"), began), Change::Warn);
-        assert_eq!(degraded.note(Cause::Schema, Some("no table"), began + Duration::from_secs(299)), Change::Nothing);
-        assert_eq!(degraded.lines(), ["degraded: schema: no table"]);
-        assert_eq!(degraded.note(Cause::Schema, Some("no table"), began + REPEAT_WARNING_EVERY), Change::Warn);
+        assert_eq!(degraded.note(Cause::Schema, None, Some("no index"), began), Change::Warn);
+        assert_eq!(
+            degraded.note(Cause::Schema, None, Some("no table"), began + Duration::from_secs(299)),
+            Change::Nothing
+        );
+        assert_eq!(degraded.lines(false), ["degraded: schema: no table"]);
+        assert_eq!(degraded.note(Cause::Schema, None, Some("no table"), began + REPEAT_WARNING_EVERY), Change::Warn);
+    }
+
+    #[test]
+    fn cause_holds_while_any_kind_has_it() {
+        let (mut degraded, now, kind) = (Degraded::default(), Instant::now(), Kind::new("acceptance").unwrap());
+        degraded.note(Cause::OrdersContract, Some(&Kind::ORDER), Some("no order"), now);
+        degraded.note(Cause::OrdersContract, Some(&kind), Some("two rows"), now);
+        degraded.note(Cause::OrdersContract, Some(&Kind::ORDER), None, now);
+        assert!(degraded.holds(Cause::OrdersContract));
+        assert_eq!(degraded.lines(true), ["degraded: orders_contract: kind acceptance: two rows"]);
+        assert_eq!(degraded.note(Cause::OrdersContract, Some(&kind), None, now), Change::Cleared);
+        assert!(!degraded.holds(Cause::OrdersContract));
     }
 
     #[test]
     fn fixed_cause_clears_once() {
         let (mut degraded, now) = (Degraded::default(), Instant::now());
-        assert_eq!(degraded.note(Cause::ReadOnly, None, now), Change::Nothing);
-        degraded.note(Cause::ReadOnly, Some("a standby"), now);
-        assert_eq!(degraded.note(Cause::ReadOnly, None, now), Change::Cleared);
-        assert!(degraded.lines().is_empty());
-        assert_eq!(degraded.note(Cause::ReadOnly, Some("a standby"), now), Change::Warn);
+        assert_eq!(degraded.note(Cause::ReadOnly, None, None, now), Change::Nothing);
+        degraded.note(Cause::ReadOnly, None, Some("a standby"), now);
+        assert_eq!(degraded.note(Cause::ReadOnly, None, None, now), Change::Cleared);
+        assert!(degraded.lines(false).is_empty());
+        assert_eq!(degraded.note(Cause::ReadOnly, None, Some("a standby"), now), Change::Warn);
     }
 }

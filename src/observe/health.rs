@@ -2,9 +2,11 @@
 //!
 //! Stores what the loops report and compares it with the time; no I/O. `http.rs` serves it.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+
+use order_timeout_core::kind::Kind;
 
 use crate::observe::degraded::{Cause, Change, Degraded};
 use crate::sanitize;
@@ -12,25 +14,19 @@ use crate::sanitize;
 /// How often an idle loop reports that it runs.
 pub const BEAT_EVERY: Duration = Duration::from_secs(1);
 
-/// The loops that the worker consists of.
+/// The loops that each kind has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Loop {
     /// Passes inputs to the engine and runs its actions.
     EventLoop,
-    /// Empties the outboxes.
-    Outboxes,
-    /// Keeps the consumer session open.
+    /// Keeps the consumer session open. Only with a broker.
     Supervisor,
 }
 
 impl Loop {
-    /// Every loop of a worker with a broker.
-    pub const ALL: [Self; 3] = [Self::EventLoop, Self::Outboxes, Self::Supervisor];
-
     const fn name(self) -> &'static str {
         match self {
             Self::EventLoop => "event loop",
-            Self::Outboxes => "outbox loop",
             Self::Supervisor => "supervisor loop",
         }
     }
@@ -43,8 +39,6 @@ pub enum Lifecycle {
     Starting,
     /// Consuming and closing.
     Running,
-    /// Nothing could be closed, re-armed or parked for so long that the alarms were requeued.
-    Paused,
     /// Finishing the work in flight.
     Stopping,
 }
@@ -67,8 +61,8 @@ impl Report {
     }
 
     /// Adds the causes of degradation, which do not change the result.
-    fn with_degraded(mut self, degraded: &Degraded) -> Self {
-        self.lines.extend(degraded.lines().into_iter().map(one_line));
+    fn with_degraded(mut self, lines: Vec<String>) -> Self {
+        self.lines.extend(lines.into_iter().map(one_line));
         self
     }
 }
@@ -78,64 +72,90 @@ fn one_line(text: String) -> String {
     sanitize::one_line(&text).into_owned()
 }
 
+/// When a loop last began an iteration.
+#[derive(Debug)]
+struct Beat {
+    began: Instant,
+    /// In milliseconds since `began`.
+    last_ms: AtomicU64,
+}
+
+impl Beat {
+    fn new() -> Self {
+        Self { began: Instant::now(), last_ms: AtomicU64::new(0) }
+    }
+
+    fn note(&self, now: Instant) {
+        let since = u64::try_from(now.saturating_duration_since(self.began).as_millis()).unwrap_or(u64::MAX);
+        self.last_ms.store(since, Ordering::Relaxed);
+    }
+
+    /// The sentence about a loop without progress for longer than this.
+    fn why_stalled(&self, name: &str, longest: Duration, now: Instant) -> Option<String> {
+        let beat = self.began + Duration::from_millis(self.last_ms.load(Ordering::Relaxed));
+        let stalled_for = now.saturating_duration_since(beat);
+        (stalled_for > longest).then(|| format!("the {name} has made no progress for {} s", stalled_for.as_secs()))
+    }
+}
+
 /// The state of the worker's health.
 #[derive(Debug)]
 pub struct Health {
-    began: Instant,
     /// How long one iteration of a loop may take.
     longest_iteration: Duration,
-    /// When each loop last began an iteration, in milliseconds since `began`.
-    beats: [AtomicU64; Loop::ALL.len()],
+    outboxes: Beat,
     state: Mutex<State>,
 }
 
 #[derive(Debug)]
 struct State {
     lifecycle: Lifecycle,
-    /// Those that are watched.
-    loops: Vec<Loop>,
+    /// At least one in a worker that runs.
+    kinds: Vec<Arc<KindHealth>>,
+    degraded: Degraded,
+}
+
+/// The health of one kind: its loops, its session, and what its statements meet in the database.
+#[derive(Debug)]
+pub struct KindHealth {
+    kind: Kind,
+    event_loop: Beat,
+    supervisor: Beat,
+    state: Mutex<KindState>,
+}
+
+#[derive(Debug)]
+struct KindState {
+    has_broker: bool,
+    /// Nothing could be closed, re-armed or parked for so long that the alarms were requeued.
+    is_paused: bool,
     /// Why there is no consumer session; `None` while there is one.
     no_session: Option<String>,
     /// Why the database is unusable; `None` while it is usable.
     no_database: Option<String>,
-    degraded: Degraded,
 }
 
-impl Health {
-    /// The health of a worker that is starting.
-    #[must_use]
-    pub fn new(longest_iteration: Duration) -> Self {
-        let state = State {
-            lifecycle: Lifecycle::Starting,
-            loops: Vec::new(),
-            no_session: Some("none was opened yet".into()),
-            no_database: None,
-            degraded: Degraded::default(),
-        };
-        Self { began: Instant::now(), longest_iteration, beats: Default::default(), state: Mutex::new(state) }
-    }
-
+impl KindHealth {
     /// This loop begins an iteration.
     pub fn beat(&self, of: Loop) {
         self.beat_at(of, Instant::now());
     }
 
     fn beat_at(&self, of: Loop, now: Instant) {
-        let since = u64::try_from(now.saturating_duration_since(self.began).as_millis()).unwrap_or(u64::MAX);
-        self.beats[of as usize].store(since, Ordering::Relaxed);
+        match of {
+            Loop::EventLoop => self.event_loop.note(now),
+            Loop::Supervisor => self.supervisor.note(now),
+        }
     }
 
-    /// These loops are started: from now on each must make progress.
-    pub fn mark_running(&self, loops: &[Loop]) {
-        loops.iter().for_each(|of| self.beat(*of));
-        let mut state = self.state();
-        state.loops = loops.to_vec();
-        state.lifecycle = Lifecycle::Running;
+    /// There is no broker, so neither a session nor a supervisor is expected.
+    pub fn note_no_broker(&self) {
+        self.state().has_broker = false;
     }
 
-    /// Records what the worker as a whole is doing.
-    pub fn note_lifecycle(&self, lifecycle: Lifecycle) {
-        self.state().lifecycle = lifecycle;
+    /// Whether consuming is paused because alarms cannot be settled.
+    pub fn note_paused(&self, is_paused: bool) {
+        self.state().is_paused = is_paused;
     }
 
     /// A consumer session is open, or why none is.
@@ -148,9 +168,89 @@ impl Health {
         note(&mut self.state().no_database, no_database);
     }
 
-    /// A check has found why a cause holds, or that it does not.
-    pub fn note_degraded(&self, cause: Cause, why: Option<&str>) -> Change {
-        self.state().degraded.note(cause, why, Instant::now())
+    fn stalled(&self, longest: Duration, now: Instant) -> Vec<String> {
+        let supervisor = Some((Loop::Supervisor, &self.supervisor)).filter(|_| self.state().has_broker);
+        let loops = [Some((Loop::EventLoop, &self.event_loop)), supervisor].into_iter().flatten();
+        loops.filter_map(|(of, beat)| beat.why_stalled(of.name(), longest, now)).collect()
+    }
+
+    fn problems(&self, lifecycle: Lifecycle) -> Vec<String> {
+        let state = self.state();
+        let mut problems = Vec::new();
+        if lifecycle == Lifecycle::Running && state.is_paused {
+            problems.push(
+                "worker: consuming is paused, because nothing could be closed, re-armed or parked for worker.requeue_after"
+                    .into(),
+            );
+        } else if lifecycle == Lifecycle::Running && state.has_broker {
+            // In every other state no session is expected.
+            let no_session = state.no_session.iter();
+            problems.extend(no_session.map(|why| format!("broker: no consumer session is open: {why}")));
+        }
+        if lifecycle != Lifecycle::Stopping {
+            problems.extend(state.no_database.iter().map(|why| format!("database: {why}")));
+        }
+        problems
+    }
+
+    fn state(&self) -> MutexGuard<'_, KindState> {
+        self.state.lock().expect("no holder panics")
+    }
+}
+
+impl Health {
+    /// The health of a worker that is starting.
+    #[must_use]
+    pub fn new(longest_iteration: Duration) -> Self {
+        let state = State { lifecycle: Lifecycle::Starting, kinds: Vec::new(), degraded: Degraded::default() };
+        Self { longest_iteration, outboxes: Beat::new(), state: Mutex::new(state) }
+    }
+
+    /// Adds the health of one more kind.
+    #[must_use]
+    pub fn of_kind(&self, kind: &Kind) -> Arc<KindHealth> {
+        let state = KindState {
+            has_broker: true,
+            is_paused: false,
+            no_session: Some("none was opened yet".into()),
+            no_database: None,
+        };
+        let (event_loop, supervisor) = (Beat::new(), Beat::new());
+        let health = Arc::new(KindHealth { kind: kind.clone(), event_loop, supervisor, state: Mutex::new(state) });
+        self.state().kinds.push(health.clone());
+        health
+    }
+
+    /// The loop that empties the outboxes begins an iteration.
+    pub fn beat_outboxes(&self) {
+        self.outboxes.note(Instant::now());
+    }
+
+    /// All loops are started: from now on each must make progress.
+    pub fn mark_running(&self) {
+        self.beat_outboxes();
+        let mut state = self.state();
+        for kind in &state.kinds {
+            kind.beat(Loop::EventLoop);
+            kind.beat(Loop::Supervisor);
+        }
+        state.lifecycle = Lifecycle::Running;
+    }
+
+    /// The worker finishes the work in flight.
+    pub fn mark_stopping(&self) {
+        self.state().lifecycle = Lifecycle::Stopping;
+    }
+
+    /// A check has found why a cause holds, or that it does not; `kind` if it is about one kind only.
+    pub fn note_degraded(&self, cause: Cause, kind: Option<&Kind>, why: Option<&str>) -> Change {
+        self.state().degraded.note(cause, kind, why, Instant::now())
+    }
+
+    /// Whether this cause holds, for whichever kind.
+    #[must_use]
+    pub fn is_degraded(&self, cause: Cause) -> bool {
+        self.state().degraded.holds(cause)
     }
 
     /// Whether every loop makes progress. Starting and stopping have time limits of their own.
@@ -161,17 +261,16 @@ impl Health {
 
     fn is_alive_at(&self, now: Instant) -> Report {
         let state = self.state();
-        let is_watched = matches!(state.lifecycle, Lifecycle::Running | Lifecycle::Paused);
-        let stalled = state.loops.iter().copied().filter(|_| is_watched).filter_map(|of| {
-            let beat = self.began + Duration::from_millis(self.beats[of as usize].load(Ordering::Relaxed));
-            let stalled_for = now.saturating_duration_since(beat);
-            (stalled_for > self.longest_iteration)
-                .then(|| format!("the {} has made no progress for {} s", of.name(), stalled_for.as_secs()))
-        });
-        Report::new("alive", stalled.collect())
+        let longest = self.longest_iteration;
+        let mut stalled = Vec::new();
+        if state.lifecycle == Lifecycle::Running {
+            stalled = state.of_each_kind(|kind| kind.stalled(longest, now));
+            stalled.extend(self.outboxes.why_stalled("outbox loop", longest, now));
+        }
+        Report::new("alive", stalled)
     }
 
-    /// Whether alarms are consumed and orders can be closed.
+    /// Whether alarms are consumed and orders can be closed, of every kind.
     #[must_use]
     pub fn is_ready(&self) -> Report {
         let state = self.state();
@@ -179,24 +278,26 @@ impl Health {
         match state.lifecycle {
             Lifecycle::Starting => problems.push("worker: starting".to_owned()),
             Lifecycle::Stopping => problems.push("worker: stopping".to_owned()),
-            Lifecycle::Paused => problems.push(
-                "worker: consuming is paused, because nothing could be closed, re-armed or parked for worker.requeue_after"
-                    .into(),
-            ),
-            // In every other state no session is expected.
-            Lifecycle::Running => {
-                let no_session = state.no_session.iter();
-                problems.extend(no_session.map(|why| format!("broker: no consumer session is open: {why}")));
-            }
+            Lifecycle::Running => {}
         }
-        if state.lifecycle != Lifecycle::Stopping {
-            problems.extend(state.no_database.iter().map(|why| format!("database: {why}")));
-        }
-        Report::new("ready", problems).with_degraded(&state.degraded)
+        problems.extend(state.of_each_kind(|kind| kind.problems(state.lifecycle)));
+        Report::new("ready", problems).with_degraded(state.degraded.lines(state.kinds.len() > 1))
     }
 
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no holder panics")
+    }
+}
+
+impl State {
+    /// The lines about each kind, which name it if there are several.
+    fn of_each_kind(&self, lines: impl Fn(&KindHealth) -> Vec<String>) -> Vec<String> {
+        let is_named = self.kinds.len() > 1;
+        let of_kind = |kind: &Arc<KindHealth>| {
+            let prefix = if is_named { format!("kind {}: ", kind.kind) } else { String::new() };
+            lines(kind).into_iter().map(move |line| format!("{prefix}{line}")).collect::<Vec<_>>()
+        };
+        self.kinds.iter().flat_map(of_kind).collect()
     }
 }
 
@@ -213,24 +314,50 @@ mod tests {
 
     const LONGEST_ITERATION: Duration = Duration::from_secs(60);
 
-    fn running() -> Health {
+    /// A running worker of these kinds.
+    fn running(kinds: &[&str]) -> (Health, Vec<Arc<KindHealth>>) {
         let health = Health::new(LONGEST_ITERATION);
-        health.mark_running(&Loop::ALL);
-        health.note_session(None);
-        health
+        let kinds = kinds.iter().map(|kind| health.of_kind(&Kind::new(kind).unwrap())).collect::<Vec<_>>();
+        health.mark_running();
+        kinds.iter().for_each(|kind| kind.note_session(None));
+        (health, kinds)
     }
 
     #[test]
     fn names_stalled_loops() {
-        let health = running();
+        let (health, kinds) = running(&["order"]);
         let later = Instant::now() + LONGEST_ITERATION + Duration::from_secs(13);
-        health.beat_at(Loop::EventLoop, later);
+        kinds[0].beat_at(Loop::EventLoop, later);
         assert!(health.is_alive().is_healthy);
         let report = health.is_alive_at(later);
         assert!(!report.is_healthy);
         assert_eq!(
             report.lines,
-            ["the outbox loop has made no progress for 73 s", "the supervisor loop has made no progress for 73 s"]
+            ["the supervisor loop has made no progress for 73 s", "the outbox loop has made no progress for 73 s"]
+        );
+        kinds[0].note_no_broker();
+        assert_eq!(health.is_alive_at(later).lines, ["the outbox loop has made no progress for 73 s"]);
+    }
+
+    #[test]
+    fn lines_name_one_of_several_kinds() {
+        let (health, kinds) = running(&["order", "acceptance"]);
+        let later = Instant::now() + LONGEST_ITERATION + Duration::from_secs(13);
+        health.outboxes.note(later);
+        kinds[0].beat_at(Loop::EventLoop, later);
+        kinds.iter().for_each(|kind| kind.beat_at(Loop::Supervisor, later));
+        let line = "kind acceptance: the event loop has made no progress for 73 s";
+        assert_eq!(health.is_alive_at(later).lines, [line]);
+        kinds[1].note_database(Some("a table is missing"));
+        health.note_degraded(Cause::Schema, None, Some("an index is missing"));
+        health.note_degraded(Cause::OrdersContract, Some(&kinds[1].kind), Some("pages are not sorted"));
+        assert_eq!(
+            health.is_ready().lines,
+            [
+                "kind acceptance: database: a table is missing",
+                "degraded: schema: an index is missing",
+                "degraded: orders_contract: kind acceptance: pages are not sorted"
+            ]
         );
     }
 
@@ -239,46 +366,47 @@ mod tests {
         let health = Health::new(LONGEST_ITERATION);
         let later = Instant::now() + 2 * LONGEST_ITERATION;
         assert!(health.is_alive_at(later).is_healthy);
-        health.mark_running(&Loop::ALL);
+        let (health, _) = running(&["order"]);
         assert!(!health.is_alive_at(later).is_healthy);
-        health.note_lifecycle(Lifecycle::Stopping);
+        health.mark_stopping();
         assert!(health.is_alive_at(later).is_healthy);
     }
 
     #[test]
     fn reports_each_problem_in_one_line() {
-        let health = running();
+        let (health, kinds) = running(&["order"]);
+        let kind = &kinds[0];
         assert_eq!(health.is_ready(), Report { is_healthy: true, lines: vec!["ready".into()] });
-        health.note_session(Some("the broker\nis away"));
-        health.note_database(Some("connection refused"));
+        kind.note_session(Some("the broker\nis away"));
+        kind.note_database(Some("connection refused"));
         assert_eq!(
             health.is_ready().lines,
             ["broker: no consumer session is open: the broker is away", "database: connection refused"]
         );
-        health.note_session(None);
+        kind.note_session(None);
         assert_eq!(health.is_ready().lines, ["database: connection refused"]);
-        health.note_lifecycle(Lifecycle::Stopping);
+        health.mark_stopping();
         assert_eq!(health.is_ready().lines, ["worker: stopping"]);
     }
 
     #[test]
     fn degraded_worker_stays_ready() {
-        let health = running();
-        health.note_degraded(Cause::Schema, Some("the index\nis missing"));
+        let (health, kinds) = running(&["order"]);
+        health.note_degraded(Cause::Schema, None, Some("the index\nis missing"));
         assert_eq!(
             health.is_ready(),
             Report { is_healthy: true, lines: vec!["ready".into(), "degraded: schema: the index is missing".into()] }
         );
-        health.note_database(Some("connection refused"));
+        kinds[0].note_database(Some("connection refused"));
         assert!(!health.is_ready().is_healthy);
     }
 
     #[test]
     fn starting_or_paused_worker_is_not_ready() {
         assert_eq!(Health::new(LONGEST_ITERATION).is_ready().lines, ["worker: starting"]);
-        let health = running();
-        health.note_lifecycle(Lifecycle::Paused);
-        health.note_session(Some("consuming is paused"));
+        let (health, kinds) = running(&["order"]);
+        kinds[0].note_paused(true);
+        kinds[0].note_session(Some("consuming is paused"));
         let report = health.is_ready();
         assert!(
             !report.is_healthy && report.lines.len() == 1 && report.lines[0].contains("requeue_after"),

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use order_timeout_core::alarm::{ParkReason, SourceQueue};
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{CloseError, ClosedBy, Outcome};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
@@ -31,7 +32,9 @@ pub struct Listed {
     pub name: &'static str,
     /// Prometheus' metric type: counter, gauge or histogram.
     pub kind: &'static str,
-    /// What distinguishes its series, if there are several.
+    /// Whether each kind has series of its own, with the label `kind`.
+    pub is_of_kind: bool,
+    /// What else distinguishes its series, if there are several.
     pub label: Option<Label>,
     /// The help text.
     pub help: &'static str,
@@ -54,15 +57,23 @@ trait Instrument: Collector + Clone + Sized + 'static {
     const KIND: &'static str;
     const IS_READING: bool = false;
 
-    fn new(listed: &Listed) -> prometheus::Result<Self>;
+    /// `kind`: the value of the label `kind`, if it has one.
+    fn new(listed: &Listed, kind: Option<&Kind>) -> prometheus::Result<Self>;
 }
 
-fn options(listed: &Listed) -> Opts {
-    Opts::new(listed.name, listed.help)
+/// The label that each kind's series have.
+const KIND: &str = "kind";
+
+fn options(listed: &Listed, kind: Option<&Kind>) -> Opts {
+    let options = Opts::new(listed.name, listed.help);
+    match kind {
+        Some(kind) => options.const_label(KIND, kind.as_str()),
+        None => options,
+    }
 }
 
-fn histogram_options(listed: &Listed) -> HistogramOpts {
-    HistogramOpts::new(listed.name, listed.help).buckets(BUCKETS_S.to_vec())
+fn histogram_options(listed: &Listed, kind: Option<&Kind>) -> HistogramOpts {
+    HistogramOpts { common_opts: options(listed, kind), buckets: BUCKETS_S.to_vec() }
 }
 
 /// Metrics without a label, and those with one.
@@ -71,17 +82,17 @@ macro_rules! instruments {
         impl Instrument for $single {
             const KIND: &'static str = $kind;
 
-            fn new(listed: &Listed) -> prometheus::Result<Self> {
-                Self::with_opts($options(listed))
+            fn new(listed: &Listed, kind: Option<&Kind>) -> prometheus::Result<Self> {
+                Self::with_opts($options(listed, kind))
             }
         }
 
         impl Instrument for $labelled {
             const KIND: &'static str = $kind;
 
-            fn new(listed: &Listed) -> prometheus::Result<Self> {
+            fn new(listed: &Listed, kind: Option<&Kind>) -> prometheus::Result<Self> {
                 let label = listed.label.expect("a metric with series has a label");
-                let family = Self::new($options(listed), &[label.name])?;
+                let family = Self::new($options(listed, kind), &[label.name])?;
                 for value in label.values {
                     let _created = family.with_label_values(&[*value]);
                 }
@@ -129,8 +140,8 @@ impl Instrument for Reading {
     const KIND: &'static str = "gauge";
     const IS_READING: bool = true;
 
-    fn new(listed: &Listed) -> prometheus::Result<Self> {
-        Ok(Self { gauge: Gauge::with_opts(options(listed))?, is_known: Arc::default() })
+    fn new(listed: &Listed, kind: Option<&Kind>) -> prometheus::Result<Self> {
+        Ok(Self { gauge: Gauge::with_opts(options(listed, kind))?, is_known: Arc::default() })
     }
 }
 
@@ -163,47 +174,55 @@ impl Instrument for Readings {
     const KIND: &'static str = "gauge";
     const IS_READING: bool = true;
 
-    fn new(listed: &Listed) -> prometheus::Result<Self> {
+    fn new(listed: &Listed, kind: Option<&Kind>) -> prometheus::Result<Self> {
         let label = listed.label.expect("a metric with series has a label");
-        Ok(Self(GaugeVec::new(options(listed), &[label.name])?))
+        Ok(Self(GaugeVec::new(options(listed, kind), &[label.name])?))
     }
 }
 
-/// The list of metrics: field name, type, metric name, label with every value, and help.
+/// A list of metrics and the struct that has them: field name, type, metric name, label with every value, and help.
 macro_rules! metrics {
-    ($($field:ident: $instrument:ty = $name:literal $({ $label:literal: $values:expr })?, $help:literal;)*) => {
-        /// The worker's metrics. Cheap to share behind an `Arc`.
+    (
+        $(#[$doc:meta])* $name:ident $({ $registry:ident })?, $list:ident, of kind: $is_of_kind:literal;
+        $($field:ident: $instrument:ty = $metric:literal $({ $label:literal: $values:expr })?, $help:literal;)*
+    ) => {
+        $(#[$doc])*
         #[derive(Debug)]
         #[allow(missing_docs)] // each field's help is its documentation
-        pub struct Metrics {
-            registry: Registry,
+        pub struct $name {
+            $($registry: Registry,)?
             $(pub $field: $instrument,)*
         }
 
-        /// All of our own metrics.
-        pub const LISTED: &[Listed] = &[$(
+        const $list: &[Listed] = &[$(
             Listed {
-                name: $name,
+                name: $metric,
                 kind: <$instrument as Instrument>::KIND,
+                is_of_kind: $is_of_kind,
                 label: metrics!(@label $($label, $values)?),
                 help: $help,
                 is_reading: <$instrument as Instrument>::IS_READING,
             },
         )*];
 
-        impl Metrics {
-            fn register_all(registry: Registry) -> prometheus::Result<Self> {
-                let mut listed = LISTED.iter();
+        impl $name {
+            fn register_all(registry: &Registry, kind: Option<&Kind>) -> prometheus::Result<Self> {
+                let mut listed = $list.iter();
                 $(
-                    let $field = <$instrument as Instrument>::new(listed.next().expect("as many as fields"))?;
+                    let $field = <$instrument as Instrument>::new(listed.next().expect("as many as fields"), kind)?;
                     registry.register(Box::new($field.clone()))?;
                 )*
-                Ok(Self { registry, $($field,)* })
+                Ok(Self { $($registry: registry.clone(),)? $($field,)* })
             }
         }
     };
     (@label) => { None };
     (@label $label:literal, $values:expr) => { Some(Label { name: $label, values: &$values }) };
+}
+
+/// All of our own metrics: those of the worker, then those that each kind has.
+pub fn listed() -> impl Iterator<Item = &'static Listed> {
+    OF_WORKER.iter().chain(OF_KIND)
 }
 
 const BY: [&str; 3] = [ClosedBy::Alarm.as_str(), ClosedBy::LookAhead.as_str(), ClosedBy::Sweep.as_str()];
@@ -229,12 +248,31 @@ const OUTCOMES: [&str; 12] = [
 ];
 
 metrics! {
+    /// The worker's metrics, without those that each kind has. Cheap to share behind an `Arc`.
+    Metrics { registry }, OF_WORKER, of kind: false;
     alarms_scheduled: IntCounter = "order_timeout_alarms_scheduled_total",
         "Alarms that the relay took out of alarm_outbox and the broker confirmed.";
     alarms_refused: IntCounter = "order_timeout_alarms_refused_total",
         "Times the relay got no confirm for an alarm; it stays in alarm_outbox and is retried.";
     alarms_expired: IntCounter = "order_timeout_alarms_expired_total",
         "Alarms that passed their deadline in alarm_outbox; the sweep closes their orders.";
+    events_announced: IntCounter = "order_timeout_events_announced_total",
+        "Events that the relay took out of event_outbox and the broker confirmed.";
+    events_refused: IntCounter = "order_timeout_events_refused_total",
+        "Times the relay got no confirm for an event; it stays in event_outbox and is retried.";
+    relaying: IntGauge = "order_timeout_relaying",
+        "1 while this worker is the leader that empties the outboxes.";
+    outbox_age: Readings = "order_timeout_outbox_age_seconds" { "outbox": [ALARMS, EVENTS] },
+        "Age of the oldest unsent row; 0 if there is none, absent while it cannot be read.";
+    degraded: IntGaugeVec = "order_timeout_degraded" { "cause": Cause::WORDS },
+        "1 while this cause degrades the worker although orders are closed; /readyz says why.";
+    build_info: IntGaugeVec = "order_timeout_build_info" { "version": [env!("CARGO_PKG_VERSION")] },
+        "1, with the version of the worker.";
+}
+
+metrics! {
+    /// The metrics of one kind: whatever its engine, its closers and its session count.
+    KindMetrics, OF_KIND, of kind: true;
     alarms_delivered: IntCounterVec = "order_timeout_alarms_delivered_total" { "queue": SOURCE_QUEUES },
         "Alarms that the broker delivered, by the queue they came from.";
     alarm_earliness: Histogram = "order_timeout_alarm_earliness_seconds",
@@ -265,28 +303,16 @@ metrics! {
         "Time since the deadline of the oldest unpaid order that the last sweep found; 0 if it found none, absent while the sweep cannot read.";
     sweep_failures: IntCounter = "order_timeout_sweep_failures_total",
         "Times the query for overdue orders failed.";
-    events_announced: IntCounter = "order_timeout_events_announced_total",
-        "Events that the relay took out of event_outbox and the broker confirmed.";
-    events_refused: IntCounter = "order_timeout_events_refused_total",
-        "Times the relay got no confirm for an event; it stays in event_outbox and is retried.";
-    relaying: IntGauge = "order_timeout_relaying",
-        "1 while this worker is the leader that empties the outboxes.";
-    outbox_age: Readings = "order_timeout_outbox_age_seconds" { "outbox": [ALARMS, EVENTS] },
-        "Age of the oldest unsent row; 0 if there is none, absent while it cannot be read.";
     session_open: IntGauge = "order_timeout_session_open",
         "1 while a consumer session is open.";
     sessions_opened: IntCounter = "order_timeout_sessions_opened_total",
         "Consumer sessions opened.";
     database_unavailable: IntGauge = "order_timeout_database_unavailable",
         "1 while the database closes nothing, does not answer, or the query for overdue orders fails.";
-    degraded: IntGaugeVec = "order_timeout_degraded" { "cause": Cause::WORDS },
-        "1 while this cause degrades the worker although orders are closed; /readyz says why.";
     clock_offset: Reading = "order_timeout_clock_offset_seconds",
         "The database's clock minus this machine's wall clock, which the worker does not use; absent while it cannot be read.";
     clock_uncertainty: Reading = "order_timeout_clock_uncertainty_seconds",
         "Round trip of the latest reading of the database's clock; the error is at most half of it. Absent while it cannot be read.";
-    build_info: IntGaugeVec = "order_timeout_build_info" { "version": [env!("CARGO_PKG_VERSION")] },
-        "1, with the version of the worker.";
 }
 
 /// What the prometheus crate reads from /proc, on Linux.
@@ -301,7 +327,7 @@ pub const PROCESS_METRICS: &[Listed] = &[
 ];
 
 const fn process_metric(name: &'static str, kind: &'static str, help: &'static str) -> Listed {
-    Listed { name, kind, label: None, help, is_reading: false }
+    Listed { name, kind, is_of_kind: false, label: None, help, is_reading: false }
 }
 
 impl Metrics {
@@ -309,7 +335,7 @@ impl Metrics {
     /// If the list has a duplicate or an invalid name; a test registers every metric.
     #[must_use]
     pub fn new() -> Self {
-        let metrics = Self::register_all(Registry::new()).expect("the list is tested to be valid");
+        let metrics = Self::register_all(&Registry::new(), None).expect("the list is tested to be valid");
         metrics.build_info.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
         #[cfg(target_os = "linux")]
         metrics
@@ -327,6 +353,17 @@ impl Metrics {
         TextEncoder::new().encode_to_string(&self.registry.gather())
     }
 
+    /// The metrics of this kind, on the same page. Once for each kind.
+    ///
+    /// # Panics
+    /// If the kind has metrics already.
+    #[must_use]
+    pub fn of_kind(&self, kind: &Kind) -> KindMetrics {
+        KindMetrics::register_all(&self.registry, Some(kind)).expect("a kind is registered once")
+    }
+}
+
+impl KindMetrics {
     /// Counts an order that was closed this long after its deadline.
     pub fn closed(&self, by: ClosedBy, lateness: Option<Duration>) {
         self.orders_closed.with_label_values(&[by.as_str()]).inc();
@@ -350,8 +387,10 @@ mod tests {
 
     #[test]
     fn renders_every_metric_from_start() {
-        let text = Metrics::new().render().unwrap();
-        for listed in LISTED.iter().filter(|listed| !listed.is_reading) {
+        let metrics = Metrics::new();
+        let _of_kind = metrics.of_kind(&Kind::ORDER);
+        let text = metrics.render().unwrap();
+        for listed in listed().filter(|listed| !listed.is_reading) {
             let (name, help, kind) = (listed.name, listed.help, listed.kind);
             assert!(text.contains(&format!("# HELP {name} {help}\n# TYPE {name} {kind}\n")), "{name}\n{text}");
             let Some(label) = listed.label else { continue };
@@ -364,17 +403,18 @@ mod tests {
     #[test]
     fn readings_are_absent_until_known() {
         let metrics = Metrics::new();
+        let of_kind = metrics.of_kind(&Kind::ORDER);
         let shown = |series: &str| {
             let text = metrics.render().unwrap();
             text.lines().find_map(|line| line.strip_prefix(series)).map(|value| value.trim().to_owned())
         };
-        for listed in LISTED.iter().filter(|listed| listed.is_reading) {
+        for listed in listed().filter(|listed| listed.is_reading) {
             assert_eq!(shown(listed.name), None, "{} is shown before it was read", listed.name);
         }
-        let overdue = "order_timeout_oldest_overdue_seconds";
-        metrics.oldest_overdue.show(Some(0.0));
+        let overdue = "order_timeout_oldest_overdue_seconds{kind=\"order\"}";
+        of_kind.oldest_overdue.show(Some(0.0));
         assert_eq!(shown(overdue), Some("0".into()));
-        metrics.oldest_overdue.show(None);
+        of_kind.oldest_overdue.show(None);
         assert_eq!(shown(overdue), None, "it could not be read");
         let age = |outbox: &str| format!("order_timeout_outbox_age_seconds{{outbox=\"{outbox}\"}}");
         metrics.outbox_age.show(ALARMS, Some(1.5));
@@ -387,7 +427,7 @@ mod tests {
     #[test]
     fn names_follow_conventions() {
         let mut names = BTreeSet::new();
-        for Listed { name, kind, help, .. } in LISTED {
+        for Listed { name, kind, help, .. } in listed() {
             assert!(names.insert(name), "{name} is listed twice");
             assert!(name.starts_with("order_timeout_"), "{name}");
             assert_eq!(name.ends_with("_total"), *kind == "counter", "{name}");
@@ -398,12 +438,32 @@ mod tests {
 
     #[test]
     fn workers_do_not_share_figures() {
-        let (one, other) = (Metrics::new(), Metrics::new());
+        let (page, other) = (Metrics::new(), Metrics::new().of_kind(&Kind::ORDER));
+        let one = page.of_kind(&Kind::ORDER);
         one.closed(ClosedBy::Sweep, Some(Duration::from_millis(3)));
         assert_eq!(one.orders_closed.with_label_values(&["sweep"]).get(), 1);
         assert_eq!(other.orders_closed.with_label_values(&["sweep"]).get(), 0);
-        let text = one.render().unwrap();
-        assert!(text.contains("order_timeout_close_lateness_seconds_bucket{by=\"sweep\",le=\"0.005\"} 1"), "{text}");
-        assert!(text.contains("order_timeout_close_lateness_seconds_bucket{by=\"sweep\",le=\"0.002\"} 0"), "{text}");
+        let text = page.render().unwrap();
+        let bucket = "order_timeout_close_lateness_seconds_bucket{by=\"sweep\",kind=\"order\",le=";
+        assert!(text.contains(&format!("{bucket}\"0.005\"}} 1")), "{text}");
+        assert!(text.contains(&format!("{bucket}\"0.002\"}} 0")), "{text}");
+    }
+
+    #[test]
+    fn each_kind_has_series_of_its_own() {
+        let page = Metrics::new();
+        let [order, acceptance] = ["order", "acceptance"].map(|kind| page.of_kind(&Kind::new(kind).unwrap()));
+        order.alarms_held.set(3);
+        acceptance.orders_closed.with_label_values(&["alarm"]).inc();
+        let text = page.render().unwrap();
+        for line in [
+            "order_timeout_alarms_held{kind=\"order\"} 3",
+            "order_timeout_alarms_held{kind=\"acceptance\"} 0",
+            "order_timeout_orders_closed_total{by=\"alarm\",kind=\"acceptance\"} 1",
+            "order_timeout_orders_closed_total{by=\"alarm\",kind=\"order\"} 0",
+        ] {
+            assert!(text.lines().any(|shown| shown == line), "{line}\n{text}");
+        }
+        assert_eq!(text.matches("# HELP order_timeout_alarms_held ").count(), 1, "{text}");
     }
 }

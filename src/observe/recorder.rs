@@ -9,6 +9,7 @@ use std::time::Duration;
 use order_timeout_core::alarm::{Delivered, ParkReason, SourceQueue};
 use order_timeout_core::clock::DatabaseClock;
 use order_timeout_core::engine::{Batch, BatchResult};
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{CloseOutcome, CloseResult, ClosedBy, OrderId, Outcome, Timestamp};
 use tracing::{info, warn};
 
@@ -16,14 +17,23 @@ use super::close_log::CloseLog;
 use super::zones::ZoneComparison;
 use crate::http::Pages;
 use crate::observe::degraded::{Cause, Change};
-use crate::observe::health::Health;
-use crate::observe::metrics::Metrics;
+use crate::observe::health::{Health, KindHealth};
+use crate::observe::metrics::{KindMetrics, Metrics};
 
-/// Cheap to clone: all clones share their counts.
+/// What is recorded of the worker as a whole. Cheap to clone: all clones share their counts.
 #[derive(Debug, Clone)]
 pub(crate) struct Recorder {
     pub health: Arc<Health>,
     pub metrics: Arc<Metrics>,
+}
+
+/// What is recorded of one kind. Cheap to clone as well.
+#[derive(Debug, Clone)]
+pub(crate) struct KindRecorder {
+    worker: Recorder,
+    kind: Kind,
+    pub health: Arc<KindHealth>,
+    pub metrics: Arc<KindMetrics>,
     zones: Arc<Mutex<Zones>>,
     close_log: Arc<Mutex<CloseLog>>,
 }
@@ -37,9 +47,16 @@ struct Zones {
 
 impl Recorder {
     pub fn new(longest_turn: Duration) -> Self {
-        Self {
-            health: Arc::new(Health::new(longest_turn)),
-            metrics: Arc::default(),
+        Self { health: Arc::new(Health::new(longest_turn)), metrics: Arc::default() }
+    }
+
+    /// Begins to record a kind; once for each.
+    pub fn of_kind(&self, kind: &Kind) -> KindRecorder {
+        KindRecorder {
+            worker: self.clone(),
+            kind: kind.clone(),
+            health: self.health.of_kind(kind),
+            metrics: Arc::new(self.metrics.of_kind(kind)),
             zones: Arc::default(),
             close_log: Arc::default(),
         }
@@ -49,6 +66,25 @@ impl Recorder {
         Pages { health: self.health.clone(), metrics: self.metrics.clone() }
     }
 
+    /// Records that a cause holds for the whole worker, and why, or that it does not.
+    pub fn degraded(&self, cause: Cause, why: Option<&str>) {
+        self.note_degraded(cause, None, why);
+    }
+
+    /// In health, metric, and a throttled warning.
+    fn note_degraded(&self, cause: Cause, kind: Option<&Kind>, why: Option<&str>) {
+        let change = self.health.note_degraded(cause, kind, why);
+        let holds = why.is_some() || self.health.is_degraded(cause);
+        self.metrics.degraded.with_label_values(&[cause.as_str()]).set(i64::from(holds));
+        match change {
+            Change::Warn => warn!(cause = cause.as_str(), why = why.unwrap_or_default(), "the worker is degraded"),
+            Change::Cleared => info!(cause = cause.as_str(), "the worker is no longer degraded by this cause"),
+            Change::Nothing => {}
+        }
+    }
+}
+
+impl KindRecorder {
     pub fn session_opened(&self) {
         self.metrics.sessions_opened.inc();
         self.metrics.session_open.set(1);
@@ -60,14 +96,14 @@ impl Recorder {
         self.health.note_session(Some(why));
     }
 
-    /// Records that a cause holds, and why, or that it does not: in health, metric, and a throttled warning.
+    /// Records that a cause holds for this kind, and why, or that it does not.
     pub fn degraded(&self, cause: Cause, why: Option<&str>) {
-        self.metrics.degraded.with_label_values(&[cause.as_str()]).set(i64::from(why.is_some()));
-        match self.health.note_degraded(cause, why) {
-            Change::Warn => warn!(cause = cause.as_str(), why = why.unwrap_or_default(), "the worker is degraded"),
-            Change::Cleared => info!(cause = cause.as_str(), "the worker is no longer degraded by this cause"),
-            Change::Nothing => {}
-        }
+        self.worker.note_degraded(cause, Some(&self.kind), why);
+    }
+
+    /// The worker begins to finish its work in flight.
+    pub fn note_stopping(&self) {
+        self.worker.health.mark_stopping();
     }
 
     /// Counts messages that were moved aside without a delivery to a session.

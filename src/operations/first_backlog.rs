@@ -4,12 +4,14 @@
 
 use std::time::Duration;
 
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::{Deadline, SweepPage, SweepReach};
 use serde::Serialize;
 
 use super::orders_statements::{self, DefinedBy};
 use crate::config::Settings;
+use crate::config::kinds::OrdersOf;
 use crate::effects::sweep::Sweeper;
 use crate::postgres::adoption::{self, Adoptable};
 use crate::postgres::{Database, DatabaseError, one_line};
@@ -74,13 +76,14 @@ pub async fn require_adopted(
     sweeper: &Sweeper,
     orders: &Adoptable,
     settings: &Settings,
+    kind: &Kind,
 ) -> Result<(), DatabaseError> {
     if adoption::is_adopted(database, orders).await? {
         return Ok(());
     }
     let backlog = count(sweeper).await?;
     if backlog.overdue > usize::try_from(settings.sweep.first_backlog).unwrap_or(usize::MAX) {
-        return Err(DatabaseError(refusal(&backlog, &orders.orders, settings)));
+        return Err(DatabaseError(refusal(&backlog, &orders.orders, settings, kind)));
     }
     adoption::adopt(database, orders, "first start", i64::try_from(backlog.overdue).unwrap_or(i64::MAX)).await
 }
@@ -97,29 +100,32 @@ pub async fn accept(database: &Database, sweeper: &Sweeper, orders: &Adoptable) 
 
 /// Why a worker does not start.
 #[must_use]
-pub fn refusal(backlog: &Backlog, orders: &str, settings: &Settings) -> String {
+pub fn refusal(backlog: &Backlog, orders: &str, settings: &Settings, kind: &Kind) -> String {
     let Backlog { overdue, may_be_more, oldest } = backlog;
     let least = if *may_be_more { "at least " } else { "" };
     let oldest = oldest.as_deref().unwrap_or("an unknown time");
-    let (what, narrow) = if settings.orders_table().is_some() {
-        (
-            format!("the table {orders}"),
+    let (what, narrow) = match settings.orders_of(kind) {
+        Some(OrdersOf::Table(_)) => (
+            format!("the table {}", orders.strip_prefix(&format!("{kind}: ")).unwrap_or(orders)),
             format!(
-                "narrow kinds.order.table.open{}, by the deadline, such as open = \"… AND created_at + interval '30 minutes' > '2026-11-01'\"",
-                orders_statements::from(settings)
+                "narrow kinds.{kind}.table.open{}, by the deadline, such as open = \"… AND created_at + interval '30 minutes' > '2026-11-01'\"",
+                orders_statements::from(settings, kind)
             ),
-        )
-    } else if settings.orders.close_sql.is_empty() {
-        (
+        ),
+        Some(OrdersOf::Statements { .. }) => {
+            let [close, overdue] =
+                ["close_sql", "overdue_sql"].map(|name| orders_statements::statement_setting(kind, name));
+            ("your orders table".to_owned(), format!("narrow the conditions of {close} and {overdue}"))
+        }
+        Some(OrdersOf::DefaultTables) | None => (
             "the table orders".to_owned(),
             "cancel them: UPDATE orders SET status = 'cancelled' WHERE status = 'unpaid' AND expires_at < '2026-11-01'"
                 .to_owned(),
-        )
-    } else {
-        ("your orders table".to_owned(), "narrow the conditions of orders.close_sql and orders.overdue_sql".to_owned())
+        ),
     };
+    let of_kind = if kind.is_default() { String::new() } else { format!(" --kind {kind}") };
     format!(
-        "{least}{overdue} orders of {what} have been overdue for more than a minute, the oldest since {oldest}, and no worker has closed orders so defined before (sweep.first_backlog = {}); to have all of them closed run `order-timeout adopt --accept-backlog`; to leave old ones alone {narrow}",
+        "{least}{overdue} orders of {what} have been overdue for more than a minute, the oldest since {oldest}, and no worker has closed orders so defined before (sweep.first_backlog = {}); to have all of them closed run `order-timeout adopt --accept-backlog{of_kind}`; to leave old ones alone {narrow}",
         settings.sweep.first_backlog
     )
 }

@@ -3,10 +3,11 @@
 //!
 //! Looks the mapped tables up in the catalog; runs no statement.
 
+use order_timeout_core::kind::Kind;
 use serde::Serialize;
 
 use crate::config::Settings;
-use crate::config::kinds;
+use crate::config::kinds::{self, OrdersOf};
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
 use crate::mapping::{MappingError, Rendered, render};
@@ -22,7 +23,7 @@ const DEADLINE_SQL: &str = include_str!("../../sql/deadline.sql");
 #[derive(Debug, Clone)]
 pub struct OrdersStatements {
     /// The orders table: `orders` for the default one, `statements` for statements in files, or the name of the mapped
-    /// table.
+    /// table; with the kind in front if it is not the default one, because two kinds may have one table.
     pub orders: String,
     /// What decides which of its orders are overdue; for the question whether a backlog was accepted.
     pub defined_by: DefinedBy,
@@ -51,91 +52,124 @@ pub enum DeadlineStatement {
     /// With the parameters and columns of `sql/deadline.sql`.
     Sql(String),
     /// One sentence.
-    CannotBeMoved(&'static str),
+    CannotBeMoved(String),
 }
 
-/// Finds the statements in effect.
+/// Finds the statements in effect for this kind.
 ///
 /// # Errors
 /// [`DatabaseError`] names the setting of the mapping that does not fit the table.
-pub async fn statements(database: &Database, settings: &Settings) -> Result<OrdersStatements, DatabaseError> {
-    let Some(table) = settings.orders_table() else { return Ok(without_mapping(settings)) };
+pub async fn statements(
+    database: &Database,
+    settings: &Settings,
+    kind: &Kind,
+) -> Result<OrdersStatements, DatabaseError> {
+    let table = match settings.orders_of(kind) {
+        Some(OrdersOf::Table(table)) => table,
+        Some(OrdersOf::DefaultTables) => return Ok(of_default_tables()),
+        Some(OrdersOf::Statements { close_sql, overdue_sql }) => return Ok(of_files(kind, close_sql, overdue_sql)),
+        None => return Err(DatabaseError(why_no_orders(kind))),
+    };
     let found = database.run(async |connection| Ok(catalog::facts(connection, table).await)).await;
     let found =
         found.map_err(|error| DatabaseError(format!("the mapped tables cannot be read: {}", one_line(&error))))?;
     let facts = found.map_err(|fault| match fault {
-        CatalogError::Mapping(fault) => unfit(settings, &fault),
+        CatalogError::Mapping(fault) => unfit(settings, kind, &fault),
         CatalogError::Database(_) => DatabaseError(fault.to_string()),
     })?;
-    let Rendered { close, overdue, deadline, index } =
-        render(table, &facts).map_err(|fault| unfit(settings, &fault))?;
+    let rendered = render(&settings.words_of(kind), table, &facts);
+    let Rendered { close, overdue, deadline, index } = rendered.map_err(|fault| unfit(settings, kind, &fault))?;
     let of = |what: &str, sql: String, index: Option<String>| StatementSource::Rendered {
-        name: name(settings, what),
+        name: name(settings, kind, what),
         sql,
         index,
     };
     Ok(OrdersStatements {
-        orders: format!("{}.{}", facts.orders.schema, facts.orders.name),
+        orders: remembered(kind, &format!("{}.{}", facts.orders.schema, facts.orders.name)),
         defined_by: DefinedBy::Mapping([&*table.open, &*table.paid, &*table.deadline].join("\n")),
         close: of("close", close, None),
         overdue: of("overdue", overdue, Some(index)),
         deadline: deadline.map_or(
-            DeadlineStatement::CannotBeMoved(
-                "kinds.order.table.deadline is an expression, so there is no column to move: update the columns that it is made of yourself, and for an earlier deadline run `order-timeout schedule`",
-            ),
+            DeadlineStatement::CannotBeMoved(format!(
+                "kinds.{kind}.table.deadline is an expression, so there is no column to move: update the columns that it is made of yourself, and for an earlier deadline run `order-timeout schedule`"
+            )),
             DeadlineStatement::Sql,
         ),
     })
 }
 
-fn without_mapping(settings: &Settings) -> OrdersStatements {
-    let orders = &settings.orders;
-    let is_default = orders.close_sql.is_empty();
+fn of_default_tables() -> OrdersStatements {
     OrdersStatements {
-        orders: if is_default { "orders" } else { "statements" }.to_owned(),
-        defined_by: if is_default { DefinedBy::Schema } else { DefinedBy::Statement },
-        close: (&orders.close_sql).into(),
-        overdue: (&orders.overdue_sql).into(),
-        deadline: if is_default {
-            DeadlineStatement::Sql(DEADLINE_SQL.to_owned())
-        } else {
-            DeadlineStatement::CannotBeMoved(
-                "orders.close_sql says that the orders table is your own: update its row yourself, and for an earlier deadline run `order-timeout schedule`",
-            )
-        },
+        orders: "orders".to_owned(),
+        defined_by: DefinedBy::Schema,
+        close: StatementSource::Default,
+        overdue: StatementSource::Default,
+        deadline: DeadlineStatement::Sql(DEADLINE_SQL.to_owned()),
     }
+}
+
+fn of_files(kind: &Kind, close_sql: &str, overdue_sql: &str) -> OrdersStatements {
+    let of = |name: &str, path: &str| StatementSource::File {
+        path: path.to_owned(),
+        setting: Some(statement_setting(kind, name)),
+    };
+    OrdersStatements {
+        orders: remembered(kind, "statements"),
+        defined_by: DefinedBy::Statement,
+        close: of("close_sql", close_sql),
+        overdue: of("overdue_sql", overdue_sql),
+        deadline: DeadlineStatement::CannotBeMoved(format!(
+            "{} says that the orders table is your own: update its row yourself, and for an earlier deadline run `order-timeout schedule`",
+            statement_setting(kind, "close_sql")
+        )),
+    }
+}
+
+fn remembered(kind: &Kind, orders: &str) -> String {
+    if kind.is_default() { orders.to_owned() } else { format!("{kind}: {orders}") }
+}
+
+/// The setting that names a file with a statement of this kind.
+#[must_use]
+pub fn statement_setting(kind: &Kind, name: &str) -> String {
+    if kind.is_default() { format!("orders.{name}") } else { format!("kinds.{kind}.{name}") }
+}
+
+/// Why a kind has no statements.
+fn why_no_orders(kind: &Kind) -> String {
+    format!(
+        "the settings do not say where the orders of kind \"{kind}\" are; add [kinds.{kind}.table], or kinds.{kind}.close_sql and kinds.{kind}.overdue_sql, or correct the kind's name"
+    )
 }
 
 /// The name of a rendered statement in errors.
-fn name(settings: &Settings, what: &str) -> String {
-    format!("the {what} statement of kinds.order.table{}", from(settings))
+fn name(settings: &Settings, kind: &Kind, what: &str) -> String {
+    format!("the {what} statement of kinds.{kind}.table{}", from(settings, kind))
 }
 
-/// The names of the close statement and the overdue statement.
+/// The names of a kind's close statement and overdue statement.
 #[must_use]
-pub fn names(settings: &Settings) -> (String, String) {
-    if settings.orders_table().is_some() {
-        return (name(settings, "close"), name(settings, "overdue"));
+pub fn names(settings: &Settings, kind: &Kind) -> (String, String) {
+    match settings.orders_of(kind) {
+        Some(OrdersOf::Table(_)) => (name(settings, kind, "close"), name(settings, kind, "overdue")),
+        Some(OrdersOf::Statements { close_sql, overdue_sql }) => {
+            let of = |setting: &str, file: &str| format!("{} ({file})", statement_setting(kind, setting));
+            (of("close_sql", close_sql), of("overdue_sql", overdue_sql))
+        }
+        Some(OrdersOf::DefaultTables) | None => ("sql/close.sql".to_owned(), "sql/overdue.sql".to_owned()),
     }
-    let of = |setting: &str, file: &str, own: &str| {
-        if file.is_empty() { own.to_owned() } else { format!("{setting} ({file})") }
-    };
-    let orders = &settings.orders;
-    (
-        of("orders.close_sql", &orders.close_sql, "sql/close.sql"),
-        of("orders.overdue_sql", &orders.overdue_sql, "sql/overdue.sql"),
-    )
 }
 
 /// ` (from shop.toml)`
 #[must_use]
-pub fn from(settings: &Settings) -> String {
-    let origin = settings.kinds.get(kinds::ORDER).and_then(|kind| kind.origin.as_ref());
+pub fn from(settings: &Settings, kind: &Kind) -> String {
+    let origin = settings.kinds.get(kind).and_then(|kind| kind.origin.as_ref());
     origin.map_or_else(String::new, |origin| format!(" (from {origin})"))
 }
 
-fn unfit(settings: &Settings, MappingError { key, why }: &MappingError) -> DatabaseError {
-    DatabaseError(format!("setting {}{}: {why}", kinds::key_of(key), from(settings)))
+/// The sentence about a mapping that does not fit, with its setting and where that came from.
+pub fn unfit(settings: &Settings, kind: &Kind, MappingError { key, why }: &MappingError) -> DatabaseError {
+    DatabaseError(format!("setting {}{}: {why}", kinds::key_of(kind, key), from(settings, kind)))
 }
 
 /// The texts of the statements in effect.
@@ -149,12 +183,12 @@ pub struct StatementTexts {
     pub deadline: Option<String>,
 }
 
-/// The statements in effect, prepared on the database.
+/// The statements in effect for this kind, prepared on the database.
 ///
 /// # Errors
 /// [`DatabaseError`] names what cannot be prepared.
-pub async fn texts(database: &Database, settings: &Settings) -> Result<StatementTexts, DatabaseError> {
-    let found = statements(database, settings).await?;
+pub async fn texts(database: &Database, settings: &Settings, kind: &Kind) -> Result<StatementTexts, DatabaseError> {
+    let found = statements(database, settings, kind).await?;
     let closer = Closer::prepare(WarmConnections::new(database.clone()), found.close).await?;
     let sweeper = Sweeper::prepare(database.clone(), found.overdue).await?;
     Ok(StatementTexts {

@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{OrderId, SweepPage, SweepReach, Timestamp};
 use sqlx::{AssertSqlSafe, Connection, PgConnection, Row};
 use uuid::Uuid;
@@ -22,7 +23,7 @@ const MOST_OVERDUE: usize = 10_000;
 /// Minutes of the forecast.
 pub const FORECAST_MINUTES: usize = 60;
 
-const OWN_TABLE: &str = "the orders table is your own (orders.close_sql or kinds.order.table)";
+const OWN_TABLE: &str = "the orders table is your own (close_sql or a mapping)";
 
 /// Why something is not known, in one sentence.
 pub type Unknown = String;
@@ -90,7 +91,7 @@ impl ChosenOrder {
     }
 }
 
-/// The orders table of a deployment.
+/// The orders table of a kind.
 #[derive(Debug, Clone)]
 pub struct OrdersTable {
     database: Database,
@@ -103,11 +104,11 @@ impl OrdersTable {
     ///
     /// # Errors
     /// [`DatabaseError`] names the file and the column.
-    pub async fn open(database: Database, settings: &Settings) -> Result<Self, DatabaseError> {
-        let overdue = if settings.has_default_orders() {
+    pub async fn open(database: Database, settings: &Settings, kind: &Kind) -> Result<Self, DatabaseError> {
+        let overdue = if settings.has_default_orders(kind) {
             None
         } else {
-            let statement = orders_statements::statements(&database, settings).await?.overdue;
+            let statement = orders_statements::statements(&database, settings, kind).await?.overdue;
             Some(Sweeper::prepare(database.clone(), statement).await?)
         };
         Ok(Self { database, overdue })

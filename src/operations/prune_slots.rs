@@ -3,7 +3,7 @@
 //! Deletes no other queue, and none that holds a message.
 
 use order_timeout_amqp::connect::{self, BrokerError};
-use order_timeout_amqp::topology::{Pruned, Slot, Slots, TopologyError, prune};
+use order_timeout_amqp::topology::{Names, Pruned, Slot, Slots, TopologyError, prune};
 use order_timeout_core::delay::{RingSettings, Strategy};
 
 use crate::config::Settings;
@@ -24,18 +24,19 @@ pub enum PruneError {
     NoWheel,
 }
 
-/// Prunes the rings of the settings, and `former`: rings that the settings no longer have.
+/// Prunes the rings of the settings, in the wheel and in that of former versions, and `former`: rings that the settings no longer have.
 ///
 /// # Errors
 /// [`PruneError`]; what was deleted before it stays deleted.
 pub async fn prune_slots(settings: &Settings, former: &[RingSettings]) -> Result<Pruned, PruneError> {
     let names = settings.names();
     let slots: Vec<Slot> = if settings.delay.strategy == Strategy::DeadLetter {
-        settings.slots().all().chain(former_slots(settings, former)).collect()
+        let rings = settings.delay.rings.iter().chain(former);
+        rings.flat_map(|ring| slots_of(&names, ring)).collect()
     } else if former.is_empty() {
         return Err(PruneError::NoWheel);
     } else {
-        former_slots(settings, former).collect()
+        former.iter().flat_map(|ring| slots_of(&names, ring)).collect()
     };
     let connection = connect::connect(&settings.amqp, "prune").await?;
     let pruned = prune(&names, &slots, &connection).await;
@@ -43,7 +44,7 @@ pub async fn prune_slots(settings: &Settings, former: &[RingSettings]) -> Result
     Ok(pruned?)
 }
 
-fn former_slots(settings: &Settings, former: &[RingSettings]) -> impl Iterator<Item = Slot> {
-    let names = settings.names();
-    former.iter().flat_map(move |ring| Slots::of_ring(&names, ring))
+/// The ring's slots, and those that it has in the wheel of former versions.
+fn slots_of(names: &Names, ring: &RingSettings) -> impl Iterator<Item = Slot> + use<> {
+    Slots::of_ring(names, ring).chain(Slots::of_former_ring(names, ring))
 }

@@ -62,8 +62,9 @@ pub async fn retry_parked(
                 Err(why) => kept.push(Kept { id: row.id, why }),
             }
         }
-        let messages =
-            readable.iter().map(|(.., alarm)| envelope::address(alarm, Route::to(&Placement::Inbox, names), headers()));
+        let messages = readable
+            .iter()
+            .map(|(.., alarm)| envelope::address(alarm, Route::to(&Placement::Inbox, &alarm.kind, names), headers()));
         let results = confirmed.publish_all(messages).await;
         let mut published = Vec::new();
         for ((id, since, _), result) in readable.into_iter().zip(results) {

@@ -5,6 +5,7 @@
 use std::time::Duration;
 
 use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::{OrderId, Timestamp};
 use serde::Serialize;
@@ -26,6 +27,8 @@ const USUALLY_CLOSED_WITHIN: Duration = Duration::from_secs(2);
 /// An order's story. `None` is unknown, and `not_known` says why; an empty list is known to be empty.
 #[derive(Debug, Clone, Serialize)]
 pub struct OrderStory {
+    /// As it was asked for.
+    pub kind: Kind,
     /// As it was asked for.
     pub order_id: OrderId,
     /// The database's time, RFC 3339.
@@ -131,18 +134,23 @@ pub struct HistoryRow {
     pub run: Option<Uuid>,
 }
 
-/// Reads an order's story.
+/// Reads the story of an order of this kind.
 ///
 /// # Errors
 /// sqlx's, if the database's time cannot be read. Anything else that cannot be read is listed in `not_known`.
-pub async fn show(database: &Database, orders: &OrdersTable, order_id: &OrderId) -> Result<OrderStory, sqlx::Error> {
+pub async fn show(
+    database: &Database,
+    orders: &OrdersTable,
+    kind: &Kind,
+    order_id: &OrderId,
+) -> Result<OrderStory, sqlx::Error> {
     let mut not_known = Vec::new();
     let found = known("row", orders.row(order_id).await, &mut not_known);
     let now = database.run(postgres::now).await?;
-    let alarms = known("alarms", alarms(database, order_id).await, &mut not_known);
-    let events = known("events", events(database, order_id).await, &mut not_known);
-    let parked = known("parked", parked(database, order_id).await, &mut not_known);
-    let history = known("history", history(database, order_id).await, &mut not_known);
+    let alarms = known("alarms", alarms(database, kind, order_id).await, &mut not_known);
+    let events = known("events", events(database, kind, order_id).await, &mut not_known);
+    let parked = known("parked", parked(database, kind, order_id).await, &mut not_known);
+    let history = known("history", history(database, kind, order_id).await, &mut not_known);
     let row = found.as_ref().and_then(Option::as_ref);
     let mut open_because = None;
     if let Some(row) = row {
@@ -157,6 +165,7 @@ pub async fn show(database: &Database, orders: &OrdersTable, order_id: &OrderId)
         open_because = why_open(&Facts { now, row, is_locked, live_workers, alarms, parked });
     }
     Ok(OrderStory {
+        kind: kind.clone(),
         order_id: order_id.clone(),
         at: write_rfc3339(now),
         exists: found.as_ref().map(Option::is_some),
@@ -256,17 +265,20 @@ fn rounded(duration: Duration) -> humantime::FormattedDuration {
     })
 }
 
-/// Reads rows without an index of ours, which a worker's sessions avoid.
+/// Reads rows of an order without an index of ours, which a worker's sessions avoid.
 async fn scan<T>(
     database: &Database,
     sql: &'static str,
+    kind: Option<&Kind>,
     order_id: &OrderId,
     read: fn(&PgRow) -> Result<T, sqlx::Error>,
 ) -> Result<Vec<T>, String> {
     let rows = database.run(async |connection: &mut PgConnection| {
         let mut transaction = connection.begin().await?;
         sqlx::query("SELECT set_config('enable_seqscan', 'on', true)").execute(&mut *transaction).await?;
-        let rows = sqlx::query(sql).bind(order_id.as_str()).bind(MOST_ROWS).fetch_all(&mut *transaction).await?;
+        let select = sqlx::query(sql).bind(order_id.as_str()).bind(MOST_ROWS);
+        let select = if let Some(kind) = kind { select.bind(kind.as_str()) } else { select };
+        let rows = select.fetch_all(&mut *transaction).await?;
         transaction.rollback().await?;
         rows.iter().map(read).collect()
     });
@@ -286,8 +298,9 @@ fn time_if_any(row: &PgRow, column: &str) -> Result<Option<String>, sqlx::Error>
     Ok(time.map(|Timestamptz(time)| write_rfc3339(time)))
 }
 
-async fn alarms(database: &Database, order_id: &OrderId) -> Result<Vec<AlarmRow>, String> {
-    let select = "SELECT deadline, created_at, sent_at, refusals FROM alarm_outbox WHERE order_id = $1
+async fn alarms(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Vec<AlarmRow>, String> {
+    let select = "SELECT deadline, created_at, sent_at, refusals FROM alarm_outbox
+                  WHERE order_id = $1 AND kind = $3
                   ORDER BY created_at DESC, id DESC LIMIT $2";
     let read = |row: &PgRow| {
         Ok(AlarmRow {
@@ -297,11 +310,12 @@ async fn alarms(database: &Database, order_id: &OrderId) -> Result<Vec<AlarmRow>
             refusals: row.try_get("refusals")?,
         })
     };
-    scan(database, select, order_id, read).await
+    scan(database, select, Some(kind), order_id, read).await
 }
 
-async fn events(database: &Database, order_id: &OrderId) -> Result<Vec<EventRow>, String> {
-    let select = "SELECT id, type, created_at, sent_at, refusals FROM event_outbox WHERE payload ->> 'order_id' = $1
+async fn events(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Vec<EventRow>, String> {
+    let select = "SELECT id, type, created_at, sent_at, refusals FROM event_outbox
+                  WHERE payload ->> 'order_id' = $1 AND kind = $3
                   ORDER BY created_at DESC, id DESC LIMIT $2";
     let read = |row: &PgRow| {
         Ok(EventRow {
@@ -312,11 +326,12 @@ async fn events(database: &Database, order_id: &OrderId) -> Result<Vec<EventRow>
             refusals: row.try_get("refusals")?,
         })
     };
-    scan(database, select, order_id, read).await
+    scan(database, select, Some(kind), order_id, read).await
 }
 
-async fn parked(database: &Database, order_id: &OrderId) -> Result<Vec<ParkedRow>, String> {
-    let select = "SELECT id, reason, detail, deadline, parked_at, attempts FROM parked_alarms WHERE order_id = $1
+async fn parked(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Vec<ParkedRow>, String> {
+    let select = "SELECT id, reason, detail, deadline, parked_at, attempts FROM parked_alarms
+                  WHERE order_id = $1 AND kind = $3
                   ORDER BY parked_at DESC, id DESC LIMIT $2";
     let read = |row: &PgRow| {
         Ok(ParkedRow {
@@ -328,10 +343,13 @@ async fn parked(database: &Database, order_id: &OrderId) -> Result<Vec<ParkedRow
             attempts: row.try_get("attempts")?,
         })
     };
-    scan(database, select, order_id, read).await
+    scan(database, select, Some(kind), order_id, read).await
 }
 
-async fn history(database: &Database, order_id: &OrderId) -> Result<Vec<HistoryRow>, String> {
+async fn history(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Vec<HistoryRow>, String> {
+    if !kind.is_default() {
+        return Err("the table order_events has orders of the kind \"order\"".into());
+    }
     if !is_uuid(order_id.as_str()) {
         return Err("the table order_events has orders of the default table, whose ids are UUIDs".into());
     }
@@ -348,7 +366,7 @@ async fn history(database: &Database, order_id: &OrderId) -> Result<Vec<HistoryR
             run: row.try_get("run")?,
         })
     };
-    scan(database, select, order_id, read).await
+    scan(database, select, None, order_id, read).await
 }
 
 #[cfg(test)]

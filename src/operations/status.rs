@@ -95,6 +95,8 @@ pub struct RegisteredWorker {
     pub version: String,
     /// Its `namespace`.
     pub namespace: String,
+    /// The kinds that it serves.
+    pub kinds: Vec<String>,
     /// RFC 3339.
     pub since: String,
     /// Seconds since it was last seen.
@@ -168,7 +170,7 @@ async fn parked_by_reason(database: &Database, now: Timestamp) -> Result<Vec<Par
 /// One sentence.
 pub(super) async fn workers(database: &Database) -> Result<Vec<RegisteredWorker>, String> {
     let select = sqlx::query(
-        "SELECT host, pid, version, namespace, started_at,
+        "SELECT host, pid, version, namespace, kinds, started_at,
                 greatest(extract(epoch FROM clock_timestamp() - last_seen), 0)::float8 AS last_seen_s
          FROM order_timeout_workers ORDER BY started_at, id",
     );
@@ -180,6 +182,7 @@ pub(super) async fn workers(database: &Database) -> Result<Vec<RegisteredWorker>
             pid: row.try_get("pid")?,
             version: row.try_get("version")?,
             namespace: row.try_get("namespace")?,
+            kinds: row.try_get("kinds")?,
             since: write_rfc3339(since),
             last_seen_s,
             is_live: last_seen_s <= SEEN_WITHIN.as_secs_f64(),

@@ -10,7 +10,8 @@ use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing};
 use order_timeout_amqp::topology::Names;
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::alarm::Returns;
-use order_timeout_core::delay::Lanes;
+use order_timeout_core::delay::KindLanes;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{OrderId, Timestamp};
 use sqlx::Row;
@@ -27,13 +28,13 @@ const SQL: OutboxSql = outbox_sql!(
     pauses_s: &[1.0, 5.0, 20.0, 60.0],
     is_paced: false,
     // statement_timestamp(): a volatile function could not bound an index scan.
-    unsent: "SELECT id, order_id, deadline, traceparent, refusals, clock_timestamp() AS now, count(*) OVER () AS found
+    unsent: "SELECT id, kind, order_id, deadline, traceparent, refusals, clock_timestamp() AS now, count(*) OVER () AS found
              FROM (
-                 (SELECT id, order_id, deadline, traceparent, refusals, created_at FROM alarm_outbox
+                 (SELECT id, kind, order_id, deadline, traceparent, refusals, created_at FROM alarm_outbox
                   WHERE sent_at IS NULL AND next_attempt_at = '-infinity' AND id <> ALL ($2::uuid[])
                   ORDER BY created_at, id LIMIT $1)
                  UNION ALL
-                 (SELECT id, order_id, deadline, traceparent, refusals, created_at FROM alarm_outbox
+                 (SELECT id, kind, order_id, deadline, traceparent, refusals, created_at FROM alarm_outbox
                   WHERE sent_at IS NULL AND next_attempt_at > '-infinity' AND next_attempt_at <= statement_timestamp()
                         AND id <> ALL ($2::uuid[])
                   ORDER BY next_attempt_at, created_at, id LIMIT $3)
@@ -46,7 +47,7 @@ const SQL: OutboxSql = outbox_sql!(
 pub struct AlarmRelay {
     outbox: Outbox,
     names: Names,
-    lanes: Lanes,
+    lanes: KindLanes,
 }
 
 impl AlarmRelay {
@@ -62,7 +63,7 @@ impl AlarmRelay {
         Self {
             outbox: Outbox::new(database, confirmed, SQL, batch_size, keep),
             names: settings.names(),
-            lanes: Lanes::from(&settings.delay),
+            lanes: settings.lanes(),
         }
     }
 
@@ -92,7 +93,7 @@ impl AlarmRelay {
     }
 }
 
-fn message(names: &Names, lanes: &Lanes, row: &PgRow) -> Result<Option<Outgoing>, sqlx::Error> {
+fn message(names: &Names, lanes: &KindLanes, row: &PgRow) -> Result<Option<Outgoing>, sqlx::Error> {
     let (Timestamptz(deadline), Timestamptz(now)) = (row.try_get("deadline")?, row.try_get("now")?);
     let (order_id, traceparent): (String, Option<String>) = (row.try_get("order_id")?, row.try_get("traceparent")?);
     let order_id = match OrderId::new(&order_id) {
@@ -103,13 +104,21 @@ fn message(names: &Names, lanes: &Lanes, row: &PgRow) -> Result<Option<Outgoing>
             return Ok(None);
         }
     };
+    let kind: String = row.try_get("kind")?;
+    let kind = match Kind::new(&kind) {
+        Ok(kind) => kind,
+        Err(fault) => {
+            warn!(%fault, "an alarm in alarm_outbox has an invalid kind; it is not sent");
+            return Ok(None);
+        }
+    };
     // `None` for an alarm whose deadline has passed: the sweep closes its order.
     let is_ahead = deadline > now;
-    Ok(is_ahead.then(|| alarm(names, lanes, Alarm { order_id, deadline }, now, traceparent)))
+    Ok(is_ahead.then(|| alarm(names, lanes, Alarm { kind, order_id, deadline }, now, traceparent)))
 }
 
-fn alarm(names: &Names, lanes: &Lanes, alarm: Alarm, now: Timestamp, traceparent: Option<String>) -> Outgoing {
-    let route = Route::to(&lanes.place(&alarm.order_id, alarm.deadline, now), names);
+fn alarm(names: &Names, lanes: &KindLanes, alarm: Alarm, now: Timestamp, traceparent: Option<String>) -> Outgoing {
+    let route = Route::to(&lanes.place(&alarm.kind, &alarm.order_id, alarm.deadline, now), &alarm.kind, names);
     let headers = AlarmHeaders { attempt: 0, first_published_at: now, traceparent, returns: Returns::default() };
     envelope::address(&alarm, route, headers)
 }

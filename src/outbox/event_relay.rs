@@ -15,7 +15,7 @@ use sqlx::postgres::PgRow;
 use uuid::Uuid;
 
 use crate::outbox::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
-use crate::outbox::trace_contexts::TraceContexts;
+use crate::outbox::trace_contexts::{OrderOfKind, TraceContexts};
 use crate::postgres::Database;
 
 const SQL: OutboxSql = outbox_sql!(
@@ -28,18 +28,18 @@ const SQL: OutboxSql = outbox_sql!(
     // Stored bytes are known without unpacking: 256 KiB, a thousand of our own events. Data that Postgres has compressed
     // may be 255 times as large (LZ4's limit), 64 MiB. The first event is sent whatever its size.
     // statement_timestamp(): a volatile function could not bound an index scan.
-    unsent: "SELECT id, routing_key, type, payload::text AS payload, payload ->> 'order_id' AS order_id, traceparent,
-                    created_at, refusals, found
+    unsent: "SELECT id, routing_key, type, payload::text AS payload, payload ->> 'order_id' AS order_id, kind,
+                    traceparent, created_at, refusals, found
              FROM (
                  SELECT *, count(*) OVER () AS found,
                         sum(pg_column_size(payload)) OVER (ORDER BY refusals = 0, created_at, id)
                             - pg_column_size(payload) AS ahead
                  FROM (
-                     (SELECT id, routing_key, type, payload, traceparent, created_at, refusals FROM event_outbox
+                     (SELECT id, routing_key, type, payload, kind, traceparent, created_at, refusals FROM event_outbox
                       WHERE sent_at IS NULL AND next_attempt_at = '-infinity' AND id <> ALL ($2::uuid[])
                       ORDER BY created_at, id LIMIT $1)
                      UNION ALL
-                     (SELECT id, routing_key, type, payload, traceparent, created_at, refusals FROM event_outbox
+                     (SELECT id, routing_key, type, payload, kind, traceparent, created_at, refusals FROM event_outbox
                       WHERE sent_at IS NULL AND next_attempt_at > '-infinity' AND next_attempt_at <= statement_timestamp()
                             AND id <> ALL ($2::uuid[])
                       ORDER BY next_attempt_at, created_at, id LIMIT $3)
@@ -113,12 +113,13 @@ impl EventRelay {
     }
 }
 
-fn message(exchange: &str, contexts: &HashMap<String, String>, row: &PgRow) -> Result<Outgoing, sqlx::Error> {
+fn message(exchange: &str, contexts: &HashMap<OrderOfKind, String>, row: &PgRow) -> Result<Outgoing, sqlx::Error> {
     let id: Uuid = row.try_get("id")?;
     let Timestamptz(created_at) = row.try_get("created_at")?;
     let payload: String = row.try_get("payload")?;
     let (own, order_id): (Option<String>, Option<String>) = (row.try_get("traceparent")?, row.try_get("order_id")?);
-    let traceparent = own.or_else(|| contexts.get(&order_id?).cloned());
+    let kind: String = row.try_get("kind")?;
+    let traceparent = own.or_else(|| contexts.get(&(order_id?, kind)).cloned());
     Ok(Outgoing {
         exchange: exchange.to_owned(),
         routing_key: row.try_get("routing_key")?,

@@ -15,10 +15,13 @@ use crate::postgres::{Database, one_line};
 /// How long events are sent without looking, after a look that failed.
 const PAUSE: Duration = Duration::from_secs(60);
 
-/// `$1` order ids; of an order with several alarms, the trace context of the last.
-pub const TRACE_CONTEXTS: &str = "SELECT DISTINCT ON (order_id) order_id, traceparent FROM alarm_outbox
+/// `$1` order ids; of an order with several alarms of a kind, the trace context of the last.
+pub const TRACE_CONTEXTS: &str = "SELECT DISTINCT ON (order_id, kind) order_id, kind, traceparent FROM alarm_outbox
      WHERE traceparent IS NOT NULL AND order_id = ANY ($1)
-     ORDER BY order_id, created_at DESC";
+     ORDER BY order_id, kind, created_at DESC";
+
+/// An order's id, and the kind of the alarm or event: orders of two kinds may have one id.
+pub(super) type OrderOfKind = (String, String);
 
 /// Finds the trace contexts of alarms.
 #[derive(Debug)]
@@ -32,12 +35,12 @@ impl TraceContexts {
         Self { database, paused_until: None }
     }
 
-    /// The trace contexts by order id, for the events in these rows that have none of their own. Each row has the columns
-    /// `traceparent text` and `order_id text`, which may be null.
+    /// The trace contexts for the events in these rows that have none of their own. Each row has the columns `traceparent
+    /// text` and `order_id text`, which may be null.
     ///
     /// # Errors
     /// sqlx's, if a column is missing.
-    pub async fn of(&mut self, events: &[PgRow]) -> Result<HashMap<String, String>, sqlx::Error> {
+    pub async fn of(&mut self, events: &[PgRow]) -> Result<HashMap<OrderOfKind, String>, sqlx::Error> {
         let mut ids = Vec::new();
         for row in events {
             let (own, order_id): (Option<String>, Option<String>) =
@@ -58,10 +61,10 @@ impl TraceContexts {
         }))
     }
 
-    async fn read(&self, ids: Vec<String>) -> Result<HashMap<String, String>, sqlx::Error> {
+    async fn read(&self, ids: Vec<String>) -> Result<HashMap<OrderOfKind, String>, sqlx::Error> {
         let select = sqlx::query_as(TRACE_CONTEXTS).bind(ids);
-        let found: Vec<(String, String)> =
+        let found: Vec<(String, String, String)> =
             self.database.run(async |connection| select.fetch_all(connection).await).await?;
-        Ok(found.into_iter().collect())
+        Ok(found.into_iter().map(|(order_id, kind, context)| ((order_id, kind), context)).collect())
     }
 }

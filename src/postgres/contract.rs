@@ -13,7 +13,7 @@ use crate::postgres::{Database, DatabaseError, one_line};
 /// What a statement must take and return, with Postgres' type names.
 #[derive(Debug)]
 pub struct Contract {
-    /// The setting that may name a file with another statement.
+    /// The setting of the default kind that may name a file with another statement.
     pub setting: &'static str,
     /// Our own file, and its text.
     pub default: (&'static str, &'static str),
@@ -29,7 +29,12 @@ pub enum StatementSource {
     /// The one for the default orders tables.
     Default,
     /// A file with a statement of the shop's own.
-    File(String),
+    File {
+        /// Where it is.
+        path: String,
+        /// The setting that names it; `None` for that of the default kind.
+        setting: Option<String>,
+    },
     /// Rendered from a mapping; `name` says which one, for errors.
     Rendered {
         /// As errors name it.
@@ -44,7 +49,7 @@ pub enum StatementSource {
 /// The value of a setting that names a file; empty means ours.
 impl From<&str> for StatementSource {
     fn from(file: &str) -> Self {
-        if file.is_empty() { Self::Default } else { Self::File(file.to_owned()) }
+        if file.is_empty() { Self::Default } else { Self::File { path: file.to_owned(), setting: None } }
     }
 }
 
@@ -77,7 +82,10 @@ impl ContractStatement {
     ) -> Result<Self, DatabaseError> {
         let (name, source, index) = match source {
             StatementSource::Default => (contract.default.0, contract.default.1.to_owned(), None),
-            StatementSource::File(file) => (file.as_str(), read_statement(contract.setting, file).await?, None),
+            StatementSource::File { path, setting } => {
+                let text = read_statement(setting.as_deref().unwrap_or(contract.setting), path).await?;
+                (path.as_str(), text, None)
+            }
             StatementSource::Rendered { name, sql, index } => (name.as_str(), sql.clone(), index.clone()),
         };
         // The statement is configuration: the operator who sets it may run any SQL anyway.

@@ -29,6 +29,8 @@ pub struct Parked {
     pub reason: String,
     /// What was found, in a sentence.
     pub detail: String,
+    /// The kind that the alarm names; the default one if it could not be read.
+    pub kind: String,
     /// The order's id, if the alarm could be read.
     pub order_id: Option<String>,
     /// RFC 3339.
@@ -102,14 +104,15 @@ pub async fn insert(database: &Database, dead_letters: &[&DeadLetter]) -> Result
     let order_ids: Vec<Option<&str>> =
         dead_letters.iter().map(|p| p.order_id.as_ref().map(order_timeout_core::order::OrderId::as_str)).collect();
     let deadlines: Vec<Option<OffsetDateTime>> = dead_letters.iter().map(|p| p.deadline.and_then(timestamp)).collect();
+    let kinds: Vec<&str> = dead_letters.iter().map(|p| p.kind.as_str()).collect();
     let attempts: Vec<i32> = dead_letters.iter().map(|p| i32::try_from(p.attempts).unwrap_or(i32::MAX)).collect();
     let bodies: Vec<&[u8]> = dead_letters.iter().map(|p| p.body.as_slice()).collect();
     let insert = sqlx::query(
-        "INSERT INTO parked_alarms (id, reason, detail, order_id, deadline, attempts, body)
-         SELECT DISTINCT ON (id) id, reason, detail, order_id, deadline, attempts, body
+        "INSERT INTO parked_alarms (id, reason, detail, kind, order_id, deadline, attempts, body)
+         SELECT DISTINCT ON (id) id, reason, detail, kind, order_id, deadline, attempts, body
          FROM (SELECT encode(substr(sha256(body), 1, 16), 'hex')::uuid AS id, *
-               FROM unnest($1::text[], $2::text[], $3::text[], $4::timestamptz[], $5::int[], $6::bytea[])
-                    AS dead_letter (reason, detail, order_id, deadline, attempts, body)) AS dead_letters
+               FROM unnest($1::text[], $2::text[], $3::text[], $4::timestamptz[], $5::int[], $6::bytea[], $7::text[])
+                    AS dead_letter (reason, detail, order_id, deadline, attempts, body, kind)) AS dead_letters
          ORDER BY id, attempts DESC
          ON CONFLICT (id) DO UPDATE
              SET reason = excluded.reason, detail = excluded.detail, attempts = excluded.attempts,
@@ -120,7 +123,8 @@ pub async fn insert(database: &Database, dead_letters: &[&DeadLetter]) -> Result
     .bind(order_ids)
     .bind(deadlines)
     .bind(attempts)
-    .bind(bodies);
+    .bind(bodies)
+    .bind(kinds);
     database.run(async |connection| insert.execute(connection).await).await.map(drop)
 }
 
@@ -144,7 +148,7 @@ pub async fn list_after(
 ) -> Result<Vec<Parked>, sqlx::Error> {
     let (since, id) = after.map_or((None, None), |place| (timestamp(place.since), Some(place.id)));
     let select = sqlx::query(
-        "SELECT id, reason, detail, order_id, deadline, attempts, parked_at, body,
+        "SELECT id, reason, detail, kind, order_id, deadline, attempts, parked_at, body,
                 extract(epoch FROM clock_timestamp() - parked_at)::bigint AS age_s
          FROM parked_alarms
          WHERE ($1::text IS NULL OR reason = $1) AND ($2::uuid[] IS NULL OR id = ANY ($2))
@@ -168,6 +172,7 @@ fn parked(row: &PgRow) -> Result<Parked, sqlx::Error> {
         id: row.try_get("id")?,
         reason: row.try_get("reason")?,
         detail: row.try_get("detail")?,
+        kind: row.try_get("kind")?,
         order_id: row.try_get("order_id")?,
         deadline: row.try_get::<Option<Timestamptz>, _>("deadline")?.map(written),
         attempts: row.try_get("attempts")?,

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect::{BrokerError, reply_code};
 use order_timeout_core::alarm::{DeadLetter, ParkReason};
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use serde::Serialize;
 
@@ -143,11 +144,11 @@ impl QuarantineError {
 
 /// The queues that a worker with these settings consumes.
 #[must_use]
-pub fn queues(settings: &Settings) -> Vec<String> {
+pub fn queues<'a>(settings: &Settings, kinds: impl IntoIterator<Item = &'a Kind>) -> Vec<String> {
     let names = settings.names();
-    let shards: BTreeSet<u8> = settings.worker.shard_of_each_channel().into_iter().collect();
-    let shards = shards.into_iter().map(|shard| names.shard(shard));
-    shards.chain([names.schedule(), names.former_inbox(), names.parked()]).collect()
+    let processing = kinds.into_iter().flat_map(|kind| settings.worker.queue_of_each_channel(&names, kind));
+    let processing: BTreeSet<String> = processing.collect();
+    processing.into_iter().chain([names.schedule(), names.former_inbox(), names.parked()]).collect()
 }
 
 /// Searches one queue on its own connection. With a database, moves unreadable messages into `parked_alarms`; without

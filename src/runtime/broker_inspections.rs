@@ -11,6 +11,7 @@ use std::time::Duration;
 use order_timeout_amqp::publisher::{ConfirmedPublisher, MissingRoute, PublishError};
 use order_timeout_amqp::topology::{Sight, TopologyError};
 use order_timeout_core::delay::Strategy;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Timestamp;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -19,13 +20,14 @@ use tracing::debug;
 use uuid::Uuid;
 
 use super::give_way::GiveWay;
+use super::kind_worker::Publishing;
 use crate::config::Settings;
 use crate::deliver::Inspector;
 use crate::effects::slots::SlotDeclarer;
 use crate::observe::canary::store::{CanaryStore, Known, READER_NOTED_EVERY, Sent, StoreError};
 use crate::observe::canary::{self, GRACE, Late, Path, Paths};
 use crate::observe::degraded::Cause;
-use crate::observe::recorder::Recorder;
+use crate::observe::recorder::KindRecorder;
 use crate::postgres::Database;
 
 /// How long after a session was opened the broker is first checked.
@@ -77,7 +79,7 @@ pub(super) struct BrokerInspections {
     /// Whether the next declaration was requested here.
     declaring: bool,
     give_way: GiveWay,
-    recorder: Recorder,
+    recorder: KindRecorder,
     /// How many consumers this worker has on the processing queues.
     consumers: usize,
     /// Whether exchanges return unroutable messages; the delayed exchange returns everything.
@@ -98,6 +100,11 @@ pub(super) struct BrokerInspections {
     /// When canaries are to be sent because of a suspicion, and when that happened last.
     suspicion: Option<Instant>,
     suspected: Option<Instant>,
+}
+
+/// Whose consumers are counted together: those of one kind's processing queues.
+fn readers_of(namespace: &str, kind: &Kind) -> String {
+    if kind.is_default() { namespace.to_owned() } else { format!("{namespace}/{kind}") }
 }
 
 struct Watched {
@@ -127,24 +134,24 @@ struct Findings {
 impl BrokerInspections {
     pub fn new(
         settings: &Settings,
+        kind: &Kind,
         database: Database,
-        confirmed: ConfirmedPublisher,
-        slots: SlotDeclarer,
+        Publishing { confirmed, slots }: Publishing,
         give_way: GiveWay,
-        recorder: Recorder,
+        recorder: KindRecorder,
     ) -> Self {
-        let (paths, now) = (Paths::new(settings), Instant::now());
+        let (paths, now) = (Paths::new(settings, kind), Instant::now());
         Self {
             path_names: paths.all().iter().map(|path| path.name.clone()).collect(),
             paths,
-            store: CanaryStore::new(database, &settings.namespace),
+            store: CanaryStore::new(database, &readers_of(&settings.namespace, kind)),
             missing_route: confirmed.missing_route(),
             confirmed,
             slots,
             declaring: false,
             give_way,
             recorder,
-            consumers: settings.worker.shard_of_each_channel().len(),
+            consumers: settings.worker.queue_of_each_channel(&settings.names(), kind).len(),
             tests_alternates: settings.delay.strategy == Strategy::DeadLetter,
             began: now,
             session: None,

@@ -1,4 +1,4 @@
-//! The loop around the engine: passes inputs in, with the time, and runs the actions that come out.
+//! The loop around the engine of one kind: passes inputs in, with the time, and runs the actions that come out.
 //!
 //! Forwards and times; decides nothing about an alarm. `warnings.rs` logs.
 
@@ -15,14 +15,15 @@ use tracing::{info, warn};
 
 use super::GiveUp;
 use super::broker_inspections::BrokerInput;
+use super::give_way::ClosingFlag;
 use super::supervisor::Phase;
 use super::warnings::Warnings;
 use crate::effects::Effects;
 use crate::effects::clock::ClockReading;
 use crate::observe::degraded::Cause;
-use crate::observe::health::{BEAT_EVERY, Lifecycle, Loop};
+use crate::observe::health::{BEAT_EVERY, Loop};
 use crate::observe::inspect::contract_watch::ContractWatch;
-use crate::observe::recorder::Recorder;
+use crate::observe::recorder::KindRecorder;
 use crate::postgres;
 
 /// Deliveries that are passed in before actions are polled: enough to amortise the cost, few enough not to delay a batch.
@@ -34,7 +35,7 @@ pub(super) struct Outputs {
     pub phase: watch::Sender<Phase>,
     pub inspections: mpsc::UnboundedSender<BrokerInput>,
     /// Whether a closer is busy, for tasks that wait for idle closers.
-    pub closing: watch::Sender<bool>,
+    pub closing: ClosingFlag,
 }
 
 pub(super) struct EventLoop {
@@ -45,7 +46,7 @@ pub(super) struct EventLoop {
     counted: Counted,
     contract: ContractWatch,
     warnings: Warnings,
-    recorder: Recorder,
+    recorder: KindRecorder,
 }
 
 /// The engine's counts as they were last added to the metrics.
@@ -62,7 +63,7 @@ impl EventLoop {
         clock: DatabaseClock,
         effects: Effects,
         outputs: Outputs,
-        recorder: Recorder,
+        recorder: KindRecorder,
     ) -> Self {
         Self {
             engine: Engine::new(policy),
@@ -139,7 +140,7 @@ impl EventLoop {
             held = self.engine.snapshot(self.clock.now()).held,
             "stopping: accepting nothing new, finishing work in flight"
         );
-        self.recorder.health.note_lifecycle(Lifecycle::Stopping);
+        self.recorder.note_stopping();
         self.outputs.phase.send_replace(Phase::Drain);
         self.engine.drain();
         self.effects.tasks.close();
@@ -220,7 +221,7 @@ impl EventLoop {
             }
         }
         let closing = !self.engine.closers_are_idle();
-        self.outputs.closing.send_if_modified(|known| std::mem::replace(known, closing) != closing);
+        self.outputs.closing.set(closing);
         self.update_phase(self.engine.wants_deliveries(now));
         let snapshot = self.engine.snapshot(now);
         self.warnings.note_availability(&snapshot);
@@ -249,11 +250,11 @@ impl EventLoop {
             let next = match (*phase, wanted) {
                 (Phase::Consume, false) => {
                     warn!("nothing could be closed, re-armed or parked for worker.requeue_after, as the previous warnings say; alarms are returned to the broker until that changes");
-                    self.recorder.health.note_lifecycle(Lifecycle::Paused);
+                    self.recorder.health.note_paused(true);
                     Phase::Rest
                 }
                 (Phase::Rest, true) => {
-                    self.recorder.health.note_lifecycle(Lifecycle::Running);
+                    self.recorder.health.note_paused(false);
                     Phase::Consume
                 }
                 (unchanged, _) => unchanged,

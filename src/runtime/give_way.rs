@@ -11,15 +11,58 @@ use tokio::time::Instant;
 /// cause of degradation is still reported within its fifteen seconds.
 const LONGEST_WAIT: Duration = Duration::from_secs(2);
 
-/// Sees whether closers are busy.
+/// How many kinds have a busy closer.
+#[derive(Debug, Clone)]
+pub(super) struct BusyKinds(watch::Sender<usize>);
+
+impl BusyKinds {
+    pub fn new() -> Self {
+        Self(watch::channel(0).0)
+    }
+
+    /// For the event loop of one kind; and whether that kind has a busy closer.
+    pub fn flag(&self) -> (ClosingFlag, watch::Receiver<bool>) {
+        let (own, seen) = watch::channel(false);
+        (ClosingFlag { own, all: self.clone() }, seen)
+    }
+
+    /// How many there are, for tasks that wait.
+    pub fn watched(&self) -> watch::Receiver<usize> {
+        self.0.subscribe()
+    }
+}
+
+/// Tells whether closers of one kind are busy.
+#[derive(Debug)]
+pub(super) struct ClosingFlag {
+    own: watch::Sender<bool>,
+    all: BusyKinds,
+}
+
+impl ClosingFlag {
+    pub fn set(&self, closing: bool) {
+        if self.own.send_if_modified(|known| std::mem::replace(known, closing) != closing) {
+            self.all.0.send_modify(|kinds| if closing { *kinds += 1 } else { *kinds -= 1 });
+        }
+    }
+}
+
+/// Without its event loop a kind closes nothing.
+impl Drop for ClosingFlag {
+    fn drop(&mut self) {
+        self.set(false);
+    }
+}
+
+/// Sees whether closers of any kind are busy.
 #[derive(Debug, Clone)]
 pub(super) struct GiveWay {
-    closing: watch::Receiver<bool>,
+    busy_kinds: watch::Receiver<usize>,
 }
 
 impl GiveWay {
-    pub fn to(closing: watch::Receiver<bool>) -> Self {
-        Self { closing }
+    pub fn to(busy_kinds: &BusyKinds) -> Self {
+        Self { busy_kinds: busy_kinds.watched() }
     }
 
     /// Resolves at `due` if all closers are idle then, otherwise when they are, at most two seconds later. May be dropped
@@ -27,7 +70,7 @@ impl GiveWay {
     pub async fn due(&mut self, due: Instant) {
         tokio::time::sleep_until(due).await;
         // Timed out or without an event loop: it is time either way.
-        let _ = tokio::time::timeout_at(due + LONGEST_WAIT, self.closing.wait_for(|closing| !closing)).await;
+        let _ = tokio::time::timeout_at(due + LONGEST_WAIT, self.busy_kinds.wait_for(|kinds| *kinds == 0)).await;
     }
 }
 
@@ -37,8 +80,11 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn waits_for_closers_but_not_forever() {
-        let (closing, seen) = watch::channel(true);
-        let mut give_way = GiveWay::to(seen);
+        let busy_kinds = BusyKinds::new();
+        let [(closing, _), (other, _)] = [busy_kinds.flag(), busy_kinds.flag()];
+        let mut give_way = GiveWay::to(&busy_kinds);
+        closing.set(true);
+        other.set(true);
         let due = Instant::now() + Duration::from_secs(3);
         give_way.due(due).await;
         assert_eq!(Instant::now(), due + LONGEST_WAIT);
@@ -47,7 +93,9 @@ mod tests {
         let idle_at = due + Duration::from_millis(200);
         let idle = async {
             tokio::time::sleep_until(idle_at).await;
-            closing.send_replace(false);
+            closing.set(false);
+            assert_eq!(*busy_kinds.watched().borrow(), 1);
+            drop(other);
         };
         tokio::join!(give_way.due(due), idle);
         assert_eq!(Instant::now(), idle_at);

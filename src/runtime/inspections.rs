@@ -1,12 +1,13 @@
 //! Checks every few seconds that the database still has what the worker needs, registers the worker there, and reports
 //! what is wrong. From the registered workers follows the share of orders that each reads ahead.
 //!
-//! Decides when; `inspect/` checks and explains. In a task of its own, so that no order waits for it.
+//! Decides when; `inspect/` checks and explains. In tasks of their own, so that no order waits for them: one for the
+//! worker, and one for the statements of each kind.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use order_timeout_core::engine::{Input, Share};
+use order_timeout_core::kind::Kind;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -19,64 +20,50 @@ use crate::effects::sweep::Sweeper;
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::plan::Plans;
 use crate::observe::inspect::registration::{Registered, Registration};
-use crate::observe::inspect::schema::{Found, Schema};
-use crate::observe::recorder::Recorder;
+use crate::observe::inspect::schema::Schema;
+use crate::observe::recorder::{KindRecorder, Recorder};
 use crate::operations::orders_statements;
 use crate::postgres::{Database, one_line};
 
 /// How often the database is checked.
 const EVERY: Duration = Duration::from_secs(3);
-/// The plans are checked in every second round, because EXPLAIN costs as much as planning.
-const TURNS_BETWEEN_PLANS: u32 = 2;
+/// How often the plans are checked: less often, because EXPLAIN costs as much as planning.
+const PLANS_EVERY: Duration = Duration::from_secs(6);
 /// How long a stopping worker waits for its row to be deleted.
 const DELETE_ROW_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The checks that find causes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Finder {
-    Schema,
-    Plans,
-}
-
+/// What is checked once for the worker.
 pub(super) struct Inspections {
     database: Database,
     schema: Schema,
-    plans: Plans,
     registration: Registration,
-    /// What each check has found last.
-    found: BTreeMap<(Cause, Finder), Option<String>>,
-    share: Share,
-    inputs: mpsc::UnboundedSender<Input>,
-    turn: u32,
+    kinds: Vec<KindShare>,
     give_way: GiveWay,
     recorder: Recorder,
 }
 
+/// The share of a kind's orders that this worker reads ahead, as the kind's engine was last told.
+struct KindShare {
+    kind: Kind,
+    share: Share,
+    inputs: mpsc::UnboundedSender<Input>,
+}
+
 impl Inspections {
+    /// `kinds`: those that the worker serves, and where each is told its share.
     pub fn new(
         settings: &Settings,
         database: Database,
-        closer: &Closer,
-        sweeper: &Sweeper,
-        inputs: mpsc::UnboundedSender<Input>,
+        kinds: Vec<(Kind, mpsc::UnboundedSender<Input>)>,
         give_way: GiveWay,
         recorder: Recorder,
     ) -> Self {
-        let (close_name, overdue_name) = orders_statements::names(settings);
-        let is_own = !settings.has_default_orders();
-        let own_close = is_own.then(|| {
-            let (sql, parameters) = closer.statement();
-            (sql, parameters, close_name)
-        });
+        let kinds = kinds.into_iter().map(|(kind, inputs)| KindShare { kind, share: Share::ALL, inputs });
         Self {
             schema: Schema::new(settings),
-            plans: Plans::new((sweeper.statement(), overdue_name), own_close).with_index(sweeper.index()),
             registration: Registration::new(database.clone(), settings),
             database,
-            found: BTreeMap::new(),
-            share: Share::ALL,
-            inputs,
-            turn: 0,
+            kinds: kinds.collect(),
             give_way,
             recorder,
         }
@@ -90,7 +77,7 @@ impl Inspections {
                 () = ends.cancelled() => break,
             }
             tokio::select! {
-                // Planning and the catalog take a core of the server for milliseconds, which a burst would wait for.
+                // The catalog takes a core of the server for milliseconds, which a burst would wait for.
                 () = self.give_way.due(Instant::now() + EVERY) => {}
                 () = ends.cancelled() => break,
             }
@@ -106,34 +93,72 @@ impl Inspections {
     /// A check that fails changes nothing: an unavailable database is reported elsewhere.
     async fn turn(&mut self) {
         match self.schema.look(&self.database).await {
-            Ok(found) => self.note(Finder::Schema, found),
+            Ok(found) => found.into_iter().for_each(|(cause, why)| self.recorder.degraded(cause, why.as_deref())),
             Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
         }
-        if self.turn.is_multiple_of(TURNS_BETWEEN_PLANS) {
-            match self.plans.look(&self.database).await {
-                Ok(found) => self.note(Finder::Plans, found),
-                Err(error) => debug!(error = one_line(&error), "the statements could not be explained"),
-            }
-        }
         match self.registration.register().await {
-            Ok(Registered { disagreement, share }) => {
-                self.recorder.degraded(Cause::WorkersDisagree, disagreement.as_deref());
-                if std::mem::replace(&mut self.share, share) != share {
-                    // Without the event loop the input is not needed.
-                    let _ = self.inputs.send(Input::ShareChanged(share));
-                }
+            Ok(registered) => {
+                self.recorder.degraded(Cause::WorkersDisagree, registered.disagreement.as_deref());
+                self.tell_shares(&registered);
             }
             Err(error) => debug!(error = one_line(&error), "this worker could not be registered"),
         }
-        self.turn = self.turn.wrapping_add(1);
     }
 
-    fn note(&mut self, finder: Finder, found: Found) {
-        for (cause, why) in found {
-            self.found.insert((cause, finder), why);
-            let all = self.found.range((cause, Finder::Schema)..=(cause, Finder::Plans));
-            let all: Vec<&str> = all.filter_map(|(_, why)| why.as_deref()).collect();
-            self.recorder.degraded(cause, (!all.is_empty()).then(|| all.join("; ")).as_deref());
+    fn tell_shares(&mut self, registered: &Registered) {
+        for known in &mut self.kinds {
+            let share = registered.share_of(&known.kind);
+            if std::mem::replace(&mut known.share, share) != share {
+                // Without the event loop the input is not needed.
+                let _ = known.inputs.send(Input::ShareChanged(share));
+            }
+        }
+    }
+}
+
+/// What is checked of the statements of one kind.
+pub(super) struct PlanInspections {
+    database: Database,
+    plans: Plans,
+    give_way: GiveWay,
+    recorder: KindRecorder,
+}
+
+impl PlanInspections {
+    pub fn new(
+        settings: &Settings,
+        kind: &Kind,
+        database: Database,
+        (closer, sweeper): (&Closer, &Sweeper),
+        give_way: GiveWay,
+        recorder: KindRecorder,
+    ) -> Self {
+        let (close_name, overdue_name) = orders_statements::names(settings, kind);
+        let is_own = !settings.has_default_orders(kind);
+        let own_close = is_own.then(|| {
+            let (sql, parameters) = closer.statement();
+            (sql, parameters, close_name)
+        });
+        let plans = Plans::new((sweeper.statement(), overdue_name), own_close).with_index(sweeper.index());
+        Self { database, plans, give_way, recorder }
+    }
+
+    /// Runs until `ends`. A check that fails changes nothing, as above.
+    pub async fn go_on(mut self, ends: CancellationToken) {
+        loop {
+            tokio::select! {
+                looked = self.plans.look(&self.database) => match looked {
+                    Ok(found) => {
+                        found.into_iter().for_each(|(cause, why)| self.recorder.degraded(cause, why.as_deref()));
+                    }
+                    Err(error) => debug!(error = one_line(&error), "the statements could not be explained"),
+                },
+                () = ends.cancelled() => return,
+            }
+            tokio::select! {
+                () = self.give_way.due(Instant::now() + PLANS_EVERY) => {}
+                () = ends.cancelled() => return,
+            }
         }
     }
 }

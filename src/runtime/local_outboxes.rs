@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
-use crate::observe::health::{BEAT_EVERY, Loop};
+use crate::observe::health::BEAT_EVERY;
 use crate::observe::logging::LogThrottle;
 use crate::observe::metrics::EVENTS;
 use crate::observe::recorder::Recorder;
@@ -37,7 +37,7 @@ impl LocalOutboxesLoop {
     /// Runs until `ends`, then announces what is left.
     pub async fn keep_empty(mut self, ends: CancellationToken) {
         loop {
-            self.recorder.health.beat(Loop::Outboxes);
+            self.recorder.health.beat_outboxes();
             let is_last = ends.is_cancelled();
             // Each by itself: events that cannot be announced do not keep old rows.
             let announced = self.announce().await;

@@ -14,7 +14,6 @@ use tracing::{debug, info, warn};
 
 use crate::loop_backoff::Backoff;
 use crate::observe::degraded::Cause;
-use crate::observe::health::Loop;
 use crate::observe::inspect::relay_watch::RelayWatch;
 use crate::observe::logging::LogThrottle;
 use crate::observe::metrics::{ALARMS, EVENTS};
@@ -50,7 +49,8 @@ pub(super) struct Outboxes {
     alarms: AlarmRelay,
     events: EventRelay,
     poll: Duration,
-    closing: watch::Receiver<bool>,
+    /// How many kinds have a busy closer.
+    busy_kinds: watch::Receiver<usize>,
     not_asked: LogThrottle,
     alarms_rest: Rest,
     events_rest: Rest,
@@ -82,7 +82,7 @@ impl Outboxes {
         events: EventRelay,
         poll: Duration,
         keep_parked: Duration,
-        closing: watch::Receiver<bool>,
+        busy_kinds: watch::Receiver<usize>,
         recorder: Recorder,
     ) -> Self {
         let (now, lock) = (Instant::now(), LeaderLock::new(database.clone()));
@@ -96,7 +96,7 @@ impl Outboxes {
             alarms,
             events,
             poll,
-            closing,
+            busy_kinds,
             not_asked: LogThrottle::default(),
             alarms_rest: Rest::default(),
             events_rest: Rest::default(),
@@ -113,7 +113,7 @@ impl Outboxes {
     /// Runs until `ends`, then sends what is left.
     pub async fn keep_empty(mut self, ends: CancellationToken) {
         loop {
-            self.recorder.health.beat(Loop::Outboxes);
+            self.recorder.health.beat_outboxes();
             // Rows that were committed before the end are in this round, or in the one after a full batch.
             let is_last = ends.is_cancelled();
             let round = self.round(is_last).await;
@@ -199,7 +199,7 @@ impl Outboxes {
     }
 
     fn is_turn_of_events(&mut self) -> bool {
-        let closing = *self.closing.borrow();
+        let closing = *self.busy_kinds.borrow() > 0;
         self.events_turns.is_turn_of_events(closing, Instant::now())
     }
 

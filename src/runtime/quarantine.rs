@@ -6,13 +6,14 @@
 use std::time::Duration;
 
 use order_timeout_amqp::connect::EndKind;
+use order_timeout_core::kind::Kind;
 use tracing::{info, warn};
 
 use crate::config::Settings;
 use crate::deliver::SessionEnd;
 use crate::observe::degraded::Cause;
 use crate::observe::health::{BEAT_EVERY, Loop};
-use crate::observe::recorder::Recorder;
+use crate::observe::recorder::KindRecorder;
 use crate::postgres::Database;
 use crate::quarantine::{self, Bounds, Found, QuarantineError, Report};
 
@@ -23,15 +24,16 @@ const NAMED: usize = 5;
 
 pub(super) struct Quarantine {
     settings: Settings,
+    kind: Kind,
     database: Database,
-    pub recorder: Recorder,
+    pub recorder: KindRecorder,
     /// Whether a reported cause is not cleared yet.
     reported: bool,
 }
 
 impl Quarantine {
-    pub fn new(settings: Settings, database: Database, recorder: Recorder) -> Self {
-        Self { settings, database, recorder, reported: false }
+    pub fn new(settings: Settings, kind: Kind, database: Database, recorder: KindRecorder) -> Self {
+        Self { settings, kind, database, recorder, reported: false }
     }
 
     /// Moves the message aside that ended a session, if a message did. Returns whether one was moved, so that the next session
@@ -80,7 +82,7 @@ impl Quarantine {
 
     async fn search_all(&mut self) -> bool {
         let mut moved = 0;
-        for queue in quarantine::queues(&self.settings) {
+        for queue in quarantine::queues(&self.settings, [&self.kind]) {
             match self.search(queue.clone()).await {
                 Ok(report) => {
                     self.tell(&report);

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use order_timeout_amqp::publisher::MissingRoute;
 use order_timeout_core::engine::Input;
+use order_timeout_core::kind::Kind;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{info, warn};
@@ -19,7 +20,7 @@ use crate::config::Settings;
 use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
 use crate::loop_backoff::Backoff;
 use crate::observe::health::{BEAT_EVERY, Loop};
-use crate::observe::recorder::Recorder;
+use crate::observe::recorder::KindRecorder;
 
 /// The number of the session that is opened at the start.
 pub(super) const FIRST_SESSION: u64 = 1;
@@ -47,29 +48,36 @@ pub(super) enum Phase {
 pub(super) struct Listeners {
     pub inputs: mpsc::UnboundedSender<Input>,
     pub inspections: mpsc::UnboundedSender<BrokerInput>,
+    /// Those of all kinds: what is declared again is declared for all of them.
+    pub inspections_of_all: Vec<mpsc::UnboundedSender<BrokerInput>>,
+}
+
+/// What is consumed, and where it goes.
+pub(super) struct Consumption {
+    pub settings: Settings,
+    pub kind: Kind,
+    pub inboxes: Inboxes,
+    /// Whether to look for the inbox of former versions, until a session has not found it.
+    pub wants_former_inbox: bool,
 }
 
 pub(super) struct Supervisor {
-    settings: Settings,
-    inboxes: Inboxes,
+    what: Consumption,
     ack_batcher: AckBatcher,
     phase: watch::Receiver<Phase>,
     listeners: Listeners,
     next_session: u64,
     /// Whether a session has been open: the deployment was set up then.
     had_session: bool,
-    /// Until a session has not found it.
-    wants_former_inbox: bool,
     /// Notified when an exchange or a queue is missing.
     missing_route: Arc<MissingRoute>,
     quarantine: Quarantine,
-    recorder: Recorder,
+    recorder: KindRecorder,
 }
 
 impl Supervisor {
     pub fn new(
-        settings: Settings,
-        inboxes: Inboxes,
+        what: Consumption,
         ack_batcher: AckBatcher,
         phase: watch::Receiver<Phase>,
         listeners: Listeners,
@@ -77,19 +85,7 @@ impl Supervisor {
         quarantine: Quarantine,
     ) -> Self {
         let (next_session, had_session, recorder) = (FIRST_SESSION + 1, false, quarantine.recorder.clone());
-        Self {
-            settings,
-            inboxes,
-            ack_batcher,
-            phase,
-            listeners,
-            next_session,
-            had_session,
-            wants_former_inbox: true,
-            missing_route,
-            quarantine,
-            recorder,
-        }
+        Self { what, ack_batcher, phase, listeners, next_session, had_session, missing_route, quarantine, recorder }
     }
 
     pub async fn run(mut self, first: Option<Session>) {
@@ -101,9 +97,9 @@ impl Supervisor {
                 let opened = Instant::now();
                 self.had_session = true;
                 self.send_to_event_loop(Input::SessionOpened(open.number()));
-                self.send_to_inspections(BrokerInput::SessionOpened(open.inspector(&self.settings)));
+                self.send_to_inspections(BrokerInput::SessionOpened(open.inspector(&self.what.settings)));
                 self.recorder.session_opened();
-                self.wants_former_inbox = open.has_former_inbox();
+                self.what.wants_former_inbox = open.has_former_inbox();
                 let end = self.attend(open).await;
                 self.recorder.session_ended(&end.why);
                 self.send_to_event_loop(Input::SessionEnded);
@@ -147,9 +143,10 @@ impl Supervisor {
         let opening = Opening {
             number: self.next_session,
             must_be_set_up: !self.had_session,
-            wants_former_inbox: self.wants_former_inbox,
+            wants_former_inbox: self.what.wants_former_inbox,
         };
-        let mut opening = pin!(Session::open(&self.settings, opening, self.inboxes.clone()));
+        let Consumption { settings, kind, inboxes, .. } = &self.what;
+        let mut opening = pin!(Session::open(settings, kind, opening, inboxes.clone()));
         tokio::select! {
             opened = &mut opening => return Some(opened),
             _ = self.phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close)) => {}
@@ -226,7 +223,7 @@ impl Supervisor {
                     }
                 }
                 what = self.missing_route.noted(), if declaring.is_none() => {
-                    let declare = session.declare_again(&self.settings);
+                    let declare = session.declare_again(&self.what.settings);
                     declaring = Some(Box::pin(async move { (what, declare.await) }));
                 }
                 (what, declared) = async { declaring.as_mut().expect("guarded by is_some()").await }, if declaring.is_some() => {
@@ -237,7 +234,10 @@ impl Supervisor {
                             warn!(what, %fault, "message was unroutable; missing exchanges and queues cannot be declared");
                         }
                     }
-                    self.send_to_inspections(BrokerInput::DeclaredAgain(what, declared));
+                    for inspections in &self.listeners.inspections_of_all {
+                        // As in `send_to_inspections`.
+                        let _ = inspections.send(BrokerInput::DeclaredAgain(what.clone(), declared.clone()));
+                    }
                 }
                 _ = self.phase.changed() => {}
                 () = tokio::time::sleep(BEAT_EVERY) => {}

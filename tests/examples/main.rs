@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use order_timeout::Settings;
 use order_timeout::config::Listen;
+use order_timeout_core::kind::Kind;
 use order_timeout_testkit::away::on_private_broker_with;
 use order_timeout_testkit::linux::{self, Signal};
 use order_timeout_testkit::private::Private;
@@ -119,7 +120,7 @@ fn schedule_example_fills_lane() {
         wait_for("the alarm in its lane", async || {
             let mut depth = 0;
             for shard in 0..env.settings.delay.lane_shards {
-                depth += env.depth(&env.names().lane_queue("30m", shard)).await;
+                depth += env.depth(&env.names().lane_queue(&Kind::ORDER, "30m", shard)).await;
             }
             depth == 1
         })

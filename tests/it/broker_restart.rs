@@ -91,7 +91,7 @@ fn deleted_wheel_is_declared_again() {
         let worker = env.worker().await;
         let publisher = env.publisher().await;
         schedule(&env, &publisher, 10, 8 * SECOND).await;
-        wait_for("alarms in the wheel", async || env.depth_of_all("slot.").await == 10).await;
+        wait_for("alarms in the wheel", async || env.depth_of_all("wheel.").await == 10).await;
         wait_for("every close", async || env.closed().await == 10).await;
         for queue in env.settings.queue_names().into_iter().filter(|name| name.contains(".slot.")) {
             env.channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
@@ -99,7 +99,7 @@ fn deleted_wheel_is_declared_again() {
         schedule(&env, &publisher, 10, 8 * SECOND).await;
         wait_for("every close", async || env.closed().await == 20).await;
         // Also the exchange through which they are written.
-        let (wheel, options) = (env.names().slot(), ExchangeDeleteOptions::default());
+        let (wheel, options) = (env.names().wheel(), ExchangeDeleteOptions::default());
         env.channel.exchange_delete(wheel.as_str().into(), options).await.unwrap();
         schedule(&env, &publisher, 10, 8 * SECOND).await;
         wait_for("every other close", async || env.closed().await == 30).await;

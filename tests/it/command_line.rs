@@ -751,7 +751,7 @@ fn sigterm_returns_held_alarms() {
         let (soon, later) = (env.order(Duration::from_secs(1)).await, env.order(far_enough).await);
         // As if the delays of both had just ended.
         for order in [&later, &soon] {
-            let body = Alarm { order_id: order.order_id(), deadline: order.deadline }.to_bytes();
+            let body = Alarm::new(order.order_id(), order.deadline).to_bytes();
             let properties = BasicProperties::default().with_delivery_mode(2);
             env.publish_raw(&env.names().due(), DUE_KEY, &body, properties).await;
         }

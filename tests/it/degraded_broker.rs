@@ -12,6 +12,7 @@ use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout_amqp::topology::DUE_KEY;
+use order_timeout_core::kind::Kind;
 use order_timeout_testkit::figures::{Figures, get, serve_http};
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::skip::skipped;
@@ -234,7 +235,7 @@ async fn ctl(broker: &Arc<Private>, arguments: &'static [&'static str]) -> Strin
 fn alternate_exchange_policy_is_named() {
     on_private_broker(async |env, broker| {
         let worker = env.worker().await;
-        let lane = env.names().lane_queue("2s", 0);
+        let lane = env.names().lane_queue(&Kind::ORDER, "2s", 0);
         // A foreign exchange, which receives the messages that would be lost otherwise.
         let declared = env.channel.exchange_declare(
             "lost".into(),
@@ -267,7 +268,7 @@ fn refused_canary_is_named_as_refused() {
         let worker = env.worker().await;
         ctl(&broker, &["set_permissions", "guest", ".*", r"^(?!.*\.slot$).*", ".*"]).await;
         have_orders_swept(&env).await;
-        let wheel = format!("could not be published to exchange {:?}", env.names().slot());
+        let wheel = format!("could not be published to exchange {:?}", env.names().wheel());
         wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, &wheel).await;
         ctl(&broker, &["set_permissions", "guest", ".*", ".*", ".*"]).await;
         wait_until_cured(&worker, "alarms_not_arriving").await;
@@ -304,7 +305,7 @@ fn stopped_dead_lettering_is_named_and_cured() {
         wait_until_named(&worker, "alarms_not_arriving", STOPPED_NAMED_WITHIN, "x-death").await;
 
         // As docs/operating/troubleshoot.md says under "Dead-lettering has stopped".
-        let poisoned = env.names().lane_queue("2s", 0);
+        let poisoned = env.names().lane_queue(&Kind::ORDER, "2s", 0);
         env.channel.queue_delete(poisoned.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
         ctl(&broker, &["stop_app"]).await;
         ctl(&broker, &["start_app"]).await;

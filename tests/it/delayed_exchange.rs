@@ -19,6 +19,7 @@ use order_timeout_client::ConnectError;
 use order_timeout_core::alarm::Returns;
 use order_timeout_core::delay::Lanes;
 use order_timeout_core::delay::Strategy;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::disk_stall_probe::DiskStallProbe;
@@ -190,7 +191,7 @@ fn early_alarm_is_rearmed() {
 }
 
 fn body(order: &Order) -> Vec<u8> {
-    Alarm { order_id: order.order_id(), deadline: order.deadline }.to_bytes()
+    Alarm::new(order.order_id(), order.deadline).to_bytes()
 }
 
 /// Asserts that a worker publishes the alarm to the exchange, that no worker holds it until shortly before the
@@ -246,9 +247,9 @@ fn delay_beyond_plugin_limit_is_capped() {
         (lead + longest + Duration::from_millis(1), longest),
         (3_649 * DAY, longest),
     ] {
-        let route = Route::to(&lanes.place(&id, now + remaining, now), &settings.names());
+        let route = Route::to(&lanes.place(&id, now + remaining, now), &Kind::ORDER, &settings.names());
         assert_eq!(route.delay, Delay::XDelayMs(u64::try_from(expected.as_millis()).unwrap()), "{remaining:?}");
-        let due = Alarm { order_id: id.clone(), deadline: now + remaining };
+        let due = Alarm::new(id.clone(), now + remaining);
         let message = envelope::address(
             &due,
             route,
@@ -284,7 +285,7 @@ fn publisher_refuses_strategy_without_plugin() {
         let (canaries, _ids) = tokio::sync::mpsc::unbounded_channel();
         let (opening, inboxes) =
             (Opening { number: 1, must_be_set_up: false, wants_former_inbox: false }, Inboxes { alarms, canaries });
-        let opened = Session::open(&env.settings, opening, inboxes).await.map(drop);
+        let opened = Session::open(&env.settings, &Kind::ORDER, opening, inboxes).await.map(drop);
         assert!(matches!(opened, Err(OpenError::Broker(BrokerError::Refused(_)))), "{opened:?}");
         assert_names_the_plugin(&opened.unwrap_err().to_string());
         let started = Worker::start(env.settings.clone()).await.map(drop);

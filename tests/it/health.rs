@@ -10,10 +10,11 @@ use lapin::BasicProperties;
 use order_timeout::Settings;
 use order_timeout::config::Listen;
 use order_timeout::http::{self, HttpServer, LIVEZ, Pages, READYZ};
-use order_timeout::observe::health::{Health, Loop};
-use order_timeout::observe::metrics::{LISTED, Listed, PROCESS_METRICS};
+use order_timeout::observe::health::Health;
+use order_timeout::observe::metrics::{Listed, PROCESS_METRICS, listed};
 use order_timeout::runtime::Worker;
 use order_timeout_amqp::topology::DUE_KEY;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_testkit::away::{COMING_BACK, shorten_timeouts, with_broker_behind};
 use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
@@ -44,7 +45,7 @@ fn exposes_exactly_listed_metrics() {
             let lines = text.lines().filter_map(|line| line.strip_prefix(&format!("# {word} ")));
             lines.map(|line| line.split_once(' ').unwrap()).map(|(name, rest)| (name.into(), rest.into())).collect()
         };
-        let listed = || LISTED.iter().chain(PROCESS_METRICS);
+        let listed = || listed().chain(PROCESS_METRICS);
         assert_eq!(described("HELP"), listed().map(|one| (one.name.into(), one.help.into())).collect());
         assert_eq!(described("TYPE"), listed().map(|one| (one.name.into(), one.kind.into())).collect());
         assert_labels_are_listed(&text);
@@ -56,9 +57,10 @@ fn assert_labels_are_listed(text: &str) {
     let series = Regex::new(r#"(?m)^(\w+?)(?:_bucket|_sum|_count)?(?:\{(.*)\})? "#).unwrap();
     let label = Regex::new(r#"(\w+)="([^"]*)""#).unwrap();
     for found in series.captures_iter(text) {
-        let Some(listed) = LISTED.iter().find(|one| one.name == &found[1]) else { continue };
+        let Some(listed) = listed().find(|one| one.name == &found[1]) else { continue };
         let labels = found.get(2).map_or("", |labels| labels.as_str());
-        let mut labels = label.captures_iter(labels).filter(|one| &one[1] != "le");
+        assert_eq!(labels.contains("kind=\"order\""), listed.is_of_kind, "{}", &found[0]);
+        let mut labels = label.captures_iter(labels).filter(|one| &one[1] != "le" && &one[1] != "kind");
         let allowed = |one: &regex::Captures<'_>| {
             listed.label.is_some_and(|label| label.name == &one[1] && label.values.contains(&&one[2]))
         };
@@ -88,15 +90,17 @@ fn documented_metrics_match_listed_metrics() {
             let values = if label.name == "version" { String::new() } else { format!(": {}", label.values.join(", ")) };
             format!("`{}`{values}", label.name)
         });
-        format!("| `{}` | {} | {label} | {} |", one.name, one.kind, one.help)
+        let kind = if one.is_of_kind { "`kind`" } else { "" };
+        let labels = [kind, &label].into_iter().filter(|label| !label.is_empty()).collect::<Vec<_>>().join("; ");
+        format!("| `{}` | {} | {labels} | {} |", one.name, one.kind, one.help)
     };
-    let rows: Vec<String> = LISTED.iter().chain(PROCESS_METRICS).map(row).collect();
+    let rows: Vec<String> = listed().chain(PROCESS_METRICS).map(row).collect();
     assert_eq!(documented, rows, "the table in docs/operating/monitor.md (left) and src/observe/metrics.rs (right)");
     let name = Regex::new(r"\border_timeout_\w+").unwrap();
     for found in handbook.into_iter().flat_map(|document| name.find_iter(document)) {
         let family = ["_bucket", "_sum", "_count"].into_iter().find_map(|end| found.as_str().strip_suffix(end));
         // `order_timeout_workers` is a table.
-        let known = |name: &str| name == "order_timeout_workers" || LISTED.iter().any(|one| one.name == name);
+        let known = |name: &str| name == "order_timeout_workers" || listed().any(|one| one.name == name);
         assert!(
             known(found.as_str()) || family.is_some_and(known),
             "docs/operating mentions {}, which is not a metric",
@@ -268,10 +272,11 @@ fn stopping_worker_is_alive_but_not_ready() {
 fn stalled_event_loop_is_reported() {
     TestEnv::builder().run(async |_| {
         let health = Arc::new(Health::new(Duration::ZERO));
+        let _order = health.of_kind(&Kind::ORDER);
         let pages = Pages { health: health.clone(), metrics: Arc::default() };
         let server = HttpServer::open(([127, 0, 0, 1], 0).into(), pages).await.unwrap();
         assert_eq!(http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap().0, 200, "it has not begun");
-        health.mark_running(&Loop::ALL);
+        health.mark_running();
         let still = async || http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap();
         wait_for("three stalled loops", async || still().await.1.lines().count() == 3).await;
         let (status, text) = still().await;

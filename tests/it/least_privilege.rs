@@ -249,7 +249,7 @@ async fn publisher_can_do_nothing_else(broker: &Private) {
     let connection = connect(broker, PUBLISHER).await;
     for (exchange, key) in [
         ("order.due", "due"),
-        ("order.slot", "5s.00"),
+        ("order.wheel", "5s.00"),
         ("order.parked", "parked"),
         ("order.events", "order.closed"),
         // The default exchange: with it, a user could write to every queue.
@@ -373,11 +373,10 @@ async fn worker_runs_whole_flow(broker: &Private, env: &TestEnv) {
     }
     // Like a foreign publisher's message, with a TTL shorter than the lane's, so that the test need not take half an
     // hour.
-    let body =
-        order_timeout_core::message::Alarm { order_id: in_a_lane.order_id(), deadline: in_a_lane.deadline }.to_bytes();
+    let body = order_timeout_core::message::Alarm::new(in_a_lane.order_id(), in_a_lane.deadline).to_bytes();
     let of_publisher = connect(broker, PUBLISHER).await;
     publish(&confirming(&of_publisher).await, "order.delay", "30m", &body, Some(1_000)).await.unwrap();
-    wait_for("an alarm in the wheel", async || depth(&connection, "order.slot.").await > 0).await;
+    wait_for("an alarm in the wheel", async || depth(&connection, "order.wheel.").await > 0).await;
 
     for order in [&held, &in_a_lane, &armed] {
         wait_for("the close", async || env.status(order).await == "closed").await;

@@ -19,6 +19,7 @@ mod degraded_database;
 mod delayed_exchange;
 mod health;
 mod hostile;
+mod kinds;
 mod kubernetes;
 mod least_privilege;
 mod local_users;

@@ -448,7 +448,7 @@ fn order_is_never_paid_and_closed() {
 
 /// Messages waiting in a ring of the wheel.
 async fn wheel_depth(env: &TestEnv, ring: &str) -> u32 {
-    env.depth_of_all(&format!("slot.{ring}-")).await
+    env.depth_of_all(&format!("wheel.{ring}-")).await
 }
 
 #[test]
@@ -461,7 +461,7 @@ fn near_alarm_waits_in_fine_ring() {
         publisher.schedule(order.id.to_string(), order.deadline).await.unwrap();
         let second = order.deadline.unix_micros().div_euclid(1_000_000);
         let slot = Names::slot_key("1s-12", u16::try_from(second.rem_euclid(12)).unwrap());
-        let queue = format!("{}.{slot}", env.names().slot());
+        let queue = format!("{}.{slot}", env.names().wheel());
         wait_for("the alarm in its slot", async || env.depth_if_any(&queue).await == Some(1)).await;
         assert_eq!((wheel_depth(&env, "1s").await, wheel_depth(&env, "5s").await), (1, 0));
         wait_until_closed(&env, &order).await;

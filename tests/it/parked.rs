@@ -547,7 +547,7 @@ fn parked_flood_is_counted_not_listed() {
         wait_within(90 * SECOND, "the parking", async || parked().await == ALARMS as i64).await;
         let address = env.settings.http.listen.0.unwrap();
         let (_, metrics) = http::get(address, METRICS, TIMEOUT).await.unwrap();
-        let counted = format!("order_timeout_alarms_parked_total{{reason=\"unknown_order\"}} {ALARMS}");
+        let counted = format!("order_timeout_alarms_parked_total{{kind=\"order\",reason=\"unknown_order\"}} {ALARMS}");
         assert!(metrics.contains(&counted), "the metric counts all");
         assert_eq!(worker.terminate(TIMEOUT), 0);
         let text = std::fs::read_to_string(&log).unwrap();

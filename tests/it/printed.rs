@@ -86,7 +86,7 @@ fn schedule_takes_deadline_from_row() {
         for (settings, id, part) in [
             (&env.settings, unknown.as_str(), "there is no order"),
             (&env.settings, "17", "is no UUID"),
-            (&own, "17", "orders.close_sql"),
+            (&own, "17", "close_sql"),
         ] {
             let (code, stdout, stderr) = call_with(settings, &["schedule", id]).await;
             assert_eq!((code, stdout.as_str()), (1, ""), "{id}");

@@ -22,7 +22,7 @@ use uuid::Uuid;
 const ANSWER_DELAY: Duration = Duration::from_millis(500);
 
 fn job(deadline: Deadline) -> Rearm {
-    let alarm = Alarm { order_id: OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline };
+    let alarm = Alarm::new(OrderId::new(Uuid::now_v7().to_string()).unwrap(), deadline);
     Rearm { alarm: alarm.into(), receipt: Receipt { session: 1, channel: 0, tag: 1 }, wanted: Wanted::BeforeDeadline }
 }
 
@@ -77,7 +77,7 @@ const DELIVERY_TIME: &str = "x-opt-delivery-time";
 
 /// The slot with a message in it.
 async fn filled_slot(env: &TestEnv) -> Option<String> {
-    env.depths("slot.").await.into_iter().find_map(|(slot, depth)| (depth > 0).then_some(slot))
+    env.depths("wheel.").await.into_iter().find_map(|(slot, depth)| (depth > 0).then_some(slot))
 }
 
 #[test]

@@ -116,7 +116,7 @@ fn deaths(message: &BasicGetMessage) -> Vec<String> {
 
 /// The wheel's slot that holds an alarm.
 async fn occupied_slot(env: &TestEnv) -> Option<String> {
-    env.depths("slot.").await.into_iter().find_map(|(slot, depth)| (depth == 1).then_some(slot))
+    env.depths("wheel.").await.into_iter().find_map(|(slot, depth)| (depth == 1).then_some(slot))
 }
 
 #[test]

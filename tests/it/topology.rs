@@ -9,7 +9,8 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, ExchangeKind};
 use order_timeout::Settings;
 use order_timeout::runtime::Worker;
-use order_timeout_amqp::topology::{self, Argument, Queue, Slot, Slots, TopologyError};
+use order_timeout_amqp::envelope::carbon_copy;
+use order_timeout_amqp::topology::{self, Argument, DUE_KEY, Queue, Slot, Slots, TopologyError};
 use order_timeout_core::delay::{Lane, RingSettings};
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_testkit::{TestEnv, process, wait_for};
@@ -93,8 +94,8 @@ fn differing_queue_argument_is_named() {
         let mut checked = Vec::new();
         for queue in [
             one_of("delay."),
-            one_of("slot.1s-12."),
-            one_of("slot.5s-12."),
+            one_of("wheel.1s-12."),
+            one_of("wheel.5s-12."),
             one_of("timeout"),
             one_of("schedule"),
             one_of("parked"),
@@ -252,15 +253,19 @@ fn message_without_expiration_delays_none() {
         .run(async |env| {
             let names = env.names();
             env.declare_slots().await;
-            let routes = [(names.delay(), "2s.1"), (names.slot(), "500ms-16.03")];
+            let routes = [(names.delay(), "2s.1"), (names.wheel(), "500ms-16.03")];
             for (exchange, key) in &routes {
-                let foreign = BasicProperties::default().with_delivery_mode(2);
+                // With the key that a slot's dead letters need.
+                let mut headers = FieldTable::default();
+                let (name, due) = carbon_copy(DUE_KEY.to_owned());
+                headers.insert(name.into(), due);
+                let foreign = BasicProperties::default().with_delivery_mode(2).with_headers(headers);
+                let ours = foreign.clone().with_expiration("100".into());
                 env.publish_raw(exchange, key, b"from a publisher that knows no better", foreign).await;
-                let ours = BasicProperties::default().with_delivery_mode(2).with_expiration("100".into());
                 env.publish_raw(exchange, key, b"ours, behind it", ours).await;
             }
             wait_for("all of them handed on", async || env.depth(&names.timeout()).await == 4).await;
-            for queue in ["delay.2s.1", "slot.500ms-16.03"] {
+            for queue in ["delay.2s.1", "wheel.500ms-16.03"] {
                 assert_eq!(depths(&env, &queues(&env, queue)).await, [0], "{queue}");
             }
         });
@@ -303,7 +308,7 @@ fn worker_restores_all_but_one_queue() {
 
 /// Declares what a version with the inbox `arm` declared besides: the inbox, and one slot of a coarse ring.
 async fn declare_former_objects(env: &TestEnv, slot_ttl_ms: i64) -> (String, String) {
-    let (inbox, slot) = (env.names().former_inbox(), format!("{}.wheel.1m.00", env.settings.namespace));
+    let (inbox, slot) = (env.names().former_inbox(), format!("{}.slot.1m.00", env.settings.namespace));
     let (durable, none) = (ExchangeDeclareOptions { durable: true, ..Default::default() }, FieldTable::default);
     env.channel.exchange_declare(inbox.as_str().into(), ExchangeKind::Fanout, durable, none()).await.unwrap();
     let text = |text: &str| Argument::Text(text.to_owned());
@@ -354,14 +359,14 @@ fn former_inbox_is_consumed_until_deleted() {
 #[test]
 fn setup_declares_few_queues() {
     TestEnv::builder().run(async |env| {
-        let slots: Vec<String> = queues(&env, "slot.").into_iter().map(|queue| queue.name).collect();
+        let slots: Vec<String> = queues(&env, "wheel.").into_iter().map(|queue| queue.name).collect();
         assert!(Settings::defaults().topology().queues.len() <= 16);
         // Only the slots that its alarms need come into being.
         let worker = env.worker().await;
         let order = env.order(Duration::from_secs(8)).await;
         env.publisher().await.schedule(order.id.to_string(), order.deadline).await.unwrap();
-        wait_for("the alarm in its slot", async || env.depth_of_all("slot.").await == 1).await;
-        assert_eq!(env.depths("slot.").await.len(), 1, "of {}", slots.len());
+        wait_for("the alarm in its slot", async || env.depth_of_all("wheel.").await == 1).await;
+        assert_eq!(env.depths("wheel.").await.len(), 1, "of {}", slots.len());
         wait_for("the close", async || env.status(&order).await == "closed").await;
         env.assert_closed_by_alarms().await;
         worker.stop().await;
@@ -372,7 +377,7 @@ fn setup_declares_few_queues() {
 fn prune_deletes_only_empty_slots() {
     TestEnv::builder().run(async |env| {
         env.declare_slots().await;
-        let kept = queues(&env, "slot.5s-12.03").remove(0).name;
+        let kept = queues(&env, "wheel.5s-12.03").remove(0).name;
         leave_a_message_in(&env, &kept).await;
         let (code, stdout, stderr) = process::call_with(&env.settings, &["topology", "prune"]).await;
         assert_eq!((code, stderr.as_str()), (0, ""));

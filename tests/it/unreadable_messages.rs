@@ -9,6 +9,7 @@ use lapin::options::QueueDeleteOptions;
 use order_timeout::Settings;
 use order_timeout::http::READYZ;
 use order_timeout_amqp::topology::{DUE_KEY, Names};
+use order_timeout_core::kind::Kind;
 use order_timeout_testkit::figures::{Figures, get, serve_http, wait_for_figure};
 use order_timeout_testkit::private::Private;
 use order_timeout_testkit::process::{order_timeout, run};
@@ -69,7 +70,7 @@ impl Defect {
             Self::HeaderKey => to_due(&Properties::header(b"caf\xe9", 3)),
             Self::RoutingKey => to_arm(b"\xe4", &Properties::none()),
             Self::LaneHeaders => {
-                let key = Names::lane_key("2s", 0);
+                let key = Names::lane_key(&Kind::ORDER, "2s", 0);
                 let properties = Properties::header(b"stack", 130_950);
                 raw::publish_with(settings, &names.delay(), key.as_bytes(), &properties, body);
                 names.timeout()

@@ -19,6 +19,7 @@ use order_timeout_amqp::publisher::{self, Outgoing, WINDOW};
 use order_timeout_amqp::topology::{DUE_KEY, Names, declare_slots};
 use order_timeout_core::alarm::Returns;
 use order_timeout_core::delay::Strategy;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{OrderId, Timestamp};
 use tokio::task::JoinSet;
@@ -96,6 +97,7 @@ fn waiting(
 ) -> impl Iterator<Item = Outgoing> + Send + use<> {
     let places = places(env, route).into_iter().cycle();
     let by_the_plugin = env.settings.delay.strategy == Strategy::DelayedExchange;
+    let wheel = env.settings.names().wheel();
     // Created before the clock starts: a publisher has its orders already.
     let alarms: Vec<Alarm> = (0..messages).map(|_| alarm(expiry)).collect();
     alarms.into_iter().zip(places).map(move |(alarm, (exchange, routing_key))| {
@@ -103,7 +105,9 @@ fn waiting(
         let left = expiry.since(now);
         let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
         let delay = if by_the_plugin { Delay::XDelayMs(left_ms) } else { Delay::Ttl(left) };
-        fresh(&alarm, Route { exchange, routing_key, delay }, now)
+        // A slot has no dead-letter key of its own.
+        let key_after_delay = (exchange == wheel).then(|| DUE_KEY.to_owned());
+        fresh(&alarm, Route { exchange, routing_key, key_after_delay, delay }, now)
     })
 }
 
@@ -116,17 +120,19 @@ fn places(env: &BenchEnv<'_>, route: AlarmRoute) -> Vec<(String, String)> {
         (Strategy::Database, _) => Vec::new(),
         (Strategy::DeadLetter, AlarmRoute::Lane) => {
             let lane = &settings.delay.lanes[0].name;
-            (0..settings.delay.lane_shards).map(|shard| (names.delay(), Names::lane_key(lane, shard))).collect()
+            (0..settings.delay.lane_shards)
+                .map(|shard| (names.delay(), Names::lane_key(&Kind::ORDER, lane, shard)))
+                .collect()
         }
         (Strategy::DeadLetter, AlarmRoute::Wheel | AlarmRoute::Far) => {
-            vec![(names.slot(), Names::slot_key(&settings.delay.rings[0].name(), 0))]
+            vec![(names.wheel(), Names::slot_key(&settings.delay.rings[0].name(), 0))]
         }
     }
 }
 
 /// An alarm for a new order.
 pub fn alarm(deadline: Timestamp) -> Alarm {
-    Alarm { order_id: OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id"), deadline }
+    Alarm::new(OrderId::new(Uuid::now_v7().to_string()).expect("a uuid is a good id"), deadline)
 }
 
 /// The message for an alarm that enters the broker for the first time, exactly as ours.
@@ -235,7 +241,7 @@ async fn consume(env: &BenchEnv<'_>, connection: &Connection, messages: usize) -
 /// One channel each, as in the worker.
 fn queues(env: &BenchEnv<'_>) -> Vec<String> {
     let names = env.settings.names();
-    env.settings.worker.shard_of_each_channel().into_iter().map(|shard| names.shard(shard)).collect()
+    env.settings.worker.queue_of_each_channel(&names, &Kind::ORDER)
 }
 
 async fn start_consuming(env: &BenchEnv<'_>, connection: &Connection, queue: &str) -> anyhow::Result<Consumer> {

@@ -12,6 +12,7 @@ use order_timeout_amqp::envelope::Route;
 use order_timeout_amqp::publisher::Outgoing;
 use order_timeout_client::Publisher;
 use order_timeout_core::delay::Lanes;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{OrderId, Timestamp};
 use serde_json::{Map, json};
@@ -139,8 +140,8 @@ fn messages(env: &BenchEnv<'_>, orders: usize) -> impl Iterator<Item = Outgoing>
     let (lanes, names) = (Lanes::from(&env.settings.delay), env.settings.names());
     alarms(orders).into_iter().map(move |(order_id, deadline)| {
         let now = Timestamp::now_by_local_clock();
-        let route = Route::to(&lanes.place(&order_id, deadline, now), &names);
-        fresh(&Alarm { order_id, deadline }, route, now)
+        let route = Route::to(&lanes.place(&order_id, deadline, now), &Kind::ORDER, &names);
+        fresh(&Alarm::new(order_id, deadline), route, now)
     })
 }
 

@@ -9,9 +9,10 @@ use lapin::types::AMQPValue;
 use uuid::Uuid;
 
 use crate::publisher::Outgoing;
-use crate::topology::{DUE_KEY, Names};
+use crate::topology::Names;
 use order_timeout_core::alarm::Returns;
 use order_timeout_core::delay::Placement;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::{
     ALARM_TYPE, Alarm, CONTENT_TYPE, HEADER_ATTEMPT, HEADER_EARLY_RETURNS, HEADER_RETURNS_AT, HEADER_TRACEPARENT,
 };
@@ -28,6 +29,9 @@ pub struct Route {
     pub exchange: String,
     /// The inbox is a fanout, for which the key has no effect.
     pub routing_key: String,
+    /// Header `CC`: a second key, which routes the message when it is dead-lettered. RabbitMQ's extension: "sender-selected
+    /// distribution".
+    pub key_after_delay: Option<String>,
     /// Goes into the message's properties or headers.
     pub delay: Delay,
 }
@@ -44,21 +48,25 @@ pub enum Delay {
 }
 
 impl Route {
-    /// The route to this place.
+    /// The route of an alarm of this kind to this place.
     #[must_use]
-    pub fn to(placement: &Placement, names: &Names) -> Self {
-        let route = |exchange, routing_key, delay| Self { exchange, routing_key, delay };
+    pub fn to(placement: &Placement, kind: &Kind, names: &Names) -> Self {
+        let route = |exchange, routing_key, delay| Self { exchange, routing_key, key_after_delay: None, delay };
         match placement {
-            Placement::Due => route(names.due(), DUE_KEY.to_owned(), Delay::None),
+            Placement::Due => route(names.due(), Names::due_key(kind), Delay::None),
             Placement::Inbox => route(names.schedule(), "schedule".to_owned(), Delay::None),
             Placement::Lane { lane, shard, ttl } => {
-                route(names.delay(), Names::lane_key(lane, *shard), Delay::Ttl(*ttl))
+                route(names.delay(), Names::lane_key(kind, lane, *shard), Delay::Ttl(*ttl))
             }
-            Placement::Slot { ring, slot, ttl } => route(names.slot(), Names::slot_key(ring, *slot), Delay::Ttl(*ttl)),
+            // All kinds share the slot, so it cannot know the key with which the alarm leaves it.
+            Placement::Slot { ring, slot, ttl } => Self {
+                key_after_delay: Some(Names::due_key(kind)),
+                ..route(names.wheel(), Names::slot_key(ring, *slot), Delay::Ttl(*ttl))
+            },
             // For as long as the plugin can hold it: the worker publishes it again when it returns early.
             Placement::DelayedExchange(wait) => {
                 let delay_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).min(LONGEST_X_DELAY_MS);
-                route(names.delayed(), DUE_KEY.to_owned(), Delay::XDelayMs(delay_ms))
+                route(names.delayed(), Names::due_key(kind), Delay::XDelayMs(delay_ms))
             }
         }
     }
@@ -68,6 +76,12 @@ impl Route {
 #[must_use]
 pub fn x_delay(delay_ms: u64) -> (&'static str, AMQPValue) {
     ("x-delay", AMQPValue::LongLongInt(i64::try_from(delay_ms).unwrap_or(i64::MAX)))
+}
+
+/// The header with a further routing key: an array of long strings, as RabbitMQ requires.
+#[must_use]
+pub fn carbon_copy(key: String) -> (&'static str, AMQPValue) {
+    ("CC", AMQPValue::FieldArray(vec![AMQPValue::LongString(key.into())].into()))
 }
 
 /// The header with a W3C trace context, of alarms and of events.
@@ -96,6 +110,7 @@ pub struct AlarmHeaders {
 pub fn address(alarm: &Alarm, route: Route, alarm_headers: AlarmHeaders) -> Outgoing {
     let mut headers =
         vec![(HEADER_ATTEMPT, AMQPValue::LongInt(i32::try_from(alarm_headers.attempt).unwrap_or(i32::MAX)))];
+    headers.extend(route.key_after_delay.map(carbon_copy));
     let mut ttl = None;
     match route.delay {
         Delay::None => {}
@@ -134,18 +149,40 @@ mod tests {
 
     #[test]
     fn x_delay_is_capped_at_plugin_limit() {
-        let delay_of = |wait| Route::to(&Placement::DelayedExchange(wait), &Names::new("order")).delay;
+        let delay_of = |wait| Route::to(&Placement::DelayedExchange(wait), &Kind::ORDER, &Names::new("order")).delay;
         assert_eq!(delay_of(Duration::from_secs(55)), Delay::XDelayMs(55_000));
         assert_eq!(delay_of(Duration::from_secs(90 * 86_400)), Delay::XDelayMs(4_294_967_295));
+    }
+
+    fn acceptance() -> Kind {
+        Kind::new("acceptance").unwrap()
+    }
+
+    #[test]
+    fn slot_route_carries_key_of_kind() {
+        let slot = Placement::Slot { ring: "5s-22".into(), slot: 7, ttl: Duration::from_secs(1) };
+        for (kind, key) in [(Kind::ORDER, "due"), (acceptance(), "due.acceptance")] {
+            let route = Route::to(&slot, &kind, &Names::new("order"));
+            assert_eq!((&*route.exchange, &*route.routing_key), ("order.wheel", "5s-22.07"));
+            assert_eq!(route.key_after_delay.as_deref(), Some(key));
+            assert_eq!(Route::to(&Placement::Due, &kind, &Names::new("order")).routing_key, key);
+        }
     }
 
     #[test]
     fn lane_route_names_exchange_and_shard() {
         let ttl = Duration::from_secs(1);
-        let route = Route::to(&Placement::Lane { lane: "30m".into(), shard: 3, ttl }, &Names::new("order"));
-        let expected = Route { exchange: "order.delay".into(), routing_key: "30m.3".into(), delay: Delay::Ttl(ttl) };
-        assert_eq!(route, expected);
-        let inbox = Route::to(&Placement::Inbox, &Names::new("order"));
+        let (names, lane) = (Names::new("order"), Placement::Lane { lane: "30m".into(), shard: 3, ttl });
+        let expected = Route {
+            exchange: "order.delay".into(),
+            routing_key: "30m.3".into(),
+            key_after_delay: None,
+            delay: Delay::Ttl(ttl),
+        };
+        assert_eq!(Route::to(&lane, &Kind::ORDER, &names), expected);
+        let of_kind = Route::to(&lane, &acceptance(), &names);
+        assert_eq!(of_kind, Route { routing_key: "acceptance.30m.3".into(), ..expected });
+        let inbox = Route::to(&Placement::Inbox, &acceptance(), &names);
         assert_eq!((inbox.exchange.as_str(), inbox.delay), ("order.schedule", Delay::None));
     }
 }

@@ -22,18 +22,17 @@ use lapin::options::{
 };
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, ExchangeKind};
-use order_timeout_core::delay::{DelaySettings, Strategy};
+use order_timeout_core::delay::{KindLanes, Lane, Strategy};
+use order_timeout_core::kind::Kind;
 
 use crate::connect::{reply, reply_code};
 
 pub use inspect::{SeenQueue, Sight, find_queue, queue_exists};
-pub use names::Names;
+pub use names::{DUE_KEY, Names};
 pub use prune::{Pruned, prune};
 pub use publishing::require_alarm_exchanges;
 pub use slots::{Declared, Slot, Slots, declare_slots};
 
-/// Routing key of every message for the processing queue.
-pub const DUE_KEY: &str = "due";
 /// How many buckets of the consistent hash belong to one queue: the same for each.
 const SHARD_WEIGHT: &str = "1";
 /// The routing key of dead letters from the inbox and the processing queue.
@@ -119,7 +118,7 @@ pub struct Topology {
     outdated: Vec<Binding>,
     /// Queues that are only verified.
     consumed: Vec<String>,
-    /// Queues from which workers take what is due.
+    /// Queues from which workers of one kind take what is due.
     processing: Vec<String>,
     namespace: String,
 }
@@ -228,11 +227,10 @@ pub enum TopologyError {
 }
 
 impl Topology {
-    /// What these settings ask for; `shards` is the number of processing queues, 1 to [`MAX_SHARDS`]. Expects validated
-    /// settings.
-    ///
+    /// What these settings ask for; `shards` is the number of processing queues of the default kind, 1 to [`MAX_SHARDS`].
+    /// Expects validated settings. It is the default kind whose queues are looked at ([`Topology::seen_by`]).
     #[must_use]
-    pub fn new(names: &Names, delay: &DelaySettings, shards: u8) -> Self {
+    pub fn new(names: &Names, lanes: &KindLanes, strategy: Strategy, shards: u8) -> Self {
         let mut topology = Self {
             exchanges: Vec::new(),
             queues: Vec::new(),
@@ -243,15 +241,31 @@ impl Topology {
             namespace: names.namespace().to_owned(),
         };
         topology.add_processing_side(names, shards);
-        match delay.strategy {
+        let others: Vec<&Kind> = lanes.iter().map(|(kind, _)| kind).filter(|kind| !kind.is_default()).collect();
+        for kind in &others {
+            topology.add_queue_of_kind(names, kind);
+        }
+        match strategy {
             Strategy::DeadLetter => {
-                topology.add_lanes(names, delay);
-                topology.exchange(names.slot(), "direct");
+                topology.exchange(names.delay(), "direct");
+                for (kind, lanes) in lanes.iter() {
+                    topology.add_lanes(names, kind, &lanes.lanes, lanes.shards);
+                }
+                topology.exchange(names.wheel(), "direct");
             }
-            Strategy::DelayedExchange => topology.add_delayed_exchange(names, shards),
+            Strategy::DelayedExchange => topology.add_delayed_exchange(names, shards, &others),
             Strategy::Database => {}
         }
         topology
+    }
+
+    /// The same objects, as a worker of this kind sees them: it looks at that kind's processing queues.
+    #[must_use]
+    pub fn seen_by(mut self, kind: &Kind) -> Self {
+        if !kind.is_default() {
+            self.processing = vec![self.names().timeout_of(kind)];
+        }
+        self
     }
 
     fn add_processing_side(&mut self, names: &Names, shards: u8) {
@@ -261,13 +275,8 @@ impl Topology {
         // Fanout: publishers in other languages need no routing key.
         self.exchange(names.schedule(), "fanout");
         self.queue(names.parked(), quorum(&[("x-delivery-limit", Argument::Number(DELIVERY_LIMIT))]));
-        let processing = |names: &Names| {
-            let mut arguments = dead_lettering(&names.parked(), PARKED_KEY);
-            arguments.insert("x-delivery-limit", Argument::Number(DELIVERY_LIMIT));
-            arguments
-        };
-        (0..shards).for_each(|shard| self.queue(names.shard(shard), processing(names)));
-        self.queue(names.schedule(), processing(names));
+        (0..shards).for_each(|shard| self.queue(names.shard(shard), consumed(names)));
+        self.queue(names.schedule(), consumed(names));
         self.bind(names.parked(), names.parked(), PARKED_KEY);
         self.bind(names.schedule(), names.schedule(), "");
         if shards > 1 {
@@ -282,6 +291,12 @@ impl Topology {
         self.bind_to_processing(names.due(), names, shards);
     }
 
+    /// One processing queue for each kind besides the default one: a kind's flood or failure fills only its own.
+    fn add_queue_of_kind(&mut self, names: &Names, kind: &Kind) {
+        self.queue(names.timeout_of(kind), consumed(names));
+        self.bind(names.due(), names.timeout_of(kind), &Names::due_key(kind));
+    }
+
     /// Binds directly to the only processing queue, or to the exchange that distributes over the shards; never both.
     fn bind_to_processing(&mut self, exchange: String, names: &Names, shards: u8) {
         let to = |destination| Binding { exchange: exchange.clone(), destination, routing_key: DUE_KEY.to_owned() };
@@ -291,29 +306,31 @@ impl Topology {
         self.outdated.push(outdated);
     }
 
-    fn add_lanes(&mut self, names: &Names, delay: &DelaySettings) {
-        self.exchange(names.delay(), "direct");
-        for lane in &delay.lanes {
-            for shard in 0..delay.lane_shards {
-                let queue = names.lane_queue(&lane.name, shard);
-                let arguments = with_queue_ttl(dead_lettering(&names.due(), DUE_KEY), lane.longest_ttl());
-                self.queue(queue.clone(), arguments);
-                self.bind(names.delay(), queue.clone(), &Names::lane_key(&lane.name, shard));
+    fn add_lanes(&mut self, names: &Names, kind: &Kind, lanes: &[Lane], shards: u8) {
+        for lane in lanes {
+            for shard in 0..shards {
+                let queue = names.lane_queue(kind, &lane.name, shard);
+                let to_processing = dead_lettering_by_key(&names.due(), &Names::due_key(kind));
+                self.queue(queue.clone(), with_queue_ttl(to_processing, lane.longest_ttl()));
+                self.bind(names.delay(), queue.clone(), &Names::lane_key(kind, &lane.name, shard));
                 if shard == 0 {
                     // For publishers that do not shard. To one queue only: a key bound to four delivers four copies.
-                    self.bind(names.delay(), queue, &lane.name);
+                    self.bind(names.delay(), queue, &Names::whole_lane_key(kind, &lane.name));
                 }
             }
         }
     }
 
-    fn add_delayed_exchange(&mut self, names: &Names, shards: u8) {
+    fn add_delayed_exchange(&mut self, names: &Names, shards: u8, others: &[&Kind]) {
         self.exchanges.push(Exchange {
             name: names.delayed(),
             kind: DELAYED_MESSAGE,
             arguments: BTreeMap::from([("x-delayed-type", Argument::Text("direct".into()))]),
         });
         self.bind_to_processing(names.delayed(), names, shards);
+        for kind in others {
+            self.bind(names.delayed(), names.timeout_of(kind), &Names::due_key(kind));
+        }
     }
 
     fn names(&self) -> Names {
@@ -450,12 +467,25 @@ fn quorum(more: &[(&'static str, Argument)]) -> BTreeMap<&'static str, Argument>
     arguments
 }
 
+/// A queue that workers consume.
+fn consumed(names: &Names) -> BTreeMap<&'static str, Argument> {
+    let mut arguments = dead_lettering_by_key(&names.parked(), PARKED_KEY);
+    arguments.insert("x-delivery-limit", Argument::Number(DELIVERY_LIMIT));
+    arguments
+}
+
+/// The same with one routing key for all dead letters, whatever theirs were.
+fn dead_lettering_by_key(exchange: &str, routing_key: &str) -> BTreeMap<&'static str, Argument> {
+    let mut arguments = dead_lettering(exchange);
+    arguments.insert("x-dead-letter-routing-key", Argument::Text(routing_key.to_owned()));
+    arguments
+}
+
 /// A quorum queue whose dead letters reach `exchange` even if that takes several tries. Never `x-expires`: it would
-/// delete the queue with its messages.
-fn dead_lettering(exchange: &str, routing_key: &str) -> BTreeMap<&'static str, Argument> {
+/// delete the queue with its messages. A dead letter keeps its routing keys, the header `CC` included.
+fn dead_lettering(exchange: &str) -> BTreeMap<&'static str, Argument> {
     quorum(&[
         ("x-dead-letter-exchange", Argument::Text(exchange.to_owned())),
-        ("x-dead-letter-routing-key", Argument::Text(routing_key.to_owned())),
         // A dead letter leaves its queue when the target has confirmed it; "at-most-once", the default, only sends it.
         ("x-dead-letter-strategy", Argument::Text("at-least-once".into())),
         // Without it, at-least-once silently becomes at-most-once.

@@ -80,6 +80,7 @@ pub mod testing;
 pub use order_timeout_amqp::connect::BrokerError;
 #[cfg(feature = "amqp")]
 pub use order_timeout_amqp::publisher::PublishError;
+pub use order_timeout_core::kind::{Kind, KindError};
 pub use order_timeout_core::message::OrderClosed;
 pub use order_timeout_core::order::{ClosedBy, OrderId, OrderIdError, Timestamp};
 pub use order_timeout_core::{InvalidSetting, with_causes};

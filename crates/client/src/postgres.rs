@@ -7,6 +7,7 @@
 //! The row decides, so a later deadline changes only the row: after any number of extensions the order has one alarm.
 //! Only an earlier deadline needs an alarm of its own. Paying or cancelling an order needs nothing from here.
 
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::is_traceparent;
 use order_timeout_core::order::{OrderId, OrderIdError, Timestamp};
 use sqlx::encode::IsNull;
@@ -65,26 +66,30 @@ pub async fn schedule_all<A: Into<NewAlarm>>(
     transaction: &mut PgConnection,
     alarms: impl IntoIterator<Item = A>,
 ) -> Result<(), ScheduleError> {
-    let (mut ids, mut deadlines, mut traceparents) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut ids, mut deadlines, mut traceparents, mut kinds) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let mut are_plain = true;
     for alarm in alarms {
-        let NewAlarm { order_id, deadline, traceparent } = alarm.into();
+        let alarm = alarm.into();
+        are_plain &= alarm.is_plain();
+        let NewAlarm { kind, order_id, deadline, traceparent } = alarm;
         ids.push(OrderId::new(order_id)?.as_str().to_owned());
         deadlines.push(Timestamptz(deadline));
         traceparents.push(traceparent);
+        kinds.push(kind.as_str().to_owned());
     }
-    // Without trace contexts the columns of every version, as in [`NewAlarm::schedule`].
-    let insert = if traceparents.iter().all(Option::is_none) {
+    let insert = if are_plain {
         sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) SELECT * FROM unnest($1::text[], $2::timestamptz[])")
             .bind(ids)
             .bind(deadlines)
     } else {
         sqlx::query(
-            "INSERT INTO alarm_outbox (order_id, deadline, traceparent)
-             SELECT * FROM unnest($1::text[], $2::timestamptz[], $3::text[])",
+            "INSERT INTO alarm_outbox (order_id, deadline, traceparent, kind)
+             SELECT * FROM unnest($1::text[], $2::timestamptz[], $3::text[], $4::text[])",
         )
         .bind(ids)
         .bind(deadlines)
         .bind(traceparents)
+        .bind(kinds)
     };
     insert.execute(transaction).await?;
     Ok(())
@@ -105,6 +110,7 @@ pub async fn schedule_all<A: Into<NewAlarm>>(
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NewAlarm {
+    kind: Kind,
     order_id: String,
     deadline: Timestamp,
     traceparent: Option<String>,
@@ -114,7 +120,21 @@ impl NewAlarm {
     /// An alarm of this order for this deadline, which is the one in the order's row.
     #[must_use]
     pub fn new(order_id: impl AsRef<str>, deadline: impl Into<Timestamp>) -> Self {
-        Self { order_id: order_id.as_ref().to_owned(), deadline: deadline.into(), traceparent: None }
+        let (order_id, deadline) = (order_id.as_ref().to_owned(), deadline.into());
+        Self { kind: Kind::ORDER, order_id, deadline, traceparent: None }
+    }
+
+    /// The kind of the deadline, if it is another one than that of an unpaid order. It must be one of the worker's settings:
+    /// an alarm of an unknown kind is parked there. In any other language it is the column `kind`.
+    #[must_use]
+    pub fn kind(mut self, kind: Kind) -> Self {
+        self.kind = kind;
+        self
+    }
+
+    /// Whether the columns of every version suffice, for a shop that is upgraded before its worker's tables.
+    fn is_plain(&self) -> bool {
+        self.traceparent.is_none() && self.kind.is_default()
     }
 
     /// The W3C trace context of the code that schedules, such as
@@ -133,17 +153,15 @@ impl NewAlarm {
     /// # Errors
     /// [`ScheduleError`]; roll the transaction back.
     pub async fn schedule(self, transaction: &mut PgConnection) -> Result<(), ScheduleError> {
-        let order_id = OrderId::new(self.order_id)?;
-        // Without a trace context the columns of every version, for a shop that is upgraded before its worker's tables.
-        let insert = match &self.traceparent {
-            None => sqlx::query("INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, $2)"),
-            Some(_) => sqlx::query("INSERT INTO alarm_outbox (order_id, deadline, traceparent) VALUES ($1, $2, $3)"),
-        };
+        let order_id = OrderId::new(&self.order_id)?;
+        let is_plain = self.is_plain();
+        let insert = sqlx::query(if is_plain {
+            "INSERT INTO alarm_outbox (order_id, deadline) VALUES ($1, $2)"
+        } else {
+            "INSERT INTO alarm_outbox (order_id, deadline, traceparent, kind) VALUES ($1, $2, $3, $4)"
+        });
         let insert = insert.bind(order_id.as_str()).bind(Timestamptz(self.deadline));
-        let insert = match self.traceparent {
-            None => insert,
-            Some(context) => insert.bind(context),
-        };
+        let insert = if is_plain { insert } else { insert.bind(self.traceparent).bind(self.kind.as_str().to_owned()) };
         insert.execute(transaction).await?;
         Ok(())
     }

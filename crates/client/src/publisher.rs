@@ -12,7 +12,8 @@ use order_timeout_amqp::publisher::{ConfirmedPublisher, Outgoing};
 use order_timeout_amqp::topology::{Names, require_alarm_exchanges};
 use order_timeout_core::InvalidSetting;
 use order_timeout_core::alarm::Returns;
-use order_timeout_core::delay::Lanes;
+use order_timeout_core::delay::KindLanes;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{OrderId, Timestamp};
 
@@ -53,7 +54,7 @@ use crate::testing::Scheduled;
 pub struct Publisher {
     target: Target,
     names: Names,
-    lanes: Lanes,
+    lanes: KindLanes,
     max_delay: std::time::Duration,
 }
 
@@ -106,8 +107,8 @@ impl Publisher {
     }
 
     fn over(builder: &PublisherBuilder, target: Target) -> Self {
-        let PublisherBuilder { namespace, lanes, max_delay, .. } = builder;
-        Self { target, names: Names::new(namespace), lanes: lanes.clone(), max_delay: *max_delay }
+        let PublisherBuilder { namespace, max_delay, .. } = builder;
+        Self { target, names: Names::new(namespace), lanes: builder.lanes_by_kind(), max_delay: *max_delay }
     }
 
     /// A publisher that only records what is scheduled.
@@ -126,12 +127,44 @@ impl Publisher {
         order_id: impl AsRef<str>,
         deadline: impl Into<Timestamp>,
     ) -> Result<(), ScheduleError> {
-        let (order_id, deadline) = (OrderId::new(order_id)?, deadline.into());
-        self.ensure_near(deadline)?;
+        self.schedule_kind(&Kind::ORDER, order_id, deadline).await
+    }
+
+    /// The same for another kind of deadline than that of an unpaid order. The kind must be one of the worker's settings: an
+    /// alarm of an unknown kind is parked there.
+    ///
+    /// ```no_run
+    /// use std::time::{Duration, SystemTime};
+    ///
+    /// use order_timeout_client::{Kind, Publisher};
+    ///
+    /// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+    /// let acceptance = Kind::new("acceptance")?;
+    /// let publisher = Publisher::builder("amqp://guest:guest@localhost:5672/%2f")
+    ///     .kind(acceptance.clone(), [Duration::from_secs(5 * 60)])
+    ///     .connect()
+    ///     .await?;
+    ///
+    /// // … the order was paid, and its row says until when the merchant must accept it …
+    /// publisher.schedule_kind(&acceptance, "order-7", SystemTime::now() + Duration::from_secs(5 * 60)).await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Publisher::schedule`].
+    pub async fn schedule_kind(
+        &self,
+        kind: &Kind,
+        order_id: impl AsRef<str>,
+        deadline: impl Into<Timestamp>,
+    ) -> Result<(), ScheduleError> {
+        let alarm = Alarm { kind: kind.clone(), order_id: OrderId::new(order_id)?, deadline: deadline.into() };
+        self.ensure_near(alarm.deadline)?;
         let published = match &self.target {
-            Target::Broker(confirmed) => confirmed.publish(self.message(order_id, deadline)).await,
+            Target::Broker(confirmed) => confirmed.publish(self.message(&alarm)).await,
             #[cfg(feature = "testing")]
-            Target::Memory(scheduled) => scheduled.record(order_id, deadline),
+            Target::Memory(scheduled) => scheduled.record(alarm),
         };
         Ok(published?)
     }
@@ -163,12 +196,24 @@ impl Publisher {
         &self,
         alarms: impl IntoIterator<Item = (I, D)>,
     ) -> Result<(), ScheduleManyError> {
+        self.schedule_all_kind(&Kind::ORDER, alarms).await
+    }
+
+    /// The same for another kind of deadline, as [`Publisher::schedule_kind`].
+    ///
+    /// # Errors
+    /// As [`Publisher::schedule_all`].
+    pub async fn schedule_all_kind<I: AsRef<str>, D: Into<Timestamp>>(
+        &self,
+        kind: &Kind,
+        alarms: impl IntoIterator<Item = (I, D)>,
+    ) -> Result<(), ScheduleManyError> {
         let (mut accepted, mut failed) = (Vec::new(), Vec::new());
         for (id, deadline) in alarms {
             let deadline = deadline.into();
             match OrderId::new(&id).map_err(ScheduleError::from).and_then(|id| self.ensure_near(deadline).map(|()| id))
             {
-                Ok(id) => accepted.push((id, deadline)),
+                Ok(order_id) => accepted.push(Alarm { kind: kind.clone(), order_id, deadline }),
                 Err(fault) => failed.push((id.as_ref().to_owned(), fault)),
             }
         }
@@ -177,14 +222,12 @@ impl Publisher {
         let results = match &self.target {
             // Lazily, because a TTL counts from when its message is sent.
             Target::Broker(confirmed) => {
-                confirmed.publish_all(messages.into_iter().map(|(id, deadline)| self.message(id, deadline))).await
+                confirmed.publish_all(messages.into_iter().map(|alarm| self.message(&alarm))).await
             }
             #[cfg(feature = "testing")]
-            Target::Memory(scheduled) => {
-                messages.into_iter().map(|(id, deadline)| scheduled.record(id, deadline)).collect()
-            }
+            Target::Memory(scheduled) => messages.into_iter().map(|alarm| scheduled.record(alarm)).collect(),
         };
-        let ids = accepted.into_iter().map(|(id, _)| id.as_str().to_owned());
+        let ids = accepted.into_iter().map(|alarm| alarm.order_id.as_str().to_owned());
         failed.extend(ids.zip(results).filter_map(|(id, result)| Some((id, result.err()?.into()))));
         if failed.is_empty() { Ok(()) } else { Err(ScheduleManyError { scheduled: total - failed.len(), failed }) }
     }
@@ -195,11 +238,12 @@ impl Publisher {
     }
 
     /// To be sent at once: its TTL counts from now.
-    fn message(&self, order_id: OrderId, deadline: Timestamp) -> Outgoing {
+    fn message(&self, alarm: &Alarm) -> Outgoing {
         let now = Timestamp::now_by_local_clock();
-        let route = Route::to(&self.lanes.place(&order_id, deadline, now), &self.names);
+        let placement = self.lanes.place(&alarm.kind, &alarm.order_id, alarm.deadline, now);
+        let route = Route::to(&placement, &alarm.kind, &self.names);
         let headers =
             AlarmHeaders { attempt: 0, first_published_at: now, traceparent: None, returns: Returns::default() };
-        envelope::address(&Alarm { order_id, deadline }, route, headers)
+        envelope::address(alarm, route, headers)
     }
 }

@@ -21,6 +21,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use order_timeout_amqp::publisher::PublishError;
+use order_timeout_core::kind::Kind;
+use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{OrderId, Timestamp};
 
 use crate::Publisher;
@@ -39,22 +41,29 @@ pub struct Scheduled(Arc<Mutex<Records>>);
 
 #[derive(Debug, Default)]
 struct Records {
-    alarms: Vec<(OrderId, Timestamp)>,
+    alarms: Vec<Alarm>,
     fault: Option<PublishError>,
 }
 
 impl Scheduled {
-    /// Every alarm that was scheduled, in the order of the calls; without those that failed.
+    /// Every alarm of the default kind that was scheduled, in the order of the calls; without those that failed.
     #[must_use]
     pub fn alarms(&self) -> Vec<(OrderId, Timestamp)> {
-        self.records().alarms.clone()
+        self.alarms_of(&Kind::ORDER)
     }
 
-    /// The deadline of the last alarm for this order, if there is one.
+    /// The same of this kind.
+    #[must_use]
+    pub fn alarms_of(&self, kind: &Kind) -> Vec<(OrderId, Timestamp)> {
+        let records = self.records();
+        let of_kind = records.alarms.iter().filter(|alarm| alarm.kind == *kind);
+        of_kind.map(|alarm| (alarm.order_id.clone(), alarm.deadline)).collect()
+    }
+
+    /// The deadline of the last alarm of the default kind for this order, if there is one.
     #[must_use]
     pub fn deadline_of(&self, order_id: &str) -> Option<Timestamp> {
-        let records = self.records();
-        records.alarms.iter().rev().find(|(id, _)| id.as_str() == order_id).map(|(_, deadline)| *deadline)
+        self.alarms().into_iter().rev().find(|(id, _)| id.as_str() == order_id).map(|(_, deadline)| deadline)
     }
 
     /// Makes every alarm from now on fail with this error; `None` ends that.
@@ -62,12 +71,12 @@ impl Scheduled {
         self.records().fault = fault;
     }
 
-    pub(crate) fn record(&self, order_id: OrderId, deadline: Timestamp) -> Result<(), PublishError> {
+    pub(crate) fn record(&self, alarm: Alarm) -> Result<(), PublishError> {
         let mut records = self.records();
         match &records.fault {
             Some(fault) => Err(fault.clone()),
             None => {
-                records.alarms.push((order_id, deadline));
+                records.alarms.push(alarm);
                 Ok(())
             }
         }

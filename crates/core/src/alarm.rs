@@ -3,6 +3,7 @@
 //! The engine and the worker's steps deliver, rearm and park share these types, so that no step imports another. Data
 //! only: no I/O.
 
+use crate::kind::Kind;
 use crate::message::{Alarm, MAX_BODY_BYTES};
 use crate::order::{Deadline, OrderId, Timestamp};
 
@@ -163,6 +164,8 @@ pub enum ParkReason {
     TooFar,
     /// No such order, long after its transaction must have ended.
     UnknownOrder,
+    /// The settings have no kind of the name that the message gives.
+    UnknownKind,
     /// Closing this order failed again and again.
     CloseFailed,
     /// The broker dead-lettered it out of the inbox or the processing queue: returned too often, or rejected.
@@ -171,11 +174,12 @@ pub enum ParkReason {
 
 impl ParkReason {
     /// The words of all reasons.
-    pub const WORDS: [&str; 6] = [
+    pub const WORDS: [&str; 7] = [
         Self::Unreadable.as_str(),
         Self::MalformedId.as_str(),
         Self::TooFar.as_str(),
         Self::UnknownOrder.as_str(),
+        Self::UnknownKind.as_str(),
         Self::CloseFailed.as_str(),
         Self::BrokerGaveUp.as_str(),
     ];
@@ -188,6 +192,7 @@ impl ParkReason {
             Self::MalformedId => "malformed_id",
             Self::TooFar => "too_far",
             Self::UnknownOrder => "unknown_order",
+            Self::UnknownKind => "unknown_kind",
             Self::CloseFailed => "close_failed",
             Self::BrokerGaveUp => "broker_gave_up",
         }
@@ -201,6 +206,8 @@ pub struct DeadLetter {
     pub reason: ParkReason,
     /// One sentence that names the fault.
     pub detail: String,
+    /// The kind that the alarm names; the default one if the message could not be read.
+    pub kind: Kind,
     /// The order that the alarm names; `None` if the message could not be read.
     pub order_id: Option<OrderId>,
     /// The alarm's deadline; `None` if the message could not be read.
@@ -216,7 +223,7 @@ impl DeadLetter {
     #[must_use]
     pub fn unread(reason: ParkReason, detail: impl Into<String>, body: &[u8]) -> Self {
         let body = body[..body.len().min(MAX_BODY_BYTES)].to_vec();
-        Self { reason, detail: detail.into(), order_id: None, deadline: None, attempts: 0, body }
+        Self { reason, detail: detail.into(), kind: Kind::ORDER, order_id: None, deadline: None, attempts: 0, body }
     }
 
     /// Parks an alarm that was understood but could not be handled.
@@ -225,6 +232,7 @@ impl DeadLetter {
         Self {
             reason,
             detail: detail.into(),
+            kind: alarm.alarm.kind.clone(),
             order_id: Some(alarm.alarm.order_id.clone()),
             deadline: Some(alarm.alarm.deadline),
             attempts: alarm.attempt,

@@ -14,6 +14,7 @@ pub mod duration;
 pub mod engine;
 mod error_chain;
 pub mod hold;
+pub mod kind;
 pub mod message;
 pub mod order;
 pub mod payment;

@@ -13,6 +13,7 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use time::macros::format_description;
 
+use crate::kind::{Kind, KindError};
 use crate::order::{ClosedBy, Deadline, OrderId, OrderIdError, Timestamp};
 
 /// AMQP property `type` of version 1 of [`Alarm`].
@@ -39,8 +40,6 @@ pub const HEADER_TRACEPARENT: &str = "traceparent";
 pub const MAX_TRACEPARENT_BYTES: usize = 200;
 /// The length of a trace context of version 00: W3C Trace Context, section 3.2.2.
 const TRACEPARENT_BYTES: usize = 55;
-/// The kind of deadline if a message does not name one.
-pub const DEFAULT_KIND: &str = "order.unpaid";
 /// What RabbitMQ itself writes into the property `type` of a message from an AMQP 1.0 publisher: RabbitMQ 3 the first
 /// for a data section, all versions the second for any other (`rabbit_amqp1_0_message.erl`, `mc_amqpl.erl`). It does
 /// not name our type.
@@ -68,6 +67,8 @@ pub fn is_traceparent(text: &str) -> bool {
 /// "This order expires at `deadline`": the body of an alarm, version 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Alarm {
+    /// The sort of deadline. On the wire only if it is not the default one.
+    pub kind: Kind,
     /// The order to look at, as the publisher names it; it need not exist.
     pub order_id: OrderId,
     /// The deadline when the alarm was published; the row's may have changed since, and the row's counts.
@@ -97,9 +98,9 @@ pub enum Unreadable {
     /// The field `deadline` is text, but no time from year 0 to 9999 in UTC; cut at 80 characters.
     #[error("the deadline {0:?} is not an RFC 3339 time such as 2026-11-20T10:30:00Z")]
     Deadline(String),
-    /// The field `kind` is not [`DEFAULT_KIND`], the only one that is handled; cut at 80 characters.
-    #[error("the kind {0:?} is not configured here; send {DEFAULT_KIND:?} or leave it out")]
-    OtherKind(String),
+    /// The field `kind` is text, but no name of a kind.
+    #[error("the field kind is wrong: {0}; leave it out for an order that is to be paid")]
+    Kind(#[from] KindError),
 }
 
 /// What a body that does not begin as a JSON object most likely is, and what to send instead.
@@ -157,6 +158,12 @@ struct AlarmBody {
 }
 
 impl Alarm {
+    /// An alarm of the default kind.
+    #[must_use]
+    pub fn new(order_id: OrderId, deadline: Deadline) -> Self {
+        Self { kind: Kind::ORDER, order_id, deadline }
+    }
+
     /// Reads an alarm's body. `message_type` is the AMQP property `type`, if the publisher set one.
     ///
     /// # Errors
@@ -177,10 +184,8 @@ impl Alarm {
         }
         let body: AlarmBody =
             serde_json::from_slice(body).map_err(|fault| Unreadable::NotTheShape(why_not_the_shape(body, &fault)))?;
-        if let Some(other) = body.kind.filter(|kind| kind != DEFAULT_KIND) {
-            return Err(Unreadable::OtherKind(other.chars().take(MAX_QUOTED_CHARS).collect()));
-        }
         Ok(Self {
+            kind: body.kind.as_deref().map_or(Ok(Kind::ORDER), Kind::of_wire)?,
             order_id: OrderId::new(&body.order_id)?,
             deadline: read_rfc3339(&body.deadline)
                 .ok_or_else(|| Unreadable::Deadline(body.deadline.chars().take(MAX_QUOTED_CHARS).collect()))?,
@@ -191,7 +196,7 @@ impl Alarm {
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let body = AlarmBody {
-            kind: None,
+            kind: (!self.kind.is_default()).then(|| self.kind.as_str().to_owned()),
             order_id: self.order_id.as_str().to_owned(),
             deadline: write_rfc3339(self.deadline),
         };
@@ -279,7 +284,7 @@ mod tests {
         check(r#"{"deadline": "2026-11-20T10:30:00Z"}"#, "missing field `order_id`");
         check(r#"{"order_id": "", "deadline": "2026-11-20T10:30:00Z"}"#, "empty");
         check(r#"{"order_id": "a", "deadline": "tomorrow"}"#, "\"tomorrow\" is not an RFC 3339 time");
-        check(r#"{"order_id": "a", "deadline": "2026-11-20T10:30:00Z", "kind": "trial"}"#, "\"trial\"");
+        check(r#"{"order_id": "a", "deadline": "2026-11-20T10:30:00Z", "kind": "Trial"}"#, "\"Trial\"");
         check(&"x".repeat(MAX_BODY_BYTES + 1), "16385 bytes");
         let other = Alarm::read(b"{}", Some("order.timeout.v2")).unwrap_err();
         assert!(other.to_string().contains("order.timeout.v2"));
@@ -338,12 +343,26 @@ mod tests {
     #[test]
     fn alarm_matches_golden_file() {
         let golden = include_bytes!("../tests/fixtures/timeout_due.v1.json").trim_ascii();
+        let alarm = Alarm::new(
+            OrderId::new("01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b").unwrap(),
+            Timestamp::from_unix_micros(1_795_170_600_000_000),
+        );
+        assert_eq!(String::from_utf8_lossy(&alarm.to_bytes()), String::from_utf8_lossy(golden));
+        assert_eq!(Alarm::read(golden, Some(ALARM_TYPE)), Ok(alarm));
+    }
+
+    #[test]
+    fn alarm_of_kind_matches_golden_file() {
+        let golden = include_bytes!("../tests/fixtures/timeout_due_of_kind.v1.json").trim_ascii();
         let alarm = Alarm {
-            order_id: OrderId::new("01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b").unwrap(),
+            kind: Kind::new("acceptance").unwrap(),
+            order_id: OrderId::new("4711").unwrap(),
             deadline: Timestamp::from_unix_micros(1_795_170_600_000_000),
         };
         assert_eq!(String::from_utf8_lossy(&alarm.to_bytes()), String::from_utf8_lossy(golden));
         assert_eq!(Alarm::read(golden, Some(ALARM_TYPE)), Ok(alarm));
+        let former = br#"{"kind":"order.unpaid","order_id":"4711","deadline":"2026-11-20T10:30:00Z"}"#;
+        assert_eq!(Alarm::read(former, None).unwrap().kind, Kind::ORDER);
     }
 
     #[test]
@@ -389,8 +408,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back(id in "[ -~]{1,200}", micros in 0_i64..253_402_300_799_000_000) {
-            let alarm = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(micros) };
+        fn what_is_written_is_read_back(
+            kind in "[a-z][a-z0-9_]{0,39}",
+            id in "[ -~]{1,200}",
+            micros in 0_i64..253_402_300_799_000_000,
+        ) {
+            let (kind, order_id) = (Kind::new(&kind).unwrap(), OrderId::new(id).unwrap());
+            let alarm = Alarm { kind, order_id, deadline: Timestamp::from_unix_micros(micros) };
             prop_assert_eq!(Alarm::read(&alarm.to_bytes(), Some(ALARM_TYPE)), Ok(alarm));
         }
 

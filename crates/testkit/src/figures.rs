@@ -32,11 +32,12 @@ impl Figures {
         assert_eq!(status, 200, "{text}");
         let lines = text.lines().filter(|line| !line.starts_with('#'));
         let series = lines.map(|line| line.rsplit_once(' ').expect("a value after each series"));
-        let series = series.map(|(name, value)| (name.to_owned(), value.parse().expect("a number"))).collect();
+        let series =
+            series.map(|(name, value)| (without_default_kind(name), value.parse().expect("a number"))).collect();
         Self { text, series }
     }
 
-    /// The value of this series, named without the prefix `order_timeout_`.
+    /// The value of this series, named without the prefix `order_timeout_`, and without the label `kind` if that is `order`.
     pub fn get(&self, series: &str) -> f64 {
         self.find(series).unwrap_or_else(|| panic!("no order_timeout_{series} in\n{}", self.text))
     }
@@ -45,6 +46,12 @@ impl Figures {
     pub fn find(&self, series: &str) -> Option<f64> {
         self.series.get(&format!("order_timeout_{series}")).copied()
     }
+}
+
+fn without_default_kind(series: &str) -> String {
+    let label = "kind=\"order\"";
+    let shortened = series.replace(&format!("{label},"), "").replace(&format!(",{label}"), "");
+    shortened.replace(&format!("{{{label}}}"), "")
 }
 
 /// Waits until the worker has this series, with an expected value.

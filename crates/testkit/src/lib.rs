@@ -251,7 +251,9 @@ impl TestEnv {
     /// The queues that a worker consumes.
     pub fn consumed_queues(&self) -> Vec<String> {
         let shards = (0..self.settings.worker.shards).map(|shard| self.names().shard(shard));
-        shards.chain([self.names().schedule(), self.names().parked()]).collect()
+        let others = self.settings.all_kinds().into_iter().filter(|kind| !kind.is_default());
+        let others = others.map(|kind| self.names().timeout_of(&kind));
+        shards.chain(others).chain([self.names().schedule(), self.names().parked()]).collect()
     }
 
     /// A publisher of the namespace.
@@ -536,7 +538,7 @@ impl Order {
 
     /// The body of its alarm.
     pub fn body(&self) -> Vec<u8> {
-        Alarm { order_id: self.order_id(), deadline: self.deadline }.to_bytes()
+        Alarm::new(self.order_id(), self.deadline).to_bytes()
     }
 }
 

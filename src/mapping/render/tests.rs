@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use order_timeout_core::kind::Kind;
+
 use super::*;
 use crate::config::Settings;
 
@@ -24,7 +26,11 @@ fn relation(schema: &str, name: &str, kind: RelationKind, columns: &[(&str, &str
 fn table(shop: &str) -> TableSettings {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/shops").join(shop).join("order-timeout.toml");
     let settings = Settings::load_with_environment(Some(&file), [].into_iter().collect(), &[]).unwrap();
-    settings.orders_table().unwrap().clone()
+    settings.table_of(&Kind::ORDER).unwrap().clone()
+}
+
+fn words() -> KindWords {
+    KindWords { kind: Kind::ORDER, event: "order.closed".into(), reason: "unpaid".into() }
 }
 
 fn facts(shop: &str) -> Facts {
@@ -128,7 +134,7 @@ fn assert_golden(name: &str, sql: &str) {
 #[test]
 fn statements_match_golden_files() {
     for shop in ["mall", "headless", "tenants", "partitioned"] {
-        let rendered = render(&table(shop), &facts(shop)).unwrap();
+        let rendered = render(&words(), &table(shop), &facts(shop)).unwrap();
         assert_golden(&format!("{shop}_close.sql"), &rendered.close);
         assert_golden(&format!("{shop}_overdue.sql"), &rendered.overdue);
         match rendered.deadline {
@@ -142,26 +148,48 @@ fn statements_match_golden_files() {
 fn times_without_zone_need_one() {
     let (mut table, facts) = (table("mall"), facts("mall"));
     table.time_zone = None;
-    assert_eq!(render(&table, &facts).unwrap_err().key, "time_zone");
+    assert_eq!(render(&words(), &table, &facts).unwrap_err().key, "time_zone");
 }
 
 #[test]
 fn moment_needs_column_for_times() {
     let (mut table, facts) = (table("mall"), facts("mall"));
     table.close.insert("status".into(), "now".into());
-    assert_eq!(render(&table, &facts).unwrap_err().key, "close.status");
+    assert_eq!(render(&words(), &table, &facts).unwrap_err().key, "close.status");
 }
 
 #[test]
 fn views_cannot_be_locked() {
     let (table, mut facts) = (table("mall"), facts("mall"));
     facts.give_back[0].1.kind = RelationKind::View;
-    assert_eq!(render(&table, &facts).unwrap_err().key, "give_back[0].stock");
+    assert_eq!(render(&words(), &table, &facts).unwrap_err().key, "give_back[0].stock");
+}
+
+#[test]
+fn statements_write_words_of_kind() {
+    let words = KindWords {
+        kind: Kind::new("acceptance").unwrap(),
+        event: "order.not_accepted".into(),
+        reason: "merchant's silence".into(),
+    };
+    let rendered = render(&words, &table("headless"), &facts("headless")).unwrap();
+    for part in [
+        "INSERT INTO event_outbox (routing_key, type, payload, kind)",
+        "SELECT 'order.not_accepted', 'order.not_accepted.v1',",
+        "'reason', 'merchant''s silence'), 'acceptance'",
+        "kinds.acceptance.table.close leaves the order open",
+    ] {
+        assert!(rendered.close.contains(part), "{part}: {}", rendered.close);
+    }
+    let deadline = rendered.deadline.unwrap();
+    for part in ["INSERT INTO alarm_outbox (order_id, deadline, kind)", "m.deadline, 'acceptance'"] {
+        assert!(deadline.contains(part), "{part}: {deadline}");
+    }
 }
 
 #[test]
 fn index_is_what_overdue_sorts_by() {
-    let index = |shop| render(&table(shop), &facts(shop)).unwrap().index;
+    let index = |shop| render(&words(), &table(shop), &facts(shop)).unwrap().index;
     assert_eq!(
         index("mall"),
         "CREATE INDEX CONCURRENTLY ON \"public\".\"oms_order\" (((create_time + interval '30 minutes') AT TIME ZONE 'Asia/Shanghai'), \"id\") WHERE status = 0 AND delete_status = 0"

@@ -63,7 +63,7 @@ pub struct CanaryStore {
 }
 
 impl CanaryStore {
-    /// The rows of this namespace, for one more worker.
+    /// The rows of these readers, for one more worker: of the namespace, or of one kind in it.
     #[must_use]
     pub fn new(database: Database, namespace: &str) -> Self {
         Self { database, namespace: namespace.to_owned(), worker: Uuid::now_v7() }

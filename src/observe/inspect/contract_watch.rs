@@ -242,7 +242,7 @@ mod tests {
         }
 
         fn close(&mut self, id: &str, deadline: i64, outcome: Outcome) {
-            let alarm = Alarm { order_id: OrderId::new(id).unwrap(), deadline: Timestamp::from_unix_micros(deadline) };
+            let alarm = Alarm::new(OrderId::new(id).unwrap(), Timestamp::from_unix_micros(deadline));
             let alarm = DeliveredAlarm::from(alarm);
             let order_id = alarm.order_id().clone();
             let item = WorkItem { alarm, origin: Origin::Swept, pauses: 0, disagreements: 0, paused_since: None };

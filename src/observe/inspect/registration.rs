@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 
 use order_timeout_core::engine::Share;
+use order_timeout_core::kind::Kind;
 use sqlx::Row;
 use sqlx::types::Json;
 use uuid::Uuid;
@@ -14,7 +15,7 @@ use crate::config::Settings;
 use crate::postgres::Database;
 
 /// Registers this worker, deletes those that are long gone, and returns the other live ones. `$1` id, `$2` host, `$3`
-/// pid, `$4` version, `$5` namespace, `$6` delays. A worker that has not been seen for ten seconds, three of its
+/// pid, `$4` version, `$5` namespace, `$6` delays, `$7` kinds. A worker that has not been seen for ten seconds, three of its
 /// heartbeats, has ended.
 const REGISTER: &str = "
 WITH gone AS (
@@ -23,10 +24,11 @@ WITH gone AS (
         WHERE last_seen < clock_timestamp() - interval '1 minute' AND id <> $1 FOR UPDATE SKIP LOCKED)
 ),
 here AS (
-    INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays) VALUES ($1, $2, $3, $4, $5, $6)
+    INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays, kinds)
+    VALUES ($1, $2, $3, $4, $5, $6, $7)
     ON CONFLICT (id) DO UPDATE SET last_seen = clock_timestamp()
 )
-SELECT id, host, pid, namespace, delays FROM order_timeout_workers
+SELECT id, host, pid, namespace, delays, kinds FROM order_timeout_workers
 WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
 
 /// The settings of a worker that must agree, by name.
@@ -40,6 +42,8 @@ struct Entry {
     pid: i32,
     namespace: String,
     delays: Delays,
+    /// The kinds that it serves.
+    kinds: Vec<String>,
 }
 
 /// This worker's registration.
@@ -54,8 +58,16 @@ pub struct Registration {
 pub struct Registered {
     /// How other workers on this schema differ, if they do.
     pub disagreement: Option<String>,
-    /// The orders that this worker reads ahead, among the live workers of its namespace.
-    pub share: Share,
+    own: Entry,
+    others: Vec<Entry>,
+}
+
+impl Registered {
+    /// The orders of this kind that this worker reads ahead, among the live workers of its namespace that serve the kind.
+    #[must_use]
+    pub fn share_of(&self, kind: &Kind) -> Share {
+        share(&self.own, &self.others, kind.as_str())
+    }
 }
 
 impl Registration {
@@ -68,6 +80,7 @@ impl Registration {
             pid: i32::try_from(std::process::id()).unwrap_or_default(),
             namespace: settings.namespace.clone(),
             delays: delays(settings),
+            kinds: settings.served_kinds().iter().map(Kind::to_string).collect(),
         };
         Self { database, own }
     }
@@ -83,7 +96,8 @@ impl Registration {
             .bind(self.own.pid)
             .bind(env!("CARGO_PKG_VERSION"))
             .bind(&self.own.namespace)
-            .bind(Json(&self.own.delays));
+            .bind(Json(&self.own.delays))
+            .bind(&self.own.kinds);
         let rows = self.database.run(async |connection| register.fetch_all(connection).await).await?;
         let read = |row: &sqlx::postgres::PgRow| {
             let Json(delays) = row.try_get("delays")?;
@@ -93,10 +107,11 @@ impl Registration {
                 pid: row.try_get("pid")?,
                 namespace: row.try_get("namespace")?,
                 delays,
+                kinds: row.try_get("kinds")?,
             })
         };
         let others = rows.iter().map(read).collect::<Result<Vec<Entry>, sqlx::Error>>()?;
-        Ok(Registered { disagreement: disagreement(&self.own, &others), share: share(&self.own, &others) })
+        Ok(Registered { disagreement: disagreement(&self.own, &others), own: self.own.clone(), others })
     }
 
     /// Removes the registration of a worker that stops.
@@ -121,21 +136,32 @@ fn delays(settings: &Settings) -> Delays {
             format!("{} of {:?}{early}", ring.slots, ring.unit)
         })
         .collect();
-    [
+    let of_kinds = settings
+        .lanes()
+        .iter()
+        .filter(|(kind, _)| !kind.is_default())
+        .map(|(kind, lanes)| {
+            let lanes: Vec<&str> = lanes.lanes.iter().map(|lane| lane.name.as_str()).collect();
+            (format!("kinds.{kind}.lanes"), lanes.join(", "))
+        })
+        .collect::<Vec<_>>();
+    let of_all = [
         ("delay.strategy", delay.strategy.as_str().to_owned()),
         ("delay.lanes", lanes.join(", ")),
         ("delay.lane_shards", delay.lane_shards.to_string()),
         ("delay.lead", format!("{:?}", delay.lead)),
         ("delay.rings", rings.join("; ")),
         ("worker.shards", settings.worker.shards.to_string()),
+        ("kinds", settings.all_kinds().iter().map(Kind::to_string).collect::<Vec<_>>().join(", ")),
     ]
-    .map(|(name, value)| (name.to_owned(), value))
-    .into()
+    .map(|(name, value)| (name.to_owned(), value));
+    of_all.into_iter().chain(of_kinds).collect()
 }
 
 /// The workers' ids are an order on which all of them agree.
-fn share(own: &Entry, others: &[Entry]) -> Share {
-    let peers = others.iter().filter(|other| other.namespace == own.namespace);
+fn share(own: &Entry, others: &[Entry], kind: &str) -> Share {
+    let serves = |other: &Entry| other.kinds.iter().any(|served| served == kind);
+    let peers = others.iter().filter(|other| other.namespace == own.namespace && serves(other));
     let (before, behind): (Vec<&Entry>, Vec<&Entry>) = peers.partition(|other| other.id < own.id);
     let count = |entries: Vec<&Entry>| u32::try_from(entries.len()).unwrap_or(0);
     let (index, behind) = (count(before), count(behind));
@@ -196,6 +222,7 @@ mod tests {
             pid: 7,
             namespace: settings.namespace.clone(),
             delays: delays(&settings),
+            kinds: settings.served_kinds().iter().map(Kind::to_string).collect(),
         }
     }
 
@@ -211,9 +238,12 @@ mod tests {
     fn workers_share_by_their_ids() {
         let [first, second] = [entry(|_| {}), entry(|_| {})];
         let stranger = entry(|settings| settings.namespace = "other".into());
+        let share = |own: &Entry, others: &[Entry]| super::share(own, others, "order");
         assert_eq!(share(&first, &[]), Share::ALL);
         assert_eq!(share(&first, &[stranger.clone(), second.clone()]), Share::new(0, 2));
-        assert_eq!(share(&second, &[first, stranger]), Share::new(1, 2));
+        assert_eq!(share(&second, &[first.clone(), stranger]), Share::new(1, 2));
+        let of_another_kind = Entry { kinds: vec!["acceptance".into()], ..second };
+        assert_eq!(share(&first, &[of_another_kind]), Share::ALL);
     }
 
     #[test]
@@ -232,5 +262,16 @@ mod tests {
         ] {
             assert!(disagreement(&own, &[entry(change)]).is_some());
         }
+        let with_lane = |lane: &str| {
+            entry(|settings| {
+                let kind = settings.kinds.entry(Kind::new("acceptance").unwrap()).or_default();
+                kind.lanes = vec![lane.parse().unwrap()];
+            })
+        };
+        // It would park the alarms of a kind that it does not know.
+        let said = disagreement(&own, &[with_lane("5m")]).unwrap();
+        assert!(said.contains("kinds \"order, acceptance\", this one \"order\""), "{said}");
+        let said = disagreement(&with_lane("5m"), &[with_lane("10m")]).unwrap();
+        assert!(said.contains("kinds.acceptance.lanes \"10m\", this one \"5m\""), "{said}");
     }
 }

@@ -31,6 +31,7 @@ const ALWAYS: &[Table] = &[
             "routing_key",
             "type",
             "payload",
+            "kind",
             "traceparent",
             "created_at",
             "sent_at",
@@ -42,19 +43,29 @@ const ALWAYS: &[Table] = &[
     Table {
         name: "alarm_outbox",
         migration: "20261120100200_outboxes.sql",
-        columns: &["id", "order_id", "deadline", "traceparent", "created_at", "sent_at", "refusals", "next_attempt_at"],
+        columns: &[
+            "id",
+            "kind",
+            "order_id",
+            "deadline",
+            "traceparent",
+            "created_at",
+            "sent_at",
+            "refusals",
+            "next_attempt_at",
+        ],
         rights: &["SELECT", "UPDATE", "DELETE"],
     },
     Table {
         name: "parked_alarms",
         migration: "20261120100300_parked_alarms.sql",
-        columns: &["id", "reason", "detail", "order_id", "deadline", "attempts", "body", "parked_at"],
+        columns: &["id", "reason", "detail", "kind", "order_id", "deadline", "attempts", "body", "parked_at"],
         rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
     },
     Table {
         name: "order_timeout_workers",
         migration: "20261125090000_registered_workers.sql",
-        columns: &["id", "host", "pid", "namespace", "delays", "last_seen"],
+        columns: &["id", "host", "pid", "namespace", "kinds", "delays", "last_seen"],
         rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
     },
     Table {
@@ -240,9 +251,10 @@ impl Schema {
     /// If the statements are the shop's own, the default orders tables may be missing.
     #[must_use]
     pub fn new(settings: &Settings) -> Self {
-        let is_ours = settings.has_default_orders();
+        let kinds = settings.served_kinds();
+        let is_ours = kinds.iter().any(|kind| settings.has_default_orders(kind));
         let (mut tables, mut indexes) = (ALWAYS.to_vec(), INDEXES_ALWAYS.to_vec());
-        if settings.orders_table().is_some() {
+        if kinds.iter().any(|kind| settings.table_of(kind).is_some()) {
             tables.push(WRITTEN_EVENTS);
         }
         if is_ours {

@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
 use order_timeout_core::order::{SweepPage, SweepPlace, SweepReach};
 use serde::Serialize;
@@ -11,7 +12,7 @@ use serde::Serialize;
 use super::dry_close::{self, DryClose};
 use super::{Finding, Level};
 use crate::config::Settings;
-use crate::config::kinds::{ORDER, TableSettings, key_of};
+use crate::config::kinds::{TableSettings, key_of};
 use crate::effects::close::Closer;
 use crate::effects::sweep::Sweeper;
 use crate::mapping::render::LEAVES_OPEN;
@@ -45,13 +46,13 @@ impl CheckReport {
     }
 }
 
-/// Checks the statements in effect.
+/// Checks the statements in effect for this kind.
 ///
 /// # Errors
 /// [`DatabaseError`] if the database does not answer. What is wrong with the mapping is a finding.
-pub async fn check(database: &Database, settings: &Settings) -> Result<CheckReport, DatabaseError> {
-    let mut check = Check { settings, findings: Vec::new() };
-    let found = orders_statements::statements(database, settings).await;
+pub async fn check(database: &Database, settings: &Settings, kind: &Kind) -> Result<CheckReport, DatabaseError> {
+    let mut check = Check { settings, kind, findings: Vec::new() };
+    let found = orders_statements::statements(database, settings, kind).await;
     let statements = match found {
         Ok(statements) => statements,
         Err(fault) => {
@@ -66,6 +67,7 @@ pub async fn check(database: &Database, settings: &Settings) -> Result<CheckRepo
 
 struct Check<'a> {
     settings: &'a Settings,
+    kind: &'a Kind,
     findings: Vec<Finding>,
 }
 
@@ -76,13 +78,14 @@ impl Check<'_> {
     }
 
     fn note(&mut self, level: Level, name: &str, sentence: String) {
-        let file = self.settings.kinds.get(ORDER).and_then(|kind| kind.origin.clone());
-        let has_table = self.settings.orders_table().is_some();
+        let kind = self.kind;
+        let file = self.settings.kinds.get(kind).and_then(|kind| kind.origin.clone());
+        let has_table = self.settings.table_of(kind).is_some();
         let key = match (name, has_table) {
             (name, _) if name.starts_with("sweep.") => name.to_owned(),
-            ("", true) => format!("kinds.{ORDER}.table"),
-            (name, true) => key_of(name),
-            (_, false) => "orders.close_sql".to_owned(),
+            ("", true) => format!("kinds.{kind}.table"),
+            (name, true) => key_of(kind, name),
+            (_, false) => orders_statements::statement_setting(kind, "close_sql"),
         };
         self.findings.push(Finding { level, key, file: file.filter(|_| has_table), sentence });
     }
@@ -109,7 +112,7 @@ impl Check<'_> {
             "the statements can be prepared, with the parameters and columns of the contract".into(),
         );
         if let DeadlineStatement::CannotBeMoved(why) = statements.deadline {
-            self.note(Level::Note, "deadline", why.to_owned());
+            self.note(Level::Note, "deadline", why);
         }
         let facts = self.tables(database).await?;
         let may_run = self.plans(database, &closer, &sweeper).await?;
@@ -125,7 +128,7 @@ impl Check<'_> {
 
     /// Keys, indexes and triggers of a mapping's tables.
     async fn tables(&mut self, database: &Database) -> Result<Option<Facts>, DatabaseError> {
-        let Some(table) = self.settings.orders_table() else { return Ok(None) };
+        let Some(table) = self.settings.table_of(self.kind) else { return Ok(None) };
         let looked = database.run(async |connection| {
             let found = async {
                 let facts = catalog::facts(connection, table).await?;
@@ -140,7 +143,10 @@ impl Check<'_> {
             Ok(found.await)
         });
         let looked = looked.await.map_err(|error| DatabaseError(one_line(&error)))?;
-        let (facts, orders, others) = looked.map_err(|fault| DatabaseError(fault.to_string()))?;
+        let (facts, orders, others) = looked.map_err(|fault| match fault {
+            catalog::CatalogError::Mapping(fault) => orders_statements::unfit(self.settings, self.kind, &fault),
+            catalog::CatalogError::Database(_) => DatabaseError(fault.to_string()),
+        })?;
         self.orders_table(table, &orders);
         for (index, (settings, items, stock)) in others.iter().enumerate() {
             let key = |name: &str| format!("give_back[{index}].{name}");
@@ -209,7 +215,7 @@ impl Check<'_> {
     /// Whether the statements may be run by this role and use an index. Returns whether they may be run.
     async fn plans(&mut self, database: &Database, closer: &Closer, sweeper: &Sweeper) -> Result<bool, DatabaseError> {
         let (close, parameters) = closer.statement();
-        let (close_name, overdue_name) = orders_statements::names(self.settings);
+        let (close_name, overdue_name) = orders_statements::names(self.settings, self.kind);
         let plans = Plans::new((sweeper.statement(), overdue_name), Some((close, parameters, close_name)));
         let plans = plans.with_index(sweeper.index()).of_any_size();
         let found = match plans.look(database).await {
@@ -247,7 +253,7 @@ impl Check<'_> {
 
     /// How often the conditions hold among some of the rows.
     async fn conditions(&mut self, database: &Database, facts: Option<&Facts>) -> Result<(), DatabaseError> {
-        let Some((table, facts)) = self.settings.orders_table().zip(facts) else { return Ok(()) };
+        let Some((table, facts)) = self.settings.table_of(self.kind).zip(facts) else { return Ok(()) };
         let counted = database.run(async |connection| survey::count_conditions(connection, table, facts).await);
         let counted = counted.await.map_err(|error| DatabaseError(one_line(&error)))?;
         let (rows, of) = (counted.rows, if counted.is_all { "" } else { "the first " });
@@ -289,7 +295,7 @@ impl Check<'_> {
     ) -> Result<(), DatabaseError> {
         let (close, parameters) = closer.statement();
         let overdue = sweeper.statement();
-        let mapping = self.settings.orders_table().zip(facts);
+        let mapping = self.settings.table_of(self.kind).zip(facts);
         let run =
             database.run(async |connection| dry_close::run(connection, (&close, parameters), &overdue, mapping).await);
         let DryClose { outcomes, found_again, stock } = match run.await {
@@ -380,7 +386,10 @@ impl Check<'_> {
         let is_adopted = adoption::is_adopted(database, orders).await?;
         let most = usize::try_from(self.settings.sweep.first_backlog).unwrap_or(usize::MAX);
         if backlog.overdue > most && !is_adopted {
-            self.wrong("sweep.first_backlog", first_backlog::refusal(&backlog, &orders.orders, self.settings));
+            self.wrong(
+                "sweep.first_backlog",
+                first_backlog::refusal(&backlog, &orders.orders, self.settings, self.kind),
+            );
         } else {
             let oldest = backlog.oldest.map_or_else(String::new, |oldest| format!(", the oldest since {oldest}"));
             self.note(

@@ -2,6 +2,7 @@
 //!
 //! Reads the catalog and counts statuses. What it cannot know it asks, in a comment.
 
+use order_timeout_core::kind::Kind;
 use serde::Serialize;
 use sqlx::PgConnection;
 
@@ -24,12 +25,12 @@ pub struct Proposal {
     pub ddl: Vec<String>,
 }
 
-/// Proposes a mapping for this table, or for the one that looks most like orders.
+/// Proposes a mapping of this kind for this table, or for the one that looks most like orders.
 ///
 /// # Errors
 /// [`DatabaseError`] if there is no such table, or the database does not answer.
-pub async fn propose(database: &Database, table: Option<&str>) -> Result<Proposal, DatabaseError> {
-    let looked = database.run(async |connection| Ok(look(connection, table).await)).await;
+pub async fn propose(database: &Database, kind: &Kind, table: Option<&str>) -> Result<Proposal, DatabaseError> {
+    let looked = database.run(async |connection| Ok(look(connection, kind, table).await)).await;
     let looked = looked.map_err(|error| DatabaseError(one_line(&error)))?;
     looked.map_err(|fault| match fault {
         CatalogError::Mapping(fault) => DatabaseError(fault.why),
@@ -52,7 +53,7 @@ struct Reservation {
     stock: Option<(ForeignKey, Relation)>,
 }
 
-async fn look(connection: &mut PgConnection, table: Option<&str>) -> Result<Proposal, CatalogError> {
+async fn look(connection: &mut PgConnection, kind: &Kind, table: Option<&str>) -> Result<Proposal, CatalogError> {
     let mut others = survey::likely_orders(connection).await?;
     let table = match table {
         Some(table) => table.to_owned(),
@@ -72,7 +73,7 @@ async fn look(connection: &mut PgConnection, table: Option<&str>) -> Result<Prop
         }
     }
     let zone: String = sqlx::query_scalar("SELECT current_setting('TimeZone')").fetch_one(connection).await?;
-    Ok(Draft { orders, status, reservations, zone }.proposal(others))
+    Ok(Draft { kind: kind.clone(), orders, status, reservations, zone }.proposal(others))
 }
 
 const STATUS: [&str; 8] = [
@@ -176,6 +177,7 @@ fn first_like<'a>(relation: &'a Relation, names: &[&str]) -> Option<(&'a str, &'
 
 /// What the proposal is written from.
 struct Draft {
+    kind: Kind,
     orders: Survey,
     status: Option<Status>,
     reservations: Vec<Reservation>,
@@ -228,7 +230,7 @@ impl Draft {
         let relation = &self.orders.relation;
         let table = format!("{}.{}", relation.schema, relation.name);
         let mut lines = vec![
-            "[kinds.order.table]".to_owned(),
+            format!("[kinds.{}.table]", self.kind),
             format!("# About {} rows.", self.orders.rows),
             format!("table = {}", toml(&table)),
         ];
@@ -238,7 +240,7 @@ impl Draft {
         self.close(&mut lines);
         let mut ddl = Vec::new();
         for reservation in &self.reservations {
-            reservation.write(&mut lines, &mut ddl, self.orders.primary_key.len());
+            reservation.write(&self.kind, &mut lines, &mut ddl, self.orders.primary_key.len());
         }
         let keys: Vec<String> = self.orders.primary_key.iter().map(|name| column(name)).collect();
         ddl.insert(0, format!("-- The sweep reads this index four times a second.\nCREATE INDEX CONCURRENTLY ON {} ({deadline}, {}) WHERE {open};", relation.qualified(), keys.join(", ")));
@@ -355,11 +357,11 @@ fn toml_key(name: &str) -> String {
 }
 
 impl Reservation {
-    fn write(&self, lines: &mut Vec<String>, ddl: &mut Vec<String>, id_columns: usize) {
+    fn write(&self, kind: &Kind, lines: &mut Vec<String>, ddl: &mut Vec<String>, id_columns: usize) {
         let items = format!("{}.{}", self.items.schema, self.items.name);
         let Some((key, stock)) = &self.stock else {
             lines.push(format!(
-                "\n# {items} has items of orders; if they reserve stock, add [[kinds.order.table.give_back]] for it."
+                "\n# {items} has items of orders; if they reserve stock, add [[kinds.{kind}.table.give_back]] for it."
             ));
             return;
         };
@@ -383,7 +385,7 @@ impl Reservation {
             "\n# By its foreign keys {items} reserves rows of {}. Is this how stock is given back?",
             key.target
         ));
-        lines.push("[[kinds.order.table.give_back]]".into());
+        lines.push(format!("[[kinds.{kind}.table.give_back]]"));
         lines.push(format!("items = {}", toml(&items)));
         lines.push(format!("order = {}", toml_list(&self.order)));
         if self.order.len() != id_columns {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use order_timeout::{StartError, Worker};
 
 use super::{execute, map, text};
+use order_timeout_core::kind::Kind;
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{TestEnv, wait_for};
 
@@ -65,7 +66,7 @@ fn narrowed_mapping_leaves_old_orders_alone() {
             map(settings, "ticketing");
             settings.sweep.first_backlog = 10;
             settings.sweep.grace = Duration::ZERO;
-            let table = settings.kinds.get_mut("order").and_then(|kind| kind.table.as_mut()).unwrap();
+            let table = settings.kinds.get_mut(&Kind::ORDER).and_then(|kind| kind.table.as_mut()).unwrap();
             table.open = "status = 'n' AND expires > '2026-01-01'".into();
         })
         .run(async |env| {
@@ -79,7 +80,8 @@ fn narrowed_mapping_leaves_old_orders_alone() {
             assert_eq!(closed(&env).await, 1);
             // Widened: the old orders are a new question.
             let mut widened = env.settings.clone();
-            widened.kinds.get_mut("order").and_then(|kind| kind.table.as_mut()).unwrap().open = "status = 'n'".into();
+            widened.kinds.get_mut(&Kind::ORDER).and_then(|kind| kind.table.as_mut()).unwrap().open =
+                "status = 'n'".into();
             match Worker::start(widened).await {
                 Err(StartError::Database(fault)) => assert!(fault.to_string().contains("50000 orders"), "{fault}"),
                 other => panic!("started: {:?}", other.map(drop)),

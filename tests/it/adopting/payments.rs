@@ -6,6 +6,7 @@ use order_timeout::operations::orders_statements;
 use order_timeout::postgres::Database;
 
 use super::{execute, map, text};
+use order_timeout_core::kind::Kind;
 use order_timeout_testkit::figures::{Figures, serve_http};
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{TestEnv, wait_for};
@@ -21,7 +22,7 @@ const SETUP: &str = "CREATE FUNCTION tickets.slowly(id integer) RETURNS integer 
 /// The close statement in effect, which waits for a second before it locks.
 async fn slow_close(env: &TestEnv) -> String {
     let database = Database::connect(&env.settings.database, 2).await.unwrap();
-    let close = orders_statements::texts(&database, &env.settings).await.unwrap().close;
+    let close = orders_statements::texts(&database, &env.settings, &Kind::ORDER).await.unwrap().close;
     let keys = "ANY (ARRAY(SELECT t.k1 FROM ot_there t))";
     let slowly = "ANY (ARRAY(SELECT tickets.slowly(t.k1) FROM ot_there t))";
     assert_eq!(close.matches(keys).count(), 1, "{close}");
@@ -32,7 +33,7 @@ fn payment_counts(paid: &'static str, payment: &'static str) {
     TestEnv::builder()
         .settings(move |settings| {
             map(settings, "ticketing");
-            settings.kinds.get_mut("order").and_then(|kind| kind.table.as_mut()).unwrap().paid = paid.into();
+            settings.kinds.get_mut(&Kind::ORDER).and_then(|kind| kind.table.as_mut()).unwrap().paid = paid.into();
         })
         .run(async move |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
@@ -76,7 +77,7 @@ fn close_that_leaves_order_open_fails() {
             serve_http(settings);
             settings.sweep.grace = Duration::ZERO;
             map(settings, "ticketing");
-            let table = settings.kinds.get_mut("order").and_then(|kind| kind.table.as_mut()).unwrap();
+            let table = settings.kinds.get_mut(&Kind::ORDER).and_then(|kind| kind.table.as_mut()).unwrap();
             // Mistyped: `open` still accepts it.
             table.close = [("status".to_owned(), "n".to_owned())].into();
         })

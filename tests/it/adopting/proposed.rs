@@ -5,6 +5,7 @@ use order_timeout::operations::adopt::{Level, check, propose};
 use order_timeout::postgres::Database;
 
 use super::{execute, text};
+use order_timeout_core::kind::Kind;
 use order_timeout_testkit::TestEnv;
 use order_timeout_testkit::process::call_with;
 
@@ -16,7 +17,7 @@ fn proposal_for_clear_shop_is_right() {
             execute(&env, "UPDATE sales.orders SET status = 'paid' WHERE id IN (SELECT id FROM sales.orders LIMIT 9);
                 UPDATE sales.orders SET status = 'cancelled' WHERE id IN (SELECT id FROM sales.orders WHERE status = 'pending' LIMIT 2)").await;
             let database = Database::connect(&env.settings.database, 2).await.unwrap();
-            let proposal = propose::propose(&database, None).await.unwrap();
+            let proposal = propose::propose(&database, &Kind::ORDER, None).await.unwrap();
             assert_eq!(proposal.table, "sales.orders");
             for part in [
                 "id = [\"id\", \"created_at\"]",
@@ -40,7 +41,7 @@ fn proposal_for_clear_shop_is_right() {
             std::io::Write::write_all(&mut file, corrected.as_bytes()).unwrap();
             let mut settings = env.settings.clone();
             settings.kinds = Settings::load(Some(file.path()), &[]).unwrap().kinds;
-            let report = check::check(&database, &settings).await.unwrap();
+            let report = check::check(&database, &settings, &Kind::ORDER).await.unwrap();
             let wrong: Vec<_> = report.findings.iter().filter(|finding| finding.level == Level::Wrong).collect();
             assert!(wrong.is_empty(), "{wrong:#?}");
         });

@@ -8,6 +8,7 @@ use order_timeout::postgres::Database;
 use order_timeout::{Settings, Worker};
 
 use super::{execute, fixture, map, text};
+use order_timeout_core::kind::Kind;
 use order_timeout_testkit::TestEnv;
 
 /// One overdue order with its ticket.
@@ -200,13 +201,13 @@ const WRONG: &[Wrong] = &[
 fn settings_of(env: &TestEnv, wrong: &Wrong) -> Settings {
     let mut settings = env.settings.clone();
     map(&mut settings, "ticketing");
-    (wrong.mapping)(settings.kinds.get_mut("order").and_then(|kind| kind.table.as_mut()).unwrap());
+    (wrong.mapping)(settings.kinds.get_mut(&Kind::ORDER).and_then(|kind| kind.table.as_mut()).unwrap());
     settings
 }
 
 async fn findings(settings: &Settings) -> Vec<Finding> {
     let database = Database::connect(&settings.database, 2).await.unwrap();
-    let report = check::check(&database, settings).await.unwrap();
+    let report = check::check(&database, settings, &Kind::ORDER).await.unwrap();
     report.findings.into_iter().filter(|finding| finding.level == Level::Wrong).collect()
 }
 
@@ -281,7 +282,7 @@ fn settings_refuse_unsafe_mappings() {
         ("deadline = \"expires\"", "deadline = \"expires; DROP TABLE x\"", "kinds.order.table.deadline", "semicolon"),
         ("id = [\"id\"]", "id = [\"id\", \"code\"]", "kinds.order.table.give_back[0].order", "name as many"),
         ("close = { status = \"e\" }", "close = {}", "kinds.order.table.close", "is empty"),
-        ("[kinds.order.table]", "[kinds.trial.table]", "kinds.trial", "the only one is \"order\""),
+        ("[kinds.order.table]", "[kinds.Trial.table]", "kinds.Trial", "lower-case letter"),
         ("stock_key =", "stock_keys =", "kinds", "stock_keys"),
     ];
     for (old, new, key, words) in cases {
@@ -289,8 +290,8 @@ fn settings_refuse_unsafe_mappings() {
         let mut file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
         // The sections of a list belong to the kind as well.
         let mut wrong = text.replace(old, new);
-        if new.contains("trial") {
-            wrong = wrong.replace("[[kinds.order.", "[[kinds.trial.");
+        if new.contains("Trial") {
+            wrong = wrong.replace("[[kinds.order.", "[[kinds.Trial.");
         }
         std::io::Write::write_all(&mut file, wrong.as_bytes()).unwrap();
         let why = Settings::load(Some(file.path()), &[]).map(drop).expect_err(new).to_string();

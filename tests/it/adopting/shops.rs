@@ -8,6 +8,7 @@ use std::time::Duration;
 use order_timeout::operations::adopt::Level;
 use order_timeout::operations::adopt::check::{self, CheckReport};
 use order_timeout::postgres::{self, Database};
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Timestamp;
 use sqlx::AssertSqlSafe;
 use time::OffsetDateTime;
@@ -56,7 +57,7 @@ async fn pay_some(env: Arc<TestEnv>, shop: &'static str, all: Vec<(String, Times
 
 async fn report(env: &TestEnv) -> CheckReport {
     let database = Database::connect(&env.settings.database, 2).await.unwrap();
-    check::check(&database, &env.settings).await.unwrap()
+    check::check(&database, &env.settings, &Kind::ORDER).await.unwrap()
 }
 
 fn assert_right(report: &CheckReport) {

@@ -18,6 +18,7 @@ use std::time::Duration;
 use order_timeout_core::alarm::{DeliveredAlarm, Receipt, Returns, SourceQueue};
 use order_timeout_core::delay::wheel::{Ring, Wheel};
 use order_timeout_core::engine::Policy;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{Deadline, OrderId, Timestamp};
 
@@ -117,6 +118,8 @@ const MAX_SLEEP: Duration = Duration::from_secs(1);
 /// history.
 pub fn policy() -> Policy {
     Policy {
+        kind: Kind::ORDER,
+        other_kinds: BTreeSet::new(),
         hold_max: Duration::from_millis(3_500),
         max_delay: Duration::from_secs(3_600),
         batch_size: 3,
@@ -312,7 +315,7 @@ fn shifted(moment: Timestamp, ms: i64) -> Timestamp {
 }
 
 fn alarm(order_id: &OrderId, deadline: Deadline, first_published_at: Timestamp) -> DeliveredAlarm {
-    let alarm = Alarm { order_id: order_id.clone(), deadline };
+    let alarm = Alarm::new(order_id.clone(), deadline);
     DeliveredAlarm {
         alarm,
         attempt: 0,

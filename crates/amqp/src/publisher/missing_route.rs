@@ -21,7 +21,7 @@ impl MissingRoute {
         self.noted.notify_one();
     }
 
-    /// Resolves with the description of a missing route when there is one. For a single waiting task.
+    /// Resolves with the description of a missing route when there is one. Of several waiting tasks, one is told.
     pub async fn noted(&self) -> String {
         self.noted.notified().await;
         self.route.lock().expect("no holder panics").take().unwrap_or_default()

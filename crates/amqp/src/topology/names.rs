@@ -1,6 +1,10 @@
 //! The names of exchanges, queues and routing keys. No I/O; `topology.rs` has the arguments of the objects.
 
 use order_timeout_core::InvalidSetting;
+use order_timeout_core::kind::Kind;
+
+/// Routing key of a message for the processing queues of the default kind.
+pub const DUE_KEY: &str = "due";
 
 /// Names on the broker, all beginning with the namespace.
 #[derive(Debug, Clone)]
@@ -46,6 +50,11 @@ impl Names {
         format!("{}.{what}", self.namespace)
     }
 
+    /// The name of something that each kind has; that of the default kind is the bare one.
+    fn of_kind(what: &str, kind: &Kind) -> String {
+        if kind.is_default() { what.to_owned() } else { format!("{what}.{kind}") }
+    }
+
     /// Exchange: publishers write alarms for a standard delay here, under a [`Names::lane_key`].
     #[must_use]
     pub fn delay(&self) -> String {
@@ -73,7 +82,13 @@ impl Names {
 
     /// Exchange: only the worker publishes into the wheel's slots.
     #[must_use]
-    pub fn slot(&self) -> String {
+    pub fn wheel(&self) -> String {
+        self.name("wheel")
+    }
+
+    /// Exchange of the wheel of former versions, whose slots know one kind only and drain by themselves.
+    #[must_use]
+    pub fn former_wheel(&self) -> String {
         self.name("slot")
     }
 
@@ -89,16 +104,29 @@ impl Names {
         self.name("shards")
     }
 
-    /// Queue: the processing queue, or the first of several, so that nothing has to move when there are more.
+    /// Queue: the processing queue of the default kind, or the first of several, so that nothing has to move when there are
+    /// more.
     #[must_use]
     pub fn timeout(&self) -> String {
-        self.name("timeout")
+        self.timeout_of(&Kind::ORDER)
     }
 
-    /// Queue: one of the processing queues, counted from 0.
+    /// Queue: the processing queue of a kind.
+    #[must_use]
+    pub fn timeout_of(&self, kind: &Kind) -> String {
+        self.name(&Self::of_kind("timeout", kind))
+    }
+
+    /// Queue: one of the processing queues of the default kind, counted from 0.
     #[must_use]
     pub fn shard(&self, shard: u8) -> String {
         if shard == 0 { self.timeout() } else { self.name(&format!("timeout.{shard}")) }
+    }
+
+    /// Routing key of a message for the processing queues of this kind.
+    #[must_use]
+    pub fn due_key(kind: &Kind) -> String {
+        Self::of_kind(DUE_KEY, kind)
     }
 
     /// Exchange and queue: messages that the broker dead-lettered from the inbox or the processing queue.
@@ -113,13 +141,19 @@ impl Names {
         self.name("events")
     }
 
-    /// Routing key of one shard of a lane on [`Names::delay`].
+    /// Routing key on [`Names::delay`] of a lane, for publishers that do not shard.
     #[must_use]
-    pub fn lane_key(lane: &str, shard: u8) -> String {
-        format!("{lane}.{shard}")
+    pub fn whole_lane_key(kind: &Kind, lane: &str) -> String {
+        if kind.is_default() { lane.to_owned() } else { format!("{kind}.{lane}") }
     }
 
-    /// Routing key of a wheel slot on [`Names::slot`].
+    /// Routing key on [`Names::delay`] of one shard of a lane.
+    #[must_use]
+    pub fn lane_key(kind: &Kind, lane: &str, shard: u8) -> String {
+        format!("{}.{shard}", Self::whole_lane_key(kind, lane))
+    }
+
+    /// Routing key of a wheel slot on [`Names::wheel`].
     #[must_use]
     pub fn slot_key(ring: &str, slot: u16) -> String {
         format!("{ring}.{slot:02}")
@@ -127,13 +161,19 @@ impl Names {
 
     /// Queue: one shard of a lane.
     #[must_use]
-    pub fn lane_queue(&self, lane: &str, shard: u8) -> String {
-        self.name(&format!("delay.{}", Self::lane_key(lane, shard)))
+    pub fn lane_queue(&self, kind: &Kind, lane: &str, shard: u8) -> String {
+        self.name(&format!("delay.{}", Self::lane_key(kind, lane, shard)))
     }
 
     /// Queue: one slot of a ring.
     #[must_use]
     pub fn slot_queue(&self, ring: &str, slot: u16) -> String {
-        self.name(&format!("slot.{}", Self::slot_key(ring, slot)))
+        format!("{}.{}", self.wheel(), Self::slot_key(ring, slot))
+    }
+
+    /// Queue: one slot of a ring in the wheel of former versions.
+    #[must_use]
+    pub fn former_slot_queue(&self, ring: &str, slot: u16) -> String {
+        format!("{}.{}", self.former_wheel(), Self::slot_key(ring, slot))
     }
 }

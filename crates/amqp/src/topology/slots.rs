@@ -11,22 +11,20 @@ use order_timeout_core::delay::RingSettings;
 use order_timeout_core::delay::wheel::Wheel;
 
 use super::{
-    Binding, DUE_KEY, Names, Object, Queue, TopologyError, bind, dead_lettering, declare_queue, explain, open_channel,
-    to_queue, with_queue_ttl,
+    Binding, Names, Object, Queue, TopologyError, bind, dead_lettering, declare_queue, explain, open_channel, to_queue,
+    with_queue_ttl,
 };
 use crate::connect::reply_code;
 
 /// The timeout of declaring slots. A batch of alarms needs few, and waits for them.
 const DECLARE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The routing key with which a coarse slot dead-letters; the inbox is a fanout and ignores it.
-const INBOX_KEY: &str = "schedule";
 
 /// One slot of the wheel: a queue, and the binding through which it is written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slot {
     /// A quorum queue with a TTL, without consumers.
     pub queue: Queue,
-    /// From [`Names::slot`], with the slot's own routing key.
+    /// From [`Names::wheel`], with the slot's own routing key.
     pub binding: Binding,
 }
 
@@ -56,7 +54,17 @@ impl Slots {
         let (names, name) = (names.clone(), ring.name());
         (0..ring.slots).map(move |slot| {
             let queue = Queue { name: names.slot_queue(&name, slot), arguments: BTreeMap::new() };
-            let binding = to_queue(names.slot(), queue.name.clone(), &Names::slot_key(&name, slot));
+            let binding = to_queue(names.wheel(), queue.name.clone(), &Names::slot_key(&name, slot));
+            Slot { queue, binding }
+        })
+    }
+
+    /// The same of the wheel of former versions.
+    pub fn of_former_ring(names: &Names, ring: &RingSettings) -> impl Iterator<Item = Slot> + use<> {
+        let (names, name) = (names.clone(), ring.name());
+        (0..ring.slots).map(move |slot| {
+            let queue = Queue { name: names.former_slot_queue(&name, slot), arguments: BTreeMap::new() };
+            let binding = to_queue(names.former_wheel(), queue.name.clone(), &Names::slot_key(&name, slot));
             Slot { queue, binding }
         })
     }
@@ -67,10 +75,12 @@ impl Slots {
         let index = self.wheel.rings().iter().position(|one| one.name == ring)?;
         let ring = self.wheel.rings().get(index).filter(|ring| slot < ring.slots)?;
         // Alarms of coarse slots go through the inbox into a finer ring, so that they never block an alarm that is due.
-        let (exchange, key) = if index == 0 { (self.names.due(), DUE_KEY) } else { (self.names.schedule(), INBOX_KEY) };
-        let arguments = with_queue_ttl(dead_lettering(&exchange, key), ring.span());
+        let exchange = if index == 0 { self.names.due() } else { self.names.schedule() };
+        // Without a routing key of its own: all kinds share the slot, and each alarm names its kind's key in the header CC,
+        // which a dead letter keeps. It matches nothing on the wheel's exchange. The inbox is a fanout and ignores keys.
+        let arguments = with_queue_ttl(dead_lettering(&exchange), ring.span());
         let name = self.names.slot_queue(&ring.name, slot);
-        let binding = to_queue(self.names.slot(), name.clone(), &Names::slot_key(&ring.name, slot));
+        let binding = to_queue(self.names.wheel(), name.clone(), &Names::slot_key(&ring.name, slot));
         Some(Slot { queue: Queue { name, arguments }, binding })
     }
 }
@@ -168,11 +178,15 @@ mod tests {
     #[test]
     fn slot_releases_into_next_finer_step() {
         let fine = slots().find("5s-22", 21).unwrap();
-        assert_eq!(fine.queue.name, "order.slot.5s-22.21");
+        assert_eq!(fine.queue.name, "order.wheel.5s-22.21");
         assert_eq!(argument(&fine, "x-dead-letter-exchange"), Argument::Text("order.due".into()));
         assert_eq!(argument(&fine, "x-message-ttl"), Argument::Number(110_000));
+        assert!(!fine.queue.arguments.contains_key("x-dead-letter-routing-key"), "{fine:?}");
         let coarse = slots().find("1m-15", 0).unwrap();
-        assert_eq!((coarse.binding.exchange.as_str(), coarse.binding.routing_key.as_str()), ("order.slot", "1m-15.00"));
+        assert_eq!(
+            (coarse.binding.exchange.as_str(), coarse.binding.routing_key.as_str()),
+            ("order.wheel", "1m-15.00")
+        );
         assert_eq!(argument(&coarse, "x-dead-letter-exchange"), Argument::Text("order.schedule".into()));
         assert_eq!(argument(&coarse, "x-dead-letter-strategy"), Argument::Text("at-least-once".into()));
     }

@@ -3,12 +3,14 @@
 //! Only [`PublisherBuilder::connect`] opens a connection. A publisher and its worker must agree on namespace, strategy,
 //! lanes, lane shards and lead; a test of the worker holds these defaults equal to `config/default.toml`.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::topology::Names;
 use order_timeout_core::InvalidSetting;
-use order_timeout_core::delay::{DelaySettings, Lane, Lanes, Strategy};
+use order_timeout_core::delay::{DelaySettings, KindLanes, Lane, Lanes, Strategy};
+use order_timeout_core::kind::Kind;
 
 use super::{ConnectError, Publisher};
 
@@ -21,6 +23,8 @@ pub struct PublisherBuilder {
     pub(super) amqp: AmqpSettings,
     pub(super) namespace: String,
     pub(super) lanes: Lanes,
+    /// Those of the kinds besides the default one.
+    kinds: BTreeMap<Kind, Vec<Lane>>,
     pub(super) max_delay: Duration,
 }
 
@@ -42,14 +46,20 @@ impl PublisherBuilder {
             shards: 4,
             lead: Duration::from_secs(20),
         };
-        Self { amqp, namespace: "order".to_owned(), lanes, max_delay: 3_650 * DAY }
+        Self { amqp, namespace: "order".to_owned(), lanes, kinds: BTreeMap::new(), max_delay: 3_650 * DAY }
     }
 
     /// A publisher with the settings of a worker: for programs that load the worker's configuration.
     #[doc(hidden)] // For the worker itself and its tests.
     #[must_use]
-    pub fn of_worker(namespace: &str, amqp: &AmqpSettings, delay: &DelaySettings) -> Self {
-        Self { amqp: amqp.clone(), namespace: namespace.to_owned(), lanes: delay.into(), max_delay: delay.max_delay }
+    pub fn of_worker(
+        namespace: &str,
+        amqp: &AmqpSettings,
+        delay: &DelaySettings,
+        kinds: impl IntoIterator<Item = (Kind, Vec<Lane>)>,
+    ) -> Self {
+        let (amqp, namespace, max_delay) = (amqp.clone(), namespace.to_owned(), delay.max_delay);
+        Self { amqp, namespace, lanes: delay.into(), kinds: kinds.into_iter().collect(), max_delay }
     }
 
     /// As the worker's `namespace`: the prefix of every exchange and queue, 1 to 60 ASCII letters, digits, `-` or `_`.
@@ -66,6 +76,21 @@ impl PublisherBuilder {
     pub fn lanes(mut self, delays: impl IntoIterator<Item = Duration>) -> Self {
         self.lanes.lanes = delays.into_iter().map(Lane::from).collect();
         self
+    }
+
+    /// As the worker's `kinds.NAME.lanes`: the delays of this kind that have queues of their own. Alarms of a kind that is not
+    /// named here go through the wheel. The lanes of [`Kind::ORDER`] are those of [`PublisherBuilder::lanes`].
+    #[must_use]
+    pub fn kind(mut self, kind: Kind, lanes: impl IntoIterator<Item = Duration>) -> Self {
+        if kind.is_default() {
+            return self.lanes(lanes);
+        }
+        self.kinds.insert(kind, lanes.into_iter().map(Lane::from).collect());
+        self
+    }
+
+    pub(super) fn lanes_by_kind(&self) -> KindLanes {
+        KindLanes::new(self.lanes.clone(), self.kinds.clone())
     }
 
     /// As the worker's `delay.lane_shards`: queues for each lane, 1 to 16. 4 by default.
@@ -147,7 +172,7 @@ impl PublisherBuilder {
                 "is \"database\", so there is no alarm to schedule: the worker reads the deadline from the order's row";
             return Err(InvalidSetting::new("delay.strategy", why));
         }
-        self.lanes.validate(self.max_delay)
+        self.lanes_by_kind().validate(self.max_delay)
     }
 
     /// Checks the settings, connects to the broker, and verifies that the exchanges for alarms exist.

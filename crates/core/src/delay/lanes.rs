@@ -4,11 +4,13 @@
 //! Pure. Uses the publisher's clock only for the TTL: if that makes an alarm early, the worker holds it; if it makes it
 //! late, the order is closed late.
 
+use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
 
 use super::settings::whole_millis;
 use super::{DelaySettings, Lane, Placement, Strategy};
+use crate::kind::Kind;
 use crate::message::LONGEST_TTL;
 use crate::order::{Deadline, OrderId, Timestamp};
 use crate::setting::InvalidSetting;
@@ -43,6 +45,50 @@ impl From<&DelaySettings> for Lanes {
             shards: settings.lane_shards,
             lead: settings.lead,
         }
+    }
+}
+
+/// Queues for each lane of a kind other than the default one: its alarms are one flow among several, and every queue
+/// costs the broker resources.
+const SHARDS_OF_KIND: u8 = 1;
+
+/// The lanes of each kind that is known.
+#[derive(Debug, Clone)]
+pub struct KindLanes(BTreeMap<Kind, Lanes>);
+
+impl KindLanes {
+    /// Those of the default kind, and the lanes of the others, which differ from it in nothing else.
+    #[must_use]
+    pub fn new(of_order: Lanes, others: impl IntoIterator<Item = (Kind, Vec<Lane>)>) -> Self {
+        let of_other = |lanes| Lanes { lanes, shards: SHARDS_OF_KIND, ..of_order.clone() };
+        let mut all: BTreeMap<Kind, Lanes> = others.into_iter().map(|(kind, lanes)| (kind, of_other(lanes))).collect();
+        all.insert(Kind::ORDER, of_order);
+        Self(all)
+    }
+
+    /// The kinds and their lanes, the default kind first.
+    pub fn iter(&self) -> impl Iterator<Item = (&Kind, &Lanes)> {
+        self.0.iter()
+    }
+
+    /// Where an alarm of this kind waits, published at `now`. One of a kind that is not known here goes through the inbox,
+    /// where a worker knows more.
+    #[must_use]
+    pub fn place(&self, kind: &Kind, order_id: &OrderId, deadline: Deadline, now: Timestamp) -> Placement {
+        self.0.get(kind).map_or(Placement::Inbox, |lanes| lanes.place(order_id, deadline, now))
+    }
+
+    /// Every rule for the lanes of each kind.
+    ///
+    /// # Errors
+    /// [`InvalidSetting`] for the first rule that is broken; it names `delay.lanes`, or `kinds.NAME.lanes`.
+    pub fn validate(&self, max_delay: Duration) -> Result<(), InvalidSetting> {
+        self.iter().try_for_each(|(kind, lanes)| {
+            lanes.validate(max_delay).map_err(|fault| match fault.key.as_str() {
+                "delay.lanes" if !kind.is_default() => InvalidSetting { key: format!("kinds.{kind}.lanes"), ..fault },
+                _ => fault,
+            })
+        })
     }
 }
 
@@ -173,6 +219,26 @@ mod tests {
             // The test's time is a multiple of the step.
             prop_assert_eq!(ttl.as_micros() % LANE_STEP.as_micros(), 0);
         }
+    }
+
+    #[test]
+    fn each_kind_has_lanes_of_its_own() {
+        let of_order =
+            Lanes { strategy: Strategy::DeadLetter, lanes: vec!["30m".parse().unwrap()], shards: 4, lead: LEAD };
+        let acceptance = Kind::new("acceptance").unwrap();
+        let lanes = KindLanes::new(of_order, [(acceptance.clone(), vec!["5m".parse().unwrap()])]);
+        let (id, now) = (OrderId::new("a").unwrap(), Timestamp::from_unix_micros(0));
+        let lane_of =
+            |kind: &Kind, minutes: u64| match lanes.place(kind, &id, now + Duration::from_secs(60 * minutes), now) {
+                Placement::Lane { lane, shard, .. } => Some((lane, shard < SHARDS_OF_KIND)),
+                _ => None,
+            };
+        assert_eq!(lane_of(&acceptance, 5), Some(("5m".to_owned(), true)));
+        assert_eq!(lane_of(&acceptance, 30), None);
+        assert_eq!(lane_of(&Kind::ORDER, 30).unwrap().0, "30m");
+        assert_eq!(lanes.place(&Kind::new("other").unwrap(), &id, now, now), Placement::Inbox);
+        let twice = KindLanes::new(lanes.0[&Kind::ORDER].clone(), [(acceptance, vec!["5m".parse().unwrap(); 2])]);
+        assert_eq!(twice.validate(Duration::from_secs(86_400)).unwrap_err().key, "kinds.acceptance.lanes");
     }
 
     #[test]

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-pub use lanes::Lanes;
+pub use lanes::{KindLanes, Lanes};
 pub use settings::{DelaySettings, Lane, LaneError, RingNameError, RingSettings, duration_name};
 
 /// How an alarm is delayed.

@@ -33,6 +33,7 @@ use crate::alarm::{
     Wanted,
 };
 use crate::hold::Hold;
+use crate::kind::Kind;
 use crate::message::Alarm;
 use crate::order::{Deadline, OrderId, Overdue, SweptPage, Timestamp};
 pub use action::Action;
@@ -348,6 +349,13 @@ impl Engine {
                     Some(alarm.first_published_at.map_or(now, |first_published_at| first_published_at.min(now)));
                 let early_before = alarm.returns.early;
                 self.circulation.note_return(&mut alarm, death.as_ref(), now);
+                let is_own = alarm.alarm.kind == self.policy.kind;
+                if !is_own && !self.policy.other_kinds.contains(&alarm.alarm.kind) {
+                    let detail = unknown_kind(&alarm.alarm.kind);
+                    return self
+                        .dead_letters
+                        .push_back((DeadLetter::of(&alarm, ParkReason::UnknownKind, detail), receipt));
+                }
                 match source {
                     SourceQueue::Parked => self.receive_dead_lettered(alarm, early_before, receipt, death, now),
                     SourceQueue::Inbox | SourceQueue::Timeout if is_too_far => {
@@ -356,14 +364,17 @@ impl Engine {
                         self.dead_letters.push_back((DeadLetter::of(&alarm, ParkReason::TooFar, detail), receipt));
                     }
                     // Alarms from the inbox are never held here: an alarm that is due soon is sent on to the processing
-                    // queue. Otherwise it would fill the inbox's prefetch window and everything behind it would wait.
+                    // queue of its kind. Otherwise it would fill the inbox's prefetch window and everything behind it would wait.
                     // The broker redelivers what came in an ended session.
                     SourceQueue::Inbox if self.session_has_ended(receipt.session) => {}
+                    SourceQueue::Timeout if !is_own && self.session_has_ended(receipt.session) => {}
                     // Held back, it would fill that window as well. The processing queue's window has room.
                     SourceQueue::Inbox if circulates(&alarm) => {
                         self.rearms.push(Rearm { alarm, receipt, wanted: Wanted::AtOnce });
                     }
                     SourceQueue::Inbox => self.rearms.push(Rearm { alarm, receipt, wanted: Wanted::BeforeDeadline }),
+                    // Published with the key of another kind's queue.
+                    SourceQueue::Timeout if !is_own => self.forward(alarm, receipt),
                     SourceQueue::Timeout => self.accept(WorkItem::new(alarm, Origin::Delivered(receipt)), now),
                 }
             }
@@ -384,7 +395,11 @@ impl Engine {
         let detail = match death {
             Some(death) if matches!(death.reason, DeathReason::Expired | DeathReason::MaxLength) && !is_too_far => {
                 self.circulation.note_rescued(&mut alarm, early_before, &death, now);
-                if alarm.deadline() <= now || circulates(&alarm) {
+                if alarm.alarm.kind != self.policy.kind {
+                    if !self.session_has_ended(receipt.session) {
+                        self.forward(alarm, receipt);
+                    }
+                } else if alarm.deadline() <= now || circulates(&alarm) {
                     self.accept(WorkItem::new(alarm, Origin::Delivered(receipt)), now);
                 } else if !self.session_has_ended(receipt.session) {
                     // Not held here, for the same reason as in the inbox.
@@ -399,6 +414,12 @@ impl Engine {
             None => "the broker dead-lettered it; look at the worker's log around its deliveries".to_owned(),
         };
         self.dead_letters.push_back((DeadLetter::of(&alarm, ParkReason::BrokerGaveUp, detail), receipt));
+    }
+
+    /// Sends an alarm of another kind on to where that kind's engine gets it, which also holds it back if it circulates.
+    fn forward(&mut self, alarm: DeliveredAlarm, receipt: Receipt) {
+        let wanted = if circulates(&alarm) { Wanted::AtOnce } else { Wanted::BeforeDeadline };
+        self.rearms.push(Rearm { alarm, receipt, wanted });
     }
 
     /// Rearms the held-back alarms that are next, and accepts those whose deadline is near.
@@ -545,7 +566,7 @@ impl Engine {
             if looks_ahead && self.look_ahead.leaves_to_others(&overdue, &self.policy, now) {
                 continue;
             }
-            let alarm = Alarm { order_id: key.0.clone(), deadline: key.1 };
+            let alarm = Alarm { kind: self.policy.kind.clone(), order_id: key.0.clone(), deadline: key.1 };
             let last_try = self.sweep.last_try(&key.0);
             // By the worker's reading of the clock it may have passed a little before it does by the database's.
             let has_just_passed = looks_ahead && last_try == LastTry::None && now < key.1 + JUST_PASSED;
@@ -581,6 +602,12 @@ impl Engine {
             }
         }
     }
+}
+
+fn unknown_kind(kind: &Kind) -> String {
+    format!(
+        "the kind \"{kind}\" is not configured here; add [kinds.{kind}] to the settings of all workers and run `order-timeout setup`, or correct it at the publisher"
+    )
 }
 
 fn key_of(overdue: &Overdue) -> (OrderId, Deadline) {

@@ -2,11 +2,19 @@
 //!
 //! Pure. Only holds the limits and the pauses that follow from them; the engine's other modules decide.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
+
+use crate::kind::Kind;
 
 /// The worker fills in its settings; `config/default.toml` in the repository has each with its default and its reason.
 #[derive(Debug, Clone)]
 pub struct Policy {
+    /// The kind that the engine works on.
+    pub kind: Kind,
+    /// The other kinds that are configured: their alarms are sent on to their own queues. Those of any further kind are
+    /// parked.
+    pub other_kinds: BTreeSet<Kind>,
     /// `worker.hold_max`: an alarm whose deadline is further ahead is rearmed instead of held.
     pub hold_max: Duration,
     /// `delay.max_delay`: an alarm whose deadline is further ahead is parked.

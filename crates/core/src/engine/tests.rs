@@ -8,11 +8,14 @@ use crate::order::{CloseError, CloseOutcome, CloseResult, ClosedBy, Outcome, Swe
 mod availability;
 mod batching;
 mod circulation;
+mod kinds;
 mod look_ahead;
 mod sweep;
 
 pub(crate) fn policy() -> Policy {
     Policy {
+        kind: Kind::ORDER,
+        other_kinds: [Kind::new("acceptance").unwrap()].into(),
         hold_max: Duration::from_secs(15),
         max_delay: Duration::from_secs(86_400),
         batch_size: 3,
@@ -40,7 +43,7 @@ fn at_ms(ms: i64) -> Timestamp {
 }
 
 fn delivered(order: &str, deadline: Timestamp, session: u64, tag: u64) -> Input {
-    let alarm = Alarm { order_id: OrderId::new(order).unwrap(), deadline };
+    let alarm = Alarm::new(OrderId::new(order).unwrap(), deadline);
     Input::Delivered(Delivered {
         receipt: Receipt { session, channel: 0, tag },
         source: SourceQueue::Timeout,

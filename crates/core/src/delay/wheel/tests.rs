@@ -92,7 +92,7 @@ fn engine_asks_for_no_excessive_wait() {
     let mut longest = Duration::ZERO;
     for attempt in 0..40 {
         let mut engine = Engine::new(policy.clone());
-        let alarm = Alarm { order_id: OrderId::new("order-1").unwrap(), deadline: at(1_000) };
+        let alarm = Alarm::new(OrderId::new("order-1").unwrap(), at(1_000));
         let alarm =
             DeliveredAlarm { alarm, attempt, first_published_at: None, traceparent: None, returns: Returns::default() };
         let receipt = Receipt { session: 1, channel: 0, tag: 1 };

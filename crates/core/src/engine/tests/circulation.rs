@@ -8,13 +8,13 @@ const SLOT_S: i64 = 60;
 /// An alarm due in an hour, back from a slot that should have released it a minute later, with `before` earlier early
 /// returns.
 fn early(order: &str, before: u32, tag: u64, now: Timestamp) -> Delivered {
-    let alarm = Alarm { order_id: OrderId::new(order).unwrap(), deadline: at_ms(3_600_000) };
+    let alarm = Alarm::new(OrderId::new(order).unwrap(), at_ms(3_600_000));
     let returns = Returns { due_at: Some(now + Duration::from_secs(SLOT_S.unsigned_abs())), early: before };
     Delivered {
         receipt: Receipt { session: 1, channel: 0, tag },
         source: SourceQueue::Timeout,
         content: Ok(DeliveredAlarm { alarm, attempt: 0, first_published_at: None, traceparent: None, returns }),
-        death: Some(Death { reason: DeathReason::Expired, queue: "order.slot.1m.07".into() }),
+        death: Some(Death { reason: DeathReason::Expired, queue: "order.wheel.1m.07".into() }),
     }
 }
 
@@ -70,7 +70,7 @@ fn circulating_alarms_are_rearmed_slowly() {
     }
     assert!((60..=600).contains(&count), "{count} in a minute");
     let why = engine.snapshot(at_ms(ms)).circulation.expect("they circulate");
-    assert!(why.contains("order.slot.1m.07") && why.contains("message-ttl") && why.contains("900"), "{why}");
+    assert!(why.contains("order.wheel.1m.07") && why.contains("message-ttl") && why.contains("900"), "{why}");
 }
 
 #[test]

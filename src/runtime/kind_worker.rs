@@ -1,0 +1,341 @@
+//! What the worker has of its own for each kind: engine and event loop, closers, sweep, consumer session, and the
+//! inspections of its statements and of its path through the broker. So a kind's failure, lock or flood delays no other.
+//!
+//! Starts and connects these tasks; decides nothing. What all kinds share is [`Shared`].
+
+use order_timeout_amqp::connect::BrokerError;
+use order_timeout_amqp::publisher::ConfirmedPublisher;
+use order_timeout_core::alarm::Delivered;
+use order_timeout_core::clock::DatabaseClock;
+use order_timeout_core::engine::{Input, Policy};
+use order_timeout_core::kind::Kind;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use tracing::{Instrument, Span, debug, info_span, warn};
+use uuid::Uuid;
+
+use super::ack_batcher::AckBatcher;
+use super::broker_inspections::{BrokerInput, BrokerInspections};
+use super::event_loop::{EventLoop, Outputs};
+use super::give_way::{BusyKinds, GiveWay};
+use super::inspections::PlanInspections;
+use super::quarantine::Quarantine;
+use super::supervisor::{self, Consumption, Listeners, Phase, Supervisor};
+use super::{GiveUp, StartError};
+use crate::config::Settings;
+use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
+use crate::effects::close::Closer;
+use crate::effects::rearm::Rearmer;
+use crate::effects::slots::SlotDeclarer;
+use crate::effects::sweep::Sweeper;
+use crate::effects::{Effects, clock};
+use crate::observe::inspect::contract_watch::ContractWatch;
+use crate::observe::recorder::{KindRecorder, Recorder};
+use crate::operations::{first_backlog, orders_statements};
+use crate::postgres::warm_connections::WarmConnections;
+use crate::postgres::{Database, DatabaseError, one_line};
+
+/// Overdue orders per query: more than a batch, and little memory.
+const SWEEP_PAGE: usize = 1_000;
+
+/// One kind, ready to run.
+#[derive(Debug)]
+pub(super) struct KindWorker {
+    kind: Kind,
+    policy: Policy,
+    closer: Closer,
+    sweeper: Sweeper,
+    clock: DatabaseClock,
+    /// `None` if `delay.strategy` is `database`.
+    consumption: Option<Opened>,
+    inputs: Channel<Input>,
+    /// News for the inspections of the broker.
+    broker_inputs: Channel<BrokerInput>,
+    recorder: KindRecorder,
+}
+
+/// Both ends of a channel, until its tasks are started.
+#[derive(Debug)]
+struct Channel<T> {
+    sender: mpsc::UnboundedSender<T>,
+    receiver: mpsc::UnboundedReceiver<T>,
+}
+
+impl<T> Channel<T> {
+    fn new() -> Self {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        Self { sender, receiver }
+    }
+}
+
+/// What a kind has of a broker: its first session, unless the broker is away, and the receiving ends of all sessions.
+#[derive(Debug)]
+struct Opened {
+    first_session: Option<Session>,
+    wants_former_inbox: bool,
+    inboxes: Inboxes,
+    inbox: mpsc::UnboundedReceiver<Delivered>,
+    canaries: mpsc::UnboundedReceiver<Uuid>,
+}
+
+/// What all kinds of a worker share.
+pub(super) struct Shared {
+    pub settings: Settings,
+    pub database: Database,
+    /// `None` without a broker.
+    pub publishing: Option<Publishing>,
+    pub busy_kinds: BusyKinds,
+    /// Whether there are several kinds, so that log lines name theirs.
+    pub names_kinds: bool,
+    /// The inspections of the broker of every kind, which all need to know when missing objects were declared again.
+    pub broker_inspections: Vec<mpsc::UnboundedSender<BrokerInput>>,
+    /// Ends what is needed until the last order is announced.
+    pub outboxes_end: CancellationToken,
+    pub stop: CancellationToken,
+    pub give_up: GiveUp,
+}
+
+/// The connection that publishes, and the wheel's slots that are known to exist on it.
+#[derive(Debug, Clone)]
+pub(super) struct Publishing {
+    pub confirmed: ConfirmedPublisher,
+    pub slots: SlotDeclarer,
+}
+
+/// The tasks of one kind.
+pub(super) struct RunningKind {
+    /// Ends when all work in flight is finished or given up.
+    pub event_loop: JoinHandle<()>,
+    /// Ends when all settlements are sent.
+    pub supervising: Option<JoinHandle<()>>,
+    /// Ends with `outboxes_end`.
+    pub inspecting: JoinHandle<()>,
+    /// Ends with the stop, except for a pending call to database or broker.
+    pub broker_inspecting: Option<JoinHandle<()>>,
+}
+
+impl KindWorker {
+    /// Prepares the kind's statements, and opens the connections of its closers.
+    ///
+    /// # Errors
+    /// [`StartError`] if a statement is unusable, or the first backlog is too large.
+    pub async fn prepare(
+        settings: &Settings,
+        kind: &Kind,
+        database: &Database,
+        recorder: &Recorder,
+    ) -> Result<Self, StartError> {
+        let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
+        // And one for reading the clock while all closers are busy.
+        let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
+        let statements = orders_statements::statements(database, settings, kind).await?;
+        let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
+        let policy = policy(settings, kind, closer.most_at_once().await);
+        let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
+        let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
+        first_backlog::require_adopted(database, &sweeper, &orders, settings, kind).await?;
+        if let Err(error) = closer.warm_up().await {
+            debug!(error = one_line(&error), "connections for closers could not be made ready; they are tried again");
+        }
+        let clock = read_clock(closer.connections())
+            .await
+            .map_err(|error| DatabaseError(format!("the database's clock cannot be read: {}", one_line(&error))))?;
+        let (inputs, broker_inputs) = (Channel::new(), Channel::new());
+        let (kind, recorder) = (kind.clone(), recorder.of_kind(kind));
+        Ok(Self { kind, policy, closer, sweeper, clock, consumption: None, inputs, broker_inputs, recorder })
+    }
+
+    /// Opens the kind's first session, unless the broker is away. `wants_former_inbox`: whether this kind's sessions also
+    /// consume the inbox of former versions, which one of a worker's kinds must.
+    ///
+    /// # Errors
+    /// [`BrokerError::Refused`] if a retry will not help.
+    pub async fn open_session(&mut self, settings: &Settings, wants_former_inbox: bool) -> Result<(), BrokerError> {
+        let (alarms, inbox) = mpsc::unbounded_channel();
+        let (canaries_sender, canaries) = mpsc::unbounded_channel();
+        let inboxes = Inboxes { alarms, canaries: canaries_sender };
+        let opening = Opening { number: supervisor::FIRST_SESSION, must_be_set_up: true, wants_former_inbox };
+        let first_session = match Session::open(settings, &self.kind, opening, inboxes.clone()).await {
+            Ok(session) => Some(session),
+            Err(OpenError::Broker(BrokerError::Away(why))) => {
+                warn!(kind = %self.kind, %why, "the broker is away; the worker starts without it and keeps trying");
+                None
+            }
+            // The next try meets the same error and handles it.
+            Err(OpenError::Ended(SessionEnd { why, .. })) => {
+                warn!(
+                    kind = %self.kind, %why,
+                    "the consumer session ended as it began; the worker starts without one and keeps trying"
+                );
+                None
+            }
+            Err(OpenError::Broker(refused @ BrokerError::Refused(_))) => return Err(refused),
+        };
+        self.consumption = Some(Opened { first_session, wants_former_inbox, inboxes, inbox, canaries });
+        Ok(())
+    }
+
+    /// The session that is open before the worker runs.
+    pub fn first_session(&self) -> Option<&Session> {
+        self.consumption.as_ref().and_then(|consumption| consumption.first_session.as_ref())
+    }
+
+    /// The kind, and where it is told its share of the orders that are read ahead.
+    pub fn inputs(&self) -> (Kind, mpsc::UnboundedSender<Input>) {
+        (self.kind.clone(), self.inputs.sender.clone())
+    }
+
+    /// Where its inspections of the broker are told news.
+    pub fn broker_inputs(&self) -> mpsc::UnboundedSender<BrokerInput> {
+        self.broker_inputs.sender.clone()
+    }
+
+    /// Starts the kind's tasks.
+    pub fn start(self, shared: &Shared) -> RunningKind {
+        let span = if shared.names_kinds { info_span!("worker", kind = %self.kind) } else { Span::none() };
+        let (settlements, settlement_queue) = mpsc::unbounded_channel();
+        let (clock_readings, clock_reading_queue) = mpsc::unbounded_channel();
+        let (phase, phase_seen) = watch::channel(Phase::Consume);
+        let (closing, closing_seen) = shared.busy_kinds.flag();
+        let (close_name, overdue_name) = orders_statements::names(&shared.settings, &self.kind);
+        let plans = PlanInspections::new(
+            &shared.settings,
+            &self.kind,
+            shared.database.clone(),
+            (&self.closer, &self.sweeper),
+            GiveWay::to(&shared.busy_kinds),
+            self.recorder.clone(),
+        );
+        let inspecting = tokio::spawn(plans.go_on(shared.outboxes_end.clone()).instrument(span.clone()));
+        tokio::spawn(clock::sample_clock(self.closer.clone(), clock_readings).instrument(span.clone()));
+        let inputs = self.inputs.sender.clone();
+        let consuming = self.consumption.zip(shared.publishing.clone()).map(|(opened, publishing)| {
+            let start = BrokerSide {
+                kind: self.kind,
+                inputs: inputs.clone(),
+                inspections: self.broker_inputs.sender.clone(),
+                inspection_queue: self.broker_inputs.receiver,
+                ack_batcher: AckBatcher::new(settlement_queue, closing_seen, shared.settings.worker.prefetch.into()),
+                phase: phase_seen,
+                recorder: self.recorder.clone(),
+            };
+            start.start(opened, publishing, shared, &span)
+        });
+        let (inbox, rearmer, supervising, broker_inspecting) = match consuming {
+            Some(Consuming { inbox, rearmer, supervising, inspecting }) => {
+                (inbox, Some(rearmer), Some(supervising), Some(inspecting))
+            }
+            None => {
+                self.recorder.health.note_no_broker();
+                // Nothing is delivered: it is closed from the start, as after the supervisor's end.
+                let (_, inbox) = mpsc::unbounded_channel();
+                (inbox, None, None, None)
+            }
+        };
+        let database = shared.database.clone();
+        let effects = Effects::new(self.closer, self.sweeper, database, rearmer, inputs, self.recorder.clone());
+        let contract = ContractWatch::new(close_name, overdue_name, std::time::Instant::now());
+        let outputs = Outputs { settlements, phase, inspections: self.broker_inputs.sender, closing };
+        let event_loop = EventLoop::new(self.policy, contract, self.clock, effects, outputs, self.recorder);
+        let (stop, give_up) = (shared.stop.clone(), shared.give_up.clone());
+        let work = event_loop.work(inbox, self.inputs.receiver, clock_reading_queue, stop, give_up);
+        RunningKind { event_loop: tokio::spawn(work.instrument(span)), supervising, inspecting, broker_inspecting }
+    }
+}
+
+/// What the tasks of a kind need that exist only with a broker.
+struct BrokerSide {
+    kind: Kind,
+    inputs: mpsc::UnboundedSender<Input>,
+    inspections: mpsc::UnboundedSender<BrokerInput>,
+    inspection_queue: mpsc::UnboundedReceiver<BrokerInput>,
+    ack_batcher: AckBatcher,
+    phase: watch::Receiver<Phase>,
+    recorder: KindRecorder,
+}
+
+/// These tasks, and what the event loop needs of them.
+struct Consuming {
+    inbox: mpsc::UnboundedReceiver<Delivered>,
+    rearmer: Rearmer,
+    supervising: JoinHandle<()>,
+    inspecting: JoinHandle<()>,
+}
+
+impl BrokerSide {
+    fn start(self, opened: Opened, publishing: Publishing, shared: &Shared, span: &Span) -> Consuming {
+        let (settings, database) = (&shared.settings, shared.database.clone());
+        let inspections = BrokerInspections::new(
+            settings,
+            &self.kind,
+            database.clone(),
+            publishing.clone(),
+            GiveWay::to(&shared.busy_kinds),
+            self.recorder.clone(),
+        );
+        let inspecting = inspections.run(self.inspection_queue, opened.canaries, shared.stop.clone());
+        let supervisor = Supervisor::new(
+            Consumption {
+                settings: settings.clone(),
+                kind: self.kind.clone(),
+                inboxes: opened.inboxes,
+                wants_former_inbox: opened.wants_former_inbox,
+            },
+            self.ack_batcher,
+            self.phase,
+            Listeners {
+                inputs: self.inputs,
+                inspections: self.inspections,
+                inspections_of_all: shared.broker_inspections.clone(),
+            },
+            publishing.confirmed.missing_route(),
+            Quarantine::new(settings.clone(), self.kind, database, self.recorder),
+        );
+        let supervising = supervisor.run(opened.first_session);
+        Consuming {
+            inbox: opened.inbox,
+            rearmer: Rearmer::new(settings, publishing.confirmed, publishing.slots),
+            supervising: tokio::spawn(supervising.instrument(span.clone())),
+            inspecting: tokio::spawn(inspecting.instrument(span.clone())),
+        }
+    }
+}
+
+/// The engine's policy according to the settings. `most_at_once` is the largest batch that the connections favour.
+fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
+    let mut other_kinds = settings.all_kinds();
+    other_kinds.remove(kind);
+    Policy {
+        kind: kind.clone(),
+        other_kinds,
+        hold_max: settings.worker.hold_max,
+        max_delay: settings.delay.max_delay,
+        batch_size: settings.worker.batch_size.min(most_at_once),
+        linger: settings.worker.linger,
+        closers: settings.worker.closers,
+        retry_first: settings.retry.first,
+        retry_longest: settings.retry.longest,
+        missing_for: settings.retry.missing_for,
+        max_attempts: settings.retry.max_attempts,
+        requeue_after: settings.worker.requeue_after,
+        // The prefetch window of one of the two channels: due alarms are delivered through the other.
+        held_back_max: usize::from(settings.worker.prefetch),
+        longest_try: settings.database.acquire_timeout + settings.database.statement_timeout,
+        sweep_every: settings.sweep.every,
+        sweep_grace: settings.sweep.grace,
+        sweep_page: SWEEP_PAGE,
+        look_ahead: settings.sweep.look_ahead,
+        has_no_alarms: !settings.delay.strategy.needs_broker(),
+        pause_share: fastrand::f64() / 2.0 + 0.5,
+    }
+}
+
+/// Several readings, of which the most precise counts.
+async fn read_clock(connections: &WarmConnections) -> Result<DatabaseClock, sqlx::Error> {
+    let mut clock = DatabaseClock::new(connections.sample_clock().await?);
+    for _ in 0..4 {
+        clock.learn(connections.sample_clock().await?);
+    }
+    Ok(clock)
+}
