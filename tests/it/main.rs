@@ -36,6 +36,7 @@ mod readme;
 mod rearming;
 mod redelivery;
 mod refused_events;
+mod reminders;
 mod sanitized;
 mod secrets;
 mod shards;
