@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
+use order_timeout::config::kinds::Remind;
 use order_timeout::effects::sweep::Sweeper;
 use order_timeout::outbox::reminders::Reminders;
 use order_timeout::postgres::Database;
-use order_timeout_testkit::TestEnv;
+use order_timeout_core::kind::Kind;
+use order_timeout_testkit::{TestEnv, wait_for};
 
 const FIVE_MINUTES: Duration = Duration::from_secs(300);
 
@@ -111,4 +113,28 @@ fn passed_deadlines_are_not_announced() {
         assert_eq!(reminders.announce().await.unwrap(), (1, false), "{soon} is being closed");
         assert_eq!(announced(&env).await, [(later, "300".to_owned())]);
     });
+}
+
+#[test]
+fn worker_announces_what_its_kind_says() {
+    TestEnv::builder()
+        .settings(|settings| {
+            let kind = settings.kinds.entry(Kind::ORDER).or_default();
+            kind.remind = vec![Remind(Duration::from_secs(3)), Remind(Duration::from_secs(60))];
+        })
+        .run(async |env| {
+            let worker = env.worker().await;
+            wait_for("the reminders to begin", async || env.count("SELECT count(*) FROM reminder_progress").await == 2)
+                .await;
+            // It is past the moment of one reminder already.
+            let id: String = sqlx::query_scalar(
+                "INSERT INTO orders (id, expires_at) VALUES (gen_random_uuid(), now() + interval '6 s') RETURNING id::text",
+            )
+            .fetch_one(&env.pool)
+            .await
+            .unwrap();
+            wait_for("the close", async || env.closed().await == 1).await;
+            assert_eq!(announced(&env).await, [(id, "3".to_owned())]);
+            worker.stop().await;
+        });
 }
