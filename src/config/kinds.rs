@@ -4,8 +4,10 @@
 //! (`src/operations/orders_statements.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use order_timeout_core::delay::{KindLanes, Lane, Lanes};
+use order_timeout_core::duration;
 use order_timeout_core::kind::Kind;
 use serde::Deserialize;
 
@@ -29,6 +31,8 @@ pub struct KindSettings {
     pub event: Option<String>,
     pub reason: Option<String>,
     #[serde(default)]
+    pub remind: Vec<Remind>,
+    #[serde(default)]
     pub close_sql: String,
     #[serde(default)]
     pub overdue_sql: String,
@@ -37,6 +41,14 @@ pub struct KindSettings {
     #[serde(skip)]
     pub origin: Option<String>,
 }
+
+/// How long before the deadline a reminder is announced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(transparent)]
+pub struct Remind(#[serde(deserialize_with = "duration::read")] pub Duration);
+
+/// Reminders are announced once a second.
+const SHORTEST_REMIND: Duration = Duration::from_secs(1);
 
 /// Where the orders of a kind are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,6 +80,13 @@ impl Settings {
             return self.all_kinds().into_iter().filter(|kind| self.orders_of(kind).is_some()).collect();
         }
         self.worker.kinds.iter().cloned().collect()
+    }
+
+    /// How long before the deadline each reminder of this kind is announced.
+    #[must_use]
+    pub fn reminders_of(&self, kind: &Kind) -> Vec<Duration> {
+        let reminders = self.kinds.get(kind).map(|settings| settings.remind.iter().map(|Remind(before)| *before));
+        reminders.into_iter().flatten().collect()
     }
 
     /// Where the orders of this kind are; `None` if that is not said here, so that another worker serves it.
@@ -153,6 +172,7 @@ impl Settings {
                 settings.validate_statements().map_err(|(name, why)| of(&name, why))?;
             }
             self.validate_event(kind, settings).map_err(|(name, why)| of(&name, why))?;
+            self.validate_reminders(settings).map_err(|(name, why)| of(&name, why))?;
             if let Some(table) = &settings.table {
                 table.validate().map_err(|(name, why)| SettingsError::of(&key_of(kind, &name), why))?;
             }
@@ -185,6 +205,23 @@ impl Settings {
             }
             _ => Ok(()),
         }
+    }
+
+    fn validate_reminders(&self, settings: &KindSettings) -> Result<(), Fault> {
+        let longest = self.delay.max_delay;
+        for (index, Remind(before)) in settings.remind.iter().enumerate() {
+            let why = if *before < SHORTEST_REMIND || *before > longest {
+                format!(
+                    "{before:?} is not between {SHORTEST_REMIND:?} and delay.max_delay ({longest:?}); write such as \"5m\""
+                )
+            } else if settings.remind[..index].iter().any(|Remind(other)| other == before) {
+                format!("{before:?} is given twice; give it once")
+            } else {
+                continue;
+            };
+            return Err(("remind".into(), why));
+        }
+        Ok(())
     }
 
     fn validate_served_kinds(&self) -> Result<(), SettingsError> {

@@ -1,6 +1,6 @@
 //! The outboxes: rows that a transaction has committed, published by one worker at a time. `relay.rs` is what both have in
 //! common, `alarm_relay.rs` publishes alarms, `event_relay.rs` events with the `trace_contexts.rs` of their alarms.
-//! `local.rs` is for a worker without a broker.
+//! `local.rs` is for a worker without a broker, `reminders.rs` writes events before deadlines.
 //!
 //! Decides nothing about orders.
 
@@ -9,4 +9,5 @@ pub mod event_relay;
 pub mod local;
 mod pace;
 pub mod relay;
+pub mod reminders;
 pub mod trace_contexts;

@@ -21,6 +21,7 @@ use super::event_loop::{EventLoop, Outputs};
 use super::give_way::{BusyKinds, GiveWay};
 use super::inspections::PlanInspections;
 use super::quarantine::Quarantine;
+use super::reminders::keep_announcing;
 use super::supervisor::{self, Consumption, Listeners, Phase, Supervisor};
 use super::{GiveUp, StartError};
 use crate::config::Settings;
@@ -33,6 +34,7 @@ use crate::effects::{Effects, clock};
 use crate::observe::inspect::contract_watch::ContractWatch;
 use crate::observe::recorder::{KindRecorder, Recorder};
 use crate::operations::{first_backlog, orders_statements};
+use crate::outbox::reminders::Reminders;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, one_line};
 
@@ -111,6 +113,8 @@ pub(super) struct RunningKind {
     pub supervising: Option<JoinHandle<()>>,
     /// Ends with `outboxes_end`.
     pub inspecting: JoinHandle<()>,
+    /// Ends with the stop. `None` if the kind has no reminders.
+    pub reminding: Option<JoinHandle<()>>,
     /// Ends with the stop, except for a pending call to database or broker.
     pub broker_inspecting: Option<JoinHandle<()>>,
 }
@@ -208,6 +212,7 @@ impl KindWorker {
             self.recorder.clone(),
         );
         let inspecting = tokio::spawn(plans.go_on(shared.outboxes_end.clone()).instrument(span.clone()));
+        let reminding = self.start_reminders(shared, &span);
         tokio::spawn(clock::sample_clock(self.closer.clone(), clock_readings).instrument(span.clone()));
         let inputs = self.inputs.sender.clone();
         let consuming = self.consumption.zip(shared.publishing.clone()).map(|(opened, publishing)| {
@@ -240,7 +245,25 @@ impl KindWorker {
         let event_loop = EventLoop::new(self.policy, contract, self.clock, effects, outputs, self.recorder);
         let (stop, give_up) = (shared.stop.clone(), shared.give_up.clone());
         let work = event_loop.work(inbox, self.inputs.receiver, clock_reading_queue, stop, give_up);
-        RunningKind { event_loop: tokio::spawn(work.instrument(span)), supervising, inspecting, broker_inspecting }
+        RunningKind {
+            event_loop: tokio::spawn(work.instrument(span)),
+            supervising,
+            inspecting,
+            reminding,
+            broker_inspecting,
+        }
+    }
+}
+
+impl KindWorker {
+    fn start_reminders(&self, shared: &Shared, span: &Span) -> Option<JoinHandle<()>> {
+        let before = shared.settings.reminders_of(&self.kind);
+        if before.is_empty() {
+            return None;
+        }
+        let overdue = self.sweeper.statement();
+        let reminders = Reminders::new(shared.database.clone(), overdue, self.kind.as_str(), before);
+        Some(tokio::spawn(keep_announcing(reminders, shared.stop.clone()).instrument(span.clone())))
     }
 }
 

@@ -17,6 +17,7 @@ mod kind_worker;
 mod local_outboxes;
 mod outboxes;
 mod quarantine;
+mod reminders;
 mod supervisor;
 mod warnings;
 
@@ -100,7 +101,10 @@ impl Worker {
         let http = open_http(&settings, &recorder).await?;
         let served: Vec<Kind> = settings.served_kinds().into_iter().collect();
         let further = u32::try_from(served.len().saturating_sub(1)).unwrap_or(u32::MAX);
-        let connections = OTHER_CONNECTIONS.saturating_add(further.saturating_mul(CONNECTIONS_OF_KIND));
+        let reminding = served.iter().filter(|kind| !settings.reminders_of(kind).is_empty()).count();
+        let connections = OTHER_CONNECTIONS
+            .saturating_add(further.saturating_mul(CONNECTIONS_OF_KIND))
+            .saturating_add(u32::try_from(reminding).unwrap_or(u32::MAX));
         let database = Database::connect(&settings.database, connections).await?;
         postgres::require_migrated(&database).await?;
         let mut kinds = Vec::with_capacity(served.len());
@@ -229,6 +233,7 @@ impl Tasks {
             tasks.event_loops.push(kind.event_loop);
             tasks.supervising.extend(kind.supervising);
             tasks.until_outboxes_end.push(kind.inspecting);
+            tasks.until_outboxes_end.extend(kind.reminding);
             tasks.broker_inspecting.extend(kind.broker_inspecting);
         }
         tasks

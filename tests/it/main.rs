@@ -38,6 +38,7 @@ mod readme;
 mod rearming;
 mod redelivery;
 mod refused_events;
+mod reminders;
 mod sanitized;
 mod secrets;
 mod shards;

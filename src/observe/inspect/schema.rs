@@ -88,6 +88,14 @@ const ALWAYS: &[Table] = &[
     },
 ];
 
+/// Needed if a kind has reminders.
+const REMINDER_TABLES: &[Table] = &[Table {
+    name: "reminder_progress",
+    migration: "20261127100200_reminders.sql",
+    columns: &["kind", "before_ms", "reached", "reached_id"],
+    rights: &["SELECT", "INSERT", "UPDATE"],
+}];
+
 /// Needed if the statements are our own.
 const DEFAULT_ORDERS_TABLES: &[Table] = &[
     Table {
@@ -257,6 +265,9 @@ impl Schema {
         if kinds.iter().any(|kind| settings.table_of(kind).is_some()) {
             tables.push(WRITTEN_EVENTS);
         }
+        if settings.served_kinds().iter().any(|kind| !settings.reminders_of(kind).is_empty()) {
+            tables.extend(REMINDER_TABLES);
+        }
         if is_ours {
             tables.extend(DEFAULT_ORDERS_TABLES);
             indexes.extend(INDEXES_OF_DEFAULT_ORDERS_TABLES);
@@ -395,7 +406,7 @@ mod tests {
 
     #[test]
     fn every_migration_named_exists() {
-        for table in ALWAYS.iter().chain(DEFAULT_ORDERS_TABLES) {
+        for table in ALWAYS.iter().chain(DEFAULT_ORDERS_TABLES).chain(REMINDER_TABLES) {
             let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations").join(table.migration);
             assert!(path.is_file(), "{}", path.display());
         }
