@@ -22,11 +22,11 @@ use crate::settings::AlipaySettings;
 use crate::table::{ASK, BOTH, CANCEL, Call, Field, Is, Meaning, Row, Said, Verdict, decide, field, text};
 use crate::{local_clock, money};
 
-const QUERY: &str = "opendocs.alipay.com/open/02ekfh (alipay.trade.query), `trade_status`";
-const QUERY_ERRORS: &str = "opendocs.alipay.com/open/02ekfh (alipay.trade.query), error codes";
-const CLOSE: &str = "opendocs.alipay.com/open/02o6e7 (alipay.trade.close)";
-const CLOSE_ERRORS: &str = "opendocs.alipay.com/open/02o6e7 (alipay.trade.close), error codes";
-const GATEWAY: &str = "opendocs.alipay.com/common/02km9f (error codes of the gateway)";
+const QUERY: &str = "docs.open.alipay.com/api_1/alipay.trade.query, `trade_status`";
+const QUERY_ERRORS: &str = "docs.open.alipay.com/api_1/alipay.trade.query, error codes";
+const CLOSE: &str = "docs.open.alipay.com/api_1/alipay.trade.close";
+const CLOSE_ERRORS: &str = "docs.open.alipay.com/api_1/alipay.trade.close, error codes";
+const GATEWAY: &str = "docs.open.alipay.com/common/105806, error codes of the gateway";
 
 const FAILED: &str = "it failed";
 const OUR_REQUEST: &str = "it refuses the request as malformed; check app_id, the keys and the attempt's reference";
@@ -85,11 +85,10 @@ impl Alipay {
         })
     }
 
-    /// `opendocs.alipay.com/common/02kf5q`: the parameters in the order of their names, joined, and signed.
+    /// `docs.open.alipay.com/291/106118`: the parameters in the order of their names, joined, and signed.
     fn outgoing(&self, call: Call, reference: &str) -> Result<Outgoing, CallError> {
         let now = OffsetDateTime::from(local_clock::now()).to_offset(offset!(+8));
-        let timestamp =
-            now.format(TIMESTAMP).map_err(|_| CallError::Undecided("the clock of this machine is wrong"))?;
+        let timestamp = now.format(TIMESTAMP).map_err(|_| CallError::NotSent("the clock of this machine is wrong"))?;
         let content = json!({ "out_trade_no": reference }).to_string();
         let mut parameters = BTreeMap::from([
             ("app_id", self.app_id.as_str()),

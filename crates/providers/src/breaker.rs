@@ -30,8 +30,8 @@ pub(crate) enum CallResult {
     Answered,
     /// The provider failed, and asks to be left alone for so long.
     Failed(Option<Duration>),
-    /// The call ended without saying anything of the provider: it was dropped.
-    Dropped,
+    /// The call ended without saying anything of the provider: it was dropped, or nothing was sent.
+    NothingLearnt,
 }
 
 #[derive(Debug)]
@@ -98,8 +98,8 @@ impl Breaker {
                 self.open(now, self.limits.open_for);
             }
             (CallResult::Failed(None), _) => self.state = State::Closed { failures },
-            (CallResult::Dropped, State::Testing) => self.enter(State::Open { until: now }),
-            (CallResult::Dropped, _) => {}
+            (CallResult::NothingLearnt, State::Testing) => self.enter(State::Open { until: now }),
+            (CallResult::NothingLearnt, _) => {}
         }
     }
 
@@ -158,14 +158,14 @@ mod tests {
     }
 
     #[test]
-    fn dropped_test_lets_next_one_test() {
+    fn test_without_result_is_repeated() {
         let (mut breaker, now) = (Breaker::new(LIMITS), Instant::now());
         for _ in 0..3 {
             fails(&mut breaker, now);
         }
         let later = now + LIMITS.open_for;
         let test = breaker.admit(later).unwrap();
-        breaker.settle(test, CallResult::Dropped, later);
+        breaker.settle(test, CallResult::NothingLearnt, later);
         assert!(breaker.admit(later).is_ok());
     }
 
@@ -206,7 +206,7 @@ mod tests {
                     0 => CallResult::Answered,
                     1 => CallResult::Failed(None),
                     2 => CallResult::Failed(Some(Duration::from_secs(seconds))),
-                    _ => CallResult::Dropped,
+                    _ => CallResult::NothingLearnt,
                 };
                 if seconds % 3 != 0 && !admitted.is_empty() {
                     breaker.settle(admitted.remove(0), result, now);

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use order_timeout_core::payment::Unknown;
 
+use crate::breaker::CallResult;
+
 /// Why nothing is known after a call.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum CallError {
@@ -36,9 +38,11 @@ pub(crate) enum CallError {
     #[error("{0}")]
     Undecided(&'static str),
     #[error("{0}")]
+    NotSent(&'static str),
+    #[error("{0}")]
     InvalidAttempt(&'static str),
-    #[error("it was not asked, because its last calls failed; it is tried again in {}", humantime(.0))]
-    CircuitOpen(Duration),
+    #[error("it was not asked, because its last calls failed ({last}); it is tried again in {}", humantime(.pause))]
+    CircuitOpen { pause: Duration, last: String },
     #[error("it was not asked, because too many calls wait for their turn; raise {0}.limits, or wait")]
     QueueFull(String),
 }
@@ -48,9 +52,9 @@ fn humantime(duration: &Duration) -> String {
 }
 
 impl CallError {
-    /// Whether it speaks against the provider's health, so that the circuit breaker counts it. What is wrong with one
-    /// attempt, with the keys or with the settings here is not.
-    pub(crate) fn is_fault_of_provider(&self) -> bool {
+    /// What it says of the provider's health, for the circuit breaker. What is wrong with one attempt, with the keys or with
+    /// the settings here is an answer all the same; what was never sent says nothing.
+    pub(crate) fn as_result(&self) -> CallResult {
         match self {
             Self::Unreachable(_)
             | Self::TimedOut(_)
@@ -59,15 +63,15 @@ impl CallError {
             | Self::Throttled { .. }
             | Self::Failed { .. }
             | Self::Unreadable { .. }
-            | Self::Untrusted(_) => true,
+            | Self::Untrusted(_) => CallResult::Failed(self.retry_after()),
             Self::Redirected(_)
             | Self::OtherPayment
             | Self::Undocumented { .. }
             | Self::Refused { .. }
-            | Self::Undecided(_)
-            | Self::InvalidAttempt(_)
-            | Self::CircuitOpen(_)
-            | Self::QueueFull(_) => false,
+            | Self::Undecided(_) => CallResult::Answered,
+            Self::NotSent(_) | Self::InvalidAttempt(_) | Self::CircuitOpen { .. } | Self::QueueFull(_) => {
+                CallResult::NothingLearnt
+            }
         }
     }
 
@@ -75,7 +79,7 @@ impl CallError {
     pub(crate) fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Throttled { retry_after } | Self::Failed { retry_after, .. } => *retry_after,
-            Self::CircuitOpen(duration) => Some(*duration),
+            Self::CircuitOpen { pause, .. } => Some(*pause),
             _ => None,
         }
     }

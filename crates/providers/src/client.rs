@@ -183,7 +183,7 @@ impl Reply {
 /// Never for a text that `secret_file::read_token` has read.
 pub(crate) fn secret_header(text: &SecretString) -> Result<HeaderValue, CallError> {
     let mut value = HeaderValue::from_str(text.expose_secret())
-        .map_err(|_| CallError::Undecided("a key cannot be sent in a header"))?;
+        .map_err(|_| CallError::NotSent("a key cannot be sent in a header"))?;
     value.set_sensitive(true);
     Ok(value)
 }

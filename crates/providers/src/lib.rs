@@ -37,7 +37,8 @@ use crate::limited::LimitedProvider;
 pub use crate::settings::{ProviderSettings, ProvidersSettings};
 use crate::table::Row;
 
-/// A call under way. It ends within the limits of the provider's settings.
+/// A call under way. It ends within `queue_timeout` and
+/// [`LimitsSettings::longest_call`](settings::LimitsSettings::longest_call).
 pub type Pending<'a> = Pin<Box<dyn Future<Output = Answer> + Send + 'a>>;
 
 /// A payment provider. Both calls may be repeated at any time, also after a crash between them, and never panic. Each

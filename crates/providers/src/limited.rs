@@ -24,7 +24,24 @@ pub(crate) struct LimitedProvider<P> {
     /// tokio's semaphore is fair: this is the provider's queue.
     permits: Semaphore,
     queue_timeout: Duration,
-    breaker: Mutex<Breaker>,
+    longest_call: Duration,
+    health: Mutex<Health>,
+}
+
+struct Health {
+    breaker: Breaker,
+    /// What the breaker was last told of, so that a refused call says why.
+    last_fault: String,
+}
+
+impl Health {
+    fn check(&self) -> Result<(), CallError> {
+        self.breaker.refuses(now()).map_or(Ok(()), |pause| Err(self.circuit_open(pause)))
+    }
+
+    fn circuit_open(&self, pause: Duration) -> CallError {
+        CallError::CircuitOpen { pause, last: self.last_fault.clone() }
+    }
 }
 
 impl<P: Protocol> LimitedProvider<P> {
@@ -35,7 +52,8 @@ impl<P: Protocol> LimitedProvider<P> {
             protocol,
             permits: Semaphore::new(limits.concurrency as usize),
             queue_timeout: limits.queue_timeout,
-            breaker: Mutex::new(Breaker::new(breaker)),
+            longest_call: limits.longest_call(),
+            health: Mutex::new(Health { breaker: Breaker::new(breaker), last_fault: String::new() }),
         }
     }
 
@@ -49,23 +67,20 @@ impl<P: Protocol> LimitedProvider<P> {
             return Err(CallError::InvalidAttempt("it was asked about an attempt of another provider"));
         }
         // Before the queue: while the breaker is open, no call is to wait for its turn only to be refused.
-        if let Some(pause) = self.breaker().refuses(now()) {
-            return Err(CallError::CircuitOpen(pause));
-        }
+        self.health().check()?;
         let permit = timeout(self.queue_timeout, self.permits.acquire()).await;
         let Ok(Ok(_permit)) = permit else { return Err(CallError::QueueFull(settings::section(&self.name))) };
         let admitted = Admitted::new(self)?;
-        let answer = protocol::answer(&self.protocol, call, attempt).await;
-        admitted.settle(match &answer {
-            Err(error) if error.is_fault_of_provider() => CallResult::Failed(error.retry_after()),
-            _ => CallResult::Answered,
-        });
+        // Each step of a call is bounded; this is the bound of them all.
+        let answer = timeout(self.longest_call, protocol::answer(&self.protocol, call, attempt)).await;
+        let answer = answer.unwrap_or(Err(CallError::TimedOut(self.longest_call)));
+        admitted.settle(answer.as_ref().err());
         answer
     }
 
-    fn breaker(&self) -> MutexGuard<'_, Breaker> {
+    fn health(&self) -> MutexGuard<'_, Health> {
         // No code panics while it holds the lock; and if it did, the breaker would be whole.
-        self.breaker.lock().unwrap_or_else(PoisonError::into_inner)
+        self.health.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -87,24 +102,29 @@ struct Admitted<'a, P: Protocol> {
 
 impl<'a, P: Protocol> Admitted<'a, P> {
     fn new(provider: &'a LimitedProvider<P>) -> Result<Self, CallError> {
-        let admission = provider.breaker().admit(now()).map_err(CallError::CircuitOpen)?;
+        let mut health = provider.health();
+        let admission = health.breaker.admit(now()).map_err(|pause| health.circuit_open(pause))?;
         Ok(Self { provider, admission: Some(admission) })
     }
 
-    fn settle(mut self, result: CallResult) {
+    fn settle(mut self, error: Option<&CallError>) {
+        let result = error.map_or(CallResult::Answered, CallError::as_result);
+        if let (CallResult::Failed(_), Some(error)) = (result, error) {
+            self.provider.health().last_fault = error.to_string();
+        }
         self.report(result);
     }
 
     fn report(&mut self, result: CallResult) {
         if let Some(admission) = self.admission.take() {
-            self.provider.breaker().settle(admission, result, now());
+            self.provider.health().breaker.settle(admission, result, now());
         }
     }
 }
 
 impl<P: Protocol> Drop for Admitted<'_, P> {
     fn drop(&mut self) {
-        self.report(CallResult::Dropped);
+        self.report(CallResult::NothingLearnt);
     }
 }
 

@@ -54,9 +54,9 @@ impl Signer {
     /// The signature, in Base64.
     pub(crate) fn sign(&self, message: &[u8]) -> Result<String, CallError> {
         let mut signature = vec![0; self.key.public().modulus_len()];
-        self.key.sign(&RSA_PKCS1_SHA256, &self.random, message, &mut signature).map_err(|_| {
-            CallError::Undecided("the request could not be signed; this machine gives no random numbers")
-        })?;
+        self.key
+            .sign(&RSA_PKCS1_SHA256, &self.random, message, &mut signature)
+            .map_err(|_| CallError::NotSent("the request could not be signed; this machine gives no random numbers"))?;
         Ok(STANDARD.encode(signature))
     }
 }

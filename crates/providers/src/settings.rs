@@ -290,7 +290,17 @@ impl ProviderSettings {
     }
 }
 
+/// Requests of the longest call: a cancel at PayPal gets a token, reads the order, voids its authorization, and reads the
+/// order again.
+const MOST_REQUESTS: u32 = 4;
+
 impl LimitsSettings {
+    /// How long a call may take after it has got its turn.
+    #[must_use]
+    pub fn longest_call(&self) -> Duration {
+        self.queue_timeout + self.timeout * MOST_REQUESTS
+    }
+
     fn validate(&self, section: &str) -> Result<(), InvalidSetting> {
         let key = |name: &str| format!("{section}.limits.{name}");
         for (name, value, most) in [

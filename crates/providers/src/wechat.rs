@@ -21,9 +21,9 @@ use crate::table::{ASK, BOTH, CANCEL, Call, Meaning, Row, Said, Verdict, decide,
 use crate::{local_clock, money};
 
 const QUERY: &str = "pay.weixin.qq.com/doc/v3/merchant/4013070356, `trade_state`";
-const QUERY_ERRORS: &str = "pay.weixin.qq.com/doc/v3/merchant/4013070356, error codes";
 const CLOSE: &str = "pay.weixin.qq.com/doc/v3/merchant/4013070360";
-const CLOSE_ERRORS: &str = "pay.weixin.qq.com/doc/v3/merchant/4013070360, error codes";
+/// The same list for both calls.
+const ERRORS: &str = "pay.weixin.qq.com/doc/v3/merchant/4012556398, error codes";
 const FORMER_ERRORS: &str = "pay.weixin.qq.com/wiki/doc/apiv3/apis/chapter3_1_2.shtml, error codes";
 
 const OUR_REQUEST: &str = "it refuses the request as malformed; check merchant_id and the attempt's reference";
@@ -42,9 +42,8 @@ const fn error(
     http_status: u16,
     code: &'static [crate::table::Field],
     meaning: Meaning,
-    source: &'static str,
 ) -> Row {
-    Row { calls, resource: "", http_status, fields: code, meaning, source }
+    Row { calls, resource: "", http_status, fields: code, meaning, source: ERRORS }
 }
 
 const STATE: &str = "/trade_state";
@@ -62,33 +61,29 @@ pub(crate) const TABLE: &[Row] = &[
     // The payment failed; that the customer cannot try again is not documented. Closing it gives certainty.
     state(&[text(STATE, "PAYERROR")], Meaning::Open),
     Row { calls: CANCEL, resource: "", http_status: 204, fields: &[], meaning: Meaning::Closed, source: CLOSE },
-    error(BOTH, 202, &[text(CODE, "USERPAYING")], Meaning::InProgress, FORMER_ERRORS),
-    error(BOTH, 404, &[text(CODE, "ORDER_NOT_EXIST")], Meaning::Absent, QUERY_ERRORS),
-    error(BOTH, 404, &[text(CODE, "ORDERNOTEXIST")], Meaning::Absent, FORMER_ERRORS),
-    error(CANCEL, 400, &[text(CODE, "ORDER_CLOSED")], Meaning::Closed, FORMER_ERRORS),
+    error(BOTH, 202, &[text(CODE, "USER_PAYING")], Meaning::InProgress),
+    error(BOTH, 404, &[text(CODE, "ORDER_NOT_EXIST")], Meaning::Absent),
+    Row { source: FORMER_ERRORS, ..error(BOTH, 404, &[text(CODE, "ORDERNOTEXIST")], Meaning::Absent) },
+    error(BOTH, 400, &[text(CODE, "ORDER_CLOSED")], Meaning::Closed),
     // For example that the order was paid.
-    error(CANCEL, 400, &[text(CODE, "INVALID_REQUEST")], Meaning::AskAgain, CLOSE_ERRORS),
-    error(CANCEL, 403, &[text(CODE, "TRADE_ERROR")], Meaning::AskAgain, FORMER_ERRORS),
-    error(ASK, 400, &[text(CODE, "INVALID_REQUEST")], Meaning::Unknown(OUR_REQUEST), QUERY_ERRORS),
-    error(ASK, 403, &[text(CODE, "TRADE_ERROR")], Meaning::Unknown(FAILED), FORMER_ERRORS),
-    error(ASK, 400, &[text(CODE, "ORDER_CLOSED")], Meaning::Closed, FORMER_ERRORS),
-    error(BOTH, 400, &[text(CODE, "PARAM_ERROR")], Meaning::Unknown(OUR_REQUEST), QUERY_ERRORS),
-    error(BOTH, 400, &[text(CODE, "MCH_NOT_EXISTS")], Meaning::Unknown(OUR_RIGHTS), FORMER_ERRORS),
-    error(BOTH, 400, &[text(CODE, "APPID_MCHID_NOT_MATCH")], Meaning::Unknown(OUR_RIGHTS), FORMER_ERRORS),
-    error(BOTH, 401, &[text(CODE, "SIGN_ERROR")], Meaning::Unknown(OUR_KEYS), QUERY_ERRORS),
-    error(BOTH, 403, &[text(CODE, "NOAUTH")], Meaning::Unknown(OUR_RIGHTS), FORMER_ERRORS),
-    error(BOTH, 403, &[text(CODE, "NO_AUTH")], Meaning::Unknown(OUR_RIGHTS), QUERY_ERRORS),
-    error(BOTH, 403, &[text(CODE, "RULELIMIT")], Meaning::Unknown(OUR_RIGHTS), FORMER_ERRORS),
-    error(BOTH, 403, &[text(CODE, "RULE_LIMIT")], Meaning::Unknown(OUR_RIGHTS), FORMER_ERRORS),
-    error(BOTH, 403, &[text(CODE, "ACCOUNTERROR")], Meaning::Unknown(FAILED), FORMER_ERRORS),
-    error(BOTH, 403, &[text(CODE, "NOTENOUGH")], Meaning::Unknown(FAILED), FORMER_ERRORS),
-    error(BOTH, 403, &[text(CODE, "OUT_TRADE_NO_USED")], Meaning::Unknown(OUR_REQUEST), FORMER_ERRORS),
-    error(BOTH, 429, &[text(CODE, "FREQUENCY_LIMITED")], Meaning::Unknown(BUSY), QUERY_ERRORS),
-    error(BOTH, 500, &[text(CODE, "SYSTEM_ERROR")], Meaning::Unknown(FAILED), QUERY_ERRORS),
-    error(BOTH, 500, &[text(CODE, "SYSTEMERROR")], Meaning::Unknown(FAILED), FORMER_ERRORS),
-    error(BOTH, 500, &[text(CODE, "BANKERROR")], Meaning::Unknown(FAILED), FORMER_ERRORS),
-    error(BOTH, 500, &[text(CODE, "INVALID_TRANSACTIONID")], Meaning::Unknown(FAILED), FORMER_ERRORS),
-    error(BOTH, 500, &[text(CODE, "OPENID_MISMATCH")], Meaning::Unknown(FAILED), FORMER_ERRORS),
+    error(CANCEL, 400, &[text(CODE, "INVALID_REQUEST")], Meaning::AskAgain),
+    error(CANCEL, 403, &[text(CODE, "TRADE_ERROR")], Meaning::AskAgain),
+    error(ASK, 400, &[text(CODE, "INVALID_REQUEST")], Meaning::Unknown(OUR_REQUEST)),
+    error(ASK, 403, &[text(CODE, "TRADE_ERROR")], Meaning::Unknown(FAILED)),
+    error(BOTH, 400, &[text(CODE, "PARAM_ERROR")], Meaning::Unknown(OUR_REQUEST)),
+    error(BOTH, 400, &[text(CODE, "MCH_NOT_EXISTS")], Meaning::Unknown(OUR_RIGHTS)),
+    error(BOTH, 400, &[text(CODE, "APPID_MCHID_NOT_MATCH")], Meaning::Unknown(OUR_RIGHTS)),
+    error(BOTH, 401, &[text(CODE, "SIGN_ERROR")], Meaning::Unknown(OUR_KEYS)),
+    error(BOTH, 403, &[text(CODE, "NO_AUTH")], Meaning::Unknown(OUR_RIGHTS)),
+    error(BOTH, 403, &[text(CODE, "RULE_LIMIT")], Meaning::Unknown(OUR_RIGHTS)),
+    error(BOTH, 403, &[text(CODE, "ACCOUNT_ERROR")], Meaning::Unknown(FAILED)),
+    error(BOTH, 403, &[text(CODE, "NOT_ENOUGH")], Meaning::Unknown(FAILED)),
+    error(BOTH, 403, &[text(CODE, "OUT_TRADE_NO_USED")], Meaning::Unknown(OUR_REQUEST)),
+    error(BOTH, 429, &[text(CODE, "FREQUENCY_LIMITED")], Meaning::Unknown(BUSY)),
+    error(BOTH, 500, &[text(CODE, "SYSTEM_ERROR")], Meaning::Unknown(FAILED)),
+    error(BOTH, 500, &[text(CODE, "BANK_ERROR")], Meaning::Unknown(FAILED)),
+    error(BOTH, 500, &[text(CODE, "INVALID_TRANSACTIONID")], Meaning::Unknown(FAILED)),
+    error(BOTH, 500, &[text(CODE, "OPENID_MISMATCH")], Meaning::Unknown(FAILED)),
 ];
 
 /// How far the time in an answer may be from this machine's: the window of WeChat Pay's own libraries.
@@ -133,7 +128,7 @@ impl Wechat {
         })
     }
 
-    /// `pay.weixin.qq.com/doc/v3/merchant/4012365336`: method, path with query, time, nonce and body, each with a line
+    /// `pay.weixin.qq.com/wiki/doc/apiv3/wechatpay/wechatpay4_0.shtml`: method, path with query, time, nonce and body, each with a line
     /// break behind it.
     fn authorization(&self, method: &Method, path: &str, body: &str) -> Result<HeaderValue, CallError> {
         let (timestamp, nonce) = (local_clock::unix_seconds(), Uuid::now_v7().simple().to_string().to_uppercase());
@@ -165,7 +160,7 @@ impl Wechat {
         Ok(Outgoing { method, path_and_query: path, headers, body: body.into_bytes() })
     }
 
-    /// `pay.weixin.qq.com/doc/v3/merchant/4013053420`: time, nonce and body, each with a line break behind it.
+    /// `pay.weixin.qq.com/wiki/doc/apiv3/wechatpay/wechatpay4_1.shtml`: time, nonce and body, each with a line break behind it.
     fn verify(&self, reply: &Reply) -> Result<(), CallError> {
         let untrusted = |why: String| Err(CallError::Untrusted(why));
         let header = |name| reply.header(name);

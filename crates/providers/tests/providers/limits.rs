@@ -45,7 +45,7 @@ async fn rate_is_never_exceeded() {
     }
     // And it is used: 49 spaces of a twentieth.
     let took = *times.last().unwrap() - times[0];
-    assert!((Duration::from_millis(2_400)..Duration::from_secs(5)).contains(&took), "{took:?}");
+    assert!((Duration::from_millis(2_400)..Duration::from_secs(10)).contains(&took), "{took:?}");
 }
 
 #[tokio::test]
@@ -55,28 +55,46 @@ async fn breaker_opens_and_recovers() {
     let server =
         Server::start(move |_| if shared.load(Ordering::SeqCst) { with_headers(502, &[], "<html>") } else { open() })
             .await;
-    let more = limits("failures_to_open = 3\nopen_for = \"500ms\"\nrequests_per_s = 10000");
+    let more = limits("failures_to_open = 3\nopen_for = \"2s\"\nrequests_per_s = 10000");
     let setup = Setup::new("http", &server.url(), &more);
     for _ in 0..3 {
         assert!(why(&setup.ask("att-1").await).contains("HTTP 502"));
     }
     for _ in 0..20 {
         let said = setup.ask("att-1").await;
-        assert!(why(&said).contains("not asked"), "{said:?}");
+        assert!(why(&said).contains("its last calls failed (it failed (HTTP 502))"), "{said:?}");
         let Answer::Unknown(unknown) = said else { unreachable!() };
-        assert!(unknown.retry_after.is_some_and(|pause| pause <= Duration::from_millis(500)));
+        assert!(unknown.retry_after.is_some_and(|pause| pause <= Duration::from_secs(2)));
     }
     assert_eq!(server.seen().len(), 3, "a provider that failed is left alone");
-    tokio::time::sleep(Duration::from_millis(510)).await;
     // One of many calls tests it; the others are refused.
     let attempt = setup.attempt("att-1");
-    join_all((0..10).map(|_| setup.provider.ask(&attempt))).await;
+    let many = || join_all((0..10).map(|_| setup.provider.ask(&attempt)));
+    let opened = Instant::now();
+    while server.seen().len() == 3 {
+        many().await;
+        assert!(opened.elapsed() < Duration::from_secs(30));
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     assert_eq!(server.seen().len(), 4);
     is_broken.store(false, Ordering::SeqCst);
-    tokio::time::sleep(Duration::from_millis(510)).await;
-    assert_eq!(setup.ask("att-1").await, Answer::Open);
-    let answers = join_all((0..10).map(|_| setup.provider.ask(&attempt))).await;
+    until(Answer::Open, || setup.ask("att-1")).await;
+    let answers = many().await;
     assert!(answers.iter().all(|answer| *answer == Answer::Open), "{answers:?}");
+}
+
+/// Asks until this is the answer; until then no call may be sent.
+async fn until<F: Future<Output = Answer>>(expected: Answer, ask: impl Fn() -> F) {
+    let begun = Instant::now();
+    loop {
+        let said = ask().await;
+        if said == expected {
+            return;
+        }
+        assert!(why(&said).contains("not asked"), "{said:?}");
+        assert!(begun.elapsed() < Duration::from_secs(30), "{said:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 #[tokio::test]
@@ -95,6 +113,32 @@ async fn refusals_do_not_open_breaker() {
 }
 
 #[tokio::test]
+async fn unsent_calls_say_nothing_of_provider() {
+    let server = Server::start(|_| with_headers(502, &[], "")).await;
+    let more = "[stripe.limits]\nfailures_to_open = 2\nopen_for = \"2s\"\nrequests_per_s = 10000";
+    let setup = Setup::new("stripe", &server.url(), more);
+    for _ in 0..2 {
+        assert!(why(&setup.ask("pi_1").await).contains("HTTP 502"));
+        // Between two failures, and as the test of an open breaker.
+        why(&setup.ask("no_stripe_id").await);
+    }
+    assert!(why(&setup.ask("pi_1").await).contains("not asked"));
+    let opened = Instant::now();
+    loop {
+        let said = setup.ask("no_stripe_id").await;
+        if why(&said).contains("pi_") {
+            break;
+        }
+        assert!(why(&said).contains("not asked") && opened.elapsed() < Duration::from_secs(30), "{said:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // One failed test opens it again, which two failures would be needed for if it had closed.
+    assert!(why(&setup.ask("pi_1").await).contains("HTTP 502"));
+    assert!(why(&setup.ask("pi_1").await).contains("not asked"));
+    assert_eq!(server.seen().len(), 3);
+}
+
+#[tokio::test]
 async fn throttled_provider_is_left_alone() {
     let count = AtomicU32::new(0);
     let server = Server::start(move |_| match count.fetch_add(1, Ordering::SeqCst) {
@@ -105,15 +149,7 @@ async fn throttled_provider_is_left_alone() {
     let setup = Setup::new("http", &server.url(), &limits("requests_per_s = 10000"));
     let throttled_at = Instant::now();
     assert!(why(&setup.ask("att-1").await).contains("HTTP 429"));
-    let deadline = throttled_at + Duration::from_secs(10);
-    loop {
-        match setup.ask("att-1").await {
-            Answer::Open => break,
-            said => assert!(why(&said).contains("not asked"), "{said:?}"),
-        }
-        assert!(Instant::now() < deadline);
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    until(Answer::Open, || setup.ask("att-1")).await;
     let seen = server.seen();
     assert_eq!(seen.len(), 2);
     assert!(seen[1].at - throttled_at >= Duration::from_secs(1), "{:?}", seen[1].at - throttled_at);
@@ -122,7 +158,7 @@ async fn throttled_provider_is_left_alone() {
 #[tokio::test]
 async fn hanging_provider_delays_no_other() {
     let (sick, healthy) = (Server::start(|_| Reply::Hang).await, Server::start(|_| open()).await);
-    let of_sick = Setup::new("http", &sick.url(), &limits("concurrency = 2\ntimeout = \"3s\""));
+    let of_sick = Setup::new("http", &sick.url(), &limits("concurrency = 2\ntimeout = \"60s\""));
     let of_healthy = Setup::new("http", &healthy.url(), &limits("requests_per_s = 10000"));
     let (sick_attempt, healthy_attempt) = (of_sick.attempt("att-1"), of_healthy.attempt("att-1"));
     let sick_calls = join_all((0..100).map(|_| of_sick.provider.ask(&sick_attempt)));
@@ -141,7 +177,7 @@ async fn hanging_provider_delays_no_other() {
     };
     tokio::select! {
         _ = sick_calls => panic!("the hanging provider answered"),
-        longest = healthy_calls => assert!(longest < Duration::from_secs(1), "{longest:?}"),
+        longest = healthy_calls => assert!(longest < Duration::from_secs(10), "{longest:?}"),
     }
 }
 

@@ -50,6 +50,8 @@ pub enum Reply {
     Reset(Vec<u8>),
     /// Nothing, forever.
     Hang,
+    /// These bytes, and then this reply.
+    Then(Vec<u8>, Box<Reply>),
     /// A reply after a while.
     After(Duration, Box<Reply>),
 }
@@ -214,6 +216,11 @@ fn send<'a>(
         let (bytes, end) = match reply {
             Reply::After(pause, reply) => {
                 tokio::time::sleep(pause).await;
+                return send(stream, *reply, state).await;
+            }
+            Reply::Then(bytes, reply) => {
+                let _ = stream.write_all(&bytes).await;
+                let _ = stream.flush().await;
                 return send(stream, *reply, state).await;
             }
             Reply::Hang => {
