@@ -65,9 +65,9 @@ const PAID: Field = text(PAYMENT_STATUS, "paid");
 const UNPAID: Field = text(PAYMENT_STATUS, "unpaid");
 // The charge is expanded, so it says 0 where nothing was given back.
 const REFUNDED: Field = field("/latest_charge/amount_refunded", Is::Positive);
-const CHARGED: Field = field("/latest_charge/amount_refunded", Is::Given);
+const CHARGED: Field = field("/latest_charge/amount_refunded", Is::Zero);
 const SESSION_REFUNDED: Field = field("/payment_intent/latest_charge/amount_refunded", Is::Positive);
-const SESSION_CHARGED: Field = field("/payment_intent/latest_charge/amount_refunded", Is::Given);
+const SESSION_CHARGED: Field = field("/payment_intent/latest_charge/amount_refunded", Is::Zero);
 const MISSING: &[Field] = &[text(CODE, "resource_missing")];
 const INVALID: &[Field] = &[text(TYPE, "invalid_request_error")];
 

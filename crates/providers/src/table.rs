@@ -54,6 +54,8 @@ pub enum Is {
     True,
     /// A number greater than zero.
     Positive,
+    /// The number zero.
+    Zero,
     /// Null, or no such field.
     Missing,
     /// Anything but null.
@@ -196,9 +198,10 @@ impl Field {
             (Is::Text(text), Some(value)) => value.as_str() == Some(text),
             (Is::True, Some(value)) => value.as_bool() == Some(true),
             (Is::Positive, Some(value)) => value.as_f64().is_some_and(|number| number > 0.0),
+            (Is::Zero, Some(value)) => value.as_i64() == Some(0),
             (Is::Missing, value) => value.is_none(),
             (Is::Given, value) => value.is_some(),
-            (Is::Text(_) | Is::True | Is::Positive, None) => false,
+            (Is::Text(_) | Is::True | Is::Positive | Is::Zero, None) => false,
         }
     }
 }
@@ -210,6 +213,7 @@ impl fmt::Display for Field {
             Is::Text(text) => write!(f, "`{name}` `{text}`"),
             Is::True => write!(f, "`{name}` `true`"),
             Is::Positive => write!(f, "`{name}` above 0"),
+            Is::Zero => write!(f, "`{name}` 0"),
             Is::Missing => write!(f, "no `{name}`"),
             Is::Given => write!(f, "a `{name}`"),
         }
