@@ -46,7 +46,7 @@ impl Health {
 
 impl<P: Protocol> LimitedProvider<P> {
     pub(crate) fn new(name: &str, protocol: P, limits: &LimitsSettings) -> Self {
-        let breaker = BreakerLimits { failures_to_open: limits.failures_to_open.get(), open_for: limits.open_for };
+        let breaker = BreakerLimits { failures_to_open: limits.failures_to_open, open_for: limits.open_for };
         Self {
             name: name.to_owned(),
             protocol,

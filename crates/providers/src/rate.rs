@@ -20,7 +20,9 @@ pub(crate) struct Rate {
 }
 
 impl Rate {
-    pub(crate) fn new(requests_per_s: NonZeroU32) -> Self {
+    pub(crate) fn new(requests_per_s: u32) -> Self {
+        // Settings are checked before; 0 would have no meaning here.
+        let requests_per_s = NonZeroU32::new(requests_per_s).unwrap_or(NonZeroU32::MIN);
         // A burst of one: requests that were not sent are not caught up on, so no second has more than its share.
         let quota = Quota::per_second(requests_per_s).allow_burst(NonZeroU32::MIN);
         Self {

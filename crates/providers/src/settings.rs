@@ -4,7 +4,6 @@
 //! the providers that a shop has.
 
 use std::collections::BTreeMap;
-use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -45,7 +44,7 @@ pub struct LimitsSettings {
     /// So many calls are under way at a time: 1 to 1000.
     pub concurrency: u32,
     /// So many requests a second, evenly spaced: 1 to 10000.
-    pub requests_per_s: NonZeroU32,
+    pub requests_per_s: u32,
     /// How long one request may take, from connecting to the last byte of the answer: 100 ms to 5 minutes.
     #[serde(deserialize_with = "duration::read")]
     pub timeout: Duration,
@@ -53,7 +52,7 @@ pub struct LimitsSettings {
     #[serde(deserialize_with = "duration::read")]
     pub queue_timeout: Duration,
     /// So many failures in a row open the circuit breaker: 1 to 1000.
-    pub failures_to_open: NonZeroU32,
+    pub failures_to_open: u32,
     /// How long the provider is left alone then: 100 ms to 1 hour.
     #[serde(deserialize_with = "duration::read")]
     pub open_for: Duration,
@@ -63,13 +62,12 @@ impl Default for LimitsSettings {
     /// Stripe, the most generous of the providers here that publish a limit, allows 25 requests a second in a sandbox and
     /// 100 in production (docs.stripe.com/rate-limits); the shop itself needs its share.
     fn default() -> Self {
-        let number = |number| NonZeroU32::new(number).unwrap_or(NonZeroU32::MIN);
         Self {
             concurrency: 16,
-            requests_per_s: number(20),
+            requests_per_s: 20,
             timeout: Duration::from_secs(10),
             queue_timeout: Duration::from_secs(30),
-            failures_to_open: number(5),
+            failures_to_open: 5,
             open_for: Duration::from_secs(30),
         }
     }
@@ -305,8 +303,8 @@ impl LimitsSettings {
         let key = |name: &str| format!("{section}.limits.{name}");
         for (name, value, most) in [
             ("concurrency", self.concurrency, 1_000),
-            ("requests_per_s", self.requests_per_s.get(), 10_000),
-            ("failures_to_open", self.failures_to_open.get(), 1_000),
+            ("requests_per_s", self.requests_per_s, 10_000),
+            ("failures_to_open", self.failures_to_open, 1_000),
         ] {
             if !(1..=most).contains(&value) {
                 return Err(InvalidSetting::new(key(name), format!("{value} is not between 1 and {most}")));
@@ -396,8 +394,33 @@ mod tests {
         .unwrap();
         let ProviderSettings::Stripe(card) = &settings.0["card"] else { panic!() };
         assert_eq!(card.url, "https://api.stripe.com");
-        assert_eq!((card.limits.requests_per_s.get(), card.limits.concurrency), (50, 16));
+        assert_eq!((card.limits.requests_per_s, card.limits.concurrency), (50, 16));
         assert_eq!(settings.0.len(), 3);
+    }
+
+    /// The worker reads its settings with this crate, whose values have other types than those of toml.
+    #[test]
+    fn worker_can_read_section() {
+        #[derive(Deserialize)]
+        struct Settings {
+            providers: ProvidersSettings,
+        }
+        let load = |text: &str| {
+            let source = config::File::from_str(text, config::FileFormat::Toml);
+            config::Config::builder().add_source(source).build().unwrap().try_deserialize::<Settings>()
+        };
+        let stripe = "[providers.card]\nkind = \"stripe\"\nsecret_key_file = \"k\"\n";
+        let limits = "[providers.card.limits]\nrequests_per_s = 50\nopen_for = \"1m\"";
+        let settings = load(&format!("{stripe}{limits}")).unwrap().providers;
+        assert_eq!(settings.0["card"].limits().open_for, Duration::from_secs(60));
+        for (text, why) in [
+            (format!("{stripe}secret_key = \"k\""), "unknown field `secret_key`"),
+            (format!("{stripe}limits = {{ timeout = \"soon\" }}"), "a duration"),
+            ("[providers.card]\nkind = \"cash\"".to_owned(), "unknown variant `cash`"),
+        ] {
+            let fault = load(&text).map(drop).unwrap_err().to_string();
+            assert!(fault.contains(why) && fault.contains("for key `providers.card"), "{fault}");
+        }
     }
 
     #[test]
@@ -411,6 +434,10 @@ mod tests {
             (format!("{stripe}url = \"https://api.stripe.com?a\""), "providers.stripe.url: has a ?"),
             (format!("{stripe}url = \"stripe\""), "providers.stripe.url: is not an address"),
             (format!("{stripe}limits = {{ concurrency = 0 }}"), "providers.stripe.limits.concurrency: 0 is not between"),
+            (
+                format!("{stripe}limits = {{ requests_per_s = 0 }}"),
+                "providers.stripe.limits.requests_per_s: 0 is not between 1 and 10000",
+            ),
             (format!("{stripe}limits = {{ timeout = \"1ms\" }}"), "providers.stripe.limits.timeout: 1ms is not between"),
             (
                 "[own]\nkind = \"http\"\nurl = \"https://example.com\"".to_owned(),
