@@ -53,8 +53,8 @@ fn packages() -> Vec<Value> {
 
 /// Whether this is a package of the workspace, which has neither a source nor a checksum.
 fn is_ours(name: &str) -> bool {
-    ["order-timeout", "order-timeout-amqp", "order-timeout-client", "order-timeout-core", "order-timeout-testkit"]
-        .contains(&name.split(' ').next().unwrap())
+    let own = ["", "-amqp", "-client", "-core", "-providers", "-testkit"];
+    name.split(' ').next().unwrap().strip_prefix("order-timeout").is_some_and(|rest| own.contains(&rest))
 }
 
 fn name(package: &Value) -> String {

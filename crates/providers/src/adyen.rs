@@ -1,0 +1,91 @@
+//! Adyen: payment links (`PL…`) of the Checkout API, which can be read and expired.
+//!
+//! Sessions and single payments are not supported: decision 0071 says why.
+
+use hyper::Method;
+use hyper::header::HeaderName;
+use order_timeout_core::InvalidSetting;
+use order_timeout_core::payment::{Attempt, Money};
+use secrecy::SecretString;
+use serde_json::{Value, json};
+
+use crate::call_error::CallError;
+use crate::client::{Client, Outgoing, accept_json, json_body, secret_header};
+use crate::protocol::{Protocol, path_segment};
+use crate::settings::AdyenSettings;
+use crate::table::{ASK, BOTH, CANCEL, Call, Field, Is, Meaning, Row, Said, Verdict, decide, field, text};
+use crate::{money, secret_file};
+
+const GET: &str = "docs.adyen.com/api-explorer/Checkout/72/get/paymentLinks/(linkId), `status`";
+const PATCH: &str = "docs.adyen.com/api-explorer/Checkout/72/patch/paymentLinks/(linkId)";
+
+const REUSABLE: &str = "the link may be paid several times, so its state says nothing of one order; settle it by hand";
+const MALFORMED: &str = "it refuses the request as malformed; check the attempt's reference";
+
+const fn link(calls: &'static [Call], fields: &'static [Field], meaning: Meaning, source: &'static str) -> Row {
+    Row { calls, resource: "", http_status: 200, fields, meaning, source }
+}
+
+const STATUS: &str = "/status";
+
+/// The documented answers. `paid` is named in the documents but not explained, so it has no row.
+pub(crate) const TABLE: &[Row] = &[
+    link(BOTH, &[field("/reusable", Is::True)], Meaning::Unknown(REUSABLE), GET),
+    link(ASK, &[text(STATUS, "active")], Meaning::Open, GET),
+    link(ASK, &[text(STATUS, "completed")], Meaning::Paid, GET),
+    link(ASK, &[text(STATUS, "paymentPending")], Meaning::InProgress, GET),
+    link(BOTH, &[text(STATUS, "expired")], Meaning::Closed, GET),
+    Row { calls: CANCEL, resource: "", http_status: 422, fields: &[], meaning: Meaning::AskAgain, source: PATCH },
+    Row { calls: ASK, resource: "", http_status: 422, fields: &[], meaning: Meaning::Unknown(MALFORMED), source: GET },
+    Row { calls: BOTH, resource: "", http_status: 400, fields: &[], meaning: Meaning::Unknown(MALFORMED), source: GET },
+];
+
+/// The client of one merchant.
+pub(crate) struct Adyen {
+    client: Client,
+    key: SecretString,
+}
+
+impl Adyen {
+    pub(crate) fn new(section: &str, settings: &AdyenSettings) -> Result<Self, InvalidSetting> {
+        Ok(Self {
+            client: Client::new(section, &settings.url, settings.ca_file.as_deref(), &settings.limits)?,
+            key: secret_file::read_token(section, "api_key_file", &settings.api_key_file)?,
+        })
+    }
+}
+
+/// What the link was for: it is paid once, and in full.
+fn paid(link: &Value) -> Option<Money> {
+    money::from_minor(link["amount"]["value"].as_i64()?, link["amount"]["currency"].as_str()?)
+}
+
+impl Protocol for Adyen {
+    async fn call(&self, call: Call, attempt: &Attempt) -> Result<Verdict, CallError> {
+        if !attempt.reference.starts_with("PL") {
+            return Err(CallError::InvalidAttempt("the attempt's reference is not a payment link (PL…)"));
+        }
+        let (method, body) = match call {
+            Call::Ask => (Method::GET, String::new()),
+            Call::Cancel => (Method::PATCH, json!({ "status": "expired" }).to_string()),
+        };
+        let key = (HeaderName::from_static("x-api-key"), secret_header(&self.key)?);
+        let mut headers = vec![accept_json(), key];
+        if call == Call::Cancel {
+            headers.push(json_body());
+        }
+        let path_and_query = format!("/paymentLinks/{}", path_segment(&attempt.reference)?);
+        let reply = self.client.send(Outgoing { method, path_and_query, headers, body: body.into_bytes() }).await?;
+        let (section, status) = (self.client.section(), reply.status);
+        let body = reply.json(section)?;
+        if status == 200 {
+            match body["id"].as_str() {
+                Some(id) if id == attempt.reference => {}
+                Some(_) => return Err(CallError::OtherPayment),
+                None => return Err(CallError::Unreadable { status }),
+            }
+        }
+        let said = Said { call, resource: "", http_status: status, body: &body };
+        decide(TABLE, said, section, || paid(&body).map(Some).ok_or(CallError::Unreadable { status }))
+    }
+}

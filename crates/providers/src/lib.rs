@@ -1,0 +1,116 @@
+//! Payment providers of [order-timeout](https://github.com/order-timeout/order-timeout): each is asked what became of one
+//! attempt to pay, and told to close it, and gives one of the [`Answer`]s of the core.
+//!
+//! May use an HTTP client and signing libraries, and the core's types; not lapin, not sqlx. It decides nothing about an
+//! order: what an answer means for it is the engine's decision. Every documented answer of a provider is a row of its
+//! table ([`tables`]); any other answer is [`Answer::Unknown`].
+
+mod adyen;
+mod alipay;
+mod breaker;
+mod call_error;
+mod client;
+mod http;
+mod limited;
+mod local_clock;
+mod money;
+mod paypal;
+mod protocol;
+mod rate;
+mod retry_after;
+mod rsa;
+mod secret_file;
+pub mod settings;
+mod stripe;
+pub mod table;
+mod wechat;
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use order_timeout_core::InvalidSetting;
+pub use order_timeout_core::payment::{Answer, Attempt};
+
+use crate::limited::LimitedProvider;
+pub use crate::settings::{ProviderSettings, ProvidersSettings};
+use crate::table::Row;
+
+/// A call under way. It ends within `queue_timeout` and
+/// [`LimitsSettings::longest_call`](settings::LimitsSettings::longest_call).
+pub type Pending<'a> = Pin<Box<dyn Future<Output = Answer> + Send + 'a>>;
+
+/// A payment provider. Both calls may be repeated at any time, also after a crash between them, and never panic. Each
+/// ends within the time that the settings give it; a call that is dropped before has no other effect than one whose
+/// answer was lost. Neither tries again by itself: the caller knows when the order is worth another try.
+pub trait Provider: Send + Sync {
+    /// Asks what became of the attempt, and changes nothing.
+    fn ask<'a>(&'a self, attempt: &'a Attempt) -> Pending<'a>;
+
+    /// Asks the provider to take no payment for this attempt any more. The answer is the verdict: an attempt that was paid
+    /// in the meantime is [`Answer::Paid`].
+    fn cancel<'a>(&'a self, attempt: &'a Attempt) -> Pending<'a>;
+}
+
+/// The providers of the settings, by name.
+#[derive(Clone, Default)]
+pub struct Providers(BTreeMap<String, Arc<dyn Provider>>);
+
+impl Providers {
+    /// Reads the keys and prepares the clients. Opens no connection.
+    ///
+    /// # Errors
+    /// [`InvalidSetting`] for the first setting that is invalid, or whose file cannot be used.
+    pub fn new(settings: &ProvidersSettings) -> Result<Self, InvalidSetting> {
+        settings.validate()?;
+        let providers = settings.0.iter().map(|(name, settings)| Ok((name.clone(), provider(name, settings)?)));
+        providers.collect::<Result<_, _>>().map(Self)
+    }
+
+    /// The provider of this name.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<&Arc<dyn Provider>> {
+        self.0.get(name)
+    }
+
+    /// The names, in alphabetical order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+}
+
+fn provider(name: &str, settings: &ProviderSettings) -> Result<Arc<dyn Provider>, InvalidSetting> {
+    let section = settings::section(name);
+    let limits = settings.limits();
+    Ok(match settings {
+        ProviderSettings::Http(own) => Arc::new(LimitedProvider::new(name, http::Http::new(&section, own)?, limits)),
+        ProviderSettings::Stripe(own) => {
+            Arc::new(LimitedProvider::new(name, stripe::Stripe::new(&section, own)?, limits))
+        }
+        ProviderSettings::Wechat(own) => {
+            Arc::new(LimitedProvider::new(name, wechat::Wechat::new(&section, own)?, limits))
+        }
+        ProviderSettings::Alipay(own) => {
+            Arc::new(LimitedProvider::new(name, alipay::Alipay::new(&section, own)?, limits))
+        }
+        ProviderSettings::Paypal(own) => {
+            Arc::new(LimitedProvider::new(name, paypal::Paypal::new(&section, own)?, limits))
+        }
+        ProviderSettings::Adyen(own) => Arc::new(LimitedProvider::new(name, adyen::Adyen::new(&section, own)?, limits)),
+    })
+}
+
+/// Each kind of provider with the table of its documented answers, which the code decides by. `docs/PROVIDERS.md` shows
+/// them.
+#[must_use]
+pub fn tables() -> [(&'static str, &'static [Row]); 6] {
+    [
+        ("http", http::TABLE),
+        ("stripe", stripe::TABLE),
+        ("wechat", wechat::TABLE),
+        ("alipay", alipay::TABLE),
+        ("paypal", paypal::TABLE),
+        ("adyen", adyen::TABLE),
+    ]
+}

@@ -1,0 +1,134 @@
+//! The limits around every provider: how many calls at a time, how long they wait for their turn, and the circuit breaker.
+//! Each provider has its own, so that one that hangs or fails delays no call of another.
+//!
+//! Knows no protocol. The rate limit is in the [`client`](crate::client), because one call may need several requests.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use order_timeout_core::payment::{Answer, Attempt};
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+use crate::breaker::{Admission, Breaker, BreakerLimits, CallResult};
+use crate::call_error::CallError;
+use crate::protocol::{self, Protocol};
+use crate::settings::LimitsSettings;
+use crate::table::Call;
+use crate::{Pending, Provider, settings};
+
+/// A provider behind its limits.
+pub(crate) struct LimitedProvider<P> {
+    name: String,
+    protocol: P,
+    /// tokio's semaphore is fair: this is the provider's queue.
+    permits: Semaphore,
+    queue_timeout: Duration,
+    longest_call: Duration,
+    health: Mutex<Health>,
+}
+
+struct Health {
+    breaker: Breaker,
+    /// What the breaker was last told of, so that a refused call says why.
+    last_fault: String,
+}
+
+impl Health {
+    fn check(&self) -> Result<(), CallError> {
+        self.breaker.refuses(now()).map_or(Ok(()), |pause| Err(self.circuit_open(pause)))
+    }
+
+    fn circuit_open(&self, pause: Duration) -> CallError {
+        CallError::CircuitOpen { pause, last: self.last_fault.clone() }
+    }
+}
+
+impl<P: Protocol> LimitedProvider<P> {
+    pub(crate) fn new(name: &str, protocol: P, limits: &LimitsSettings) -> Self {
+        let breaker = BreakerLimits { failures_to_open: limits.failures_to_open, open_for: limits.open_for };
+        Self {
+            name: name.to_owned(),
+            protocol,
+            permits: Semaphore::new(limits.concurrency as usize),
+            queue_timeout: limits.queue_timeout,
+            longest_call: limits.longest_call(),
+            health: Mutex::new(Health { breaker: Breaker::new(breaker), last_fault: String::new() }),
+        }
+    }
+
+    async fn call(&self, call: Call, attempt: &Attempt) -> Answer {
+        let answer = self.within_limits(call, attempt).await;
+        answer.unwrap_or_else(|error| Answer::Unknown(error.into_unknown(&self.name)))
+    }
+
+    async fn within_limits(&self, call: Call, attempt: &Attempt) -> Result<Answer, CallError> {
+        if attempt.provider != self.name {
+            return Err(CallError::InvalidAttempt("it was asked about an attempt of another provider"));
+        }
+        // Before the queue: while the breaker is open, no call is to wait for its turn only to be refused.
+        self.health().check()?;
+        let permit = timeout(self.queue_timeout, self.permits.acquire()).await;
+        let Ok(Ok(_permit)) = permit else { return Err(CallError::QueueFull(settings::section(&self.name))) };
+        let admitted = Admitted::new(self)?;
+        // Each step of a call is bounded; this is the bound of them all.
+        let answer = timeout(self.longest_call, protocol::answer(&self.protocol, call, attempt)).await;
+        let answer = answer.unwrap_or(Err(CallError::TimedOut(self.longest_call)));
+        admitted.settle(answer.as_ref().err());
+        answer
+    }
+
+    fn health(&self) -> MutexGuard<'_, Health> {
+        // No code panics while it holds the lock; and if it did, the breaker would be whole.
+        self.health.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<P: Protocol> Provider for LimitedProvider<P> {
+    fn ask<'a>(&'a self, attempt: &'a Attempt) -> Pending<'a> {
+        Box::pin(self.call(Call::Ask, attempt))
+    }
+
+    fn cancel<'a>(&'a self, attempt: &'a Attempt) -> Pending<'a> {
+        Box::pin(self.call(Call::Cancel, attempt))
+    }
+}
+
+/// A call that the breaker admitted. Dropping it tells the breaker that the call ended without a result.
+struct Admitted<'a, P: Protocol> {
+    provider: &'a LimitedProvider<P>,
+    admission: Option<Admission>,
+}
+
+impl<'a, P: Protocol> Admitted<'a, P> {
+    fn new(provider: &'a LimitedProvider<P>) -> Result<Self, CallError> {
+        let mut health = provider.health();
+        let admission = health.breaker.admit(now()).map_err(|pause| health.circuit_open(pause))?;
+        Ok(Self { provider, admission: Some(admission) })
+    }
+
+    fn settle(mut self, error: Option<&CallError>) {
+        let result = error.map_or(CallResult::Answered, CallError::as_result);
+        if let (CallResult::Failed(_), Some(error)) = (result, error) {
+            self.provider.health().last_fault = error.to_string();
+        }
+        self.report(result);
+    }
+
+    fn report(&mut self, result: CallResult) {
+        if let Some(admission) = self.admission.take() {
+            self.provider.health().breaker.settle(admission, result, now());
+        }
+    }
+}
+
+impl<P: Protocol> Drop for Admitted<'_, P> {
+    fn drop(&mut self) {
+        self.report(CallResult::NothingLearnt);
+    }
+}
+
+/// tokio's clock, which tests can pause.
+fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
+}

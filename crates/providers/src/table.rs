@@ -1,0 +1,317 @@
+//! The documented answers of a provider, as data: the code decides by these rows, the tests play each of them, and
+//! `docs/PROVIDERS.md` shows them.
+//!
+//! Does no I/O. An answer without a row is an error, never a guess.
+
+use std::fmt::{self, Write as _};
+
+use order_timeout_core::payment::{Answer, Money};
+use serde_json::Value;
+
+use crate::call_error::CallError;
+
+/// Which call an answer belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    /// [`Provider::ask`](crate::Provider::ask).
+    Ask,
+    /// [`Provider::cancel`](crate::Provider::cancel).
+    Cancel,
+}
+
+/// One documented answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Row {
+    /// The calls that have this answer.
+    pub calls: &'static [Call],
+    /// What was asked for, where a provider has several resources, such as a payment intent and a checkout session.
+    pub resource: &'static str,
+    /// The status of the HTTP answer.
+    pub http_status: u16,
+    /// What the answer says; all must hold. The first row of the table that holds decides.
+    pub fields: &'static [Field],
+    /// What it means.
+    pub meaning: Meaning,
+    /// Where the provider documents it.
+    pub source: &'static str,
+}
+
+/// One field of a JSON answer, by its pointer (RFC 6901), such as `/latest_charge/amount_refunded`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Field {
+    /// The pointer.
+    pub pointer: &'static str,
+    /// What its value must be.
+    pub is: Is,
+}
+
+/// What the value of a field must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Is {
+    /// This text.
+    Text(&'static str),
+    /// `true`.
+    True,
+    /// A number greater than zero.
+    Positive,
+    /// The number zero.
+    Zero,
+    /// Null, or no such field.
+    Missing,
+    /// Anything but null.
+    Given,
+}
+
+/// What an answer means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Meaning {
+    /// [`Answer::Paid`], with the amount in the answer.
+    Paid,
+    /// [`Answer::Open`].
+    Open,
+    /// [`Answer::InProgress`].
+    InProgress,
+    /// [`Answer::Closed`].
+    Closed,
+    /// [`Answer::Refunded`].
+    Refunded,
+    /// [`Answer::Absent`].
+    Absent,
+    /// [`Answer::Unknown`], with the reason as a sentence about the provider.
+    Unknown(&'static str),
+    /// The provider refuses to cancel because of the state of the payment. The state is asked for, and is the answer.
+    AskAgain,
+}
+
+/// For [`Row::calls`].
+pub(crate) const ASK: &[Call] = &[Call::Ask];
+/// For [`Row::calls`].
+pub(crate) const CANCEL: &[Call] = &[Call::Cancel];
+/// For [`Row::calls`].
+pub(crate) const BOTH: &[Call] = &[Call::Ask, Call::Cancel];
+
+/// A field with this text.
+pub(crate) const fn text(pointer: &'static str, text: &'static str) -> Field {
+    Field { pointer, is: Is::Text(text) }
+}
+
+/// A field that is so.
+pub(crate) const fn field(pointer: &'static str, is: Is) -> Field {
+    Field { pointer, is }
+}
+
+/// What follows from an answer.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    Answer(Answer),
+    AskAgain,
+}
+
+/// An HTTP answer that is looked up.
+#[derive(Clone, Copy)]
+pub(crate) struct Said<'a> {
+    pub(crate) call: Call,
+    pub(crate) resource: &'static str,
+    pub(crate) http_status: u16,
+    /// `Value::Null` for an answer without a body.
+    pub(crate) body: &'a Value,
+}
+
+/// The row that an answer is documented by.
+pub(crate) fn find(table: &'static [Row], said: Said<'_>) -> Option<&'static Row> {
+    table.iter().find(|row| {
+        row.is_for(said) && row.http_status == said.http_status && row.fields.iter().all(|field| field.holds(said.body))
+    })
+}
+
+/// Looks an answer up and says what it means. `money` reads the amount in it, `Ok(None)` where it documents none;
+/// `section` is the provider's, for a refusal of the keys.
+///
+/// # Errors
+/// [`CallError`] for an answer without a row, and for rows that mean [`Meaning::Unknown`].
+pub(crate) fn decide(
+    table: &'static [Row],
+    said: Said<'_>,
+    section: &str,
+    money: impl FnOnce() -> Result<Option<Money>, CallError>,
+) -> Result<Verdict, CallError> {
+    let Some(row) = find(table, said) else { return Err(undocumented(table, said, section)) };
+    Ok(Verdict::Answer(match row.meaning {
+        Meaning::Paid => Answer::Paid { money: money()? },
+        Meaning::Open => Answer::Open,
+        Meaning::InProgress => Answer::InProgress,
+        Meaning::Closed => Answer::Closed,
+        Meaning::Refunded => Answer::Refunded,
+        Meaning::Absent => Answer::Absent,
+        Meaning::Unknown(why) => return Err(CallError::Undecided(why)),
+        Meaning::AskAgain => return Ok(Verdict::AskAgain),
+    }))
+}
+
+fn undocumented(table: &'static [Row], said: Said<'_>, section: &str) -> CallError {
+    let status = said.http_status;
+    if matches!(status, 401 | 403) {
+        return CallError::Refused { status, section: section.to_owned() };
+    }
+    let mut words = Vec::new();
+    for field in table.iter().filter(|row| row.is_for(said)).flat_map(|row| row.fields) {
+        let name = name(field.pointer);
+        if let Some(value) = said.body.pointer(field.pointer).and_then(shown)
+            && !words.iter().any(|(known, _)| *known == name)
+        {
+            words.push((name, value));
+        }
+    }
+    let words: Vec<_> = words.into_iter().map(|(name, value)| format!("{name} {value}")).collect();
+    let said = if words.is_empty() { "without a known field".to_owned() } else { words.join(", ") };
+    CallError::Undocumented { status, said }
+}
+
+/// A value that may be shown: a short word, as states and error codes are.
+fn shown(value: &Value) -> Option<String> {
+    const LONGEST_WORD_BYTES: usize = 60;
+    match value {
+        Value::String(text) => {
+            let is_word = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte));
+            Some(if is_word && text.len() <= LONGEST_WORD_BYTES { text.clone() } else { "of another form".into() })
+        }
+        Value::Bool(_) | Value::Number(_) => Some(value.to_string()),
+        _ => None,
+    }
+}
+
+/// `/latest_charge/amount_refunded` as `latest_charge.amount_refunded`.
+fn name(pointer: &str) -> String {
+    pointer.trim_start_matches('/').replace('/', ".")
+}
+
+impl Row {
+    fn is_for(&self, said: Said<'_>) -> bool {
+        self.calls.contains(&said.call) && self.resource == said.resource
+    }
+}
+
+impl Field {
+    fn holds(&self, body: &Value) -> bool {
+        let value = body.pointer(self.pointer).filter(|value| !value.is_null());
+        match (self.is, value) {
+            (Is::Text(text), Some(value)) => value.as_str() == Some(text),
+            (Is::True, Some(value)) => value.as_bool() == Some(true),
+            (Is::Positive, Some(value)) => value.as_f64().is_some_and(|number| number > 0.0),
+            (Is::Zero, Some(value)) => value.as_i64() == Some(0),
+            (Is::Missing, value) => value.is_none(),
+            (Is::Given, value) => value.is_some(),
+            (Is::Text(_) | Is::True | Is::Positive | Is::Zero, None) => false,
+        }
+    }
+}
+
+impl fmt::Display for Field {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = name(self.pointer);
+        match self.is {
+            Is::Text(text) => write!(f, "`{name}` `{text}`"),
+            Is::True => write!(f, "`{name}` `true`"),
+            Is::Positive => write!(f, "`{name}` above 0"),
+            Is::Zero => write!(f, "`{name}` 0"),
+            Is::Missing => write!(f, "no `{name}`"),
+            Is::Given => write!(f, "a `{name}`"),
+        }
+    }
+}
+
+impl fmt::Display for Meaning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Paid => f.write_str("paid"),
+            Self::Open => f.write_str("open"),
+            Self::InProgress => f.write_str("in progress"),
+            Self::Closed => f.write_str("closed"),
+            Self::Refunded => f.write_str("refunded"),
+            Self::Absent => f.write_str("absent"),
+            Self::Unknown(why) => write!(f, "unknown: {why}"),
+            Self::AskAgain => f.write_str("its state is asked for, and is the answer"),
+        }
+    }
+}
+
+/// A table as Markdown, for the documents.
+#[must_use]
+pub fn markdown(table: &[Row]) -> String {
+    let mut text = String::from("| call | HTTP | answer | means | source |\n| --- | --- | --- | --- | --- |\n");
+    for row in table {
+        let calls: Vec<_> = row.calls.iter().map(|call| if *call == Call::Ask { "ask" } else { "cancel" }).collect();
+        let fields: Vec<_> = row.fields.iter().map(Field::to_string).collect();
+        let said = match (row.resource, fields.is_empty()) {
+            (resource, true) => resource.to_owned(),
+            ("", false) => fields.join(", "),
+            (resource, false) => format!("{resource}: {}", fields.join(", ")),
+        };
+        let Row { http_status, meaning, source, .. } = row;
+        let _ = writeln!(text, "| {} | {http_status} | {said} | {meaning} | {source} |", calls.join(", "));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    const TABLE: &[Row] = &[
+        Row {
+            calls: ASK,
+            resource: "",
+            http_status: 200,
+            fields: &[text("/status", "paid"), field("/charge/refunded", Is::Positive)],
+            meaning: Meaning::Refunded,
+            source: "",
+        },
+        Row {
+            calls: ASK,
+            resource: "",
+            http_status: 200,
+            fields: &[text("/status", "paid")],
+            meaning: Meaning::Paid,
+            source: "",
+        },
+    ];
+
+    fn decided(call: Call, http_status: u16, body: &Value) -> Result<Verdict, CallError> {
+        decide(TABLE, Said { call, resource: "", http_status, body }, "providers.x", || Ok(None))
+    }
+
+    #[test]
+    fn first_row_that_holds_decides() {
+        let refunded = json!({"status": "paid", "charge": {"refunded": 1}});
+        assert_eq!(decided(Call::Ask, 200, &refunded), Ok(Verdict::Answer(Answer::Refunded)));
+        let paid = json!({"status": "paid", "charge": null});
+        assert_eq!(decided(Call::Ask, 200, &paid), Ok(Verdict::Answer(Answer::Paid { money: None })));
+    }
+
+    #[test]
+    fn other_answers_are_undocumented() {
+        let paid = json!({"status": "paid"});
+        for (call, status, body) in [
+            (Call::Cancel, 200, paid.clone()),
+            (Call::Ask, 201, paid),
+            (Call::Ask, 200, json!({"status": "PAID"})),
+            (Call::Ask, 200, json!({"status": ["paid"]})),
+            (Call::Ask, 200, Value::Null),
+        ] {
+            let fault = decided(call, status, &body).unwrap_err();
+            assert!(matches!(fault, CallError::Undocumented { .. }), "{body}: {fault}");
+        }
+    }
+
+    #[test]
+    fn errors_show_words_alone() {
+        let show = |status: &str| decided(Call::Ask, 200, &json!({"status": status})).unwrap_err().to_string();
+        assert!(show("on_hold").contains("status on_hold"));
+        let secret = show("card 4242 4242 of Ada");
+        assert!(!secret.contains("4242") && secret.contains("of another form"), "{secret}");
+        let refused = decided(Call::Ask, 401, &Value::Null).unwrap_err().to_string();
+        assert!(refused.contains("providers.x"), "{refused}");
+    }
+}
