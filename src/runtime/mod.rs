@@ -52,7 +52,7 @@ use crate::outbox::alarm_relay::AlarmRelay;
 use crate::outbox::event_relay::EventRelay;
 use crate::outbox::local::LocalOutboxes;
 use crate::postgres::warm_connections::WarmConnections;
-use crate::postgres::{self, Database, DatabaseError, one_line};
+use crate::postgres::{self, Database, DatabaseError, one_line, shop_settings};
 use crate::stack;
 use ack_batcher::AckBatcher;
 use broker_inspections::{BrokerInput, BrokerInspections};
@@ -127,6 +127,7 @@ impl Worker {
         let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
         let database = Database::connect(&settings.database, OTHER_CONNECTIONS).await?;
         postgres::require_migrated(&database).await?;
+        shop_settings::write(&database, &settings.orders).await?;
         let statements = orders_statements::statements(&database, &settings).await?;
         let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
         let policy = policy(&settings, closer.most_at_once().await);
