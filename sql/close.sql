@@ -9,7 +9,8 @@
 --   An order without a deadline (NULL) is never due: not_due.
 --   outcome: closed | paid | already_closed | closing | not_due | busy | malformed; no row: the order does not exist.
 --
--- One statement is one transaction: status, stock, history and event are committed together or not at all.
+-- One statement is one transaction: status, stock, resources (coupons, points), part payments, history and event are
+-- committed together or not at all.
 WITH asked AS (
     -- A malformed id must not fail the whole batch on the cast: four hyphens in their places, and otherwise hexadecimal
     -- digits. Three cheap checks: one regular expression takes longer than all the rest of a batch of unknown ids.
@@ -55,19 +56,39 @@ stock_free AS MATERIALIZED (
     ORDER BY s.article_id
     FOR NO KEY UPDATE SKIP LOCKED
 ),
-without_stock AS MATERIALIZED (
-    -- Orders with an article that another session holds. None if $3 is true: then the update below waits for the lock.
-    SELECT DISTINCT i.order_id
+claims AS MATERIALIZED (
+    -- Coupons, points and the like. A shop that has none pays for one look at an empty index, not for one per order.
+    SELECT r.order_id, r.kind, r.resource_id, r.quantity
+    FROM order_resources r
+    WHERE (SELECT EXISTS (SELECT FROM order_resources))
+      AND r.order_id = ANY (ARRAY(SELECT d.id FROM due d))
+),
+resources_free AS MATERIALIZED (
+    -- As stock_free.
+    SELECT s.kind, s.id
+    FROM (SELECT DISTINCT c.kind, c.resource_id FROM claims c WHERE NOT $3::boolean) k
+    JOIN resources s ON s.kind = k.kind AND s.id = k.resource_id
+    ORDER BY s.kind, s.id
+    FOR NO KEY UPDATE OF s SKIP LOCKED
+),
+held_elsewhere AS MATERIALIZED (
+    -- Orders with an article or a resource that another session holds. None if $3 is true: then the updates below wait
+    -- for the lock.
+    SELECT i.order_id
     FROM items i
     WHERE NOT $3::boolean AND i.article_id NOT IN (SELECT f.article_id FROM stock_free f)
+    UNION
+    SELECT c.order_id
+    FROM claims c
+    WHERE NOT $3::boolean AND (c.kind, c.resource_id) NOT IN (SELECT f.kind, f.id FROM resources_free f)
 ),
 closed AS (
     UPDATE orders o
     SET status = 'closed', closed_at = (SELECT m.now FROM moment m), closed_by = $2::text, close_reason = 'unpaid'
-    WHERE o.id = ANY (ARRAY(SELECT d.id FROM due d WHERE d.id NOT IN (SELECT w.order_id FROM without_stock w)))
+    WHERE o.id = ANY (ARRAY(SELECT d.id FROM due d WHERE d.id NOT IN (SELECT w.order_id FROM held_elsewhere w)))
       -- The precondition again, as text so that the planner cannot choose the deadline index for it.
       AND o.status::text = 'unpaid'
-    RETURNING o.id, o.expires_at, o.closed_at
+    RETURNING o.id, o.expires_at, o.closed_at, o.received_minor
 ),
 history AS (
     INSERT INTO order_events (order_id, event, at, by, reason, who, why)
@@ -91,6 +112,10 @@ event AS (
     FROM closed c
     RETURNING 1
 ),
+part_payments AS MATERIALIZED (
+    -- Money that paid a part of an order becomes late money. Called for such orders alone: the others cost nothing.
+    SELECT release_part_payments(c.id) FROM closed c WHERE c.received_minor IS NOT NULL
+),
 given_back AS MATERIALIZED (
     SELECT i.article_id, sum(i.quantity)::bigint AS quantity
     FROM items i
@@ -108,6 +133,20 @@ stock_given_back AS (
         ORDER BY b.article_id
     ) g
     WHERE s.article_id = g.article_id
+    RETURNING 1
+),
+resources_given_back AS (
+    -- After the stock, as a payment locks them, and in the order of their keys.
+    UPDATE resources s
+    SET available = s.available + g.quantity, reserved = s.reserved - g.quantity
+    FROM (
+        SELECT c.kind, c.resource_id, sum(c.quantity)::bigint AS quantity
+        FROM claims c
+        WHERE c.order_id IN (SELECT d.id FROM closed d) AND (SELECT count(*) FROM stock_given_back) >= 0
+        GROUP BY c.kind, c.resource_id
+        ORDER BY c.kind, c.resource_id
+    ) g
+    WHERE s.kind = g.kind AND s.id = g.resource_id
 )
 SELECT a.text_id AS order_id,
        CASE
@@ -120,11 +159,13 @@ SELECT a.text_id AS order_id,
            WHEN l.status = 'closing' THEN 'closing'
            -- Cancelled, or a status that the shop added: not unpaid, so there is nothing to close.
            WHEN l.status <> 'unpaid' THEN 'already_closed'
-           WHEN a.id IN (SELECT w.order_id FROM without_stock w) THEN 'busy'
+           WHEN a.id IN (SELECT w.order_id FROM held_elsewhere w) THEN 'busy'
            ELSE 'not_due'
        END AS outcome,
        l.expires_at AS deadline
 FROM asked a
 LEFT JOIN locked l ON l.id = a.id
-WHERE a.id IS NULL
-   OR a.id IN (SELECT t.id FROM there t)
+WHERE (a.id IS NULL
+   OR a.id IN (SELECT t.id FROM there t))
+  -- So that part payments are released in any case: a SELECT that is not read is not run.
+  AND (SELECT count(*) FROM part_payments) >= 0

@@ -253,6 +253,7 @@ impl TryFrom<String> for Listen {
 pub struct OrdersSettings {
     pub close_sql: String,
     pub overdue_sql: String,
+    pub pay_after_deadline: bool,
 }
 
 /// The section `log`, documented in `config/default.toml`.

@@ -7,6 +7,7 @@ pub mod config;
 pub mod deadline;
 pub mod generate;
 pub mod health;
+pub mod late;
 mod operator;
 pub mod parked;
 pub mod quarantine;
@@ -100,6 +101,7 @@ impl Cli {
             | Command::Deadline(_)
             | Command::Close(_)
             | Command::Parked(_)
+            | Command::Late(_)
             | Command::Sql(_)
             | Command::Adopt(_)
             | Command::Quarantine(_) => Settings::load_with_database(file, overrides),
@@ -272,6 +274,9 @@ pub enum Command {
     /// List alarms that could not be processed, retry them, or drop them
     #[command(subcommand)]
     Parked(parked::ParkedCommand),
+    /// List payments that paid for nothing, and settle each: to be given back, or by reopening its order
+    #[command(subcommand)]
+    Late(late::LateCommand),
     /// Find messages that the AMQP client cannot read, and move them into parked_alarms; only shows them without --move
     Quarantine(quarantine::QuarantineArgs),
     /// Propose a mapping for an orders table of your own, or prove the configured one
@@ -298,6 +303,7 @@ impl Command {
             | Self::Show(_)
             | Self::Deadline(_)
             | Self::Close(_)
+            | Self::Late(_)
             | Self::Adopt(_)
             | Self::Sql(_)
             | Self::Config(_)
@@ -327,6 +333,7 @@ impl Command {
             Self::Close(args) => close::run(args, settings).await,
             Self::Topology(args) => topology::run(args, settings).await,
             Self::Parked(command) => parked::run(command, settings).await,
+            Self::Late(command) => late::run(command, settings).await,
             Self::Quarantine(args) => quarantine::run(args, settings).await,
             Self::Adopt(args) => adopt::run(args, settings).await,
             Self::Sql(args) => sql::run(args, settings).await,

@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
 use crate::observe::inspect;
-use crate::postgres;
+use crate::postgres::{self, Database, shop_settings};
 
 /// Arguments of `setup`.
 #[derive(Debug, Args)]
@@ -33,6 +33,7 @@ pub async fn run(args: SetupArgs, settings: Settings) -> anyhow::Result<CommandO
     let applied = postgres::migrate(&settings.database).await?;
     // Objects of an applied migration may have been dropped since.
     inspect::require_complete(&settings).await?;
+    shop_settings::write(&Database::connect(&settings.database, 1).await?, &settings.orders).await?;
     let topology = settings.delay.strategy.needs_broker().then(|| settings.topology());
     if let Some(topology) = &topology {
         let declared = declare(topology, &settings).await;

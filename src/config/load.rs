@@ -428,13 +428,20 @@ fn refuse_names_of_no_kind(root: &Value, origins: &Origins) -> Result<(), Settin
     }
 }
 
-/// Refuses fractions and truth values, which no setting has: the config crate would round the former and convert the
-/// latter to a number or a word.
+/// Refuses fractions, which no setting has, and a truth value for a setting that is none: the config crate would round the
+/// former and convert the latter to a number or a word. And refuses a number for a truth value.
 fn refuse_kinds_of_no_setting(root: &Value) -> Result<(), SettingsError> {
     let leaves = elements("", root);
+    let truths = truth_keys();
+    if let Some((key, value)) = leaves.iter().find(|(key, value)| {
+        truths.contains(key) && !matches!(value.kind, ValueKind::Boolean(_) | ValueKind::String(_))
+    }) {
+        let why = format!("{value} is no truth value; write true or false");
+        return Err(SettingsError::new(Some(key.clone()), value.origin().map(str::to_owned), why));
+    }
     let mut found = leaves.iter().filter_map(|(key, value)| match &value.kind {
         ValueKind::Float(fraction) => Some((key, value, format!("{fraction} is a fraction"))),
-        ValueKind::Boolean(truth) => Some((key, value, format!("{truth} is a truth value"))),
+        ValueKind::Boolean(truth) if !truths.contains(key) => Some((key, value, format!("{truth} is a truth value"))),
         _ => None,
     });
     let Some((key, value, found)) = found.next() else { return Ok(()) };
@@ -444,9 +451,19 @@ fn refuse_kinds_of_no_setting(root: &Value) -> Result<(), SettingsError> {
 
 /// The keys that `config/default.toml` has.
 pub(super) fn every_key() -> Vec<String> {
+    leaf_keys(&default_values().cache).into_iter().map(|(key, _)| key).collect()
+}
+
+/// The keys whose value in `config/default.toml` is true or false.
+fn truth_keys() -> Vec<String> {
+    let defaults = default_values();
+    let is_truth = |(_, value): &(String, &Value)| matches!(value.kind, ValueKind::Boolean(_));
+    leaves("", &defaults.cache).into_iter().filter(is_truth).map(|(key, _)| key).collect()
+}
+
+fn default_values() -> Config {
     let defaults = Config::builder().add_source(File::from_str(DEFAULTS, FileFormat::Toml)).build();
-    let defaults = defaults.expect("config/default.toml is tested to be valid");
-    leaf_keys(&defaults.cache).into_iter().map(|(key, _)| key).collect()
+    defaults.expect("config/default.toml is tested to be valid")
 }
 
 /// Every key that holds a value rather than a section, with the origin of its value.

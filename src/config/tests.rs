@@ -249,6 +249,8 @@ fn refuses_fractions_and_booleans() {
         ("[retry]\nmax_attempts = nan\n", "retry.max_attempts", "NaN is a fraction"),
         ("[delay]\nrings = [{ unit = \"5s\", slots = 24.5 }]\n", "delay.rings[0].slots", "24.5 is a fraction"),
         ("namespace = true\n", "namespace", "true is a truth value"),
+        ("[orders]\npay_after_deadline = 0\n", "orders.pay_after_deadline", "0 is no truth value; write true or false"),
+        ("[orders]\npay_after_deadline = \"never\"\n", "orders.pay_after_deadline", "never"),
         ("[delay]\nrings = [{ unit = \"5s\" }]\n", "delay.rings[0].slots", "is missing; add it"),
     ] {
         let fault = load_file(file).unwrap_err();
@@ -256,6 +258,15 @@ fn refuses_fractions_and_booleans() {
             assert!(fault.contains(part), "{file}: {fault:?} lacks {part:?}");
         }
     }
+}
+
+#[test]
+fn truth_values_are_read_from_every_source() {
+    let pays = |settings: Result<Settings, String>| settings.unwrap().orders.pay_after_deadline;
+    assert!(pays(load(&[], &[])));
+    assert!(!pays(load_file("[orders]\npay_after_deadline = false\n")));
+    assert!(!pays(load(&[], &["orders.pay_after_deadline=false"])));
+    assert!(!pays(load(&[("ORDER_TIMEOUT__ORDERS__PAY_AFTER_DEADLINE", "false")], &[])));
 }
 
 #[test]

@@ -5,6 +5,7 @@
 pub mod adopt;
 pub mod close_orders;
 pub mod first_backlog;
+pub mod late_payments;
 pub mod move_deadlines;
 pub mod orders_statements;
 pub mod orders_table;

@@ -131,7 +131,7 @@ pub async fn in_batches(
 }
 
 /// How many orders are in a batch, and the time between two batches.
-fn pace(rate: NonZeroU32) -> (usize, Duration) {
+pub(super) fn pace(rate: NonZeroU32) -> (usize, Duration) {
     let size = rate.get().div_ceil(BATCHES_PER_SECOND).min(MOST_AT_ONCE);
     (usize::try_from(size).unwrap_or(1), Duration::from_secs(1) * size / rate.get())
 }

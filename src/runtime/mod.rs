@@ -44,7 +44,7 @@ use crate::observe::recorder::Recorder;
 use crate::outbox::alarm_relay::AlarmRelay;
 use crate::outbox::event_relay::EventRelay;
 use crate::outbox::local::LocalOutboxes;
-use crate::postgres::{self, Database, DatabaseError};
+use crate::postgres::{self, Database, DatabaseError, shop_settings};
 use crate::stack;
 use give_way::{BusyKinds, GiveWay};
 use inspections::Inspections;
@@ -107,6 +107,7 @@ impl Worker {
             .saturating_add(u32::try_from(reminding).unwrap_or(u32::MAX));
         let database = Database::connect(&settings.database, connections).await?;
         postgres::require_migrated(&database).await?;
+        shop_settings::write(&database, &settings.orders).await?;
         let mut kinds = Vec::with_capacity(served.len());
         for kind in &served {
             kinds.push(KindWorker::prepare(&settings, kind, &database, &recorder).await?);

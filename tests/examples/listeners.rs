@@ -20,13 +20,14 @@ const LINE_TIMEOUT: Duration = Duration::from_secs(60);
 const INSTALL_TIMEOUT: &str = "180";
 
 /// A running listener, with what it prints. Killed when dropped.
-struct Listener {
+pub struct Listener {
     child: Child,
     lines: Receiver<String>,
 }
 
 impl Listener {
-    fn start(command: &mut Command) -> Self {
+    /// Starts the program.
+    pub fn start(command: &mut Command) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
         let (sender, lines) = channel();
@@ -35,7 +36,7 @@ impl Listener {
     }
 
     /// The next line that does not announce a new connection.
-    fn line(&self) -> String {
+    pub fn line(&self) -> String {
         meanwhile(|| {
             loop {
                 let line = self.lines.recv_timeout(LINE_TIMEOUT).expect("a line of the listener's");
@@ -74,16 +75,24 @@ fn install(folder: &Path, program: &str, arguments: &[&str]) -> Result<(), Strin
     output.status.success().then_some(()).ok_or_else(failed)
 }
 
-fn python() -> Result<Command, String> {
-    let folder = folder("listener-python");
+/// Python with this module, from this package.
+///
+/// # Errors
+/// One sentence if it cannot be had on this machine.
+pub fn python_with(module: &str, package: &str) -> Result<Command, String> {
+    let folder = folder(&format!("python-{module}"));
     let python = folder.join("bin/python");
     if !python.exists() {
         install(&folder, "python3", &["-m", "venv", "."])?;
     }
-    if install(&folder, python.to_str().unwrap(), &["-c", "import pika"]).is_err() {
-        install(&folder, python.to_str().unwrap(), &["-m", "pip", "install", "--quiet", "pika"])?;
+    if install(&folder, python.to_str().unwrap(), &["-c", &format!("import {module}")]).is_err() {
+        install(&folder, python.to_str().unwrap(), &["-m", "pip", "install", "--quiet", package])?;
     }
-    let mut command = Command::new(python);
+    Ok(Command::new(python))
+}
+
+fn python() -> Result<Command, String> {
+    let mut command = python_with("pika", "pika")?;
     command.arg(root().join("examples/listeners/python/listen.py"));
     Ok(command)
 }

@@ -30,6 +30,7 @@ mod outbox;
 mod outcomes;
 mod own_orders;
 mod parked;
+mod payments;
 mod plan;
 mod poolers;
 mod printed;

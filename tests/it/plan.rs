@@ -21,7 +21,7 @@ const MOST_ROWS: f64 = 10.0 * BATCH as f64;
 
 /// Overdue orders of one article each, among many paid ones.
 async fn fill(env: &TestEnv) {
-    for table in ["orders", "order_items", "stock"] {
+    for table in ["orders", "order_items", "stock", "order_resources", "resources"] {
         let keep = format!("ALTER TABLE {table} SET (autovacuum_enabled = false)");
         sqlx::query(AssertSqlSafe(keep)).execute(&env.pool).await.unwrap();
     }
@@ -33,7 +33,9 @@ async fn fill(env: &TestEnv) {
               LATERAL (SELECT CASE WHEN n % 4 = 0 THEN 'unpaid' ELSE 'paid' END, CASE WHEN n % 4 <> 0 THEN now() END)
                   AS s (status, paid_at);
          INSERT INTO order_items
-         SELECT id, 'a' || (1 + row_number() OVER () * 7 % {ARTICLES}), 1 FROM orders"
+         SELECT id, 'a' || (1 + row_number() OVER () * 7 % {ARTICLES}), 1 FROM orders;
+         INSERT INTO resources VALUES ('coupon', 'SUMMER', 0, 1000000);
+         INSERT INTO order_resources SELECT id, 'coupon', 'SUMMER', 1 FROM orders"
     );
     sqlx::raw_sql(AssertSqlSafe(fill)).execute(&env.pool).await.unwrap();
 }
@@ -90,7 +92,13 @@ fn access_paths(relation: &str, plan: &[Node]) -> BTreeSet<String> {
 }
 
 fn assert_by_primary_key(plan: &[Node], what: &str) {
-    for (relation, key) in [("orders", "orders_pkey"), ("order_items", "order_items_pkey"), ("stock", "stock_pkey")] {
+    for (relation, key) in [
+        ("orders", "orders_pkey"),
+        ("order_items", "order_items_pkey"),
+        ("stock", "stock_pkey"),
+        ("order_resources", "order_resources_pkey"),
+        ("resources", "resources_pkey"),
+    ] {
         let by = access_paths(relation, plan);
         assert!(
             by.iter().all(|path| path == key || path == "Bitmap Heap Scan"),

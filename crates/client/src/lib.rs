@@ -6,7 +6,8 @@
 //!
 //! * **In the order's own transaction** (feature `postgres`): [`postgres::schedule`] inserts one row into
 //!   `alarm_outbox`, and the worker publishes it. The order and its alarm are committed together or not at all, and
-//!   the shop needs no connection to the broker. [`postgres::move_deadline`] changes the deadline later.
+//!   the shop needs no connection to the broker. [`postgres::move_deadline`] changes the deadline later, and
+//!   [`postgres::payment_received`] reports a payment from a provider's callback.
 //! * **Through RabbitMQ** (feature `amqp`, the default): [`Publisher::schedule`] publishes an alarm after the order has
 //!   been committed, and returns when the broker has confirmed it.
 //!
@@ -83,6 +84,8 @@ pub use order_timeout_amqp::publisher::PublishError;
 pub use order_timeout_core::kind::{Kind, KindError};
 pub use order_timeout_core::message::OrderClosed;
 pub use order_timeout_core::order::{ClosedBy, OrderId, OrderIdError, Timestamp};
+#[cfg(feature = "postgres")]
+pub use order_timeout_core::payment;
 pub use order_timeout_core::{InvalidSetting, with_causes};
 #[cfg(feature = "amqp")]
 pub use publisher::{ConnectError, Publisher, PublisherBuilder, ScheduleError, ScheduleManyError};

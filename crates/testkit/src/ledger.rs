@@ -9,11 +9,11 @@ pub struct Ledger {
     pub closed_twice: i64,
     /// Orders closed before the deadline in their row.
     pub early: i64,
-    /// Orders that are paid and have a close in their history.
+    /// Orders that are paid and have a close in their history, without those that late money has reopened.
     pub paid_closed: i64,
-    /// Reserved stock.
+    /// Reserved stock and resources.
     pub reserved: i64,
-    /// Stock that orders which are neither paid nor closed have reserved.
+    /// Stock and resources that orders which are neither paid nor closed have reserved.
     pub promised: i64,
 }
 
@@ -28,9 +28,14 @@ impl Ledger {
                                            GROUP BY order_id HAVING count(*) > 1) AS twice),
                     (SELECT count(*) FROM orders WHERE closed_at < expires_at),
                     (SELECT count(*) FROM orders o JOIN order_events e ON e.order_id = o.id
-                     WHERE o.status = 'paid' AND e.event = 'closed'),
-                    (SELECT coalesce(sum(reserved), 0)::bigint FROM stock),
-                    (SELECT coalesce(sum(quantity), 0)::bigint FROM order_items i JOIN orders o ON o.id = i.order_id
+                     WHERE o.status = 'paid' AND e.event = 'closed'
+                       AND NOT EXISTS (SELECT FROM order_events r WHERE r.order_id = o.id AND r.event = 'reopened')),
+                    (SELECT coalesce(sum(reserved), 0)::bigint
+                     FROM (SELECT reserved FROM stock UNION ALL SELECT reserved FROM resources) AS all_reserved),
+                    (SELECT coalesce(sum(quantity), 0)::bigint
+                     FROM (SELECT order_id, quantity FROM order_items
+                           UNION ALL SELECT order_id, quantity FROM order_resources) AS i
+                     JOIN orders o ON o.id = i.order_id
                      WHERE o.status IN ('unpaid', 'closing'))",
         )
         .fetch_one(pool)

@@ -75,6 +75,12 @@ const ALWAYS: &[Table] = &[
         rights: &["SELECT", "INSERT"],
     },
     Table {
+        name: "order_timeout_settings",
+        migration: "20261127120000_payments_and_late_money.sql",
+        columns: &["is_the_only_row", "pay_after_deadline"],
+        rights: &["SELECT", "INSERT", "UPDATE"],
+    },
+    Table {
         name: "canaries",
         migration: "20261125120000_canaries.sql",
         columns: &["path", "id", "queue", "sent_at", "due_at", "waiting_since", "arrived_at"],
@@ -101,7 +107,7 @@ const DEFAULT_ORDERS_TABLES: &[Table] = &[
     Table {
         name: "orders",
         migration: "20261120100000_orders_items_and_stock.sql",
-        columns: &["id", "status", "expires_at", "closed_at", "closed_by", "close_reason"],
+        columns: &["id", "status", "expires_at", "closed_at", "closed_by", "close_reason", "received_minor"],
         rights: &["SELECT", "UPDATE"],
     },
     Table {
@@ -114,6 +120,18 @@ const DEFAULT_ORDERS_TABLES: &[Table] = &[
         name: "stock",
         migration: "20261120100000_orders_items_and_stock.sql",
         columns: &["article_id", "available", "reserved"],
+        rights: &["SELECT", "UPDATE"],
+    },
+    Table {
+        name: "order_resources",
+        migration: "20261127120100_reservations_besides_stock.sql",
+        columns: &["order_id", "kind", "resource_id", "quantity"],
+        rights: &["SELECT"],
+    },
+    Table {
+        name: "resources",
+        migration: "20261127120100_reservations_besides_stock.sql",
+        columns: &["kind", "id", "available", "reserved"],
         rights: &["SELECT", "UPDATE"],
     },
     Table {

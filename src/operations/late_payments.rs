@@ -1,0 +1,543 @@
+//! Money that paid for nothing: lists it, and settles each piece once, as due to be given back or by reopening its
+//! order. Gives no money back itself.
+//!
+//! Only orders in the default table can be reopened: what a closed order of a shop's own table needs is not known here.
+
+use std::fmt;
+use std::num::NonZeroU32;
+
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::message::write_rfc3339;
+use serde::Serialize;
+use sqlx::postgres::PgRow;
+use sqlx::{Connection, PgConnection, Row};
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use super::paced::pace;
+use crate::postgres::{Database, DatabaseError, ErrorClass, Operator, classify, one_line};
+
+/// A piece of money that paid for nothing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct LatePayment {
+    /// What an operator names it by.
+    pub id: i64,
+    /// As it was reported; there may be no such order.
+    pub order_id: String,
+    /// The provider that has the money.
+    pub provider: String,
+    /// What the provider knows the payment by.
+    pub reference: String,
+    /// In the currency's smallest unit.
+    pub amount_minor: i64,
+    /// Three letters.
+    pub currency: String,
+    /// Why it paid for nothing, as in the table.
+    pub reason: String,
+    /// RFC 3339.
+    pub recorded_at: String,
+    /// `open`, `refund_due` or `reopened`.
+    pub state: String,
+    /// RFC 3339; `None` while it is open.
+    pub settled_at: Option<String>,
+    /// Who settled it.
+    pub settled_by: Option<String>,
+    /// Why it was settled.
+    pub settled_why: Option<String>,
+}
+
+/// A page of the list, in the order in which the money was recorded.
+#[derive(Debug, Clone, Copy)]
+pub struct LatePage {
+    /// Also what is settled.
+    pub with_settled: bool,
+    /// Only those with a greater id.
+    pub after: i64,
+    /// At most this many.
+    pub limit: i64,
+}
+
+/// Lists late money.
+///
+/// # Errors
+/// sqlx's.
+pub async fn list(database: &Database, page: &LatePage) -> Result<Vec<LatePayment>, sqlx::Error> {
+    // Two statements, so that each has an index with its rows in order.
+    let select = if page.with_settled {
+        "SELECT * FROM late_payments WHERE id > $1 ORDER BY id LIMIT $2"
+    } else {
+        "SELECT * FROM late_payments WHERE state = 'open' AND id > $1 ORDER BY id LIMIT $2"
+    };
+    let select = sqlx::query(select).bind(page.after).bind(page.limit);
+    let rows = database.run(async |connection: &mut PgConnection| select.fetch_all(connection).await).await?;
+    rows.iter().map(read_late).collect()
+}
+
+fn read_late(row: &PgRow) -> Result<LatePayment, sqlx::Error> {
+    let time = |Timestamptz(time)| write_rfc3339(time);
+    Ok(LatePayment {
+        id: row.try_get("id")?,
+        order_id: row.try_get("order_id")?,
+        provider: row.try_get("provider")?,
+        reference: row.try_get("reference")?,
+        amount_minor: row.try_get("amount_minor")?,
+        currency: row.try_get("currency")?,
+        reason: row.try_get("reason")?,
+        recorded_at: time(row.try_get("recorded_at")?),
+        state: row.try_get("state")?,
+        settled_at: row.try_get::<Option<_>, _>("settled_at")?.map(time),
+        settled_by: row.try_get("settled_by")?,
+        settled_why: row.try_get("settled_why")?,
+    })
+}
+
+/// The precondition is in the update: of two sessions, one settles each piece. The history has rows of orders in the
+/// default table alone.
+const REFUND_DUE: &str = "
+    WITH settled AS (
+        UPDATE late_payments l
+        SET state = 'refund_due', settled_at = clock_timestamp(), settled_by = $2, settled_why = $3
+        WHERE l.id = ANY ($1::bigint[]) AND l.state = 'open'
+        RETURNING l.id, l.order_id, l.provider, l.reference, l.amount_minor, l.currency, l.settled_at,
+                  late_payment_as_json(l) AS event
+    ), history AS (
+        INSERT INTO order_events (order_id, event, by, reason, who, why, run)
+        SELECT o.id, 'refund_due', 'manual',
+               s.amount_minor || ' ' || s.currency || ' of ' || s.provider || ' ' || s.reference, $2, $3, $4::uuid
+        FROM settled s JOIN orders o ON o.id = default_order_key(s.order_id)
+    ), event AS (
+        INSERT INTO event_outbox (routing_key, type, payload)
+        SELECT 'order.refund_due', 'order.refund_due.v1', s.event || jsonb_build_object(
+            'settled_at', to_char(s.settled_at AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'))
+        FROM settled s
+    )
+    SELECT s.id FROM settled s ORDER BY s.id";
+
+/// Settles these as due to be given back, and announces each. Returns those that were open.
+///
+/// # Errors
+/// sqlx's; none is settled then.
+pub async fn refund_due(database: &Database, ids: &[i64], operator: &Operator) -> Result<Vec<i64>, sqlx::Error> {
+    let settle = sqlx::query_scalar(REFUND_DUE).bind(ids).bind(&operator.who).bind(&operator.why).bind(operator.run);
+    database.run(async |connection: &mut PgConnection| settle.fetch_all(connection).await).await
+}
+
+/// What became of a run that settles all.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct SettledAll {
+    /// How many it has settled.
+    pub settled: usize,
+    /// Whether it ended before all were settled.
+    pub interrupted: bool,
+}
+
+/// Settles everything that is open when it begins as due to be given back, at most `rate` a second. `stop` takes effect
+/// between two batches.
+///
+/// # Errors
+/// sqlx's; the batches before are settled.
+pub async fn refund_all_due(
+    database: &Database,
+    operator: &Operator,
+    rate: NonZeroU32,
+    stop: &CancellationToken,
+) -> Result<SettledAll, sqlx::Error> {
+    let (size, every) = pace(rate);
+    let mut ticks = interval(every);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let newest: i64 = database
+        .run(async |connection: &mut PgConnection| {
+            let newest = sqlx::query_scalar("SELECT coalesce(max(id), 0) FROM late_payments WHERE state = 'open'");
+            newest.fetch_one(connection).await
+        })
+        .await?;
+    let (mut done, mut after) = (SettledAll::default(), 0);
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return Ok(SettledAll { interrupted: true, ..done }),
+            _ = ticks.tick() => {}
+        }
+        let page = LatePage { with_settled: false, after, limit: i64::try_from(size).unwrap_or(i64::MAX) };
+        let mut ids: Vec<i64> = list(database, &page).await?.into_iter().map(|late| late.id).collect();
+        ids.retain(|id| *id <= newest);
+        let Some(last) = ids.last() else { return Ok(done) };
+        after = *last;
+        done.settled += refund_due(database, &ids, operator).await?.len();
+    }
+}
+
+/// The sentence for an operator about an error of these use cases. What failed has changed nothing.
+#[must_use]
+pub fn unavailable(error: sqlx::Error) -> DatabaseError {
+    let fix = match classify(&error) {
+        ErrorClass::Locked | ErrorClass::Transient => "another session holds the order or its stock, try again",
+        _ => "fix the database and try again",
+    };
+    DatabaseError(format!("late payments cannot be read or changed: {}; {fix}", one_line(&error)))
+}
+
+/// An order that is paid by late money after its close.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ReopenedOrder {
+    /// The order, which is paid now.
+    pub order_id: Uuid,
+    /// The late money that has paid it: the given piece, and others of the order if that one does not suffice.
+    pub late_payments: Vec<i64>,
+    /// What was too much, in the smallest unit. It is late money with the reason `surplus`.
+    pub surplus_minor: i64,
+}
+
+/// Why an order cannot be reopened. Nothing was changed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ReopenError {
+    /// No late money has this id.
+    #[error("there is no late payment {0}; `order-timeout late list` shows those that are open")]
+    Unknown(i64),
+    /// It was settled before.
+    #[error("late payment {id} is settled already, as {state}; `order-timeout late list --all` shows by whom")]
+    Settled {
+        /// The given id.
+        id: i64,
+        /// `refund_due` or `reopened`.
+        state: String,
+    },
+    /// There is no such order in the default table.
+    #[error("there is no order {0}, so it cannot be reopened; settle the payment with --refund-due")]
+    NoOrder(String),
+    /// Only a closed order can be reopened.
+    #[error("order {order_id} is {status}, and only a closed order can be reopened; {}", what_instead(.status))]
+    NotClosed {
+        /// The order.
+        order_id: Uuid,
+        /// Its status.
+        status: String,
+    },
+    /// The money is in another currency.
+    #[error("the late payment is in {paid}, and order {order_id} costs {costs}; settle it with --refund-due")]
+    OtherCurrency {
+        /// The order.
+        order_id: Uuid,
+        /// The payment's currency.
+        paid: String,
+        /// The order's currency.
+        costs: String,
+    },
+    /// All open late money of the order is less than it costs.
+    #[error(
+        "order {order_id} lacks {missing_minor} (smallest unit) with all its open late payments; settle them with --refund-due"
+    )]
+    TooLittle {
+        /// The order.
+        order_id: Uuid,
+        /// What is missing, in the smallest unit.
+        missing_minor: i64,
+    },
+    /// Something that the order had reserved is no longer available.
+    #[error("order {order_id} cannot be reopened, because {}; settle the payment with --refund-due, or restock", all(.lacks))]
+    NotAvailable {
+        /// The order.
+        order_id: Uuid,
+        /// What lacks.
+        lacks: Vec<Lack>,
+    },
+}
+
+/// An article or a resource of which too little is left.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Lack {
+    /// `article`, or the resource's kind.
+    pub kind: String,
+    /// Its key.
+    pub id: String,
+    /// What the order needs.
+    pub wanted: i64,
+    /// What is left.
+    pub available: i64,
+}
+
+impl fmt::Display for Lack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kind, id, wanted, available } = self;
+        write!(f, "{kind} {id} has {available} left and the order needs {wanted}")
+    }
+}
+
+fn all(lacks: &[Lack]) -> String {
+    lacks.iter().map(Lack::to_string).collect::<Vec<_>>().join(", ")
+}
+
+fn what_instead(status: &str) -> &'static str {
+    match status {
+        "unpaid" | "closing" => "wait until a worker has closed it",
+        _ => "settle the payment with --refund-due",
+    }
+}
+
+/// The order of a late payment, locked.
+struct LockedOrder {
+    id: Uuid,
+    amount_minor: Option<i64>,
+}
+
+/// Late money that pays a reopened order.
+struct Piece {
+    id: i64,
+    provider: String,
+    reference: String,
+    amount_minor: i64,
+}
+
+/// Pays the closed order of this late payment with it, and with other open late money of the order if that one does not
+/// suffice; takes everything that the order had reserved again. All in one transaction, or nothing.
+///
+/// # Errors
+/// sqlx's.
+pub async fn reopen(
+    database: &Database,
+    id: i64,
+    operator: &Operator,
+) -> Result<Result<ReopenedOrder, ReopenError>, sqlx::Error> {
+    let work = async |connection: &mut PgConnection| {
+        let mut transaction = connection.begin().await?;
+        let reopened = reopen_in(&mut transaction, id, operator).await?;
+        match &reopened {
+            Ok(_) => transaction.commit().await?,
+            Err(_) => transaction.rollback().await?,
+        }
+        Ok(reopened)
+    };
+    database.run(work).await
+}
+
+async fn reopen_in(
+    connection: &mut PgConnection,
+    id: i64,
+    operator: &Operator,
+) -> Result<Result<ReopenedOrder, ReopenError>, sqlx::Error> {
+    let late: Option<(String, String)> = sqlx::query_as("SELECT order_id, currency FROM late_payments WHERE id = $1")
+        .bind(id)
+        .fetch_optional(&mut *connection)
+        .await?;
+    let Some((order_id, currency)) = late else { return Ok(Err(ReopenError::Unknown(id))) };
+    // The order first, then its money, then stock: in the order in which a payment locks them.
+    let order = match lock_order(connection, &order_id, &currency).await? {
+        Ok(order) => order,
+        Err(why) => return Ok(Err(why)),
+    };
+    let pieces = match choose_pieces(connection, id, &order, &order_id, &currency).await? {
+        Ok(pieces) => pieces,
+        Err(why) => return Ok(Err(why)),
+    };
+    let lacks = lock_reserved(connection, order.id).await?;
+    if !lacks.is_empty() {
+        return Ok(Err(ReopenError::NotAvailable { order_id: order.id, lacks }));
+    }
+    take_reserved(connection, order.id).await?;
+    let paid: i64 = pieces.iter().map(|piece| piece.amount_minor).sum();
+    let counted = order.amount_minor.unwrap_or(paid);
+    pay_closed_order(connection, order.id, counted).await?;
+    use_pieces(connection, &pieces, operator).await?;
+    let surplus_minor = paid - counted;
+    if let Some(last) = pieces.last().filter(|_| surplus_minor > 0) {
+        record_surplus(connection, &order_id, last, surplus_minor, &currency).await?;
+    }
+    let late_payments: Vec<i64> = pieces.iter().map(|piece| piece.id).collect();
+    announce_reopened(connection, order.id, &late_payments, (counted, &currency), operator).await?;
+    Ok(Ok(ReopenedOrder { order_id: order.id, late_payments, surplus_minor }))
+}
+
+async fn lock_order(
+    connection: &mut PgConnection,
+    order_id: &str,
+    currency: &str,
+) -> Result<Result<LockedOrder, ReopenError>, sqlx::Error> {
+    let row = sqlx::query(
+        "SELECT id, status::text AS status, amount_minor, currency FROM orders
+         WHERE id = default_order_key($1) FOR NO KEY UPDATE",
+    )
+    .bind(order_id)
+    .fetch_optional(connection)
+    .await?;
+    let Some(row) = row else { return Ok(Err(ReopenError::NoOrder(order_id.to_owned()))) };
+    let (id, status): (Uuid, String) = (row.try_get("id")?, row.try_get("status")?);
+    if status != "closed" {
+        return Ok(Err(ReopenError::NotClosed { order_id: id, status }));
+    }
+    let costs: Option<String> = row.try_get("currency")?;
+    if let Some(costs) = costs.filter(|costs| costs != currency) {
+        return Ok(Err(ReopenError::OtherCurrency { order_id: id, paid: currency.to_owned(), costs }));
+    }
+    Ok(Ok(LockedOrder { id, amount_minor: row.try_get("amount_minor")? }))
+}
+
+/// The given piece first, and then the order's others until its price is covered.
+async fn choose_pieces(
+    connection: &mut PgConnection,
+    id: i64,
+    order: &LockedOrder,
+    order_id: &str,
+    currency: &str,
+) -> Result<Result<Vec<Piece>, ReopenError>, sqlx::Error> {
+    let rows = sqlx::query(
+        "SELECT id, provider, reference, amount_minor, state FROM late_payments
+         WHERE order_id = $1 AND currency = $2 AND (state = 'open' OR id = $3)
+         ORDER BY id <> $3, id FOR NO KEY UPDATE",
+    )
+    .bind(order_id)
+    .bind(currency)
+    .bind(id)
+    .fetch_all(connection)
+    .await?;
+    let (mut pieces, mut paid) = (Vec::new(), 0);
+    for row in &rows {
+        let state: String = row.try_get("state")?;
+        if state != "open" {
+            return Ok(Err(ReopenError::Settled { id, state }));
+        }
+        let is_covered = order.amount_minor.is_none_or(|amount| paid >= amount);
+        if !pieces.is_empty() && is_covered {
+            break;
+        }
+        let piece = Piece {
+            id: row.try_get("id")?,
+            provider: row.try_get("provider")?,
+            reference: row.try_get("reference")?,
+            amount_minor: row.try_get("amount_minor")?,
+        };
+        paid += piece.amount_minor;
+        pieces.push(piece);
+    }
+    match order.amount_minor {
+        Some(amount) if amount > paid => {
+            Ok(Err(ReopenError::TooLittle { order_id: order.id, missing_minor: amount - paid }))
+        }
+        _ => Ok(Ok(pieces)),
+    }
+}
+
+/// Locks the order's stock and then its resources, in the order of their keys, and returns those of which too little is
+/// left.
+async fn lock_reserved(connection: &mut PgConnection, order_id: Uuid) -> Result<Vec<Lack>, sqlx::Error> {
+    let of_stock = "SELECT 'article' AS kind, s.article_id AS id, i.quantity AS wanted, s.available
+                    FROM order_items i JOIN stock s ON s.article_id = i.article_id
+                    WHERE i.order_id = $1 ORDER BY s.article_id FOR NO KEY UPDATE OF s";
+    let of_resources = "SELECT s.kind, s.id, i.quantity AS wanted, s.available
+                        FROM order_resources i JOIN resources s ON s.kind = i.kind AND s.id = i.resource_id
+                        WHERE i.order_id = $1 ORDER BY s.kind, s.id FOR NO KEY UPDATE OF s";
+    let mut lacks = Vec::new();
+    for select in [of_stock, of_resources] {
+        for row in sqlx::query(select).bind(order_id).fetch_all(&mut *connection).await? {
+            let (wanted, available): (i64, i64) = (row.try_get("wanted")?, row.try_get("available")?);
+            if available < wanted {
+                lacks.push(Lack { kind: row.try_get("kind")?, id: row.try_get("id")?, wanted, available });
+            }
+        }
+    }
+    Ok(lacks)
+}
+
+/// Consumes what the order had reserved before its close gave it back.
+async fn take_reserved(connection: &mut PgConnection, order_id: Uuid) -> Result<(), sqlx::Error> {
+    let of_stock = "UPDATE stock s SET available = s.available - i.quantity
+                    FROM order_items i WHERE i.order_id = $1 AND s.article_id = i.article_id";
+    let of_resources = "UPDATE resources s SET available = s.available - i.quantity
+                        FROM order_resources i WHERE i.order_id = $1 AND s.kind = i.kind AND s.id = i.resource_id";
+    for update in [of_stock, of_resources] {
+        sqlx::query(update).bind(order_id).execute(&mut *connection).await?;
+    }
+    Ok(())
+}
+
+async fn pay_closed_order(connection: &mut PgConnection, order_id: Uuid, counted: i64) -> Result<(), sqlx::Error> {
+    let update = sqlx::query(
+        "UPDATE orders SET status = 'paid', paid_at = clock_timestamp(), closed_at = NULL, closed_by = NULL,
+                           close_reason = NULL, received_minor = $2
+         WHERE id = $1 AND status = 'closed'",
+    );
+    one_row(&update.bind(order_id).bind(counted).execute(connection).await?, "orders")
+}
+
+async fn use_pieces(connection: &mut PgConnection, pieces: &[Piece], operator: &Operator) -> Result<(), sqlx::Error> {
+    for piece in pieces {
+        let settle = sqlx::query(
+            "UPDATE late_payments SET state = 'reopened', settled_at = clock_timestamp(), settled_by = $2,
+                                      settled_why = $3
+             WHERE id = $1 AND state = 'open'",
+        );
+        let settle = settle.bind(piece.id).bind(&operator.who).bind(&operator.why);
+        one_row(&settle.execute(&mut *connection).await?, "late_payments")?;
+        count(connection, piece, piece.amount_minor).await?;
+    }
+    Ok(())
+}
+
+/// Changes how much of the payment counts toward its order.
+async fn count(connection: &mut PgConnection, piece: &Piece, more: i64) -> Result<(), sqlx::Error> {
+    let update =
+        sqlx::query("UPDATE payments SET counted_minor = counted_minor + $3 WHERE provider = $1 AND reference = $2");
+    let update = update.bind(&piece.provider).bind(&piece.reference).bind(more);
+    one_row(&update.execute(connection).await?, "payments")
+}
+
+async fn record_surplus(
+    connection: &mut PgConnection,
+    order_id: &str,
+    piece: &Piece,
+    surplus_minor: i64,
+    currency: &str,
+) -> Result<(), sqlx::Error> {
+    count(connection, piece, -surplus_minor).await?;
+    sqlx::query("SELECT record_late_payment($1, $2, $3, $4, $5, 'surplus')")
+        .bind(order_id)
+        .bind(&piece.provider)
+        .bind(&piece.reference)
+        .bind(surplus_minor)
+        .bind(currency)
+        .execute(connection)
+        .await
+        .map(drop)
+}
+
+async fn announce_reopened(
+    connection: &mut PgConnection,
+    order_id: Uuid,
+    late_payments: &[i64],
+    (amount_minor, currency): (i64, &str),
+    operator: &Operator,
+) -> Result<(), sqlx::Error> {
+    sqlx::query(
+        "WITH history AS (
+             INSERT INTO order_events (order_id, event, by, reason, who, why, run)
+             VALUES ($1, 'reopened', 'manual', 'paid by late money', $5, $6, $7)
+             RETURNING at
+         )
+         INSERT INTO event_outbox (routing_key, type, payload)
+         SELECT 'order.reopened', 'order.reopened.v1', jsonb_build_object(
+             'order_id', $1::uuid, 'late_payment_ids', to_jsonb($2::bigint[]), 'amount_minor', $3::bigint,
+             'currency', $4::text,
+             'reopened_at', to_char(h.at AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'))
+         FROM history h",
+    )
+    .bind(order_id)
+    .bind(late_payments)
+    .bind(amount_minor)
+    .bind(currency)
+    .bind(&operator.who)
+    .bind(&operator.why)
+    .bind(operator.run)
+    .execute(connection)
+    .await
+    .map(drop)
+}
+
+/// The rows are locked, so another number means that a trigger has skipped the update.
+fn one_row(result: &sqlx::postgres::PgQueryResult, table: &str) -> Result<(), sqlx::Error> {
+    match result.rows_affected() {
+        1 => Ok(()),
+        _ => Err(sqlx::Error::Protocol(format!(
+            "a trigger on {table} keeps the row unchanged, so the order cannot be reopened; let the trigger return NEW"
+        ))),
+    }
+}

@@ -1,0 +1,30 @@
+//! The table `order_timeout_settings`: the settings that functions in the database must know.
+//!
+//! Stores; decides nothing. The last worker or `order-timeout setup` to start wins, as with every shared table.
+
+use sqlx::PgConnection;
+
+use super::one_line;
+use super::{Database, DatabaseError};
+use crate::config::OrdersSettings;
+
+/// Writes the settings, if they differ from what is stored.
+///
+/// # Errors
+/// [`DatabaseError`] if the table cannot be written.
+pub async fn write(database: &Database, settings: &OrdersSettings) -> Result<(), DatabaseError> {
+    // Nothing is written in the usual case: a start must not wait for a payment that reads the row.
+    let upsert = sqlx::query(
+        "INSERT INTO order_timeout_settings (pay_after_deadline)
+         SELECT $1 WHERE NOT EXISTS (SELECT FROM order_timeout_settings s WHERE s.pay_after_deadline = $1)
+         ON CONFLICT (is_the_only_row) DO UPDATE SET pay_after_deadline = excluded.pay_after_deadline",
+    );
+    let upsert = upsert.bind(settings.pay_after_deadline);
+    let written = database.run(async |connection: &mut PgConnection| upsert.execute(connection).await).await;
+    written.map(drop).map_err(|error| {
+        DatabaseError(format!(
+            "order_timeout_settings cannot be written: {}; GRANT SELECT, INSERT, UPDATE ON order_timeout_settings to the worker's role",
+            one_line(&error)
+        ))
+    })
+}
