@@ -3,7 +3,7 @@
 use super::*;
 use crate::alarm::Returns;
 use crate::message::Alarm;
-use crate::order::{CloseError, CloseOutcome, CloseResult, ClosedBy, Outcome, SweepPage, SweepPlace};
+use crate::order::{CloseError, CloseOutcome, ClosedBy, SweepPage, SweepPlace};
 
 mod availability;
 mod batching;
