@@ -1,9 +1,6 @@
 -- Orders that a payment provider is asked about before they are closed: the state of the closing protocol, so that any
 -- worker can resume it after a crash. A row exists from the claim (`orders.status = 'closing'`) to the order's end.
 
--- Numbers of leases; no two are equal.
-CREATE SEQUENCE close_leases;
-
 CREATE TABLE close_attempts (
     kind              text NOT NULL DEFAULT 'order',
     -- As the orders table prints it: that table may be the shop's own, so no foreign key.
@@ -22,15 +19,15 @@ CREATE TABLE close_attempts (
     has_waited        boolean NOT NULL DEFAULT false,
     -- Not before this moment; while a worker has the order, until when.
     next_attempt_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
-    -- The worker that has the order knows this number, and every write about the order compares it. NULL: no worker has
-    -- it.
+    -- The worker that has the order knows this number, and every write about the order compares it. Drawn at random for
+    -- each period: a sequence would need a right of its own. NULL: no worker has the order.
     lease             bigint,
     -- What the providers answered in the last round.
     last_answers      text,
     unresolved_reason text,
     unresolved_at     timestamptz,
 
-    PRIMARY KEY (kind, order_id),
+    PRIMARY KEY (order_id, kind),
     CONSTRAINT the_step_is_known CHECK (step IN ('claimed', 'in_progress', 'no_answer', 'unresolved')),
     CONSTRAINT unresolved_orders_say_why_and_since_when
         CHECK ((step = 'unresolved') = (unresolved_reason IS NOT NULL AND unresolved_at IS NOT NULL)),

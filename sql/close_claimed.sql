@@ -3,7 +3,8 @@
 --
 --   $1 ids     text[]    order ids
 --   $2 leases  bigint[]  the lease of each
---   $3 answers text[]    what the providers answered, for the history
+--   $3 answers jsonb     order id -> what the providers answered, for the history; an object, because the planner joins
+--                        two lists of unknown length by comparing each with every other
 --   $4 wait    boolean   true: wait for a locked stock row, up to lock_timeout; false: report its orders as busy
 --   $5 attempt_orders text[], $6 providers text[], $7 references text[]  the attempts that are proved to be closed
 --
@@ -13,8 +14,7 @@
 -- One statement is one transaction: status, stock, history, event, attempts and the end of the claim are committed
 -- together or not at all. Nothing happens without the lease: a worker whose lease has run out finds lease_lost.
 WITH asked AS MATERIALIZED (
-    SELECT a.id::uuid AS id, a.id AS text_id, a.lease, a.answers
-    FROM unnest($1::text[], $2::bigint[], $3::text[]) AS a (id, lease, answers)
+    SELECT a.id::uuid AS id, a.id AS text_id, a.lease FROM unnest($1::text[], $2::bigint[]) AS a (id, lease)
 ),
 proved AS MATERIALIZED (
     SELECT p.order_id, p.provider, p.reference
@@ -34,11 +34,13 @@ locked AS MATERIALIZED (
 ),
 held AS MATERIALIZED (
     -- The lease is compared on the locked row. Rows of orders that another session has locked are left alone.
-    SELECT a.id, c.claimed_by, a.answers
+    -- IS TRUE, so that the list is looked up in a hash table: a join would be planned for one row, and would compare each
+    -- row of a batch with every other. kind || '', so that the primary key is used and not the index of what is due.
+    SELECT c.order_id::uuid AS id
     FROM close_attempts c
-    JOIN asked a ON a.text_id = c.order_id
-    WHERE c.kind = 'order' AND c.order_id = ANY ($1::text[]) AND c.lease = a.lease AND c.unresolved_at IS NULL
-      AND (a.id IN (SELECT l.id FROM locked l) OR a.id NOT IN (SELECT t.id FROM there t))
+    WHERE c.order_id = ANY (ARRAY(SELECT l.id::text FROM locked l)) AND c.kind || '' = 'order'
+      AND ((c.order_id, c.lease) IN (SELECT a.text_id, a.lease FROM asked a)) IS TRUE
+      AND c.unresolved_at IS NULL
     ORDER BY c.order_id
     FOR NO KEY UPDATE OF c
 ),
@@ -50,14 +52,12 @@ unproved AS MATERIALIZED (
     SELECT DISTINCT p.order_id
     FROM payment_attempts p
     WHERE p.order_id = ANY ($1::text[]) AND p.state <> 'closed'
-      AND NOT EXISTS (SELECT FROM proved v
-                      WHERE v.order_id = p.order_id AND v.provider = p.provider AND v.reference = p.reference)
+      AND (p.order_id, p.provider, p.reference) NOT IN (SELECT v.order_id, v.provider, v.reference FROM proved v)
 ),
 due AS MATERIALIZED (
     SELECT l.id
     FROM locked l
-    JOIN held h ON h.id = l.id
-    WHERE l.status = 'closing'
+    WHERE l.status = 'closing' AND (l.id IN (SELECT h.id FROM held h)) IS TRUE
       -- Again: the clock may have been set back since the claim, and no order is closed early.
       AND l.expires_at <= (SELECT m.now FROM moment m)
       AND l.id::text NOT IN (SELECT u.order_id FROM unproved u)
@@ -83,18 +83,18 @@ without_stock AS MATERIALIZED (
 ),
 closed AS (
     UPDATE orders o
-    SET status = 'closed', next_attempt_at = NULL, closed_at = (SELECT m.now FROM moment m), closed_by = h.claimed_by,
+    SET status = 'closed', next_attempt_at = NULL, closed_at = (SELECT m.now FROM moment m), closed_by = c.claimed_by,
         close_reason = 'unpaid'
-    FROM held h
+    FROM close_attempts c
     WHERE o.id = ANY (ARRAY(SELECT d.id FROM due d WHERE d.id NOT IN (SELECT w.order_id FROM without_stock w)))
-      AND h.id = o.id
+      AND c.kind || '' = 'order' AND c.order_id = o.id::text
       -- The precondition again, as text so that the planner uses the primary key.
       AND o.status::text = 'closing'
-    RETURNING o.id, o.expires_at, o.closed_at, o.closed_by, h.answers
+    RETURNING o.id, o.expires_at, o.closed_at, o.closed_by
 ),
 history AS (
     INSERT INTO order_events (order_id, event, at, by, reason, answers)
-    SELECT c.id, 'closed', c.closed_at, c.closed_by, 'unpaid', nullif(c.answers, '')
+    SELECT c.id, 'closed', c.closed_at, c.closed_by, 'unpaid', nullif($3::jsonb ->> c.id::text, '')
     FROM closed c
     RETURNING 1
 ),
@@ -116,16 +116,18 @@ attempts_closed AS (
     SET state = 'closed'
     FROM proved v
     WHERE p.provider = v.provider AND p.reference = v.reference AND p.order_id = v.order_id AND p.state = 'open'
-      AND v.order_id IN (SELECT h.id::text FROM held h)
+      AND (v.order_id IN (SELECT h.id::text FROM held h)) IS TRUE
     RETURNING 1
 ),
 finished AS (
-    -- Also of orders that were paid, closed or deleted by another session: nothing is left to do about them.
+    -- Also of orders that were paid or closed by another session, or are deleted: nothing is left to do about them.
     DELETE FROM close_attempts c
-    USING held h
-    LEFT JOIN locked l ON l.id = h.id
-    WHERE c.kind = 'order' AND c.order_id = h.id::text
-      AND (h.id IN (SELECT o.id FROM closed o) OR l.id IS NULL OR l.status <> 'closing')
+    WHERE c.kind || '' = 'order'
+      AND c.order_id = ANY (ARRAY(
+          SELECT o.id::text FROM closed o
+          UNION ALL SELECT l.id::text FROM locked l WHERE l.status <> 'closing'
+          UNION ALL SELECT a.text_id FROM asked a WHERE a.id NOT IN (SELECT t.id FROM there t)))
+      AND ((c.order_id, c.lease) IN (SELECT a.text_id, a.lease FROM asked a)) IS TRUE
     RETURNING 1
 ),
 given_back AS MATERIALIZED (
@@ -150,9 +152,10 @@ SELECT a.text_id AS order_id,
        CASE
            WHEN a.id IN (SELECT c.id FROM closed c) THEN 'closed'
            WHEN l.id IS NULL AND a.id IN (SELECT t.id FROM there t) THEN 'busy'
+           WHEN l.id IS NULL THEN 'already_closed'
            WHEN a.id NOT IN (SELECT h.id FROM held h) THEN 'lease_lost'
            WHEN l.status = 'paid' THEN 'already_paid'
-           WHEN l.id IS NULL OR l.status <> 'closing' THEN 'already_closed'
+           WHEN l.status <> 'closing' THEN 'already_closed'
            WHEN a.text_id IN (SELECT u.order_id FROM unproved u) THEN 'attempts_changed'
            WHEN a.id IN (SELECT w.order_id FROM without_stock w) THEN 'busy'
            ELSE 'not_due'

@@ -22,8 +22,10 @@ held AS MATERIALIZED (
     -- In one order, so that two sessions cannot deadlock. The lease is compared on the locked row.
     SELECT c.order_id
     FROM close_attempts c
-    JOIN asked a ON a.order_id = c.order_id
-    WHERE c.kind = $1::text AND c.order_id = ANY ($2::text[]) AND c.lease = a.lease AND c.unresolved_at IS NULL
+    WHERE c.order_id = ANY ($2::text[]) AND c.unresolved_at IS NULL
+      -- IS TRUE and kind || '': as in sql/close_claimed.sql.
+      AND c.kind || '' = $1::text
+      AND ((c.order_id, c.lease) IN (SELECT a.order_id, a.lease FROM asked a)) IS TRUE
     ORDER BY c.order_id
     FOR NO KEY UPDATE OF c
 ),
@@ -34,7 +36,8 @@ written AS (
         unresolved_reason = a.reason,
         unresolved_at = CASE WHEN a.step = 'unresolved' THEN clock_timestamp() END
     FROM asked a
-    WHERE c.kind = $1::text AND c.order_id = a.order_id AND c.order_id IN (SELECT h.order_id FROM held h)
+    WHERE c.kind || '' = $1::text AND c.order_id = a.order_id
+      AND (a.order_id IN (SELECT h.order_id FROM held h)) IS TRUE
     RETURNING c.order_id, c.step, c.unresolved_reason, c.unresolved_at, c.last_answers
 ),
 attempts_closed AS (
@@ -43,7 +46,7 @@ attempts_closed AS (
     SET state = 'closed'
     FROM unnest($11::text[], $12::text[], $13::text[]) AS v (order_id, provider, reference)
     WHERE p.provider = v.provider AND p.reference = v.reference AND p.order_id = v.order_id AND p.state = 'open'
-      AND v.order_id IN (SELECT h.order_id FROM held h)
+      AND (v.order_id IN (SELECT h.order_id FROM held h)) IS TRUE
 ),
 event AS (
     -- For the person who must look at it.

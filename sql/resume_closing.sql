@@ -43,8 +43,10 @@ due AS MATERIALIZED (
 ),
 leased AS (
     UPDATE close_attempts c
-    SET lease = nextval('close_leases'), next_attempt_at = clock_timestamp() + make_interval(secs => $2::float8)
-    WHERE c.kind = $1::text AND c.order_id = ANY (ARRAY(SELECT d.order_id FROM due d))
+    -- 64 random bits: a lease is compared with another of the same order only.
+    SET lease = hashtextextended(gen_random_uuid()::text, 0), next_attempt_at = clock_timestamp() + make_interval(secs => $2::float8)
+    -- kind || '': so that the primary key is used and not the index of what is due.
+    WHERE c.kind || '' = $1::text AND c.order_id = ANY (ARRAY(SELECT d.order_id FROM due d))
     RETURNING c.order_id, c.lease, c.queue, c.rounds, c.has_waited
 )
 SELECT l.order_id, l.lease, l.queue, l.rounds, l.has_waited,

@@ -3,7 +3,7 @@
 --
 --   $1 ids     text[]    order ids
 --   $2 leases  bigint[]  the lease of each
---   $3 answers text[]    what the providers answered, for the history
+--   $3 answers jsonb     order id -> what the providers answered, for the history
 --   $4 attempt_orders text[], $5 providers text[], $6 references text[], $7 states text[]  attempts that are proved to be
 --      `paid` or `closed`
 --
@@ -13,8 +13,7 @@
 -- One statement is one transaction: status, stock, history, event, attempts and the end of the claim are committed
 -- together or not at all. Nothing happens without the lease.
 WITH asked AS MATERIALIZED (
-    SELECT a.id::uuid AS id, a.id AS text_id, a.lease, a.answers
-    FROM unnest($1::text[], $2::bigint[], $3::text[]) AS a (id, lease, answers)
+    SELECT a.id::uuid AS id, a.id AS text_id, a.lease FROM unnest($1::text[], $2::bigint[]) AS a (id, lease)
 ),
 proved AS MATERIALIZED (
     SELECT p.order_id, p.provider, p.reference, p.state
@@ -33,42 +32,37 @@ locked AS MATERIALIZED (
 ),
 held AS MATERIALIZED (
     -- The lease is compared on the locked row.
-    SELECT a.id, a.text_id, a.answers
+    -- IS TRUE and kind || '': as in sql/close_claimed.sql.
+    SELECT c.order_id::uuid AS id
     FROM close_attempts c
-    JOIN asked a ON a.text_id = c.order_id
-    WHERE c.kind = 'order' AND c.order_id = ANY ($1::text[]) AND c.lease = a.lease AND c.unresolved_at IS NULL
-      AND (a.id IN (SELECT l.id FROM locked l) OR a.id NOT IN (SELECT t.id FROM there t))
+    WHERE c.order_id = ANY (ARRAY(SELECT l.id::text FROM locked l)) AND c.kind || '' = 'order'
+      AND ((c.order_id, c.lease) IN (SELECT a.text_id, a.lease FROM asked a)) IS TRUE
+      AND c.unresolved_at IS NULL
     ORDER BY c.order_id
     FOR NO KEY UPDATE OF c
 ),
 moment AS MATERIALIZED (
     SELECT clock_timestamp() AS now WHERE (SELECT count(*) FROM held) >= 0
 ),
-paid_attempts AS MATERIALIZED (
-    -- What was paid, attempt by attempt. An attempt must belong to the order that it is to pay.
-    SELECT p.order_id, p.provider, p.reference, p.amount_minor, p.currency
-    FROM payment_attempts p
-    JOIN proved v ON v.provider = p.provider AND v.reference = p.reference AND v.order_id = p.order_id
-    WHERE v.state = 'paid'
-),
-sums AS MATERIALIZED (
-    SELECT h.id, sum(p.amount_minor)::bigint AS paid_minor, min(p.currency) AS currency,
-           jsonb_agg(jsonb_build_object('provider', p.provider, 'reference', p.reference,
-                                        'amount_minor', p.amount_minor, 'currency', p.currency)
-                     ORDER BY p.provider, p.reference) AS attempts,
-           min(p.currency) = max(p.currency) AS is_one_currency
-    FROM held h
-    JOIN paid_attempts p ON p.order_id = h.text_id
-    GROUP BY h.id
-),
 payable AS MATERIALIZED (
-    -- Where the shop says what the order costs, a part of it never pays it.
-    SELECT l.id, s.paid_minor, s.currency, s.attempts, s.paid_minor - l.amount_minor AS surplus_minor
+    SELECT l.id, l.expires_at, s.attempts, s.paid_minor - l.amount_minor AS surplus_minor
     FROM locked l
-    JOIN sums s ON s.id = l.id
-    WHERE l.status = 'closing'
+    CROSS JOIN LATERAL (
+        -- What was paid, attempt by attempt. An attempt must belong to the order that it is to pay.
+        SELECT sum(p.amount_minor)::bigint AS paid_minor, min(p.currency) AS currency, max(p.currency) AS other_currency,
+               jsonb_agg(jsonb_build_object('provider', p.provider, 'reference', p.reference,
+                                            'amount_minor', p.amount_minor, 'currency', p.currency)
+                         ORDER BY p.provider, p.reference) AS attempts
+        FROM payment_attempts p
+        WHERE p.order_id = l.id::text
+          AND ((p.order_id, p.provider, p.reference) IN (
+              SELECT v.order_id, v.provider, v.reference FROM proved v WHERE v.state = 'paid')) IS TRUE
+    ) AS s
+    WHERE l.status = 'closing' AND (l.id IN (SELECT h.id FROM held h)) IS TRUE
+      AND s.attempts IS NOT NULL
+      -- Where the shop says what the order costs, a part of it never pays it.
       AND (l.amount_minor IS NULL OR s.paid_minor >= l.amount_minor)
-      AND (l.currency IS NULL OR (s.is_one_currency AND s.currency = l.currency))
+      AND (l.currency IS NULL OR (s.currency = l.currency AND s.other_currency = l.currency))
 ),
 paid AS (
     UPDATE orders o
@@ -76,29 +70,28 @@ paid AS (
     WHERE o.id = ANY (ARRAY(SELECT p.id FROM payable p))
       -- The precondition again, as text so that the planner uses the primary key.
       AND o.status::text = 'closing'
-    RETURNING o.id, o.expires_at, o.paid_at
+    RETURNING o.id, o.paid_at
 ),
 history AS (
     INSERT INTO order_events (order_id, event, at, by, reason, answers)
     SELECT p.id, 'paid', p.paid_at, 'provider', 'the provider had the money when the order was to be closed',
-           nullif(h.answers, '')
+           nullif($3::jsonb ->> p.id::text, '')
     FROM paid p
-    JOIN held h ON h.id = p.id
     RETURNING 1
 ),
 event AS (
     INSERT INTO event_outbox (routing_key, type, payload)
     SELECT 'order.paid_late_settled', 'order.paid_late_settled.v1',
            jsonb_build_object(
-               'order_id', p.id,
-               'deadline', to_char(p.expires_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-               'settled_at', to_char(p.paid_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
+               'order_id', y.id,
+               'deadline', to_char(y.expires_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
+               'settled_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') FROM moment m),
                'attempts', y.attempts)
            -- More than the order costs: a customer who paid twice.
            || CASE WHEN y.surplus_minor > 0
                    THEN jsonb_build_object('surplus_minor', y.surplus_minor) ELSE '{}' END
-    FROM paid p
-    JOIN payable y ON y.id = p.id
+    FROM payable y
+    WHERE (y.id IN (SELECT p.id FROM paid p)) IS TRUE
     RETURNING 1
 ),
 attempts_ended AS (
@@ -107,22 +100,22 @@ attempts_ended AS (
     SET state = v.state
     FROM proved v
     WHERE p.provider = v.provider AND p.reference = v.reference AND p.order_id = v.order_id AND p.state = 'open'
-      AND v.order_id IN (SELECT h.text_id FROM held h)
+      AND (v.order_id IN (SELECT h.id::text FROM held h)) IS TRUE
     RETURNING 1
 ),
 finished AS (
     -- Paid by another session, or now. Money for an order that is closed stays, to be listed for a person.
     DELETE FROM close_attempts c
-    USING held h
-    JOIN locked l ON l.id = h.id
-    WHERE c.kind = 'order' AND c.order_id = h.text_id
-      AND (h.id IN (SELECT o.id FROM paid o) OR l.status = 'paid')
+    WHERE c.kind || '' = 'order'
+      AND c.order_id = ANY (ARRAY(
+          SELECT p.id::text FROM paid p UNION ALL SELECT l.id::text FROM locked l WHERE l.status = 'paid'))
+      AND ((c.order_id, c.lease) IN (SELECT a.text_id, a.lease FROM asked a)) IS TRUE
     RETURNING 1
 ),
 consumed AS MATERIALIZED (
     SELECT i.article_id, sum(i.quantity)::bigint AS quantity
     FROM order_items i
-    WHERE i.order_id IN (SELECT p.id FROM paid p)
+    WHERE i.order_id = ANY (ARRAY(SELECT p.id FROM paid p))
     GROUP BY i.article_id
 ),
 stock_consumed AS (
@@ -141,9 +134,11 @@ SELECT a.text_id AS order_id,
        CASE
            WHEN a.id IN (SELECT p.id FROM paid p) THEN 'settled'
            WHEN l.id IS NULL AND a.id IN (SELECT t.id FROM there t) THEN 'busy'
+           -- Deleted.
+           WHEN l.id IS NULL THEN 'already_closed'
            WHEN a.id NOT IN (SELECT h.id FROM held h) THEN 'lease_lost'
            WHEN l.status = 'paid' THEN 'already_paid'
-           WHEN l.id IS NULL OR l.status <> 'closing' THEN 'already_closed'
+           WHEN l.status <> 'closing' THEN 'already_closed'
            ELSE 'amount_differs'
        END AS outcome
 FROM asked a

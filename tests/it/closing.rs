@@ -6,11 +6,13 @@
 mod driver;
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use order_timeout::observe::inspect::schema::Schema;
+use order_timeout::postgres::Database;
 use order_timeout_core::engine::{CallKind, ClosingPolicy};
 use order_timeout_core::payment::{Answer, Currency, Money, Unknown};
 use order_timeout_testkit::{Order, TestEnv, wait_for};
-use std::time::Duration;
 
 use driver::{Driver, LEASE, Provider, Step, closing_policy};
 
@@ -491,6 +493,20 @@ fn lease_outlives_no_crash_for_long() {
         let left =
             "SELECT (extract(epoch FROM next_attempt_at - clock_timestamp()) * 1000)::bigint FROM close_attempts";
         assert!(env.count(left).await <= i64::try_from(LEASE.as_millis()).unwrap());
+    });
+}
+
+#[test]
+fn schema_has_what_provider_needs() {
+    TestEnv::builder().run(async move |env| {
+        let database = Database::connect(&env.settings.database, 1).await.unwrap();
+        let schema = Schema::new(&env.settings).with_provider();
+        let missing = schema.look(&database).await.unwrap().into_iter().find_map(|(_, why)| why);
+        assert_eq!(missing, None);
+        sqlx::raw_sql("DROP INDEX close_attempts_due").execute(&env.pool).await.unwrap();
+        let missing = schema.look(&database).await.unwrap().into_iter().find_map(|(_, why)| why);
+        let says_so = |why: &String| why.contains("the index of claimed orders is missing");
+        assert!(missing.as_ref().is_some_and(says_so), "{missing:?}");
     });
 }
 

@@ -7,9 +7,10 @@ use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::engine::{EndOutcome, Ending};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
+use sqlx::types::Json;
 
 use super::outcomes::{EndStatement, Outcomes};
-use super::{AttemptColumns, without_nul};
+use super::{AttemptColumns, answers_by_order};
 use crate::postgres::{Database, ErrorClass, classify};
 
 /// The statement.
@@ -39,7 +40,7 @@ async fn close(database: &Database, endings: &[Ending], waits: bool) -> Result<O
     let query = sqlx::query(CLOSE_CLAIMED_SQL)
         .bind(endings.iter().map(|ending| ending.order_id.as_str()).collect::<Vec<_>>())
         .bind(endings.iter().map(|ending| ending.lease.0).collect::<Vec<_>>())
-        .bind(endings.iter().map(|ending| without_nul(&ending.answers)).collect::<Vec<_>>())
+        .bind(Json(answers_by_order(endings)))
         .bind(waits)
         .bind(closed.orders)
         .bind(closed.providers)

@@ -11,6 +11,7 @@ mod postpone;
 mod resume;
 mod settle_paid;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use order_timeout_core::engine::{AttemptKey, ClosingAction, ClosingInput, Ending, EndingKind};
@@ -96,6 +97,11 @@ impl<'a> AttemptColumns<'a> {
         endings.into_iter().for_each(|ending| columns.add(&ending.order_id, &ending.closed));
         columns
     }
+}
+
+/// The answers about each order, by its id.
+fn answers_by_order<'a>(endings: impl IntoIterator<Item = &'a Ending>) -> BTreeMap<&'a str, String> {
+    endings.into_iter().map(|ending| (ending.order_id.as_str(), without_nul(&ending.answers))).collect()
 }
 
 /// A text for Postgres, which cannot hold a NUL: providers may answer anything.

@@ -5,9 +5,10 @@
 
 use order_timeout_core::engine::{EndOutcome, Ending, PaidEnding};
 use sqlx::Row;
+use sqlx::types::Json;
 
 use super::outcomes::{EndStatement, Outcomes};
-use super::{AttemptColumns, without_nul};
+use super::{AttemptColumns, answers_by_order};
 use crate::postgres::Database;
 
 /// The statement.
@@ -35,11 +36,10 @@ async fn settle(database: &Database, endings: &[PaidEnding]) -> Result<Outcomes,
     endings.iter().for_each(|paid| attempts.add(&paid.ending.order_id, &paid.ending.closed));
     states.resize(attempts.orders.len(), "closed");
     let all = || endings.iter().map(|paid| &paid.ending);
-    let of = |ending: &Ending| without_nul(&ending.answers);
     let query = sqlx::query(SETTLE_PAID_SQL)
         .bind(all().map(|ending| ending.order_id.as_str()).collect::<Vec<_>>())
         .bind(all().map(|ending| ending.lease.0).collect::<Vec<_>>())
-        .bind(all().map(of).collect::<Vec<_>>())
+        .bind(Json(answers_by_order(all())))
         .bind(attempts.orders)
         .bind(attempts.providers)
         .bind(attempts.references)

@@ -134,7 +134,7 @@ impl World {
         self.provider_is_away = away;
     }
 
-    /// Customers do not pay for ever.
+    /// Every customer who is paying gives up.
     pub(super) fn end_payments_in_progress(&mut self) {
         let attempts = self.rows.values_mut().flat_map(|row| &mut row.attempts);
         attempts.filter(|one| one.truth == Truth::InProgress).for_each(|one| one.truth = Truth::Open);

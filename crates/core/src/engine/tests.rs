@@ -8,6 +8,7 @@ use crate::order::{CloseError, CloseOutcome, ClosedBy, SweepPage, SweepPlace};
 mod availability;
 mod batching;
 mod circulation;
+mod closing;
 mod look_ahead;
 mod sweep;
 

@@ -238,7 +238,7 @@ fn sick_provider_fills_only_its_queue() {
 }
 
 #[test]
-fn order_of_full_provider_goes_into_its_queue() {
+fn order_waits_in_full_providers_queue() {
     let mut closing = resumed(vec![claim("1", &["a"]), claim("2", &["b"])]);
     calls(&mut closing, at_ms(0));
     closing.poll_actions(at_ms(1_000));

@@ -32,7 +32,7 @@ pub struct ClosingPolicy {
 }
 
 /// Names one period in which an order belongs to one worker. Every write about the order carries it, so that a worker
-/// whose lease has run out changes nothing. No two are equal, of any orders.
+/// whose lease has run out changes nothing. No two of one order are equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Lease(pub i64);
 
