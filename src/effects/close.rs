@@ -32,6 +32,13 @@ const CONTRACT: Contract = Contract {
     columns: &[("order_id", &["TEXT", "VARCHAR"]), ("outcome", &["TEXT", "VARCHAR"]), ("deadline", &["TIMESTAMPTZ"])],
 };
 
+/// The claim statement for our own schema.
+pub const CLAIM_SQL: &str = include_str!("../../sql/claim.sql");
+
+/// As of a close: the same parameters and columns, and the outcome `closing` in the place of `closed`.
+const CLAIM_CONTRACT: Contract =
+    Contract { setting: "orders.claim_sql", default: ("sql/claim.sql", CLAIM_SQL), ..CONTRACT };
+
 /// Orders closed by one statement over an encrypted connection: their ids, of 36 characters and four bytes each, fit
 /// into one TLS record (RFC 8446, 5.1). sqlx 0.9.0 leaves Nagle's algorithm on (transact-rs/sqlx#4335): a second record
 /// may wait for the first to be acknowledged, over loopback 40 ms.
@@ -59,7 +66,27 @@ impl Closer {
         connections: WarmConnections,
         source: impl Into<StatementSource>,
     ) -> Result<Self, DatabaseError> {
-        let statement = ContractStatement::load(connections.database(), &CONTRACT, &source.into()).await?;
+        Self::prepare_as(&CONTRACT, connections, source.into()).await
+    }
+
+    /// Prepares the claim statement instead: what is "closed" by it is claimed for the closing protocol with a payment
+    /// provider.
+    ///
+    /// # Errors
+    /// As of [`Self::prepare`].
+    pub async fn prepare_claim(
+        connections: WarmConnections,
+        source: impl Into<StatementSource>,
+    ) -> Result<Self, DatabaseError> {
+        Self::prepare_as(&CLAIM_CONTRACT, connections, source.into()).await
+    }
+
+    async fn prepare_as(
+        contract: &Contract,
+        connections: WarmConnections,
+        source: StatementSource,
+    ) -> Result<Self, DatabaseError> {
+        let statement = ContractStatement::load(connections.database(), contract, &source).await?;
         Ok(Self { connections, statement, odd: Arc::default() })
     }
 

@@ -5,6 +5,7 @@
 
 pub(crate) mod clock;
 pub mod close;
+pub mod closing;
 pub(crate) mod park;
 pub mod rearm;
 pub mod slots;
@@ -14,7 +15,7 @@ use std::sync::{Arc, Mutex};
 
 use order_timeout_core::alarm::Rearm;
 use order_timeout_core::clock::DatabaseClock;
-use order_timeout_core::engine::{Batch, Input};
+use order_timeout_core::engine::{Batch, ClosingAction, Input};
 use order_timeout_core::order::{OddAnswer, OrderId, SweepPage};
 use tokio::sync::mpsc;
 use tokio_util::task::TaskTracker;
@@ -23,6 +24,7 @@ use tracing::{Instrument, debug};
 use crate::observe::recorder::KindRecorder;
 use crate::postgres::{Database, one_line};
 use close::{Closer, log_results};
+use closing::ClosingEffects;
 use park::{Addressed, ParkResult, ParkedWarnings, Parking, park_all};
 use rearm::{Rearmer, Written};
 use sweep::Sweeper;
@@ -30,6 +32,8 @@ use sweep::Sweeper;
 /// What the effects need, and the channel for their results.
 pub(crate) struct Effects {
     closer: Closer,
+    /// `None` if no payment provider is asked: then nothing is claimed.
+    closing: Option<ClosingWithProvider>,
     sweeper: Sweeper,
     database: Database,
     /// `None` without a broker, where there is no alarm to rearm.
@@ -38,6 +42,13 @@ pub(crate) struct Effects {
     recorder: KindRecorder,
     pub parked: Arc<Mutex<ParkedWarnings>>,
     pub tasks: TaskTracker,
+}
+
+/// What orders need that a payment provider is asked about.
+pub(crate) struct ClosingWithProvider {
+    /// Claims orders, instead of the closer that closes them.
+    pub claimer: Closer,
+    pub effects: ClosingEffects,
 }
 
 impl Effects {
@@ -50,7 +61,7 @@ impl Effects {
         recorder: KindRecorder,
     ) -> Self {
         let parked = Arc::default();
-        Self { closer, sweeper, database, rearmer, inputs, recorder, parked, tasks: TaskTracker::new() }
+        Self { closer, closing: None, sweeper, database, rearmer, inputs, recorder, parked, tasks: TaskTracker::new() }
     }
 
     fn spawn(&self, effect: impl Future<Output = Vec<Input>> + Send + 'static) {
@@ -71,7 +82,24 @@ impl Effects {
     }
 
     pub fn close(&self, batch: Batch, clock: DatabaseClock) {
-        let (closer, recorder) = (self.closer.clone(), self.recorder.clone());
+        self.run_batch(self.closer.clone(), batch, clock);
+    }
+
+    /// Runs only for an engine that has a provider, which has these effects.
+    pub fn claim(&self, batch: Batch, clock: DatabaseClock) {
+        let Some(closing) = &self.closing else { return };
+        self.run_batch(closing.claimer.clone(), batch, clock);
+    }
+
+    /// As above.
+    pub fn closing(&self, action: ClosingAction) {
+        let Some(closing) = &self.closing else { return };
+        let effects = closing.effects.clone();
+        self.spawn(async move { vec![Input::Closing(effects.run(action).await)] });
+    }
+
+    fn run_batch(&self, closer: Closer, batch: Batch, clock: DatabaseClock) {
+        let recorder = self.recorder.clone();
         self.spawn(async move {
             let ids: Vec<OrderId> = batch.items.iter().map(|item| item.alarm.order_id().clone()).collect();
             let began = clock.now();

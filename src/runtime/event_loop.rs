@@ -210,6 +210,8 @@ impl EventLoop {
         for action in actions {
             match action {
                 Action::Close(batch) => self.effects.close(batch, self.clock),
+                Action::Claim(batch) => self.effects.claim(batch, self.clock),
+                Action::Closing(action) => self.effects.closing(action),
                 Action::Rearm(jobs) => self.effects.rearm(jobs, self.clock),
                 Action::Park(dead_letters) => self.effects.park(dead_letters),
                 Action::Sweep(page) => {

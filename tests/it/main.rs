@@ -9,6 +9,7 @@ mod broker_unavailable;
 mod bulk;
 mod circulation;
 mod close_on_time;
+mod closing;
 mod command_line;
 mod compose;
 mod crash;

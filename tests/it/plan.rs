@@ -3,7 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use order_timeout::effects::close::CLOSE_SQL;
+use order_timeout::effects::close::{CLAIM_SQL, CLOSE_SQL};
+use order_timeout::effects::closing::{CLOSE_CLAIMED_SQL, POSTPONE_SQL, RESUME_SQL, SETTLE_PAID_SQL};
 use order_timeout::outbox::trace_contexts::TRACE_CONTEXTS;
 use order_timeout::postgres::Database;
 use order_timeout_testkit::TestEnv;
@@ -210,4 +211,116 @@ fn trace_contexts_are_found_by_index() {
                 }
             }
         });
+}
+
+/// Turns the unpaid orders into claimed ones with an attempt each; paid orders have one as well.
+async fn claim_all(env: &TestEnv) {
+    let claim = "ALTER TABLE close_attempts SET (autovacuum_enabled = false);
+                 ALTER TABLE payment_attempts SET (autovacuum_enabled = false);
+                 INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
+                 SELECT 'stripe', 'pi_' || id, id::text, 1999, 'EUR' FROM orders;
+                 INSERT INTO close_attempts (order_id, claimed_by, queue, lease)
+                 SELECT id::text, 'alarm', 'stripe', 1 FROM orders WHERE status = 'unpaid';
+                 UPDATE orders SET status = 'closing' WHERE status = 'unpaid'";
+    sqlx::raw_sql(claim).execute(&env.pool).await.unwrap();
+}
+
+/// The statements of the closing protocol, with their types and with arguments for a batch of claimed orders.
+async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, String); 4] {
+    let ids: Vec<String> =
+        sqlx::query_scalar("SELECT id::text FROM orders WHERE status = 'closing' ORDER BY id LIMIT $1")
+            .bind(BATCH as i64)
+            .fetch_all(&env.pool)
+            .await
+            .unwrap();
+    let each = |value: &str| format!("array_fill({value}, ARRAY[{BATCH}])");
+    let (leases, texts, providers) = (each("1::bigint"), each("''::text"), each("'stripe'::text"));
+    let references = format!("ARRAY['pi_{}']", ids.join("','pi_"));
+    let ids = format!("ARRAY['{}']", ids.join("','"));
+    let proved = format!("{ids}, {providers}, {references}");
+    let (steps, none, now) = (each("'no_answer'::text"), each("NULL::text"), each("now()"));
+    let (rounds, waited) = (each("1"), each("false"));
+    [
+        (RESUME_SQL, "text, float8, bigint, text[], bigint[]", format!("'order', 60, {BATCH}, '{{}}', '{{}}'")),
+        (
+            CLOSE_CLAIMED_SQL,
+            "text[], bigint[], jsonb, boolean, text[], text[], text[]",
+            format!("{ids}, {leases}, '{{}}', true, {proved}"),
+        ),
+        (
+            SETTLE_PAID_SQL,
+            "text[], bigint[], jsonb, text[], text[], text[], text[]",
+            format!("{ids}, {leases}, '{{}}', {proved}, {}", each("'paid'::text")),
+        ),
+        (
+            POSTPONE_SQL,
+            "text, text[], bigint[], text[], text[], timestamptz[], text[], integer[], boolean[], text[], text[], text[], text[]",
+            format!(
+                "'order', {ids}, {leases}, {steps}, {none}, {now}, {providers}, {rounds}, {waited}, {texts}, {proved}"
+            ),
+        ),
+    ]
+}
+
+fn assert_by_index(plan: &[Node], what: &str) {
+    for (relation, indexes) in [
+        ("orders", &["orders_pkey"][..]),
+        ("order_items", &["order_items_pkey"]),
+        ("stock", &["stock_pkey"]),
+        ("payment_attempts", &["payment_attempts_pkey", "payment_attempts_by_order"]),
+        ("close_attempts", &["close_attempts_pkey", "close_attempts_due"]),
+    ] {
+        let by = access_paths(relation, plan);
+        let is_index = |path: &String| indexes.contains(&path.as_str()) || path == "Bitmap Heap Scan";
+        assert!(by.iter().all(is_index), "{relation} by {by:?}; {what}: {plan:#?}");
+    }
+    let most = plan.iter().map(|node| node.rows).fold(0.0, f64::max);
+    assert!(most >= BATCH as f64 && most <= MOST_ROWS, "{most} rows in one node; {what}: {plan:#?}");
+}
+
+#[test]
+fn claim_uses_primary_keys() {
+    TestEnv::builder().run(async |env| {
+        fill(&env).await;
+        let database = Database::connect(&env.settings.database, 1).await.unwrap();
+        let arguments = format!("{}, 'alarm'", batch_of_unpaid(&env).await);
+        for analysed in [false, true] {
+            if analysed {
+                sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
+            }
+            for mode in ["force_custom_plan", "force_generic_plan"] {
+                let plan = async |connection: &mut PgConnection| {
+                    Ok(plan_of(connection, mode, CLAIM_SQL, "text[], text", &arguments).await)
+                };
+                assert_by_index(&database.run(plan).await.unwrap(), &format!("analysed {analysed}, {mode}"));
+            }
+        }
+    });
+}
+
+#[test]
+fn closing_protocol_uses_indexes() {
+    TestEnv::builder().run(async |env| {
+        fill(&env).await;
+        claim_all(&env).await;
+        let database = Database::connect(&env.settings.database, 1).await.unwrap();
+        let statements = closing_statements(&env).await;
+        for analysed in [false, true] {
+            if analysed {
+                sqlx::raw_sql("ANALYZE").execute(&env.pool).await.unwrap();
+            }
+            for mode in ["force_custom_plan", "force_generic_plan"] {
+                for (sql, types, arguments) in &statements {
+                    let plan = async |connection: &mut PgConnection| {
+                        Ok(plan_of(connection, mode, sql, types, arguments).await)
+                    };
+                    let plan = database.run(plan).await.unwrap();
+                    assert_by_index(
+                        &plan,
+                        &format!("analysed {analysed}, {mode}, {}", sql.lines().next().unwrap_or_default()),
+                    );
+                }
+            }
+        }
+    });
 }

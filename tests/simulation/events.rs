@@ -3,23 +3,26 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// One list, so that none can be left out of [`Event::ALL`].
+/// One list of each, so that none can be left out of [`Event::ALL`] or [`Event::WITH_PROVIDER`].
 macro_rules! events {
-    ($($name:ident),* $(,)?) => {
+    (always { $($name:ident),* $(,)? } with_provider { $($more:ident),* $(,)? }) => {
         /// Something that took effect.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
         pub enum Event {
-            $($name),*
+            $($name,)*
+            $($more),*
         }
 
         impl Event {
-            /// Every event; a test requires that each occurs.
+            /// Every event of a world without a payment provider; a test requires that each occurs.
             pub const ALL: &[Self] = &[$(Self::$name),*];
+            /// What only happens in a world with a provider; the same.
+            pub const WITH_PROVIDER: &[Self] = &[$(Self::$more),*];
         }
     };
 }
 
-events! {
+events! { always {
     // The shop.
     AlarmPublished,
     AlarmInTransaction,
@@ -94,7 +97,42 @@ events! {
     // Calm periods.
     ClosedOnTimeInCalm,
     ClosedBySweepInCalm,
-}
+} with_provider {
+    // Customers and the provider.
+    AttemptBegun,
+    FurtherAttemptBegun,
+    CustomerIsPaying,
+    CustomerPaid,
+    CustomerPaidWhileClosing,
+    CustomerPaidOtherAmount,
+    CustomerGotRefund,
+    PaymentBegunWhileClosing,
+    ProviderWentAway,
+    CallFoundProviderAway,
+    Asked,
+    CancelCalled,
+    PaidBeforeCancel,
+    AnswerLost,
+    // The protocol.
+    Claimed,
+    FoundClosing,
+    TakenOver,
+    TakenOverAfterLease,
+    QueueWasFull,
+    LeaseLost,
+    GivenBack,
+    WaitedForCustomer,
+    AskedAgainLater,
+    EndAnswerLost,
+    // How orders ended.
+    ClosedWithProof,
+    ClosedWithoutAttempts,
+    PaymentBeatSettlement,
+    SettledAsPaid,
+    UnresolvedWithoutAnswer,
+    UnresolvedAmount,
+    UnresolvedForOtherReason,
+} }
 
 /// In how many histories each kind of event occurred.
 #[derive(Debug, Default)]
@@ -113,15 +151,15 @@ impl Counts {
         }
     }
 
-    /// The events that occur in less than this percentage of the histories.
-    pub fn rarer_than(&self, percent: u64) -> Vec<Event> {
+    /// Those of these events that occur in less than this percentage of the histories.
+    pub fn rarer_than(&self, events: &[Event], percent: u64) -> Vec<Event> {
         let is_rare = |event: &Event| self.seen_in(*event) * 100 < self.histories * percent;
-        Event::ALL.iter().copied().filter(is_rare).collect()
+        events.iter().copied().filter(is_rare).collect()
     }
 
-    pub fn print(&self) {
+    pub fn print(&self, events: &[Event]) {
         println!("{} histories, {} steps; histories with", self.histories, self.steps);
-        for event in Event::ALL {
+        for event in events {
             println!("  {:<26} {:>9}", format!("{event:?}"), self.seen_in(*event));
         }
     }

@@ -7,7 +7,7 @@ use order_timeout_core::order::{ClosedBy, OrderId, Timestamp};
 
 use crate::events::Event;
 use crate::steps::MAX_SKEW_MS;
-use crate::world::{Row, Status, WORKERS, World, policy};
+use crate::world::{PendingSort, Row, Status, Truth, WORKERS, World, policy};
 
 /// How long workers may need to notice that a fault is over. Backoffs of up to a second end by themselves. If the clock
 /// is set back by two seconds, a worker that next checks the time a second later sees it one second behind, and takes
@@ -42,6 +42,7 @@ pub fn check(world: &World) -> Result<(), String> {
                 row.stock_returned, row.events, row.closes
             ));
         }
+        check_money(order_id, row)?;
         if row.has_alarm && row.status == Status::Unpaid && !orders_with_alarm.contains(order_id) {
             return Err(format!("{order_id} has lost its alarm"));
         }
@@ -50,7 +51,27 @@ pub fn check(world: &World) -> Result<(), String> {
     if world.worst_blocked > most_blocked {
         return Err(format!("a slot kept an alarm for {:?} behind another", world.worst_blocked));
     }
-    world.misplaced_retry.clone().map_or(Ok(()), Err)
+    [&world.misplaced_retry, &world.cancelled_unasked].into_iter().flatten().next().cloned().map_or(Ok(()), Err)
+}
+
+/// What must hold for an order whose attempts to pay are asked about at a provider.
+fn check_money(order_id: &OrderId, row: &Row) -> Result<(), String> {
+    if row.status == Status::Closed {
+        // Anything else is money that was taken, or may still be.
+        let open = row.attempts.iter().find(|attempt| attempt.truth != Truth::Closed);
+        if let Some(open) = open {
+            return Err(format!("{order_id} was closed and its attempt {} is {:?}", open.reference, open.truth));
+        }
+    }
+    if row.settled + row.payments > 1 {
+        return Err(format!("{order_id} was settled {} times and paid {} times", row.settled, row.payments));
+    }
+    // Its money may have been given back since.
+    let has_money = row.attempts.iter().any(|attempt| matches!(attempt.truth, Truth::Paid | Truth::Refunded));
+    if row.settled > 0 && !has_money {
+        return Err(format!("{order_id} was settled as paid without money"));
+    }
+    Ok(())
 }
 
 /// A period in which nothing disturbs the world, so that every order that falls due in it is closed on time.
@@ -71,7 +92,8 @@ struct Calm {
 
 impl Calm {
     fn begin(world: &World) -> Self {
-        let is_healthy = !world.database_is_away() && world.any_worker_runs();
+        // With a provider no time is promised: it may take any time to answer.
+        let is_healthy = !world.database_is_away() && world.any_worker_runs() && !world.has_provider();
         let grace = if world.broker_is_away() { policy().linger } else { policy().sweep_grace };
         let closed = world.rows.iter().filter(|(_, row)| row.status == Status::Closed);
         let closed_before = closed.map(|(order_id, _)| order_id.clone()).collect();
@@ -139,16 +161,16 @@ pub fn calm(world: &mut World, time: Duration) -> Result<(), String> {
     Ok(())
 }
 
-/// The same for this long, or until a worker is about to close something, so that the next step hits that close.
+/// The same for this long, or until a worker is about to do something of this sort, so that the next step hits that.
 ///
 /// # Errors
 /// As above.
-pub fn calm_until_close(world: &mut World, time: Duration) -> Result<(), String> {
+pub fn calm_until(world: &mut World, sort: PendingSort, time: Duration) -> Result<(), String> {
     let (calm, end) = (Calm::begin(world), world.now() + time);
     while world.now() < end {
-        let is_about_to_close = world.run_to_next_close(end)?;
+        let is_about_to = world.run_to_next(sort, end)?;
         check(world)?;
-        if is_about_to_close {
+        if is_about_to {
             break;
         }
         calm.check(world)?;
@@ -164,15 +186,15 @@ fn run_to_next_event(world: &mut World, calm: &Calm, end: Timestamp) -> Result<(
 }
 
 /// Ends every fault; then every unpaid order must be closed, on time if it had no obstacle before, and the workers must
-/// consume again.
+/// consume again. With a provider, an order may also be settled as paid, or be listed for a person.
 ///
 /// # Errors
 /// If they are not.
 pub fn settle(world: &mut World) -> Result<(), String> {
     world.end_faults();
     (0..WORKERS).for_each(|worker| world.start(worker));
-    let is_settled =
-        |world: &World| world.rows.values().all(|row| row.status != Status::Unpaid) && world.all_are_consuming();
+    let has_ended = |world: &World, (id, row): (&OrderId, &Row)| !row.is_open() || world.is_unresolved(id);
+    let is_settled = |world: &World| world.rows.iter().all(|row| has_ended(world, row)) && world.all_are_consuming();
     let (calm, end) = (Calm::begin(world), world.now() + CALM_WHILE_SETTLING);
     while world.now() < end && !is_settled(world) {
         run_to_next_event(world, &calm, end)?;
@@ -186,6 +208,6 @@ pub fn settle(world: &mut World) -> Result<(), String> {
         world.skip(COARSE_STEP)?;
         check(world)?;
     }
-    let open: Vec<_> = world.rows.iter().filter(|(_, row)| row.status == Status::Unpaid).collect();
+    let open: Vec<_> = world.rows.iter().filter(|row| !has_ended(world, *row)).collect();
     Err(format!("never closed, or never consuming again: {open:?}"))
 }

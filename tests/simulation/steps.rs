@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use crate::oracle::{calm, calm_until_close};
-use crate::world::{Fault, Scheduling, WORKERS, World};
+use crate::oracle::{calm, calm_until};
+use crate::world::{CustomerAct, Fault, PendingSort, Scheduling, WORKERS, World, closing_policy};
 
 pub const MIN_STEPS: usize = 20;
 pub const MAX_STEPS: usize = 80;
@@ -16,33 +16,145 @@ const MAX_CLOCK_SET_MS: i64 = 600_000;
 
 #[derive(Debug, Clone)]
 pub enum Step {
-    Create { delay_ms: u64, scheduling: Scheduling, times: u8 },
+    Create {
+        delay_ms: u64,
+        scheduling: Scheduling,
+        times: u8,
+    },
     BeginPayment(usize),
     CommitPayments,
     RollBackPayments,
-    MoveDeadline { order: usize, delay_ms: u64 },
-    Pass { ms: u64 },
-    Calm { ms: u64 },
-    CalmUntilClose { ms: u64 },
-    Turn { worker: usize },
-    Progress { worker: usize, action: usize },
-    LoseResult { action: usize },
-    Deadlock { action: usize },
-    Refuse { order: usize, refuses: bool },
-    Crash { worker: usize },
-    Stop { worker: usize },
-    Start { worker: usize },
-    LoseSession { worker: usize },
+    MoveDeadline {
+        order: usize,
+        delay_ms: u64,
+    },
+    Pass {
+        ms: u64,
+    },
+    Calm {
+        ms: u64,
+    },
+    CalmUntil {
+        sort: PendingSort,
+        ms: u64,
+    },
+    Turn {
+        worker: usize,
+    },
+    Progress {
+        worker: usize,
+        action: usize,
+    },
+    LoseResult {
+        action: usize,
+    },
+    Deadlock {
+        action: usize,
+    },
+    Refuse {
+        order: usize,
+        refuses: bool,
+    },
+    Crash {
+        worker: usize,
+    },
+    Stop {
+        worker: usize,
+    },
+    Start {
+        worker: usize,
+    },
+    LoseSession {
+        worker: usize,
+    },
     Duplicate(usize),
-    Skew { ms: i64 },
-    SetClock { ms: i64 },
+    Skew {
+        ms: i64,
+    },
+    SetClock {
+        ms: i64,
+    },
     DatabaseAway(bool),
     BrokerAway(bool),
     BrokerRefuses(bool),
     BrokerSilent(bool),
     Relay,
     RelayAndCrash,
-    MarkRelayed { crashed: bool },
+    MarkRelayed {
+        crashed: bool,
+    },
+    BeginAttempt {
+        order: usize,
+        is_confirmed: bool,
+    },
+    CustomerActs {
+        attempt: usize,
+        prefers_closing: bool,
+        act: CustomerAct,
+    },
+    ProviderAway(bool),
+    /// Undisturbed time until a worker is about to do this, and then what hits it.
+    Disturb {
+        sort: PendingSort,
+        ms: u64,
+        by: Disturbance,
+    },
+}
+
+/// What happens while a worker is about to do something.
+#[derive(Debug, Clone, Copy)]
+pub enum Disturbance {
+    CustomerActs(CustomerAct),
+    /// The provider's callback pays the order.
+    Callback,
+    LoseResult(usize),
+    Crash(usize),
+    Stop(usize),
+    /// It takes longer than the lease.
+    OutlastLease,
+}
+
+/// Steps of a world in which a payment provider is asked; the others happen as well.
+pub fn step_with_provider() -> impl Strategy<Value = Step> {
+    let act = || {
+        prop_oneof![
+            2 => Just(CustomerAct::Confirm),
+            4 => Just(CustomerAct::BeginToPay),
+            1 => Just(CustomerAct::GiveUp),
+            5 => Just(CustomerAct::Pay),
+            2 => Just(CustomerAct::PayOtherAmount),
+            2 => Just(CustomerAct::GetRefund),
+        ]
+    };
+    let sort = prop_oneof![
+        1 => Just(PendingSort::Ask),
+        2 => Just(PendingSort::Cancel),
+        1 => Just(PendingSort::CloseClaimed),
+        2 => Just(PendingSort::SettlePaid),
+    ];
+    let disturbance = prop_oneof![
+        3 => act().prop_map(Disturbance::CustomerActs),
+        3 => Just(Disturbance::CustomerActs(CustomerAct::Pay)),
+        6 => Just(Disturbance::Callback),
+        4 => any::<usize>().prop_map(Disturbance::LoseResult),
+        2 => worker().prop_map(Disturbance::Crash),
+        2 => worker().prop_map(Disturbance::Stop),
+        2 => Just(Disturbance::OutlastLease),
+    ];
+    prop_oneof![
+        20 => step(),
+        12 => (0..6_000_u64, 1..=3_u8).prop_map(|(delay_ms, times)| {
+            Step::Create { delay_ms, scheduling: Scheduling::Published, times }
+        }),
+        24 => (any::<usize>(), proptest::bool::weighted(0.9))
+            .prop_map(|(order, is_confirmed)| Step::BeginAttempt { order, is_confirmed }),
+        12 => (any::<usize>(), any::<bool>(), act())
+            .prop_map(|(attempt, prefers_closing, act)| Step::CustomerActs { attempt, prefers_closing, act }),
+        24 => (1_000..8_000_u64, sort, disturbance).prop_map(|(ms, sort, by)| Step::Disturb { sort, ms, by }),
+        2 => proptest::bool::weighted(0.3).prop_map(Step::ProviderAway),
+        3 => any::<usize>().prop_map(|action| Step::LoseResult { action }),
+        6 => worker().prop_map(|worker| Step::Start { worker }),
+    ]
 }
 
 pub fn step() -> impl Strategy<Value = Step> {
@@ -63,7 +175,7 @@ pub fn step() -> impl Strategy<Value = Step> {
         11 => (any::<usize>(), 0..15_000_u64).prop_map(|(order, delay_ms)| Step::MoveDeadline { order, delay_ms }),
         6 => prop_oneof![4 => 1..4_000_u64, 1 => 4_000..15_000_u64].prop_map(|ms| Step::Pass { ms }),
         12 => (100..10_000_u64).prop_map(|ms| Step::Calm { ms }),
-        12 => (100..10_000_u64).prop_map(|ms| Step::CalmUntilClose { ms }),
+        12 => (100..10_000_u64).prop_map(|ms| Step::CalmUntil { sort: PendingSort::Close, ms }),
         10 => worker().prop_map(|worker| Step::Turn { worker }),
         12 => (worker(), any::<usize>()).prop_map(|(worker, action)| Step::Progress { worker, action }),
         10 => any::<usize>().prop_map(|action| Step::LoseResult { action }),
@@ -102,7 +214,7 @@ pub fn take(world: &mut World, step: &Step) -> Result<(), String> {
         Step::MoveDeadline { order, delay_ms } => world.move_deadline(*order, Duration::from_millis(*delay_ms)),
         Step::Pass { ms } => world.advance(Duration::from_millis(*ms)),
         Step::Calm { ms } => return calm(world, Duration::from_millis(*ms)),
-        Step::CalmUntilClose { ms } => return calm_until_close(world, Duration::from_millis(*ms)),
+        Step::CalmUntil { sort, ms } => return calm_until(world, *sort, Duration::from_millis(*ms)),
         Step::Turn { worker } => world.turn(*worker),
         Step::Progress { worker, action } => world.progress(*worker, *action, Fault::None),
         Step::LoseResult { action } => world.progress_any(*action, Fault::ResultLost),
@@ -125,6 +237,27 @@ pub fn take(world: &mut World, step: &Step) -> Result<(), String> {
             world.mark_relayed(true);
         }
         Step::MarkRelayed { crashed } => world.mark_relayed(*crashed),
+        Step::BeginAttempt { order, is_confirmed } => world.begin_attempt(*order, *is_confirmed),
+        Step::CustomerActs { attempt, prefers_closing, act } => world.customer_acts(*attempt, *prefers_closing, *act),
+        Step::ProviderAway(away) => world.set_provider_away(*away),
+        Step::Disturb { sort, ms, by } => {
+            calm_until(world, *sort, Duration::from_millis(*ms))?;
+            disturb(world, *by);
+        }
     }
     Ok(())
+}
+
+fn disturb(world: &mut World, by: Disturbance) {
+    match by {
+        Disturbance::CustomerActs(act) => world.customer_acts(0, true, act),
+        Disturbance::Callback => {
+            world.begin_payment(0);
+            world.commit_payments();
+        }
+        Disturbance::LoseResult(action) => world.progress_any(action, Fault::ResultLost),
+        Disturbance::Crash(worker) => world.crash(worker),
+        Disturbance::Stop(worker) => world.stop(worker),
+        Disturbance::OutlastLease => world.advance(closing_policy().lease),
+    }
 }

@@ -143,6 +143,43 @@ const DEFAULT_ORDERS_TABLES: &[Table] = &[
     WRITTEN_EVENTS,
 ];
 
+/// Needed as well if a payment provider is asked before an order is closed, with our own statements.
+const PROVIDER_TABLES: &[Table] = &[
+    Table {
+        name: "orders",
+        migration: "20261120100000_orders_items_and_stock.sql",
+        columns: &["paid_at", "next_attempt_at", "amount_minor", "currency"],
+        rights: &[],
+    },
+    Table { name: "order_events", migration: "20261120100100_order_history.sql", columns: &["answers"], rights: &[] },
+    Table {
+        name: "payment_attempts",
+        migration: "20261127090000_payments.sql",
+        columns: &["provider", "reference", "order_id", "amount_minor", "currency", "state", "created_at"],
+        rights: &["SELECT", "UPDATE"],
+    },
+    Table {
+        name: "close_attempts",
+        migration: "20261127110000_close_attempts.sql",
+        columns: &[
+            "kind",
+            "order_id",
+            "claimed_by",
+            "claimed_at",
+            "queue",
+            "step",
+            "rounds",
+            "has_waited",
+            "next_attempt_at",
+            "lease",
+            "last_answers",
+            "unresolved_reason",
+            "unresolved_at",
+        ],
+        rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
+    },
+];
+
 /// Needed if the close statement is ours, or rendered from a mapping.
 const WRITTEN_EVENTS: Table =
     Table { name: "event_outbox", migration: "20261120100200_outboxes.sql", columns: &[], rights: &["INSERT"] };
@@ -190,6 +227,23 @@ const INDEXES_OF_DEFAULT_ORDERS_TABLES: &[Index] = &[
         unique: true,
         condition: "closed",
         sentence: "the unique index that refuses a second close is missing: CREATE UNIQUE INDEX CONCURRENTLY an_order_is_closed_once ON order_events (order_id) WHERE event = 'closed'",
+    },
+];
+
+const INDEXES_OF_PROVIDER_TABLES: &[Index] = &[
+    Index {
+        table: "close_attempts",
+        first_column: "kind",
+        unique: false,
+        condition: "unresolved_at IS NULL",
+        sentence: "the index of claimed orders is missing: CREATE INDEX CONCURRENTLY close_attempts_due ON close_attempts (kind, queue, next_attempt_at, order_id) WHERE unresolved_at IS NULL",
+    },
+    Index {
+        table: "payment_attempts",
+        first_column: "order_id",
+        unique: false,
+        condition: "",
+        sentence: "the index of an order's attempts to pay is missing: CREATE INDEX CONCURRENTLY payment_attempts_by_order ON payment_attempts (order_id)",
     },
 ];
 
@@ -291,6 +345,14 @@ impl Schema {
             indexes.extend(INDEXES_OF_DEFAULT_ORDERS_TABLES);
         }
         Self { tables, indexes, is_ours }
+    }
+
+    /// Of a worker that asks a payment provider before it closes an order.
+    #[must_use]
+    pub fn with_provider(mut self) -> Self {
+        self.tables.extend(PROVIDER_TABLES);
+        self.indexes.extend(INDEXES_OF_PROVIDER_TABLES);
+        self
     }
 
     /// Checks once. The result has an entry for every cause that this can find.
@@ -424,7 +486,7 @@ mod tests {
 
     #[test]
     fn every_migration_named_exists() {
-        for table in ALWAYS.iter().chain(DEFAULT_ORDERS_TABLES).chain(REMINDER_TABLES) {
+        for table in ALWAYS.iter().chain(DEFAULT_ORDERS_TABLES).chain(REMINDER_TABLES).chain(PROVIDER_TABLES) {
             let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations").join(table.migration);
             assert!(path.is_file(), "{}", path.display());
         }

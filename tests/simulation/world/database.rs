@@ -8,6 +8,7 @@ use order_timeout_core::order::{
     SweepReach, SweptPage, Timestamp,
 };
 
+use super::provider::{SimulatedAttempt, Truth};
 use super::worker::Fault;
 use super::{Mutant, World, alarm};
 use crate::events::Event;
@@ -15,6 +16,8 @@ use crate::events::Event;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
     Unpaid,
+    /// Claimed: its attempts are asked about at the provider.
+    Closing,
     Paid,
     Closed,
 }
@@ -37,6 +40,13 @@ pub struct Row {
     pub refuses: bool,
     /// A batch with it has failed: it may have been paused.
     pub has_failed: bool,
+    /// Attempts to pay it, in the order in which they were begun.
+    pub attempts: Vec<SimulatedAttempt>,
+    /// How often it was settled as paid because its provider said so.
+    pub settled: u32,
+    /// How often a payment of the shop's own made it paid.
+    pub payments: u32,
+    pub paid_at: Option<Timestamp>,
 }
 
 impl Row {
@@ -53,7 +63,30 @@ impl Row {
             has_alarm,
             refuses: false,
             has_failed: false,
+            attempts: Vec::new(),
+            settled: 0,
+            payments: 0,
+            paid_at: None,
         }
+    }
+
+    /// Neither paid nor closed.
+    pub fn is_open(&self) -> bool {
+        matches!(self.status, Status::Unpaid | Status::Closing)
+    }
+
+    pub(super) fn record_close(&mut self, now: Timestamp, by: ClosedBy) {
+        self.status = Status::Closed;
+        self.closes += 1;
+        self.stock_returned += 1;
+        self.events += 1;
+        self.closed = Some((now, by));
+        self.closed_early |= self.deadline > now;
+    }
+
+    /// Whether the provider has the whole amount for one of its attempts.
+    pub(super) fn has_money(&self) -> bool {
+        self.attempts.iter().any(|attempt| attempt.truth == Truth::Paid)
     }
 }
 
@@ -108,7 +141,8 @@ impl World {
         if fault != Fault::ResultLost {
             return Ok(found);
         }
-        let has_closed = found.values().flatten().any(|found| found.outcome == Outcome::Closed);
+        let has_closed =
+            found.values().flatten().any(|found| matches!(found.outcome, Outcome::Closed | Outcome::Closing));
         self.note_if(has_closed, Event::CommitAnswerLost);
         Err(unavailable())
     }
@@ -137,6 +171,7 @@ impl World {
             _ if row.paying => Outcome::Busy,
             Status::Paid => Outcome::Paid,
             Status::Closed => Outcome::AlreadyClosed,
+            Status::Closing => Outcome::Closing,
             Status::Unpaid if row.deadline > self.database_time() => Outcome::NotDue,
             Status::Unpaid => Outcome::Closed,
         };
@@ -168,14 +203,14 @@ impl World {
             if self.mutant == Mutant::StockPerDelivery && found.outcome == Outcome::AlreadyClosed {
                 row.stock_returned += 1;
             }
-            if found.outcome == Outcome::Closed {
-                row.status = Status::Closed;
-                row.closes += 1;
-                row.stock_returned += 1;
-                row.events += 1;
-                row.closed = Some((now, batch.by));
-                row.closed_early |= row.deadline > now;
+            if found.outcome == Outcome::Closed && self.has_provider {
+                self.claim(&order_id, batch.by, now);
+                found.outcome = Outcome::Closing;
+            } else if found.outcome == Outcome::Closed {
+                row.record_close(now, batch.by);
                 closed += 1;
+            } else if found.outcome == Outcome::Closing {
+                self.note(Event::FoundClosing);
             }
             self.note_outcome(found.outcome, batch.by);
             results.insert(order_id, Ok(found));
@@ -186,13 +221,15 @@ impl World {
 
     fn note_outcome(&mut self, outcome: Outcome, by: ClosedBy) {
         self.note(match outcome {
+            // Noted where it happened.
+            Outcome::Closing => return,
             Outcome::Closed if by == ClosedBy::Sweep => Event::ClosedBySweep,
             Outcome::Closed => Event::ClosedByAlarm,
             Outcome::Paid => Event::FoundPaid,
             Outcome::AlreadyClosed => Event::FoundClosed,
             Outcome::NotDue => Event::FoundNotDue,
             Outcome::Busy => Event::FoundBusy,
-            Outcome::Closing | Outcome::Malformed | Outcome::Unknown => unreachable!("no row here says {outcome:?}"),
+            Outcome::Malformed | Outcome::Unknown => unreachable!("no row here says {outcome:?}"),
         });
     }
 

@@ -7,8 +7,10 @@
 //! takes effect ([`Event`]).
 
 mod broker;
+mod closing;
 mod database;
 mod mutant_engine;
+mod provider;
 mod shop;
 mod worker;
 
@@ -17,17 +19,19 @@ use std::time::Duration;
 
 use order_timeout_core::alarm::{DeliveredAlarm, Receipt, Returns, SourceQueue};
 use order_timeout_core::delay::wheel::{Ring, Wheel};
-use order_timeout_core::engine::Policy;
+use order_timeout_core::engine::{ClosingPolicy, Lease, Policy};
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{Deadline, OrderId, Timestamp};
 
 use crate::events::Event;
 use broker::Waiting;
+use closing::CloseAttempt;
 use database::OutboxRow;
 pub use database::{Row, Status};
+pub use provider::{CustomerAct, Truth};
 pub use shop::Scheduling;
-pub use worker::{Fault, WORKERS};
+pub use worker::{Fault, PendingSort, WORKERS};
 
 /// A bug that has been shipped somewhere, or might be, and that the oracle must find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,6 +69,32 @@ pub enum Mutant {
     SweepsEveryMinute,
     /// An alarm is held longer than to its deadline.
     HoldsTooLong,
+
+    // In the closing protocol with a payment provider.
+    /// An attempt counts as closed if the provider gives no answer.
+    ReleasesOnUnknown,
+    /// A settlement compares neither the status nor the lease.
+    SettlesTwice,
+    /// An attempt is cancelled without being asked about first.
+    CancelsBeforeAsking,
+    /// After a crash, what was to be cancelled counts as closed, whatever the answer was.
+    ResumeSkipsVerdict,
+    /// An order is closed as soon as one of its attempts is.
+    OneVerdictDecides,
+}
+
+impl Mutant {
+    /// Whether its bug is in the closing protocol with a provider.
+    pub fn needs_provider(self) -> bool {
+        matches!(
+            self,
+            Self::ReleasesOnUnknown
+                | Self::SettlesTwice
+                | Self::CancelsBeforeAsking
+                | Self::ResumeSkipsVerdict
+                | Self::OneVerdictDecides
+        )
+    }
 }
 
 pub struct World {
@@ -73,7 +103,7 @@ pub struct World {
     /// Whether any message moved in this step of undisturbed time, or any order was tried.
     has_changed: bool,
     first_worker: usize,
-    stops_at_close: bool,
+    stops_at: Option<PendingSort>,
     /// The broker's time, which only goes forward.
     now: Timestamp,
     /// How far the database's clock was set ahead of it, or back.
@@ -105,6 +135,14 @@ pub struct World {
     pub worst_blocked: Duration,
     /// A retry that waits at the broker for too short or much too long.
     pub misplaced_retry: Option<String>,
+    has_provider: bool,
+    provider_is_away: bool,
+    close_attempts: BTreeMap<OrderId, CloseAttempt>,
+    leases: i64,
+    /// Attempts that were asked about, with the lease.
+    asked: BTreeSet<(Lease, String)>,
+    /// An attempt that was cancelled although it was not asked about under the same lease.
+    pub cancelled_unasked: Option<String>,
 }
 
 fn ring(name: &str, unit_s: u64, early_ms: u64) -> Ring {
@@ -141,14 +179,34 @@ pub fn policy() -> Policy {
     }
 }
 
+/// How the closing protocol waits. Short, so that its rounds end within a history.
+pub fn closing_policy() -> ClosingPolicy {
+    ClosingPolicy {
+        orders_per_provider: 2,
+        lease: Duration::from_secs(2),
+        resume_every: Duration::from_secs(1),
+        in_progress_wait: Duration::from_millis(1_500),
+        retry_first: Duration::from_millis(500),
+        retry_longest: Duration::from_secs(2),
+        max_rounds: 4,
+        batch_size: 3,
+    }
+}
+
 impl World {
-    pub fn new(mutant: Mutant) -> Self {
+    pub fn new(mutant: Mutant, has_provider: bool) -> Self {
         Self {
             mutant,
+            has_provider,
+            provider_is_away: false,
+            close_attempts: BTreeMap::new(),
+            leases: 0,
+            asked: BTreeSet::new(),
+            cancelled_unasked: None,
             seen: BTreeSet::new(),
             has_changed: false,
             first_worker: 0,
-            stops_at_close: false,
+            stops_at: None,
             now: Timestamp::from_unix_micros(1_000_000_000_000),
             clock_set_ms: 0,
             clock_was_set: false,
@@ -241,15 +299,15 @@ impl World {
         Ok(self.has_changed)
     }
 
-    /// The same, but the first close that a worker begins stays pending. Returns whether there is one.
+    /// The same, but the first action of this sort stays pending. Returns whether there is one.
     ///
     /// # Errors
     /// As above.
-    pub fn run_to_next_close(&mut self, end: Timestamp) -> Result<bool, String> {
-        self.stops_at_close = true;
+    pub fn run_to_next(&mut self, sort: PendingSort, end: Timestamp) -> Result<bool, String> {
+        self.stops_at = Some(sort);
         let result = self.run_to_next_event(end);
-        self.stops_at_close = false;
-        result.map(|_| (0..WORKERS).any(|worker| self.closes_something(worker)))
+        self.stops_at = None;
+        result.map(|_| (0..WORKERS).any(|worker| self.has_pending(worker, sort)))
     }
 
     /// Lets this much time pass at once, and then every worker does what there is to do.
@@ -273,6 +331,8 @@ impl World {
         self.set_broker_refuses(false);
         self.set_broker_silent(false);
         self.skew(0);
+        self.set_provider_away(false);
+        self.end_payments_in_progress();
         (0..self.rows.len()).for_each(|row| self.refuse(row, false));
         self.commit_payments();
     }

@@ -7,10 +7,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use order_timeout_core::alarm::{Delivered, DeliveredAlarm, Receipt, Settlement};
-use order_timeout_core::engine::{Action, Batch, BatchResult, Engine, Input};
+use order_timeout_core::engine::{
+    Action, Batch, BatchResult, Call, CallKind, ClosingAction, ClosingInput, Engine, Input, Lease,
+};
 use order_timeout_core::order::{CloseError, CloseOutcome, ClosedBy, Deadline, OrderId, Outcome, SweptPage, Timestamp};
+use order_timeout_core::payment::Answer;
 
-use super::{Mutant, policy};
+use super::{Mutant, closing_policy, policy};
 
 /// Shorter than the sweep's grace, so that the sweep is not what closes the order.
 const HELD_TOO_LONG_BY: Duration = Duration::from_millis(5);
@@ -23,16 +26,20 @@ pub struct MutantEngine {
     settlements: Vec<(Receipt, Settlement)>,
     /// Orders that the sweep tried alone and could not close.
     backed_off: BTreeSet<OrderId>,
+    /// Leases under which one attempt was answered to be closed.
+    decided: BTreeSet<Lease>,
 }
 
 impl MutantEngine {
-    pub fn new(bug: Mutant) -> Self {
+    pub fn new(bug: Mutant, has_provider: bool) -> Self {
         let mut policy = policy();
         if bug == Mutant::SweepsEveryMinute {
             policy.sweep_every = Duration::from_secs(60);
         }
-        let engine = Engine::new(policy);
-        Self { engine, bug, in_flight: BTreeMap::new(), settlements: Vec::new(), backed_off: BTreeSet::new() }
+        let engine = if has_provider { Engine::with_provider(policy, closing_policy()) } else { Engine::new(policy) };
+        let (in_flight, settlements) = (BTreeMap::new(), Vec::new());
+        let (backed_off, decided) = (BTreeSet::new(), BTreeSet::new());
+        Self { engine, bug, in_flight, settlements, backed_off, decided }
     }
 
     pub fn handle(&mut self, input: Input, now: Timestamp) {
@@ -43,6 +50,10 @@ impl MutantEngine {
                 Some(Input::Closed(batch, result))
             }
             Input::Swept(page) => Some(Input::Swept(self.mutate_page(page))),
+            Input::Closing(ClosingInput::Answered(call, answer)) => {
+                let (call, answer) = self.mutate_answer(call, answer);
+                Some(Input::Closing(ClosingInput::Answered(call, answer)))
+            }
             others => Some(others),
         };
         if let Some(input) = input {
@@ -55,12 +66,16 @@ impl MutantEngine {
         if !self.settlements.is_empty() {
             actions.push(Action::Settle(std::mem::take(&mut self.settlements)));
         }
-        for action in &actions {
+        for action in &mut actions {
+            if let (Action::Closing(ClosingAction::Call(call)), Mutant::CancelsBeforeAsking) = (&mut *action, self.bug)
+            {
+                call.kind = CallKind::Cancel;
+            }
             let receipts: Vec<Receipt> = match action {
                 Action::Settle(settlements) => settlements.iter().map(|(receipt, _)| *receipt).collect(),
                 Action::Rearm(rearms) => rearms.iter().map(|rearm| rearm.receipt).collect(),
                 Action::Park(dead_letters) => dead_letters.iter().map(|(_, receipt)| *receipt).collect(),
-                Action::Close(_) | Action::Sweep(_) => Vec::new(),
+                Action::Close(_) | Action::Claim(_) | Action::Closing(_) | Action::Sweep(_) => Vec::new(),
             };
             self.in_flight.retain(|receipt, _| !receipts.contains(receipt));
         }
@@ -128,6 +143,23 @@ impl MutantEngine {
             Err(_) => {}
         }
         result
+    }
+
+    fn mutate_answer(&mut self, call: Call, answer: Answer) -> (Call, Answer) {
+        let answer = match (self.bug, answer) {
+            (Mutant::ReleasesOnUnknown, Answer::Unknown(_)) => Answer::Closed,
+            (Mutant::OneVerdictDecides, answer) => {
+                let was_decided = self.decided.contains(&call.lease);
+                if answer == Answer::Closed {
+                    self.decided.insert(call.lease);
+                }
+                if was_decided { Answer::Closed } else { answer }
+            }
+            // The engine waits for the answer to its question.
+            (Mutant::CancelsBeforeAsking, answer) => return (Call { kind: CallKind::Ask, ..call }, answer),
+            (_, answer) => answer,
+        };
+        (call, answer)
     }
 
     fn mutate_page(&mut self, mut page: SweptPage) -> SweptPage {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use order_timeout_core::order::OrderId;
 
 use super::database::{OutboxRow, Row, Status};
+use super::provider::{AttemptState, Truth};
 use super::{World, alarm};
 use crate::events::Event;
 
@@ -60,33 +61,50 @@ impl World {
         self.rows.values_mut().nth(n.checked_rem(count)?)
     }
 
+    /// With a provider, a payment is its callback: there is money for one of the attempts.
+    fn nth_row_with_money(&mut self, n: usize) -> Option<&mut Row> {
+        let mut rows: Vec<&mut Row> = self.rows.values_mut().filter(|row| row.has_money() && row.is_open()).collect();
+        // The first is one that is being closed, if there is any.
+        rows.sort_by_key(|row| row.status != Status::Closing);
+        let n = n.checked_rem(rows.len())?;
+        Some(rows.swap_remove(n))
+    }
+
     /// Takes the row's lock and finds it unpaid, or gives up.
     pub fn begin_payment(&mut self, n: usize) {
         let now = self.database_time();
-        let Some(row) = self.nth_row(n) else { return };
+        let row = if self.has_provider { self.nth_row_with_money(n) } else { self.nth_row(n) };
+        let Some(row) = row else { return };
         let (was_paying, status, is_late) = (row.paying, row.status, row.deadline <= now);
-        row.paying |= status == Status::Unpaid;
+        let is_payable = status == Status::Unpaid || status == Status::Closing;
+        row.paying |= is_payable;
         self.note_if(status == Status::Closed, Event::PaymentFoundOrderClosed);
-        let begins = status == Status::Unpaid && !was_paying;
+        let begins = is_payable && !was_paying;
+        self.note_if(begins && status == Status::Closing, Event::PaymentBegunWhileClosing);
         self.note_if(begins, if is_late { Event::PaymentBegunLate } else { Event::PaymentBegun });
     }
 
     /// Commits every payment that is under way.
     pub fn commit_payments(&mut self) {
-        self.end_payments(Status::Paid, Event::PaymentCommitted);
+        self.end_payments(true, Event::PaymentCommitted);
     }
 
     /// The provider declines, or the shop's process crashed.
     pub fn roll_back_payments(&mut self) {
-        self.end_payments(Status::Unpaid, Event::PaymentRolledBack);
+        self.end_payments(false, Event::PaymentRolledBack);
     }
 
-    fn end_payments(&mut self, status: Status, event: Event) {
+    fn end_payments(&mut self, is_committed: bool, event: Event) {
         let paying: Vec<&mut Row> = self.rows.values_mut().filter(|row| row.paying).collect();
         let took_effect = !paying.is_empty();
         for row in paying {
             row.paying = false;
-            row.status = status;
+            if is_committed {
+                row.status = Status::Paid;
+                row.payments += 1;
+                let paid = row.attempts.iter_mut().filter(|attempt| attempt.truth == Truth::Paid);
+                paid.for_each(|attempt| attempt.state = AttemptState::Paid);
+            }
         }
         self.note_if(took_effect, event);
     }
@@ -110,7 +128,7 @@ impl World {
 
     /// A trigger on the orders table begins, or stops, to refuse this order's close.
     pub fn refuse(&mut self, n: usize, refuses: bool) {
-        let Some(row) = self.nth_row(n).filter(|row| row.status == Status::Unpaid && row.refuses != refuses) else {
+        let Some(row) = self.nth_row(n).filter(|row| row.is_open() && row.refuses != refuses) else {
             return;
         };
         row.refuses = refuses;

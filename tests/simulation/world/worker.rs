@@ -3,9 +3,14 @@
 use std::collections::HashMap;
 
 use order_timeout_core::alarm::{DeadLetter, Delivered, Rearm, Receipt, Settlement, SourceQueue, Wanted};
-use order_timeout_core::engine::{Action, Batch, BatchResult, Input, Origin};
+use order_timeout_core::engine::{
+    Action, Batch, BatchResult, Call, CallKind, Claim, ClosingAction, ClosingInput, Ended, EndingKind, Input, Origin,
+    ResumePage,
+};
 use order_timeout_core::order::{CloseResult, OrderId, SweepPage, SweptPage, Timestamp};
+use order_timeout_core::payment::Answer;
 
+use super::closing::Ends;
 use super::mutant_engine::MutantEngine;
 use super::{Mutant, World, shifted};
 use crate::events::Event;
@@ -23,6 +28,19 @@ enum PendingAction {
     Rearm { rearms: Vec<Rearm>, written: bool },
     Park { dead_letters: Vec<(DeadLetter, Receipt)>, written: bool },
     Sweep { page: SweepPage, found: Option<SweptPage> },
+    TakeOver { page: ResumePage, claims: Option<Vec<Claim>> },
+    Call { call: Call, answer: Option<Answer> },
+    End { kind: EndingKind, ends: Ends, ended: Option<Vec<Ended>> },
+}
+
+/// What undisturbed time may stop at, so that the next step hits it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PendingSort {
+    Close,
+    Ask,
+    Cancel,
+    CloseClaimed,
+    SettlePaid,
 }
 
 /// A fault injected into the next stage of an action.
@@ -37,10 +55,13 @@ pub enum Fault {
 
 impl PendingAction {
     fn can_have(&self, fault: Fault) -> bool {
-        let is_to_be_closed = matches!(self, Self::Close { result: None, .. });
+        let is_to_be_closed = matches!(self, Self::Close { result: None, .. } | Self::End { ended: None, .. });
+        let is_to_be_made = matches!(self, Self::TakeOver { claims: None, .. } | Self::Call { answer: None, .. });
         match fault {
             Fault::None => true,
-            Fault::ResultLost => is_to_be_closed || matches!(self, Self::Rearm { .. } | Self::Park { .. }),
+            Fault::ResultLost => {
+                is_to_be_closed || is_to_be_made || matches!(self, Self::Rearm { .. } | Self::Park { .. })
+            }
             Fault::Transient => is_to_be_closed,
         }
     }
@@ -60,7 +81,7 @@ impl World {
     pub fn start(&mut self, worker: usize) {
         self.note_if(self.workers[worker].is_none() && self.sessions > 0, Event::Restarted);
         self.workers[worker].get_or_insert_with(|| Worker {
-            engine: MutantEngine::new(self.mutant),
+            engine: MutantEngine::new(self.mutant, self.has_provider),
             session: None,
             next_tag: 1,
             pending: Vec::new(),
@@ -94,13 +115,32 @@ impl World {
         })
     }
 
-    /// Whether a worker has a pending close that has not reached the database.
-    pub(super) fn closes_something(&self, worker: usize) -> bool {
+    /// Whether a worker has a pending action of this sort that has not reached its server.
+    pub(super) fn has_pending(&self, worker: usize, sort: PendingSort) -> bool {
         let is_such = |action: &PendingAction| match action {
-            PendingAction::Close { batch, result: None, .. } => !batch.items.is_empty(),
+            PendingAction::Close { batch, result: None, .. } => sort == PendingSort::Close && !batch.items.is_empty(),
+            PendingAction::Call { call, answer: None } => match call.kind {
+                CallKind::Ask => sort == PendingSort::Ask,
+                CallKind::Cancel => sort == PendingSort::Cancel,
+            },
+            PendingAction::End { kind, ended: None, .. } => match kind {
+                EndingKind::Close => sort == PendingSort::CloseClaimed,
+                EndingKind::SettlePaid => sort == PendingSort::SettlePaid,
+                EndingKind::Postpone => false,
+            },
             _ => false,
         };
         self.workers[worker].as_ref().is_some_and(|worker| worker.pending.iter().any(is_such))
+    }
+
+    /// The attempts about which a worker is about to call.
+    pub(super) fn pending_calls(&self) -> Vec<String> {
+        let pending = self.workers.iter().flatten().flat_map(|worker| &worker.pending);
+        let reference = |action: &PendingAction| match action {
+            PendingAction::Call { call, answer: None } => Some(call.attempt.reference.clone()),
+            _ => None,
+        };
+        pending.filter_map(reference).collect()
     }
 
     /// Whether any worker runs and is not stopping.
@@ -184,7 +224,7 @@ impl World {
             }
             let is_idle = !self.has_changed;
             self.has_changed |= had_changed;
-            if self.stops_at_close {
+            if self.stops_at.is_some() {
                 return Ok(());
             }
             if is_idle {
@@ -214,7 +254,7 @@ impl World {
         for _ in 0..MAX_ROUNDS {
             self.turn(n);
             let actions = self.workers[n].as_ref().map_or(0, |worker| worker.pending.len());
-            if actions == 0 || self.stops_at_close && self.closes_something(n) {
+            if actions == 0 || self.stops_at.is_some_and(|sort| self.has_pending(n, sort)) {
                 return Ok(());
             }
             while self.workers[n].as_ref().is_some_and(|worker| !worker.pending.is_empty()) {
@@ -249,7 +289,7 @@ impl World {
         for action in worker.engine.poll_actions(now) {
             match action {
                 Action::Settle(settlements) => self.settle(settlements),
-                Action::Close(batch) => {
+                Action::Close(batch) | Action::Claim(batch) => {
                     if self.mutant == Mutant::AckBeforeCommit {
                         self.settle(receipts(&batch).map(|receipt| (receipt, Settlement::Ack)).collect());
                     }
@@ -263,6 +303,7 @@ impl World {
                 }
                 Action::Park(dead_letters) => worker.pending.push(PendingAction::Park { dead_letters, written: false }),
                 Action::Sweep(page) => worker.pending.push(PendingAction::Sweep { page, found: None }),
+                Action::Closing(action) => worker.pending.push(pending_closing(action)),
             }
         }
     }
@@ -352,6 +393,31 @@ impl World {
                 Ok(PendingAction::Sweep { page, found })
             }
             PendingAction::Sweep { found: Some(found), .. } => Err(Input::Swept(found)),
+            PendingAction::TakeOver { claims: None, .. } if self.database_is_away => {
+                Err(Input::Closing(ClosingInput::NotResumed("the database is away".into())))
+            }
+            PendingAction::TakeOver { page, claims: None } => {
+                let claims = self.take_over(&page);
+                if fault == Fault::ResultLost {
+                    return Err(Input::Closing(ClosingInput::NotResumed("the connection is gone".into())));
+                }
+                Ok(PendingAction::TakeOver { page, claims: Some(claims) })
+            }
+            PendingAction::TakeOver { claims: Some(claims), .. } => Err(Input::Closing(ClosingInput::Resumed(claims))),
+            PendingAction::Call { call, answer: None } => {
+                let answer = Some(self.call(&call, fault == Fault::ResultLost));
+                Ok(PendingAction::Call { call, answer })
+            }
+            PendingAction::Call { call, answer: Some(answer) } => {
+                Err(Input::Closing(ClosingInput::Answered(call, answer)))
+            }
+            PendingAction::End { kind, ends, ended: None } => {
+                let ended = Some(self.end_orders(&ends, fault));
+                Ok(PendingAction::End { kind, ends, ended })
+            }
+            PendingAction::End { kind, ended: Some(ended), .. } => {
+                Err(Input::Closing(ClosingInput::Ended(kind, ended)))
+            }
         }
     }
 
@@ -372,6 +438,17 @@ impl World {
             (Wanted::BeforeDeadline, Some((SourceQueue::Timeout, _))) => Event::Rearmed,
             (Wanted::BeforeDeadline, _) => Event::RearmedFromInbox,
         }
+    }
+}
+
+fn pending_closing(action: ClosingAction) -> PendingAction {
+    let end = |kind, ends| PendingAction::End { kind, ends, ended: None };
+    match action {
+        ClosingAction::Resume(page) => PendingAction::TakeOver { page, claims: None },
+        ClosingAction::Call(call) => PendingAction::Call { call, answer: None },
+        ClosingAction::CloseClaimed(endings) => end(EndingKind::Close, Ends::Close(endings)),
+        ClosingAction::SettlePaid(endings) => end(EndingKind::SettlePaid, Ends::SettlePaid(endings)),
+        ClosingAction::Postpone(ends) => end(EndingKind::Postpone, Ends::Postpone(ends)),
     }
 }
 

@@ -3,6 +3,7 @@
 //! Data only: nothing is decided here.
 
 use super::Batch;
+use super::closing::ClosingAction;
 use crate::alarm::{DeadLetter, Rearm, Receipt, Settlement};
 use crate::order::SweepPage;
 
@@ -11,6 +12,11 @@ use crate::order::SweepPage;
 pub enum Action {
     /// Close these orders, then report `Input::Closed`.
     Close(Batch),
+    /// Claim these orders for the closing protocol, then report `Input::Closed`. In the place of `Close` for orders that a
+    /// payment provider is asked about.
+    Claim(Batch),
+    /// A step of the closing protocol.
+    Closing(ClosingAction),
     /// Publish a new alarm for each, then report `Input::Rearmed` for those that are confirmed, and
     /// `Input::NotRearmed` or `Input::RearmRefused` for the rest.
     Rearm(Vec<Rearm>),

@@ -2,6 +2,7 @@
 //!
 //! Data only: nothing is decided here.
 
+use super::closing::ClosingInput;
 use super::{Batch, BatchResult, Share};
 use crate::alarm::{DeadLetter, Delivered, Rearm, Receipt};
 use crate::order::SweptPage;
@@ -11,8 +12,10 @@ use crate::order::SweptPage;
 pub enum Input {
     /// A message has arrived in a consumer session.
     Delivered(Delivered),
-    /// A closer has finished this batch.
+    /// A closer has finished this batch: it is closed, or claimed.
     Closed(Batch, BatchResult),
+    /// A step of the closing protocol has ended.
+    Closing(ClosingInput),
     /// The broker has confirmed a new message for each of these alarms.
     Rearmed(Vec<Receipt>),
     /// Rearming these failed, and any other would fail: the broker is away or does not answer.

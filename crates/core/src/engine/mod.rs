@@ -3,7 +3,8 @@
 //! `apply.rs` what a decision means for a work item, `ready_queues.rs` and `retry_list.rs` what waits, `batching.rs`
 //! what is closed next, `lock_wait.rs` which batches wait for locks, `availability.rs` whether the database closes
 //! anything, `sweep.rs` the safety net, `look_ahead.rs` how far it reads, `circulation.rs` what the broker returns early,
-//! `order_backoff.rs` how long an order waits before the next try, `policy.rs` the limits, `snapshot.rs` the read side.
+//! `closing/` the
+//! closing protocol with a payment provider, `order_backoff.rs` how long an order waits before the next try, `policy.rs` the limits, `snapshot.rs` the read side.
 //!
 //! Pure: inputs come in with the database's time, actions go out. No I/O, no clock, no task. The worker, a dependent of
 //! this crate, runs the actions; a test can drive the same engine through any interleaving.
@@ -13,6 +14,7 @@ mod apply;
 mod availability;
 mod batching;
 mod circulation;
+mod closing;
 mod decide;
 mod input;
 mod lock_wait;
@@ -35,11 +37,16 @@ use crate::alarm::{
 use crate::hold::Hold;
 use crate::kind::Kind;
 use crate::message::Alarm;
-use crate::order::{Deadline, OrderId, Overdue, SweptPage, Timestamp};
+use crate::order::{CloseResult, Deadline, OrderId, Outcome, Overdue, SweptPage, Timestamp};
 pub use action::Action;
 use availability::Availability;
 pub use availability::Unavailable;
 use circulation::{Circulation, circulates, explain_death};
+use closing::Closing;
+pub use closing::{
+    AttemptKey, Call, CallKind, Claim, ClaimedAttempt, ClosingAction, ClosingInput, ClosingPolicy, EndOutcome, Ended,
+    Ending, EndingKind, Lease, PaidEnding, Postponement, Recorded, ResumePage, Step, UnresolvedReason,
+};
 pub use input::Input;
 use lock_wait::LockWaitBudget;
 use look_ahead::LookAhead;
@@ -91,6 +98,8 @@ pub struct Engine {
     rearms: Vec<Rearm>,
     rearm_retries: RetryList<Rearm>,
     circulation: Circulation,
+    /// `None` if no provider is asked: then orders are closed at once.
+    closing: Option<Closing>,
     dead_letters: VecDeque<(DeadLetter, Receipt)>,
     park_retries: RetryList<(DeadLetter, Receipt)>,
     /// How many dead letters are being parked.
@@ -126,6 +135,7 @@ impl Engine {
             rearms: Vec::new(),
             rearm_retries: RetryList::default(),
             circulation: Circulation::default(),
+            closing: None,
             dead_letters: VecDeque::new(),
             park_retries: RetryList::default(),
             parking: 0,
@@ -136,6 +146,13 @@ impl Engine {
         }
     }
 
+    /// The same for orders that a payment provider is asked about before they are closed.
+    #[must_use]
+    pub fn with_provider(policy: Policy, closing: ClosingPolicy) -> Self {
+        let closing = Some(Closing::new(closing, policy.pause_share));
+        Self { closing, ..Self::new(policy) }
+    }
+
     /// Takes in what happened. `now` is the database's time.
     ///
     /// # Panics
@@ -144,7 +161,15 @@ impl Engine {
         self.note_time(now);
         match input {
             Input::Delivered(delivered) => self.receive(delivered, now),
-            Input::Closed(batch, result) => self.apply_results(batch, result, now),
+            Input::Closed(batch, result) => {
+                self.note_claimed(&result, now);
+                self.apply_results(batch, result, now);
+            }
+            Input::Closing(input) => {
+                if let Some(closing) = &mut self.closing {
+                    closing.handle(input, now);
+                }
+            }
             Input::Rearmed(receipts) => {
                 self.rearm_retries.succeeded(&receipts);
                 self.acknowledge(receipts);
@@ -202,7 +227,10 @@ impl Engine {
         self.release_held_back(now);
         let mut actions = Vec::new();
         while let Some(batch) = self.next_batch(now) {
-            actions.push(Action::Close(batch));
+            actions.push(if self.closing.is_some() { Action::Claim(batch) } else { Action::Close(batch) });
+        }
+        if let Some(closing) = &mut self.closing {
+            actions.extend(closing.poll_actions(now).into_iter().map(Action::Closing));
         }
         if self.wants_sweep_page() {
             let has_room = self.hold.len() < MAX_HELD_WHILE_READING_AHEAD;
@@ -232,10 +260,19 @@ impl Engine {
     pub fn next_wakeup(&self) -> Option<Timestamp> {
         let sweep_at = self.sweep.ready_at().filter(|_| self.wants_sweep_page());
         let (rearm_at, park_at) = (self.rearm_retries.ready_at(), self.park_retries.ready_at());
-        [self.hold_ready_at(), self.batch_ready_at(), sweep_at, rearm_at, self.circulation.ready_at(), park_at]
-            .into_iter()
-            .flatten()
-            .min()
+        let closing_at = self.closing.as_ref().and_then(Closing::next_wakeup);
+        [
+            self.hold_ready_at(),
+            self.batch_ready_at(),
+            sweep_at,
+            rearm_at,
+            self.circulation.ready_at(),
+            park_at,
+            closing_at,
+        ]
+        .into_iter()
+        .flatten()
+        .min()
     }
 
     /// When held alarms are woken: with the last one that falls due within `linger` of the first, or with the one that
@@ -263,6 +300,7 @@ impl Engine {
         Snapshot {
             held: self.hold.len(),
             held_back: self.circulation.len(),
+            asked_about: self.closing.as_ref().map_or(0, Closing::len),
             early_returns: self.circulation.early_return_count(),
             swept: self.swept,
             backed_off: self.sweep.backed_off(),
@@ -276,7 +314,8 @@ impl Engine {
         }
     }
 
-    /// Stops accepting alarms and returns to the broker every alarm that is not with a closer.
+    /// Stops accepting alarms and returns to the broker every alarm that is not with a closer, and to the other workers
+    /// every order that a provider is asked about.
     pub fn drain(&mut self) {
         self.draining = true;
         let mut waiting = self.hold.drain();
@@ -289,6 +328,10 @@ impl Engine {
         let held_back = self.circulation.drain();
         self.requeue(held_back);
         self.requeue(receipts);
+        let now = self.latest_time;
+        if let Some(closing) = &mut self.closing {
+            closing.drain(now);
+        }
     }
 
     /// Whether no closer is working.
@@ -325,6 +368,19 @@ impl Engine {
         self.park_retries.clock_was_set_back(now);
         self.sweep.clock_was_set_back(now);
         self.look_ahead.clock_was_set_back(now);
+        if let Some(closing) = &mut self.closing {
+            closing.clock_was_set_back(now);
+        }
+    }
+
+    /// Claimed orders wait in the database; the closing protocol takes them over from there.
+    fn note_claimed(&mut self, result: &BatchResult, now: Timestamp) {
+        let is_claimed = |found: &CloseResult| matches!(found, Ok(found) if found.outcome == Outcome::Closing);
+        if let (Some(closing), Ok(results)) = (&mut self.closing, result)
+            && results.values().any(is_claimed)
+        {
+            closing.note_claimed(now);
+        }
     }
 
     fn acknowledge(&mut self, receipts: impl IntoIterator<Item = Receipt>) {

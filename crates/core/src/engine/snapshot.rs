@@ -12,6 +12,8 @@ pub struct Snapshot<'a> {
     pub held: usize,
     /// Alarms that are held back because the broker returns them early.
     pub held_back: usize,
+    /// Orders of this worker that a payment provider is asked about, or that wait for their statement after it.
+    pub asked_about: usize,
     /// How often the broker has returned an alarm early so far.
     pub early_returns: u64,
     /// Overdue orders that the sweep has picked up so far because this worker had no alarm for them.

@@ -3,11 +3,12 @@
 use super::*;
 use crate::alarm::Returns;
 use crate::message::Alarm;
-use crate::order::{CloseError, CloseOutcome, CloseResult, ClosedBy, Outcome, SweepPage, SweepPlace};
+use crate::order::{CloseError, CloseOutcome, ClosedBy, SweepPage, SweepPlace};
 
 mod availability;
 mod batching;
 mod circulation;
+mod closing;
 mod kinds;
 mod look_ahead;
 mod sweep;

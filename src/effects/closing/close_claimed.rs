@@ -1,0 +1,67 @@
+//! The action CLOSE CLAIMED: closes orders of which every attempt is proved to be closed. One batch, one statement, one
+//! transaction.
+//!
+//! Never reports "closed" before the commit is answered.
+
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::engine::{EndOutcome, Ending};
+use sqlx::Row;
+use sqlx::postgres::PgRow;
+use sqlx::types::Json;
+
+use super::outcomes::{EndStatement, Outcomes};
+use super::{AttemptColumns, answers_by_order};
+use crate::postgres::{Database, ErrorClass, classify};
+
+/// The statement.
+pub const CLOSE_CLAIMED_SQL: &str = include_str!("../../../sql/close_claimed.sql");
+
+/// Runs it on this database.
+pub(super) struct CloseClaimed<'a>(pub &'a Database);
+
+impl EndStatement for CloseClaimed<'_> {
+    type Item = Ending;
+
+    fn ending(item: &Ending) -> &Ending {
+        item
+    }
+
+    async fn run(&self, endings: &[Ending]) -> Result<Outcomes, sqlx::Error> {
+        match close(self.0, endings, true).await {
+            // The others must not wait again for an article that another session holds; its orders are reported as busy.
+            Err(error) if classify(&error) == ErrorClass::Locked => close(self.0, endings, false).await,
+            answer => answer,
+        }
+    }
+}
+
+async fn close(database: &Database, endings: &[Ending], waits: bool) -> Result<Outcomes, sqlx::Error> {
+    let closed = AttemptColumns::closed(endings);
+    let query = sqlx::query(CLOSE_CLAIMED_SQL)
+        .bind(endings.iter().map(|ending| ending.order_id.as_str()).collect::<Vec<_>>())
+        .bind(endings.iter().map(|ending| ending.lease.0).collect::<Vec<_>>())
+        .bind(Json(answers_by_order(endings)))
+        .bind(waits)
+        .bind(closed.orders)
+        .bind(closed.providers)
+        .bind(closed.references);
+    let rows = database.run(async |connection| query.fetch_all(connection).await).await?;
+    rows.iter().map(|row| Ok((row.try_get("order_id")?, read_outcome(row)?))).collect()
+}
+
+fn read_outcome(row: &PgRow) -> Result<EndOutcome, sqlx::Error> {
+    let word: String = row.try_get("outcome")?;
+    Ok(match word.as_str() {
+        "closed" => EndOutcome::Closed,
+        "already_paid" => EndOutcome::AlreadyPaid,
+        "already_closed" => EndOutcome::AlreadyClosed,
+        "busy" => EndOutcome::Busy,
+        "attempts_changed" => EndOutcome::AttemptsChanged,
+        "lease_lost" => EndOutcome::LeaseLost,
+        "not_due" => {
+            let Timestamptz(deadline) = row.try_get("deadline")?;
+            EndOutcome::NotDue(deadline)
+        }
+        _ => return Err(sqlx::Error::Decode(format!("sql/close_claimed.sql returns the outcome {word:?}").into())),
+    })
+}
