@@ -45,7 +45,12 @@ pub async fn run(args: ScheduleArgs, settings: Settings) -> anyhow::Result<Comma
     check.remarks(deadline).await.iter().for_each(|remark| answer.remark(remark));
     let deadline = write_rfc3339(deadline);
     if args.json {
-        answer.line(json!({ "kind": kind, "order_id": order_id, "deadline": deadline }));
+        // As in the message: only a kind that is not the default one is named.
+        let mut scheduled = json!({ "order_id": order_id, "deadline": deadline });
+        if !kind.is_default() {
+            scheduled["kind"] = json!(kind);
+        }
+        answer.line(scheduled);
     } else {
         let of_kind = if kind.is_default() { String::new() } else { format!(" of kind {kind}") };
         answer.line(format!("scheduled: order {order_id}{of_kind} at {deadline}"));

@@ -93,7 +93,7 @@ fn deleted_wheel_is_declared_again() {
         schedule(&env, &publisher, 10, 8 * SECOND).await;
         wait_for("alarms in the wheel", async || env.depth_of_all("wheel.").await == 10).await;
         wait_for("every close", async || env.closed().await == 10).await;
-        for queue in env.settings.queue_names().into_iter().filter(|name| name.contains(".slot.")) {
+        for queue in env.settings.queue_names().into_iter().filter(|name| name.contains(".wheel.")) {
             env.channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.unwrap();
         }
         schedule(&env, &publisher, 10, 8 * SECOND).await;

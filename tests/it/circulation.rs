@@ -18,7 +18,7 @@ const SECOND: Duration = Duration::from_secs(1);
 /// How soon a cause must be named, and no longer named after its cure.
 const NOTICED_WITHIN: Duration = Duration::from_secs(15);
 /// A pattern for the names of all delay queues.
-const DELAY_QUEUES: &str = r"\.(slot|delay)\.";
+const DELAY_QUEUES: &str = r"\.(wheel|delay)\.";
 
 /// As in production: an order without an alarm is closed half a second late.
 fn with_sweep(settings: &mut Settings) {

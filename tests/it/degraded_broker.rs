@@ -266,7 +266,7 @@ fn alternate_exchange_policy_is_named() {
 fn refused_canary_is_named_as_refused() {
     on_private_broker(async |env, broker| {
         let worker = env.worker().await;
-        ctl(&broker, &["set_permissions", "guest", ".*", r"^(?!.*\.slot$).*", ".*"]).await;
+        ctl(&broker, &["set_permissions", "guest", ".*", r"^(?!.*\.wheel$).*", ".*"]).await;
         have_orders_swept(&env).await;
         let wheel = format!("could not be published to exchange {:?}", env.names().wheel());
         wait_until_named(&worker, "alarms_not_arriving", NAMED_WITHIN, &wheel).await;
