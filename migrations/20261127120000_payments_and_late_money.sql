@@ -5,7 +5,7 @@ ALTER TABLE orders
     -- Nullable without a default: added without rewriting a large table.
     ADD COLUMN received_minor bigint;
 
-CREATE TABLE payments (
+CREATE TABLE received_payments (
     provider      text NOT NULL,
     -- What the provider knows the payment by: each movement of money has its own.
     reference     text NOT NULL,
@@ -35,7 +35,7 @@ CREATE TABLE payments (
     CONSTRAINT no_more_counts_than_was_paid CHECK (counted_minor BETWEEN 0 AND amount_minor)
 );
 
-CREATE INDEX payments_by_order ON payments (order_id);
+CREATE INDEX payments_by_order ON received_payments (order_id);
 
 -- Money that paid for nothing. It is given back, or used to reopen its order.
 CREATE TABLE late_payments (
@@ -58,7 +58,7 @@ CREATE TABLE late_payments (
     -- One payment can be late once. With the reason, because what is left over of a late payment that reopened its order
     -- is a surplus.
     CONSTRAINT a_payment_is_late_once UNIQUE (provider, reference, reason),
-    FOREIGN KEY (provider, reference) REFERENCES payments,
+    FOREIGN KEY (provider, reference) REFERENCES received_payments,
     CONSTRAINT the_reason_is_known
         CHECK (reason IN ('closed', 'cancelled', 'not_open', 'after_deadline', 'already_paid', 'surplus', 'part_payment',
                           'other_currency', 'other_order', 'unknown_order')),

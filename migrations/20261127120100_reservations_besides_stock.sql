@@ -1,7 +1,7 @@
 -- What an order reserves besides stock: uses of a coupon, points of a customer, whatever has a number that is left. A shop
 -- that reserves stock alone leaves both tables empty.
 
-CREATE TABLE resources (
+CREATE TABLE reserved_resources (
     -- 'coupon', 'points' or a word of the shop's own.
     kind      text NOT NULL,
     -- The coupon's code, the customer's number.
@@ -23,6 +23,6 @@ CREATE TABLE order_resources (
     quantity    bigint NOT NULL,
 
     PRIMARY KEY (order_id, kind, resource_id),
-    FOREIGN KEY (kind, resource_id) REFERENCES resources (kind, id),
+    FOREIGN KEY (kind, resource_id) REFERENCES reserved_resources (kind, id),
     CONSTRAINT reserved_quantity_is_positive CHECK (quantity > 0)
 );

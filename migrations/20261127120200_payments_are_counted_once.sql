@@ -4,7 +4,7 @@
 --
 -- A payment callback calls payment_received in one statement (docs/PAYMENTS.md). These functions ask no provider and
 -- refund nothing. Each is run once for a payment, however often and by however many sessions it is reported: the table
--- `payments` has one row for each (provider, reference).
+-- `received_payments` has one row for each (provider, reference).
 
 -- Money that paid for nothing, or not for this order: recorded, announced, and in the order's history if it has one.
 -- The caller has locked the order's row, if there is one. Not for callbacks.
@@ -52,9 +52,9 @@ CREATE FUNCTION recorded_payment(
 LANGUAGE plpgsql AS $$
 #variable_conflict use_column
 DECLARE
-    known payments;
+    known received_payments;
 BEGIN
-    SELECT * INTO STRICT known FROM payments p
+    SELECT * INTO STRICT known FROM received_payments p
     WHERE p.provider = recorded_payment.provider AND p.reference = recorded_payment.reference;
     IF (known.order_id, known.amount_minor, known.currency)
         IS DISTINCT FROM (recorded_payment.order_id, recorded_payment.amount_minor, recorded_payment.currency) THEN
@@ -119,7 +119,7 @@ BEGIN
             AND NOT coalesce((SELECT s.pay_after_deadline FROM order_timeout_settings s), true) THEN 'after_deadline'
         -- Amounts of two currencies are never added up, even if the order does not say its own.
         WHEN target.currency <> payment_received.currency
-            OR EXISTS (SELECT FROM payments p WHERE p.order_id = id_text AND p.counted_minor > 0
+            OR EXISTS (SELECT FROM received_payments p WHERE p.order_id = id_text AND p.counted_minor > 0
                        AND p.currency <> payment_received.currency) THEN 'other_currency'
     END;
     -- NULL if it is not known what the order costs: then any payment pays it.
@@ -140,7 +140,7 @@ BEGIN
         counted := greatest(least(payment_received.amount_minor, missing), 0);
     END IF;
 
-    INSERT INTO payments (provider, reference, order_id, amount_minor, currency, outcome, reason, counted_minor,
+    INSERT INTO received_payments (provider, reference, order_id, amount_minor, currency, outcome, reason, counted_minor,
                           missing_minor, surplus_minor)
     VALUES (payment_received.provider, payment_received.reference, id_text, payment_received.amount_minor,
             payment_received.currency, verdict, why, counted,
@@ -168,7 +168,7 @@ BEGIN
                                         payment_received.amount_minor - counted, payment_received.currency, 'surplus');
         END IF;
     END IF;
-    RETURN QUERY SELECT p.outcome, p.reason, p.missing_minor, p.surplus_minor, true FROM payments p
+    RETURN QUERY SELECT p.outcome, p.reason, p.missing_minor, p.surplus_minor, true FROM received_payments p
     WHERE p.provider = payment_received.provider AND p.reference = payment_received.reference;
 END $$;
 
@@ -200,9 +200,9 @@ BEGIN
           WHERE i.order_id = count_payment.order_id
           ORDER BY k.article_id FOR NO KEY UPDATE OF k) r
     WHERE s.article_id = r.article_id;
-    UPDATE resources s SET reserved = s.reserved - r.quantity
+    UPDATE reserved_resources s SET reserved = s.reserved - r.quantity
     FROM (SELECT k.kind, k.id, i.quantity
-          FROM order_resources i JOIN resources k ON k.kind = i.kind AND k.id = i.resource_id
+          FROM order_resources i JOIN reserved_resources k ON k.kind = i.kind AND k.id = i.resource_id
           WHERE i.order_id = count_payment.order_id
           ORDER BY k.kind, k.id FOR NO KEY UPDATE OF k) r
     WHERE s.kind = r.kind AND s.id = r.id;
@@ -216,7 +216,7 @@ CREATE FUNCTION late_payment_received(
 LANGUAGE plpgsql SECURITY DEFINER AS $$
 #variable_conflict use_column
 BEGIN
-    INSERT INTO payments (provider, reference, order_id, amount_minor, currency, outcome, reason)
+    INSERT INTO received_payments (provider, reference, order_id, amount_minor, currency, outcome, reason)
     VALUES (late_payment_received.provider, late_payment_received.reference, late_payment_received.order_id,
             late_payment_received.amount_minor, late_payment_received.currency, 'late', 'not_open')
     ON CONFLICT DO NOTHING;
@@ -242,7 +242,7 @@ CREATE FUNCTION release_part_payments(order_id uuid) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER AS $$
 #variable_conflict use_column
 DECLARE
-    part payments;
+    part received_payments;
     released bigint := 0;
 BEGIN
     UPDATE orders o SET received_minor = NULL
@@ -252,12 +252,12 @@ BEGIN
         RETURN 0;
     END IF;
     FOR part IN
-        SELECT * FROM payments p
+        SELECT * FROM received_payments p
         WHERE p.order_id = release_part_payments.order_id::text AND p.outcome = 'partial' AND p.counted_minor > 0
         ORDER BY p.received_at, p.provider, p.reference
         FOR NO KEY UPDATE
     LOOP
-        UPDATE payments p SET counted_minor = 0 WHERE p.provider = part.provider AND p.reference = part.reference;
+        UPDATE received_payments p SET counted_minor = 0 WHERE p.provider = part.provider AND p.reference = part.reference;
         PERFORM record_late_payment(part.order_id, part.provider, part.reference, part.counted_minor, part.currency,
                                     'part_payment');
         released := released + 1;

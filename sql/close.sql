@@ -67,7 +67,7 @@ resources_free AS MATERIALIZED (
     -- As stock_free.
     SELECT s.kind, s.id
     FROM (SELECT DISTINCT c.kind, c.resource_id FROM claims c WHERE NOT $3::boolean) k
-    JOIN resources s ON s.kind = k.kind AND s.id = k.resource_id
+    JOIN reserved_resources s ON s.kind = k.kind AND s.id = k.resource_id
     ORDER BY s.kind, s.id
     FOR NO KEY UPDATE OF s SKIP LOCKED
 ),
@@ -137,7 +137,7 @@ stock_given_back AS (
 ),
 resources_given_back AS (
     -- After the stock, as a payment locks them, and in the order of their keys.
-    UPDATE resources s
+    UPDATE reserved_resources s
     SET available = s.available + g.quantity, reserved = s.reserved - g.quantity
     FROM (
         SELECT c.kind, c.resource_id, sum(c.quantity)::bigint AS quantity

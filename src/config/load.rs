@@ -377,7 +377,7 @@ fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, SettingsErro
         let why = "its elements are tables, which can be written only in a file (--config)".to_owned();
         return Err(SettingsError::new(Some(key.to_owned()), Some(origin), why));
     }
-    if LISTS.contains(&key) || is_lanes_of_kind(key) {
+    if LISTS.contains(&key) || is_list_of_kind(key) {
         let parts: Vec<String> = match text.trim() {
             "" => Vec::new(),
             text => text.split(',').map(|part| part.trim().to_owned()).collect(),
@@ -387,8 +387,10 @@ fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, SettingsErro
     Ok(Value::new(Some(&origin), text))
 }
 
-fn is_lanes_of_kind(key: &str) -> bool {
-    key.strip_prefix("kinds.").and_then(|rest| rest.split_once('.')).is_some_and(|(_, name)| name == "lanes")
+fn is_list_of_kind(key: &str) -> bool {
+    key.strip_prefix("kinds.")
+        .and_then(|rest| rest.split_once('.'))
+        .is_some_and(|(_, name)| ["lanes", "remind"].contains(&name))
 }
 
 /// Refuses keys that `config/default.toml` does not have. Done here rather than by serde so that the sentence can name

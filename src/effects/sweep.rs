@@ -86,7 +86,8 @@ impl Sweeper {
     }
 }
 
-fn read_row(row: &PgRow) -> Result<SweepPlace, sqlx::Error> {
+/// A row by the names of its columns, which may be in any order.
+pub(crate) fn read_row(row: &PgRow) -> Result<SweepPlace, sqlx::Error> {
     let id: String = row.try_get("order_id")?;
     match row.try_get("deadline")? {
         Some(Timestamptz(deadline)) => Ok(SweepPlace { deadline, id }),

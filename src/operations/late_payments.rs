@@ -424,7 +424,7 @@ async fn lock_reserved(connection: &mut PgConnection, order_id: Uuid) -> Result<
                     FROM order_items i JOIN stock s ON s.article_id = i.article_id
                     WHERE i.order_id = $1 ORDER BY s.article_id FOR NO KEY UPDATE OF s";
     let of_resources = "SELECT s.kind, s.id, i.quantity AS wanted, s.available
-                        FROM order_resources i JOIN resources s ON s.kind = i.kind AND s.id = i.resource_id
+                        FROM order_resources i JOIN reserved_resources s ON s.kind = i.kind AND s.id = i.resource_id
                         WHERE i.order_id = $1 ORDER BY s.kind, s.id FOR NO KEY UPDATE OF s";
     let mut lacks = Vec::new();
     for select in [of_stock, of_resources] {
@@ -442,7 +442,7 @@ async fn lock_reserved(connection: &mut PgConnection, order_id: Uuid) -> Result<
 async fn take_reserved(connection: &mut PgConnection, order_id: Uuid) -> Result<(), sqlx::Error> {
     let of_stock = "UPDATE stock s SET available = s.available - i.quantity
                     FROM order_items i WHERE i.order_id = $1 AND s.article_id = i.article_id";
-    let of_resources = "UPDATE resources s SET available = s.available - i.quantity
+    let of_resources = "UPDATE reserved_resources s SET available = s.available - i.quantity
                         FROM order_resources i WHERE i.order_id = $1 AND s.kind = i.kind AND s.id = i.resource_id";
     for update in [of_stock, of_resources] {
         sqlx::query(update).bind(order_id).execute(&mut *connection).await?;
@@ -475,10 +475,11 @@ async fn use_pieces(connection: &mut PgConnection, pieces: &[Piece], operator: &
 
 /// Changes how much of the payment counts toward its order.
 async fn count(connection: &mut PgConnection, piece: &Piece, more: i64) -> Result<(), sqlx::Error> {
-    let update =
-        sqlx::query("UPDATE payments SET counted_minor = counted_minor + $3 WHERE provider = $1 AND reference = $2");
+    let update = sqlx::query(
+        "UPDATE received_payments SET counted_minor = counted_minor + $3 WHERE provider = $1 AND reference = $2",
+    );
     let update = update.bind(&piece.provider).bind(&piece.reference).bind(more);
-    one_row(&update.execute(connection).await?, "payments")
+    one_row(&update.execute(connection).await?, "received_payments")
 }
 
 async fn record_surplus(

@@ -25,7 +25,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::join_all;
+use futures_util::future::{join_all, try_join_all};
 use order_timeout_amqp::connect::{self, BrokerError};
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_amqp::topology::DECLARE_TIMEOUT;
@@ -175,13 +175,20 @@ fn warn_about_settings(settings: &Settings) {
     if let Some(why) = settings.delay.strategy.deprecation() {
         warn!("{why}");
     }
+    let served = settings.served_kinds();
+    for kind in settings.all_kinds().difference(&served).filter(|_| settings.worker.kinds.is_empty()) {
+        warn!(
+            %kind,
+            "no orders are named for this kind, so this worker only sends its alarms on; another worker must serve it, or give it kinds.{kind}.table or its close_sql and overdue_sql"
+        );
+    }
 }
 
 /// Opens the first session of each kind, unless the broker is away.
 async fn open_sessions(settings: &Settings, kinds: &mut [KindWorker]) -> Result<(), BrokerError> {
-    for (index, kind) in kinds.iter_mut().enumerate() {
-        kind.open_session(settings, index == 0).await?;
-    }
+    // At the same time, so that a broker that does not answer is waited for once.
+    let opening = kinds.iter_mut().enumerate().map(|(index, kind)| kind.open_session(settings, index == 0));
+    try_join_all(opening).await?;
     // With all sessions open: the connection for publishing comes on top of them.
     let last = kinds.last().and_then(KindWorker::first_session);
     if let Some(session) = last

@@ -45,6 +45,6 @@ fn python_callback_reports_payment_once() {
         assert!(answer.contains(" 503 "), "another amount for the same reference: {answer}");
         assert_eq!(callback.line(), format!("{} paid 0", order.id));
         assert_eq!(env.status(&order).await, "paid");
-        assert_eq!(env.count("SELECT count(*) FROM payments").await, 1);
+        assert_eq!(env.count("SELECT count(*) FROM received_payments").await, 1);
     });
 }

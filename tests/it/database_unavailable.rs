@@ -252,6 +252,8 @@ fn changed_column_type_loses_no_alarm() {
         env.deliver(&before).await;
         wait_for("closes, so that the statements are prepared", async || env.closed().await == 20).await;
         for sql in [
+            // Postgres alters no column that a view shows.
+            "DROP VIEW orders_effective",
             "ALTER TABLE orders ALTER expires_at TYPE timestamptz(3)",
             "ALTER TABLE event_outbox ALTER routing_key TYPE varchar(200)",
         ] {

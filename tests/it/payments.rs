@@ -65,7 +65,7 @@ async fn reserve_resources(env: &TestEnv, orders: &[Order]) {
     execute(
         env,
         &format!(
-            "INSERT INTO resources VALUES ('coupon', 'SUMMER', 0, {count}), ('points', 'customer', 0, {count} * 100);
+            "INSERT INTO reserved_resources VALUES ('coupon', 'SUMMER', 0, {count}), ('points', 'customer', 0, {count} * 100);
              INSERT INTO order_resources SELECT o.id, 'coupon', 'SUMMER', 1 FROM orders o;
              INSERT INTO order_resources SELECT o.id, 'points', 'customer', 100 FROM orders o"
         ),
@@ -74,7 +74,7 @@ async fn reserve_resources(env: &TestEnv, orders: &[Order]) {
 }
 
 async fn resources(env: &TestEnv) -> Vec<(String, i64, i64)> {
-    let select = "SELECT kind, available, reserved FROM resources ORDER BY kind";
+    let select = "SELECT kind, available, reserved FROM reserved_resources ORDER BY kind";
     sqlx::query_as(select).fetch_all(&env.pool).await.unwrap()
 }
 
@@ -91,7 +91,7 @@ async fn late_reasons(env: &TestEnv) -> Vec<String> {
 
 /// What holds of money whatever happened: each payment counts, or is late, and never both.
 async fn assert_money_adds_up(env: &TestEnv) {
-    let lost = "SELECT count(*) FROM payments p
+    let lost = "SELECT count(*) FROM received_payments p
                 WHERE p.amount_minor <> p.counted_minor + coalesce((
                     SELECT sum(l.amount_minor) FROM late_payments l
                     WHERE l.provider = p.provider AND l.reference = p.reference AND l.state <> 'reopened'), 0)";
@@ -213,7 +213,7 @@ fn changed_report_of_reference_is_refused() {
         refuse(&orders[1], payment("pi_2", -1, "EUR"), "report what was received").await;
         refuse(&orders[1], payment("pi_2", 0, "EUR"), "which costs more").await;
         refuse(&orders[1], payment("", 5, "EUR"), "the reference 1 to 200 bytes").await;
-        assert_eq!(env.count("SELECT count(*) FROM payments").await, 1);
+        assert_eq!(env.count("SELECT count(*) FROM received_payments").await, 1);
         assert_eq!(env.status(&orders[1]).await, "unpaid");
         price(&env, 0).await;
         assert_eq!(report(&env.pool, orders[1].id, "free", 0).await.verdict, PAID, "an order of 0");
@@ -329,7 +329,7 @@ fn locked_coupon_makes_only_its_orders_busy() {
             .unwrap();
         execute(&env, "DELETE FROM order_resources WHERE kind = 'points'").await;
         let mut other = env.pool.begin().await.unwrap();
-        let hold = "SELECT FROM resources WHERE kind = 'coupon' FOR UPDATE";
+        let hold = "SELECT FROM reserved_resources WHERE kind = 'coupon' FOR UPDATE";
         sqlx::query(hold).execute(&mut *other).await.unwrap();
         assert_eq!(close(&env.pool, &orders, false).await, ["busy", "busy", "closed"]);
         other.rollback().await.unwrap();
@@ -426,7 +426,7 @@ fn callback_needs_only_execute() {
         let mut allowed = Vec::new();
         for sql in [
             "SELECT FROM public.orders",
-            "SELECT FROM payments",
+            "SELECT FROM received_payments",
             "UPDATE late_payments SET state = 'open'",
             "INSERT INTO event_outbox (routing_key, type, payload) VALUES ('a', 'b', '{}')",
             "SELECT count_payment(gen_random_uuid(), 1, true, 'a', 'b')",
@@ -543,7 +543,7 @@ fn reopening_names_what_lacks() {
         for (sold_out, lacks) in [
             ("UPDATE stock SET available = 0", "article article has 0 left and the order needs 1"),
             (
-                "UPDATE resources SET available = 99 WHERE kind = 'points'",
+                "UPDATE reserved_resources SET available = 99 WHERE kind = 'points'",
                 "points customer has 99 left and the order needs 100",
             ),
         ] {
@@ -554,7 +554,7 @@ fn reopening_names_what_lacks() {
             assert_eq!(env.status(order).await, "closed");
             assert_eq!(env.count("SELECT count(*) FROM order_events").await, before);
         }
-        execute(&env, "UPDATE stock SET available = 1; UPDATE resources SET available = 100").await;
+        execute(&env, "UPDATE stock SET available = 1; UPDATE reserved_resources SET available = 100").await;
         let (code, said, error) = settle(&["1", "--reopen"]).await;
         assert_eq!(
             (code, said.as_str()),
@@ -662,7 +662,7 @@ fn guide_programs_are_compiled_and_run() {
 /// The guide's lines of Rust.
 async fn guide_rust(env: &TestEnv, order_id: Uuid) -> Result<(), Box<dyn std::error::Error>> {
     sqlx::query("DELETE FROM payment_attempts").execute(&env.pool).await?;
-    sqlx::query("DELETE FROM payments").execute(&env.pool).await?;
+    sqlx::query("DELETE FROM received_payments").execute(&env.pool).await?;
     let money = Money { amount_minor: 1999, currency: Currency::new("EUR")? };
     let received = Attempt { provider: "stripe".into(), reference: "pi_3Mtw".into(), money };
     let outcome = payment_received(&env.pool, order_id.to_string(), &received).await?;

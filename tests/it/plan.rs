@@ -22,7 +22,7 @@ const MOST_ROWS: f64 = 10.0 * BATCH as f64;
 
 /// Overdue orders of one article each, among many paid ones.
 async fn fill(env: &TestEnv) {
-    for table in ["orders", "order_items", "stock", "order_resources", "resources"] {
+    for table in ["orders", "order_items", "stock", "order_resources", "reserved_resources"] {
         let keep = format!("ALTER TABLE {table} SET (autovacuum_enabled = false)");
         sqlx::query(AssertSqlSafe(keep)).execute(&env.pool).await.unwrap();
     }
@@ -35,7 +35,7 @@ async fn fill(env: &TestEnv) {
                   AS s (status, paid_at);
          INSERT INTO order_items
          SELECT id, 'a' || (1 + row_number() OVER () * 7 % {ARTICLES}), 1 FROM orders;
-         INSERT INTO resources VALUES ('coupon', 'SUMMER', 0, 1000000);
+         INSERT INTO reserved_resources VALUES ('coupon', 'SUMMER', 0, 1000000);
          INSERT INTO order_resources SELECT id, 'coupon', 'SUMMER', 1 FROM orders"
     );
     sqlx::raw_sql(AssertSqlSafe(fill)).execute(&env.pool).await.unwrap();
@@ -98,7 +98,7 @@ fn assert_by_primary_key(plan: &[Node], what: &str) {
         ("order_items", "order_items_pkey"),
         ("stock", "stock_pkey"),
         ("order_resources", "order_resources_pkey"),
-        ("resources", "resources_pkey"),
+        ("reserved_resources", "reserved_resources_pkey"),
     ] {
         let by = access_paths(relation, plan);
         assert!(
@@ -125,6 +125,8 @@ fn batch_uses_primary_keys_analysed_or_not() {
     TestEnv::builder().run(async |env| {
         fill(&env).await;
         let mut connection = env.pool.acquire().await.unwrap();
+        // As in a worker's sessions.
+        sqlx::raw_sql("SET enable_seqscan = off").execute(&mut *connection).await.unwrap();
         let ids = batch_of_unpaid(&env).await;
         for analysed in [false, true] {
             if analysed {

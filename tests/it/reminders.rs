@@ -102,6 +102,20 @@ fn workers_announce_each_order_once() {
     });
 }
 
+/// As when the clock is set back: what has been read lies further ahead than the horizon.
+#[test]
+fn progress_never_goes_back() {
+    TestEnv::builder().run(async |env| {
+        let reminders = reminders(&env).await;
+        reminders.announce().await.unwrap();
+        order(&env, 7).await;
+        execute(&env, "UPDATE reminder_progress SET reached = now() + interval '8 min'").await;
+        assert_eq!(reminders.announce().await.unwrap(), (0, false));
+        let kept = env.count("SELECT count(*) FROM reminder_progress WHERE reached > now() + interval '7 min'").await;
+        assert_eq!(kept, 1);
+    });
+}
+
 #[test]
 fn passed_deadlines_are_not_announced() {
     TestEnv::builder().run(async |env| {

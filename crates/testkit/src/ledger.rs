@@ -31,7 +31,7 @@ impl Ledger {
                      WHERE o.status = 'paid' AND e.event = 'closed'
                        AND NOT EXISTS (SELECT FROM order_events r WHERE r.order_id = o.id AND r.event = 'reopened')),
                     (SELECT coalesce(sum(reserved), 0)::bigint
-                     FROM (SELECT reserved FROM stock UNION ALL SELECT reserved FROM resources) AS all_reserved),
+                     FROM (SELECT reserved FROM stock UNION ALL SELECT reserved FROM reserved_resources) AS all_reserved),
                     (SELECT coalesce(sum(quantity), 0)::bigint
                      FROM (SELECT order_id, quantity FROM order_items
                            UNION ALL SELECT order_id, quantity FROM order_resources) AS i

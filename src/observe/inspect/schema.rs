@@ -129,7 +129,7 @@ const DEFAULT_ORDERS_TABLES: &[Table] = &[
         rights: &["SELECT"],
     },
     Table {
-        name: "resources",
+        name: "reserved_resources",
         migration: "20261127120100_reservations_besides_stock.sql",
         columns: &["kind", "id", "available", "reserved"],
         rights: &["SELECT", "UPDATE"],
@@ -334,11 +334,13 @@ impl Schema {
         let kinds = settings.served_kinds();
         let is_ours = kinds.iter().any(|kind| settings.has_default_orders(kind));
         let (mut tables, mut indexes) = (ALWAYS.to_vec(), INDEXES_ALWAYS.to_vec());
-        if kinds.iter().any(|kind| settings.table_of(kind).is_some()) {
-            tables.push(WRITTEN_EVENTS);
-        }
-        if settings.served_kinds().iter().any(|kind| !settings.reminders_of(kind).is_empty()) {
+        let has_reminders = |kind| !settings.reminders_of(kind).is_empty();
+        if kinds.iter().any(has_reminders) {
             tables.extend(REMINDER_TABLES);
+        }
+        // Those of the default orders tables are among theirs.
+        if !is_ours && kinds.iter().any(|kind| settings.table_of(kind).is_some() || has_reminders(kind)) {
+            tables.push(WRITTEN_EVENTS);
         }
         if is_ours {
             tables.extend(DEFAULT_ORDERS_TABLES);

@@ -32,6 +32,8 @@ fn old_backlog_is_not_closed_unasked() {
         .settings(|settings| {
             map(settings, "ticketing");
             settings.sweep.first_backlog = 1_000;
+            // 50 000 events are announced before the worker ends.
+            settings.worker.shutdown_grace = Duration::from_secs(60);
         })
         .run(async |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
@@ -95,6 +97,8 @@ fn started_table_is_never_asked_about_again() {
         .settings(|settings| {
             map(settings, "ticketing");
             settings.sweep.first_backlog = 1_000;
+            // 50 000 events are announced before the worker ends.
+            settings.worker.shutdown_grace = Duration::from_secs(60);
         })
         .run(async |env| {
             execute(&env, &text("ticketing", "schema.sql")).await;
