@@ -135,6 +135,9 @@ fn worker_announces_what_its_kind_says() {
         .settings(|settings| {
             let kind = settings.kinds.entry(Kind::ORDER).or_default();
             kind.remind = vec![Remind(Duration::from_secs(3)), Remind(Duration::from_secs(60))];
+            // The order has no alarm.
+            settings.sweep.every = Duration::from_millis(200);
+            settings.sweep.grace = Duration::ZERO;
         })
         .run(async |env| {
             let worker = env.worker().await;
