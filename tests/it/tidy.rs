@@ -173,6 +173,7 @@ fn sqlx_stays_in_its_modules() {
         "outbox/event_relay.rs",
         "outbox/local.rs",
         "outbox/relay.rs",
+        "outbox/reminders.rs",
         "outbox/trace_contexts.rs",
         "runtime/kind_worker.rs",
     ];
