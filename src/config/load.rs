@@ -408,13 +408,18 @@ fn refuse_unknown_keys(origins: &Origins) -> Result<(), SettingsError> {
     Err(SettingsError::new(Some(key.clone()), origin.clone(), why))
 }
 
-/// Refuses fractions and truth values, which no setting has: the config crate would round the former and convert the
-/// latter to a number or a word.
+/// The settings that are a truth value.
+const TRUTH_VALUES: [&str; 1] = ["http.page"];
+
+/// Refuses fractions, which no setting has, and truth values where they are none: the config crate would round the former
+/// and convert the latter to a number or a word.
 fn refuse_kinds_of_no_setting(root: &Value) -> Result<(), SettingsError> {
     let leaves = elements("", root);
     let mut found = leaves.iter().filter_map(|(key, value)| match &value.kind {
         ValueKind::Float(fraction) => Some((key, value, format!("{fraction} is a fraction"))),
-        ValueKind::Boolean(truth) => Some((key, value, format!("{truth} is a truth value"))),
+        ValueKind::Boolean(truth) if !TRUTH_VALUES.contains(&key.as_str()) => {
+            Some((key, value, format!("{truth} is a truth value")))
+        }
         _ => None,
     });
     let Some((key, value, found)) = found.next() else { return Ok(()) };

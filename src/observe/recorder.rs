@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use order_timeout_core::alarm::{Delivered, ParkReason, SourceQueue};
 use order_timeout_core::clock::DatabaseClock;
@@ -13,6 +13,7 @@ use order_timeout_core::order::{CloseOutcome, CloseResult, ClosedBy, OrderId, Ou
 use tracing::{info, warn};
 
 use super::close_log::CloseLog;
+use super::last_hour::SharedLastHour;
 use super::zones::ZoneComparison;
 use crate::http::Pages;
 use crate::observe::degraded::{Cause, Change};
@@ -26,6 +27,7 @@ pub(crate) struct Recorder {
     pub metrics: Arc<Metrics>,
     zones: Arc<Mutex<Zones>>,
     close_log: Arc<Mutex<CloseLog>>,
+    pub last_hour: SharedLastHour,
 }
 
 #[derive(Debug, Default)]
@@ -42,6 +44,7 @@ impl Recorder {
             metrics: Arc::default(),
             zones: Arc::default(),
             close_log: Arc::default(),
+            last_hour: SharedLastHour::new(Instant::now()),
         }
     }
 
@@ -93,6 +96,7 @@ impl Recorder {
             Err(fault) => count(fault.as_str(), batch.items.len()),
             Ok(findings) => {
                 let mut close_log = self.close_log.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut latenesses = Vec::with_capacity(findings.len());
                 for finding in findings.values() {
                     count(word(finding), 1);
                     if let Ok(found) = finding
@@ -101,10 +105,12 @@ impl Recorder {
                         let lateness = found.deadline.map(|deadline| now.since(deadline));
                         self.metrics.closed(batch.by, lateness);
                         close_log.note(batch.by, lateness);
+                        latenesses.push(lateness);
                     }
                 }
                 close_log.log_due();
                 drop(close_log);
+                self.last_hour.note(batch.by, latenesses, Instant::now());
                 let without_row = batch.items.iter().filter(|item| !findings.contains_key(item.alarm.order_id()));
                 count(Outcome::Unknown.as_str(), without_row.count());
                 self.compare_zones(batch, findings);
