@@ -1,6 +1,6 @@
 //! Whether the worker is alive and whether it is ready, and if not, why not: one line for each problem.
 //!
-//! Stores what the loops report and compares it with the time; no I/O. `http.rs` serves it.
+//! Stores what the loops report and compares it with the time; no I/O. `http/probes.rs` serves it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};

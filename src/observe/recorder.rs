@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use order_timeout_core::alarm::{Delivered, ParkReason, SourceQueue};
 use order_timeout_core::clock::DatabaseClock;
@@ -14,6 +14,7 @@ use order_timeout_core::order::{CloseOutcome, CloseResult, ClosedBy, OrderId, Ou
 use tracing::{info, warn};
 
 use super::close_log::CloseLog;
+use super::last_hour::SharedLastHour;
 use super::zones::ZoneComparison;
 use crate::http::Pages;
 use crate::observe::degraded::{Cause, Change};
@@ -36,6 +37,7 @@ pub(crate) struct KindRecorder {
     pub metrics: Arc<KindMetrics>,
     zones: Arc<Mutex<Zones>>,
     close_log: Arc<Mutex<CloseLog>>,
+    pub last_hour: SharedLastHour,
 }
 
 #[derive(Debug, Default)]
@@ -59,6 +61,7 @@ impl Recorder {
             metrics: Arc::new(self.metrics.of_kind(kind)),
             zones: Arc::default(),
             close_log: Arc::default(),
+            last_hour: SharedLastHour::new(Instant::now()),
         }
     }
 
@@ -129,6 +132,7 @@ impl KindRecorder {
             Err(fault) => count(fault.as_str(), batch.items.len()),
             Ok(findings) => {
                 let mut close_log = self.close_log.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut latenesses = Vec::with_capacity(findings.len());
                 for finding in findings.values() {
                     count(word(finding), 1);
                     if let Ok(found) = finding
@@ -137,10 +141,12 @@ impl KindRecorder {
                         let lateness = found.deadline.map(|deadline| now.since(deadline));
                         self.metrics.closed(batch.by, lateness);
                         close_log.note(batch.by, lateness);
+                        latenesses.push(lateness);
                     }
                 }
                 close_log.log_due();
                 drop(close_log);
+                self.last_hour.note(batch.by, latenesses, Instant::now());
                 let without_row = batch.items.iter().filter(|item| !findings.contains_key(item.alarm.order_id()));
                 count(Outcome::Unknown.as_str(), without_row.count());
                 self.compare_zones(batch, findings);
