@@ -48,6 +48,7 @@ pub struct Settings {
     pub http: HttpSettings,
     pub orders: OrdersSettings,
     pub kinds: BTreeMap<Kind, KindSettings>,
+    pub traces: TracesSettings,
     pub log: LogSettings,
 }
 
@@ -254,6 +255,15 @@ pub struct OrdersSettings {
     pub close_sql: String,
     pub overdue_sql: String,
     pub pay_after_deadline: bool,
+}
+
+/// The section `traces`, documented in `config/default.toml`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
+pub struct TracesSettings {
+    pub endpoint: String,
+    pub service_name: String,
 }
 
 /// The section `log`, documented in `config/default.toml`.

@@ -10,7 +10,7 @@ use order_timeout_core::InvalidSetting;
 use order_timeout_core::address::PostgresAddress;
 use secrecy::ExposeSecret;
 
-use super::{DatabaseSettings, OrdersSettings, POSTGRES_FORM, Settings, SettingsError};
+use super::{DatabaseSettings, OrdersSettings, POSTGRES_FORM, Settings, SettingsError, TracesSettings};
 
 const AMQP_MAX_PREFETCH: u16 = u16::MAX;
 const DAY: Duration = Duration::from_secs(86_400);
@@ -31,6 +31,7 @@ impl Settings {
         self.validate_worker()?;
         self.orders.validate()?;
         self.validate_kinds()?;
+        self.traces.validate()?;
         tracing_subscriber::EnvFilter::try_new(&self.log.filter).map(drop).map_err(|fault| {
             SettingsError::of("log.filter", format!("{fault}; write it like order_timeout=debug,info"))
         })
@@ -267,4 +268,24 @@ fn parameters_of(url: &str) -> Vec<(String, String)> {
 /// The value of the first parameter with one of these names.
 fn parameter<'a>(parameters: &'a [(String, String)], names: &[&str]) -> Option<&'a str> {
     parameters.iter().find(|(key, _)| names.contains(&key.as_str())).map(|(_, value)| value.as_str())
+}
+
+impl TracesSettings {
+    fn validate(&self) -> Result<(), SettingsError> {
+        // Without a user and a password, because settings are shown.
+        let is_usable = |url: &url::Url| {
+            let is_plain = url.username().is_empty() && url.password().is_none() && url.query().is_none();
+            url.scheme() == "http" && url.has_host() && is_plain
+        };
+        let endpoint = &self.endpoint;
+        if !endpoint.is_empty() && !url::Url::parse(endpoint).is_ok_and(|url| is_usable(&url)) {
+            let why =
+                "is not the address of a collector; give scheme http, host and port 4318, as in config/default.toml";
+            return Err(SettingsError::of("traces.endpoint", why));
+        }
+        if self.service_name.is_empty() {
+            return Err(SettingsError::of("traces.service_name", "is empty; name this service"));
+        }
+        Ok(())
+    }
 }

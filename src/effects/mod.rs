@@ -107,7 +107,7 @@ impl Effects {
             let now = clock.now();
             let took = now.since(began);
             debug!(orders = ids.len(), took_ms = took.as_secs_f64() * 1e3, "batch executed");
-            recorder.record_batch(&batch, &result, took, now);
+            recorder.record_batch(&batch, &result, began, now);
             log_results(&batch, &result, now);
             vec![Input::Closed(batch, result)]
         });

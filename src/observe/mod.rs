@@ -1,6 +1,6 @@
 //! What operators see: logs, metrics, health, and why a worker is degraded. `inspect/` looks for causes in the database,
 //! `canary.rs` for alarms that no longer arrive; `recorder.rs` turns inputs into counts, `close_log.rs` closes into a log line, `zones.rs` compares the deadlines
-//! of alarms and rows.
+//! of alarms and rows, `traces/` exports spans.
 //!
 //! Observes; changes nothing about an order or an alarm.
 
@@ -13,4 +13,5 @@ pub(crate) mod log_writer;
 pub mod logging;
 pub mod metrics;
 pub(crate) mod recorder;
+pub mod traces;
 mod zones;

@@ -19,12 +19,14 @@ use crate::http::Pages;
 use crate::observe::degraded::{Cause, Change};
 use crate::observe::health::{Health, KindHealth};
 use crate::observe::metrics::{KindMetrics, Metrics};
+use crate::observe::traces::Traces;
 
 /// What is recorded of the worker as a whole. Cheap to clone: all clones share their counts.
 #[derive(Debug, Clone)]
 pub(crate) struct Recorder {
     pub health: Arc<Health>,
     pub metrics: Arc<Metrics>,
+    pub traces: Traces,
 }
 
 /// What is recorded of one kind. Cheap to clone as well.
@@ -46,8 +48,8 @@ struct Zones {
 }
 
 impl Recorder {
-    pub fn new(longest_turn: Duration) -> Self {
-        Self { health: Arc::new(Health::new(longest_turn)), metrics: Arc::default() }
+    pub fn new(longest_turn: Duration, traces: Traces) -> Self {
+        Self { health: Arc::new(Health::new(longest_turn)), metrics: Arc::default(), traces }
     }
 
     /// Begins to record a kind; once for each.
@@ -117,10 +119,14 @@ impl KindRecorder {
         if let (SourceQueue::Timeout, Ok(alarm)) = (delivered.source, &delivered.content) {
             self.metrics.alarm_earliness.observe(alarm.deadline().since(now).as_secs_f64());
         }
+        self.worker.traces.delivered(delivered, now);
     }
 
-    /// Records a batch's result. `now` is just after its commit, by the database's clock.
-    pub fn record_batch(&self, batch: &Batch, answer: &BatchResult, took: Duration, now: Timestamp) {
+    /// Records a batch's result. `began` is when its statement was sent, `now` just after its commit, by the database's
+    /// clock.
+    pub fn record_batch(&self, batch: &Batch, answer: &BatchResult, began: Timestamp, now: Timestamp) {
+        let took = now.since(began);
+        self.worker.traces.decided(batch, answer, began, now);
         self.metrics.batch_duration.with_label_values(&[batch.by.as_str()]).observe(took.as_secs_f64());
         let count = |outcome: &str, orders: usize| {
             self.metrics.close_results.with_label_values(&[outcome]).inc_by(orders as u64);

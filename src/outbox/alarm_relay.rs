@@ -19,6 +19,7 @@ use sqlx::postgres::PgRow;
 use tracing::warn;
 
 use crate::config::Settings;
+use crate::observe::traces::{Outboxed, Traces};
 use crate::outbox::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
 use crate::postgres::Database;
 
@@ -65,6 +66,13 @@ impl AlarmRelay {
             names: settings.names(),
             lanes: settings.lanes(),
         }
+    }
+
+    /// Records what it publishes in the traces of the scheduling code.
+    #[must_use]
+    pub fn traced(mut self, traces: Traces) -> Self {
+        self.outbox.trace(Outboxed::Alarm, traces);
+        self
     }
 
     /// Publishes one batch.

@@ -14,6 +14,7 @@ use sqlx::Row;
 use sqlx::postgres::PgRow;
 use uuid::Uuid;
 
+use crate::observe::traces::{Outboxed, Traces};
 use crate::outbox::relay::{Backlog, Outbox, OutboxSql, RelayError, Relayed, outbox_sql};
 use crate::outbox::trace_contexts::{OrderOfKind, TraceContexts};
 use crate::postgres::Database;
@@ -29,7 +30,7 @@ const SQL: OutboxSql = outbox_sql!(
     // may be 255 times as large (LZ4's limit), 64 MiB. The first event is sent whatever its size.
     // statement_timestamp(): a volatile function could not bound an index scan.
     unsent: "SELECT id, routing_key, type, payload::text AS payload, payload ->> 'order_id' AS order_id, kind,
-                    traceparent, created_at, refusals, found
+                    traceparent, created_at, refusals, found, clock_timestamp() AS now
              FROM (
                  SELECT *, count(*) OVER () AS found,
                         sum(pg_column_size(payload)) OVER (ORDER BY refusals = 0, created_at, id)
@@ -69,6 +70,13 @@ impl EventRelay {
         let trace_contexts = TraceContexts::new(database.clone());
         let outbox = Outbox::new(database, confirmed, SQL, batch_size, keep);
         Self { outbox, trace_contexts, exchange: names.events() }
+    }
+
+    /// Records what it sends in the traces of the scheduling code.
+    #[must_use]
+    pub fn traced(mut self, traces: Traces) -> Self {
+        self.outbox.trace(Outboxed::Event, traces);
+        self
     }
 
     /// Sends one batch.

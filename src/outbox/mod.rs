@@ -1,6 +1,6 @@
 //! The outboxes: rows that a transaction has committed, published by one worker at a time. `relay.rs` is what both have in
 //! common, `alarm_relay.rs` publishes alarms, `event_relay.rs` events with the `trace_contexts.rs` of their alarms.
-//! `local.rs` is for a worker without a broker, `reminders.rs` writes events before deadlines.
+//! `traced.rs` makes spans of what is published. `local.rs` is for a worker without a broker, `reminders.rs` writes events before deadlines.
 //!
 //! Decides nothing about orders.
 
@@ -11,3 +11,4 @@ mod pace;
 pub mod relay;
 pub mod reminders;
 pub mod trace_contexts;
+mod traced;

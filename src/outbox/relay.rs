@@ -18,6 +18,8 @@ use tracing::{debug, warn};
 use uuid::Uuid;
 
 use super::pace::Pace;
+use super::traced::TracedBatch;
+use crate::observe::traces::{Outboxed, Traces};
 use crate::postgres::{self, Database, ErrorClass, classify, one_line};
 
 /// The upper half of the number of the relay's advisory lock, "otim" as a number, so that it does
@@ -40,8 +42,8 @@ const FORGOTTEN_AT_ONCE: u64 = 10_000;
 #[derive(Debug, Clone, Copy)]
 pub struct OutboxSql {
     /// `$1` limit of rows that were never refused, `$2` ids to skip, `$3` limit of refused rows whose pause is over;
-    /// returns `id uuid`, `refusals int`, `found bigint` and the columns of a message, refused rows first, then the
-    /// oldest. It may omit the last of the found rows if they are too large for one batch.
+    /// returns `id uuid`, `refusals int`, `found bigint`, `now timestamptz`, `kind text`, `order_id text` (may be null) and the
+    /// columns of a message, refused rows first, then the oldest. It may omit the last of the found rows if they are too large for one batch.
     pub unsent: &'static str,
     /// How long a message waits after its first refusal, its second, and so on, in seconds; then always the last value.
     pub pauses_s: &'static [f64],
@@ -233,6 +235,7 @@ pub struct Outbox {
     pace: Pace,
     /// Why messages were refused, until the last of them may be retried.
     backing_off: Option<(PublishError, Instant)>,
+    traces: Option<(Outboxed, Traces)>,
 }
 
 /// A message of one round.
@@ -253,7 +256,22 @@ impl Outbox {
         keep: Duration,
     ) -> Self {
         let pace = Pace::new(Instant::now());
-        Self { database, confirmed, sql, batch_size, keep, set_aside: Vec::new(), pace, backing_off: None }
+        Self {
+            database,
+            confirmed,
+            sql,
+            batch_size,
+            keep,
+            set_aside: Vec::new(),
+            pace,
+            backing_off: None,
+            traces: None,
+        }
+    }
+
+    /// Records what this outbox sends as spans.
+    pub fn trace(&mut self, from: Outboxed, traces: Traces) {
+        self.traces = traces.is_on().then_some((from, traces));
     }
 
     /// Sends one batch. A row for which `message` says `None` is marked without being sent. One that
@@ -295,12 +313,16 @@ impl Outbox {
     ) -> Result<Relayed, RelayError> {
         let limit = i64::try_from(self.batch_size).unwrap_or(i64::MAX);
         let (mut settled, mut sending, mut messages) = (Vec::new(), Vec::new(), Vec::new());
+        let mut traced = TracedBatch::default();
         let mut never_refused = 0;
         for row in &unsent {
             let (id, refusals): (Uuid, i32) = (row.try_get("id")?, row.try_get("refusals")?);
             never_refused += i64::from(refusals == 0);
             match message(row)? {
                 Some(message) => {
+                    if self.traces.is_some() {
+                        traced.note(messages.len(), row, &message)?;
+                    }
                     sending.push(Sending { id, refusals: usize::try_from(refusals).unwrap_or(0) });
                     messages.push(message);
                 }
@@ -308,6 +330,9 @@ impl Outbox {
             }
         }
         let answers = self.confirmed.publish_all(messages).await;
+        if let Some((from, traces)) = &self.traces {
+            traced.export(*from, traces, &answers);
+        }
         let dropped = settled.len();
         settled.extend(sending.iter().zip(&answers).filter(|(_, answer)| answer.is_ok()).map(|(one, _)| one.id));
         let refused = answers.iter().filter(|answer| answer.is_err()).count();

@@ -41,6 +41,7 @@ use crate::effects::slots::SlotDeclarer;
 use crate::http::{HttpError, HttpServer, LIVEZ, METRICS, READYZ};
 use crate::loop_backoff::LONGEST_PAUSE;
 use crate::observe::recorder::Recorder;
+use crate::observe::traces::{Traces, TracesError};
 use crate::outbox::alarm_relay::AlarmRelay;
 use crate::outbox::event_relay::EventRelay;
 use crate::outbox::local::LocalOutboxes;
@@ -75,6 +76,9 @@ pub enum StartError {
     /// The pages cannot be served.
     #[error(transparent)]
     Http(#[from] HttpError),
+    /// Traces cannot be exported.
+    #[error(transparent)]
+    Traces(#[from] TracesError),
 }
 
 /// A worker that is ready to run.
@@ -96,7 +100,7 @@ impl Worker {
     /// [`StartError`], one sentence that says how to fix it.
     pub async fn start(settings: Settings) -> Result<Self, StartError> {
         warn_about_settings(&settings);
-        let recorder = Recorder::new(longest_turn(&settings));
+        let recorder = Recorder::new(longest_turn(&settings), Traces::start(&settings.traces)?);
         // First, so that it answers what the worker waits for while it starts.
         let http = open_http(&settings, &recorder).await?;
         let served: Vec<Kind> = settings.served_kinds().into_iter().collect();
@@ -161,6 +165,7 @@ impl Worker {
                 false
             }
         };
+        recorder.traces.finish().await;
         info!(in_time, "worker stopped");
         in_time
     }
@@ -311,8 +316,10 @@ fn outboxes(shared: &Shared, publishing: &Publishing, recorder: Recorder) -> Out
     let (settings, database) = (&shared.settings, &shared.database);
     let (size, keep) = (settings.announce.batch_size, settings.announce.keep);
     let names = settings.names();
-    let alarms = AlarmRelay::new(database.clone(), publishing.confirmed.clone(), settings, size, keep);
-    let events = EventRelay::new(database.clone(), publishing.confirmed.clone(), &names, size, keep);
+    let alarms = AlarmRelay::new(database.clone(), publishing.confirmed.clone(), settings, size, keep)
+        .traced(recorder.traces.clone());
+    let events = EventRelay::new(database.clone(), publishing.confirmed.clone(), &names, size, keep)
+        .traced(recorder.traces.clone());
     let (poll, keep_parked) = (settings.announce.poll, settings.parked.keep);
     let busy = shared.busy_kinds.watched();
     Outboxes::new(database.clone(), alarms, events, poll, keep_parked, busy, recorder)

@@ -51,4 +51,5 @@ mod tidy;
 mod time_zones;
 mod tls;
 mod topology;
+mod traces;
 mod unreadable_messages;

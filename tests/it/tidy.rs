@@ -175,6 +175,7 @@ fn sqlx_stays_in_its_modules() {
         "outbox/relay.rs",
         "outbox/reminders.rs",
         "outbox/trace_contexts.rs",
+        "outbox/traced.rs",
         "runtime/kind_worker.rs",
     ];
     let users = users_of(r"\bsqlx::|\buse sqlx\b");

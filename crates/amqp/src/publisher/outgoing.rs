@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable, ShortString};
-use order_timeout_core::message::{AMQP_MAX_SHORT_STRING_BYTES, LONGEST_TTL};
+use order_timeout_core::message::{AMQP_MAX_SHORT_STRING_BYTES, HEADER_TRACEPARENT, LONGEST_TTL};
 
 use super::PublishError;
 
@@ -42,6 +42,18 @@ pub struct Outgoing {
     ///
     /// [`MissingRoute`]: super::MissingRoute
     pub sender_declares_queue: bool,
+}
+
+impl Outgoing {
+    /// The W3C trace context among its headers.
+    #[must_use]
+    pub fn traceparent(&self) -> Option<String> {
+        let (_, value) = self.headers.iter().find(|(name, _)| *name == HEADER_TRACEPARENT)?;
+        match value {
+            AMQPValue::LongString(text) => Some(text.to_string()),
+            _ => None,
+        }
+    }
 }
 
 /// AMQP's short strings hold 255 bytes; lapin panics on a longer one.

@@ -1,0 +1,210 @@
+//! Traces: what became of an order, as spans in the trace of the code that scheduled it (`traceparent`).
+//!
+//! Each span is a child of the scheduling code's own span, so schedule, deliver, close and announce are one trace, whichever
+//! worker did them. An alarm without a trace context, or with one that is not sampled, has no span. No order waits for a
+//! span: those that cannot be exported are dropped. `otlp.rs` exports; nothing here decides anything about an order.
+
+#[cfg(feature = "otel")]
+mod otlp;
+#[cfg(not(feature = "otel"))]
+mod without;
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use order_timeout_core::alarm::{Delivered, SourceQueue};
+use order_timeout_core::engine::{Batch, BatchResult};
+use order_timeout_core::order::{Outcome, Timestamp};
+
+#[cfg(feature = "otel")]
+use otlp::Exporter;
+#[cfg(not(feature = "otel"))]
+use without::Exporter;
+
+use crate::config::TracesSettings;
+
+/// Why traces cannot be exported.
+#[derive(Debug, thiserror::Error)]
+pub enum TracesError {
+    /// The exporter cannot be started.
+    #[error("traces cannot be exported: {0}")]
+    NotStarted(String),
+    /// This program was built without the feature `otel`.
+    #[error(
+        "this program was built without the feature `otel`; build it with that feature, or leave traces.endpoint empty"
+    )]
+    NotBuilt,
+}
+
+/// What a worker records of orders that are traced. Cheap to clone. Does nothing unless `traces.endpoint` is set.
+#[derive(Debug, Clone, Default)]
+pub struct Traces {
+    exporter: Option<Arc<Exporter>>,
+}
+
+/// A step that became a span.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// The relay published the alarm, and the broker confirmed it.
+    Schedule,
+    /// A worker received the alarm.
+    Deliver,
+    /// A statement decided about the order.
+    Close,
+    /// The relay published the event, and the broker confirmed it.
+    Announce,
+}
+
+/// One span. Times are the database's.
+#[derive(Debug)]
+#[cfg_attr(not(feature = "otel"), expect(dead_code, reason = "without the feature nothing is exported"))]
+struct Span<'a> {
+    step: Step,
+    traceparent: &'a str,
+    kind: &'a str,
+    order_id: &'a str,
+    began: Timestamp,
+    ended: Timestamp,
+    attributes: Vec<(&'static str, Value)>,
+}
+
+/// The value of a span's attribute.
+#[derive(Debug, Clone, PartialEq)]
+enum Value {
+    Text(Cow<'static, str>),
+    Count(i64),
+    Number(f64),
+}
+
+/// Which outbox a message was in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outboxed {
+    /// `alarm_outbox`.
+    Alarm,
+    /// `event_outbox`.
+    Event,
+}
+
+/// A message that a relay has published.
+#[derive(Debug)]
+pub struct Published<'a> {
+    /// The outbox it came from.
+    pub from: Outboxed,
+    /// The trace context it carries.
+    pub traceparent: &'a str,
+    /// The kind in its row.
+    pub kind: &'a str,
+    /// The order in its row.
+    pub order_id: &'a str,
+    /// Its type, as `order.closed`.
+    pub message_type: &'a str,
+    /// Its message id.
+    pub message_id: &'a str,
+    /// The exchange.
+    pub exchange: &'a str,
+}
+
+impl Traces {
+    /// Starts to export, if an endpoint is set.
+    ///
+    /// # Errors
+    /// [`TracesError`] if the exporter cannot be started.
+    pub fn start(settings: &TracesSettings) -> Result<Self, TracesError> {
+        if settings.endpoint.is_empty() {
+            return Ok(Self::default());
+        }
+        Exporter::start(settings).map(|exporter| Self { exporter: Some(Arc::new(exporter)) })
+    }
+
+    /// Whether spans are exported at all.
+    #[must_use]
+    pub fn is_on(&self) -> bool {
+        self.exporter.is_some()
+    }
+
+    /// A relay has published a message between these times.
+    pub fn published(&self, message: &Published<'_>, began: Timestamp, ended: Timestamp) {
+        let Some(exporter) = &self.exporter else { return };
+        let step = match message.from {
+            Outboxed::Alarm => Step::Schedule,
+            Outboxed::Event => Step::Announce,
+        };
+        let attributes = vec![
+            ("messaging.system", Value::Text("rabbitmq".into())),
+            ("messaging.destination.name", Value::Text(message.exchange.to_owned().into())),
+            ("messaging.message.id", Value::Text(message.message_id.to_owned().into())),
+            ("order_timeout.message_type", Value::Text(message.message_type.to_owned().into())),
+        ];
+        let Published { traceparent, kind, order_id, .. } = *message;
+        exporter.export(Span { step, traceparent, kind, order_id, began, ended, attributes });
+    }
+
+    /// A worker has received an alarm. `now` is the database's time.
+    pub fn delivered(&self, delivered: &Delivered, now: Timestamp) {
+        let Some(exporter) = &self.exporter else { return };
+        let Ok(alarm) = &delivered.content else { return };
+        let Some(traceparent) = alarm.traceparent.as_deref() else { return };
+        let mut attributes = vec![
+            ("order_timeout.source", Value::Text(delivered.source.as_str().into())),
+            ("order_timeout.attempt", Value::Count(alarm.attempt.into())),
+        ];
+        if delivered.source == SourceQueue::Timeout {
+            attributes.push(("order_timeout.early_ms", Value::Number(ms_between(now, alarm.deadline()))));
+        }
+        exporter.export(Span {
+            step: Step::Deliver,
+            traceparent,
+            kind: alarm.alarm.kind.as_str(),
+            order_id: alarm.order_id().as_str(),
+            began: now,
+            ended: now,
+            attributes,
+        });
+    }
+
+    /// A statement has decided about a batch of orders between these times.
+    pub fn decided(&self, batch: &Batch, answer: &BatchResult, began: Timestamp, ended: Timestamp) {
+        let Some(exporter) = &self.exporter else { return };
+        for item in &batch.items {
+            let Some(traceparent) = item.alarm.traceparent.as_deref() else { continue };
+            let order_id = item.alarm.order_id();
+            let (outcome, deadline) = match answer {
+                Err(fault) => (fault.as_str(), None),
+                Ok(found) => match found.get(order_id) {
+                    None => (Outcome::Unknown.as_str(), None),
+                    Some(Err(fault)) => (fault.as_str(), None),
+                    Some(Ok(found)) => (found.outcome.as_str(), found.deadline),
+                },
+            };
+            let mut attributes = vec![
+                ("order_timeout.outcome", Value::Text(outcome.into())),
+                ("order_timeout.path", Value::Text(batch.by.as_str().into())),
+                ("order_timeout.batch_size", Value::Count(i64::try_from(batch.items.len()).unwrap_or(i64::MAX))),
+            ];
+            if let Some(deadline) = deadline {
+                attributes.push(("order_timeout.lateness_ms", Value::Number(ms_between(deadline, ended))));
+            }
+            exporter.export(Span {
+                step: Step::Close,
+                traceparent,
+                kind: item.alarm.alarm.kind.as_str(),
+                order_id: order_id.as_str(),
+                began,
+                ended,
+                attributes,
+            });
+        }
+    }
+
+    /// Exports what is left. Waits for the collector, for at most two seconds.
+    pub async fn finish(self) {
+        let Some(exporter) = self.exporter else { return };
+        // The exporter's own client may neither wait nor be dropped on a thread of the runtime.
+        let _ended = tokio::task::spawn_blocking(move || exporter.finish()).await;
+    }
+}
+
+/// Negative if `later` is before `earlier`.
+fn ms_between(earlier: Timestamp, later: Timestamp) -> f64 {
+    later.unix_micros().saturating_sub(earlier.unix_micros()) as f64 / 1e3
+}
