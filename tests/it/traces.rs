@@ -96,7 +96,7 @@ fn order_is_traced_from_schedule_to_announcement() {
         settings.traces.endpoint = collector.start().await;
         let worker = RunningWorker::start(settings).await;
         let [traced, unsampled, untraced] =
-            <[Order; 3]>::try_from(env.orders(3, Duration::from_secs(2)).await).unwrap();
+            <[Order; 3]>::try_from(env.orders(3, Duration::from_secs(6)).await).unwrap();
         schedule(&env, &traced, &sampled()).await;
         schedule(&env, &unsampled, &format!("00-{TRACE}-{SPAN}-00")).await;
         env.write_alarm(&untraced).await;
@@ -108,7 +108,9 @@ fn order_is_traced_from_schedule_to_announcement() {
         worker.stop().await;
 
         let spans = collector.spans();
-        let steps: Vec<_> = spans.iter().map(|span| span.name.as_str()).collect();
+        let mut steps: Vec<_> = spans.iter().map(|span| span.name.as_str()).collect();
+        // Received once for each ring of the wheel.
+        steps.dedup();
         assert_eq!(steps, ["schedule", "deliver", "close", "announce"]);
         assert!(collector.paths.lock().unwrap().iter().all(|path| path == "/v1/traces"));
         for span in &spans {
@@ -116,7 +118,7 @@ fn order_is_traced_from_schedule_to_announcement() {
             assert_eq!(attribute(span, "order_timeout.order_id"), Some(traced.id.to_string()), "{}", span.name);
             assert!(span.start_time_unix_nano <= span.end_time_unix_nano);
         }
-        let close = &spans[2];
+        let close = spans.iter().find(|span| span.name == "close").unwrap();
         assert_eq!(attribute(close, "order_timeout.outcome").as_deref(), Some("closed"));
         assert_eq!(attribute(close, "order_timeout.path").as_deref(), Some("alarm"));
         let deadline_ns = u64::try_from(traced.deadline.unix_micros()).unwrap() * 1_000;
@@ -131,7 +133,7 @@ fn missing_collector_delays_no_order() {
         // A port that nothing listens at.
         settings.traces.endpoint = "http://127.0.0.1:1".to_owned();
         let worker = RunningWorker::start(settings).await;
-        let orders = env.orders(20, Duration::from_secs(2)).await;
+        let orders = env.orders(20, Duration::from_secs(6)).await;
         for order in &orders {
             schedule(&env, order, &sampled()).await;
         }
