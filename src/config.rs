@@ -223,6 +223,8 @@ pub struct ParkedSettings {
 #[allow(missing_docs)] // as those of Settings
 pub struct HttpSettings {
     pub listen: Listen,
+    pub page: bool,
+    pub token_file: String,
 }
 
 /// An IP address and port to listen at; `None` for nowhere. Not a host name: resolving it would be I/O, and might yield

@@ -1,7 +1,7 @@
 //! Escapes invisible and control characters in external text (a server's error, a message, a row, an argument) before
 //! it reaches the log, a page or a terminal.
 //!
-//! Pure. Every output uses it: log lines (`logging.rs`), the pages (`http.rs`), standard output and standard error
+//! Pure. Every output uses it: log lines (`logging.rs`), the pages (`http/`), standard output and standard error
 //! (`cli/`, `main.rs`). What is stored or sent keeps its text.
 
 use std::borrow::Cow;

@@ -5,11 +5,14 @@ mod bulk;
 pub mod close;
 pub mod config;
 pub mod deadline;
+pub mod explain;
+pub mod forecast;
 pub mod generate;
 pub mod health;
 pub mod late;
 mod operator;
 pub mod parked;
+pub mod pending;
 pub mod quarantine;
 pub mod schedule;
 mod schedule_check;
@@ -98,6 +101,9 @@ impl Cli {
             Command::Worker
             | Command::Status(_)
             | Command::Show(_)
+            | Command::Explain(_)
+            | Command::Pending(_)
+            | Command::Forecast(_)
             | Command::Deadline(_)
             | Command::Close(_)
             | Command::Parked(_)
@@ -263,8 +269,14 @@ pub enum Command {
     Schedule(schedule::ScheduleArgs),
     /// Show what is unpaid, due soon and overdue, what waits in the outboxes, what is parked, and which workers run
     Status(status::StatusArgs),
-    /// Show one order: its row, alarms, events and history, and why it is still open
+    /// Show one order by table: its row, alarms, events and history, and why it is still open
     Show(show::ShowArgs),
+    /// Tell one order's story in time: what happened when, why it is still open, and what to do
+    Explain(explain::ExplainArgs),
+    /// List what falls due, by time and text, page by page
+    Pending(pending::PendingArgs),
+    /// Show what falls due in the next hours, beside what can be closed in a minute
+    Forecast(forecast::ForecastArgs),
     /// Give an unpaid order, or all that a condition chooses, more time, or less
     Deadline(deadline::DeadlineArgs),
     /// Close overdue unpaid orders by hand, by id or by a condition, through the same statement as the worker
@@ -301,6 +313,9 @@ impl Command {
             | Self::Health(_)
             | Self::Status(_)
             | Self::Show(_)
+            | Self::Explain(_)
+            | Self::Pending(_)
+            | Self::Forecast(_)
             | Self::Deadline(_)
             | Self::Close(_)
             | Self::Late(_)
@@ -329,6 +344,9 @@ impl Command {
             Self::Schedule(args) => schedule::run(args, settings).await,
             Self::Status(args) => status::run(&args, settings).await,
             Self::Show(args) => show::run(&args, settings).await,
+            Self::Explain(args) => explain::run(&args, settings).await,
+            Self::Pending(args) => pending::run(args, settings).await,
+            Self::Forecast(args) => forecast::run(&args, settings).await,
             Self::Deadline(args) => deadline::run(args, settings).await,
             Self::Close(args) => close::run(args, settings).await,
             Self::Topology(args) => topology::run(args, settings).await,

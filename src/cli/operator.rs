@@ -1,23 +1,21 @@
-//! Who asks for a change on the command line, and why: for the rows of history.
+//! Who asks for a change on the command line, and why: for the record that is kept of it.
 
 use std::os::unix::fs::MetadataExt;
 
 use clap::Args;
 use uuid::Uuid;
 
+use crate::operations::name_or_reason;
 use crate::postgres::Operator;
 
-/// The longest that a name or a reason may be, in characters.
-const MOST_CHARACTERS: usize = 500;
-
-/// The operator of a command that changes orders.
+/// The operator of a command that changes orders or parked alarms.
 #[derive(Debug, Args)]
 pub struct OperatorArgs {
-    /// Why, for the orders' history; required with --where
-    #[arg(long, value_name = "TEXT", value_parser = parse_text)]
+    /// Why, for the record that is kept; required with --where
+    #[arg(long, value_name = "TEXT", value_parser = name_or_reason)]
     why: Option<String>,
-    /// Who asks for it, for the orders' history; the user of the operating system if it is not given
-    #[arg(long, value_name = "NAME", value_parser = parse_text)]
+    /// Who asks for it, for the record that is kept; the user of the operating system if it is not given
+    #[arg(long, value_name = "NAME", value_parser = name_or_reason)]
     who: Option<String>,
 }
 
@@ -25,17 +23,6 @@ impl OperatorArgs {
     /// The operator of this run.
     pub fn operator(&self, run: Uuid) -> Operator {
         Operator { who: self.who.clone().unwrap_or_else(system_user), why: self.why.clone(), run }
-    }
-}
-
-fn parse_text(text: &str) -> Result<String, String> {
-    let text = text.trim();
-    match text.chars().count() {
-        0 => Err("it is empty; write a word or a sentence".into()),
-        length if length > MOST_CHARACTERS => {
-            Err(format!("it has {length} characters; write at most {MOST_CHARACTERS}"))
-        }
-        _ => Ok(text.to_owned()),
     }
 }
 

@@ -7,11 +7,12 @@ use order_timeout_core::alarm::ParkReason;
 use serde_json::json;
 use uuid::Uuid;
 
+use crate::cli::operator::OperatorArgs;
 use crate::cli::{CommandOutcome, short_duration};
 use crate::config::Settings;
-use crate::operations::retry_parked::{Kept, retry_parked};
+use crate::operations::parked::{self, Kept, ParkedError, retry_parked};
 use crate::postgres::parked_alarms::{self, Parked, Selection};
-use crate::postgres::{self, Database, DatabaseError, one_line};
+use crate::postgres::{self, Database, Operator};
 use crate::sanitize;
 
 /// The most rows shown of a selection.
@@ -52,6 +53,8 @@ pub struct ListArgs {
 pub struct ActArgs {
     #[command(flatten)]
     which: Which,
+    #[command(flatten)]
+    operator: OperatorArgs,
     /// Do it, instead of showing what would be done
     #[arg(long)]
     yes: bool,
@@ -79,6 +82,11 @@ fn parse_id(text: &str) -> Result<Uuid, &'static str> {
 }
 
 impl ActArgs {
+    /// The operator of this run of the command.
+    fn operator(&self) -> Operator {
+        self.operator.operator(Uuid::now_v7())
+    }
+
     fn selection(&self) -> Selection {
         match &self.which.reason {
             Some(reason) => Selection::Reason(reason.clone()),
@@ -118,24 +126,9 @@ pub async fn run(command: ParkedCommand, settings: Settings) -> anyhow::Result<C
     }
 }
 
-fn refused(error: sqlx::Error) -> DatabaseError {
-    DatabaseError(format!(
-        "parked alarms cannot be read or changed: {}; fix the database and try again",
-        one_line(&error)
-    ))
-}
-
 async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<CommandOutcome> {
     let selection = args.reason.clone().map_or(Selection::All, Selection::Reason);
-    let after = match args.after {
-        None => None,
-        Some(id) => Some(parked_alarms::place_of(database, id).await.map_err(refused)?.ok_or_else(|| {
-            anyhow::anyhow!(
-                "alarm {id} is no longer parked, so nothing can be listed after it; list from the beginning"
-            )
-        })?),
-    };
-    let rows = parked_alarms::list_after(database, &selection, after, args.limit).await.map_err(refused)?;
+    let rows = parked::list(database, &selection, args.after, args.limit).await?.alarms;
     let mut output = CommandOutcome::default();
     if args.json {
         for row in &rows {
@@ -149,7 +142,7 @@ async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<CommandOut
     }
     write_table(&rows, &mut output);
     if let Some(last) = rows.last().filter(|_| i64::try_from(rows.len()).is_ok_and(|shown| shown >= args.limit)) {
-        let (all, shown) = (parked_alarms::count(database, &selection).await.map_err(refused)?, rows.len());
+        let (all, shown) = (parked_alarms::count(database, &selection).await.map_err(ParkedError::from)?, rows.len());
         if args.after.is_some() || all > shown as u64 {
             output.line(format!("{shown} of {all} shown; the next: add --after {}", last.id));
         }
@@ -196,12 +189,15 @@ fn start_of(body: &[u8]) -> String {
 }
 
 async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<CommandOutcome> {
-    let selected = parked_alarms::ids(database, &args.selection()).await.map_err(refused)?;
+    let selected = parked_alarms::ids(database, &args.selection()).await.map_err(ParkedError::from)?;
     let (missing, mut output) = args.missing(&selected);
     if args.json {
         output.line(json!({ "selected": selected.len(), "done": 0, "missing": missing }));
     } else {
-        write_table(&parked_alarms::list(database, &args.selection(), PREVIEWED).await.map_err(refused)?, &mut output);
+        write_table(
+            &parked_alarms::list(database, &args.selection(), PREVIEWED).await.map_err(ParkedError::from)?,
+            &mut output,
+        );
         output.line(format!("{} alarm(s) selected, nothing done; add --yes to do it", selected.len()));
     }
     Ok(output)
@@ -209,7 +205,7 @@ async fn preview(database: &Database, args: &ActArgs) -> anyhow::Result<CommandO
 
 async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyhow::Result<CommandOutcome> {
     let confirmed = ConfirmedPublisher::connect(&settings.amqp, "parked retry").await?;
-    let retried = retry_parked(database, &confirmed, &settings.names(), &args.selection()).await.map_err(refused)?;
+    let retried = retry_parked(database, &confirmed, &settings.names(), &args.selection(), &args.operator()).await?;
     let (missing, mut output) = args.missing(&retried.selected);
     output.code = output.code.max(u8::from(!retried.kept.is_empty()));
     if args.json {
@@ -226,13 +222,14 @@ async fn retry(database: &Database, settings: &Settings, args: &ActArgs) -> anyh
 }
 
 async fn drop_parked(database: &Database, args: &ActArgs) -> anyhow::Result<CommandOutcome> {
-    let ids = parked_alarms::ids(database, &args.selection()).await.map_err(refused)?;
-    let dropped = parked_alarms::drop_rows(database, &ids).await.map_err(refused)?;
-    let (missing, mut output) = args.missing(&ids);
+    let dropped = parked::drop_parked(database, &args.selection(), &args.operator()).await?;
+    let (missing, mut output) = args.missing(&dropped.selected);
     if args.json {
-        output.line(json!({ "dropped": dropped, "missing": missing }));
+        let mut line = json!(dropped);
+        line["missing"] = json!(missing);
+        output.line(line);
     } else {
-        output.line(format!("{dropped} alarm(s) dropped"));
+        output.line(format!("{} alarm(s) dropped", dropped.dropped));
     }
     Ok(output)
 }

@@ -32,6 +32,7 @@ impl Settings {
         self.orders.validate()?;
         self.validate_kinds()?;
         self.traces.validate()?;
+        self.validate_http()?;
         tracing_subscriber::EnvFilter::try_new(&self.log.filter).map(drop).map_err(|fault| {
             SettingsError::of("log.filter", format!("{fault}; write it like order_timeout=debug,info"))
         })
@@ -114,6 +115,19 @@ impl Settings {
         self.validate_shards()?;
         self.validate_without_broker()?;
         self.validate_retry()
+    }
+
+    /// The page needs a listener, and the token a page.
+    fn validate_http(&self) -> Result<(), SettingsError> {
+        if self.http.page && self.http.listen.0.is_none() {
+            let why = "is true, but http.listen is empty; set that to the address of the page";
+            return Err(SettingsError::of("http.page", why));
+        }
+        if !self.http.token_file.is_empty() && !self.http.page {
+            let why = "names a file, but http.page is false, so nothing asks for the token; set http.page to true, or leave it empty";
+            return Err(SettingsError::of("http.token_file", why));
+        }
+        Ok(())
     }
 
     /// The settings that matter only without a broker.

@@ -118,6 +118,13 @@ impl Degraded {
         self.causes.keys().any(|(known, _)| *known == cause)
     }
 
+    /// One line for each cause that is about this kind.
+    #[must_use]
+    pub fn lines_of(&self, kind: &Kind) -> Vec<String> {
+        let causes = self.causes.iter().filter(|((_, of), _)| of.as_ref() == Some(kind));
+        causes.map(|((cause, _), entry)| format!("degraded: {}: {}", cause.as_str(), entry.why)).collect()
+    }
+
     /// One line for each cause and kind, as `/readyz` shows it.
     #[must_use]
     pub fn lines(&self, names_kinds: bool) -> Vec<String> {

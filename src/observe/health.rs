@@ -1,6 +1,6 @@
 //! Whether the worker is alive and whether it is ready, and if not, why not: one line for each problem.
 //!
-//! Stores what the loops report and compares it with the time; no I/O. `http.rs` serves it.
+//! Stores what the loops report and compares it with the time; no I/O. `http/probes.rs` serves it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -284,6 +284,15 @@ impl Health {
         Report::new("ready", problems).with_degraded(state.degraded.lines(state.kinds.len() > 1))
     }
 
+    /// What is wrong with this kind alone: its problems, then the causes of degradation that are about it.
+    #[must_use]
+    pub fn problems_of(&self, kind: &Kind) -> Vec<String> {
+        let state = self.state();
+        let of_kind = state.kinds.iter().find(|health| health.kind == *kind);
+        let problems = of_kind.map_or_else(Vec::new, |health| health.problems(state.lifecycle));
+        problems.into_iter().chain(state.degraded.lines_of(kind)).map(one_line).collect()
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no holder panics")
     }
@@ -359,6 +368,9 @@ mod tests {
                 "degraded: orders_contract: kind acceptance: pages are not sorted"
             ]
         );
+        let of_kind = ["database: a table is missing", "degraded: orders_contract: pages are not sorted"];
+        assert_eq!(health.problems_of(&kinds[1].kind), of_kind);
+        assert!(health.problems_of(&kinds[0].kind).is_empty(), "the schema is about all kinds");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use order_timeout_core::alarm::{Delivered, ParkReason, SourceQueue};
 use order_timeout_core::clock::DatabaseClock;
@@ -14,6 +14,8 @@ use order_timeout_core::order::{CloseOutcome, CloseResult, ClosedBy, OrderId, Ou
 use tracing::{info, warn};
 
 use super::close_log::CloseLog;
+use super::last_hour::SharedLastHour;
+use super::served_kinds::ServedKinds;
 use super::zones::ZoneComparison;
 use crate::http::Pages;
 use crate::observe::degraded::{Cause, Change};
@@ -27,6 +29,7 @@ pub(crate) struct Recorder {
     pub health: Arc<Health>,
     pub metrics: Arc<Metrics>,
     pub traces: Traces,
+    pub kinds: ServedKinds,
 }
 
 /// What is recorded of one kind. Cheap to clone as well.
@@ -38,6 +41,7 @@ pub(crate) struct KindRecorder {
     pub metrics: Arc<KindMetrics>,
     zones: Arc<Mutex<Zones>>,
     close_log: Arc<Mutex<CloseLog>>,
+    last_hour: SharedLastHour,
 }
 
 #[derive(Debug, Default)]
@@ -49,16 +53,23 @@ struct Zones {
 
 impl Recorder {
     pub fn new(longest_turn: Duration, traces: Traces) -> Self {
-        Self { health: Arc::new(Health::new(longest_turn)), metrics: Arc::default(), traces }
+        Self {
+            health: Arc::new(Health::new(longest_turn)),
+            metrics: Arc::default(),
+            traces,
+            kinds: ServedKinds::new(Instant::now()),
+        }
     }
 
     /// Begins to record a kind; once for each.
     pub fn of_kind(&self, kind: &Kind) -> KindRecorder {
+        let metrics = Arc::new(self.metrics.of_kind(kind));
         KindRecorder {
             worker: self.clone(),
             kind: kind.clone(),
             health: self.health.of_kind(kind),
-            metrics: Arc::new(self.metrics.of_kind(kind)),
+            last_hour: self.kinds.add(kind, metrics.clone()),
+            metrics,
             zones: Arc::default(),
             close_log: Arc::default(),
         }
@@ -135,6 +146,7 @@ impl KindRecorder {
             Err(fault) => count(fault.as_str(), batch.items.len()),
             Ok(findings) => {
                 let mut close_log = self.close_log.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut latenesses = Vec::with_capacity(findings.len());
                 for finding in findings.values() {
                     count(word(finding), 1);
                     if let Ok(found) = finding
@@ -143,10 +155,12 @@ impl KindRecorder {
                         let lateness = found.deadline.map(|deadline| now.since(deadline));
                         self.metrics.closed(batch.by, lateness);
                         close_log.note(batch.by, lateness);
+                        latenesses.push(lateness);
                     }
                 }
                 close_log.log_due();
                 drop(close_log);
+                self.last_hour.note(batch.by, latenesses, Instant::now());
                 let without_row = batch.items.iter().filter(|item| !findings.contains_key(item.alarm.order_id()));
                 count(Outcome::Unknown.as_str(), without_row.count());
                 self.compare_zones(batch, findings);

@@ -1,30 +1,55 @@
-//! Use cases of operators: each once, typed and serialisable. The command line calls them.
+//! Use cases of operators: each once, typed and serialisable. The command line, the API and the page call them.
 //!
 //! Formats nothing for a terminal or a page.
 
 pub mod adopt;
 pub mod close_orders;
+pub mod close_rate;
+pub mod explain;
 pub mod first_backlog;
+pub mod forecast;
 pub mod late_payments;
 pub mod move_deadlines;
 pub mod orders_statements;
 pub mod orders_table;
+pub mod overview;
 pub mod paced;
+pub mod parked;
+pub mod pending;
 pub mod preview;
 pub mod prune_slots;
-pub mod retry_parked;
 pub mod show;
 pub mod status;
 
 use serde::Serialize;
 
 /// Something that an answer leaves out, because it cannot be known. It is never shown as zero.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
 pub struct NotKnown {
     /// A word or two.
     pub what: &'static str,
     /// One sentence.
     pub why: String,
+}
+
+/// The longest that an operator's name or reason may be, in characters.
+const MOST_CHARACTERS: usize = 500;
+
+/// An operator's name or reason, without white space around it.
+///
+/// # Errors
+/// One sentence, if it is empty or too long.
+pub fn name_or_reason(text: &str) -> Result<String, String> {
+    let text = text.trim();
+    match text.chars().count() {
+        0 => Err("it is empty; write a word or a sentence".into()),
+        length if length > MOST_CHARACTERS => {
+            Err(format!("it has {length} characters; write at most {MOST_CHARACTERS}"))
+        }
+        // The only character that a Postgres text cannot hold.
+        _ if text.contains('\0') => Err("it contains a NUL character; leave that out".into()),
+        _ => Ok(text.to_owned()),
+    }
 }
 
 /// The answer, or `None` and an entry in the list of what is not known.

@@ -3,6 +3,8 @@
 //! The default table is read directly. A table of the shop's own is known only through `orders.overdue_sql`: what that
 //! statement does not tell is said to be unknown, and is never guessed. Reads only.
 
+pub mod due;
+
 use std::time::Duration;
 
 use order_timeout_client::postgres::Timestamptz;
@@ -35,6 +37,19 @@ pub struct OrderRow {
     pub status: Option<String>,
     /// `None` if the row has none: such an order is never due.
     pub deadline: Option<Timestamp>,
+}
+
+/// When what happened to an order, as its row has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RowDates {
+    /// Of the row.
+    pub created_at: Timestamp,
+    /// `None` if it is not paid.
+    pub paid_at: Option<Timestamp>,
+    /// `None` if it is not closed.
+    pub closed_at: Option<Timestamp>,
+    /// The path that closed it.
+    pub closed_by: Option<String>,
 }
 
 /// Unpaid orders whose deadline has passed.
@@ -112,6 +127,12 @@ impl OrdersTable {
             Some(Sweeper::prepare(database.clone(), statement).await?)
         };
         Ok(Self { database, overdue })
+    }
+
+    /// Whether it is a table of the shop's own.
+    #[must_use]
+    pub fn is_of_the_shop(&self) -> bool {
+        self.overdue.is_some()
     }
 
     /// Counts unpaid orders.
@@ -192,6 +213,26 @@ impl OrdersTable {
         }
         let read = async |connection: &mut PgConnection| read_row(connection, id.as_str()).await;
         Ok(self.read(read).await?.1)
+    }
+
+    /// When what happened to the order; `None` if there is no such order.
+    ///
+    /// # Errors
+    /// [`Unknown`] for a table of the shop's own, or if the query fails.
+    pub async fn dates(&self, id: &OrderId) -> Result<Option<RowDates>, Unknown> {
+        self.is_default("when an order was created, paid or closed")?;
+        if !is_uuid(id.as_str()) {
+            return Ok(None);
+        }
+        let select =
+            sqlx::query("SELECT created_at, paid_at, closed_at, closed_by FROM orders WHERE id = $1::text::uuid")
+                .bind(id.as_str());
+        let row = self.read(async |connection| select.fetch_optional(connection).await).await?;
+        let Some(row) = row else { return Ok(None) };
+        let time = |column: &str| Ok::<_, Unknown>(get::<Option<Timestamptz>>(&row, column)?.map(|Timestamptz(at)| at));
+        let Timestamptz(created_at) = get(&row, "created_at")?;
+        let (paid_at, closed_at, closed_by) = (time("paid_at")?, time("closed_at")?, get(&row, "closed_by")?);
+        Ok(Some(RowDates { created_at, paid_at, closed_at, closed_by }))
     }
 
     /// Whether another session holds a lock on the order's row that the close would find taken. Takes the same lock, and

@@ -2,6 +2,7 @@
 //!
 //! Reads only, apart from a row lock that is given back at once. What cannot be known is listed with the reason.
 
+use std::fmt;
 use std::time::Duration;
 
 use order_timeout_client::postgres::Timestamptz;
@@ -25,11 +26,13 @@ const MOST_ROWS: i64 = 100;
 const USUALLY_CLOSED_WITHIN: Duration = Duration::from_secs(2);
 
 /// An order's story. `None` is unknown, and `not_known` says why; an empty list is known to be empty.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, utoipa::ToSchema)]
 pub struct OrderStory {
     /// As it was asked for.
+    #[schema(value_type = String)]
     pub kind: Kind,
     /// As it was asked for.
+    #[schema(value_type = String)]
     pub order_id: OrderId,
     /// The database's time, RFC 3339.
     pub at: String,
@@ -42,6 +45,9 @@ pub struct OrderStory {
     /// One sentence, if the order is open.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub open_because: Option<String>,
+    /// The same as a value.
+    #[serde(skip)]
+    pub open_cause: Option<OpenCause>,
     /// Those of `alarm_outbox`, which forgets them some time after they were sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub alarms: Option<Vec<AlarmRow>>,
@@ -59,7 +65,7 @@ pub struct OrderStory {
 }
 
 /// The order's row.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct ShownRow {
     /// `None` in a table of the shop's own.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -71,7 +77,7 @@ pub struct ShownRow {
 }
 
 /// A row of `alarm_outbox`. The times are RFC 3339.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct AlarmRow {
     /// RFC 3339.
     pub deadline: String,
@@ -84,7 +90,7 @@ pub struct AlarmRow {
 }
 
 /// A row of `event_outbox`. The times are RFC 3339.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct EventRow {
     /// The message id on the wire.
     pub id: Uuid,
@@ -99,7 +105,7 @@ pub struct EventRow {
 }
 
 /// A row of `parked_alarms`. The times are RFC 3339.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct ParkedRow {
     /// As `parked list` shows it.
     pub id: Uuid,
@@ -116,7 +122,7 @@ pub struct ParkedRow {
 }
 
 /// A row of `order_events`. The time is RFC 3339.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct HistoryRow {
     /// RFC 3339.
     pub at: String,
@@ -152,7 +158,7 @@ pub async fn show(
     let parked = known("parked", parked(database, kind, order_id).await, &mut not_known);
     let history = known("history", history(database, kind, order_id).await, &mut not_known);
     let row = found.as_ref().and_then(Option::as_ref);
-    let mut open_because = None;
+    let mut open_cause = None;
     if let Some(row) = row {
         let live = known("workers", workers(database).await, &mut not_known);
         let live_workers = live.map(|workers| workers.iter().filter(|worker| worker.is_live).count());
@@ -162,7 +168,7 @@ pub async fn show(
             false => None,
         };
         let (alarms, parked) = (alarms.as_deref(), parked.as_deref());
-        open_because = why_open(&Facts { now, row, is_locked, live_workers, alarms, parked });
+        open_cause = why_open(&Facts { now, row, is_locked, live_workers, alarms, parked });
     }
     Ok(OrderStory {
         kind: kind.clone(),
@@ -170,7 +176,8 @@ pub async fn show(
         at: write_rfc3339(now),
         exists: found.as_ref().map(Option::is_some),
         row: row.map(|row| shown(row, now)),
-        open_because,
+        open_because: open_cause.as_ref().map(OpenCause::to_string),
+        open_cause,
         alarms,
         events,
         parked,
@@ -207,53 +214,119 @@ fn is_overdue(row: &OrderRow, now: Timestamp) -> bool {
     row.deadline.is_some_and(|deadline| deadline <= now)
 }
 
-/// Why the order is open, in one sentence; `None` if it is not.
-fn why_open(facts: &Facts<'_>) -> Option<String> {
+/// Why an order is open. As text it is one sentence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OpenCause {
+    /// The shop decides whether it was paid.
+    Closing,
+    /// It never times out.
+    NoDeadline,
+    /// Its deadline has not passed.
+    NotDue {
+        /// Until the deadline.
+        remaining: Duration,
+        /// Whether its alarm has not been sent yet.
+        alarm_waits: bool,
+    },
+    /// It is overdue.
+    Overdue {
+        /// Since the deadline.
+        by: Duration,
+        /// The first cause that holds.
+        cause: OverdueCause,
+    },
+}
+
+/// Why an overdue order is not closed yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OverdueCause {
+    /// No worker runs.
+    NoWorker,
+    /// Another session holds a lock that the close would need.
+    Locked,
+    /// Its alarm was given up.
+    Parked {
+        /// The word of the reason.
+        reason: String,
+        /// One sentence.
+        detail: String,
+    },
+    /// Its deadline has only just passed.
+    Recent,
+    /// Nothing in the database tells.
+    NotVisible,
+}
+
+impl fmt::Display for OpenCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Closing => {
+                f.write_str("its status is closing: the shop decides whether it was paid, and a worker leaves it alone")
+            }
+            Self::NoDeadline => f.write_str("it has no deadline, so it never times out"),
+            Self::NotDue { remaining, alarm_waits } => {
+                write!(f, "its deadline is in {}", rounded(*remaining))?;
+                match alarm_waits {
+                    true => f.write_str(
+                        "; an alarm for it waits in alarm_outbox, and the sweep closes it if that is not sent in time",
+                    ),
+                    false => Ok(()),
+                }
+            }
+            Self::Overdue { by, cause } => write!(f, "it is overdue by {}: {cause}", rounded(*by)),
+        }
+    }
+}
+
+impl fmt::Display for OverdueCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoWorker => f.write_str("no worker is running; start one"),
+            Self::Locked => f.write_str(
+                "another session holds a lock on its row (pg_stat_activity lists it); it is closed when that ends",
+            ),
+            Self::Parked { reason, detail } => write!(f, "its alarm was parked as {reason}, because {detail}"),
+            Self::Recent => f.write_str("it is closed within a second or two"),
+            Self::NotVisible => f.write_str(
+                "no cause is visible in the database; `order-timeout close ID` tries to close it and says what is wrong, and the workers' logs name orders that cannot be closed",
+            ),
+        }
+    }
+}
+
+/// Why the order is open; `None` if it is not.
+fn why_open(facts: &Facts<'_>) -> Option<OpenCause> {
     let Facts { now, row, .. } = *facts;
     if !is_open(row) {
         return None;
     }
     if row.status.as_deref() == Some("closing") {
-        return Some(
-            "its status is closing: the shop decides whether it was paid, and a worker leaves it alone".into(),
-        );
+        return Some(OpenCause::Closing);
     }
     Some(match row.deadline {
-        None => "it has no deadline, so it never times out".into(),
+        None => OpenCause::NoDeadline,
         Some(deadline) if deadline > now => {
-            let remaining = rounded(deadline.since(now));
-            format!("its deadline is in {remaining}{}", without_alarm(facts.alarms))
+            let alarm_waits = facts.alarms.is_some_and(|alarms| alarms.iter().any(|alarm| alarm.sent_at.is_none()));
+            OpenCause::NotDue { remaining: deadline.since(now), alarm_waits }
         }
-        Some(deadline) => {
-            format!("it is overdue by {}: {}", rounded(now.since(deadline)), why_overdue(facts, deadline))
-        }
+        Some(deadline) => OpenCause::Overdue { by: now.since(deadline), cause: why_overdue(facts, deadline) },
     })
 }
 
-fn without_alarm(alarms: Option<&[AlarmRow]>) -> &'static str {
-    match alarms {
-        Some(alarms) if alarms.iter().any(|alarm| alarm.sent_at.is_none()) => {
-            "; an alarm for it waits in alarm_outbox, and the sweep closes it if that is not sent in time"
-        }
-        _ => "",
-    }
-}
-
-fn why_overdue(facts: &Facts<'_>, deadline: Timestamp) -> String {
+fn why_overdue(facts: &Facts<'_>, deadline: Timestamp) -> OverdueCause {
     if facts.live_workers == Some(0) {
-        return "no worker is running; start one".into();
+        return OverdueCause::NoWorker;
     }
     if facts.is_locked == Some(true) {
-        return "another session holds a lock on its row (pg_stat_activity lists it); it is closed when that ends"
-            .into();
+        return OverdueCause::Locked;
     }
     if let Some(parked) = facts.parked.and_then(<[ParkedRow]>::last) {
-        return format!("its alarm was parked as {}, because {}", parked.reason, parked.detail);
+        return OverdueCause::Parked { reason: parked.reason.clone(), detail: parked.detail.clone() };
     }
-    if facts.now.since(deadline) <= USUALLY_CLOSED_WITHIN {
-        return "it is closed within a second or two".into();
+    match facts.now.since(deadline) <= USUALLY_CLOSED_WITHIN {
+        true => OverdueCause::Recent,
+        false => OverdueCause::NotVisible,
     }
-    "no cause is visible in the database; `order-timeout close ID` tries to close it and says what is wrong, and the workers' logs name orders that cannot be closed".into()
 }
 
 fn rounded(duration: Duration) -> humantime::FormattedDuration {
@@ -265,8 +338,8 @@ fn rounded(duration: Duration) -> humantime::FormattedDuration {
     })
 }
 
-/// Reads rows of an order without an index of ours, which a worker's sessions avoid.
-async fn scan<T>(
+/// Reads rows of an order without an index of ours, which a worker's sessions avoid. `$1` is the order's id, `$2` how many.
+pub(super) async fn scan<T>(
     database: &Database,
     sql: &'static str,
     kind: Option<&Kind>,
@@ -288,12 +361,12 @@ async fn scan<T>(
     Ok(rows)
 }
 
-fn time(row: &PgRow, column: &str) -> Result<String, sqlx::Error> {
+pub(super) fn time(row: &PgRow, column: &str) -> Result<String, sqlx::Error> {
     let Timestamptz(time) = row.try_get(column)?;
     Ok(write_rfc3339(time))
 }
 
-fn time_if_any(row: &PgRow, column: &str) -> Result<Option<String>, sqlx::Error> {
+pub(super) fn time_if_any(row: &PgRow, column: &str) -> Result<Option<String>, sqlx::Error> {
     let time: Option<Timestamptz> = row.try_get(column)?;
     Ok(time.map(|Timestamptz(time)| write_rfc3339(time)))
 }
@@ -390,7 +463,7 @@ mod tests {
         for status in ["paid", "closed", "cancelled"] {
             assert_eq!(why_open(&facts(&row(status, Some(50)))), None);
         }
-        let why = |row: &OrderRow| why_open(&facts(row)).unwrap();
+        let why = |row: &OrderRow| why_open(&facts(row)).unwrap().to_string();
         assert!(why(&row("closing", Some(50))).contains("the shop decides"));
         assert!(why(&row("unpaid", None)).contains("never times out"));
         assert_eq!(why(&row("unpaid", Some(160))), "its deadline is in 1m");
@@ -411,7 +484,7 @@ mod tests {
         let why = |change: &dyn Fn(&mut Facts<'_>)| {
             let mut facts = Facts { parked: Some(&parked), ..facts(&row) };
             change(&mut facts);
-            why_open(&facts).unwrap()
+            why_open(&facts).unwrap().to_string()
         };
         assert!(why(&|facts| facts.live_workers = Some(0)).contains("start one"));
         assert!(why(&|facts| facts.is_locked = Some(true)).contains("holds a lock"));

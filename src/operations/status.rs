@@ -18,7 +18,7 @@ use crate::postgres::{self, Database, one_line, parked_alarms};
 pub const SEEN_WITHIN: Duration = Duration::from_secs(10);
 
 /// A deployment's state. `None` is unknown, and `not_known` says why.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, utoipa::ToSchema)]
 pub struct Status {
     /// The database's time, RFC 3339.
     pub at: String,
@@ -48,7 +48,7 @@ pub struct Status {
 }
 
 /// Unpaid orders whose deadline has passed.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct Overdue {
     /// How many.
     pub orders: u64,
@@ -61,7 +61,7 @@ pub struct Overdue {
 }
 
 /// Rows of an outbox that were not sent yet.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct Outbox {
     /// Rows that wait.
     pub unsent: u64,
@@ -74,7 +74,7 @@ pub struct Outbox {
 }
 
 /// Alarms that were parked for one reason.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct ParkedForReason {
     /// The word of the reason.
     pub reason: String,
@@ -85,7 +85,7 @@ pub struct ParkedForReason {
 }
 
 /// A worker as it has registered itself.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct RegisteredWorker {
     /// The name of its machine.
     pub host: String,
@@ -125,7 +125,7 @@ pub async fn status(database: &Database, orders: &OrdersTable) -> Result<Status,
     Ok(Status { at, unpaid, due_by_minute, overdue, alarm_outbox, event_outbox, parked, workers, not_known })
 }
 
-fn overdue_at(now: Timestamp, found: &OverdueOrders) -> Overdue {
+pub(super) fn overdue_at(now: Timestamp, found: &OverdueOrders) -> Overdue {
     Overdue {
         orders: found.orders,
         is_at_least: found.is_at_least,
@@ -138,7 +138,7 @@ fn seconds(now: Timestamp, then: Timestamp) -> f64 {
     now.since(then).as_secs_f64()
 }
 
-async fn outbox(database: &Database, table: &'static str, now: Timestamp) -> Result<Outbox, String> {
+pub(super) async fn outbox(database: &Database, table: &'static str, now: Timestamp) -> Result<Outbox, String> {
     let select = sqlx::query(AssertSqlSafe(format!(
         "SELECT count(*) AS unsent, min(created_at) AS oldest,
                 count(*) FILTER (WHERE refusals > 0) AS refused,
@@ -158,7 +158,7 @@ async fn outbox(database: &Database, table: &'static str, now: Timestamp) -> Res
     read.await.map_err(|error: sqlx::Error| one_line(&error))
 }
 
-async fn parked_by_reason(database: &Database, now: Timestamp) -> Result<Vec<ParkedForReason>, String> {
+pub(super) async fn parked_by_reason(database: &Database, now: Timestamp) -> Result<Vec<ParkedForReason>, String> {
     let counts = parked_alarms::count_by_reason(database).await.map_err(|error| one_line(&error))?;
     let of_reason = |(reason, alarms, oldest)| ParkedForReason { reason, alarms, oldest_s: seconds(now, oldest) };
     Ok(counts.into_iter().map(of_reason).collect())

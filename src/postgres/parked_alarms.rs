@@ -1,7 +1,8 @@
 //! The table of alarms that could not be handled, with the reason: a table, not a queue, so that they can be listed,
 //! sorted and chosen.
 //!
-//! Writes, lists and deletes rows; publishes nothing.
+//! Writes, lists and deletes rows; publishes nothing. What an operator does to them is recorded in `operator_actions`, in
+//! the same statement.
 
 use std::time::Duration;
 
@@ -15,13 +16,13 @@ use sqlx::postgres::PgRow;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Database, timestamp};
+use super::{Database, Operator, timestamp};
 
 /// Rows deleted by one statement because they are old: each may hold 16 KiB.
 const DELETE_BATCH_SIZE: u64 = 1_000;
 
 /// A parked alarm as it is listed.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
 pub struct Parked {
     /// Its key in the table.
     pub id: Uuid,
@@ -249,24 +250,39 @@ pub async fn ids(database: &Database, selection: &Selection) -> Result<Vec<Uuid>
 }
 
 /// Deletes rows whose alarms are confirmed by the broker again, unless they were parked again since they were listed,
-/// because the worker may be faster.
+/// because the worker may be faster. Records that the operator has retried them.
 ///
 /// # Errors
 /// sqlx's.
-pub async fn drop_retried(database: &Database, rows: &[(Uuid, Timestamp)]) -> Result<(), sqlx::Error> {
+pub async fn drop_retried(
+    database: &Database,
+    rows: &[(Uuid, Timestamp)],
+    operator: &Operator,
+) -> Result<(), sqlx::Error> {
     let (ids, since): (Vec<Uuid>, Vec<Option<OffsetDateTime>>) =
         rows.iter().map(|(id, since)| (*id, timestamp(*since))).unzip();
+    // The record has all of them: what was parked again meanwhile was retried as well.
     let delete = sqlx::query(
         "WITH retried AS MATERIALIZED (
-             SELECT p.id FROM parked_alarms p
-             JOIN unnest($1::uuid[], $2::timestamptz[]) AS listed (id, since)
-                  ON p.id = listed.id AND p.parked_at = listed.since
+             SELECT p.id, p.reason, p.kind, p.order_id, p.parked_at FROM parked_alarms p
+             WHERE p.id = ANY ($1::uuid[])
              -- In the order in which parking locks them; otherwise the two could deadlock.
-             ORDER BY p.id FOR UPDATE OF p)
-         DELETE FROM parked_alarms p USING retried WHERE p.id = retried.id",
+             ORDER BY p.id FOR UPDATE),
+         recorded AS (
+             INSERT INTO operator_actions (who, why, run, action, alarms)
+             SELECT $3, $4, $5, 'parked_retried',
+                    jsonb_agg(jsonb_build_object('id', r.id, 'reason', r.reason, 'kind', r.kind, 'order_id', r.order_id))
+             FROM retried r HAVING count(*) > 0)
+         DELETE FROM parked_alarms p
+         USING retried r JOIN unnest($1::uuid[], $2::timestamptz[]) AS listed (id, since)
+               ON r.id = listed.id AND r.parked_at = listed.since
+         WHERE p.id = r.id",
     )
     .bind(ids)
-    .bind(since);
+    .bind(since)
+    .bind(&operator.who)
+    .bind(operator.why.as_deref())
+    .bind(operator.run);
     database.run(async |connection| delete.execute(connection).await).await.map(drop)
 }
 
@@ -289,18 +305,30 @@ pub async fn forget_old(database: &Database, keep: Duration) -> Result<(u64, boo
     Ok((deleted, deleted >= DELETE_BATCH_SIZE))
 }
 
-/// Deletes these rows; returns how many existed.
+/// Deletes these rows, and records that the operator has dropped them; returns how many existed.
 ///
 /// # Errors
 /// sqlx's.
-pub async fn drop_rows(database: &Database, ids: &[Uuid]) -> Result<u64, sqlx::Error> {
-    let delete = sqlx::query(
+pub async fn drop_rows(database: &Database, ids: &[Uuid], operator: &Operator) -> Result<u64, sqlx::Error> {
+    let delete = sqlx::query_scalar(
         "WITH dropped AS MATERIALIZED (
              SELECT id FROM parked_alarms WHERE id = ANY ($1)
              -- In the order in which parking locks them; otherwise the two could deadlock.
-             ORDER BY id FOR UPDATE)
-         DELETE FROM parked_alarms p USING dropped WHERE p.id = dropped.id",
+             ORDER BY id FOR UPDATE),
+         deleted AS (
+             DELETE FROM parked_alarms p USING dropped WHERE p.id = dropped.id
+             RETURNING p.id, p.reason, p.kind, p.order_id),
+         recorded AS (
+             INSERT INTO operator_actions (who, why, run, action, alarms)
+             SELECT $2, $3, $4, 'parked_dropped',
+                    jsonb_agg(jsonb_build_object('id', d.id, 'reason', d.reason, 'kind', d.kind, 'order_id', d.order_id))
+             FROM deleted d HAVING count(*) > 0)
+         SELECT count(*) FROM deleted",
     )
-    .bind(ids);
-    Ok(database.run(async |connection| delete.execute(connection).await).await?.rows_affected())
+    .bind(ids)
+    .bind(&operator.who)
+    .bind(operator.why.as_deref())
+    .bind(operator.run);
+    let dropped: i64 = database.run(async |connection| delete.fetch_one(connection).await).await?;
+    Ok(dropped.unsigned_abs())
 }

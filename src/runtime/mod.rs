@@ -38,7 +38,7 @@ use tracing::{info, warn};
 use crate::config::Settings;
 use crate::deliver::LONGEST_CLOSE;
 use crate::effects::slots::SlotDeclarer;
-use crate::http::{HttpError, HttpServer, LIVEZ, METRICS, READYZ};
+use crate::http::{HttpError, HttpServer, LIVEZ, METRICS, READYZ, Site};
 use crate::loop_backoff::LONGEST_PAUSE;
 use crate::observe::recorder::Recorder;
 use crate::observe::traces::{Traces, TracesError};
@@ -350,7 +350,11 @@ impl GiveUp {
 /// could not be monitored, and requests to that address would reach another worker.
 async fn open_http(settings: &Settings, recorder: &Recorder) -> Result<Option<HttpServer>, HttpError> {
     let Some(listen) = settings.http.listen.0 else { return Ok(None) };
-    HttpServer::open(listen, recorder.pages()).await.map(Some)
+    let site = match settings.http.page {
+        true => Some(Site::new(settings, recorder.pages(), recorder.kinds.clone())?),
+        false => None,
+    };
+    HttpServer::open(listen, recorder.pages(), site).await.map(Some)
 }
 
 /// The longest that one round of a loop may take: all its calls to broker and database, each within its own time limit,

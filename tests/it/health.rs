@@ -274,7 +274,7 @@ fn stalled_event_loop_is_reported() {
         let health = Arc::new(Health::new(Duration::ZERO));
         let _order = health.of_kind(&Kind::ORDER);
         let pages = Pages { health: health.clone(), metrics: Arc::default() };
-        let server = HttpServer::open(([127, 0, 0, 1], 0).into(), pages).await.unwrap();
+        let server = HttpServer::open(([127, 0, 0, 1], 0).into(), pages, None).await.unwrap();
         assert_eq!(http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap().0, 200, "it has not begun");
         health.mark_running();
         let still = async || http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap();

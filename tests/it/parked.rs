@@ -9,8 +9,8 @@ use lapin::options::{BasicGetOptions, BasicPublishOptions, BasicRejectOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use order_timeout::config::Listen;
 use order_timeout::http::{self, METRICS};
-use order_timeout::postgres::Database;
 use order_timeout::postgres::parked_alarms::{self, Selection};
+use order_timeout::postgres::{Database, Operator};
 use order_timeout_amqp::topology::DUE_KEY;
 use order_timeout_core::alarm::{DeadLetter, ParkReason};
 use order_timeout_core::message::write_rfc3339;
@@ -433,6 +433,7 @@ fn retry_and_drop_delete_while_worker_parks() {
             let dead_letters: Vec<DeadLetter> = (0..300).map(dead_letter).collect();
             let dead_letters: Vec<&DeadLetter> = dead_letters.iter().collect();
             parked_alarms::insert(&database, &dead_letters).await.unwrap();
+            let operator = Operator { who: "test".into(), why: None, run: Uuid::now_v7() };
             for _ in 0..50 {
                 let mut rows = parked_alarms::list(&database, &Selection::All, i64::MAX).await.unwrap();
                 rows.sort_by_key(|row| std::cmp::Reverse(row.id));
@@ -440,13 +441,13 @@ fn retry_and_drop_delete_while_worker_parks() {
                 let ids: Vec<_> = rows.iter().map(|row| row.id).collect();
                 let (parked, retried) = tokio::join!(
                     parked_alarms::insert(&database, &dead_letters),
-                    parked_alarms::drop_retried(&database, &listed)
+                    parked_alarms::drop_retried(&database, &listed, &operator)
                 );
                 parked.unwrap();
                 retried.unwrap();
                 let (parked, dropped) = tokio::join!(
                     parked_alarms::insert(&database, &dead_letters),
-                    parked_alarms::drop_rows(&database, &ids)
+                    parked_alarms::drop_rows(&database, &ids, &operator)
                 );
                 parked.unwrap();
                 dropped.unwrap();

@@ -1,0 +1,81 @@
+//! The kinds of deadlines: a row for each, with what is overdue, what falls due, what was closed, and what is wrong.
+//!
+//! Renders what was read; decides nothing.
+
+use std::time::Instant;
+
+use maud::{Markup, html};
+use order_timeout_core::kind::Kind;
+
+use super::super::site::{Shared, View};
+use super::words::{lateness, number, shown};
+use crate::observe::last_hour::{ClosedHour, read_as_one};
+use crate::operations::overview::OverdueOfKind;
+
+pub(super) fn section(shared: &Shared, view: Option<&View>, now: Instant) -> Markup {
+    html! {
+        section #kinds {
+            h2 { "Kinds of deadlines" }
+            div.scroll {
+                table.cards {
+                    thead { tr {
+                        th scope="col" { "kind" }
+                        @for name in ["overdue", "due in six hours", "closed in the last hour", "p99 late", "latest"] {
+                            th.number scope="col" { (name) }
+                        }
+                        th scope="col" { "state" }
+                    } }
+                    tbody { @for kind in shared.kinds() { (row(shared, view, kind, now)) } }
+                }
+            }
+        }
+    }
+}
+
+fn row(shared: &Shared, view: Option<&View>, kind: &Kind, now: Instant) -> Markup {
+    let overview = view.and_then(|view| view.overview.as_ref().ok());
+    let of_kind = overview.and_then(|overview| overview.kinds.iter().find(|of| of.kind == *kind));
+    let forecast = view.and_then(|view| view.forecasts.get(kind)).and_then(|forecast| forecast.as_ref().ok());
+    let served = shared.served.list().into_iter().find(|served| served.kind == *kind);
+    let hour = served.as_ref().map(|served| read_as_one(&served.last_hour, now)).unwrap_or_default();
+    html! {
+        tr {
+            th scope="row" data-name="kind" { a href=(format!("/pending?kind={kind}")) { (kind) } }
+            td data-name="overdue" class=(if of_kind.is_some_and(OverdueOfKind::is_late) { "number bad" } else { "number" }) {
+                (overdue(of_kind))
+            }
+            td.number data-name="due in 6 h" {
+                @match forecast { Some(forecast) => (number(forecast.total.orders)), None => "–" }
+            }
+            (closes(&hour))
+            td data-name="state" { (state(shared, kind, served.is_some(), of_kind)) }
+        }
+    }
+}
+
+fn overdue(of_kind: Option<&OverdueOfKind>) -> String {
+    match of_kind.and_then(|of| of.overdue.as_ref()) {
+        Some(overdue) if overdue.is_at_least => format!("at least {}", number(overdue.orders)),
+        Some(overdue) => number(overdue.orders),
+        None => "–".to_owned(),
+    }
+}
+
+fn closes(hour: &ClosedHour) -> Markup {
+    let ms = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), lateness);
+    html! {
+        td.number data-name="closed" { (number(hour.closed)) }
+        td.number data-name="p99 late" { (ms(hour.p99_ms)) }
+        td.number data-name="latest" { (ms(hour.max_ms)) }
+    }
+}
+
+fn state(shared: &Shared, kind: &Kind, is_served: bool, of_kind: Option<&OverdueOfKind>) -> Markup {
+    let mut problems = shared.pages.health.problems_of(kind);
+    problems.extend(of_kind.and_then(|of| of.not_known.as_ref()).map(|why| format!("not known: {why}")));
+    html! {
+        @if !is_served { span { "not served by this worker" } }
+        @else if problems.is_empty() { span.ok { "ok" } }
+        @for problem in &problems { p.bad { (shown(problem)) } }
+    }
+}

@@ -1,0 +1,165 @@
+//! What every page has: head, navigation, search, and who is logged in.
+//!
+//! Renders only.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use axum::extract::FromRequestParts;
+use axum::http::HeaderMap;
+use axum::http::header::COOKIE as COOKIE_HEADER;
+use axum::http::request::Parts;
+use maud::{DOCTYPE, Markup, html};
+use order_timeout_core::kind::Kind;
+use url::form_urlencoded::byte_serialize;
+
+use super::super::site::{COOKIE, Session, Shared};
+use super::words::shown;
+
+/// Who looks at the page.
+#[derive(Debug, Clone)]
+pub(super) struct Visitor {
+    /// Whether anything can be changed at all.
+    pub is_writable: bool,
+    /// The login, if there is one.
+    pub session: Option<Session>,
+    /// The kinds whose orders can be looked at.
+    pub kinds: Vec<Kind>,
+}
+
+impl FromRequestParts<Arc<Shared>> for Visitor {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, shared: &Arc<Shared>) -> Result<Self, Infallible> {
+        let session = session_key(&parts.headers).and_then(|key| shared.sessions.find(key, shared.now()));
+        Ok(Self { is_writable: shared.is_writable(), session, kinds: shared.kinds().to_vec() })
+    }
+}
+
+/// The key in the page's cookie.
+pub(super) fn session_key(headers: &HeaderMap) -> Option<&str> {
+    let cookies = headers.get_all(COOKIE_HEADER).into_iter().filter_map(|value| value.to_str().ok());
+    let mut pairs = cookies.flat_map(|value| value.split(';')).filter_map(|pair| pair.trim().split_once('='));
+    pairs.find_map(|(name, value)| (name == COOKIE).then_some(value))
+}
+
+/// A page around its contents.
+pub(super) struct Layout<'a> {
+    title: &'a str,
+    visitor: &'a Visitor,
+    is_live: bool,
+}
+
+impl<'a> Layout<'a> {
+    pub fn new(title: &'a str, visitor: &'a Visitor) -> Self {
+        Self { title, visitor, is_live: false }
+    }
+
+    /// Its contents change without loading it again.
+    pub fn live(self) -> Self {
+        Self { is_live: true, ..self }
+    }
+
+    pub fn render(&self, contents: Markup) -> Markup {
+        html! {
+            (DOCTYPE)
+            html lang="en" {
+                head {
+                    meta charset="utf-8";
+                    meta name="viewport" content="width=device-width, initial-scale=1";
+                    meta name="color-scheme" content="light dark";
+                    title { (shown(self.title)) " · order-timeout" }
+                    link rel="stylesheet" href="/assets/page.css";
+                    link rel="icon" type="image/svg+xml" href="/assets/icon.svg";
+                    @if self.is_live {
+                        script src="/assets/page.js" defer {}
+                        noscript { meta http-equiv="refresh" content="10"; }
+                    }
+                }
+                body {
+                    a.skip href="#contents" { "Skip to contents" }
+                    header { (self.navigation()) }
+                    main #contents { (contents) }
+                    footer {
+                        p { "order-timeout " (env!("ORDER_TIMEOUT_VERSION")) ". All times are UTC." }
+                    }
+                }
+            }
+        }
+    }
+
+    fn navigation(&self) -> Markup {
+        html! {
+            nav aria-label="Pages" {
+                ul {
+                    @for (href, name) in [("/", "Overview"), ("/pending", "Pending"), ("/parked", "Parked alarms")] {
+                        li {
+                            a href=(href) aria-current=[(name == self.title).then_some("page")] { (name) }
+                        }
+                    }
+                }
+            }
+            search {
+                form action="/orders" method="get" {
+                    label for="find" { "Order" }
+                    input #find name="id" type="search" required maxlength="200" autocomplete="off" spellcheck="false"
+                        placeholder="its id";
+                    (kind_choice(&self.visitor.kinds, None))
+                    button { "Find" }
+                }
+            }
+            (self.login())
+        }
+    }
+
+    fn login(&self) -> Markup {
+        match &self.visitor.session {
+            Some(session) => html! {
+                form.login action="/logout" method="post" {
+                    span { (shown(&session.who)) }
+                    button { "Log out" }
+                }
+            },
+            None if self.visitor.is_writable => html! { a.login href="/login" { "Log in" } },
+            None => html! { span.login title="http.token_file is not set" { "Read-only" } },
+        }
+    }
+}
+
+/// The choice of a kind in a form; nothing where there is only one.
+pub(super) fn kind_choice(kinds: &[Kind], chosen: Option<&Kind>) -> Markup {
+    html! {
+        @if kinds.len() > 1 {
+            select name="kind" aria-label="Kind" {
+                @for kind in kinds { option value=(kind) selected[chosen == Some(kind)] { (kind) } }
+            }
+        }
+    }
+}
+
+/// The address of an order's story.
+pub(super) fn order_path(kind: &Kind, id: &str) -> String {
+    let id: String = byte_serialize(id.as_bytes()).map(|part| part.replace('+', "%20")).collect();
+    if kind.is_default() { format!("/orders/{id}") } else { format!("/orders/{id}?kind={kind}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderValue;
+
+    use super::*;
+
+    #[test]
+    fn order_paths_name_other_kinds() {
+        assert_eq!(order_path(&Kind::ORDER, "a b/7"), "/orders/a%20b%2F7");
+        assert_eq!(order_path(&Kind::new("seat").unwrap(), "7"), "/orders/7?kind=seat");
+    }
+
+    #[test]
+    fn session_key_is_found_among_cookies() {
+        let mut headers = HeaderMap::new();
+        assert_eq!(session_key(&headers), None);
+        headers.insert(COOKIE_HEADER, HeaderValue::from_static("a=1; order_timeout_session=key; b=2"));
+        assert_eq!(session_key(&headers), Some("key"));
+    }
+}

@@ -1,0 +1,121 @@
+//! Logging in with the token, and out again.
+//!
+//! A login is a cookie that only this site sends back; wrong tokens are limited by address.
+
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::http::header::{RETRY_AFTER, SET_COOKIE};
+use axum::http::{HeaderMap, HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Redirect, Response};
+use axum::{Extension, Form};
+use maud::{Markup, html};
+use serde::Deserialize;
+use tracing::{info, warn};
+
+use super::super::Peer;
+use super::super::api::Problem;
+use super::super::site::{COOKIE, Denied, LONGEST_SESSION, Shared, check, is_from_this_site};
+use super::failed;
+use super::layout::{Layout, Visitor, session_key};
+use super::words::shown;
+use crate::operations::name_or_reason;
+
+pub(super) async fn page(visitor: Visitor) -> Response {
+    Layout::new("Log in", &visitor).render(form(&visitor, None)).into_response()
+}
+
+fn form(visitor: &Visitor, fault: Option<&str>) -> Markup {
+    html! {
+        h1 { "Log in" }
+        @if visitor.is_writable {
+            p { "Logging in allows to retry and drop parked alarms. Each change is recorded with your name and your reason." }
+            @if let Some(fault) = fault { p.bad role="alert" { (shown(fault)) } }
+            form.filter method="post" action="/login" {
+                div { label for="who" { "Your name" } input #who name="who" required maxlength="500" autocomplete="username"; }
+                div {
+                    label for="token" { "Token (http.token_file)" }
+                    input #token name="token" type="password" required autocomplete="current-password";
+                }
+                button { "Log in" }
+            }
+        } @else {
+            p { "This page changes nothing, because http.token_file is not set." }
+        }
+    }
+}
+
+#[derive(Debug, Deserialize)]
+pub(super) struct Given {
+    who: String,
+    token: String,
+}
+
+pub(super) async fn begin(
+    State(shared): State<Arc<Shared>>,
+    visitor: Visitor,
+    Extension(Peer(peer)): Extension<Peer>,
+    headers: HeaderMap,
+    given: Result<Form<Given>, axum::extract::rejection::FormRejection>,
+) -> Response {
+    if !is_from_this_site(&headers) {
+        return failed(
+            &visitor,
+            &Problem::new(StatusCode::FORBIDDEN, "the request is not from this page; use its form"),
+        );
+    }
+    let Ok(Form(Given { who, token })) = given else {
+        return failed(&visitor, &Problem::bad_request("the form is incomplete; fill it in again"));
+    };
+    if let Err(denied) = check(&shared, &token, peer.ip()) {
+        warn!(%peer, "a login over HTTP was refused: {denied}");
+        return refused(&visitor, denied);
+    }
+    let who = match name_or_reason(&who) {
+        Ok(who) => who,
+        Err(why) => return failed(&visitor, &Problem::bad_request(format!("your name: {why}"))),
+    };
+    let Some(key) = shared.sessions.begin(who.clone(), shared.now()) else {
+        return failed(&visitor, &Problem::unavailable("the system has no random numbers; try again"));
+    };
+    info!(who, %peer, "logged in over HTTP");
+    // Behind a proxy that speaks TLS the browser must not send it without.
+    let secure = if headers.get("x-forwarded-proto").is_some_and(|proto| proto == "https") { "; Secure" } else { "" };
+    let age_s = LONGEST_SESSION.as_secs();
+    with_cookie(&format!("{COOKIE}={key}; Path=/; HttpOnly; SameSite=Strict; Max-Age={age_s}{secure}"))
+}
+
+/// To the page for which one logs in.
+fn with_cookie(cookie: &str) -> Response {
+    let mut response = Redirect::to("/parked").into_response();
+    let cookie = HeaderValue::from_str(cookie).expect("a cookie of our own is visible ASCII");
+    response.headers_mut().insert(SET_COOKIE, cookie);
+    response
+}
+
+fn refused(visitor: &Visitor, denied: Denied) -> Response {
+    let (status, fault) = match denied {
+        Denied::ReadOnly => (StatusCode::FORBIDDEN, denied.to_string()),
+        Denied::WrongToken => (StatusCode::UNAUTHORIZED, "the token is wrong".to_owned()),
+        Denied::TooManyTries(_) => (StatusCode::TOO_MANY_REQUESTS, denied.to_string()),
+    };
+    let page = Layout::new("Log in", visitor).render(form(visitor, Some(&fault)));
+    let mut response = (status, page).into_response();
+    if let Denied::TooManyTries(wait) = denied {
+        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(wait.as_secs() + 1));
+    }
+    response
+}
+
+pub(super) async fn end(State(shared): State<Arc<Shared>>, visitor: Visitor, headers: HeaderMap) -> Response {
+    if !is_from_this_site(&headers) {
+        return failed(
+            &visitor,
+            &Problem::new(StatusCode::FORBIDDEN, "the request is not from this page; use its form"),
+        );
+    }
+    if let Some(key) = session_key(&headers) {
+        shared.sessions.end(key);
+    }
+    with_cookie(&format!("{COOKIE}=; Path=/; HttpOnly; SameSite=Strict; Max-Age=0"))
+}

@@ -1,0 +1,71 @@
+//! The page for people: whether orders are closed on time, what falls due, one order's story, and parked alarms.
+//!
+//! HTML rendered here, one stylesheet, one small script, and nothing from elsewhere. Every text from outside is escaped
+//! by the template, and hidden characters are made visible. Each page calls an operation; decides nothing.
+
+mod due;
+mod kinds;
+mod layout;
+mod live;
+mod login;
+mod order;
+mod overview;
+mod parked;
+mod pending;
+mod plots;
+mod words;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::DefaultBodyLimit;
+use axum::http::header::CONTENT_TYPE;
+use axum::http::{HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use maud::html;
+
+use super::api::Problem;
+use super::site::Shared;
+use layout::{Layout, Visitor};
+
+/// A thousand checked alarms are 50 kB.
+const LARGEST_FORM_BYTES: usize = 64 * 1024;
+
+/// Its routes.
+pub(super) fn router() -> Router<Arc<Shared>> {
+    Router::new()
+        .route("/", get(overview::page))
+        .route("/live", get(live::stream))
+        .route("/pending", get(pending::page))
+        .route("/orders", get(order::find))
+        .route("/orders/{order_id}", get(order::page))
+        .route("/parked", get(parked::page))
+        .route("/parked/retry", post(parked::retry))
+        .route("/parked/drop", post(parked::drop_alarms))
+        .route("/login", get(login::page).post(login::begin))
+        .route("/logout", post(login::end))
+        .route("/assets/page.css", get(async || asset("text/css; charset=utf-8", include_str!("page.css"))))
+        .route("/assets/page.js", get(async || asset("text/javascript; charset=utf-8", include_str!("page.js"))))
+        .route("/assets/icon.svg", get(async || asset("image/svg+xml", include_str!("icon.svg"))))
+        .layer(DefaultBodyLimit::max(LARGEST_FORM_BYTES))
+        .fallback(not_found)
+}
+
+fn asset(content_type: &'static str, text: &'static str) -> Response {
+    ([(CONTENT_TYPE, HeaderValue::from_static(content_type))], text).into_response()
+}
+
+async fn not_found(visitor: Visitor) -> Response {
+    failed(&visitor, &Problem::new(StatusCode::NOT_FOUND, "there is no such page"))
+}
+
+/// A page that says what is wrong.
+fn failed(visitor: &Visitor, problem: &Problem) -> Response {
+    let page = Layout::new(&problem.title, visitor).render(html! {
+        h1 { (problem.title) }
+        p.bad { (words::shown(&problem.detail)) }
+        p { a href="/" { "Overview" } }
+    });
+    (StatusCode::from_u16(problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR), page).into_response()
+}

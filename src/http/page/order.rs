@@ -1,0 +1,117 @@
+//! One order's story.
+//!
+//! Renders what `explain` tells.
+
+use std::sync::Arc;
+
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Path, Query, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Redirect, Response};
+use maud::{Markup, html};
+use order_timeout_core::kind::Kind;
+use order_timeout_core::order::OrderId;
+use serde::Deserialize;
+
+use super::super::api::Problem;
+use super::super::api::reads::KindParameter;
+use super::super::site::Shared;
+use super::failed;
+use super::layout::{Layout, Visitor, kind_choice, order_path};
+use super::overview::not_known;
+use super::words::{shown, time, with_code};
+use crate::operations::explain::{Explanation, Moment, explain};
+use crate::postgres::one_line;
+
+#[derive(Debug, Deserialize)]
+pub(super) struct Find {
+    id: String,
+    #[serde(default)]
+    kind: Kind,
+}
+
+/// From the search to the order's own address.
+pub(super) async fn find(visitor: Visitor, asked: Result<Query<Find>, QueryRejection>) -> Response {
+    match asked {
+        Ok(Query(Find { id, kind })) => Redirect::to(&order_path(&kind, id.trim())).into_response(),
+        Err(fault) => failed(&visitor, &fault.into()),
+    }
+}
+
+pub(super) async fn page(
+    State(shared): State<Arc<Shared>>,
+    visitor: Visitor,
+    Path(id): Path<String>,
+    asked: Result<Query<KindParameter>, QueryRejection>,
+) -> Response {
+    match tell(&shared, &id, asked).await {
+        Ok(told) => {
+            let status = if told.exists == Some(false) { StatusCode::NOT_FOUND } else { StatusCode::OK };
+            (status, Layout::new("Order", &visitor).render(story(&told, &visitor.kinds))).into_response()
+        }
+        Err(problem) => failed(&visitor, &problem),
+    }
+}
+
+async fn tell(
+    shared: &Shared,
+    id: &str,
+    asked: Result<Query<KindParameter>, QueryRejection>,
+) -> Result<Explanation, Problem> {
+    let Query(KindParameter { kind }) = asked?;
+    let id = OrderId::new(id).map_err(|fault| Problem::bad_request(fault.to_string()))?;
+    let sources = shared.sources().await?;
+    let told = explain(&sources.database, sources.orders(&kind).await?, &kind, &id).await;
+    told.map_err(|error| Problem::unavailable(one_line(&error)))
+}
+
+fn story(told: &Explanation, kinds: &[Kind]) -> Markup {
+    html! {
+        h1 { "Order " code { (shown(told.order_id.as_str())) } }
+        @if kinds.len() > 1 {
+            // The same id may be an order of another kind.
+            form.filter action="/orders" method="get" {
+                input type="hidden" name="id" value=(told.order_id.as_str());
+                div { span { "Kind " } (kind_choice(kinds, Some(&told.kind))) }
+                button { "Show" }
+            }
+        }
+        p.summary { (capitalised(&told.summary)) "." }
+        @if let Some(open) = &told.open {
+            section.open {
+                h2 { "Why it is open" }
+                p { (with_code(&capitalised(&open.because))) "." }
+                h2 { "What to do" }
+                p { (with_code(&capitalised(&open.what_to_do))) "." }
+            }
+        }
+        section {
+            h2 { "In the order of time" }
+            @if told.moments.is_empty() { p { "No table tells." } }
+            ol.story { @for (number, moment) in told.moments.iter().enumerate() {
+                @if moment.at > told.at && (number == 0 || told.moments[number - 1].at <= told.at) { (now(&told.at)) }
+                (line(moment))
+            } }
+        }
+        (not_known(&told.not_known))
+    }
+}
+
+fn now(at: &str) -> Markup {
+    html! { li.now { (time(at)) " " span { "now" } } }
+}
+
+fn line(moment: &Moment) -> Markup {
+    html! {
+        li {
+            (time(&moment.at)) " "
+            span.what { (shown(&moment.what)) } " "
+            span.source title="the table that says so" { (moment.source.table()) }
+        }
+    }
+}
+
+fn capitalised(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
+}

@@ -1,0 +1,310 @@
+//! The first page: whether orders are closed on time, what falls due, how late closes were, what is parked, and what runs.
+//!
+//! Rendered from what was read in the background, so it is fast however large the tables are.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::extract::State;
+use maud::{Markup, PreEscaped, html};
+use order_timeout_amqp::connect;
+
+use super::super::site::{Shared, View};
+use super::layout::{Layout, Visitor};
+use super::plots;
+use super::words::{age, count, lateness, number, shown, time};
+use super::{due, kinds};
+use crate::observe::last_hour::ClosedMinute;
+use crate::operations::NotKnown;
+use crate::operations::overview::{Overview, Verdict, verdict};
+use crate::operations::status::{Outbox, ParkedForReason, RegisteredWorker};
+use crate::postgres;
+
+pub(super) async fn page(State(shared): State<Arc<Shared>>, visitor: Visitor) -> Markup {
+    let view = shared.feed.view().await;
+    Layout::new("Overview", &visitor).live().render(html! {
+        div #live { (PreEscaped(&rendered(&shared, view.as_deref()))) }
+        p.connection #connection role="status" {}
+    })
+}
+
+/// What changes while the page is open: sections with an id each. Rendered once for each view.
+pub(super) fn rendered(shared: &Shared, view: Option<&View>) -> Arc<str> {
+    let render = || sections(shared, view).into_string().into();
+    view.map_or_else(render, |view| view.rendered.get_or_init(render).clone())
+}
+
+fn sections(shared: &Shared, view: Option<&View>) -> Markup {
+    let read = match view {
+        Some(view) => view.overview.as_ref().map_err(String::as_str),
+        None => Err("the database has not answered yet"),
+    };
+    let problems = problems(shared);
+    let now = Instant::now();
+    html! {
+        (verdict_section(&verdict(read, &problems), read.ok()))
+        @if shared.kinds().len() > 1 { (kinds::section(shared, view, now)) }
+        @for kind in shared.kinds() {
+            (due::section(kind, view.and_then(|view| view.forecasts.get(kind)), shared.kinds().len() > 1))
+        }
+        (late_section(&shared.served.last_hour(None, now)))
+        @if let Ok(overview) = read {
+            (parked_section(overview.parked.as_deref()))
+            (workers_section(overview, shared.kinds().len() > 1))
+        }
+        (facts_section(shared, read.ok()))
+        @if let Ok(overview) = read { (not_known_section(&overview.not_known)) }
+    }
+}
+
+/// What `/readyz` says, unless it says that all is well.
+fn problems(shared: &Shared) -> Vec<String> {
+    let report = shared.pages.health.is_ready();
+    let is_problem = |line: &&String| !report.is_healthy || line.starts_with("degraded");
+    report.lines.iter().filter(is_problem).cloned().collect()
+}
+
+fn verdict_section(verdict: &Verdict, overview: Option<&Overview>) -> Markup {
+    let (class, mark, reasons): (_, _, &[String]) = match verdict {
+        Verdict::OnTime => ("ok", "✓", &[]),
+        Verdict::Degraded(reasons) => ("warn", "!", reasons),
+        Verdict::Late(reasons) => ("bad", "✗", reasons),
+        Verdict::Unknown(_) => ("unknown", "?", &[]),
+    };
+    html! {
+        section #verdict class=(format!("verdict {class}")) aria-label="Verdict" {
+            h1 { span.mark aria-hidden="true" { (mark) } " " (sentence(verdict, overview)) }
+            @if !reasons.is_empty() { ul { @for reason in reasons { li { (shown(reason)) } } } }
+            @if let Verdict::Unknown(why) = verdict { p { (shown(why)) } }
+        }
+    }
+}
+
+fn sentence(verdict: &Verdict, overview: Option<&Overview>) -> String {
+    match verdict {
+        Verdict::OnTime => "Orders are closed on time.".to_owned(),
+        Verdict::Degraded(_) => "Orders are closed on time, but something needs attention.".to_owned(),
+        Verdict::Unknown(_) => "It is not known whether orders are closed on time.".to_owned(),
+        Verdict::Late(_) => match overview.and_then(Overview::overdue) {
+            Some(overdue) => {
+                let at_least = if overdue.is_at_least { "at least " } else { "" };
+                let oldest = age(overdue.oldest_s.unwrap_or_default());
+                let are = if overdue.orders == 1 { "is" } else { "are" };
+                format!(
+                    "Orders are late: {at_least}{} {are} overdue, the oldest for {oldest}.",
+                    count(overdue.orders, "order")
+                )
+            }
+            None => "Orders are late.".to_owned(),
+        },
+    }
+}
+
+fn late_section(minutes: &[ClosedMinute]) -> Markup {
+    let closed: u64 = minutes.iter().map(ClosedMinute::closed).sum();
+    html! {
+        section #late {
+            h2 { "Closed in the last hour by this worker" }
+            @if minutes.is_empty() {
+                p { "Nothing. A worker that has just started has not closed anything yet." }
+            } @else {
+                p { (count(closed, "order")) "." }
+                (plots::late(minutes))
+                details #late-table {
+                    summary { "The same as a table" }
+                    (late_table(minutes))
+                }
+            }
+        }
+    }
+}
+
+fn late_table(minutes: &[ClosedMinute]) -> Markup {
+    let ms = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), lateness);
+    html! {
+        div.scroll {
+            table {
+                thead { tr {
+                    th scope="col" { "minutes ago" }
+                    @for name in ["p50", "p99", "latest", "by alarms", "by reading ahead", "by the sweep"] {
+                        th.number scope="col" { (name) }
+                    }
+                } }
+                tbody {
+                    @for minute in minutes.iter().rev() {
+                        tr {
+                            th scope="row" { (minute.minutes_ago) }
+                            @for late in [minute.p50_ms, minute.p99_ms, minute.max_ms] { td.number { (ms(late)) } }
+                            @for closed in [minute.alarm, minute.look_ahead, minute.sweep] { td.number { (number(closed)) } }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn parked_section(parked: Option<&[ParkedForReason]>) -> Markup {
+    html! {
+        section #parked {
+            h2 { "Parked alarms" }
+            @match parked {
+                None => p { "Not known." },
+                Some([]) => p { "None: every alarm could be handled." },
+                Some(parked) => {
+                    p { "Alarms that could not be handled. Their orders are closed by the sweep where that is possible." }
+                    table {
+                        thead { tr { th scope="col" { "reason" } th.number scope="col" { "alarms" } th.number scope="col" { "oldest" } } }
+                        tbody {
+                            @for ParkedForReason { reason, alarms, oldest_s } in parked {
+                                tr {
+                                    th scope="row" { a href=(format!("/parked?reason={reason}")) { (shown(reason)) } }
+                                    td.number { (number(*alarms)) }
+                                    td.number { (age(*oldest_s)) }
+                                }
+                            }
+                        }
+                    }
+                },
+            }
+        }
+    }
+}
+
+fn workers_section(overview: &Overview, names_kinds: bool) -> Markup {
+    html! {
+        section #workers {
+            h2 { "Workers" }
+            @match overview.workers.as_deref() {
+                None => p { "Not known." },
+                Some([]) => p.bad { "None is registered." },
+                Some(workers) => div.scroll {
+                    table {
+                        thead { tr { th scope="col" { "host" } th.number scope="col" { "pid" } th scope="col" { "version" }
+                            @if names_kinds { th scope="col" { "kinds" } }
+                            th scope="col" { "since" } th scope="col" { "seen" } } }
+                        tbody { @for worker in workers { (worker_row(worker, names_kinds)) } }
+                    }
+                },
+            }
+        }
+    }
+}
+
+fn worker_row(worker: &RegisteredWorker, names_kinds: bool) -> Markup {
+    html! {
+        tr {
+            th scope="row" { (shown(&worker.host)) }
+            td.number { (worker.pid) }
+            td { (shown(&worker.version)) }
+            @if names_kinds { td { (shown(&worker.kinds.join(", "))) } }
+            td { (time(&worker.since)) }
+            @if worker.is_live { td { "now" } }
+            @else { td.bad { (age(worker.last_seen_s)) " ago: ended without signing off" } }
+        }
+    }
+}
+
+fn facts_section(shared: &Shared, overview: Option<&Overview>) -> Markup {
+    let settings = &shared.settings;
+    let database = postgres::place(&settings.database).unwrap_or_else(|_| "not known".into());
+    let broker = match settings.delay.strategy.needs_broker() {
+        true => connect::place(&settings.amqp).unwrap_or_else(|_| "not known".into()),
+        false => "none: deadlines are read from the database".into(),
+    };
+    let ready = shared.pages.health.is_ready();
+    html! {
+        section #facts {
+            h2 { "This worker" }
+            dl {
+                dt { "ready" }
+                @for line in &ready.lines { dd { (shown(line)) } }
+                dt { "namespace" } dd { (shown(&settings.namespace)) }
+                dt { "consumer session" }
+                dd { (session(shared)) }
+                dt { "alarms in memory" }
+                dd { (shared.served.list().iter().map(|served| served.metrics.alarms_held.get()).sum::<i64>()) }
+                dt { "broker" } dd { (shown(&broker)) }
+                dt { "database" } dd { (shown(&database)) }
+                @if let Some(overview) = overview {
+                    dt { "database time" } dd { (time(&overview.at)) }
+                    (outbox("alarms to send", overview.alarm_outbox.as_ref()))
+                    (outbox("events to announce", overview.event_outbox.as_ref()))
+                }
+            }
+        }
+    }
+}
+
+/// Of all kinds: each has a session of its own.
+fn session(shared: &Shared) -> String {
+    let served = shared.served.list();
+    let open = served.iter().filter(|served| served.metrics.session_open.get() == 1).count();
+    match (shared.settings.delay.strategy.needs_broker(), open, served.len()) {
+        (false, ..) => "not needed".to_owned(),
+        (true, 0, _) => "none".to_owned(),
+        (true, open, all) if open == all => "open".to_owned(),
+        (true, open, all) => format!("{open} of {all} open"),
+    }
+}
+
+fn outbox(name: &str, outbox: Option<&Outbox>) -> Markup {
+    let Some(outbox) = outbox else { return html! {} };
+    html! {
+        dt { (name) }
+        dd {
+            (number(outbox.unsent))
+            @if let Some(oldest_s) = outbox.oldest_s { ", the oldest for " (age(oldest_s)) }
+            @if outbox.refused > 0 { "; " (number(outbox.refused)) " refused by the broker" }
+        }
+    }
+}
+
+fn not_known_section(entries: &[NotKnown]) -> Markup {
+    html! {
+        @if !entries.is_empty() {
+            section #not-known { h2 { "Not known" } (not_known(entries)) }
+        }
+    }
+}
+
+/// What an answer leaves out.
+pub(super) fn not_known(entries: &[NotKnown]) -> Markup {
+    html! {
+        @if !entries.is_empty() {
+            ul.not-known { @for NotKnown { what, why } in entries { li { "Not known: " (what) ": " (shown(why)) } } }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use order_timeout_core::kind::Kind;
+
+    use super::*;
+    use crate::operations::overview::OverdueOfKind;
+    use crate::operations::status::Overdue;
+
+    #[test]
+    fn sentence_tells_how_late() {
+        let overdue = Overdue { orders: 1_200, is_at_least: true, oldest: None, oldest_s: Some(65.0) };
+        let overview = Overview {
+            at: String::new(),
+            kinds: vec![OverdueOfKind { kind: Kind::ORDER, overdue: Some(overdue), not_known: None }],
+            alarm_outbox: None,
+            event_outbox: None,
+            parked: None,
+            workers: None,
+            not_known: Vec::new(),
+        };
+        let said = sentence(&Verdict::Late(Vec::new()), Some(&overview));
+        assert_eq!(said, "Orders are late: at least 1,200 orders are overdue, the oldest for 1m 5s.");
+    }
+
+    #[test]
+    fn foreign_text_is_escaped() {
+        let entry = NotKnown { what: "stock", why: "<script>\u{202e}".into() };
+        let text = not_known(&[entry]).into_string();
+        assert!(text.contains("&lt;script&gt;\\u202e") && !text.contains("<script>"), "{text}");
+    }
+}

@@ -1,0 +1,237 @@
+//! Parked alarms: a page of them, and the form that retries or drops the chosen ones.
+//!
+//! A change needs a login, comes from the page itself, and says why.
+
+use std::sync::Arc;
+
+use axum::Form;
+use axum::extract::{Query, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Redirect, Response};
+use maud::{Markup, html};
+use order_timeout_core::alarm::ParkReason;
+use order_timeout_core::kind::Kind;
+use serde::Deserialize;
+use url::form_urlencoded::Serializer;
+use uuid::Uuid;
+
+use super::super::api::Problem;
+use super::super::api::parked::{ParkedChange, drop_selected, retry_alarms};
+use super::super::site::{Shared, is_from_this_site};
+use super::failed;
+use super::layout::{Layout, Visitor, order_path};
+use super::words::{age, count, shown};
+use crate::operations::parked::{self, ParkedPage};
+use crate::postgres::parked_alarms::{Parked, Selection};
+
+/// Alarms on the page.
+const PAGE: i64 = 100;
+
+/// Which ones, and what was done to the ones before.
+#[derive(Debug, Deserialize)]
+pub(super) struct Asked {
+    #[serde(default)]
+    reason: Option<String>,
+    #[serde(default)]
+    after: Option<Uuid>,
+    #[serde(default)]
+    sent: Option<u64>,
+    #[serde(default)]
+    kept: Option<u64>,
+    #[serde(default)]
+    dropped: Option<u64>,
+}
+
+pub(super) async fn page(
+    State(shared): State<Arc<Shared>>,
+    visitor: Visitor,
+    asked: Result<Query<Asked>, axum::extract::rejection::QueryRejection>,
+) -> Response {
+    match read(&shared, asked).await {
+        Ok((asked, page)) => {
+            let contents = contents(&asked, &page, &visitor);
+            Layout::new("Parked alarms", &visitor).render(contents).into_response()
+        }
+        Err(problem) => failed(&visitor, &problem),
+    }
+}
+
+async fn read(
+    shared: &Shared,
+    asked: Result<Query<Asked>, axum::extract::rejection::QueryRejection>,
+) -> Result<(Asked, ParkedPage), Problem> {
+    let Query(asked) = asked?;
+    let known = asked.reason.clone().filter(|reason| ParkReason::WORDS.contains(&reason.as_str()));
+    let selection = known.map_or(Selection::All, Selection::Reason);
+    let page = parked::list(&shared.sources().await?.database, &selection, asked.after, PAGE).await?;
+    Ok((asked, page))
+}
+
+fn contents(asked: &Asked, page: &ParkedPage, visitor: &Visitor) -> Markup {
+    html! {
+        h1 { "Parked alarms" }
+        p { "Alarms that could not be handled, the oldest first. Retrying sends them to the workers again; dropping deletes
+             them. No order depends on them: the sweep closes it." }
+        (result(asked))
+        (filter(asked.reason.as_deref()))
+        @if page.alarms.is_empty() {
+            p { "None." }
+        } @else if visitor.session.is_some() {
+            form method="post" {
+                (table(&page.alarms, true, visitor.kinds.len() > 1))
+                div.change {
+                    label for="why" { "Why" }
+                    input #why name="why" required maxlength="500" autocomplete="off";
+                    button formaction="/parked/retry" { "Retry the chosen" }
+                    button.bad formaction="/parked/drop" { "Drop the chosen" }
+                }
+            }
+        } @else {
+            (table(&page.alarms, false, visitor.kinds.len() > 1))
+            @if visitor.is_writable { p { a href="/login" { "Log in" } " to retry or drop them." } }
+            @else { p { "This page changes nothing, because http.token_file is not set. " code { "order-timeout parked" } " does." } }
+        }
+        @if let Some(next) = page.next { p { a href=(next_page(asked, next)) { "Next page" } } }
+    }
+}
+
+fn result(asked: &Asked) -> Markup {
+    html! {
+        @if let Some(sent) = asked.sent { p.ok role="status" { (count(sent, "alarm")) " sent back." } }
+        @if let Some(kept @ 1..) = asked.kept {
+            p.bad role="status" { (count(kept, "alarm")) " could not be sent: " code { "order-timeout parked retry" } " says why." }
+        }
+        @if let Some(dropped) = asked.dropped { p.ok role="status" { (count(dropped, "alarm")) " dropped." } }
+    }
+}
+
+fn filter(chosen: Option<&str>) -> Markup {
+    html! {
+        form.filter method="get" {
+            div {
+                label for="reason" { "Reason" }
+                select #reason name="reason" {
+                    option value="" { "all" }
+                    @for word in ParkReason::WORDS {
+                        option value=(word) selected[chosen == Some(word)] { (word) }
+                    }
+                }
+            }
+            button { "Show" }
+        }
+    }
+}
+
+fn table(alarms: &[Parked], is_choosable: bool, names_kinds: bool) -> Markup {
+    html! {
+        div.scroll {
+            table.cards {
+                thead { tr {
+                    @if is_choosable { th scope="col" { "chosen" } }
+                    th scope="col" { "reason" }
+                    @if names_kinds { th scope="col" { "kind" } }
+                    th scope="col" { "order" } th.number scope="col" { "age" }
+                    th.number scope="col" { "attempts" } th scope="col" { "what was found" }
+                } }
+                tbody { @for alarm in alarms { (row(alarm, is_choosable, names_kinds)) } }
+            }
+        }
+    }
+}
+
+fn row(alarm: &Parked, is_choosable: bool, names_kinds: bool) -> Markup {
+    // One that this version cannot read is in no settings.
+    let kind = Kind::new(&alarm.kind).unwrap_or_default();
+    html! {
+        tr {
+            @if is_choosable {
+                td data-name="chosen" { input type="checkbox" name="id" value=(alarm.id) aria-label=(format!("choose alarm {}", alarm.id)); }
+            }
+            td data-name="reason" { (shown(&alarm.reason)) }
+            @if names_kinds { td data-name="kind" { (shown(&alarm.kind)) } }
+            td data-name="order" {
+                @match &alarm.order_id {
+                    Some(id) => a href=(order_path(&kind, id)) { code { (shown(id)) } },
+                    None => "–",
+                }
+            }
+            td.number data-name="age" { (age(alarm.age_s as f64)) }
+            td.number data-name="attempts" { (alarm.attempts) }
+            td data-name="found" { (shown(&alarm.detail)) }
+        }
+    }
+}
+
+fn next_page(asked: &Asked, next: Uuid) -> String {
+    let mut query = Serializer::new(String::from("/parked?"));
+    query.append_pair("after", &next.to_string());
+    if let Some(reason) = &asked.reason {
+        query.append_pair("reason", reason);
+    }
+    query.finish()
+}
+
+/// A form with several fields of one name.
+type Fields = Vec<(String, String)>;
+
+pub(super) async fn retry(
+    State(shared): State<Arc<Shared>>,
+    visitor: Visitor,
+    headers: HeaderMap,
+    form: Result<Form<Fields>, axum::extract::rejection::FormRejection>,
+) -> Response {
+    let done = async {
+        let change = change(&visitor, &headers, form)?;
+        let retried = retry_alarms(&shared, change).await?;
+        Ok(format!("/parked?sent={}&kept={}", retried.sent, retried.kept.len()))
+    };
+    answer(&visitor, done.await)
+}
+
+pub(super) async fn drop_alarms(
+    State(shared): State<Arc<Shared>>,
+    visitor: Visitor,
+    headers: HeaderMap,
+    form: Result<Form<Fields>, axum::extract::rejection::FormRejection>,
+) -> Response {
+    let done = async {
+        let change = change(&visitor, &headers, form)?;
+        Ok(format!("/parked?dropped={}", drop_selected(&shared, change).await?.dropped))
+    };
+    answer(&visitor, done.await)
+}
+
+fn answer(visitor: &Visitor, done: Result<String, Problem>) -> Response {
+    match done {
+        Ok(next) => Redirect::to(&next).into_response(),
+        Err(problem) => failed(visitor, &problem),
+    }
+}
+
+/// The change that the form asks for, if this visitor may ask for it.
+fn change(
+    visitor: &Visitor,
+    headers: &HeaderMap,
+    form: Result<Form<Fields>, axum::extract::rejection::FormRejection>,
+) -> Result<ParkedChange, Problem> {
+    if !is_from_this_site(headers) {
+        let why = "the request is not from this page; use its form, or the API with the token";
+        return Err(Problem::new(StatusCode::FORBIDDEN, why));
+    }
+    let Some(session) = &visitor.session else {
+        return Err(Problem::new(StatusCode::UNAUTHORIZED, "log in first; the session may have ended"));
+    };
+    let Form(fields) = form.map_err(|fault| Problem::bad_request(fault.body_text()))?;
+    let ids: Result<Vec<Uuid>, _> = fields.iter().filter(|(name, _)| name == "id").map(|(_, id)| id.parse()).collect();
+    let ids = ids.map_err(|_| Problem::bad_request("one of the chosen alarms has no valid id; load the page again"))?;
+    if ids.is_empty() {
+        return Err(Problem::bad_request("no alarm was chosen; check the box before at least one"));
+    }
+    let why = fields.into_iter().find_map(|(name, why)| (name == "why").then_some(why));
+    Ok(ParkedChange {
+        ids: Some(ids),
+        who: session.who.clone(),
+        why: why.unwrap_or_default(),
+        ..ParkedChange::default()
+    })
+}

@@ -1,0 +1,109 @@
+//! Numbers, times and foreign text as the page shows them.
+//!
+//! Pure.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use maud::{Markup, html};
+
+use crate::operations::orders_table::due::Money;
+use crate::sanitize;
+
+/// Text from outside in one line, with hidden characters made visible. The template escapes it for HTML.
+pub(super) fn shown(text: &str) -> Cow<'_, str> {
+    sanitize::one_line(text)
+}
+
+/// Text from outside with what is between backticks as code.
+pub(super) fn with_code(text: &str) -> Markup {
+    let text = shown(text);
+    html! {
+        @for (number, part) in text.split('`').enumerate() {
+            @if number % 2 == 1 { code { (part) } } @else { (part) }
+        }
+    }
+}
+
+/// With a comma between thousands.
+pub(super) fn number(number: u64) -> String {
+    let digits = number.to_string();
+    let mut grouped = String::with_capacity(digits.len() + digits.len() / 3);
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            grouped.push(',');
+        }
+        grouped.push(digit);
+    }
+    grouped
+}
+
+/// An amount with a comma between thousands.
+pub(super) fn money(money: &Money) -> String {
+    let text = money.to_string();
+    let end = text.find(['.', ' ']).unwrap_or(text.len());
+    let (whole, rest) = text.split_at(end);
+    let (sign, digits) = whole.strip_prefix('-').map_or(("", whole), |digits| ("-", digits));
+    format!("{sign}{}{rest}", digits.parse().map_or_else(|_| digits.to_owned(), number))
+}
+
+/// A number and its noun: `1 order`, `2 orders`.
+pub(super) fn count(orders: u64, noun: &str) -> String {
+    let plural = if orders == 1 { "" } else { "s" };
+    format!("{} {noun}{plural}", number(orders))
+}
+
+/// At most two terms: `3h 5m`.
+pub(super) fn age(seconds: f64) -> String {
+    let duration = Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default();
+    let whole = Duration::from_secs(duration.as_secs());
+    humantime::format_duration(whole).to_string().split(' ').take(2).collect::<Vec<_>>().join(" ")
+}
+
+/// A lateness: `7.2 ms`, `1.2 s`.
+pub(super) fn lateness(ms: f64) -> String {
+    match ms {
+        ms if ms < 10.0 => format!("{ms:.1} ms"),
+        ms if ms < 1_000.0 => format!("{ms:.0} ms"),
+        ms if ms < 60_000.0 => format!("{:.1} s", ms / 1e3),
+        ms => age(ms / 1e3),
+    }
+}
+
+/// A time without its date's letter: `2026-11-20 10:30:00.004`. The whole is in the element's attribute.
+pub(super) fn time(rfc3339: &str) -> Markup {
+    let text = rfc3339.trim_end_matches('Z').replacen('T', " ", 1);
+    html! { time datetime=(rfc3339) { (text) } }
+}
+
+/// Hours and minutes of a time.
+pub(super) fn clock(rfc3339: &str) -> &str {
+    rfc3339.get(11..16).unwrap_or(rfc3339)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_commas() {
+        assert_eq!([0, 999, 1_000, 2_580_000].map(number), ["0", "999", "1,000", "2,580,000"]);
+        let amount = |currency: &str, amount_minor| money(&Money { currency: currency.into(), amount_minor });
+        assert_eq!([amount("EUR", 123_456_789), amount("JPY", -5_000)], ["1,234,567.89 EUR", "-5,000 JPY"]);
+        assert_eq!((count(1, "order"), count(2, "order")), ("1 order".into(), "2 orders".into()));
+    }
+
+    #[test]
+    fn commands_are_shown_as_code() {
+        let text = with_code("run `order-timeout close ID` <now>").into_string();
+        assert_eq!(text, "run <code>order-timeout close ID</code> &lt;now&gt;");
+    }
+
+    #[test]
+    fn durations_are_short() {
+        assert_eq!([0.2, 65.0, 11_100.0].map(age), ["0s", "1m 5s", "3h 5m"]);
+        assert_eq!([0.4, 12.3, 1_234.0, 65_000.0].map(lateness), ["0.4 ms", "12 ms", "1.2 s", "1m 5s"]);
+        assert_eq!(clock("2026-11-20T10:30:00Z"), "10:30");
+        assert!(time("2026-11-20T10:30:00Z").into_string().contains(">2026-11-20 10:30:00<"));
+    }
+}

@@ -1,0 +1,46 @@
+//! Whether a request may change something: by the token in its header, for programs, or by a login's cookie, for the
+//! page. Wrong tokens are counted by address.
+//!
+//! Decides; answers nothing itself.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use axum::http::HeaderMap;
+use axum::http::header::AUTHORIZATION;
+
+use super::Shared;
+
+/// Why a change is not allowed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(in crate::http) enum Denied {
+    /// There is no token that could allow it.
+    #[error("this worker changes nothing over HTTP; name a file with a token in http.token_file to allow it")]
+    ReadOnly,
+    /// No token, or a wrong one.
+    #[error("the token is missing or wrong; send the one in http.token_file as `Authorization: Bearer TOKEN`")]
+    WrongToken,
+    /// Too many wrong ones.
+    #[error("too many wrong tokens came from this address; wait {} seconds", .0.as_secs() + 1)]
+    TooManyTries(Duration),
+}
+
+/// Whether the request has the token.
+pub(in crate::http) fn authorize(shared: &Shared, headers: &HeaderMap, from: IpAddr) -> Result<(), Denied> {
+    let given = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+    check(shared, given.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default(), from)
+}
+
+/// Whether this is the token. After too many wrong ones it is not even compared.
+pub(in crate::http) fn check(shared: &Shared, given: &str, from: IpAddr) -> Result<(), Denied> {
+    if !shared.is_writable() {
+        return Err(Denied::ReadOnly);
+    }
+    let now = shared.now();
+    shared.limiter.may_try(from, now).map_err(Denied::TooManyTries)?;
+    if shared.is_token(given) {
+        return Ok(());
+    }
+    shared.limiter.failed(from, now);
+    Err(Denied::WrongToken)
+}

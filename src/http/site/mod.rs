@@ -1,0 +1,118 @@
+//! What the API and the page share: the database, what changes are allowed to whom, and the security of their answers.
+//!
+//! `sources.rs` connects when the first request needs it; `overview_feed.rs` reads for all open pages together.
+
+mod auth;
+mod limiter;
+mod overview_feed;
+mod secret;
+mod security;
+mod sessions;
+mod sources;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::{Router, middleware};
+use order_timeout_core::kind::Kind;
+use tokio::sync::Semaphore;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::{Pages, api, page};
+use crate::config::Settings;
+use crate::observe::served_kinds::ServedKinds;
+use crate::postgres::DatabaseError;
+pub(super) use auth::{Denied, authorize, check};
+use limiter::Limiter;
+pub(super) use overview_feed::{OverviewFeed, View};
+use secret::Token;
+pub use secret::TokenError;
+pub(super) use security::{is_from_this_site, mark_api, mark_page};
+pub(super) use sessions::{COOKIE, LONGEST as LONGEST_SESSION, Session, Sessions};
+use sources::LazySources;
+pub(super) use sources::{SourceError, Sources};
+
+/// Pages that are kept up to date at once: they must leave connections for probes (`MOST_CONNECTIONS`).
+const MOST_STREAMS: usize = 32;
+
+/// The API and the page. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Site(Arc<Shared>);
+
+/// The state behind all requests.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub settings: Settings,
+    pub pages: Pages,
+    /// What is recorded of the kinds that this worker serves.
+    pub served: ServedKinds,
+    pub sessions: Sessions,
+    pub limiter: Limiter,
+    token: Option<Token>,
+    sources: Arc<LazySources>,
+    pub feed: OverviewFeed,
+    /// One for each page that is kept up to date.
+    pub streams: Arc<Semaphore>,
+    /// Ends with the site.
+    _refreshing: AbortOnDropHandle<()>,
+}
+
+impl Site {
+    /// Reads the token, if the settings name a file with one. Connects to nothing yet.
+    ///
+    /// # Errors
+    /// [`TokenError`].
+    pub fn new(settings: &Settings, pages: Pages, served: ServedKinds) -> Result<Self, TokenError> {
+        let token = match settings.http.token_file.as_str() {
+            "" => None,
+            path => Some(Token::read(path)?),
+        };
+        let sources = Arc::new(LazySources::new(settings));
+        let feed = OverviewFeed::new();
+        let refreshing = tokio::spawn(overview_feed::refresh(feed.clone(), sources.clone()));
+        Ok(Self(Arc::new(Shared {
+            settings: settings.clone(),
+            pages,
+            served,
+            sessions: Sessions::default(),
+            limiter: Limiter::default(),
+            token,
+            sources,
+            feed,
+            streams: Arc::new(Semaphore::new(MOST_STREAMS)),
+            _refreshing: AbortOnDropHandle::new(refreshing),
+        })))
+    }
+
+    pub(super) fn router(self) -> Router {
+        let api = api::router().layer(middleware::from_fn(mark_api));
+        let page = page::router().layer(middleware::from_fn(mark_page));
+        api.merge(page).with_state(self.0)
+    }
+}
+
+impl Shared {
+    /// The database, connected at the first call that reaches it.
+    pub async fn sources(&self) -> Result<&Sources, DatabaseError> {
+        self.sources.get().await
+    }
+
+    /// The kinds whose orders the settings name, the default one first.
+    pub fn kinds(&self) -> &[Kind] {
+        self.sources.kinds()
+    }
+
+    /// Whether anything can be changed at all.
+    pub fn is_writable(&self) -> bool {
+        self.token.is_some()
+    }
+
+    /// Whether this is the token. Takes the same time for every wrong one.
+    pub fn is_token(&self, given: &str) -> bool {
+        self.token.as_ref().is_some_and(|token| token.is(given))
+    }
+
+    pub fn now(&self) -> Instant {
+        Instant::now()
+    }
+}

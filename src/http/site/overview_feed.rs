@@ -1,0 +1,123 @@
+//! The page's overview, refreshed in the background while a page is open, so that however many pages are open and however
+//! large the table is, a page is rendered from memory.
+//!
+//! Reads through the operations; decides nothing.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use order_timeout_core::kind::Kind;
+use tokio::sync::{Notify, watch};
+
+use super::sources::{LazySources, Sources};
+use crate::operations::forecast::{self, Forecast};
+use crate::operations::orders_table::OrdersTable;
+use crate::operations::overview::{Overview, overview};
+use crate::postgres::one_line;
+
+/// How often an open page changes.
+const REFRESH_EVERY: Duration = Duration::from_secs(2);
+/// The forecast reads every order that falls due within hours.
+const FORECAST_EVERY: Duration = Duration::from_secs(15);
+/// And takes at most a tenth of the time.
+const FORECAST_SHARE: u32 = 10;
+/// A page that was not asked for again within this time is closed.
+const INTEREST: Duration = Duration::from_secs(30);
+/// An overview that is older is not shown as the present.
+const STALE: Duration = Duration::from_secs(8);
+/// How long the first page waits for the first overview.
+const FIRST_WAIT: Duration = Duration::from_secs(3);
+
+/// What was last read.
+#[derive(Debug)]
+pub(in crate::http) struct View {
+    /// When it was read.
+    pub read_at: Instant,
+    /// The state, or why it cannot be read.
+    pub overview: Result<Overview, String>,
+    /// What falls due of each kind, or why that cannot be read; none until it was counted once.
+    pub forecasts: Forecasts,
+    /// Rendered once, however many pages show it.
+    pub rendered: OnceLock<Arc<str>>,
+}
+
+/// What falls due, by kind.
+pub(in crate::http) type Forecasts = BTreeMap<Kind, Result<Arc<Forecast>, String>>;
+
+/// Cheap to clone.
+#[derive(Debug, Clone)]
+pub(in crate::http) struct OverviewFeed {
+    views: Arc<watch::Sender<Option<Arc<View>>>>,
+    asked: Arc<watch::Sender<Option<Instant>>>,
+    wanted: Arc<Notify>,
+}
+
+impl OverviewFeed {
+    pub fn new() -> Self {
+        let (views, asked) = (Arc::new(watch::Sender::new(None)), Arc::new(watch::Sender::new(None)));
+        Self { views, asked, wanted: Arc::default() }
+    }
+
+    /// Keeps the overview fresh for a while.
+    pub fn want(&self) {
+        self.asked.send_replace(Some(Instant::now()));
+        self.wanted.notify_one();
+    }
+
+    /// The views from now on; `None` before the first.
+    pub fn follow(&self) -> watch::Receiver<Option<Arc<View>>> {
+        self.want();
+        self.views.subscribe()
+    }
+
+    /// The present state. `None` if there is none within a few seconds.
+    pub async fn view(&self) -> Option<Arc<View>> {
+        let mut views = self.follow();
+        let is_fresh = |view: &Option<Arc<View>>| view.as_ref().is_some_and(|view| view.read_at.elapsed() < STALE);
+        let fresh = tokio::time::timeout(FIRST_WAIT, views.wait_for(is_fresh)).await;
+        fresh.ok()?.ok()?.clone()
+    }
+
+    fn is_wanted(&self) -> bool {
+        self.asked.borrow().is_some_and(|asked| asked.elapsed() < INTEREST)
+    }
+}
+
+/// Refreshes the overview while it is wanted, until it is dropped.
+pub(super) async fn refresh(feed: OverviewFeed, sources: Arc<LazySources>) {
+    let mut next_forecast = Instant::now();
+    let mut forecasts = Forecasts::new();
+    loop {
+        while !feed.is_wanted() {
+            feed.wanted.notified().await;
+        }
+        let show = |overview, forecasts| {
+            let view = View { read_at: Instant::now(), overview, forecasts, rendered: OnceLock::new() };
+            feed.views.send_replace(Some(Arc::new(view)));
+        };
+        match sources.get().await {
+            Err(why) => show(Err(why.to_string()), forecasts.clone()),
+            Ok(sources) => {
+                let orders = sources.all_orders().await;
+                let read = overview(&sources.database, &orders).await.map_err(|error| one_line(&error));
+                let is_up = read.is_ok();
+                show(read.clone(), forecasts.clone());
+                if is_up && next_forecast <= Instant::now() {
+                    let began = Instant::now();
+                    for (kind, table) in orders {
+                        forecasts.insert(kind, count(sources, table).await);
+                    }
+                    show(read, forecasts.clone());
+                    next_forecast = Instant::now() + FORECAST_EVERY.max(FORECAST_SHARE * began.elapsed());
+                }
+            }
+        }
+        tokio::time::sleep(REFRESH_EVERY).await;
+    }
+}
+
+async fn count(sources: &Sources, table: Result<&OrdersTable, String>) -> Result<Arc<Forecast>, String> {
+    let counted = forecast::forecast(&sources.database, table?, forecast::USUAL_REACH).await;
+    counted.map(Arc::new).map_err(|error| error.to_string())
+}

@@ -1,0 +1,378 @@
+//! One order's story in time, out of data that is kept anyway: what happened when, according to which table, why it is
+//! still open, and what to do about that.
+//!
+//! Reads only, apart from a row lock that is given back at once (`show.rs`). Tells nothing that is not recorded: what no
+//! table keeps is listed with the reason.
+
+use order_timeout_core::kind::Kind;
+use order_timeout_core::message::{read_rfc3339, write_rfc3339};
+use order_timeout_core::order::{OrderId, Timestamp};
+use serde::Serialize;
+use sqlx::Row;
+use sqlx::postgres::PgRow;
+
+use super::orders_table::due::Money;
+use super::orders_table::{OrdersTable, RowDates};
+use super::show::{AlarmRow, EventRow, HistoryRow, OpenCause, OrderStory, OverdueCause, ParkedRow, scan, show, time};
+use super::{NotKnown, known};
+use crate::postgres::Database;
+
+/// An order's story. `None` is unknown, and `not_known` says why.
+#[derive(Debug, Clone, Serialize, utoipa::ToSchema)]
+pub struct Explanation {
+    /// As it was asked for.
+    #[schema(value_type = String)]
+    pub kind: Kind,
+    /// As it was asked for.
+    #[schema(value_type = String)]
+    pub order_id: OrderId,
+    /// The database's time, RFC 3339.
+    pub at: String,
+    /// The order in one sentence.
+    pub summary: String,
+    /// Whether the orders table has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub exists: Option<bool>,
+    /// Present if the order is open.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub open: Option<Open>,
+    /// What happened, and what is going to, in the order of time.
+    pub moments: Vec<Moment>,
+    /// What could not be found out, and why.
+    pub not_known: Vec<NotKnown>,
+}
+
+/// Why an order is open.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+pub struct Open {
+    /// One sentence.
+    pub because: String,
+    /// One sentence.
+    pub what_to_do: String,
+}
+
+/// Something that happened to the order, or that is going to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+pub struct Moment {
+    /// RFC 3339.
+    pub at: String,
+    /// The table that says so.
+    pub source: Source,
+    /// One sentence without its subject, which is the order.
+    pub what: String,
+}
+
+/// A table that keeps a part of an order's story.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, utoipa::ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Source {
+    /// Its row.
+    Orders,
+    /// Its history.
+    OrderEvents,
+    /// Its attempts to pay.
+    PaymentAttempts,
+    /// Its alarms.
+    AlarmOutbox,
+    /// Alarms of it that could not be handled.
+    ParkedAlarms,
+    /// What operators did to those.
+    OperatorActions,
+    /// What is announced about it.
+    EventOutbox,
+}
+
+impl Source {
+    /// The table's name.
+    #[must_use]
+    pub const fn table(self) -> &'static str {
+        match self {
+            Self::Orders => "orders",
+            Self::OrderEvents => "order_events",
+            Self::PaymentAttempts => "payment_attempts",
+            Self::AlarmOutbox => "alarm_outbox",
+            Self::ParkedAlarms => "parked_alarms",
+            Self::OperatorActions => "operator_actions",
+            Self::EventOutbox => "event_outbox",
+        }
+    }
+}
+
+/// Tells the story of an order of this kind.
+///
+/// # Errors
+/// sqlx's, if the database's time cannot be read. Anything else that cannot be read is listed in `not_known`.
+pub async fn explain(
+    database: &Database,
+    orders: &OrdersTable,
+    kind: &Kind,
+    order_id: &OrderId,
+) -> Result<Explanation, sqlx::Error> {
+    let mut story = show(database, orders, kind, order_id).await?;
+    let mut not_known = std::mem::take(&mut story.not_known);
+    let dates = known("dates", orders.dates(order_id).await, &mut not_known).flatten();
+    let attempts = known("payment attempts", attempts(database, order_id).await, &mut not_known);
+    let actions = known("operators' actions", actions(database, kind, order_id).await, &mut not_known);
+    not_known.extend(not_recorded());
+    let mut moments = moments(&story, dates.as_ref());
+    moments.extend(attempts.into_iter().flatten());
+    moments.extend(actions.into_iter().flatten());
+    sort(&mut moments);
+    let open = story.open_cause.as_ref().map(|cause| Open {
+        because: cause.to_string(),
+        what_to_do: what_to_do(cause, story.row.as_ref().and_then(|row| row.status.as_deref())),
+    });
+    let summary = summary(&story, dates.as_ref());
+    let OrderStory { kind, order_id, at, exists, .. } = story;
+    Ok(Explanation { kind, order_id, at, summary, exists, open, moments, not_known })
+}
+
+/// What no table keeps, although an operator may expect it here.
+fn not_recorded() -> [NotKnown; 2] {
+    let entry = |what, why: &str| NotKnown { what, why: why.to_owned() };
+    [
+        entry(
+            "alarms from publishers",
+            "an alarm that a publisher sends to the broker itself leaves no row; only those in alarm_outbox do",
+        ),
+        entry(
+            "deliveries",
+            "a delivery leaves no row until its order is closed or its alarm is parked; the metric order_timeout_alarm_earliness_seconds has them in sum",
+        ),
+    ]
+}
+
+/// Times that cannot be compared as text are sorted as times; equal ones by their cause.
+fn sort(moments: &mut [Moment]) {
+    moments.sort_by_key(|moment| (read_rfc3339(&moment.at), moment.source));
+}
+
+fn summary(story: &OrderStory, dates: Option<&RowDates>) -> String {
+    let Some(row) = &story.row else {
+        return match story.exists {
+            Some(false) => "there is no such order".to_owned(),
+            _ => "its row is not known".to_owned(),
+        };
+    };
+    let status = row.status.as_deref().unwrap_or("open and overdue");
+    let closed = dates.and_then(|dates| Some((dates.closed_at?, dates.closed_by.as_deref()?)));
+    match (closed, &row.deadline) {
+        (Some((at, by)), Some(deadline)) => format!("it is {status}: {}", closed_in_words(at, by, deadline)),
+        (_, Some(deadline)) => format!("it is {status}; its deadline is {deadline}"),
+        (_, None) => format!("it is {status}; it has no deadline"),
+    }
+}
+
+/// "by alarm, 3 ms after its deadline"
+fn closed_in_words(at: Timestamp, by: &str, deadline: &str) -> String {
+    let path = match by {
+        "alarm" => "by its alarm",
+        "look_ahead" => "by reading ahead, without an alarm",
+        "sweep" => "by the sweep",
+        "manual" => "by hand",
+        other => other,
+    };
+    match read_rfc3339(deadline) {
+        Some(deadline) => format!("{path}, {} ms after its deadline", at.since(deadline).as_millis()),
+        None => path.to_owned(),
+    }
+}
+
+fn what_to_do(cause: &OpenCause, status: Option<&str>) -> String {
+    let words = match cause {
+        OpenCause::Closing => "let the shop finish its check: it sets the status to paid, closed or unpaid",
+        OpenCause::NoDeadline => "nothing; `order-timeout deadline ID --in 30m` gives it one",
+        OpenCause::NotDue { .. } => "nothing: it is closed at its deadline; `order-timeout deadline ID` moves that",
+        OpenCause::Overdue { cause, .. } => match cause {
+            OverdueCause::NoWorker => "start a worker: `order-timeout worker`",
+            OverdueCause::Locked => {
+                "find the session that holds the lock: SELECT pid, state, query FROM pg_stat_activity WHERE xact_start < now() - interval '1 second'; end it with pg_terminate_backend(pid) if it is stuck"
+            }
+            OverdueCause::Parked { .. } => {
+                "remove the cause that it was parked for; the sweep then closes the order, and `order-timeout parked drop` removes the parked alarm"
+            }
+            OverdueCause::Recent => "wait a second and ask again",
+            OverdueCause::NotVisible if status.is_none() => {
+                "`order-timeout close ID` tries to close it and says what is wrong; check that your close statement and your overdue statement agree"
+            }
+            OverdueCause::NotVisible => "`order-timeout close ID` tries to close it and says what is wrong",
+        },
+    };
+    words.to_owned()
+}
+
+fn moments(story: &OrderStory, dates: Option<&RowDates>) -> Vec<Moment> {
+    let mut moments = Vec::new();
+    if let Some(dates) = dates {
+        moments.extend(row_moments(dates, story));
+    }
+    if let Some(deadline) = story.row.as_ref().and_then(|row| row.deadline.clone()) {
+        moments.push(Moment { at: deadline, source: Source::Orders, what: "its deadline".into() });
+    }
+    moments.extend(story.history.iter().flatten().map(|entry| history_moment(entry, story)));
+    moments.extend(story.alarms.iter().flatten().flat_map(alarm_moments));
+    moments.extend(story.events.iter().flatten().flat_map(event_moments));
+    moments.extend(story.parked.iter().flatten().map(parked_moment));
+    moments
+}
+
+fn row_moments(dates: &RowDates, story: &OrderStory) -> Vec<Moment> {
+    let history = story.history.iter().flatten();
+    let recorded: Vec<&str> = history.map(|entry| entry.event.as_str()).collect();
+    let mut moments = Vec::new();
+    // The history says the same with more words.
+    let mut add = |event: &str, at: Option<Timestamp>, what: &str| {
+        if let Some(at) = at.filter(|_| !recorded.contains(&event)) {
+            moments.push(Moment { at: write_rfc3339(at), source: Source::Orders, what: what.to_owned() });
+        }
+    };
+    add("created", Some(dates.created_at), "created");
+    add("paid", dates.paid_at, "paid");
+    add("closed", dates.closed_at, "closed");
+    moments
+}
+
+fn history_moment(entry: &HistoryRow, story: &OrderStory) -> Moment {
+    let HistoryRow { at, event, by, reason, who, why, .. } = entry;
+    let mut what = match (event.as_str(), by.as_deref(), story.row.as_ref().and_then(|row| row.deadline.as_deref())) {
+        ("closed", Some(by), Some(deadline)) => match read_rfc3339(at) {
+            Some(at) => format!("closed {}", closed_in_words(at, by, deadline)),
+            None => "closed".to_owned(),
+        },
+        ("extended", ..) => "given another deadline".to_owned(),
+        (event, Some(by), _) => format!("{event} by {by}"),
+        (event, None, _) => event.to_owned(),
+    };
+    for (name, value) in [("reason", reason), ("who", who), ("why", why)] {
+        if let Some(value) = value {
+            what += &format!("; {name}: {value}");
+        }
+    }
+    Moment { at: at.clone(), source: Source::OrderEvents, what }
+}
+
+fn alarm_moments(alarm: &AlarmRow) -> Vec<Moment> {
+    let AlarmRow { deadline, created_at, sent_at, refusals } = alarm;
+    let waits = if sent_at.is_some() { "" } else { "; it has not been sent yet" };
+    let written = format!("an alarm for {deadline} was written{}{waits}", refused(*refusals));
+    outbox_moments(Source::AlarmOutbox, created_at, written, sent_at.as_deref(), || {
+        format!("the alarm for {deadline} was handed to the broker, or its deadline had passed")
+    })
+}
+
+fn event_moments(event: &EventRow) -> Vec<Moment> {
+    let EventRow { r#type, created_at, sent_at, refusals, .. } = event;
+    let waits = if sent_at.is_some() { "" } else { "; it has not been announced yet" };
+    let written = format!("the event {type} was written{}{waits}", refused(*refusals), type = r#type);
+    outbox_moments(
+        Source::EventOutbox,
+        created_at,
+        written,
+        sent_at.as_deref(),
+        || format!("the event {type} was announced", type = r#type),
+    )
+}
+
+fn outbox_moments(
+    source: Source,
+    created_at: &str,
+    written: String,
+    sent_at: Option<&str>,
+    sent: impl FnOnce() -> String,
+) -> Vec<Moment> {
+    let mut moments = vec![Moment { at: created_at.to_owned(), source, what: written }];
+    moments.extend(sent_at.map(|at| Moment { at: at.to_owned(), source, what: sent() }));
+    moments
+}
+
+fn refused(refusals: i32) -> String {
+    if refusals > 0 { format!(", and refused by the broker {refusals} times") } else { String::new() }
+}
+
+fn parked_moment(parked: &ParkedRow) -> Moment {
+    let ParkedRow { reason, detail, parked_at, attempts, .. } = parked;
+    let what = format!("its alarm was parked as {reason} after {attempts} attempts: {detail}");
+    Moment { at: parked_at.clone(), source: Source::ParkedAlarms, what }
+}
+
+async fn attempts(database: &Database, order_id: &OrderId) -> Result<Vec<Moment>, String> {
+    let select = "SELECT provider, reference, amount_minor, currency, state, created_at FROM payment_attempts
+                  WHERE order_id = $1 ORDER BY created_at DESC LIMIT $2";
+    scan(database, select, None, order_id, attempt).await
+}
+
+fn attempt(row: &PgRow) -> Result<Moment, sqlx::Error> {
+    let text = |column: &str| row.try_get::<String, _>(column);
+    let amount = Money { currency: text("currency")?, amount_minor: row.try_get("amount_minor")? };
+    let what = format!(
+        "an attempt to pay {amount} with {} began, reference {}; it is {}",
+        text("provider")?,
+        text("reference")?,
+        text("state")?
+    );
+    Ok(Moment { at: time(row, "created_at")?, source: Source::PaymentAttempts, what })
+}
+
+async fn actions(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Vec<Moment>, String> {
+    let select = "SELECT at, who, why, action FROM operator_actions
+                  WHERE alarms @> jsonb_build_array(jsonb_build_object('kind', $3::text, 'order_id', $1::text))
+                  ORDER BY at DESC LIMIT $2";
+    scan(database, select, Some(kind), order_id, action).await
+}
+
+fn action(row: &PgRow) -> Result<Moment, sqlx::Error> {
+    let (who, why, action): (String, Option<String>, String) =
+        (row.try_get("who")?, row.try_get("why")?, row.try_get("action")?);
+    let done = match action.as_str() {
+        "parked_retried" => "its parked alarm was sent back",
+        _ => "its parked alarm was dropped",
+    };
+    let why = why.map_or_else(String::new, |why| format!("; why: {why}"));
+    Ok(Moment { at: time(row, "at")?, source: Source::OperatorActions, what: format!("{done}; who: {who}{why}") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn moment(at: &str, source: Source) -> Moment {
+        Moment { at: at.into(), source, what: String::new() }
+    }
+
+    #[test]
+    fn moments_are_sorted_as_times() {
+        // As text, the shorter fraction would come last.
+        let mut moments = [
+            moment("2026-11-20T10:30:00.001Z", Source::EventOutbox),
+            moment("2026-11-20T10:30:00.000500Z", Source::AlarmOutbox),
+            moment("2026-11-20T10:30:00.001Z", Source::Orders),
+        ];
+        sort(&mut moments);
+        let sources: Vec<Source> = moments.iter().map(|moment| moment.source).collect();
+        assert_eq!(sources, [Source::AlarmOutbox, Source::Orders, Source::EventOutbox]);
+    }
+
+    #[test]
+    fn closes_say_path_and_lateness() {
+        let deadline = "2026-11-20T10:30:00.000Z";
+        let at = read_rfc3339("2026-11-20T10:30:00.007Z").unwrap();
+        assert_eq!(closed_in_words(at, "alarm", deadline), "by its alarm, 7 ms after its deadline");
+        assert_eq!(closed_in_words(at, "reaper", deadline), "reaper, 7 ms after its deadline");
+    }
+
+    #[test]
+    fn each_open_cause_says_what_to_do() {
+        let overdue = |cause| OpenCause::Overdue { by: std::time::Duration::from_secs(60), cause };
+        let parked = OverdueCause::Parked { reason: "close_failed".into(), detail: "a trigger refuses it".into() };
+        for (cause, words) in [
+            (OpenCause::Closing, "the shop"),
+            (OpenCause::NoDeadline, "deadline ID --in"),
+            (overdue(OverdueCause::NoWorker), "order-timeout worker"),
+            (overdue(OverdueCause::Locked), "pg_stat_activity"),
+            (overdue(parked), "parked drop"),
+            (overdue(OverdueCause::NotVisible), "close ID"),
+        ] {
+            assert!(what_to_do(&cause, Some("unpaid")).contains(words), "{cause:?}");
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! What falls due in each of the next minutes (orders, money, stock), beside what can be closed in a minute.
+//!
+//! Reads only. What cannot be known is left out, and listed with the reason.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::Timestamp;
+use serde::Serialize;
+
+use super::close_rate::{CloseRate, close_rate};
+use super::orders_table::due::{DueMinute, DueMinutes, Money, Window};
+use super::orders_table::{OrdersTable, Unknown};
+use super::pending::money_and_stock;
+use super::{NotKnown, known};
+use crate::postgres::Database;
+
+/// How far a forecast reaches, if the caller does not say.
+pub const USUAL_REACH: Duration = Duration::from_secs(6 * 3_600);
+/// How far it may reach: each minute is a line of the answer.
+pub const FURTHEST_REACH: Duration = Duration::from_secs(7 * 86_400);
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// Why there is no forecast.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum ForecastError {
+    /// A reach.
+    #[error("a forecast for {0:?} is not possible; ask for 1m to 7d")]
+    Reach(Duration),
+    /// The database.
+    #[error("no forecast is possible: {0}")]
+    Unknown(Unknown),
+}
+
+/// What falls due. `None` is unknown, and `not_known` says why.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+pub struct Forecast {
+    /// The database's time, RFC 3339.
+    pub at: String,
+    /// The end of the forecast, RFC 3339.
+    pub until: String,
+    /// All minutes together.
+    pub total: Due,
+    /// Minutes in which orders fall due; those without are left out. The first one is the minute of `at`, and counts only
+    /// what has not been due yet.
+    pub minutes: Vec<ForecastMinute>,
+    /// Unpaid orders that are overdue already, and are closed first; absent if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overdue: Option<u64>,
+    /// How many orders a minute can be closed; absent if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub can_close: Option<CloseRate>,
+    /// Whether all of them can be closed on time; absent if that is not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub outlook: Option<Outlook>,
+    /// What could not be found out, and why.
+    pub not_known: Vec<NotKnown>,
+}
+
+/// What falls due in some time.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+pub struct Due {
+    /// How many orders.
+    pub orders: u64,
+    /// Their amounts, a sum for each currency.
+    pub money: Vec<Money>,
+    /// Orders without a known amount, which no sum contains.
+    pub without_amount: u64,
+    /// Units of stock that they reserve; absent if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub units: Option<i64>,
+}
+
+/// A minute of the forecast.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+pub struct ForecastMinute {
+    /// Its beginning, RFC 3339.
+    pub at: String,
+    /// Minutes since the forecast's first one.
+    pub number: u32,
+    /// What falls due in it.
+    #[serde(flatten)]
+    pub due: Due,
+}
+
+/// Whether closing keeps up, by orders a minute.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+pub struct Outlook {
+    /// Whether in each minute all that falls due can be closed.
+    pub is_on_time: bool,
+    /// The most orders that wait for a later minute at once.
+    pub most_waiting: u64,
+    /// The end of the minute in which that is, RFC 3339; absent if none wait.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at: Option<String>,
+    /// How long the last of them waits about, in seconds.
+    pub longest_wait_s: u64,
+}
+
+/// Counts what falls due within `reach`.
+///
+/// # Errors
+/// [`ForecastError`]. Anything but the orders that cannot be read is listed in `not_known`.
+pub async fn forecast(database: &Database, orders: &OrdersTable, reach: Duration) -> Result<Forecast, ForecastError> {
+    if !(MINUTE..=FURTHEST_REACH).contains(&reach) {
+        return Err(ForecastError::Reach(reach));
+    }
+    let now = orders.now().await.map_err(ForecastError::Unknown)?;
+    // What was due before is overdue.
+    let window = Window { from: now, until: now + reach };
+    let first = window.first_minute();
+    let mut not_known = Vec::new();
+    let counted = orders.due_minutes(window).await.map_err(ForecastError::Unknown)?;
+    if orders.is_of_the_shop() {
+        not_known.extend(money_and_stock());
+    }
+    if counted.is_cut {
+        let why = "the orders table is your own, and only so many of its orders are read; ask for less time";
+        not_known.push(NotKnown { what: "later minutes", why: why.to_owned() });
+    }
+    let minutes = with_units(orders, window, counted, &mut not_known).await;
+    let overdue = known("overdue", orders.overdue().await, &mut not_known).map(|found| found.orders);
+    let can_close = known("close rate", close_rate(database).await, &mut not_known);
+    let outlook = can_close.as_ref().zip(overdue).map(|(rate, overdue)| {
+        let due = minutes.iter().map(|(number, minute)| (*number, minute.orders)).collect();
+        outlook(first, overdue, rate.per_minute, &due)
+    });
+    Ok(Forecast {
+        at: write_rfc3339(now),
+        until: write_rfc3339(window.until),
+        total: total(&minutes),
+        minutes: minutes.iter().map(|(number, minute)| forecast_minute(first, *number, minute)).collect(),
+        overdue,
+        can_close,
+        outlook,
+        not_known,
+    })
+}
+
+async fn with_units(
+    orders: &OrdersTable,
+    window: Window,
+    counted: DueMinutes,
+    not_known: &mut Vec<NotKnown>,
+) -> BTreeMap<u32, DueMinute> {
+    let mut minutes = counted.minutes;
+    if orders.is_of_the_shop() {
+        return minutes;
+    }
+    if let Some(units) = known("stock", orders.units_by_minute(window).await, not_known) {
+        for (number, minute) in &mut minutes {
+            // Orders without items reserve nothing.
+            minute.units = Some(units.get(number).copied().unwrap_or(0));
+        }
+    }
+    minutes
+}
+
+fn forecast_minute(first: Timestamp, number: u32, minute: &DueMinute) -> ForecastMinute {
+    ForecastMinute { at: write_rfc3339(first + MINUTE * number), number, due: due(minute) }
+}
+
+fn due(minute: &DueMinute) -> Due {
+    let money = minute.money.iter();
+    let money = money.map(|(currency, amount)| Money { currency: currency.clone(), amount_minor: *amount });
+    Due { orders: minute.orders, money: money.collect(), without_amount: minute.without_amount, units: minute.units }
+}
+
+fn total(minutes: &BTreeMap<u32, DueMinute>) -> Due {
+    let mut total = DueMinute { units: Some(0), ..DueMinute::default() };
+    for minute in minutes.values() {
+        total.orders += minute.orders;
+        total.without_amount += minute.without_amount;
+        total.units = total.units.zip(minute.units).map(|(sum, units)| sum.saturating_add(units));
+        for (currency, amount) in &minute.money {
+            let sum = total.money.entry(currency.clone()).or_default();
+            *sum = sum.saturating_add(*amount);
+        }
+    }
+    due(&total)
+}
+
+/// Whether closing keeps up if each minute closes `per_minute` orders at most, those that were due before first.
+fn outlook(first: Timestamp, overdue: u64, per_minute: u64, due: &BTreeMap<u32, u64>) -> Outlook {
+    let (mut waiting, mut most, mut minute) = (overdue, (0, None), 0);
+    for (&number, &orders) in due {
+        // Minutes in which nothing is due only reduce what waits.
+        waiting = waiting.saturating_sub(per_minute.saturating_mul(u64::from(number.saturating_sub(minute))));
+        waiting = waiting.saturating_add(orders).saturating_sub(per_minute);
+        minute = number + 1;
+        if waiting > most.0 {
+            most = (waiting, Some(minute));
+        }
+    }
+    let (most_waiting, at) = most;
+    Outlook {
+        is_on_time: most_waiting == 0,
+        most_waiting,
+        at: at.map(|minute| write_rfc3339(first + MINUTE * minute)),
+        longest_wait_s: most_waiting.saturating_mul(60).div_ceil(per_minute.max(1)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const START: Timestamp = Timestamp::from_unix_micros(0);
+
+    #[test]
+    fn outlook_names_worst_minute() {
+        let due = BTreeMap::from([(0, 10), (2, 300), (3, 50), (9, 20)]);
+        let found = outlook(START, 0, 100, &due);
+        assert_eq!((found.is_on_time, found.most_waiting, found.longest_wait_s), (false, 200, 120));
+        assert_eq!(found.at.as_deref(), Some("1970-01-01T00:03:00.000Z"));
+        let found = outlook(START, 0, 300, &due);
+        assert_eq!((found.is_on_time, found.most_waiting, found.at), (true, 0, None));
+    }
+
+    #[test]
+    fn overdue_orders_are_closed_first() {
+        let due = BTreeMap::from([(0, 60)]);
+        assert!(outlook(START, 40, 100, &due).is_on_time);
+        assert_eq!(outlook(START, 90, 100, &due).most_waiting, 50);
+    }
+
+    proptest! {
+        #[test]
+        fn waiting_orders_match_minute_by_minute(
+            overdue in 0_u64..500,
+            per_minute in 1_u64..200,
+            due in prop::collection::btree_map(0_u32..60, 1_u64..400, 0..20),
+        ) {
+            let (mut waiting, mut most) = (overdue, 0);
+            for minute in 0..60 {
+                let orders = due.get(&minute).copied();
+                waiting = (waiting + orders.unwrap_or(0)).saturating_sub(per_minute);
+                // Minutes in which nothing is due are no news.
+                most = if orders.is_some() { most.max(waiting) } else { most };
+            }
+            prop_assert_eq!(outlook(START, overdue, per_minute, &due).most_waiting, most);
+        }
+    }
+
+    #[test]
+    fn totals_are_unknown_where_parts_are() {
+        let minute =
+            |units| DueMinute { orders: 2, units, money: BTreeMap::from([("EUR".into(), 500)]), without_amount: 1 };
+        let known = total(&BTreeMap::from([(0, minute(Some(3))), (7, minute(Some(4)))]));
+        assert_eq!((known.orders, known.units, known.without_amount), (4, Some(7), 2));
+        assert_eq!(known.money, [Money { currency: "EUR".into(), amount_minor: 1_000 }]);
+        assert_eq!(total(&BTreeMap::from([(0, minute(Some(3))), (7, minute(None))])).units, None);
+    }
+}

@@ -1,0 +1,192 @@
+//! Whether orders are closed on time right now: what is overdue, what waits in the outboxes, what is parked, and which
+//! workers run. For a page that is refreshed every few seconds, so it counts nothing that grows with the table.
+//!
+//! Reads only. What cannot be known is left out, and listed with the reason.
+
+use order_timeout_core::kind::Kind;
+use order_timeout_core::message::write_rfc3339;
+use serde::Serialize;
+
+use super::orders_table::{OrdersTable, Unknown};
+use super::status::{
+    Outbox, Overdue, ParkedForReason, RegisteredWorker, outbox, overdue_at, parked_by_reason, workers,
+};
+use super::{NotKnown, known};
+use crate::postgres::{self, Database};
+
+/// Orders that have been overdue for no longer are about to be closed: the sweep's usual grace, a pass and a batch.
+pub const USUALLY_CLOSED_WITHIN_S: f64 = 2.0;
+
+/// The state of the moment. `None` is unknown, and `not_known` says why.
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
+pub struct Overview {
+    /// The database's time, RFC 3339.
+    pub at: String,
+    /// What is overdue of each kind.
+    pub kinds: Vec<OverdueOfKind>,
+    /// Alarms on their way to the broker.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub alarm_outbox: Option<Outbox>,
+    /// Events on their way to the broker.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub event_outbox: Option<Outbox>,
+    /// Parked alarms.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parked: Option<Vec<ParkedForReason>>,
+    /// Registered workers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub workers: Option<Vec<RegisteredWorker>>,
+    /// What could not be found out, and why.
+    pub not_known: Vec<NotKnown>,
+}
+
+/// What is overdue of one kind.
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
+pub struct OverdueOfKind {
+    /// Its name.
+    #[schema(value_type = String)]
+    pub kind: Kind,
+    /// Open orders whose deadline has passed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overdue: Option<Overdue>,
+    /// Why that is not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub not_known: Option<String>,
+}
+
+/// Reads the state of the moment. `orders` is the orders table of each kind, or why it cannot be used.
+///
+/// # Errors
+/// sqlx's, if the database's time cannot be read. Anything else that cannot be read is said to be unknown.
+pub async fn overview(
+    database: &Database,
+    orders: &[(Kind, Result<&OrdersTable, Unknown>)],
+) -> Result<Overview, sqlx::Error> {
+    let now = database.run(postgres::now).await?;
+    let mut not_known = Vec::new();
+    let mut kinds = Vec::with_capacity(orders.len());
+    for (kind, table) in orders {
+        let found = match table {
+            Ok(table) => table.overdue().await,
+            Err(why) => Err(why.clone()),
+        };
+        let (overdue, not_known) = match found {
+            Ok(found) => (Some(overdue_at(now, &found)), None),
+            Err(why) => (None, Some(why)),
+        };
+        kinds.push(OverdueOfKind { kind: kind.clone(), overdue, not_known });
+    }
+    let alarm_outbox = known("alarm outbox", outbox(database, "alarm_outbox", now).await, &mut not_known);
+    let event_outbox = known("event outbox", outbox(database, "event_outbox", now).await, &mut not_known);
+    let parked = known("parked", parked_by_reason(database, now).await, &mut not_known);
+    let workers = known("workers", workers(database).await, &mut not_known);
+    Ok(Overview { at: write_rfc3339(now), kinds, alarm_outbox, event_outbox, parked, workers, not_known })
+}
+
+impl OverdueOfKind {
+    /// Whether its oldest overdue order should have been closed by now.
+    #[must_use]
+    pub fn is_late(&self) -> bool {
+        let oldest_s = self.overdue.as_ref().and_then(|overdue| overdue.oldest_s);
+        oldest_s.is_some_and(|oldest_s| oldest_s > USUALLY_CLOSED_WITHIN_S)
+    }
+}
+
+impl Overview {
+    /// What is overdue of all kinds together; `None` if it is not known of any.
+    #[must_use]
+    pub fn overdue(&self) -> Option<Overdue> {
+        let known = self.kinds.iter().filter_map(|of| of.overdue.as_ref());
+        known.cloned().reduce(|one, other| {
+            // The greater age is the older order's.
+            let (oldest, oldest_s) = match one.oldest_s >= other.oldest_s {
+                true => (one.oldest, one.oldest_s),
+                false => (other.oldest, other.oldest_s),
+            };
+            let is_at_least = one.is_at_least || other.is_at_least;
+            Overdue { orders: one.orders + other.orders, is_at_least, oldest, oldest_s }
+        })
+    }
+}
+
+/// Whether orders are closed on time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// They are.
+    OnTime,
+    /// They are, and something is wrong: one line for each.
+    Degraded(Vec<String>),
+    /// They are not: one line for each reason that is known.
+    Late(Vec<String>),
+    /// That cannot be known: why.
+    Unknown(String),
+}
+
+/// Judges the state of the moment. `problems` are the lines of a worker's `/readyz` that is not ready or degraded.
+#[must_use]
+pub fn verdict(overview: Result<&Overview, &str>, problems: &[String]) -> Verdict {
+    let overview = match overview {
+        Ok(overview) => overview,
+        Err(why) => return Verdict::Unknown(why.to_owned()),
+    };
+    if overview.kinds.iter().any(OverdueOfKind::is_late) {
+        let mut reasons = problems.to_vec();
+        if overview.workers.as_ref().is_some_and(|workers| !workers.iter().any(|worker| worker.is_live)) {
+            reasons.push("no worker is registered as running".into());
+        }
+        return Verdict::Late(reasons);
+    }
+    let unknown = |of: &OverdueOfKind| of.not_known.as_ref().map(|why| format!("kind {}: {why}", of.kind));
+    if let Some(why) = overview.kinds.iter().find_map(unknown) {
+        return Verdict::Unknown(why);
+    }
+    if problems.is_empty() { Verdict::OnTime } else { Verdict::Degraded(problems.to_vec()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of_kind(kind: &str, oldest_s: Option<f64>) -> OverdueOfKind {
+        let overdue = Overdue { orders: 3, is_at_least: false, oldest: None, oldest_s };
+        OverdueOfKind { kind: Kind::new(kind).unwrap(), overdue: Some(overdue), not_known: None }
+    }
+
+    fn overview(oldest_s: Option<f64>) -> Overview {
+        Overview {
+            at: String::new(),
+            kinds: vec![of_kind("order", oldest_s)],
+            alarm_outbox: None,
+            event_outbox: None,
+            parked: None,
+            workers: Some(Vec::new()),
+            not_known: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn verdict_follows_oldest_overdue_order() {
+        let problem = || vec!["broker: no consumer session is open".to_owned()];
+        assert_eq!(verdict(Ok(&overview(None)), &[]), Verdict::OnTime);
+        assert_eq!(verdict(Ok(&overview(Some(0.4))), &[]), Verdict::OnTime);
+        assert_eq!(verdict(Ok(&overview(Some(0.4))), &problem()), Verdict::Degraded(problem()));
+        let Verdict::Late(reasons) = verdict(Ok(&overview(Some(60.0))), &problem()) else { panic!() };
+        assert_eq!(reasons.len(), 2, "{reasons:?}");
+        assert_eq!(verdict(Err("no answer"), &problem()), Verdict::Unknown("no answer".into()));
+    }
+
+    #[test]
+    fn verdict_is_about_every_kind() {
+        let mut several = overview(None);
+        several.kinds.push(of_kind("acceptance", Some(60.0)));
+        assert!(matches!(verdict(Ok(&several), &[]), Verdict::Late(_)));
+        let all = several.overdue().unwrap();
+        assert_eq!((all.orders, all.oldest_s), (6, Some(60.0)));
+        let missing = OverdueOfKind { overdue: None, not_known: Some("no table".into()), ..of_kind("review", None) };
+        several.kinds.push(missing.clone());
+        assert!(matches!(verdict(Ok(&several), &[]), Verdict::Late(_)), "one late kind is known");
+        several.kinds = vec![of_kind("order", None), missing];
+        assert_eq!(verdict(Ok(&several), &[]), Verdict::Unknown("kind review: no table".into()));
+    }
+}

@@ -1,0 +1,326 @@
+//! The API answers as `docs/openapi.yaml` says, changes nothing without the token, and records who changed what and why.
+//! Its errors name the fix.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use order_timeout::Settings;
+use order_timeout_testkit::figures::serve_http;
+use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for};
+use serde_json::{Value, json};
+use tempfile::NamedTempFile;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use uuid::Uuid;
+
+const SECOND: Duration = Duration::from_secs(1);
+pub const TOKEN: &str = "0123456789abcdefghijklmnop";
+
+/// What a server answered.
+#[derive(Debug)]
+pub struct Answer {
+    pub status: u16,
+    /// The head as text, with its names in lower case.
+    pub head: String,
+    pub body: String,
+}
+
+impl Answer {
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|fault| panic!("{fault}: {self:?}"))
+    }
+
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.head.lines().find_map(|line| line.strip_prefix(&format!("{name}: ")))
+    }
+
+    /// The detail of an error.
+    pub fn problem(&self) -> String {
+        assert_eq!(self.header("content-type"), Some("application/problem+json"), "{self:?}");
+        assert_eq!(self.json()["status"], self.status);
+        self.json()["detail"].as_str().unwrap().to_owned()
+    }
+}
+
+/// One request on a connection of its own, as bytes.
+pub async fn ask(to: SocketAddr, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Answer {
+    let given: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    let host = if headers.iter().any(|(name, _)| *name == "Host") { String::new() } else { format!("Host: {to}\r\n") };
+    let length = body.len();
+    let request = format!("{method} {path} HTTP/1.1\r\n{host}{given}Content-Length: {length}\r\n\r\n{body}");
+    let exchange = async {
+        let mut stream = TcpStream::connect(to).await.unwrap();
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).await.unwrap();
+        String::from_utf8(answer).unwrap()
+    };
+    let answer = tokio::time::timeout(TIMEOUT, exchange).await.expect("an answer in time");
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head: {answer}"));
+    let (status, fields) = head.split_once("\r\n").unwrap();
+    let lower = |line: &str| line.split_once(": ").map(|(name, value)| format!("{}: {value}", name.to_lowercase()));
+    let head = fields.lines().filter_map(lower).collect::<Vec<_>>().join("\n");
+    let chunked = head.contains("transfer-encoding: chunked");
+    assert!(!chunked, "answers have a length: {head}");
+    Answer { status: status.split(' ').nth(1).unwrap().parse().unwrap(), head, body: body.to_owned() }
+}
+
+/// The worker serves API and page, and reads the token from this file.
+pub fn with_page(token: Option<&NamedTempFile>) -> impl FnOnce(&mut Settings) {
+    let token_file = token.map_or_else(String::new, |file| {
+        std::fs::write(file.path(), format!("{TOKEN}\n")).unwrap();
+        file.path().to_str().unwrap().to_owned()
+    });
+    move |settings| {
+        serve_http(settings);
+        settings.http.page = true;
+        settings.http.token_file = token_file;
+        // An order without an alarm is closed at once.
+        settings.sweep.grace = Duration::ZERO;
+    }
+}
+
+async fn get(worker: &RunningWorker, path: &str) -> Answer {
+    ask(worker.http.unwrap(), "GET", path, &[], "").await
+}
+
+async fn post(worker: &RunningWorker, path: &str, token: &str, body: &Value) -> Answer {
+    let headers = [("Authorization", &format!("Bearer {token}")[..]), ("Content-Type", "application/json")];
+    ask(worker.http.unwrap(), "POST", path, &headers, &body.to_string()).await
+}
+
+pub async fn park(env: &TestEnv, reason: &str, order_id: &str, body: &[u8]) -> Uuid {
+    let insert =
+        "INSERT INTO parked_alarms (reason, detail, order_id, body) VALUES ($1, 'for the test', $2, $3) RETURNING id";
+    sqlx::query_scalar(insert).bind(reason).bind(order_id).bind(body).fetch_one(&env.pool).await.unwrap()
+}
+
+#[test]
+fn description_matches_routes_and_types() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/openapi.yaml");
+    let generated = "# The API below /api/v1, for clients: generated from src/http/api/ by the test api::description_matches_routes_and_types\n\
+                     # with UPDATE_OPENAPI=1, and compared with it by the same test.\n"
+        .to_owned()
+        + &order_timeout::http::openapi().to_yaml().unwrap();
+    if std::env::var_os("UPDATE_OPENAPI").is_some() {
+        std::fs::write(&path, &generated).unwrap();
+    }
+    let kept = std::fs::read_to_string(&path).unwrap();
+    assert!(kept == generated, "docs/openapi.yaml differs from src/http/api/; write it with UPDATE_OPENAPI=1");
+}
+
+/// Every property of an object is described.
+fn assert_described(value: &Value, schema: &Value, schemas: &Value, at: &str) {
+    let schema = match schema["$ref"].as_str() {
+        Some(name) => &schemas[name.rsplit('/').next().unwrap()],
+        None => schema,
+    };
+    if let Some(parts) = schema["allOf"].as_array().or_else(|| schema["oneOf"].as_array()) {
+        let Value::Object(fields) = value else { return };
+        let described = |name: &String| {
+            parts.iter().any(|part| {
+                let part = part["$ref"].as_str().map_or(part, |name| &schemas[name.rsplit('/').next().unwrap()]);
+                part["properties"].get(name).is_some()
+            })
+        };
+        assert!(fields.keys().all(described), "{at}: {value} against {schema}");
+        return;
+    }
+    match value {
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                let described = &schema["properties"][name];
+                assert!(!described.is_null(), "{at}.{name} is not described: {schema}");
+                assert_described(value, described, schemas, &format!("{at}.{name}"));
+            }
+            for name in schema["required"].as_array().into_iter().flatten() {
+                assert!(fields.contains_key(name.as_str().unwrap()), "{at} lacks {name}: {value}");
+            }
+        }
+        Value::Array(items) => {
+            items.iter().for_each(|item| assert_described(item, &schema["items"], schemas, &format!("{at}[]")));
+        }
+        _ => {}
+    }
+}
+
+#[test]
+fn answers_match_their_description() {
+    TestEnv::builder().settings(with_page(None)).run(async |env| {
+        let worker = env.worker().await;
+        let (order, early) = (env.order(Duration::ZERO).await, env.order(3_600 * SECOND).await);
+        env.write_alarm(&early).await;
+        park(&env, "close_failed", &early.id.to_string(), b"{").await;
+        wait_for("the close", async || env.closed().await == 1).await;
+        let api = serde_json::to_value(order_timeout::http::openapi()).unwrap();
+        let mut asked = 0;
+        for (path, operations) in api["paths"].as_object().unwrap() {
+            let Some(schema) = operations["get"]["responses"]["200"]["content"]["application/json"].get("schema")
+            else {
+                continue;
+            };
+            for id in [order.id, early.id] {
+                let answer = get(&worker, &path.replace("{order_id}", &id.to_string())).await;
+                assert_eq!(
+                    (answer.status, answer.header("content-type")),
+                    (200, Some("application/json")),
+                    "{path}: {answer:?}"
+                );
+                assert_described(&answer.json(), schema, &api["components"]["schemas"], path);
+            }
+            asked += 1;
+        }
+        assert_eq!(asked, 8);
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn api_answers_like_commands() {
+    TestEnv::builder().settings(with_page(None)).run(async |env| {
+        let worker = env.worker().await;
+        let order = env.order(90 * SECOND).await;
+        let status = get(&worker, "/api/v1/status").await.json();
+        assert_eq!(status["unpaid"], 1);
+        let told = get(&worker, &format!("/api/v1/orders/{}/explain", order.id)).await.json();
+        assert!(told["open"]["because"].as_str().unwrap().contains("its deadline is in 1m"), "{told}");
+        let none = get(&worker, &format!("/api/v1/orders/{}", Uuid::now_v7())).await;
+        assert_eq!((none.status, &none.json()["exists"]), (200, &json!(false)));
+        let pending = get(&worker, "/api/v1/pending?limit=1").await.json();
+        assert_eq!(pending["orders"][0]["order_id"], order.id.to_string());
+        let next = pending["next"].as_str().unwrap();
+        let next = get(&worker, &format!("/api/v1/pending?limit=1&after={next}")).await.json();
+        assert_eq!(next["orders"], json!([]));
+        assert_eq!(get(&worker, "/api/v1/forecast?next=10m").await.json()["total"]["orders"], 1);
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn errors_name_the_fix() {
+    TestEnv::builder().settings(with_page(None)).run(async |env| {
+        let worker = env.worker().await;
+        for (path, status, fix) in [
+            ("/api/v1/pending?limit=0", 400, "ask for 1 to 1000"),
+            ("/api/v1/pending?limit=many", 400, "lists the parameters"),
+            ("/api/v1/pending?colour=red", 400, "unknown field"),
+            ("/api/v1/pending?from=yesterday", 400, "RFC 3339"),
+            ("/api/v1/forecast?next=5", 400, "such as 30m or 6h"),
+            ("/api/v1/forecast?next=9d", 400, "ask for 1m to 7d"),
+            ("/api/v1/parked?reason=bored", 400, "give one of"),
+            ("/api/v1/parked?after=01939f6e-7a3c-7c11-9d1a-6b1f0e2d3c4b", 410, "list from the beginning"),
+            ("/api/v1/orders/%0a", 400, "control character"),
+            ("/api/v1/nothing", 404, "docs/openapi.yaml"),
+            ("/api/v1/parked/drop", 405, "docs/openapi.yaml"),
+        ] {
+            let answer = get(&worker, path).await;
+            assert_eq!(answer.status, status, "{path}: {answer:?}");
+            assert!(answer.problem().contains(fix), "{path}: {answer:?}");
+        }
+        let hidden = get(&worker, "/api/v1/pending?from=%E2%80%AE%3Cscript%3E").await;
+        assert!(hidden.problem().contains("\\u202e"), "{hidden:?}");
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn changes_need_token_and_reason() {
+    let file = NamedTempFile::new().unwrap();
+    TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {
+        let worker = env.worker().await;
+        let order = env.order(SECOND).await;
+        let (id, other) = (
+            park(&env, "close_failed", &order.id.to_string(), &order.body()).await,
+            park(&env, "unreadable", "17", b"{").await,
+        );
+        let change = json!({ "ids": [id], "who": "night shift", "why": "rule <7> was wrong" });
+        for token in ["", "wrong", &TOKEN[1..]] {
+            let answer = post(&worker, "/api/v1/parked/retry", token, &change).await;
+            assert_eq!((answer.status, answer.header("www-authenticate")), (401, Some("Bearer")), "{answer:?}");
+            assert!(answer.problem().contains("http.token_file"), "{answer:?}");
+        }
+        for (bad, fix) in [
+            (json!({ "ids": [id], "all": true, "who": "a", "why": "b" }), "exactly one of"),
+            (json!({ "ids": [], "who": "a", "why": "b" }), "exactly one of"),
+            (json!({ "all": true, "who": " ", "why": "b" }), "who: it is empty"),
+            (json!({ "all": true, "who": "a" }), "missing field `why`"),
+            (json!({ "reason": "bored", "who": "a", "why": "b" }), "give one of"),
+        ] {
+            let answer = post(&worker, "/api/v1/parked/drop", TOKEN, &bad).await;
+            assert!((400..=422).contains(&answer.status) && answer.problem().contains(fix), "{bad}: {answer:?}");
+        }
+        assert_eq!(env.count("SELECT count(*) FROM parked_alarms").await, 2, "nothing was changed");
+
+        assert_eq!(
+            post(&worker, "/api/v1/parked/retry", TOKEN, &change).await.json(),
+            json!({ "retried": 1, "kept": [] })
+        );
+        let all = json!({ "all": true, "who": "day shift", "why": "all read" });
+        let kept = post(&worker, "/api/v1/parked/retry", TOKEN, &all).await.json();
+        assert_eq!((&kept["retried"], &kept["kept"][0]["id"]), (&json!(0), &json!(other)));
+        assert_eq!(post(&worker, "/api/v1/parked/drop", TOKEN, &all).await.json(), json!({ "dropped": 1 }));
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        worker.stop().await;
+        let recorded: Vec<(String, String, String)> =
+            sqlx::query_as("SELECT action, who, why FROM operator_actions ORDER BY id")
+                .fetch_all(&env.pool)
+                .await
+                .unwrap();
+        let recorded: Vec<_> = recorded.iter().map(|(a, who, why)| (a.as_str(), who.as_str(), why.as_str())).collect();
+        let expected =
+            [("parked_retried", "night shift", "rule <7> was wrong"), ("parked_dropped", "day shift", "all read")];
+        assert_eq!(recorded, expected);
+        env.assert_ledger().await;
+    });
+}
+
+#[test]
+fn wrong_tokens_are_limited() {
+    let file = NamedTempFile::new().unwrap();
+    TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {
+        let worker = env.worker().await;
+        let change = json!({ "all": true, "who": "a", "why": "b" });
+        for _ in 0..10 {
+            assert_eq!(post(&worker, "/api/v1/parked/drop", "wrong", &change).await.status, 401);
+        }
+        // Not even the right one is compared any more.
+        let refused = post(&worker, "/api/v1/parked/drop", TOKEN, &change).await;
+        assert_eq!(refused.status, 429, "{refused:?}");
+        let wait_s: u64 = refused.header("retry-after").unwrap().parse().unwrap();
+        assert!((1..=61).contains(&wait_s) && refused.problem().contains("wait"), "{refused:?}");
+        assert_eq!(get(&worker, "/api/v1/status").await.status, 200, "reading needs no token");
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn api_is_off_unless_asked_for() {
+    TestEnv::builder().settings(serve_http).run(async |env| {
+        let worker = env.worker().await;
+        for path in ["/", "/api/v1/status", "/parked"] {
+            let answer = get(&worker, path).await;
+            assert_eq!(
+                (answer.status, answer.body.as_str()),
+                (404, "there are /livez, /readyz and /metrics\n"),
+                "{path}"
+            );
+        }
+        let answer = ask(worker.http.unwrap(), "POST", "/api/v1/parked/drop", &[], "{}").await;
+        assert_eq!((answer.status, answer.body.as_str()), (405, "only GET and HEAD are supported\n"));
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn nothing_changes_without_token_file() {
+    TestEnv::builder().settings(with_page(None)).run(async |env| {
+        let worker = env.worker().await;
+        park(&env, "unreadable", "17", b"{").await;
+        let answer = post(&worker, "/api/v1/parked/drop", TOKEN, &json!({ "all": true, "who": "a", "why": "b" })).await;
+        assert_eq!(answer.status, 403);
+        assert!(answer.problem().contains("http.token_file"), "{answer:?}");
+        assert_eq!(env.count("SELECT count(*) FROM parked_alarms").await, 1);
+        worker.stop().await;
+    });
+}

@@ -1,0 +1,139 @@
+//! `explain` tells one order's story in time, out of every table that has a part of it, says why the order is still open
+//! and what to do, and lists what no table tells.
+
+use std::path::Path;
+use std::time::Duration;
+
+use order_timeout::Settings;
+use order_timeout_testkit::process::call_with;
+use order_timeout_testkit::{Order, TestEnv, wait_for};
+use serde_json::{Value, json};
+use sqlx::{AssertSqlSafe, Executor};
+use uuid::Uuid;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+async fn explained(settings: &Settings, order: &Order) -> Value {
+    let (code, stdout, stderr) = call_with(settings, &["explain", &order.id.to_string(), "--json"]).await;
+    assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
+    serde_json::from_str(&stdout).unwrap()
+}
+
+async fn execute(env: &TestEnv, sql: &str) {
+    env.pool.execute(sqlx::raw_sql(AssertSqlSafe(sql.to_owned()))).await.unwrap();
+}
+
+/// The story as (table, what happened), in its order.
+fn moments(told: &Value) -> Vec<(String, String)> {
+    let text = |moment: &Value, key: &str| moment[key].as_str().unwrap().to_owned();
+    told["moments"].as_array().unwrap().iter().map(|one| (text(one, "source"), text(one, "what"))).collect()
+}
+
+/// Where in the story a table says this.
+fn place(told: &Value, source: &str, what: &str) -> usize {
+    let found = moments(told).iter().position(|(from, said)| from == source && said.contains(what));
+    found.unwrap_or_else(|| panic!("{source} does not say {what:?}: {told:#}"))
+}
+
+#[test]
+fn explain_orders_whole_story_by_time() {
+    TestEnv::builder().run(async |env| {
+        let worker = env.worker().await;
+        let order = env.order(SECOND).await;
+        env.write_alarm(&order).await;
+        let pays = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
+                    VALUES ('psp', 'cs_1', $1, 4999, 'EUR')";
+        sqlx::query(pays).bind(order.id.to_string()).execute(&env.pool).await.unwrap();
+        wait_for("the announcement", async || {
+            env.count("SELECT count(*) FROM event_outbox WHERE sent_at IS NOT NULL").await == 1
+        })
+        .await;
+        let told = explained(&env.settings, &order).await;
+        worker.stop().await;
+        assert!(told.get("open").is_none(), "{told:#}");
+        assert!(told["summary"].as_str().unwrap().starts_with("it is closed: by "), "{told:#}");
+        let places = [
+            place(&told, "orders", "created"),
+            place(&told, "payment_attempts", "49.99 EUR with psp began"),
+            place(&told, "orders", "its deadline"),
+            place(&told, "order_events", " ms after its deadline; reason: unpaid"),
+            place(&told, "event_outbox", "the event order.closed.v1 was announced"),
+        ];
+        assert!(places.is_sorted(), "{places:?}: {told:#}");
+        place(&told, "alarm_outbox", "was written");
+        place(&told, "alarm_outbox", "was handed to the broker");
+        let unknown: Vec<_> = told["not_known"].as_array().unwrap().iter().map(|one| &one["what"]).collect();
+        assert_eq!(unknown, ["alarms from publishers", "deliveries"]);
+    });
+}
+
+#[test]
+fn explain_says_what_to_do() {
+    TestEnv::builder().run(async |env| {
+        let order = env.order(Duration::ZERO).await;
+        execute(&env, "UPDATE orders SET expires_at = now() - interval '1 minute'").await;
+        let told = explained(&env.settings, &order).await;
+        assert!(told["open"]["because"].as_str().unwrap().contains("no worker is running"), "{told:#}");
+        assert!(told["open"]["what_to_do"].as_str().unwrap().contains("order-timeout worker"), "{told:#}");
+        let (_, text, _) = call_with(&env.settings, &["explain", &order.id.to_string()]).await;
+        for part in
+            ["it is unpaid; its deadline is ", "\nopen because it is overdue by 1m", "\nwhat to do: start a worker"]
+        {
+            assert!(text.contains(part), "lacks {part:?}: {text}");
+        }
+
+        let early = env.order(3_600 * SECOND).await;
+        let (_, text, _) = call_with(&env.settings, &["explain", &early.id.to_string()]).await;
+        let lines: Vec<&str> = text.lines().collect();
+        let at = |part: &str| lines.iter().position(|line| line.ends_with(part)).unwrap_or_else(|| panic!("{text}"));
+        assert!(at("created") < at("now") && at("now") < at("its deadline"), "{text}");
+
+        let unknown = Uuid::now_v7().to_string();
+        let (code, stdout, stderr) = call_with(&env.settings, &["explain", &unknown]).await;
+        assert_eq!((code, stderr.as_str()), (1, ""));
+        assert!(stdout.contains("there is no such order"), "{stdout}");
+    });
+}
+
+#[test]
+fn explain_tells_what_operators_did() {
+    TestEnv::builder().run(async |env| {
+        let order = env.order(3_600 * SECOND).await;
+        for _ in 0..2 {
+            let park =
+                "INSERT INTO parked_alarms (reason, detail, order_id, body) VALUES ('close_failed', 'guarded', $1, $2)";
+            sqlx::query(park).bind(order.id.to_string()).bind(order.body()).execute(&env.pool).await.unwrap();
+        }
+        let parked: Vec<Uuid> =
+            sqlx::query_scalar("SELECT id FROM parked_alarms ORDER BY id").fetch_all(&env.pool).await.unwrap();
+        let call = async |action: &str, id: &Uuid| {
+            let arguments = ["parked", action, &id.to_string(), "--yes", "--who", "night shift", "--why", "rule <7>"];
+            let (code, stdout, stderr) = call_with(&env.settings, &arguments).await;
+            assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
+        };
+        call("drop", &parked[0]).await;
+        call("retry", &parked[1]).await;
+        let told = explained(&env.settings, &order).await;
+        let dropped = place(&told, "operator_actions", "its parked alarm was dropped; who: night shift; why: rule <7>");
+        assert!(dropped < place(&told, "operator_actions", "its parked alarm was sent back; who: night shift"));
+        assert_eq!(env.count("SELECT count(*) FROM parked_alarms").await, 0);
+    });
+}
+
+#[test]
+fn explain_invents_nothing_about_own_tables() {
+    TestEnv::builder().run(async |env| {
+        let order = env.order(Duration::ZERO).await;
+        let path = |file: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(file).to_str().unwrap().to_owned();
+        let mut own = env.settings.clone();
+        (own.orders.close_sql, own.orders.overdue_sql) = (path("sql/close.sql"), path("sql/overdue.sql"));
+        let told = explained(&own, &order).await;
+        assert_eq!(told["exists"], json!(true));
+        assert!(told["summary"].as_str().unwrap().starts_with("it is open and overdue"), "{told:#}");
+        assert_eq!(moments(&told), [("orders".to_owned(), "its deadline".to_owned())]);
+        let unknown: Vec<_> = told["not_known"].as_array().unwrap().iter().map(|one| one["what"].as_str()).collect();
+        for what in ["lock", "dates"] {
+            assert!(unknown.contains(&Some(what)), "{told:#}");
+        }
+    });
+}
