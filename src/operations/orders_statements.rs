@@ -98,6 +98,19 @@ pub async fn statements(
     })
 }
 
+/// Refuses files of statements that cannot be read: a fault of the settings, which no database decides.
+///
+/// # Errors
+/// [`DatabaseError`] names the setting and the file.
+pub async fn require_readable_files(settings: &Settings, kind: &Kind) -> Result<(), DatabaseError> {
+    if let Some(OrdersOf::Statements { close_sql, overdue_sql }) = settings.orders_of(kind) {
+        let OrdersStatements { close, overdue, .. } = of_files(kind, close_sql, overdue_sql);
+        close.require_readable().await?;
+        overdue.require_readable().await?;
+    }
+    Ok(())
+}
+
 fn of_default_tables() -> OrdersStatements {
     OrdersStatements {
         orders: "orders".to_owned(),

@@ -16,6 +16,7 @@ use tracing::{Instrument, Span, debug, info_span, warn};
 use uuid::Uuid;
 
 use super::ack_batcher::AckBatcher;
+use super::active_kinds::{ActiveKinds, ToKind};
 use super::broker_inspections::{BrokerInput, BrokerInspections};
 use super::event_loop::{EventLoop, Outputs};
 use super::give_way::{BusyKinds, GiveWay};
@@ -32,7 +33,7 @@ use crate::effects::slots::SlotDeclarer;
 use crate::effects::sweep::Sweeper;
 use crate::effects::{Effects, clock};
 use crate::observe::inspect::contract_watch::ContractWatch;
-use crate::observe::recorder::{KindRecorder, Recorder};
+use crate::observe::recorder::KindRecorder;
 use crate::operations::{first_backlog, orders_statements};
 use crate::outbox::reminders::Reminders;
 use crate::postgres::warm_connections::WarmConnections;
@@ -81,6 +82,15 @@ struct Opened {
     canaries: mpsc::UnboundedReceiver<Uuid>,
 }
 
+impl Opened {
+    fn new(wants_former_inbox: bool) -> Self {
+        let (alarms, inbox) = mpsc::unbounded_channel();
+        let (canaries_sender, canaries) = mpsc::unbounded_channel();
+        let inboxes = Inboxes { alarms, canaries: canaries_sender };
+        Self { first_session: None, wants_former_inbox, inboxes, inbox, canaries }
+    }
+}
+
 /// What all kinds of a worker share.
 pub(super) struct Shared {
     pub settings: Settings,
@@ -90,12 +100,18 @@ pub(super) struct Shared {
     pub busy_kinds: BusyKinds,
     /// Whether there are several kinds, so that log lines name theirs.
     pub names_kinds: bool,
-    /// The inspections of the broker of every kind, which all need to know when missing objects were declared again.
-    pub broker_inspections: Vec<mpsc::UnboundedSender<BrokerInput>>,
+    pub active_kinds: ActiveKinds,
     /// Ends what is needed until the last order is announced.
     pub outboxes_end: CancellationToken,
     pub stop: CancellationToken,
     pub give_up: GiveUp,
+}
+
+impl Shared {
+    /// For log lines about this kind.
+    pub fn span_of(&self, kind: &Kind) -> Span {
+        if self.names_kinds { info_span!("worker", %kind) } else { Span::none() }
+    }
 }
 
 /// The connection that publishes, and the wheel's slots that are known to exist on it.
@@ -128,7 +144,7 @@ impl KindWorker {
         settings: &Settings,
         kind: &Kind,
         database: &Database,
-        recorder: &Recorder,
+        recorder: KindRecorder,
     ) -> Result<Self, StartError> {
         let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
         // And one for reading the clock while all closers are busy.
@@ -146,19 +162,33 @@ impl KindWorker {
             .await
             .map_err(|error| DatabaseError(format!("the database's clock cannot be read: {}", one_line(&error))))?;
         let (inputs, broker_inputs) = (Channel::new(), Channel::new());
-        let (kind, recorder) = (kind.clone(), recorder.of_kind(kind));
-        Ok(Self { kind, policy, closer, sweeper, clock, consumption: None, inputs, broker_inputs, recorder })
+        Ok(Self {
+            kind: kind.clone(),
+            policy,
+            closer,
+            sweeper,
+            clock,
+            consumption: None,
+            inputs,
+            broker_inputs,
+            recorder,
+        })
     }
 
     /// Opens the kind's first session, unless the broker is away. `wants_former_inbox`: whether this kind's sessions also
-    /// consume the inbox of former versions, which one of a worker's kinds must.
+    /// consume the inbox of former versions, which one of a worker's kinds must. `is_only`: whether the worker has no other
+    /// kind; of several, one whose own objects are unusable does not keep the others.
     ///
     /// # Errors
     /// [`BrokerError::Refused`] if a retry will not help.
-    pub async fn open_session(&mut self, settings: &Settings, wants_former_inbox: bool) -> Result<(), BrokerError> {
-        let (alarms, inbox) = mpsc::unbounded_channel();
-        let (canaries_sender, canaries) = mpsc::unbounded_channel();
-        let inboxes = Inboxes { alarms, canaries: canaries_sender };
+    pub async fn open_session(
+        &mut self,
+        settings: &Settings,
+        wants_former_inbox: bool,
+        is_only: bool,
+    ) -> Result<(), BrokerError> {
+        let mut consumption = Opened::new(wants_former_inbox);
+        let inboxes = &consumption.inboxes;
         let opening = Opening { number: supervisor::FIRST_SESSION, must_be_set_up: true, wants_former_inbox };
         let first_session = match Session::open(settings, &self.kind, opening, inboxes.clone()).await {
             Ok(session) => Some(session),
@@ -174,10 +204,24 @@ impl KindWorker {
                 );
                 None
             }
+            Err(OpenError::OwnObjects(why)) if !is_only => {
+                warn!(kind = %self.kind, %why, "the kind starts without a consumer session and keeps trying");
+                self.recorder.health.note_session(Some(&why));
+                // As in the supervisor.
+                let _ = self.broker_inputs.sender.send(BrokerInput::NotDeclared(why));
+                None
+            }
+            Err(OpenError::OwnObjects(why)) => return Err(BrokerError::Refused(why)),
             Err(OpenError::Broker(refused @ BrokerError::Refused(_))) => return Err(refused),
         };
-        self.consumption = Some(Opened { first_session, wants_former_inbox, inboxes, inbox, canaries });
+        consumption.first_session = first_session;
+        self.consumption = Some(consumption);
         Ok(())
+    }
+
+    /// Leaves it to the supervisor to open the first session, because the others of the worker are open.
+    pub fn expect_sessions(&mut self) {
+        self.consumption = Some(Opened::new(false));
     }
 
     /// The session that is open before the worker runs.
@@ -185,19 +229,13 @@ impl KindWorker {
         self.consumption.as_ref().and_then(|consumption| consumption.first_session.as_ref())
     }
 
-    /// The kind, and where it is told its share of the orders that are read ahead.
-    pub fn inputs(&self) -> (Kind, mpsc::UnboundedSender<Input>) {
-        (self.kind.clone(), self.inputs.sender.clone())
-    }
-
-    /// Where its inspections of the broker are told news.
-    pub fn broker_inputs(&self) -> mpsc::UnboundedSender<BrokerInput> {
-        self.broker_inputs.sender.clone()
-    }
-
     /// Starts the kind's tasks.
     pub fn start(self, shared: &Shared) -> RunningKind {
-        let span = if shared.names_kinds { info_span!("worker", kind = %self.kind) } else { Span::none() };
+        let span = shared.span_of(&self.kind);
+        let channels =
+            ToKind { inputs: self.inputs.sender.clone(), broker_inspections: self.broker_inputs.sender.clone() };
+        shared.active_kinds.add(self.kind.clone(), channels);
+        self.recorder.health.note_started();
         let (settlements, settlement_queue) = mpsc::unbounded_channel();
         let (clock_readings, clock_reading_queue) = mpsc::unbounded_channel();
         let (phase, phase_seen) = watch::channel(Phase::Consume);
@@ -263,7 +301,8 @@ impl KindWorker {
         }
         let overdue = self.sweeper.statement();
         let reminders = Reminders::new(shared.database.clone(), overdue, self.kind.as_str(), before);
-        Some(tokio::spawn(keep_announcing(reminders, shared.stop.clone()).instrument(span.clone())))
+        let announcing = keep_announcing(reminders, self.recorder.clone(), shared.stop.clone());
+        Some(tokio::spawn(announcing.instrument(span.clone())))
     }
 }
 
@@ -307,11 +346,7 @@ impl BrokerSide {
             },
             self.ack_batcher,
             self.phase,
-            Listeners {
-                inputs: self.inputs,
-                inspections: self.inspections,
-                inspections_of_all: shared.broker_inspections.clone(),
-            },
+            Listeners { inputs: self.inputs, inspections: self.inspections, active_kinds: shared.active_kinds.clone() },
             publishing.confirmed.missing_route(),
             Quarantine::new(settings.clone(), self.kind, database, self.recorder),
         );

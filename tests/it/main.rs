@@ -20,6 +20,8 @@ mod degraded_database;
 mod delayed_exchange;
 mod health;
 mod hostile;
+mod kind_examples;
+mod kind_faults;
 mod kinds;
 mod kubernetes;
 mod least_privilege;

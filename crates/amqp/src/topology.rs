@@ -116,6 +116,8 @@ pub struct Topology {
     pub bindings: Vec<Binding>,
     /// Bindings of another number of shards; removed after the others exist.
     outdated: Vec<Binding>,
+    /// The kind of each queue that is not shared by all kinds.
+    owners: BTreeMap<String, Kind>,
     /// Queues that are only verified.
     consumed: Vec<String>,
     /// Queues from which workers of one kind take what is due.
@@ -226,6 +228,28 @@ pub enum TopologyError {
     },
 }
 
+impl TopologyError {
+    /// Whether the broker's reply names another object than the one that was declared.
+    fn is_about_another_object(&self) -> bool {
+        let (object, reply) = match self {
+            Self::Differs { object, difference, .. } => (object, difference),
+            Self::Missing { object, why } => (object, why),
+            _ => return false,
+        };
+        let named = ["queue '", "exchange '"].into_iter().find_map(|before| reply.split_once(before));
+        let named = named.and_then(|(_, rest)| rest.split_once('\'')).map(|(name, _)| name);
+        named.is_some_and(|name| !object.contains(&format!("{name:?}")))
+    }
+}
+
+/// The kind that a binding belongs to. Bindings between exchanges are the default kind's: they lead to its shards.
+fn owner_of<'a>(owners: &'a BTreeMap<String, Kind>, binding: &Binding) -> Option<&'a Kind> {
+    match &binding.destination {
+        Destination::Queue(queue) => owners.get(queue),
+        Destination::Exchange(_) => owners.values().find(|kind| kind.is_default()),
+    }
+}
+
 impl Topology {
     /// What these settings ask for; `shards` is the number of processing queues of the default kind, 1 to [`MAX_SHARDS`].
     /// Expects validated settings. It is the default kind whose queues are looked at ([`Topology::seen_by`]).
@@ -236,6 +260,7 @@ impl Topology {
             queues: Vec::new(),
             bindings: Vec::new(),
             outdated: Vec::new(),
+            owners: BTreeMap::new(),
             consumed: Vec::new(),
             processing: (0..shards).map(|shard| names.shard(shard)).collect(),
             namespace: names.namespace().to_owned(),
@@ -259,12 +284,36 @@ impl Topology {
         topology
     }
 
-    /// The same objects, as a worker of this kind sees them: it looks at that kind's processing queues.
+    /// What a worker of this kind looks at: the shared objects and the kind's own, and of the processing queues only the
+    /// kind's.
     #[must_use]
     pub fn seen_by(mut self, kind: &Kind) -> Self {
         if !kind.is_default() {
             self.processing = vec![self.names().timeout_of(kind)];
         }
+        self.only(|owner| owner.is_none_or(|owner| owner == kind))
+    }
+
+    /// The objects that all kinds share.
+    #[must_use]
+    pub fn shared(&self) -> Self {
+        self.clone().only(|owner| owner.is_none())
+    }
+
+    /// The objects that only this kind has. They need the shared ones.
+    #[must_use]
+    pub fn of_kind(&self, kind: &Kind) -> Self {
+        let own = self.clone().only(|owner| owner == Some(kind));
+        Self { exchanges: Vec::new(), ..own }
+    }
+
+    /// All exchanges, and the queues and bindings with such an owner.
+    fn only(mut self, is_wanted: impl Fn(Option<&Kind>) -> bool) -> Self {
+        let owners = &self.owners;
+        self.queues.retain(|queue| is_wanted(owners.get(&queue.name)));
+        let is_wanted_binding = |binding: &Binding| is_wanted(owner_of(owners, binding));
+        self.bindings.retain(is_wanted_binding);
+        self.outdated.retain(is_wanted_binding);
         self
     }
 
@@ -275,7 +324,7 @@ impl Topology {
         // Fanout: publishers in other languages need no routing key.
         self.exchange(names.schedule(), "fanout");
         self.queue(names.parked(), quorum(&[("x-delivery-limit", Argument::Number(DELIVERY_LIMIT))]));
-        (0..shards).for_each(|shard| self.queue(names.shard(shard), consumed(names)));
+        (0..shards).for_each(|shard| self.queue_of(&Kind::ORDER, names.shard(shard), consumed(names)));
         self.queue(names.schedule(), consumed(names));
         self.bind(names.parked(), names.parked(), PARKED_KEY);
         self.bind(names.schedule(), names.schedule(), "");
@@ -293,7 +342,7 @@ impl Topology {
 
     /// One processing queue for each kind besides the default one: a kind's flood or failure fills only its own.
     fn add_queue_of_kind(&mut self, names: &Names, kind: &Kind) {
-        self.queue(names.timeout_of(kind), consumed(names));
+        self.queue_of(kind, names.timeout_of(kind), consumed(names));
         self.bind(names.due(), names.timeout_of(kind), &Names::due_key(kind));
     }
 
@@ -311,7 +360,7 @@ impl Topology {
             for shard in 0..shards {
                 let queue = names.lane_queue(kind, &lane.name, shard);
                 let to_processing = dead_lettering_by_key(&names.due(), &Names::due_key(kind));
-                self.queue(queue.clone(), with_queue_ttl(to_processing, lane.longest_ttl()));
+                self.queue_of(kind, queue.clone(), with_queue_ttl(to_processing, lane.longest_ttl()));
                 self.bind(names.delay(), queue.clone(), &Names::lane_key(kind, &lane.name, shard));
                 if shard == 0 {
                     // For publishers that do not shard. To one queue only: a key bound to four delivers four copies.
@@ -345,6 +394,11 @@ impl Topology {
         self.queues.push(Queue { name, arguments });
     }
 
+    fn queue_of(&mut self, kind: &Kind, name: String, arguments: BTreeMap<&'static str, Argument>) {
+        self.owners.insert(name.clone(), kind.clone());
+        self.queue(name, arguments);
+    }
+
     fn bind(&mut self, exchange: String, queue: String, routing_key: &str) {
         self.bindings.push(to_queue(exchange, queue, routing_key));
     }
@@ -374,6 +428,33 @@ impl Topology {
                 ),
             }),
         }
+    }
+
+    /// Declares the shared objects, then those of each kind. One kind's fault stops no other's.
+    ///
+    /// # Errors
+    /// [`TopologyError`] for the first shared object that fails. The result has one for each kind.
+    pub async fn declare_by_kind(
+        &self,
+        connection: &Connection,
+    ) -> Result<BTreeMap<Kind, Result<(), TopologyError>>, TopologyError> {
+        self.shared().declare(connection).await?;
+        let mut declared = BTreeMap::new();
+        for kind in self.owners.values() {
+            if !declared.contains_key(kind) {
+                let own = self.of_kind(kind);
+                let mut result = own.declare(connection).await;
+                // The end of an earlier channel: the client may report it to the next one, which has the same number.
+                for _ in 1..MOST_TRIES {
+                    if !result.as_ref().is_err_and(TopologyError::is_about_another_object) {
+                        break;
+                    }
+                    result = own.declare(connection).await;
+                }
+                declared.insert(kind.clone(), result);
+            }
+        }
+        Ok(declared)
     }
 
     async fn declare_all(&self, connection: &Connection) -> Result<(), TopologyError> {
@@ -446,6 +527,8 @@ fn explain(namespace: &str, object: Object<'_>, error: &lapin::Error) -> Topolog
     }
 }
 
+/// How often one kind's objects are declared again because of the end of another channel.
+const MOST_TRIES: u32 = 10;
 /// The most processing queues: each is a channel of every worker that consumes it.
 pub const MAX_SHARDS: u8 = 64;
 

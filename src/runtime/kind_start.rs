@@ -1,0 +1,94 @@
+//! Starts each kind of the worker. Of several kinds, one whose tables or statements cannot be used does not keep the
+//! others: it is reported, and its start is tried again.
+//!
+//! Decides when to try; `kind_worker.rs` prepares and starts. The only kind of a worker ends the start, as do all of them
+//! together: such a worker would do nothing.
+
+use std::sync::Arc;
+
+use order_timeout_core::kind::Kind;
+use tracing::{Instrument, info};
+
+use super::StartError;
+use super::kind_worker::{KindWorker, RunningKind, Shared};
+use crate::config::Settings;
+use crate::loop_backoff::Backoff;
+use crate::observe::degraded::Cause;
+use crate::observe::recorder::{KindRecorder, Recorder};
+use crate::postgres::{Database, without_server_message};
+
+/// A kind whose start is tried again.
+#[derive(Debug)]
+pub(super) struct UnusableKind {
+    kind: Kind,
+    recorder: KindRecorder,
+}
+
+/// Prepares these kinds; returns those that are ready, and those that are not.
+///
+/// # Errors
+/// [`StartError`] of the first one if none is ready.
+pub(super) async fn prepare_all(
+    settings: &Settings,
+    kinds: impl IntoIterator<Item = Kind>,
+    database: &Database,
+    recorder: &Recorder,
+) -> Result<(Vec<KindWorker>, Vec<UnusableKind>), StartError> {
+    let (mut ready, mut unusable) = (Vec::new(), Vec::new());
+    for kind in kinds {
+        let recorder = recorder.of_kind(&kind);
+        match KindWorker::prepare(settings, &kind, database, recorder.clone()).await {
+            Ok(prepared) => ready.push(prepared),
+            Err(fault) => unusable.push((UnusableKind { kind, recorder }, fault)),
+        }
+    }
+    if ready.is_empty() && !unusable.is_empty() {
+        return Err(unusable.swap_remove(0).1);
+    }
+    let report = |(kind, fault): (UnusableKind, StartError)| {
+        kind.report(&fault);
+        kind
+    };
+    Ok((ready, unusable.into_iter().map(report).collect()))
+}
+
+impl UnusableKind {
+    fn report(&self, fault: &StartError) {
+        let why = fault.to_string();
+        let what = format!(
+            "it could not start, so no order of it is closed ({why}); the start is tried again every few seconds, correct what the sentence names"
+        );
+        self.recorder.degraded(Cause::KindNotStarted, Some(&what));
+        self.recorder.health.note_database(Some(&without_server_message(&why)));
+    }
+
+    /// Tries until the kind is started; `None` if the worker stops before.
+    pub async fn start(self, shared: Arc<Shared>) -> Option<RunningKind> {
+        let mut backoff = Backoff::new();
+        let span = shared.span_of(&self.kind);
+        loop {
+            tokio::select! {
+                () = shared.stop.cancelled() => return None,
+                () = tokio::time::sleep(backoff.next_pause()) => {}
+            }
+            let Shared { settings, database, .. } = &*shared;
+            let prepared = KindWorker::prepare(settings, &self.kind, database, self.recorder.clone());
+            let prepared = tokio::select! {
+                () = shared.stop.cancelled() => return None,
+                prepared = prepared.instrument(span.clone()) => prepared,
+            };
+            match prepared {
+                Ok(mut kind) => {
+                    self.recorder.degraded(Cause::KindNotStarted, None);
+                    self.recorder.health.note_database(None);
+                    if settings.delay.strategy.needs_broker() {
+                        kind.expect_sessions();
+                    }
+                    info!(kind = %self.kind, "the kind is started");
+                    return Some(kind.start(&shared));
+                }
+                Err(fault) => self.report(&fault),
+            }
+        }
+    }
+}
