@@ -35,10 +35,21 @@ const UNSERVED_NAMED_AFTER: Duration = Duration::from_secs(10);
 /// How long a stopping worker waits for its row to be deleted.
 const DELETE_ROW_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What is checked once for the worker.
+/// What is checked once for the worker. Two checks side by side: a table that is locked may keep the catalog's answer, and
+/// must not let the registration expire.
 pub(super) struct Inspections {
+    catalog: CatalogInspection,
+    registering: Registering,
+}
+
+struct CatalogInspection {
     database: Database,
     schema: Schema,
+    give_way: GiveWay,
+    recorder: Recorder,
+}
+
+struct Registering {
     registration: Registration,
     active_kinds: ActiveKinds,
     /// The share that each engine was last told.
@@ -73,29 +84,60 @@ impl Inspections {
         give_way: GiveWay,
         recorder: Recorder,
     ) -> Self {
+        let registration = Registration::new(database.clone(), settings);
         Self {
-            schema: Schema::new(settings),
-            registration: Registration::new(database.clone(), settings),
-            database,
-            active_kinds,
-            shares: BTreeMap::new(),
-            unserved: UnservedKinds::default(),
-            give_way,
-            recorder,
+            catalog: CatalogInspection {
+                database,
+                schema: Schema::new(settings),
+                give_way: give_way.clone(),
+                recorder: recorder.clone(),
+            },
+            registering: Registering {
+                registration,
+                active_kinds,
+                shares: BTreeMap::new(),
+                unserved: UnservedKinds::default(),
+                give_way,
+                recorder,
+            },
         }
     }
 
     /// Runs until `ends`, then deletes this worker's row. From `stop` on the row names no kinds, so that other workers read
     /// ahead what this one does not begin any more.
-    pub async fn go_on(mut self, stop: CancellationToken, ends: CancellationToken) {
-        let mut draining = false;
+    pub async fn go_on(self, stop: CancellationToken, ends: CancellationToken) {
+        tokio::join!(self.catalog.go_on(&ends), self.registering.go_on(&stop, &ends));
+    }
+}
+
+/// A check that fails changes nothing: an unavailable database is reported elsewhere.
+impl CatalogInspection {
+    async fn go_on(mut self, ends: &CancellationToken) {
         loop {
             tokio::select! {
-                () = self.turn(draining) => {}
-                () = ends.cancelled() => break,
+                found = self.schema.look(&self.database) => match found {
+                    Ok(found) => found.into_iter().for_each(|(cause, why)| self.recorder.degraded(cause, why.as_deref())),
+                    Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
+                },
+                () = ends.cancelled() => return,
             }
             tokio::select! {
                 // The catalog takes a core of the server for milliseconds, which a burst would wait for.
+                () = self.give_way.due(Instant::now() + EVERY) => {}
+                () = ends.cancelled() => return,
+            }
+        }
+    }
+}
+
+impl Registering {
+    async fn go_on(mut self, stop: &CancellationToken, ends: &CancellationToken) {
+        let mut draining = false;
+        loop {
+            if !self.finish_turn(draining, ends).await {
+                break;
+            }
+            tokio::select! {
                 () = self.give_way.due(Instant::now() + EVERY) => {}
                 () = stop.cancelled(), if !draining => draining = true,
                 () = ends.cancelled() => break,
@@ -109,12 +151,19 @@ impl Inspections {
         }
     }
 
-    /// A check that fails changes nothing: an unavailable database is reported elsewhere.
-    async fn turn(&mut self, draining: bool) {
-        match self.schema.look(&self.database).await {
-            Ok(found) => found.into_iter().for_each(|(cause, why)| self.recorder.degraded(cause, why.as_deref())),
-            Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
+    /// Returns false if the end has come. A registration that is on its way would arrive after the row is deleted, so it is
+    /// waited for.
+    async fn finish_turn(&mut self, draining: bool, ends: &CancellationToken) -> bool {
+        let mut turn = std::pin::pin!(self.turn(draining));
+        tokio::select! {
+            () = &mut turn => return true,
+            () = ends.cancelled() => {}
         }
+        let _ = tokio::time::timeout(DELETE_ROW_TIMEOUT, turn).await;
+        false
+    }
+
+    async fn turn(&mut self, draining: bool) {
         let active = if draining { BTreeSet::new() } else { self.active_kinds.names() };
         match self.registration.register(&active).await {
             Ok(registered) => {

@@ -12,6 +12,7 @@ use tracing::{Instrument, info};
 use super::StartError;
 use super::kind_worker::{KindWorker, RunningKind, Shared};
 use crate::config::Settings;
+use crate::handler::Handlers;
 use crate::loop_backoff::Backoff;
 use crate::observe::degraded::Cause;
 use crate::observe::recorder::{KindRecorder, Recorder};
@@ -32,12 +33,13 @@ pub(super) async fn prepare_all(
     settings: &Settings,
     kinds: impl IntoIterator<Item = Kind>,
     database: &Database,
+    handlers: &Handlers,
     recorder: &Recorder,
 ) -> Result<(Vec<KindWorker>, Vec<UnusableKind>), StartError> {
     let (mut ready, mut unusable) = (Vec::new(), Vec::new());
     for kind in kinds {
         let recorder = recorder.of_kind(&kind);
-        match KindWorker::prepare(settings, &kind, database, recorder.clone()).await {
+        match KindWorker::prepare(settings, &kind, database, handlers, recorder.clone()).await {
             Ok(prepared) => ready.push(prepared),
             Err(fault) => unusable.push((UnusableKind { kind, recorder }, fault)),
         }
@@ -71,8 +73,8 @@ impl UnusableKind {
                 () = shared.stop.cancelled() => return None,
                 () = tokio::time::sleep(backoff.next_pause()) => {}
             }
-            let Shared { settings, database, .. } = &*shared;
-            let prepared = KindWorker::prepare(settings, &self.kind, database, self.recorder.clone());
+            let Shared { settings, database, handlers, .. } = &*shared;
+            let prepared = KindWorker::prepare(settings, &self.kind, database, handlers, self.recorder.clone());
             let prepared = tokio::select! {
                 () = shared.stop.cancelled() => return None,
                 prepared = prepared.instrument(span.clone()) => prepared,

@@ -3,6 +3,9 @@
 //!
 //! Starts and connects these tasks; decides nothing. What all kinds share is [`Shared`].
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use order_timeout_amqp::connect::BrokerError;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_core::alarm::Delivered;
@@ -28,10 +31,13 @@ use super::{GiveUp, StartError};
 use crate::config::Settings;
 use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
 use crate::effects::close::Closer;
+use crate::effects::handled::HandledOrders;
+use crate::effects::orders::Orders;
 use crate::effects::rearm::Rearmer;
 use crate::effects::slots::SlotDeclarer;
 use crate::effects::sweep::Sweeper;
 use crate::effects::{Effects, clock};
+use crate::handler::{ErasedHandler, Handlers};
 use crate::observe::inspect::contract_watch::ContractWatch;
 use crate::observe::recorder::KindRecorder;
 use crate::operations::{first_backlog, orders_statements};
@@ -47,8 +53,7 @@ const SWEEP_PAGE: usize = 1_000;
 pub(super) struct KindWorker {
     kind: Kind,
     policy: Policy,
-    closer: Closer,
-    sweeper: Sweeper,
+    orders: Orders,
     clock: DatabaseClock,
     /// `None` if `delay.strategy` is `database`.
     consumption: Option<Opened>,
@@ -94,6 +99,7 @@ impl Opened {
 /// What all kinds of a worker share.
 pub(super) struct Shared {
     pub settings: Settings,
+    pub handlers: Handlers,
     pub database: Database,
     /// `None` without a broker.
     pub publishing: Option<Publishing>,
@@ -127,8 +133,8 @@ pub(super) struct RunningKind {
     pub event_loop: JoinHandle<()>,
     /// Ends when all settlements are sent.
     pub supervising: Option<JoinHandle<()>>,
-    /// Ends with `outboxes_end`.
-    pub inspecting: JoinHandle<()>,
+    /// Ends with `outboxes_end`. `None` if the kind has no statements.
+    pub inspecting: Option<JoinHandle<()>>,
     /// Ends with the stop. `None` if the kind has no reminders.
     pub reminding: Option<JoinHandle<()>>,
     /// Ends with the stop, except for a pending call to database or broker.
@@ -144,35 +150,22 @@ impl KindWorker {
         settings: &Settings,
         kind: &Kind,
         database: &Database,
+        handlers: &Handlers,
         recorder: KindRecorder,
     ) -> Result<Self, StartError> {
-        let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
-        // And one for reading the clock while all closers are busy.
-        let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
-        let statements = orders_statements::statements(database, settings, kind).await?;
-        let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
-        let policy = policy(settings, kind, closer.most_at_once().await);
-        let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
-        let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
-        first_backlog::require_adopted(database, &sweeper, &orders, settings, kind).await?;
-        if let Err(error) = closer.warm_up().await {
-            debug!(error = one_line(&error), "connections for closers could not be made ready; they are tried again");
+        let (orders, most_at_once) = match handlers.get(kind) {
+            Some(handler) => (handled(settings, handler).await?, usize::MAX),
+            None => by_statements(settings, kind, database).await?,
+        };
+        let policy = policy(settings, kind, most_at_once);
+        if let Err(error) = orders.warm_up().await {
+            debug!(error, "connections for closers could not be made ready; they are tried again");
         }
-        let clock = read_clock(closer.connections())
+        let clock = read_clock(orders.connections())
             .await
             .map_err(|error| DatabaseError(format!("the database's clock cannot be read: {}", one_line(&error))))?;
         let (inputs, broker_inputs) = (Channel::new(), Channel::new());
-        Ok(Self {
-            kind: kind.clone(),
-            policy,
-            closer,
-            sweeper,
-            clock,
-            consumption: None,
-            inputs,
-            broker_inputs,
-            recorder,
-        })
+        Ok(Self { kind: kind.clone(), policy, orders, clock, consumption: None, inputs, broker_inputs, recorder })
     }
 
     /// Opens the kind's first session, unless the broker is away. `wants_former_inbox`: whether this kind's sessions also
@@ -241,17 +234,19 @@ impl KindWorker {
         let (phase, phase_seen) = watch::channel(Phase::Consume);
         let (closing, closing_seen) = shared.busy_kinds.flag();
         let (close_name, overdue_name) = orders_statements::names(&shared.settings, &self.kind);
-        let plans = PlanInspections::new(
-            &shared.settings,
-            &self.kind,
-            shared.database.clone(),
-            (&self.closer, &self.sweeper),
-            GiveWay::to(&shared.busy_kinds),
-            self.recorder.clone(),
-        );
-        let inspecting = tokio::spawn(plans.go_on(shared.outboxes_end.clone()).instrument(span.clone()));
+        let inspecting = self.orders.statements().map(|statements| {
+            let plans = PlanInspections::new(
+                &shared.settings,
+                &self.kind,
+                shared.database.clone(),
+                statements,
+                GiveWay::to(&shared.busy_kinds),
+                self.recorder.clone(),
+            );
+            tokio::spawn(plans.go_on(shared.outboxes_end.clone()).instrument(span.clone()))
+        });
         let reminding = self.start_reminders(shared, &span);
-        tokio::spawn(clock::sample_clock(self.closer.clone(), clock_readings).instrument(span.clone()));
+        tokio::spawn(clock::sample_clock(self.orders.clone(), clock_readings).instrument(span.clone()));
         let inputs = self.inputs.sender.clone();
         let consuming = self.consumption.zip(shared.publishing.clone()).map(|(opened, publishing)| {
             let start = BrokerSide {
@@ -277,7 +272,7 @@ impl KindWorker {
             }
         };
         let database = shared.database.clone();
-        let effects = Effects::new(self.closer, self.sweeper, database, rearmer, inputs, self.recorder.clone());
+        let effects = Effects::new(self.orders, database, rearmer, inputs, self.recorder.clone());
         let contract = ContractWatch::new(close_name, overdue_name, std::time::Instant::now());
         let outputs = Outputs { settlements, phase, inspections: self.broker_inputs.sender, closing };
         let event_loop = EventLoop::new(self.policy, contract, self.clock, effects, outputs, self.recorder);
@@ -299,7 +294,9 @@ impl KindWorker {
         if before.is_empty() {
             return None;
         }
-        let overdue = self.sweeper.statement();
+        // A kind without statements has none: `Worker::start_with` refuses it.
+        let (_, sweeper) = self.orders.statements()?;
+        let overdue = sweeper.statement();
         let reminders = Reminders::new(shared.database.clone(), overdue, self.kind.as_str(), before);
         let announcing = keep_announcing(reminders, self.recorder.clone(), shared.stop.clone());
         Some(tokio::spawn(announcing.instrument(span.clone())))
@@ -360,6 +357,31 @@ impl BrokerSide {
     }
 }
 
+/// The kind's statements on connections of their own, and how many orders one can close at once.
+async fn by_statements(settings: &Settings, kind: &Kind, database: &Database) -> Result<(Orders, usize), StartError> {
+    let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
+    // And one for reading the clock while all closers are busy.
+    let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
+    let statements = orders_statements::statements(database, settings, kind).await?;
+    let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
+    let most_at_once = closer.most_at_once().await;
+    let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
+    let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
+    first_backlog::require_adopted(database, &sweeper, &orders, settings, kind).await?;
+    Ok((Orders::Statements { closer, sweeper }, most_at_once))
+}
+
+/// The program's own code; the one connection is for reading the clock.
+async fn handled(settings: &Settings, handler: Arc<dyn ErasedHandler>) -> Result<Orders, StartError> {
+    let connections = WarmConnections::new(Database::connect(&settings.database, 1).await?);
+    Ok(Orders::Handled { handled: HandledOrders::new(handler, longest_try(settings)), connections })
+}
+
+/// How long one try of a close may take.
+fn longest_try(settings: &Settings) -> Duration {
+    settings.database.acquire_timeout + settings.database.statement_timeout
+}
+
 /// The engine's policy according to the settings. `most_at_once` is the largest batch that the connections favour.
 fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
     let mut other_kinds = settings.all_kinds();
@@ -379,7 +401,7 @@ fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
         requeue_after: settings.worker.requeue_after,
         // The prefetch window of one of the two channels: due alarms are delivered through the other.
         held_back_max: usize::from(settings.worker.prefetch),
-        longest_try: settings.database.acquire_timeout + settings.database.statement_timeout,
+        longest_try: longest_try(settings),
         sweep_every: settings.sweep.every,
         sweep_grace: settings.sweep.grace,
         sweep_page: SWEEP_PAGE,

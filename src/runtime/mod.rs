@@ -39,8 +39,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::config::Settings;
+use crate::config::kinds::OrdersOf;
 use crate::deliver::LONGEST_CLOSE;
 use crate::effects::slots::SlotDeclarer;
+use crate::handler::Handlers;
 use crate::http::{HttpError, HttpServer, LIVEZ, METRICS, READYZ};
 use crate::loop_backoff::LONGEST_PAUSE;
 use crate::observe::recorder::Recorder;
@@ -59,9 +61,9 @@ use local_outboxes::LocalOutboxesLoop;
 use outboxes::Outboxes;
 use tasks::Tasks;
 
-/// Connections besides the closers': sweep, parking, the outboxes and their lock, and three for inspections (of the
-/// database, of the plans, of the broker), so that no task waits for another.
-const OTHER_CONNECTIONS: u32 = 7;
+/// Connections besides the closers': sweep, parking, the outboxes and their lock, and four for inspections (of the
+/// catalog, of the plans, of the broker, and the registration), so that no task waits for another.
+const OTHER_CONNECTIONS: u32 = 8;
 /// How many more each further kind needs: sweep, parking, and two for inspections; and one if it has reminders. A kind never has more than these in use,
 /// so that one whose queries hang takes none from the others.
 const CONNECTIONS_OF_KIND: u32 = 4;
@@ -79,6 +81,9 @@ pub enum StartError {
     /// The broker cannot be used.
     #[error(transparent)]
     Broker(#[from] BrokerError),
+    /// A kind cannot have the handler that it is given.
+    #[error("{0}")]
+    Handler(String),
     /// The pages cannot be served.
     #[error(transparent)]
     Http(#[from] HttpError),
@@ -91,6 +96,7 @@ pub struct Worker {
     database: Database,
     /// At least one.
     kinds: Vec<KindWorker>,
+    handlers: Handlers,
     /// Those whose start is tried again.
     unusable: Vec<UnusableKind>,
     recorder: Recorder,
@@ -104,6 +110,16 @@ impl Worker {
     /// # Errors
     /// [`StartError`], one sentence that says how to fix it.
     pub async fn start(settings: Settings) -> Result<Self, StartError> {
+        Self::start_with(settings, Handlers::none()).await
+    }
+
+    /// The same, with code of the embedding program for the kinds that have a handler. Such a kind is served besides those of
+    /// `worker.kinds`.
+    ///
+    /// # Errors
+    /// As of [`Self::start`]; also [`StartError::Handler`].
+    pub async fn start_with(mut settings: Settings, handlers: Handlers) -> Result<Self, StartError> {
+        handle_kinds(&mut settings, &handlers)?;
         warn_about_settings(&settings);
         let recorder = Recorder::new(longest_turn(&settings));
         // First, so that it answers what the worker waits for while it starts.
@@ -120,7 +136,7 @@ impl Worker {
         for kind in &served {
             orders_statements::require_readable_files(&settings, kind).await?;
         }
-        let (mut kinds, unusable) = kind_start::prepare_all(&settings, served, &database, &recorder).await?;
+        let (mut kinds, unusable) = kind_start::prepare_all(&settings, served, &database, &handlers, &recorder).await?;
         if settings.delay.strategy.needs_broker() {
             open_sessions(&settings, &mut kinds, unusable.is_empty()).await?;
         }
@@ -128,7 +144,7 @@ impl Worker {
             let address = server.address();
             info!(%address, "health and metrics at http://{address}{LIVEZ}, {READYZ} and {METRICS}");
         }
-        Ok(Self { settings, database, kinds, unusable, recorder, http })
+        Ok(Self { settings, database, kinds, handlers, unusable, recorder, http })
     }
 
     /// The address of the HTTP server; `None` if `http.listen` is empty.
@@ -143,7 +159,7 @@ impl Worker {
     /// # Panics
     /// At once when a task that closes orders has panicked; the other kinds then finish their work in flight.
     pub async fn run(self, stop: CancellationToken) -> bool {
-        let Self { settings, database, kinds, unusable, recorder, http } = self;
+        let Self { settings, database, kinds, handlers, unusable, recorder, http } = self;
         // Its own, so that a panic can stop the tasks.
         let stop = stop.child_token();
         // Until the end, because stopping is observed as well.
@@ -158,6 +174,7 @@ impl Worker {
             stop,
             give_up: give_up.clone(),
             settings,
+            handlers,
             database,
         });
         let relaying = start_outboxes(&shared, &recorder);
@@ -186,6 +203,31 @@ impl Worker {
         info!(in_time, "worker stopped");
         in_time
     }
+}
+
+/// Notes in the settings which kinds have a handler.
+fn handle_kinds(settings: &mut Settings, handlers: &Handlers) -> Result<(), StartError> {
+    for (kind, handler) in handlers.iter() {
+        let fault = |why: &str| {
+            Err(StartError::Handler(format!("the kind {kind:?} is given a handler, {why}", kind = kind.as_str())))
+        };
+        if !settings.all_kinds().contains(kind) {
+            return fault("but is not in the settings; add [kinds.NAME], and its lanes if it has any");
+        }
+        if matches!(settings.orders_of(kind), Some(OrdersOf::Table(_) | OrdersOf::Statements { .. })) {
+            return fault("and a table or statements in the settings; leave one of them out");
+        }
+        if !settings.reminders_of(kind).is_empty() {
+            return fault("and reminders, which need an overdue statement; leave `remind` out");
+        }
+        if !settings.delay.strategy.needs_broker() && !handler.finds_overdue() {
+            return fault(
+                "which finds no overdue orders, and with delay.strategy = \"database\" no alarm comes; implement OverdueSource, and pass it to Handlers::with",
+            );
+        }
+        settings.kinds.entry(kind.clone()).or_default().is_handled = true;
+    }
+    Ok(())
 }
 
 fn warn_about_settings(settings: &Settings) {

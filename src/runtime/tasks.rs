@@ -38,7 +38,7 @@ impl Tasks {
     pub fn add(&mut self, kind: RunningKind) {
         self.event_loops.push(kind.event_loop);
         self.supervising.extend(kind.supervising);
-        self.until_outboxes_end.push(kind.inspecting);
+        self.until_outboxes_end.extend(kind.inspecting);
         self.until_outboxes_end.extend(kind.reminding);
         self.broker_inspecting.extend(kind.broker_inspecting);
     }
@@ -91,7 +91,7 @@ mod tests {
         let running = |event_loop| RunningKind {
             event_loop,
             supervising: None,
-            inspecting: endless(),
+            inspecting: Some(endless()),
             reminding: None,
             broker_inspecting: None,
         };

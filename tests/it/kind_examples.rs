@@ -175,11 +175,15 @@ fn troubled_kinds_delay_no_other() {
         for name in ["calm", "quiet"] {
             assert!(p99_ms(&env, name).await < 2_000.0, "{name}");
         }
+        wait_for("both named as not ready", async || {
+            let (_, text) = get(&worker, READYZ).await;
+            text.contains("kind failing: database: ") && text.contains("kind locked: ")
+        })
+        .await;
         let (_, text) = get(&worker, READYZ).await;
-        assert!(text.contains("kind failing: database: ") && text.contains("kind locked: "), "{text}");
         assert!(!text.contains("kind calm:") && !text.contains("kind quiet:"), "{text}");
         let figures = Figures::of(&worker).await;
-        assert_eq!(figures.get("close_lateness_seconds_count{kind=\"calm\"}"), 40.0);
+        assert_eq!(figures.get("close_lateness_seconds_count{by=\"alarm\",kind=\"calm\"}"), 40.0);
         lock.rollback().await.unwrap();
         worker.stop().await;
     });

@@ -18,6 +18,7 @@ mod deadline;
 mod degraded_broker;
 mod degraded_database;
 mod delayed_exchange;
+mod handlers;
 mod health;
 mod hostile;
 mod kind_examples;

@@ -180,6 +180,7 @@ fn delays(settings: &Settings) -> Delays {
             Some(OrdersOf::Table(table)) => format!("the table {}", table.table),
             Some(OrdersOf::Statements { .. }) => "statements of its own".to_owned(),
             Some(OrdersOf::DefaultTables) => "the default tables".to_owned(),
+            Some(OrdersOf::Handler) => "a handler of its own".to_owned(),
             None => "none".to_owned(),
         };
         (format!("orders of the kind {kind} in"), place)
