@@ -49,8 +49,8 @@ impl Memory {
 
 impl TimeoutHandler for Memory {
     async fn time_out(&self, due: &[Due], by: ClosedBy) -> Result<Answers, CloseError> {
-        let mut orders = self.orders.lock().unwrap();
         assert!(!due.iter().any(|due| due.order_id.as_str() == "panic"), "as a fault of the handler would");
+        let mut orders = self.orders.lock().unwrap();
         let now = Timestamp::now_by_local_clock();
         let time_out = |due: &Due| {
             let Some((state, deadline)) = orders.get_mut(&due.order_id) else {
