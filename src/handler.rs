@@ -87,7 +87,7 @@ impl Handlers {
     }
 
     /// The same without the safety net. An order is then timed out only if its alarm arrives: one that was never scheduled,
-    /// or whose alarm was parked or lost, stays open for ever, and while the broker is away nothing is timed out.
+    /// or whose alarm was parked or lost, stays open forever, and while the broker is away nothing is timed out.
     /// Not possible with `delay.strategy = "database"`, which has no alarms.
     #[must_use]
     pub fn with_alarms_only(mut self, kind: Kind, handler: impl TimeoutHandler) -> Self {

@@ -5,8 +5,10 @@
 //! together: such a worker would do nothing.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use order_timeout_core::kind::Kind;
+use tokio::time::Instant;
 use tracing::{Instrument, info};
 
 use super::StartError;
@@ -17,6 +19,11 @@ use crate::loop_backoff::Backoff;
 use crate::observe::degraded::Cause;
 use crate::observe::recorder::{KindRecorder, Recorder};
 use crate::postgres::{Database, without_server_message};
+
+/// Counting a backlog may take seconds of the database's time, so the pause is this many times as long as the try took.
+const TIMES_AS_LONG: u32 = 10;
+/// A longer try counts as this long, so that a kind waits a minute at most.
+const LONGEST_COUNTED: Duration = Duration::from_secs(6);
 
 /// A kind whose start is tried again.
 #[derive(Debug)]
@@ -66,19 +73,21 @@ impl UnusableKind {
 
     /// Tries until the kind is started; `None` if the worker stops before.
     pub async fn start(self, shared: Arc<Shared>) -> Option<RunningKind> {
-        let mut backoff = Backoff::new();
+        let (mut backoff, mut took) = (Backoff::new(), Duration::ZERO);
         let span = shared.span_of(&self.kind);
         loop {
             tokio::select! {
                 () = shared.stop.cancelled() => return None,
-                () = tokio::time::sleep(backoff.next_pause()) => {}
+                () = tokio::time::sleep(backoff.next_pause().max(TIMES_AS_LONG * took)) => {}
             }
+            let began = Instant::now();
             let Shared { settings, database, handlers, .. } = &*shared;
             let prepared = KindWorker::prepare(settings, &self.kind, database, handlers, self.recorder.clone());
             let prepared = tokio::select! {
                 () = shared.stop.cancelled() => return None,
                 prepared = prepared.instrument(span.clone()) => prepared,
             };
+            took = began.elapsed().min(LONGEST_COUNTED);
             match prepared {
                 Ok(mut kind) => {
                     self.recorder.degraded(Cause::KindNotStarted, None);
