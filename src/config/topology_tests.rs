@@ -62,7 +62,7 @@ fn definitions_json_is_printed_from_here() {
 }
 
 #[test]
-fn every_object_is_shared_or_of_one_kind() {
+fn objects_belong_to_all_or_one() {
     let mut settings = Settings::defaults();
     for name in ["acceptance", "trial"] {
         let kind = settings.kinds.entry(Kind::new(name).unwrap()).or_default();

@@ -21,9 +21,9 @@ use crate::observe::recorder::{KindRecorder, Recorder};
 use crate::postgres::{Database, without_server_message};
 
 /// Counting a backlog may take seconds of the database's time, so the pause is this many times as long as the try took.
-const TIMES_AS_LONG: u32 = 10;
+const TIMES_AS_LONG: u32 = 5;
 /// A longer try counts as this long, so that a kind waits a minute at most.
-const LONGEST_COUNTED: Duration = Duration::from_secs(6);
+const LONGEST_COUNTED: Duration = Duration::from_secs(12);
 
 /// A kind whose start is tried again.
 #[derive(Debug)]
