@@ -16,6 +16,7 @@ pub mod config;
 
 pub mod deliver;
 pub mod effects;
+pub mod handler;
 pub mod outbox;
 pub mod runtime;
 

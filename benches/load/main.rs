@@ -22,7 +22,7 @@ use bench_env::servers::Servers;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use competitors::Competitor;
 use scenarios::crowd::Crowd;
-use scenarios::{burst, crowd, mixed, moved, outage, pending, publish, shards, steady};
+use scenarios::{burst, crowd, kinds, mixed, moved, outage, pending, publish, shards, steady};
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Load scenarios of order-timeout.
@@ -106,6 +106,8 @@ enum Scenario {
         #[arg(long, default_value_t = 120)]
         seconds: u32,
     },
+    /// Two kinds beside one that fails, one that is locked and one that is flooded (50 000)
+    Kinds,
     /// How fast alarms are scheduled, against a bare client that publishes the same (50 000)
     Publish,
     /// Memory per pending alarm, and what an idle broker costs (200 000)
@@ -183,6 +185,7 @@ async fn run_scenario(scenario: Scenario, servers: &Servers, options: &Options) 
         Scenario::Mixed => mixed::run(servers, options, orders(2_000)).await,
         Scenario::Moved => moved::run(servers, options, orders(1_000)).await,
         Scenario::Outage { rate, seconds } => outage::run(servers, options, rate, seconds).await,
+        Scenario::Kinds => kinds::run(servers, options, orders(50_000)).await,
         Scenario::Publish => publish::run(servers, options, orders(50_000)).await,
         Scenario::Pending => pending::run(servers, options, orders(200_000)).await,
         Scenario::Shards => shards::run(servers, options, orders(20_000)).await,

@@ -37,6 +37,9 @@ pub struct KindSettings {
     #[serde(default)]
     pub overdue_sql: String,
     pub table: Option<TableSettings>,
+    /// Whether the embedding program handles its orders (`handler.rs`), which no file can say.
+    #[serde(skip)]
+    pub is_handled: bool,
     /// Where `table` came from, such as a file; `None` if it is not given.
     #[serde(skip)]
     pub origin: Option<String>,
@@ -64,6 +67,8 @@ pub enum OrdersOf<'a> {
     },
     /// In a mapped table.
     Table(&'a TableSettings),
+    /// Known to the embedding program only.
+    Handler,
 }
 
 impl Settings {
@@ -79,7 +84,8 @@ impl Settings {
         if self.worker.kinds.is_empty() {
             return self.all_kinds().into_iter().filter(|kind| self.orders_of(kind).is_some()).collect();
         }
-        self.worker.kinds.iter().cloned().collect()
+        let handled = self.kinds.iter().filter(|(_, settings)| settings.is_handled).map(|(kind, _)| kind);
+        self.worker.kinds.iter().chain(handled).cloned().collect()
     }
 
     /// How long before the deadline each reminder of this kind is announced.
@@ -93,6 +99,9 @@ impl Settings {
     #[must_use]
     pub fn orders_of(&self, kind: &Kind) -> Option<OrdersOf<'_>> {
         let settings = self.kinds.get(kind);
+        if settings.is_some_and(|settings| settings.is_handled) {
+            return Some(OrdersOf::Handler);
+        }
         if let Some(table) = settings.and_then(|settings| settings.table.as_ref()) {
             return Some(OrdersOf::Table(table));
         }

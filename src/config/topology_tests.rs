@@ -3,6 +3,7 @@
 //! Pure: no broker.
 
 use order_timeout_amqp::topology::{Argument, Queue};
+use order_timeout_core::kind::Kind;
 use serde_json::Value;
 
 use super::Settings;
@@ -58,4 +59,27 @@ fn definitions_json_is_printed_from_here() {
     let kept: Value = serde_json::from_str(include_str!("../../definitions.json")).unwrap();
     // Not assert_eq!: it would print both, 100 kB each.
     assert!(kept == printed, "definitions.json is out of date; run `order-timeout topology > definitions.json`");
+}
+
+#[test]
+fn objects_belong_to_all_or_one() {
+    let mut settings = Settings::defaults();
+    for name in ["acceptance", "trial"] {
+        let kind = settings.kinds.entry(Kind::new(name).unwrap()).or_default();
+        kind.lanes = vec!["5m".parse().unwrap()];
+    }
+    let all = settings.topology();
+    let kinds: Vec<Kind> = settings.all_kinds().into_iter().collect();
+    let parts: Vec<_> = [all.shared()].into_iter().chain(kinds.iter().map(|kind| all.of_kind(kind))).collect();
+    let exchanges: Vec<_> = parts.iter().flat_map(|part| &part.exchanges).collect();
+    assert_eq!(exchanges, all.exchanges.iter().collect::<Vec<_>>());
+    let count = |queue: &Queue| parts.iter().filter(|part| part.queues.contains(queue)).count();
+    assert!(all.queues.iter().all(|queue| count(queue) == 1));
+    let count = |binding| parts.iter().filter(|part| part.bindings.contains(binding)).count();
+    assert!(all.bindings.iter().all(|binding| count(binding) == 1));
+    let of_trial: Vec<&str> = parts[3].queues.iter().map(|queue| queue.name.as_str()).collect();
+    assert!(kinds[2].as_str() == "trial" && of_trial[0] == "order.timeout.trial", "{of_trial:?}");
+    assert!(of_trial[1..].iter().all(|name| name.starts_with("order.delay.trial.")), "{of_trial:?}");
+    let seen = settings.topology().seen_by(&kinds[2]);
+    assert_eq!(seen.queues.len(), parts[0].queues.len() + of_trial.len());
 }

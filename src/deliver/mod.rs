@@ -6,6 +6,7 @@
 
 pub mod unacked_tags;
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -109,10 +110,16 @@ pub enum OpenError {
     /// The broker is unavailable, or refused it.
     #[error(transparent)]
     Broker(#[from] BrokerError),
+    /// What only this kind has on the broker differs, or may not be declared. Sessions of other kinds are not affected.
+    #[error("{0}")]
+    OwnObjects(String),
     /// The broker had opened it and delivered a message that ended it.
     #[error("{}", .0.why)]
     Ended(SessionEnd),
 }
+
+/// What was declared again: an error for the objects that all kinds share, else a result for each kind.
+pub type DeclaredAgain = Result<BTreeMap<Kind, Result<(), TopologyError>>, TopologyError>;
 
 /// The first reason for the end of a session, and a token that is cancelled with it.
 #[derive(Debug, Clone, Default)]
@@ -211,9 +218,9 @@ impl Session {
     pub async fn open(settings: &Settings, kind: &Kind, opening: Opening, inboxes: Inboxes) -> Result<Self, OpenError> {
         let name = if kind.is_default() { "worker".to_owned() } else { format!("worker {kind}") };
         let connection = Arc::new(connect::connect(&settings.amqp, &name).await?);
-        if let Err(fault) = declare(&settings.topology(), opening, &connection).await {
+        if let Err(fault) = declare(&settings.topology(), kind, opening, &connection).await {
             connect::close(&connection, CLOSE_TIMEOUT).await;
-            return Err(fault.into());
+            return Err(fault);
         }
         let mut session = Self {
             kind: kind.clone(),
@@ -308,14 +315,11 @@ impl Session {
 
     /// Declares objects that were deleted since, except the queues that this worker consumes: deleting one of those ends its
     /// session, and the next session declares it. The session may go on and end meanwhile.
-    ///
-    /// # Errors
-    /// [`TopologyError`] names the object.
-    pub fn declare_again(&self, settings: &Settings) -> impl Future<Output = Result<(), TopologyError>> + use<> {
+    pub fn declare_again(&self, settings: &Settings) -> impl Future<Output = DeclaredAgain> + use<> {
         let of_kinds = settings.served_kinds().into_iter().flat_map(|kind| sources(settings, &kind));
         let consumed = of_kinds.map(|source| source.queue).collect();
         let (topology, connection) = (settings.topology().but_for_consumed(consumed), self.connection.clone());
-        async move { topology.declare(&connection).await }
+        async move { topology.declare_by_kind(&connection).await }
     }
 
     /// Checks that the broker accepts one more connection, such as the worker's own for publishing.
@@ -420,21 +424,27 @@ fn consuming_failed(why: &str) -> OpenError {
     BrokerError::Away(format!("consuming could not start: {why}")).into()
 }
 
-async fn declare(topology: &Topology, opening: Opening, connection: &Connection) -> Result<(), BrokerError> {
-    let declared = async {
-        if opening.must_be_set_up {
-            topology.require_some(connection).await?;
-        }
-        topology.declare(connection).await
-    };
-    declared.await.map_err(|fault| match fault {
+/// The shared objects, then the kind's own.
+async fn declare(topology: &Topology, kind: &Kind, opening: Opening, connection: &Connection) -> Result<(), OpenError> {
+    if opening.must_be_set_up {
+        topology.clone().seen_by(kind).require_some(connection).await.map_err(broker_error)?;
+    }
+    topology.shared().declare(connection).await.map_err(broker_error)?;
+    topology.of_kind(kind).declare(connection).await.map_err(|fault| match broker_error(fault) {
+        BrokerError::Refused(why) => OpenError::OwnObjects(why),
+        away @ BrokerError::Away(_) => away.into(),
+    })
+}
+
+fn broker_error(fault: TopologyError) -> BrokerError {
+    match fault {
         TopologyError::Failed { .. } | TopologyError::Missing { .. } => BrokerError::Away(fault.to_string()),
         TopologyError::Differs { .. }
         | TopologyError::Refused { .. }
         | TopologyError::NeverSetUp { .. }
         | TopologyError::NoDelayedExchange { .. }
         | TopologyError::NoHashExchange { .. } => BrokerError::Refused(fault.to_string()),
-    })
+    }
 }
 
 /// A queue to consume from.

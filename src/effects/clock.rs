@@ -8,7 +8,7 @@ use order_timeout_core::clock::ClockSample;
 use tokio::sync::mpsc;
 use tracing::debug;
 
-use super::close::Closer;
+use super::orders::Orders;
 use crate::postgres::one_line;
 
 /// How often the database's clock is read.
@@ -24,13 +24,13 @@ struct WarmUp {
 }
 
 impl WarmUp {
-    async fn warm_up(&mut self, closer: &Closer) {
+    async fn warm_up(&mut self, orders: &Orders) {
         if self.paused_until.is_some_and(|until| Instant::now() < until) {
             return;
         }
         self.paused_until = None;
-        if let Err(error) = closer.warm_up().await {
-            debug!(error = one_line(&error), "connections for closers could not be warmed up");
+        if let Err(error) = orders.warm_up().await {
+            debug!(error, "connections for closers could not be warmed up");
             self.paused_until = Some(Instant::now() + WARM_UP_PAUSE);
         }
     }
@@ -40,15 +40,15 @@ impl WarmUp {
 pub(crate) type ClockReading = Result<ClockSample, String>;
 
 /// Reads the database's clock until the worker ends, and keeps the connections of closers warm.
-pub(crate) async fn sample_clock(closer: Closer, readings: mpsc::UnboundedSender<ClockReading>) {
+pub(crate) async fn sample_clock(orders: Orders, readings: mpsc::UnboundedSender<ClockReading>) {
     let mut ticks = tokio::time::interval(CLOCK_SAMPLE_EVERY);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut warm_up = WarmUp::default();
     loop {
         ticks.tick().await;
-        match closer.connections().sample_clock().await {
+        match orders.connections().sample_clock().await {
             Ok(sample) if readings.send(Ok(sample)).is_err() => return,
-            Ok(_) => warm_up.warm_up(&closer).await,
+            Ok(_) => warm_up.warm_up(&orders).await,
             Err(error) => {
                 let why = one_line(&error);
                 debug!(error = why, "the database's clock could not be read; the last reading is carried forward");

@@ -6,6 +6,8 @@
 pub(crate) mod clock;
 pub mod close;
 pub mod closing;
+pub(crate) mod handled;
+pub(crate) mod orders;
 pub(crate) mod park;
 pub mod rearm;
 pub mod slots;
@@ -13,28 +15,28 @@ pub mod sweep;
 
 use std::sync::{Arc, Mutex};
 
+use futures_util::future::BoxFuture;
 use order_timeout_core::alarm::Rearm;
 use order_timeout_core::clock::DatabaseClock;
-use order_timeout_core::engine::{Batch, ClosingAction, Input};
-use order_timeout_core::order::{OddAnswer, OrderId, SweepPage};
+use order_timeout_core::engine::{Batch, BatchResult, ClosingAction, Input};
+use order_timeout_core::order::{OddAnswer, SweepPage, Timestamp};
 use tokio::sync::mpsc;
 use tokio_util::task::TaskTracker;
 use tracing::{Instrument, debug};
 
 use crate::observe::recorder::KindRecorder;
-use crate::postgres::{Database, one_line};
+use crate::postgres::Database;
 use close::{Closer, log_results};
 use closing::ClosingEffects;
+use orders::Orders;
 use park::{Addressed, ParkResult, ParkedWarnings, Parking, park_all};
 use rearm::{Rearmer, Written};
-use sweep::Sweeper;
 
 /// What the effects need, and the channel for their results.
 pub(crate) struct Effects {
-    closer: Closer,
+    orders: Orders,
     /// `None` if no payment provider is asked: then nothing is claimed.
     closing: Option<ClosingWithProvider>,
-    sweeper: Sweeper,
     database: Database,
     /// `None` without a broker, where there is no alarm to rearm.
     rearmer: Option<Rearmer>,
@@ -53,15 +55,14 @@ pub(crate) struct ClosingWithProvider {
 
 impl Effects {
     pub fn new(
-        closer: Closer,
-        sweeper: Sweeper,
+        orders: Orders,
         database: Database,
         rearmer: Option<Rearmer>,
         inputs: mpsc::UnboundedSender<Input>,
         recorder: KindRecorder,
     ) -> Self {
         let parked = Arc::default();
-        Self { closer, closing: None, sweeper, database, rearmer, inputs, recorder, parked, tasks: TaskTracker::new() }
+        Self { orders, closing: None, database, rearmer, inputs, recorder, parked, tasks: TaskTracker::new() }
     }
 
     fn spawn(&self, effect: impl Future<Output = Vec<Input>> + Send + 'static) {
@@ -78,17 +79,29 @@ impl Effects {
 
     /// Rows of the close statement that violate the contract, since the last call.
     pub fn take_odd_answers(&self) -> Vec<OddAnswer> {
-        self.closer.take_odd_answers()
+        self.orders.take_odd_answers()
     }
 
     pub fn close(&self, batch: Batch, clock: DatabaseClock) {
-        self.run_batch(self.closer.clone(), batch, clock);
+        let orders = self.orders.clone();
+        self.run_batch(batch, clock, |batch| {
+            Box::pin(async move {
+                let result = orders.close(&batch).await;
+                (batch, result)
+            })
+        });
     }
 
     /// Runs only for an engine that has a provider, which has these effects.
     pub fn claim(&self, batch: Batch, clock: DatabaseClock) {
         let Some(closing) = &self.closing else { return };
-        self.run_batch(closing.claimer.clone(), batch, clock);
+        let claimer = closing.claimer.clone();
+        self.run_batch(batch, clock, |batch| {
+            Box::pin(async move {
+                let result = orders::close(&claimer, &batch).await;
+                (batch, result)
+            })
+        });
     }
 
     /// As above.
@@ -98,15 +111,17 @@ impl Effects {
         self.spawn(async move { vec![Input::Closing(effects.run(action).await)] });
     }
 
-    fn run_batch(&self, closer: Closer, batch: Batch, clock: DatabaseClock) {
+    fn run_batch<F>(&self, batch: Batch, clock: DatabaseClock, close: F)
+    where
+        F: FnOnce(Batch) -> BoxFuture<'static, (Batch, BatchResult)> + Send + 'static,
+    {
         let recorder = self.recorder.clone();
         self.spawn(async move {
-            let ids: Vec<OrderId> = batch.items.iter().map(|item| item.alarm.order_id().clone()).collect();
             let began = clock.now();
-            let result = closer.close(&ids, batch.by, batch.waits_for_locks()).await;
+            let (batch, result) = close(batch).await;
             let now = clock.now();
             let took = now.since(began);
-            debug!(orders = ids.len(), took_ms = took.as_secs_f64() * 1e3, "batch executed");
+            debug!(orders = batch.items.len(), took_ms = took.as_secs_f64() * 1e3, "batch executed");
             recorder.record_batch(&batch, &result, began, now);
             log_results(&batch, &result, now);
             vec![Input::Closed(batch, result)]
@@ -132,12 +147,17 @@ impl Effects {
         });
     }
 
-    pub fn sweep(&self, page: SweepPage) {
-        let sweeper = self.sweeper.clone();
+    /// Whether overdue orders are found at all.
+    pub fn finds_overdue(&self) -> bool {
+        self.orders.finds_overdue()
+    }
+
+    pub fn sweep(&self, page: SweepPage, now: Timestamp) {
+        let orders = self.orders.clone();
         self.spawn(async move {
-            vec![match sweeper.overdue(&page).await {
+            vec![match orders.overdue(&page, now).await {
                 Ok(overdue) => Input::Swept(overdue),
-                Err(error) => Input::NotSwept(one_line(&error)),
+                Err(why) => Input::NotSwept(why),
             }]
         });
     }

@@ -67,6 +67,12 @@ causes! {
     EventsRefused = "events_refused",
     /// Workers on this database run with settings that contradict one another.
     WorkersDisagree = "workers_disagree",
+    /// A kind of this worker could not start; its start is tried again while the others run.
+    KindNotStarted = "kind_not_started",
+    /// No live worker serves a kind that the settings name.
+    KindNotServed = "kind_not_served",
+    /// Reminders cannot be announced.
+    Reminders = "reminders",
 }
 
 /// What a report changed.
@@ -125,11 +131,12 @@ impl Degraded {
         causes.map(|((cause, _), entry)| format!("degraded: {}: {}", cause.as_str(), entry.why)).collect()
     }
 
-    /// One line for each cause and kind, as `/readyz` shows it.
+    /// One line for each cause and kind, as `/readyz` shows it. `only`: the kind of a worker that has no other, which is not
+    /// named.
     #[must_use]
-    pub fn lines(&self, names_kinds: bool) -> Vec<String> {
+    pub fn lines(&self, only: Option<&Kind>) -> Vec<String> {
         let line = |((cause, kind), entry): (&(Cause, Option<Kind>), &Entry)| {
-            let kind = kind.as_ref().filter(|_| names_kinds);
+            let kind = kind.as_ref().filter(|kind| only != Some(kind));
             let kind = kind.map_or_else(String::new, |kind| format!("kind {kind}: "));
             format!("degraded: {}: {kind}{}", cause.as_str(), entry.why)
         };
@@ -149,7 +156,7 @@ mod tests {
             degraded.note(Cause::Schema, None, Some("no table"), began + Duration::from_secs(299)),
             Change::Nothing
         );
-        assert_eq!(degraded.lines(false), ["degraded: schema: no table"]);
+        assert_eq!(degraded.lines(None), ["degraded: schema: no table"]);
         assert_eq!(degraded.note(Cause::Schema, None, Some("no table"), began + REPEAT_WARNING_EVERY), Change::Warn);
     }
 
@@ -160,7 +167,7 @@ mod tests {
         degraded.note(Cause::OrdersContract, Some(&kind), Some("two rows"), now);
         degraded.note(Cause::OrdersContract, Some(&Kind::ORDER), None, now);
         assert!(degraded.holds(Cause::OrdersContract));
-        assert_eq!(degraded.lines(true), ["degraded: orders_contract: kind acceptance: two rows"]);
+        assert_eq!(degraded.lines(None), ["degraded: orders_contract: kind acceptance: two rows"]);
         assert_eq!(degraded.note(Cause::OrdersContract, Some(&kind), None, now), Change::Cleared);
         assert!(!degraded.holds(Cause::OrdersContract));
     }
@@ -171,7 +178,7 @@ mod tests {
         assert_eq!(degraded.note(Cause::ReadOnly, None, None, now), Change::Nothing);
         degraded.note(Cause::ReadOnly, None, Some("a standby"), now);
         assert_eq!(degraded.note(Cause::ReadOnly, None, None, now), Change::Cleared);
-        assert!(degraded.lines(false).is_empty());
+        assert!(degraded.lines(None).is_empty());
         assert_eq!(degraded.note(Cause::ReadOnly, None, Some("a standby"), now), Change::Warn);
     }
 }

@@ -126,6 +126,8 @@ pub struct KindHealth {
 
 #[derive(Debug)]
 struct KindState {
+    /// Whether its loops run. A kind that could not start yet has none.
+    has_started: bool,
     has_broker: bool,
     /// Nothing could be closed, re-armed or parked for so long that the alarms were requeued.
     is_paused: bool,
@@ -146,6 +148,13 @@ impl KindHealth {
             Loop::EventLoop => self.event_loop.note(now),
             Loop::Supervisor => self.supervisor.note(now),
         }
+    }
+
+    /// Its loops are started: from now on each must make progress.
+    pub fn note_started(&self) {
+        self.beat(Loop::EventLoop);
+        self.beat(Loop::Supervisor);
+        self.state().has_started = true;
     }
 
     /// There is no broker, so neither a session nor a supervisor is expected.
@@ -169,8 +178,13 @@ impl KindHealth {
     }
 
     fn stalled(&self, longest: Duration, now: Instant) -> Vec<String> {
-        let supervisor = Some((Loop::Supervisor, &self.supervisor)).filter(|_| self.state().has_broker);
-        let loops = [Some((Loop::EventLoop, &self.event_loop)), supervisor].into_iter().flatten();
+        let (has_started, has_broker) = {
+            let state = self.state();
+            (state.has_started, state.has_broker)
+        };
+        let event_loop = Some((Loop::EventLoop, &self.event_loop)).filter(|_| has_started);
+        let supervisor = Some((Loop::Supervisor, &self.supervisor)).filter(|_| has_started && has_broker);
+        let loops = [event_loop, supervisor].into_iter().flatten();
         loops.filter_map(|(of, beat)| beat.why_stalled(of.name(), longest, now)).collect()
     }
 
@@ -182,7 +196,7 @@ impl KindHealth {
                 "worker: consuming is paused, because nothing could be closed, re-armed or parked for worker.requeue_after"
                     .into(),
             );
-        } else if lifecycle == Lifecycle::Running && state.has_broker {
+        } else if lifecycle == Lifecycle::Running && state.has_started && state.has_broker {
             // In every other state no session is expected.
             let no_session = state.no_session.iter();
             problems.extend(no_session.map(|why| format!("broker: no consumer session is open: {why}")));
@@ -210,6 +224,7 @@ impl Health {
     #[must_use]
     pub fn of_kind(&self, kind: &Kind) -> Arc<KindHealth> {
         let state = KindState {
+            has_started: false,
             has_broker: true,
             is_paused: false,
             no_session: Some("none was opened yet".into()),
@@ -226,15 +241,10 @@ impl Health {
         self.outboxes.note(Instant::now());
     }
 
-    /// All loops are started: from now on each must make progress.
+    /// The worker's loops are started: from now on each must make progress.
     pub fn mark_running(&self) {
         self.beat_outboxes();
-        let mut state = self.state();
-        for kind in &state.kinds {
-            kind.beat(Loop::EventLoop);
-            kind.beat(Loop::Supervisor);
-        }
-        state.lifecycle = Lifecycle::Running;
+        self.state().lifecycle = Lifecycle::Running;
     }
 
     /// The worker finishes the work in flight.
@@ -242,15 +252,19 @@ impl Health {
         self.state().lifecycle = Lifecycle::Stopping;
     }
 
-    /// A check has found why a cause holds, or that it does not; `kind` if it is about one kind only.
-    pub fn note_degraded(&self, cause: Cause, kind: Option<&Kind>, why: Option<&str>) -> Change {
-        self.state().degraded.note(cause, kind, why, Instant::now())
-    }
-
-    /// Whether this cause holds, for whichever kind.
-    #[must_use]
-    pub fn is_degraded(&self, cause: Cause) -> bool {
-        self.state().degraded.holds(cause)
+    /// A check has found why a cause holds, or that it does not; `kind` if it is about one kind only. `show` is told whether
+    /// the cause holds, for whichever kind; no other report can come between.
+    pub fn note_degraded(
+        &self,
+        cause: Cause,
+        kind: Option<&Kind>,
+        why: Option<&str>,
+        show: impl FnOnce(bool),
+    ) -> Change {
+        let mut state = self.state();
+        let change = state.degraded.note(cause, kind, why, Instant::now());
+        show(state.degraded.holds(cause));
+        change
     }
 
     /// Whether every loop makes progress. Starting and stopping have time limits of their own.
@@ -281,7 +295,7 @@ impl Health {
             Lifecycle::Running => {}
         }
         problems.extend(state.of_each_kind(|kind| kind.problems(state.lifecycle)));
-        Report::new("ready", problems).with_degraded(state.degraded.lines(state.kinds.len() > 1))
+        Report::new("ready", problems).with_degraded(state.degraded.lines(state.only_kind()))
     }
 
     /// What is wrong with this kind alone: its problems, then the causes of degradation that are about it.
@@ -299,9 +313,17 @@ impl Health {
 }
 
 impl State {
+    /// The kind of a worker that has no other.
+    fn only_kind(&self) -> Option<&Kind> {
+        match &self.kinds[..] {
+            [only] => Some(&only.kind),
+            _ => None,
+        }
+    }
+
     /// The lines about each kind, which name it if there are several.
     fn of_each_kind(&self, lines: impl Fn(&KindHealth) -> Vec<String>) -> Vec<String> {
-        let is_named = self.kinds.len() > 1;
+        let is_named = self.only_kind().is_none();
         let of_kind = |kind: &Arc<KindHealth>| {
             let prefix = if is_named { format!("kind {}: ", kind.kind) } else { String::new() };
             lines(kind).into_iter().map(move |line| format!("{prefix}{line}")).collect::<Vec<_>>()
@@ -328,6 +350,7 @@ mod tests {
         let health = Health::new(LONGEST_ITERATION);
         let kinds = kinds.iter().map(|kind| health.of_kind(&Kind::new(kind).unwrap())).collect::<Vec<_>>();
         health.mark_running();
+        kinds.iter().for_each(|kind| kind.note_started());
         kinds.iter().for_each(|kind| kind.note_session(None));
         (health, kinds)
     }
@@ -358,8 +381,8 @@ mod tests {
         let line = "kind acceptance: the event loop has made no progress for 73 s";
         assert_eq!(health.is_alive_at(later).lines, [line]);
         kinds[1].note_database(Some("a table is missing"));
-        health.note_degraded(Cause::Schema, None, Some("an index is missing"));
-        health.note_degraded(Cause::OrdersContract, Some(&kinds[1].kind), Some("pages are not sorted"));
+        health.note_degraded(Cause::Schema, None, Some("an index is missing"), |_| ());
+        health.note_degraded(Cause::OrdersContract, Some(&kinds[1].kind), Some("pages are not sorted"), |_| ());
         assert_eq!(
             health.is_ready().lines,
             [
@@ -371,6 +394,18 @@ mod tests {
         let of_kind = ["database: a table is missing", "degraded: orders_contract: pages are not sorted"];
         assert_eq!(health.problems_of(&kinds[1].kind), of_kind);
         assert!(health.problems_of(&kinds[0].kind).is_empty(), "the schema is about all kinds");
+    }
+
+    #[test]
+    fn kind_without_loops_stalls_nothing() {
+        let (health, _) = running(&["order"]);
+        let waiting = health.of_kind(&Kind::new("acceptance").unwrap());
+        waiting.note_database(Some("a table is missing"));
+        assert_eq!(health.is_ready().lines, ["kind acceptance: database: a table is missing"]);
+        let later = Instant::now() + 2 * LONGEST_ITERATION;
+        assert!(health.is_alive_at(later).lines.iter().all(|line| !line.contains("acceptance")));
+        waiting.note_started();
+        assert!(health.is_alive_at(later).lines.iter().any(|line| line.contains("kind acceptance: the event loop")));
     }
 
     #[test]
@@ -404,7 +439,7 @@ mod tests {
     #[test]
     fn degraded_worker_stays_ready() {
         let (health, kinds) = running(&["order"]);
-        health.note_degraded(Cause::Schema, None, Some("the index\nis missing"));
+        health.note_degraded(Cause::Schema, None, Some("the index\nis missing"), |_| ());
         assert_eq!(
             health.is_ready(),
             Report { is_healthy: true, lines: vec!["ready".into(), "degraded: schema: the index is missing".into()] }

@@ -84,11 +84,15 @@ impl Recorder {
         self.note_degraded(cause, None, why);
     }
 
+    /// The same for one kind, which this worker need not serve.
+    pub fn kind_degraded(&self, cause: Cause, kind: &Kind, why: Option<&str>) {
+        self.note_degraded(cause, Some(kind), why);
+    }
+
     /// In health, metric, and a throttled warning.
     fn note_degraded(&self, cause: Cause, kind: Option<&Kind>, why: Option<&str>) {
-        let change = self.health.note_degraded(cause, kind, why);
-        let holds = why.is_some() || self.health.is_degraded(cause);
-        self.metrics.degraded.with_label_values(&[cause.as_str()]).set(i64::from(holds));
+        let gauge = self.metrics.degraded.with_label_values(&[cause.as_str()]);
+        let change = self.health.note_degraded(cause, kind, why, |holds| gauge.set(i64::from(holds)));
         match change {
             Change::Warn => warn!(cause = cause.as_str(), why = why.unwrap_or_default(), "the worker is degraded"),
             Change::Cleared => info!(cause = cause.as_str(), "the worker is no longer degraded by this cause"),

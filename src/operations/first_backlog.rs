@@ -117,7 +117,7 @@ pub fn refusal(backlog: &Backlog, orders: &str, settings: &Settings, kind: &Kind
                 ["close_sql", "overdue_sql"].map(|name| orders_statements::statement_setting(kind, name));
             ("your orders table".to_owned(), format!("narrow the conditions of {close} and {overdue}"))
         }
-        Some(OrdersOf::DefaultTables) | None => (
+        Some(OrdersOf::DefaultTables | OrdersOf::Handler) | None => (
             "the table orders".to_owned(),
             "cancel them: UPDATE orders SET status = 'cancelled' WHERE status = 'unpaid' AND expires_at < '2026-11-01'"
                 .to_owned(),

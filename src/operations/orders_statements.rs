@@ -68,7 +68,7 @@ pub async fn statements(
         Some(OrdersOf::Table(table)) => table,
         Some(OrdersOf::DefaultTables) => return Ok(of_default_tables()),
         Some(OrdersOf::Statements { close_sql, overdue_sql }) => return Ok(of_files(kind, close_sql, overdue_sql)),
-        None => return Err(DatabaseError(why_no_orders(kind))),
+        Some(OrdersOf::Handler) | None => return Err(DatabaseError(why_no_orders(kind))),
     };
     let found = database.run(async |connection| Ok(catalog::facts(connection, table).await)).await;
     let found =
@@ -96,6 +96,19 @@ pub async fn statements(
             DeadlineStatement::Sql,
         ),
     })
+}
+
+/// Refuses files of statements that cannot be read: a fault of the settings, which no database decides.
+///
+/// # Errors
+/// [`DatabaseError`] names the setting and the file.
+pub async fn require_readable_files(settings: &Settings, kind: &Kind) -> Result<(), DatabaseError> {
+    if let Some(OrdersOf::Statements { close_sql, overdue_sql }) = settings.orders_of(kind) {
+        let OrdersStatements { close, overdue, .. } = of_files(kind, close_sql, overdue_sql);
+        close.require_readable().await?;
+        overdue.require_readable().await?;
+    }
+    Ok(())
 }
 
 fn of_default_tables() -> OrdersStatements {
@@ -155,6 +168,9 @@ pub fn names(settings: &Settings, kind: &Kind) -> (String, String) {
         Some(OrdersOf::Statements { close_sql, overdue_sql }) => {
             let of = |setting: &str, file: &str| format!("{} ({file})", statement_setting(kind, setting));
             (of("close_sql", close_sql), of("overdue_sql", overdue_sql))
+        }
+        Some(OrdersOf::Handler) => {
+            (format!("the handler of the kind {kind}"), format!("the handler of the kind {kind}"))
         }
         Some(OrdersOf::DefaultTables) | None => ("sql/close.sql".to_owned(), "sql/overdue.sql".to_owned()),
     }

@@ -46,6 +46,19 @@ pub enum StatementSource {
     },
 }
 
+impl StatementSource {
+    /// Reads the file, if it is one.
+    ///
+    /// # Errors
+    /// [`DatabaseError`] names the setting and the file.
+    pub async fn require_readable(&self) -> Result<(), DatabaseError> {
+        match self {
+            Self::File { path, setting: Some(setting) } => read_statement(setting, path).await.map(drop),
+            Self::File { .. } | Self::Default | Self::Rendered { .. } => Ok(()),
+        }
+    }
+}
+
 /// The value of a setting that names a file; empty means ours.
 impl From<&str> for StatementSource {
     fn from(file: &str) -> Self {

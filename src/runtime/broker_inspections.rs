@@ -63,7 +63,9 @@ const COMING_BACK: Duration = Duration::from_secs(8);
 pub(super) enum BrokerInput {
     SessionOpened(Inspector),
     SessionEnded,
-    /// A message was unroutable: its route, and whether the missing objects were declared again.
+    /// No session was opened, because an object of this kind differs or may not be declared.
+    NotDeclared(String),
+    /// A message was unroutable: its route, and whether the missing objects that this kind needs were declared again.
     DeclaredAgain(String, Result<(), TopologyError>),
     /// The sweep had to close orders although a session is open.
     Swept,
@@ -207,6 +209,8 @@ impl BrokerInspections {
         let now = Instant::now();
         match inputs {
             BrokerInput::SessionOpened(inspector) => {
+                // Opening it has declared everything.
+                self.findings.not_declared = None;
                 self.session = Some(Watched {
                     inspector,
                     since: now,
@@ -227,6 +231,7 @@ impl BrokerInspections {
                 self.unknown_since = None;
                 self.leave().await;
             }
+            BrokerInput::NotDeclared(why) => self.findings.not_declared = Some(why),
             BrokerInput::DeclaredAgain(what, Ok(())) => {
                 self.forget_slow_canaries().await;
                 self.findings.not_declared = None;

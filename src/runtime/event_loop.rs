@@ -216,7 +216,7 @@ impl EventLoop {
                 Action::Park(dead_letters) => self.effects.park(dead_letters),
                 Action::Sweep(page) => {
                     self.contract.page_asked(&page, std::time::Instant::now());
-                    self.effects.sweep(page);
+                    self.effects.sweep(page, now);
                 }
                 // Without the supervisor there is no session, and every receipt is void.
                 Action::Settle(settlements) => drop(self.outputs.settlements.send(settlements)),
@@ -241,7 +241,8 @@ impl EventLoop {
         metrics.orders_swept.inc_by(snapshot.swept - self.counted.swept);
         metrics.orders_backed_off.set(snapshot.backed_off as i64);
         let overdue_for = snapshot.oldest_overdue.map_or(Duration::ZERO, |deadline| now.since(deadline));
-        metrics.oldest_overdue.show(snapshot.overdue_is_known.then_some(overdue_for.as_secs_f64()));
+        let is_known = snapshot.overdue_is_known && self.effects.finds_overdue();
+        metrics.oldest_overdue.show(is_known.then_some(overdue_for.as_secs_f64()));
         let why = snapshot.unavailable.map(Unavailable::reason);
         metrics.database_unavailable.set(i64::from(why.is_some()));
         self.recorder.health.note_database(why.map(postgres::without_server_message).as_deref());

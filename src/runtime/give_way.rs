@@ -11,24 +11,42 @@ use tokio::time::Instant;
 /// cause of degradation is still reported within its fifteen seconds.
 const LONGEST_WAIT: Duration = Duration::from_secs(2);
 
-/// How many kinds have a busy closer.
+/// How many kinds have a busy closer, among those that run.
 #[derive(Debug, Clone)]
-pub(super) struct BusyKinds(watch::Sender<usize>);
+pub(super) struct BusyKinds(watch::Sender<Counts>);
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Counts {
+    busy: usize,
+    all: usize,
+}
+
+/// Whose closers are busy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Load {
+    Idle,
+    SomeKinds,
+    AllKinds,
+}
 
 impl BusyKinds {
     pub fn new() -> Self {
-        Self(watch::channel(0).0)
+        Self(watch::channel(Counts::default()).0)
     }
 
     /// For the event loop of one kind; and whether that kind has a busy closer.
     pub fn flag(&self) -> (ClosingFlag, watch::Receiver<bool>) {
         let (own, seen) = watch::channel(false);
+        self.0.send_modify(|counts| counts.all += 1);
         (ClosingFlag { own, all: self.clone() }, seen)
     }
 
-    /// How many there are, for tasks that wait.
-    pub fn watched(&self) -> watch::Receiver<usize> {
-        self.0.subscribe()
+    pub fn load(&self) -> Load {
+        match *self.0.borrow() {
+            Counts { busy: 0, .. } => Load::Idle,
+            Counts { busy, all } if busy < all => Load::SomeKinds,
+            Counts { .. } => Load::AllKinds,
+        }
     }
 }
 
@@ -42,7 +60,7 @@ pub(super) struct ClosingFlag {
 impl ClosingFlag {
     pub fn set(&self, closing: bool) {
         if self.own.send_if_modified(|known| std::mem::replace(known, closing) != closing) {
-            self.all.0.send_modify(|kinds| if closing { *kinds += 1 } else { *kinds -= 1 });
+            self.all.0.send_modify(|counts| if closing { counts.busy += 1 } else { counts.busy -= 1 });
         }
     }
 }
@@ -51,18 +69,19 @@ impl ClosingFlag {
 impl Drop for ClosingFlag {
     fn drop(&mut self) {
         self.set(false);
+        self.all.0.send_modify(|counts| counts.all -= 1);
     }
 }
 
 /// Sees whether closers of any kind are busy.
 #[derive(Debug, Clone)]
 pub(super) struct GiveWay {
-    busy_kinds: watch::Receiver<usize>,
+    busy_kinds: watch::Receiver<Counts>,
 }
 
 impl GiveWay {
     pub fn to(busy_kinds: &BusyKinds) -> Self {
-        Self { busy_kinds: busy_kinds.watched() }
+        Self { busy_kinds: busy_kinds.0.subscribe() }
     }
 
     /// Resolves at `due` if all closers are idle then, otherwise when they are, at most two seconds later. May be dropped
@@ -70,7 +89,7 @@ impl GiveWay {
     pub async fn due(&mut self, due: Instant) {
         tokio::time::sleep_until(due).await;
         // Timed out or without an event loop: it is time either way.
-        let _ = tokio::time::timeout_at(due + LONGEST_WAIT, self.busy_kinds.wait_for(|kinds| *kinds == 0)).await;
+        let _ = tokio::time::timeout_at(due + LONGEST_WAIT, self.busy_kinds.wait_for(|counts| counts.busy == 0)).await;
     }
 }
 
@@ -85,6 +104,7 @@ mod tests {
         let mut give_way = GiveWay::to(&busy_kinds);
         closing.set(true);
         other.set(true);
+        assert_eq!(busy_kinds.load(), Load::AllKinds);
         let due = Instant::now() + Duration::from_secs(3);
         give_way.due(due).await;
         assert_eq!(Instant::now(), due + LONGEST_WAIT);
@@ -94,8 +114,9 @@ mod tests {
         let idle = async {
             tokio::time::sleep_until(idle_at).await;
             closing.set(false);
-            assert_eq!(*busy_kinds.watched().borrow(), 1);
+            assert_eq!(busy_kinds.load(), Load::SomeKinds);
             drop(other);
+            assert_eq!(busy_kinds.load(), Load::Idle);
         };
         tokio::join!(give_way.due(due), idle);
         assert_eq!(Instant::now(), idle_at);

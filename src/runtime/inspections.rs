@@ -4,15 +4,16 @@
 //! Decides when; `inspect/` checks and explains. In tasks of their own, so that no order waits for them: one for the
 //! worker, and one for the statements of each kind.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use order_timeout_core::engine::{Input, Share};
+use order_timeout_core::engine::Share;
 use order_timeout_core::kind::Kind;
-use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
+use super::active_kinds::ActiveKinds;
 use super::give_way::GiveWay;
 use crate::config::Settings;
 use crate::effects::close::Closer;
@@ -29,56 +30,116 @@ use crate::postgres::{Database, one_line};
 const EVERY: Duration = Duration::from_secs(3);
 /// How often the plans are checked: less often, because EXPLAIN costs as much as planning.
 const PLANS_EVERY: Duration = Duration::from_secs(6);
+/// How long a kind may be without a worker before that is reported: as long as a worker that has ended counts as live.
+const UNSERVED_NAMED_AFTER: Duration = Duration::from_secs(10);
 /// How long a stopping worker waits for its row to be deleted.
 const DELETE_ROW_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What is checked once for the worker.
+/// What is checked once for the worker. Two checks side by side: a table that is locked may keep the catalog's answer, and
+/// must not let the registration expire.
 pub(super) struct Inspections {
+    catalog: CatalogInspection,
+    registering: Registering,
+}
+
+struct CatalogInspection {
     database: Database,
     schema: Schema,
-    registration: Registration,
-    kinds: Vec<KindShare>,
     give_way: GiveWay,
     recorder: Recorder,
 }
 
-/// The share of a kind's orders that this worker reads ahead, as the kind's engine was last told.
-struct KindShare {
-    kind: Kind,
-    share: Share,
-    inputs: mpsc::UnboundedSender<Input>,
+struct Registering {
+    registration: Registration,
+    active_kinds: ActiveKinds,
+    /// The share that each engine was last told.
+    shares: BTreeMap<Kind, Share>,
+    unserved: UnservedKinds,
+    give_way: GiveWay,
+    recorder: Recorder,
+}
+
+/// Kinds that the settings name and no live worker serves.
+#[derive(Debug, Default)]
+struct UnservedKinds(BTreeMap<Kind, Instant>);
+
+impl UnservedKinds {
+    /// Returns each kind that was ever without a worker, and whether that has lasted long enough to be reported.
+    fn note(&mut self, unserved: BTreeSet<Kind>, now: Instant) -> Vec<(Kind, bool)> {
+        for kind in unserved.iter().filter(|kind| !self.0.contains_key(kind)).cloned().collect::<Vec<_>>() {
+            self.0.insert(kind, now);
+        }
+        let lasts = |kind: &Kind, since: Instant| unserved.contains(kind) && now - since >= UNSERVED_NAMED_AFTER;
+        let found = self.0.iter().map(|(kind, since)| (kind.clone(), lasts(kind, *since))).collect();
+        self.0.retain(|kind, _| unserved.contains(kind));
+        found
+    }
 }
 
 impl Inspections {
-    /// `kinds`: those that the worker serves, and where each is told its share.
     pub fn new(
         settings: &Settings,
         database: Database,
-        kinds: Vec<(Kind, mpsc::UnboundedSender<Input>)>,
+        active_kinds: ActiveKinds,
         give_way: GiveWay,
         recorder: Recorder,
     ) -> Self {
-        let kinds = kinds.into_iter().map(|(kind, inputs)| KindShare { kind, share: Share::ALL, inputs });
+        let registration = Registration::new(database.clone(), settings);
         Self {
-            schema: Schema::new(settings),
-            registration: Registration::new(database.clone(), settings),
-            database,
-            kinds: kinds.collect(),
-            give_way,
-            recorder,
+            catalog: CatalogInspection {
+                database,
+                schema: Schema::new(settings),
+                give_way: give_way.clone(),
+                recorder: recorder.clone(),
+            },
+            registering: Registering {
+                registration,
+                active_kinds,
+                shares: BTreeMap::new(),
+                unserved: UnservedKinds::default(),
+                give_way,
+                recorder,
+            },
         }
     }
 
-    /// Runs until `ends`, then deletes this worker's row.
-    pub async fn go_on(mut self, ends: CancellationToken) {
+    /// Runs until `ends`, then deletes this worker's row. From `stop` on the row names no kinds, so that other workers read
+    /// ahead what this one does not begin any more.
+    pub async fn go_on(self, stop: CancellationToken, ends: CancellationToken) {
+        tokio::join!(self.catalog.go_on(&ends), self.registering.go_on(&stop, &ends));
+    }
+}
+
+/// A check that fails changes nothing: an unavailable database is reported elsewhere.
+impl CatalogInspection {
+    async fn go_on(mut self, ends: &CancellationToken) {
         loop {
             tokio::select! {
-                () = self.turn() => {}
-                () = ends.cancelled() => break,
+                found = self.schema.look(&self.database) => match found {
+                    Ok(found) => found.into_iter().for_each(|(cause, why)| self.recorder.degraded(cause, why.as_deref())),
+                    Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
+                },
+                () = ends.cancelled() => return,
             }
             tokio::select! {
                 // The catalog takes a core of the server for milliseconds, which a burst would wait for.
                 () = self.give_way.due(Instant::now() + EVERY) => {}
+                () = ends.cancelled() => return,
+            }
+        }
+    }
+}
+
+impl Registering {
+    async fn go_on(mut self, stop: &CancellationToken, ends: &CancellationToken) {
+        let mut draining = false;
+        loop {
+            if !self.finish_turn(draining, ends).await {
+                break;
+            }
+            tokio::select! {
+                () = self.give_way.due(Instant::now() + EVERY) => {}
+                () = stop.cancelled(), if !draining => draining = true,
                 () = ends.cancelled() => break,
             }
         }
@@ -90,28 +151,48 @@ impl Inspections {
         }
     }
 
-    /// A check that fails changes nothing: an unavailable database is reported elsewhere.
-    async fn turn(&mut self) {
-        match self.schema.look(&self.database).await {
-            Ok(found) => found.into_iter().for_each(|(cause, why)| self.recorder.degraded(cause, why.as_deref())),
-            Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
+    /// Returns false if the end has come. A registration that is on its way would arrive after the row is deleted, so it is
+    /// waited for.
+    async fn finish_turn(&mut self, draining: bool, ends: &CancellationToken) -> bool {
+        let mut turn = std::pin::pin!(self.turn(draining));
+        tokio::select! {
+            () = &mut turn => return true,
+            () = ends.cancelled() => {}
         }
-        match self.registration.register().await {
+        let _ = tokio::time::timeout(DELETE_ROW_TIMEOUT, turn).await;
+        false
+    }
+
+    async fn turn(&mut self, draining: bool) {
+        let active = if draining { BTreeSet::new() } else { self.active_kinds.names() };
+        match self.registration.register(&active).await {
             Ok(registered) => {
                 self.recorder.degraded(Cause::WorkersDisagree, registered.disagreement.as_deref());
-                self.tell_shares(&registered);
+                self.tell_shares(&registered, &active);
+                if !draining {
+                    self.report_unserved(&registered);
+                }
             }
             Err(error) => debug!(error = one_line(&error), "this worker could not be registered"),
         }
     }
 
-    fn tell_shares(&mut self, registered: &Registered) {
-        for known in &mut self.kinds {
-            let share = registered.share_of(&known.kind);
-            if std::mem::replace(&mut known.share, share) != share {
-                // Without the event loop the input is not needed.
-                let _ = known.inputs.send(Input::ShareChanged(share));
+    fn tell_shares(&mut self, registered: &Registered, active: &BTreeSet<Kind>) {
+        for kind in active {
+            let share = registered.share_of(kind);
+            // An engine begins with all orders.
+            if self.shares.insert(kind.clone(), share).unwrap_or(Share::ALL) != share {
+                self.active_kinds.tell_share(kind, share);
             }
+        }
+    }
+
+    fn report_unserved(&mut self, registered: &Registered) {
+        for (kind, lasts) in self.unserved.note(registered.unserved(), Instant::now()) {
+            let why = lasts.then(|| format!(
+                "no live worker serves the kind \"{kind}\", which is in the settings, so nothing of it is closed; start a worker that has its orders (kinds.{kind}.table, or its close_sql and overdue_sql) and names it in worker.kinds if that is set, or remove [kinds.{kind}]"
+            ));
+            self.recorder.kind_degraded(Cause::KindNotServed, &kind, why.as_deref());
         }
     }
 }
@@ -160,5 +241,22 @@ impl PlanInspections {
                 () = ends.cancelled() => return,
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kind_is_unserved_after_a_while() {
+        let (mut unserved, began) = (UnservedKinds::default(), Instant::now());
+        let kind = Kind::new("acceptance").unwrap();
+        let only = || BTreeSet::from([kind.clone()]);
+        assert_eq!(unserved.note(BTreeSet::new(), began), []);
+        assert_eq!(unserved.note(only(), began), [(kind.clone(), false)]);
+        assert_eq!(unserved.note(only(), began + UNSERVED_NAMED_AFTER), [(kind.clone(), true)]);
+        assert_eq!(unserved.note(BTreeSet::new(), began + UNSERVED_NAMED_AFTER), [(kind.clone(), false)], "cleared");
+        assert_eq!(unserved.note(BTreeSet::new(), began + UNSERVED_NAMED_AFTER), []);
     }
 }

@@ -3,6 +3,9 @@
 //!
 //! Starts and connects these tasks; decides nothing. What all kinds share is [`Shared`].
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use order_timeout_amqp::connect::BrokerError;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_core::alarm::Delivered;
@@ -16,6 +19,7 @@ use tracing::{Instrument, Span, debug, info_span, warn};
 use uuid::Uuid;
 
 use super::ack_batcher::AckBatcher;
+use super::active_kinds::{ActiveKinds, ToKind};
 use super::broker_inspections::{BrokerInput, BrokerInspections};
 use super::event_loop::{EventLoop, Outputs};
 use super::give_way::{BusyKinds, GiveWay};
@@ -27,12 +31,15 @@ use super::{GiveUp, StartError};
 use crate::config::Settings;
 use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
 use crate::effects::close::Closer;
+use crate::effects::handled::HandledOrders;
+use crate::effects::orders::Orders;
 use crate::effects::rearm::Rearmer;
 use crate::effects::slots::SlotDeclarer;
 use crate::effects::sweep::Sweeper;
 use crate::effects::{Effects, clock};
+use crate::handler::{ErasedHandler, Handlers};
 use crate::observe::inspect::contract_watch::ContractWatch;
-use crate::observe::recorder::{KindRecorder, Recorder};
+use crate::observe::recorder::KindRecorder;
 use crate::operations::{first_backlog, orders_statements};
 use crate::outbox::reminders::Reminders;
 use crate::postgres::warm_connections::WarmConnections;
@@ -46,8 +53,7 @@ const SWEEP_PAGE: usize = 1_000;
 pub(super) struct KindWorker {
     kind: Kind,
     policy: Policy,
-    closer: Closer,
-    sweeper: Sweeper,
+    orders: Orders,
     clock: DatabaseClock,
     /// `None` if `delay.strategy` is `database`.
     consumption: Option<Opened>,
@@ -81,21 +87,37 @@ struct Opened {
     canaries: mpsc::UnboundedReceiver<Uuid>,
 }
 
+impl Opened {
+    fn new(wants_former_inbox: bool) -> Self {
+        let (alarms, inbox) = mpsc::unbounded_channel();
+        let (canaries_sender, canaries) = mpsc::unbounded_channel();
+        let inboxes = Inboxes { alarms, canaries: canaries_sender };
+        Self { first_session: None, wants_former_inbox, inboxes, inbox, canaries }
+    }
+}
+
 /// What all kinds of a worker share.
 pub(super) struct Shared {
     pub settings: Settings,
+    pub handlers: Handlers,
     pub database: Database,
     /// `None` without a broker.
     pub publishing: Option<Publishing>,
     pub busy_kinds: BusyKinds,
     /// Whether there are several kinds, so that log lines name theirs.
     pub names_kinds: bool,
-    /// The inspections of the broker of every kind, which all need to know when missing objects were declared again.
-    pub broker_inspections: Vec<mpsc::UnboundedSender<BrokerInput>>,
+    pub active_kinds: ActiveKinds,
     /// Ends what is needed until the last order is announced.
     pub outboxes_end: CancellationToken,
     pub stop: CancellationToken,
     pub give_up: GiveUp,
+}
+
+impl Shared {
+    /// For log lines about this kind.
+    pub fn span_of(&self, kind: &Kind) -> Span {
+        if self.names_kinds { info_span!("worker", %kind) } else { Span::none() }
+    }
 }
 
 /// The connection that publishes, and the wheel's slots that are known to exist on it.
@@ -111,8 +133,8 @@ pub(super) struct RunningKind {
     pub event_loop: JoinHandle<()>,
     /// Ends when all settlements are sent.
     pub supervising: Option<JoinHandle<()>>,
-    /// Ends with `outboxes_end`.
-    pub inspecting: JoinHandle<()>,
+    /// Ends with `outboxes_end`. `None` if the kind has no statements.
+    pub inspecting: Option<JoinHandle<()>>,
     /// Ends with the stop. `None` if the kind has no reminders.
     pub reminding: Option<JoinHandle<()>>,
     /// Ends with the stop, except for a pending call to database or broker.
@@ -128,37 +150,38 @@ impl KindWorker {
         settings: &Settings,
         kind: &Kind,
         database: &Database,
-        recorder: &Recorder,
+        handlers: &Handlers,
+        recorder: KindRecorder,
     ) -> Result<Self, StartError> {
-        let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
-        // And one for reading the clock while all closers are busy.
-        let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
-        let statements = orders_statements::statements(database, settings, kind).await?;
-        let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
-        let policy = policy(settings, kind, closer.most_at_once().await);
-        let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
-        let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
-        first_backlog::require_adopted(database, &sweeper, &orders, settings, kind).await?;
-        if let Err(error) = closer.warm_up().await {
-            debug!(error = one_line(&error), "connections for closers could not be made ready; they are tried again");
+        let (orders, most_at_once) = match handlers.get(kind) {
+            Some(handler) => (handled(settings, handler).await?, usize::MAX),
+            None => by_statements(settings, kind, database).await?,
+        };
+        let policy = policy(settings, kind, most_at_once);
+        if let Err(error) = orders.warm_up().await {
+            debug!(error, "connections for closers could not be made ready; they are tried again");
         }
-        let clock = read_clock(closer.connections())
+        let clock = read_clock(orders.connections())
             .await
             .map_err(|error| DatabaseError(format!("the database's clock cannot be read: {}", one_line(&error))))?;
         let (inputs, broker_inputs) = (Channel::new(), Channel::new());
-        let (kind, recorder) = (kind.clone(), recorder.of_kind(kind));
-        Ok(Self { kind, policy, closer, sweeper, clock, consumption: None, inputs, broker_inputs, recorder })
+        Ok(Self { kind: kind.clone(), policy, orders, clock, consumption: None, inputs, broker_inputs, recorder })
     }
 
     /// Opens the kind's first session, unless the broker is away. `wants_former_inbox`: whether this kind's sessions also
-    /// consume the inbox of former versions, which one of a worker's kinds must.
+    /// consume the inbox of former versions, which one of a worker's kinds must. `is_only`: whether the worker has no other
+    /// kind; of several, one whose own objects are unusable does not keep the others.
     ///
     /// # Errors
     /// [`BrokerError::Refused`] if a retry will not help.
-    pub async fn open_session(&mut self, settings: &Settings, wants_former_inbox: bool) -> Result<(), BrokerError> {
-        let (alarms, inbox) = mpsc::unbounded_channel();
-        let (canaries_sender, canaries) = mpsc::unbounded_channel();
-        let inboxes = Inboxes { alarms, canaries: canaries_sender };
+    pub async fn open_session(
+        &mut self,
+        settings: &Settings,
+        wants_former_inbox: bool,
+        is_only: bool,
+    ) -> Result<(), BrokerError> {
+        let mut consumption = Opened::new(wants_former_inbox);
+        let inboxes = &consumption.inboxes;
         let opening = Opening { number: supervisor::FIRST_SESSION, must_be_set_up: true, wants_former_inbox };
         let first_session = match Session::open(settings, &self.kind, opening, inboxes.clone()).await {
             Ok(session) => Some(session),
@@ -174,10 +197,24 @@ impl KindWorker {
                 );
                 None
             }
+            Err(OpenError::OwnObjects(why)) if !is_only => {
+                warn!(kind = %self.kind, %why, "the kind starts without a consumer session and keeps trying");
+                self.recorder.health.note_session(Some(&why));
+                // As in the supervisor.
+                let _ = self.broker_inputs.sender.send(BrokerInput::NotDeclared(why));
+                None
+            }
+            Err(OpenError::OwnObjects(why)) => return Err(BrokerError::Refused(why)),
             Err(OpenError::Broker(refused @ BrokerError::Refused(_))) => return Err(refused),
         };
-        self.consumption = Some(Opened { first_session, wants_former_inbox, inboxes, inbox, canaries });
+        consumption.first_session = first_session;
+        self.consumption = Some(consumption);
         Ok(())
+    }
+
+    /// Leaves it to the supervisor to open the first session, because the others of the worker are open.
+    pub fn expect_sessions(&mut self) {
+        self.consumption = Some(Opened::new(false));
     }
 
     /// The session that is open before the worker runs.
@@ -185,35 +222,31 @@ impl KindWorker {
         self.consumption.as_ref().and_then(|consumption| consumption.first_session.as_ref())
     }
 
-    /// The kind, and where it is told its share of the orders that are read ahead.
-    pub fn inputs(&self) -> (Kind, mpsc::UnboundedSender<Input>) {
-        (self.kind.clone(), self.inputs.sender.clone())
-    }
-
-    /// Where its inspections of the broker are told news.
-    pub fn broker_inputs(&self) -> mpsc::UnboundedSender<BrokerInput> {
-        self.broker_inputs.sender.clone()
-    }
-
     /// Starts the kind's tasks.
     pub fn start(self, shared: &Shared) -> RunningKind {
-        let span = if shared.names_kinds { info_span!("worker", kind = %self.kind) } else { Span::none() };
+        let span = shared.span_of(&self.kind);
+        let channels =
+            ToKind { inputs: self.inputs.sender.clone(), broker_inspections: self.broker_inputs.sender.clone() };
+        shared.active_kinds.add(self.kind.clone(), channels);
+        self.recorder.health.note_started();
         let (settlements, settlement_queue) = mpsc::unbounded_channel();
         let (clock_readings, clock_reading_queue) = mpsc::unbounded_channel();
         let (phase, phase_seen) = watch::channel(Phase::Consume);
         let (closing, closing_seen) = shared.busy_kinds.flag();
         let (close_name, overdue_name) = orders_statements::names(&shared.settings, &self.kind);
-        let plans = PlanInspections::new(
-            &shared.settings,
-            &self.kind,
-            shared.database.clone(),
-            (&self.closer, &self.sweeper),
-            GiveWay::to(&shared.busy_kinds),
-            self.recorder.clone(),
-        );
-        let inspecting = tokio::spawn(plans.go_on(shared.outboxes_end.clone()).instrument(span.clone()));
+        let inspecting = self.orders.statements().map(|statements| {
+            let plans = PlanInspections::new(
+                &shared.settings,
+                &self.kind,
+                shared.database.clone(),
+                statements,
+                GiveWay::to(&shared.busy_kinds),
+                self.recorder.clone(),
+            );
+            tokio::spawn(plans.go_on(shared.outboxes_end.clone()).instrument(span.clone()))
+        });
         let reminding = self.start_reminders(shared, &span);
-        tokio::spawn(clock::sample_clock(self.closer.clone(), clock_readings).instrument(span.clone()));
+        tokio::spawn(clock::sample_clock(self.orders.clone(), clock_readings).instrument(span.clone()));
         let inputs = self.inputs.sender.clone();
         let consuming = self.consumption.zip(shared.publishing.clone()).map(|(opened, publishing)| {
             let start = BrokerSide {
@@ -239,7 +272,7 @@ impl KindWorker {
             }
         };
         let database = shared.database.clone();
-        let effects = Effects::new(self.closer, self.sweeper, database, rearmer, inputs, self.recorder.clone());
+        let effects = Effects::new(self.orders, database, rearmer, inputs, self.recorder.clone());
         let contract = ContractWatch::new(close_name, overdue_name, std::time::Instant::now());
         let outputs = Outputs { settlements, phase, inspections: self.broker_inputs.sender, closing };
         let event_loop = EventLoop::new(self.policy, contract, self.clock, effects, outputs, self.recorder);
@@ -261,9 +294,12 @@ impl KindWorker {
         if before.is_empty() {
             return None;
         }
-        let overdue = self.sweeper.statement();
+        // A kind without statements has none: `Worker::start_with` refuses it.
+        let (_, sweeper) = self.orders.statements()?;
+        let overdue = sweeper.statement();
         let reminders = Reminders::new(shared.database.clone(), overdue, self.kind.as_str(), before);
-        Some(tokio::spawn(keep_announcing(reminders, shared.stop.clone()).instrument(span.clone())))
+        let announcing = keep_announcing(reminders, self.recorder.clone(), shared.stop.clone());
+        Some(tokio::spawn(announcing.instrument(span.clone())))
     }
 }
 
@@ -307,11 +343,7 @@ impl BrokerSide {
             },
             self.ack_batcher,
             self.phase,
-            Listeners {
-                inputs: self.inputs,
-                inspections: self.inspections,
-                inspections_of_all: shared.broker_inspections.clone(),
-            },
+            Listeners { inputs: self.inputs, inspections: self.inspections, active_kinds: shared.active_kinds.clone() },
             publishing.confirmed.missing_route(),
             Quarantine::new(settings.clone(), self.kind, database, self.recorder),
         );
@@ -323,6 +355,31 @@ impl BrokerSide {
             inspecting: tokio::spawn(inspecting.instrument(span.clone())),
         }
     }
+}
+
+/// The kind's statements on connections of their own, and how many orders one can close at once.
+async fn by_statements(settings: &Settings, kind: &Kind, database: &Database) -> Result<(Orders, usize), StartError> {
+    let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
+    // And one for reading the clock while all closers are busy.
+    let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
+    let statements = orders_statements::statements(database, settings, kind).await?;
+    let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
+    let most_at_once = closer.most_at_once().await;
+    let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
+    let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
+    first_backlog::require_adopted(database, &sweeper, &orders, settings, kind).await?;
+    Ok((Orders::Statements { closer, sweeper }, most_at_once))
+}
+
+/// The program's own code; the one connection is for reading the clock.
+async fn handled(settings: &Settings, handler: Arc<dyn ErasedHandler>) -> Result<Orders, StartError> {
+    let connections = WarmConnections::new(Database::connect(&settings.database, 1).await?);
+    Ok(Orders::Handled { handled: HandledOrders::new(handler, longest_try(settings)), connections })
+}
+
+/// How long one try of a close may take.
+fn longest_try(settings: &Settings) -> Duration {
+    settings.database.acquire_timeout + settings.database.statement_timeout
 }
 
 /// The engine's policy according to the settings. `most_at_once` is the largest batch that the connections favour.
@@ -344,7 +401,7 @@ fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
         requeue_after: settings.worker.requeue_after,
         // The prefetch window of one of the two channels: due alarms are delivered through the other.
         held_back_max: usize::from(settings.worker.prefetch),
-        longest_try: settings.database.acquire_timeout + settings.database.statement_timeout,
+        longest_try: longest_try(settings),
         sweep_every: settings.sweep.every,
         sweep_grace: settings.sweep.grace,
         sweep_page: SWEEP_PAGE,

@@ -1,7 +1,7 @@
 //! The composition root: starts the tasks, connects them, and drains them at the end.
 //!
 //! Decides nothing about alarms (that is `order-timeout-core`), and contains no statement and no frame. `kind_worker.rs` is
-//! what each kind has of its own; `event_loop.rs` passes inputs and actions between its engine and the effects;
+//! what each kind has of its own, `kind_start.rs` starts them, `active_kinds.rs` has those that run, `tasks.rs` waits for them; `event_loop.rs` passes inputs and actions between its engine and the effects;
 //! `supervisor.rs` keeps its consumer session open; `ack_batcher.rs` batches settlements; `quarantine.rs` moves messages
 //! aside that end every session; `outboxes.rs` empties the outboxes, `local_outboxes.rs` those of a worker without a broker;
 //! `inspections.rs` checks what the worker needs of the database, `broker_inspections.rs` why alarms do not arrive;
@@ -9,23 +9,26 @@
 //! orders.
 
 mod ack_batcher;
+mod active_kinds;
 mod broker_inspections;
 mod event_loop;
 mod give_way;
 mod inspections;
+mod kind_start;
 mod kind_worker;
 mod local_outboxes;
 mod outboxes;
 mod quarantine;
 mod reminders;
 mod supervisor;
+mod tasks;
 mod warnings;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::{join_all, try_join_all};
+use futures_util::future::try_join_all;
 use order_timeout_amqp::connect::{self, BrokerError};
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_amqp::topology::DECLARE_TIMEOUT;
@@ -36,27 +39,33 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::config::Settings;
+use crate::config::kinds::OrdersOf;
 use crate::deliver::LONGEST_CLOSE;
 use crate::effects::slots::SlotDeclarer;
+use crate::handler::Handlers;
 use crate::http::{HttpError, HttpServer, LIVEZ, METRICS, READYZ, Site};
 use crate::loop_backoff::LONGEST_PAUSE;
 use crate::observe::recorder::Recorder;
 use crate::observe::traces::{Traces, TracesError};
+use crate::operations::orders_statements;
 use crate::outbox::alarm_relay::AlarmRelay;
 use crate::outbox::event_relay::EventRelay;
 use crate::outbox::local::LocalOutboxes;
 use crate::postgres::{self, Database, DatabaseError, shop_settings};
 use crate::stack;
+use active_kinds::ActiveKinds;
 use give_way::{BusyKinds, GiveWay};
 use inspections::Inspections;
+use kind_start::UnusableKind;
 use kind_worker::{KindWorker, Publishing, RunningKind, Shared};
 use local_outboxes::LocalOutboxesLoop;
 use outboxes::Outboxes;
+use tasks::Tasks;
 
-/// Connections besides the closers': sweep, parking, both outboxes and their lock, and two for inspections, so that no
-/// other task waits for those.
-const OTHER_CONNECTIONS: u32 = 6;
-/// How many more each further kind needs: sweep, parking, and two for inspections. A kind never has more than these in use,
+/// Connections besides the closers': sweep, parking, the outboxes and their lock, and four for inspections (of the
+/// catalog, of the plans, of the broker, and the registration), so that no task waits for another.
+const OTHER_CONNECTIONS: u32 = 8;
+/// How many more each further kind needs: sweep, parking, and two for inspections; and one if it has reminders. A kind never has more than these in use,
 /// so that one whose queries hang takes none from the others.
 const CONNECTIONS_OF_KIND: u32 = 4;
 /// How long a loop may make no progress, in addition to the time limits of its calls.
@@ -73,6 +82,9 @@ pub enum StartError {
     /// The broker cannot be used.
     #[error(transparent)]
     Broker(#[from] BrokerError),
+    /// A kind cannot have the handler that it is given.
+    #[error("{0}")]
+    Handler(String),
     /// The pages cannot be served.
     #[error(transparent)]
     Http(#[from] HttpError),
@@ -88,6 +100,9 @@ pub struct Worker {
     database: Database,
     /// At least one.
     kinds: Vec<KindWorker>,
+    handlers: Handlers,
+    /// Those whose start is tried again.
+    unusable: Vec<UnusableKind>,
     recorder: Recorder,
     http: Option<HttpServer>,
 }
@@ -99,6 +114,16 @@ impl Worker {
     /// # Errors
     /// [`StartError`], one sentence that says how to fix it.
     pub async fn start(settings: Settings) -> Result<Self, StartError> {
+        Self::start_with(settings, Handlers::none()).await
+    }
+
+    /// The same, with code of the embedding program for the kinds that have a handler. Such a kind is served besides those of
+    /// `worker.kinds`.
+    ///
+    /// # Errors
+    /// As of [`Self::start`]; also [`StartError::Handler`].
+    pub async fn start_with(mut settings: Settings, handlers: Handlers) -> Result<Self, StartError> {
+        handle_kinds(&mut settings, &handlers)?;
         warn_about_settings(&settings);
         let recorder = Recorder::new(longest_turn(&settings), Traces::start(&settings.traces)?);
         // First, so that it answers what the worker waits for while it starts.
@@ -112,18 +137,18 @@ impl Worker {
         let database = Database::connect(&settings.database, connections).await?;
         postgres::require_migrated(&database).await?;
         shop_settings::write(&database, &settings.orders).await?;
-        let mut kinds = Vec::with_capacity(served.len());
         for kind in &served {
-            kinds.push(KindWorker::prepare(&settings, kind, &database, &recorder).await?);
+            orders_statements::require_readable_files(&settings, kind).await?;
         }
+        let (mut kinds, unusable) = kind_start::prepare_all(&settings, served, &database, &handlers, &recorder).await?;
         if settings.delay.strategy.needs_broker() {
-            open_sessions(&settings, &mut kinds).await?;
+            open_sessions(&settings, &mut kinds, unusable.is_empty()).await?;
         }
         if let Some(server) = &http {
             let address = server.address();
             info!(%address, "health and metrics at http://{address}{LIVEZ}, {READYZ} and {METRICS}");
         }
-        Ok(Self { settings, database, kinds, recorder, http })
+        Ok(Self { settings, database, kinds, handlers, unusable, recorder, http })
     }
 
     /// The address of the HTTP server; `None` if `http.listen` is empty.
@@ -134,29 +159,43 @@ impl Worker {
 
     /// Runs until `stop` is cancelled, then finishes the work in flight within `worker.shutdown_grace`. Returns whether
     /// all of it was finished in time.
+    ///
+    /// # Panics
+    /// At once when a task that closes orders has panicked; the other kinds then finish their work in flight.
     pub async fn run(self, stop: CancellationToken) -> bool {
-        let Self { settings, database, kinds, recorder, http } = self;
+        let Self { settings, database, kinds, handlers, unusable, recorder, http } = self;
+        // Its own, so that a panic can stop the tasks.
+        let stop = stop.child_token();
         // Until the end, because stopping is observed as well.
         let _shown = http;
         let give_up = GiveUp::after(settings.worker.shutdown_grace, stop.clone());
-        let shared = Shared {
+        let shared = Arc::new(Shared {
             publishing: publishing(&settings),
             busy_kinds: BusyKinds::new(),
-            names_kinds: kinds.len() > 1,
-            broker_inspections: kinds.iter().map(KindWorker::broker_inputs).collect(),
+            names_kinds: kinds.len() + unusable.len() > 1,
+            active_kinds: ActiveKinds::default(),
             outboxes_end: CancellationToken::new(),
             stop,
             give_up: give_up.clone(),
             settings,
+            handlers,
             database,
-        };
-        recorder.health.mark_running();
+        });
         let relaying = start_outboxes(&shared, &recorder);
-        let inspecting = start_inspections(&shared, &kinds, &recorder);
         let running: Vec<RunningKind> = kinds.into_iter().map(|kind| kind.start(&shared)).collect();
+        recorder.health.mark_running();
+        let inspecting = start_inspections(&shared, &recorder);
         log_start(&shared);
-        let tasks = Tasks::of(running, relaying, inspecting, shared.outboxes_end.clone());
-        let tasks = tasks.wait_for_event_loops().await;
+        let mut tasks = Tasks::new(vec![relaying, inspecting], shared.outboxes_end.clone());
+        running.into_iter().for_each(|kind| tasks.add(kind));
+        unusable.into_iter().for_each(|kind| tasks.add_starting(tokio::spawn(kind.start(shared.clone()))));
+        if let Err(failed) = tasks.wait_for_event_loops().await
+            && failed.is_panic()
+        {
+            shared.stop.cancel();
+            shared.outboxes_end.cancel();
+            std::panic::resume_unwind(failed.into_panic());
+        }
 
         let in_time = tokio::select! {
             () = tasks.finish() => true,
@@ -169,6 +208,31 @@ impl Worker {
         info!(in_time, "worker stopped");
         in_time
     }
+}
+
+/// Notes in the settings which kinds have a handler.
+fn handle_kinds(settings: &mut Settings, handlers: &Handlers) -> Result<(), StartError> {
+    for (kind, handler) in handlers.iter() {
+        let fault = |why: &str| {
+            Err(StartError::Handler(format!("the kind {kind:?} is given a handler, {why}", kind = kind.as_str())))
+        };
+        if !settings.all_kinds().contains(kind) {
+            return fault("but is not in the settings; add [kinds.NAME], and its lanes if it has any");
+        }
+        if matches!(settings.orders_of(kind), Some(OrdersOf::Table(_) | OrdersOf::Statements { .. })) {
+            return fault("and a table or statements in the settings; leave one of them out");
+        }
+        if !settings.reminders_of(kind).is_empty() {
+            return fault("and reminders, which need an overdue statement; leave `remind` out");
+        }
+        if !settings.delay.strategy.needs_broker() && !handler.finds_overdue() {
+            return fault(
+                "which finds no overdue orders, and with delay.strategy = \"database\" no alarm comes; implement OverdueSource, and pass it to Handlers::with",
+            );
+        }
+        settings.kinds.entry(kind.clone()).or_default().is_handled = true;
+    }
+    Ok(())
 }
 
 fn warn_about_settings(settings: &Settings) {
@@ -189,13 +253,14 @@ fn warn_about_settings(settings: &Settings) {
     }
 }
 
-/// Opens the first session of each kind, unless the broker is away.
-async fn open_sessions(settings: &Settings, kinds: &mut [KindWorker]) -> Result<(), BrokerError> {
+/// Opens the first session of each kind, unless the broker is away. `are_all`: whether these are all kinds of the worker.
+async fn open_sessions(settings: &Settings, kinds: &mut [KindWorker], are_all: bool) -> Result<(), BrokerError> {
+    let is_only = are_all && kinds.len() == 1;
     // At the same time, so that a broker that does not answer is waited for once.
-    let opening = kinds.iter_mut().enumerate().map(|(index, kind)| kind.open_session(settings, index == 0));
+    let opening = kinds.iter_mut().enumerate().map(|(index, kind)| kind.open_session(settings, index == 0, is_only));
     try_join_all(opening).await?;
     // With all sessions open: the connection for publishing comes on top of them.
-    let last = kinds.last().and_then(KindWorker::first_session);
+    let last = kinds.iter().rev().find_map(KindWorker::first_session);
     if let Some(session) = last
         && let Err(fault) = session.require_another_connection(settings).await
     {
@@ -218,66 +283,6 @@ fn log_start(shared: &Shared) {
     info!(namespace = %settings.namespace, kinds, database, broker, time_zone, "worker started");
 }
 
-/// The tasks that are awaited at the end.
-struct Tasks {
-    event_loops: Vec<JoinHandle<()>>,
-    supervising: Vec<JoinHandle<()>>,
-    outboxes_end: CancellationToken,
-    /// They end with `outboxes_end`: the outboxes, and the inspections of the database.
-    until_outboxes_end: Vec<JoinHandle<()>>,
-    broker_inspecting: Vec<JoinHandle<()>>,
-}
-
-impl Tasks {
-    fn of(
-        kinds: Vec<RunningKind>,
-        relaying: JoinHandle<()>,
-        inspecting: JoinHandle<()>,
-        outboxes_end: CancellationToken,
-    ) -> Self {
-        let mut tasks = Self {
-            event_loops: Vec::new(),
-            supervising: Vec::new(),
-            outboxes_end,
-            until_outboxes_end: vec![relaying, inspecting],
-            broker_inspecting: Vec::new(),
-        };
-        for kind in kinds {
-            tasks.event_loops.push(kind.event_loop);
-            tasks.supervising.extend(kind.supervising);
-            tasks.until_outboxes_end.push(kind.inspecting);
-            tasks.until_outboxes_end.extend(kind.reminding);
-            tasks.broker_inspecting.extend(kind.broker_inspecting);
-        }
-        tasks
-    }
-
-    /// They end with the stop, each when its work in flight is finished or given up.
-    async fn wait_for_event_loops(mut self) -> Self {
-        for ended in join_all(self.event_loops.drain(..)).await {
-            if let Err(failed) = ended
-                && failed.is_panic()
-            {
-                std::panic::resume_unwind(failed.into_panic());
-            }
-        }
-        self
-    }
-
-    async fn finish(self) {
-        // All settlements of the event loops are sent before the connections are closed.
-        join_all(self.supervising).await;
-        self.outboxes_end.cancel();
-        join_all(self.until_outboxes_end).await;
-        let ending = self.broker_inspecting.into_iter().map(|mut inspecting| async move {
-            if tokio::time::timeout(broker_inspections::DEREGISTER_TIMEOUT, &mut inspecting).await.is_err() {
-                inspecting.abort();
-            }
-        });
-        join_all(ending).await;
-    }
-}
-
 /// `None` if `delay.strategy` is `database`.
 fn publishing(settings: &Settings) -> Option<Publishing> {
     settings.delay.strategy.needs_broker().then(|| {
@@ -286,15 +291,15 @@ fn publishing(settings: &Settings) -> Option<Publishing> {
     })
 }
 
-fn start_inspections(shared: &Shared, kinds: &[KindWorker], recorder: &Recorder) -> JoinHandle<()> {
+fn start_inspections(shared: &Shared, recorder: &Recorder) -> JoinHandle<()> {
     let inspections = Inspections::new(
         &shared.settings,
         shared.database.clone(),
-        kinds.iter().map(KindWorker::inputs).collect(),
+        shared.active_kinds.clone(),
         GiveWay::to(&shared.busy_kinds),
         recorder.clone(),
     );
-    tokio::spawn(inspections.go_on(shared.outboxes_end.clone()))
+    tokio::spawn(inspections.go_on(shared.stop.clone(), shared.outboxes_end.clone()))
 }
 
 fn start_outboxes(shared: &Shared, recorder: &Recorder) -> JoinHandle<()> {
@@ -321,7 +326,7 @@ fn outboxes(shared: &Shared, publishing: &Publishing, recorder: Recorder) -> Out
     let events = EventRelay::new(database.clone(), publishing.confirmed.clone(), &names, size, keep)
         .traced(recorder.traces.clone());
     let (poll, keep_parked) = (settings.announce.poll, settings.parked.keep);
-    let busy = shared.busy_kinds.watched();
+    let busy = shared.busy_kinds.clone();
     Outboxes::new(database.clone(), alarms, events, poll, keep_parked, busy, recorder)
 }
 
@@ -364,6 +369,6 @@ fn longest_turn(settings: &Settings) -> Duration {
     let database = settings.database.acquire_timeout + settings.database.statement_timeout;
     let of_outboxes = settings.announce.poll + 2 * broker + CALLS_PER_TURN * database;
     // Closes a session, waits, opens another, closes that as well, and waits again.
-    let of_supervisor = 2 * (LONGEST_CLOSE + LONGEST_PAUSE + broker) + DECLARE_TIMEOUT;
+    let of_supervisor = 2 * (LONGEST_CLOSE + LONGEST_PAUSE + broker) + 2 * DECLARE_TIMEOUT;
     LOOP_MARGIN + of_outboxes.max(of_supervisor)
 }

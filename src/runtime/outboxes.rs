@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use order_timeout_amqp::publisher::PublishError;
 use order_timeout_core::with_causes;
-use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
+use super::give_way::{BusyKinds, Load};
 use crate::loop_backoff::Backoff;
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::relay_watch::RelayWatch;
@@ -34,6 +34,8 @@ const REFUSED_RECENTLY: Duration = Duration::from_secs(8);
 const MEASURE_EVERY: Duration = Duration::from_secs(1);
 /// How long events wait for busy closers: enough for 100 000 orders on a slow machine. After that both run side by side.
 const TURN: Duration = Duration::from_secs(5);
+/// The same while other kinds are idle: their events do not wait for a flood, or for a locked table, of one kind.
+const TURN_BESIDE_IDLE_KINDS: Duration = Duration::from_millis(500);
 /// How often a worker without the relay lock requests it.
 const ASK_FOR_LOCK_EVERY: Duration = Duration::from_secs(1);
 /// The longest pause after a database error. Short, because orders may depend on the alarms.
@@ -49,8 +51,7 @@ pub(super) struct Outboxes {
     alarms: AlarmRelay,
     events: EventRelay,
     poll: Duration,
-    /// How many kinds have a busy closer.
-    busy_kinds: watch::Receiver<usize>,
+    busy_kinds: BusyKinds,
     not_asked: LogThrottle,
     alarms_rest: Rest,
     events_rest: Rest,
@@ -82,7 +83,7 @@ impl Outboxes {
         events: EventRelay,
         poll: Duration,
         keep_parked: Duration,
-        busy_kinds: watch::Receiver<usize>,
+        busy_kinds: BusyKinds,
         recorder: Recorder,
     ) -> Self {
         let (now, lock) = (Instant::now(), LeaderLock::new(database.clone()));
@@ -199,8 +200,7 @@ impl Outboxes {
     }
 
     fn is_turn_of_events(&mut self) -> bool {
-        let closing = *self.busy_kinds.borrow() > 0;
-        self.events_turns.is_turn_of_events(closing, Instant::now())
+        self.events_turns.is_turn_of_events(self.busy_kinds.load(), Instant::now())
     }
 
     fn count_alarms(&self, alarms: &Relayed) {
@@ -347,13 +347,18 @@ struct Turns {
 }
 
 impl Turns {
-    fn is_turn_of_events(&mut self, closing: bool, now: Instant) -> bool {
+    fn is_turn_of_events(&mut self, load: Load, now: Instant) -> bool {
         if self.lasts_until.is_some_and(|end| now < end) {
             return true;
         }
         let since = *self.waiting_since.get_or_insert(now);
-        if now - since < TURN {
-            return !closing;
+        let longest = match load {
+            Load::Idle => return true,
+            Load::SomeKinds => TURN_BESIDE_IDLE_KINDS,
+            Load::AllKinds => TURN,
+        };
+        if now - since < longest {
+            return false;
         }
         *self = Self { waiting_since: None, lasts_until: Some(now + TURN) };
         true
@@ -457,11 +462,11 @@ mod tests {
     }
 
     /// At which of the polls, at this interval, it is the events' turn.
-    fn found(looks: impl Iterator<Item = bool>, apart: Duration) -> Vec<bool> {
+    fn found(looks: impl Iterator<Item = Load>, apart: Duration) -> Vec<bool> {
         let (mut turns, mut now) = (Turns::default(), Instant::now());
-        let look = |closing| {
+        let look = |load| {
             now += apart;
-            turns.is_turn_of_events(closing, now)
+            turns.is_turn_of_events(load, now)
         };
         looks.map(look).collect()
     }
@@ -469,29 +474,37 @@ mod tests {
     #[test]
     fn busy_closers_leave_every_other_turn() {
         let expected: Vec<bool> = (0..100).map(|tenth| tenth / 10 % 2 == 1).collect();
-        assert_eq!(found(std::iter::repeat_n(true, 100), TURN / 10), expected);
+        assert_eq!(found(std::iter::repeat_n(Load::AllKinds, 100), TURN / 10), expected);
+    }
+
+    #[test]
+    fn flood_of_one_kind_delays_briefly() {
+        let apart = TURN_BESIDE_IDLE_KINDS / 5;
+        let found = found(std::iter::repeat_n(Load::SomeKinds, 1_000), apart);
+        let longest_wait = found.split(|is_turn| *is_turn).map(<[bool]>::len).max();
+        assert_eq!(longest_wait, Some(5));
     }
 
     #[test]
     fn briefly_idle_closers_leave_as_much() {
-        let found = found((0..1_000).map(|look| look % 7 != 0), TURN / 10);
+        let found = found((0..1_000).map(|look| if look % 7 != 0 { Load::AllKinds } else { Load::Idle }), TURN / 10);
         let of_events = found.iter().filter(|is_turn| **is_turn).count();
         assert!(of_events >= 500, "{of_events} of 1000");
     }
 
     #[test]
     fn rare_polls_get_turns_as_often() {
-        let found = found(std::iter::repeat_n(true, 100), 2 * TURN);
+        let found = found(std::iter::repeat_n(Load::AllKinds, 100), 2 * TURN);
         assert_eq!(found.iter().filter(|is_turn| **is_turn).count(), 50);
     }
 
     #[test]
     fn burst_passes_first_if_outbox_empty() {
         let (mut turns, begin) = (Turns::default(), Instant::now());
-        assert!(turns.is_turn_of_events(false, begin));
+        assert!(turns.is_turn_of_events(Load::Idle, begin));
         turns.begin_anew();
-        assert!(!turns.is_turn_of_events(true, begin + TURN));
-        assert!(!turns.is_turn_of_events(true, begin + 2 * TURN - TURN / 10));
-        assert!(turns.is_turn_of_events(true, begin + 2 * TURN));
+        assert!(!turns.is_turn_of_events(Load::AllKinds, begin + TURN));
+        assert!(!turns.is_turn_of_events(Load::AllKinds, begin + 2 * TURN - TURN / 10));
+        assert!(turns.is_turn_of_events(Load::AllKinds, begin + 2 * TURN));
     }
 }

@@ -14,10 +14,11 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::ack_batcher::AckBatcher;
+use super::active_kinds::ActiveKinds;
 use super::broker_inspections::BrokerInput;
 use super::quarantine::Quarantine;
 use crate::config::Settings;
-use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
+use crate::deliver::{DeclaredAgain, Inboxes, OpenError, Opening, Session, SessionEnd};
 use crate::loop_backoff::Backoff;
 use crate::observe::health::{BEAT_EVERY, Loop};
 use crate::observe::recorder::KindRecorder;
@@ -48,8 +49,8 @@ pub(super) enum Phase {
 pub(super) struct Listeners {
     pub inputs: mpsc::UnboundedSender<Input>,
     pub inspections: mpsc::UnboundedSender<BrokerInput>,
-    /// Those of all kinds: what is declared again is declared for all of them.
-    pub inspections_of_all: Vec<mpsc::UnboundedSender<BrokerInput>>,
+    /// What is declared again is declared for all of them.
+    pub active_kinds: ActiveKinds,
 }
 
 /// What is consumed, and where it goes.
@@ -126,6 +127,10 @@ impl Supervisor {
                     warn!(%fault, again_in_ms = pause.as_millis(), "no consumer session");
                     let cause_is_gone = match &fault {
                         OpenError::Ended(end) => self.see_to(end).await,
+                        OpenError::OwnObjects(why) => {
+                            self.send_to_inspections(BrokerInput::NotDeclared(why.clone()));
+                            false
+                        }
                         OpenError::Broker(_) => false,
                     };
                     if !cause_is_gone {
@@ -228,16 +233,8 @@ impl Supervisor {
                 }
                 (what, declared) = async { declaring.as_mut().expect("guarded by is_some()").await }, if declaring.is_some() => {
                     declaring = None;
-                    match &declared {
-                        Ok(()) => info!(what, "message was unroutable; re-declared missing exchanges and queues"),
-                        Err(fault) => {
-                            warn!(what, %fault, "message was unroutable; missing exchanges and queues cannot be declared");
-                        }
-                    }
-                    for inspections in &self.listeners.inspections_of_all {
-                        // As in `send_to_inspections`.
-                        let _ = inspections.send(BrokerInput::DeclaredAgain(what.clone(), declared.clone()));
-                    }
+                    log_declared(&what, &declared);
+                    self.listeners.active_kinds.tell_declared(&what, &declared);
                 }
                 _ = self.phase.changed() => {}
                 () = tokio::time::sleep(BEAT_EVERY) => {}
@@ -267,5 +264,20 @@ impl Supervisor {
     async fn pause(&mut self, pause: Duration) {
         let stopping = self.phase.wait_for(|phase| matches!(phase, Phase::Drain | Phase::Close));
         let _ = tokio::time::timeout(pause, stopping).await;
+    }
+}
+
+fn log_declared(what: &str, declared: &DeclaredAgain) {
+    let faults: Vec<String> = match declared {
+        Ok(of_kinds) => {
+            of_kinds.values().filter_map(|of_kind| of_kind.as_ref().err()).map(ToString::to_string).collect()
+        }
+        Err(shared) => vec![shared.to_string()],
+    };
+    if faults.is_empty() {
+        info!(what, "message was unroutable; re-declared missing exchanges and queues");
+    }
+    for fault in faults {
+        warn!(what, fault, "message was unroutable; missing exchanges and queues cannot be declared");
     }
 }

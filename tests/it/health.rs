@@ -272,7 +272,7 @@ fn stopping_worker_is_alive_but_not_ready() {
 fn stalled_event_loop_is_reported() {
     TestEnv::builder().run(async |_| {
         let health = Arc::new(Health::new(Duration::ZERO));
-        let _order = health.of_kind(&Kind::ORDER);
+        health.of_kind(&Kind::ORDER).note_started();
         let pages = Pages { health: health.clone(), metrics: Arc::default() };
         let server = HttpServer::open(([127, 0, 0, 1], 0).into(), pages, None).await.unwrap();
         assert_eq!(http::get(server.address(), LIVEZ, TIMEOUT).await.unwrap().0, 200, "it has not begun");

@@ -23,12 +23,12 @@ use sqlx::AssertSqlSafe;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-fn kind(name: &str) -> Kind {
+pub(crate) fn kind(name: &str) -> Kind {
     Kind::new(name).unwrap()
 }
 
 /// A kind of orders in a table of its name, whose ids are numbers: each has a deadline and a state.
-fn mapped(settings: &mut Settings, name: &str) {
+pub(crate) fn mapped(settings: &mut Settings, name: &str) {
     let text = |text: &str| text.to_owned();
     let table = TableSettings {
         table: format!("public.{name}"),
@@ -55,7 +55,7 @@ fn with_acceptance(settings: &mut Settings) {
     serve_http(settings);
 }
 
-async fn create_table(env: &TestEnv, name: &str) {
+pub(crate) async fn create_table(env: &TestEnv, name: &str) {
     let create = format!(
         "CREATE TABLE public.{name} (id bigserial PRIMARY KEY, state text NOT NULL DEFAULT 'open',
              until timestamptz NOT NULL, closed_at timestamptz, CHECK (closed_at >= until));
@@ -65,7 +65,7 @@ async fn create_table(env: &TestEnv, name: &str) {
 }
 
 /// Creates an order that is due after this delay, and returns its id and deadline.
-async fn create(env: &TestEnv, name: &str, delay: Duration) -> (String, Timestamp) {
+pub(crate) async fn create(env: &TestEnv, name: &str, delay: Duration) -> (String, Timestamp) {
     let insert = format!(
         "INSERT INTO public.{name} (until) VALUES (clock_timestamp() + make_interval(secs => $1)) RETURNING id, until"
     );
@@ -74,7 +74,7 @@ async fn create(env: &TestEnv, name: &str, delay: Duration) -> (String, Timestam
     (id.to_string(), order_timeout::postgres::moment(until))
 }
 
-async fn closed(env: &TestEnv, name: &str) -> i64 {
+pub(crate) async fn closed(env: &TestEnv, name: &str) -> i64 {
     let count = format!("SELECT count(*) FROM public.{name} WHERE state = 'closed'");
     sqlx::query_scalar(AssertSqlSafe(count)).fetch_one(&env.pool).await.unwrap()
 }

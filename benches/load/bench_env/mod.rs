@@ -5,7 +5,7 @@ pub mod ledger;
 pub mod process;
 pub mod servers;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -50,6 +50,8 @@ pub struct BenchEnv<'a> {
     /// The settings of publisher and worker: the defaults, except for the addresses and `overrides`.
     pub settings: Settings,
     overrides: Vec<String>,
+    /// The worker's file of settings, if it has one.
+    file: Option<PathBuf>,
     pub pool: PgPool,
     database: String,
     has_queues: bool,
@@ -65,25 +67,37 @@ impl<'a> BenchEnv<'a> {
             // So that it announces its events, as a worker with a broker does.
             overrides.push("announce.notify=load_events".to_owned());
         }
-        let mut env = Self::build(servers, overrides, options.socket).await?;
-        if options.strategy == DATABASE {
-            return Ok(env);
-        }
-        let connection = env.connect().await?;
-        env.settings.topology().declare(&connection).await?;
+        let env = Self::build(servers, overrides, options.socket, None).await?;
+        if options.strategy == DATABASE { Ok(env) } else { env.with_queues().await }
+    }
+
+    /// The same with a file of settings, which `overrides` cannot say.
+    pub async fn for_worker_with_file(servers: &'a Servers, options: &Options, file: &Path) -> anyhow::Result<Self> {
+        let env = Self::build(servers, options.overrides.clone(), options.socket, Some(file)).await?;
+        env.with_queues().await
+    }
+
+    async fn with_queues(mut self) -> anyhow::Result<Self> {
+        let connection = self.connect().await?;
+        self.settings.topology().declare(&connection).await?;
         connect::close(&connection, Duration::from_secs(1)).await;
-        env.has_queues = true;
-        Ok(env)
+        self.has_queues = true;
+        Ok(self)
     }
 
     /// With only a database, for candidates that need no broker; reached by its socket, or else by TCP.
     pub async fn without_broker(servers: &'a Servers, by_socket: bool) -> anyhow::Result<Self> {
-        Self::build(servers, Vec::new(), by_socket).await
+        Self::build(servers, Vec::new(), by_socket, None).await
     }
 
-    async fn build(servers: &'a Servers, overrides: Vec<String>, by_socket: bool) -> anyhow::Result<Self> {
+    async fn build(
+        servers: &'a Servers,
+        overrides: Vec<String>,
+        by_socket: bool,
+        file: Option<&Path>,
+    ) -> anyhow::Result<Self> {
         let name = format!("load_{}", Uuid::now_v7().simple());
-        let mut settings = Settings::load_with_environment(None, Default::default(), &overrides)?;
+        let mut settings = Settings::load_with_environment(file, Default::default(), &overrides)?;
         settings.namespace = name.clone();
         settings.amqp.url = servers.broker.url.clone().into();
         settings.database.url = servers.postgres.url_by_socket()?.into();
@@ -96,7 +110,8 @@ impl<'a> BenchEnv<'a> {
         }
         settings.database.url = settings.database.url_of(&name);
         postgres::migrate(&settings.database).await?;
-        Ok(Self { servers, settings, overrides, pool, database: name, has_queues: false })
+        let file = file.map(Path::to_owned);
+        Ok(Self { servers, settings, overrides, file, pool, database: name, has_queues: false })
     }
 
     pub async fn clean_up(self) -> anyhow::Result<()> {
@@ -126,6 +141,9 @@ impl<'a> BenchEnv<'a> {
         command.arg("worker").args(["--set", &format!("namespace={}", self.settings.namespace)]);
         // It serves its pages as usual, on a port that no other worker uses.
         command.args(["--set", "http.listen=127.0.0.1:0"]);
+        if let Some(file) = &self.file {
+            command.arg("--config").arg(file);
+        }
         for setting in &self.overrides {
             command.args(["--set", setting]);
         }

@@ -2,6 +2,7 @@
 
 pub mod burst;
 pub mod crowd;
+pub mod kinds;
 pub mod mixed;
 pub mod moved;
 pub mod outage;

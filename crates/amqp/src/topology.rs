@@ -1,12 +1,14 @@
 //! Every exchange, queue, binding and argument: declared and verified here, in one place. `names.rs` has their names,
-//! `slots.rs` the wheel's queues, which are declared when they are needed, `definitions_file.rs` writes the rest as a
-//! RabbitMQ definitions file, `inspect.rs` checks for a worker whether they exist, and `publishing.rs` for a publisher.
+//! `error.rs` why one could not be declared, `slots.rs` the wheel's queues, which are declared when they are needed,
+//! `definitions_file.rs` writes the rest as a RabbitMQ definitions file, `inspect.rs` checks for a worker whether they
+//! exist, and `publishing.rs` for a publisher.
 //!
 //! Never deletes an exchange or a queue, except for slots that an operator wants pruned (`prune.rs`): if one exists with
 //! other arguments, the error names it and says how to migrate. It removes only the bindings of another number of shards,
 //! which would deliver every alarm twice.
 
 mod definitions_file;
+mod error;
 mod inspect;
 mod names;
 mod prune;
@@ -14,7 +16,6 @@ mod publishing;
 mod slots;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::time::Duration;
 
 use lapin::options::{
@@ -27,6 +28,8 @@ use order_timeout_core::kind::Kind;
 
 use crate::connect::{reply, reply_code};
 
+pub use error::TopologyError;
+use error::{Object, explain};
 pub use inspect::{SeenQueue, Sight, find_queue, queue_exists};
 pub use names::{DUE_KEY, Names};
 pub use prune::{Pruned, prune};
@@ -116,6 +119,8 @@ pub struct Topology {
     pub bindings: Vec<Binding>,
     /// Bindings of another number of shards; removed after the others exist.
     outdated: Vec<Binding>,
+    /// The kind of each queue that is not shared by all kinds.
+    owners: BTreeMap<String, Kind>,
     /// Queues that are only verified.
     consumed: Vec<String>,
     /// Queues from which workers of one kind take what is due.
@@ -123,107 +128,12 @@ pub struct Topology {
     namespace: String,
 }
 
-/// What was to be declared, as an error names it.
-#[derive(Debug, Clone, Copy)]
-enum Object<'a> {
-    Exchange(&'a str),
-    Queue(&'a str),
-    Binding(&'a Binding),
-}
-
-impl Object<'_> {
-    /// How to remove the existing object. rabbitmqctl has no command that deletes an exchange.
-    fn removal(self) -> &'static str {
-        match self {
-            Self::Exchange(_) => "delete it on the management pages or with `rabbitmqadmin delete exchange`",
-            Self::Queue(_) | Self::Binding(_) => "let it run empty, delete it with `rabbitmqctl delete_queue`",
-        }
+/// The kind that a binding belongs to. Bindings between exchanges are the default kind's: they lead to its shards.
+fn owner_of<'a>(owners: &'a BTreeMap<String, Kind>, binding: &Binding) -> Option<&'a Kind> {
+    match &binding.destination {
+        Destination::Queue(queue) => owners.get(queue),
+        Destination::Exchange(_) => owners.values().find(|kind| kind.is_default()),
     }
-}
-
-impl fmt::Display for Object<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Exchange(name) => write!(f, "exchange {name:?}"),
-            Self::Queue(name) => write!(f, "queue {name:?}"),
-            Self::Binding(binding) => {
-                write!(f, "binding of {:?} to {:?}", binding.destination.name(), binding.exchange)
-            }
-        }
-    }
-}
-
-/// Why the objects could not be declared or verified.
-///
-/// `object` is the kind and name of the object, such as `queue "order.timeout"`; `why` is the broker's reply text or
-/// the client's error.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum TopologyError {
-    /// The broker answers 406 (PRECONDITION_FAILED). A retry does not help: RabbitMQ never changes an existing object.
-    #[error(
-        "{object} exists with other arguments: {difference}; to move over, choose another `namespace`, or stop publishers and workers, {removal} and run `order-timeout setup`"
-    )]
-    Differs {
-        /// The existing object.
-        object: String,
-        /// The broker's reply text, which names the first argument that differs.
-        difference: String,
-        /// How to delete the object, as a part of the sentence.
-        removal: &'static str,
-    },
-    /// The broker answers 403 (ACCESS_REFUSED). A retry helps only after the user has been granted the rights.
-    #[error(
-        "the broker does not let this user declare {object} ({why}); grant it configure, write and read rights on \"^{namespace}\\.\" with rabbitmqctl set_permissions"
-    )]
-    Refused {
-        /// The object that the user may not declare or check.
-        object: String,
-        /// The broker's reply text, which names the missing right.
-        why: String,
-        /// For the pattern of the rights in the sentence.
-        namespace: String,
-    },
-    /// The plugin for delayed messages is not enabled. A retry helps only after it has been enabled.
-    #[error(
-        "this broker has no exchange type x-delayed-message ({why}); enable the rabbitmq_delayed_message_exchange plugin (it exists for brokers up to 4.2), or set delay.strategy = \"dead-letter\""
-    )]
-    NoDelayedExchange {
-        /// The client's error: 503 up to RabbitMQ 3.13, 406 from 4.0.
-        why: String,
-    },
-    /// Several shards need a plugin that is not enabled. A retry helps only after it has been enabled.
-    #[error(
-        "this broker has no exchange type x-consistent-hash ({why}); it comes with RabbitMQ, enable it with `rabbitmq-plugins enable rabbitmq_consistent_hash_exchange`, or set worker.shards = 1"
-    )]
-    NoHashExchange {
-        /// The client's error: 503 up to RabbitMQ 3.13, 406 from 4.0.
-        why: String,
-    },
-    /// The broker answers 404 (NOT_FOUND) to a check, or one end of a binding was deleted. A retry helps after the
-    /// object has been declared again.
-    #[error("{object} is not there ({why})")]
-    Missing {
-        /// The first object that is missing.
-        object: String,
-        /// The broker's reply text.
-        why: String,
-    },
-    /// No object of the namespace exists. A retry helps only after `order-timeout setup`.
-    #[error(
-        "nothing of namespace {namespace:?} is on this virtual host; run `order-timeout setup` with these settings, or correct `namespace` or the virtual host in `amqp.url`"
-    )]
-    NeverSetUp {
-        /// As in the settings; most likely mistyped.
-        namespace: String,
-    },
-    /// Anything else: a timeout, a lost connection, or a limit of queues. A retry may help.
-    #[error("{object} could not be declared: {why}")]
-    Failed {
-        /// What was being declared or checked when it failed.
-        object: String,
-        /// The client's error, or what to do about a limit or a timeout.
-        why: String,
-    },
 }
 
 impl Topology {
@@ -236,6 +146,7 @@ impl Topology {
             queues: Vec::new(),
             bindings: Vec::new(),
             outdated: Vec::new(),
+            owners: BTreeMap::new(),
             consumed: Vec::new(),
             processing: (0..shards).map(|shard| names.shard(shard)).collect(),
             namespace: names.namespace().to_owned(),
@@ -259,12 +170,36 @@ impl Topology {
         topology
     }
 
-    /// The same objects, as a worker of this kind sees them: it looks at that kind's processing queues.
+    /// What a worker of this kind looks at: the shared objects and the kind's own, and of the processing queues only the
+    /// kind's.
     #[must_use]
     pub fn seen_by(mut self, kind: &Kind) -> Self {
         if !kind.is_default() {
             self.processing = vec![self.names().timeout_of(kind)];
         }
+        self.only(|owner| owner.is_none_or(|owner| owner == kind))
+    }
+
+    /// The objects that all kinds share.
+    #[must_use]
+    pub fn shared(&self) -> Self {
+        self.clone().only(|owner| owner.is_none())
+    }
+
+    /// The objects that only this kind has. They need the shared ones.
+    #[must_use]
+    pub fn of_kind(&self, kind: &Kind) -> Self {
+        let own = self.clone().only(|owner| owner == Some(kind));
+        Self { exchanges: Vec::new(), ..own }
+    }
+
+    /// All exchanges, and the queues and bindings with such an owner.
+    fn only(mut self, is_wanted: impl Fn(Option<&Kind>) -> bool) -> Self {
+        let owners = &self.owners;
+        self.queues.retain(|queue| is_wanted(owners.get(&queue.name)));
+        let is_wanted_binding = |binding: &Binding| is_wanted(owner_of(owners, binding));
+        self.bindings.retain(is_wanted_binding);
+        self.outdated.retain(is_wanted_binding);
         self
     }
 
@@ -275,7 +210,7 @@ impl Topology {
         // Fanout: publishers in other languages need no routing key.
         self.exchange(names.schedule(), "fanout");
         self.queue(names.parked(), quorum(&[("x-delivery-limit", Argument::Number(DELIVERY_LIMIT))]));
-        (0..shards).for_each(|shard| self.queue(names.shard(shard), consumed(names)));
+        (0..shards).for_each(|shard| self.queue_of(&Kind::ORDER, names.shard(shard), consumed(names)));
         self.queue(names.schedule(), consumed(names));
         self.bind(names.parked(), names.parked(), PARKED_KEY);
         self.bind(names.schedule(), names.schedule(), "");
@@ -293,7 +228,7 @@ impl Topology {
 
     /// One processing queue for each kind besides the default one: a kind's flood or failure fills only its own.
     fn add_queue_of_kind(&mut self, names: &Names, kind: &Kind) {
-        self.queue(names.timeout_of(kind), consumed(names));
+        self.queue_of(kind, names.timeout_of(kind), consumed(names));
         self.bind(names.due(), names.timeout_of(kind), &Names::due_key(kind));
     }
 
@@ -311,7 +246,7 @@ impl Topology {
             for shard in 0..shards {
                 let queue = names.lane_queue(kind, &lane.name, shard);
                 let to_processing = dead_lettering_by_key(&names.due(), &Names::due_key(kind));
-                self.queue(queue.clone(), with_queue_ttl(to_processing, lane.longest_ttl()));
+                self.queue_of(kind, queue.clone(), with_queue_ttl(to_processing, lane.longest_ttl()));
                 self.bind(names.delay(), queue.clone(), &Names::lane_key(kind, &lane.name, shard));
                 if shard == 0 {
                     // For publishers that do not shard. To one queue only: a key bound to four delivers four copies.
@@ -345,6 +280,11 @@ impl Topology {
         self.queues.push(Queue { name, arguments });
     }
 
+    fn queue_of(&mut self, kind: &Kind, name: String, arguments: BTreeMap<&'static str, Argument>) {
+        self.owners.insert(name.clone(), kind.clone());
+        self.queue(name, arguments);
+    }
+
     fn bind(&mut self, exchange: String, queue: String, routing_key: &str) {
         self.bindings.push(to_queue(exchange, queue, routing_key));
     }
@@ -374,6 +314,33 @@ impl Topology {
                 ),
             }),
         }
+    }
+
+    /// Declares the shared objects, then those of each kind. One kind's fault stops no other's.
+    ///
+    /// # Errors
+    /// [`TopologyError`] for the first shared object that fails. The result has one for each kind.
+    pub async fn declare_by_kind(
+        &self,
+        connection: &Connection,
+    ) -> Result<BTreeMap<Kind, Result<(), TopologyError>>, TopologyError> {
+        self.shared().declare(connection).await?;
+        let mut declared = BTreeMap::new();
+        for kind in self.owners.values() {
+            if !declared.contains_key(kind) {
+                let own = self.of_kind(kind);
+                let mut result = own.declare(connection).await;
+                // The end of an earlier channel: the client may report it to the next one, which has the same number.
+                for _ in 1..MOST_TRIES {
+                    if !result.as_ref().is_err_and(TopologyError::is_about_another_object) {
+                        break;
+                    }
+                    result = own.declare(connection).await;
+                }
+                declared.insert(kind.clone(), result);
+            }
+        }
+        Ok(declared)
     }
 
     async fn declare_all(&self, connection: &Connection) -> Result<(), TopologyError> {
@@ -426,26 +393,8 @@ impl Topology {
     }
 }
 
-fn explain(namespace: &str, object: Object<'_>, error: &lapin::Error) -> TopologyError {
-    let (object, removal) = (object.to_string(), object.removal());
-    match reply(error) {
-        // RabbitMQ, rabbit_amqqueue.erl and rabbit_queue_type.erl: "queue limit in vhost '~s' (~p) is reached", and
-        // "in cluster".
-        Some((reply_code::PRECONDITION_FAILED, limit)) if limit.contains("is reached") => TopologyError::Failed {
-            object,
-            why: format!(
-                "{limit}; raise it with rabbitmqctl set_vhost_limits, or cluster_queue_limit in rabbitmq.conf"
-            ),
-        },
-        Some((reply_code::PRECONDITION_FAILED, difference)) => TopologyError::Differs { object, difference, removal },
-        Some((reply_code::NOT_FOUND, why)) => TopologyError::Missing { object, why },
-        Some((reply_code::ACCESS_REFUSED, why)) => {
-            TopologyError::Refused { object, why, namespace: namespace.to_owned() }
-        }
-        _ => TopologyError::Failed { object, why: error.to_string() },
-    }
-}
-
+/// How often one kind's objects are declared again because of the end of another channel.
+const MOST_TRIES: u32 = 10;
 /// The most processing queues: each is a channel of every worker that consumes it.
 pub const MAX_SHARDS: u8 = 64;
 

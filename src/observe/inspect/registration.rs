@@ -2,7 +2,7 @@
 //!
 //! Writes and deletes only its own row and those of workers that have been gone for a minute.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use order_timeout_core::engine::Share;
 use order_timeout_core::kind::Kind;
@@ -12,6 +12,7 @@ use uuid::Uuid;
 
 use super::listed;
 use crate::config::Settings;
+use crate::config::kinds::OrdersOf;
 use crate::postgres::Database;
 
 /// Registers this worker, deletes those that are long gone, and returns the other live ones. `$1` id, `$2` host, `$3`
@@ -26,7 +27,7 @@ WITH gone AS (
 here AS (
     INSERT INTO order_timeout_workers (id, host, pid, version, namespace, delays, kinds)
     VALUES ($1, $2, $3, $4, $5, $6, $7)
-    ON CONFLICT (id) DO UPDATE SET last_seen = clock_timestamp()
+    ON CONFLICT (id) DO UPDATE SET last_seen = clock_timestamp(), kinds = $7
 )
 SELECT id, host, pid, namespace, delays, kinds FROM order_timeout_workers
 WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
@@ -42,7 +43,7 @@ struct Entry {
     pid: i32,
     namespace: String,
     delays: Delays,
-    /// The kinds that it serves.
+    /// The kinds whose engines run there.
     kinds: Vec<String>,
 }
 
@@ -51,6 +52,10 @@ struct Entry {
 pub struct Registration {
     database: Database,
     own: Entry,
+    /// Those of the settings.
+    kinds: BTreeSet<Kind>,
+    /// Those that this worker is to serve.
+    expected: BTreeSet<Kind>,
 }
 
 /// What a registration has found.
@@ -60,6 +65,8 @@ pub struct Registered {
     pub disagreement: Option<String>,
     own: Entry,
     others: Vec<Entry>,
+    kinds: BTreeSet<Kind>,
+    expected: BTreeSet<Kind>,
 }
 
 impl Registered {
@@ -67,6 +74,16 @@ impl Registered {
     #[must_use]
     pub fn share_of(&self, kind: &Kind) -> Share {
         share(&self.own, &self.others, kind.as_str())
+    }
+
+    /// The kinds of the settings that no live worker of the namespace serves. A kind that this worker is to serve and cannot
+    /// start is reported as that.
+    #[must_use]
+    pub fn unserved(&self) -> BTreeSet<Kind> {
+        let peers = self.others.iter().filter(|other| other.namespace == self.own.namespace);
+        let served: BTreeSet<&str> = peers.flat_map(|other| &other.kinds).map(String::as_str).collect();
+        let is_unserved = |kind: &&Kind| !self.expected.contains(kind) && !served.contains(kind.as_str());
+        self.kinds.iter().filter(is_unserved).cloned().collect()
     }
 }
 
@@ -80,16 +97,17 @@ impl Registration {
             pid: i32::try_from(std::process::id()).unwrap_or_default(),
             namespace: settings.namespace.clone(),
             delays: delays(settings),
-            kinds: settings.served_kinds().iter().map(Kind::to_string).collect(),
+            kinds: Vec::new(),
         };
-        Self { database, own }
+        Self { database, own, kinds: settings.all_kinds(), expected: settings.served_kinds() }
     }
 
-    /// Registers this worker, or renews its registration.
+    /// Registers this worker, or renews its registration. `active`: the kinds whose engines run now.
     ///
     /// # Errors
     /// sqlx's.
-    pub async fn register(&self) -> Result<Registered, sqlx::Error> {
+    pub async fn register(&self, active: &BTreeSet<Kind>) -> Result<Registered, sqlx::Error> {
+        let own = Entry { kinds: active.iter().map(Kind::to_string).collect(), ..self.own.clone() };
         let register = sqlx::query(REGISTER)
             .bind(self.own.id)
             .bind(&self.own.host)
@@ -97,7 +115,7 @@ impl Registration {
             .bind(env!("CARGO_PKG_VERSION"))
             .bind(&self.own.namespace)
             .bind(Json(&self.own.delays))
-            .bind(&self.own.kinds);
+            .bind(&own.kinds);
         let rows = self.database.run(async |connection| register.fetch_all(connection).await).await?;
         let read = |row: &sqlx::postgres::PgRow| {
             let Json(delays) = row.try_get("delays")?;
@@ -111,7 +129,8 @@ impl Registration {
             })
         };
         let others = rows.iter().map(read).collect::<Result<Vec<Entry>, sqlx::Error>>()?;
-        Ok(Registered { disagreement: disagreement(&self.own, &others), own: self.own.clone(), others })
+        let (kinds, expected) = (self.kinds.clone(), self.expected.clone());
+        Ok(Registered { disagreement: disagreement(&own, &others), own, others, kinds, expected })
     }
 
     /// Removes the registration of a worker that stops.
@@ -155,7 +174,18 @@ fn delays(settings: &Settings) -> Delays {
         ("kinds", settings.all_kinds().iter().map(Kind::to_string).collect::<Vec<_>>().join(", ")),
     ]
     .map(|(name, value)| (name.to_owned(), value));
-    of_all.into_iter().chain(of_kinds).collect()
+    // Two workers that close a kind in different tables: each would close orders that the other one's alarms name.
+    let orders = settings.served_kinds().into_iter().map(|kind| {
+        let place = match settings.orders_of(&kind) {
+            Some(OrdersOf::Table(table)) => format!("the table {}", table.table),
+            Some(OrdersOf::Statements { .. }) => "statements of its own".to_owned(),
+            Some(OrdersOf::DefaultTables) => "the default tables".to_owned(),
+            Some(OrdersOf::Handler) => "a handler of its own".to_owned(),
+            None => "none".to_owned(),
+        };
+        (format!("orders of the kind {kind} in"), place)
+    });
+    of_all.into_iter().chain(of_kinds).chain(orders).collect()
 }
 
 /// The workers' ids are an order on which all of them agree.
@@ -273,5 +303,25 @@ mod tests {
         assert!(said.contains("kinds \"order, acceptance\", this one \"order\""), "{said}");
         let said = disagreement(&with_lane("5m"), &[with_lane("10m")]).unwrap();
         assert!(said.contains("kinds.acceptance.lanes \"10m\", this one \"5m\""), "{said}");
+        let with_statements = entry(|settings| settings.orders.close_sql = "close.sql".into());
+        let said = disagreement(&entry(|_| {}), &[with_statements]).unwrap();
+        let difference = "orders of the kind order in \"statements of its own\", this one \"the default tables\"";
+        assert!(said.contains(difference), "{said}");
+    }
+
+    #[test]
+    fn unserved_kinds_are_those_without_worker() {
+        let kind = |name: &str| Kind::new(name).unwrap();
+        let (own, other) = (entry(|_| {}), Entry { kinds: vec!["acceptance".into()], ..entry(|_| {}) });
+        let stranger = Entry { kinds: vec!["trial".into()], ..entry(|settings| settings.namespace = "other".into()) };
+        let registered = |others: Vec<Entry>| Registered {
+            disagreement: None,
+            own: own.clone(),
+            others,
+            kinds: [kind("order"), kind("acceptance"), kind("trial")].into(),
+            expected: [kind("order")].into(),
+        };
+        assert_eq!(registered(vec![other, stranger]).unserved(), [kind("trial")].into());
+        assert_eq!(registered(Vec::new()).unserved(), [kind("acceptance"), kind("trial")].into());
     }
 }
