@@ -1,4 +1,4 @@
-//! The HTTP server for `/livez`, `/readyz` and `/metrics`, and a client for them.
+//! The HTTP server for `/livez`, `/readyz` and `/metrics`, a client for them, and one for the JSON of other servers.
 //!
 //! Renders what it is given; changes nothing and decides nothing. A request has no side effect and a time limit, and
 //! connections without a request never delay one that has sent a request.
@@ -12,10 +12,11 @@ use std::time::Duration;
 
 use http_body_util::{BodyExt, Empty, Full};
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HOST, HeaderValue};
+use hyper::header::{AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE, DATE, HOST, HeaderValue};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 use tracing::{debug, error};
@@ -229,17 +230,81 @@ pub async fn get(address: SocketAddr, path: &str, timeout: Duration) -> Result<(
     }
 }
 
-async fn ask(address: SocketAddr, path: &str) -> Result<(u16, String), Box<dyn std::error::Error + Send + Sync>> {
+type ExchangeError = Box<dyn std::error::Error + Send + Sync>;
+
+async fn ask(address: SocketAddr, path: &str) -> Result<(u16, String), ExchangeError> {
     let stream = TcpStream::connect(address).await?;
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     let request = Request::get(path).header(HOST, address.to_string()).body(Empty::<Bytes>::new())?;
+    let response = exchange(stream, request).await?;
+    Ok((response.status().as_u16(), response.into_body()))
+}
+
+/// Asks another server for a JSON document, over a connection that is open. `account`: name and password. Returns the
+/// document, and the server's time as its header `Date` has it.
+///
+/// # Errors
+/// One sentence if there is no answer within `timeout`, or another one than status 200.
+pub async fn get_json(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    (host, path): (&str, &str),
+    (user, password): (&str, &str),
+    timeout: Duration,
+) -> Result<(serde_json::Value, Option<String>), String> {
+    let credentials = base64(format!("{user}:{password}").as_bytes());
+    let asking = async {
+        let request = Request::get(path).header(HOST, host).header(AUTHORIZATION, format!("Basic {credentials}"));
+        let response = exchange(stream, request.body(Empty::<Bytes>::new())?).await?;
+        if response.status() != StatusCode::OK {
+            return Err(format!("GET {path} was answered with {}", response.status()).into());
+        }
+        let date = response.headers().get(DATE).and_then(|date| date.to_str().ok()).map(str::to_owned);
+        Ok::<_, ExchangeError>((serde_json::from_str(response.body())?, date))
+    };
+    match tokio::time::timeout(timeout, asking).await {
+        Ok(answer) => answer.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("no response within {timeout:?}")),
+    }
+}
+
+async fn exchange(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    request: Request<Empty<Bytes>>,
+) -> Result<Response<String>, ExchangeError> {
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     let exchange = async move {
-        let response = sender.send_request(request).await?;
-        let status = response.status().as_u16();
-        let body = response.into_body().collect().await?.to_bytes();
-        Ok((status, String::from_utf8_lossy(&body).into_owned()))
+        let (head, body) = sender.send_request(request).await?.into_parts();
+        let body = body.collect().await?.to_bytes();
+        Ok(Response::from_parts(head, String::from_utf8_lossy(&body).into_owned()))
     };
     // The connection's future does the reading and writing, and ends when the sender is dropped.
     let (answer, _ended) = tokio::join!(exchange, connection);
     answer
+}
+
+/// RFC 4648, section 4, with padding.
+fn base64(bytes: &[u8]) -> String {
+    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let of_three = |three: &[u8]| {
+        let bits = (0..3).fold(0_usize, |bits, at| bits << 8 | three.get(at).map_or(0, |byte| usize::from(*byte)));
+        let letter = move |at: usize| match at <= three.len() {
+            true => char::from(LETTERS[bits >> (18 - 6 * at) & 63]),
+            false => '=',
+        };
+        [letter(0), letter(1), letter(2), letter(3)]
+    };
+    bytes.chunks(3).flat_map(of_three).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::base64;
+
+    #[test]
+    fn base64_pads_to_whole_quartets() {
+        for (text, encoded) in
+            [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy"), ("guest:?~", "Z3Vlc3Q6P34=")]
+        {
+            assert_eq!(base64(text.as_bytes()), encoded);
+        }
+    }
 }

@@ -21,6 +21,7 @@ use crate::observe::degraded::Cause;
 use crate::observe::inspect::plan::Plans;
 use crate::observe::inspect::registration::{Registered, Registration};
 use crate::observe::inspect::schema::Schema;
+use crate::observe::inspect::{Fault, sentence};
 use crate::observe::recorder::{KindRecorder, Recorder};
 use crate::operations::orders_statements;
 use crate::postgres::{Database, one_line};
@@ -93,12 +94,15 @@ impl Inspections {
     /// A check that fails changes nothing: an unavailable database is reported elsewhere.
     async fn turn(&mut self) {
         match self.schema.look(&self.database).await {
-            Ok(found) => found.into_iter().for_each(|(cause, why)| self.recorder.degraded(cause, why.as_deref())),
+            Ok(found) => {
+                found.iter().for_each(|(cause, faults)| self.recorder.degraded(*cause, sentence(faults).as_deref()));
+            }
             Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
         }
         match self.registration.register().await {
             Ok(registered) => {
-                self.recorder.degraded(Cause::WorkersDisagree, registered.disagreement.as_deref());
+                let disagreement = registered.disagreement.as_ref().map(Fault::to_string);
+                self.recorder.degraded(Cause::WorkersDisagree, disagreement.as_deref());
                 self.tell_shares(&registered);
             }
             Err(error) => debug!(error = one_line(&error), "this worker could not be registered"),
@@ -149,7 +153,9 @@ impl PlanInspections {
             tokio::select! {
                 looked = self.plans.look(&self.database) => match looked {
                     Ok(found) => {
-                        found.into_iter().for_each(|(cause, why)| self.recorder.degraded(cause, why.as_deref()));
+                        found
+                            .iter()
+                            .for_each(|(cause, faults)| self.recorder.degraded(*cause, sentence(faults).as_deref()));
                     }
                     Err(error) => debug!(error = one_line(&error), "the statements could not be explained"),
                 },
