@@ -10,6 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use http_body_util::{BodyExt, Empty, Full};
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE, DATE, HOST, HeaderValue};
@@ -250,7 +252,7 @@ pub async fn get_json(
     (user, password): (&str, &str),
     timeout: Duration,
 ) -> Result<(serde_json::Value, Option<String>), String> {
-    let credentials = base64(format!("{user}:{password}").as_bytes());
+    let credentials = STANDARD.encode(format!("{user}:{password}"));
     let asking = async {
         let request = Request::get(path).header(HOST, host).header(AUTHORIZATION, format!("Basic {credentials}"));
         let response = exchange(stream, request.body(Empty::<Bytes>::new())?).await?;
@@ -279,32 +281,4 @@ async fn exchange(
     // The connection's future does the reading and writing, and ends when the sender is dropped.
     let (answer, _ended) = tokio::join!(exchange, connection);
     answer
-}
-
-/// RFC 4648, section 4, with padding.
-fn base64(bytes: &[u8]) -> String {
-    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let of_three = |three: &[u8]| {
-        let bits = (0..3).fold(0_usize, |bits, at| bits << 8 | three.get(at).map_or(0, |byte| usize::from(*byte)));
-        let letter = move |at: usize| match at <= three.len() {
-            true => char::from(LETTERS[bits >> (18 - 6 * at) & 63]),
-            false => '=',
-        };
-        [letter(0), letter(1), letter(2), letter(3)]
-    };
-    bytes.chunks(3).flat_map(of_three).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::base64;
-
-    #[test]
-    fn base64_pads_to_whole_quartets() {
-        for (text, encoded) in
-            [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy"), ("guest:?~", "Z3Vlc3Q6P34=")]
-        {
-            assert_eq!(base64(text.as_bytes()), encoded);
-        }
-    }
 }

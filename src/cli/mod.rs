@@ -5,6 +5,7 @@ mod bulk;
 pub mod close;
 pub mod config;
 pub mod deadline;
+pub mod doctor;
 pub mod generate;
 pub mod health;
 pub mod late;
@@ -97,6 +98,7 @@ impl Cli {
             Command::Setup(_) => Settings::load_with_named_database(file, overrides),
             Command::Worker
             | Command::Status(_)
+            | Command::Doctor(_)
             | Command::Show(_)
             | Command::Deadline(_)
             | Command::Close(_)
@@ -263,6 +265,9 @@ pub enum Command {
     Schedule(schedule::ScheduleArgs),
     /// Show what is unpaid, due soon and overdue, what waits in the outboxes, what is parked, and which workers run
     Status(status::StatusArgs),
+    /// Find what keeps orders from being closed on time, say why it matters and how to fix it; exit code 1 for warnings, 2
+    /// for errors
+    Doctor(doctor::DoctorArgs),
     /// Show one order: its row, alarms, events and history, and why it is still open
     Show(show::ShowArgs),
     /// Give an unpaid order, or all that a condition chooses, more time, or less
@@ -300,6 +305,7 @@ impl Command {
             | Self::Worker
             | Self::Health(_)
             | Self::Status(_)
+            | Self::Doctor(_)
             | Self::Show(_)
             | Self::Deadline(_)
             | Self::Close(_)
@@ -328,6 +334,7 @@ impl Command {
             Self::Health(args) => health::run(&args, &settings).await,
             Self::Schedule(args) => schedule::run(args, settings).await,
             Self::Status(args) => status::run(&args, settings).await,
+            Self::Doctor(args) => doctor::run(args, settings).await,
             Self::Show(args) => show::run(&args, settings).await,
             Self::Deadline(args) => deadline::run(args, settings).await,
             Self::Close(args) => close::run(args, settings).await,

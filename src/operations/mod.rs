@@ -4,6 +4,7 @@
 
 pub mod adopt;
 pub mod close_orders;
+pub mod doctor;
 pub mod first_backlog;
 pub mod late_payments;
 pub mod move_deadlines;

@@ -138,7 +138,7 @@ fn seconds(now: Timestamp, then: Timestamp) -> f64 {
     now.since(then).as_secs_f64()
 }
 
-async fn outbox(database: &Database, table: &'static str, now: Timestamp) -> Result<Outbox, String> {
+pub(super) async fn outbox(database: &Database, table: &'static str, now: Timestamp) -> Result<Outbox, String> {
     let select = sqlx::query(AssertSqlSafe(format!(
         "SELECT count(*) AS unsent, min(created_at) AS oldest,
                 count(*) FILTER (WHERE refusals > 0) AS refused,

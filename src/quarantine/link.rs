@@ -15,9 +15,9 @@ use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect::{RawConnection, reply_code};
 use tokio::time::timeout;
 
-use super::{QuarantineError, Server};
 use super::frame::{Decoder, Frame, Kind};
 use super::message::{Assembler, Message, is_delivery};
+use super::{QuarantineError, Server};
 
 /// The only channel.
 const CHANNEL: u16 = 1;

@@ -545,8 +545,10 @@ impl BrokerInspections {
             self.findings.not_arriving = None;
             return;
         };
-        let direct_arrives =
-            known.sent.iter().any(|sent| sent.has_arrived() && self.paths.find(&sent.path).is_some_and(Path::is_direct));
+        let direct_arrives = known
+            .sent
+            .iter()
+            .any(|sent| sent.has_arrived() && self.paths.find(&sent.path).is_some_and(Path::is_direct));
         let found = path.why_missing(&sent.queue, direct_arrives);
         let is_first = self.findings.not_arriving.is_none();
         let Some(late) = self.look_for_late(found).await else { return };

@@ -18,6 +18,7 @@ mod deadline;
 mod degraded_broker;
 mod degraded_database;
 mod delayed_exchange;
+mod doctor;
 mod health;
 mod hostile;
 mod kinds;

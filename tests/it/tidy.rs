@@ -161,6 +161,7 @@ fn sqlx_stays_in_its_modules() {
         "observe/inspect/plan.rs",
         "observe/inspect/registration.rs",
         "observe/inspect/schema.rs",
+        "operations/doctor/server.rs",
         "operations/late_payments.rs",
         "operations/move_deadlines.rs",
         "operations/orders_table.rs",
@@ -205,7 +206,10 @@ fn measuring_stays_out_of_business_modules() {
             "runtime/supervisor.rs",
         ],
     );
-    used_in(r"\bcrate::http\b", &["cli/health.rs", "runtime/mod.rs", "observe/recorder.rs"]);
+    used_in(
+        r"\bcrate::http\b",
+        &["cli/health.rs", "operations/doctor/management.rs", "runtime/mod.rs", "observe/recorder.rs"],
+    );
 }
 
 #[test]
@@ -254,6 +258,7 @@ fn only_publishers_read_local_wall_clock() {
             // For signatures and dates of HTTP.
             "crates/providers/src/local_clock.rs",
             "crates/providers/tests/providers/rows.rs",
+            "operations/doctor/clocks.rs",
             "operations/retry_parked.rs",
             "cli/schedule_check.rs",
             "observe/recorder.rs"

@@ -314,7 +314,7 @@ mod tests {
             "Filter": "((p.state = 'open'::text) AND (p.pay_until <= (statement_timestamp() - '00:00:00.5'::interval)))" });
         let sort = json!({ "Node Type": "Sort", "Sort Key": ["p.pay_until", "p.id"], "Plans": [seq_scan] });
         let found = scans(&json!({ "Node Type": "Limit", "Plans": [sort] }));
-        let said = found[0].sentence("own.sql", 62 * 1024 * 1024, None);
+        let said = found[0].fault("own.sql", 62 * 1024 * 1024, None).to_string();
         assert_eq!(
             said,
             "own.sql reads all of public.purchases (62 MB) in every sweep: CREATE INDEX CONCURRENTLY ON public.purchases (pay_until, id) WHERE state = 'open'"
@@ -325,9 +325,9 @@ mod tests {
     fn index_scan_without_upper_bound_is_reported() {
         let found = scans(&index_scan("(ROW(p.pay_until, p.id) > ROW('-infinity', 0))"));
         assert_eq!(found[0].index.as_deref(), Some("purchases_pkey"));
-        let said = found[0].sentence("own.sql", 0, None);
+        let said = found[0].fault("own.sql", 0, None).to_string();
         assert!(said.contains("statement_timestamp()") && said.contains("without a bound"), "{said}");
-        let said = found[0].sentence("own.sql", 0, Some("CREATE INDEX ON purchases (pay_until, id)"));
+        let said = found[0].fault("own.sql", 0, Some("CREATE INDEX ON purchases (pay_until, id)")).to_string();
         assert!(said.ends_with("CREATE INDEX ON purchases (pay_until, id); ANALYZE public.purchases, which is enough if that index exists"), "{said}");
     }
 

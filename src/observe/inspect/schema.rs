@@ -256,7 +256,8 @@ const INDEXES_OF_PROVIDER_TABLES: &[Index] = &[
 ];
 
 const NO_EARLY_CLOSE_CHECK: &str = "the constraint that refuses an early close is missing";
-const ADD_EARLY_CLOSE_CHECK: &str = "ALTER TABLE orders ADD CONSTRAINT no_order_is_closed_early CHECK (closed_at >= expires_at) NOT VALID";
+const ADD_EARLY_CLOSE_CHECK: &str =
+    "ALTER TABLE orders ADD CONSTRAINT no_order_is_closed_early CHECK (closed_at >= expires_at) NOT VALID";
 
 /// All checks in one query. `$1`, `$2` tables and columns; `$3`, `$4` tables and rights; `$5` to `$8` indexes: table,
 /// first column, whether unique, a part of the condition; `$9` whether the early-close check is needed. Columns, rights
@@ -457,9 +458,7 @@ fn what_is_forbidden(catalog: &Catalog) -> Vec<Fault> {
 pub(super) fn row_security(role: &str, tables: &[String]) -> Fault {
     let tables = listed(tables);
     Fault::new(
-        format!(
-            "row security may hide rows of {tables} from the role {role}, and hidden orders are never closed"
-        ),
+        format!("row security may hide rows of {tables} from the role {role}, and hidden orders are never closed"),
         format!("ALTER ROLE {role} BYPASSRLS, or give it a policy FOR ALL USING (true)"),
     )
 }

@@ -63,12 +63,8 @@ impl Topology {
         within_time(async {
             let mut comparison = Comparison::default();
             for exchange in &self.exchanges {
-                let object = Object::Exchange(&exchange.name);
-                let compared = on_own_channel(connection, &exchange.name, async |channel| {
-                    look_at_exchange(channel, exchange).await.map_err(|error| self.explain(object, &error))?;
-                    self.declare_exchange(channel, exchange).await
-                });
-                comparison.faults.extend(compared.await?.err());
+                let compared = Request::CompareExchange(self, exchange).on_own_channel(connection).await?;
+                comparison.faults.extend(compared.err());
             }
             for queue in &self.queues {
                 comparison.compare(connection, &self.namespace, queue).await?;
@@ -178,21 +174,15 @@ impl Topology {
 
 impl Comparison {
     async fn compare(&mut self, connection: &Connection, namespace: &str, queue: &Queue) -> Result<(), TopologyError> {
-        let fault = |error: lapin::Error| explain(namespace, Object::Queue(&queue.name), &error);
-        let seen = on_own_channel(connection, &queue.name, async |channel| {
-            look_at_queue(channel, &queue.name).await.map_err(fault)
-        });
-        match seen.await? {
-            Ok(seen) => self.queues.push(seen),
+        match Request::LookAtQueue(namespace, queue).on_own_channel(connection).await? {
+            Ok(seen) => self.queues.extend(seen),
             Err(missing) => {
                 self.faults.push(missing);
                 return Ok(());
             }
         }
-        let declared = on_own_channel(connection, &queue.name, async |channel| {
-            declare_queue(channel, queue, false).await.map_err(fault)
-        });
-        self.faults.extend(declared.await?.err());
+        let declared = Request::DeclareQueue(namespace, queue).on_own_channel(connection).await?;
+        self.faults.extend(declared.err());
         Ok(())
     }
 }
@@ -216,26 +206,59 @@ impl Slots {
     }
 }
 
-/// Runs requests about the object of this name on a channel of their own, which a refusal closes.
-async fn on_own_channel<T>(
-    connection: &Connection,
-    name: &str,
-    requests: impl AsyncFn(&Channel) -> Result<T, TopologyError>,
-) -> Result<Result<T, TopologyError>, TopologyError> {
-    let of_this_one = format!("'{name}'");
-    let mut tries = 0;
-    loop {
-        tries += 1;
-        let channel = open_channel(connection).await?;
-        match requests(&channel).await {
-            Ok(done) => {
-                let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
-                return Ok(Ok(done));
+/// A request of a comparison. A refusal closes its channel.
+#[derive(Clone, Copy)]
+enum Request<'a> {
+    CompareExchange(&'a Topology, &'a Exchange),
+    LookAtQueue(&'a str, &'a Queue),
+    DeclareQueue(&'a str, &'a Queue),
+}
+
+impl Request<'_> {
+    fn name(self) -> String {
+        match self {
+            Self::CompareExchange(_, exchange) => exchange.name.clone(),
+            Self::LookAtQueue(_, queue) | Self::DeclareQueue(_, queue) => queue.name.clone(),
+        }
+    }
+
+    async fn send(self, channel: &Channel) -> Result<Option<SeenQueue>, TopologyError> {
+        match self {
+            Self::CompareExchange(topology, exchange) => {
+                let there = look_at_exchange(channel, exchange).await;
+                there.map_err(|error| topology.explain(Object::Exchange(&exchange.name), &error))?;
+                topology.declare_exchange(channel, exchange).await.map(|()| None)
             }
-            // The end of an earlier channel, as in `find_queue`.
-            Err(fault) if tries < MOST_TRIES && !fault.to_string().contains(&of_this_one) => {}
-            Err(fault @ TopologyError::Failed { .. }) => return Err(fault),
-            Err(fault) => return Ok(Err(fault)),
+            Self::LookAtQueue(namespace, queue) => {
+                let seen = look_at_queue(channel, &queue.name).await;
+                seen.map(Some).map_err(|error| explain(namespace, Object::Queue(&queue.name), &error))
+            }
+            Self::DeclareQueue(namespace, queue) => {
+                let declared = declare_queue(channel, queue, false).await;
+                declared.map(|()| None).map_err(|error| explain(namespace, Object::Queue(&queue.name), &error))
+            }
+        }
+    }
+
+    async fn on_own_channel(
+        self,
+        connection: &Connection,
+    ) -> Result<Result<Option<SeenQueue>, TopologyError>, TopologyError> {
+        let of_this_one = format!("'{}'", self.name());
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            let channel = open_channel(connection).await?;
+            match self.send(&channel).await {
+                Ok(done) => {
+                    let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+                    return Ok(Ok(done));
+                }
+                // The end of an earlier channel, as in `find_queue`.
+                Err(fault) if tries < MOST_TRIES && !fault.to_string().contains(&of_this_one) => {}
+                Err(fault @ TopologyError::Failed { .. }) => return Err(fault),
+                Err(fault) => return Ok(Err(fault)),
+            }
         }
     }
 }
