@@ -1,5 +1,5 @@
 //! What the addresses say by themselves: whether connections to other machines are encrypted, and whether a password is
-//! one that everybody knows.
+//! one that is publicly known.
 //!
 //! Opens no connection. No sentence contains a password.
 

@@ -34,7 +34,7 @@ check_names! {
     DatabasePooler = "database_pooler",
     /// The connection to another machine is encrypted, and the server verified.
     DatabaseTls = "database_tls",
-    /// The password is none that everybody knows.
+    /// The password is not publicly known.
     DatabasePassword = "database_password",
     /// The server's version is supported.
     DatabaseVersion = "database_version",
@@ -90,7 +90,7 @@ check_names! {
     BrokerReachable = "broker_reachable",
     /// The connection to another machine is encrypted.
     BrokerTls = "broker_tls",
-    /// The password is none that everybody knows.
+    /// The password is not publicly known.
     BrokerPassword = "broker_password",
     /// The broker's version can do what the strategy needs.
     BrokerVersion = "broker_version",
