@@ -5,6 +5,7 @@ mod bulk;
 pub mod close;
 pub mod config;
 pub mod deadline;
+pub mod doctor;
 pub mod explain;
 pub mod forecast;
 pub mod generate;
@@ -100,6 +101,7 @@ impl Cli {
             Command::Setup(_) => Settings::load_with_named_database(file, overrides),
             Command::Worker
             | Command::Status(_)
+            | Command::Doctor(_)
             | Command::Show(_)
             | Command::Explain(_)
             | Command::Pending(_)
@@ -269,6 +271,9 @@ pub enum Command {
     Schedule(schedule::ScheduleArgs),
     /// Show what is unpaid, due soon and overdue, what waits in the outboxes, what is parked, and which workers run
     Status(status::StatusArgs),
+    /// Find what keeps orders from being closed on time, say why it matters and how to fix it; exit code 1 for warnings, 2
+    /// for errors
+    Doctor(doctor::DoctorArgs),
     /// Show one order by table: its row, alarms, events and history, and why it is still open
     Show(show::ShowArgs),
     /// Tell one order's story in time: what happened when, why it is still open, and what to do
@@ -312,6 +317,7 @@ impl Command {
             | Self::Worker
             | Self::Health(_)
             | Self::Status(_)
+            | Self::Doctor(_)
             | Self::Show(_)
             | Self::Explain(_)
             | Self::Pending(_)
@@ -343,6 +349,7 @@ impl Command {
             Self::Health(args) => health::run(&args, &settings).await,
             Self::Schedule(args) => schedule::run(args, settings).await,
             Self::Status(args) => status::run(&args, settings).await,
+            Self::Doctor(args) => doctor::run(args, settings).await,
             Self::Show(args) => show::run(&args, settings).await,
             Self::Explain(args) => explain::run(&args, settings).await,
             Self::Pending(args) => pending::run(args, settings).await,

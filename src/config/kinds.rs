@@ -14,6 +14,12 @@ use serde::Deserialize;
 use super::{Settings, SettingsError};
 use crate::mapping::{KindWords, predicate};
 
+/// Connections besides the closers': sweep, parking, the outboxes and their lock, and four for inspections (of the
+/// catalog, of the plans, of the broker, and the registration), so that no task waits for another.
+const OTHER_CONNECTIONS: u32 = 8;
+/// How many more each further kind needs: sweep, parking, and two for inspections; and one if it has reminders. A kind never
+/// has more than these in use, so that one whose queries hang takes none from the others.
+const CONNECTIONS_OF_KIND: u32 = 4;
 /// The routing key of an event, and its type without the version. So that both fit AMQP's 255 bytes.
 const LONGEST_EVENT: usize = 200;
 /// Each costs a worker connections, and the broker queues.
@@ -86,6 +92,17 @@ impl Settings {
         }
         let handled = self.kinds.iter().filter(|(_, settings)| settings.is_handled).map(|(kind, _)| kind);
         self.worker.kinds.iter().chain(handled).cloned().collect()
+    }
+
+    /// The database connections that a worker with these settings needs, besides those of its closers.
+    #[must_use]
+    pub fn connections_besides_closers(&self) -> u32 {
+        let served = self.served_kinds();
+        let further = u32::try_from(served.len().saturating_sub(1)).unwrap_or(u32::MAX);
+        let reminding = served.iter().filter(|kind| !self.reminders_of(kind).is_empty()).count();
+        OTHER_CONNECTIONS
+            .saturating_add(further.saturating_mul(CONNECTIONS_OF_KIND))
+            .saturating_add(u32::try_from(reminding).unwrap_or(u32::MAX))
     }
 
     /// How long before the deadline each reminder of this kind is announced.

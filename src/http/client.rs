@@ -1,15 +1,19 @@
-//! A client for the pages of a worker, for `order-timeout health` in images without one, and for tests.
+//! A client for the pages of a worker, for `order-timeout health` in images without one, and for tests; and one for the JSON
+//! of other servers.
 //!
 //! Asks one question on a connection of its own, within a time limit.
 
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use http_body_util::{BodyExt, Empty};
-use hyper::Request;
 use hyper::body::Bytes;
-use hyper::header::HOST;
+use hyper::header::{AUTHORIZATION, DATE, HOST};
+use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
 use super::HttpError;
@@ -27,15 +31,51 @@ pub async fn get(address: SocketAddr, path: &str, timeout: Duration) -> Result<(
     }
 }
 
-async fn ask(address: SocketAddr, path: &str) -> Result<(u16, String), Box<dyn std::error::Error + Send + Sync>> {
+type ExchangeError = Box<dyn std::error::Error + Send + Sync>;
+
+async fn ask(address: SocketAddr, path: &str) -> Result<(u16, String), ExchangeError> {
     let stream = TcpStream::connect(address).await?;
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     let request = Request::get(path).header(HOST, address.to_string()).body(Empty::<Bytes>::new())?;
+    let response = exchange(stream, request).await?;
+    Ok((response.status().as_u16(), response.into_body()))
+}
+
+/// Asks another server for a JSON document, over a connection that is open. `account`: name and password. Returns the
+/// document, and the server's time as its header `Date` has it.
+///
+/// # Errors
+/// One sentence if there is no answer within `timeout`, or another one than status 200.
+pub async fn get_json(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    (host, path): (&str, &str),
+    (user, password): (&str, &str),
+    timeout: Duration,
+) -> Result<(serde_json::Value, Option<String>), String> {
+    let credentials = STANDARD.encode(format!("{user}:{password}"));
+    let asking = async {
+        let request = Request::get(path).header(HOST, host).header(AUTHORIZATION, format!("Basic {credentials}"));
+        let response = exchange(stream, request.body(Empty::<Bytes>::new())?).await?;
+        if response.status() != StatusCode::OK {
+            return Err(format!("GET {path} was answered with {}", response.status()).into());
+        }
+        let date = response.headers().get(DATE).and_then(|date| date.to_str().ok()).map(str::to_owned);
+        Ok::<_, ExchangeError>((serde_json::from_str(response.body())?, date))
+    };
+    match tokio::time::timeout(timeout, asking).await {
+        Ok(answer) => answer.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("no response within {timeout:?}")),
+    }
+}
+
+async fn exchange(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    request: Request<Empty<Bytes>>,
+) -> Result<Response<String>, ExchangeError> {
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     let exchange = async move {
-        let response = sender.send_request(request).await?;
-        let status = response.status().as_u16();
-        let body = response.into_body().collect().await?.to_bytes();
-        Ok((status, String::from_utf8_lossy(&body).into_owned()))
+        let (head, body) = sender.send_request(request).await?.into_parts();
+        let body = body.collect().await?.to_bytes();
+        Ok(Response::from_parts(head, String::from_utf8_lossy(&body).into_owned()))
     };
     // The connection's future does the reading and writing, and ends when the sender is dropped.
     let (answer, _ended) = tokio::join!(exchange, connection);

@@ -1,5 +1,6 @@
 //! The HTTP server: `/livez`, `/readyz` and `/metrics` (`probes.rs`), and if `http.page` is true the API (`api/`) and the
-//! page (`page/`) on what both share (`site/`). `client.rs` asks a worker for a page.
+//! page (`page/`) on what both share (`site/`). `client.rs` asks a worker for a page, and other servers for
+//! JSON.
 //!
 //! This file accepts connections and limits them. Each request has a time limit, and connections without a request never
 //! delay one that has sent a request.
@@ -33,7 +34,7 @@ use crate::observe::health::Health;
 use crate::observe::metrics::Metrics;
 
 pub use api::openapi;
-pub use client::get;
+pub use client::{get, get_json};
 pub use site::{Site, TokenError};
 
 /// Whether the worker's loops turn.

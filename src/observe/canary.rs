@@ -69,6 +69,14 @@ pub struct Journey {
     pub wait: Duration,
 }
 
+impl Journey {
+    /// Whether it waits in a slot of the wheel, which exists only after an alarm has needed it.
+    #[must_use]
+    pub const fn is_in_slot(&self) -> bool {
+        matches!(self.placement, Placement::Slot { .. })
+    }
+}
+
 /// All paths of one kind's alarms.
 #[derive(Debug, Clone)]
 pub struct Paths {

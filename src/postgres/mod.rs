@@ -39,7 +39,8 @@ use error::is_stale_plan;
 pub use error::{DatabaseError, ErrorClass, classify, is_read_only, one_line, without_server_message};
 pub use migrations::{migrate, require_migrated};
 pub use operator::Operator;
-use session::{Session, TimeZone};
+pub use session::is_about_pooler;
+use session::{Session, TimeZone, ZoneOrigin};
 
 /// How much longer than `database.statement_timeout` a call waits before the server counts as unreachable.
 const NO_ANSWER_MARGIN: Duration = Duration::from_secs(1);
@@ -211,6 +212,12 @@ impl Database {
     /// The time zone in which statements run, and where it was found.
     pub(crate) fn time_zone(&self) -> &TimeZone {
         self.target.session.time_zone()
+    }
+
+    /// Whether the time zone is a guess, because the role may not read the server's configuration.
+    #[must_use]
+    pub fn assumes_time_zone(&self) -> bool {
+        self.time_zone().origin == ZoneOrigin::Assumed
     }
 
     /// Whether connections are, or may be, encrypted.

@@ -173,6 +173,12 @@ pub(crate) fn pooler_hint(code: &str, message: &str) -> Option<String> {
     matches!(code, "42P05" | "26000").then(|| SHARED_SESSIONS.to_owned())
 }
 
+/// Whether a pooler that shares sessions keeps the database from being used.
+#[must_use]
+pub fn is_about_pooler(fault: &super::DatabaseError) -> bool {
+    fault.0.contains(SHARED_SESSIONS)
+}
+
 /// Our own sentence as an error of the client library.
 fn refused(why: &str) -> sqlx::Error {
     sqlx::Error::Io(std::io::Error::other(why.to_owned()))

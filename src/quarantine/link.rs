@@ -15,9 +15,9 @@ use order_timeout_amqp::AmqpSettings;
 use order_timeout_amqp::connect::{RawConnection, reply_code};
 use tokio::time::timeout;
 
-use super::QuarantineError;
 use super::frame::{Decoder, Frame, Kind};
 use super::message::{Assembler, Message, is_delivery};
+use super::{QuarantineError, Server};
 
 /// The only channel.
 const CHANNEL: u16 = 1;
@@ -39,6 +39,7 @@ pub(super) struct Link {
     /// The largest frame that the client would read, as negotiated with the broker.
     pub frame_max: u32,
     timeout: Duration,
+    server: Server,
 }
 
 /// What the broker sends during a search.
@@ -67,6 +68,7 @@ impl Link {
             unread: 0..0,
             frame_max,
             timeout: settings.connect_timeout,
+            server: Server::default(),
         };
         link.handshake().await?;
         Ok(link)
@@ -74,7 +76,10 @@ impl Link {
 
     async fn handshake(&mut self) -> Result<(), QuarantineError> {
         self.write(&[AMQPFrame::ProtocolHeader(ProtocolVersion::amqp_0_9_1())]).await?;
-        self.answer(|method| matches!(method, AMQPClass::Connection(connection::AMQPMethod::Start(_)))).await?;
+        let start = self.answer(|method| matches!(method, AMQPClass::Connection(connection::AMQPMethod::Start(_))));
+        if let AMQPClass::Connection(connection::AMQPMethod::Start(start)) = start.await? {
+            self.server = server(&start.server_properties);
+        }
         let start_ok = connection::StartOk {
             client_properties: client_properties(),
             mechanism: self.raw.mechanism.name().into(),
@@ -99,6 +104,11 @@ impl Link {
         self.call(CHANNEL, AMQPClass::Channel(channel::AMQPMethod::Open(channel::Open {}))).await?;
         self.answer(|method| matches!(method, AMQPClass::Channel(channel::AMQPMethod::OpenOk(_)))).await?;
         Ok(())
+    }
+
+    /// How the broker has introduced itself.
+    pub fn server(&self) -> &Server {
+        &self.server
     }
 
     /// Asks how many messages of a queue are ready for delivery; the answer arrives between deliveries.
@@ -282,6 +292,15 @@ impl Link {
     fn silent(&self) -> QuarantineError {
         self.broken(&format!("the broker did not answer within {:?}", self.timeout))
     }
+}
+
+/// AMQP `connection.start`, `server-properties`.
+fn server(properties: &FieldTable) -> Server {
+    let text = |name: &str| match properties.inner().get(name) {
+        Some(AMQPValue::LongString(text)) => text.to_string(),
+        _ => String::new(),
+    };
+    Server { product: text("product"), version: text("version"), cluster: text("cluster_name") }
 }
 
 /// The properties that `rabbitmqctl list_connections` shows, and the supported capabilities.

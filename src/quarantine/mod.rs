@@ -54,6 +54,28 @@ impl Bounds {
     pub const BY_HAND: Self = Self { messages: 10_000_000, time: Duration::from_secs(3_600) };
 }
 
+/// How a broker introduces itself. The AMQP client does not show this. Empty where the broker says nothing.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Server {
+    /// Such as `RabbitMQ`.
+    pub product: String,
+    /// Such as `3.10.8`.
+    pub version: String,
+    /// The name of the cluster, or of the only node.
+    pub cluster: String,
+}
+
+/// Asks the broker what it is.
+///
+/// # Errors
+/// [`QuarantineError`] if it cannot be reached.
+pub async fn server(settings: &AmqpSettings) -> Result<Server, QuarantineError> {
+    let link = Link::open(settings).await?;
+    let server = link.server().clone();
+    link.close().await?;
+    Ok(server)
+}
+
 /// A message that the AMQP client cannot read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Found {

@@ -104,11 +104,6 @@ pub(super) struct BrokerInspections {
     suspected: Option<Instant>,
 }
 
-/// Whose consumers are counted together: those of one kind's processing queues.
-fn readers_of(namespace: &str, kind: &Kind) -> String {
-    if kind.is_default() { namespace.to_owned() } else { format!("{namespace}/{kind}") }
-}
-
 struct Watched {
     inspector: Inspector,
     since: Instant,
@@ -146,7 +141,7 @@ impl BrokerInspections {
         Self {
             path_names: paths.all().iter().map(|path| path.name.clone()).collect(),
             paths,
-            store: CanaryStore::new(database, &readers_of(&settings.namespace, kind)),
+            store: CanaryStore::new(database, &settings.namespace, kind),
             missing_route: confirmed.missing_route(),
             confirmed,
             slots,
@@ -465,14 +460,14 @@ impl BrokerInspections {
 
     /// Another worker's canary was published on that path and arrived.
     fn forget_published(&mut self, known: &Known) {
-        let arrived = |path: &String| known.sent.iter().any(|sent| sent.path == *path && sent.has_arrived);
+        let arrived = |path: &String| known.sent.iter().any(|sent| sent.path == *path && sent.has_arrived());
         self.findings.not_published.retain(|path, _| !arrived(path));
     }
 
     fn is_to_be_sent(&self, path: &Path, known: &Known, suspected: bool) -> bool {
         let Some(last) = known.sent.iter().find(|sent| sent.path == path.name) else { return true };
         // The table decides, because all workers share it.
-        if last.has_arrived {
+        if last.has_arrived() {
             known.now > last.sent_at + path.sent_every(suspected)
         } else {
             self.is_overdue(last, known.now)
@@ -485,7 +480,7 @@ impl BrokerInspections {
         let is_quick = self.paths.find(&sent.path).is_some_and(Path::is_quick);
         // A canary of a slow path that was late before this session proves nothing about now; the next one will.
         let since = if is_quick || began_at <= sent.waiting_since { sent.waiting_since } else { sent.due_at };
-        !sent.has_arrived && now > since.max(began_at + COMING_BACK) + GRACE
+        !sent.has_arrived() && now > since.max(began_at + COMING_BACK) + GRACE
     }
 
     async fn send(&mut self, path: &Path, now: Timestamp, suspected: bool, is_missed: bool) -> Result<(), StoreError> {
@@ -542,7 +537,7 @@ impl BrokerInspections {
     /// Reports missing canaries.
     async fn judge(&mut self, known: &Known) {
         let is_quick = |sent: &&Sent| self.paths.find(&sent.path).is_some_and(Path::is_quick);
-        if known.sent.iter().filter(is_quick).any(|sent| !sent.has_arrived) {
+        if known.sent.iter().filter(is_quick).any(|sent| !sent.has_arrived()) {
             self.next_round = self.next_round.min(Instant::now() + ROUND_AGAIN_AFTER);
         }
         let overdue = |direct: bool| {
@@ -555,8 +550,10 @@ impl BrokerInspections {
             self.findings.not_arriving = None;
             return;
         };
-        let direct_arrives =
-            known.sent.iter().any(|sent| sent.has_arrived && self.paths.find(&sent.path).is_some_and(Path::is_direct));
+        let direct_arrives = known
+            .sent
+            .iter()
+            .any(|sent| sent.has_arrived() && self.paths.find(&sent.path).is_some_and(Path::is_direct));
         let found = path.why_missing(&sent.queue, direct_arrives);
         let is_first = self.findings.not_arriving.is_none();
         let Some(late) = self.look_for_late(found).await else { return };

@@ -22,6 +22,7 @@ use crate::observe::degraded::Cause;
 use crate::observe::inspect::plan::Plans;
 use crate::observe::inspect::registration::{Registered, Registration};
 use crate::observe::inspect::schema::Schema;
+use crate::observe::inspect::{Fault, sentence};
 use crate::observe::recorder::{KindRecorder, Recorder};
 use crate::operations::orders_statements;
 use crate::postgres::{Database, one_line};
@@ -116,7 +117,9 @@ impl CatalogInspection {
         loop {
             tokio::select! {
                 found = self.schema.look(&self.database) => match found {
-                    Ok(found) => found.into_iter().for_each(|(cause, why)| self.recorder.degraded(cause, why.as_deref())),
+                    Ok(found) => found
+                        .iter()
+                        .for_each(|(cause, faults)| self.recorder.degraded(*cause, sentence(faults).as_deref())),
                     Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
                 },
                 () = ends.cancelled() => return,
@@ -167,7 +170,8 @@ impl Registering {
         let active = if draining { BTreeSet::new() } else { self.active_kinds.names() };
         match self.registration.register(&active).await {
             Ok(registered) => {
-                self.recorder.degraded(Cause::WorkersDisagree, registered.disagreement.as_deref());
+                let disagreement = registered.disagreement.as_ref().map(Fault::to_string);
+                self.recorder.degraded(Cause::WorkersDisagree, disagreement.as_deref());
                 self.tell_shares(&registered, &active);
                 if !draining {
                     self.report_unserved(&registered);
@@ -230,7 +234,9 @@ impl PlanInspections {
             tokio::select! {
                 looked = self.plans.look(&self.database) => match looked {
                     Ok(found) => {
-                        found.into_iter().for_each(|(cause, why)| self.recorder.degraded(cause, why.as_deref()));
+                        found
+                            .iter()
+                            .for_each(|(cause, faults)| self.recorder.degraded(*cause, sentence(faults).as_deref()));
                     }
                     Err(error) => debug!(error = one_line(&error), "the statements could not be explained"),
                 },

@@ -62,12 +62,6 @@ use local_outboxes::LocalOutboxesLoop;
 use outboxes::Outboxes;
 use tasks::Tasks;
 
-/// Connections besides the closers': sweep, parking, the outboxes and their lock, and four for inspections (of the
-/// catalog, of the plans, of the broker, and the registration), so that no task waits for another.
-const OTHER_CONNECTIONS: u32 = 8;
-/// How many more each further kind needs: sweep, parking, and two for inspections; and one if it has reminders. A kind never has more than these in use,
-/// so that one whose queries hang takes none from the others.
-const CONNECTIONS_OF_KIND: u32 = 4;
 /// How long a loop may make no progress, in addition to the time limits of its calls.
 const LOOP_MARGIN: Duration = Duration::from_secs(60);
 /// Database calls of the outbox loop in one round: two ages, the lock, the refused count, parked alarms, and for each
@@ -129,12 +123,7 @@ impl Worker {
         // First, so that it answers what the worker waits for while it starts.
         let http = open_http(&settings, &recorder).await?;
         let served: Vec<Kind> = settings.served_kinds().into_iter().collect();
-        let further = u32::try_from(served.len().saturating_sub(1)).unwrap_or(u32::MAX);
-        let reminding = served.iter().filter(|kind| !settings.reminders_of(kind).is_empty()).count();
-        let connections = OTHER_CONNECTIONS
-            .saturating_add(further.saturating_mul(CONNECTIONS_OF_KIND))
-            .saturating_add(u32::try_from(reminding).unwrap_or(u32::MAX));
-        let database = Database::connect(&settings.database, connections).await?;
+        let database = Database::connect(&settings.database, settings.connections_besides_closers()).await?;
         postgres::require_migrated(&database).await?;
         shop_settings::write(&database, &settings.orders).await?;
         for kind in &served {

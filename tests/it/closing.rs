@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use order_timeout::observe::inspect::schema::Schema;
+use order_timeout::observe::inspect::sentence;
 use order_timeout::postgres::Database;
 use order_timeout_core::engine::{CallKind, ClosingPolicy};
 use order_timeout_core::payment::{Answer, Currency, Money, Unknown};
@@ -501,10 +502,10 @@ fn schema_has_what_provider_needs() {
     TestEnv::builder().run(async move |env| {
         let database = Database::connect(&env.settings.database, 1).await.unwrap();
         let schema = Schema::new(&env.settings).with_provider();
-        let missing = schema.look(&database).await.unwrap().into_iter().find_map(|(_, why)| why);
+        let missing = schema.look(&database).await.unwrap().into_iter().find_map(|(_, faults)| sentence(&faults));
         assert_eq!(missing, None);
         sqlx::raw_sql("DROP INDEX close_attempts_due").execute(&env.pool).await.unwrap();
-        let missing = schema.look(&database).await.unwrap().into_iter().find_map(|(_, why)| why);
+        let missing = schema.look(&database).await.unwrap().into_iter().find_map(|(_, faults)| sentence(&faults));
         let says_so = |why: &String| why.contains("the index of claimed orders is missing");
         assert!(missing.as_ref().is_some_and(says_so), "{missing:?}");
     });

@@ -19,6 +19,7 @@ mod deadline;
 mod degraded_broker;
 mod degraded_database;
 mod delayed_exchange;
+mod doctor;
 mod explain;
 mod handlers;
 mod health;

@@ -1,7 +1,7 @@
 //! A pooler between the worker and Postgres: with session pooling the worker runs as without it; any other mode is
 //! refused at startup by an error that names the pooler, and nothing is written.
 
-mod pgbouncer;
+pub mod pgbouncer;
 
 use std::time::Duration;
 

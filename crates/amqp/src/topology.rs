@@ -30,7 +30,7 @@ use crate::connect::{reply, reply_code};
 
 pub use error::TopologyError;
 use error::{Object, explain};
-pub use inspect::{SeenQueue, Sight, find_queue, queue_exists};
+pub use inspect::{Comparison, SeenQueue, Sight, find_queue, queue_exists};
 pub use names::{DUE_KEY, Names};
 pub use prune::{Pruned, prune};
 pub use publishing::require_alarm_exchanges;

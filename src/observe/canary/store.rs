@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Timestamp;
 use sqlx::Row;
 use time::OffsetDateTime;
@@ -39,8 +40,16 @@ pub struct Sent {
     pub due_at: Timestamp,
     /// When the first of the consecutive missing canaries was due.
     pub waiting_since: Timestamp,
+    /// When it came back, by the database's clock; `None` if it has not yet.
+    pub arrived_at: Option<Timestamp>,
+}
+
+impl Sent {
     /// Whether it came back.
-    pub has_arrived: bool,
+    #[must_use]
+    pub const fn has_arrived(&self) -> bool {
+        self.arrived_at.is_some()
+    }
 }
 
 /// The tables' contents at one time of the database's clock.
@@ -63,16 +72,17 @@ pub struct CanaryStore {
 }
 
 impl CanaryStore {
-    /// The rows of these readers, for one more worker: of the namespace, or of one kind in it.
+    /// For one more worker. Counted together are the readers of one kind's processing queues.
     #[must_use]
-    pub fn new(database: Database, namespace: &str) -> Self {
-        Self { database, namespace: namespace.to_owned(), worker: Uuid::now_v7() }
+    pub fn new(database: Database, namespace: &str, kind: &Kind) -> Self {
+        let namespace = if kind.is_default() { namespace.to_owned() } else { format!("{namespace}/{kind}") };
+        Self { database, namespace, worker: Uuid::now_v7() }
     }
 
     /// # Errors
     /// [`StoreError`].
     pub async fn known(&self, paths: &[String]) -> Result<Known, StoreError> {
-        let select = "SELECT path, queue, sent_at, due_at, waiting_since, arrived_at IS NOT NULL AS has_arrived
+        let select = "SELECT path, queue, sent_at, due_at, waiting_since, arrived_at
                       FROM canaries WHERE path = ANY ($1)";
         let readers = "SELECT clock_timestamp() AS now, coalesce(sum(consumers), 0) AS readers
                        FROM canary_readers
@@ -89,7 +99,9 @@ impl CanaryStore {
             let [Timestamptz(sent_at), Timestamptz(due_at), Timestamptz(waiting_since)] =
                 [row.try_get("sent_at")?, row.try_get("due_at")?, row.try_get("waiting_since")?];
             let (path, queue) = (row.try_get("path")?, row.try_get("queue")?);
-            Ok(Sent { path, queue, sent_at, due_at, waiting_since, has_arrived: row.try_get("has_arrived")? })
+            let arrived_at: Option<Timestamptz> = row.try_get("arrived_at")?;
+            let arrived_at = arrived_at.map(|Timestamptz(at)| at);
+            Ok(Sent { path, queue, sent_at, due_at, waiting_since, arrived_at })
         });
         let sent = sent.collect::<Result<_, sqlx::Error>>()?;
         let now: OffsetDateTime = readers.try_get("now")?;

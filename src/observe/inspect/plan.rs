@@ -11,7 +11,8 @@ use serde_json::Value;
 use sqlx::postgres::PgConnection;
 use sqlx::{AssertSqlSafe, Connection, SqlSafeStr, SqlStr};
 
-use super::schema::{Found, row_security};
+use super::schema::row_security;
+use super::{Fault, Found};
 use crate::observe::degraded::Cause;
 use crate::postgres::{Database, ErrorClass, classify, one_line};
 
@@ -86,7 +87,7 @@ impl Plans {
             Err(error) => return forbidden(&self.overdue.1, error),
         };
         let slow = self.why_slow(&mut transaction, &plan).await?;
-        let mut found = vec![(Cause::SlowOverdueQuery, slow)];
+        let mut found = vec![(Cause::SlowOverdueQuery, slow.into_iter().collect())];
         if let Some((sql, parameters, name)) = &self.own_close {
             if let Err(error) = explain_close(&mut transaction, sql, *parameters).await {
                 return forbidden(name, error);
@@ -94,10 +95,11 @@ impl Plans {
             let hidden: Vec<(String, String)> = sqlx::query_as(HIDDEN_BY_POLICIES).fetch_all(&mut *transaction).await?;
             let role = hidden.first().map(|(_, role)| role.clone());
             let tables: Vec<String> = hidden.into_iter().map(|(table, _)| table).collect();
-            found.push((Cause::DatabaseRights, role.map(|role| row_security(&role, &tables))));
+            let hidden = role.map(|role| row_security(&role, &tables));
+            found.push((Cause::DatabaseRights, hidden.into_iter().collect()));
         } else {
             // The statement can be run. `schema.rs` reports row security on our own tables.
-            found.push((Cause::DatabaseRights, None));
+            found.push((Cause::DatabaseRights, Vec::new()));
         }
         transaction.rollback().await?;
         Ok(found)
@@ -112,7 +114,7 @@ impl Plans {
         explain.persistent(false).fetch_one(connection).await
     }
 
-    async fn why_slow(&self, connection: &mut PgConnection, plan: &Value) -> Result<Option<String>, sqlx::Error> {
+    async fn why_slow(&self, connection: &mut PgConnection, plan: &Value) -> Result<Option<Fault>, sqlx::Error> {
         let scans = unbounded_scans(plan);
         if scans.is_empty() {
             return Ok(None);
@@ -125,7 +127,7 @@ impl Plans {
             sizes.into_iter().map(|(schema, table, bytes)| ((schema, table), bytes)).collect();
         let large = scans.into_iter().find_map(|scan| {
             let bytes = *sizes.get(&(scan.schema.clone(), scan.table.clone()))?;
-            (bytes > self.small_bytes).then(|| scan.sentence(&self.overdue.1, bytes, self.index.as_deref()))
+            (bytes > self.small_bytes).then(|| scan.fault(&self.overdue.1, bytes, self.index.as_deref()))
         });
         Ok(large)
     }
@@ -138,8 +140,8 @@ fn forbidden(name: &str, error: sqlx::Error) -> Result<Found, sqlx::Error> {
     }
     let is_right = error.as_database_error().is_some_and(|fault| fault.code().as_deref() == Some("42501"));
     let advice = if is_right { "GRANT the worker's role what it uses" } else { "correct the statement or its tables" };
-    let sentence = format!("{name} cannot be run: {}; {advice}", one_line(&error));
-    Ok(vec![(Cause::DatabaseRights, Some(sentence))])
+    let fault = Fault::new(format!("{name} cannot be run: {}", one_line(&error)), advice);
+    Ok(vec![(Cause::DatabaseRights, vec![fault])])
 }
 
 fn explain(sql: &SqlStr) -> SqlStr {
@@ -175,7 +177,7 @@ struct Scan {
 
 impl Scan {
     /// `known`: the statement that creates the index, where that is not a guess.
-    fn sentence(&self, statement: &str, bytes: i64, known: Option<&str>) -> String {
+    fn fault(&self, statement: &str, bytes: i64, known: Option<&str>) -> Fault {
         let Self { schema, table, index, is_part, columns, condition } = self;
         let megabytes = bytes / 1024 / 1024;
         let what = match index {
@@ -187,21 +189,22 @@ impl Scan {
             }
             None => format!("all of {schema}.{table} ({megabytes} MB)"),
         };
+        let what = format!("{statement} reads {what} in every sweep");
         if let Some(create) = known {
-            return format!(
-                "{statement} reads {what} in every sweep: {create}; ANALYZE {schema}.{table}, which is enough if that index exists"
-            );
+            let fix = format!("{create}; ANALYZE {schema}.{table}, which is enough if that index exists");
+            return Fault::new(what, fix);
         }
         let condition = condition.as_ref().map_or_else(String::new, |condition| format!(" WHERE {condition}"));
         if columns.is_empty() {
-            return format!(
-                "{statement} reads {what} in every sweep: it needs an index on (deadline, id){condition}, and must compare the deadline with statement_timestamp(), because clock_timestamp() cannot bound an index scan"
+            return Fault::new(
+                what,
+                format!(
+                    "it needs an index on (deadline, id){condition}, and must compare the deadline with statement_timestamp(), because clock_timestamp() cannot bound an index scan"
+                ),
             );
         }
         let columns = columns.join(", ");
-        format!(
-            "{statement} reads {what} in every sweep: CREATE INDEX CONCURRENTLY ON {schema}.{table} ({columns}){condition}"
-        )
+        Fault::new(what, format!("CREATE INDEX CONCURRENTLY ON {schema}.{table} ({columns}){condition}"))
     }
 }
 
@@ -311,7 +314,7 @@ mod tests {
             "Filter": "((p.state = 'open'::text) AND (p.pay_until <= (statement_timestamp() - '00:00:00.5'::interval)))" });
         let sort = json!({ "Node Type": "Sort", "Sort Key": ["p.pay_until", "p.id"], "Plans": [seq_scan] });
         let found = scans(&json!({ "Node Type": "Limit", "Plans": [sort] }));
-        let said = found[0].sentence("own.sql", 62 * 1024 * 1024, None);
+        let said = found[0].fault("own.sql", 62 * 1024 * 1024, None).to_string();
         assert_eq!(
             said,
             "own.sql reads all of public.purchases (62 MB) in every sweep: CREATE INDEX CONCURRENTLY ON public.purchases (pay_until, id) WHERE state = 'open'"
@@ -322,9 +325,9 @@ mod tests {
     fn index_scan_without_upper_bound_is_reported() {
         let found = scans(&index_scan("(ROW(p.pay_until, p.id) > ROW('-infinity', 0))"));
         assert_eq!(found[0].index.as_deref(), Some("purchases_pkey"));
-        let said = found[0].sentence("own.sql", 0, None);
+        let said = found[0].fault("own.sql", 0, None).to_string();
         assert!(said.contains("statement_timestamp()") && said.contains("without a bound"), "{said}");
-        let said = found[0].sentence("own.sql", 0, Some("CREATE INDEX ON purchases (pay_until, id)"));
+        let said = found[0].fault("own.sql", 0, Some("CREATE INDEX ON purchases (pay_until, id)")).to_string();
         assert!(said.ends_with("CREATE INDEX ON purchases (pay_until, id); ANALYZE public.purchases, which is enough if that index exists"), "{said}");
     }
 

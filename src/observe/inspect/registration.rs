@@ -10,7 +10,7 @@ use sqlx::Row;
 use sqlx::types::Json;
 use uuid::Uuid;
 
-use super::listed;
+use super::{Fault, listed};
 use crate::config::Settings;
 use crate::config::kinds::OrdersOf;
 use crate::postgres::Database;
@@ -29,6 +29,11 @@ here AS (
     VALUES ($1, $2, $3, $4, $5, $6, $7)
     ON CONFLICT (id) DO UPDATE SET last_seen = clock_timestamp(), kinds = $7
 )
+SELECT id, host, pid, namespace, delays, kinds FROM order_timeout_workers
+WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
+
+/// The live ones alone. `$1` is the id of this one.
+const LIVE: &str = "
 SELECT id, host, pid, namespace, delays, kinds FROM order_timeout_workers
 WHERE id <> $1 AND last_seen > clock_timestamp() - interval '10 s' ORDER BY started_at, id";
 
@@ -62,7 +67,7 @@ pub struct Registration {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Registered {
     /// How other workers on this schema differ, if they do.
-    pub disagreement: Option<String>,
+    pub disagreement: Option<Fault>,
     own: Entry,
     others: Vec<Entry>,
     kinds: BTreeSet<Kind>,
@@ -117,20 +122,20 @@ impl Registration {
             .bind(Json(&self.own.delays))
             .bind(&own.kinds);
         let rows = self.database.run(async |connection| register.fetch_all(connection).await).await?;
-        let read = |row: &sqlx::postgres::PgRow| {
-            let Json(delays) = row.try_get("delays")?;
-            Ok(Entry {
-                id: row.try_get("id")?,
-                host: row.try_get("host")?,
-                pid: row.try_get("pid")?,
-                namespace: row.try_get("namespace")?,
-                delays,
-                kinds: row.try_get("kinds")?,
-            })
-        };
         let others = rows.iter().map(read).collect::<Result<Vec<Entry>, sqlx::Error>>()?;
         let (kinds, expected) = (self.kinds.clone(), self.expected.clone());
         Ok(Registered { disagreement: disagreement(&own, &others), own, others, kinds, expected })
+    }
+
+    /// Compares these settings with those of the live workers; writes nothing.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn disagreement(&self) -> Result<Option<Fault>, sqlx::Error> {
+        let select = sqlx::query(LIVE).bind(self.own.id);
+        let rows = self.database.run(async |connection| select.fetch_all(connection).await).await?;
+        let others = rows.iter().map(read).collect::<Result<Vec<Entry>, sqlx::Error>>()?;
+        Ok(disagreement(&self.own, &others))
     }
 
     /// Removes the registration of a worker that stops.
@@ -141,6 +146,18 @@ impl Registration {
         let leave = sqlx::query("DELETE FROM order_timeout_workers WHERE id = $1").bind(self.own.id);
         self.database.run(async |connection| leave.execute(connection).await).await.map(drop)
     }
+}
+
+fn read(row: &sqlx::postgres::PgRow) -> Result<Entry, sqlx::Error> {
+    let Json(delays) = row.try_get("delays")?;
+    Ok(Entry {
+        id: row.try_get("id")?,
+        host: row.try_get("host")?,
+        pid: row.try_get("pid")?,
+        namespace: row.try_get("namespace")?,
+        delays,
+        kinds: row.try_get("kinds")?,
+    })
 }
 
 /// The settings that must be the same for all workers.
@@ -204,7 +221,7 @@ fn host() -> String {
     if name.is_empty() { "(unknown)".to_owned() } else { name.to_owned() }
 }
 
-fn disagreement(own: &Entry, others: &[Entry]) -> Option<String> {
+fn disagreement(own: &Entry, others: &[Entry]) -> Option<Fault> {
     let differing: Vec<String> = others
         .iter()
         .filter_map(|other| {
@@ -215,9 +232,9 @@ fn disagreement(own: &Entry, others: &[Entry]) -> Option<String> {
         })
         .collect();
     (!differing.is_empty()).then(|| {
-        format!(
-            "{}: give all workers on this schema the same settings, or use a separate database for the other namespace",
-            listed(&differing)
+        Fault::new(
+            listed(&differing),
+            "give all workers on this schema the same settings, or use a separate database for the other namespace",
         )
     })
 }
@@ -276,12 +293,16 @@ mod tests {
         assert_eq!(share(&first, &[of_another_kind]), Share::ALL);
     }
 
+    fn sentence(own: &Entry, others: &[Entry]) -> String {
+        disagreement(own, others).unwrap().to_string()
+    }
+
     #[test]
     fn difference_names_setting_host_and_pid() {
         let own = entry(|_| {});
-        let said = disagreement(&own, &[entry(|settings| settings.delay.lead *= 2)]).unwrap();
+        let said = sentence(&own, &[entry(|settings| settings.delay.lead *= 2)]);
         assert!(said.contains("host shop-2 (pid 7) has delay.lead \"40s\", this one \"20s\""), "{said}");
-        let said = disagreement(&own, &[entry(|settings| settings.namespace = "other".into())]).unwrap();
+        let said = sentence(&own, &[entry(|settings| settings.namespace = "other".into())]);
         assert!(said.contains("namespace \"other\", this one \"order\""), "{said}");
         for change in [
             |settings: &mut Settings| settings.delay.lane_shards += 1,
@@ -299,9 +320,9 @@ mod tests {
             })
         };
         // It would park the alarms of a kind that it does not know.
-        let said = disagreement(&own, &[with_lane("5m")]).unwrap();
+        let said = sentence(&own, &[with_lane("5m")]);
         assert!(said.contains("kinds \"order, acceptance\", this one \"order\""), "{said}");
-        let said = disagreement(&with_lane("5m"), &[with_lane("10m")]).unwrap();
+        let said = sentence(&with_lane("5m"), &[with_lane("10m")]);
         assert!(said.contains("kinds.acceptance.lanes \"10m\", this one \"5m\""), "{said}");
         let with_statements = entry(|settings| settings.orders.close_sql = "close.sql".into());
         let said = disagreement(&entry(|_| {}), &[with_statements]).unwrap();

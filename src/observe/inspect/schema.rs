@@ -6,7 +6,7 @@
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
-use super::listed;
+use super::{Fault, Found, listed};
 use crate::config::Settings;
 use crate::observe::degraded::Cause;
 use crate::postgres::Database;
@@ -192,8 +192,10 @@ struct Index {
     unique: bool,
     /// A part of its condition, if it has one.
     condition: &'static str,
-    /// The sentence that names its purpose and the statement that creates it.
-    sentence: &'static str,
+    /// That it is missing, and what for.
+    missing: &'static str,
+    /// The statement that creates it.
+    create: &'static str,
 }
 
 const INDEXES_ALWAYS: &[Index] = &[
@@ -202,14 +204,16 @@ const INDEXES_ALWAYS: &[Index] = &[
         first_column: "next_attempt_at",
         unique: false,
         condition: "sent_at IS NULL",
-        sentence: "the index of unsent events is missing: CREATE INDEX CONCURRENTLY event_outbox_due ON event_outbox (next_attempt_at, created_at, id) WHERE sent_at IS NULL",
+        missing: "the index of unsent events is missing",
+        create: "CREATE INDEX CONCURRENTLY event_outbox_due ON event_outbox (next_attempt_at, created_at, id) WHERE sent_at IS NULL",
     },
     Index {
         table: "alarm_outbox",
         first_column: "next_attempt_at",
         unique: false,
         condition: "sent_at IS NULL",
-        sentence: "the index of unsent alarms is missing: CREATE INDEX CONCURRENTLY alarm_outbox_due ON alarm_outbox (next_attempt_at, created_at, id) WHERE sent_at IS NULL",
+        missing: "the index of unsent alarms is missing",
+        create: "CREATE INDEX CONCURRENTLY alarm_outbox_due ON alarm_outbox (next_attempt_at, created_at, id) WHERE sent_at IS NULL",
     },
 ];
 
@@ -219,14 +223,16 @@ const INDEXES_OF_DEFAULT_ORDERS_TABLES: &[Index] = &[
         first_column: "expires_at",
         unique: false,
         condition: "unpaid",
-        sentence: "the deadline index is missing, so the sweep reads the whole table: CREATE INDEX CONCURRENTLY orders_unpaid_by_deadline ON orders (expires_at, id) WHERE status = 'unpaid'",
+        missing: "the deadline index is missing, so the sweep reads the whole table",
+        create: "CREATE INDEX CONCURRENTLY orders_unpaid_by_deadline ON orders (expires_at, id) WHERE status = 'unpaid'",
     },
     Index {
         table: "order_events",
         first_column: "order_id",
         unique: true,
         condition: "closed",
-        sentence: "the unique index that refuses a second close is missing: CREATE UNIQUE INDEX CONCURRENTLY an_order_is_closed_once ON order_events (order_id) WHERE event = 'closed'",
+        missing: "the unique index that refuses a second close is missing",
+        create: "CREATE UNIQUE INDEX CONCURRENTLY an_order_is_closed_once ON order_events (order_id) WHERE event = 'closed'",
     },
 ];
 
@@ -236,18 +242,22 @@ const INDEXES_OF_PROVIDER_TABLES: &[Index] = &[
         first_column: "kind",
         unique: false,
         condition: "unresolved_at IS NULL",
-        sentence: "the index of claimed orders is missing: CREATE INDEX CONCURRENTLY close_attempts_due ON close_attempts (kind, queue, next_attempt_at, order_id) WHERE unresolved_at IS NULL",
+        missing: "the index of claimed orders is missing",
+        create: "CREATE INDEX CONCURRENTLY close_attempts_due ON close_attempts (kind, queue, next_attempt_at, order_id) WHERE unresolved_at IS NULL",
     },
     Index {
         table: "payment_attempts",
         first_column: "order_id",
         unique: false,
         condition: "",
-        sentence: "the index of an order's attempts to pay is missing: CREATE INDEX CONCURRENTLY payment_attempts_by_order ON payment_attempts (order_id)",
+        missing: "the index of an order's attempts to pay is missing",
+        create: "CREATE INDEX CONCURRENTLY payment_attempts_by_order ON payment_attempts (order_id)",
     },
 ];
 
-const NO_EARLY_CLOSE_CHECK: &str = "the constraint that refuses an early close is missing: ALTER TABLE orders ADD CONSTRAINT no_order_is_closed_early CHECK (closed_at >= expires_at) NOT VALID";
+const NO_EARLY_CLOSE_CHECK: &str = "the constraint that refuses an early close is missing";
+const ADD_EARLY_CLOSE_CHECK: &str =
+    "ALTER TABLE orders ADD CONSTRAINT no_order_is_closed_early CHECK (closed_at >= expires_at) NOT VALID";
 
 /// All checks in one query. `$1`, `$2` tables and columns; `$3`, `$4` tables and rights; `$5` to `$8` indexes: table,
 /// first column, whether unique, a part of the condition; `$9` whether the early-close check is needed. Columns, rights
@@ -298,9 +308,6 @@ SELECT pg_is_in_recovery() AS is_standby,
                SELECT a.attnum FROM pg_attribute a
                WHERE a.attrelid = k.conrelid AND a.attname IN ('closed_at', 'expires_at'))
        ) AS no_early_close_check";
-
-/// The result of an inspection for each cause: why it holds, or that it does not.
-pub type Found = Vec<(Cause, Option<String>)>;
 
 /// What a worker needs in its schema.
 #[derive(Debug)]
@@ -384,42 +391,52 @@ impl Schema {
         Ok(self.judge(&read(&row)?))
     }
 
+    /// The names of the tables.
+    #[must_use]
+    pub fn table_names(&self) -> Vec<&'static str> {
+        let mut names: Vec<_> = self.tables.iter().map(|table| table.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+
     fn judge(&self, catalog: &Catalog) -> Found {
         vec![
             (Cause::Schema, self.what_is_missing(catalog)),
             (Cause::DatabaseRights, what_is_forbidden(catalog)),
-            (Cause::ReadOnly, why_read_only(catalog).map(str::to_owned)),
+            (Cause::ReadOnly, why_read_only(catalog).into_iter().collect()),
         ]
     }
 
-    fn what_is_missing(&self, catalog: &Catalog) -> Option<String> {
-        let mut sentences = Vec::new();
+    fn what_is_missing(&self, catalog: &Catalog) -> Vec<Fault> {
+        let mut faults = Vec::new();
         if !catalog.tables.is_empty() {
             let with_migration = |name: &String| {
                 let table = self.tables.iter().find(|table| table.name == name.as_str());
                 format!("{name} (created by migrations/{})", table.map_or("", |table| table.migration))
             };
             let tables: Vec<String> = catalog.tables.iter().map(with_migration).collect();
-            sentences.push(format!(
-                "missing in the schemas {}: the table {}; restore it from a backup, or create it as the migration does",
-                catalog.search_path,
-                listed(&tables)
+            faults.push(Fault::new(
+                format!("the table {} is missing in the schemas {}", listed(&tables), catalog.search_path),
+                "restore it from a backup, or create it as the migration does",
             ));
         }
         if !catalog.columns.is_empty() {
             let columns = listed(&catalog.columns);
-            sentences.push(format!("missing: the column {columns}; add it as the migration of its table does"));
+            let what = format!("the column {columns} is missing");
+            faults.push(Fault::new(what, "add it as the migration of its table does"));
         }
         let index = |place: &i32| self.indexes.get(usize::try_from(*place).ok()?.checked_sub(1)?);
-        sentences.extend(catalog.indexes.iter().filter_map(index).map(|index| index.sentence.to_owned()));
+        let missing = catalog.indexes.iter().filter_map(index);
+        faults.extend(missing.map(|index| Fault::new(index.missing, index.create)));
         if catalog.no_early_close_check {
-            sentences.push(NO_EARLY_CLOSE_CHECK.to_owned());
+            faults.push(Fault::new(NO_EARLY_CLOSE_CHECK, ADD_EARLY_CLOSE_CHECK));
         }
-        one_sentence(&sentences)
+        faults
     }
 }
 
-fn what_is_forbidden(catalog: &Catalog) -> Option<String> {
+fn what_is_forbidden(catalog: &Catalog) -> Vec<Fault> {
     let role = &catalog.role;
     // An unreadable outbox is a separate cause.
     let is_unreadable = |right: &&String| {
@@ -427,40 +444,39 @@ fn what_is_forbidden(catalog: &Catalog) -> Option<String> {
         table.ends_with("_outbox") && catalog.rights.contains(&format!("SELECT ON {table}"))
     };
     let rights: Vec<String> = catalog.rights.iter().filter(|right| !is_unreadable(right)).cloned().collect();
-    let mut sentences = Vec::new();
+    let mut faults = Vec::new();
     if !rights.is_empty() {
-        sentences.push(format!("the role {role} lacks {}: GRANT it", listed(&rights)));
+        faults.push(Fault::new(format!("the role {role} lacks {}", listed(&rights)), "GRANT it"));
     }
     if !catalog.row_security.is_empty() {
-        sentences.push(row_security(role, &catalog.row_security));
+        faults.push(row_security(role, &catalog.row_security));
     }
-    one_sentence(&sentences)
+    faults
 }
 
-/// The sentence about policies that may hide rows of these tables from this role.
-pub(super) fn row_security(role: &str, tables: &[String]) -> String {
+/// The fault of policies that may hide rows of these tables from this role.
+pub(super) fn row_security(role: &str, tables: &[String]) -> Fault {
     let tables = listed(tables);
-    format!(
-        "row security may hide rows of {tables} from the role {role}, and hidden orders are never closed: ALTER ROLE {role} BYPASSRLS, or give it a policy FOR ALL USING (true)"
+    Fault::new(
+        format!("row security may hide rows of {tables} from the role {role}, and hidden orders are never closed"),
+        format!("ALTER ROLE {role} BYPASSRLS, or give it a policy FOR ALL USING (true)"),
     )
 }
 
-fn why_read_only(catalog: &Catalog) -> Option<&'static str> {
+fn why_read_only(catalog: &Catalog) -> Option<Fault> {
     if catalog.is_standby {
-        Some(
-            "the database is a standby and accepts no writes, so nothing can be closed: let database.url name the primary, or promote the standby",
-        )
+        Some(Fault::new(
+            "the database is a standby and accepts no writes, so nothing can be closed",
+            "let database.url name the primary, or promote the standby",
+        ))
     } else if catalog.is_read_only {
-        Some(
-            "the database accepts no writes (default_transaction_read_only is on), so nothing can be closed: switch it off for this database and role",
-        )
+        Some(Fault::new(
+            "the database accepts no writes (default_transaction_read_only is on), so nothing can be closed",
+            "switch it off for this database and role",
+        ))
     } else {
         None
     }
-}
-
-fn one_sentence(sentences: &[String]) -> Option<String> {
-    (!sentences.is_empty()).then(|| sentences.join("; "))
 }
 
 fn read(row: &PgRow) -> Result<Catalog, sqlx::Error> {
@@ -480,10 +496,11 @@ fn read(row: &PgRow) -> Result<Catalog, sqlx::Error> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::sentence;
     use super::*;
 
     fn why(found: Found, cause: Cause) -> Option<String> {
-        found.into_iter().find(|(found, _)| *found == cause).expect("every cause has an entry").1
+        sentence(&found.into_iter().find(|(found, _)| *found == cause).expect("every cause has an entry").1)
     }
 
     #[test]
@@ -497,7 +514,7 @@ mod tests {
     #[test]
     fn complete_schema_has_no_cause() {
         let schema = Schema::new(&Settings::defaults());
-        assert!(schema.judge(&Catalog::default()).iter().all(|(_, why)| why.is_none()));
+        assert!(schema.judge(&Catalog::default()).iter().all(|(_, faults)| faults.is_empty()));
     }
 
     #[test]

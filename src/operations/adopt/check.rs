@@ -19,6 +19,7 @@ use crate::mapping::render::LEAVES_OPEN;
 use crate::mapping::{self, Facts, RelationKind, quote};
 use crate::observe::degraded::Cause;
 use crate::observe::inspect::plan::Plans;
+use crate::observe::inspect::sentence;
 use crate::operations::first_backlog;
 use crate::operations::orders_statements::{self, DeadlineStatement, OrdersStatements};
 use crate::postgres::adoption::{self, Adoptable};
@@ -233,9 +234,9 @@ impl Check<'_> {
             }
         };
         let mut may_run = true;
-        for (cause, why) in found {
+        for (cause, faults) in found {
             let is_slow = cause == Cause::SlowOverdueQuery;
-            match why {
+            match sentence(&faults) {
                 Some(why) => {
                     may_run &= is_slow;
                     self.wrong(if is_slow { "deadline" } else { "table" }, why);

@@ -1,7 +1,7 @@
 //! Checks whether the objects of a deployment exist, without declaring any.
 //!
-//! Changes nothing on the broker. Arguments are compared by declaring (`topology.rs`), and bindings cannot be read over
-//! AMQP 0-9-1.
+//! Changes nothing on the broker. Arguments are compared by declaring what exists, and bindings cannot be read over AMQP
+//! 0-9-1.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection, ExchangeKind};
 use uuid::Uuid;
 
-use super::{Exchange, Object, Topology, TopologyError, open_channel};
+use super::{Exchange, Object, Queue, Slots, Topology, TopologyError, declare_queue, explain, open_channel};
 use crate::connect::{reply, reply_code};
 
 /// How often a look at one queue is repeated because it met the end of another channel.
@@ -45,7 +45,35 @@ impl Sight {
     }
 }
 
+/// How the objects on the broker differ from those of a deployment.
+#[derive(Debug, Default)]
+pub struct Comparison {
+    /// One for each object that is missing, has other arguments, or may not be declared.
+    pub faults: Vec<TopologyError>,
+    /// The queues that exist, whatever their arguments.
+    pub queues: Vec<SeenQueue>,
+}
+
 impl Topology {
+    /// Compares every exchange and every queue with its arguments, within 10 seconds. Declares none that is missing.
+    ///
+    /// # Errors
+    /// [`TopologyError::Failed`] if the broker does not answer.
+    pub async fn compare(&self, connection: &Connection) -> Result<Comparison, TopologyError> {
+        within_time(async {
+            let mut comparison = Comparison::default();
+            for exchange in &self.exchanges {
+                let compared = Request::CompareExchange(self, exchange).on_own_channel(connection).await?;
+                comparison.faults.extend(compared.err());
+            }
+            for queue in &self.queues {
+                comparison.compare(connection, &self.namespace, queue).await?;
+            }
+            Ok(comparison)
+        })
+        .await
+    }
+
     /// Checks that every exchange and every queue exists, within 10 seconds.
     ///
     /// # Errors
@@ -141,6 +169,97 @@ impl Topology {
             Err(TopologyError::NeverSetUp { namespace: self.namespace.clone() })
         })
         .await
+    }
+}
+
+impl Comparison {
+    async fn compare(&mut self, connection: &Connection, namespace: &str, queue: &Queue) -> Result<(), TopologyError> {
+        match Request::LookAtQueue(namespace, queue).on_own_channel(connection).await? {
+            Ok(seen) => self.queues.extend(seen),
+            Err(missing) => {
+                self.faults.push(missing);
+                return Ok(());
+            }
+        }
+        let declared = Request::DeclareQueue(namespace, queue).on_own_channel(connection).await?;
+        self.faults.extend(declared.err());
+        Ok(())
+    }
+}
+
+impl Slots {
+    /// Compares the slots that exist, within 10 seconds; a slot that is missing is not needed yet. Uses up a channel of the
+    /// connection for each missing one.
+    ///
+    /// # Errors
+    /// [`TopologyError::Failed`] if the broker does not answer.
+    pub async fn compare(&self, connection: &Connection) -> Result<Comparison, TopologyError> {
+        within_time(async {
+            let mut comparison = Comparison::default();
+            for slot in self.all() {
+                comparison.compare(connection, self.names().namespace(), &slot.queue).await?;
+            }
+            comparison.faults.retain(|fault| !matches!(fault, TopologyError::Missing { .. }));
+            Ok(comparison)
+        })
+        .await
+    }
+}
+
+/// A request of a comparison. A refusal closes its channel.
+#[derive(Clone, Copy)]
+enum Request<'a> {
+    CompareExchange(&'a Topology, &'a Exchange),
+    LookAtQueue(&'a str, &'a Queue),
+    DeclareQueue(&'a str, &'a Queue),
+}
+
+impl Request<'_> {
+    fn name(self) -> String {
+        match self {
+            Self::CompareExchange(_, exchange) => exchange.name.clone(),
+            Self::LookAtQueue(_, queue) | Self::DeclareQueue(_, queue) => queue.name.clone(),
+        }
+    }
+
+    async fn send(self, channel: &Channel) -> Result<Option<SeenQueue>, TopologyError> {
+        match self {
+            Self::CompareExchange(topology, exchange) => {
+                let there = look_at_exchange(channel, exchange).await;
+                there.map_err(|error| topology.explain(Object::Exchange(&exchange.name), &error))?;
+                topology.declare_exchange(channel, exchange).await.map(|()| None)
+            }
+            Self::LookAtQueue(namespace, queue) => {
+                let seen = look_at_queue(channel, &queue.name).await;
+                seen.map(Some).map_err(|error| explain(namespace, Object::Queue(&queue.name), &error))
+            }
+            Self::DeclareQueue(namespace, queue) => {
+                let declared = declare_queue(channel, queue, false).await;
+                declared.map(|()| None).map_err(|error| explain(namespace, Object::Queue(&queue.name), &error))
+            }
+        }
+    }
+
+    async fn on_own_channel(
+        self,
+        connection: &Connection,
+    ) -> Result<Result<Option<SeenQueue>, TopologyError>, TopologyError> {
+        let of_this_one = format!("'{}'", self.name());
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            let channel = open_channel(connection).await?;
+            match self.send(&channel).await {
+                Ok(done) => {
+                    let _closed_or_gone = channel.close(reply_code::CONTENT_OK, "seen".into()).await;
+                    return Ok(Ok(done));
+                }
+                // The end of an earlier channel, as in `find_queue`.
+                Err(fault) if tries < MOST_TRIES && !fault.to_string().contains(&of_this_one) => {}
+                Err(fault @ TopologyError::Failed { .. }) => return Err(fault),
+                Err(fault) => return Ok(Err(fault)),
+            }
+        }
     }
 }
 

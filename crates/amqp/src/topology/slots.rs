@@ -42,6 +42,10 @@ impl Slots {
         Self { names: names.clone(), wheel }
     }
 
+    pub(super) fn names(&self) -> &Names {
+        &self.names
+    }
+
     /// Every slot of every ring, finest ring first.
     pub fn all(&self) -> impl Iterator<Item = Slot> {
         let rings = self.wheel.rings().iter();

@@ -1,0 +1,124 @@
+//! The statements on one kind's orders: whether they fit their table, use an index, and may close what is overdue already.
+//!
+//! Runs them as `adopt --check` does: up to ten closes of a shop's own table are rolled back.
+
+use order_timeout_core::kind::Kind;
+
+use super::check::{CheckName, Checks, Finding};
+use super::database::of_cause;
+use crate::config::Settings;
+use crate::effects::close::Closer;
+use crate::effects::sweep::Sweeper;
+use crate::observe::degraded::Cause;
+use crate::observe::inspect::plan::Plans;
+use crate::operations::adopt::{Level, check};
+use crate::operations::{first_backlog, orders_statements};
+use crate::postgres::warm_connections::WarmConnections;
+use crate::postgres::{Database, DatabaseError, adoption, one_line};
+
+pub(super) async fn examine(database: &Database, settings: &Settings, kind: &Kind, checks: &mut Checks) {
+    let is_own = !settings.has_default_orders(kind);
+    if is_own && database.assumes_time_zone() {
+        checks.warning(
+            CheckName::TimeZone,
+            Finding::new(
+                "the worker's role may not read the server's time zone, so log_timezone is assumed",
+                "deadlines in a column of type timestamp are hours off if the two differ",
+                "name the zone of psql (SHOW timezone) in database.time_zone",
+            ),
+        );
+    }
+    let prepared = async {
+        let statements = orders_statements::statements(database, settings, kind).await?;
+        let closer = Closer::prepare(WarmConnections::new(database.clone()), statements.close.clone()).await?;
+        let sweeper = Sweeper::prepare(database.clone(), statements.overdue.clone()).await?;
+        Ok::<_, DatabaseError>((statements, closer, sweeper))
+    };
+    let (statements, closer, sweeper) = match prepared.await {
+        Ok(prepared) => prepared,
+        Err(fault) => return checks.error(CheckName::OrdersStatements, statement(fault.to_string())),
+    };
+    let (close_name, overdue_name) = orders_statements::names(settings, kind);
+    let own_close = is_own.then(|| {
+        let (sql, parameters) = closer.statement();
+        (sql, parameters, close_name)
+    });
+    let plans = Plans::new((sweeper.statement(), overdue_name), own_close).with_index(sweeper.index());
+    let mut is_planned = true;
+    match plans.look(database).await {
+        Ok(found) => {
+            for (cause, faults) in found {
+                is_planned &= faults.is_empty();
+                // The schema's own check names a default index that is missing.
+                if is_own || cause != Cause::SlowOverdueQuery || !checks.has_finding(CheckName::SchemaComplete) {
+                    faults.iter().for_each(|fault| of_cause(cause, fault, checks));
+                }
+            }
+        }
+        Err(error) => {
+            is_planned = false;
+            checks.not_known(CheckName::OverduePlan, one_line(&error));
+        }
+    }
+    let adoptable = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
+    let may_close = backlog(database, settings, kind, (&sweeper, &adoptable), checks).await;
+    if is_own && is_planned && may_close {
+        match check::check(database, settings, kind).await {
+            Ok(report) => {
+                let wrong = report.findings.into_iter().filter(|finding| finding.level == Level::Wrong);
+                wrong.for_each(|finding| {
+                    checks.error(
+                        CheckName::OrdersStatements,
+                        statement(format!("{}: {}", finding.key, finding.sentence)),
+                    );
+                });
+            }
+            Err(fault) => checks.not_known(CheckName::OrdersStatements, fault.to_string()),
+        }
+    }
+}
+
+fn statement(what: String) -> Finding {
+    Finding::new(
+        what,
+        "a worker does not start, or does not close these orders",
+        "correct the setting that is named, and prove it with `order-timeout adopt --check`",
+    )
+}
+
+/// Whether workers may close what is overdue.
+async fn backlog(
+    database: &Database,
+    settings: &Settings,
+    kind: &Kind,
+    (sweeper, adoptable): (&Sweeper, &adoption::Adoptable),
+    checks: &mut Checks,
+) -> bool {
+    let found = async {
+        if adoption::is_adopted(database, adoptable).await? {
+            return Ok(None);
+        }
+        let backlog = first_backlog::count(sweeper).await?;
+        let is_large = backlog.overdue > usize::try_from(settings.sweep.first_backlog).unwrap_or(usize::MAX);
+        Ok::<_, DatabaseError>(is_large.then(|| first_backlog::refusal(&backlog, &adoptable.orders, settings, kind)))
+    };
+    match found.await {
+        Ok(None) => true,
+        Ok(Some(refusal)) => {
+            let of_kind = if kind.is_default() { String::new() } else { format!(" --kind {kind}") };
+            checks.error(
+                CheckName::FirstBacklog,
+                Finding::new(
+                    refusal,
+                    "a worker refuses to start, so that old orders are not closed by surprise",
+                    format!("run `order-timeout adopt --accept-backlog{of_kind}`, or leave old orders out as the sentence says"),
+                ),
+            );
+            false
+        }
+        Err(fault) => {
+            checks.not_known(CheckName::FirstBacklog, fault.to_string());
+            false
+        }
+    }
+}
