@@ -1,4 +1,4 @@
-//! The HTTP server for `/livez`, `/readyz` and `/metrics`, and a client for them.
+//! The HTTP server for `/livez`, `/readyz`, `/closingz` and `/metrics`, and a client for them.
 //!
 //! Renders what it is given; changes nothing and decides nothing. A request has no side effect and a time limit, and
 //! connections without a request never delay one that has sent a request.
@@ -26,8 +26,10 @@ use crate::sanitize;
 
 /// Whether the worker's loops turn.
 pub const LIVEZ: &str = "/livez";
-/// Whether it closes orders.
+/// Whether it is ready.
 pub const READYZ: &str = "/readyz";
+/// Whether orders are closed: closing is not paused.
+pub const CLOSINGZ: &str = "/closingz";
 /// The metrics, in Prometheus' text format.
 pub const METRICS: &str = "/metrics";
 
@@ -64,7 +66,7 @@ pub enum HttpError {
 /// What is served.
 #[derive(Debug, Clone)]
 pub struct Pages {
-    /// For `/livez` and `/readyz`.
+    /// For `/livez`, `/readyz` and `/closingz`.
     pub health: Arc<Health>,
     /// For `/metrics`.
     pub metrics: Arc<Metrics>,
@@ -191,6 +193,7 @@ fn answer(request: &Request<Incoming>, pages: &Pages) -> Response<Full<Bytes>> {
     match request.uri().path() {
         LIVEZ => report(&pages.health.is_alive()),
         READYZ => report(&pages.health.is_ready()),
+        CLOSINGZ => report(&pages.health.is_closing()),
         METRICS => match pages.metrics.render() {
             Ok(text) => page(StatusCode::OK, metrics::CONTENT_TYPE, text),
             Err(error) => {
@@ -198,7 +201,9 @@ fn answer(request: &Request<Incoming>, pages: &Pages) -> Response<Full<Bytes>> {
                 page(StatusCode::INTERNAL_SERVER_ERROR, PLAIN_TEXT, format!("{error}\n"))
             }
         },
-        _ => page(StatusCode::NOT_FOUND, PLAIN_TEXT, format!("there are {LIVEZ}, {READYZ} and {METRICS}\n")),
+        _ => {
+            page(StatusCode::NOT_FOUND, PLAIN_TEXT, format!("there are {LIVEZ}, {READYZ}, {CLOSINGZ} and {METRICS}\n"))
+        }
     }
 }
 

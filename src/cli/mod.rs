@@ -10,6 +10,7 @@ pub mod health;
 pub mod late;
 mod operator;
 pub mod parked;
+pub mod pause;
 pub mod quarantine;
 pub mod schedule;
 mod schedule_check;
@@ -100,6 +101,8 @@ impl Cli {
             | Command::Show(_)
             | Command::Deadline(_)
             | Command::Close(_)
+            | Command::Pause(_)
+            | Command::Resume(_)
             | Command::Parked(_)
             | Command::Late(_)
             | Command::Sql(_)
@@ -269,6 +272,10 @@ pub enum Command {
     Deadline(deadline::DeadlineArgs),
     /// Close overdue unpaid orders by hand, by id or by a condition, through the same statement as the worker
     Close(close::CloseArgs),
+    /// Close no order until `resume`, in any worker: alarms wait in the broker
+    Pause(pause::PauseArgs),
+    /// End a pause, also one that the brake began; everything that is due is closed then
+    Resume(pause::ResumeArgs),
     /// Print the broker's objects as a definitions file, or delete empty slots of the wheel
     Topology(topology::TopologyArgs),
     /// List alarms that could not be processed, retry them, or drop them
@@ -303,6 +310,8 @@ impl Command {
             | Self::Show(_)
             | Self::Deadline(_)
             | Self::Close(_)
+            | Self::Pause(_)
+            | Self::Resume(_)
             | Self::Late(_)
             | Self::Adopt(_)
             | Self::Sql(_)
@@ -331,6 +340,8 @@ impl Command {
             Self::Show(args) => show::run(&args, settings).await,
             Self::Deadline(args) => deadline::run(args, settings).await,
             Self::Close(args) => close::run(args, settings).await,
+            Self::Pause(args) => pause::pause(&args, &settings).await,
+            Self::Resume(args) => pause::resume(&args, &settings).await,
             Self::Topology(args) => topology::run(args, settings).await,
             Self::Parked(command) => parked::run(command, settings).await,
             Self::Late(command) => late::run(command, settings).await,

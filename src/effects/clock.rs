@@ -1,4 +1,5 @@
-//! Reads the database's clock every second, and keeps the closers' connections warm.
+//! Reads the database's clock every second, and keeps the closers' connections warm. On these connections it is also read
+//! whether closing is paused: one after the other, because one connection is left when all closers are busy.
 //!
 //! Carries nothing forward: the event loop learns from the readings.
 
@@ -9,6 +10,7 @@ use tokio::sync::mpsc;
 use tracing::debug;
 
 use super::close::Closer;
+use super::closing_watch::ClosingWatch;
 use crate::postgres::one_line;
 
 /// How often the database's clock is read.
@@ -40,7 +42,11 @@ impl WarmUp {
 pub(crate) type ClockReading = Result<ClockSample, String>;
 
 /// Reads the database's clock until the worker ends, and keeps the connections of closers warm.
-pub(crate) async fn sample_clock(closer: Closer, readings: mpsc::UnboundedSender<ClockReading>) {
+pub(crate) async fn sample_clock(
+    closer: Closer,
+    mut watch: ClosingWatch,
+    readings: mpsc::UnboundedSender<ClockReading>,
+) {
     let mut ticks = tokio::time::interval(CLOCK_SAMPLE_EVERY);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut warm_up = WarmUp::default();
@@ -48,7 +54,10 @@ pub(crate) async fn sample_clock(closer: Closer, readings: mpsc::UnboundedSender
         ticks.tick().await;
         match closer.connections().sample_clock().await {
             Ok(sample) if readings.send(Ok(sample)).is_err() => return,
-            Ok(_) => warm_up.warm_up(&closer).await,
+            Ok(_) => {
+                warm_up.warm_up(&closer).await;
+                watch.look_again().await;
+            }
             Err(error) => {
                 let why = one_line(&error);
                 debug!(error = why, "the database's clock could not be read; the last reading is carried forward");

@@ -6,6 +6,7 @@
 pub(crate) mod clock;
 pub mod close;
 pub mod closing;
+pub(crate) mod closing_watch;
 pub(crate) mod park;
 pub mod rearm;
 pub mod slots;

@@ -10,6 +10,7 @@ pub mod move_deadlines;
 pub mod orders_statements;
 pub mod orders_table;
 pub mod paced;
+pub mod pause_closing;
 pub mod preview;
 pub mod prune_slots;
 pub mod retry_parked;

@@ -224,8 +224,8 @@ impl EventLoop {
         }
         let closing = !self.engine.closers_are_idle();
         self.outputs.closing.set(closing);
-        self.update_phase(self.engine.wants_deliveries(now));
         let snapshot = self.engine.snapshot(now);
+        self.update_phase(self.engine.wants_deliveries(now), snapshot.closing_is_paused);
         self.warnings.note_availability(&snapshot);
         self.update_metrics(&snapshot, now);
         self.counted = Counted { early_returns: snapshot.early_returns, swept: snapshot.swept };
@@ -247,9 +247,11 @@ impl EventLoop {
         self.recorder.health.note_database(why.map(postgres::without_server_message).as_deref());
     }
 
-    fn update_phase(&self, wanted: bool) {
+    fn update_phase(&self, wanted: bool, is_paused: bool) {
         self.outputs.phase.send_if_modified(|phase| {
             let next = match (*phase, wanted) {
+                // `observe/recorder.rs` has logged why.
+                (Phase::Consume, false) if is_paused => Phase::Rest,
                 (Phase::Consume, false) => {
                     warn!("nothing could be closed, re-armed or parked for worker.requeue_after, as the previous warnings say; alarms are returned to the broker until that changes");
                     self.recorder.health.note_paused(true);

@@ -27,6 +27,7 @@ use super::{GiveUp, StartError};
 use crate::config::Settings;
 use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
 use crate::effects::close::Closer;
+use crate::effects::closing_watch::ClosingWatch;
 use crate::effects::rearm::Rearmer;
 use crate::effects::slots::SlotDeclarer;
 use crate::effects::sweep::Sweeper;
@@ -52,6 +53,7 @@ pub(super) struct KindWorker {
     /// `None` if `delay.strategy` is `database`.
     consumption: Option<Opened>,
     inputs: Channel<Input>,
+    closing_watch: ClosingWatch,
     /// News for the inspections of the broker.
     broker_inputs: Channel<BrokerInput>,
     recorder: KindRecorder,
@@ -147,7 +149,27 @@ impl KindWorker {
             .map_err(|error| DatabaseError(format!("the database's clock cannot be read: {}", one_line(&error))))?;
         let (inputs, broker_inputs) = (Channel::new(), Channel::new());
         let (kind, recorder) = (kind.clone(), recorder.of_kind(kind));
-        Ok(Self { kind, policy, closer, sweeper, clock, consumption: None, inputs, broker_inputs, recorder })
+        let mut closing_watch =
+            ClosingWatch::new(kind.clone(), closer.connections().clone(), inputs.sender.clone(), recorder.clone());
+        // It is the engine's first input: a worker that starts during a pause closes nothing.
+        closing_watch.look().await.map_err(|error| {
+            DatabaseError(format!(
+                "closing_pauses cannot be read: {}; GRANT SELECT, INSERT ON it to the worker's role",
+                one_line(&error)
+            ))
+        })?;
+        Ok(Self {
+            kind,
+            policy,
+            closer,
+            sweeper,
+            clock,
+            consumption: None,
+            inputs,
+            closing_watch,
+            broker_inputs,
+            recorder,
+        })
     }
 
     /// Opens the kind's first session, unless the broker is away. `wants_former_inbox`: whether this kind's sessions also
@@ -213,7 +235,9 @@ impl KindWorker {
         );
         let inspecting = tokio::spawn(plans.go_on(shared.outboxes_end.clone()).instrument(span.clone()));
         let reminding = self.start_reminders(shared, &span);
-        tokio::spawn(clock::sample_clock(self.closer.clone(), clock_readings).instrument(span.clone()));
+        tokio::spawn(
+            clock::sample_clock(self.closer.clone(), self.closing_watch, clock_readings).instrument(span.clone()),
+        );
         let inputs = self.inputs.sender.clone();
         let consuming = self.consumption.zip(shared.publishing.clone()).map(|(opened, publishing)| {
             let start = BrokerSide {

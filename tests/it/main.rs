@@ -31,6 +31,7 @@ mod outbox;
 mod outcomes;
 mod own_orders;
 mod parked;
+mod pausing;
 mod payments;
 mod plan;
 mod poolers;

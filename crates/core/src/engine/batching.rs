@@ -20,6 +20,9 @@ const BUSY_PAUSE: Duration = Duration::from_millis(25);
 impl Engine {
     /// What a closer takes now, if one is free and anything is ready.
     pub(super) fn next_batch(&mut self, now: Timestamp) -> Option<Batch> {
+        if self.closing_is_paused {
+            return None;
+        }
         let batch = match self.availability.probe_at() {
             // One closer asks whether the database is back; the others wait for its result.
             Some(probe_at) if now < probe_at || !self.closers_are_idle() || self.draining => return None,
@@ -40,6 +43,9 @@ impl Engine {
 
     /// When there is a batch for a closer even without another input.
     pub(super) fn batch_ready_at(&self) -> Option<Timestamp> {
+        if self.closing_is_paused {
+            return None;
+        }
         match self.availability.probe_at() {
             Some(probe_at) => (self.closers_are_idle() && !self.draining).then_some(probe_at),
             None => ReadySource::ALL.into_iter().filter_map(|source| self.source_ready_at(source)).min(),

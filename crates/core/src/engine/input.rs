@@ -34,6 +34,10 @@ pub enum Input {
     NotSwept(String),
     /// The share of orders that this worker reads ahead has changed.
     ShareChanged(Share),
+    /// Closing is paused: by a person, or because the brake tripped. It is so until the next input says otherwise.
+    ClosingPaused,
+    /// Closing is not paused any more.
+    ClosingResumed,
     /// The database's clock was read.
     ClockRead,
     /// The database's clock could not be read, for this reason.

@@ -95,6 +95,8 @@ pub struct Engine {
     session: u64,
     is_consuming: bool,
     draining: bool,
+    /// Nothing is closed, swept or consumed until it ends.
+    closing_is_paused: bool,
     rearms: Vec<Rearm>,
     rearm_retries: RetryList<Rearm>,
     circulation: Circulation,
@@ -132,6 +134,7 @@ impl Engine {
             session: 0,
             is_consuming: false,
             draining: false,
+            closing_is_paused: false,
             rearms: Vec::new(),
             rearm_retries: RetryList::default(),
             circulation: Circulation::default(),
@@ -194,6 +197,8 @@ impl Engine {
                 self.sweep.page_failed(&self.policy, now);
             }
             Input::ShareChanged(share) => self.look_ahead.set_share(share),
+            Input::ClosingPaused => self.set_paused(true),
+            Input::ClosingResumed => self.set_paused(false),
             Input::ClockRead => self.availability.note_clock(None),
             Input::ClockNotRead(reason) => self.availability.note_clock(Some(reason)),
             Input::SessionOpened(number) => {
@@ -283,7 +288,8 @@ impl Engine {
     }
 
     /// Whether the broker should go on delivering. It should not after closing, rearming or parking has been impossible
-    /// for long: messages that cannot be settled must not stay unacknowledged until consumer_timeout.
+    /// for long, or while closing is paused: messages that cannot be settled must not stay unacknowledged until
+    /// consumer_timeout.
     #[must_use]
     pub fn wants_deliveries(&self, now: Timestamp) -> bool {
         let failing_for = [
@@ -291,7 +297,8 @@ impl Engine {
             self.rearm_retries.failing_for(now),
             self.park_retries.failing_for(now),
         ];
-        failing_for.into_iter().flatten().all(|failing_for| failing_for < self.policy.requeue_after)
+        !self.closing_is_paused
+            && failing_for.into_iter().flatten().all(|failing_for| failing_for < self.policy.requeue_after)
     }
 
     /// What the engine works on and what it has found out.
@@ -305,7 +312,8 @@ impl Engine {
             swept: self.swept,
             backed_off: self.sweep.backed_off(),
             oldest_overdue: self.sweep.oldest(),
-            overdue_is_known: self.overdue_is_known && !self.availability.is_unavailable(),
+            overdue_is_known: self.overdue_is_known && !self.availability.is_unavailable() && !self.closing_is_paused,
+            closing_is_paused: self.closing_is_paused,
             is_consuming: self.is_consuming,
             closers_are_idle: self.closers_are_idle(),
             unavailable: self.availability.verdict(&self.policy, now),
@@ -370,6 +378,13 @@ impl Engine {
         self.look_ahead.clock_was_set_back(now);
         if let Some(closing) = &mut self.closing {
             closing.clock_was_set_back(now);
+        }
+    }
+
+    fn set_paused(&mut self, is_paused: bool) {
+        self.closing_is_paused = is_paused;
+        if let Some(closing) = &mut self.closing {
+            closing.set_paused(is_paused);
         }
     }
 
@@ -597,6 +612,7 @@ impl Engine {
     /// memory. And none while nothing can be closed.
     fn wants_sweep_page(&self) -> bool {
         !self.draining
+            && !self.closing_is_paused
             && !self.availability.is_unavailable()
             && self.ready.swept_len() < self.policy.sweep_page
             && self.ready.looked_ahead.len() < self.policy.sweep_page

@@ -11,6 +11,7 @@ mod circulation;
 mod closing;
 mod kinds;
 mod look_ahead;
+mod pause;
 mod sweep;
 
 pub(crate) fn policy() -> Policy {
