@@ -1,5 +1,5 @@
 //! Reads the database's clock every second, and keeps the closers' connections warm. On these connections it is also read
-//! whether closing is paused: one after the other, because one connection is left when all closers are busy.
+//! whether closing is paused, and the brake keeps its counts: one after the other, because one connection is left when all closers are busy.
 //!
 //! Carries nothing forward: the event loop learns from the readings.
 
@@ -51,7 +51,13 @@ pub(crate) async fn sample_clock(
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut warm_up = WarmUp::default();
     loop {
-        ticks.tick().await;
+        tokio::select! {
+            _ = ticks.tick() => {}
+            Some(report) = watch.next_report() => {
+                watch.take(report).await;
+                continue;
+            }
+        }
         match closer.connections().sample_clock().await {
             Ok(sample) if readings.send(Ok(sample)).is_err() => return,
             Ok(_) => {

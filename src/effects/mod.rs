@@ -3,6 +3,7 @@
 //!
 //! One try each: the engine decides whether and when to retry.
 
+pub(crate) mod brake;
 pub(crate) mod clock;
 pub mod close;
 pub mod closing;

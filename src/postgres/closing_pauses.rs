@@ -81,7 +81,7 @@ pub async fn current(connection: &mut PgConnection, kind: Option<&Kind>) -> Resu
     rows.iter().map(read).collect()
 }
 
-/// Begins a pause and announces it as `closing.paused`, unless there is one for the same kind, or for all kinds, already.
+/// Begins a pause and announces it as `closing.paused`, unless there is one for the same kind or kinds already.
 /// Returns whether it began.
 ///
 /// # Errors
@@ -106,6 +106,25 @@ pub async fn begin(
          FROM began b",
     );
     let insert = insert.bind(kind.map(Kind::as_str)).bind(cause.as_str()).bind(reason).bind(by);
+    Ok(insert.execute(connection).await?.rows_affected() > 0)
+}
+
+/// The same for one kind, without an event.
+///
+/// # Errors
+/// sqlx's.
+pub async fn begin_unannounced(
+    connection: &mut PgConnection,
+    kind: &Kind,
+    cause: PauseCause,
+    reason: &str,
+    by: &str,
+) -> Result<bool, sqlx::Error> {
+    let insert = sqlx::query(
+        "INSERT INTO closing_pauses (kind, cause, reason, paused_by) VALUES ($1, $2, $3, $4)
+         ON CONFLICT ((coalesce(kind, ''))) WHERE resumed_at IS NULL DO NOTHING",
+    );
+    let insert = insert.bind(kind.as_str()).bind(cause.as_str()).bind(reason).bind(by);
     Ok(insert.execute(connection).await?.rows_affected() > 0)
 }
 

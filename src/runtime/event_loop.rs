@@ -20,6 +20,7 @@ use super::supervisor::Phase;
 use super::warnings::Warnings;
 use crate::effects::Effects;
 use crate::effects::clock::ClockReading;
+use crate::effects::closing_watch::ClosingReport;
 use crate::observe::degraded::Cause;
 use crate::observe::health::{BEAT_EVERY, Loop};
 use crate::observe::inspect::contract_watch::ContractWatch;
@@ -34,6 +35,8 @@ pub(super) struct Outputs {
     pub settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
     pub phase: watch::Sender<Phase>,
     pub inspections: mpsc::UnboundedSender<BrokerInput>,
+    /// What the engine has closed, and that closing must pause.
+    pub closing_reports: mpsc::UnboundedSender<ClosingReport>,
     /// Whether a closer is busy, for tasks that wait for idle closers.
     pub closing: ClosingFlag,
 }
@@ -167,6 +170,8 @@ impl EventLoop {
                 self.clock.learn(sample);
                 self.recorder.clock(&self.clock);
                 self.engine.handle(Input::ClockRead, self.clock.now());
+                // It ends with the worker's stop.
+                let _ = self.outputs.closing_reports.send(ClosingReport::Counts(self.engine.take_counts()));
                 // Arrives each second, so that collected counts are logged even if nothing else happens.
                 self.warnings.log_due(&self.engine, &self.engine.snapshot(self.clock.now()));
                 self.effects.parked.lock().expect("no holder panics").log_due();
@@ -212,6 +217,8 @@ impl EventLoop {
                 Action::Close(batch) => self.effects.close(batch, self.clock),
                 Action::Claim(batch) => self.effects.claim(batch, self.clock),
                 Action::Closing(action) => self.effects.closing(action),
+                // As above; then nothing is closed any more.
+                Action::PauseClosing(trip) => drop(self.outputs.closing_reports.send(ClosingReport::Trip(trip))),
                 Action::Rearm(jobs) => self.effects.rearm(jobs, self.clock),
                 Action::Park(dead_letters) => self.effects.park(dead_letters),
                 Action::Sweep(page) => {

@@ -26,6 +26,7 @@ use super::supervisor::{self, Consumption, Listeners, Phase, Supervisor};
 use super::{GiveUp, StartError};
 use crate::config::Settings;
 use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
+use crate::effects::brake::Brake;
 use crate::effects::close::Closer;
 use crate::effects::closing_watch::ClosingWatch;
 use crate::effects::rearm::Rearmer;
@@ -149,10 +150,14 @@ impl KindWorker {
             .map_err(|error| DatabaseError(format!("the database's clock cannot be read: {}", one_line(&error))))?;
         let (inputs, broker_inputs) = (Channel::new(), Channel::new());
         let (kind, recorder) = (kind.clone(), recorder.of_kind(kind));
-        let mut closing_watch =
-            ClosingWatch::new(kind.clone(), closer.connections().clone(), inputs.sender.clone(), recorder.clone());
+        let mut closing_watch = {
+            let (connections, inputs) = (closer.connections().clone(), inputs.sender.clone());
+            let bounds = settings.brake.bounds();
+            let brake = bounds.map(|bounds| Brake::new(kind.clone(), connections.clone(), sweeper.statement(), bounds));
+            ClosingWatch::new(kind.clone(), connections, inputs, brake, recorder.clone())
+        };
         // It is the engine's first input: a worker that starts during a pause closes nothing.
-        closing_watch.look().await.map_err(|error| {
+        closing_watch.begin().await.map_err(|error| {
             DatabaseError(format!(
                 "closing_pauses cannot be read: {}; GRANT SELECT, INSERT ON it to the worker's role",
                 one_line(&error)
@@ -235,6 +240,7 @@ impl KindWorker {
         );
         let inspecting = tokio::spawn(plans.go_on(shared.outboxes_end.clone()).instrument(span.clone()));
         let reminding = self.start_reminders(shared, &span);
+        let closing_reports = self.closing_watch.reports();
         tokio::spawn(
             clock::sample_clock(self.closer.clone(), self.closing_watch, clock_readings).instrument(span.clone()),
         );
@@ -265,7 +271,8 @@ impl KindWorker {
         let database = shared.database.clone();
         let effects = Effects::new(self.closer, self.sweeper, database, rearmer, inputs, self.recorder.clone());
         let contract = ContractWatch::new(close_name, overdue_name, std::time::Instant::now());
-        let outputs = Outputs { settlements, phase, inspections: self.broker_inputs.sender, closing };
+        let inspections = self.broker_inputs.sender;
+        let outputs = Outputs { settlements, phase, inspections, closing_reports, closing };
         let event_loop = EventLoop::new(self.policy, contract, self.clock, effects, outputs, self.recorder);
         let (stop, give_up) = (shared.stop.clone(), shared.give_up.clone());
         let work = event_loop.work(inbox, self.inputs.receiver, clock_reading_queue, stop, give_up);
@@ -374,6 +381,7 @@ fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
         sweep_page: SWEEP_PAGE,
         look_ahead: settings.sweep.look_ahead,
         has_no_alarms: !settings.delay.strategy.needs_broker(),
+        brake_sample: settings.brake.sample,
         pause_share: fastrand::f64() / 2.0 + 0.5,
     }
 }

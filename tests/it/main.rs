@@ -4,6 +4,7 @@ mod acknowledgement_timeout;
 mod addresses;
 mod adopting;
 mod announce;
+mod brake;
 mod broker_restart;
 mod broker_unavailable;
 mod bulk;

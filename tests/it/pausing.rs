@@ -71,7 +71,7 @@ fn paused_workers_close_nothing() {
         wait_for("the page says so", async || get(&worker, CLOSINGZ).await == (200, "closing\n".into())).await;
         worker.stop().await;
         env.assert_ledger().await;
-        env.assert_drained().await;
+        env.assert_nothing_left_undone().await;
         let announced = "SELECT count(*) FROM event_outbox WHERE type LIKE 'closing.%' AND sent_at IS NOT NULL";
         assert_eq!(env.count(announced).await, 2, "both are announced");
         let kept =

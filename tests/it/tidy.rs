@@ -156,6 +156,7 @@ fn sqlx_stays_in_its_modules() {
         "effects/closing/postpone.rs",
         "effects/closing/resume.rs",
         "effects/closing/settle_paid.rs",
+        "effects/brake.rs",
         "effects/closing_watch.rs",
         "effects/sweep.rs",
         "observe/canary/store.rs",

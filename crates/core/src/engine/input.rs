@@ -5,6 +5,7 @@
 use super::closing::ClosingInput;
 use super::{Batch, BatchResult, Share};
 use crate::alarm::{DeadLetter, Delivered, Rearm, Receipt};
+use crate::brake::Limits;
 use crate::order::SweptPage;
 
 /// What happened, as it is reported to the engine.
@@ -38,6 +39,8 @@ pub enum Input {
     ClosingPaused,
     /// Closing is not paused any more.
     ClosingResumed,
+    /// How much may be closed until the next limits. Without any the brake is off.
+    BrakeLimits(Limits),
     /// The database's clock was read.
     ClockRead,
     /// The database's clock could not be read, for this reason.
