@@ -13,6 +13,7 @@ use order_timeout_amqp::topology::{Names, Slots, Topology};
 use order_timeout_amqp::{ADDRESS_FORM as AMQP_FORM, ADDRESS_SCHEMES as AMQP_SCHEMES, AmqpSettings};
 use order_timeout_client::PublisherBuilder;
 use order_timeout_core::address::AddressError;
+use order_timeout_core::brake::Bounds;
 use order_timeout_core::delay::{DelaySettings, Strategy};
 use order_timeout_core::engine::LONGEST_RETRY_FACTOR;
 use order_timeout_core::kind::Kind;
@@ -43,6 +44,7 @@ pub struct Settings {
     pub worker: WorkerSettings,
     pub retry: RetrySettings,
     pub sweep: SweepSettings,
+    pub brake: BrakeSettings,
     pub announce: AnnounceSettings,
     pub parked: ParkedSettings,
     pub http: HttpSettings,
@@ -193,6 +195,26 @@ pub struct SweepSettings {
     #[serde(deserialize_with = "duration::read")]
     pub look_ahead: Duration,
     pub first_backlog: u32,
+}
+
+/// The section `brake`, documented in `config/default.toml`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
+pub struct BrakeSettings {
+    pub enabled: bool,
+    pub times_usual: u32,
+    pub floor: u32,
+    pub sample: u32,
+}
+
+impl BrakeSettings {
+    /// The bounds; `None` if it is off.
+    #[must_use]
+    pub fn bounds(&self) -> Option<Bounds> {
+        let &Self { enabled, times_usual, floor, sample } = self;
+        enabled.then_some(Bounds { times_usual, floor, sample })
+    }
 }
 
 /// The section `announce`, documented in `config/default.toml`.

@@ -18,6 +18,7 @@ use crate::operations::close_orders::{close_each, close_many};
 use crate::operations::orders_statements;
 use crate::operations::orders_table::{Choice, OrdersTable};
 use crate::operations::paced::Progress;
+use crate::operations::pause_closing::{self, PauseError};
 use crate::operations::preview::Preview;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{self, Database};
@@ -40,6 +41,9 @@ pub struct CloseArgs {
     operator: OperatorArgs,
     #[command(flatten)]
     bulk: BulkArgs,
+    /// Close them even while closing is paused
+    #[arg(long)]
+    although_paused: bool,
     /// Print one JSON object per order; with --where one in all
     #[arg(long)]
     json: bool,
@@ -69,6 +73,7 @@ async fn close_named(args: &CloseArgs, settings: &Settings) -> anyhow::Result<Co
     let ids = args.which.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
     let database = Database::connect(&settings.database, 1).await?;
     postgres::require_migrated(&database).await?;
+    refuse_while_paused(&database, args).await?;
     let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
     let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
     let findings = close_each(&closer, &ids, &args.operator.operator(Uuid::now_v7())).await;
@@ -88,6 +93,13 @@ async fn close_named(args: &CloseArgs, settings: &Settings) -> anyhow::Result<Co
     Ok(output)
 }
 
+async fn refuse_while_paused(database: &Database, args: &CloseArgs) -> Result<(), PauseError> {
+    if args.although_paused {
+        return Ok(());
+    }
+    pause_closing::refuse_while_paused(database, &args.of.kind).await
+}
+
 /// The outcome in a word, the reason if it failed, and whether the order is settled: closed now or before, or paid.
 fn describe(id: &OrderId, findings: &HashMap<OrderId, CloseResult>) -> (&'static str, Option<String>, bool) {
     match findings.get(id) {
@@ -102,6 +114,7 @@ fn describe(id: &OrderId, findings: &HashMap<OrderId, CloseResult>) -> (&'static
 
 async fn close_chosen(condition: &str, args: &CloseArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
     let database = bulk::connect(&settings.database).await?;
+    refuse_while_paused(&database, args).await?;
     let table = OrdersTable::open(database.clone(), settings, &args.of.kind).await?;
     let choice = Choice { condition: condition.to_owned(), amount: args.bulk.amount.clone(), not_changed_by: None };
     let chosen = table.choose(&choice).await?;

@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::cli::CommandOutcome;
 use crate::config::Settings;
-use crate::http::{self, LIVEZ, READYZ};
+use crate::http::{self, CLOSINGZ, LIVEZ, READYZ};
 
 /// Shorter than the usual timeouts of orchestrators; a healthy worker answers at once.
 const TIMEOUT: Duration = Duration::from_secs(3);
@@ -20,6 +20,9 @@ pub struct HealthArgs {
     /// Check whether its loops make progress, instead of whether it is ready
     #[arg(long)]
     live: bool,
+    /// Check whether orders are closed: closing is not paused, and the database is usable
+    #[arg(long, conflicts_with = "live")]
+    closing: bool,
 }
 
 /// # Errors
@@ -28,7 +31,11 @@ pub async fn run(args: &HealthArgs, settings: &Settings) -> anyhow::Result<Comma
     let listen =
         settings.http.listen.0.context("http.listen is empty, so no worker can be asked; set it to its address")?;
     ensure!(listen.port() != 0, "http.listen leaves the port open, so no worker can be asked; set it to its port");
-    let path = if args.live { LIVEZ } else { READYZ };
+    let path = match args {
+        HealthArgs { live: true, .. } => LIVEZ,
+        HealthArgs { closing: true, .. } => CLOSINGZ,
+        _ => READYZ,
+    };
     let (status, text) = http::get(from_here(listen), path, TIMEOUT).await?;
     let mut outcome = CommandOutcome { code: u8::from(status != 200), ..CommandOutcome::default() };
     // Another program may be listening there, so the text is not trusted.

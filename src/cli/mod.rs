@@ -13,6 +13,7 @@ pub mod health;
 pub mod late;
 mod operator;
 pub mod parked;
+pub mod pause;
 pub mod pending;
 pub mod quarantine;
 pub mod schedule;
@@ -108,6 +109,8 @@ impl Cli {
             | Command::Forecast(_)
             | Command::Deadline(_)
             | Command::Close(_)
+            | Command::Pause(_)
+            | Command::Resume(_)
             | Command::Parked(_)
             | Command::Late(_)
             | Command::Sql(_)
@@ -286,6 +289,10 @@ pub enum Command {
     Deadline(deadline::DeadlineArgs),
     /// Close overdue unpaid orders by hand, by id or by a condition, through the same statement as the worker
     Close(close::CloseArgs),
+    /// Close no order until `resume`, in any worker: alarms wait in the broker
+    Pause(pause::PauseArgs),
+    /// End a pause, also one that the brake began; everything that is due is closed then
+    Resume(pause::ResumeArgs),
     /// Print the broker's objects as a definitions file, or delete empty slots of the wheel
     Topology(topology::TopologyArgs),
     /// List alarms that could not be processed, retry them, or drop them
@@ -324,6 +331,8 @@ impl Command {
             | Self::Forecast(_)
             | Self::Deadline(_)
             | Self::Close(_)
+            | Self::Pause(_)
+            | Self::Resume(_)
             | Self::Late(_)
             | Self::Adopt(_)
             | Self::Sql(_)
@@ -356,6 +365,8 @@ impl Command {
             Self::Forecast(args) => forecast::run(&args, settings).await,
             Self::Deadline(args) => deadline::run(args, settings).await,
             Self::Close(args) => close::run(args, settings).await,
+            Self::Pause(args) => pause::pause(&args, &settings).await,
+            Self::Resume(args) => pause::resume(&args, &settings).await,
             Self::Topology(args) => topology::run(args, settings).await,
             Self::Parked(command) => parked::run(command, settings).await,
             Self::Late(command) => late::run(command, settings).await,

@@ -27,7 +27,7 @@ impl OperatorArgs {
 }
 
 /// The name of the user that runs this process; under sudo, of the user that called it.
-fn system_user() -> String {
+pub(super) fn system_user() -> String {
     let called_sudo = std::env::var("SUDO_USER").ok().filter(|name| !name.is_empty());
     called_sudo.unwrap_or_else(|| match std::fs::metadata("/proc/self") {
         Ok(process) => name_in_passwd(&std::fs::read_to_string("/etc/passwd").unwrap_or_default(), process.uid())

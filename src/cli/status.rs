@@ -47,6 +47,9 @@ fn write_status(status: &Status, to: &mut CommandOutcome) {
     if let Some(unpaid) = status.unpaid {
         entry("unpaid orders", unpaid.to_string());
     }
+    for pause in status.paused.iter().flatten() {
+        entry("closing", pause.sentence());
+    }
     if let Some(overdue) = &status.overdue {
         entry("overdue", overdue_in_words(overdue));
     }

@@ -99,6 +99,16 @@ impl Settings {
                 return Err(SettingsError::of(key, format!("{value} is not between 1 and {most}")));
             }
         }
+        let brake = &self.brake;
+        for (key, value, least, most) in [
+            ("brake.times_usual", brake.times_usual, 2, 1_000),
+            ("brake.floor", brake.floor, 1, u32::MAX),
+            ("brake.sample", brake.sample, 10, 100_000),
+        ] {
+            if !(least..=most).contains(&value) {
+                return Err(SettingsError::of(key, format!("{value} is not between {least} and {most}")));
+            }
+        }
         for (key, value, least, most) in [
             ("worker.linger", worker.linger, Duration::ZERO, Duration::from_secs(1)),
             ("worker.requeue_after", worker.requeue_after, Duration::from_millis(1), Duration::from_secs(3_600)),

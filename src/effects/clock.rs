@@ -1,4 +1,5 @@
-//! Reads the database's clock every second, and keeps the closers' connections warm.
+//! Reads the database's clock every second, and keeps the closers' connections warm. On these connections it is also read
+//! whether closing is paused, and the brake keeps its counts: one after the other, because one connection is left when all closers are busy.
 //!
 //! Carries nothing forward: the event loop learns from the readings.
 
@@ -8,6 +9,7 @@ use order_timeout_core::clock::ClockSample;
 use tokio::sync::mpsc;
 use tracing::debug;
 
+use super::closing_watch::ClosingWatch;
 use super::orders::Orders;
 use crate::postgres::one_line;
 
@@ -40,15 +42,28 @@ impl WarmUp {
 pub(crate) type ClockReading = Result<ClockSample, String>;
 
 /// Reads the database's clock until the worker ends, and keeps the connections of closers warm.
-pub(crate) async fn sample_clock(orders: Orders, readings: mpsc::UnboundedSender<ClockReading>) {
+pub(crate) async fn sample_clock(
+    orders: Orders,
+    mut watch: ClosingWatch,
+    readings: mpsc::UnboundedSender<ClockReading>,
+) {
     let mut ticks = tokio::time::interval(CLOCK_SAMPLE_EVERY);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut warm_up = WarmUp::default();
     loop {
-        ticks.tick().await;
+        tokio::select! {
+            _ = ticks.tick() => {}
+            Some(report) = watch.next_report() => {
+                watch.take(report).await;
+                continue;
+            }
+        }
         match orders.connections().sample_clock().await {
             Ok(sample) if readings.send(Ok(sample)).is_err() => return,
-            Ok(_) => warm_up.warm_up(&orders).await,
+            Ok(_) => {
+                warm_up.warm_up(&orders).await;
+                watch.look_again().await;
+            }
             Err(error) => {
                 let why = one_line(&error);
                 debug!(error = why, "the database's clock could not be read; the last reading is carried forward");

@@ -3,9 +3,11 @@
 //!
 //! One try each: the engine decides whether and when to retry.
 
+pub(crate) mod brake;
 pub(crate) mod clock;
 pub mod close;
 pub mod closing;
+pub(crate) mod closing_watch;
 pub(crate) mod handled;
 pub(crate) mod orders;
 pub(crate) mod park;

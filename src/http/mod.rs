@@ -1,4 +1,4 @@
-//! The HTTP server: `/livez`, `/readyz` and `/metrics` (`probes.rs`), and if `http.page` is true the API (`api/`) and the
+//! The HTTP server: `/livez`, `/readyz`, `/closingz` and `/metrics` (`probes.rs`), and if `http.page` is true the API (`api/`) and the
 //! page (`page/`) on what both share (`site/`). `client.rs` asks a worker for a page, and other servers for
 //! JSON.
 //!
@@ -39,8 +39,10 @@ pub use site::{Site, TokenError};
 
 /// Whether the worker's loops turn.
 pub const LIVEZ: &str = "/livez";
-/// Whether it closes orders.
+/// Whether it is ready.
 pub const READYZ: &str = "/readyz";
+/// Whether orders are closed: closing is not paused.
+pub const CLOSINGZ: &str = "/closingz";
 /// The metrics, in Prometheus' text format.
 pub const METRICS: &str = "/metrics";
 
@@ -79,7 +81,7 @@ pub enum HttpError {
 /// What is served.
 #[derive(Debug, Clone)]
 pub struct Pages {
-    /// For `/livez` and `/readyz`.
+    /// For `/livez`, `/readyz` and `/closingz`.
     pub health: Arc<Health>,
     /// For `/metrics`.
     pub metrics: Arc<Metrics>,

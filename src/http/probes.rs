@@ -1,4 +1,4 @@
-//! The pages `/livez`, `/readyz` and `/metrics`, for probes and scrapers.
+//! The pages `/livez`, `/readyz`, `/closingz` and `/metrics`, for probes and scrapers.
 //!
 //! Renders what it is given; changes nothing and decides nothing. A request has no side effect.
 
@@ -10,18 +10,19 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use tracing::error;
 
-use super::{LIVEZ, METRICS, Pages, READYZ};
+use super::{CLOSINGZ, LIVEZ, METRICS, Pages, READYZ};
 use crate::observe::health::Report;
 use crate::observe::metrics;
 use crate::sanitize;
 
 const PLAIN_TEXT: &str = "text/plain; charset=utf-8";
 
-/// The three pages.
+/// The four pages.
 pub(super) fn router(pages: Pages) -> Router {
     Router::new()
         .route(LIVEZ, get(async |State(pages): State<Pages>| report(&pages.health.is_alive())))
         .route(READYZ, get(async |State(pages): State<Pages>| report(&pages.health.is_ready())))
+        .route(CLOSINGZ, get(async |State(pages): State<Pages>| report(&pages.health.is_closing())))
         .route(METRICS, get(async |State(pages): State<Pages>| render(&pages)))
         .with_state(pages)
         .method_not_allowed_fallback(read_only)
@@ -32,7 +33,7 @@ pub(super) async fn not_found(method: Method) -> Response {
     if ![Method::GET, Method::HEAD].contains(&method) {
         return read_only().await;
     }
-    page(StatusCode::NOT_FOUND, PLAIN_TEXT, &format!("there are {LIVEZ}, {READYZ} and {METRICS}\n"))
+    page(StatusCode::NOT_FOUND, PLAIN_TEXT, &format!("there are {LIVEZ}, {READYZ}, {CLOSINGZ} and {METRICS}\n"))
 }
 
 async fn read_only() -> Response {

@@ -48,7 +48,7 @@ pub enum Lifecycle {
 pub struct Report {
     /// Whether the check found no problem.
     pub is_healthy: bool,
-    /// One for each problem, or a single one if there is none; then one for each cause of degradation.
+    /// One for each problem, or a single one if there is none; then one for each pause and each cause of degradation.
     pub lines: Vec<String>,
 }
 
@@ -60,8 +60,8 @@ impl Report {
         Self { is_healthy: false, lines: problems.into_iter().map(one_line).collect() }
     }
 
-    /// Adds the causes of degradation, which do not change the result.
-    fn with_degraded(mut self, lines: Vec<String>) -> Self {
+    /// Adds what does not change the result: pauses, and causes of degradation.
+    fn with_lines(mut self, lines: Vec<String>) -> Self {
         self.lines.extend(lines.into_iter().map(one_line));
         self
     }
@@ -135,6 +135,8 @@ struct KindState {
     no_session: Option<String>,
     /// Why the database is unusable; `None` while it is usable.
     no_database: Option<String>,
+    /// Why closing is paused, a sentence for each pause; none while it is not.
+    closing_paused: Vec<String>,
 }
 
 impl KindHealth {
@@ -177,6 +179,15 @@ impl KindHealth {
         note(&mut self.state().no_database, no_database);
     }
 
+    /// Closing is paused for these reasons, or is not.
+    pub fn note_closing_paused(&self, why: &[String]) {
+        self.state().closing_paused = why.to_vec();
+    }
+
+    fn paused(&self) -> Vec<String> {
+        self.state().closing_paused.clone()
+    }
+
     fn stalled(&self, longest: Duration, now: Instant) -> Vec<String> {
         let (has_started, has_broker) = {
             let state = self.state();
@@ -196,7 +207,11 @@ impl KindHealth {
                 "worker: consuming is paused, because nothing could be closed, re-armed or parked for worker.requeue_after"
                     .into(),
             );
-        } else if lifecycle == Lifecycle::Running && state.has_started && state.has_broker {
+        } else if lifecycle == Lifecycle::Running
+            && state.has_started
+            && state.has_broker
+            && state.closing_paused.is_empty()
+        {
             // In every other state no session is expected.
             let no_session = state.no_session.iter();
             problems.extend(no_session.map(|why| format!("broker: no consumer session is open: {why}")));
@@ -229,6 +244,7 @@ impl Health {
             is_paused: false,
             no_session: Some("none was opened yet".into()),
             no_database: None,
+            closing_paused: Vec::new(),
         };
         let (event_loop, supervisor) = (Beat::new(), Beat::new());
         let health = Arc::new(KindHealth { kind: kind.clone(), event_loop, supervisor, state: Mutex::new(state) });
@@ -295,7 +311,9 @@ impl Health {
             Lifecycle::Running => {}
         }
         problems.extend(state.of_each_kind(|kind| kind.problems(state.lifecycle)));
-        Report::new("ready", problems).with_degraded(state.degraded.lines(state.only_kind()))
+        // A paused worker is ready: another one would be paused as well, and an upgrade must not wait for it.
+        let paused = state.of_each_kind(KindHealth::paused);
+        Report::new("ready", problems).with_lines(paused).with_lines(state.degraded.lines(state.only_kind()))
     }
 
     /// What is wrong with this kind alone: its problems, then the causes of degradation that are about it.
@@ -305,6 +323,20 @@ impl Health {
         let of_kind = state.kinds.iter().find(|health| health.kind == *kind);
         let problems = of_kind.map_or_else(Vec::new, |health| health.problems(state.lifecycle));
         problems.into_iter().chain(state.degraded.lines_of(kind)).map(one_line).collect()
+    }
+
+    /// Whether orders of every kind are closed: closing is not paused, and the database is usable.
+    #[must_use]
+    pub fn is_closing(&self) -> Report {
+        let state = self.state();
+        let mut problems = state.of_each_kind(KindHealth::paused);
+        problems.extend(
+            state.of_each_kind(|kind| kind.state().no_database.iter().map(|why| format!("database: {why}")).collect()),
+        );
+        if state.lifecycle == Lifecycle::Starting {
+            problems.push("worker: starting".to_owned());
+        }
+        Report::new("closing", problems)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -18,6 +18,7 @@ use prometheus::{
 };
 
 use crate::observe::degraded::Cause;
+use crate::postgres::closing_pauses::PauseCause;
 
 /// The media type of [`Metrics::render`].
 pub const CONTENT_TYPE: &str = prometheus::TEXT_FORMAT;
@@ -303,6 +304,8 @@ metrics! {
         "Time since the deadline of the oldest unpaid order that the last sweep found; 0 if it found none, absent while the sweep cannot read.";
     sweep_failures: IntCounter = "order_timeout_sweep_failures_total",
         "Times the query for overdue orders failed.";
+    closing_paused: IntGaugeVec = "order_timeout_closing_paused" { "cause": PauseCause::WORDS },
+        "1 while closing is paused for this cause; /readyz says why, and nothing is closed until it is resumed.";
     session_open: IntGauge = "order_timeout_session_open",
         "1 while a consumer session is open.";
     sessions_opened: IntCounter = "order_timeout_sessions_opened_total",

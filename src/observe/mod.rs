@@ -15,6 +15,6 @@ pub(crate) mod log_writer;
 pub mod logging;
 pub mod metrics;
 pub(crate) mod recorder;
-pub mod traces;
 pub mod served_kinds;
+pub mod traces;
 mod zones;

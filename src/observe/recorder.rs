@@ -22,6 +22,7 @@ use crate::observe::degraded::{Cause, Change};
 use crate::observe::health::{Health, KindHealth};
 use crate::observe::metrics::{KindMetrics, Metrics};
 use crate::observe::traces::Traces;
+use crate::postgres::closing_pauses::{Pause, PauseCause};
 
 /// What is recorded of the worker as a whole. Cheap to clone: all clones share their counts.
 #[derive(Debug, Clone)]
@@ -116,6 +117,22 @@ impl KindRecorder {
     /// Records that a cause holds for this kind, and why, or that it does not.
     pub fn degraded(&self, cause: Cause, why: Option<&str>) {
         self.worker.note_degraded(cause, Some(&self.kind), why);
+    }
+
+    /// Closing is paused, or not: in health, metric, and the log. To be called when it changes.
+    pub fn closing_paused(&self, pauses: &[Pause]) {
+        let sentences: Vec<String> = pauses.iter().map(Pause::sentence).collect();
+        for cause in [PauseCause::Operator, PauseCause::Brake] {
+            let holds = pauses.iter().any(|pause| pause.cause == cause);
+            self.metrics.closing_paused.with_label_values(&[cause.as_str()]).set(i64::from(holds));
+        }
+        self.health.note_closing_paused(&sentences);
+        if sentences.is_empty() {
+            info!("closing is resumed; everything that is due is closed now");
+        }
+        for why in sentences {
+            warn!(why, "closing is paused; alarms wait in the broker until `order-timeout resume`");
+        }
     }
 
     /// The worker begins to finish its work in flight.

@@ -5,8 +5,8 @@
 pub mod adopt;
 pub mod close_orders;
 pub mod close_rate;
-pub mod explain;
 pub mod doctor;
+pub mod explain;
 pub mod first_backlog;
 pub mod forecast;
 pub mod late_payments;
@@ -16,6 +16,7 @@ pub mod orders_table;
 pub mod overview;
 pub mod paced;
 pub mod parked;
+pub mod pause_closing;
 pub mod pending;
 pub mod preview;
 pub mod prune_slots;

@@ -12,6 +12,7 @@ use sqlx::{AssertSqlSafe, Row};
 
 use super::orders_table::{OrdersTable, OverdueOrders};
 use super::{NotKnown, known};
+use crate::postgres::closing_pauses::{self, Pause};
 use crate::postgres::{self, Database, one_line, parked_alarms};
 
 /// A registered worker that was not seen for longer has ended: three of its heartbeats.
@@ -25,6 +26,9 @@ pub struct Status {
     /// Unpaid orders; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unpaid: Option<u64>,
+    /// Why closing is paused, for whichever kind; `None` if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused: Option<Vec<Pause>>,
     /// Unpaid orders that are due in each of the next 60 minutes, counted from `at`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub due_by_minute: Option<Vec<u64>>,
@@ -113,6 +117,7 @@ pub async fn status(database: &Database, orders: &OrdersTable) -> Result<Status,
     let now = database.run(postgres::now).await?;
     let mut not_known = Vec::new();
     let unpaid = known("unpaid", orders.unpaid().await, &mut not_known);
+    let paused = known("paused", paused(database).await, &mut not_known);
     let due_by_minute = known("due", orders.due_by_minute().await, &mut not_known);
     let overdue = known("overdue", orders.overdue().await, &mut not_known).map(|found| overdue_at(now, &found));
     let alarm_outbox = known("alarm outbox", outbox(database, "alarm_outbox", now).await, &mut not_known);
@@ -122,7 +127,12 @@ pub async fn status(database: &Database, orders: &OrdersTable) -> Result<Status,
     let held = "each worker keeps these alarms in its memory; its page /metrics has order_timeout_alarms_held";
     not_known.push(NotKnown { what: "held", why: held.to_owned() });
     let at = write_rfc3339(now);
-    Ok(Status { at, unpaid, due_by_minute, overdue, alarm_outbox, event_outbox, parked, workers, not_known })
+    Ok(Status { at, unpaid, paused, due_by_minute, overdue, alarm_outbox, event_outbox, parked, workers, not_known })
+}
+
+async fn paused(database: &Database) -> Result<Vec<Pause>, String> {
+    let read = database.run(async |connection| closing_pauses::current(connection, None).await);
+    read.await.map_err(|error| one_line(&error))
 }
 
 pub(super) fn overdue_at(now: Timestamp, found: &OverdueOrders) -> Overdue {

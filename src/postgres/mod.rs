@@ -1,7 +1,8 @@
 //! Postgres: a pool on which every call has a time limit. `connect.rs` opens connections, `session.rs` settles their
 //! parameters, `migrations.rs` brings the schema up to date, `error.rs` says what an error means, `clock.rs` reads the
 //! clock, `warm_connections.rs` keeps the closers' connections, `contract.rs` checks the statements of an orders table,
-//! `catalog.rs` and `survey.rs` describe a table of the shop's, `parked_alarms.rs`, `adoption.rs` and `shop_settings.rs` are tables of ours,
+//! `catalog.rs` and `survey.rs` describe a table of the shop's, `parked_alarms.rs`, `adoption.rs`, `shop_settings.rs`,
+//! `closing_pauses.rs` and `closing_minutes.rs` are tables of ours,
 //! `operator.rs` names who asked for a change.
 //!
 //! Shared by the steps that run SQL; knows none of their statements.
@@ -9,6 +10,8 @@
 pub mod adoption;
 pub mod catalog;
 mod clock;
+pub mod closing_minutes;
+pub mod closing_pauses;
 mod connect;
 pub mod contract;
 mod error;

@@ -168,6 +168,17 @@ impl WarmConnections {
         old.map(WarmConnection::discard).is_some()
     }
 
+    /// Runs other work than the usual on the least recently used connection.
+    ///
+    /// # Errors
+    /// sqlx's.
+    pub async fn run_on_oldest<T>(
+        &self,
+        work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T, sqlx::Error> {
+        self.run_kept(VecDeque::pop_front, Plans(false), work).await
+    }
+
     /// Reads the database's clock on the least recently used connection, so that each connection is checked in turn.
     ///
     /// # Errors

@@ -20,6 +20,7 @@ use super::supervisor::Phase;
 use super::warnings::Warnings;
 use crate::effects::Effects;
 use crate::effects::clock::ClockReading;
+use crate::effects::closing_watch::ClosingReport;
 use crate::observe::degraded::Cause;
 use crate::observe::health::{BEAT_EVERY, Loop};
 use crate::observe::inspect::contract_watch::ContractWatch;
@@ -34,6 +35,8 @@ pub(super) struct Outputs {
     pub settlements: mpsc::UnboundedSender<Vec<(Receipt, Settlement)>>,
     pub phase: watch::Sender<Phase>,
     pub inspections: mpsc::UnboundedSender<BrokerInput>,
+    /// What the engine has closed, and that closing must pause.
+    pub closing_reports: mpsc::UnboundedSender<ClosingReport>,
     /// Whether a closer is busy, for tasks that wait for idle closers.
     pub closing: ClosingFlag,
 }
@@ -167,6 +170,8 @@ impl EventLoop {
                 self.clock.learn(sample);
                 self.recorder.clock(&self.clock);
                 self.engine.handle(Input::ClockRead, self.clock.now());
+                // It ends with the worker's stop.
+                let _ = self.outputs.closing_reports.send(ClosingReport::Counts(self.engine.take_counts()));
                 // Arrives each second, so that collected counts are logged even if nothing else happens.
                 self.warnings.log_due(&self.engine, &self.engine.snapshot(self.clock.now()));
                 self.effects.parked.lock().expect("no holder panics").log_due();
@@ -212,6 +217,8 @@ impl EventLoop {
                 Action::Close(batch) => self.effects.close(batch, self.clock),
                 Action::Claim(batch) => self.effects.claim(batch, self.clock),
                 Action::Closing(action) => self.effects.closing(action),
+                // As above; then nothing is closed any more.
+                Action::PauseClosing(trip) => drop(self.outputs.closing_reports.send(ClosingReport::Trip(trip))),
                 Action::Rearm(jobs) => self.effects.rearm(jobs, self.clock),
                 Action::Park(dead_letters) => self.effects.park(dead_letters),
                 Action::Sweep(page) => {
@@ -224,8 +231,8 @@ impl EventLoop {
         }
         let closing = !self.engine.closers_are_idle();
         self.outputs.closing.set(closing);
-        self.update_phase(self.engine.wants_deliveries(now));
         let snapshot = self.engine.snapshot(now);
+        self.update_phase(self.engine.wants_deliveries(now), snapshot.closing_is_paused);
         self.warnings.note_availability(&snapshot);
         self.update_metrics(&snapshot, now);
         self.counted = Counted { early_returns: snapshot.early_returns, swept: snapshot.swept };
@@ -248,9 +255,11 @@ impl EventLoop {
         self.recorder.health.note_database(why.map(postgres::without_server_message).as_deref());
     }
 
-    fn update_phase(&self, wanted: bool) {
+    fn update_phase(&self, wanted: bool, is_paused: bool) {
         self.outputs.phase.send_if_modified(|phase| {
             let next = match (*phase, wanted) {
+                // `observe/recorder.rs` has logged why.
+                (Phase::Consume, false) if is_paused => Phase::Rest,
                 (Phase::Consume, false) => {
                     warn!("nothing could be closed, re-armed or parked for worker.requeue_after, as the previous warnings say; alarms are returned to the broker until that changes");
                     self.recorder.health.note_paused(true);

@@ -30,7 +30,9 @@ use super::supervisor::{self, Consumption, Listeners, Phase, Supervisor};
 use super::{GiveUp, StartError};
 use crate::config::Settings;
 use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
+use crate::effects::brake::Brake;
 use crate::effects::close::Closer;
+use crate::effects::closing_watch::ClosingWatch;
 use crate::effects::handled::HandledOrders;
 use crate::effects::orders::Orders;
 use crate::effects::rearm::Rearmer;
@@ -58,6 +60,7 @@ pub(super) struct KindWorker {
     /// `None` if `delay.strategy` is `database`.
     consumption: Option<Opened>,
     inputs: Channel<Input>,
+    closing_watch: ClosingWatch,
     /// News for the inspections of the broker.
     broker_inputs: Channel<BrokerInput>,
     recorder: KindRecorder,
@@ -165,7 +168,23 @@ impl KindWorker {
             .await
             .map_err(|error| DatabaseError(format!("the database's clock cannot be read: {}", one_line(&error))))?;
         let (inputs, broker_inputs) = (Channel::new(), Channel::new());
-        Ok(Self { kind: kind.clone(), policy, orders, clock, consumption: None, inputs, broker_inputs, recorder })
+        let kind = kind.clone();
+        let mut closing_watch = {
+            let (connections, inputs) = (orders.connections().clone(), inputs.sender.clone());
+            // What falls due is counted by the overdue statement, so orders of a handler have no brake.
+            let brake = settings.brake.bounds().zip(orders.statements()).map(|(bounds, (_, sweeper))| {
+                Brake::new(kind.clone(), connections.clone(), sweeper.statement(), bounds)
+            });
+            ClosingWatch::new(kind.clone(), connections, inputs, brake, recorder.clone())
+        };
+        // It is the engine's first input: a worker that starts during a pause closes nothing.
+        closing_watch.begin().await.map_err(|error| {
+            DatabaseError(format!(
+                "closing_pauses cannot be read: {}; GRANT SELECT, INSERT ON it to the worker's role",
+                one_line(&error)
+            ))
+        })?;
+        Ok(Self { kind, policy, orders, clock, consumption: None, inputs, closing_watch, broker_inputs, recorder })
     }
 
     /// Opens the kind's first session, unless the broker is away. `wants_former_inbox`: whether this kind's sessions also
@@ -246,7 +265,10 @@ impl KindWorker {
             tokio::spawn(plans.go_on(shared.outboxes_end.clone()).instrument(span.clone()))
         });
         let reminding = self.start_reminders(shared, &span);
-        tokio::spawn(clock::sample_clock(self.orders.clone(), clock_readings).instrument(span.clone()));
+        let closing_reports = self.closing_watch.reports();
+        tokio::spawn(
+            clock::sample_clock(self.orders.clone(), self.closing_watch, clock_readings).instrument(span.clone()),
+        );
         let inputs = self.inputs.sender.clone();
         let consuming = self.consumption.zip(shared.publishing.clone()).map(|(opened, publishing)| {
             let start = BrokerSide {
@@ -274,7 +296,8 @@ impl KindWorker {
         let database = shared.database.clone();
         let effects = Effects::new(self.orders, database, rearmer, inputs, self.recorder.clone());
         let contract = ContractWatch::new(close_name, overdue_name, std::time::Instant::now());
-        let outputs = Outputs { settlements, phase, inspections: self.broker_inputs.sender, closing };
+        let inspections = self.broker_inputs.sender;
+        let outputs = Outputs { settlements, phase, inspections, closing_reports, closing };
         let event_loop = EventLoop::new(self.policy, contract, self.clock, effects, outputs, self.recorder);
         let (stop, give_up) = (shared.stop.clone(), shared.give_up.clone());
         let work = event_loop.work(inbox, self.inputs.receiver, clock_reading_queue, stop, give_up);
@@ -407,6 +430,7 @@ fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
         sweep_page: SWEEP_PAGE,
         look_ahead: settings.sweep.look_ahead,
         has_no_alarms: !settings.delay.strategy.needs_broker(),
+        brake_sample: settings.brake.sample,
         pause_share: fastrand::f64() / 2.0 + 0.5,
     }
 }

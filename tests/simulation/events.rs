@@ -62,6 +62,9 @@ events! { always {
     RelayMarkedAfterCrash,
     SweptFurtherPage,
     SweepFoundDatabaseAway,
+    ClosingPaused,
+    ClosingResumed,
+    StartedWhilePaused,
     // Workers.
     Restarted,
     CrashedAtWork,

@@ -171,6 +171,11 @@ fn finds_alarms_held_too_long() {
 }
 
 #[test]
+fn finds_brake_forgotten_on_restart() {
+    must_be_found(Mutant::BrakeForgetsOnRestart);
+}
+
+#[test]
 fn finds_stock_released_on_unknown() {
     must_be_found(Mutant::ReleasesOnUnknown);
 }

@@ -51,7 +51,12 @@ pub fn check(world: &World) -> Result<(), String> {
     if world.worst_blocked > most_blocked {
         return Err(format!("a slot kept an alarm for {:?} behind another", world.worst_blocked));
     }
-    [&world.misplaced_retry, &world.cancelled_unasked].into_iter().flatten().next().cloned().map_or(Ok(()), Err)
+    [&world.misplaced_retry, &world.cancelled_unasked, &world.closed_in_pause]
+        .into_iter()
+        .flatten()
+        .next()
+        .cloned()
+        .map_or(Ok(()), Err)
 }
 
 /// What must hold for an order whose attempts to pay are asked about at a provider.
@@ -93,7 +98,8 @@ struct Calm {
 impl Calm {
     fn begin(world: &World) -> Self {
         // With a provider no time is promised: it may take any time to answer.
-        let is_healthy = !world.database_is_away() && world.any_worker_runs() && !world.has_provider();
+        let is_healthy =
+            !world.database_is_away() && world.any_worker_runs() && !world.has_provider() && !world.closing_is_paused();
         let grace = if world.broker_is_away() { policy().linger } else { policy().sweep_grace };
         let closed = world.rows.iter().filter(|(_, row)| row.status == Status::Closed);
         let closed_before = closed.map(|(order_id, _)| order_id.clone()).collect();

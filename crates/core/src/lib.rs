@@ -8,6 +8,7 @@
 
 pub mod address;
 pub mod alarm;
+pub mod brake;
 pub mod clock;
 pub mod delay;
 pub mod duration;

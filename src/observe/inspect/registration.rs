@@ -215,7 +215,7 @@ fn share(own: &Entry, others: &[Entry], kind: &str) -> Share {
     Share::new(index, index + 1 + behind)
 }
 
-fn host() -> String {
+pub(crate) fn host() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim();
     if name.is_empty() { "(unknown)".to_owned() } else { name.to_owned() }

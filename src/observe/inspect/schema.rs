@@ -81,6 +81,18 @@ const ALWAYS: &[Table] = &[
         rights: &["SELECT", "INSERT", "UPDATE"],
     },
     Table {
+        name: "closing_pauses",
+        migration: "20261128120000_pauses_of_closing.sql",
+        columns: &["kind", "cause", "reason", "paused_by", "paused_at", "resumed_at"],
+        rights: &["SELECT", "INSERT"],
+    },
+    Table {
+        name: "closing_minutes",
+        migration: "20261128120100_counts_of_closing.sql",
+        columns: &["kind", "minute", "closed", "unforeseen", "woken_closed", "woken_paid", "foreseen", "closed_of_due"],
+        rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
+    },
+    Table {
         name: "canaries",
         migration: "20261125120000_canaries.sql",
         columns: &["path", "id", "queue", "sent_at", "due_at", "waiting_since", "arrived_at"],

@@ -70,6 +70,9 @@ pub enum Mutant {
     /// An alarm is held longer than to its deadline.
     HoldsTooLong,
 
+    /// A worker that starts does not read that closing is paused already.
+    BrakeForgetsOnRestart,
+
     // In the closing protocol with a payment provider.
     /// An attempt counts as closed if the provider gives no answer.
     ReleasesOnUnknown,
@@ -137,6 +140,11 @@ pub struct World {
     pub misplaced_retry: Option<String>,
     has_provider: bool,
     provider_is_away: bool,
+    /// The number of the pause of closing that lasts, as its row in the database has it.
+    pause: Option<u32>,
+    pauses: u32,
+    /// Work that closes orders, handed out during a pause that the worker had read.
+    pub closed_in_pause: Option<String>,
     close_attempts: BTreeMap<OrderId, CloseAttempt>,
     leases: i64,
     /// Attempts that were asked about, with the lease.
@@ -175,6 +183,7 @@ pub fn policy() -> Policy {
         sweep_page: 4,
         look_ahead: Duration::from_millis(500),
         has_no_alarms: false,
+        brake_sample: 100,
         pause_share: 1.0,
     }
 }
@@ -199,6 +208,9 @@ impl World {
             mutant,
             has_provider,
             provider_is_away: false,
+            pause: None,
+            pauses: 0,
+            closed_in_pause: None,
             close_attempts: BTreeMap::new(),
             leases: 0,
             asked: BTreeSet::new(),
@@ -324,8 +336,30 @@ impl World {
         self.now
     }
 
+    // -------------------------------------------------------------------------------------------------- the pause
+
+    /// The brake of any worker trips, or a person pauses closing.
+    pub fn pause_closing(&mut self) {
+        if self.pause.is_none() && !self.database_is_away {
+            self.pauses += 1;
+            self.pause = Some(self.pauses);
+            self.note(Event::ClosingPaused);
+        }
+    }
+
+    pub fn resume_closing(&mut self) {
+        if self.pause.take().is_some() {
+            self.note(Event::ClosingResumed);
+        }
+    }
+
+    pub fn closing_is_paused(&self) -> bool {
+        self.pause.is_some()
+    }
+
     /// Ends every fault; pending actions stay as they are.
     pub fn end_faults(&mut self) {
+        self.resume_closing();
         self.set_database_away(false);
         self.set_broker_away(false);
         self.set_broker_refuses(false);

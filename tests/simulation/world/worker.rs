@@ -75,6 +75,12 @@ pub struct Worker {
     next_tag: u64,
     pending: Vec<PendingAction>,
     stopping: bool,
+    /// Whether it has read if closing is paused; until then it has not started.
+    has_looked: bool,
+    /// The pause that its engine knows.
+    known_pause: Option<u32>,
+    /// The number of pauses when it was started.
+    pauses_before: u32,
 }
 
 impl World {
@@ -86,6 +92,9 @@ impl World {
             next_tag: 1,
             pending: Vec::new(),
             stopping: false,
+            has_looked: false,
+            known_pause: None,
+            pauses_before: self.pauses,
         });
     }
 
@@ -188,6 +197,11 @@ impl World {
     pub fn turn(&mut self, n: usize) {
         let now = self.worker_time();
         let Some(mut worker) = self.workers[n].take() else { return };
+        self.look_at_pause(&mut worker, now);
+        if !worker.has_looked && !worker.stopping {
+            self.workers[n] = Some(worker);
+            return;
+        }
         let has_opened = self.supervise(&mut worker, now);
         // The opening of a session and its deliveries are separate inputs in no fixed order: for every other session,
         // the opening comes after the first deliveries.
@@ -209,6 +223,36 @@ impl World {
             self.note(Event::ShutDownCleanly);
         } else {
             self.workers[n] = Some(worker);
+        }
+    }
+
+    /// Reads whether closing is paused, as a worker does before its first order and then each second.
+    fn look_at_pause(&mut self, worker: &mut Worker, now: Timestamp) {
+        if self.database_is_away {
+            return;
+        }
+        let forgets = self.mutant == Mutant::BrakeForgetsOnRestart;
+        let found = self.pause.filter(|pause| !forgets || *pause > worker.pauses_before);
+        self.note_if(!worker.has_looked && found.is_some(), Event::StartedWhilePaused);
+        worker.has_looked = true;
+        if worker.known_pause != found {
+            worker.known_pause = found;
+            self.has_changed = true;
+            let input = if found.is_some() { Input::ClosingPaused } else { Input::ClosingResumed };
+            worker.engine.handle(input, now);
+        }
+    }
+
+    /// Between its reading of the pauses and this no time has passed.
+    fn check_pause(&mut self, action: &Action) {
+        let closes = match action {
+            Action::Close(batch) | Action::Claim(batch) => !batch.items.is_empty(),
+            Action::Closing(ClosingAction::SettlePaid(_) | ClosingAction::Postpone(_)) => false,
+            Action::Closing(_) | Action::Sweep(_) => true,
+            _ => false,
+        };
+        if closes && self.pause.is_some() && !self.database_is_away {
+            self.closed_in_pause = Some(format!("during a pause a worker wants {action:?}"));
         }
     }
 
@@ -245,7 +289,8 @@ impl World {
 
     /// When the next worker wants to be woken, in the broker's time.
     pub(super) fn next_wake(&self) -> Option<Timestamp> {
-        let wakes = self.workers.iter().flatten().filter_map(|worker| worker.engine.next_wakeup());
+        let started = self.workers.iter().flatten().filter(|worker| worker.has_looked);
+        let wakes = started.filter_map(|worker| worker.engine.next_wakeup());
         wakes.map(|wake_at| shifted(wake_at, -self.clock_set_ms - self.skew_ms)).min()
     }
 
@@ -287,6 +332,7 @@ impl World {
 
     fn hand_out(&mut self, worker: &mut Worker, now: Timestamp) {
         for action in worker.engine.poll_actions(now) {
+            self.check_pause(&action);
             match action {
                 Action::Settle(settlements) => self.settle(settlements),
                 Action::Close(batch) | Action::Claim(batch) => {
@@ -304,6 +350,8 @@ impl World {
                 Action::Park(dead_letters) => worker.pending.push(PendingAction::Park { dead_letters, written: false }),
                 Action::Sweep(page) => worker.pending.push(PendingAction::Sweep { page, found: None }),
                 Action::Closing(action) => worker.pending.push(pending_closing(action)),
+                // The engine is given no limits here.
+                Action::PauseClosing(_) => unreachable!("the brake has no limits"),
             }
         }
     }

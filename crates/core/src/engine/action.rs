@@ -5,6 +5,7 @@
 use super::Batch;
 use super::closing::ClosingAction;
 use crate::alarm::{DeadLetter, Rearm, Receipt, Settlement};
+use crate::brake::Trip;
 use crate::order::SweepPage;
 
 /// What the engine wants done.
@@ -25,6 +26,8 @@ pub enum Action {
     Park(Vec<(DeadLetter, Receipt)>),
     /// Acknowledge or requeue these deliveries. Nothing is reported: the broker redelivers what is not settled.
     Settle(Vec<(Receipt, Settlement)>),
+    /// Write a pause of closing down, for this reason, then report `Input::ClosingPaused`. Nothing is closed meanwhile.
+    PauseClosing(Trip),
     /// Look for overdue orders, then report `Input::Swept` or `Input::NotSwept`.
     Sweep(SweepPage),
 }

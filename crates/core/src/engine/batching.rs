@@ -20,10 +20,16 @@ const BUSY_PAUSE: Duration = Duration::from_millis(25);
 impl Engine {
     /// What a closer takes now, if one is free and anything is ready.
     pub(super) fn next_batch(&mut self, now: Timestamp) -> Option<Batch> {
+        let room = self.brake.room(now);
+        if self.is_paused() || room == 0 {
+            return None;
+        }
         let batch = match self.availability.probe_at() {
             // One closer asks whether the database is back; the others wait for its result.
             Some(probe_at) if now < probe_at || !self.closers_are_idle() || self.draining => return None,
-            Some(_) => self.ready.longest_waiting().map_or_else(empty_batch, |source| self.take_from(source, now)),
+            Some(_) => {
+                self.ready.longest_waiting().map_or_else(empty_batch, |source| self.take_from(source, room, now))
+            }
             None => {
                 let ready = |source: &ReadySource| self.source_ready_at(*source).is_some_and(|at| at <= now);
                 let ready = ReadySource::ALL.into_iter().filter(ready);
@@ -31,15 +37,20 @@ impl Engine {
                 if self.idle_closers == 1 {
                     self.retries_had_last_closer = source.is_retry();
                 }
-                self.take_from(source, now)
+                self.take_from(source, room, now)
             }
         };
         self.idle_closers -= 1;
+        self.brake.note_out(&batch, now);
         Some(batch)
     }
 
     /// When there is a batch for a closer even without another input.
     pub(super) fn batch_ready_at(&self) -> Option<Timestamp> {
+        // With the result of what is out, or with the next limits, there is room again.
+        if self.is_paused() || self.brake.room(self.latest_time) == 0 {
+            return None;
+        }
         match self.availability.probe_at() {
             Some(probe_at) => (self.closers_are_idle() && !self.draining).then_some(probe_at),
             None => ReadySource::ALL.into_iter().filter_map(|source| self.source_ready_at(source)).min(),
@@ -80,8 +91,9 @@ impl Engine {
         self.idle_closers > usize::from(self.policy.closers > 1)
     }
 
-    fn take_from(&mut self, source: ReadySource, now: Timestamp) -> Batch {
-        let size = self.policy.batch_size;
+    /// `room`: how many orders the brake lets out.
+    fn take_from(&mut self, source: ReadySource, room: usize, now: Timestamp) -> Batch {
+        let size = self.policy.batch_size.min(room);
         let since = self.ready.since(source).unwrap_or(now);
         match source {
             ReadySource::Fresh => Batch {

@@ -5,6 +5,7 @@
 use super::closing::ClosingInput;
 use super::{Batch, BatchResult, Share};
 use crate::alarm::{DeadLetter, Delivered, Rearm, Receipt};
+use crate::brake::Limits;
 use crate::order::SweptPage;
 
 /// What happened, as it is reported to the engine.
@@ -34,6 +35,12 @@ pub enum Input {
     NotSwept(String),
     /// The share of orders that this worker reads ahead has changed.
     ShareChanged(Share),
+    /// Closing is paused: by a person, or because the brake tripped. It is so until the next input says otherwise.
+    ClosingPaused,
+    /// Closing is not paused any more.
+    ClosingResumed,
+    /// How much may be closed until the next limits. Without any the brake is off.
+    BrakeLimits(Limits),
     /// The database's clock was read.
     ClockRead,
     /// The database's clock could not be read, for this reason.

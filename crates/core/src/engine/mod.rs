@@ -3,7 +3,7 @@
 //! `apply.rs` what a decision means for a work item, `ready_queues.rs` and `retry_list.rs` what waits, `batching.rs`
 //! what is closed next, `lock_wait.rs` which batches wait for locks, `availability.rs` whether the database closes
 //! anything, `sweep.rs` the safety net, `look_ahead.rs` how far it reads, `circulation.rs` what the broker returns early,
-//! `closing/` the
+//! `brake.rs` how much may be closed before that looks usual, `closing/` the
 //! closing protocol with a payment provider, `order_backoff.rs` how long an order waits before the next try, `policy.rs` the limits, `snapshot.rs` the read side.
 //!
 //! Pure: inputs come in with the database's time, actions go out. No I/O, no clock, no task. The worker, a dependent of
@@ -13,6 +13,7 @@ mod action;
 mod apply;
 mod availability;
 mod batching;
+mod brake;
 mod circulation;
 mod closing;
 mod decide;
@@ -34,6 +35,7 @@ use crate::alarm::{
     DeadLetter, Death, DeathReason, Delivered, DeliveredAlarm, ParkReason, Rearm, Receipt, Settlement, SourceQueue,
     Wanted,
 };
+use crate::brake::Counts;
 use crate::hold::Hold;
 use crate::kind::Kind;
 use crate::message::Alarm;
@@ -41,6 +43,7 @@ use crate::order::{CloseResult, Deadline, OrderId, Outcome, Overdue, SweptPage, 
 pub use action::Action;
 use availability::Availability;
 pub use availability::Unavailable;
+use brake::Brake;
 use circulation::{Circulation, circulates, explain_death};
 use closing::Closing;
 pub use closing::{
@@ -95,6 +98,9 @@ pub struct Engine {
     session: u64,
     is_consuming: bool,
     draining: bool,
+    /// Nothing is closed, swept or consumed until it ends.
+    closing_is_paused: bool,
+    brake: Brake,
     rearms: Vec<Rearm>,
     rearm_retries: RetryList<Rearm>,
     circulation: Circulation,
@@ -132,6 +138,8 @@ impl Engine {
             session: 0,
             is_consuming: false,
             draining: false,
+            closing_is_paused: false,
+            brake: Brake::default(),
             rearms: Vec::new(),
             rearm_retries: RetryList::default(),
             circulation: Circulation::default(),
@@ -163,6 +171,8 @@ impl Engine {
             Input::Delivered(delivered) => self.receive(delivered, now),
             Input::Closed(batch, result) => {
                 self.note_claimed(&result, now);
+                self.brake.note_result(&batch, &result);
+                self.update_closing_pause();
                 self.apply_results(batch, result, now);
             }
             Input::Closing(input) => {
@@ -194,6 +204,16 @@ impl Engine {
                 self.sweep.page_failed(&self.policy, now);
             }
             Input::ShareChanged(share) => self.look_ahead.set_share(share),
+            Input::ClosingPaused => {
+                self.closing_is_paused = true;
+                self.brake.note_paused();
+                self.update_closing_pause();
+            }
+            Input::ClosingResumed => {
+                self.closing_is_paused = false;
+                self.update_closing_pause();
+            }
+            Input::BrakeLimits(limits) => self.brake.set_limits(limits, self.policy.brake_sample),
             Input::ClockRead => self.availability.note_clock(None),
             Input::ClockNotRead(reason) => self.availability.note_clock(Some(reason)),
             Input::SessionOpened(number) => {
@@ -229,6 +249,7 @@ impl Engine {
         while let Some(batch) = self.next_batch(now) {
             actions.push(if self.closing.is_some() { Action::Claim(batch) } else { Action::Close(batch) });
         }
+        actions.extend(self.brake.take_trip().map(Action::PauseClosing));
         if let Some(closing) = &mut self.closing {
             actions.extend(closing.poll_actions(now).into_iter().map(Action::Closing));
         }
@@ -283,7 +304,8 @@ impl Engine {
     }
 
     /// Whether the broker should go on delivering. It should not after closing, rearming or parking has been impossible
-    /// for long: messages that cannot be settled must not stay unacknowledged until consumer_timeout.
+    /// for long, or while closing is paused: messages that cannot be settled must not stay unacknowledged until
+    /// consumer_timeout.
     #[must_use]
     pub fn wants_deliveries(&self, now: Timestamp) -> bool {
         let failing_for = [
@@ -291,7 +313,8 @@ impl Engine {
             self.rearm_retries.failing_for(now),
             self.park_retries.failing_for(now),
         ];
-        failing_for.into_iter().flatten().all(|failing_for| failing_for < self.policy.requeue_after)
+        !self.is_paused()
+            && failing_for.into_iter().flatten().all(|failing_for| failing_for < self.policy.requeue_after)
     }
 
     /// What the engine works on and what it has found out.
@@ -305,7 +328,8 @@ impl Engine {
             swept: self.swept,
             backed_off: self.sweep.backed_off(),
             oldest_overdue: self.sweep.oldest(),
-            overdue_is_known: self.overdue_is_known && !self.availability.is_unavailable(),
+            overdue_is_known: self.overdue_is_known && !self.availability.is_unavailable() && !self.is_paused(),
+            closing_is_paused: self.is_paused(),
             is_consuming: self.is_consuming,
             closers_are_idle: self.closers_are_idle(),
             unavailable: self.availability.verdict(&self.policy, now),
@@ -340,6 +364,11 @@ impl Engine {
         self.idle_closers == self.policy.closers
     }
 
+    /// What was closed and found paid since the last call, for the brake of all workers.
+    pub fn take_counts(&mut self) -> Counts {
+        self.brake.take_counts()
+    }
+
     /// Whether this overdue order could not be closed when it was last tried.
     #[must_use]
     pub fn is_backed_off(&self, order_id: &OrderId) -> bool {
@@ -370,6 +399,18 @@ impl Engine {
         self.look_ahead.clock_was_set_back(now);
         if let Some(closing) = &mut self.closing {
             closing.clock_was_set_back(now);
+        }
+    }
+
+    /// By a pause that outlives this worker, or by the brake, whose pause is being written.
+    fn is_paused(&self) -> bool {
+        self.closing_is_paused || self.brake.has_tripped()
+    }
+
+    fn update_closing_pause(&mut self) {
+        let is_paused = self.is_paused();
+        if let Some(closing) = &mut self.closing {
+            closing.set_paused(is_paused);
         }
     }
 
@@ -597,6 +638,7 @@ impl Engine {
     /// memory. And none while nothing can be closed.
     fn wants_sweep_page(&self) -> bool {
         !self.draining
+            && !self.is_paused()
             && !self.availability.is_unavailable()
             && self.ready.swept_len() < self.policy.sweep_page
             && self.ready.looked_ahead.len() < self.policy.sweep_page

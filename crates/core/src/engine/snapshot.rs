@@ -25,6 +25,8 @@ pub struct Snapshot<'a> {
     /// Whether the last query for overdue orders succeeded, so that `oldest_overdue` is known. An unavailable database
     /// is not queried.
     pub overdue_is_known: bool,
+    /// Whether closing is paused, so that nothing is closed, swept or consumed.
+    pub closing_is_paused: bool,
     /// Whether a consumer session is open, so that alarms can be delivered.
     pub is_consuming: bool,
     /// Whether no closer is working.

@@ -11,6 +11,7 @@ mod circulation;
 mod closing;
 mod kinds;
 mod look_ahead;
+mod pause;
 mod sweep;
 
 pub(crate) fn policy() -> Policy {
@@ -35,6 +36,7 @@ pub(crate) fn policy() -> Policy {
         sweep_page: 4,
         look_ahead: Duration::from_millis(500),
         has_no_alarms: false,
+        brake_sample: 100,
         pause_share: 1.0,
     }
 }

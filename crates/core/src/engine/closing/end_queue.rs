@@ -60,9 +60,10 @@ impl EndQueue {
         self.of(kind).is_running = false;
     }
 
-    pub fn ready_at(&self) -> Option<Timestamp> {
-        let idle = self.waiting.iter().filter(|waiting| !waiting.is_running);
-        idle.filter_map(|waiting| waiting.orders.first()).map(|(at, _)| *at).min()
+    /// When the next statement of this kind can run; `None` while one is running.
+    pub fn ready_at(&self, kind: EndingKind) -> Option<Timestamp> {
+        let waiting = Some(&self.waiting[kind as usize]).filter(|waiting| !waiting.is_running);
+        waiting.and_then(|waiting| waiting.orders.first()).map(|(at, _)| *at)
     }
 
     /// Every pause ends now.

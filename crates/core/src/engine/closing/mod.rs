@@ -75,6 +75,7 @@ pub(super) struct Closing {
     full: BTreeSet<String>,
     failures: u32,
     draining: bool,
+    is_paused: bool,
 }
 
 impl Closing {
@@ -93,6 +94,7 @@ impl Closing {
             full: BTreeSet::new(),
             failures: 0,
             draining: false,
+            is_paused: false,
         }
     }
 
@@ -131,15 +133,15 @@ impl Closing {
 
     pub fn poll_actions(&mut self, now: Timestamp) -> Vec<ClosingAction> {
         let mut actions = Vec::new();
-        if let Some(page) = self.next_page(now) {
-            actions.push(ClosingAction::Resume(page));
-        }
-        for id in std::mem::take(&mut self.to_call) {
-            if let Some(order) = self.orders.get_mut(&id).filter(|order| order.end.is_none()) {
-                actions.extend(order.claimed.take_calls().into_iter().map(ClosingAction::Call));
+        if !self.is_paused {
+            actions.extend(self.next_page(now).map(ClosingAction::Resume));
+            for id in std::mem::take(&mut self.to_call) {
+                if let Some(order) = self.orders.get_mut(&id).filter(|order| order.end.is_none()) {
+                    actions.extend(order.claimed.take_calls().into_iter().map(ClosingAction::Call));
+                }
             }
         }
-        for kind in EndQueue::KINDS {
+        for kind in self.kinds_of_ends() {
             let ids = self.ends.take(kind, self.policy.batch_size, now);
             if !ids.is_empty() {
                 actions.push(self.end_action(kind, &ids));
@@ -164,7 +166,20 @@ impl Closing {
     }
 
     pub fn next_wakeup(&self) -> Option<Timestamp> {
-        [self.page_ready_at(), self.ends.ready_at()].into_iter().flatten().min()
+        let page_at = self.page_ready_at().filter(|_| !self.is_paused);
+        self.kinds_of_ends().filter_map(|kind| self.ends.ready_at(kind)).chain(page_at).min()
+    }
+
+    /// While closing is paused, an order that is proved to be paid is still settled, and what is given back is written;
+    /// no provider is asked or told anything, and no order is taken over or closed.
+    pub fn set_paused(&mut self, is_paused: bool) {
+        self.is_paused = is_paused;
+    }
+
+    /// The statements that may run: while closing is paused, those that close no order.
+    fn kinds_of_ends(&self) -> impl Iterator<Item = EndingKind> + use<> {
+        let is_paused = self.is_paused;
+        EndQueue::KINDS.into_iter().filter(move |kind| !is_paused || *kind != EndingKind::Close)
     }
 
     /// Gives back what is not being written at this moment. A call that is under way may be repeated by another worker.

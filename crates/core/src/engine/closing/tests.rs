@@ -305,3 +305,19 @@ fn stopping_gives_leases_back() {
     closing.handle(ClosingInput::Ended(EndingKind::Close, ended("2", EndOutcome::Closed)), at_ms(2));
     assert_eq!((closing.len(), closing.next_wakeup()), (0, None));
 }
+
+#[test]
+fn paused_protocol_settles_and_closes_nothing() {
+    let mut closing = resumed(vec![claim("1", &["pi_1"]), claim("2", &[])]);
+    let Some(ask) = calls(&mut closing, at_ms(0)).pop() else { panic!("no call") };
+    closing.set_paused(true);
+    closing.handle(ClosingInput::Answered(ask, paid()), at_ms(1));
+    closing.handle(ClosingInput::Ended(EndingKind::Close, ended("2", EndOutcome::Busy)), at_ms(1));
+    let actions = closing.poll_actions(at_ms(60_000));
+    assert!(matches!(&actions[..], [ClosingAction::SettlePaid(_)]), "money is not left lying: {actions:?}");
+    closing.handle(ClosingInput::Ended(EndingKind::SettlePaid, ended("1", EndOutcome::Settled)), at_ms(60_001));
+    assert_eq!(closing.next_wakeup(), None);
+    closing.set_paused(false);
+    let actions = closing.poll_actions(at_ms(60_002));
+    assert!(matches!(&actions[..], [ClosingAction::Resume(_), ClosingAction::CloseClaimed(_)]), "{actions:?}");
+}

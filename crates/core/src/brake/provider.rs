@@ -1,0 +1,54 @@
+//! What payment providers answer about orders that fall due: unknown for most, or paid for far more than usual, means that
+//! something is wrong with the provider or with its callbacks.
+//!
+//! Pure. Trips although no order would be closed wrongly: every such order is blocked for its customer while it is asked
+//! about.
+
+use super::Trip;
+
+/// The answers about orders in a window.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ProviderCounts {
+    /// Orders about which a provider was asked.
+    pub asked: u64,
+    /// Those among them that the provider says are paid.
+    pub paid: u64,
+    /// Those without an answer that has a documented meaning.
+    pub unknown: u64,
+}
+
+/// What share of orders is usually found paid at the provider.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct UsualAnswers {
+    /// `None` if it is not known.
+    pub paid_share: Option<f64>,
+}
+
+/// More than half without an answer is most.
+const MOST: f64 = 0.5;
+/// So many times the usual share of paid orders is unusual, but never a share below [`LEAST_PAID`].
+const TIMES_USUAL_PAID: f64 = 5.0;
+const LEAST_PAID: f64 = 0.3;
+
+/// Judges the answers; `None` if there are fewer than `sample`, or they are as usual.
+#[must_use]
+#[allow(clippy::cast_precision_loss)] // small numbers
+pub fn provider_trip(counts: &ProviderCounts, usual: &UsualAnswers, sample: u32) -> Option<Trip> {
+    let ProviderCounts { asked, paid, unknown } = *counts;
+    if asked == 0 || asked < u64::from(sample) {
+        return None;
+    }
+    let share = |orders: u64| orders as f64 / asked as f64;
+    if share(unknown) > MOST {
+        return Some(Trip(format!(
+            "of the last {asked} orders, the payment provider gave no usable answer about {unknown}: is it reachable, and are its keys right?"
+        )));
+    }
+    let usual = usual.paid_share?;
+    (share(paid) > (usual * TIMES_USUAL_PAID).max(LEAST_PAID)).then(|| {
+        Trip(format!(
+            "of the last {asked} orders that fell due unpaid, the payment provider says that {paid} are paid, and usually it is {:.1} %: do its callbacks arrive?",
+            usual * 100.0
+        ))
+    })
+}

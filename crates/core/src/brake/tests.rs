@@ -1,0 +1,151 @@
+//! What trips the brake, and what does not.
+
+use proptest::prelude::*;
+
+use super::*;
+
+const BOUNDS: Bounds = Bounds { times_usual: 5, floor: 1_000, sample: 100 };
+
+/// A shop that closes `closed` orders in each minute before `now`, of which alarms found `paid` more paid.
+fn history(now: Minute, closed: u64, paid: u64) -> Vec<MinuteCounts> {
+    let of = |minute| MinuteCounts { minute, closed, woken_closed: closed, woken_paid: paid, ..Default::default() };
+    (now - 2_000..now - 120).map(of).collect()
+}
+
+fn usual(closed: u64, paid: u64) -> Usual {
+    Usual::of(&history(10_000, closed, paid), 10_000)
+}
+
+fn judge(minutes: &[MinuteCounts], usual: &Usual) -> Result<Option<u64>, Trip> {
+    Window { minutes, now: 10_000, resumed_in: None }.judge(usual, &BOUNDS)
+}
+
+#[test]
+fn usual_needs_history() {
+    let new = Usual::of(&[MinuteCounts { minute: 1, closed: 100_000, ..Default::default() }], 10_000);
+    assert_eq!(new, Usual::default());
+    assert_eq!(new.most_unforeseen(&BOUNDS), None, "a new shop has no limit");
+    let known = usual(300, 700);
+    assert_eq!((known.closes_per_minute, known.paid_share), (Some(300.0), Some(0.7)));
+    assert_eq!(known.most_unforeseen(&BOUNDS), Some(1_500));
+    assert_eq!(usual(1, 1).most_unforeseen(&BOUNDS), Some(1_000), "the floor");
+}
+
+#[test]
+fn unforeseen_closes_trip() {
+    let due_at_once = MinuteCounts { minute: 10_000, closed: 1_501, unforeseen: 1_501, ..Default::default() };
+    let trip = judge(&[due_at_once], &usual(300, 700)).unwrap_err();
+    assert!(trip.0.contains("1501 orders") && trip.0.contains("usually 300"), "{trip:?}");
+    assert_eq!(judge(&[due_at_once], &Usual::default()), Ok(None));
+    let spread = [9_999, 10_000].map(|minute| MinuteCounts { minute, unforeseen: 751, ..Default::default() });
+    assert!(judge(&spread, &usual(300, 700)).is_err(), "over the turn of a minute");
+    let slower = [9_990, 10_000].map(|minute| MinuteCounts { minute, unforeseen: 1_499, ..Default::default() });
+    assert_eq!(judge(&slower, &usual(300, 700)), Ok(Some(2)));
+}
+
+#[test]
+fn foreseen_flash_sale_does_not_trip() {
+    let foreseen = MinuteCounts { minute: 10_001, foreseen: Some(100_000), ..Default::default() };
+    assert_eq!(judge(&[foreseen], &usual(300, 700)), Ok(Some(101_501)));
+    assert_eq!(unforeseen(100_000, 100_000, Some(100_000)), 0);
+    assert_eq!(unforeseen(10, 100_005, Some(100_000)), 5, "the last five");
+    assert_eq!(unforeseen(10, 10, None), 10);
+}
+
+#[test]
+fn resumed_window_is_not_judged_again() {
+    let minutes = [MinuteCounts { minute: 9_999, unforeseen: 9_000, woken_closed: 9_000, ..Default::default() }];
+    let window = Window { minutes: &minutes, now: 10_000, resumed_in: Some(9_999) };
+    assert_eq!(window.judge(&usual(300, 700), &BOUNDS), Ok(Some(1_501)));
+    assert!(judge(&minutes, &usual(300, 700)).is_err());
+}
+
+#[test]
+fn gap_without_worker_is_foreseen() {
+    let usual = usual(300, 700);
+    assert_eq!(foreseen_of_gap(Some(9_998), 10_000, &usual, &BOUNDS), vec![], "a restart");
+    let gap = foreseen_of_gap(Some(9_990), 10_000, &usual, &BOUNDS);
+    assert_eq!((gap.len(), gap[0], gap[8]), (9, (9_991, 1_500), (9_999, 1_500)));
+    assert_eq!(foreseen_of_gap(Some(0), 10_000, &usual, &BOUNDS).len(), 120, "not of a whole year");
+}
+
+#[test]
+fn dead_callbacks_trip_within_sample() {
+    let share = PaidShare::new(0.7, 100).unwrap();
+    let (mut slow, now) = (SlowStart::default(), Timestamp::from_unix_micros(1));
+    assert_eq!(slow.room(&share, 0, now), 100);
+    slow.note_out(now);
+    assert_eq!(slow.room(&share, 100, now), 0, "until it is known what they are");
+    assert_eq!(slow.note_woken(&share, 99, 0), None);
+    assert_eq!(slow.room(&share, 0, now), 1);
+    let trip = slow.note_woken(&share, 1, 0).expect("none of a hundred is paid");
+    assert!(trip.0.contains("0.0 % were paid") && trip.0.contains("70 %"), "{trip:?}");
+}
+
+#[test]
+fn usual_share_opens_up_quickly() {
+    let share = PaidShare::new(0.7, 100).unwrap();
+    let (mut slow, mut now) = (SlowStart::default(), Timestamp::from_unix_micros(1));
+    let mut rooms = Vec::new();
+    for _ in 0..4 {
+        slow.note_out(now);
+        rooms.push(slow.room(&share, 0, now));
+        assert_eq!(slow.note_woken(&share, 60, 40), None, "a campaign in which fewer pay");
+    }
+    assert_eq!(rooms, [100, 400, 1_600, u64::MAX]);
+    now = now + START_AGAIN;
+    assert_eq!(slow.room(&share, 0, now), 100, "the next burst");
+}
+
+const START_AGAIN: std::time::Duration = std::time::Duration::from_secs(60);
+
+#[test]
+fn providers_answers_trip() {
+    let usual = UsualAnswers { paid_share: Some(0.02) };
+    let trips = |asked, paid, unknown| provider_trip(&ProviderCounts { asked, paid, unknown }, &usual, 100).is_some();
+    assert!(trips(100, 0, 51), "unknown for most");
+    assert!(trips(100, 31, 0), "callbacks are missing");
+    assert!(!trips(99, 0, 99), "too few");
+    assert!(!trips(1_000, 250, 400), "a bad day");
+}
+
+proptest! {
+    /// Binomial: with the usual share, or half of it, no sample of any size trips.
+    #[test]
+    fn half_of_usual_share_never_trips(usual in 0.05..1.0_f64, woken in 1..20_000_u64) {
+        let share = PaidShare::new(usual, 100).unwrap();
+        let paid = (woken as f64 * usual / 2.0).ceil() as u64;
+        prop_assert_eq!(share.judge(woken.saturating_sub(paid), paid), None);
+    }
+
+    /// However results come, no more are out and undecided than the sample until it is judged.
+    #[test]
+    fn no_more_than_sample_without_paid(steps in proptest::collection::vec((1..900_u64, 1..900_u64), 1..200)) {
+        let share = PaidShare::new(0.7, 100).unwrap();
+        let (mut slow, now) = (SlowStart::default(), Timestamp::from_unix_micros(1));
+        let (mut out, mut closed, mut tripped) = (0, 0, false);
+        for (wanted, finished) in steps {
+            if !tripped {
+                let batch = wanted.min(slow.room(&share, out, now));
+                slow.note_out(now);
+                out += batch;
+            }
+            let finished = finished.min(out);
+            out -= finished;
+            closed += finished;
+            tripped |= slow.note_woken(&share, finished, 0).is_some();
+        }
+        prop_assert!(closed <= share.sample(), "{}", closed);
+    }
+
+    /// Closes are never counted as foreseen twice, in whatever parts they are reported.
+    #[test]
+    fn foreseen_is_used_up_once(parts in proptest::collection::vec(0..500_u64, 0..20), foreseen in 0..3_000_u64) {
+        let (mut closed, mut not_foreseen) = (0, 0);
+        for part in &parts {
+            closed += part;
+            not_foreseen += unforeseen(*part, closed, Some(foreseen));
+        }
+        prop_assert_eq!(not_foreseen, closed.saturating_sub(foreseen));
+    }
+}

@@ -1,0 +1,108 @@
+//! `order-timeout pause` and `order-timeout resume`: no order is closed in between, by any worker.
+
+use clap::Args;
+use order_timeout_core::kind::Kind;
+use serde_json::json;
+
+use crate::cli::CommandOutcome;
+use crate::cli::operator::system_user;
+use crate::config::Settings;
+use crate::operations::name_or_reason;
+use crate::operations::pause_closing::{self, Paused, Resumed};
+use crate::postgres::{self, Database};
+
+/// Arguments of `pause`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Every worker stops closing within about a second, also after a restart, until `order-timeout resume`. Alarms wait in the
+broker. Orders stay unpaid and can still be paid; what they have reserved stays reserved.")]
+pub struct PauseArgs {
+    /// Why, for the workers' pages and logs, the event closing.paused and the table closing_pauses
+    #[arg(long, value_name = "TEXT", value_parser = name_or_reason)]
+    reason: String,
+    #[command(flatten)]
+    of: OfPause,
+}
+
+/// Arguments of `resume`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Everything that is due is closed then. Without --kind every pause ends. The brake does not trip again on what is due at
+this moment.")]
+pub struct ResumeArgs {
+    /// Why, for the event closing.resumed and the table closing_pauses
+    #[arg(long, value_name = "TEXT", value_parser = name_or_reason)]
+    reason: Option<String>,
+    #[command(flatten)]
+    of: OfPause,
+}
+
+#[derive(Debug, Args)]
+struct OfPause {
+    /// Only this kind of deadline, as the settings name it
+    #[arg(long, value_name = "KIND")]
+    kind: Option<Kind>,
+    /// Who asks for it; the user of the operating system if it is not given
+    #[arg(long, value_name = "NAME", value_parser = name_or_reason)]
+    who: Option<String>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+impl OfPause {
+    fn who(&self) -> String {
+        self.who.clone().unwrap_or_else(system_user)
+    }
+
+    async fn database(&self, settings: &Settings) -> anyhow::Result<Database> {
+        pause_closing::require_known(settings, self.kind.as_ref())?;
+        let database = Database::connect(&settings.database, 1).await?;
+        postgres::require_migrated(&database).await?;
+        Ok(database)
+    }
+}
+
+/// # Errors
+/// If the kind is unknown, or the database cannot be used.
+pub async fn pause(args: &PauseArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
+    let PauseArgs { reason, of } = args;
+    let database = of.database(settings).await?;
+    let paused = pause_closing::pause(&database, of.kind.as_ref(), reason, &of.who()).await?;
+    let mut output = CommandOutcome::default();
+    if of.json {
+        output.line(json!(paused));
+        return Ok(output);
+    }
+    let Paused { began, pauses } = paused;
+    if !began {
+        output.line("it was paused before; nothing changed");
+    }
+    pauses.iter().for_each(|pause| output.line(pause.sentence()));
+    Ok(output)
+}
+
+/// # Errors
+/// As of [`pause`]. Exit code 1 also if the kind is still paused.
+pub async fn resume(args: &ResumeArgs, settings: &Settings) -> anyhow::Result<CommandOutcome> {
+    let ResumeArgs { reason, of } = args;
+    let database = of.database(settings).await?;
+    let resumed = pause_closing::resume(&database, of.kind.as_ref(), reason.as_deref(), &of.who()).await?;
+    let mut output = CommandOutcome { code: u8::from(!resumed.still_paused.is_empty()), ..CommandOutcome::default() };
+    if of.json {
+        output.line(json!(resumed));
+        return Ok(output);
+    }
+    let Resumed { ended, still_paused } = resumed;
+    if ended.is_empty() && still_paused.is_empty() {
+        output.line("nothing is paused");
+    }
+    ended.iter().for_each(|pause| output.line(format!("resumed; {}", pause.sentence())));
+    for pause in &still_paused {
+        output.line(format!(
+            "{}; it is a pause of all kinds, which `order-timeout resume` without --kind ends",
+            pause.sentence()
+        ));
+    }
+    Ok(output)
+}

@@ -1,0 +1,144 @@
+//! The brake pauses closing when what is closed looks unusual: callbacks that do not arrive, deadlines that are all in the
+//! past. It stays paused over a restart, and a flash sale that was known does not touch it.
+
+use std::time::Duration;
+
+use order_timeout::Settings;
+use order_timeout_testkit::figures::{serve_http, wait_for_figure};
+use order_timeout_testkit::process::call_with;
+use order_timeout_testkit::{TestEnv, wait_for};
+use sqlx::AssertSqlSafe;
+
+const BRAKED: &str = "SELECT count(*) FROM closing_pauses WHERE cause = 'brake'";
+const UNPAID: &str = "SELECT count(*) FROM orders WHERE status = 'unpaid'";
+
+async fn execute(env: &TestEnv, sql: &str) {
+    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&env.pool).await.unwrap();
+}
+
+/// A shop that has closed some orders in each of the last minutes, of which alarms woke these.
+async fn history(env: &TestEnv, closed: u32, woken_closed: u32, woken_paid: u32) {
+    execute(
+        env,
+        &format!(
+            "INSERT INTO closing_minutes (kind, minute, closed, woken_closed, woken_paid, foreseen, closed_of_due)
+             SELECT 'order', date_trunc('minute', clock_timestamp()) - ago * interval '1 minute',
+                    {closed}, {woken_closed}, {woken_paid}, {closed}, {closed}
+             FROM generate_series(1, 1500) AS ago"
+        ),
+    )
+    .await;
+}
+
+async fn braked_because(env: &TestEnv) -> String {
+    wait_for("the brake", async || env.count(BRAKED).await == 1).await;
+    sqlx::query_scalar("SELECT reason FROM closing_pauses").fetch_one(&env.pool).await.unwrap()
+}
+
+async fn resume(env: &TestEnv) {
+    let (code, said, why) = call_with(&env.settings, &["resume", "--reason", "the cause is gone"]).await;
+    assert_eq!(code, 0, "{said}{why}");
+}
+
+#[test]
+fn dead_callbacks_close_no_more_than_sample() {
+    TestEnv::builder().settings(serve_http).run(async |env| {
+        history(&env, 3, 3, 7).await;
+        let workers = [env.worker().await, env.worker().await];
+        let orders = env.orders(1_000, Duration::from_millis(500)).await;
+        env.deliver(&orders).await;
+        let why = braked_because(&env).await;
+        assert!(why.contains("0.0 % were paid") && why.contains("usually it is 70 %"), "{why}");
+        for worker in &workers {
+            wait_for_figure(worker, "closing_paused{cause=\"brake\"}", |value| value == 1.0).await;
+        }
+        let closed = env.closed().await;
+        assert!((1..=200).contains(&closed), "{closed} by two workers");
+        // A restart of everything does not forget it.
+        for worker in workers {
+            worker.stop().await;
+        }
+        let worker = env.worker().await;
+        wait_for_figure(&worker, "closing_paused{cause=\"brake\"}", |value| value == 1.0).await;
+        assert_eq!(env.closed().await, closed);
+        // The callbacks arrive.
+        let mut paid = 0;
+        for order in &orders[..700] {
+            paid += i64::from(env.pay(order).await);
+        }
+        resume(&env).await;
+        wait_for("each order ends", async || env.count(UNPAID).await == 0).await;
+        assert_eq!(env.closed().await, 1_000 - paid);
+        assert_eq!(env.count(BRAKED).await, 1, "what was due when it was resumed is not judged again");
+        worker.stop().await;
+        env.assert_ledger().await;
+        env.assert_nothing_left_undone().await;
+        assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE type LIKE 'closing.%'").await, 2);
+    });
+}
+
+#[test]
+fn foreseen_flash_sale_is_closed_on_time() {
+    TestEnv::builder().run(async |env| {
+        history(&env, 3, 0, 0).await;
+        let orders = env.orders(4_000, Duration::from_secs(3)).await;
+        let worker = env.worker().await;
+        env.deliver(&orders).await;
+        wait_for("the closes", async || env.closed().await == 4_000).await;
+        assert_eq!(env.count("SELECT count(*) FROM closing_pauses").await, 0);
+        // They are counted, and none of them was a surprise.
+        let counted = "SELECT coalesce(sum(closed) FILTER (WHERE unforeseen = 0), 0)::bigint FROM closing_minutes
+                       WHERE minute > clock_timestamp() - interval '2 minutes'";
+        wait_for("the counts", async || env.count(counted).await >= 4_000).await;
+        worker.stop().await;
+        env.assert_ledger().await;
+    });
+}
+
+fn swept_at_once(settings: &mut Settings) {
+    settings.sweep.grace = Duration::ZERO;
+    settings.brake.floor = 300;
+}
+
+#[test]
+fn deadlines_moved_to_past_trip() {
+    TestEnv::builder().settings(swept_at_once).run(async |env| {
+        history(&env, 3, 0, 0).await;
+        env.orders(2_000, Duration::from_secs(3_600)).await;
+        let worker = env.worker().await;
+        execute(&env, "UPDATE orders SET expires_at = clock_timestamp() - interval '3 hours'").await;
+        let why = braked_because(&env).await;
+        assert!(why.contains("not known to fall due") && why.contains("usually 3"), "{why}");
+        worker.stop().await;
+        let closed = env.closed().await;
+        assert!((300..=301).contains(&closed), "{closed}");
+        // The deadlines were right after all.
+        let worker = env.worker().await;
+        assert_eq!(env.closed().await, closed);
+        resume(&env).await;
+        wait_for("the rest", async || env.closed().await == 2_000).await;
+        assert_eq!(env.count(BRAKED).await, 1);
+        worker.stop().await;
+        env.assert_ledger().await;
+    });
+}
+
+#[test]
+fn new_shop_and_disabled_brake_close_all() {
+    for enabled in [true, false] {
+        let settings = move |settings: &mut Settings| {
+            swept_at_once(settings);
+            settings.brake.enabled = enabled;
+        };
+        TestEnv::builder().settings(settings).run(async move |env| {
+            if !enabled {
+                history(&env, 3, 3, 7).await;
+            }
+            let worker = env.worker().await;
+            env.orders(1_500, Duration::ZERO).await;
+            wait_for("the closes", async || env.closed().await == 1_500).await;
+            assert_eq!(env.count("SELECT count(*) FROM closing_pauses").await, 0);
+            worker.stop().await;
+        });
+    }
+}

@@ -1,0 +1,130 @@
+//! `order-timeout pause`: no order is closed by any path, alarms wait in the broker, every worker knows it within a second
+//! and after a restart, and `resume` closes everything that is due.
+
+use std::time::Duration;
+
+use order_timeout::Settings;
+use order_timeout::http::{CLOSINGZ, READYZ};
+use order_timeout_testkit::figures::{get, serve_http, wait_for_figure};
+use order_timeout_testkit::process::call_with;
+use order_timeout_testkit::{TestEnv, wait_for};
+use serde_json::{Value, json};
+
+const WHY: &str = "the callbacks of the provider are missing";
+
+async fn call(env: &TestEnv, arguments: &[&str]) -> (i32, String, String) {
+    call_with(&env.settings, arguments).await
+}
+
+async fn succeed(env: &TestEnv, arguments: &[&str]) -> String {
+    let (code, stdout, stderr) = call(env, arguments).await;
+    assert_eq!(code, 0, "{arguments:?}: {stdout}{stderr}");
+    stdout
+}
+
+fn swept_at_once(settings: &mut Settings) {
+    settings.sweep.grace = Duration::ZERO;
+    serve_http(settings);
+}
+
+const OVERDUE: &str = "SELECT count(*) FROM orders WHERE expires_at < clock_timestamp() - interval '1 second'";
+
+#[test]
+fn paused_workers_close_nothing() {
+    TestEnv::builder().settings(swept_at_once).run(async |env| {
+        let worker = env.worker().await;
+        let first = env.order(Duration::ZERO).await;
+        wait_for("the first close", async || env.status(&first).await == "closed").await;
+        let said = succeed(&env, &["pause", "--reason", WHY, "--who", "night shift"]).await;
+        assert!(said.contains("by night shift") && said.contains(WHY), "{said}");
+        wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
+        // By the sweep, by alarms, and by alarms that a worker holds.
+        let orders = env.orders(30, Duration::from_millis(300)).await;
+        env.deliver(&orders[..20]).await;
+        wait_for("all of them are overdue", async || env.count(OVERDUE).await >= 31).await;
+        assert_eq!(env.closed().await, 1);
+        // One that starts now, and one without a broker, which would read ahead.
+        let (second, third) = (env.worker().await, env.worker_without_broker().await);
+        let queue = env.names().shard(0);
+        wait_for("the alarms are back in the broker", async || env.depth(&queue).await >= 20).await;
+        let (status, page) = get(&second, READYZ).await;
+        assert_eq!(status, 200, "an upgrade must not wait for the end of the pause: {page}");
+        assert!(page.contains(WHY), "{page}");
+        let (status, page) = get(&worker, CLOSINGZ).await;
+        assert!(status == 503 && page.contains("by night shift"), "{status} {page}");
+        // A restart of everything.
+        for worker in [worker, second, third] {
+            worker.stop().await;
+        }
+        let worker = env.worker().await;
+        wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
+        let more = env.orders(5, Duration::ZERO).await;
+        env.deliver(&more).await;
+        wait_for("they are overdue as well", async || env.count(OVERDUE).await == 36).await;
+        assert_eq!(env.closed().await, 1);
+        let status: Value = serde_json::from_str(&succeed(&env, &["status", "--json"]).await).unwrap();
+        assert_eq!((&status["paused"][0]["cause"], &status["paused"][0]["reason"]), (&json!("operator"), &json!(WHY)));
+
+        assert!(succeed(&env, &["resume", "--reason", "they are back"]).await.starts_with("resumed; "));
+        wait_for("everything that is due is closed", async || env.closed().await == 36).await;
+        wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 0.0).await;
+        wait_for("the page says so", async || get(&worker, CLOSINGZ).await == (200, "closing\n".into())).await;
+        worker.stop().await;
+        env.assert_ledger().await;
+        env.assert_nothing_left_undone().await;
+        let announced = "SELECT count(*) FROM event_outbox WHERE type LIKE 'closing.%' AND sent_at IS NOT NULL";
+        assert_eq!(env.count(announced).await, 2, "both are announced");
+        let kept =
+            "SELECT count(*) FROM closing_pauses WHERE resumed_at IS NOT NULL AND resume_reason = 'they are back'";
+        assert_eq!(env.count(kept).await, 1, "the history is kept");
+    });
+}
+
+#[test]
+fn pause_of_another_kind_changes_nothing() {
+    let kinds = |settings: &mut Settings| {
+        swept_at_once(settings);
+        let (file, text) = (tempfile::NamedTempFile::new().unwrap(), "[kinds.acceptance]\n");
+        std::fs::write(&file, text).unwrap();
+        settings.kinds = Settings::load(Some(file.path()), &[]).unwrap().kinds;
+    };
+    TestEnv::builder().settings(kinds).run(async |env| {
+        let sql =
+            "INSERT INTO closing_pauses (kind, cause, reason, paused_by) VALUES ('acceptance', 'operator', 'x', 'y')";
+        sqlx::query(sql).execute(&env.pool).await.unwrap();
+        let worker = env.worker().await;
+        let order = env.order(Duration::ZERO).await;
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        // Of all kinds at once, although one is paused already.
+        succeed(&env, &["pause", "--reason", WHY]).await;
+        wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
+        let (code, said, _) = call(&env, &["resume", "--kind", "order"]).await;
+        assert!(code == 1 && said.contains("pause of all kinds"), "{code} {said}");
+        let said = succeed(&env, &["resume"]).await;
+        assert_eq!(said.lines().count(), 2, "{said}");
+        wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 0.0).await;
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn manual_close_is_refused_while_paused() {
+    TestEnv::builder().run(async |env| {
+        let (order, other) = (env.order(Duration::ZERO).await, env.order(Duration::ZERO).await);
+        succeed(&env, &["pause", "--reason", WHY, "--kind", "order"]).await;
+        let again = succeed(&env, &["pause", "--reason", "another", "--kind", "order"]).await;
+        assert!(again.contains("nothing changed") && again.contains(WHY), "{again}");
+        let id = order.id.to_string();
+        let (code, _, why) = call(&env, &["close", &id]).await;
+        assert!(code == 1 && why.contains("--although-paused") && why.contains(WHY), "{why}");
+        let (code, _, why) = call(&env, &["close", "--where", "true", "--why", "x", "--yes"]).await;
+        assert!(code == 1 && why.contains("--although-paused"), "{why}");
+        assert_eq!(env.status(&order).await, "unpaid");
+        succeed(&env, &["close", &id, "--although-paused"]).await;
+        assert_eq!((env.status(&order).await, env.status(&other).await), ("closed".into(), "unpaid".into()));
+        let (code, _, why) = call(&env, &["pause", "--reason", "x", "--kind", "unknown"]).await;
+        assert!(code == 1 && why.contains("no kind \"unknown\""), "{why}");
+        assert_eq!(succeed(&env, &["resume", "--kind", "order"]).await.lines().count(), 1);
+        assert_eq!(succeed(&env, &["resume"]).await, "nothing is paused\n");
+    });
+}
