@@ -17,12 +17,14 @@ use order_timeout_core::delay::{DelaySettings, Strategy};
 use order_timeout_core::engine::LONGEST_RETRY_FACTOR;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::{InvalidSetting, duration, one_of_its_words};
+use order_timeout_providers::ProvidersSettings;
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
 mod effective;
 pub mod kinds;
 mod load;
+mod providers;
 mod validate;
 
 pub use effective::EffectiveSetting;
@@ -48,6 +50,8 @@ pub struct Settings {
     pub http: HttpSettings,
     pub orders: OrdersSettings,
     pub kinds: BTreeMap<Kind, KindSettings>,
+    pub providers: ProvidersSettings,
+    pub closing: ClosingSettings,
     pub log: LogSettings,
 }
 
@@ -254,6 +258,20 @@ pub struct OrdersSettings {
     pub close_sql: String,
     pub overdue_sql: String,
     pub pay_after_deadline: bool,
+}
+
+/// The section `closing`, documented in `config/default.toml`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
+pub struct ClosingSettings {
+    #[serde(deserialize_with = "duration::read")]
+    pub in_progress_wait: Duration,
+    #[serde(deserialize_with = "duration::read")]
+    pub retry_first: Duration,
+    #[serde(deserialize_with = "duration::read")]
+    pub retry_longest: Duration,
+    pub max_rounds: u32,
 }
 
 /// The section `log`, documented in `config/default.toml`.

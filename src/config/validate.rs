@@ -30,6 +30,7 @@ impl Settings {
         self.delay.validate()?;
         self.validate_worker()?;
         self.orders.validate()?;
+        self.validate_closing()?;
         self.validate_kinds()?;
         tracing_subscriber::EnvFilter::try_new(&self.log.filter).map(drop).map_err(|fault| {
             SettingsError::of("log.filter", format!("{fault}; write it like order_timeout=debug,info"))

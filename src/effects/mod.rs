@@ -18,6 +18,7 @@ use order_timeout_core::clock::DatabaseClock;
 use order_timeout_core::engine::{Batch, ClosingAction, Input};
 use order_timeout_core::order::{OddAnswer, OrderId, SweepPage};
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{Instrument, debug};
 
@@ -32,8 +33,10 @@ use sweep::Sweeper;
 /// What the effects need, and the channel for their results.
 pub(crate) struct Effects {
     closer: Closer,
-    /// `None` if no payment provider is asked: then nothing is claimed.
-    closing: Option<ClosingWithProvider>,
+    /// `None` if no payment provider is asked: then the closer closes, and otherwise it claims.
+    closing: Option<ClosingEffects>,
+    /// Ends calls to providers, whose answers nothing waits for any more.
+    calls_end: CancellationToken,
     sweeper: Sweeper,
     database: Database,
     /// `None` without a broker, where there is no alarm to rearm.
@@ -44,24 +47,19 @@ pub(crate) struct Effects {
     pub tasks: TaskTracker,
 }
 
-/// What orders need that a payment provider is asked about.
-pub(crate) struct ClosingWithProvider {
-    /// Claims orders, instead of the closer that closes them.
-    pub claimer: Closer,
-    pub effects: ClosingEffects,
-}
-
 impl Effects {
+    /// `closing`: for a kind of which a payment provider is asked; its closer claims.
     pub fn new(
         closer: Closer,
+        closing: Option<ClosingEffects>,
         sweeper: Sweeper,
         database: Database,
         rearmer: Option<Rearmer>,
         inputs: mpsc::UnboundedSender<Input>,
         recorder: KindRecorder,
     ) -> Self {
-        let parked = Arc::default();
-        Self { closer, closing: None, sweeper, database, rearmer, inputs, recorder, parked, tasks: TaskTracker::new() }
+        let (parked, tasks, calls_end) = (Arc::default(), TaskTracker::new(), CancellationToken::new());
+        Self { closer, closing, calls_end, sweeper, database, rearmer, inputs, recorder, parked, tasks }
     }
 
     fn spawn(&self, effect: impl Future<Output = Vec<Input>> + Send + 'static) {
@@ -81,24 +79,9 @@ impl Effects {
         self.closer.take_odd_answers()
     }
 
+    /// Closes the batch, or claims it if a provider is asked.
     pub fn close(&self, batch: Batch, clock: DatabaseClock) {
-        self.run_batch(self.closer.clone(), batch, clock);
-    }
-
-    /// Runs only for an engine that has a provider, which has these effects.
-    pub fn claim(&self, batch: Batch, clock: DatabaseClock) {
-        let Some(closing) = &self.closing else { return };
-        self.run_batch(closing.claimer.clone(), batch, clock);
-    }
-
-    /// As above.
-    pub fn closing(&self, action: ClosingAction) {
-        let Some(closing) = &self.closing else { return };
-        let effects = closing.effects.clone();
-        self.spawn(async move { vec![Input::Closing(effects.run(action).await)] });
-    }
-
-    fn run_batch(&self, closer: Closer, batch: Batch, clock: DatabaseClock) {
+        let closer = self.closer.clone();
         let recorder = self.recorder.clone();
         self.spawn(async move {
             let ids: Vec<OrderId> = batch.items.iter().map(|item| item.alarm.order_id().clone()).collect();
@@ -111,6 +94,34 @@ impl Effects {
             log_results(&batch, &result, now);
             vec![Input::Closed(batch, result)]
         });
+    }
+
+    /// Runs only for an engine that has a provider, which has these effects.
+    pub fn closing(&self, action: ClosingAction) {
+        let Some(effects) = self.closing.clone() else { return };
+        let is_call = matches!(action, ClosingAction::Call(_));
+        let calls_end = self.calls_end.clone();
+        self.spawn(async move {
+            tokio::select! {
+                input = effects.run(action) => vec![Input::Closing(input)],
+                () = calls_end.cancelled(), if is_call => Vec::new(),
+            }
+        });
+    }
+
+    /// Drops every call to a provider: the orders were given back, and another worker repeats the call.
+    pub fn end_calls(&self) {
+        self.calls_end.cancel();
+    }
+
+    /// Whether orders are claimed, because a provider is asked.
+    pub fn claims(&self) -> bool {
+        self.closing.is_some()
+    }
+
+    /// Why a provider is not asked at the moment.
+    pub fn sick_provider(&self) -> Option<String> {
+        self.closing.as_ref().and_then(ClosingEffects::sick_provider)
     }
 
     pub fn rearm(&self, jobs: Vec<Rearm>, clock: DatabaseClock) {

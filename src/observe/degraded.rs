@@ -67,6 +67,8 @@ causes! {
     EventsRefused = "events_refused",
     /// Workers on this database run with settings that contradict one another.
     WorkersDisagree = "workers_disagree",
+    /// A payment provider is not asked, because its last calls failed or too many wait.
+    ProviderAway = "provider_away",
 }
 
 /// What a report changed.

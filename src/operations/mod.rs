@@ -15,6 +15,7 @@ pub mod prune_slots;
 pub mod retry_parked;
 pub mod show;
 pub mod status;
+pub mod unresolved;
 
 use serde::Serialize;
 

@@ -215,7 +215,7 @@ fn why_open(facts: &Facts<'_>) -> Option<String> {
     }
     if row.status.as_deref() == Some("closing") {
         return Some(
-            "its status is closing: the shop decides whether it was paid, and a worker leaves it alone".into(),
+            "its status is closing: its payment provider is asked, or the shop decides whether it was paid; `order-timeout closing list` shows it if a person must decide".into(),
         );
     }
     Some(match row.deadline {

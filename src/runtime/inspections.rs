@@ -22,7 +22,7 @@ use crate::observe::inspect::plan::Plans;
 use crate::observe::inspect::registration::{Registered, Registration};
 use crate::observe::inspect::schema::Schema;
 use crate::observe::recorder::{KindRecorder, Recorder};
-use crate::operations::orders_statements;
+use crate::operations::{orders_statements, unresolved};
 use crate::postgres::{Database, one_line};
 
 /// How often the database is checked.
@@ -36,6 +36,7 @@ const DELETE_ROW_TIMEOUT: Duration = Duration::from_secs(1);
 pub(super) struct Inspections {
     database: Database,
     schema: Schema,
+    asks_providers: bool,
     registration: Registration,
     kinds: Vec<KindShare>,
     give_way: GiveWay,
@@ -60,7 +61,12 @@ impl Inspections {
     ) -> Self {
         let kinds = kinds.into_iter().map(|(kind, inputs)| KindShare { kind, share: Share::ALL, inputs });
         Self {
-            schema: Schema::new(settings),
+            schema: if settings.asks_providers() {
+                Schema::new(settings).with_provider()
+            } else {
+                Schema::new(settings)
+            },
+            asks_providers: settings.asks_providers(),
             registration: Registration::new(database.clone(), settings),
             database,
             kinds: kinds.collect(),
@@ -95,6 +101,10 @@ impl Inspections {
         match self.schema.look(&self.database).await {
             Ok(found) => found.into_iter().for_each(|(cause, why)| self.recorder.degraded(cause, why.as_deref())),
             Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
+        }
+        if self.asks_providers {
+            let unresolved = unresolved::count(&self.database).await;
+            self.recorder.metrics.orders_unresolved.show(unresolved.ok().map(|count| count as f64));
         }
         match self.registration.register().await {
             Ok(registered) => {

@@ -3,11 +3,13 @@
 //!
 //! Starts and connects these tasks; decides nothing. What all kinds share is [`Shared`].
 
+use std::sync::Arc;
+
 use order_timeout_amqp::connect::BrokerError;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_core::alarm::Delivered;
 use order_timeout_core::clock::DatabaseClock;
-use order_timeout_core::engine::{Input, Policy};
+use order_timeout_core::engine::{ClosingPolicy, Input, Policy};
 use order_timeout_core::kind::Kind;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -27,26 +29,30 @@ use super::{GiveUp, StartError};
 use crate::config::Settings;
 use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
 use crate::effects::close::Closer;
+use crate::effects::closing::{ClosingEffects, ConfiguredProviders};
 use crate::effects::rearm::Rearmer;
 use crate::effects::slots::SlotDeclarer;
 use crate::effects::sweep::Sweeper;
 use crate::effects::{Effects, clock};
 use crate::observe::inspect::contract_watch::ContractWatch;
 use crate::observe::recorder::{KindRecorder, Recorder};
-use crate::operations::{first_backlog, orders_statements};
+use crate::operations::{close_orders, first_backlog, orders_statements};
 use crate::outbox::reminders::Reminders;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, one_line};
 
+/// Taking orders over, and their three ends.
+const CLOSING_CONNECTIONS: u32 = 4;
 /// Overdue orders per query: more than a batch, and little memory.
 const SWEEP_PAGE: usize = 1_000;
 
 /// One kind, ready to run.
-#[derive(Debug)]
 pub(super) struct KindWorker {
     kind: Kind,
     policy: Policy,
+    /// Closes, or claims if a payment provider is asked.
     closer: Closer,
+    closing: Option<(ClosingPolicy, ClosingEffects)>,
     sweeper: Sweeper,
     clock: DatabaseClock,
     /// `None` if `delay.strategy` is `database`.
@@ -132,9 +138,11 @@ impl KindWorker {
     ) -> Result<Self, StartError> {
         let closers = u32::try_from(settings.worker.closers).unwrap_or(u32::MAX);
         // And one for reading the clock while all closers are busy.
-        let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
+        let of_closers = Database::connect(&settings.database, closers.saturating_add(1)).await?;
         let statements = orders_statements::statements(database, settings, kind).await?;
-        let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
+        let closing = closing_with_provider(settings, kind).await?;
+        let connections = WarmConnections::new(of_closers);
+        let closer = close_orders::closer(settings, kind, connections, statements.close).await?;
         let policy = policy(settings, kind, closer.most_at_once().await);
         let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
         let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
@@ -147,7 +155,7 @@ impl KindWorker {
             .map_err(|error| DatabaseError(format!("the database's clock cannot be read: {}", one_line(&error))))?;
         let (inputs, broker_inputs) = (Channel::new(), Channel::new());
         let (kind, recorder) = (kind.clone(), recorder.of_kind(kind));
-        Ok(Self { kind, policy, closer, sweeper, clock, consumption: None, inputs, broker_inputs, recorder })
+        Ok(Self { kind, policy, closer, closing, sweeper, clock, consumption: None, inputs, broker_inputs, recorder })
     }
 
     /// Opens the kind's first session, unless the broker is away. `wants_former_inbox`: whether this kind's sessions also
@@ -239,10 +247,13 @@ impl KindWorker {
             }
         };
         let database = shared.database.clone();
-        let effects = Effects::new(self.closer, self.sweeper, database, rearmer, inputs, self.recorder.clone());
+        let (closing_policy, closing_effects) = self.closing.unzip();
+        let recorder = self.recorder.clone();
+        let effects = Effects::new(self.closer, closing_effects, self.sweeper, database, rearmer, inputs, recorder);
         let contract = ContractWatch::new(close_name, overdue_name, std::time::Instant::now());
         let outputs = Outputs { settlements, phase, inspections: self.broker_inputs.sender, closing };
-        let event_loop = EventLoop::new(self.policy, contract, self.clock, effects, outputs, self.recorder);
+        let event_loop =
+            EventLoop::new(self.policy, closing_policy, contract, self.clock, effects, outputs, self.recorder);
         let (stop, give_up) = (shared.stop.clone(), shared.give_up.clone());
         let work = event_loop.work(inbox, self.inputs.receiver, clock_reading_queue, stop, give_up);
         RunningKind {
@@ -352,6 +363,18 @@ fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
         has_no_alarms: !settings.delay.strategy.needs_broker(),
         pause_share: fastrand::f64() / 2.0 + 0.5,
     }
+}
+
+/// `None` if no provider is asked about orders of this kind.
+async fn closing_with_provider(
+    settings: &Settings,
+    kind: &Kind,
+) -> Result<Option<(ClosingPolicy, ClosingEffects)>, StartError> {
+    let Some(policy) = settings.closing_policy(kind) else { return Ok(None) };
+    let providers = ConfiguredProviders::new(&settings.provider_settings_of(kind))?;
+    // Of its own: closers must not wait for these statements, nor they for closers.
+    let database = Database::connect(&settings.database, CLOSING_CONNECTIONS).await?;
+    Ok(Some((policy, ClosingEffects::new(database, Arc::new(providers)))))
 }
 
 /// Several readings, of which the most precise counts.

@@ -29,6 +29,7 @@ use futures_util::future::{join_all, try_join_all};
 use order_timeout_amqp::connect::{self, BrokerError};
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_amqp::topology::DECLARE_TIMEOUT;
+use order_timeout_core::InvalidSetting;
 use order_timeout_core::kind::Kind;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -72,13 +73,15 @@ pub enum StartError {
     /// The broker cannot be used.
     #[error(transparent)]
     Broker(#[from] BrokerError),
+    /// A payment provider cannot be used.
+    #[error("setting {0}")]
+    Provider(#[from] InvalidSetting),
     /// The pages cannot be served.
     #[error(transparent)]
     Http(#[from] HttpError),
 }
 
 /// A worker that is ready to run.
-#[derive(Debug)]
 pub struct Worker {
     settings: Settings,
     database: Database,
@@ -86,6 +89,12 @@ pub struct Worker {
     kinds: Vec<KindWorker>,
     recorder: Recorder,
     http: Option<HttpServer>,
+}
+
+impl std::fmt::Debug for Worker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Worker").finish_non_exhaustive()
+    }
 }
 
 impl Worker {

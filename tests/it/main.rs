@@ -35,6 +35,7 @@ mod payments;
 mod plan;
 mod poolers;
 mod printed;
+mod providers;
 mod publisher;
 mod readme;
 mod rearming;
