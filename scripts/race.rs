@@ -10,11 +10,13 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use clap::Parser;
+use order_timeout::config::Settings;
 use order_timeout::postgres;
 use order_timeout_client::payment::{Attempt, Currency, Money};
 use order_timeout_client::postgres::{LateReason, PaymentVerdict, payment_received};
 use order_timeout_core::order::Timestamp;
 use order_timeout_testkit::ledger::Ledger;
+use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::{RunningWorker, TestEnv, wait_for};
 use secrecy::ExposeSecret;
 use serde::Serialize;
@@ -43,15 +45,31 @@ struct Args {
     /// How many races
     #[arg(long, default_value_t = 1_000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     times: u64,
-    /// Payments are sent at most this long before or after the deadline, in milliseconds
-    #[arg(long, default_value_t = 5.0)]
-    offset_ms: f64,
+    /// Payments are sent at most this long before or after the deadline, in milliseconds; 5, and with a provider, which is
+    /// asked first, 250
+    #[arg(long)]
+    offset_ms: Option<f64>,
     /// The seed of the random moments
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Ask a payment provider before each close: a local payment service, at which the customer pays
+    #[arg(long)]
+    provider: Option<Sort>,
     /// Print the counts as one line of JSON
     #[arg(long)]
     json: bool,
+}
+
+impl Args {
+    fn offset_ms(&self) -> f64 {
+        self.offset_ms.unwrap_or(if self.provider.is_some() { 250.0 } else { 5.0 })
+    }
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Sort {
+    /// The documented HTTP contract
+    Http,
 }
 
 /// The counts.
@@ -125,6 +143,9 @@ async fn create_wave(pool: &PgPool, count: usize) -> Vec<(Uuid, Timestamp)> {
              FROM (SELECT count(*) AS n FROM made) n WHERE article_id = 'article'
          ), alarms AS (
              INSERT INTO alarm_outbox (order_id, deadline) SELECT id::text, expires_at FROM made
+         ), attempts AS (
+             INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
+             SELECT 'race', id::text, id::text, $4, 'EUR' FROM made
          )
          SELECT id, expires_at FROM made",
     )
@@ -138,23 +159,37 @@ async fn create_wave(pool: &PgPool, count: usize) -> Vec<(Uuid, Timestamp)> {
     rows.into_iter().map(|(id, at)| (id, postgres::moment(at))).collect()
 }
 
-/// Sends the payment at its moment. Returns what it was answered.
-async fn pay(pool: PgPool, id: Uuid, at: Instant) -> (Uuid, PaymentVerdict) {
+/// Sends the payment at its moment. Returns what it was answered; `None` if the provider has taken no money.
+async fn pay(
+    pool: PgPool,
+    id: Uuid,
+    at: Instant,
+    service: Option<Arc<PaymentService>>,
+) -> (Uuid, Option<PaymentVerdict>) {
     sleep_until(at).await;
+    if service.is_some_and(|service| !service.pay(&id.to_string())) {
+        return (id, None);
+    }
     let money = Money { amount_minor: PRICE, currency: Currency::new("EUR").expect("three letters") };
     let received = Attempt { provider: "race".into(), reference: id.to_string(), money };
     let outcome = payment_received(&pool, id.to_string(), &received).await.expect("an answer to each payment");
-    (id, outcome.verdict)
+    (id, Some(outcome.verdict))
 }
 
-async fn race_wave(env: &TestEnv, payers: &PgPool, count: usize, args: &Args, random: &mut fastrand::Rng) -> Counts {
+async fn race_wave(
+    env: &TestEnv,
+    payers: &PgPool,
+    count: usize,
+    (args, service): (&Args, &Option<Arc<PaymentService>>),
+    random: &mut fastrand::Rng,
+) -> Counts {
     let orders = create_wave(&env.pool, count).await;
     let clock = Clock::read(payers).await;
     let payments: Vec<_> = orders
         .iter()
         .map(|(id, deadline)| {
-            let offset_ms = (random.f64() * 2.0 - 1.0) * args.offset_ms;
-            tokio::spawn(pay(payers.clone(), *id, clock.instant_of(*deadline, offset_ms)))
+            let offset_ms = (random.f64() * 2.0 - 1.0) * args.offset_ms();
+            tokio::spawn(pay(payers.clone(), *id, clock.instant_of(*deadline, offset_ms), service.clone()))
         })
         .collect();
     let mut answers = HashMap::new();
@@ -168,7 +203,7 @@ async fn race_wave(env: &TestEnv, payers: &PgPool, count: usize, args: &Args, ra
 }
 
 /// Compares the answers with the rows.
-async fn judge(pool: &PgPool, answers: &HashMap<Uuid, PaymentVerdict>) -> Counts {
+async fn judge(pool: &PgPool, answers: &HashMap<Uuid, Option<PaymentVerdict>>) -> Counts {
     let ids: Vec<Uuid> = answers.keys().copied().collect();
     let rows: Vec<(Uuid, String, i64)> = sqlx::query_as(
         "SELECT o.id, o.status::text,
@@ -183,22 +218,22 @@ async fn judge(pool: &PgPool, answers: &HashMap<Uuid, PaymentVerdict>) -> Counts
     for (id, status, ends) in rows {
         match (&answers[&id], status.as_str(), ends) {
             (_, _, 2..) => counts.both += 1,
-            (PaymentVerdict::Paid { surplus_minor: 0 }, "paid", 1) => counts.paid_won += 1,
-            (PaymentVerdict::Late { reason: LateReason::Closed }, "closed", 1) => counts.close_won += 1,
+            (Some(PaymentVerdict::Paid { surplus_minor: 0 }), "paid", 1) => counts.paid_won += 1,
+            (Some(PaymentVerdict::Late { reason: LateReason::Closed }) | None, "closed", 1) => counts.close_won += 1,
             _ => counts.neither += 1,
         }
     }
     counts
 }
 
-async fn race(env: &TestEnv, args: &Args) -> Counts {
+async fn race(env: &TestEnv, args: &Args, service: &Option<Arc<PaymentService>>) -> Counts {
     let payers = PgPoolOptions::new().min_connections(PAYERS).max_connections(PAYERS);
     let payers = payers.connect(env.settings.database.url.expose_secret()).await.expect("connections for the payers");
     let worker: RunningWorker = env.worker().await;
     let (mut random, mut all) = (fastrand::Rng::with_seed(args.seed), Counts::default());
     while all.races < args.times {
         let count = usize::try_from(args.times - all.races).unwrap_or(WAVE).min(WAVE);
-        let wave = race_wave(env, &payers, count, args, &mut random).await;
+        let wave = race_wave(env, &payers, count, (args, service), &mut random).await;
         all.races += wave.races;
         all.paid_won += wave.paid_won;
         all.close_won += wave.close_won;
@@ -222,8 +257,15 @@ fn main() -> ExitCode {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let result = Arc::new(OnceLock::new());
     let (told, given) = (result.clone(), args.clone());
-    TestEnv::builder().run(async move |env| {
-        let counts = race(&env, &given).await;
+    let service = args.provider.map(|Sort::Http| Arc::new(PaymentService::start()));
+    let asked = service.clone();
+    let join = |settings: &mut Settings| {
+        if let Some(service) = service {
+            service.join(settings, "race", wide_limits());
+        }
+    };
+    TestEnv::builder().settings(join).run(async move |env| {
+        let counts = race(&env, &given, &asked).await;
         told.set(counts).expect("one run");
     });
     let counts = result.get().cloned().unwrap_or_default();

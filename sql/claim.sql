@@ -48,10 +48,13 @@ claimed AS (
 waiting AS (
     -- No worker has the order yet. All of them take orders over by sql/resume_closing.sql, which reads the attempts after
     -- this commit: an attempt that was begun under the lock of the order's row is then visible.
-    INSERT INTO close_attempts (kind, order_id, claimed_by, queue, next_attempt_at)
+    INSERT INTO close_attempts (kind, order_id, claimed_by, who, why, queue, next_attempt_at)
     SELECT 'order', c.id::text, $2::text,
+           -- As in sql/close.sql: for the history of the close.
+           (SELECT nullif(current_setting('order_timeout.who', true), '')),
+           (SELECT nullif(current_setting('order_timeout.why', true), '')),
            coalesce((SELECT p.provider FROM payment_attempts p
-                     WHERE p.order_id = c.id::text AND p.state <> 'closed'
+                     WHERE p.order_id = c.id::text AND p.state IN ('open', 'paid')
                      ORDER BY p.created_at DESC, p.provider, p.reference LIMIT 1), ''),
            (SELECT m.now FROM moment m)
     FROM claimed c
@@ -59,7 +62,8 @@ waiting AS (
     ORDER BY c.id::text
     -- A person has made the order unpaid again: this is a new claim.
     ON CONFLICT (kind, order_id) DO UPDATE
-        SET claimed_by = excluded.claimed_by, claimed_at = excluded.claimed_at, queue = excluded.queue,
+        SET claimed_by = excluded.claimed_by, who = excluded.who, why = excluded.why,
+            claimed_at = excluded.claimed_at, queue = excluded.queue,
             step = excluded.step, rounds = excluded.rounds, has_waited = excluded.has_waited,
             next_attempt_at = excluded.next_attempt_at, lease = NULL, last_answers = NULL,
             unresolved_reason = NULL, unresolved_at = NULL

@@ -3,16 +3,20 @@
 --
 --   $1 ids     text[]    order ids
 --   $2 leases  bigint[]  the lease of each
---   $3 answers jsonb     order id -> what the providers answered, for the history; an object, because the planner joins
+--   $3 wait    boolean   true: wait for a locked stock row, up to lock_timeout; false: report its orders as busy
+--   $4 answers jsonb     order id -> what the providers answered, for the history; an object, because the planner joins
 --                        two lists of unknown length by comparing each with every other
---   $4 wait    boolean   true: wait for a locked stock row, up to lock_timeout; false: report its orders as busy
 --   $5 attempt_orders text[], $6 providers text[], $7 references text[]  the attempts that are proved to be closed
 --
 --   order_id text, outcome text, deadline timestamptz
---   outcome: closed | already_paid | already_closed | not_due | busy | attempts_changed | lease_lost
+--   outcome: closed | already_paid | already_closed | not_due | no_deadline | busy | attempts_changed | kept | lease_lost
 --
--- One statement is one transaction: status, stock, history, event, attempts and the end of the claim are committed
--- together or not at all. Nothing happens without the lease: a worker whose lease has run out finds lease_lost.
+-- One statement is one transaction: status, stock, resources, part payments, history, event, attempts and the end of the
+-- claim are committed together or not at all. Nothing happens without the lease: a worker whose lease has run out finds
+-- lease_lost.
+--
+-- A template: the lines in braces are replaced by those parts of sql/close.sql (src/effects/closing/statements.rs), so
+-- that what an order has reserved comes back in the same way with and without a provider.
 WITH asked AS MATERIALIZED (
     SELECT a.id::uuid AS id, a.id AS text_id, a.lease FROM unnest($1::text[], $2::bigint[]) AS a (id, lease)
 ),
@@ -35,12 +39,13 @@ locked AS MATERIALIZED (
 held AS MATERIALIZED (
     -- The lease is compared on the locked row. Rows of orders that another session has locked are left alone.
     -- IS TRUE, so that the list is looked up in a hash table: a join would be planned for one row, and would compare each
-    -- row of a batch with every other. kind || '', so that the primary key is used and not the index of what is due.
+    -- row of a batch with every other. kind || '' and (… IS NULL) IS TRUE, so that the primary key is used and not the index
+    -- of what is due, which holds every claimed order.
     SELECT c.order_id::uuid AS id
     FROM close_attempts c
     WHERE c.order_id = ANY (ARRAY(SELECT l.id::text FROM locked l)) AND c.kind || '' = 'order'
       AND ((c.order_id, c.lease) IN (SELECT a.text_id, a.lease FROM asked a)) IS TRUE
-      AND c.unresolved_at IS NULL
+      AND (c.unresolved_at IS NULL) IS TRUE
     ORDER BY c.order_id
     FOR NO KEY UPDATE OF c
 ),
@@ -51,7 +56,7 @@ unproved AS MATERIALIZED (
     -- An attempt that was written after the order was taken over, and about which nothing was asked.
     SELECT DISTINCT p.order_id
     FROM payment_attempts p
-    WHERE p.order_id = ANY ($1::text[]) AND p.state <> 'closed'
+    WHERE p.order_id = ANY ($1::text[]) AND p.state IN ('open', 'paid')
       AND (p.order_id, p.provider, p.reference) NOT IN (SELECT v.order_id, v.provider, v.reference FROM proved v)
 ),
 due AS MATERIALIZED (
@@ -62,53 +67,17 @@ due AS MATERIALIZED (
       AND l.expires_at <= (SELECT m.now FROM moment m)
       AND l.id::text NOT IN (SELECT u.order_id FROM unproved u)
 ),
-items AS MATERIALIZED (
-    SELECT i.order_id, i.article_id, i.quantity
-    FROM order_items i
-    WHERE i.order_id = ANY (ARRAY(SELECT d.id FROM due d))
-),
-stock_free AS MATERIALIZED (
-    -- Only without waiting ($4 is false): then an order is closed only if all its stock rows can be locked now.
-    SELECT s.article_id
-    FROM stock s
-    WHERE NOT $4::boolean AND s.article_id = ANY (ARRAY(SELECT DISTINCT i.article_id FROM items i))
-    ORDER BY s.article_id
-    FOR NO KEY UPDATE SKIP LOCKED
-),
-without_stock AS MATERIALIZED (
-    -- Orders with an article that another session holds. None if $4 is true: then the update below waits for the lock.
-    SELECT DISTINCT i.order_id
-    FROM items i
-    WHERE NOT $4::boolean AND i.article_id NOT IN (SELECT f.article_id FROM stock_free f)
-),
+{reservations of sql/close.sql}
 closed AS (
     UPDATE orders o
     SET status = 'closed', next_attempt_at = NULL, closed_at = (SELECT m.now FROM moment m), closed_by = c.claimed_by,
         close_reason = 'unpaid'
     FROM close_attempts c
-    WHERE o.id = ANY (ARRAY(SELECT d.id FROM due d WHERE d.id NOT IN (SELECT w.order_id FROM without_stock w)))
+    WHERE o.id = ANY (ARRAY(SELECT d.id FROM due d WHERE d.id NOT IN (SELECT w.order_id FROM held_elsewhere w)))
       AND c.kind || '' = 'order' AND c.order_id = o.id::text
       -- The precondition again, as text so that the planner uses the primary key.
       AND o.status::text = 'closing'
-    RETURNING o.id, o.expires_at, o.closed_at, o.closed_by
-),
-history AS (
-    INSERT INTO order_events (order_id, event, at, by, reason, answers)
-    SELECT c.id, 'closed', c.closed_at, c.closed_by, 'unpaid', nullif($3::jsonb ->> c.id::text, '')
-    FROM closed c
-    RETURNING 1
-),
-event AS (
-    INSERT INTO event_outbox (routing_key, type, payload)
-    SELECT 'order.closed', 'order.closed.v1',
-           jsonb_build_object(
-               'order_id', c.id,
-               'deadline', to_char(c.expires_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-               'closed_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') FROM moment m),
-               'closed_by', c.closed_by,
-               'reason', 'unpaid')
-    FROM closed c
-    RETURNING 1
+    RETURNING o.id, o.expires_at, o.closed_at, o.closed_by, o.received_minor, c.who, c.why
 ),
 attempts_closed AS (
     -- What is proved is proved, whatever becomes of the order; but only under the lease.
@@ -130,24 +99,26 @@ finished AS (
       AND ((c.order_id, c.lease) IN (SELECT a.text_id, a.lease FROM asked a)) IS TRUE
     RETURNING 1
 ),
-given_back AS MATERIALIZED (
-    SELECT i.article_id, sum(i.quantity)::bigint AS quantity
-    FROM items i
-    WHERE i.order_id IN (SELECT c.id FROM closed c)
-    GROUP BY i.article_id
+history AS (
+    INSERT INTO order_events (order_id, event, at, by, reason, who, why, answers)
+    SELECT c.id, 'closed', c.closed_at, c.closed_by, 'unpaid', c.who, c.why, nullif($4::jsonb ->> c.id::text, '')
+    FROM closed c
+    WHERE (SELECT count(*) FROM attempts_closed) + (SELECT count(*) FROM finished) >= 0
+    RETURNING 1
 ),
-stock_given_back AS (
-    -- Last, after all other writes, and in article order, as in sql/close.sql.
-    UPDATE stock s
-    SET available = s.available + g.quantity, reserved = s.reserved - g.quantity
-    FROM (
-        SELECT b.article_id, b.quantity FROM given_back b
-        WHERE (SELECT count(*) FROM history) + (SELECT count(*) FROM event)
-            + (SELECT count(*) FROM attempts_closed) + (SELECT count(*) FROM finished) >= 0
-        ORDER BY b.article_id
-    ) g
-    WHERE s.article_id = g.article_id
-)
+event AS (
+    INSERT INTO event_outbox (routing_key, type, payload)
+    SELECT 'order.closed', 'order.closed.v1',
+           jsonb_build_object(
+               'order_id', c.id,
+               'deadline', to_char(c.expires_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
+               'closed_at', (SELECT to_char(m.now AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') FROM moment m),
+               'closed_by', c.closed_by,
+               'reason', 'unpaid')
+    FROM closed c
+    RETURNING 1
+),
+{returns of sql/close.sql}
 SELECT a.text_id AS order_id,
        CASE
            WHEN a.id IN (SELECT c.id FROM closed c) THEN 'closed'
@@ -157,9 +128,14 @@ SELECT a.text_id AS order_id,
            WHEN l.status = 'paid' THEN 'already_paid'
            WHEN l.status <> 'closing' THEN 'already_closed'
            WHEN a.text_id IN (SELECT u.order_id FROM unproved u) THEN 'attempts_changed'
-           WHEN a.id IN (SELECT w.order_id FROM without_stock w) THEN 'busy'
+           WHEN a.id IN (SELECT w.order_id FROM held_elsewhere w) THEN 'busy'
+           -- A trigger has skipped the update.
+           WHEN a.id IN (SELECT d.id FROM due d) THEN 'kept'
+           WHEN l.expires_at IS NULL THEN 'no_deadline'
            ELSE 'not_due'
        END AS outcome,
        l.expires_at AS deadline
 FROM asked a
 LEFT JOIN locked l ON l.id = a.id
+-- So that part payments are released in any case: a SELECT that is not read is not run.
+WHERE (SELECT count(*) FROM part_payments) >= 0

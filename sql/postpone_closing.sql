@@ -22,7 +22,7 @@ held AS MATERIALIZED (
     -- In one order, so that two sessions cannot deadlock. The lease is compared on the locked row.
     SELECT c.order_id
     FROM close_attempts c
-    WHERE c.order_id = ANY ($2::text[]) AND c.unresolved_at IS NULL
+    WHERE c.order_id = ANY ($2::text[]) AND (c.unresolved_at IS NULL) IS TRUE
       -- IS TRUE and kind || '': as in sql/close_claimed.sql.
       AND c.kind || '' = $1::text
       AND ((c.order_id, c.lease) IN (SELECT a.order_id, a.lease FROM asked a)) IS TRUE

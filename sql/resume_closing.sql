@@ -8,8 +8,8 @@
 --   $5 limits    bigint[]  how many of each
 --
 --   order_id text, lease bigint, queue text, rounds integer, has_waited boolean,
---   provider text, reference text, amount_minor bigint, currency text, state text
---   One row for each attempt that is not closed; an order without any has one row with NULLs.
+--   provider text, reference text, amount_minor bigint, currency text, state text, payable_until timestamptz
+--   One row for each attempt that is not decided; an order without any has one row with NULLs.
 WITH RECURSIVE queues (name) AS (
     -- The names of all queues, one index lookup for each: also of those whose provider is in no settings any more.
     (SELECT c.queue FROM close_attempts c
@@ -50,8 +50,8 @@ leased AS (
     RETURNING c.order_id, c.lease, c.queue, c.rounds, c.has_waited
 )
 SELECT l.order_id, l.lease, l.queue, l.rounds, l.has_waited,
-       p.provider, p.reference, p.amount_minor, p.currency, p.state
+       p.provider, p.reference, p.amount_minor, p.currency, p.state, p.payable_until
 FROM leased l
 -- Every attempt, not only the last: a verdict on one is none on the order.
-LEFT JOIN payment_attempts p ON p.order_id = l.order_id AND p.state <> 'closed'
+LEFT JOIN payment_attempts p ON p.order_id = l.order_id AND p.state IN ('open', 'paid')
 ORDER BY l.order_id, p.created_at, p.provider, p.reference

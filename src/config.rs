@@ -18,12 +18,14 @@ use order_timeout_core::delay::{DelaySettings, Strategy};
 use order_timeout_core::engine::LONGEST_RETRY_FACTOR;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::{InvalidSetting, duration, one_of_its_words};
+use order_timeout_providers::ProvidersSettings;
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
 mod effective;
 pub mod kinds;
 mod load;
+mod providers;
 mod validate;
 
 pub use effective::EffectiveSetting;
@@ -51,6 +53,8 @@ pub struct Settings {
     pub orders: OrdersSettings,
     pub kinds: BTreeMap<Kind, KindSettings>,
     pub traces: TracesSettings,
+    pub providers: ProvidersSettings,
+    pub closing: ClosingSettings,
     pub log: LogSettings,
 }
 
@@ -288,6 +292,20 @@ pub struct OrdersSettings {
 pub struct TracesSettings {
     pub endpoint: String,
     pub service_name: String,
+}
+
+/// The section `closing`, documented in `config/default.toml`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // as those of Settings
+pub struct ClosingSettings {
+    #[serde(deserialize_with = "duration::read")]
+    pub in_progress_wait: Duration,
+    #[serde(deserialize_with = "duration::read")]
+    pub retry_first: Duration,
+    #[serde(deserialize_with = "duration::read")]
+    pub retry_longest: Duration,
+    pub max_rounds: u32,
 }
 
 /// The section `log`, documented in `config/default.toml`.

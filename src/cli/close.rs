@@ -13,8 +13,7 @@ use crate::cli::bulk::{self, Bulk, BulkArgs};
 use crate::cli::operator::OperatorArgs;
 use crate::cli::{CommandOutcome, OfKind};
 use crate::config::Settings;
-use crate::effects::close::Closer;
-use crate::operations::close_orders::{close_each, close_many};
+use crate::operations::close_orders::{close_each, close_many, closer};
 use crate::operations::orders_statements;
 use crate::operations::orders_table::{Choice, OrdersTable};
 use crate::operations::paced::Progress;
@@ -75,13 +74,15 @@ async fn close_named(args: &CloseArgs, settings: &Settings) -> anyhow::Result<Co
     postgres::require_migrated(&database).await?;
     refuse_while_paused(&database, args).await?;
     let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
-    let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
+    let closer = closer(settings, &args.of.kind, WarmConnections::new(database), statements.close).await?;
     let findings = close_each(&closer, &ids, &args.operator.operator(Uuid::now_v7())).await;
+    let claims = !settings.providers_of(&args.of.kind).is_empty();
     let mut output = CommandOutcome::default();
     let mut all_settled = true;
     for id in &ids {
         let (word, why, settled) = describe(id, &findings);
-        all_settled &= settled;
+        // Claimed: a worker asks the provider, and then closes it or settles it as paid.
+        all_settled &= settled || claims && word == Outcome::Closing.as_str();
         match why {
             Some(why) if args.json => output.line(json!({ "order_id": id, "outcome": word, "why": why })),
             None if args.json => output.line(json!({ "order_id": id, "outcome": word })),
@@ -133,7 +134,7 @@ async fn close_chosen(condition: &str, args: &CloseArgs, settings: &Settings) ->
     }
     bulk.ask()?;
     let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
-    let closer = Closer::prepare(WarmConnections::new(database), statements.close).await?;
+    let closer = closer(settings, &args.of.kind, WarmConnections::new(database), statements.close).await?;
     let (operator, stop) = (args.operator.operator(bulk.run), CancellationToken::new());
     let work = close_many(&closer, &overdue, &operator, bulk.rate(), &stop, bulk.shows_progress());
     let progress = with_not_due(Bulk::until_stopped(&stop, work).await?, not_due);

@@ -3,6 +3,7 @@
 pub mod adopt;
 mod bulk;
 pub mod close;
+pub mod closing;
 pub mod config;
 pub mod deadline;
 pub mod doctor;
@@ -113,6 +114,7 @@ impl Cli {
             | Command::Resume(_)
             | Command::Parked(_)
             | Command::Late(_)
+            | Command::Closing(_)
             | Command::Sql(_)
             | Command::Adopt(_)
             | Command::Quarantine(_) => Settings::load_with_database(file, overrides),
@@ -301,6 +303,9 @@ pub enum Command {
     /// List payments that paid for nothing, and settle each: to be given back, or by reopening its order
     #[command(subcommand)]
     Late(late::LateCommand),
+    /// List orders that a payment provider's answers could not decide, and have them asked about again
+    #[command(subcommand)]
+    Closing(closing::ClosingCommand),
     /// Find messages that the AMQP client cannot read, and move them into parked_alarms; only shows them without --move
     Quarantine(quarantine::QuarantineArgs),
     /// Propose a mapping for an orders table of your own, or prove the configured one
@@ -334,6 +339,7 @@ impl Command {
             | Self::Pause(_)
             | Self::Resume(_)
             | Self::Late(_)
+            | Self::Closing(_)
             | Self::Adopt(_)
             | Self::Sql(_)
             | Self::Config(_)
@@ -370,6 +376,7 @@ impl Command {
             Self::Topology(args) => topology::run(args, settings).await,
             Self::Parked(command) => parked::run(command, settings).await,
             Self::Late(command) => late::run(command, settings).await,
+            Self::Closing(command) => closing::run(command, settings).await,
             Self::Quarantine(args) => quarantine::run(args, settings).await,
             Self::Adopt(args) => adopt::run(args, settings).await,
             Self::Sql(args) => sql::run(args, settings).await,

@@ -39,6 +39,8 @@ pub struct KindSettings {
     #[serde(default)]
     pub remind: Vec<Remind>,
     #[serde(default)]
+    pub providers: Vec<String>,
+    #[serde(default)]
     pub close_sql: String,
     #[serde(default)]
     pub overdue_sql: String,
@@ -199,6 +201,7 @@ impl Settings {
             }
             self.validate_event(kind, settings).map_err(|(name, why)| of(&name, why))?;
             self.validate_reminders(settings).map_err(|(name, why)| of(&name, why))?;
+            self.validate_providers_of(kind, settings).map_err(|(name, why)| of(&name, why))?;
             if let Some(table) = &settings.table {
                 table.validate().map_err(|(name, why)| SettingsError::of(&key_of(kind, &name), why))?;
             }
@@ -393,7 +396,7 @@ pub fn key_of(kind: &Kind, name: &str) -> String {
 }
 
 /// A setting's name within its section, and what is wrong with it.
-type Fault = (String, String);
+pub(super) type Fault = (String, String);
 
 impl TableSettings {
     fn validate(&self) -> Result<(), Fault> {

@@ -390,15 +390,15 @@ fn value_from(origin: &str, key: &str, text: &str) -> Result<Value, SettingsErro
 fn is_list_of_kind(key: &str) -> bool {
     key.strip_prefix("kinds.")
         .and_then(|rest| rest.split_once('.'))
-        .is_some_and(|(_, name)| ["lanes", "remind"].contains(&name))
+        .is_some_and(|(_, name)| ["lanes", "remind", "providers"].contains(&name))
 }
 
 /// Refuses keys that `config/default.toml` does not have. Done here rather than by serde so that the sentence can name
 /// the key's origin and the key that was probably meant.
 fn refuse_unknown_keys(origins: &Origins) -> Result<(), SettingsError> {
     let known = every_key();
-    // What a kind has is checked when it is read: the names of its columns are the shop's.
-    let is_of_kind = |key: &str| key.starts_with("kinds.");
+    // What a kind or a provider has is checked when it is read: its name, and those of its columns, are the shop's.
+    let is_of_kind = |key: &str| key.starts_with("kinds.") || key.starts_with("providers.");
     let Some((key, origin)) = origins.iter().find(|(key, _)| !known.contains(key) && !is_of_kind(key)) else {
         return Ok(());
     };

@@ -30,6 +30,7 @@ impl Settings {
         self.delay.validate()?;
         self.validate_worker()?;
         self.orders.validate()?;
+        self.validate_closing()?;
         self.validate_kinds()?;
         self.traces.validate()?;
         self.validate_http()?;

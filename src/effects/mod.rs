@@ -17,18 +17,18 @@ pub mod sweep;
 
 use std::sync::{Arc, Mutex};
 
-use futures_util::future::BoxFuture;
 use order_timeout_core::alarm::Rearm;
 use order_timeout_core::clock::DatabaseClock;
-use order_timeout_core::engine::{Batch, BatchResult, ClosingAction, Input};
+use order_timeout_core::engine::{Batch, ClosingAction, Input};
 use order_timeout_core::order::{OddAnswer, SweepPage, Timestamp};
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{Instrument, debug};
 
 use crate::observe::recorder::KindRecorder;
 use crate::postgres::Database;
-use close::{Closer, log_results};
+use close::log_results;
 use closing::ClosingEffects;
 use orders::Orders;
 use park::{Addressed, ParkResult, ParkedWarnings, Parking, park_all};
@@ -37,8 +37,10 @@ use rearm::{Rearmer, Written};
 /// What the effects need, and the channel for their results.
 pub(crate) struct Effects {
     orders: Orders,
-    /// `None` if no payment provider is asked: then nothing is claimed.
-    closing: Option<ClosingWithProvider>,
+    /// `None` if no payment provider is asked: then the orders are closed, and otherwise claimed.
+    closing: Option<ClosingEffects>,
+    /// Ends calls to providers, whose answers nothing waits for any more.
+    calls_end: CancellationToken,
     database: Database,
     /// `None` without a broker, where there is no alarm to rearm.
     rearmer: Option<Rearmer>,
@@ -48,23 +50,18 @@ pub(crate) struct Effects {
     pub tasks: TaskTracker,
 }
 
-/// What orders need that a payment provider is asked about.
-pub(crate) struct ClosingWithProvider {
-    /// Claims orders, instead of the closer that closes them.
-    pub claimer: Closer,
-    pub effects: ClosingEffects,
-}
-
 impl Effects {
+    /// `closing`: for a kind of which a payment provider is asked; its closer claims.
     pub fn new(
         orders: Orders,
+        closing: Option<ClosingEffects>,
         database: Database,
         rearmer: Option<Rearmer>,
         inputs: mpsc::UnboundedSender<Input>,
         recorder: KindRecorder,
     ) -> Self {
-        let parked = Arc::default();
-        Self { orders, closing: None, database, rearmer, inputs, recorder, parked, tasks: TaskTracker::new() }
+        let (parked, tasks, calls_end) = (Arc::default(), TaskTracker::new(), CancellationToken::new());
+        Self { orders, closing, calls_end, database, rearmer, inputs, recorder, parked, tasks }
     }
 
     fn spawn(&self, effect: impl Future<Output = Vec<Input>> + Send + 'static) {
@@ -84,43 +81,13 @@ impl Effects {
         self.orders.take_odd_answers()
     }
 
+    /// Closes the batch, or claims it if a provider is asked.
     pub fn close(&self, batch: Batch, clock: DatabaseClock) {
         let orders = self.orders.clone();
-        self.run_batch(batch, clock, |batch| {
-            Box::pin(async move {
-                let result = orders.close(&batch).await;
-                (batch, result)
-            })
-        });
-    }
-
-    /// Runs only for an engine that has a provider, which has these effects.
-    pub fn claim(&self, batch: Batch, clock: DatabaseClock) {
-        let Some(closing) = &self.closing else { return };
-        let claimer = closing.claimer.clone();
-        self.run_batch(batch, clock, |batch| {
-            Box::pin(async move {
-                let result = orders::close(&claimer, &batch).await;
-                (batch, result)
-            })
-        });
-    }
-
-    /// As above.
-    pub fn closing(&self, action: ClosingAction) {
-        let Some(closing) = &self.closing else { return };
-        let effects = closing.effects.clone();
-        self.spawn(async move { vec![Input::Closing(effects.run(action).await)] });
-    }
-
-    fn run_batch<F>(&self, batch: Batch, clock: DatabaseClock, close: F)
-    where
-        F: FnOnce(Batch) -> BoxFuture<'static, (Batch, BatchResult)> + Send + 'static,
-    {
         let recorder = self.recorder.clone();
         self.spawn(async move {
             let began = clock.now();
-            let (batch, result) = close(batch).await;
+            let result = orders.close(&batch).await;
             let now = clock.now();
             let took = now.since(began);
             debug!(orders = batch.items.len(), took_ms = took.as_secs_f64() * 1e3, "batch executed");
@@ -128,6 +95,34 @@ impl Effects {
             log_results(&batch, &result, now);
             vec![Input::Closed(batch, result)]
         });
+    }
+
+    /// Runs only for an engine that has a provider, which has these effects.
+    pub fn closing(&self, action: ClosingAction) {
+        let Some(effects) = self.closing.clone() else { return };
+        let is_call = matches!(action, ClosingAction::Call(_));
+        let calls_end = self.calls_end.clone();
+        self.spawn(async move {
+            tokio::select! {
+                input = effects.run(action) => vec![Input::Closing(input)],
+                () = calls_end.cancelled(), if is_call => Vec::new(),
+            }
+        });
+    }
+
+    /// Drops every call to a provider: the orders were given back, and another worker repeats the call.
+    pub fn end_calls(&self) {
+        self.calls_end.cancel();
+    }
+
+    /// Whether orders are claimed, because a provider is asked.
+    pub fn claims(&self) -> bool {
+        self.closing.is_some()
+    }
+
+    /// Why a provider is not asked at the moment.
+    pub fn sick_provider(&self) -> Option<String> {
+        self.closing.as_ref().and_then(ClosingEffects::sick_provider)
     }
 
     pub fn rearm(&self, jobs: Vec<Rearm>, clock: DatabaseClock) {

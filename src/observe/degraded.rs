@@ -73,6 +73,8 @@ causes! {
     KindNotServed = "kind_not_served",
     /// Reminders cannot be announced.
     Reminders = "reminders",
+    /// A payment provider is not asked, because its last calls failed or too many wait.
+    ProviderAway = "provider_away",
 }
 
 /// What a report changed.

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use order_timeout_core::alarm::{ParkReason, SourceQueue};
+use order_timeout_core::engine::EndOutcome;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{CloseError, ClosedBy, Outcome};
 use prometheus::core::{Collector, Desc};
@@ -248,6 +249,27 @@ const OUTCOMES: [&str; 12] = [
     CloseError::AWAY,
 ];
 
+const ANSWERS: [&str; 8] = ["paid", "open", "in_progress", "closed", "refunded", "absent", "unknown", "not_asked"];
+const CLAIMED_OUTCOMES: [&str; 17] = [
+    EndOutcome::Closed.as_str(),
+    EndOutcome::Settled.as_str(),
+    EndOutcome::Postponed.as_str(),
+    EndOutcome::AlreadyPaid.as_str(),
+    EndOutcome::AlreadyClosed.as_str(),
+    EndOutcome::PaidLate.as_str(),
+    EndOutcome::Kept.as_str(),
+    EndOutcome::NO_DEADLINE,
+    EndOutcome::LeaseLost.as_str(),
+    EndOutcome::Busy.as_str(),
+    EndOutcome::NOT_DUE,
+    EndOutcome::AttemptsChanged.as_str(),
+    EndOutcome::AmountDiffers.as_str(),
+    CloseError::LOCKED,
+    CloseError::TRANSIENT,
+    CloseError::REJECTED,
+    CloseError::AWAY,
+];
+
 metrics! {
     /// The worker's metrics, without those that each kind has. Cheap to share behind an `Arc`.
     Metrics { registry }, OF_WORKER, of kind: false;
@@ -267,6 +289,8 @@ metrics! {
         "Age of the oldest unsent row; 0 if there is none, absent while it cannot be read.";
     degraded: IntGaugeVec = "order_timeout_degraded" { "cause": Cause::WORDS },
         "1 while this cause degrades the worker although orders are closed; /readyz says why.";
+    orders_unresolved: Reading = "order_timeout_orders_unresolved",
+        "Orders that a provider's answers could not decide and that wait for a person; absent where no provider is asked.";
     build_info: IntGaugeVec = "order_timeout_build_info" { "version": [env!("CARGO_PKG_VERSION")] },
         "1, with the version of the worker.";
 }
@@ -296,6 +320,12 @@ metrics! {
         "Orders that a batch tried to close, by outcome; an order that is retried counts again.";
     batch_duration: HistogramVec = "order_timeout_batch_duration_seconds" { "by": BY },
         "Duration of a batch's close statement, successful or not.";
+    orders_asked_about: IntGauge = "order_timeout_orders_asked_about",
+        "Claimed orders that this worker asks a payment provider about.";
+    provider_answers: IntCounterVec = "order_timeout_provider_answers_total" { "answer": ANSWERS },
+        "Calls to payment providers, by their answer; not_asked: the circuit breaker was open or the queue full.";
+    claimed_results: IntCounterVec = "order_timeout_claimed_results_total" { "outcome": CLAIMED_OUTCOMES },
+        "Claimed orders that a statement tried to close, settle or postpone, by outcome; an order that is retried counts again.";
     orders_swept: IntCounter = "order_timeout_orders_swept_total",
         "Overdue orders that the sweep found and for which this worker had no alarm.";
     orders_backed_off: IntGauge = "order_timeout_orders_backed_off",

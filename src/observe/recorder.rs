@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use order_timeout_core::alarm::{Delivered, ParkReason, SourceQueue};
 use order_timeout_core::clock::DatabaseClock;
-use order_timeout_core::engine::{Batch, BatchResult};
+use order_timeout_core::engine::{Batch, BatchResult, Ended};
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::{CloseOutcome, CloseResult, ClosedBy, OrderId, Outcome, Timestamp};
+use order_timeout_core::payment::Answer;
 use tracing::{info, warn};
 
 use super::close_log::CloseLog;
@@ -187,6 +188,37 @@ impl KindRecorder {
                 self.compare_zones(batch, findings);
             }
         }
+    }
+
+    /// Counts a provider's answer to one call.
+    pub fn answered(&self, answer: &Answer) {
+        let word = match answer {
+            Answer::Paid { .. } => "paid",
+            Answer::Open => "open",
+            Answer::InProgress => "in_progress",
+            Answer::Closed => "closed",
+            Answer::Refunded => "refunded",
+            Answer::Absent => "absent",
+            Answer::Unknown(unknown) if unknown.was_asked => "unknown",
+            Answer::Unknown(_) => "not_asked",
+        };
+        self.metrics.provider_answers.with_label_values(&[word]).inc();
+    }
+
+    /// Counts how claimed orders ended.
+    pub fn ended(&self, ended: &[Ended]) {
+        for one in ended {
+            let word = match &one.outcome {
+                Ok(outcome) => outcome.as_str(),
+                Err(fault) => fault.as_str(),
+            };
+            self.metrics.claimed_results.with_label_values(&[word]).inc();
+        }
+    }
+
+    /// The query for claimed orders failed; it is repeated after a pause.
+    pub fn not_taken_over(&self, why: &str) {
+        warn!(kind = %self.kind, why, "claimed orders could not be taken over; they stay closing, with their stock reserved, until they can");
     }
 
     /// Logs the closes that were not logged yet, even if no order is closed now.

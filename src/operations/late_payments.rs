@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::paced::pace;
+use super::unresolved;
 use crate::postgres::{Database, DatabaseError, ErrorClass, Operator, classify, one_line};
 
 /// A piece of money that paid for nothing.
@@ -224,6 +225,11 @@ pub enum ReopenError {
         /// The order's currency.
         costs: String,
     },
+    /// The customer was sent to the provider to pay another order with it.
+    #[error(
+        "late payment {0} belongs to another order, as payment_attempts says, so it pays for none but that; settle it with --refund-due"
+    )]
+    OtherOrder(i64),
     /// All open late money of the order is less than it costs.
     #[error(
         "order {order_id} lacks {missing_minor} (smallest unit) with all its open late payments; settle them with --refund-due"
@@ -339,6 +345,7 @@ async fn reopen_in(
     let counted = order.amount_minor.unwrap_or(paid);
     pay_closed_order(connection, order.id, counted).await?;
     use_pieces(connection, &pieces, operator).await?;
+    unresolved::forget(connection, &order_id).await?;
     let surplus_minor = paid - counted;
     if let Some(last) = pieces.last().filter(|_| surplus_minor > 0) {
         record_surplus(connection, &order_id, last, surplus_minor, &currency).await?;
@@ -381,8 +388,8 @@ async fn choose_pieces(
     currency: &str,
 ) -> Result<Result<Vec<Piece>, ReopenError>, sqlx::Error> {
     let rows = sqlx::query(
-        "SELECT id, provider, reference, amount_minor, state FROM late_payments
-         WHERE order_id = $1 AND currency = $2 AND (state = 'open' OR id = $3)
+        "SELECT id, provider, reference, amount_minor, state, reason FROM late_payments
+         WHERE order_id = $1 AND currency = $2 AND (state = 'open' AND reason <> 'other_order' OR id = $3)
          ORDER BY id <> $3, id FOR NO KEY UPDATE",
     )
     .bind(order_id)
@@ -395,6 +402,9 @@ async fn choose_pieces(
         let state: String = row.try_get("state")?;
         if state != "open" {
             return Ok(Err(ReopenError::Settled { id, state }));
+        }
+        if row.try_get::<&str, _>("reason")? == "other_order" {
+            return Ok(Err(ReopenError::OtherOrder(id)));
         }
         let is_covered = order.amount_minor.is_none_or(|amount| paid >= amount);
         if !pieces.is_empty() && is_covered {
@@ -469,6 +479,11 @@ async fn use_pieces(connection: &mut PgConnection, pieces: &[Piece], operator: &
         let settle = settle.bind(piece.id).bind(&operator.who).bind(&operator.why);
         one_row(&settle.execute(&mut *connection).await?, "late_payments")?;
         count(connection, piece, piece.amount_minor).await?;
+        sqlx::query("UPDATE payment_attempts SET state = 'paid' WHERE provider = $1 AND reference = $2")
+            .bind(&piece.provider)
+            .bind(&piece.reference)
+            .execute(&mut *connection)
+            .await?;
     }
     Ok(())
 }

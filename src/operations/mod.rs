@@ -22,6 +22,7 @@ pub mod preview;
 pub mod prune_slots;
 pub mod show;
 pub mod status;
+pub mod unresolved;
 
 use serde::Serialize;
 

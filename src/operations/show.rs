@@ -260,9 +260,9 @@ pub enum OverdueCause {
 impl fmt::Display for OpenCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Closing => {
-                f.write_str("its status is closing: the shop decides whether it was paid, and a worker leaves it alone")
-            }
+            Self::Closing => f.write_str(
+                "its status is closing: its payment provider is asked, or the shop decides whether it was paid; `order-timeout closing list` shows it if a person must decide",
+            ),
             Self::NoDeadline => f.write_str("it has no deadline, so it never times out"),
             Self::NotDue { remaining, alarm_waits } => {
                 write!(f, "its deadline is in {}", rounded(*remaining))?;

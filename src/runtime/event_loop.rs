@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use order_timeout_core::alarm::{Delivered, Receipt, Settlement};
 use order_timeout_core::clock::DatabaseClock;
-use order_timeout_core::engine::{Action, Batch, BatchResult, Engine, Input, Policy, Snapshot, Unavailable};
+use order_timeout_core::engine::{
+    Action, Batch, BatchResult, ClosingInput, ClosingPolicy, Engine, Input, Policy, Snapshot, Unavailable,
+};
 use order_timeout_core::order::{ClosedBy, Outcome, Timestamp};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
@@ -62,6 +64,7 @@ struct Counted {
 impl EventLoop {
     pub fn new(
         policy: Policy,
+        closing: Option<ClosingPolicy>,
         contract: ContractWatch,
         clock: DatabaseClock,
         effects: Effects,
@@ -69,7 +72,10 @@ impl EventLoop {
         recorder: KindRecorder,
     ) -> Self {
         Self {
-            engine: Engine::new(policy),
+            engine: match closing {
+                Some(closing) => Engine::with_provider(policy, closing),
+                None => Engine::new(policy),
+            },
             clock,
             effects,
             outputs,
@@ -146,6 +152,7 @@ impl EventLoop {
         self.recorder.note_stopping();
         self.outputs.phase.send_replace(Phase::Drain);
         self.engine.drain();
+        self.effects.end_calls();
         self.effects.tasks.close();
     }
 
@@ -159,6 +166,9 @@ impl EventLoop {
                 self.recorder.metrics.sweep_failures.inc();
                 self.warnings.note_not_swept(why);
             }
+            Input::Closing(ClosingInput::Answered(_, answer)) => self.recorder.answered(answer),
+            Input::Closing(ClosingInput::Ended(_, ended)) => self.recorder.ended(ended),
+            Input::Closing(ClosingInput::NotResumed(why)) => self.recorder.not_taken_over(why),
             _ => {}
         }
         self.engine.handle(input, self.clock.now());
@@ -187,6 +197,7 @@ impl EventLoop {
         let snapshot = self.engine.snapshot(self.clock.now());
         self.recorder.degraded(Cause::AlarmsCirculate, snapshot.circulation.as_deref());
         self.recorder.degraded(Cause::BrokerPolicy, snapshot.broker_policy);
+        self.recorder.degraded(Cause::ProviderAway, self.effects.sick_provider().as_deref());
     }
 
     fn record_batch(&mut self, batch: &Batch, result: &BatchResult) {
@@ -198,7 +209,9 @@ impl EventLoop {
             Err(fault) => return self.warnings.note_failed_batch(batch, fault),
         };
         self.contract.answered(batch, result, std::time::Instant::now());
-        let closed = results.values().flatten().filter(|found| found.outcome == Outcome::Closed).count();
+        let claims = self.effects.claims();
+        let is_done = |outcome| outcome == Outcome::Closed || claims && outcome == Outcome::Closing;
+        let closed = results.values().flatten().filter(|found| is_done(found.outcome)).count();
         // Without the broker no alarm is expected.
         if batch.by == ClosedBy::Sweep && closed > 0 && self.engine.snapshot(self.clock.now()).is_consuming {
             // They end with the worker's stop.
@@ -214,8 +227,7 @@ impl EventLoop {
         let were_any = !actions.is_empty();
         for action in actions {
             match action {
-                Action::Close(batch) => self.effects.close(batch, self.clock),
-                Action::Claim(batch) => self.effects.claim(batch, self.clock),
+                Action::Close(batch) | Action::Claim(batch) => self.effects.close(batch, self.clock),
                 Action::Closing(action) => self.effects.closing(action),
                 // As above; then nothing is closed any more.
                 Action::PauseClosing(trip) => drop(self.outputs.closing_reports.send(ClosingReport::Trip(trip))),
@@ -246,6 +258,7 @@ impl EventLoop {
         metrics.alarms_held_back.set(snapshot.held_back as i64);
         metrics.early_returns.inc_by(snapshot.early_returns - self.counted.early_returns);
         metrics.orders_swept.inc_by(snapshot.swept - self.counted.swept);
+        metrics.orders_asked_about.set(snapshot.asked_about as i64);
         metrics.orders_backed_off.set(snapshot.backed_off as i64);
         let overdue_for = snapshot.oldest_overdue.map_or(Duration::ZERO, |deadline| now.since(deadline));
         let is_known = snapshot.overdue_is_known && self.effects.finds_overdue();

@@ -24,7 +24,7 @@ use crate::observe::inspect::registration::{Registered, Registration};
 use crate::observe::inspect::schema::Schema;
 use crate::observe::inspect::{Fault, sentence};
 use crate::observe::recorder::{KindRecorder, Recorder};
-use crate::operations::orders_statements;
+use crate::operations::{orders_statements, unresolved};
 use crate::postgres::{Database, one_line};
 
 /// How often the database is checked.
@@ -46,6 +46,7 @@ pub(super) struct Inspections {
 struct CatalogInspection {
     database: Database,
     schema: Schema,
+    asks_providers: bool,
     give_way: GiveWay,
     recorder: Recorder,
 }
@@ -89,7 +90,12 @@ impl Inspections {
         Self {
             catalog: CatalogInspection {
                 database,
-                schema: Schema::new(settings),
+                schema: if settings.asks_providers() {
+                    Schema::new(settings).with_provider()
+                } else {
+                    Schema::new(settings)
+                },
+                asks_providers: settings.asks_providers(),
                 give_way: give_way.clone(),
                 recorder: recorder.clone(),
             },
@@ -116,12 +122,7 @@ impl CatalogInspection {
     async fn go_on(mut self, ends: &CancellationToken) {
         loop {
             tokio::select! {
-                found = self.schema.look(&self.database) => match found {
-                    Ok(found) => found
-                        .iter()
-                        .for_each(|(cause, faults)| self.recorder.degraded(*cause, sentence(faults).as_deref())),
-                    Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
-                },
+                () = self.turn() => {}
                 () = ends.cancelled() => return,
             }
             tokio::select! {
@@ -129,6 +130,19 @@ impl CatalogInspection {
                 () = self.give_way.due(Instant::now() + EVERY) => {}
                 () = ends.cancelled() => return,
             }
+        }
+    }
+
+    async fn turn(&mut self) {
+        match self.schema.look(&self.database).await {
+            Ok(found) => {
+                found.iter().for_each(|(cause, faults)| self.recorder.degraded(*cause, sentence(faults).as_deref()));
+            }
+            Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
+        }
+        if self.asks_providers {
+            let unresolved = unresolved::count(&self.database).await;
+            self.recorder.metrics.orders_unresolved.show(unresolved.ok().map(|count| count as f64));
         }
     }
 }

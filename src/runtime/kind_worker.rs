@@ -10,7 +10,7 @@ use order_timeout_amqp::connect::BrokerError;
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_core::alarm::Delivered;
 use order_timeout_core::clock::DatabaseClock;
-use order_timeout_core::engine::{Input, Policy};
+use order_timeout_core::engine::{ClosingPolicy, Input, Policy};
 use order_timeout_core::kind::Kind;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -31,7 +31,7 @@ use super::{GiveUp, StartError};
 use crate::config::Settings;
 use crate::deliver::{Inboxes, OpenError, Opening, Session, SessionEnd};
 use crate::effects::brake::Brake;
-use crate::effects::close::Closer;
+use crate::effects::closing::{ClosingEffects, ConfiguredProviders};
 use crate::effects::closing_watch::ClosingWatch;
 use crate::effects::handled::HandledOrders;
 use crate::effects::orders::Orders;
@@ -42,20 +42,23 @@ use crate::effects::{Effects, clock};
 use crate::handler::{ErasedHandler, Handlers};
 use crate::observe::inspect::contract_watch::ContractWatch;
 use crate::observe::recorder::KindRecorder;
-use crate::operations::{first_backlog, orders_statements};
+use crate::operations::{close_orders, first_backlog, orders_statements};
 use crate::outbox::reminders::Reminders;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, one_line};
 
+/// Taking orders over, and their three ends.
+const CLOSING_CONNECTIONS: u32 = 4;
 /// Overdue orders per query: more than a batch, and little memory.
 const SWEEP_PAGE: usize = 1_000;
 
 /// One kind, ready to run.
-#[derive(Debug)]
 pub(super) struct KindWorker {
     kind: Kind,
     policy: Policy,
+    /// Closes, or claims if a payment provider is asked.
     orders: Orders,
+    closing: Option<(ClosingPolicy, ClosingEffects)>,
     clock: DatabaseClock,
     /// `None` if `delay.strategy` is `database`.
     consumption: Option<Opened>,
@@ -160,6 +163,7 @@ impl KindWorker {
             Some(handler) => (handled(settings, handler).await?, usize::MAX),
             None => by_statements(settings, kind, database).await?,
         };
+        let closing = closing_with_provider(settings, kind).await?;
         let policy = policy(settings, kind, most_at_once);
         if let Err(error) = orders.warm_up().await {
             debug!(error, "connections for closers could not be made ready; they are tried again");
@@ -184,7 +188,18 @@ impl KindWorker {
                 one_line(&error)
             ))
         })?;
-        Ok(Self { kind, policy, orders, clock, consumption: None, inputs, closing_watch, broker_inputs, recorder })
+        Ok(Self {
+            kind,
+            policy,
+            orders,
+            closing,
+            clock,
+            consumption: None,
+            inputs,
+            closing_watch,
+            broker_inputs,
+            recorder,
+        })
     }
 
     /// Opens the kind's first session, unless the broker is away. `wants_former_inbox`: whether this kind's sessions also
@@ -294,11 +309,14 @@ impl KindWorker {
             }
         };
         let database = shared.database.clone();
-        let effects = Effects::new(self.orders, database, rearmer, inputs, self.recorder.clone());
+        let (closing_policy, closing_effects) = self.closing.unzip();
+        let recorder = self.recorder.clone();
+        let effects = Effects::new(self.orders, closing_effects, database, rearmer, inputs, recorder);
         let contract = ContractWatch::new(close_name, overdue_name, std::time::Instant::now());
         let inspections = self.broker_inputs.sender;
         let outputs = Outputs { settlements, phase, inspections, closing_reports, closing };
-        let event_loop = EventLoop::new(self.policy, contract, self.clock, effects, outputs, self.recorder);
+        let event_loop =
+            EventLoop::new(self.policy, closing_policy, contract, self.clock, effects, outputs, self.recorder);
         let (stop, give_up) = (shared.stop.clone(), shared.give_up.clone());
         let work = event_loop.work(inbox, self.inputs.receiver, clock_reading_queue, stop, give_up);
         RunningKind {
@@ -386,7 +404,7 @@ async fn by_statements(settings: &Settings, kind: &Kind, database: &Database) ->
     // And one for reading the clock while all closers are busy.
     let closing = Database::connect(&settings.database, closers.saturating_add(1)).await?;
     let statements = orders_statements::statements(database, settings, kind).await?;
-    let closer = Closer::prepare(WarmConnections::new(closing), statements.close).await?;
+    let closer = close_orders::closer(settings, kind, WarmConnections::new(closing), statements.close).await?;
     let most_at_once = closer.most_at_once().await;
     let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
     let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
@@ -433,6 +451,18 @@ fn policy(settings: &Settings, kind: &Kind, most_at_once: usize) -> Policy {
         brake_sample: settings.brake.sample,
         pause_share: fastrand::f64() / 2.0 + 0.5,
     }
+}
+
+/// `None` if no provider is asked about orders of this kind.
+async fn closing_with_provider(
+    settings: &Settings,
+    kind: &Kind,
+) -> Result<Option<(ClosingPolicy, ClosingEffects)>, StartError> {
+    let Some(policy) = settings.closing_policy(kind) else { return Ok(None) };
+    let providers = ConfiguredProviders::new(&settings.provider_settings_of(kind))?;
+    // Of its own: closers must not wait for these statements, nor they for closers.
+    let database = Database::connect(&settings.database, CLOSING_CONNECTIONS).await?;
+    Ok(Some((policy, ClosingEffects::new(database, Arc::new(providers)))))
 }
 
 /// Several readings, of which the most precise counts.

@@ -32,6 +32,7 @@ use futures_util::future::try_join_all;
 use order_timeout_amqp::connect::{self, BrokerError};
 use order_timeout_amqp::publisher::ConfirmedPublisher;
 use order_timeout_amqp::topology::DECLARE_TIMEOUT;
+use order_timeout_core::InvalidSetting;
 use order_timeout_core::kind::Kind;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -79,6 +80,9 @@ pub enum StartError {
     /// A kind cannot have the handler that it is given.
     #[error("{0}")]
     Handler(String),
+    /// A payment provider cannot be used.
+    #[error("setting {0}")]
+    Provider(#[from] InvalidSetting),
     /// The pages cannot be served.
     #[error(transparent)]
     Http(#[from] HttpError),
@@ -88,7 +92,6 @@ pub enum StartError {
 }
 
 /// A worker that is ready to run.
-#[derive(Debug)]
 pub struct Worker {
     settings: Settings,
     database: Database,
@@ -99,6 +102,12 @@ pub struct Worker {
     unusable: Vec<UnusableKind>,
     recorder: Recorder,
     http: Option<HttpServer>,
+}
+
+impl std::fmt::Debug for Worker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Worker").finish_non_exhaustive()
+    }
 }
 
 impl Worker {

@@ -4,6 +4,8 @@
 
 #[path = "closing/driver.rs"]
 mod driver;
+#[path = "closing/money.rs"]
+mod money;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +28,7 @@ fn paid() -> Answer {
 }
 
 fn unknown() -> Answer {
-    Answer::Unknown(Unknown { why: "no answer in time".into(), retry_after: None })
+    Answer::Unknown(Unknown { why: "no answer in time".into(), retry_after: None, was_asked: true })
 }
 
 /// An attempt to pay the order with 19.99 EUR at the provider `stripe`.
@@ -306,7 +308,7 @@ fn parts_that_cover_total_pay_order() {
         driver.deliver(&[order]).await;
         run_to_end(&env, &mut driver).await;
         assert_eq!(env.status(&order).await, "paid");
-        let surplus = "SELECT (payload->>'surplus_minor')::bigint FROM event_outbox";
+        let surplus = "SELECT (payload->>'surplus_minor')::bigint FROM event_outbox WHERE routing_key = 'order.paid_late_settled'";
         assert_eq!(env.count(surplus).await, 998);
     });
 }

@@ -45,6 +45,7 @@ mod pending;
 mod plan;
 mod poolers;
 mod printed;
+mod providers;
 mod publisher;
 mod readme;
 mod rearming;

@@ -114,7 +114,7 @@ async fn database(env: &TestEnv) -> Database {
 fn functions_are_those_of_sql_folder() {
     let migrated = [
         (
-            include_str!("../../migrations/20261127120200_payments_are_counted_once.sql"),
+            include_str!("../../migrations/20261128110000_asked_orders_count_payments.sql"),
             include_str!("../../sql/payment_received.sql"),
         ),
         (
@@ -258,17 +258,58 @@ fn unpayable_money_is_late_with_reason() {
 }
 
 #[test]
-fn settled_attempt_is_not_paid_twice() {
+fn lowered_price_leaves_surplus_of_parts() {
     TestEnv::builder().run(async |env| {
         let order = env.order(MINUTE).await;
-        // As the closing protocol does when the provider answers that the attempt is paid.
-        assert!(env.pay(&order).await);
-        let settle = "INSERT INTO payment_attempts VALUES ('stripe', 'pi_1', $1::uuid::text, 10, 'EUR', 'paid')";
-        sqlx::query(settle).bind(order.id).execute(&env.pool).await.unwrap();
-        let callback = report(&env.pool, order.id, "pi_1", 10).await;
-        assert_eq!(callback, PaymentOutcome { verdict: PAID, is_new: true });
-        assert_eq!(late_reasons(&env).await, Vec::<String>::new());
+        price(&env, 1_000).await;
+        let _ = report(&env.pool, order.id, "pi_1", 600).await;
+        price(&env, 500).await;
+        let paid = report(&env.pool, order.id, "pi_2", 10).await;
+        assert_eq!(paid.verdict, PaymentVerdict::Paid { surplus_minor: 10 });
+        assert_eq!(late_reasons(&env).await, ["surplus", "surplus"]);
+        assert_eq!(env.count("SELECT received_minor FROM orders").await, 500);
         assert_money_adds_up(&env).await;
+    });
+}
+
+#[test]
+fn parts_are_released_each_time() {
+    TestEnv::builder().run(async |env| {
+        let order = env.order(MINUTE).await;
+        price(&env, 1_000).await;
+        let _ = report(&env.pool, order.id, "pi_1", 400).await;
+        let release = async |status: &str| {
+            execute(&env, &format!("UPDATE orders SET status = '{status}'")).await;
+            let release = sqlx::query_scalar::<_, i64>("SELECT release_part_payments($1)").bind(order.id);
+            release.fetch_one(&env.pool).await.unwrap()
+        };
+        assert_eq!(release("cancelled").await, 1);
+        execute(
+            &env,
+            "UPDATE late_payments SET state = 'reopened', settled_at = now(), settled_by = 'ann';
+             UPDATE received_payments SET counted_minor = 400; UPDATE orders SET received_minor = 400, status = 'unpaid'",
+        )
+        .await;
+        assert_eq!(release("cancelled").await, 1);
+        assert_eq!(late_reasons(&env).await, ["part_payment", "part_payment"]);
+    });
+}
+
+#[test]
+fn money_of_another_order_reopens_nothing() {
+    TestEnv::builder().run(async |env| {
+        let orders = closed_orders(&env, 2).await;
+        price(&env, 1_000).await;
+        let insert = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
+                      VALUES ('stripe', 'pi_1', $1, 600, 'EUR')";
+        sqlx::query(insert).bind(orders[1].id.to_string()).execute(&env.pool).await.unwrap();
+        let _ = report(&env.pool, orders[0].id, "pi_1", 600).await;
+        let _ = report(&env.pool, orders[0].id, "pi_2", 600).await;
+        let database = database(&env).await;
+        let refused = late_payments::reopen(&database, 1, &operator()).await.unwrap();
+        assert_eq!(refused, Err(ReopenError::OtherOrder(1)));
+        let refused = late_payments::reopen(&database, 2, &operator()).await.unwrap();
+        assert_eq!(refused, Err(ReopenError::TooLittle { order_id: orders[0].id, missing_minor: 400 }));
     });
 }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use order_timeout::effects::close::{CLAIM_SQL, CLOSE_SQL};
-use order_timeout::effects::closing::{CLOSE_CLAIMED_SQL, POSTPONE_SQL, RESUME_SQL, SETTLE_PAID_SQL};
+use order_timeout::effects::closing::{POSTPONE_SQL, RESUME_SQL, close_claimed_sql, settle_paid_sql};
 use order_timeout::outbox::trace_contexts::TRACE_CONTEXTS;
 use order_timeout::postgres::Database;
 use order_timeout_testkit::TestEnv;
@@ -241,18 +241,19 @@ async fn closing_statements(env: &TestEnv) -> [(&'static str, &'static str, Stri
     let ids = format!("ARRAY['{}']", ids.join("','"));
     let proved = format!("{ids}, {providers}, {references}");
     let (steps, none, now) = (each("'no_answer'::text"), each("NULL::text"), each("now()"));
+    let no_amounts = each("NULL::bigint");
     let (rounds, waited) = (each("1"), each("false"));
     [
         (RESUME_SQL, "text, float8, bigint, text[], bigint[]", format!("'order', 60, {BATCH}, '{{}}', '{{}}'")),
         (
-            CLOSE_CLAIMED_SQL,
-            "text[], bigint[], jsonb, boolean, text[], text[], text[]",
-            format!("{ids}, {leases}, '{{}}', true, {proved}"),
+            close_claimed_sql(),
+            "text[], bigint[], boolean, jsonb, text[], text[], text[]",
+            format!("{ids}, {leases}, true, '{{}}', {proved}"),
         ),
         (
-            SETTLE_PAID_SQL,
-            "text[], bigint[], jsonb, text[], text[], text[], text[]",
-            format!("{ids}, {leases}, '{{}}', {proved}, {}", each("'paid'::text")),
+            settle_paid_sql(),
+            "text[], bigint[], boolean, jsonb, text[], text[], text[], text[], bigint[], text[]",
+            format!("{ids}, {leases}, true, '{{}}', {proved}, {}, {no_amounts}, {none}", each("'paid'::text")),
         ),
         (
             POSTPONE_SQL,

@@ -103,6 +103,8 @@ pub struct Unknown {
     pub why: String,
     /// How long the provider asks to be left alone (`Retry-After`).
     pub retry_after: Option<Duration>,
+    /// Whether the provider was asked at all; not if its circuit breaker is open or its queue is full.
+    pub was_asked: bool,
 }
 
 #[cfg(test)]

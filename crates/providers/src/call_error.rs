@@ -86,6 +86,7 @@ impl CallError {
 
     /// What the caller is told.
     pub(crate) fn into_unknown(self, provider: &str) -> Unknown {
-        Unknown { why: format!("{provider}: {self}"), retry_after: self.retry_after() }
+        let was_asked = !matches!(self, Self::CircuitOpen { .. } | Self::QueueFull(_));
+        Unknown { why: format!("{provider}: {self}"), retry_after: self.retry_after(), was_asked }
     }
 }

@@ -122,6 +122,8 @@ pub(crate) const TABLE: &[Row] = &[
     session(BOTH, &[EXPIRED, text(SESSION_INTENT, "succeeded"), SESSION_REFUNDED], Meaning::Refunded, CHARGE),
     session(BOTH, &[EXPIRED, text(SESSION_INTENT, "succeeded"), SESSION_CHARGED], Meaning::Paid, INTENT_STATUS),
     session(BOTH, &[EXPIRED, text(SESSION_INTENT, "requires_capture")], Meaning::Paid, INTENT_STATUS),
+    // The customer confirms it with the bank: the session's expiry does not end that.
+    session(BOTH, &[EXPIRED, text(SESSION_INTENT, "requires_action")], Meaning::InProgress, INTENT_STATUS),
     session(BOTH, &[EXPIRED, UNPAID], Meaning::Closed, SESSION_STATUS),
     session(ASK, &[text(STATUS, "open"), text(SESSION_INTENT, "processing")], Meaning::InProgress, INTENT_STATUS),
     session(ASK, &[text(STATUS, "open"), UNPAID], Meaning::Open, SESSION_STATUS),

@@ -13,6 +13,7 @@ pub mod frames;
 pub mod ledger;
 pub mod linux;
 pub mod paths;
+pub mod payment_service;
 pub mod private;
 pub mod process;
 pub mod proxy;

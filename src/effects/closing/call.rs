@@ -21,6 +21,11 @@ pub trait Providers: Send + Sync {
 
     /// Makes sure that it cannot be paid any more; the answer says whether that is so.
     fn cancel<'a>(&'a self, attempt: &'a Attempt) -> AnswerFuture<'a>;
+
+    /// Why one of them is not asked at the moment; `None` if all are.
+    fn sick(&self) -> Option<String> {
+        None
+    }
 }
 
 pub(super) async fn call(providers: &dyn Providers, call: &Call) -> Answer {

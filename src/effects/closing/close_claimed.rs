@@ -10,11 +10,9 @@ use sqlx::postgres::PgRow;
 use sqlx::types::Json;
 
 use super::outcomes::{EndStatement, Outcomes};
+use super::statements::close_claimed_sql;
 use super::{AttemptColumns, answers_by_order};
 use crate::postgres::{Database, ErrorClass, classify};
-
-/// The statement.
-pub const CLOSE_CLAIMED_SQL: &str = include_str!("../../../sql/close_claimed.sql");
 
 /// Runs it on this database.
 pub(super) struct CloseClaimed<'a>(pub &'a Database);
@@ -37,11 +35,11 @@ impl EndStatement for CloseClaimed<'_> {
 
 async fn close(database: &Database, endings: &[Ending], waits: bool) -> Result<Outcomes, sqlx::Error> {
     let closed = AttemptColumns::closed(endings);
-    let query = sqlx::query(CLOSE_CLAIMED_SQL)
+    let query = sqlx::query(close_claimed_sql())
         .bind(endings.iter().map(|ending| ending.order_id.as_str()).collect::<Vec<_>>())
         .bind(endings.iter().map(|ending| ending.lease.0).collect::<Vec<_>>())
-        .bind(Json(answers_by_order(endings)))
         .bind(waits)
+        .bind(Json(answers_by_order(endings)))
         .bind(closed.orders)
         .bind(closed.providers)
         .bind(closed.references);
@@ -57,6 +55,8 @@ fn read_outcome(row: &PgRow) -> Result<EndOutcome, sqlx::Error> {
         "already_closed" => EndOutcome::AlreadyClosed,
         "busy" => EndOutcome::Busy,
         "attempts_changed" => EndOutcome::AttemptsChanged,
+        "kept" => EndOutcome::Kept,
+        "no_deadline" => EndOutcome::NoDeadline,
         "lease_lost" => EndOutcome::LeaseLost,
         "not_due" => {
             let Timestamptz(deadline) = row.try_get("deadline")?;

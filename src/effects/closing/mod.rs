@@ -6,10 +6,12 @@
 
 mod call;
 mod close_claimed;
+mod configured;
 mod outcomes;
 mod postpone;
 mod resume;
 mod settle_paid;
+mod statements;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,14 +21,14 @@ use order_timeout_core::order::OrderId;
 use tracing::debug;
 
 pub use call::{AnswerFuture, Providers};
-pub use close_claimed::CLOSE_CLAIMED_SQL;
 use close_claimed::CloseClaimed;
+pub use configured::ConfiguredProviders;
 use outcomes::end_each;
 pub use postpone::POSTPONE_SQL;
 use postpone::Postpone;
 pub use resume::RESUME_SQL;
-pub use settle_paid::SETTLE_PAID_SQL;
 use settle_paid::SettlePaid;
+pub use statements::{close_claimed_sql, settle_paid_sql};
 
 use crate::postgres::{Database, one_line};
 
@@ -45,6 +47,12 @@ impl ClosingEffects {
     #[must_use]
     pub fn new(database: Database, providers: Arc<dyn Providers>) -> Self {
         Self { database, providers }
+    }
+
+    /// Why a provider is not asked at the moment.
+    #[must_use]
+    pub fn sick_provider(&self) -> Option<String> {
+        self.providers.sick()
     }
 
     /// Runs an action, and returns what the engine is to be told.

@@ -1,7 +1,8 @@
-//! The action RESUME: takes claimed orders over that are due, with every attempt that is not closed.
+//! The action RESUME: takes claimed orders over that are due, with every attempt that is not decided.
 //!
 //! Only reads the attempts. Which orders are due, and that one worker has each, is decided by the statement.
 
+use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::engine::{Claim, ClaimedAttempt, Lease, Recorded, ResumePage};
 use order_timeout_core::order::OrderId;
 use order_timeout_core::payment::{Attempt, Currency, Money};
@@ -53,7 +54,7 @@ fn read_claim(order_id: String, row: &PgRow) -> Result<Claim, sqlx::Error> {
     })
 }
 
-/// `None` if the order has no attempt that is not closed.
+/// `None` if the order has no attempt that is not decided.
 fn read_attempt(row: &PgRow) -> Result<Option<ClaimedAttempt>, sqlx::Error> {
     let Some(provider): Option<String> = row.try_get("provider")? else { return Ok(None) };
     let (currency, state): (String, String) = (row.try_get("currency")?, row.try_get("state")?);
@@ -61,7 +62,9 @@ fn read_attempt(row: &PgRow) -> Result<Option<ClaimedAttempt>, sqlx::Error> {
         Money { amount_minor: row.try_get("amount_minor")?, currency: Currency::new(&currency).map_err(decode)? };
     let attempt = Attempt { provider, reference: row.try_get("reference")?, money };
     let recorded = if state == "paid" { Recorded::Paid } else { Recorded::Open };
-    Ok(Some(ClaimedAttempt { attempt, recorded }))
+    let payable_until: Option<Timestamptz> = row.try_get("payable_until")?;
+    let payable_until = payable_until.map(|Timestamptz(moment)| moment);
+    Ok(Some(ClaimedAttempt { attempt, recorded, payable_until }))
 }
 
 fn decode(fault: impl std::error::Error + Send + Sync + 'static) -> sqlx::Error {

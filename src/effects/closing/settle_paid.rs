@@ -3,16 +3,15 @@
 //!
 //! Whether the money covers what the order costs is decided by the statement, on the locked row.
 
-use order_timeout_core::engine::{EndOutcome, Ending, PaidEnding};
+use order_timeout_core::engine::{AttemptKey, EndOutcome, Ending, PaidEnding};
+use order_timeout_core::payment::Money;
 use sqlx::Row;
 use sqlx::types::Json;
 
 use super::outcomes::{EndStatement, Outcomes};
+use super::statements::settle_paid_sql;
 use super::{AttemptColumns, answers_by_order};
-use crate::postgres::Database;
-
-/// The statement.
-pub const SETTLE_PAID_SQL: &str = include_str!("../../../sql/settle_paid.sql");
+use crate::postgres::{Database, ErrorClass, classify};
 
 /// Runs it on this database.
 pub(super) struct SettlePaid<'a>(pub &'a Database);
@@ -25,25 +24,68 @@ impl EndStatement for SettlePaid<'_> {
     }
 
     async fn run(&self, endings: &[PaidEnding]) -> Result<Outcomes, sqlx::Error> {
-        settle(self.0, endings).await
+        match settle(self.0, endings, true).await {
+            // As in `close_claimed.rs`.
+            Err(error) if classify(&error) == ErrorClass::Locked => settle(self.0, endings, false).await,
+            answer => answer,
+        }
     }
 }
 
-async fn settle(database: &Database, endings: &[PaidEnding]) -> Result<Outcomes, sqlx::Error> {
-    let mut attempts = AttemptColumns::default();
-    endings.iter().for_each(|paid| attempts.add(&paid.ending.order_id, &paid.paid));
-    let mut states = vec!["paid"; attempts.orders.len()];
-    endings.iter().for_each(|paid| attempts.add(&paid.ending.order_id, &paid.ending.closed));
-    states.resize(attempts.orders.len(), "closed");
+/// Attempts as the statement takes them, with what the provider said of each.
+#[derive(Default)]
+struct Said<'a> {
+    attempts: AttemptColumns<'a>,
+    states: Vec<&'static str>,
+    amounts: Vec<Option<i64>>,
+    currencies: Vec<Option<&'a str>>,
+}
+
+impl<'a> Said<'a> {
+    fn of(endings: &'a [PaidEnding]) -> Self {
+        let mut said = Self::default();
+        for PaidEnding { ending, paid, differing, refunded } in endings {
+            said.add(ending, paid, "paid");
+            said.add(ending, &ending.closed, "closed");
+            said.add(ending, refunded, "refunded");
+            for (attempt, money) in differing {
+                said.add(ending, std::slice::from_ref(attempt), "differs");
+                said.set_money(money);
+            }
+        }
+        said
+    }
+
+    fn add(&mut self, ending: &'a Ending, attempts: &'a [AttemptKey], state: &'static str) {
+        self.attempts.add(&ending.order_id, attempts);
+        let count = self.attempts.orders.len();
+        self.states.resize(count, state);
+        self.amounts.resize(count, None);
+        self.currencies.resize(count, None);
+    }
+
+    /// Of the attempt that was added last.
+    fn set_money(&mut self, money: &'a Money) {
+        if let (Some(amount), Some(currency)) = (self.amounts.last_mut(), self.currencies.last_mut()) {
+            (*amount, *currency) = (Some(money.amount_minor), Some(money.currency.as_str()));
+        }
+    }
+}
+
+async fn settle(database: &Database, endings: &[PaidEnding], waits: bool) -> Result<Outcomes, sqlx::Error> {
     let all = || endings.iter().map(|paid| &paid.ending);
-    let query = sqlx::query(SETTLE_PAID_SQL)
+    let said = Said::of(endings);
+    let query = sqlx::query(settle_paid_sql())
         .bind(all().map(|ending| ending.order_id.as_str()).collect::<Vec<_>>())
         .bind(all().map(|ending| ending.lease.0).collect::<Vec<_>>())
+        .bind(waits)
         .bind(Json(answers_by_order(all())))
-        .bind(attempts.orders)
-        .bind(attempts.providers)
-        .bind(attempts.references)
-        .bind(states);
+        .bind(said.attempts.orders)
+        .bind(said.attempts.providers)
+        .bind(said.attempts.references)
+        .bind(said.states)
+        .bind(said.amounts)
+        .bind(said.currencies);
     let rows = database.run(async |connection| query.fetch_all(connection).await).await?;
     rows.iter().map(|row| Ok((row.try_get("order_id")?, outcome(row.try_get("outcome")?)?))).collect()
 }
@@ -52,9 +94,12 @@ fn outcome(word: &str) -> Result<EndOutcome, sqlx::Error> {
     Ok(match word {
         "settled" => EndOutcome::Settled,
         "already_paid" => EndOutcome::AlreadyPaid,
-        "already_closed" => EndOutcome::AlreadyClosed,
+        "paid_late" => EndOutcome::PaidLate,
+        // It is unpaid again: the sweep finds it, and it is claimed anew.
+        "not_claimed" => EndOutcome::AlreadyClosed,
         "busy" => EndOutcome::Busy,
         "amount_differs" => EndOutcome::AmountDiffers,
+        "kept" => EndOutcome::Kept,
         "lease_lost" => EndOutcome::LeaseLost,
         _ => return Err(sqlx::Error::Decode(format!("sql/settle_paid.sql returns the outcome {word:?}").into())),
     })

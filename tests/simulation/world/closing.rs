@@ -106,7 +106,7 @@ impl World {
             }
             let recorded = if attempt.state == AttemptState::Paid { Recorded::Paid } else { Recorded::Open };
             if attempt.state != AttemptState::Closed {
-                open.push(ClaimedAttempt { attempt: attempt.to_attempt(), recorded });
+                open.push(ClaimedAttempt { attempt: attempt.to_attempt(), recorded, payable_until: None });
             }
         }
         Claim { order_id, lease, queue, rounds, has_waited, attempts: open }
@@ -191,7 +191,7 @@ impl World {
 
     /// What `sql/settle_paid.sql` does.
     fn settle_paid(&mut self, paid: &PaidEnding) -> Result<EndOutcome, CloseError> {
-        let PaidEnding { ending, paid } = paid;
+        let PaidEnding { ending, paid, .. } = paid;
         let (now, is_held) = (self.database_time(), self.is_held(ending));
         let ignores_status = self.mutant == Mutant::SettlesTwice;
         let Some(row) = self.rows.get_mut(&ending.order_id) else { return Ok(EndOutcome::AlreadyClosed) };

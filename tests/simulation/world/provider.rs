@@ -200,5 +200,5 @@ impl World {
 }
 
 fn unknown(why: &str) -> Answer {
-    Answer::Unknown(Unknown { why: why.to_owned(), retry_after: None })
+    Answer::Unknown(Unknown { why: why.to_owned(), retry_after: None, was_asked: true })
 }

@@ -2,7 +2,10 @@
 //!
 //! Pure: no state of its own. What the attempts of an order mean together is in `claimed_order.rs`.
 
+use std::time::Duration;
+
 use super::{CallKind, ClaimedAttempt, Recorded, UnresolvedReason};
+use crate::order::Timestamp;
 use crate::payment::{Answer, Money};
 
 /// What is known of one attempt when no call about it is under way.
@@ -14,11 +17,29 @@ pub(super) enum Verdict {
     Closed,
     /// The customer may be paying at this moment.
     InProgress,
-    /// Nothing is known; asked again later. How long the provider wants to be left alone, if it said so.
-    Unknown(Option<std::time::Duration>),
+    /// Nothing is known; asked again later.
+    Unknown(Missing),
+    /// Another amount was received than the attempt was to pay. A person must look at it, unless the order is paid.
+    Differs(Money),
+    /// It was paid and given back. The same.
+    Refunded,
     /// A person must look at it.
     Unresolved(UnresolvedReason),
 }
+
+/// Why an attempt is asked about again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Missing {
+    /// How long nothing can be learnt: what the provider asks for, or until the attempt cannot be paid any more.
+    pub retry_after: Option<Duration>,
+    /// Whether it counts towards the rounds after which a person must look at the order. Not if the provider was not
+    /// asked, or if it is known until when to wait.
+    pub is_round: bool,
+}
+
+/// After so long an attempt that could be paid until a moment, and that the provider does not know, is closed: the
+/// provider's clock may differ, and a payment of the last second needs time to become visible.
+const ABSENT_MARGIN: Duration = Duration::from_secs(60);
 
 /// What follows from an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,11 +50,19 @@ pub(super) enum Next {
 }
 
 /// `has_waited`: whether the order has had its wait for a customer who is paying.
-pub(super) fn decide(call: CallKind, answer: &Answer, attempt: &ClaimedAttempt, has_waited: bool) -> Next {
+pub(super) fn decide(
+    call: CallKind,
+    answer: &Answer,
+    attempt: &ClaimedAttempt,
+    has_waited: bool,
+    now: Timestamp,
+) -> Next {
     let verdict = match (answer, call) {
         (Answer::Paid { money }, _) => paid(*money, attempt.attempt.money),
-        (Answer::Refunded, _) => Verdict::Unresolved(UnresolvedReason::Refunded),
-        (Answer::Unknown(unknown), _) => Verdict::Unknown(unknown.retry_after),
+        (Answer::Refunded, _) => Verdict::Refunded,
+        (Answer::Unknown(unknown), _) => {
+            Verdict::Unknown(Missing { retry_after: unknown.retry_after, is_round: unknown.was_asked })
+        }
         (Answer::InProgress, _) if !has_waited => Verdict::InProgress,
         // The shop has recorded its money, and the provider knows of none.
         (Answer::Open | Answer::Absent | Answer::InProgress | Answer::Closed, _)
@@ -44,34 +73,49 @@ pub(super) fn decide(call: CallKind, answer: &Answer, attempt: &ClaimedAttempt, 
         (Answer::Closed, _) => Verdict::Closed,
         // Absent is no proof: the customer may be about to confirm an attempt that the provider will then know.
         (Answer::Open | Answer::Absent | Answer::InProgress, CallKind::Ask) => return Next::Cancel,
+        (Answer::Absent, CallKind::Cancel) => absent(attempt.payable_until, now),
         // The attempt is still not closed, so its money may still come.
-        (Answer::Open | Answer::Absent | Answer::InProgress, CallKind::Cancel) => Verdict::Unknown(None),
+        (Answer::Open | Answer::InProgress, CallKind::Cancel) => {
+            Verdict::Unknown(Missing { retry_after: None, is_round: true })
+        }
     };
     Next::Rest(verdict)
 }
 
 /// An answer without an amount says that the attempt is paid, and the attempt says how much that is.
 fn paid(found: Option<Money>, wanted: Money) -> Verdict {
-    if found.is_none_or(|found| found == wanted) {
-        Verdict::Paid
-    } else {
-        Verdict::Unresolved(UnresolvedReason::AmountDiffers)
+    if found.is_none_or(|found| found == wanted) { Verdict::Paid } else { Verdict::Differs(found.unwrap_or(wanted)) }
+}
+
+/// Some providers know an attempt only when the customer has opened it. It is closed if it could not be opened any more.
+fn absent(payable_until: Option<Timestamp>, now: Timestamp) -> Verdict {
+    match payable_until.map(|until| until + ABSENT_MARGIN) {
+        Some(until) if until <= now => Verdict::Closed,
+        Some(until) => Verdict::Unknown(Missing { retry_after: Some(until.since(now)), is_round: false }),
+        None => Verdict::Unknown(Missing { retry_after: None, is_round: true }),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::super::tests::{attempt, money, unknown};
     use super::*;
+    use crate::payment::Unknown;
 
     fn decided(call: CallKind, answer: &Answer) -> Next {
-        decide(call, answer, &attempt("pi_1"), false)
+        decide(call, answer, &attempt("pi_1"), false, at(0))
     }
 
     fn both(answer: &Answer) -> [Next; 2] {
         [decided(CallKind::Ask, answer), decided(CallKind::Cancel, answer)]
+    }
+
+    fn at(seconds: i64) -> Timestamp {
+        Timestamp::from_unix_micros(seconds * 1_000_000)
+    }
+
+    fn missing(retry_after: Option<Duration>) -> Verdict {
+        Verdict::Unknown(Missing { retry_after, is_round: true })
     }
 
     fn rest(verdict: Verdict) -> Next {
@@ -86,35 +130,34 @@ mod tests {
     }
 
     #[test]
-    fn other_amount_or_currency_is_unresolved() {
-        let differs = rest(Verdict::Unresolved(UnresolvedReason::AmountDiffers));
+    fn other_amount_or_currency_differs() {
         for money in [money(1_998, "EUR"), money(2_000, "EUR"), money(1_999, "USD"), money(0, "EUR")] {
-            assert_eq!(both(&Answer::Paid { money: Some(money) }), [differs.clone(), differs.clone()]);
+            let differs = rest(Verdict::Differs(money));
+            assert_eq!(both(&Answer::Paid { money: Some(money) }), [differs.clone(), differs]);
         }
     }
 
     #[test]
-    fn refunded_is_unresolved() {
-        let refunded = rest(Verdict::Unresolved(UnresolvedReason::Refunded));
-        assert_eq!(both(&Answer::Refunded), [refunded.clone(), refunded]);
+    fn refunded_is_neither_paid_nor_closed() {
+        assert_eq!(both(&Answer::Refunded), [rest(Verdict::Refunded), rest(Verdict::Refunded)]);
     }
 
     #[test]
     fn only_closed_is_proof() {
         assert_eq!(both(&Answer::Closed), [rest(Verdict::Closed), rest(Verdict::Closed)]);
         for answer in [Answer::Open, Answer::Absent] {
-            assert_eq!(both(&answer), [Next::Cancel, rest(Verdict::Unknown(None))], "{answer:?}");
+            assert_eq!(both(&answer), [Next::Cancel, rest(missing(None))], "{answer:?}");
         }
         let told = Some(Duration::from_secs(7));
-        assert_eq!(both(&unknown(told)), [rest(Verdict::Unknown(told)), rest(Verdict::Unknown(told))]);
+        assert_eq!(both(&unknown(told)), [rest(missing(told)), rest(missing(told))]);
     }
 
     #[test]
     fn payment_in_progress_waits_once() {
         assert_eq!(both(&Answer::InProgress), [rest(Verdict::InProgress), rest(Verdict::InProgress)]);
-        let after = |call| decide(call, &Answer::InProgress, &attempt("pi_1"), true);
+        let after = |call| decide(call, &Answer::InProgress, &attempt("pi_1"), true, at(0));
         assert_eq!(after(CallKind::Ask), Next::Cancel);
-        assert_eq!(after(CallKind::Cancel), rest(Verdict::Unknown(None)));
+        assert_eq!(after(CallKind::Cancel), rest(missing(None)));
     }
 
     #[test]
@@ -123,9 +166,26 @@ mod tests {
         for call in [CallKind::Ask, CallKind::Cancel] {
             for answer in [Answer::Open, Answer::Absent, Answer::InProgress, Answer::Closed] {
                 let contradiction = rest(Verdict::Unresolved(UnresolvedReason::RecordedPaid));
-                assert_eq!(decide(call, &answer, &recorded, true), contradiction, "{answer:?}");
+                assert_eq!(decide(call, &answer, &recorded, true, at(0)), contradiction, "{answer:?}");
             }
-            assert_eq!(decide(call, &Answer::Paid { money: None }, &recorded, true), rest(Verdict::Paid));
+            assert_eq!(decide(call, &Answer::Paid { money: None }, &recorded, true, at(0)), rest(Verdict::Paid));
         }
+    }
+
+    #[test]
+    fn absent_attempt_is_closed_when_unpayable() {
+        let attempt = ClaimedAttempt { payable_until: Some(at(100)), ..attempt("pi_1") };
+        let decided = |call, now| decide(call, &Answer::Absent, &attempt, false, now);
+        assert_eq!(decided(CallKind::Ask, at(1_000)), Next::Cancel);
+        assert_eq!(decided(CallKind::Cancel, at(160)), rest(Verdict::Closed));
+        let wait = Missing { retry_after: Some(Duration::from_secs(10)), is_round: false };
+        assert_eq!(decided(CallKind::Cancel, at(150)), rest(Verdict::Unknown(wait)));
+    }
+
+    #[test]
+    fn calls_not_made_are_no_rounds() {
+        let unknown = Unknown { why: "its circuit breaker is open".into(), retry_after: None, was_asked: false };
+        let missing = Verdict::Unknown(Missing { retry_after: None, is_round: false });
+        assert_eq!(both(&Answer::Unknown(unknown)), [rest(missing.clone()), rest(missing)]);
     }
 }

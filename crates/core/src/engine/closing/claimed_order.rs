@@ -4,9 +4,10 @@
 
 use std::time::Duration;
 
-use super::attempt::{Next, Verdict, decide};
+use super::attempt::{Missing, Next, Verdict, decide};
 use super::{AttemptKey, Call, CallKind, Claim, UnresolvedReason};
-use crate::payment::Answer;
+use crate::order::Timestamp;
+use crate::payment::{Answer, Money};
 
 /// The longest text about the answers that is stored with an order, in bytes.
 const MAX_ANSWERS_BYTES: usize = 1_000;
@@ -31,6 +32,8 @@ pub(super) enum OrderVerdict {
     SettlePaid {
         paid: Vec<AttemptKey>,
         closed: Vec<AttemptKey>,
+        differing: Vec<(AttemptKey, Money)>,
+        refunded: Vec<AttemptKey>,
     },
     /// Every attempt is proved to be closed.
     Close {
@@ -45,6 +48,8 @@ pub(super) enum OrderVerdict {
     AskAgain {
         provider: String,
         retry_after: Option<Duration>,
+        /// Whether it counts towards the rounds after which a person must look at it.
+        is_round: bool,
         closed: Vec<AttemptKey>,
     },
     Unresolved {
@@ -82,14 +87,14 @@ impl ClaimedOrder {
     }
 
     /// Takes in the answer to a call. An answer that no call waits for is ignored.
-    pub fn take_answer(&mut self, number: usize, kind: CallKind, answer: &Answer) {
+    pub fn take_answer(&mut self, number: usize, kind: CallKind, answer: &Answer, now: Timestamp) {
         let (Some(progress), Some(attempt)) = (self.progress.get_mut(number), self.claim.attempts.get(number)) else {
             return;
         };
         if *progress != Progress::In(kind) {
             return;
         }
-        *progress = match decide(kind, answer, attempt, self.claim.has_waited) {
+        *progress = match decide(kind, answer, attempt, self.claim.has_waited, now) {
             Next::Cancel => Progress::To(CallKind::Cancel),
             Next::Rest(verdict) => Progress::AtRest(verdict, WasCancelled(kind == CallKind::Cancel)),
         };
@@ -128,8 +133,8 @@ impl ClaimedOrder {
 
     /// `None` while a call is under way or to be made.
     pub fn verdict(&self) -> Option<OrderVerdict> {
-        let (mut paid, mut closed) = (Vec::new(), Vec::new());
-        let (mut waits_for, mut unknown, mut unresolved) = (None, None, None);
+        let (mut paid, mut closed, mut differing, mut refunded) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (mut waits_for, mut unknown, mut unresolved, mut is_round) = (None, None, None, false);
         for (progress, attempt) in self.progress.iter().zip(&self.claim.attempts) {
             let Progress::AtRest(verdict, _) = progress else { return None };
             let attempt = &attempt.attempt;
@@ -137,20 +142,28 @@ impl ClaimedOrder {
                 Verdict::Paid => paid.push(AttemptKey::of(attempt)),
                 Verdict::Closed => closed.push(AttemptKey::of(attempt)),
                 Verdict::InProgress => waits_for = Some(attempt.provider.clone()),
-                Verdict::Unknown(retry_after) => {
+                Verdict::Unknown(Missing { retry_after, is_round: counts }) => {
+                    is_round |= counts;
                     // The longest pause that a provider asks for: until then its answer would be missing again.
                     let longest = unknown.as_ref().is_none_or(|(_, before)| before <= retry_after);
                     if longest {
                         unknown = Some((attempt.provider.clone(), *retry_after));
                     }
                 }
+                Verdict::Differs(money) => differing.push((AttemptKey::of(attempt), *money)),
+                Verdict::Refunded => refunded.push(AttemptKey::of(attempt)),
                 Verdict::Unresolved(reason) => unresolved = Some(*reason),
             }
         }
+        let unresolved = unresolved
+            .or((!differing.is_empty()).then_some(UnresolvedReason::AmountDiffers))
+            .or((!refunded.is_empty()).then_some(UnresolvedReason::Refunded));
         Some(match (unresolved, unknown, waits_for) {
-            _ if !paid.is_empty() => OrderVerdict::SettlePaid { paid, closed },
+            _ if !paid.is_empty() => OrderVerdict::SettlePaid { paid, closed, differing, refunded },
             (Some(reason), _, _) => OrderVerdict::Unresolved { reason, closed },
-            (None, Some((provider, retry_after)), _) => OrderVerdict::AskAgain { provider, retry_after, closed },
+            (None, Some((provider, retry_after)), _) => {
+                OrderVerdict::AskAgain { provider, retry_after, is_round, closed }
+            }
             (None, None, Some(provider)) => OrderVerdict::Wait { provider, closed },
             (None, None, None) => OrderVerdict::Close { closed },
         })
@@ -187,6 +200,13 @@ mod tests {
     use super::super::tests::{attempt, claim, key, money, paid, unknown};
     use super::*;
 
+    const NOW: Timestamp = Timestamp::from_unix_micros(0);
+
+    fn settled(paid: &[&str]) -> OrderVerdict {
+        let paid = paid.iter().map(|reference| key(reference)).collect();
+        OrderVerdict::SettlePaid { paid, closed: vec![], differing: vec![], refunded: vec![] }
+    }
+
     fn order(attempts: &[&str]) -> ClaimedOrder {
         ClaimedOrder::new(claim("1", attempts))
     }
@@ -201,7 +221,7 @@ mod tests {
             }
             for call in next {
                 calls.push((call.kind, call.attempt.reference.clone()));
-                order.take_answer(call.number, call.kind, &answer(&call));
+                order.take_answer(call.number, call.kind, &answer(&call), NOW);
             }
         }
     }
@@ -231,18 +251,18 @@ mod tests {
             CallKind::Ask => Answer::Open,
             CallKind::Cancel => paid(),
         });
-        assert_eq!(order.verdict(), Some(OrderVerdict::SettlePaid { paid: vec![key("pi_1")], closed: vec![] }));
+        assert_eq!(order.verdict(), Some(settled(&["pi_1"])));
     }
 
     #[test]
     fn closed_attempt_does_not_decide_order() {
         let mut order = order(&["cs_old", "cs_new"]);
         let calls = order.take_calls();
-        order.take_answer(calls[0].number, CallKind::Ask, &Answer::Closed);
+        order.take_answer(calls[0].number, CallKind::Ask, &Answer::Closed, NOW);
         assert_eq!(order.verdict(), None, "the other attempt was not answered yet");
-        order.take_answer(calls[1].number, CallKind::Ask, &unknown(None));
-        let again =
-            OrderVerdict::AskAgain { provider: "stripe".into(), retry_after: None, closed: vec![key("cs_old")] };
+        order.take_answer(calls[1].number, CallKind::Ask, &unknown(None), NOW);
+        let (provider, closed) = ("stripe".into(), vec![key("cs_old")]);
+        let again = OrderVerdict::AskAgain { provider, retry_after: None, is_round: true, closed };
         assert_eq!(order.verdict(), Some(again));
     }
 
@@ -252,17 +272,28 @@ mod tests {
         let calls = run(&mut order, |call| if call.attempt.reference == "a" { paid() } else { unknown(None) });
         let cancelled: Vec<_> = calls.into_iter().filter(|(kind, _)| *kind == CallKind::Cancel).collect();
         assert_eq!(cancelled, vec![(CallKind::Cancel, "b".into())]);
-        assert_eq!(order.verdict(), Some(OrderVerdict::SettlePaid { paid: vec![key("a")], closed: vec![] }));
+        assert_eq!(order.verdict(), Some(settled(&["a"])));
+    }
+
+    #[test]
+    fn other_money_of_paid_order_is_kept() {
+        let mut order = order(&["a", "b", "c"]);
+        let other = money(1, "EUR");
+        let answers = [paid(), Answer::Paid { money: Some(other) }, Answer::Refunded];
+        run(&mut order, |call| answers[call.number].clone());
+        let (paid, differing, refunded) = (vec![key("a")], vec![(key("b"), other)], vec![key("c")]);
+        let settled = OrderVerdict::SettlePaid { paid, closed: vec![], differing, refunded };
+        assert_eq!(order.verdict(), Some(settled));
     }
 
     #[test]
     fn unexpected_answers_are_ignored() {
         let mut order = order(&["a"]);
-        order.take_answer(0, CallKind::Ask, &Answer::Closed);
+        order.take_answer(0, CallKind::Ask, &Answer::Closed, NOW);
         assert_eq!(order.verdict(), None, "not asked yet");
         order.take_calls();
-        order.take_answer(0, CallKind::Cancel, &Answer::Closed);
-        order.take_answer(1, CallKind::Ask, &Answer::Closed);
+        order.take_answer(0, CallKind::Cancel, &Answer::Closed, NOW);
+        order.take_answer(1, CallKind::Ask, &Answer::Closed, NOW);
         assert_eq!(order.verdict(), None);
     }
 

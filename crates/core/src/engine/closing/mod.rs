@@ -119,7 +119,7 @@ impl Closing {
             ClosingInput::Answered(call, answer) => {
                 let Some(order) = self.orders.get_mut(&call.order_id) else { return };
                 if order.claimed.claim.lease == call.lease && order.end.is_none() {
-                    order.claimed.take_answer(call.number, call.kind, &answer);
+                    order.claimed.take_answer(call.number, call.kind, &answer, now);
                     self.conclude(&call.order_id, now);
                     self.to_call.push(call.order_id);
                 }
@@ -282,8 +282,10 @@ impl Closing {
         let rounds = order.claimed.claim.rounds;
         match verdict {
             OrderVerdict::Close { closed } => self.end_with(id, now, |ending| End::Close(Ending { closed, ..ending })),
-            OrderVerdict::SettlePaid { paid, closed } => self
-                .end_with(id, now, |ending| End::SettlePaid(PaidEnding { ending: Ending { closed, ..ending }, paid })),
+            OrderVerdict::SettlePaid { paid, closed, differing, refunded } => self.end_with(id, now, |ending| {
+                let ending = Ending { closed, ..ending };
+                End::SettlePaid(PaidEnding { ending, paid, differing, refunded })
+            }),
             OrderVerdict::Wait { provider, closed } => {
                 let until = now + self.policy.in_progress_wait;
                 let change = |end: &mut Postponement| {
@@ -293,10 +295,14 @@ impl Closing {
                 };
                 self.postpone(id, change, now);
             }
-            OrderVerdict::AskAgain { provider, retry_after, closed } => {
-                let (step, until) = self.next_round(rounds, retry_after, UnresolvedReason::NoAnswer, now);
+            OrderVerdict::AskAgain { provider, retry_after, is_round, closed } => {
+                let (step, until, rounds) = match is_round {
+                    true => self.next_round(rounds, retry_after, UnresolvedReason::NoAnswer, now),
+                    // The same pause, but it is known that nothing was learnt: only the provider's answers count.
+                    false => (Step::NoAnswer, self.pause_until(rounds, retry_after, now), rounds),
+                };
                 let change = |end: &mut Postponement| {
-                    (end.step, end.until, end.queue, end.rounds) = (step, until, provider, rounds.saturating_add(1));
+                    (end.step, end.until, end.queue, end.rounds) = (step, until, provider, rounds);
                     end.ending.closed = closed;
                 };
                 self.postpone(id, change, now);
@@ -311,21 +317,26 @@ impl Closing {
         }
     }
 
-    /// What an order waits for after a round without a verdict, and until when.
+    /// What an order waits for after a round without a verdict, until when, and how many rounds there were.
     fn next_round(
         &self,
         rounds: u32,
         retry_after: Option<Duration>,
         reason: UnresolvedReason,
         now: Timestamp,
-    ) -> (Step, Timestamp) {
-        if rounds.saturating_add(1) >= self.policy.max_rounds {
-            return (Step::Unresolved(reason), now);
+    ) -> (Step, Timestamp, u32) {
+        let after = rounds.saturating_add(1);
+        if after >= self.policy.max_rounds {
+            return (Step::Unresolved(reason), now, after);
         }
+        (Step::NoAnswer, self.pause_until(rounds, retry_after, now), after)
+    }
+
+    fn pause_until(&self, rounds: u32, retry_after: Option<Duration>, now: Timestamp) -> Timestamp {
         let pause = self.pause(self.policy.retry_first, rounds, self.policy.retry_longest);
         // Longer than the longest pause would keep the order from its list for as long as the provider likes.
         let asked_for = retry_after.unwrap_or_default().min(self.policy.retry_longest);
-        (Step::NoAnswer, now + pause.max(asked_for))
+        now + pause.max(asked_for)
     }
 
     fn pause(&self, first: Duration, times: u32, longest: Duration) -> Duration {
@@ -362,11 +373,10 @@ impl Closing {
         let Ended { order_id: id, lease, outcome } = ended;
         let Some(order) = self.orders.get(&id) else { return };
         let Some(end) = order.end.as_ref().filter(|_| order.claimed.claim.lease == lease) else { return };
-        let (kind, rounds) = (end.kind(), order.claimed.claim.rounds);
+        let kind = end.kind();
         match (outcome, kind) {
-            (Ok(EndOutcome::AlreadyClosed), EndingKind::SettlePaid) => {
-                self.leave_to_person(&id, UnresolvedReason::PaidAfterClose, now);
-            }
+            (Ok(EndOutcome::NoDeadline), _) => self.leave_to_person(&id, UnresolvedReason::NoDeadline, now),
+            (Ok(EndOutcome::Kept), _) => self.refuse(&id, "a trigger keeps the order as it is", now),
             (Ok(EndOutcome::AmountDiffers), _) => self.leave_to_person(&id, UnresolvedReason::AmountDiffers, now),
             (Ok(EndOutcome::NotDue(deadline)), _) => self.postpone(&id, |end| end.until = deadline, now),
             (Ok(EndOutcome::AttemptsChanged), _) => self.give_back(&id, now),
@@ -377,17 +387,24 @@ impl Closing {
                 self.try_again(&id, now);
             }
             (Err(CloseError::Rejected(why)), EndingKind::Close | EndingKind::SettlePaid) if !self.draining => {
-                let (step, until) = self.next_round(rounds, None, UnresolvedReason::Refused, now);
-                let change = |end: &mut Postponement| {
-                    (end.step, end.until, end.rounds) = (step, until, rounds.saturating_add(1));
-                    // The last words that the list of unresolved orders needs.
-                    end.ending.answers = format!("{}; the database refuses: {why}", end.ending.answers);
-                };
-                self.postpone(&id, change, now);
+                self.refuse(&id, &format!("the database refuses: {why}"), now);
             }
             // Finished; or another worker has it; or it cannot be written, and comes back when its lease is over.
             (Ok(_) | Err(_), _) => self.leave(&id, now),
         }
+    }
+
+    /// The database does not change the order.
+    fn refuse(&mut self, id: &OrderId, why: &str, now: Timestamp) {
+        let Some(order) = self.orders.get(id) else { return };
+        let rounds = order.claimed.claim.rounds;
+        let (step, until, rounds) = self.next_round(rounds, None, UnresolvedReason::Refused, now);
+        let change = |end: &mut Postponement| {
+            (end.step, end.until, end.rounds) = (step, until, rounds);
+            // The last words that the list of unresolved orders needs.
+            end.ending.answers = format!("{}; {why}", end.ending.answers);
+        };
+        self.postpone(id, change, now);
     }
 
     fn leave_to_person(&mut self, id: &OrderId, reason: UnresolvedReason, now: Timestamp) {

@@ -15,7 +15,7 @@ pub(super) fn attempt(reference: &str) -> ClaimedAttempt {
 fn attempt_at(provider: &str, reference: &str) -> ClaimedAttempt {
     let money = money(1_999, "EUR");
     let attempt = Attempt { provider: provider.into(), reference: reference.into(), money };
-    ClaimedAttempt { attempt, recorded: Recorded::Open }
+    ClaimedAttempt { attempt, recorded: Recorded::Open, payable_until: None }
 }
 
 pub(super) fn key(reference: &str) -> AttemptKey {
@@ -38,7 +38,7 @@ pub(super) fn paid() -> Answer {
 }
 
 pub(super) fn unknown(retry_after: Option<Duration>) -> Answer {
-    Answer::Unknown(Unknown { why: "no answer in time".into(), retry_after })
+    Answer::Unknown(Unknown { why: "no answer in time".into(), retry_after, was_asked: true })
 }
 
 fn id(order: &str) -> OrderId {
@@ -174,9 +174,9 @@ fn settled_order_leaves() {
 }
 
 #[test]
-fn money_for_closed_order_is_unresolved() {
+fn order_that_cannot_be_settled_is_unresolved() {
     for (outcome, reason) in [
-        (EndOutcome::AlreadyClosed, UnresolvedReason::PaidAfterClose),
+        (EndOutcome::NoDeadline, UnresolvedReason::NoDeadline),
         (EndOutcome::AmountDiffers, UnresolvedReason::AmountDiffers),
     ] {
         let mut closing = resumed(vec![claim("1", &["pi_1"])]);

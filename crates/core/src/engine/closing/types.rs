@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use crate::order::{CloseError, Deadline, OrderId, Timestamp};
-use crate::payment::{Answer, Attempt};
+use crate::payment::{Answer, Attempt, Money};
 
 /// The limits of the closing protocol. The worker fills in its settings.
 #[derive(Debug, Clone)]
@@ -52,6 +52,8 @@ pub struct ClaimedAttempt {
     pub attempt: Attempt,
     /// What is known of it without asking.
     pub recorded: Recorded,
+    /// After this moment the provider takes no payment for it, as the shop has told it.
+    pub payable_until: Option<Timestamp>,
 }
 
 /// An order in the state `closing` that belongs to this worker.
@@ -67,7 +69,7 @@ pub struct Claim {
     pub rounds: u32,
     /// Whether it has waited for a customer who was paying.
     pub has_waited: bool,
-    /// Every attempt that is not recorded as closed.
+    /// Every attempt that is not decided: neither closed, nor late money, nor refunded.
     pub attempts: Vec<ClaimedAttempt>,
 }
 
@@ -132,10 +134,10 @@ pub enum UnresolvedReason {
     RecordedPaid,
     /// The provider has not said often enough that an attempt cannot be paid any more.
     NoAnswer,
-    /// The provider took the money and the order is closed or cancelled.
-    PaidAfterClose,
     /// The database refuses the order's change: a constraint or a trigger.
     Refused,
+    /// Its deadline was removed while it was being closed.
+    NoDeadline,
 }
 
 impl UnresolvedReason {
@@ -147,8 +149,8 @@ impl UnresolvedReason {
             Self::Refunded => "refunded",
             Self::RecordedPaid => "recorded_paid",
             Self::NoAnswer => "no_answer",
-            Self::PaidAfterClose => "paid_after_close",
             Self::Refused => "refused",
+            Self::NoDeadline => "no_deadline",
         }
     }
 }
@@ -208,6 +210,10 @@ pub struct PaidEnding {
     pub ending: Ending,
     /// The attempts whose money was taken; at least one.
     pub paid: Vec<AttemptKey>,
+    /// Attempts of which another amount was received than they were to pay: late money, because the order is paid.
+    pub differing: Vec<(AttemptKey, Money)>,
+    /// Attempts that were paid and given back.
+    pub refunded: Vec<AttemptKey>,
 }
 
 /// An order that stays `closing`, and when it is looked at again.
@@ -275,8 +281,14 @@ pub enum EndOutcome {
     Postponed,
     /// Another payment came first: nothing was to be done.
     AlreadyPaid,
-    /// It was closed, cancelled or deleted meanwhile.
+    /// It was closed, cancelled or deleted meanwhile, or made unpaid again.
     AlreadyClosed,
+    /// The same, and the money of its attempts is recorded as late.
+    PaidLate,
+    /// A trigger keeps the order as it is.
+    Kept,
+    /// It has no deadline any more.
+    NoDeadline,
     /// The lease has run out, or the order is unresolved: another worker, or a person, has it now.
     LeaseLost,
     /// Another session holds a lock on the order or its stock.
@@ -287,6 +299,33 @@ pub enum EndOutcome {
     AttemptsChanged,
     /// What was paid does not cover what the order costs.
     AmountDiffers,
+}
+
+impl EndOutcome {
+    /// The word for [`EndOutcome::NotDue`], of which a constant has no value.
+    pub const NOT_DUE: &'static str = "not_due";
+    /// The word for [`EndOutcome::NoDeadline`].
+    pub const NO_DEADLINE: &'static str = "no_deadline";
+
+    /// The word in metrics.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Closed => "closed",
+            Self::Settled => "settled",
+            Self::Postponed => "postponed",
+            Self::AlreadyPaid => "already_paid",
+            Self::AlreadyClosed => "already_closed",
+            Self::PaidLate => "paid_late",
+            Self::Kept => "kept",
+            Self::NoDeadline => Self::NO_DEADLINE,
+            Self::LeaseLost => "lease_lost",
+            Self::Busy => "busy",
+            Self::NotDue(_) => Self::NOT_DUE,
+            Self::AttemptsChanged => "attempts_changed",
+            Self::AmountDiffers => "amount_differs",
+        }
+    }
 }
 
 /// An order with the outcome of its statement, or why there is none.

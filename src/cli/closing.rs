@@ -1,0 +1,112 @@
+//! `order-timeout closing list | retry`: orders that a payment provider's answers could not decide.
+
+use anyhow::bail;
+use clap::{Args, Subcommand};
+use order_timeout_core::order::OrderId;
+use serde_json::json;
+use uuid::Uuid;
+
+use crate::cli::CommandOutcome;
+use crate::cli::operator::OperatorArgs;
+use crate::config::Settings;
+use crate::operations::unresolved::{self, UnresolvedPage, Which};
+use crate::postgres::{self, Database};
+
+/// What to do with orders that are being closed.
+#[derive(Debug, Subcommand)]
+pub enum ClosingCommand {
+    /// Show orders that the provider's answers could not decide, oldest first: they keep their stock
+    List(ListArgs),
+    /// Have their providers asked again, as if they had just fallen due
+    Retry(RetryArgs),
+}
+
+/// Arguments of `closing list`.
+#[derive(Debug, Args)]
+pub struct ListArgs {
+    /// At most this many
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(i64).range(1..=100_000))]
+    limit: i64,
+    /// Only those after this one: the last order of the previous page
+    #[arg(long, value_name = "ID")]
+    after: Option<String>,
+    /// Print one JSON object per line
+    #[arg(long)]
+    json: bool,
+}
+
+/// Arguments of `closing retry`.
+#[derive(Debug, Args)]
+pub struct RetryArgs {
+    #[command(flatten)]
+    which: Given,
+    /// With --all: only those of this reason, such as no_answer
+    #[arg(long, value_name = "REASON", requires = "all")]
+    reason: Option<String>,
+    #[command(flatten)]
+    operator: OperatorArgs,
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+struct Given {
+    /// The orders that `closing list` shows
+    #[arg(value_name = "ID")]
+    ids: Vec<String>,
+    /// All of them
+    #[arg(long)]
+    all: bool,
+}
+
+/// # Errors
+/// If the database cannot be used. Exit code 1 also if an order was not unresolved.
+pub async fn run(command: ClosingCommand, settings: Settings) -> anyhow::Result<CommandOutcome> {
+    let database = Database::connect(&settings.database, 1).await?;
+    postgres::require_migrated(&database).await?;
+    match command {
+        ClosingCommand::List(args) => list(&database, &args).await,
+        ClosingCommand::Retry(args) => retry(&database, &args).await,
+    }
+}
+
+async fn list(database: &Database, args: &ListArgs) -> anyhow::Result<CommandOutcome> {
+    let page = UnresolvedPage { after: args.after.as_deref(), limit: args.limit };
+    let found = unresolved::list(database, &page).await.map_err(|error| unresolved::unavailable(&error))?;
+    let mut output = CommandOutcome::default();
+    if found.is_empty() && !args.json {
+        output.line("no order is unresolved");
+    }
+    for order in &found {
+        if args.json {
+            output.line(serde_json::to_string(order)?);
+        } else {
+            let answers = order.answers.as_deref().unwrap_or("nothing was answered");
+            output.line(format!("{}: {} since {}: {answers}", order.order_id, order.reason, order.unresolved_at));
+        }
+    }
+    Ok(output)
+}
+
+async fn retry(database: &Database, args: &RetryArgs) -> anyhow::Result<CommandOutcome> {
+    let ids = args.which.ids.iter().map(OrderId::new).collect::<Result<Vec<_>, _>>()?;
+    let which = if args.which.all { Which::All { reason: args.reason.as_deref() } } else { Which::Orders(&ids) };
+    let retried = unresolved::retry(database, &which, &args.operator.operator(Uuid::now_v7())).await;
+    let retried = retried.map_err(|error| unresolved::unavailable(&error))?;
+    let mut output = CommandOutcome::default();
+    if args.json {
+        output.line(json!({ "retried": retried.len() }));
+    } else {
+        output.line(format!("{} orders are asked about again", retried.len()));
+    }
+    for id in ids.iter().filter(|id| !retried.iter().any(|one| one == id.as_str())) {
+        output.code = 1;
+        output.remark(format!("order {id} is not unresolved; `order-timeout show {id}` says what it is"));
+    }
+    if args.reason.is_some() && retried.is_empty() {
+        bail!("no order is unresolved for this reason; `order-timeout closing list` shows the reasons");
+    }
+    Ok(output)
+}

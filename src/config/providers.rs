@@ -1,0 +1,107 @@
+//! Which payment providers the orders of a kind are asked about at, and the limits of the closing protocol.
+//!
+//! Reads and checks settings alone; keys are read from their files when the worker starts.
+
+use std::time::Duration;
+
+use order_timeout_core::InvalidSetting;
+use order_timeout_core::engine::ClosingPolicy;
+use order_timeout_core::kind::Kind;
+use order_timeout_providers::ProvidersSettings;
+
+use super::kinds::{Fault, KindSettings, OrdersOf};
+use super::{Settings, SettingsError};
+
+/// More orders than this of one provider are never in a worker at a time, however much the provider allows: they wait in
+/// the database as well as in memory.
+const MOST_ORDERS_OF_PROVIDER: u64 = 10_000;
+/// Calls about an order at a provider: ask and cancel, of up to two requests each.
+const REQUESTS_OF_ORDER: u64 = 4;
+/// How often a worker looks for orders that another one has left.
+const RESUME_EVERY: Duration = Duration::from_secs(1);
+/// Added to a lease, which must outlast the calls and the statement behind them.
+const LEASE_MARGIN: Duration = Duration::from_secs(5);
+
+impl Settings {
+    /// The names of the providers that are asked before an order of this kind is closed; none if it is closed at once.
+    #[must_use]
+    pub fn providers_of(&self, kind: &Kind) -> &[String] {
+        self.kinds.get(kind).map_or(&[], |settings| &settings.providers)
+    }
+
+    /// Whether a worker with these settings asks a provider about some of its orders.
+    #[must_use]
+    pub fn asks_providers(&self) -> bool {
+        self.served_kinds().iter().any(|kind| !self.providers_of(kind).is_empty())
+    }
+
+    /// The providers of this kind, by name.
+    #[must_use]
+    pub fn provider_settings_of(&self, kind: &Kind) -> ProvidersSettings {
+        let named = self.providers_of(kind).iter();
+        let found = named.filter_map(|name| Some((name.clone(), self.providers.0.get(name)?.clone())));
+        ProvidersSettings(found.collect())
+    }
+
+    /// The limits of the closing protocol; `None` if no provider is asked about orders of this kind.
+    #[must_use]
+    pub fn closing_policy(&self, kind: &Kind) -> Option<ClosingPolicy> {
+        let providers = self.provider_settings_of(kind);
+        let limits = || providers.0.values().map(order_timeout_providers::ProviderSettings::limits);
+        let longest_call = limits().map(|limits| limits.queue_timeout + limits.longest_call()).max()?;
+        // So that a call of the last of them gets its turn within queue_timeout.
+        let orders = limits().map(|limits| {
+            u64::from(limits.requests_per_s) * limits.queue_timeout.as_millis() as u64 / 1_000 / REQUESTS_OF_ORDER
+        });
+        let orders = orders.min()?.clamp(1, MOST_ORDERS_OF_PROVIDER);
+        let statement = self.database.acquire_timeout + self.database.statement_timeout;
+        Some(ClosingPolicy {
+            orders_per_provider: usize::try_from(orders).unwrap_or(usize::MAX),
+            lease: longest_call * 2 + statement * 2 + LEASE_MARGIN,
+            resume_every: RESUME_EVERY,
+            in_progress_wait: self.closing.in_progress_wait,
+            retry_first: self.closing.retry_first,
+            retry_longest: self.closing.retry_longest,
+            max_rounds: self.closing.max_rounds,
+            batch_size: self.worker.batch_size,
+        })
+    }
+
+    /// Checks the providers, and the limits of the closing protocol.
+    pub(super) fn validate_closing(&self) -> Result<(), SettingsError> {
+        self.providers.validate()?;
+        let closing = &self.closing;
+        let (least, most) = (Duration::from_millis(10), Duration::from_secs(86_400));
+        InvalidSetting::within("closing.in_progress_wait", closing.in_progress_wait, least, most)?;
+        InvalidSetting::within("closing.retry_first", closing.retry_first, least, closing.retry_longest)?;
+        InvalidSetting::within("closing.retry_longest", closing.retry_longest, least, most)?;
+        if !(1..=1_000).contains(&closing.max_rounds) {
+            let why = format!("{} is not between 1 and 1000", closing.max_rounds);
+            return Err(SettingsError::of("closing.max_rounds", why));
+        }
+        Ok(())
+    }
+
+    pub(super) fn validate_providers_of(&self, kind: &Kind, settings: &KindSettings) -> Result<(), Fault> {
+        if settings.providers.is_empty() {
+            return Ok(());
+        }
+        for (index, name) in settings.providers.iter().enumerate() {
+            let why = if settings.providers[..index].contains(name) {
+                format!("{name:?} is named twice; name it once")
+            } else if !self.providers.0.contains_key(name) {
+                format!("there is no provider {name:?}; add [providers.{name}], or correct the name")
+            } else {
+                continue;
+            };
+            return Err(("providers".into(), why));
+        }
+        match self.orders_of(kind) {
+            Some(OrdersOf::DefaultTables) => Ok(()),
+            _ => Err((
+                "providers".into(),
+                "is only for orders in the default tables; for a table of your own, ask the provider in a service of yours and leave it out".into(),
+            )),
+        }
+    }
+}

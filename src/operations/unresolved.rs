@@ -1,0 +1,132 @@
+//! Orders that are being closed and that a payment provider's answers could not decide: lists them, and has them asked
+//! about again. What a person has found out outside is recorded elsewhere (`payment_received`, an update of the order).
+//!
+//! Decides about no order.
+
+use order_timeout_client::postgres::Timestamptz;
+use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::OrderId;
+use serde::Serialize;
+use sqlx::postgres::PgRow;
+use sqlx::{PgConnection, Row};
+
+use crate::postgres::{Database, DatabaseError, Operator, one_line};
+
+/// An order that waits for a person.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct UnresolvedOrder {
+    /// The order, which is `closing`.
+    pub order_id: String,
+    /// The word in `close_attempts`.
+    pub reason: String,
+    /// RFC 3339.
+    pub unresolved_at: String,
+    /// Rounds without an answer.
+    pub rounds: i32,
+    /// What the providers answered in the last round.
+    pub answers: Option<String>,
+}
+
+/// A page of the list, oldest first.
+#[derive(Debug, Clone, Copy)]
+pub struct UnresolvedPage<'a> {
+    /// Only those after this order, as the previous page ended.
+    pub after: Option<&'a str>,
+    /// At most this many.
+    pub limit: i64,
+}
+
+/// The orders that wait for a person.
+///
+/// # Errors
+/// sqlx's.
+pub async fn list(database: &Database, page: &UnresolvedPage<'_>) -> Result<Vec<UnresolvedOrder>, sqlx::Error> {
+    let query = sqlx::query(
+        "SELECT c.order_id, c.unresolved_reason, c.unresolved_at, c.rounds, c.last_answers
+         FROM close_attempts c
+         WHERE c.unresolved_at IS NOT NULL
+           AND ($1::text IS NULL OR (c.unresolved_at, c.order_id) >
+                (SELECT a.unresolved_at, a.order_id FROM close_attempts a WHERE a.kind = 'order' AND a.order_id = $1))
+         ORDER BY c.unresolved_at, c.order_id
+         LIMIT $2",
+    )
+    .bind(page.after)
+    .bind(page.limit);
+    let rows = database.run(async |connection| query.fetch_all(connection).await).await?;
+    rows.iter().map(read).collect()
+}
+
+/// How many orders wait for a person.
+///
+/// # Errors
+/// sqlx's.
+pub async fn count(database: &Database) -> Result<i64, sqlx::Error> {
+    let query = sqlx::query_scalar("SELECT count(*) FROM close_attempts WHERE unresolved_at IS NOT NULL");
+    database.run(async |connection| query.fetch_one(connection).await).await
+}
+
+fn read(row: &PgRow) -> Result<UnresolvedOrder, sqlx::Error> {
+    let Timestamptz(since) = row.try_get("unresolved_at")?;
+    Ok(UnresolvedOrder {
+        order_id: row.try_get("order_id")?,
+        reason: row.try_get("unresolved_reason")?,
+        unresolved_at: write_rfc3339(since),
+        rounds: row.try_get("rounds")?,
+        answers: row.try_get("last_answers")?,
+    })
+}
+
+/// Has these orders asked about again at once, as if they had just been claimed; `None` stands for all of one reason or
+/// of every reason. Returns the orders that were unresolved.
+///
+/// # Errors
+/// sqlx's.
+pub async fn retry(database: &Database, which: &Which<'_>, operator: &Operator) -> Result<Vec<String>, sqlx::Error> {
+    let (ids, reason) = match which {
+        Which::Orders(ids) => (Some(ids.iter().map(OrderId::as_str).collect::<Vec<_>>()), None),
+        Which::All { reason } => (None, *reason),
+    };
+    let query = sqlx::query_scalar(
+        "UPDATE close_attempts c
+         SET step = 'claimed', rounds = 0, has_waited = false, next_attempt_at = clock_timestamp(), lease = NULL,
+             unresolved_reason = NULL, unresolved_at = NULL, who = $3, why = $4
+         WHERE c.kind = 'order' AND c.unresolved_at IS NOT NULL
+           AND ($1::text[] IS NULL OR c.order_id = ANY ($1)) AND ($2::text IS NULL OR c.unresolved_reason = $2)
+         RETURNING c.order_id",
+    )
+    .bind(ids)
+    .bind(reason)
+    .bind(&operator.who)
+    .bind(&operator.why);
+    database.run(async |connection| query.fetch_all(connection).await).await
+}
+
+/// Which unresolved orders.
+#[derive(Debug, Clone)]
+pub enum Which<'a> {
+    /// Those with these ids.
+    Orders(&'a [OrderId]),
+    /// All, or all of one reason.
+    All {
+        /// The word in `close_attempts`.
+        reason: Option<&'a str>,
+    },
+}
+
+/// The sentence for an operator about an error of these use cases. What failed has changed nothing.
+#[must_use]
+pub fn unavailable(error: &sqlx::Error) -> DatabaseError {
+    DatabaseError(format!(
+        "close_attempts cannot be read or changed: {}; fix the database and try again",
+        one_line(error)
+    ))
+}
+
+/// The order has ended in another way, in the same transaction.
+pub(super) async fn forget(connection: &mut PgConnection, order_id: &str) -> Result<(), sqlx::Error> {
+    sqlx::query("DELETE FROM close_attempts WHERE kind = 'order' AND order_id = $1")
+        .bind(order_id)
+        .execute(connection)
+        .await
+        .map(drop)
+}

@@ -1,0 +1,243 @@
+//! A worker that asks payment providers before it closes orders, against a payment service over HTTP: money that is there
+//! is settled, stock comes back only with proof, and one sick provider delays no order of another.
+
+use std::time::{Duration, Instant};
+
+use order_timeout::config::Settings;
+use order_timeout::effects::close::Closer;
+use order_timeout::operations::{close_orders, orders_statements};
+use order_timeout::postgres::warm_connections::WarmConnections;
+use order_timeout::postgres::{Database, Operator};
+use order_timeout_core::kind::Kind;
+use order_timeout_core::order::Outcome;
+use order_timeout_providers::settings::LimitsSettings;
+use order_timeout_testkit::payment_service::{Fault, PaymentService, Truth, wide_limits};
+use order_timeout_testkit::{Order, TestEnv, wait_for, wait_within};
+use uuid::Uuid;
+
+/// Short pauses, and orders that the sweep finds at once.
+fn adjust(settings: &mut Settings) {
+    settings.sweep.grace = Duration::ZERO;
+    settings.closing.retry_first = Duration::from_millis(50);
+    settings.closing.retry_longest = Duration::from_millis(200);
+    settings.closing.max_rounds = 3;
+}
+
+/// An attempt for each order, with the order's id as its reference.
+async fn begin_attempts(env: &TestEnv, orders: &[Order], provider: &str) {
+    let ids: Vec<String> = orders.iter().map(|order| order.id.to_string()).collect();
+    sqlx::query(
+        "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
+         SELECT $2, id, id, 1999, 'EUR' FROM unnest($1::text[]) AS o (id)",
+    )
+    .bind(ids)
+    .bind(provider)
+    .execute(&env.pool)
+    .await
+    .unwrap();
+}
+
+async fn in_state(env: &TestEnv, status: &str) -> i64 {
+    let count = sqlx::query_scalar("SELECT count(*) FROM orders WHERE status::text = $1").bind(status);
+    count.fetch_one(&env.pool).await.unwrap()
+}
+
+const UNFINISHED: &str = "SELECT count(*) FROM orders WHERE status IN ('unpaid', 'closing')";
+
+/// As issue 26 asks for, with fewer orders; `ORDER_TIMEOUT_DEAD_WEBHOOK_ORDERS=3000` for all.
+#[test]
+fn dead_webhook_closes_no_paid_order() {
+    let orders = std::env::var("ORDER_TIMEOUT_DEAD_WEBHOOK_ORDERS").ok();
+    let orders: usize = orders.map_or(300, |count| count.parse().expect("a number"));
+    let service = PaymentService::start();
+    TestEnv::builder()
+        .settings(|settings| {
+            adjust(settings);
+            service.join(settings, "card", wide_limits());
+        })
+        .run(async move |env| {
+            let paid = env.orders(orders, Duration::ZERO).await;
+            begin_attempts(&env, &paid, "card").await;
+            paid.iter().for_each(|order| assert!(service.pay(&order.id.to_string())));
+            let worker = env.worker().await;
+            let all = Duration::from_secs(60);
+            wait_within(all, "the settlements", async || env.count(UNFINISHED).await == 0).await;
+            let announced = "SELECT count(*) FROM event_outbox WHERE type = 'order.paid_late_settled.v1'";
+            assert_eq!((in_state(&env, "closed").await, in_state(&env, "paid").await), (0, orders as i64));
+            assert_eq!(env.count(announced).await, orders as i64);
+            assert_eq!(env.count("SELECT count(*) FROM late_payments").await, 0);
+            worker.stop().await;
+            assert_eq!(service.calls(), (orders, 0), "asked once each");
+            env.assert_ledger().await;
+        });
+}
+
+#[test]
+fn unpaid_orders_are_cancelled_then_closed() {
+    let service = PaymentService::start();
+    TestEnv::builder()
+        .settings(|settings| {
+            adjust(settings);
+            service.join(settings, "card", wide_limits());
+        })
+        .run(async move |env| {
+            let orders = env.orders(50, Duration::ZERO).await;
+            begin_attempts(&env, &orders, "card").await;
+            let without_attempt = env.order(Duration::ZERO).await;
+            let worker = env.worker().await;
+            wait_for("the closes", async || env.closed().await == 51).await;
+            worker.stop().await;
+            assert!(orders.iter().all(|order| service.truth(&order.id.to_string()) == Truth::Closed));
+            assert_eq!(env.status(&without_attempt).await, "closed");
+            assert_eq!(service.calls(), (50, 50));
+            assert_eq!(env.count("SELECT count(*) FROM close_attempts").await, 0);
+            env.assert_ledger().await;
+        });
+}
+
+#[test]
+fn silent_provider_keeps_stock_reserved() {
+    let service = PaymentService::start();
+    TestEnv::builder()
+        .settings(|settings| {
+            adjust(settings);
+            let timeout = Duration::from_millis(100);
+            service.join(settings, "card", LimitsSettings { timeout, ..wide_limits() });
+        })
+        .run(async move |env| {
+            let orders = env.orders(6, Duration::ZERO).await;
+            begin_attempts(&env, &orders, "card").await;
+            for (n, order) in orders.iter().take(4).enumerate() {
+                let fault = if n % 2 == 0 { Fault::Hang } else { Fault::Error };
+                service.fail(&order.id.to_string(), Some(fault));
+            }
+            let worker = env.worker().await;
+            let unresolved = "SELECT count(*) FROM close_attempts WHERE unresolved_reason = 'no_answer' AND rounds = 3";
+            wait_for("the list", async || env.count(unresolved).await == 4).await;
+            wait_for("the others", async || env.closed().await == 2).await;
+            assert_eq!(env.count("SELECT reserved FROM stock").await, 4);
+            assert_eq!(in_state(&env, "closing").await, 4);
+            assert_eq!(env.count("SELECT count(*) FROM event_outbox WHERE type = 'order.unresolved.v1'").await, 4);
+            worker.stop().await;
+            env.assert_ledger().await;
+        });
+}
+
+#[test]
+fn dead_provider_delays_no_other() {
+    let (bank, card) = (PaymentService::start(), PaymentService::start());
+    bank.set_dead(true);
+    TestEnv::builder()
+        .settings(|settings| {
+            adjust(settings);
+            settings.closing.max_rounds = 1_000;
+            let limits = LimitsSettings { failures_to_open: 3, ..wide_limits() };
+            bank.join(settings, "bank", limits);
+            card.join(settings, "card", wide_limits());
+        })
+        .run(async move |env| {
+            let of_bank = env.orders(100, Duration::ZERO).await;
+            begin_attempts(&env, &of_bank, "bank").await;
+            let worker = env.worker().await;
+            wait_for("the claims", async || in_state(&env, "closing").await == 100).await;
+            let of_card = env.orders(100, Duration::ZERO).await;
+            begin_attempts(&env, &of_card, "card").await;
+            wait_for("the healthy provider's orders", async || env.closed().await == 100).await;
+            assert_eq!(in_state(&env, "closing").await, 100);
+            assert_eq!(env.count("SELECT reserved FROM stock").await, 100);
+            bank.set_dead(false);
+            wait_within(Duration::from_secs(30), "the others", async || env.closed().await == 200).await;
+            assert_eq!(env.count("SELECT count(*) FROM close_attempts").await, 0, "none is unresolved");
+            worker.stop().await;
+            env.assert_ledger().await;
+        });
+}
+
+#[test]
+fn stopped_worker_waits_for_no_provider() {
+    let service = PaymentService::start();
+    TestEnv::builder()
+        .settings(|settings| {
+            adjust(settings);
+            service.join(settings, "card", LimitsSettings { timeout: Duration::from_secs(60), ..wide_limits() });
+        })
+        .run(async move |env| {
+            let order = env.order(Duration::ZERO).await;
+            begin_attempts(&env, &[order], "card").await;
+            service.fail(&order.id.to_string(), Some(Fault::Hang));
+            let worker = env.worker().await;
+            wait_for("the call", async || service.calls().0 == 1).await;
+            let began = Instant::now();
+            worker.stop().await;
+            assert!(began.elapsed() < env.settings.worker.shutdown_grace, "{:?}", began.elapsed());
+            assert_eq!(env.count("SELECT count(*) FROM close_attempts WHERE lease IS NOT NULL").await, 0);
+            service.fail(&order.id.to_string(), None);
+            let worker = env.worker().await;
+            wait_for("the close", async || env.closed().await == 1).await;
+            worker.stop().await;
+        });
+}
+
+#[test]
+fn killed_worker_leaves_orders_to_next() {
+    let service = PaymentService::start();
+    TestEnv::builder()
+        .settings(|settings| {
+            adjust(settings);
+            let (timeout, queue_timeout) = (Duration::from_millis(100), Duration::from_millis(100));
+            service.join(settings, "card", LimitsSettings { timeout, queue_timeout, ..wide_limits() });
+        })
+        .run(async move |env| {
+            let orders = env.orders(20, Duration::ZERO).await;
+            begin_attempts(&env, &orders, "card").await;
+            orders.iter().take(10).for_each(|order| assert!(service.pay(&order.id.to_string())));
+            let worker = env.worker().await;
+            wait_for("the end", async || env.count(UNFINISHED).await == 0).await;
+            worker.stop().await;
+            // What a worker that was killed after its takeover leaves: a lease, which ends.
+            let late = env.orders(5, Duration::ZERO).await;
+            begin_attempts(&env, &late, "card").await;
+            let claim = "UPDATE orders SET status = 'closing' WHERE status = 'unpaid'";
+            sqlx::raw_sql(claim).execute(&env.pool).await.unwrap();
+            sqlx::raw_sql(
+                "INSERT INTO close_attempts (order_id, claimed_by, queue, lease, next_attempt_at)
+                 SELECT id::text, 'alarm', 'card', 1, now() + interval '2 s' FROM orders WHERE status = 'closing'",
+            )
+            .execute(&env.pool)
+            .await
+            .unwrap();
+            let worker = env.worker().await;
+            wait_for("the rest", async || env.count(UNFINISHED).await == 0).await;
+            worker.stop().await;
+            assert_eq!((in_state(&env, "paid").await, in_state(&env, "closed").await), (10, 15));
+            env.assert_ledger().await;
+        });
+}
+
+#[test]
+fn manual_close_claims_where_provider_is_asked() {
+    let service = PaymentService::start();
+    TestEnv::builder()
+        .settings(|settings| {
+            adjust(settings);
+            service.join(settings, "card", wide_limits());
+        })
+        .run(async move |env| {
+            let order = env.order(Duration::ZERO).await;
+            begin_attempts(&env, &[order], "card").await;
+            let database = Database::connect(&env.settings.database, 1).await.unwrap();
+            let statements = orders_statements::statements(&database, &env.settings, &Kind::ORDER).await.unwrap();
+            let connections = WarmConnections::new(database);
+            let closer: Closer =
+                close_orders::closer(&env.settings, &Kind::ORDER, connections, statements.close).await.unwrap();
+            let operator = Operator { who: "ann".into(), why: Some("a test".into()), run: Uuid::now_v7() };
+            let found = close_orders::close_each(&closer, &[order.order_id()], &operator).await;
+            assert_eq!(found[&order.order_id()].as_ref().unwrap().outcome, Outcome::Closing);
+            assert_eq!((env.status(&order).await.as_str(), service.calls()), ("closing", (0, 0)));
+            let worker = env.worker().await;
+            wait_for("the close", async || env.closed().await == 1).await;
+            worker.stop().await;
+            let history = "SELECT count(*) FROM order_events WHERE by = 'manual' AND who = 'ann' AND why = 'a test'";
+            assert_eq!(env.count(history).await, 1);
+        });
+}
