@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::message::{read_rfc3339, write_rfc3339};
 use order_timeout_core::order::Timestamp;
 use serde::Serialize;
 
@@ -56,6 +56,33 @@ pub struct Forecast {
     pub outlook: Option<Outlook>,
     /// What could not be found out, and why.
     pub not_known: Vec<NotKnown>,
+}
+
+impl Forecast {
+    /// What falls due until the minute that this many minutes from now are in has ended, and that end as RFC 3339.
+    #[must_use]
+    pub fn within(&self, minutes: u32) -> (Due, String) {
+        let sum = add_up(self.minutes.iter().filter(|minute| minute.number <= minutes).map(|minute| &minute.due));
+        let now = read_rfc3339(&self.at).unwrap_or(Timestamp::from_unix_micros(0));
+        let first = Window { from: now, until: now }.first_minute();
+        (sum, write_rfc3339(first + MINUTE * (minutes + 1)))
+    }
+}
+
+fn add_up<'a>(parts: impl Iterator<Item = &'a Due>) -> Due {
+    let (mut sum, mut money) = (Due { units: Some(0), ..Due::default() }, BTreeMap::<&str, i64>::new());
+    for part in parts {
+        sum.orders += part.orders;
+        sum.without_amount += part.without_amount;
+        sum.units = sum.units.zip(part.units).map(|(sum, units)| sum.saturating_add(units));
+        for Money { currency, amount_minor } in &part.money {
+            let sum = money.entry(currency).or_default();
+            *sum = sum.saturating_add(*amount_minor);
+        }
+    }
+    let written = |(currency, amount_minor): (&str, i64)| Money { currency: currency.to_owned(), amount_minor };
+    sum.money = money.into_iter().map(written).collect();
+    sum
 }
 
 /// What falls due in some time.
@@ -126,11 +153,12 @@ pub async fn forecast(database: &Database, orders: &OrdersTable, reach: Duration
         let due = minutes.iter().map(|(number, minute)| (*number, minute.orders)).collect();
         outlook(first, overdue, rate.per_minute, &due)
     });
+    let minutes: Vec<_> = minutes.iter().map(|(number, minute)| forecast_minute(first, *number, minute)).collect();
     Ok(Forecast {
         at: write_rfc3339(now),
         until: write_rfc3339(window.until),
-        total: total(&minutes),
-        minutes: minutes.iter().map(|(number, minute)| forecast_minute(first, *number, minute)).collect(),
+        total: add_up(minutes.iter().map(|minute| &minute.due)),
+        minutes,
         overdue,
         can_close,
         outlook,
@@ -165,20 +193,6 @@ fn due(minute: &DueMinute) -> Due {
     let money = minute.money.iter();
     let money = money.map(|(currency, amount)| Money { currency: currency.clone(), amount_minor: *amount });
     Due { orders: minute.orders, money: money.collect(), without_amount: minute.without_amount, units: minute.units }
-}
-
-fn total(minutes: &BTreeMap<u32, DueMinute>) -> Due {
-    let mut total = DueMinute { units: Some(0), ..DueMinute::default() };
-    for minute in minutes.values() {
-        total.orders += minute.orders;
-        total.without_amount += minute.without_amount;
-        total.units = total.units.zip(minute.units).map(|(sum, units)| sum.saturating_add(units));
-        for (currency, amount) in &minute.money {
-            let sum = total.money.entry(currency.clone()).or_default();
-            *sum = sum.saturating_add(*amount);
-        }
-    }
-    due(&total)
 }
 
 /// Whether closing keeps up if each minute closes `per_minute` orders at most, those that were due before first.
@@ -245,13 +259,32 @@ mod tests {
         }
     }
 
+    fn minute(number: u32, units: Option<i64>) -> ForecastMinute {
+        let money = vec![Money { currency: "EUR".into(), amount_minor: 500 }];
+        let due = Due { orders: 2, units, money, without_amount: 1 };
+        ForecastMinute { at: write_rfc3339(START + MINUTE * number), number, due }
+    }
+
+    fn forecast(minutes: Vec<ForecastMinute>) -> Forecast {
+        let total = add_up(minutes.iter().map(|minute| &minute.due));
+        let at = write_rfc3339(START + Duration::from_secs(20));
+        let (until, not_known) = (at.clone(), Vec::new());
+        Forecast { at, until, total, minutes, overdue: None, can_close: None, outlook: None, not_known }
+    }
+
     #[test]
     fn totals_are_unknown_where_parts_are() {
-        let minute =
-            |units| DueMinute { orders: 2, units, money: BTreeMap::from([("EUR".into(), 500)]), without_amount: 1 };
-        let known = total(&BTreeMap::from([(0, minute(Some(3))), (7, minute(Some(4)))]));
-        assert_eq!((known.orders, known.units, known.without_amount), (4, Some(7), 2));
-        assert_eq!(known.money, [Money { currency: "EUR".into(), amount_minor: 1_000 }]);
-        assert_eq!(total(&BTreeMap::from([(0, minute(Some(3))), (7, minute(None))])).units, None);
+        let total = forecast(vec![minute(0, Some(3)), minute(7, Some(4))]).total;
+        assert_eq!((total.orders, total.units, total.without_amount), (4, Some(7), 2));
+        assert_eq!(total.money, [Money { currency: "EUR".into(), amount_minor: 1_000 }]);
+        assert_eq!(forecast(vec![minute(0, Some(3)), minute(7, None)]).total.units, None);
+    }
+
+    #[test]
+    fn horizons_end_with_whole_minutes() {
+        let forecast = forecast(vec![minute(0, Some(1)), minute(30, Some(2)), minute(31, Some(4))]);
+        let (due, until) = forecast.within(30);
+        assert_eq!((due.orders, due.units, until.as_str()), (4, Some(3), "1970-01-01T00:31:00.000Z"));
+        assert_eq!(forecast.within(60).0.orders, 6);
     }
 }

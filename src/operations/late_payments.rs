@@ -15,12 +15,13 @@ use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+use super::orders_table::due::Money;
 use super::paced::pace;
 use super::unresolved;
 use crate::postgres::{Database, DatabaseError, ErrorClass, Operator, classify, one_line};
 
 /// A piece of money that paid for nothing.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
 pub struct LatePayment {
     /// What an operator names it by.
     pub id: i64,
@@ -46,6 +47,33 @@ pub struct LatePayment {
     pub settled_by: Option<String>,
     /// Why it was settled.
     pub settled_why: Option<String>,
+}
+
+/// Late money that is not settled, in one currency.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+pub struct OpenLateMoney {
+    /// How many payments.
+    pub payments: u64,
+    /// Their sum.
+    #[serde(flatten)]
+    pub sum: Money,
+}
+
+/// Adds up what is not settled, by currency.
+///
+/// # Errors
+/// sqlx's.
+pub async fn open_by_currency(database: &Database) -> Result<Vec<OpenLateMoney>, sqlx::Error> {
+    let select = sqlx::query(
+        "SELECT currency, count(*) AS payments, sum(amount_minor)::bigint AS amount_minor FROM late_payments
+         WHERE state = 'open' GROUP BY currency ORDER BY currency",
+    );
+    let rows = database.run(async |connection: &mut PgConnection| select.fetch_all(connection).await).await?;
+    let read = |row: &PgRow| {
+        let sum = Money { currency: row.try_get("currency")?, amount_minor: row.try_get("amount_minor")? };
+        Ok(OpenLateMoney { payments: row.try_get::<i64, _>("payments")?.unsigned_abs(), sum })
+    };
+    rows.iter().map(read).collect()
 }
 
 /// A page of the list, in the order in which the money was recorded.
@@ -180,7 +208,7 @@ pub fn unavailable(error: sqlx::Error) -> DatabaseError {
 }
 
 /// An order that is paid by late money after its close.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
 pub struct ReopenedOrder {
     /// The order, which is paid now.
     pub order_id: Uuid,

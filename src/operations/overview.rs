@@ -7,12 +7,13 @@ use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
 use serde::Serialize;
 
+use super::late_payments::{OpenLateMoney, open_by_currency};
 use super::orders_table::{OrdersTable, Unknown};
 use super::status::{
     Outbox, Overdue, ParkedForReason, RegisteredWorker, outbox, overdue_at, parked_by_reason, workers,
 };
 use super::{NotKnown, known};
-use crate::postgres::{self, Database};
+use crate::postgres::{self, Database, one_line};
 
 /// Orders that have been overdue for no longer are about to be closed: the sweep's usual grace, a pass and a batch.
 pub const USUALLY_CLOSED_WITHIN_S: f64 = 2.0;
@@ -33,6 +34,9 @@ pub struct Overview {
     /// Parked alarms.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parked: Option<Vec<ParkedForReason>>,
+    /// Payments that paid for nothing and are not settled, by currency.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub late_money: Option<Vec<OpenLateMoney>>,
     /// Registered workers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub workers: Option<Vec<RegisteredWorker>>,
@@ -79,8 +83,10 @@ pub async fn overview(
     let alarm_outbox = known("alarm outbox", outbox(database, "alarm_outbox", now).await, &mut not_known);
     let event_outbox = known("event outbox", outbox(database, "event_outbox", now).await, &mut not_known);
     let parked = known("parked", parked_by_reason(database, now).await, &mut not_known);
+    let late_money = open_by_currency(database).await.map_err(|error| one_line(&error));
+    let late_money = known("late money", late_money, &mut not_known);
     let workers = known("workers", workers(database).await, &mut not_known);
-    Ok(Overview { at: write_rfc3339(now), kinds, alarm_outbox, event_outbox, parked, workers, not_known })
+    Ok(Overview { at: write_rfc3339(now), kinds, alarm_outbox, event_outbox, parked, late_money, workers, not_known })
 }
 
 impl OverdueOfKind {
@@ -160,6 +166,7 @@ mod tests {
             alarm_outbox: None,
             event_outbox: None,
             parked: None,
+            late_money: None,
             workers: Some(Vec::new()),
             not_known: Vec::new(),
         }

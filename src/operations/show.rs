@@ -372,8 +372,11 @@ pub(super) fn time_if_any(row: &PgRow, column: &str) -> Result<Option<String>, s
 }
 
 async fn alarms(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Vec<AlarmRow>, String> {
-    let select = "SELECT deadline, created_at, sent_at, refusals FROM alarm_outbox
-                  WHERE order_id = $1 AND kind = $3
+    // Each half has an index of its own.
+    let select = "SELECT deadline, created_at, sent_at, refusals FROM (
+                      SELECT * FROM alarm_outbox WHERE order_id = $1 AND sent_at IS NULL
+                      UNION ALL SELECT * FROM alarm_outbox WHERE order_id = $1 AND sent_at IS NOT NULL) a
+                  WHERE kind = $3
                   ORDER BY created_at DESC, id DESC LIMIT $2";
     let read = |row: &PgRow| {
         Ok(AlarmRow {
@@ -387,8 +390,11 @@ async fn alarms(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<
 }
 
 async fn events(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Vec<EventRow>, String> {
-    let select = "SELECT id, type, created_at, sent_at, refusals FROM event_outbox
-                  WHERE payload ->> 'order_id' = $1 AND kind = $3
+    // Each half has an index of its own.
+    let select = "SELECT id, type, created_at, sent_at, refusals FROM (
+                      SELECT * FROM event_outbox WHERE payload ->> 'order_id' = $1 AND sent_at IS NULL
+                      UNION ALL SELECT * FROM event_outbox WHERE payload ->> 'order_id' = $1 AND sent_at IS NOT NULL) e
+                  WHERE kind = $3
                   ORDER BY created_at DESC, id DESC LIMIT $2";
     let read = |row: &PgRow| {
         Ok(EventRow {

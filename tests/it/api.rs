@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use order_timeout::Settings;
 use order_timeout_testkit::figures::serve_http;
+use order_timeout_testkit::page::{TOKEN, with_page};
 use order_timeout_testkit::{RunningWorker, TIMEOUT, TestEnv, wait_for};
 use serde_json::{Value, json};
 use tempfile::NamedTempFile;
@@ -15,7 +15,6 @@ use tokio::net::TcpStream;
 use uuid::Uuid;
 
 const SECOND: Duration = Duration::from_secs(1);
-pub const TOKEN: &str = "0123456789abcdefghijklmnop";
 
 /// What a server answered.
 #[derive(Debug)]
@@ -64,21 +63,6 @@ pub async fn ask(to: SocketAddr, method: &str, path: &str, headers: &[(&str, &st
     let chunked = head.contains("transfer-encoding: chunked");
     assert!(!chunked, "answers have a length: {head}");
     Answer { status: status.split(' ').nth(1).unwrap().parse().unwrap(), head, body: body.to_owned() }
-}
-
-/// The worker serves API and page, and reads the token from this file.
-pub fn with_page(token: Option<&NamedTempFile>) -> impl FnOnce(&mut Settings) {
-    let token_file = token.map_or_else(String::new, |file| {
-        std::fs::write(file.path(), format!("{TOKEN}\n")).unwrap();
-        file.path().to_str().unwrap().to_owned()
-    });
-    move |settings| {
-        serve_http(settings);
-        settings.http.page = true;
-        settings.http.token_file = token_file;
-        // An order without an alarm is closed at once.
-        settings.sweep.grace = Duration::ZERO;
-    }
 }
 
 async fn get(worker: &RunningWorker, path: &str) -> Answer {
@@ -171,7 +155,7 @@ fn answers_match_their_description() {
             }
             asked += 1;
         }
-        assert_eq!(asked, 8);
+        assert_eq!(asked, 9);
         worker.stop().await;
     });
 }
@@ -321,6 +305,45 @@ fn nothing_changes_without_token_file() {
         assert_eq!(answer.status, 403);
         assert!(answer.problem().contains("http.token_file"), "{answer:?}");
         assert_eq!(env.count("SELECT count(*) FROM parked_alarms").await, 1);
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn late_money_is_settled_once() {
+    let file = NamedTempFile::new().unwrap();
+    TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {
+        let worker = env.worker().await;
+        let orders = env.orders(2, Duration::ZERO).await;
+        wait_for("the closes", async || env.closed().await == 2).await;
+        sqlx::raw_sql("UPDATE orders SET amount_minor = 500, currency = 'EUR'").execute(&env.pool).await.unwrap();
+        for (order, reference) in orders.iter().zip(["pi_1", "pi_2"]) {
+            sqlx::query("SELECT payment_received($1, 'stripe', $2, 500, 'EUR')")
+                .bind(order.id.to_string())
+                .bind(reference)
+                .execute(&env.pool)
+                .await
+                .unwrap();
+        }
+        let listed = get(&worker, "/api/v1/late-payments?limit=1").await.json();
+        assert_eq!((&listed["payments"][0]["reason"], &listed["next"]), (&json!("closed"), &json!(1)), "{listed}");
+        let open = get(&worker, "/api/v1/overview").await.json()["late_money"].clone();
+        assert_eq!(open, json!([{ "payments": 2, "currency": "EUR", "amount_minor": 1_000 }]));
+        let by = json!({ "who": "day shift", "why": "the customer waits" });
+        let refund = json!({ "ids": [1, 7], "who": "day shift", "why": "closed for good" });
+        for (path, body) in [("/api/v1/late-payments/refund-due", &refund), ("/api/v1/late-payments/2/reopen", &by)] {
+            assert_eq!(post(&worker, path, "wrong", body).await.status, 401, "{path}");
+            let nameless = json!({ "ids": [1], "who": "", "why": "" });
+            assert_ne!(post(&worker, path, TOKEN, &nameless).await.status, 200, "{path}");
+        }
+        let settled = post(&worker, "/api/v1/late-payments/refund-due", TOKEN, &refund).await.json();
+        assert_eq!(settled, json!({ "settled": [1], "not_open": [7] }));
+        let reopened = post(&worker, "/api/v1/late-payments/2/reopen", TOKEN, &by).await.json();
+        assert_eq!(reopened["order_id"], orders[1].id.to_string(), "{reopened}");
+        let again = post(&worker, "/api/v1/late-payments/2/reopen", TOKEN, &by).await;
+        assert!(again.status == 409 && again.problem().contains("only a closed order"), "{again:?}");
+        assert_eq!(get(&worker, "/api/v1/late-payments").await.json(), json!({ "payments": [] }));
+        assert_eq!(env.status(&orders[1]).await, "paid");
         worker.stop().await;
     });
 }

@@ -39,7 +39,8 @@ fn place(told: &Value, source: &str, what: &str) -> usize {
 fn explain_orders_whole_story_by_time() {
     TestEnv::builder().run(async |env| {
         let worker = env.worker().await;
-        let order = env.order(SECOND).await;
+        // Long enough for the attempt to pay to begin before it is due, on a busy machine as well.
+        let order = env.order(4 * SECOND).await;
         env.write_alarm(&order).await;
         let pays = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
                     VALUES ('psp', 'cs_1', $1, 4999, 'EUR')";

@@ -16,6 +16,7 @@ use order_timeout_core::kind::Kind;
 use order_timeout_core::message::Alarm;
 use order_timeout_core::order::{OrderId, Timestamp};
 use order_timeout_testkit::figures::{Figures, get, serve_http};
+use order_timeout_testkit::page::with_page;
 use order_timeout_testkit::paths::repository;
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{TestEnv, wait_for};
@@ -318,6 +319,10 @@ fn command_line_works_by_kind() {
         let sql = run(&["sql", "--kind", "acceptance"]).await;
         assert!(sql.contains("'acceptance.closed.v1'") && sql.contains("kinds.acceptance.table"), "{sql}");
         let (id, _) = create(&env, "acceptance", 3_600 * SECOND).await;
+        assert!(run(&["pending", "--kind", "acceptance", "--next", "2h"]).await.contains(&format!("  {id} ")));
+        assert!(run(&["forecast", "--kind", "acceptance"]).await.contains(": 1 orders"));
+        let told = call_with(&env.settings, &["explain", &id, "--kind", "acceptance", "--json"]).await.1;
+        assert!(told.contains("\"kind\":\"acceptance\""), "{told}");
         let moved = run(&["deadline", &id, "--kind", "acceptance", "--in", "1s"]).await;
         assert!(moved.contains("an alarm for it is written"), "{moved}");
         assert_eq!(env.count("SELECT count(*) FROM alarm_outbox WHERE kind = 'acceptance'").await, 1);
@@ -333,5 +338,45 @@ fn command_line_works_by_kind() {
         assert_eq!(closed(&env, "acceptance").await, 1);
         let checked = call_with(&env.settings, &["adopt", "--kind", "acceptance", "--check"]).await;
         assert!(checked.1.contains("kinds.acceptance.table"), "{checked:?}");
+    });
+}
+
+#[test]
+fn api_and_page_know_every_kind() {
+    let adjust = |settings: &mut Settings| {
+        mapped(settings, "acceptance");
+        with_page(None)(settings);
+    };
+    TestEnv::builder().settings(adjust).run(async |env| {
+        create_table(&env, "acceptance").await;
+        let worker = env.worker().await;
+        let (id, _) = create(&env, "acceptance", 90 * SECOND).await;
+        create(&env, "acceptance", SECOND).await;
+        wait_for("the close", async || closed(&env, "acceptance").await == 1).await;
+        let json = async |path: &str| -> serde_json::Value {
+            let (status, text) = get(&worker, path).await;
+            assert_eq!(status, 200, "{path}: {text}");
+            serde_json::from_str(&text).unwrap()
+        };
+        let pending = json("/api/v1/pending?kind=acceptance").await;
+        assert_eq!(pending["orders"][0]["order_id"], id, "{pending}");
+        assert_eq!(json("/api/v1/pending").await["orders"], serde_json::json!([]));
+        assert_eq!(json("/api/v1/forecast?kind=acceptance&next=10m").await["total"]["orders"], 1);
+        assert_eq!(json("/api/v1/last-hour?kind=acceptance").await[0]["sweep"], 1);
+        assert_eq!(json("/api/v1/last-hour?kind=order").await, serde_json::json!([]));
+        let told = json("/api/v1/orders/1/explain?kind=acceptance").await;
+        assert_eq!(told["kind"], "acceptance", "{told}");
+        let kinds = json("/api/v1/overview").await["kinds"].clone();
+        assert_eq!((&kinds[0]["kind"], &kinds[1]["kind"]), (&"order".into(), &"acceptance".into()), "{kinds}");
+        let (status, problem) = get(&worker, "/api/v1/status?kind=seat").await;
+        assert!(status == 400 && problem.contains("give one of order, acceptance"), "{problem}");
+
+        let (_, page) = get(&worker, "/").await;
+        for part in ["Kinds of deadlines", "/pending?kind=acceptance", "Due in the next six hours: acceptance"] {
+            assert!(page.contains(part), "lacks {part}: {page}");
+        }
+        let (_, page) = get(&worker, "/pending?kind=acceptance").await;
+        assert!(page.contains(&format!("href=\"/orders/{id}?kind=acceptance\"")), "{page}");
+        worker.stop().await;
     });
 }

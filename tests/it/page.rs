@@ -4,13 +4,14 @@
 use std::time::Duration;
 
 use order_timeout_testkit::figures::serve_http;
+use order_timeout_testkit::page::{TOKEN, with_page};
 use order_timeout_testkit::proxy::Proxy;
 use order_timeout_testkit::{RunningWorker, TestEnv, wait_for};
 use tempfile::NamedTempFile;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use crate::api::{Answer, TOKEN, ask, park, with_page};
+use crate::api::{Answer, ask, park};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -48,7 +49,7 @@ fn overview_tells_whether_orders_close() {
         env.orders(3, 90 * SECOND).await;
         env.order(Duration::ZERO).await;
         park(&env, "close_failed", "17", b"{").await;
-        for part in ["3</dd>", "1 order.", "/parked?reason=close_failed", "Read-only", "consumer session"] {
+        for part in ["<strong>3</strong>", "1 order.", "/parked?reason=close_failed", "Read-only", "consumer session"] {
             wait_for(part, async || get(&worker, "/").await.body.contains(part)).await;
         }
         worker.stop().await;
@@ -113,16 +114,24 @@ fn open_page_gets_new_sections() {
 fn browsers_take_nothing_from_elsewhere() {
     TestEnv::builder().settings(with_page(None)).run(async |env| {
         let worker = env.worker().await;
-        for path in
-            ["/", "/pending", "/parked", "/orders/17", "/login", "/nothing", "/assets/page.css", "/api/v1/status"]
-        {
+        for path in [
+            "/",
+            "/pending",
+            "/parked",
+            "/late",
+            "/orders/17",
+            "/login",
+            "/nothing",
+            "/assets/page.css",
+            "/api/v1/status",
+        ] {
             let answer = get(&worker, path).await;
             let policy = answer.header("content-security-policy").unwrap();
             assert!(policy.starts_with("default-src 'none'") && policy.contains("frame-ancestors 'none'"), "{policy}");
             assert!(!policy.contains("unsafe") && !policy.contains("http"), "{policy}");
             for (name, value) in [
                 ("x-content-type-options", "nosniff"),
-                ("referrer-policy", "no-referrer"),
+                ("referrer-policy", "same-origin"),
                 ("cache-control", "no-store"),
                 ("x-frame-options", "DENY"),
             ] {

@@ -206,7 +206,14 @@ fn measuring_stays_out_of_business_modules() {
     // The composition root counts what the steps report; steps count nothing themselves.
     used_in(
         r"\bcrate::observe::metrics\b",
-        &["http/mod.rs", "http/probes.rs", "runtime/local_outboxes.rs", "runtime/outboxes.rs", "observe/recorder.rs"],
+        &[
+            "http/mod.rs",
+            "http/probes.rs",
+            "runtime/local_outboxes.rs",
+            "runtime/outboxes.rs",
+            "observe/recorder.rs",
+            "observe/served_kinds.rs",
+        ],
     );
     used_in(
         r"\bcrate::observe::health\b",

@@ -12,6 +12,7 @@ pub mod figures;
 pub mod frames;
 pub mod ledger;
 pub mod linux;
+pub mod page;
 pub mod paths;
 pub mod payment_service;
 pub mod private;

@@ -3,6 +3,7 @@
 //!
 //! Reads parameters, calls an operation, and answers; decides nothing else.
 
+pub(super) mod late;
 pub(super) mod parked;
 mod problem;
 pub(super) mod reads;
@@ -16,8 +17,11 @@ use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
 use utoipa::openapi::{Info, OpenApi};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
+use uuid::Uuid;
 
 use super::site::Shared;
+use crate::operations::name_or_reason;
+use crate::postgres::Operator;
 pub(super) use problem::Problem;
 
 /// Where it begins.
@@ -36,7 +40,10 @@ fn described() -> OpenApiRouter<Arc<Shared>> {
         .routes(routes!(reads::forecast))
         .routes(routes!(parked::list))
         .routes(routes!(parked::retry))
-        .routes(routes!(parked::drop_alarms));
+        .routes(routes!(parked::drop_alarms))
+        .routes(routes!(late::list))
+        .routes(routes!(late::refund_due))
+        .routes(routes!(late::reopen));
     OpenApiRouter::new().nest(ROOT, routes)
 }
 
@@ -47,6 +54,14 @@ pub(super) fn router() -> Router<Arc<Shared>> {
         .route(&format!("{ROOT}/{{*path}}"), axum::routing::any(no_such_path))
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(LARGEST_BODY_BYTES))
+}
+
+/// The operator of a change, with a run of its own.
+pub(in crate::http) fn operator(who: &str, why: &str) -> Result<Operator, Problem> {
+    let checked =
+        |name: &str, text: &str| name_or_reason(text).map_err(|why| Problem::bad_request(format!("{name}: {why}")));
+    let (who, why) = (checked("who", who)?, checked("why", why)?);
+    Ok(Operator { who, why: Some(why), run: Uuid::now_v7() })
 }
 
 async fn no_such_path() -> Problem {
@@ -64,7 +79,7 @@ pub fn openapi() -> OpenApi {
     let mut api = described().into_openapi();
     let mut info = Info::new("order-timeout", "1");
     info.description = Some(
-        "What falls due, why an order is open, and parked alarms. Served below http.listen if http.page is true. \
+        "What falls due, why an order is open, parked alarms and late money. Served below http.listen if http.page is true. \
          Errors are application/problem+json (RFC 9457)."
             .to_owned(),
     );

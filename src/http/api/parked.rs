@@ -18,9 +18,8 @@ use uuid::Uuid;
 
 use super::super::Peer;
 use super::super::site::{Shared, authorize};
-use super::Problem;
 use super::reads::{Parameters, json};
-use crate::operations::name_or_reason;
+use super::{Problem, operator};
 use crate::operations::parked::{self, Dropped, ParkedPage, Retried};
 use crate::postgres::Operator;
 use crate::postgres::parked_alarms::Selection;
@@ -94,10 +93,7 @@ impl ParkedChange {
             (None, None, true) => Selection::All,
             _ => return Err(Problem::bad_request("give exactly one of ids, reason and all")),
         };
-        let checked =
-            |name: &str, text: &str| name_or_reason(text).map_err(|why| Problem::bad_request(format!("{name}: {why}")));
-        let (who, why) = (checked("who", &self.who)?, checked("why", &self.why)?);
-        Ok((selection, Operator { who, why: Some(why), run: Uuid::now_v7() }))
+        Ok((selection, operator(&self.who, &self.why)?))
     }
 }
 

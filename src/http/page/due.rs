@@ -27,22 +27,14 @@ pub(super) fn section(kind: &Kind, forecast: Option<&Result<Arc<Forecast>, Strin
 }
 
 fn figures(forecast: &Forecast, kind: &Kind) -> Markup {
-    let total = &forecast.total;
     html! {
         @if let Some(outlook) = &forecast.outlook { p class=(if outlook.is_on_time { "ok" } else { "bad" }) { (in_words(outlook)) } }
-        dl.figures {
-            div { dt { "orders" } dd { (number(total.orders)) } }
-            @for sum in &total.money { div { dt { "money" } dd { (money(sum)) } } }
-            @if !total.money.is_empty() && total.without_amount > 0 {
-                div { dt { "without an amount" } dd { (count(total.without_amount, "order")) } }
-            }
-            @if let Some(units) = total.units { div { dt { "units of stock held" } dd { (number(units.unsigned_abs())) } } }
-            @if let Some(rate) = &forecast.can_close {
-                div { dt { "can be closed a minute" } dd title=(rate.why) { (number(rate.per_minute)) } }
-            }
+        @if forecast.total.orders == 0 { p { "Nothing." } }
+        @else {
+            (horizons(forecast))
+            (plots::due(forecast))
         }
-        (plots::due(forecast))
-        @if let Some(rate) = &forecast.can_close { p.note { "What can be closed: " (rate.why) "." } }
+        @if let Some(rate) = &forecast.can_close { p.note { (number(rate.per_minute)) " a minute can be closed: " (rate.why) "." } }
         @if !forecast.minutes.is_empty() {
             details id=(format!("due-table-{kind}")) {
                 summary { "The busiest minutes as a table" }
@@ -50,6 +42,39 @@ fn figures(forecast: &Forecast, kind: &Kind) -> Markup {
             }
         }
         (not_known(&forecast.not_known))
+    }
+}
+
+/// How far ahead the figures are added up, in minutes.
+const HORIZONS: [(&str, u32); 2] = [("next 30 minutes", 30), ("next hour", 60)];
+
+/// Orders, money and stock that fall due soon, later, and in all.
+fn horizons(forecast: &Forecast) -> Markup {
+    let soon = HORIZONS.map(|(name, minutes)| (name, forecast.within(minutes)));
+    let all = ("next six hours", (forecast.total.clone(), forecast.until.clone()));
+    let is_without_amount = forecast.total.without_amount > 0 && !forecast.total.money.is_empty();
+    html! {
+        div.scroll tabindex="0" role="region" aria-label="What falls due" {
+            table.figures {
+                thead { tr {
+                    th scope="col" { "due in the" } th.number scope="col" { "orders" }
+                    th.number scope="col" { "money" }
+                    @if is_without_amount { th.number scope="col" { "without an amount" } }
+                    th.number scope="col" { "stock held" }
+                } }
+                tbody {
+                    @for (name, (due, until)) in soon.into_iter().chain([all]) {
+                        tr {
+                            th scope="row" { (name) " " span.note { "until " (clock(&until)) } }
+                            td.number { strong { (number(due.orders)) } }
+                            td.number { @for sum in &due.money { div { (money(sum)) } } @if due.money.is_empty() { "–" } }
+                            @if is_without_amount { td.number { (number(due.without_amount)) } }
+                            td.number { @if let Some(units) = due.units { (number(units.unsigned_abs())) } @else { "–" } }
+                        }
+                    }
+                }
+            }
+        }
     }
 }
 
@@ -73,7 +98,7 @@ fn due_table(forecast: &Forecast) -> Markup {
     busiest.sort_by_key(|minute| (std::cmp::Reverse(minute.due.orders), minute.number));
     busiest.truncate(BUSIEST);
     html! {
-        div.scroll {
+        div.scroll tabindex="0" role="region" aria-label="The busiest minutes" {
             table {
                 thead { tr { th scope="col" { "minute" } th.number scope="col" { "orders" } th.number scope="col" { "money" }
                     th.number scope="col" { "units" } } }

@@ -16,7 +16,7 @@ pub(super) fn section(shared: &Shared, view: Option<&View>, now: Instant) -> Mar
     html! {
         section #kinds {
             h2 { "Kinds of deadlines" }
-            div.scroll {
+            div.scroll tabindex="0" role="region" aria-label="Kinds of deadlines" {
                 table.cards {
                     thead { tr {
                         th scope="col" { "kind" }

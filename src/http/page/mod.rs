@@ -3,8 +3,10 @@
 //! HTML rendered here, one stylesheet, one small script, and nothing from elsewhere. Every text from outside is escaped
 //! by the template, and hidden characters are made visible. Each page calls an operation; decides nothing.
 
+mod changes;
 mod due;
 mod kinds;
+mod late;
 mod layout;
 mod live;
 mod login;
@@ -43,6 +45,9 @@ pub(super) fn router() -> Router<Arc<Shared>> {
         .route("/parked", get(parked::page))
         .route("/parked/retry", post(parked::retry))
         .route("/parked/drop", post(parked::drop_alarms))
+        .route("/late", get(late::page))
+        .route("/late/refund-due", post(late::refund_due))
+        .route("/late/reopen", post(late::reopen))
         .route("/login", get(login::page).post(login::begin))
         .route("/logout", post(login::end))
         .route("/assets/page.css", get(async || asset("text/css; charset=utf-8", include_str!("page.css"))))

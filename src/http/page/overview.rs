@@ -12,10 +12,11 @@ use order_timeout_amqp::connect;
 use super::super::site::{Shared, View};
 use super::layout::{Layout, Visitor};
 use super::plots;
-use super::words::{age, count, lateness, number, shown, time};
+use super::words::{age, count, lateness, moment, money, number, shown};
 use super::{due, kinds};
 use crate::observe::last_hour::ClosedMinute;
 use crate::operations::NotKnown;
+use crate::operations::late_payments::OpenLateMoney;
 use crate::operations::overview::{Overview, Verdict, verdict};
 use crate::operations::status::{Outbox, ParkedForReason, RegisteredWorker};
 use crate::postgres;
@@ -44,12 +45,14 @@ fn sections(shared: &Shared, view: Option<&View>) -> Markup {
     html! {
         (verdict_section(&verdict(read, &problems), read.ok()))
         @if shared.kinds().len() > 1 { (kinds::section(shared, view, now)) }
-        @for kind in shared.kinds() {
+        // An older forecast beside a database that does not answer would look like the present.
+        @for kind in shared.kinds().iter().filter(|_| read.is_ok()) {
             (due::section(kind, view.and_then(|view| view.forecasts.get(kind)), shared.kinds().len() > 1))
         }
         (late_section(&shared.served.last_hour(None, now)))
         @if let Ok(overview) = read {
             (parked_section(overview.parked.as_deref()))
+            (late_money_section(overview.late_money.as_deref()))
             (workers_section(overview, shared.kinds().len() > 1))
         }
         (facts_section(shared, read.ok()))
@@ -122,7 +125,7 @@ fn late_section(minutes: &[ClosedMinute]) -> Markup {
 fn late_table(minutes: &[ClosedMinute]) -> Markup {
     let ms = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), lateness);
     html! {
-        div.scroll {
+        div.scroll tabindex="0" role="region" aria-label="Lateness by minute" {
             table {
                 thead { tr {
                     th scope="col" { "minutes ago" }
@@ -171,6 +174,24 @@ fn parked_section(parked: Option<&[ParkedForReason]>) -> Markup {
     }
 }
 
+fn late_money_section(open: Option<&[OpenLateMoney]>) -> Markup {
+    html! {
+        section #late-money {
+            h2 { "Late money" }
+            @match open {
+                None => p { "Not known." },
+                Some([]) => p { "None: every payment paid for something." },
+                Some(open) => {
+                    @for OpenLateMoney { payments, sum } in open {
+                        p { (count(*payments, "payment")) ", " strong { (money(sum)) } ", paid for nothing." }
+                    }
+                    p { a href="/late" { "Settle late money" } }
+                },
+            }
+        }
+    }
+}
+
 fn workers_section(overview: &Overview, names_kinds: bool) -> Markup {
     html! {
         section #workers {
@@ -178,7 +199,7 @@ fn workers_section(overview: &Overview, names_kinds: bool) -> Markup {
             @match overview.workers.as_deref() {
                 None => p { "Not known." },
                 Some([]) => p.bad { "None is registered." },
-                Some(workers) => div.scroll {
+                Some(workers) => div.scroll tabindex="0" role="region" aria-label="Workers" {
                     table {
                         thead { tr { th scope="col" { "host" } th.number scope="col" { "pid" } th scope="col" { "version" }
                             @if names_kinds { th scope="col" { "kinds" } }
@@ -198,7 +219,7 @@ fn worker_row(worker: &RegisteredWorker, names_kinds: bool) -> Markup {
             td.number { (worker.pid) }
             td { (shown(&worker.version)) }
             @if names_kinds { td { (shown(&worker.kinds.join(", "))) } }
-            td { (time(&worker.since)) }
+            td { (moment(&worker.since)) }
             @if worker.is_live { td { "now" } }
             @else { td.bad { (age(worker.last_seen_s)) " ago: ended without signing off" } }
         }
@@ -227,7 +248,7 @@ fn facts_section(shared: &Shared, overview: Option<&Overview>) -> Markup {
                 dt { "broker" } dd { (shown(&broker)) }
                 dt { "database" } dd { (shown(&database)) }
                 @if let Some(overview) = overview {
-                    dt { "database time" } dd { (time(&overview.at)) }
+                    dt { "database time" } dd { (moment(&overview.at)) }
                     (outbox("alarms to send", overview.alarm_outbox.as_ref()))
                     (outbox("events to announce", overview.event_outbox.as_ref()))
                 }
@@ -294,6 +315,7 @@ mod tests {
             alarm_outbox: None,
             event_outbox: None,
             parked: None,
+            late_money: None,
             workers: None,
             not_known: Vec::new(),
         };

@@ -5,9 +5,10 @@
 use std::sync::Arc;
 
 use axum::Form;
+use axum::extract::rejection::{FormRejection, QueryRejection};
 use axum::extract::{Query, State};
-use axum::http::{HeaderMap, StatusCode};
-use axum::response::{IntoResponse, Redirect, Response};
+use axum::http::HeaderMap;
+use axum::response::{IntoResponse, Response};
 use maud::{Markup, html};
 use order_timeout_core::alarm::ParkReason;
 use order_timeout_core::kind::Kind;
@@ -17,7 +18,8 @@ use uuid::Uuid;
 
 use super::super::api::Problem;
 use super::super::api::parked::{ParkedChange, drop_selected, retry_alarms};
-use super::super::site::{Shared, is_from_this_site};
+use super::super::site::Shared;
+use super::changes::{self, Asked, Fields, answer, choice, form, how_to_change};
 use super::failed;
 use super::layout::{Layout, Visitor, order_path};
 use super::words::{age, count, shown};
@@ -29,7 +31,7 @@ const PAGE: i64 = 100;
 
 /// Which ones, and what was done to the ones before.
 #[derive(Debug, Deserialize)]
-pub(super) struct Asked {
+pub(super) struct Listed {
     #[serde(default)]
     reason: Option<String>,
     #[serde(default)]
@@ -45,7 +47,7 @@ pub(super) struct Asked {
 pub(super) async fn page(
     State(shared): State<Arc<Shared>>,
     visitor: Visitor,
-    asked: Result<Query<Asked>, axum::extract::rejection::QueryRejection>,
+    asked: Result<Query<Listed>, QueryRejection>,
 ) -> Response {
     match read(&shared, asked).await {
         Ok((asked, page)) => {
@@ -56,10 +58,7 @@ pub(super) async fn page(
     }
 }
 
-async fn read(
-    shared: &Shared,
-    asked: Result<Query<Asked>, axum::extract::rejection::QueryRejection>,
-) -> Result<(Asked, ParkedPage), Problem> {
+async fn read(shared: &Shared, asked: Result<Query<Listed>, QueryRejection>) -> Result<(Listed, ParkedPage), Problem> {
     let Query(asked) = asked?;
     let known = asked.reason.clone().filter(|reason| ParkReason::WORDS.contains(&reason.as_str()));
     let selection = known.map_or(Selection::All, Selection::Reason);
@@ -67,7 +66,7 @@ async fn read(
     Ok((asked, page))
 }
 
-fn contents(asked: &Asked, page: &ParkedPage, visitor: &Visitor) -> Markup {
+fn contents(asked: &Listed, page: &ParkedPage, visitor: &Visitor) -> Markup {
     html! {
         h1 { "Parked alarms" }
         p { "Alarms that could not be handled, the oldest first. Retrying sends them to the workers again; dropping deletes
@@ -77,25 +76,19 @@ fn contents(asked: &Asked, page: &ParkedPage, visitor: &Visitor) -> Markup {
         @if page.alarms.is_empty() {
             p { "None." }
         } @else if visitor.session.is_some() {
-            form method="post" {
-                (table(&page.alarms, true, visitor.kinds.len() > 1))
-                div.change {
-                    label for="why" { "Why" }
-                    input #why name="why" required maxlength="500" autocomplete="off";
-                    button formaction="/parked/retry" { "Retry the chosen" }
-                    button.bad formaction="/parked/drop" { "Drop the chosen" }
-                }
-            }
+            (form(&table(&page.alarms, true, visitor.kinds.len() > 1), &html! {
+                button formaction="/parked/retry" { "Retry the chosen" }
+                button.bad formaction="/parked/drop" { "Drop the chosen" }
+            }))
         } @else {
             (table(&page.alarms, false, visitor.kinds.len() > 1))
-            @if visitor.is_writable { p { a href="/login" { "Log in" } " to retry or drop them." } }
-            @else { p { "This page changes nothing, because http.token_file is not set. " code { "order-timeout parked" } " does." } }
+            (how_to_change(visitor, "retry or drop them", "order-timeout parked"))
         }
         @if let Some(next) = page.next { p { a href=(next_page(asked, next)) { "Next page" } } }
     }
 }
 
-fn result(asked: &Asked) -> Markup {
+fn result(asked: &Listed) -> Markup {
     html! {
         @if let Some(sent) = asked.sent { p.ok role="status" { (count(sent, "alarm")) " sent back." } }
         @if let Some(kept @ 1..) = asked.kept {
@@ -124,7 +117,7 @@ fn filter(chosen: Option<&str>) -> Markup {
 
 fn table(alarms: &[Parked], is_choosable: bool, names_kinds: bool) -> Markup {
     html! {
-        div.scroll {
+        div.scroll tabindex="0" role="region" aria-label="Parked alarms" {
             table.cards {
                 thead { tr {
                     @if is_choosable { th scope="col" { "chosen" } }
@@ -144,9 +137,7 @@ fn row(alarm: &Parked, is_choosable: bool, names_kinds: bool) -> Markup {
     let kind = Kind::new(&alarm.kind).unwrap_or_default();
     html! {
         tr {
-            @if is_choosable {
-                td data-name="chosen" { input type="checkbox" name="id" value=(alarm.id) aria-label=(format!("choose alarm {}", alarm.id)); }
-            }
+            @if is_choosable { (choice(alarm.id, "alarm")) }
             td data-name="reason" { (shown(&alarm.reason)) }
             @if names_kinds { td data-name="kind" { (shown(&alarm.kind)) } }
             td data-name="order" {
@@ -162,7 +153,7 @@ fn row(alarm: &Parked, is_choosable: bool, names_kinds: bool) -> Markup {
     }
 }
 
-fn next_page(asked: &Asked, next: Uuid) -> String {
+fn next_page(asked: &Listed, next: Uuid) -> String {
     let mut query = Serializer::new(String::from("/parked?"));
     query.append_pair("after", &next.to_string());
     if let Some(reason) = &asked.reason {
@@ -171,14 +162,11 @@ fn next_page(asked: &Asked, next: Uuid) -> String {
     query.finish()
 }
 
-/// A form with several fields of one name.
-type Fields = Vec<(String, String)>;
-
 pub(super) async fn retry(
     State(shared): State<Arc<Shared>>,
     visitor: Visitor,
     headers: HeaderMap,
-    form: Result<Form<Fields>, axum::extract::rejection::FormRejection>,
+    form: Result<Form<Fields>, FormRejection>,
 ) -> Response {
     let done = async {
         let change = change(&visitor, &headers, form)?;
@@ -192,7 +180,7 @@ pub(super) async fn drop_alarms(
     State(shared): State<Arc<Shared>>,
     visitor: Visitor,
     headers: HeaderMap,
-    form: Result<Form<Fields>, axum::extract::rejection::FormRejection>,
+    form: Result<Form<Fields>, FormRejection>,
 ) -> Response {
     let done = async {
         let change = change(&visitor, &headers, form)?;
@@ -201,37 +189,12 @@ pub(super) async fn drop_alarms(
     answer(&visitor, done.await)
 }
 
-fn answer(visitor: &Visitor, done: Result<String, Problem>) -> Response {
-    match done {
-        Ok(next) => Redirect::to(&next).into_response(),
-        Err(problem) => failed(visitor, &problem),
-    }
-}
-
 /// The change that the form asks for, if this visitor may ask for it.
 fn change(
     visitor: &Visitor,
     headers: &HeaderMap,
-    form: Result<Form<Fields>, axum::extract::rejection::FormRejection>,
+    form: Result<Form<Fields>, FormRejection>,
 ) -> Result<ParkedChange, Problem> {
-    if !is_from_this_site(headers) {
-        let why = "the request is not from this page; use its form, or the API with the token";
-        return Err(Problem::new(StatusCode::FORBIDDEN, why));
-    }
-    let Some(session) = &visitor.session else {
-        return Err(Problem::new(StatusCode::UNAUTHORIZED, "log in first; the session may have ended"));
-    };
-    let Form(fields) = form.map_err(|fault| Problem::bad_request(fault.body_text()))?;
-    let ids: Result<Vec<Uuid>, _> = fields.iter().filter(|(name, _)| name == "id").map(|(_, id)| id.parse()).collect();
-    let ids = ids.map_err(|_| Problem::bad_request("one of the chosen alarms has no valid id; load the page again"))?;
-    if ids.is_empty() {
-        return Err(Problem::bad_request("no alarm was chosen; check the box before at least one"));
-    }
-    let why = fields.into_iter().find_map(|(name, why)| (name == "why").then_some(why));
-    Ok(ParkedChange {
-        ids: Some(ids),
-        who: session.who.clone(),
-        why: why.unwrap_or_default(),
-        ..ParkedChange::default()
-    })
+    let Asked { ids, who, why } = changes::asked::<Uuid>(visitor, headers, form)?;
+    Ok(ParkedChange { ids: Some(ids), who, why, ..ParkedChange::default() })
 }

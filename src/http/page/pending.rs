@@ -62,7 +62,7 @@ fn contents(page: &Pending, kind: &Kind, text: &str, kinds: &[Kind]) -> Markup {
         @if page.orders.is_empty() {
             p { (if page.next.is_some() { "None among the orders that were searched." } else { "None." }) }
         } @else {
-            div.scroll {
+            div.scroll tabindex="0" role="region" aria-label="Orders that fall due" {
                 table {
                     thead { tr { th scope="col" { "deadline" } th scope="col" { "order" } th.number scope="col" { "amount" }
                         th.number scope="col" { "units" } } }

@@ -76,6 +76,12 @@ pub(super) fn time(rfc3339: &str) -> Markup {
     html! { time datetime=(rfc3339) { (text) } }
 }
 
+/// A time to the second: `2026-11-20 10:30:00`.
+pub(super) fn moment(rfc3339: &str) -> Markup {
+    let text = rfc3339.get(..19).unwrap_or(rfc3339).replacen('T', " ", 1);
+    html! { time datetime=(rfc3339) { (text) } }
+}
+
 /// Hours and minutes of a time.
 pub(super) fn clock(rfc3339: &str) -> &str {
     rfc3339.get(11..16).unwrap_or(rfc3339)
@@ -104,6 +110,7 @@ mod tests {
         assert_eq!([0.2, 65.0, 11_100.0].map(age), ["0s", "1m 5s", "3h 5m"]);
         assert_eq!([0.4, 12.3, 1_234.0, 65_000.0].map(lateness), ["0.4 ms", "12 ms", "1.2 s", "1m 5s"]);
         assert_eq!(clock("2026-11-20T10:30:00Z"), "10:30");
+        assert!(moment("2026-11-20T10:30:00.004Z").into_string().contains(">2026-11-20 10:30:00<"));
         assert!(time("2026-11-20T10:30:00Z").into_string().contains(">2026-11-20 10:30:00<"));
     }
 }

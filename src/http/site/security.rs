@@ -43,7 +43,8 @@ async fn marked(policy: &'static str, attended: Extension<Arc<Attended>>, reques
         (CONTENT_SECURITY_POLICY, policy),
         (X_CONTENT_TYPE_OPTIONS, "nosniff"),
         (X_FRAME_OPTIONS, "DENY"),
-        (REFERRER_POLICY, "no-referrer"),
+        // Without a referrer for itself, a browser sends forms with `Origin: null`.
+        (REFERRER_POLICY, "same-origin"),
         (CACHE_CONTROL, "no-store"),
         (OPENER_POLICY, "same-origin"),
         (RESOURCE_POLICY, "same-origin"),

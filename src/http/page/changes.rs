@@ -1,0 +1,91 @@
+//! What every form that changes something needs: a login, a request from the page itself, chosen rows, and a reason.
+//!
+//! Decides whether a change may be asked for; changes nothing itself.
+
+use std::fmt::Display;
+use std::str::FromStr;
+
+use axum::Form;
+use axum::extract::rejection::FormRejection;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Redirect, Response};
+use maud::{Markup, html};
+
+use super::super::api::Problem;
+use super::super::site::is_from_this_site;
+use super::failed;
+use super::layout::Visitor;
+
+/// A form with several fields of one name.
+pub(super) type Fields = Vec<(String, String)>;
+
+/// What a form asks for.
+#[derive(Debug)]
+pub(super) struct Asked<Id> {
+    /// The chosen rows: at least one.
+    pub ids: Vec<Id>,
+    /// The name of the login.
+    pub who: String,
+    /// As it was typed, unchecked.
+    pub why: String,
+}
+
+/// What the form asks for, if this visitor may ask for it.
+pub(super) fn asked<Id: FromStr>(
+    visitor: &Visitor,
+    headers: &HeaderMap,
+    form: Result<Form<Fields>, FormRejection>,
+) -> Result<Asked<Id>, Problem> {
+    if !is_from_this_site(headers) {
+        let why = "the request is not from this page; use its form, or the API with the token";
+        return Err(Problem::new(StatusCode::FORBIDDEN, why));
+    }
+    let Some(session) = &visitor.session else {
+        return Err(Problem::new(StatusCode::UNAUTHORIZED, "log in first; the session may have ended"));
+    };
+    let Form(fields) = form.map_err(|fault| Problem::bad_request(fault.body_text()))?;
+    let ids: Result<Vec<Id>, _> = fields.iter().filter(|(name, _)| name == "id").map(|(_, id)| id.parse()).collect();
+    let ids = ids.map_err(|_| Problem::bad_request("one of the chosen rows has no valid id; load the page again"))?;
+    if ids.is_empty() {
+        return Err(Problem::bad_request("nothing was chosen; check the box before at least one row"));
+    }
+    let why = fields.into_iter().find_map(|(name, why)| (name == "why").then_some(why));
+    Ok(Asked { ids, who: session.who.clone(), why: why.unwrap_or_default() })
+}
+
+/// The page that follows: where to go on, or what is wrong.
+pub(super) fn answer(visitor: &Visitor, done: Result<String, Problem>) -> Response {
+    match done {
+        Ok(next) => Redirect::to(&next).into_response(),
+        Err(problem) => failed(visitor, &problem),
+    }
+}
+
+/// The form around a table of rows that can be chosen, with the reason and a button for each change.
+pub(super) fn form(table: &Markup, buttons: &Markup) -> Markup {
+    html! {
+        form method="post" {
+            (table)
+            div.change {
+                label for="why" { "Why" }
+                input #why name="why" required maxlength="500" autocomplete="off";
+                (buttons)
+            }
+        }
+    }
+}
+
+/// The first cell of a row that can be chosen.
+pub(super) fn choice(id: impl Display, what: &str) -> Markup {
+    html! {
+        td data-name="chosen" { input type="checkbox" name="id" value=(id) aria-label=(format!("choose {what} {id}")); }
+    }
+}
+
+/// Below a table that cannot be changed now: how it can. `command` does the same.
+pub(super) fn how_to_change(visitor: &Visitor, what: &str, command: &str) -> Markup {
+    html! {
+        @if visitor.is_writable { p { a href="/login" { "Log in" } " to " (what) "." } }
+        @else { p { "This page changes nothing, because http.token_file is not set. " code { (command) } " does." } }
+    }
+}

@@ -1,0 +1,230 @@
+//! What the page shows in each state of a deployment, in both schemes and on a phone, without being loaded again.
+
+use std::time::Duration;
+
+use order_timeout::Settings;
+use order_timeout::config::kinds::{KindSettings, Names, TableSettings};
+use order_timeout_core::kind::Kind;
+use order_timeout_testkit::RunningWorker;
+use order_timeout_testkit::proxy::Proxy;
+use serde_json::json;
+
+use crate::browser::Browser;
+use crate::{MINUTE, SECOND, execute, fill, in_browser, log_in, park, window, write_alarms};
+
+const ON_TIME: &str = "Orders are closed on time.";
+
+/// A page that was loaded again has no such mark.
+async fn mark(browser: &Browser) {
+    browser.run("window.isFirst = true;", Vec::new()).await;
+}
+
+async fn assert_not_loaded_again(browser: &Browser) {
+    assert_eq!(browser.run("return window.isFirst === true;", Vec::new()).await, json!(true));
+}
+
+#[test]
+fn idle_page_is_calm_and_accessible() {
+    const NAME: &str = "states::idle_page_is_calm_and_accessible";
+    in_browser(
+        NAME,
+        |_| {},
+        async |env| {
+            let worker = env.worker().await;
+            fill(&env).await;
+            env.orders(40, SECOND).await;
+            write_alarms(&env).await;
+            let browser = window(&worker).await;
+            browser.visit("/").await;
+            browser.wait_for_text("#verdict", ON_TIME).await;
+            browser.wait_for_text("#due-order", "2,100").await;
+            browser.wait_for_text("#late", "40 orders").await;
+            browser.assert_accessible(NAME).await;
+            browser.picture("overview").await;
+            browser.be_dark(true).await;
+            let ground = "return getComputedStyle(document.body).backgroundColor;";
+            assert_eq!(browser.run(ground, Vec::new()).await, json!("rgb(15, 19, 24)"));
+            browser.assert_accessible(NAME).await;
+            browser.be_phone().await;
+            browser.picture("phone-dark").await;
+            for path in ["/", "/pending", "/parked", "/late", "/login", "/orders/17"] {
+                browser.visit(path).await;
+                assert!(browser.overhang().await <= 0, "{path} is wider than a phone");
+                browser.assert_accessible(NAME).await;
+            }
+            // A page that is not there is an answer, not a refusal by the page's policy.
+            let errors = browser.console_errors().await;
+            assert!(errors.iter().all(|error| error.contains("404")), "{errors:?}");
+            worker.stop().await;
+        },
+    );
+}
+
+#[test]
+fn burst_is_shown_as_it_closes() {
+    const NAME: &str = "states::burst_is_shown_as_it_closes";
+    in_browser(
+        NAME,
+        |_| {},
+        async |env| {
+            let worker = env.worker().await;
+            let browser = window(&worker).await;
+            browser.visit("/").await;
+            browser.wait_for_text("#verdict", ON_TIME).await;
+            mark(&browser).await;
+            env.orders(2_000, 4 * SECOND).await;
+            write_alarms(&env).await;
+            browser.wait_for_text("#late", "2,000 orders").await;
+            browser.wait_for_text("#verdict", ON_TIME).await;
+            assert_not_loaded_again(&browser).await;
+            browser.assert_accessible(NAME).await;
+            browser.picture("burst").await;
+            worker.stop().await;
+            // Its worker is gone.
+            browser.wait_for_text("#connection", "Not updated for").await;
+        },
+    );
+}
+
+#[test]
+fn missing_broker_is_named() {
+    const NAME: &str = "states::missing_broker_is_named";
+    in_browser(
+        NAME,
+        |_| {},
+        async |env| {
+            let to_broker = Proxy::before(&env.settings.amqp.url).await;
+            let mut settings = env.settings.clone();
+            settings.amqp.url = to_broker.address(&settings.amqp.url);
+            let worker = RunningWorker::start(settings).await;
+            let browser = window(&worker).await;
+            browser.visit("/").await;
+            browser.wait_for_text("#verdict", ON_TIME).await;
+            mark(&browser).await;
+            to_broker.cut();
+            browser.wait_for_text("#verdict", "broker: no consumer session is open").await;
+            // The look-ahead closes on time without it.
+            let orders = env.orders(3, 2 * SECOND).await;
+            browser.wait_for_text("#late", "3 orders").await;
+            assert_eq!(orders.len(), 3);
+            browser.wait_for_text("#verdict", "but something needs attention").await;
+            browser.assert_accessible(NAME).await;
+            browser.picture("broker-down").await;
+            to_broker.restore();
+            browser.wait_for_text("#verdict", ON_TIME).await;
+            assert_not_loaded_again(&browser).await;
+            worker.stop().await;
+        },
+    );
+}
+
+#[test]
+fn missing_database_is_named() {
+    const NAME: &str = "states::missing_database_is_named";
+    in_browser(
+        NAME,
+        |_| {},
+        async |env| {
+            let to_database = Proxy::before(&env.settings.database.url).await;
+            let mut settings = env.settings.clone();
+            settings.database.url = to_database.address(&settings.database.url);
+            let worker = RunningWorker::start(settings).await;
+            let browser = window(&worker).await;
+            browser.visit("/").await;
+            browser.wait_for_text("#verdict", ON_TIME).await;
+            mark(&browser).await;
+            to_database.cut();
+            browser.wait_for_text("#verdict", "It is not known whether orders are closed on time.").await;
+            browser.assert_accessible(NAME).await;
+            browser.picture("database-down").await;
+            to_database.restore();
+            browser.wait_for_text("#verdict", ON_TIME).await;
+            assert_not_loaded_again(&browser).await;
+            worker.stop().await;
+        },
+    );
+}
+
+#[test]
+fn parked_alarms_are_retried_by_form() {
+    const NAME: &str = "states::parked_alarms_are_retried_by_form";
+    in_browser(
+        NAME,
+        |_| {},
+        async |env| {
+            let worker = env.worker().await;
+            let order = env.order(60 * MINUTE).await;
+            park(&env, "close_failed", &order.id.to_string(), &order.body()).await;
+            park(&env, "unreadable", "17", b"{").await;
+            let browser = window(&worker).await;
+            browser.visit("/").await;
+            browser.wait_for_text("#parked", "close_failed").await;
+            browser.click("#parked a[href='/parked?reason=close_failed']").await;
+            browser.wait_for_text("main", "a trigger refuses it").await;
+            log_in(&browser, "night shift").await;
+            browser.assert_accessible(NAME).await;
+            browser.picture("parked").await;
+            browser.click("input[type=checkbox]").await;
+            browser.click("#why").await;
+            browser.type_text("the trigger is fixed").await;
+            browser.click("button[formaction='/parked/retry']").await;
+            browser.wait_for_text("main", "1 alarm sent back.").await;
+            let left = env.count("SELECT count(*) FROM parked_alarms").await;
+            assert_eq!((left, env.parked().await[0].0.as_str()), (1, "unreadable"));
+            worker.stop().await;
+        },
+    );
+}
+
+fn with_acceptance(settings: &mut Settings) {
+    let text = |text: &str| text.to_owned();
+    let table = TableSettings {
+        table: text("public.acceptance"),
+        id: Names(vec![text("id")]),
+        open: text("state = 'open'"),
+        paid: text("state = 'done'"),
+        deadline: text("until"),
+        time_zone: None,
+        close: [(text("state"), text("closed"))].into(),
+        give_back: Vec::new(),
+        also: Vec::new(),
+    };
+    let kind = settings.kinds.entry(Kind::new("acceptance").unwrap()).or_default();
+    *kind = KindSettings { table: Some(table), ..KindSettings::default() };
+}
+
+#[test]
+fn each_kind_has_a_row() {
+    const NAME: &str = "states::each_kind_has_a_row";
+    in_browser(NAME, with_acceptance, async |env| {
+        execute(
+            &env,
+            "CREATE TABLE public.acceptance (id bigserial PRIMARY KEY, state text NOT NULL DEFAULT 'open',
+                                             until timestamptz NOT NULL);
+             CREATE INDEX ON public.acceptance (until, id) WHERE state = 'open';
+             INSERT INTO public.acceptance (until) SELECT now() + interval '1 minute' * n FROM generate_series(10, 40) n;
+             INSERT INTO public.acceptance (until) VALUES (now() + interval '1 second')",
+        )
+        .await;
+        env.orders(5, 20 * MINUTE).await;
+        let worker = env.worker().await;
+        let browser = window(&worker).await;
+        browser.visit("/").await;
+        browser.wait_for_text("#kinds", "acceptance").await;
+        let closed = |text: String| text.lines().any(|line| line.starts_with("acceptance\t0\t31\t1\t"));
+        order_timeout_testkit::wait_for("the close", async || closed(browser.text("#kinds").await)).await;
+        browser.assert_accessible(NAME).await;
+        browser.picture("kinds").await;
+        browser.click("#kinds a[href='/pending?kind=acceptance']").await;
+        browser.wait_for_text("main", "Unpaid orders that fall due").await;
+        browser.click("main td a").await;
+        // A mapped table tells nothing of an order that is not overdue, and nothing is invented.
+        browser.wait_for_text("main", "Not known: row").await;
+        assert!(browser.path().await.ends_with("?kind=acceptance"), "{}", browser.path().await);
+        browser.assert_accessible(NAME).await;
+        browser.be_phone().await;
+        browser.visit("/").await;
+        assert!(browser.overhang().await <= 0);
+        tokio::time::timeout(Duration::from_secs(20), worker.stop()).await.unwrap();
+    });
+}
