@@ -103,7 +103,7 @@ impl Settings {
         let brake = &self.brake;
         for (key, value, least, most) in [
             ("brake.times_usual", brake.times_usual, 2, 1_000),
-            ("brake.floor", brake.floor, 1, u32::MAX),
+            ("brake.always_allowed", brake.always_allowed, 1, u32::MAX),
             ("brake.sample", brake.sample, 10, 100_000),
         ] {
             if !(least..=most).contains(&value) {

@@ -97,7 +97,7 @@ fn foreseen_flash_sale_is_closed_on_time() {
 
 fn swept_at_once(settings: &mut Settings) {
     settings.sweep.grace = Duration::ZERO;
-    settings.brake.floor = 300;
+    settings.brake.always_allowed = 300;
 }
 
 #[test]

@@ -31,7 +31,7 @@ pub const fn minute_of(moment: Timestamp) -> Minute {
 pub struct Bounds {
     /// `brake.times_usual`: how many times the usual number of closes a minute is still usual.
     pub times_usual: u32,
-    /// `brake.floor`: so many closes a minute are usual in every shop.
+    /// `brake.always_allowed`: so many closes a minute are usual in every shop.
     pub floor: u32,
     /// `brake.sample`: how many orders are closed before the share of paid ones is judged.
     pub sample: u32,
