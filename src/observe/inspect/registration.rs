@@ -325,7 +325,7 @@ mod tests {
         let said = sentence(&with_lane("5m"), &[with_lane("10m")]);
         assert!(said.contains("kinds.acceptance.lanes \"10m\", this one \"5m\""), "{said}");
         let with_statements = entry(|settings| settings.orders.close_sql = "close.sql".into());
-        let said = disagreement(&entry(|_| {}), &[with_statements]).unwrap();
+        let said = disagreement(&entry(|_| {}), &[with_statements]).unwrap().to_string();
         let difference = "orders of the kind order in \"statements of its own\", this one \"the default tables\"";
         assert!(said.contains(difference), "{said}");
     }
