@@ -11,7 +11,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use order_timeout::Settings;
 use order_timeout::operations::doctor::{CheckName, Finding, Options, Report, examine};
 use order_timeout::postgres;
-use order_timeout_amqp::topology::DUE_KEY;
+use order_timeout_amqp::topology::{Argument, DUE_KEY};
 use order_timeout_core::delay::Strategy;
 use order_timeout_core::kind::Kind;
 use order_timeout_testkit::away::{meanwhile, on_private_database};
@@ -539,14 +539,15 @@ async fn wrong_queues_are_found(stack: &Stack) {
     set_up().await;
     stack.assert_nothing_found("the queue declared").await;
 
-    let usual = [
-        ("x-queue-type", text("quorum")),
-        ("x-dead-letter-exchange", text(&names.due())),
-        ("x-dead-letter-routing-key", text(DUE_KEY)),
-        ("x-dead-letter-strategy", text("at-least-once")),
-        ("x-overflow", text("reject-publish")),
-        ("x-message-ttl", AMQPValue::LongLongInt(1_500)),
-    ];
+    let declared = stack.settings.topology().queues.into_iter().find(|queue| queue.name == lane).unwrap();
+    let usual: Vec<(&str, AMQPValue)> = declared
+        .arguments
+        .iter()
+        .map(|(name, value)| match value {
+            Argument::Text(value) => (*name, text(value)),
+            Argument::Number(value) => (*name, AMQPValue::LongLongInt(*value)),
+        })
+        .collect();
     for (check, differs) in [
         (CheckName::QueueType, ("x-queue-type", text("classic"))),
         (CheckName::DeadLettering, ("x-dead-letter-strategy", text("at-most-once"))),
