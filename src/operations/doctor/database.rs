@@ -167,12 +167,18 @@ fn judge_server(facts: &Facts, settings: &Settings, checks: &mut Checks) {
     if !facts.server_rights.is_empty() {
         let (role, rights) = (&facts.role, facts.server_rights.join(", "));
         let without = facts.server_rights.iter().map(|right| format!("NO{right}")).collect::<Vec<_>>().join(" ");
+        const OWN_ROLE: &str = "give database.url a role of its own (docs/operating/deploy.md, \"Rights\")";
+        // The server's first superuser may be its only one.
+        let fix = match role.as_str() {
+            "postgres" => OWN_ROLE.to_owned(),
+            role => format!("ALTER ROLE {role} {without}, or {OWN_ROLE}"),
+        };
         checks.warning(
             CheckName::RoleLeastPrivilege,
             Finding::new(
                 format!("the role {role} has rights on the whole server that no worker needs: {rights}"),
                 "a program that gets hold of the worker's address could change every database of the server",
-                format!("ALTER ROLE {role} {without}, or give database.url a role of its own (docs/operating/deploy.md, \"Rights\")"),
+                fix,
             ),
         );
     }

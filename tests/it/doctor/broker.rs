@@ -1,0 +1,241 @@
+//! One fault of the broker after the other, and the command on a healthy deployment.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use lapin::options::{BasicConsumeOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use order_timeout::Settings;
+use order_timeout::operations::doctor::CheckName;
+use order_timeout_amqp::topology::{Argument, DUE_KEY};
+use order_timeout_core::kind::Kind;
+use order_timeout_testkit::away::meanwhile;
+use order_timeout_testkit::paths::{repository, scratch_folder};
+use order_timeout_testkit::private::Private;
+use order_timeout_testkit::process::{WorkerProcess, call_with};
+use order_timeout_testkit::{TestEnv, wait_for, with_parts};
+use secrecy::ExposeSecret;
+use serde_json::Value;
+
+use super::{PASSWORD, SECOND, Stack, here, only, register};
+
+/// The compose stack's configuration, with the management API on this port of the loopback interface, and statistics that
+/// are half a second old instead of five.
+fn with_management(port: u16) -> PathBuf {
+    let deployed = std::fs::read_to_string(repository().join("deploy/rabbitmq/advanced.config")).unwrap();
+    let sections = format!(
+        "{{rabbitmq_management, [{{tcp_config, [{{port, {port}}}, {{ip, \"127.0.0.1\"}}]}}]}},
+         {{rabbit, [{{collect_statistics_interval, 500}},"
+    );
+    let path = scratch_folder().join(format!("management-{port}.config"));
+    std::fs::write(&path, deployed.replacen("{rabbit, [", &sections, 1)).unwrap();
+    path
+}
+
+fn ctl(broker: &Private, arguments: &[&str]) {
+    meanwhile(|| broker.ctl(arguments));
+}
+
+#[test]
+fn each_broken_broker_is_found() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let config = with_management(port);
+    let broker = Arc::new(Private::broker(&["--config", config.to_str().unwrap(), "--plugin", "rabbitmq_management"]));
+    std::fs::remove_file(&config).unwrap();
+    let database = Arc::new(Private::postgres(&[]));
+    let adjust = |settings: &mut Settings| {
+        settings.amqp.url = broker.url.clone().into();
+        let name = settings.database.url.expose_secret().rsplit('/').next().unwrap().to_owned();
+        settings.database.url = database.url.clone().into();
+        settings.database.url = settings.database.url_of(&name);
+    };
+    let for_test = broker.clone();
+    TestEnv::builder().settings(adjust).run(async move |env| here(broken_brokers_are_found(env, &for_test, port)));
+}
+
+async fn broken_brokers_are_found(env: Arc<TestEnv>, broker: &Private, port: u16) {
+    let mut stack = Stack::new(env).await;
+    stack.options.management = Some(format!("http://127.0.0.1:{port}").parse().unwrap());
+    stack.wait_until_nothing_found("the start").await;
+    policies_are_found(&stack, broker).await;
+    wrong_queues_are_found(&stack).await;
+    foreign_consumer_is_found(&stack).await;
+    wrong_accounts_are_found(&mut stack, broker).await;
+    ctl(broker, &["set_disk_free_limit", "900000GB"]);
+    assert!(stack.found_in_time(CheckName::BrokerResources).await.what.contains("disk alarm"));
+    ctl(broker, &["set_disk_free_limit", "1MB"]);
+    stack.wait_until_nothing_found("the limit lowered").await;
+    healthy_stack_has_no_finding(&stack, port).await;
+    stack.settings.amqp.url = with_parts(&stack.settings.amqp.url, None, Some("127.0.0.1:9"), None);
+    stack.options.management = None;
+    stack.found(CheckName::BrokerReachable).await;
+}
+
+async fn policies_are_found(stack: &Stack, broker: &Private) {
+    // What is unroutable goes there.
+    let channel = &stack.env.channel;
+    channel.queue_declare("lost".into(), QueueDeclareOptions::default(), FieldTable::default()).await.unwrap();
+    let none = FieldTable::default();
+    channel.queue_bind("lost".into(), "amq.fanout".into(), "".into(), Default::default(), none).await.unwrap();
+    let pattern = format!("^{}\\.", stack.env.settings.namespace);
+    for (check, set, clear, definition, apply_to) in [
+        (CheckName::Policies, "set_policy", "clear_policy", r#"{"message-ttl": 60000}"#, "queues"),
+        (CheckName::Policies, "set_policy", "clear_policy", r#"{"delivery-limit": 20}"#, "queues"),
+        (CheckName::Policies, "set_policy", "clear_policy", r#"{"dead-letter-exchange": "lost"}"#, "queues"),
+        (CheckName::Policies, "set_operator_policy", "clear_operator_policy", r#"{"max-length": 1000}"#, "queues"),
+        (CheckName::Policies, "set_operator_policy", "clear_operator_policy", r#"{"expires": 3600000}"#, "queues"),
+        (
+            CheckName::AlternateExchange,
+            "set_policy",
+            "clear_policy",
+            r#"{"alternate-exchange": "amq.fanout"}"#,
+            "exchanges",
+        ),
+    ] {
+        ctl(broker, &[set, "wide", &pattern, definition, "--apply-to", apply_to]);
+        let finding = stack.found_in_time(check).await;
+        assert!(finding.fix.contains(clear), "{finding:?}");
+        ctl(broker, &[clear, "wide"]);
+        stack.wait_until_nothing_found("the policy cleared").await;
+    }
+}
+
+fn text(text: &str) -> AMQPValue {
+    AMQPValue::LongString(text.into())
+}
+
+async fn wrong_queues_are_found(stack: &Stack) {
+    let (env, names) = (&stack.env, stack.env.names());
+    let lane = names.lane_queue(&Kind::ORDER, "2s", 1);
+    let delete = async || env.channel.queue_delete(lane.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    // What `order-timeout setup` does.
+    let set_up = async || stack.settings.topology().declare(&env.broker).await.unwrap();
+    delete().await;
+    // A queue takes its bindings with it.
+    assert!(stack.found(CheckName::TopologyComplete).await.what.contains(&lane));
+    set_up().await;
+    stack.assert_nothing_found("the queue declared").await;
+
+    let declared = stack.settings.topology().queues.into_iter().find(|queue| queue.name == lane).unwrap();
+    let usual: Vec<(&str, AMQPValue)> = declared
+        .arguments
+        .iter()
+        .map(|(name, value)| match value {
+            Argument::Text(value) => (*name, text(value)),
+            Argument::Number(value) => (*name, AMQPValue::LongLongInt(*value)),
+        })
+        .collect();
+    for (check, differs) in [
+        (CheckName::QueueType, ("x-queue-type", text("classic"))),
+        (CheckName::DeadLettering, ("x-dead-letter-strategy", text("at-most-once"))),
+        (CheckName::DeadLettering, ("x-overflow", text("drop-head"))),
+        (CheckName::TopologyArguments, ("x-message-ttl", AMQPValue::LongLongInt(9))),
+    ] {
+        delete().await;
+        let mut arguments = FieldTable::default();
+        let is_classic = check == CheckName::QueueType;
+        for (name, value) in usual.iter().filter(|(name, _)| !is_classic || *name != "x-dead-letter-strategy") {
+            arguments.insert((*name).into(), if *name == differs.0 { differs.1.clone() } else { value.clone() });
+        }
+        let durable = QueueDeclareOptions { durable: true, ..Default::default() };
+        env.channel.queue_declare(lane.as_str().into(), durable, arguments).await.unwrap();
+        let (exchange, none) = (names.delay(), FieldTable::default());
+        let bound = env.channel.queue_bind(
+            lane.as_str().into(),
+            exchange.as_str().into(),
+            "2s.1".into(),
+            Default::default(),
+            none,
+        );
+        bound.await.unwrap();
+        let report = stack.report().await;
+        // Of several arguments the broker names the first that differs, which for a classic queue is its strategy.
+        let named = report.findings().map(|(name, _)| name).find(|_| is_classic);
+        let finding = only(&report, named.filter(|name| *name == CheckName::DeadLettering).unwrap_or(check));
+        assert!(finding.what.contains(&lane) && finding.fix.contains("rabbitmqctl delete_queue"), "{finding:?}");
+        delete().await;
+        set_up().await;
+        stack.assert_nothing_found("the queue declared again").await;
+    }
+
+    let (queue, due) = (names.timeout(), names.due());
+    let none = FieldTable::default();
+    env.channel.queue_unbind(queue.as_str().into(), due.as_str().into(), DUE_KEY.into(), none).await.unwrap();
+    assert!(stack.found(CheckName::TopologyBindings).await.fix.contains("order-timeout setup"));
+    set_up().await;
+    stack.assert_nothing_found("the binding declared").await;
+}
+
+async fn foreign_consumer_is_found(stack: &Stack) {
+    let lane = stack.env.names().lane_queue(&Kind::ORDER, "2s", 0);
+    for (queue, has_worker) in [(lane, false), (stack.env.names().timeout(), true)] {
+        let channel = stack.env.broker.create_channel().await.unwrap();
+        let (options, none) = (BasicConsumeOptions::default(), FieldTable::default());
+        let consumer = channel.basic_consume(queue.as_str().into(), "foreign".into(), options, none).await.unwrap();
+        if has_worker {
+            register(stack, "{order}", "{}").await;
+        }
+        let finding = stack.found(CheckName::ForeignConsumers).await;
+        assert!(finding.what.contains(&queue) && finding.fix.contains("rabbitmqctl list_consumers"), "{finding:?}");
+        channel.basic_cancel("foreign".into(), Default::default()).await.unwrap();
+        drop(consumer);
+        channel.close(200, "done".into()).await.unwrap();
+        stack.sql("DELETE FROM order_timeout_workers").await;
+        stack.assert_nothing_found("the consumer stopped").await;
+    }
+}
+
+async fn wrong_accounts_are_found(stack: &mut Stack, broker: &Private) {
+    ctl(broker, &["set_permissions", "guest", "^$", ".*", ".*"]);
+    assert!(stack.found_in_time(CheckName::BrokerRights).await.fix.contains("set_permissions"));
+    ctl(broker, &["set_permissions", "guest", ".*", ".*", ".*"]);
+    stack.wait_until_nothing_found("the rights given").await;
+
+    let good = stack.settings.clone();
+    ctl(broker, &["add_user", "order-worker", "worker-dev"]);
+    ctl(broker, &["set_permissions", "order-worker", ".*", ".*", ".*"]);
+    ctl(broker, &["set_user_tags", "order-worker", "monitoring"]);
+    stack.settings.amqp.url = with_parts(&good.amqp.url, Some("order-worker:worker-dev"), None, None);
+    let finding = stack.found(CheckName::BrokerPassword).await;
+    assert!(finding.fix.contains("rabbitmqctl change_password order-worker"), "{finding:?}");
+    let change =
+        r#"ok = rabbit_auth_backend_internal:change_password(<<"order-worker">>, <<"s3cret-4711">>, <<"test">>)."#;
+    ctl(broker, &["eval", change]);
+    stack.settings.amqp.url = with_parts(&good.amqp.url, Some(&format!("order-worker:{PASSWORD}")), None, None);
+    stack.assert_nothing_found("another password").await;
+    stack.settings = good;
+}
+
+/// As an operator sees it: with a worker, over the command line.
+async fn healthy_stack_has_no_finding(stack: &Stack, port: u16) {
+    let worker = WorkerProcess::start(&stack.settings);
+    wait_for("a worker", async || stack.env.count("SELECT count(*) FROM canary_readers").await > 0).await;
+    let management = format!("http://127.0.0.1:{port}");
+    let arguments = ["doctor", "--canary", "--management", &management];
+    let (code, stdout, stderr) = call_with(&stack.settings, &[&arguments[..], &["--json"]].concat()).await;
+    assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
+    let report: Value = serde_json::from_str(&stdout).unwrap();
+    let checks = report["checks"].as_array().unwrap();
+    assert_eq!(checks.len(), CheckName::ALL.len());
+    for check in checks {
+        assert_eq!(check["status"], "ok", "{check}");
+    }
+    let canaries =
+        checks.iter().find(|check| check["name"] == "canaries").unwrap()["what"].as_str().unwrap().to_owned();
+    let direct = format!("{} ", stack.env.names().due());
+    assert!(canaries.contains(&direct) && canaries.contains("ms after its time"), "{canaries}");
+    let (code, stdout, stderr) = call_with(&stack.settings, &["doctor"]).await;
+    assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
+    assert!(stdout.contains("give its address with --management"), "{stdout}");
+    assert!(stdout.ends_with(" checks passed\n"), "{stdout}");
+    stack.sql("INSERT INTO parked_alarms (reason, detail, body) VALUES ('too_far', 'd', '')").await;
+    let (code, stdout, _) = call_with(&stack.settings, &["doctor"]).await;
+    assert_eq!(code, 1, "{stdout}");
+    assert!(
+        stdout.contains("warning: parked_alarms: alarms are parked: 1 too_far\n  why: ")
+            && stdout.contains("\n  fix: "),
+        "{stdout}"
+    );
+    stack.sql("DELETE FROM parked_alarms").await;
+    assert_eq!(meanwhile(|| worker.terminate(20 * SECOND)), 0);
+}
