@@ -332,8 +332,10 @@ fn every_command_and_argument_has_help() {
     // Built, so that it has the global arguments.
     let mut cli = Cli::command();
     cli.build();
-    // The program, setup, worker, health, schedule, status, doctor, show, deadline, close, topology with prune, quarantine, config, sql, adopt, completions, man, parked with its three, late with its two.
-    assert_eq!(check(&cli, &[]), 25);
+    // The program, setup, worker, health, schedule, status, doctor, show, explain, pending, forecast, deadline, close, pause,
+    // resume, topology with prune, quarantine, config, sql, adopt, completions, man, parked with its three, late with its
+    // two, closing with its two.
+    assert_eq!(check(&cli, &[]), 33);
 }
 
 #[test]

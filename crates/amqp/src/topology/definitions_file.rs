@@ -37,7 +37,7 @@ impl Topology {
                 "destination_type": binding.destination.kind(), "routing_key": binding.routing_key, "arguments": {}
             })
         });
-        json!({
+        let mut definitions = json!({
             "vhosts": [{ "name": vhost }],
             "users": [
                 user("order-publisher", PUBLISHER_PASSWORD_HASH),
@@ -54,7 +54,10 @@ impl Topology {
             "exchanges": exchanges.collect::<Vec<_>>(),
             "queues": queues.collect::<Vec<_>>(),
             "bindings": bindings.collect::<Vec<_>>(),
-        })
+        });
+        // Where any crate of the build enables serde_json's `preserve_order`, objects would keep the order of this file.
+        definitions.sort_all_objects();
+        definitions
     }
 }
 
