@@ -212,7 +212,8 @@ fn two_workers_search_at_once() {
         for worker in workers {
             worker.stop().await;
         }
-        env.assert_drained().await;
+        // The session of one may have ended between the last close and its acknowledgement.
+        env.assert_nothing_left_undone().await;
         env.assert_ledger().await;
     });
 }
