@@ -182,8 +182,9 @@ fn judge_server(facts: &Facts, settings: &Settings, checks: &mut Checks) {
             ),
         );
     }
-    let needed =
-        i64::from(settings.connections_besides_closers()) + i64::try_from(settings.worker.closers).unwrap_or(i64::MAX);
+    // The closers' own, and one on which the clock is read while all of them are busy.
+    let of_closers = i64::try_from(settings.worker.closers).unwrap_or(i64::MAX).saturating_add(1);
+    let needed = of_closers.saturating_add(settings.connections_besides_closers().into());
     if facts.connections_left < needed {
         checks.warning(
             CheckName::DatabaseConnections,
@@ -354,10 +355,10 @@ mod tests {
 
     #[test]
     fn server_facts_are_judged() {
-        let facts = Facts { version_number: 150_000, connections_left: 8, ..Facts::default() };
+        let facts = Facts { version_number: 150_000, connections_left: 11, ..Facts::default() };
         assert_eq!(found(&facts), []);
         assert_eq!(found(&Facts { version_number: 120_010, ..facts.clone() }), [CheckName::DatabaseVersion]);
-        assert_eq!(found(&Facts { connections_left: 7, ..facts.clone() }), [CheckName::DatabaseConnections]);
+        assert_eq!(found(&Facts { connections_left: 10, ..facts.clone() }), [CheckName::DatabaseConnections]);
         assert_eq!(found(&Facts { transaction_age: 1_100_000_000, ..facts.clone() }), [CheckName::TransactionIds]);
         assert_eq!(found(&Facts { unsafe_settings: vec!["fsync".into()], ..facts }), [CheckName::DatabaseDurability]);
     }
