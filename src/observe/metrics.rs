@@ -290,7 +290,7 @@ metrics! {
     degraded: IntGaugeVec = "order_timeout_degraded" { "cause": Cause::WORDS },
         "1 while this cause degrades the worker although orders are closed; /readyz says why.";
     orders_unresolved: Reading = "order_timeout_orders_unresolved",
-        "Orders that a provider's answers could not decide and that wait for a person; absent where no provider is asked.";
+        "Orders that a provider's answers could not decide and that wait for a person; absent while they cannot be read.";
     build_info: IntGaugeVec = "order_timeout_build_info" { "version": [env!("CARGO_PKG_VERSION")] },
         "1, with the version of the worker.";
 }

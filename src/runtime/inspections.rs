@@ -46,7 +46,6 @@ pub(super) struct Inspections {
 struct CatalogInspection {
     database: Database,
     schema: Schema,
-    asks_providers: bool,
     give_way: GiveWay,
     recorder: Recorder,
 }
@@ -95,7 +94,6 @@ impl Inspections {
                 } else {
                     Schema::new(settings)
                 },
-                asks_providers: settings.asks_providers(),
                 give_way: give_way.clone(),
                 recorder: recorder.clone(),
             },
@@ -140,10 +138,9 @@ impl CatalogInspection {
             }
             Err(error) => debug!(error = one_line(&error), "the schema could not be checked"),
         }
-        if self.asks_providers {
-            let unresolved = unresolved::count(&self.database).await;
-            self.recorder.metrics.orders_unresolved.show(unresolved.ok().map(|count| count as f64));
-        }
+        // Also where no provider is asked any more: the orders that were asked about before still wait.
+        let unresolved = unresolved::count(&self.database).await;
+        self.recorder.metrics.orders_unresolved.show(unresolved.ok().map(|count| count as f64));
     }
 }
 
