@@ -136,7 +136,8 @@ async fn close_chosen(condition: &str, args: &CloseArgs, settings: &Settings) ->
     let statements = orders_statements::statements(&database, settings, &args.of.kind).await?;
     let closer = closer(settings, &args.of.kind, WarmConnections::new(database), statements.close).await?;
     let (operator, stop) = (args.operator.operator(bulk.run), CancellationToken::new());
-    let work = close_many(&closer, &overdue, &operator, bulk.rate(), &stop, bulk.shows_progress());
+    let unless_paused = (!args.although_paused).then_some(&args.of.kind);
+    let work = close_many(&closer, &overdue, &operator, bulk.rate(), unless_paused, &stop, bulk.shows_progress());
     let progress = with_not_due(Bulk::until_stopped(&stop, work).await?, not_due);
     Ok(bulk.report(&progress, "run the same command again to close the rest"))
 }

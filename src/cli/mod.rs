@@ -101,7 +101,7 @@ impl Cli {
             Command::Completions(_) | Command::Man => Ok(Settings::defaults()),
             Command::Schedule(_) => Settings::load_with_database_if_given(file, overrides),
             Command::Setup(_) => Settings::load_with_named_database(file, overrides),
-            Command::Worker
+            Command::Worker(_)
             | Command::Status(_)
             | Command::Doctor(_)
             | Command::Show(_)
@@ -268,8 +268,8 @@ fn overrides_in(arguments: &[OsString]) -> Vec<String> {
 pub enum Command {
     /// Bring the database schema and the broker's queues up to date; may be run again at any time
     Setup(setup::SetupArgs),
-    /// Run the worker until SIGTERM or Ctrl-C
-    Worker,
+    /// Run the worker until SIGTERM or Ctrl-C; with --dry-run it only logs what it would close
+    Worker(worker::WorkerArgs),
     /// Ask the worker on this machine whether it is ready: for container health checks
     Health(health::HealthArgs),
     /// Schedule the alarm of one order by hand
@@ -326,7 +326,7 @@ impl Command {
             Self::Schedule(_) | Self::Topology(_) | Self::Quarantine(_) => true,
             Self::Parked(command) => command.publishes(),
             Self::Setup(_)
-            | Self::Worker
+            | Self::Worker(_)
             | Self::Health(_)
             | Self::Status(_)
             | Self::Doctor(_)
@@ -360,7 +360,7 @@ impl Command {
         }
         match self {
             Self::Setup(args) => setup::run(args, settings).await,
-            Self::Worker => worker::run(settings).await,
+            Self::Worker(args) => worker::run(&args, settings).await,
             Self::Health(args) => health::run(&args, &settings).await,
             Self::Schedule(args) => schedule::run(args, settings).await,
             Self::Status(args) => status::run(&args, settings).await,

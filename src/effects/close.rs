@@ -143,6 +143,28 @@ impl Closer {
         self.judge(&ids, answers).await
     }
 
+    /// What [`Self::close`] would answer now: the same statement, in a transaction that is rolled back at once. Waits for no
+    /// lock.
+    ///
+    /// # Errors
+    /// As of [`Self::close`].
+    pub async fn would_close(
+        &self,
+        ids: &[OrderId],
+        by: ClosedBy,
+    ) -> Result<HashMap<OrderId, CloseResult>, CloseError> {
+        let ids = sorted(ids);
+        let work = async |connection: &mut PgConnection| {
+            let mut transaction = sqlx::Connection::begin(connection).await?;
+            shorten_lock_timeout(&mut transaction).await?;
+            let found = self.run(&mut transaction, &ids, by, false).await?;
+            transaction.rollback().await?;
+            Ok(found)
+        };
+        let answers = self.connections.run_on_latest(work).await;
+        self.judge(&ids, answers).await
+    }
+
     async fn judge(
         &self,
         ids: &[OrderId],

@@ -10,6 +10,7 @@ use order_timeout_core::order::{CloseError, CloseResult, OrderId, Outcome};
 use tokio_util::sync::CancellationToken;
 
 use super::paced::{BatchError, BatchOutcomes, FAILED, Progress, Waits, in_batches};
+use super::pause_closing;
 use crate::config::Settings;
 use crate::effects::close::Closer;
 use crate::postgres::contract::StatementSource;
@@ -45,16 +46,26 @@ pub async fn close_each(closer: &Closer, ids: &[OrderId], operator: &Operator) -
     findings
 }
 
-/// Closes many orders in batches, at most `rate` orders a second. `each` is told the progress.
+/// Closes many orders in batches, at most `rate` orders a second. Stops before a batch if closing of the kind
+/// `unless_paused` is paused meanwhile. `each` is told the progress.
 pub async fn close_many(
     closer: &Closer,
     ids: &[OrderId],
     operator: &Operator,
     rate: NonZeroU32,
+    unless_paused: Option<&Kind>,
     stop: &CancellationToken,
     each: impl FnMut(&Progress),
 ) -> Progress {
-    in_batches(ids, rate, stop, async |batch, waits| close_batch(closer, batch, operator, waits).await, each).await
+    let change = async |batch: &[OrderId], waits| {
+        if let Some(kind) = unless_paused
+            && let Err(paused) = pause_closing::refuse_batch_while_paused(closer.connections(), kind).await
+        {
+            return Err(BatchError::Unavailable(paused.to_string()));
+        }
+        close_batch(closer, batch, operator, waits).await
+    };
+    in_batches(ids, rate, stop, change, each).await
 }
 
 async fn close_batch(closer: &Closer, batch: &[OrderId], operator: &Operator, waits: Waits) -> BatchOutcomes {

@@ -78,14 +78,45 @@ pub async fn require_adopted(
     settings: &Settings,
     kind: &Kind,
 ) -> Result<(), DatabaseError> {
+    match judge(database, sweeper, orders, settings, kind).await? {
+        Verdict::Adopted => Ok(()),
+        Verdict::Small(backlog) => {
+            adoption::adopt(database, orders, "first start", i64::try_from(backlog.overdue).unwrap_or(i64::MAX)).await
+        }
+        Verdict::Refused(why) => Err(DatabaseError(why)),
+    }
+}
+
+/// Whether a worker may close orders.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    /// It was allowed before.
+    Adopted,
+    /// It may, because so few are overdue.
+    Small(Backlog),
+    /// It may not; one sentence.
+    Refused(String),
+}
+
+/// Judges the backlog, and remembers nothing.
+///
+/// # Errors
+/// [`DatabaseError`] if it cannot be counted.
+pub async fn judge(
+    database: &Database,
+    sweeper: &Sweeper,
+    orders: &Adoptable,
+    settings: &Settings,
+    kind: &Kind,
+) -> Result<Verdict, DatabaseError> {
     if adoption::is_adopted(database, orders).await? {
-        return Ok(());
+        return Ok(Verdict::Adopted);
     }
     let backlog = count(sweeper).await?;
-    if backlog.overdue > usize::try_from(settings.sweep.first_backlog).unwrap_or(usize::MAX) {
-        return Err(DatabaseError(refusal(&backlog, &orders.orders, settings, kind)));
-    }
-    adoption::adopt(database, orders, "first start", i64::try_from(backlog.overdue).unwrap_or(i64::MAX)).await
+    Ok(match backlog.overdue > usize::try_from(settings.sweep.first_backlog).unwrap_or(usize::MAX) {
+        true => Verdict::Refused(refusal(&backlog, &orders.orders, settings, kind)),
+        false => Verdict::Small(backlog),
+    })
 }
 
 /// Allows workers to close the backlog.

@@ -6,6 +6,7 @@ pub mod adopt;
 pub mod close_orders;
 pub mod close_rate;
 pub mod doctor;
+pub mod dry_run;
 pub mod explain;
 pub mod first_backlog;
 pub mod forecast;

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::config::Settings;
 use crate::postgres::closing_pauses::{self, Pause, PauseCause};
+use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, ErrorClass, classify, one_line};
 
 /// Why nothing was changed.
@@ -90,7 +91,18 @@ pub async fn resume(
 /// # Errors
 /// [`PauseError::IsPaused`], or [`PauseError::Database`].
 pub async fn refuse_while_paused(database: &Database, kind: &Kind) -> Result<(), PauseError> {
-    let pauses = database.run(async |connection| closing_pauses::current(connection, Some(kind)).await).await;
+    refuse(database.run(async |connection| closing_pauses::current(connection, Some(kind)).await).await)
+}
+
+/// The same on a closer's connections, between two of its batches.
+///
+/// # Errors
+/// As of [`refuse_while_paused`].
+pub async fn refuse_batch_while_paused(connections: &WarmConnections, kind: &Kind) -> Result<(), PauseError> {
+    refuse(connections.run_on_latest(async |connection| closing_pauses::current(connection, Some(kind)).await).await)
+}
+
+fn refuse(pauses: Result<Vec<Pause>, sqlx::Error>) -> Result<(), PauseError> {
     match pauses.map_err(|error| unavailable(&error))?.first() {
         Some(pause) => Err(PauseError::IsPaused(pause.sentence())),
         None => Ok(()),

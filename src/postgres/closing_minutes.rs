@@ -3,7 +3,7 @@
 //! Stores; judges nothing. A few rows a second for each kind that closes orders, none of them in a close's transaction.
 
 use order_timeout_client::postgres::Timestamptz;
-use order_timeout_core::brake::{Counts, Minute, MinuteCounts, unforeseen};
+use order_timeout_core::brake::{Counts, Minute, MinuteCounts, ProviderCounts, unforeseen};
 use order_timeout_core::kind::Kind;
 use order_timeout_core::order::Timestamp;
 use sqlx::postgres::PgRow;
@@ -20,14 +20,17 @@ ON CONFLICT (kind, minute) DO UPDATE SET closed_of_due = m.closed_of_due + exclu
 RETURNING (extract(epoch FROM minute) / 60)::bigint AS minute, closed_of_due, foreseen";
 
 const ADD: &str = "
-INSERT INTO closing_minutes AS m (kind, minute, closed, unforeseen, woken_closed, woken_paid)
-VALUES ($1, to_timestamp($2::bigint * 60), $3, $4, $5, $6)
+INSERT INTO closing_minutes AS m (kind, minute, closed, unforeseen, woken_closed, woken_paid, asked, asked_paid, asked_unknown)
+VALUES ($1, to_timestamp($2::bigint * 60), $3, $4, $5, $6, $7, $8, $9)
 ON CONFLICT (kind, minute) DO UPDATE SET
     closed = m.closed + excluded.closed, unforeseen = m.unforeseen + excluded.unforeseen,
-    woken_closed = m.woken_closed + excluded.woken_closed, woken_paid = m.woken_paid + excluded.woken_paid";
+    woken_closed = m.woken_closed + excluded.woken_closed, woken_paid = m.woken_paid + excluded.woken_paid,
+    asked = m.asked + excluded.asked, asked_paid = m.asked_paid + excluded.asked_paid,
+    asked_unknown = m.asked_unknown + excluded.asked_unknown";
 
 const SINCE: &str = "
-SELECT (extract(epoch FROM minute) / 60)::bigint AS minute, closed, unforeseen, woken_closed, woken_paid, foreseen, closed_of_due
+SELECT (extract(epoch FROM minute) / 60)::bigint AS minute, closed, unforeseen, woken_closed, woken_paid, foreseen, closed_of_due,
+       asked, asked_paid, asked_unknown
 FROM closing_minutes WHERE kind = $1 AND minute >= to_timestamp($2::bigint * 60) ORDER BY minute";
 
 const FORESEE: &str = "
@@ -67,7 +70,9 @@ pub async fn add(connection: &mut PgConnection, kind: &Kind, counts: &Counts, no
     }
     let closed: u64 = counts.closed_by_due.values().sum();
     let add = sqlx::query(ADD).bind(kind.as_str()).bind(now).bind(signed(closed)).bind(signed(not_foreseen));
-    add.bind(signed(counts.woken_closed)).bind(signed(counts.woken_paid)).execute(connection).await.map(drop)
+    let ProviderCounts { asked, paid, unknown } = counts.answers;
+    let add = add.bind(signed(counts.woken_closed)).bind(signed(counts.woken_paid));
+    add.bind(signed(asked)).bind(signed(paid)).bind(signed(unknown)).execute(connection).await.map(drop)
 }
 
 /// The minutes from `since` on.
@@ -128,5 +133,10 @@ fn read(row: &PgRow) -> Result<MinuteCounts, sqlx::Error> {
         woken_paid: count(row, "woken_paid")?,
         foreseen: foreseen.map(i64::unsigned_abs),
         closed_of_due: count(row, "closed_of_due")?,
+        answers: ProviderCounts {
+            asked: count(row, "asked")?,
+            paid: count(row, "asked_paid")?,
+            unknown: count(row, "asked_unknown")?,
+        },
     })
 }

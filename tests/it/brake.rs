@@ -5,11 +5,13 @@ use std::time::Duration;
 
 use order_timeout::Settings;
 use order_timeout_testkit::figures::{serve_http, wait_for_figure};
+use order_timeout_testkit::payment_service::{PaymentService, wide_limits};
 use order_timeout_testkit::process::call_with;
-use order_timeout_testkit::{TestEnv, wait_for};
+use order_timeout_testkit::{TestEnv, wait_for, wait_within};
 use sqlx::AssertSqlSafe;
 
 const BRAKED: &str = "SELECT count(*) FROM closing_pauses WHERE cause = 'brake'";
+const UNFINISHED: &str = "SELECT count(*) FROM orders WHERE status IN ('unpaid', 'closing')";
 const UNPAID: &str = "SELECT count(*) FROM orders WHERE status = 'unpaid'";
 
 async fn execute(env: &TestEnv, sql: &str) {
@@ -117,6 +119,45 @@ fn deadlines_moved_to_past_trip() {
         assert_eq!(env.closed().await, closed);
         resume(&env).await;
         wait_for("the rest", async || env.closed().await == 2_000).await;
+        assert_eq!(env.count(BRAKED).await, 1);
+        worker.stop().await;
+        env.assert_ledger().await;
+    });
+}
+
+#[test]
+fn silent_provider_trips_and_keeps_stock() {
+    let service = PaymentService::start();
+    let settings = |settings: &mut Settings| {
+        swept_at_once(settings);
+        settings.closing.retry_longest = Duration::from_millis(500);
+        service.join(settings, "card", wide_limits());
+    };
+    TestEnv::builder().settings(settings).run(async move |env| {
+        service.set_dead(true);
+        // What another worker has counted: less than a sample, and in the next minute as well, which may begin.
+        let counted = "INSERT INTO closing_minutes (kind, minute, asked, asked_unknown)
+                       SELECT 'order', date_trunc('minute', clock_timestamp()) - ago * interval '1 minute', 30, 30
+                       FROM generate_series(-1, 3) AS ago";
+        execute(&env, counted).await;
+        let orders = env.orders(150, Duration::ZERO).await;
+        let attempts = "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)
+                        SELECT 'card', id::text, id::text, 1999, 'EUR' FROM orders";
+        execute(&env, attempts).await;
+        let worker = env.worker().await;
+        let why = braked_because(&env).await;
+        assert!(why.contains("gave no usable answer"), "{why}");
+        assert_eq!(env.closed().await, 0);
+        env.assert_ledger().await;
+        // The provider answers again, and has taken money meanwhile.
+        service.set_dead(false);
+        orders[..50].iter().for_each(|order| assert!(service.pay(&order.id.to_string())));
+        assert_eq!(env.count(UNFINISHED).await, 150, "what is reserved stays so");
+        resume(&env).await;
+        wait_within(Duration::from_secs(60), "each order ends", async || env.count(UNFINISHED).await == 0).await;
+        for (n, order) in orders.iter().enumerate() {
+            assert_eq!(env.status(order).await, if n < 50 { "paid" } else { "closed" });
+        }
         assert_eq!(env.count(BRAKED).await, 1);
         worker.stop().await;
         env.assert_ledger().await;

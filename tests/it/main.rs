@@ -21,6 +21,7 @@ mod degraded_broker;
 mod degraded_database;
 mod delayed_exchange;
 mod doctor;
+mod dry_run;
 mod explain;
 mod handlers;
 mod health;

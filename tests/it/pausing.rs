@@ -128,3 +128,23 @@ fn manual_close_is_refused_while_paused() {
         assert_eq!(succeed(&env, &["resume"]).await, "nothing is paused\n");
     });
 }
+
+#[test]
+fn pause_stops_manual_close_between_batches() {
+    TestEnv::builder().run(async |env| {
+        env.orders(40, Duration::ZERO).await;
+        // One order in each batch, five batches a second.
+        let close = ["close", "--where", "true", "--why", "x", "--yes", "--rate", "5"];
+        let (closing, settings) = (async { call(&env, &close).await }, &env.settings);
+        let pausing = async {
+            wait_for("the first close", async || env.closed().await > 0).await;
+            let (code, _, why) = call_with(settings, &["pause", "--reason", WHY]).await;
+            assert_eq!(code, 0, "{why}");
+            env.closed().await
+        };
+        let ((code, said, why), closed) = futures_util::future::join(closing, pausing).await;
+        assert!(code == 1 && said.contains(WHY) && said.contains("orders left"), "{said}{why}");
+        // The batch that had begun.
+        assert!((closed..=closed + 1).contains(&env.closed().await), "{said}");
+    });
+}

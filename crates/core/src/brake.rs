@@ -46,7 +46,7 @@ pub struct Trip(pub String);
 pub struct MinuteCounts {
     /// Which minute.
     pub minute: Minute,
-    /// Orders closed in it.
+    /// Orders closed in it; with a payment provider: claimed.
     pub closed: u64,
     /// Those among them that were not known to fall due.
     pub unforeseen: u64,
@@ -58,6 +58,8 @@ pub struct MinuteCounts {
     pub foreseen: Option<u64>,
     /// How many of the orders that fall due in it were closed, whenever.
     pub closed_of_due: u64,
+    /// What payment providers answered in it.
+    pub answers: ProviderCounts,
 }
 
 /// What one worker has counted since the last report.
@@ -69,6 +71,8 @@ pub struct Counts {
     pub woken_closed: u64,
     /// As in [`MinuteCounts`].
     pub woken_paid: u64,
+    /// As in [`MinuteCounts`].
+    pub answers: ProviderCounts,
     /// How many orders the worker had closed up to here since its start.
     pub total: u64,
 }
@@ -77,7 +81,7 @@ impl Counts {
     /// Whether nothing was counted.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.closed_by_due.is_empty() && self.woken_closed + self.woken_paid == 0
+        self.closed_by_due.is_empty() && self.woken_closed + self.woken_paid + self.answers.asked == 0
     }
 
     /// An order that fell due then was closed.

@@ -89,7 +89,19 @@ const ALWAYS: &[Table] = &[
     Table {
         name: "closing_minutes",
         migration: "20261128120100_counts_of_closing.sql",
-        columns: &["kind", "minute", "closed", "unforeseen", "woken_closed", "woken_paid", "foreseen", "closed_of_due"],
+        columns: &[
+            "kind",
+            "minute",
+            "closed",
+            "unforeseen",
+            "woken_closed",
+            "woken_paid",
+            "foreseen",
+            "closed_of_due",
+            "asked",
+            "asked_paid",
+            "asked_unknown",
+        ],
         rights: &["SELECT", "INSERT", "UPDATE", "DELETE"],
     },
     Table {

@@ -6,7 +6,7 @@
 
 use super::Trip;
 
-/// The answers about orders in a window.
+/// The answers about orders in a window, each order once.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProviderCounts {
     /// Orders about which a provider was asked.
@@ -17,6 +17,22 @@ pub struct ProviderCounts {
     pub unknown: u64,
 }
 
+impl ProviderCounts {
+    /// Adds others.
+    pub fn add(&mut self, others: &Self) {
+        self.asked += others.asked;
+        self.paid += others.paid;
+        self.unknown += others.unknown;
+    }
+
+    /// Whether there is no answer for most.
+    #[must_use]
+    #[allow(clippy::cast_precision_loss)] // small numbers
+    pub fn most_are_unknown(&self) -> bool {
+        self.unknown as f64 > self.asked as f64 * MOST
+    }
+}
+
 /// What share of orders is usually found paid at the provider.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct UsualAnswers {
@@ -24,8 +40,9 @@ pub struct UsualAnswers {
     pub paid_share: Option<f64>,
 }
 
-/// More than half without an answer is most.
-const MOST: f64 = 0.5;
+/// More than two thirds without an answer is most. Where one of two providers that have half of the orders each is dead, it is
+/// about half, and the other one's orders go on.
+const MOST: f64 = 2.0 / 3.0;
 /// So many times the usual share of paid orders is unusual, but never a share below [`LEAST_PAID`].
 const TIMES_USUAL_PAID: f64 = 5.0;
 const LEAST_PAID: f64 = 0.3;
@@ -39,7 +56,7 @@ pub fn provider_trip(counts: &ProviderCounts, usual: &UsualAnswers, sample: u32)
         return None;
     }
     let share = |orders: u64| orders as f64 / asked as f64;
-    if share(unknown) > MOST {
+    if counts.most_are_unknown() {
         return Some(Trip(format!(
             "of the last {asked} orders, the payment provider gave no usable answer about {unknown}: is it reachable, and are its keys right?"
         )));

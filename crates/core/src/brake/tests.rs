@@ -103,10 +103,41 @@ const START_AGAIN: std::time::Duration = std::time::Duration::from_secs(60);
 fn providers_answers_trip() {
     let usual = UsualAnswers { paid_share: Some(0.02) };
     let trips = |asked, paid, unknown| provider_trip(&ProviderCounts { asked, paid, unknown }, &usual, 100).is_some();
-    assert!(trips(100, 0, 51), "unknown for most");
+    assert!(trips(100, 0, 67), "unknown for most");
+    assert!(!trips(100, 0, 60), "one of two providers is dead");
     assert!(trips(100, 31, 0), "callbacks are missing");
     assert!(!trips(99, 0, 99), "too few");
     assert!(!trips(1_000, 250, 400), "a bad day");
+}
+
+fn answers(minutes: std::ops::RangeInclusive<Minute>, asked: u64, paid: u64, unknown: u64) -> Vec<MinuteCounts> {
+    let answers = ProviderCounts { asked, paid, unknown };
+    minutes.map(|minute| MinuteCounts { minute, answers, ..Default::default() }).collect()
+}
+
+#[test]
+fn unknown_for_minutes_trips() {
+    let judge = |minutes: &[MinuteCounts]| judge(minutes, &Usual::default());
+    let trip = judge(&answers(9_998..=10_000, 40, 0, 35)).unwrap_err();
+    assert!(trip.0.contains("of the last 120 orders") && trip.0.contains("about 105"), "{trip:?}");
+    assert_eq!(judge(&answers(9_999..=10_000, 400, 0, 400)), Ok(None), "half a minute, over the turn of one");
+    assert_eq!(judge(&answers(9_998..=10_000, 33, 0, 33)), Ok(None), "fewer than a sample");
+    let mut recovered = answers(9_998..=10_000, 400, 0, 400);
+    recovered[2].answers.unknown = 100;
+    assert_eq!(judge(&recovered), Ok(None));
+}
+
+#[test]
+fn provider_that_says_paid_trips() {
+    let usual = Usual::of(&answers(8_000..=9_900, 10, 1, 0), 10_000);
+    assert_eq!(usual.answers.paid_share, Some(0.1));
+    let missing = answers(9_999..=10_000, 60, 40, 10);
+    let trip = judge(&missing, &usual).unwrap_err();
+    assert!(trip.0.contains("80 are paid") && trip.0.contains("usually it is 10.0 %"), "{trip:?}");
+    assert_eq!(judge(&missing, &Usual::default()), Ok(None), "it is not known what is usual");
+    assert_eq!(judge(&answers(9_999..=10_000, 60, 25, 10), &usual), Ok(None), "up to five times as many");
+    let resumed = Window { minutes: &missing, now: 10_000, resumed_in: Some(9_990) };
+    assert_eq!(resumed.judge(&usual, &BOUNDS), Ok(None), "they were due when it was resumed");
 }
 
 proptest! {

@@ -3,12 +3,18 @@
 //!
 //! Pure. Judges what all workers have counted together.
 
-use super::{Bounds, Minute, MinuteCounts, PaidShare, Trip};
+use super::{Bounds, Minute, MinuteCounts, PaidShare, ProviderCounts, Trip, UsualAnswers, provider_trip};
 
 /// How many minutes with closes make known what is usual.
 const LEAST_MINUTES: usize = 60;
 /// How many orders, that alarms woke, make known which share is usually paid.
 const LEAST_WOKEN: u64 = 1_000;
+/// How many orders, that providers were asked about, make known which share they usually say is paid.
+const LEAST_ASKED: u64 = 1_000;
+/// A provider that is dead for a minute is none of the brake's business: in each of so many minutes most must be unknown.
+const UNKNOWN_FOR: Minute = 3;
+/// So many minutes after closing was resumed a provider may still say that orders are paid that were due by then.
+const ANSWERED_LATER: Minute = 10;
 /// The last minutes do not say what is usual: they are judged by it.
 const NOT_USUAL_YET: Minute = 10;
 /// The busiest twentieth of the minutes with closes is averaged.
@@ -25,6 +31,8 @@ pub struct Usual {
     pub closes_per_minute: Option<f64>,
     /// The share of paid orders among those that alarms wake; `None` if it is not known.
     pub paid_share: Option<f64>,
+    /// What payment providers answer.
+    pub answers: UsualAnswers,
 }
 
 impl Usual {
@@ -42,7 +50,10 @@ impl Usual {
         let woken = earlier().fold((0, 0), |(closed, paid), one| (closed + one.woken_closed, paid + one.woken_paid));
         let all = woken.0 + woken.1;
         let paid_share = (all >= LEAST_WOKEN).then(|| woken.1 as f64 / all as f64);
-        Self { closes_per_minute, paid_share }
+        let mut asked = ProviderCounts::default();
+        earlier().for_each(|one| asked.add(&one.answers));
+        let paid_at_provider = (asked.asked >= LEAST_ASKED).then(|| asked.paid as f64 / asked.asked as f64);
+        Self { closes_per_minute, paid_share, answers: UsualAnswers { paid_share: paid_at_provider } }
     }
 
     /// The most closes in a minute that need not have been foreseen; `None` while the usual number is not known.
@@ -81,6 +92,8 @@ impl Window<'_> {
     /// [`Trip`] if closing must pause.
     pub fn judge(&self, usual: &Usual, bounds: &Bounds) -> Result<Option<u64>, Trip> {
         self.judge_share(usual, bounds).map_or(Ok(()), Err)?;
+        self.judge_unknown(bounds).map_or(Ok(()), Err)?;
+        self.judge_paid_at_provider(usual, bounds).map_or(Ok(()), Err)?;
         let Some(most) = usual.most_unforeseen(bounds) else { return Ok(None) };
         let recent = self.judged().filter(|one| one.minute > self.now - ADDED_UP);
         let unforeseen: u64 = recent.map(|one| one.unforeseen).sum();
@@ -99,6 +112,40 @@ impl Window<'_> {
 
     fn judged(&self) -> impl Iterator<Item = &MinuteCounts> {
         self.minutes.iter().filter(|one| self.resumed_in.is_none_or(|resumed| one.minute > resumed))
+    }
+
+    /// The last minutes, if there was no answer for most orders in any of them.
+    fn judge_unknown(&self, bounds: &Bounds) -> Option<Trip> {
+        let last = self.now - UNKNOWN_FOR + 1..=self.now;
+        let mut all = ProviderCounts::default();
+        let mut unknown = 0;
+        for one in self.judged().filter(|one| last.contains(&one.minute) && one.answers.most_are_unknown()) {
+            all.add(&one.answers);
+            unknown += 1;
+        }
+        if unknown == UNKNOWN_FOR { provider_trip(&all, &UsualAnswers::default(), bounds.sample) } else { None }
+    }
+
+    /// The newest minutes that have a sample of orders together about which something is known.
+    fn judge_paid_at_provider(&self, usual: &Usual, bounds: &Bounds) -> Option<Trip> {
+        let mut newest: Vec<&MinuteCounts> = self
+            .minutes
+            .iter()
+            .filter(|one| self.resumed_in.is_none_or(|resumed| one.minute > resumed + ANSWERED_LATER))
+            .collect();
+        newest.sort_unstable_by_key(|one| std::cmp::Reverse(one.minute));
+        let mut answered = ProviderCounts::default();
+        for one in newest {
+            answered.add(&ProviderCounts {
+                asked: one.answers.asked.saturating_sub(one.answers.unknown),
+                unknown: 0,
+                ..one.answers
+            });
+            if answered.asked >= u64::from(bounds.sample) {
+                break;
+            }
+        }
+        provider_trip(&answered, &usual.answers, bounds.sample)
     }
 
     /// The newest minutes that have a sample together: workers that are started again and again have none of their own.

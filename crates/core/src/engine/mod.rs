@@ -158,7 +158,7 @@ impl Engine {
     #[must_use]
     pub fn with_provider(policy: Policy, closing: ClosingPolicy) -> Self {
         let closing = Some(Closing::new(closing, policy.pause_share));
-        Self { closing, ..Self::new(policy) }
+        Self { closing, brake: Brake::of_claims(), ..Self::new(policy) }
     }
 
     /// Takes in what happened. `now` is the database's time.
@@ -366,7 +366,8 @@ impl Engine {
 
     /// What was closed and found paid since the last call, for the brake of all workers.
     pub fn take_counts(&mut self) -> Counts {
-        self.brake.take_counts()
+        let answers = self.closing.as_mut().map(Closing::take_answer_counts).unwrap_or_default();
+        Counts { answers, ..self.brake.take_counts() }
     }
 
     /// Whether this overdue order could not be closed when it was last tried.

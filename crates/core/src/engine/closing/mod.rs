@@ -1,12 +1,13 @@
 //! The closing protocol with a payment provider: an order that is unpaid and due is claimed (`closing`), its attempts to
 //! pay are asked about and cancelled at the provider, and only then it is closed, settled as paid, or left to a person.
-//! `attempt.rs` holds the answer table, `claimed_order.rs` what all attempts of an order mean together, `end_queue.rs`
+//! `attempt.rs` holds the answer table, `answer_counts.rs` what the brake is told of answers, `claimed_order.rs` what all attempts of an order mean together, `end_queue.rs`
 //! what waits for a statement, `types.rs` what goes in and out.
 //!
 //! Pure, like the whole engine. Keeps nothing that a crash may lose: an order that waits does so in the table
 //! `close_attempts`, and comes back from there, to this worker or to another. An alarm is acknowledged as soon as its
 //! order is claimed.
 
+mod answer_counts;
 mod attempt;
 mod claimed_order;
 mod end_queue;
@@ -15,7 +16,9 @@ mod types;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use crate::brake::ProviderCounts;
 use crate::order::{CloseError, OrderId, Timestamp};
+use answer_counts::AnswerCounts;
 use claimed_order::{ClaimedOrder, OrderVerdict};
 use end_queue::EndQueue;
 pub use types::{
@@ -76,6 +79,7 @@ pub(super) struct Closing {
     failures: u32,
     draining: bool,
     is_paused: bool,
+    answers: AnswerCounts,
 }
 
 impl Closing {
@@ -95,12 +99,18 @@ impl Closing {
             failures: 0,
             draining: false,
             is_paused: false,
+            answers: AnswerCounts::default(),
         }
     }
 
     /// How many orders belong to this worker.
     pub fn len(&self) -> usize {
         self.orders.len()
+    }
+
+    /// What providers answered since the last call.
+    pub fn take_answer_counts(&mut self) -> ProviderCounts {
+        self.answers.take()
     }
 
     /// Orders were claimed: they wait to be taken over.
@@ -280,6 +290,7 @@ impl Closing {
         let Some(order) = self.orders.get(id) else { return };
         let Some(verdict) = order.claimed.verdict() else { return };
         let rounds = order.claimed.claim.rounds;
+        self.answers.note(&order.claimed.claim, &verdict);
         match verdict {
             OrderVerdict::Close { closed } => self.end_with(id, now, |ending| End::Close(Ending { closed, ..ending })),
             OrderVerdict::SettlePaid { paid, closed, differing, refunded } => self.end_with(id, now, |ending| {

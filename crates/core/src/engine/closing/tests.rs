@@ -321,3 +321,21 @@ fn paused_protocol_settles_and_closes_nothing() {
     let actions = closing.poll_actions(at_ms(60_002));
     assert!(matches!(&actions[..], [ClosingAction::Resume(_), ClosingAction::CloseClaimed(_)]), "{actions:?}");
 }
+
+#[test]
+fn each_order_counts_once_for_brake() {
+    let not_asked = Answer::Unknown(Unknown { why: "its breaker is open".into(), retry_after: None, was_asked: false });
+    let mut closing = resumed(vec![claim("1", &["pi_1"]), claim("2", &[])]);
+    answer_all(&mut closing, &not_asked, at_ms(1));
+    assert_eq!(closing.take_answer_counts(), ProviderCounts { asked: 1, paid: 0, unknown: 1 }, "one has no attempt");
+    // It comes again, as if it were the first time.
+    for answer in [not_asked, paid()] {
+        closing.handle(ClosingInput::Resumed(vec![Claim { lease: Lease(2), ..claim("1", &["pi_1"]) }]), at_ms(2));
+        answer_all(&mut closing, &answer, at_ms(3));
+        assert_eq!(closing.take_answer_counts(), ProviderCounts::default());
+    }
+    let rounds = Claim { rounds: 1, ..claim("3", &["pi_3"]) };
+    closing.handle(ClosingInput::Resumed(vec![claim("4", &["pi_4"]), rounds]), at_ms(4));
+    answer_all(&mut closing, &paid(), at_ms(5));
+    assert_eq!(closing.take_answer_counts(), ProviderCounts { asked: 1, paid: 1, unknown: 0 });
+}

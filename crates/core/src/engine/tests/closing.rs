@@ -55,3 +55,17 @@ fn engine_without_provider_closes_at_once() {
     engine.handle(delivered("a", at_ms(100), 1, 1), at_ms(100));
     assert!(matches!(&engine.poll_actions(at_ms(102))[..], [Action::Close(_)]));
 }
+
+#[test]
+fn claims_count_as_closes_for_brake() {
+    let mut engine = engine();
+    for (order, outcome) in [("a", Outcome::Closing), ("b", Outcome::Paid)] {
+        engine.handle(delivered(order, at_ms(100), 1, 1), at_ms(100));
+        let Some(Action::Claim(batch)) = engine.poll_actions(at_ms(102)).pop() else { panic!("no claim") };
+        finish(&mut engine, batch, &found(outcome), at_ms(103));
+        engine.poll_actions(at_ms(103));
+    }
+    let counts = engine.take_counts();
+    assert_eq!((counts.total, counts.closed_by_due.get(&0)), (1, Some(&1)));
+    assert_eq!((counts.woken_closed, counts.woken_paid), (0, 0), "the provider says what is paid");
+}
