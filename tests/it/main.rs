@@ -64,3 +64,4 @@ mod tls;
 mod topology;
 mod traces;
 mod unreadable_messages;
+mod unresolved;
