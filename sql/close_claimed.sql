@@ -77,7 +77,7 @@ closed AS (
       AND c.kind || '' = 'order' AND c.order_id = o.id::text
       -- The precondition again, as text so that the planner uses the primary key.
       AND o.status::text = 'closing'
-    RETURNING o.id, o.expires_at, o.closed_at, o.closed_by, o.received_minor, c.who, c.why
+    RETURNING o.id, o.expires_at, o.closed_at, o.closed_by, o.received_minor, c.who, c.why, c.rounds, c.last_answers
 ),
 attempts_closed AS (
     -- What is proved is proved, whatever becomes of the order; but only under the lease.
@@ -101,7 +101,11 @@ finished AS (
 ),
 history AS (
     INSERT INTO order_events (order_id, event, at, by, reason, who, why, answers)
-    SELECT c.id, 'closed', c.closed_at, c.closed_by, 'unpaid', c.who, c.why, nullif($4::jsonb ->> c.id::text, '')
+    SELECT c.id, 'closed', c.closed_at, c.closed_by, 'unpaid', c.who, c.why,
+           -- The claim ends here, and with it what it knows of rounds without an answer.
+           nullif(concat_ws('; ',
+               CASE WHEN c.rounds > 0 THEN concat('rounds without an answer: ', c.rounds, ', the last: ', c.last_answers) END,
+               nullif($4::jsonb ->> c.id::text, '')), '')
     FROM closed c
     WHERE (SELECT count(*) FROM attempts_closed) + (SELECT count(*) FROM finished) >= 0
     RETURNING 1

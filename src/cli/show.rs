@@ -106,9 +106,9 @@ fn parked_in_words(parked: &ParkedRow) -> String {
 }
 
 fn history_in_words(entry: &HistoryRow) -> String {
-    let HistoryRow { at, event, by, reason, who, why, run } = entry;
+    let HistoryRow { at, event, by, reason, who, why, run, answers } = entry;
     let run = run.map(|run| run.to_string());
-    let parts = [("by", by), ("reason", reason), ("who", who), ("why", why), ("run", &run)];
+    let parts = [("by", by), ("reason", reason), ("who", who), ("why", why), ("run", &run), ("answers", answers)];
     let parts = parts.into_iter().filter_map(|(name, value)| Some(format!("{name}: {}", value.as_ref()?)));
     [format!("{at} {event}")].into_iter().chain(parts).collect::<Vec<_>>().join("; ")
 }

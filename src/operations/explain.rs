@@ -11,11 +11,16 @@ use serde::Serialize;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
+use super::open_cause::{rounds_in_words, what_to_do};
 use super::orders_table::due::Money;
 use super::orders_table::{OrdersTable, RowDates};
-use super::show::{AlarmRow, EventRow, HistoryRow, OpenCause, OrderStory, OverdueCause, ParkedRow, scan, show, time};
+use super::show::{AlarmRow, ClaimRow, EventRow, HistoryRow, OrderStory, ParkedRow, scan, show, time};
 use super::{NotKnown, known};
-use crate::postgres::Database;
+use crate::postgres::closing_pauses::{self, EndedPause, Pause};
+use crate::postgres::{Database, one_line};
+
+/// Pauses that are read at most.
+const MOST_PAUSES: i64 = 100;
 
 /// An order's story. `None` is unknown, and `not_known` says why.
 #[derive(Debug, Clone, Serialize, utoipa::ToSchema)]
@@ -74,6 +79,10 @@ pub enum Source {
     PaymentAttempts,
     /// Its alarms.
     AlarmOutbox,
+    /// What a payment provider was asked about it, while it is being closed.
+    CloseAttempts,
+    /// Pauses in which it was not closed.
+    ClosingPauses,
     /// Alarms of it that could not be handled.
     ParkedAlarms,
     /// What operators did to those.
@@ -91,6 +100,8 @@ impl Source {
             Self::OrderEvents => "order_events",
             Self::PaymentAttempts => "payment_attempts",
             Self::AlarmOutbox => "alarm_outbox",
+            Self::CloseAttempts => "close_attempts",
+            Self::ClosingPauses => "closing_pauses",
             Self::ParkedAlarms => "parked_alarms",
             Self::OperatorActions => "operator_actions",
             Self::EventOutbox => "event_outbox",
@@ -113,8 +124,13 @@ pub async fn explain(
     let dates = known("dates", orders.dates(order_id).await, &mut not_known).flatten();
     let attempts = known("payment attempts", attempts(database, order_id).await, &mut not_known);
     let actions = known("operators' actions", actions(database, kind, order_id).await, &mut not_known);
+    let held_by = match deadline_of(&story) {
+        Some(deadline) => known("pauses", pauses(database, kind, deadline).await, &mut not_known),
+        None => None,
+    };
     not_known.extend(not_recorded());
     let mut moments = moments(&story, dates.as_ref());
+    moments.extend(pause_moments(&story, dates.as_ref(), &held_by.unwrap_or_default()));
     moments.extend(attempts.into_iter().flatten());
     moments.extend(actions.into_iter().flatten());
     sort(&mut moments);
@@ -178,29 +194,6 @@ fn closed_in_words(at: Timestamp, by: &str, deadline: &str) -> String {
     }
 }
 
-fn what_to_do(cause: &OpenCause, status: Option<&str>) -> String {
-    let words = match cause {
-        OpenCause::Closing => "let the shop finish its check: it sets the status to paid, closed or unpaid",
-        OpenCause::NoDeadline => "nothing; `order-timeout deadline ID --in 30m` gives it one",
-        OpenCause::NotDue { .. } => "nothing: it is closed at its deadline; `order-timeout deadline ID` moves that",
-        OpenCause::Overdue { cause, .. } => match cause {
-            OverdueCause::NoWorker => "start a worker: `order-timeout worker`",
-            OverdueCause::Locked => {
-                "find the session that holds the lock: SELECT pid, state, query FROM pg_stat_activity WHERE xact_start < now() - interval '1 second'; end it with pg_terminate_backend(pid) if it is stuck"
-            }
-            OverdueCause::Parked { .. } => {
-                "remove the cause that it was parked for; the sweep then closes the order, and `order-timeout parked drop` removes the parked alarm"
-            }
-            OverdueCause::Recent => "wait a second and ask again",
-            OverdueCause::NotVisible if status.is_none() => {
-                "`order-timeout close ID` tries to close it and says what is wrong; check that your close statement and your overdue statement agree"
-            }
-            OverdueCause::NotVisible => "`order-timeout close ID` tries to close it and says what is wrong",
-        },
-    };
-    words.to_owned()
-}
-
 fn moments(story: &OrderStory, dates: Option<&RowDates>) -> Vec<Moment> {
     let mut moments = Vec::new();
     if let Some(dates) = dates {
@@ -212,6 +205,7 @@ fn moments(story: &OrderStory, dates: Option<&RowDates>) -> Vec<Moment> {
     moments.extend(story.history.iter().flatten().map(|entry| history_moment(entry, story)));
     moments.extend(story.alarms.iter().flatten().flat_map(alarm_moments));
     moments.extend(story.events.iter().flatten().flat_map(event_moments));
+    moments.extend(story.claim.iter().flat_map(claim_moments));
     moments.extend(story.parked.iter().flatten().map(parked_moment));
     moments
 }
@@ -233,7 +227,7 @@ fn row_moments(dates: &RowDates, story: &OrderStory) -> Vec<Moment> {
 }
 
 fn history_moment(entry: &HistoryRow, story: &OrderStory) -> Moment {
-    let HistoryRow { at, event, by, reason, who, why, .. } = entry;
+    let HistoryRow { at, event, by, reason, who, why, answers, .. } = entry;
     let mut what = match (event.as_str(), by.as_deref(), story.row.as_ref().and_then(|row| row.deadline.as_deref())) {
         ("closed", Some(by), Some(deadline)) => match read_rfc3339(at) {
             Some(at) => format!("closed {}", closed_in_words(at, by, deadline)),
@@ -243,7 +237,7 @@ fn history_moment(entry: &HistoryRow, story: &OrderStory) -> Moment {
         (event, Some(by), _) => format!("{event} by {by}"),
         (event, None, _) => event.to_owned(),
     };
-    for (name, value) in [("reason", reason), ("who", who), ("why", why)] {
+    for (name, value) in [("reason", reason), ("answers", answers), ("who", who), ("why", why)] {
         if let Some(value) = value {
             what += &format!("; {name}: {value}");
         }
@@ -287,6 +281,68 @@ fn outbox_moments(
 
 fn refused(refusals: i32) -> String {
     if refusals > 0 { format!(", and refused by the broker {refusals} times") } else { String::new() }
+}
+
+fn claim_moments(claim: &ClaimRow) -> Vec<Moment> {
+    let ClaimRow { claimed_by, claimed_at, rounds, next_attempt_at, unresolved_reason, unresolved_at, .. } = claim;
+    let (provider, answers) = (claim.provider(), claim.answers());
+    let mut claimed = format!("claimed to be closed ({claimed_by}): {provider} is asked first");
+    for (name, value) in [("who", &claim.who), ("why", &claim.why)] {
+        if let Some(value) = value {
+            claimed += &format!("; {name}: {value}");
+        }
+    }
+    let moment = |at: &str, what| Moment { at: at.to_owned(), source: Source::CloseAttempts, what };
+    let mut moments = vec![moment(claimed_at, claimed)];
+    let rounds = rounds_in_words(*rounds);
+    match (unresolved_at, unresolved_reason) {
+        (Some(at), Some(reason)) => {
+            moments.push(moment(at, format!("unresolved as {reason}, after {rounds} without an answer: {answers}")));
+        }
+        _ if claim.rounds > 0 || claim.step == "in_progress" => {
+            let next = format!("{provider} is asked again, after {rounds} without an answer: {answers}");
+            moments.push(moment(next_attempt_at, next));
+        }
+        _ => {}
+    }
+    moments
+}
+
+fn deadline_of(story: &OrderStory) -> Option<Timestamp> {
+    read_rfc3339(story.row.as_ref()?.deadline.as_ref()?)
+}
+
+/// The pauses of this kind that ended after the deadline, the newest first.
+async fn pauses(database: &Database, kind: &Kind, deadline: Timestamp) -> Result<Vec<EndedPause>, String> {
+    let read = database
+        .run(async |connection| closing_pauses::ended(connection, Some(kind), Some(deadline), MOST_PAUSES).await);
+    read.await.map_err(|error| one_line(&error))
+}
+
+/// Those that lasted while the order was open and overdue, and those that last while it is open.
+fn pause_moments(story: &OrderStory, dates: Option<&RowDates>, ended: &[EndedPause]) -> Vec<Moment> {
+    let end = match (story.open_cause.is_some(), dates) {
+        (true, _) => read_rfc3339(&story.at),
+        (false, Some(dates)) => dates.closed_at.or(dates.paid_at),
+        (false, None) => None,
+    };
+    let moment = |at: &str, what| Moment { at: at.to_owned(), source: Source::ClosingPauses, what };
+    let began = |pause: &Pause| {
+        let Pause { cause, reason, paused_by, paused_at, .. } = pause;
+        moment(paused_at, format!("closing was paused ({}) by {paused_by}: {reason}", cause.as_str()))
+    };
+    let mut moments = Vec::new();
+    for EndedPause { pause, resumed_by, resume_reason, resumed_at } in ended {
+        if end.is_some_and(|end| read_rfc3339(&pause.paused_at).is_some_and(|paused_at| paused_at < end)) {
+            let why = resume_reason.as_ref().map_or_else(String::new, |why| format!(": {why}"));
+            moments.push(began(pause));
+            moments.push(moment(resumed_at, format!("closing was resumed by {resumed_by}{why}")));
+        }
+    }
+    if story.open_cause.is_some() {
+        moments.extend(story.paused.iter().flatten().map(began));
+    }
+    moments
 }
 
 fn parked_moment(parked: &ParkedRow) -> Moment {
@@ -358,21 +414,5 @@ mod tests {
         let at = read_rfc3339("2026-11-20T10:30:00.007Z").unwrap();
         assert_eq!(closed_in_words(at, "alarm", deadline), "by its alarm, 7 ms after its deadline");
         assert_eq!(closed_in_words(at, "reaper", deadline), "reaper, 7 ms after its deadline");
-    }
-
-    #[test]
-    fn each_open_cause_says_what_to_do() {
-        let overdue = |cause| OpenCause::Overdue { by: std::time::Duration::from_secs(60), cause };
-        let parked = OverdueCause::Parked { reason: "close_failed".into(), detail: "a trigger refuses it".into() };
-        for (cause, words) in [
-            (OpenCause::Closing, "the shop"),
-            (OpenCause::NoDeadline, "deadline ID --in"),
-            (overdue(OverdueCause::NoWorker), "order-timeout worker"),
-            (overdue(OverdueCause::Locked), "pg_stat_activity"),
-            (overdue(parked), "parked drop"),
-            (overdue(OverdueCause::NotVisible), "close ID"),
-        ] {
-            assert!(what_to_do(&cause, Some("unpaid")).contains(words), "{cause:?}");
-        }
     }
 }

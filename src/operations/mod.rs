@@ -12,6 +12,7 @@ pub mod first_backlog;
 pub mod forecast;
 pub mod late_payments;
 pub mod move_deadlines;
+pub mod open_cause;
 pub mod orders_statements;
 pub mod orders_table;
 pub mod overview;

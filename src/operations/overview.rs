@@ -10,9 +10,11 @@ use serde::Serialize;
 use super::late_payments::{OpenLateMoney, open_by_currency};
 use super::orders_table::{OrdersTable, Unknown};
 use super::status::{
-    Outbox, Overdue, ParkedForReason, RegisteredWorker, outbox, overdue_at, parked_by_reason, workers,
+    Outbox, Overdue, ParkedForReason, RegisteredWorker, outbox, overdue_at, parked_by_reason, paused, workers,
 };
+use super::unresolved::{self, UnresolvedForReason};
 use super::{NotKnown, known};
+use crate::postgres::closing_pauses::Pause;
 use crate::postgres::{self, Database, one_line};
 
 /// Orders that have been overdue for no longer are about to be closed: the sweep's usual grace, a pass and a batch.
@@ -25,6 +27,9 @@ pub struct Overview {
     pub at: String,
     /// What is overdue of each kind.
     pub kinds: Vec<OverdueOfKind>,
+    /// Why closing is paused, for whichever kind.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused: Option<Vec<Pause>>,
     /// Alarms on their way to the broker.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub alarm_outbox: Option<Outbox>,
@@ -37,6 +42,9 @@ pub struct Overview {
     /// Payments that paid for nothing and are not settled, by currency.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub late_money: Option<Vec<OpenLateMoney>>,
+    /// Orders that a payment provider's answers could not decide, by reason.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unresolved: Option<Vec<UnresolvedForReason>>,
     /// Registered workers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub workers: Option<Vec<RegisteredWorker>>,
@@ -80,13 +88,27 @@ pub async fn overview(
         };
         kinds.push(OverdueOfKind { kind: kind.clone(), overdue, not_known });
     }
+    let paused = known("paused", paused(database).await, &mut not_known);
     let alarm_outbox = known("alarm outbox", outbox(database, "alarm_outbox", now).await, &mut not_known);
     let event_outbox = known("event outbox", outbox(database, "event_outbox", now).await, &mut not_known);
     let parked = known("parked", parked_by_reason(database, now).await, &mut not_known);
     let late_money = open_by_currency(database).await.map_err(|error| one_line(&error));
     let late_money = known("late money", late_money, &mut not_known);
+    let unresolved = unresolved::count_by_reason(database).await.map_err(|error| one_line(&error));
+    let unresolved = known("unresolved", unresolved, &mut not_known);
     let workers = known("workers", workers(database).await, &mut not_known);
-    Ok(Overview { at: write_rfc3339(now), kinds, alarm_outbox, event_outbox, parked, late_money, workers, not_known })
+    Ok(Overview {
+        at: write_rfc3339(now),
+        kinds,
+        paused,
+        alarm_outbox,
+        event_outbox,
+        parked,
+        late_money,
+        unresolved,
+        workers,
+        not_known,
+    })
 }
 
 impl OverdueOfKind {
@@ -99,6 +121,18 @@ impl OverdueOfKind {
 }
 
 impl Overview {
+    /// The pauses that last, as far as that is known.
+    #[must_use]
+    pub fn pauses(&self) -> &[Pause] {
+        self.paused.as_deref().unwrap_or_default()
+    }
+
+    /// Whether closing of this kind is paused.
+    #[must_use]
+    pub fn is_paused(&self, kind: &Kind) -> bool {
+        self.pauses().iter().any(|pause| pause.kind.as_deref().is_none_or(|paused| paused == kind.as_str()))
+    }
+
     /// What is overdue of all kinds together; `None` if it is not known of any.
     #[must_use]
     pub fn overdue(&self) -> Option<Overdue> {
@@ -123,6 +157,8 @@ pub enum Verdict {
     OnTime,
     /// They are, and something is wrong: one line for each.
     Degraded(Vec<String>),
+    /// Closing is paused, of one kind or of all: one line for each pause, and for what is wrong besides.
+    Paused(Vec<String>),
     /// They are not: one line for each reason that is known.
     Late(Vec<String>),
     /// That cannot be known: why.
@@ -136,12 +172,17 @@ pub fn verdict(overview: Result<&Overview, &str>, problems: &[String]) -> Verdic
         Ok(overview) => overview,
         Err(why) => return Verdict::Unknown(why.to_owned()),
     };
-    if overview.kinds.iter().any(OverdueOfKind::is_late) {
-        let mut reasons = problems.to_vec();
+    let mut reasons: Vec<String> = overview.pauses().iter().map(Pause::sentence).collect();
+    reasons.extend_from_slice(problems);
+    // What is overdue because its closing is paused is no news.
+    if overview.kinds.iter().any(|of| of.is_late() && !overview.is_paused(&of.kind)) {
         if overview.workers.as_ref().is_some_and(|workers| !workers.iter().any(|worker| worker.is_live)) {
             reasons.push("no worker is registered as running".into());
         }
         return Verdict::Late(reasons);
+    }
+    if !overview.pauses().is_empty() {
+        return Verdict::Paused(reasons);
     }
     let unknown = |of: &OverdueOfKind| of.not_known.as_ref().map(|why| format!("kind {}: {why}", of.kind));
     if let Some(why) = overview.kinds.iter().find_map(unknown) {
@@ -153,6 +194,7 @@ pub fn verdict(overview: Result<&Overview, &str>, problems: &[String]) -> Verdic
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::postgres::closing_pauses::PauseCause;
 
     fn of_kind(kind: &str, oldest_s: Option<f64>) -> OverdueOfKind {
         let overdue = Overdue { orders: 3, is_at_least: false, oldest: None, oldest_s };
@@ -163,10 +205,12 @@ mod tests {
         Overview {
             at: String::new(),
             kinds: vec![of_kind("order", oldest_s)],
+            paused: Some(Vec::new()),
             alarm_outbox: None,
             event_outbox: None,
             parked: None,
             late_money: None,
+            unresolved: None,
             workers: Some(Vec::new()),
             not_known: Vec::new(),
         }
@@ -181,6 +225,26 @@ mod tests {
         let Verdict::Late(reasons) = verdict(Ok(&overview(Some(60.0))), &problem()) else { panic!() };
         assert_eq!(reasons.len(), 2, "{reasons:?}");
         assert_eq!(verdict(Err("no answer"), &problem()), Verdict::Unknown("no answer".into()));
+    }
+
+    #[test]
+    fn verdict_tells_pause_from_lateness() {
+        let pause = |kind: Option<&str>| Pause {
+            kind: kind.map(str::to_owned),
+            cause: PauseCause::Brake,
+            reason: "no callbacks".into(),
+            paused_by: "the worker on a".into(),
+            paused_at: "2026-11-20T10:30:00Z".into(),
+        };
+        let mut paused = Overview { paused: Some(vec![pause(Some("order"))]), ..overview(Some(60.0)) };
+        let Verdict::Paused(reasons) = verdict(Ok(&paused), &[]) else { panic!() };
+        assert_eq!(reasons, [pause(Some("order")).sentence()]);
+        paused.kinds.push(of_kind("acceptance", Some(60.0)));
+        assert!(matches!(verdict(Ok(&paused), &[]), Verdict::Late(_)), "another kind is not paused, and late");
+        paused.paused = Some(vec![pause(None)]);
+        assert!(matches!(verdict(Ok(&paused), &[]), Verdict::Paused(_)));
+        paused.paused = None;
+        assert!(matches!(verdict(Ok(&paused), &[]), Verdict::Late(_)), "whether it is paused is not known");
     }
 
     #[test]

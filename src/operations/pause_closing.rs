@@ -6,7 +6,7 @@ use order_timeout_core::kind::Kind;
 use serde::Serialize;
 
 use crate::config::Settings;
-use crate::postgres::closing_pauses::{self, Pause, PauseCause};
+use crate::postgres::closing_pauses::{self, EndedPause, Pause, PauseCause};
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{Database, DatabaseError, ErrorClass, classify, one_line};
 
@@ -24,8 +24,17 @@ pub enum PauseError {
     Database(#[from] DatabaseError),
 }
 
+/// What is paused, and what was.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+pub struct Pauses {
+    /// Those that last, the oldest first.
+    pub lasting: Vec<Pause>,
+    /// The newest of those that are over, the newest first.
+    pub ended: Vec<EndedPause>,
+}
+
 /// Pauses after a request to pause.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
 pub struct Paused {
     /// Whether this request began one.
     pub began: bool,
@@ -34,7 +43,7 @@ pub struct Paused {
 }
 
 /// Pauses after a request to resume.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
 pub struct Resumed {
     /// Those that this request ended.
     pub ended: Vec<Pause>,
@@ -55,6 +64,18 @@ pub fn require_known(settings: &Settings, kind: Option<&Kind>) -> Result<(), Pau
         }
         _ => Ok(()),
     }
+}
+
+/// The pauses that last, and the newest `ended` of those that are over.
+///
+/// # Errors
+/// [`PauseError::Database`].
+pub async fn list(database: &Database, ended: i64) -> Result<Pauses, PauseError> {
+    let read = database.run(async |connection| {
+        let lasting = closing_pauses::current(connection, None).await?;
+        Ok(Pauses { lasting, ended: closing_pauses::ended(connection, None, None, ended).await? })
+    });
+    read.await.map_err(|error| unavailable(&error))
 }
 
 /// Pauses closing, of all kinds if none is given.

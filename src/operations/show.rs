@@ -2,9 +2,6 @@
 //!
 //! Reads only, apart from a row lock that is given back at once. What cannot be known is listed with the reason.
 
-use std::fmt;
-use std::time::Duration;
-
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
@@ -14,16 +11,15 @@ use sqlx::postgres::PgRow;
 use sqlx::{Connection, PgConnection, Row};
 use uuid::Uuid;
 
+use super::open_cause::{Facts, OpenCause, is_open, is_overdue, why_open};
 use super::orders_table::{OrderRow, OrdersTable, is_uuid};
 use super::status::workers;
 use super::{NotKnown, known};
+use crate::postgres::closing_pauses::{self, Pause};
 use crate::postgres::{self, Database, one_line};
 
 /// The newest rows of each table that are read.
 const MOST_ROWS: i64 = 100;
-
-/// How long after its deadline an order may be open without a particular cause: the sweep's grace, a pass and a batch.
-const USUALLY_CLOSED_WITHIN: Duration = Duration::from_secs(2);
 
 /// An order's story. `None` is unknown, and `not_known` says why; an empty list is known to be empty.
 #[derive(Debug, Clone, Serialize, utoipa::ToSchema)]
@@ -57,6 +53,12 @@ pub struct OrderStory {
     /// Its rows in `parked_alarms`; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parked: Option<Vec<ParkedRow>>,
+    /// Its claim, if a payment provider is asked about it, or its answers could not decide.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub claim: Option<ClaimRow>,
+    /// The pauses that last and apply to its kind; `None` if not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused: Option<Vec<Pause>>,
     /// Its history, oldest first; `None` if not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub history: Option<Vec<HistoryRow>>,
@@ -121,6 +123,47 @@ pub struct ParkedRow {
     pub attempts: i32,
 }
 
+/// A row of `close_attempts`: there until the order has ended. The times are RFC 3339.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+pub struct ClaimRow {
+    /// The path that claimed it.
+    pub claimed_by: String,
+    /// RFC 3339.
+    pub claimed_at: String,
+    /// The provider that is asked next; empty if the order has no attempt to pay.
+    pub queue: String,
+    /// What the order waits for.
+    pub step: String,
+    /// How many rounds ended without an answer.
+    pub rounds: i32,
+    /// RFC 3339. While a worker has it, until when.
+    pub next_attempt_at: String,
+    /// What the providers answered in the last round; `None` if none has ended.
+    pub last_answers: Option<String>,
+    /// Why a person must look at it.
+    pub unresolved_reason: Option<String>,
+    /// RFC 3339.
+    pub unresolved_at: Option<String>,
+    /// The operator who had it claimed or asked about again.
+    pub who: Option<String>,
+    /// The operator's reason.
+    pub why: Option<String>,
+}
+
+impl ClaimRow {
+    /// The provider, as a noun.
+    #[must_use]
+    pub fn provider(&self) -> &str {
+        if self.queue.is_empty() { "its payment provider" } else { &self.queue }
+    }
+
+    /// What the last answers were.
+    #[must_use]
+    pub fn answers(&self) -> &str {
+        self.last_answers.as_deref().unwrap_or("nothing was answered")
+    }
+}
+
 /// A row of `order_events`. The time is RFC 3339.
 #[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct HistoryRow {
@@ -138,6 +181,8 @@ pub struct HistoryRow {
     pub why: Option<String>,
     /// The bulk command that it belongs to.
     pub run: Option<Uuid>,
+    /// What its payment providers answered before.
+    pub answers: Option<String>,
 }
 
 /// Reads the story of an order of this kind.
@@ -156,6 +201,8 @@ pub async fn show(
     let alarms = known("alarms", alarms(database, kind, order_id).await, &mut not_known);
     let events = known("events", events(database, kind, order_id).await, &mut not_known);
     let parked = known("parked", parked(database, kind, order_id).await, &mut not_known);
+    let claim = known("claim", claim(database, kind, order_id).await, &mut not_known).flatten();
+    let paused = known("paused", paused(database, kind).await, &mut not_known);
     let history = known("history", history(database, kind, order_id).await, &mut not_known);
     let row = found.as_ref().and_then(Option::as_ref);
     let mut open_cause = None;
@@ -167,8 +214,9 @@ pub async fn show(
             true => known("lock", orders.is_locked(order_id).await, &mut not_known),
             false => None,
         };
-        let (alarms, parked) = (alarms.as_deref(), parked.as_deref());
-        open_cause = why_open(&Facts { now, row, is_locked, live_workers, alarms, parked });
+        let (alarms, parked, pauses) = (alarms.as_deref(), parked.as_deref(), paused.as_deref());
+        let claim = claim.as_ref();
+        open_cause = why_open(&Facts { now, row, is_locked, live_workers, alarms, parked, pauses, claim });
     }
     Ok(OrderStory {
         kind: kind.clone(),
@@ -181,6 +229,8 @@ pub async fn show(
         alarms,
         events,
         parked,
+        claim,
+        paused,
         history,
         not_known,
     })
@@ -193,149 +243,6 @@ fn shown(row: &OrderRow, now: Timestamp) -> ShownRow {
         deadline: row.deadline.map(write_rfc3339),
         remaining_s: row.deadline.map(remaining),
     }
-}
-
-/// What the reason that an order is open depends on. `None` is unknown.
-struct Facts<'a> {
-    now: Timestamp,
-    row: &'a OrderRow,
-    is_locked: Option<bool>,
-    live_workers: Option<usize>,
-    alarms: Option<&'a [AlarmRow]>,
-    parked: Option<&'a [ParkedRow]>,
-}
-
-/// In a table of the shop's own, only open orders are found.
-fn is_open(row: &OrderRow) -> bool {
-    row.status.as_deref().is_none_or(|status| ["unpaid", "closing"].contains(&status))
-}
-
-fn is_overdue(row: &OrderRow, now: Timestamp) -> bool {
-    row.deadline.is_some_and(|deadline| deadline <= now)
-}
-
-/// Why an order is open. As text it is one sentence.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum OpenCause {
-    /// The shop decides whether it was paid.
-    Closing,
-    /// It never times out.
-    NoDeadline,
-    /// Its deadline has not passed.
-    NotDue {
-        /// Until the deadline.
-        remaining: Duration,
-        /// Whether its alarm has not been sent yet.
-        alarm_waits: bool,
-    },
-    /// It is overdue.
-    Overdue {
-        /// Since the deadline.
-        by: Duration,
-        /// The first cause that holds.
-        cause: OverdueCause,
-    },
-}
-
-/// Why an overdue order is not closed yet.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum OverdueCause {
-    /// No worker runs.
-    NoWorker,
-    /// Another session holds a lock that the close would need.
-    Locked,
-    /// Its alarm was given up.
-    Parked {
-        /// The word of the reason.
-        reason: String,
-        /// One sentence.
-        detail: String,
-    },
-    /// Its deadline has only just passed.
-    Recent,
-    /// Nothing in the database tells.
-    NotVisible,
-}
-
-impl fmt::Display for OpenCause {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Closing => f.write_str(
-                "its status is closing: its payment provider is asked, or the shop decides whether it was paid; `order-timeout closing list` shows it if a person must decide",
-            ),
-            Self::NoDeadline => f.write_str("it has no deadline, so it never times out"),
-            Self::NotDue { remaining, alarm_waits } => {
-                write!(f, "its deadline is in {}", rounded(*remaining))?;
-                match alarm_waits {
-                    true => f.write_str(
-                        "; an alarm for it waits in alarm_outbox, and the sweep closes it if that is not sent in time",
-                    ),
-                    false => Ok(()),
-                }
-            }
-            Self::Overdue { by, cause } => write!(f, "it is overdue by {}: {cause}", rounded(*by)),
-        }
-    }
-}
-
-impl fmt::Display for OverdueCause {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NoWorker => f.write_str("no worker is running; start one"),
-            Self::Locked => f.write_str(
-                "another session holds a lock on its row (pg_stat_activity lists it); it is closed when that ends",
-            ),
-            Self::Parked { reason, detail } => write!(f, "its alarm was parked as {reason}, because {detail}"),
-            Self::Recent => f.write_str("it is closed within a second or two"),
-            Self::NotVisible => f.write_str(
-                "no cause is visible in the database; `order-timeout close ID` tries to close it and says what is wrong, and the workers' logs name orders that cannot be closed",
-            ),
-        }
-    }
-}
-
-/// Why the order is open; `None` if it is not.
-fn why_open(facts: &Facts<'_>) -> Option<OpenCause> {
-    let Facts { now, row, .. } = *facts;
-    if !is_open(row) {
-        return None;
-    }
-    if row.status.as_deref() == Some("closing") {
-        return Some(OpenCause::Closing);
-    }
-    Some(match row.deadline {
-        None => OpenCause::NoDeadline,
-        Some(deadline) if deadline > now => {
-            let alarm_waits = facts.alarms.is_some_and(|alarms| alarms.iter().any(|alarm| alarm.sent_at.is_none()));
-            OpenCause::NotDue { remaining: deadline.since(now), alarm_waits }
-        }
-        Some(deadline) => OpenCause::Overdue { by: now.since(deadline), cause: why_overdue(facts, deadline) },
-    })
-}
-
-fn why_overdue(facts: &Facts<'_>, deadline: Timestamp) -> OverdueCause {
-    if facts.live_workers == Some(0) {
-        return OverdueCause::NoWorker;
-    }
-    if facts.is_locked == Some(true) {
-        return OverdueCause::Locked;
-    }
-    if let Some(parked) = facts.parked.and_then(<[ParkedRow]>::last) {
-        return OverdueCause::Parked { reason: parked.reason.clone(), detail: parked.detail.clone() };
-    }
-    match facts.now.since(deadline) <= USUALLY_CLOSED_WITHIN {
-        true => OverdueCause::Recent,
-        false => OverdueCause::NotVisible,
-    }
-}
-
-fn rounded(duration: Duration) -> humantime::FormattedDuration {
-    let seconds = duration.as_secs();
-    humantime::format_duration(if seconds == 0 {
-        Duration::from_millis(u64::from(duration.subsec_millis()))
-    } else {
-        Duration::from_secs(seconds)
-    })
 }
 
 /// Reads rows of an order without an index of ours, which a worker's sessions avoid. `$1` is the order's id, `$2` how many.
@@ -425,6 +332,33 @@ async fn parked(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<
     scan(database, select, Some(kind), order_id, read).await
 }
 
+async fn claim(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Option<ClaimRow>, String> {
+    let select = "SELECT claimed_by, claimed_at, queue, step, rounds, next_attempt_at, last_answers,
+                         unresolved_reason, unresolved_at, who, why
+                  FROM close_attempts WHERE order_id = $1 AND kind = $3 LIMIT $2";
+    let read = |row: &PgRow| {
+        Ok(ClaimRow {
+            claimed_by: row.try_get("claimed_by")?,
+            claimed_at: time(row, "claimed_at")?,
+            queue: row.try_get("queue")?,
+            step: row.try_get("step")?,
+            rounds: row.try_get("rounds")?,
+            next_attempt_at: time(row, "next_attempt_at")?,
+            last_answers: row.try_get("last_answers")?,
+            unresolved_reason: row.try_get("unresolved_reason")?,
+            unresolved_at: time_if_any(row, "unresolved_at")?,
+            who: row.try_get("who")?,
+            why: row.try_get("why")?,
+        })
+    };
+    Ok(scan(database, select, Some(kind), order_id, read).await?.pop())
+}
+
+async fn paused(database: &Database, kind: &Kind) -> Result<Vec<Pause>, String> {
+    let read = database.run(async |connection| closing_pauses::current(connection, Some(kind)).await);
+    read.await.map_err(|error| one_line(&error))
+}
+
 async fn history(database: &Database, kind: &Kind, order_id: &OrderId) -> Result<Vec<HistoryRow>, String> {
     if !kind.is_default() {
         return Err("the table order_events has orders of the kind \"order\"".into());
@@ -432,7 +366,8 @@ async fn history(database: &Database, kind: &Kind, order_id: &OrderId) -> Result
     if !is_uuid(order_id.as_str()) {
         return Err("the table order_events has orders of the default table, whose ids are UUIDs".into());
     }
-    let select = "SELECT at, event, by, reason, who, why, run FROM order_events WHERE order_id = $1::text::uuid
+    let select =
+        "SELECT at, event, by, reason, who, why, run, answers FROM order_events WHERE order_id = $1::text::uuid
                   ORDER BY id DESC LIMIT $2";
     let read = |row: &PgRow| {
         Ok(HistoryRow {
@@ -443,60 +378,8 @@ async fn history(database: &Database, kind: &Kind, order_id: &OrderId) -> Result
             who: row.try_get("who")?,
             why: row.try_get("why")?,
             run: row.try_get("run")?,
+            answers: row.try_get("answers")?,
         })
     };
     scan(database, select, None, order_id, read).await
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn at(seconds: i64) -> Timestamp {
-        Timestamp::from_unix_micros(seconds * 1_000_000)
-    }
-
-    fn row(status: &str, deadline: Option<i64>) -> OrderRow {
-        OrderRow { status: Some(status.to_owned()), deadline: deadline.map(at) }
-    }
-
-    fn facts(row: &OrderRow) -> Facts<'_> {
-        Facts { now: at(100), row, is_locked: Some(false), live_workers: Some(1), alarms: Some(&[]), parked: Some(&[]) }
-    }
-
-    #[test]
-    fn only_open_orders_have_a_reason() {
-        for status in ["paid", "closed", "cancelled"] {
-            assert_eq!(why_open(&facts(&row(status, Some(50)))), None);
-        }
-        let why = |row: &OrderRow| why_open(&facts(row)).unwrap().to_string();
-        assert!(why(&row("closing", Some(50))).contains("the shop decides"));
-        assert!(why(&row("unpaid", None)).contains("never times out"));
-        assert_eq!(why(&row("unpaid", Some(160))), "its deadline is in 1m");
-        assert!(why(&OrderRow { status: None, deadline: Some(at(50)) }).contains("overdue by 50s"));
-    }
-
-    #[test]
-    fn reason_names_first_cause_that_holds() {
-        let row = row("unpaid", Some(50));
-        let parked = [ParkedRow {
-            id: Uuid::nil(),
-            reason: "close_failed".into(),
-            detail: "a trigger refuses it".into(),
-            deadline: None,
-            parked_at: String::new(),
-            attempts: 1,
-        }];
-        let why = |change: &dyn Fn(&mut Facts<'_>)| {
-            let mut facts = Facts { parked: Some(&parked), ..facts(&row) };
-            change(&mut facts);
-            why_open(&facts).unwrap().to_string()
-        };
-        assert!(why(&|facts| facts.live_workers = Some(0)).contains("start one"));
-        assert!(why(&|facts| facts.is_locked = Some(true)).contains("holds a lock"));
-        assert!(why(&|_| {}).contains("parked as close_failed, because a trigger refuses it"));
-        assert!(why(&|facts| facts.parked = None).contains("no cause is visible"));
-        let unknown = |facts: &mut Facts<'_>| (facts.live_workers, facts.is_locked, facts.parked) = (None, None, None);
-        assert!(why(&unknown).contains("no cause is visible"));
-    }
 }

@@ -130,7 +130,7 @@ pub async fn status(database: &Database, orders: &OrdersTable) -> Result<Status,
     Ok(Status { at, unpaid, paused, due_by_minute, overdue, alarm_outbox, event_outbox, parked, workers, not_known })
 }
 
-async fn paused(database: &Database) -> Result<Vec<Pause>, String> {
+pub(super) async fn paused(database: &Database) -> Result<Vec<Pause>, String> {
     let read = database.run(async |connection| closing_pauses::current(connection, None).await);
     read.await.map_err(|error| one_line(&error))
 }

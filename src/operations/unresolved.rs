@@ -13,7 +13,7 @@ use sqlx::{PgConnection, Row};
 use crate::postgres::{Database, DatabaseError, Operator, one_line};
 
 /// An order that waits for a person.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
 pub struct UnresolvedOrder {
     /// The order, which is `closing`.
     pub order_id: String,
@@ -53,6 +53,39 @@ pub async fn list(database: &Database, page: &UnresolvedPage<'_>) -> Result<Vec<
     .bind(page.after)
     .bind(page.limit);
     let rows = database.run(async |connection| query.fetch_all(connection).await).await?;
+    rows.iter().map(read).collect()
+}
+
+/// Orders that wait for a person for one reason.
+#[derive(Debug, Clone, PartialEq, Serialize, utoipa::ToSchema)]
+pub struct UnresolvedForReason {
+    /// The word in `close_attempts`.
+    pub reason: String,
+    /// How many.
+    pub orders: u64,
+    /// Seconds since the oldest of them is unresolved.
+    pub oldest_s: f64,
+}
+
+/// How many orders wait for a person, by reason.
+///
+/// # Errors
+/// sqlx's.
+pub async fn count_by_reason(database: &Database) -> Result<Vec<UnresolvedForReason>, sqlx::Error> {
+    let query = sqlx::query(
+        "SELECT unresolved_reason, count(*) AS orders,
+                greatest(extract(epoch FROM clock_timestamp() - min(unresolved_at)), 0)::float8 AS oldest_s
+         FROM close_attempts WHERE unresolved_at IS NOT NULL GROUP BY unresolved_reason ORDER BY unresolved_reason",
+    );
+    let rows = database.run(async |connection| query.fetch_all(connection).await).await?;
+    let read = |row: &PgRow| {
+        let orders: i64 = row.try_get("orders")?;
+        Ok(UnresolvedForReason {
+            reason: row.try_get("unresolved_reason")?,
+            orders: orders.unsigned_abs(),
+            oldest_s: row.try_get("oldest_s")?,
+        })
+    };
     rows.iter().map(read).collect()
 }
 
@@ -99,6 +132,28 @@ pub async fn retry(database: &Database, which: &Which<'_>, operator: &Operator) 
     .bind(&operator.who)
     .bind(&operator.why);
     database.run(async |connection| query.fetch_all(connection).await).await
+}
+
+/// What a person does about an order that is unresolved for this reason. One sentence without its end.
+#[must_use]
+pub fn what_to_do(reason: &str) -> &'static str {
+    match reason {
+        "amount_differs" => {
+            "compare what the provider has received with what the order costs; report it with payment_received, or give the money back there, and ask again"
+        }
+        "refunded" | "paid_after_close" => {
+            "find out at the provider whether the customer still wants the order, then pay or close it yourself"
+        }
+        "recorded_paid" => {
+            "find out why the shop has recorded a payment that the provider does not know, correct the record, and ask again"
+        }
+        "no_answer" => {
+            "check that the provider answers and that its settings are right, then ask again: `order-timeout closing retry ID`"
+        }
+        "refused" => "remove the constraint or trigger that refuses the order's change, then ask again",
+        "no_deadline" => "give the order a deadline again, or pay or close it yourself",
+        _ => "look at the answers, and ask again: `order-timeout closing retry ID`",
+    }
 }
 
 /// Which unresolved orders.

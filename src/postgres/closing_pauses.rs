@@ -5,6 +5,7 @@
 use order_timeout_client::postgres::Timestamptz;
 use order_timeout_core::kind::Kind;
 use order_timeout_core::message::write_rfc3339;
+use order_timeout_core::order::Timestamp;
 use serde::Serialize;
 use sqlx::postgres::PgRow;
 use sqlx::{PgConnection, Row};
@@ -69,6 +70,20 @@ impl Pause {
     }
 }
 
+/// A pause that is over.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, utoipa::ToSchema)]
+pub struct EndedPause {
+    /// As it was while it lasted.
+    #[serde(flatten)]
+    pub pause: Pause,
+    /// A person's name.
+    pub resumed_by: String,
+    /// One sentence, if one was given.
+    pub resume_reason: Option<String>,
+    /// RFC 3339.
+    pub resumed_at: String,
+}
+
 const READ: &str = "SELECT kind, cause, reason, paused_by, paused_at FROM closing_pauses
      WHERE resumed_at IS NULL AND ($1::text IS NULL OR kind IS NULL OR kind = $1) ORDER BY id";
 
@@ -79,6 +94,35 @@ const READ: &str = "SELECT kind, cause, reason, paused_by, paused_at FROM closin
 pub async fn current(connection: &mut PgConnection, kind: Option<&Kind>) -> Result<Vec<Pause>, sqlx::Error> {
     let rows = sqlx::query(READ).bind(kind.map(Kind::as_str)).fetch_all(connection).await?;
     rows.iter().map(read).collect()
+}
+
+/// The newest pauses that are over and applied to this kind, or to any kind; the newest first. Only those that ended after
+/// `since`, if it is given.
+///
+/// # Errors
+/// sqlx's.
+pub async fn ended(
+    connection: &mut PgConnection,
+    kind: Option<&Kind>,
+    since: Option<Timestamp>,
+    limit: i64,
+) -> Result<Vec<EndedPause>, sqlx::Error> {
+    let select = sqlx::query(
+        "SELECT kind, cause, reason, paused_by, paused_at, resumed_by, resume_reason, resumed_at FROM closing_pauses
+         WHERE resumed_at > coalesce($2, '-infinity') AND ($1::text IS NULL OR kind IS NULL OR kind = $1)
+         ORDER BY resumed_at DESC, id DESC LIMIT $3",
+    );
+    let select = select.bind(kind.map(Kind::as_str)).bind(since.map(Timestamptz)).bind(limit);
+    let read_ended = |row: &PgRow| {
+        let Timestamptz(resumed_at) = row.try_get("resumed_at")?;
+        Ok(EndedPause {
+            pause: read(row)?,
+            resumed_by: row.try_get("resumed_by")?,
+            resume_reason: row.try_get("resume_reason")?,
+            resumed_at: write_rfc3339(resumed_at),
+        })
+    };
+    select.fetch_all(connection).await?.iter().map(read_ended).collect()
 }
 
 /// Begins a pause and announces it as `closing.paused`, unless there is one for the same kind or kinds already.

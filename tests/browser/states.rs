@@ -6,8 +6,11 @@ use order_timeout::Settings;
 use order_timeout::config::kinds::{KindSettings, Names, TableSettings};
 use order_timeout_core::kind::Kind;
 use order_timeout_testkit::RunningWorker;
+use order_timeout_testkit::figures::wait_for_figure;
+use order_timeout_testkit::page::TOKEN;
 use order_timeout_testkit::proxy::Proxy;
 use serde_json::json;
+use thirtyfour::common::keys::Key;
 
 use crate::browser::Browser;
 use crate::{MINUTE, SECOND, execute, fill, in_browser, log_in, park, window, write_alarms};
@@ -47,7 +50,7 @@ fn idle_page_is_calm_and_accessible() {
             browser.assert_accessible(NAME).await;
             browser.be_phone().await;
             browser.picture("phone-dark").await;
-            for path in ["/", "/pending", "/parked", "/late", "/login", "/orders/17"] {
+            for path in ["/", "/pending", "/parked", "/late", "/unresolved", "/pauses", "/login", "/orders/17"] {
                 browser.visit(path).await;
                 assert!(browser.overhang().await <= 0, "{path} is wider than a phone");
                 browser.assert_accessible(NAME).await;
@@ -171,6 +174,76 @@ fn parked_alarms_are_retried_by_form() {
             browser.wait_for_text("main", "1 alarm sent back.").await;
             let left = env.count("SELECT count(*) FROM parked_alarms").await;
             assert_eq!((left, env.parked().await[0].0.as_str()), (1, "unreadable"));
+            worker.stop().await;
+        },
+    );
+}
+
+#[test]
+fn pause_is_shown_and_ended_by_keyboard() {
+    const NAME: &str = "states::pause_is_shown_and_ended_by_keyboard";
+    in_browser(
+        NAME,
+        |_| {},
+        async |env| {
+            let worker = env.worker().await;
+            let browser = window(&worker).await;
+            browser.visit("/").await;
+            browser.wait_for_text("#verdict", ON_TIME).await;
+            browser.wait_for_text("#paused", "None: orders of every kind are closed.").await;
+            mark(&browser).await;
+            let why = "60 of 60 orders closed in 5m, and 0.0 % were paid; usually it is 70 %";
+            let pause = "INSERT INTO closing_pauses (kind, cause, reason, paused_by)
+                         VALUES ('order', 'brake', $1, 'the worker on shop-1')";
+            sqlx::query(pause).bind(why).execute(&env.pool).await.unwrap();
+            browser.wait_for_text("#paused", "brake: the worker on shop-1").await;
+            let command = ["resume", "--reason", "a test of the command"];
+            let (code, said, fault) = order_timeout_testkit::process::call_with(&env.settings, &command).await;
+            assert_eq!(code, 0, "{said}{fault}");
+            browser.wait_for_text("#verdict", ON_TIME).await;
+            let command = ["pause", "--reason", "the callbacks of the provider are missing", "--who", "night shift"];
+            let (code, said, fault) = order_timeout_testkit::process::call_with(&env.settings, &command).await;
+            assert_eq!(code, 0, "{said}{fault}");
+            browser.wait_for_text("#verdict", "Closing is paused: no order is closed until it is resumed.").await;
+            wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
+            let orders = env.orders(12, SECOND).await;
+            browser.wait_for_text("#verdict", "Closing is paused: 12 overdue orders wait to be closed.").await;
+            browser.wait_for_text("#verdict", "by night shift: the callbacks of the provider are missing").await;
+            browser.wait_for_text("#paused", "operator: night shift").await;
+            browser.wait_for_text("#due-order", "Closing is paused: what falls due stays open").await;
+            assert_not_loaded_again(&browser).await;
+            browser.assert_accessible(NAME).await;
+            browser.picture("paused").await;
+
+            // With the keyboard alone, beginning at the verdict.
+            browser.tab_to("Log in").await;
+            browser.press(Key::Enter).await;
+            browser.tab_to("Your name").await;
+            browser.type_text("day shift").await;
+            browser.press(Key::Tab).await;
+            browser.type_text(TOKEN).await;
+            browser.press(Key::Enter).await;
+            browser.wait_for_text("header", "Log out").await;
+            browser.tab_to("Pauses").await;
+            browser.press(Key::Enter).await;
+            browser.wait_for_text("h1", "Pauses of closing").await;
+            browser.assert_accessible(NAME).await;
+            browser.picture("pauses").await;
+            browser.tab_to("Why").await;
+            browser.type_text("the callbacks arrive again").await;
+            browser.tab_to("Resume closing").await;
+            browser.press(Key::Enter).await;
+            browser.wait_for_text("main", "1 pause ended.").await;
+            browser.wait_for_text("main", "the callbacks arrive again").await;
+            order_timeout_testkit::wait_for("the closes", async || env.closed().await == 12).await;
+            assert_eq!(orders.len(), 12);
+            let who = "SELECT count(*) FROM closing_pauses WHERE resumed_by = 'day shift'";
+            assert_eq!(env.count(who).await, 1);
+            browser.visit("/").await;
+            browser.wait_for_text("#verdict", ON_TIME).await;
+            browser.be_phone().await;
+            browser.visit("/pauses").await;
+            assert!(browser.overhang().await <= 0);
             worker.stop().await;
         },
     );

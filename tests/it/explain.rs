@@ -5,11 +5,15 @@ use std::path::Path;
 use std::time::Duration;
 
 use order_timeout::Settings;
+use order_timeout_testkit::figures::{serve_http, wait_for_figure};
+use order_timeout_testkit::payment_service::{Fault, PaymentService, wide_limits};
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{Order, TestEnv, wait_for};
 use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Executor};
 use uuid::Uuid;
+
+use crate::providers::{adjust, begin_attempts};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -65,6 +69,106 @@ fn explain_orders_whole_story_by_time() {
         place(&told, "alarm_outbox", "was handed to the broker");
         let unknown: Vec<_> = told["not_known"].as_array().unwrap().iter().map(|one| &one["what"]).collect();
         assert_eq!(unknown, ["alarms from publishers", "deliveries"]);
+    });
+}
+
+#[test]
+fn explain_tells_provider_errors_in_order() {
+    let service = PaymentService::start();
+    TestEnv::builder()
+        .settings(|settings| {
+            adjust(settings);
+            settings.closing.max_rounds = 1_000;
+            service.join(settings, "card", wide_limits());
+        })
+        .run(async move |env| {
+            let order = env.order(3_600 * SECOND).await;
+            let id = order.id.to_string();
+            begin_attempts(&env, &[order], "card").await;
+            service.fail(&id, Some(Fault::Error));
+            for (left, why) in [("2h", "the customer asked"), ("1s", "a mistake")] {
+                let arguments = ["deadline", &id, "--in", left, "--who", "night shift", "--why", why];
+                let (code, said, fault) = call_with(&env.settings, &arguments).await;
+                assert_eq!(code, 0, "{said}{fault}");
+            }
+            // Its alarms are lost: only the sweep finds it.
+            execute(&env, "DELETE FROM alarm_outbox").await;
+            let worker = env.worker().await;
+            let rounds = "SELECT count(*) FROM close_attempts WHERE rounds >= 2";
+            wait_for("two rounds without an answer", async || env.count(rounds).await == 1).await;
+            let told = explained(&env.settings, &order).await;
+            let because = told["open"]["because"].as_str().unwrap();
+            assert!(because.starts_with("card gave no answer in ") && because.contains("unknown ("), "{told:#}");
+            assert!(told["open"]["what_to_do"].as_str().unwrap().contains("payment provider answers"), "{told:#}");
+            let claimed = place(&told, "close_attempts", "claimed to be closed (sweep): card is asked first");
+            let next = place(&told, "close_attempts", "card is asked again, after ");
+            assert!(place(&told, "orders", "its deadline") < claimed && claimed < next, "{told:#}");
+
+            service.fail(&id, None);
+            wait_for("the announcement", async || {
+                env.count("SELECT count(*) FROM event_outbox WHERE type = 'order.closed.v1' AND sent_at IS NOT NULL")
+                    .await
+                    == 1
+            })
+            .await;
+            worker.stop().await;
+            let told = explained(&env.settings, &order).await;
+            assert!(told.get("open").is_none(), "{told:#}");
+            let places = [
+                place(&told, "orders", "created"),
+                place(&told, "payment_attempts", "with card began, reference "),
+                place(&told, "order_events", "; who: night shift; why: the customer asked"),
+                place(&told, "order_events", "; who: night shift; why: a mistake"),
+                place(&told, "orders", "its deadline"),
+                place(&told, "order_events", "closed by the sweep, "),
+                place(&told, "event_outbox", "the event order.closed.v1 was announced"),
+            ];
+            assert!(places.is_sorted(), "{places:?}: {told:#}");
+            place(&told, "payment_attempts", "; it is closed");
+            let (_, closed) = &moments(&told)[places[5]];
+            let answers = closed.split_once("answers: ").unwrap().1;
+            assert!(
+                answers.starts_with("rounds without an answer: ")
+                    && answers.contains(", the last: card ")
+                    && answers.ends_with("cancel: closed"),
+                "{answers}"
+            );
+        });
+}
+
+#[test]
+fn explain_names_pause_that_holds_order() {
+    TestEnv::builder().settings(serve_http).run(async |env| {
+        let worker = env.worker().await;
+        let order = env.order(2 * SECOND).await;
+        env.write_alarm(&order).await;
+        let call = async |arguments: &[&str]| {
+            let (code, said, fault) = call_with(&env.settings, arguments).await;
+            assert_eq!(code, 0, "{said}{fault}");
+        };
+        call(&["pause", "--reason", "no callbacks arrive", "--who", "night shift"]).await;
+        wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
+        let due = "SELECT count(*) FROM orders WHERE expires_at < clock_timestamp()";
+        wait_for("it is overdue", async || env.count(due).await == 1).await;
+        let told = explained(&env.settings, &order).await;
+        let because = told["open"]["because"].as_str().unwrap();
+        assert!(because.contains("closing is paused since") && because.contains("no callbacks arrive"), "{told:#}");
+        assert!(told["open"]["what_to_do"].as_str().unwrap().contains("order-timeout resume"), "{told:#}");
+        place(&told, "closing_pauses", "closing was paused (operator) by night shift: no callbacks arrive");
+        call(&["resume", "--reason", "they arrive", "--who", "day shift"]).await;
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        worker.stop().await;
+        // A pause that is over before the deadline, and one after the close, have held nothing.
+        call(&["pause", "--reason", "later"]).await;
+        call(&["resume"]).await;
+        let told = explained(&env.settings, &order).await;
+        let places = [
+            place(&told, "orders", "its deadline"),
+            place(&told, "closing_pauses", "closing was resumed by day shift: they arrive"),
+            place(&told, "order_events", "closed by "),
+        ];
+        assert!(places.is_sorted(), "{told:#}");
+        assert!(!told.to_string().contains("later"), "{told:#}");
     });
 }
 

@@ -65,3 +65,4 @@ mod tls;
 mod topology;
 mod traces;
 mod unreadable_messages;
+mod unresolved;

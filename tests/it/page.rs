@@ -20,17 +20,17 @@ async fn get(worker: &RunningWorker, path: &str) -> Answer {
 }
 
 /// A form of the page, as a browser with this cookie sends it.
-async fn submit(worker: &RunningWorker, path: &str, origin: &str, cookie: &str, form: &str) -> Answer {
+pub async fn submit(worker: &RunningWorker, path: &str, origin: &str, cookie: &str, form: &str) -> Answer {
     let headers = [("Origin", origin), ("Cookie", cookie), ("Content-Type", "application/x-www-form-urlencoded")];
     ask(worker.http.unwrap(), "POST", path, &headers, form).await
 }
 
-fn origin(worker: &RunningWorker) -> String {
+pub fn origin(worker: &RunningWorker) -> String {
     format!("http://{}", worker.http.unwrap())
 }
 
 /// The cookie of a login.
-async fn log_in(worker: &RunningWorker) -> String {
+pub async fn log_in(worker: &RunningWorker) -> String {
     let form = format!("who=night+%3Cshift%3E&token={TOKEN}");
     let answer = submit(worker, "/login", &origin(worker), "", &form).await;
     assert_eq!((answer.status, answer.header("location")), (303, Some("/parked")), "{answer:?}");
@@ -119,6 +119,8 @@ fn browsers_take_nothing_from_elsewhere() {
             "/pending",
             "/parked",
             "/late",
+            "/unresolved",
+            "/pauses",
             "/orders/17",
             "/login",
             "/nothing",

@@ -6,9 +6,14 @@ use std::time::Duration;
 use order_timeout::Settings;
 use order_timeout::http::{CLOSINGZ, READYZ};
 use order_timeout_testkit::figures::{get, serve_http, wait_for_figure};
+use order_timeout_testkit::page::{TOKEN, with_page};
 use order_timeout_testkit::process::call_with;
 use order_timeout_testkit::{TestEnv, wait_for};
 use serde_json::{Value, json};
+use tempfile::NamedTempFile;
+
+use crate::api;
+use crate::page::{log_in, origin, submit};
 
 const WHY: &str = "the callbacks of the provider are missing";
 
@@ -146,5 +151,81 @@ fn pause_stops_manual_close_between_batches() {
         assert!(code == 1 && said.contains(WHY) && said.contains("orders left"), "{said}{why}");
         // The batch that had begun.
         assert!((closed..=closed + 1).contains(&env.closed().await), "{said}");
+    });
+}
+
+#[test]
+fn closing_is_paused_over_http() {
+    let file = NamedTempFile::new().unwrap();
+    TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {
+        let worker = env.worker().await;
+        let by = json!({ "who": "night shift", "why": WHY });
+        for path in ["/api/v1/pauses", "/api/v1/pauses/resume"] {
+            assert_eq!(api::post(&worker, path, "wrong", &by).await.status, 401, "{path}");
+            for (bad, fix) in [
+                (json!({ "who": "", "why": "x" }), "who: it is empty"),
+                (json!({ "kind": "unknown", "who": "a", "why": "b" }), "no kind \"unknown\""),
+            ] {
+                let refused = api::post(&worker, path, TOKEN, &bad).await;
+                assert!(refused.status == 400 && refused.problem().contains(fix), "{path} {refused:?}");
+            }
+        }
+        let begun = api::post(&worker, "/api/v1/pauses", TOKEN, &by).await.json();
+        assert_eq!((&begun["began"], &begun["pauses"][0]["paused_by"]), (&json!(true), &json!("night shift")));
+        assert_eq!(api::post(&worker, "/api/v1/pauses", TOKEN, &by).await.json()["began"], false);
+        wait_for_figure(&worker, "closing_paused{cause=\"operator\"}", |value| value == 1.0).await;
+        let order = env.order(Duration::ZERO).await;
+        wait_for("the verdict", async || {
+            let page = api::get(&worker, "/").await.body;
+            page.contains("Closing is paused: 1 overdue order waits") && page.contains(WHY)
+        })
+        .await;
+        let overview = api::get(&worker, "/api/v1/overview").await.json();
+        assert_eq!(overview["paused"][0]["cause"], "operator", "{overview}");
+        assert_eq!(env.status(&order).await, "unpaid");
+
+        let resumed = json!({ "kind": "order", "who": "day shift", "why": "x" });
+        let still = api::post(&worker, "/api/v1/pauses/resume", TOKEN, &resumed).await.json();
+        assert_eq!((&still["ended"], &still["still_paused"][0]["reason"]), (&json!([]), &json!(WHY)));
+        let resumed = json!({ "who": "day shift", "why": "they are back" });
+        let ended = api::post(&worker, "/api/v1/pauses/resume", TOKEN, &resumed).await.json();
+        assert_eq!((&ended["ended"][0]["reason"], &ended["still_paused"]), (&json!(WHY), &json!([])));
+        wait_for("the close", async || env.status(&order).await == "closed").await;
+        let kept = api::get(&worker, "/api/v1/pauses").await.json();
+        assert_eq!(kept["lasting"], json!([]));
+        let ended = &kept["ended"][0];
+        assert_eq!(
+            (&ended["paused_by"], &ended["resumed_by"], &ended["resume_reason"]),
+            (&json!("night shift"), &json!("day shift"), &json!("they are back"))
+        );
+        worker.stop().await;
+    });
+}
+
+#[test]
+fn page_pauses_and_resumes_after_login() {
+    let file = NamedTempFile::new().unwrap();
+    TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {
+        let worker = env.worker().await;
+        let own = origin(&worker);
+        let form = "kind=&why=%3Cb%3Eno+callbacks";
+        for path in ["/pauses", "/pauses/resume"] {
+            assert_eq!(submit(&worker, path, &own, "", form).await.status, 401, "no login");
+        }
+        let cookie = log_in(&worker).await;
+        assert_eq!(submit(&worker, "/pauses", "http://evil.example", &cookie, form).await.status, 403);
+        assert_eq!(submit(&worker, "/pauses", &own, &cookie, "kind=&why=+").await.status, 400, "why is empty");
+        assert_eq!(env.count("SELECT count(*) FROM closing_pauses").await, 0);
+        let paused = submit(&worker, "/pauses", &own, &cookie, form).await;
+        assert_eq!(paused.header("location"), Some("/pauses?began=true"), "{paused:?}");
+        let page = api::ask(worker.http.unwrap(), "GET", "/pauses", &[("Cookie", &cookie)], "").await.body;
+        assert!(page.contains("&lt;b&gt;no callbacks") && page.contains("operator: night &lt;shift&gt;"), "{page}");
+        assert!(page.contains("action=\"/pauses/resume\""), "{page}");
+        let resumed = submit(&worker, "/pauses/resume", &own, &cookie, "kind=&why=they+are+back").await;
+        assert_eq!(resumed.header("location"), Some("/pauses?ended=1&left=0"), "{resumed:?}");
+        let kept = "SELECT count(*) FROM closing_pauses
+                    WHERE resumed_by = 'night <shift>' AND resume_reason = 'they are back'";
+        assert_eq!(env.count(kept).await, 1);
+        worker.stop().await;
     });
 }

@@ -16,7 +16,7 @@ use order_timeout_testkit::{Order, TestEnv, wait_for, wait_within};
 use uuid::Uuid;
 
 /// Short pauses, and orders that the sweep finds at once.
-fn adjust(settings: &mut Settings) {
+pub fn adjust(settings: &mut Settings) {
     settings.sweep.grace = Duration::ZERO;
     settings.closing.retry_first = Duration::from_millis(50);
     settings.closing.retry_longest = Duration::from_millis(200);
@@ -24,7 +24,7 @@ fn adjust(settings: &mut Settings) {
 }
 
 /// An attempt for each order, with the order's id as its reference.
-async fn begin_attempts(env: &TestEnv, orders: &[Order], provider: &str) {
+pub async fn begin_attempts(env: &TestEnv, orders: &[Order], provider: &str) {
     let ids: Vec<String> = orders.iter().map(|order| order.id.to_string()).collect();
     sqlx::query(
         "INSERT INTO payment_attempts (provider, reference, order_id, amount_minor, currency)

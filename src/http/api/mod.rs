@@ -5,8 +5,10 @@
 
 pub(super) mod late;
 pub(super) mod parked;
+pub(super) mod pauses;
 mod problem;
 pub(super) mod reads;
+pub(super) mod unresolved;
 
 use std::sync::Arc;
 
@@ -43,7 +45,11 @@ fn described() -> OpenApiRouter<Arc<Shared>> {
         .routes(routes!(parked::drop_alarms))
         .routes(routes!(late::list))
         .routes(routes!(late::refund_due))
-        .routes(routes!(late::reopen));
+        .routes(routes!(late::reopen))
+        .routes(routes!(unresolved::list))
+        .routes(routes!(unresolved::retry))
+        .routes(routes!(pauses::list, pauses::pause))
+        .routes(routes!(pauses::resume));
     OpenApiRouter::new().nest(ROOT, routes)
 }
 
@@ -79,7 +85,7 @@ pub fn openapi() -> OpenApi {
     let mut api = described().into_openapi();
     let mut info = Info::new("order-timeout", "1");
     info.description = Some(
-        "What falls due, why an order is open, parked alarms and late money. Served below http.listen if http.page is true. \
+        "What falls due, why an order is open, parked alarms, late money, unresolved orders and pauses of closing. Served below http.listen if http.page is true. \
          Errors are application/problem+json (RFC 9457)."
             .to_owned(),
     );

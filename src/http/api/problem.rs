@@ -12,6 +12,7 @@ use serde::Serialize;
 use super::super::site::{Denied, SourceError};
 use crate::operations::forecast::ForecastError;
 use crate::operations::parked::ParkedError;
+use crate::operations::pause_closing::PauseError;
 use crate::operations::pending::PendingError;
 use crate::postgres::DatabaseError;
 use crate::sanitize;
@@ -87,6 +88,16 @@ impl From<SourceError> for Problem {
         match error {
             SourceError::NoKind { .. } => Self::bad_request(error.to_string()),
             SourceError::Database(error) => error.into(),
+        }
+    }
+}
+
+impl From<PauseError> for Problem {
+    fn from(error: PauseError) -> Self {
+        match error {
+            PauseError::UnknownKind(..) => Self::bad_request(error.to_string()),
+            PauseError::IsPaused(_) => Self::new(StatusCode::CONFLICT, error.to_string()),
+            PauseError::Database(error) => error.into(),
         }
     }
 }

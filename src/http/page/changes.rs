@@ -30,12 +30,12 @@ pub(super) struct Asked<Id> {
     pub why: String,
 }
 
-/// What the form asks for, if this visitor may ask for it.
-pub(super) fn asked<Id: FromStr>(
+/// Who asks with a form, and the form, if this visitor may ask for a change.
+pub(super) fn permitted(
     visitor: &Visitor,
     headers: &HeaderMap,
     form: Result<Form<Fields>, FormRejection>,
-) -> Result<Asked<Id>, Problem> {
+) -> Result<(String, Fields), Problem> {
     if !is_from_this_site(headers) {
         let why = "the request is not from this page; use its form, or the API with the token";
         return Err(Problem::new(StatusCode::FORBIDDEN, why));
@@ -44,13 +44,28 @@ pub(super) fn asked<Id: FromStr>(
         return Err(Problem::new(StatusCode::UNAUTHORIZED, "log in first; the session may have ended"));
     };
     let Form(fields) = form.map_err(|fault| Problem::bad_request(fault.body_text()))?;
+    Ok((session.who.clone(), fields))
+}
+
+/// The text in the field of this name; empty if there is none.
+pub(super) fn field(fields: &Fields, name: &str) -> String {
+    let found = fields.iter().find(|(of, _)| of == name);
+    found.map(|(_, text)| text.clone()).unwrap_or_default()
+}
+
+/// What a form with rows to choose asks for, if this visitor may ask for it.
+pub(super) fn asked<Id: FromStr>(
+    visitor: &Visitor,
+    headers: &HeaderMap,
+    form: Result<Form<Fields>, FormRejection>,
+) -> Result<Asked<Id>, Problem> {
+    let (who, fields) = permitted(visitor, headers, form)?;
     let ids: Result<Vec<Id>, _> = fields.iter().filter(|(name, _)| name == "id").map(|(_, id)| id.parse()).collect();
     let ids = ids.map_err(|_| Problem::bad_request("one of the chosen rows has no valid id; load the page again"))?;
     if ids.is_empty() {
         return Err(Problem::bad_request("nothing was chosen; check the box before at least one row"));
     }
-    let why = fields.into_iter().find_map(|(name, why)| (name == "why").then_some(why));
-    Ok(Asked { ids, who: session.who.clone(), why: why.unwrap_or_default() })
+    Ok(Asked { ids, who, why: field(&fields, "why") })
 }
 
 /// The page that follows: where to go on, or what is wrong.

@@ -13,22 +13,28 @@ use super::words::{age, clock, count, money, number, shown, time};
 use crate::operations::forecast::{Forecast, Outlook};
 
 /// `names_kind`: whether there are others.
-pub(super) fn section(kind: &Kind, forecast: Option<&Result<Arc<Forecast>, String>>, names_kind: bool) -> Markup {
+pub(super) fn section(
+    kind: &Kind,
+    forecast: Option<&Result<Arc<Forecast>, String>>,
+    names_kind: bool,
+    is_paused: bool,
+) -> Markup {
     html! {
         section id=(format!("due-{kind}")) {
             h2 { "Due in the next six hours" @if names_kind { ": " (kind) } }
             @match forecast {
                 None => p { "Being counted." },
                 Some(Err(why)) => p.bad { (shown(why)) },
-                Some(Ok(forecast)) => (figures(forecast, kind)),
+                Some(Ok(forecast)) => (figures(forecast, kind, is_paused)),
             }
         }
     }
 }
 
-fn figures(forecast: &Forecast, kind: &Kind) -> Markup {
+fn figures(forecast: &Forecast, kind: &Kind, is_paused: bool) -> Markup {
     html! {
-        @if let Some(outlook) = &forecast.outlook { p class=(if outlook.is_on_time { "ok" } else { "bad" }) { (in_words(outlook)) } }
+        @if is_paused { p.bad { "Closing is paused: what falls due stays open until it is resumed." } }
+        @else if let Some(outlook) = &forecast.outlook { p class=(if outlook.is_on_time { "ok" } else { "bad" }) { (in_words(outlook)) } }
         @if forecast.total.orders == 0 { p { "Nothing." } }
         @else {
             (horizons(forecast))

@@ -48,7 +48,10 @@ fn row(shared: &Shared, view: Option<&View>, kind: &Kind, now: Instant) -> Marku
                 @match forecast { Some(forecast) => (number(forecast.total.orders)), None => "–" }
             }
             (closes(&hour))
-            td data-name="state" { (state(shared, kind, served.is_some(), of_kind)) }
+            td data-name="state" {
+                @if overview.is_some_and(|overview| overview.is_paused(kind)) { p.bad { "closing is paused" } }
+                @else { (state(shared, kind, served.is_some(), of_kind)) }
+            }
         }
     }
 }

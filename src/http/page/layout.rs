@@ -92,7 +92,7 @@ impl<'a> Layout<'a> {
         html! {
             nav aria-label="Pages" {
                 ul {
-                    @for (href, name) in [("/", "Overview"), ("/pending", "Pending"), ("/parked", "Parked alarms"), ("/late", "Late money")] {
+                    @for (href, name) in [("/", "Overview"), ("/pending", "Pending"), ("/parked", "Parked alarms"), ("/late", "Late money"), ("/unresolved", "Unresolved"), ("/pauses", "Pauses")] {
                         li {
                             a href=(href) aria-current=[(name == self.title).then_some("page")] { (name) }
                         }

@@ -29,7 +29,7 @@ fn form(visitor: &Visitor, fault: Option<&str>) -> Markup {
     html! {
         h1 { "Log in" }
         @if visitor.is_writable {
-            p { "Logging in allows to retry and drop parked alarms, and to settle late money. Each change is recorded with your name and your reason." }
+            p { "Logging in allows to retry and drop parked alarms, to settle late money, to have payment providers asked again, and to pause and resume closing. Each change is recorded with your name and your reason." }
             @if let Some(fault) = fault { p.bad role="alert" { (shown(fault)) } }
             form.filter method="post" action="/login" {
                 div { label for="who" { "Your name" } input #who name="who" required maxlength="500" autocomplete="username"; }

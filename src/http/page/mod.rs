@@ -1,4 +1,4 @@
-//! The page for people: whether orders are closed on time, what falls due, one order's story, and parked alarms.
+//! The page for people: whether orders are closed on time, what falls due, one order's story, parked alarms, and pauses.
 //!
 //! HTML rendered here, one stylesheet, one small script, and nothing from elsewhere. Every text from outside is escaped
 //! by the template, and hidden characters are made visible. Each page calls an operation; decides nothing.
@@ -13,8 +13,10 @@ mod login;
 mod order;
 mod overview;
 mod parked;
+mod pauses;
 mod pending;
 mod plots;
+mod unresolved;
 mod words;
 
 use std::sync::Arc;
@@ -48,6 +50,10 @@ pub(super) fn router() -> Router<Arc<Shared>> {
         .route("/late", get(late::page))
         .route("/late/refund-due", post(late::refund_due))
         .route("/late/reopen", post(late::reopen))
+        .route("/unresolved", get(unresolved::page))
+        .route("/unresolved/retry", post(unresolved::retry))
+        .route("/pauses", get(pauses::page).post(pauses::pause))
+        .route("/pauses/resume", post(pauses::resume))
         .route("/login", get(login::page).post(login::begin))
         .route("/logout", post(login::end))
         .route("/assets/page.css", get(async || asset("text/css; charset=utf-8", include_str!("page.css"))))

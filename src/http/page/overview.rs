@@ -13,7 +13,7 @@ use super::super::site::{Shared, View};
 use super::layout::{Layout, Visitor};
 use super::plots;
 use super::words::{age, count, lateness, moment, money, number, shown};
-use super::{due, kinds};
+use super::{due, kinds, pauses, unresolved};
 use crate::observe::last_hour::ClosedMinute;
 use crate::operations::NotKnown;
 use crate::operations::late_payments::OpenLateMoney;
@@ -44,15 +44,22 @@ fn sections(shared: &Shared, view: Option<&View>) -> Markup {
     let now = Instant::now();
     html! {
         (verdict_section(&verdict(read, &problems), read.ok()))
+        @if let Ok(overview) = read { (pauses::section(overview.paused.as_deref())) }
         @if shared.kinds().len() > 1 { (kinds::section(shared, view, now)) }
         // An older forecast beside a database that does not answer would look like the present.
         @for kind in shared.kinds().iter().filter(|_| read.is_ok()) {
-            (due::section(kind, view.and_then(|view| view.forecasts.get(kind)), shared.kinds().len() > 1))
+            (due::section(
+                kind,
+                view.and_then(|view| view.forecasts.get(kind)),
+                shared.kinds().len() > 1,
+                read.is_ok_and(|overview| overview.is_paused(kind)),
+            ))
         }
         (late_section(&shared.served.last_hour(None, now)))
         @if let Ok(overview) = read {
             (parked_section(overview.parked.as_deref()))
             (late_money_section(overview.late_money.as_deref()))
+            (unresolved::section(overview.unresolved.as_deref()))
             (workers_section(overview, shared.kinds().len() > 1))
         }
         (facts_section(shared, read.ok()))
@@ -71,6 +78,7 @@ fn verdict_section(verdict: &Verdict, overview: Option<&Overview>) -> Markup {
     let (class, mark, reasons): (_, _, &[String]) = match verdict {
         Verdict::OnTime => ("ok", "✓", &[]),
         Verdict::Degraded(reasons) => ("warn", "!", reasons),
+        Verdict::Paused(reasons) => ("bad", "‖", reasons),
         Verdict::Late(reasons) => ("bad", "✗", reasons),
         Verdict::Unknown(_) => ("unknown", "?", &[]),
     };
@@ -88,6 +96,7 @@ fn sentence(verdict: &Verdict, overview: Option<&Overview>) -> String {
         Verdict::OnTime => "Orders are closed on time.".to_owned(),
         Verdict::Degraded(_) => "Orders are closed on time, but something needs attention.".to_owned(),
         Verdict::Unknown(_) => "It is not known whether orders are closed on time.".to_owned(),
+        Verdict::Paused(_) => paused_sentence(overview),
         Verdict::Late(_) => match overview.and_then(Overview::overdue) {
             Some(overdue) => {
                 let at_least = if overdue.is_at_least { "at least " } else { "" };
@@ -100,6 +109,26 @@ fn sentence(verdict: &Verdict, overview: Option<&Overview>) -> String {
             }
             None => "Orders are late.".to_owned(),
         },
+    }
+}
+
+/// What does not go on, and what that has left so far.
+fn paused_sentence(overview: Option<&Overview>) -> String {
+    let pauses = overview.map(Overview::pauses).unwrap_or_default();
+    let kinds: Vec<&str> = pauses.iter().filter_map(|pause| pause.kind.as_deref()).collect();
+    let what = if kinds.len() < pauses.len() {
+        "Closing is paused".to_owned()
+    } else {
+        let plural = if kinds.len() == 1 { "" } else { "s" };
+        format!("Closing of the kind{plural} {} is paused", kinds.join(", "))
+    };
+    match overview.and_then(Overview::overdue).filter(|overdue| overdue.orders > 0) {
+        Some(overdue) => {
+            let at_least = if overdue.is_at_least { "at least " } else { "" };
+            let wait = if overdue.orders == 1 { "waits" } else { "wait" };
+            format!("{what}: {at_least}{} {wait} to be closed.", count(overdue.orders, "overdue order"))
+        }
+        None => format!("{what}: no order is closed until it is resumed."),
     }
 }
 
@@ -312,10 +341,12 @@ mod tests {
         let overview = Overview {
             at: String::new(),
             kinds: vec![OverdueOfKind { kind: Kind::ORDER, overdue: Some(overdue), not_known: None }],
+            paused: None,
             alarm_outbox: None,
             event_outbox: None,
             parked: None,
             late_money: None,
+            unresolved: None,
             workers: None,
             not_known: Vec::new(),
         };

@@ -1,0 +1,106 @@
+//! The API's pauses of closing: listing, beginning and ending them. A change needs the token, and says who asks for it and
+//! why; the table `closing_pauses` keeps both.
+//!
+//! Calls the operations; logs each change.
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::response::Response;
+use order_timeout_core::kind::Kind;
+use serde::Deserialize;
+use tracing::info;
+use utoipa::ToSchema;
+
+use super::super::Peer;
+use super::super::site::{Shared, authorize};
+use super::parked::Body;
+use super::reads::json;
+use super::{Problem, operator};
+use crate::operations::pause_closing::{self, Paused, Pauses, Resumed};
+
+/// Pauses that are over, in an answer.
+pub(in crate::http) const ENDED: i64 = 20;
+
+/// The pauses that last, and the newest of those that are over.
+#[utoipa::path(get, path = "/pauses", tag = "pauses", responses(
+    (status = 200, body = Pauses), (status = 503, body = Problem, content_type = "application/problem+json"),
+))]
+pub(super) async fn list(State(shared): State<Arc<Shared>>) -> Result<Response, Problem> {
+    json(&pause_closing::list(&shared.sources().await?.database, ENDED).await?)
+}
+
+/// Which kind is paused or resumed.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(in crate::http) struct PauseChange {
+    /// As the settings name it; every kind if it is not given.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub kind: Option<Kind>,
+    /// The operator's name, for the record.
+    pub who: String,
+    /// Why, for the record.
+    pub why: String,
+}
+
+/// Pauses closing: no worker closes an order of the kind until it is resumed, also after a restart.
+#[utoipa::path(post, path = "/pauses", tag = "pauses", request_body = PauseChange, security(("token" = [])), responses(
+    (status = 200, body = Paused, description = "`began` is false if it was paused before"),
+    (status = 400, body = Problem, content_type = "application/problem+json"),
+    (status = 401, body = Problem, content_type = "application/problem+json"),
+    (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
+    (status = 429, body = Problem, content_type = "application/problem+json"),
+    (status = 503, body = Problem, content_type = "application/problem+json"),
+))]
+pub(super) async fn pause(
+    State(shared): State<Arc<Shared>>,
+    Extension(Peer(peer)): Extension<Peer>,
+    headers: HeaderMap,
+    body: Result<Body<PauseChange>, Problem>,
+) -> Result<Response, Problem> {
+    authorize(&shared, &headers, peer.ip())?;
+    json(&begin_pause(&shared, body?.0).await?)
+}
+
+/// Ends the pause of a kind, or every pause: what is due is closed then.
+#[utoipa::path(post, path = "/pauses/resume", tag = "pauses", request_body = PauseChange,
+    security(("token" = [])), responses(
+    (status = 200, body = Resumed, description = "`still_paused` has a pause of every kind, which is not ended for one"),
+    (status = 400, body = Problem, content_type = "application/problem+json"),
+    (status = 401, body = Problem, content_type = "application/problem+json"),
+    (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
+    (status = 429, body = Problem, content_type = "application/problem+json"),
+    (status = 503, body = Problem, content_type = "application/problem+json"),
+))]
+pub(super) async fn resume(
+    State(shared): State<Arc<Shared>>,
+    Extension(Peer(peer)): Extension<Peer>,
+    headers: HeaderMap,
+    body: Result<Body<PauseChange>, Problem>,
+) -> Result<Response, Problem> {
+    authorize(&shared, &headers, peer.ip())?;
+    json(&end_pauses(&shared, body?.0).await?)
+}
+
+/// For callers that were authorised, as of [`pause`].
+pub(in crate::http) async fn begin_pause(shared: &Shared, change: PauseChange) -> Result<Paused, Problem> {
+    let (kind, operator) = (change.kind.as_ref(), operator(&change.who, &change.why)?);
+    pause_closing::require_known(&shared.settings, kind)?;
+    let (who, why) = (&operator.who, operator.why.as_deref().unwrap_or_default());
+    let paused = pause_closing::pause(&shared.sources().await?.database, kind, why, who).await?;
+    info!(who, why, kind = kind.map(Kind::as_str), began = paused.began, "closing was paused over HTTP");
+    Ok(paused)
+}
+
+/// For callers that were authorised, as of [`resume`].
+pub(in crate::http) async fn end_pauses(shared: &Shared, change: PauseChange) -> Result<Resumed, Problem> {
+    let (kind, operator) = (change.kind.as_ref(), operator(&change.who, &change.why)?);
+    pause_closing::require_known(&shared.settings, kind)?;
+    let (who, why) = (&operator.who, operator.why.as_deref());
+    let resumed = pause_closing::resume(&shared.sources().await?.database, kind, why, who).await?;
+    info!(who, why, kind = kind.map(Kind::as_str), ended = resumed.ended.len(), "closing was resumed over HTTP");
+    Ok(resumed)
+}

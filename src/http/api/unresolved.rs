@@ -1,0 +1,143 @@
+//! The API's unresolved orders: listing them, and having their providers asked again. A change needs the token, and says
+//! who asks for it and why.
+//!
+//! Calls the operations; logs each change.
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::response::Response;
+use order_timeout_core::order::OrderId;
+use serde::{Deserialize, Serialize};
+use tracing::info;
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::Peer;
+use super::super::site::{Shared, authorize};
+use super::parked::Body;
+use super::reads::{Parameters, json};
+use super::{Problem, operator};
+use crate::operations::unresolved::{self, UnresolvedOrder, UnresolvedPage, Which};
+use crate::postgres::Operator;
+
+/// Orders on a page, if the caller does not say, and at most.
+const PAGE: i64 = 100;
+const LARGEST_PAGE: i64 = 1_000;
+
+/// Which orders.
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct UnresolvedParameters {
+    /// `next` of the page before.
+    after: Option<String>,
+    /// Orders on the page, 1 to 1000; 100 if it is not given.
+    limit: Option<i64>,
+}
+
+/// A page of orders that wait for a person.
+#[derive(Debug, Serialize, ToSchema)]
+pub(in crate::http) struct UnresolvedOrders {
+    /// The one that has waited longest first.
+    pub orders: Vec<UnresolvedOrder>,
+    /// The parameter `after` of the next page; absent at the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub next: Option<String>,
+}
+
+/// Orders that a payment provider's answers could not decide. They keep what they have reserved.
+#[utoipa::path(get, path = "/unresolved", tag = "unresolved orders", params(UnresolvedParameters), responses(
+    (status = 200, body = UnresolvedOrders),
+    (status = 400, body = Problem, content_type = "application/problem+json"),
+    (status = 503, body = Problem, content_type = "application/problem+json"),
+))]
+pub(super) async fn list(
+    State(shared): State<Arc<Shared>>,
+    Parameters(asked): Parameters<UnresolvedParameters>,
+) -> Result<Response, Problem> {
+    let limit = asked.limit.unwrap_or(PAGE);
+    if !(1..=LARGEST_PAGE).contains(&limit) {
+        return Err(Problem::bad_request(format!("{limit} orders do not fit on a page; ask for 1 to 1000")));
+    }
+    json(&page(&shared, asked.after.as_deref(), limit).await?)
+}
+
+/// A page of them.
+pub(in crate::http) async fn page(
+    shared: &Shared,
+    after: Option<&str>,
+    limit: i64,
+) -> Result<UnresolvedOrders, Problem> {
+    let orders = unresolved::list(&shared.sources().await?.database, &UnresolvedPage { after, limit }).await;
+    let orders = orders.map_err(|error| unresolved::unavailable(&error))?;
+    let is_full = i64::try_from(orders.len()).is_ok_and(|shown| shown >= limit);
+    let next = orders.last().filter(|_| is_full).map(|last| last.order_id.clone());
+    Ok(UnresolvedOrders { orders, next })
+}
+
+/// Unresolved orders to ask about again: exactly one of `ids`, `reason` and `all`.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(in crate::http) struct UnresolvedChange {
+    /// These.
+    #[serde(default)]
+    pub ids: Option<Vec<String>>,
+    /// All that are unresolved for this reason.
+    #[serde(default)]
+    pub reason: Option<String>,
+    /// `true`: all of them.
+    #[serde(default)]
+    pub all: bool,
+    /// The operator's name, for the record.
+    pub who: String,
+    /// Why, for the record.
+    pub why: String,
+}
+
+/// What became of the orders.
+#[derive(Debug, Serialize, ToSchema)]
+pub(in crate::http) struct AskedAgain {
+    /// Their providers are asked again.
+    pub retried: Vec<String>,
+}
+
+/// Has the payment providers of these orders asked again, as if the orders had just fallen due. Orders that are not
+/// unresolved are left out of the answer.
+#[utoipa::path(post, path = "/unresolved/retry", tag = "unresolved orders", operation_id = "retry_unresolved",
+    request_body = UnresolvedChange, security(("token" = [])), responses(
+    (status = 200, body = AskedAgain),
+    (status = 400, body = Problem, content_type = "application/problem+json"),
+    (status = 401, body = Problem, content_type = "application/problem+json"),
+    (status = 403, body = Problem, content_type = "application/problem+json", description = "there is no token"),
+    (status = 429, body = Problem, content_type = "application/problem+json"),
+    (status = 503, body = Problem, content_type = "application/problem+json"),
+))]
+pub(super) async fn retry(
+    State(shared): State<Arc<Shared>>,
+    Extension(Peer(peer)): Extension<Peer>,
+    headers: HeaderMap,
+    body: Result<Body<UnresolvedChange>, Problem>,
+) -> Result<Response, Problem> {
+    authorize(&shared, &headers, peer.ip())?;
+    json(&ask_again(&shared, body?.0).await?)
+}
+
+/// For callers that were authorised, as of [`retry`].
+pub(in crate::http) async fn ask_again(shared: &Shared, change: UnresolvedChange) -> Result<AskedAgain, Problem> {
+    let operator = operator(&change.who, &change.why)?;
+    let ids = change.ids.iter().flatten().map(OrderId::new).collect::<Result<Vec<_>, _>>();
+    let ids = ids.map_err(|fault| Problem::bad_request(format!("ids: {fault}")))?;
+    let which = match (&change.ids, &change.reason, change.all) {
+        (Some(_), None, false) if !ids.is_empty() => Which::Orders(&ids),
+        (None, Some(reason), false) => Which::All { reason: Some(reason) },
+        (None, None, true) => Which::All { reason: None },
+        _ => return Err(Problem::bad_request("give exactly one of ids, reason and all")),
+    };
+    let retried = unresolved::retry(&shared.sources().await?.database, &which, &operator).await;
+    let retried = retried.map_err(|error| unresolved::unavailable(&error))?;
+    let Operator { who, why, run } = &operator;
+    info!(who, why, %run, ?retried, "unresolved orders are asked about again, over HTTP");
+    Ok(AskedAgain { retried })
+}

@@ -1,0 +1,222 @@
+//! Pauses of closing: those that last and those that are over, and the forms that begin and end one.
+//!
+//! A change needs a login, comes from the page itself, and says why.
+
+use std::sync::Arc;
+
+use axum::Form;
+use axum::extract::rejection::{FormRejection, QueryRejection};
+use axum::extract::{Query, State};
+use axum::http::HeaderMap;
+use axum::response::{IntoResponse, Response};
+use maud::{Markup, html};
+use order_timeout_core::kind::Kind;
+use serde::Deserialize;
+
+use super::super::api::Problem;
+use super::super::api::pauses::{ENDED, PauseChange, begin_pause, end_pauses};
+use super::super::site::Shared;
+use super::changes::{Fields, answer, field, how_to_change, permitted};
+use super::failed;
+use super::layout::{Layout, Visitor};
+use super::words::{count, moment, shown};
+use crate::operations::pause_closing::{self, Pauses};
+use crate::postgres::closing_pauses::{EndedPause, Pause};
+
+/// What was done before.
+#[derive(Debug, Deserialize)]
+pub(super) struct Done {
+    #[serde(default)]
+    began: Option<bool>,
+    #[serde(default)]
+    ended: Option<u64>,
+    #[serde(default)]
+    left: Option<u64>,
+}
+
+/// On the first page: whether closing is paused.
+pub(super) fn section(paused: Option<&[Pause]>) -> Markup {
+    html! {
+        section #paused {
+            h2 { "Pauses of closing" }
+            @match paused {
+                None => p { "Not known." },
+                Some([]) => p { "None: orders of every kind are closed. " a href="/pauses" { "Pause closing" } },
+                Some(pauses) => {
+                    (lasting(pauses))
+                    p { a href="/pauses" { "Resume closing" } }
+                },
+            }
+        }
+    }
+}
+
+fn lasting(pauses: &[Pause]) -> Markup {
+    html! {
+        div.scroll tabindex="0" role="region" aria-label="Pauses that last" {
+            table.cards {
+                thead { tr { (heads()) } }
+                tbody { @for pause in pauses { tr { (cells(pause)) } } }
+            }
+        }
+    }
+}
+
+fn heads() -> Markup {
+    html! {
+        @for name in ["paused", "since", "by", "why"] { th scope="col" { (name) } }
+    }
+}
+
+fn cells(pause: &Pause) -> Markup {
+    let Pause { kind, cause, reason, paused_by, paused_at } = pause;
+    html! {
+        td data-name="paused" { (kind.as_deref().map_or("every kind".into(), shown)) }
+        td data-name="since" { (moment(paused_at)) }
+        td data-name="by" { (cause.as_str()) ": " (shown(paused_by)) }
+        td data-name="why" { (shown(reason)) }
+    }
+}
+
+fn over(ended: &[EndedPause]) -> Markup {
+    html! {
+        div.scroll tabindex="0" role="region" aria-label="Pauses that are over" {
+            table.cards {
+                thead { tr {
+                    (heads())
+                    @for name in ["until", "resumed by", "why resumed"] { th scope="col" { (name) } }
+                } }
+                tbody { @for EndedPause { pause, resumed_by, resume_reason, resumed_at } in ended { tr {
+                    (cells(pause))
+                    td data-name="until" { (moment(resumed_at)) }
+                    td data-name="resumed by" { (shown(resumed_by)) }
+                    td data-name="why resumed" { (resume_reason.as_deref().map_or("–".into(), shown)) }
+                } } }
+            }
+        }
+    }
+}
+
+pub(super) async fn page(
+    State(shared): State<Arc<Shared>>,
+    visitor: Visitor,
+    done: Result<Query<Done>, QueryRejection>,
+) -> Response {
+    match read(&shared, done).await {
+        Ok((done, pauses)) => {
+            Layout::new("Pauses", &visitor).render(contents(&shared, &done, &pauses, &visitor)).into_response()
+        }
+        Err(problem) => failed(&visitor, &problem),
+    }
+}
+
+async fn read(shared: &Shared, done: Result<Query<Done>, QueryRejection>) -> Result<(Done, Pauses), Problem> {
+    let Query(done) = done?;
+    Ok((done, pause_closing::list(&shared.sources().await?.database, ENDED).await?))
+}
+
+fn contents(shared: &Shared, done: &Done, pauses: &Pauses, visitor: &Visitor) -> Markup {
+    html! {
+        h1 { "Pauses of closing" }
+        p { "While closing is paused, no worker closes an order, also after a restart. Orders can still be paid, and keep what
+             they have reserved. A pause begins because a person asks for it, or because the brake found that what is closed
+             looks unusual. It lasts until a person resumes closing; what is due then is closed at once." }
+        (result(done))
+        @if pauses.lasting.is_empty() { p { "Closing is not paused." } } @else { (lasting(&pauses.lasting)) }
+        @if visitor.session.is_some() {
+            @if !pauses.lasting.is_empty() {
+                (form("/pauses/resume", "Resume closing", "resume", "every pause", &paused_kinds(pauses)))
+            }
+            // Nothing is left to pause while every kind is.
+            @if pauses.lasting.iter().all(|pause| pause.kind.is_some()) {
+                (form("/pauses", "Pause closing", "pause", "every kind", &Vec::from_iter(shared.settings.all_kinds())))
+            }
+        } @else {
+            (how_to_change(visitor, "pause or resume closing", "order-timeout pause"))
+        }
+        @if !pauses.ended.is_empty() {
+            h2 { "Pauses that are over" }
+            (over(&pauses.ended))
+        }
+    }
+}
+
+/// The kinds with a pause of their own.
+fn paused_kinds(pauses: &Pauses) -> Vec<Kind> {
+    pauses.lasting.iter().filter_map(|pause| Kind::new(pause.kind.as_deref()?).ok()).collect()
+}
+
+/// A form for a change of one kind or of all. `name` is a part of its fields' ids.
+fn form(action: &str, title: &str, name: &str, all: &str, kinds: &[Kind]) -> Markup {
+    let (kind_id, why_id) = (format!("kind-{name}"), format!("why-{name}"));
+    html! {
+        form.change action=(action) method="post" aria-label=(title) {
+            label for=(kind_id) { "What" }
+            select id=(kind_id) name="kind" {
+                option value="" { (all) }
+                @for kind in kinds { option value=(kind) { "the kind " (kind) } }
+            }
+            label for=(why_id) { "Why" }
+            input id=(why_id) name="why" required maxlength="500" autocomplete="off";
+            button { (title) }
+        }
+    }
+}
+
+fn result(done: &Done) -> Markup {
+    html! {
+        @match done.began {
+            Some(true) => p.ok role="status" { "Closing is paused." },
+            Some(false) => p.bad role="status" { "It was paused before; nothing changed." },
+            None => {},
+        }
+        @match done.ended {
+            Some(0) => p.bad role="status" { "Nothing of that was paused." },
+            Some(ended) => p.ok role="status" { (count(ended, "pause")) " ended." },
+            None => {},
+        }
+        @if let Some(1..) = done.left {
+            p.bad role="status" { "Closing is still paused: a pause of every kind is not ended for one." }
+        }
+    }
+}
+
+pub(super) async fn pause(
+    State(shared): State<Arc<Shared>>,
+    visitor: Visitor,
+    headers: HeaderMap,
+    form: Result<Form<Fields>, FormRejection>,
+) -> Response {
+    let done = async {
+        let paused = begin_pause(&shared, change(&visitor, &headers, form)?).await?;
+        Ok(format!("/pauses?began={}", paused.began))
+    };
+    answer(&visitor, done.await)
+}
+
+pub(super) async fn resume(
+    State(shared): State<Arc<Shared>>,
+    visitor: Visitor,
+    headers: HeaderMap,
+    form: Result<Form<Fields>, FormRejection>,
+) -> Response {
+    let done = async {
+        let resumed = end_pauses(&shared, change(&visitor, &headers, form)?).await?;
+        Ok(format!("/pauses?ended={}&left={}", resumed.ended.len(), resumed.still_paused.len()))
+    };
+    answer(&visitor, done.await)
+}
+
+/// The change that the form asks for, if this visitor may ask for it.
+fn change(
+    visitor: &Visitor,
+    headers: &HeaderMap,
+    form: Result<Form<Fields>, FormRejection>,
+) -> Result<PauseChange, Problem> {
+    let (who, fields) = permitted(visitor, headers, form)?;
+    let kind = match field(&fields, "kind").as_str() {
+        "" => None,
+        kind => Some(Kind::new(kind).map_err(|fault| Problem::bad_request(fault.to_string()))?),
+    };
+    Ok(PauseChange { kind, who, why: field(&fields, "why") })
+}
