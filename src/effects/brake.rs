@@ -124,7 +124,7 @@ impl Brake {
         // Another worker has counted them in this minute.
         let is_counted = known.iter().any(|one| one.minute == last && one.foreseen.is_some());
         if is_first || !is_counted {
-            let counted = self.count_due(at).await?;
+            let counted = count_due(&self.connections, &self.overdue, at).await?;
             due.extend((first..=last).map(|minute| (minute, counted.get(&minute).copied().unwrap_or(0))));
         }
         if !due.is_empty() {
@@ -134,30 +134,34 @@ impl Brake {
         self.foreseen_in = Some(now);
         Ok(())
     }
+}
 
-    /// The orders that fall due after `at`, by minute.
-    async fn count_due(&self, at: Timestamp) -> Result<BTreeMap<Minute, u64>, sqlx::Error> {
-        let mut by_minute = BTreeMap::new();
-        let mut after = SweepPlace { deadline: at, id: String::new() };
-        for _ in 0..MOST_PAGES {
-            let page = sqlx::query(self.overdue.clone())
-                .bind(-FORESEE_AHEAD.as_secs_f64())
-                .bind(Timestamptz(after.deadline))
-                .bind(after.id.clone())
-                .bind(PAGE);
-            let rows = self.connections.run_on_oldest(async |on| page.fetch_all(on).await).await?;
-            let is_last = i64::try_from(rows.len()).is_ok_and(|found| found < PAGE);
-            for row in &rows {
-                let place = read_row(row)?;
-                *by_minute.entry(minute_of(place.deadline)).or_default() += 1;
-                after = place;
-            }
-            if is_last {
-                break;
-            }
+/// The orders that fall due after `at`, by minute.
+pub(crate) async fn count_due(
+    connections: &WarmConnections,
+    overdue: &SqlStr,
+    at: Timestamp,
+) -> Result<BTreeMap<Minute, u64>, sqlx::Error> {
+    let mut by_minute = BTreeMap::new();
+    let mut after = SweepPlace { deadline: at, id: String::new() };
+    for _ in 0..MOST_PAGES {
+        let page = sqlx::query(overdue.clone())
+            .bind(-FORESEE_AHEAD.as_secs_f64())
+            .bind(Timestamptz(after.deadline))
+            .bind(after.id.clone())
+            .bind(PAGE);
+        let rows = connections.run_on_oldest(async |on| page.fetch_all(on).await).await?;
+        let is_last = i64::try_from(rows.len()).is_ok_and(|found| found < PAGE);
+        for row in &rows {
+            let place = read_row(row)?;
+            *by_minute.entry(minute_of(place.deadline)).or_default() += 1;
+            after = place;
         }
-        Ok(by_minute)
+        if is_last {
+            break;
+        }
     }
+    Ok(by_minute)
 }
 
 /// The minutes that are judged.

@@ -157,9 +157,10 @@ impl Closer {
         let work = async |connection: &mut PgConnection| {
             let mut transaction = sqlx::Connection::begin(connection).await?;
             shorten_lock_timeout(&mut transaction).await?;
-            let found = self.run(&mut transaction, &ids, by, false).await?;
-            transaction.rollback().await?;
-            Ok(found)
+            let found = self.run(&mut transaction, &ids, by, false).await;
+            // Awaited after an error, too: until then the next try finds the rows locked.
+            let ended = transaction.rollback().await;
+            found.and_then(|found| ended.map(|()| found))
         };
         let answers = self.connections.run_on_latest(work).await;
         self.judge(&ids, answers).await

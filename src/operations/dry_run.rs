@@ -3,6 +3,8 @@
 //!
 //! Needs no broker, and writes nothing that is committed. Logs nothing: the caller does.
 
+mod brake;
+
 use std::collections::HashMap;
 use std::time::Duration;
 
@@ -18,6 +20,7 @@ use crate::effects::sweep::Sweeper;
 use crate::postgres::adoption::Adoptable;
 use crate::postgres::warm_connections::WarmConnections;
 use crate::postgres::{self, Database, DatabaseError, closing_pauses, one_line};
+use brake::DryBrake;
 
 /// Overdue orders per query.
 const PAGE: usize = 1_000;
@@ -80,6 +83,8 @@ struct DryKind {
     /// Whether the closer claims, because a payment provider is asked first.
     claims: bool,
     may_close: bool,
+    /// `None` if it is off.
+    brake: Option<DryBrake>,
     reported: HashMap<OrderId, Deadline>,
     held: Option<String>,
 }
@@ -126,8 +131,9 @@ impl DryKind {
         let sweeper = Sweeper::prepare(database.clone(), statements.overdue).await?;
         let orders = first_backlog::adoptable(&statements.orders, &statements.defined_by, &sweeper);
         let claims = !settings.providers_of(&kind).is_empty();
+        let brake = settings.brake.bounds().map(|bounds| DryBrake::new(kind.clone(), bounds));
         let (may_close, reported) = (false, HashMap::new());
-        Ok(Self { kind, closer, sweeper, orders, claims, may_close, reported, held: None })
+        Ok(Self { kind, closer, sweeper, orders, claims, may_close, brake, reported, held: None })
     }
 
     async fn look(
@@ -137,9 +143,12 @@ impl DryKind {
         findings: &mut Findings,
     ) -> Result<(), DatabaseError> {
         let refusal = self.refusal(settings, database).await?;
+        if let Some(brake) = &mut self.brake {
+            brake.look(self.closer.connections(), &self.sweeper).await?;
+        }
         let held = match &refusal {
             Some(why) => Some(why.clone()),
-            None => self.pause(database).await?,
+            None => self.pause(database).await?.or_else(|| self.brake.as_ref()?.trip().cloned()),
         };
         if held != self.held {
             findings.holds.push((self.kind.clone(), held.clone()));
@@ -245,8 +254,13 @@ impl DryKind {
     }
 
     fn note_reported(&mut self, findings: &Findings) {
-        let own = findings.decisions.iter().filter(|one| one.kind == self.kind);
-        self.reported.extend(own.map(|one| (one.order_id.clone(), one.deadline)));
+        let own = || findings.decisions.iter().filter(|one| one.kind == self.kind);
+        self.reported.extend(own().map(|one| (one.order_id.clone(), one.deadline)));
+        if let Some(brake) = &mut self.brake {
+            // What is held is not closed.
+            let closed = own().filter(|one| one.held.is_none() && matches!(one.verdict, Verdict::WouldClose { .. }));
+            brake.note(closed.map(|one| one.deadline));
+        }
         if let Some((_, held)) = findings.holds.iter().find(|(kind, _)| *kind == self.kind) {
             self.held.clone_from(held);
         }

@@ -141,3 +141,29 @@ fn claim_is_rolled_back_as_well() {
         assert_eq!(service.calls(), (0, 0));
     });
 }
+
+#[test]
+fn brake_that_would_trip_is_reported() {
+    TestEnv::builder().settings(|settings| settings.brake.always_allowed = 10).run(async |env| {
+        let history = "INSERT INTO closing_minutes (kind, minute, closed, foreseen, closed_of_due)
+                       SELECT 'order', date_trunc('minute', clock_timestamp()) - ago * interval '1 minute', 3, 3, 3
+                       FROM generate_series(1, 1500) AS ago";
+        sqlx::query(history).execute(&env.pool).await.unwrap();
+        let mut dry_run = DryRun::prepare(env.settings.clone()).await.unwrap();
+        assert_eq!(dry_run.look().await.unwrap(), Findings::default());
+        // Five times the usual three are allowed.
+        let orders = env.orders(20, HOUR).await;
+        let moved = "UPDATE orders SET expires_at = clock_timestamp() - interval '3 hours'";
+        sqlx::query(moved).execute(&env.pool).await.unwrap();
+        let findings = dry_run.look().await.unwrap();
+        assert_eq!(named(&findings), ids(&orders));
+        assert!(findings.decisions.iter().all(|one| one.held.is_none()));
+        let last = env.order(Duration::ZERO).await;
+        let findings = dry_run.look().await.unwrap();
+        let why = findings.holds[0].1.as_deref().unwrap();
+        assert!(why.contains("the brake would have paused closing: 20 orders") && why.contains("usually 3"), "{why}");
+        assert_eq!(named(&findings), ids([&last]));
+        assert_eq!(findings.decisions[0].held.as_deref(), Some(why));
+        assert_eq!(env.count("SELECT count(*) FROM closing_pauses").await, 0);
+    });
+}
