@@ -286,7 +286,7 @@ fn api_is_off_unless_asked_for() {
             let answer = get(&worker, path).await;
             assert_eq!(
                 (answer.status, answer.body.as_str()),
-                (404, "there are /livez, /readyz and /metrics\n"),
+                (404, "there are /livez, /readyz, /closingz and /metrics\n"),
                 "{path}"
             );
         }
