@@ -48,7 +48,7 @@ pub enum OpenCause {
     /// A payment provider is asked about it.
     Claimed {
         /// How far that is.
-        claim: ClaimRow,
+        claim: Box<ClaimRow>,
         /// The pause that keeps it from being closed meanwhile.
         pause: Option<Pause>,
     },
@@ -179,7 +179,7 @@ pub(super) fn why_open(facts: &Facts<'_>) -> Option<OpenCause> {
             (Some(claim), Some(by)) if claim.unresolved_at.is_none() && facts.live_workers == Some(0) => {
                 OpenCause::Overdue { by, cause: OverdueCause::NoWorker }
             }
-            (Some(claim), _) => OpenCause::Claimed { claim: claim.clone(), pause },
+            (Some(claim), _) => OpenCause::Claimed { claim: Box::new(claim.clone()), pause },
         });
     }
     Some(match row.deadline {

@@ -216,6 +216,9 @@ fn pause_is_shown_and_ended_by_keyboard() {
             browser.picture("paused").await;
 
             // With the keyboard alone, beginning at the verdict.
+            browser.tab_to("Resume closing").await;
+            browser.press(Key::Enter).await;
+            browser.wait_for_text("h1", "Pauses of closing").await;
             browser.tab_to("Log in").await;
             browser.press(Key::Enter).await;
             browser.tab_to("Your name").await;
@@ -224,8 +227,6 @@ fn pause_is_shown_and_ended_by_keyboard() {
             browser.type_text(TOKEN).await;
             browser.press(Key::Enter).await;
             browser.wait_for_text("header", "Log out").await;
-            browser.tab_to("Pauses").await;
-            browser.press(Key::Enter).await;
             browser.wait_for_text("h1", "Pauses of closing").await;
             browser.assert_accessible(NAME).await;
             browser.picture("pauses").await;

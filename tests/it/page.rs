@@ -246,6 +246,27 @@ fn changes_need_login_and_own_form() {
 }
 
 #[test]
+fn login_leads_back_to_own_pages_only() {
+    let file = NamedTempFile::new().unwrap();
+    TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {
+        let worker = env.worker().await;
+        assert!(get(&worker, "/pauses").await.body.contains("href=\"/login?to=/pauses\""));
+        assert!(get(&worker, "/login?to=/pauses").await.body.contains("name=\"to\" value=\"/pauses\""));
+        for (to, page) in [
+            ("%2Fpauses", "/pauses"),
+            ("%2F", "/"),
+            ("%2F%2Fevil.example", "/parked"),
+            ("https%3A%2F%2Fevil.example%2Fpauses", "/parked"),
+        ] {
+            let form = format!("who=a&token={TOKEN}&to={to}");
+            let answer = submit(&worker, "/login", &origin(&worker), "", &form).await;
+            assert_eq!((answer.status, answer.header("location")), (303, Some(page)), "{to}");
+        }
+        worker.stop().await;
+    });
+}
+
+#[test]
 fn logins_are_limited() {
     let file = NamedTempFile::new().unwrap();
     TestEnv::builder().settings(with_page(Some(&file))).run(async |env| {

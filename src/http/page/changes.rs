@@ -14,7 +14,7 @@ use maud::{Markup, html};
 use super::super::api::Problem;
 use super::super::site::is_from_this_site;
 use super::failed;
-use super::layout::Visitor;
+use super::layout::{Visitor, login_path};
 
 /// A form with several fields of one name.
 pub(super) type Fields = Vec<(String, String)>;
@@ -97,10 +97,10 @@ pub(super) fn choice(id: impl Display, what: &str) -> Markup {
     }
 }
 
-/// Below a table that cannot be changed now: how it can. `command` does the same.
-pub(super) fn how_to_change(visitor: &Visitor, what: &str, command: &str) -> Markup {
+/// On a page that cannot change anything now: how it can. `command` does the same.
+pub(super) fn how_to_change(visitor: &Visitor, page: &str, what: &str, command: &str) -> Markup {
     html! {
-        @if visitor.is_writable { p { a href="/login" { "Log in" } " to " (what) "." } }
+        @if visitor.is_writable { p { a href=(login_path(page)) { "Log in" } " to " (what) "." } }
         @else { p { "This page changes nothing, because http.token_file is not set. " code { (command) } " does." } }
     }
 }

@@ -79,7 +79,7 @@ fn contents(asked: &Asked, payments: &[LatePayment], visitor: &Visitor) -> Marku
             }))
         } @else {
             (table(payments, false))
-            (how_to_change(visitor, "settle them", "order-timeout late settle"))
+            (how_to_change(visitor, "/late", "settle them", "order-timeout late settle"))
         }
         @if let Some(last) = payments.last().filter(|_| is_full) {
             p { a href=(format!("/late?after={}", last.id)) { "Next page" } }

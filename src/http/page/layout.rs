@@ -16,6 +16,26 @@ use url::form_urlencoded::byte_serialize;
 use super::super::site::{COOKIE, Session, Shared};
 use super::words::shown;
 
+/// The pages that have no parameter, and their titles.
+const PAGES: [(&str, &str); 6] = [
+    ("/", "Overview"),
+    ("/pending", "Pending"),
+    ("/parked", "Parked alarms"),
+    ("/late", "Late money"),
+    ("/unresolved", "Unresolved"),
+    ("/pauses", "Pauses"),
+];
+
+/// The page of this path, which may be asked for by a form; parked alarms if there is none.
+pub(super) fn page_at(path: &str) -> &'static str {
+    PAGES.iter().find(|(known, _)| *known == path).map_or("/parked", |(known, _)| known)
+}
+
+/// The address of the login, from which one comes back to this page.
+pub(super) fn login_path(page: &str) -> String {
+    format!("/login?to={page}")
+}
+
 /// Who looks at the page.
 #[derive(Debug, Clone)]
 pub(super) struct Visitor {
@@ -92,7 +112,7 @@ impl<'a> Layout<'a> {
         html! {
             nav aria-label="Pages" {
                 ul {
-                    @for (href, name) in [("/", "Overview"), ("/pending", "Pending"), ("/parked", "Parked alarms"), ("/late", "Late money"), ("/unresolved", "Unresolved"), ("/pauses", "Pauses")] {
+                    @for (href, name) in PAGES {
                         li {
                             a href=(href) aria-current=[(name == self.title).then_some("page")] { (name) }
                         }
@@ -120,7 +140,11 @@ impl<'a> Layout<'a> {
                     button { "Log out" }
                 }
             },
-            None if self.visitor.is_writable => html! { a.login href="/login" { "Log in" } },
+            None if self.visitor.is_writable => {
+                let here = PAGES.iter().find(|(_, title)| *title == self.title);
+                let login = here.map_or_else(|| "/login".to_owned(), |(path, _)| login_path(path));
+                html! { a.login href=(login) { "Log in" } }
+            }
             None => html! { span.login title="http.token_file is not set" { "Read-only" } },
         }
     }

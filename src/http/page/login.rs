@@ -4,7 +4,8 @@
 
 use std::sync::Arc;
 
-use axum::extract::State;
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Query, State};
 use axum::http::header::{RETRY_AFTER, SET_COOKIE};
 use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Redirect, Response};
@@ -17,21 +18,30 @@ use super::super::Peer;
 use super::super::api::Problem;
 use super::super::site::{COOKIE, Denied, LONGEST_SESSION, Shared, check, is_from_this_site};
 use super::failed;
-use super::layout::{Layout, Visitor, session_key};
+use super::layout::{Layout, Visitor, page_at, session_key};
 use super::words::shown;
 use crate::operations::name_or_reason;
 
-pub(super) async fn page(visitor: Visitor) -> Response {
-    Layout::new("Log in", &visitor).render(form(&visitor, None)).into_response()
+/// The page to come back to.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct LoginFor {
+    #[serde(default)]
+    to: String,
 }
 
-fn form(visitor: &Visitor, fault: Option<&str>) -> Markup {
+pub(super) async fn page(visitor: Visitor, from: Result<Query<LoginFor>, QueryRejection>) -> Response {
+    let Query(LoginFor { to }) = from.unwrap_or_default();
+    Layout::new("Log in", &visitor).render(form(&visitor, page_at(&to), None)).into_response()
+}
+
+fn form(visitor: &Visitor, to: &str, fault: Option<&str>) -> Markup {
     html! {
         h1 { "Log in" }
         @if visitor.is_writable {
             p { "Logging in allows to retry and drop parked alarms, to settle late money, to have payment providers asked again, and to pause and resume closing. Each change is recorded with your name and your reason." }
             @if let Some(fault) = fault { p.bad role="alert" { (shown(fault)) } }
             form.filter method="post" action="/login" {
+                input type="hidden" name="to" value=(to);
                 div { label for="who" { "Your name" } input #who name="who" required maxlength="500" autocomplete="username"; }
                 div {
                     label for="token" { "Token (http.token_file)" }
@@ -49,6 +59,8 @@ fn form(visitor: &Visitor, fault: Option<&str>) -> Markup {
 pub(super) struct Given {
     who: String,
     token: String,
+    #[serde(default)]
+    to: String,
 }
 
 pub(super) async fn begin(
@@ -64,12 +76,12 @@ pub(super) async fn begin(
             &Problem::new(StatusCode::FORBIDDEN, "the request is not from this page; use its form"),
         );
     }
-    let Ok(Form(Given { who, token })) = given else {
+    let Ok(Form(Given { who, token, to })) = given else {
         return failed(&visitor, &Problem::bad_request("the form is incomplete; fill it in again"));
     };
     if let Err(denied) = check(&shared, &token, peer.ip()) {
         warn!(%peer, "a login over HTTP was refused: {denied}");
-        return refused(&visitor, denied);
+        return refused(&visitor, page_at(&to), denied);
     }
     let who = match name_or_reason(&who) {
         Ok(who) => who,
@@ -82,24 +94,25 @@ pub(super) async fn begin(
     // Behind a proxy that speaks TLS the browser must not send it without.
     let secure = if headers.get("x-forwarded-proto").is_some_and(|proto| proto == "https") { "; Secure" } else { "" };
     let age_s = LONGEST_SESSION.as_secs();
-    with_cookie(&format!("{COOKIE}={key}; Path=/; HttpOnly; SameSite=Strict; Max-Age={age_s}{secure}"))
+    let cookie = format!("{COOKIE}={key}; Path=/; HttpOnly; SameSite=Strict; Max-Age={age_s}{secure}");
+    with_cookie(page_at(&to), &cookie)
 }
 
-/// To the page for which one logs in.
-fn with_cookie(cookie: &str) -> Response {
-    let mut response = Redirect::to("/parked").into_response();
+/// To this page of ours.
+fn with_cookie(page: &str, cookie: &str) -> Response {
+    let mut response = Redirect::to(page).into_response();
     let cookie = HeaderValue::from_str(cookie).expect("a cookie of our own is visible ASCII");
     response.headers_mut().insert(SET_COOKIE, cookie);
     response
 }
 
-fn refused(visitor: &Visitor, denied: Denied) -> Response {
+fn refused(visitor: &Visitor, to: &str, denied: Denied) -> Response {
     let (status, fault) = match denied {
         Denied::ReadOnly => (StatusCode::FORBIDDEN, denied.to_string()),
         Denied::WrongToken => (StatusCode::UNAUTHORIZED, "the token is wrong".to_owned()),
         Denied::TooManyTries(_) => (StatusCode::TOO_MANY_REQUESTS, denied.to_string()),
     };
-    let page = Layout::new("Log in", visitor).render(form(visitor, Some(&fault)));
+    let page = Layout::new("Log in", visitor).render(form(visitor, to, Some(&fault)));
     let mut response = (status, page).into_response();
     if let Denied::TooManyTries(wait) = denied {
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(wait.as_secs() + 1));
@@ -117,5 +130,5 @@ pub(super) async fn end(State(shared): State<Arc<Shared>>, visitor: Visitor, hea
     if let Some(key) = session_key(&headers) {
         shared.sessions.end(key);
     }
-    with_cookie(&format!("{COOKIE}=; Path=/; HttpOnly; SameSite=Strict; Max-Age=0"))
+    with_cookie("/parked", &format!("{COOKIE}=; Path=/; HttpOnly; SameSite=Strict; Max-Age=0"))
 }

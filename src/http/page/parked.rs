@@ -82,7 +82,7 @@ fn contents(asked: &Listed, page: &ParkedPage, visitor: &Visitor) -> Markup {
             }))
         } @else {
             (table(&page.alarms, false, visitor.kinds.len() > 1))
-            (how_to_change(visitor, "retry or drop them", "order-timeout parked"))
+            (how_to_change(visitor, "/parked", "retry or drop them", "order-timeout parked"))
         }
         @if let Some(next) = page.next { p { a href=(next_page(asked, next)) { "Next page" } } }
     }

@@ -132,7 +132,7 @@ fn contents(shared: &Shared, done: &Done, pauses: &Pauses, visitor: &Visitor) ->
                 (form("/pauses", "Pause closing", "pause", "every kind", &Vec::from_iter(shared.settings.all_kinds())))
             }
         } @else {
-            (how_to_change(visitor, "pause or resume closing", "order-timeout pause"))
+            (how_to_change(visitor, "/pauses", "pause or resume closing", "order-timeout pause"))
         }
         @if !pauses.ended.is_empty() {
             h2 { "Pauses that are over" }

@@ -99,7 +99,7 @@ fn contents(asked: &Listed, found: &UnresolvedOrders, visitor: &Visitor) -> Mark
             (form(&table(&found.orders, true), &html! { button formaction="/unresolved/retry" { "Ask their providers again" } }))
         } @else {
             (table(&found.orders, false))
-            (how_to_change(visitor, "have their providers asked again", "order-timeout closing retry"))
+            (how_to_change(visitor, "/unresolved", "have their providers asked again", "order-timeout closing retry"))
         }
         @if let Some(next) = &found.next {
             p { a href=(Serializer::new(String::from("/unresolved?")).append_pair("after", next).finish()) { "Next page" } }
