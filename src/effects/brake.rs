@@ -31,6 +31,8 @@ const GAP_AFTER: Duration = Duration::from_secs(120);
 const PAGE: i64 = 5_000;
 /// So many pages are counted at most: a million orders within minutes.
 const MOST_PAGES: usize = 200;
+/// The minutes that are judged.
+const TWO_HOURS: Minute = 120;
 
 #[derive(Debug)]
 pub(crate) struct Brake {
@@ -163,6 +165,3 @@ pub(crate) async fn count_due(
     }
     Ok(by_minute)
 }
-
-/// The minutes that are judged.
-const TWO_HOURS: Minute = 120;

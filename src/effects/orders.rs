@@ -53,7 +53,10 @@ impl Orders {
 
     pub async fn close(&self, batch: &Batch) -> BatchResult {
         match self {
-            Self::Statements { closer, .. } => close(closer, batch).await,
+            Self::Statements { closer, .. } => {
+                let ids: Vec<OrderId> = batch.items.iter().map(|item| item.alarm.order_id().clone()).collect();
+                closer.close(&ids, batch.by, batch.waits_for_locks()).await
+            }
             Self::Handled { handled, .. } => {
                 let due = batch
                     .items
@@ -78,10 +81,4 @@ impl Orders {
             Self::Handled { handled, .. } => handled.overdue(page, now).await,
         }
     }
-}
-
-/// Closes a batch by statement.
-pub(super) async fn close(closer: &Closer, batch: &Batch) -> BatchResult {
-    let ids: Vec<OrderId> = batch.items.iter().map(|item| item.alarm.order_id().clone()).collect();
-    closer.close(&ids, batch.by, batch.waits_for_locks()).await
 }
