@@ -4,6 +4,7 @@
 //! Reports which alarms the broker has confirmed, because the old message is acknowledged only after that, and which
 //! not.
 
+use std::iter;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -21,6 +22,9 @@ use tracing::{debug, warn};
 use super::slots::SlotDeclarer;
 use crate::config::Settings;
 use crate::observe::logging::LogThrottle;
+
+/// How many slots away from one that confirms nothing another is looked for.
+const SLOTS_BESIDE: u32 = 4;
 
 /// Publishes alarms into the wheel, or into the delayed exchange if that is the strategy.
 #[derive(Debug, Clone)]
@@ -69,13 +73,30 @@ impl Rearmer {
     /// Publishes all of them.
     pub async fn write(&self, rearms: Vec<Rearm>, clock: DatabaseClock) -> Written {
         let (rearms, mut written) = self.declare_slots_for(rearms, clock.now()).await;
+        let mut placements = Vec::with_capacity(rearms.len());
         // One by one, because each TTL counts from when it is sent: the alarms of a slot expire together, however long
         // publishing takes.
         // By index: with a closure that takes a reference, callers could not spawn this future.
-        let messages = (0..rearms.len()).map(|number| self.message(&rearms[number], clock.now()));
+        let messages = (0..rearms.len()).map(|number| {
+            let placement = self.place(&rearms[number], clock.now());
+            let message = self.message(&rearms[number], &placement, clock.now());
+            placements.push(placement);
+            message
+        });
         let results = self.confirmed.publish_all(messages).await;
         let mut first_fault = None;
-        for (rearm, result) in rearms.into_iter().zip(results) {
+        // If the broker does not answer, the last ones were never sent.
+        let placements = placements.into_iter().map(Some).chain(iter::repeat(None));
+        for ((rearm, result), placement) in rearms.into_iter().zip(results).zip(placements) {
+            match (&result, placement) {
+                (Ok(()), Some(placement)) => self.slots.note_confirmed(&placement),
+                (Err(PublishError::Unconfirmed(_)), Some(placement)) => self.slots.note_unconfirmed(&placement, true),
+                // The broker may answer nothing, or a new leader be elected.
+                (Err(PublishError::TimedOut(_) | PublishError::Nacked), Some(placement)) => {
+                    self.slots.note_unconfirmed(&placement, false);
+                }
+                _ => {}
+            }
             match result {
                 Ok(()) => written.confirmed.push(rearm.receipt),
                 Err(fault) => {
@@ -96,7 +117,7 @@ impl Rearmer {
     /// Returns the alarms that can be sent, and those whose slot is missing and cannot be declared. By the time an alarm is
     /// sent, another slot may be the right one; the alarm is then returned, and tried again.
     async fn declare_slots_for(&self, rearms: Vec<Rearm>, now: Timestamp) -> (Vec<Rearm>, Written) {
-        let place = |rearm: &Rearm| self.router.place(rearm.alarm.deadline(), rearm.wanted, now);
+        let place = |rearm: &Rearm| self.place(rearm, now);
         let Err(fault) = self.slots.require(rearms.iter().map(place)).await else {
             return (rearms, Written::default());
         };
@@ -121,10 +142,22 @@ impl Rearmer {
         }
     }
 
-    fn message(&self, rearm: &Rearm, now: Timestamp) -> Outgoing {
+    /// Where the alarm waits; not in a slot that confirms nothing, if there is another.
+    fn place(&self, rearm: &Rearm, now: Timestamp) -> Placement {
+        let (deadline, wanted) = (rearm.alarm.deadline(), rearm.wanted);
+        let placement = self.router.place(deadline, wanted, now);
+        if !self.slots.is_avoided(&placement) {
+            return placement;
+        }
+        let mut others = self.router.beside(&placement, deadline, wanted, now);
+        let other = others.find(|other| !self.slots.is_avoided(other));
+        drop(others);
+        other.unwrap_or(placement)
+    }
+
+    fn message(&self, rearm: &Rearm, placement: &Placement, now: Timestamp) -> Outgoing {
         let alarm = &rearm.alarm;
-        let placement = self.router.place(alarm.deadline(), rearm.wanted, now);
-        let route = Route::to(&placement, &alarm.alarm.kind, &self.names);
+        let route = Route::to(placement, &alarm.alarm.kind, &self.names);
         let due_at = match route.delay {
             Delay::None => None,
             Delay::Ttl(ttl) => Some(now + ttl),
@@ -148,6 +181,31 @@ impl Router {
             Strategy::DelayedExchange | Strategy::Database => Delays::DelayedExchange,
         };
         Self { delays, lead: settings.delay.lead, longest_retry: settings.retry.longest_wait() }
+    }
+
+    /// The slots beside this one in which the alarm can wait as well: an alarm that must arrive before its deadline
+    /// arrives up to some units earlier and is held, a retry up to some units later.
+    fn beside(
+        &self,
+        placement: &Placement,
+        deadline: Deadline,
+        wanted: Wanted,
+        now: Timestamp,
+    ) -> impl Iterator<Item = Placement> {
+        let unit = match (&self.delays, placement) {
+            (Delays::Wheel(wheel), Placement::Slot { ring, .. }) => {
+                wheel.rings().iter().find(|one| one.name == *ring).map(|ring| ring.unit)
+            }
+            _ => None,
+        };
+        let distances = unit.into_iter().flat_map(|unit| (1..=SLOTS_BESIDE).map(move |units| unit * units));
+        distances
+            .map(move |distance| match wanted {
+                Wanted::NotBefore(moment) => self.place(deadline, Wanted::NotBefore(moment + distance), now),
+                Wanted::BeforeDeadline | Wanted::AtOnce => self.place(deadline - distance, wanted, now),
+            })
+            // In the processing queue it would come back at once, again and again.
+            .filter(|placement| matches!(placement, Placement::Slot { .. }))
     }
 
     fn place(&self, deadline: Deadline, wanted: Wanted, now: Timestamp) -> Placement {

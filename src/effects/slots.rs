@@ -1,10 +1,12 @@
 //! Step 2, rearm: declares a slot of the wheel when the first message needs it, so that a deployment has only the queues
 //! that its delays use.
 //!
-//! Remembers what it has declared and asks the broker once for each slot. Publishes nothing and deletes nothing.
+//! Remembers what it has declared and asks the broker once for each slot, and which slots do not confirm what is
+//! published into them. Publishes nothing and deletes nothing.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use order_timeout_amqp::publisher::{ConfirmedPublisher, PublishError};
 use order_timeout_amqp::topology::{Declared, Names, Slot, Slots, TopologyError, declare_slots};
@@ -22,7 +24,23 @@ pub struct SlotDeclarer {
     confirmed: ConfirmedPublisher,
     /// The queues that exist, as far as this process knows.
     known: Arc<Mutex<HashSet<String>>>,
+    /// The queues that last confirmed nothing.
+    unconfirmed: Arc<Mutex<BTreeMap<String, Unconfirmed>>>,
 }
+
+/// A queue into which messages were published without a confirm.
+#[derive(Debug, Clone, Copy)]
+struct Unconfirmed {
+    /// Publishes in a row; one that may be over in a moment counts half.
+    half_failures: u32,
+    last: Instant,
+}
+
+/// How long a slot that does not confirm is avoided. Then one batch tries it again, and waits for its confirm in vain if
+/// it is still unusable.
+const AVOIDED_FOR: Duration = Duration::from_secs(60);
+/// How long such a slot is named after it was last tried.
+const NAMED_FOR: Duration = Duration::from_secs(900);
 
 /// Why slots could not be declared.
 #[derive(Debug, thiserror::Error)]
@@ -49,7 +67,7 @@ impl SlotDeclarer {
     #[must_use]
     pub fn new(settings: &Settings, confirmed: ConfirmedPublisher) -> Self {
         let slots = (settings.delay.strategy == Strategy::DeadLetter).then(|| settings.slots());
-        Self { names: settings.names(), slots, confirmed, known: Arc::default() }
+        Self { names: settings.names(), slots, confirmed, known: Arc::default(), unconfirmed: Arc::default() }
     }
 
     /// Declares the slots among these placements that are not known to exist.
@@ -83,6 +101,54 @@ impl SlotDeclarer {
     /// Forgets all slots, because a message was returned: one of them was deleted, or the exchange with its bindings.
     pub fn forget(&self) {
         self.known.lock().expect("no holder panics").clear();
+    }
+
+    /// A message for this placement was not confirmed, or refused. `is_lasting`: the slot did not answer while the broker
+    /// confirmed others. Otherwise it may be over in a moment, and only the second in a row counts.
+    pub fn note_unconfirmed(&self, placement: &Placement, is_lasting: bool) {
+        let Some(slot) = self.slot_of(placement) else { return };
+        let mut unconfirmed = self.unconfirmed.lock().expect("no holder panics");
+        let before = unconfirmed.get(&slot.queue.name).map_or(0, |before| before.half_failures);
+        let half_failures = before.saturating_add(if is_lasting { 2 } else { 1 });
+        unconfirmed.insert(slot.queue.name, Unconfirmed { half_failures, last: Instant::now() });
+    }
+
+    /// A message for this placement was confirmed.
+    pub fn note_confirmed(&self, placement: &Placement) {
+        let mut unconfirmed = self.unconfirmed.lock().expect("no holder panics");
+        if !unconfirmed.is_empty()
+            && let Some(slot) = self.slot_of(placement)
+        {
+            unconfirmed.remove(&slot.queue.name);
+        }
+    }
+
+    /// Whether this message would wait in a slot that lately confirmed nothing. RabbitMQ leaves a quorum queue without a
+    /// leader if it is killed while the queue is declared, and no restart gives it one.
+    #[must_use]
+    pub fn is_avoided(&self, placement: &Placement) -> bool {
+        let unconfirmed = self.unconfirmed.lock().expect("no holder panics");
+        // The usual case costs nothing.
+        !unconfirmed.is_empty()
+            && self
+                .slot_of(placement)
+                .and_then(|slot| unconfirmed.get(&slot.queue.name).copied())
+                .is_some_and(|slot| slot.half_failures >= 2 && slot.last.elapsed() < AVOIDED_FOR)
+    }
+
+    /// Which slots confirm nothing and what to do, for `degraded`. One that no message has needed for long is not named.
+    #[must_use]
+    pub fn why_avoided(&self) -> Option<String> {
+        let unconfirmed = self.unconfirmed.lock().expect("no holder panics");
+        let lately = |slot: &Unconfirmed| slot.half_failures >= 2 && slot.last.elapsed() < NAMED_FOR;
+        let queues: Vec<&str> =
+            unconfirmed.iter().filter(|(_, slot)| lately(slot)).map(|(queue, _)| queue.as_str()).collect();
+        let first = queues.first()?;
+        Some(format!(
+            "{} of the wheel's queues confirm nothing that is published into them: {}; alarms wait in other slots; see rabbitmq-queues quorum_status {first}; if it has no leader and holds no message, delete it, and the worker declares it again",
+            queues.len(),
+            queues.iter().take(3).copied().collect::<Vec<_>>().join(", "),
+        ))
     }
 
     fn slot_of(&self, placement: &Placement) -> Option<Slot> {

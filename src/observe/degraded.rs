@@ -55,6 +55,8 @@ causes! {
     Topology = "topology",
     /// Alarms that were due did not arrive; the sweep closes their orders.
     AlarmsNotArriving = "alarms_not_arriving",
+    /// A queue of the wheel confirms nothing; alarms wait in others.
+    SlotNotConfirming = "slot_not_confirming",
     /// The broker returns alarms more often than the wheel needs.
     AlarmsCirculate = "alarms_circulate",
     /// A broker policy expires or drops alarms in the processing queues.

@@ -594,6 +594,7 @@ impl BrokerInspections {
             (Cause::Topology, self.findings.topology()),
             (Cause::AlternateExchange, self.findings.alternate.clone()),
             (Cause::AlarmsNotArriving, self.findings.arrival()),
+            (Cause::SlotNotConfirming, self.slots.why_avoided()),
         ];
         for (cause, why) in found {
             let was_said = self.findings.said.contains(&cause);

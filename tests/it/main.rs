@@ -56,6 +56,7 @@ mod reminders;
 mod sanitized;
 mod secrets;
 mod shards;
+mod slot_without_leader;
 mod status;
 mod supply_chain;
 mod sweep;

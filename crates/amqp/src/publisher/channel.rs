@@ -3,6 +3,7 @@
 //! Never retries, and never has two windows in flight, so that a return can be attributed.
 
 use std::collections::HashSet;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -55,14 +56,21 @@ impl PublishChannel {
             return vec![Err(PublishError::Blocked); messages.len()];
         }
         let timeout = self.shared.settings.confirm_timeout;
-        let mut results = match tokio::time::timeout(timeout, send_and_await(&channel, messages)).await {
-            Ok(results) => results,
+        let mut results = send_and_await(&channel, messages, timeout).await;
+        // Then the last confirm came just now; in an incomplete window it may be as old as the timeout.
+        if results.iter().all(Result::is_ok) {
+            self.shared.note_confirm();
+        }
+        if connection.status().blocked() {
             // On a blocked connection lapin writes nothing, so a window that began before the notice ends here.
-            Err(_) if connection.status().blocked() => vec![Err(PublishError::Blocked); messages.len()],
-            Err(_) => vec![Err(PublishError::TimedOut(timeout)); messages.len()],
-        };
-        if !connection.status().connected() {
+            results
+                .iter_mut()
+                .filter(|result| is_unanswered(result))
+                .for_each(|late| *late = Err(PublishError::Blocked));
+        } else if !connection.status().connected() {
             results.iter_mut().for_each(attribute_to_connection);
+        } else {
+            attribute_to_queues(&mut results, self.shared.last_confirm().is_some_and(|ago| ago < timeout / 2));
         }
         let misses_a_route = |result: &Result<_, _>, message: &Outgoing| match result {
             Err(PublishError::Unroutable(_)) => !message.sender_declares_queue,
@@ -96,23 +104,51 @@ fn attribute_to_connection(result: &mut Result<(), PublishError>) {
     }
 }
 
+fn is_unanswered(result: &Result<(), PublishError>) -> bool {
+    matches!(result, Err(PublishError::TimedOut(_)))
+}
+
+/// A broker that confirms what was sent later, on this channel or another one, does answer: then a message without a
+/// confirm has a queue that accepts nothing. `others_confirmed`: another channel had a confirm while this one waited.
+fn attribute_to_queues(results: &mut PublishResults, others_confirmed: bool) {
+    let last_answered = results.iter().rposition(|result| !is_unanswered(result)).unwrap_or(0);
+    for (number, result) in results.iter_mut().enumerate() {
+        if let Err(PublishError::TimedOut(waited)) = result
+            && (number < last_answered || others_confirmed)
+        {
+            *result = Err(PublishError::Unconfirmed(*waited));
+        }
+    }
+}
+
 fn leaves_channel_usable(result: &Result<(), PublishError>) -> bool {
     use PublishError::{Nacked, Unroutable, Unsendable};
     matches!(result, Ok(()) | Err(Nacked | Unroutable(_) | Unsendable { .. }))
 }
 
-/// Publishes a window and waits for all of its confirms, after which no return can be misattributed.
-async fn send_and_await(channel: &Channel, messages: &[&Outgoing]) -> PublishResults {
+/// Publishes a window and waits for all of its confirms, after which no return can be misattributed. A message that is
+/// not confirmed within `timeout` does not take the others' results with it.
+async fn send_and_await(channel: &Channel, messages: &[&Outgoing], timeout: Duration) -> PublishResults {
+    let mut timed_out = pin!(tokio::time::sleep(timeout));
     // At once, in their order: lapin's publish returns when its I/O thread has written the frame, and awaiting each
     // before the next would wake that thread for every message.
-    let confirms: Vec<Result<PublisherConfirm, PublishError>> =
-        join_all(messages.iter().map(|message| send(channel, message))).await;
+    let sending = join_all(messages.iter().map(|message| send(channel, message)));
+    let confirms: Vec<Result<PublisherConfirm, PublishError>> = tokio::select! {
+        biased;
+        confirms = sending => confirms,
+        () = &mut timed_out => return vec![Err(PublishError::TimedOut(timeout)); messages.len()],
+    };
     let mut returned = HashSet::new();
     let mut returned_text = String::new();
     let mut results = PublishResults::with_capacity(messages.len());
     for sent in confirms {
         let confirmation = match sent {
-            Ok(confirm) => confirm.await.map_err(|error| closed(&error)),
+            Ok(confirm) => tokio::select! {
+                // The confirm first: after the time is over, those that have arrived still count.
+                biased;
+                confirmation = confirm => confirmation.map_err(|error| closed(&error)),
+                () = &mut timed_out => Err(PublishError::TimedOut(timeout)),
+            },
             Err(fault) => Err(fault),
         };
         results.push(match confirmation {

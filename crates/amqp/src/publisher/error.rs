@@ -25,6 +25,12 @@ pub enum PublishError {
     /// waited in the publisher's queue. A retry may help; the message may then arrive twice.
     #[error("the broker did not confirm within {0:?}; it may be overloaded or cut off")]
     TimedOut(Duration),
+    /// No confirm within this time, which is `confirm_timeout`, although the broker confirmed messages that were sent
+    /// later. A retry may help; the message may then arrive twice.
+    #[error(
+        "the broker did not confirm within {0:?}, while it confirms other messages; has its queue lost its leader (rabbitmq-queues quorum_status QUEUE)?"
+    )]
+    Unconfirmed(Duration),
     /// The broker sent `connection.blocked`. A retry helps once it has sent `connection.unblocked`.
     #[error("the broker blocks publishers; it is short of memory or disk")]
     Blocked,
@@ -65,7 +71,7 @@ impl PublishError {
     /// (`NoExchange`, `Refused`, `ChannelClosed`) is neither this nor broker-wide: it may be due to another message.
     #[must_use]
     pub fn is_message_specific(&self) -> bool {
-        matches!(self, Self::Nacked | Self::Unroutable(_) | Self::Unsendable { .. })
+        matches!(self, Self::Nacked | Self::Unroutable(_) | Self::Unconfirmed(_) | Self::Unsendable { .. })
     }
 }
 

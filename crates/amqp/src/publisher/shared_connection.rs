@@ -3,6 +3,7 @@
 //! Publishes nothing.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use lapin::Channel;
 use lapin::options::ConfirmSelectOptions;
@@ -22,11 +23,29 @@ pub(super) struct SharedConnection {
     name: &'static str,
     current: Mutex<Option<Arc<JoinedConnection>>>,
     pub(super) missing_route: Arc<MissingRoute>,
+    /// When the broker last confirmed a message, on any channel.
+    last_confirm: std::sync::Mutex<Option<Instant>>,
 }
 
 impl SharedConnection {
     pub(super) fn new(settings: &AmqpSettings, name: &'static str) -> Self {
-        Self { settings: settings.clone(), name, current: Mutex::new(None), missing_route: Arc::default() }
+        Self {
+            settings: settings.clone(),
+            name,
+            current: Mutex::new(None),
+            missing_route: Arc::default(),
+            last_confirm: std::sync::Mutex::default(),
+        }
+    }
+
+    /// The broker has confirmed a message.
+    pub(super) fn note_confirm(&self) {
+        *self.last_confirm.lock().expect("no holder panics") = Some(Instant::now());
+    }
+
+    /// How long ago the broker last confirmed a message.
+    pub(super) fn last_confirm(&self) -> Option<Duration> {
+        self.last_confirm.lock().expect("no holder panics").map(|at| at.elapsed())
     }
 
     pub(super) async fn connection(&self) -> Result<Arc<JoinedConnection>, BrokerError> {

@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use lapin::Connection;
-use lapin::options::QueueDeleteOptions;
+use lapin::options::{BasicGetOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
 
 use super::inspect::find_queue;
@@ -75,5 +75,15 @@ pub async fn prune(names: &Names, slots: &[Slot], connection: &Connection) -> Re
 
 /// `None` if the queue does not exist.
 async fn messages_in(slot: &Slot, connection: &Connection) -> lapin::Result<Option<u32>> {
-    Ok(find_queue(connection, &slot.queue.name).await?.map(|seen| seen.ready))
+    let Some(seen) = find_queue(connection, &slot.queue.name).await? else { return Ok(None) };
+    if seen.ready > 0 {
+        return Ok(Some(seen.ready));
+    }
+    // RabbitMQ also reports 0 for a queue without a leader; reading from that one fails.
+    let channel = connection.create_channel().await?;
+    let got = channel.basic_get(slot.queue.name.as_str().into(), BasicGetOptions { no_ack: false }).await?;
+    let messages = u32::from(got.is_some());
+    // Returns what was read.
+    channel.close(reply_code::CONTENT_OK, "looked".into()).await?;
+    Ok(Some(messages))
 }

@@ -57,6 +57,7 @@ impl ScheduleError {
             Self::Publish(fault) => matches!(
                 fault,
                 PublishError::TimedOut(_)
+                    | PublishError::Unconfirmed(_)
                     | PublishError::Blocked
                     | PublishError::Nacked
                     | PublishError::ChannelClosed(_)
