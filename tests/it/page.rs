@@ -76,6 +76,8 @@ fn overview_is_shown_without_database() {
         to_database.cut();
         let unknown = "It is not known whether orders are closed on time.";
         wait_for("the verdict", async || get(&worker, "/").await.body.contains(unknown)).await;
+        let remedy = "No order is closed until then and none is lost";
+        assert!(get(&worker, "/").await.body.contains(remedy), "what to do");
         assert_eq!(get(&worker, "/livez").await.body, "alive\n");
         to_database.restore();
         wait_for("the verdict", async || get(&worker, "/").await.body.contains("closed on time.")).await;

@@ -16,6 +16,9 @@ mod parked;
 mod pauses;
 mod pending;
 mod plots;
+mod providers;
+mod remedies;
+mod reminders;
 mod unresolved;
 mod words;
 
